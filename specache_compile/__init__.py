@@ -45,7 +45,7 @@ __all__ = [
     "with_cache",
 ]
 
-# Loaded at first use: `import specache_compile` imports no torch.
+# Names are loaded at first use, so `import specache_compile` does not import torch.
 _PLACES = {
     "Batch": "batching.batch:Batch",
     "Bisection": "explaining.bisect:Bisection",

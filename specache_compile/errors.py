@@ -7,11 +7,29 @@ import warnings
 
 
 class SpecacheError(RuntimeError):
-    """The backend cannot do what was asked, and says what to do instead."""
+    """The base class of this package's errors. The message states the cause and what to do.
+
+    Example:
+        import specache_compile as sc
+
+        try:
+            sc.load_model("examples/no-such-folder")
+        except sc.SpecacheError as error:
+            print(error)
+    """
 
 
 class OptionError(SpecacheError, ValueError):
-    """An option's name or value is not accepted; the message lists what is."""
+    """An unknown option, or a value that the option does not accept; the message lists the accepted ones.
+
+    Example:
+        import specache_compile as sc
+
+        try:
+            sc.explain("examples/needle-llama", options={"bits": 3})
+        except sc.OptionError as error:
+            print(error)  # option bits=3: accepted are 1, 1.5, 2, 4, 8, 16
+    """
 
 
 def first_line(error: BaseException) -> str:
@@ -34,19 +52,42 @@ def split_session() -> SpecacheError:
 
 
 class HeldTensorError(SpecacheError):
-    """Something outside the compiled model tried to read, or to use a stale view of, a held cache tensor."""
+    """A read of a held cache tensor outside the compiled model, or a use of a stale one.
+
+    Example:
+        import specache_compile as sc
+
+        model, tokenizer = sc.load_model("examples/needle-llama")
+        model.compile(backend="specache")
+        inputs = tokenizer("Hello", return_tensors="pt")
+        cache = sc.cache_of(model.generate(**inputs, max_new_tokens=2, return_dict_in_generate=True))
+        try:
+            print(cache.layers[0].keys.sum())
+        except sc.HeldTensorError:
+            print(sc.materialize(cache).layers[0].keys.sum())
+    """
 
 
 class SpecacheWarning(UserWarning):
-    """Something was left as Hugging Face wrote it; it is right, but not compressed."""
+    """A call that is not compressed, or an option without effect; the generated tokens are correct.
+
+    A model warns once for each reason, at the line of the caller.
+
+    Example:
+        import warnings
+
+        import specache_compile as sc
+
+        warnings.simplefilter("error", sc.SpecacheWarning)  # stop instead of running uncompressed
+    """
 
 
-# The packages whose frames a warning passes over, to point at the line of the user's that led to it.
+# A warning skips the frames of these packages, so that it points at the user's line.
 LIBRARIES = {"specache_compile", "torch", "transformers", "accelerate", "peft", "contextlib", "functools", "threading"}
 
 
 def warn(message: str, category: type[Warning] = SpecacheWarning) -> None:
-    """Warn at the innermost frame that belongs to no library of `LIBRARIES`."""
+    """Warn at the innermost frame that belongs to none of `LIBRARIES`."""
     level, frame = 2, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in LIBRARIES:
         level, frame = level + 1, frame.f_back

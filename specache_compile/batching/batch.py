@@ -1,4 +1,4 @@
-"""`Batch(model)`: requests that join and leave at any step, each saying what it would say alone."""
+"""`Batch(model)`: requests that start and end at any step, each with the tokens that it would have alone."""
 
 from __future__ import annotations
 
@@ -96,32 +96,46 @@ class Rows:
 
 
 class Batch:
-    """Requests through one compiled model, on the thread that calls `step`.
+    """Generate for many requests at once, with one compiled model and without a server.
 
-        batch = sc.Batch(model, device_memory=2 << 30)
-        first = batch.add(ids, max_new_tokens=100)
-        second = batch.add(others, max_new_tokens=50, do_sample=True, temperature=0.7, seed=1)
+    A step prefills one chunk of one prompt, and generates a token for every running request. A request's tokens do not
+    depend on other requests. Models whose rows cannot be joined (sliding windows, methods that drop pairs) decode one
+    row after another. With `verify` or `lookup` one call of the model verifies the drafts of all rows, and a step may
+    generate several tokens for each.
+
+    Running requests keep their tokens in pages of 256, and share the pages of common prompt prefixes (`prefixes.py`). A
+    batch belongs to the thread that calls `step`.
+
+    Args:
+        model: a decoder that was compiled with this backend.
+        rows: most requests that decode together.
+        chunk: prompt tokens to prefill between two decode steps.
+        device_memory, host_memory: most bytes of the tiers; None is unbounded. A request starts when all of its bytes, up
+            to its last token, are free. On a CPU without device_memory, host_memory is the budget of all tiers.
+        kept: caches that the caller holds at a time, of finished requests (`keep`) or for waiting ones (`cache`).
+            The memory budget counts this many.
+        give_up: called when a request waits for pages: drops one of the caches that the caller holds, and returns whether
+            there was one.
+        overcommit: a folder. A request is then admitted when its prompt fits, with one spare page for each running
+            request. If pages run out, the newest request is preempted: its cache is swapped to this folder and resumed
+            later, bit for bit.
+
+    Raises:
+        SpecacheError: the model is not compiled with this backend, `overcommit` has no memory budget, or the model's
+            sliding windows cannot drop rejected tokens.
+
+    Example:
+        import specache_compile as sc
+
+        model, tokenizer = sc.load_model("examples/needle-llama")
+        model.compile(backend="specache")
+        batch = sc.Batch(model, host_memory=2 << 30)
+        first = batch.add(tokenizer("Hello").input_ids, max_new_tokens=8)
+        second = batch.add(tokenizer("World").input_ids, max_new_tokens=4, do_sample=True, temperature=0.7, seed=1)
         while batch.open:
-            for request, token in batch.step(): ...
-        first.said, first.end
-
-    A step reads one chunk of one prompt, and has all rows say a token. What a request says depends on no other: its
-    tiers, its positions, its processors and its random numbers are its own. Rows that `join` refuses (sliding windows,
-    methods that drop pairs) say their tokens one after another. Of a model compiled with `verify` or `lookup` all rows
-    draft, one call of the model verifies the drafts, and a step may have a row say several tokens.
-
-    rows: the most that say tokens together.
-    chunk: prompt tokens that are read between two steps.
-    device_memory, host_memory: bytes that tiers may have; None: as many as there are. A request begins where its bytes
-        are free until its end. Rows have their tokens in pages of 256, and share those of prompts that begin alike
-        (`prefixes.py`). On a CPU without device_memory, host_memory is for all tiers.
-    kept: caches that whoever uses the batch holds at once, of requests that are over (`keep`), or wait with theirs
-        (`cache`). The memory is kept to with so many; each further one has a place beside it.
-    give_up: has whoever keeps caches of requests that are over drop one, where a request waits for its pages; whether
-        there was one.
-    overcommit: a folder; a request begins where its prompt's pages are free, and one for each other row. Where the next
-        ones run out, the request that began last waits again, its cache in that folder until there is room, bit for
-        bit. While it goes or comes back, its tiers are there once more, beside the memory that is kept to.
+            for request, token in batch.step():
+                print("first" if request is first else "second", token)
+        print(tokenizer.decode(first.generated), second.end)
     """
 
     def __init__(
@@ -129,8 +143,6 @@ class Batch:
         host_memory: int | None = None, kept: int = 0, give_up: Callable[[], bool] = lambda: False,
         overcommit: Path | None = None,
     ) -> None:  # fmt: skip
-        """SpecacheError where this backend has not compiled the model, where overcommit has no bound of memory, and
-        where the model's sliding windows cannot take back drafts."""
         self.options = required_options(model, "Batch")
         # Rows of their own lengths have positions of their own.
         wrapped = getattr(model, "_orig_mod", model)
@@ -154,28 +166,35 @@ class Batch:
 
     @property
     def saying(self) -> list[Request]:
-        """Those with a row."""
+        """The requests that decode."""
         return [request for group in self.groups for request in group.requests]
 
     @property
     def open(self) -> list[Request]:
-        """The requests that are not over."""
+        """The requests that are not finished."""
         return [request for request in self.requests if request.stage is not Stage.OVER]
 
     def add(
         self, ids: Tensor | Sequence[int], *, cache: DynamicCache | None = None, keep: bool = False,
         seed: int | None = None, logprobs: int | None = None, **asked: Any,
     ) -> Request:  # fmt: skip
-        """A new request: token ids, a list of numbers or int64 [n] or [1, n].
+        """Add a request.
 
-        cache: of one row, with the first tokens of ids; all but the last at most. The request takes it over.
-        keep: when the request is over, its `cache` is that of its row alone.
-        seed: of its random numbers; None: another each time.
-        logprobs: tell in `request.logprobs` how likely each token was that it says, and so many of the likeliest.
-        asked: what `generate` takes about a text: max_new_tokens, which must be there, or generation_config; do_sample,
-            temperature, top_p, eos_token_id, logits_processor.
+        Args:
+            ids: token ids of one prompt: a list of ints, or int64 [n] or [1, n].
+            cache: a cache of one row with the first tokens of `ids`, all but the last at most. The batch takes it over.
+            keep: when the request is finished, its `cache` is a cache of its row.
+            seed: of its random numbers; None is a different one each time.
+            logprobs: report in `request.logprobs` the log-probability of each token, and this many of the likeliest.
+            arguments: generation settings as for `generate`: max_new_tokens (required) or generation_config, do_sample,
+                temperature, top_p, eos_token_id, logits_processor.
 
-        ValueError where an argument is none of these, SpecacheError where the budget would never hold the request.
+        Returns:
+            The `Request`; `step` updates its fields.
+
+        Raises:
+            ValueError: an argument is unknown or unsupported.
+            SpecacheError: the memory budget could never hold the request.
         """
         prompt = token_ids(ids)
         read = 0 if cache is None else cache.get_seq_length()
@@ -193,15 +212,16 @@ class Batch:
         return request
 
     def step(self) -> list[tuple[Request, int]]:
-        """Admit who fits, read a chunk of the prompt that is read, and have each row say a token, or what
-        is right of its draft: what was said, in no order but a request's own.
+        """Run one step, and return the generated tokens as (request, token).
 
-        A request whose processor fails is over, with its `error`. If the model fails, or an interrupt (Ctrl-C, a
-        signal's handler, whatever it raises) ends a step half way, the step raises, and `step` can be called again. It
-        then begins all open requests again, prefills each prompt, decodes the known tokens again, and returns what the
-        interrupted step could not. A cache that was given to `add` is lost: its tokens are prefilled, so in a lossy
-        setting the following tokens may differ. A request for which the model fails a second time after the same token,
-        alone, is over with its `error`.
+        A step admits waiting requests, prefills one chunk of one prompt, and decodes a token for each running request,
+        or the accepted part of its draft. A request whose logits processor fails is finished, with its `error`.
+
+        If the model fails or an interrupt (Ctrl-C) ends a step, `step` raises, and can be called again. The next step
+        prefills all open requests again, decodes their known tokens again, and returns the tokens that the interrupted
+        step could not. A cache that was passed to `add` is lost then: its tokens are prefilled, so with lossy options
+        later tokens may differ. A request for which the model fails twice at the same token, alone, is finished with
+        its `error`.
         """
         self.recover()
         self.unfinished = True
@@ -255,12 +275,12 @@ class Batch:
         self.waiting = begun
 
     def run(self) -> None:
-        """Step until every request is over."""
+        """Step until every request is finished."""
         while self.open:
             self.step()
 
     def remove(self, request: Request) -> None:
-        """End a request, wherever it is: its row is gone before the next step."""
+        """End a request in any stage; it has no row in the next step."""
         self.recover()
         self.unfinished = True
         self.leave(request)
@@ -272,11 +292,11 @@ class Batch:
             self.over(request, End.REMOVED)
 
     def forget_prefixes(self) -> None:
-        """Forget the prompts' prefixes that are cached for later requests.
+        """Drop the cached prompt prefixes.
 
         A batch does so itself when it sees that the model's weights or settings have changed. It samples the weights
-        when a request starts, so call this after writes through `.data` or numpy that change only a few values, and
-        after any change during a prompt's prefill. Running requests continue with what they have cached.
+        when a request starts. Call this after writes through `.data` or numpy that change only a few values, and after
+        any change during a prompt's prefill. Running requests continue with their caches.
         """
         self.memory.forget_prefixes()
         for request in self.reading:
@@ -295,7 +315,8 @@ class Batch:
         request.is_over(end, error)
 
     def take(self, request: Request) -> DynamicCache | None:
-        """`remove`, and its cache as one of a row alone; None where nothing of it was read, or can be read again."""
+        """Remove a request, and return its cache of one row; None if none of its tokens were cached, or the cache
+        cannot be read."""
         self.recover()
         self.unfinished = True
         group = self.group_of(request)

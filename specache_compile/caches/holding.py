@@ -1,4 +1,4 @@
-"""`hold(cache, model)`: convert a plain cache that was filled elsewhere into one that the compiled model continues."""
+"""`hold(cache, model)`: convert a plain cache into one that the compiled model continues."""
 
 from __future__ import annotations
 
@@ -36,15 +36,32 @@ LATENTS = re.compile(r"(^|\.)kv_b_proj\.")
 
 
 def hold(cache: DynamicCache, model: torch.nn.Module, attention_mask: Tensor | None = None) -> DynamicCache:
-    """Convert a plain DynamicCache, keys and values [B, H, n, d] that the same weights have made (by the uncompiled
-    model, in another process, or as a prefix that many prompts share), into one that the compiled `model` continues.
+    """Convert a plain cache into one that the compiled model continues.
 
-    attention_mask [B, n]: where rows are padded. `cache` is not changed. A compiled model with latent attention reads
-    Hugging Face's own cache: its `cache` comes back as a copy.
+    The plain cache may come from the uncompiled model, another process, or a prefix that many prompts share. The same
+    weights must have filled it.
 
-    SpecacheError where the backend has not compiled the model or the model is on several ranks, where the cache is held
-    already, where a layer is not a DynamicLayer or differs from the others in length or device, and where the method
-    drops pairs while it reads a prompt.
+    Args:
+        cache: a DynamicCache with keys and values [B, H, n, d]; it is not changed.
+        model: a model with the same weights, compiled with this backend.
+        attention_mask: [B, n], 1 for tokens and 0 for padding; None if no row is padded.
+
+    Returns:
+        A cache that the backend holds; for a model with latent attention, whose cache stays plain, a copy.
+
+    Raises:
+        SpecacheError: the model is not compiled or is split over ranks, or the cache is held already. Also for layers that
+            are no DynamicLayer or differ in length or device, and for methods that drop pairs during the prefill.
+
+    Example:
+        import specache_compile as sc
+
+        model, tokenizer = sc.load_model("examples/needle-llama")
+        inputs = tokenizer("Hello", return_tensors="pt")
+        output = model.generate(**inputs, max_new_tokens=4, return_dict_in_generate=True)  # uncompiled
+        model.compile(backend="specache")
+        cache = sc.hold(sc.cache_of(output), model)
+        model.generate(output.sequences, **sc.with_cache(cache), max_new_tokens=4)
     """
     options = required_options(model, "hold")
     reason = reason_not_to_hold(options)

@@ -1,4 +1,4 @@
-"""`join(caches)`, `split(cache)` and `lengths(cache)`: the rows of held caches, each with tokens of its own number."""
+"""`join(caches)`, `split(cache)` and `lengths(cache)`: held caches whose rows have different lengths."""
 
 from __future__ import annotations
 
@@ -32,17 +32,34 @@ Row = tuple[Session, int]
 
 
 def join(caches: Sequence[DynamicCache]) -> DynamicCache:
-    """One held cache with the rows of all `caches`, held ones of one model, one behind the other.
+    """Join the rows of several held caches of one model into one cache.
 
-    Each row keeps its own length (`lengths`), its tiers bit for bit, and what was chosen for its next step; so it goes
-    on as it would alone. Hugging Face sees what a left-padded batch has: the longest row's length, and each row's
-    tokens last. A call without attention_mask goes on with all rows; position_ids [B, 1] are `lengths(cache)[:, None]`.
+    Each row keeps its length (`lengths`), its tiers bit for bit, and the pairs that were selected for its next step.
+    Hugging Face sees a left-padded batch: the length of the longest row. Call the model without attention_mask, and
+    pass `position_ids=lengths(cache)[:, None]`. The tiers are copied, one layer at a time; drop the joined caches to
+    free their memory.
 
-    The tiers are copied, a layer at a time: drop the caches that were joined to have their memory back.
+    Args:
+        caches: held caches of one model, compiled with the same options; at least one.
 
-    SpecacheError where a cache is plain, where models or options differ, where the method has no rows of their own
-    lengths, where a cache is padded otherwise than in front, and where a layer that is not held cannot be joined: a
-    sliding window, or lengths that differ. Nothing has changed then.
+    Returns:
+        A held cache with all rows, in the order of `caches`.
+
+    Raises:
+        SpecacheError: a cache is plain, or models, options or rows do not fit together. Also for padding that is not in
+            front, and for sliding windows, which require rows of one length. Nothing has changed then.
+
+    Example:
+        import specache_compile as sc
+
+        model, tokenizer = sc.load_model("examples/needle-llama")
+        model.compile(backend="specache")
+        outputs = [
+            model.generate(**tokenizer(text, return_tensors="pt"), max_new_tokens=4, return_dict_in_generate=True)
+            for text in ("Hello", "A longer prompt")
+        ]
+        cache = sc.join([sc.cache_of(output) for output in outputs])
+        print(sc.lengths(cache))
     """
     caches = list(caches)
     if not caches:
@@ -52,9 +69,25 @@ def join(caches: Sequence[DynamicCache]) -> DynamicCache:
 
 
 def split(cache: DynamicCache) -> list[DynamicCache]:
-    """A held cache of one row for each row of `cache`, as long as the row is; `join` backwards.
+    """Split a held cache into one cache for each row: the inverse of `join`.
 
-    The tiers are copied; `cache` stays usable. SpecacheError as for `join`.
+    Args:
+        cache: a held cache with B rows; it stays usable. Its tiers are copied.
+
+    Returns:
+        B held caches of one row, each as long as its row.
+
+    Raises:
+        SpecacheError: as for `join`.
+
+    Example:
+        import specache_compile as sc
+
+        model, tokenizer = sc.load_model("examples/needle-llama")
+        model.compile(backend="specache")
+        inputs = tokenizer(["Hello", "World"], return_tensors="pt")
+        output = model.generate(**inputs, max_new_tokens=4, return_dict_in_generate=True)
+        first, second = sc.split(sc.cache_of(output))
     """
     return [row_of(cache, row) for row in range(session_behind(cache).tiers.batch)]
 
@@ -65,8 +98,26 @@ def row_of(cache: DynamicCache, row: int) -> DynamicCache:
 
 
 def lengths(cache: DynamicCache) -> Tensor:
-    """The number of cached tokens of each row of a held cache, int64 [B] on its device; SpecacheError where the cache
-    is plain."""
+    """Return the number of cached tokens of each row.
+
+    Args:
+        cache: a held cache with B rows.
+
+    Returns:
+        int64 [B], on the cache's device.
+
+    Raises:
+        SpecacheError: the cache is plain.
+
+    Example:
+        import specache_compile as sc
+
+        model, tokenizer = sc.load_model("examples/needle-llama")
+        model.compile(backend="specache")
+        inputs = tokenizer("Hello", return_tensors="pt")
+        output = model.generate(**inputs, max_new_tokens=4, return_dict_in_generate=True)
+        print(sc.lengths(sc.cache_of(output)))
+    """
     session = session_behind(cache)
     return torch.tensor(session.progress.lengths, device=session.layers[0].device)
 

@@ -86,11 +86,28 @@ HEADER_PARTS = {
 
 
 def save(cache: DynamicCache, folder: str | os.PathLike[str]) -> None:
-    """Write a held cache to `folder`, for `load`. Every tier is written bit for bit.
+    """Write a held cache to a folder, for `load`.
 
-    An earlier session in the folder stays until this one is whole. The cache stays usable. SpecacheError where the
-    cache is plain, where it is of another class than DynamicCache, where one of its layers has more than keys, values
-    and the state of a recurrence, and where it is split over ranks.
+    Every tier is written bit for bit. A session that the folder held before stays until the new one is complete.
+
+    Args:
+        cache: a held cache; it stays usable.
+        folder: created if needed. Only one process at a time may save into it.
+
+    Raises:
+        SpecacheError: the cache is plain, is split over ranks, is no DynamicCache, or has a layer with other contents than
+            keys, values and a recurrent state.
+
+    Example:
+        import specache_compile as sc
+
+        model, tokenizer = sc.load_model("examples/needle-llama")
+        model.compile(backend="specache")
+        inputs = tokenizer("Hello", return_tensors="pt")
+        output = model.generate(**inputs, max_new_tokens=4, return_dict_in_generate=True)
+        sc.save(sc.cache_of(output), "build/session")
+        cache = sc.load("build/session", model)
+        model.generate(output.sequences, **sc.with_cache(cache), max_new_tokens=4)
     """
     if type(cache) is not DynamicCache:
         raise no_dynamic_cache(type(cache).__name__)
@@ -153,13 +170,31 @@ def save(cache: DynamicCache, folder: str | os.PathLike[str]) -> None:
 
 
 def load(folder: str | os.PathLike[str], model: torch.nn.Module) -> DynamicCache:
-    """The cache that `save` wrote to `folder`, for a `model` of the same weights, compiled by this backend under the
-    same options. A host tier in ordinary memory is mapped from the file, and read as steps need it.
+    """Load a cache that `save` wrote.
 
-    The weights and settings of the model (active adapters, for example) must be those of the prefill, also if they
-    have changed between the prefill and `save`. The counts of `stats` begin anew. SpecacheError where there is no
-    session, where a file is cut short, where the session was made with another model or other options, and for a model
-    on several devices or ranks.
+    On a CPU the host tier is mapped from its file and read when steps need it. The counts of `stats` start at 0.
+
+    Args:
+        folder: the folder that was passed to `save`.
+        model: compiled with this backend and the same options. Its weights and settings (active adapters, for example)
+            must be those of the prefill.
+
+    Returns:
+        A held cache.
+
+    Raises:
+        SpecacheError: the folder has no complete session, or it was made with another model or other options. Also for a
+            model on several devices or ranks.
+
+    Example:
+        import specache_compile as sc
+
+        model, tokenizer = sc.load_model("examples/needle-llama")
+        model.compile(backend="specache")
+        inputs = tokenizer("Hello", return_tensors="pt")
+        output = model.generate(**inputs, max_new_tokens=4, return_dict_in_generate=True)
+        sc.save(sc.cache_of(output), "build/session")
+        print(sc.load("build/session", model).get_seq_length())
     """
     return loaded(Path(folder), model, by_any_weights=False)
 

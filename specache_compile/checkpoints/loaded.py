@@ -37,18 +37,26 @@ def open_checkpoint(name: str) -> Checkpoint:
 def load_model(
     checkpoint: str | Checkpoint, dtype: str | torch.dtype = "auto", device: str | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a model and its tokenizer: `model, tokenizer = sc.load_model("smollm2-135m")`.
+    """Load a model and its tokenizer.
 
     Args:
         checkpoint: a known name ("smollm2-135m"), a folder, a .gguf file, or a hub name.
-        dtype: of the weights; "auto" is the file's own.
-        device: "cpu", "cuda", "cuda:1"; None is CUDA where there is a device, else the CPU.
+        dtype: of the weights; "auto" is the checkpoint's own dtype.
+        device: "cpu", "cuda" or "cuda:1", for example; None uses CUDA if there is a device, else the CPU.
 
     Returns:
         The model, for inference and not compiled, and its tokenizer.
 
     Raises:
         SpecacheError: there is no such checkpoint, tokenizer or device.
+
+    Example:
+        import specache_compile as sc
+
+        model, tokenizer = sc.load_model("examples/needle-llama")
+        model.compile(backend="specache")
+        inputs = tokenizer("Hello", return_tensors="pt")
+        print(tokenizer.decode(model.generate(**inputs, max_new_tokens=8)[0]))
     """
     from transformers import AutoModelForCausalLM
 
