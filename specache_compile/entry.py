@@ -8,9 +8,9 @@ import torch
 from .cache_folder import VARIABLE
 from .compile.backend import specache as specache
 from .compile.recompile_limit import raise_limit
-from .compile.rewritten import Rewrites, observers
+from .compile.rewrites import Rewrites, observers
 from .generate.checks import route_checks
-from .generate.route import route_generate
+from .generate.compiled_calls import route_generate
 from .generate.verify import route_verification
 from .runtime.variant import Variant
 
@@ -31,7 +31,7 @@ def keep_traces() -> None:
     if not os.environ.get(VARIABLE):
         return
     try:
-        from .warm.route import route_traces
+        from .warm.hooks import route_traces
 
         route_traces()
     except (ImportError, AttributeError) as missing:

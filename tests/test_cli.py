@@ -28,7 +28,7 @@ from specache_compile.command_line.chat import Chat, lines
 from specache_compile.explaining import explain as explaining
 from specache_compile.methods import declared_options
 from specache_compile.options import LOWERINGS
-from specache_compile.serving import command as serving
+from specache_compile.serving import serve as serving
 
 MODEL = str(NEEDLE_LLAMA)
 

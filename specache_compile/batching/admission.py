@@ -10,7 +10,7 @@ from .request import Request
 OVERTAKEN = 8
 
 
-def next_to_begin(waiting: Sequence[Request], fits: Callable[[Request], bool]) -> Request | None:
+def next_to_start(waiting: Sequence[Request], fits: Callable[[Request], bool]) -> Request | None:
     """The oldest waiting request that there is room for. None: there is none, or it would be one too many
     to overtake an older one."""
     for place, request in enumerate(waiting):

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from specache_compile.caches.rows import (
+from specache_compile.caches.joining import (
+    append_rows,
     crop_rows,
     drop,
     empty_places,
@@ -23,7 +24,6 @@ from specache_compile.caches.rows import (
     place_for,
     reason_against,
     row_of,
-    take_in,
 )  # fmt: skip
 from specache_compile.compat import cache_of, with_cache
 from specache_compile.compile.compiled_options import required_options
@@ -32,10 +32,11 @@ from specache_compile.generate.drafts import rewritten_so_far, warn_not_drafted
 from specache_compile.generate.verify import check_windows
 from specache_compile.runtime.session import Session, sessions_of
 
-from .admission import next_to_begin
-from .aside import Aside, back_from, brought_or_none, forget
+from .admission import next_to_start
+from .batch_memory import BatchMemory, Bytes, Running
 from .batch_rope import BatchRope
-from .drafts import (
+from .request import End, Request, Stage, request_for
+from .row_drafts import (
     decoded_for,
     drafting_session,
     fed,
@@ -46,8 +47,7 @@ from .drafts import (
     say,
     verifying,
 )
-from .memory import Bytes, Memory, Running
-from .request import End, Request, Stage, request_for
+from .swapping import SwapFolder, drop_swapped, load_swapped, swapped_in_or_none
 from .twice import FailedTwice, twice
 
 # Prompt tokens that are read between two steps of the others.
@@ -55,7 +55,7 @@ CHUNK = 512
 
 
 @dataclass(eq=False)
-class Rows:
+class RowGroup:
     """Requests that say tokens together: a cache, and whose each of its rows is.
 
     paged: it is in the batch's pages; else it has one row.
@@ -144,7 +144,7 @@ class Batch:
         overcommit: Path | None = None,
     ) -> None:  # fmt: skip
         self.options = required_options(model, "Batch")
-        # Rows of their own lengths have positions of their own.
+        # RowGroup of their own lengths have positions of their own.
         wrapped = getattr(model, "_orig_mod", model)
         if self.options.drafts:
             check_windows(DynamicCache(config=wrapped.config))
@@ -152,27 +152,27 @@ class Batch:
         self.model, self.most_rows, self.chunk = model, rows, chunk
         self.rope = BatchRope(wrapped)
         budget = Bytes(device_memory, host_memory)
-        self.memory = Memory(self.options, budget, rows, chunk, kept, give_up, overcommit is not None)
+        self.memory = BatchMemory(self.options, budget, rows, chunk, kept, give_up, overcommit is not None)
         if overcommit is not None and budget == Bytes() and self.options.host_memory is None:
-            raise nothing_runs_out()
-        self.aside, self.begun = None if overcommit is None else Aside(overcommit), 0
+            raise no_budget()
+        self.aside, self.begun = None if overcommit is None else SwapFolder(overcommit), 0
         self.waiting: list[Request] = []
-        self.reading: list[Request] = []
-        self.groups: list[Rows] = []
+        self.prefilling: list[Request] = []
+        self.groups: list[RowGroup] = []
         self.places: DynamicCache | None = None  # where rows in pages were, until all of them had left
         self.requests: list[Request] = []  # those that are open, or have tokens that no step has returned
         self.returned: dict[Request, int] = {}  # tokens of each that steps have returned
         self.unfinished = False  # the newest step did not return
 
     @property
-    def saying(self) -> list[Request]:
+    def decoding(self) -> list[Request]:
         """The requests that decode."""
         return [request for group in self.groups for request in group.requests]
 
     @property
     def open(self) -> list[Request]:
         """The requests that are not finished."""
-        return [request for request in self.requests if request.stage is not Stage.OVER]
+        return [request for request in self.requests if request.stage is not Stage.FINISHED]
 
     def add(
         self, ids: Tensor | Sequence[int], *, cache: DynamicCache | None = None, keep: bool = False,
@@ -201,7 +201,7 @@ class Batch:
         if not read < len(prompt):
             raise ValueError(f"the prompt has {len(prompt)} tokens, of which {read} are cached: give one more at least")
         request = request_for(self.model, prompt, {**asked, "seed": seed}, cache, read)
-        request.keeps, request.asks, request.ahead = keep, logprobs, most_drafted(self.options)
+        request.keeps, request.top_logprobs, request.ahead = keep, logprobs, most_drafted(self.options)
         self.rope.prepare(request)
         if cache is not None:
             self.memory.learn(cache, self.joins)
@@ -225,39 +225,41 @@ class Batch:
         """
         self.recover()
         self.unfinished = True
-        self.turn()
+        self.run_step()
         told = [
-            (request, token) for request in self.requests for token in request.said[self.returned.get(request, 0) :]
+            (request, token)
+            for request in self.requests
+            for token in request.generated[self.returned.get(request, 0) :]
         ]
-        returned = {request: len(request.said) for request in self.requests}
+        returned = {request: len(request.generated) for request in self.requests}
         self.returned, self.unfinished = returned, False  # nothing is called from here on: no signal comes between
         return told
 
     @torch.no_grad()
-    def turn(self) -> None:
-        self.requests = [one for one in self.requests if one.stage is not Stage.OVER or self.unreturned(one)]
+    def run_step(self) -> None:
+        self.requests = [one for one in self.requests if one.stage is not Stage.FINISHED or self.unreturned(one)]
         queued = set(self.waiting)
         self.waiting += [one for one in self.requests if one.stage is Stage.WAITING and one not in queued]
         self.admit()
-        self.give_way()
+        self.preempt()
         for group in list(self.groups):
-            self.read_again(group)
+            self.prefill_again(group)
             if group.requests:
-                self.say_together(group)
-        if self.reading:
-            self.read(self.reading[0])
+                self.decode_group(group)
+        if self.prefilling:
+            self.read(self.prefilling[0])
 
-    def read_again(self, group: Rows) -> None:
-        """Rows whose text has grown to where its RoPE changes wait, and are read again."""
+    def prefill_again(self, group: RowGroup) -> None:
+        """RowGroup whose text has grown to where its RoPE changes wait, and are read again."""
         for request in [one for one in group.requests if self.rope.changes(one)]:
             self.drop(request)
             request.resumed = request.reached
-            request.begin_again()
+            request.restart()
             request.whole = True
             self.waiting.insert(0, request)
 
     def unreturned(self, request: Request) -> int:
-        return len(request.said) - self.returned.get(request, 0)
+        return len(request.generated) - self.returned.get(request, 0)
 
     def recover(self) -> None:
         """After a step that did not return: begin again from the requests, the one record that it cannot have left half
@@ -265,13 +267,13 @@ class Batch:
         if not self.unfinished:
             return
         caches = [self.places, *(group.cache for group in self.groups), *(request.cache for request in self.open)]
-        self.memory.begin_again(cache for cache in caches if cache is not None)
-        self.groups, self.reading, self.places = [], [], None
+        self.memory.restart(cache for cache in caches if cache is not None)
+        self.groups, self.prefilling, self.places = [], [], None
         for request in self.open:
-            forget(request)
-            request.begin_again()
+            drop_swapped(request)
+            request.restart()
             request.whole = self.rope.reads_whole(request)
-        begun = sorted(self.open, key=lambda request: (not request.said, request.began))
+        begun = sorted(self.open, key=lambda request: (not request.generated, request.began))
         self.waiting = begun
 
     def run(self) -> None:
@@ -287,7 +289,7 @@ class Batch:
         self.unfinished = False
 
     def leave(self, request: Request) -> None:
-        if request.stage is not Stage.OVER:
+        if request.stage is not Stage.FINISHED:
             self.drop(request)
             self.over(request, End.REMOVED)
 
@@ -299,8 +301,8 @@ class Batch:
         any change during a prompt's prefill. Running requests continue with their caches.
         """
         self.memory.forget_prefixes()
-        for request in self.reading:
-            request.from_its_first = False  # its first chunks stay out of the prefixes
+        for request in self.prefilling:
+            request.prefilled_here = False  # its first chunks stay out of the prefixes
 
     def fail(self, request: Request, error: Exception) -> None:
         """End a request, wherever it is, with its error."""
@@ -309,10 +311,10 @@ class Batch:
 
     def over(self, request: Request, end: End, error: Exception | None = None) -> None:
         """End a request that has no row."""
-        forget(request)
+        drop_swapped(request)
         if request.cache is not None and self.memory.tiers_of(request.cache) is not None:
             drop(request.cache)
-        request.is_over(end, error)
+        request.finish(end, error)
 
     def take(self, request: Request) -> DynamicCache | None:
         """Remove a request, and return its cache of one row; None if none of its tokens were cached, or the cache
@@ -320,26 +322,26 @@ class Batch:
         self.recover()
         self.unfinished = True
         group = self.group_of(request)
-        if request.aside is not None:
-            request.cache = brought_or_none(request, self.model)
+        if request.swapped is not None:
+            request.cache = swapped_in_or_none(request, self.model)
         cache, request.cache = request.cache if group is None else kept_row(group, request), None
         self.leave(request)
         self.unfinished = False
         return cache
 
-    def group_of(self, request: Request) -> Rows | None:
+    def group_of(self, request: Request) -> RowGroup | None:
         return next((group for group in self.groups if request in group.requests), None)
 
     def drop(self, request: Request) -> None:
         """Forget a request, and its row."""
-        for requests in (self.waiting, self.reading):
+        for requests in (self.waiting, self.prefilling):
             if request in requests:
                 requests.remove(request)
         group = self.group_of(request)
         if group is not None:
             self.keep(group, [other for other in group.requests if other is not request])
 
-    def keep(self, group: Rows, requests: list[Request]) -> None:
+    def keep(self, group: RowGroup, requests: list[Request]) -> None:
         """Only these of a group go on. Where there are none, the places of rows in pages stay for those that come next,
         and what is recorded over them."""
         group.keep(requests)
@@ -353,8 +355,8 @@ class Batch:
 
     def admit(self) -> None:
         """Let those begin that there is room for. The first of all begins alone: it tells what a layer keeps."""
-        while self.has_room and (asking := self.may_begin):
-            chosen = next_to_begin(asking, functools.partial(self.memory.fits, running=self.running))
+        while self.has_free_row and (asking := self.startable):
+            chosen = next_to_start(asking, functools.partial(self.memory.fits, running=self.running))
             if chosen is None:
                 if self.running or not self.make_room():
                     return
@@ -370,9 +372,9 @@ class Batch:
         request.began, self.begun = self.begun, self.begun + 1
         if not self.fits_alone(request):
             return True
-        if request.aside is not None:
+        if request.swapped is not None:
             try:
-                request.cache = twice(functools.partial(self.back_in_pages, request.aside))
+                request.cache = twice(functools.partial(self.swap_in, request.swapped))
             except FailedTwice as failed:
                 if self.running:
                     return False
@@ -380,17 +382,17 @@ class Batch:
                 return True
         with self.attempt([request]):
             if request.read == len(request.text):
-                self.say_on(request)
+                self.start_decoding(request)
             else:
                 self.memory.begin(request)
-                self.reading.append(request)
-                request.stage = Stage.READING
+                self.prefilling.append(request)
+                request.stage = Stage.PREFILL
         self.waiting.remove(request)
-        forget(request)
+        drop_swapped(request)
         return True
 
-    def back_in_pages(self, folder: Path) -> DynamicCache:
-        return self.memory.taken_in(back_from(folder, self.model))
+    def swap_in(self, folder: Path) -> DynamicCache:
+        return self.memory.paged_or_same(load_swapped(folder, self.model))
 
     def fits_alone(self, request: Request) -> bool:
         """Whether the budget would hold a request alone; one that it would not hold is over."""
@@ -401,24 +403,24 @@ class Batch:
             return False
         return True
 
-    def say_on(self, request: Request) -> Rows:
+    def start_decoding(self, request: Request) -> RowGroup:
         """A request that has read its prompt is a row now."""
         assert request.cache is not None
         group = self.joined(request, request.cache)
-        request.cache, request.stage = None, Stage.SAYING
+        request.cache, request.stage = None, Stage.DECODE
         group.requests.append(request)
         return group
 
-    def give_way(self) -> None:
+    def preempt(self) -> None:
         """Where the next turn's pages are not there: those that wait give theirs back, and then who began last."""
         while self.aside is not None and self.memory.pool is not None and not self.memory.has(self.next_pages):
-            idle = self.waiting_in_pages
+            idle = self.waiting_with_pages
             running = [request for request, cache, _ in self.running if self.may_be_in_pages(request, cache)]
             last = idle[-1] if idle else max(running, key=lambda request: request.began)
             if idle or len(running) > 1:
-                self.put_aside(last, self.aside)
+                self.swap_out(last, self.aside)
             else:
-                self.fail(last, kept_elsewhere())
+                self.fail(last, memory_is_kept())
 
     def next_pages(self) -> int:
         """Pages that the next turn takes."""
@@ -427,15 +429,15 @@ class Batch:
 
     def next_tokens(self, request: Request) -> int:
         """Tokens that the next turn caches of a request that runs."""
-        if request.stage is Stage.SAYING:
+        if request.stage is Stage.DECODE:
             return 1 + request.ahead
         left = self.rope.until_switch(request)
         return left if request.whole else min(self.chunk, left)
 
     def may_be_in_pages(self, request: Request, cache: DynamicCache | None) -> bool:
-        return request.stage is Stage.READING or self.memory.tiers_of(cache) is not None
+        return request.stage is Stage.PREFILL or self.memory.tiers_of(cache) is not None
 
-    def put_aside(self, request: Request, aside: Aside) -> None:
+    def swap_out(self, request: Request, aside: SwapFolder) -> None:
         """A request waits, and its cache with it: where it waited, or in front of all that have not begun."""
         group, waits = self.group_of(request), request in self.waiting
         try:
@@ -450,35 +452,35 @@ class Batch:
             self.waiting.insert(0, request)
 
     @property
-    def has_room(self) -> bool:
+    def has_free_row(self) -> bool:
         """Whether there may be one more row."""
-        return len(self.reading) + len(self.saying) < self.most_rows
+        return len(self.prefilling) + len(self.decoding) < self.most_rows
 
     @property
-    def may_begin(self) -> list[Request]:
+    def startable(self) -> list[Request]:
         """Of those that wait: prompts are read one after another, since the one that is read has a place beside the
         rows'; who has read his comes back meanwhile."""
-        return [request for request in self.waiting if request.aside is not None] if self.reading else self.waiting
+        return [request for request in self.waiting if request.swapped is not None] if self.prefilling else self.waiting
 
     def make_room(self) -> bool:
         """Where nothing runs that would give memory back: have the last request that waits with a cache read its prompt
         anew; False, and the first one is over, where there is none."""
-        holding = [request for request in self.waiting_in_pages if request is not self.waiting[0]]
+        holding = [request for request in self.waiting_with_pages if request is not self.waiting[0]]
         if not holding:
-            self.over(self.waiting.pop(0), End.FAILED, kept_elsewhere())
+            self.over(self.waiting.pop(0), End.FAILED, memory_is_kept())
             return False
         prefill_all_of(holding[-1])
         return True
 
     @property
-    def waiting_in_pages(self) -> list[Request]:
+    def waiting_with_pages(self) -> list[Request]:
         """Those that wait, and hold pages meanwhile."""
         return [request for request in self.waiting if self.memory.tiers_of(request.cache) is not None]
 
     @property
     def running(self) -> list[Running]:
         rows = [(request, group.cache, row) for group in self.groups for row, request in enumerate(group.requests)]
-        return [*rows, *((request, request.cache, 0) for request in self.reading)]
+        return [*rows, *((request, request.cache, 0) for request in self.prefilling)]
 
     def read(self, request: Request) -> None:
         """Read a chunk of a prompt; behind its last one the request has said a token, and is a row of the batch."""
@@ -487,23 +489,23 @@ class Batch:
             tokens = text[request.read : request.read + self.next_tokens(request)].to(self.model.device)[None]
             positions = torch.arange(request.read, request.read + tokens.shape[1], device=tokens.device)[None]
             if request.cache is not None:
-                request.cache = self.memory.taken_in(request.cache)
-            cache, logits = self.ask(tokens, positions, request.cache)
+                request.cache = self.memory.paged_or_same(request.cache)
+            cache, logits = self.call_model(tokens, positions, request.cache)
             request.cache, request.read = cache, request.read + tokens.shape[1]
             if not self.memory.layers:
                 self.memory.learn(cache, self.joins)
                 if not self.fits_alone(request):
                     return
-            request.cache = self.memory.taken_in(cache)
-            self.memory.keep_beginning(request)
+            request.cache = self.memory.paged_or_same(cache)
+            self.memory.keep_prefix(request)
             if request.read < len(text):
                 return
-            group = self.say_on(request)
-        self.reading.remove(request)
+            group = self.start_decoding(request)
+        self.prefilling.remove(request)
         say(request, [], logits[0, -1:])
-        self.let_go(group)
+        self.release_finished(group)
 
-    def joined(self, request: Request, cache: DynamicCache) -> Rows:
+    def joined(self, request: Request, cache: DynamicCache) -> RowGroup:
         """The rows that a request's cache, of one row, is now the last of."""
         paged = self.memory.tiers_of(cache) is not None
         for group in self.groups if paged and not request.alone else ():
@@ -512,11 +514,11 @@ class Batch:
                 and not any(one.alone for one in group.requests)
                 and reason_against([group.cache, cache]) is None
             ):
-                group.cache = take_in(group.cache, cache)
+                group.cache = append_rows(group.cache, cache)
                 drop(cache)
                 return group
         first = paged and (self.places is not None or not any(group.paged for group in self.groups))
-        self.groups.append(Rows(self.placed(cache) if first else cache, [], paged))
+        self.groups.append(RowGroup(self.placed(cache) if first else cache, [], paged))
         return self.groups[-1]
 
     def placed(self, cache: DynamicCache) -> DynamicCache:
@@ -526,11 +528,11 @@ class Batch:
             if places is not None:
                 drop(places)
             return place_for(cache, self.most_rows)
-        placed = take_in(places, cache)
+        placed = append_rows(places, cache)
         drop(cache)
         return placed
 
-    def say_together(self, group: Rows) -> None:
+    def decode_group(self, group: RowGroup) -> None:
         """One token of each row of a group, and before it what is right of the row's draft."""
         start, session = time.perf_counter(), self.drafting(group)
         compiled = 0 if session is None else rewritten_so_far(self.model)
@@ -538,7 +540,7 @@ class Batch:
             drafts = [[] for _ in group.requests] if session is None else self.drafts(group, session)
             several = any(drafts)
             with contextlib.nullcontext() if session is None else verifying(session, drafts):
-                logits = self.ask_rows(group, *fed(group.requests, drafts), every=several)
+                logits = self.call_rows(group, *fed(group.requests, drafts), every=several)
         before = [request.cached for request in group.requests]
         for row, request in enumerate(group.requests):
             say(request, drafts[row], logits[row] if several else logits[row, -1:])
@@ -548,7 +550,7 @@ class Batch:
         try:
             group.crop()
         finally:
-            self.let_go(group)
+            self.release_finished(group)
 
     @contextlib.contextmanager
     def attempt(self, requests: Sequence[Request]) -> Iterator[None]:
@@ -567,7 +569,7 @@ class Batch:
         for request, place in places:
             request.failures.discard(place)
 
-    def drafting(self, group: Rows) -> Session | None:
+    def drafting(self, group: RowGroup) -> Session | None:
         """The session of rows that draft; a person is told once why others do not."""
         session = drafting_session(group.cache)
         if session is None:
@@ -579,31 +581,31 @@ class Batch:
         warn_not_drafted(self.model, session.options, reason)
         return None
 
-    def drafts(self, group: Rows, session: Session) -> list[list[int]]:
+    def drafts(self, group: RowGroup, session: Session) -> list[list[int]]:
         """Those of each row; the cache is as before."""
         if session.options.lookup:
             return looked_up_for(group.requests)
 
         def one_token(tokens: Tensor, positions: Tensor) -> Tensor:
-            return self.ask_rows(group, tokens, positions)[:, -1]
+            return self.call_rows(group, tokens, positions)[:, -1]
 
         drafts = decoded_for(group.requests, session, one_token)
         group.crop()
         return drafts
 
-    def ask_rows(self, group: Rows, tokens: Tensor, positions: Tensor, every: bool = False) -> Tensor:
+    def call_rows(self, group: RowGroup, tokens: Tensor, positions: Tensor, every: bool = False) -> Tensor:
         device = self.model.device
-        group.cache, logits = self.ask(tokens.to(device), positions.to(device), group.cache, every)
+        group.cache, logits = self.call_model(tokens.to(device), positions.to(device), group.cache, every)
         return logits
 
-    def let_go(self, group: Rows) -> None:
+    def release_finished(self, group: RowGroup) -> None:
         """The rows of requests that are over leave a group."""
         for request in group.requests:
-            if request.stage is Stage.OVER and request.keeps and request.end is not End.FAILED:
+            if request.stage is Stage.FINISHED and request.keeps and request.end is not End.FAILED:
                 request.cache = kept_row(group, request)
-        self.keep(group, [request for request in group.requests if request.stage is not Stage.OVER])
+        self.keep(group, [request for request in group.requests if request.stage is not Stage.FINISHED])
 
-    def ask(
+    def call_model(
         self, tokens: Tensor, positions: Tensor, cache: DynamicCache | None, every: bool = False
     ) -> tuple[DynamicCache, Tensor]:
         """The cache behind new tokens [B, T], and the last ones' logits [B, 1, V]; of every token, [B, T, V], where
@@ -630,10 +632,10 @@ def prefill_all_of(request: Request) -> None:
     """Drop a cache that was given to a request, which waits: its tokens are prefilled again."""
     if request.cache is not None:
         drop(request.cache)
-    request.cache, request.read, request.from_its_first = None, 0, True
+    request.cache, request.read, request.prefilled_here = None, 0, True
 
 
-def kept_row(group: Rows, request: Request) -> DynamicCache | None:
+def kept_row(group: RowGroup, request: Request) -> DynamicCache | None:
     """A request's row as a cache alone; None where a copy of it has failed: what was said is whole, and is not kept."""
     try:
         return twice(functools.partial(group.row, request))
@@ -641,14 +643,14 @@ def kept_row(group: Rows, request: Request) -> DynamicCache | None:
         return None
 
 
-def nothing_runs_out() -> SpecacheError:
+def no_budget() -> SpecacheError:
     return SpecacheError(
         "overcommit: there is no memory that could run out: say how much there is (device_memory or host_memory of the "
         "batch, --session-device-gib or --session-host-gib of the server)"
     )
 
 
-def kept_elsewhere() -> SpecacheError:
+def memory_is_kept() -> SpecacheError:
     return SpecacheError(
         "the memory that this request needs is that of caches which are kept (Batch.add with keep=True, Batch.take), "
         "and no request is left that would give some back: drop them, or raise device_memory or host_memory"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from specache_compile.caches.rows import drop
+from specache_compile.caches.joining import drop
 from specache_compile.kernels.state.pages import PAGE
 
 

@@ -63,7 +63,7 @@ class Request:
     crosses: its RoPE changes while it generates, and what is cached stays as it is (`batch_rope.py`).
     failures: stages and numbers of cached tokens at which a call failed, and has not succeeded since.
     numbers: the state of its random numbers by the token that they are drawn for, so that a draw can be repeated.
-    from_its_first: they were read in this batch, from the prompt's first token on.
+    prefilled_here: they were read in this batch, from the prompt's first token on.
     began: its number among those that have begun.
     aside: the folder with its cache, while it gives way to others.
     ahead: tokens that may be cached behind its last one, while a draft of them is verified.
@@ -88,7 +88,7 @@ class Request:
     keeps: bool = False
     asks: int | None = None
     logprobs: list[Logprobs] = field(default_factory=list)
-    from_its_first: bool = True
+    prefilled_here: bool = True
     began: int = 0
     aside: Path | None = None
     ahead: int = 0
@@ -123,7 +123,7 @@ class Request:
     @property
     def ids(self) -> Tensor:
         """Prompt and what was said, int64 [1, n]."""
-        return self.ids_with(len(self.said))
+        return self.ids_with(len(self.generated))
 
     @property
     def context(self) -> Tensor:
@@ -132,29 +132,29 @@ class Request:
 
     def ids_with(self, said: int) -> Tensor:
         """Prompt and the first said tokens, int64 [1, n]."""
-        return torch.cat([self.prompt, torch.tensor(self.said[:said], dtype=torch.int64)])[None]
+        return torch.cat([self.prompt, torch.tensor(self.generated[:said], dtype=torch.int64)])[None]
 
-    def is_over(self, end: End, error: Exception | None = None) -> None:
-        self.stage, self.end, self.error, self.cache = Stage.OVER, end, error, None
+    def finish(self, end: End, error: Exception | None = None) -> None:
+        self.stage, self.end, self.error, self.cache = Stage.FINISHED, end, error, None
 
-    def hear(self, token: int) -> None:
+    def append(self, token: int) -> None:
         """It has said one more token, or reached a known one."""
-        if self.reached == len(self.said):
-            self.said.append(token)
+        if self.reached == len(self.generated):
+            self.generated.append(token)
         self.reached += 1
         self.end_if_done()
 
     def end_if_done(self) -> None:
-        if self.said and self.said[-1] in self.ends:
-            self.is_over(End.STOP)
-        elif len(self.said) >= int(self.config.max_new_tokens or 0):
-            self.is_over(End.LENGTH)
+        if self.generated and self.generated[-1] in self.ends:
+            self.finish(End.STOP)
+        elif len(self.generated) >= int(self.config.max_new_tokens or 0):
+            self.finish(End.LENGTH)
 
-    def begin_again(self) -> None:
+    def restart(self) -> None:
         """Wait, without a cache: the text is prefilled again, and the known tokens are decoded again."""
         self.end_if_done()  # an interrupt came between a token and its end
-        if self.stage is not Stage.OVER:
-            self.stage, self.cache, self.read, self.from_its_first = Stage.WAITING, None, 0, True
+        if self.stage is not Stage.FINISHED:
+            self.stage, self.cache, self.read, self.prefilled_here = Stage.WAITING, None, 0, True
             self.reached = self.resumed
 
 
@@ -184,23 +184,23 @@ def request_for(model: Any, prompt: Tensor, asked: dict[str, Any], cache: Dynami
         numbers = {0: generator.get_state()}
     named = frozenset() if ends is None else frozenset(ends.flatten().tolist())
     return Request(
-        prompt, config, processors, named, generator, cache, read, from_its_first=cache is None, numbers=numbers
+        prompt, config, processors, named, generator, cache, read, prefilled_here=cache is None, numbers=numbers
     )  # fmt: skip
 
 
 def drawn(request: Request, logits: Tensor) -> int:
     """The next token of a request, from its last logits [1, V]; the same again where a step was interrupted."""
-    if request.reached < len(request.said):
-        return request.said[request.reached]
-    scores, said = logits.to(torch.float32, copy=True), len(request.said)  # a processor may write to them
-    known = None if request.asks is None else scores[0].log_softmax(-1)
+    if request.reached < len(request.generated):
+        return request.generated[request.reached]
+    scores, said = logits.to(torch.float32, copy=True), len(request.generated)  # a processor may write to them
+    known = None if request.top_logprobs is None else scores[0].log_softmax(-1)
     if request.generator is not None:
         request.generator.set_state(request.numbers[said])
     token = chosen(request, request.ids, scores)
     if request.generator is not None:
         request.numbers = {said: request.numbers[said], said + 1: request.generator.get_state()}
-    if known is not None and request.asks is not None:
-        request.logprobs[said:] = [logprobs_of(known, token, request.asks)]
+    if known is not None and request.top_logprobs is not None:
+        request.logprobs[said:] = [logprobs_of(known, token, request.top_logprobs)]
     return token
 
 

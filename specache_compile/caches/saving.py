@@ -117,7 +117,7 @@ def save(cache: DynamicCache, folder: str | os.PathLike[str]) -> None:
     if tiers.ranks is not None:
         raise split_session()
     session.drain()
-    session = in_one_piece(session)
+    session = contiguous(session)
     tiers = session.tiers
     header = {
         "format": FORMAT,
@@ -269,12 +269,12 @@ def filled(
     return cache
 
 
-def in_one_piece(session: Session) -> Session:
+def contiguous(session: Session) -> Session:
     """The session itself, or another with what it has in pages in one piece."""
     if session.tiers.table is None:
         return session
     made = copy.copy(session)
-    made.tiers = session.tiers.in_one_piece(session.progress.lengths)
+    made.tiers = session.tiers.contiguous(session.progress.lengths)
     return made
 
 

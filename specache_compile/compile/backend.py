@@ -33,7 +33,7 @@ from specache_compile.runtime.variant import phases, variant_of
 from .captured import Captured, capture, drop_unread_held
 from .compiled_graph import CompiledGraph
 from .free_sizes import free_sizes
-from .rewritten import Rewrites
+from .rewrites import Rewrites
 
 log = logging.getLogger(__name__)
 
@@ -134,7 +134,7 @@ def session_asked(captured: Captured, example_inputs: Sequence[Any]) -> Any:
 
 
 def front_of(captured: Captured, example_inputs: Sequence[Any], past: int, tokens: int) -> tuple[int, ...] | None:
-    """The padding in front of rows that a step will find in its first call (`Step.see`)."""
+    """The padding in front of rows that a step will find in its first call (`Step.update_padding`)."""
     if captured.padding is None or not (captured.is_causal and METHODS[captured.options.method].rows_differ):
         return None
     padding = example_inputs[captured.padding]

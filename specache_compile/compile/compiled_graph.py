@@ -22,7 +22,7 @@ from specache_compile.runtime.session import Session
 from specache_compile.runtime.step import opened
 
 from .captured import Captured
-from .rewritten import Rewrites, Rewritten
+from .rewrites import Rewrites, Rewritten
 
 
 class CompiledGraph:

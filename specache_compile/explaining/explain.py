@@ -25,7 +25,7 @@ from specache_compile.compat import GENERATE_MASKS_ALL, cache_of, with_cache
 from specache_compile.compile.backend import compile_graph
 from specache_compile.compile.captured import Captured, capture
 from specache_compile.compile.compiled_graph import CompiledGraph
-from specache_compile.compile.rewritten import Rewrites
+from specache_compile.compile.rewrites import Rewrites
 from specache_compile.errors import SpecacheError, SpecacheWarning, first_line
 from specache_compile.generate.checks import reason
 from specache_compile.methods import parse_options
@@ -35,7 +35,7 @@ from specache_compile.passes.phase import EXTEND
 from specache_compile.passes.pipeline import keeping_texts
 from specache_compile.passes.reading.sites import LeftAlone
 from specache_compile.runtime.break_even import min_context
-from specache_compile.runtime.memory import check_memory, within_memory
+from specache_compile.runtime.memory_option import check_memory, within_memory
 from specache_compile.runtime.session import Mode, session_of
 
 from .explanation import Explanation

@@ -36,7 +36,7 @@ class Drafts(CandidateGenerator):
         self.model_kwargs_overrides: dict[str, Any] = {}
         self.cache: DynamicCache | None = None
         # The cached tokens that belong to the output. After an interruption the cache keeps only these.
-        self.said = 0
+        self.confirmed = 0
         # The current round: its session, its start, the graphs compiled before it, and the number of drafted tokens.
         self.session: Session | None = None
         self.start, self.compiles, self.drafted = 0.0, 0, 0
@@ -50,7 +50,7 @@ class Drafts(CandidateGenerator):
         """
         kwargs = given["model_kwargs"]
         self.cache = kwargs[cache_name()]
-        self.said = self.cache.get_seq_length()
+        self.confirmed = self.cache.get_seq_length()
         self.start, self.compiles, self.drafted = time.perf_counter(), rewritten_so_far(self.model), 0
         self.model_kwargs_overrides = {}
         self.session = None if given["is_first_iteration"] else next(iter(sessions_of(self.cache)), None)
@@ -136,7 +136,7 @@ class Drafts(CandidateGenerator):
         """During a round, crop the cache to the output's tokens."""
         if self.session is None or self.cache is None:
             return
-        more = self.cache.get_seq_length() - self.said
+        more = self.cache.get_seq_length() - self.confirmed
         if more > 0:
             self.cache.crop(-more)
 
@@ -147,7 +147,7 @@ class Drafts(CandidateGenerator):
 
     def note(self, session: Session, accepted: int, seconds: float) -> None:
         """Note a round's result; it streamed the host tier once."""
-        held = session.tiers.host_bytes(self.said)
+        held = session.tiers.host_bytes(self.confirmed)
         session.statistics.verified.note(self.drafted, accepted, held, streamed=held)
         if session.draft_length is not None:
             compiled = rewritten_so_far(self.model) != self.compiles

@@ -40,7 +40,7 @@ class LookedUp(Drafts):
 
     def note(self, session: Session, accepted: int, seconds: float) -> None:
         """Note a round's result; it read the tiers like any decode."""
-        session.statistics.verified.note(self.drafted, accepted, session.tiers.host_bytes(self.said), streamed=0)
+        session.statistics.verified.note(self.drafted, accepted, session.tiers.host_bytes(self.confirmed), streamed=0)
 
 
 def looked_up(ids: Tensor, ends: Tensor | None, tokens: int, longest: int) -> Tensor:

@@ -15,7 +15,7 @@ from specache_compile.options import MethodOptions
 from specache_compile.runtime.state import adopt, empty, fields_of, rows_of
 from specache_compile.runtime.tiers import Tiers
 
-from .pool import NOBODYS, Pool, paged_fields, pages_for
+from .pool import NULL_PAGE, PagePool, paged_fields, pages_for
 
 T = TypeVar("T")
 
@@ -28,11 +28,11 @@ class PagedTiers(Tiers):
     rounded: of each row, the tokens up to which those in its window may differ from what other rows have of them: they
         came back from a host tier that rounds.
     most_rows: that there are places for; row b has the b-th, and those that no row has want no fetch.
-    all_places: of each layer, the tensors with all of them.
+    all_rows: of each layer, the tensors with all of them.
     by_rows: the state of so many rows, the first ones.
     """
 
-    def __init__(self, like: Tiers, pool: Pool, pages: Sequence[list[int]], places: int) -> None:
+    def __init__(self, like: Tiers, pool: PagePool, pages: Sequence[list[int]], places: int) -> None:
         """Rows that have been given these pages, with nothing in their places. like: has the options."""
         vars(self).update(vars(like))
         self.sinks_known, self.pool, self.pages, self.batch = None, pool, list(pages), len(pages)
@@ -42,9 +42,9 @@ class PagedTiers(Tiers):
         self.rounded = [0] * self.batch
         self.capacity = self.room = 0
         self.most_rows = places
-        self.all_places = [new_places(self.options, layer, places) for layer in self.layers]
-        self.show()
-        self.point()
+        self.all_rows = [row_state(self.options, layer, places) for layer in self.layers]
+        self.update_state()
+        self.write_table()
 
     def belong_to(self, session: Any) -> None:
         """Its copies are waited for before a page moves, or is somebody else's. When the tiers die, which may be
@@ -52,12 +52,12 @@ class PagedTiers(Tiers):
         self.pool.sessions.add(session)
         self.queues.append(session.queue)
 
-    def let_go(self) -> None:
+    def release_state(self) -> None:
         self.pool.release(self.pages)
-        self.state, self.all_places = [], []
+        self.state, self.all_rows = [], []
         self.by_rows.clear()
 
-    def show(self) -> None:
+    def update_state(self) -> None:
         """Let `state` be the pool's pages, and the places of the rows that there are."""
         self.by_rows: dict[int, list[LayerState]] = {}
         self.state = self.filled_up(self.batch)
@@ -65,20 +65,20 @@ class PagedTiers(Tiers):
     def filled_up(self, rows: int) -> list[LayerState]:
         if rows not in self.by_rows:
             self.by_rows[rows] = []
-            for layer, own, pages in zip(self.layers, self.all_places, self.pool.state, strict=True):
+            for layer, own, pages in zip(self.layers, self.all_rows, self.pool.state, strict=True):
                 by_row = {field.name for field in row_fields(self.options, layer)}
                 places = {name: tensor[:rows] if name in by_row else tensor for name, tensor in own.items()}
                 self.by_rows[rows].append({**places, **pages})
         return self.by_rows[rows]
 
-    def point(self) -> None:
+    def write_table(self) -> None:
         """Write the table, as wide as the longest row has pages, up to a power of two: whatever comes and goes, few
         widths are met, and a step is recorded once for each."""
         longest = max(map(len, self.pages), default=0)
         width = 1 << max(longest - 1, 0).bit_length()
         self.capacity = self.room = width * PAGE
         self.allocated = (self.capacity, self.room)
-        rows = [[*row, *[NOBODYS] * (width - len(row))] for row in self.pages]
+        rows = [[*row, *[NULL_PAGE] * (width - len(row))] for row in self.pages]
         self.table = torch.tensor(rows, dtype=torch.int64, device="cpu").view(len(rows), width)
 
     def runs(self, values: Sequence[T]) -> list[tuple[slice, T]]:
@@ -111,14 +111,14 @@ class PagedTiers(Tiers):
         lay = self.where_pages_lie()
         if shared:
             settle()
-        fresh = iter(self.pool.take(len(shared) + sum(max(0, number) for number in taken)))
+        fresh = iter(self.pool.allocate(len(shared) + sum(max(0, number) for number in taken)))
         for row, number in shared:
             before, self.pages[row][number] = self.pages[row][number], next(fresh)
             self.pool.copy(before, self.pages[row][number])
-            self.pool.give_back([before])
+            self.pool.free_pages([before])
         for row, number in enumerate(taken):
             self.pages[row].extend(next(fresh) for _ in range(number))
-        self.point()
+        self.write_table()
         return lay != self.where_pages_lie()
 
     def first_written(self, row: int, length: int) -> int:
@@ -145,8 +145,8 @@ class PagedTiers(Tiers):
                 self.rounded[row] = min(length, max(was, self.rounded[row]))
             gone = self.pages[row][pages_for(length) :]
             del self.pages[row][pages_for(length) :]
-            self.pool.give_back(gone)
-        self.point()
+            self.pool.free_pages(gone)
+        self.write_table()
 
     def take_back(self, lengths: Sequence[int]) -> None:
         super().take_back(lengths)
@@ -166,18 +166,18 @@ class PagedTiers(Tiers):
         in_place = len(kept) <= self.most_rows and all(row >= len(kept) for _, row in moved)
         self.move(moved if in_place else list(enumerate(kept)), None if in_place else len(kept))
         if in_place:
-            self.clear_places(slice(len(kept), self.batch))
+            self.clear_rows(slice(len(kept), self.batch))
         self.batch = len(kept)
-        self.show()
-        self.point()
+        self.update_state()
+        self.write_table()
 
     def move(self, moves: Sequence[tuple[int, int]], places: int | None) -> None:
         """Copy rows to places, of (place, row); into so many other places, where given."""
-        before = self.all_places
+        before = self.all_rows
         if places is not None:
             self.most_rows = places
-            self.all_places = [new_places(self.options, layer, places) for layer in self.layers]
-        for layer, old, new in zip(self.layers, before, self.all_places, strict=True):
+            self.all_rows = [row_state(self.options, layer, places) for layer in self.layers]
+        for layer, old, new in zip(self.layers, before, self.all_rows, strict=True):
             for field in fields_of(self.options, layer):
                 if field.by_page or not (field.by_row or places is not None):
                     continue
@@ -186,40 +186,40 @@ class PagedTiers(Tiers):
                 for place, row in moves if field.by_row else ():
                     new[field.name][place].copy_(old[field.name][row])
 
-    def clear_places(self, places: slice) -> None:
+    def clear_rows(self, places: slice) -> None:
         """A row that has left wants no fetch any more: its tokens would be looked for in the table of a dead row."""
-        for layer, own in zip(self.layers, self.all_places, strict=True):
+        for layer, own in zip(self.layers, self.all_rows, strict=True):
             for field in row_fields(self.options, layer):
                 own[field.name][places].fill_(field.empty)
 
-    def make_places(self, rows: int) -> None:
+    def reserve_rows(self, rows: int) -> None:
         """Places for so many rows, where there are fewer."""
         if rows > self.most_rows:
             self.move([(row, row) for row in range(self.batch)], rows)
-            self.show()
+            self.update_state()
 
-    def take_in(self, others: PagedTiers, rows: Sequence[int]) -> None:
+    def append_rows(self, others: PagedTiers, rows: Sequence[int]) -> None:
         """Rows of other tiers of this pool, behind those that are here: their pages are shared."""
         need = self.batch + len(rows)
-        self.make_places(need)
+        self.reserve_rows(need)
         for place, row in enumerate(rows, self.batch):
             self.pool.share(others.pages[row])
             self.pages.append(list(others.pages[row]))
             self.rounded.append(others.rounded[row])
-            for layer, own, their in zip(self.layers, self.all_places, others.all_places, strict=True):
+            for layer, own, their in zip(self.layers, self.all_rows, others.all_rows, strict=True):
                 for field in row_fields(self.options, layer):
                     own[field.name][place].copy_(their[field.name][row])
         self.batch, self.sinks_known = need, None
-        self.show()
-        self.point()
+        self.update_state()
+        self.write_table()
 
     def copy(self) -> PagedTiers:
         """The same rows once more: the pages are shared, and what is measured begins anew."""
         made = PagedTiers(self, self.pool, [], self.batch)
-        made.take_in(self, range(self.batch))
+        made.append_rows(self, range(self.batch))
         return made
 
-    def in_one_piece(self, lengths: Sequence[int]) -> Tiers:
+    def contiguous(self, lengths: Sequence[int]) -> Tiers:
         made = Tiers(self.options, self.layers, self.batch, max(lengths), self.ranks)
         made.options, made.pending = self.options, None
         made.reserve(lengths, 0, lambda: None)
@@ -245,9 +245,7 @@ class PagedTiers(Tiers):
 
     def places(self) -> list[tuple[int, torch.Size]]:
         """However many rows there are."""
-        every = (
-            tensor for layers in (self.pool.state, self.all_places) for state in layers for tensor in state.values()
-        )
+        every = (tensor for layers in (self.pool.state, self.all_rows) for state in layers for tensor in state.values())
         return [(tensor.data_ptr(), tensor.shape) for tensor in every]
 
     @property
@@ -260,7 +258,7 @@ def row_fields(options: MethodOptions, layer: LayerShape) -> list[Field]:
     return [field for field in fields_of(options, layer) if field.by_row and not field.by_page]
 
 
-def new_places(options: MethodOptions, layer: LayerShape, places: int) -> LayerState:
+def row_state(options: MethodOptions, layer: LayerShape, places: int) -> LayerState:
     """Empty places for so many rows, and the counts over all."""
     fields = [field for field in fields_of(options, layer) if not field.by_page]
     shapes = {field: field.shape(options, layer, places, PAGE) for field in fields}
@@ -282,9 +280,9 @@ def part_of(field: Field, piece: Tensor, row: int, number: int, page: Tensor) ->
     return piece[row].narrow(1, number * each, each)
 
 
-def paged(tiers: Tiers, lengths: Sequence[int], pool: Pool) -> PagedTiers:
+def paged(tiers: Tiers, lengths: Sequence[int], pool: PagePool) -> PagedTiers:
     """The rows of tiers in one piece, in pages: copies of what they have."""
-    taken = iter(pool.take(sum(map(pages_for, lengths))))
+    taken = iter(pool.allocate(sum(map(pages_for, lengths))))
     made = PagedTiers(tiers, pool, [[next(taken) for _ in range(pages_for(n))] for n in lengths], tiers.batch)
     for layer, piece, pages in zip(made.layers, tiers.state, made.state, strict=True):
         for field in row_fields(made.options, layer):

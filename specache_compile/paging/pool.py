@@ -26,10 +26,10 @@ from specache_compile.runtime.state import fields_of, tier_totals
 # Pages of a pool that has no bound, at first; each time it is full it grows by half.
 FIRST = 32
 # The page that is nobody's.
-NOBODYS = 0
+NULL_PAGE = 0
 
 
-class Pool:
+class PagePool:
     """The pages of one model's rows under one set of options.
 
     bound: pages that there may be; all are there from the start, so that none ever moves. None: as many as are asked
@@ -83,7 +83,7 @@ class Pool:
         self.counts += [0] * (pages - before)
         self.free += reversed(range(before, pages))
 
-    def take(self, number: int) -> list[int]:
+    def allocate(self, number: int) -> list[int]:
         """So many pages, of which nobody has any. SpecacheError, before anything has changed, where there are none."""
         self.collect()
         if number > len(self.free):
@@ -109,7 +109,7 @@ class Pool:
         for page in pages:
             self.counts[page] += 1
 
-    def give_back(self, pages: Iterable[int]) -> None:
+    def free_pages(self, pages: Iterable[int]) -> None:
         """A row has these no more."""
         for page in pages:
             self.counts[page] -= 1
@@ -139,7 +139,7 @@ class Pool:
     def release(self, rows: list[list[int]]) -> None:
         """All rows of a session are gone."""
         for pages in rows:
-            self.give_back(pages)
+            self.free_pages(pages)
         rows.clear()
 
     def copy(self, source: int, target: int) -> None:

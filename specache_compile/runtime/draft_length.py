@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 # The most that "auto" drafts, the lengths that its first rounds try, and the rounds that it goes by.
 MOST = 64
-FIRST = (4, 8, 4, 8)
+FIRST_ROUNDS = (4, 8, 4, 8)
 REMEMBERED = 16
 # What a round counts for in the acceptance after each later one; and the drafted tokens that it begins with.
 DECAY = 0.95
@@ -40,8 +40,8 @@ class DraftLength:
         """Tokens to draft now."""
         if isinstance(self.asked, int):
             return self.asked
-        if len(self.rounds) < len(FIRST):
-            return FIRST[len(self.rounds)]
+        if len(self.rounds) < len(FIRST_ROUNDS):
+            return FIRST_ROUNDS[len(self.rounds)]
         fixed = max(statistics.median(seconds - drafted * self.each for drafted, seconds in self.rounds), 1e-9)
         return max(range(1, MOST + 1), key=lambda drafted: self.expected(drafted) / (fixed + drafted * self.each))
 

@@ -28,16 +28,18 @@ class Crop:
 
 
 @dataclass(frozen=True, eq=False)
-class Rows:
+class SelectRows:
     """Keep the batch rows `indices`, in that order."""
 
     indices: Tensor
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Rows) and (self.indices is other.indices or torch.equal(self.indices, other.indices))
+        return isinstance(other, SelectRows) and (
+            self.indices is other.indices or torch.equal(self.indices, other.indices)
+        )
 
 
-Edit = Crop | Rows
+Edit = Crop | SelectRows
 
 
 class Owner(Protocol):
@@ -200,7 +202,7 @@ def keep(held: HeldTensor, *args: Any, **kwargs: Any) -> HeldTensor:
 
 
 def take(held: HeldTensor, dim: int, part: Any) -> HeldTensor:
-    """One dimension's part of an index. Rows: whatever a plain tensor takes there (its errors too); tokens: a crop."""
+    """One dimension's part of an index. SelectRows: whatever a plain tensor takes there (its errors too); tokens: a crop."""
     if isinstance(part, slice) and part.indices(held.shape[dim]) == (0, held.shape[dim], 1):
         return held
     if dim == 2 and isinstance(part, slice):
@@ -221,7 +223,7 @@ def select_rows(held: HeldTensor, dim: int | None, rows: Tensor) -> HeldTensor:
     """The batch rows of these numbers [B']."""
     if dim != 0 or rows.dim() != 1:
         raise held_read("indexing other than by batch rows and a crop")
-    return edited(held, (rows.numel(), *held.shape[1:]), Rows(rows))
+    return edited(held, (rows.numel(), *held.shape[1:]), SelectRows(rows))
 
 
 def to_same(held: HeldTensor, *, dtype: Any = None, device: Any = None, **kwargs: Any) -> HeldTensor:

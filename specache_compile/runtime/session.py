@@ -365,7 +365,7 @@ class Session:
     @torch.inference_mode(False)
     def leave_pages(self) -> None:
         """Have the tiers in one piece; no copy is under way."""
-        self.tiers = self.tiers.in_one_piece(self.progress.lengths)
+        self.tiers = self.tiers.contiguous(self.progress.lengths)
         self.new_cursor()
         self.note_memory()
 

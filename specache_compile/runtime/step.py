@@ -1,7 +1,7 @@
 """One step of a session: opened, run, and closed as done or as undone.
 
 with opened(session, tokens, padding) as step:     room for the tokens; cursor and padding are written
-    outputs = step.run(graph, arguments)           a captured graph's rewritten forms, on the session's state;
+    outputs = step.run(graph, arguments)           a captured graph's rewritten graphs_to_run, on the session's state;
     step.fill(pairs, frequencies)                  or pairs that were made elsewhere, put into the tiers
 """
 
@@ -75,8 +75,8 @@ class Step:
     @torch.inference_mode(False)
     def begin(self, padding: Tensor | None, causal: bool) -> None:
         self.session.make_room(self.tokens)
-        self.see(padding, causal)
-        self.point()
+        self.update_padding(padding, causal)
+        self.write_cursor()
         session, progress = self.session, self.session.progress
         there = progress.padding[:, 0, 0] if progress.padding is not None and progress.padded else None
         stops = [length + new for length, new in zip(progress.lengths, self.new_tokens, strict=True)]
@@ -87,7 +87,7 @@ class Step:
         """Those of each row that are tokens."""
         return [self.tokens - absent for absent in self.front]
 
-    def point(self) -> None:
+    def write_cursor(self) -> None:
         """Write the cursor."""
         session, lengths = self.session, self.session.progress.lengths
         rows = [
@@ -104,7 +104,7 @@ class Step:
         if session.cursor.is_cuda:
             publish(session.cursor, [row[LENGTH] for row in rows])
 
-    def see(self, padding: Tensor | None, causal: bool) -> None:
+    def update_padding(self, padding: Tensor | None, causal: bool) -> None:
         """Take over the padding outside of the graph, so that a recorded step finds the session's where it was.
 
         None: all tokens are there, those too that were no candidates when the slots were chosen. Padding in front of a
@@ -148,7 +148,7 @@ class Step:
         exact = captured.one_token and options.verify is not None and session.mode is not Mode.DRAFT
         return (EXTEND,) if exact else phases(captured, options)
 
-    def forms(self, graph: Graph, arguments: Sequence[Any]) -> list[Rewritten]:
+    def graphs_to_run(self, graph: Graph, arguments: Sequence[Any]) -> list[Rewritten]:
         """The rewritten graphs to run: that of the phase, and before it a pre-decode where one is needed.
 
         One is needed where the slots were not chosen for this step, or the guess is missing.
@@ -157,20 +157,20 @@ class Step:
         ragged = is_ragged(captured.phase, self.front)
         unpadded = (self.by_lengths and not ragged) or captured.unpadded(arguments)
 
-        def form(phase: Phase) -> Rewritten:
+        def rewritten(phase: Phase) -> Rewritten:
             tiers = self.session.tiers
             in_pages = tiers.table is not None
             variant = variant_of(phase, self.session.options, unpadded, ragged, tiers.capacity, in_pages)
-            return graph.rewrites.form(variant, arguments)
+            return graph.rewrites.compiled_for(variant, arguments)
 
         *before, phase = self.phases(captured.phase, captured.is_causal)
-        last = form(phase)
+        last = rewritten(phase)
         self.session.one_length = reason_for_one_length(captured.is_causal, last)
         if progress.differ or progress.joined:
             check_positions(progress, last)
             self.check_rope()
         chosen = all(progress.ready) and not (last.needs_guess and progress.guess is None)
-        return [*(form(earlier) for earlier in before if not chosen), last]
+        return [*(rewritten(earlier) for earlier in before if not chosen), last]
 
     def check_rope(self) -> None:
         """SpecacheError where joined rows would have other frequencies than each alone."""
@@ -182,18 +182,18 @@ class Step:
 
     def run(self, graph: Graph, arguments: Sequence[Any]) -> list[Any]:
         """What the captured graph returns, held tensors in place of the cache."""
-        forms = self.forms(graph, arguments)
-        self.start(forms[-1].variant.phase)
-        *before, last = forms
-        for form in before:
-            self.choose(graph, form, arguments)
-        outputs = self.launch(graph, last, arguments)
+        graphs_to_run = self.graphs_to_run(graph, arguments)
+        self.begin_phase(graphs_to_run[-1].variant.phase)
+        *before, last = graphs_to_run
+        for rewritten in before:
+            self.run_pre_decode(graph, rewritten, arguments)
+        outputs = self.run_graph(graph, last, arguments)
         self.finish()
-        for position, (site, part) in forms[-1].held_outputs.items():
+        for position, (site, part) in graphs_to_run[-1].held_outputs.items():
             outputs[position] = self.session.held(site, part)
         return outputs
 
-    def start(self, phase: Phase) -> None:
+    def begin_phase(self, phase: Phase) -> None:
         """From here until the end a policy drops pairs, layer by layer; without a host tier rounding loses them.
 
         All that runs is compiled and checked by now.
@@ -203,14 +203,14 @@ class Step:
         if phase.over_tiers and session.options.top_k and not selects(session.options):
             session.queue.wait_for_offloads()  # what the step itself will fetch may still be on its way to the host
 
-    def choose(self, graph: Graph, form: Rewritten, arguments: Sequence[Any]) -> None:
+    def run_pre_decode(self, graph: Graph, rewritten: Rewritten, arguments: Sequence[Any]) -> None:
         """A pre-decode. What rows had chosen, and guessed, before others joined them stays theirs."""
         session, progress = self.session, self.session.progress
-        whole = progress.guess is not None or not form.guesses  # a guess that is missing is every row's
+        whole = progress.guess is not None or not rewritten.guesses  # a guess that is missing is every row's
         rows = [row for row, is_ready in enumerate(progress.ready) if is_ready and whole]
         chosen = [{name: state[name][rows] for name in CHOSEN} for state in session.state] if rows else []
         guess = progress.guess
-        self.launch(graph, form, arguments)
+        self.run_graph(graph, rewritten, arguments)
         if not rows:
             return
         session.drain()
@@ -221,38 +221,38 @@ class Step:
             progress.guess = progress.guess.clone()
             progress.guess[rows] = guess[rows]
 
-    def launch(self, graph: Graph, form: Rewritten, arguments: Sequence[Any]) -> list[Any]:
+    def run_graph(self, graph: Graph, rewritten: Rewritten, arguments: Sequence[Any]) -> list[Any]:
         """Run one rewritten graph on the session's state, and keep its guess; returns the outputs."""
         session = self.session
-        captures = form.capture and form not in graph.uncaptured
+        captures = rewritten.capture and rewritten not in graph.uncaptured
         if captures and not session.capturable:
             session.warn_once(not_pinned(graph.captured.mode))
         captures = captures and session.capturable
-        rows = self.rows_recorded(graph, form, arguments) if captures else session.tiers.batch
-        inputs = self.bind(form.inputs, arguments, rows)
-        if form.rows is not None:
-            inputs = filled_up(inputs, form.rows, session.tiers.batch, rows)
+        rows = self.rows_recorded(graph, rewritten, arguments) if captures else session.tiers.batch
+        inputs = self.bind(rewritten.inputs, arguments, rows)
+        if rewritten.rows is not None:
+            inputs = filled_up(inputs, rewritten.rows, session.tiers.batch, rows)
         start = time.perf_counter()
         if captures:
-            owned = [source.source in ("state", "cursor", "padding") for source in form.inputs]
-            stays = [own or position in form.writes for position, own in enumerate(owned)]
-            give_up = functools.partial(graph.stop_capturing, form)
+            owned = [source.source in ("state", "cursor", "padding") for source in rewritten.inputs]
+            stays = [own or position in rewritten.writes for position, own in enumerate(owned)]
+            give_up = functools.partial(graph.stop_capturing, rewritten)
             device, shape = session.cursor.device, (rows, session.cursor.shape[1])
-            outputs = session.recorded.run(form.run, inputs, stays, device, give_up, session.deferred, shape)
+            outputs = session.recorded.run(rewritten.run, inputs, stays, device, give_up, session.deferred, shape)
             session.statistics.replays = session.recorded.replays
         else:
             session.deferred.make()
-            outputs = list(form.run(*inputs))
+            outputs = list(rewritten.run(*inputs))
         self.inside += time.perf_counter() - start
-        self.ran.append(form.variant.phase)
-        if form.rows is not None:
-            outputs = first_rows(outputs, form.rows, session.tiers.batch)
-        session.progress.guess = outputs.pop() if form.guesses else None
+        self.ran.append(rewritten.variant.phase)
+        if rewritten.rows is not None:
+            outputs = first_rows(outputs, rewritten.rows, session.tiers.batch)
+        session.progress.guess = outputs.pop() if rewritten.guesses else None
         return outputs
 
-    def rows_recorded(self, graph: Graph, form: Rewritten, arguments: Sequence[Any]) -> int:
-        """As many as a form's CUDA graph has, or will have: what their bucket has, where dead rows may fill it up."""
-        live, dims = self.session.tiers.batch, form.rows
+    def rows_recorded(self, graph: Graph, rewritten: Rewritten, arguments: Sequence[Any]) -> int:
+        """As many as a rewritten's CUDA graph has, or will have: what their bucket has, where dead rows may fill it up."""
+        live, dims = self.session.tiers.batch, rewritten.rows
         if dims is None:
             return live
         rows = row_bucket(live, self.session.tiers.most_cursors)
@@ -303,7 +303,7 @@ class Step:
     @contextlib.contextmanager
     def filling(self) -> Iterator[list[LayerState]]:
         """Within it, what a prefill would leave is put into the layers' state by other means."""
-        self.start(PREFILL)
+        self.begin_phase(PREFILL)
         yield self.session.state
         self.ran.append(PREFILL)
         self.finish()
@@ -355,19 +355,19 @@ def is_ragged(phase: Phase, front: Sequence[int]) -> bool:
     return not phase.has_past and any(front)
 
 
-def reason_for_one_length(causal: bool, form: Rewritten) -> str | None:
+def reason_for_one_length(causal: bool, rewritten: Rewritten) -> str | None:
     """Why rows of other lengths than their neighbours' would be refused, whatever the call gives."""
     if not causal:
         return "the model's masks hide more than padding (ALiBi, say)"
-    if form.counts_positions and form.variant.phase.one_token:
+    if rewritten.counts_positions and rewritten.variant.phase.one_token:
         return "the model counts positions by the cache's columns"
     return None
 
 
-def check_positions(progress: Progress, form: Rewritten) -> None:
+def check_positions(progress: Progress, rewritten: Rewritten) -> None:
     """SpecacheError where a graph counts positions by columns, and rows have positions of their own."""
-    apart = progress.joined or (form.variant.phase.one_token and progress.longest != progress.length)
-    if form.counts_positions and apart and progress.differ:
+    apart = progress.joined or (rewritten.variant.phase.one_token and progress.longest != progress.length)
+    if rewritten.counts_positions and apart and progress.differ:
         raise no_positions()
 
 

@@ -21,7 +21,7 @@ from specache_compile.methods.low_bit import LowBitOptions, window_from_host
 from specache_compile.options import MethodOptions
 
 from .break_even import stays_in_16_bits
-from .memory import check_memory, within_memory
+from .memory_option import check_memory, within_memory
 from .ranks import everyones, ranks_here
 from .state import (
     MEASURE,
@@ -149,11 +149,11 @@ class Tiers:
     def belong_to(self, session: Any) -> None:
         """What waits for its copies where others may use what these tiers have: nobody does."""
 
-    def let_go(self) -> None:
+    def release_state(self) -> None:
         """Have nothing any more; no copy is under way."""
         self.state = []
 
-    def in_one_piece(self, lengths: Sequence[int]) -> Tiers:
+    def contiguous(self, lengths: Sequence[int]) -> Tiers:
         """The tiers of rows of these lengths as they are where nothing is in pages: these."""
         return self
 

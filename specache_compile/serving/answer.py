@@ -121,7 +121,7 @@ class Answer:
     @property
     def finish(self) -> str:
         ended = self.stops.found or self.ids[-1] in self.ends
-        return "length" if not ended and self.said >= (self.question.config.max_new_tokens or 0) else "stop"
+        return "length" if not ended and self.generated >= (self.question.config.max_new_tokens or 0) else "stop"
 
     def put(self, tokens: Tensor) -> None:
         """More tokens. ClientLeft and Stopped end them."""
@@ -139,7 +139,7 @@ class Answer:
         """How likely the token was that `put` gets next. As at OpenAI, the one that ends a text has no place."""
         if token not in self.ends:
             likeliest = tuple(self.likely(other, value) for other, value in known.likeliest)
-            self.send([self.likely(token, known.said, likeliest)])
+            self.send([self.likely(token, known.chosen, likeliest)])
 
     def likely(self, token: int, logprob: float, likeliest: tuple[Likely, ...] = ()) -> Likely:
         text = self.text_of(token)
@@ -152,7 +152,7 @@ class Answer:
         return str(whole.removeprefix(had))
 
     def say(self, tokens: list[int]) -> None:
-        if not self.said:
+        if not self.generated:
             self.metrics.first_token.observe(time.perf_counter() - self.ticket.came)
             self.send(self.parts.opened())  # not earlier: a client would take it for a token
         for token in tokens:
@@ -160,7 +160,7 @@ class Answer:
             self.metrics.generated_tokens.inc()
             text = "" if token in self.ends else self.decoder.step(self.rust, token) or ""
             # As in vLLM, a stop string before `min_tokens` is text.
-            self.send_text(self.stops.feed(text, self.said > (self.question.config.min_new_tokens or 0)))
+            self.send_text(self.stops.feed(text, self.generated > (self.question.config.min_new_tokens or 0)))
             if self.stops.found:
                 raise Stopped
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from specache_compile.caches.rows import drop
+from specache_compile.caches.joining import drop
 from specache_compile.model_key import model_key
 
 from .conversation import Conversation, begun, shared

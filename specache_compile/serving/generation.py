@@ -18,11 +18,11 @@ from specache_compile.runtime.session import session_of
 from specache_compile.runtime.stats import stats
 
 from .answer import Answer, Question, Ticket
+from .answer_rows import AnswerRows
 from .conversation import Conversation, can_crop
 from .conversations import Conversations
 from .metrics import Metrics
-from .model import ServedModel
-from .rows import RowsOfAnswers
+from .served_model import ServedModel
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class Generation:
         self.waiting: list[Answer] = []
         self.open: set[Answer] = set()
         self.stopping = False
-        self.rows = RowsOfAnswers(
+        self.rows = AnswerRows(
             self.model, rows, self.taken, self.keep, self.ended, {**memory, "give_up": conversations.give_up}
         )
         self.under_way = False

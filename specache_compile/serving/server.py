@@ -25,10 +25,10 @@ from specache_compile.errors import SpecacheError
 from .answer import Question, Ticket
 from .generation import Generation
 from .interface.questions import chat, completion, numbered
-from .interface.replies import ChatReply, Reply, told_error
+from .interface.replies import ChatReply, Reply, error_body
 from .interface.requests import Body, ChatBody, CompletionBody
 from .metrics import Metrics
-from .model import ServedModel
+from .served_model import ServedModel
 
 log = logging.getLogger(__name__)
 # Bytes of a request's body: enough for a text of a million tokens.
@@ -152,7 +152,7 @@ class Keyed:
         if scope["type"] == "http" and scope["path"].startswith("/v1/"):
             given = dict(scope["headers"]).get(b"authorization", b"")
             if not hmac.compare_digest(given, self.wanted):
-                status, told = told_error(
+                status, told = error_body(
                     HTTPException(401, "this server wants its --api-key: Authorization: Bearer KEY")
                 )
                 return await JSONResponse(told, status)(scope, receive, send)
@@ -198,17 +198,17 @@ class Tickets:
                 self.metrics.left.inc()
             else:
                 self.metrics.requests.labels(status).inc()
-            log.info("%s", told_request(scope, status if ended else CLIENT_LEFT, ticket))
+            log.info("%s", log_line(scope, status if ended else CLIENT_LEFT, ticket))
 
 
-def told_request(scope: Scope, status: int, ticket: Ticket) -> str:
+def log_line(scope: Scope, status: int, ticket: Ticket) -> str:
     """A line of the log."""
-    tokens = sum(answer.said for answer in ticket.answers)
+    tokens = sum(answer.generated for answer in ticket.answers)
     return f"{scope['method']} {scope['path']} {status} {time.perf_counter() - ticket.came:.2f} s, {tokens} tokens"
 
 
 async def refused(request: Request, exception: Any) -> JSONResponse:
-    status, told = told_error(exception)
+    status, told = error_body(exception)
     return JSONResponse(told, status, getattr(exception, "headers", None))
 
 

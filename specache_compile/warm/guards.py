@@ -153,7 +153,7 @@ def arguments_of(local_scope: Mapping[str, Any]) -> list[Any]:
 def state_of(data: bytes) -> Any:
     with tracing(TracingContext(None)):  # a guard's name of an import requires an active trace
         state = UNPICKLER(io.BytesIO(data)).load()
-    # Guards compare the marks of held tensors, which torch does not store.
+    # Guards compare the marks of held tensors, which torch does not trace_folder.
     layers = [layer for value in arguments_of(state.output_graph.local_scope) for layer in getattr(value, "layers", ())]
     for tensor in (value for layer in layers for value in vars(layer).values() if isinstance(value, HeldTensor)):
         torch._dynamo.maybe_mark_dynamic(tensor, (0, 2))

@@ -11,8 +11,8 @@ import torch
 
 import specache_compile as sc
 from conftest import prompt, tiny_llama
-from specache_compile.batching import aside
-from specache_compile.batching.memory import in_rows
+from specache_compile.batching import swapping
+from specache_compile.batching.batch_memory import in_rows
 from specache_compile.batching.request import End, Request, Stage
 from specache_compile.errors import SpecacheError
 
@@ -75,9 +75,9 @@ def test_a_request_that_gave_way_says_what_it_says_alone(model: Any, alone: list
         most[folder] = 0
         for _ in range(400):
             batch.step()
-            most[folder] = max(most[folder], len(batch.saying))
-            gave_way |= {place for place, request in enumerate(requests) if request.aside is not None}
-        assert [request.said for request in requests] == [request.said for request in alone]
+            most[folder] = max(most[folder], len(batch.decoding))
+            gave_way |= {place for place, request in enumerate(requests) if request.swapped is not None}
+        assert [request.generated for request in requests] == [request.generated for request in alone]
         assert batch.memory.pool is not None
         assert batch.memory.pool.bound == 5
         assert nothing_is_left(batch, tmp_path)
@@ -100,14 +100,14 @@ def test_the_last_to_begin_gives_way_and_may_leave_meanwhile(
     batch = small(model, 5, tmp_path)
     requests = [batch.add(prompt(length, seed=length), **asked) for length, asked in ASKED[:3]]
     until(batch, lambda: requests[2].aside is not None)
-    assert [request.stage for request in requests] == [Stage.SAYING, Stage.SAYING, Stage.WAITING]
-    said = len(requests[2].said)
+    assert [request.stage for request in requests] == [Stage.DECODE, Stage.DECODE, Stage.WAITING]
+    said = len(requests[2].generated)
     assert 0 < said < 30
     cache = getattr(batch, way)(requests[2])
     assert cache is None or sc.lengths(cache).tolist() == [250 + said - 1]
     assert (cache is None) == (way == "remove")
     batch.run()
-    assert [request.said for request in requests[:2]] == [request.said for request in alone[:2]]
+    assert [request.generated for request in requests[:2]] == [request.generated for request in alone[:2]]
     assert nothing_is_left(batch, tmp_path)
 
 
@@ -121,18 +121,18 @@ def test_what_nobody_needs_gives_way_before_who_runs(model: Any, alone: list[Req
         kept = one.add(prompt(300, seed=1), max_new_tokens=4, keep=True)
         one.run()
         others.append(one.add(prompt(length, seed=length), **more))
-        until(one, lambda: bool(others[-1].said))
+        until(one, lambda: bool(others[-1].generated))
         ids = torch.cat([kept.ids[0], prompt(400, seed=2)[0]])
         turns.append(one.add(ids, cache=kept.cache, max_new_tokens=5))
         kept.cache = None
     assert batch.memory.prefixes.kept
-    until(batch, lambda: turns[0].aside is not None)
-    assert others[0].stage is Stage.SAYING
+    until(batch, lambda: turns[0].swapped is not None)
+    assert others[0].stage is Stage.DECODE
     assert not batch.memory.prefixes.kept
     batch.run()
     roomy.run()
-    assert [turns[0].said, others[0].said] == [turns[1].said, others[1].said]
-    assert others[0].said[:60] == alone[0].said
+    assert [turns[0].generated, others[0].generated] == [turns[1].generated, others[1].generated]
+    assert others[0].generated[:60] == alone[0].generated
     assert nothing_is_left(batch, tmp_path)
 
 
@@ -141,7 +141,7 @@ def test_who_would_never_fit_ends_alone(model: Any, alone: list[Request], tmp_pa
     batch = small(model, 4, tmp_path)
     first, large = (batch.add(prompt(230, seed=230), max_new_tokens=tokens) for tokens in (60, 5000))
     batch.run()
-    assert (first.said, large.end) == (alone[0].said, End.FAILED)
+    assert (first.generated, large.end) == (alone[0].generated, End.FAILED)
     assert "needs 21 pages" in str(large.error)
 
 
@@ -153,14 +153,14 @@ def test_who_cannot_be_put_aside_ends_alone(
     def full(*given: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(aside, "save", full)
+    monkeypatch.setattr(swapping, "save", full)
     batch = small(model, 5, tmp_path)
     requests = [batch.add(prompt(length, seed=length), **asked) for length, asked in ASKED]
     batch.run()
     failed = [request for request in requests if request.end is End.FAILED]
     assert failed
     assert all("No space left" in str(request.error) for request in failed)
-    assert all(a.said == b.said for a, b in zip(requests, alone, strict=True) if a not in failed)
+    assert all(a.generated == b.generated for a, b in zip(requests, alone, strict=True) if a not in failed)
     assert nothing_is_left(batch, tmp_path)
 
 

@@ -123,7 +123,7 @@ class TestOneModel:
         """Its held tensors are those of the parts still."""
         twin, held, plain = self.caches(llama)
         with monkeypatch.context() as patch:
-            patch.setattr("specache_compile.runtime.step.Step.launch", interrupt)
+            patch.setattr("specache_compile.runtime.step.Step.run_graph", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 step(twin, prompt(1, 2), held)
         close(step(twin, prompt(1, 2), held), step(llama, prompt(1, 2), plain))

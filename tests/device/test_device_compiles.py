@@ -128,7 +128,7 @@ def come_and_go(batch: sc.Batch) -> list[list[int]]:
         for _ in range(steps):
             batch.step()
     batch.run()
-    return [request.said for request in requests]
+    return [request.generated for request in requests]
 
 
 def test_rows_that_come_and_go_are_recorded_by_powers_of_two_and_then_never_again(

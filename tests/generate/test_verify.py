@@ -33,7 +33,7 @@ from held_tiers import at_hand, differences, held, interrupted_behind
 from specache_compile import compat
 from specache_compile.compat import WINDOWS_TAKE_DRAFTS, cache_name, cache_of, with_cache
 from specache_compile.generate import drafts, verify
-from specache_compile.generate.route import compiled_calls
+from specache_compile.generate.compiled_calls import compiled_calls
 from specache_compile.methods import every_method, parse_options
 from specache_compile.runtime.draft_length import FIRST, MOST, DraftLength
 from specache_compile.runtime.records import Statistics
@@ -232,7 +232,7 @@ def test_what_was_drafted_and_what_was_rejected_leave_no_bit_behind(llama: Llama
     position, rng = 90, torch.Generator().manual_seed(0)
     for drafted in (1, 6, 31, 32, 33, 90, 5):
         before = held(at_hand(ours))
-        rounds.session, rounds.cache, rounds.said = session_of(ours), ours, position
+        rounds.session, rounds.cache, rounds.confirmed = session_of(ours), ours, position
         rounds.draft(ids[:, : position + 1], {**with_cache(ours)}, drafted)
         assert differences(held(at_hand(ours)), before) == []
         accepted = int(torch.randint(0, drafted + 1, (1,), generator=rng))

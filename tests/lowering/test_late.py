@@ -16,7 +16,7 @@ from transformers import DynamicCache, LlamaForCausalLM
 import specache_compile as sc
 from conftest import LOSSLESS, compiled_with, prompt
 from specache_compile.compat import cache_of, with_cache
-from specache_compile.compile.rewritten import Rewrites, Rewritten
+from specache_compile.compile.rewrites import Rewrites, Rewritten
 from specache_compile.lowering.late import guards, made_within_tracing
 from specache_compile.runtime.records import find_record
 from specache_compile.runtime.symbols import SymbolReader

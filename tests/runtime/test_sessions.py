@@ -341,7 +341,7 @@ def test_an_interrupted_step_can_be_taken_again(
     if cropped:
         cache.crop(-cropped)
     step(twin, tokens[:, 100:], copy.deepcopy(cache))
-    launch = Step.launch
+    launch = Step.run_graph
 
     def interrupted(self: Any, *args: Any) -> Any:
         launch(self, *args)

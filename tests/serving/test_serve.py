@@ -23,7 +23,7 @@ from conftest import NEEDLE_LLAMA, tiny_llama
 from served import Served, answer, figures, grown, prompt_of, say, serving, wait_for, write_checkpoint
 from specache_compile.cli import main
 from specache_compile.serving.answer import Ticket
-from specache_compile.serving.rows import RowsOfAnswers
+from specache_compile.serving.answer_rows import AnswerRows
 
 pytestmark = pytest.mark.one_process
 
@@ -335,7 +335,7 @@ def test_a_batch_that_fails_in_every_step_ends_its_answers_and_does_not_turn_for
     answers: Any = [SimpleNamespace(ticket=Ticket(), fail=failed.append) for _ in range(2)]
     model = tiny_llama()
     model.compile(backend="specache", options={"lowering": "eager"})
-    rows = RowsOfAnswers(model, 2, lost, lost, lambda answer: None, {})
+    rows = AnswerRows(model, 2, lost, lost, lambda answer: None, {})
     rows.running = {  # type: ignore[assignment]
         rows.batch.add(torch.arange(10 + i)[None], max_new_tokens=4): (answers[i], None) for i in range(2)
     }

@@ -14,8 +14,8 @@ import pytest
 
 from served import figures, posted, serving, wait_for, write_checkpoint
 from specache_compile.cli import main
-from specache_compile.serving import command, server
-from specache_compile.serving.command import bound
+from specache_compile.serving import serve, server
+from specache_compile.serving.serve import bound
 from specache_compile.serving.session_folder import SessionFolder
 
 pytestmark = pytest.mark.one_process
@@ -55,7 +55,7 @@ def test_a_quiet_server_prints_no_line_for_a_request(
     package = logging.getLogger("specache_compile.serving")
     handlers, level = list(package.handlers), package.level
     answering = SimpleNamespace(run=lambda sockets: server.log.info("POST /v1/completions 200"))
-    monkeypatch.setattr(command, "make_server", lambda *given: answering)
+    monkeypatch.setattr(serve, "make_server", lambda *given: answering)
     try:
         assert main(["serve", "smollm2-135m", "--port", "0", *flags]) == 0
     finally:

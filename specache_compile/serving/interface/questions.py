@@ -16,7 +16,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from specache_compile.serving.answer import Question
 from specache_compile.serving.calls import format_of, grammar_of_call, grammar_of_text, parser_of
-from specache_compile.serving.model import ServedModel
+from specache_compile.serving.served_model import ServedModel
 from specache_compile.serving.structured import Constraint, matcher_of, of_schema
 
 from .requests import CALL_ID, Body, ChatBody, CompletionBody, Message, ToolChoice

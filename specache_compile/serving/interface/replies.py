@@ -121,7 +121,7 @@ class Reply:
 
     async def whole(self) -> JSONResponse:
         choices = await asyncio.gather(*(choice.whole() for choice in self.choices))
-        return JSONResponse(self.told(self.whole_object, choices, usage=self.usage()))
+        return JSONResponse(self.framed(self.whole_object, choices, usage=self.usage()))
 
     def stream(self, usage: Usage) -> StreamingResponse:
         """usage: which events report it, as far as it has come; the last one that does has nothing else."""
@@ -131,21 +131,21 @@ class Reply:
         try:
             async for part in together([choice.parts() for choice in self.choices]):
                 so_far = {"usage": self.usage()} if usage == "every" else {}
-                yield f"data: {json.dumps(self.told(self.part_object, [part], **so_far))}\n\n"
+                yield f"data: {json.dumps(self.framed(self.part_object, [part], **so_far))}\n\n"
         except Exception as error:  # the stream has begun, so the status cannot tell it
-            yield f"data: {json.dumps(told_error(error)[1])}\n\n"
+            yield f"data: {json.dumps(error_body(error)[1])}\n\n"
             return
         if usage != "none":
-            yield f"data: {json.dumps(self.told(self.part_object, [], usage=self.usage()))}\n\n"
+            yield f"data: {json.dumps(self.framed(self.part_object, [], usage=self.usage()))}\n\n"
         yield "data: [DONE]\n\n"
 
-    def told(self, kind: str, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+    def framed(self, kind: str, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
         return {**self.common, "object": kind, "choices": choices, **more}
 
     def usage(self) -> dict[str, Any]:
         """The prompt's tokens count once."""
         answers = [choice.answer for choice in self.choices]
-        prompt, said = answers[0].prompt, sum(answer.said for answer in answers)
+        prompt, said = answers[0].prompt, sum(answer.generated for answer in answers)
         cached = {"cached_tokens": answers[0].reused}
         return {
             "prompt_tokens": prompt, "completion_tokens": said, "total_tokens": prompt + said,
@@ -176,7 +176,7 @@ async def together(sources: Sequence[AsyncIterator[Any]]) -> AsyncIterator[Any]:
         await asyncio.gather(*nexts, return_exceptions=True)
 
 
-def told_error(error: Exception) -> tuple[int, dict[str, Any]]:
+def error_body(error: Exception) -> tuple[int, dict[str, Any]]:
     """A status, and the error in OpenAI's format."""
     status, message = 500, str(error) or type(error).__name__
     if isinstance(error, HTTPException):

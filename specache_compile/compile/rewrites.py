@@ -53,7 +53,7 @@ class Rewrites:
         self.guarded: int | None = None
         self.kept: Path | None = None
 
-    def form(self, variant: Variant, arguments: Sequence[Any]) -> Rewritten:
+    def compiled_for(self, variant: Variant, arguments: Sequence[Any]) -> Rewritten:
         """The graph rewritten for `variant`; SpecacheError where the sizes of this call are not what it assumes."""
         rewritten = self.get(variant)
         for assumed in rewritten.assumes:

@@ -12,14 +12,14 @@ from typing import Any
 
 from transformers import DynamicCache
 
-from specache_compile.caches.rows import drop
+from specache_compile.caches.joining import drop
 from specache_compile.caches.saving import loaded, save
 
 from .request import Request, Stage
 from .twice import FailedTwice, twice
 
 
-class Aside:
+class SwapFolder:
     """A folder of its own below one that is given, which goes with the batch."""
 
     def __init__(self, folder: Path) -> None:
@@ -37,27 +37,27 @@ class Aside:
             except BaseException:
                 shutil.rmtree(place, ignore_errors=True)
                 raise
-            request.aside, cache, request.cache = place, request.cache, None
+            request.swapped, cache, request.cache = place, request.cache, None
             drop(cache)
         request.stage = Stage.WAITING
 
 
-def forget(request: Request) -> None:
+def drop_swapped(request: Request) -> None:
     """Nobody needs what was put aside any more."""
-    if request.aside is not None:
-        shutil.rmtree(request.aside, ignore_errors=True)
-        request.aside = None
+    if request.swapped is not None:
+        shutil.rmtree(request.swapped, ignore_errors=True)
+        request.swapped = None
 
 
-def back_from(folder: Path, model: Any) -> DynamicCache:
+def load_swapped(folder: Path, model: Any) -> DynamicCache:
     """The cache that was put aside. As in memory, it goes on if the model's weights have changed meanwhile."""
     return loaded(folder, model, by_any_weights=True)
 
 
-def brought_or_none(request: Request, model: Any) -> DynamicCache | None:
+def swapped_in_or_none(request: Request, model: Any) -> DynamicCache | None:
     """The cache of a request that is aside; None where it cannot be read, or there is no room."""
-    assert request.aside is not None
+    assert request.swapped is not None
     try:
-        return twice(functools.partial(back_from, request.aside, model))
+        return twice(functools.partial(load_swapped, request.swapped, model))
     except FailedTwice:
         return None

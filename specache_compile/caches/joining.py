@@ -15,7 +15,7 @@ from specache_compile.errors import SpecacheError
 from specache_compile.methods import METHODS
 from specache_compile.options import differences
 from specache_compile.paging.paged_tiers import PagedTiers, paged
-from specache_compile.paging.pool import Pool
+from specache_compile.paging.pool import PagePool
 from specache_compile.passes.reading.sites import PARTS
 from specache_compile.runtime.held import HeldTensor
 from specache_compile.runtime.regroup import session_behind
@@ -28,7 +28,7 @@ from .recurrent import STATES, own_states
 from .saving import KINDS
 
 # A row of one of the sessions that are joined: which, and its number there.
-Row = tuple[Session, int]
+SessionRow = tuple[Session, int]
 
 
 def join(caches: Sequence[DynamicCache]) -> DynamicCache:
@@ -178,7 +178,7 @@ def drained(caches: Sequence[DynamicCache]) -> list[Session]:
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def session_of_rows(rows: Sequence[Row]) -> Session:
+def session_of_rows(rows: Sequence[SessionRow]) -> Session:
     """A session of these rows, copies of what they have, but for pages, which they share; what is counted of it begins
     anew."""
     progress = progress_of(rows)
@@ -202,7 +202,7 @@ def session_with(first: Session, tiers: Tiers, progress: Progress) -> Session:
     return made
 
 
-def progress_of(rows: Sequence[Row]) -> Progress:
+def progress_of(rows: Sequence[SessionRow]) -> Progress:
     """How far each row has come; a row without a guess is not ready, whatever stands in its place."""
     lengths = tuple(session.progress.lengths[row] for session, row in rows)
     guesses = [None if s.progress.guess is None else s.progress.guess[row : row + 1] for s, row in rows]
@@ -219,7 +219,7 @@ def progress_of(rows: Sequence[Row]) -> Progress:
     return Progress(lengths, ready, keys, calls, max(lengths), guess, joined=True)
 
 
-def in_pages(cache: DynamicCache, pool: Pool) -> DynamicCache:
+def in_pages(cache: DynamicCache, pool: PagePool) -> DynamicCache:
     """A cache with the rows of a held one in pages of `pool`; itself where they are. SpecacheError as for `join`, and
     where the pool has no room, or other options."""
     (session,) = drained([cache])
@@ -244,25 +244,25 @@ def out_of_16_bits(session: Session) -> None:
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def session_in_pages(session: Session, progress: Progress, pool: Pool) -> Session:
-    tiers = session.tiers.in_one_piece(progress.lengths)
+def session_in_pages(session: Session, progress: Progress, pool: PagePool) -> Session:
+    tiers = session.tiers.contiguous(progress.lengths)
     return session_with(session, paged(tiers, progress.lengths, pool), progress)
 
 
 @torch.inference_mode(False)
 @torch.no_grad()
 def place_for(cache: DynamicCache, rows: int) -> DynamicCache:
-    """A cache in pages as the first of so many `rows`, which there are places for; `take_in` brings the others."""
+    """A cache in pages as the first of so many `rows`, which there are places for; `append_rows` brings the others."""
     (session,) = drained([cache])
     assert isinstance(session.tiers, PagedTiers)
-    session.tiers.make_places(rows)
+    session.tiers.reserve_rows(rows)
     session.new_cursor()
     session.note_memory()
     return cache
 
 
 def empty_places(cache: DynamicCache) -> bool:
-    """All rows leave. Whether others may come to the places that they had (`take_in`); where a copy has failed they may
+    """All rows leave. Whether others may come to the places that they had (`append_rows`); where a copy has failed they may
     not, and the cache is dropped."""
     select_rows(cache, [])
     try:
@@ -273,7 +273,7 @@ def empty_places(cache: DynamicCache) -> bool:
     return True
 
 
-def take_in(cache: DynamicCache, newcomer: DynamicCache) -> DynamicCache:
+def append_rows(cache: DynamicCache, newcomer: DynamicCache) -> DynamicCache:
     """`join` of two caches in pages of one pool, where nothing of the rows that are there is copied: `cache`, which has
     gone on, is stale behind it."""
     session, other = drained([cache, newcomer])
@@ -323,7 +323,7 @@ def drop(cache: DynamicCache) -> None:
     session = session_of(cache)
     if session is not None:
         session.settle()
-        session.tiers.let_go()
+        session.tiers.release_state()
         session.version += 1
         session.view = None
 
@@ -337,7 +337,7 @@ def new_rows(session: Session, other: Session) -> None:
     assert isinstance(others, PagedTiers)
     rows = [(source, row) for source in (session, other) for row in range(source.tiers.batch)]
     progress = progress_of(rows)
-    tiers.take_in(others, range(others.batch))
+    tiers.append_rows(others, range(others.batch))
     session.progress = progress
     session.version += 1
     session.view = None
@@ -345,21 +345,21 @@ def new_rows(session: Session, other: Session) -> None:
     session.note_memory()
 
 
-def paged_tiers_of(rows: Sequence[Row]) -> PagedTiers:
+def paged_tiers_of(rows: Sequence[SessionRow]) -> PagedTiers:
     """The tiers of these rows of one pool: their pages are shared, their places copied."""
     first = rows[0][0].tiers
     assert isinstance(first, PagedTiers)
     made = PagedTiers(first, first.pool, [], len(rows))
     for session, row in rows:
         assert isinstance(session.tiers, PagedTiers)
-        made.take_in(session.tiers, [row])
+        made.append_rows(session.tiers, [row])
     return made
 
 
-def pieces_of(rows: Sequence[Row]) -> list[tuple[Tiers, int]]:
+def pieces_of(rows: Sequence[SessionRow]) -> list[tuple[Tiers, int]]:
     """The same rows in tiers that are in one piece."""
     sessions = dict.fromkeys(session for session, _ in rows)
-    pieces = {session: session.tiers.in_one_piece(session.progress.lengths) for session in sessions}
+    pieces = {session: session.tiers.contiguous(session.progress.lengths) for session in sessions}
     return [(pieces[session], row) for session, row in rows]
 
 

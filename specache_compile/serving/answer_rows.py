@@ -22,10 +22,10 @@ from .interface.questions import processors_of
 log = logging.getLogger(__name__)
 
 # An answer's conversation, and the answer.
-Row = tuple[Answer, Conversation]
+AnswerRow = tuple[Answer, Conversation]
 
 
-class RowsOfAnswers:
+class AnswerRows:
     """The answers under way, all on the model's thread; one turn is a step of the batch.
 
     begin: an answer → its conversation, which is taken.
@@ -42,7 +42,7 @@ class RowsOfAnswers:
         self.batch, self.most = Batch(model, rows=most, **memory), most
         self.begin, self.keep, self.ended = begin, keep, ended
         self.arrived: deque[Answer] = deque()
-        self.running: dict[Request, Row] = {}
+        self.running: dict[Request, AnswerRow] = {}
 
     @property
     def busy(self) -> bool:
@@ -57,7 +57,7 @@ class RowsOfAnswers:
         for request, token in self.stepped():
             if request in self.running:  # its answer may have stopped at the token before
                 self.deliver(request, token)
-        for request in [request for request in self.running if request.stage is Stage.OVER]:
+        for request in [request for request in self.running if request.stage is Stage.FINISHED]:
             self.end(request, request.cache, request.error)
 
     def start(self, answer: Answer) -> None:
@@ -113,7 +113,7 @@ class RowsOfAnswers:
         answer, _ = self.running[request]
         try:
             if request.logprobs:
-                answer.note(token, request.logprobs[answer.said])
+                answer.note(token, request.logprobs[answer.generated])
             answer.put(torch.tensor([token]))
         except (Stopped, ClientLeft):
             self.end(request, self.batch.take(request))
@@ -143,12 +143,12 @@ class RowsOfAnswers:
         """Keep what every row has read, and end. What gave way to others is not kept: there was no room for it."""
         self.arrived.clear()
         for request in list(self.running):
-            if request.aside is not None:
+            if request.swapped is not None:
                 self.batch.remove(request)
             self.end(request, self.batch.take(request))
 
     def statistics(self) -> list[Statistics]:
         """The counts of every session that a step has used."""
-        caches = [*(group.cache for group in self.batch.groups), *(request.cache for request in self.batch.reading)]
+        caches = [*(group.cache for group in self.batch.groups), *(request.cache for request in self.batch.prefilling)]
         sessions = (session_of(cache) for cache in caches if cache is not None)
         return [session.statistics for session in sessions if session is not None]

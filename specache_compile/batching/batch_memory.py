@@ -9,14 +9,14 @@ from dataclasses import dataclass
 import torch
 from transformers import DynamicCache
 
-from specache_compile.caches.rows import drop, in_pages, reason_against
+from specache_compile.caches.joining import drop, in_pages, reason_against
 from specache_compile.errors import SpecacheError
 from specache_compile.kernels.state.pages import PAGE
 from specache_compile.methods.field import LayerShape
 from specache_compile.model_key import model_key
 from specache_compile.options import MethodOptions
 from specache_compile.paging.paged_tiers import PagedTiers
-from specache_compile.paging.pool import Pool, page_bytes, pages_for, row_bytes
+from specache_compile.paging.pool import PagePool, page_bytes, pages_for, row_bytes
 from specache_compile.runtime.session import Session, session_of, sessions_of
 from specache_compile.runtime.state import device_total, predicted_bytes
 
@@ -26,7 +26,7 @@ from .request import Request, Stage
 # A request that runs, its cache, and its row there.
 Running = tuple[Request, DynamicCache | None, int]
 # The most beginnings that are kept: each has a place beside its pages.
-BEGINNINGS = 8
+MOST_PREFIXES = 8
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Bytes:
         return all(most is None or (size or 0) <= most for most, size in pairs)
 
 
-class Memory:
+class BatchMemory:
     """What a batch's rows have, and may have.
 
     layers: known when a first prompt has begun to be read.
@@ -65,9 +65,9 @@ class Memory:
         self.kept = kept
         self.overcommits = overcommits
         self.layers: list[LayerShape] = []
-        self.pool: Pool | None = None
+        self.pool: PagePool | None = None
         unbounded = budget == Bytes() and options.host_memory is None
-        self.prefixes = Prefixes(rows if unbounded else beginnings(rows))
+        self.prefixes = Prefixes(rows if unbounded else most_prefixes(rows))
         self.key: object = None
 
     def learn(self, cache: DynamicCache, joins: bool) -> None:
@@ -79,10 +79,10 @@ class Memory:
         if joins and len(sessions_of(cache)) == 1 and reason_against([cache], apart=True) is None:
             options = options_of(session)
             fixed = in_rows(options, layers, self.rows, self.chunk, [], self.kept)
-            self.pool = Pool(options, layers, bound(options, layers, self.budget, fixed))
+            self.pool = PagePool(options, layers, bound(options, layers, self.budget, fixed))
         self.layers = layers
 
-    def begin_again(self, caches: Iterable[DynamicCache]) -> None:
+    def restart(self, caches: Iterable[DynamicCache]) -> None:
         """Forget all prefixes, and the caches of rows. The pool counts its pages again: an interrupted step may have
         left wrong counts, and others may have kept caches."""
         for cache in [*caches, *(cache for _, cache in self.prefixes.kept)]:
@@ -111,7 +111,7 @@ class Memory:
             pass
         return had
 
-    def taken_in(self, cache: DynamicCache) -> DynamicCache:
+    def paged_or_same(self, cache: DynamicCache) -> DynamicCache:
         """A cache that is the batch's now: in pages where it can be."""
         session = session_of(cache)
         if self.pool is None or session is None or reason_against([cache]) is not None:
@@ -141,7 +141,7 @@ class Memory:
         def need() -> int:
             promised = sum(self.still_needed(*other, self.until(other[0])) for other in running)
             own = self.still_needed(request, request.cache, 0, self.until(request))
-            return promised + own - self.beginning_of(request)[0] // PAGE + self.margin(running)
+            return promised + own - self.prefix_of(request)[0] // PAGE + self.margin(running)
 
         return self.could_fit(request, running) and self.has(need)
 
@@ -157,9 +157,9 @@ class Memory:
         """Pages that stay free when one more begins, so that nobody has to give way soon."""
         return len(running) if self.overcommits else 0
 
-    def beginning_of(self, request: Request) -> tuple[int, DynamicCache | None]:
+    def prefix_of(self, request: Request) -> tuple[int, DynamicCache | None]:
         """What is kept of the beginning of a request that has read nothing yet."""
-        if request.cache is not None or request.aside is not None or request.whole or request.crosses:
+        if request.cache is not None or request.swapped is not None or request.whole or request.crosses:
             return 0, None
         return self.prefixes.longest(request.text)
 
@@ -172,13 +172,13 @@ class Memory:
         assert self.pool is not None
         if self.pool.bound is None:
             return True
-        begun = request.cache if request.cache is not None else self.beginning_of(request)[1]
+        begun = request.cache if request.cache is not None else self.prefix_of(request)[1]
         named, lacking = set[int](), 0
         for one, cache, row in [*running, (request, begun, 0)]:
             tiers = self.tiers_of(cache)
             pages = [] if tiers is None else tiers.pages[row]
             named.update(pages)
-            if tiers is not None or one.stage is not Stage.SAYING:
+            if tiers is not None or one.stage is not Stage.DECODE:
                 lacking += max(0, pages_for(self.until(one)) - len(pages))
         return len(named) + lacking + self.margin(running) <= self.pool.bound
 
@@ -187,7 +187,7 @@ class Memory:
         row that is not in pages takes none."""
         tiers = self.tiers_of(cache)
         if tiers is None:
-            return 0 if request.stage is Stage.SAYING else pages_for(until)
+            return 0 if request.stage is Stage.DECODE else pages_for(until)
         return tiers.still_needed(row, request.cached, until)
 
     def check_alone(self, request: Request) -> None:
@@ -210,14 +210,14 @@ class Memory:
         """Let a request have the beginning of its prompt that is there."""
         if self.pool is None or request.cache is not None:
             return
-        read, kept = self.beginning_of(request)
+        read, kept = self.prefix_of(request)
         request.cache = None if kept is None else copy.deepcopy(kept)
         request.read = read
 
-    def keep_beginning(self, request: Request) -> None:
+    def keep_prefix(self, request: Request) -> None:
         """Keep what has been read of a prompt, where it ends with a page."""
         cache = request.cache
-        if cache is None or self.tiers_of(cache) is None or not request.from_its_first:
+        if cache is None or self.tiers_of(cache) is None or not request.prefilled_here:
             return
         if request.whole or request.crosses:
             return
@@ -230,9 +230,9 @@ def options_of(session: Session) -> MethodOptions:
     return session.tiers.pending or session.options
 
 
-def beginnings(rows: int) -> int:
+def most_prefixes(rows: int) -> int:
     """The most that are kept beside so many rows."""
-    return min(rows, BEGINNINGS)
+    return min(rows, MOST_PREFIXES)
 
 
 def of_tiers(tiers: Mapping[str, int]) -> Bytes:
@@ -251,7 +251,7 @@ def in_rows(
     row, the prompt that is read, a beginning, and a cache that others hold have beside them; and tiers of its own that
     a prompt's first chunk has."""
     pages = of_tiers(page_bytes(options, layers)).times(1 + sum(map(pages_for, lengths)))
-    places = of_tiers(row_bytes(options, layers)).times(rows + 1 + beginnings(rows) + kept)
+    places = of_tiers(row_bytes(options, layers)).times(rows + 1 + most_prefixes(rows) + kept)
     return pages + places + alone(options, layers, [chunk])
 
 

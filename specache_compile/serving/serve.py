@@ -164,7 +164,7 @@ def make_server(args: argparse.Namespace, options: dict[str, Any], listener: soc
     from .conversations import Conversations
     from .generation import Generation
     from .metrics import Metrics
-    from .model import ServedModel
+    from .served_model import ServedModel
     from .server import STOPPING, StoppedInTime, application
     from .session_folder import SessionFolder
 

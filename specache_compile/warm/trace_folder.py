@@ -1,6 +1,6 @@
 """The folder of stored traces. Each file is written whole or not at all.
 
-    traces/<environment>/<call>/<trace>/form         what replaces one trace of Dynamo
+    traces/<environment>/<call>/<trace>/trace         what replaces one trace of Dynamo
     traces/<environment>/<call>/<trace>/<variant>    one rewritten graph of the trace
 
 Compiled code depends on the environment. Calls of different folders need different graphs; Dynamo's guards check the
@@ -32,9 +32,9 @@ from specache_compile.errors import warn
 
 from .code import PLAIN, code_hash, hash_of
 
-TRACES, FORM = "traces", "form"
+TRACES, TRACE = "traces", "trace"
 # Traces of one call. A call has several where one process needed a phase that the stored trace lacks.
-MOST_FORMS = 8
+MOST_TRACES = 8
 PACKAGES = ("transformers", "triton", "peft", "accelerate")
 CONFIGS = (
     "torch._dynamo.config", "torch._inductor.config", "torch._functorch.config", "torch.compiler.config",
@@ -51,10 +51,10 @@ def folder() -> Path | None:
     return cache_folder() / TRACES if os.environ.get(VARIABLE) else None
 
 
-def forms_of(call: Path) -> list[Path]:
+def traces_of(call: Path) -> list[Path]:
     """The folders of a call's traces, the newest first."""
     try:
-        files = sorted(call.glob(f"*/{FORM}"), key=lambda file: file.stat().st_mtime, reverse=True)
+        files = sorted(call.glob(f"*/{TRACE}"), key=lambda file: file.stat().st_mtime, reverse=True)
     except OSError:  # another process removes one
         return []
     return [file.parent for file in files]

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.generation import UnbatchedClassifierFreeGuidanceLogitsProcessor
 
-from specache_compile.caches.rows import is_held_whole
+from specache_compile.caches.joining import is_held_whole
 from specache_compile.generate.drafts import IN_PARTS, draft_length_of
 from specache_compile.generate.look_up import DRAFTED, looked_up
 from specache_compile.generate.verify import forgetful
@@ -116,7 +116,7 @@ def fed(requests: Sequence[Request], drafts: Sequence[Sequence[int]]) -> tuple[T
     filled up has no position behind its longest text's: a model may know none."""
     width = 1 + max(map(len, drafts))
     tokens = [
-        [r.said[r.reached - 1], *draft, *[NOTHING] * (width - 1 - len(draft))]
+        [r.generated[r.reached - 1], *draft, *[NOTHING] * (width - 1 - len(draft))]
         for r, draft in zip(requests, drafts, strict=True)
     ]
     first = torch.tensor([[request.cached] for request in requests])
@@ -137,10 +137,10 @@ def say(request: Request, draft: Sequence[int], logits: Tensor) -> None:
         try:
             token = twice(functools.partial(drawn, request, logits[place : place + 1]))
         except FailedTwice as failed:
-            request.is_over(End.FAILED, failed.error)
+            request.finish(End.FAILED, failed.error)
             return
-        request.hear(token)
-        if token != guess or request.stage is Stage.OVER:
+        request.append(token)
+        if token != guess or request.stage is Stage.FINISHED:
             return
 
 
