@@ -19,10 +19,10 @@ from specache_compile.caches.joining import (
     append_rows,
     crop_rows,
     drop,
-    empty_places,
     keep_rows,
-    place_for,
     reason_against,
+    remove_all_rows,
+    reserve_cache_rows,
     row_of,
 )  # fmt: skip
 from specache_compile.compat import cache_of, with_cache
@@ -37,6 +37,7 @@ from .batch_memory import BatchMemory, Bytes, Running
 from .batch_rope import BatchRope
 from .request import End, Request, Stage, request_for
 from .row_drafts import (
+    accept,
     decoded_for,
     drafting_session,
     fed,
@@ -44,21 +45,20 @@ from .row_drafts import (
     most_drafted,
     note_round,
     reason_not_to_draft,
-    say,
     verifying,
 )
 from .swapping import SwapFolder, drop_swapped, load_swapped, swapped_in_or_none
 from .twice import FailedTwice, twice
 
-# Prompt tokens that are read between two steps of the others.
+# Prompt tokens to prefill between two decode steps.
 CHUNK = 512
 
 
 @dataclass(eq=False)
 class RowGroup:
-    """Requests that say tokens together: a cache, and whose each of its rows is.
+    """Requests that decode together: one cache, with a row for each request.
 
-    paged: it is in the batch's pages; else it has one row.
+    paged: the cache's tokens are in the batch's pages; else it has one row.
     """
 
     cache: DynamicCache
@@ -66,20 +66,20 @@ class RowGroup:
     paged: bool
 
     def row(self, request: Request) -> DynamicCache:
-        """The cache of one request alone."""
+        """The cache of one request's row."""
         self.crop()
         return row_of(self.cache, self.requests.index(request)) if self.paged else self.cache
 
     def crop(self) -> None:
-        """Take back what was drafted and not said, of a round too that failed half way. A row that failed leaves as it
-        is."""
+        """Drop drafted tokens that were not accepted, also those of a round that failed. Rows of failed requests stay
+        as they are, since they leave."""
         session = drafting_session(self.cache)
         if session is not None and len(sessions_of(self.cache)) == 1:
             there = zip(self.requests, session.progress.lengths, strict=True)
             crop_rows(self.cache, [length if one.end is End.FAILED else one.cached for one, length in there])
 
-    def keep(self, requests: list[Request]) -> None:
-        """Only these go on. The last row takes the place of one that has left, so that no other is moved."""
+    def keep_only(self, requests: list[Request]) -> None:
+        """Keep only these requests. The last row moves into the place of a row that leaves; no other row moves."""
         if len(requests) == len(self.requests):
             return
         rows = list(range(len(self.requests)))
@@ -110,12 +110,12 @@ class Batch:
         model: a decoder that was compiled with this backend.
         rows: most requests that decode together.
         chunk: prompt tokens to prefill between two decode steps.
-        device_memory, host_memory: most bytes of the tiers; None is unbounded. A request starts when all of its bytes, up
-            to its last token, are free. On a CPU without device_memory, host_memory is the budget of all tiers.
+        device_memory, host_memory: most bytes of the tiers; None is unbounded. A request starts when all of its
+            bytes, up to its last token, are free. On a CPU without device_memory, host_memory is the budget of all tiers.
         kept: caches that the caller holds at a time, of finished requests (`keep`) or for waiting ones (`cache`).
             The memory budget counts this many.
-        give_up: called when a request waits for pages: drops one of the caches that the caller holds, and returns whether
-            there was one.
+        give_up: called when a request waits for pages: drops one of the caches that the caller holds, and returns
+            whether there was one.
         overcommit: a folder. A request is then admitted when its prompt fits, with one spare page for each running
             request. If pages run out, the newest request is preempted: its cache is swapped to this folder and resumed
             later, bit for bit.
@@ -144,7 +144,7 @@ class Batch:
         overcommit: Path | None = None,
     ) -> None:  # fmt: skip
         self.options = required_options(model, "Batch")
-        # RowGroup of their own lengths have positions of their own.
+        # Rows of different lengths require position_ids.
         wrapped = getattr(model, "_orig_mod", model)
         if self.options.drafts:
             check_windows(DynamicCache(config=wrapped.config))
@@ -155,14 +155,15 @@ class Batch:
         self.memory = BatchMemory(self.options, budget, rows, chunk, kept, give_up, overcommit is not None)
         if overcommit is not None and budget == Bytes() and self.options.host_memory is None:
             raise no_budget()
-        self.aside, self.begun = None if overcommit is None else SwapFolder(overcommit), 0
+        self.swap, self.started = None if overcommit is None else SwapFolder(overcommit), 0
         self.waiting: list[Request] = []
         self.prefilling: list[Request] = []
         self.groups: list[RowGroup] = []
-        self.places: DynamicCache | None = None  # where rows in pages were, until all of them had left
-        self.requests: list[Request] = []  # those that are open, or have tokens that no step has returned
-        self.returned: dict[Request, int] = {}  # tokens of each that steps have returned
-        self.unfinished = False  # the newest step did not return
+        # a paged cache without rows, whose memory and recorded steps the next group reuses
+        self.empty_cache: DynamicCache | None = None
+        self.requests: list[Request] = []  # open ones, and finished ones with tokens that no step has returned
+        self.returned: dict[Request, int] = {}  # tokens that steps have returned
+        self.unfinished = False  # the last step did not return
 
     @property
     def decoding(self) -> list[Request]:
@@ -176,7 +177,7 @@ class Batch:
 
     def add(
         self, ids: Tensor | Sequence[int], *, cache: DynamicCache | None = None, keep: bool = False,
-        seed: int | None = None, logprobs: int | None = None, **asked: Any,
+        seed: int | None = None, logprobs: int | None = None, **arguments: Any,
     ) -> Request:  # fmt: skip
         """Add a request.
 
@@ -199,16 +200,16 @@ class Batch:
         prompt = token_ids(ids)
         read = 0 if cache is None else cache.get_seq_length()
         if not read < len(prompt):
-            raise ValueError(f"the prompt has {len(prompt)} tokens, of which {read} are cached: give one more at least")
-        request = request_for(self.model, prompt, {**asked, "seed": seed}, cache, read)
-        request.keeps, request.top_logprobs, request.ahead = keep, logprobs, most_drafted(self.options)
+            raise ValueError(f"the prompt has {len(prompt)} tokens and the cache {read}: pass at least one token more")
+        request = request_for(self.model, prompt, {**arguments, "seed": seed}, cache, read)
+        request.keep, request.top_logprobs, request.ahead = keep, logprobs, most_drafted(self.options)
         self.rope.prepare(request)
         if cache is not None:
-            self.memory.learn(cache, self.joins)
+            self.memory.set_layers(cache, self.joins)
         self.memory.check_alone(request)
         if self.rope.has_other_frequencies(request):
             prefill_all_of(request)
-        self.requests.append(request)  # the next step queues it, so that an interrupt leaves it out or in
+        self.requests.append(request)  # the next step queues it, so an interrupt here leaves the batch consistent
         return request
 
     def step(self) -> list[tuple[Request, int]]:
@@ -226,14 +227,14 @@ class Batch:
         self.recover()
         self.unfinished = True
         self.run_step()
-        told = [
+        new_tokens = [
             (request, token)
             for request in self.requests
             for token in request.generated[self.returned.get(request, 0) :]
         ]
         returned = {request: len(request.generated) for request in self.requests}
-        self.returned, self.unfinished = returned, False  # nothing is called from here on: no signal comes between
-        return told
+        self.returned, self.unfinished = returned, False  # no call follows, so no signal handler runs in between
+        return new_tokens
 
     @torch.no_grad()
     def run_step(self) -> None:
@@ -247,10 +248,10 @@ class Batch:
             if group.requests:
                 self.decode_group(group)
         if self.prefilling:
-            self.read(self.prefilling[0])
+            self.prefill(self.prefilling[0])
 
     def prefill_again(self, group: RowGroup) -> None:
-        """RowGroup whose text has grown to where its RoPE changes wait, and are read again."""
+        """Move rows back to the queue, for a new prefill, when their length reaches the switch of the model's RoPE."""
         for request in [one for one in group.requests if self.rope.changes(one)]:
             self.drop(request)
             request.resumed = request.reached
@@ -262,19 +263,17 @@ class Batch:
         return len(request.generated) - self.returned.get(request, 0)
 
     def recover(self) -> None:
-        """After a step that did not return: begin again from the requests, the one record that it cannot have left half
-        written."""
+        """After a step that did not return, rebuild the state from the requests: only they are sure to be complete."""
         if not self.unfinished:
             return
-        caches = [self.places, *(group.cache for group in self.groups), *(request.cache for request in self.open)]
+        caches = [self.empty_cache, *(group.cache for group in self.groups), *(request.cache for request in self.open)]
         self.memory.restart(cache for cache in caches if cache is not None)
-        self.groups, self.prefilling, self.places = [], [], None
+        self.groups, self.prefilling, self.empty_cache = [], [], None
         for request in self.open:
             drop_swapped(request)
             request.restart()
-            request.whole = self.rope.reads_whole(request)
-        begun = sorted(self.open, key=lambda request: (not request.generated, request.began))
-        self.waiting = begun
+            request.whole = self.rope.needs_whole_prefill(request)
+        self.waiting = sorted(self.open, key=lambda request: (not request.generated, request.started))
 
     def run(self) -> None:
         """Step until every request is finished."""
@@ -291,7 +290,7 @@ class Batch:
     def leave(self, request: Request) -> None:
         if request.stage is not Stage.FINISHED:
             self.drop(request)
-            self.over(request, End.REMOVED)
+            self.finish(request, End.REMOVED)
 
     def forget_prefixes(self) -> None:
         """Drop the cached prompt prefixes.
@@ -302,15 +301,15 @@ class Batch:
         """
         self.memory.forget_prefixes()
         for request in self.prefilling:
-            request.prefilled_here = False  # its first chunks stay out of the prefixes
+            request.prefilled_here = False  # keeps the chunks before the change out of the prefixes
 
     def fail(self, request: Request, error: Exception) -> None:
-        """End a request, wherever it is, with its error."""
+        """End a request in any stage, with its error."""
         self.drop(request)
-        self.over(request, End.FAILED, error)
+        self.finish(request, End.FAILED, error)
 
-    def over(self, request: Request, end: End, error: Exception | None = None) -> None:
-        """End a request that has no row."""
+    def finish(self, request: Request, end: End, error: Exception | None = None) -> None:
+        """Finish a request that has no row."""
         drop_swapped(request)
         if request.cache is not None and self.memory.tiers_of(request.cache) is not None:
             drop(request.cache)
@@ -333,43 +332,44 @@ class Batch:
         return next((group for group in self.groups if request in group.requests), None)
 
     def drop(self, request: Request) -> None:
-        """Forget a request, and its row."""
+        """Remove a request from the queues, and its row from its group."""
         for requests in (self.waiting, self.prefilling):
             if request in requests:
                 requests.remove(request)
         group = self.group_of(request)
         if group is not None:
-            self.keep(group, [other for other in group.requests if other is not request])
+            self.keep_only(group, [other for other in group.requests if other is not request])
 
-    def keep(self, group: RowGroup, requests: list[Request]) -> None:
-        """Only these of a group go on. Where there are none, the places of rows in pages stay for those that come next,
-        and what is recorded over them."""
-        group.keep(requests)
+    def keep_only(self, group: RowGroup, requests: list[Request]) -> None:
+        """Keep only these requests of a group. An empty paged cache is kept, with its recorded steps, for the next
+        requests."""
+        group.keep_only(requests)
         if requests:
             return
         self.groups.remove(group)
         if group.paged:
-            if self.places is not None:
-                drop(self.places)
-            self.places = group.cache if empty_places(group.cache) else None
+            if self.empty_cache is not None:
+                drop(self.empty_cache)
+            self.empty_cache = group.cache if remove_all_rows(group.cache) else None
 
     def admit(self) -> None:
-        """Let those begin that there is room for. The first of all begins alone: it tells what a layer keeps."""
-        while self.has_free_row and (asking := self.startable):
-            chosen = next_to_start(asking, functools.partial(self.memory.fits, running=self.running))
+        """Start waiting requests while they fit. The very first starts alone, because it shows the shapes of the
+        layers."""
+        while self.has_free_row and (waiting := self.startable):
+            chosen = next_to_start(waiting, functools.partial(self.memory.fits, running=self.running))
             if chosen is None:
-                if self.running or not self.make_room():
+                if self.running or not self.free_memory():
                     return
                 continue
             if self.memory.notice_weights(self.model):
-                continue  # fewer pages may be shared
-            if not self.begin(chosen):
+                continue  # check again, without the prefixes
+            if not self.start(chosen):
                 return
 
-    def begin(self, request: Request) -> bool:
-        """Have a request that waits read its prompt, or go on where it gave way. False where it waits on: there was no
-        room to bring it back, and others run that will leave some."""
-        request.began, self.begun = self.begun, self.begun + 1
+    def start(self, request: Request) -> bool:
+        """Start or resume a request. False if a preempted one cannot be loaded now, and others run that will free
+        memory."""
+        request.started, self.started = self.started, self.started + 1
         if not self.fits_alone(request):
             return True
         if request.swapped is not None:
@@ -381,10 +381,10 @@ class Batch:
                 self.fail(request, failed.error)
                 return True
         with self.attempt([request]):
-            if request.read == len(request.text):
+            if request.prefilled == len(request.text):
                 self.start_decoding(request)
             else:
-                self.memory.begin(request)
+                self.memory.attach_prefix(request)
                 self.prefilling.append(request)
                 request.stage = Stage.PREFILL
         self.waiting.remove(request)
@@ -395,7 +395,7 @@ class Batch:
         return self.memory.paged_or_same(load_swapped(folder, self.model))
 
     def fits_alone(self, request: Request) -> bool:
-        """Whether the budget would hold a request alone; one that it would not hold is over."""
+        """Whether the memory budget could hold a request alone; if not, the request is failed."""
         try:
             twice(functools.partial(self.memory.check_alone, request))
         except FailedTwice as failed:
@@ -404,46 +404,46 @@ class Batch:
         return True
 
     def start_decoding(self, request: Request) -> RowGroup:
-        """A request that has read its prompt is a row now."""
+        """Turn a prefilled request into a row."""
         assert request.cache is not None
-        group = self.joined(request, request.cache)
+        group = self.join_group(request, request.cache)
         request.cache, request.stage = None, Stage.DECODE
         group.requests.append(request)
         return group
 
     def preempt(self) -> None:
-        """Where the next turn's pages are not there: those that wait give theirs back, and then who began last."""
-        while self.aside is not None and self.memory.pool is not None and not self.memory.has(self.next_pages):
+        """If pages for the next step are missing, swap out waiting requests, then the one that started last."""
+        while self.swap is not None and self.memory.pool is not None and not self.memory.has(self.next_pages):
             idle = self.waiting_with_pages
-            running = [request for request, cache, _ in self.running if self.may_be_in_pages(request, cache)]
-            last = idle[-1] if idle else max(running, key=lambda request: request.began)
+            running = [request for request, cache, _ in self.running if self.may_have_pages(request, cache)]
+            last = idle[-1] if idle else max(running, key=lambda request: request.started)
             if idle or len(running) > 1:
-                self.swap_out(last, self.aside)
+                self.swap_out(last, self.swap)
             else:
                 self.fail(last, memory_is_kept())
 
     def next_pages(self) -> int:
-        """Pages that the next turn takes."""
+        """Pages that the next step allocates."""
         steps = [(one, self.next_tokens(one[0])) for one in self.running]
-        return sum(self.memory.still_needed(*one, one[0].cached + tokens) for one, tokens in steps)
+        return sum(self.memory.pages_needed(*one, one[0].cached + tokens) for one, tokens in steps)
 
     def next_tokens(self, request: Request) -> int:
-        """Tokens that the next turn caches of a request that runs."""
+        """Tokens that the next step caches for a running request."""
         if request.stage is Stage.DECODE:
             return 1 + request.ahead
         left = self.rope.until_switch(request)
         return left if request.whole else min(self.chunk, left)
 
-    def may_be_in_pages(self, request: Request, cache: DynamicCache | None) -> bool:
+    def may_have_pages(self, request: Request, cache: DynamicCache | None) -> bool:
         return request.stage is Stage.PREFILL or self.memory.tiers_of(cache) is not None
 
-    def swap_out(self, request: Request, aside: SwapFolder) -> None:
-        """A request waits, and its cache with it: where it waited, or in front of all that have not begun."""
+    def swap_out(self, request: Request, swap: SwapFolder) -> None:
+        """Swap a request out, and queue it before all requests that have not started."""
         group, waits = self.group_of(request), request in self.waiting
         try:
             if group is not None:
                 request.cache = twice(functools.partial(group.row, request))
-            twice(functools.partial(aside.put, request))
+            twice(functools.partial(swap.put, request))
         except FailedTwice as failed:
             self.fail(request, failed.error)
             return
@@ -453,28 +453,28 @@ class Batch:
 
     @property
     def has_free_row(self) -> bool:
-        """Whether there may be one more row."""
+        """Whether one more request may run."""
         return len(self.prefilling) + len(self.decoding) < self.most_rows
 
     @property
     def startable(self) -> list[Request]:
-        """Of those that wait: prompts are read one after another, since the one that is read has a place beside the
-        rows'; who has read his comes back meanwhile."""
+        """Waiting requests that may start now. During a prefill only preempted ones may: prompts are prefilled one at a
+        time."""
         return [request for request in self.waiting if request.swapped is not None] if self.prefilling else self.waiting
 
-    def make_room(self) -> bool:
-        """Where nothing runs that would give memory back: have the last request that waits with a cache read its prompt
-        anew; False, and the first one is over, where there is none."""
+    def free_memory(self) -> bool:
+        """With nothing running, free pages for the first waiting request: drop the cache of the last waiting one that
+        has pages, which will be prefilled again. If there is none, fail the first one and return False."""
         holding = [request for request in self.waiting_with_pages if request is not self.waiting[0]]
         if not holding:
-            self.over(self.waiting.pop(0), End.FAILED, memory_is_kept())
+            self.finish(self.waiting.pop(0), End.FAILED, memory_is_kept())
             return False
         prefill_all_of(holding[-1])
         return True
 
     @property
     def waiting_with_pages(self) -> list[Request]:
-        """Those that wait, and hold pages meanwhile."""
+        """The waiting requests that hold pages."""
         return [request for request in self.waiting if self.memory.tiers_of(request.cache) is not None]
 
     @property
@@ -482,31 +482,31 @@ class Batch:
         rows = [(request, group.cache, row) for group in self.groups for row, request in enumerate(group.requests)]
         return [*rows, *((request, request.cache, 0) for request in self.prefilling)]
 
-    def read(self, request: Request) -> None:
-        """Read a chunk of a prompt; behind its last one the request has said a token, and is a row of the batch."""
+    def prefill(self, request: Request) -> None:
+        """Prefill one chunk of a prompt. After the last chunk the request has its first token, and becomes a row."""
         with self.attempt([request]):
             text = request.text
-            tokens = text[request.read : request.read + self.next_tokens(request)].to(self.model.device)[None]
-            positions = torch.arange(request.read, request.read + tokens.shape[1], device=tokens.device)[None]
+            tokens = text[request.prefilled : request.prefilled + self.next_tokens(request)].to(self.model.device)[None]
+            positions = torch.arange(request.prefilled, request.prefilled + tokens.shape[1], device=tokens.device)[None]
             if request.cache is not None:
                 request.cache = self.memory.paged_or_same(request.cache)
             cache, logits = self.call_model(tokens, positions, request.cache)
-            request.cache, request.read = cache, request.read + tokens.shape[1]
+            request.cache, request.prefilled = cache, request.prefilled + tokens.shape[1]
             if not self.memory.layers:
-                self.memory.learn(cache, self.joins)
+                self.memory.set_layers(cache, self.joins)
                 if not self.fits_alone(request):
                     return
             request.cache = self.memory.paged_or_same(cache)
             self.memory.keep_prefix(request)
-            if request.read < len(text):
+            if request.prefilled < len(text):
                 return
             group = self.start_decoding(request)
         self.prefilling.remove(request)
-        say(request, [], logits[0, -1:])
+        accept(request, [], logits[0, -1:])
         self.release_finished(group)
 
-    def joined(self, request: Request, cache: DynamicCache) -> RowGroup:
-        """The rows that a request's cache, of one row, is now the last of."""
+    def join_group(self, request: Request, cache: DynamicCache) -> RowGroup:
+        """Append a request's cache of one row to a group; return the group."""
         paged = self.memory.tiers_of(cache) is not None
         for group in self.groups if paged and not request.alone else ():
             if (
@@ -517,23 +517,23 @@ class Batch:
                 group.cache = append_rows(group.cache, cache)
                 drop(cache)
                 return group
-        first = paged and (self.places is not None or not any(group.paged for group in self.groups))
-        self.groups.append(RowGroup(self.placed(cache) if first else cache, [], paged))
+        first = paged and (self.empty_cache is not None or not any(group.paged for group in self.groups))
+        self.groups.append(RowGroup(self.with_free_rows(cache) if first else cache, [], paged))
         return self.groups[-1]
 
-    def placed(self, cache: DynamicCache) -> DynamicCache:
-        """A cache of one row in pages as the first of many: where those were that have left, if there were such."""
-        places, self.places = self.places, None
-        if places is None or reason_against([places, cache]) is not None:
-            if places is not None:
-                drop(places)
-            return place_for(cache, self.most_rows)
-        placed = append_rows(places, cache)
+    def with_free_rows(self, cache: DynamicCache) -> DynamicCache:
+        """A paged cache of one row as the first row of a group, in the kept empty cache if they fit together."""
+        empty, self.empty_cache = self.empty_cache, None
+        if empty is None or reason_against([empty, cache]) is not None:
+            if empty is not None:
+                drop(empty)
+            return reserve_cache_rows(cache, self.most_rows)
+        grown = append_rows(empty, cache)
         drop(cache)
-        return placed
+        return grown
 
     def decode_group(self, group: RowGroup) -> None:
-        """One token of each row of a group, and before it what is right of the row's draft."""
+        """Decode one token of each row, and before it the accepted part of the row's draft."""
         start, session = time.perf_counter(), self.drafting(group)
         compiled = 0 if session is None else rewritten_so_far(self.model)
         with self.attempt(group.requests):
@@ -543,7 +543,7 @@ class Batch:
                 logits = self.call_rows(group, *fed(group.requests, drafts), every=several)
         before = [request.cached for request in group.requests]
         for row, request in enumerate(group.requests):
-            say(request, drafts[row], logits[row] if several else logits[row, -1:])
+            accept(request, drafts[row], logits[row] if several else logits[row, -1:])
         if session is not None:
             seconds = None if rewritten_so_far(self.model) != compiled else time.perf_counter() - start
             note_round(session, drafts, before, [request.cached for request in group.requests], seconds)
@@ -554,15 +554,15 @@ class Batch:
 
     @contextlib.contextmanager
     def attempt(self, requests: Sequence[Request]) -> Iterator[None]:
-        """If what is within raises, have each request begin again, alone. One for which it raises a second time after
-        the same token is over with the error."""
+        """Run a block for these requests. If it raises, they restart alone; a request whose block raises twice at the
+        same token is failed."""
         places = [(request, (request.stage, request.cached)) for request in requests]
         try:
             yield
         except Exception as error:
             for request, place in places:
                 if place in request.failures:
-                    self.over(request, End.FAILED, error)
+                    self.finish(request, End.FAILED, error)
                 request.failures.add(place)
                 request.alone = True
             raise
@@ -570,7 +570,7 @@ class Batch:
             request.failures.discard(place)
 
     def drafting(self, group: RowGroup) -> Session | None:
-        """The session of rows that draft; a person is told once why others do not."""
+        """The session of rows that draft; None, with one warning, if the rows cannot draft."""
         session = drafting_session(group.cache)
         if session is None:
             return None
@@ -582,7 +582,7 @@ class Batch:
         return None
 
     def drafts(self, group: RowGroup, session: Session) -> list[list[int]]:
-        """Those of each row; the cache is as before."""
+        """The draft of each row; the cache is unchanged afterwards."""
         if session.options.lookup:
             return looked_up_for(group.requests)
 
@@ -599,18 +599,18 @@ class Batch:
         return logits
 
     def release_finished(self, group: RowGroup) -> None:
-        """The rows of requests that are over leave a group."""
+        """Remove the rows of finished requests, and keep the caches that were requested."""
         for request in group.requests:
-            if request.stage is Stage.FINISHED and request.keeps and request.end is not End.FAILED:
+            if request.stage is Stage.FINISHED and request.keep and request.end is not End.FAILED:
                 request.cache = kept_row(group, request)
-        self.keep(group, [request for request in group.requests if request.stage is not Stage.FINISHED])
+        self.keep_only(group, [request for request in group.requests if request.stage is not Stage.FINISHED])
 
     def call_model(
         self, tokens: Tensor, positions: Tensor, cache: DynamicCache | None, every: bool = False
     ) -> tuple[DynamicCache, Tensor]:
-        """The cache behind new tokens [B, T], and the last ones' logits [B, 1, V]; of every token, [B, T, V], where
-        asked, or where the model has no choice."""
-        # 0 is all: their number would make a graph for each number of drafted tokens.
+        """Run the model on new tokens [B, T]. Returns the cache and the logits of the last token [B, 1, V], or of all
+        tokens [B, T, V] with `every` or if the model has no logits_to_keep."""
+        # 0 means all: a number would compile a graph for each number of drafted tokens.
         more: dict[str, Any] = {"logits_to_keep": 0 if every else 1} if self.model._supports_logits_to_keep() else {}
         if self.joins:
             more["position_ids"] = positions
@@ -619,24 +619,24 @@ class Batch:
 
 
 def token_ids(ids: Tensor | Sequence[int]) -> Tensor:
-    """Token ids of one prompt, int64 [n]. ValueError where they are none, or several prompts'."""
+    """Convert the token ids of one prompt to int64 [n]. ValueError if they are no ids, or several prompts."""
     given = torch.as_tensor(ids).cpu()
     if given.numel() and (given.is_floating_point() or given.dtype == torch.bool):
-        raise ValueError(f"the prompt is {given.dtype}: give token ids, which are integers")
+        raise ValueError(f"the prompt is {given.dtype}: pass token ids, which are integers")
     if given.dim() > 1 and given.numel() != given.shape[-1]:
         raise ValueError(f"the prompt has shape {[*given.shape]}: add each row as a request of its own")
     return given.reshape(-1).to(torch.int64)
 
 
 def prefill_all_of(request: Request) -> None:
-    """Drop a cache that was given to a request, which waits: its tokens are prefilled again."""
+    """Drop the given cache of a waiting request; its tokens will be prefilled."""
     if request.cache is not None:
         drop(request.cache)
-    request.cache, request.read, request.prefilled_here = None, 0, True
+    request.cache, request.prefilled, request.prefilled_here = None, 0, True
 
 
 def kept_row(group: RowGroup, request: Request) -> DynamicCache | None:
-    """A request's row as a cache alone; None where a copy of it has failed: what was said is whole, and is not kept."""
+    """The cache of a request's row; None if the copy fails, since the generated tokens are complete without it."""
     try:
         return twice(functools.partial(group.row, request))
     except FailedTwice:
@@ -645,13 +645,13 @@ def kept_row(group: RowGroup, request: Request) -> DynamicCache | None:
 
 def no_budget() -> SpecacheError:
     return SpecacheError(
-        "overcommit: there is no memory that could run out: say how much there is (device_memory or host_memory of the "
-        "batch, --session-device-gib or --session-host-gib of the server)"
+        "overcommit requires a memory budget: pass device_memory or host_memory to the Batch, or --session-device-gib "
+        "or --session-host-gib to the server"
     )
 
 
 def memory_is_kept() -> SpecacheError:
     return SpecacheError(
-        "the memory that this request needs is that of caches which are kept (Batch.add with keep=True, Batch.take), "
-        "and no request is left that would give some back: drop them, or raise device_memory or host_memory"
+        "this request does not fit beside the caches that the caller holds (Batch.add with keep=True, Batch.take), and "
+        "no running request will free memory. Drop these caches, or raise device_memory or host_memory"
     )

@@ -1,4 +1,4 @@
-"""Requests that give way to older ones: their caches stand in a folder, and come back bit for bit."""
+"""Preempted requests: their caches are swapped to a folder, and loaded again bit for bit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .twice import FailedTwice, twice
 
 
 class SwapFolder:
-    """A folder of its own below one that is given, which goes with the batch."""
+    """A temporary folder inside a given one; it is deleted with the batch."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -28,8 +28,7 @@ class SwapFolder:
         weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
 
     def put(self, request: Request) -> None:
-        """Have a request wait, its cache of a row alone in the folder and no more in pages. Where that raises, nothing
-        has changed."""
+        """Swap a request's cache of one row to the folder, and free its pages. If it raises, nothing has changed."""
         if request.cache is not None:
             place = self.folder / uuid.uuid4().hex
             try:
@@ -43,19 +42,19 @@ class SwapFolder:
 
 
 def drop_swapped(request: Request) -> None:
-    """Nobody needs what was put aside any more."""
+    """Delete a request's swapped cache."""
     if request.swapped is not None:
         shutil.rmtree(request.swapped, ignore_errors=True)
         request.swapped = None
 
 
 def load_swapped(folder: Path, model: Any) -> DynamicCache:
-    """The cache that was put aside. As in memory, it goes on if the model's weights have changed meanwhile."""
+    """Load a swapped cache. Like a cache in memory, it stays valid when the model's weights change."""
     return loaded(folder, model, by_any_weights=True)
 
 
 def swapped_in_or_none(request: Request, model: Any) -> DynamicCache | None:
-    """The cache of a request that is aside; None where it cannot be read, or there is no room."""
+    """The swapped cache of a request; None if it cannot be read or does not fit into memory."""
     assert request.swapped is not None
     try:
         return twice(functools.partial(load_swapped, request.swapped, model))

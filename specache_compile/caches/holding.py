@@ -50,8 +50,8 @@ def hold(cache: DynamicCache, model: torch.nn.Module, attention_mask: Tensor | N
         A cache that the backend holds; for a model with latent attention, whose cache stays plain, a copy.
 
     Raises:
-        SpecacheError: the model is not compiled or is split over ranks, or the cache is held already. Also for layers that
-            are no DynamicLayer or differ in length or device, and for methods that drop pairs during the prefill.
+        SpecacheError: the model is not compiled or is split over ranks, or the cache is held already. Also for layers
+            that are no DynamicLayer or differ in length or device, and for methods that drop pairs during the prefill.
 
     Example:
         import specache_compile as sc

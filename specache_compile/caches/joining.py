@@ -251,7 +251,7 @@ def session_in_pages(session: Session, progress: Progress, pool: PagePool) -> Se
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def place_for(cache: DynamicCache, rows: int) -> DynamicCache:
+def reserve_cache_rows(cache: DynamicCache, rows: int) -> DynamicCache:
     """A cache in pages as the first of so many `rows`, which there are places for; `append_rows` brings the others."""
     (session,) = drained([cache])
     assert isinstance(session.tiers, PagedTiers)
@@ -261,7 +261,7 @@ def place_for(cache: DynamicCache, rows: int) -> DynamicCache:
     return cache
 
 
-def empty_places(cache: DynamicCache) -> bool:
+def remove_all_rows(cache: DynamicCache) -> bool:
     """All rows leave. Whether others may come to the places that they had (`append_rows`); where a copy has failed they may
     not, and the cache is dropped."""
     select_rows(cache, [])

@@ -95,8 +95,8 @@ def save(cache: DynamicCache, folder: str | os.PathLike[str]) -> None:
         folder: created if needed. Only one process at a time may save into it.
 
     Raises:
-        SpecacheError: the cache is plain, is split over ranks, is no DynamicCache, or has a layer with other contents than
-            keys, values and a recurrent state.
+        SpecacheError: the cache is plain, is split over ranks, is no DynamicCache, or has a layer with other contents
+            than keys, values and a recurrent state.
 
     Example:
         import specache_compile as sc
@@ -183,8 +183,8 @@ def load(folder: str | os.PathLike[str], model: torch.nn.Module) -> DynamicCache
         A held cache.
 
     Raises:
-        SpecacheError: the folder has no complete session, or it was made with another model or other options. Also for a
-            model on several devices or ranks.
+        SpecacheError: the folder has no complete session, or it was made with another model or other options. Also for
+            a model on several devices or ranks.
 
     Example:
         import specache_compile as sc

@@ -23,7 +23,7 @@ class Explanation(Figures):
 
         explanation = sc.explain("examples/needle-llama", prompt_length=8192)
         print(explanation.bytes_by_tier)
-        explanation.save("build/report.html")
+        print(explanation.layer(0))  # one layer's graph, before and after
     """
 
     def to_dict(self) -> dict[str, Any]:

@@ -202,7 +202,7 @@ def keep(held: HeldTensor, *args: Any, **kwargs: Any) -> HeldTensor:
 
 
 def take(held: HeldTensor, dim: int, part: Any) -> HeldTensor:
-    """One dimension's part of an index. SelectRows: whatever a plain tensor takes there (its errors too); tokens: a crop."""
+    """One dimension's part of an index. Rows: whatever a plain tensor takes there (its errors too); tokens: a crop."""
     if isinstance(part, slice) and part.indices(held.shape[dim]) == (0, held.shape[dim], 1):
         return held
     if dim == 2 and isinstance(part, slice):

@@ -15,7 +15,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 import specache_compile as sc
 from conftest import greedy, prompt, tiny_llama
 from specache_compile.batching.admission import OVERTAKEN, next_to_start
-from specache_compile.batching.batch_memory import Bytes, in_rows
+from specache_compile.batching.batch_memory import Bytes, upper_bound
 from specache_compile.batching.request import End, Request
 from specache_compile.caches.joining import drop
 from specache_compile.errors import SpecacheError
@@ -176,7 +176,7 @@ def test_bytes_stay_within_the_budget_and_are_those_predicted(model: Any) -> Non
     first.add(prompt(40), max_new_tokens=1)
     first.step()
     ends, rows = [600, 300, 300, 900], 4
-    room = in_rows(first.options, first.memory.layers, rows, CHUNK, ends[:2])
+    room = upper_bound(first.options, first.memory.layers, rows, CHUNK, ends[:2])
     batch = sc.Batch(model, rows=rows, chunk=CHUNK, device_memory=room.device, host_memory=room.host)
     requests = [batch.add(prompt(20, seed=end), max_new_tokens=end - 20) for end in ends]
     for turn in range(12):
@@ -203,7 +203,7 @@ def test_caches_that_are_kept_and_beginnings_are_within_the_budget(model: Any) -
     first = sc.Batch(model, chunk=chunk)
     first.add(prompt(40), max_new_tokens=1)
     first.step()
-    room = in_rows(first.options, first.memory.layers, rows, chunk, [302] * 2 * rows, kept=rows)
+    room = upper_bound(first.options, first.memory.layers, rows, chunk, [302] * 2 * rows, kept=rows)
     batch = sc.Batch(model, rows=rows, chunk=chunk, device_memory=room.device, host_memory=room.host, kept=rows)
     kept = [batch.add(prompt(300, seed=seed), max_new_tokens=2, keep=True) for seed in range(rows)]
     batch.run()
@@ -259,7 +259,7 @@ def test_a_beginning_that_other_weights_have_read_is_not_gone_on_from() -> None:
         model.lm_head.weight.add_(0.1)
     request = batch.add(ids, max_new_tokens=2)
     batch.step()
-    assert request.read == 128, "it is read from its first token on"
+    assert request.prefilled == 128, "it is read from its first token on"
 
 
 def test_of_requests_that_all_hold_what_the_others_need_one_reads_its_prompt_anew(model: Any) -> None:

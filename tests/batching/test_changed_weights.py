@@ -48,7 +48,7 @@ def generated(batch: sc.Batch) -> tuple[list[int], bool]:
     """The tokens of a request, and whether its first tokens came from a prefix."""
     request = batch.add(IDS, max_new_tokens=8)
     batch.step()
-    from_prefix = request.read > CHUNK
+    from_prefix = request.prefilled > CHUNK
     batch.run()
     return request.generated, from_prefix
 

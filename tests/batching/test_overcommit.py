@@ -12,7 +12,7 @@ import torch
 import specache_compile as sc
 from conftest import prompt, tiny_llama
 from specache_compile.batching import swapping
-from specache_compile.batching.batch_memory import in_rows
+from specache_compile.batching.batch_memory import upper_bound
 from specache_compile.batching.request import End, Request, Stage
 from specache_compile.errors import SpecacheError
 
@@ -51,7 +51,7 @@ def small(model: Any, pages: int, folder: Path | None) -> sc.Batch:
     first = sc.Batch(model, chunk=CHUNK)
     first.add(prompt(40), max_new_tokens=1)
     first.step()
-    room = in_rows(first.options, first.memory.layers, ROWS, CHUNK, [256 * pages])
+    room = upper_bound(first.options, first.memory.layers, ROWS, CHUNK, [256 * pages])
     assert room.device is not None
     assert room.host is not None
     return sc.Batch(model, rows=ROWS, chunk=CHUNK, host_memory=room.device + room.host, overcommit=folder)

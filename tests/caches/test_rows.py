@@ -16,7 +16,7 @@ from transformers import DynamicCache, MistralConfig, MistralForCausalLM
 
 import specache_compile as sc
 from conftest import LOSSLESS, greedy, prompt, tiny_llama
-from specache_compile.caches.joining import append_rows, drop, in_pages, keep_rows, place_for
+from specache_compile.caches.joining import append_rows, drop, in_pages, keep_rows, reserve_cache_rows
 from specache_compile.compat import cache_of, with_cache
 from specache_compile.errors import SpecacheError
 from specache_compile.paging.pool import PagePool
@@ -239,7 +239,7 @@ def test_two_hundred_joins_and_leaves_compile_nothing_and_leave_nothing(tiniest:
     alone = [ask(tiniest, None, prompt(length, seed=length, vocabulary=64))[0] for length in (SHORT, MIDDLE, LONG, 300)]
     pool = pool_of(alone[0])
     alone = [in_pages(cache, pool) for cache in alone]
-    together = place_for(copy.deepcopy(alone[0]), 8)
+    together = reserve_cache_rows(copy.deepcopy(alone[0]), 8)
     together, _ = ask(tiniest, together, prompt(1, vocabulary=64))
     rows = 1
     frames = None
@@ -276,7 +276,7 @@ def test_fused_rows_say_what_each_says_alone() -> None:
     read = [ask(model, None, ids) for ids in prompts]
     pool = pool_of(read[0][0])
     apart = [in_pages(cache, pool) for cache, _ in read]
-    together = append_rows(place_for(copy.deepcopy(apart[0]), 2), apart[1])
+    together = append_rows(reserve_cache_rows(copy.deepcopy(apart[0]), 2), apart[1])
     said = torch.cat([logits for _, logits in read])
     for _ in range(40):
         tokens = said.argmax(-1, keepdim=True)
