@@ -111,7 +111,8 @@ class Batch:
         rows: most requests that decode together.
         chunk: prompt tokens to prefill between two decode steps.
         device_memory, host_memory: most bytes of the tiers; None is unbounded. A request starts when all of its
-            bytes, up to its last token, are free. On a CPU without device_memory, host_memory is the budget of all tiers.
+            bytes, up to its last token, are free. On a CPU without device_memory, host_memory is the budget of all
+            tiers.
         kept: caches that the caller holds at a time, of finished requests (`keep`) or for waiting ones (`cache`).
             The memory budget counts this many.
         give_up: called when a request waits for pages: drops one of the caches that the caller holds, and returns

@@ -248,8 +248,10 @@ def unpaged_bytes(options: MethodOptions, layers: Sequence[LayerShape], lengths:
 def upper_bound(
     options: MethodOptions, layers: Sequence[LayerShape], rows: int, chunk: int, lengths: Iterable[int], kept: int = 0
 ) -> Bytes:
-    """An upper bound on the batch's bytes: the pages of all final lengths and the null page; the fixed state of every
-    row, of the prefill, of each prefix and of each cache that the caller holds; and the tiers of a first prompt chunk.
+    """An upper bound on the batch's bytes.
+
+    It counts the pages of all final lengths and the null page, and the tiers of a first prompt chunk. It also counts
+    the fixed state of every row, of the prefill, of each prefix and of each cache that the caller holds.
     """
     pages = bytes_of(page_bytes(options, layers)).times(1 + sum(map(pages_for, lengths)))
     places = bytes_of(row_bytes(options, layers)).times(rows + 1 + most_prefixes(rows) + kept)

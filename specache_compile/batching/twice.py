@@ -1,4 +1,4 @@
-"""Tells an error of a call from one that a signal handler raised during the call, by repeating the call."""
+"""Distinguishes an error of a call from one that a signal handler raised during it, by repeating the call."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ def session_for(
     ]
     batch, _, tokens, _ = pairs[0][0].shape
     session = Session(options, layers, batch, tokens)
-    is_of(session, model)
+    set_model(session, model)
     session.progress.keys = (prefill_key(model, model.parameters()),) * batch
     session.progress.longest_calls = (UNKNOWN,) * batch
     with opened(session, tokens, attention_mask, causal=masks_are_padding(model)) as step:
@@ -167,7 +167,7 @@ def session_for(
     return session
 
 
-def is_of(session: Session, model: torch.nn.Module) -> None:
+def set_model(session: Session, model: torch.nn.Module) -> None:
     """Tell a session that no graph has filled what a graph's arguments would of its model."""
     session.weights = [weakref.ref(weight) for weight in model.parameters()]
     session.from_elsewhere = True

@@ -18,7 +18,7 @@ from specache_compile.paging.paged_tiers import PagedTiers, paged
 from specache_compile.paging.pool import PagePool
 from specache_compile.passes.reading.sites import PARTS
 from specache_compile.runtime.held import HeldTensor
-from specache_compile.runtime.regroup import session_behind
+from specache_compile.runtime.regroup import required_session
 from specache_compile.runtime.session import Mode, Progress, Session, session_of
 from specache_compile.runtime.state import bucket, bytes_in_16_bits, gathered, room
 from specache_compile.runtime.tiers import Tiers
@@ -89,7 +89,7 @@ def split(cache: DynamicCache) -> list[DynamicCache]:
         output = model.generate(**inputs, max_new_tokens=4, return_dict_in_generate=True)
         first, second = sc.split(sc.cache_of(output))
     """
-    return [row_of(cache, row) for row in range(session_behind(cache).tiers.batch)]
+    return [row_of(cache, row) for row in range(required_session(cache).tiers.batch)]
 
 
 def row_of(cache: DynamicCache, row: int) -> DynamicCache:
@@ -118,7 +118,7 @@ def lengths(cache: DynamicCache) -> Tensor:
         output = model.generate(**inputs, max_new_tokens=4, return_dict_in_generate=True)
         print(sc.lengths(sc.cache_of(output)))
     """
-    session = session_behind(cache)
+    session = required_session(cache)
     return torch.tensor(session.progress.lengths, device=session.layers[0].device)
 
 
@@ -128,7 +128,7 @@ def reason_against(caches: Sequence[Any], apart: bool = False) -> str | None:
         return "a cache of another class than DynamicCache may hold more than its layers do"
     if any(session_of(cache) is None for cache in caches):
         return "a cache of them holds plain tensors already: the specache backend does not hold it"
-    sessions = [session_behind(cache) for cache in caches]
+    sessions = [required_session(cache) for cache in caches]
     first, method = sessions[0], sessions[0].options.method
     if not METHODS[method].rows_differ:
         return f"method {method!r} keeps rows of one length alone"
@@ -139,7 +139,7 @@ def reason_against(caches: Sequence[Any], apart: bool = False) -> str | None:
             return "a cache of them has padding that is not in front of its rows"
         if session.layers != first.layers or {id(w()) for w in session.weights} != {id(w()) for w in first.weights}:
             return "they are of different models"
-        if told := differences(session.asked, first.asked):
+        if told := differences(session.requested, first.requested):
             return f"their options differ: {told}"
         if session.options != first.options:
             return "one of them is still in 16 bits (option min_context): min_context=0 has none be"
@@ -170,7 +170,7 @@ def drained(caches: Sequence[DynamicCache]) -> list[Session]:
     """The sessions of caches whose rows can be those of one, their copies done; SpecacheError where they cannot."""
     if reason := reason_against(caches):
         raise refused(reason)
-    sessions = [session_behind(cache) for cache in caches]
+    sessions = [required_session(cache) for cache in caches]
     for session in sessions:
         session.drain()
     return sessions
@@ -196,9 +196,9 @@ def session_with(first: Session, tiers: Tiers, progress: Progress) -> Session:
     made.weights = list(first.weights)
     made.moved, made.view = {}, None
     made.mode, made.draft_length = Mode.PLAIN, None
-    made.start_anew()
+    made.reset_runtime()
     made.statistics.full_cache_bytes = bytes_in_16_bits(made.layers, tiers.batch, progress.length)
-    made.note_memory()
+    made.update_memory()
     return made
 
 
@@ -238,8 +238,8 @@ def out_of_16_bits(session: Session) -> None:
     """A session that is not yet long enough to gain by its tiers has them all the same, as its neighbours do."""
     if session.tiers.pending is not None:
         session.tiers.move_now(session.progress.lengths, session.progress.padding, session.drain)
-        session.choose_again()
-        session.note_memory()
+        session.forget_selection()
+        session.update_memory()
 
 
 @torch.inference_mode(False)
@@ -257,16 +257,16 @@ def reserve_cache_rows(cache: DynamicCache, rows: int) -> DynamicCache:
     assert isinstance(session.tiers, PagedTiers)
     session.tiers.reserve_rows(rows)
     session.new_cursor()
-    session.note_memory()
+    session.update_memory()
     return cache
 
 
 def remove_all_rows(cache: DynamicCache) -> bool:
-    """All rows leave. Whether others may come to the places that they had (`append_rows`); where a copy has failed they may
-    not, and the cache is dropped."""
+    """Remove all rows; whether the empty buffers can be reused (`append_rows`). If a copy has failed, the cache is
+    dropped."""
     select_rows(cache, [])
     try:
-        session_behind(cache)
+        required_session(cache)
     except SpecacheError:
         drop(cache)
         return False
@@ -286,13 +286,13 @@ def keep_rows(cache: DynamicCache, rows: Sequence[int]) -> None:
     """Only these rows go on, in this order; what only others had in pages is free from here on."""
     select_rows(cache, rows)
     with contextlib.suppress(SpecacheError):  # a copy has failed: whoever uses the cache next is told
-        session_behind(cache)
+        required_session(cache)
 
 
 def crop_rows(cache: DynamicCache, kept: Sequence[int]) -> None:
     """Keep of each row its first tokens, so many. SpecacheError where there are several rows, and a layer that is not
     held."""
-    session = session_behind(cache)
+    session = required_session(cache)
     gone = [length - keeps for length, keeps in zip(session.progress.lengths, kept, strict=True)]
     if not any(gone):
         return
@@ -342,7 +342,7 @@ def new_rows(session: Session, other: Session) -> None:
     session.version += 1
     session.view = None
     session.new_cursor()
-    session.note_memory()
+    session.update_memory()
 
 
 def paged_tiers_of(rows: Sequence[SessionRow]) -> PagedTiers:

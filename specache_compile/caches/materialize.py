@@ -9,7 +9,7 @@ from typing import Any
 from transformers import DynamicCache
 
 from specache_compile.runtime.held import HeldTensor
-from specache_compile.runtime.regroup import session_behind
+from specache_compile.runtime.regroup import required_session
 
 from .recurrent import own_states
 
@@ -37,7 +37,7 @@ def materialize(cache: DynamicCache) -> DynamicCache:
         output = model.generate(**inputs, max_new_tokens=4, return_dict_in_generate=True)
         print(sc.materialize(sc.cache_of(output)).layers[0].keys.shape)
     """
-    session = session_behind(cache)
+    session = required_session(cache)
     plain = copy.copy(cache)  # of its own class, which a model may insist on (MiniMax)
     for name, value in vars(cache).items():
         if isinstance(value, list):

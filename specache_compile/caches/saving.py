@@ -45,11 +45,11 @@ from specache_compile.model_key import PrefillKey, all_of, prefill_key
 from specache_compile.options import MethodOptions, differences, own_options
 from specache_compile.passes.reading.sites import PARTS
 from specache_compile.runtime.ranks import ranks_of
-from specache_compile.runtime.regroup import session_behind
+from specache_compile.runtime.regroup import required_session
 from specache_compile.runtime.session import UNKNOWN, Session
-from specache_compile.runtime.state import MEASURE, adopt, empty, fields_of, room, with_memory
+from specache_compile.runtime.state import MEASURE, adopt, backed_part, empty, fields_of, room
 
-from .holding import is_of
+from .holding import set_model
 from .recurrent import STATES, marks_of, restore, states_of
 
 FORMAT = 1
@@ -112,7 +112,7 @@ def save(cache: DynamicCache, folder: str | os.PathLike[str]) -> None:
     if type(cache) is not DynamicCache:
         raise no_dynamic_cache(type(cache).__name__)
     layers = [described_layer(number, layer) for number, layer in enumerate(cache.layers)]
-    session = session_behind(cache)
+    session = required_session(cache)
     tiers, progress = session.tiers, session.progress
     if tiers.ranks is not None:
         raise split_session()
@@ -124,7 +124,7 @@ def save(cache: DynamicCache, folder: str | os.PathLike[str]) -> None:
         "versions": {name: version(name) for name in PACKAGES},
         **described_keys(progress.keys),
         "options": {
-            "asked": described_options(session.asked),
+            "asked": described_options(session.requested),
             "options": described_options(tiers.options),
             "pending_options": described_options(tiers.pending),
         },
@@ -253,8 +253,8 @@ def filled(
     session.tiers.state = [states[site] for site in range(len(session.layers))]
     starts_from = {name: tensor.to(device, copy=True) for name, tensor in read(files[STEP]).items()}
     session.progress.guess, session.progress.padding = starts_from.get("guess"), starts_from.get("padding")
-    is_of(session, model)
-    session.note_memory()
+    set_model(session, model)
+    session.update_memory()
     layers: list[Any] = list(cache.layers)
     for number, (layer, told) in enumerate(zip(layers, header["layers"], strict=True)):
         site = told["site"]
@@ -334,7 +334,7 @@ def placed(session: Session, site: int, path: Path) -> LayerState:
             continue
         room_here = session.tiers.room
         new = state[field.name] = empty(field, tuple(wanted), tensor.dtype, shape, room_here)
-        with_memory(field, new, room_here).copy_(with_memory(field, tensor, room_here))
+        backed_part(field, new, room_here).copy_(backed_part(field, tensor, room_here))
         if field.tier == MEASURE:
             new.zero_()
     adopt(state, shape)

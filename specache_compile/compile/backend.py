@@ -106,7 +106,7 @@ def made_plain(value: Any, why: str) -> Any:
     if not isinstance(value, HeldTensor) or value.handle is None:
         return value
     handle = value.handle.now
-    return handle.session.give_up(handle, why)
+    return handle.session.to_plain(handle, why)
 
 
 def compile_sites(captured: Captured, example_inputs: Sequence[Any]) -> CompiledGraph:

@@ -69,7 +69,7 @@ class CompiledGraph:
             handles = [(site, arguments[i].handle) for site, past in enumerate(captured.pasts) for i in past]
             session = agreed_session(handles, [x for x in arguments if isinstance(x, torch.nn.Parameter)])
             self.check_layers(session)
-            if session.asked != captured.options and (found := differences(session.asked, captured.options)):
+            if session.requested != captured.options and (found := differences(session.requested, captured.options)):
                 session.warn_once(made_otherwise(found))
         if session.tiers.pending is not None:
             known = session.tiers.frequencies

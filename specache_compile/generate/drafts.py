@@ -15,7 +15,7 @@ from transformers.generation import CandidateGenerator, EosTokenCriteria, MaxLen
 from specache_compile.compat import cache_name
 from specache_compile.options import MethodOptions
 from specache_compile.runtime.draft_length import DraftLength
-from specache_compile.runtime.ranks import everyones
+from specache_compile.runtime.ranks import gather
 from specache_compile.runtime.records import find_record, record_of
 from specache_compile.runtime.session import Mode, Session, sessions_of
 
@@ -107,7 +107,7 @@ class Drafts(CandidateGenerator):
                 if stops:
                     break
         finally:
-            self.take_back()
+            self.crop_drafts()
         return ids, torch.stack(drafted, 1) if drafted else None
 
     def choose(self, logits: Tensor) -> Tensor:
@@ -132,7 +132,7 @@ class Drafts(CandidateGenerator):
         with self.session.steps_for(Mode.VERIFY if self.drafted else Mode.PLAIN):
             yield
 
-    def take_back(self) -> None:
+    def crop_drafts(self) -> None:
         """During a round, crop the cache to the output's tokens."""
         if self.session is None or self.cache is None:
             return
@@ -159,7 +159,7 @@ def draft_length_of(session: Session) -> int:
     asked = session.options.verify
     assert asked is not None
     session.draft_length = session.draft_length or DraftLength(asked)
-    return everyones(session.tiers.ranks, session.draft_length.next())[0]  # each rank measures its own time
+    return gather(session.tiers.ranks, session.draft_length.next())[0]  # each rank measures its own time
 
 
 def rewritten_so_far(model: Any) -> int:

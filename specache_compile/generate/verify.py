@@ -128,7 +128,7 @@ def verified(
             itself, input_ids, logits_processor, stopping_criteria, config, **kwargs
         )
     except BaseException:
-        drafts.take_back()
+        drafts.crop_drafts()
         raise
 
 

@@ -60,9 +60,9 @@ class PagedTiers(Tiers):
     def update_state(self) -> None:
         """Set `state` to the pool's pages and the buffers of the current rows."""
         self.by_rows: dict[int, list[LayerState]] = {}
-        self.state = self.filled_up(self.batch)
+        self.state = self.padded_to(self.batch)
 
-    def filled_up(self, rows: int) -> list[LayerState]:
+    def padded_to(self, rows: int) -> list[LayerState]:
         if rows not in self.by_rows:
             self.by_rows[rows] = []
             for layer, own, pages in zip(self.layers, self.all_rows, self.pool.state, strict=True):
@@ -72,8 +72,8 @@ class PagedTiers(Tiers):
         return self.by_rows[rows]
 
     def write_table(self) -> None:
-        """Write the page table. Its width is the longest row's number of pages, rounded up to a power of two: each
-        width needs a recorded step of its own."""
+        """Write the page table. Its width is the longest row's number of pages, rounded up to a power of two: a step is
+        recorded once for each width."""
         longest = max(map(len, self.pages), default=0)
         width = 1 << max(longest - 1, 0).bit_length()
         self.capacity = self.room = width * PAGE
@@ -149,8 +149,8 @@ class PagedTiers(Tiers):
             self.pool.free_pages(gone)
         self.write_table()
 
-    def take_back(self, lengths: Sequence[int]) -> None:
-        super().take_back(lengths)
+    def undo_step(self, lengths: Sequence[int]) -> None:
+        super().undo_step(lengths)
         if self.options.bits_on_host < 16:
             self.rounded = list(lengths)
 

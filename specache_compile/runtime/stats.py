@@ -60,7 +60,7 @@ class Stats:
         compiles: compiled graphs of the model so far.
         left_exact: number of attentions that are not rewritten, by reason (a sliding window, for example).
         python_seconds: the part of `seconds` that was spent outside of compiled graphs.
-        seconds_waited, seconds_corrected: waiting for prefetches and for corrections; None on CUDA, where the host
+        seconds_waited, seconds_corrected: waiting for prefetches and for corrections. None on CUDA, where the host
             cannot measure them.
         pairs_ahead, pairs_corrected: pairs that prefetches and corrections (option correct) copied.
         bytes_to_device: bytes of these pairs, without the reads of extends and of the methods `offload` and `kcache`.

@@ -1,8 +1,8 @@
-"""One step of a session: opened, run, and closed as done or as undone.
+"""One step of a session: opened, run, and finished or undone.
 
-with opened(session, tokens, padding) as step:     room for the tokens; cursor and padding are written
-    outputs = step.run(graph, arguments)           a captured graph's rewritten graphs_to_run, on the session's state;
-    step.fill(pairs, frequencies)                  or pairs that were made elsewhere, put into the tiers
+with opened(session, tokens, padding) as step:     reserves memory, writes cursor and padding
+    outputs = step.run(graph, arguments)           runs a captured graph's variants on the session's state,
+    step.fill(pairs, frequencies)                  or stores pairs that were computed elsewhere
 """
 
 from __future__ import annotations
@@ -33,17 +33,19 @@ from .rewritten import Rewritten
 from .session import Mode, Progress, Session
 from .variant import phases, selects, variant_of
 
-# What a pre-decode writes of a layer, and the fetch that it begins.
+# What a pre-decode writes in a layer, and its fetch starts from.
 CHOSEN = ("slots", "slot_index", "wanted")
 
 
 @contextlib.contextmanager
 def opened(session: Session, tokens: int, padding: Tensor | None, causal: bool = False) -> Iterator[Step]:
-    """A step that adds `tokens` to a session's cache. padding [B, ≥ n + tokens]: which tokens are there; None: all.
-    causal: as for `phases`.
+    """A step that adds `tokens` to a session's cache.
 
-    Where the body raises, the session is as it was before the step, which can be taken again; under eviction, and
-    without a host tier, it cannot once it has started.
+    padding: [B, ≥ n + tokens], True for tokens; None if there is no padding.
+    causal: as for `Step.phases`.
+
+    If the body raises, the session is as before the step, which can be repeated. Under eviction, and without a host
+    tier, it cannot be repeated once it has started.
     """
     step = Step(session, tokens)
     try:
@@ -59,8 +61,8 @@ def opened(session: Session, tokens: int, padding: Tensor | None, causal: bool =
 class Step:
     """A step under way.
 
-    front: new tokens of each row that are no tokens, but padding in front of its first.
-    by_lengths: a padding mask says nothing that lengths do not.
+    front: for each row, the new tokens that are padding in front of its first token.
+    by_lengths: the padding mask equals the rows' lengths.
     ran: the phases that have run.
     inside: seconds spent in lowered graphs so far.
     """
@@ -74,7 +76,7 @@ class Step:
 
     @torch.inference_mode(False)
     def begin(self, padding: Tensor | None, causal: bool) -> None:
-        self.session.make_room(self.tokens)
+        self.session.reserve(self.tokens)
         self.update_padding(padding, causal)
         self.write_cursor()
         session, progress = self.session, self.session.progress
@@ -84,7 +86,7 @@ class Step:
 
     @property
     def new_tokens(self) -> list[int]:
-        """Those of each row that are tokens."""
+        """New tokens of each row, without padding."""
         return [self.tokens - absent for absent in self.front]
 
     def write_cursor(self) -> None:
@@ -95,20 +97,20 @@ class Step:
             for length, absent, new in zip(lengths, self.front, self.new_tokens, strict=True)
         ]
         if len(set(rows)) > 1:
-            told = torch.tensor(rows)
-            told = told.pin_memory() if session.cursor.is_cuda else told
-            session.cursor[:, :CURSOR_SIZE].copy_(told, non_blocking=True)
+            values = torch.tensor(rows)
+            values = values.pin_memory() if session.cursor.is_cuda else values
+            session.cursor[:, :CURSOR_SIZE].copy_(values, non_blocking=True)
         else:
             for place, value in enumerate(rows[0]):
-                session.cursor[:, place].fill_(value)  # an assignment would copy it from host memory, and stop the host
+                session.cursor[:, place].fill_(value)  # an assignment would copy from host memory, and block the host
         if session.cursor.is_cuda:
             publish(session.cursor, [row[LENGTH] for row in rows])
 
     def update_padding(self, padding: Tensor | None, causal: bool) -> None:
-        """Take over the padding outside of the graph, so that a recorded step finds the session's where it was.
+        """Write the padding mask into the session's buffer, at the address that recorded steps read.
 
-        None: all tokens are there, those too that were no candidates when the slots were chosen. Padding in front of a
-        row's first token becomes its length, where the method allows for such rows, and nothing else hides a token.
+        None means no padding, so tokens that the previous step hid become visible again. If a mask only has padding in
+        front of rows, and the method allows rows of different lengths, it becomes these lengths.
         """
         progress, tiers = self.session.progress, self.session.tiers
         if progress.differ and not causal:
@@ -119,7 +121,7 @@ class Step:
         if padding is None or front is not None:
             self.front, self.by_lengths = front or self.front, padding is not None
             if progress.padded:
-                self.session.choose_again()
+                self.session.forget_selection()
             progress.padded = False
             return
         if progress.differ or tiers.table is not None:
@@ -132,27 +134,25 @@ class Step:
         progress.padding[:, 0, 0, :after].copy_(padding[:, :after])
 
     def phases(self, captured: Phase, causal: bool) -> tuple[Phase, ...]:
-        """The phases that a graph runs now which was captured in the phase `captured`.
+        """The phases that a graph captured in the phase `captured` runs now.
 
-        causal: the graph's masks are causal, and hide nothing but padding besides.
+        causal: the graph's masks hide only later tokens and padding.
 
-        With the option verify nothing but a draft approximates: any other step of one token is an extend. Under lookup
-        a draft's verification is no extend but a widened decode.
+        With the option verify only a draft approximates: any other step of one token runs as an extend. With lookup,
+        verification runs as a widened decode.
         """
         session, options = self.session, self.session.options
         if options.lookup:
             widened = captured is EXTEND and causal and session.mode is Mode.VERIFY
             return (WIDENED,) if widened else phases(captured, options)
         if captured is EXTEND and session.tiers.has_no_host:
-            raise no_host_tier("a call of several tokens behind cached ones")
+            raise no_host_tier("a call of several tokens after the prefill")
         exact = captured.one_token and options.verify is not None and session.mode is not Mode.DRAFT
         return (EXTEND,) if exact else phases(captured, options)
 
     def graphs_to_run(self, graph: Graph, arguments: Sequence[Any]) -> list[Rewritten]:
-        """The rewritten graphs to run: that of the phase, and before it a pre-decode where one is needed.
-
-        One is needed where the slots were not chosen for this step, or the guess is missing.
-        """
+        """The rewritten graphs to run: that of the phase, after a pre-decode if slots or speculative token are
+        missing."""
         captured, progress = graph.captured, self.session.progress
         ragged = is_ragged(captured.phase, self.front)
         unpadded = (self.by_lengths and not ragged) or captured.unpadded(arguments)
@@ -173,7 +173,7 @@ class Step:
         return [*(rewritten(earlier) for earlier in before if not chosen), last]
 
     def check_rope(self) -> None:
-        """SpecacheError where joined rows would have other frequencies than each alone."""
+        """SpecacheError if joined rows would have other RoPE frequencies than each row alone."""
         switch, lengths = self.session.rope_switch, self.session.progress.lengths
         if switch is not None and switch.misfit(
             [length + new for length, new in zip(lengths, self.new_tokens, strict=True)]
@@ -181,7 +181,7 @@ class Step:
             raise rows_apart(switch)
 
     def run(self, graph: Graph, arguments: Sequence[Any]) -> list[Any]:
-        """What the captured graph returns, held tensors in place of the cache."""
+        """The outputs of the captured graph, with held tensors for the cache."""
         graphs_to_run = self.graphs_to_run(graph, arguments)
         self.begin_phase(graphs_to_run[-1].variant.phase)
         *before, last = graphs_to_run
@@ -194,19 +194,19 @@ class Step:
         return outputs
 
     def begin_phase(self, phase: Phase) -> None:
-        """From here until the end a policy drops pairs, layer by layer; without a host tier rounding loses them.
+        """Note that from here on a policy may drop pairs, and rounding loses them without a host tier.
 
-        All that runs is compiled and checked by now.
+        Everything that runs is compiled and checked before.
         """
         session, tiers = self.session, self.session.tiers
         session.half_evicted = bool(tiers.fields("kept")) or tiers.has_no_host
         if phase.over_tiers and session.options.top_k and not selects(session.options):
-            session.queue.wait_for_offloads()  # what the step itself will fetch may still be on its way to the host
+            session.queue.wait_for_offloads()  # pairs that the step will fetch may still be on the way to the host
 
     def run_pre_decode(self, graph: Graph, rewritten: Rewritten, arguments: Sequence[Any]) -> None:
-        """A pre-decode. What rows had chosen, and guessed, before others joined them stays theirs."""
+        """Run a pre-decode. Rows that already have slots and a speculative token keep these."""
         session, progress = self.session, self.session.progress
-        whole = progress.guess is not None or not rewritten.guesses  # a guess that is missing is every row's
+        whole = progress.guess is not None or not rewritten.guesses  # a missing guess is missing for every row
         rows = [row for row, is_ready in enumerate(progress.ready) if is_ready and whole]
         chosen = [{name: state[name][rows] for name in CHOSEN} for state in session.state] if rows else []
         guess = progress.guess
@@ -222,7 +222,7 @@ class Step:
             progress.guess[rows] = guess[rows]
 
     def run_graph(self, graph: Graph, rewritten: Rewritten, arguments: Sequence[Any]) -> list[Any]:
-        """Run one rewritten graph on the session's state, and keep its guess; returns the outputs."""
+        """Run one rewritten graph on the session's state, keep its speculative token, and return the other outputs."""
         session = self.session
         captures = rewritten.capture and rewritten not in graph.uncaptured
         if captures and not session.capturable:
@@ -251,7 +251,7 @@ class Step:
         return outputs
 
     def rows_recorded(self, graph: Graph, rewritten: Rewritten, arguments: Sequence[Any]) -> int:
-        """As many as a rewritten's CUDA graph has, or will have: what their bucket has, where dead rows may fill it up."""
+        """Rows of the CUDA graph: those of the bucket if inactive rows may pad the batch, else the batch."""
         live, dims = self.session.tiers.batch, rewritten.rows
         if dims is None:
             return live
@@ -262,10 +262,9 @@ class Step:
         return rows if all(holds(each, arguments, {dims.number: rows}) for each in dims.assumed) else live
 
     def bind(self, inputs: Sequence[Input], arguments: Sequence[Any], rows: int) -> list[Any]:
-        """The values of a rewritten graph's inputs: the caller's arguments, and the session's state of so many rows, of
-        which some may be dead."""
+        """The inputs of a rewritten graph: the caller's arguments, and the session's state for so many rows."""
         session = self.session
-        state, cursor = session.filled_up(rows)
+        state, cursor = session.padded_to(rows)
         own = {"cursor": cursor, "padding": session.progress.padding, "guess": session.progress.guess}
         values: list[Any] = []
         for source in inputs:
@@ -280,15 +279,17 @@ class Step:
         return values
 
     def counted(self) -> Tensor:
-        """Which lanes a row is not only filled up with, float32 [lanes, B, 1, 1]."""
+        """1.0 for real draft tokens, 0.0 for padding lanes: float32 [lanes, B, 1, 1]."""
         session = self.session
         drafted = session.drafted or (self.tokens - 1,) * session.tiers.batch
         there = torch.arange(self.tokens)[:, None] <= torch.tensor(drafted)
         return there[:, :, None, None].to(session.layers[0].device, torch.float32)
 
     def fill(self, pairs: Sequence[tuple[Tensor, Tensor]], frequencies: Tensor | None) -> None:
-        """Put each site's new keys and values [B, H, T, d] into its tiers, by the ops that a prefill stores with.
-        frequencies: RoPE's, where keys are centered."""
+        """Store each site's new keys and values [B, H, T, d], with the ops of a prefill.
+
+        frequencies: of RoPE, if keys are centered.
+        """
         session = self.session
         padding = session.progress.padding if session.progress.padded else None
         with self.filling() as states:
@@ -302,14 +303,14 @@ class Step:
 
     @contextlib.contextmanager
     def filling(self) -> Iterator[list[LayerState]]:
-        """Within it, what a prefill would leave is put into the layers' state by other means."""
+        """Within it, other code writes to the layers' state what a prefill would."""
         self.begin_phase(PREFILL)
         yield self.session.state
         self.ran.append(PREFILL)
         self.finish()
 
     def finish(self) -> None:
-        """The tokens are cached; views of the cache taken before are stale from here on."""
+        """Count the tokens as cached. Earlier views of the cache become stale."""
         session = self.session
         chosen = self.ran[-1].speculates and selects(session.options)
         session.progress.ready = (chosen,) * session.tiers.batch
@@ -319,24 +320,23 @@ class Step:
             copy_stream.release_staging()
 
     def abandon(self) -> None:
-        """Wait out the copies, and bring the tiers back to where they were.
+        """Wait for the copies, and undo the step.
 
-        Under eviction the tiers do not come back: some layers have dropped pairs for the step, and counted its
-        attention.
+        Under eviction it cannot be undone: some layers have dropped pairs and counted the step's attention.
         """
         session = self.session
         session.queue.settle()
         copy_stream.release_staging()
         session.deferred.drop()
-        session.choose_again()
-        session.tiers.take_back(session.progress.lengths)
+        session.forget_selection()
+        session.tiers.undo_step(session.progress.lengths)
 
 
 def padding_in_front(padding: Tensor, lengths: Sequence[int], columns: int, tokens: int) -> tuple[int, ...] | None:
-    """How many of the new tokens of each row a mask [B, ≥ columns + tokens] says are padding in front of its first one;
-    None where it hides others: any behind a row's first, or a cached one. A fake mask hides none.
+    """Padding in front of each row's first new token, from a mask [B, ≥ columns + tokens]; None if the mask hides
+    anything else. A fake mask hides nothing.
 
-    The host waits for the answer.
+    The host waits for the device.
     """
     if isinstance(padding, FakeTensor):
         return (0,) * len(lengths)
@@ -351,12 +351,12 @@ def padding_in_front(padding: Tensor, lengths: Sequence[int], columns: int, toke
 
 
 def is_ragged(phase: Phase, front: Sequence[int]) -> bool:
-    """Whether the attention of a phase must be shown padding that is not stored: the model's own, in a prefill."""
+    """Whether a phase's attention must mask padding that is not stored: only in a prefill."""
     return not phase.has_past and any(front)
 
 
 def reason_for_one_length(causal: bool, rewritten: Rewritten) -> str | None:
-    """Why rows of other lengths than their neighbours' would be refused, whatever the call gives."""
+    """Why the graph requires rows of one length, whatever a call passes; None if it does not."""
     if not causal:
         return "the model's masks hide more than padding (ALiBi, say)"
     if rewritten.counts_positions and rewritten.variant.phase.one_token:
@@ -365,7 +365,7 @@ def reason_for_one_length(causal: bool, rewritten: Rewritten) -> str | None:
 
 
 def check_positions(progress: Progress, rewritten: Rewritten) -> None:
-    """SpecacheError where a graph counts positions by columns, and rows have positions of their own."""
+    """SpecacheError if a graph counts positions by columns, and the rows have different positions."""
     apart = progress.joined or (rewritten.variant.phase.one_token and progress.longest != progress.length)
     if rewritten.counts_positions and apart and progress.differ:
         raise no_positions()
@@ -387,7 +387,6 @@ def no_positions() -> SpecacheError:
 
 
 def not_pinned(mode: str | None) -> str:
-    """The GPU cannot read such a host tier."""
     return (
         f"mode={mode!r}: the decode step runs without a CUDA graph: the host tier could not be pinned. Raise the limit "
         "on locked memory (ulimit -l), or lower the batch or the context"

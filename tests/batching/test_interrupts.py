@@ -328,7 +328,7 @@ def test_a_call_that_fails_two_times_at_one_token_ends_its_request(model: Any, s
     ask, errors = batch.call_model, [TimeoutError("second"), TimeoutError("first")]
 
     def failing(tokens: Any, positions: Any, *rest: Any) -> Any:
-        reads = request.stage.name == "READING" if said == 0 else request.reached == said
+        reads = request.stage.name == "PREFILL" if said == 0 else request.reached == said
         if reads and errors and int(positions[0, 0]) in (0, 29 + said):
             raise errors.pop()
         return ask(tokens, positions, *rest)

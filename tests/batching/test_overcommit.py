@@ -165,5 +165,5 @@ def test_who_cannot_be_put_aside_ends_alone(
 
 
 def test_without_a_bound_there_is_nothing_to_overcommit(model: Any, tmp_path: Path) -> None:
-    with pytest.raises(SpecacheError, match="no memory that could run out"):
+    with pytest.raises(SpecacheError, match="overcommit requires a memory budget"):
         sc.Batch(model, overcommit=tmp_path)

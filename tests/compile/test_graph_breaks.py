@@ -163,7 +163,7 @@ def test_parts_that_were_given_unlike_bits_say_so(llama: LlamaForCausalLM) -> No
     part = cache.layers[1].keys.handle.session
     part.tiers.options = dataclasses.replace(part.options, bits=8)
     with pytest.raises(
-        sc.SpecacheError, match=r"made with unlike options \(bits 1 and 8\): give bits in place of memory"
+        sc.SpecacheError, match=r"have different options \(bits 1 and 8\). Pass bits instead of memory"
     ):
         step(twin, prompt(1), cache)
 

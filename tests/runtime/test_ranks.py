@@ -177,7 +177,7 @@ def test_processes_with_a_whole_model_each_have_a_budget_each(monkeypatch: pytes
     needed = host_bytes(session.options, layers, 1, room(70))
     assert needed > 0
     session = Session(parse_options({"host_memory": needed}), layers, 1, 70)
-    session.make_room(70)
+    session.reserve(70)
     assert session.statistics.bytes_by_tier["host"] == needed
 
 
