@@ -83,7 +83,7 @@ def interrupted_behind(steps: Sequence[int], twin: Any, plain: Any, ids: Tensor,
 
         cache = DynamicCache()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Step, "launch", failing)
+            patch.setattr(Step, "run_graph", failing)
             with pytest.raises(KeyboardInterrupt):
                 greedy(twin, ids, tokens, **with_cache(cache))
         length = cache.get_seq_length()

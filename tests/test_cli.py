@@ -119,7 +119,7 @@ def test_generate_finds_the_pass_key_and_verifies(
     ("arguments", "message"),
     [
         (["explain", "/no/such/model"], "no checkpoint at /no/such/model"),
-        (["explain", MODEL, "--top-k", "-3"], "top_k=-3: give a whole number"),
+        (["explain", MODEL, "--top-k", "-3"], "top_k=-3: accepted is an integer"),
         (["explain", MODEL, "--prompt-length", "64", "--graph", "encode"], "no phase 'encode'"),
         (["explain", MODEL, "--prompt-length", "64", "--graph", "decode", "--after", "sort"], "no pass 'sort'"),
         (["explain", MODEL, "--prompt-length", "0"], "prompt_length=0"),

@@ -28,10 +28,10 @@ from specache_compile.runtime.session import UNKNOWN, Session
 from specache_compile.runtime.step import Step, opened
 
 Pairs = tuple[Tensor, Tensor]
-# Models' names for a bias of the keys' projection, and for RoPE's frequencies.
+# Names of a bias of the key projection, and of RoPE's frequencies, in models.
 KEY_BIAS = re.compile(r"(k_proj|key|qkv|kv|c_attn)\w*(\.base_layer)?\.bias$")
 FREQUENCIES = re.compile(r"(^|\.)inv_freq$")
-# The projection of latent attention: its cache stays Hugging Face's own.
+# The projection of latent attention, whose cache stays Hugging Face's own.
 LATENTS = re.compile(r"(^|\.)kv_b_proj\.")
 
 
@@ -77,7 +77,7 @@ def taken_over(
     cache: DynamicCache, model: torch.nn.Module, options: MethodOptions, attention_mask: Tensor | None,
     fill: Callable[[Step, Sequence[Pairs]], object],
 ) -> DynamicCache:  # fmt: skip
-    """As `hold`, under these options; `fill` puts the sites' pairs into the tiers."""
+    """Convert a plain cache under these options; `fill` stores the sites' pairs in the tiers."""
     pairs = [pairs_of(number, layer) for number, layer in enumerate(cache.layers)]
     sites = [number for number in range(len(pairs)) if number not in options.exact_layers]
     if ranks_of(list(model.parameters())) is not None:
@@ -95,51 +95,51 @@ def taken_over(
 
 
 def twin(cache: Any) -> Any:
-    """A cache with new layers over the same tensors."""
+    """A copy of a cache with new layer objects over the same tensors."""
     other = copy.copy(cache)
     other.layers = [copy.copy(layer) for layer in cache.layers]
     return other
 
 
 def pairs_of(number: int, layer: Any) -> Pairs:
-    """A layer's keys and values; SpecacheError where they are not plain or lack tokens."""
+    """A layer's keys and values; SpecacheError if they are not plain or are empty."""
     if type(layer) is not DynamicLayer:
-        raise not_to_be_held(f"layer {number} of it is a {type(layer).__name__}, and must be a DynamicLayer")
+        raise not_to_be_held(f"layer {number} is a {type(layer).__name__}, not a DynamicLayer")
     keys, values = layer.keys, layer.values
     if keys is None or values is None or not keys.numel():
-        raise not_to_be_held(f"layer {number} of it is empty")
+        raise not_to_be_held(f"layer {number} is empty")
     if isinstance(keys, HeldTensor):
         raise held_already()
     return keys, values
 
 
 def reason_not_to_hold(options: MethodOptions) -> str | None:
-    """Why a method's prefill does not keep every pair; None where it does."""
+    """Why a method's prefill does not keep every pair; None if it does."""
     if PREFILL.name in METHODS[options.method].recipe(options, 0).attend:
-        return f"method {options.method!r} chooses what it keeps while it reads a prompt"
+        return f"method {options.method!r} drops pairs during the prefill"
     return None
 
 
 def reason_of_shapes(
     pairs: Sequence[Pairs], sites: Sequence[int], mask: Tensor | None, model: torch.nn.Module
 ) -> str | None:
-    """Why a cache's tensors do not fit together or do not fit the model; None where they do."""
+    """Why a cache's tensors do not fit together or do not fit the model; None if they do."""
     if not pairs:
         return "it is empty"
     if not sites:
-        return "option exact_layers names all of its layers"
+        return "option exact_layers lists all layers"
     first, _ = pairs[0]
     devices = {weight.device for weight in model.parameters()}
     for number, (keys, values) in enumerate(pairs):
         if keys.shape != values.shape or keys.dtype != values.dtype:
-            return f"the keys of its layer {number} are {tuple(keys.shape)}, its values {tuple(values.shape)}"
+            return f"layer {number} has keys {tuple(keys.shape)} and values {tuple(values.shape)}"
         if (keys.shape[0], keys.shape[2]) != (first.shape[0], first.shape[2]):
-            return f"its layer {number} has rows or tokens that its layer 0 has not"
+            return f"layer {number} has another number of rows or tokens than layer 0"
         if keys.device != first.device or devices != {first.device}:
             where = ", ".join(sorted(map(str, devices)))
-            return f"its layer {number} is on {keys.device}, its layer 0 on {first.device}, and the model on {where}"
+            return f"layer {number} is on {keys.device}, layer 0 on {first.device}, and the model on {where}"
     if mask is not None and (mask.dim() != 2 or mask.shape[0] != first.shape[0] or mask.shape[1] < first.shape[2]):
-        return f"attention_mask is {tuple(mask.shape)} for {first.shape[0]} rows of {first.shape[2]} tokens"
+        return f"attention_mask has shape {tuple(mask.shape)} for {first.shape[0]} rows of {first.shape[2]} tokens"
     return None
 
 
@@ -149,7 +149,7 @@ def session_for(
     options: MethodOptions, pairs: Sequence[Pairs], attention_mask: Tensor | None, model: torch.nn.Module,
     fill: Callable[[Step, Sequence[Pairs]], object],
 ) -> Session:  # fmt: skip
-    """A session that has read the pairs' tokens; `fill` puts into its tiers what its method's prefill would."""
+    """A session with these pairs; `fill` stores what the method's prefill would."""
     biased = frequencies_of(model) is not None and any(
         KEY_BIAS.search(name) for name, _ in decoder_of(model).named_parameters()
     )
@@ -168,31 +168,33 @@ def session_for(
 
 
 def set_model(session: Session, model: torch.nn.Module) -> None:
-    """Tell a session that no graph has filled what a graph's arguments would of its model."""
+    """Set what a prefill graph would set from its arguments: the weights and RoPE's frequencies."""
     session.weights = [weakref.ref(weight) for weight in model.parameters()]
     session.from_elsewhere = True
     session.tiers.frequencies = [frequencies_of(model)] * len(session.layers)
 
 
 def frequencies_of(model: torch.nn.Module) -> Tensor | None:
-    """RoPE's, as the model's buffer."""
+    """RoPE's frequencies, a buffer of the model."""
     return next((buffer for name, buffer in decoder_of(model).named_buffers() if FREQUENCIES.search(name)), None)
 
 
 def masks_are_padding(model: torch.nn.Module) -> bool:
-    """Whether its masks hide nothing but padding and later tokens, as far as its graphs have shown."""
+    """Whether the model's masks hide only padding and later tokens, as far as its graphs have shown."""
     record = find_record(model)
     return record is None or all(graph.captured.is_causal for graph in record.graphs)
 
 
 def has_latents(model: torch.nn.Module) -> bool:
-    """Whether a model has latent attention, by its weights' names."""
+    """Whether a model has latent attention, by the names of its weights."""
     return any(LATENTS.search(name) for name, _ in model.named_parameters())
 
 
 def not_to_be_held(why: str) -> SpecacheError:
-    return SpecacheError(f"hold: this cache cannot be taken over: {why}. Let the compiled model read the prompt itself")
+    return SpecacheError(f"hold: this cache cannot be held: {why}. Prefill the prompt with the compiled model instead")
 
 
 def held_already() -> SpecacheError:
-    return SpecacheError("hold: the specache backend holds this cache already; copy.deepcopy makes a second one")
+    return SpecacheError(
+        "hold: the specache backend holds this cache already. Use it as it is, or copy.deepcopy(cache)"
+    )

@@ -38,7 +38,7 @@ def materialize(cache: DynamicCache) -> DynamicCache:
         print(sc.materialize(sc.cache_of(output)).layers[0].keys.shape)
     """
     session = required_session(cache)
-    plain = copy.copy(cache)  # of its own class, which a model may insist on (MiniMax)
+    plain = copy.copy(cache)  # of the same class, which some models require (MiniMax)
     for name, value in vars(cache).items():
         if isinstance(value, list):
             setattr(plain, name, list(value))

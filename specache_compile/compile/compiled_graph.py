@@ -1,4 +1,4 @@
-"""What Dynamo calls in place of a captured graph: find the session, open a step, run the rewritten graphs."""
+"""The callable that Dynamo runs for a captured graph: finds the session, opens a step, runs the rewritten graphs."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from .rewrites import Rewrites, Rewritten
 
 
 class CompiledGraph:
-    """What Dynamo calls in place of a captured graph: it takes the graph's arguments, and returns the graph's outputs,
-    with held tensors in place of the cache.
+    """The callable that Dynamo runs for a captured graph. It returns the graph's outputs, with held tensors for the
+    cache.
 
-    uncaptured: forms whose steps are no longer captured, since an input of theirs moves in every one.
-    fitting: sessions whose layers are known to be shaped as this graph's.
+    uncaptured: variants whose steps are no longer captured, because an input has a new address in every step.
+    fitting: sessions whose layers have been compared with this graph's.
     """
 
     def __init__(self, captured: Captured, rewrites: Rewrites) -> None:
@@ -54,7 +54,7 @@ class CompiledGraph:
         return outputs
 
     def session_for(self, arguments: Sequence[Any]) -> Session:
-        """The session behind the held arguments, brought to the view that they are; a new one in a prefill."""
+        """The session of the held arguments, brought to their view; a new one in a prefill."""
         captured = self.captured
         if not captured.phase.has_past:
             batch, tokens = (captured.symbols.value(size, arguments) for size in (captured.batch, captured.tokens))
@@ -80,22 +80,23 @@ class CompiledGraph:
         return session
 
     def check_layers(self, session: Session) -> None:
-        """SpecacheError where a cache that came from elsewhere, or another model, has other layers than this graph."""
+        """SpecacheError if the layers of a cache from elsewhere, or of another model, differ from this graph's."""
         if session in self.fitting:
             return
         ours, graphs = session.layers, self.captured.layers
         if len(ours) != len(graphs):
             raise other_shapes(f"{len(ours)} layers", str(len(graphs)))
         centers = getattr(session.options, "center", "never") == "auto"
-        for layer, wanted in zip(ours, graphs, strict=True):
-            if layer != replace(wanted, biased_keys=layer.biased_keys):
-                raise other_shapes(f"{layer} in layer {layer.number}", str(wanted))
-            if centers and layer != wanted:
+        for layer, expected in zip(ours, graphs, strict=True):
+            if layer != replace(expected, biased_keys=layer.biased_keys):
+                raise other_shapes(f"{layer} in layer {layer.number}", str(expected))
+            if centers and layer != expected:
                 raise other_center(layer.biased_keys)
         self.fitting.add(session)
 
     def stop_capturing(self, rewritten: Rewritten, position: int) -> None:
-        """From here on a graph's steps run as they are, since the input at `position` moves in every one."""
+        """Run a variant's steps uncaptured from here on, since the input at `position` has a new address in
+        every step."""
         self.uncaptured.add(rewritten)
         source = rewritten.inputs[position]
         name = self.captured.names[source.argument] if source.source == "argument" else source.source

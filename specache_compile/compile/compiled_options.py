@@ -1,4 +1,4 @@
-"""The options that a model's calls are compiled with, as Dynamo keeps them."""
+"""The options that a model's calls are compiled with, read from Dynamo's objects."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from specache_compile.options import MethodOptions
 
 
 def required_options(model: torch.nn.Module, what: str) -> MethodOptions:
-    """Those of a model that this backend must have compiled; SpecacheError, which says for what, where it has not."""
+    """The options of a compiled model. SpecacheError, naming the operation `what`, if this backend has not
+    compiled it."""
     given = options_of(model)
     if given is None:
         raise not_compiled(what)
@@ -24,7 +25,8 @@ def required_options(model: torch.nn.Module, what: str) -> MethodOptions:
 
 
 def options_of(model: torch.nn.Module) -> Mapping[str, Any] | None:
-    """Those of a model that this backend compiles, by `torch.compile(model)` or `model.compile()`; None for another."""
+    """The options of a model compiled by `torch.compile(model)` or `model.compile()`; None for another
+    backend or none."""
     if isinstance(model, OptimizedModule):
         return options_given(model.dynamo_ctx)
     called = compiled_options(model._compiled_call_impl)
@@ -32,7 +34,7 @@ def options_of(model: torch.nn.Module) -> Mapping[str, Any] | None:
 
 
 def compiled_options(function: Any) -> Mapping[str, Any] | None:
-    """The options that a compiled function was compiled with; None where it is none, or not this backend's."""
+    """The options of a compiled function; None if it is not compiled, or by another backend."""
     if not hasattr(function, "get_compiler_config"):
         return None
     context = inspect.getclosurevars(function.get_compiler_config).nonlocals.get("self")
@@ -42,13 +44,13 @@ def compiled_options(function: Any) -> Mapping[str, Any] | None:
 
 
 def options_given(context: Any) -> Mapping[str, Any] | None:
-    """The options that a context of Dynamo's hands to the backend "specache"; None where its backend is another."""
+    """The options that one of Dynamo's contexts passes to the backend "specache"; None for another backend."""
     compiler = own_compiler(getattr(context, "callback", None))
     return None if compiler is None else getattr(compiler, "kwargs", {}).get("options", {})
 
 
 def own_compiler(compiler: Any) -> Any:
-    """The backend "specache", with its options, inside Dynamo's wrappers; None where they wrap another backend."""
+    """The backend "specache" with its options, inside Dynamo's wrappers; None for another backend."""
     from .backend import specache
 
     while compiler is not None:

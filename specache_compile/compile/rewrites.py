@@ -1,4 +1,4 @@
-"""The rewritten forms of a captured graph: one for each phase and set of options, made when it is needed."""
+"""The variants of a captured graph: one rewritten graph for each phase and set of options, compiled when needed."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ from specache_compile.runtime.variant import Variant, selects
 from .captured import Captured
 
 _graph_numbers = itertools.count()
-# Called with each graph that was rewritten, and for what: `entry.py` puts the dump here.
+# Called with each graph that was rewritten, and its variant; `entry.py` adds the dump.
 observers: list[Callable[[Rewrites, Variant], object]] = []
 
 
 class Rewrites:
-    """The rewritten forms that one captured graph has so far.
+    """The variants of one captured graph that are compiled so far.
 
-    name: the graph's, in dumps and messages.
-    made: the forms.
-    guarded: the number of statements about the graph's sizes that Dynamo checks; None while Dynamo compiles.
-    kept: the folder in which later processes find the forms; None: they do not.
+    name: of the graph, in dumps and messages.
+    made: rewritten graphs by variant.
+    guarded: number of conditions on the graph's sizes that Dynamo checks; None while Dynamo compiles.
+    kept: the folder in which later processes find the variants; None if they are not stored.
     """
 
     def __init__(self, captured: Captured) -> None:
@@ -54,7 +54,7 @@ class Rewrites:
         self.kept: Path | None = None
 
     def compiled_for(self, variant: Variant, arguments: Sequence[Any]) -> Rewritten:
-        """The graph rewritten for `variant`; SpecacheError where the sizes of this call are not what it assumes."""
+        """The graph rewritten for `variant`; SpecacheError if it assumes other sizes than this call has."""
         rewritten = self.get(variant)
         for assumed in rewritten.assumes:
             if not self.captured.symbols.holds(assumed, arguments):
@@ -62,7 +62,7 @@ class Rewrites:
         return rewritten
 
     def get(self, variant: Variant, ahead: bool = False) -> Rewritten:
-        """The graph rewritten for `variant`; compiled on first use, `ahead` while Dynamo still listens."""
+        """The graph rewritten for `variant`, compiled on first use. ahead: Dynamo is still tracing."""
         if self.guarded is not None and variant in self.made:
             return self.made[variant]
         with compile_lock:
@@ -81,7 +81,7 @@ class Rewrites:
             observe(self, variant)
 
     def late(self, make: Callable[[], Rewritten]) -> Rewritten:
-        """A form made where a generation runs, with all that it may assume and Dynamo does not check."""
+        """Compile a variant during a generation, with the conditions that Dynamo does not check."""
         rewritten = made_late(self.captured.fake_mode, make)
         assumed = tuple(dict.fromkeys(guards(self.captured.fake_mode)[self.guarded :]))
         for statement in assumed:
@@ -100,7 +100,7 @@ class Rewrites:
 
 
 def rewrite(captured: Captured, variant: Variant, name: str) -> Rewritten:
-    """Run the passes over a copy of the captured graph, and lower the result; for any batch where Dynamo's is free."""
+    """Run the passes on a copy of the captured graph, and lower the result."""
     fakes = StateFakes(captured, variant)
     graph_module = GraphModule(captured.graph_module, copy.deepcopy(captured.graph_module.graph))
     plan = plan_of(captured, variant, fakes, graph_module.graph)
@@ -109,28 +109,28 @@ def rewrite(captured: Captured, variant: Variant, name: str) -> Rewritten:
     graph_module, trace = run_pipeline(graph_module, plan, passes, name)
     patches = {**cuda_graphs.NO_TREES, **captured.options.inductor}
     how = captured.options.lowering
-    once = variant.phase.once and not variant.options.drafts  # else it runs before each draft
+    once = variant.phase.once and not variant.options.drafts  # otherwise it runs before each draft
     how = "op by op" if how == "inductor" and once else how
     run = lower(graph_module, [fakes.of(i) for i in plan.inputs], how, patches, captured.mode)
     recorded = is_to_capture(captured.mode, graph_module, plan)
     return Rewritten(
         variant, run, graph_module, tuple(plan.inputs), plan.held_outputs, plan.guesses, plan.lanes, recorded, trace,
         plan.one_lane, plan.counts_positions, writes=written_inputs(graph_module) if recorded else frozenset(),
-        rows=rows_to_fill_up(captured, graph_module, plan) if recorded else None,
+        rows=rows_to_pad(captured, graph_module, plan) if recorded else None,
     )  # fmt: skip
 
 
-def rows_to_fill_up(captured: Captured, graph_module: GraphModule, plan: Plan) -> RowDims | None:
-    """Where a recorded step has rows; None where dead ones may not fill them up, or no call shows whether they may."""
+def rows_to_pad(captured: Captured, graph_module: GraphModule, plan: Plan) -> RowDims | None:
+    """The dimensions of rows in a recorded step; None if inactive rows may not pad the batch."""
     dims = row_dims(graph_module, plan)
     return dims if dims is not None and all(map(captured.symbols.can_read, dims.assumed)) else None
 
 
 class StateFakes:
-    """Fakes of what a session will bind, in Dynamo's fake mode, with Dynamo's symbol for the batch.
+    """Fake tensors of a session's state, in Dynamo's fake mode, with its symbol for the batch.
 
     arguments: of the graph's caller.
-    state: each layer's state tensors by field.
+    state: each layer's state tensors, by field.
     """
 
     def __init__(self, captured: Captured, variant: Variant) -> None:
@@ -164,7 +164,7 @@ class StateFakes:
             self.counted = torch.empty(captured.tokens, batch, 1, 1, dtype=torch.float32, device=device)
 
     def of(self, source: Input) -> Any:
-        """The fake of one graph input."""
+        """The fake tensor of one graph input."""
         if source.source == "argument":
             return self.arguments[source.argument]
         if source.source == "state":
@@ -173,7 +173,7 @@ class StateFakes:
 
 
 def plan_of(captured: Captured, variant: Variant, fakes: StateFakes, graph: Graph) -> Plan:
-    """What is to be made of `graph`, a copy of the captured one."""
+    """The plan for `graph`, a copy of the captured graph."""
     options = variant.options
     copies = dict(zip(captured.graph_module.graph.nodes, graph.nodes, strict=True))
     sites = [site.moved(copies) for site in captured.sites]
@@ -193,9 +193,9 @@ def plan_of(captured: Captured, variant: Variant, fakes: StateFakes, graph: Grap
 
 
 def is_to_capture(mode: str | None, graph_module: GraphModule, plan: Plan) -> bool:
-    """With a mode that asks for CUDA graphs, whether this graph gets one; a warning where a decode step cannot."""
-    asked = mode in cuda_graphs.MODES and cuda_graphs.captures_on(plan.cursor.device)
-    if not (asked and plan.phase.one_token and plan.phase.stores):
+    """Whether to record this graph as a CUDA graph, as `mode` requests; warns if a decode step cannot be recorded."""
+    requested = mode in cuda_graphs.MODES and cuda_graphs.captures_on(plan.cursor.device)
+    if not (requested and plan.phase.one_token and plan.phase.stores):
         return False
     reason = cuda_graphs.reason_not_to_capture(graph_module, plan)
     if reason is not None:

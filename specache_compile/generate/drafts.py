@@ -1,4 +1,4 @@
-"""The model's own drafts (option verify): the next tokens of its decode phase, over the compressed cache."""
+"""Drafts by the model itself (option verify): the next tokens of its decode phase, over the compressed cache."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ IN_PARTS = "a graph break in the model splits its cache into parts, each with it
 
 
 class Drafts(CandidateGenerator):
-    """Candidates for the loop: the decode phase's next tokens, and the logits that they are chosen by."""
+    """Candidates for Hugging Face's loop: the decode phase's next tokens, and the logits that chose them."""
 
-    requires_model_outputs = True  # with them come the model's current arguments
+    requires_model_outputs = True  # the loop then passes the model's current arguments
 
     def __init__(self, model: Any, processors: Any, criteria: Any, config: Any) -> None:
         self.model, self.processors, self.config = model, processors, config
@@ -59,16 +59,17 @@ class Drafts(CandidateGenerator):
             return input_ids, None
         room = self.config.max_length - input_ids.shape[1] - 1
         ids, logits = self.draft(input_ids, kwargs, min(self.length(), room)) if room > 0 else (input_ids, None)
-        if self.is_parted():  # since the draft's steps, which were exact
+        if self.is_parted():  # by the draft's own steps, which were exact then
             self.session = None
             return input_ids, None
         self.drafted = ids.shape[1] - input_ids.shape[1]
         if self.drafted and "logits_to_keep" in kwargs:
-            self.model_kwargs_overrides = {"logits_to_keep": 0}  # all: a number would make a graph for each γ
+            # 0 means all; a number would compile a graph for each γ
+            self.model_kwargs_overrides = {"logits_to_keep": 0}
         return ids, logits
 
     def serves(self, options: MethodOptions) -> bool:
-        """Whether a cache made under these options takes this kind of drafts."""
+        """Whether a cache with these options takes this kind of drafts."""
         return options.verify is not None
 
     def is_parted(self) -> bool:
@@ -85,8 +86,8 @@ class Drafts(CandidateGenerator):
         return draft_length_of(self.session)
 
     def draft(self, ids: Tensor, kwargs: Mapping[str, Any], tokens: int) -> tuple[Tensor, Tensor | None]:
-        """ids [1, n] with at most `tokens` tokens of the decode phase behind them, and their processed logits, as
-        `get_candidates` returns both. Afterwards the cache is as before."""
+        """Append at most `tokens` tokens of the decode phase to ids [1, n]. Returns the same as `get_candidates`; the
+        cache is unchanged afterwards."""
         assert self.session is not None
         kwargs, drafted = dict(kwargs), []
         try:
@@ -98,8 +99,8 @@ class Drafts(CandidateGenerator):
                 logits = self.processors(ids, outputs.logits[:, -1].to(ids.device, torch.float32, copy=True))
                 longer = torch.cat([ids, self.choose(logits)], 1)
                 stops = self.stops(longer)
-                # A greedy draft leaves the stopping token to the exact pass, so that the loop's criteria see it last. A
-                # sampled draft must keep it: dropping drawn tokens would change the distribution.
+                # A greedy draft leaves the stop token to the exact pass, so that the loop's criteria see it last. A
+                # sampled draft must keep it: dropping sampled tokens would change the distribution.
                 if stops and not self.config.do_sample:
                     break
                 ids = longer
@@ -111,13 +112,13 @@ class Drafts(CandidateGenerator):
         return ids, torch.stack(drafted, 1) if drafted else None
 
     def choose(self, logits: Tensor) -> Tensor:
-        """The next token [1, 1] from processed logits [1, V], as `generate` chooses it."""
+        """The next token [1, 1] from processed logits [1, V], chosen as in `generate`."""
         if self.config.do_sample:
             return torch.multinomial(logits.softmax(-1), num_samples=1)
         return logits.argmax(-1, keepdim=True)
 
     def stops(self, ids: Tensor) -> bool:
-        """Whether the last token ends the generation, the number of tokens apart."""
+        """Whether the last token ends the generation, apart from its length."""
         ends = getattr(self.config, "_eos_token_tensor", None)
         if ends is not None and bool(torch.isin(ids[0, -1], ends.to(ids.device))):
             return True
@@ -125,7 +126,7 @@ class Drafts(CandidateGenerator):
 
     @contextlib.contextmanager
     def verification(self) -> Iterator[None]:
-        """Within it, a call of the model verifies the last drafted tokens."""
+        """Within it, a call of the model verifies the drafted tokens."""
         if self.session is None:
             yield
             return
@@ -141,12 +142,12 @@ class Drafts(CandidateGenerator):
             self.cache.crop(-more)
 
     def update_candidate_strategy(self, input_ids: Tensor, scores: Tensor, num_matches: Any) -> None:
-        """Note a verification that confirmed `num_matches` of the drafted tokens."""
+        """Record a verification that accepted `num_matches` of the drafted tokens."""
         if self.session is not None:
             self.note(self.session, min(int(num_matches), self.drafted), time.perf_counter() - self.start)
 
     def note(self, session: Session, accepted: int, seconds: float) -> None:
-        """Note a round's result; it streamed the host tier once."""
+        """Record a round's result; it streamed the host tier once."""
         held = session.tiers.host_bytes(self.confirmed)
         session.statistics.verified.note(self.drafted, accepted, held, streamed=held)
         if session.draft_length is not None:
@@ -156,14 +157,14 @@ class Drafts(CandidateGenerator):
 
 def draft_length_of(session: Session) -> int:
     """Tokens that the decode phase drafts in a session's next round."""
-    asked = session.options.verify
-    assert asked is not None
-    session.draft_length = session.draft_length or DraftLength(asked)
+    verify = session.options.verify
+    assert verify is not None
+    session.draft_length = session.draft_length or DraftLength(verify)
     return gather(session.tiers.ranks, session.draft_length.next())[0]  # each rank measures its own time
 
 
 def rewritten_so_far(model: Any) -> int:
-    """The number of a model's graphs that were rewritten."""
+    """Number of rewritten graphs of a model."""
     record = find_record(model)
     return 0 if record is None else sum(len(graph.rewrites.made) for graph in record.graphs)
 

@@ -1,12 +1,8 @@
-"""Make `generate` draft with the compressed cache and verify with the exact pass (option verify).
+"""Drafts with the compressed cache and verifies with the exact pass, inside `generate` (options verify and lookup).
 
-Greedy and sampled generation begin in `GenerationMixin._sample`. A model compiled with the option goes to Hugging
-Face's loop of assisted decoding there. The candidates that the loop verifies come from the same model and cache: the
-decode phase drafts them, and a crop takes them back. All other calls of such a model are exact (`Step.phases`): slow,
-never wrong.
-
-Under lookup the candidates are looked up in the text so far (`look_up.py`), and a widened decode verifies them. Calls
-without a draft are decodes of one token.
+`GenerationMixin._sample`, for greedy and sampled generation, calls Hugging Face's loop of assisted decoding. Its
+candidates come from the same model and cache: the decode phase drafts them, and a crop drops them (verify). Or they are
+looked up in the text so far (`look_up.py`), and a widened decode verifies them (lookup).
 """
 
 from __future__ import annotations
@@ -33,9 +29,9 @@ from .look_up import LookedUp
 
 
 def route_verification() -> None:
-    """Extend `GenerationMixin._sample`, and make `_beam_search` warn that it drafts nothing, once for the process.
+    """Wrap `GenerationMixin._sample` and `_beam_search`, once in the process.
 
-    Only where transformers has all that is needed; elsewhere the backend refuses the option.
+    Only if transformers has all that is needed; else the backend rejects the options.
     """
     original: Any = GenerationMixin._sample
     if getattr(original, "routes_verification", False) or missing_for_drafts() is not None:
@@ -71,7 +67,7 @@ def route_verification() -> None:
 
 
 def drafting_options(model: torch.nn.Module) -> MethodOptions | None:
-    """The options of the model's compiled calls; None where they draft nothing or another backend compiles them."""
+    """The options of the model's compiled calls; None if they do not draft, or for another backend."""
     given = options_of(model)
     options = parse_options(given) if given else None
     return options if options is not None and options.drafts else None
@@ -80,7 +76,7 @@ def drafting_options(model: torch.nn.Module) -> MethodOptions | None:
 def reason_not_to_draft(
     model: Any, input_ids: Tensor, processors: Any, criteria: Any, config: Any, kwargs: Mapping[str, Any]
 ) -> str | None:
-    """Why a generation has no drafts, so that each step is exact; None where it is drafted."""
+    """Why a generation is not drafted, so that each step is exact; None if it is."""
     others = [type(c).__name__ for c in criteria if not isinstance(c, HANDLED)]
     cache = kwargs.get(cache_name())
     if input_ids.shape[0] > 1:
@@ -100,7 +96,7 @@ def reason_not_to_draft(
 
 
 def forgetful(model: Any, cache: DynamicCache) -> str | None:
-    """Why a cache cannot take back drafted tokens; None where it can."""
+    """Why a cache cannot drop rejected tokens; None if it can."""
     able = (DynamicLayer, DynamicSlidingWindowLayer) if WINDOWS_TAKE_DRAFTS else (DynamicLayer,)
     name = next((type(layer).__name__ for layer in cache.layers if type(layer) not in able), None)
     if name is None and not model._is_stateful:
@@ -109,7 +105,7 @@ def forgetful(model: Any, cache: DynamicCache) -> str | None:
 
 
 def check_windows(cache: DynamicCache) -> None:
-    """SpecacheError where a newer version of transformers is required for drafts on a cache with sliding windows."""
+    """SpecacheError if drafts on a cache with sliding windows require a newer version of transformers."""
     if not WINDOWS_TAKE_DRAFTS and any(type(layer) is DynamicSlidingWindowLayer for layer in cache.layers):
         raise SpecacheError(
             f"options verify and lookup: a DynamicSlidingWindowLayer of transformers {transformers.__version__} cannot "
@@ -120,8 +116,8 @@ def check_windows(cache: DynamicCache) -> None:
 def verified(
     drafts: Drafts, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, config: Any, **kwargs: Any
 ) -> Any:
-    """Hugging Face's loop of assisted decoding, with these drafts. After an interruption the cache has the pairs of the
-    output's tokens only."""
+    """Hugging Face's loop of assisted decoding with these drafts. After an interruption the cache has only the output's
+    tokens."""
     itself = Verifier(drafts.model, drafts)
     try:
         return type(drafts.model)._assisted_decoding(
@@ -133,8 +129,8 @@ def verified(
 
 
 class Verifier:
-    """Replaces the model in the loop. Its prefill is `generate`'s, which continues a filled cache and reads a long
-    prompt in chunks; its candidates are its own drafts."""
+    """Replaces the model in the loop. It prefills like `generate`, which continues a filled cache and splits long
+    prompts into chunks; its candidates are its own drafts."""
 
     def __init__(self, model: Any, drafts: Drafts) -> None:
         self.model, self.drafts = model, drafts
@@ -147,7 +143,7 @@ class Verifier:
 
     def prepare_inputs_for_generation(self, input_ids: Tensor, is_first_iteration: bool = False, **kwargs: Any) -> Any:
         if is_first_iteration:
-            kwargs.pop("next_sequence_length", None)  # the prefill finds it itself
+            kwargs.pop("next_sequence_length", None)  # the prefill computes it
             return {"to_prefill": (input_ids, kwargs)}
         return self.model.prepare_inputs_for_generation(input_ids, is_first_iteration=False, **kwargs)
 
@@ -156,4 +152,4 @@ class Verifier:
             input_ids, kwargs = inputs["to_prefill"]
             return self.model._prefill(input_ids, self.drafts.config, kwargs, is_first_iteration=True)
         with self.drafts.verification():
-            return self.model(**inputs, return_dict=True)  # like drafts, so that a single token uses their graph
+            return self.model(**inputs, return_dict=True)  # as in drafts, so that a single token uses the same graph

@@ -212,4 +212,4 @@ def test_windows_that_cannot_take_back_drafts_are_refused_before_a_request(monke
         sc.Batch(model)
     reason = verify.forgetful(model, DynamicCache(config=model.config))
     assert reason is not None
-    assert "a DynamicSlidingWindowLayer cannot take back drafted tokens" in reason
+    assert "a DynamicSlidingWindowLayer cannot drop rejected tokens" in reason

@@ -32,14 +32,14 @@ def llama() -> LlamaForCausalLM:
         ({"bits": 3}, "bits=3: accepted are 1, 1.5, 2, 4, 8, 16"),
         ({"bits": True}, "bits=True: accepted are 1, 1.5, 2, 4, 8, 16"),
         ({"group_size": 48}, "group_size=48: accepted are 32, 64, 128"),
-        ({"top_k": -1}, "top_k=-1: give a whole number, 0"),
+        ({"top_k": -1}, "top_k=-1: accepted is an integer, 0"),
         ({"top_k": 1.5}, "top_k=1.5"),
         ({"residual_length": "64"}, "residual_length='64'"),
-        ({"residual_length": 0}, "residual_length=0: give a whole number, 1 or more"),
+        ({"residual_length": 0}, "residual_length=0: accepted is an integer, 1 or more"),
         ({"zero_point": "mid"}, "zero_point='mid': accepted are 'midpoint', 'minimum', 'middles'"),
         ({"lowering": "cuda"}, "lowering='cuda': accepted are 'inductor', 'eager'"),
         ({"speculate": 1}, "speculate=1: accepted are True, False"),
-        ({"disable_passes": "overlap"}, "give a list of pass names"),
+        ({"disable_passes": "overlap"}, "accepted is a list of pass names"),
     ],
 )
 def test_a_bad_option_is_named_with_what_is_accepted(options: dict[str, Any], message: str) -> None:
@@ -49,7 +49,7 @@ def test_a_bad_option_is_named_with_what_is_accepted(options: dict[str, Any], me
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"disable_passes": ["sort"]}, "unknown pass 'sort'; the passes are own_cache"), ({"bits": 3}, "bits=3")],
+    [({"disable_passes": ["sort"]}, "unknown pass 'sort'; accepted are own_cache"), ({"bits": 3}, "bits=3")],
 )
 def test_a_bad_option_reaches_the_person_through_torch_compile(
     llama: LlamaForCausalLM, options: dict[str, Any], message: str
@@ -240,7 +240,7 @@ def test_a_graph_that_serves_two_models_counts_for_each(llama: LlamaForCausalLM)
 
 
 def test_stats_of_a_model_that_never_ran_says_what_to_do() -> None:
-    with pytest.raises(sc.SpecacheError, match="compile\(backend='specache'\)"):
+    with pytest.raises(sc.SpecacheError, match=r"compile\(backend='specache'\)"):
         sc.stats(tiny_llama())
 
 

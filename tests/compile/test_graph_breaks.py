@@ -162,9 +162,7 @@ def test_parts_that_were_given_unlike_bits_say_so(llama: LlamaForCausalLM) -> No
     cache = cache_of(step(twin, prompt(50)))
     part = cache.layers[1].keys.handle.session
     part.tiers.options = dataclasses.replace(part.options, bits=8)
-    with pytest.raises(
-        sc.SpecacheError, match=r"have different options \(bits 1 and 8\). Pass bits instead of memory"
-    ):
+    with pytest.raises(sc.SpecacheError, match=r"have different options \(bits 1 and 8\). Pass bits instead of memory"):
         step(twin, prompt(1), cache)
 
 

@@ -253,7 +253,7 @@ def test_an_interruption_anywhere_loses_nothing(echo: LlamaForCausalLM, twin: Ll
         ({"speculate": True}, "take speculate=False"),
         ({"correct": "never"}, "take correct='always'"),
         ({"method": "pages"}, "take correct='always'"),
-        ({"disable_passes": ("correct",)}, "take 'correct' out of it"),
+        ({"disable_passes": ("correct",)}, "Remove 'correct' from"),
         ({"method": "kcache"}, "option lookup: method 'kcache' has none"),
         ({"method": "full"}, "option lookup: method 'full' has none"),
         ({"method": "h2o"}, "option lookup: method 'h2o' has none"),

@@ -223,7 +223,7 @@ def test_hold_copies_a_cache_of_latents() -> None:
 def test_what_is_compressed_is_reported_as_nothing() -> None:
     model = compiled()
     greedy(model, prompt(40), 3)
-    with pytest.raises(sc.SpecacheError, match=r"rewritten \(absorbed\) and exact.*nothing is compressed"):
+    with pytest.raises(sc.SpecacheError, match=r"rewritten \(absorbed\), but read.*not compressed"):
         sc.stats(model)
     explained = sc.explain(MODEL.model(), 300)
     assert explained.absorbed == ("0",)

@@ -250,23 +250,25 @@ def test_the_settings_are_what_they_are_called() -> None:
 
 
 def test_a_head_dim_that_cannot_be_stored_so_is_one_clear_line() -> None:
-    with pytest.raises(sc.OptionError, match="head_dim 65 is odd, and no block of it can be rotated; rotate=False"):
+    with pytest.raises(sc.OptionError, match="head_dim 65 is odd and cannot be rotated. Pass rotate=False"):
         check_head_dim(Layout(8, 8, True), 65)
     narrow = tiny_llama(head_dim=4)
-    with pytest.raises(sc.SpecacheError, match="head_dim 4 fills no whole bytes"):
+    with pytest.raises(sc.SpecacheError, match="head_dim 4 at . bit is not a whole number of bytes"):
         sc.explain(narrow, prompt_length=100, options={"bits": 1})
     narrow.compile(backend="specache", options={"lowering": "eager", "bits": 1})
-    with pytest.raises(sc.SpecacheError, match="head_dim 4 fills no whole bytes at 1 bit; take more bits, or 16"):
+    with pytest.raises(sc.SpecacheError, match="head_dim 4 at 1 bit is not a whole number of bytes. Pass more bits"):
         greedy(narrow, prompt(100), 2)
     narrow.compile(backend="specache", options={"lowering": "eager", "bits": 1, "min_context": 10_000})
-    with pytest.raises(sc.SpecacheError, match="head_dim 4 fills no whole bytes"):  # not when it is long enough
+    with pytest.raises(
+        sc.SpecacheError, match="head_dim 4 at . bit is not a whole number of bytes"
+    ):  # not when it is long enough
         greedy(narrow, prompt(100), 2)
 
 
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"correct": "always", "top_k": 0}, "correct='always' with top_k=0: where no pair is fetched"),
+        ({"correct": "always", "top_k": 0}, "correct='always' with top_k=0: without fetches"),
         ({"method": "full", "bits": 2}, "bits: method 'full' has none"),
         ({"key_bits": 16}, "key_bits is removed: bits sets both"),
         ({"selector": "pages"}, "selector is removed: method='pages'"),
@@ -276,10 +278,10 @@ def test_a_head_dim_that_cannot_be_stored_so_is_one_clear_line() -> None:
         ({"correct": "sometimes"}, "correct='sometimes': accepted are 'never', 'always'"),
         (
             {"bits": 2, "value_code": "trellis"},
-            "value_code='trellis': it is a code of 1 bit",
+            "value_code='trellis' requires values of 1 bit",
         ),
         ({"key_code": "lattice"}, "key_code='lattice': accepted are 'levels', 'trellis', 'auto'"),
-        ({"key_code": "trellis"}, "key_code='trellis': it is a code of 1 bit, and the keys have 2; take bits=1"),
+        ({"key_code": "trellis"}, "key_code='trellis' requires keys of 1 bit, and they have 2. Pass bits=1"),
         ({"bits": 8, "param_bits": 8}, "param_bits=8 with codes of 8 bits"),
         ({"param_bits": 4}, "param_bits=4: accepted are 16, 8, 'auto'"),
     ],

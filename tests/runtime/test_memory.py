@@ -55,7 +55,7 @@ def test_too_little_is_an_error_where_a_cache_begins_alone() -> None:
     ("given", "said"),
     [
         ({"memory": "six"}, "like '6 GiB'"),
-        ({"memory": "6 GiB", "bits": 2}, "give one of them"),
+        ({"memory": "6 GiB", "bits": 2}, "pass one of them"),
         ({"method": "kivi", "memory": 0}, "like '6 GiB'"),
     ],
 )

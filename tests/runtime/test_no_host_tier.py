@@ -123,7 +123,7 @@ def test_an_interrupted_step_is_not_gone_on_from(llama: Any, monkeypatch: pytest
     model, cache = filled(WITHOUT["kivi"], llama)
     model(prompt(1), **with_cache(cache), use_cache=True)
     with monkeypatch.context() as patch:
-        patch.setattr(Step, "launch", interrupted)
+        patch.setattr(Step, "run_graph", interrupted)
         with pytest.raises(KeyboardInterrupt):
             model(prompt(1), **with_cache(cache), use_cache=True)
     with pytest.raises(SpecacheError, match="interrupted"):

@@ -97,7 +97,7 @@ def two_kv_heads(config: type, model: type, sizes: tuple[int, ...] = (4,), names
 
 def test_heads_need_not_divide_where_each_rank_has_all_of_them(four_alone: None) -> None:
     """Where a plan gathers keys before they are heads, and where weights alone are split (FSDP)."""
-    with pytest.raises(SpecacheError, match="2 KV heads do not divide by 4 ranks"):
+    with pytest.raises(SpecacheError, match="2 KV heads cannot be split over 4 ranks"):
         check_heads(two_kv_heads(LlamaConfig, LlamaForCausalLM))
     check_heads(two_kv_heads(Olmo2Config, Olmo2ForCausalLM))
     check_heads(two_kv_heads(LlamaConfig, LlamaForCausalLM, names=("fsdp",)))
@@ -139,7 +139,7 @@ def test_writes_to_distributed_tensors_are_not_lost(four_alone: None) -> None:
         ("options", "top_k: 8 on rank 0, 9 on rank 1"),
         ("host memory", "shared by the 2 ranks of this machine"),
         ("save", "split over ranks"),
-        ("heads", "1 KV heads do not divide by 2 ranks"),
+        ("heads", "1 KV heads cannot be split over 2 ranks"),
     ],
 )
 def test_what_one_rank_would_refuse_all_refuse(told: list[dict[str, Any]], difference: str, words: str) -> None:
@@ -195,7 +195,7 @@ def test_a_rank_is_explained_by_its_part() -> None:
     assert part.bytes_by_tier["host"] * 4 == whole.bytes_by_tier["host"]
     assert part.lanes == 2
     assert "One of 4 ranks" in str(part)
-    with pytest.raises(SpecacheError, match="4 KV heads do not divide by 3 ranks"):
+    with pytest.raises(SpecacheError, match="4 KV heads cannot be split over 3 ranks"):
         explain(config, 512, ranks=3)
     with pytest.raises(SpecacheError, match="leaves attention whole"):
         explain(Olmo2Config(num_key_value_heads=4), 512, ranks=2)

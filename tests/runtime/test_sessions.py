@@ -348,7 +348,7 @@ def test_an_interrupted_step_can_be_taken_again(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Step, "launch", interrupted)
+        patch.setattr(Step, "run_graph", interrupted)
         with pytest.raises(KeyboardInterrupt):
             step(twin, tokens[:, 100:], cache)
     torch.testing.assert_close(step(twin, tokens[:, 100:], cache).logits, expected, atol=1e-3, rtol=1e-4)

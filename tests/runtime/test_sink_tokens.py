@@ -132,12 +132,12 @@ def test_best_has_them_and_the_papers_have_not(options: dict[str, Any], sinks: i
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"sink_tokens": -1}, "sink_tokens=-1: give a whole number, 0 to 64"),
-        ({"sink_tokens": 65}, "sink_tokens=65: give a whole number, 0 to 64"),
-        ({"sink_tokens": True}, "sink_tokens=True: give a whole number, 0 to 64"),
+        ({"sink_tokens": -1}, "sink_tokens=-1: accepted is an integer, 0 to 64"),
+        ({"sink_tokens": 65}, "sink_tokens=65: accepted is an integer, 0 to 64"),
+        ({"sink_tokens": True}, "sink_tokens=True: accepted is an integer, 0 to 64"),
         (
             {"sink_tokens": 64, "group_size": 32, "residual_length": 8},
-            r"sink_tokens=64: more than the window of 40 tokens \(residual_length 8 \+ group_size 32\); take fewer",
+            r"sink_tokens=64: more than the window of 40 tokens \(residual_length 8 \+ group_size 32\). Pass fewer",
         ),
         ({"method": "full", "sink_tokens": 4}, "method 'full' has none"),
     ],
