@@ -17,8 +17,8 @@ from .runtime.variant import Variant
 log = logging.getLogger(__name__)
 
 
-def dump_where_asked(rewrites: Rewrites, variant: Variant) -> None:
-    """Explain each compiled graph into $SPECACHE_DUMP; explaining is imported by those who ask for it."""
+def dump_if_requested(rewrites: Rewrites, variant: Variant) -> None:
+    """Explain each compiled graph into the folder $SPECACHE_DUMP; only then is `explaining` imported."""
     folder = os.environ.get("SPECACHE_DUMP")
     if folder:
         from .explaining.dump import dump_explanation
@@ -27,7 +27,7 @@ def dump_where_asked(rewrites: Rewrites, variant: Variant) -> None:
 
 
 def keep_traces() -> None:
-    """Store traces for later processes, where $SPECACHE_CACHE is a folder and torch has the private names for it."""
+    """Store traces for later processes, if $SPECACHE_CACHE is set and torch has the private names for it."""
     if not os.environ.get(VARIABLE):
         return
     try:
@@ -43,4 +43,4 @@ route_generate()
 route_checks()
 route_verification()
 keep_traces()
-observers.append(dump_where_asked)
+observers.append(dump_if_requested)

@@ -131,9 +131,9 @@ def test_generate_finds_the_pass_key_and_verifies(
         (["explain", str(Path(__file__))], "no usable config at"),
         (["explain", str(Path(__file__).parent)], "no usable config at"),
         (["generate", MODEL, "--prompt-file", "/no/such/file"], "/no/such/file"),
-        (["generate", MODEL, "--prompt", "a", "--verify", "0"], "verify=0: give a number of tokens, 1 to 1024"),
+        (["generate", MODEL, "--prompt", "a", "--verify", "0"], "verify=0: accepted are 1 to 1024 tokens"),
         (["serve", "/no/such/model", "--port", "0"], "no checkpoint at /no/such/model"),
-        (["serve", MODEL, "--port", "0", "--sessions", "0"], "--sessions 0: give a number, 1 or more"),
+        (["serve", MODEL, "--port", "0", "--sessions", "0"], "--sessions 0: accepted is 1 or more"),
         (["serve", MODEL, "--port", "70000"], "--port 70000"),
         (["serve", MODEL, "--host", "no.such.host.invalid"], "no.such.host.invalid"),
         (["explain", MODEL, "--verify", "8", "--accepted", "2"], "accepted=2.0: give a share"),
@@ -151,7 +151,7 @@ def test_bad_input_is_one_line_and_exit_status_2(
 def test_serve_names_what_is_not_installed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serving, "NEEDED", ("no_such_module",))
     assert main(["serve", MODEL, "--port", "0"]) == 2
-    assert "no_such_module: not installed; pip install 'specache-compile[serve]'" in capsys.readouterr().err
+    assert "no_such_module: not installed. Run pip install 'specache-compile[serve]'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["explain", "--help"], ["generate", "--help"], ["serve", "--help"]])
@@ -207,7 +207,7 @@ def test_the_names_of_the_options_are_those_that_the_methods_declare() -> None:
 # Errors that need no torch
 
 USAGE_ERRORS = {
-    "": "specache: give a command: demo, generate,",
+    "": "specache: no command; the commands are demo, generate,",
     "generat": "specache: unknown command generat (did you mean generate?); see specache --help",
     "--versoin": "specache: unknown option --versoin (did you mean --version?)",
     "generate m --promt hi": "specache generate: unknown option --promt (did you mean --prompt?); see",

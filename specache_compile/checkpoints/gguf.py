@@ -1,6 +1,6 @@
-"""A GGUF file, converted once to a folder of safetensors in the user's cache ($SPECACHE_CACHE, or the platform's folder
-for caches). Everything else reads that folder. Its weights are float32, which represents the values of 4-bit blocks
-exactly.
+"""Converts a GGUF file once to a folder of safetensors in the cache folder, which everything else reads.
+
+Its weights are float32, which represents the values of 4-bit blocks exactly.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NEWLY_MAPPED = ("rope_parameters", "sliding_window", "attn_logit_softcapping", "
 
 
 def folder_of(gguf: Path) -> Path:
-    """The folder of a GGUF file's conversion, done or not. It is named by the file's content, not by its path."""
+    """The folder of a GGUF file's conversion, done or not. Its name depends on the file's content, not on its path."""
     with gguf.open("rb") as file:
         content = hashlib.file_digest(file, "sha256").hexdigest()[:12]
     return cache_folder() / "checkpoints" / f"{gguf.stem}-{content}"
@@ -94,18 +94,22 @@ def opened(gguf: Path) -> Any:
     has tensors that transformers leaves out."""
     missing = [name for name in READERS if not is_installed(name)]
     if missing:
-        raise SpecacheError(f"reading a GGUF file needs {' and '.join(missing)}: pip install {' '.join(missing)}")
+        raise SpecacheError(
+            f"reading a GGUF file requires {' and '.join(missing)}. Run pip install {' '.join(missing)}"
+        )
     from gguf import GGUFReader
 
     try:
         reader = GGUFReader(gguf)
     except Exception as error:  # many types, by the place where the file ends
-        raise SpecacheError(f"{gguf}: not a GGUF file, or a truncated one ({first_line(error)})") from error
+        raise SpecacheError(
+            f"{gguf}: not a GGUF file, or truncated ({first_line(error)}). Download it again"
+        ) from error
     unread = [tensor.name for tensor in reader.tensors if tensor.name in UNREAD]
     if unread:
         raise SpecacheError(
-            f"{gguf}: transformers does not read its {', '.join(unread)}, which rotary positions are scaled by; "
-            "give the model's safetensors folder or hub name"
+            f"{gguf}: transformers does not read {', '.join(unread)}, which scales rotary positions. Pass the model's "
+            "safetensors folder or hub name"
         )
     return reader
 
@@ -182,7 +186,9 @@ def read_model(gguf: Path, config: Any) -> Any:
         )  # fmt: skip
     without = sorted(found["missing_keys"])
     if without:  # transformers would draw them at random
-        raise SpecacheError(f"{gguf}: this GGUF file lacks {without[0]} ({len(without)} of the model's weights in all)")
+        raise SpecacheError(
+            f"{gguf}: this GGUF file lacks {len(without)} weights of the model, {without[0]} first. Download it again"
+        )
     return plain(model, config)
 
 
@@ -214,7 +220,7 @@ def plain(model: Any, config: Any) -> Any:
 
 def unwritable(folder: Path, error: Exception) -> SpecacheError:
     return SpecacheError(
-        f"the cache folder {folder} cannot be written ({first_line(error)}): set SPECACHE_CACHE to one that can"
+        f"the cache folder {folder} cannot be written ({first_line(error)}). Set SPECACHE_CACHE to another folder"
     )
 
 

@@ -178,6 +178,6 @@ def is_same(value: Any, expected: Any) -> bool:
 
 def unread_keys(path: Path, keys: Sequence[str]) -> SpecacheError:
     return SpecacheError(
-        f"{path}: transformers does not read {', '.join(keys)} from a GGUF file of this architecture, and the model "
-        "would be another one without it; give the model's safetensors folder or hub name"
+        f"{path}: transformers does not read {', '.join(keys)} from a GGUF file of this architecture, which would "
+        "change the model. Pass the model's safetensors folder or hub name"
     )

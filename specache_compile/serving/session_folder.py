@@ -1,9 +1,8 @@
-"""Sessions that did not fit into memory, in a folder; a later server goes on with them.
+"""Sessions that do not fit into memory, in a folder; a later server continues them.
 
-folder/
-  .lock                   one server at a time
-  session-3f9c.../        what `save` writes, and
-    tokens.json           the conversation's tokens; written last: a folder without it is half a session
+.lock                              one server at a time
+session-3f9c.../                   the files of `save`
+session-3f9c.../tokens.json        the conversation's tokens, written last: without it a session is incomplete
 """
 
 from __future__ import annotations
@@ -27,24 +26,24 @@ from .conversation import Conversation
 
 log = logging.getLogger(__name__)
 TOKENS = "tokens.json"
-# Matches folders of sessions and nothing else that the folder may hold.
+# Matches folders of sessions only.
 SESSION_FOLDER = "session-" + "[0-9a-f]" * 32
 
 
 @dataclass(frozen=True, eq=False)
 class Saved:
-    """A conversation on disk; `ids`, `asked` and `crops` as in memory."""
+    """A conversation on disk; `ids`, `request_length` and `crops` as in memory."""
 
     folder: Path
     ids: Tensor
-    asked: int
+    request_length: int
     crops: bool
     nbytes: int
 
 
 class SessionFolder:
-    """A server's folder of at most `most` bytes, the least recently used session first. SpecacheError where another
-    server uses the folder or it cannot be written."""
+    """A server's folder of at most `most` bytes, the least recently used session first. SpecacheError if another server
+    uses it or it cannot be written."""
 
     def __init__(self, root: Path, most: int) -> None:
         self.root, self.most = root, most
@@ -62,15 +61,17 @@ class SessionFolder:
     def put(self, conversation: Conversation) -> bool:
         """Save it as the most recently used. False, with a warning in the log, where it cannot be saved."""
         folder = self.root / f"session-{uuid.uuid4().hex}"
-        told = {"asked": conversation.asked, "crops": conversation.crops, "ids": conversation.ids.tolist()}
+        described = {
+            "asked": conversation.request_length, "crops": conversation.crops, "ids": conversation.ids.tolist()
+        }  # fmt: skip
         try:
             save(conversation.cache, folder)
-            (folder / TOKENS).write_text(json.dumps(told))
-        except Exception as error:  # no memory for the copy, for example: eviction goes on
+            (folder / TOKENS).write_text(json.dumps(described))
+        except Exception as error:  # no memory for the copy, for example: eviction continues
             log.warning("%s", not_kept(error))
             shutil.rmtree(folder, ignore_errors=True)
             return False
-        saved = Saved(folder, conversation.ids, conversation.asked, conversation.crops, size_of(folder))
+        saved = Saved(folder, conversation.ids, conversation.request_length, conversation.crops, size_of(folder))
         self.saved.append(saved)
         self.trim()
         return True
@@ -82,11 +83,11 @@ class SessionFolder:
         """
         self.saved.remove(saved)
         try:
-            conversation = Conversation(saved.ids, load(saved.folder, model), saved.asked, saved.crops)
+            conversation = Conversation(saved.ids, load(saved.folder, model), saved.request_length, saved.crops)
         except Exception as error:  # a file of another version, for example
             log.warning("%s", not_kept(error))
             conversation, leave = None, True
-        if leave:  # files that are mapped stay readable
+        if leave:  # mapped files stay readable
             shutil.rmtree(saved.folder, ignore_errors=True)
         else:
             self.saved.append(saved)
@@ -110,13 +111,13 @@ class SessionFolder:
 
 
 def found(root: Path) -> list[Saved]:
-    """The sessions of an earlier server, oldest first. Incomplete sessions are deleted."""
+    """The sessions of an earlier server, the oldest first. Incomplete sessions are deleted."""
     left: dict[Saved, float] = {}
     for folder in root.glob(SESSION_FOLDER):
         try:
-            told = json.loads((folder / TOKENS).read_text())
-            ids = torch.tensor(told["ids"], dtype=torch.int64, device="cpu")
-            saved = Saved(folder, ids, int(told["asked"]), bool(told["crops"]), size_of(folder))
+            described = json.loads((folder / TOKENS).read_text())
+            ids = torch.tensor(described["ids"], dtype=torch.int64, device="cpu")
+            saved = Saved(folder, ids, int(described["asked"]), bool(described["crops"]), size_of(folder))
             left[saved] = (folder / TOKENS).stat().st_mtime
         except (OSError, ValueError, KeyError, TypeError):
             shutil.rmtree(folder, ignore_errors=True)

@@ -22,7 +22,7 @@ import torch
 PLAIN = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis))
 PRINTED = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
 NAMED = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
-# Code of torch and Python, whose versions are in the environment.
+# Code of torch and Python, whose versions are in the environment key.
 VERSIONED = ("<frozen ", str(Path(torch.__file__).parent), sysconfig.get_path("stdlib"))
 
 
@@ -47,7 +47,7 @@ def members_of(module: ModuleType) -> Iterator[tuple[str, Any]]:
     """A module's values and the attributes of its classes, with their names."""
     for name, value in list(vars(module).items()):
         if name.startswith("__") and not name.endswith("__"):
-            continue  # Dynamo adds these to the module whose function it has compiled
+            continue  # Dynamo adds these to the module of a function that it compiles
         yield name, value
         if inspect.isclass(value) and value.__module__ == module.__name__:
             yield from ((f"{name}.{member}", attribute) for member, attribute in list(vars(value).items()))

@@ -1,6 +1,6 @@
-"""Load a stored trace where Dynamo would trace a frame for this backend, and store the traces that Dynamo makes.
+"""Loads a stored trace when Dynamo would trace a frame for this backend, and stores the traces of Dynamo.
 
-A stored trace becomes one of Dynamo's entries: Dynamo checks its guards and the backend's options in every call.
+A stored trace becomes an entry of Dynamo, which checks its guards and the backend's options in every call.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _loaded: dict[Path, LoadedTrace] = {}
 
 
 def route_traces() -> None:
-    """Extend `ConvertFrameAssert.__call__` and `DynamoOutput.build_guards`, once for the process."""
+    """Wrap `ConvertFrameAssert.__call__` and `DynamoOutput.build_guards`, once in the process."""
     convert = convert_frame.ConvertFrameAssert.__call__
     build_guards = convert_frame.DynamoOutput.build_guards
     # A torch without one of these names raises here, before anything is patched.
@@ -72,17 +72,17 @@ def route_traces() -> None:
 
 
 def or_none(function: Callable[..., Any], *given: Any) -> Any:
-    """The function's result; None where it raises: arguments, pickle and the folder can raise any error, and a
-    frame can always be traced."""
+    """The function's result; None if it raises. Arguments, pickle and the folder can raise any error, and a frame can
+    always be traced."""
     try:
         return function(*given)
     except Exception as error:
-        log.info("neither stored nor loaded: %r", error, exc_info=not isinstance(error, NotKeepable))
+        log.info("a trace is not stored or loaded: %r", error, exc_info=not isinstance(error, NotKeepable))
         return None
 
 
 def call_of(converter: Any, frame: Any) -> Path | None:
-    """The folder of a frame's call; None where its traces are neither loaded nor stored."""
+    """The folder of a frame's call; None if its traces are neither loaded nor stored."""
     root, compiler, model = trace_folder.folder(), own_compiler(converter), frame.f_locals.get("self")
     if root is None or compiler is None or frame.f_code in convert_frame.output_codes:
         return None
@@ -118,7 +118,7 @@ def recall(call: Path, frame: Any, frame_state: Any) -> GuardedCode | None:
                 code, manager, _loaded[folder] = installed(trace, folder, frame)
             return GuardedCode(code, manager, compile_id, f"Torch-Compiled Region: {compile_id}")
         except Unlike as reason:
-            log.info("not loaded: %s", reason)
+            log.info("a stored trace is not loaded: %s", reason)
     return None
 
 

@@ -1,4 +1,4 @@
-"""One trace as data, its rewritten graphs as data, and its installation as an entry of Dynamo in another process."""
+"""One trace and its rewritten graphs as data, and their installation as an entry of Dynamo in another process."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class StoredFacts:
 
 
 class StoredRewrites:
-    """A graph's rewritten graphs, each loaded when it is needed; replaces `compile/rewrites.py: Rewrites`."""
+    """A graph's rewritten graphs, each loaded when needed; replaces `compile/rewrites.py: Rewrites`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.name = folder, folder.name
@@ -88,7 +88,7 @@ def variant_name(variant: Variant) -> str:
 
 
 def keep_rewritten(folder: Path, made: Rewritten) -> bool:
-    """Store a rewritten graph; NotKeepable where it cannot be data, or assumes sizes that its calls must check."""
+    """Store a rewritten graph; NotKeepable if it cannot be serialised, or assumes sizes that its calls must check."""
     if made.assumes:
         raise NotKeepable("a graph that is valid for some sizes only")
     facts = dataclasses.replace(made, run=None, graph_module=None, trace=None, held_outputs=dict(made.held_outputs))  # type: ignore[arg-type]
@@ -118,7 +118,7 @@ class StoredTrace(NamedTuple):
 
 
 def stored_trace_of(code: CodeType, dynamo_output: Any) -> tuple[StoredTrace, CompiledGraph]:
-    """A finished trace of Dynamo as data, and its graph; NotKeepable, with the reason, where it cannot be data."""
+    """A finished trace of Dynamo as data, and its graph; NotKeepable, with the reason, if it cannot be serialised."""
     output_graph = dynamo_output.tracer_output.output_graph
     bytecode: CodeType = dynamo_output.bytecode
     names = set(bytecode.co_names)
@@ -164,7 +164,7 @@ def classes_of(local_scope: Mapping[str, Any]) -> set[type]:
 
 @trace_folder.no_collecting()
 def installed(trace: StoredTrace, folder: Path, frame: Any) -> tuple[CodeType, Any, LoadedTrace]:
-    """Code that replaces a frame's, and its guard manager; Unlike where the trace does not fit the call."""
+    """Code that replaces a frame's code, and its guard manager; Unlike if the trace does not fit the call."""
     code, global_scope = frame.f_code, frame.f_globals
     for name, was in trace.modules.items():
         if module_hash(importlib.import_module(name)) != was:

@@ -372,7 +372,7 @@ def test_a_transformers_without_what_is_needed_is_refused(
 ) -> None:
     monkeypatch.delattr(GenerationMixin, "_assisted_decoding")
     twin = compile_copy(llama, verify=3)
-    with pytest.raises(sc.SpecacheError, match=r"there is no GenerationMixin\._assisted_decoding"):
+    with pytest.raises(sc.SpecacheError, match=r"require GenerationMixin\._assisted_decoding"):
         twin(prompt(10))
 
 

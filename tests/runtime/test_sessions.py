@@ -427,7 +427,7 @@ class TestHeldTensors:
     )
     def test_any_read_is_an_error_that_says_who_holds_the_data(self, read: Any) -> None:
         _, cache = self.cache()
-        with pytest.raises(sc.HeldTensorError, match=r"specache backend holds .*materialize") as raised:
+        with pytest.raises(sc.HeldTensorError, match=r"specache backend keeps .*materialize") as raised:
             read(cache.layers[0].keys)
         assert "recompile" not in str(raised.value)
 

@@ -42,7 +42,7 @@ def hold(kept: Conversations, ids: torch.Tensor) -> Conversation:
     """Have a conversation of these tokens kept, as if a request had been all of them."""
     cache = DynamicCache(config=kept.model.config)
     kept.model(ids[None], **with_cache(cache), use_cache=True)
-    conversation = Conversation(ids, cache, asked=len(ids))
+    conversation = Conversation(ids, cache, request_length=len(ids))
     kept.put(conversation)
     kept.trim()
     return conversation
@@ -110,7 +110,7 @@ def test_many_short_questions_keep_as_many_sessions_as_there_is_room_for(llama: 
         assert len(conversation.ids) == (60 if question else 0)
         with torch.no_grad():
             llama(ids[None, len(conversation.ids) :], **with_cache(conversation.cache), use_cache=True)
-        conversation.ids, conversation.asked = ids, 61
+        conversation.ids, conversation.request_length = ids, 61
         kept.put(conversation)
         kept.trim()
     assert [int(conversation.ids[60]) for conversation in kept.in_memory] == [8, 9, 10, 11]

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.one_process
 @pytest.mark.parametrize("flag", ["--session-host-gib", "--session-device-gib", "--session-disk-gib"])
 def test_less_than_no_memory_is_refused(capsys: pytest.CaptureFixture[str], flag: str) -> None:
     assert main(["serve", str(Path(__file__).parent), "--port", "0", flag, "-1"]) == 2
-    assert f"{flag} -1.0: give a number" in capsys.readouterr().err
+    assert f"{flag} -1.0: accepted is" in capsys.readouterr().err
 
 
 def refused(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
@@ -45,7 +45,7 @@ def test_so_is_one_of_a_server_that_still_loads_its_model(capsys: pytest.Capture
 
 
 def test_a_key_that_no_header_can_have_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "--api-key: give printable ASCII" in refused(capsys, "--api-key", "né")
+    assert "--api-key: accepted are printable ASCII" in refused(capsys, "--api-key", "né")
 
 
 @pytest.mark.parametrize("flags", [[], ["--quiet"]])
@@ -67,7 +67,7 @@ def test_a_quiet_server_prints_no_line_for_a_request(
 def test_who_asks_without_the_servers_key_is_refused(tmp_path: Path) -> None:
     with serving(write_checkpoint(tmp_path), "--api-key", "none") as served:  # what the tests' client bears
         assert posted(served, "v1/completions", {"prompt": "a"}) == (
-            401, "this server wants its --api-key: Authorization: Bearer KEY",
+            401, "this server requires its API key. Send Authorization: Bearer KEY",
         )  # fmt: skip
         assert served.client.models.list().data[0].id == served.name
         assert figures(served)
@@ -137,6 +137,6 @@ def test_a_stream_that_outlasts_the_server_is_told_so_and_its_session_is_saved(
     client.join()
     last = json.loads(lines[-2].removeprefix("data: "))["error"]
     assert (last["code"], last["type"]) == (503, "server_error")
-    assert "the server is being stopped" in last["message"]
+    assert "the server is stopping" in last["message"]
     assert "Traceback" not in capfd.readouterr().err
     assert len(list((tmp_path / "sessions").glob("session-*"))) == 1
