@@ -110,10 +110,10 @@ def missing_for_drafts() -> str | None:
     from transformers.generation import CandidateGenerator
 
     here = f"in transformers {transformers.__version__}"
-    for name, wanted in GENERATION.items():
+    for name, required in GENERATION.items():
         method = getattr(GenerationMixin, name, None)
-        if method is None or not set(wanted) <= set(inspect.signature(method).parameters):
-            return f"GenerationMixin.{name}({', '.join(wanted)}) {here}"
+        if method is None or not set(required) <= set(inspect.signature(method).parameters):
+            return f"GenerationMixin.{name}({', '.join(required)}) {here}"
     if CACHE is None:
         return f"cache argument of GenerationMixin.prepare_inputs_for_generation {here}"
     return None if hasattr(CandidateGenerator, "requires_model_outputs") else f"requires_model_outputs {here}"

@@ -1,9 +1,8 @@
 """The key of what a model computes: cached tokens are valid only for a model with an equal key.
 
-Sampled values of weights and buffers show optimiser steps, weight syncs and writes through `.data` or numpy, and
-settings are plain attributes of modules (active adapters of PEFT, for example). Limit: a write through `.data` or numpy
-that changes no sampled value is not seen. After such writes, call `Batch.forget_prefixes()`; a sum over all values
-would take half a decode step or more for each request.
+Sampled values of weights show optimiser steps, weight syncs and writes through `.data` or numpy. Settings are plain
+attributes of modules (active adapters of PEFT, for example). A write through `.data` or numpy that changes no sampled
+value is not seen: call `Batch.forget_prefixes()` after it. A sum over all values would be too slow.
 """
 
 from __future__ import annotations

@@ -220,7 +220,7 @@ USAGE_ERRORS = {
     "demo --quik": "specache demo: unknown option --quik (did you mean --quick?)",
     "bench m --round 3": "specache bench: unknown option --round (did you mean --rounds?)",
     "eval m --tasks chess": "specache eval: argument --tasks: invalid choice: 'chess' (choose from ",
-    "generate smollm2 --prompt hi": "specache: no checkpoint 'smollm2' is known, nor is it a folder: did you mean "
+    "generate smollm2 --prompt hi": "specache: 'smollm2' is neither a known checkpoint nor a folder. Did you mean "
     "smollm2-135m?",
     "explain /no/such/model": "specache: no checkpoint at /no/such/model",
 }

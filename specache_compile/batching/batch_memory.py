@@ -173,9 +173,9 @@ class BatchMemory:
         assert self.pool is not None
         if self.pool.bound is None:
             return True
-        begun = request.cache if request.cache is not None else self.prefix_of(request)[1]
+        own = request.cache if request.cache is not None else self.prefix_of(request)[1]
         held, missing = set[int](), 0
-        for one, cache, row in [*running, (request, begun, 0)]:
+        for one, cache, row in [*running, (request, own, 0)]:
             tiers = self.tiers_of(cache)
             pages = [] if tiers is None else tiers.pages[row]
             held.update(pages)

@@ -316,15 +316,15 @@ def placed(session: Session, site: int, path: Path) -> LayerState:
     shape = session.layers[site]
     found, state = read(path), {}
     for field in fields_of(session.options, shape):
-        wanted = torch.Size(field.shape(session.options, shape, session.tiers.batch, session.tiers.capacity))
+        expected = torch.Size(field.shape(session.options, shape, session.tiers.batch, session.tiers.capacity))
         tensor = found.get(field.name)
-        if tensor is None or tensor.shape != wanted or tensor.dtype != field.dtype(session.options, shape):
-            raise unreadable_session(path, f"its tensor {field.name!r} does not have the shape {tuple(wanted)}")
+        if tensor is None or tensor.shape != expected or tensor.dtype != field.dtype(session.options, shape):
+            raise unreadable_session(path, f"its tensor {field.name!r} does not have the shape {tuple(expected)}")
         if field.on_host and shape.device.type == "cpu":
             state[field.name] = tensor
             continue
         room_here = session.tiers.room
-        new = state[field.name] = empty(field, tuple(wanted), tensor.dtype, shape, room_here)
+        new = state[field.name] = empty(field, tuple(expected), tensor.dtype, shape, room_here)
         backed_part(field, new, room_here).copy_(backed_part(field, tensor, room_here))
         if field.tier == MEASURE:
             new.zero_()

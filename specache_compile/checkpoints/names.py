@@ -1,4 +1,4 @@
-"""What a model's name refers to: a local folder, a hub name, a GGUF file, or a checkpoint with a short name."""
+"""Resolves a model's name: a local folder, a hub name, a GGUF file, or a checkpoint with a short name."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def tell_origin(model: str) -> None:
 
 
 def check_name(model: str) -> None:
-    """SpecacheError for a path that does not exist, and for a known name misspelt."""
+    """SpecacheError for a path that does not exist, and for a misspelt known name."""
     if model not in KNOWN:
         checked(model)
 

@@ -230,11 +230,11 @@ def misfit(options: MethodOptions, site: Site) -> str | None:
 def follows(mask: Node) -> bool:
     """Whether a mask depends on the tokens' contents, like an indexer's: it comes from a linear layer or, before a
     graph break, as a float mask. Boolean masks from there are padding."""
-    behind = [mask, *nodes_behind(mask)]
+    sources = [mask, *nodes_behind(mask)]
     of_one = isinstance(value_of(mask).shape[2], int)
     is_part = of_one and not any(node.target is F.embedding for node in mask.graph.nodes)
-    made_before = any(node.op == "placeholder" and is_float_mask(value_of(node)) for node in behind)
-    return (is_part and made_before) or any(node.target is F.linear for node in behind)
+    made_before = any(node.op == "placeholder" and is_float_mask(value_of(node)) for node in sources)
+    return (is_part and made_before) or any(node.target is F.linear for node in sources)
 
 
 def is_float_mask(value: Any) -> bool:

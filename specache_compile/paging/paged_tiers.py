@@ -155,7 +155,7 @@ class PagedTiers(Tiers):
             self.rounded = list(lengths)
 
     def select(self, rows: Tensor) -> None:
-        """Keep these rows. Rows that keep their slice are not touched; a row that moves comes from behind them, or all
+        """Keep these rows. Rows that keep their slice are not touched; a row that moves comes from after them, or all
         rows get new buffers."""
         kept = rows.tolist()
         before, self.rounded = [list(pages) for pages in self.pages], [self.rounded[row] for row in kept]

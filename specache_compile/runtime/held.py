@@ -43,7 +43,7 @@ Edit = Crop | SelectRows
 
 
 class Owner(Protocol):
-    """The owner of the pairs behind held tensors (`session.py`).
+    """The owner of the pairs of held tensors (`session.py`).
 
     version: counts the changes that make earlier views stale.
     moved: layers that another owner has taken over, with that owner and their numbers there.

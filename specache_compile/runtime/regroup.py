@@ -164,7 +164,7 @@ def tiers_from(places: Sequence[Place]) -> Tiers:
 
 def plain_already() -> SpecacheError:
     return SpecacheError(
-        "this cache has plain keys and values, which the specache backend does not hold. Call hold(cache, model) first"
+        "this cache has plain tensors already, which the specache backend does not hold. Call hold(cache, model) first"
     )
 
 

@@ -470,7 +470,7 @@ def evicted(method: str) -> SpecacheError:
 
 def evicted_half_way(method: str) -> SpecacheError:
     return SpecacheError(
-        f"a step of this cache failed or was interrupted after method {method!r} had begun to drop pairs for it, so "
+        f"a step of this cache failed or was interrupted after method {method!r} had started to drop pairs for it, so "
         "the cache is no longer valid. Generate again with a new cache, or call copy.deepcopy(cache) before a step "
         "that may fail."
     )

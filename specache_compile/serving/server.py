@@ -64,17 +64,17 @@ def application(
     name, began = served.name, int(time.time())
     its_name = {"id": name, "object": "model", "created": began, "owned_by": "specache"}
 
-    def is_here(asked: str | None) -> None:
-        if asked not in (None, name):
-            raise HTTPException(404, f"model {asked!r} does not exist: this server has {name!r}")
+    def is_here(requested: str | None) -> None:
+        if requested not in (None, name):
+            raise HTTPException(404, f"model {requested!r} does not exist: this server has {name!r}")
 
     async def replied(request: Request, body: Body, question: Question, kind: type[Reply]) -> Any:
         if body.ignored:
             log.info("ignored: %s", ", ".join(body.ignored))
         ticket, answers = request.state.ticket, body.n or 1
-        begun = [generation.begin(ticket, numbered(question, index)) for index in range(answers)]
-        ticket.answers.extend(begun)
-        reply = kind(name, begun)
+        begun_answers = [generation.begin(ticket, numbered(question, index)) for index in range(answers)]
+        ticket.answers.extend(begun_answers)
+        reply = kind(name, begun_answers)
         if body.stream:
             return reply.stream(body.stream_options.usage if body.stream_options else "none")
         return await while_waited_for(request, reply.whole())
@@ -93,9 +93,9 @@ def application(
     def models() -> dict[str, Any]:
         return {"object": "list", "data": [its_name]}
 
-    @app.get("/v1/models/{asked:path}")
-    def model(asked: str) -> dict[str, Any]:
-        is_here(asked)
+    @app.get("/v1/models/{requested:path}")
+    def model(requested: str) -> dict[str, Any]:
+        is_here(requested)
         return its_name
 
     @app.api_route("/health", methods=["GET", "HEAD"])

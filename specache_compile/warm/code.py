@@ -106,17 +106,17 @@ def modules_of(codes: Iterable[CodeType], classes: Iterable[type]) -> dict[str, 
 
     None where no module contains a code object.
     """
-    wanted = set(codes)
+    remaining = set(codes)
     files = {file: name for name, module in list(sys.modules.items()) if (file := getattr(module, "__file__", None))}
-    names = {name for code in wanted if (name := files.get(code.co_filename))}
+    names = {name for code in remaining if (name := files.get(code.co_filename))}
     names |= {base.__module__ for each in classes for base in each.__mro__}
-    wanted -= {code for name in names for code in codes_of(sys.modules[name])}
-    wanted = {code for code in wanted if not code.co_filename.startswith(VERSIONED)}
-    for name in sorted(sys.modules) if wanted else ():  # a dataclass generates methods, which have no file
-        if name.startswith("transformers.") and (here := codes_of(sys.modules[name])) & wanted:
+    remaining -= {code for name in names for code in codes_of(sys.modules[name])}
+    remaining = {code for code in remaining if not code.co_filename.startswith(VERSIONED)}
+    for name in sorted(sys.modules) if remaining else ():  # a dataclass generates methods, which have no file
+        if name.startswith("transformers.") and (here := codes_of(sys.modules[name])) & remaining:
             names.add(name)
-            wanted -= here
-    return None if wanted else {name: module_hash(sys.modules[name]) for name in sorted(names)}
+            remaining -= here
+    return None if remaining else {name: module_hash(sys.modules[name]) for name in sorted(names)}
 
 
 def codes_of(module: ModuleType) -> set[CodeType]:

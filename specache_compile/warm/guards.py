@@ -1,9 +1,8 @@
 """Dynamo's guards of one trace as data.
 
-torch serialises most guards: those on tensors, shapes, the cache's layers, the config's values, grad mode. Guards on
-object identity, and guards on globals, are stored with a description of the object (`code.py: described`). Another
-process compares the description with its own object and rebuilds the guard, so that Dynamo checks it in every call.
-A trace with a guard that has no description is not stored.
+torch serialises most guards. Guards on object identity and on globals are stored with a description of the object
+(`code.py: described`). Another process compares it with its own object and rebuilds the guard, so that Dynamo checks it
+in every call. A trace with a guard that has no description is not stored.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""The folder of stored traces. Each file is written whole or not at all.
+"""The folder of stored traces. Each file is written whole or not at all. Only trusted users may write: unpickling runs
+code.
 
-    traces/<environment>/<call>/<trace>/trace         what replaces one trace of Dynamo
+    traces/<environment>/<call>/<trace>/trace        replaces one trace of Dynamo
     traces/<environment>/<call>/<trace>/<variant>    one rewritten graph of the trace
-
-Compiled code depends on the environment. Calls of different folders need different graphs; Dynamo's guards check the
-rest. Unpickling a file runs code: only trusted users may write to the folder.
 """
 
 from __future__ import annotations
