@@ -1,4 +1,4 @@
-"""`Batch`: requests that join and leave say what each says alone, within the bytes they may have."""
+"""`Batch`: requests that start and end at any step generate what each generates alone, within the memory budget."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ ASKED: list[tuple[int, dict[str, Any]]] = [
 ]
 
 
-def test_how_likely_what_is_said_was_is_told_where_asked(model: Any) -> None:
+def test_requested_logprobs_are_those_of_the_generated_tokens(model: Any) -> None:
     """As the full cache finds it, where nothing is lost."""
     batch = sc.Batch(model)
     told, silent = (batch.add(prompt(20, seed=1), max_new_tokens=4, logprobs=n) for n in (3, None))
@@ -59,7 +59,7 @@ def test_how_likely_what_is_said_was_is_told_where_asked(model: Any) -> None:
         )
 
 
-def test_each_request_says_what_it_says_alone(model: Any) -> None:
+def test_each_request_generates_what_it_generates_alone(model: Any) -> None:
     """In the default setting, which is lossy: beside others that come, end and are removed at any time."""
     alone = []
     for length, asked in ASKED:
@@ -218,7 +218,7 @@ def test_caches_that_are_kept_and_beginnings_are_within_the_budget(model: Any) -
 
 
 def test_a_beginning_that_was_read_once_is_shared_page_by_page(model: Any) -> None:
-    """By who comes while it is there, and later; each says what it says alone, and nothing is left behind."""
+    """By requests that come while it is there, and later; each generates what it generates alone, and no page leaks."""
     begins, chunk = prompt(600, seed=9)[0], 128
     prompts = [torch.cat([begins[:520], prompt(length, seed=length)[0]]) for length in (30, 90, 10)]
     expected = []
@@ -262,7 +262,7 @@ def test_a_beginning_that_other_weights_have_read_is_not_gone_on_from() -> None:
     assert request.prefilled == 128, "it is read from its first token on"
 
 
-def test_of_requests_that_all_hold_what_the_others_need_one_reads_its_prompt_anew(model: Any) -> None:
+def test_if_waiting_requests_hold_all_pages_one_is_prefilled_again(model: Any) -> None:
     """Next turns of conversations that fill the memory, all at once: nobody is refused."""
     few = sc.Batch(model, chunk=128, rows=4)
     first = [few.add(prompt(300, seed=seed)[0], max_new_tokens=4, keep=True) for seed in (1, 2, 3)]
@@ -295,7 +295,7 @@ def test_who_came_first_begins_first_and_is_overtaken_eight_times_at_most() -> N
     assert begins(queue[1:], 512) is queue[1]
 
 
-def test_what_a_batch_cannot_do_is_refused_in_words(model: Any) -> None:
+def test_unsupported_requests_raise(model: Any) -> None:
     batch = sc.Batch(model)
     with pytest.raises(ValueError, match="max_new_tokens is missing"):
         batch.add(prompt(8))
@@ -317,7 +317,7 @@ def test_what_a_batch_cannot_do_is_refused_in_words(model: Any) -> None:
     ids=["pairs are dropped", "a layer is not held"],
 )
 def test_rows_that_do_not_join_say_their_tokens_all_the_same(options: dict[str, Any]) -> None:
-    """Each has tiers of its own, and no place in pages."""
+    """Each has contiguous tiers, and no pages."""
     alone = tiny_llama()
     alone.compile(backend="specache", options=options)
     batch = sc.Batch(alone)
@@ -329,7 +329,7 @@ def test_rows_that_do_not_join_say_their_tokens_all_the_same(options: dict[str, 
         assert request.generated == greedy(alone, prompt(length, seed=length), 5)[0, length:].tolist()
 
 
-def test_a_step_that_fails_behind_some_rows_loses_none_of_what_they_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_fails_after_some_rows_loses_none_of_their_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     dropping = tiny_llama()
     dropping.compile(backend="specache", options={"method": "snapkv", "budget": 48, "window": 16, "lowering": "eager"})
     batch = sc.Batch(dropping)

@@ -1,4 +1,5 @@
-"""Rows that draft (options verify and lookup) say what each says one token a step, whoever is beside them."""
+"""Rows that draft (options verify and lookup) generate what each generates one token a step, whatever rows are beside
+them."""
 
 from __future__ import annotations
 
@@ -86,7 +87,7 @@ def test_rows_that_come_and_go_say_the_uncompiled_models_tokens(options: dict[st
 @pytest.mark.quick_for
 @pytest.mark.parametrize("setting", [{"setting": "paper", "bits": 1}, {}], ids=["1 bit", "default"])
 def test_rows_look_up_what_each_looks_up_alone_in_a_lossy_setting(setting: dict[str, Any]) -> None:
-    """What a row is filled up with beside longer drafts has no say in which pairs it fetches."""
+    """The padding of shorter drafts does not change which pairs a row fetches."""
     options = {"lowering": "eager", "group_size": 32, "residual_length": 32, "top_k": 4, "lookup": True, **setting}
     plain = tiny_llama(1, initializer_range=0.1)
     model, lengths, made = compiled_with(plain, options), (200, 160, 230), []
@@ -110,8 +111,8 @@ def rest(asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_a_seed_draws_what_it_draws_without_drafts(plain: LlamaForCausalLM, verifying: Any) -> None:
-    """Drawn with the same random numbers, a draft is right about as often as a greedy one; each token is told with its
-    likelihood by the exact pass."""
+    """With the same random numbers, a sampled draft is accepted about as often as a greedy one; log-probabilities come
+    from the exact pass."""
     asked = {"max_new_tokens": 20, "do_sample": True, "temperature": 0.8, "top_k": 20, "logprobs": 1}
     made = []
     for model in (compiled_with(plain, {"method": "offload", "lowering": "eager"}), verifying):
@@ -165,7 +166,7 @@ def test_a_processor_that_fails_within_a_draft_ends_its_request_where_it_would_w
 
 @pytest.mark.slow
 def test_a_processor_that_fails_beside_rows_that_cannot_draft_ends_its_request_alone() -> None:
-    """A recurrence takes nothing back; the row that failed leaves with the token that it never said."""
+    """A recurrence drops no tokens; the failed row leaves with a cached token that it never generated."""
     hybrid = next(family for family in FAMILIES if family.name == "qwen3_5_text").model()
     batch = sc.Batch(compiled_with(hybrid, VERIFY), chunk=CHUNK)
     failing = LogitsProcessorList([Failing(40 + 3)])

@@ -65,7 +65,9 @@ def until(batch: sc.Batch, came: Callable[[], bool]) -> None:
     pytest.fail("it never came")
 
 
-def test_a_request_that_gave_way_says_what_it_says_alone(model: Any, alone: list[Request], tmp_path: Path) -> None:
+def test_a_preempted_request_generates_what_it_generates_alone(
+    model: Any, alone: list[Request], tmp_path: Path
+) -> None:
     """In the default setting, which is lossy: its tiers and its choice come back bit for bit. More run at once than
     where each is promised its last page, and nothing is left in the folder or in pages."""
     most, gave_way = {}, set()
@@ -112,8 +114,11 @@ def test_the_last_to_begin_gives_way_and_may_leave_meanwhile(
 
 
 @pytest.mark.slow
-def test_what_nobody_needs_gives_way_before_who_runs(model: Any, alone: list[Request], tmp_path: Path) -> None:
-    """A beginning that is kept; and a next turn that waits with its cache, which says what it says alone later."""
+def test_unused_pages_are_freed_before_a_running_request_is_preempted(
+    model: Any, alone: list[Request], tmp_path: Path
+) -> None:
+    """Unused are a cached prefix, and a further turn that waits with its cache and later generates what it generates
+    alone."""
     batch, roomy = small(model, 4, tmp_path), sc.Batch(model, chunk=CHUNK)
     length, more = ASKED[0][0], {"max_new_tokens": 300}
     turns, others = [], []
@@ -145,7 +150,7 @@ def test_who_would_never_fit_ends_alone(model: Any, alone: list[Request], tmp_pa
     assert "needs 21 pages" in str(large.error)
 
 
-def test_who_cannot_be_put_aside_ends_alone(
+def test_a_request_that_cannot_be_swapped_out_ends_alone(
     model: Any, alone: list[Request], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The folder is full: the others go on."""

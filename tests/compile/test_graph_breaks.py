@@ -1,5 +1,5 @@
-"""A graph break in one phase and not in another: the parts of a cache are joined, or parted, where a graph wants them
-so, and tokens stay the uncompiled model's."""
+"""A graph break in one phase but not in another: the parts of a cache are joined or split, and tokens stay those of the
+uncompiled model."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def close(got: Any, expected: Any) -> None:
 
 @pytest.mark.quick_for("in the prompt")
 @pytest.mark.parametrize("where", BREAKS)
-def test_a_generation_is_compressed_and_says_the_same(llama: LlamaForCausalLM, where: str) -> None:
+def test_a_generation_is_compressed_and_has_the_same_tokens(llama: LlamaForCausalLM, where: str) -> None:
     twin = broken(llama, where)
     tokens = greedy(twin, prompt(60), 8, return_dict_in_generate=True)
     assert torch.equal(tokens.sequences, greedy(llama, prompt(60), 8))

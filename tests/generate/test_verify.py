@@ -50,7 +50,7 @@ def verifying(llama: LlamaForCausalLM, **options: Any) -> LlamaForCausalLM:
 
 
 def said(told: Any) -> int:
-    """Tokens that verifications said."""
+    """Tokens that verifications generated."""
     return round(told.verifications * told.tokens_per_verification)
 
 
@@ -112,7 +112,7 @@ def test_kcache_drafts_too(llama: LlamaForCausalLM) -> None:
 def test_a_layer_that_slides_gets_back_what_a_draft_pushed_out_of_its_window(
     length: int, settings: dict[str, int]
 ) -> None:
-    """With torch's own settings: of fakes that it remembers it asks more, where a form is made late."""
+    """With torch's own settings: its cache of fake tensors has further requirements of late compilations."""
     family = next(family for family in FAMILIES if family.name == "gemma2")
     family = replace(family, settings={**family.settings, **settings})
     plain, model = family.model(), family.model()
@@ -183,7 +183,7 @@ def test_it_stops_where_the_uncompiled_model_does(llama: LlamaForCausalLM) -> No
 # What is not drafted is exact
 
 
-def test_what_is_not_drafted_is_exact_and_says_why(llama: LlamaForCausalLM) -> None:
+def test_a_generation_without_drafts_is_exact_and_warns(llama: LlamaForCausalLM) -> None:
     def sampled(model: Any) -> Tensor:
         torch.manual_seed(5)
         criteria = StoppingCriteriaList([Stops(5)])
@@ -199,7 +199,7 @@ def test_what_is_not_drafted_is_exact_and_says_why(llama: LlamaForCausalLM) -> N
 
 
 @pytest.mark.parametrize("asked", [{"verify": 6}, {"lookup": True}], ids=str)
-def test_a_beam_search_is_not_drafted_and_says_why(llama: LlamaForCausalLM, asked: dict[str, Any]) -> None:
+def test_a_beam_search_is_not_drafted_and_warns(llama: LlamaForCausalLM, asked: dict[str, Any]) -> None:
     def beams(model: Any) -> Tensor:
         return greedy(model, prompt(50), 6, num_beams=2)
 
@@ -223,8 +223,8 @@ def test_a_cache_still_in_16_bits_is_not_drafted_for(llama: LlamaForCausalLM) ->
 
 @torch.no_grad()
 def test_what_was_drafted_and_what_was_rejected_leave_no_bit_behind(llama: LlamaForCausalLM) -> None:
-    """Rounds of any length at any place of a group, the longest beyond the window; then the tokens accepted are those
-    of exact passes on a cache that never saw a draft."""
+    """Rounds of any length at any place of a group, the longest longer than the window. The accepted tokens are those
+    of exact passes on a cache without drafts."""
     twin = verifying(llama, setting="best", bits=1.5)
     ids = prompt(400, seed=7)
     ours, never = (cache_of(twin(ids[:, :90], use_cache=True)) for _ in range(2))

@@ -1,7 +1,7 @@
-"""A corrected choice: what lane 0 attends to is what its own low-bit logits ask for, whatever was fetched ahead.
+"""Corrected selection: lane 0 attends to what its own low-bit logits select, whatever was prefetched.
 
-The reference is an attention function for the uncompiled model that has the whole cache and takes the method from its
-formulas, in float64: it knows no slots, no guess and no session.
+The reference is an attention function for the uncompiled model. It has the whole cache, and computes the method from
+its formulas in float64, without slots, speculative token or session.
 """
 
 from __future__ import annotations
@@ -48,8 +48,11 @@ def hadamard(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Codes:
-    """How the low-bit tier stores pairs: bits of keys and of values; rotated or not; at 2 bits the middles of equal
-    parts or the ends of a range; values in the trellis, and keys; scales and zero points of 8 bits."""
+    """How the low-bit tier stores pairs.
+
+    It has bits of keys and of values; rotation; at 2 bits the middles of equal parts or the ends of a range; the
+    trellis for values and keys; 8-bit scales and zero points.
+    """
 
     key_bits: int = 2
     value_bits: int = 1
@@ -61,8 +64,11 @@ class Codes:
 
 
 def quantised(groups: Tensor, bits: int, dim: int, counted: Tensor, codes: Codes) -> Tensor:
-    """Each group along `dim` at 2**bits levels: the middles of equal parts of the range of what is counted, as at 1 bit
-    (section 3.4), or between its ends and these."""
+    """Each group along `dim` at 2**bits levels.
+
+    The levels are the middles of equal parts of the range of the counted tokens, as at 1 bit (section 3.4), or reach
+    from its minimum to its maximum.
+    """
     low = groups.masked_fill(~counted, math.inf).amin(dim, keepdim=True)
     high = groups.masked_fill(~counted, -math.inf).amax(dim, keepdim=True)
     scale, zero = (high - low) / (2**bits - 1), low
@@ -98,8 +104,8 @@ def stepped(keys: Tensor, tokens: int, base: float) -> Tensor:
 
 
 def simulated(codes: Codes, lanes: int = 1, sinks: int = 0) -> Any:
-    """An attention of transformers: exact but for one token's, or so many tokens', whose far pairs are of low bits; of
-    those k are exact, which the tokens give most together, and the first `sinks`."""
+    """An attention of transformers that is exact except for the last tokens, whose far pairs have low bits. Of those, k
+    pairs with the highest sum of scores and the first `sinks` are exact."""
     turn = hadamard if codes.rotate else lambda x: x
 
     def attend(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, scaling: float, **rest: Any) -> Any:

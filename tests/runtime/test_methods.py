@@ -55,7 +55,7 @@ every_kind = pytest.mark.parametrize("method", KINDS)
 
 
 def under(model: LlamaForCausalLM, method: str, **options: Any) -> LlamaForCausalLM:
-    """The model compiled in place with a method; op by op unless it is said otherwise."""
+    """The model compiled in place with a method, op by op unless the options set another lowering."""
     return compiled_with(model, {"lowering": "eager", "method": method, **options})
 
 

@@ -49,7 +49,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_ranks_say_what_one_process_says_and_each_holds_its_part(told: list[dict[str, Any]]) -> None:
+def test_ranks_generate_what_one_process_generates_and_each_holds_its_part(told: list[dict[str, Any]]) -> None:
     for rank in told:
         (case,) = rank["cases"]
         assert case["tokens"] == told[0]["cases"][0]["expected"]

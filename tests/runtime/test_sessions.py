@@ -425,7 +425,7 @@ class TestHeldTensors:
             lambda t: t.copy_(torch.zeros_like(t)),
         ],
     )
-    def test_any_read_is_an_error_that_says_who_holds_the_data(self, read: Any) -> None:
+    def test_any_read_raises_and_names_materialize(self, read: Any) -> None:
         _, cache = self.cache()
         with pytest.raises(sc.HeldTensorError, match=r"specache backend keeps .*materialize") as raised:
             read(cache.layers[0].keys)

@@ -1,7 +1,7 @@
 """The first tokens in 16 bits (option `sink_tokens`), from the options to a cache that is edited.
 
-With 64 of them, R = 32 and g = 32, every one of the first 128 tokens is a sink or in the window: nothing is rounded, so
-that at 1 bit the tokens are the uncompiled model's, and would not be if one pair were another's.
+With 64 sinks, R = 32 and g = 32, each of the first 128 tokens is a sink or in the window, so nothing is rounded. At 1
+bit the tokens are then those of the uncompiled model, unless a pair is in a wrong place.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ def test_three_threads_generate_with_three_models(plain: LlamaForCausalLM, form:
 
 
 @pytest.mark.slow
-def test_a_thread_generates_as_its_own_compiled_module_asks(plain: LlamaForCausalLM) -> None:
+def test_a_thread_generates_with_the_options_of_its_compiled_module(plain: LlamaForCausalLM) -> None:
     """One wrapped model, compiled twice, and not at all."""
     twin = copy.deepcopy(plain)
     models = [torch.compile(twin, backend="specache", options={**LOSSLESS, "bits": bits}) for bits in (1, 2)]

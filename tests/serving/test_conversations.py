@@ -66,7 +66,9 @@ def test_the_longest_beginning_is_taken_and_gone_on_from(compiled: LlamaForCausa
     torch.testing.assert_close(next_logits(compiled, ids, taken), next_logits(llama, ids), rtol=1e-4, atol=1e-4)
 
 
-def test_a_last_turn_anew_is_cut_to_all_but_its_last_token(compiled: LlamaForCausalLM, llama: LlamaForCausalLM) -> None:
+def test_a_repeated_last_turn_is_cut_to_all_but_its_last_token(
+    compiled: LlamaForCausalLM, llama: LlamaForCausalLM
+) -> None:
     kept, ids = keeping(compiled), prompt(90)[0]
     hold(kept, ids)
     taken = kept.take(ids)
@@ -91,7 +93,7 @@ def test_who_begins_alike_has_a_copy_where_half_of_it_is_of_use(
 
 
 def test_another_question_behind_one_system_prompt_leaves_the_session_where_it_is(compiled: LlamaForCausalLM) -> None:
-    """However short it is; the same question anew, or a turn that leaves an empty thought out, takes it."""
+    """However short it is. The same question again, or a turn that leaves an empty thought out, takes it."""
     kept, ids, other = keeping(compiled), prompt(100)[0], prompt(30, seed=7)[0]
     other[:] = (ids[70:100] + 1) % 128
     first = hold(kept, ids)
@@ -117,7 +119,7 @@ def test_many_short_questions_keep_as_many_sessions_as_there_is_room_for(llama: 
 
 
 def test_what_cannot_be_cut_is_gone_on_from_whole_or_not_at_all(llama: LlamaForCausalLM) -> None:
-    """Under eviction the pairs of tokens that are still wanted may be gone."""
+    """Under eviction, pairs of tokens that are still needed may be gone."""
     kept, ids = keeping(compiled_with(llama, EVICTING)), prompt(90)[0]
     whole = hold(kept, ids[:80])
     assert len(kept.take(ids[:75]).ids) == 0
@@ -177,7 +179,7 @@ def test_a_folder_has_a_bound_and_outlives_its_server(compiled: LlamaForCausalLM
 
 
 @pytest.mark.parametrize("way", ["cut short", "no tokens", "other options", "other version"])
-def test_what_cannot_be_read_from_a_folder_is_read_anew(
+def test_an_unreadable_session_is_prefilled_again(
     compiled: LlamaForCausalLM, llama: LlamaForCausalLM, tmp_path: Path, way: str, logged: list[str]
 ) -> None:
     kept, ids = keeping(compiled, folder=tmp_path), prompt(60)[0]

@@ -1,4 +1,4 @@
-"""`specache serve`, asked by OpenAI's client as anyone has it; answers are the uncompiled model's."""
+"""`specache serve` with OpenAI's own client; answers are the uncompiled model's."""
 
 from __future__ import annotations
 
@@ -295,7 +295,7 @@ def test_a_checkpoints_own_code_is_not_loaded(
     assert not (tmp_path / "ran").exists()
 
 
-def test_an_answer_that_fails_says_why_and_the_next_one_does_not(checkpoint: Path, tmp_path: Path) -> None:
+def test_an_answer_that_fails_has_an_error_and_the_next_one_has_none(checkpoint: Path, tmp_path: Path) -> None:
     """In a stream too, which has begun by then. A conversation that was to go on too long is there
     as it was."""
     with serving(checkpoint, "--host-memory", "650000", "--overcommit", str(tmp_path)) as served:

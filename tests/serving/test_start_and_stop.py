@@ -28,12 +28,12 @@ def test_less_than_no_memory_is_refused(capsys: pytest.CaptureFixture[str], flag
 
 
 def refused(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
-    """Why a server with these flags does not start; it would say that there is no such model once it came so far."""
+    """The error of a server with these flags; without one, it would report that the model does not exist."""
     assert main(["serve", str(Path(__file__).parent), "--port", "0", *flags]) == 2
     return capsys.readouterr().err
 
 
-def test_a_port_that_is_taken_is_told_before_the_model_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_used_port_is_reported_before_the_model_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         told = refused(capsys, "--port", str(taken.getsockname()[1]))
     assert "cannot listen at --host 127.0.0.1" in told
@@ -64,7 +64,7 @@ def test_a_quiet_server_prints_no_line_for_a_request(
     assert ("POST /v1/completions 200" in capsys.readouterr().err) == (not flags)
 
 
-def test_who_asks_without_the_servers_key_is_refused(tmp_path: Path) -> None:
+def test_requests_without_the_api_key_are_rejected(tmp_path: Path) -> None:
     with serving(write_checkpoint(tmp_path), "--api-key", "none") as served:  # what the tests' client bears
         assert posted(served, "v1/completions", {"prompt": "a"}) == (
             401, "this server requires its API key. Send Authorization: Bearer KEY",
@@ -84,7 +84,7 @@ def test_a_port_is_free_again_as_soon_as_its_server_has_stopped(tmp_path: Path) 
                     pass
 
 
-def test_a_folder_that_is_none_is_told_before_the_model_is_loaded(
+def test_a_bad_folder_is_reported_before_the_model_is_loaded(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_text("")
@@ -117,7 +117,7 @@ def test_a_folder_is_free_again_where_the_model_cannot_be_loaded(
     SessionFolder(tmp_path, 0).close()
 
 
-def test_a_stream_that_outlasts_the_server_is_told_so_and_its_session_is_saved(
+def test_a_stream_that_outlasts_the_server_gets_an_error_and_its_session_is_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(server, "STOPPING", 0.1)

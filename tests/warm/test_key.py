@@ -1,4 +1,4 @@
-"""By what a kept trace is known: each part tells something apart that nothing else does."""
+"""The key of a stored trace: each part distinguishes something that no other part does."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ ENVIRONMENT: dict[str, Callable[[], AbstractContextManager[object]]] = {
 
 @pytest.mark.parametrize("name", ENVIRONMENT)
 def test_each_part_of_the_environment_counts(name: str) -> None:
-    """It alone tells the change: without the part, the environment would be the same."""
+    """Without the part, the environment's hash would not change."""
     components = trace_folder.components
     before, without = trace_folder.environment(), environment_without(name, components)
     assert trace_folder.environment() == before
@@ -109,13 +109,13 @@ def same_hash(module: Any) -> Any:
 
 
 def own_builtin() -> AbstractContextManager[None]:
-    """Another under a builtin's name, of which no module's source or functions tell."""
+    """Another function under a builtin's name, which no module's source or functions show."""
     return attribute(builtins, "all", functools.partial(builtins.all))
 
 
 @contextlib.contextmanager
 def own_mapping() -> Iterator[None]:
-    """A mapping of the instance's own, which hides that of its class: no value says so."""
+    """A mapping of the instance that hides its class's mapping; no value shows it."""
     functions = modeling_llama.ALL_ATTENTION_FUNCTIONS
     vars(functions)["_global_mapping"] = dict(functions._global_mapping)
     try:
@@ -169,7 +169,7 @@ def test_each_part_of_a_call_counts(traces: Traces, folder: Path, monkeypatch: P
 
 
 def traced(model: Any, traces: Traces, how: dict[str, Any]) -> int:
-    """Traces of a process that runs a model, whatever it says."""
+    """Traces of a process that runs a model, whatever it prints."""
     traces.next_process()
     logits(torch.compile(model, backend="specache", **how), PREFILL)
     return int(traces.count)
