@@ -233,7 +233,7 @@ def test_a_beginning_that_was_read_once_is_shared_page_by_page(model: Any) -> No
         batch.step()
     requests.append(batch.add(prompts[1], max_new_tokens=6))
     batch.step()
-    assert requests[1].read == 512 + 98  # the last tokens alone have been read
+    assert requests[1].prefilled == 512 + 98  # the last tokens alone have been read
     pool = batch.memory.pool
     assert pool is not None
     assert pool.held == 2 + 1 + 1  # of three pages each, two are shared

@@ -101,7 +101,7 @@ def test_the_last_to_begin_gives_way_and_may_leave_meanwhile(
 ) -> None:
     batch = small(model, 5, tmp_path)
     requests = [batch.add(prompt(length, seed=length), **asked) for length, asked in ASKED[:3]]
-    until(batch, lambda: requests[2].aside is not None)
+    until(batch, lambda: requests[2].swapped is not None)
     assert [request.stage for request in requests] == [Stage.DECODE, Stage.DECODE, Stage.WAITING]
     said = len(requests[2].generated)
     assert 0 < said < 30

@@ -567,7 +567,7 @@ def test_the_cursor_is_written_without_copies_from_the_host(compiled: LlamaForCa
     """On CUDA a copy of one number from host memory stops the host, in every step; a fill does not."""
     session = session_of(cache_of(step(compiled, prompt(100))))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        Step(session, 1).point()
+        Step(session, 1).write_cursor()
     names = {event.name for event in profile.events()}
     assert "aten::fill_" in names
     assert "aten::copy_" not in names
