@@ -132,7 +132,7 @@ class BatchMemory:
         return tiers if isinstance(tiers, PagedTiers) and tiers.pool is self.pool else None
 
     def fits(self, request: Request, running: Sequence[Running]) -> bool:
-        """Whether a request fits used the running ones; cached prefixes are dropped if needed."""
+        """Whether a request fits beside the running ones; cached prefixes are dropped if needed."""
         if not self.layers:
             return not running
         if self.pool is None:
@@ -192,7 +192,7 @@ class BatchMemory:
         return tiers.pages_needed(row, request.cached, until)
 
     def check_alone(self, request: Request) -> None:
-        """SpecacheError if the budget could not hold a request unpaged_bytes."""
+        """SpecacheError if the budget could not hold a request alone."""
         if not self.layers:
             return
         limits = (
@@ -232,7 +232,7 @@ def options_of(session: Session) -> MethodOptions:
 
 
 def most_prefixes(rows: int) -> int:
-    """Most prefixes that are cached used so many rows."""
+    """Most prefixes that are cached beside so many rows."""
     return min(rows, MOST_PREFIXES)
 
 
@@ -266,7 +266,7 @@ def too_large(request: Request, needs: str, limits: str) -> SpecacheError:
 
 
 def bound(options: MethodOptions, layers: Sequence[LayerShape], budget: Bytes, fixed: Bytes) -> int | None:
-    """Pages that fit into a budget used the bytes `fixed`, and into the option host_memory; None: unbounded. On a CPU
+    """Pages that fit into a budget after the bytes `fixed`, and into the option host_memory; None: unbounded. On a CPU
     a budget without device bytes covers all tiers."""
     page = bytes_of(page_bytes(options, layers))
     if layers[0].device.type == "cpu" and budget.device is None:

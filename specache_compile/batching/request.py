@@ -50,7 +50,7 @@ class Request:
     config: Hugging Face's generation settings, with the model's defaults filled in.
     processors: applied to its logits before sampling.
     ends: stop tokens.
-    generator: its random rng_states; None if it is greedy.
+    generator: its random numbers; None if it is greedy.
     cache: of its row alone, before it joins the batch, and at the end if `keep` is set.
     prefilled: tokens of the text (prompt and resumed tokens) that were prefilled.
     generated: token ids so far; a stop token is the last.
@@ -71,7 +71,7 @@ class Request:
     alone: it never joins other rows.
     crosses: its RoPE switches while it generates, and its cache stays as it is (`batch_rope.py`).
     failures: stages and cached lengths at which a call has failed and not yet succeeded.
-    rng_states: state of the random rng_states by the number of the token, so that a draw can be repeated.
+    rng_states: state of the random numbers by the number of the token, so that a draw can be repeated.
     """
 
     prompt: Tensor

@@ -158,7 +158,7 @@ def note_round(
     """Count a round. before, after: tokens cached of each row. seconds: None if the round compiled."""
     length = session.draft_length
     for draft, had, now in zip(drafts, before, after, strict=True):
-        if now == had:  # a failed row now generated nothing
+        if now == had:  # a failed row has generated nothing
             continue
         accepted, held = now - had - 1, session.tiers.host_bytes(had) // session.tiers.batch
         session.statistics.verified.note(len(draft), accepted, held, streamed=0 if session.options.lookup else held)

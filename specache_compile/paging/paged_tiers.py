@@ -108,7 +108,7 @@ class PagedTiers(Tiers):
         ]
         if not shared and max(taken) <= 0:
             return False
-        before = self.page_addresses()
+        addresses = self.page_addresses()
         if shared:
             settle()
         fresh = iter(self.pool.allocate(len(shared) + sum(max(0, number) for number in taken)))
@@ -119,7 +119,7 @@ class PagedTiers(Tiers):
         for row, number in enumerate(taken):
             self.pages[row].extend(next(fresh) for _ in range(number))
         self.write_table()
-        return before != self.page_addresses()
+        return addresses != self.page_addresses()
 
     def first_written(self, row: int, length: int) -> int:
         """The first page in which a row writes something that other rows with its tokens do not have. The low-bit codes

@@ -313,7 +313,7 @@ def test_memory_stays_within_its_bound_after_an_interrupt() -> None:
     assert batch.memory.prefixes.drop_oldest() is False
     assert pool.held == 2
     turn = batch.add(torch.cat([kept.ids, prompt(20)], 1), cache=kept.cache, max_new_tokens=4)
-    assert turn.read == 303
+    assert turn.prefilled == 303
     batch.run()
     assert turn.generated == greedy(model, turn.ids[:, :324], 4)[0, 324:].tolist()
     kept.cache = None

@@ -73,7 +73,7 @@ def test_rows_on_both_sides_of_a_rope_switch_generate_what_each_does_alone(confi
     cut.crop(30 - cut.get_seq_length())
     prompts.append(torch.cat([prompts[2][:, :30], prompt(4, seed=6)], 1))
     turns = [batch.add(ids, cache=cache, max_new_tokens=16) for ids, cache in zip(prompts, [*caches, cut], strict=True)]
-    assert [turn.read for turn in turns] == [28, 0, 0, 0]
+    assert [turn.prefilled for turn in turns] == [28, 0, 0, 0]
     batch.run()
     for ids, turn in zip(prompts, turns, strict=True):
         assert turn.generated == alone(plain, ids, 16)
