@@ -226,7 +226,7 @@ def test_layers_of_unlike_shapes_are_refused(llama: Any) -> None:
 
 def test_another_models_cache_is_refused_by_the_first_step(llama: Any) -> None:
     ids, model = prompt(41), compiled_for(llama, **LOSSLESS)
-    for other, told in ((tiny_llama(num_hidden_layers=3), "it has 3 layers, and the model 2"),
+    for other, told in ((tiny_llama(num_hidden_layers=3), "the cache has 3 layers, this model has 2"),
                         (tiny_llama(num_key_value_heads=1), "1 KV heads of 16 channels")):  # fmt: skip
         taken = sc.hold(filled(other, ids[:, :-1]), model)
         with pytest.raises(sc.SpecacheError, match=told):

@@ -97,7 +97,7 @@ def test_another_question_behind_one_system_prompt_leaves_the_session_where_it_i
     kept, ids, other = keeping(compiled), prompt(100)[0], prompt(30, seed=7)[0]
     other[:] = (ids[70:100] + 1) % 128
     first = hold(kept, ids)
-    first.requested = 74
+    first.request_length = 74
     taken = kept.take(torch.cat([ids[:70], other]))
     assert len(taken.ids) == 70
     assert kept.in_memory == [first]

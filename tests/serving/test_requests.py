@@ -122,7 +122,7 @@ def test_an_unsupported_completion_is_rejected(served: Served, given: Any, messa
 @pytest.mark.parametrize(
     ("path", "body", "status", "message"),
     [
-        ("v1/completions", {"prompt": "a", "model": "gpt-9"}, 404, "no model 'gpt-9'"),
+        ("v1/completions", {"prompt": "a", "model": "gpt-9"}, 404, "model 'gpt-9' does not exist"),
         ("v1/completions", b" " * ((16 << 20) + 1), 413, "16,777,216 bytes"),
         ("load_model", {"model": "other"}, 404, "Not Found"),
     ],
@@ -327,7 +327,7 @@ def test_messages_that_a_template_fails_at_are_refused() -> None:
 
 def test_the_server_has_one_model_and_names_it(served: Served) -> None:
     assert served.client.models.retrieve(served.name).id == served.name
-    with pytest.raises(openai.NotFoundError, match="no model 'gpt-9' here"):
+    with pytest.raises(openai.NotFoundError, match="model 'gpt-9' does not exist"):
         served.client.models.retrieve("gpt-9")
 
 
