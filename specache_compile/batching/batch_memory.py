@@ -205,7 +205,7 @@ class BatchMemory:
                     request, f"{needed.device:,} bytes on the device and {needed.host:,} on the host", limits
                 )
         elif self.pool.bound is not None and (pages := pages_for(request.longest)) > self.pool.bound:
-            raise too_large(request, f"{pages} pages of {PAGE} tokens of {self.pool.bound}", limits)
+            raise too_large(request, f"{pages} pages of {PAGE} tokens, and the pool has {self.pool.bound}", limits)
 
     def attach_prefix(self, request: Request) -> None:
         """Give a request the longest cached prefix of its prompt."""
