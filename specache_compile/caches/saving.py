@@ -1,8 +1,8 @@
 """`save(cache, folder)` and `load(folder, model)`: a held cache on disk.
 
-session.json                              the session's description, and the sizes of its tensor files
-tensors-3f9c21d0/layer-000.safetensors    state tensors of a layer, or plain keys and values; recurrent states
-tensors-3f9c21d0/step.safetensors         speculative token and padding, for the next step
+`session.json` has the session's description and the sizes of its tensor files, in a folder like `tensors-3f9c21d0`.
+`layer-000.safetensors` has a layer's state tensors, or plain keys and values, and recurrent states.
+`step.safetensors` has the speculative token and padding of the next step.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """One step of a session: opened, run, and finished or undone.
 
-with opened(session, tokens, padding) as step:     reserves memory, writes cursor and padding
-    outputs = step.run(graph, arguments)           runs a captured graph's variants on the session's state,
-    step.fill(pairs, frequencies)                  or stores pairs that were computed elsewhere
+`with opened(session, tokens, padding) as step` reserves memory and writes cursor and padding.
+`step.run(graph, arguments)` runs a captured graph's variants on the session's state.
+`step.fill(pairs, frequencies)` stores pairs that were computed elsewhere.
 """
 
 from __future__ import annotations
