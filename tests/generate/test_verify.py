@@ -35,7 +35,7 @@ from specache_compile.compat import WINDOWS_TAKE_DRAFTS, cache_name, cache_of, w
 from specache_compile.generate import drafts, verify
 from specache_compile.generate.compiled_calls import compiled_calls
 from specache_compile.methods import every_method, parse_options
-from specache_compile.runtime.draft_length import FIRST, MOST, DraftLength
+from specache_compile.runtime.draft_length import FIRST_ROUNDS, MOST, DraftLength
 from specache_compile.runtime.records import Statistics
 from specache_compile.runtime.session import Mode, Session, session_of
 
@@ -335,7 +335,7 @@ def test_auto_drafts_as_many_as_give_most_tokens_a_second(right: float, fixed: f
 
     for number in range(120):
         drafted = length.next()
-        assert drafted == FIRST[number] if number < len(FIRST) else 1 <= drafted <= MOST
+        assert drafted == FIRST_ROUNDS[number] if number < len(FIRST_ROUNDS) else 1 <= drafted <= MOST
         wrong = (torch.rand(drafted, generator=rng) > right).nonzero()
         accepted = int(wrong[0]) if len(wrong) else drafted
         slow = 5.0 if number % 9 == 8 else 1.0

@@ -48,10 +48,10 @@ def hadamard(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Codes:
-    """How the low-bit tier stores pairs.
+    """How the low-bit tier stores pairs: bits of keys and of values, rotation, and the code of each.
 
-    It has bits of keys and of values; rotation; at 2 bits the middles of equal parts or the ends of a range; the
-    trellis for values and keys; 8-bit scales and zero points.
+    At 2 bits the levels are the middles of equal parts, or the ends of a range. Values and keys may be in the trellis
+    code. Scales and zero points have 8 bits.
     """
 
     key_bits: int = 2

@@ -161,8 +161,8 @@ class Guesses(LogitsProcessor):
 def test_tokens_equal_over_several_turns(family: Family) -> None:
     """A second turn extends the cache; positions are computed in the graph, not given.
 
-    With sliding layers (window 24) the first turn goes from below the window to above it, in at most five graphs: a
-    prefill, a decode below the window, and three at its edge and above, where plain Dynamo makes four.
+    With sliding layers (window 24) the first turn goes from below the window to above it, in at most five graphs. These
+    are a prefill, a decode below the window, and three at its edge and above. Plain Dynamo compiles four there.
     """
     rows, length, steps = (2, 20, 50) if family.exact else (1, 60, 6)
     model, plain = compiled(family), family.model()
