@@ -57,7 +57,7 @@ def answered(model: Any, given: list[torch.Tensor], rows: int, args: argparse.Na
             now = time.perf_counter()
             between += [now - last[request]] if request in last else []
             last[request] = now
-    seconds, tokens = time.perf_counter() - began, sum(len(request.said) for request in requests)
+    seconds, tokens = time.perf_counter() - began, sum(len(request.generated) for request in requests)
     told = {
         "rows": rows,
         "tokens_per_second": tokens / seconds,
@@ -90,14 +90,14 @@ def held(model: Any, args: argparse.Namespace) -> dict[str, Any]:
     requests = [batch.add(ids, max_new_tokens=answer, eos_token_id=None) for ids in asked]
     with tqdm(total=math.ceil(computed), desc="rows that begin", file=sys.stderr) as bar:
         batch.admit()
-        while batch.reading:
+        while batch.prefilling:
             batch.step()
             batch.admit()
-            bar.update(len(batch.saying) - bar.n)
+            bar.update(len(batch.decoding) - bar.n)
     for request in requests:
         if request.error is not None:  # what rows have beside their pages fills a small memory
             raise request.error
-    counted = len(batch.saying)
+    counted = len(batch.decoding)
     return {
         "context": args.context, "full_rows": args.full_rows, "rows_computed": computed, "rows_counted": counted,
         "host_bytes_per_device_byte": tiers["host"] / device_total(tiers),
@@ -149,7 +149,7 @@ def main() -> None:
     turns = [(repeat, rows) for repeat in range(args.repeats + 1) for rows in args.rows]
     for repeat, rows in tqdm(turns, file=sys.stderr, unit="turn"):  # the first repeat compiles
         told, requests = answered(model, given, rows, args)
-        said = [request.said for request in requests]
+        said = [request.generated for request in requests]
         alone = alone or said
         told["as_alone"] = sum(ours == theirs for ours, theirs in zip(said, alone, strict=True))
         if repeat:

@@ -201,7 +201,7 @@ def forced_session(model: LlamaForCausalLM, token: Tensor, context: int) -> Any:
     torch.manual_seed(0)
     cache = cache_of(model(token.repeat(1, 2), use_cache=True))
     session: Session = cache.layers[0].keys.handle.session
-    session.make_room(context + STEPS - session.length)
+    session.reserve(context + STEPS - session.length)
     for layer in session.state:
         for field, tensor in layer.items():
             if tensor.dtype == torch.uint8:

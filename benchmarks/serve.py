@@ -29,7 +29,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from specache_compile.bench.results import provenance
 from specache_compile.cli import options_of, parsed
-from specache_compile.serving.command import running
+from specache_compile.serving.serve import running
 
 SMOLLM2 = {
     "vocab_size": 128, "hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9,

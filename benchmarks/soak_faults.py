@@ -22,7 +22,7 @@ class Interruption(KeyboardInterrupt):
 
 
 PLACES = (
-    (Step, "launch"), (CopyQueue, "submit_offload"), (CopyQueue, "submit_prefetch"), (CopyQueue, "wait_for"),
+    (Step, "run_graph"), (CopyQueue, "submit_offload"), (CopyQueue, "submit_prefetch"), (CopyQueue, "wait_for"),
 )  # fmt: skip
 
 

@@ -10,8 +10,8 @@ from .errors import HeldTensorError, OptionError, SpecacheError, SpecacheWarning
 if TYPE_CHECKING:
     from .batching.batch import Batch
     from .caches.holding import hold
+    from .caches.joining import join, lengths, split
     from .caches.materialize import materialize
-    from .caches.rows import join, lengths, split
     from .caches.saving import load, save
     from .checkpoints.loaded import load_model
     from .compat import cache_of, with_cache
@@ -45,7 +45,7 @@ __all__ = [
     "with_cache",
 ]
 
-# Loaded at first use: `import specache_compile` imports no torch.
+# Names are loaded at first use, so `import specache_compile` does not import torch.
 _PLACES = {
     "Batch": "batching.batch:Batch",
     "Bisection": "explaining.bisect:Bisection",
@@ -55,14 +55,14 @@ _PLACES = {
     "cache_of": "compat:cache_of",
     "explain": "explaining.explain:explain",
     "hold": "caches.holding:hold",
-    "join": "caches.rows:join",
-    "lengths": "caches.rows:lengths",
+    "join": "caches.joining:join",
+    "lengths": "caches.joining:lengths",
     "load": "caches.saving:load",
     "load_model": "checkpoints.loaded:load_model",
     "materialize": "caches.materialize:materialize",
     "release_host_memory": "kernels.memory.host_memory:release_host_memory",
     "save": "caches.saving:save",
-    "split": "caches.rows:split",
+    "split": "caches.joining:split",
     "stats": "runtime.stats:stats",
     "with_cache": "compat:with_cache",
 }

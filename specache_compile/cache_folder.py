@@ -11,9 +11,9 @@ VARIABLE = "SPECACHE_CACHE"
 
 
 def cache_folder() -> Path:
-    """$SPECACHE_CACHE, or a folder within Hugging Face's own ($HF_HOME)."""
+    """$SPECACHE_CACHE, or a folder in Hugging Face's cache ($HF_HOME)."""
     given = os.environ.get(VARIABLE, "")
     found = Path(given).expanduser() if given else Path(HF_HOME) / "specache-compile"
     if not given and not found.is_absolute():
-        raise RuntimeError(f"this user has no home folder: set ${VARIABLE} to a folder")
+        raise RuntimeError(f"this user has no home folder. Set ${VARIABLE} to a folder")
     return found.absolute()

@@ -1,6 +1,6 @@
-"""The `specache` command: a demo, generate, chat, bench, explain, serve, compile, cache, eval.
+"""The `specache` command: demo, generate, chat, bench, explain, serve, eval.
 
-Only what a command needs is imported, and only once its arguments are right: torch takes seconds.
+A command's modules are imported only when its arguments are valid: torch takes seconds.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ examples:
   specache explain smollm2-135m --prompt-length 8192 --layer 0
   specache explain meta-llama/Llama-3.1-8B --device H100 --bits 1 --save report.html
 
-It takes the backend's options too: `specache generate --help-all` lists them. docs/explain.md has more: a device of
-your own (--hbm-gbps, --pcie-gbps, --tflops, --vram-gib), and what is assumed (--reuse, --corrected, --accepted).
+It also accepts the backend's options; `specache generate --help-all` lists them. docs/explain.md describes other
+devices (--hbm-gbps, --pcie-gbps, --tflops, --vram-gib) and assumptions (--reuse, --corrected, --accepted).
 """
 
 
@@ -49,11 +49,11 @@ class Command:
     """A command.
 
     help: its line in `specache --help`.
-    add, run: "module:function" of its arguments, and of what it does.
-    shown: the flags in its --help, where --help-all has more; empty where --help has all.
-    options: whether it takes the backend's options.
-    checkpoint: whether its first argument is a checkpoint that its own arguments lack.
-    recorded: whether its results name the command that made them.
+    add, run: "module:function" that adds its arguments, and that runs it.
+    shown: the flags in its --help, if --help-all has more.
+    options: whether it accepts the backend's options.
+    checkpoint: whether its first argument is a checkpoint that `add` does not declare.
+    recorded: whether its results contain the command line.
     """
 
     help: str
@@ -67,7 +67,7 @@ class Command:
 
 COMMANDS = {
     "demo": Command(
-        "keys found, bytes and times of one real model; some minutes",
+        "measure keys found, bytes and times of a real model in a few minutes",
         "command_line.demo:add_demo", "demo.command:run_demo", recorded=True,
     ),
     "generate": Command(
@@ -77,38 +77,38 @@ COMMANDS = {
                "--device", "--stats", "--bits", "--verify"),
     ),
     "chat": Command(
-        "a conversation in the terminal with a compiled checkpoint",
+        "chat with a compiled checkpoint in the terminal",
         "command_line.chat:add_chat", "command_line.chat:run_chat", options=True,
         shown=("--system", "--max-new-tokens", "--temperature", "--top-p", "--dtype", "--device", "--stats", "--bits",
                "--verify"),
     ),
     "bench": Command(
-        "a decode step, first tokens and bytes, beside other caches",
+        "measure decode steps, first tokens and bytes of several caches",
         "command_line.bench:add_bench", "bench.command:run_bench", recorded=True,
     ),
     "explain": Command(
-        "what is rewritten, and where every byte lives; needs no weights and no GPU",
+        "print what is rewritten, and all bytes and times, without weights and GPU",
         "cli:add_explain", "cli:run_explain", options=True,
     ),
     "serve": Command(
-        "a compiled checkpoint behind OpenAI's interface",
-        "serving.command:add_serve", "serving.command:run_serve", options=True, checkpoint=True,
+        "serve a compiled checkpoint with OpenAI's API",
+        "serving.serve:add_serve", "serving.serve:run_serve", options=True, checkpoint=True,
         shown=("--host", "--port", "--api-key", "--rows", "--session-host-gib", "--session-device-gib",
                "--session-folder", "--device", "--bits", "--method", "--verify"),
     ),
     "eval": Command(
-        "tasks × methods: a table, CSV, JSON and pictures; goes on where it was",
+        "evaluate methods on tasks: a table, CSV, JSON and plots; resumable",
         "command_line.evaluate:add_eval", "evaluation.command:run_eval", recorded=True,
     ),
 }  # fmt: skip
 
 
 def parser(words: Sequence[str], declared: bool) -> tuple[Parser, Parser | None]:
-    """The command line, with the arguments of the command in `words` alone, and that command's own parser.
+    """The command line's parser with the arguments of the command in `words`, and that command's own parser.
 
     Args:
         words: the command line's words.
-        declared: whether the backend's options come with their types and help, which imports torch.
+        declared: add the backend's options with their types and help, which imports torch.
     """
     top = Parser(prog="specache", description=DESCRIPTION)
     top.add_argument("--version", action="store_true", help="print the version")
@@ -146,11 +146,11 @@ def function(place: str) -> Callable[..., Any]:
 
 
 def parsed(words: Sequence[str]) -> argparse.Namespace:
-    """The arguments. A usage error ends the process with one line, as a rule before torch is imported."""
+    """The arguments. A usage error ends the process with one line, usually before torch is imported."""
     if not words or (not words[0].startswith("-") and words[0] not in COMMANDS):
         top, _ = parser([""], declared=False)
         if not words:
-            top.error(f"give a command: {', '.join(COMMANDS)}")
+            top.error(f"no command; the commands are {', '.join(COMMANDS)}")
         top.error(f"unknown command {words[0]}{suggestion(words[0], COMMANDS)}")
     declared = is_help(words) or has_other_methods()
     top, own = parser(words, declared)
@@ -165,7 +165,7 @@ def parsed(words: Sequence[str]) -> argparse.Namespace:
 
 
 def add_explain(command: Parser) -> None:
-    """Its help shows what most people ask for, and says where the rest stands."""
+    """The arguments of `explain`; its help lists the common ones, and a page with the others."""
     command.formatter_class = argparse.RawDescriptionHelpFormatter
     command.epilog = EXPLAIN_EPILOG
     command.add_argument("model", help=f"{MODEL}; or a config.json")
@@ -230,7 +230,7 @@ def run_explain(args: argparse.Namespace, options: dict[str, Any]) -> None:
 
 
 def repeated(args: argparse.Namespace, options: dict[str, Any]) -> str:
-    """The command that explains the same model under the same options."""
+    """The command that explains the same model with the same options."""
     given = {"prompt_length": args.prompt_length, "device": args.device, **options}
     given |= {name: value for name, value in (("batch_size", args.batch_size), ("ranks", args.ranks)) if value > 1}
     words = ["specache", "explain", args.model]
@@ -244,11 +244,11 @@ def repeated(args: argparse.Namespace, options: dict[str, Any]) -> str:
 
 
 def run(args: argparse.Namespace, words: Sequence[str]) -> None:
-    """Do what the arguments name."""
+    """Run the command that the arguments name."""
     command = COMMANDS[args.command]
     if hasattr(args, "model"):
         check_name(args.model)
-    if hasattr(args, "device") and args.command != "explain":  # which takes the name of a card
+    if hasattr(args, "device") and args.command != "explain":  # whose device is the name of a GPU
         args.device = usable_device(args.device)
     if command.options:
         from .methods import parse_options
@@ -263,7 +263,7 @@ def run(args: argparse.Namespace, words: Sequence[str]) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Entry point. A usage error, a bad path, option or phase is one line on stderr and exit status 2."""
+    """Entry point. A usage error, a bad path, option or phase prints one line on stderr and returns 2."""
     words = sys.argv[1:] if arguments is None else arguments
     if words[:1] == ["--version"]:
         from . import __version__

@@ -1,4 +1,4 @@
-"""What differs between the versions of torch and transformers that are supported."""
+"""The differences between the supported versions of torch and transformers."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def release(module: Any) -> tuple[int, ...]:
     return tuple(int(part) for part in module.__version__.split(".")[:2])
 
 
-# From 5.18 on `generate` gives the model no mask where nothing is padded.
+# From 5.18 on `generate` passes no mask where nothing is padded.
 GENERATE_MASKS_ALL = release(transformers) < (5, 18)
-# From 5.18 on a sliding-window layer shows no more than its window while it keeps what several steps may take back.
+# From 5.18 on a sliding-window layer shows only its window, but keeps the tokens that later steps may drop.
 WINDOWS_TAKE_DRAFTS = release(transformers) >= (5, 18)
-# The C++ that Inductor 2.11 writes checks an index before it has computed it, and does not compile.
+# The C++ code of Inductor 2.11 checks an index before computing it, and does not compile.
 CHECKS_BOUNDS_TOO_EARLY = release(torch) < (2, 12)
-# Forward's cache argument, and the field of its output: `cache` from 5.24 on, where the former name warns. None where
-# transformers has neither.
+# Name of the cache argument of `forward`, and of the field in its output. `cache` from 5.24 on, which warns for the
+# earlier name; None where transformers has neither.
 CACHE = next(
     (
         name
@@ -34,7 +34,7 @@ CACHE = next(
     ),
     None,
 )
-# What drafting (`verify.py`) calls or stands in for, and the arguments that it must take.
+# Methods that drafting (`verify.py`) calls or replaces, and the arguments that they must accept.
 GENERATION = {
     "_sample": ("input_ids", "logits_processor", "stopping_criteria", "generation_config"),
     "_assisted_decoding": ("input_ids", "logits_processor", "stopping_criteria", "generation_config"),
@@ -46,15 +46,52 @@ GENERATION = {
 
 
 def with_cache(cache: Cache | None) -> dict[str, Any]:
-    """The keyword argument that passes a cache to a model or to `generate`, under this version's name.
+    """Return the keyword argument that passes a cache to a model or to `generate`.
 
-    `model(tokens, **with_cache(cache))` runs without a warning on every supported transformers.
+    transformers 5.24 names this argument `cache`, earlier versions `past_key_values`.
+
+    Args:
+        cache: a cache, or None for a new one.
+
+    Returns:
+        A dict with one entry, to unpack in the call.
+
+    Raises:
+        SpecacheError: this version of transformers has neither name.
+
+    Example:
+        import specache_compile as sc
+
+        model, tokenizer = sc.load_model("examples/needle-llama")
+        model.compile(backend="specache")
+        first = tokenizer("Hello", return_tensors="pt")
+        output = model.generate(**first, max_new_tokens=4, return_dict_in_generate=True)
+        model.generate(output.sequences, **sc.with_cache(sc.cache_of(output)), max_new_tokens=4)  # continues the cache
     """
     return {cache_name(): cache}
 
 
 def cache_of(output: Any) -> Any:
-    """The cache in the output of a model or of `generate(..., return_dict_in_generate=True)`."""
+    """Return the cache in an output of a model or of `generate`.
+
+    Args:
+        output: what a model returns, or `generate(..., return_dict_in_generate=True)`.
+
+    Returns:
+        The cache: `output.cache` from transformers 5.24 on, `output.past_key_values` before.
+
+    Raises:
+        SpecacheError: this version of transformers has neither name.
+
+    Example:
+        import specache_compile as sc
+
+        model, tokenizer = sc.load_model("examples/needle-llama")
+        model.compile(backend="specache")
+        inputs = tokenizer("Hello", return_tensors="pt")
+        output = model.generate(**inputs, max_new_tokens=4, return_dict_in_generate=True)
+        print(sc.cache_of(output).get_seq_length())
+    """
     return getattr(output, cache_name())
 
 
@@ -69,14 +106,14 @@ def cache_name() -> str:
 
 
 def missing_for_drafts() -> str | None:
-    """What of that this version of transformers has not, or has with other arguments."""
+    """The part of `GENERATION` that this transformers lacks, or that has other arguments; None where all is there."""
     from transformers.generation import CandidateGenerator
 
     here = f"in transformers {transformers.__version__}"
-    for name, wanted in GENERATION.items():
+    for name, required in GENERATION.items():
         method = getattr(GenerationMixin, name, None)
-        if method is None or not set(wanted) <= set(inspect.signature(method).parameters):
-            return f"GenerationMixin.{name}({', '.join(wanted)}) {here}"
+        if method is None or not set(required) <= set(inspect.signature(method).parameters):
+            return f"GenerationMixin.{name}({', '.join(required)}) {here}"
     if CACHE is None:
         return f"cache argument of GenerationMixin.prepare_inputs_for_generation {here}"
     return None if hasattr(CandidateGenerator, "requires_model_outputs") else f"requires_model_outputs {here}"

@@ -8,17 +8,17 @@ import torch
 from .cache_folder import VARIABLE
 from .compile.backend import specache as specache
 from .compile.recompile_limit import raise_limit
-from .compile.rewritten import Rewrites, observers
+from .compile.rewrites import Rewrites, observers
 from .generate.checks import route_checks
-from .generate.route import route_generate
+from .generate.compiled_calls import route_generate
 from .generate.verify import route_verification
 from .runtime.variant import Variant
 
 log = logging.getLogger(__name__)
 
 
-def dump_where_asked(rewrites: Rewrites, variant: Variant) -> None:
-    """Explain each compiled graph into $SPECACHE_DUMP; explaining is imported by those who ask for it."""
+def dump_if_requested(rewrites: Rewrites, variant: Variant) -> None:
+    """Explain each compiled graph into the folder $SPECACHE_DUMP; only then is `explaining` imported."""
     folder = os.environ.get("SPECACHE_DUMP")
     if folder:
         from .explaining.dump import dump_explanation
@@ -27,15 +27,15 @@ def dump_where_asked(rewrites: Rewrites, variant: Variant) -> None:
 
 
 def keep_traces() -> None:
-    """Store traces for later processes, where $SPECACHE_CACHE is a folder and torch has the private names for it."""
+    """Store traces for later processes, if $SPECACHE_CACHE is set and torch has the private names for it."""
     if not os.environ.get(VARIABLE):
         return
     try:
-        from .warm.route import route_traces
+        from .warm.hooks import route_traces
 
         route_traces()
     except (ImportError, AttributeError) as missing:
-        log.warning("SPECACHE_CACHE: torch %s stores no traces: %s", torch.__version__, missing)
+        log.warning("SPECACHE_CACHE: torch %s cannot store traces (%s): use 2.11 to 2.15", torch.__version__, missing)
 
 
 raise_limit()
@@ -43,4 +43,4 @@ route_generate()
 route_checks()
 route_verification()
 keep_traces()
-observers.append(dump_where_asked)
+observers.append(dump_if_requested)

@@ -1,4 +1,4 @@
-"""The errors and warnings that a person can meet, each saying what was given and what to do."""
+"""The errors and warnings of the package. Each text names the value that was given, and what to do."""
 
 from __future__ import annotations
 
@@ -7,46 +7,87 @@ import warnings
 
 
 class SpecacheError(RuntimeError):
-    """The backend cannot do what was asked, and says what to do instead."""
+    """The base class of this package's errors. The message states the cause and what to do.
+
+    Example:
+        import specache_compile as sc
+
+        try:
+            sc.load_model("examples/no-such-folder")
+        except sc.SpecacheError as error:
+            print(error)
+    """
 
 
 class OptionError(SpecacheError, ValueError):
-    """An option's name or value is not accepted; the message lists what is."""
+    """An unknown option, or a value that the option does not accept; the message lists the accepted ones.
+
+    Example:
+        import specache_compile as sc
+
+        try:
+            sc.explain("examples/needle-llama", options={"bits": 3})
+        except sc.OptionError as error:
+            print(error)  # option bits=3: accepted are 1, 1.5, 2, 4, 8, 16
+    """
 
 
 def first_line(error: BaseException) -> str:
-    """An error of somebody else's, as part of a sentence."""
+    """The first line of another package's error, as part of a sentence."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def split_heads(heads: int, ranks: int) -> SpecacheError:
     return SpecacheError(
-        f"{heads} KV heads do not divide by {ranks} ranks: each rank has whole heads. Take a number of ranks "
-        f"that divides {heads}, or a DistributedConfig whose tp_plan leaves the attention whole"
+        f"{heads} KV heads cannot be split over {ranks} ranks: each rank needs whole heads. Use a number of ranks "
+        f"that divides {heads}, or a DistributedConfig whose tp_plan does not split the attention"
     )
 
 
 def split_session() -> SpecacheError:
     return SpecacheError(
-        "a cache that is split over ranks (tensor parallel) is neither saved, nor loaded, nor taken over: each rank "
-        "has its own KV heads. Prefill again, or do it where the model is whole"
+        "save, load and hold do not support a cache that is split over ranks (tensor parallel). Prefill again, or use "
+        "a model on one rank"
     )
 
 
 class HeldTensorError(SpecacheError):
-    """Something outside the compiled model tried to read, or to use a stale view of, a held cache tensor."""
+    """A read of a held cache tensor outside the compiled model, or a use of a stale one.
+
+    Example:
+        import specache_compile as sc
+
+        model, tokenizer = sc.load_model("examples/needle-llama")
+        model.compile(backend="specache")
+        inputs = tokenizer("Hello", return_tensors="pt")
+        cache = sc.cache_of(model.generate(**inputs, max_new_tokens=2, return_dict_in_generate=True))
+        try:
+            print(cache.layers[0].keys.sum())
+        except sc.HeldTensorError:
+            print(sc.materialize(cache).layers[0].keys.sum())
+    """
 
 
 class SpecacheWarning(UserWarning):
-    """Something was left as Hugging Face wrote it; it is right, but not compressed."""
+    """A call that is not compressed, or an option without effect; the generated tokens are correct.
+
+    A model warns once for each reason, at the line of the caller.
+
+    Example:
+        import warnings
+
+        import specache_compile as sc
+
+        warnings.simplefilter("error", sc.SpecacheWarning)  # stop instead of running uncompressed
+    """
 
 
-# The packages whose frames a warning passes over, to point at the line of the user's that led to it.
+# A warning skips the frames of these packages, so that it points at the user's line.
 LIBRARIES = {"specache_compile", "torch", "transformers", "accelerate", "peft", "contextlib", "functools", "threading"}
 
 
 def warn(message: str, category: type[Warning] = SpecacheWarning) -> None:
-    """Warn at the innermost frame that belongs to no library of `LIBRARIES`."""
+    """Warn at the innermost frame that belongs to none of `LIBRARIES`."""
     level, frame = 2, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in LIBRARIES:
         level, frame = level + 1, frame.f_back
@@ -54,21 +95,21 @@ def warn(message: str, category: type[Warning] = SpecacheWarning) -> None:
 
 
 RECOMPILE_LIMIT = (
-    "Dynamo's recompile limit was reached (raise torch._dynamo.config.recompile_limit, or recompile_limit= of "
-    "torch.compile where it has it; TORCH_LOGS=recompiles shows the cause)"
+    "Dynamo's recompile limit was reached (raise torch._dynamo.config.recompile_limit, or pass recompile_limit= to "
+    "torch.compile; TORCH_LOGS=recompiles prints the cause)"
 )
 
 
 def copy_failed(error: BaseException) -> SpecacheError:
     return SpecacheError(
-        f"a copy between the host tier and the device failed ({error!r}); this cache can no longer be trusted. "
-        "See to the cause (host memory, most often) and generate again with a new cache."
+        f"a copy between the host tier and the device failed ({error!r}), so this cache is no longer valid. Remove the "
+        "cause (usually too little host memory) and generate again with a new cache."
     )
 
 
 def no_host_tier(what: str) -> SpecacheError:
-    """`what` needs pairs in 16 bits that a cache without a host tier has not."""
+    """The error for an operation that needs 16-bit pairs of a cache without a host tier."""
     return SpecacheError(
-        f"option host_tier=False: {what} needs pairs in host memory, and this cache keeps none there. A prompt is read "
-        "in one call, and behind it one token at a time; host_tier=True, the default, keeps what the rest needs."
+        f"option host_tier=False: {what} needs pairs in host memory, and this cache has none there. Prefill in one "
+        "call and then decode one token at a time, or compile with host_tier=True, the default."
     )

@@ -1,12 +1,8 @@
-"""The key of what a model computes with. Tokens that a model has cached serve a model of an equal key alone.
+"""The key of what a model computes: cached tokens are valid only for a model with an equal key.
 
-A key has two parts. Sampled values of weights and buffers show optimiser steps, weight syncs and writes through `.data`
-or numpy, which change no version counter. Settings are plain attributes of modules: the active adapters of PEFT, their
-scaling, and all else that a forward method reads from its module.
-
-Limit: a write through `.data` or numpy that changes no sampled value is not seen, for example a write to a few rows of
-a table. A sum over all values would see it, but takes half a decode step or more for each request. Code that writes so
-calls `Batch.forget_prefixes()`.
+Sampled values of weights show optimiser steps, weight syncs and writes through `.data` or numpy. Settings are plain
+attributes of modules (active adapters of PEFT, for example). A write through `.data` or numpy that changes no sampled
+value is not seen: call `Batch.forget_prefixes()` after it. A sum over all values would be too slow.
 """
 
 from __future__ import annotations
@@ -26,23 +22,23 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-# The least number of values that are sampled of a tensor, if it has as many.
+# Least number of values to sample of a tensor.
 SAMPLED = 256
 # Attributes of a module that change no cached value, or that its own calls change.
 NO_SETTINGS = {
     *vars(torch.nn.Module()), "_caches", "_is_hf_initialized", "gradient_checkpointing", "hf_device_map",
     "kernel_config", "loss_type", "max_seq_len_cached", "name_or_path", "warnings_issued",
 }  # fmt: skip
-# RoPE types whose frequencies follow the length of a call.
+# RoPE types whose frequencies depend on the length of a call.
 LENGTH_ROPE = {"dynamic", "longrope"}
 PLAIN = (bool, int, float, str, type(None), torch.dtype)
 
 
 @dataclass(frozen=True)
 class PrefillKey:
-    """The part of a key that outlives the process, as it was when a row of a cache was filled.
+    """The part of a key that is valid in other processes, at the time when a row of a cache was filled.
 
-    weights: a hash for each weight and persistent buffer of the prefill, over shape, dtype and sampled values; sorted.
+    weights: a sorted hash for each weight and persistent buffer, over shape, dtype and sampled values.
     settings: a hash for each setting of the decoder, by name; None: the model was not found.
     """
 
@@ -56,8 +52,8 @@ class PrefillKey:
 
 
 def model_key(model: torch.nn.Module) -> object:
-    """The key of a model within this process, for `==`. It also covers how often each weight was written, and whether
-    modules are training."""
+    """A model's key within this process, for `==`. It also covers the number of writes to each weight, and the training
+    mode."""
     weights = [*model.parameters(), *persistent_buffers(model)]
     written = [(id(weight), 0 if weight.is_inference() else weight._version) for weight in weights]
     buffers = [buffer for module in model.modules() if not follows_length(module) for buffer in module.buffers(False)]
@@ -66,7 +62,7 @@ def model_key(model: torch.nn.Module) -> object:
 
 
 def prefill_key(model: torch.nn.Module | None, weights: Iterable[Tensor]) -> PrefillKey:
-    """The key of a prefill that a model computes with these weights. None: the model is unknown."""
+    """The key of a prefill with these weights. None: the model is unknown."""
     if model is None:
         return PrefillKey(weight_hashes(weights))
     decoder = decoder_of(model)  # all wrappers of a model have it in common
@@ -143,7 +139,7 @@ def settings_of(model: torch.nn.Module) -> dict[str, list[object]]:
 
 
 def is_plain(value: object) -> bool:
-    """Whether a value is a number, a text, or a container of these. An empty container is not: it may be a cache."""
+    """Whether a value is a number, a text, or a non-empty container of these. An empty container may be a cache."""
     if isinstance(value, dict):
         return bool(value) and all(is_plain(key) and is_plain(item) for key, item in value.items())
     if isinstance(value, (list, tuple, set, frozenset)):
@@ -163,7 +159,7 @@ def plain(value: Any) -> object:
 
 
 def follows_length(module: torch.nn.Module) -> bool:
-    """Whether each call computes a module's buffers again, from its longest position."""
+    """Whether each call computes a module's buffers from its longest position."""
     kinds = getattr(module, "rope_type", None)
     return not LENGTH_ROPE.isdisjoint(kinds.values() if isinstance(kinds, dict) else [kinds])
 
@@ -177,8 +173,8 @@ def persistent_buffers(model: torch.nn.Module) -> list[Tensor]:
 
 
 def calling_model() -> torch.nn.Module | None:
-    """The model, or the part of it, whose compiled forward method is running: the innermost on the stack that has a
-    decoder. Graphs receive tensors alone."""
+    """The model, or a part of it, whose compiled forward is running: the innermost with a decoder on the stack. Graphs
+    receive only tensors."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         owner = frame.f_locals.get("self")

@@ -1,6 +1,6 @@
-"""What an option is: declared once, with its default, its check and its help; methods' files declare their own.
+"""Declarations of options, each with its default, check and help; the methods' files declare their own.
 
-The checks, the command line's flags and the table in docs/options.md all come from the declarations.
+The checks, the command line's flags and the table in docs/options.md follow from the declarations.
 """
 
 from __future__ import annotations
@@ -17,14 +17,18 @@ LOWERINGS = ("inductor", "eager")
 
 
 def one_of(name: str, value: object, accepted: tuple[object, ...]) -> None:
-    """OptionError unless `value` is one of `accepted`, of its type too: True is not 1."""
+    """OptionError unless `value` equals one of `accepted` in value and type: True is not 1."""
     if not any(value is option or (type(value) is type(option) and value == option) for option in accepted):
         raise OptionError(f"option {name}={value!r}: accepted are {', '.join(map(repr, accepted))}")
 
 
 def option(default: Any, check: Callable[[str, Any], object], help: str, **flag: Any) -> Any:
-    """A field of an options class. check: (name, value) → OptionError where it is not accepted. help: one line, for
-    the command line and the docs. flag: what argparse needs beside it; `flag=False`: not on the command line."""
+    """A field of an options class.
+
+    check: (name, value) → OptionError if it is not accepted.
+    help: one line for the command line and the docs.
+    flag: arguments for argparse; `flag=False`: not on the command line.
+    """
     return field(default=default, metadata={"check": check, "help": help, "flag": flag})
 
 
@@ -35,19 +39,19 @@ def choice(default: Any, accepted: tuple[Any, ...], help: str, **flag: Any) -> A
 
 
 def whole(default: int, least: int, help: str, most: int | None = None, **flag: Any) -> Any:
-    """An option that is a whole number, `least` or more, and at most `most`."""
+    """An option that is an integer from `least` to `most`."""
     accepted = f"{least} or more" if most is None else f"{least} to {most}"
 
     def check(name: str, value: Any) -> None:
         fits = isinstance(value, int) and not isinstance(value, bool) and value >= least
         if not fits or (most is not None and value > most):
-            raise OptionError(f"option {name}={value!r}: give a whole number, {accepted}")
+            raise OptionError(f"option {name}={value!r}: accepted is an integer, {accepted}")
 
     return option(default, check, help, **{"type": int, **flag})
 
 
 def inherited(options: type[MethodOptions], name: str, default: Any) -> Any:
-    """The option `name` as the class `options` declares it, with another default."""
+    """The option `name` of the class `options`, with another default."""
     return field(default=default, metadata=own_options(options)[name].metadata)
 
 
@@ -57,41 +61,41 @@ def number_or_auto(text: str) -> int | str:
 
 def pass_names(name: str, value: Any) -> None:
     if isinstance(value, str):
-        raise OptionError(f"option {name}={value!r}: give a list of pass names")
+        raise OptionError(f"option {name}={value!r}: accepted is a list of pass names")
 
 
 def layer_numbers(name: str, value: Any) -> None:
     if isinstance(value, (str, int)) or not all(type(n) is int and n >= 0 for n in value):
-        raise OptionError(f"option {name}={value!r}: give a list of layer numbers from 0")
+        raise OptionError(f"option {name}={value!r}: accepted is a list of layer numbers, counted from 0")
 
 
 def anything(name: str, value: Any) -> None:
-    """The check of an option that whoever it is handed to checks."""
+    """The check of an option that its consumer checks."""
 
 
 @dataclass(frozen=True)
 class MethodOptions:
-    """The options of every method. Those of one method are a subclass in its file; frozen, and compared whole: they
-    are a part of what a rewritten graph is kept under."""
+    """The options of every method; a method's own are in a subclass. They are frozen and hashable, as keys of rewritten
+    graphs."""
 
     method: str
-    lowering: str = choice("inductor", LOWERINGS, "inductor, or eager to run the rewritten graph as it is")
+    lowering: str = choice("inductor", LOWERINGS, "inductor, or eager to run the rewritten graph op by op")
     disable_passes: tuple[str, ...] = option((), pass_names, "names of passes to leave out", flag=False)
     exact_layers: tuple[int, ...] = option(
-        (), layer_numbers, "attentions, counted from 0, that stay as Hugging Face wrote them", type=int, nargs="+"
+        (), layer_numbers, "numbers of attentions, from 0, that are not rewritten", type=int, nargs="+"
     )
     mode: str | None = choice(
         None, (None, *torch._inductor.list_mode_options()),
-        "one of torch.compile's modes, which takes no mode= beside options=",
+        "a mode of torch.compile, which does not accept mode= with options=",
         type=str, choices=tuple(torch._inductor.list_mode_options()),
     )  # fmt: skip
     inductor: Mapping[str, Any] = field(
         default_factory=dict, hash=False,
-        metadata={"check": anything, "help": "config patches handed to Inductor", "flag": {"flag": False}},
+        metadata={"check": anything, "help": "config patches for Inductor", "flag": {"flag": False}},
     )  # fmt: skip
 
-    # What holds where a method has no option of the name: nothing is selected, measured or verified, from the first
-    # token on.
+    # Values for methods without an option of that name: nothing is selected, measured or verified, from the first
+    # token.
     top_k = 0
     correct = "never"
     hit_rate = False
@@ -115,41 +119,40 @@ class MethodOptions:
 
     @property
     def drafts(self) -> bool:
-        """Whether tokens are drafted: by the decode phase (verify), or out of the text itself (lookup)."""
+        """Whether tokens are drafted, by the decode phase (verify) or from the text (lookup)."""
         return self.verify is not None or self.lookup
 
     @property
     def capacity_is_free(self) -> bool:
-        """Whether one graph serves every capacity of the state: each shape has it alone, or in whole segments."""
+        """Whether one graph serves every capacity: each shape contains it alone, or in whole segments."""
         return True
 
     @property
     def bits_on_host(self) -> int:
-        """Of a pair in the host tier, where there is one."""
+        """Bits of a number in the host tier."""
         return 16
 
     @property
     def in_16_bits(self) -> MethodOptions:
-        """What holds below `min_context` tokens."""
+        """The options below `min_context` tokens."""
         return self
 
     def for_prompt(self, tokens: int) -> MethodOptions:
-        """These options, as a prompt of `tokens` fixes them."""
+        """The options that a prompt of `tokens` tokens determines."""
         return self
 
     def low_bit_length(self, length: int) -> int:
-        """Of `length` cached tokens, how many are in the low-bit tier."""
+        """Tokens of `length` cached ones in the low-bit tier."""
         return 0
 
 
 def own_options(options: type[MethodOptions]) -> dict[str, Any]:
-    """The declarations of a class of options, by name, but for the method's own name, and what a person cannot give."""
+    """The declarations of an options class by name, without those that a user cannot set."""
     return {declared.name: declared for declared in fields(options) if declared.metadata}
 
 
 def differences(made_under: MethodOptions, compiled_with: MethodOptions) -> str:
-    """The options of a cache that a model has otherwise; empty where there are none. How a model is lowered is its own,
-    whichever cache comes to it."""
+    """The options of a cache that differ from a model's; empty if none do. How graphs are lowered is not compared."""
     special = (name for name in own_options(type(made_under)) if name not in own_options(MethodOptions))
     names = ["method", "exact_layers", *special]
     return ", ".join(

@@ -1,4 +1,4 @@
-"""RoPE whose frequencies follow the longest row of a call: longrope (Phi-3) and dynamic NTK."""
+"""RoPE whose frequencies depend on the longest row of a call: longrope (Phi-3) and dynamic NTK."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from specache_compile.errors import SpecacheError
 
 @dataclass(frozen=True)
 class RopeSwitch:
-    """When the frequencies of a call change.
+    """The length at which a call's frequencies change.
 
     kind: transformers' rope_type.
     tokens: the longest row, in tokens, of a call with the first frequencies.
-    grows: beyond that, each length has its own frequencies (dynamic NTK).
+    grows: above it, each length has its own frequencies (dynamic NTK).
     """
 
     kind: str
@@ -23,19 +23,19 @@ class RopeSwitch:
     grows: bool
 
     def misfit(self, lengths: Sequence[int]) -> bool:
-        """Whether rows that are this long after a call would have frequencies in it that one row alone has not."""
+        """Whether rows of these lengths would have other frequencies in one call than each row alone."""
         beyond = [length > self.tokens for length in lengths]
         return len(beyond) > 1 and any(beyond) and (self.grows or not all(beyond))
 
     def reason(self) -> str:
         return (
-            f"the model's RoPE ({self.kind}) takes its frequencies from the longest row of a call, and the rows are on "
-            f"two sides of {self.tokens:,} tokens, or beyond them"
+            f"the model's RoPE ({self.kind}) depends on the longest row of a call, and some rows are longer than "
+            f"{self.tokens:,} tokens"
         )
 
 
 def rope_switch(config: Any) -> RopeSwitch | None:
-    """The switch of a model with this config; None where frequencies are constant."""
+    """The switch of a model with this config; None if its frequencies are constant."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     given = getattr(text, "rope_parameters", None) or {}
     layers = [value for value in given.values() if isinstance(value, Mapping)]
@@ -58,5 +58,5 @@ def switch_of(parameters: Mapping[str, Any], config: Any) -> RopeSwitch | None:
 
 def rows_apart(switch: RopeSwitch) -> SpecacheError:
     return SpecacheError(
-        f"these rows cannot go on together: {switch.reason()}. Part them by specache_compile.split(cache)"
+        f"these rows cannot run in one call: {switch.reason()}. Separate them with specache_compile.split(cache)"
     )

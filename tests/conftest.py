@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import itertools
+import logging
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -37,6 +38,7 @@ from one_trace import compile_by_options
 from specache_compile.compat import cache_of, with_cache
 from specache_compile.errors import OptionError
 from specache_compile.methods import parse_options
+from specache_compile.runtime import records
 
 # Fixtures of tests that follow each other as processes.
 pytest_plugins = ["kept_traces"]
@@ -107,6 +109,31 @@ def dynamo(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
     if module is None:
         torch._dynamo.reset()
+
+
+@pytest.fixture(autouse=True)
+def warn_again() -> None:
+    """Forget which warnings each model has printed: a model warns once, and fixtures share models."""
+    forget_warnings()
+
+
+@pytest.fixture
+def logged() -> Iterator[list[str]]:
+    """The package's messages of the level INFO and above."""
+    messages: list[str] = []
+    handler, log = logging.Handler(), logging.getLogger("specache_compile")
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    level = log.level
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    yield messages
+    log.removeHandler(handler)
+    log.setLevel(level)
+
+
+def forget_warnings() -> None:
+    for record in list(records._records.values()):
+        record.warned.clear()
 
 
 @pytest.fixture(autouse=True)

@@ -71,7 +71,7 @@ def differences(some: Any, others: Any) -> list[tuple[int, str]]:
 def interrupted_behind(steps: Sequence[int], twin: Any, plain: Any, ids: Tensor, tokens: int) -> None:
     """A generation that stops behind such a step leaves a cache with the exact pairs of tokens said, and goes on with
     it to the uncompiled model's tokens."""
-    expected, run = greedy(plain, ids, tokens), Step.launch
+    expected, run = greedy(plain, ids, tokens), Step.run_graph
     for step in steps:
         calls = itertools.count()
 
@@ -83,7 +83,7 @@ def interrupted_behind(steps: Sequence[int], twin: Any, plain: Any, ids: Tensor,
 
         cache = DynamicCache()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Step, "launch", failing)
+            patch.setattr(Step, "run_graph", failing)
             with pytest.raises(KeyboardInterrupt):
                 greedy(twin, ids, tokens, **with_cache(cache))
         length = cache.get_seq_length()

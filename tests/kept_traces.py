@@ -20,7 +20,7 @@ from transformers.utils import output_capturing
 
 from specache_compile.cache_folder import VARIABLE
 from specache_compile.compat import with_cache
-from specache_compile.warm import route, store
+from specache_compile.warm import hooks, trace_folder
 
 SIZES = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 2,
@@ -42,8 +42,8 @@ class Traces:
 
     def next_process(self) -> None:
         torch._dynamo.reset()
-        route._loaded.clear()
-        store._warned.clear()
+        hooks._loaded.clear()
+        trace_folder._warned.clear()
         gc.collect()  # what Dynamo has put into modules goes with the code that it is for
         self.count = 0
 
@@ -57,7 +57,7 @@ def counted(patch: pytest.MonkeyPatch) -> Iterator[Traces]:
         traces.count += 1
         return compile_frame(*args, **kwargs)
 
-    route.route_traces()  # what importing the backend does where $SPECACHE_CACHE is set
+    hooks.route_traces()  # what importing the backend does where $SPECACHE_CACHE is set
     patch.setattr(convert_frame, "_compile", counting)
     traces.next_process()
     yield traces
@@ -68,7 +68,7 @@ def counted(patch: pytest.MonkeyPatch) -> Iterator[Traces]:
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where forms are kept."""
     monkeypatch.setenv(VARIABLE, str(tmp_path))
-    return tmp_path / store.TRACES
+    return tmp_path / trace_folder.TRACES
 
 
 @contextlib.contextmanager
@@ -95,7 +95,7 @@ def left(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch, new_registry(), counted(patch) as traces:
         patch.setenv(VARIABLE, str(where))
         assert run(llama(), traces, ALL) == 3
-    return where / store.TRACES
+    return where / trace_folder.TRACES
 
 
 @pytest.fixture
@@ -142,7 +142,7 @@ def attribute(where: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def in_new_process(code: str) -> str:
-    """What a process that runs this code prints; it has this one's environment, and with it the store."""
+    """What a process that runs this code prints; it has this one's environment, and with it the trace_folder."""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout

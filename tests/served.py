@@ -23,10 +23,10 @@ from conftest import LOSSLESS, byte_tokenizer, tiny_llama
 from specache_compile.cli import options_of, parsed
 from specache_compile.serving.answer import Answer, Question, Stopped, Ticket
 from specache_compile.serving.calls import parser_of
-from specache_compile.serving.command import running
 from specache_compile.serving.interface.replies import Reply
 from specache_compile.serving.interface.requests import Usage
 from specache_compile.serving.metrics import Metrics
+from specache_compile.serving.serve import running
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'critic' %}{{ raise_exception('no critics here') }}{% endif %}"

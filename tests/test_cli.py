@@ -28,7 +28,7 @@ from specache_compile.command_line.chat import Chat, lines
 from specache_compile.explaining import explain as explaining
 from specache_compile.methods import declared_options
 from specache_compile.options import LOWERINGS
-from specache_compile.serving import command as serving
+from specache_compile.serving import serve as serving
 
 MODEL = str(NEEDLE_LLAMA)
 
@@ -119,7 +119,7 @@ def test_generate_finds_the_pass_key_and_verifies(
     ("arguments", "message"),
     [
         (["explain", "/no/such/model"], "no checkpoint at /no/such/model"),
-        (["explain", MODEL, "--top-k", "-3"], "top_k=-3: give a whole number"),
+        (["explain", MODEL, "--top-k", "-3"], "top_k=-3: accepted is an integer"),
         (["explain", MODEL, "--prompt-length", "64", "--graph", "encode"], "no phase 'encode'"),
         (["explain", MODEL, "--prompt-length", "64", "--graph", "decode", "--after", "sort"], "no pass 'sort'"),
         (["explain", MODEL, "--prompt-length", "0"], "prompt_length=0"),
@@ -131,9 +131,9 @@ def test_generate_finds_the_pass_key_and_verifies(
         (["explain", str(Path(__file__))], "no usable config at"),
         (["explain", str(Path(__file__).parent)], "no usable config at"),
         (["generate", MODEL, "--prompt-file", "/no/such/file"], "/no/such/file"),
-        (["generate", MODEL, "--prompt", "a", "--verify", "0"], "verify=0: give a number of tokens, 1 to 1024"),
+        (["generate", MODEL, "--prompt", "a", "--verify", "0"], "verify=0: accepted are 1 to 1024 tokens"),
         (["serve", "/no/such/model", "--port", "0"], "no checkpoint at /no/such/model"),
-        (["serve", MODEL, "--port", "0", "--sessions", "0"], "--sessions 0: give a number, 1 or more"),
+        (["serve", MODEL, "--port", "0", "--sessions", "0"], "--sessions 0: accepted is 1 or more"),
         (["serve", MODEL, "--port", "70000"], "--port 70000"),
         (["serve", MODEL, "--host", "no.such.host.invalid"], "no.such.host.invalid"),
         (["explain", MODEL, "--verify", "8", "--accepted", "2"], "accepted=2.0: give a share"),
@@ -151,7 +151,7 @@ def test_bad_input_is_one_line_and_exit_status_2(
 def test_serve_names_what_is_not_installed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serving, "NEEDED", ("no_such_module",))
     assert main(["serve", MODEL, "--port", "0"]) == 2
-    assert "no_such_module: not installed; pip install 'specache-compile[serve]'" in capsys.readouterr().err
+    assert "no_such_module: not installed. Run pip install 'specache-compile[serve]'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["explain", "--help"], ["generate", "--help"], ["serve", "--help"]])
@@ -207,7 +207,7 @@ def test_the_names_of_the_options_are_those_that_the_methods_declare() -> None:
 # Errors that need no torch
 
 USAGE_ERRORS = {
-    "": "specache: give a command: demo, generate,",
+    "": "specache: no command; the commands are demo, generate,",
     "generat": "specache: unknown command generat (did you mean generate?); see specache --help",
     "--versoin": "specache: unknown option --versoin (did you mean --version?)",
     "generate m --promt hi": "specache generate: unknown option --promt (did you mean --prompt?); see",
@@ -220,7 +220,7 @@ USAGE_ERRORS = {
     "demo --quik": "specache demo: unknown option --quik (did you mean --quick?)",
     "bench m --round 3": "specache bench: unknown option --round (did you mean --rounds?)",
     "eval m --tasks chess": "specache eval: argument --tasks: invalid choice: 'chess' (choose from ",
-    "generate smollm2 --prompt hi": "specache: no checkpoint 'smollm2' is known, nor is it a folder: did you mean "
+    "generate smollm2 --prompt hi": "specache: 'smollm2' is neither a known checkpoint nor a folder. Did you mean "
     "smollm2-135m?",
     "explain /no/such/model": "specache: no checkpoint at /no/such/model",
 }

@@ -160,7 +160,7 @@ def refusals(folder: Path, model: Any) -> dict[str, str | None]:
     session = Session(parse_options(SETTINGS["lossy"]), layers, 1, 70, group)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiers, "allowance", lambda held, asked, ranks: 10 if rank == last else 1 << 30)
-        told["host memory"] = error_of(lambda: session.make_room(70))
+        told["host memory"] = error_of(lambda: session.reserve(70))
     assert not session.state
     cache = cache_of(model.generate(PROMPT, max_new_tokens=2, return_dict_in_generate=True))
     told["save"] = error_of(lambda: sc.save(cache, folder / "session"))

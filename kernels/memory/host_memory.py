@@ -242,7 +242,13 @@ _pinning = ThreadPoolExecutor(1, "specache-pinning")
 
 
 def release_host_memory() -> None:
-    """Give back the pinned memory that no cache uses any more, and that is kept for caches to come."""
+    """Free the pinned host memory that no cache uses and that is kept for later caches.
+
+    Example:
+        import specache_compile as sc
+
+        sc.release_host_memory()  # after the last cache is gone, before another program needs the memory
+    """
     _pool.release()
 
 

@@ -1,4 +1,4 @@
-"""Which of the waiting requests may begin: first come, first served."""
+"""Selects the waiting request to start next: first come, first served."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ from collections.abc import Callable, Sequence
 
 from .request import Request
 
-# Later requests, for which there is room, that may begin before one for which there is none.
+# Most later requests that may start before a request that does not fit.
 OVERTAKEN = 8
 
 
-def next_to_begin(waiting: Sequence[Request], fits: Callable[[Request], bool]) -> Request | None:
-    """The oldest waiting request that there is room for. None: there is none, or it would be one too many
-    to overtake an older one."""
+def next_to_start(waiting: Sequence[Request], fits: Callable[[Request], bool]) -> Request | None:
+    """The oldest waiting request that fits. None if none fits, or if an older one has been overtaken too often."""
     for place, request in enumerate(waiting):
         if fits(request):
             for older in waiting[:place]:

@@ -1,4 +1,4 @@
-"""Requests of models in which a token's result depends on the other tokens of its call (`rope_switch.py`)."""
+"""Requests of models in which a token's result depends on other tokens of the call (`rope_switch.py`)."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from .request import Request
 
 
 class BatchRope:
-    """What a batch does about a model's RoPE, and about an indexer, which chooses among the tokens of a call.
+    """The prefills that a model's RoPE, or its indexer, requires.
 
-    A request whose text is beyond the switch is prefilled in one call, as `generate` does. One that crosses it is
-    prefilled again at that token, if the model has `generate` do so (Phi-3); else it never joins other rows. A cache
-    that was given to a request is dropped, and its tokens prefilled, if the cache or the prompt is beyond the switch.
+    A text beyond the RoPE switch is prefilled in one call, like in `generate`. A request that crosses the switch is
+    prefilled again there if the model's `generate` does so (Phi-3); else it never joins other rows. A given cache is
+    dropped, and its tokens prefilled, if the cache or the prompt is beyond the switch. An indexer selects among the
+    tokens of a call, so it always requires one call.
     """
 
     def __init__(self, model: Any) -> None:
@@ -29,8 +30,8 @@ class BatchRope:
         self.prefills_again = own and hasattr(text, "original_max_position_embeddings")
 
     def prepare(self, request: Request) -> None:
-        """Note how a request is prefilled. SpecacheError where its tokens would differ from those of `generate`."""
-        request.whole = self.reads_whole(request)
+        """Set how a request is prefilled. SpecacheError if its tokens would differ from those of `generate`."""
+        request.whole = self.needs_whole_prefill(request)
         if self.switch is None:
             return
         prompt, new = len(request.prompt), int(request.config.max_new_tokens or 0)
@@ -38,33 +39,33 @@ class BatchRope:
         if beyond and (self.switch.grows or (crosses and request.ahead)):
             raise SpecacheError(
                 f"a request of {prompt:,} prompt and {new:,} new tokens: beyond {self.switch.tokens:,} tokens this "
-                f"model's RoPE ({self.switch.kind}) follows the length of a call, which a batch cannot reproduce here. "
-                "Give fewer tokens (max_new_tokens), or call model.generate"
+                f"model's RoPE ({self.switch.kind}) depends on the length of a call, which a batch cannot reproduce. "
+                "Lower max_new_tokens, or call model.generate"
             )
         request.crosses = request.alone = crosses and not self.prefills_again
 
     def has_other_frequencies(self, request: Request) -> bool:
-        """Whether a request's given cache may hold tokens with other frequencies than a prefill of its prompt has."""
+        """Whether a request's given cache may have other RoPE frequencies than a prefill of its prompt."""
         if self.switch is None or request.cache is None:
             return False
         sessions = sessions_of(request.cache)
         longest = max((max(session.progress.longest_calls) for session in sessions), default=UNKNOWN)
         return max(longest, len(request.prompt)) > self.switch.tokens
 
-    def reads_whole(self, request: Request) -> bool:
+    def needs_whole_prefill(self, request: Request) -> bool:
         """Whether a request's text must be prefilled in one call, without a cached prefix."""
         beyond = self.switch is not None and len(request.text) > self.switch.tokens
         return self.indexed or (beyond and not request.crosses)
 
     def until_switch(self, request: Request) -> int:
-        """Tokens of a request's text that one call may prefill, at most."""
-        left = len(request.text) - request.read
-        if self.switch is None or not request.crosses or request.read >= self.switch.tokens:
+        """Most tokens of a request's text that one call may prefill."""
+        left = len(request.text) - request.prefilled
+        if self.switch is None or not request.crosses or request.prefilled >= self.switch.tokens:
             return left
-        return min(left, self.switch.tokens - request.read)
+        return min(left, self.switch.tokens - request.prefilled)
 
     def changes(self, request: Request) -> bool:
-        """Whether a row must be prefilled again: its next token has other frequencies than its cached ones."""
+        """Whether a row must be prefilled again, because its next token has other frequencies than its cached ones."""
         if self.switch is None or request.whole or request.crosses:
             return False
         return request.cached >= self.switch.tokens

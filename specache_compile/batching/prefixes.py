@@ -1,7 +1,7 @@
-"""Prompts' beginnings that have been read, for the next prompt that begins so: pages are shared, not copied.
+"""Cached prompt prefixes: a later prompt with the same prefix shares their pages.
 
-A beginning ends where a chunk and a page do. So whoever goes on from it reads the same chunks as without it, and has
-the same tiers, bit for bit.
+A prefix ends at the end of a chunk and of a page. So a request that starts from it prefills the same chunks as without
+it, and has the same tiers bit for bit.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from specache_compile.caches.rows import drop
+from specache_compile.caches.joining import drop
 from specache_compile.kernels.state.pages import PAGE
 
 
 def ends_a_page(tokens: int, chunk: int) -> bool:
-    """Whether a beginning of so many tokens ends where a chunk and a page do."""
+    """Whether so many tokens end at the end of a chunk and of a page."""
     return tokens > 0 and tokens % math.lcm(chunk, PAGE) == 0
 
 
 class Prefixes:
-    """The beginnings that were used last.
+    """The most recently used prefixes.
 
-    most: of them.
-    kept: tokens int64 [n], and a cache of one row with these; the least recently used first.
+    most: the limit of their number.
+    kept: token ids int64 [n] and a cache of one row with these; the least recently used first.
     """
 
     def __init__(self, most: int) -> None:
@@ -34,8 +34,7 @@ class Prefixes:
         self.kept: list[tuple[Tensor, DynamicCache]] = []
 
     def longest(self, prompt: Tensor) -> tuple[int, DynamicCache | None]:
-        """The number of a prompt's first tokens that are there, and their cache; the prompt's last token is not asked
-        for."""
+        """Length and cache of the longest cached prefix of a prompt, without the prompt's last token."""
         fitting = [
             (len(ids), number)
             for number, (ids, _) in enumerate(self.kept)
@@ -48,7 +47,7 @@ class Prefixes:
         return length, self.kept[-1][1]
 
     def put(self, ids: Tensor, cache: DynamicCache) -> None:
-        """Keep what a cache of these tokens is now; it goes on."""
+        """Cache a copy of a cache with these tokens."""
         if not self.most or any(torch.equal(ids, known) for known, _ in self.kept):
             return
         while len(self.kept) >= self.most:
@@ -56,7 +55,7 @@ class Prefixes:
         self.kept.append((ids, copy.deepcopy(cache)))
 
     def drop_oldest(self) -> bool:
-        """Whether there was one."""
+        """Drop the least recently used prefix; whether there was one."""
         if not self.kept:
             return False
         drop(self.kept.pop(0)[1])

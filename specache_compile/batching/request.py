@@ -1,4 +1,4 @@
-"""One request of a batch: its prompt, how its tokens are drawn, and how far it has come."""
+"""A request of a batch: its prompt, its sampling settings and its progress."""
 
 from __future__ import annotations
 
@@ -13,64 +13,65 @@ from transformers import DynamicCache, GenerationConfig, LogitsProcessorList
 
 
 class Stage(Enum):
-    """Where a request is. It goes down this list, but for one that gives way, and is over from any of them."""
+    """The stage of a request. A request goes through them in this order; a preempted one waits again."""
 
-    WAITING = "waits for memory, for a row, or for another's prompt to be read"
-    READING = "its prompt is being read"
-    SAYING = "a row of the batch"
-    OVER = "over"
+    WAITING = "waits for memory, a row, or the end of another prefill"
+    PREFILL = "its prompt is prefilled"
+    DECODE = "it has a row of the batch"
+    FINISHED = "it is finished"
 
 
 class End(Enum):
-    """Why a request is over."""
+    """Why a request is finished."""
 
-    STOP = "said a token that ends a text"
-    LENGTH = "said as many tokens as it may"
+    STOP = "generated a stop token"
+    LENGTH = "generated max_new_tokens"
     REMOVED = "was removed"
     FAILED = "its prompt, one of its decode steps or one of its processors failed"
 
 
 @dataclass(frozen=True)
 class Logprobs:
-    """Natural logarithms of the model's probabilities for one token, before temperature and processors.
+    """Natural log-probabilities of the model for one token, before temperature and processors.
 
-    said: the token's that was said.
-    likeliest: the likeliest tokens with theirs, the likeliest first.
+    chosen: of the generated token.
+    likeliest: the likeliest tokens with theirs, in descending order.
     """
 
-    said: float
+    chosen: float
     likeliest: tuple[tuple[int, float], ...]
 
 
 @dataclass(eq=False)
 class Request:
-    """What `Batch.add` gives: read its fields; the batch alone changes them.
+    """A request, as `Batch.add` returns it. Read its fields; only the batch changes them.
 
     prompt: token ids, int64 [n].
-    resumed: the number of said tokens that are prefilled again after the prompt: the RoPE changed there.
-    said: token ids so far; a token that ends the text is the last.
-    reached: the number of said tokens that the current cache has led to. After an interrupt it is lower than len(said):
-        the decode steps of the known tokens run again, since a prefill of them would differ in a lossy setting.
-    end: why it is over; None until then.
-    error: what it failed with.
-    config: Hugging Face's, with the model's defaults filled in.
-    processors: that make of its logits what its tokens are drawn from.
-    generator: its own, where it samples.
-    cache: of a row alone, until it joins the batch; and when it is over, where it `keeps` that.
-    read: tokens of the text (prompt and resumed tokens) that are cached.
-    whole: its text is read in one call, and shares no prefix.
-    alone: it is never a row beside others.
-    crosses: its RoPE changes while it generates, and what is cached stays as it is (`batch_rope.py`).
-    failures: stages and numbers of cached tokens at which a call failed, and has not succeeded since.
-    numbers: the state of its random numbers by the token that they are drawn for, so that a draw can be repeated.
-    from_its_first: they were read in this batch, from the prompt's first token on.
-    began: its number among those that have begun.
-    aside: the folder with its cache, while it gives way to others.
-    ahead: tokens that may be cached behind its last one, while a draft of them is verified.
-    overtaken: how many later requests have begun before it.
-    keeps: whether its cache is wanted when it is over.
-    asks: of how many of the likeliest tokens `logprobs` tells; None: of none, nor of those that were said.
-    logprobs: of each token that was said, where it asks for them.
+    config: Hugging Face's generation settings, with the model's defaults filled in.
+    processors: applied to its logits before sampling.
+    ends: stop tokens.
+    generator: its random numbers; None if it is greedy.
+    cache: of its row alone, before it joins the batch, and at the end if `keep` is set.
+    prefilled: tokens of the text (prompt and resumed tokens) that were prefilled.
+    generated: token ids so far; a stop token is the last.
+    end: why it is finished; None before.
+    error: the error that it failed with.
+    overtaken: later requests that started before it.
+    keep: keep its cache at the end.
+    top_logprobs: number of likeliest tokens in `logprobs`; None: `logprobs` stays empty.
+    logprobs: of each generated token.
+    prefilled_here: the batch has prefilled its prompt from the first token on.
+    started: its number in the order of starts.
+    swapped: the folder with its cache, while it is preempted.
+    ahead: drafted tokens that may be cached during a verification.
+    resumed: generated tokens that are prefilled again after the prompt, where the RoPE switches.
+    reached: generated tokens that the current cache has reproduced. After an interrupt the known tokens are decoded
+        again, since a prefill of them would differ with lossy options.
+    whole: its text is prefilled in one call, without a cached prefix.
+    alone: it never joins other rows.
+    crosses: its RoPE switches while it generates, and its cache stays as it is (`batch_rope.py`).
+    failures: stages and cached lengths at which a call has failed and not yet succeeded.
+    rng_states: state of the random numbers by the number of the token, so that a draw can be repeated.
     """
 
     prompt: Tensor
@@ -79,18 +80,18 @@ class Request:
     ends: frozenset[int]
     generator: torch.Generator | None = None
     cache: DynamicCache | None = None
-    read: int = 0
-    said: list[int] = field(default_factory=list)
+    prefilled: int = 0
+    generated: list[int] = field(default_factory=list)
     stage: Stage = Stage.WAITING
     end: End | None = None
     error: Exception | None = None
     overtaken: int = 0
-    keeps: bool = False
-    asks: int | None = None
+    keep: bool = False
+    top_logprobs: int | None = None
     logprobs: list[Logprobs] = field(default_factory=list)
-    from_its_first: bool = True
-    began: int = 0
-    aside: Path | None = None
+    prefilled_here: bool = True
+    started: int = 0
+    swapped: Path | None = None
     ahead: int = 0
     resumed: int = 0
     reached: int = 0
@@ -98,114 +99,118 @@ class Request:
     alone: bool = False
     crosses: bool = False
     failures: set[tuple[Stage, int]] = field(default_factory=set)
-    numbers: dict[int, Tensor] = field(default_factory=dict)
+    rng_states: dict[int, Tensor] = field(default_factory=dict)
 
     @property
     def text(self) -> Tensor:
-        """Token ids that are read before its next token, int64 [n]."""
+        """Token ids to prefill before its next token, int64 [n]."""
         return self.ids_with(self.resumed)[0]
 
     @property
     def longest(self) -> int:
-        """Tokens that it may have cached at its end."""
+        """Most tokens that it may have cached."""
         return len(self.prompt) + int(self.config.max_new_tokens or 0) + self.ahead
 
     @property
     def cached(self) -> int:
-        """Tokens that are cached: the last that was said is not."""
-        return self.read + max(0, self.reached - 1 - self.resumed)
+        """Cached tokens; the last generated token is not cached."""
+        return self.prefilled + max(0, self.reached - 1 - self.resumed)
 
     @property
     def due(self) -> int:
-        """Tokens that may be cached before it says its next token."""
+        """Most tokens cached after its next step."""
         return max(len(self.prompt) + self.resumed, self.cached + 1) + self.ahead
 
     @property
     def ids(self) -> Tensor:
-        """Prompt and what was said, int64 [1, n]."""
-        return self.ids_with(len(self.said))
+        """Prompt and generated tokens, int64 [1, n]."""
+        return self.ids_with(len(self.generated))
 
     @property
     def context(self) -> Tensor:
-        """Prompt and the tokens that are `reached`, int64 [1, n]: what the next token follows."""
+        """Prompt and `reached` tokens, int64 [1, n]: the context of the next token."""
         return self.ids_with(self.reached)
 
-    def ids_with(self, said: int) -> Tensor:
-        """Prompt and the first said tokens, int64 [1, n]."""
-        return torch.cat([self.prompt, torch.tensor(self.said[:said], dtype=torch.int64)])[None]
+    def ids_with(self, count: int) -> Tensor:
+        """Prompt and the first generated tokens, int64 [1, n]."""
+        return torch.cat([self.prompt, torch.tensor(self.generated[:count], dtype=torch.int64)])[None]
 
-    def is_over(self, end: End, error: Exception | None = None) -> None:
-        self.stage, self.end, self.error, self.cache = Stage.OVER, end, error, None
+    def finish(self, end: End, error: Exception | None = None) -> None:
+        self.stage, self.end, self.error, self.cache = Stage.FINISHED, end, error, None
 
-    def hear(self, token: int) -> None:
-        """It has said one more token, or reached a known one."""
-        if self.reached == len(self.said):
-            self.said.append(token)
+    def append(self, token: int) -> None:
+        """Append a generated token, or count a known one as reached."""
+        if self.reached == len(self.generated):
+            self.generated.append(token)
         self.reached += 1
         self.end_if_done()
 
     def end_if_done(self) -> None:
-        if self.said and self.said[-1] in self.ends:
-            self.is_over(End.STOP)
-        elif len(self.said) >= int(self.config.max_new_tokens or 0):
-            self.is_over(End.LENGTH)
+        if self.generated and self.generated[-1] in self.ends:
+            self.finish(End.STOP)
+        elif len(self.generated) >= int(self.config.max_new_tokens or 0):
+            self.finish(End.LENGTH)
 
-    def begin_again(self) -> None:
-        """Wait, without a cache: the text is prefilled again, and the known tokens are decoded again."""
-        self.end_if_done()  # an interrupt came between a token and its end
-        if self.stage is not Stage.OVER:
-            self.stage, self.cache, self.read, self.from_its_first = Stage.WAITING, None, 0, True
+    def restart(self) -> None:
+        """Wait without a cache: the text is prefilled, and the known tokens are decoded, again."""
+        self.end_if_done()  # an interrupt may have come before this check
+        if self.stage is not Stage.FINISHED:
+            self.stage, self.cache, self.prefilled, self.prefilled_here = Stage.WAITING, None, 0, True
             self.reached = self.resumed
 
 
-def request_for(model: Any, prompt: Tensor, asked: dict[str, Any], cache: DynamicCache | None, read: int) -> Request:
-    """A request as `generate` would understand `asked`, its arguments about the text: config and processors are Hugging
-    Face's own. ValueError where it would take no such argument, or where a batch of rows cannot follow it."""
-    more, seed = asked.pop("logits_processor", LogitsProcessorList()), asked.pop("seed", None)
-    config, unknown = model._prepare_generation_config(asked.pop("generation_config", None), **asked)
+def request_for(
+    model: Any, prompt: Tensor, arguments: dict[str, Any], cache: DynamicCache | None, cached: int
+) -> Request:  # fmt: skip
+    """Create a request from arguments of `generate`; its settings and processors are Hugging Face's.
+
+    ValueError for an argument that `generate` or a batch does not support.
+    """
+    more, seed = arguments.pop("logits_processor", LogitsProcessorList()), arguments.pop("seed", None)
+    config, unknown = model._prepare_generation_config(arguments.pop("generation_config", None), **arguments)
     if unknown:
-        raise ValueError(f"no arguments about a text: {', '.join(sorted(unknown))}")
+        raise ValueError(f"unknown arguments: {', '.join(sorted(unknown))}. Pass generation settings of `generate`")
     for name in ("num_beams", "num_return_sequences"):
         if getattr(config, name) not in (None, 1):
             raise ValueError(
-                f"{name}={getattr(config, name)}: a request is one row; add it as often as you want answers"
+                f"{name}={getattr(config, name)}: a request is one row. Add the prompt once for each answer"
             )
     if not config.max_new_tokens:
-        raise ValueError("max_new_tokens: say how many tokens follow at most; memory is kept for as many")
+        raise ValueError("max_new_tokens is missing: pass it, since memory is reserved for so many tokens")
     model._prepare_special_tokens(config, device=model.device)
     processors = model._get_logits_processor(
         generation_config=config, input_ids_seq_length=len(prompt), logits_processor=more, device=model.device
     )
     ends = getattr(config, "_eos_token_tensor", None)
-    generator, numbers = None, {}
+    generator, rng_states = None, {}
     if config.do_sample:
         generator = torch.Generator(model.device)
         generator.seed() if seed is None else generator.manual_seed(seed)
-        numbers = {0: generator.get_state()}
+        rng_states = {0: generator.get_state()}
     named = frozenset() if ends is None else frozenset(ends.flatten().tolist())
     return Request(
-        prompt, config, processors, named, generator, cache, read, from_its_first=cache is None, numbers=numbers
+        prompt, config, processors, named, generator, cache, cached, prefilled_here=cache is None, rng_states=rng_states
     )  # fmt: skip
 
 
-def drawn(request: Request, logits: Tensor) -> int:
-    """The next token of a request, from its last logits [1, V]; the same again where a step was interrupted."""
-    if request.reached < len(request.said):
-        return request.said[request.reached]
-    scores, said = logits.to(torch.float32, copy=True), len(request.said)  # a processor may write to them
-    known = None if request.asks is None else scores[0].log_softmax(-1)
+def next_token(request: Request, logits: Tensor) -> int:
+    """The next token of a request, from its last logits [1, V]; the known token if a step was interrupted."""
+    if request.reached < len(request.generated):
+        return request.generated[request.reached]
+    scores, place = logits.to(torch.float32, copy=True), len(request.generated)  # processors may write to them
+    known = None if request.top_logprobs is None else scores[0].log_softmax(-1)
     if request.generator is not None:
-        request.generator.set_state(request.numbers[said])
+        request.generator.set_state(request.rng_states[place])
     token = chosen(request, request.ids, scores)
     if request.generator is not None:
-        request.numbers = {said: request.numbers[said], said + 1: request.generator.get_state()}
-    if known is not None and request.asks is not None:
-        request.logprobs[said:] = [logprobs_of(known, token, request.asks)]
+        request.rng_states = {place: request.rng_states[place], place + 1: request.generator.get_state()}
+    if known is not None and request.top_logprobs is not None:
+        request.logprobs[place:] = [logprobs_of(known, token, request.top_logprobs)]
     return token
 
 
 def chosen(request: Request, ids: Any, scores: Any) -> int:
-    """The token that a request would say behind these [1, n], from logits [1, V] float32, which are written to."""
+    """The token that a request generates after ids [1, n], from float32 logits [1, V], which may be overwritten."""
     scores = request.processors(ids.to(scores.device), scores) if request.processors else scores
     if request.generator is None:
         return int(scores.argmax(-1))
@@ -213,6 +218,6 @@ def chosen(request: Request, ids: Any, scores: Any) -> int:
 
 
 def logprobs_of(known: Tensor, token: int, most: int) -> Logprobs:
-    """Of the next token, from the logarithms of all tokens' probabilities [V]."""
+    """Log-probabilities of a token and the `most` likeliest ones, from those of all tokens [V]."""
     values, tokens = known.topk(most)
     return Logprobs(float(known[token]), tuple(zip(tokens.tolist(), values.tolist(), strict=True)))

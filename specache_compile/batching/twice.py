@@ -1,4 +1,4 @@
-"""Errors that come again, and errors that do not: a signal's handler may raise in the middle of any call."""
+"""Distinguishes an error of a call from one that a signal handler raised during it, by repeating the call."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 class FailedTwice(Exception):
-    """A call that raised two times in a row. error: the second one's."""
+    """Raised for a call that raised twice in a row. error: the second error."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(str(error))
@@ -17,10 +17,10 @@ class FailedTwice(Exception):
 
 
 def twice(call: Callable[[], T]) -> T:
-    """The result of a call that can be repeated.
+    """Call a function that can be repeated.
 
-    If it raises, it is repeated once. An error that does not come again was a signal handler's, and is raised. One that
-    comes again is the call's own: FailedTwice.
+    If the call raises, it is repeated once. If the second call succeeds, a signal handler raised the error, which is
+    raised again. If the second call raises too, the error is the call's own: FailedTwice.
     """
     try:
         return call()

@@ -219,7 +219,7 @@ def way(name: str, twin: Any, prefill: Prefill, room: int) -> Decoding:
             twin(prefill.ids, **with_cache(held), use_cache=True, logits_to_keep=1)
     session = session_of(held)
     if session is not None:
-        session.make_room(room)  # no bucket grows, and no graph is compiled, in the timed steps
+        session.reserve(room)  # no bucket grows, and no graph is compiled, in the timed steps
     return Decoding(twin, held, token, length)
 
 

@@ -1,1 +1,1 @@
-"""Caches that come from elsewhere or go elsewhere: held, saved, loaded, made plain."""
+"""Operations on caches: hold, save, load, join, split, materialize."""

@@ -1,4 +1,4 @@
-"""`hold(cache, model)`: convert a plain cache that was filled elsewhere into one that the compiled model continues."""
+"""`hold(cache, model)`: convert a plain cache into one that the compiled model continues."""
 
 from __future__ import annotations
 
@@ -28,23 +28,40 @@ from specache_compile.runtime.session import UNKNOWN, Session
 from specache_compile.runtime.step import Step, opened
 
 Pairs = tuple[Tensor, Tensor]
-# Models' names for a bias of the keys' projection, and for RoPE's frequencies.
+# Names of a bias of the key projection, and of RoPE's frequencies, in models.
 KEY_BIAS = re.compile(r"(k_proj|key|qkv|kv|c_attn)\w*(\.base_layer)?\.bias$")
 FREQUENCIES = re.compile(r"(^|\.)inv_freq$")
-# The projection of latent attention: its cache stays Hugging Face's own.
+# The projection of latent attention, whose cache stays Hugging Face's own.
 LATENTS = re.compile(r"(^|\.)kv_b_proj\.")
 
 
 def hold(cache: DynamicCache, model: torch.nn.Module, attention_mask: Tensor | None = None) -> DynamicCache:
-    """Convert a plain DynamicCache, keys and values [B, H, n, d] that the same weights have made (by the uncompiled
-    model, in another process, or as a prefix that many prompts share), into one that the compiled `model` continues.
+    """Convert a plain cache into one that the compiled model continues.
 
-    attention_mask [B, n]: where rows are padded. `cache` is not changed. A compiled model with latent attention reads
-    Hugging Face's own cache: its `cache` comes back as a copy.
+    The plain cache may come from the uncompiled model, another process, or a prefix that many prompts share. The same
+    weights must have filled it.
 
-    SpecacheError where the backend has not compiled the model or the model is on several ranks, where the cache is held
-    already, where a layer is not a DynamicLayer or differs from the others in length or device, and where the method
-    drops pairs while it reads a prompt.
+    Args:
+        cache: a DynamicCache with keys and values [B, H, n, d]; it is not changed.
+        model: a model with the same weights, compiled with this backend.
+        attention_mask: [B, n], 1 for tokens and 0 for padding; None if no row is padded.
+
+    Returns:
+        A cache that the backend holds; for a model with latent attention, whose cache stays plain, a copy.
+
+    Raises:
+        SpecacheError: the model is not compiled or is split over ranks, or the cache is held already. Also for layers
+            that are no DynamicLayer or differ in length or device, and for methods that drop pairs during the prefill.
+
+    Example:
+        import specache_compile as sc
+
+        model, tokenizer = sc.load_model("examples/needle-llama")
+        inputs = tokenizer("Hello", return_tensors="pt")
+        output = model.generate(**inputs, max_new_tokens=4, return_dict_in_generate=True)  # uncompiled
+        model.compile(backend="specache")
+        cache = sc.hold(sc.cache_of(output), model)
+        model.generate(output.sequences, **sc.with_cache(cache), max_new_tokens=4)
     """
     options = required_options(model, "hold")
     reason = reason_not_to_hold(options)
@@ -60,7 +77,7 @@ def taken_over(
     cache: DynamicCache, model: torch.nn.Module, options: MethodOptions, attention_mask: Tensor | None,
     fill: Callable[[Step, Sequence[Pairs]], object],
 ) -> DynamicCache:  # fmt: skip
-    """As `hold`, under these options; `fill` puts the sites' pairs into the tiers."""
+    """Convert a plain cache under these options; `fill` stores the sites' pairs in the tiers."""
     pairs = [pairs_of(number, layer) for number, layer in enumerate(cache.layers)]
     sites = [number for number in range(len(pairs)) if number not in options.exact_layers]
     if ranks_of(list(model.parameters())) is not None:
@@ -78,51 +95,51 @@ def taken_over(
 
 
 def twin(cache: Any) -> Any:
-    """A cache with new layers over the same tensors."""
+    """A copy of a cache with new layer objects over the same tensors."""
     other = copy.copy(cache)
     other.layers = [copy.copy(layer) for layer in cache.layers]
     return other
 
 
 def pairs_of(number: int, layer: Any) -> Pairs:
-    """A layer's keys and values; SpecacheError where they are not plain or lack tokens."""
+    """A layer's keys and values; SpecacheError if they are not plain or are empty."""
     if type(layer) is not DynamicLayer:
-        raise not_to_be_held(f"layer {number} of it is a {type(layer).__name__}, and must be a DynamicLayer")
+        raise not_to_be_held(f"layer {number} is a {type(layer).__name__}, not a DynamicLayer")
     keys, values = layer.keys, layer.values
     if keys is None or values is None or not keys.numel():
-        raise not_to_be_held(f"layer {number} of it is empty")
+        raise not_to_be_held(f"layer {number} is empty")
     if isinstance(keys, HeldTensor):
         raise held_already()
     return keys, values
 
 
 def reason_not_to_hold(options: MethodOptions) -> str | None:
-    """Why a method's prefill does not keep every pair; None where it does."""
+    """Why a method's prefill does not keep every pair; None if it does."""
     if PREFILL.name in METHODS[options.method].recipe(options, 0).attend:
-        return f"method {options.method!r} chooses what it keeps while it reads a prompt"
+        return f"method {options.method!r} drops pairs during the prefill"
     return None
 
 
 def reason_of_shapes(
     pairs: Sequence[Pairs], sites: Sequence[int], mask: Tensor | None, model: torch.nn.Module
 ) -> str | None:
-    """Why a cache's tensors do not fit together or do not fit the model; None where they do."""
+    """Why a cache's tensors do not fit together or do not fit the model; None if they do."""
     if not pairs:
         return "it is empty"
     if not sites:
-        return "option exact_layers names all of its layers"
+        return "option exact_layers lists all layers"
     first, _ = pairs[0]
     devices = {weight.device for weight in model.parameters()}
     for number, (keys, values) in enumerate(pairs):
         if keys.shape != values.shape or keys.dtype != values.dtype:
-            return f"the keys of its layer {number} are {tuple(keys.shape)}, its values {tuple(values.shape)}"
+            return f"layer {number} has keys {tuple(keys.shape)} and values {tuple(values.shape)}"
         if (keys.shape[0], keys.shape[2]) != (first.shape[0], first.shape[2]):
-            return f"its layer {number} has rows or tokens that its layer 0 has not"
+            return f"layer {number} has another number of rows or tokens than layer 0"
         if keys.device != first.device or devices != {first.device}:
             where = ", ".join(sorted(map(str, devices)))
-            return f"its layer {number} is on {keys.device}, its layer 0 on {first.device}, and the model on {where}"
+            return f"layer {number} is on {keys.device}, layer 0 on {first.device}, and the model on {where}"
     if mask is not None and (mask.dim() != 2 or mask.shape[0] != first.shape[0] or mask.shape[1] < first.shape[2]):
-        return f"attention_mask is {tuple(mask.shape)} for {first.shape[0]} rows of {first.shape[2]} tokens"
+        return f"attention_mask has shape {tuple(mask.shape)} for {first.shape[0]} rows of {first.shape[2]} tokens"
     return None
 
 
@@ -132,7 +149,7 @@ def session_for(
     options: MethodOptions, pairs: Sequence[Pairs], attention_mask: Tensor | None, model: torch.nn.Module,
     fill: Callable[[Step, Sequence[Pairs]], object],
 ) -> Session:  # fmt: skip
-    """A session that has read the pairs' tokens; `fill` puts into its tiers what its method's prefill would."""
+    """A session with these pairs; `fill` stores what the method's prefill would."""
     biased = frequencies_of(model) is not None and any(
         KEY_BIAS.search(name) for name, _ in decoder_of(model).named_parameters()
     )
@@ -142,7 +159,7 @@ def session_for(
     ]
     batch, _, tokens, _ = pairs[0][0].shape
     session = Session(options, layers, batch, tokens)
-    is_of(session, model)
+    set_model(session, model)
     session.progress.keys = (prefill_key(model, model.parameters()),) * batch
     session.progress.longest_calls = (UNKNOWN,) * batch
     with opened(session, tokens, attention_mask, causal=masks_are_padding(model)) as step:
@@ -150,32 +167,34 @@ def session_for(
     return session
 
 
-def is_of(session: Session, model: torch.nn.Module) -> None:
-    """Tell a session that no graph has filled what a graph's arguments would of its model."""
+def set_model(session: Session, model: torch.nn.Module) -> None:
+    """Set what a prefill graph would set from its arguments: the weights and RoPE's frequencies."""
     session.weights = [weakref.ref(weight) for weight in model.parameters()]
     session.from_elsewhere = True
     session.tiers.frequencies = [frequencies_of(model)] * len(session.layers)
 
 
 def frequencies_of(model: torch.nn.Module) -> Tensor | None:
-    """RoPE's, as the model's buffer."""
+    """RoPE's frequencies, a buffer of the model."""
     return next((buffer for name, buffer in decoder_of(model).named_buffers() if FREQUENCIES.search(name)), None)
 
 
 def masks_are_padding(model: torch.nn.Module) -> bool:
-    """Whether its masks hide nothing but padding and later tokens, as far as its graphs have shown."""
+    """Whether the model's masks hide only padding and later tokens, as far as its graphs have shown."""
     record = find_record(model)
     return record is None or all(graph.captured.is_causal for graph in record.graphs)
 
 
 def has_latents(model: torch.nn.Module) -> bool:
-    """Whether a model has latent attention, by its weights' names."""
+    """Whether a model has latent attention, by the names of its weights."""
     return any(LATENTS.search(name) for name, _ in model.named_parameters())
 
 
 def not_to_be_held(why: str) -> SpecacheError:
-    return SpecacheError(f"hold: this cache cannot be taken over: {why}. Let the compiled model read the prompt itself")
+    return SpecacheError(f"hold: this cache cannot be held: {why}. Prefill the prompt with the compiled model instead")
 
 
 def held_already() -> SpecacheError:
-    return SpecacheError("hold: the specache backend holds this cache already; copy.deepcopy makes a second one")
+    return SpecacheError(
+        "hold: the specache backend holds this cache already. Use it as it is, or copy.deepcopy(cache)"
+    )

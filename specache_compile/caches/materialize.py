@@ -1,4 +1,4 @@
-"""`materialize(cache)`: a held cache as a plain one, to read its keys and values."""
+"""`materialize(cache)`: a plain copy of a held cache."""
 
 from __future__ import annotations
 
@@ -9,19 +9,36 @@ from typing import Any
 from transformers import DynamicCache
 
 from specache_compile.runtime.held import HeldTensor
-from specache_compile.runtime.regroup import session_behind
+from specache_compile.runtime.regroup import required_session
 
 from .recurrent import own_states
 
 
 def materialize(cache: DynamicCache) -> DynamicCache:
-    """A DynamicCache with real keys and values [B, H, n, d]: bit for bit as cached, or rounded once to 8 bits where the
-    host tier has 8 bits (option host_bits).
+    """Return a plain copy of a held cache, with real keys and values.
 
-    `cache` stays usable. SpecacheError where it is plain already.
+    The copy has the cached values bit for bit; with `host_bits=8` they have been rounded once to 8 bits.
+
+    Args:
+        cache: a cache that the backend holds; it stays usable.
+
+    Returns:
+        A DynamicCache with keys and values [B, H, n, d] in the model's dtype, on the model's device.
+
+    Raises:
+        SpecacheError: the cache is plain already, or its method does not keep all pairs.
+
+    Example:
+        import specache_compile as sc
+
+        model, tokenizer = sc.load_model("examples/needle-llama")
+        model.compile(backend="specache")
+        inputs = tokenizer("Hello", return_tensors="pt")
+        output = model.generate(**inputs, max_new_tokens=4, return_dict_in_generate=True)
+        print(sc.materialize(sc.cache_of(output)).layers[0].keys.shape)
     """
-    session = session_behind(cache)
-    plain = copy.copy(cache)  # of its own class, which a model may insist on (MiniMax)
+    session = required_session(cache)
+    plain = copy.copy(cache)  # of the same class, which some models require (MiniMax)
     for name, value in vars(cache).items():
         if isinstance(value, list):
             setattr(plain, name, list(value))

@@ -1,4 +1,4 @@
-"""What a layer of a hybrid's cache has beside keys and values: a recurrence's state, copied and saved with them."""
+"""The recurrent state of a hybrid model's layer, which is copied and saved with keys and values."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
-# Attributes of Hugging Face's layers: tensors by their number, None where there is none. They are written in place.
+# Attributes of Hugging Face's layers, which are written in place: tensors by number, or None.
 STATES = ("conv_states", "recurrent_states")
-# Its own numbers for each state. A layer without states has none of these attributes.
+# Its flags and sizes for each state. A layer without states has none of these attributes.
 MARKS = (
     "is_conv_states_initialized",
     "is_recurrent_states_initialized",
@@ -18,13 +18,13 @@ MARKS = (
 
 
 def states_of(layer: Any) -> dict[str, Tensor]:
-    """A layer's recurrent state, as `conv_states.0`."""
+    """A layer's recurrent states, named like `conv_states.0`."""
     named = {f"{name}.{number}": state for name in STATES for number, state in getattr(layer, name, {}).items()}
     return {name: state for name, state in named.items() if state is not None}
 
 
 def own_states(layer: Any) -> None:
-    """Give a layer that shares its state with another one of its own."""
+    """Copy the states of a layer that shares them with another one."""
     for name in (*STATES, *MARKS):
         if hasattr(layer, name):
             copied = {
@@ -35,7 +35,7 @@ def own_states(layer: Any) -> None:
 
 
 def marks_of(layer: Any) -> dict[str, dict[str, Any]]:
-    """What a layer notes of each state, as JSON has it: numbers as text."""
+    """A layer's flags for each state, with keys as text for JSON."""
     return {
         name: {str(number): value for number, value in getattr(layer, name).items()}
         for name in MARKS
@@ -44,7 +44,7 @@ def marks_of(layer: Any) -> dict[str, dict[str, Any]]:
 
 
 def restore(layer: Any, states: dict[str, Tensor], marks: dict[str, dict[str, Any]]) -> None:
-    """Give a new layer what `states_of` and `marks_of` told of another."""
+    """Set the results of `states_of` and `marks_of` in a new layer."""
     for name, noted in marks.items():
         setattr(layer, name, {int(number): value for number, value in noted.items()})
     for name, state in states.items():

@@ -1,15 +1,8 @@
-"""`save(cache, folder)` and `load(folder, model)`: a held cache that outlives its process.
+"""`save(cache, folder)` and `load(folder, model)`: a held cache on disk.
 
-    folder/
-      session.json                     the session's description, and its tensors' files with their sizes
-      tensors-3f9c21d0/
-        layer-000.safetensors          the state tensors of a layer; plain keys and values, where it is not held; the
-                                     state of its recurrence, where a hybrid has one
-        ...
-        step.safetensors               what the next step starts from: guesses, padding
-
-`session.json` is replaced in one move when all else is on disk: an interrupted save leaves the session that was there
-before. Only one process at a time may save into a folder.
+`session.json` has the session's description and the sizes of its tensor files, in a folder like `tensors-3f9c21d0`.
+`layer-000.safetensors` has a layer's state tensors, or plain keys and values, and recurrent states.
+`step.safetensors` has the speculative token and padding of the next step.
 """
 
 from __future__ import annotations
@@ -45,20 +38,20 @@ from specache_compile.model_key import PrefillKey, all_of, prefill_key
 from specache_compile.options import MethodOptions, differences, own_options
 from specache_compile.passes.reading.sites import PARTS
 from specache_compile.runtime.ranks import ranks_of
-from specache_compile.runtime.regroup import session_behind
+from specache_compile.runtime.regroup import required_session
 from specache_compile.runtime.session import UNKNOWN, Session
-from specache_compile.runtime.state import MEASURE, adopt, empty, fields_of, room, with_memory
+from specache_compile.runtime.state import MEASURE, adopt, backed_part, empty, fields_of, room
 
-from .holding import is_of
+from .holding import set_model
 from .recurrent import STATES, marks_of, restore, states_of
 
 FORMAT = 1
 HEADER = "session.json"
 STEP = "step.safetensors"
 PACKAGES = ("specache-compile", "torch", "transformers")
-# Options of the model, not of the cache: how its graphs are lowered and run, and the memory of this machine.
+# Options of the model, not of the cache: how its graphs run, and this machine's memory.
 OF_THE_MODEL = ("lowering", "mode", "inductor", "disable_passes", "host_memory", "speculate")
-# Layers of a cache that are their keys, their values, the state of a recurrence and their numbers, and no more.
+# Layer classes without other contents than keys, values, a recurrent state and numbers.
 KINDS = tuple(
     getattr(cache_utils, name)
     for name in (
@@ -71,9 +64,9 @@ KINDS = tuple(
     )
     if hasattr(cache_utils, name)
 )
-# Matches folders of tensors and nothing else that the folder may hold.
+# Matches folders of tensors only.
 TENSORS_FOLDER = "tensors-" + "[0-9a-f]" * 8
-# A header's parts and their types in JSON.
+# The header's parts and their JSON types.
 HEADER_PARTS = {
     "weights": list,
     "options": dict,
@@ -86,28 +79,45 @@ HEADER_PARTS = {
 
 
 def save(cache: DynamicCache, folder: str | os.PathLike[str]) -> None:
-    """Write a held cache to `folder`, for `load`. Every tier is written bit for bit.
+    """Write a held cache to a folder, for `load`.
 
-    An earlier session in the folder stays until this one is whole. The cache stays usable. SpecacheError where the
-    cache is plain, where it is of another class than DynamicCache, where one of its layers has more than keys, values
-    and the state of a recurrence, and where it is split over ranks.
+    Every tier is written bit for bit. A session that the folder held before stays until the new one is complete.
+
+    Args:
+        cache: a held cache; it stays usable.
+        folder: created if needed. Only one process at a time may save into it.
+
+    Raises:
+        SpecacheError: the cache is plain, is split over ranks, is no DynamicCache, or has a layer with other contents
+            than keys, values and a recurrent state.
+
+    Example:
+        import specache_compile as sc
+
+        model, tokenizer = sc.load_model("examples/needle-llama")
+        model.compile(backend="specache")
+        inputs = tokenizer("Hello", return_tensors="pt")
+        output = model.generate(**inputs, max_new_tokens=4, return_dict_in_generate=True)
+        sc.save(sc.cache_of(output), "build/session")
+        cache = sc.load("build/session", model)
+        model.generate(output.sequences, **sc.with_cache(cache), max_new_tokens=4)
     """
     if type(cache) is not DynamicCache:
         raise no_dynamic_cache(type(cache).__name__)
     layers = [described_layer(number, layer) for number, layer in enumerate(cache.layers)]
-    session = session_behind(cache)
+    session = required_session(cache)
     tiers, progress = session.tiers, session.progress
     if tiers.ranks is not None:
         raise split_session()
     session.drain()
-    session = in_one_piece(session)
+    session = contiguous(session)
     tiers = session.tiers
     header = {
         "format": FORMAT,
         "versions": {name: version(name) for name in PACKAGES},
         **described_keys(progress.keys),
         "options": {
-            "asked": described_options(session.asked),
+            "asked": described_options(session.requested),
             "options": described_options(tiers.options),
             "pending_options": described_options(tiers.pending),
         },
@@ -143,7 +153,7 @@ def save(cache: DynamicCache, folder: str | os.PathLike[str]) -> None:
     except BaseException:
         shutil.rmtree(tensors, ignore_errors=True)
         raise
-    # The new session replaces the old one here. After an interruption one of them is whole; the next save clears the
+    # `session.json` is replaced in one move, so an interrupted save leaves the old session. The next save deletes the
     # rest.
     os.replace(new, root / HEADER)
     sync(root)
@@ -153,37 +163,55 @@ def save(cache: DynamicCache, folder: str | os.PathLike[str]) -> None:
 
 
 def load(folder: str | os.PathLike[str], model: torch.nn.Module) -> DynamicCache:
-    """The cache that `save` wrote to `folder`, for a `model` of the same weights, compiled by this backend under the
-    same options. A host tier in ordinary memory is mapped from the file, and read as steps need it.
+    """Load a cache that `save` wrote.
 
-    The weights and settings of the model (active adapters, for example) must be those of the prefill, also if they
-    have changed between the prefill and `save`. The counts of `stats` begin anew. SpecacheError where there is no
-    session, where a file is cut short, where the session was made with another model or other options, and for a model
-    on several devices or ranks.
+    On a CPU the host tier is mapped from its file and read when steps need it. The counts of `stats` start at 0.
+
+    Args:
+        folder: the folder that was passed to `save`.
+        model: compiled with this backend and the same options. Its weights and settings (active adapters, for example)
+            must be those of the prefill.
+
+    Returns:
+        A held cache.
+
+    Raises:
+        SpecacheError: the folder has no complete session, or it was made with another model or other options. Also for
+            a model on several devices or ranks.
+
+    Example:
+        import specache_compile as sc
+
+        model, tokenizer = sc.load_model("examples/needle-llama")
+        model.compile(backend="specache")
+        inputs = tokenizer("Hello", return_tensors="pt")
+        output = model.generate(**inputs, max_new_tokens=4, return_dict_in_generate=True)
+        sc.save(sc.cache_of(output), "build/session")
+        print(sc.load("build/session", model).get_seq_length())
     """
     return loaded(Path(folder), model, by_any_weights=False)
 
 
 def loaded(root: Path, model: torch.nn.Module, by_any_weights: bool) -> DynamicCache:
-    """`load`. by_any_weights: do not compare the model's key, for a cache that only left memory for a while."""
+    """Load a cache. by_any_weights: skip the check of the model's key, for a cache that was swapped out."""
     header = read_header(root)
     compiled_with = required_options(model, "load")
-    asked, options, pending = (
+    requested, options, pending = (
         restored_options(header["options"][name], compiled_with) for name in ("asked", "options", "pending_options")
     )
-    assert asked is not None
+    assert requested is not None
     assert options is not None
-    if told := differences(asked, compiled_with):
-        raise other_options(root, told)
+    if found := differences(requested, compiled_with):
+        raise other_options(root, found)
     if ranks_of(list(model.parameters())) is not None:
         raise split_session()
     device = device_of(model)
     if not by_any_weights:
         check_key(root, header, model)
     files = checked_files(root, header)
-    shapes = [restored_shape(told, device) for told in header["shapes"]]
+    shapes = [restored_shape(shape, device) for shape in header["shapes"]]
     numbers = header["numbers"]
-    session = Session(asked, shapes, numbers["batch"], numbers["length"])
+    session = Session(requested, shapes, numbers["batch"], numbers["length"])
     tiers, progress = session.tiers, session.progress
     tiers.options, tiers.pending = options, pending
     batch, progress.length, progress.padded = (numbers[name] for name in ("batch", "length", "padded"))
@@ -201,7 +229,7 @@ def loaded(root: Path, model: torch.nn.Module, by_any_weights: bool) -> DynamicC
 def filled(
     session: Session, model: torch.nn.Module, header: Mapping[str, Any], files: Mapping[str, Path]
 ) -> DynamicCache:
-    """The cache of a session, filled from the files. Like all state it is made outside the caller's inference mode."""
+    """The cache of a session, filled from the files. State is created outside of the caller's inference mode."""
     cache = empty_cache(model, [layer["kind"] for layer in header["layers"]])
     device = session.layers[0].device
     plain: dict[int, LayerState] = {}
@@ -218,33 +246,33 @@ def filled(
     session.tiers.state = [states[site] for site in range(len(session.layers))]
     starts_from = {name: tensor.to(device, copy=True) for name, tensor in read(files[STEP]).items()}
     session.progress.guess, session.progress.padding = starts_from.get("guess"), starts_from.get("padding")
-    is_of(session, model)
-    session.note_memory()
+    set_model(session, model)
+    session.update_memory()
     layers: list[Any] = list(cache.layers)
-    for number, (layer, told) in enumerate(zip(layers, header["layers"], strict=True)):
-        site = told["site"]
+    for number, (layer, described) in enumerate(zip(layers, header["layers"], strict=True)):
+        site = described["site"]
         own = plain[number]
         pairs = [own.pop(part, None) if site is None else session.held(site, part) for part in PARTS]
         if pairs[0] is not None:
             layer.lazy_initialization(*pairs)
             layer.keys, layer.values = pairs
-        restore(layer, own, told.get("marks", {}))
-        for name, value in told["numbers"].items():
+        restore(layer, own, described.get("marks", {}))
+        for name, value in described["numbers"].items():
             setattr(layer, name, value)
     return cache
 
 
-def in_one_piece(session: Session) -> Session:
-    """The session itself, or another with what it has in pages in one piece."""
+def contiguous(session: Session) -> Session:
+    """The session, or a copy of it with contiguous tiers."""
     if session.tiers.table is None:
         return session
     made = copy.copy(session)
-    made.tiers = session.tiers.in_one_piece(session.progress.lengths)
+    made.tiers = session.tiers.contiguous(session.progress.lengths)
     return made
 
 
 def described_layer(number: int, layer: Any) -> dict[str, Any]:
-    """A layer's description: its class, its numbers, and its site (None where it has no held keys and values)."""
+    """A layer's description: its class, its numbers, and its site (None if it is not held)."""
     if type(layer) not in KINDS or not getattr(layer, "is_initialized", True):
         raise cannot_be_saved(number, type(layer).__name__)
     handle = getattr(getattr(layer, "keys", None), "handle", None)
@@ -257,12 +285,12 @@ def described_layer(number: int, layer: Any) -> dict[str, Any]:
 
 
 def plain_pairs(layer: Any) -> dict[str, Tensor]:
-    """Keys and values that are not held; none of a layer without attention."""
+    """A layer's plain keys and values; empty for a layer without attention."""
     return {part: getattr(layer, part) for part in PARTS if getattr(layer, part, None) is not None}
 
 
 def empty_cache(model: Any, kinds: Sequence[str]) -> DynamicCache:
-    """A cache with layers of these classes: as the model's configuration makes it, or with all layers alike."""
+    """A cache with layers of these classes, by the model's configuration or with all layers alike."""
     for cache in (DynamicCache(config=model.config.get_text_config(decoder=True)), DynamicCache()):
         cache.layers = cache.layers or [DynamicLayer() for _ in kinds]
         if [type(layer).__name__ for layer in cache.layers] == list(kinds):
@@ -271,8 +299,7 @@ def empty_cache(model: Any, kinds: Sequence[str]) -> DynamicCache:
 
 
 def whole(session: Session, site: int) -> LayerState:
-    """A layer's state tensors, with zeros where the host tier holds no token yet: memory that was never written must
-    not be saved."""
+    """A layer's state tensors, with zeros where the host tier has no token: uninitialised memory must not be saved."""
     state = dict(session.state[site])
     for field in fields_of(session.options, session.layers[site]):
         if field.on_host:
@@ -285,21 +312,20 @@ def whole(session: Session, site: int) -> LayerState:
 
 
 def placed(session: Session, site: int, path: Path) -> LayerState:
-    """A layer's state tensors on their devices. SpecacheError where their shapes or dtypes are not those of the
-    options."""
+    """A layer's state tensors on their devices. SpecacheError if a shape or dtype does not match the options."""
     shape = session.layers[site]
     found, state = read(path), {}
     for field in fields_of(session.options, shape):
-        wanted = torch.Size(field.shape(session.options, shape, session.tiers.batch, session.tiers.capacity))
+        expected = torch.Size(field.shape(session.options, shape, session.tiers.batch, session.tiers.capacity))
         tensor = found.get(field.name)
-        if tensor is None or tensor.shape != wanted or tensor.dtype != field.dtype(session.options, shape):
-            raise unreadable_session(path, f"its tensor {field.name!r} is not the {tuple(wanted)} that the options say")
+        if tensor is None or tensor.shape != expected or tensor.dtype != field.dtype(session.options, shape):
+            raise unreadable_session(path, f"its tensor {field.name!r} does not have the shape {tuple(expected)}")
         if field.on_host and shape.device.type == "cpu":
             state[field.name] = tensor
             continue
         room_here = session.tiers.room
-        new = state[field.name] = empty(field, tuple(wanted), tensor.dtype, shape, room_here)
-        with_memory(field, new, room_here).copy_(with_memory(field, tensor, room_here))
+        new = state[field.name] = empty(field, tuple(expected), tensor.dtype, shape, room_here)
+        backed_part(field, new, room_here).copy_(backed_part(field, tensor, room_here))
         if field.tier == MEASURE:
             new.zero_()
     adopt(state, shape)
@@ -307,40 +333,42 @@ def placed(session: Session, site: int, path: Path) -> LayerState:
 
 
 def described_shape(shape: LayerShape) -> dict[str, Any]:
-    """A layer's shape without the device, which is the loading model's."""
-    told = {field.name: getattr(shape, field.name) for field in dataclasses.fields(shape) if field.name != "device"}
-    return {**told, "dtype": str(shape.dtype).removeprefix("torch.")}
+    """A layer's shape without the device, which is that of the loading model."""
+    found = {field.name: getattr(shape, field.name) for field in dataclasses.fields(shape) if field.name != "device"}
+    return {**found, "dtype": str(shape.dtype).removeprefix("torch.")}
 
 
-def restored_shape(told: Mapping[str, Any], device: torch.device) -> LayerShape:
-    return LayerShape(**{**told, "dtype": getattr(torch, told["dtype"]), "device": device})
+def restored_shape(described: Mapping[str, Any], device: torch.device) -> LayerShape:
+    return LayerShape(**{**described, "dtype": getattr(torch, described["dtype"]), "device": device})
 
 
 def described_options(options: MethodOptions | None) -> dict[str, Any] | None:
-    """The options that decide what a session holds; None for None."""
+    """The options that determine a session's contents; None for None."""
     if options is None:
         return None
     names = [name for name in own_options(type(options)) if name not in OF_THE_MODEL]
     return {"method": options.method, **{name: getattr(options, name) for name in names}}
 
 
-def restored_options(told: Mapping[str, Any] | None, given: MethodOptions) -> MethodOptions | None:
-    """The options that `described_options` described, for a model compiled under `given`."""
-    if told is None:
+def restored_options(described: Mapping[str, Any] | None, given: MethodOptions) -> MethodOptions | None:
+    """Options from their description, for a model compiled under `given`."""
+    if described is None:
         return None
-    method = every_method().get(told["method"])
+    method = every_method().get(described["method"])
     if method is None:
-        raise OptionError(f"the session was saved under method {told['method']!r}, which is not installed here")
+        raise OptionError(
+            f"the session was saved with method {described['method']!r}. Install its package, or prefill again"
+        )
     kind = method.options
     known = own_options(kind)
     own = {name: getattr(given, name, known[name].default) for name in OF_THE_MODEL if name in known}
-    if not told.get("top_k"):  # nothing is fetched, as with 16 bits for now
+    if not described.get("top_k"):  # nothing is fetched, as in a cache in 16 bits
         own.pop("speculate", None)
-    return kind(**{**told, **own})
+    return kind(**{**described, **own})
 
 
 def described_keys(keys: Sequence[PrefillKey]) -> dict[str, Any]:
-    """The keys of all rows: every weight of one, and the different settings."""
+    """The keys of all rows: all their weights, and each different setting."""
     settings = {key.settings for key in keys if key.settings is not None}
     return {
         "weights": list(all_of(key.weights for key in set(keys))),
@@ -354,7 +382,7 @@ def restored_key(header: Mapping[str, Any]) -> PrefillKey:
 
 
 def device_of(model: torch.nn.Module) -> torch.device:
-    """The model's device; SpecacheError where it is on several."""
+    """The model's device; SpecacheError if it is on several."""
     devices = {weight.device for weight in model.parameters()}
     if len(devices) > 1:
         raise several_devices(sorted(map(str, devices)))
@@ -362,8 +390,10 @@ def device_of(model: torch.nn.Module) -> torch.device:
 
 
 def check_key(root: Path, header: Mapping[str, Any], model: torch.nn.Module) -> None:
-    """SpecacheError where the saved rows were filled with other weights or settings than the model has. A session from
-    an earlier version has no settings."""
+    """SpecacheError if the rows were filled with other weights or settings than the model has.
+
+    Sessions of earlier versions have no settings.
+    """
     key = prefill_key(model, model.parameters())
     missing = Counter(header["weights"]) - Counter(key.weights)
     if missing:
@@ -380,19 +410,19 @@ def read_header(root: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise no_saved_session(root) from None
     except ValueError as error:
-        raise unreadable_session(path, f"it is no JSON ({error})") from error
+        raise unreadable_session(path, f"it is not JSON ({error})") from error
     if not isinstance(header, dict) or header.get("format") != FORMAT:
         raise unreadable_session(path, f"it is not of format {FORMAT}")
     for name, kind in HEADER_PARTS.items():
         if not isinstance(header.get(name), kind):
-            raise unreadable_session(path, f"its {name!r} is no {kind.__name__}")
+            raise unreadable_session(path, f"its {name!r} is not a {kind.__name__}")
     if not fnmatch.fnmatchcase(header["folder"], TENSORS_FOLDER):
-        raise unreadable_session(path, f"its folder {header['folder']!r} is none that save makes")
+        raise unreadable_session(path, f"its folder {header['folder']!r} was not created by save")
     return header
 
 
 def checked_files(root: Path, header: Mapping[str, Any]) -> dict[str, Path]:
-    """The files by name; SpecacheError where one is missing or has not its written size."""
+    """The files by name; SpecacheError if one is missing or has another size."""
     files = {name: root / header["folder"] / name for name in header["files"]}
     for name, size in header["files"].items():
         there = files[name].stat().st_size if files[name].exists() else 0
@@ -436,52 +466,52 @@ def sync(path: Path) -> None:
 
 def cannot_be_saved(number: int, kind: str) -> SpecacheError:
     return SpecacheError(
-        f"layer {number} of this cache, a {kind}, is not keys, values and the state of a recurrence alone: such a "
-        "cache cannot be saved"
+        f"save: layer {number} of this cache, a {kind}, has other contents than keys, values and a recurrent state. "
+        "Prefill again instead"
     )
 
 
 def no_dynamic_cache(kind: str) -> SpecacheError:
-    return SpecacheError(f"save: a {kind} may hold more than its layers do, and only a DynamicCache can be saved")
+    return SpecacheError(f"save: this cache is a {kind}, and only a DynamicCache can be saved. Prefill again instead")
 
 
 def several_devices(devices: Sequence[str]) -> SpecacheError:
     return SpecacheError(
-        f"load: this model is on several devices ({', '.join(devices)}), and a saved session can be on one only: move "
-        "the model to one device, or prefill again"
+        f"load: this model is on several devices ({', '.join(devices)}), and a saved session needs one. Move the model "
+        "to one device, or prefill again"
     )
 
 
 def no_saved_session(folder: Path) -> SpecacheError:
-    return SpecacheError(f"no session was saved in {folder}: specache_compile.save(cache, folder) makes one")
+    return SpecacheError(f"{folder} has no saved session. Create one with specache_compile.save(cache, folder)")
 
 
 def unreadable_session(path: Path, why: str) -> SpecacheError:
-    return SpecacheError(f"{path} of a saved session cannot be read: {why}. Prefill again, and save anew")
+    return SpecacheError(f"{path} of a saved session cannot be read: {why}. Prefill and save again")
 
 
 def other_model(folder: Path, different: int, weights: int) -> SpecacheError:
     return SpecacheError(
-        f"the session in {folder} was made with another model: {different} of the {weights} weights that filled it "
-        "differ from this model's (values, shapes or dtype). Load those weights, or prefill again"
+        f"the session in {folder} was made with another model: {different} of its {weights} weights differ from this "
+        "model's in values, shape or dtype. Load those weights, or prefill again"
     )
 
 
 def other_settings(folder: Path, names: Sequence[str]) -> SpecacheError:
     return SpecacheError(
-        f"the session in {folder} was made with other settings of the model's modules: {', '.join(names)}. An adapter "
-        "may be switched, disabled, scaled or merged, or transformers may have another version. Restore the settings, "
-        "or prefill again"
+        f"the session in {folder} was made with other settings of the model's modules: {', '.join(names)}. The active "
+        "adapters or the version of transformers may differ. Restore the settings, or prefill again"
     )
 
 
 def other_layers(kinds: Sequence[str]) -> SpecacheError:
     return SpecacheError(
-        f"with this version of transformers the model has no cache with the saved layers: {', '.join(kinds)}"
+        f"with this version of transformers the model has no cache with the saved layers ({', '.join(kinds)}). Prefill "
+        "again"
     )
 
 
-def other_options(folder: Path, told: str) -> SpecacheError:
+def other_options(folder: Path, found: str) -> SpecacheError:
     return SpecacheError(
-        f"the session in {folder} was made with other options: {told}. Compile the model with those, or prefill again"
+        f"the session in {folder} was made with other options: {found}. Compile the model with those, or prefill again"
     )

@@ -1,3 +1,3 @@
-"""Checkpoints: what a model's name refers to, and how a GGUF file is read."""
+"""Checkpoints: names of models, and reading of GGUF files."""
 
 from .names import resolved as resolved

@@ -1,6 +1,6 @@
-"""A GGUF file, converted once to a folder of safetensors in the user's cache ($SPECACHE_CACHE, or the platform's folder
-for caches). Everything else reads that folder. Its weights are float32, which represents the values of 4-bit blocks
-exactly.
+"""Converts a GGUF file once to a folder of safetensors in the cache folder, which everything else reads.
+
+Its weights are float32, which represents the values of 4-bit blocks exactly.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from .gguf_keys import map_keys
 READERS = ("gguf", "accelerate")
 # Tensors that transformers silently leaves out: rotary positions would differ from the model's.
 UNREAD = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-# A file in a conversion that represents all keys of its GGUF file, and what conversions of earlier versions may lack.
+# Marks a conversion that represents all keys of its GGUF file; and the keys that older conversions may lack.
 MAPPED = "gguf-keys-mapped"
 NEWLY_MAPPED = ("rope_parameters", "sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
 
 
 def folder_of(gguf: Path) -> Path:
-    """The folder of a GGUF file's conversion, done or not. It is named by the file's content, not by its path."""
+    """The folder of a GGUF file's conversion, done or not. Its name depends on the file's content, not on its path."""
     with gguf.open("rb") as file:
         content = hashlib.file_digest(file, "sha256").hexdigest()[:12]
     return cache_folder() / "checkpoints" / f"{gguf.stem}-{content}"
@@ -64,8 +64,8 @@ def is_converted(gguf: Path, folder: Path) -> bool:
 
 
 def config_of(gguf: Path) -> Any:
-    """The configuration of a GGUF file, which is not converted. SpecacheError as for `opened`, and for keys that cannot
-    be represented."""
+    """The configuration of a GGUF file, without converting it. SpecacheError as for `opened`, and for keys that it
+    cannot represent."""
     from transformers import AutoConfig
 
     reader = opened(gguf)
@@ -90,29 +90,33 @@ def is_whole(folder: Path) -> bool:
 
 
 def opened(gguf: Path) -> Any:
-    """A reader of a GGUF file. SpecacheError for missing packages, and for a file that is no GGUF file, ends early, or
+    """A reader of a GGUF file. SpecacheError if packages are missing, or if the file is no GGUF file, ends early, or
     has tensors that transformers leaves out."""
     missing = [name for name in READERS if not is_installed(name)]
     if missing:
-        raise SpecacheError(f"reading a GGUF file needs {' and '.join(missing)}: pip install {' '.join(missing)}")
+        raise SpecacheError(
+            f"reading a GGUF file requires {' and '.join(missing)}. Run pip install {' '.join(missing)}"
+        )
     from gguf import GGUFReader
 
     try:
         reader = GGUFReader(gguf)
-    except Exception as error:  # many types, by the place where the file ends
-        raise SpecacheError(f"{gguf}: not a GGUF file, or a truncated one ({first_line(error)})") from error
+    except Exception as error:  # many types, depending on where the file ends
+        raise SpecacheError(
+            f"{gguf}: not a GGUF file, or truncated ({first_line(error)}). Download it again"
+        ) from error
     unread = [tensor.name for tensor in reader.tensors if tensor.name in UNREAD]
     if unread:
         raise SpecacheError(
-            f"{gguf}: transformers does not read its {', '.join(unread)}, which rotary positions are scaled by; "
-            "give the model's safetensors folder or hub name"
+            f"{gguf}: transformers does not read {', '.join(unread)}, which scales rotary positions. Pass the model's "
+            "safetensors folder or hub name"
         )
     return reader
 
 
 @contextlib.contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """Make the folder if needed; one process at a time is within. SpecacheError if it cannot be written."""
+    """Create the folder if needed, and let one process at a time in. SpecacheError if it cannot be written."""
     from filelock import FileLock, Timeout
 
     lock = FileLock(folder / ".lock")
@@ -136,10 +140,10 @@ def convert(gguf: Path, folder: Path) -> None:
     from safetensors import SafetensorError
 
     partial = folder.with_name(f"{folder.name}.partial")
-    for left in (partial, folder):  # by a process that was killed
+    for left in (partial, folder):  # of a process that was killed
         shutil.rmtree(left, ignore_errors=True)
     config = config_of(gguf)
-    tokenizer = read_tokenizer(gguf)  # it refuses most foreign files
+    tokenizer = read_tokenizer(gguf)  # it rejects most foreign files
     print(f"converting {gguf.name} to safetensors in {folder}, once", file=sys.stderr)
     model = read_model(gguf, config)
     try:
@@ -169,8 +173,8 @@ def read_tokenizer(gguf: Path) -> Any:
 
 
 def read_model(gguf: Path, config: Any) -> Any:
-    """The model, dequantised in float32, of a configuration that has the same weights. transformers shows a progress
-    bar on stderr."""
+    """The dequantised model in float32, under a configuration for the same weights. transformers shows a
+    progress bar."""
     import torch
     from transformers import AutoModelForCausalLM, GgufConfig
 
@@ -182,7 +186,10 @@ def read_model(gguf: Path, config: Any) -> Any:
         )  # fmt: skip
     without = sorted(found["missing_keys"])
     if without:  # transformers would draw them at random
-        raise SpecacheError(f"{gguf}: this GGUF file lacks {without[0]} ({len(without)} of the model's weights in all)")
+        raise SpecacheError(
+            f"{gguf}: this GGUF file lacks {without[0]} ({len(without)} of the model's weights in all). "
+            "Download it again"
+        )
     return plain(model, config)
 
 
@@ -191,14 +198,14 @@ def loading(gguf: Path) -> Iterator[None]:
     """Within it, errors of transformers name the file."""
     try:
         yield
-    except Exception as error:  # many types, by what is foreign in the file
+    except Exception as error:  # many types, depending on the file
         raise SpecacheError(f"{gguf}: transformers cannot load this GGUF file: {first_line(error)}") from error
 
 
 def plain(model: Any, config: Any) -> Any:
     """The same weights in a model of this configuration, without the marks of the GGUF file.
 
-    transformers would save the marked model as quantised, and undo its changes of names and values.
+    transformers would save the marked model as quantised, and revert its changes of names and values.
     """
     import torch
 
@@ -214,7 +221,7 @@ def plain(model: Any, config: Any) -> Any:
 
 def unwritable(folder: Path, error: Exception) -> SpecacheError:
     return SpecacheError(
-        f"the cache folder {folder} cannot be written ({first_line(error)}): set SPECACHE_CACHE to one that can"
+        f"the cache folder {folder} cannot be written ({first_line(error)}). Set SPECACHE_CACHE to another folder"
     )
 
 

@@ -1,8 +1,8 @@
-"""What a GGUF file's metadata requires of the model: mapped into its configuration, or refused by the key's name.
+"""Maps a GGUF file's metadata into the model's configuration, or rejects the file with the key's name.
 
-transformers maps some of a file's keys `ARCH.*` and leaves the others out without a message. This is an allow list: a
-key that transformers leaves out must have the value that the configuration has anyway, or no influence on the model.
-RoPE scaling, linear and YaRN, is mapped here.
+transformers maps some of a file's keys `ARCH.*` and silently ignores the others. This is an allow list: an ignored key
+must have the value that the configuration has anyway, or no influence on the model. RoPE scaling, linear and YaRN, is
+mapped here.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def attention_scale(config: Any) -> float:
     return float(getattr(config, "attention_multiplier", None) or scalar**-0.5)
 
 
-# What the configuration says of a key that transformers has not mapped: the only value that is accepted.
+# The only accepted value of a key that transformers does not map, from the configuration.
 EXPECTED: dict[str, Callable[[Any], object]] = {
     "attention.causal": lambda config: True,
     "attention.clamp_kqv": attribute("clip_qkv"),
@@ -94,7 +94,7 @@ EXPECTED: dict[str, Callable[[Any], object]] = {
     "rope.freq_base": lambda config: full_rope(config).get("rope_theta"),
     "rope.freq_base_swa": lambda config: windowed_rope(config).get("rope_theta"),
     "use_parallel_residual": attribute("use_parallel_residual"),
-    # What llama.cpp's YaRN multiplies with; Hugging Face's has no such factors.
+    # Factors of llama.cpp's YaRN that Hugging Face's lacks.
     "rope.scaling.attn_factor": lambda config: 1.0,
     "rope.scaling.yarn_attn_factor": lambda config: 1.0,
     "rope.scaling.yarn_ext_factor": lambda config: 1.0,
@@ -115,13 +115,15 @@ SCALING_KEYS = ("rope.scaling.type", "rope.scaling.original_context_length", *SC
 
 
 def map_keys(path: Path, fields: Mapping[str, Any], config: Any) -> None:
-    """Write what transformers has left out into a configuration. SpecacheError names the keys that would change the
-    model and cannot be represented.
+    """Write the keys that transformers ignores into a configuration.
 
     Args:
         path: the file, for the error.
         fields: the file's metadata by key.
         config: the configuration that transformers has read from them.
+
+    Raises:
+        SpecacheError: keys would change the model and cannot be represented.
     """
     keys = unmapped(fields)
     rope = rope_of(path, {key: keys.pop(key) for key in SCALING_KEYS if key in keys}, config)
@@ -161,13 +163,13 @@ def rope_of(path: Path, scaling: Mapping[str, Any], config: Any) -> dict[str, An
 
 
 def is_represented(key: str, value: Any, config: Any) -> bool:
-    """Whether a configuration computes what a key requires. Zero and false turn nothing on in llama.cpp."""
+    """Whether a configuration computes what a key requires. In llama.cpp zero and false have no effect."""
     expected = EXPECTED[key](config) if key in EXPECTED else None
     if key in WITHOUT_INFLUENCE or expected is None:
         return key in WITHOUT_INFLUENCE or not value
     if isinstance(value, list):
-        wanted = expected if isinstance(expected, list) else [expected] * len(value)
-        return len(value) == len(wanted) and all(map(is_same, value, wanted))
+        items = expected if isinstance(expected, list) else [expected] * len(value)
+        return len(value) == len(items) and all(map(is_same, value, items))
     return not isinstance(expected, list) and is_same(value, expected)
 
 
@@ -178,6 +180,6 @@ def is_same(value: Any, expected: Any) -> bool:
 
 def unread_keys(path: Path, keys: Sequence[str]) -> SpecacheError:
     return SpecacheError(
-        f"{path}: transformers does not read {', '.join(keys)} from a GGUF file of this architecture, and the model "
-        "would be another one without it; give the model's safetensors folder or hub name"
+        f"{path}: transformers does not read {', '.join(keys)} from a GGUF file of this architecture, which would "
+        "change the model. Pass the model's safetensors folder or hub name"
     )

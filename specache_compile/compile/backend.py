@@ -1,10 +1,11 @@
-"""The torch.compile backend: a graph of Dynamo's in, a callable out.
+"""The torch.compile backend: takes a graph that Dynamo captured, and returns a callable.
 
-`captured.py` reads the graph, `rewritten.py` makes what runs in its place, `compiled_graph.py` runs it.
+`captured.py` reads the graph, `rewrites.py` rewrites it, and `compiled_graph.py` runs the result.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -19,10 +20,11 @@ from specache_compile.methods import METHODS, parse_options
 from specache_compile.options import MethodOptions
 from specache_compile.passes.phase import EXTEND, WIDENED, Phase
 from specache_compile.passes.pipeline import PASS_NAMES
+from specache_compile.passes.reading.find_attention import WINDOW
 from specache_compile.passes.reading.local_shards import own_part
 from specache_compile.passes.reading.sites import LeftAlone
 from specache_compile.runtime.held import HeldTensor
-from specache_compile.runtime.records import record_of
+from specache_compile.runtime.records import ModelRecord, record_of
 from specache_compile.runtime.state import bucket, predicted_bytes
 from specache_compile.runtime.step import is_ragged, padding_in_front
 from specache_compile.runtime.tiers import options_at
@@ -31,7 +33,9 @@ from specache_compile.runtime.variant import phases, variant_of
 from .captured import Captured, capture, drop_unread_held
 from .compiled_graph import CompiledGraph
 from .free_sizes import free_sizes
-from .rewritten import Rewrites
+from .rewrites import Rewrites
+
+log = logging.getLogger(__name__)
 
 
 def specache(
@@ -47,7 +51,7 @@ def specache(
         for name in parsed.disable_passes:
             if name not in PASS_NAMES:
                 names = ", ".join(PASS_NAMES)
-                raise OptionError(f"option disable_passes: unknown pass {name!r}; the passes are {names}")
+                raise OptionError(f"option disable_passes: unknown pass {name!r}; accepted are {names}")
         if parsed.drafts and (missing := missing_for_drafts()) is not None:
             raise no_assisted_decoding(missing)
         return compile_graph(capture(graph_module, parsed, mode), example_inputs)
@@ -56,28 +60,28 @@ def specache(
 
 
 def refusal(error: SpecacheError) -> Callable[..., Any]:
-    """What Dynamo calls in place of a refused graph. Raised while it compiles, the error would come out as Dynamo's."""
-    kind, said = type(error), error.args  # not the error itself, whose traceback holds the graph
+    """A callable that raises an error instead of a refused graph. Dynamo would wrap an error that is raised while it
+    compiles."""
+    kind, arguments_of_error = type(error), error.args  # without the traceback, which holds the graph
 
     def refuse(*arguments: Any) -> NoReturn:
-        raise kind(*said)
+        raise kind(*arguments_of_error)
 
     return refuse
 
 
 def compile_graph(captured: Captured, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-    """A callable for one captured graph: rewritten where it has sites, as Hugging Face wrote it where not."""
+    """A callable for one captured graph: rewritten if it has sites, else as Hugging Face wrote it."""
     if captured.is_recognised:
         free_sizes(captured.placeholders, captured.fakes, example_inputs)
-    if captured.left_alone:
-        record_of(example_inputs).warn_once(left_alone_text(captured.left_alone, len(captured.sites)))
+    report_left_alone(record_of(example_inputs), captured.left_alone, len(captured.sites))
     if captured.sites:
         return compile_sites(captured, example_inputs)
     kept = drop_unread_held(captured)
     why = reasons(captured.left_alone)
 
     def taken(arguments: Sequence[Any]) -> list[Any]:
-        """The arguments that were kept: all that a call has, but only some of the example inputs."""
+        """The kept arguments, plain: calls pass only these, the example inputs are all of them."""
         given = arguments if len(arguments) == len(kept) else [arguments[i] for i in kept]
         return [made_plain(own_part(value, captured.fakes[i]), why) for value, i in zip(given, kept, strict=True)]
 
@@ -99,71 +103,78 @@ def compile_graph(captured: Captured, example_inputs: Sequence[Any]) -> Callable
 
 
 def made_plain(value: Any, why: str) -> Any:
-    """What a graph that could not be rewritten, and `why`, reads in place of held keys or values."""
+    """The plain keys or values that a graph which could not be rewritten reads instead of held ones. why: the
+    reason."""
     if not isinstance(value, HeldTensor) or value.handle is None:
         return value
     handle = value.handle.now
-    return handle.session.give_up(handle, why)
+    return handle.session.to_plain(handle, why)
 
 
 def compile_sites(captured: Captured, example_inputs: Sequence[Any]) -> CompiledGraph:
-    """Lower while Dynamo is still listening, for the state that the first call will have."""
+    """Lower the graph while Dynamo traces, for the state that the first call will have."""
     rewrites = Rewrites(captured)
     past, tokens = (captured.symbols.hint(size) for size in (captured.past, captured.tokens))
-    # Refuses heads that the asked options cannot keep, though the first tokens may be too few to move over to them.
+    # Raises for head sizes that the options do not support, even if the first call is too short to be compressed.
     predicted_bytes(captured.options, captured.layers, 1, past + tokens)
     batch = captured.symbols.hint(captured.batch)
     options = options_at(captured.options, captured.layers, batch, prompt=past or tokens, tokens=past + tokens)
     front = front_of(captured, example_inputs, past, tokens)
     ragged = front is not None and is_ragged(captured.phase, front)
     unpadded = (front is not None and not ragged) or captured.unpadded(example_inputs)
-    session = session_asked(captured, example_inputs)
+    session = first_session(captured, example_inputs)
     paged = session is not None and session.tiers.table is not None
     for phase in first_phases(captured, options):
         rewrites.get(variant_of(phase, options, unpadded, ragged, bucket(past + tokens), paged), ahead=True)
     return CompiledGraph(captured, rewrites)
 
 
-def session_asked(captured: Captured, example_inputs: Sequence[Any]) -> Any:
-    """The session whose cache the first call has; None where it has none."""
+def first_session(captured: Captured, example_inputs: Sequence[Any]) -> Any:
+    """The session of the first call's cache; None if it has no cache."""
     handle = example_inputs[captured.held[0]].handle if captured.held else None
     return None if handle is None else handle.now.session
 
 
 def front_of(captured: Captured, example_inputs: Sequence[Any], past: int, tokens: int) -> tuple[int, ...] | None:
-    """The padding in front of rows that a step will find in its first call (`Step.see`)."""
+    """The padding in front of rows that a step will find in its first call (`Step.update_padding`)."""
     if captured.padding is None or not (captured.is_causal and METHODS[captured.options.method].rows_differ):
         return None
     padding = example_inputs[captured.padding]
-    session = session_asked(captured, example_inputs)
+    session = first_session(captured, example_inputs)
     lengths = (0,) * padding.shape[0] if session is None else session.progress.lengths
     return padding_in_front(padding, lengths, past, tokens) if len(lengths) == padding.shape[0] else None
 
 
 def first_phases(captured: Captured, options: MethodOptions) -> tuple[Phase, ...]:
-    """Those to lower at once. Under lookup several tokens are a draft, most of the time."""
+    """The phases to lower at once. With lookup a call of several tokens is usually a verification."""
     if options.lookup and captured.phase is EXTEND and captured.is_causal:
         return (WIDENED,)
     return phases(captured.phase, options)
 
 
-def left_alone_text(left_alone: Sequence[LeftAlone], rewritten: int) -> str:
-    """How many attentions stay as Hugging Face wrote them, and why."""
-    return (
-        f"specache rewrote {rewritten} attentions of this graph and left {len(left_alone)} exact: {reasons(left_alone)}"
-    )
+def report_left_alone(record: ModelRecord, left_alone: Sequence[LeftAlone], rewritten: int) -> None:
+    """Warn of attentions that stay exact, once for a model and its reasons; only log those that stay exact by design.
+
+    These are the attentions of `exact_layers`, and sliding windows beside attentions that are rewritten.
+    """
+    text = f"specache rewrote {rewritten} attentions of a graph and left {len(left_alone)} exact: {reasons(left_alone)}"
+    kinds = {item.reason for item in left_alone}
+    if all(kind.startswith("option exact_layers") or (rewritten and kind == WINDOW) for kind in kinds):
+        log.info("%s", text) if kinds else None
+    else:
+        record.warn_once(text, "; ".join(sorted(kinds)))
 
 
 def reasons(left_alone: Sequence[LeftAlone]) -> str:
-    """Each reason once, with how many attentions it is of, and the first."""
+    """Each reason once, with the number of its attentions and the first one's name."""
     nodes: dict[str, list[str]] = {}
     for item in left_alone:
         nodes.setdefault(item.reason, []).append(item.node)
-    told = (f"{len(names)} ({names[0]}, ...): {reason}" for reason, names in nodes.items())
-    return "; ".join(told)
+    return "; ".join(f"{len(names)} ({names[0]}, ...): {reason}" for reason, names in nodes.items())
 
 
 def no_assisted_decoding(missing: str) -> SpecacheError:
     return SpecacheError(
-        f"option verify: there is no {missing}, which drafts need: install one of 5.17 to 5.24, or leave the option out"
+        f"options verify and lookup require {missing}, which is missing. Install transformers 5.17 to 5.24, or leave "
+        "the option out"
     )

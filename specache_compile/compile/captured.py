@@ -1,4 +1,4 @@
-"""One graph that Dynamo captured, read: its sites, its phase, and where its sizes stand when it is called."""
+"""Facts about one captured graph: its sites, its phase, and where a call's arguments show its sizes."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ from specache_compile.runtime.variant import selects
 
 @dataclass(frozen=True)
 class Captured:
-    """A graph of Dynamo's, and what is known of it before anything is rewritten.
+    """A captured graph and its facts, before anything is rewritten.
 
-    fakes: Dynamo's own, of each argument; the inputs that it passes to a backend are real.
-    held: positions of the arguments that are held tensors.
-    padding: position of the argument that says which tokens are there.
+    fakes: Dynamo's fake tensor of each argument; the inputs that Dynamo passes to a backend are real.
+    held: positions of arguments that are held tensors.
+    padding: position of the padding mask.
     pasts: positions of each site's cached keys and values.
-    frequencies: position of the argument that each site's keys are `turned_by`; None where there is none.
-    rope_switch: of the model's RoPE; None where its frequencies are constant.
-    absorbed: latent attentions that read Hugging Face's cache of latents as it is.
+    frequencies: position of the RoPE frequencies that turn each site's keys; None if there are none.
+    rope_switch: of the model's RoPE; None if its frequencies are constant.
+    absorbed: latent attentions over Hugging Face's cache of latents.
     """
 
     graph_module: GraphModule
@@ -62,7 +62,7 @@ class Captured:
     symbols: SymbolReader
     rope_switch: RopeSwitch | None = None
     absorbed: tuple[Node, ...] = ()
-    # The graph's own sizes, by what they count.
+    # The graph's own size symbols, by name.
     sizes: dict[str, torch.SymInt] = field(default_factory=dict)
 
     @property
@@ -71,7 +71,7 @@ class Captured:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The arguments'."""
+        """The names of the arguments."""
         return tuple(node.name for node in self.placeholders)
 
     @property
@@ -84,7 +84,7 @@ class Captured:
 
     @property
     def is_recognised(self) -> bool:
-        """Whether an attention was found in it."""
+        """Whether the graph contains an attention."""
         return bool(self.sites or self.left_alone or self.found.latents)
 
     @property
@@ -93,7 +93,7 @@ class Captured:
 
     @property
     def layers(self) -> list[LayerShape]:
-        """The KV heads of each site."""
+        """Shape of each site's KV heads."""
         keys = [value_of(site.k) for site in self.sites]
         return [
             LayerShape(site.heads, site.head_dim, k.dtype, k.device, site.number, site.biased_keys)
@@ -102,46 +102,46 @@ class Captured:
 
     @property
     def batch(self) -> Any:
-        """The batch size, a symbol of Dynamo's or a number."""
+        """The batch size, a symbol of Dynamo or a number."""
         return value_of(self.sites[0].k).shape[0]
 
     @property
     def is_causal(self) -> bool:
-        """Whether its masks hide nothing from a token but later ones, and padding."""
+        """Whether its masks hide only later tokens and padding."""
         return all(site.mask is None for site in self.sites)
 
     def free_size(self, name: str, hint: int, least: int = 2) -> torch.SymInt:
-        """A symbol of the graph's own."""
+        """A size symbol of the graph's own."""
         if name not in self.sizes:
             self.sizes[name] = new_size(self.fake_mode.shape_env, name, hint, least)
         return self.sizes[name]
 
     def free_capacity(self, fields: Sequence[Field]) -> torch.SymInt:
-        """Tokens that the state of any session of these fields has room for: a symbol of the graph's own.
+        """A symbol for the capacity in tokens of any session with these fields.
 
-        With the symbol one rewrite serves every capacity. No argument of a call shows the symbol, so nothing may be
-        guarded on it (`capacity_is_free`); a lowered graph reads the symbol off a tensor that has it as a size.
+        It lets one rewrite serve every capacity. No argument of a call shows it, so nothing may be guarded on it
+        (`capacity_is_free`); a lowered graph reads it from a tensor with that size.
         """
         unit = SEGMENT if any(field.on_host for field in fields) else 1
         return unit * self.free_size(f"capacity in {unit}", self.bucket // unit)
 
     @property
     def bucket(self) -> int:
-        """Tokens that the first call's state has room for."""
+        """Capacity in tokens of the first call's state."""
         return bucket(self.symbols.hint(self.past) + self.symbols.hint(self.tokens))
 
     def free_columns(self) -> torch.SymInt:
-        """Columns of a cursor with a table of any number of pages, likewise: it is the cursor's own size."""
+        """A symbol for the columns of a cursor with any number of pages, which is a size of the cursor."""
         return self.free_size("columns", CURSOR_SIZE + self.bucket // SEGMENT, CURSOR_SIZE + 1)
 
     def free_pages(self) -> torch.SymInt:
-        """Pages that there are of any session's pool, likewise."""
+        """A symbol for the number of pages of any session's pool."""
         return self.free_size("pages", 32)
 
     def unpadded(self, arguments: Sequence[Any]) -> bool:
-        """Whether a prefill has a padding mask that is all ones, as transformers before 5.18 gives every prefill.
+        """Whether a prefill has a padding mask of ones, which transformers before 5.18 passes to every prefill.
 
-        The host waits for the answer, once a generation. A fake mask, as `explain` has it, counts as all ones.
+        The host waits for the device, once a generation. A fake mask, as in `explain`, counts as ones.
         """
         if self.phase.has_past or self.padding is None:
             return False
@@ -150,19 +150,19 @@ class Captured:
 
     @property
     def tokens(self) -> Any:
-        """The number of new tokens, likewise."""
+        """The number of new tokens, a symbol or a number."""
         return value_of(self.sites[0].k).shape[2]
 
     @property
     def past(self) -> Any:
-        """The number of cached tokens, likewise."""
+        """The number of cached tokens, a symbol or a number."""
         return self.fakes[self.held[0]].shape[2] if self.held else 0
 
 
 def capture(graph_module: GraphModule, options: MethodOptions, mode: str | None) -> Captured:
-    """Read a graph: no past is a prefill, past and one token a decode, past and several an extend.
+    """Read a graph. No past: prefill; a past and one token: decode; a past and several tokens: extend.
 
-    SpecacheError where it takes a held cache that nothing here could read.
+    SpecacheError if it takes a held cache that it could not read.
     """
     fill_in_sizes(graph_module)
     placeholders = graph_module.graph.find_nodes(op="placeholder")
@@ -181,7 +181,7 @@ def capture(graph_module: GraphModule, options: MethodOptions, mode: str | None)
     sites = found.sites
     pasts = [node for site in sites for node in (site.past_k, site.past_v) if node is not None]
     if pasts and len(pasts) != 2 * len(sites):
-        raise SpecacheError("some layers of this cache are filled and others empty: use one cache for one model")
+        raise SpecacheError("some layers of this cache are filled and others are empty. Use one cache for one model")
     if sites and len(pasts) != len(held):
         raise unmatched_held(found.left_alone)
     index = {node: i for i, node in enumerate(placeholders)}
@@ -196,7 +196,7 @@ def capture(graph_module: GraphModule, options: MethodOptions, mode: str | None)
 
 
 def switch_of_traced() -> RopeSwitch | None:
-    """That of the model whose call Dynamo traces now; None where it traces none."""
+    """The RoPE switch of the model that Dynamo is tracing; None if there is none."""
     translator = getattr(tls, "current_tx", None)
     model = None if translator is None else translator.output.root_tx.f_locals.get("self")
     config = getattr(model, "config", None)
@@ -204,10 +204,10 @@ def switch_of_traced() -> RopeSwitch | None:
 
 
 def without(found: Found, misfit: Callable[[Site], str | None]) -> Found:
-    """Of the sites those for which there is no reason to leave them alone."""
-    told = [(site, misfit(site)) for site in found.sites]
-    kept = (site for site, reason in told if reason is None)
-    left_alone = (LeftAlone(site.attention.name, reason, by_model=True) for site, reason in told if reason is not None)
+    """Leave the sites alone for which `misfit` returns a reason."""
+    checked = [(site, misfit(site)) for site in found.sites]
+    kept = (site for site, reason in checked if reason is None)
+    left_alone = (LeftAlone(site.attention.name, why, by_model=True) for site, why in checked if why is not None)
     return Found(
         tuple(replace(site, number=number) for number, site in enumerate(kept)),
         (*found.left_alone, *left_alone),
@@ -216,26 +216,25 @@ def without(found: Found, misfit: Callable[[Site], str | None]) -> Found:
 
 
 def misfit(options: MethodOptions, site: Site) -> str | None:
-    """Why a method cannot keep what a site needs."""
+    """Why a method cannot serve a site; None if it can."""
     layout = getattr(options, "layout", None)
     ahead = layout is not None and layout.is_quantised and selects(options)
     if ahead and site.mask is not None and follows(site.mask):
         return (
-            "its mask shows each token other tokens, by what the token is (an indexer), and pairs chosen ahead would "
-            "be those of the token before: take the defaults of correct and speculate"
+            "its mask depends on the token (an indexer), so prefetched pairs would be those of the token before. Use "
+            "the defaults of correct and speculate"
         )
     return None
 
 
 def follows(mask: Node) -> bool:
-    """Whether a mask depends on what the tokens are, and not only on where they stand: a linear layer is behind it, or,
-    of one new token, it comes as numbers from before a graph break, where there may have been one. Truth values from
-    there are padding: indexers add theirs to the scores."""
-    behind = [mask, *nodes_behind(mask)]
+    """Whether a mask depends on the tokens' contents, like an indexer's: it comes from a linear layer or, before a
+    graph break, as a float mask. Boolean masks from there are padding."""
+    sources = [mask, *nodes_behind(mask)]
     of_one = isinstance(value_of(mask).shape[2], int)
     is_part = of_one and not any(node.target is F.embedding for node in mask.graph.nodes)
-    made_before = any(node.op == "placeholder" and is_float_mask(value_of(node)) for node in behind)
-    return (is_part and made_before) or any(node.target is F.linear for node in behind)
+    made_before = any(node.op == "placeholder" and is_float_mask(value_of(node)) for node in sources)
+    return (is_part and made_before) or any(node.target is F.linear for node in sources)
 
 
 def is_float_mask(value: Any) -> bool:
@@ -250,20 +249,20 @@ def phase_of(sites: Sequence[Site]) -> Phase:
 
 
 def reason_to_leave_alone(inputs: Sequence[Any], options: MethodOptions) -> str | None:
-    """Why no site of a graph may be rewritten, whatever it holds."""
+    """Why no site of a graph may be rewritten, whatever it contains; None if they may."""
     disabled = [name for name in ESSENTIAL if name in options.disable_passes]
     if disabled:
-        return f"pass {disabled[0]} is disabled"
+        return f"option disable_passes contains {disabled[0]!r}, without which nothing is rewritten. Leave it out"
     if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
-        return "gradients are enabled: call the model under torch.no_grad() or torch.inference_mode()"
+        return "gradients are enabled. Call the model under torch.no_grad() or torch.inference_mode()"
     return None
 
 
 def drop_unread_held(captured: Captured) -> list[int]:
-    """Drop held inputs that a graph without sites takes only for their length; returns the inputs that remain.
+    """Drop held inputs that a graph without sites reads only the length of; returns the positions of the others.
 
-    A graph break makes such graphs. A held input that is read is an error where another call would have been rewritten:
-    the cache stays as it is for that call. Where none would, the cache is to become plain.
+    Graph breaks produce such graphs. If a held input is read, the cache becomes plain when no call of the model would
+    be rewritten. Otherwise it is an error, which keeps the cache for a call that is.
     """
     graph, placeholders = captured.graph_module.graph, captured.placeholders
     dropped = [i for i in captured.held if not any(u.users or u.op == "output" for u in placeholders[i].users)]
@@ -280,7 +279,6 @@ def drop_unread_held(captured: Captured) -> list[int]:
 def unmatched_held(left_alone: Sequence[Any]) -> SpecacheError:
     reasons = "; ".join(sorted({item.reason for item in left_alone})) or "no attention was found in this graph"
     return SpecacheError(
-        f"this cache is held by the specache backend, but the graph that now uses it could not be rewritten: "
-        f"{reasons}. Go on the way the cache was filled, or give a plain copy: "
-        "specache_compile.materialize(cache)."
+        f"this cache is held by the specache backend, but the graph that uses it could not be rewritten: {reasons}. "
+        "Call the model as in the prefill, or pass a plain copy: specache_compile.materialize(cache)."
     )

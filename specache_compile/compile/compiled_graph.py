@@ -1,4 +1,4 @@
-"""What Dynamo calls in place of a captured graph: find the session, open a step, run the rewritten graphs."""
+"""The callable that Dynamo runs for a captured graph: finds the session, opens a step, runs the rewritten graphs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from specache_compile.errors import SpecacheError, warn
+from specache_compile.errors import SpecacheError
 from specache_compile.lowering import cuda_graphs
 from specache_compile.model_key import calling_model, prefill_key
 from specache_compile.options import differences
@@ -18,19 +18,19 @@ from specache_compile.passes.reading.local_shards import local
 from specache_compile.runtime.ranks import check_same, ranks_of
 from specache_compile.runtime.records import record_of
 from specache_compile.runtime.regroup import agreed_session
-from specache_compile.runtime.session import OTHER_OPTIONS, Session
+from specache_compile.runtime.session import Session
 from specache_compile.runtime.step import opened
 
 from .captured import Captured
-from .rewritten import Rewrites, Rewritten
+from .rewrites import Rewrites, Rewritten
 
 
 class CompiledGraph:
-    """What Dynamo calls in place of a captured graph: it takes the graph's arguments, and returns the graph's outputs,
-    with held tensors in place of the cache.
+    """The callable that Dynamo runs for a captured graph. It returns the graph's outputs, with held tensors for the
+    cache.
 
-    uncaptured: forms whose steps are no longer captured, since an input of theirs moves in every one.
-    fitting: sessions whose layers are known to be shaped as this graph's.
+    uncaptured: variants whose steps are no longer captured, because an input has a new address in every step.
+    fitting: sessions whose layers have been compared with this graph's.
     """
 
     def __init__(self, captured: Captured, rewrites: Rewrites) -> None:
@@ -43,18 +43,18 @@ class CompiledGraph:
         return self.captured.phase.name
 
     def __call__(self, *arguments: Any) -> list[Any]:
-        start = time.perf_counter()
+        start, record = time.perf_counter(), record_of(arguments)
         session = self.session_for(arguments)
         padding = None if self.captured.padding is None else arguments[self.captured.padding]
         tokens = self.captured.symbols.value(self.captured.tokens, arguments)
         with opened(session, tokens, padding, self.captured.is_causal) as step:
             outputs = step.run(self, arguments)
         session.statistics.count(step.ran, time.perf_counter() - start, step.inside)
-        record_of(arguments).note(self, session.statistics)
+        record.note(self, session.statistics)
         return outputs
 
     def session_for(self, arguments: Sequence[Any]) -> Session:
-        """The session behind the held arguments, brought to the view that they are; a new one in a prefill."""
+        """The session of the held arguments, brought to their view; a new one in a prefill."""
         captured = self.captured
         if not captured.phase.has_past:
             batch, tokens = (captured.symbols.value(size, arguments) for size in (captured.batch, captured.tokens))
@@ -69,9 +69,8 @@ class CompiledGraph:
             handles = [(site, arguments[i].handle) for site, past in enumerate(captured.pasts) for i in past]
             session = agreed_session(handles, [x for x in arguments if isinstance(x, torch.nn.Parameter)])
             self.check_layers(session)
-            others = session.asked != captured.options and OTHER_OPTIONS not in session.told
-            if others and (told := differences(session.asked, captured.options)):
-                session.tell(OTHER_OPTIONS, made_otherwise(told))
+            if session.requested != captured.options and (found := differences(session.requested, captured.options)):
+                session.warn_once(made_otherwise(found))
         if session.tiers.pending is not None:
             known = session.tiers.frequencies
             session.tiers.frequencies = [
@@ -81,47 +80,50 @@ class CompiledGraph:
         return session
 
     def check_layers(self, session: Session) -> None:
-        """SpecacheError where a cache that came from elsewhere, or another model, has other layers than this graph."""
+        """SpecacheError if the layers of a cache from elsewhere, or of another model, differ from this graph's."""
         if session in self.fitting:
             return
         ours, graphs = session.layers, self.captured.layers
         if len(ours) != len(graphs):
             raise other_shapes(f"{len(ours)} layers", str(len(graphs)))
         centers = getattr(session.options, "center", "never") == "auto"
-        for layer, wanted in zip(ours, graphs, strict=True):
-            if layer != replace(wanted, biased_keys=layer.biased_keys):
-                raise other_shapes(f"{layer} in layer {layer.number}", str(wanted))
-            if centers and layer != wanted:
+        for layer, expected in zip(ours, graphs, strict=True):
+            if layer != replace(expected, biased_keys=layer.biased_keys):
+                raise other_shapes(f"{layer} in layer {layer.number}", str(expected))
+            if centers and layer != expected:
                 raise other_center(layer.biased_keys)
         self.fitting.add(session)
 
     def stop_capturing(self, rewritten: Rewritten, position: int) -> None:
-        """From here on a graph's steps run as they are, since the input at `position` moves in every one."""
+        """Run a variant's steps uncaptured from here on, since the input at `position` has a new address in
+        every step."""
         self.uncaptured.add(rewritten)
         source = rewritten.inputs[position]
         name = self.captured.names[source.argument] if source.source == "argument" else source.source
-        warn(
-            f"mode={self.captured.mode!r}: no CUDA graph of the decode step any more: input {name}, which is read "
-            "where it lies, lies elsewhere in every step. Pass the same tensor each time, or one of at most "
+        record_of(()).warn_once(
+            f"mode={self.captured.mode!r}: the decode step now runs without a CUDA graph: input {name} has a new "
+            "address in every step. Pass the same tensor each time, or one of at most "
             f"{cuda_graphs.COPIED_BYTES >> 20} MiB, which is copied"
         )
 
 
-def made_otherwise(told: str) -> str:
-    """A cache goes on as it was made, whichever compiled model it comes to: its tiers hold nothing else."""
-    return f"this cache was made with other options than the model is compiled with, and goes on with its own: {told}"
+def made_otherwise(found: str) -> str:
+    return (
+        f"this cache was made with other options than the model's, and keeps its own: {found}. Prefill again to use "
+        "the model's options, or compile the model with the cache's"
+    )
 
 
 def other_shapes(cache: str, model: str) -> SpecacheError:
     return SpecacheError(
-        f"this cache is of another model: it has {cache}, and the model {model}. Give each model the cache that it "
-        "filled itself"
+        f"this cache belongs to another model: the cache has {cache}, this model has {model}. Pass each model the "
+        "cache that it filled itself"
     )
 
 
 def other_center(held_with: bool) -> SpecacheError:
-    told = ("with", "finds none") if held_with else ("without", "finds one")
+    names, graph = ("have", "none") if held_with else ("lack", "one")
     return SpecacheError(
-        f"this cache was taken over {told[0]} a bias on its keys, and the compiled model {told[1]}: its names say "
-        "something else than its graph. Compile with center='always' or 'never', and hold it again"
+        f"hold() and the graph disagree: the model's parameter names {names} a bias of the keys, and its graph has "
+        f"{graph}. Compile with center='always' or center='never', and call hold() again"
     )

@@ -1,7 +1,8 @@
-"""The options that a model's calls are compiled with, as Dynamo keeps them."""
+"""The options that a model's calls are compiled with, read from Dynamo's objects."""
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Mapping
 from typing import Any
@@ -15,7 +16,8 @@ from specache_compile.options import MethodOptions
 
 
 def required_options(model: torch.nn.Module, what: str) -> MethodOptions:
-    """Those of a model that this backend must have compiled; SpecacheError, which says for what, where it has not."""
+    """The options of a compiled model. SpecacheError, naming the operation `what`, if this backend has not
+    compiled it."""
     given = options_of(model)
     if given is None:
         raise not_compiled(what)
@@ -23,7 +25,8 @@ def required_options(model: torch.nn.Module, what: str) -> MethodOptions:
 
 
 def options_of(model: torch.nn.Module) -> Mapping[str, Any] | None:
-    """Those of a model that this backend compiles, by `torch.compile(model)` or `model.compile()`; None for another."""
+    """The options of a model compiled by `torch.compile(model)` or `model.compile()`; None for another
+    backend or none."""
     if isinstance(model, OptimizedModule):
         return options_given(model.dynamo_ctx)
     called = compiled_options(model._compiled_call_impl)
@@ -31,23 +34,23 @@ def options_of(model: torch.nn.Module) -> Mapping[str, Any] | None:
 
 
 def compiled_options(function: Any) -> Mapping[str, Any] | None:
-    """The options that a compiled function was compiled with; None where it is none, or not this backend's."""
+    """The options of a compiled function; None if it is not compiled, or by another backend."""
     if not hasattr(function, "get_compiler_config"):
         return None
     context = inspect.getclosurevars(function.get_compiler_config).nonlocals.get("self")
     if context is None:
-        warn(unseen_options(torch.__version__))
+        warn_unseen_options(torch.__version__)
     return options_given(context)
 
 
 def options_given(context: Any) -> Mapping[str, Any] | None:
-    """The options that a context of Dynamo's hands to the backend "specache"; None where its backend is another."""
+    """The options that one of Dynamo's contexts passes to the backend "specache"; None for another backend."""
     compiler = own_compiler(getattr(context, "callback", None))
     return None if compiler is None else getattr(compiler, "kwargs", {}).get("options", {})
 
 
 def own_compiler(compiler: Any) -> Any:
-    """The backend "specache", with its options, inside Dynamo's wrappers; None where they wrap another backend."""
+    """The backend "specache" with its options, inside Dynamo's wrappers; None for another backend."""
     from .backend import specache
 
     while compiler is not None:
@@ -59,13 +62,14 @@ def own_compiler(compiler: Any) -> Any:
 
 def not_compiled(what: str) -> SpecacheError:
     return SpecacheError(
-        f"{what}: this model is not compiled by the backend, which alone can go on from a held cache: "
-        "model.compile(backend='specache', options=...) first"
+        f"{what}: this model is not compiled with the backend 'specache'. Call model.compile(backend='specache', "
+        "options=...) first"
     )
 
 
-def unseen_options(version: str) -> str:
-    return (
-        f"torch {version} does not show a compiled function's options where the option verify looks for them: nothing "
-        "is drafted. With the option every step is exact all the same, and streams the host tier"
+@functools.cache
+def warn_unseen_options(version: str) -> None:
+    warn(
+        f"torch {version} does not show the options of a compiled function, so nothing is drafted (options verify and "
+        "lookup); tokens stay correct. Install torch 2.11 to 2.15"
     )

@@ -1,4 +1,4 @@
-"""Ask Dynamo for one graph that serves every batch size and length, the first time that it makes a graph."""
+"""Makes Dynamo compile one graph for every batch size and length, when it first compiles a graph."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ from torch._dynamo.pgo import FrameStateSizeEntry, auto_dynamic, auto_unset, pro
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch.fx import Node
 
-# The dimensions that differ between calls, by a tensor's number of dimensions: token ids, positions and masks [B, n];
+# Dimensions that differ between calls, by a tensor's number of dimensions: token ids, positions and masks [B, n];
 # embeddings [B, T, width]; keys and values [B, H, n, d].
 FREE_DIMS = {2: (0, 1), 3: (0, 1), 4: (0, 2)}
 
 
 def free_sizes(placeholders: Sequence[Node], fakes: Sequence[Any], inputs: Sequence[Any]) -> None:
-    """Tell Dynamo which sizes of a graph's inputs calls differ in, and have it trace again where they were numbers.
+    """Mark the sizes that differ between calls as dynamic, and make Dynamo trace again if some were constants.
 
-    Dynamo takes the sizes that it sees first for constants, and makes a second graph when they change. So each phase,
-    with a padding mask and without, would have a graph that serves one batch size alone; Dynamo makes eight at most.
-    A size of 1 stays a number. So does one that the model needs as a number: what has been told is not asked for again.
-    Dynamo is told where it keeps the sizes that a function was called with, so that further graphs of that function
-    have those symbols in their first trace. The exception is the one by which a backend may ask for another trace.
+    Dynamo treats the sizes of the first call as constants, and compiles a second graph when they change. Each phase,
+    padded or not, would need a graph for one batch size alone. A size of 1 stays a constant, as does one that the model
+    requires as such: each input is marked once. The marks are stored where Dynamo keeps the sizes of a function's
+    calls, so further graphs have symbols at once. The exception is the one that lets a backend restart the trace.
     """
     if not torch._dynamo.config.automatic_dynamic_shapes:
         return
-    told = [
-        tell(node, fake.dim())
+    marked = [
+        mark_dynamic(node, fake.dim())
         for node, fake, value in zip(placeholders, fakes, inputs, strict=True)
         if isinstance(value, Tensor) and not isinstance(value, torch.nn.Parameter) and has_numbers(node, fake)
     ]
-    if any(told):
-        # Dynamo compares its next way with what it has noted of this one; the next may be another: through a vmap, say,
-        # over a size that is now a symbol.
+    if any(marked):
+        # Dynamo compares the next trace with the log of this one, but the next may differ: a size in a vmap is a symbol
+        # now.
         InstructionTranslator.current_tx().output.root_tx.speculation_log.clear()
         raise TensorifyScalarRestartAnalysis(restart_reason="specache: batch sizes and lengths are to be symbols")
 
 
 def has_numbers(node: Node, fake: Tensor) -> bool:
-    """Whether a dimension that calls differ in was traced as a number above 1, in an input that is not the model's."""
+    """Whether an input that is no weight was traced with a constant above 1 in a dimension that differs
+    between calls."""
     argument = node.meta.get("grapharg")
     source = argument.source.guard_source if argument is not None else None
     if source is None or source.is_unspecialized_nn_module() or source.is_specialized_nn_module():
@@ -50,8 +50,8 @@ def has_numbers(node: Node, fake: Tensor) -> bool:
     return any(isinstance(size, int) and size > 1 for size in sizes)
 
 
-def tell(node: Node, dims: int) -> bool:
-    """Tell Dynamo that an input's free dimensions are none of its constants; whether that was news."""
+def mark_dynamic(node: Node, dims: int) -> bool:
+    """Mark an input's free dimensions as dynamic; whether they were not marked before."""
     translator = InstructionTranslator.current_tx().output.root_tx
     name = node.meta["grapharg"].source.name
     name = name() if callable(name) else name  # a method in older versions

@@ -1,7 +1,7 @@
-"""The number of graphs that Dynamo keeps for one function, for this backend alone.
+"""The number of graphs that Dynamo keeps for one function, raised for this backend.
 
-Dynamo keeps 8 graphs for a code object, and in transformers 5 the forward methods of all model classes share one code
-object. A chat, a batch, a padded batch and assisted generation need 12 graphs of one model.
+Dynamo keeps 8 graphs for a code object, and in transformers 5 the forward methods of all model classes share one. A
+chat, a batch, a padded batch and assisted generation need 12 graphs of one model.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from .compiled_options import own_compiler
 # Graphs of one function. Forty kinds of calls of six model classes and settings need more than 64.
 LEAST = 256
 LIMITS = ("recompile_limit", "accumulated_recompile_limit")
-# Functions that reached the limit. Dynamo compiles nothing more for them until `torch._dynamo.reset()`.
+# Functions that reached the limit. Dynamo compiles no more graphs for them until `torch._dynamo.reset()`.
 _full: set[CodeType] = set()
 
 
 def raise_limit() -> None:
-    """Extend `ConvertFrameAssert.__call__`, once for the process: this backend's compiles have the higher limit."""
+    """Wrap `ConvertFrameAssert.__call__`, once in the process, so that this backend's compilations have the higher
+    limit."""
     convert = convert_frame.ConvertFrameAssert.__call__
     if getattr(convert, "has_own_limit", False):
         return
@@ -51,6 +52,6 @@ def raised_limits() -> dict[str, int]:
 
 
 def was_reached(model: torch.nn.Module) -> bool:
-    """Whether the forward of a model has as many graphs as its backend may have."""
+    """Whether the model's forward has as many graphs as the limit allows."""
     code = type(model).forward.__code__
     return code in _full and bool(_debug_get_cache_entry_list(code))  # none are left after torch._dynamo.reset()

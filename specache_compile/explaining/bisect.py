@@ -22,9 +22,19 @@ from specache_compile.errors import SpecacheError, SpecacheWarning
 
 @dataclass(frozen=True)
 class Bisection:
-    """layer: the first whose rewrite moves the logits by more than `tolerance`, None where no rewrite does.
-    moved: the largest |logit - reference| by the set of layers rewritten, in the order tried.
-    step: tokens fed one by one before the logits first moved (0: the prompt itself), with all layers rewritten.
+    """The result of `bisect`; `print` shows it as a table.
+
+    Attributes:
+        layer: the first layer whose rewrite moves the logits by more than `tolerance`; None if no rewrite does.
+        moved: the largest |logit - reference| for each set of rewritten layers, in the order tried.
+        step: tokens that were decoded before the logits first moved, with all layers rewritten; 0 is the prompt.
+
+    Example:
+        import specache_compile as sc
+
+        model, tokenizer = sc.load_model("examples/needle-llama")
+        result = sc.bisect(model, tokenizer("Hello", return_tensors="pt").input_ids)
+        print(result.layer, result.moved)
     """
 
     layer: int | None
@@ -52,14 +62,26 @@ def bisect(
     tolerance: float = 1e-3,
     new_tokens: int = 8,
 ) -> Bisection:
-    """Find the first layer whose rewrite moves the logits of `inputs` and `new_tokens` more by over `tolerance`.
+    """Find the first layer whose rewrite moves the logits by more than `tolerance`.
 
-    Layers are counted in the model's order from 0.
+    Args:
+        model: an uncompiled Hugging Face decoder; it is copied, not changed.
+        inputs: token ids [B, n], or a mapping with input_ids and attention_mask, padded on the left.
+        options: as for torch.compile. By default every pair is fetched, so any movement is a fault.
+        tolerance: largest accepted |logit - reference|.
+        new_tokens: tokens to decode after the prompt.
 
-    model: an uncompiled Hugging Face decoder; it is copied, not changed.
-    inputs: token ids [B, n], or a mapping with input_ids and attention_mask. Pad on the left: the last token's logits
-        are compared.
-    options: as for torch.compile. The default is lossless (every pair is fetched); any movement is then a fault.
+    Returns:
+        A `Bisection`; layers are counted in the model's order from 0.
+
+    Raises:
+        SpecacheError: `options` has exact_layers.
+
+    Example:
+        import specache_compile as sc
+
+        model, tokenizer = sc.load_model("examples/needle-llama")
+        print(sc.bisect(model, tokenizer("Hello", return_tensors="pt").input_ids))
     """
     given = {"input_ids": inputs} if isinstance(inputs, Tensor) else dict(inputs)
     ids = given["input_ids"]

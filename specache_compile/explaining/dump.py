@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from specache_compile.compile.rewritten import Rewrites
+from specache_compile.compile.rewrites import Rewrites
 from specache_compile.kernels.costs import bytes_of
 from specache_compile.passes.reading.nodes import is_weight
 from specache_compile.runtime.variant import Variant

@@ -25,7 +25,7 @@ from specache_compile.compat import GENERATE_MASKS_ALL, cache_of, with_cache
 from specache_compile.compile.backend import compile_graph
 from specache_compile.compile.captured import Captured, capture
 from specache_compile.compile.compiled_graph import CompiledGraph
-from specache_compile.compile.rewritten import Rewrites
+from specache_compile.compile.rewrites import Rewrites
 from specache_compile.errors import SpecacheError, SpecacheWarning, first_line
 from specache_compile.generate.checks import reason
 from specache_compile.methods import parse_options
@@ -35,7 +35,7 @@ from specache_compile.passes.phase import EXTEND
 from specache_compile.passes.pipeline import keeping_texts
 from specache_compile.passes.reading.sites import LeftAlone
 from specache_compile.runtime.break_even import min_context
-from specache_compile.runtime.memory import check_memory, within_memory
+from specache_compile.runtime.memory_option import check_memory, within_memory
 from specache_compile.runtime.session import Mode, session_of
 
 from .explanation import Explanation
@@ -63,19 +63,33 @@ def explain(
     accepted: float = ACCEPTED,
     ranks: int = 1,
 ) -> Explanation:
-    """Explain what `torch.compile(model, backend="specache", options=options)` does to a Hugging Face decoder.
+    """Compute what the backend does to a model, and the bytes and times of a step, without running it.
 
-    Nothing is measured.
+    The model is traced with fake tensors; nothing is measured and no weights are read.
 
-    model: a PreTrainedModel (its weights are not touched), its config, or a path to either's folder or config.json.
-    device: a name from `devices.DEVICES`, or a `Device`; A100 if not given.
-    host_gib: host memory for the host tier.
-    reuse: share of the selected pairs that are in the slots already (0: all must travel; None: as measured with as many
-    lanes).
-    corrected: share that a correction must still bring (None: as measured with as many lanes).
-    accepted: chance that a drafted token is right (option verify).
-    ranks: explain one of so many ranks that the model is split over (tensor parallel). Each rank has a device and a
-    link of its own; all share host_gib. The time of collectives is left out.
+    Args:
+        model: a PreTrainedModel, its config, or a known name, a folder, a config.json or a hub name.
+        prompt_length: tokens of context.
+        batch_size: rows.
+        options: as for `torch.compile(model, backend="specache", options=...)`.
+        device: a name of `devices.DEVICES` ("H100", "RTX 4090"), or a `Device`; None is an A100.
+        host_gib: GiB of host memory for the host tier.
+        reuse: share (0 to 1) of the selected pairs that the slots have already; None is the measured share.
+        corrected: share of the selected pairs that a correction fetches; None is the measured share.
+        accepted: probability that a drafted token is accepted (option verify).
+        ranks: number of ranks that the model is split over (tensor parallel). Figures are of one rank, without the time
+            of collectives; all ranks share host_gib.
+
+    Returns:
+        An `Explanation`.
+
+    Raises:
+        SpecacheError: the model cannot be traced, or an argument is out of range.
+
+    Example:
+        import specache_compile as sc
+
+        print(sc.explain("examples/needle-llama", prompt_length=8192, device="H100"))
     """
     parsed = replace(parse_options(options), lowering="eager")
     if prompt_length < min_context(parsed, torch.device("meta")):

@@ -16,7 +16,15 @@ from .trace import write_trace
 
 @dataclass(frozen=True)
 class Explanation(Figures):
-    """What the backend does to a model; print it, or query it (`Figures`)."""
+    """The result of `explain`: print it, query its figures, compare passes, or save a report.
+
+    Example:
+        import specache_compile as sc
+
+        explanation = sc.explain("examples/needle-llama", prompt_length=8192)
+        print(explanation.bytes_by_tier)
+        print(explanation.layer(0))  # one layer's graph, before and after
+    """
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain numbers and strings, ready for JSON."""

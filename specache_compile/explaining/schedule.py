@@ -73,7 +73,7 @@ def schedule_of(launches: list[Launch], steps: int = 2) -> nx.DiGraph:
 
     Each launch is a node (step, name) with its `Launch`'s fields. The edges have a `kind`: order, launch or wait.
     """
-    # A step that fetches only in its own course waits at its beginning for the step before (`Step.start`).
+    # A step that fetches only in its own course waits at its beginning for the step before (`Step.begin_phase`).
     waits_first = any(launch.op == "correct" for launch in launches) and not any(x.guards for x in launches)
     dag: nx.DiGraph = nx.DiGraph()
     newest: dict[str, Key] = {}  # of each stream

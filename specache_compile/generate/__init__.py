@@ -1,1 +1,1 @@
-"""Generation with a compiled model: how `generate` reaches it, and drafts that are verified."""
+"""Generation with a compiled model: routing `generate` to it, drafting and verification."""

@@ -1,4 +1,4 @@
-"""Check each generation of a compiled model: its cache can be held, and its graphs ran."""
+"""Checks in each generation of a compiled model: its cache can be held, and its graphs ran."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from specache_compile.compile.recompile_limit import was_reached
 from specache_compile.errors import RECOMPILE_LIMIT, SpecacheError
 from specache_compile.runtime.records import ModelRecord, record_of
 
-# Marks a copy of a compiled model, and one that was pickled: torch leaves out the compiled call.
+# Marks a copy of a compiled model, pickled ones included: torch leaves out the compiled call.
 COPY = "_specache_copy"
-# The frames in which a module around the model is looked for.
+# Number of frames in which to look for a module around the model.
 CALLERS = 8
 
 
 def route_checks() -> None:
-    """Extend `GenerationMixin.generate`, and mark copies in `Module.__getstate__`, once for the process.
+    """Wrap `GenerationMixin.generate` and `Module.__getstate__`, once in the process.
 
-    It changes nothing for models of other backends.
+    Models of other backends are not affected.
     """
     original: Any = GenerationMixin.generate
     if getattr(original, "is_checked", False):
@@ -61,20 +61,20 @@ def route_checks() -> None:
 
 
 def check_cache(model: Any, arguments: Mapping[str, Any]) -> None:
-    """SpecacheError where a generation asks for a cache that moves its pairs itself."""
+    """SpecacheError if a generation requests a cache that offloads its own pairs."""
     config = arguments.get("generation_config") or model.generation_config
-    wanted = arguments.get("cache_implementation") or getattr(config, "cache_implementation", None)
-    if str(wanted).startswith("offloaded"):
+    requested = arguments.get("cache_implementation") or getattr(config, "cache_implementation", None)
+    if str(requested).startswith("offloaded"):
         raise SpecacheError(
-            f"cache_implementation={wanted!r}: this backend offloads the cache itself, and cannot hold a cache that "
-            "moves its pairs. Leave cache_implementation out"
+            f"cache_implementation={requested!r}: the backend 'specache' cannot hold a cache that offloads its own "
+            "pairs. Leave cache_implementation out: the backend offloads the cache itself"
         )
 
 
 def warn_unused(record: ModelRecord, why: str) -> None:
-    """Warn, once for each model and reason; `stats` reports the reason."""
+    """Warn, once for a model and reason; `stats` reports the reason."""
     record.latest, record.unused = None, why
-    record.warn_once(f"this generation ran no compiled graph, so its cache is plain and nothing was compressed: {why}")
+    record.warn_once(f"this generation ran no compiled graph, so nothing was compressed: {why}")
 
 
 COPIED = (
@@ -84,7 +84,7 @@ COPIED = (
 
 
 def compiled_outside(model: torch.nn.Module) -> str | None:
-    """The reason, where a compiled module around `model`, such as a PeftModel, called `generate`."""
+    """The reason, if a compiled module around `model`, such as a PeftModel, called `generate`."""
     frame = sys._getframe(2)
     for _ in range(CALLERS):
         owner = frame.f_locals.get("self")

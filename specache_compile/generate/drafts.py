@@ -1,4 +1,4 @@
-"""The model's own drafts (option verify): the next tokens of its decode phase, over the compressed cache."""
+"""Drafts by the model itself (option verify): the next tokens of its decode phase, over the compressed cache."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from transformers.cache_utils import DynamicCache
 from transformers.generation import CandidateGenerator, EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
 
 from specache_compile.compat import cache_name
-from specache_compile.errors import warn
 from specache_compile.options import MethodOptions
 from specache_compile.runtime.draft_length import DraftLength
-from specache_compile.runtime.ranks import everyones
-from specache_compile.runtime.records import find_record
+from specache_compile.runtime.ranks import gather
+from specache_compile.runtime.records import find_record, record_of
 from specache_compile.runtime.session import Mode, Session, sessions_of
 
 # Criteria that do not depend on the last token, and the one that Hugging Face's loop applies to each token.
 HANDLED = (MaxLengthCriteria, MaxTimeCriteria, EosTokenCriteria)
+IN_PARTS = "a graph break in the model splits its cache into parts, each with its own step"
 
 
 class Drafts(CandidateGenerator):
-    """Candidates for the loop: the decode phase's next tokens, and the logits that they are chosen by."""
+    """Candidates for Hugging Face's loop: the decode phase's next tokens, and the logits that chose them."""
 
-    requires_model_outputs = True  # with them come the model's current arguments
+    requires_model_outputs = True  # the loop then passes the model's current arguments
 
     def __init__(self, model: Any, processors: Any, criteria: Any, config: Any) -> None:
         self.model, self.processors, self.config = model, processors, config
@@ -36,11 +36,11 @@ class Drafts(CandidateGenerator):
         self.model_kwargs_overrides: dict[str, Any] = {}
         self.cache: DynamicCache | None = None
         # The cached tokens that belong to the output. After an interruption the cache keeps only these.
-        self.said = 0
+        self.confirmed = 0
         # The current round: its session, its start, the graphs compiled before it, and the number of drafted tokens.
         self.session: Session | None = None
         self.start, self.compiles, self.drafted = 0.0, 0, 0
-        self.told_of_parts = False
+        self.parted = False
 
     def get_candidates(self, input_ids: Tensor, **given: Any) -> tuple[Tensor, Tensor | None]:  # type: ignore[override]
         """Draft γ tokens; γ may be 0.
@@ -50,7 +50,7 @@ class Drafts(CandidateGenerator):
         """
         kwargs = given["model_kwargs"]
         self.cache = kwargs[cache_name()]
-        self.said = self.cache.get_seq_length()
+        self.confirmed = self.cache.get_seq_length()
         self.start, self.compiles, self.drafted = time.perf_counter(), rewritten_so_far(self.model), 0
         self.model_kwargs_overrides = {}
         self.session = None if given["is_first_iteration"] else next(iter(sessions_of(self.cache)), None)
@@ -59,28 +59,26 @@ class Drafts(CandidateGenerator):
             return input_ids, None
         room = self.config.max_length - input_ids.shape[1] - 1
         ids, logits = self.draft(input_ids, kwargs, min(self.length(), room)) if room > 0 else (input_ids, None)
-        if self.is_parted():  # since the draft's steps, which were exact
+        if self.is_parted():  # by the draft's own steps, which were exact then
             self.session = None
             return input_ids, None
         self.drafted = ids.shape[1] - input_ids.shape[1]
         if self.drafted and "logits_to_keep" in kwargs:
-            self.model_kwargs_overrides = {"logits_to_keep": 0}  # all: a number would make a graph for each γ
+            # 0 means all; a number would compile a graph for each γ
+            self.model_kwargs_overrides = {"logits_to_keep": 0}
         return ids, logits
 
     def serves(self, options: MethodOptions) -> bool:
-        """Whether a cache made under these options takes this kind of drafts."""
+        """Whether a cache with these options takes this kind of drafts."""
         return options.verify is not None
 
     def is_parted(self) -> bool:
-        """Whether several sessions share or shared the cache; a draft would mark only one of them. Warns once."""
-        if not self.told_of_parts and sessions_of(self.cache) != [self.session]:
-            self.told_of_parts = True
+        """Whether several sessions share or shared the cache; a draft would mark only one of them. Warns if so."""
+        if not self.parted and sessions_of(self.cache) != [self.session]:
+            self.parted = True
             assert self.session is not None
-            tell_not_drafted(
-                self.session.options,
-                "a graph break in the model leaves its cache in parts, each with a step of its own",
-            )
-        return self.told_of_parts
+            warn_not_drafted(self.model, self.session.options, IN_PARTS)
+        return self.parted
 
     def length(self) -> int:
         """γ of the next round."""
@@ -88,8 +86,8 @@ class Drafts(CandidateGenerator):
         return draft_length_of(self.session)
 
     def draft(self, ids: Tensor, kwargs: Mapping[str, Any], tokens: int) -> tuple[Tensor, Tensor | None]:
-        """ids [1, n] with at most `tokens` tokens of the decode phase behind them, and their processed logits, as
-        `get_candidates` returns both. Afterwards the cache is as before."""
+        """Append at most `tokens` tokens of the decode phase to ids [1, n]. Returns the same as `get_candidates`; the
+        cache is unchanged afterwards."""
         assert self.session is not None
         kwargs, drafted = dict(kwargs), []
         try:
@@ -101,8 +99,8 @@ class Drafts(CandidateGenerator):
                 logits = self.processors(ids, outputs.logits[:, -1].to(ids.device, torch.float32, copy=True))
                 longer = torch.cat([ids, self.choose(logits)], 1)
                 stops = self.stops(longer)
-                # A greedy draft leaves the stopping token to the exact pass, so that the loop's criteria see it last. A
-                # sampled draft must keep it: dropping drawn tokens would change the distribution.
+                # A greedy draft leaves the stop token to the exact pass, so that the loop's criteria see it last. A
+                # sampled draft must keep it: dropping sampled tokens would change the distribution.
                 if stops and not self.config.do_sample:
                     break
                 ids = longer
@@ -110,17 +108,17 @@ class Drafts(CandidateGenerator):
                 if stops:
                     break
         finally:
-            self.take_back()
+            self.crop_drafts()
         return ids, torch.stack(drafted, 1) if drafted else None
 
     def choose(self, logits: Tensor) -> Tensor:
-        """The next token [1, 1] from processed logits [1, V], as `generate` chooses it."""
+        """The next token [1, 1] from processed logits [1, V], chosen as in `generate`."""
         if self.config.do_sample:
             return torch.multinomial(logits.softmax(-1), num_samples=1)
         return logits.argmax(-1, keepdim=True)
 
     def stops(self, ids: Tensor) -> bool:
-        """Whether the last token ends the generation, the number of tokens apart."""
+        """Whether the last token ends the generation, apart from its length."""
         ends = getattr(self.config, "_eos_token_tensor", None)
         if ends is not None and bool(torch.isin(ids[0, -1], ends.to(ids.device))):
             return True
@@ -128,29 +126,29 @@ class Drafts(CandidateGenerator):
 
     @contextlib.contextmanager
     def verification(self) -> Iterator[None]:
-        """Within it, a call of the model verifies the last drafted tokens."""
+        """Within it, a call of the model verifies the drafted tokens."""
         if self.session is None:
             yield
             return
         with self.session.steps_for(Mode.VERIFY if self.drafted else Mode.PLAIN):
             yield
 
-    def take_back(self) -> None:
+    def crop_drafts(self) -> None:
         """During a round, crop the cache to the output's tokens."""
         if self.session is None or self.cache is None:
             return
-        more = self.cache.get_seq_length() - self.said
+        more = self.cache.get_seq_length() - self.confirmed
         if more > 0:
             self.cache.crop(-more)
 
     def update_candidate_strategy(self, input_ids: Tensor, scores: Tensor, num_matches: Any) -> None:
-        """Note a verification that confirmed `num_matches` of the drafted tokens."""
+        """Record a verification that accepted `num_matches` of the drafted tokens."""
         if self.session is not None:
             self.note(self.session, min(int(num_matches), self.drafted), time.perf_counter() - self.start)
 
     def note(self, session: Session, accepted: int, seconds: float) -> None:
-        """Note a round's result; it streamed the host tier once."""
-        held = session.tiers.host_bytes(self.said)
+        """Record a round's result; it streamed the host tier once."""
+        held = session.tiers.host_bytes(self.confirmed)
         session.statistics.verified.note(self.drafted, accepted, held, streamed=held)
         if session.draft_length is not None:
             compiled = rewritten_so_far(self.model) != self.compiles
@@ -159,30 +157,33 @@ class Drafts(CandidateGenerator):
 
 def draft_length_of(session: Session) -> int:
     """Tokens that the decode phase drafts in a session's next round."""
-    asked = session.options.verify
-    assert asked is not None
-    session.draft_length = session.draft_length or DraftLength(asked)
-    return everyones(session.tiers.ranks, session.draft_length.next())[0]  # each rank measures its own time
+    verify = session.options.verify
+    assert verify is not None
+    session.draft_length = session.draft_length or DraftLength(verify)
+    return gather(session.tiers.ranks, session.draft_length.next())[0]  # each rank measures its own time
 
 
 def rewritten_so_far(model: Any) -> int:
-    """The number of a model's graphs that were rewritten."""
+    """Number of rewritten graphs of a model."""
     record = find_record(model)
     return 0 if record is None else sum(len(graph.rewrites.made) for graph in record.graphs)
 
 
-def tell_not_drafted(options: MethodOptions, reason: str) -> None:
-    """Warn that a generation drafts nothing."""
-    tell = not_looked_up if options.lookup else not_drafted
-    warn(tell(reason))
+def warn_not_drafted(model: torch.nn.Module, options: MethodOptions, reason: str) -> None:
+    """Warn, once for a model and reason, that a generation drafts nothing."""
+    text = not_looked_up(reason) if options.lookup else not_drafted(reason)
+    record_of([*model.parameters()]).warn_once(text)
 
 
 def not_drafted(reason: str) -> str:
     return (
-        f"option verify: this generation is not drafted: {reason}. Its tokens are still the full cache's, and "
-        "every step streams the host tier"
+        f"option verify: this generation is not drafted: {reason}. Its tokens are those of the full cache, and every "
+        "step streams the host tier. Leave verify out for such calls"
     )
 
 
 def not_looked_up(reason: str) -> str:
-    return f"option lookup: nothing is drafted in this generation: {reason}. Each step makes one token"
+    return (
+        f"option lookup: this generation is not drafted: {reason}. Each step generates one token. Leave lookup out for "
+        "such calls"
+    )

@@ -1,5 +1,5 @@
-"""Drafts by prompt lookup, as in Hugging Face (option lookup): where the last few tokens occurred before, in the prompt
-or in the output, the tokens that followed are the draft."""
+"""Drafts by prompt lookup, as in Hugging Face (option lookup): the tokens that followed an earlier occurrence of the
+last few tokens."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from .drafts import Drafts
 
 # Tokens of a draft. With the last output token they are the lanes of one decode; a CUDA kernel has at most 16.
 DRAFTED = 10
-# The most last tokens that are looked up; fewer are tried down to one.
+# Most last tokens to look up; fewer are tried down to one.
 NGRAM = 3
 
 
 class LookedUp(Drafts):
-    """Candidates for the loop that cost no step of the model."""
+    """Candidates for the loop that need no step of the model."""
 
     def serves(self, options: MethodOptions) -> bool:
         return options.lookup
@@ -31,20 +31,22 @@ class LookedUp(Drafts):
         return DRAFTED
 
     def draft(self, ids: Tensor, kwargs: Mapping[str, Any], tokens: int) -> tuple[Tensor, Tensor | None]:
-        """ids [1, n] with at most `tokens` tokens behind them, none of which stops the generation. No logits:
-        sampling accepts a token if the model itself would draw it."""
+        """Append at most `tokens` tokens to ids [1, n], none of which stops the generation.
+
+        Without logits: sampling accepts a token if the model itself would sample it.
+        """
         found = looked_up(ids, getattr(self.config, "_eos_token_tensor", None), tokens, self.config.max_length)
         first = ids.shape[1] + 1
         stops = (place for place in range(first, found.shape[1] + 1) if self.others and self.stops(found[:, :place]))
         return found[:, : next(stops, found.shape[1] + 1) - 1], None
 
     def note(self, session: Session, accepted: int, seconds: float) -> None:
-        """Note a round's result; it read the tiers like any decode."""
-        session.statistics.verified.note(self.drafted, accepted, session.tiers.host_bytes(self.said), streamed=0)
+        """Record a round's result; it read the tiers like any decode."""
+        session.statistics.verified.note(self.drafted, accepted, session.tiers.host_bytes(self.confirmed), streamed=0)
 
 
 def looked_up(ids: Tensor, ends: Tensor | None, tokens: int, longest: int) -> Tensor:
-    """ids [1, n] with at most `tokens` tokens behind them, `longest` together: none of `ends` is among these."""
+    """Append at most `tokens` tokens to ids [1, n], up to `longest` in all; none of them is in `ends`."""
     looks = PromptLookupCandidateGenerator(
         eos_token_id=None if ends is None else ends.to(ids.device), num_output_tokens=tokens,
         max_matching_ngram_size=NGRAM, max_length=longest,

@@ -1,12 +1,8 @@
-"""Make `generate` draft with the compressed cache and verify with the exact pass (option verify).
+"""Drafts with the compressed cache and verifies with the exact pass, inside `generate` (options verify and lookup).
 
-Greedy and sampled generation begin in `GenerationMixin._sample`. A model compiled with the option goes to Hugging
-Face's loop of assisted decoding there. The candidates that the loop verifies come from the same model and cache: the
-decode phase drafts them, and a crop takes them back. All other calls of such a model are exact (`Step.phases`): slow,
-never wrong.
-
-Under lookup the candidates are looked up in the text so far (`look_up.py`), and a widened decode verifies them. Calls
-without a draft are decodes of one token.
+`GenerationMixin._sample`, for greedy and sampled generation, calls Hugging Face's loop of assisted decoding. Its
+candidates come from the same model and cache: the decode phase drafts them, and a crop drops them (verify). Or they are
+looked up in the text so far (`look_up.py`), and a widened decode verifies them (lookup).
 """
 
 from __future__ import annotations
@@ -28,14 +24,14 @@ from specache_compile.errors import SpecacheError
 from specache_compile.methods import parse_options
 from specache_compile.options import MethodOptions
 
-from .drafts import HANDLED, Drafts, tell_not_drafted
+from .drafts import HANDLED, Drafts, warn_not_drafted
 from .look_up import LookedUp
 
 
 def route_verification() -> None:
-    """Extend `GenerationMixin._sample`, and make `_beam_search` warn that it drafts nothing, once for the process.
+    """Wrap `GenerationMixin._sample` and `_beam_search`, once in the process.
 
-    Only where transformers has all that is needed; elsewhere the backend refuses the option.
+    Only if transformers has all that is needed; else the backend rejects the options.
     """
     original: Any = GenerationMixin._sample
     if getattr(original, "routes_verification", False) or missing_for_drafts() is not None:
@@ -53,7 +49,7 @@ def route_verification() -> None:
         if reason is None:
             candidates = LookedUp if options.lookup else Drafts
             return verified(candidates(self, logits_processor, stopping_criteria, generation_config), *given, **kw)
-        tell_not_drafted(options, reason)
+        warn_not_drafted(self, options, reason)
         return original(self, *given, **kw)
 
     beam_search = GenerationMixin._beam_search
@@ -62,7 +58,7 @@ def route_verification() -> None:
     def search(self: Any, *args: Any, **kwargs: Any) -> Any:
         options = drafting_options(self)
         if options is not None:
-            tell_not_drafted(options, "assisted decoding says one sequence, and a beam search several")
+            warn_not_drafted(self, options, "assisted decoding generates one sequence, and a beam search several")
         return beam_search(self, *args, **kwargs)
 
     sample.routes_verification = True  # type: ignore[attr-defined]
@@ -71,7 +67,7 @@ def route_verification() -> None:
 
 
 def drafting_options(model: torch.nn.Module) -> MethodOptions | None:
-    """The options of the model's compiled calls; None where they draft nothing or another backend compiles them."""
+    """The options of the model's compiled calls; None if they do not draft, or for another backend."""
     given = options_of(model)
     options = parse_options(given) if given else None
     return options if options is not None and options.drafts else None
@@ -80,61 +76,61 @@ def drafting_options(model: torch.nn.Module) -> MethodOptions | None:
 def reason_not_to_draft(
     model: Any, input_ids: Tensor, processors: Any, criteria: Any, config: Any, kwargs: Mapping[str, Any]
 ) -> str | None:
-    """Why a generation has no drafts, so that each step is exact; None where it is drafted."""
+    """Why a generation is not drafted, so that each step is exact; None if it is."""
     others = [type(c).__name__ for c in criteria if not isinstance(c, HANDLED)]
     cache = kwargs.get(cache_name())
     if input_ids.shape[0] > 1:
-        return f"assisted decoding takes a batch of one, and this batch has {input_ids.shape[0]}"
+        return f"assisted decoding requires a batch of one, and this batch has {input_ids.shape[0]}"
     if not isinstance(cache, DynamicCache) or not kwargs.get("use_cache"):
-        return "it has no DynamicCache"
+        return "its cache is no DynamicCache"
     check_windows(cache)
     if (reason := forgetful(model, cache)) is not None:
         return reason
     if config.is_assistant:
-        return "it drafts for another model itself"
+        return "this model drafts for another model"
     if any(isinstance(p, UnbatchedClassifierFreeGuidanceLogitsProcessor) for p in processors):
-        return "guidance_scale runs the model on a cache of its own, in the order of the tokens"
+        return "guidance_scale runs the model on a second cache, token by token"
     if config.do_sample and others:
-        return f"beside sampling, {others[0]} could only stop it a token late"
+        return f"with sampling, {others[0]} would stop it one token late"
     return None
 
 
 def forgetful(model: Any, cache: DynamicCache) -> str | None:
-    """Why a cache cannot take back drafted tokens; None where it can."""
+    """Why a cache cannot drop rejected tokens; None if it can."""
     able = (DynamicLayer, DynamicSlidingWindowLayer) if WINDOWS_TAKE_DRAFTS else (DynamicLayer,)
     name = next((type(layer).__name__ for layer in cache.layers if type(layer) not in able), None)
     if name is None and not model._is_stateful:
         return None
-    return f"in this version of transformers a {name or type(model).__name__} cannot take back drafted tokens"
+    return f"in this version of transformers a {name or type(model).__name__} cannot drop rejected tokens"
 
 
 def check_windows(cache: DynamicCache) -> None:
-    """SpecacheError where a newer version of transformers is required for drafts on a cache with sliding windows."""
+    """SpecacheError if drafts on a cache with sliding windows require a newer version of transformers."""
     if not WINDOWS_TAKE_DRAFTS and any(type(layer) is DynamicSlidingWindowLayer for layer in cache.layers):
         raise SpecacheError(
             f"options verify and lookup: a DynamicSlidingWindowLayer of transformers {transformers.__version__} cannot "
-            "take back drafted tokens: install transformers 5.18 or newer, or leave the option out"
+            "drop rejected tokens. Install transformers 5.18 or newer, or leave the option out"
         )
 
 
 def verified(
     drafts: Drafts, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, config: Any, **kwargs: Any
 ) -> Any:
-    """Hugging Face's loop of assisted decoding, with these drafts. After an interruption the cache has the pairs of the
-    output's tokens only."""
+    """Hugging Face's loop of assisted decoding with these drafts. After an interruption the cache has only the output's
+    tokens."""
     itself = Verifier(drafts.model, drafts)
     try:
         return type(drafts.model)._assisted_decoding(
             itself, input_ids, logits_processor, stopping_criteria, config, **kwargs
         )
     except BaseException:
-        drafts.take_back()
+        drafts.crop_drafts()
         raise
 
 
 class Verifier:
-    """Replaces the model in the loop. Its prefill is `generate`'s, which continues a filled cache and reads a long
-    prompt in chunks; its candidates are its own drafts."""
+    """Replaces the model in the loop. It prefills like `generate`, which continues a filled cache and splits long
+    prompts into chunks; its candidates are its own drafts."""
 
     def __init__(self, model: Any, drafts: Drafts) -> None:
         self.model, self.drafts = model, drafts
@@ -147,7 +143,7 @@ class Verifier:
 
     def prepare_inputs_for_generation(self, input_ids: Tensor, is_first_iteration: bool = False, **kwargs: Any) -> Any:
         if is_first_iteration:
-            kwargs.pop("next_sequence_length", None)  # the prefill finds it itself
+            kwargs.pop("next_sequence_length", None)  # the prefill computes it
             return {"to_prefill": (input_ids, kwargs)}
         return self.model.prepare_inputs_for_generation(input_ids, is_first_iteration=False, **kwargs)
 
@@ -156,4 +152,4 @@ class Verifier:
             input_ids, kwargs = inputs["to_prefill"]
             return self.model._prefill(input_ids, self.drafts.config, kwargs, is_first_iteration=True)
         with self.drafts.verification():
-            return self.model(**inputs, return_dict=True)  # like drafts, so that a single token uses their graph
+            return self.model(**inputs, return_dict=True)  # as in drafts, so that a single token uses the same graph

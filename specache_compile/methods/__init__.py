@@ -1,5 +1,7 @@
-"""Methods by name (`options={"method": ...}`): the product's here, each one file; those that it is compared with in
-evaluation/baselines, and a package's own, under the entry point `specache_compile.methods`, as they are asked for."""
+"""Methods by name (`options={"method": ...}`), each in one file.
+
+The evaluation's baselines, and the methods of other packages (entry point `specache_compile.methods`), load on request.
+"""
 
 from __future__ import annotations
 
@@ -20,23 +22,21 @@ METHODS: dict[str, Method] = {one.name: one for one in (full.METHOD, offload.MET
 
 @functools.cache
 def load_others() -> None:
-    """Have every installed package add its methods, as its entry point does when it is loaded. One that
-    cannot be imported is told, and left out."""
+    """Load the methods of all installed packages by their entry points; warn of those that cannot be imported."""
     for point in entry_points(group="specache_compile.methods"):
         try:
             point.load()
         except ImportError as error:
-            message = f"the methods of {point.value} cannot be loaded ({error}); pip uninstall or mend that package"
-            warn(message)
+            warn(f"the methods of {point.value} cannot be loaded ({error}). Repair that package, or uninstall it")
 
 
 def every_method() -> dict[str, Method]:
-    """Those of METHODS, and of all that is installed."""
+    """All methods, those of installed packages included."""
     load_others()
     return METHODS
 
 
-# Removed options, and what replaces them.
+# Removed options, and their replacements.
 GONE = {
     "key_bits": "bits sets both; bits=1.5 stores keys in 2 bits and values in 1",
     "value_bits": "bits sets both; bits=1.5 stores keys in 2 bits and values in 1",
@@ -46,7 +46,7 @@ GONE = {
 
 
 def parse_options(given: Mapping[str, Any] | None) -> MethodOptions:
-    """The options that a user passed, with the bad name or value and the accepted ones in the error."""
+    """The options that a user passed. OptionError for an unknown name or value, with the accepted ones."""
     given = dict(given or {})
     name = given.setdefault("method", "specache")
     if name not in tuple(METHODS):
@@ -55,24 +55,24 @@ def parse_options(given: Mapping[str, Any] | None) -> MethodOptions:
     method = METHODS[name]
     for option in given:
         if option in GONE and option not in method.accepted:
-            raise OptionError(f"option {option} is removed: {GONE[option]}")
+            raise OptionError(f"option {option} was removed: {GONE[option]}")
         if option not in method.accepted:
             raise not_accepted(option, method)
     return method.options(**{**method.defaults(given), **given})
 
 
 def not_accepted(option: str, method: Method) -> OptionError:
-    """Of an option that a method has not: whether another one has it."""
+    """The error for an option that the method lacks; it names methods or options that exist."""
     known = dict.fromkeys(each for other in (method, *every_method().values()) for each in other.accepted)
     if option not in known:
         return OptionError(f"unknown option {option!r}: accepted are {', '.join(known)}")
     if option == "verify":
         return nothing_to_verify(method.name, exact=any(field.is_the_cache for field in method.fields))
-    return OptionError(f"option {option}: method {method.name!r} has none; it takes {', '.join(method.accepted)}")
+    return OptionError(f"option {option}: method {method.name!r} accepts only {', '.join(method.accepted)}")
 
 
 def declared_options() -> dict[str, dict[str, Any]]:
-    """Every option, by name: its declaration (a dataclass field) in each method that takes it."""
+    """All options: name → method → declaration (a dataclass field)."""
     found: dict[str, dict[str, Any]] = {}
     for method in every_method().values():
         for name, declared in own_options(method.options).items():
@@ -81,9 +81,9 @@ def declared_options() -> dict[str, dict[str, Any]]:
 
 
 def defaults_of(takers: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """An option's usual default, and the defaults of the methods that have another; from its declarations by method.
+    """An option's usual default, and the methods with another one, from its declarations by method.
 
-    The usual default is specache's, where specache takes the option.
+    The usual default is specache's, if it has the option.
     """
     own = {
         method: declared.default_factory() if callable(declared.default_factory) else declared.default
@@ -94,18 +94,18 @@ def defaults_of(takers: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
 
 
 def declared_fields() -> dict[str, Field]:
-    """Every state tensor that a method declares, by its name, which stands for one of them alone."""
+    """All state tensors that a method declares, by their unique names."""
     found: dict[str, Field] = {}
     for method in every_method().values():
         for field in method.fields:
             if found.setdefault(field.name, field) is not field:
-                raise ValueError(f"method {method.name}: another field is called {field.name!r} already")
+                raise ValueError(f"method {method.name}: another field is named {field.name!r}. Choose another name")
     return found
 
 
 def nothing_to_verify(method: str, exact: bool) -> OptionError:
-    why = "is exact by itself" if exact else "keeps no exact copy of all pairs, so that there is nothing to verify with"
-    return OptionError(f"option verify: method {method!r} {why}; leave it out, or take specache, kivi or kcache")
+    why = "is exact" if exact else "keeps no exact copy of all pairs to verify with"
+    return OptionError(f"option verify: method {method!r} {why}. Leave verify out, or use specache, kivi or kcache")
 
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""What a state tensor is: declared once, and all that follows of it: bytes, place, growth, crop."""
+"""A state tensor's declaration, from which its bytes, device, growth and crop follow."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# The state tensors of one layer, by their fields' names.
+# The state tensors of one layer, by field name.
 LayerState = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What one site keeps of a token.
+    """The shape of one site's keys and values.
 
     heads: KV heads.
-    head_dim: d, channels of a key, and of a value.
-    number: the site's.
+    head_dim: channels of a key, and of a value.
+    number: the site's number.
     biased_keys: a bias is added to the keys before RoPE.
     """
 
@@ -36,11 +36,11 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class Cropped:
-    """How a cache was cut.
+    """A crop of a cache.
 
-    length: tokens that are left.
-    low_bit: tokens that are left in the low-bit tier.
-    low_bit_before: tokens that were there.
+    length: remaining tokens.
+    low_bit: remaining tokens in the low-bit tier.
+    low_bit_before: tokens that were in the low-bit tier.
     """
 
     length: int
@@ -54,19 +54,19 @@ def of_the_model(options: Any, layer: LayerShape) -> torch.dtype:
 
 @dataclass(frozen=True)
 class Field:
-    """One state tensor of a layer, and the graph input that is named after it (a name that no model's input has).
+    """One state tensor of a layer. Its graph input has the same name, which no model's input may have.
 
-    tier: where its bytes count; "measure": nowhere.
+    tier: the tier that its bytes count for; "measure": none.
     shape: (options, layer, batch, capacity in tokens) → [B, H, n, ...], where n may grow with the capacity.
     dtype: (options, layer) → dtype.
-    on_host: the tensor lives in host memory, pinned where there is a GPU, in segments (`kernels/state/segments.py`).
-    empty: what a place holds that nothing was put in.
-    by_row: the tensor has a batch; a count over all rows has none.
-    by_page: the tensor grows with the tokens, and can be in pages (`kernels/state/pages.py`): P of them have the shape
-        of P rows with 256 tokens each.
-    has_all_pairs: the tensor has the pair of every cached token, [B, H, C, K|V, d] or in segments, exact or as e4m3
-        codes (uint8).
-    on_crop: (the layer's state, what was cropped), run once a layer for each field that has it.
+    on_host: in host memory, in segments (`kernels/state/segments.py`), and pinned if there is a GPU.
+    empty: the value of an unused place.
+    by_row: it has a batch dimension; a count over all rows has none.
+    by_page: it grows with the tokens, and can be in pages (`kernels/state/pages.py`): P pages have the shape of P rows
+        with 256 tokens each.
+    has_all_pairs: it has the pair of every cached token, [B, H, C, K|V, d] or in segments, exact or as e4m3 codes
+        (uint8).
+    on_crop: (the layer's state, the crop), called once a layer.
     """
 
     name: str
@@ -87,16 +87,16 @@ class Field:
 
     @property
     def row_dim(self) -> int:
-        """The batch's dimension."""
+        """The batch dimension."""
         return 1 if self.on_host else 0
 
     @property
     def is_the_cache(self) -> bool:
-        """Whether the tensor has every pair as the model made it; on the host, where no option has pairs rounded."""
+        """Whether it has every pair in the model's dtype; on the host, unless an option rounds them."""
         return self.has_all_pairs and (self.on_host or self.dtype is of_the_model)
 
     def device(self, layer: LayerShape) -> torch.device:
-        """The CPU for what is on the host, the model's for the rest; on the meta device nothing lives anywhere."""
+        """The CPU for a field on the host, else the model's device; the meta device for all fields of a meta layer."""
         return torch.device("cpu") if self.on_host and layer.device.type != "meta" else layer.device
 
     def nbytes(self, options: Any, layer: LayerShape, batch: int, capacity: int) -> int:
@@ -105,5 +105,5 @@ class Field:
 
 
 def always(dtype: torch.dtype) -> Callable[[Any, LayerShape], torch.dtype]:
-    """The dtype of a field that is the same for every model."""
+    """A dtype that does not depend on the model."""
     return lambda options, layer: dtype

@@ -1,4 +1,4 @@
-"""The full cache: every pair on the device in the model's dtype, every attention exact."""
+"""The full cache: all pairs on the device in the model's dtype, all attention exact."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ class FullOptions(MethodOptions):
 
 
 def recipe(options: MethodOptions, site: int) -> Recipe:
-    """The op that an extend uses over the host tier, over the cache; its new pairs go there."""
+    """An extend and a decode use the op that reads the host tier in other methods, over the cache, which stores new
+    pairs."""
     exact = Call("extend_attention", ("full_cache",))
     return Recipe({"extend": exact, "decode": exact}, (Call("offload", ("full_cache",)),))
 

@@ -1,4 +1,4 @@
-"""The host tier: every pair in host memory, where extends, crops and fetches find it."""
+"""The host tier: all pairs in host memory, for extends, crops and fetches."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from .field import Field, LayerShape
 
 def check_memory(name: str, value: Any) -> None:
     if value is not None and (type(value) is not int or value < 0):
-        raise OptionError(f"option {name}={value!r}: give a number of bytes, or None")
+        raise OptionError(f"option {name}={value!r}: accepted are a number of bytes and None")
 
 
 @dataclass(frozen=True)
 class HostOptions(MethodOptions):
-    """Those of every method that has a host tier."""
+    """Options of the methods with a host tier."""
 
     host_memory: int | None = option(
-        None, check_memory, "bytes that a cache's host tier may have; not given: half of what is free", type=int
+        None, check_memory, "most bytes of a cache's host tier; default: half of the free host memory", type=int
     )
 
 
@@ -35,7 +35,7 @@ def whole_cache(options: Any, layer: LayerShape, batch: int, capacity: int) -> t
 
 
 def in_segments(options: Any, layer: LayerShape, batch: int, capacity: int) -> tuple[int, ...]:
-    """[C/256, B, H, 256, K|V, d], or w bytes of a rounded key in place of d."""
+    """[C/256, B, H, 256, K|V, d], or w bytes of a rounded key instead of d."""
     rounded = rounds(options.bits_on_host, layer.dtype)
     return segmented(batch, layer.heads, capacity, rounded_width(layer.head_dim) if rounded else layer.head_dim)
 

@@ -1,5 +1,7 @@
-"""KIVI (arXiv 2402.02750): the low-bit copy and the recent window alone; no pair is fetched. The host tier is kept for
-extends and crops, which stay exact; with `host_tier=False` there is none, as in KIVI itself."""
+"""KIVI (arXiv 2402.02750): only the low-bit copy and the recent window; no pair is fetched.
+
+A host tier keeps extends and crops exact; with `host_tier=False` there is none, as in KIVI itself.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from .method import Method
 
 @dataclass(frozen=True)
 class KiviOptions(LowBitOptions):
-    """The window is the one that SpeCache's paper gives its baseline: as many pairs in 16 bits as R and k together."""
+    """The default window is that of the SpeCache paper's baseline: as many 16-bit pairs as R and k together."""
 
     method: str = "kivi"
     residual_length: int = inherited(LowBitOptions, "residual_length", default=128)

@@ -1,4 +1,4 @@
-"""What a method is: its options, the state it keeps, the ops at its sites."""
+"""A method: its options, its state tensors, and the ops at its sites."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from .field import Field, LayerShape
 
 @dataclass(frozen=True)
 class Method:
-    """A method of the papers, as a recipe over the same passes and tiers.
+    """A method, as a recipe over common passes and tiers.
 
     options: its class of options.
-    fields: the state tensors of a layer; where layers differ, `fields_at` tells which of them one has.
+    fields: the state tensors of a layer; if layers differ, `fields_at` selects those of one.
     recipe: (options, site's number) → the ops there.
-    rows_differ: whether rows of a cache may have tokens of their own number.
-    defaults: (the options that were given) → those that others of them get, in place of their declared defaults.
+    rows_differ: whether the rows of a cache may have different lengths.
+    defaults: a function from the user's options to overrides of the declared defaults.
     """
 
     name: str
@@ -33,7 +33,7 @@ class Method:
 
     @property
     def accepted(self) -> tuple[str, ...]:
-        """The names of its options, those of all methods last."""
+        """The names of its options; those of all methods come last."""
         common = own_options(MethodOptions)
         return ("method", *(name for name in own_options(self.options) if name not in common), *common)
 

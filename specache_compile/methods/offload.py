@@ -1,4 +1,4 @@
-"""Offloading: every pair on the host, brought to the device layer by layer for every step; exact, and bound by PCIe."""
+"""Offloading: all pairs on the host, copied to the device layer by layer in every step; exact, and bound by PCIe."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class OffloadOptions(HostOptions):
 
 
 def recipe(options: MethodOptions, site: int) -> Recipe:
-    """A decode step is an extend by one token: the host tier streams through in blocks."""
+    """A decode step is an extend by one token: the host tier is streamed in blocks."""
     exact = Call("extend_attention", ("host",))
     return Recipe({"extend": exact, "decode": exact}, (Call("offload", ("host",)),))
 

@@ -1,4 +1,4 @@
-"""The slots: on the device, in 16 bits, the k pairs of each KV head that the next step wants."""
+"""The slots: the k pairs of each KV head that the next step needs, on the device in 16 bits."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ def index_shape(options: Any, layer: LayerShape, batch: int, capacity: int) -> t
 
 
 def empty_slots(state: LayerState, cropped: Cropped) -> None:
-    """Slots hold pairs of the low-bit tier alone."""
+    """Empty the slots of tokens that the crop moves out of the low-bit tier."""
     state["slot_index"].masked_fill_(state["slot_index"] >= cropped.low_bit, EMPTY)
 
 
 SLOTS = Field("slots", "slots", slots_shape)
-# The token in each slot, and those that the next fetch is to bring.
+# The token in each slot, and the tokens that the next fetch copies.
 SLOT_INDEX = Field("slot_index", "slots", index_shape, always(torch.int32), empty=EMPTY, on_crop=empty_slots)
 WANTED = Field("wanted", "slots", index_shape, always(torch.int32), empty=EMPTY)
-# Bytes that fetches have brought ahead, those that corrections have, and the hit rate's sums (`measure.py`).
+# Bytes of prefetches and of corrections, and the sums of the hit rate (`measure.py`).
 FETCHED = Field("fetched", "measure", lambda *_: (1,), always(torch.int64), by_row=False)
 CORRECTED = Field("corrected", "measure", lambda *_: (1,), always(torch.int64), by_row=False)
 TALLY = Field("tally", "measure", lambda *_: (3,), always(torch.float64), by_row=False)

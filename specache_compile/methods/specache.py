@@ -1,5 +1,4 @@
-"""SpeCache (arXiv 2503.16163): a low-bit copy on the device, and the k pairs that the next step wants, fetched one
-step ahead."""
+"""SpeCache (arXiv 2503.16163): a low-bit copy on the device, and the k pairs that the next step needs, prefetched."""
 
 from __future__ import annotations
 
@@ -18,8 +17,7 @@ from .low_bit import APPENDED, LOW_BIT, RECENT, LowBitOptions, bits_or_memory
 from .method import Method
 from .slots import CORRECTED, FETCHED, SLOT_INDEX, SLOTS, TALLY, WANTED
 
-# On a real checkpoint 1.5 bits, rotated and corrected, are closer to the full cache than the paper's 2 bits by far
-# (docs/evaluation.md).
+# The paper's settings. On a real checkpoint the defaults are much closer to the full cache (docs/evaluation.md).
 PAPER = {
     "bits": 2, "rotate": False, "center": "never", "correct": "never", "sink_tokens": 0, "zero_point": "midpoint",
     "key_code": "levels", "value_code": "levels", "param_bits": 16,
@@ -28,14 +26,14 @@ PAPER = {
 
 @dataclass(frozen=True)
 class SpecacheOptions(LowBitOptions):
-    """What `torch.compile(..., options={...})` takes where no method is named; the defaults are "best"."""
+    """Options of the default method; the defaults are those of the setting "best"."""
 
     method: str = "specache"
     setting: str = choice(
         "best",
         ("best", "paper"),
         "defaults of bits, rotate, center, sink_tokens, zero_point, key_code, value_code, param_bits and correct: "
-        "best, or as in SpeCache's paper",
+        "the best ones, or those of SpeCache's paper",
     )
     bits: int | float = inherited(LowBitOptions, "bits", default=1.5)
     rotate: bool = inherited(LowBitOptions, "rotate", default=True)
@@ -46,19 +44,19 @@ class SpecacheOptions(LowBitOptions):
     value_code: str = inherited(LowBitOptions, "value_code", default="auto")
     param_bits: int | str = inherited(LowBitOptions, "param_bits", default="auto")
     host_bits: int | str = inherited(LowBitOptions, "host_bits", default="auto")
-    top_k: int = whole(64, 0, "k: pairs fetched a layer and KV head; 0 is plain KIVI", metavar="K")
+    top_k: int = whole(64, 0, "k: pairs to fetch for each layer and KV head; 0 is plain KIVI", metavar="K")
     speculate: bool | str = choice(
         "auto", (True, False, "auto"),
-        "run the speculative token beside the output token; off: the output token chooses. auto: where it does not "
-        "choose within the step (correct)",
+        "run the speculative token beside the output token, to select the pairs to prefetch. auto: unless the output "
+        "token selects them within the step (correct)",
         type=None, choices=None, action=argparse.BooleanOptionalAction,
     )  # fmt: skip
     correct: str = choice(
         "always",
         ("never", "always"),
-        "fetch within the step what the token itself asks for and the slots lack",
+        "fetch, within the step, the selected pairs that are not in the slots",
     )
-    hit_rate: bool = choice(False, (True, False), "also measure the hit rate (slow: it computes the true attention)")
+    hit_rate: bool = choice(False, (True, False), "measure the hit rate (slow: it computes the true attention)")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -66,16 +64,17 @@ class SpecacheOptions(LowBitOptions):
             self.check_lookup()
         if self.top_k and not self.host_tier:
             raise OptionError(
-                f"option host_tier=False with top_k={self.top_k}: pairs are fetched from host memory; top_k=0"
+                f"option host_tier=False with top_k={self.top_k}: pairs are fetched from the host tier. Pass top_k=0"
             )
         if self.correct != "never" and not self.top_k:
             raise OptionError(
-                f"option correct={self.correct!r} with top_k=0: where no pair is fetched, none is corrected"
+                f"option correct={self.correct!r} with top_k=0: without fetches there is nothing to correct. Pass "
+                "correct='never'"
             )
 
     @property
     def bits_on_host(self) -> int:
-        """host_bits; "auto" is 8 where pairs are fetched to come close, and nothing is asked to be exact."""
+        """host_bits; "auto" is 8 in the setting "best" if pairs are fetched and nothing must be exact."""
         close = self.setting == "best" and self.top_k and self.layout.is_quantised and not self.drafts
         return 8 if self.host_bits == "auto" and close else super().bits_on_host
 
@@ -85,31 +84,33 @@ class SpecacheOptions(LowBitOptions):
         return self.correct != "always" if self.speculate == "auto" else bool(self.speculate)
 
     def check_lookup(self) -> None:
-        """The tokens of a widened decode choose their pairs together, and in its course; no other token is guessed."""
+        """OptionError for options that do not work with lookup: the tokens of a widened decode select their pairs in
+        the step."""
         together = {"speculate": (False,), "correct": ("always",)}
         accepted = together if self.top_k else {"speculate": (False,)}
         for name, (value,) in accepted.items():
             if (self.two_lanes if name == "speculate" else getattr(self, name)) != value:
                 raise OptionError(
-                    f"option lookup with {name}={getattr(self, name)!r}: a draft's tokens choose their pairs "
-                    f"themselves, together; take {name}={value!r}"
+                    f"option lookup with {name}={getattr(self, name)!r}: the tokens of a draft select their pairs "
+                    f"within the step. Pass {name}={value!r}"
                 )
         if self.top_k and "correct" in self.disable_passes:
             raise OptionError(
-                "option disable_passes with lookup: the pass 'correct' chooses a draft's pairs; take 'correct' "
-                "out of it, or top_k=0"
+                "option disable_passes with lookup: the pass 'correct' selects a draft's pairs. Remove 'correct' from "
+                "disable_passes, or pass top_k=0"
             )
 
     @property
     def in_16_bits(self) -> SpecacheOptions:
-        """Nothing is fetched, nothing guessed for it, and nothing to verify but what was looked up."""
+        """Without fetches, speculative token and verification, except that of lookup."""
         return replace(
             self, bits=16, value_bits=None, host_bits=16, top_k=0, speculate=False, correct="never", verify=None,
         )  # fmt: skip
 
 
 def recipe(options: LowBitOptions, site: int) -> Recipe:
-    """Decode attends over the tiers, an extend over the host's; the `prefetch` and `speculate` passes do the rest."""
+    """A decode attends over the tiers, an extend over the host tier; the passes `prefetch` and `speculate` do
+    the rest."""
     low_bit = tuple(field.name for field in LOW_BIT)
     over_tiers = Call(
         "decode_attention",
@@ -126,17 +127,16 @@ def recipe(options: LowBitOptions, site: int) -> Recipe:
 
 
 def selector_of(options: LowBitOptions) -> Selector | None:
-    """None where no pair is fetched."""
+    """None if no pair is fetched."""
     if not (isinstance(options, SpecacheOptions) and options.top_k):
         return None
     return Selector("select_topk", corrects=options.correct == "always")
 
 
 def defaults(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the setting that was given.
+    """The defaults of the given setting.
 
-    Where no pair is fetched, none is corrected. Under lookup every token is corrected, and none is
-    guessed.
+    Without fetches nothing is corrected. With lookup every token is corrected, and none is speculative.
     """
     found = bits_or_memory(given) | (PAPER if given.get("setting") == "paper" else {})
     if given.get("lookup"):

@@ -1,1 +1,1 @@
-"""Tiers in pages of 256 tokens, which rows of many caches name and count: what is stored once may be several rows'."""
+"""Tiers in pages of 256 tokens. Rows of several caches may share a page; each page counts its rows."""

@@ -1,4 +1,4 @@
-"""The tiers of rows that have pages of a pool, and places for the rest: rows come, share and leave by their numbers."""
+"""The tiers of rows whose tokens are in pages of a pool; all other state is in buffers with one slice per row."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from specache_compile.options import MethodOptions
 from specache_compile.runtime.state import adopt, empty, fields_of, rows_of
 from specache_compile.runtime.tiers import Tiers
 
-from .pool import NOBODYS, Pool, paged_fields, pages_for
+from .pool import NULL_PAGE, PagePool, paged_fields, pages_for
 
 T = TypeVar("T")
 
 
 class PagedTiers(Tiers):
-    """As `Tiers`: what grows with the tokens is in pages of a pool, and what a row has once in its place of a tensor.
+    """Like `Tiers`, but tensors that grow with the tokens are in pages of a pool.
 
-    pages: of each row, those that its tokens are in. Of a page that several rows have, who is about to write there what
-        is his alone gets a copy first: that is where its tokens are not all there.
-    rounded: of each row, the tokens up to which those in its window may differ from what other rows have of them: they
-        came back from a host tier that rounds.
-    most_rows: that there are places for; row b has the b-th, and those that no row has want no fetch.
-    all_places: of each layer, the tensors with all of them.
-    by_rows: the state of so many rows, the first ones.
+    pages: page numbers of each row. Copy-on-write: a row that writes to a partly filled shared page first gets its own
+        copy.
+    rounded: for each row, the tokens up to which its window may differ from other rows' copies, because they came back
+        from a host tier that rounds.
+    most_rows: rows that the buffers are allocated for. Row b has slice b; slices without a row select no pairs.
+    all_rows: of each layer, the buffers for all rows.
+    by_rows: views of the state of the first rows, by their number.
     """
 
-    def __init__(self, like: Tiers, pool: Pool, pages: Sequence[list[int]], places: int) -> None:
-        """Rows that have been given these pages, with nothing in their places. like: has the options."""
+    def __init__(self, like: Tiers, pool: PagePool, pages: Sequence[list[int]], places: int) -> None:
+        """Rows with these pages, and empty buffers for `places` rows. like: has the options."""
         vars(self).update(vars(like))
         self.sinks_known, self.pool, self.pages, self.batch = None, pool, list(pages), len(pages)
         self.queues: list[Any] = []
@@ -42,43 +42,43 @@ class PagedTiers(Tiers):
         self.rounded = [0] * self.batch
         self.capacity = self.room = 0
         self.most_rows = places
-        self.all_places = [new_places(self.options, layer, places) for layer in self.layers]
-        self.show()
-        self.point()
+        self.all_rows = [row_state(self.options, layer, places) for layer in self.layers]
+        self.update_state()
+        self.write_table()
 
     def belong_to(self, session: Any) -> None:
-        """Its copies are waited for before a page moves, or is somebody else's. When the tiers die, which may be
-        anywhere, it is only noted that their pages are free."""
+        """Its copies must end before a page moves or gets another owner. When the tiers die, which may happen anywhere,
+        their pages are only noted in `pool.returned`."""
         self.pool.sessions.add(session)
         self.queues.append(session.queue)
 
-    def let_go(self) -> None:
+    def release_state(self) -> None:
         self.pool.release(self.pages)
-        self.state, self.all_places = [], []
+        self.state, self.all_rows = [], []
         self.by_rows.clear()
 
-    def show(self) -> None:
-        """Let `state` be the pool's pages, and the places of the rows that there are."""
+    def update_state(self) -> None:
+        """Set `state` to the pool's pages and the buffers of the current rows."""
         self.by_rows: dict[int, list[LayerState]] = {}
-        self.state = self.filled_up(self.batch)
+        self.state = self.padded_to(self.batch)
 
-    def filled_up(self, rows: int) -> list[LayerState]:
+    def padded_to(self, rows: int) -> list[LayerState]:
         if rows not in self.by_rows:
             self.by_rows[rows] = []
-            for layer, own, pages in zip(self.layers, self.all_places, self.pool.state, strict=True):
+            for layer, own, pages in zip(self.layers, self.all_rows, self.pool.state, strict=True):
                 by_row = {field.name for field in row_fields(self.options, layer)}
                 places = {name: tensor[:rows] if name in by_row else tensor for name, tensor in own.items()}
                 self.by_rows[rows].append({**places, **pages})
         return self.by_rows[rows]
 
-    def point(self) -> None:
-        """Write the table, as wide as the longest row has pages, up to a power of two: whatever comes and goes, few
-        widths are met, and a step is recorded once for each."""
+    def write_table(self) -> None:
+        """Write the page table. Its width is the longest row's number of pages, rounded up to a power of two: a step is
+        recorded once for each width."""
         longest = max(map(len, self.pages), default=0)
         width = 1 << max(longest - 1, 0).bit_length()
         self.capacity = self.room = width * PAGE
         self.allocated = (self.capacity, self.room)
-        rows = [[*row, *[NOBODYS] * (width - len(row))] for row in self.pages]
+        rows = [[*row, *[NULL_PAGE] * (width - len(row))] for row in self.pages]
         self.table = torch.tensor(rows, dtype=torch.int64, device="cpu").view(len(rows), width)
 
     def runs(self, values: Sequence[T]) -> list[tuple[slice, T]]:
@@ -95,9 +95,9 @@ class PagedTiers(Tiers):
         return pairs_by(self.state[site][name], self.table[rows])
 
     def reserve(self, lengths: Sequence[int], new: int, settle: Callable[[], object]) -> bool:
-        """Give each row the pages that its new tokens need, and copies of those that it would write and others have.
+        """Allocate the pages that each row's new tokens need, and copies of shared pages that it will write to.
 
-        SpecacheError, before anything has changed, where the pool has no page left.
+        SpecacheError, before anything has changed, if the pool has too few pages.
         """
         taken = [pages_for(length + new) - len(row) for length, row in zip(lengths, self.pages, strict=True)]
         shared = [
@@ -108,33 +108,34 @@ class PagedTiers(Tiers):
         ]
         if not shared and max(taken) <= 0:
             return False
-        lay = self.where_pages_lie()
+        addresses = self.page_addresses()
         if shared:
             settle()
-        fresh = iter(self.pool.take(len(shared) + sum(max(0, number) for number in taken)))
+        fresh = iter(self.pool.allocate(len(shared) + sum(max(0, number) for number in taken)))
         for row, number in shared:
             before, self.pages[row][number] = self.pages[row][number], next(fresh)
             self.pool.copy(before, self.pages[row][number])
-            self.pool.give_back([before])
+            self.pool.free_pages([before])
         for row, number in enumerate(taken):
             self.pages[row].extend(next(fresh) for _ in range(number))
-        self.point()
-        return lay != self.where_pages_lie()
+        self.write_table()
+        return addresses != self.page_addresses()
 
     def first_written(self, row: int, length: int) -> int:
-        """The first page in which a row writes what others with its tokens do not. What of a full page's tokens comes
-        into the low-bit tier later is the same for all of them, once a center is."""
+        """The first page in which a row writes something that other rows with its tokens do not have. The low-bit codes
+        of a full page are the same for all of them, once the center is set."""
         low_bit = self.options.low_bit_length(length)
         return (low_bit if low_bit < max(self.rounded[row], 1) else length) // PAGE
 
-    def still_needed(self, row: int, length: int, longest: int) -> int:
-        """Pages that a row of `length` tokens may yet take until it has `longest`, copies of shared ones among them."""
+    def pages_needed(self, row: int, length: int, longest: int) -> int:
+        """Pages that a row of `length` tokens may still allocate until it has `longest`, copies of shared ones
+        included."""
         pages = self.pages[row]
         writes = pages[self.first_written(row, length) :]
         return max(0, pages_for(longest) - len(pages)) + sum(self.pool.counts[page] > 1 for page in writes)
 
-    def where_pages_lie(self) -> list[int]:
-        """Where the first layer's pages lie, which all move together."""
+    def page_addresses(self) -> list[int]:
+        """Addresses of the first layer's pages; all layers move together."""
         return [tensor.data_ptr() for tensor in self.pool.state[0].values()]
 
     def crop(self, lengths: Sequence[int], before: Sequence[int]) -> None:
@@ -145,17 +146,17 @@ class PagedTiers(Tiers):
                 self.rounded[row] = min(length, max(was, self.rounded[row]))
             gone = self.pages[row][pages_for(length) :]
             del self.pages[row][pages_for(length) :]
-            self.pool.give_back(gone)
-        self.point()
+            self.pool.free_pages(gone)
+        self.write_table()
 
-    def take_back(self, lengths: Sequence[int]) -> None:
-        super().take_back(lengths)
+    def undo_step(self, lengths: Sequence[int]) -> None:
+        super().undo_step(lengths)
         if self.options.bits_on_host < 16:
             self.rounded = list(lengths)
 
     def select(self, rows: Tensor) -> None:
-        """Keep these rows. Those that stay in their places are not touched, and one that moves is behind all of them,
-        or the places are other ones."""
+        """Keep these rows. Rows that keep their slice are not touched; a row that moves comes from after them, or all
+        rows get new buffers."""
         kept = rows.tolist()
         before, self.rounded = [list(pages) for pages in self.pages], [self.rounded[row] for row in kept]
         for row in kept:
@@ -166,18 +167,18 @@ class PagedTiers(Tiers):
         in_place = len(kept) <= self.most_rows and all(row >= len(kept) for _, row in moved)
         self.move(moved if in_place else list(enumerate(kept)), None if in_place else len(kept))
         if in_place:
-            self.clear_places(slice(len(kept), self.batch))
+            self.clear_rows(slice(len(kept), self.batch))
         self.batch = len(kept)
-        self.show()
-        self.point()
+        self.update_state()
+        self.write_table()
 
     def move(self, moves: Sequence[tuple[int, int]], places: int | None) -> None:
-        """Copy rows to places, of (place, row); into so many other places, where given."""
-        before = self.all_places
+        """Copy rows to slices, given as (slice, row); into new buffers of so many rows, if given."""
+        before = self.all_rows
         if places is not None:
             self.most_rows = places
-            self.all_places = [new_places(self.options, layer, places) for layer in self.layers]
-        for layer, old, new in zip(self.layers, before, self.all_places, strict=True):
+            self.all_rows = [row_state(self.options, layer, places) for layer in self.layers]
+        for layer, old, new in zip(self.layers, before, self.all_rows, strict=True):
             for field in fields_of(self.options, layer):
                 if field.by_page or not (field.by_row or places is not None):
                     continue
@@ -186,40 +187,40 @@ class PagedTiers(Tiers):
                 for place, row in moves if field.by_row else ():
                     new[field.name][place].copy_(old[field.name][row])
 
-    def clear_places(self, places: slice) -> None:
-        """A row that has left wants no fetch any more: its tokens would be looked for in the table of a dead row."""
-        for layer, own in zip(self.layers, self.all_places, strict=True):
+    def clear_rows(self, places: slice) -> None:
+        """Make slices without a row select no pairs: an inactive row has no page table to find them in."""
+        for layer, own in zip(self.layers, self.all_rows, strict=True):
             for field in row_fields(self.options, layer):
                 own[field.name][places].fill_(field.empty)
 
-    def make_places(self, rows: int) -> None:
-        """Places for so many rows, where there are fewer."""
+    def reserve_rows(self, rows: int) -> None:
+        """Allocate buffers for so many rows, if there are fewer."""
         if rows > self.most_rows:
             self.move([(row, row) for row in range(self.batch)], rows)
-            self.show()
+            self.update_state()
 
-    def take_in(self, others: PagedTiers, rows: Sequence[int]) -> None:
-        """Rows of other tiers of this pool, behind those that are here: their pages are shared."""
+    def append_rows(self, others: PagedTiers, rows: Sequence[int]) -> None:
+        """Append rows of other tiers of this pool, sharing their pages."""
         need = self.batch + len(rows)
-        self.make_places(need)
+        self.reserve_rows(need)
         for place, row in enumerate(rows, self.batch):
             self.pool.share(others.pages[row])
             self.pages.append(list(others.pages[row]))
             self.rounded.append(others.rounded[row])
-            for layer, own, their in zip(self.layers, self.all_places, others.all_places, strict=True):
+            for layer, own, their in zip(self.layers, self.all_rows, others.all_rows, strict=True):
                 for field in row_fields(self.options, layer):
                     own[field.name][place].copy_(their[field.name][row])
         self.batch, self.sinks_known = need, None
-        self.show()
-        self.point()
+        self.update_state()
+        self.write_table()
 
     def copy(self) -> PagedTiers:
-        """The same rows once more: the pages are shared, and what is measured begins anew."""
+        """A copy of the rows, which shares their pages; measurements start at zero."""
         made = PagedTiers(self, self.pool, [], self.batch)
-        made.take_in(self, range(self.batch))
+        made.append_rows(self, range(self.batch))
         return made
 
-    def in_one_piece(self, lengths: Sequence[int]) -> Tiers:
+    def contiguous(self, lengths: Sequence[int]) -> Tiers:
         made = Tiers(self.options, self.layers, self.batch, max(lengths), self.ranks)
         made.options, made.pending = self.options, None
         made.reserve(lengths, 0, lambda: None)
@@ -235,7 +236,7 @@ class PagedTiers(Tiers):
         return made
 
     def bytes_by_tier(self) -> dict[str, int]:
-        """Pages count in every row that has them."""
+        """Bytes of each tier. A shared page counts once for each row."""
         parts = ((sum(map(len, self.pages)), self.pool.page_bytes), (self.most_rows, self.pool.row_bytes))
         names = dict.fromkeys(name for _, sizes in parts for name in sizes)
         return {name: sum(count * sizes.get(name, 0) for count, sizes in parts) for name in names}
@@ -244,10 +245,8 @@ class PagedTiers(Tiers):
         return self.pool.page_bytes["host"] // PAGE * tokens * self.batch
 
     def places(self) -> list[tuple[int, torch.Size]]:
-        """However many rows there are."""
-        every = (
-            tensor for layers in (self.pool.state, self.all_places) for state in layers for tensor in state.values()
-        )
+        """Addresses and shapes of all buffers, whatever the number of rows."""
+        every = (tensor for layers in (self.pool.state, self.all_rows) for state in layers for tensor in state.values())
         return [(tensor.data_ptr(), tensor.shape) for tensor in every]
 
     @property
@@ -256,12 +255,12 @@ class PagedTiers(Tiers):
 
 
 def row_fields(options: MethodOptions, layer: LayerShape) -> list[Field]:
-    """What a row has once."""
+    """Fields with one slice per row, outside of the pages."""
     return [field for field in fields_of(options, layer) if field.by_row and not field.by_page]
 
 
-def new_places(options: MethodOptions, layer: LayerShape, places: int) -> LayerState:
-    """Empty places for so many rows, and the counts over all."""
+def row_state(options: MethodOptions, layer: LayerShape, places: int) -> LayerState:
+    """Empty buffers for so many rows, and the counts over all rows."""
     fields = [field for field in fields_of(options, layer) if not field.by_page]
     shapes = {field: field.shape(options, layer, places, PAGE) for field in fields}
     made = {f.name: empty(f, shape, f.dtype(options, layer), layer, 0) for f, shape in shapes.items()}
@@ -270,21 +269,21 @@ def new_places(options: MethodOptions, layer: LayerShape, places: int) -> LayerS
 
 
 def page_of(field: Field, pages: Tensor, page: int) -> Tensor:
-    """[H, n, ...] of one page."""
+    """One page of a field: [H, n, ...]."""
     return pages[0, page] if field.on_host else pages[page]
 
 
 def part_of(field: Field, piece: Tensor, row: int, number: int, page: Tensor) -> Tensor:
-    """What a page is of a row in one piece: its `number`-th 256 tokens."""
+    """The part of a row in contiguous tiers that page `number` of the row holds: 256 tokens."""
     if field.on_host:
         return piece[number, row]
     each = page.shape[1]
     return piece[row].narrow(1, number * each, each)
 
 
-def paged(tiers: Tiers, lengths: Sequence[int], pool: Pool) -> PagedTiers:
-    """The rows of tiers in one piece, in pages: copies of what they have."""
-    taken = iter(pool.take(sum(map(pages_for, lengths))))
+def paged(tiers: Tiers, lengths: Sequence[int], pool: PagePool) -> PagedTiers:
+    """Copy contiguous tiers into pages of a pool."""
+    taken = iter(pool.allocate(sum(map(pages_for, lengths))))
     made = PagedTiers(tiers, pool, [[next(taken) for _ in range(pages_for(n))] for n in lengths], tiers.batch)
     for layer, piece, pages in zip(made.layers, tiers.state, made.state, strict=True):
         for field in row_fields(made.options, layer):

@@ -1,7 +1,7 @@
-"""The pages that rows have: taken, shared, given back and counted, on the device and on the host together.
+"""The pool of pages: allocated, shared, freed and counted, on the device and on the host together.
 
-A page is 256 tokens of every layer: their codes and parameters on the device, their pairs on the host. What is not full
-has one row that names it; what is full is never written again, and may have many.
+A page is 256 tokens of every layer: codes and parameters on the device, pairs on the host. A page that is not full
+belongs to one row; a full page is never written again, and may be shared.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from specache_compile.methods.field import Field, LayerShape, LayerState
 from specache_compile.options import MethodOptions
 from specache_compile.runtime.state import fields_of, tier_totals
 
-# Pages of a pool that has no bound, at first; each time it is full it grows by half.
+# First number of pages of an unbounded pool; each time the pool is full, it grows by half.
 FIRST = 32
-# The page that is nobody's.
-NOBODYS = 0
+# The null page, which belongs to no row.
+NULL_PAGE = 0
 
 
-class Pool:
-    """The pages of one model's rows under one set of options.
+class PagePool:
+    """The pages of one model's rows, under one set of options.
 
-    bound: pages that there may be; all are there from the start, so that none ever moves. None: as many as are asked
-        for; then all are copied into more memory now and then.
-    state: of each layer the state tensors that are in pages (`kernels/state/pages.py`).
-    page_bytes, row_bytes: of a page, and of what a row has beside its pages, of each tier.
-    counts: of each page, the rows that name it.
-    sessions: those of its rows.
-    tiers: all that have pages and are alive.
-    returned: the rows of tiers that have died, and the queues that may still copy for them.
+    bound: number of pages, all allocated at the start, so that none ever moves. None: unbounded; then all pages are
+        copied to a larger buffer now and then.
+    state: of each layer, the state tensors that are in pages (`kernels/state/pages.py`).
+    page_bytes, row_bytes: bytes in each tier of a page, and of a row's other buffers.
+    counts: number of rows of each page.
+    sessions: the sessions of its rows.
+    tiers: all live tiers with pages.
+    returned: pages of tiers that have died, and the queues that may still copy for them.
     """
 
     @torch.inference_mode(False)
@@ -58,33 +58,33 @@ class Pool:
 
     @property
     def held(self) -> int:
-        """Pages that rows have."""
+        """Pages that belong to rows."""
         self.collect()
         return len(self.counts) - 1 - len(self.free)
 
     @property
     def left(self) -> int | None:
-        """Pages that can still be taken; None: any number."""
+        """Free pages; None if unbounded."""
         self.collect()
         return None if self.bound is None else len(self.free)
 
     @torch.inference_mode(False)
     def grow_to(self, pages: int) -> None:
-        """More pages, layer by layer; the tensors keep their identity, by which every row's session has them."""
+        """Grow to so many pages, layer by layer. The tensor objects stay the same, since sessions refer to them."""
         before = len(self.counts)
         for session in list(self.sessions):
             session.settle()
         for layer, state in zip(self.layers, self.state, strict=True):
             for field in paged_fields(self.options, layer):
                 larger = empty(field, self.options, layer, pages)
-                # One that could not be finished for want of memory has left some larger.
+                # An earlier call that ran out of memory has left some tensors larger.
                 larger.narrow(field.row_dim, 0, before).copy_(state[field.name].narrow(field.row_dim, 0, before))
                 state[field.name].set_(larger)  # type: ignore[call-overload]
         self.counts += [0] * (pages - before)
         self.free += reversed(range(before, pages))
 
-    def take(self, number: int) -> list[int]:
-        """So many pages, of which nobody has any. SpecacheError, before anything has changed, where there are none."""
+    def allocate(self, number: int) -> list[int]:
+        """Allocate so many pages. SpecacheError, before anything has changed, if there are too few."""
         self.collect()
         if number > len(self.free):
             if self.bound is not None:
@@ -99,25 +99,25 @@ class Pool:
         return taken
 
     def room_on_host(self) -> int:
-        """The pages that there may be where nobody has said how much memory there is for them."""
+        """Most pages of an unbounded pool, from the free host memory."""
         parts = self.page_bytes if self.layers[0].device.type == "cpu" else {"host": self.page_bytes["host"]}
         page = sum(parts.values())
         return allowance(page * len(self.counts), None) // page if page else sys.maxsize
 
     def share(self, pages: Iterable[int]) -> None:
-        """One more row has these."""
+        """Count one more row for each of these pages."""
         for page in pages:
             self.counts[page] += 1
 
-    def give_back(self, pages: Iterable[int]) -> None:
-        """A row has these no more."""
+    def free_pages(self, pages: Iterable[int]) -> None:
+        """Count one row less for each of these pages, and free those without a row."""
         for page in pages:
             self.counts[page] -= 1
             if not self.counts[page]:
                 self.free.append(page)
 
     def collect(self) -> None:
-        """Take in what tiers had that have died."""
+        """Free the pages of tiers that have died."""
         while self.returned:
             rows, queues = self.returned[0]
             for queue in queues:
@@ -126,8 +126,8 @@ class Pool:
             self.returned.popleft()
 
     def recount(self) -> None:
-        """Count the pages again, from the tiers that are alive: an interrupted call may have left wrong counts."""
-        alive = list(self.tiers)  # one that dies from here on is counted, and returned later
+        """Count the pages again from the live tiers: an interrupted call may have left wrong counts."""
+        alive = list(self.tiers)  # tiers that die from here on are counted, and freed later
         while self.returned:
             for queue in self.returned[0][1]:
                 queue.settle()
@@ -137,13 +137,13 @@ class Pool:
         self.free = [page for page in reversed(range(1, len(self.counts))) if not self.counts[page]]
 
     def release(self, rows: list[list[int]]) -> None:
-        """All rows of a session are gone."""
+        """Free the pages of all rows of a session."""
         for pages in rows:
-            self.give_back(pages)
+            self.free_pages(pages)
         rows.clear()
 
     def copy(self, source: int, target: int) -> None:
-        """The content of one page, of which no copy is under way."""
+        """Copy one page. No copy of it may be under way."""
         for layer, state in zip(self.layers, self.state, strict=True):
             for field in paged_fields(self.options, layer):
                 tensor = state[field.name]
@@ -155,7 +155,7 @@ def paged_fields(options: MethodOptions, layer: LayerShape) -> list[Field]:
 
 
 def empty(field: Field, options: MethodOptions, layer: LayerShape, pages: int) -> Tensor:
-    """So many pages of a field, which hold anything."""
+    """So many pages of a field, uninitialised."""
     shape, dtype = field.shape(options, layer, pages, PAGE), field.dtype(options, layer)
     if field.on_host:
         return host_empty(shape, dtype, layer.device)
@@ -167,14 +167,14 @@ def pages_for(tokens: int) -> int:
 
 
 def page_bytes(options: MethodOptions, layers: Sequence[LayerShape]) -> dict[str, int]:
-    """Bytes of a page, of each tier."""
+    """Bytes of a page, by tier."""
     return tier_totals(
         (field, field.nbytes(options, layer, 1, PAGE)) for layer in layers for field in paged_fields(options, layer)
     )
 
 
 def row_bytes(options: MethodOptions, layers: Sequence[LayerShape]) -> dict[str, int]:
-    """Bytes of what a row has beside its pages, of each tier."""
+    """Bytes of a row's buffers outside of its pages, by tier."""
     return tier_totals(
         (field, field.nbytes(options, layer, 1, PAGE))
         for layer in layers
@@ -185,6 +185,6 @@ def row_bytes(options: MethodOptions, layers: Sequence[LayerShape]) -> dict[str,
 
 def no_pages(number: int, left: int, bound: int) -> SpecacheError:
     return SpecacheError(
-        f"{number} more pages of {PAGE} tokens are needed, and {left} of {bound} are left. Nothing was lost: the cache "
-        "holds what it held. Drop caches that are not needed, or give the batch more device_memory or host_memory"
+        f"{number} more pages of {PAGE} tokens are needed, and {left} of {bound} are free. The cache is unchanged. "
+        "Drop caches that are not needed, or raise device_memory or host_memory of the Batch"
     )

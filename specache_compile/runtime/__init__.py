@@ -1,1 +1,1 @@
-"""What a rewritten graph runs on: sessions, their state tensors, the held tensors that stand for them."""
+"""The run time of rewritten graphs: sessions, their state tensors, and held tensors."""

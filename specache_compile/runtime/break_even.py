@@ -1,4 +1,5 @@
-"""From which context length on a GPU gains: below it a session keeps its cache in 16 bits (option `min_context`)."""
+"""The context length from which compression is faster on a GPU; shorter caches stay in 16 bits (option
+`min_context`)."""
 
 from __future__ import annotations
 
@@ -12,11 +13,10 @@ from specache_compile.options import MethodOptions
 
 from .state import full_cache_bytes
 
-# Tokens of one row, by the name that CUDA has for the device. Only what benchmarks/gpu_decode.py measured may stand
-# here.
+# Tokens of one row, by CUDA's name of the device; only values that benchmarks/gpu_decode.py measured.
 MEASURED: dict[str, int] = {}
-# Until then, by a word of that name: what benchmarks/computed_steps.py computes for an 8B model, where a step fetches
-# nothing, where it fetches ahead, and where it corrects.
+# Unmeasured devices, by a word of that name, as benchmarks/computed_steps.py computes them for an 8B model: for a step
+# that fetches nothing, one that fetches ahead, and one that corrects.
 COMPUTED: dict[str, tuple[int, int, int]] = {
     "A6000": (1600, 3200, 6784),
     "A100": (4160, 12160, 20544),
@@ -28,10 +28,10 @@ COMPUTED: dict[str, tuple[int, int, int]] = {
 
 
 def min_context(options: MethodOptions, device: torch.device, rows: int = 1) -> int:
-    """Tokens of each row from which the options' tiers are used.
+    """Tokens of each row from which the cache is compressed.
 
-    "auto": what was measured on this device, or computed for it, shared out over so many rows; 0 where neither is
-    known. Also 0 where memory chooses the bits, which are 16 where there is room.
+    "auto" is the measured or computed value of this device, divided by the rows, and 0 for other devices. With the
+    option memory it is 0: that option selects 16 bits if they fit.
     """
     if options.memory is not None:
         return 0
@@ -41,7 +41,7 @@ def min_context(options: MethodOptions, device: torch.device, rows: int = 1) -> 
 
 
 def known(name: str, options: MethodOptions) -> int:
-    """Tokens that were measured, or computed, for the device that CUDA calls so; 0: neither."""
+    """Tokens that were measured or computed for a device name of CUDA; 0 if neither."""
     if name in MEASURED:
         return MEASURED[name]
     kind = 0 if not options.top_k else 1 if options.correct == "never" else 2
@@ -50,8 +50,8 @@ def known(name: str, options: MethodOptions) -> int:
 
 
 def word_of(name: str, words: Iterable[str]) -> str | None:
-    """The one of `words` by which CUDA's name for a device tells its kind; None where it is none of them."""
-    if re.search(r"\b(MIG|Laptop)\b", name):  # a part of it, or a slower one
+    """The word that identifies a device name of CUDA; None if there is none."""
+    if re.search(r"\b(MIG|Laptop)\b", name):  # a partition, or a slower device
         return None
     return next((word for word in words if re.search(rf"\b{word}\b", name)), None)
 
@@ -59,18 +59,18 @@ def word_of(name: str, words: Iterable[str]) -> str | None:
 def stays_in_16_bits(
     options: MethodOptions, layers: Sequence[LayerShape], rows: int, tokens: int, room: bool = True
 ) -> bool:
-    """Whether a cache of so many tokens is too short to gain from its tiers.
+    """Whether a cache of so many tokens is too short to be compressed.
 
-    For "auto", where `room` is asked for, the device must also have as much memory again: to grow, or to move over.
+    With "auto" and `room`, the device must also have that much memory again, for growing or compressing the cache.
     """
     device = layers[0].device
     if tokens >= min_context(options, device, rows):
         return False
-    asks = room and options.min_context == "auto"
-    return not asks or full_cache_bytes(layers, rows, tokens) < free_memory(device)
+    unchecked = not room or options.min_context != "auto"
+    return unchecked or full_cache_bytes(layers, rows, tokens) < free_memory(device)
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that can still be had of a CUDA device, torch's own idle ones too."""
+    """Free bytes of a CUDA device, torch's cached blocks included."""
     reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return int(torch.cuda.mem_get_info(device)[0]) + int(reserved)

@@ -1,4 +1,4 @@
-"""How many tokens to draft before the next verification (option verify)."""
+"""The number of tokens to draft before the next verification (option verify)."""
 
 from __future__ import annotations
 
@@ -7,58 +7,58 @@ import statistics
 from collections import deque
 from dataclasses import dataclass, field
 
-# The most that "auto" drafts, the lengths that its first rounds try, and the rounds that it goes by.
+# Most tokens of a draft with "auto", the lengths of its first rounds, and the number of rounds that it remembers.
 MOST = 64
-FIRST = (4, 8, 4, 8)
+FIRST_ROUNDS = (4, 8, 4, 8)
 REMEMBERED = 16
-# What a round counts for in the acceptance after each later one; and the drafted tokens that it begins with.
+# The weight of a round's acceptance after each later round; and the initial counts of drafted tokens.
 DECAY = 0.95
 ACCEPTED, REJECTED = 4.0, 1.0
 
 
 @dataclass
 class DraftLength:
-    """γ as it was asked for; with "auto" the one that promises most tokens a second, by what the rounds so far took.
+    """The draft length γ: fixed, or with "auto" the length with the most expected tokens per second.
 
-    asked: the option.
-    accepted, rejected: drafted tokens that were; those of older rounds count less.
-    each: seconds that a drafted token takes.
-    rounds: the newest ones: tokens drafted, and seconds.
+    option: the option verify.
+    accepted, rejected: counts of drafted tokens, with decaying weights.
+    each: seconds for each drafted token.
+    rounds: tokens drafted and seconds of the latest rounds.
 
-    A round drafts γ tokens and verifies them. The round is taken to last `fixed` + γ·`each` seconds; both are medians,
-    which a few slow rounds do not move. Each drafted token is taken to be right with one probability a, so that a round
-    yields 1 + a + ... + a^γ tokens (arXiv 2211.17192, equation 1).
+    A round of γ tokens is modelled to take `fixed` + γ·`each` seconds; both are medians, which a few slow rounds do not
+    move. Each drafted token is accepted with probability a, so a round yields 1 + a + ... + a^γ tokens (arXiv
+    2211.17192, equation 1).
     """
 
-    asked: int | str
+    option: int | str
     accepted: float = ACCEPTED
     rejected: float = REJECTED
     each: float = 0.0
     rounds: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
 
     def next(self) -> int:
-        """Tokens to draft now."""
-        if isinstance(self.asked, int):
-            return self.asked
-        if len(self.rounds) < len(FIRST):
-            return FIRST[len(self.rounds)]
+        """Tokens to draft in the next round."""
+        if isinstance(self.option, int):
+            return self.option
+        if len(self.rounds) < len(FIRST_ROUNDS):
+            return FIRST_ROUNDS[len(self.rounds)]
         fixed = max(statistics.median(seconds - drafted * self.each for drafted, seconds in self.rounds), 1e-9)
         return max(range(1, MOST + 1), key=lambda drafted: self.expected(drafted) / (fixed + drafted * self.each))
 
     def expected(self, drafted: int) -> float:
-        """Tokens that a round of so many drafted ones yields, the exact pass's own among them."""
+        """Expected tokens of a round with so many drafted ones, the verification's own token included."""
         probability = self.accepted / (self.accepted + self.rejected)
         return sum(probability**place for place in range(drafted + 1))
 
     def note(self, drafted: int, accepted: int, seconds: float | None) -> None:
-        """What a round has shown; no seconds where it also compiled something."""
+        """Record a round; seconds is None if the round also compiled."""
         self.accepted = self.accepted * DECAY + accepted
         self.rejected = self.rejected * DECAY + (accepted < drafted)
         if seconds is not None:
             self.took(drafted, seconds)
 
     def took(self, drafted: int, seconds: float) -> None:
-        """How long a round of so many drafted tokens lasted."""
+        """Record how long a round of so many drafted tokens took."""
         self.rounds.append((drafted, seconds))
         slopes = [(t - s) / (n - m) for (m, s), (n, t) in itertools.combinations(self.rounds, 2) if n != m]
         if slopes:

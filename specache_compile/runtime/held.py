@@ -1,7 +1,7 @@
-"""Held tensors: what Hugging Face's cache keeps in place of keys and values: shape and dtype, no storage.
+"""Held tensors: the keys and values in Hugging Face's cache, with shape and dtype but without storage.
 
-Length, crop, row selection, repeat and deepcopy work on them; the session replays those edits on its tiers when
-the cache is next used. Where no compiled graph runs, HF's update makes them plain; any other reading raises.
+Length, crop, row selection, repeat and deepcopy work on them; the session applies those edits to its tiers when the
+cache is next used. In an uncompiled call Hugging Face's update makes them plain. Any other read raises.
 """
 
 from __future__ import annotations
@@ -28,44 +28,46 @@ class Crop:
 
 
 @dataclass(frozen=True, eq=False)
-class Rows:
+class SelectRows:
     """Keep the batch rows `indices`, in that order."""
 
     indices: Tensor
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Rows) and (self.indices is other.indices or torch.equal(self.indices, other.indices))
+        return isinstance(other, SelectRows) and (
+            self.indices is other.indices or torch.equal(self.indices, other.indices)
+        )
 
 
-Edit = Crop | Rows
+Edit = Crop | SelectRows
 
 
 class Owner(Protocol):
-    """Whose pairs held tensors stand for (`session.py`).
+    """The owner of the pairs of held tensors (`session.py`).
 
-    version: counts the changes that no old view survives.
-    moved: layers that another owner has taken over, and their numbers there.
+    version: counts the changes that make earlier views stale.
+    moved: layers that another owner has taken over, with that owner and their numbers there.
     """
 
     version: int
     moved: dict[int, tuple[Any, int]]
 
     def fork(self, handle: Handle) -> Owner:
-        """A second owner with copies of all that this one has, for the view that `handle` has."""
+        """A second owner with copies of everything, for the view of `handle`."""
 
-    def give_up(self, handle: Handle) -> Tensor:
-        """A plain copy [B, H, n, d] of what `handle` stands for."""
+    def to_plain(self, handle: Handle) -> Tensor:
+        """A plain copy [B, H, n, d] of the keys or values of `handle`."""
 
 
 @dataclass(frozen=True)
 class Handle:
-    """What a held tensor stands for: keys or values of one layer of a session.
+    """The keys or values that a held tensor represents: those of one layer of a session.
 
-    session: whose they are.
-    version: of the session, when the tensor was made.
+    session: an `Owner`.
+    version: the session's version when the tensor was created.
     site: the layer's number.
     part: keys or values.
-    edits: of this tensor since.
+    edits: edits of this tensor since then.
     """
 
     session: Any  # an Owner
@@ -76,7 +78,7 @@ class Handle:
 
     @property
     def now(self) -> Handle:
-        """The same layer, by the session that has it now (`regroup.py`)."""
+        """The same layer in the session that owns it now (`regroup.py`)."""
         session, site = self.session, self.site
         while site in session.moved:
             session, site = session.moved[site]
@@ -137,7 +139,8 @@ class HeldTensor(Tensor):
         raise held_read("tolist()")
 
     def __getitem__(self, index: Any) -> HeldTensor:
-        """Crop and row selection. Not through ATen: its slice would make a view, which Dynamo traces with its base."""
+        """Crop and row selection. Not through ATen, whose slice creates a view that Dynamo would trace with its
+        base."""
         parts = index if isinstance(index, tuple) else (index,)
         if not any(part is Ellipsis for part in parts):
             parts = (*parts, Ellipsis)
@@ -149,14 +152,15 @@ class HeldTensor(Tensor):
         return result
 
     def repeat_interleave(self, repeats: Any, dim: int | None = None, **kwargs: Any) -> HeldTensor:
-        """Each batch row `repeats` times. Not through ATen, which takes it apart into expands and views."""
+        """Repeat each batch row. Not through ATen, which decomposes it into expands and views."""
         return select_rows(self, dim, torch.arange(self.shape[0], device=self.device).repeat_interleave(repeats))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Replay shape edits as handles; give `cat` its shape under Dynamo, its value outside; refuse all else."""
+        """Record shape edits in the handle. `cat` returns a shape under Dynamo and real values otherwise; other ops
+        raise."""
         kwargs = kwargs or {}
         if func is aten.cat.default:
             return (traced_cat if is_being_traced(args[0]) else uncompiled_cat)(*args, **kwargs)
@@ -171,7 +175,7 @@ def is_being_traced(parts: list[Tensor]) -> bool:
 
 
 def traced_cat(parts: list[Tensor], dim: int = 0) -> Tensor:
-    """The shape of HF's cache update while Dynamo captures it; the rewritten graph has no such node."""
+    """The shape of Hugging Face's cache update while Dynamo traces; the rewritten graph has no such node."""
     plain = next(part for part in parts if not isinstance(part, HeldTensor))
     shape = list(plain.shape)
     shape[dim] = sum(part.shape[dim] for part in parts)
@@ -179,12 +183,12 @@ def traced_cat(parts: list[Tensor], dim: int = 0) -> Tensor:
 
 
 def uncompiled_cat(parts: list[Tensor], dim: int = 0) -> Tensor:
-    """HF's cache update where no compiled graph runs it: from here on this layer's keys, or values, are plain."""
+    """Hugging Face's cache update in an uncompiled call: from here on this layer's keys, or values, are plain."""
     held, *new = parts
     if not isinstance(held, HeldTensor) or held.handle is None or dim not in (2, -2):
-        raise held_read("a cat that is not an update of the cache")
+        raise held_read("a cat other than a cache update")
     handle = held.handle.now
-    return torch.cat([handle.session.give_up(handle), *new], dim)
+    return torch.cat([handle.session.to_plain(handle), *new], dim)
 
 
 def edited(held: HeldTensor, shape: Any, edit: Edit) -> HeldTensor:
@@ -200,7 +204,7 @@ def keep(held: HeldTensor, *args: Any, **kwargs: Any) -> HeldTensor:
 
 
 def take(held: HeldTensor, dim: int, part: Any) -> HeldTensor:
-    """One dimension's part of an index. Rows: whatever a plain tensor takes there (its errors too); tokens: a crop."""
+    """Apply one dimension's part of an index: for rows like a plain tensor, errors included; for tokens a crop."""
     if isinstance(part, slice) and part.indices(held.shape[dim]) == (0, held.shape[dim], 1):
         return held
     if dim == 2 and isinstance(part, slice):
@@ -218,20 +222,20 @@ def crop(held: HeldTensor, start: int, stop: int, step: int) -> HeldTensor:
 
 
 def select_rows(held: HeldTensor, dim: int | None, rows: Tensor) -> HeldTensor:
-    """The batch rows of these numbers [B']."""
+    """Select the batch rows with these numbers [B']."""
     if dim != 0 or rows.dim() != 1:
         raise held_read("indexing other than by batch rows and a crop")
-    return edited(held, (rows.numel(), *held.shape[1:]), Rows(rows))
+    return edited(held, (rows.numel(), *held.shape[1:]), SelectRows(rows))
 
 
 def to_same(held: HeldTensor, *, dtype: Any = None, device: Any = None, **kwargs: Any) -> HeldTensor:
     if dtype not in (None, held.dtype) or (device is not None and torch.device(device).type != held.device.type):
-        raise held_read(f"a move or cast of the cache (dtype={dtype}, device={device}; specache offloads by itself)")
+        raise held_read(f"a move or cast of the cache (dtype={dtype}, device={device}; specache offloads it itself)")
     return held
 
 
 def only_shape(held: HeldTensor, *, device: Any = None, **kwargs: Any) -> HeldTensor:
-    """A held tensor on the meta device, which stands for nothing: what Dynamo stores of an input is its shape."""
+    """A held tensor on the meta device, without a handle: Dynamo stores the shape of an input as such."""
     if device is None or torch.device(device).type != "meta":
         raise held_read("empty_like")
     return HeldTensor(torch.empty_like(held.anchor, device="meta"), held.shape)
@@ -248,14 +252,13 @@ EDITS: dict[Any, Callable[..., HeldTensor]] = {
 
 def held_read(operation: str) -> HeldTensorError:
     return HeldTensorError(
-        f"{operation} tried to read keys or values that the specache backend holds in its own tiers: this tensor has "
-        "their shape alone. specache_compile.materialize(cache) gives a plain copy of the cache to read."
+        f"{operation} cannot read a held tensor: the specache backend keeps these keys and values in its own tiers. "
+        "Read specache_compile.materialize(cache), a plain copy of the cache."
     )
 
 
 def held_saved() -> HeldTensorError:
     return HeldTensorError(
-        "a cache that the specache backend holds in its own tiers cannot be pickled. specache_compile.save(cache, "
-        "folder) and load(folder, model) take it to another process; materialize(cache) makes a plain copy, and "
-        "copy.deepcopy one that is held."
+        "a held cache cannot be pickled. Use specache_compile.save(cache, folder) and load(folder, model) for another "
+        "process, materialize(cache) for a plain copy, and copy.deepcopy(cache) for a held copy."
     )

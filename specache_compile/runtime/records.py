@@ -1,4 +1,4 @@
-"""What is remembered of each compiled model: its graphs, and what its last generation did."""
+"""Records of each compiled model: its graphs, its last generation and its warnings."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from specache_compile.passes.phase import PHASES, Phase
 
 
 class Graph(Protocol):
-    """A captured graph, as the runtime knows it: `compile/compiled_graph.py: CompiledGraph`.
+    """A captured graph, as the runtime uses it: `compile/compiled_graph.py: CompiledGraph`.
 
-    captured: what is known of the graph.
-    rewrites: its rewritten forms.
-    uncaptured: forms whose steps are no longer captured, since an input of theirs moves in every one.
+    captured: the facts about the graph.
+    rewrites: its variants.
+    uncaptured: variants whose steps are no longer captured, because an input has a new address in every step.
     """
 
     captured: Any
@@ -32,19 +32,20 @@ class Graph(Protocol):
 
     @property
     def phase(self) -> str:
-        """The name of the phase that was captured."""
+        """The name of the captured phase."""
 
     def stop_capturing(self, form: Any, position: int) -> None:
-        """From here on the form's steps run as they are, since the input at `position` moves in every one."""
+        """Run the variant's steps uncaptured from here on, since the input at `position` has a new address in every
+        step."""
 
 
 @dataclass
 class Verified:
-    """Counts of one session's rounds of drafting and verifying. A round may have found nothing to draft.
+    """Counts of one session's rounds of drafting and verification. A round may have an empty draft.
 
-    drafted, accepted, tokens: tokens that were drafted, accepted and said.
+    drafted, accepted, tokens: numbers of tokens.
     bytes_streamed: bytes of the host tier that the verifications streamed.
-    bytes_of_steps: those that as many exact steps of one token would have streamed.
+    bytes_of_steps: bytes that exact steps of one token would have streamed for the same tokens.
     """
 
     rounds: int = 0
@@ -55,14 +56,14 @@ class Verified:
     bytes_of_steps: int = 0
 
     def note(self, drafted: int, accepted: int, held: int, streamed: int) -> None:
-        """One round over a host tier that held so many bytes of cached tokens, of which it streamed so many."""
-        said = accepted + 1
+        """Count one round over a host tier of `held` bytes of cached tokens, of which it streamed `streamed`."""
+        generated = accepted + 1
         self.rounds += 1
         self.drafted += drafted
         self.accepted += accepted
-        self.tokens += said
+        self.tokens += generated
         self.bytes_streamed += streamed
-        self.bytes_of_steps += said * held
+        self.bytes_of_steps += generated * held
 
 
 @dataclass
@@ -70,10 +71,10 @@ class Statistics:
     """Counts of one session, which outlive the session.
 
     queue: counts the copies.
-    tallies, fetched, corrected: the session's own tensors of the hit rate, and of bytes fetched ahead and corrected.
+    tallies, fetched, corrected: the session's tensors of the hit rate, and of bytes prefetched and corrected.
     steps: by phase.
-    replays: steps that were launches of recorded ones.
-    python_seconds: of all `seconds` those outside of lowered graphs.
+    replays: steps that replayed recorded ones.
+    python_seconds: the part of `seconds` outside of lowered graphs.
     """
 
     queue: CopyQueue | StreamCopies
@@ -92,7 +93,7 @@ class Statistics:
     ranks: int = 1
 
     def count(self, ran: Sequence[Phase], total: float, inside: float) -> None:
-        """One step that ran these phases in `total` seconds, `inside` of them in lowered graphs."""
+        """Count one step that ran these phases in `total` seconds, `inside` of them in lowered graphs."""
         for phase in ran:
             self.steps[phase.name] += 1
         self.seconds += total
@@ -103,11 +104,11 @@ class Statistics:
 class ModelRecord:
     """The captured graphs of one model, and its newest generation.
 
-    latest: the statistics of its session; None where no rewritten graph has run.
+    latest: the statistics of its session; None if no rewritten graph has run.
     calls: graphs of this backend that ran, rewritten or not.
-    unused: why none did, where `generate` found that out.
+    unused: why no graph ran, if `generate` has found a reason.
     absorbed: latent attentions that read Hugging Face's own cache, in a graph without held layers.
-    warned: the warnings about this model so far.
+    warned: keys of the warnings about this model so far.
     """
 
     graphs: list[Graph] = field(default_factory=list)
@@ -118,12 +119,13 @@ class ModelRecord:
     warned: set[str] = field(default_factory=set)
 
     def begin_generation(self) -> None:
-        """Forget the statistics of the generation before."""
+        """Drop the statistics of the last generation."""
         self.latest, self.unused = None, None
 
-    def warn_once(self, message: str) -> None:
-        if message not in self.warned:
-            self.warned.add(message)
+    def warn_once(self, message: str, key: str = "") -> None:
+        """Warn at the user's line, once for each key; without a key, once for each message."""
+        if (key or message) not in self.warned:
+            self.warned.add(key or message)
             warn(message)
 
     def note(self, graph: Graph, statistics: Statistics) -> None:
@@ -133,27 +135,27 @@ class ModelRecord:
         self.latest = statistics
 
 
-# Keyed by a parameter of the model: the one thing that both a captured graph's arguments and the model name.
+# Keyed by a parameter of the model, which both the model and a captured graph's arguments contain.
 _records: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-# A parameter that a graph of this thread was given last.
+# A parameter of the graph that this thread ran last.
 _newest = threading.local()
 
 
-def saw(arguments: Sequence[Any]) -> None:
-    """Note whose model's graphs this thread is running: a graph of attention alone, between breaks, has no weights."""
+def note_model(arguments: Sequence[Any]) -> None:
+    """Note the model whose graphs this thread runs: a graph between graph breaks may have no weights."""
     parameter = next((argument for argument in arguments if isinstance(argument, torch.nn.Parameter)), None)
     if parameter is not None:
         _newest.parameter = weakref.ref(parameter)
 
 
 def record_of(arguments: Sequence[Any]) -> ModelRecord:
-    """The record of the model that these arguments of a graph belong to; a new one on first sight.
+    """The record of the model that these arguments of a graph belong to; a new one if there is none.
 
-    Dynamo has one graph serve every model of one class and shape, so that each call may be another model's.
+    Dynamo uses one graph for every model of one class and shape, so each call may belong to another model.
     """
-    saw(arguments)
+    note_model(arguments)
     parameters = [argument for argument in arguments if isinstance(argument, torch.nn.Parameter)]
     before = getattr(_newest, "parameter", lambda: None)()
     parameters = parameters or ([] if before is None else [before])
@@ -167,11 +169,11 @@ def record_of(arguments: Sequence[Any]) -> ModelRecord:
 
 
 def find_record(model: torch.nn.Module) -> ModelRecord | None:
-    """The record of a compiled model, or None where it has not run yet."""
+    """The record of a compiled model; None if it has not run yet."""
     return next((_records[p] for p in model.parameters() if p in _records), None)
 
 
 def forget(model: torch.nn.Module) -> None:
-    """Drop what is remembered of a model, its compiled graphs with it: before it is compiled with other options."""
+    """Drop the record of a model with its compiled graphs, before it is compiled with other options."""
     for parameter in model.parameters():
         _records.pop(parameter, None)

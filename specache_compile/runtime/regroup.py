@@ -1,4 +1,4 @@
-"""Sessions of one cache joined, or one parted, where a graph break cuts one phase of a model and not another."""
+"""Joins and splits the sessions of one cache, where a graph break splits one phase of a model but not another."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ Place = tuple[Session, int]
 def agreed_session(handles: Sequence[tuple[int, Handle | None]], weights: Sequence[Tensor] = ()) -> Session:
     """The session that all these keys and values belong to, in the same version and with the same edits.
 
-    Where the keys and values are those of several sessions, or of a part of one, a session is made of those.
+    If they belong to several sessions, or to a part of one, a new session is built from those layers.
 
-    weights: of the graph that asks. Only the model whose graphs have filled a whole session gets a part of it: another
-    model's cache stays one, and is refused by its number of layers.
+    weights: weights of the calling graph. Only the model that filled a session may get a part of it; another model's
+        cache is rejected by its number of layers.
     """
     first = handles[0][1]
     places: dict[int, Place] = {}
@@ -47,12 +47,12 @@ def agreed_session(handles: Sequence[tuple[int, Handle | None]], weights: Sequen
     for session in sources:
         session.replay(first.version, first.edits)
     one = sources[0]
-    whole = len(sources) == 1 and (len(ordered) == len(one.layers) or not is_of(one, weights))
+    whole = len(sources) == 1 and (len(ordered) == len(one.layers) or not belongs_to(one, weights))
     return one if whole else regrouped(sources, ordered)
 
 
-def session_behind(cache: DynamicCache) -> Session:
-    """The session of a held cache, brought to the view that the cache is; SpecacheError where it is plain."""
+def required_session(cache: DynamicCache) -> Session:
+    """The session of a held cache, brought to the cache's view; SpecacheError if the cache is plain."""
     layers: list[Any] = list(cache.layers)
     held = [layer for layer in layers if isinstance(getattr(layer, "keys", None), HeldTensor)]
     if not held:
@@ -62,16 +62,16 @@ def session_behind(cache: DynamicCache) -> Session:
     )
 
 
-def is_of(session: Session, weights: Sequence[Tensor]) -> bool:
-    """Whether graphs of the model with these weights have filled a session; a graph without weights says nothing."""
+def belongs_to(session: Session, weights: Sequence[Tensor]) -> bool:
+    """Whether graphs of the model with these weights have filled a session. A graph without weights always matches."""
     known = {id(weight()) for weight in session.weights}
     mine = not weights or any(id(weight) in known for weight in weights)
     return mine and not session.from_elsewhere
 
 
 def check_neighbours(places: Sequence[Place]) -> list[Session]:
-    """The sessions of these layers; SpecacheError where they are not neighbours, as those of one graph are: in their
-    order, and from one session's last layer to the next one's first."""
+    """The sessions of these layers; SpecacheError unless the layers are consecutive, also from one session to
+    the next."""
     for (session, site), (other, following) in itertools.pairwise(places):
         stays = other is session and following == site + 1
         if not stays and not (other is not session and site == len(session.layers) - 1 and following == 0):
@@ -80,16 +80,16 @@ def check_neighbours(places: Sequence[Place]) -> list[Session]:
 
 
 def regrouped(sources: Sequence[Session], places: Sequence[Place]) -> Session:
-    """A session of the layers at `places`, and others of what is left of `sources`, which have none any more."""
+    """A new session of the layers at `places`, and others of the rest of `sources`, which are empty afterwards."""
     check_alike(sources)
     for session in sources:
         session.drain()
-        session.leave_pages()
+        session.make_contiguous()
     before = [(sources[0], site) for site in range(places[0][1])]
-    behind = [(sources[-1], site) for site in range(places[-1][1] + 1, len(sources[-1].layers))]
+    after = [(sources[-1], site) for site in range(places[-1][1] + 1, len(sources[-1].layers))]
     made = session_from(places)
-    parts = [(made, places), *((session_from(rest), rest) for rest in (before, behind) if rest)]
-    # Behind all that may fail or be interrupted: until then every layer is its source's.
+    parts = [(made, places), *((session_from(rest), rest) for rest in (before, after) if rest)]
+    # After everything that may fail or be interrupted: until here each layer belongs to its source.
     for part, taken in parts:
         for number, (session, site) in enumerate(taken):
             session.moved[site] = (part, number)
@@ -100,7 +100,7 @@ def regrouped(sources: Sequence[Session], places: Sequence[Place]) -> Session:
 
 
 def check_alike(sources: Sequence[Session]) -> None:
-    """SpecacheError where sessions are not parts of one cache, or went different ways."""
+    """SpecacheError if sessions are not parts of one cache in the same state."""
     first = sources[0]
     for other in sources[1:]:
         sizes = [
@@ -109,14 +109,14 @@ def check_alike(sources: Sequence[Session]) -> None:
         ]
         if sizes[0] != sizes[1]:
             raise mixed_caches()
-        every = zip(*((s.asked, s.tiers.options, s.tiers.pending) for s in (first, other)), strict=True)
+        every = zip(*((s.requested, s.tiers.options, s.tiers.pending) for s in (first, other)), strict=True)
         for ours, theirs in every:
             if ours != theirs:
                 raise parts_differ(differing(ours, theirs))
 
 
 def differing(ours: MethodOptions | None, theirs: MethodOptions | None) -> str:
-    """The options of two parts that are not alike."""
+    """The options that differ between two parts."""
     values = [vars(options) if options is not None else {} for options in (ours, theirs)]
     names = sorted(name for name in {**values[0], **values[1]} if values[0].get(name) != values[1].get(name))
     return ", ".join(f"{name} {values[0].get(name)!r} and {values[1].get(name)!r}" for name in names)
@@ -124,8 +124,8 @@ def differing(ours: MethodOptions | None, theirs: MethodOptions | None) -> str:
 
 @torch.inference_mode(False)
 def session_from(places: Sequence[Place]) -> Session:
-    """A session for the layers at `places`, of sessions that are alike and at rest. The steps that it had
-    are the first one's; it has no guess, and no draft is under way in it."""
+    """A session of the layers at `places` of equal, idle sessions. It keeps the first one's step counts; it has no
+    speculative token and no draft."""
     sources = list(dict.fromkeys(session for session, _ in places))
     first = sources[0]
     made = copy.copy(first)
@@ -136,11 +136,11 @@ def session_from(places: Sequence[Place]) -> Session:
         first.progress, ready=(False,) * first.tiers.batch, keys=tuple(keys), guess=None, padding=padding,
         padded=any(s.progress.padded for s in sources),
     )  # fmt: skip
-    made.moved, made.told = {}, set(first.told)
+    made.moved = {}
     made.anchors = [session.anchors[site] for session, site in places]
     made.weights = list({id(weight): weight for session in sources for weight in session.weights}.values())
     made.mode, made.draft_length = Mode.PLAIN, None
-    made.start_anew()
+    made.reset_runtime()
     made.statistics.steps = dict(first.statistics.steps)
     made.statistics.full_cache_bytes = bytes_in_16_bits(made.layers, made.tiers.batch, made.length)
     for session in sources:
@@ -148,12 +148,12 @@ def session_from(places: Sequence[Place]) -> Session:
         made.statistics.seconds += session.statistics.seconds * share
         made.statistics.python_seconds += session.statistics.python_seconds * share
         made.statistics.bytes_to_host += round(session.statistics.bytes_to_host * share)
-    made.note_memory()
+    made.update_memory()
     return made
 
 
 def tiers_from(places: Sequence[Place]) -> Tiers:
-    """The layers at `places`, numbered anew; their tensors are the sources' own."""
+    """Tiers of the layers at `places`, renumbered; they share the sources' tensors."""
     made = copy.copy(places[0][0].tiers)
     made.layers = [replace(session.layers[site], number=number) for number, (session, site) in enumerate(places)]
     made.frequencies = [session.tiers.frequencies[site] for session, site in places]
@@ -163,18 +163,20 @@ def tiers_from(places: Sequence[Place]) -> Tiers:
 
 
 def plain_already() -> SpecacheError:
-    return SpecacheError("this cache holds plain tensors already: the specache backend does not hold it")
+    return SpecacheError(
+        "this cache has plain tensors already, which the specache backend does not hold. Call hold(cache, model) first"
+    )
 
 
 def mixed_caches() -> SpecacheError:
     return SpecacheError(
-        "the keys and values in this cache come from different caches, or from different moments of one; edit a cache "
-        "only through its own methods (crop, reorder_cache, batch_repeat_interleave, batch_select_indices)"
+        "the keys and values in this cache come from different caches, or from different states of one. Edit a cache "
+        "only by its methods crop, reorder_cache, batch_repeat_interleave and batch_select_indices"
     )
 
 
 def parts_differ(differences: str) -> SpecacheError:
     return SpecacheError(
-        "a graph break parts this model's prompt and not its steps, and the parts of its cache were made with unlike "
-        f"options ({differences}): give bits in place of memory, or mend the break (TORCH_LOGS=graph_breaks shows it)"
+        "a graph break splits this model's prefill but not its decode steps, and the parts of its cache have different "
+        f"options ({differences}). Pass bits instead of memory, or remove the break (TORCH_LOGS=graph_breaks prints it)"
     )

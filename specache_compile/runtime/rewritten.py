@@ -1,4 +1,4 @@
-"""A rewritten graph as a step runs it: made in `compile/`, and handed to the runtime."""
+"""A rewritten graph, which `compile/` builds and a step runs."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from .variant import Variant
 class Rewritten:
     """A rewritten graph and its callable.
 
-    inputs: where each comes from at run time.
-    held_outputs: output positions that are to be held tensors → site and part.
-    guesses: the last output is the next guess.
-    capture: a CUDA graph is to be made of the callable.
-    writes: positions of inputs that it writes to; known where it is captured.
-    rows: where its rows are, if others that are dead may fill them up.
-    one_lane: why the graph was not widened, though it was to be.
-    counts_positions: positions are counted from the cache's length in it; else the caller gives them.
-    assumes: of Dynamo's symbols, what its guards do not say; each call is to be checked.
+    inputs: the source of each input at run time.
+    held_outputs: positions of outputs that become held tensors → site and part.
+    guesses: the last output is the next speculative token.
+    capture: record the callable as a CUDA graph.
+    writes: positions of inputs that the graph writes to; known if it is captured.
+    rows: the dimensions of its rows, if inactive rows may pad them.
+    one_lane: why the graph was not widened, although the options request it.
+    counts_positions: the graph counts positions from the cache's length; else the caller passes them.
+    assumes: conditions on Dynamo's symbols that its guards do not check; each call must be checked.
     """
 
     variant: Variant
@@ -49,5 +49,5 @@ class Rewritten:
 
     @property
     def needs_guess(self) -> bool:
-        """Whether it takes the speculative token as an input."""
+        """Whether the speculative token is an input."""
         return Input("guess") in self.inputs

@@ -1,4 +1,4 @@
-"""The session behind one Hugging Face cache: tiers, how far it has come, the views that stand for it, its copies."""
+"""The session of one Hugging Face cache: its tiers, its progress, the views that represent it, and its copies."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from specache_compile.errors import RECOMPILE_LIMIT, HeldTensorError, SpecacheError, copy_failed, no_host_tier, warn
+from specache_compile.errors import RECOMPILE_LIMIT, HeldTensorError, SpecacheError, copy_failed, no_host_tier
 from specache_compile.kernels.movement import copy_stream
 from specache_compile.kernels.movement.copy_queue import CopyQueue
 from specache_compile.kernels.movement.deferred import Deferred, Fetch, deferrable
@@ -33,16 +33,16 @@ from specache_compile.rope_switch import RopeSwitch
 
 from .draft_length import DraftLength
 from .held import Crop, Edit, Handle, HeldTensor
-from .records import Statistics
+from .records import Statistics, record_of
 from .state import bytes_in_16_bits, fields_of, full_cache_bytes
 from .tiers import Tiers
 from .variant import selects
 
 
 class Mode(Enum):
-    """What the steps of a session are for, where its options draft."""
+    """The purpose of a session's steps, if its options draft."""
 
-    PLAIN = "what the caller asks for"
+    PLAIN = "a step that the caller requests"
     DRAFT = "drafting, which may approximate"
     VERIFY = "verifying a draft"
 
@@ -52,18 +52,18 @@ UNKNOWN = sys.maxsize
 
 @dataclass
 class Progress:
-    """How far a session has come: what its next step starts from, beside the tiers.
+    """The progress of a session: the state that its next step starts from, apart from the tiers.
 
-    lengths: tokens that are cached of each row; they are the last of the columns.
-    keys: of each row, the key of the model that filled it, as it was then.
-    longest_calls: of each row, the most tokens that it had after a call, a crop later or not. Models whose RoPE follows
-        the length of a call choose frequencies by it. UNKNOWN: a cache that this backend has not filled.
-    length: columns that Hugging Face counts, those of the padding in front of a row too.
-    guess: the speculative token [B, 1]; None where there is none.
-    ready: of each row, whether its slots were chosen for the next decode step.
-    padding: bool [B, 1, 1, C], which tokens are there; None where no step brought a mask that lengths cannot say.
-    padded: whether the last step had one.
-    joined: the rows were read apart, so that each has positions of its own.
+    lengths: cached tokens of each row; they are the last columns.
+    keys: for each row, the key of the model that filled it, at that time.
+    longest_calls: for each row, its most tokens after any call, later crops ignored. Models whose RoPE depends on the
+        length of a call use it. UNKNOWN: a cache that this backend has not filled.
+    length: columns that Hugging Face counts, padding in front of rows included.
+    guess: the speculative token [B, 1]; None if there is none.
+    ready: for each row, whether its slots were selected for the next decode step.
+    padding: bool [B, 1, 1, C], True for tokens; None unless a step had a mask that lengths cannot express.
+    padded: whether the last step had such a mask.
+    joined: rows were prefilled separately, so each has its own positions.
     """
 
     lengths: tuple[int, ...]
@@ -87,38 +87,35 @@ class Progress:
 
 
 def session_of(cache: Any) -> Session | None:
-    """The session behind a held cache of Hugging Face's; None where it is plain. Of several, the first layers'."""
+    """The session of a held cache; None if it is plain. Of several sessions, that of the first layers."""
     return next(iter(sessions_of(cache)), None)
 
 
 def sessions_of(cache: Any) -> list[Session]:
-    """The sessions behind a held cache of Hugging Face's, in its layers' order: several where a graph break cuts the
-    model, none where the cache is plain."""
+    """The sessions of a held cache, in the order of its layers: several after a graph break, none for a plain cache."""
     keys = (getattr(layer, "keys", None) for layer in cache.layers)
     handles = (tensor.handle for tensor in keys if isinstance(tensor, HeldTensor))
     return list(dict.fromkeys(handle.now.session for handle in handles if handle is not None))
 
 
 class Session:
-    """What one cache stands for.
+    """The state of one cache.
 
-    State is never made under the caller's inference mode: the copy queue's worker writes to the state outside of that
+    State is never created in the caller's inference mode, since the copy queue's thread writes to it outside of that
     mode.
 
-    asked: the options that the cache was made under; those in force are the tiers'.
-    weights: the model's.
-    from_elsewhere: the session was filled by no graph (`hold`, `load`).
-    version: counts the changes that no old view survives.
-    view: the edited view that the tiers were last brought to, while no step has followed; it may be used again.
-    moved: layers that another session has taken over, and their numbers there (`regroup.py`).
-    rope_switch: of the model whose prefill it is; None where its frequencies are constant.
-    one_length: why the model's graphs take rows of one length only; None where they take others.
-    half_evicted: a step that drops pairs has started, and has not finished.
-    capturable: a CUDA graph may hold a step; not where the host makes the copies.
-    cursors: by the pages of a row's table, each with the cursors of all rows that there are places for. Behind those
-        that there are it says that a row is dead: it has no tokens, and no pages.
-    shown: the table of pages that the cursor has.
-    told: what a person has been told of this cache.
+    requested: the options that the cache was made with; the effective ones are in `tiers`.
+    weights: of the model.
+    from_elsewhere: no graph has filled the session (`hold`, `load`).
+    version: counts the changes that make earlier views stale.
+    view: the edited view that the tiers were brought to, until the next step; it may be used again.
+    moved: layers that another session has taken over, with that session and their numbers there (`regroup.py`).
+    rope_switch: of the model that prefilled; None if its frequencies are constant.
+    one_length: why the model's graphs require rows of one length; None if they do not.
+    half_evicted: a step that drops pairs has started and not finished.
+    capturable: steps may be recorded as CUDA graphs; False if the host makes the copies.
+    cursors: one buffer for each page-table width, sized for all rows. Rows after the batch are zero (inactive).
+    current_table: the page table that the cursor has.
     """
 
     @torch.inference_mode(False)
@@ -130,7 +127,7 @@ class Session:
         prompt: int,
         ranks: ProcessGroup | None = None,
     ) -> None:
-        self.asked = options
+        self.requested = options
         self.tiers = Tiers(options, layers, batch, prompt, ranks)
         self.progress = Progress((0,) * batch, (False,) * batch, (PrefillKey(),) * batch, (0,) * batch)
         self.weights: list[weakref.ref[Tensor]] = []
@@ -145,17 +142,16 @@ class Session:
         self.rope_switch: RopeSwitch | None = None
         self.one_length: str | None = None
         self.capturable = True
-        self.told: set[str] = set()
         self.anchors = [torch.empty(1, dtype=layer.dtype, device=layer.device) for layer in layers]
-        self.start_anew()
+        self.reset_runtime()
 
-    def start_anew(self) -> None:
-        """A queue, recorded steps and counts of the session's own, as a new or a copied one needs."""
+    def reset_runtime(self) -> None:
+        """Create the copy queue, the recorded steps and the counts of a new or copied session."""
         device = self.layers[0].device
         self.queue = copy_stream.StreamCopies(device) if device.type == "cuda" else CopyQueue()
         self.recorded = RecordedSteps()
         self.cursors: dict[int, Tensor] = {}
-        self.shown: Tensor | None = None
+        self.current_table: Tensor | None = None
         self.statistics = Statistics(self.queue)
         self.new_cursor()
         self.deferred = self.new_deferred()
@@ -163,11 +159,11 @@ class Session:
         self.tiers.belong_to(self)
 
     def new_cursor(self) -> None:
-        """A cursor for the rows that there are, which names the queue, and their pages."""
+        """Select the cursor for the current rows and their pages, with the number of the copy queue."""
         table, most = self.tiers.table, self.tiers.most_cursors
         pages = 0 if table is None else table.shape[1]
         if any(cursor.shape[0] != most for cursor in self.cursors.values()):
-            self.queue.settle()  # recorded steps have their addresses, and copies read them
+            self.queue.settle()  # recorded steps contain their addresses, and copies read them
             self.recorded.clear()
             self.cursors.clear()
         if pages not in self.cursors:
@@ -175,45 +171,45 @@ class Session:
         every = self.cursors[pages]
         every[self.tiers.batch :].zero_()
         every[:, QUEUE].fill_(self.queue.number)
-        self.cursor, self.shown = every[: self.tiers.batch], None
-        self.show_pages()
+        self.cursor, self.current_table = every[: self.tiers.batch], None
+        self.update_page_table()
 
-    def filled_up(self, rows: int) -> tuple[list[LayerState], Tensor]:
-        """The state and the cursor of so many rows, of which those behind the ones that there are are dead."""
+    def padded_to(self, rows: int) -> tuple[list[LayerState], Tensor]:
+        """State and cursor of so many rows; those after the batch are inactive."""
         if rows == self.tiers.batch:
             return self.state, self.cursor
         pages = self.cursor.shape[1] - CURSOR_SIZE
-        return self.tiers.filled_up(rows), self.cursors[pages][:rows]
+        return self.tiers.padded_to(rows), self.cursors[pages][:rows]
 
-    def show_pages(self) -> None:
-        """Bring the cursor's table up to date."""
+    def update_page_table(self) -> None:
+        """Write the current page table into the cursor."""
         table = self.tiers.table
-        if table is None or table is self.shown:
+        if table is None or table is self.current_table:
             return
         if self.cursor.shape != (self.tiers.batch, CURSOR_SIZE + table.shape[1]):
-            self.queue.settle()  # copies read the one that was
+            self.queue.settle()  # copies read the old cursor
             self.new_cursor()
             return
         self.cursor[:, CURSOR_SIZE:].copy_(table.pin_memory() if self.cursor.is_cuda else table, non_blocking=True)
         publish_table(self.cursor, table)
-        self.shown = table
+        self.current_table = table
         self.statistics.bytes_by_tier = self.tiers.bytes_by_tier()
 
     def new_deferred(self) -> Deferred:
-        """What its replays leave undone; it holds the session weakly, which must die with its cache."""
+        """The fetches that replayed steps defer. It refers weakly to the session, which must die with its cache."""
         own = weakref.ref(self)
 
         def fetches(rows: int | None) -> list[Fetch]:
             session = own()
             if session is None or not selects(session.options):
                 return []
-            return deferrable(*session.filled_up(session.tiers.batch if rows is None else rows))
+            return deferrable(*session.padded_to(session.tiers.batch if rows is None else rows))
 
         return Deferred(fetches)
 
     @property
     def options(self) -> MethodOptions:
-        """Those in force."""
+        """The effective options."""
         return self.tiers.options
 
     @property
@@ -222,7 +218,7 @@ class Session:
 
     @property
     def state(self) -> list[LayerState]:
-        """The state tensors of each layer, by their fields' names."""
+        """The state tensors of each layer, by field name."""
         return self.tiers.state
 
     @property
@@ -232,8 +228,8 @@ class Session:
 
     @contextlib.contextmanager
     def steps_for(self, mode: Mode, drafted: Sequence[int] | None = None) -> Iterator[None]:
-        """The steps inside are for this. drafted: of each row, the tokens of a draft that is verified; behind them the
-        row is only filled up. None: all."""
+        """Run the steps inside in a mode. drafted: for each row, the length of its draft, after which it is padded;
+        None: all."""
         before, self.mode, self.drafted = self.mode, mode, drafted
         try:
             yield
@@ -241,32 +237,31 @@ class Session:
             self.mode, self.drafted = before, None
 
     @torch.inference_mode(False)
-    def make_room(self, tokens: int) -> None:
-        """Bring the tiers to the options, and to the capacity, that `tokens` behind the cached ones need."""
+    def reserve(self, tokens: int) -> None:
+        """Compress and grow the tiers as `tokens` new tokens require."""
         after = self.progress.longest + tokens
         if self.tiers.move_over(after, self.progress.lengths, self.progress.padding, self.drain):
-            self.choose_again()
-            self.note_memory()
+            self.forget_selection()
+            self.update_memory()
         if self.tiers.reserve(self.progress.lengths, tokens, self.drain):
-            self.note_memory()
-        self.show_pages()
+            self.update_memory()
+        self.update_page_table()
 
-    def choose_again(self) -> None:
-        """What was guessed and chosen for the next step is void."""
+    def forget_selection(self) -> None:
+        """Forget the selected slots and the speculative token of the next step."""
         self.progress.ready, self.progress.guess = (False,) * self.tiers.batch, None
 
-    def note_memory(self) -> None:
-        """After the state's tensors have changed: tell the statistics, and drop recorded steps that are now wrong.
+    def update_memory(self) -> None:
+        """Update the statistics after state tensors have changed, and drop recorded steps if a tensor has moved.
 
-        The statistics keep the tiers' sizes, which may be asked for when the session is gone. Where a tensor has moved,
-        what was recorded over the old one is wrong.
+        The statistics keep the tiers' sizes for the time after the session.
         """
         places = self.tiers.places()
         if places != self.recorded_at:
             self.recorded.clear()
             self.recorded_at = places
         fields, statistics = self.tiers.fields, self.statistics
-        # Copies from and to memory that could not be pinned are the host's work, of which a graph holds nothing.
+        # The host itself copies from and to unpinned memory, which a CUDA graph cannot record.
         self.capturable = not self.cursor.is_cuda or all(host.is_pinned() for host in fields("host"))
         statistics.tallies = fields("tally")
         statistics.fetched, statistics.corrected = fields("fetched"), fields("corrected")
@@ -276,24 +271,22 @@ class Session:
         statistics.bytes_by_tier = self.tiers.bytes_by_tier()
 
     def drain(self) -> None:
-        """Wait for all copies, also those that a recorded step has left to the next one; SpecacheError where one has
-        failed."""
+        """Wait for all copies, deferred ones included; SpecacheError if one has failed."""
         self.settle()
         self.check_copies()
 
     def settle(self) -> None:
-        """Wait for all copies, whatever has become of them."""
+        """Wait for all copies, failed ones included."""
         self.deferred.make()
         self.queue.settle()
 
     def check_copies(self) -> None:
-        """SpecacheError where a copy of this session is known to have failed."""
+        """SpecacheError if a copy of this session has failed."""
         if self.queue.error is not None:
             raise copy_failed(self.queue.error) from self.queue.error
 
     def advance(self, columns: int, tokens: Sequence[int]) -> None:
-        """So many more columns are cached, and `tokens` of each row; views of the cache taken before are stale from
-        here on."""
+        """Count `columns` new columns, and `tokens` new tokens of each row. Earlier views of the cache become stale."""
         progress = self.progress
         progress.length += columns
         progress.lengths = tuple(length + new for length, new in zip(progress.lengths, tokens, strict=True))
@@ -305,7 +298,7 @@ class Session:
 
     @torch.inference_mode(False)
     def replay(self, version: int, edits: tuple[Edit, ...]) -> None:
-        """Bring the tiers to the view (`version`, `edits`) of the cache that is now being used."""
+        """Apply the edits of the view (`version`, `edits`) that is now used to the tiers."""
         self.check_copies()
         if self.half_evicted:
             raise evicted_half_way(self.options.method)
@@ -322,7 +315,8 @@ class Session:
             self.view = (version, edits[:number])
 
     def edits_done(self, version: int, edits: tuple[Edit, ...]) -> int:
-        """How many of a view's edits the tiers have had; HeldTensorError where the cache has gone on since."""
+        """Number of a view's edits that the tiers already have; HeldTensorError if the cache has been continued
+        since."""
         if self.view is not None and self.view == (version, edits[: len(self.view[1])]):
             return len(self.view[1])
         if version != self.version:
@@ -336,7 +330,7 @@ class Session:
 
     @torch.inference_mode(False)
     def crop_rows(self, lengths: Sequence[int]) -> None:
-        """Keep the first tokens of each row, so many; views of the cache taken before are stale from here on."""
+        """Keep the first tokens of each row. Earlier views of the cache become stale."""
         self.drain()
         self.crop_to(max(lengths), lengths)
         self.version += 1
@@ -345,10 +339,10 @@ class Session:
     def crop_to(self, columns: int, lengths: Sequence[int]) -> None:
         self.tiers.crop(lengths, self.progress.lengths)
         self.progress.length, self.progress.lengths = columns, tuple(lengths)
-        self.choose_again()
+        self.forget_selection()
 
     def select(self, rows: Tensor) -> None:
-        """Keep the batch rows `rows`, in that order: reorder, repeat and select are all this."""
+        """Keep the batch rows `rows`, in that order: for reorder, repeat and select."""
         if rows.numel() == self.tiers.batch and torch.equal(rows.cpu(), torch.arange(self.tiers.batch, device="cpu")):
             return
         self.tiers.select(rows)
@@ -362,32 +356,33 @@ class Session:
             for tensor in (progress.guess, progress.padding)
         )
         self.new_cursor()
-        self.note_memory()
+        self.update_memory()
 
     @torch.inference_mode(False)
-    def leave_pages(self) -> None:
-        """Have the tiers in one piece; no copy is under way."""
-        self.tiers = self.tiers.in_one_piece(self.progress.lengths)
+    def make_contiguous(self) -> None:
+        """Make the tiers contiguous. No copy may be under way."""
+        self.tiers = self.tiers.contiguous(self.progress.lengths)
         self.new_cursor()
-        self.note_memory()
+        self.update_memory()
 
     @torch.inference_mode(False)
     def fork(self, handle: Handle) -> Session:
-        """A second session with copies of all tiers, for the view of the cache that `handle` has."""
+        """A second session with copies of all tiers, for the view of `handle`."""
         self.edits_done(handle.version, handle.edits)
         self.drain()
         other = copy.copy(self)
         other.tiers = self.tiers.copy()
         padding = self.progress.padding
         other.progress = replace(self.progress, padding=None if padding is None else padding.clone())
-        other.moved, other.told = {}, set(self.told) - {UNCOMPILED}
+        other.moved = {}
         other.mode, other.draft_length = Mode.PLAIN, None
-        other.start_anew()
-        other.note_memory()
+        other.reset_runtime()
+        other.update_memory()
         return other
 
     def held(self, site: int, part: Part) -> HeldTensor:
-        """What goes into HF's cache for one site's keys or values: shape [B, H, n, d], no storage."""
+        """The held tensor of one site's keys or values for Hugging Face's cache: shape [B, H, n, d], without
+        storage."""
         shape = self.layers[site]
         held = HeldTensor(
             self.anchors[site],
@@ -398,8 +393,8 @@ class Session:
         return held
 
     def plain(self, site: int, part: Part) -> Tensor:
-        """A plain copy of one site's keys or values [B, H, n, d], as they are held where all pairs are, zeros in front
-        of shorter rows."""
+        """A plain copy of one site's keys or values [B, H, n, d], from the tier that has all pairs. Shorter rows have
+        zeros in front."""
         self.drain()
         layer = self.layers[site]
         whole = next((field.name for field in fields_of(self.options, layer) if field.has_all_pairs), None)
@@ -411,7 +406,7 @@ class Session:
         return found[:, :, :, PARTS.index(part)].to(layer.device, copy=True)
 
     def columns(self, pairs: Tensor | Pages) -> Tensor:
-        """A tier's pairs [B, H, n, 2, d] as Hugging Face counts them."""
+        """The pairs of a tier by Hugging Face's columns: [B, H, n, 2, d]."""
         if not self.progress.differ:
             return tokens_of(pairs, 0, self.length)
         rows = [
@@ -420,65 +415,62 @@ class Session:
         ]
         return torch.cat(rows)
 
-    def give_up(self, handle: Handle, why: str | None = None) -> Tensor:
-        """A plain copy of the view that `handle` has, for a call whose graph could not be rewritten; the first warns.
+    def to_plain(self, handle: Handle, why: str | None = None) -> Tensor:
+        """A plain copy of the view of `handle`, for an uncompiled call or a graph that could not be rewritten; warns.
 
-        why: the reason; None: no compiled graph runs.
+        why: the reason why it could not be rewritten; None for an uncompiled call.
         """
         self.replay(handle.version, handle.edits)
         plain = self.plain(handle.site, handle.part)
         size = full_cache_bytes(self.layers, self.tiers.batch, self.length)
         message = went_uncompiled if why is None else functools.partial(went_exact, why)
-        self.tell(UNCOMPILED, message(size, self.length, self.tiers.batch))
+        self.warn_once(message(size, self.length, self.tiers.batch), "cache became plain")
         return plain
 
-    def tell(self, what: str, message: str) -> None:
-        """Warn at the user's line, once of `what`."""
-        if what not in self.told:
-            self.told.add(what)
-            warn(message)
+    def warn_once(self, message: str, key: str = "") -> None:
+        """Warn at the user's line, once for the model of this cache."""
+        record_of([weight for ref in self.weights if (weight := ref()) is not None]).warn_once(message, key)
 
 
-# What a person is told once of a cache.
-UNCOMPILED = "goes on uncompiled"
-UNCAPTURED = "steps are not captured"
-OTHER_OPTIONS = "made under other options"
+def became_plain(size: int, tokens: int, batch: int) -> str:
+    return (
+        f"the cache became plain keys and values, {size / 2**20:,.2f} MiB on the device for {tokens:,} tokens x batch "
+        f"{batch}. No pair is lost, but the cache is no longer compressed"
+    )
 
 
 def went_uncompiled(size: int, tokens: int, batch: int) -> str:
     return (
-        f"no compiled graph ran this call, so the cache became plain keys and values, {size / 2**20:,.2f} MiB on the "
-        f"device for {tokens:,} tokens x batch {batch}: no pair is lost, and none compressed any more. Either "
-        f"{RECOMPILE_LIMIT}, or the cache went to an uncompiled model"
+        f"no compiled graph ran this call, so {became_plain(size, tokens, batch)}. Pass the cache to the compiled "
+        f"model only. If you did: {RECOMPILE_LIMIT}"
     )
 
 
 def went_exact(why: str, size: int, tokens: int, batch: int) -> str:
     return (
-        f"a graph that uses this cache could not be rewritten ({why}), so the cache became plain keys and values, "
-        f"{size / 2**20:,.2f} MiB on the device for {tokens:,} tokens x batch {batch}: no pair is lost, and none "
-        "compressed any more"
+        f"a graph that uses this cache could not be rewritten ({why}), so {became_plain(size, tokens, batch)}. Call "
+        "the model as in the prefill, or continue uncompiled from specache_compile.materialize(cache)"
     )
 
 
 def stale_cache() -> HeldTensorError:
     return HeldTensorError(
-        "this cache has gone on since these keys and values were taken from it, and its tiers changed in place. "
-        "To continue one prefix in two ways, copy.deepcopy(cache) before the first continuation."
+        "these keys and values are stale: their cache has been continued or edited since they were read from it. To "
+        "continue one prefix in two ways, call copy.deepcopy(cache) before the first continuation."
     )
 
 
 def evicted(method: str) -> SpecacheError:
     return SpecacheError(
-        f"method {method!r} keeps only the pairs that its policy chose, each head its own: there are no keys and "
-        "values of all tokens to copy, or to go on with uncompiled. Use a method that keeps them: specache, kivi, "
-        f"kcache, offload or full. In the middle of a generation, {RECOMPILE_LIMIT}."
+        f"method {method!r} keeps only the pairs that its policy chose, different ones for each head, so the cache has "
+        "no plain copy and cannot be continued uncompiled. Use a method that keeps all pairs: specache, kivi, kcache, "
+        f"offload or full. In the middle of a generation: {RECOMPILE_LIMIT}."
     )
 
 
 def evicted_half_way(method: str) -> SpecacheError:
     return SpecacheError(
-        f"a step of this cache was interrupted or failed, and method {method!r} had begun to drop pairs for it: what "
-        "is kept is no longer what it would keep. Generate again with a new cache, or copy.deepcopy it before a step "
+        f"a step of this cache failed or was interrupted after method {method!r} had started to drop pairs for it, so "
+        "the cache is no longer valid. Generate again with a new cache, or call copy.deepcopy(cache) before a step "
         "that may fail."
     )

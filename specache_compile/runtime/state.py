@@ -1,7 +1,6 @@
-"""Where the KV pairs live: the state tensors of each layer, made from the method's fields, and their bytes.
+"""The state tensors of each layer, created from the method's fields, and their bytes.
 
-Everything here is a function of the options, the number of tokens and the layer's shape, so that what `explain`
-predicts and what a session allocates are the same sum.
+Everything here depends only on options, lengths and shapes, so `explain` and a session compute the same sums.
 """
 
 from __future__ import annotations
@@ -27,51 +26,52 @@ from specache_compile.methods.field import Field, LayerShape, LayerState
 from specache_compile.methods.low_bit import LowBitOptions
 from specache_compile.options import MethodOptions
 
-# The tier of fields whose bytes count to none.
+# The tier of fields whose bytes are not counted.
 MEASURE = "measure"
-# Tokens quantised at a time where a 16-bit cache moves over: a multiple of every group size.
+# Tokens to quantise at a time when a 16-bit cache is compressed: a multiple of every group size.
 MOVED = 2048
 
 
 def bucket(length: int) -> int:
-    """Tokens to allocate for `length` tokens: steps of an eighth of the power of two below, at least a segment, 256.
+    """Tokens to allocate for `length` tokens: a multiple of an eighth of the power of two below, at least a segment,
+    256.
 
-    At most an eighth is spare beyond 2,048 tokens, and a generation meets a handful of buckets.
+    Above 2,048 tokens at most an eighth is unused, and a generation needs few buckets.
     """
     return rounded_up(length, 8)
 
 
 def room(length: int) -> int:
-    """Tokens of the bucket that the host tier has memory for, at `length` tokens.
+    """Tokens of the bucket that get host memory, for `length` tokens.
 
-    Steps are finer than a bucket's: for memory to come, no tensor moves, and no graph is compiled again. At most 1/64
-    is spare beyond 16,384 tokens.
+    Its steps are finer than a bucket's, since adding memory moves no tensor and compiles no graph. Above 16,384 tokens
+    at most 1/64 is unused.
     """
     return rounded_up(length, 64)
 
 
 def rounded_up(length: int, parts: int) -> int:
-    """To a multiple of a segment and of so many parts of the power of two below."""
+    """Round up to a multiple of a segment and of so many parts of the power of two below."""
     power = 1 << max(length, 1).bit_length() - 1
     step = max(SEGMENT, power // parts)
     return -(-max(length, 1) // step) * step
 
 
 def fields_of(options: MethodOptions, layer: LayerShape) -> tuple[Field, ...]:
-    """The state tensors of a layer, as the method has them."""
+    """The state tensors of a layer in the method of these options."""
     return METHODS[options.method].fields_of(options, layer)
 
 
 def allocate(
     options: MethodOptions, layer: LayerShape, batch: int, capacity: int, backed: int, old: LayerState | None = None
 ) -> LayerState:
-    """A layer's state tensors, empty, or with what the smaller ones of `old` hold.
+    """Allocate a layer's state tensors, empty or with the contents of the smaller ones of `old`.
 
     capacity: tokens, from `bucket`.
-    backed: tokens that the host tier has memory for, from `room`.
+    backed: tokens with host memory, from `room`.
 
-    A tensor that does not grow is `old`'s own, and so is a host tier that grows where it is. Beyond the cached tokens
-    the host tier holds anything.
+    A tensor that need not grow is reused, as is a host tier that grows in place. The host tier is uninitialised after
+    the cached tokens.
     """
     state = {}
     for field in fields_of(options, layer):
@@ -89,13 +89,13 @@ def moved_over(
     state: LayerState, options: LowBitOptions, layer: LayerShape, lengths: Sequence[int], padding: Tensor | None,
     frequencies: Tensor | None, backed: int,
 ) -> LayerState:  # fmt: skip
-    """A layer's 16-bit state (`in_16_bits`) with so many tokens of each row, as `options` have it.
+    """Compress a layer's 16-bit state (`in_16_bits`) of rows of these lengths to the state under `options`.
 
     padding, frequencies: as for `append`.
     backed: as for `allocate`.
 
-    The recent tier stays, and so does a host tier that is not rounded. The low-bit tier is quantised from the 16-bit
-    one, a block at a time. Slots are empty. A state that has moved already stays.
+    The recent tier is reused, as is a host tier that is not rounded. The low-bit tier is quantised block by block, and
+    the slots are empty. A state that is compressed already is returned as it is.
     """
     codes = state["codes"]
     fields = fields_of(options, layer)
@@ -130,21 +130,20 @@ def moved_over(
 
 
 def empty(field: Field, shape: tuple[int, ...], dtype: torch.dtype, layer: LayerShape, backed: int) -> Tensor:
-    """A tensor where a field lives, with nothing in its places; on the host with anything, and memory for the first
-    `backed` tokens."""
+    """A field's tensor with its empty value; on the host uninitialised, with memory for the first `backed` tokens."""
     if field.on_host:
         return host_empty(shape, dtype, layer.device, backed // SEGMENT)
     return torch.full(shape, field.empty, dtype=dtype, device=layer.device)
 
 
 def grown(field: Field, old: Tensor, shape: tuple[int, ...], layer: LayerShape, backed: int) -> Tensor:
-    """`old` where it has that shape, and memory; else a tensor of a larger shape that begins with what `old` holds."""
+    """`old` if it has that shape and memory; else a larger tensor that begins with the contents of `old`."""
     if not field.on_host and old.shape == shape:
         return old
     larger = host_grown(old, shape, layer.device, backed // SEGMENT) if field.on_host else None
     if larger is None:
         larger = empty(field, shape, old.dtype, layer, backed)
-        held = with_memory(field, old, backed)
+        held = backed_part(field, old, backed)
         larger.narrow(field.token_dim, 0, held.shape[field.token_dim]).copy_(held)
     return larger
 
@@ -152,7 +151,7 @@ def grown(field: Field, old: Tensor, shape: tuple[int, ...], layer: LayerShape, 
 def copied(
     state: LayerState, options: MethodOptions, layer: LayerShape, backed: int, rows: Tensor | None = None
 ) -> LayerState:
-    """A second set of state tensors with the same content, or with the batch rows `rows` of it."""
+    """A copy of the state tensors, or of their batch rows `rows`."""
     twin = {}
     for field in fields_of(options, layer):
         tensor = state[field.name]
@@ -160,7 +159,7 @@ def copied(
         if rows is not None and field.by_row:
             shape[field.row_dim] = rows.numel()
         new = twin[field.name] = empty(field, tuple(shape), tensor.dtype, layer, backed)
-        source, target = (with_memory(field, x, backed) for x in (tensor, new))
+        source, target = (backed_part(field, x, backed) for x in (tensor, new))
         if rows is None or not field.by_row:
             target.copy_(source)
         else:
@@ -170,7 +169,7 @@ def copied(
 
 
 def rows_of(state: LayerState, fields: Iterable[Field], rows: slice) -> LayerState:
-    """Views of those batch rows of a layer's state tensors; what has no rows is whole."""
+    """Views of these batch rows of a layer's state tensors; tensors without rows are whole."""
     return {
         field.name: (state[field.name][:, rows] if field.row_dim else state[field.name][rows])
         if field.by_row
@@ -182,26 +181,26 @@ def rows_of(state: LayerState, fields: Iterable[Field], rows: slice) -> LayerSta
 def gathered(
     sources: Sequence[tuple[LayerState, int]], options: MethodOptions, layer: LayerShape, capacity: int, backed: int
 ) -> LayerState:
-    """New state tensors of one layer with a row of each of the `sources`, of which it has as many tokens as there is
-    room for. What is measured begins anew."""
+    """New state tensors of one layer with the rows of `sources`, each cut to the new capacity. Measurements start at
+    zero."""
     new = allocate(options, layer, len(sources), capacity, backed)
     for field in (field for field in fields_of(options, layer) if field.by_row):
-        target = with_memory(field, new[field.name], backed)
+        target = backed_part(field, new[field.name], backed)
         for place, (source, row) in enumerate(sources):
-            part = with_memory(field, source[field.name], backed).select(field.row_dim, row)
+            part = backed_part(field, source[field.name], backed).select(field.row_dim, row)
             dim = field.token_dim - (field.row_dim < field.token_dim)
             tokens = min(part.shape[dim], target.shape[field.token_dim])
             target.select(field.row_dim, place).narrow(dim, 0, tokens).copy_(part.narrow(dim, 0, tokens))
     return new
 
 
-def with_memory(field: Field, tensor: Tensor, backed: int) -> Tensor:
-    """The part of a field's tensor that there is memory for: of the host tier's, the first `backed` tokens."""
+def backed_part(field: Field, tensor: Tensor, backed: int) -> Tensor:
+    """The part of a field's tensor that has memory: in the host tier the first `backed` tokens."""
     return tensor[: backed // SEGMENT] if field.on_host else tensor
 
 
 def adopt(state: LayerState, layer: LayerShape) -> None:
-    """On CUDA, make the copy stream's use of a layer's slots known; fakes are on none."""
+    """On CUDA, register the copy stream's use of a layer's slots; not for fake tensors."""
     if layer.device.type == "cuda" and "slots" in state and not isinstance(state["slots"], FakeTensor):
         copy_stream.adopt(state)
 
@@ -217,7 +216,7 @@ def host_bytes(options: MethodOptions, layers: Sequence[LayerShape], batch: int,
 
 
 def tier_totals(sizes: Iterable[tuple[Field, int]]) -> dict[str, int]:
-    """Bytes of each tier from those of its fields; the host's is always there."""
+    """Bytes of each tier, from those of its fields. The host tier is always included."""
     total = {"host": 0}
     for field, size in sizes:
         if field.tier != MEASURE:
@@ -226,16 +225,16 @@ def tier_totals(sizes: Iterable[tuple[Field, int]]) -> dict[str, int]:
 
 
 def device_total(tiers: Mapping[str, int]) -> int:
-    """KV bytes on the device: every tier but the host's."""
+    """KV bytes on the device: all tiers except the host tier."""
     return sum(size for tier, size in tiers.items() if tier != "host")
 
 
 def bytes_by_tier(
     options: MethodOptions, layers: Sequence[LayerShape], state: Sequence[LayerState], backed: int
 ) -> dict[str, int]:
-    """Bytes of each tier, summed over layers, from the tensors themselves; of the host's, those with memory."""
+    """Bytes of each tier, summed over layers, from the tensors; of the host tier, those with memory."""
     return tier_totals(
-        (field, with_memory(field, tensors[field.name], backed).nbytes)
+        (field, backed_part(field, tensors[field.name], backed).nbytes)
         for layer, tensors in zip(layers, state, strict=True)
         for field in fields_of(options, layer)
     )
@@ -252,10 +251,10 @@ def predicted_bytes(options: MethodOptions, layers: Sequence[LayerShape], batch:
 
 
 def full_cache_bytes(layers: Sequence[LayerShape], batch: int, length: int) -> int:
-    """Bytes of the same tokens in HF's own cache, in the model's dtype."""
+    """Bytes of the same tokens in Hugging Face's cache, in the model's dtype."""
     return sum(2 * batch * layer.heads * length * layer.head_dim * layer.dtype.itemsize for layer in layers)
 
 
 def bytes_in_16_bits(layers: Sequence[LayerShape], batch: int, length: int) -> int:
-    """Bytes of the same tokens in a 16-bit cache, the baseline of `kv_ratio` whatever the model's dtype is."""
+    """Bytes of the same tokens in a 16-bit cache, the baseline of `kv_ratio` for every dtype of a model."""
     return sum(2 * batch * layer.heads * length * layer.head_dim * 2 for layer in layers)

@@ -1,7 +1,10 @@
-"""`stats(model)`: what the last generation of a compiled model did."""
+"""`stats(model)`: counts, times and bytes of a compiled model's last generation."""
 
 from __future__ import annotations
 
+import collections
+import functools
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,10 +19,10 @@ from .state import device_total
 
 @dataclass(frozen=True)
 class HitRate:
-    """What slots, sinks, recent tier and new pair covered of the output token's true attention, averaged over KV heads.
+    """How much of the output token's true attention was computed in 16 bits, averaged over KV heads.
 
-    mass: the share of the attention mass.
-    top_k: the share of the k tokens of the low-bit tier, without sinks, that it wanted most.
+    mass: the share of the attention mass on slots, sinks, recent tier and new pair.
+    top_k: the share of the k highest-scoring tokens of the low-bit tier, without sinks, that the slots had.
     """
 
     mass: float
@@ -28,12 +31,13 @@ class HitRate:
 
 @dataclass(frozen=True)
 class Verification:
-    """What drafting and verifying came to (option verify).
+    """Results of drafting and verification (options verify and lookup).
 
-    acceptance: the share of the drafted tokens that the verification confirmed. Its own token is among
-        tokens_per_verification; a step for which no draft was found counts as one.
-    bytes_per_token: those that came from the host, streamed or fetched.
-    offload_bytes_per_token: those that the method `offload` would have streamed.
+    acceptance: the share of the drafted tokens that verification accepted.
+    tokens_per_verification: tokens that a round generates, the verification's own token included. A step without a
+        draft counts as a round.
+    bytes_per_token: bytes from the host, streamed or fetched.
+    offload_bytes_per_token: bytes that the method `offload` would have streamed.
     """
 
     verifications: int
@@ -45,22 +49,34 @@ class Verification:
 
 @dataclass(frozen=True)
 class Stats:
-    """The newest cache of a model: steps by phase, copies, waiting, memory. Bytes are bytes, times are seconds.
+    """Statistics of a model's newest cache, as `stats` returns them. Sizes are in bytes, times in seconds.
 
-    widened: decodes of several tokens (lookup).
-    replays: decode steps that were one launch of a recorded CUDA graph (`mode`).
-    lanes: tokens that run in a decode step.
-    ranks: processes that the model is split over; all else is this rank's own part.
-    compiles: all graphs of the model so far.
-    python_seconds: of `seconds` those spent finding and binding the session.
-    seconds_waited, seconds_corrected: steps stood still for fetches ahead, and for corrections; None on CUDA, where the
-        host does not know.
-    pairs_ahead, pairs_corrected: pairs that prefetches brought, and corrections within a step (option correct).
-    bytes_to_device: of these pairs. What an extend and the methods `offload` and `kcache` read of the host tier is not
-        counted; `verification` tells what the verifications read.
-    kv_ratio: device KV bytes over the bytes of the same tokens in a 16-bit cache, whatever the model's dtype is.
-    hit_rate: None unless the option hit_rate was set.
-    verification: None unless a draft was verified.
+    Attributes:
+        prefills, extends, pre_decodes, decodes: steps by phase.
+        widened: decodes of several tokens (option lookup).
+        replays: decode steps that replayed a recorded CUDA graph (option mode).
+        lanes: tokens that run in a decode step.
+        ranks: processes that the model is split over; all other figures are of this rank alone.
+        compiles: compiled graphs of the model so far.
+        left_exact: number of attentions that are not rewritten, by reason (a sliding window, for example).
+        python_seconds: the part of `seconds` that was spent outside of compiled graphs.
+        seconds_waited, seconds_corrected: waiting for prefetches and for corrections. None on CUDA, where the host
+            cannot measure them.
+        pairs_ahead, pairs_corrected: pairs that prefetches and corrections (option correct) copied.
+        bytes_to_device: bytes of these pairs, without the reads of extends and of the methods `offload` and `kcache`.
+        bytes_to_host: bytes of pairs that were offloaded.
+        bytes_by_tier, device_bytes, host_bytes: KV bytes now.
+        kv_ratio: device KV bytes, as a share of a 16-bit cache of the same tokens.
+        hit_rate: None unless the option hit_rate is set.
+        verification: None unless a draft was verified.
+
+    Example:
+        import specache_compile as sc
+
+        model, tokenizer = sc.load_model("examples/needle-llama")
+        model.compile(backend="specache")
+        model.generate(**tokenizer("Hello", return_tensors="pt"), max_new_tokens=4)
+        print(sc.stats(model).decodes, sc.stats(model).bytes_by_tier)
     """
 
     prefills: int
@@ -72,6 +88,7 @@ class Stats:
     lanes: int
     ranks: int
     compiles: int
+    left_exact: dict[str, int]
     seconds: float
     python_seconds: float
     seconds_waited: float | None
@@ -88,16 +105,16 @@ class Stats:
     verification: Verification | None
 
     def __str__(self) -> str:
-        rows = [f"{name:18} {shown(name, value)}" for name, value in vars(self).items() if value is not None]
+        rows = [f"{name:18} {shown(name, value)}" for name, value in vars(self).items() if value not in (None, {})]
         if self.kv_ratio > 1 and "low-bit" in self.bytes_by_tier:
             rows.append(LARGER)
         return "\n".join(rows)
 
 
-# A window, slots and sinks have the same size at every length.
+# The window, slots and sinks have the same size at every length.
 LARGER = (
-    "This cache takes more of the device than a 16-bit cache: its window and slots have a fixed size. It saves memory "
-    "at longer contexts (most settings: from about a thousand tokens on). min_context=N keeps shorter ones in 16 bits."
+    "This cache uses more device memory than a 16-bit cache, because its window and slots have a fixed size. Longer "
+    "contexts save memory, in most settings from about 1,000 tokens on. min_context=N keeps shorter ones in 16 bits."
 )
 
 
@@ -113,9 +130,26 @@ def shown(name: str, value: object) -> str:
 
 
 def stats(model: torch.nn.Module) -> Stats:
-    """Statistics of the model's newest cache; SpecacheError where the backend has held none.
+    """Return statistics of the model's newest cache.
 
-    Where graph breaks leave the steps in parts, each with layers of its own, they are the last part's.
+    If a graph break splits the model's steps into parts, they are those of the last part.
+
+    Args:
+        model: a model that was compiled with this backend and has generated.
+
+    Returns:
+        A `Stats`; `print` shows it as a table.
+
+    Raises:
+        SpecacheError: the newest generation ran no rewritten graph; the message states why.
+
+    Example:
+        import specache_compile as sc
+
+        model, tokenizer = sc.load_model("examples/needle-llama")
+        model.compile(backend="specache")
+        model.generate(**tokenizer("Hello", return_tensors="pt"), max_new_tokens=4)
+        print(sc.stats(model))
     """
     record = find_record(model)
     if record is None or record.latest is None:
@@ -137,6 +171,7 @@ def stats(model: torch.nn.Module) -> Stats:
         lanes=max(made.lanes for graph in record.graphs for made in graph.rewrites.made.values()),
         ranks=latest.ranks,
         compiles=sum(len(graph.rewrites.made) for graph in record.graphs),
+        left_exact=left_exact(record),
         seconds=latest.seconds,
         python_seconds=latest.python_seconds,
         seconds_waited=latest.queue.waited,
@@ -154,8 +189,14 @@ def stats(model: torch.nn.Module) -> Stats:
     )
 
 
+def left_exact(record: ModelRecord) -> dict[str, int]:
+    """The number of attentions that stay exact, by reason: the most in any graph of the model."""
+    counts = [collections.Counter(item.reason for item in graph.captured.left_alone) for graph in record.graphs]
+    return dict(functools.reduce(operator.or_, counts, collections.Counter()))
+
+
 def verification(counts: Verified, fetched: int) -> Verification:
-    """From a session's counts, and the bytes that its drafts have fetched."""
+    """The result from a session's counts and the bytes that its drafts fetched."""
     return Verification(
         verifications=counts.rounds,
         acceptance=counts.accepted / counts.drafted,
@@ -166,20 +207,21 @@ def verification(counts: Verified, fetched: int) -> Verification:
 
 
 def pairs(counts: Sequence[Tensor], pair_bytes: Sequence[int]) -> int:
-    """KV pairs of one head that each layer's bytes make."""
+    """Number of KV pairs of one head, from each layer's bytes."""
     return sum(int(count) // size for count, size in zip(counts, pair_bytes, strict=True))
 
 
 def no_statistics(record: ModelRecord | None) -> SpecacheError:
     if record is not None and record.unused is not None:
         return SpecacheError(
-            f"the newest generation ran no compiled graph, so there are no statistics: {record.unused}"
+            f"there are no statistics, because the newest generation ran no compiled graph: {record.unused}"
         )
     if record is not None and record.absorbed:
         return SpecacheError(
-            f"{record.absorbed} latent attentions of this model are rewritten (absorbed) and exact. They read Hugging "
-            "Face's own cache: nothing is compressed, so there are no statistics of tiers"
+            f"there are no statistics: the {record.absorbed} latent attentions of this model are rewritten (absorbed), "
+            "but read Hugging Face's own cache, which is not compressed. Choose another model to compress its cache"
         )
     return SpecacheError(
-        "this model has run no graph that specache rewrote: compile it with backend='specache' and generate first"
+        "there are no statistics: this model has run no graph that specache rewrote. Call "
+        "model.compile(backend='specache') and generate first"
     )

@@ -1,8 +1,8 @@
-"""One step of a session: opened, run, and closed as done or as undone.
+"""One step of a session: opened, run, and finished or undone.
 
-with opened(session, tokens, padding) as step:     room for the tokens; cursor and padding are written
-    outputs = step.run(graph, arguments)           a captured graph's rewritten forms, on the session's state;
-    step.fill(pairs, frequencies)                  or pairs that were made elsewhere, put into the tiers
+`with opened(session, tokens, padding) as step` reserves memory and writes cursor and padding.
+`step.run(graph, arguments)` runs a captured graph's variants on the session's state.
+`step.fill(pairs, frequencies)` stores pairs that were computed elsewhere.
 """
 
 from __future__ import annotations
@@ -30,20 +30,22 @@ from specache_compile.rope_switch import rows_apart
 
 from .records import Graph
 from .rewritten import Rewritten
-from .session import UNCAPTURED, Mode, Progress, Session
+from .session import Mode, Progress, Session
 from .variant import phases, selects, variant_of
 
-# What a pre-decode writes of a layer, and the fetch that it begins.
+# What a pre-decode writes in a layer, and its fetch starts from.
 CHOSEN = ("slots", "slot_index", "wanted")
 
 
 @contextlib.contextmanager
 def opened(session: Session, tokens: int, padding: Tensor | None, causal: bool = False) -> Iterator[Step]:
-    """A step that adds `tokens` to a session's cache. padding [B, ≥ n + tokens]: which tokens are there; None: all.
-    causal: as for `phases`.
+    """A step that adds `tokens` to a session's cache.
 
-    Where the body raises, the session is as it was before the step, which can be taken again; under eviction, and
-    without a host tier, it cannot once it has started.
+    padding: [B, ≥ n + tokens], True for tokens; None if there is no padding.
+    causal: as for `Step.phases`.
+
+    If the body raises, the session is as before the step, which can be repeated. Under eviction, and without a host
+    tier, it cannot be repeated once it has started.
     """
     step = Step(session, tokens)
     try:
@@ -59,8 +61,8 @@ def opened(session: Session, tokens: int, padding: Tensor | None, causal: bool =
 class Step:
     """A step under way.
 
-    front: new tokens of each row that are no tokens, but padding in front of its first.
-    by_lengths: a padding mask says nothing that lengths do not.
+    front: for each row, the new tokens that are padding in front of its first token.
+    by_lengths: the padding mask equals the rows' lengths.
     ran: the phases that have run.
     inside: seconds spent in lowered graphs so far.
     """
@@ -74,9 +76,9 @@ class Step:
 
     @torch.inference_mode(False)
     def begin(self, padding: Tensor | None, causal: bool) -> None:
-        self.session.make_room(self.tokens)
-        self.see(padding, causal)
-        self.point()
+        self.session.reserve(self.tokens)
+        self.update_padding(padding, causal)
+        self.write_cursor()
         session, progress = self.session, self.session.progress
         there = progress.padding[:, 0, 0] if progress.padding is not None and progress.padded else None
         stops = [length + new for length, new in zip(progress.lengths, self.new_tokens, strict=True)]
@@ -84,10 +86,10 @@ class Step:
 
     @property
     def new_tokens(self) -> list[int]:
-        """Those of each row that are tokens."""
+        """New tokens of each row, without padding."""
         return [self.tokens - absent for absent in self.front]
 
-    def point(self) -> None:
+    def write_cursor(self) -> None:
         """Write the cursor."""
         session, lengths = self.session, self.session.progress.lengths
         rows = [
@@ -95,20 +97,20 @@ class Step:
             for length, absent, new in zip(lengths, self.front, self.new_tokens, strict=True)
         ]
         if len(set(rows)) > 1:
-            told = torch.tensor(rows)
-            told = told.pin_memory() if session.cursor.is_cuda else told
-            session.cursor[:, :CURSOR_SIZE].copy_(told, non_blocking=True)
+            values = torch.tensor(rows)
+            values = values.pin_memory() if session.cursor.is_cuda else values
+            session.cursor[:, :CURSOR_SIZE].copy_(values, non_blocking=True)
         else:
             for place, value in enumerate(rows[0]):
-                session.cursor[:, place].fill_(value)  # an assignment would copy it from host memory, and stop the host
+                session.cursor[:, place].fill_(value)  # an assignment would copy from host memory, and block the host
         if session.cursor.is_cuda:
             publish(session.cursor, [row[LENGTH] for row in rows])
 
-    def see(self, padding: Tensor | None, causal: bool) -> None:
-        """Take over the padding outside of the graph, so that a recorded step finds the session's where it was.
+    def update_padding(self, padding: Tensor | None, causal: bool) -> None:
+        """Write the padding mask into the session's buffer, at the address that recorded steps read.
 
-        None: all tokens are there, those too that were no candidates when the slots were chosen. Padding in front of a
-        row's first token becomes its length, where the method allows for such rows, and nothing else hides a token.
+        None means no padding, so tokens that the previous step hid become visible again. If a mask only has padding in
+        front of rows, and the method allows rows of different lengths, it becomes these lengths.
         """
         progress, tiers = self.session.progress, self.session.tiers
         if progress.differ and not causal:
@@ -119,7 +121,7 @@ class Step:
         if padding is None or front is not None:
             self.front, self.by_lengths = front or self.front, padding is not None
             if progress.padded:
-                self.session.choose_again()
+                self.session.forget_selection()
             progress.padded = False
             return
         if progress.differ or tiers.table is not None:
@@ -132,48 +134,46 @@ class Step:
         progress.padding[:, 0, 0, :after].copy_(padding[:, :after])
 
     def phases(self, captured: Phase, causal: bool) -> tuple[Phase, ...]:
-        """The phases that a graph runs now which was captured in the phase `captured`.
+        """The phases that a graph captured in the phase `captured` runs now.
 
-        causal: the graph's masks are causal, and hide nothing but padding besides.
+        causal: the graph's masks hide only later tokens and padding.
 
-        With the option verify nothing but a draft approximates: any other step of one token is an extend. Under lookup
-        a draft's verification is no extend but a widened decode.
+        With the option verify only a draft approximates: any other step of one token runs as an extend. With lookup,
+        verification runs as a widened decode.
         """
         session, options = self.session, self.session.options
         if options.lookup:
             widened = captured is EXTEND and causal and session.mode is Mode.VERIFY
             return (WIDENED,) if widened else phases(captured, options)
         if captured is EXTEND and session.tiers.has_no_host:
-            raise no_host_tier("a call of several tokens behind cached ones")
+            raise no_host_tier("a call of several tokens after the prefill")
         exact = captured.one_token and options.verify is not None and session.mode is not Mode.DRAFT
         return (EXTEND,) if exact else phases(captured, options)
 
-    def forms(self, graph: Graph, arguments: Sequence[Any]) -> list[Rewritten]:
-        """The rewritten graphs to run: that of the phase, and before it a pre-decode where one is needed.
-
-        One is needed where the slots were not chosen for this step, or the guess is missing.
-        """
+    def graphs_to_run(self, graph: Graph, arguments: Sequence[Any]) -> list[Rewritten]:
+        """The rewritten graphs to run: that of the phase, after a pre-decode if slots or speculative token are
+        missing."""
         captured, progress = graph.captured, self.session.progress
         ragged = is_ragged(captured.phase, self.front)
         unpadded = (self.by_lengths and not ragged) or captured.unpadded(arguments)
 
-        def form(phase: Phase) -> Rewritten:
+        def rewritten(phase: Phase) -> Rewritten:
             tiers = self.session.tiers
             in_pages = tiers.table is not None
             variant = variant_of(phase, self.session.options, unpadded, ragged, tiers.capacity, in_pages)
-            return graph.rewrites.form(variant, arguments)
+            return graph.rewrites.compiled_for(variant, arguments)
 
         *before, phase = self.phases(captured.phase, captured.is_causal)
-        last = form(phase)
+        last = rewritten(phase)
         self.session.one_length = reason_for_one_length(captured.is_causal, last)
         if progress.differ or progress.joined:
             check_positions(progress, last)
             self.check_rope()
         chosen = all(progress.ready) and not (last.needs_guess and progress.guess is None)
-        return [*(form(earlier) for earlier in before if not chosen), last]
+        return [*(rewritten(earlier) for earlier in before if not chosen), last]
 
     def check_rope(self) -> None:
-        """SpecacheError where joined rows would have other frequencies than each alone."""
+        """SpecacheError if joined rows would have other RoPE frequencies than each row alone."""
         switch, lengths = self.session.rope_switch, self.session.progress.lengths
         if switch is not None and switch.misfit(
             [length + new for length, new in zip(lengths, self.new_tokens, strict=True)]
@@ -181,36 +181,36 @@ class Step:
             raise rows_apart(switch)
 
     def run(self, graph: Graph, arguments: Sequence[Any]) -> list[Any]:
-        """What the captured graph returns, held tensors in place of the cache."""
-        forms = self.forms(graph, arguments)
-        self.start(forms[-1].variant.phase)
-        *before, last = forms
-        for form in before:
-            self.choose(graph, form, arguments)
-        outputs = self.launch(graph, last, arguments)
+        """The outputs of the captured graph, with held tensors for the cache."""
+        graphs_to_run = self.graphs_to_run(graph, arguments)
+        self.begin_phase(graphs_to_run[-1].variant.phase)
+        *before, last = graphs_to_run
+        for rewritten in before:
+            self.run_pre_decode(graph, rewritten, arguments)
+        outputs = self.run_graph(graph, last, arguments)
         self.finish()
-        for position, (site, part) in forms[-1].held_outputs.items():
+        for position, (site, part) in graphs_to_run[-1].held_outputs.items():
             outputs[position] = self.session.held(site, part)
         return outputs
 
-    def start(self, phase: Phase) -> None:
-        """From here until the end a policy drops pairs, layer by layer; without a host tier rounding loses them.
+    def begin_phase(self, phase: Phase) -> None:
+        """Note that from here on a policy may drop pairs, and rounding loses them without a host tier.
 
-        All that runs is compiled and checked by now.
+        Everything that runs is compiled and checked before.
         """
         session, tiers = self.session, self.session.tiers
         session.half_evicted = bool(tiers.fields("kept")) or tiers.has_no_host
         if phase.over_tiers and session.options.top_k and not selects(session.options):
-            session.queue.wait_for_offloads()  # what the step itself will fetch may still be on its way to the host
+            session.queue.wait_for_offloads()  # pairs that the step will fetch may still be on the way to the host
 
-    def choose(self, graph: Graph, form: Rewritten, arguments: Sequence[Any]) -> None:
-        """A pre-decode. What rows had chosen, and guessed, before others joined them stays theirs."""
+    def run_pre_decode(self, graph: Graph, rewritten: Rewritten, arguments: Sequence[Any]) -> None:
+        """Run a pre-decode. Rows that already have slots and a speculative token keep these."""
         session, progress = self.session, self.session.progress
-        whole = progress.guess is not None or not form.guesses  # a guess that is missing is every row's
+        whole = progress.guess is not None or not rewritten.guesses  # a missing guess is missing for every row
         rows = [row for row, is_ready in enumerate(progress.ready) if is_ready and whole]
         chosen = [{name: state[name][rows] for name in CHOSEN} for state in session.state] if rows else []
         guess = progress.guess
-        self.launch(graph, form, arguments)
+        self.run_graph(graph, rewritten, arguments)
         if not rows:
             return
         session.drain()
@@ -221,38 +221,38 @@ class Step:
             progress.guess = progress.guess.clone()
             progress.guess[rows] = guess[rows]
 
-    def launch(self, graph: Graph, form: Rewritten, arguments: Sequence[Any]) -> list[Any]:
-        """Run one rewritten graph on the session's state, and keep its guess; returns the outputs."""
+    def run_graph(self, graph: Graph, rewritten: Rewritten, arguments: Sequence[Any]) -> list[Any]:
+        """Run one rewritten graph on the session's state, keep its speculative token, and return the other outputs."""
         session = self.session
-        captures = form.capture and form not in graph.uncaptured
+        captures = rewritten.capture and rewritten not in graph.uncaptured
         if captures and not session.capturable:
-            session.tell(UNCAPTURED, not_pinned(graph.captured.mode))
+            session.warn_once(not_pinned(graph.captured.mode))
         captures = captures and session.capturable
-        rows = self.rows_recorded(graph, form, arguments) if captures else session.tiers.batch
-        inputs = self.bind(form.inputs, arguments, rows)
-        if form.rows is not None:
-            inputs = filled_up(inputs, form.rows, session.tiers.batch, rows)
+        rows = self.rows_recorded(graph, rewritten, arguments) if captures else session.tiers.batch
+        inputs = self.bind(rewritten.inputs, arguments, rows)
+        if rewritten.rows is not None:
+            inputs = filled_up(inputs, rewritten.rows, session.tiers.batch, rows)
         start = time.perf_counter()
         if captures:
-            owned = [source.source in ("state", "cursor", "padding") for source in form.inputs]
-            stays = [own or position in form.writes for position, own in enumerate(owned)]
-            give_up = functools.partial(graph.stop_capturing, form)
+            owned = [source.source in ("state", "cursor", "padding") for source in rewritten.inputs]
+            stays = [own or position in rewritten.writes for position, own in enumerate(owned)]
+            give_up = functools.partial(graph.stop_capturing, rewritten)
             device, shape = session.cursor.device, (rows, session.cursor.shape[1])
-            outputs = session.recorded.run(form.run, inputs, stays, device, give_up, session.deferred, shape)
+            outputs = session.recorded.run(rewritten.run, inputs, stays, device, give_up, session.deferred, shape)
             session.statistics.replays = session.recorded.replays
         else:
             session.deferred.make()
-            outputs = list(form.run(*inputs))
+            outputs = list(rewritten.run(*inputs))
         self.inside += time.perf_counter() - start
-        self.ran.append(form.variant.phase)
-        if form.rows is not None:
-            outputs = first_rows(outputs, form.rows, session.tiers.batch)
-        session.progress.guess = outputs.pop() if form.guesses else None
+        self.ran.append(rewritten.variant.phase)
+        if rewritten.rows is not None:
+            outputs = first_rows(outputs, rewritten.rows, session.tiers.batch)
+        session.progress.guess = outputs.pop() if rewritten.guesses else None
         return outputs
 
-    def rows_recorded(self, graph: Graph, form: Rewritten, arguments: Sequence[Any]) -> int:
-        """As many as a form's CUDA graph has, or will have: what their bucket has, where dead rows may fill it up."""
-        live, dims = self.session.tiers.batch, form.rows
+    def rows_recorded(self, graph: Graph, rewritten: Rewritten, arguments: Sequence[Any]) -> int:
+        """Rows of the CUDA graph: those of the bucket if inactive rows may pad the batch, else the batch."""
+        live, dims = self.session.tiers.batch, rewritten.rows
         if dims is None:
             return live
         rows = row_bucket(live, self.session.tiers.most_cursors)
@@ -262,10 +262,9 @@ class Step:
         return rows if all(holds(each, arguments, {dims.number: rows}) for each in dims.assumed) else live
 
     def bind(self, inputs: Sequence[Input], arguments: Sequence[Any], rows: int) -> list[Any]:
-        """The values of a rewritten graph's inputs: the caller's arguments, and the session's state of so many rows, of
-        which some may be dead."""
+        """The inputs of a rewritten graph: the caller's arguments, and the session's state for so many rows."""
         session = self.session
-        state, cursor = session.filled_up(rows)
+        state, cursor = session.padded_to(rows)
         own = {"cursor": cursor, "padding": session.progress.padding, "guess": session.progress.guess}
         values: list[Any] = []
         for source in inputs:
@@ -280,15 +279,17 @@ class Step:
         return values
 
     def counted(self) -> Tensor:
-        """Which lanes a row is not only filled up with, float32 [lanes, B, 1, 1]."""
+        """1.0 for real draft tokens, 0.0 for padding lanes: float32 [lanes, B, 1, 1]."""
         session = self.session
         drafted = session.drafted or (self.tokens - 1,) * session.tiers.batch
         there = torch.arange(self.tokens)[:, None] <= torch.tensor(drafted)
         return there[:, :, None, None].to(session.layers[0].device, torch.float32)
 
     def fill(self, pairs: Sequence[tuple[Tensor, Tensor]], frequencies: Tensor | None) -> None:
-        """Put each site's new keys and values [B, H, T, d] into its tiers, by the ops that a prefill stores with.
-        frequencies: RoPE's, where keys are centered."""
+        """Store each site's new keys and values [B, H, T, d], with the ops of a prefill.
+
+        frequencies: of RoPE, if keys are centered.
+        """
         session = self.session
         padding = session.progress.padding if session.progress.padded else None
         with self.filling() as states:
@@ -302,14 +303,14 @@ class Step:
 
     @contextlib.contextmanager
     def filling(self) -> Iterator[list[LayerState]]:
-        """Within it, what a prefill would leave is put into the layers' state by other means."""
-        self.start(PREFILL)
+        """Within it, other code writes to the layers' state what a prefill would."""
+        self.begin_phase(PREFILL)
         yield self.session.state
         self.ran.append(PREFILL)
         self.finish()
 
     def finish(self) -> None:
-        """The tokens are cached; views of the cache taken before are stale from here on."""
+        """Count the tokens as cached. Earlier views of the cache become stale."""
         session = self.session
         chosen = self.ran[-1].speculates and selects(session.options)
         session.progress.ready = (chosen,) * session.tiers.batch
@@ -319,24 +320,23 @@ class Step:
             copy_stream.release_staging()
 
     def abandon(self) -> None:
-        """Wait out the copies, and bring the tiers back to where they were.
+        """Wait for the copies, and undo the step.
 
-        Under eviction the tiers do not come back: some layers have dropped pairs for the step, and counted its
-        attention.
+        Under eviction it cannot be undone: some layers have dropped pairs and counted the step's attention.
         """
         session = self.session
         session.queue.settle()
         copy_stream.release_staging()
         session.deferred.drop()
-        session.choose_again()
-        session.tiers.take_back(session.progress.lengths)
+        session.forget_selection()
+        session.tiers.undo_step(session.progress.lengths)
 
 
 def padding_in_front(padding: Tensor, lengths: Sequence[int], columns: int, tokens: int) -> tuple[int, ...] | None:
-    """How many of the new tokens of each row a mask [B, ≥ columns + tokens] says are padding in front of its first one;
-    None where it hides others: any behind a row's first, or a cached one. A fake mask hides none.
+    """Padding in front of each row's first new token, from a mask [B, ≥ columns + tokens]; None if the mask hides
+    anything else. A fake mask hides nothing.
 
-    The host waits for the answer.
+    The host waits for the device.
     """
     if isinstance(padding, FakeTensor):
         return (0,) * len(lengths)
@@ -351,44 +351,43 @@ def padding_in_front(padding: Tensor, lengths: Sequence[int], columns: int, toke
 
 
 def is_ragged(phase: Phase, front: Sequence[int]) -> bool:
-    """Whether the attention of a phase must be shown padding that is not stored: the model's own, in a prefill."""
+    """Whether a phase's attention must mask padding that is not stored: only in a prefill."""
     return not phase.has_past and any(front)
 
 
-def reason_for_one_length(causal: bool, form: Rewritten) -> str | None:
-    """Why rows of other lengths than their neighbours' would be refused, whatever the call gives."""
+def reason_for_one_length(causal: bool, rewritten: Rewritten) -> str | None:
+    """Why the graph requires rows of one length, whatever a call passes; None if it does not."""
     if not causal:
         return "the model's masks hide more than padding (ALiBi, say)"
-    if form.counts_positions and form.variant.phase.one_token:
+    if rewritten.counts_positions and rewritten.variant.phase.one_token:
         return "the model counts positions by the cache's columns"
     return None
 
 
-def check_positions(progress: Progress, form: Rewritten) -> None:
-    """SpecacheError where a graph counts positions by columns, and rows have positions of their own."""
-    apart = progress.joined or (form.variant.phase.one_token and progress.longest != progress.length)
-    if form.counts_positions and apart and progress.differ:
+def check_positions(progress: Progress, rewritten: Rewritten) -> None:
+    """SpecacheError if a graph counts positions by columns, and the rows have different positions."""
+    apart = progress.joined or (rewritten.variant.phase.one_token and progress.longest != progress.length)
+    if rewritten.counts_positions and apart and progress.differ:
         raise no_positions()
 
 
 def other_mask() -> SpecacheError:
     return SpecacheError(
-        "the rows of this cache have lengths of their own (specache_compile.lengths), and the attention mask says "
-        "something else: leave it out, or give one that is 0 in front of each row's tokens and 1 behind, as left "
-        "padding is; a model whose masks hide more than padding has no such rows"
+        "the attention mask differs from the lengths of this cache's rows (specache_compile.lengths(cache)). Leave the "
+        "mask out, or pass one that is 0 before each row's first token and 1 from there on. Rows of different lengths "
+        "require a model whose masks hide only padding"
     )
 
 
 def no_positions() -> SpecacheError:
     return SpecacheError(
-        "the rows of this cache have lengths of their own, so that the model cannot count their positions: give it "
-        "position_ids, of one new token specache_compile.lengths(cache)[:, None]"
+        "the rows of this cache have different lengths, so the model cannot count their positions. Pass position_ids; "
+        "for one new token: position_ids=specache_compile.lengths(cache)[:, None]"
     )
 
 
 def not_pinned(mode: str | None) -> str:
-    """The GPU cannot read such a host tier."""
     return (
-        f"mode={mode!r}: no CUDA graph of the decode step: the host tier could not be pinned, so that the host makes "
-        "its copies. Raise the limit on locked memory (ulimit -l), or lower the batch or the context"
+        f"mode={mode!r}: the decode step runs without a CUDA graph: the host tier could not be pinned. Raise the limit "
+        "on locked memory (ulimit -l), or lower the batch or the context"
     )

@@ -1,4 +1,4 @@
-"""Symbolic sizes: their hints while Dynamo compiles, and their values when the graph is called."""
+"""Symbolic sizes: their hints while Dynamo compiles, and their values in a call."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from torch.utils._sympy.numbers import int_oo
 
 
 def new_size(shape_env: ShapeEnv, name: str, hint: int, least: int = 2) -> torch.SymInt:
-    """A symbol for a size that no argument of the graph has. The size is 2 at `least`: torch takes 0 and 1 for
-    constants, and never for a size that is free."""
+    """A symbol for a size that no argument of the graph has, 2 or more: torch treats 0 and 1 as constants."""
     source = ConstantSource(name)
     symbol = shape_env.create_symbol(max(hint, least), source, DimDynamic.DYNAMIC)
     if least > 2:
@@ -27,31 +26,31 @@ def new_size(shape_env: ShapeEnv, name: str, hint: int, least: int = 2) -> torch
 
 
 class SymbolReader:
-    """Knows where each symbol of a captured graph can be read: in which argument, in what of it, in which dimension."""
+    """Finds the value of each symbol of a captured graph in its arguments: in a size, stride or offset."""
 
     def __init__(self, fakes: Sequence[Any]) -> None:
         self.places: dict[sympy.Symbol, tuple[int, Callable[[Any], int]]] = {}
         tensors = [(position, fake) for position, fake in enumerate(fakes) if isinstance(fake, Tensor)]
         for position, fake in enumerate(fakes):
             if isinstance(fake, torch.SymInt):
-                self.learn(fake, position, int)
+                self.add(fake, position, int)
         for position, fake in tensors:
             for dim, size in enumerate(fake.shape):
-                self.learn(size, position, functools.partial(size_of, dim=dim))
+                self.add(size, position, functools.partial(size_of, dim=dim))
         for position, fake in tensors:
             for dim, stride in enumerate(fake.stride()):
-                self.learn(stride, position, functools.partial(stride_of, dim=dim))
-            self.learn(fake.storage_offset(), position, offset_of)
+                self.add(stride, position, functools.partial(stride_of, dim=dim))
+            self.add(fake.storage_offset(), position, offset_of)
 
-    def learn(self, size: Any, position: int, read: Callable[[Any], int]) -> None:
-        """As it was traced, and as what Dynamo has found it equal to."""
+    def add(self, size: Any, position: int, read: Callable[[Any], int]) -> None:
+        """Note the place of a symbol, under its traced name and under the symbol that Dynamo found it equal to."""
         if isinstance(size, torch.SymInt):
             for symbol in (size.node._expr, size.node.expr):
                 if isinstance(symbol, sympy.Symbol):
                     self.places.setdefault(symbol, (position, read))
 
     def hint(self, size: int | torch.SymInt) -> int:
-        """The value that the size had when Dynamo traced it; makes no guard."""
+        """The value that a size had when Dynamo traced it; adds no guard."""
         return size if isinstance(size, int) else int(size.node.hint)
 
     def value(self, size: int | torch.SymInt | sympy.Expr, arguments: Sequence[Any]) -> int:
@@ -66,8 +65,8 @@ class SymbolReader:
     def holds(
         self, statement: sympy.Basic, arguments: Sequence[Any], instead: Mapping[sympy.Symbol, int] | None = None
     ) -> bool:
-        """Whether a statement about sizes that can be read is true of a call with these arguments. instead: values that
-        count in place of theirs."""
+        """Whether a condition on sizes is true in a call with these arguments. instead: values that override the
+        arguments'."""
         given = instead or {}
         symbols = statement.free_symbols
         return is_true(statement, tuple((s, given[s] if s in given else self.read(s, arguments)) for s in symbols))
@@ -81,7 +80,7 @@ class SymbolReader:
 
 
 def as_traced(size: int | torch.SymInt | sympy.Expr) -> int | sympy.Expr:
-    """A size without what holds of it: what a late graph assumes holds for that graph alone."""
+    """A size without the facts that Dynamo has derived: what a late graph assumes is valid for that graph only."""
     return size.node._expr if isinstance(size, torch.SymInt) else size
 
 
@@ -99,5 +98,5 @@ def offset_of(tensor: Tensor) -> int:
 
 @functools.lru_cache(maxsize=1024)
 def is_true(statement: sympy.Basic, values: tuple[tuple[sympy.Symbol, int], ...]) -> bool:
-    """Whether a statement holds of these values; most steps have those of the step before."""
+    """Whether a condition is true for these values; most steps repeat the values of the last one."""
     return bool(statement.xreplace({symbol: sympy.Integer(value) for symbol, value in values}) == sympy.true)

@@ -1,4 +1,4 @@
-"""The tiers behind one cache: the state tensors of its layers, under the options in force, and how they grow."""
+"""The tiers of one cache: the state tensors of its layers, the effective options, and their growth."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from specache_compile.methods.low_bit import LowBitOptions, window_from_host
 from specache_compile.options import MethodOptions
 
 from .break_even import stays_in_16_bits
-from .memory import check_memory, within_memory
-from .ranks import everyones, ranks_here
+from .memory_option import check_memory, within_memory
+from .ranks import gather, ranks_here
 from .state import (
     MEASURE,
     allocate,
@@ -42,45 +42,41 @@ T = TypeVar("T")
 def options_at(
     options: MethodOptions, layers: Sequence[LayerShape], batch: int, prompt: int, tokens: int
 ) -> MethodOptions:
-    """The options in force for a cache of `tokens` tokens that began with a prompt of `prompt` tokens.
+    """The effective options of a cache of `tokens` tokens that began with a prompt of `prompt` tokens.
 
-    The prompt decides the budget, and the bits that fit. Where the tokens are too few to gain, the options are the
-    16-bit ones.
+    The prompt decides the budget and the bits that fit. Caches that are too short to be compressed have the 16-bit
+    options.
     """
-    return in_force(fixed_options(options, layers, batch, prompt), layers, batch, tokens)
+    return effective_options(fixed_options(options, layers, batch, prompt), layers, batch, tokens)
 
 
 def fixed_options(options: MethodOptions, layers: Sequence[LayerShape], batch: int, prompt: int) -> MethodOptions:
-    """The options as a prompt and its rows fix them."""
+    """The options that a prompt and its number of rows determine."""
     return within_memory(options.for_prompt(prompt), layers, batch, prompt)
 
 
-def in_force(
+def effective_options(
     fixed: MethodOptions, layers: Sequence[LayerShape], batch: int, tokens: int, ranks: ProcessGroup | None = None
 ) -> MethodOptions:
-    """The options that hold for so many tokens, from those that a prompt has fixed.
-
-    Ranks decide alike, by lengths alone.
-    """
+    """The effective options for so many tokens, from `fixed_options`. Ranks decide by lengths alone, so all agree."""
     return fixed.in_16_bits if stays_in_16_bits(fixed, layers, batch, tokens, room=ranks is None) else fixed
 
 
 class Tiers:
-    """All tiers of one cache, whatever of them is in use.
+    """All tiers of one cache.
 
-    options: those in force (`options_at`).
-    pending: those that the tiers have yet to move over to; None where they are in force.
-    frequencies: of each layer those of RoPE, by which its keys are centered when they move over; None where none has
-        been seen.
-    ranks: the process group that the model is split over, of whose KV heads these are this rank's.
+    options: the effective options (`options_at`).
+    pending: the requested options, until a 16-bit cache is compressed; else None.
+    frequencies: RoPE's frequencies of each layer, to center its keys when it is compressed; None if unknown.
+    ranks: the process group that the model is split over; these are the KV heads of this rank.
     state: the state tensors of each layer.
-    capacity: tokens that there are places for.
-    room: tokens that the host tier has memory for, of the capacity.
-    allocated: capacity and room that the state's tensors have.
-    sinks_known: tokens among which every row has all its sinks; None where one has yet to find some.
-    table: of rows whose tokens are in pages, where (`paging/paged_tiers.py`); None: in one piece.
+    capacity: tokens that the tensors have places for.
+    room: tokens, of the capacity, with host memory.
+    allocated: capacity and room of the current tensors.
+    sinks_known: a length at which every row has all its sinks; None if some are still to be found.
+    table: page table of rows in pages (`paging/paged_tiers.py`); None for contiguous rows.
 
-    `settle`, where a method takes it, is called before a tensor moves: no copy may be under way then.
+    Methods call their argument `settle` before a tensor moves: then no copy may be under way.
     """
 
     table: Tensor | None = None
@@ -90,7 +86,7 @@ class Tiers:
     ) -> None:
         fixed = fixed_options(options, layers, batch, prompt)
         check_memory(fixed, layers, batch, prompt)
-        self.options = in_force(fixed, layers, batch, prompt, ranks)
+        self.options = effective_options(fixed, layers, batch, prompt, ranks)
         self.pending: MethodOptions | None = fixed if fixed != self.options else None
         self.layers = layers
         self.frequencies: list[Tensor | None] = [None] * len(layers)
@@ -103,16 +99,15 @@ class Tiers:
 
     @property
     def has_no_host(self) -> bool:
-        """Whether the low-bit tier is all that there is of the tokens behind the window."""
+        """Whether tokens that have left the window are only in the low-bit tier."""
         return isinstance(self.options, LowBitOptions) and not self.options.host_tier
 
     def fields(self, name: str) -> list[Tensor]:
-        """One state tensor of each layer that has it."""
+        """The state tensor `name` of each layer that has it."""
         return [layer[name] for layer in self.state if name in layer]
 
     def find_sinks(self, there: Tensor | None, lengths: Sequence[int], stops: Sequence[int]) -> None:
-        """Have each layer know which of a row's tokens are its sinks, of the cached ones, and the new ones up to its
-        stop.
+        """Set which tokens of each row are its sinks, among the cached and new ones up to its stop.
 
         there: as for `sinks.find_sinks`.
         """
@@ -125,21 +120,21 @@ class Tiers:
             for index in indices:
                 find_sinks(index[rows], None if there is None else there[rows], low_bit, stop)
             follows = follows and stop - low_bit >= indices[0].shape[2]
-        # The device is not asked what follows of lengths alone, and a fake has no answer.
+        # Lengths alone decide without a device sync; a fake tensor has no values.
         if follows or isinstance(indices[0], FakeTensor) or all(bool((index >= 0).all()) for index in indices):
             self.sinks_known = min(stops)
 
     def places(self) -> list[tuple[int, torch.Size]]:
-        """Where each state tensor lies, and how large it is; fakes lie nowhere."""
+        """Address and shape of each state tensor; fake tensors have the address 0."""
         every = (tensor for layer in self.state for tensor in layer.values())
         return [(0 if isinstance(tensor, FakeTensor) else tensor.data_ptr(), tensor.shape) for tensor in every]
 
     def runs(self, values: Sequence[T]) -> list[tuple[slice, T]]:
-        """The rows that can be gone through together, with what each of them has."""
+        """Slices of rows with equal values, which can be processed together, with that value."""
         return runs_of(values)
 
     def views(self, site: int, rows: slice) -> LayerState:
-        """What a crop reads and writes of a layer, of rows as `runs` gives them."""
+        """The state of a layer that a crop reads and writes, for rows of `runs`."""
         return rows_of(self.state[site], fields_of(self.options, self.layers[site]), rows)
 
     def pairs(self, site: int, name: str) -> Any:
@@ -147,27 +142,27 @@ class Tiers:
         return self.state[site][name]
 
     def belong_to(self, session: Any) -> None:
-        """What waits for its copies where others may use what these tiers have: nobody does."""
+        """Register the session whose copies must end before others use these buffers; nothing to do here."""
 
-    def let_go(self) -> None:
-        """Have nothing any more; no copy is under way."""
+    def release_state(self) -> None:
+        """Release all tensors. No copy may be under way."""
         self.state = []
 
-    def in_one_piece(self, lengths: Sequence[int]) -> Tiers:
-        """The tiers of rows of these lengths as they are where nothing is in pages: these."""
+    def contiguous(self, lengths: Sequence[int]) -> Tiers:
+        """The rows in contiguous tiers: here these tiers."""
         return self
 
     def bytes_by_tier(self) -> dict[str, int]:
         return bytes_by_tier(self.options, self.layers, self.state, self.room)
 
-    def filled_up(self, rows: int) -> list[LayerState]:
-        """The state with places of so many rows: of `most_cursors` at most, those that are here first."""
+    def padded_to(self, rows: int) -> list[LayerState]:
+        """The state for so many rows, `most_cursors` at most; the rows after the batch are inactive."""
         assert rows == self.batch
         return self.state
 
     @property
     def most_cursors(self) -> int:
-        """Rows that there may be while nothing moves."""
+        """Most rows for which no tensor has to move."""
         return self.batch
 
     def host_bytes(self, tokens: int) -> int:
@@ -177,20 +172,20 @@ class Tiers:
     def move_over(
         self, tokens: int, lengths: Sequence[int], padding: Tensor | None, settle: Callable[[], object]
     ) -> bool:
-        """From 16 bits to the tiers that were asked for, where `tokens` are enough to gain.
+        """Compress a 16-bit cache to the requested options if `tokens` are enough to benefit. Returns whether anything
+        changed.
 
-        The cached tokens, of each row so many, move layer by layer. A move that was stopped half way goes on from there
-        in the next call. Returns whether anything moved.
+        The cached tokens (`lengths`) are compressed layer by layer. The next call resumes an interrupted compression.
         """
         if self.pending is None or not self.state:
             return False
-        grows = tokens > self.capacity and self.ranks is None  # ranks decide alike, by lengths alone
+        grows = tokens > self.capacity and self.ranks is None  # ranks decide by lengths alone
         if stays_in_16_bits(self.pending, self.layers, self.batch, tokens, room=grows):
             return False
         return self.move_now(lengths, padding, settle)
 
     def move_now(self, lengths: Sequence[int], padding: Tensor | None, settle: Callable[[], object]) -> bool:
-        """Likewise, whether there is a gain or not."""
+        """Compress at any length."""
         assert isinstance(self.pending, LowBitOptions)
         settle()
         for number, (layer, frequencies) in enumerate(zip(self.layers, self.frequencies, strict=True)):
@@ -200,11 +195,11 @@ class Tiers:
         return True
 
     def reserve(self, lengths: Sequence[int], new: int, settle: Callable[[], object]) -> bool:
-        """Make room for so many new tokens behind those of each row; what is there stays. Returns whether a tensor has
+        """Allocate room for so many new tokens of each row, and keep the contents. Returns whether a tensor has
         changed.
 
-        Layer by layer, so that one layer's tiers at most are there twice. SpecacheError, before anything has changed,
-        where the host tier would outgrow its budget.
+        Layer by layer, so that at most one layer's tiers exist twice. SpecacheError, before anything has changed, if
+        the host tier would exceed its budget.
         """
         tokens = max(lengths) + new
         self.capacity, self.room = max(self.capacity, bucket(tokens)), max(self.room, room(tokens))
@@ -227,9 +222,9 @@ class Tiers:
         return True
 
     def reserve_ahead(self, tokens: int) -> None:
-        """Have the host tier's memory for so many tokens pinned on a thread.
+        """Pin the host tier's memory for so many tokens on a thread.
 
-        Not where the tier would outgrow its budget, nor where other ranks share the budget.
+        Not if the tier would exceed its budget, nor if other ranks share the budget.
         """
         held, needed = (host_bytes(self.options, self.layers, self.batch, size) for size in (self.room, tokens))
         if self.ranks is None and needed <= allowance(held, self.options.host_memory):
@@ -237,21 +232,21 @@ class Tiers:
                 grow_ahead(host, tokens // SEGMENT)
 
     def check_host_memory(self, tokens: int) -> None:
-        """SpecacheError where the host tier would outgrow its budget at this room, here or on another rank.
+        """SpecacheError if the host tier would exceed its budget at this room, here or on another rank.
 
-        tokens: how many the error names.
+        tokens: the number that the error names.
         """
         held = sum(host[: self.allocated[1] // SEGMENT].nbytes for host in self.fields("host"))
         needed = host_bytes(self.options, self.layers, self.batch, self.room)
-        asked = self.options.host_memory
+        given = self.options.host_memory
         here = ranks_here(self.ranks)
-        every = everyones(self.ranks, (needed, allowance(held, asked, here), here))
+        every = gather(self.ranks, (needed, allowance(held, given, here), here))
         needed, allowed, here = max(every, key=lambda rank: rank[0] - rank[1])
         if needed > allowed:
-            raise no_host_memory(needed, allowed, tokens, self.batch, asked, here)
+            raise no_host_memory(needed, allowed, tokens, self.batch, given, here)
 
     def crop(self, lengths: Sequence[int], before: Sequence[int]) -> None:
-        """Keep of each row the first of `before` tokens, each field as it says."""
+        """Keep the first tokens of each row, of `before`, by each field's `on_crop`."""
         if self.sinks_known is not None and min(lengths) < self.sinks_known:
             self.sinks_known = None
         for rows, (length, cached) in self.runs(list(zip(lengths, before, strict=True))):
@@ -269,7 +264,7 @@ class Tiers:
         self.batch = rows.numel()
 
     def copy(self) -> Tiers:
-        """The same tiers once more; what is measured of them begins anew."""
+        """A copy of the tiers; measurements start at zero."""
         other = copy.copy(self)
         pairs = zip(self.state, self.layers, strict=True)
         other.state = [copied(state, self.options, layer, self.room) for state, layer in pairs]
@@ -279,27 +274,27 @@ class Tiers:
                     state[field.name].zero_()
         return other
 
-    def take_back(self, lengths: Sequence[int]) -> None:
-        """After a step behind these tokens of each row that did not finish: bring the tiers back to where they were.
+    def undo_step(self, lengths: Sequence[int]) -> None:
+        """Undo an unfinished step after these tokens of each row.
 
-        Slots are emptied, and what the step pushed out of the window comes back from the host. Sinks are to be found
-        anew, since the step may have named wrong ones.
+        Slots are emptied, and tokens that the step moved out of the window come back from the host. Sinks are found
+        again, since the step may have set wrong ones.
         """
         self.sinks_known = None
         for slot_index in self.fields("slot_index"):
             slot_index.fill_(-1)
         if isinstance(self.options, LowBitOptions) and not self.has_no_host:
-            for site in range(len(self.state)):  # before a first step there are none
+            for site in range(len(self.state)):  # empty before the first step
                 for rows, length in self.runs(lengths):
                     window_from_host(self.views(site, rows), self.options.low_bit_length(length), length)
 
 
-def no_host_memory(needed: int, allowed: int, tokens: int, batch: int, asked: int | None, ranks: int) -> SpecacheError:
-    limit = "half of what is free" if asked is None else "option host_memory"
+def no_host_memory(needed: int, allowed: int, tokens: int, batch: int, given: int | None, ranks: int) -> SpecacheError:
+    limit = "half of what is free" if given is None else "option host_memory"
     if ranks > 1:
         limit += f", shared by the {ranks} ranks of this machine"
     return SpecacheError(
-        f"the host tier would need {needed / 2**30:.2f} GiB for {tokens:,} tokens x batch {batch}, and may have "
-        f"{allowed / 2**30:.2f} GiB ({limit}). Nothing was lost: the cache holds what it held. Lower the batch or the "
-        "context, free memory, or set host_memory (bytes) higher."
+        f"the host tier would need {needed / 2**30:.2f} GiB for {tokens:,} tokens x batch {batch}, more than its "
+        f"budget of {allowed / 2**30:.2f} GiB ({limit}). The cache is unchanged. Lower the batch or the context, free "
+        "host memory, or raise host_memory (bytes)."
     )

@@ -1,4 +1,4 @@
-"""What a captured graph is rewritten for."""
+"""The variants in which a captured graph is rewritten."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from specache_compile.passes.phase import WIDENED, Phase
 
 @dataclass(frozen=True)
 class Variant:
-    """A phase and a session's options.
+    """A phase with a session's options.
 
-    unpadded: of a graph that takes a padding mask, the form for one that says nothing that the rows' lengths do not.
-    ragged: of a prefill, the form for padding in front of rows, which is not stored.
-    capacity: tokens that the state has room for, where a graph serves one number of them; None: any.
+    unpadded: of a graph with a padding mask, the variant for a mask that equals the rows' lengths.
+    ragged: of a prefill, the variant for padding in front of rows, which is not stored.
+    capacity: tokens of the state, if a graph serves one capacity only; None: any.
     paged: the state's tokens are in pages.
     """
 
@@ -29,18 +29,20 @@ class Variant:
 def variant_of(
     phase: Phase, options: MethodOptions, unpadded: bool, ragged: bool, capacity: int, paged: bool = False
 ) -> Variant:
-    """What serves a state with room for `capacity` tokens."""
-    free = options.capacity_is_free and phase is not WIDENED  # whose choices Inductor sums, in 32 bits if they fit
+    """The variant for a state with room for `capacity` tokens."""
+    # Inductor sums a widened decode's selections, in 32 bits if they fit
+    free = options.capacity_is_free and phase is not WIDENED
     return Variant(phase, options, unpadded, ragged, None if free else capacity, paged)
 
 
 def selects(options: MethodOptions) -> bool:
-    """Whether a decode step selects pairs for the next one: not where each token chooses its own, and guesses none."""
+    """Whether a decode step selects pairs for the next step; not if each token selects its own and none is
+    speculative."""
     chooses_itself = options.correct == "always" and "correct" not in options.disable_passes
     ahead = options.two_lanes or not chooses_itself
     return bool(options.top_k) and ahead and "prefetch" not in options.disable_passes
 
 
 def phases(phase: Phase, options: MethodOptions) -> tuple[Phase, ...]:
-    """The phases that a captured graph of this one is rewritten for."""
+    """The phases that a graph captured in this phase is rewritten for."""
     return (phase.before, phase) if phase.before is not None and selects(options) else (phase,)

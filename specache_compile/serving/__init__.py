@@ -1,1 +1,1 @@
-"""`specache serve`: a compiled checkpoint behind OpenAI's interface; only the command line imports it."""
+"""`specache serve`: a compiled checkpoint behind OpenAI's API; only the command line imports it."""

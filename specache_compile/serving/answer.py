@@ -1,4 +1,4 @@
-"""One answer on its way from the model's thread, which makes it token by token, to the event loop, which sends it."""
+"""One answer, generated token by token on the model's thread and sent by the event loop."""
 
 from __future__ import annotations
 
@@ -20,22 +20,21 @@ from .parts import Parts
 from .stops import Stops
 from .token_bytes import bytes_of
 
-# The prompt's last tokens that a continuation is decoded with: at least as many as a character may have.
+# Last prompt tokens to decode a continuation with: at least as many as a character may have.
 BEFORE = 8
 
 
 class ClientLeft(Exception):
-    """The client has left, so nobody waits for the answer."""
+    """The client has disconnected."""
 
 
 class Stopped(Exception):
-    """The answer has a stop string."""
+    """The answer contains a stop string."""
 
 
 @dataclass(eq=False)
 class Ticket:
-    """One request: its time of arrival (`time.perf_counter`), and whether its client has left, and its
-    answers."""
+    """One HTTP request: its arrival (`time.perf_counter`), whether its client has disconnected, and its answers."""
 
     came: float = field(default_factory=time.perf_counter)
     left: threading.Event = field(default_factory=threading.Event)
@@ -44,17 +43,16 @@ class Ticket:
 
 @dataclass(frozen=True)
 class Question:
-    """What the model is asked.
+    """The input of one generation.
 
-    opening: how many tokens at the prompt's end the template puts before an answer; the next turn may lack them.
-    penalties: for frequency and presence.
-    parser: takes reasoning and tool calls out of an answer; None: nothing does.
-    logprobs: of how many of the likeliest tokens to tell how likely they were; None: of none, nor of the answer's.
-    continued: whether the answer goes on with the prompt's text. Of any other text some tokenizers drop the first
-    space.
-    special: whether special tokens are a part of the text.
-    matcher: llguidance's, of the grammar that the answer follows; None: it is any text.
-    words: of 32 bits, in a mask of the tokens that it allows.
+    opening: tokens at the prompt's end that the template writes before an answer; the next turn may lack them.
+    penalties: frequency and presence penalty.
+    parser: separates reasoning and tool calls from text; None: all is text.
+    logprobs: number of likeliest tokens to report for each token; None: no log-probabilities.
+    continued: the answer continues the prompt's text. At the start of other text some tokenizers drop the first space.
+    special: special tokens are part of the text.
+    matcher: llguidance's matcher of the answer's grammar; None: any text.
+    words: 32-bit words in a mask of allowed tokens.
     """
 
     inputs: Any
@@ -77,13 +75,13 @@ class Question:
 
 @dataclass(frozen=True)
 class Likely:
-    """A token of an answer, or one of the likeliest in its place.
+    """A token of an answer, or one of the likeliest at its place.
 
     token: its id.
-    text: with U+FFFD where the token is a part of a character.
+    text: with U+FFFD if the token is a part of a character.
     logprob: the natural logarithm of its probability.
-    bytes: its own, of UTF-8.
-    likeliest: in its place.
+    bytes: its UTF-8 bytes.
+    likeliest: the likeliest tokens at its place.
     """
 
     token: int
@@ -94,11 +92,11 @@ class Likely:
 
 
 class Answer:
-    """It is given its tokens, the prompt first; `ids` has all of them.
+    """An answer receives its tokens, the prompt first; `ids` has all of them.
 
-    The event loop that made the answer reads its pieces: text, reasoning and tool calls.
+    The event loop that created it reads its pieces: text, reasoning and tool calls.
 
-    reused: tokens of the prompt that a session had.
+    reused: prompt tokens that a session had cached.
     """
 
     def __init__(self, ticket: Ticket, question: Question, tokenizer: Any, metrics: Metrics) -> None:
@@ -108,59 +106,59 @@ class Answer:
         self.stops = Stops(question.stop)
         self.loop, self.queue = asyncio.get_running_loop(), asyncio.Queue[Any]()
         self.rust, self.parts = tokenizer._tokenizer, Parts(question.parser)
-        # A parser goes by special tokens.
+        # A parser needs special tokens.
         self.decoder = DecodeStream([], skip_special_tokens=self.parts.plain and not question.special)
         ends = question.config.eos_token_id
         self.ends = set(ends if isinstance(ends, list) else [ends])
 
     @property
-    def said(self) -> int:
+    def generated(self) -> int:
         """Tokens of the answer."""
         return max(0, len(self.ids) - self.prompt)
 
     @property
     def finish(self) -> str:
         ended = self.stops.found or self.ids[-1] in self.ends
-        return "length" if not ended and self.said >= (self.question.config.max_new_tokens or 0) else "stop"
+        return "length" if not ended and self.generated >= (self.question.config.max_new_tokens or 0) else "stop"
 
     def put(self, tokens: Tensor) -> None:
-        """More tokens. ClientLeft and Stopped end them."""
+        """Append tokens. Raises ClientLeft or Stopped when generation must end."""
         new = tokens.flatten().tolist()
         if not self.prompt:
-            self.prompt, self.ids = len(new), new  # in this order: others ask for `said` meanwhile
+            self.prompt, self.ids = len(new), new  # in this order, since other threads read `generated` meanwhile
             if self.question.continued:
                 self.decoder = DecodeStream(new[-BEFORE:], skip_special_tokens=not self.question.special)
         else:
-            self.say(new)
+            self.append(new)
         if self.ticket.left.is_set():
             raise ClientLeft
 
     def note(self, token: int, known: Logprobs) -> None:
-        """How likely the token was that `put` gets next. As at OpenAI, the one that ends a text has no place."""
+        """Send the log-probabilities of the token that `put` gets next. Like at OpenAI, the stop token has none."""
         if token not in self.ends:
             likeliest = tuple(self.likely(other, value) for other, value in known.likeliest)
-            self.send([self.likely(token, known.said, likeliest)])
+            self.send([self.likely(token, known.chosen, likeliest)])
 
     def likely(self, token: int, logprob: float, likeliest: tuple[Likely, ...] = ()) -> Likely:
         text = self.text_of(token)
         return Likely(token, text, logprob, bytes_of(self.rust, token, text), likeliest)
 
     def text_of(self, token: int) -> str:
-        """Behind the token before: of a text's first token some decoders drop the space."""
+        """The token's text after the token before it: some decoders drop the space of a first token."""
         before = self.ids[-1:]
         had, whole = (self.rust.decode(ids, skip_special_tokens=False) for ids in (before, [*before, token]))
         return str(whole.removeprefix(had))
 
-    def say(self, tokens: list[int]) -> None:
-        if not self.said:
+    def append(self, tokens: list[int]) -> None:
+        if not self.generated:
             self.metrics.first_token.observe(time.perf_counter() - self.ticket.came)
-            self.send(self.parts.opened())  # not earlier: a client would take it for a token
+            self.send(self.parts.opened())  # not earlier, since a client would count it as a token
         for token in tokens:
             self.ids.append(token)
             self.metrics.generated_tokens.inc()
             text = "" if token in self.ends else self.decoder.step(self.rust, token) or ""
             # As in vLLM, a stop string before `min_tokens` is text.
-            self.send_text(self.stops.feed(text, self.said > (self.question.config.min_new_tokens or 0)))
+            self.send_text(self.stops.feed(text, self.generated > (self.question.config.min_new_tokens or 0)))
             if self.stops.found:
                 raise Stopped
 
@@ -181,8 +179,10 @@ class Answer:
             self.loop.call_soon_threadsafe(self.queue.put_nowait, piece)
 
     async def pieces(self) -> AsyncIterator[Any]:
-        """Yield text, `ReasoningText` and `ToolCall` as they come, before them the `Likely` of their tokens. Raises
-        the generation's exception."""
+        """Yield text, `ReasoningText` and `ToolCall` as they come, each after the `Likely` of its tokens.
+
+        Raises the generation's exception.
+        """
         while (piece := await self.queue.get()) is not None:
             if isinstance(piece, Exception):
                 raise piece

@@ -13,7 +13,7 @@ from transformers.utils.chat_parsing import ResponseParser
 from .structured import COMPACT, SPACED
 
 REASONING = {"<think>": "</think>\n\n", "[THINK]": "[/THINK]"}
-# What a template writes before an answer is no part of the answer, except the marker that opens its reasoning.
+# A template's text before an answer is not part of the answer, except the marker that opens its reasoning.
 ANCHOR = {"start_anchor_pattern": r"\A(?:(?!<think>|\[THINK\]).)*"}
 TEXT = {"content": "text"}
 CALLS: dict[str, Any] = {"content": "json", "repeats": True}
@@ -33,10 +33,10 @@ class CallFormat:
     """The format in which a family of models writes tool calls.
 
     template: a pattern of the chat templates that use it.
-    marker: a token that begins a call; "": none does.
-    before, after: the text around a call's arguments, behind the marker. NAME stands for the function's name.
+    marker: a token that begins a call; "": none.
+    before, after: the text around a call's arguments, after the marker. NAME stands for the function's name.
     fields: the parts of an answer, as in transformers' response templates.
-    others: what else may follow the marker.
+    others: other texts that may follow the marker.
     """
 
     template: str
@@ -52,7 +52,7 @@ HARMONY = CallFormat(
     marker="<|channel|>",
     before="commentary to=functions.NAME <|constrain|>json<|message|>",
     after="",  # <|call|> ends the answer
-    # The last one's function is named before the marker, where text is free.
+    # The last format names its function before the marker, in free text.
     others=tuple(f"{header}<|message|>" for header in ("analysis", "final", "commentary", "commentary json")),
     fields={
         "reasoning_content": {
@@ -69,7 +69,7 @@ HARMONY = CallFormat(
             "transform": function(),
             **CALLS,
         },
-        # Headers of text for the user are dropped, as ends are. Preambles, in the channel commentary, are text too.
+        # Headers of text for the user are dropped, as are ends. Preambles, in the channel commentary, are text.
         "content": {
             "close_pattern": r"(?:<\|start\|>assistant)?<\|channel\|>(?:final|commentary)"
             r"\s*(?:<\|constrain\|>\w+\s*)?<\|message\|>|<\|(?:end|return)\|>",
@@ -116,7 +116,7 @@ LLAMA = CallFormat(
     after="}",
     fields={
         "tool_calls": {
-            # At the answer's beginning, behind the marker of code, or behind another call.
+            # At the start of the answer, after the marker of code, or after another call.
             "open_pattern": r"(?:\A\s*(?:<\|python_tag\|>)?|<\|python_tag\|>|(?<=\}\s*;))\s*(?=" + LLAMA_CALL + ")",
             "close_pattern": r";(?=\s*" + LLAMA_CALL + r")|<\|e[om][mt]_id\|>",
             "transform": WHOLE,
@@ -144,18 +144,18 @@ FORMATS = (HARMONY, MISTRAL, MISTRAL_LIST, LLAMA, HERMES)
 
 
 def format_of(tokenizer: Any) -> CallFormat | None:
-    """The format that the tokenizer's chat template shows; None: it shows none of these."""
+    """The call format that the tokenizer's chat template uses; None if it is unknown."""
     template = str(getattr(tokenizer, "chat_template", None))
     return next((form for form in FORMATS if re.search(form.template, template, re.DOTALL)), None)
 
 
 def parser_of(tokenizer: Any, model: Any, prompt: str, opening: str, tools: Any) -> ResponseParser | None:
-    """The parser of an answer; None where the answer is text.
+    """The parser of an answer; None if the answer is text.
 
     Args:
         prompt: the whole prompt.
         opening: the end of the prompt that the template writes before an answer.
-        tools: that the model may call; None: it may call none.
+        tools: tools that the model may call; None: none.
     """
     known = get_response_template(tokenizer, model)
     if known is not None:
@@ -169,10 +169,11 @@ def parser_of(tokenizer: Any, model: Any, prompt: str, opening: str, tools: Any)
 def grammar_of_call(
     tokenizer: Any, form: CallFormat, opening: str, functions: list[dict[str, Any]], schema: dict[str, Any] | None
 ) -> str:
-    """The grammar of an answer that calls one of these functions, each as in a request.
+    """The grammar of an answer that calls one of these functions.
 
+    functions: as in a request.
     opening: the end of the prompt that the template writes before an answer. Reasoning that it opens is closed.
-    schema: of JSON that the answer may be instead of a call; None: it is a call.
+    schema: of JSON that the answer may be instead of a call; None: it must be a call.
     """
     closed = "".join(end for begin, end in REASONING.items() if opening.rstrip().endswith(begin))
     start = f"start: {terminals(tokenizer, closed)} ({terminals(tokenizer, form.marker)} call"
@@ -181,7 +182,7 @@ def grammar_of_call(
 
 
 def grammar_of_text(tokenizer: Any, form: CallFormat, functions: list[dict[str, Any]]) -> str | None:
-    """The grammar of any answer in which a begun call is one of these functions; None: no token begins calls."""
+    """The grammar of any text in which each call is one of these functions; None if no token begins calls."""
     known = added_tokens(tokenizer)
     if form.marker not in known:
         return None

@@ -1,4 +1,4 @@
-"""A conversation: a cache and its tokens. A prompt that begins with these tokens goes on from the cache."""
+"""A conversation: a cache and its tokens. A prompt with this prefix continues the cache."""
 
 from __future__ import annotations
 
@@ -16,16 +16,18 @@ from specache_compile.runtime.state import device_total, fields_of
 
 @dataclass(eq=False)
 class Conversation:
-    """ids: int64 [n], the cache's tokens.
-    asked: how many of them are the last request's, without the template's opening of the answer.
+    """A cached conversation.
+
+    ids: int64 [n], the cache's tokens.
+    request_length: how many of them belong to the last request, without the template's opening of the answer.
     crops: whether the cache can drop its last tokens.
-    nbytes: its bytes of the host's and of the device's memory, as of the last `note`.
-    changes: how often the model had changed when it was taken.
+    nbytes: bytes on the host and on the device, at the last `note`.
+    changes: number of changes of the model when the conversation was taken.
     """
 
     ids: Tensor
     cache: DynamicCache
-    asked: int = 0
+    request_length: int = 0
     crops: bool = True
     nbytes: dict[str, int] = field(default_factory=dict)
     changes: int = 0
@@ -41,21 +43,21 @@ class Conversation:
             self.ids = self.ids[:n]
 
 
-def begun(model: Any, changes: int = 0) -> Conversation:
-    """An empty conversation with a model that has changed so often."""
+def new_conversation(model: Any, changes: int = 0) -> Conversation:
+    """An empty conversation. changes: number of changes of the model so far."""
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
     return Conversation(torch.empty(0, dtype=torch.int64, device="cpu"), cache, changes=changes)
 
 
 def shared(ids: Tensor, prompt: Tensor) -> int:
-    """The number of tokens that both begin with."""
+    """The length of the common prefix."""
     n = min(len(ids), len(prompt))
     different = (ids[:n] != prompt[:n]).nonzero()
     return int(different[0]) if len(different) else n
 
 
 def can_crop(cache: DynamicCache) -> bool:
-    """Whether all layers can drop their last tokens: no sliding window has dropped others, and nothing was evicted."""
+    """Whether all layers can drop their last tokens: no sliding window and no eviction has dropped others."""
     session = session_of(cache)
     if any(type(layer) is not DynamicLayer for layer in cache.layers):
         return False
@@ -65,7 +67,7 @@ def can_crop(cache: DynamicCache) -> bool:
 
 
 def bytes_of(cache: DynamicCache) -> dict[str, int]:
-    """Bytes of a cache on the host and on the device. On a CPU all are the host's."""
+    """Bytes of a cache on the host and on the device. On a CPU all are on the host."""
     session = session_of(cache)
     plain = [x for layer in cache.layers for x in tensors_of(layer) if getattr(x, "handle", None) is None]
     host, device = 0, sum(x.nbytes for x in plain)
@@ -77,6 +79,6 @@ def bytes_of(cache: DynamicCache) -> dict[str, int]:
 
 
 def tensors_of(layer: Any) -> Iterator[Tensor]:
-    """A layer's keys and values, or the states of linear attention, which are in dicts."""
+    """A layer's keys and values, and the states of linear attention, which are in dicts."""
     for value in vars(layer).values():
         yield from (x for x in (value.values() if isinstance(value, dict) else [value]) if isinstance(x, Tensor))

@@ -1,4 +1,4 @@
-"""Requests run through the model, each on its conversation: rows of one batch."""
+"""Runs requests through the model, each on its conversation, as rows of one batch."""
 
 from __future__ import annotations
 
@@ -18,28 +18,30 @@ from specache_compile.runtime.session import session_of
 from specache_compile.runtime.stats import stats
 
 from .answer import Answer, Question, Ticket
+from .answer_rows import AnswerRows
 from .conversation import Conversation, can_crop
 from .conversations import Conversations
 from .metrics import Metrics
-from .model import ServedModel
-from .rows import RowsOfAnswers
+from .served_model import ServedModel
 
 log = logging.getLogger(__name__)
 
-# The most tokens of an answer where a request does not say.
+# Most tokens of an answer whose request sets no limit.
 ANSWER = 1024
-STOPPING = "the server is being stopped: ask again when it is back"
+STOPPING = "the server is stopping. Send the request again later"
 
 
 class Generation:
-    """The queue before one model and its worker, a single thread: recorded steps belong to one thread."""
+    """The queue of one model and its thread. It is a single thread, since recorded steps belong to one."""
 
     def __init__(
         self, served: ServedModel, conversations: Conversations, metrics: Metrics, longest: int, queue: int, rows: int,
         memory: Mapping[str, Any],
     ) -> None:  # fmt: skip
-        """rows: answers that are made together, at most.
-        memory: what a `Batch` of them may have, with the conversations whose pages they share."""
+        """rows: most answers that are generated together.
+
+        memory: arguments of the `Batch`, whose pages conversations share.
+        """
         self.model, self.tokenizer = served.model, served.tokenizer
         self.conversations, self.metrics = conversations, metrics
         self.longest, self.queue = longest, queue
@@ -47,7 +49,7 @@ class Generation:
         self.waiting: list[Answer] = []
         self.open: set[Answer] = set()
         self.stopping = False
-        self.rows = RowsOfAnswers(
+        self.rows = AnswerRows(
             self.model, rows, self.taken, self.keep, self.ended, {**memory, "give_up": conversations.give_up}
         )
         self.under_way = False
@@ -66,7 +68,7 @@ class Generation:
         return sum(not answer.ticket.left.is_set() for answer in list(self.waiting))
 
     def begin(self, ticket: Ticket, question: Question) -> Answer:
-        """Queue a request and return its future answer. HTTPException where it is too long, or too many are waiting."""
+        """Queue a request and return its answer. HTTPException if it is too long, or too many are waiting."""
         config, prompt = question.config, question.tokens
         room, least = self.longest - prompt, config.max_new_tokens or config.min_new_tokens or 1
         if prompt == 0:
@@ -77,7 +79,7 @@ class Generation:
         if self.stopping:
             raise HTTPException(503, STOPPING)
         if self.queued() >= self.queue:
-            raise HTTPException(503, f"{self.queue} requests wait already", headers={"Retry-After": "1"})
+            raise HTTPException(503, f"{self.queue} requests are waiting. Retry later", headers={"Retry-After": "1"})
         config.max_new_tokens = config.max_new_tokens or max(least, min(ANSWER, room))
         answer = Answer(ticket, question, self.tokenizer, self.metrics)
         self.waiting.append(answer)
@@ -88,10 +90,10 @@ class Generation:
     def arrive(self, answer: Answer) -> None:
         """Queue an answer for a row, on the model's thread."""
         self.rows.arrived.append(answer)
-        self.go_on_turning()
+        self.submit_turn()
 
-    def go_on_turning(self) -> None:
-        """Turn by turn, so that other work of the thread comes between them."""
+    def submit_turn(self) -> None:
+        """Submit the next turn, so that other work of the thread runs between turns."""
         if self.rows.busy and not self.under_way:
             self.under_way = True
             self.submit(self.turn)
@@ -106,10 +108,10 @@ class Generation:
         finally:
             self.metrics.running.set(len(self.rows.running))
             self.under_way = False
-            self.go_on_turning()
+            self.submit_turn()
 
     def taken(self, answer: Answer) -> Conversation:
-        """The conversation that an answer goes on from."""
+        """The conversation that an answer continues."""
         self.waiting.remove(answer)
         question = answer.question
         conversation = self.conversations.take(question.inputs["input_ids"][0].cpu())
@@ -124,24 +126,24 @@ class Generation:
         self.open.discard(answer)
 
     def keep(self, conversation: Conversation, answer: Answer) -> None:
-        """Keep the conversation as it is after a generation, for the next turn."""
+        """Keep the conversation after a generation, for the next turn."""
         session = session_of(conversation.cache)
         if session is not None:
             self.count(session.statistics)
         held = conversation.cache.get_seq_length()
-        unsaid = held - len(answer.ids)
-        if unsaid > 0 and can_crop(conversation.cache):  # a step ran before the stop was found
-            conversation.cache.crop(-unsaid)
-            held -= unsaid
-        conversation.asked = min(answer.prompt - answer.question.opening, held)
+        surplus = held - len(answer.ids)
+        if surplus > 0 and can_crop(conversation.cache):  # a step ran before the stop was found
+            conversation.cache.crop(-surplus)
+            held -= surplus
+        conversation.request_length = min(answer.prompt - answer.question.opening, held)
         conversation.ids = torch.tensor(answer.ids[:held], dtype=torch.int64, device="cpu")
         if held and held == len(conversation.ids):
             self.conversations.put(conversation)
             self.submit(self.conversations.trim)  # saving to disk is slow, and no answer waits for it
 
     def forget_prefixes(self) -> None:
-        """Forget what is cached for later requests: prompts' prefixes and conversations. For code in this process that
-        syncs weights in a way that the key does not see (`Batch.forget_prefixes`)."""
+        """Drop the cached prompt prefixes and conversations. Call it after writes to weights that the model's key does
+        not show (`Batch.forget_prefixes`)."""
 
         def forget() -> None:
             self.rows.batch.forget_prefixes()
@@ -150,7 +152,7 @@ class Generation:
         self.submit(forget).result()
 
     def count_all(self, used: list[Statistics]) -> None:
-        """Count what sessions have moved that no step uses any more, since rows have joined or left."""
+        """Count the copied bytes of sessions that no step uses any more, because rows have joined or left."""
         still = {id(statistics) for statistics in used}
         for statistics in self.used:
             if id(statistics) not in still:
@@ -158,7 +160,7 @@ class Generation:
         self.used = used
 
     def count(self, statistics: Statistics) -> None:
-        """Count the bytes that a session has moved since the last count."""
+        """Count the bytes that a session has copied since the last count."""
         moved = (sum(int(count) for count in [*statistics.fetched, *statistics.corrected]), statistics.bytes_to_host)
         for to, now, before in zip(("device", "host"), moved, self.counted.get(statistics, (0, 0)), strict=True):
             self.metrics.moved_bytes.labels(to).inc(max(0, now - before))
@@ -172,12 +174,12 @@ class Generation:
         return self.thread.submit(work)
 
     def end_all(self) -> None:
-        """End all answers that are still waited for, on the event loop."""
+        """End all unfinished answers, on the event loop."""
         self.stopping = True
         for answer in list(self.open):
             answer.fail(HTTPException(503, STOPPING))
 
     def stop(self) -> None:
-        """Stop after the queued requests. Conversations go to disk if there is a folder."""
+        """Stop after the queued requests. Conversations are saved if there is a folder."""
         self.submit(self.rows.end_all).result()
         self.submit(self.conversations.close).result()

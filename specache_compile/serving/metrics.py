@@ -1,4 +1,4 @@
-"""The figures of `/metrics`, in Prometheus's text form."""
+"""The figures of `/metrics`, in Prometheus's text format."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 
 
 class Metrics:
-    """The figures of one server, in a registry of its own. Sizes are in bytes, times in seconds."""
+    """The figures of one server, in its own registry. Sizes are in bytes, times in seconds."""
 
     def __init__(self) -> None:
         own = self.registry = CollectorRegistry()

@@ -1,4 +1,4 @@
-"""The parts of an answer: text, reasoning and tool calls, by the response template of the model."""
+"""The parts of an answer: text, reasoning and tool calls, by the model's response template."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 class Parts:
-    """unread: text that is in no part yet.
-    plain: all further text is one part. So it is without a parser, and after text that the parser cannot read (a tool
-    call that is no JSON or was cut short).
+    """Splits an answer's text into parts.
+
+    unread: text that is in no part yet.
+    plain: all further text is one part: without a parser, or after text that the parser cannot read (for example a tool
+        call that is not JSON or is cut short).
     """
 
     def __init__(self, parser: Any) -> None:
@@ -40,7 +42,7 @@ class Parts:
             try:
                 events = self.parser.feed(letter) if letter else self.parser.finalize()[1]
                 pieces += pieces_of(events)
-            except (ValueError, KeyError, TypeError):  # a model has written the text: it may be anything
+            except (ValueError, KeyError, TypeError):  # a model has written the text, so it may be anything
                 self.parser = None
             else:
                 self.note(events)
@@ -58,7 +60,7 @@ class Parts:
 
 
 def pieces_of(events: list[dict[str, Any]]) -> Iterator[Any]:
-    """Text, `ReasoningText` and `ToolCall`s of a parser's events. Raises where a call has no name or no arguments."""
+    """Text, `ReasoningText` and `ToolCall`s of a parser's events. Raises for a call without a name or arguments."""
     for event in events:
         field = event["field"]
         if event["type"] == "region_close" and field == "tool_calls":

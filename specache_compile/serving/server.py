@@ -1,4 +1,4 @@
-"""The routes, and the frame of each request: its ticket, its errors in OpenAI's format, the count of its status."""
+"""The routes, and the handling of each request: its ticket, errors in OpenAI's format, and metrics."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from specache_compile.errors import SpecacheError
 from .answer import Question, Ticket
 from .generation import Generation
 from .interface.questions import chat, completion, numbered
-from .interface.replies import ChatReply, Reply, told_error
+from .interface.replies import ChatReply, Reply, error_body
 from .interface.requests import Body, ChatBody, CompletionBody
 from .metrics import Metrics
-from .model import ServedModel
+from .served_model import ServedModel
 
 log = logging.getLogger(__name__)
-# Bytes of a request's body: enough for a text of a million tokens.
+# Bytes of a request's body, enough for a text of a million tokens.
 LARGEST_BODY = 16 << 20
-# nginx's status for a client that has left.
+# nginx's status for a client that has disconnected.
 CLIENT_LEFT = 499
-# Seconds for requests to end by themselves when the server is stopped.
+# Seconds that requests may take to end when the server stops.
 STOPPING = 5
 
 
@@ -44,10 +44,10 @@ def application(
 ) -> FastAPI:
     """The server's routes.
 
-    key: what a request to /v1 must bear; None: nothing.
+    key: the API key that requests to /v1 must send; None: none.
 
-    names: the host names that requests may use, where the server listens for this machine alone; None: any. A web page
-    whose own name resolves to this machine would use another name and is refused.
+    names: host names that requests may use, if the server listens for this machine only; None: any. A web page whose
+        own name resolves to this machine uses another name, and is rejected.
     """
 
     @asynccontextmanager
@@ -64,17 +64,17 @@ def application(
     name, began = served.name, int(time.time())
     its_name = {"id": name, "object": "model", "created": began, "owned_by": "specache"}
 
-    def is_here(asked: str | None) -> None:
-        if asked not in (None, name):
-            raise HTTPException(404, f"no model {asked!r} here: this server has {name!r}")
+    def is_here(requested: str | None) -> None:
+        if requested not in (None, name):
+            raise HTTPException(404, f"model {requested!r} does not exist: this server has {name!r}")
 
     async def replied(request: Request, body: Body, question: Question, kind: type[Reply]) -> Any:
         if body.ignored:
             log.info("ignored: %s", ", ".join(body.ignored))
         ticket, answers = request.state.ticket, body.n or 1
-        begun = [generation.begin(ticket, numbered(question, index)) for index in range(answers)]
-        ticket.answers.extend(begun)
-        reply = kind(name, begun)
+        begun_answers = [generation.begin(ticket, numbered(question, index)) for index in range(answers)]
+        ticket.answers.extend(begun_answers)
+        reply = kind(name, begun_answers)
         if body.stream:
             return reply.stream(body.stream_options.usage if body.stream_options else "none")
         return await while_waited_for(request, reply.whole())
@@ -93,9 +93,9 @@ def application(
     def models() -> dict[str, Any]:
         return {"object": "list", "data": [its_name]}
 
-    @app.get("/v1/models/{asked:path}")
-    def model(asked: str) -> dict[str, Any]:
-        is_here(asked)
+    @app.get("/v1/models/{requested:path}")
+    def model(requested: str) -> dict[str, Any]:
+        is_here(requested)
         return its_name
 
     @app.api_route("/health", methods=["GET", "HEAD"])
@@ -103,18 +103,18 @@ def application(
         return {"status": "ok"}
 
     @app.get("/metrics")
-    def tell() -> Response:
+    def current_metrics() -> Response:
         return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     app.add_exception_handler(StarletteHTTPException, refused)
     app.add_exception_handler(RequestValidationError, malformed)
-    app.add_exception_handler(SpecacheError, refused)  # without a traceback: the message is enough
+    app.add_exception_handler(SpecacheError, refused)  # without a traceback, since the message is enough
     app.add_exception_handler(Exception, refused)
     return app
 
 
 async def while_waited_for(request: Request, work: Awaitable[Any]) -> Any:
-    """The result of `work`, or as soon as the client has left a response that nobody reads."""
+    """The result of `work`, or a response that nobody reads as soon as the client has left."""
     task, gone = asyncio.ensure_future(work), asyncio.ensure_future(disconnected(request))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -130,8 +130,8 @@ async def disconnected(request: Request) -> None:
 
 
 class StoppedInTime(Server):
-    """A server that tells the clients of unfinished answers of its stop, after STOPPING seconds. uvicorn alone would
-    cancel their tasks, which ends a stream without a word and with a traceback."""
+    """A server that ends unfinished answers with an error STOPPING seconds after its stop. uvicorn would cancel their
+    tasks, which ends a stream without an error message."""
 
     def __init__(self, config: Config, generation: Generation) -> None:
         super().__init__(config)
@@ -143,25 +143,24 @@ class StoppedInTime(Server):
 
 
 class Keyed:
-    """ASGI middleware: whoever asks under /v1 without the server's key gets 401."""
+    """ASGI middleware: requests under /v1 without the server's key get status 401."""
 
     def __init__(self, app: ASGIApp, key: str) -> None:
-        self.app, self.wanted = app, f"Bearer {key}".encode()
+        self.app, self.expected = app, f"Bearer {key}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"].startswith("/v1/"):
             given = dict(scope["headers"]).get(b"authorization", b"")
-            if not hmac.compare_digest(given, self.wanted):
-                status, told = told_error(
-                    HTTPException(401, "this server wants its --api-key: Authorization: Bearer KEY")
+            if not hmac.compare_digest(given, self.expected):
+                status, error = error_body(
+                    HTTPException(401, "this server requires its API key. Send Authorization: Bearer KEY")
                 )
-                return await JSONResponse(told, status)(scope, receive, send)
+                return await JSONResponse(error, status)(scope, receive, send)
         return await self.app(scope, receive, send)
 
 
 class Tickets:
-    """ASGI middleware: each request gets a ticket, which ends with its answer in every case, and a bound for its
-    body."""
+    """ASGI middleware: gives each request a ticket, which ends with the request, and limits its body."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self.app, self.metrics = app, metrics
@@ -189,7 +188,7 @@ class Tickets:
 
         try:
             await self.app(scope, bounded, watched)
-        except Exception:  # answered by an outer handler
+        except Exception:  # an outer handler responds
             status, ended = 500, True
             raise
         finally:
@@ -198,21 +197,21 @@ class Tickets:
                 self.metrics.left.inc()
             else:
                 self.metrics.requests.labels(status).inc()
-            log.info("%s", told_request(scope, status if ended else CLIENT_LEFT, ticket))
+            log.info("%s", log_line(scope, status if ended else CLIENT_LEFT, ticket))
 
 
-def told_request(scope: Scope, status: int, ticket: Ticket) -> str:
+def log_line(scope: Scope, status: int, ticket: Ticket) -> str:
     """A line of the log."""
-    tokens = sum(answer.said for answer in ticket.answers)
+    tokens = sum(answer.generated for answer in ticket.answers)
     return f"{scope['method']} {scope['path']} {status} {time.perf_counter() - ticket.came:.2f} s, {tokens} tokens"
 
 
 async def refused(request: Request, exception: Any) -> JSONResponse:
-    status, told = told_error(exception)
-    return JSONResponse(told, status, getattr(exception, "headers", None))
+    status, error = error_body(exception)
+    return JSONResponse(error, status, getattr(exception, "headers", None))
 
 
 async def malformed(request: Request, exception: Any) -> JSONResponse:
-    """The error for a body that is no JSON or has wrong fields, each named with its place."""
+    """The error for a body that is not JSON or has wrong fields, each with its place."""
     faults = (f"{'.'.join(map(str, fault['loc'][1:])) or 'body'}: {fault['msg']}" for fault in exception.errors())
     return await refused(request, HTTPException(400, "; ".join(faults)))

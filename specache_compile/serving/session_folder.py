@@ -1,14 +1,14 @@
-"""Sessions that did not fit into memory, in a folder; a later server goes on with them.
+"""Sessions that do not fit into memory, in a folder; a later server continues them.
 
-folder/
-  .lock                   one server at a time
-  session-3f9c.../        what `save` writes, and
-    tokens.json           the conversation's tokens; written last: a folder without it is half a session
+.lock                              one server at a time
+session-3f9c.../                   the files of `save`
+session-3f9c.../tokens.json        the conversation's tokens, written last: without it a session is incomplete
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 import uuid
 from dataclasses import dataclass
@@ -20,29 +20,30 @@ from filelock import FileLock, Timeout
 from torch import Tensor
 
 from specache_compile.caches.saving import load, save
-from specache_compile.errors import SpecacheError, warn
+from specache_compile.errors import SpecacheError
 
 from .conversation import Conversation
 
+log = logging.getLogger(__name__)
 TOKENS = "tokens.json"
-# Matches folders of sessions and nothing else that the folder may hold.
+# Matches folders of sessions only.
 SESSION_FOLDER = "session-" + "[0-9a-f]" * 32
 
 
 @dataclass(frozen=True, eq=False)
 class Saved:
-    """A conversation on disk; `ids`, `asked` and `crops` as in memory."""
+    """A conversation on disk; `ids`, `request_length` and `crops` as in memory."""
 
     folder: Path
     ids: Tensor
-    asked: int
+    request_length: int
     crops: bool
     nbytes: int
 
 
 class SessionFolder:
-    """A server's folder of at most `most` bytes, the least recently used session first. SpecacheError where another
-    server uses the folder or it cannot be written."""
+    """A server's folder of at most `most` bytes, the least recently used session first. SpecacheError if another server
+    uses it or it cannot be written."""
 
     def __init__(self, root: Path, most: int) -> None:
         self.root, self.most = root, most
@@ -58,31 +59,35 @@ class SessionFolder:
         self.trim()
 
     def put(self, conversation: Conversation) -> bool:
-        """Save it as the most recently used. False, with a warning, where it cannot be saved."""
+        """Save it as the most recently used. False, with a warning in the log, where it cannot be saved."""
         folder = self.root / f"session-{uuid.uuid4().hex}"
-        told = {"asked": conversation.asked, "crops": conversation.crops, "ids": conversation.ids.tolist()}
+        described = {
+            "asked": conversation.request_length, "crops": conversation.crops, "ids": conversation.ids.tolist()
+        }  # fmt: skip
         try:
             save(conversation.cache, folder)
-            (folder / TOKENS).write_text(json.dumps(told))
-        except Exception as error:  # no memory for the copy, for example: eviction goes on
-            warn(not_kept(error))
+            (folder / TOKENS).write_text(json.dumps(described))
+        except Exception as error:  # no memory for the copy, for example: eviction continues
+            log.warning("%s", not_kept(error))
             shutil.rmtree(folder, ignore_errors=True)
             return False
-        saved = Saved(folder, conversation.ids, conversation.asked, conversation.crops, size_of(folder))
+        saved = Saved(folder, conversation.ids, conversation.request_length, conversation.crops, size_of(folder))
         self.saved.append(saved)
         self.trim()
         return True
 
     def read(self, saved: Saved, model: Any, leave: bool) -> Conversation | None:
-        """The conversation; leave: it leaves the folder. Where it cannot be read it is removed: None, with a
-        warning."""
+        """The conversation; None, with a warning in the log, where it cannot be read, which removes it.
+
+        leave: remove it from the folder.
+        """
         self.saved.remove(saved)
         try:
-            conversation = Conversation(saved.ids, load(saved.folder, model), saved.asked, saved.crops)
+            conversation = Conversation(saved.ids, load(saved.folder, model), saved.request_length, saved.crops)
         except Exception as error:  # a file of another version, for example
-            warn(not_kept(error))
+            log.warning("%s", not_kept(error))
             conversation, leave = None, True
-        if leave:  # files that are mapped stay readable
+        if leave:  # mapped files stay readable
             shutil.rmtree(saved.folder, ignore_errors=True)
         else:
             self.saved.append(saved)
@@ -106,13 +111,13 @@ class SessionFolder:
 
 
 def found(root: Path) -> list[Saved]:
-    """The sessions of an earlier server, oldest first. Incomplete sessions are deleted."""
+    """The sessions of an earlier server, the oldest first. Incomplete sessions are deleted."""
     left: dict[Saved, float] = {}
     for folder in root.glob(SESSION_FOLDER):
         try:
-            told = json.loads((folder / TOKENS).read_text())
-            ids = torch.tensor(told["ids"], dtype=torch.int64, device="cpu")
-            saved = Saved(folder, ids, int(told["asked"]), bool(told["crops"]), size_of(folder))
+            described = json.loads((folder / TOKENS).read_text())
+            ids = torch.tensor(described["ids"], dtype=torch.int64, device="cpu")
+            saved = Saved(folder, ids, int(described["asked"]), bool(described["crops"]), size_of(folder))
             left[saved] = (folder / TOKENS).stat().st_mtime
         except (OSError, ValueError, KeyError, TypeError):
             shutil.rmtree(folder, ignore_errors=True)
@@ -124,15 +129,14 @@ def size_of(folder: Path) -> int:
 
 
 def folder_is_served(folder: Path) -> SpecacheError:
-    return SpecacheError(f"another server keeps its sessions in {folder}: give this one a folder of its own")
+    return SpecacheError(f"--session-folder {folder}: another server uses this folder. Give another one")
 
 
 def no_session_folder(folder: Path, error: OSError) -> SpecacheError:
     return SpecacheError(
-        f"--session-folder {folder}: sessions cannot be kept there ({error.strerror}): give a folder that can be "
-        "written to"
+        f"--session-folder {folder}: this folder cannot be written ({error.strerror}). Give another one"
     )
 
 
 def not_kept(error: Exception) -> str:
-    return f"a session is not kept, and its conversation's next turn is read from its beginning: {error}"
+    return f"a session is not kept, so the next turn of its conversation is prefilled whole: {error}"

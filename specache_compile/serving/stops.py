@@ -1,4 +1,4 @@
-"""Ends an answer before its first stop string, however tokens split that string."""
+"""Ends an answer before its first stop string, however the tokens split that string."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 
 class Stops:
-    """Text passes through, except what may begin a stop string; that is withheld until more text comes.
+    """Passes text through, but withholds what may begin a stop string until more text comes.
 
-    found: whether there was a stop string; the text behind it is dropped.
+    found: whether there was a stop string; the text after it is dropped.
     """
 
     def __init__(self, strings: Sequence[str]) -> None:
@@ -17,7 +17,7 @@ class Stops:
     def feed(self, text: str, heeded: bool = True) -> str:
         """The text that may be sent after `text`. heeded: whether a stop string that `text` completes counts."""
         text = self.withheld + text
-        # The string that is complete first, so that the pieces of the text do not matter.
+        # The string that is complete first, independent of how the text is split.
         ends = [(at + len(string), at) for string in self.strings if (at := text.find(string)) >= 0]
         if ends and heeded:
             self.found, self.withheld = True, ""
@@ -28,5 +28,5 @@ class Stops:
 
 
 def overlap(text: str, string: str) -> int:
-    """The number of characters at the end of `text` that `string` begins with."""
+    """Number of characters at the end of `text` that `string` begins with."""
     return next((n for n in range(min(len(text), len(string) - 1), 0, -1) if text.endswith(string[:n])), 0)

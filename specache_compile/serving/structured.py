@@ -1,4 +1,4 @@
-"""Answers that follow a grammar: llguidance computes which tokens may come next."""
+"""Answers with a grammar: llguidance computes the allowed next tokens."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from llguidance.torch import fill_next_token_bitmask
 from torch import Tensor
 from transformers import LogitsProcessor
 
-# JSON without free spaces: a model could generate spaces for ever.
+# JSON without optional spaces, which a model could generate without end.
 COMPACT = {"whitespace_flexible": False}
-# The spaces with which models are trained to write calls: json.dumps's.
+# The spaces in the calls that models are trained on: those of json.dumps.
 SPACED = {**COMPACT, "item_separator": ", ", "key_separator": ": "}
 
 
@@ -31,12 +31,12 @@ def matcher_of(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
 
 
 class Constraint(LogitsProcessor):
-    """Only the tokens that the grammar allows. It can be called again for fewer tokens: drafts may be refused.
+    """Allows only the tokens of the grammar. It may be called again with fewer tokens, since drafts may be rejected.
 
-    Tokens outside the grammar, or behind its end, raise a RuntimeError and leave the matcher as it was.
+    Tokens outside the grammar, or after its end, raise a RuntimeError and leave the matcher unchanged.
 
-    prompt: how many tokens come before the answer.
-    words: of 32 bits, in a mask of all tokens.
+    prompt: number of tokens before the answer.
+    words: 32-bit words in a mask of all tokens.
     """
 
     def __init__(self, matcher: LLMatcher, prompt: int, words: int) -> None:
@@ -54,14 +54,14 @@ class Constraint(LogitsProcessor):
         allowed = torch.nn.functional.pad(allowed, (0, max(0, size - len(allowed))))[:size]
         return scores.masked_fill(~allowed.to(scores.device), -torch.inf)
 
-    def advance(self, said: list[int]) -> None:
+    def advance(self, tokens: list[int]) -> None:
         """Bring the matcher to these tokens of the answer."""
-        pairs = zip(said, self.read, strict=False)
-        same = next((place for place, (new, old) in enumerate(pairs) if new != old), min(len(said), len(self.read)))
+        pairs = zip(tokens, self.read, strict=False)
+        same = next((place for place, (new, old) in enumerate(pairs) if new != old), min(len(tokens), len(self.read)))
         if same < len(self.read):
             self.matcher.rollback(len(self.read) - same)
         # consume_tokens would leave the matcher in an error that no rollback ends.
-        consumed = self.matcher.try_consume_tokens(said[same:])
-        self.read = said[: same + consumed]
-        if self.read != said:
-            raise RuntimeError(f"token {said[len(self.read)]} is outside the grammar, behind {len(self.read)} others")
+        consumed = self.matcher.try_consume_tokens(tokens[same:])
+        self.read = tokens[: same + consumed]
+        if self.read != tokens:
+            raise RuntimeError(f"token {tokens[len(self.read)]} is outside the grammar, after {len(self.read)} others")

@@ -1,4 +1,4 @@
-"""The bytes of a token that may be a part of a character."""
+"""The bytes of a token, which may be a part of a character."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 def byte_table() -> dict[str, int]:
-    """The byte of each character in which a byte-level tokenizer writes its tokens: GPT-2's table."""
+    """The byte of each character with which a byte-level tokenizer writes its tokens: GPT-2's table."""
     printed = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(0x100) if byte not in printed]
     return {chr(byte): byte for byte in printed} | {chr(0x100 + place): byte for place, byte in enumerate(others)}
@@ -24,7 +24,7 @@ def bytes_of(tokenizer: Any, token: int, text: str) -> bytes:
     Args:
         tokenizer: of the library tokenizers.
         token: its id.
-        text: as it is decoded behind the token before it.
+        text: its text when decoded after the token before it.
     """
     written = tokenizer.id_to_token(token) or ""
     if byte := BYTE.fullmatch(written):

@@ -1,1 +1,1 @@
-"""What a process has compiled, kept for the next one, which then traces nothing."""
+"""Stored compilations: the traces of one process, for later processes that then trace nothing."""

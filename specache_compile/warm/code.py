@@ -22,7 +22,7 @@ import torch
 PLAIN = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis))
 PRINTED = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
 NAMED = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
-# Code of torch and Python, whose versions are in the environment.
+# Code of torch and Python, whose versions are in the environment key.
 VERSIONED = ("<frozen ", str(Path(torch.__file__).parent), sysconfig.get_path("stdlib"))
 
 
@@ -47,7 +47,7 @@ def members_of(module: ModuleType) -> Iterator[tuple[str, Any]]:
     """A module's values and the attributes of its classes, with their names."""
     for name, value in list(vars(module).items()):
         if name.startswith("__") and not name.endswith("__"):
-            continue  # Dynamo adds these to the module whose function it has compiled
+            continue  # Dynamo adds these to the module of a function that it compiles
         yield name, value
         if inspect.isclass(value) and value.__module__ == module.__name__:
             yield from ((f"{name}.{member}", attribute) for member, attribute in list(vars(value).items()))
@@ -106,17 +106,17 @@ def modules_of(codes: Iterable[CodeType], classes: Iterable[type]) -> dict[str, 
 
     None where no module contains a code object.
     """
-    wanted = set(codes)
+    remaining = set(codes)
     files = {file: name for name, module in list(sys.modules.items()) if (file := getattr(module, "__file__", None))}
-    names = {name for code in wanted if (name := files.get(code.co_filename))}
+    names = {name for code in remaining if (name := files.get(code.co_filename))}
     names |= {base.__module__ for each in classes for base in each.__mro__}
-    wanted -= {code for name in names for code in codes_of(sys.modules[name])}
-    wanted = {code for code in wanted if not code.co_filename.startswith(VERSIONED)}
-    for name in sorted(sys.modules) if wanted else ():  # a dataclass generates methods, which have no file
-        if name.startswith("transformers.") and (here := codes_of(sys.modules[name])) & wanted:
+    remaining -= {code for name in names for code in codes_of(sys.modules[name])}
+    remaining = {code for code in remaining if not code.co_filename.startswith(VERSIONED)}
+    for name in sorted(sys.modules) if remaining else ():  # a dataclass generates methods, which have no file
+        if name.startswith("transformers.") and (here := codes_of(sys.modules[name])) & remaining:
             names.add(name)
-            wanted -= here
-    return None if wanted else {name: module_hash(sys.modules[name]) for name in sorted(names)}
+            remaining -= here
+    return None if remaining else {name: module_hash(sys.modules[name]) for name in sorted(names)}
 
 
 def codes_of(module: ModuleType) -> set[CodeType]:

@@ -1,9 +1,8 @@
 """Dynamo's guards of one trace as data.
 
-torch serialises most guards: those on tensors, shapes, the cache's layers, the config's values, grad mode. Guards on
-object identity, and guards on globals, are stored with a description of the object (`code.py: described`). Another
-process compares the description with its own object and rebuilds the guard, so that Dynamo checks it in every call.
-A trace with a guard that has no description is not stored.
+torch serialises most guards. Guards on object identity and on globals are stored with a description of the object
+(`code.py: described`). Another process compares it with its own object and rebuilds the guard, so that Dynamo checks it
+in every call. A trace with a guard that has no description is not stored.
 """
 
 from __future__ import annotations
@@ -153,7 +152,7 @@ def arguments_of(local_scope: Mapping[str, Any]) -> list[Any]:
 def state_of(data: bytes) -> Any:
     with tracing(TracingContext(None)):  # a guard's name of an import requires an active trace
         state = UNPICKLER(io.BytesIO(data)).load()
-    # Guards compare the marks of held tensors, which torch does not store.
+    # Guards compare the marks of held tensors, which torch does not trace_folder.
     layers = [layer for value in arguments_of(state.output_graph.local_scope) for layer in getattr(value, "layers", ())]
     for tensor in (value for layer in layers for value in vars(layer).values() if isinstance(value, HeldTensor)):
         torch._dynamo.maybe_mark_dynamic(tensor, (0, 2))

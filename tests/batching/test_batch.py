@@ -1,4 +1,4 @@
-"""`Batch`: requests that join and leave say what each says alone, within the bytes they may have."""
+"""`Batch`: requests that start and end at any step generate what each generates alone, within the memory budget."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 import specache_compile as sc
 from conftest import greedy, prompt, tiny_llama
-from specache_compile.batching.admission import OVERTAKEN, next_to_begin
-from specache_compile.batching.memory import Bytes, in_rows
+from specache_compile.batching.admission import OVERTAKEN, next_to_start
+from specache_compile.batching.batch_memory import Bytes, upper_bound
 from specache_compile.batching.request import End, Request
-from specache_compile.caches.rows import drop
+from specache_compile.caches.joining import drop
 from specache_compile.errors import SpecacheError
 from specache_compile.runtime.session import Session
 
@@ -44,7 +44,7 @@ ASKED: list[tuple[int, dict[str, Any]]] = [
 ]
 
 
-def test_how_likely_what_is_said_was_is_told_where_asked(model: Any) -> None:
+def test_requested_logprobs_are_those_of_the_generated_tokens(model: Any) -> None:
     """As the full cache finds it, where nothing is lost."""
     batch = sc.Batch(model)
     told, silent = (batch.add(prompt(20, seed=1), max_new_tokens=4, logprobs=n) for n in (3, None))
@@ -52,14 +52,14 @@ def test_how_likely_what_is_said_was_is_told_where_asked(model: Any) -> None:
     assert not silent.logprobs
     with torch.no_grad():
         known = tiny_llama()(told.ids).logits[0].log_softmax(-1)[19:-1]
-    for place, token, one in zip(known, told.said, told.logprobs, strict=True):
-        assert one.said == pytest.approx(float(place[token]), abs=1e-5)
+    for place, token, one in zip(known, told.generated, told.logprobs, strict=True):
+        assert one.chosen == pytest.approx(float(place[token]), abs=1e-5)
         assert dict(one.likeliest) == pytest.approx(
             {i: float(place[i]) for i in place.topk(3).indices.tolist()}, abs=1e-5
         )
 
 
-def test_each_request_says_what_it_says_alone(model: Any) -> None:
+def test_each_request_generates_what_it_generates_alone(model: Any) -> None:
     """In the default setting, which is lossy: beside others that come, end and are removed at any time."""
     alone = []
     for length, asked in ASKED:
@@ -68,7 +68,7 @@ def test_each_request_says_what_it_says_alone(model: Any) -> None:
         batch.run()
         alone.append(request)
     assert [request.end for request in alone] == [End.LENGTH, End.LENGTH, End.LENGTH, End.STOP, End.LENGTH]
-    assert 3 <= len(alone[3].said) < 30
+    assert 3 <= len(alone[3].generated) < 30
 
     batch, chance, requests = sc.Batch(model, chunk=CHUNK), random.Random(1), list[Request]()
     removed = batch.add(prompt(100, seed=50), max_new_tokens=100)
@@ -79,12 +79,12 @@ def test_each_request_says_what_it_says_alone(model: Any) -> None:
             requests.append(batch.add(prompt(length, seed=length), **asked))
         for request, token in batch.step():
             heard.setdefault(request, []).append(token)
-        if len(removed.said) == 6:
+        if len(removed.generated) == 6:
             batch.remove(removed)
-    assert (removed.end, len(removed.said)) == (End.REMOVED, 6)
+    assert (removed.end, len(removed.generated)) == (End.REMOVED, 6)
     for request, expected in zip(requests, alone, strict=True):
-        assert (request.said, request.end) == (expected.said, expected.end)
-        assert heard[request] == request.said
+        assert (request.generated, request.end) == (expected.generated, expected.end)
+        assert heard[request] == request.generated
     assert not batch.groups
 
 
@@ -95,7 +95,7 @@ def test_rows_that_are_dropped_have_their_memory_no_more(model: Any) -> None:
     batch.run()
     tiers = batch.memory.tiers_of(kept.cache)
     assert tiers is not None
-    places = [weakref.ref(x) for own in tiers.all_places for name, x in own.items() if name not in MEASURED]
+    places = [weakref.ref(x) for own in tiers.all_rows for name, x in own.items() if name not in MEASURED]
     assert all(place() is not None for place in places)
     drop(kept.cache)
     assert all(place() is None for place in places)
@@ -104,14 +104,14 @@ def test_rows_that_are_dropped_have_their_memory_no_more(model: Any) -> None:
 def test_several_may_leave_between_two_steps(model: Any) -> None:
     batch, alone = sc.Batch(model, chunk=CHUNK), sc.Batch(model, chunk=CHUNK)
     requests = [batch.add(prompt(40, seed=seed), max_new_tokens=20) for seed in range(4)]
-    while len(requests[3].said) < 5:
+    while len(requests[3].generated) < 5:
         batch.step()
     batch.remove(requests[2])
     batch.take(requests[0])
     expected = [alone.add(prompt(40, seed=seed), max_new_tokens=20) for seed in (1, 3)]
     batch.run()
     alone.run()
-    assert [request.said for request in (requests[1], requests[3])] == [request.said for request in expected]
+    assert [request.generated for request in (requests[1], requests[3])] == [request.generated for request in expected]
 
 
 def test_a_request_that_is_taken_goes_on_where_it_was(model: Any) -> None:
@@ -121,15 +121,17 @@ def test_a_request_that_is_taken_goes_on_where_it_was(model: Any) -> None:
     whole.run()
     parted.add(prompt(20, seed=7), max_new_tokens=100)
     first = parted.add(prompt(80, seed=6), max_new_tokens=20)
-    while len(first.said) < 12:
+    while len(first.generated) < 12:
         parted.step()
     cache = parted.take(first)
     assert cache is not None
     assert cache.get_seq_length() == 80 + 11  # the last token has not been read
-    second = parted.add(torch.cat([prompt(80, seed=6)[0], torch.tensor(first.said)]), cache=cache, max_new_tokens=8)
+    second = parted.add(
+        torch.cat([prompt(80, seed=6)[0], torch.tensor(first.generated)]), cache=cache, max_new_tokens=8
+    )
     while second.end is None:
         parted.step()
-    assert first.said + second.said == expected.said
+    assert first.generated + second.generated == expected.generated
 
 
 class Failing(LogitsProcessor):
@@ -150,9 +152,9 @@ def test_a_request_that_fails_ends_alone(model: Any, tokens: int) -> None:
     good = batch.add(prompt(40), max_new_tokens=6)
     bad = batch.add(prompt(30), max_new_tokens=6, logits_processor=LogitsProcessorList([Failing(tokens)]))
     batch.run()
-    assert (bad.end, len(bad.said)) == (End.FAILED, tokens - 30)
+    assert (bad.end, len(bad.generated)) == (End.FAILED, tokens - 30)
     assert str(bad.error) == "no token is good enough"
-    assert good.said == greedy(model, prompt(40), 6)[0, 40:].tolist()
+    assert good.generated == greedy(model, prompt(40), 6)[0, 40:].tolist()
 
 
 def live(batch: sc.Batch) -> Bytes:
@@ -160,7 +162,7 @@ def live(batch: sc.Batch) -> Bytes:
     pool = batch.memory.pool
     assert pool is not None
     pages = [(name, tensor) for state in pool.state for name, tensor in state.items()]
-    tiers = [session.tiers.all_places for session in pool.sessions]
+    tiers = [session.tiers.all_rows for session in pool.sessions]
     places = [x for layers in tiers for layer in layers for name, x in layer.items() if name not in MEASURED]
     host = sum(tensor.nbytes for name, tensor in pages if name == "host")
     return Bytes(sum(tensor.nbytes for _, tensor in pages) - host + sum(x.nbytes for x in places), host)
@@ -174,7 +176,7 @@ def test_bytes_stay_within_the_budget_and_are_those_predicted(model: Any) -> Non
     first.add(prompt(40), max_new_tokens=1)
     first.step()
     ends, rows = [600, 300, 300, 900], 4
-    room = in_rows(first.options, first.memory.layers, rows, CHUNK, ends[:2])
+    room = upper_bound(first.options, first.memory.layers, rows, CHUNK, ends[:2])
     batch = sc.Batch(model, rows=rows, chunk=CHUNK, device_memory=room.device, host_memory=room.host)
     requests = [batch.add(prompt(20, seed=end), max_new_tokens=end - 20) for end in ends]
     for turn in range(12):
@@ -184,15 +186,15 @@ def test_bytes_stay_within_the_budget_and_are_those_predicted(model: Any) -> Non
         assert pool.bound == 5  # of 256 tokens
         assert pool.held <= 5
         assert room.holds(live(batch))
-        assert len(batch.saying) <= 2
+        assert len(batch.decoding) <= 2
         if turn == 8:
-            assert [request.stage.name for request in requests] == ["SAYING", "SAYING", "WAITING", "WAITING"]
+            assert [request.stage.name for request in requests] == ["DECODE", "DECODE", "WAITING", "WAITING"]
             assert pool.held == 2
             for request in requests[:2]:
                 batch.remove(request)
             assert pool.held == 0
     assert {requests[2], requests[3]} >= set(batch.open) != set()
-    with pytest.raises(SpecacheError, match=r"a request of 9,000 tokens needs 36 pages of 256 tokens, and there are 5"):
+    with pytest.raises(SpecacheError, match="9,000 tokens needs 36 pages of 256 tokens, and the pool has 5"):
         batch.add(prompt(8990), max_new_tokens=10)
 
 
@@ -201,7 +203,7 @@ def test_caches_that_are_kept_and_beginnings_are_within_the_budget(model: Any) -
     first = sc.Batch(model, chunk=chunk)
     first.add(prompt(40), max_new_tokens=1)
     first.step()
-    room = in_rows(first.options, first.memory.layers, rows, chunk, [302] * 2 * rows, kept=rows)
+    room = upper_bound(first.options, first.memory.layers, rows, chunk, [302] * 2 * rows, kept=rows)
     batch = sc.Batch(model, rows=rows, chunk=chunk, device_memory=room.device, host_memory=room.host, kept=rows)
     kept = [batch.add(prompt(300, seed=seed), max_new_tokens=2, keep=True) for seed in range(rows)]
     batch.run()
@@ -209,14 +211,14 @@ def test_caches_that_are_kept_and_beginnings_are_within_the_budget(model: Any) -
     others = [batch.add(prompt(300, seed=rows + seed), max_new_tokens=2) for seed in range(rows)]
     while batch.open:
         batch.step()
-        assert len(batch.reading) <= 1
+        assert len(batch.prefilling) <= 1
         assert room.holds(live(batch))
     assert len(batch.memory.prefixes.kept) == rows
     assert [request.end for request in others] == [End.LENGTH] * rows
 
 
 def test_a_beginning_that_was_read_once_is_shared_page_by_page(model: Any) -> None:
-    """By who comes while it is there, and later; each says what it says alone, and nothing is left behind."""
+    """By requests that come while it is there, and later; each generates what it generates alone, and no page leaks."""
     begins, chunk = prompt(600, seed=9)[0], 128
     prompts = [torch.cat([begins[:520], prompt(length, seed=length)[0]]) for length in (30, 90, 10)]
     expected = []
@@ -227,11 +229,11 @@ def test_a_beginning_that_was_read_once_is_shared_page_by_page(model: Any) -> No
         alone.run()
     batch = sc.Batch(model, chunk=chunk)
     requests = [batch.add(prompts[0], max_new_tokens=6)]
-    while not requests[0].said:
+    while not requests[0].generated:
         batch.step()
     requests.append(batch.add(prompts[1], max_new_tokens=6))
     batch.step()
-    assert requests[1].read == 512 + 98  # the last tokens alone have been read
+    assert requests[1].prefilled == 512 + 98  # the last tokens alone have been read
     pool = batch.memory.pool
     assert pool is not None
     assert pool.held == 2 + 1 + 1  # of three pages each, two are shared
@@ -239,7 +241,7 @@ def test_a_beginning_that_was_read_once_is_shared_page_by_page(model: Any) -> No
     requests.append(batch.add(prompts[2], max_new_tokens=6))
     batch.run()
     for request, other in zip(requests, expected, strict=True):
-        assert request.said == other.said
+        assert request.generated == other.generated
     while batch.memory.prefixes.drop_oldest():
         pass
     assert pool.held == 0
@@ -257,10 +259,10 @@ def test_a_beginning_that_other_weights_have_read_is_not_gone_on_from() -> None:
         model.lm_head.weight.add_(0.1)
     request = batch.add(ids, max_new_tokens=2)
     batch.step()
-    assert request.read == 128, "it is read from its first token on"
+    assert request.prefilled == 128, "it is read from its first token on"
 
 
-def test_of_requests_that_all_hold_what_the_others_need_one_reads_its_prompt_anew(model: Any) -> None:
+def test_if_waiting_requests_hold_all_pages_one_is_prefilled_again(model: Any) -> None:
     """Next turns of conversations that fill the memory, all at once: nobody is refused."""
     few = sc.Batch(model, chunk=128, rows=4)
     first = [few.add(prompt(300, seed=seed)[0], max_new_tokens=4, keep=True) for seed in (1, 2, 3)]
@@ -281,7 +283,7 @@ def waiting(*lengths: int) -> list[Any]:
 
 def test_who_came_first_begins_first_and_is_overtaken_eight_times_at_most() -> None:
     def begins(queue: list[Any], left: int) -> Any:
-        return next_to_begin(queue, lambda request: request.longest <= left)
+        return next_to_start(queue, lambda request: request.longest <= left)
 
     small = waiting(200, 200)
     assert begins(small, 512) is small[0]
@@ -293,17 +295,17 @@ def test_who_came_first_begins_first_and_is_overtaken_eight_times_at_most() -> N
     assert begins(queue[1:], 512) is queue[1]
 
 
-def test_what_a_batch_cannot_do_is_refused_in_words(model: Any) -> None:
+def test_unsupported_requests_raise(model: Any) -> None:
     batch = sc.Batch(model)
-    with pytest.raises(ValueError, match="max_new_tokens: say how many"):
+    with pytest.raises(ValueError, match="max_new_tokens is missing"):
         batch.add(prompt(8))
     with pytest.raises(ValueError, match="num_beams=4: a request is one row"):
         batch.add(prompt(8), max_new_tokens=3, num_beams=4)
-    with pytest.raises(ValueError, match="no arguments about a text: stopping"):
+    with pytest.raises(ValueError, match="unknown arguments: stopping"):
         batch.add(prompt(8), max_new_tokens=3, stopping=1)
     with pytest.raises(ValueError, match="the prompt has 0 tokens"):
         batch.add(prompt(0), max_new_tokens=3)
-    with pytest.raises(SpecacheError, match="not compiled by the backend"):
+    with pytest.raises(SpecacheError, match="not compiled with the backend"):
         sc.Batch(tiny_llama())
     assert not batch.open
 
@@ -315,7 +317,7 @@ def test_what_a_batch_cannot_do_is_refused_in_words(model: Any) -> None:
     ids=["pairs are dropped", "a layer is not held"],
 )
 def test_rows_that_do_not_join_say_their_tokens_all_the_same(options: dict[str, Any]) -> None:
-    """Each has tiers of its own, and no place in pages."""
+    """Each has contiguous tiers, and no pages."""
     alone = tiny_llama()
     alone.compile(backend="specache", options=options)
     batch = sc.Batch(alone)
@@ -324,10 +326,10 @@ def test_rows_that_do_not_join_say_their_tokens_all_the_same(options: dict[str, 
     assert batch.memory.layers
     assert batch.memory.pool is None
     for length, request in zip((60, 20), requests, strict=True):
-        assert request.said == greedy(alone, prompt(length, seed=length), 5)[0, length:].tolist()
+        assert request.generated == greedy(alone, prompt(length, seed=length), 5)[0, length:].tolist()
 
 
-def test_a_step_that_fails_behind_some_rows_loses_none_of_what_they_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_fails_after_some_rows_loses_none_of_their_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     dropping = tiny_llama()
     dropping.compile(backend="specache", options={"method": "snapkv", "budget": 48, "window": 16, "lowering": "eager"})
     batch = sc.Batch(dropping)
@@ -335,7 +337,7 @@ def test_a_step_that_fails_behind_some_rows_loses_none_of_what_they_said(monkeyp
     told: list[tuple[Any, int]] = []
     while len(batch.groups) < 2:
         told += batch.step()
-    ask, group = batch.ask, batch.groups[1]
+    ask, group = batch.call_model, batch.groups[1]
 
     def fail(tokens: Tensor, positions: Tensor, cache: Any, *more: Any) -> Any:
         if cache is group.cache:
@@ -343,14 +345,14 @@ def test_a_step_that_fails_behind_some_rows_loses_none_of_what_they_said(monkeyp
         return ask(tokens, positions, cache, *more)
 
     with monkeypatch.context() as patch:
-        patch.setattr(batch, "ask", fail)
+        patch.setattr(batch, "call_model", fail)
         with pytest.raises(RuntimeError, match="planted"):
             batch.step()
     while batch.open:
         told += batch.step()
     for request in requests:
         assert request.end is End.LENGTH
-        assert [token for whose, token in told if whose is request] == request.said
+        assert [token for whose, token in told if whose is request] == request.generated
 
 
 def test_a_request_that_keeps_its_cache_has_it_when_it_is_over(model: Any) -> None:
@@ -370,7 +372,7 @@ def test_rows_whose_copies_have_failed_can_be_taken_out(model: Any, monkeypatch:
 
     batch = sc.Batch(model, chunk=CHUNK)
     first, second, third = (batch.add(prompt(40, seed=seed), max_new_tokens=9) for seed in (1, 2, 3))
-    while len(batch.saying) < 3:
+    while len(batch.decoding) < 3:
         batch.step()
     monkeypatch.setattr(Session, "check_copies", failed)
     with pytest.raises(SpecacheError, match="a copy failed"):

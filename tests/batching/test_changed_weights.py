@@ -48,9 +48,9 @@ def generated(batch: sc.Batch) -> tuple[list[int], bool]:
     """The tokens of a request, and whether its first tokens came from a prefix."""
     request = batch.add(IDS, max_new_tokens=8)
     batch.step()
-    from_prefix = request.read > CHUNK
+    from_prefix = request.prefilled > CHUNK
     batch.run()
-    return request.said, from_prefix
+    return request.generated, from_prefix
 
 
 def uncompiled(model: Any) -> list[int]:
@@ -104,5 +104,5 @@ def test_prefixes_are_forgotten_on_request_where_no_sample_shows_a_write(model: 
     table[IDS, 1:31] -= 6.0
     batch.forget_prefixes()
     batch.run()
-    assert len(running.said) == 8
+    assert len(running.generated) == 8
     assert generated(batch) == (uncompiled(model), False)

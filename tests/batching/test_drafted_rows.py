@@ -1,4 +1,5 @@
-"""Rows that draft (options verify and lookup) say what each says one token a step, whoever is beside them."""
+"""Rows that draft (options verify and lookup) generate what each generates one token a step, whatever rows are beside
+them."""
 
 from __future__ import annotations
 
@@ -67,13 +68,13 @@ def test_rows_that_come_and_go_say_the_uncompiled_models_tokens(options: dict[st
             requests.append(batch.add(prompt(length, seed=length), **asked))
         for request, token in batch.step():
             told.setdefault(request, []).append(token)
-        together = max(together, len(batch.saying))
-        if len(removed.said) > 24:
+        together = max(together, len(batch.decoding))
+        if len(removed.generated) > 24:
             batch.remove(removed)
     assert together > 2
     for request, (length, asked) in zip(requests, ASKED, strict=True):
         assert (
-            request.said
+            request.generated
             == told[request]
             == greedy(reference, prompt(length, seed=length), tokens(asked), **rest(asked))[0, length:].tolist()
         )
@@ -86,7 +87,7 @@ def test_rows_that_come_and_go_say_the_uncompiled_models_tokens(options: dict[st
 @pytest.mark.quick_for
 @pytest.mark.parametrize("setting", [{"setting": "paper", "bits": 1}, {}], ids=["1 bit", "default"])
 def test_rows_look_up_what_each_looks_up_alone_in_a_lossy_setting(setting: dict[str, Any]) -> None:
-    """What a row is filled up with beside longer drafts has no say in which pairs it fetches."""
+    """The padding of shorter drafts does not change which pairs a row fetches."""
     options = {"lowering": "eager", "group_size": 32, "residual_length": 32, "top_k": 4, "lookup": True, **setting}
     plain = tiny_llama(1, initializer_range=0.1)
     model, lengths, made = compiled_with(plain, options), (200, 160, 230), []
@@ -96,9 +97,9 @@ def test_rows_look_up_what_each_looks_up_alone_in_a_lossy_setting(setting: dict[
             made.append([batch.add(prompt(n, seed=n), max_new_tokens=40) for n in together])
             batch.run()
     *alone, beside = made
-    assert [request.said for request in beside] == [request.said for (request,) in alone]
+    assert [request.generated for request in beside] == [request.generated for (request,) in alone]
     exact = [greedy(plain, prompt(n, seed=n), 40)[0, n:].tolist() for n in lengths]
-    assert [request.said for request in beside] != exact, "it is lossy"
+    assert [request.generated for request in beside] != exact, "it is lossy"
 
 
 def tokens(asked: dict[str, Any]) -> int:
@@ -110,8 +111,8 @@ def rest(asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_a_seed_draws_what_it_draws_without_drafts(plain: LlamaForCausalLM, verifying: Any) -> None:
-    """Drawn with the same random numbers, a draft is right about as often as a greedy one; each token is told with its
-    likelihood by the exact pass."""
+    """With the same random numbers, a sampled draft is accepted about as often as a greedy one; log-probabilities come
+    from the exact pass."""
     asked = {"max_new_tokens": 20, "do_sample": True, "temperature": 0.8, "top_k": 20, "logprobs": 1}
     made = []
     for model in (compiled_with(plain, {"method": "offload", "lowering": "eager"}), verifying):
@@ -119,8 +120,10 @@ def test_a_seed_draws_what_it_draws_without_drafts(plain: LlamaForCausalLM, veri
         made.append([batch.add(prompt(60, seed=seed), seed=seed, **asked) for seed in (1, 2)])
         batch.run()
     for exact, drafted in zip(*made, strict=True):
-        assert drafted.said == exact.said
-        assert [one.said for one in drafted.logprobs] == pytest.approx([one.said for one in exact.logprobs], abs=1e-4)
+        assert drafted.generated == exact.generated
+        assert [one.chosen for one in drafted.logprobs] == pytest.approx(
+            [one.chosen for one in exact.logprobs], abs=1e-4
+        )
     verification = sc.stats(verifying).verification
     assert verification is not None
     assert verification.acceptance > 0.1
@@ -140,7 +143,7 @@ def test_a_draft_writes_no_page_that_others_have(plain: LlamaForCausalLM, verify
         requests.append(batch.add(ids, cache=copy.deepcopy(first.cache), max_new_tokens=12))
     batch.run()
     for request in requests:
-        assert request.said == greedy(plain, request.prompt[None], 12)[0, len(request.prompt) :].tolist()
+        assert request.generated == greedy(plain, request.prompt[None], 12)[0, len(request.prompt) :].tolist()
     for layer, (keys, values) in zip(sc.materialize(first.cache).layers, kept, strict=True):
         assert torch.equal(layer.keys, keys)
         assert torch.equal(layer.values, values)
@@ -156,14 +159,14 @@ def test_a_processor_that_fails_within_a_draft_ends_its_request_where_it_would_w
     bad = batch.add(prompt(30), max_new_tokens=20, logits_processor=LogitsProcessorList([Failing(37)]))
     batch.run()
     assert (bad.end, str(bad.error)) == (End.FAILED, "no token is good enough")
-    assert bad.said == greedy(plain, prompt(30), 7)[0, 30:].tolist()
-    assert good.said == greedy(plain, prompt(40), 8)[0, 40:].tolist()
+    assert bad.generated == greedy(plain, prompt(30), 7)[0, 30:].tolist()
+    assert good.generated == greedy(plain, prompt(40), 8)[0, 40:].tolist()
     assert all_free(batch)
 
 
 @pytest.mark.slow
 def test_a_processor_that_fails_beside_rows_that_cannot_draft_ends_its_request_alone() -> None:
-    """A recurrence takes nothing back; the row that failed leaves with the token that it never said."""
+    """A recurrence drops no tokens; the failed row leaves with a cached token that it never generated."""
     hybrid = next(family for family in FAMILIES if family.name == "qwen3_5_text").model()
     batch = sc.Batch(compiled_with(hybrid, VERIFY), chunk=CHUNK)
     failing = LogitsProcessorList([Failing(40 + 3)])
@@ -171,7 +174,7 @@ def test_a_processor_that_fails_beside_rows_that_cannot_draft_ends_its_request_a
     second = batch.add(prompt(60, seed=2), max_new_tokens=9)
     with pytest.warns(SpecacheWarning, match="not drafted"):
         batch.run()
-    assert (first.end, len(first.said)) == (End.FAILED, 3)
+    assert (first.end, len(first.generated)) == (End.FAILED, 3)
     assert second.end is End.LENGTH
     assert torch.equal(second.ids, greedy(hybrid, prompt(60, seed=2), 9))
 
@@ -182,9 +185,9 @@ def test_a_round_that_fails_half_way_can_be_taken_again(
 ) -> None:
     batch = sc.Batch(verifying, chunk=CHUNK)
     requests = [batch.add(prompt(length, seed=length), max_new_tokens=9) for length in (20, 50)]
-    while len(batch.saying) < 2:
+    while len(batch.decoding) < 2:
         batch.step()
-    ask, calls = batch.ask, iter(range(100))
+    ask, calls = batch.call_model, iter(range(100))
 
     def fail(*given: Any) -> Any:
         if next(calls) == call:
@@ -192,12 +195,12 @@ def test_a_round_that_fails_half_way_can_be_taken_again(
         return ask(*given)
 
     with monkeypatch.context() as patch:
-        patch.setattr(batch, "ask", fail)
+        patch.setattr(batch, "call_model", fail)
         with pytest.raises(RuntimeError, match="planted"):
             batch.step()
     batch.run()
     for length, request in zip((20, 50), requests, strict=True):
-        assert request.said == greedy(plain, prompt(length, seed=length), 9)[0, length:].tolist()
+        assert request.generated == greedy(plain, prompt(length, seed=length), 9)[0, length:].tolist()
 
 
 def test_windows_that_cannot_take_back_drafts_are_refused_before_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,8 +209,8 @@ def test_windows_that_cannot_take_back_drafts_are_refused_before_a_request(monke
     family = next(family for family in FAMILIES if family.name == "gemma2")
     model = family.model()
     model.compile(backend="specache", options=VERIFY)
-    with pytest.raises(sc.SpecacheError, match=r"install transformers 5\.18 or newer"):
+    with pytest.raises(sc.SpecacheError, match=r"Install transformers 5\.18 or newer"):
         sc.Batch(model)
     reason = verify.forgetful(model, DynamicCache(config=model.config))
     assert reason is not None
-    assert "a DynamicSlidingWindowLayer cannot take back drafted tokens" in reason
+    assert "a DynamicSlidingWindowLayer cannot drop rejected tokens" in reason

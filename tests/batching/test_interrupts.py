@@ -70,9 +70,11 @@ def expected(plain: Any, model: Any) -> list[list[int]]:
         batch = sc.Batch(model, chunk=CHUNK)
         alone = batch.add(prompt(length, seed=length), **dict(asked))
         batch.run()
-        said.append(alone.said)
+        said.append(alone.generated)
         if "seed" not in asked:
-            assert alone.said == greedy(plain, prompt(length, seed=length), len(alone.said))[0, length:].tolist()
+            assert (
+                alone.generated == greedy(plain, prompt(length, seed=length), len(alone.generated))[0, length:].tolist()
+            )
     return said
 
 
@@ -98,9 +100,9 @@ def check(batch: sc.Batch, requests: list[Request], delivered: Delivered, expect
     assert not batch.open
     for request, said in zip(requests, expected, strict=True):
         assert request.end is End.LENGTH, request.error
-        assert request.said == said
+        assert request.generated == said
         assert delivered[request] == said
-        assert request.asks is None or len(request.logprobs) == len(said)
+        assert request.top_logprobs is None or len(request.logprobs) == len(said)
     assert batch.memory.pool is None or batch.memory.pool.held == 0
 
 
@@ -170,7 +172,7 @@ def test_an_interrupt_between_two_steps_leaves_no_request_behind(model: Any, nam
     def interrupted(moment: int | None) -> int:
         """Interrupt a method behind so many of its lines; the number of lines that it executed."""
         stays, leaves = (batch.add(prompt(length), max_new_tokens=4) for length in (9, 20))
-        while not leaves.said:
+        while not leaves.generated:
             batch.step()
         with contextlib.suppress(Interrupt), AfterLines(moment) as counter:
             batch.add(prompt(5), max_new_tokens=1) if name == "add" else getattr(batch, name)(leaves)
@@ -220,7 +222,7 @@ def test_a_copy_that_fails_once_costs_no_token(
 ) -> None:
     batch = sc.Batch(model, chunk=CHUNK)
     requests, delivered = requests_of(batch), defaultdict[Request, list[int]](list)
-    while len(batch.saying) < 2:
+    while len(batch.decoding) < 2:
         for request, token in batch.step():
             delivered[request].append(token)
 
@@ -240,14 +242,14 @@ def test_rows_over_which_the_model_always_fails_end_with_their_error(
 ) -> None:
     batch = sc.Batch(model, chunk=CHUNK)
     requests = requests_of(batch)
-    ask = batch.ask
+    ask = batch.call_model
 
     def fail(tokens: Any, *rest: Any) -> Any:
-        if tokens.shape[1] == 1 and any(request.reached == 2 for request in batch.saying):
+        if tokens.shape[1] == 1 and any(request.reached == 2 for request in batch.decoding):
             raise RuntimeError("planted")
         return ask(tokens, *rest)
 
-    monkeypatch.setattr(batch, "ask", fail)
+    monkeypatch.setattr(batch, "call_model", fail)
     for _ in range(60):
         with contextlib.suppress(RuntimeError):
             batch.step()
@@ -257,14 +259,14 @@ def test_rows_over_which_the_model_always_fails_end_with_their_error(
 
 def run_interrupted(batch: sc.Batch, request: Request, after: int, error: BaseException) -> None:
     """Run a batch; the call of the model after so many generated tokens of a request raises an error, once."""
-    ask, errors = batch.ask, [error]
+    ask, errors = batch.call_model, [error]
 
     def interrupted(*given: Any) -> Any:
-        if len(request.said) == after and errors:
+        if len(request.generated) == after and errors:
             raise errors.pop()
         return ask(*given)
 
-    batch.ask = interrupted  # type: ignore[method-assign]
+    batch.call_model = interrupted  # type: ignore[method-assign]
     with pytest.raises(type(error)):
         batch.run()
     batch.run()
@@ -279,7 +281,7 @@ def test_an_interrupted_request_whose_rope_changes_generates_the_uncompiled_mode
     batch = sc.Batch(compiled_with(plain, {"lowering": "eager", "bits": 16}), chunk=32)
     request = batch.add(prompt(30), max_new_tokens=50)
     run_interrupted(batch, request, after, Interrupt())
-    assert request.said == greedy(plain, prompt(30), 50)[0, 30:].tolist()
+    assert request.generated == greedy(plain, prompt(30), 50)[0, 30:].tolist()
 
 
 def test_an_interrupted_request_generates_the_same_tokens_in_a_lossy_setting() -> None:
@@ -293,7 +295,7 @@ def test_an_interrupted_request_generates_the_same_tokens_in_a_lossy_setting() -
         batch = sc.Batch(model)
         request = batch.add(prompt(400), max_new_tokens=40)
         run_interrupted(batch, request, after, error)
-        assert request.said == expected.said
+        assert request.generated == expected.generated
 
 
 def test_memory_stays_within_its_bound_after_an_interrupt() -> None:
@@ -311,9 +313,9 @@ def test_memory_stays_within_its_bound_after_an_interrupt() -> None:
     assert batch.memory.prefixes.drop_oldest() is False
     assert pool.held == 2
     turn = batch.add(torch.cat([kept.ids, prompt(20)], 1), cache=kept.cache, max_new_tokens=4)
-    assert turn.read == 303
+    assert turn.prefilled == 303
     batch.run()
-    assert turn.said == greedy(model, turn.ids[:, :324], 4)[0, 324:].tolist()
+    assert turn.generated == greedy(model, turn.ids[:, :324], 4)[0, 324:].tolist()
     kept.cache = None
     assert pool.held == 0
 
@@ -323,19 +325,19 @@ def test_a_call_that_fails_two_times_at_one_token_ends_its_request(model: Any, s
     """The first failure is a handler's, perhaps: it ends nothing."""
     batch = sc.Batch(model, chunk=CHUNK)
     request, other = (batch.add(prompt(length), max_new_tokens=6) for length in (30, 20))
-    ask, errors = batch.ask, [TimeoutError("second"), TimeoutError("first")]
+    ask, errors = batch.call_model, [TimeoutError("second"), TimeoutError("first")]
 
     def failing(tokens: Any, positions: Any, *rest: Any) -> Any:
-        reads = request.stage.name == "READING" if said == 0 else request.reached == said
+        reads = request.stage.name == "PREFILL" if said == 0 else request.reached == said
         if reads and errors and int(positions[0, 0]) in (0, 29 + said):
             raise errors.pop()
         return ask(tokens, positions, *rest)
 
-    batch.ask = failing  # type: ignore[method-assign]
+    batch.call_model = failing  # type: ignore[method-assign]
     for message in ("first", "second"):
         assert request.end is None
         with pytest.raises(TimeoutError, match=message):
             batch.run()
     batch.run()
-    assert (request.end, str(request.error), len(request.said)) == (End.FAILED, "second", said)
+    assert (request.end, str(request.error), len(request.generated)) == (End.FAILED, "second", said)
     assert other.end is End.LENGTH

@@ -11,8 +11,8 @@ import torch
 
 import specache_compile as sc
 from conftest import prompt, tiny_llama
-from specache_compile.batching import aside
-from specache_compile.batching.memory import in_rows
+from specache_compile.batching import swapping
+from specache_compile.batching.batch_memory import upper_bound
 from specache_compile.batching.request import End, Request, Stage
 from specache_compile.errors import SpecacheError
 
@@ -51,7 +51,7 @@ def small(model: Any, pages: int, folder: Path | None) -> sc.Batch:
     first = sc.Batch(model, chunk=CHUNK)
     first.add(prompt(40), max_new_tokens=1)
     first.step()
-    room = in_rows(first.options, first.memory.layers, ROWS, CHUNK, [256 * pages])
+    room = upper_bound(first.options, first.memory.layers, ROWS, CHUNK, [256 * pages])
     assert room.device is not None
     assert room.host is not None
     return sc.Batch(model, rows=ROWS, chunk=CHUNK, host_memory=room.device + room.host, overcommit=folder)
@@ -65,7 +65,9 @@ def until(batch: sc.Batch, came: Callable[[], bool]) -> None:
     pytest.fail("it never came")
 
 
-def test_a_request_that_gave_way_says_what_it_says_alone(model: Any, alone: list[Request], tmp_path: Path) -> None:
+def test_a_preempted_request_generates_what_it_generates_alone(
+    model: Any, alone: list[Request], tmp_path: Path
+) -> None:
     """In the default setting, which is lossy: its tiers and its choice come back bit for bit. More run at once than
     where each is promised its last page, and nothing is left in the folder or in pages."""
     most, gave_way = {}, set()
@@ -75,9 +77,9 @@ def test_a_request_that_gave_way_says_what_it_says_alone(model: Any, alone: list
         most[folder] = 0
         for _ in range(400):
             batch.step()
-            most[folder] = max(most[folder], len(batch.saying))
-            gave_way |= {place for place, request in enumerate(requests) if request.aside is not None}
-        assert [request.said for request in requests] == [request.said for request in alone]
+            most[folder] = max(most[folder], len(batch.decoding))
+            gave_way |= {place for place, request in enumerate(requests) if request.swapped is not None}
+        assert [request.generated for request in requests] == [request.generated for request in alone]
         assert batch.memory.pool is not None
         assert batch.memory.pool.bound == 5
         assert nothing_is_left(batch, tmp_path)
@@ -99,21 +101,24 @@ def test_the_last_to_begin_gives_way_and_may_leave_meanwhile(
 ) -> None:
     batch = small(model, 5, tmp_path)
     requests = [batch.add(prompt(length, seed=length), **asked) for length, asked in ASKED[:3]]
-    until(batch, lambda: requests[2].aside is not None)
-    assert [request.stage for request in requests] == [Stage.SAYING, Stage.SAYING, Stage.WAITING]
-    said = len(requests[2].said)
+    until(batch, lambda: requests[2].swapped is not None)
+    assert [request.stage for request in requests] == [Stage.DECODE, Stage.DECODE, Stage.WAITING]
+    said = len(requests[2].generated)
     assert 0 < said < 30
     cache = getattr(batch, way)(requests[2])
     assert cache is None or sc.lengths(cache).tolist() == [250 + said - 1]
     assert (cache is None) == (way == "remove")
     batch.run()
-    assert [request.said for request in requests[:2]] == [request.said for request in alone[:2]]
+    assert [request.generated for request in requests[:2]] == [request.generated for request in alone[:2]]
     assert nothing_is_left(batch, tmp_path)
 
 
 @pytest.mark.slow
-def test_what_nobody_needs_gives_way_before_who_runs(model: Any, alone: list[Request], tmp_path: Path) -> None:
-    """A beginning that is kept; and a next turn that waits with its cache, which says what it says alone later."""
+def test_unused_pages_are_freed_before_a_running_request_is_preempted(
+    model: Any, alone: list[Request], tmp_path: Path
+) -> None:
+    """Unused are a cached prefix, and a further turn that waits with its cache and later generates what it generates
+    alone."""
     batch, roomy = small(model, 4, tmp_path), sc.Batch(model, chunk=CHUNK)
     length, more = ASKED[0][0], {"max_new_tokens": 300}
     turns, others = [], []
@@ -121,18 +126,18 @@ def test_what_nobody_needs_gives_way_before_who_runs(model: Any, alone: list[Req
         kept = one.add(prompt(300, seed=1), max_new_tokens=4, keep=True)
         one.run()
         others.append(one.add(prompt(length, seed=length), **more))
-        until(one, lambda: bool(others[-1].said))
+        until(one, lambda: bool(others[-1].generated))
         ids = torch.cat([kept.ids[0], prompt(400, seed=2)[0]])
         turns.append(one.add(ids, cache=kept.cache, max_new_tokens=5))
         kept.cache = None
     assert batch.memory.prefixes.kept
-    until(batch, lambda: turns[0].aside is not None)
-    assert others[0].stage is Stage.SAYING
+    until(batch, lambda: turns[0].swapped is not None)
+    assert others[0].stage is Stage.DECODE
     assert not batch.memory.prefixes.kept
     batch.run()
     roomy.run()
-    assert [turns[0].said, others[0].said] == [turns[1].said, others[1].said]
-    assert others[0].said[:60] == alone[0].said
+    assert [turns[0].generated, others[0].generated] == [turns[1].generated, others[1].generated]
+    assert others[0].generated[:60] == alone[0].generated
     assert nothing_is_left(batch, tmp_path)
 
 
@@ -141,11 +146,11 @@ def test_who_would_never_fit_ends_alone(model: Any, alone: list[Request], tmp_pa
     batch = small(model, 4, tmp_path)
     first, large = (batch.add(prompt(230, seed=230), max_new_tokens=tokens) for tokens in (60, 5000))
     batch.run()
-    assert (first.said, large.end) == (alone[0].said, End.FAILED)
+    assert (first.generated, large.end) == (alone[0].generated, End.FAILED)
     assert "needs 21 pages" in str(large.error)
 
 
-def test_who_cannot_be_put_aside_ends_alone(
+def test_a_request_that_cannot_be_swapped_out_ends_alone(
     model: Any, alone: list[Request], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The folder is full: the others go on."""
@@ -153,17 +158,17 @@ def test_who_cannot_be_put_aside_ends_alone(
     def full(*given: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(aside, "save", full)
+    monkeypatch.setattr(swapping, "save", full)
     batch = small(model, 5, tmp_path)
     requests = [batch.add(prompt(length, seed=length), **asked) for length, asked in ASKED]
     batch.run()
     failed = [request for request in requests if request.end is End.FAILED]
     assert failed
     assert all("No space left" in str(request.error) for request in failed)
-    assert all(a.said == b.said for a, b in zip(requests, alone, strict=True) if a not in failed)
+    assert all(a.generated == b.generated for a, b in zip(requests, alone, strict=True) if a not in failed)
     assert nothing_is_left(batch, tmp_path)
 
 
 def test_without_a_bound_there_is_nothing_to_overcommit(model: Any, tmp_path: Path) -> None:
-    with pytest.raises(SpecacheError, match="no memory that could run out"):
+    with pytest.raises(SpecacheError, match="overcommit requires a memory budget"):
         sc.Batch(model, overcommit=tmp_path)

@@ -39,7 +39,7 @@ def test_a_short_row_beside_a_long_one_generates_what_it_does_alone(family: Fami
     batch.run()
     assert [request.error for request in requests] == [None, None]
     for ids, request in zip(prompts, requests, strict=True):
-        assert request.said == alone(plain, ids, NEW)
+        assert request.generated == alone(plain, ids, NEW)
 
 
 LONGROPE = {
@@ -63,7 +63,7 @@ def test_rows_on_both_sides_of_a_rope_switch_generate_what_each_does_alone(confi
     requests = [batch.add(ids, max_new_tokens=9, keep=True) for ids in prompts]
     batch.run()
     for ids, request in zip(prompts, requests, strict=True):
-        assert request.said == alone(plain, ids, 9)
+        assert request.generated == alone(plain, ids, 9)
 
     # Further turns, of which the first crosses the switch. A cache with the other frequencies is not continued.
     prompts = [torch.cat([request.ids, prompt(5, seed=5)], 1) for request in requests]
@@ -73,10 +73,10 @@ def test_rows_on_both_sides_of_a_rope_switch_generate_what_each_does_alone(confi
     cut.crop(30 - cut.get_seq_length())
     prompts.append(torch.cat([prompts[2][:, :30], prompt(4, seed=6)], 1))
     turns = [batch.add(ids, cache=cache, max_new_tokens=16) for ids, cache in zip(prompts, [*caches, cut], strict=True)]
-    assert [turn.read for turn in turns] == [28, 0, 0, 0]
+    assert [turn.prefilled for turn in turns] == [28, 0, 0, 0]
     batch.run()
     for ids, turn in zip(prompts, turns, strict=True):
-        assert turn.said == alone(plain, ids, 16)
+        assert turn.generated == alone(plain, ids, 16)
 
 
 def test_requests_that_a_batch_cannot_reproduce_are_refused() -> None:
@@ -96,12 +96,12 @@ def test_join_refuses_rows_on_both_sides_of_a_rope_switch() -> None:
         short, near, long = (
             model(prompt(length), use_cache=True).past_key_values for length in (20, 47, 60)
         )  # fmt: skip
-        with pytest.raises(sc.SpecacheError, match="on two sides of 48 tokens"):
+        with pytest.raises(sc.SpecacheError, match="some rows are longer than 48 tokens"):
             sc.join([short, long])
         joined = sc.join([short, near])
         ids = torch.tensor([[5], [6]])
         cache = model(ids, past_key_values=joined, position_ids=sc.lengths(joined)[:, None]).past_key_values
-        with pytest.raises(sc.SpecacheError, match="cannot go on together"):
+        with pytest.raises(sc.SpecacheError, match="cannot run in one call"):
             model(ids, past_key_values=cache, position_ids=sc.lengths(cache)[:, None])
 
 

@@ -16,10 +16,10 @@ from transformers import DynamicCache, MistralConfig, MistralForCausalLM
 
 import specache_compile as sc
 from conftest import LOSSLESS, greedy, prompt, tiny_llama
-from specache_compile.caches.rows import drop, in_pages, keep_rows, place_for, take_in
+from specache_compile.caches.joining import append_rows, drop, in_pages, keep_rows, reserve_cache_rows
 from specache_compile.compat import cache_of, with_cache
 from specache_compile.errors import SpecacheError
-from specache_compile.paging.pool import Pool
+from specache_compile.paging.pool import PagePool
 from specache_compile.runtime.session import session_of
 
 pytestmark = pytest.mark.one_process
@@ -88,7 +88,7 @@ def test_a_random_walk_of_rows_says_what_each_says_alone(model: Any, request: py
     """Joins, leaves, crops and steps of one token or several; beside each row a twin that is alone."""
     paged = request.node.callspec.params["model"] not in IN_ONE_PIECE
     chance = random.Random(3)
-    pool: Pool | None = None
+    pool: PagePool | None = None
     apart: list[DynamicCache] = []
     together: DynamicCache | None = None
     said: Tensor | None = None
@@ -105,7 +105,7 @@ def test_a_random_walk_of_rows_says_what_each_says_alone(model: Any, request: py
         if together is None:
             together = newcomer
         elif paged:
-            together = take_in(together, newcomer)
+            together = append_rows(together, newcomer)
             drop(newcomer)
         else:
             together = sc.join([together, newcomer])
@@ -138,10 +138,10 @@ def test_a_random_walk_of_rows_says_what_each_says_alone(model: Any, request: py
         assert pool.held == 0
 
 
-def pool_of(cache: DynamicCache) -> Pool:
+def pool_of(cache: DynamicCache) -> PagePool:
     session = session_of(cache)
     assert session is not None
-    return Pool(session.options, session.layers)
+    return PagePool(session.options, session.layers)
 
 
 @pytest.mark.quick_for
@@ -233,19 +233,19 @@ def tiniest() -> Any:
 
 
 def test_two_hundred_joins_and_leaves_compile_nothing_and_leave_nothing(tiniest: Any) -> None:
-    from specache_compile.compile.rewritten import observers
+    from specache_compile.compile.rewrites import observers
 
     made, chance = list[Any](), random.Random(5)
     alone = [ask(tiniest, None, prompt(length, seed=length, vocabulary=64))[0] for length in (SHORT, MIDDLE, LONG, 300)]
     pool = pool_of(alone[0])
     alone = [in_pages(cache, pool) for cache in alone]
-    together = place_for(copy.deepcopy(alone[0]), 8)
+    together = reserve_cache_rows(copy.deepcopy(alone[0]), 8)
     together, _ = ask(tiniest, together, prompt(1, vocabulary=64))
     rows = 1
     frames = None
     for turn in range(200):
         newcomer = copy.deepcopy(alone[turn % 4])
-        together = take_in(together, newcomer)
+        together = append_rows(together, newcomer)
         drop(newcomer)
         rows += 1
         if turn % 5 == 1:
@@ -276,7 +276,7 @@ def test_fused_rows_say_what_each_says_alone() -> None:
     read = [ask(model, None, ids) for ids in prompts]
     pool = pool_of(read[0][0])
     apart = [in_pages(cache, pool) for cache, _ in read]
-    together = take_in(place_for(copy.deepcopy(apart[0]), 2), apart[1])
+    together = append_rows(reserve_cache_rows(copy.deepcopy(apart[0]), 2), apart[1])
     said = torch.cat([logits for _, logits in read])
     for _ in range(40):
         tokens = said.argmax(-1, keepdim=True)
@@ -296,7 +296,7 @@ def test_positions_that_the_model_would_count_are_refused(default: Any) -> None:
 def test_a_mask_that_says_something_else_is_refused(default: Any) -> None:
     cache, lengths = joined(default), torch.tensor([SHORT, LONG, MIDDLE])
     mask = torch.ones(3, LONG + 1, dtype=torch.long)
-    with torch.no_grad(), pytest.raises(SpecacheError, match="lengths of their own"):
+    with torch.no_grad(), pytest.raises(SpecacheError, match="mask differs from the lengths"):
         default(prompt(1, 3), attention_mask=mask, **with_cache(cache), position_ids=lengths[:, None])
 
 
@@ -307,7 +307,7 @@ def held(model: Any, ids: Tensor, **more: Any) -> DynamicCache:
 
 def test_what_cannot_be_joined_is_refused_in_words(default: Any) -> None:
     first = ask(default, None, prompt(60))[0]
-    with pytest.raises(SpecacheError, match="no cache in the list"):
+    with pytest.raises(SpecacheError, match="the list of caches is empty"):
         sc.join([])
     with pytest.raises(SpecacheError, match="plain tensors already"):
         sc.join([first, held(tiny_llama(), prompt(60))])
@@ -315,7 +315,7 @@ def test_what_cannot_be_joined_is_refused_in_words(default: Any) -> None:
         sc.join([first, ask(compiled("default"), None, prompt(60))[0]])
     dropping = tiny_llama()
     dropping.compile(backend="specache", options={"method": "snapkv", "budget": 48, "window": 16, "lowering": "eager"})
-    with pytest.raises(SpecacheError, match="'snapkv' keeps rows of one length alone"):
+    with pytest.raises(SpecacheError, match="'snapkv' requires rows of one length"):
         sc.split(held(dropping, prompt(60, 2)))
     holes = torch.ones(2, 60, dtype=torch.long)
     holes[0, 5:9] = 0

@@ -78,7 +78,7 @@ def test_a_session_of_a_method_that_is_not_installed_is_refused(llama: LlamaForC
     header = json.loads((tmp_path / "session.json").read_text())
     header["options"]["asked"]["method"] = "of a package that is gone"
     (tmp_path / "session.json").write_text(json.dumps(header))
-    with pytest.raises(sc.OptionError, match="method 'of a package that is gone', which is not installed here"):
+    with pytest.raises(sc.OptionError, match="method 'of a package that is gone'"):
         sc.load(tmp_path, model)
 
 
@@ -223,7 +223,7 @@ def test_a_session_is_saved_with_the_weights_that_filled_it(tmp_path: Path, writ
     before = weight.clone()
     weight.mul_(1.5) if write == "in place" else weight.data.mul_(1.5)
     sc.save(cache, tmp_path)
-    with pytest.raises(sc.SpecacheError, match=r"another model: 1 of the \d+ weights that filled it differ"):
+    with pytest.raises(sc.SpecacheError, match=r"another model: 1 of its \d+ weights differ"):
         sc.load(tmp_path, model)
     weight.copy_(before)
     assert sc.load(tmp_path, model).get_seq_length() == 60
@@ -270,7 +270,7 @@ class TestRefusals:
         return tmp_path / "session"
 
     def test_a_folder_without_a_session(self, compiled: LlamaForCausalLM, tmp_path: Path) -> None:
-        with pytest.raises(sc.SpecacheError, match="no session was saved in"):
+        with pytest.raises(sc.SpecacheError, match="has no saved session"):
             sc.load(tmp_path / "nowhere", compiled)
 
     def test_a_file_cut_short(self, compiled: LlamaForCausalLM, folder: Path) -> None:
@@ -288,7 +288,7 @@ class TestRefusals:
     def test_a_header_that_leads_elsewhere(self, compiled: LlamaForCausalLM, folder: Path) -> None:
         header = json.loads((folder / "session.json").read_text())
         (folder / "session.json").write_text(json.dumps({**header, "folder": f"../session/{header['folder']}"}))
-        with pytest.raises(sc.SpecacheError, match="is none that save makes"):
+        with pytest.raises(sc.SpecacheError, match="was not created by save"):
             sc.load(folder, compiled)
 
     def test_layers_and_caches_with_more_than_is_known(self, compiled: LlamaForCausalLM, tmp_path: Path) -> None:
@@ -296,11 +296,13 @@ class TestRefusals:
         layer, cache_of_its_own = (type("Own", (kind,), {}) for kind in (LinearAttentionLayer, DynamicCache))
         _, cache = step(compiled, prompt(70))
         cache.layers.append(layer())
-        with pytest.raises(sc.SpecacheError, match=r"layer 2 of this cache, a Own, is not keys, values and"):
+        with pytest.raises(
+            sc.SpecacheError, match=r"layer 2 of this cache, a Own, has other contents than keys, values"
+        ):
             sc.save(cache, tmp_path)
         assert sc.materialize(cache).get_seq_length() == 70
         cache.__class__ = cache_of_its_own
-        with pytest.raises(sc.SpecacheError, match="a Own may hold more than its layers do"):
+        with pytest.raises(sc.SpecacheError, match="is a Own, and only a DynamicCache"):
             sc.save(cache, tmp_path)
 
     def test_a_model_on_several_devices(self, folder: Path) -> None:
@@ -323,7 +325,7 @@ class TestRefusals:
             sc.load(folder, other)
 
     def test_an_uncompiled_model(self, llama: LlamaForCausalLM, folder: Path) -> None:
-        with pytest.raises(sc.SpecacheError, match="not compiled by the backend"):
+        with pytest.raises(sc.SpecacheError, match="not compiled with the backend"):
             sc.load(folder, llama)
 
     def test_a_plain_cache(self, llama: LlamaForCausalLM, tmp_path: Path) -> None:

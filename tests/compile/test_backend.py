@@ -1,4 +1,4 @@
-"""Options, refusals, and what is left as Hugging Face wrote it: always right, always said."""
+"""Options, errors, and graphs that stay as Hugging Face wrote them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from specache_compile.runtime.records import find_record
 
 @pytest.fixture
 def llama() -> LlamaForCausalLM:
-    """One layer tells what is asked here, and is traced in two thirds of the time."""
+    """One layer is enough for these tests, and is traced in two thirds of the time."""
     return tiny_llama(num_hidden_layers=1)
 
 
@@ -32,14 +32,14 @@ def llama() -> LlamaForCausalLM:
         ({"bits": 3}, "bits=3: accepted are 1, 1.5, 2, 4, 8, 16"),
         ({"bits": True}, "bits=True: accepted are 1, 1.5, 2, 4, 8, 16"),
         ({"group_size": 48}, "group_size=48: accepted are 32, 64, 128"),
-        ({"top_k": -1}, "top_k=-1: give a whole number, 0"),
+        ({"top_k": -1}, "top_k=-1: accepted is an integer, 0"),
         ({"top_k": 1.5}, "top_k=1.5"),
         ({"residual_length": "64"}, "residual_length='64'"),
-        ({"residual_length": 0}, "residual_length=0: give a whole number, 1 or more"),
+        ({"residual_length": 0}, "residual_length=0: accepted is an integer, 1 or more"),
         ({"zero_point": "mid"}, "zero_point='mid': accepted are 'midpoint', 'minimum', 'middles'"),
         ({"lowering": "cuda"}, "lowering='cuda': accepted are 'inductor', 'eager'"),
         ({"speculate": 1}, "speculate=1: accepted are True, False"),
-        ({"disable_passes": "overlap"}, "give a list of pass names"),
+        ({"disable_passes": "overlap"}, "accepted is a list of pass names"),
     ],
 )
 def test_a_bad_option_is_named_with_what_is_accepted(options: dict[str, Any], message: str) -> None:
@@ -49,7 +49,7 @@ def test_a_bad_option_is_named_with_what_is_accepted(options: dict[str, Any], me
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"disable_passes": ["sort"]}, "unknown pass 'sort'; the passes are own_cache"), ({"bits": 3}, "bits=3")],
+    [({"disable_passes": ["sort"]}, "unknown pass 'sort'; accepted are own_cache"), ({"bits": 3}, "bits=3")],
 )
 def test_a_bad_option_reaches_the_person_through_torch_compile(
     llama: LlamaForCausalLM, options: dict[str, Any], message: str
@@ -103,14 +103,14 @@ def test_passes_leave_structured_traces_for_tlparse(llama: LlamaForCausalLM, mon
     assert all("def forward" in payload for _, payload in seen)
 
 
-def test_static_cache_is_left_alone_with_words(llama: LlamaForCausalLM) -> None:
+def test_static_cache_is_left_alone_with_a_warning(llama: LlamaForCausalLM) -> None:
     ids = prompt(60)
     with pytest.warns(sc.SpecacheWarning, match="use DynamicCache"):
         tokens = greedy(compile_copy(llama), ids, 8, cache_implementation="static")
     assert torch.equal(tokens, greedy(llama, ids, 8))
 
 
-def test_quantised_cache_is_left_alone_with_words(llama: LlamaForCausalLM) -> None:
+def test_quantised_cache_is_left_alone_with_a_warning(llama: LlamaForCausalLM) -> None:
     if "fp8" not in (QuantizedCache.__doc__ or ""):
         pytest.skip("this transformers has no fp8 QuantizedCache, and quanto and hqq are not installed")
 
@@ -122,11 +122,11 @@ def test_quantised_cache_is_left_alone_with_words(llama: LlamaForCausalLM) -> No
     assert torch.equal(tokens, run(llama))
 
 
-def test_moving_a_held_cache_off_the_device_is_refused_with_words(llama: LlamaForCausalLM) -> None:
+def test_moving_a_held_cache_off_the_device_raises(llama: LlamaForCausalLM) -> None:
     """What HF's offloaded cache does; on a CPU it fails inside transformers before it gets here."""
     with torch.no_grad():
         cache = cache_of(compile_copy(llama)(prompt(40), use_cache=True))
-    with pytest.raises(sc.HeldTensorError, match="specache offloads by itself"):
+    with pytest.raises(sc.HeldTensorError, match="specache offloads it itself"):
         cache.layers[0].keys.to("meta")
 
 
@@ -150,7 +150,7 @@ def test_a_held_cache_under_gradients_is_refused(llama: LlamaForCausalLM) -> Non
 @pytest.mark.quick_for("sdpa")
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_a_refusal_comes_as_it_is_in_every_call_and_costs_nothing(attention: str) -> None:
-    """Not inside Dynamo's BackendCompilerFailed; afterwards the cache goes on as if it had not been asked."""
+    """Not inside Dynamo's BackendCompilerFailed; the cache is unchanged afterwards."""
     llama = tiny_llama(num_hidden_layers=1, attn_implementation=attention)
     twin = compile_copy(llama)
     with torch.no_grad():
@@ -200,7 +200,7 @@ def test_custom_4d_masks_are_applied(llama: LlamaForCausalLM) -> None:
     torch.testing.assert_close(run(compile_copy(llama)), run(llama), atol=1e-3, rtol=1e-4)
 
 
-def test_without_token_ids_one_lane_runs_and_the_report_says_why(llama: LlamaForCausalLM) -> None:
+def test_without_token_ids_one_lane_runs_and_the_report_has_the_reason(llama: LlamaForCausalLM) -> None:
     twin = compile_copy(llama)
     vectors = llama.get_input_embeddings().weight.detach()[prompt(61)]
 
@@ -239,8 +239,8 @@ def test_a_graph_that_serves_two_models_counts_for_each(llama: LlamaForCausalLM)
     assert (sc.stats(one).decodes, sc.stats(two).decodes) == (2, 5)
 
 
-def test_stats_of_a_model_that_never_ran_says_what_to_do() -> None:
-    with pytest.raises(sc.SpecacheError, match="compile it with backend='specache'"):
+def test_stats_of_a_model_that_never_ran_states_what_to_do() -> None:
+    with pytest.raises(sc.SpecacheError, match=r"compile\(backend='specache'\)"):
         sc.stats(tiny_llama())
 
 

@@ -1,5 +1,5 @@
-"""A graph break in one phase and not in another: the parts of a cache are joined, or parted, where a graph wants them
-so, and tokens stay the uncompiled model's."""
+"""A graph break in one phase but not in another: the parts of a cache are joined or split, and tokens stay those of the
+uncompiled model."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def close(got: Any, expected: Any) -> None:
 
 @pytest.mark.quick_for("in the prompt")
 @pytest.mark.parametrize("where", BREAKS)
-def test_a_generation_is_compressed_and_says_the_same(llama: LlamaForCausalLM, where: str) -> None:
+def test_a_generation_is_compressed_and_has_the_same_tokens(llama: LlamaForCausalLM, where: str) -> None:
     twin = broken(llama, where)
     tokens = greedy(twin, prompt(60), 8, return_dict_in_generate=True)
     assert torch.equal(tokens.sequences, greedy(llama, prompt(60), 8))
@@ -123,7 +123,7 @@ class TestOneModel:
         """Its held tensors are those of the parts still."""
         twin, held, plain = self.caches(llama)
         with monkeypatch.context() as patch:
-            patch.setattr("specache_compile.runtime.step.Step.launch", interrupt)
+            patch.setattr("specache_compile.runtime.step.Step.run_graph", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 step(twin, prompt(1, 2), held)
         close(step(twin, prompt(1, 2), held), step(llama, prompt(1, 2), plain))
@@ -162,9 +162,7 @@ def test_parts_that_were_given_unlike_bits_say_so(llama: LlamaForCausalLM) -> No
     cache = cache_of(step(twin, prompt(50)))
     part = cache.layers[1].keys.handle.session
     part.tiers.options = dataclasses.replace(part.options, bits=8)
-    with pytest.raises(
-        sc.SpecacheError, match=r"made with unlike options \(bits 1 and 8\): give bits in place of memory"
-    ):
+    with pytest.raises(sc.SpecacheError, match=r"have different options \(bits 1 and 8\). Pass bits instead of memory"):
         step(twin, prompt(1), cache)
 
 
@@ -176,9 +174,9 @@ def test_parts_are_not_drafted_for_and_say_so(llama: LlamaForCausalLM, where: st
     """A draft marks one session's steps: those of a cache in parts would go on exact, or half of them would."""
     twin = compile_copy(hooked(llama, where), **asked)
     ids = torch.cat([prompt(30), prompt(30)], 1)  # so that a draft is looked up
-    with pytest.warns(sc.SpecacheWarning, match="a graph break in the model leaves its cache in parts") as told:
+    with pytest.warns(sc.SpecacheWarning, match="a graph break in the model splits its cache into parts") as told:
         tokens = greedy(twin, ids, 12)
-    assert len([one for one in told if "in parts" in str(one.message)]) == 1
+    assert len([one for one in told if "into parts" in str(one.message)]) == 1
     assert torch.equal(tokens, greedy(llama, ids, 12))
 
 

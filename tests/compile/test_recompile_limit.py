@@ -265,7 +265,7 @@ def test_stats_reports_a_cache_that_is_larger_than_one_in_16_bits() -> None:
     generate(model, prompt(40))
     stats = sc.stats(model)
     assert stats.kv_ratio > 1
-    assert "more of the device than a 16-bit cache" in str(stats)
+    assert "more device memory than a 16-bit cache" in str(stats)
 
 
 def test_the_offloaded_cache_is_refused() -> None:

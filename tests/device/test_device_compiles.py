@@ -14,7 +14,7 @@ from transformers import LlamaForCausalLM
 import specache_compile as sc
 from conftest import LOSSLESS, greedy, prompt
 from specache_compile.compat import cache_of, with_cache
-from specache_compile.compile import rewritten
+from specache_compile.compile import rewrites
 from specache_compile.kernels.attention import triton_decode, triton_extend, triton_scored
 from specache_compile.kernels.movement import triton_append, triton_copy, triton_select
 from specache_compile.kernels.state.cursor import new_cursor, publish
@@ -103,7 +103,7 @@ def test_a_generation_compiles_in_the_first_steps_of_its_buckets_alone(
 ) -> None:
     """From 253 to 262 tokens: the first bucket ends at 256."""
     llama.cuda().compile(backend="specache", options={**LOSSLESS, "top_k": 16, "group_size": 64})
-    monkeypatch.setattr(rewritten, "observers", [lambda rewrites, variant: compiled_forms.append((rewrites.name, ()))])
+    monkeypatch.setattr(rewrites, "observers", [lambda made, variant: compiled_forms.append((made.name, ()))])
     ids, cache, lengths = prompt(253).cuda(), None, []
     for length in range(253, 262):
         before = len(compiled_forms)
@@ -128,7 +128,7 @@ def come_and_go(batch: sc.Batch) -> list[list[int]]:
         for _ in range(steps):
             batch.step()
     batch.run()
-    return [request.said for request in requests]
+    return [request.generated for request in requests]
 
 
 def test_rows_that_come_and_go_are_recorded_by_powers_of_two_and_then_never_again(
@@ -137,7 +137,7 @@ def test_rows_that_come_and_go_are_recorded_by_powers_of_two_and_then_never_agai
     """Each says what the uncompiled model says to it alone, across a group that one row alone quantises."""
     captured, capture = list[int](), cuda_graphs.capture
     monkeypatch.setattr(cuda_graphs, "capture", lambda *given: captured.append(len(compiled_forms)) or capture(*given))
-    monkeypatch.setattr(rewritten, "observers", [lambda rewrites, variant: compiled_forms.append((rewrites.name, ()))])
+    monkeypatch.setattr(rewrites, "observers", [lambda made, variant: compiled_forms.append((made.name, ()))])
     alone = [
         greedy(llama, prompt(length, seed=length), tokens)[0, length:].tolist() for length, tokens, _ in COME_AND_GO
     ]

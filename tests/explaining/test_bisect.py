@@ -11,7 +11,7 @@ from torch.fx import GraphModule
 
 import specache_compile as sc
 from conftest import prompt, tiny_llama
-from specache_compile.compile import rewritten
+from specache_compile.compile import rewrites
 from specache_compile.kernels.movement import definition as tiers
 from specache_compile.passes.plan import PassReport, Plan
 
@@ -45,9 +45,9 @@ def test_a_fault_planted_in_a_pass_is_found(model: Any, monkeypatch: pytest.Monk
                 node.args = (*rest, scale / 2, softcap)
         return graph_module, report
 
-    real = next(p for p in rewritten.PIPELINE if p.__name__ == "rewrite_attention")
-    changed = tuple(rewrite_attention if p is real else p for p in rewritten.PIPELINE)
-    monkeypatch.setattr(rewritten, "PIPELINE", changed)
+    real = next(p for p in rewrites.PIPELINE if p.__name__ == "rewrite_attention")
+    changed = tuple(rewrite_attention if p is real else p for p in rewrites.PIPELINE)
+    monkeypatch.setattr(rewrites, "PIPELINE", changed)
     result = sc.bisect(model, prompt(100), SETTINGS, new_tokens=2)
     assert result.layer == faulty
     assert result.step == 1  # the prompt itself is exact

@@ -177,7 +177,7 @@ def test_output_hidden_states(llama: LlamaForCausalLM, compiled: LlamaForCausalL
 
 
 def test_bfloat16_logits_stay_within_rounding(llama: LlamaForCausalLM) -> None:
-    """In bfloat16 equal tokens cannot be asked: ties are common. Logits agree as far as HF's own two paths do."""
+    """In bfloat16 ties are common, so tokens may differ. Logits agree as far as Hugging Face's own two paths do."""
     half = copy.deepcopy(llama).bfloat16()
     ids = prompt(120)
 

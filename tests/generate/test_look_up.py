@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.one_process, pytest.mark.one_trace]
 
 @pytest.fixture(scope="module")
 def echo() -> LlamaForCausalLM:
-    """It says again what it has said, so that a draft is right now and then."""
+    """It repeats what it has generated, so that a draft is right now and then."""
     return tiny_llama(1, initializer_range=0.1)
 
 
@@ -142,10 +142,10 @@ def test_sampling_draws_from_the_models_own_best(echo: LlamaForCausalLM, twin: L
 # What is not drafted
 
 
-def test_what_is_not_drafted_says_why_and_goes_on_one_token_a_step(
+def test_a_generation_without_drafts_warns_and_decodes_one_token_a_step(
     echo: LlamaForCausalLM, twin: LlamaForCausalLM
 ) -> None:
-    with pytest.warns(sc.SpecacheWarning, match="a batch of one, and this batch has 2. Each step makes one token"):
+    with pytest.warns(sc.SpecacheWarning, match="a batch of one, and this batch has 2. Each step generates one token"):
         assert torch.equal(greedy(twin, prompt(75, 2), 12), greedy(echo, prompt(75, 2), 12))
     told = sc.stats(twin)
     assert (told.decodes, told.widened, told.extends, told.verification) == (11, 0, 0, None)
@@ -155,7 +155,7 @@ def test_what_is_not_drafted_says_why_and_goes_on_one_token_a_step(
 def test_a_cache_that_was_made_under_the_other_kind_of_drafts_is_not_drafted_for(
     echo: LlamaForCausalLM, twin: LlamaForCausalLM
 ) -> None:
-    """What decode steps draft, they would verify themselves; and what is said of the bytes would be wrong."""
+    """Decode steps would verify their own drafts, and the counts of bytes would be wrong."""
     expected, exact = greedy(echo, prompt(75), 30), compile_copy(echo, verify=3)
     for first, second in ((twin, exact), (exact, twin)):
         cache = DynamicCache()
@@ -253,7 +253,7 @@ def test_an_interruption_anywhere_loses_nothing(echo: LlamaForCausalLM, twin: Ll
         ({"speculate": True}, "take speculate=False"),
         ({"correct": "never"}, "take correct='always'"),
         ({"method": "pages"}, "take correct='always'"),
-        ({"disable_passes": ("correct",)}, "take 'correct' out of it"),
+        ({"disable_passes": ("correct",)}, "Remove 'correct' from"),
         ({"method": "kcache"}, "option lookup: method 'kcache' has none"),
         ({"method": "full"}, "option lookup: method 'full' has none"),
         ({"method": "h2o"}, "option lookup: method 'h2o' has none"),
@@ -275,7 +275,7 @@ def test_what_cannot_be_combined_is_refused(options: dict[str, Any], message: st
         {"bits": 16},
     ],
 )
-def test_what_is_not_said_is_chosen_to_fit(options: dict[str, Any]) -> None:
+def test_options_that_are_not_given_are_chosen_to_fit(options: dict[str, Any]) -> None:
     chosen = parse_options({"lookup": True, **options})
     assert not chosen.two_lanes
     assert chosen.correct == ("always" if chosen.top_k else "never")

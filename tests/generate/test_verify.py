@@ -33,9 +33,9 @@ from held_tiers import at_hand, differences, held, interrupted_behind
 from specache_compile import compat
 from specache_compile.compat import WINDOWS_TAKE_DRAFTS, cache_name, cache_of, with_cache
 from specache_compile.generate import drafts, verify
-from specache_compile.generate.route import compiled_calls
+from specache_compile.generate.compiled_calls import compiled_calls
 from specache_compile.methods import every_method, parse_options
-from specache_compile.runtime.draft_length import FIRST, MOST, DraftLength
+from specache_compile.runtime.draft_length import FIRST_ROUNDS, MOST, DraftLength
 from specache_compile.runtime.records import Statistics
 from specache_compile.runtime.session import Mode, Session, session_of
 
@@ -50,7 +50,7 @@ def verifying(llama: LlamaForCausalLM, **options: Any) -> LlamaForCausalLM:
 
 
 def said(told: Any) -> int:
-    """Tokens that verifications said."""
+    """Tokens that verifications generated."""
     return round(told.verifications * told.tokens_per_verification)
 
 
@@ -112,7 +112,7 @@ def test_kcache_drafts_too(llama: LlamaForCausalLM) -> None:
 def test_a_layer_that_slides_gets_back_what_a_draft_pushed_out_of_its_window(
     length: int, settings: dict[str, int]
 ) -> None:
-    """With torch's own settings: of fakes that it remembers it asks more, where a form is made late."""
+    """With torch's own settings: its cache of fake tensors has further requirements of late compilations."""
     family = next(family for family in FAMILIES if family.name == "gemma2")
     family = replace(family, settings={**family.settings, **settings})
     plain, model = family.model(), family.model()
@@ -120,7 +120,7 @@ def test_a_layer_that_slides_gets_back_what_a_draft_pushed_out_of_its_window(
     with warnings.catch_warnings(), torch._dynamo.config.patch(fake_tensor_cache_enabled=True):
         warnings.simplefilter("ignore", sc.SpecacheWarning)
         if not WINDOWS_TAKE_DRAFTS:
-            with pytest.raises(sc.SpecacheError, match=r"install transformers 5\.18 or newer"):
+            with pytest.raises(sc.SpecacheError, match=r"Install transformers 5\.18 or newer"):
                 greedy(model, prompt(length), 40)
             return
         assert torch.equal(greedy(model, prompt(length), 40), greedy(plain, prompt(length), 40))
@@ -183,14 +183,14 @@ def test_it_stops_where_the_uncompiled_model_does(llama: LlamaForCausalLM) -> No
 # What is not drafted is exact
 
 
-def test_what_is_not_drafted_is_exact_and_says_why(llama: LlamaForCausalLM) -> None:
+def test_a_generation_without_drafts_is_exact_and_warns(llama: LlamaForCausalLM) -> None:
     def sampled(model: Any) -> Tensor:
         torch.manual_seed(5)
         criteria = StoppingCriteriaList([Stops(5)])
         return model.generate(prompt(75), max_new_tokens=30, do_sample=True, stopping_criteria=criteria)
 
     twin = verifying(llama)
-    with pytest.warns(sc.SpecacheWarning, match="Stops could only stop it a token late"):
+    with pytest.warns(sc.SpecacheWarning, match="Stops would stop it one token late"):
         assert torch.equal(sampled(twin), sampled(llama))
     told = sc.stats(twin)
     assert (told.decodes, told.extends > 0, told.bytes_to_device) == (0, True, 0)
@@ -199,7 +199,7 @@ def test_what_is_not_drafted_is_exact_and_says_why(llama: LlamaForCausalLM) -> N
 
 
 @pytest.mark.parametrize("asked", [{"verify": 6}, {"lookup": True}], ids=str)
-def test_a_beam_search_is_not_drafted_and_says_why(llama: LlamaForCausalLM, asked: dict[str, Any]) -> None:
+def test_a_beam_search_is_not_drafted_and_warns(llama: LlamaForCausalLM, asked: dict[str, Any]) -> None:
     def beams(model: Any) -> Tensor:
         return greedy(model, prompt(50), 6, num_beams=2)
 
@@ -223,8 +223,8 @@ def test_a_cache_still_in_16_bits_is_not_drafted_for(llama: LlamaForCausalLM) ->
 
 @torch.no_grad()
 def test_what_was_drafted_and_what_was_rejected_leave_no_bit_behind(llama: LlamaForCausalLM) -> None:
-    """Rounds of any length at any place of a group, the longest beyond the window; then the tokens accepted are those
-    of exact passes on a cache that never saw a draft."""
+    """Rounds of any length at any place of a group, the longest longer than the window. The accepted tokens are those
+    of exact passes on a cache without drafts."""
     twin = verifying(llama, setting="best", bits=1.5)
     ids = prompt(400, seed=7)
     ours, never = (cache_of(twin(ids[:, :90], use_cache=True)) for _ in range(2))
@@ -232,7 +232,7 @@ def test_what_was_drafted_and_what_was_rejected_leave_no_bit_behind(llama: Llama
     position, rng = 90, torch.Generator().manual_seed(0)
     for drafted in (1, 6, 31, 32, 33, 90, 5):
         before = held(at_hand(ours))
-        rounds.session, rounds.cache, rounds.said = session_of(ours), ours, position
+        rounds.session, rounds.cache, rounds.confirmed = session_of(ours), ours, position
         rounds.draft(ids[:, : position + 1], {**with_cache(ours)}, drafted)
         assert differences(held(at_hand(ours)), before) == []
         accepted = int(torch.randint(0, drafted + 1, (1,), generator=rng))
@@ -335,7 +335,7 @@ def test_auto_drafts_as_many_as_give_most_tokens_a_second(right: float, fixed: f
 
     for number in range(120):
         drafted = length.next()
-        assert drafted == FIRST[number] if number < len(FIRST) else 1 <= drafted <= MOST
+        assert drafted == FIRST_ROUNDS[number] if number < len(FIRST_ROUNDS) else 1 <= drafted <= MOST
         wrong = (torch.rand(drafted, generator=rng) > right).nonzero()
         accepted = int(wrong[0]) if len(wrong) else drafted
         slow = 5.0 if number % 9 == 8 else 1.0
@@ -348,12 +348,12 @@ def test_auto_drafts_as_many_as_give_most_tokens_a_second(right: float, fixed: f
 
 @pytest.mark.parametrize("value", [0, -1, 1025, True, 2.0, "often"])
 def test_a_number_of_tokens_from_one_to_a_block(value: Any) -> None:
-    with pytest.raises(sc.OptionError, match="1 to 1024, 'auto', or None"):
+    with pytest.raises(sc.OptionError, match="1 to 1024 tokens, 'auto' and None"):
         parse_options({"verify": value})
 
 
 def test_drafts_from_the_text_are_an_option_of_their_own() -> None:
-    with pytest.raises(sc.OptionError, match="lookup with verify=4: one drafts at a time"):
+    with pytest.raises(sc.OptionError, match="lookup with verify=4: pass only one"):
         parse_options({"lookup": True, "verify": 4})
 
 
@@ -362,7 +362,7 @@ def test_methods_that_approximate_a_cache_that_is_whole_verify(method: str) -> N
     if method in ("specache", "pages", "kivi", "kcache"):
         assert parse_options({"method": method, "verify": 8}).verify == 8
         return
-    why = "exact by itself" if method in ("full", "offload") else "keeps no exact copy of all pairs"
+    why = "is exact" if method in ("full", "offload") else "keeps no exact copy of all pairs"
     with pytest.raises(sc.OptionError, match=why):
         parse_options({"method": method, "verify": 8})
 
@@ -372,7 +372,7 @@ def test_a_transformers_without_what_is_needed_is_refused(
 ) -> None:
     monkeypatch.delattr(GenerationMixin, "_assisted_decoding")
     twin = compile_copy(llama, verify=3)
-    with pytest.raises(sc.SpecacheError, match=r"there is no GenerationMixin\._assisted_decoding"):
+    with pytest.raises(sc.SpecacheError, match=r"require GenerationMixin\._assisted_decoding"):
         twin(prompt(10))
 
 
@@ -391,7 +391,7 @@ def test_a_cache_of_an_unknown_name_is_an_error_and_turns_no_draft_off(
 ) -> None:
     monkeypatch.setattr(compat, "CACHE", None)
     twin = verifying(llama)
-    with pytest.raises(sc.SpecacheError, match="there is no cache argument of GenerationMixin"):
+    with pytest.raises(sc.SpecacheError, match="require cache argument of GenerationMixin"):
         twin(prompt(60))
     with pytest.raises(sc.SpecacheError, match="takes its cache under a name that specache does not know"):
         with_cache(None)

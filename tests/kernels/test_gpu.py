@@ -168,7 +168,7 @@ def test_a_step_is_run_as_it_is_once_a_large_argument_moves_every_time(
     twin.compile(backend="specache", options={**LOSSLESS, "mode": "reduce-overhead"})
     ids, tokens = prompt(100).cuda(), as_many(30, 12)
     expected = greedy_unmasked(model, ids, tokens)
-    with pytest.warns(UserWarning, match="lies elsewhere in every step"):
+    with pytest.warns(UserWarning, match="has a new address in every step"):
         assert torch.equal(greedy_unmasked(twin, ids, tokens), expected)
 
 

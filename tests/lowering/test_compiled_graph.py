@@ -15,7 +15,7 @@ from transformers import LlamaForCausalLM
 import specache_compile as sc
 from conftest import LOSSLESS, greedy, greedy_unmasked, prompt, tiny_llama
 from generated_code import compiled_phases, launches, names, state_left_alone
-from specache_compile.compile.rewritten import Rewrites
+from specache_compile.compile.rewrites import Rewrites
 from specache_compile.kernels.cpp import library as cpp_library
 from specache_compile.lowering import progress
 from specache_compile.lowering.late import guards

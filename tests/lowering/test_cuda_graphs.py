@@ -159,9 +159,10 @@ def test_a_large_argument_that_moves_costs_the_graph_and_one_warning_that_names_
                 logits.append(model(**given, **with_cache(cache)).logits)
         return torch.cat(logits)
 
-    with pytest.warns(UserWarning, match="any more: input .*inputs_embeds.* lies elsewhere in every step") as warned:
+    text = "now runs without a CUDA graph: input .*inputs_embeds.* has a new address in every step"
+    with pytest.warns(UserWarning, match=text) as warned:
         generations = [run(twin), run(twin)]
-    assert len([w for w in warned if "any more" in str(w.message)]) == 1
+    assert len([w for w in warned if "new address" in str(w.message)]) == 1
     assert len(stand_in) == 3, "one capture, two more, and none in the second generation"
     torch.testing.assert_close(generations, [run(llama)] * 2, atol=1e-3, rtol=1e-3)
 
@@ -277,7 +278,7 @@ def come_and_go(batch: sc.Batch, plan: list[tuple[int, int, int]] = COME_AND_GO)
         requests.append(batch.add(prompt(length, seed=length), max_new_tokens=tokens, logprobs=1))
         for _ in range(steps):
             batch.step()
-            rows.add(len(batch.saying))
+            rows.add(len(batch.decoding))
     batch.run()
     return requests, rows
 
@@ -294,9 +295,9 @@ def test_rows_that_come_and_go_are_recorded_once_for_each_power_of_two(
     monkeypatch.setattr(cuda_graphs, "captures_on", lambda device: True)
     batch = sc.Batch(compile_copy(llama, **lossy, mode="reduce-overhead"), rows=6)
     requests, _ = come_and_go(batch)
-    assert [request.said for request in requests] == [request.said for request in expected]
+    assert [request.generated for request in requests] == [request.generated for request in expected]
     for ours, theirs in zip(requests, expected, strict=True):
-        likely = [[each.said for each in request.logprobs] for request in (ours, theirs)]
+        likely = [[each.chosen for each in request.logprobs] for request in (ours, theirs)]
         assert likely[0] == pytest.approx(likely[1], abs=1e-4)
     assert len(stand_in) == len([1, 2, 4, 6])
     come_and_go(batch)
@@ -317,7 +318,7 @@ def test_a_recurrences_state_is_written_where_the_caller_has_it(
     requests, rows = come_and_go(sc.Batch(twin, rows=6), COME_AND_GO[:3])
     assert rows == {1, 2, 3}
     for request in requests:
-        ids, said = request.prompt[None], len(request.said)
+        ids, said = request.prompt[None], len(request.generated)
         assert torch.equal(request.ids, greedy(hybrid, ids, said))
     assert sc.stats(twin).replays > 15
 
@@ -329,7 +330,7 @@ def test_dead_rows_touch_page_0_and_the_places_of_rows_to_come(
     monkeypatch.setattr(cuda_graphs, "captures_on", lambda device: True)
     batch = sc.Batch(compile_copy(llama, top_k=8, mode="reduce-overhead"), rows=6, chunk=128)
     requests = [batch.add(prompt(100, seed=seed), max_new_tokens=40) for seed in range(4)]
-    while len(batch.saying) < 4:
+    while len(batch.decoding) < 4:
         batch.step()
     batch.remove(requests[1])
     batch.step()
@@ -339,12 +340,12 @@ def test_dead_rows_touch_page_0_and_the_places_of_rows_to_come(
     assert tiers is not None
     nobodys = [x[0, 0] for layer in pool.state for name, x in layer.items() if name == "host"]
     free = [(x[0] if name == "host" else x)[p] for s in pool.state for name, x in s.items() for p in pool.free]
-    behind = [x[4:] for layer in tiers.all_places for name, x in layer.items() if len(x) == 6]
+    behind = [x[4:] for layer in tiers.all_rows for name, x in layer.items() if len(x) == 6]
     for part in (*nobodys, *free, *behind):
         part.view(torch.uint8).fill_(0x7F)
     for _ in range(3):
         batch.step()
-    assert len(batch.saying) == 3
+    assert len(batch.decoding) == 3
     assert not any(untouched(part) for part in nobodys)
     assert all(untouched(part) for part in (*free, *behind))
 
@@ -386,7 +387,7 @@ def test_a_batch_under_a_mask_that_is_more_than_padding_says_why_it_is_not_captu
     with torch.no_grad():
         cache = cache_of(twin(prompt(40, 2), use_cache=True))
         mask = torch.ones(2, 1, 1, 41, dtype=torch.bool)
-        with pytest.warns(UserWarning, match="no CUDA graph of the decode step: input .*mask.* changes its size"):
+        with pytest.warns(UserWarning, match="runs without a CUDA graph: input .*mask.* changes its size"):
             twin(prompt(1, 2), **with_cache(cache), attention_mask=mask)
 
 

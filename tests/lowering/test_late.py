@@ -16,7 +16,7 @@ from transformers import DynamicCache, LlamaForCausalLM
 import specache_compile as sc
 from conftest import LOSSLESS, compiled_with, prompt
 from specache_compile.compat import cache_of, with_cache
-from specache_compile.compile.rewritten import Rewrites, Rewritten
+from specache_compile.compile.rewrites import Rewrites, Rewritten
 from specache_compile.lowering.late import guards, made_within_tracing
 from specache_compile.runtime.records import find_record
 from specache_compile.runtime.symbols import SymbolReader
@@ -148,5 +148,5 @@ def test_a_graph_is_refused_whose_assumptions_no_call_shows(step: Callable[[], i
         assert size % 1009 != 1008
         return made
 
-    with pytest.raises(sc.SpecacheError, match="which no call shows"):
+    with pytest.raises(sc.SpecacheError, match="which no argument of a call shows"):
         rewrites.late(assuming)

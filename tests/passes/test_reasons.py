@@ -47,6 +47,36 @@ def test_a_model_with_the_default_cache_and_attention_is_not_told_to_use_them(na
     assert "DynamicCache" not in message
 
 
+WINDOW = {"sliding_window": 8}
+TYPES = {"layer_types": ["sliding_attention", "full_attention"]}
+
+
+def test_a_model_of_sliding_windows_alone_warns_once_and_at_the_callers_line() -> None:
+    """Its prefill, its decode and a batch are graphs of their own."""
+    model = Family("mistral", "MistralConfig", {**WINDOW, "num_hidden_layers": 1}).model()
+    model.compile(backend="specache", options=LOSSLESS)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for rows in (1, 2):
+            model.generate(prompt(20, rows), max_new_tokens=3, do_sample=False)
+    (warning,) = [one for one in seen if one.category is sc.SpecacheWarning]
+    assert "sliding window" in str(warning.message)
+    assert warning.filename == __file__
+
+
+def test_a_sliding_window_beside_a_rewritten_attention_is_information(logged: list[str]) -> None:
+    model = Family("gemma2", "Gemma2Config", {**WINDOW, **TYPES}).model()
+    model.compile(backend="specache", options=LOSSLESS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", sc.SpecacheWarning)
+        greedy(model, prompt(20), 3)
+    assert "rewrote 1 attentions of a graph and left 1 exact" in str(logged)
+    ((reason, count),) = sc.stats(model).left_exact.items()
+    assert "sliding window" in reason
+    assert count == 1
+    assert reason in str(sc.stats(model))
+
+
 def test_a_window_that_keeps_its_past_for_assisted_decoding_is_reported_as_a_window() -> None:
     """Such a layer stores the whole update, and its attention reads the newest tokens of it."""
     builder = GraphBuilder()

@@ -1,4 +1,4 @@
-"""The recipes of CONTRIBUTING.md: each makes the thing in a few lines, and shows that it is in force."""
+"""The recipes of CONTRIBUTING.md: each adds the thing in a few lines, and shows that it has an effect."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_a_selector_is_an_op_that_a_recipe_names(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_tiers_field_and_a_method_with_an_option_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Offloading that counts the tokens that it has seen, each for as many as is asked; a crop counts too."""
+    """Offloading that counts the tokens that it has seen, each as often as an option requests; a crop counts too."""
 
     @dataclass(frozen=True)
     class CountingOptions(OffloadOptions):
@@ -131,7 +131,7 @@ def test_a_tiers_field_and_a_method_with_an_option_of_its_own(monkeypatch: pytes
     assert [int(layer["counted"]) for layer in state_after("counting")] == [101, 101]
     assert [int(layer["counted"]) for layer in state_after("counting", each=3)] == [303, 303]
     assert sc.explain(tiny_llama(), 300, 1, {"method": "counting"}).bytes_by_tier["counts"] == 2 * 8
-    with pytest.raises(sc.OptionError, match="each=0: give a whole number, 1 or more"):
+    with pytest.raises(sc.OptionError, match="each=0: accepted is an integer, 1 or more"):
         sc.explain(tiny_llama(), 300, 1, {"method": "counting", "each": 0})
     with pytest.raises(sc.OptionError, match="option each: method 'offload' has none"):
         sc.explain(tiny_llama(), 300, 1, {"method": "offload", "each": 1})

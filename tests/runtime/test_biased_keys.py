@@ -16,8 +16,8 @@ STEPS = 24
 
 
 def with_biased_keys(model: LlamaForCausalLM, size: float) -> LlamaForCausalLM:
-    """A copy with biases up to `size` in three pairs of channels of each head; what the query has there is as much
-    smaller, as training makes it, or all attention would be the bias's."""
+    """A copy with biases up to `size` in three pairs of channels of each head. The query is smaller there by as much,
+    as after training; else the bias would determine all attention."""
     twin = copy.deepcopy(model)
     for layer in twin.model.layers:
         attention, d = layer.self_attn, twin.config.head_dim

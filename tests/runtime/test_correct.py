@@ -1,7 +1,7 @@
-"""A corrected choice: what lane 0 attends to is what its own low-bit logits ask for, whatever was fetched ahead.
+"""Corrected selection: lane 0 attends to what its own low-bit logits select, whatever was prefetched.
 
-The reference is an attention function for the uncompiled model that has the whole cache and takes the method from its
-formulas, in float64: it knows no slots, no guess and no session.
+The reference is an attention function for the uncompiled model. It has the whole cache, and computes the method from
+its formulas in float64, without slots, speculative token or session.
 """
 
 from __future__ import annotations
@@ -48,8 +48,11 @@ def hadamard(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Codes:
-    """How the low-bit tier stores pairs: bits of keys and of values; rotated or not; at 2 bits the middles of equal
-    parts or the ends of a range; values in the trellis, and keys; scales and zero points of 8 bits."""
+    """How the low-bit tier stores pairs: bits of keys and of values, rotation, and the code of each.
+
+    At 2 bits the levels are the middles of equal parts, or the ends of a range. Values and keys may be in the trellis
+    code. Scales and zero points have 8 bits.
+    """
 
     key_bits: int = 2
     value_bits: int = 1
@@ -61,8 +64,11 @@ class Codes:
 
 
 def quantised(groups: Tensor, bits: int, dim: int, counted: Tensor, codes: Codes) -> Tensor:
-    """Each group along `dim` at 2**bits levels: the middles of equal parts of the range of what is counted, as at 1 bit
-    (section 3.4), or between its ends and these."""
+    """Each group along `dim` at 2**bits levels.
+
+    The levels are the middles of equal parts of the range of the counted tokens, as at 1 bit (section 3.4), or reach
+    from its minimum to its maximum.
+    """
     low = groups.masked_fill(~counted, math.inf).amin(dim, keepdim=True)
     high = groups.masked_fill(~counted, -math.inf).amax(dim, keepdim=True)
     scale, zero = (high - low) / (2**bits - 1), low
@@ -98,8 +104,8 @@ def stepped(keys: Tensor, tokens: int, base: float) -> Tensor:
 
 
 def simulated(codes: Codes, lanes: int = 1, sinks: int = 0) -> Any:
-    """An attention of transformers: exact but for one token's, or so many tokens', whose far pairs are of low bits; of
-    those k are exact, which the tokens give most together, and the first `sinks`."""
+    """An attention of transformers that is exact except for the last tokens, whose far pairs have low bits. Of those, k
+    pairs with the highest sum of scores and the first `sinks` are exact."""
     turn = hadamard if codes.rotate else lambda x: x
 
     def attend(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, scaling: float, **rest: Any) -> Any:
@@ -250,23 +256,25 @@ def test_the_settings_are_what_they_are_called() -> None:
 
 
 def test_a_head_dim_that_cannot_be_stored_so_is_one_clear_line() -> None:
-    with pytest.raises(sc.OptionError, match="head_dim 65 is odd, and no block of it can be rotated; rotate=False"):
+    with pytest.raises(sc.OptionError, match=r"head_dim 65 is odd and cannot be rotated\. Pass rotate=False"):
         check_head_dim(Layout(8, 8, True), 65)
     narrow = tiny_llama(head_dim=4)
-    with pytest.raises(sc.SpecacheError, match="head_dim 4 fills no whole bytes"):
+    with pytest.raises(sc.SpecacheError, match=r"head_dim 4 at \d bit is not a whole number of bytes"):
         sc.explain(narrow, prompt_length=100, options={"bits": 1})
     narrow.compile(backend="specache", options={"lowering": "eager", "bits": 1})
-    with pytest.raises(sc.SpecacheError, match="head_dim 4 fills no whole bytes at 1 bit; take more bits, or 16"):
+    with pytest.raises(sc.SpecacheError, match=r"head_dim 4 at 1 bit is not a whole number of bytes\. Pass more bits"):
         greedy(narrow, prompt(100), 2)
     narrow.compile(backend="specache", options={"lowering": "eager", "bits": 1, "min_context": 10_000})
-    with pytest.raises(sc.SpecacheError, match="head_dim 4 fills no whole bytes"):  # not when it is long enough
+    with pytest.raises(
+        sc.SpecacheError, match=r"head_dim 4 at \d bit is not a whole number of bytes"
+    ):  # not when it is long enough
         greedy(narrow, prompt(100), 2)
 
 
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"correct": "always", "top_k": 0}, "correct='always' with top_k=0: where no pair is fetched"),
+        ({"correct": "always", "top_k": 0}, "correct='always' with top_k=0: without fetches"),
         ({"method": "full", "bits": 2}, "bits: method 'full' has none"),
         ({"key_bits": 16}, "key_bits is removed: bits sets both"),
         ({"selector": "pages"}, "selector is removed: method='pages'"),
@@ -276,10 +284,10 @@ def test_a_head_dim_that_cannot_be_stored_so_is_one_clear_line() -> None:
         ({"correct": "sometimes"}, "correct='sometimes': accepted are 'never', 'always'"),
         (
             {"bits": 2, "value_code": "trellis"},
-            "value_code='trellis': it is a code of 1 bit",
+            "value_code='trellis' requires values of 1 bit",
         ),
         ({"key_code": "lattice"}, "key_code='lattice': accepted are 'levels', 'trellis', 'auto'"),
-        ({"key_code": "trellis"}, "key_code='trellis': it is a code of 1 bit, and the keys have 2; take bits=1"),
+        ({"key_code": "trellis"}, "key_code='trellis' requires keys of 1 bit, and they have 2"),
         ({"bits": 8, "param_bits": 8}, "param_bits=8 with codes of 8 bits"),
         ({"param_bits": 4}, "param_bits=4: accepted are 16, 8, 'auto'"),
     ],

@@ -1,4 +1,4 @@
-"""A default device that a program has set says where its own tensors go, not ours."""
+"""A default device that a program has set applies to its own tensors, not to ours."""
 
 from __future__ import annotations
 

@@ -38,9 +38,9 @@ def test_auto_is_8_where_pairs_are_fetched_to_come_close(options: dict[str, Any]
     ("options", "told"),
     [
         ({"host_bits": 4}, "host_bits=4: accepted are 16, 8, 'auto'"),
-        ({"host_bits": 8, "verify": 16}, "what verifies must be exact; take host_bits=16"),
-        ({"host_bits": 8, "bits": 16}, "nothing may be lost; take host_bits=16"),
-        ({"host_bits": 8, "top_k": 0, "host_tier": False}, "there is no host tier to round"),
+        ({"host_bits": 8, "verify": 16}, "verification needs exact pairs. Pass host_bits=16"),
+        ({"host_bits": 8, "bits": 16}, "pairs must be exact. Pass host_bits=16"),
+        ({"host_bits": 8, "top_k": 0, "host_tier": False}, "there is no host tier. Leave"),
         ({"method": "full", "host_bits": 8}, "method 'full' has none"),
     ],
     ids=str,

@@ -41,7 +41,7 @@ def tokens(model: LlamaForCausalLM) -> Tensor:
 
 
 def padding(model: LlamaForCausalLM) -> Tensor:
-    """Rows of their own length, one of which has less than a group."""
+    """Rows of different lengths, one of which has less than a group."""
     ids, mask = prompt(90, 3), torch.ones(3, 90, dtype=torch.int64)
     mask[0, :17], mask[2, :81] = 0, 0
     return greedy(model, ids, 40, attention_mask=mask, pad_token_id=0)
@@ -85,6 +85,8 @@ def uncompiled(way: str) -> Tensor:
 
 @pytest.mark.quick_for(*(f"{name}, {way}" for name, way in GRID if name == DEFAULT or way == "turns"))
 @pytest.mark.parametrize(("name", "way"), GRID, ids=[f"{name}, {way}" for name, way in GRID])
-def test_what_loses_nothing_says_what_the_uncompiled_model_says(llama: LlamaForCausalLM, name: str, way: str) -> None:
+def test_lossless_options_generate_what_the_uncompiled_model_generates(
+    llama: LlamaForCausalLM, name: str, way: str
+) -> None:
     ours = WAYS[way](compiled_with(llama, {"lowering": "eager", **SETTINGS[name]}))
     torch.testing.assert_close(ours, uncompiled(way), rtol=1e-3, atol=1e-3)

@@ -16,7 +16,7 @@ from specache_compile.errors import OptionError
 from specache_compile.methods import parse_options
 from specache_compile.methods.field import LayerShape
 from specache_compile.methods.low_bit import bytes_of_memory
-from specache_compile.runtime.memory import device_bytes, within_memory
+from specache_compile.runtime.memory_option import device_bytes, within_memory
 from specache_compile.runtime.session import Session
 from specache_compile.runtime.tiers import options_at
 
@@ -55,7 +55,7 @@ def test_too_little_is_an_error_where_a_cache_begins_alone() -> None:
     ("given", "said"),
     [
         ({"memory": "six"}, "like '6 GiB'"),
-        ({"memory": "6 GiB", "bits": 2}, "give one of them"),
+        ({"memory": "6 GiB", "bits": 2}, "pass one of them"),
         ({"method": "kivi", "memory": 0}, "like '6 GiB'"),
     ],
 )

@@ -18,7 +18,7 @@ from torch._dynamo.utils import counters
 from transformers import DynamicCache, LlamaForCausalLM
 
 import specache_compile as sc
-from conftest import LOSSLESS, compile_copy, greedy, prompt, tiny_llama
+from conftest import LOSSLESS, compile_copy, forget_warnings, greedy, prompt, tiny_llama
 from families import FAMILIES
 from specache_compile.compat import GENERATE_MASKS_ALL, cache_of, with_cache
 from specache_compile.passes.reading.nodes import value_of
@@ -54,8 +54,8 @@ def padded(ids: Tensor, seed: int) -> Tensor:
 @pytest.mark.quick_for
 @pytest.mark.parametrize("lowering", ["eager", "inductor"])
 def test_any_batch_size_runs_in_two_graphs_a_phase(llama: LlamaForCausalLM, lowering: str) -> None:
-    """One graph for a batch of one, which Dynamo always takes for a constant, and one for all others. Beams and
-    returned sequences are batch sizes too, and padded batches have graphs of their own."""
+    """One graph for a batch of one, which Dynamo always treats as a constant, and one for all others. Beams and
+    returned sequences are batch sizes too, and padded batches have separate graphs."""
     twin = compile_copy(llama, lowering=lowering)
     for batch in (1, 2, 3, 4, 6, 8, 5, 7) if lowering == "eager" else (3, 1, 2):
         ids = prompt(60 + batch, batch)
@@ -80,7 +80,7 @@ def test_any_batch_size_runs_in_two_graphs_a_phase(llama: LlamaForCausalLM, lowe
 
 
 def test_the_callers_tensors_are_as_they_were() -> None:
-    """Dynamo guards on the marks by which sizes are asked for: left on a tensor, they would cost others a graph."""
+    """Dynamo guards on the marks of dynamic sizes: marks left on a tensor would cost other models a graph."""
     compiled = compile_copy(tiny_llama(num_hidden_layers=1))
     ids, mask = prompt(20, 3), torch.ones(3, 20, dtype=torch.int64)
     mask[0, :4] = 0
@@ -137,11 +137,13 @@ CALLS: tuple[Callable[[Any, Tensor, random.Random], Tensor], ...] = (
 
 
 def sixty_calls(plain: Any, compiled: Any) -> int:
-    """Random calls of a model and of its compiled copy, which must say the same; how many of them were uncompiled."""
+    """Random calls of a model and of its compiled copy, which must generate the same; returns how many ran
+    uncompiled."""
     rng, limited = random.Random(0), 0
     for number in range(60):
         call, seed = rng.choice(CALLS), rng.randrange(1 << 30)
         ids = prompt(rng.randrange(1, 301), rng.randrange(1, 13), seed=number)
+        forget_warnings()
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
             got = call(compiled, ids, random.Random(seed))
@@ -153,7 +155,7 @@ def sixty_calls(plain: Any, compiled: Any) -> int:
 @pytest.mark.slow
 def test_sixty_random_calls_under_dynamos_own_limit(llama: LlamaForCausalLM, compiled: LlamaForCausalLM) -> None:
     """A graph for a batch of one and one for more, with a padding mask or none, in three phases, are twelve; Dynamo
-    makes eight. What comes after them runs uncompiled, is right, and is said once a cache."""
+    makes eight. What comes after them runs uncompiled, and is right."""
     counters.clear()
     limited = sixty_calls(llama, compiled)
     assert counters["stats"]["unique_graphs"] <= 8
@@ -231,12 +233,12 @@ def test_a_cache_goes_on_as_it_was_made_whichever_copy_it_comes_to() -> None:
                 got = copies[method](ids[:, start:stop], **with_cache(cache), use_cache=True).logits
             told += [method for warning in caught if "other options" in str(warning.message)]
             torch.testing.assert_close(got, right, atol=1e-3, rtol=1e-3, msg=f"{first}, then {second}, at {start}")
-        assert told == [second], "once a cache"
+        assert told == [second], "once"
 
 
 @torch.no_grad()
 def test_a_setting_that_differs_makes_a_graph_of_its_own() -> None:
-    """One method, two numbers of bits: the cache's own are in force, and the warning names both."""
+    """One method, two numbers of bits: the cache keeps its own, and the warning names both."""
     model = tiny_llama()
     narrow, wide = (under(model, "kivi", bits=bits) for bits in (2, 16))
     ids = prompt(200)

@@ -1,4 +1,4 @@
-"""host_tier=False: KIVI as its authors have it, with nothing on the host, and what that cannot do said in words."""
+"""host_tier=False: KIVI as its authors define it, with nothing on the host, and errors for what it does not support."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def filled(options: dict[str, Any], llama: Any, tokens: int = 100) -> tuple[Any,
 
 @pytest.mark.quick_for("k = 0, rotated")
 @pytest.mark.parametrize("name", WITHOUT)
-def test_it_says_what_it_says_with_a_host_tier_bit_for_bit(name: str, llama: Any) -> None:
+def test_it_generates_what_it_generates_with_a_host_tier_bit_for_bit(name: str, llama: Any) -> None:
     """What only extends and crops read changes no decode step."""
     options = WITHOUT[name]
     runs = []
@@ -108,7 +108,7 @@ REFUSED: dict[str, Callable[[Any, Any], object]] = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_needs_every_pair_is_refused_in_words(what: str, llama: Any) -> None:
+def test_operations_that_need_every_pair_raise(what: str, llama: Any) -> None:
     model, cache = filled(WITHOUT["kivi"], llama)
     with pytest.raises(SpecacheError, match=f"host_tier=False: {what}.*host_tier=True"):
         REFUSED[what](model, cache)
@@ -123,7 +123,7 @@ def test_an_interrupted_step_is_not_gone_on_from(llama: Any, monkeypatch: pytest
     model, cache = filled(WITHOUT["kivi"], llama)
     model(prompt(1), **with_cache(cache), use_cache=True)
     with monkeypatch.context() as patch:
-        patch.setattr(Step, "launch", interrupted)
+        patch.setattr(Step, "run_graph", interrupted)
         with pytest.raises(KeyboardInterrupt):
             model(prompt(1), **with_cache(cache), use_cache=True)
     with pytest.raises(SpecacheError, match="interrupted"):
@@ -146,7 +146,7 @@ def test_options_that_need_a_host_tier_are_refused(options: dict[str, Any], told
 
 
 @pytest.mark.slow
-def test_generate_says_the_same_with_and_without(llama: Any) -> None:
+def test_generate_returns_the_same_with_and_without(llama: Any) -> None:
     texts = [
         greedy(compiled_for(llama, **{**WITHOUT["kivi"], "host_tier": host}), prompt(70, 2), 40)
         for host in (True, False)

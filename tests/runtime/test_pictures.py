@@ -232,8 +232,6 @@ def test_the_text_behind_an_image_is_the_uncompiled_models(name: str) -> None:
     model.compile(backend="specache", options=LOSSLESS)
     with warnings.catch_warnings():
         warnings.simplefilter("error", SpecacheWarning)
-        if pictures.exact:
-            warnings.filterwarnings("ignore", message=".*a sliding window keeps its newest tokens")
         assert_same_answers(pictures, model, plain)
     assert lanes(model, pictures) == {2}
 

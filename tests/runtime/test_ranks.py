@@ -50,7 +50,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_ranks_say_what_one_process_says_and_each_holds_its_part(told: list[dict[str, Any]]) -> None:
+def test_ranks_generate_what_one_process_generates_and_each_holds_its_part(told: list[dict[str, Any]]) -> None:
     for rank in told:
         (case,) = rank["cases"]
         assert case["tokens"] == told[0]["cases"][0]["expected"]
@@ -98,7 +98,7 @@ def two_kv_heads(config: type, model: type, sizes: tuple[int, ...] = (4,), names
 
 def test_heads_need_not_divide_where_each_rank_has_all_of_them(four_alone: None) -> None:
     """Where a plan gathers keys before they are heads, and where weights alone are split (FSDP)."""
-    with pytest.raises(SpecacheError, match="2 KV heads do not divide by 4 ranks"):
+    with pytest.raises(SpecacheError, match="2 KV heads cannot be split over 4 ranks"):
         check_heads(two_kv_heads(LlamaConfig, LlamaForCausalLM))
     check_heads(two_kv_heads(Olmo2Config, Olmo2ForCausalLM))
     check_heads(two_kv_heads(LlamaConfig, LlamaForCausalLM, names=("fsdp",)))
@@ -147,7 +147,7 @@ def test_writes_to_distributed_tensors_are_not_lost(four_alone: None) -> None:
         ("options", "top_k: 8 on rank 0, 9 on rank 1"),
         ("host memory", "shared by the 2 ranks of this machine"),
         ("save", "split over ranks"),
-        ("heads", "1 KV heads do not divide by 2 ranks"),
+        ("heads", "1 KV heads cannot be split over 2 ranks"),
     ],
 )
 def test_what_one_rank_would_refuse_all_refuse(told: list[dict[str, Any]], difference: str, words: str) -> None:
@@ -185,7 +185,7 @@ def test_processes_with_a_whole_model_each_have_a_budget_each(monkeypatch: pytes
     needed = host_bytes(session.options, layers, 1, room(70))
     assert needed > 0
     session = Session(parse_options({"host_memory": needed}), layers, 1, 70)
-    session.make_room(70)
+    session.reserve(70)
     assert session.statistics.bytes_by_tier["host"] == needed
 
 
@@ -203,7 +203,7 @@ def test_a_rank_is_explained_by_its_part() -> None:
     assert part.bytes_by_tier["host"] * 4 == whole.bytes_by_tier["host"]
     assert part.lanes == 2
     assert "One of 4 ranks" in str(part)
-    with pytest.raises(SpecacheError, match="4 KV heads do not divide by 3 ranks"):
+    with pytest.raises(SpecacheError, match="4 KV heads cannot be split over 3 ranks"):
         explain(config, 512, ranks=3)
     with pytest.raises(SpecacheError, match="leaves attention whole"):
         explain(Olmo2Config(num_key_value_heads=4), 512, ranks=2)

@@ -165,7 +165,7 @@ def test_a_view_that_was_looked_at_can_be_edited_further(llama: LlamaForCausalLM
     between.layers = [copy.copy(layer) for layer in twice.layers]
     twice.crop(-20)
     assert sc.lengths(twice).tolist() == [90]
-    with pytest.raises(sc.HeldTensorError, match="has gone on"):
+    with pytest.raises(sc.HeldTensorError, match="keys and values are stale"):
         sc.lengths(between)
     fork = copy.deepcopy(twice)
     expected = step(twin, token, once).logits
@@ -342,14 +342,14 @@ def test_an_interrupted_step_can_be_taken_again(
     if cropped:
         cache.crop(-cropped)
     step(twin, tokens[:, 100:], copy.deepcopy(cache))
-    launch = Step.launch
+    launch = Step.run_graph
 
     def interrupted(self: Any, *args: Any) -> Any:
         launch(self, *args)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Step, "launch", interrupted)
+        patch.setattr(Step, "run_graph", interrupted)
         with pytest.raises(KeyboardInterrupt):
             step(twin, tokens[:, 100:], cache)
     torch.testing.assert_close(step(twin, tokens[:, 100:], cache).logits, expected, atol=1e-3, rtol=1e-4)
@@ -426,9 +426,9 @@ class TestHeldTensors:
             lambda t: t.copy_(torch.zeros_like(t)),
         ],
     )
-    def test_any_read_is_an_error_that_says_who_holds_the_data(self, read: Any) -> None:
+    def test_any_read_raises_and_names_materialize(self, read: Any) -> None:
         _, cache = self.cache()
-        with pytest.raises(sc.HeldTensorError, match=r"specache backend holds .*materialize") as raised:
+        with pytest.raises(sc.HeldTensorError, match=r"specache backend keeps .*materialize") as raised:
             read(cache.layers[0].keys)
         assert "recompile" not in str(raised.value)
 
@@ -568,7 +568,7 @@ def test_the_cursor_is_written_without_copies_from_the_host(compiled: LlamaForCa
     """On CUDA a copy of one number from host memory stops the host, in every step; a fill does not."""
     session = session_of(cache_of(step(compiled, prompt(100))))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        Step(session, 1).point()
+        Step(session, 1).write_cursor()
     names = {event.name for event in profile.events()}
     assert "aten::fill_" in names
     assert "aten::copy_" not in names

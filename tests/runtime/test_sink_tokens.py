@@ -1,7 +1,7 @@
 """The first tokens in 16 bits (option `sink_tokens`), from the options to a cache that is edited.
 
-With 64 of them, R = 32 and g = 32, every one of the first 128 tokens is a sink or in the window: nothing is rounded, so
-that at 1 bit the tokens are the uncompiled model's, and would not be if one pair were another's.
+With 64 sinks, R = 32 and g = 32, each of the first 128 tokens is a sink or in the window, so nothing is rounded. At 1
+bit the tokens are then those of the uncompiled model, unless a pair is in a wrong place.
 """
 
 from __future__ import annotations
@@ -132,12 +132,12 @@ def test_best_has_them_and_the_papers_have_not(options: dict[str, Any], sinks: i
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"sink_tokens": -1}, "sink_tokens=-1: give a whole number, 0 to 64"),
-        ({"sink_tokens": 65}, "sink_tokens=65: give a whole number, 0 to 64"),
-        ({"sink_tokens": True}, "sink_tokens=True: give a whole number, 0 to 64"),
+        ({"sink_tokens": -1}, "sink_tokens=-1: accepted is an integer, 0 to 64"),
+        ({"sink_tokens": 65}, "sink_tokens=65: accepted is an integer, 0 to 64"),
+        ({"sink_tokens": True}, "sink_tokens=True: accepted is an integer, 0 to 64"),
         (
             {"sink_tokens": 64, "group_size": 32, "residual_length": 8},
-            r"sink_tokens=64: more than the window of 40 tokens \(residual_length 8 \+ group_size 32\); take fewer",
+            r"sink_tokens=64: more than the window of 40 tokens \(residual_length 8 \+ group_size 32\). Pass fewer",
         ),
         ({"method": "full", "sink_tokens": 4}, "method 'full' has none"),
     ],

@@ -20,7 +20,7 @@ import specache_compile as sc
 from conftest import LOSSLESS, compile_copy, greedy, prompt, tiny_llama
 from specache_compile import SpecacheWarning
 from specache_compile.compat import cache_of, with_cache
-from specache_compile.compile import rewritten
+from specache_compile.compile import rewrites
 from specache_compile.compile.compiled_options import options_of
 from specache_compile.runtime.held import HeldTensor
 
@@ -104,7 +104,7 @@ def test_three_threads_generate_with_three_models(plain: LlamaForCausalLM, form:
 
 
 @pytest.mark.slow
-def test_a_thread_generates_as_its_own_compiled_module_asks(plain: LlamaForCausalLM) -> None:
+def test_a_thread_generates_with_the_options_of_its_compiled_module(plain: LlamaForCausalLM) -> None:
     """One wrapped model, compiled twice, and not at all."""
     twin = copy.deepcopy(plain)
     models = [torch.compile(twin, backend="specache", options={**LOSSLESS, "bits": bits}) for bits in (1, 2)]
@@ -194,7 +194,7 @@ def test_two_threads_that_come_to_min_context_at_once_rewrite_one_after_the_othe
 ) -> None:
     """A fake mode is on one thread at a time."""
     twin, making, most = compile_copy(plain, min_context=200), [], []
-    made_late = rewritten.made_late
+    made_late = rewrites.made_late
 
     def slowly(*given: Any) -> Any:
         making.append(threading.get_ident())
@@ -209,7 +209,7 @@ def test_two_threads_that_come_to_min_context_at_once_rewrite_one_after_the_othe
     for cache in caches:
         twin(prompt(1), **with_cache(cache))
         twin(prompt(30), **with_cache(cache))
-    monkeypatch.setattr(rewritten, "made_late", slowly)
+    monkeypatch.setattr(rewrites, "made_late", slowly)
     barrier = threading.Barrier(2)
 
     def grow(cache: DynamicCache) -> Tensor:

@@ -1,5 +1,7 @@
-"""A call that no compiled graph runs (Dynamo's recompile limit, or an uncompiled model) makes a held cache a plain one:
-the uncompiled model's tokens, and one warning that says why, how large it is, and what to raise."""
+"""A call that no compiled graph runs (Dynamo's recompile limit, or an uncompiled model) makes a held cache plain.
+
+The tokens are those of the uncompiled model. One warning states the reason, the size, and the limit to raise.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM, LogitsProcessor
 
 import specache_compile as sc
-from conftest import LOSSLESS, compile_copy, greedy, prompt
+from conftest import LOSSLESS, compile_copy, forget_warnings, greedy, prompt
 from families import FAMILIES, Family
 from specache_compile.compat import cache_of, with_cache
 from specache_compile.compile import recompile_limit
@@ -59,6 +61,7 @@ def limit(graphs: int) -> Iterator[None]:
 def told(*times: int) -> Iterator[list[str]]:
     """Within it, so many warnings (one of `times`) that a cache became plain; they are in the list afterwards."""
     messages: list[str] = []
+    forget_warnings()
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         yield messages
@@ -183,7 +186,7 @@ def test_a_cache_that_became_plain_goes_on_in_a_second_turn(llama: LlamaForCausa
     "method", [name for name, one in every_method().items() if not any(field.has_all_pairs for field in one.fields)]
 )
 def test_a_method_that_evicts_has_no_plain_cache_to_give(llama: LlamaForCausalLM, method: str) -> None:
-    """It says so, and the cache stays as it was."""
+    """It raises, and the cache is unchanged."""
     twin = copy.deepcopy(llama)
     twin.compile(backend="specache", options={"lowering": "eager", "method": method, "budget": 4096})
     cache = cache_of(step(twin, prompt(50)))
@@ -272,7 +275,7 @@ class TestOneGraph:
             grads.append(llama.model.layers[0].self_attn.k_proj.weight.grad.clone())
         torch.testing.assert_close(*grads, atol=1e-3, rtol=1e-3)
 
-    def test_keys_and_values_are_copied_once_each_when_they_are_asked_for(
+    def test_keys_and_values_are_copied_once_each_when_they_are_read(
         self, llama: LlamaForCausalLM, compiled: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Not a whole cache beside the tiers at the first layer, and no layer over PCIe twice."""
@@ -309,7 +312,7 @@ class TestOneGraph:
             assert torch.equal(keys, torch.cat([whole.keys, new], -2))
             assert torch.equal(values, torch.cat([whole.values, -new], -2))
 
-    def test_the_warning_says_why_how_large_and_what_to_raise(
+    def test_the_warning_has_the_reason_the_size_and_the_limit_to_raise(
         self, llama: LlamaForCausalLM, compiled: LlamaForCausalLM
     ) -> None:
         cache = cache_of(step(compiled, prompt(1024, 2)))
@@ -319,8 +322,8 @@ class TestOneGraph:
         for part in (
             "1.00 MiB on the device for 1,024 tokens x batch 2",
             "torch._dynamo.config.recompile_limit",
-            "recompile_limit= of torch.compile",
+            "recompile_limit= to torch.compile",
             "TORCH_LOGS=recompiles",
-            "went to an uncompiled model",
+            "Pass the cache to the compiled model only",
         ):
             assert part in messages[0]

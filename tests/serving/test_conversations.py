@@ -13,7 +13,7 @@ from transformers import DynamicCache, LlamaForCausalLM, Qwen3NextConfig
 
 from conftest import compile_copy, compiled_with, prompt
 from families import FAMILIES
-from specache_compile import SpecacheError, SpecacheWarning
+from specache_compile import SpecacheError
 from specache_compile.compat import with_cache
 from specache_compile.serving.conversation import Conversation, bytes_of
 from specache_compile.serving.conversations import Bounds, Conversations
@@ -42,7 +42,7 @@ def hold(kept: Conversations, ids: torch.Tensor) -> Conversation:
     """Have a conversation of these tokens kept, as if a request had been all of them."""
     cache = DynamicCache(config=kept.model.config)
     kept.model(ids[None], **with_cache(cache), use_cache=True)
-    conversation = Conversation(ids, cache, asked=len(ids))
+    conversation = Conversation(ids, cache, request_length=len(ids))
     kept.put(conversation)
     kept.trim()
     return conversation
@@ -66,7 +66,9 @@ def test_the_longest_beginning_is_taken_and_gone_on_from(compiled: LlamaForCausa
     torch.testing.assert_close(next_logits(compiled, ids, taken), next_logits(llama, ids), rtol=1e-4, atol=1e-4)
 
 
-def test_a_last_turn_anew_is_cut_to_all_but_its_last_token(compiled: LlamaForCausalLM, llama: LlamaForCausalLM) -> None:
+def test_a_repeated_last_turn_is_cut_to_all_but_its_last_token(
+    compiled: LlamaForCausalLM, llama: LlamaForCausalLM
+) -> None:
     kept, ids = keeping(compiled), prompt(90)[0]
     hold(kept, ids)
     taken = kept.take(ids)
@@ -91,11 +93,11 @@ def test_who_begins_alike_has_a_copy_where_half_of_it_is_of_use(
 
 
 def test_another_question_behind_one_system_prompt_leaves_the_session_where_it_is(compiled: LlamaForCausalLM) -> None:
-    """However short it is; the same question anew, or a turn that leaves an empty thought out, takes it."""
+    """However short it is. The same question again, or a turn that leaves an empty thought out, takes it."""
     kept, ids, other = keeping(compiled), prompt(100)[0], prompt(30, seed=7)[0]
     other[:] = (ids[70:100] + 1) % 128
     first = hold(kept, ids)
-    first.asked = 74
+    first.request_length = 74
     taken = kept.take(torch.cat([ids[:70], other]))
     assert len(taken.ids) == 70
     assert kept.in_memory == [first]
@@ -110,14 +112,14 @@ def test_many_short_questions_keep_as_many_sessions_as_there_is_room_for(llama: 
         assert len(conversation.ids) == (60 if question else 0)
         with torch.no_grad():
             llama(ids[None, len(conversation.ids) :], **with_cache(conversation.cache), use_cache=True)
-        conversation.ids, conversation.asked = ids, 61
+        conversation.ids, conversation.request_length = ids, 61
         kept.put(conversation)
         kept.trim()
     assert [int(conversation.ids[60]) for conversation in kept.in_memory] == [8, 9, 10, 11]
 
 
 def test_what_cannot_be_cut_is_gone_on_from_whole_or_not_at_all(llama: LlamaForCausalLM) -> None:
-    """Under eviction the pairs of tokens that are still wanted may be gone."""
+    """Under eviction, pairs of tokens that are still needed may be gone."""
     kept, ids = keeping(compiled_with(llama, EVICTING)), prompt(90)[0]
     whole = hold(kept, ids[:80])
     assert len(kept.take(ids[:75]).ids) == 0
@@ -163,7 +165,7 @@ def test_a_folder_has_a_bound_and_outlives_its_server(compiled: LlamaForCausalLM
     texts = [prompt(60, seed=seed)[0] for seed in (2, 3, 4)]
     for ids in texts:
         hold(kept, ids)
-    with pytest.raises(SpecacheError, match="another server keeps its sessions in"):
+    with pytest.raises(SpecacheError, match="another server uses this folder"):
         keeping(compiled, folder=tmp_path)
     kept.close()
     assert evicted == ["disk"] * 3
@@ -177,8 +179,8 @@ def test_a_folder_has_a_bound_and_outlives_its_server(compiled: LlamaForCausalLM
 
 
 @pytest.mark.parametrize("way", ["cut short", "no tokens", "other options", "other version"])
-def test_what_cannot_be_read_from_a_folder_is_read_anew(
-    compiled: LlamaForCausalLM, llama: LlamaForCausalLM, tmp_path: Path, way: str
+def test_an_unreadable_session_is_prefilled_again(
+    compiled: LlamaForCausalLM, llama: LlamaForCausalLM, tmp_path: Path, way: str, logged: list[str]
 ) -> None:
     kept, ids = keeping(compiled, folder=tmp_path), prompt(60)[0]
     hold(kept, ids)
@@ -199,8 +201,8 @@ def test_what_cannot_be_read_from_a_folder_is_read_anew(
         assert later.on_disk == []
         assert len(later.take(ids).ids) == 0
     else:
-        with pytest.warns(SpecacheWarning, match="read from its beginning"):
-            assert len(later.take(ids).ids) == 0
+        assert len(later.take(ids).ids) == 0
+        assert "the next turn of its conversation is prefilled whole" in str(logged)
     assert not session.exists()
 
 
@@ -213,7 +215,7 @@ def test_what_else_a_folder_has_stays(tmp_path: Path) -> None:
 
 
 def test_what_memory_is_too_short_to_save_is_dropped_too(
-    compiled: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    compiled: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logged: list[str]
 ) -> None:
     def fail(*given: Any) -> None:
         raise RuntimeError("can't allocate memory")
@@ -221,8 +223,8 @@ def test_what_memory_is_too_short_to_save_is_dropped_too(
     kept = keeping(compiled, folder=tmp_path)
     hold(kept, prompt(40)[0])
     monkeypatch.setattr("specache_compile.serving.session_folder.save", fail)
-    with pytest.warns(SpecacheWarning, match="can't allocate memory"):
-        kept.close()
+    kept.close()
+    assert "can't allocate memory" in str(logged)
     assert kept.in_memory == kept.on_disk == []
 
 
@@ -234,19 +236,21 @@ def test_states_of_linear_attention_are_counted() -> None:
     assert bytes_of(cache) == {"host": 4 * (4 * 16 + 2 * 2 * 3 * 16), "device": 0}
 
 
-def test_what_cannot_be_saved_is_dropped_with_a_warning(compiled: LlamaForCausalLM, tmp_path: Path) -> None:
+def test_what_cannot_be_saved_is_dropped_with_a_warning(
+    compiled: LlamaForCausalLM, tmp_path: Path, logged: list[str]
+) -> None:
     kept = keeping(compiled, folder=tmp_path / "sessions")
     hold(kept, prompt(40)[0])
     kept.folder.root = tmp_path / "a file"
     kept.folder.root.write_text("")
-    with pytest.warns(SpecacheWarning, match="is not kept"):
-        kept.close()
+    kept.close()
+    assert "is not kept" in str(logged)
     assert evicted == ["nowhere"]
 
 
 @torch.no_grad()
 def test_a_change_of_the_weights_forgets_conversations(
-    compiled: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    compiled: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logged: list[str]
 ) -> None:
     """In memory, on disk, and under way at the change."""
     monkeypatch.setitem(compiled.model._modules, "norm", copy.deepcopy(compiled.model.norm))
@@ -259,8 +263,8 @@ def test_a_change_of_the_weights_forgets_conversations(
     assert len(under_way.ids) == 70
     kept.put(under_way)
     weight.data.mul_(2.0)
-    with pytest.warns(SpecacheWarning, match="made with another model: 1 of"):
-        assert len(kept.take(others).ids) == 0
+    assert len(kept.take(others).ids) == 0
+    assert "made with another model: 1 of" in str(logged)
     assert evicted == ["disk", "nowhere"]
     under_way = kept.take(ids)
     assert len(under_way.ids) == 0

@@ -1,4 +1,4 @@
-"""An answer in OpenAI's words: what is sent of what a model says, and when."""
+"""Answers in OpenAI's format: which events are sent for which text, and when."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_an_end_token_is_no_text_and_an_end_at_the_longest_length_too(text: str,
 
 
 def test_a_stream_begins_with_its_first_token_and_ends_with_done() -> None:
-    """The role is no event of its own: it would come before the request has its turn, as if it were a token."""
+    """The role is not a separate event: it would come before the first token, and be counted as one."""
     *events, done = reply("Yes", ChatReply, streamed=True)
     chunks = [ChatCompletionChunk.model_validate_json(event) for event in events]
     assert done == "[DONE]"
@@ -95,8 +95,8 @@ def test_a_stream_begins_with_its_first_token_and_ends_with_done() -> None:
 
 
 @pytest.mark.parametrize("kind", [Reply, ChatReply])
-def test_every_event_of_a_stream_tells_its_usage_where_it_is_asked_for(kind: type[Reply]) -> None:
-    """As load tools ask for it, and as vLLM answers."""
+def test_every_event_of_a_stream_has_its_usage_if_requested(kind: type[Reply]) -> None:
+    """As load tools request it, and as vLLM responds."""
     usage = StreamOptions(include_usage=True, continuous_usage_stats=True).usage
     *events, _ = reply("Yes", kind, streamed=True, usage=usage)
     told = [json.loads(event)["usage"] for event in events]

@@ -1,4 +1,4 @@
-"""What a request may ask: each field is followed, or refused."""
+"""Fields of a request: each one is followed or rejected."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": 
         ({"messages": [{"content": "a"}]}, "messages.0.role"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "text"),
         ({"messages": [{"role": "critic", "content": "a"}]}, "no critics here"),
-        ({"messages": [{"role": "user", "content": "\ud800"}]}, "'messages' is no Unicode text"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, "'messages' is not Unicode text"),
         ({"logit_bias": {"128": 1}}, "the model has no token 128"),
         ({"chat_template_kwargs": {"tokenize": False}}, "tokenize"),
         ({"chat_template_kwargs": {"messages": []}}, "messages"),
-        ({"chat_template_kwargs": {"thought": "\udc00"}}, "'chat_template_kwargs' is no Unicode text"),
+        ({"chat_template_kwargs": {"thought": "\udc00"}}, "'chat_template_kwargs' is not Unicode text"),
         ({"max_completion_tokens": 0}, "max_completion_tokens"),
-        ({"max_completion_tokens": 2, "max_tokens": 3}, "max_tokens: another number"),
+        ({"max_completion_tokens": 2, "max_tokens": 3}, "max_tokens differs from"),
         ({"logprobs": 1}, "logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"top_logprobs": 1}, "top_logprobs: only with logprobs"),
@@ -73,7 +73,7 @@ TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": 
         ({"modalities": ["audio"]}, "modalities"),
     ],
 )
-def test_a_chat_that_cannot_be_answered_as_asked_is_refused(served: Served, given: Any, message: str) -> None:
+def test_an_unsupported_chat_is_rejected(served: Served, given: Any, message: str) -> None:
     body = given if isinstance(given, bytes) else {"messages": [HELLO], **given}
     status, told = posted(served, "v1/chat/completions", body)
     assert (status, message in told) == (400, True), told
@@ -86,7 +86,7 @@ def test_a_chat_that_cannot_be_answered_as_asked_is_refused(served: Served, give
         ({"logit_bias": {"5": 101}}, "logit_bias.5"),
         ({"prompt": ["a", "b"]}, "prompt"),
         ({"prompt": ""}, "the prompt is empty"),
-        ({"prompt": "a\ud800"}, "'prompt' is no Unicode text"),
+        ({"prompt": "a\ud800"}, "'prompt' is not Unicode text"),
         ({"stop": ""}, "stop"),
         ({"stop": list("abcde")}, "List should have at most 4 items"),
         ({"stop": ["x" * 65]}, "String should have at most 64 characters"),
@@ -114,7 +114,7 @@ def test_a_chat_that_cannot_be_answered_as_asked_is_refused(served: Served, give
         ({"prompt": "a" * 2000, "min_tokens": 49}, "49 would follow"),
     ],
 )
-def test_a_completion_that_cannot_be_made_as_asked_is_refused(served: Served, given: Any, message: str) -> None:
+def test_an_unsupported_completion_is_rejected(served: Served, given: Any, message: str) -> None:
     status, told = posted(served, "v1/completions", {"prompt": "a", **given})
     assert (status, message in told) == (400, True), told
 
@@ -122,7 +122,7 @@ def test_a_completion_that_cannot_be_made_as_asked_is_refused(served: Served, gi
 @pytest.mark.parametrize(
     ("path", "body", "status", "message"),
     [
-        ("v1/completions", {"prompt": "a", "model": "gpt-9"}, 404, "no model 'gpt-9'"),
+        ("v1/completions", {"prompt": "a", "model": "gpt-9"}, 404, "model 'gpt-9' does not exist"),
         ("v1/completions", b" " * ((16 << 20) + 1), 413, "16,777,216 bytes"),
         ("load_model", {"model": "other"}, 404, "Not Found"),
     ],
@@ -133,14 +133,14 @@ def test_what_is_not_here_is_refused(served: Served, path: str, body: Any, statu
 
 
 def test_a_body_of_no_type_is_refused(served: Served) -> None:
-    """A web page may send one to this machine, and browsers do not ask before."""
+    """A web page may send one to this machine without a preflight request of the browser."""
     connection = http.client.HTTPConnection(served.url.removeprefix("http://"))
     with contextlib.closing(connection):
         connection.request("POST", "/v1/completions", b'{"prompt": "a", "max_tokens": 1}')
         assert connection.getresponse().status == 400
 
 
-def test_what_asks_for_nothing_is_taken(served: Served) -> None:
+def test_fields_without_effect_are_accepted(served: Served) -> None:
     nothing: dict[str, Any] = {"n": 1, "presence_penalty": 0.0, "stop": [], "logit_bias": {}, "logprobs": False}
     nothing |= {"user": "me", "metadata": {"run": "1"}, "store": False, "service_tier": "auto", "modalities": ["text"]}
     ask: dict[str, Any] = {"model": served.name, "messages": [HELLO], "max_completion_tokens": 3}
@@ -234,7 +234,7 @@ def test_a_replayed_call_may_have_no_arguments_or_cut_ones() -> None:
     assert [arguments_of(text) for text in ("", '{"x": 7}', '{"x": ')] == [{}, {"x": 7}, '{"x": ']
 
 
-def test_an_answer_ends_at_its_end_token_unless_more_is_asked_for(served: Served) -> None:
+def test_an_answer_ends_at_its_stop_token_unless_more_is_requested(served: Served) -> None:
     ask: dict[str, Any] = {"model": served.name, "prompt": "End. " * 8, "max_tokens": 6, "temperature": 0}
     said = [
         served.client.completions.create(**ask, logit_bias=ENDS, extra_body=more)
@@ -244,15 +244,13 @@ def test_an_answer_ends_at_its_end_token_unless_more_is_asked_for(served: Served
     assert [answer.choices[0].finish_reason for answer in said] == ["stop", "stop", "length"]
 
 
-def test_a_least_length_is_more_than_a_longest_one_that_nobody_asked_for(
-    served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_min_tokens_overrides_the_default_length(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specache_compile.serving.generation.ANSWER", 4)
     ask: dict[str, Any] = {"model": served.name, "prompt": "End. " * 8, "temperature": 0, "logit_bias": ENDS}
     assert served.client.completions.create(**ask, extra_body={"min_tokens": 7}).usage.completion_tokens == 7
 
 
-def test_penalties_are_for_what_was_said_and_not_for_the_prompt() -> None:
+def test_penalties_count_generated_tokens_and_not_the_prompt() -> None:
     ids = torch.tensor([[0, 0, 1, 1, 2]])
     scores = Penalties(frequency=0.5, presence=1.0, prompt=2)(ids, torch.zeros(1, 4))
     assert scores.tolist() == [[0.0, -2.0, -1.5, 0.0]]
@@ -281,7 +279,7 @@ def asked(template: str, **given: Any) -> str:
 WITH_TOOLS = "{% if tools %}{{ tools | map(attribute='function.name') | join }}{% endif %}" + TEMPLATE
 
 
-def test_a_model_is_told_of_the_tools_that_it_may_call() -> None:
+def test_the_prompt_contains_the_tools_that_the_model_may_call() -> None:
     assert asked(WITH_TOOLS, tools=[TOOL]).startswith("look<user>")
     assert asked(WITH_TOOLS, tools=[TOOL], tool_choice="none").startswith("<user>")
 
@@ -298,7 +296,7 @@ def test_a_model_is_told_of_the_tools_that_it_may_call() -> None:
         ({"do_sample": True, "top_k": 20}, {"top_k": -1}, (True, None, None, 0)),
     ],
 )
-def test_a_token_is_drawn_from_all_where_neither_checkpoint_nor_request_says_less(
+def test_all_tokens_are_sampled_unless_checkpoint_or_request_restricts_them(
     own: dict[str, Any], given: dict[str, Any], drawn: tuple[Any, ...]
 ) -> None:
     served: Any = SimpleNamespace(model=SimpleNamespace(generation_config=GenerationConfig(**own)), vocabulary=128)
@@ -327,13 +325,13 @@ def test_messages_that_a_template_fails_at_are_refused() -> None:
         asked(template, messages=[message])
 
 
-def test_the_server_has_one_model_and_says_which(served: Served) -> None:
+def test_the_server_has_one_model_and_names_it(served: Served) -> None:
     assert served.client.models.retrieve(served.name).id == served.name
-    with pytest.raises(openai.NotFoundError, match="no model 'gpt-9' here"):
+    with pytest.raises(openai.NotFoundError, match="model 'gpt-9' does not exist"):
         served.client.models.retrieve("gpt-9")
 
 
-def test_health_may_be_asked_for_its_status_alone(served: Served) -> None:
+def test_health_supports_head_requests(served: Served) -> None:
     connection = http.client.HTTPConnection(served.url.removeprefix("http://"))
     with contextlib.closing(connection):
         connection.request("HEAD", "/health")

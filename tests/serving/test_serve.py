@@ -1,4 +1,4 @@
-"""`specache serve`, asked by OpenAI's client as anyone has it; answers are the uncompiled model's."""
+"""`specache serve` with OpenAI's own client; answers are the uncompiled model's."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from conftest import NEEDLE_LLAMA, tiny_llama
 from served import Served, answer, figures, grown, prompt_of, say, serving, wait_for, write_checkpoint
 from specache_compile.cli import main
 from specache_compile.serving.answer import Ticket
-from specache_compile.serving.rows import RowsOfAnswers
+from specache_compile.serving.answer_rows import AnswerRows
 
 pytestmark = pytest.mark.one_process
 
@@ -227,7 +227,7 @@ def test_requests_wait_are_refused_and_end_when_their_client_leaves(checkpoint: 
         )
         waiting.start()
         wait_for(served, "specache_queue", 1)
-        with pytest.raises(openai.InternalServerError, match="1 requests wait already") as refused:
+        with pytest.raises(openai.InternalServerError, match="1 requests are waiting") as refused:
             served.client.completions.create(**ask, prompt="third", max_tokens=1)
         assert refused.value.status_code == 503
         endless.close()
@@ -295,8 +295,9 @@ def test_a_checkpoints_own_code_is_not_loaded(
     assert not (tmp_path / "ran").exists()
 
 
-def test_an_answer_that_fails_says_why_and_the_next_one_does_not(checkpoint: Path, tmp_path: Path) -> None:
-    """In a stream too, which has begun by then. A conversation that was to go on too long is there as it was."""
+def test_an_answer_that_fails_has_an_error_and_the_next_one_has_none(checkpoint: Path, tmp_path: Path) -> None:
+    """In a stream too, which has begun by then. A conversation that was to go on too long is there
+    as it was."""
     with serving(checkpoint, "--host-memory", "650000", "--overcommit", str(tmp_path)) as served:
         ask: dict[str, Any] = {"model": served.name, "prompt": "a" * 900, "max_tokens": 2}
         with pytest.raises(openai.InternalServerError, match="a request of 902 tokens needs 4 pages"):
@@ -335,7 +336,7 @@ def test_a_batch_that_fails_in_every_step_ends_its_answers_and_does_not_turn_for
     answers: Any = [SimpleNamespace(ticket=Ticket(), fail=failed.append) for _ in range(2)]
     model = tiny_llama()
     model.compile(backend="specache", options={"lowering": "eager"})
-    rows = RowsOfAnswers(model, 2, lost, lost, lambda answer: None, {})
+    rows = AnswerRows(model, 2, lost, lost, lambda answer: None, {})
     rows.running = {  # type: ignore[assignment]
         rows.batch.add(torch.arange(10 + i)[None], max_new_tokens=4): (answers[i], None) for i in range(2)
     }
@@ -357,7 +358,7 @@ def test_a_checkpoint_of_bytes_completes_and_has_no_chat() -> None:
     with serving(NEEDLE_LLAMA) as served:
         ask: dict[str, Any] = {"model": served.name, "temperature": 0, "max_tokens": 5}
         assert served.client.completions.create(**ask, prompt=prompt).choices[0].text == "40712"
-        with pytest.raises(openai.BadRequestError, match="has no chat template: ask /v1/completions"):
+        with pytest.raises(openai.BadRequestError, match=r"has no chat template\. Use /v1/completions"):
             say(served, [{"role": "user", "content": prompt}])
 
 

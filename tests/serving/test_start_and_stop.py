@@ -14,8 +14,8 @@ import pytest
 
 from served import figures, posted, serving, wait_for, write_checkpoint
 from specache_compile.cli import main
-from specache_compile.serving import command, server
-from specache_compile.serving.command import bound
+from specache_compile.serving import serve, server
+from specache_compile.serving.serve import bound
 from specache_compile.serving.session_folder import SessionFolder
 
 pytestmark = pytest.mark.one_process
@@ -24,16 +24,16 @@ pytestmark = pytest.mark.one_process
 @pytest.mark.parametrize("flag", ["--session-host-gib", "--session-device-gib", "--session-disk-gib"])
 def test_less_than_no_memory_is_refused(capsys: pytest.CaptureFixture[str], flag: str) -> None:
     assert main(["serve", str(Path(__file__).parent), "--port", "0", flag, "-1"]) == 2
-    assert f"{flag} -1.0: give a number" in capsys.readouterr().err
+    assert f"{flag} -1.0: accepted is" in capsys.readouterr().err
 
 
 def refused(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
-    """Why a server with these flags does not start; it would say that there is no such model once it came so far."""
+    """The error of a server with these flags; without one, it would report that the model does not exist."""
     assert main(["serve", str(Path(__file__).parent), "--port", "0", *flags]) == 2
     return capsys.readouterr().err
 
 
-def test_a_port_that_is_taken_is_told_before_the_model_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_used_port_is_reported_before_the_model_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         told = refused(capsys, "--port", str(taken.getsockname()[1]))
     assert "cannot listen at --host 127.0.0.1" in told
@@ -45,7 +45,7 @@ def test_so_is_one_of_a_server_that_still_loads_its_model(capsys: pytest.Capture
 
 
 def test_a_key_that_no_header_can_have_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "--api-key: give printable ASCII" in refused(capsys, "--api-key", "né")
+    assert "--api-key: accepted are printable ASCII" in refused(capsys, "--api-key", "né")
 
 
 @pytest.mark.parametrize("flags", [[], ["--quiet"]])
@@ -55,7 +55,7 @@ def test_a_quiet_server_prints_no_line_for_a_request(
     package = logging.getLogger("specache_compile.serving")
     handlers, level = list(package.handlers), package.level
     answering = SimpleNamespace(run=lambda sockets: server.log.info("POST /v1/completions 200"))
-    monkeypatch.setattr(command, "make_server", lambda *given: answering)
+    monkeypatch.setattr(serve, "make_server", lambda *given: answering)
     try:
         assert main(["serve", "smollm2-135m", "--port", "0", *flags]) == 0
     finally:
@@ -64,10 +64,10 @@ def test_a_quiet_server_prints_no_line_for_a_request(
     assert ("POST /v1/completions 200" in capsys.readouterr().err) == (not flags)
 
 
-def test_who_asks_without_the_servers_key_is_refused(tmp_path: Path) -> None:
+def test_requests_without_the_api_key_are_rejected(tmp_path: Path) -> None:
     with serving(write_checkpoint(tmp_path), "--api-key", "none") as served:  # what the tests' client bears
         assert posted(served, "v1/completions", {"prompt": "a"}) == (
-            401, "this server wants its --api-key: Authorization: Bearer KEY",
+            401, "this server requires its API key. Send Authorization: Bearer KEY",
         )  # fmt: skip
         assert served.client.models.list().data[0].id == served.name
         assert figures(served)
@@ -84,14 +84,14 @@ def test_a_port_is_free_again_as_soon_as_its_server_has_stopped(tmp_path: Path) 
                     pass
 
 
-def test_a_folder_that_is_none_is_told_before_the_model_is_loaded(
+def test_a_bad_folder_is_reported_before_the_model_is_loaded(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_text("")
     for folder in (tmp_path / "file", tmp_path / "file" / "below"):
         told = refused(capsys, "--session-folder", str(folder))
-        assert f"--session-folder {folder}: sessions cannot be kept there" in told
-        assert "give a folder that can be written to" in told
+        assert f"--session-folder {folder}: this folder cannot be written" in told
+        assert "Give another one" in told
 
 
 def test_so_is_one_that_cannot_be_written_to(
@@ -101,12 +101,12 @@ def test_so_is_one_that_cannot_be_written_to(
         raise OSError(30, "Read-only file system")
 
     monkeypatch.setattr("specache_compile.serving.session_folder.FileLock.acquire", read_only)
-    assert "kept there (Read-only file system): give" in refused(capsys, "--session-folder", str(tmp_path))
+    assert "cannot be written (Read-only file system). Give" in refused(capsys, "--session-folder", str(tmp_path))
 
 
 def test_so_is_one_that_another_server_has(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     other = SessionFolder(tmp_path, 0)
-    assert "another server keeps its sessions in" in refused(capsys, "--session-folder", str(tmp_path))
+    assert "another server uses this folder" in refused(capsys, "--session-folder", str(tmp_path))
     other.close()
 
 
@@ -117,7 +117,7 @@ def test_a_folder_is_free_again_where_the_model_cannot_be_loaded(
     SessionFolder(tmp_path, 0).close()
 
 
-def test_a_stream_that_outlasts_the_server_is_told_so_and_its_session_is_saved(
+def test_a_stream_that_outlasts_the_server_gets_an_error_and_its_session_is_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(server, "STOPPING", 0.1)
@@ -137,6 +137,6 @@ def test_a_stream_that_outlasts_the_server_is_told_so_and_its_session_is_saved(
     client.join()
     last = json.loads(lines[-2].removeprefix("data: "))["error"]
     assert (last["code"], last["type"]) == (503, "server_error")
-    assert "the server is being stopped" in last["message"]
+    assert "the server is stopping" in last["message"]
     assert "Traceback" not in capfd.readouterr().err
     assert len(list((tmp_path / "sessions").glob("session-*"))) == 1

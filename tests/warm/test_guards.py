@@ -17,7 +17,7 @@ from tabulate import tabulate
 from conftest import LOSSLESS, prompt
 from families import FAMILIES, Family
 from kept_traces import Traces
-from specache_compile.warm import form, guards, store
+from specache_compile.warm import guards, stored_trace, trace_folder
 
 QUICK = ("llama 3", "gemma2")
 # How many of the two graphs are kept, where not both are: they are not rewritten, or their code is in no module.
@@ -36,10 +36,10 @@ def test_no_guard_is_dropped(traces: Traces, folder: Path, monkeypatch: pytest.M
         made.append((named(output_graph.guards), kept))
         return kept
 
-    monkeypatch.setattr(form, "kept_guards", keep)
+    monkeypatch.setattr(stored_trace, "kept_guards", keep)
     compiled = torch.compile(family.one_layer.model(), backend="specache", options=LOSSLESS)
     compiled.generate(prompt(60), max_new_tokens=3)
-    forms = list(folder.rglob(store.FORM))
+    forms = list(folder.rglob(trace_folder.TRACE))
     kept_forms = 0 if family.absorbed else KEPT.get(family.name, 2)
     assert len(forms) == kept_forms <= len(made)
     assert kept_forms < 2 or len(made) == 2

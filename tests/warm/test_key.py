@@ -1,4 +1,4 @@
-"""By what a kept trace is known: each part tells something apart that nothing else does."""
+"""The key of a stored trace: each part distinguishes something that no other part does."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from test_warm import halved_mlp, registered, with_hook
 from transformers.models.llama import modeling_llama
 
 from kept_traces import FULL, PREFILL, Traces, attribute, llama, logits, run
-from specache_compile.warm import form, guards, route, store
+from specache_compile.warm import guards, hooks, stored_trace, trace_folder
 
 Patch = pytest.MonkeyPatch
 
@@ -50,9 +50,9 @@ ENVIRONMENT: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "python": lambda: attribute(sys, "version", "3.99"),
     "torch": lambda: attribute(torch, "__version__", "2.99"),
     "packages": lambda: attribute(transformers, "__version__", "5.99"),
-    "specache": lambda: attribute(store, "own_sources", lambda: "another"),
-    "processor": lambda: attribute(store, "processor", lambda: "another"),
-    "devices": lambda: attribute(store, "devices", lambda: ["another"]),
+    "specache": lambda: attribute(trace_folder, "own_sources", lambda: "another"),
+    "processor": lambda: attribute(trace_folder, "processor", lambda: "another"),
+    "devices": lambda: attribute(trace_folder, "devices", lambda: ["another"]),
     "settings": lambda: torch._inductor.config.patch(max_autotune=True),
     "kernels": lambda: attribute(torch.backends.cuda, "flash_sdp_enabled", lambda: "another"),
 }
@@ -60,23 +60,23 @@ ENVIRONMENT: dict[str, Callable[[], AbstractContextManager[object]]] = {
 
 @pytest.mark.parametrize("name", ENVIRONMENT)
 def test_each_part_of_the_environment_counts(name: str) -> None:
-    """It alone tells the change: without the part, the environment would be the same."""
-    components = store.components
-    before, without = store.environment(), environment_without(name, components)
-    assert store.environment() == before
+    """Without the part, the environment's hash would not change."""
+    components = trace_folder.components
+    before, without = trace_folder.environment(), environment_without(name, components)
+    assert trace_folder.environment() == before
     with ENVIRONMENT[name]():
-        assert store.environment() != before
+        assert trace_folder.environment() != before
         assert environment_without(name, components) == without
 
 
 def environment_without(name: str, components: Callable[[], dict[str, str]]) -> str:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(store, "components", lambda: {n: text for n, text in components().items() if n != name})
-        return store.environment()
+        patch.setattr(trace_folder, "components", lambda: {n: text for n, text in components().items() if n != name})
+        return trace_folder.environment()
 
 
 def test_the_parts_of_an_environment_are_these() -> None:
-    assert list(store.components()) == list(ENVIRONMENT)
+    assert list(trace_folder.components()) == list(ENVIRONMENT)
 
 
 def test_another_environment_traces(kept: Traces) -> None:
@@ -88,9 +88,9 @@ def test_another_environment_traces(kept: Traces) -> None:
 @pytest.mark.quick_for("threads")
 def test_guards_reject_another_global_state(kept: Traces, change: Callable[[], AbstractContextManager[object]]) -> None:
     """The environment does not contain these."""
-    environment = store.environment()
+    environment = trace_folder.environment()
     with change():
-        assert store.environment() == environment
+        assert trace_folder.environment() == environment
         assert run(llama(), kept) == 1
 
 
@@ -98,9 +98,9 @@ def test_guards_reject_another_global_state(kept: Traces, change: Callable[[], A
 
 
 def without_arguments(patch: Patch) -> None:
-    """Leave the arguments of torch.compile out of a call's store."""
-    call_key = store.call_key
-    patch.setattr(store, "call_key", lambda code, local_scope, arguments: call_key(code, local_scope, None))
+    """Leave the arguments of torch.compile out of a call's trace_folder."""
+    call_key = trace_folder.call_key
+    patch.setattr(trace_folder, "call_key", lambda code, local_scope, arguments: call_key(code, local_scope, None))
 
 
 def same_hash(module: Any) -> Any:
@@ -109,13 +109,13 @@ def same_hash(module: Any) -> Any:
 
 
 def own_builtin() -> AbstractContextManager[None]:
-    """Another under a builtin's name, of which no module's source or functions tell."""
+    """Another function under a builtin's name, which no module's source or functions show."""
     return attribute(builtins, "all", functools.partial(builtins.all))
 
 
 @contextlib.contextmanager
 def own_mapping() -> Iterator[None]:
-    """A mapping of the instance's own, which hides that of its class: no value says so."""
+    """A mapping of the instance that hides its class's mapping; no value shows it."""
     functions = modeling_llama.ALL_ATTENTION_FUNCTIONS
     vars(functions)["_global_mapping"] = dict(functions._global_mapping)
     try:
@@ -133,7 +133,7 @@ PARTS: dict[str, Parts] = {
     ),
     "fullgraph": (without_arguments, nullcontext, llama, {"options": FULL, "fullgraph": True}),
     "code": (
-        lambda patch: patch.setattr(form, "module_hash", same_hash),
+        lambda patch: patch.setattr(stored_trace, "module_hash", same_hash),
         lambda: attribute(modeling_llama.LlamaMLP, "forward", halved_mlp), llama, {"options": FULL},
     ),
     "what guards look at": (
@@ -147,7 +147,7 @@ PARTS: dict[str, Parts] = {
         own_builtin, llama, {"options": FULL},
     ),
     "hooks": (
-        lambda patch: patch.setattr(route, "has_hooks", lambda model: False), nullcontext,
+        lambda patch: patch.setattr(hooks, "has_hooks", lambda model: False), nullcontext,
         lambda: with_hook(llama()), {"options": FULL},
     ),
 }  # fmt: skip
@@ -169,7 +169,7 @@ def test_each_part_of_a_call_counts(traces: Traces, folder: Path, monkeypatch: P
 
 
 def traced(model: Any, traces: Traces, how: dict[str, Any]) -> int:
-    """Traces of a process that runs a model, whatever it says."""
+    """Traces of a process that runs a model, whatever it prints."""
     traces.next_process()
     logits(torch.compile(model, backend="specache", **how), PREFILL)
     return int(traces.count)

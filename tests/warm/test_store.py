@@ -18,7 +18,7 @@ from conftest import LOSSLESS
 from kept_traces import ALL, TESTS, Traces, in_new_process, llama, run
 from specache_compile import entry
 from specache_compile.cache_folder import VARIABLE, cache_folder
-from specache_compile.warm import route, store
+from specache_compile.warm import hooks, trace_folder
 
 DAMAGE: dict[str, Callable[[bytes], bytes]] = {
     "half": lambda data: data[: len(data) // 2],
@@ -95,18 +95,18 @@ def code(killed: int = 0) -> str:
 
 @pytest.mark.slow
 def test_a_writer_is_killed_and_two_write_at_once(folder: Path) -> None:
-    """Seven files: a prefill, a decode and its pre-decode, an extend, and the form of each graph."""
+    """Seven files: a prefill, a decode and its pre-decode, an extend, and the trace of each graph."""
     killed = subprocess.run([sys.executable, "-c", code(killed=3)], capture_output=True, check=False)
     assert killed.returncode == -signal.SIGKILL
     both = [subprocess.Popen([sys.executable, "-c", code()], stdout=subprocess.PIPE, text=True) for _ in range(2)]
     counts = [int(process.communicate()[0]) for process in both]
-    assert all(2 <= count <= 3 for count in counts), "one form was whole"
+    assert all(2 <= count <= 3 for count in counts), "one trace was whole"
     assert int(in_new_process(code())) == 0
 
 
 def test_a_call_has_a_limited_number_of_traces(kept: Traces, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A config with another constant makes one more trace of the same call."""
-    monkeypatch.setattr(store, "MOST_FORMS", 1)
+    monkeypatch.setattr(trace_folder, "MOST_TRACES", 1)
     assert run(llama(rms_norm_eps=1e-2), kept) == 1
     assert [len(list(call.iterdir())) for call in folder.glob("*/*")] == [1, 1, 1]
     assert run(llama(rms_norm_eps=1e-2), kept) == 0
@@ -117,7 +117,7 @@ def test_dynamo_is_patched_only_where_the_variable_is_a_folder(
     monkeypatch: pytest.MonkeyPatch, given: str, calls: int
 ) -> None:
     patched: list[bool] = []
-    monkeypatch.setattr(route, "route_traces", lambda: patched.append(True))
+    monkeypatch.setattr(hooks, "route_traces", lambda: patched.append(True))
     monkeypatch.setenv(VARIABLE, given)
     entry.keep_traces()
     assert len(patched) == calls
@@ -126,7 +126,7 @@ def test_dynamo_is_patched_only_where_the_variable_is_a_folder(
 def test_without_a_folder_nothing_is_stored(traces: Traces, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE)
     monkeypatch.setattr("specache_compile.cache_folder.HF_HOME", str(folder.parent))
-    assert store.folder() is None
+    assert trace_folder.folder() is None
     assert cache_folder() == folder.parent / "specache-compile", "a converted checkpoint needs a folder"
     assert run(llama(), traces) == 1
     assert [file for file in folder.parent.rglob("*") if file.is_file()] == []

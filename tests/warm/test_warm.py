@@ -25,7 +25,7 @@ from specache_compile.passes.recipe import Recipe
 
 @pytest.mark.parametrize("options", [LOSSLESS, {**LOSSLESS, "lowering": "inductor"}], ids=["eager", "inductor"])
 @pytest.mark.quick_for("eager")
-def test_the_next_process_traces_nothing_and_says_the_same(traces: Traces, options: dict[str, Any]) -> None:
+def test_the_next_process_traces_nothing_and_generates_the_same(traces: Traces, options: dict[str, Any]) -> None:
     model = llama(num_hidden_layers=5)  # enough for Inductor to compile one of them for all
     assert run(model, traces, ALL, options=options) == 3
     assert run(model, traces, ALL, options=options) == 0
@@ -64,7 +64,7 @@ def scaled_attention(
     scaling: float | None = None, is_causal: bool | None = None, position_bias: Any = None, cache: Any = None,
     **given: Any,
 ) -> Any:  # fmt: skip
-    """Of the signature of transformers' own: no guard but that of the function itself tells them apart."""
+    """With the signature of transformers' own: only the guard on the function itself distinguishes them."""
     before = modeling_llama.ALL_ATTENTION_FUNCTIONS["sdpa_before"]
     return before(module, query, key, value, attention_mask, dropout, 0.3, is_causal, **given)
 
@@ -83,7 +83,7 @@ def registered() -> Iterator[None]:
 
 
 def with_adapter(model: Any) -> Any:
-    """A LoRA, as a library puts it in: a module of its own in the place of a linear layer."""
+    """A LoRA, as a library inserts it: another module in the place of a linear layer."""
     for layer in model.model.layers:
         layer.self_attn.q_proj = Adapted(layer.self_attn.q_proj)
     return model
@@ -160,13 +160,13 @@ def recipe_of_others(options: Any, site: int) -> Recipe:
 
 
 def test_a_method_of_another_package_is_not_kept(kept: Traces, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing tells when its source changes."""
+    """Nothing shows when its source changes."""
     monkeypatch.setitem(METHODS, "others", replace(METHODS["full"], name="others", recipe=recipe_of_others))
     for _ in range(2):
         assert run(llama(), kept, options={**FULL, "method": "others"}) == 1
 
 
-def test_what_no_other_guard_looks_at_is_asked_before_the_first_call(kept: Traces) -> None:
+def test_values_without_another_guard_are_checked_before_the_first_call(kept: Traces) -> None:
     """A mapping of the instance's own hides that of its class, at which the guards of what it holds look."""
     functions = modeling_llama.ALL_ATTENTION_FUNCTIONS
     before = functions._global_mapping
@@ -184,7 +184,7 @@ def test_other_options_are_compiled_for(kept: Traces) -> None:
 
 
 def test_two_models_of_one_class_with_other_options_in_one_process(kept: Traces) -> None:
-    """Each has its own graphs: Dynamo asks for the backend's options in every call."""
+    """Each has its own graphs: Dynamo compares the backend's options in every call."""
     kept.next_process()
     first, second = llama(), copy.deepcopy(llama())
     one = torch.compile(first, backend="specache", options=FULL)
@@ -240,7 +240,8 @@ print(counters["stats"]["unique_graphs"], limited)
 
 @pytest.mark.slow
 def test_sixty_random_calls_over_two_processes(folder: Path) -> None:
-    """The second has what the first left: it traces nothing, and says what the uncompiled model says."""
+    """The second process loads what the first has stored: it traces nothing, and generates what the uncompiled model
+    does."""
     code = SIXTY.format(paths=[str(TESTS), str(TESTS / "runtime")], cache=str(folder.parent))
     (graphs, limited), (graphs_again, limited_again) = (map(int, in_new_process(code).split()) for _ in range(2))
     assert 4 <= graphs <= 8

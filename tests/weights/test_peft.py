@@ -142,7 +142,7 @@ def test_a_batch_forgets_what_another_adapter_has_computed() -> None:
         batch.step()
         from_prefix = request.read > chunk
         batch.run()
-        return request.said, from_prefix
+        return request.generated, from_prefix
 
     twin = lora()
     switches = {

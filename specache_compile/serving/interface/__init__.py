@@ -1,1 +1,1 @@
-"""OpenAI's interface: what may be asked, as a question to the model; its answers, as they are sent."""
+"""OpenAI's API: requests as questions to the model, and its answers in OpenAI's format."""

@@ -1,4 +1,4 @@
-"""A request's fields as a question to the model: a prompt's token ids, and the settings of `generate`."""
+"""Converts a request's fields to a question: token ids of the prompt, and settings of `generate`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from specache_compile.serving.answer import Question
 from specache_compile.serving.calls import format_of, grammar_of_call, grammar_of_text, parser_of
-from specache_compile.serving.model import ServedModel
+from specache_compile.serving.served_model import ServedModel
 from specache_compile.serving.structured import Constraint, matcher_of, of_schema
 
 from .requests import CALL_ID, Body, ChatBody, CompletionBody, Message, ToolChoice
@@ -27,11 +27,12 @@ def completion(served: ServedModel, body: CompletionBody) -> Question:
 
 
 def chat(served: ServedModel, body: ChatBody) -> Question:
-    """The question of a chat. 400 where there is no template, or where it refuses the messages or ignores the tools."""
+    """The question of a chat. Status 400 without a chat template, or if it rejects the messages or ignores
+    the tools."""
     tokenizer = served.tokenizer
     if not getattr(tokenizer, "chat_template", None):
-        raise HTTPException(400, f"{served.name} has no chat template: ask /v1/completions")
-    messages = [as_templates_have_it(message) for message in body.messages]
+        raise HTTPException(400, f"{served.name} has no chat template. Use /v1/completions")
+    messages = [template_message(message) for message in body.messages]
     offered = [] if body.tool_choice == "none" else body.tools or []
     tools = [tool.model_dump(exclude_none=True) for tool in offered] or None
 
@@ -42,22 +43,22 @@ def chat(served: ServedModel, body: ChatBody) -> Question:
             rendered = tokenizer.apply_chat_template(
                 messages, tools=tools, add_generation_prompt=answer, tokenize=False, **more
             )
-        except (TemplateError, TypeError) as error:  # the template refuses the messages
+        except (TemplateError, TypeError) as error:  # the template rejects the messages
             raise HTTPException(400, f"the chat template: {error}") from error
         return str(rendered)
 
-    whole, asked = text(), text(answer=False)
+    whole, without_opening = text(), text(answer=False)
     if tools is not None and text(tools=None) == whole:
-        raise HTTPException(400, f"tools: the chat template of {served.name} leaves them out")
-    opening = whole.removeprefix(asked) if whole.startswith(asked) else ""
+        raise HTTPException(400, f"tools: the chat template of {served.name} ignores them. Leave tools out")
+    opening = whole.removeprefix(without_opening) if whole.startswith(without_opening) else ""
     inputs = tokenizer(whole, add_special_tokens=False, return_tensors="pt")
     opened = len(tokenizer(opening, add_special_tokens=False).input_ids) if opening else 0
     parser = parser_of(tokenizer, served.model, whole, opening, tools)
     return question(served, body, inputs, opened, parser, called_of(served, body, opening))
 
 
-def as_templates_have_it(message: Message) -> dict[str, Any]:
-    """A message with its text in one piece and a call's arguments as an object."""
+def template_message(message: Message) -> dict[str, Any]:
+    """A message with its text as one string and a call's arguments as an object, as templates expect."""
     given = message.model_dump(exclude_none=True)
     text = given.get("content", "")
     given["content"] = text if isinstance(text, str) else "\n".join(part["text"] for part in text)
@@ -71,12 +72,12 @@ def as_templates_have_it(message: Message) -> dict[str, Any]:
 
 
 def call_id(given: str) -> str:
-    """An id of nine letters and digits, which Mistral's templates require; another one becomes the hash of it."""
+    """An id of nine letters and digits, which Mistral's templates require: `given`, or its hash."""
     return given if len(given) == CALL_ID and given.isalnum() else hashlib.sha256(given.encode()).hexdigest()[:CALL_ID]
 
 
 def arguments_of(text: str) -> Any:
-    """A replayed call's arguments: none where the text is empty, and the text where it is no JSON."""
+    """A replayed call's arguments: an object, or the text if it is not JSON."""
     try:
         return json.loads(text) if text.strip() else {}
     except ValueError:
@@ -86,11 +87,11 @@ def arguments_of(text: str) -> Any:
 def question(
     served: ServedModel, body: Body, inputs: Any, opening: int = 0, parser: Any = None, called: str | None = None
 ) -> Question:
-    """called: the grammar of an answer with tool calls; None: nothing constrains its calls."""
+    """A question. called: the grammar of an answer with tool calls; None: calls are not constrained."""
     schema = schema_of(body)
     grammar = called if called is not None or schema is None else of_schema(schema)
     if grammar is not None and (body.ignore_eos or body.min_tokens):
-        raise HTTPException(400, "ignore_eos, min_tokens: leave them out where the answer follows a schema")
+        raise HTTPException(400, "ignore_eos, min_tokens: not supported with a schema. Leave them out")
     try:
         matcher = None if grammar is None else matcher_of(served.grammar_tokenizer, grammar)
     except ValueError as error:
@@ -102,7 +103,7 @@ def question(
         (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
         body.seed,
         (body.frequency_penalty or 0.0, body.presence_penalty or 0.0),
-        parser if matcher is None or called else None,  # what follows a schema has one part
+        parser if matcher is None or called else None,  # an answer with a schema has one part
         body.likeliest,
         special=body.skip_special_tokens is False,
         matcher=matcher,
@@ -115,7 +116,7 @@ def schema_of(body: Body) -> dict[str, Any] | None:
 
 
 def called_of(served: ServedModel, body: ChatBody, opening: str) -> str | None:
-    """The grammar of an answer with tool calls; None: nothing constrains its calls."""
+    """The grammar of an answer with tool calls; None: calls are not constrained."""
     choice, form, schema = body.tool_choice or "auto", format_of(served.tokenizer), schema_of(body)
     named = choice.function.name if isinstance(choice, ToolChoice) else None
     offered = [tool.function for tool in body.tools or [] if named in (None, tool.function.name)]
@@ -125,14 +126,14 @@ def called_of(served: ServedModel, body: ChatBody, opening: str) -> str | None:
     if not functions:
         raise HTTPException(400, f"tool_choice: tools has no {named or 'function'}")
     if form is None:
-        raise HTTPException(400, "tool_choice: the chat template's format of calls is not supported; use 'auto'")
+        raise HTTPException(400, "tool_choice: the chat template's call format is not supported. Use 'auto'")
     if choice != "auto" or schema is not None:
         return grammar_of_call(served.tokenizer, form, opening, functions, schema if choice == "auto" else None)
     return grammar_of_text(served.tokenizer, form, functions) if any(one.strict for one in offered) else None
 
 
 def numbered(question: Question, index: int) -> Question:
-    """The question of one of several answers to a request: its random numbers and its parser's state are its own."""
+    """The question of one of several answers to a request, with its own random numbers and parser state."""
     seed = None if question.seed is None else question.seed + index
     config, reader = copy.deepcopy(question.config), copy.deepcopy(question.parser)
     matcher = None if question.matcher is None else question.matcher.deep_copy()
@@ -140,22 +141,22 @@ def numbered(question: Question, index: int) -> Question:
 
 
 def config_of(served: ServedModel, body: Body) -> GenerationConfig:
-    """The checkpoint's settings with the request's in their place."""
+    """The checkpoint's settings, overridden by the request's."""
     config = copy.deepcopy(served.model.generation_config)
     config.max_new_tokens, config.min_new_tokens = body.longest, body.min_tokens
     sampling = {name: getattr(body, name) for name in ("temperature", "top_p", "top_k", "min_p", "typical_p")}
     if any(value is not None for value in sampling.values()):
         config.do_sample = body.temperature != 0
-        config.top_k = config.top_k or 0  # None would be 50
+        config.top_k = config.top_k or 0  # None would mean 50
     if not config.do_sample:
         config.temperature = config.top_p = config.top_k = config.min_p = config.typical_p = None
     else:
         config.update(**{name: value for name, value in sampling.items() if value is not None})
-        config.top_k = max(0, config.top_k or 0)  # vLLM's -1, like 0, is every token
+        config.top_k = max(0, config.top_k or 0)  # -1 (vLLM) and 0 mean every token
     if body.repetition_penalty is not None:
         config.repetition_penalty = body.repetition_penalty
     config.eos_token_id = ends_of(served, body, config)
-    config.cache_implementation = None  # the cache is a conversation's
+    config.cache_implementation = None  # the cache belongs to a conversation
     unknown = [token for token in body.logit_bias or {} if token >= served.vocabulary]
     if unknown:
         raise HTTPException(400, f"logit_bias: the model has no token {unknown[0]}")
@@ -165,14 +166,14 @@ def config_of(served: ServedModel, body: Body) -> GenerationConfig:
 
 
 def ends_of(served: ServedModel, body: Body, config: GenerationConfig) -> list[int]:
-    """The tokens that end the answer: the checkpoint's, unless they are ignored, and the request's."""
+    """The stop tokens: the checkpoint's, unless ignored, and the request's."""
     own = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
     kept = [] if body.ignore_eos else [token for token in own if token is not None]
-    return [*kept, *(body.stop_token_ids or ())] or [served.vocabulary]  # None would be the checkpoint's
+    return [*kept, *(body.stop_token_ids or ())] or [served.vocabulary]  # None would mean the checkpoint's
 
 
 def processors_of(question: Question) -> LogitsProcessorList:
-    """What a question asks for that `generate` has no setting for."""
+    """Logits processors for fields of a question that `generate` has no setting for."""
     own: list[LogitsProcessor] = [Penalties(*question.penalties, question.tokens)] if any(question.penalties) else []
     if question.matcher is not None:
         own.append(Constraint(question.matcher, question.tokens, question.words))
@@ -180,13 +181,13 @@ def processors_of(question: Question) -> LogitsProcessorList:
 
 
 class Penalties(LogitsProcessor):
-    """OpenAI's frequency penalty, for each time that a token was said, and presence penalty, once for each said token.
-    A prompt's tokens do not count."""
+    """OpenAI's frequency penalty, for each occurrence of a generated token, and presence penalty, once for each
+    generated token. Prompt tokens do not count."""
 
     def __init__(self, frequency: float, presence: float, prompt: int) -> None:
         self.frequency, self.presence, self.prompt = frequency, presence, prompt
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # type: ignore[override]
-        said = input_ids[:, self.prompt :]
-        counts = torch.zeros_like(scores).scatter_add_(1, said, torch.ones_like(said, dtype=scores.dtype))
+        generated = input_ids[:, self.prompt :]
+        counts = torch.zeros_like(scores).scatter_add_(1, generated, torch.ones_like(generated, dtype=scores.dtype))
         return scores - self.frequency * counts - self.presence * (counts > 0)

@@ -19,18 +19,18 @@ from .requests import CALL_ID, Usage
 
 
 class Choice:
-    """One answer to a completion; `ChatChoice` is a chat's."""
+    """One answer to a completion; `ChatChoice` is for a chat."""
 
     def __init__(self, index: int, answer: Answer) -> None:
         self.index, self.answer = index, answer
 
     async def whole(self) -> dict[str, Any]:
-        told = [piece async for piece in self.answer.pieces()]
-        likely = [piece for piece in told if isinstance(piece, Likely)]
-        return self.framed(self.content([piece for piece in told if not isinstance(piece, Likely)]), likely)
+        found = [piece async for piece in self.answer.pieces()]
+        likely = [piece for piece in found if isinstance(piece, Likely)]
+        return self.framed(self.content([piece for piece in found if not isinstance(piece, Likely)]), likely)
 
     async def parts(self) -> AsyncIterator[dict[str, Any]]:
-        """As they come, each with the `Likely` that came before it; the last, which is empty, says why it ends."""
+        """The parts as they come, each with the `Likely` before it; the last one is empty and has the finish reason."""
         likely, first = list[Likely](), True
         async for piece in self.answer.pieces():
             if isinstance(piece, Likely):
@@ -41,9 +41,9 @@ class Choice:
         yield self.framed(self.part("", first), likely)
 
     def framed(self, content: dict[str, Any], likely: list[Likely], ends: bool = True) -> dict[str, Any]:
-        told = None if self.answer.question.logprobs is None else self.logprobs(likely)
+        found = None if self.answer.question.logprobs is None else self.logprobs(likely)
         finish = self.finish() if ends else None
-        return {"index": self.index, **content, "logprobs": told, "finish_reason": finish}
+        return {"index": self.index, **content, "logprobs": found, "finish_reason": finish}
 
     def finish(self) -> str:
         return self.answer.finish
@@ -63,7 +63,7 @@ class Choice:
 
 
 def by_text(likeliest: Sequence[Likely]) -> dict[str, float]:
-    """Logprobs by the tokens' texts. The less likely of equal texts go by token_id:N, as vLLM writes it."""
+    """Log-probabilities by the tokens' texts. Of equal texts, the less likely are named token_id:N, like in vLLM."""
     named = dict[str, float]()
     for one in likeliest:
         named[f"token_id:{one.token}" if one.text in named else one.text] = one.logprob
@@ -71,7 +71,7 @@ def by_text(likeliest: Sequence[Likely]) -> dict[str, float]:
 
 
 class ChatChoice(Choice):
-    """calls: tool calls so far."""
+    """calls: number of tool calls so far."""
 
     calls = 0
 
@@ -82,14 +82,14 @@ class ChatChoice(Choice):
         calls = [self.call(piece) for piece in pieces if isinstance(piece, ToolCall)]
         thought = "".join(piece for piece in pieces if isinstance(piece, ReasoningText))
         text = "".join(piece for piece in pieces if not isinstance(piece, ReasoningText | ToolCall))
-        if self.answer.question.parser is not None:  # as in a message that is read at once
+        if self.answer.question.parser is not None:  # as in a whole message
             thought, text = thought.strip(), text.strip()
         message = {"role": "assistant", "content": text}
         more = {"reasoning_content": thought, "tool_calls": calls}
         return {"message": message | {name: value for name, value in more.items() if value}}
 
     def part(self, piece: Any, first: bool) -> dict[str, Any]:
-        # The role comes with the first token: who measures would take an earlier event for the token.
+        # The role comes with the first token: a benchmark would count an earlier event as the token.
         delta: dict[str, Any] = {"role": "assistant"} if first else {}
         if isinstance(piece, ToolCall):
             delta["tool_calls"] = [{"index": self.calls, **self.call(piece)}]
@@ -111,7 +111,7 @@ class ChatChoice(Choice):
 
 
 class Reply:
-    """A reply to a completion; `ChatReply` is a chat's. name: the model's."""
+    """A reply to a completion; `ChatReply` is for a chat. name: the model's name."""
 
     prefix, whole_object, part_object, choice = "cmpl", "text_completion", "text_completion", Choice
 
@@ -121,34 +121,34 @@ class Reply:
 
     async def whole(self) -> JSONResponse:
         choices = await asyncio.gather(*(choice.whole() for choice in self.choices))
-        return JSONResponse(self.told(self.whole_object, choices, usage=self.usage()))
+        return JSONResponse(self.framed(self.whole_object, choices, usage=self.usage()))
 
     def stream(self, usage: Usage) -> StreamingResponse:
-        """usage: which events report it, as far as it has come; the last one that does has nothing else."""
+        """Stream the reply. usage: which events report the usage so far; the last of them contains nothing else."""
         return StreamingResponse(self.events(usage), media_type="text/event-stream")
 
     async def events(self, usage: Usage) -> AsyncIterator[str]:
         try:
             async for part in together([choice.parts() for choice in self.choices]):
                 so_far = {"usage": self.usage()} if usage == "every" else {}
-                yield f"data: {json.dumps(self.told(self.part_object, [part], **so_far))}\n\n"
-        except Exception as error:  # the stream has begun, so the status cannot tell it
-            yield f"data: {json.dumps(told_error(error)[1])}\n\n"
+                yield f"data: {json.dumps(self.framed(self.part_object, [part], **so_far))}\n\n"
+        except Exception as error:  # the stream has begun, so the status cannot report the error
+            yield f"data: {json.dumps(error_body(error)[1])}\n\n"
             return
         if usage != "none":
-            yield f"data: {json.dumps(self.told(self.part_object, [], usage=self.usage()))}\n\n"
+            yield f"data: {json.dumps(self.framed(self.part_object, [], usage=self.usage()))}\n\n"
         yield "data: [DONE]\n\n"
 
-    def told(self, kind: str, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+    def framed(self, kind: str, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
         return {**self.common, "object": kind, "choices": choices, **more}
 
     def usage(self) -> dict[str, Any]:
-        """The prompt's tokens count once."""
+        """The usage; the prompt's tokens count once."""
         answers = [choice.answer for choice in self.choices]
-        prompt, said = answers[0].prompt, sum(answer.said for answer in answers)
+        prompt, generated = answers[0].prompt, sum(answer.generated for answer in answers)
         cached = {"cached_tokens": answers[0].reused}
         return {
-            "prompt_tokens": prompt, "completion_tokens": said, "total_tokens": prompt + said,
+            "prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated,
             "prompt_tokens_details": cached,
         }  # fmt: skip
 
@@ -158,7 +158,7 @@ class ChatReply(Reply):
 
 
 async def together(sources: Sequence[AsyncIterator[Any]]) -> AsyncIterator[Any]:
-    """What several iterators yield, as it comes. Raises the first exception of one."""
+    """Yield from several iterators as results come. Raises the first exception."""
     nexts = {asyncio.ensure_future(anext(source)): source for source in sources}
     try:
         while nexts:
@@ -176,8 +176,8 @@ async def together(sources: Sequence[AsyncIterator[Any]]) -> AsyncIterator[Any]:
         await asyncio.gather(*nexts, return_exceptions=True)
 
 
-def told_error(error: Exception) -> tuple[int, dict[str, Any]]:
-    """A status, and the error in OpenAI's format."""
+def error_body(error: Exception) -> tuple[int, dict[str, Any]]:
+    """The status, and the error in OpenAI's format."""
     status, message = 500, str(error) or type(error).__name__
     if isinstance(error, HTTPException):
         status, message = error.status_code, str(error.detail)

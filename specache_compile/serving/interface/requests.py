@@ -1,4 +1,5 @@
-"""The fields of a request. One that would make the answer wrong is refused; an unknown one is ignored and logged."""
+"""The fields of a request. Fields that would make the answer wrong are rejected; unknown fields are ignored
+and logged."""
 
 from __future__ import annotations
 
@@ -17,14 +18,14 @@ RESERVED = {
     "messages",
     "load_audio_from_video",
 }
-# Below this temperature the likeliest token has all of the probability; far below it logits overflow.
+# Below this temperature the likeliest token has probability 1; far below it logits overflow.
 COLDEST = 1e-5
-# Fields that an answer would have to follow, beside those that are followed. Other fields are ignored.
+# Unsupported fields that would change the answer. Other unknown fields are ignored.
 REFUSED = (
     "functions", "function_call", "suffix", "continue_final_message", "bad_words", "allowed_token_ids", "grammar",
     "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
 )  # fmt: skip
-# Answers to one request.
+# Most answers to one request.
 MOST_CHOICES = 16
 
 
@@ -32,7 +33,7 @@ def warm_enough(temperature: float) -> float:
     return temperature if temperature >= COLDEST else 0.0
 
 
-# Strict: "1", 1.0 and true are not JSON's 1.
+# Strict: "1", 1.0 and true are not the number 1.
 Count = Annotated[int, Field(strict=True, ge=1)]
 One = Annotated[int, Field(strict=True, ge=1, le=1)]
 Number = Annotated[float, Field(strict=True)]
@@ -52,7 +53,7 @@ class StreamOptions(BaseModel):
 
     @property
     def usage(self) -> Usage:
-        """Which events report it. Without `include_usage` none does, as in vLLM."""
+        """Which events report usage. Without `include_usage` none does, like in vLLM."""
         if not self.include_usage:
             return "none"
         return "every" if self.continuous_usage_stats else "last"
@@ -71,12 +72,12 @@ class ResponseFormat(BaseModel):
     @model_validator(mode="after")
     def has_its_schema(self) -> ResponseFormat:
         if self.type == "json_schema" and self.json_schema is None:
-            raise ValueError("json_schema: give it with type json_schema")
+            raise ValueError("json_schema is missing: type json_schema requires it")
         return self
 
     @property
     def schema_of_answer(self) -> dict[str, Any] | None:
-        """The JSON schema that the answer follows; None: it is any text."""
+        """The JSON schema of the answer; None: any text."""
         if self.json_schema is not None:
             return self.json_schema.rules
         return {"type": "object"} if self.type == "json_object" else None
@@ -111,7 +112,7 @@ class Body(BaseModel):
 
     @property
     def ignored(self) -> list[str]:
-        """The names of the fields that change nothing."""
+        """The names of the ignored fields."""
         return sorted(self.model_extra or {})
 
     @property
@@ -120,7 +121,7 @@ class Body(BaseModel):
 
     @property
     def likeliest(self) -> int | None:
-        """Of how many tokens to tell how likely they were in each place; None: of none, nor of those that were said."""
+        """Number of likeliest tokens to report at each place; None: no log-probabilities."""
         return None
 
     @model_validator(mode="before")
@@ -130,7 +131,7 @@ class Body(BaseModel):
             try:
                 json.dumps([name, value], ensure_ascii=False).encode()
             except UnicodeEncodeError:
-                raise ValueError(f"{name!r} is no Unicode text: it has half of a surrogate pair") from None
+                raise ValueError(f"{name!r} is not Unicode text: it has half of a surrogate pair") from None
         return given
 
     @model_validator(mode="after")
@@ -166,7 +167,7 @@ class Called(BaseModel):
     arguments: str
 
 
-# Letters and digits of a call's id: Mistral's templates accept no other number.
+# Letters and digits of a call's id; Mistral's templates accept no other number.
 CALL_ID = 9
 
 
@@ -177,7 +178,7 @@ class ToolCall(BaseModel):
 
 
 class Message(BaseModel):
-    """A message. Its further fields are passed to the template."""
+    """A message. Further fields are passed to the template."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -187,7 +188,7 @@ class Message(BaseModel):
 
 
 class Function(BaseModel):
-    """strict: the arguments follow `parameters`. It is for the server, so no template reads it."""
+    """A function. strict: its arguments must follow `parameters`; it is for the server, so templates do not get it."""
 
     name: Annotated[str, Field(min_length=1)]
     description: str | None = None
@@ -235,13 +236,13 @@ class ChatBody(Body):
     def are_the_templates(cls, given: dict[str, Any] | None) -> dict[str, Any] | None:
         reserved = sorted(RESERVED & set(given or {}))
         if reserved:
-            raise ValueError(f"{', '.join(reserved)}: not the client's to set")
+            raise ValueError(f"{', '.join(reserved)}: only the server sets these. Leave them out")
         return given
 
     @model_validator(mode="after")
     def asks_for_one_thing(self) -> ChatBody:
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
-            raise ValueError("max_tokens: another number than max_completion_tokens")
+            raise ValueError("max_tokens differs from max_completion_tokens. Pass one of them")
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs: only with logprobs")
         return self

@@ -1,4 +1,4 @@
-"""The rewritten forms of a captured graph: one for each phase and set of options, made when it is needed."""
+"""The variants of a captured graph: one rewritten graph for each phase and set of options, compiled when needed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule
 
-from specache_compile.errors import SpecacheError, warn
+from specache_compile.errors import SpecacheError
 from specache_compile.kernels.state.cursor import CURSOR_SIZE, new_cursor
 from specache_compile.kernels.state.pages import PAGE
 from specache_compile.lowering import cuda_graphs
@@ -25,6 +25,7 @@ from specache_compile.methods import METHODS
 from specache_compile.passes.pipeline import PIPELINE, Trace, run_pipeline
 from specache_compile.passes.plan import Input, Plan
 from specache_compile.passes.reading.in_place import written_inputs
+from specache_compile.runtime.records import record_of
 from specache_compile.runtime.rewritten import Rewritten
 from specache_compile.runtime.state import fields_of
 from specache_compile.runtime.variant import Variant, selects
@@ -32,18 +33,17 @@ from specache_compile.runtime.variant import Variant, selects
 from .captured import Captured
 
 _graph_numbers = itertools.count()
-# Called with each graph that was rewritten, and for what: `entry.py` puts the dump here.
+# Called with each graph that was rewritten, and its variant; `entry.py` adds the dump.
 observers: list[Callable[[Rewrites, Variant], object]] = []
 
 
 class Rewrites:
-    """The rewritten forms that one captured graph has so far.
+    """The variants of one captured graph that are compiled so far.
 
-    name: the graph's, in dumps and messages.
-    made: the forms.
-    guarded: the number of statements about the graph's sizes that Dynamo checks; None while Dynamo compiles.
-    told_one_lane: a person has been told why a decode runs one lane.
-    kept: the folder in which later processes find the forms; None: they do not.
+    name: of the graph, in dumps and messages.
+    made: rewritten graphs by variant.
+    guarded: number of conditions on the graph's sizes that Dynamo checks; None while Dynamo compiles.
+    kept: the folder in which later processes find the variants; None if they are not stored.
     """
 
     def __init__(self, captured: Captured) -> None:
@@ -51,11 +51,10 @@ class Rewrites:
         self.name = f"graph{next(_graph_numbers)}"
         self.made: dict[Variant, Rewritten] = {}
         self.guarded: int | None = None
-        self.told_one_lane = False
         self.kept: Path | None = None
 
-    def form(self, variant: Variant, arguments: Sequence[Any]) -> Rewritten:
-        """The graph rewritten for `variant`; SpecacheError where the sizes of this call are not what it assumes."""
+    def compiled_for(self, variant: Variant, arguments: Sequence[Any]) -> Rewritten:
+        """The graph rewritten for `variant`; SpecacheError if it assumes other sizes than this call has."""
         rewritten = self.get(variant)
         for assumed in rewritten.assumes:
             if not self.captured.symbols.holds(assumed, arguments):
@@ -63,7 +62,7 @@ class Rewrites:
         return rewritten
 
     def get(self, variant: Variant, ahead: bool = False) -> Rewritten:
-        """The graph rewritten for `variant`; compiled on first use, `ahead` while Dynamo still listens."""
+        """The graph rewritten for `variant`, compiled on first use. ahead: Dynamo is still tracing."""
         if self.guarded is not None and variant in self.made:
             return self.made[variant]
         with compile_lock:
@@ -77,18 +76,12 @@ class Rewrites:
         make = functools.partial(rewrite, self.captured, variant, self.name)
         with compiling(f"{self.name}, {variant.phase}", self.captured.options.lowering):
             self.made[variant] = made_within_tracing(self.captured.fake_mode, make) if ahead else self.late(make)
-        self.tell_one_lane(self.made[variant].one_lane)
+        warn_of_one_lane(self.made[variant])
         for observe in observers:
             observe(self, variant)
 
-    def tell_one_lane(self, reason: str | None) -> None:
-        """Say once that a decode runs without the speculative token, and why."""
-        if reason is not None and not self.told_one_lane:
-            self.told_one_lane = True
-            warn(one_lane(reason))
-
     def late(self, make: Callable[[], Rewritten]) -> Rewritten:
-        """A form made where a generation runs, with all that it may assume and Dynamo does not check."""
+        """Compile a variant during a generation, with the conditions that Dynamo does not check."""
         rewritten = made_late(self.captured.fake_mode, make)
         assumed = tuple(dict.fromkeys(guards(self.captured.fake_mode)[self.guarded :]))
         for statement in assumed:
@@ -107,7 +100,7 @@ class Rewrites:
 
 
 def rewrite(captured: Captured, variant: Variant, name: str) -> Rewritten:
-    """Run the passes over a copy of the captured graph, and lower the result; for any batch where Dynamo's is free."""
+    """Run the passes on a copy of the captured graph, and lower the result."""
     fakes = StateFakes(captured, variant)
     graph_module = GraphModule(captured.graph_module, copy.deepcopy(captured.graph_module.graph))
     plan = plan_of(captured, variant, fakes, graph_module.graph)
@@ -116,28 +109,28 @@ def rewrite(captured: Captured, variant: Variant, name: str) -> Rewritten:
     graph_module, trace = run_pipeline(graph_module, plan, passes, name)
     patches = {**cuda_graphs.NO_TREES, **captured.options.inductor}
     how = captured.options.lowering
-    once = variant.phase.once and not variant.options.drafts  # else it runs before each draft
+    once = variant.phase.once and not variant.options.drafts  # otherwise it runs before each draft
     how = "op by op" if how == "inductor" and once else how
     run = lower(graph_module, [fakes.of(i) for i in plan.inputs], how, patches, captured.mode)
     recorded = is_to_capture(captured.mode, graph_module, plan)
     return Rewritten(
         variant, run, graph_module, tuple(plan.inputs), plan.held_outputs, plan.guesses, plan.lanes, recorded, trace,
         plan.one_lane, plan.counts_positions, writes=written_inputs(graph_module) if recorded else frozenset(),
-        rows=rows_to_fill_up(captured, graph_module, plan) if recorded else None,
+        rows=rows_to_pad(captured, graph_module, plan) if recorded else None,
     )  # fmt: skip
 
 
-def rows_to_fill_up(captured: Captured, graph_module: GraphModule, plan: Plan) -> RowDims | None:
-    """Where a recorded step has rows; None where dead ones may not fill them up, or no call shows whether they may."""
+def rows_to_pad(captured: Captured, graph_module: GraphModule, plan: Plan) -> RowDims | None:
+    """The dimensions of rows in a recorded step; None if inactive rows may not pad the batch."""
     dims = row_dims(graph_module, plan)
     return dims if dims is not None and all(map(captured.symbols.can_read, dims.assumed)) else None
 
 
 class StateFakes:
-    """Fakes of what a session will bind, in Dynamo's fake mode, with Dynamo's symbol for the batch.
+    """Fake tensors of a session's state, in Dynamo's fake mode, with its symbol for the batch.
 
     arguments: of the graph's caller.
-    state: each layer's state tensors by field.
+    state: each layer's state tensors, by field.
     """
 
     def __init__(self, captured: Captured, variant: Variant) -> None:
@@ -171,7 +164,7 @@ class StateFakes:
             self.counted = torch.empty(captured.tokens, batch, 1, 1, dtype=torch.float32, device=device)
 
     def of(self, source: Input) -> Any:
-        """The fake of one graph input."""
+        """The fake tensor of one graph input."""
         if source.source == "argument":
             return self.arguments[source.argument]
         if source.source == "state":
@@ -180,7 +173,7 @@ class StateFakes:
 
 
 def plan_of(captured: Captured, variant: Variant, fakes: StateFakes, graph: Graph) -> Plan:
-    """What is to be made of `graph`, a copy of the captured one."""
+    """The plan for `graph`, a copy of the captured graph."""
     options = variant.options
     copies = dict(zip(captured.graph_module.graph.nodes, graph.nodes, strict=True))
     sites = [site.moved(copies) for site in captured.sites]
@@ -200,32 +193,39 @@ def plan_of(captured: Captured, variant: Variant, fakes: StateFakes, graph: Grap
 
 
 def is_to_capture(mode: str | None, graph_module: GraphModule, plan: Plan) -> bool:
-    """With a mode that asks for CUDA graphs, whether this graph gets one; a warning where a decode step cannot."""
-    asked = mode in cuda_graphs.MODES and cuda_graphs.captures_on(plan.cursor.device)
-    if not (asked and plan.phase.one_token and plan.phase.stores):
+    """Whether to record this graph as a CUDA graph, as `mode` requests; warns if a decode step cannot be recorded."""
+    requested = mode in cuda_graphs.MODES and cuda_graphs.captures_on(plan.cursor.device)
+    if not (requested and plan.phase.one_token and plan.phase.stores):
         return False
     reason = cuda_graphs.reason_not_to_capture(graph_module, plan)
     if reason is not None:
-        warn(f"mode={mode!r}: no CUDA graph of the decode step: {reason}")
+        record_of(()).warn_once(f"mode={mode!r}: the decode step runs without a CUDA graph: {reason}")
     return reason is None
+
+
+def warn_of_one_lane(made: Rewritten) -> None:
+    """Warn, once for the running model, that its decode lacks the speculative token that the options request."""
+    if made.one_lane is not None:
+        record_of(()).warn_once(one_lane(made.one_lane), "one lane")
 
 
 def other_sizes(assumed: object) -> SpecacheError:
     return SpecacheError(
-        f"a graph that was compiled while a generation ran is for calls with {assumed}, of Dynamo's symbolic sizes, "
-        "and this is another. torch._dynamo.reset() has the next call compile for its own sizes"
+        f"this call needs a graph that was compiled during a generation and is valid only for {assumed} (symbols of "
+        "Dynamo's sizes). Call torch._dynamo.reset(), which compiles the next call for its own sizes"
     )
 
 
 def unchecked_sizes(assumed: object) -> SpecacheError:
     return SpecacheError(
-        f"a graph that this generation needs would hold only for {assumed}, which no call shows. "
-        "torch._dynamo.reset() before a new generation may avoid it; please report it with the model's config"
+        f"a graph that this generation needs is valid only for {assumed}, which no argument of a call shows. Call "
+        "torch._dynamo.reset() before the next generation, and please report this error with the model's config"
     )
 
 
 def one_lane(reason: str) -> str:
     return (
-        f"this model's decode runs one token at a time, without the speculative one beside it: {reason}. Its cache is "
-        "held and compressed all the same; pairs are fetched for the token before. speculate=False asks for that"
+        f"this model's decode runs one token at a time, without the speculative token: {reason}. The cache is "
+        "compressed as usual, and each step fetches the pairs of the token before. Pass speculate=False, which does "
+        "the same"
     )

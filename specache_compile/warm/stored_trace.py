@@ -1,4 +1,4 @@
-"""One trace as data, its rewritten graphs as data, and its installation as an entry of Dynamo in another process."""
+"""One trace and its rewritten graphs as data, and their installation as an entry of Dynamo in another process."""
 
 from __future__ import annotations
 
@@ -21,22 +21,23 @@ from torch._dynamo.utils import CleanupHook, CleanupManager, orig_code_map
 from torch._inductor.cpu_vec_isa import valid_vec_isa_list
 from torch._subclasses.fake_tensor import FakeTensor
 
-from specache_compile.compile.backend import left_alone_text
+from specache_compile.compile.backend import report_left_alone
 from specache_compile.compile.captured import Captured
 from specache_compile.compile.compiled_graph import CompiledGraph
-from specache_compile.compile.rewritten import one_lane
+from specache_compile.compile.rewrites import warn_of_one_lane
 from specache_compile.lowering.kept import NotKeepable, data_of, lowered_from
 from specache_compile.methods import METHODS
 from specache_compile.runtime.held import HeldTensor
+from specache_compile.runtime.records import record_of
 from specache_compile.runtime.rewritten import Rewritten
 from specache_compile.runtime.symbols import as_traced
 from specache_compile.runtime.variant import Variant
 
-from . import store
+from . import trace_folder
 from .code import hash_of, module_hash, modules_of
 from .guards import BUILTINS, Unlike, arguments_of, kept_guards, rebuilt
 
-COMPILED, STANDING = "__compiled_fn", "__specache_form"
+COMPILED, LOADED = "__compiled_fn", "__specache_trace"
 FACTS = "options mode phase layers padding pasts frequencies is_causal names symbols left_alone rope_switch"
 
 
@@ -44,7 +45,7 @@ class NotKept(Exception):
     """A call needs a rewritten graph that is not stored."""
 
 
-class Recalled:
+class StoredFacts:
     """The facts of `compile/captured.py: Captured` that a call reads, without the graph."""
 
     unpadded = Captured.unpadded
@@ -62,23 +63,22 @@ class Recalled:
         self.batch, self.tokens = as_traced(captured.batch), as_traced(captured.tokens)
 
 
-class Recall:
-    """A graph's rewritten graphs, each loaded when it is needed; replaces `compile/rewritten.py: Rewrites`."""
+class StoredRewrites:
+    """A graph's rewritten graphs, each loaded when needed; replaces `compile/rewrites.py: Rewrites`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.name = folder, folder.name
         self.made: dict[Variant, Rewritten] = {}
 
-    def form(self, variant: Variant, arguments: Sequence[Any]) -> Rewritten:
+    def compiled_for(self, variant: Variant, arguments: Sequence[Any]) -> Rewritten:
         """The graph rewritten for `variant`; NotKept where it is not stored."""
         if variant in self.made:
             return self.made[variant]
         try:
-            self.made[variant] = made = rewritten_from(*store.load(self.folder / variant_name(variant)))
+            self.made[variant] = made = rewritten_from(*trace_folder.load(self.folder / variant_name(variant)))
         except Exception as error:  # no file, or none that this torch can load
             raise NotKept(f"{variant.phase} of {self.name}") from error
-        if made.one_lane is not None:
-            store.warn_once(one_lane(made.one_lane))
+        warn_of_one_lane(made)
         return made
 
 
@@ -88,15 +88,15 @@ def variant_name(variant: Variant) -> str:
 
 
 def keep_rewritten(folder: Path, made: Rewritten) -> bool:
-    """Store a rewritten graph; NotKeepable where it cannot be data, or assumes sizes that its calls must check."""
+    """Store a rewritten graph; NotKeepable if it cannot be serialised, or assumes sizes that its calls must check."""
     if made.assumes:
         raise NotKeepable("a graph that is valid for some sizes only")
     facts = dataclasses.replace(made, run=None, graph_module=None, trace=None, held_outputs=dict(made.held_outputs))  # type: ignore[arg-type]
     instructions = list(map(str, valid_vec_isa_list())) if valid_vec_isa_list.cache_info().currsize else []
-    return store.save(folder / variant_name(made.variant), (facts, instructions, data_of(made.run)))
+    return trace_folder.save(folder / variant_name(made.variant), (facts, instructions, data_of(made.run)))
 
 
-@store.no_collecting()
+@trace_folder.no_collecting()
 def rewritten_from(facts: Rewritten, instructions: list[str], lowered: Any) -> Rewritten:
     if instructions and not valid_vec_isa_list.cache_info().currsize:
         # Inductor's trial of each instruction set takes a third of a start. Skip it if the processor lists the same.
@@ -107,18 +107,18 @@ def rewritten_from(facts: Rewritten, instructions: list[str], lowered: Any) -> R
     return dataclasses.replace(facts, run=lowered_from(lowered))
 
 
-class Form(NamedTuple):
+class StoredTrace(NamedTuple):
     """One trace."""
 
     modules: dict[str, str]  # those with the traced code, and their hashes
     guards: tuple[bytes, bytes]
     code: SerializedCode  # replaces the frame's code; its global `COMPILED` is the compiled graph
     imports: dict[str, str]  # global names of modules, and their import paths
-    graph: Any  # Recalled
+    graph: Any  # StoredFacts
 
 
-def form_of(code: CodeType, dynamo_output: Any) -> tuple[Form, CompiledGraph]:
-    """A finished trace of Dynamo as data, and its graph; NotKeepable, with the reason, where it cannot be data."""
+def stored_trace_of(code: CodeType, dynamo_output: Any) -> tuple[StoredTrace, CompiledGraph]:
+    """A finished trace of Dynamo as data, and its graph; NotKeepable, with the reason, if it cannot be serialised."""
     output_graph = dynamo_output.tracer_output.output_graph
     bytecode: CodeType = dynamo_output.bytecode
     names = set(bytecode.co_names)
@@ -145,7 +145,7 @@ def form_of(code: CodeType, dynamo_output: Any) -> tuple[Form, CompiledGraph]:
     }
     imports |= {new_names[name]: path for name, path in paths.items()}
     kept_code = SerializedCode.from_code_object(renamed(bytecode, new_names))
-    return Form(modules, kept_guards(code, output_graph), kept_code, imports, Recalled(graph.captured)), graph
+    return StoredTrace(modules, kept_guards(code, output_graph), kept_code, imports, StoredFacts(graph.captured)), graph
 
 
 def renamed(code: CodeType, names: Mapping[str | None, str]) -> CodeType:
@@ -162,38 +162,38 @@ def classes_of(local_scope: Mapping[str, Any]) -> set[type]:
     return found
 
 
-@store.no_collecting()
-def installed(form: Form, folder: Path, frame: Any) -> tuple[CodeType, Any, Standing]:
-    """Code that replaces a frame's, and its guard manager; Unlike where the trace does not fit the call."""
+@trace_folder.no_collecting()
+def installed(trace: StoredTrace, folder: Path, frame: Any) -> tuple[CodeType, Any, LoadedTrace]:
+    """Code that replaces a frame's code, and its guard manager; Unlike if the trace does not fit the call."""
     code, global_scope = frame.f_code, frame.f_globals
-    for name, was in form.modules.items():
+    for name, was in trace.modules.items():
         if module_hash(importlib.import_module(name)) != was:
             raise Unlike(f"module {name} has other code")
-    fixed: dict[str, Any] = {name: importlib.import_module(path) for name, path in form.imports.items()}
+    fixed: dict[str, Any] = {name: importlib.import_module(path) for name, path in trace.imports.items()}
     for name, value in {**fixed, BUILTINS: get_builtins_dict(global_scope)}.items():
         if global_scope.setdefault(name, value) is not value:
             raise Unlike(f"global {name} is taken")
-    manager, holds = rebuilt(form.guards, code, frame.f_locals, global_scope)
-    names: dict[str | None, str] = {name: f"{name}_{uuid.uuid4().hex}" for name in (COMPILED, STANDING)}
-    made = renamed(SerializedCode.to_code_object(form.code), names)
-    standing = Standing(made, code, global_scope)
-    if form.graph.left_alone:
-        store.warn_once(left_alone_text(form.graph.left_alone, len(form.graph.layers)))
-    graph = CompiledGraph(form.graph, Recall(folder))  # type: ignore[arg-type]
-    own = {COMPILED: torch._dynamo.disable(graph), STANDING: standing}
-    outer = stub(code, names[STANDING])
+    manager, holds = rebuilt(trace.guards, code, frame.f_locals, global_scope)
+    names: dict[str | None, str] = {name: f"{name}_{uuid.uuid4().hex}" for name in (COMPILED, LOADED)}
+    made = renamed(SerializedCode.to_code_object(trace.code), names)
+    loaded = LoadedTrace(made, code, global_scope)
+    record = record_of(list(frame.f_locals["self"].parameters()))
+    report_left_alone(record, trace.graph.left_alone, len(trace.graph.layers))
+    graph = CompiledGraph(trace.graph, StoredRewrites(folder))  # type: ignore[arg-type]
+    own = {COMPILED: torch._dynamo.disable(graph), LOADED: loaded}
+    outer = stub(code, names[LOADED])
     CleanupManager.instance[outer] = [CleanupHook.create(global_scope, names[name], own[name]) for name in own]
     output_codes.add(made)
     output_codes.add(outer)
     orig_code_map[outer] = code  # Dynamo reads it to report why it traces again
     torch._dynamo.eval_frame.skip_code(made)
     manager.root.add_lambda_guard(
-        lambda scope: standing.alive and holds(scope), ["guards that specache stored with this trace"], None
+        lambda scope: loaded.alive and holds(scope), ["guards that specache stored with this trace"], None
     )
-    return outer, manager, standing
+    return outer, manager, loaded
 
 
-class Standing:
+class LoadedTrace:
     """Runs a stored trace's code, `made`. A call that needs a missing graph runs the original `code`, which Dynamo
     traces, and ends the stored trace: its guards reject later calls."""
 

@@ -1,8 +1,8 @@
-"""Make `torch.compile(model, backend="specache").generate(...)` run the compiled model.
+"""Routes `torch.compile(model, backend="specache").generate(...)` to the compiled model.
 
-`OptimizedModule` passes `.generate` to the wrapped module, whose forward is not compiled, so the backend would never be
-called. For modules compiled with this backend, and only for them, `.generate` runs with the generating module's calls
-compiled, on the calling thread. Afterwards that module is as before.
+`OptimizedModule` passes `.generate` to the wrapped module, whose forward is not compiled. For modules of this backend
+only, `.generate` runs with the calls of the generating module compiled, on the calling thread. Afterwards the module is
+as before.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from transformers.generation.utils import GenerationMixin
 from specache_compile.compile.compiled_options import options_given
 from specache_compile.runtime.ranks import check_heads
 
-# Held while a module's generations are counted, and while the process forks, since a child has only the forking thread.
+# Held while a module's generations are counted, and while the process forks: a child has only the forking thread.
 _counting = threading.Lock()
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(before=_counting.acquire, after_in_parent=_counting.release, after_in_child=_counting.release)
@@ -33,8 +33,8 @@ def is_ours(module: OptimizedModule) -> bool:
 
 
 class ThreadsCalls:
-    """Replaces a module's `_compiled_call_impl` while some of its generations run compiled. The calls of such a
-    generation's thread run compiled; other threads' calls run as before."""
+    """Replaces a module's `_compiled_call_impl` during its generations. Calls on a generation's thread run compiled;
+    other threads' calls run as before."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.before: Callable[..., Any] | None = module._compiled_call_impl
@@ -47,17 +47,17 @@ class ThreadsCalls:
         return self.current()(*args, **kwargs)
 
     def current(self) -> Callable[..., Any]:
-        """The callable behind a call of the module on this thread."""
+        """The callable for a call of the module on this thread."""
         return getattr(self.here, "compiled", None) or self.before or self.plain
 
     @property
     def get_compiler_config(self) -> Any:
-        """How a call was compiled, for `compiled_options.py`; AttributeError where it was not."""
+        """The compilation of the current call, for `compiled_options.py`; AttributeError if it is not compiled."""
         return self.current().get_compiler_config  # type: ignore[attr-defined]
 
 
 def generating(module: torch.nn.Module) -> torch.nn.Module:
-    """The module whose `generate` runs, inside wrappers such as PEFT's; it is called for each step."""
+    """The module whose `generate` runs, inside wrappers such as PEFT's; each step calls it."""
     return next((part for part in module.modules() if isinstance(part, GenerationMixin)), module)
 
 
@@ -86,7 +86,7 @@ def compiled_calls(module: OptimizedModule) -> Iterator[None]:
 
 
 def route_generate() -> None:
-    """Extend `OptimizedModule.__getattr__` by the name `generate`, once for the process."""
+    """Wrap `OptimizedModule.__getattr__` for the name `generate`, once in the process."""
     original = OptimizedModule.__getattr__
     if getattr(original, "routes_generate", False):
         return

@@ -1,6 +1,6 @@
-"""Load a stored trace where Dynamo would trace a frame for this backend, and store the traces that Dynamo makes.
+"""Loads a stored trace when Dynamo would trace a frame for this backend, and stores the traces of Dynamo.
 
-A stored trace becomes one of Dynamo's entries: Dynamo checks its guards and the backend's options in every call.
+A stored trace becomes an entry of Dynamo, which checks its guards and the backend's options in every call.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from torch._guards import CompileContext, compile_context
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from specache_compile.compile.compiled_options import own_compiler
-from specache_compile.compile.rewritten import observers
+from specache_compile.compile.rewrites import observers
 from specache_compile.lowering.kept import NotKeepable
 
-from . import store
-from .form import Standing, form_of, installed, keep_rewritten
+from . import trace_folder
 from .guards import Unlike
+from .stored_trace import LoadedTrace, installed, keep_rewritten, stored_trace_of
 
 log = logging.getLogger(__name__)
 # The folder of the call that this thread's Dynamo traces.
 _tracing = threading.local()
 # The stored traces that this process has loaded, by folder.
-_loaded: dict[Path, Standing] = {}
+_loaded: dict[Path, LoadedTrace] = {}
 
 
 def route_traces() -> None:
-    """Extend `ConvertFrameAssert.__call__` and `DynamoOutput.build_guards`, once for the process."""
+    """Wrap `ConvertFrameAssert.__call__` and `DynamoOutput.build_guards`, once in the process."""
     convert = convert_frame.ConvertFrameAssert.__call__
     build_guards = convert_frame.DynamoOutput.build_guards
     # A torch without one of these names raises here, before anything is patched.
@@ -72,18 +72,18 @@ def route_traces() -> None:
 
 
 def or_none(function: Callable[..., Any], *given: Any) -> Any:
-    """The function's result; None where it raises: arguments, pickle and the folder can raise any error, and a
-    frame can always be traced."""
+    """The function's result; None if it raises. Arguments, pickle and the folder can raise any error, and a frame can
+    always be traced."""
     try:
         return function(*given)
     except Exception as error:
-        log.info("neither stored nor loaded: %r", error, exc_info=not isinstance(error, NotKeepable))
+        log.info("a trace is not stored or loaded: %r", error, exc_info=not isinstance(error, NotKeepable))
         return None
 
 
 def call_of(converter: Any, frame: Any) -> Path | None:
-    """The folder of a frame's call; None where its traces are neither loaded nor stored."""
-    root, compiler, model = store.folder(), own_compiler(converter), frame.f_locals.get("self")
+    """The folder of a frame's call; None if its traces are neither loaded nor stored."""
+    root, compiler, model = trace_folder.folder(), own_compiler(converter), frame.f_locals.get("self")
     if root is None or compiler is None or frame.f_code in convert_frame.output_codes:
         return None
     if not isinstance(model, torch.nn.Module) or has_hooks(model) or os.environ.get("SPECACHE_DUMP"):
@@ -96,7 +96,7 @@ def call_of(converter: Any, frame: Any) -> Path | None:
     if torch._C._len_torch_function_stack() or _get_current_dispatch_mode_stack():
         return None
     arguments = sorted(getattr(compiler, "kwargs", {}).items(), key=str), converter._one_graph  # of torch.compile
-    return root / store.environment() / store.call_key(frame.f_code, frame.f_locals, arguments)
+    return root / trace_folder.environment() / trace_folder.call_key(frame.f_code, frame.f_locals, arguments)
 
 
 def has_hooks(model: torch.nn.Module) -> bool:
@@ -108,27 +108,27 @@ def has_hooks(model: torch.nn.Module) -> bool:
 
 def recall(call: Path, frame: Any, frame_state: Any) -> GuardedCode | None:
     """The newest stored trace that accepts a call."""
-    for folder in store.forms_of(call):
-        form = store.load(folder / store.FORM)
-        if form is None or (folder in _loaded and not _loaded[folder].alive):
+    for folder in trace_folder.traces_of(call):
+        trace = trace_folder.load(folder / trace_folder.TRACE)
+        if trace is None or (folder in _loaded and not _loaded[folder].alive):
             continue
         compile_id = convert_frame.get_compile_id(frame_state)
         try:
             with compile_context(CompileContext(compile_id)):
-                code, manager, _loaded[folder] = installed(form, folder, frame)
+                code, manager, _loaded[folder] = installed(trace, folder, frame)
             return GuardedCode(code, manager, compile_id, f"Torch-Compiled Region: {compile_id}")
         except Unlike as reason:
-            log.info("not loaded: %s", reason)
+            log.info("a stored trace is not loaded: %s", reason)
     return None
 
 
 def keep(call: Path, code: Any, dynamo_output: Any) -> None:
     """Store a trace, and the rewritten graphs that it has so far."""
-    form, graph = form_of(code, dynamo_output)
+    trace, graph = stored_trace_of(code, dynamo_output)
     folder = call / uuid.uuid4().hex
     for made in graph.rewrites.made.values():
         keep_rewritten(folder, made)
-    if store.save(folder / store.FORM, form):
+    if trace_folder.save(folder / trace_folder.TRACE, trace):
         graph.rewrites.kept = folder
-        for old in store.forms_of(call)[store.MOST_FORMS :]:
+        for old in trace_folder.traces_of(call)[trace_folder.MOST_TRACES :]:
             shutil.rmtree(old, ignore_errors=True)

@@ -1,8 +1,8 @@
-"""What the rows of a batch draft (options verify and lookup), and what each says of its draft.
+"""Drafts of the rows of a batch (options verify and lookup), and their verification.
 
-A draft may be anything: a row says what its own processors and random numbers make of the verification's logits, token
-by token, while that is what was drafted. So greedy or drawn, it says what it says one token a step, the same for
-the same seed. Rows with shorter drafts than others' are filled up with tokens that nobody says.
+A row accepts drafted tokens while they equal what its own processors and random numbers choose from the verification's
+logits. So each row generates, greedily or sampled, the tokens that it generates one a step, with the same seed. Shorter
+drafts are padded.
 """
 
 from __future__ import annotations
@@ -18,54 +18,54 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.generation import UnbatchedClassifierFreeGuidanceLogitsProcessor
 
-from specache_compile.caches.rows import is_held_whole
-from specache_compile.generate.drafts import draft_length_of
+from specache_compile.caches.joining import is_held_whole
+from specache_compile.generate.drafts import IN_PARTS, draft_length_of
 from specache_compile.generate.look_up import DRAFTED, looked_up
 from specache_compile.generate.verify import forgetful
 from specache_compile.options import MethodOptions
 from specache_compile.runtime.draft_length import MOST
 from specache_compile.runtime.session import Mode, Session, session_of, sessions_of
 
-from .request import End, Request, Stage, chosen, drawn
+from .request import End, Request, Stage, chosen, next_token
 from .twice import FailedTwice, twice
 
-# What a row is filled up with.
-NOTHING = 0
-# One token of every row: tokens and positions [B, 1] → logits [B, V].
+# Pads shorter drafts.
+PADDING = 0
+# Decodes one token of every row: tokens and positions [B, 1] → logits [B, V].
 OneToken = Callable[[Tensor, Tensor], Tensor]
 
 
 def most_drafted(options: MethodOptions) -> int:
-    """Tokens of a draft, at most."""
+    """Most tokens of a draft."""
     if options.lookup:
         return DRAFTED
     return options.verify if isinstance(options.verify, int) else MOST if options.drafts else 0
 
 
 def drafting_session(cache: DynamicCache) -> Session | None:
-    """The session of a cache that takes drafts; None where each of its steps says a token a row."""
+    """The session of a cache whose options draft; None if they do not."""
     session = session_of(cache)
     return session if session is not None and session.options.drafts else None
 
 
 def reason_not_to_draft(model: Any, cache: DynamicCache, rows: int) -> str | None:
-    """Why rows whose options draft say one token a step; None where they draft."""
+    """Why rows whose options draft decode one token a step; None if they draft."""
     if len(sessions_of(cache)) > 1:
-        return "a graph break in the model leaves its cache in parts, each with a step of its own"
+        return IN_PARTS
     if rows > 1 and not is_held_whole(cache):
-        return "a layer that is not held cannot take back another number of tokens for each row"
+        return "a layer that is not held cannot drop a different number of tokens in each row"
     return forgetful(model, cache)
 
 
 def room_of(request: Request) -> int:
-    """Tokens that may be drafted for a request: behind them it says one more."""
+    """Most tokens to draft for a request; verification adds one more."""
     if any(isinstance(p, UnbatchedClassifierFreeGuidanceLogitsProcessor) for p in request.processors):
-        return 0  # it runs the model on a cache of its own, in the order of the tokens
+        return 0  # it runs the model on a second cache, token by token
     return int(request.config.max_new_tokens or 0) - request.reached - 1
 
 
 def looked_up_for(requests: Sequence[Request]) -> list[list[int]]:
-    """Of each request what followed its last tokens where they stood before."""
+    """For each request, the tokens that followed the last occurrence of its last tokens."""
     drafts = []
     for request in requests:
         ids, room = request.context, min(DRAFTED, room_of(request))
@@ -76,8 +76,10 @@ def looked_up_for(requests: Sequence[Request]) -> list[list[int]]:
 
 
 def decoded_for(requests: Sequence[Request], session: Session, one_token: OneToken) -> list[list[int]]:
-    """Of each request what its decode steps say next, with the random numbers that it will be verified with: the same
-    ones choose the same of two distributions that are close. The cache has these tokens then."""
+    """For each request, the next tokens of its decode phase, which are then in the cache.
+
+    They use the random numbers of the verification: equal numbers choose equal tokens from two close distributions.
+    """
     rooms = [room_of(request) for request in requests]
     tokens = min(draft_length_of(session), max(rooms))
     drafts: list[list[int]] = [[] for _ in requests]
@@ -92,17 +94,17 @@ def decoded_for(requests: Sequence[Request], session: Session, one_token: OneTok
 
 
 def candidate(request: Request, draft: Sequence[int], logits: Tensor) -> int:
-    """The next token of a draft, from the last one's logits [1, V]."""
+    """The next token of a draft, from logits [1, V]."""
     ids = torch.cat([request.context, torch.tensor([draft], dtype=torch.int64)], 1)
     try:
         return twice(lambda: chosen(request, ids, logits.to(torch.float32, copy=True)))
-    except FailedTwice:  # of a processor, behind tokens that may never be said: if they are, it raises again
-        return NOTHING
+    except FailedTwice:  # a processor failed on tokens that may be rejected; if they are accepted, it fails again
+        return PADDING
 
 
 @contextlib.contextmanager
 def random_numbers_kept(requests: Sequence[Request]) -> Iterator[None]:
-    """Behind it the requests draw the numbers that they have drawn within."""
+    """Restore the state of the requests' random numbers afterwards."""
     states = [(generator, generator.get_state()) for r in requests if (generator := r.generator) is not None]
     try:
         yield
@@ -112,11 +114,11 @@ def random_numbers_kept(requests: Sequence[Request]) -> Iterator[None]:
 
 
 def fed(requests: Sequence[Request], drafts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-    """Token ids and positions [B, T] of a step that reads each request's last token, and its draft. A row that is
-    filled up has no position behind its longest text's: a model may know none."""
+    """Token ids and positions [B, T] of a step over each request's last token and its draft. Padding gets no position
+    beyond the request's longest text, which the model may not support."""
     width = 1 + max(map(len, drafts))
     tokens = [
-        [r.said[r.reached - 1], *draft, *[NOTHING] * (width - 1 - len(draft))]
+        [r.generated[r.reached - 1], *draft, *[PADDING] * (width - 1 - len(draft))]
         for r, draft in zip(requests, drafts, strict=True)
     ]
     first = torch.tensor([[request.cached] for request in requests])
@@ -125,22 +127,24 @@ def fed(requests: Sequence[Request], drafts: Sequence[Sequence[int]]) -> tuple[T
 
 
 def verifying(session: Session, drafts: Sequence[Sequence[int]]) -> contextlib.AbstractContextManager[None]:
-    """Within it, a step is the verification of these drafts; a plain one where there is none."""
+    """Make the step inside the verification of these drafts, or a plain decode if all are empty."""
     drafted = [len(draft) for draft in drafts]
     return session.steps_for(Mode.VERIFY, drafted) if any(drafted) else session.steps_for(Mode.PLAIN)
 
 
-def say(request: Request, draft: Sequence[int], logits: Tensor) -> None:
-    """Have a request say what of its draft is right, and one token more, from the logits [T, V] behind its last token
-    and each of the draft's. A request whose processor fails is over."""
+def accept(request: Request, draft: Sequence[int], logits: Tensor) -> None:
+    """Append the accepted part of a draft and one more token to a request.
+
+    logits: [T, V], after the last token and after each drafted one. A request whose processor fails is finished.
+    """
     for place, guess in enumerate(itertools.chain(draft, [None])):
         try:
-            token = twice(functools.partial(drawn, request, logits[place : place + 1]))
+            token = twice(functools.partial(next_token, request, logits[place : place + 1]))
         except FailedTwice as failed:
-            request.is_over(End.FAILED, failed.error)
+            request.finish(End.FAILED, failed.error)
             return
-        request.hear(token)
-        if token != guess or request.stage is Stage.OVER:
+        request.append(token)
+        if token != guess or request.stage is Stage.FINISHED:
             return
 
 
@@ -151,12 +155,12 @@ def note_round(
     after: Sequence[int],
     seconds: float | None,
 ) -> None:
-    """Count a round of rows that had so many tokens cached before and after it. seconds: None where it compiled."""
+    """Count a round. before, after: tokens cached of each row. seconds: None if the round compiled."""
     length = session.draft_length
-    for draft, had, has in zip(drafts, before, after, strict=True):
-        if has == had:  # a row that failed has said nothing
+    for draft, had, now in zip(drafts, before, after, strict=True):
+        if now == had:  # a failed row has generated nothing
             continue
-        accepted, held = has - had - 1, session.tiers.host_bytes(had) // session.tiers.batch
+        accepted, held = now - had - 1, session.tiers.host_bytes(had) // session.tiers.batch
         session.statistics.verified.note(len(draft), accepted, held, streamed=0 if session.options.lookup else held)
         if length is not None and draft:
             length.note(len(draft), accepted, None)

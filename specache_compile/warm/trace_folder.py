@@ -1,10 +1,8 @@
-"""The folder of stored traces. Each file is written whole or not at all.
+"""The folder of stored traces. Each file is written whole or not at all. Only trusted users may write: unpickling runs
+code.
 
-    traces/<environment>/<call>/<trace>/form         what replaces one trace of Dynamo
+    traces/<environment>/<call>/<trace>/trace        replaces one trace of Dynamo
     traces/<environment>/<call>/<trace>/<variant>    one rewritten graph of the trace
-
-Compiled code depends on the environment. Calls of different folders need different graphs; Dynamo's guards check the
-rest. Unpickling a file runs code: only trusted users may write to the folder.
 """
 
 from __future__ import annotations
@@ -32,9 +30,9 @@ from specache_compile.errors import warn
 
 from .code import PLAIN, code_hash, hash_of
 
-TRACES, FORM = "traces", "form"
+TRACES, TRACE = "traces", "trace"
 # Traces of one call. A call has several where one process needed a phase that the stored trace lacks.
-MOST_FORMS = 8
+MOST_TRACES = 8
 PACKAGES = ("transformers", "triton", "peft", "accelerate")
 CONFIGS = (
     "torch._dynamo.config", "torch._inductor.config", "torch._functorch.config", "torch.compiler.config",
@@ -51,10 +49,10 @@ def folder() -> Path | None:
     return cache_folder() / TRACES if os.environ.get(VARIABLE) else None
 
 
-def forms_of(call: Path) -> list[Path]:
+def traces_of(call: Path) -> list[Path]:
     """The folders of a call's traces, the newest first."""
     try:
-        files = sorted(call.glob(f"*/{FORM}"), key=lambda file: file.stat().st_mtime, reverse=True)
+        files = sorted(call.glob(f"*/{TRACE}"), key=lambda file: file.stat().st_mtime, reverse=True)
     except OSError:  # another process removes one
         return []
     return [file.parent for file in files]
@@ -66,7 +64,8 @@ def load(path: Path) -> Any:
         return pickle.loads(path.read_bytes())
     except Exception as error:  # unpickling a damaged file can raise any error
         if not isinstance(error, OSError):
-            warn_once(f"{path.parent} is unusable ({type(error).__name__}: {error}): the model is traced")
+            what = f"the stored trace {path.parent} is unusable ({type(error).__name__}: {error})"
+            warn_once(f"{what}, so the model is traced again. Delete that folder")
     return None
 
 
@@ -79,7 +78,9 @@ def save(path: Path, value: Any) -> bool:
             (Path(part) / path.name).write_bytes(data)
             os.replace(Path(part) / path.name, path)
     except OSError as error:
-        warn_once(f"{VARIABLE}: no trace is stored for later processes: {error}")
+        warn_once(
+            f"no trace is stored for later processes: {error}. Set {VARIABLE} to a folder that this user can write to"
+        )
         return False
     return True
 

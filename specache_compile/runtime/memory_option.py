@@ -1,4 +1,4 @@
-"""The option memory: as many bits as the bytes that the device's tiers may have leave room for."""
+"""The option memory: the most bits whose tiers fit into so many bytes on the device."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from .state import device_total, predicted_bytes
 
 
 def within_memory(options: MethodOptions, layers: Sequence[LayerShape], batch: int, length: int) -> MethodOptions:
-    """The options with the most bits, the same in all layers, that fit into the memory that the options ask for.
+    """The options with the most bits, equal in all layers, whose tiers fit into the option memory.
 
-    What must fit is the tiers of `length` tokens of `batch` rows. Where no bits fit, the options have the fewest; where
-    the options ask for no memory, they stay as they are.
+    The tiers are those of `length` tokens of `batch` rows. If no bits fit, the options have the fewest bits; without
+    the option memory they are unchanged.
     """
     if not isinstance(options, LowBitOptions) or options.memory is None:
         return options
@@ -26,7 +26,7 @@ def within_memory(options: MethodOptions, layers: Sequence[LayerShape], batch: i
 
 
 def check_memory(options: MethodOptions, layers: Sequence[LayerShape], batch: int, length: int) -> None:
-    """OptionError where the tiers of these options, from `within_memory`, do not fit into what they ask for."""
+    """OptionError if the tiers of options from `within_memory` do not fit into the option memory."""
     if options.memory is not None:
         needed, allowed = device_bytes(options, layers, batch, length), bytes_of_memory(options.memory)
         if needed > allowed:
@@ -40,6 +40,6 @@ def device_bytes(options: MethodOptions, layers: Sequence[LayerShape], batch: in
 
 def too_little_memory(needed: int, allowed: int, tokens: int, batch: int) -> OptionError:
     return OptionError(
-        f"option memory: {tokens:,} tokens x batch {batch} need {needed / 2**20:,.1f} MiB on the device at 1 bit, "
-        f"and may have {allowed / 2**20:,.1f} MiB. Give more, or lower top_k, the batch or the context."
+        f"option memory: {tokens:,} tokens x batch {batch} need {needed / 2**20:,.1f} MiB on the device at 1 bit, more "
+        f"than the given {allowed / 2**20:,.1f} MiB. Raise memory, or lower top_k, the batch or the context."
     )

@@ -1,4 +1,4 @@
-"""Answers that are made together: each is a row of one batch, on its conversation's cache."""
+"""Answers that are generated together: each is a row of one batch, on its conversation's cache."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from .interface.questions import processors_of
 
 log = logging.getLogger(__name__)
 
-# An answer's conversation, and the answer.
-Row = tuple[Answer, Conversation]
+# An answer and its conversation.
+AnswerRow = tuple[Answer, Conversation]
 
 
-class RowsOfAnswers:
-    """The answers under way, all on the model's thread; one turn is a step of the batch.
+class AnswerRows:
+    """The running answers, all on the model's thread; a turn is a step of the batch.
 
     begin: an answer → its conversation, which is taken.
-    keep: (conversation, answer), when an answer ends.
-    ended: an answer → nothing, the last that is heard of it.
-    memory: what a `Batch` may have.
+    keep: called with (conversation, answer) when an answer ends.
+    ended: called last with each answer.
+    memory: arguments of the `Batch`.
     arrived: answers that wait for a row.
     """
 
@@ -42,14 +42,14 @@ class RowsOfAnswers:
         self.batch, self.most = Batch(model, rows=most, **memory), most
         self.begin, self.keep, self.ended = begin, keep, ended
         self.arrived: deque[Answer] = deque()
-        self.running: dict[Request, Row] = {}
+        self.running: dict[Request, AnswerRow] = {}
 
     @property
     def busy(self) -> bool:
         return bool(self.arrived or self.running)
 
     def turn(self) -> None:
-        """Let go who left, begin who came, and have each row say a token."""
+        """End answers whose clients have left, start new ones, and generate a token for each."""
         for request in [request for request, (answer, _) in self.running.items() if answer.ticket.left.is_set()]:
             self.end(request, self.batch.take(request))
         while self.arrived and len(self.running) < self.most:
@@ -57,7 +57,7 @@ class RowsOfAnswers:
         for request, token in self.stepped():
             if request in self.running:  # its answer may have stopped at the token before
                 self.deliver(request, token)
-        for request in [request for request in self.running if request.stage is Stage.OVER]:
+        for request in [request for request in self.running if request.stage is Stage.FINISHED]:
             self.end(request, request.cache, request.error)
 
     def start(self, answer: Answer) -> None:
@@ -71,8 +71,8 @@ class RowsOfAnswers:
             self.ended(answer)
             return
         try:
-            request = self.asked(answer, conversation)
-        except Exception as error:  # nothing was read: the conversation is whole
+            request = self.request_for(answer, conversation)
+        except Exception as error:  # nothing was cached, so the conversation is unchanged
             self.keep(conversation, answer)
             if not isinstance(error, ClientLeft):
                 answer.fail(error)
@@ -80,8 +80,8 @@ class RowsOfAnswers:
         else:
             self.running[request] = (answer, conversation)
 
-    def asked(self, answer: Answer, conversation: Conversation) -> Request:
-        """Have the batch go on with a conversation."""
+    def request_for(self, answer: Answer, conversation: Conversation) -> Request:
+        """Add the answer's request to the batch, on its conversation's cache."""
         ids, question = answer.question.inputs["input_ids"], answer.question
         answer.put(ids)
         return self.batch.add(
@@ -90,13 +90,13 @@ class RowsOfAnswers:
         )  # fmt: skip
 
     def stepped(self) -> list[tuple[Request, int]]:
-        """The tokens of a step. A step that fails is repeated: a copy may fail for lack of memory that is free the next
-        time, and a request that fails twice is over by then, and no other one."""
+        """The tokens of a step. A failed step is repeated, since memory may be free the next time. A request that fails
+        twice is finished by then; no other one is."""
         for _ in range(2 * len(self.running)):
             try:
                 return self.batch.step()
             except Exception:
-                log.warning("a step failed, and is repeated", exc_info=True)
+                log.warning("a step failed and is repeated", exc_info=True)
         return self.batch.step()
 
     def fail_all(self, error: Exception) -> None:
@@ -106,14 +106,14 @@ class RowsOfAnswers:
             self.forget(request)
             try:
                 self.batch.remove(request)
-            except Exception:  # the device may be lost: the answer has ended all the same
-                log.exception("a row is not removed")
+            except Exception:  # the device may be lost, and the answer has ended anyway
+                log.exception("a row could not be removed")
 
     def deliver(self, request: Request, token: int) -> None:
         answer, _ = self.running[request]
         try:
             if request.logprobs:
-                answer.note(token, request.logprobs[answer.said])
+                answer.note(token, request.logprobs[answer.generated])
             answer.put(torch.tensor([token]))
         except (Stopped, ClientLeft):
             self.end(request, self.batch.take(request))
@@ -121,7 +121,7 @@ class RowsOfAnswers:
             self.end(request, self.batch.take(request), error)
 
     def end(self, request: Request, cache: DynamicCache | None, error: Exception | None = None) -> None:
-        """An answer is over: its conversation has the row's cache, as far as there is one."""
+        """End an answer, and keep the row's cache, if any, in its conversation."""
         answer, conversation = self.running[request]
         try:
             if error is not None:
@@ -140,15 +140,15 @@ class RowsOfAnswers:
         self.ended(self.running.pop(request)[0])
 
     def end_all(self) -> None:
-        """Keep what every row has read, and end. What gave way to others is not kept: there was no room for it."""
+        """Keep what every row has cached, and end. Preempted requests are not kept: there was no room for them."""
         self.arrived.clear()
         for request in list(self.running):
-            if request.aside is not None:
+            if request.swapped is not None:
                 self.batch.remove(request)
             self.end(request, self.batch.take(request))
 
     def statistics(self) -> list[Statistics]:
         """The counts of every session that a step has used."""
-        caches = [*(group.cache for group in self.batch.groups), *(request.cache for request in self.batch.reading)]
+        caches = [*(group.cache for group in self.batch.groups), *(request.cache for request in self.batch.prefilling)]
         sessions = (session_of(cache) for cache in caches if cache is not None)
         return [session.statistics for session in sessions if session is not None]

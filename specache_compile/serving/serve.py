@@ -1,4 +1,4 @@
-"""`specache serve`: a checkpoint behind OpenAI's interface."""
+"""`specache serve`: a checkpoint behind OpenAI's API."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ LOOPBACK = ("localhost", "127.0.0.1", "[::1]", "::1")
 def add_serve(command: argparse.ArgumentParser) -> None:
     """The arguments of `specache serve`, except the checkpoint, the device and the backend's options."""
     command.add_argument(
-        "--host", default="127.0.0.1", help="where to listen; only this machine can reach the default (%(default)s)"
+        "--host", default="127.0.0.1", help="address to listen at; the default (%(default)s) is for this machine only"
     )
-    command.add_argument("--port", type=int, default=8000, help="0: any that is free (default: %(default)s)")
+    command.add_argument("--port", type=int, default=8000, help="0: any free port (default: %(default)s)")
     command.add_argument(
-        "--queue", type=int, default=64, metavar="N", help="requests that may wait, more get status 503 (%(default)s)"
+        "--queue", type=int, default=64, metavar="N", help="most waiting requests; others get status 503 (%(default)s)"
     )
     command.add_argument(
         "--api-key",
         metavar="KEY",
-        help="what requests must bear, for whoever opens the server to a network; also in SPECACHE_API_KEY",
+        help="API key that requests must send, for servers on a network; also in SPECACHE_API_KEY",
     )
     command.add_argument("--quiet", action="store_true", help="print no line for each request")
     command.add_argument(
@@ -52,28 +52,26 @@ def add_serve(command: argparse.ArgumentParser) -> None:
         type=int,
         default=8,
         metavar="N",
-        help="answers that are made together (%(default)s)",
+        help="most answers that are generated together (%(default)s)",
     )
     group = command.add_argument_group(
-        "sessions", "the caches of conversations, kept for their next turns; the least recently used one goes first"
+        "sessions", "caches of conversations, kept for further turns; the least recently used one is evicted first"
     )
+    group.add_argument("--sessions", type=int, default=16, metavar="N", help="most sessions in memory (%(default)s)")
+    group.add_argument("--session-host-gib", type=float, metavar="GIB", help="GiB of host memory (half of the free)")
     group.add_argument(
-        "--sessions", type=int, default=16, metavar="N", help="most in memory, the running one among them (%(default)s)"
-    )
-    group.add_argument("--session-host-gib", type=float, metavar="GIB", help="of host memory (half of what is free)")
-    group.add_argument(
-        "--session-device-gib", type=float, metavar="GIB", help="of device memory (half of what is free)"
+        "--session-device-gib", type=float, metavar="GIB", help="GiB of device memory (half of the free)"
     )
     group.add_argument(
         "--session-folder", type=Path, metavar="DIR",
-        help="where to keep sessions that do not fit into memory; a later server goes on with them",
+        help="folder of sessions that do not fit into memory; a later server continues them",
     )  # fmt: skip
     group.add_argument(
-        "--session-disk-gib", type=float, default=64.0, metavar="GIB", help="of that folder (%(default)s)"
+        "--session-disk-gib", type=float, default=64.0, metavar="GIB", help="GiB of that folder (%(default)s)"
     )
     group.add_argument(
         "--overcommit", type=Path, metavar="DIR",
-        help="begin answers whose prompts fit; where memory runs out, the one that began last waits in this folder",
+        help="start answers whose prompts fit; if memory runs out, swap the newest one to this folder",
     )  # fmt: skip
 
 
@@ -98,7 +96,7 @@ def log_requests() -> None:
 
 @contextlib.contextmanager
 def running(args: argparse.Namespace, options: dict[str, Any]) -> Iterator[str]:
-    """Serve in a thread of this process; yield the server's URL once it answers."""
+    """Serve in a thread of this process; yield the server's URL when it responds."""
     with bound(args.host, args.port) as listener:
         server = make_server(args, options, listener)
         thread = threading.Thread(target=server.run, args=([listener],))
@@ -106,7 +104,7 @@ def running(args: argparse.Namespace, options: dict[str, Any]) -> Iterator[str]:
         try:
             while not server.started:
                 if not thread.is_alive():
-                    raise SpecacheError("the server did not start: its thread says why")
+                    raise SpecacheError("the server did not start. Its thread has printed the cause")
                 time.sleep(0.01)
             yield url_of(listener)
         finally:
@@ -115,9 +113,9 @@ def running(args: argparse.Namespace, options: dict[str, Any]) -> Iterator[str]:
 
 
 def bound(host: str, port: int) -> socket.socket:
-    """A bound socket that does not listen yet, so that a taken port is reported before a model is loaded."""
+    """A bound socket that does not listen yet, so that a used port is reported before the model is loaded."""
     if not 0 <= port < 1 << 16:  # getaddrinfo would use its lower bits
-        raise SpecacheError(f"--port {port}: give a port, 0 to 65535")
+        raise SpecacheError(f"--port {port}: accepted are 0 to 65535")
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family)
@@ -126,7 +124,7 @@ def bound(host: str, port: int) -> socket.socket:
     try:
         try:
             listener.bind(address)
-        except OSError:  # taken by another server, or by connections that a former server left
+        except OSError:  # used by another server, or by connections of an earlier one
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(address)
     except OSError as error:
@@ -153,18 +151,18 @@ def make_server(args: argparse.Namespace, options: dict[str, Any], listener: soc
         raise not_installed("serve", missing)
     for name in ("queue", "rows", "sessions"):
         if getattr(args, name) < 1:
-            raise SpecacheError(f"--{name} {getattr(args, name)}: give a number, 1 or more")
+            raise SpecacheError(f"--{name} {getattr(args, name)}: accepted is 1 or more")
     for name in ("session_host_gib", "session_device_gib", "session_disk_gib"):
         given = getattr(args, name)
         if given is not None and not 0 <= given < math.inf:
-            raise SpecacheError(f"--{name.replace('_', '-')} {given}: give a number, 0 or more")
+            raise SpecacheError(f"--{name.replace('_', '-')} {given}: accepted is 0 or more")
     key = key_of(args)
     import uvicorn
 
     from .conversations import Conversations
     from .generation import Generation
     from .metrics import Metrics
-    from .model import ServedModel
+    from .served_model import ServedModel
     from .server import STOPPING, StoppedInTime, application
     from .session_folder import SessionFolder
 
@@ -177,7 +175,7 @@ def make_server(args: argparse.Namespace, options: dict[str, Any], listener: soc
         if folder is not None:
             folder.close()
         raise
-    # 0 is for conversations that are kept alone: answers that are made need memory.
+    # 0 applies only to cached conversations: running answers need memory.
     memory = {
         "device_memory": int(args.session_device_gib * GIB) if args.session_device_gib else None,
         "host_memory": int(args.session_host_gib * GIB) if args.session_host_gib else None,
@@ -193,15 +191,15 @@ def make_server(args: argparse.Namespace, options: dict[str, Any], listener: soc
 
 
 def key_of(args: argparse.Namespace) -> str | None:
-    """The key that requests must bear; SpecacheError where it is none that a header can have."""
+    """The API key that requests must send; SpecacheError if a header cannot contain it."""
     key = args.api_key if args.api_key is not None else os.environ.get("SPECACHE_API_KEY")
     if key is not None and not (key.isascii() and key.isprintable() and key.strip() == key != ""):
-        raise SpecacheError("--api-key: give printable ASCII characters, without spaces around them")
+        raise SpecacheError("--api-key: accepted are printable ASCII characters, without spaces around them")
     return key
 
 
 def bounds(args: argparse.Namespace, device: torch.device) -> Bounds:
-    """The memory for sessions: as asked for, or half of what is free after the model is loaded."""
+    """The memory of sessions: as given, or half of the free memory after loading the model."""
     import psutil
     import torch
 
@@ -218,8 +216,8 @@ def bounds(args: argparse.Namespace, device: torch.device) -> Bounds:
 
 
 def not_installed(extra: str, modules: Sequence[str]) -> SpecacheError:
-    return SpecacheError(f"{', '.join(modules)}: not installed; pip install 'specache-compile[{extra}]'")
+    return SpecacheError(f"{', '.join(modules)}: not installed. Run pip install 'specache-compile[{extra}]'")
 
 
 def cannot_listen(host: str, port: int, error: OSError) -> SpecacheError:
-    return SpecacheError(f"cannot listen at --host {host} --port {port} ({error.strerror}): give others")
+    return SpecacheError(f"cannot listen at --host {host} --port {port} ({error.strerror}). Pass others")
