@@ -173,7 +173,7 @@ def test_a_forced_gather_brings_its_share_in_every_step(reuse: float, corrected:
     from gpu_decode import forced_gather
 
     from held_tiers import in_segments
-    from specache_compile.kernels.movement.definition import refill
+    from specache_compile.kernels.movement.tier_ops import refill
 
     k, pairs = 8, torch.randn(2, 3, 512, 2, 4)
     host, slots = in_segments(pairs), torch.zeros(2, 3, k, 2, 4)

@@ -1,4 +1,4 @@
-// A decode step's attention over some tokens of one head: `Step` is declared in cpp/library.py, with each field's shape.
+// A decode step's attention over some tokens of one head: `StepArguments` is declared in cpp/library.py, with each field's shape.
 //
 // Low-bit keys: q is multiplied by a group's scales once, and q·zero added once a group, so that an element costs a
 // shift, a mask, a conversion and one multiply-add for each query row. Low-bit values: a token's codes are unpacked and
@@ -11,7 +11,7 @@ namespace {
 
 // An additive mask hides a token with its dtype's minimum, of which float16 has the smallest (`attention.SEEN`).
 constexpr float kSeen = -65504.0f / 2;
-// Tokens of the low-bit tier that one job takes; a multiple of every group size, and those of a page (`pages.py`).
+// Tokens of the low-bit tier that one job takes; a multiple of every group size, and those of a page (`page_table.py`).
 constexpr int64_t kChunk = 256;
 // Multiply-adds below which a second thread costs more than it brings.
 constexpr int64_t kWorthThreads = 1 << 17;
@@ -40,11 +40,11 @@ struct Parts {
 
 // What follows from a step's cursor and shapes.
 struct Attention {
-  const Step& s;
+  const StepArguments& s;
   const int64_t rows, pairs, most, chunks;  // most: tokens of the fullest low-bit tier
   std::vector<float> query, turned;  // [B·H, rows, d], scaled; the second as the low-bit tier is stored
 
-  explicit Attention(const Step& step)
+  explicit Attention(const StepArguments& step)
       : s(step), rows(s.group_heads * s.lanes), pairs(s.batch * s.heads), most(fullest(s)),
         chunks((most + kChunk - 1) / kChunk), query(pairs * rows * s.d) {
     for (size_t i = 0; i < query.size(); ++i) query[i] = static_cast<const T*>(s.q)[i] * s.scale;
@@ -58,7 +58,7 @@ struct Attention {
   int64_t length(int64_t head) const { return std::max<int64_t>(cursor(head)[0], 0); }
   int64_t low_bit(int64_t head) const { return cursor(head)[1]; }
   int64_t candidates(int64_t head) const { return std::min(cursor(head)[2], length(head)); }
-  static int64_t fullest(const Step& s) {
+  static int64_t fullest(const StepArguments& s) {
     int64_t found = 0;
     for (int64_t row = 0; row < s.batch; ++row) found = std::max(found, s.cursor[row * (4 + s.pages) + 1]);
     return found;

@@ -22,7 +22,7 @@ void low_bit_logits(const Attention& a) {
 }
 
 // What each lane asks for, before it is known what is in the slots.
-void score(const Step& step) {
+void score(const StepArguments& step) {
   const Attention a(step);
   Parts parts(a.jobs(), a.rows, 0);
   std::vector<std::vector<float>> exact(a.pairs);
@@ -79,7 +79,7 @@ void score(const Step& step) {
 
 // The output, and where step.scores is given, the last lane's scores: of what is attended to.
 void attend(const Attention& a) {
-  const Step& s = a.s;
+  const StepArguments& s = a.s;
   Parts parts(a.jobs(), a.rows, s.d);
   std::vector<float> peaks(a.rows * a.pairs), shares(a.rows * a.pairs);
   std::vector<std::vector<float>> exact(a.pairs);
@@ -119,12 +119,12 @@ void attend(const Attention& a) {
 
 }  // namespace
 
-extern "C" void decode_attention(const Step* step) {
+extern "C" void decode_attention(const StepArguments* step) {
   const Attention a(*step);
   low_bit_logits(a);
   attend(a);
 }
 
-extern "C" void score_low_bit(const Step* step) { score(*step); }
+extern "C" void score_low_bit(const StepArguments* step) { score(*step); }
 
-extern "C" void attend_scored(const Step* step) { attend(Attention(*step)); }
+extern "C" void attend_scored(const StepArguments* step) { attend(Attention(*step)); }

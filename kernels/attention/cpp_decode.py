@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from specache_compile.kernels.codes.trellis import circle_of
-from specache_compile.kernels.cpp.library import DTYPES, STRIDES, Step, decode_library
+from specache_compile.kernels.cpp.library import DTYPES, STRIDES, StepArguments, decode_library
 from specache_compile.kernels.state.center import share_of_center, share_of_groups, tokens_of_one
 from specache_compile.kernels.state.cursor import CURSOR_SIZE, LENGTH, LOW_BIT
 from specache_compile.kernels.state.layout import Layout, rotation_block
-from specache_compile.kernels.state.pages import PAGE, shape_of_scores
+from specache_compile.kernels.state.page_table import PAGE, shape_of_scores
 from specache_compile.kernels.state.stored_tiers import StoredTiers
 
-from .definition import attend_scored, decode_attention, grouped_bias, score_low_bit
+from .attention_ops import attend_scored, decode_attention, grouped_bias, score_low_bit
 from .kept_logits import whole_logits
 
 
@@ -31,13 +31,13 @@ def shaped(
     q: torch.Size, codes: torch.Size, key_params: torch.Size, value_params: torch.Size, recent: torch.Size,
     columns: int, sink_tokens: int, param_bits: int, top_k: int, layout: Sequence[int], scale: float,
     softcap: float | None,
-) -> Step:  # fmt: skip
+) -> StepArguments:  # fmt: skip
     """The kernels' argument without a tensor, to be copied: most of its cost is the same in every step. columns: of the
     cursor."""
     batch, query_heads, lanes, d = q
     heads, pages = codes[1], columns - CURSOR_SIZE
     how = Layout(*layout)
-    return Step(
+    return StepArguments(
         batch=batch, heads=heads, group_heads=query_heads // heads, lanes=lanes, d=d,
         capacity=pages * PAGE or codes[2], row_width=codes[3], window=recent[2], pages=pages,
         places=codes[0] * heads * codes[2], group=codes[2] // key_params[2] if how.is_quantised else 0,
@@ -52,10 +52,10 @@ def shaped(
 def step_of(
     q: Tensor, k: Tensor, mask: Tensor | None, sinks: Tensor | None, cursor: Tensor, tiers: StoredTiers,
     layout: Sequence[int], scale: float, softcap: float | None, top_k: int, **tensors: Tensor,
-) -> Step:  # fmt: skip
+) -> StepArguments:  # fmt: skip
     """The kernels' argument, which keeps the tensors that are made for it; the caller keeps the others."""
     codes, key_params, value_params, center, sink_pairs, sink_index, recent = tiers
-    step = Step.from_buffer_copy(
+    step = StepArguments.from_buffer_copy(
         shaped(
             q.shape, codes.shape, key_params.shape, value_params.shape, recent.shape, cursor.shape[1],
             sink_index.shape[2], 8 * key_params.dtype.itemsize, top_k, tuple(layout), scale, softcap,

@@ -18,7 +18,7 @@ from specache_compile.kernels.state.cursor import length_of
 from specache_compile.kernels.state.segments import tokens_of
 from specache_compile.kernels.state.stored_pairs import decoded
 
-from .definition import check_covers, extend_attention
+from .attention_ops import check_covers, extend_attention
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Tokens of a part: so many of a tier that lies in segments, or is rounded, are copied at a time.
@@ -58,7 +58,7 @@ def merged(parts: Sequence[Part], sinks: Tensor | None) -> Tensor:
     )
 
 
-class Rows:
+class FlashRows:
     """A query [B, Hq, T, d] as rows [B, H, G·T, d] of its KV heads, and a mask's columns as theirs."""
 
     def __init__(self, q: Tensor, heads: int, mask: Tensor | None, tokens: int) -> None:
@@ -113,7 +113,7 @@ def extend_attention_fused(
     if softcap is not None or q.dtype not in DTYPES or q.dtype != k.dtype or length < 0:
         return extend_attention(q, k, v, mask, sinks, cursor, host, scale, softcap)
     wait_for_offloads(cursor)
-    rows = Rows(q, k.shape[1], mask, length + q.shape[2])
+    rows = FlashRows(q, k.shape[1], mask, length + q.shape[2])
     parts = [flash(rows.q, k, v, rows.new_columns(length, rows.tokens), scale)]
     block = BLOCK if mask is None or mask.shape[2] == 1 else MASKED_BLOCK
     for start in range(0, length, block):

@@ -30,14 +30,14 @@ from specache_compile.kernels.codes.trellis import circle_of, is_trellis
 from specache_compile.kernels.movement.copy_stream import wait_for_correction
 from specache_compile.kernels.state.center import ROWS as CENTER_ROWS
 from specache_compile.kernels.state.layout import Layout, rotation_block
-from specache_compile.kernels.state.pages import has_table, shape_of_scores
+from specache_compile.kernels.state.page_table import has_table, shape_of_scores
 from specache_compile.kernels.state.stored_tiers import StoredTiers
 from specache_compile.kernels.state.triton_center import share_of_center
 from specache_compile.kernels.state.triton_cursor import AT_LENGTH, AT_LOW_BIT, AT_NEXT_LOW_BIT
 from specache_compile.kernels.state.triton_rotate import hadamard, rotated
 from specache_compile.kernels.state.triton_sinks import sinks_among
 
-from .definition import SEEN
+from .attention_ops import SEEN
 from .kept_logits import LOGIT_BLOCK
 from .triton_low_bit import attend_low_bit
 from .triton_softmax import biased, capped, finite, grown, shown

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from specache_compile.kernels.movement import copy_stream
 from specache_compile.kernels.state.cursor import lengths_of
-from specache_compile.kernels.state.pages import Pages, pairs_of
+from specache_compile.kernels.state.page_table import Pages, pairs_of
 from specache_compile.kernels.state.segments import of_rows, runs_of_pairs
 from specache_compile.kernels.state.stored_pairs import decoded
 

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from specache_compile.kernels.state.layout import Layout
-from specache_compile.kernels.state.pages import shape_of_scores
+from specache_compile.kernels.state.page_table import shape_of_scores
 from specache_compile.kernels.state.stored_tiers import StoredTiers
 
 from .kept_logits import based_logits

@@ -53,7 +53,7 @@ SIZES = (
 STRIDES = 5
 
 
-class Step(Structure):
+class StepArguments(Structure):
     """The arguments of the C++ kernels, by address: the tensors must be kept alive by others."""
 
     _fields_ = (
@@ -66,9 +66,9 @@ class Step(Structure):
 
 
 def declaration() -> str:
-    """`Step` in C++."""
+    """`StepArguments` in C++."""
     lines = [
-        "struct Step {",
+        "struct StepArguments {",
         *(f"  const {kind.replace('T', 'void')}* {name};" for name, kind in POINTERS.items()),
         *(f"  {kind.replace('T', 'void')}* {name};" for name, kind in RESULTS.items()),
         *(f"  int64_t {name};" for name in SIZES),
@@ -88,7 +88,7 @@ class Weight(Structure):
 @functools.cache
 def decode_library(dtype: torch.dtype) -> CDLL:
     """cpp_decode.cpp, for pairs of this dtype."""
-    functions = {name: [POINTER(Step)] for name in ("decode_attention", "score_low_bit", "attend_scored")}
+    functions = {name: [POINTER(StepArguments)] for name in ("decode_attention", "score_low_bit", "attend_scored")}
     return compiled(
         (
             "cpp/cpp_registers.h", "cpp/cpp_tiles.h", "codes/cpp_codes.h", "attention/cpp_attention.h",

@@ -27,15 +27,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specache_compile.kernels.attention import measure as hit_rate
+from specache_compile.kernels.attention import hit_rate
 from specache_compile.kernels.memory.host_memory import makes_fakes
 from specache_compile.kernels.state.cursor import lengths_of
-from specache_compile.kernels.state.pages import Pages, pairs_of
+from specache_compile.kernels.state.page_table import Pages, pairs_of
 from specache_compile.kernels.state.segments import aligned, of_rows, put, runs, runs_of_pairs, span_of, tokens_of
 from specache_compile.kernels.state.stored_pairs import ROUNDED, stored
 
 from . import deferred
-from . import definition as tiers
+from . import tier_ops as tiers
 
 # More new tokens than this are copied by the DMA engines, through staging; fewer are written through by a kernel.
 WRITE_THROUGH = 64
@@ -65,7 +65,7 @@ def adopt(state: Mapping[str, Tensor]) -> None:
     """Tell the allocator that both streams use these state tensors, so that their memory is not reused too soon."""
     device = state["slots"].device
     used = {
-        stream_of(device): ("wanted", "slots", "slot_index", "fetched"),
+        stream_of(device): ("selected", "slots", "slot_index", "fetched"),
         correction_stream_of(device): ("slots", "slot_index", "corrected"),
     }
     for stream, fields in used.items():
@@ -93,24 +93,26 @@ def join_capture(device: torch.device) -> None:
             torch.cuda.current_stream(device).wait_stream(stream)
 
 
-def prefetch(wanted: Tensor, cursor: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor, fetched: Tensor) -> None:
+def prefetch(
+    selected: Tensor, cursor: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor, fetched: Tensor
+) -> None:
     """As `tiers.prefetch`, on the copy stream, behind what the main stream has been given so far."""
     from .triton_copy import gather
 
     if deferred.is_made_first(slots):
         return
     if not host.is_pinned():  # the GPU cannot read it: the host copies, and everything waits
-        tiers.refill(wanted, pairs_of(host, cursor), slots, slot_index, fetched)
+        tiers.refill(selected, pairs_of(host, cursor), slots, slot_index, fetched)
         return
     copy = stream_of(slots.device)
     copy.wait_stream(torch.cuda.current_stream(slots.device))
     with torch.cuda.stream(copy):
-        gather(wanted, host, slots, slot_index, fetched, cursor=cursor)
+        gather(selected, host, slots, slot_index, fetched, cursor=cursor)
     if not torch.cuda.is_current_stream_capturing():
         _fetches[slots.data_ptr()] = copy.record_event()
 
 
-def wait(after: Tensor, cursor: Tensor, slots: Tensor, slot_index: Tensor, wanted: Tensor) -> None:
+def wait(after: Tensor, cursor: Tensor, slots: Tensor, slot_index: Tensor, selected: Tensor) -> None:
     """As `tiers.wait`: what the main stream is given from here on runs behind the fetch; the host goes on."""
     fetch = _fetches.pop(slots.data_ptr(), None)
     if torch.cuda.is_current_stream_capturing():

@@ -21,8 +21,8 @@ inline int32_t order_of(float score) {
 // found by counting, and what is in it alone is compared.
 constexpr int kShift = 20, kBuckets = 1 << (31 - kShift);
 
-// The k tokens of largest score go into wanted[k]; of equal ones the older; -1: none left.
-void choose(const float* scores, int64_t n, int64_t k, int32_t* wanted) {
+// The k tokens of largest score go into selected[k]; of equal ones the older; -1: none left.
+void choose(const float* scores, int64_t n, int64_t k, int32_t* selected) {
   std::vector<int32_t> counts(kBuckets);
   for (int64_t t = 0; t < n; ++t) {
     const int32_t order = order_of(scores[t]);
@@ -36,7 +36,7 @@ void choose(const float* scores, int64_t n, int64_t k, int32_t* wanted) {
   for (int64_t t = 0; t < n; ++t) {
     const int32_t order = order_of(scores[t]);
     if (order < 0 || order >> kShift < bucket) continue;
-    if (order >> kShift > bucket) wanted[chosen++] = t;
+    if (order >> kShift > bucket) selected[chosen++] = t;
     else rest.push_back(t);
   }
   const int64_t left = std::min<int64_t>(k - chosen, rest.size());
@@ -45,11 +45,11 @@ void choose(const float* scores, int64_t n, int64_t k, int32_t* wanted) {
     return x != y ? x > y : a < b;
   };
   if (left < static_cast<int64_t>(rest.size())) std::nth_element(rest.begin(), rest.begin() + left, rest.end(), before);
-  std::copy_n(rest.begin(), left, wanted + chosen);
-  std::fill(wanted + chosen + left, wanted + k, -1);
+  std::copy_n(rest.begin(), left, selected + chosen);
+  std::fill(selected + chosen + left, selected + k, -1);
 }
 
-// The columns of a cursor before a row's table, and the tokens of a page: `pages.py`.
+// The columns of a cursor before a row's table, and the tokens of a page: `page_table.py`.
 constexpr int64_t kTable = 4, kPage = 256;
 
 // A tier in runs of `span` contiguous tokens of each of `heads`: `segments.py`. pair: its bytes; channels: d where it is
@@ -105,16 +105,16 @@ void bring(const Tier& host, int64_t head, int64_t token, char* slot) {
   widen(pair + width, d, width, to + d);
 }
 
-// Bring one head's wanted pairs into its slots, those that are not there yet; returns how many travelled.
-int64_t refill_head(const int32_t* wanted, const Tier& host, int64_t head, char* slots, int32_t* index, int64_t k) {
+// Bring one head's selected pairs into its slots, those that are not there yet; returns how many travelled.
+int64_t refill_head(const int32_t* selected, const Tier& host, int64_t head, char* slots, int32_t* index, int64_t k) {
   const int64_t slot = slot_bytes(host);
   std::vector<int32_t> missing;
   std::vector<uint8_t> stays(k);
   for (int64_t i = 0; i < k; ++i) {
-    if (wanted[i] < 0) continue;
+    if (selected[i] < 0) continue;
     int64_t place = -1;
-    for (int64_t j = 0; j < k; ++j) place = index[j] == wanted[i] ? j : place;
-    if (place < 0) missing.push_back(wanted[i]);
+    for (int64_t j = 0; j < k; ++j) place = index[j] == selected[i] ? j : place;
+    if (place < 0) missing.push_back(selected[i]);
     else stays[place] = 1;
   }
   // There are never more missing than free.
@@ -129,31 +129,31 @@ int64_t refill_head(const int32_t* wanted, const Tier& host, int64_t head, char*
   return missing.size();
 }
 
-// The same of the heads `first` to `stop`: wanted, slots and index are the first one's. Returns the bytes that travelled.
-int64_t refill_heads(const int32_t* wanted, const Tier& host, int64_t first, int64_t stop, char* slots, int32_t* index,
+// The same of the heads `first` to `stop`: selected, slots and index are the first one's. Returns the bytes that travelled.
+int64_t refill_heads(const int32_t* selected, const Tier& host, int64_t first, int64_t stop, char* slots, int32_t* index,
                      int64_t k) {
   int64_t moved = 0;
   for (int64_t head = first; head < stop; ++head) {
     const int64_t at = (head - first) * k;
-    moved += host.pair * refill_head(wanted + at, host, head, slots + at * slot_bytes(host), index + at, k);
+    moved += host.pair * refill_head(selected + at, host, head, slots + at * slot_bytes(host), index + at, k);
   }
   return moved;
 }
 
 }  // namespace
 
-// scores [heads, stride], of which `n` a head count → wanted [heads, k].
-extern "C" void select_topk(const float* scores, int64_t heads, int64_t stride, int64_t n, int64_t k, int32_t* wanted) {
-  for (int64_t head = 0; head < heads; ++head) choose(scores + head * stride, n, k, wanted + head * k);
+// scores [heads, stride], of which `n` a head count → selected [heads, k].
+extern "C" void select_topk(const float* scores, int64_t heads, int64_t stride, int64_t n, int64_t k, int32_t* selected) {
+  for (int64_t head = 0; head < heads; ++head) choose(scores + head * stride, n, k, selected + head * k);
 }
 
-// wanted and slot_index [rows * heads, k], slots [rows * heads, k] of pairs, cursor [rows, columns], host a tier of
+// selected and slot_index [rows * heads, k], slots [rows * heads, k] of pairs, cursor [rows, columns], host a tier of
 // pairs; fetched: bytes, added to.
-extern "C" void refill(const int32_t* wanted, const int64_t* cursor, char* host, char* slots, int32_t* slot_index,
+extern "C" void refill(const int32_t* selected, const int64_t* cursor, char* host, char* slots, int32_t* slot_index,
                        int64_t columns, int64_t rows, int64_t heads, int64_t span, int64_t k, int64_t pair,
                        int64_t channels, int64_t* fetched) {
   const Tier tier = {host, rows * heads, span, pair, channels, cursor, columns, heads};
-  *fetched += refill_heads(wanted, tier, 0, tier.heads, slots, slot_index, k);
+  *fetched += refill_heads(selected, tier, 0, tier.heads, slots, slot_index, k);
 }
 
 // Lane 0's own choice in each batch row's low-bit tier: scores [lanes, rows * heads, stride], cursor [rows, columns] →

@@ -19,11 +19,11 @@ from specache_compile.kernels.codes.trellis import is_trellis
 from specache_compile.kernels.cpp.library import address, tiers_library, trellis_library
 from specache_compile.kernels.state.by_rows import rows_of
 from specache_compile.kernels.state.cursor import LOW_BIT, QUEUE
-from specache_compile.kernels.state.pages import has_table
+from specache_compile.kernels.state.page_table import has_table
 from specache_compile.kernels.state.segments import places_of, span_of
 from specache_compile.kernels.state.stored_pairs import ROUNDED
 
-from . import definition as tiers
+from . import tier_ops as tiers
 from .copy_queue import queue_of
 
 # New tokens whose pairs are written at once; more are the worker's.
@@ -59,20 +59,20 @@ def channels_of(slots: Tensor, host: Tensor) -> int:
     return slots.shape[-1] if host.dtype == ROUNDED else 0
 
 
-def select_topk_fused(scores: Tensor, wanted: Tensor) -> None:
+def select_topk_fused(scores: Tensor, selected: Tensor) -> None:
     """`tiers.select_topk`, in C++; the same arguments and results."""
     scores = scores.contiguous()
-    heads, capacity, k = wanted.shape[0] * wanted.shape[1], scores.shape[-1], wanted.shape[-1]
-    tiers_library().select_topk(address(scores), heads, capacity, capacity, k, address(wanted))
+    heads, capacity, k = selected.shape[0] * selected.shape[1], scores.shape[-1], selected.shape[-1]
+    tiers_library().select_topk(address(scores), heads, capacity, capacity, k, address(selected))
 
 
 def prefetch_fused(
-    wanted: Tensor, cursor: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor, fetched: Tensor
+    selected: Tensor, cursor: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor, fetched: Tensor
 ) -> None:
     """`tiers.prefetch`, in C++ and at once; the same arguments and results."""
     stored = (pair_bytes(host), channels_of(slots, host))
-    sizes = (cursor.shape[1], *wanted.shape[:2], span_of(host), wanted.shape[-1], *stored)
-    places = [address(tensor) for tensor in (wanted, cursor, host, slots, slot_index)]
+    sizes = (cursor.shape[1], *selected.shape[:2], span_of(host), selected.shape[-1], *stored)
+    places = [address(tensor) for tensor in (selected, cursor, host, slots, slot_index)]
     library = library_for(slots, host)
 
     def job() -> None:

@@ -5,7 +5,7 @@
 
 A recorded step must end with its copies joined, and its last layers' fetches would have no time to hide. So the next
 replay makes them first, beside its early layers; or, where something else needs the slots before, that does. A fetch
-can be made at any time, and again, since it takes only what `wanted` names and the slots lack.
+can be made at any time, and again, since it takes only what `selected` names and the slots lack.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 # The arguments of a `prefetch`, and the state tensors among them.
 Fetch = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
-FETCH_STATE = ("wanted", "host", "slots", "slot_index", "fetched")
+FETCH_STATE = ("selected", "host", "slots", "slot_index", "fetched")
 
 # While a step is recorded: the end of the fetches that it makes first, by the address of their slots.
 _made_first: dict[int, Any] = {}
@@ -32,7 +32,7 @@ def deferrable(state: Sequence[Mapping[str, Tensor]], cursor: Tensor) -> list[Fe
 
     A quarter: the fetch before them hides behind that much compute, and they behind three times as much.
     """
-    fetching = [layer for layer in state if "wanted" in layer and layer["wanted"].numel()]
+    fetching = [layer for layer in state if "selected" in layer and layer["selected"].numel()]
     return [fetch_arguments(layer, cursor) for layer in last_quarter(fetching)]
 
 
@@ -44,8 +44,8 @@ def last_quarter(fetching: Sequence[T]) -> Sequence[T]:
 
 def fetch_arguments(state: Mapping[str, Any], cursor: Any) -> Any:
     """The arguments of a layer's `prefetch`, tensors or the nodes that stand for them."""
-    wanted, *rest = (state[field] for field in FETCH_STATE)
-    return (wanted, cursor, *rest)
+    selected, *rest = (state[field] for field in FETCH_STATE)
+    return (selected, cursor, *rest)
 
 
 @contextmanager

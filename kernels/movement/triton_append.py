@@ -25,7 +25,7 @@ from specache_compile.kernels.codes.triton_levels import (
 from specache_compile.kernels.codes.triton_trellis import encode_vectors
 from specache_compile.kernels.state.center import is_found
 from specache_compile.kernels.state.layout import Layout, rotation_block
-from specache_compile.kernels.state.pages import has_table
+from specache_compile.kernels.state.page_table import has_table
 from specache_compile.kernels.state.triton_center import STEPPED_ROWS, STEPS, load_group_center, set_center
 from specache_compile.kernels.state.triton_cursor import AT_LENGTH, AT_LOW_BIT, AT_NEXT_LOW_BIT, place_in_page
 from specache_compile.kernels.state.triton_pairs import load_pairs

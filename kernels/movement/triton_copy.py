@@ -15,12 +15,12 @@ from torch import Tensor
 
 from specache_compile.kernels.codes.triton_levels import ROUND
 from specache_compile.kernels.state import stored_pairs
-from specache_compile.kernels.state.pages import has_table
+from specache_compile.kernels.state.page_table import has_table
 from specache_compile.kernels.state.segments import span_of
 from specache_compile.kernels.state.triton_cursor import AT_LENGTH, place_in_page
 
 LARGEST = tl.constexpr(stored_pairs.LARGEST)
-# Slots that are compared with all wanted tokens at once.
+# Slots that are compared with all selected tokens at once.
 CHUNK = 32
 # Programs of a gather beside compute: 16 of 64 pairs are five times the 200 that 50 GB/s have under way in the link's
 # 2 µs.
@@ -31,38 +31,38 @@ GATHER = 16384
 
 @triton.jit(do_not_specialize=["heads", "columns"])
 def fetch_missing(
-    # wanted [B, H, k] int32 (-1: none); cursor int64 [B, columns], where PAGED; host: a tier (`segments.py`,
-    # `pages.py`), pinned. All contiguous.
-    wanted, cursor, host,
+    # selected [B, H, k] int32 (-1: none); cursor int64 [B, columns], where PAGED; host: a tier (`segments.py`,
+    # `page_table.py`), pinned. All contiguous.
+    selected, cursor, host,
     # Read and written: slots [B, H, k, 2, d], slot_index [B, H, k] int32 (-1: empty), traffic int64 [1] in bytes.
     slots, slot_index, traffic,
     # KV heads of all rows, B·H, and H; columns of the cursor; tokens of a head that are contiguous; k; and the bytes of
     # a pair.
     count, heads, columns, span, top_k, row_bytes,
-    d: tl.constexpr, width: tl.constexpr, ROUNDED: tl.constexpr, WANTED: tl.constexpr, CHUNK: tl.constexpr,
+    d: tl.constexpr, width: tl.constexpr, ROUNDED: tl.constexpr, SELECTED: tl.constexpr, CHUNK: tl.constexpr,
     COLUMNS: tl.constexpr, PAGED: tl.constexpr,
 ):  # fmt: skip
     """One program: every so many-th KV head. Pairs that stay keep their slots; the i-th missing one goes to the i-th
     free slot.
 
     width: elements of a key where it lies, d, or the bytes of a ROUNDED one (`stored_pairs.py`), which is widened here.
-    WANTED: k, padded. CHUNK slots are compared at once, COLUMNS of a pair copied at once. Bytes: those of a stored pair
+    SELECTED: k, padded. CHUNK slots are compared at once, COLUMNS of a pair copied at once. Bytes: those of a stored pair
     over PCIe and 4·d written for each missing one, 16·k for its indices. FLOPs: 2·d of a rounded one; 3·k² comparisons.
     """
     pair: tl.constexpr = 2 * d
-    number, within = tl.arange(0, WANTED), tl.arange(0, CHUNK)
+    number, within = tl.arange(0, SELECTED), tl.arange(0, CHUNK)
     moved = tl.zeros([], tl.int64)
     for head in range(tl.program_id(0), count, tl.num_programs(0)):
         bh = tl.zeros([], tl.int64) + head
-        want = tl.load(wanted + bh * top_k + number, number < top_k, -1)
-        present = tl.zeros([WANTED], tl.int32)
+        want = tl.load(selected + bh * top_k + number, number < top_k, -1)
+        present = tl.zeros([SELECTED], tl.int32)
         for start in range(0, top_k, CHUNK):
             slot = start + within
             index = tl.load(slot_index + bh * top_k + slot, slot < top_k, -2)
             present |= tl.max((want[:, None] == index[None, :]).to(tl.int32), 1)
         missing = (want >= 0) & (present == 0)
         rank = tl.cumsum(missing.to(tl.int32), 0) - 1
-        place = tl.zeros([WANTED], tl.int32)
+        place = tl.zeros([SELECTED], tl.int32)
         free_before = tl.zeros([], tl.int32)
         for start in range(0, top_k, CHUNK):
             slot = start + within
@@ -113,7 +113,7 @@ def rounded(x):
 
 @triton.jit(do_not_specialize=["count", "columns"])
 def write_host(
-    # k and v [B, H, T, d]; cursor int64 [B, columns]; written: host, a tier (`segments.py`, `pages.py`), pinned,
+    # k and v [B, H, T, d]; cursor int64 [B, columns]; written: host, a tier (`segments.py`, `page_table.py`), pinned,
     # contiguous.
     k, v, cursor, host,
     # k_batch, k_head, k_token: strides of k [B, H, T, d], in elements, the channels side by side; v_*: of v, the same.
@@ -153,12 +153,12 @@ def write_host(
 
 
 def gather(
-    wanted: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor, traffic: Tensor, programs: int = PROGRAMS,
+    selected: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor, traffic: Tensor, programs: int = PROGRAMS,
     cursor: Tensor | None = None,
 ) -> None:  # fmt: skip
     """As `tiers.refill`, on the current stream; `host` in memory that the GPU can read, in pages where the cursor has a
     table. At most so many `programs`."""
-    batch, heads, top_k = wanted.shape
+    batch, heads, top_k = selected.shape
     if top_k == 0:
         return
     d, width = slots.shape[-1], host.shape[-1]
@@ -166,11 +166,11 @@ def gather(
     rows = triton.next_power_of_2(top_k)
     columns = min(triton.next_power_of_2(pair), max(16, GATHER // rows))
     fetch_missing[(min(batch * heads, programs),)](
-        wanted, wanted if cursor is None else cursor, host, slots, slot_index, traffic,
+        selected, selected if cursor is None else cursor, host, slots, slot_index, traffic,
         count=batch * heads, heads=heads, columns=0 if cursor is None else cursor.stride(0),
         span=span_of(host), top_k=top_k, row_bytes=2 * width * host.element_size(),
         d=d, width=width, ROUNDED=host.dtype == stored_pairs.ROUNDED,
-        WANTED=rows, CHUNK=min(CHUNK, rows), COLUMNS=columns,
+        SELECTED=rows, CHUNK=min(CHUNK, rows), COLUMNS=columns,
         PAGED=cursor is not None and has_table(cursor), num_warps=8,
     )  # fmt: skip
 

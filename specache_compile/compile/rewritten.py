@@ -15,11 +15,11 @@ from torch.fx import Graph, GraphModule
 
 from specache_compile.errors import SpecacheError, warn
 from specache_compile.kernels.state.cursor import CURSOR_SIZE, new_cursor
-from specache_compile.kernels.state.pages import PAGE
+from specache_compile.kernels.state.page_table import PAGE
 from specache_compile.lowering import cuda_graphs
 from specache_compile.lowering.late import compile_lock, guards, made_late, made_within_tracing
 from specache_compile.lowering.lower import lower
-from specache_compile.lowering.progress import compiling, tell
+from specache_compile.lowering.progress import compiling, show_step
 from specache_compile.lowering.row_buckets import RowDims, row_dims
 from specache_compile.methods import METHODS
 from specache_compile.passes.pipeline import PIPELINE, Trace, run_pipeline
@@ -111,7 +111,7 @@ def rewrite(captured: Captured, variant: Variant, name: str) -> Rewritten:
     fakes = StateFakes(captured, variant)
     graph_module = GraphModule(captured.graph_module, copy.deepcopy(captured.graph_module.graph))
     plan = plan_of(captured, variant, fakes, graph_module.graph)
-    tell("passes")
+    show_step("passes")
     passes = [p for p in PIPELINE if p.__name__ not in captured.options.disable_passes]
     graph_module, trace = run_pipeline(graph_module, plan, passes, name)
     patches = {**cuda_graphs.NO_TREES, **captured.options.inductor}

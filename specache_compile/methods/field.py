@@ -62,8 +62,8 @@ class Field:
     on_host: the tensor lives in host memory, pinned where there is a GPU, in segments (`kernels/state/segments.py`).
     empty: what a place holds that nothing was put in.
     by_row: the tensor has a batch; a count over all rows has none.
-    by_page: the tensor grows with the tokens, and can be in pages (`kernels/state/pages.py`): P of them have the shape
-        of P rows with 256 tokens each.
+    by_page: the tensor grows with the tokens, and can be in pages (`kernels/state/page_table.py`): P pages have the
+        shape of P rows with 256 tokens each.
     has_all_pairs: the tensor has the pair of every cached token, [B, H, C, K|V, d] or in segments, exact or as e4m3
         codes (uint8).
     on_crop: (the layer's state, what was cropped), run once a layer for each field that has it.

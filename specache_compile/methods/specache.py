@@ -16,7 +16,7 @@ from .field import Field, LayerShape
 from .host_tier import HOST
 from .low_bit import APPENDED, LOW_BIT, RECENT, LowBitOptions, bits_or_memory
 from .method import Method
-from .slots import CORRECTED, FETCHED, SLOT_INDEX, SLOTS, TALLY, WANTED
+from .slots import CORRECTED, FETCHED, SELECTED, SLOT_INDEX, SLOTS, TALLY
 
 # On a real checkpoint 1.5 bits, rotated and corrected, are closer to the full cache than the paper's 2 bits by far
 # (docs/evaluation.md).
@@ -144,7 +144,7 @@ def defaults(given: Mapping[str, Any]) -> dict[str, Any]:
     return {**found, "correct": "never"} if given.get("top_k") == 0 else found
 
 
-FIELDS = (HOST, *LOW_BIT, RECENT, SLOTS, SLOT_INDEX, WANTED, FETCHED, CORRECTED, TALLY)
+FIELDS = (HOST, *LOW_BIT, RECENT, SLOTS, SLOT_INDEX, SELECTED, FETCHED, CORRECTED, TALLY)
 
 
 def fields_at(options: LowBitOptions, layer: LayerShape) -> tuple[Field, ...]:

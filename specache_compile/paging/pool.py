@@ -18,7 +18,7 @@ from torch import Tensor
 
 from specache_compile.errors import SpecacheError
 from specache_compile.kernels.memory.host_memory import allowance, host_empty
-from specache_compile.kernels.state.pages import PAGE
+from specache_compile.kernels.state.page_table import PAGE
 from specache_compile.methods.field import Field, LayerShape, LayerState
 from specache_compile.options import MethodOptions
 from specache_compile.runtime.state import fields_of, tier_totals
@@ -34,7 +34,7 @@ class Pool:
 
     bound: pages that there may be; all are there from the start, so that none ever moves. None: as many as are asked
         for; then all are copied into more memory now and then.
-    state: of each layer the state tensors that are in pages (`kernels/state/pages.py`).
+    state: of each layer the state tensors that are in pages (`kernels/state/page_table.py`).
     page_bytes, row_bytes: of a page, and of what a row has beside its pages, of each tier.
     counts: of each page, the rows that name it.
     sessions: those of its rows.

@@ -34,7 +34,7 @@ from .session import UNCAPTURED, Mode, Progress, Session
 from .variant import phases, selects, variant_of
 
 # What a pre-decode writes of a layer, and the fetch that it begins.
-CHOSEN = ("slots", "slot_index", "wanted")
+CHOSEN = ("slots", "slot_index", "selected")
 
 
 @contextlib.contextmanager

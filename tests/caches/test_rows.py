@@ -191,9 +191,9 @@ def test_a_cache_that_was_split_is_the_caches_that_were_joined(default: Any) -> 
             for name, tensor in expected.items():
                 if name != "host":  # which beyond its tokens holds anything
                     assert torch.equal(state[name], tensor), name
-        for got, wanted in zip(sc.materialize(part).layers, sc.materialize(before).layers, strict=True):
-            assert torch.equal(got.keys, wanted.keys)
-            assert torch.equal(got.values, wanted.values)
+        for got, expected in zip(sc.materialize(part).layers, sc.materialize(before).layers, strict=True):
+            assert torch.equal(got.keys, expected.keys)
+            assert torch.equal(got.values, expected.values)
 
 
 def test_plain_copies_have_each_rows_tokens_last_as_a_padded_batch_has() -> None:

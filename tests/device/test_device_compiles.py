@@ -70,9 +70,9 @@ def step(capacity: int, options: SpecacheOptions, length: int) -> None:
     triton_decode.decode_attention(q, k, v, mask, None, cursor, *slots, *read)
     logits, base, scores = triton_scored.score_low_bit(q, k, mask, None, cursor, *read)
     triton_scored.attend_scored(q, k, v, mask, None, cursor, logits, base, slots[1], *slots, *read)
-    triton_select.select_topk(scores[0], state["wanted"])
+    triton_select.select_topk(scores[0], state["selected"])
     triton_copy.gather(
-        state["wanted"].fill_(0),
+        state["selected"].fill_(0),
         state["host"],
         state["slots"],
         state["slot_index"],
@@ -88,8 +88,8 @@ def test_a_kernel_is_compiled_once_however_large_a_cache_grows(compiled_forms: l
     for number, capacity in enumerate((256, 512, 1024, 4096, 7168, 8192, 9216)):
         assert bucket(capacity) == capacity
         step(capacity, options, length=140 + 3 * number)  # what the cursor says is no launch's argument
-    scores, wanted = torch.zeros(1, HEADS, 65536, device=CUDA), torch.empty(1, HEADS, 16, dtype=torch.int32).cuda()
-    triton_select.select_topk(scores, wanted)
+    scores, selected = torch.zeros(1, HEADS, 65536, device=CUDA), torch.empty(1, HEADS, 16, dtype=torch.int32).cuda()
+    triton_select.select_topk(scores, selected)
     again = [form for number, form in enumerate(compiled_forms) if form in compiled_forms[:number]]
     assert again == []
     attends = [constants for name, constants in compiled_forms if name == "attend_tiers"]

@@ -111,8 +111,8 @@ FAULTS = [
         "torch.ops.specache.prefetch(*fetch)", "pass", ("eager",), RECORDED,
     ),
     Fault(
-        "wanted chosen anew before the gather has read it", prefetch.prefetch,
-        '(site.q, cursor, slots, slot_index, state["wanted"])', "(site.q, cursor, slots, slot_index, slots)",
+        "selected chosen again before the gather has read it", prefetch.prefetch,
+        '(site.q, cursor, slots, slot_index, state["selected"])', "(site.q, cursor, slots, slot_index, slots)",
         ("late",), {**CORRECTED, "speculate": True}, in_the_graph=True,
     ),
 ]  # fmt: skip

@@ -12,7 +12,7 @@ from torch.fx import GraphModule
 import specache_compile as sc
 from conftest import prompt, tiny_llama
 from specache_compile.compile import rewritten
-from specache_compile.kernels.movement import definition as tiers
+from specache_compile.kernels.movement import tier_ops as tiers
 from specache_compile.passes.plan import PassReport, Plan
 
 LAYERS = 2
@@ -81,8 +81,8 @@ def test_a_fault_planted_in_a_kernel_is_found(model: Any, monkeypatch: pytest.Mo
         model.model.layers[1].self_attn.o_proj.weight /= 100
     real = tiers.refill
 
-    def refill(wanted: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor, fetched: Tensor) -> None:
-        real(wanted, host, slots, slot_index, fetched)
+    def refill(selected: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor, fetched: Tensor) -> None:
+        real(selected, host, slots, slot_index, fetched)
         slots.clamp_(-60, 60)
 
     assert sc.bisect(model, prompt(150), SETTINGS, new_tokens=2).layer is None

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specache_compile.kernels.attention.definition import BLOCK
+from specache_compile.kernels.attention.attention_ops import BLOCK
 from specache_compile.kernels.op import registered
 from specache_compile.kernels.state.stored_tiers import StoredTiers
 

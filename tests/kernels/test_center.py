@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specache_compile.kernels.attention.definition import low_bit_keys
+from specache_compile.kernels.attention.attention_ops import low_bit_keys
 from specache_compile.kernels.state.center import centers, set_center, share_of_center
 from specache_compile.kernels.state.cursor import new_cursor
 from specache_compile.kernels.state.layout import Layout

@@ -105,8 +105,8 @@ class Driver:
         return lambda *given: self.calls.append((name, self.current)) or 0
 
     @contextmanager
-    def device(self, wanted: object) -> Iterator[None]:
-        before, self.current = self.current, wanted
+    def device(self, selected: object) -> Iterator[None]:
+        before, self.current = self.current, selected
         yield
         self.current = before
 

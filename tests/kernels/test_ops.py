@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 from specache_compile.kernels.attention.kept_logits import whole_logits
-from specache_compile.kernels.movement import definition as tiers
+from specache_compile.kernels.movement import tier_ops as tiers
 from specache_compile.kernels.op import Op, loaded_on_first_use, registered
 from specache_compile.kernels.state.center import set_center
 from specache_compile.kernels.state.layout import Layout
@@ -99,8 +99,8 @@ class Inputs:
         self.host = self.normal(*rows, CAPACITY, 2, d)
         self.slot_index = torch.arange(TOP_K, dtype=torch.int32).expand(*rows, -1).clone()
         self.slot_index[..., ::3] = -1
-        self.wanted = torch.arange(TOP_K - 1, -1, -1, dtype=torch.int32).expand(*rows, -1) * 2 % 31
-        self.wanted = self.wanted.contiguous()
+        self.selected = torch.arange(TOP_K - 1, -1, -1, dtype=torch.int32).expand(*rows, -1) * 2 % 31
+        self.selected = self.selected.contiguous()
         self.scores = torch.rand(*rows, CAPACITY) - 0.2
         self.lane_scores = torch.rand(case.lanes, *rows, CAPACITY) - 0.2
         self.logits, self.base = whole_logits(self.q, CAPACITY)
@@ -172,10 +172,10 @@ GENERATORS: dict[str, Callable[[Inputs], tuple[Any, ...]]] = {
         i.sink_pairs, i.sink_index, *i.layout, "midpoint", i.frequencies if i.case.center else None,
     ),
     "offload": lambda i: (i.new_k, i.new_v, i.padding(), i.cursor, i.host),
-    "select_topk": lambda i: (i.scores, i.wanted),
-    "select_pages": lambda i: (i.scores, i.wanted, 5),
-    "prefetch": lambda i: (i.wanted, i.cursor, i.host, i.slots, i.slot_index, i.fetched),
-    "wait": lambda i: (i.q, i.cursor, i.slots, i.slot_index, i.wanted),
+    "select_topk": lambda i: (i.scores, i.selected),
+    "select_pages": lambda i: (i.scores, i.selected, 5),
+    "prefetch": lambda i: (i.selected, i.cursor, i.host, i.slots, i.slot_index, i.fetched),
+    "wait": lambda i: (i.q, i.cursor, i.slots, i.slot_index, i.selected),
     "budget_attention": lambda i: (
         i.q, i.k, i.v, i.mask(i.case.lanes), i.sinks, i.cursor, i.kept, i.kept_token, i.history, "roco", 1, 0,
         i.scale, i.case.softcap,
@@ -382,15 +382,15 @@ def test_a_cuda_implementation_runs_on_the_device_of_its_tensors(
     entered: list[torch.device] = []
 
     @contextmanager
-    def device(wanted: torch.device) -> Iterator[None]:
-        entered.append(wanted)
+    def device(requested: torch.device) -> Iterator[None]:
+        entered.append(requested)
         yield
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
     monkeypatch.setattr(torch.cuda, "device", device)
-    monkeypatch.setattr(tiers, "select_topk", lambda scores, wanted: ("run", wanted))
+    monkeypatch.setattr(tiers, "select_topk", lambda scores, selected: ("run", selected))
     scores = SimpleNamespace(device=torch.device("cuda:1"))
-    assert loaded_on_first_use(".movement.definition:select_topk")(scores, 7) == ("run", 7)
+    assert loaded_on_first_use(".movement.tier_ops:select_topk")(scores, 7) == ("run", 7)
     assert entered == switched
 
 

@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from specache_compile.kernels.attention import cpp_decode, definition, flash
+from specache_compile.kernels.attention import attention_ops, cpp_decode, flash
 from specache_compile.kernels.movement import cpp_tiers
-from specache_compile.kernels.movement import definition as tiers
+from specache_compile.kernels.movement import tier_ops as tiers
 from specache_compile.kernels.state.cursor import publish
 from specache_compile.kernels.state.segments import of_rows, tokens_of
 from specache_compile.kernels.state.sinks import find_sinks
@@ -70,7 +70,7 @@ def implementation(name: str) -> Implementation:
             choose=lambda scores, cursor, index: triton_select.select_topk(scores[0], index, cursor),
         )  # fmt: skip
         return Implementation(ops, torch.device("cuda" if torch.cuda.is_available() else "cpu"), exact=False)
-    modules = (cpp_decode, cpp_tiers, flash) if name == "C++" else (definition, tiers)
+    modules = (cpp_decode, cpp_tiers, flash) if name == "C++" else (attention_ops, tiers)
     found = {key: value for module in modules for key, value in vars(module).items() if callable(value)}
     suffix = "_fused" if name == "C++" else ""
     names = ("append", "offload", "decode_attention", "score_low_bit", "attend_scored", "extend_attention", "correct")

@@ -9,7 +9,7 @@ from torch import Tensor
 from held_tiers import in_order, in_segments
 from specache_compile.evaluation.baselines import kcache
 from specache_compile.kernels.movement import copy_stream, cpp_tiers
-from specache_compile.kernels.movement import definition as tiers
+from specache_compile.kernels.movement import tier_ops as tiers
 from specache_compile.kernels.state import segments
 from specache_compile.kernels.state.cursor import LENGTH, new_cursor
 
@@ -79,16 +79,16 @@ def test_a_run_is_of_one_segment(pairs: Tensor, start: int, stop: int) -> None:
 
 @pytest.mark.parametrize("refill", [tiers.refill, "C++"], ids=["reference", "C++"])
 def test_a_fetch_brings_the_pairs_of_the_tokens(pairs: Tensor, refill: object) -> None:
-    wanted = torch.tensor([3, 255, 256, 700, 1023, -1], dtype=torch.int32).repeat(ROWS, HEADS, 1)
-    index, moved = torch.full_like(wanted, -1), torch.zeros(1, dtype=torch.int64)
+    selected = torch.tensor([3, 255, 256, 700, 1023, -1], dtype=torch.int32).repeat(ROWS, HEADS, 1)
+    index, moved = torch.full_like(selected, -1), torch.zeros(1, dtype=torch.int64)
     slots = torch.zeros(ROWS, HEADS, 6, 2, CHANNELS)
     if refill == "C++":
         cpp_tiers.prefetch_fused(
-            wanted, torch.zeros(ROWS, 4, dtype=torch.int64), in_segments(pairs), slots, index, moved
+            selected, torch.zeros(ROWS, 4, dtype=torch.int64), in_segments(pairs), slots, index, moved
         )
     else:
-        tiers.refill(wanted, in_segments(pairs), slots, index, moved)
-    assert torch.equal(index.sort(-1).values, wanted.sort(-1).values)
+        tiers.refill(selected, in_segments(pairs), slots, index, moved)
+    assert torch.equal(index.sort(-1).values, selected.sort(-1).values)
     for place, token in enumerate(index[0, 0].tolist()):
         assert torch.equal(slots[:, :, place], pairs[:, :, token] if token >= 0 else torch.zeros(ROWS, HEADS, 2, 4))
     assert moved.item() == 5 * ROWS * HEADS * 2 * CHANNELS * 4

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from held_tiers import in_order
 from specache_compile.kernels.movement import cpp_tiers
-from specache_compile.kernels.movement import definition as tiers
+from specache_compile.kernels.movement import tier_ops as tiers
 from specache_compile.kernels.state.segments import SEGMENT, segmented
 from specache_compile.kernels.state.stored_pairs import ROUNDED, decoded, rounded_width, stored
 
@@ -82,11 +82,11 @@ def test_what_is_fetched_is_what_the_host_holds(dtype: torch.dtype, d: int, fuse
     slots, index = torch.zeros(B, H, 8, 2, d, dtype=dtype), torch.full((B, H, 8), -1, dtype=torch.int32)
     moved, fetch = torch.zeros(1, dtype=torch.int64), cpp_tiers.prefetch_fused if fused else tiers.prefetch
     for first, travelled in ((0, 8), (5, 5)):
-        wanted = (first + torch.arange(8)).int().expand(B, H, 8).contiguous() * 40
+        selected = (first + torch.arange(8)).int().expand(B, H, 8).contiguous() * 40
         moved.zero_()
-        fetch(wanted, cursor, host, slots, index, moved)
+        fetch(selected, cursor, host, slots, index, moved)
         assert int(moved) == B * H * travelled * 2 * rounded_width(d)
-        assert torch.equal(index.sort(-1).values, wanted)
+        assert torch.equal(index.sort(-1).values, selected)
     exact = torch.stack([k, v], 3)
     expected = decoded(stored(exact, host), dtype, d)
     at = index.long()[..., None, None].expand(-1, -1, -1, 2, d)
@@ -145,8 +145,8 @@ def test_triton_fetches_what_the_host_holds(dtype: torch.dtype, d: int) -> None:
     slots = torch.zeros(B, H, 8, 2, d, dtype=dtype, device=DEVICE)
     index = torch.full((B, H, 8), -1, dtype=torch.int32, device=DEVICE)
     moved = torch.zeros(1, dtype=torch.int64, device=DEVICE)
-    wanted = (torch.arange(8) * 60).int().expand(B, H, 8).contiguous().to(DEVICE)
-    triton_copy.gather(wanted, host, slots, index, moved)
+    selected = (torch.arange(8) * 60).int().expand(B, H, 8).contiguous().to(DEVICE)
+    triton_copy.gather(selected, host, slots, index, moved)
     assert int(moved) == B * H * 8 * 2 * rounded_width(d)
     expected = decoded(in_order(host), dtype, d)[:, :, ::60][:, :, :8]
     order = index.sort(-1).indices[..., None, None].expand(-1, -1, -1, 2, d)

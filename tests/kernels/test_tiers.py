@@ -21,7 +21,7 @@ from specache_compile.kernels.codes.params import stored_scale
 from specache_compile.kernels.codes.quantize import quantize_keys, quantize_values, value_group
 from specache_compile.kernels.codes.trellis import quantize
 from specache_compile.kernels.movement.copy_queue import CopyQueue
-from specache_compile.kernels.movement.definition import refill
+from specache_compile.kernels.movement.tier_ops import refill
 from specache_compile.kernels.op import op_of
 from specache_compile.kernels.state.cursor import LENGTH, LOW_BIT, NEXT_LOW_BIT, QUEUE, new_cursor
 from specache_compile.kernels.state.layout import Layout, rotated
@@ -251,9 +251,9 @@ def test_the_candidates_of_largest_score_are_wanted(candidates: int, k: int) -> 
     scores = torch.full((*ROWS, 64), -1.0)
     for row in scores.flatten(0, 1):
         row[torch.randperm(64)[:candidates]] = torch.rand(candidates)
-    wanted = torch.full((*ROWS, k), 7, dtype=torch.int32)
-    ops.select_topk(scores, wanted)
-    for row, chosen in zip(scores.flatten(0, 1).tolist(), wanted.flatten(0, 1).tolist(), strict=True):
+    selected = torch.full((*ROWS, k), 7, dtype=torch.int32)
+    ops.select_topk(scores, selected)
+    for row, chosen in zip(scores.flatten(0, 1).tolist(), selected.flatten(0, 1).tolist(), strict=True):
         best = sorted((t for t in range(64) if row[t] >= 0), key=lambda t: -row[t])[:k]
         assert sorted(chosen) == sorted(best + [-1] * (k - len(best)))
 
@@ -263,9 +263,9 @@ def test_pages_go_by_their_best_token(k: int, page: int) -> None:
     torch.manual_seed(k)
     scores = torch.rand(*ROWS, 60).masked_fill(torch.rand(*ROWS, 60) < 0.4, -1.0)
     scores[..., 50:] = -1.0
-    wanted = torch.full((*ROWS, k), 7, dtype=torch.int32)
-    ops.select_pages(scores, wanted, page)
-    for row, chosen in zip(scores.flatten(0, 1).tolist(), wanted.flatten(0, 1).tolist(), strict=True):
+    selected = torch.full((*ROWS, k), 7, dtype=torch.int32)
+    ops.select_pages(scores, selected, page)
+    for row, chosen in zip(scores.flatten(0, 1).tolist(), selected.flatten(0, 1).tolist(), strict=True):
         runs = [range(60)[start : start + page] for start in range(0, 60, page)]
         by_best = sorted(runs, key=lambda run: -max(row[t] for t in run))
         best = [t for p in by_best[: k // page] for t in p if row[t] >= 0]
@@ -274,9 +274,9 @@ def test_pages_go_by_their_best_token(k: int, page: int) -> None:
 
 def test_a_score_of_zero_is_a_candidate() -> None:
     scores = torch.tensor([[[0.0, -1.0, 0.0]]])
-    wanted = torch.zeros(1, 1, 3, dtype=torch.int32)
-    ops.select_topk(scores, wanted)
-    assert sorted(wanted.flatten().tolist()) == [-1, 0, 2]
+    selected = torch.zeros(1, 1, 3, dtype=torch.int32)
+    ops.select_topk(scores, selected)
+    assert sorted(selected.flatten().tolist()) == [-1, 0, 2]
 
 
 # prefetch
@@ -290,7 +290,7 @@ class Slots:
         self.host = random_pairs(CAPACITY, 1, dtype=dtype)
         self.slots = torch.full((*ROWS, k, 2, HEAD_DIM), math.nan, dtype=dtype)
         self.slot_index = torch.full((*ROWS, k), -1, dtype=torch.int32)
-        self.wanted = torch.full((*ROWS, k), -1, dtype=torch.int32)
+        self.selected = torch.full((*ROWS, k), -1, dtype=torch.int32)
         self.fetched = torch.zeros(1, dtype=torch.int64)
         self.scores = torch.zeros(1)
         self.pair_bytes = 2 * HEAD_DIM * dtype.itemsize
@@ -300,7 +300,7 @@ class Slots:
         return {token: place for place, token in enumerate(self.slot_index[b, h].tolist()) if token >= 0}
 
     def refill(self) -> None:
-        refill(self.wanted, self.host, self.slots, self.slot_index, self.fetched)
+        refill(self.selected, self.host, self.slots, self.slot_index, self.fetched)
 
     def fetch(self, wishes: list[list[list[int]]]) -> None:
         """Refill with the wishes, and check everything that a refill promises."""
@@ -309,7 +309,7 @@ class Slots:
         for b in range(BATCH):
             for h in range(HEADS):
                 wish = wishes[b][h]
-                self.wanted[b, h] = torch.tensor(wish + [-1] * (self.k - len(wish)))
+                self.selected[b, h] = torch.tensor(wish + [-1] * (self.k - len(wish)))
                 missing += len(set(wish) - set(before[b][h]))
         already = self.fetched.item()
         self.refill()
@@ -345,7 +345,7 @@ def test_the_same_wish_again_moves_nothing_in_any_order() -> None:
     slots = Slots(8)
     slots.fetch([[[4, 9, 1, 7]] * HEADS] * BATCH)
     slots.host.fill_(math.nan)
-    slots.wanted[..., :4] = torch.tensor([7, 1, 9, 4])
+    slots.selected[..., :4] = torch.tensor([7, 1, 9, 4])
     before = slots.fetched.item()
     slots.refill()
     assert slots.fetched.item() == before
@@ -361,9 +361,9 @@ def test_heads_fetch_apart() -> None:
 
 def test_prefetch_and_offload_without_a_queue_are_done_when_they_return() -> None:
     slots = Slots(4)
-    slots.wanted[...] = torch.tensor([3, 1, -1, 8])
+    slots.selected[...] = torch.tensor([3, 1, -1, 8])
     ops.prefetch(
-        slots.wanted, torch.tensor([[20, 0, 0, 0]] * 2), slots.host, slots.slots, slots.slot_index, slots.fetched
+        slots.selected, torch.tensor([[20, 0, 0, 0]] * 2), slots.host, slots.slots, slots.slot_index, slots.fetched
     )
     assert set(slots.held(1, 1)) == {1, 3, 8}
 
@@ -394,12 +394,12 @@ def queue() -> Iterator[CopyQueue]:
 def test_a_wait_stands_between_a_prefetch_and_its_slots(queue: CopyQueue) -> None:
     cursor = torch.tensor([[20, 0, 0, queue.number]]).repeat(BATCH, 1)
     slots = Slots(4)
-    slots.wanted[...] = torch.tensor([3, 1, -1, 8])
+    slots.selected[...] = torch.tensor([3, 1, -1, 8])
     gate = Gate(queue)
-    ops.prefetch(slots.wanted, cursor, slots.host, slots.slots, slots.slot_index, slots.fetched)
+    ops.prefetch(slots.selected, cursor, slots.host, slots.slots, slots.slot_index, slots.fetched)
     assert (slots.slot_index == -1).all(), "the op must not wait for the copy"
     gate.opened.set()
-    ops.wait(slots.scores, cursor, slots.slots, slots.slot_index, slots.wanted)
+    ops.wait(slots.scores, cursor, slots.slots, slots.slot_index, slots.selected)
     assert set(slots.held(0, 0)) == {1, 3, 8}
     assert slots.fetched.item() == BATCH * HEADS * 3 * slots.pair_bytes
 
@@ -409,12 +409,12 @@ def test_what_was_offloaded_is_there_for_the_prefetch_behind_it(queue: CopyQueue
     cursor = torch.tensor([[8, 0, 0, queue.number]]).repeat(BATCH, 1)
     slots = Slots(4)
     new = random_pairs(1, 5)
-    slots.wanted[...] = torch.tensor([8, 0, -1, -1])
+    slots.selected[...] = torch.tensor([8, 0, -1, -1])
     gate = Gate(queue)
     ops.offload(*new.unbind(3), None, cursor, slots.host)
-    ops.prefetch(slots.wanted, cursor, slots.host, slots.slots, slots.slot_index, slots.fetched)
+    ops.prefetch(slots.selected, cursor, slots.host, slots.slots, slots.slot_index, slots.fetched)
     gate.opened.set()
-    ops.wait(slots.scores, cursor, slots.slots, slots.slot_index, slots.wanted)
+    ops.wait(slots.scores, cursor, slots.slots, slots.slot_index, slots.selected)
     assert torch.equal(slots.slots[0, 1, slots.held(0, 1)[8]], new[0, 1, 0])
 
 
@@ -423,12 +423,12 @@ def test_a_fetch_in_cpp_waits_for_the_prompts_offload(queue: CopyQueue) -> None:
     cursor = torch.tensor([[0, 0, 0, queue.number]]).repeat(BATCH, 1)
     slots = Slots(4)
     new = random_pairs(40, 5)
-    slots.wanted[...] = torch.tensor([30, 0, -1, -1])
+    slots.selected[...] = torch.tensor([30, 0, -1, -1])
     gate = Gate(queue)
     ops.offload(*new.unbind(3), None, cursor, slots.host)
     threading.Timer(0.05, gate.opened.set).start()
-    ops.prefetch(slots.wanted, cursor, slots.host, slots.slots, slots.slot_index, slots.fetched)
-    ops.wait(slots.scores, cursor, slots.slots, slots.slot_index, slots.wanted)
+    ops.prefetch(slots.selected, cursor, slots.host, slots.slots, slots.slot_index, slots.fetched)
+    ops.wait(slots.scores, cursor, slots.slots, slots.slot_index, slots.selected)
     assert torch.equal(slots.slots[0, 1, slots.held(0, 1)[30]], new[0, 1, 30])
 
 

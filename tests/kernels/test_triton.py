@@ -26,14 +26,14 @@ import triton
 import triton.language as tl
 
 from held_tiers import in_segments
-from specache_compile.kernels.attention import definition as attention
+from specache_compile.kernels.attention import attention_ops as attention
 from specache_compile.kernels.attention import triton_decode, triton_extend, triton_scored
 from specache_compile.kernels.attention import triton_low_bit as low_bit
 from specache_compile.kernels.attention.kept_logits import LOGIT_BLOCK
 from specache_compile.kernels.codes import params
 from specache_compile.kernels.codes.quantize import pack
 from specache_compile.kernels.movement import copy_stream, triton_append, triton_copy
-from specache_compile.kernels.movement import definition as tiers
+from specache_compile.kernels.movement import tier_ops as tiers
 from specache_compile.kernels.movement import triton_select as select
 from specache_compile.kernels.state import center, layout, triton_center, triton_rotate
 from specache_compile.kernels.state.cursor import LENGTH, LOW_BIT, NEXT_LOW_BIT, new_cursor
@@ -311,12 +311,12 @@ def assert_as_near(ours: Layer, reference: Layer, of: int) -> None:
     if of == KEYS:
         exact = exact - center.centers(reference.state["center"], case.group, 0, stop // case.group)
     exact = layout.rotated(exact) if case.options.layout.is_rotated else exact
-    found, wanted = (READ[of](layer, stop) for layer in (ours, reference))
+    found, target = (READ[of](layer, stop) for layer in (ours, reference))
     # What the center has lost of a key's last bits is more, beside a small level.
     precision = 1e-5 if of == VALUES else 16 * torch.finfo(case.dtype).eps
-    same = ((found - wanted).abs() <= precision * wanted.abs()).all(-1)
+    same = ((found - target).abs() <= precision * target.abs()).all(-1)
     assert same.float().mean() > 0.95
-    off, expected = (((x - exact) ** 2).sum(-1) for x in (found, wanted))
+    off, expected = (((x - exact) ** 2).sum(-1) for x in (found, target))
     torch.testing.assert_close(off, expected, rtol=0.2, atol=0)
 
 
@@ -326,11 +326,11 @@ def assert_dequantised_alike(ours: Layer, reference: Layer, of: int) -> None:
     params, expected = (layer.state[PARAMS[of]] for layer in (ours, reference))
     precision = 16 * torch.finfo(case.dtype).eps
     torch.testing.assert_close(params, expected, atol=precision * float(expected.abs().max()), rtol=precision)
-    found, wanted = (READ[of](layer, stop) for layer in (ours, reference))
+    found, target = (READ[of](layer, stop) for layer in (ours, reference))
     tokens = case.group if of == KEYS else 1
     step = expected[:, :, : stop // tokens, 0].float().repeat_interleave(tokens, 2)
     step = step.repeat_interleave(case.head_dim // step.shape[-1], 3)
-    moved = (found - wanted).abs() / step.clamp_min(1e-3)  # 0: one number, or none that is there
+    moved = (found - target).abs() / step.clamp_min(1e-3)  # 0: one number, or none that is there
     assert (moved > 0.1).float().mean() < 1e-3
     assert moved.max() < 1.1
 
@@ -733,9 +733,9 @@ def test_extend_attention_over_codes_is_that_over_what_they_stand_for() -> None:
 
 
 def chosen(scores: Tensor, k: int) -> list[list[int]]:
-    wanted = torch.full((*scores.shape[:2], k), 7, dtype=torch.int32, device=DEVICE)
-    select.select_topk(scores.to(DEVICE), wanted)
-    return [[token for token in row if token >= 0] for row in wanted.flatten(0, 1).tolist()]
+    selected = torch.full((*scores.shape[:2], k), 7, dtype=torch.int32, device=DEVICE)
+    select.select_topk(scores.to(DEVICE), selected)
+    return [[token for token in row if token >= 0] for row in selected.flatten(0, 1).tolist()]
 
 
 @pytest.mark.parametrize(("capacity", "k"), [(256, 8), (300, 64), (5000, 1), (5000, 64), (9000, 100), (256, 400)])
@@ -821,11 +821,11 @@ def test_the_gather_fetches_what_is_missing_and_moves_nothing_else(
             torch.randperm(min(capacity, 2 * k), generator=near)[: max(0, k - row * step)]
             for row in range(BATCH * heads)
         ]
-        wanted = torch.full((BATCH, heads, k), -1, dtype=torch.int32)
+        selected = torch.full((BATCH, heads, k), -1, dtype=torch.int32)
         for row, wish in enumerate(wishes):
-            wanted[row // heads, row % heads, : len(wish)] = wish
+            selected[row // heads, row % heads, : len(wish)] = wish
         before = index.tolist()
-        triton_copy.gather(wanted.to(DEVICE), host, slots, index, fetched, programs)
+        triton_copy.gather(selected.to(DEVICE), host, slots, index, fetched, programs)
         for row, wish in enumerate(wishes):
             b, h = row // heads, row % heads
             now = {token: place for place, token in enumerate(index[b, h].tolist()) if token >= 0}

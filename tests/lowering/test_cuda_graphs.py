@@ -444,7 +444,7 @@ def test_the_last_layers_fetch_is_left_to_the_next_replay(
 
     def pending() -> list[bool]:
         session.queue.drain()
-        return [layer["wanted"].sort().values.ne(layer["slot_index"].sort().values).any() for layer in session.state]
+        return [layer["selected"].sort().values.ne(layer["slot_index"].sort().values).any() for layer in session.state]
 
     for token in range(6):
         twin(prompt(1, 1, token), **with_cache(cache), position_ids=torch.tensor([[200 + token]]))
@@ -496,7 +496,7 @@ def test_a_deferred_fetch_runs_beside_the_first_layers_and_before_its_own(monkey
     monkeypatch.setattr(copy_stream, "stream_of", lambda device: copies)
     monkeypatch.setattr(copy_stream, "correction_stream_of", lambda device: copies)
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: True)
-    monkeypatch.setattr(triton_copy, "gather", lambda wanted, *rest, **more: launch(f"gather {int(wanted)}"))
+    monkeypatch.setattr(triton_copy, "gather", lambda selected, *rest, **more: launch(f"gather {int(selected)}"))
     cursor = torch.zeros(1, 4)
     layers = [(torch.tensor(number), cursor, *(torch.zeros(1) for _ in range(4))) for number in range(2)]
     monkeypatch.setattr(torch.ops.specache, "prefetch", copy_stream.prefetch)

@@ -28,7 +28,7 @@ from specache_compile.passes.reading.lane_rules import own_rules, product, rows_
 from specache_compile.passes.reading.nodes import arguments_of, output_node
 from specache_compile.passes.rewrite_attention import rewrite_attention
 from specache_compile.passes.speculate import run_lanes
-from specache_compile.passes.store import store
+from specache_compile.passes.store_pairs import store
 
 
 def products_graph(batch: int) -> GraphModule:

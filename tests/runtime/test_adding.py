@@ -35,18 +35,18 @@ from specache_compile.passes.recipe import Call, Recipe, Selector
 def an_op() -> None:
     """An op is an entry: schema, code, shapes, and what the passes and explain should know of it."""
 
-    def select_oldest(scores: Tensor, wanted: Tensor) -> None:
+    def select_oldest(scores: Tensor, selected: Tensor) -> None:
         """The first k candidates."""
-        order = (scores >= 0).to(torch.int8).argsort(dim=-1, descending=True, stable=True)[..., : wanted.shape[-1]]
-        wanted.fill_(-1)
-        wanted[..., : order.shape[-1]] = order.masked_fill(scores.gather(-1, order) < 0, -1)
+        order = (scores >= 0).to(torch.int8).argsort(dim=-1, descending=True, stable=True)[..., : selected.shape[-1]]
+        selected.fill_(-1)
+        selected[..., : order.shape[-1]] = order.masked_fill(scores.gather(-1, order) < 0, -1)
 
     def count(k: Tensor, v: Tensor, padding: Tensor | None, cursor: Tensor, counted: Tensor, each: int) -> None:
         counted += each * k.shape[2]
 
     register(
         Op(
-            "select_oldest(Tensor scores, Tensor(a!) wanted) -> ()", select_oldest, ops.fake_nothing, early=0,
+            "select_oldest(Tensor scores, Tensor(a!) selected) -> ()", select_oldest, ops.fake_nothing, early=0,
             cost=lambda arguments, load, site: Cost(hbm=7.0),
         )
     )  # fmt: skip

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from specache_compile.errors import OptionError
-from specache_compile.kernels.attention.definition import SEEN, grouped_bias, product
+from specache_compile.kernels.attention.attention_ops import SEEN, grouped_bias, product
 from specache_compile.kernels.costs import Arguments, Cost, Workload, bytes_of, elements, pair_bytes
 from specache_compile.kernels.costs import rows as heads_of
 from specache_compile.kernels.op import Op, fake_of_query

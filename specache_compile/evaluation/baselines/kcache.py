@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specache_compile.kernels.attention.definition import grouped_bias, product, softmax_denominator
+from specache_compile.kernels.attention.attention_ops import grouped_bias, product, softmax_denominator
 from specache_compile.kernels.costs import Arguments, Cost, Workload, bytes_of, elements, pair_bytes, rows
 from specache_compile.kernels.movement.copy_queue import wait_for_offloads
 from specache_compile.kernels.op import Op, fake_nothing, fake_of_query

@@ -21,7 +21,7 @@ from transformers import DynamicCache
 from specache_compile.caches.holding import taken_over, twin
 from specache_compile.compat import with_cache
 from specache_compile.errors import SpecacheError
-from specache_compile.kernels.attention.definition import BLOCK
+from specache_compile.kernels.attention.attention_ops import BLOCK
 from specache_compile.kernels.op import Op, fake_of_query
 from specache_compile.kernels.state.stored_tiers import EMPTY
 from specache_compile.methods.method import Method

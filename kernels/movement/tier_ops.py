@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specache_compile.kernels.attention.definition import ring_tokens
+from specache_compile.kernels.attention.attention_ops import ring_tokens
 from specache_compile.kernels.codes.cpp_trellis import encoder
 from specache_compile.kernels.codes.params import stored_scale
 from specache_compile.kernels.codes.quantize import quantize_keys, quantize_values
@@ -14,7 +14,7 @@ from specache_compile.kernels.state.by_rows import by_rows
 from specache_compile.kernels.state.center import centers, is_found, set_center
 from specache_compile.kernels.state.cursor import LENGTH, LOW_BIT, NEXT_LOW_BIT, length_of
 from specache_compile.kernels.state.layout import Layout, rotated
-from specache_compile.kernels.state.pages import Pages, pairs_of
+from specache_compile.kernels.state.page_table import Pages, pairs_of
 from specache_compile.kernels.state.segments import picked, put
 from specache_compile.kernels.state.sinks import keep_sinks
 from specache_compile.kernels.state.stored_pairs import decoded, stored
@@ -147,17 +147,19 @@ def offload(k: Tensor, v: Tensor, padding: Tensor | None, cursor: Tensor, host: 
         queue.submit_offload(job)
 
 
-def select_topk(scores: Tensor, wanted: Tensor) -> None:
-    """The k tokens of largest score [B, H, C] go into wanted [B, H, k], in any order; score below 0: no
+def select_topk(scores: Tensor, selected: Tensor) -> None:
+    """The k tokens of largest score [B, H, C] go into selected [B, H, k], in any order; score below 0: no
     candidate; -1: none left."""
-    count = min(wanted.shape[-1], scores.shape[-1])
+    count = min(selected.shape[-1], scores.shape[-1])
     best, index = scores.topk(count, dim=-1)
-    wanted.fill_(EMPTY)
-    wanted[..., :count] = index.masked_fill(best < 0, EMPTY)
+    selected.fill_(EMPTY)
+    selected[..., :count] = index.masked_fill(best < 0, EMPTY)
 
 
-def prefetch(wanted: Tensor, cursor: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor, fetched: Tensor) -> None:
-    """Bring the wanted [B, H, k] pairs from the host tier into `slots` [B, H, k, 2, d], only those not there yet.
+def prefetch(
+    selected: Tensor, cursor: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor, fetched: Tensor
+) -> None:
+    """Bring the selected [B, H, k] pairs from the host tier into `slots` [B, H, k, 2, d], only those not there yet.
 
     The copy may end after the op: `wait` before the slots are read. Mutates slots, slot_index [B, H, k], and fetched
     int64 [1], which counts the bytes that travelled.
@@ -166,7 +168,7 @@ def prefetch(wanted: Tensor, cursor: Tensor, host: Tensor, slots: Tensor, slot_i
     pairs = pairs_of(host, cursor)
 
     def job() -> None:
-        refill(wanted, pairs, slots, slot_index, fetched)
+        refill(selected, pairs, slots, slot_index, fetched)
 
     queue = queue_of(cursor)
     if queue is None:
@@ -201,26 +203,26 @@ def correct(
     return chosen
 
 
-def refill(wanted: Tensor, host: Tensor | Pages, slots: Tensor, slot_index: Tensor, fetched: Tensor) -> None:
+def refill(selected: Tensor, host: Tensor | Pages, slots: Tensor, slot_index: Tensor, fetched: Tensor) -> None:
     """The copy behind `prefetch` and `correct`: pairs that stay keep their place."""
-    same = wanted.unsqueeze(-1) == slot_index.unsqueeze(-2)  # [B, H, wanted, slot]
+    same = selected.unsqueeze(-1) == slot_index.unsqueeze(-2)  # [B, H, selected, slot]
     stays = same.any(-2) & (slot_index >= 0)
-    missing = (wanted >= 0) & ~same.any(-1)
+    missing = (selected >= 0) & ~same.any(-1)
     slot_index.masked_fill_(~stays, EMPTY)
     # The i-th missing pair of a head goes to its i-th free slot: there are never more missing than free.
     row, head, want = missing.nonzero(as_tuple=True)
     rank = (missing.cumsum(-1) - 1)[row, head, want]
     order = stays.to(torch.int8).argsort(dim=-1, stable=True)
     slot = order[row, head, rank]
-    token = wanted[row, head, want]
+    token = selected[row, head, want]
     pairs = picked(host, row, head, token.long())
     slots[row, head, slot] = decoded(pairs.to(slots.device), slots.dtype, slots.shape[-1])
     slot_index[row, head, slot] = token
     fetched += pairs.nbytes
 
 
-def wait(after: Tensor, cursor: Tensor, slots: Tensor, slot_index: Tensor, wanted: Tensor) -> None:
-    """Block until the prefetch of `wanted` into `slots` has ended. Declared to mutate what it guards: nobody may choose
+def wait(after: Tensor, cursor: Tensor, slots: Tensor, slot_index: Tensor, selected: Tensor) -> None:
+    """Block until the prefetch of `selected` into `slots` has ended. Declared to mutate what it guards: nobody may choose
     anew while the old choice is being fetched.
 
     `after` is not read: it is the edge in the graph that keeps the wait behind the work that hides the copy.

@@ -11,7 +11,7 @@ from specache_compile.kernels.state.cursor import LENGTH, LOW_BIT
 from specache_compile.kernels.state.segments import tokens_of
 from specache_compile.kernels.state.stored_pairs import decoded
 
-from .definition import grouped_bias, hidden_by, product, softmax_denominator
+from .attention_ops import grouped_bias, hidden_by, product, softmax_denominator
 
 
 @by_rows()
