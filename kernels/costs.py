@@ -158,8 +158,8 @@ def share_of_center(arguments: Arguments, load: Workload, site: int) -> Cost:
 
 
 def score_low_bit(arguments: Arguments, load: Workload, site: int) -> Cost:
-    """Cost of reading the keys of low-bit tier, window and sinks once. Each query row's logit is written and read again;
-    each head and lane writes a score."""
+    """Cost of reading the keys of low-bit tier, window and sinks once. It writes and reads each query row's logits, and
+    writes a score per head and lane."""
     pair, q = pair_bytes(load.options, load.layers[site]), arguments["q"]
     low = load.options.low_bit_length(load.length)
     exact = load.length - low + min(load.options.sinks, low)

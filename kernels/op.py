@@ -26,7 +26,7 @@ class Op:
     fake: computes the shapes of results under FakeTensorMode and on the meta device.
     cuda: "module:function" of the CUDA implementation, imported on first use (triton exists on Linux only).
         ".folder.module" is relative to kernels/. None for an op that runs on CPUs only.
-    fused: the CPU implementation, in C++ or by a torch kernel. Lowering replaces the op by the separate op `NAME_fused`.
+    fused: the CPU implementation, in C++ or by a torch kernel. Lowering replaces the op by the op `NAME_fused`.
     library: compiles the C++ for given arguments.
     cost: see `costs.py`.
     lanes: the vmap rule, in which a mapped axis becomes the lanes.

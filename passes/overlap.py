@@ -34,7 +34,7 @@ def overlap(graph_module: GraphModule, plan: Plan) -> tuple[GraphModule, PassRep
     order = schedule(dependencies(before), before)
     moved = place(graph_module, order)
     counts = {"moved": moved}
-    hidden = work_behind(order)
+    hidden = hidden_work(order)
     if hidden:
         counts["work behind the least hidden fetch"] = min(hidden.values())
     return graph_module, PassReport("overlap", counts)
@@ -151,7 +151,7 @@ def is_work(node: Node) -> bool:
     return name.split(".")[0] in WORK
 
 
-def work_behind(order: list[Node]) -> dict[Node, int]:
+def hidden_work(order: list[Node]) -> dict[Node, int]:
     """Count, for each slots tensor, the work nodes between its prefetch and its wait in the next step."""
     work = [0]
     for node in order:

@@ -39,8 +39,8 @@ def prefetch(graph_module: GraphModule, plan: Plan) -> tuple[GraphModule, PassRe
         selection = [state_input(graph_module, plan, site.number, field) for field in selector.state]
         call: Node = site.attention.args[0]  # type: ignore[assignment]
         if plan.selects:
-            behind = site.q if site.q.op != "placeholder" else graph.find_nodes(op="placeholder")[-1]
-            with graph.inserting_after(behind):
+            after = site.q if site.q.op != "placeholder" else graph.find_nodes(op="placeholder")[-1]
+            with graph.inserting_after(after):
                 call_op(graph_module, site, "wait", (site.q, cursor, slots, slot_index, state["selected"]))
         if plan.hit_rate and plan.phase.stores:
             sink_index, tally = (state_input(graph_module, plan, site.number, name) for name in ("sink_index", "tally"))

@@ -139,13 +139,13 @@ def position_sources(graph_module: GraphModule, tokens: Node) -> list[Node]:
     sources: dict[Node, None] = {}
     for node in graph_module.graph.nodes:
         if node.target in ANGLES:
-            sources.update(dict.fromkeys(integers_behind(node)))
+            sources.update(dict.fromkeys(integer_sources(node)))
         if node.target in EMBEDDINGS and unshaped(looked_up(node)[0]) is not tokens:
-            sources[positions_behind(looked_up(node)[0])] = None
+            sources[positions_of(looked_up(node)[0])] = None
     return [node for node in sources if value_of(node).shape[-1:] == (1,)]
 
 
-def positions_behind(index: Node) -> Node:
+def positions_of(index: Node) -> Node:
     """Return an embedding's index, or the positions by which the index (token types) is gathered from a buffer."""
     at = index
     while at.target in ("expand", "view", "reshape"):
@@ -155,7 +155,7 @@ def positions_behind(index: Node) -> Node:
     return argument(at, 2, "index")  # type: ignore[return-value]
 
 
-def integers_behind(node: Node) -> list[Node]:
+def integer_sources(node: Node) -> list[Node]:
     """Return the nearest integer tensors on each path back from a node."""
     found, seen, todo = [], set(), [node]
     while todo:

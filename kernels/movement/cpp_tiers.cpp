@@ -1,6 +1,6 @@
-// What moves pairs between the tiers on a CPU, as `tiers.py` defines it: the choice of pairs, the refill of the slots, the
-// pairs of new tokens. A pair is bytes here: 2·d elements, keys first; or, of a host tier that is rounded, as
-// `stored_pairs.py` has it, and then widened to DTYPE, and rounded from it.
+// The ops of `tier_ops.py` on a CPU: selection of pairs, refill of the slots, writes of new pairs. A pair is bytes here:
+// 2·d elements, key first. In a rounded host tier it has the format of `stored_pairs.py`, and is converted from and to
+// DTYPE.
 
 #include <algorithm>
 #include <cmath>
@@ -10,18 +10,18 @@
 
 namespace {
 
-// Scores from 0 on sort as their bits do; what is below is no candidate.
+// Scores from 0 on sort like their bits; scores below 0 are no candidates.
 inline int32_t order_of(float score) {
   int32_t bits;
   std::memcpy(&bits, &score, sizeof bits);
   return bits;
 }
 
-// Scores fall into buckets by exponent and the first bits of the mantissa: the first of them that holds a chosen one is
-// found by counting, and what is in it alone is compared.
+// Buckets by exponent and the first bits of the mantissa: counting finds the lowest bucket with a selected score, and
+// only scores in this bucket are compared.
 constexpr int kShift = 20, kBuckets = 1 << (31 - kShift);
 
-// The k tokens of largest score go into selected[k]; of equal ones the older; -1: none left.
+// Write the k tokens of largest score to selected[k], older tokens first among equal scores; -1 if none is left.
 void choose(const float* scores, int64_t n, int64_t k, int32_t* selected) {
   std::vector<int32_t> counts(kBuckets);
   for (int64_t t = 0; t < n; ++t) {
@@ -52,8 +52,8 @@ void choose(const float* scores, int64_t n, int64_t k, int32_t* selected) {
 // The columns of a cursor before a row's table, and the tokens of a page: `page_table.py`.
 constexpr int64_t kTable = 4, kPage = 256;
 
-// A tier in runs of `span` contiguous tokens of each of `heads`: `segments.py`. pair: its bytes; channels: d where it is
-// rounded, else 0. Where a cursor [rows, columns] has a table, the tier is in pages, and row_heads those of a row.
+// A tier in runs of `span` contiguous tokens of each of `heads` (`segments.py`). pair: bytes of a pair; channels: d if it
+// is rounded, else 0. If a cursor [rows, columns] has a table, the tier is in pages, and row_heads are a row's heads.
 struct Tier {
   char* pairs;
   int64_t heads, span, pair, channels = 0;
@@ -92,7 +92,7 @@ void widen(const char* from, int64_t d, int64_t width, DTYPE* to) {
 
 int64_t slot_bytes(const Tier& host) { return host.channels ? 2 * host.channels * sizeof(DTYPE) : host.pair; }
 
-// A pair of the host tier into a slot.
+// Copy a pair of the host tier to a slot.
 void bring(const Tier& host, int64_t head, int64_t token, char* slot) {
   const char* pair = host.at(head, token);
   const int64_t d = host.channels, width = host.pair / 2;
@@ -105,7 +105,7 @@ void bring(const Tier& host, int64_t head, int64_t token, char* slot) {
   widen(pair + width, d, width, to + d);
 }
 
-// Bring one head's selected pairs into its slots, those that are not there yet; returns how many travelled.
+// Copy one head's selected pairs that its slots lack to its slots; returns their number.
 int64_t refill_head(const int32_t* selected, const Tier& host, int64_t head, char* slots, int32_t* index, int64_t k) {
   const int64_t slot = slot_bytes(host);
   std::vector<int32_t> missing;
@@ -117,7 +117,7 @@ int64_t refill_head(const int32_t* selected, const Tier& host, int64_t head, cha
     if (place < 0) missing.push_back(selected[i]);
     else stays[place] = 1;
   }
-  // There are never more missing than free.
+  // There are never more missing pairs than free slots.
   size_t next = 0;
   for (int64_t j = 0; j < k; ++j) {
     if (stays[j]) continue;
@@ -129,7 +129,7 @@ int64_t refill_head(const int32_t* selected, const Tier& host, int64_t head, cha
   return missing.size();
 }
 
-// The same of the heads `first` to `stop`: selected, slots and index are the first one's. Returns the bytes that travelled.
+// Do the same for the heads `first` to `stop`; selected, slots and index are the first head's. Returns the copied bytes.
 int64_t refill_heads(const int32_t* selected, const Tier& host, int64_t first, int64_t stop, char* slots, int32_t* index,
                      int64_t k) {
   int64_t moved = 0;
@@ -148,7 +148,7 @@ extern "C" void select_topk(const float* scores, int64_t heads, int64_t stride, 
 }
 
 // selected and slot_index [rows * heads, k], slots [rows * heads, k] of pairs, cursor [rows, columns], host a tier of
-// pairs; fetched: bytes, added to.
+// pairs; fetched: copied bytes are added to it.
 extern "C" void refill(const int32_t* selected, const int64_t* cursor, char* host, char* slots, int32_t* slot_index,
                        int64_t columns, int64_t rows, int64_t heads, int64_t span, int64_t k, int64_t pair,
                        int64_t channels, int64_t* fetched) {
@@ -156,8 +156,8 @@ extern "C" void refill(const int32_t* selected, const int64_t* cursor, char* hos
   *fetched += refill_heads(selected, tier, 0, tier.heads, slots, slot_index, k);
 }
 
-// Lane 0's own choice in each batch row's low-bit tier: scores [lanes, rows * heads, stride], cursor [rows, columns] →
-// chosen [rows * heads, k], what the slots hold then.
+// Lane 0's selection in each batch row's low-bit tier: scores [lanes, rows * heads, stride], cursor [rows, columns] →
+// chosen [rows * heads, k], the new tokens of the slots.
 extern "C" void correct(const float* scores, const int64_t* cursor, char* host, char* slots, int32_t* slot_index,
                         int64_t columns, int64_t rows, int64_t heads, int64_t stride, int64_t span, int64_t k,
                         int64_t pair, int64_t channels, int32_t* chosen, int64_t* corrected) {
@@ -166,9 +166,9 @@ extern "C" void correct(const float* scores, const int64_t* cursor, char* host, 
   refill(chosen, cursor, host, slots, slot_index, columns, rows, heads, span, k, pair, channels, corrected);
 }
 
-// The pairs of `count` new tokens, keys and values [rows * heads, count] of `half` bytes each, become the pairs from its
-// row's length on, cursor [rows, columns], of target, a tier of `places` tokens a head; token t lies at t mod places.
-// paged: the target is in pages where the cursor has a table.
+// Write the pairs of `count` new tokens, keys and values [rows * heads, count] of `half` bytes each, to target from each
+// row's length on; cursor [rows, columns]. target has `places` tokens per head; token t goes to t mod places.
+// paged: the target is in pages if the cursor has a table.
 extern "C" void write_pairs(const char* keys, const char* values, const int64_t* cursor, char* target, int64_t columns,
                             int64_t rows, int64_t heads, int64_t count, int64_t places, int64_t span, int64_t half,
                             int64_t paged) {
@@ -183,7 +183,7 @@ extern "C" void write_pairs(const char* keys, const char* values, const int64_t*
     }
 }
 
-// The same into a host tier that is rounded: keys and values [rows * heads, count] of d channels.
+// Do the same for a rounded host tier: keys and values [rows * heads, count] of d channels.
 extern "C" void round_pairs(const DTYPE* keys, const DTYPE* values, const int64_t* cursor, char* target,
                             int64_t columns, int64_t rows, int64_t heads, int64_t count, int64_t span, int64_t d,
                             int64_t width) {

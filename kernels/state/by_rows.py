@@ -69,10 +69,10 @@ def of_pages(run: Callable[..., Any], names: Sequence[str], arguments: Sequence[
         given[TIERS] = tiers._replace(**{name: row_read(getattr(tiers, name), table) for name in LOW_BIT_TIER})
     written = {name: given[name] for name in LOW_BIT_TIER if name in given}
     given |= {name: row_to_write(tier, table) for name, tier in written.items()}
-    said = run(**given)
+    results = run(**given)
     for name, tier in written.items():
         write_row(tier, table, given[name], given["cursor"])
-    return said
+    return results
 
 
 def rows_of(name: str, value: Any, rows: slice, paged: bool = False) -> Any:

@@ -60,8 +60,7 @@ def is_found(center: Tensor, frequencies: Tensor | None, in_trellis: bool) -> bo
 
 
 def set_center(keys: Tensor, there: Tensor | None, frequencies: Tensor | None, center: Tensor, group: int) -> None:
-    """Write `center` for a tier from its first keys [B, H, T, d], tokens 0 to T - 1; elements that are not finite do not
-    count.
+    """Write `center` for a tier from its first keys [B, H, T, d], tokens 0 to T - 1, without non-finite elements.
 
     Args:
         there: bool [B, 1, T, 1], True for real tokens; None without padding.
@@ -123,8 +122,9 @@ def centers(center: Tensor, group: int, first: int, stop: int) -> Tensor:
 
 
 def share_of_center(query: Tensor, center: Tensor, group: int, length: int) -> Tensor:
-    """Return q·R(t)·β for a scaled query [B, H, G, lanes, d], in float32 [B, H, G, lanes, length]: the center's part of
-    the logits of the first `length` tokens (whole groups).
+    """Return q·R(t)·β for a scaled query [B, H, G, lanes, d]: the center's part of the logits.
+
+    The result is float32 [B, H, G, lanes, length], for the first `length` tokens, whole groups.
 
     FLOPs: 4·d per token and query row (a product with a table of one group), or per group for a stepped center.
     """

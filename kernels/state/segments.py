@@ -1,9 +1,8 @@
-"""Access to the pairs of a whole cache by token, for each storage layout. A head has contiguous runs of `span_of` tokens.
+"""Access to the pairs of a whole cache by token. A head has contiguous runs of `span_of` tokens in each layout."""
 
-contiguous      [B, H, C, 2, d]             a cache on the device
-in segments     [C/256, B, H, 256, 2, d]    the host tier: growing appends segments, and moves nothing
-in pages        `Pages`                     separate segments, which a row's table lists
-"""
+# contiguous      [B, H, C, 2, d]             a cache on the device
+# in segments     [C/256, B, H, 256, 2, d]    the host tier: growing appends segments, and moves nothing
+# in pages        `Pages`                     separate segments, which a row's table lists
 
 from __future__ import annotations
 
@@ -37,7 +36,7 @@ def of_rows(pairs: Tensor | Pages, rows: slice) -> Tensor | Pages:
 
 
 def runs_of_pairs(lengths: Sequence[int], pairs: Tensor | Pages) -> list[tuple[slice, int]]:
-    """Return runs of rows to process together, with their length: adjacent rows of equal length; in pages, single rows."""
+    """Return runs of rows to process together, with lengths: adjacent rows of equal length; single rows in pages."""
     if isinstance(pairs, Pages):
         return [(slice(row, row + 1), length) for row, length in enumerate(lengths)]
     return runs_of(lengths)
@@ -69,8 +68,10 @@ def aligned(pairs: Tensor | Pages, start: int, stop: int) -> Iterator[tuple[int,
 
 
 def runs(pairs: Tensor | Pages, start: int, stop: int) -> Iterator[tuple[Tensor, int, int]]:
-    """Yield tokens `start` to `stop` as views [B, H, n, 2, d] of one segment, with first and last token + 1; `Pages` must
-    have one row."""
+    """Yield tokens `start` to `stop` as views [B, H, n, 2, d] of one segment each, with first and last token + 1.
+
+    `Pages` must have one row.
+    """
     if not isinstance(pairs, Pages) and not is_segmented(pairs):
         yield pairs[:, :, start:stop], start, stop
         return

@@ -184,8 +184,8 @@ def add_shares(
     """One program: GROUPS groups of tokens of one KV head, for all its query heads and lanes.
 
     STEP: as in `write_angles`. ROWS: G·lanes, padded. CHANNELS: channels per step of the products. Bytes read from the
-    cache: 8·d·(g + GROUPS) of the table; written: 4·G·lanes per token. FLOPs: 4·G·lanes·d per token, three times as many
-    in 16 bits.
+    cache: 8·d·(g + GROUPS) of the table; written: 4·G·lanes per token. FLOPs: 4·G·lanes·d per token, and three times
+    that in 16 bits.
     """
     bh, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * GROUPS
     low_bit = tl.load(cursor + (bh // heads) * columns + AT_LOW_BIT) // STEP

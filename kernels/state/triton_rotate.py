@@ -47,7 +47,7 @@ def rotate_rows(
 
 
 def rotated(x: Tensor) -> Tensor:
-    """Compute `layout.rotated` of x [B, H, rows, d] with contiguous channels; the result is contiguous, in x's dtype."""
+    """Compute `layout.rotated` of x [B, H, rows, d] with contiguous channels; returns a contiguous tensor like x."""
     batch, heads, rows, d = x.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     count, block = batch * heads * rows, rotation_block(d)

@@ -61,10 +61,10 @@ def is_attention(node: Node) -> bool:
     """Return whether a node is an SDPA call, or a matmul of a softmax's weights and values."""
     if node.target is F.scaled_dot_product_attention:
         return True
-    return node.target in MATMULS and bool(weights_behind(node.args[0]))
+    return node.target in MATMULS and bool(softmax_path(node.args[0]))
 
 
-def weights_behind(node: object) -> list[Node]:
+def softmax_path(node: object) -> list[Node]:
     """Return the path from attention weights back to their softmax: casts, dropout, the slice without sink; else []."""
     path = []
     while isinstance(node, Node):
@@ -108,7 +108,7 @@ def number(value: object) -> float:
 
 def match_eager(attention: Node) -> Form:
     """Walk back from the product with the values to q·kᵀ, and collect the operations on the scores."""
-    path = weights_behind(attention.args[0])
+    path = softmax_path(attention.args[0])
     softmax = path[-1]
     if argument(softmax, 1, "dim") not in (-1, 3):
         raise NoMatch("its softmax is not over the keys")

@@ -16,7 +16,7 @@ from .attention_forms import Form, NoMatch, argument, is_attention, match_form
 from .in_place import memory_of, unknown_write, written
 from .latents import match_latents
 from .masks import read_mask
-from .nodes import nodes_behind, output_node, value_of
+from .nodes import ancestors_of, output_node, value_of
 from .sites import Found, LeftAlone, Site
 
 # The type of `read_mask`.
@@ -147,9 +147,9 @@ def check_read_as_cached(part: Node) -> None:
     """Require that an attention reads the cache update itself, not a value computed from it."""
     if is_window(part):
         raise NoMatch(WINDOW)
-    if part.target is not torch.cat and any(is_update(behind) for behind in behind_writes(part)):
+    if part.target is not torch.cat and any(is_update(source) for source in sources_of(part)):
         raise NoMatch(
-            "its keys or values are computed from what the cache keeps (latent attention, say), and the form in which "
+            "its keys or values are computed from what the cache keeps (as in latent attention), and the form in which "
             "this model does so is not rewritten yet"
         )
 
@@ -174,7 +174,7 @@ def is_update(node: Node) -> bool:
     return any(user.op == "output" for user in node.users)
 
 
-def behind_writes(node: Node) -> Iterator[Node]:
+def sources_of(node: Node) -> Iterator[Node]:
     """Yield every node that this one depends on, in-place writes to its memory included."""
     writers: dict[int, list[Node]] = {}
     for other in node.graph.nodes:
@@ -185,11 +185,11 @@ def behind_writes(node: Node) -> Iterator[Node]:
     while todo:
         at = todo.pop()
         memory = memory_of(at)
-        for behind in (*at.all_input_nodes, *(writers.get(memory, ()) if memory is not None else ())):
-            if behind not in seen:
-                seen.add(behind)
-                todo.append(behind)
-                yield behind
+        for source in (*at.all_input_nodes, *(writers.get(memory, ()) if memory is not None else ())):
+            if source not in seen:
+                seen.add(source)
+                todo.append(source)
+                yield source
 
 
 def match_update(node: Node) -> Update:
@@ -213,7 +213,7 @@ def check_owned(update: Update, attention: Node, held: frozenset[str]) -> None:
     """Require that the cache keeps the update unchanged, and that only this attention reads the update or its past."""
     if not any(user.op == "output" for user in update.node.users):
         raise NoMatch(WINDOW)
-    if read_beside(update.node, attention):
+    if read_elsewhere(update.node, attention):
         raise NoMatch("its keys, values or weights are read elsewhere too (layers that share them, output_attentions)")
     if update.past is None:
         return
@@ -237,7 +237,7 @@ def is_used(node: Node) -> bool:
     return False
 
 
-def read_beside(update: Node, attention: Node) -> bool:
+def read_elsewhere(update: Node, attention: Node) -> bool:
     """Return whether an output other than the update depends on it by a path that avoids the attention."""
     seen, todo = {attention}, [user for user in update.users if user.op != "output"]
     while todo:
@@ -252,7 +252,7 @@ def read_beside(update: Node, attention: Node) -> bool:
 
 def check_mask(form: Form, updates: tuple[Node, Node]) -> None:
     """Require that a mask does not depend on cached keys or values, which no other node may read."""
-    if form.mask is not None and any(behind in updates for behind in nodes_behind(form.mask)):
+    if form.mask is not None and any(behind in updates for behind in ancestors_of(form.mask)):
         raise NoMatch("its mask is computed from the keys or values that its cache keeps", by_model=True)
 
 
@@ -271,8 +271,8 @@ def check_shapes(form: Form, keys: Update, values: Update, out: torch.Tensor) ->
 
 def frequencies_of(keys: Node, head_dim: int) -> str | None:
     """Return the name of the input [h] with RoPE's frequencies, from which the cosines of the keys are computed."""
-    cosines = (node for node in nodes_behind(keys) if node.target in ("cos", torch.cos))
-    for node in (behind for cos in cosines for behind in nodes_behind(cos)):
+    cosines = (node for node in ancestors_of(keys) if node.target in ("cos", torch.cos))
+    for node in (behind for cos in cosines for behind in ancestors_of(cos)):
         value = value_of(node)  # a number for a length
         is_vector = node.op == "placeholder" and isinstance(value, torch.Tensor) and value.dim() == 1
         if is_vector and value.is_floating_point() and statically_known_true(2 * value.shape[0] <= head_dim):
@@ -282,7 +282,7 @@ def frequencies_of(keys: Node, head_dim: int) -> str | None:
 
 def has_bias(keys: Node) -> bool:
     """Return whether the linear layer that computes the keys adds a bias."""
-    projection = next((node for node in nodes_behind(keys) if node.target is F.linear), None)
+    projection = next((node for node in ancestors_of(keys) if node.target is F.linear), None)
     return projection is not None and argument(projection, 2, "bias") is not None
 
 

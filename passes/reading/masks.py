@@ -89,10 +89,10 @@ Sizes = dict[Any, int]
 def scenes(mask: Node, padding: Node | None, nodes: list[Node]) -> Iterator[Sizes]:
     """Yield values for the symbols: small ones, and values above the subgraph's largest constant (a window)."""
     constants = [abs(c) for node in nodes for c in whole_numbers(node)]
-    for beyond in (0, max(constants, default=0) + MARGIN):
+    for extra in (0, max(constants, default=0) + MARGIN):
         sizes: Sizes = {}
         rows, columns = value_of(mask).shape[2:]
-        for size, value in ((rows, NEW + beyond), (columns, PAST + beyond)):
+        for size, value in ((rows, NEW + extra), (columns, PAST + extra)):
             for symbol in free(size):
                 sizes.setdefault(symbol, value)
         # A constant batch of the mask or of its padding is the batch of both.

@@ -41,7 +41,7 @@ def arguments_of(node: Node) -> dict[str, Any]:
     return {argument.name: value for argument, value in zip(schema, node.args, strict=False)}
 
 
-def nodes_behind(node: Node, up_to: Any = None) -> Iterator[Node]:
+def ancestors_of(node: Node, up_to: Any = None) -> Iterator[Node]:
     """Yield every node that this one depends on, nearest first, but no inputs of calls of `up_to`."""
     seen, todo = {node}, deque([node])
     while todo:
@@ -58,7 +58,7 @@ def turns_neighbours(keys: Node) -> bool:
 
     Such a graph slices every second channel of a linear layer's output.
     """
-    taken = (node.args[1] for node in nodes_behind(keys, up_to=F.linear) if node.target is operator.getitem)
+    taken = (node.args[1] for node in ancestors_of(keys, up_to=F.linear) if node.target is operator.getitem)
     return any(isinstance(one, slice) and one.step == 2 for of in taken if isinstance(of, tuple) for one in of)
 
 

@@ -7,6 +7,7 @@ bfloat16 on a GPU alone. `compile_kernels.py` compiles every kernel for sm_80 an
 from __future__ import annotations
 
 import functools
+import inspect
 import re
 import subprocess
 import sys
@@ -606,8 +607,9 @@ def unpack_example(
 
 
 def test_the_low_bit_tiles_worked_example() -> None:
-    """The docstring's tables against `quantize.pack`, against its formulas, and against the kernel's own helpers."""
-    doc = low_bit.__doc__ or ""
+    """The tables of the module's comment equal `quantize.pack`, the comment's formulas, and the kernel's helpers."""
+    lines = inspect.getsource(low_bit).splitlines()
+    doc = "\n".join(line.removeprefix("# ") for line in lines if line.startswith("#"))
     shown = {
         name: [int(number, 0) for number in numbers.split()]
         for name, numbers in re.findall(r"^ {8}(\S+(?: \S+)*) {2,}((?: ?0x\w+| *\d+)+)$", doc, re.M)
