@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 # The inputs whose sizes differ between calls, which Dynamo is to trace as symbols from the start, in the processes too
-# that tests start. A test marked `asks_for_sizes` leaves it to the backend to ask for them, as people's programs do.
+# that tests start. A test marked `detects_sizes` leaves it to the backend to ask for them, as people's programs do.
 os.environ["TORCH_COMPILE_DYNAMIC_SOURCES"] = (
     r"L\['kwargs'\]\['(input_ids|position_ids|attention_mask)'\], L\['args'\]\[0\]"
 )
@@ -93,7 +93,7 @@ def dynamo(request: pytest.FixtureRequest) -> Iterator[None]:
     """Each test compiles on its own, on one thread a worker, from one seed; those of a module marked `one_process` go
     on with the graphs that the ones before have made."""
     torch.manual_seed(0)
-    sizes = "" if request.node.get_closest_marker("asks_for_sizes") else torch.compiler.config.dynamic_sources
+    sizes = "" if request.node.get_closest_marker("detects_sizes") else torch.compiler.config.dynamic_sources
     module = request.module.__name__ if request.node.get_closest_marker("one_process") else None
     if module is None or _shared.get("module") != module:
         torch._dynamo.reset()
@@ -214,18 +214,18 @@ def greedy(model: Any, ids: torch.Tensor, tokens: int = 40, **kwargs: Any) -> to
     return model.generate(ids, max_new_tokens=tokens, do_sample=False, **kwargs)
 
 
-def refused_in_a_line(options: dict[str, Any], told: str) -> None:
-    with pytest.raises(OptionError, match=told) as error:
+def refused_in_a_line(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError, match=message) as error:
         parse_options(options)
     assert "\n" not in str(error.value)
 
 
 def chatted(model: Any, tokens: int) -> torch.Tensor:
     """All that is said in three turns on one cache, with so many tokens to each answer; the second turn is a token."""
-    cache, said = DynamicCache(), prompt(0)
+    cache, spoken = DynamicCache(), prompt(0)
     for turn, length in enumerate((60, 1, 20)):
-        said = greedy(model, torch.cat([said, prompt(length, seed=20 + turn)], 1), tokens, **with_cache(cache))
-    return said
+        spoken = greedy(model, torch.cat([spoken, prompt(length, seed=20 + turn)], 1), tokens, **with_cache(cache))
+    return spoken
 
 
 @torch.no_grad()

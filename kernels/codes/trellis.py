@@ -55,7 +55,7 @@ def levels_of(window: Tensor) -> Tensor:
 
 
 def in_steps(x: Tensor) -> Tensor:
-    """Permute vectors [..., d] to the code's order, by bytes: bit p of byte j is channel p·d/8 + j (`quantize.pack`)."""
+    """Permute vectors [..., d] to the code's order, by byte: bit p of byte j is channel p·d/8 + j (`quantize.pack`)."""
     return x.unflatten(-1, (8, -1)).mT.flatten(-2)
 
 

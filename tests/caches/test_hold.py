@@ -91,14 +91,14 @@ def test_a_held_cache_has_the_tiers_of_a_prompt_that_was_read(name: str, llama: 
 
 @pytest.mark.quick_for("best")
 @pytest.mark.parametrize("name", SETTINGS)
-def test_tokens_behind_a_held_cache_are_those_behind_a_prompt_that_was_read(name: str, llama: Any) -> None:
+def test_tokens_after_a_held_cache_equal_those_after_a_prefilled_prompt(name: str, llama: Any) -> None:
     ids, model = prompt(150), compiled_for(llama, **SETTINGS[name])
     whole = torch.cat([ids, prompt(3, seed=5)], 1)
     read, taken = filled(model, ids), sc.hold(filled(llama, ids), model)
     assert torch.equal(greedy(model, whole, **with_cache(taken)), greedy(model, whole, **with_cache(read)))
 
 
-def test_lossless_settings_say_the_uncompiled_models_tokens_row_by_row_behind_padding(llama: Any) -> None:
+def test_lossless_settings_generate_the_uncompiled_models_tokens_in_each_padded_row(llama: Any) -> None:
     ids, model = prompt(90, batch=2), compiled_for(llama, **LOSSLESS)
     mask = masked(ids, 17)["attention_mask"]
     before = masked(ids[:, :-1], 17)
@@ -226,10 +226,10 @@ def test_layers_of_unlike_shapes_are_refused(llama: Any) -> None:
 
 def test_another_models_cache_is_refused_by_the_first_step(llama: Any) -> None:
     ids, model = prompt(41), compiled_for(llama, **LOSSLESS)
-    for other, told in ((tiny_llama(num_hidden_layers=3), "it has 3 layers, and the model 2"),
+    for other, message in ((tiny_llama(num_hidden_layers=3), "it has 3 layers, and the model 2"),
                         (tiny_llama(num_key_value_heads=1), "1 KV heads of 16 channels")):  # fmt: skip
         taken = sc.hold(filled(other, ids[:, :-1]), model)
-        with pytest.raises(sc.SpecacheError, match=told):
+        with pytest.raises(sc.SpecacheError, match=message):
             greedy(model, ids, **with_cache(taken))
 
 

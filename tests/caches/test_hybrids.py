@@ -39,7 +39,7 @@ def models(request: pytest.FixtureRequest) -> tuple[Any, Any]:
 
 
 @torch.no_grad()
-def said(model: Any, cache: DynamicCache | None, ids: Tensor, steps: int = 3) -> tuple[Tensor, DynamicCache]:
+def continued(model: Any, cache: DynamicCache | None, ids: Tensor, steps: int = 3) -> tuple[Tensor, DynamicCache]:
     """What a model says behind a prompt, each step's last logits; and the cache, which may be its own."""
     logits = []
     for _ in range(1 + steps):
@@ -53,7 +53,7 @@ def said(model: Any, cache: DynamicCache | None, ids: Tensor, steps: int = 3) ->
 
 def assert_same(models: tuple[Any, Any], caches: Any, ids: Tensor, steps: int = 3) -> tuple[DynamicCache, DynamicCache]:
     """Both models say the same behind a prompt, and leave the same recurrent state."""
-    (got, ours), (expected, theirs) = (said(m, c, ids, steps) for m, c in zip(models, caches, strict=True))
+    (got, ours), (expected, theirs) = (continued(m, c, ids, steps) for m, c in zip(models, caches, strict=True))
     torch.testing.assert_close(got, expected, atol=1e-3, rtol=0)
     assert recurrent(ours)
     torch.testing.assert_close(recurrent(ours), recurrent(theirs), atol=1e-4, rtol=1e-4)
@@ -93,9 +93,9 @@ def test_rows_of_the_state_go_with_beams(models: tuple[Any, Any]) -> None:
     for cache in caches:
         cache.reorder_cache(torch.tensor([2, 0, 0]))
     assert_same(models, caches, prompt(1, 3, seed=3))
-    asked = {"num_beams": 3, "num_return_sequences": 3}
+    arguments = {"num_beams": 3, "num_return_sequences": 3}
     model, plain = models
-    assert torch.equal(greedy(model, prompt(60), 8, **asked), greedy(plain, prompt(60), 8, **asked))
+    assert torch.equal(greedy(model, prompt(60), 8, **arguments), greedy(plain, prompt(60), 8, **arguments))
 
 
 def test_a_saved_state_goes_on_bit_for_bit(models: tuple[Any, Any], tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_a_saved_state_goes_on_bit_for_bit(models: tuple[Any, Any], tmp_path: Pa
     torch.testing.assert_close(recurrent(again), recurrent(ours), atol=0, rtol=0)
     assert_same(models, (ours, copy.deepcopy(theirs)), prompt(5, seed=3))
     assert_same(models, (again, theirs), prompt(5, seed=3))
-    assert torch.equal(*(said(model, cache, prompt(1, seed=4))[0] for cache in (ours, again)))
+    assert torch.equal(*(continued(model, cache, prompt(1, seed=4))[0] for cache in (ours, again)))
     again.reorder_cache(torch.tensor([0]))
 
 

@@ -70,7 +70,7 @@ class Row:
 
 
 @torch.no_grad()
-def ask(model: Any, cache: DynamicCache | None, tokens: Tensor) -> tuple[DynamicCache, Tensor]:
+def forward(model: Any, cache: DynamicCache | None, tokens: Tensor) -> tuple[DynamicCache, Tensor]:
     """The cache, and each row's last logits, behind new tokens [B, T] of each row."""
     past = torch.zeros(tokens.shape[0], dtype=torch.int64) if cache is None else sc.lengths(cache)
     positions = past[:, None] + torch.arange(tokens.shape[1])
@@ -84,20 +84,20 @@ def close(ours: Tensor, theirs: Tensor) -> None:
 
 
 @pytest.mark.quick_for("default")
-def test_a_random_walk_of_rows_says_what_each_says_alone(model: Any, request: pytest.FixtureRequest) -> None:
+def test_a_random_walk_of_rows_equals_each_row_alone(model: Any, request: pytest.FixtureRequest) -> None:
     """Joins, leaves, crops and steps of one token or several; beside each row a twin that is alone."""
     paged = request.node.callspec.params["model"] not in IN_ONE_PIECE
     chance = random.Random(3)
     pool: Pool | None = None
     apart: list[DynamicCache] = []
     together: DynamicCache | None = None
-    said: Tensor | None = None
+    latest: Tensor | None = None
     for turn, length in enumerate((LONG, SHORT, MIDDLE, 96)):
         ids = prompt(length, seed=turn)
-        (twin, last), (newcomer, _) = ask(model, None, ids), ask(model, None, ids)
+        (twin, last), (newcomer, _) = forward(model, None, ids), forward(model, None, ids)
         for _ in range(turn):  # a newcomer that has a guess of its own, and one that has none
             step = last.argmax(-1, keepdim=True)
-            (twin, last), (newcomer, _) = ask(model, twin, step), ask(model, newcomer, step)
+            (twin, last), (newcomer, _) = forward(model, twin, step), forward(model, newcomer, step)
         apart.append(twin)
         if paged:
             pool = pool or pool_of(newcomer)
@@ -109,26 +109,26 @@ def test_a_random_walk_of_rows_says_what_each_says_alone(model: Any, request: py
             drop(newcomer)
         else:
             together = sc.join([together, newcomer])
-        said = last if said is None else torch.cat([said, last])
+        latest = last if latest is None else torch.cat([latest, last])
         for _ in range(chance.randint(3, 6)):
-            tokens = said.argmax(-1, keepdim=True)
+            tokens = latest.argmax(-1, keepdim=True)
             if chance.random() < 0.2:
                 tokens = torch.cat([tokens, prompt(2, len(apart), seed=7)], 1)
-            together, said = ask(model, together, tokens)
-            alone = [ask(model, twin, tokens[row : row + 1]) for row, twin in enumerate(apart)]
+            together, latest = forward(model, together, tokens)
+            alone = [forward(model, twin, tokens[row : row + 1]) for row, twin in enumerate(apart)]
             apart = [cache for cache, _ in alone]
-            close(said, torch.cat([logits for _, logits in alone]))
+            close(latest, torch.cat([logits for _, logits in alone]))
         if turn == 1:
             for cache in (together, *apart):
                 cache.crop(-1)
             again = prompt(1, len(apart), seed=8)
-            together, said = ask(model, together, again)
-            alone = [ask(model, twin, again[row : row + 1]) for row, twin in enumerate(apart)]
-            close(said, torch.cat([logits for _, logits in alone]))
+            together, latest = forward(model, together, again)
+            alone = [forward(model, twin, again[row : row + 1]) for row, twin in enumerate(apart)]
+            close(latest, torch.cat([logits for _, logits in alone]))
         if turn == 2:
             keep = torch.tensor([2, 0])
             together.batch_select_indices(keep)
-            apart, said = [apart[row] for row in keep], said[keep]
+            apart, latest = [apart[row] for row in keep], latest[keep]
     assert together is not None
     assert sc.lengths(together).tolist() == [int(sc.lengths(cache)) for cache in apart]
     assert len(set(sc.lengths(together).tolist())) == len(apart)
@@ -146,7 +146,7 @@ def pool_of(cache: DynamicCache) -> Pool:
 
 @pytest.mark.quick_for
 @pytest.mark.parametrize("model", ["lossless", "default", "kivi"], indirect=True)
-def test_ragged_prompts_of_generate_say_what_each_says_alone(model: Any) -> None:
+def test_ragged_prompts_of_generate_equal_each_prompt_alone(model: Any) -> None:
     prompts = [prompt(length, seed=length) for length in (LONG, SHORT, MIDDLE)]
     ids, mask = left_padded(prompts)
     together = model.generate(ids, attention_mask=mask, max_new_tokens=40, do_sample=False)[:, LONG:]
@@ -164,7 +164,7 @@ def left_padded(prompts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def joined(model: Any, lengths: Sequence[int] = (SHORT, LONG, MIDDLE)) -> DynamicCache:
-    return sc.join([ask(model, None, prompt(length, seed=length))[0] for length in lengths])
+    return sc.join([forward(model, None, prompt(length, seed=length))[0] for length in lengths])
 
 
 @pytest.fixture
@@ -182,7 +182,7 @@ def test_a_cache_that_was_split_is_the_caches_that_were_joined(default: Any) -> 
     cache = joined(default)
     assert sc.lengths(cache).tolist() == [SHORT, LONG, MIDDLE]
     for length, part in zip((SHORT, LONG, MIDDLE), sc.split(cache), strict=True):
-        before, _ = ask(default, None, prompt(length, seed=length))
+        before, _ = forward(default, None, prompt(length, seed=length))
         ours, theirs = (session_of(held) for held in (part, before))
         assert ours is not None
         assert theirs is not None
@@ -200,7 +200,7 @@ def test_plain_copies_have_each_rows_tokens_last_as_a_padded_batch_has() -> None
     model, plain = compiled("offload"), tiny_llama()
     prompts = [prompt(length, seed=length) for length in (SHORT, MIDDLE)]
     ids, mask = left_padded(prompts)
-    cache = sc.join([ask(model, None, row)[0] for row in prompts])
+    cache = sc.join([forward(model, None, row)[0] for row in prompts])
     positions = (mask.cumsum(1) - 1).clamp(0)
     with torch.no_grad():
         expected = cache_of(plain(ids, attention_mask=mask, position_ids=positions, use_cache=True))
@@ -210,13 +210,13 @@ def test_plain_copies_have_each_rows_tokens_last_as_a_padded_batch_has() -> None
         torch.testing.assert_close(ours.values, theirs.values.masked_fill(~there, 0.0), atol=1e-4, rtol=1e-4)
 
 
-def test_a_left_padded_mask_says_of_joined_rows_what_no_mask_says(default: Any) -> None:
+def test_joined_rows_under_a_left_padded_mask_equal_rows_without_a_mask(default: Any) -> None:
     caches, lengths = [joined(default), joined(default)], torch.tensor([SHORT, LONG, MIDDLE])
     mask = (torch.arange(LONG + 1) >= LONG - lengths[:, None]).long()
     ids = prompt(1, 3, seed=5)
     with torch.no_grad():
         padded = default(ids, attention_mask=mask, **with_cache(caches[0]), position_ids=lengths[:, None])
-    assert torch.equal(padded.logits[:, -1], ask(default, caches[1], ids)[1])
+    assert torch.equal(padded.logits[:, -1], forward(default, caches[1], ids)[1])
 
 
 def test_joined_rows_are_saved_and_loaded(default: Any, tmp_path: Path) -> None:
@@ -224,7 +224,7 @@ def test_joined_rows_are_saved_and_loaded(default: Any, tmp_path: Path) -> None:
     sc.save(cache, tmp_path)
     again = sc.load(tmp_path, default)
     assert torch.equal(sc.lengths(again), sc.lengths(cache))
-    assert torch.equal(ask(default, again, ids)[1], ask(default, cache, ids)[1])
+    assert torch.equal(forward(default, again, ids)[1], forward(default, cache, ids)[1])
 
 
 @pytest.fixture
@@ -236,11 +236,13 @@ def test_two_hundred_joins_and_leaves_compile_nothing_and_leave_nothing(tiniest:
     from specache_compile.compile.rewritten import observers
 
     made, chance = list[Any](), random.Random(5)
-    alone = [ask(tiniest, None, prompt(length, seed=length, vocabulary=64))[0] for length in (SHORT, MIDDLE, LONG, 300)]
+    alone = [
+        forward(tiniest, None, prompt(length, seed=length, vocabulary=64))[0] for length in (SHORT, MIDDLE, LONG, 300)
+    ]
     pool = pool_of(alone[0])
     alone = [in_pages(cache, pool) for cache in alone]
     together = place_for(copy.deepcopy(alone[0]), 8)
-    together, _ = ask(tiniest, together, prompt(1, vocabulary=64))
+    together, _ = forward(tiniest, together, prompt(1, vocabulary=64))
     rows = 1
     frames = None
     for turn in range(200):
@@ -249,13 +251,13 @@ def test_two_hundred_joins_and_leaves_compile_nothing_and_leave_nothing(tiniest:
         drop(newcomer)
         rows += 1
         if turn % 5 == 1:
-            together, _ = ask(tiniest, together, prompt(1, rows, vocabulary=64))
+            together, _ = forward(tiniest, together, prompt(1, rows, vocabulary=64))
         if rows > 6:
             stay = sorted(chance.sample(range(rows), 3))
             keep_rows(together, stay if turn % 2 else [stay[2], *stay[:2]])
             rows = 3
         if frames is None:  # the first step of two rows has compiled for any number
-            together, _ = ask(tiniest, together, prompt(1, rows, vocabulary=64))
+            together, _ = forward(tiniest, together, prompt(1, rows, vocabulary=64))
             frames = torch._dynamo.utils.counters["frames"]["ok"]
             observers.append(lambda *form: made.append(form))
     observers.pop()
@@ -269,31 +271,31 @@ def test_two_hundred_joins_and_leaves_compile_nothing_and_leave_nothing(tiniest:
 
 
 @pytest.mark.slow
-def test_fused_rows_say_what_each_says_alone() -> None:
+def test_fused_rows_equal_each_row_alone() -> None:
     """The kernels of a lowered graph, of two rows in pages and of one."""
     model = compiled("default, fused", **TINIEST)
     prompts = [prompt(length, seed=length, vocabulary=64) for length in (LONG, SHORT)]
-    read = [ask(model, None, ids) for ids in prompts]
+    read = [forward(model, None, ids) for ids in prompts]
     pool = pool_of(read[0][0])
     apart = [in_pages(cache, pool) for cache, _ in read]
     together = take_in(place_for(copy.deepcopy(apart[0]), 2), apart[1])
-    said = torch.cat([logits for _, logits in read])
+    latest = torch.cat([logits for _, logits in read])
     for _ in range(40):
-        tokens = said.argmax(-1, keepdim=True)
-        together, said = ask(model, together, tokens)
-        alone = [ask(model, twin, tokens[row : row + 1]) for row, twin in enumerate(apart)]
+        tokens = latest.argmax(-1, keepdim=True)
+        together, latest = forward(model, together, tokens)
+        alone = [forward(model, twin, tokens[row : row + 1]) for row, twin in enumerate(apart)]
         apart = [cache for cache, _ in alone]
-        close(said, torch.cat([logits for _, logits in alone]))
+        close(latest, torch.cat([logits for _, logits in alone]))
 
 
 def test_positions_that_the_model_would_count_are_refused(default: Any) -> None:
     cache = joined(default)
     with torch.no_grad(), pytest.raises(SpecacheError, match=r"position_ids.*specache_compile\.lengths"):
         default(prompt(1, 3), **with_cache(cache), use_cache=True)
-    ask(default, cache, prompt(1, 3))  # which goes on
+    forward(default, cache, prompt(1, 3))  # which goes on
 
 
-def test_a_mask_that_says_something_else_is_refused(default: Any) -> None:
+def test_a_mask_that_contradicts_the_cache_is_refused(default: Any) -> None:
     cache, lengths = joined(default), torch.tensor([SHORT, LONG, MIDDLE])
     mask = torch.ones(3, LONG + 1, dtype=torch.long)
     with torch.no_grad(), pytest.raises(SpecacheError, match="lengths of their own"):
@@ -306,13 +308,13 @@ def held(model: Any, ids: Tensor, **more: Any) -> DynamicCache:
 
 
 def test_what_cannot_be_joined_is_refused_in_words(default: Any) -> None:
-    first = ask(default, None, prompt(60))[0]
+    first = forward(default, None, prompt(60))[0]
     with pytest.raises(SpecacheError, match="no cache in the list"):
         sc.join([])
     with pytest.raises(SpecacheError, match="plain tensors already"):
         sc.join([first, held(tiny_llama(), prompt(60))])
     with pytest.raises(SpecacheError, match="different models"):
-        sc.join([first, ask(compiled("default"), None, prompt(60))[0]])
+        sc.join([first, forward(compiled("default"), None, prompt(60))[0]])
     dropping = tiny_llama()
     dropping.compile(backend="specache", options={"method": "snapkv", "budget": 48, "window": 16, "lowering": "eager"})
     with pytest.raises(SpecacheError, match="'snapkv' keeps rows of one length alone"):

@@ -113,7 +113,7 @@ def test_a_cropped_cache_is_saved_as_it_is_seen(compiled: LlamaForCausalLM, tmp_
 
 @pytest.mark.slow
 @torch.no_grad()
-def test_layers_that_stay_plain_are_saved_beside_the_held_ones(tmp_path: Path) -> None:
+def test_layers_that_stay_plain_are_saved_with_the_held_ones(tmp_path: Path) -> None:
     """gemma2: every other layer has a window, and stays as Hugging Face wrote it."""
     model = copy.deepcopy(next(family for family in FAMILIES if family.name == "gemma2").model())
     model.compile(backend="specache", options={"lowering": "eager", "bits": 1})
@@ -162,16 +162,16 @@ print(out.logits[0, -1].tolist())
 @pytest.mark.slow
 def test_a_session_outlives_its_process(tmp_path: Path) -> None:
     """Each step in a process of its own, beside the same steps in this one."""
-    said = []
+    outputs = []
     for tokens in range(2):
         command = [sys.executable, "-c", PROCESS, str(tmp_path), str(tokens), str(Path(__file__).parents[1])]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
         assert done.returncode == 0, done.stderr
-        said.append(torch.tensor(json.loads(done.stdout.splitlines()[-1])))
+        outputs.append(torch.tensor(json.loads(done.stdout.splitlines()[-1])))
     model = compiled_with(tiny_llama(), {"bits": 1, "top_k": 16, "lowering": "eager"})
     logits, cache = step(model, prompt(150))
     for tokens in range(2):
-        assert torch.equal(logits[0, -1], said[tokens])
+        assert torch.equal(logits[0, -1], outputs[tokens])
         logits, cache = step(model, prompt(1, seed=tokens + 1), cache)
 
 

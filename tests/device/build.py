@@ -53,10 +53,10 @@ def folder_of(package: str) -> Path:
 
 def find_environment() -> Environment:
     torch, triton = folder_of("torch"), folder_of("triton")
-    told = runpy.run_path(str(torch / "version.py"))
+    version_file = runpy.run_path(str(torch / "version.py"))
     triton_version = re.search(r"__version__ = '([^']+)'", (triton / "__init__.py").read_text())
-    versions = told["__version__"], triton_version.group(1) if triton_version else "?"
-    if told["cuda"] is None:
+    versions = version_file["__version__"], triton_version.group(1) if triton_version else "?"
+    if version_file["cuda"] is None:
         raise Unusable(
             f"torch {versions[0]} has no CUDA: pip install torch=={SUPPORTED[0]}.0 from PyPI (make test-device)"
         )
@@ -94,17 +94,17 @@ def compile_library(environment: Environment, sources: list[Path], out: Path, *o
 def write_cublas_refusals(environment: Environment, out: Path) -> None:
     """For each function of cuBLAS that torch links and driver/cublas.cpp lacks one that refuses by its name."""
     ours = set(re.findall(r"(cublas\w+)\(", (SOURCES / "cublas.cpp").read_text()))
-    asked = set()
+    used = set()
     for library in (environment.torch / "lib").glob("libtorch_cuda*.so"):
         listed = subprocess.run(
             ["nm", "-D", "--undefined-only", str(library)], capture_output=True, text=True, check=True
         )
-        asked |= set(re.findall(r"\bU (cublas\w+)", listed.stdout))
+        used |= set(re.findall(r"\bU (cublas\w+)", listed.stdout))
     lines = [
         'extern "C" int simulated_cublas_refusal(const char *);',
         '#define REFUSED extern "C" __attribute__((visibility("default")))',
     ]
-    lines += [f'REFUSED int {name}() {{ return simulated_cublas_refusal("{name}"); }}' for name in sorted(asked - ours)]
+    lines += [f'REFUSED int {name}() {{ return simulated_cublas_refusal("{name}"); }}' for name in sorted(used - ours)]
     out.write_text("\n".join(lines) + "\n")
 
 

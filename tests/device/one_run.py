@@ -70,7 +70,7 @@ def compiled(layers: int, options: tuple[tuple[str, Any], ...]) -> Any:
     return model
 
 
-def compile_anew() -> None:
+def compile_again() -> None:
     """The next runs trace and rewrite again."""
     compiled.cache_clear()
     torch._dynamo.reset()

@@ -24,16 +24,16 @@ def figures(model: LlamaForCausalLM, options: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("options", [{"min_context": 0}, {"method": "offload"}], ids=["specache", "offload"])
-def test_it_registers_no_host_memory_and_asks_no_fake_tensor_for_its_address(
+def test_it_registers_no_host_memory_and_reads_no_fake_tensors_address(
     llama: LlamaForCausalLM, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on_a_cpu, touched = figures(llama, options), []
     monkeypatch.setattr(host_memory, "register", lambda *_: touched.append("a registration") or True)
     monkeypatch.setattr(copy_stream, "stream_of", lambda *_: touched.append("a stream"))
     monkeypatch.setattr(FakeTensor, "data_ptr", lambda *_: touched.append("an address") or 0, raising=False)
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         on_cuda = figures(llama.cuda(), options)
     assert on_cuda == on_a_cpu != ""
     assert touched == []
-    assert not [str(one.message) for one in told if "pin" in str(one.message)]
+    assert not [str(one.message) for one in caught if "pin" in str(one.message)]

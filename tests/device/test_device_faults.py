@@ -143,7 +143,7 @@ def expected_of(settings: tuple[tuple[str, Any], ...]) -> one_run.Result:
 def changed(fault: Fault, schedule: str, expected: one_run.Result) -> str:
     """What the planted fault changes, or what is raised for it; empty: nothing."""
     if fault.in_the_graph:
-        one_run.compile_anew()
+        one_run.compile_again()
     try:
         with planted(fault.function, fault.line, fault.instead):
             return ", ".join(one_run.differences(expected, one_run.run(schedule, **fault.settings)))
@@ -151,14 +151,14 @@ def changed(fault: Fault, schedule: str, expected: one_run.Result) -> str:
         return str(error).splitlines()[0]
     finally:
         if fault.in_the_graph:
-            one_run.compile_anew()
+            one_run.compile_again()
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=[fault.name for fault in FAULTS])
 def test_a_fault_is_found(fault: Fault) -> None:
     expected = expected_of(tuple(fault.settings.items()))
     if fault.in_the_graph:  # what is compiled anew differs in nothing either
-        one_run.compile_anew()
+        one_run.compile_again()
     for schedule in fault.schedules:
         assert not one_run.differences(expected, one_run.run(schedule, **fault.settings)), schedule
         assert changed(fault, schedule, expected), schedule

@@ -61,11 +61,11 @@ def test_a_tier_grows_into_what_was_pinned_ahead_of_it(monkeypatch: pytest.Monke
     from simulated_device import driver
 
     sc.release_host_memory()
-    host, register, asked = empty(1 << 12), host_memory.register, []
-    monkeypatch.setattr(host_memory, "register", lambda *given: asked.append(given[1]) or register(*given))
+    host, register, registered = empty(1 << 12), host_memory.register, []
+    monkeypatch.setattr(host_memory, "register", lambda *given: registered.append(given[1]) or register(*given))
     host_memory.grow_ahead(host, 1 << 13)
     assert host_memory.host_grown(host, tuple(host.shape), CUDA, 1 << 13) is host
-    assert asked == [host[: 1 << 12].nbytes]
+    assert registered == [host[: 1 << 12].nbytes]
     starts, ends = driver.memory_ranges()
     last = host[(1 << 13) - 1].data_ptr()
     assert ((starts <= last) & (last < ends)).any()

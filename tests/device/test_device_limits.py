@@ -106,12 +106,12 @@ def test_memory_ends_where_the_devices_does() -> None:
 
 
 @simulated_only
-def test_results_say_that_the_device_is_simulated() -> None:
+def test_results_state_that_the_device_is_simulated() -> None:
     assert provenance(torch.device("cuda"), "a benchmark")["device"].endswith("(simulated)")
 
 
 @simulated_only
-def test_memory_that_nobody_has_written_is_not_a_number() -> None:
+def test_unwritten_memory_is_not_a_number() -> None:
     torch.cuda.empty_cache()
     assert torch.empty(30 << 20, dtype=torch.float32, device="cuda")[:1000].isnan().all()
 
@@ -138,7 +138,7 @@ def test_a_kernel_reads_memory_of_the_host_only_if_it_is_pinned() -> None:
 
 
 @simulated_only
-def test_a_kernel_that_reads_behind_an_allocation_is_told() -> None:
+def test_a_kernel_that_reads_past_an_allocation_is_reported() -> None:
     torch.cuda.empty_cache()
     alone, out = torch.zeros(30 << 20, device="cuda"), torch.empty(64, device="cuda")  # 120 MiB, a segment of their own
     with pytest.raises(RuntimeError, match="a read of 4 bytes"):

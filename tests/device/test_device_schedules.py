@@ -31,7 +31,7 @@ def schedule() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_work_runs_behind_the_events_it_waits_for(schedule: str) -> None:
+def test_work_runs_after_the_events_it_waits_for(schedule: str) -> None:
     set_schedule(schedule)
     other = torch.cuda.Stream()
     numbers = torch.arange(12, device="cuda").view(3, 4).float()

@@ -393,7 +393,7 @@ def test_values_in_a_trellis_and_params_of_eight_bits(
 @pytest.mark.parametrize(("value_bits", "trellis"), [(1, True), (1, False), (2, False)])
 @pytest.mark.parametrize(("rotate", "eight", "mask"), [(True, True, "padding"), (False, False, "none")])
 @pytest.mark.parametrize("head_dim", [8, 64, 72, 80, 96, 128, 256])
-def test_keys_in_a_trellis_behind_a_stepped_center(
+def test_keys_in_a_trellis_after_a_stepped_center(
     op: str, head_dim: int, value_bits: int, trellis: bool, rotate: bool, eight: bool, mask: str
 ) -> None:
     check(op, Case(head_dim=head_dim, bits=1, value_bits=value_bits, key_trellis=True, trellis=trellis, eight=eight,
@@ -401,7 +401,7 @@ def test_keys_in_a_trellis_behind_a_stepped_center(
 
 
 @pytest.mark.parametrize("center", [False, True])
-def test_keys_in_a_trellis_behind_a_center(op: str, center: bool) -> None:
+def test_keys_in_a_trellis_after_a_center(op: str, center: bool) -> None:
     check(op, Case(head_dim=64, bits=1, key_trellis=True, center=center, rotate=True, sink_tokens=3))
 
 
@@ -497,7 +497,7 @@ def test_sink_tokens_are_read_in_16_bits_and_are_no_candidates(
 
 @pytest.mark.parametrize("bits", [1, 4, 16])
 @pytest.mark.parametrize("lanes", [1, 2])
-def test_sink_tokens_beside_all_else(op: str, lanes: int, bits: int) -> None:
+def test_sink_tokens_with_all_other_options(op: str, lanes: int, bits: int) -> None:
     check(
         op, Case(sink_tokens=9, bits=bits, lanes=lanes, rotate=True, sinks=True, softcap=3.0, head_dim=64, length=350)
     )
@@ -779,7 +779,7 @@ def before_no_mans_land(x: Tensor) -> Tensor:
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="protects a page as Linux does")
 @pytest.mark.parametrize("bits", [1, 2, 4, 16])
 @pytest.mark.parametrize("head_dim", [16, 64, 80])
-def test_nothing_behind_a_full_tier_is_read(op: str, head_dim: int, bits: int) -> None:
+def test_nothing_past_a_full_tier_is_read(op: str, head_dim: int, bits: int) -> None:
     """The codes are read a vector at a time; a process that reads on behind the last one's ends here."""
     case = Case(length=128, residual=0, head_dim=head_dim, bits=bits)
     step = make_step(case)

@@ -109,7 +109,7 @@ def test_wait_for_returns_when_the_prefetch_into_these_slots_is_done(queue: Copy
     assert log == ["mine"]
 
 
-def test_wait_for_does_not_wait_for_what_comes_behind(queue: CopyQueue) -> None:
+def test_wait_for_does_not_wait_for_later_copies(queue: CopyQueue) -> None:
     later = threading.Event()
     mine, others = slots(), slots()
     queue.submit_prefetch(mine, lambda: None)
@@ -126,7 +126,7 @@ def test_wait_for_slots_that_nothing_is_fetched_into_returns_at_once(queue: Copy
     assert not gate.is_set()
 
 
-def test_a_second_prefetch_into_the_same_slots_comes_behind_the_first(queue: CopyQueue) -> None:
+def test_a_second_prefetch_into_the_same_slots_runs_after_the_first(queue: CopyQueue) -> None:
     log: list[str] = []
     mine = slots()
     queue.submit_prefetch(mine, notes(log, "first"))
@@ -176,7 +176,7 @@ def test_wait_for_raises_what_the_prefetch_raised(queue: CopyQueue) -> None:
     assert isinstance(queue.error, CopyError)
 
 
-def test_the_next_prefetch_into_the_same_slots_raises_what_nobody_waited_for(queue: CopyQueue) -> None:
+def test_the_next_prefetch_into_the_same_slots_raises_an_error_that_was_not_waited_for(queue: CopyQueue) -> None:
     mine = slots()
     queue.submit_prefetch(mine, fails())
     with pytest.raises(CopyError):

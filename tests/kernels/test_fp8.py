@@ -25,7 +25,7 @@ def nearest(x: float) -> float:
     return math.copysign(value_of(code), x)
 
 
-def test_a_pair_is_kept_as_its_nearest_codes_behind_those_before_it() -> None:
+def test_a_pair_is_stored_as_its_nearest_codes_after_earlier_pairs() -> None:
     torch.manual_seed(0)
     k, v = (torch.randn(2, 3, 5, 16) * 10 ** torch.linspace(-4, 3, 16) for _ in range(2))
     ties = [(value_of(code) + value_of(code + 1)) / 2 for code in (0, 1, 7, 8, 99, 125)]

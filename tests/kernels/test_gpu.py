@@ -147,8 +147,8 @@ def test_captured_steps_make_the_uncompiled_models_tokens_across_buckets(
     ids = prompt(length).cuda()
     assert torch.equal(greedy_unmasked(twin, ids, tokens), greedy_unmasked(model, ids, tokens))
     assert len(captures) == len(buckets)
-    told = sc.stats(twin)
-    assert told.replays == told.decodes - len(buckets), "the first step of each bucket runs as it is"
+    stats = sc.stats(twin)
+    assert stats.replays == stats.decodes - len(buckets), "the first step of each bucket runs as it is"
 
 
 def test_a_step_without_fetches_is_captured_too(llama: LlamaForCausalLM) -> None:
@@ -249,7 +249,7 @@ def test_without_its_waits_a_late_copy_is_seen(
 
 
 @pytest.mark.skipif(SIMULATED, reason="the simulated device has no times: its profiler sees no kernel")
-def test_a_trace_shows_copies_beside_compute() -> None:
+def test_a_trace_shows_copies_concurrent_with_compute() -> None:
     """Wide layers, so that there is compute to hide behind: a fetch runs while a kernel of another stream does.
 
     The GPU pauses first: a host that launches more slowly than kernels run leaves gaps that a fetch fits in."""
@@ -319,7 +319,7 @@ def test_a_hundred_generations_leak_nothing(llama: LlamaForCausalLM) -> None:
 
 @quick_there("240")
 @pytest.mark.parametrize("tokens", [240, 4330])  # past a bucket of 256; past the room for 4,352 of one for 4,608
-def test_a_tier_that_grows_stays_where_it_is_and_is_read_and_written_behind_its_first_registration(
+def test_a_tier_that_grows_stays_in_place_and_is_accessed_past_its_first_registration(
     llama: LlamaForCausalLM, tokens: int
 ) -> None:
     """At 16 bits, exact however long it is: at one bit k would have to be more than there are tokens."""
@@ -357,7 +357,7 @@ def test_a_dead_caches_host_memory_is_the_next_ones(llama: LlamaForCausalLM) -> 
 
 
 @pytest.mark.skipif(SIMULATED, reason="9 GB of the host's memory, and a day of the interpreter's time")
-def test_indices_beyond_two_to_the_31_elements() -> None:
+def test_indices_above_two_to_the_31_elements() -> None:
     """The last of 16 rows attends to 70,000 tokens as it does alone: its pairs lie beyond 2^31 elements."""
     generator = torch.Generator("cuda").manual_seed(0)
     shape = LayerShape(8, 128, torch.bfloat16, torch.device("cuda"))

@@ -279,7 +279,7 @@ def test_what_was_pinned_ahead_for_a_tensor_that_died_is_lent_to_the_next(driver
     assert kinds(driver) == ["synchronize", "unregister", "unregister"]
 
 
-def test_a_tier_whose_memory_could_not_be_pinned_ahead_asks_again(
+def test_a_tier_whose_memory_could_not_be_pinned_ahead_tries_again(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     page, register = mmap.PAGESIZE, host_memory.register
@@ -318,7 +318,7 @@ def test_a_layers_host_tier_has_memory_for_its_tokens_and_addresses_for_its_buck
     assert torch.equal(twin["host"][:3], state["host"][:3].repeat(1, 2, 1, 1, 1, 1))
 
 
-def test_under_a_fake_mode_nothing_is_registered_and_no_address_is_asked_for(driver: Driver) -> None:
+def test_under_a_fake_mode_nothing_is_registered_and_no_address_is_read(driver: Driver) -> None:
     """As `explain` of a model on CUDA has it: a host tier that no machine has memory for."""
     size = 1 << 20, 1 << 24, 1 << 24
     with FakeTensorMode(), warnings.catch_warnings():

@@ -239,13 +239,13 @@ def test_every_op_has_inputs_here() -> None:
 @every_op
 def test_opcheck(op: Op, case: Case) -> None:
     """All that it asks but for a compilation, which is the next test's."""
-    asked = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(overload(op), GENERATORS[op.name](Inputs(case)), test_utils=asked)
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(overload(op), GENERATORS[op.name](Inputs(case)), test_utils=checks)
 
 
 @compiled_cases
 @every_op
-def test_what_is_compiled_for_any_size_says_what_the_op_says(op: Op, case: Case) -> None:
+def test_a_graph_compiled_for_any_size_equals_the_op(op: Op, case: Case) -> None:
     torch.library.opcheck(overload(op), GENERATORS[op.name](Inputs(case)), test_utils="test_aot_dispatch_dynamic")
 
 

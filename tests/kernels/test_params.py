@@ -20,7 +20,7 @@ def number(byte: int) -> float:
 EVERY = torch.arange(247, dtype=torch.uint8)
 
 
-def test_every_byte_is_the_number_that_its_bits_say_and_stays_itself() -> None:
+def test_every_byte_decodes_to_the_number_of_its_bits_and_encodes_to_itself() -> None:
     numbers = read_scale(EVERY)
     assert numbers.tolist() == [number(byte) for byte in range(247)]
     assert numbers[-1] == LARGEST_SCALE
@@ -45,7 +45,7 @@ def test_a_zero_point_is_a_sixteenth_of_a_scale_off_at_most(away: float) -> None
 
 
 @pytest.mark.parametrize("away", [20.0, -500.0, math.inf])
-def test_a_scale_grows_with_a_zero_point_beyond_its_eighths(away: float) -> None:
+def test_a_scale_grows_with_a_zero_point_above_its_eighths(away: float) -> None:
     zero = torch.tensor([7.0 if math.isinf(away) else away])
     scale = torch.tensor([0.0 if math.isinf(away) else 1.0])  # inf: a group of one number
     step, found = read_params(*stored_params(scale, zero, torch.uint8))

@@ -222,7 +222,7 @@ def test_one_bit_with_kivis_zero_point_gives_the_extremes() -> None:
     assert (codes * scale + zero).tolist() == [-2.0, -2.0, 6.0, 6.0]
 
 
-def test_above_one_bit_the_zero_point_is_the_minimum_whatever_is_asked() -> None:
+def test_above_one_bit_the_zero_point_is_the_minimum_for_every_option() -> None:
     x = pairs(64, 64, torch.float32)
     for bits in (2, 4, 8):
         assert torch.equal(round_trip_keys(x, 64, bits, "midpoint"), round_trip_keys(x, 64, bits, "minimum"))
@@ -298,7 +298,7 @@ def test_the_largest_float16_numbers_keep_the_bound(bits: int) -> None:
 
 
 @pytest.mark.parametrize("bits", [1, 8])
-def test_float64_is_quantised_within_what_float32_can_say(bits: int) -> None:
+def test_float64_is_quantised_within_the_range_of_float32(bits: int) -> None:
     keys = torch.randn(1, 2, 64, 16, dtype=torch.float64)
     codes, params = quantize_keys(keys, 32, bits, "midpoint", keys.dtype)
     assert params.dtype == torch.float64

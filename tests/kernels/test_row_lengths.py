@@ -183,7 +183,7 @@ def query(row: int, lanes: int = LANES) -> tuple[Tensor, Tensor, Tensor]:
     return q, *torch.randn(2, 1, HEADS, lanes, DIM, generator=generator)
 
 
-def asked(
+def attended(
     kind: Implementation, options: SpecacheOptions, state: LayerState, rows: Sequence[int], table: Tensor | None = None
 ) -> dict[str, Tensor]:
     """What each attention of one new token says of these rows, batch first; logits of the low-bit tier alone."""
@@ -192,10 +192,10 @@ def asked(
     read = ([state[name] for name in StoredTiers._fields], [int(x) for x in options.layout], DIM**-0.5, None)
     slots = (state["slots"], state["slot_index"])
     out, scores = kind.ops.decode_attention(q, k, v, None, None, cursor, *slots, *read)
-    logits, base, asked_for = kind.ops.score_low_bit(q, k, None, None, cursor, *read)
+    logits, base, selection = kind.ops.score_low_bit(q, k, None, None, cursor, *read)
     second = kind.ops.attend_scored(q, k, v, None, None, cursor, logits, base, slots[1].flip(-1), *slots, *read)
     exact = kind.ops.extend_attention(q, k, v, None, None, cursor, state["host"], DIM**-0.5, None)
-    found = {"decode": out, "scores": scores, "asked for": asked_for.movedim(1, 0), "corrected": second}
+    found = {"decode": out, "scores": scores, "asked for": selection.movedim(1, 0), "corrected": second}
     return found if options.bits_on_host < 16 else {**found, "extend": exact}
 
 
@@ -203,9 +203,9 @@ def asked(
 @every_option
 def test_an_attention_of_a_row_is_that_of_it_alone(kind: Implementation, options: SpecacheOptions) -> None:
     state = filled(kind, options, EVERY)
-    together = asked(kind, options, state, EVERY)
+    together = attended(kind, options, state, EVERY)
     for row in EVERY:
-        for name, expected in asked(kind, options, alone(options, state, row), [row]).items():
+        for name, expected in attended(kind, options, alone(options, state, row), [row]).items():
             equal(kind, together[name][row : row + 1], expected)
 
 
@@ -295,7 +295,7 @@ def untouched(tensor: Tensor) -> bool:
 
 @pytest.mark.quick_for(*ON_CPU)
 @every_option
-def test_tiers_in_pages_hold_and_say_what_they_do_in_one_piece(kind: Implementation, options: SpecacheOptions) -> None:
+def test_paged_tiers_equal_contiguous_tiers(kind: Implementation, options: SpecacheOptions) -> None:
     """Bit for bit, wherever the pages lie; pages of no row stay as they were."""
     state = filled(kind, options, PAGED, in_pages(kind, options), TABLE)
     piece = filled(kind, options, PAGED, empty(kind, options, len(PAGED), 512))
@@ -314,12 +314,12 @@ def test_tiers_in_pages_hold_and_say_what_they_do_in_one_piece(kind: Implementat
                 assert untouched(ours[:, here:]), name
     for page in (0, 3, 4, 6):
         assert all(untouched(state[name][0, page] if name == "host" else state[name][page]) for name in IN_PAGES)
-    for name, expected in asked(kind, options, piece, PAGED).items():
-        equal(kind, asked(kind, options, state, PAGED, TABLE)[name], expected)
+    for name, expected in attended(kind, options, piece, PAGED).items():
+        equal(kind, attended(kind, options, state, PAGED, TABLE)[name], expected)
 
 
 @every_option
-def test_a_row_that_is_dead_touches_page_0_alone(kind: Implementation, options: SpecacheOptions) -> None:
+def test_a_padding_row_touches_page_0_alone(kind: Implementation, options: SpecacheOptions) -> None:
     """A row of no tokens, whose table names no page, beside one that lives."""
     state = in_pages(kind, options)
     k, v = (torch.full((2, HEADS, 1, DIM), 1.0, device=kind.device) for _ in range(2))

@@ -45,7 +45,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=HERE, env=environment, capture_output=True, text=True, check=False)
 
 
-def test_a_read_behind_a_tensor_ends_the_process() -> None:
+def test_a_read_past_a_tensor_ends_the_process() -> None:
     done = run("--overrun")
     assert done.returncode != 0
     assert "heap-buffer-overflow" in done.stderr

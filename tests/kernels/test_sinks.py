@@ -48,7 +48,7 @@ def test_without_padding_they_are_the_first_tokens() -> None:
     assert sink_index[:, 0].tolist() == [[0, 1, 2, 3, 4]] * 2
 
 
-def test_those_in_the_low_bit_tier_stay_whatever_a_later_mask_says() -> None:
+def test_sinks_in_the_low_bit_tier_stay_under_any_later_mask() -> None:
     """Their pairs are kept already; those of tokens that have left the window before are not."""
     sink_index = found_step_by_step(torch.ones(1, 13, dtype=torch.bool), [13])  # of which 8 are in the low-bit tier
     hidden = torch.arange(40).unsqueeze(0) >= 2

@@ -101,7 +101,7 @@ def test_a_prompt_is_read_exactly_and_what_its_last_queries_vote_for_stays(
             assert torch.equal(cache.pairs[row, head, :BUDGET, 1], v[row, head, expected])
 
 
-def test_what_comes_behind_the_prompt_stays_and_a_step_may_be_taken_again() -> None:
+def test_tokens_after_the_prompt_stay_and_a_step_may_be_repeated() -> None:
     given, cache = tokens(80), Cache()
     cache.step(*part(given, 0, 73))
     chosen = {(row, head): cache.kept(row, head) for row in range(BATCH) for head in range(HEADS)}
@@ -141,7 +141,7 @@ def test_after_a_crop_into_the_prompt_each_head_goes_on_with_what_it_has() -> No
 
 
 @pytest.mark.parametrize("count", [5, BUDGET, BUDGET + 1])
-def test_a_prompt_goes_beyond_the_budget_before_anything_goes(count: int) -> None:
+def test_a_prompt_may_exceed_the_budget_before_eviction(count: int) -> None:
     cache = Cache()
     cache.step(*tokens(count))
     assert len(cache.kept(0, 0)) == min(count, BUDGET)

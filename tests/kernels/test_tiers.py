@@ -215,7 +215,7 @@ def test_values_in_a_trellis(head_dim: int, eight: bool) -> None:
 
 @pytest.mark.parametrize("eight", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 80])
-def test_keys_in_a_trellis_behind_the_mean_of_the_first(head_dim: int, eight: bool) -> None:
+def test_keys_in_a_trellis_after_the_mean_of_the_first(head_dim: int, eight: bool) -> None:
     cache = Cache(1, 32, 32, head_dim=head_dim, rotate=True, sink_tokens=4, trellis=True, key_trellis=True, eight=eight)
     for tokens in (3, 1, 59, 1, 1, 40, 64):
         cache.put(tokens)
@@ -246,7 +246,7 @@ def test_half_precision_and_other_heads(zero_point: str, head_dim: int, dtype: t
 
 @pytest.mark.parametrize("k", [0, 1, 16, 64, 100])
 @pytest.mark.parametrize("candidates", [0, 1, 30, 64])
-def test_the_candidates_of_largest_score_are_wanted(candidates: int, k: int) -> None:
+def test_the_candidates_of_largest_score_are_selected(candidates: int, k: int) -> None:
     torch.manual_seed(candidates)
     scores = torch.full((*ROWS, 64), -1.0)
     for row in scores.flatten(0, 1):
@@ -327,7 +327,7 @@ class Slots:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("k", [1, 8, 32])
 @pytest.mark.parametrize("candidates", [5, 40, CAPACITY])
-def test_slots_hold_the_wanted_pairs_and_only_the_missing_ones_travel(
+def test_slots_hold_the_selected_pairs_and_only_missing_ones_travel(
     candidates: int, k: int, dtype: torch.dtype
 ) -> None:
     wishes = random.Random(f"{candidates} {k}")
@@ -405,7 +405,7 @@ def test_a_wait_stands_between_a_prefetch_and_its_slots(queue: CopyQueue) -> Non
 
 
 @pytest.mark.parametrize("every_implementation", [torch.ops.specache], ids=["definitions"], indirect=True)
-def test_what_was_offloaded_is_there_for_the_prefetch_behind_it(queue: CopyQueue) -> None:
+def test_offloaded_pairs_are_there_for_a_later_prefetch(queue: CopyQueue) -> None:
     cursor = torch.tensor([[8, 0, 0, queue.number]]).repeat(BATCH, 1)
     slots = Slots(4)
     new = random_pairs(1, 5)

@@ -25,7 +25,7 @@ def level(b: list[int], t: int) -> int:
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_four_bits_that_go_round_say_a_level(head_dim: int) -> None:
+def test_four_circular_bits_select_a_level(head_dim: int) -> None:
     """Bit p of byte j is the channel p·d/8 + j, and behind bit 7 comes bit 0 of the next byte of its circle."""
     width, circle = head_dim // 8, trellis.circle_of(head_dim)
     codes = torch.randint(0, 256, (3, width), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
@@ -100,7 +100,7 @@ def test_what_is_large_small_zero_or_no_number() -> None:
 
 
 @pytest.mark.parametrize("circle", [8, 16, 24, 40, 64])
-def test_the_encoder_in_cpp_says_the_same(circle: int) -> None:
+def test_the_encoder_in_cpp_gives_the_same_codes(circle: int) -> None:
     x = normal(1003, circle) / trellis.STEP
     ours, expected = cpp_trellis.encode(x), trellis.encode(x)
     assert (ours != expected).any(-1).float().mean() < 2e-3  # of two paths as near, either

@@ -666,9 +666,9 @@ def test_decode_attention_is_split_over_programs_and_merged(rotate: bool, monkey
         triton_decode.decode_attention(*arguments), attention.decode_attention(*arguments), strict=True
     ):
         torch.testing.assert_close(out, expected, atol=TOLERANCE[torch.float32], rtol=TOLERANCE[torch.float32])
-    asked = (q, k, None, None, layer.cursor, *read)
-    *kept, scores = triton_scored.score_low_bit(*asked)
-    *expected_kept, expected_scores = attention.score_low_bit(*asked)
+    inputs = (q, k, None, None, layer.cursor, *read)
+    *kept, scores = triton_scored.score_low_bit(*inputs)
+    *expected_kept, expected_scores = attention.score_low_bit(*inputs)
     torch.testing.assert_close(scores, expected_scores, atol=1e-5, rtol=1e-5)
     step = (q, k, v, None, None, layer.cursor)
     rest = (slots[1], *slots, *read)
@@ -866,13 +866,13 @@ def compiled(*given: str) -> str:
 
 
 def test_attention_compiles_where_a_key_has_the_fewest_bytes() -> None:
-    told = compiled("--only=fp32, 1 bits, d 16")
-    assert "attend_tiers" in told
-    assert "quantize_groups" in told
+    printed = compiled("--only=fp32, 1 bits, d 16")
+    assert "attend_tiers" in printed
+    assert "quantize_groups" in printed
 
 
 @pytest.mark.slow
 def test_every_kernel_compiles_for_the_gpus_that_are_supported() -> None:
     """The two GPUs in turn: each kernel but the smallest has several shapes."""
-    told = compiled()
-    assert told.count("sm_90") + told.count("sm_80") > 50
+    printed = compiled()
+    assert printed.count("sm_90") + printed.count("sm_80") > 50

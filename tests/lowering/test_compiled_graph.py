@@ -67,14 +67,14 @@ def test_the_pre_decode_runs_op_by_op_with_the_kernels_of_the_compiled_step(llam
     assert called == 2 * [f"specache.{op}.default" for op in ops]
 
 
-def test_the_steps_cpp_is_compiled_while_a_person_is_told_so(
+def test_the_steps_cpp_is_compiled_under_a_progress_line(
     llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And not in the first step."""
-    asked_for: dict[str, bool] = {}
+    loaded: dict[str, bool] = {}
 
     def load(names: Sequence[str], *rest: Any) -> Any:
-        asked_for.setdefault(names[-1], progress.current.get() is not None)
+        loaded.setdefault(names[-1], progress.current.get() is not None)
         return compiled(names, *rest)
 
     compiled = cpp_library.compiled
@@ -85,7 +85,7 @@ def test_the_steps_cpp_is_compiled_while_a_person_is_told_so(
     twin.compile(backend="specache", options=OPTIONS)
     greedy_unmasked(twin, prompt(70), 3)
     names = ("attention/cpp_decode.cpp", "few_rows/cpp_rows.cpp", "movement/cpp_tiers.cpp")
-    assert asked_for == dict.fromkeys(names, True)
+    assert loaded == dict.fromkeys(names, True)
 
 
 def test_the_prefill_hands_each_layer_over_as_soon_as_it_has_it(code: dict[str, list[str]]) -> None:
@@ -121,7 +121,7 @@ def test_extends_and_new_buckets_through_inductor(llama: LlamaForCausalLM) -> No
     assert torch.equal(greedy(twin, ids, 40, prefill_chunk_size=70), expected)
 
 
-def asked_of_capacity(rewrites: Rewrites) -> list[Any]:
+def guards_on_capacity(rewrites: Rewrites) -> list[Any]:
     """Guards on the symbols that stand for a state's capacity."""
     capacities = {size.node.expr for size in rewrites.captured.sizes.values()}
     return [guard for guard in guards(rewrites.captured.fake_mode) if capacities & guard.free_symbols]
@@ -137,7 +137,7 @@ def test_no_graph_is_compiled_again_as_the_cache_grows(llama: LlamaForCausalLM) 
     graphs = [graph.rewrites for graph in find_record(twin).graphs]
     assert sum(len(rewrites.made) for rewrites in graphs) == sc.stats(twin).compiles <= 3
     assert all(rewrites.captured.sizes for rewrites in graphs)
-    assert not any(asked_of_capacity(rewrites) for rewrites in graphs)
+    assert not any(guards_on_capacity(rewrites) for rewrites in graphs)
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -154,13 +154,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.quick_for
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
-def test_nothing_is_asked_of_the_capacity(llama: LlamaForCausalLM, settings: dict[str, Any]) -> None:
+def test_no_guard_depends_on_the_capacity(llama: LlamaForCausalLM, settings: dict[str, Any]) -> None:
     """A graph out of Inductor's caches asks nothing; one that is compiled does, of all sizes but those alone."""
     twin, ids = copy.deepcopy(llama), torch.cat([prompt(120), prompt(120)], 1)
     with torch._inductor.config.patch(force_disable_caches=True):
         twin.compile(backend="specache", options={"lowering": "inductor", **settings})
         assert torch.equal(greedy(twin, ids, 40), greedy(llama, ids, 40))
-    assert not any(asked_of_capacity(graph.rewrites) for graph in find_record(twin).graphs)
+    assert not any(guards_on_capacity(graph.rewrites) for graph in find_record(twin).graphs)
 
 
 @pytest.mark.slow

@@ -97,7 +97,7 @@ def test_arguments_of_inference_mode_can_be_replayed_outside_of_it() -> None:
     assert captured([torch.ones(3), weight, state])[0].tolist() == [2.0] * 3
 
 
-def test_a_parameter_that_moved_is_captured_anew(stand_in: list[int]) -> None:
+def test_a_step_is_captured_again_after_a_parameter_moved(stand_in: list[int]) -> None:
     steps, state = RecordedSteps(), torch.zeros(3)
     for value in (2.0, 3.0):
         weight = torch.nn.Parameter(torch.full((3,), value), requires_grad=False)
@@ -108,14 +108,14 @@ def test_a_parameter_that_moved_is_captured_anew(stand_in: list[int]) -> None:
 
 
 def test_an_input_that_moves_in_every_step_is_given_up_on_after_two_recaptures(stand_in: list[int]) -> None:
-    steps, state, told = RecordedSteps(), torch.zeros(1 << 19), []
+    steps, state, calls = RecordedSteps(), torch.zeros(1 << 19), []
     weight = torch.nn.Parameter(torch.ones(1 << 19), requires_grad=False)
     for number in range(5):
         x = torch.full((1 << 19,), float(number))  # 2 MiB, each elsewhere: the one before is still there
-        told.append((x, []))
-        out = steps.run(step, [x, weight, state], [False, False, True], CPU, told[-1][1].append, Deferred())[0]
+        calls.append((x, []))
+        out = steps.run(step, [x, weight, state], [False, False, True], CPU, calls[-1][1].append, Deferred())[0]
         assert out[0] == number + state[0]
-    assert [given_up for _, given_up in told] == [[], [], [], [], [0]]
+    assert [given_up for _, given_up in calls] == [[], [], [], [], [0]]
     assert len(stand_in) == 3
     assert step not in steps.steps, "a graph that is not replayed again holds no memory"
 
@@ -178,7 +178,7 @@ def symbolic(length: int, batch: int) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize(("read", "reason"), [("keys", None), ("mask", "input mask changes its size")])
-def test_a_symbolic_batch_is_told_from_a_length_that_grows(read: str, reason: str | None) -> None:
+def test_a_symbolic_batch_is_distinguished_from_a_growing_length(read: str, reason: str | None) -> None:
     """A session has one batch size, whatever its graph takes."""
     graph = torch.fx.Graph()
     nodes = {name: graph.placeholder(name) for name in ("keys", "mask")}
@@ -188,8 +188,8 @@ def test_a_symbolic_batch_is_told_from_a_length_that_grows(read: str, reason: st
     settings = {"selects": True, "speculate": False, "hit_rate": False, "recipe": None, "state": []}
     sites = [SimpleNamespace(k=nodes["keys"])]
     plan = Plan(DECODE, sites, **settings, cursor=torch.empty(1, 4), padding=None, inputs=inputs)
-    told = reason_not_to_capture(torch.fx.GraphModule({}, graph), plan)
-    assert told is None if reason is None else str(told).startswith(reason)
+    actual = reason_not_to_capture(torch.fx.GraphModule({}, graph), plan)
+    assert actual is None if reason is None else str(actual).startswith(reason)
 
 
 @pytest.mark.quick_for("1")
@@ -238,8 +238,8 @@ def test_replayed_steps_make_the_uncompiled_models_tokens_across_buckets(
     twin.compile(backend="specache", options=options)
     ids = prompt(200)
     assert torch.equal(greedy_unmasked(twin, ids, 320), greedy_unmasked(llama, ids, 320))
-    told = sc.stats(twin)
-    assert told.replays == told.decodes - 3, "the first step of each bucket runs as it is"
+    stats = sc.stats(twin)
+    assert stats.replays == stats.decodes - 3, "the first step of each bucket runs as it is"
     assert len(stand_in) == 3
 
 
@@ -317,12 +317,12 @@ def test_a_recurrences_state_is_written_where_the_caller_has_it(
     requests, rows = come_and_go(sc.Batch(twin, rows=6), COME_AND_GO[:3])
     assert rows == {1, 2, 3}
     for request in requests:
-        ids, said = request.prompt[None], len(request.said)
-        assert torch.equal(request.ids, greedy(hybrid, ids, said))
+        ids, count = request.prompt[None], len(request.said)
+        assert torch.equal(request.ids, greedy(hybrid, ids, count))
     assert sc.stats(twin).replays > 15
 
 
-def test_dead_rows_touch_page_0_and_the_places_of_rows_to_come(
+def test_padding_rows_touch_only_page_0_and_the_state_of_future_rows(
     llama: LlamaForCausalLM, stand_in: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three rows, of which one takes the place of one that has left, run as four."""
@@ -362,23 +362,23 @@ def test_a_session_whose_host_tier_is_not_pinned_runs_its_steps_as_they_are(
         cache = cache_of(twin(prompt(40), use_cache=True))
         session = cache.layers[0].keys.handle.session
         session.capturable = False
-        told = []
+        reported = []
         for place in range(40, 44):
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 twin(torch.tensor([[1]]), **with_cache(cache), position_ids=torch.tensor([[place]]))
-            told.append(any("the host tier could not be pinned" in str(warning.message) for warning in caught))
-        assert told == [True, False, False, False]
+            reported.append(any("the host tier could not be pinned" in str(warning.message) for warning in caught))
+        assert reported == [True, False, False, False]
         assert not stand_in
         session.capturable = True
         for place in range(44, 46):
             twin(torch.tensor([[1]]), **with_cache(cache), position_ids=torch.tensor([[place]]))
         assert len(stand_in) == 1
-    told_of = sc.stats(twin)
-    assert (told_of.decodes, told_of.replays) == (6, 1)
+    stats = sc.stats(twin)
+    assert (stats.decodes, stats.replays) == (6, 1)
 
 
-def test_a_batch_under_a_mask_that_is_more_than_padding_says_why_it_is_not_captured(
+def test_a_batch_under_a_mask_beyond_padding_reports_why_it_is_not_captured(
     llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cuda_graphs, "captures_on", lambda device: True)
@@ -419,7 +419,7 @@ def walk(model: LlamaForCausalLM, vectors: Tensor) -> Iterator[Tensor]:
 
 @pytest.mark.slow
 @torch.no_grad()
-def test_what_is_captured_answers_bit_for_bit_as_what_is_not(
+def test_captured_steps_equal_uncaptured_steps_bit_for_bit(
     llama: LlamaForCausalLM, stand_in: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Few slots, so that a fetch that is missing, or that is made too late, changes the logits."""
@@ -474,7 +474,7 @@ class Stream:
         return set(self.behind)
 
 
-def test_a_deferred_fetch_runs_beside_the_first_layers_and_before_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_deferred_fetch_runs_during_the_first_layers_and_before_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two layers captured on streams that only keep account: what each launch waits for."""
     main, copies = Stream(), Stream()
     current, launched = [main], {}
@@ -514,7 +514,7 @@ def test_a_deferred_fetch_runs_beside_the_first_layers_and_before_its_own(monkey
     assert not deferred._made_first
 
 
-def test_a_step_that_fails_while_it_is_captured_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_fails_during_capture_reports_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
     """The copy stream is brought back first: CUDA ends no capture without it, and its error would hide the cause."""
     joined: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
@@ -536,11 +536,11 @@ def test_a_step_that_fails_while_it_is_captured_says_why(monkeypatch: pytest.Mon
 def test_a_step_is_captured_on_a_stream_of_its_device_while_that_is_current(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's own capture stream is of the device that captured first, whichever the model is on. The stream that was
     current is entered before, so that it is current again behind a capture that fails."""
-    told: list[Any] = []
+    entered: list[Any] = []
 
     @contextmanager
     def noted(*given: Any, **settings: Any) -> Iterator[None]:
-        told.append(settings.get("stream", given[0]))
+        entered.append(settings.get("stream", given[0]))
         yield
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(pool=lambda: "its memory"))
@@ -551,7 +551,7 @@ def test_a_step_is_captured_on_a_stream_of_its_device_while_that_is_current(monk
     monkeypatch.setattr(cuda_graphs, "capture_stream", lambda device: f"stream of {device}")
     monkeypatch.setattr(copy_stream, "join_capture", lambda device: None)
     assert record(list, torch.device("cuda:1"), ())[1:] == ([], "its memory")
-    assert told == [torch.device("cuda:1"), "current stream of cuda:1", "stream of cuda:1"]
+    assert entered == [torch.device("cuda:1"), "current stream of cuda:1", "stream of cuda:1"]
 
 
 def test_a_step_with_an_argument_elsewhere_than_its_state_is_not_captured() -> None:

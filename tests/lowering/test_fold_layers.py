@@ -131,8 +131,8 @@ def test_batches_padding_and_new_buckets(compiles: list[GraphModule]) -> None:
     mask = torch.ones(2, 240, dtype=torch.int64)
     mask[1, :30] = 0
     for inputs in ({"input_ids": prompt(240)}, {"input_ids": prompt(240, 2), "attention_mask": mask}):
-        asked = {**inputs, "max_new_tokens": 20, "do_sample": False}
-        assert torch.equal(model.generate(**asked), plain.generate(**asked))
+        arguments = {**inputs, "max_new_tokens": 20, "do_sample": False}
+        assert torch.equal(model.generate(**arguments), plain.generate(**arguments))
     assert len(compiles) % 3 == 0
 
 

@@ -38,7 +38,7 @@ def assumed(fake: Any, make: Callable[[], object]) -> tuple[sympy.Basic, ...]:
     return guards(fake.fake_mode)
 
 
-def test_what_a_late_graph_asks_it_assumes(fake: Any) -> None:
+def test_a_late_graph_records_its_assumptions(fake: Any) -> None:
     rows, columns = (size.node.expr for size in fake.shape)
     assert assumed(fake, lambda: fake.shape[0] * 2) == ()
     assert assumed(fake, lambda: bool(fake.shape[0] > fake.shape[1])) == (rows > columns,)
@@ -54,10 +54,10 @@ def test_what_a_late_graph_asks_it_assumes(fake: Any) -> None:
     ],
     ids=["a size", "contiguity", "an op", "a check of Inductor's"],
 )
-def test_and_so_does_the_next_for_which_torch_remembers_the_answer(fake: Any, ask: Callable[[Any], object]) -> None:
-    first = assumed(fake, lambda: ask(fake))
+def test_the_next_late_graph_records_cached_ones_too(fake: Any, query: Callable[[Any], object]) -> None:
+    first = assumed(fake, lambda: query(fake))
     assert first
-    assert assumed(fake, lambda: ask(fake)) == first
+    assert assumed(fake, lambda: query(fake)) == first
 
 
 def test_what_dynamo_checks_is_no_assumption(fake: Any) -> None:

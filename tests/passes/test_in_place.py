@@ -64,9 +64,9 @@ def test_what_is_written_becomes_a_value_that_later_readers_take(function: Calla
     graph.erase_node(graph.find_nodes(op="output")[0])
     graph_module.recompile()
     before = state.clone()
-    told, made = graph_module(state, new)
+    returned, made = graph_module(state, new)
     assert torch.equal(state, before)
-    assert torch.equal(told, expected)
+    assert torch.equal(returned, expected)
     assert torch.equal(made, expected_state)
 
 

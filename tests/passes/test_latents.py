@@ -158,7 +158,7 @@ def test_a_source_that_is_written_meanwhile_is_not_read_later() -> None:
     assert joined_copies(filled_by_copies(scaled_meanwhile=True)) == 0
 
 
-def test_keys_of_two_parts_that_are_no_latents_are_told_and_no_crash() -> None:
+def test_keys_of_two_parts_that_are_no_latents_are_reported_without_a_crash() -> None:
     builder = GraphBuilder()
     q, nope, rope, v = (builder.input(name, BATCH, QUERY_HEADS, 1, 4) for name in ("q", "nope", "rope", "v"))
     keys = builder.call(torch.cat, (BATCH, QUERY_HEADS, 1, 8), [nope, rope], -1)

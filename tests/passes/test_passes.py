@@ -350,7 +350,7 @@ def test_overlap_keeps_every_dependency() -> None:
     assert all(place[a] < place[b] for a, b in dag.edges)
 
 
-def test_every_slot_read_has_its_wait_before_it_and_its_fetch_behind_it() -> None:
+def test_every_slot_read_has_its_wait_before_it_and_its_fetch_after_it() -> None:
     graph_module, plan = rewritten()
     run(graph_module, plan, overlap)
     order = list(graph_module.graph.nodes)

@@ -28,7 +28,7 @@ LEFT = {
 }
 
 
-def said(family: Family, tokens: int) -> list[str]:
+def warnings_of(family: Family, tokens: int) -> list[str]:
     """What a generation warns of, whose tokens are the uncompiled model's."""
     model = family.model()
     model.compile(backend="specache", options=LOSSLESS)
@@ -40,9 +40,9 @@ def said(family: Family, tokens: int) -> list[str]:
 
 
 @pytest.mark.parametrize("name", LEFT)
-def test_a_model_with_the_default_cache_and_attention_is_not_told_to_use_them(name: str) -> None:
+def test_a_model_with_the_default_cache_and_attention_gets_no_advice_to_use_them(name: str) -> None:
     family, reason = LEFT[name]
-    (message,) = said(family, 1)
+    (message,) = warnings_of(family, 1)
     assert reason in message
     assert "DynamicCache" not in message
 
@@ -75,7 +75,7 @@ def test_keys_that_are_copied_into_memory_of_the_graphs_own_come_from_the_cache_
 
 
 @pytest.mark.parametrize("used", [True, False])
-def test_a_past_may_be_asked_for_its_size_where_nothing_comes_of_it(used: bool) -> None:
+def test_a_past_may_be_read_for_its_size_if_no_output_depends_on_it(used: bool) -> None:
     """As mllama asks whether there is one."""
     builder = GraphBuilder()
     out, keys, values = attention(builder, 0, 1, PAST)
@@ -87,7 +87,7 @@ def test_a_past_may_be_asked_for_its_size_where_nothing_comes_of_it(used: bool) 
 
 def test_a_mask_made_of_cached_values_is_left_alone() -> None:
     """doge's is: values that are held could not be read for it."""
-    messages = said(Family("doge", "DogeConfig", {"num_hidden_layers": 1}), 2)
+    messages = warnings_of(Family("doge", "DogeConfig", {"num_hidden_layers": 1}), 2)
     assert messages
     assert all("its mask is computed from the keys or values that its cache keeps" in one for one in messages)
 
@@ -95,7 +95,7 @@ def test_a_mask_made_of_cached_values_is_left_alone() -> None:
 def test_gpt2s_eager_attention_is_known() -> None:
     """It casts its weights by `type`."""
     settings = {"n_embd": 64, "n_layer": 1, "n_head": 4, "attn_implementation": "eager"}
-    assert said(Family("gpt2", "GPT2Config", settings), 2) == []
+    assert warnings_of(Family("gpt2", "GPT2Config", settings), 2) == []
 
 
 CODEGEN = next(family for family in FAMILIES if family.name == "codegen").one_layer
@@ -103,7 +103,7 @@ CODEGEN = next(family for family in FAMILIES if family.name == "codegen").one_la
 
 def test_a_mask_may_be_scaled_with_the_scores_where_it_only_hides() -> None:
     """codegen adds the mask and divides then, in one lane as gptj."""
-    (message,) = said(CODEGEN, 4)
+    (message,) = warnings_of(CODEGEN, 4)
     assert "one token at a time" in message
 
 
@@ -117,7 +117,7 @@ def test_a_mask_that_weighs_and_is_scaled_with_the_scores_is_left_alone() -> Non
 
 
 @pytest.mark.parametrize("steps", ["mask scale mask", "scale cap mask scale", "mask negate"])
-def test_behind_a_mask_that_is_scaled_nothing_else_is_known(steps: str) -> None:
+def test_no_further_operation_matches_after_a_scaled_mask(steps: str) -> None:
     builder = GraphBuilder()
     queries, keys = (builder.input(name, BATCH, HEADS, PAST, DIM) for name in "qk")
     mask, shape = builder.input("mask", BATCH, 1, PAST, PAST), (BATCH, HEADS, PAST, PAST)
@@ -138,11 +138,11 @@ def test_what_vmap_refuses_runs_one_lane_with_that_reason(monkeypatch: pytest.Mo
         raise RuntimeError("vmap: no such thing\nat all")
 
     monkeypatch.setattr(speculate, "run_lanes", refused)
-    (message,) = said(Family("llama", "LlamaConfig", {"num_hidden_layers": 1}), 3)
+    (message,) = warnings_of(Family("llama", "LlamaConfig", {"num_hidden_layers": 1}), 3)
     assert "torch.vmap refuses its graph (vmap: no such thing)" in message
 
 
-def test_one_lane_is_told_once_with_its_reason() -> None:
+def test_one_lane_is_reported_once_with_its_reason() -> None:
     config = LlamaConfig(**{**COMMON, "num_hidden_layers": 1})
     torch.manual_seed(0)
     model = LlamaForCausalLM(config).eval()
