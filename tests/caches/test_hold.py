@@ -1,4 +1,4 @@
-"""`hold`: the compiled model goes on from a cache that it did not fill, as from a prompt that it read itself."""
+"""`hold`: the compiled model continues another model's cache as if it had prefilled the prompt itself."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PADDED = {"best, padded": SETTINGS["best"], "fp8, padded": SETTINGS["fp8"]}
 
 @torch.inference_mode()
 def filled(model: Any, ids: torch.Tensor, **more: Any) -> DynamicCache:
-    """A cache that has read all of `ids`."""
+    """Return a cache with all of `ids`."""
     cache = DynamicCache()
     model(ids, **with_cache(cache), use_cache=True, **more)
     return cache
@@ -49,7 +49,7 @@ def compiled_for(model: Any, **options: Any) -> Any:
 
 
 def tiers(cache: DynamicCache) -> list[dict[str, torch.Tensor]]:
-    """What each layer's fields hold of the tokens that are cached."""
+    """Return each layer's fields, restricted to the cached tokens."""
     session = session_of(cache)
     assert session is not None
     session.drain()
@@ -60,7 +60,7 @@ def tiers(cache: DynamicCache) -> list[dict[str, torch.Tensor]]:
 
 
 def cut(tensor: torch.Tensor, name: str, lengths: Sequence[int]) -> torch.Tensor:
-    """The memory of a whole cache beyond a row's tokens was never written."""
+    """Cut off the unwritten memory of a whole cache after a row's tokens."""
     if name not in ("host", "full_cache"):
         return tensor
     whole = (in_order(tensor) if name == "host" else tensor)[:, :, : max(lengths)].clone()
@@ -70,7 +70,7 @@ def cut(tensor: torch.Tensor, name: str, lengths: Sequence[int]) -> torch.Tensor
 
 
 def masked(ids: torch.Tensor, hidden: int) -> dict[str, torch.Tensor]:
-    """What hides the first tokens of row 0."""
+    """Return arguments that hide the first tokens of row 0."""
     mask = torch.ones_like(ids)
     mask[0, :hidden] = 0
     return {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(0)}
@@ -142,7 +142,7 @@ def test_keys_with_a_bias_are_centered_as_a_prompts() -> None:
 
 @pytest.mark.parametrize("options", [{"method": "fp8"}, {"center": "never", **SETTINGS["best"]}], ids=["fp8", "never"])
 def test_a_bias_that_no_graph_finds_matters_to_no_method_that_does_not_center(options: dict[str, Any]) -> None:
-    """A rotary table that changes with the length is a graph break, behind which keys and RoPE are not told apart."""
+    """A rotary table that depends on the length causes a graph break, after which keys and RoPE cannot be separated."""
     plain = biased(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0})
     ids, model = prompt(100), compiled_for(plain, **options)
     taken = sc.hold(filled(plain, ids), model)

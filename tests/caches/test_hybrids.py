@@ -1,4 +1,4 @@
-"""Caches of hybrids: the state of a recurrence goes with the rest, and is written once a step."""
+"""Caches of hybrids: operations include the state of a recurrence, which each step writes once."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NAMES = [
 
 @pytest.fixture(scope="module", params=NAMES)
 def models(request: pytest.FixtureRequest) -> tuple[Any, Any]:
-    """A hybrid compiled in lossless settings, and uncompiled."""
+    """Return a hybrid compiled with lossless settings, and the uncompiled model."""
     family: Family = BY_NAME[request.param].one_layer
     model, plain = family.model(), family.model()
     model.compile(backend="specache", options=LOSSLESS)
@@ -40,7 +40,7 @@ def models(request: pytest.FixtureRequest) -> tuple[Any, Any]:
 
 @torch.no_grad()
 def continued(model: Any, cache: DynamicCache | None, ids: Tensor, steps: int = 3) -> tuple[Tensor, DynamicCache]:
-    """What a model says behind a prompt, each step's last logits; and the cache, which may be its own."""
+    """Continue a prompt; returns each step's last logits, and the cache, which the model may create."""
     logits = []
     for _ in range(1 + steps):
         out = model(ids, **with_cache(cache), use_cache=True)
@@ -52,7 +52,7 @@ def continued(model: Any, cache: DynamicCache | None, ids: Tensor, steps: int = 
 
 
 def assert_same(models: tuple[Any, Any], caches: Any, ids: Tensor, steps: int = 3) -> tuple[DynamicCache, DynamicCache]:
-    """Both models say the same behind a prompt, and leave the same recurrent state."""
+    """Require that both models continue a prompt equally, with equal recurrent states."""
     (got, ours), (expected, theirs) = (continued(m, c, ids, steps) for m, c in zip(models, caches, strict=True))
     torch.testing.assert_close(got, expected, atol=1e-3, rtol=0)
     assert recurrent(ours)
@@ -61,7 +61,7 @@ def assert_same(models: tuple[Any, Any], caches: Any, ids: Tensor, steps: int = 
 
 
 def recurrent(cache: Any) -> list[Tensor]:
-    """Every state of a cache: its layers', and MiniMax' own."""
+    """Return every recurrent state of a cache: of its layers, and of MiniMax."""
     states = [state for layer in cache.layers for state in states_of(layer).values()]
     return states + [state for state in getattr(cache, "linear_cache", ()) if isinstance(state, Tensor)]
 
@@ -71,7 +71,7 @@ def filled(models: tuple[Any, Any], rows: int = 1) -> tuple[DynamicCache, Dynami
 
 
 def test_of_two_lanes_one_writes_the_state(models: tuple[Any, Any]) -> None:
-    """Step by step, with the pre-decode that makes the first guess."""
+    """Step by step, with the pre-decode of the first guess."""
     caches = assert_same(models, (None, None), prompt(60), 0)
     for seed in range(5):
         assert_same(models, caches, prompt(1, seed=seed), 0)
@@ -124,7 +124,7 @@ def test_a_plain_twin_has_a_state_of_its_own(models: tuple[Any, Any]) -> None:
 
 
 def test_a_crop_is_refused_and_changes_nothing(models: tuple[Any, Any]) -> None:
-    """By Hugging Face itself: nothing tells what the state was."""
+    """Hugging Face raises this error, since the earlier state is unknown."""
     caches = filled(models)
     with pytest.raises(RuntimeError, match=r"does not (track past states|support `crop`)"):
         caches[0].crop(-3)

@@ -1,4 +1,4 @@
-"""Rows of held caches that join and leave: each says what it says alone, in lossy settings too."""
+"""Rows of held caches join and leave; each generates the same as alone, with lossy settings too."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from specache_compile.runtime.session import session_of
 pytestmark = pytest.mark.one_process
 
 SMALL = {"lowering": "eager", "group_size": 32, "residual_length": 32, "top_k": 8}
-# The lane of guesses alone chooses ahead, so that a newcomer makes a pre-decode, and no correction hides what that did.
+# Only the speculative lane selects pairs, so a new row needs a pre-decode, and no correction hides its effect.
 SETTINGS = {
     "lossless": LOSSLESS,
     "default": SMALL,
@@ -38,12 +38,12 @@ SETTINGS = {
     "default, fused": {**SMALL, "lowering": "inductor"},
 }
 del SETTINGS["kivi"]["top_k"]
-# One layer, one head, few words: what is asked does not depend on the model.
+# One layer, one head, a small vocabulary: these tests do not depend on the model.
 TINIEST = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 1,
     "num_key_value_heads": 1,
 }  # fmt: skip
-# Rows that are joined into a rectangle; those of the others are in pages.
+# Settings whose rows join into one contiguous tensor; the rows of other settings are in pages.
 IN_ONE_PIECE = ("lossless", "offload")
 LONG, SHORT, MIDDLE = 190, 9, 70
 
@@ -62,7 +62,7 @@ def model(request: pytest.FixtureRequest) -> Any:
 
 @dataclass
 class Row:
-    """A prompt's row: what it has been given, and what it said to that alone."""
+    """A prompt's row: its tokens, and its logits when run alone."""
 
     given: list[int]
     cache: DynamicCache | None = None
@@ -71,7 +71,7 @@ class Row:
 
 @torch.no_grad()
 def forward(model: Any, cache: DynamicCache | None, tokens: Tensor) -> tuple[DynamicCache, Tensor]:
-    """The cache, and each row's last logits, behind new tokens [B, T] of each row."""
+    """Return the cache, and each row's last logits, after new tokens [B, T]."""
     past = torch.zeros(tokens.shape[0], dtype=torch.int64) if cache is None else sc.lengths(cache)
     positions = past[:, None] + torch.arange(tokens.shape[1])
     out = model(tokens, **with_cache(cache), position_ids=positions, use_cache=True)
@@ -85,7 +85,7 @@ def close(ours: Tensor, theirs: Tensor) -> None:
 
 @pytest.mark.quick_for("default")
 def test_a_random_walk_of_rows_equals_each_row_alone(model: Any, request: pytest.FixtureRequest) -> None:
-    """Joins, leaves, crops and steps of one token or several; beside each row a twin that is alone."""
+    """Joins, leaves, crops and steps of one or several tokens; each row has a twin that runs alone."""
     paged = request.node.callspec.params["model"] not in IN_ONE_PIECE
     chance = random.Random(3)
     pool: Pool | None = None
@@ -95,7 +95,7 @@ def test_a_random_walk_of_rows_equals_each_row_alone(model: Any, request: pytest
     for turn, length in enumerate((LONG, SHORT, MIDDLE, 96)):
         ids = prompt(length, seed=turn)
         (twin, last), (newcomer, _) = forward(model, None, ids), forward(model, None, ids)
-        for _ in range(turn):  # a newcomer that has a guess of its own, and one that has none
+        for _ in range(turn):  # new rows with and without a guess
             step = last.argmax(-1, keepdim=True)
             (twin, last), (newcomer, _) = forward(model, twin, step), forward(model, newcomer, step)
         apart.append(twin)
@@ -189,7 +189,7 @@ def test_a_cache_that_was_split_is_the_caches_that_were_joined(default: Any) -> 
         assert ours.tiers.capacity == theirs.tiers.capacity
         for state, expected in zip(ours.state, theirs.state, strict=True):
             for name, tensor in expected.items():
-                if name != "host":  # which beyond its tokens holds anything
+                if name != "host":  # which is undefined after its tokens
                     assert torch.equal(state[name], tensor), name
         for got, expected in zip(sc.materialize(part).layers, sc.materialize(before).layers, strict=True):
             assert torch.equal(got.keys, expected.keys)
@@ -266,13 +266,13 @@ def test_two_hundred_joins_and_leaves_compile_nothing_and_leave_nothing(tiniest:
     shared = pool.held
     for cache in (together, *alone):
         drop(cache)
-    assert shared <= sum((1, 1, 1, 2)) + 2 * rows  # of full pages there is one, whoever has them
+    assert shared <= sum((1, 1, 1, 2)) + 2 * rows  # all rows share full pages
     assert pool.held == 0
 
 
 @pytest.mark.slow
 def test_fused_rows_equal_each_row_alone() -> None:
-    """The kernels of a lowered graph, of two rows in pages and of one."""
+    """The kernels of a lowered graph, for two rows in pages and for one."""
     model = compiled("default, fused", **TINIEST)
     prompts = [prompt(length, seed=length, vocabulary=64) for length in (LONG, SHORT)]
     read = [forward(model, None, ids) for ids in prompts]

@@ -1,7 +1,7 @@
-"""The simulated device's two libraries, built once for each state of their sources and each torch.
+"""The simulated device's two libraries, built once per version of their sources and of torch.
 
 `libcuda.so.1` is driver, runtime and cuBLAS; `aten_on_cpu.so` runs aten's ops. A compiler and what pip has installed
-are enough: CUDA's headers lie in the wheels of torch's CUDA build and of Triton.
+are enough: the wheels of torch's CUDA build and of Triton contain CUDA's headers.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ SUPPORTED = "2.11", "3.6"  # torch and Triton: the ABI and the internals that ar
 
 
 class Unusable(Exception):
-    """Why there can be no simulated device here, and what to do, in one line."""
+    """A simulated device is impossible here. The message is one line with the reason and the remedy."""
 
 
 @dataclass(frozen=True)
 class Environment:
-    """Where this interpreter's torch and Triton are, and which torch it is."""
+    """The folders of this interpreter's torch and Triton, and the version of torch."""
 
     torch: Path
     triton: Path
@@ -92,7 +92,7 @@ def compile_library(environment: Environment, sources: list[Path], out: Path, *o
 
 
 def write_cublas_refusals(environment: Environment, out: Path) -> None:
-    """For each function of cuBLAS that torch links and driver/cublas.cpp lacks one that refuses by its name."""
+    """Write a function that refuses with its name for each cuBLAS function that torch links and cublas.cpp lacks."""
     ours = set(re.findall(r"(cublas\w+)\(", (SOURCES / "cublas.cpp").read_text()))
     used = set()
     for library in (environment.torch / "lib").glob("libtorch_cuda*.so"):
@@ -123,7 +123,7 @@ def build_aten(environment: Environment, folder: Path) -> None:
 
 
 def built_libraries() -> Path:
-    """The folder with both libraries, built before if they are not there."""
+    """Return the folder with both libraries, and build them if they do not exist."""
     environment = find_environment()
     folder = BUILT / fingerprint(environment)
     if not folder.exists():

@@ -1,4 +1,4 @@
-"""Where there can be no simulated device, one line says what to do."""
+"""If a simulated device is impossible, one line states the remedy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ RUN = Path(__file__).parent / "run.py"
 
 
 def message_of(tmp_path: Path, torch: str, cuda: str | None, triton: str, **environment: str) -> str:
-    """What the launcher says where these are installed."""
+    """Return the launcher's message for these installed packages."""
     for package in ("torch", "triton"):
         (tmp_path / package).mkdir()
     (tmp_path / "torch" / "__init__.py").touch()

@@ -1,4 +1,4 @@
-"""The thinnest way through the CUDA side: a prompt and a few tokens, against the uncompiled model on the CPU."""
+"""A minimal run of the CUDA code: a prompt and a few tokens, against the uncompiled model on the CPU."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_recorded_decode_generates_the_same(llama: LlamaForCausalLM) -> None:
 
 @pytest.mark.skipif("SIMULATED_DEVICE" not in os.environ, reason="a real device may not notice")
 def test_no_kernel_leaves_a_tensor() -> None:
-    """Each tensor is an allocation of its own, where the caching allocator would hide what lies beside it."""
+    """Each tensor is a separate allocation; the caching allocator would hide accesses to adjacent memory."""
     decode = f"{__file__}::test_a_decode_equals_the_uncompiled_model_on_the_cpu[eager]"
     alone = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", decode]

@@ -1,4 +1,4 @@
-"""`explain` of a model on a CUDA device: nothing of the device is touched, and the figures are those of any model."""
+"""`explain` of a model on a CUDA device: it does not touch the device, and gives the same figures as elsewhere."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.gpu
 
 
 def figures(model: LlamaForCausalLM, options: dict[str, Any]) -> str:
-    """What `explain` says of bytes and times, behind what it says of this run."""
+    """Return the bytes and times of `explain`, which follow its text about this run."""
     torch._dynamo.reset()
     return str(sc.explain(model, prompt_length=4096, batch_size=2, options=options)).partition("KV memory")[2]
 

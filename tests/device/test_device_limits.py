@@ -1,4 +1,4 @@
-"""What a device refuses, the simulated one as a real one; and what the simulated one finds that a real one may not."""
+"""Launches that a device refuses, real or simulated; and errors that only the simulated device always detects."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def multiply(a, b, out, SIZE: tl.constexpr):
 
 
 def launched(numbers: int = 100) -> tuple[torch.Tensor, torch.Tensor, Any]:
-    """What goes into the kernel and comes out, and the compiled kernel."""
+    """Return the kernel's input and output, and the compiled kernel."""
     source = torch.arange(numbers, dtype=torch.float32, device="cuda")
     out = torch.empty_like(source)
     return source, out, double[(triton.cdiv(numbers, 64),)](source, out, numbers, BLOCK=64)

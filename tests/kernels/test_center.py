@@ -1,5 +1,4 @@
-"""The center of the keys: what it is, that it makes biased keys as good to quantise as others, and that a share is what
-was taken off."""
+"""The center of the keys: its value, the accuracy of biased keys, and the equality of share and subtracted center."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ BIAS = torch.randn(HEADS, 1, DIM, generator=torch.Generator().manual_seed(0)) * 
 
 
 def rope(x: Tensor, positions: Tensor) -> Tensor:
-    """x [..., n, d] turned to its positions, in float64: channels j and j + d/2 are a complex number."""
+    """Rotate x [..., n, d] to its positions, in float64: channels j and j + d/2 are a complex number."""
     pairs = torch.complex(*x.double().chunk(2, -1))
     angles = positions.double().unsqueeze(-1) * FREQUENCIES.double()
     pairs = pairs * torch.polar(torch.ones_like(angles), angles)
@@ -29,7 +28,7 @@ def rope(x: Tensor, positions: Tensor) -> Tensor:
 
 
 def error_of(keys: Tensor, center: bool, padding: Tensor | None) -> Tensor:
-    """Root mean square error [B] of 2-bit keys [B, H, n, d] of the tokens that are there."""
+    """Return the root mean square error [B] of 2-bit keys [B, H, n, d], over real tokens."""
     options = KiviOptions(bits=2, group_size=GROUP, residual_length=32, center="always" if center else "never")
     batch, _, tokens, _ = keys.shape
     state = allocate(options, LayerShape(HEADS, DIM, torch.float32, torch.device("cpu")), batch, 512, 512)
@@ -63,7 +62,7 @@ def test_what_is_not_finite_has_no_part_in_the_center() -> None:
 
 
 def test_a_stepped_center_is_what_the_mean_before_rope_is_over_a_group() -> None:
-    """Of the newest keys that are there. Its share is one for a group."""
+    """The mean is over the newest real keys. A group has one share."""
     keys = torch.randn(1, HEADS, 1088, DIM, generator=torch.Generator().manual_seed(3)) + 5
     center = torch.zeros(1, HEADS, 3, DIM)
     set_center(keys, None, FREQUENCIES, center, GROUP)

@@ -1,4 +1,4 @@
-"""The copy queue's promises: order, waiting, errors, and an end."""
+"""The copy queue's guarantees: order, waiting, errors, and termination."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PATIENCE = 10.0  # seconds after which a test that hangs fails instead
 
 
 class CopyError(Exception):
-    """What a job in these tests raises."""
+    """The error of jobs in these tests."""
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def queue() -> Iterator[CopyQueue]:
 
 @pytest.fixture
 def gate(queue: CopyQueue) -> Iterator[threading.Event]:
-    """Everything on the worker stands still until the gate is opened."""
+    """Block the worker until the gate opens."""
     opened = threading.Event()
 
     def job() -> int:
@@ -283,7 +283,7 @@ def test_wait_for_offloads_without_a_queue_returns_at_once() -> None:
 
 @pytest.mark.parametrize("job", [lambda: 1, fails()])
 def test_a_dropped_queue_is_freed_with_what_its_copies_held(job: Callable[[], object]) -> None:
-    """Also after an error, whose traceback holds the job's frame, and with copies that nobody waited for."""
+    """Also after an error, whose traceback holds the job's frame, and without waits for its copies."""
 
     def use_a_queue() -> tuple[weakref.ref[CopyQueue], weakref.ref[Tensor], int]:
         queue, big = CopyQueue(), torch.zeros(8)
@@ -319,7 +319,7 @@ def test_copies_of_a_dropped_queue_still_end() -> None:
 
 
 def test_the_worker_has_no_threads_of_its_own() -> None:
-    """A second team of OpenMP threads would put both teams to sleep between any two kernels."""
+    """A second team of OpenMP threads would put both teams to sleep between kernels."""
     before = torch.get_num_threads()
     assert copy_queue.worker().submit(torch.get_num_threads).result() == 1
     assert torch.get_num_threads() == before

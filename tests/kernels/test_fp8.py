@@ -1,4 +1,4 @@
-"""The codes of the FP8 cache against the numbers that their bits stand for (OCP 8-bit floating point, E4M3)."""
+"""The codes of the FP8 cache against their numbers (OCP 8-bit floating point, E4M3)."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ CODES = range(127)  # those of no sign; 127 is NaN, and there is no infinity
 
 
 def value_of(code: int) -> float:
-    """Four bits of exponent, biased by 7, over three of mantissa."""
+    """Decode four bits of exponent, biased by 7, and three of mantissa."""
     exponent, mantissa = divmod(code, 8)
     return mantissa / 8 * 2.0**-6 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 7)
 
 
 def nearest(x: float) -> float:
-    """Of two that are as near the one of even mantissa; beyond the largest, that."""
+    """Return the nearest code, with even mantissa in a tie; the largest code for larger numbers."""
     size = min(abs(x), value_of(CODES[-1]))
     code = min(CODES, key=lambda code: (abs(value_of(code) - size), code % 2))
     return math.copysign(value_of(code), x)

@@ -1,4 +1,4 @@
-"""Memory of the host tier: how much of it there is, and where it comes from."""
+"""Memory of the host tier: limits, pinning, growth and reuse."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MANY = 1 << 62
 
 @pytest.fixture
 def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder in place of /sys/fs/cgroup, and in it one in place of /proc/self/cgroup."""
+    """Replace /sys/fs/cgroup by a folder, and /proc/self/cgroup by a file in it."""
     monkeypatch.setattr(cgroup, "ROOT", tmp_path)
     monkeypatch.setattr(cgroup, "MEMBERSHIP", tmp_path / "membership")
     return tmp_path
@@ -90,11 +90,11 @@ def test_what_version_1_writes_for_no_limit_is_more_than_any_machine_has(system:
     assert left > MANY
 
 
-# Pinning, with a stand-in for CUDA
+# Pinning, with a substitute for CUDA
 
 
 class Driver:
-    """Notes what it is asked for, and which device is current then."""
+    """Records calls, and the current device of each."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, object]] = []
@@ -147,7 +147,7 @@ def test_memory_is_registered_and_freed_with_its_device_current(driver: Driver) 
 
 
 def test_a_tier_is_one_registration_however_large(driver: Driver) -> None:
-    """Address space alone: nothing of it is touched."""
+    """This reserves addresses, and touches no memory."""
     tensor = host_memory.host_empty((3 << 30,), torch.uint8, CUDA)
     assert kinds(driver) == ["register"]
     del tensor
@@ -238,7 +238,7 @@ def test_what_a_thread_has_pinned_ahead_is_there_when_the_tier_grows(driver: Dri
 
 
 def test_segments_that_are_no_whole_pages_are_pinned_in_groups_that_are(driver: Driver) -> None:
-    """Of 8 bits and an odd number of heads: the next registration could not begin within a page."""
+    """With 8 bits and an odd number of heads, the next registration could not begin within a page."""
     unit = 25 * mmap.PAGESIZE + mmap.PAGESIZE // 2
     tensor = host_memory.host_empty((8, unit), torch.uint8, CUDA, 1)
     place = tensor.data_ptr()
@@ -251,7 +251,7 @@ def test_segments_that_are_no_whole_pages_are_pinned_in_groups_that_are(driver: 
 
 
 def test_what_is_pinned_ahead_is_the_caches_own(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is no longer free, and held by nobody yet: what a tier may have stays the same."""
+    """Memory pinned ahead is neither free nor held by a tier; the tier's allowance is unchanged."""
     page = mmap.PAGESIZE
     tensor = host_memory.host_empty((8, page), torch.uint8, CUDA, 2)
     free = [100 * page]
@@ -305,7 +305,7 @@ SEGMENT_BYTES = 2 * 256 * 2 * 4 * 4  # of one row of that layer
 
 
 def test_a_layers_host_tier_has_memory_for_its_tokens_and_addresses_for_its_bucket(driver: Driver) -> None:
-    """`offload` has nothing but the host tier, so that no device is needed."""
+    """`offload` has only the host tier, so this needs no device."""
     options = parse_options({"method": "offload"})
     state = tiers.allocate(options, LAYER, 1, 2048, 512)
     assert state["host"].shape == (8, 1, 2, 256, 2, 4)
@@ -319,7 +319,7 @@ def test_a_layers_host_tier_has_memory_for_its_tokens_and_addresses_for_its_buck
 
 
 def test_under_a_fake_mode_nothing_is_registered_and_no_address_is_read(driver: Driver) -> None:
-    """As `explain` of a model on CUDA has it: a host tier that no machine has memory for."""
+    """`explain` of a model on CUDA can have a host tier larger than any machine's memory."""
     size = 1 << 20, 1 << 24, 1 << 24
     with FakeTensorMode(), warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -363,7 +363,7 @@ def test_ordinary_memory_does_not_grow_where_it_is() -> None:
 
 
 def test_no_registration_ends_within_a_segment(driver: Driver) -> None:
-    """A map of two registrations is lent again for the same segments alone; one whose end is none does not grow."""
+    """A map of two registrations is lent again only for equal segments; one without a segment's end does not grow."""
     page = mmap.PAGESIZE
     tensors = [host_memory.host_empty((2, page), torch.uint8, CUDA)]
     tensors.append(host_memory.host_grown(tensors[0], (3, page), CUDA))
@@ -399,7 +399,7 @@ def test_memory_of_about_the_right_size_is_used_again(driver: Driver, size: int,
 
 
 def test_idle_and_lent_memory_together_are_what_was_once_lent_at_most(driver: Driver) -> None:
-    """The peak is ten sixths of what the second cache needs: four sixths of the first one's memory may stay."""
+    """The peak is ten sixths of the second cache's need, so four sixths of the first cache's memory may stay."""
     pool = host_memory._pool
     cache = [host_memory.host_empty((1 << 20,), torch.uint8, CUDA) for _ in range(10)]
     cache.clear()
@@ -408,7 +408,7 @@ def test_idle_and_lent_memory_together_are_what_was_once_lent_at_most(driver: Dr
     assert (pool.lent, pool.idle_bytes(), pool.peak) == (6 << 20, 4 << 20, 10 << 20)
     cache.clear()
     cache = [host_memory.host_empty((1 << 21,), torch.uint8, CUDA) for _ in range(12)]
-    assert pool.idle_bytes() == 0, "what grew beyond the peak leaves no room"
+    assert pool.idle_bytes() == 0, "growth above the peak leaves no room"
     cache.clear()
     host_memory.release_host_memory()
     assert (pool.lent, pool.idle_bytes(), pool.peak) == (0, 0, 0)
@@ -459,7 +459,7 @@ def test_memory_that_cannot_be_pinned_is_ordinary_and_stays_out_of_the_pool(
 
 
 def filled(shape: tuple[int, ...], dtype: torch.dtype, filling: float) -> torch.Tensor:
-    """Of codes and scales the bytes of a NaN, or of zeros."""
+    """Return codes and scales whose bytes are those of a NaN, or zeros."""
     if dtype.is_floating_point:
         return torch.full(shape, filling, dtype=dtype)
     return torch.full(shape, -1 if math.isnan(filling) else 0, dtype=dtype)
@@ -469,7 +469,7 @@ def filled(shape: tuple[int, ...], dtype: torch.dtype, filling: float) -> torch.
 def test_nothing_is_read_of_the_host_tier_that_was_not_written(
     llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
-    """Memory that is used again holds an older cache, or bits that are no numbers in this one's dtype."""
+    """Reused memory holds an older cache, or bits that are NaN in this dtype."""
     options = {"method": method, "lowering": "eager"}
     options |= {"group_size": 32, "residual_length": 32} if method in ("specache", "kivi") else {}
     options |= {"hit_rate": True} if method == "specache" else {}

@@ -1,5 +1,4 @@
-"""KVzip's scores against the model's own attention, its choice against kvpress', and what the compiled model makes of
-it."""
+"""KVzip's scores against the model's attention, its selection against kvpress, and the compiled model with it."""
 
 from __future__ import annotations
 
@@ -40,8 +39,8 @@ def prefilled(model: LlamaForCausalLM, ids: Tensor) -> DynamicCache:
 
 
 def own_attention(model: LlamaForCausalLM, ids: Tensor, places: slice, following: Tensor, first: int) -> Tensor:
-    """What eager attention over the context and its repetition gives to `places` [layers, H, c], the softmax made one
-    over the first pairs, these, and the repetition."""
+    """Return the eager attention from the repetition to `places` [layers, H, c], with the softmax restricted to the
+    first pairs, these pairs, and the repetition."""
     n, heads = ids.shape[1], model.config.num_key_value_heads
     columns = [*range(first), *range(places.start, places.stop), *range(n, n + following.shape[1])]
     with torch.no_grad():
@@ -67,7 +66,7 @@ def test_scores_are_the_models_own_attention_to_each_chunk() -> None:
 
 
 def test_it_keeps_what_kvpress_keeps() -> None:
-    """Of a context of two chunks behind the chat template's first token."""
+    """For a context of two chunks after the chat template's first token."""
     shape = {name: int(KVPRESS[name]) for name in ("vocab_size", "hidden_size", "intermediate_size")}
     model = LlamaForCausalLM(
         LlamaConfig(**shape, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
@@ -96,7 +95,7 @@ def test_first_tokens_stay_and_heads_share_the_rest() -> None:
 
 
 def test_the_compiled_model_attends_to_what_stays_and_to_what_comes() -> None:
-    """As the uncompiled one does whose mask hides the rest; of one layer, so that a mask can be by head."""
+    """The uncompiled model hides the other pairs by a mask; with one layer the mask can differ by head."""
     model = tiny_llama(num_hidden_layers=1, num_key_value_heads=4)
     ids, more = torch.randint(0, 128, (2, 60)), torch.randint(0, 128, (2, 5))
     whole = prefilled(model, ids)
@@ -141,4 +140,4 @@ def test_an_evaluation_reads_twice_and_keeps_the_budget() -> None:
             state = cache.layers[0].keys.handle.session.state
             kept = [int((layer["compressed_token"][0] >= 0).sum()) for layer in state]
             assert len(kept) == 2 - len(exact)
-            assert sum(kept) == len(kept) * 2 * 20, "an exact layer's budget is nobody's"
+            assert sum(kept) == len(kept) * 2 * 20, "no layer gets an exact layer's budget"

@@ -1,6 +1,6 @@
-"""The C++ kernels under the sanitizers of addresses and of undefined behaviour.
+"""The C++ kernels under the address and undefined-behaviour sanitizers.
 
-A wrong address that hits memory of the process gives right numbers on most days.
+Without them, a wrong address inside the process's memory often gives right numbers.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import pytest
 
 HERE = Path(__file__).parent
 TESTS = ("test_attention.py", "test_tiers.py", "test_few_rows.py", "test_trellis.py")
-# In float32: each dtype is a build of its own.
+# Only float32, since each dtype is a separate build.
 CHOSEN = "(fused or candidates or travel or cpp or float32) and not half and not dtype and not bfloat16 and not any_"
 
 
 def sanitizer(name: str) -> str | None:
-    """The path of gcc's library; None where there is no gcc, or the library is not installed."""
+    """Return the path of gcc's library; None without gcc or the library."""
     try:
         found = subprocess.run(["gcc", f"-print-file-name={name}"], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):

@@ -1,4 +1,4 @@
-"""The pairs of a whole cache by their tokens: in segments as in one piece."""
+"""The pairs of a whole cache by token, in segments and contiguous."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from specache_compile.kernels.state.cursor import LENGTH, new_cursor
 pytestmark = pytest.mark.pairwise
 
 ROWS, HEADS, CAPACITY, CHANNELS = 2, 3, 1024, 4
-# Within one segment, its edges, over several.
+# Within one segment, at its borders, over several segments.
 RANGES = [(0, 1), (5, 200), (0, 256), (250, 256), (255, 257), (256, 768), (3, 1024), (0, 1024)]
 NOTHING = [(256, 256), (9, 9), (1024, 1024)]
 
@@ -66,7 +66,7 @@ def test_staged_pairs_are_contiguous_pieces_that_go_to_the_hosts_runs(
 
 @pytest.mark.parametrize(("start", "stop"), RANGES)
 def test_a_run_is_of_one_segment(pairs: Tensor, start: int, stop: int) -> None:
-    """And so never crosses from one registration into the next."""
+    """So a run never crosses the border of a registration."""
     edges = [start]
     for view, begin, end in segments.runs(in_segments(pairs), start, stop):
         assert begin // 256 == (end - 1) // 256

@@ -1,4 +1,4 @@
-"""Which tokens are a row's sinks, against a plain Python model of it."""
+"""A row's sink tokens against a plain Python model."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_without_padding_they_are_the_first_tokens() -> None:
 
 
 def test_sinks_in_the_low_bit_tier_stay_under_any_later_mask() -> None:
-    """Their pairs are kept already; those of tokens that have left the window before are not."""
+    """Their pairs are already stored; pairs of other tokens that have left the window are not."""
     sink_index = found_step_by_step(torch.ones(1, 13, dtype=torch.bool), [13])  # of which 8 are in the low-bit tier
     hidden = torch.arange(40).unsqueeze(0) >= 2
     find_sinks(sink_index, hidden, 8, 40)

@@ -1,4 +1,4 @@
-"""SnapKV's choice and its attention against a plain reference: one head at a time, Python lists and float64."""
+"""SnapKV's selection and attention against a plain reference: one head at a time, Python lists, float64."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BUDGET, WINDOW = 26, 6
 
 
 def plain_choice(queries: Tensor, keys: Tensor, kernel: int, pooling: str, hidden: int) -> list[int]:
-    """The tokens that one KV head keeps of a prompt; queries [G, n, d], keys [n, d]; the first `hidden` are padding."""
+    """Return the tokens that one KV head keeps of a prompt; queries [G, n, d], keys [n, d], `hidden` padding tokens."""
     tokens, scores = keys.shape[0], []
     before = tokens - WINDOW
     for query in queries:
@@ -72,7 +72,7 @@ def part(given: tuple[Tensor, ...], start: int, stop: int) -> tuple[Tensor, ...]
 
 
 def attention(kept: list[int], row: int, head: int, token: int, given: tuple[Tensor, ...]) -> Tensor:
-    """A token's outputs [G, d] over the kept tokens and itself, in float64."""
+    """Return a token's outputs [G, d] over the kept tokens and itself, in float64."""
     q, k, v = (x.double() for x in given)
     group = slice(head * GROUP, (head + 1) * GROUP)
     seen = [*kept, token]
@@ -118,7 +118,7 @@ def test_tokens_after_the_prompt_stay_and_a_step_may_be_repeated() -> None:
 
 
 def test_after_a_crop_into_the_prompt_each_head_goes_on_with_what_it_has() -> None:
-    """Heads hold different counts then; a crop to nothing begins anew."""
+    """Heads then hold different counts; a crop to length 0 empties the cache."""
     given, cache = tokens(73), Cache()
     cache.step(*given)
     chosen = {

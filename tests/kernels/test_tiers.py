@@ -1,4 +1,4 @@
-"""The ops that move pairs between tiers, against plain Python models of what each tier must hold."""
+"""The ops that move pairs between tiers, against plain Python models of each tier."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ops = torch.ops.specache
 
 
 class Fused:
-    """The ops, in C++ where there is one."""
+    """The ops, in C++ if an op has C++."""
 
     def __getattr__(self, name: str) -> Any:
         found = torch.ops.specache
@@ -43,7 +43,7 @@ class Fused:
 
 @pytest.fixture(autouse=True, params=[ops, Fused()], ids=["definitions", "C++"])
 def every_implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each test is of the ops' contract, which all of them keep."""
+    """Run each test with every implementation of the ops."""
     monkeypatch.setattr(sys.modules[__name__], "ops", request.param)
 
 
@@ -57,7 +57,7 @@ def random_pairs(tokens: int, seed: int, head_dim: int = HEAD_DIM, dtype: torch.
 
 @dataclass
 class Cache:
-    """The tiers that a cache is stored in, and the pairs that were ever put in, in order."""
+    """The tiers of a cache, and all pairs that were appended, in order."""
 
     bits: int
     group: int
@@ -94,7 +94,7 @@ class Cache:
         of_values = (1, 1) if self.trellis else (2, d // self.size)
         self.value_params = torch.full((*ROWS, tokens, *of_values), nothing, dtype=dtype)
         self.sink_pairs = torch.full((*ROWS, self.sink_tokens, 2, d), math.nan, dtype=self.dtype)
-        # The row b's sinks begin at its token 2·b.
+        # Row b's sinks begin at its token 2·b.
         first = 2 * torch.arange(BATCH).view(-1, 1, 1)
         self.sink_index = (torch.arange(self.sink_tokens) + first).int()
 
@@ -106,7 +106,7 @@ class Cache:
         return self.group * max(0, (length - self.residual) // self.group)
 
     def put(self, tokens: int) -> None:
-        """Append and offload random pairs, the cursor pointing where a session would have it."""
+        """Append and offload random pairs, with a session's cursor."""
         pairs = random_pairs(tokens, self.length, self.head_dim, self.dtype)
         if self.rotate:  # of eighths, a rotation's sums are the same in any order, which is a processor's to choose
             pairs = (pairs * 8).round() / 8
@@ -169,7 +169,7 @@ class Cache:
             assert (untouched == 255).all() if self.eight else untouched.isnan().all()
 
     def mean_of_the_first(self, truth: Tensor) -> Tensor:
-        """The mean [B, H, 1, d] of the keys that came into the low-bit tier first, by one append."""
+        """Return the mean [B, H, 1, d] of the first keys of the low-bit tier, from one append."""
         lengths = itertools.accumulate(pairs.shape[2] for pairs in self.originals)
         first = next(filter(None, map(self.low_bit, lengths)), 0)
         return truth[:, :, :first, 0].double().mean(2, keepdim=True).float() if first else torch.zeros(*ROWS, 1, 1)
@@ -283,7 +283,7 @@ def test_a_score_of_zero_is_a_candidate() -> None:
 
 
 class Slots:
-    """Slots, and a model of them in plain Python: for each row and head, which token lies at which place."""
+    """Slots, and a plain Python model of them: the token in each slot, for each row and head."""
 
     def __init__(self, k: int, dtype: torch.dtype = torch.float32) -> None:
         self.k = k
@@ -296,14 +296,14 @@ class Slots:
         self.pair_bytes = 2 * HEAD_DIM * dtype.itemsize
 
     def held(self, b: int, h: int) -> dict[int, int]:
-        """Token → place."""
+        """Return token → slot."""
         return {token: place for place, token in enumerate(self.slot_index[b, h].tolist()) if token >= 0}
 
     def refill(self) -> None:
         refill(self.selected, self.host, self.slots, self.slot_index, self.fetched)
 
     def fetch(self, wishes: list[list[list[int]]]) -> None:
-        """Refill with the wishes, and check everything that a refill promises."""
+        """Refill with the selection, and check everything that a refill guarantees."""
         missing = 0
         before = [[self.held(b, h) for h in range(HEADS)] for b in range(BATCH)]
         for b in range(BATCH):
@@ -353,7 +353,7 @@ def test_the_same_wish_again_moves_nothing_in_any_order() -> None:
 
 
 def test_heads_fetch_apart() -> None:
-    """One head wants nothing and another everything: what a head keeps or lacks is its own matter."""
+    """One head selects nothing and another all slots: each head is independent."""
     slots = Slots(6)
     slots.fetch([[[], [1, 2, 3, 4, 5, 6]], [[3], [9, 8]]])
     slots.fetch([[[1, 2, 3, 4, 5, 6], []], [[3, 9], [8]]])
@@ -372,7 +372,7 @@ def test_prefetch_and_offload_without_a_queue_are_done_when_they_return() -> Non
 
 
 class Gate:
-    """Holds up the worker thread until it is opened."""
+    """Blocks the worker thread until the gate opens."""
 
     def __init__(self, queue: CopyQueue) -> None:
         self.opened = threading.Event()
@@ -419,7 +419,7 @@ def test_offloaded_pairs_are_there_for_a_later_prefetch(queue: CopyQueue) -> Non
 
 
 def test_a_fetch_in_cpp_waits_for_the_prompts_offload(queue: CopyQueue) -> None:
-    """It is done at once, but not before the worker has put there what it is to bring."""
+    """The fetch is synchronous, but waits until the worker has stored its pairs."""
     cursor = torch.tensor([[0, 0, 0, queue.number]]).repeat(BATCH, 1)
     slots = Slots(4)
     new = random_pairs(40, 5)
@@ -433,7 +433,7 @@ def test_a_fetch_in_cpp_waits_for_the_prompts_offload(queue: CopyQueue) -> None:
 
 
 def test_an_offload_owns_its_memory_and_its_place(queue: CopyQueue) -> None:
-    """Inductor reuses k and v, and the next step moves the cursor, before the copy has run."""
+    """Inductor reuses k and v, and the next step moves the cursor, before the copy runs."""
     cursor = torch.tensor([[8, 0, 0, queue.number]]).repeat(BATCH, 1)
     host = torch.zeros(*ROWS, 16, 2, HEAD_DIM)
     new = random_pairs(2, 5)

@@ -1,4 +1,4 @@
-"""The trellis code against its formula bit by bit, against every path there is, and against what theory says of it."""
+"""The trellis code against its formula bit by bit, against an exhaustive search, and against theory."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 
 
 def level(b: list[int], t: int) -> int:
-    """q_t of the docstring's formula; an index below 0 is one from the end."""
+    """Return q_t of the documented formula; negative indices count from the end."""
     return 2 * (b[t] ^ b[t - 1] ^ b[t - 3]) + b[t - 2]
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_four_circular_bits_select_a_level(head_dim: int) -> None:
-    """Bit p of byte j is the channel p·d/8 + j, and behind bit 7 comes bit 0 of the next byte of its circle."""
+    """Bit p of byte j is channel p·d/8 + j; bit 0 of the circle's next byte follows bit 7."""
     width, circle = head_dim // 8, trellis.circle_of(head_dim)
     codes = torch.randint(0, 256, (3, width), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
     levels = unpack(trellis.expanded(codes), 2)
@@ -66,7 +66,7 @@ def test_a_walk_finds_the_nearest_of_all_paths_between_two_states() -> None:
 
 @pytest.mark.parametrize("head_dim", [64, 80, 128])
 def test_of_gaussian_numbers_it_leaves_less_than_two_levels_do(head_dim: int) -> None:
-    """.36 of the variance by Lloyd and Max's two levels, .25 by the best code of one bit there can be."""
+    """Two levels (Lloyd and Max) leave .36 of the variance, the best possible one-bit code .25."""
     x = normal(1, 1, 3000, head_dim)
     codes, scale = trellis.quantize(x)
     levels = trellis.dequantize(codes, scale) / scale[..., 0]

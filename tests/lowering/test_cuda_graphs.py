@@ -1,4 +1,4 @@
-"""What surrounds a captured step, on any machine: a stand-in for the CUDA graph runs the step when it is replayed.
+"""The code around a captured step, on any machine: a substitute for the CUDA graph runs the step in each replay.
 
 The capture itself is tested on a GPU (test_gpu.py).
 """
@@ -39,9 +39,9 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Recording notes the inputs' addresses by closure, as CUDA does; a replay writes the same outputs again.
+    """Replace recording: it keeps the inputs' addresses by closure, like CUDA, and a replay rewrites the same outputs.
 
-    The deferred fetches are made at a replay's start, and left out where the step would make them.
+    A replay starts with the deferred fetches, and the step skips them.
     """
     recorded: list[int] = []
     left_out: set[int] = set()
@@ -111,7 +111,7 @@ def test_an_input_that_moves_in_every_step_is_given_up_on_after_two_recaptures(s
     steps, state, calls = RecordedSteps(), torch.zeros(1 << 19), []
     weight = torch.nn.Parameter(torch.ones(1 << 19), requires_grad=False)
     for number in range(5):
-        x = torch.full((1 << 19,), float(number))  # 2 MiB, each elsewhere: the one before is still there
+        x = torch.full((1 << 19,), float(number))  # 2 MiB at a new address, since the previous tensor is still alive
         calls.append((x, []))
         out = steps.run(step, [x, weight, state], [False, False, True], CPU, calls[-1][1].append, Deferred())[0]
         assert out[0] == number + state[0]
@@ -130,7 +130,7 @@ def test_recaptures_with_replays_between_them_go_on(stand_in: list[int]) -> None
 
 
 def test_graphs_that_move_in_turn_go_on(stand_in: list[int]) -> None:
-    """As a hybrid's of one row, of two and of three, whose state moves with each row that joins."""
+    """A hybrid's graphs of one, two and three rows, whose state moves with each joining row."""
     steps, state, kept = RecordedSteps(), torch.zeros(1), []
     for _ in range(4):
         for rows in (1, 2, 3):
@@ -167,7 +167,7 @@ def test_a_large_argument_that_moves_costs_the_graph_and_one_warning_that_names_
 
 
 def symbolic(length: int, batch: int) -> tuple[Tensor, Tensor]:
-    """Fakes of new keys [B, H, 1, d] and of a mask [B, 1, 1, n], with symbols for B and n."""
+    """Return fakes of new keys [B, H, 1, d] and of a mask [B, 1, 1, n], with symbols for B and n."""
     mode, dynamic = FakeTensorMode(shape_env=ShapeEnv()), DimDynamic.DYNAMIC
     static = DimDynamic.STATIC
     keys, mask = torch.empty(batch, 2, 1, 8), torch.empty(batch, 1, 1, length)
@@ -179,7 +179,7 @@ def symbolic(length: int, batch: int) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize(("read", "reason"), [("keys", None), ("mask", "input mask changes its size")])
 def test_a_symbolic_batch_is_distinguished_from_a_growing_length(read: str, reason: str | None) -> None:
-    """A session has one batch size, whatever its graph takes."""
+    """A session has one batch size, even if its graph has a symbolic batch."""
     graph = torch.fx.Graph()
     nodes = {name: graph.placeholder(name) for name in ("keys", "mask")}
     graph.output((graph.call_function(torch.neg, (nodes[read],)),))
@@ -197,12 +197,12 @@ def test_a_symbolic_batch_is_distinguished_from_a_growing_length(read: str, reas
 def test_steps_of_a_padded_batch_are_captured(
     llama: LlamaForCausalLM, batch: int, stand_in: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The mask grows outside of the graph, which reads the session's padding where it lies; across two buckets."""
+    """The mask grows outside the graph, which reads the session's padding in place, across two buckets."""
     monkeypatch.setattr(cuda_graphs, "captures_on", lambda device: True)
     twin = compile_copy(llama, mode="reduce-overhead")
     ids = prompt(230, batch)
     mask = torch.ones_like(ids)
-    mask[0, 3:41] = 0  # padding in front becomes a length, and is no mask
+    mask[0, 3:41] = 0  # left padding becomes a length instead of a mask
     assert torch.equal(greedy(twin, ids, 60, attention_mask=mask), greedy(llama, ids, 60, attention_mask=mask))
     assert len(stand_in) == 2
 
@@ -266,12 +266,12 @@ def test_a_forks_steps_are_its_own(
     assert len(stand_in) == 2
 
 
-# Of a batch with places for six rows: tokens of each prompt, tokens that it says, steps until the next one comes.
+# For a batch of up to six rows: prompt tokens, generated tokens, and steps until the next request.
 COME_AND_GO = [(100, 30, 4), (70, 12, 3), (90, 9, 3), (75, 20, 2), (66, 5, 2), (80, 9, 40), (64, 8, 2), (5, 3, 9)]
 
 
 def come_and_go(batch: sc.Batch, plan: list[tuple[int, int, int]] = COME_AND_GO) -> tuple[list[Request], set[int]]:
-    """Requests that come and go, with steps in which there are none; and how many rows there have been."""
+    """Run requests that join and leave, with idle steps; returns the requests and the numbers of rows that occurred."""
     requests, rows = [], set()
     for length, tokens, steps in plan:
         requests.append(batch.add(prompt(length, seed=length), max_new_tokens=tokens, logprobs=1))
@@ -287,7 +287,7 @@ def come_and_go(batch: sc.Batch, plan: list[tuple[int, int, int]] = COME_AND_GO)
 def test_rows_that_come_and_go_are_recorded_once_for_each_power_of_two(
     llama: LlamaForCausalLM, lossy: dict[str, Any], stand_in: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each says what it says without recorded steps."""
+    """Each request generates the same tokens as without recorded steps."""
     expected, rows = come_and_go(sc.Batch(compile_copy(llama, **lossy), rows=6))
     assert rows == {0, 1, 2, 3, 4, 5, 6}
     torch._dynamo.reset()
@@ -310,7 +310,7 @@ def test_rows_that_come_and_go_are_recorded_once_for_each_power_of_two(
 def test_a_recurrences_state_is_written_where_the_caller_has_it(
     stand_in: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However small it is; and no dead row fills up rows that have one."""
+    """This holds for any size of the state; rows with such a state are not padded."""
     hybrid = next(family for family in FAMILIES if family.name == "qwen3_5_text").model()
     monkeypatch.setattr(cuda_graphs, "captures_on", lambda device: True)
     twin = compile_copy(hybrid, mode="reduce-overhead")
@@ -325,7 +325,7 @@ def test_a_recurrences_state_is_written_where_the_caller_has_it(
 def test_padding_rows_touch_only_page_0_and_the_state_of_future_rows(
     llama: LlamaForCausalLM, stand_in: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three rows, of which one takes the place of one that has left, run as four."""
+    """Three rows, one of which has replaced a finished row, run as four."""
     monkeypatch.setattr(cuda_graphs, "captures_on", lambda device: True)
     batch = sc.Batch(compile_copy(llama, top_k=8, mode="reduce-overhead"), rows=6, chunk=128)
     requests = [batch.add(prompt(100, seed=seed), max_new_tokens=40) for seed in range(4)]
@@ -391,7 +391,7 @@ def test_a_batch_under_a_mask_beyond_padding_reports_why_it_is_not_captured(
 
 
 def walk(model: LlamaForCausalLM, vectors: Tensor) -> Iterator[Tensor]:
-    """Logits of steps on ids and on vectors, extends, crops, forks and bucket growth, in turn on one cache."""
+    """Yield logits of steps on ids and vectors, chunked prefills, crops, forks and bucket growth, on one cache."""
 
     def forward(cache: Any, tokens: int, given: dict[str, Tensor] | None = None) -> Any:
         start = cache.get_seq_length() if cache else 0
@@ -414,7 +414,7 @@ def walk(model: LlamaForCausalLM, vectors: Tensor) -> Iterator[Tensor]:
     yield forward(cache, 30).logits
     yield from steps(cache, 5)
     cache.crop(-20)
-    yield from steps(cache, 50)  # beyond 256
+    yield from steps(cache, 50)  # past 256 tokens
 
 
 @pytest.mark.slow
@@ -422,7 +422,7 @@ def walk(model: LlamaForCausalLM, vectors: Tensor) -> Iterator[Tensor]:
 def test_captured_steps_equal_uncaptured_steps_bit_for_bit(
     llama: LlamaForCausalLM, stand_in: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Few slots, so that a fetch that is missing, or that is made too late, changes the logits."""
+    """With few slots, a missing or late fetch changes the logits."""
     vectors = llama.get_input_embeddings().weight.detach()
     expected = list(walk(compile_copy(llama, top_k=8), vectors))
     assert not stand_in
@@ -455,11 +455,11 @@ def test_the_last_layers_fetch_is_left_to_the_next_replay(
         twin(prompt(1, 1, token), **with_cache(cache), position_ids=torch.tensor([[206 + token]]))
     Step(session, 1).abandon()
     session.drain()
-    assert all((layer["slot_index"] == -1).all() for layer in session.state), "a step that failed is owed nothing"
+    assert all((layer["slot_index"] == -1).all() for layer in session.state), "a failed step leaves no deferred fetch"
 
 
 class Stream:
-    """Knows what has to end before what is launched on it next."""
+    """Records which launches must end before the next launch."""
 
     def __init__(self) -> None:
         self.behind: set[str] = set()
@@ -475,7 +475,7 @@ class Stream:
 
 
 def test_a_deferred_fetch_runs_during_the_first_layers_and_before_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two layers captured on streams that only keep account: what each launch waits for."""
+    """Two layers are captured on streams that record what each launch waits for."""
     main, copies = Stream(), Stream()
     current, launched = [main], {}
 
@@ -509,13 +509,13 @@ def test_a_deferred_fetch_runs_during_the_first_layers_and_before_its_own(monkey
     assert list(launched) == ["gather 1", "attend 0", "gather 0", "attend 1"]
     assert launched["attend 0"] == set()
     assert launched["gather 0"] == {"gather 1", "attend 0"}
-    assert launched["attend 1"] == {"gather 1", "attend 0"}, "it waits for its own slots, and for no others"
+    assert launched["attend 1"] == {"gather 1", "attend 0"}, "it waits only for its own slots"
     assert main.behind == {"gather 0", "gather 1", "attend 0", "attend 1"}, "all is joined before the capture ends"
     assert not deferred._made_first
 
 
 def test_a_step_that_fails_during_capture_reports_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The copy stream is brought back first: CUDA ends no capture without it, and its error would hide the cause."""
+    """The copy stream joins first: otherwise CUDA cannot end the capture, and its error hides the cause."""
     joined: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
     monkeypatch.setattr(torch.cuda, "graph", lambda *given, **settings: nullcontext())
@@ -534,8 +534,8 @@ def test_a_step_that_fails_during_capture_reports_the_cause(monkeypatch: pytest.
 
 
 def test_a_step_is_captured_on_a_stream_of_its_device_while_that_is_current(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's own capture stream is of the device that captured first, whichever the model is on. The stream that was
-    current is entered before, so that it is current again behind a capture that fails."""
+    """torch's capture stream belongs to the device that captured first. The current stream is entered before, so that
+    it is current again after a failed capture."""
     entered: list[Any] = []
 
     @contextmanager
@@ -555,7 +555,7 @@ def test_a_step_is_captured_on_a_stream_of_its_device_while_that_is_current(monk
 
 
 def test_a_step_with_an_argument_elsewhere_than_its_state_is_not_captured() -> None:
-    """What a kernel got from a number in host memory is part of the capture: a replay would take the old one."""
+    """A kernel's argument from host memory is part of the capture: a replay would use the old value."""
     graph = torch.fx.Graph()
     x, factor = (graph.placeholder(name) for name in ("x", "factor"))
     graph.output((graph.call_function(torch.mul, (x, factor)),))

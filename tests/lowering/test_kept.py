@@ -1,4 +1,4 @@
-"""Graphs that Inductor compiles and that are to be data: none is taken for another."""
+"""Stored graphs from Inductor are never confused with each other."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from specache_compile.lowering.lower import lower
 
 
 def doubled(x: Tensor) -> Tensor:
-    """A function in no library of torch: a graph that calls it has no key among AOTAutograd's files."""
+    """A function outside torch: AOTAutograd cannot hash a graph that calls it."""
     return x * 2
 
 

@@ -1,4 +1,4 @@
-"""In-place writes to a graph's inputs become values of the graph."""
+"""In-place writes to a graph's inputs become values in the graph."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def whole(state: Tensor, new: Tensor) -> Tensor:
 
 
 def by_head(state: Tensor, new: Tensor) -> Tensor:
-    """As Zamba writes its recurrent state."""
+    """Write as Zamba writes its recurrent state."""
     for head in range(3):
         part = state[:, head]
         part.copy_(part * 0.5 + new)
@@ -38,7 +38,7 @@ def some_rows(state: Tensor, new: Tensor) -> Tensor:
 
 
 def captured(function: Callable[..., Tensor]) -> GraphModule:
-    """The function's graph, with a fake of each value that a placeholder or a view has."""
+    """Return the function's graph, with fakes of placeholders and views."""
     graph_module = symbolic_trace(function)
     with FakeTensorMode() as mode:
         state = mode.from_tensor(torch.zeros(2, 3, 4))

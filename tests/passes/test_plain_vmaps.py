@@ -1,4 +1,4 @@
-"""A model's own `torch.vmap` in a captured graph: plain operations by the time that the passes see it."""
+"""A model's own `torch.vmap` in a captured graph becomes plain operations before the passes run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ JAMBA = Family(
 
 
 def sums_graph() -> GraphModule:
-    """Every sum of a number of x and one of y, as Dynamo writes two vmaps, one in the other."""
+    """Return all sums of a number of x and one of y, in Dynamo's form of two nested vmaps."""
     builder = GraphBuilder()
     x, y = builder.input("x", 3), builder.input("y", 4)
     builder.call(_vmap_increment_nesting, (), 3, "error")
@@ -116,7 +116,7 @@ def no_later(i: Tensor, j: Tensor) -> Tensor:
 
 
 class MaskedByVmap(torch.nn.Module):
-    """Llama whose prompt has a mask that is a function of two positions, vmapped over both."""
+    """Llama with a prompt mask that is a function of two positions, vmapped over both."""
 
     def __init__(self, llama: LlamaForCausalLM) -> None:
         super().__init__()

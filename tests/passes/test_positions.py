@@ -1,4 +1,4 @@
-"""Which decode graphs tell a token where it stands."""
+"""Decode graphs whose results depend on token positions, and graphs whose results do not."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def integers(builder: GraphBuilder, *shape: int, dtype: torch.dtype = torch.int6
 
 
 def graph(where: str) -> tuple[GraphModule, Node]:
-    """A token's attention; what may be its position goes where it is said."""
+    """Return a token's attention, with a possible position at `where`."""
     builder = GraphBuilder()
     ids = add_input(builder, "ids", integers(builder, 1, 1))
     cursor = add_input(builder, "cursor", integers(builder, 1, 4))

@@ -1,4 +1,4 @@
-"""Why a model's attention is left as it is: said of what the model does, and not of what somebody else's might."""
+"""Reasons for attentions that are left alone describe the model at hand."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LEFT = {
 
 
 def warnings_of(family: Family, tokens: int) -> list[str]:
-    """What a generation warns of, whose tokens are the uncompiled model's."""
+    """Return the warnings of a generation, whose tokens must equal the uncompiled model's."""
     model = family.model()
     model.compile(backend="specache", options=LOSSLESS)
     with warnings.catch_warnings(record=True) as seen:
@@ -48,7 +48,7 @@ def test_a_model_with_the_default_cache_and_attention_gets_no_advice_to_use_them
 
 
 def test_a_window_that_keeps_its_past_for_assisted_decoding_is_reported_as_a_window() -> None:
-    """Such a layer stores the whole update, and its attention reads the newest tokens of it."""
+    """Such a layer stores the whole update, and its attention reads the update's newest tokens."""
     builder = GraphBuilder()
     out, keys, values = attention(builder, 0, 1, PAST)
     newest = (slice(None), slice(None), slice(-4, None), slice(None))
@@ -60,7 +60,7 @@ def test_a_window_that_keeps_its_past_for_assisted_decoding_is_reported_as_a_win
 
 
 def test_keys_that_are_copied_into_memory_of_the_graphs_own_come_from_the_cache_all_the_same() -> None:
-    """As latent attention makes them: a walk back through arguments alone ends at the empty tensor."""
+    """Latent attention fills its keys in place: following arguments alone ends at the empty tensor."""
     builder = GraphBuilder()
     out, keys, values = attention(builder, 0, 1, PAST)
     own = builder.call(torch.empty, (BATCH, HEADS, PAST + 1, DIM), (BATCH, HEADS, PAST + 1, DIM))
@@ -76,7 +76,7 @@ def test_keys_that_are_copied_into_memory_of_the_graphs_own_come_from_the_cache_
 
 @pytest.mark.parametrize("used", [True, False])
 def test_a_past_may_be_read_for_its_size_if_no_output_depends_on_it(used: bool) -> None:
-    """As mllama asks whether there is one."""
+    """mllama reads the size to test whether there is a past."""
     builder = GraphBuilder()
     out, keys, values = attention(builder, 0, 1, PAST)
     past = next(node for node in builder.graph.nodes if node.name == "past_k0")
@@ -86,14 +86,14 @@ def test_a_past_may_be_read_for_its_size_if_no_output_depends_on_it(used: bool) 
 
 
 def test_a_mask_made_of_cached_values_is_left_alone() -> None:
-    """doge's is: values that are held could not be read for it."""
+    """doge computes its mask from values, which held tensors do not provide."""
     messages = warnings_of(Family("doge", "DogeConfig", {"num_hidden_layers": 1}), 2)
     assert messages
     assert all("its mask is computed from the keys or values that its cache keeps" in one for one in messages)
 
 
 def test_gpt2s_eager_attention_is_known() -> None:
-    """It casts its weights by `type`."""
+    """GPT-2 casts its weights by `type`."""
     settings = {"n_embd": 64, "n_layer": 1, "n_head": 4, "attn_implementation": "eager"}
     assert warnings_of(Family("gpt2", "GPT2Config", settings), 2) == []
 
@@ -102,7 +102,7 @@ CODEGEN = next(family for family in FAMILIES if family.name == "codegen").one_la
 
 
 def test_a_mask_may_be_scaled_with_the_scores_where_it_only_hides() -> None:
-    """codegen adds the mask and divides then, in one lane as gptj."""
+    """codegen adds the mask and then divides; it runs one lane, like gptj."""
     (message,) = warnings_of(CODEGEN, 4)
     assert "one token at a time" in message
 
@@ -160,7 +160,7 @@ def test_one_lane_is_reported_once_with_its_reason() -> None:
 
 
 def test_a_mask_that_chooses_pairs_by_what_the_token_is_needs_pairs_of_the_token_itself() -> None:
-    """An indexer adds its choice to the mask: pairs that the token before chose would be others."""
+    """An indexer adds its selection to the mask, and the previous token's selection differs."""
     builder = GraphBuilder()
     out, keys, values = attention(builder, 0, 1, PAST)
     hidden, weight = builder.input("hidden", BATCH, 1, 1, DIM), builder.input("weight", PAST + 1, DIM)

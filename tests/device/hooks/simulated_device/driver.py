@@ -27,7 +27,7 @@ _numbers = itertools.count(1)
 
 @ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 def _called(number: int) -> None:
-    """A stream has come to this work. What goes wrong in it is told to whoever waits for the device next."""
+    """Run a stream's work. The next wait for the device reports an error in it."""
     name, run, once = _work[number]
     if once:
         del _work[number]
