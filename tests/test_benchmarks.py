@@ -202,7 +202,7 @@ def test_a_row_reports_which_pairs_its_steps_move() -> None:
 
 
 @pytest.mark.slow
-def test_computed_steps_are_those_that_are_kept(tmp_path: Path) -> None:
+def test_computed_steps_equal_the_stored_ones(tmp_path: Path) -> None:
     import computed_steps
 
     computed_steps.main(["--devices", "RTX 4090", "--out", str(tmp_path / "out.json")])

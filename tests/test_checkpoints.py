@@ -459,7 +459,7 @@ def test_a_bad_file_is_one_line_and_leaves_nothing(
         assert str(path) in error_line(capsys)
 
 
-def test_what_reads_gguf_files_is_named_where_it_is_missing(
+def test_a_missing_gguf_reader_is_named(
     own: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(conversion, "READERS", ("no-such-reader",))

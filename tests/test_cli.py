@@ -162,7 +162,7 @@ def test_help_teaches(capsys: pytest.CaptureFixture[str], arguments: list[str]) 
     assert "specache" in capsys.readouterr().out
 
 
-def test_commands_stand_in_the_order_in_which_a_person_needs_them(capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_are_listed_in_the_order_of_use(capsys: pytest.CaptureFixture[str]) -> None:
     assert "{demo,generate,chat,bench,explain,serve,eval}" in help_of(capsys)
 
 

@@ -78,7 +78,7 @@ def masked(ids: torch.Tensor, hidden: int) -> dict[str, torch.Tensor]:
 
 @pytest.mark.quick_for("best", "16 bits first", "kivi", "offload", "best, padded", "fp8, padded")
 @pytest.mark.parametrize("name", [*SETTINGS, *PADDED])
-def test_a_held_cache_has_the_tiers_of_a_prompt_that_was_read(name: str, llama: Any) -> None:
+def test_a_held_cache_has_the_tiers_of_a_prefilled_prompt(name: str, llama: Any) -> None:
     ids, model = prompt(150, batch=2), compiled_for(llama, **{**SETTINGS, **PADDED}[name])
     padding = masked(ids, 17) if name in PADDED else {}
     read = filled(model, ids, **padding)
@@ -121,7 +121,7 @@ def test_through_inductor_a_wrapped_model_and_bfloat16(llama: Any) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", [None, pytest.param("reduce-overhead", marks=pytest.mark.slow)])
-def test_on_a_gpu_it_is_a_prompt_that_was_read(llama: Any, mode: str | None) -> None:
+def test_on_a_gpu_it_equals_a_prefilled_prompt(llama: Any, mode: str | None) -> None:
     plain = copy.deepcopy(llama).cuda()
     ids, options = prompt(150).cuda(), SETTINGS["best"]
     model = compiled_for(plain, **options, **({"mode": mode} if mode else {}))
@@ -151,13 +151,13 @@ def test_a_bias_that_no_graph_finds_matters_to_no_method_that_does_not_center(op
 
 
 @pytest.mark.slow
-def test_a_draft_behind_a_held_cache_is_verified_as_any_other(llama: Any) -> None:
+def test_a_draft_after_a_held_cache_is_verified_as_usual(llama: Any) -> None:
     ids, model = prompt(150), compiled_for(llama, **{**SETTINGS["best"], "verify": 4})
     taken = sc.hold(filled(llama, ids[:, :-1]), model)
     assert torch.equal(greedy(model, ids, **with_cache(taken)), greedy(llama, ids))
 
 
-def test_what_was_given_stays_as_it_is_and_statistics_count_what_follows(llama: Any) -> None:
+def test_the_given_cache_is_unchanged_and_statistics_count_later_steps(llama: Any) -> None:
     ids, model = prompt(100), compiled_for(llama, **LOSSLESS)
     plain = filled(llama, ids)
     before = [layer.keys.clone() for layer in plain.layers]
@@ -177,7 +177,7 @@ def test_layers_that_stay_exact_stay_plain(llama: Any) -> None:
     assert torch.equal(greedy(model, whole, **with_cache(taken)), greedy(llama, whole))
 
 
-def test_it_is_saved_and_loaded_as_any_other(llama: Any, tmp_path: Any) -> None:
+def test_a_held_cache_is_saved_and_loaded(llama: Any, tmp_path: Any) -> None:
     ids, model = prompt(100), compiled_for(llama, **LOSSLESS)
     taken = sc.hold(filled(llama, ids), model)
     sc.save(taken, tmp_path)
@@ -195,7 +195,7 @@ def biased(**more: Any) -> Qwen2ForCausalLM:
     ).eval()  # fmt: skip
 
 
-def test_what_cannot_be_taken_over_is_refused_in_words(llama: Any) -> None:
+def test_unsupported_caches_are_refused_with_a_reason(llama: Any) -> None:
     ids, model = prompt(40), compiled_for(llama, **LOSSLESS)
     with pytest.raises(sc.SpecacheError, match="hold: this model is not compiled by the backend"):
         sc.hold(filled(llama, ids), llama)

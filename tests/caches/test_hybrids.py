@@ -79,7 +79,7 @@ def test_of_two_lanes_one_writes_the_state(models: tuple[Any, Any]) -> None:
     assert_same(models, caches, prompt(7, seed=6), 2)
 
 
-def test_a_fork_has_a_state_of_its_own(models: tuple[Any, Any]) -> None:
+def test_a_fork_has_a_separate_state(models: tuple[Any, Any]) -> None:
     caches = filled(models)
     forks = copy.deepcopy(caches)
     for seed in (3, 4):
@@ -115,7 +115,7 @@ def test_a_saved_state_goes_on_bit_for_bit(models: tuple[Any, Any], tmp_path: Pa
     again.reorder_cache(torch.tensor([0]))
 
 
-def test_a_plain_twin_has_a_state_of_its_own(models: tuple[Any, Any]) -> None:
+def test_a_plain_copy_has_a_separate_state(models: tuple[Any, Any]) -> None:
     _, plain = models
     ours, theirs = filled(models)
     twin, kept = sc.materialize(ours), copy.deepcopy(theirs)

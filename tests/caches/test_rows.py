@@ -178,7 +178,7 @@ def compiled(setting: str, **changes: Any) -> Any:
     return model
 
 
-def test_a_cache_that_was_split_is_the_caches_that_were_joined(default: Any) -> None:
+def test_a_split_cache_equals_the_joined_caches(default: Any) -> None:
     cache = joined(default)
     assert sc.lengths(cache).tolist() == [SHORT, LONG, MIDDLE]
     for length, part in zip((SHORT, LONG, MIDDLE), sc.split(cache), strict=True):
@@ -196,7 +196,7 @@ def test_a_cache_that_was_split_is_the_caches_that_were_joined(default: Any) -> 
             assert torch.equal(got.values, expected.values)
 
 
-def test_plain_copies_have_each_rows_tokens_last_as_a_padded_batch_has() -> None:
+def test_plain_copies_are_left_padded_like_a_batch() -> None:
     model, plain = compiled("offload"), tiny_llama()
     prompts = [prompt(length, seed=length) for length in (SHORT, MIDDLE)]
     ids, mask = left_padded(prompts)
@@ -307,7 +307,7 @@ def held(model: Any, ids: Tensor, **more: Any) -> DynamicCache:
         return cache_of(model(ids, use_cache=True, **more))
 
 
-def test_what_cannot_be_joined_is_refused_in_words(default: Any) -> None:
+def test_caches_that_cannot_be_joined_are_refused_with_a_reason(default: Any) -> None:
     first = forward(default, None, prompt(60))[0]
     with pytest.raises(SpecacheError, match="no cache in the list"):
         sc.join([])

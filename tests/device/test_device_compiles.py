@@ -131,7 +131,7 @@ def come_and_go(batch: sc.Batch) -> list[list[int]]:
     return [request.said for request in requests]
 
 
-def test_rows_that_come_and_go_are_recorded_by_powers_of_two_and_then_never_again(
+def test_rows_that_join_and_leave_are_recorded_once_per_power_of_two_on_a_device(
     llama: LlamaForCausalLM, compiled_forms: list[Form], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each request equals the uncompiled model's tokens, across a step in which only one row quantises a group."""

@@ -185,7 +185,7 @@ def give_host_memory_back() -> None:
     torch.cuda.synchronize()
 
 
-def test_a_host_segment_given_back_too_soon_is_found() -> None:
+def test_a_host_segment_that_is_freed_too_soon_is_found() -> None:
     give_host_memory_back()
     with (
         pytest.raises(torch.AcceleratorError, match="unspecified launch failure"),

@@ -35,7 +35,7 @@ def empty(tokens: int) -> torch.Tensor:
 
 
 @pytest.mark.usefixtures("other_addresses")
-def test_memory_that_the_device_has_elsewhere_is_left_unpinned() -> None:
+def test_memory_with_another_device_address_is_left_unpinned() -> None:
     """Kernels get the host's address, which is invalid on such a device."""
     with (
         pytest.warns(UserWarning, match="cuda:0 has another address for pinned memory"),
@@ -46,7 +46,7 @@ def test_memory_that_the_device_has_elsewhere_is_left_unpinned() -> None:
     assert len(host) == 1 << 16
 
 
-def test_a_tier_grows_elsewhere_if_its_next_registration_is_elsewhere(request: pytest.FixtureRequest) -> None:
+def test_a_tier_moves_if_its_next_registration_has_another_address(request: pytest.FixtureRequest) -> None:
     sc.release_host_memory()
     host = empty(1 << 12)
     assert host.is_pinned()

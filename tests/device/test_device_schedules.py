@@ -89,7 +89,7 @@ def test_a_run_is_the_same_under_every_schedule(name: str, schedule: str) -> Non
     assert not differences(expected(name), run(schedule, **settings)), f"{name} under {schedule}"
 
 
-def test_a_replay_reads_nothing_that_the_host_baked_in() -> None:
+def test_a_replay_reads_no_value_captured_from_the_host() -> None:
     """Lengths, tokens and what the tiers hold differ in each replay; a step that is run as it is says the same."""
     assert not differences(expected("as it is"), expected("recorded"))
 

@@ -377,7 +377,7 @@ def test_output_and_scores_are_the_references(op: str, head_dim: int, bits: int)
 
 @pytest.mark.parametrize("bits", [(2, 1), (1, 2), (4, 1), (1, 8), (2, 2)], ids=str)
 @pytest.mark.parametrize("head_dim", [16, 64, 80, 96])
-def test_keys_and_values_of_their_own_bits_turned(op: str, head_dim: int, bits: tuple[int, int]) -> None:
+def test_rotated_keys_and_values_of_different_bits(op: str, head_dim: int, bits: tuple[int, int]) -> None:
     check(op, Case(head_dim=head_dim, bits=bits[0], value_bits=bits[1], rotate=True, mask="padding", length=350))
 
 
@@ -408,7 +408,7 @@ def test_keys_in_a_trellis_after_a_center(op: str, center: bool) -> None:
 
 @pytest.mark.parametrize("rotate", [False, True])
 @pytest.mark.parametrize("head_dim", [16, 80])
-def test_what_the_centers_keys_lack_is_in_their_logits(op: str, head_dim: int, rotate: bool) -> None:
+def test_logits_include_the_subtracted_center(op: str, head_dim: int, rotate: bool) -> None:
     check(op, Case(head_dim=head_dim, rotate=rotate, center=True, mask="padding", softcap=30.0, length=350))
 
 
@@ -504,7 +504,7 @@ def test_sink_tokens_with_all_other_options(op: str, lanes: int, bits: int) -> N
     )
 
 
-def test_what_is_stored_of_a_sink_token_in_few_bits_does_not_matter(op: str) -> None:
+def test_the_low_bit_codes_of_sink_tokens_do_not_matter(op: str) -> None:
     step = make_step(Case(sink_tokens=8))
     out, scores = step.run(op)
     step.state["codes"][0, :, :7] ^= 255

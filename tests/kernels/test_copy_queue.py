@@ -70,7 +70,7 @@ def open_soon(gate: threading.Event, seconds: float = 0.05) -> None:
 # Order and waiting
 
 
-def test_copies_run_in_the_order_in_which_they_were_handed_in(queue: CopyQueue, gate: threading.Event) -> None:
+def test_copies_run_in_the_order_of_submission(queue: CopyQueue, gate: threading.Event) -> None:
     log: list[str] = []
     guarded = [slots() for _ in range(3)]
     for i in range(3):
@@ -318,7 +318,7 @@ def test_copies_of_a_dropped_queue_still_end() -> None:
     assert done.wait(PATIENCE)
 
 
-def test_the_worker_has_no_threads_of_its_own() -> None:
+def test_the_worker_starts_no_further_threads() -> None:
     """A second team of OpenMP threads would put both teams to sleep between kernels."""
     before = torch.get_num_threads()
     assert copy_queue.worker().submit(torch.get_num_threads).result() == 1
@@ -326,7 +326,7 @@ def test_the_worker_has_no_threads_of_its_own() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_fork_waits_for_the_copies_under_way_and_the_child_copies_on_its_own(queue: CopyQueue) -> None:
+def test_a_fork_waits_for_running_copies_and_the_child_has_its_own_worker(queue: CopyQueue) -> None:
     mine, log = slots(), list[str]()
     queue.submit_prefetch(mine, lambda: (time.sleep(0.1), mine.fill_(1)))
     queue.submit_offload(lambda: (time.sleep(0.1), notes(log, "parent")()))

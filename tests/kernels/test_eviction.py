@@ -297,7 +297,7 @@ def test_forgetting_drops_the_newer_tokens_and_moves_the_rest_together(length: i
         assert torch.equal(cache.kept[row, head, : len(stays), 0], k[row, head, stays])
 
 
-def test_after_forgetting_more_than_was_there_the_cache_goes_on() -> None:
+def test_the_cache_continues_after_dropping_more_than_it_had() -> None:
     """Heads then hold different counts; empty entries get no attention, and are filled before any eviction."""
     q, k, v = tokens(30, seed=7)
     cache = Cache(10, "tova")

@@ -103,7 +103,7 @@ def test_a_model_whose_rope_turns_neighbours_is_refused() -> None:
         model(torch.randint(0, 64, (1, 90)), use_cache=True)
 
 
-def test_a_model_keeps_the_budget_and_what_comes_later() -> None:
+def test_a_model_keeps_the_budget_and_later_tokens() -> None:
     """In the graph, with the model's frequencies."""
     model = tiny_llama()
     model.compile(backend="specache", options={"method": "expected_attention", "budget": 30, "lowering": "eager"})

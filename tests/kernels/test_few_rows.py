@@ -37,7 +37,7 @@ def test_each_row_times_the_weight(dtype: torch.dtype, rows: int, channels: int,
     assert ((out.double() - exact).abs() <= TOLERANCE[dtype] * exact.abs() + 1e-6 * size).all()
 
 
-def test_what_is_not_finite_stays_so() -> None:
+def test_elements_that_are_not_finite_stay_so() -> None:
     weight = torch.tensor([[1.0, 0.0], [0.0, 1.0]]).bfloat16()
     out = torch.ops.specache.few_rows_fused(torch.tensor([[float("nan"), float("inf")]]).bfloat16(), weight, None)
     assert out[0, 0].isnan()
@@ -120,7 +120,7 @@ def test_products_of_one_x_and_one_layers_weights_become_one_op(widened: bool) -
         torch.testing.assert_close(found, expected)
 
 
-def test_what_the_kernel_would_read_wrongly_stays() -> None:
+def test_products_that_the_kernel_would_misread_stay() -> None:
     """A broadcast bias, a weight or a row without its first dimension, weights of a subclass."""
     x, weight = torch.randn(1, 8), torch.randn(4, 8)
     assert is_linear(x, weight, torch.randn(4))

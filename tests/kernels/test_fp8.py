@@ -41,7 +41,7 @@ def test_a_pair_is_stored_as_its_nearest_codes_after_earlier_pairs() -> None:
     assert not found[:, :, 9:].any()
 
 
-def test_what_is_no_number_stays_none() -> None:
+def test_nan_stays_nan() -> None:
     k = torch.full((1, 1, 1, 8), math.nan)
     cache = torch.zeros(1, 1, 1, 2, 8, dtype=torch.uint8)
     torch.ops.specache.keep_fp8(k, k, None, torch.zeros(1, 4, dtype=torch.int64), cache)

@@ -159,7 +159,7 @@ def test_a_step_without_fetches_is_captured_too(llama: LlamaForCausalLM) -> None
     assert torch.equal(greedy_unmasked(twin, ids, tokens), greedy_unmasked(model, ids, tokens))
 
 
-def test_a_step_is_run_as_it_is_once_a_large_argument_moves_every_time(
+def test_a_step_runs_uncaptured_if_a_large_argument_moves_every_time(
     llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cuda_graphs, "COPIED_BYTES", 4)  # each step's token is larger, and all are kept
@@ -235,7 +235,7 @@ def test_a_late_copy_in_a_captured_step_changes_no_token(llama: LlamaForCausalLM
     assert torch.equal(greedy_unmasked(twin, ids, tokens), greedy_unmasked(model, ids, tokens))
 
 
-def test_without_its_waits_a_late_copy_is_seen(
+def test_without_waits_a_late_copy_changes_tokens(
     llama: LlamaForCausalLM, hold_up_gathers: HoldUp, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The test above can fail: without waits, the same delay changes the pairs that a step reads."""
@@ -341,7 +341,7 @@ def test_a_tier_that_grows_stays_in_place_and_is_accessed_past_its_first_registr
 
 
 @long_there
-def test_a_dead_caches_host_memory_is_the_next_ones(llama: LlamaForCausalLM) -> None:
+def test_a_freed_caches_host_memory_is_reused(llama: LlamaForCausalLM) -> None:
     """The older cache's content is never read."""
     model = llama.cuda()
     twin = copy.deepcopy(model)

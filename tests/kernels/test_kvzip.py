@@ -94,7 +94,7 @@ def test_first_tokens_stay_and_heads_share_the_rest() -> None:
         assert [len(stay) for stay in flat[1::2]] == [4, 4], "the other head's scores are larger"
 
 
-def test_the_compiled_model_attends_to_what_stays_and_to_what_comes() -> None:
+def test_the_compiled_model_attends_to_kept_and_later_pairs() -> None:
     """The uncompiled model hides the other pairs by a mask; with one layer the mask can differ by head."""
     model = tiny_llama(num_hidden_layers=1, num_key_value_heads=4)
     ids, more = torch.randint(0, 128, (2, 60)), torch.randint(0, 128, (2, 5))

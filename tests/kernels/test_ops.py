@@ -262,7 +262,7 @@ def test_the_fake_has_the_shapes_dtypes_and_strides_of_the_real_results(op: Op, 
 
 
 @every_op
-def test_an_op_writes_what_it_declares_and_nothing_else(op: Op) -> None:
+def test_an_op_writes_only_the_operands_that_it_declares(op: Op) -> None:
     written: set[str] = set()
     declared: set[str] = set()
     for case in CASES:
@@ -282,7 +282,7 @@ def same(old: Tensor, new: Tensor) -> bool:
 
 
 @every_op
-def test_results_are_memory_of_their_own(op: Op) -> None:
+def test_results_do_not_alias_operands(op: Op) -> None:
     arguments = GENERATORS[op.name](Inputs(CASES[0]))
     given, results = (
         [x.untyped_storage().data_ptr() for x in tensors(values) if x.numel()]

@@ -167,7 +167,7 @@ ON_CPU = tuple(f"{what}-{layout}" for what in ("definitions", "C++") for layout 
 
 @pytest.mark.quick_for(*ON_CPU, "Triton-centered")
 @every_option
-def test_what_is_stored_of_a_row_is_what_is_stored_of_it_alone(kind: Implementation, options: SpecacheOptions) -> None:
+def test_a_row_is_stored_as_it_is_alone(kind: Implementation, options: SpecacheOptions) -> None:
     """Bit for bit, and without the left padding."""
     together = filled(kind, options, EVERY)
     for row in EVERY:
@@ -201,7 +201,7 @@ def attended(
 
 @pytest.mark.quick_for(*ON_CPU, "Triton-centered")
 @every_option
-def test_an_attention_of_a_row_is_that_of_it_alone(kind: Implementation, options: SpecacheOptions) -> None:
+def test_a_rows_attention_equals_that_of_the_row_alone(kind: Implementation, options: SpecacheOptions) -> None:
     state = filled(kind, options, EVERY)
     together = attended(kind, options, state, EVERY)
     for row in EVERY:
@@ -210,7 +210,7 @@ def test_an_attention_of_a_row_is_that_of_it_alone(kind: Implementation, options
 
 
 @pytest.mark.parametrize("kind", ["definitions", "C++"], indirect=True)
-def test_a_correction_brings_each_row_what_it_brings_alone(kind: Implementation) -> None:
+def test_a_correction_copies_the_same_pairs_as_for_each_row_alone(kind: Implementation) -> None:
     options = OPTIONS["rotated"]
     state, scores = filled(kind, options, EVERY), torch.rand(1, len(EVERY), HEADS, 256)
     cursor = cursor_of(options, LENGTHS[: len(EVERY)], [1 for _ in EVERY], 1, "cpu")
@@ -240,7 +240,7 @@ def test_triton_chooses_among_the_low_bit_tier_of_each_row() -> None:
         assert (chosen[row, :, best.shape[-1] :] == -1).all()
 
 
-def test_an_extend_shows_no_row_the_padding_in_front_of_it(kind: Implementation) -> None:
+def test_a_chunked_prefill_hides_left_padding(kind: Implementation) -> None:
     """In a chunked prefill, a row's first new tokens may be padding."""
     options = OPTIONS["16 bits"]
     state, lengths, front = filled(kind, options, [1, 1]), (0, 150), (3, 0)

@@ -53,7 +53,7 @@ def test_a_read_past_a_tensor_ends_the_process() -> None:
 
 @pytest.mark.quick_for("test_attention.py", "test_tiers.py")
 @pytest.mark.parametrize("tests", TESTS)
-def test_the_kernels_read_and_write_what_is_theirs(tests: str) -> None:
+def test_the_kernels_stay_within_their_memory(tests: str) -> None:
     done = run(tests, "-k", CHOSEN)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert " passed" in done.stdout

@@ -27,7 +27,7 @@ def pairs() -> Tensor:
     return torch.arange(count, dtype=torch.float32).view(ROWS, HEADS, CAPACITY, 2, CHANNELS)
 
 
-def test_a_segment_is_256_tokens_of_all_heads_in_one_piece(pairs: Tensor) -> None:
+def test_a_segment_is_256_contiguous_tokens_of_all_heads(pairs: Tensor) -> None:
     host = in_segments(pairs)
     assert tuple(host.shape) == segments.segmented(ROWS, HEADS, CAPACITY, CHANNELS)
     assert torch.equal(host[1, 0, 2, 3], pairs[0, 2, 259])

@@ -32,7 +32,7 @@ def found_step_by_step(there: Tensor, sizes: list[int]) -> Tensor:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_the_first_tokens_that_are_there_however_they_come(seed: int) -> None:
+def test_sinks_are_the_first_real_tokens_in_any_steps(seed: int) -> None:
     chance = random.Random(seed)
     sizes = [chance.choice([1, 1, 2, 7, 20]) for _ in range(9)]
     padding = torch.tensor([0, 3, 17, 30, 1000]).view(-1, 1)

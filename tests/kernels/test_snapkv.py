@@ -81,7 +81,7 @@ def attention(kept: list[int], row: int, head: int, token: int, given: tuple[Ten
 
 @pytest.mark.parametrize("padding", [None, (7, 0)], ids=["unpadded", "left padding"])
 @pytest.mark.parametrize(("kernel", "pooling"), [(5, "max"), (7, "average"), (1, "max")])
-def test_a_prompt_is_read_exactly_and_what_its_last_queries_vote_for_stays(
+def test_a_prefill_is_exact_and_keeps_the_pairs_that_its_last_queries_select(
     kernel: int, pooling: str, padding: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prompt_eviction, "BLOCK", 30)  # of queries that attend at a time

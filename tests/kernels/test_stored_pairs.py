@@ -46,7 +46,7 @@ def test_a_number_is_half_a_127th_of_its_vectors_largest_away_at_most(dtype: tor
     assert finite.sum() == finite.numel() - 2
 
 
-def test_what_is_not_rounded_stays_as_it_is() -> None:
+def test_pairs_of_other_dtypes_are_stored_unchanged() -> None:
     pairs = torch.randn(1, 1, 3, 2, 8)
     host = torch.empty(segmented(1, 1, SEGMENT, 8))
     assert stored(pairs, host) is pairs
@@ -73,7 +73,7 @@ def equal(host: Tensor, other: Tensor, d: int) -> bool:
 @DTYPES
 @WIDTHS
 @pytest.mark.parametrize("fused", [False, True], ids=["definition", "C++"])
-def test_what_is_fetched_is_what_the_host_holds(dtype: torch.dtype, d: int, fused: bool) -> None:
+def test_fetched_pairs_equal_the_hosts(dtype: torch.dtype, d: int, fused: bool) -> None:
     """Also if some pairs stay; the counted bytes are the host's."""
     k, v = torch.randn(2, B, H, C, d, generator=torch.Generator().manual_seed(0)).to(dtype)
     host, cursor = empty_host(d), torch.tensor([[C, C, C, 0]]).repeat(B, 1)

@@ -188,7 +188,7 @@ def test_after_any_appends_each_tier_holds_what_it_should(bits: int, group: int,
 
 
 @pytest.mark.parametrize(("bits", "value_bits"), [(2, 1), (1, 4), (2, 2)])
-def test_keys_and_values_of_their_own_bits_turned(bits: int, value_bits: int) -> None:
+def test_rotated_keys_and_values_of_different_bits(bits: int, value_bits: int) -> None:
     cache = Cache(bits, 32, 32, value_bits=value_bits, rotate=True)
     for tokens in (100, 1, 40, 64):
         cache.put(tokens)
@@ -341,7 +341,7 @@ def test_slots_hold_the_selected_pairs_and_only_missing_ones_travel(
         )
 
 
-def test_the_same_wish_again_moves_nothing_in_any_order() -> None:
+def test_the_same_selection_again_copies_nothing_in_any_order() -> None:
     slots = Slots(8)
     slots.fetch([[[4, 9, 1, 7]] * HEADS] * BATCH)
     slots.host.fill_(math.nan)

@@ -65,7 +65,7 @@ def test_a_walk_finds_the_nearest_of_all_paths_between_two_states() -> None:
 
 
 @pytest.mark.parametrize("head_dim", [64, 80, 128])
-def test_of_gaussian_numbers_it_leaves_less_than_two_levels_do(head_dim: int) -> None:
+def test_for_gaussian_numbers_its_error_is_below_that_of_two_levels(head_dim: int) -> None:
     """Two levels (Lloyd and Max) leave .36 of the variance, the best possible one-bit code .25."""
     x = normal(1, 1, 3000, head_dim)
     codes, scale = trellis.quantize(x)
@@ -74,13 +74,13 @@ def test_of_gaussian_numbers_it_leaves_less_than_two_levels_do(head_dim: int) ->
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_one_scale_makes_a_vector_as_long_along_itself(head_dim: int) -> None:
+def test_the_scale_is_unbiased_along_the_vector(head_dim: int) -> None:
     x = normal(2, 3, 50, head_dim) * normal(2, 3, 50, 1, seed=1).exp()
     decoded = trellis.dequantize(*trellis.quantize(x))
     torch.testing.assert_close((decoded * x).sum(-1), (x * x).sum(-1), rtol=1e-4, atol=1e-6)
 
 
-def test_what_is_large_small_zero_or_no_number() -> None:
+def test_large_small_zero_and_non_finite_numbers() -> None:
     x = normal(1, 1, 5, 64)
     x[0, 0, 0] *= 1e37
     x[0, 0, 1] *= 1e-30

@@ -362,7 +362,7 @@ def test_rows_are_rotated(d: int) -> None:
     torch.testing.assert_close(turned, layout.rotated(x), atol=1e-6, rtol=1e-6)
 
 
-def test_append_gives_what_is_not_finite_and_what_is_constant_the_references_codes() -> None:
+def test_append_encodes_non_finite_and_constant_groups_as_the_reference() -> None:
     def filled(append: Any) -> Layer:
         layer = Layer(Case(length=6), append)
         pairs = torch.randn(BATCH, 2, 90, 2, 64, generator=torch.Generator().manual_seed(1)).to(DEVICE)
@@ -471,7 +471,7 @@ def test_decode_attention_and_the_halves_of_a_corrected_one(case: Case) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-def test_what_is_fetched_weighs_nothing_however_large_its_logit_was(dtype: torch.dtype) -> None:
+def test_fetched_tokens_have_no_low_bit_weight_for_any_logit(dtype: torch.dtype) -> None:
     """The first base of row 0 is 60 above all logits, as for a tile whose fetched token has most of the weight."""
     step = step_of(Case(dtype=dtype, value_bits=1, value_code="trellis", param_bits=8, rotate=True, head_dim=128))
     logits, base, _ = step.scored(triton_scored.score_low_bit)
@@ -726,7 +726,7 @@ def test_extend_attention(causal: bool, tokens: int, softcap: float | None, monk
     torch.testing.assert_close(triton_extend.extend_attention(*arguments), expected, atol=tolerance, rtol=tolerance)
 
 
-def test_extend_attention_over_codes_is_that_over_what_they_stand_for() -> None:
+def test_extend_attention_over_codes_equals_that_over_decoded_pairs() -> None:
     codes = torch.randint(0, 120, (BATCH, 2, 64, 2, 16), dtype=torch.uint8).to(DEVICE)
     q, (k, v) = torch.randn(BATCH, 4, 1, 16).to(DEVICE), torch.randn(2, BATCH, 2, 1, 16).to(DEVICE)
     cursor = torch.tensor([[40, 0, 0, 0]], device=DEVICE).repeat(BATCH, 1)
@@ -771,7 +771,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
 
 
-def test_a_correction_brings_what_lane_0_wants_of_the_low_bit_tier(streams: None) -> None:
+def test_a_correction_copies_the_low_bit_tokens_that_lane_0_selects(streams: None) -> None:
     capacity, heads, k, low_bit = 5120, 2, 8, 4500
     host = in_segments(torch.randn(BATCH, heads, capacity, 2, 16))
     host = host.pin_memory() if DEVICE.type == "cuda" else host
@@ -809,9 +809,7 @@ def test_a_corrections_gather_has_a_program_for_each_head(monkeypatch: pytest.Mo
 @pytest.mark.pairwise
 @pytest.mark.parametrize(("dtype", "segmented"), [(torch.float32, True), (torch.float16, True), (torch.float16, False)])
 @pytest.mark.parametrize("programs", [1, 3, 4])  # for four heads
-def test_the_gather_fetches_what_is_missing_and_moves_nothing_else(
-    k: int, dtype: torch.dtype, segmented: bool, programs: int
-) -> None:
+def test_the_gather_copies_only_missing_pairs(k: int, dtype: torch.dtype, segmented: bool, programs: int) -> None:
     capacity, heads, d = 512, 2, 80
     pairs = torch.randn(BATCH, heads, capacity, 2, d).to(dtype)
     host = in_segments(pairs) if segmented else pairs

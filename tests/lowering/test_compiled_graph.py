@@ -88,7 +88,7 @@ def test_the_steps_cpp_is_compiled_under_a_progress_line(
     assert loaded == dict.fromkeys(names, True)
 
 
-def test_the_prefill_hands_each_layer_over_as_soon_as_it_has_it(code: dict[str, list[str]]) -> None:
+def test_the_prefill_stores_each_layer_as_soon_as_possible(code: dict[str, list[str]]) -> None:
     # torch 2.11 makes a batched product of the rotary table's angles, later versions a multiplication.
     order = names([line for line in code["prefill"] if "extern_kernels.bmm" not in line])
     assert order[:5] == ["work", "work", "work", "offload", "append"]

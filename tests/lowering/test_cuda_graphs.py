@@ -284,7 +284,7 @@ def come_and_go(batch: sc.Batch, plan: list[tuple[int, int, int]] = COME_AND_GO)
 
 @pytest.mark.quick_for
 @pytest.mark.parametrize("lossy", [{"top_k": 8, "correct": "never"}, {"top_k": 8}], ids=["two lanes", "one lane"])
-def test_rows_that_come_and_go_are_recorded_once_for_each_power_of_two(
+def test_rows_that_join_and_leave_are_recorded_once_per_power_of_two(
     llama: LlamaForCausalLM, lossy: dict[str, Any], stand_in: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each request generates the same tokens as without recorded steps."""
@@ -307,9 +307,7 @@ def test_rows_that_come_and_go_are_recorded_once_for_each_power_of_two(
 
 
 @pytest.mark.slow
-def test_a_recurrences_state_is_written_where_the_caller_has_it(
-    stand_in: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_recurrences_state_is_written_in_place(stand_in: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """This holds for any size of the state; rows with such a state are not padded."""
     hybrid = next(family for family in FAMILIES if family.name == "qwen3_5_text").model()
     monkeypatch.setattr(cuda_graphs, "captures_on", lambda device: True)
@@ -353,7 +351,7 @@ def untouched(part: Tensor) -> bool:
     return bool((part.contiguous().view(torch.uint8) == 0x7F).all())
 
 
-def test_a_session_whose_host_tier_is_not_pinned_runs_its_steps_as_they_are(
+def test_a_session_with_an_unpinned_host_tier_runs_uncaptured_steps(
     llama: LlamaForCausalLM, stand_in: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cuda_graphs, "captures_on", lambda device: True)

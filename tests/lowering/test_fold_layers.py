@@ -87,7 +87,7 @@ def first_is_unlike(name: str) -> bool:
 @pytest.mark.quick_for("opt")
 @pytest.mark.filterwarnings("ignore::specache_compile.SpecacheWarning")
 @pytest.mark.parametrize("name", FOLDED)
-def test_a_family_is_compiled_once_a_kind_of_layer(name: str, compiles: list[GraphModule]) -> None:
+def test_a_family_compiles_once_per_kind_of_layer(name: str, compiles: list[GraphModule]) -> None:
     """One region before the layers, one per kind, one after them, in prefill and decode."""
     model, plain = (of_depth(BY_NAME[name], 6 if first_is_unlike(name) else 4) for _ in range(2))
     assert torch.equal(greedy(compiled(model), prompt(50), 20), greedy(plain, prompt(50), 20))
@@ -136,7 +136,7 @@ def test_batches_padding_and_new_buckets(compiles: list[GraphModule]) -> None:
     assert len(compiles) % 3 == 0
 
 
-def test_the_ops_run_in_the_order_that_overlap_chose_on_their_own_layers_state(
+def test_the_ops_run_in_overlaps_order_on_their_layers_state(
     compiles: list[GraphModule], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A decode step's ops ran in the order of the rewritten graph, each with its writes."""
@@ -311,7 +311,7 @@ def test_sizes_are_returned_and_used() -> None:
     torch.testing.assert_close(list(folded(*values)), list(module(*values)), atol=0, rtol=0)
 
 
-def test_an_unlike_layer_is_compiled_with_its_unlike_neighbours() -> None:
+def test_unequal_adjacent_layers_are_compiled_together() -> None:
     def change(graph: Graph) -> None:
         first, second, *_ = graph.find_nodes(op="call_function", target=torch.relu)
         first.target, second.target = torch.sigmoid, torch.tanh

@@ -30,7 +30,7 @@ def graph_of(function: Callable[..., Tensor], count: int) -> GraphModule:
     return GraphModule(torch.nn.Module(), graph)
 
 
-def test_a_graph_is_not_taken_for_one_before_it_that_began_with_the_same_random_state(
+def test_graphs_with_equal_random_states_are_not_confused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("SPECACHE_CACHE", "/a/folder")

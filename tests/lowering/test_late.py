@@ -60,7 +60,7 @@ def test_the_next_late_graph_records_cached_ones_too(fake: Any, query: Callable[
     assert assumed(fake, lambda: query(fake)) == first
 
 
-def test_what_dynamo_checks_is_no_assumption(fake: Any) -> None:
+def test_dynamos_guards_are_no_assumptions(fake: Any) -> None:
     made_within_tracing(fake.fake_mode, lambda: bool(fake.shape[0] * fake.shape[1] % 3 == 2))
     checked = guards(fake.fake_mode)
     assert checked

@@ -51,7 +51,7 @@ def captured(function: Callable[..., Tensor]) -> GraphModule:
 
 
 @pytest.mark.parametrize("function", [whole, by_head])
-def test_what_is_written_becomes_a_value_that_later_readers_take(function: Callable[..., Tensor]) -> None:
+def test_a_write_becomes_a_value_for_later_readers(function: Callable[..., Tensor]) -> None:
     state, new = torch.randn(2, 3, 4), torch.randn(2, 4 if function is by_head else 1)
     new = new if function is by_head else new[:, None]
     expected_state = state.clone()
@@ -71,5 +71,5 @@ def test_what_is_written_becomes_a_value_that_later_readers_take(function: Calla
 
 
 @pytest.mark.parametrize("function", [read_late, some_rows])
-def test_a_part_that_is_read_later_and_parts_by_slices_are_no_values(function: Callable[..., Tensor]) -> None:
+def test_parts_that_are_read_later_and_slices_are_no_values(function: Callable[..., Tensor]) -> None:
     assert unknown_write(captured(function)).target == "copy_"

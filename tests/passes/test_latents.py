@@ -111,7 +111,7 @@ def test_several_new_tokens_keep_hugging_faces_form() -> None:
     assert text(graph_module) == before
 
 
-def test_a_softmax_hides_by_truth_values_and_by_numbers() -> None:
+def test_a_softmax_masks_by_booleans_and_by_numbers() -> None:
     scores, mask = torch.randn(2, 3, 1, 5), torch.tensor([True, False, True, True, False]).expand(2, 1, 1, 5)
     expected = torch.softmax((2 * scores)[..., mask[0, 0, 0]], -1)
     added = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
@@ -153,7 +153,7 @@ def test_a_tensor_that_is_read_before_it_is_full_stays() -> None:
     assert joined_copies(builder.finish(empty)) == 0
 
 
-def test_a_source_that_is_written_meanwhile_is_not_read_later() -> None:
+def test_a_source_that_is_written_between_copies_is_not_joined() -> None:
     assert joined_copies(filled_by_copies(scaled_meanwhile=True)) == 0
 
 
@@ -218,7 +218,7 @@ def test_hold_copies_a_cache_of_latents() -> None:
     assert held.get_seq_length() == 95
 
 
-def test_what_is_compressed_is_reported_as_nothing() -> None:
+def test_latents_are_reported_as_uncompressed() -> None:
     model = compiled()
     greedy(model, prompt(40), 3)
     with pytest.raises(sc.SpecacheError, match=r"rewritten \(absorbed\) and exact.*nothing is compressed"):
@@ -229,7 +229,7 @@ def test_what_is_compressed_is_reported_as_nothing() -> None:
     assert "absorbed and exact; Hugging Face's own cache, nothing is compressed" in str(explained)
 
 
-def test_a_projection_with_an_adapter_stays_as_it_is_with_that_reason() -> None:
+def test_a_projection_with_an_adapter_is_left_alone_with_a_reason() -> None:
     """A bias on the projection represents every projection that is no plain matrix."""
     builder, graph_module = latent_graph(PAST)
     (linear,) = graph_module.graph.find_nodes(op="call_function", target=F.linear)

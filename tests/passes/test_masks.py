@@ -140,7 +140,7 @@ def test_padding_is_read_with_the_input_that_it_comes_from(
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("new", [1, 4])
 @pytest.mark.parametrize("make", UNREADABLE)
-def test_what_is_more_than_causal_and_padding_stays_a_mask(make: Callable[..., Tensor], batch: int, new: int) -> None:
+def test_a_mask_beyond_causality_and_padding_stays(make: Callable[..., Tensor], batch: int, new: int) -> None:
     assert reading(make, batch, new, dynamic=True) == (False, None)
 
 

@@ -229,7 +229,7 @@ def refusal(update: str = "cat", held: bool = True, **changes: Any) -> str:
     return read.left_alone[0].reason
 
 
-def test_find_attention_refuses_what_it_cannot_carry_over() -> None:
+def test_find_attention_refuses_what_no_tier_op_expresses() -> None:
     assert "no concatenation" in refusal(update="add")
     assert "uncompiled model" in refusal(held=False)
     assert "dropout" in refusal(dropout_p=0.1)

@@ -59,7 +59,7 @@ def test_a_window_that_keeps_its_past_for_assisted_decoding_is_reported_as_a_win
     assert "sliding window" in found(builder, builder.finish(again, keys, values)).left_alone[0].reason
 
 
-def test_keys_that_are_copied_into_memory_of_the_graphs_own_come_from_the_cache_all_the_same() -> None:
+def test_keys_copied_into_the_graphs_memory_still_come_from_the_cache() -> None:
     """Latent attention fills its keys in place: following arguments alone ends at the empty tensor."""
     builder = GraphBuilder()
     out, keys, values = attention(builder, 0, 1, PAST)
@@ -107,7 +107,7 @@ def test_a_mask_may_be_scaled_with_the_scores_where_it_only_hides() -> None:
     assert "one token at a time" in message
 
 
-def test_a_mask_that_weighs_and_is_scaled_with_the_scores_is_left_alone() -> None:
+def test_a_scaled_mask_with_finite_weights_is_left_alone() -> None:
     model = CODEGEN.model()
     ids, weighed = prompt(20), torch.randn(1, 1, 20, 20)
     expected = model(ids, attention_mask=weighed).logits
@@ -133,7 +133,7 @@ def test_no_further_operation_matches_after_a_scaled_mask(steps: str) -> None:
         match_form(builder.call(torch.matmul, (BATCH, HEADS, PAST, DIM), weights, keys))
 
 
-def test_what_vmap_refuses_runs_one_lane_with_that_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_graph_that_vmap_refuses_runs_one_lane_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*arguments: object) -> None:
         raise RuntimeError("vmap: no such thing\nat all")
 
@@ -159,7 +159,7 @@ def test_one_lane_is_reported_once_with_its_reason() -> None:
     assert find_record(model) is not None
 
 
-def test_a_mask_that_chooses_pairs_by_what_the_token_is_needs_pairs_of_the_token_itself() -> None:
+def test_a_mask_that_selects_pairs_by_token_needs_the_tokens_own_selection() -> None:
     """An indexer adds its selection to the mask, and the previous token's selection differs."""
     builder = GraphBuilder()
     out, keys, values = attention(builder, 0, 1, PAST)
