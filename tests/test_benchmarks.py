@@ -1,4 +1,4 @@
-"""The benchmarks run from end to end, small, on any machine; the GPU figures then mean nothing."""
+"""The benchmarks run end to end at small sizes on any machine, where GPU figures are meaningless."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ sys.path.append(str(BENCHMARKS))
 
 
 def run(script: str, *arguments: str) -> str:
-    """What a benchmark prints. It runs in this process: one of its own takes seconds to import what is here."""
+    """Return a benchmark's output. It runs in this process, since a new process takes seconds for imports."""
     with mock.patch.object(sys, "argv", [script, *arguments]), contextlib.redirect_stdout(io.StringIO()) as printed:
         importlib.import_module(script).main()
     return printed.getvalue()
@@ -69,7 +69,7 @@ MAYBE = [f"HF QuantizedCache, {name}" for name in ("quanto 2-bit", "hqq 2-bit", 
 
 @pytest.fixture(scope="module")
 def decode(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
-    """What the decode benchmark prints and writes."""
+    """Return the output and the report of the decode benchmark."""
     out = tmp_path_factory.mktemp("decode") / "out.json"
     printed = run("gpu_decode", "--smoke", "--methods", *OURS, *SKIPPED, *MAYBE, *RUNS, "--out", str(out))
     return printed, json.loads(out.read_text())
@@ -190,7 +190,7 @@ def test_a_forced_gather_brings_its_share_in_every_step(reuse: float, corrected:
 
 
 def test_a_row_reports_which_pairs_its_steps_move() -> None:
-    """Of a correction's more where nothing is fetched ahead."""
+    """A correction moves more pairs if nothing is fetched ahead."""
     from gpu_decode import case_of
 
     cases = {
@@ -467,7 +467,7 @@ def test_a_soak_stops_at_a_planted_fault_and_prints_how_to_reproduce_it(
 
 
 def verified(text: Path, out: Path) -> list[dict[str, Any]]:
-    """The rows of two windows of a text, a few tokens each; finished ones are kept in the folder `out`."""
+    """Return the rows of two short windows of a text; the folder `out` keeps finished ones."""
     model = str(NEEDLE_LLAMA)
     small = ("--model", model, "--contexts", "200", "--samples", "2", "--tokens", "6", "--lowering", "eager")
     files = ("--out", str(out / "rows.jsonl"), "--results", str(out / "results.json"))

@@ -1,4 +1,4 @@
-"""Known checkpoints and GGUF files: what is converted is what the file holds, and what cannot be is one line."""
+"""Known checkpoints and GGUF files: exact conversion, and one-line errors for unsupported files."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ ENDS = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_hea
 
 
 def gguf_name(name: str) -> str:
-    """llama.cpp's name for a weight of Hugging Face's Llama."""
+    """Return llama.cpp's name for a weight of Hugging Face's Llama."""
     weight = name.removesuffix(".weight")
     if weight in ENDS:
         return f"{ENDS[weight]}.weight"
@@ -52,17 +52,17 @@ def gguf_name(name: str) -> str:
 
 
 def interleaved(rows: np.ndarray, heads: int) -> np.ndarray:
-    """Hugging Face's rotary halves, row by row of a head [heads * dim, width], as llama.cpp's pairs."""
+    """Permute Hugging Face's rotary halves, rows [heads * dim, width], to llama.cpp's pairs."""
     return rows.reshape(heads, 2, -1, rows.shape[-1]).swapaxes(1, 2).reshape(rows.shape)
 
 
 def halved(rows: np.ndarray, heads: int) -> np.ndarray:
-    """And back."""
+    """Permute llama.cpp's pairs back to halves."""
     return rows.reshape(heads, -1, 2, rows.shape[-1]).swapaxes(1, 2).reshape(rows.shape)
 
 
 def rotary_heads(name: str, config: LlamaConfig) -> int:
-    """The heads whose rows a weight's rotary order goes by; 0 for other weights."""
+    """Return the number of heads in a weight's rotary order; 0 for other weights."""
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     return heads.get(name.split(".")[-2], 0)
 
@@ -71,7 +71,7 @@ def write(
     path: Path, model: LlamaForCausalLM, architecture: str = "llama", tokenizer: bool = True,
     without: Collection[str] = (), beside: Collection[str] = (), more: Callable[[Any], object] = lambda writer: None,
 ) -> Path:  # fmt: skip
-    """A GGUF file of a model of 258 tokens: bytes, and two merges."""
+    """Write a GGUF file of a model of 258 tokens: bytes, and two merges."""
     config, writer = model.config, gguf.GGUFWriter(path, architecture)
     writer.add_name("tiny")
     writer.add_block_count(config.num_hidden_layers)
@@ -113,19 +113,19 @@ def tiny() -> LlamaForCausalLM:
 
 @pytest.fixture
 def own(tmp_path: Path, tiny: LlamaForCausalLM) -> Path:
-    """A person's own GGUF file."""
+    """A user's GGUF file."""
     return write(tmp_path / "own.gguf", tiny)
 
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache folder of the test's own."""
+    """A separate cache folder for the test."""
     monkeypatch.setenv("SPECACHE_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
 
 def held(cache: Path) -> list[str]:
-    """The conversions in a cache folder, whole or not."""
+    """Return the conversions in a cache folder, complete or not."""
     folder = cache / "checkpoints"
     return sorted(path.name for path in folder.iterdir() if path.name != ".lock") if folder.exists() else []
 
@@ -136,7 +136,7 @@ def generate(model: Any, *arguments: str) -> int:
 
 
 def error_line(capsys: pytest.CaptureFixture[str]) -> str:
-    """The last line on stderr, which is the command's own."""
+    """Return the last line on stderr, which is the command's error."""
     line = capsys.readouterr().err.strip().splitlines()[-1]
     assert line.startswith("specache: ")
     return line
@@ -147,7 +147,7 @@ def error_line(capsys: pytest.CaptureFixture[str]) -> str:
 
 @pytest.fixture(scope="module")
 def smollm2() -> Path:
-    """The known checkpoint, converted once a machine."""
+    """The known checkpoint, converted once per machine."""
     try:
         checkpoints.wheel_file(NAME)
     except SpecacheError as error:
@@ -156,7 +156,7 @@ def smollm2() -> Path:
 
 
 def dequantised(path: Path) -> LlamaForCausalLM:
-    """A Llama of a GGUF file's own figures, and of its blocks as llama.cpp's reference dequantises them."""
+    """Return a Llama from a GGUF file's metadata, and from its blocks, dequantised by llama.cpp's reference."""
     reader = gguf.GGUFReader(path)
 
     def field(name: str) -> Any:
@@ -196,7 +196,7 @@ def test_the_known_checkpoint_has_the_logits_of_its_file_dequantised(smollm2: Pa
 
 @pytest.mark.slow
 def test_its_tokens_are_llama_cpps(smollm2: Path) -> None:
-    """Digits stand alone: spaces before one are a token of theirs, as without one."""
+    """Digits are separate tokens, and so are spaces before them."""
     tokenizer = AutoTokenizer.from_pretrained(smollm2)
     assert tokenizer.tokenize("x =  12") == ["x", "Ġ=", "ĠĠ", "1", "2"]
     assert tokenizer("<|im_start|>user")["input_ids"][0] == tokenizer.bos_token_id == 1
@@ -231,7 +231,7 @@ def test_a_missing_wheel_is_one_line(
     assert not cache.exists()
 
 
-# A person's own GGUF file
+# A user's GGUF file
 
 
 def test_a_gguf_file_is_converted_once_to_its_own_weights(
@@ -272,7 +272,7 @@ def test_every_command_takes_a_gguf_file(own: Path, cache: Path, capsys: pytest.
 def test_a_checkpoint_without_a_tokenizer_is_one_line(
     family: type[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of the one transformers makes no tokenizer, of the other one without a word."""
+    """transformers creates no tokenizer for one file, and an empty one for the other."""
     family(vocab_size=256).save_pretrained(tmp_path)
     assert main(["generate", str(tmp_path), "--prompt", "a"]) == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]
@@ -298,7 +298,7 @@ def test_a_chat_needs_a_template(own: Path, cache: Path, capsys: pytest.CaptureF
 
 
 def cut(length: int) -> Callable[[Path, LlamaForCausalLM], None]:
-    """Writes a file that ends early: `length` bytes of it, or all but some."""
+    """Write a truncated file: `length` bytes of it, or all but some."""
 
     def make(path: Path, model: LlamaForCausalLM) -> None:
         path.write_bytes(write(path, model).read_bytes()[:length])
@@ -325,7 +325,7 @@ BAD = {
     ),
 }  # fmt: skip
 
-# Metadata beside that of `write`, and what of the model it would change where transformers leaves it out.
+# Additional metadata, and the part of the model that would change if transformers ignored it.
 REFUSED: dict[str, Callable[[Any], object]] = {
     "attention.sliding_window = 32": lambda writer: writer.add_sliding_window(32),
     "attention.key_length = 16": lambda writer: (writer.add_rope_dimension_count(8), writer.add_key_length(16)),
@@ -364,7 +364,7 @@ def test_a_key_that_would_change_the_model_is_refused_by_its_name(
 
 
 def neutral(writer: Any) -> None:
-    """Keys with the values that the model has anyway."""
+    """Keys with values that equal the model's are accepted."""
     writer.add_rope_dimension_count(16)
     writer.add_key_length(16)
     writer.add_value_length(16)
@@ -409,7 +409,7 @@ SCALED: dict[str, tuple[Callable[[Any], object], dict[str, Any]]] = {
 def test_rope_scaling_of_the_metadata_is_the_models(
     kind: str, tiny: LlamaForCausalLM, tmp_path: Path, cache: Path
 ) -> None:
-    """The logits are those of a model that was made with the scaling, beyond its original context too."""
+    """The logits equal those of a model with the scaling, also past its original context."""
     more, rope = SCALED[kind]
     path = write(tmp_path / "scaled.gguf", tiny, more=more)
     rope = {"rope_theta": 10000.0, **rope}
@@ -425,7 +425,7 @@ def test_rope_scaling_of_the_metadata_is_the_models(
 def test_a_conversion_without_the_files_scaling_is_made_again(
     tiny: LlamaForCausalLM, tmp_path: Path, cache: Path
 ) -> None:
-    """As an earlier version left it. One that lacks nothing stays."""
+    """Such conversions come from earlier versions. Complete conversions stay."""
     path = write(tmp_path / "scaled.gguf", tiny, more=linear)
     folder = Path(checkpoints.resolved(str(path)))
     (folder / conversion.MAPPED).unlink()

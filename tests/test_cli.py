@@ -1,4 +1,4 @@
-"""The `specache` command, as a person types it."""
+"""The `specache` command, as a user types it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _explained: dict[str, Any] = {}
 
 @pytest.fixture(autouse=True)
 def explanations_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What several tests ask `explain` for is explained once."""
+    """Cache calls of `explain` that several tests share."""
     explain = explaining.explain
 
     def explain_once(*given: Any, **more: Any) -> Any:
@@ -251,7 +251,7 @@ def test_a_usage_error_takes_one_line_and_imports_no_torch() -> None:
 
 
 def test_the_version_takes_at_most_three_tenths_of_a_second() -> None:
-    """Of the processor's time, the best of a few."""
+    """Processor time, the best of a few runs."""
     code = "import sys, time; from specache_compile.cli import main; main(['--version']); print(time.process_time())"
     seconds = []
     for _ in range(5):
@@ -311,7 +311,7 @@ EXACT = ["--bits", "16", "--lowering", "eager"]
 def test_generate_samples_as_the_uncompiled_model_does(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From standard input, in a type of its own."""
+    """Sampling with a prompt from standard input, in another dtype."""
     model, tokenizer = sc.load_model(MODEL, "float64", "cpu")
     assert model.dtype is torch.float64
     text = "def nothing():"
@@ -334,7 +334,7 @@ TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def plain() -> tuple[Any, Any]:
-    """The model of bytes, uncompiled, and its tokenizer with a chat template."""
+    """Return the byte-level model, uncompiled, and its tokenizer with a chat template."""
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     tokenizer.chat_template = TEMPLATE
     return AutoModelForCausalLM.from_pretrained(MODEL), tokenizer
@@ -353,7 +353,7 @@ def chat(compiled: Any, plain: tuple[Any, Any]) -> Chat:
 
 
 def answered(plain: tuple[Any, Any], messages: Iterable[dict[str, str]], tokens: int) -> str:
-    """The uncompiled model's answer, without a cache of earlier turns."""
+    """Return the uncompiled model's reply, without a cache of earlier turns."""
     model, tokenizer = plain
     inputs = tokenizer.apply_chat_template(
         [*messages], add_generation_prompt=True, return_dict=True, return_tensors="pt"

@@ -44,8 +44,8 @@ CORRECTED = {"correct": "always"}
 
 @dataclass(frozen=True)
 class Fault:
-    """`line` of a function becomes `instead`; found in a run of these `settings` under each of the `schedules`.
-    in_the_graph: the function is a pass, so that the faulty run is of a model that is compiled anew."""
+    """Replaces `line` of a function by `instead`; runs with `settings` detect it under each of the `schedules`.
+    in_the_graph: the function is a pass, so the model is compiled again for the faulty run."""
 
     name: str
     function: Callable[..., Any]

@@ -50,7 +50,7 @@ def test_a_kernel_computes() -> None:
     assert torch.equal(out, source * 2)
 
 
-# The kernel runs with one block of 128 threads; each of these asks for something that no device of its kind has.
+# The kernel runs with one block of 128 threads; each of these launches exceeds a limit of such devices.
 @pytest.mark.parametrize(
     ("grid", "threads", "shared"),
     [
@@ -117,7 +117,7 @@ def test_unwritten_memory_is_not_a_number() -> None:
 
 
 class Address:
-    """In place of a tensor: what a launch takes of one."""
+    """Replaces a tensor in a launch."""
 
     dtype = torch.float32
 

@@ -1,4 +1,4 @@
-"""What people do with a cache, on a CUDA device: the uncompiled model's tokens, where every pair is fetched."""
+"""Uses of a cache on a CUDA device: with every pair fetched, tokens equal the uncompiled model's."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def continued(model: Any, cache: Any, ids: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("mode", [None, pytest.param("reduce-overhead", marks=whole)])
 def test_crop_fork_save_load_and_materialize(llama: LlamaForCausalLM, tmp_path: Path, mode: str | None) -> None:
-    """Each goes on from 60 of 75 tokens, behind three steps."""
+    """Each continues from 60 of 75 tokens, after three steps."""
     twin, more = on_device(llama, mode=mode), prompt(4, seed=9)
     with torch.no_grad():
         cache = cache_of(twin(prompt(75).cuda(), use_cache=True))
@@ -125,7 +125,7 @@ def test_a_cache_that_grows_through_buckets_and_segments(llama: LlamaForCausalLM
 
 @whole
 def test_sampling_keeps_to_the_best(llama: LlamaForCausalLM, ids: torch.Tensor) -> None:
-    """Of the most probable token alone every draw is greedy."""
+    """Sampling only the most probable token is greedy."""
     generated = on_device(llama).generate(ids.cuda(), do_sample=True, top_k=1, max_new_tokens=TOKENS)
     assert torch.equal(generated.cpu(), greedy(llama, ids, TOKENS))
 
@@ -168,7 +168,7 @@ def test_a_model_on_each_of_two_devices(llama: LlamaForCausalLM, ids: torch.Tens
 
 @two_devices
 def test_a_model_over_two_devices(tmp_path: Path, ids: torch.Tensor) -> None:
-    """device_map splits it by layers; what accelerate hooks moves each layer's inputs."""
+    """device_map splits the model by layers; accelerate's hooks move each layer's inputs."""
     pytest.importorskip("accelerate")
     model = tiny_llama(num_hidden_layers=4)
     model.save_pretrained(tmp_path)
