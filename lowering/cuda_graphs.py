@@ -19,7 +19,7 @@ from torch.fx import GraphModule
 from specache_compile.kernels.movement import copy_stream
 from specache_compile.kernels.movement.deferred import Deferred, Fetch, made_first
 from specache_compile.kernels.op import op_of
-from specache_compile.passes.plan import Plan
+from specache_compile.passes.plan import RewritePlan
 from specache_compile.passes.reading.nodes import value_of
 
 MODES = ("reduce-overhead", "max-autotune")
@@ -38,7 +38,7 @@ def captures_on(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def reason_not_to_capture(graph_module: GraphModule, plan: Plan) -> str | None:
+def reason_not_to_capture(graph_module: GraphModule, plan: RewritePlan) -> str | None:
     """Return the reason why a rewritten decode step cannot be captured, or None."""
     if plan.hit_rate:
         return "the hit rate is measured"
@@ -61,7 +61,7 @@ def reason_not_to_capture(graph_module: GraphModule, plan: Plan) -> str | None:
     return None
 
 
-def batch_symbols(plan: Plan) -> set[Any]:
+def batch_symbols(plan: RewritePlan) -> set[Any]:
     """Return the symbols in the new keys' batch size."""
     sizes = [value_of(site.k).shape[0] for site in plan.sites]
     return {symbol for size in sizes if isinstance(size, torch.SymInt) for symbol in size.node.expr.free_symbols}

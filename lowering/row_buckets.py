@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from specache_compile.passes.plan import Plan
+from specache_compile.passes.plan import RewritePlan
 from specache_compile.passes.reading.in_place import written_inputs
 from specache_compile.passes.reading.nodes import output_node, value_of
 
@@ -45,7 +45,7 @@ class RowDims:
     assumed: tuple[sympy.Basic, ...]
 
 
-def row_dims(graph_module: GraphModule, plan: Plan) -> RowDims | None:
+def row_dims(graph_module: GraphModule, plan: RewritePlan) -> RowDims | None:
     """Return the dimensions of the rows in a rewritten graph; None if rows cannot be padded.
 
     Rows with a mask, and a constant number of rows, cannot be padded. The same holds if another size depends on the

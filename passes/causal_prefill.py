@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch.fx import GraphModule
 
-from .plan import PassReport, Plan, replace_attention
+from .plan import PassReport, RewritePlan, replace_attention
 from .reading.sites import Site
 
 
-def causal_prefill(graph_module: GraphModule, plan: Plan) -> tuple[GraphModule, PassReport]:
+def causal_prefill(graph_module: GraphModule, plan: RewritePlan) -> tuple[GraphModule, PassReport]:
     """Replace an SDPA with a purely causal mask by one without a mask, over unrepeated KV heads.
 
         mask = le(arange(T), arange(T)[:, None])

@@ -7,7 +7,7 @@ import operator
 from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 
-from .plan import PassReport, Plan
+from .plan import PassReport, RewritePlan
 
 OPERATORS = {
     operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.imod,
@@ -15,7 +15,7 @@ OPERATORS = {
 }  # fmt: skip
 
 
-def clean_up(graph_module: GraphModule, plan: Plan) -> tuple[GraphModule, PassReport]:
+def clean_up(graph_module: GraphModule, plan: RewritePlan) -> tuple[GraphModule, PassReport]:
     """Drop dead nodes and dead inputs; `plan.inputs` then lists the remaining arguments.
 
     keys = cat([past_k, k], -2)
@@ -26,7 +26,7 @@ def clean_up(graph_module: GraphModule, plan: Plan) -> tuple[GraphModule, PassRe
     return graph_module, PassReport("clean_up", {"nodes": nodes, "inputs": inputs})
 
 
-def drop_dead(graph_module: GraphModule, plan: Plan) -> tuple[int, int]:
+def drop_dead(graph_module: GraphModule, plan: RewritePlan) -> tuple[int, int]:
     """Erase dead nodes, and unused placeholders with their entries in `plan.inputs`; returns the count of each."""
     graph = graph_module.graph
     before = len(graph.nodes)

@@ -7,12 +7,12 @@ import operator
 import torch
 from torch.fx import GraphModule, Node
 
-from .plan import PassReport, Plan, call_by_name, counted_input, state_input, tag_of
+from .plan import PassReport, RewritePlan, call_by_name, counted_input, state_input, tag_of
 from .reading.nodes import arguments_of
 from .reading.sites import Site
 
 
-def correct(graph_module: GraphModule, plan: Plan) -> tuple[GraphModule, PassReport]:
+def correct(graph_module: GraphModule, plan: RewritePlan) -> tuple[GraphModule, PassReport]:
     """Split a decode attention into two halves, with lane 0's selection of pairs between them.
 
         wait(q, cursor, slots_0, ...)            scored = score_low_bit(q, k, ..., [codes_0, ...], ...)
@@ -34,7 +34,7 @@ def correct(graph_module: GraphModule, plan: Plan) -> tuple[GraphModule, PassRep
     return graph_module, PassReport("correct", {"corrected": len(corrected)})
 
 
-def split_attention(graph_module: GraphModule, plan: Plan, site: Site) -> None:
+def split_attention(graph_module: GraphModule, plan: RewritePlan, site: Site) -> None:
     """Replace one site's `decode_attention` by `score_low_bit`, `correct` and `attend_scored`."""
     graph = graph_module.graph
     call: Node = site.attention.args[0]  # type: ignore[assignment]

@@ -11,11 +11,11 @@ from torch.fx import GraphModule, Node
 
 from specache_compile.kernels.state.cursor import LENGTH
 
-from .plan import PassReport, Plan, cursor_input
+from .plan import PassReport, RewritePlan, cursor_input
 from .reading.nodes import value_of
 
 
-def cursor_lengths(graph_module: GraphModule, plan: Plan) -> tuple[GraphModule, PassReport]:
+def cursor_lengths(graph_module: GraphModule, plan: RewritePlan) -> tuple[GraphModule, PassReport]:
     """Replace the cache's length, from which a decode graph counts positions, by the longest length in the cursor.
 
         position = arange(1) + s53         position = arange(1) + cursor[:, 0].amax()
@@ -45,7 +45,7 @@ def cursor_lengths(graph_module: GraphModule, plan: Plan) -> tuple[GraphModule, 
     return graph_module, PassReport("cursor_lengths", {"read": found})
 
 
-def past_of(plan: Plan) -> Any:
+def past_of(plan: RewritePlan) -> Any:
     """Return the symbol of the number of cached tokens, or None."""
     past = plan.sites[0].past_k if plan.sites else None
     size = None if past is None else value_of(past).shape[2]

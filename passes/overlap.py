@@ -11,14 +11,14 @@ from torch.fx import GraphModule, Node
 
 from specache_compile.kernels.op import op_of
 
-from .plan import PassReport, Plan
+from .plan import PassReport, RewritePlan
 from .reading.nodes import output_node
 
 # Torch's operators that take long enough to hide a copy. The project's ops declare this themselves.
 WORK = ("linear", "matmul", "mm", "bmm", "addmm", "scaled_dot_product_attention")
 
 
-def overlap(graph_module: GraphModule, plan: Plan) -> tuple[GraphModule, PassReport]:
+def overlap(graph_module: GraphModule, plan: RewritePlan) -> tuple[GraphModule, PassReport]:
     """Find a stable topological order with the latest possible waits and the earliest possible copies.
 
         wait_0; q1 = ...; wait_1           q0 = ...; wait_0; attend_0

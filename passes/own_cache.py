@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from torch.fx import GraphModule, Node
 
-from .plan import PassReport, Plan
+from .plan import PassReport, RewritePlan
 from .reading.nodes import output_node
 from .reading.sites import Part
 
 
-def own_cache(graph_module: GraphModule, plan: Plan) -> tuple[GraphModule, PassReport]:
+def own_cache(graph_module: GraphModule, plan: RewritePlan) -> tuple[GraphModule, PassReport]:
     """Remove the concatenated keys and values from the outputs; the caller returns held tensors in their place.
 
         keys = cat([past_k, k], -2)        keys = cat([past_k, k], -2)

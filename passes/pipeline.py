@@ -22,7 +22,7 @@ from .correct import correct
 from .cursor_lengths import cursor_lengths
 from .overlap import overlap
 from .own_cache import own_cache
-from .plan import Pass, PassReport, Plan
+from .plan import Pass, PassReport, RewritePlan
 from .prefetch import prefetch
 from .reading.fingerprint import graph_hash
 from .rewrite_attention import rewrite_attention
@@ -66,7 +66,7 @@ class Trace:
 
 
 def run_pipeline(
-    graph_module: GraphModule, plan: Plan, passes: Sequence[Pass] = PIPELINE, name: str = "graph"
+    graph_module: GraphModule, plan: RewritePlan, passes: Sequence[Pass] = PIPELINE, name: str = "graph"
 ) -> tuple[GraphModule, Trace]:
     """Run `passes` in order on `graph_module`, which they may change, and check the graph after each.
 

@@ -12,7 +12,7 @@ from torch.fx import GraphModule, Node
 from .phase import Phase
 from .reading.nodes import value_of
 from .reading.sites import Part, Site
-from .recipe import Call, RecipeOf
+from .recipe import OpCall, RecipeOf
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Tag:
 
 
 @dataclass
-class Plan:
+class RewritePlan:
     """One run of the pipeline over one graph. Passes write the fields from `inputs` on.
 
     selects: the step selects pairs for the next step.
@@ -97,7 +97,7 @@ class Plan:
     counted: Any = None
 
 
-Pass = Callable[[GraphModule, Plan], tuple[GraphModule, PassReport]]
+Pass = Callable[[GraphModule, RewritePlan], tuple[GraphModule, PassReport]]
 
 
 def tag_of(node: Any) -> Tag | None:
@@ -131,7 +131,7 @@ def call_by_name(graph_module: GraphModule, site: Site, op: str, given: Mapping[
     return call_op(graph_module, site, op, tuple(given[name] for name in named))
 
 
-def add_input(graph_module: GraphModule, plan: Plan, name: str, source: Input, value: Any) -> Node:
+def add_input(graph_module: GraphModule, plan: RewritePlan, name: str, source: Input, value: Any) -> Node:
     """Return the placeholder for a piece of state; the first use adds it after the graph's other inputs."""
     placeholders = graph_module.graph.find_nodes(op="placeholder")
     for node, known in zip(placeholders, plan.inputs, strict=True):
@@ -144,7 +144,7 @@ def add_input(graph_module: GraphModule, plan: Plan, name: str, source: Input, v
     return node
 
 
-def state_input(graph_module: GraphModule, plan: Plan, site: int, field: str) -> Node:
+def state_input(graph_module: GraphModule, plan: RewritePlan, site: int, field: str) -> Node:
     """Return the placeholder of one site's state tensor."""
     value = plan.state[site][field]
     node = add_input(graph_module, plan, f"{field}_{site}", Input("state", site=site, field=field), value)
@@ -152,19 +152,21 @@ def state_input(graph_module: GraphModule, plan: Plan, site: int, field: str) ->
     return node
 
 
-def cursor_input(graph_module: GraphModule, plan: Plan) -> Node:
+def cursor_input(graph_module: GraphModule, plan: RewritePlan) -> Node:
     """Return the placeholder of the cursor: lengths and the copy queue's number."""
     return add_input(graph_module, plan, "cursor", Input("cursor"), plan.cursor)
 
 
-def padding_input(graph_module: GraphModule, plan: Plan, site: Site) -> Node | None:
+def padding_input(graph_module: GraphModule, plan: RewritePlan, site: Site) -> Node | None:
     """Return the placeholder of the session's padding, bool [B, 1, 1, C], True for real tokens; else None."""
     if site.padding is None or plan.padding is None:
         return None
     return add_input(graph_module, plan, "padding", Input("padding"), plan.padding)
 
 
-def frequencies_input(graph_module: GraphModule, plan: Plan, site: Site, call: Call) -> tuple[Node | None, ...]:
+def frequencies_input(
+    graph_module: GraphModule, plan: RewritePlan, site: Site, call: OpCall
+) -> tuple[Node | None, ...]:
     """Return the last argument of a call that takes RoPE's frequencies: their input, or None; () for any other call."""
     if not call.turned or not plan.state[site.number][call.turned].shape[2]:
         return ()
@@ -180,5 +182,5 @@ def replace_attention(graph_module: GraphModule, site: Site, new: Node) -> None:
     site.attention = new
 
 
-def counted_input(graph_module: GraphModule, plan: Plan) -> Node:
+def counted_input(graph_module: GraphModule, plan: RewritePlan) -> Node:
     return add_input(graph_module, plan, "counted", Input("counted"), plan.counted)

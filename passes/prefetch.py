@@ -8,11 +8,11 @@ from torch.fx import GraphModule, Node
 
 from specache_compile.kernels.movement.deferred import FETCH_STATE, fetch_arguments
 
-from .plan import PassReport, Plan, call_op, cursor_input, state_input
+from .plan import PassReport, RewritePlan, call_op, cursor_input, state_input
 from .reading.nodes import output_node
 
 
-def prefetch(graph_module: GraphModule, plan: Plan) -> tuple[GraphModule, PassReport]:
+def prefetch(graph_module: GraphModule, plan: RewritePlan) -> tuple[GraphModule, PassReport]:
     """Select and fetch after a layer's attention; wait before the next step's attention.
 
         pair = decode_attention(q, ...)    specache.wait(q, cursor, slots_0, slot_index_0)

@@ -8,7 +8,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Call:
+class OpCall:
     """One call of an op at a site.
 
     op: name of the op.
@@ -57,8 +57,8 @@ class Recipe:
     selector: None for a method that fetches nothing.
     """
 
-    attend: Mapping[str, Call]
-    stores: tuple[Call, ...]
+    attend: Mapping[str, OpCall]
+    stores: tuple[OpCall, ...]
     selector: Selector | None = None
 
 

@@ -9,7 +9,7 @@ from torch.fx import GraphModule
 from .clean_up import drop_dead
 from .plan import (
     PassReport,
-    Plan,
+    RewritePlan,
     call_by_name,
     call_op,
     cursor_input,
@@ -20,10 +20,10 @@ from .plan import (
     with_tiers,
 )
 from .reading.sites import Site
-from .recipe import Call
+from .recipe import OpCall
 
 
-def rewrite_attention(graph_module: GraphModule, plan: Plan) -> tuple[GraphModule, PassReport]:
+def rewrite_attention(graph_module: GraphModule, plan: RewritePlan) -> tuple[GraphModule, PassReport]:
     """Replace attentions of decodes and chunked prefills by tier ops; a prefill's attention is exact already.
 
     keys = cat([past_k, k], -2)        pair = specache.decode_attention(q, k, v, mask, ..., [codes_0, ...], ...)
@@ -41,7 +41,7 @@ def rewrite_attention(graph_module: GraphModule, plan: Plan) -> tuple[GraphModul
     return graph_module, PassReport("rewrite_attention", {"rewritten": rewritten})
 
 
-def replace_site(graph_module: GraphModule, plan: Plan, site: Site, call: Call) -> None:
+def replace_site(graph_module: GraphModule, plan: RewritePlan, site: Site, call: OpCall) -> None:
     graph = graph_module.graph
     if site.mask is None:
         site.mask = padding_input(graph_module, plan, site)

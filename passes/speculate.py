@@ -19,7 +19,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from specache_compile.errors import SpecacheError, first_line
 
-from .plan import Input, PassReport, Plan, Tag, tag_of
+from .plan import Input, PassReport, RewritePlan, Tag, tag_of
 from .reading.attention_forms import argument
 from .reading.exact_lanes import show_first_lane
 from .reading.in_place import memory_of, take_writes, written
@@ -39,7 +39,7 @@ OF_NOTHING = (torch.zeros, torch.ones, torch.empty, torch.full, "new_zeros", "ne
 RANKS_OWN = (aten.view.default, aten.clone.default, aten.sub.Tensor, aten.masked_fill_.Scalar)
 
 
-def speculate(graph_module: GraphModule, plan: Plan) -> tuple[GraphModule, PassReport]:
+def speculate(graph_module: GraphModule, plan: RewritePlan) -> tuple[GraphModule, PassReport]:
     """Run T_t and the guess T'_(t+1) side by side; lane 1's argmax is the next guess (SpeCache section 3.3).
 
         out = decode_attention(q, ...)         ids = stack([input_ids, guess])
@@ -84,7 +84,7 @@ def chooses_tokens(node: Node) -> bool:
     return top_k and isinstance(value_of(node.args[0]).shape[-1], torch.SymInt)  # type: ignore[arg-type]
 
 
-def one_lane(plan: Plan, reason: str) -> PassReport:
+def one_lane(plan: RewritePlan, reason: str) -> PassReport:
     """Return the report of a graph that cannot be widened, and set `plan.one_lane`, which the user sees."""
     plan.one_lane = reason
     return PassReport("speculate", {"lanes": 1}, (f"one lane: {reason}",))
@@ -292,7 +292,7 @@ def run_lanes(graph_module: GraphModule, arguments: list[Any], token_input: int,
     return [plain[position] if position in plain else next(mapped) for position in range(count)]
 
 
-def follow_sites(graph_module: GraphModule, plan: Plan) -> None:
+def follow_sites(graph_module: GraphModule, plan: RewritePlan) -> None:
     """Update the sites to the new graph's nodes; attentions keep their order."""
     calls = graph_module.graph.find_nodes(op="call_function", target=torch.ops.specache.decode_attention.default)
     for site, call in zip(plan.sites, calls, strict=True):

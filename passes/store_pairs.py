@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule, Node
 
-from .plan import PassReport, Plan, call_op, cursor_input, frequencies_input, padding_input, state_input
+from .plan import PassReport, RewritePlan, call_op, cursor_input, frequencies_input, padding_input, state_input
 from .reading.in_place import take_writes
 from .reading.nodes import output_node
 
 
-def store(graph_module: GraphModule, plan: Plan) -> tuple[GraphModule, PassReport]:
+def store(graph_module: GraphModule, plan: RewritePlan) -> tuple[GraphModule, PassReport]:
     """Insert the recipe's store calls for each site's new pairs. Only lane 0 is stored; a pre-decode stores nothing.
 
         out = sdpa(q, k, v)                out = sdpa(q, k, v)

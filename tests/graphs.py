@@ -15,7 +15,7 @@ from specache_compile.methods import METHODS
 from specache_compile.methods.field import LayerShape
 from specache_compile.methods.specache import FIELDS, SpecacheOptions
 from specache_compile.passes.phase import DECODE, Phase
-from specache_compile.passes.plan import Input, Plan
+from specache_compile.passes.plan import Input, RewritePlan
 from specache_compile.passes.reading.find_attention import find_attention
 from specache_compile.passes.reading.sites import Found
 
@@ -80,7 +80,7 @@ def found(builder: GraphBuilder, graph_module: GraphModule) -> Found:
     return find_attention(graph_module, frozenset(name for name in builder.inputs if name.startswith("past")))
 
 
-def plan_for(builder: GraphBuilder, phase: Phase, graph_module: GraphModule | None = None) -> Plan:
+def plan_for(builder: GraphBuilder, phase: Phase, graph_module: GraphModule | None = None) -> RewritePlan:
     """Return a plan for a graph with its sites, or for no graph without sites."""
     sites = [] if graph_module is None else list(found(builder, graph_module).sites)
     options = SpecacheOptions(bits=1, key_code="levels", group_size=32, top_k=4)
@@ -93,10 +93,10 @@ def plan_for(builder: GraphBuilder, phase: Phase, graph_module: GraphModule | No
         cursor = torch.empty(BATCH, 4, dtype=torch.int64)
     inputs = [Input("argument", argument=i) for i in range(len(builder.inputs))]
     recipe = partial(METHODS["specache"].recipe, options)
-    return Plan(phase, sites, True, False, False, recipe, state, cursor, None, inputs)
+    return RewritePlan(phase, sites, True, False, False, recipe, state, cursor, None, inputs)
 
 
-def decode_graph(layers: int = 1) -> tuple[GraphModule, Plan]:
+def decode_graph(layers: int = 1) -> tuple[GraphModule, RewritePlan]:
     builder = GraphBuilder()
     outputs: list[Node] = []
     for layer in range(layers):

@@ -23,7 +23,7 @@ from specache_compile.lowering.progress import compiling, show_step
 from specache_compile.lowering.row_buckets import RowDims, row_dims
 from specache_compile.methods import METHODS
 from specache_compile.passes.pipeline import PIPELINE, Trace, run_pipeline
-from specache_compile.passes.plan import Input, Plan
+from specache_compile.passes.plan import Input, RewritePlan
 from specache_compile.passes.reading.in_place import written_inputs
 from specache_compile.runtime.rewritten import Rewritten
 from specache_compile.runtime.state import fields_of
@@ -127,7 +127,7 @@ def rewrite(captured: Captured, variant: Variant, name: str) -> Rewritten:
     )  # fmt: skip
 
 
-def rows_to_fill_up(captured: Captured, graph_module: GraphModule, plan: Plan) -> RowDims | None:
+def rows_to_fill_up(captured: Captured, graph_module: GraphModule, plan: RewritePlan) -> RowDims | None:
     """Where a recorded step has rows; None where dead ones may not fill them up, or no call shows whether they may."""
     dims = row_dims(graph_module, plan)
     return dims if dims is not None and all(map(captured.symbols.can_read, dims.assumed)) else None
@@ -179,12 +179,12 @@ class StateFakes:
         return getattr(self, source.source)
 
 
-def plan_of(captured: Captured, variant: Variant, fakes: StateFakes, graph: Graph) -> Plan:
+def plan_of(captured: Captured, variant: Variant, fakes: StateFakes, graph: Graph) -> RewritePlan:
     """What is to be made of `graph`, a copy of the captured one."""
     options = variant.options
     copies = dict(zip(captured.graph_module.graph.nodes, graph.nodes, strict=True))
     sites = [site.moved(copies) for site in captured.sites]
-    return Plan(
+    return RewritePlan(
         phase=variant.phase,
         sites=[replace(site, padding=None) for site in sites] if variant.unpadded else sites,
         selects=selects(options),
@@ -199,7 +199,7 @@ def plan_of(captured: Captured, variant: Variant, fakes: StateFakes, graph: Grap
     )
 
 
-def is_to_capture(mode: str | None, graph_module: GraphModule, plan: Plan) -> bool:
+def is_to_capture(mode: str | None, graph_module: GraphModule, plan: RewritePlan) -> bool:
     """With a mode that asks for CUDA graphs, whether this graph gets one; a warning where a decode step cannot."""
     asked = mode in cuda_graphs.MODES and cuda_graphs.captures_on(plan.cursor.device)
     if not (asked and plan.phase.one_token and plan.phase.stores):

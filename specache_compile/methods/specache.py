@@ -10,7 +10,7 @@ from typing import Any
 
 from specache_compile.errors import OptionError
 from specache_compile.options import choice, inherited, whole
-from specache_compile.passes.recipe import Call, Recipe, Selector
+from specache_compile.passes.recipe import OpCall, Recipe, Selector
 
 from .field import Field, LayerShape
 from .host_tier import HOST
@@ -111,17 +111,17 @@ class SpecacheOptions(LowBitOptions):
 def recipe(options: LowBitOptions, site: int) -> Recipe:
     """Decode attends over the tiers, an extend over the host's; the `prefetch` and `speculate` passes do the rest."""
     low_bit = tuple(field.name for field in LOW_BIT)
-    over_tiers = Call(
+    over_tiers = OpCall(
         "decode_attention",
         (*low_bit, "recent", "slots", "slot_index"),
         tuple(options.layout),
         scores=True,
     )
     attend = dict.fromkeys(("pre-decode", "decode", "widened"), over_tiers)
-    stores: tuple[Call, ...] = (Call("append", APPENDED, (*options.layout, options.zero_point), turned="center"),)
+    stores: tuple[OpCall, ...] = (OpCall("append", APPENDED, (*options.layout, options.zero_point), turned="center"),)
     if options.host_tier:
-        attend |= {"extend": Call("extend_attention", ("host",))}
-        stores += (Call("offload", ("host",)),)
+        attend |= {"extend": OpCall("extend_attention", ("host",))}
+        stores += (OpCall("offload", ("host",)),)
     return Recipe(attend, stores, selector_of(options))
 
 

@@ -13,7 +13,7 @@ import specache_compile as sc
 from conftest import prompt, tiny_llama
 from specache_compile.compile import rewritten
 from specache_compile.kernels.movement import tier_ops as tiers
-from specache_compile.passes.plan import PassReport, Plan
+from specache_compile.passes.plan import PassReport, RewritePlan
 
 LAYERS = 2
 SETTINGS = {"setting": "paper", "bits": 1, "group_size": 32, "residual_length": 32}
@@ -37,7 +37,7 @@ def test_a_sound_lossless_rewrite_moves_nothing(model: Any) -> None:
 def test_a_fault_planted_in_a_pass_is_found(model: Any, monkeypatch: pytest.MonkeyPatch, faulty: int) -> None:
     """A pass that halves one layer's attention scale in decode, as a wrong constant would."""
 
-    def rewrite_attention(graph_module: GraphModule, plan: Plan) -> tuple[GraphModule, PassReport]:
+    def rewrite_attention(graph_module: GraphModule, plan: RewritePlan) -> tuple[GraphModule, PassReport]:
         graph_module, report = real(graph_module, plan)
         for node in graph_module.graph.nodes:
             if node.target is torch.ops.specache.decode_attention.default and belongs_to(node, faulty):

@@ -195,7 +195,7 @@ def attended(
     logits, base, selection = kind.ops.score_low_bit(q, k, None, None, cursor, *read)
     second = kind.ops.attend_scored(q, k, v, None, None, cursor, logits, base, slots[1].flip(-1), *slots, *read)
     exact = kind.ops.extend_attention(q, k, v, None, None, cursor, state["host"], DIM**-0.5, None)
-    found = {"decode": out, "scores": scores, "asked for": selection.movedim(1, 0), "corrected": second}
+    found = {"decode": out, "scores": scores, "selection": selection.movedim(1, 0), "corrected": second}
     return found if options.bits_on_host < 16 else {**found, "extend": exact}
 
 

@@ -30,7 +30,7 @@ from specache_compile.kernels.movement.deferred import Deferred, Fetch
 from specache_compile.lowering import cuda_graphs
 from specache_compile.lowering.cuda_graphs import RecordedSteps, capture, reason_not_to_capture, record
 from specache_compile.passes.phase import DECODE
-from specache_compile.passes.plan import Input, Plan
+from specache_compile.passes.plan import Input, RewritePlan
 from specache_compile.passes.reading.in_place import written_inputs
 from specache_compile.runtime.step import Step
 
@@ -187,7 +187,7 @@ def test_a_symbolic_batch_is_distinguished_from_a_growing_length(read: str, reas
     inputs = [Input("argument", argument=0), Input("argument", argument=1)]
     settings = {"selects": True, "speculate": False, "hit_rate": False, "recipe": None, "state": []}
     sites = [SimpleNamespace(k=nodes["keys"])]
-    plan = Plan(DECODE, sites, **settings, cursor=torch.empty(1, 4), padding=None, inputs=inputs)
+    plan = RewritePlan(DECODE, sites, **settings, cursor=torch.empty(1, 4), padding=None, inputs=inputs)
     actual = reason_not_to_capture(torch.fx.GraphModule({}, graph), plan)
     assert actual is None if reason is None else str(actual).startswith(reason)
 
@@ -560,7 +560,7 @@ def test_a_step_with_an_argument_elsewhere_than_its_state_is_not_captured() -> N
     x.meta["val"], factor.meta["val"] = torch.empty(3, device="meta"), torch.empty(())
     inputs = [Input("argument", argument=0), Input("argument", argument=1)]
     settings = {"selects": True, "speculate": False, "hit_rate": False, "recipe": None, "state": []}
-    plan = Plan(DECODE, [], **settings, cursor=torch.empty(1, 4, device="meta"), padding=None, inputs=inputs)
+    plan = RewritePlan(DECODE, [], **settings, cursor=torch.empty(1, 4, device="meta"), padding=None, inputs=inputs)
     step = torch.fx.GraphModule({}, graph)
     assert "input factor is on cpu" in str(reason_not_to_capture(step, plan))
     factor.meta["val"] = torch.empty((), device="meta")

@@ -20,7 +20,7 @@ from specache_compile.passes.clean_up import clean_up
 from specache_compile.passes.overlap import dependencies, is_copy, is_wait, overlap
 from specache_compile.passes.own_cache import own_cache
 from specache_compile.passes.phase import DECODE, PREFILL
-from specache_compile.passes.plan import Input, Plan
+from specache_compile.passes.plan import Input, RewritePlan
 from specache_compile.passes.prefetch import prefetch
 from specache_compile.passes.reading.find_attention import find_attention, frequencies_of
 from specache_compile.passes.reading.known_sizes import fill_in_sizes
@@ -44,7 +44,7 @@ def products_graph(batch: int) -> GraphModule:
     return builder.finish(both, hidden, out, builder.call(torch.matmul, (DIM,), weight, bias))
 
 
-def run(graph_module: GraphModule, plan: Plan, *passes: Any) -> GraphModule:
+def run(graph_module: GraphModule, plan: RewritePlan, *passes: Any) -> GraphModule:
     for step in passes:
         graph_module, _ = step(graph_module, plan)
         graph_module.graph.lint()
@@ -285,7 +285,7 @@ def test_a_pass_leaves_a_graph_without_sites_as_it_is(step: Any) -> None:
     assert text(run(graph_module, plan_for(builder, DECODE), step)) == before
 
 
-def rewritten(layers: int = 3) -> tuple[GraphModule, Plan]:
+def rewritten(layers: int = 3) -> tuple[GraphModule, RewritePlan]:
     graph_module, plan = decode_graph(layers)
     return run(graph_module, plan, own_cache, rewrite_attention, store, prefetch), plan
 

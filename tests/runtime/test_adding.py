@@ -28,7 +28,7 @@ from specache_compile.methods.specache import SpecacheOptions
 from specache_compile.options import whole
 from specache_compile.passes.phase import Phase
 from specache_compile.passes.pipeline import run_pipeline
-from specache_compile.passes.recipe import Call, Recipe, Selector
+from specache_compile.passes.recipe import OpCall, Recipe, Selector
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -125,7 +125,7 @@ def test_a_tiers_field_and_a_method_with_an_option_of_its_own(monkeypatch: pytes
 
     def recipe(options: CountingOptions, site: int) -> Recipe:
         found = offload.recipe(options, site)
-        return replace(found, stores=(*found.stores, Call("count", ("counted",), (options.each,))))
+        return replace(found, stores=(*found.stores, OpCall("count", ("counted",), (options.each,))))
 
     monkeypatch.setitem(METHODS, "counting", Method("counting", CountingOptions, (*offload.fields, counted), recipe))
     assert [int(layer["counted"]) for layer in state_after("counting")] == [101, 101]
