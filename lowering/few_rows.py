@@ -75,7 +75,7 @@ def together(graph_module: GraphModule, products: Sequence[Any]) -> None:
     for node in products:
         x, *given = node.args
         if all(other is None or other.op == "placeholder" for other in given):
-            groups.setdefault((made_of(x), weight_layer(given[0])), []).append(node)
+            groups.setdefault((view_key(x), weight_layer(given[0])), []).append(node)
     for nodes in groups.values():
         if len(nodes) > 1:
             x, weights, biases = ([node.args[place] for node in nodes] for place in range(3))
@@ -86,9 +86,9 @@ def together(graph_module: GraphModule, products: Sequence[Any]) -> None:
                 node.target, node.args = operator.getitem, (each, place)
 
 
-def made_of(x: Node) -> Any:
+def view_key(x: Node) -> Any:
     """Return a key for x: the viewed node and the views. Tracing creates one view per product."""
-    return (x.target, made_of(x.args[0]), str(x.args[1:])) if x.target in VIEWS else x  # type: ignore[arg-type]
+    return (x.target, view_key(x.args[0]), str(x.args[1:])) if x.target in VIEWS else x  # type: ignore[arg-type]
 
 
 def product_of(node: Node) -> tuple[Node, Node, Node | None] | None:

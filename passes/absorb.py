@@ -47,19 +47,19 @@ def attend(latents: Latents) -> Node:
     before, nope = latents.attention, latents.nope
     heads, width = (int(value_of(latents.q).shape[dim]) for dim in (1, 3))
     outputs = int(value_of(latents.attention).shape[3])
-    projection = made(before, torch.unflatten, latents.weight, 0, (heads, nope + outputs))
-    keys = made(before, torch.narrow, projection, 1, 0, nope)
-    values = made(before, torch.narrow, projection, 1, nope, outputs)
-    query = made(before, torch.narrow, latents.q, 3, 0, nope)
-    turned = made(before, torch.narrow, latents.q, 3, nope, width - nope)
-    rows = made(before, torch.squeeze, latents.latents, 1)
-    ropes = made(before, torch.squeeze, latents.ropes, 1)
-    query = made(before, torch.einsum, "bhtn,hnr->bhtr", query, keys)
-    scores = made(before, torch.einsum, "bhtr,bsr->bhts", query, rows)
-    scores = made(before, torch.add, scores, made(before, torch.einsum, "bhtr,bsr->bhts", turned, ropes))
-    weights = made(before, softmax, scores, latents.mask, latents.scale)
-    out = made(before, torch.einsum, "bhts,bsr->bhtr", weights, rows)
-    return made(before, torch.einsum, "bhtr,hvr->bhtv", out, values)
+    projection = insert(before, torch.unflatten, latents.weight, 0, (heads, nope + outputs))
+    keys = insert(before, torch.narrow, projection, 1, 0, nope)
+    values = insert(before, torch.narrow, projection, 1, nope, outputs)
+    query = insert(before, torch.narrow, latents.q, 3, 0, nope)
+    turned = insert(before, torch.narrow, latents.q, 3, nope, width - nope)
+    rows = insert(before, torch.squeeze, latents.latents, 1)
+    ropes = insert(before, torch.squeeze, latents.ropes, 1)
+    query = insert(before, torch.einsum, "bhtn,hnr->bhtr", query, keys)
+    scores = insert(before, torch.einsum, "bhtr,bsr->bhts", query, rows)
+    scores = insert(before, torch.add, scores, insert(before, torch.einsum, "bhtr,bsr->bhts", turned, ropes))
+    weights = insert(before, softmax, scores, latents.mask, latents.scale)
+    out = insert(before, torch.einsum, "bhts,bsr->bhtr", weights, rows)
+    return insert(before, torch.einsum, "bhtr,hvr->bhtv", out, values)
 
 
 def softmax(scores: Tensor, mask: Tensor | None, scale: float) -> Tensor:
@@ -70,7 +70,7 @@ def softmax(scores: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     return torch.softmax(logits, -1, torch.float32).to(scores.dtype)
 
 
-def made(before: Node, function: Callable[..., Any], *arguments: Any) -> Node:
+def insert(before: Node, function: Callable[..., Any], *arguments: Any) -> Node:
     """Insert a call of a function, with its fake value, at the graph's insertion point."""
     node = before.graph.call_function(function, arguments)
     values = torch.fx.map_arg(arguments, value_of)
