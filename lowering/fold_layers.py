@@ -1,13 +1,13 @@
 """Compile equal layers once: cut the graph at its layers' borders into regions that run in order.
 
-    embed; norm_0; q_0; ...; norm_1; q_1; ...; head      h, cos, sin = before(ids, table, ...)
-                                                          h = layer(h, cos, sin, weights and state of layer 0)
-                                                          h = layer(h, cos, sin, weights and state of layer 1)
-                                                          return after(h, head)
-
 A part holds the nodes between two borders, in `overlap`'s order. Each kind of layer (sliding window, full attention)
 is a separate region. Adjacent parts that equal no other part are joined.
 """
+
+# embed; norm_0; q_0; ...; norm_1; q_1; ...; head      h, cos, sin = before(ids, table, ...)
+#                                                       h = layer(h, cos, sin, weights and state of layer 0)
+#                                                       h = layer(h, cos, sin, weights and state of layer 1)
+#                                                       return after(h, head)
 
 from __future__ import annotations
 

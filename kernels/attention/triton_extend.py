@@ -115,7 +115,7 @@ def extend_attention(
     lengths, settings = runs_of_pairs(lengths_of(cursor), pairs), (scale, softcap)
     if len(lengths) == 1 and lengths[0][1] >= 0:
         return extend_rows(q, k, v, mask, sinks, lengths[0][1], pairs, *settings)
-    out = torch.zeros_like(q)  # and stays so where there is no token
+    out = torch.zeros_like(q)  # rows without tokens stay 0
     for rows, length in lengths:
         begin, (queries, keys, values) = max(0, -length), (x[rows, :, max(0, -length) :] for x in (q, k, v))
         if queries.shape[2]:

@@ -1,12 +1,12 @@
 """Deferred fetches: fetches that a replay of a recorded step leaves to the next step.
 
-    attend_0, ..., attend_n | join             gather_n with attend_0, ...; wait_n, attend_n | join
-    copies: gather_0, ..., gather_n            copies: gather_n, gather_0, ...
-
 A recorded step must join its copies at its end, which would expose its last layers' fetches. So the next replay makes
 them first, during its early layers, or any earlier reader of the slots makes them. A fetch may run at any time, and
 again: it copies only selected pairs that the slots lack.
 """
+
+# attend_0, ..., attend_n | join             gather_n with attend_0, ...; wait_n, attend_n | join
+# copies: gather_0, ..., gather_n            copies: gather_n, gather_0, ...
 
 from __future__ import annotations
 
