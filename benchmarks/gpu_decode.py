@@ -245,17 +245,17 @@ def forced_gather(gather: Callable[..., None], reuse: float, corrected: float) -
     """
     turns: dict[tuple[int, bool], tuple[Tensor, ...]] = {}
 
-    def forced(wanted: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor, traffic: Tensor, **grid: Any) -> None:
+    def forced(selected: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor, traffic: Tensor, **grid: Any) -> None:
         corrects = "programs" in grid  # a grid of its own is a correction's
         key = slots.data_ptr(), corrects
         if key not in turns:  # in the first step, which is not captured
             turns[key] = two_turns(host, slot_index, corrects, 1 - corrected if corrects else reuse)
-            wanted = turns[key][0].expand_as(slot_index).contiguous()  # fills all slots
+            selected = turns[key][0].expand_as(slot_index).contiguous()  # fills all slots
         else:
             tokens, both, stay = turns[key]
             torch.sub(both, tokens, out=tokens)
-            wanted = torch.where(stay, slot_index, tokens)
-        gather(wanted, host, slots, slot_index, traffic, **grid)
+            selected = torch.where(stay, slot_index, tokens)
+        gather(selected, host, slots, slot_index, traffic, **grid)
 
     return forced
 

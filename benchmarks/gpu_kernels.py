@@ -28,10 +28,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from specache_compile.bench.results import Results
-from specache_compile.kernels.attention import definition as attention
+from specache_compile.kernels.attention import attention_ops as attention
 from specache_compile.kernels.attention import triton_decode, triton_scored
 from specache_compile.kernels.movement import cpp_tiers, triton_append, triton_copy, triton_select
-from specache_compile.kernels.movement import definition as tiers
+from specache_compile.kernels.movement import tier_ops as tiers
 from specache_compile.kernels.state import triton_center
 from specache_compile.kernels.state.cursor import LENGTH, LOW_BIT, NEXT_LOW_BIT, new_cursor
 from specache_compile.kernels.state.stored_tiers import StoredTiers
@@ -138,7 +138,7 @@ class Inputs:
 
 
 def fill(state: LayerState, setting: Setting, generator: torch.Generator) -> None:
-    """Random contents; the slots hold different tokens, and so do the wanted ones."""
+    """Random contents; the slots hold different tokens, and so do the selected ones."""
     for field, tensor in state.items():
         if tensor.dtype == torch.uint8:
             tensor.random_(0, 256 if field == "codes" else 120, generator=generator)  # scales are numbers then
@@ -150,7 +150,7 @@ def fill(state: LayerState, setting: Setting, generator: torch.Generator) -> Non
         stride = setting.low_bit // (2 * setting.top_k)
         tokens = torch.arange(setting.top_k, device=state["slots"].device, dtype=torch.int32) * stride
         state["slot_index"].copy_(tokens.expand_as(state["slot_index"]))
-        state["wanted"].copy_((tokens + setting.low_bit // 2).expand_as(state["wanted"]))
+        state["selected"].copy_((tokens + setting.low_bit // 2).expand_as(state["selected"]))
 
 
 def rotated(setting: Setting, device: torch.device, repeats: int) -> list[Inputs]:
@@ -176,9 +176,9 @@ def check(setting: Setting, device: torch.device) -> None:
         theirs.attend_scored(attention.attend_scored, *expected_logits),
         atol=2e-2, rtol=2e-2,
     )  # fmt: skip
-    triton_select.select_topk(ours.scores, ours.state["wanted"])
-    tiers.select_topk(theirs.scores, theirs.state["wanted"])
-    chosen = [set_of(x.state["wanted"]) for x in (ours, theirs)]
+    triton_select.select_topk(ours.scores, ours.state["selected"])
+    tiers.select_topk(theirs.scores, theirs.state["selected"])
+    chosen = [set_of(x.state["selected"]) for x in (ours, theirs)]
     assert torch.equal(*chosen), "the selection differs from torch.topk's"
     triton_copy.gather(*fetch_arguments(ours))
     tiers.refill(*fetch_arguments(theirs))
@@ -191,7 +191,7 @@ def set_of(tokens: Tensor) -> Tensor:
 
 
 def fetch_arguments(x: Inputs) -> tuple[Tensor, ...]:
-    return tuple(x.state[name] for name in ("wanted", "host", "slots", "slot_index", "fetched"))
+    return tuple(x.state[name] for name in ("selected", "host", "slots", "slot_index", "fetched"))
 
 
 def milliseconds_on_device(
@@ -265,14 +265,14 @@ def rows_of(setting: Setting, device: torch.device, repeats: int, limit: dict[st
         return
     scores = sets[0].scores.nbytes
     select = row(
-        "selection", "copy", scores, lambda i: triton_select.select_topk(turn(i).scores, turn(i).state["wanted"])
+        "selection", "copy", scores, lambda i: triton_select.select_topk(turn(i).scores, turn(i).state["selected"])
     )
     yield select | {"of the attention": select["ms"] / attend["ms"]}
     for reuse in (0.0, 0.5, 0.75, 1.0):
         kept_slots = round(reuse * setting.top_k)
 
         def forget(i: int, kept_slots: int = kept_slots) -> None:
-            turn(i).state["slot_index"].copy_(turn(i).state["wanted"])
+            turn(i).state["slot_index"].copy_(turn(i).state["selected"])
             turn(i).state["slot_index"][:, :, kept_slots:] = -1
 
         moved = on_host * (setting.top_k - kept_slots)

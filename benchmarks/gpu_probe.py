@@ -126,12 +126,12 @@ def gather_rates(smoke: bool = False) -> Found:
     host = host_memory.host_empty(segmented(1, heads, tokens, d), dtype, device).fill_(1)
     slots = torch.zeros(1, heads, top_k, 2, d, dtype=dtype, device=device)
     index = torch.full((1, heads, top_k), -1, dtype=torch.int32, device=device)
-    wanted = (torch.arange(top_k, device=device, dtype=torch.int32) * (tokens // top_k)).expand_as(index).contiguous()
+    selected = (torch.arange(top_k, device=device, dtype=torch.int32) * (tokens // top_k)).expand_as(index).contiguous()
     moved = torch.zeros(1, dtype=torch.int64, device=device)
     pinned = limits(device, 1 << (16 if smoke else 28), 5)["to device"]
 
     def timed(programs: int) -> float:
-        fetch = partial(triton_copy.gather, wanted, host, slots, index, moved, programs)
+        fetch = partial(triton_copy.gather, selected, host, slots, index, moved, programs)
         return milliseconds(lambda i: fetch(), device, 10, lambda i: index.fill_(-1))
 
     several = (1, 4) if smoke else (4, 8, 16, 32, 64, 176)

@@ -1,6 +1,6 @@
 """The `specache::` ops: their schemas, shapes and PyTorch implementations. Importing this registers them."""
 
-# With the repository's root on sys.path, transformers looks for the Hub's `kernels` and imports this folder under that
-# name: the ops must not be registered twice.
+# With the repository's root on sys.path, transformers imports this folder as the Hub's `kernels`. The ops must not be
+# registered twice.
 if __name__ == "specache_compile.kernels":
     from . import ops as ops

@@ -1,7 +1,7 @@
-"""What each op costs: FLOPs, bytes from device memory, bytes over PCIe. Computed from shapes, never measured.
+"""The cost of each op: FLOPs, bytes of device memory and bytes over PCIe, computed from shapes.
 
-A cost is a function (the call's arguments by name, the `load`, the site's number) → `Cost`. Of tensors that stand for
-the cache it takes what is cached, by the load, not what is allocated; of the others their shapes.
+A cost is a function (the call's arguments by name, the `load`, the site's number) → `Cost`. For cache tensors it
+counts the cached tokens of the load instead of the allocated size.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .state.stored_pairs import rounded_width, rounds
 
 @dataclass(frozen=True)
 class Cost:
-    """What a launch costs.
+    """The cost of a launch.
 
     flops: floating-point operations.
     hbm: bytes read and written on the device.
@@ -36,21 +36,21 @@ class Cost:
         return Cost(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
 
 
-# Share of the wanted pairs that a correction must still bring, by lanes. With one lane the slots hold what the last
-# token wanted, with two what was fetched for the guess. Measured: 28 and 22 of 64 pairs, of SmolLM2 at 4,096 tokens,
-# greedy (`specache generate --stats`).
+# Number of lanes → share of the selected pairs that a correction fetches. With one lane the slots hold the last
+# token's selection, with two the pairs fetched for the guess. Measured with SmolLM2 at 4,096 tokens, greedy
+# (`specache generate --stats`): 28 and 22 of 64 pairs.
 CORRECTED = {1: 0.44, 2: 0.34}
 
 
 @dataclass(frozen=True)
 class Workload:
-    """How a step is run.
+    """The workload of a step.
 
-    options: the method's.
-    layers, query_heads: `LayerShape`, and the number of query heads, of each site.
-    length: tokens cached before it.
-    reuse: the share of wanted pairs that are in the slots already.
-    corrected: the share of wanted pairs that a correction must still bring.
+    options: options of the method.
+    layers, query_heads: `LayerShape` and number of query heads of each site.
+    length: tokens cached before the step.
+    reuse: share of the selected pairs that are in the slots already.
+    corrected: share of the selected pairs that a correction fetches.
     """
 
     options: Any
@@ -70,7 +70,7 @@ CostOf = Callable[[Arguments, Workload, int], Cost]
 
 
 def size_of(size: int | SymInt) -> int:
-    """A size; for a symbol, what it was when the graph was traced. Makes no guard."""
+    """Return a size; for a symbol its value during tracing, without a guard."""
     return size if isinstance(size, int) else int(size.node.hint)
 
 
@@ -89,9 +89,9 @@ def bytes_of(value: Any) -> int:
 class Pair:
     """Bytes of one KV pair of one head.
 
-    exact: in 16 bits, or the model's dtype.
-    on_host: as the host tier has the pair.
-    low_keys, low_values: in the low-bit tier, of the key and of the value.
+    exact: in 16 bits, or in the model's dtype.
+    on_host: in the host tier.
+    low_keys, low_values: of the key and of the value in the low-bit tier.
     """
 
     exact: int
@@ -118,12 +118,12 @@ def pair_bytes(options: Any, layer: Any) -> Pair:
 
 
 def fetched_pairs(options: Any, length: int) -> int:
-    """Pairs that one head wants for its slots when `length` tokens are cached: k, or all there are."""
+    """Return the number of pairs that one head selects for its slots at `length` cached tokens: at most k."""
     return min(options.top_k, options.low_bit_length(length))
 
 
 def exact_pairs(options: Any, length: int) -> int:
-    """Pairs that one head has on the device in 16 bits: window, slots and sinks."""
+    """Return the number of 16-bit pairs of one head on the device: window, slots and sinks."""
     low = options.low_bit_length(length)
     return length - low + fetched_pairs(options, length) + min(options.sinks, low)
 
@@ -147,8 +147,8 @@ def decode_attention(arguments: Arguments, load: Workload, site: int) -> Cost:
 
 
 def share_of_center(arguments: Arguments, load: Workload, site: int) -> Cost:
-    """What centered keys add to a decode step: a number for each query row and low-bit token, or group of them, written
-    and read."""
+    """Cost that centered keys add to a decode step: one number per query row and low-bit token (or group), written and
+    read."""
     q, rows_of_center = arguments["q"], load.options.center_rows(load.layers[site])
     if not rows_of_center:
         return Cost()
@@ -158,8 +158,8 @@ def share_of_center(arguments: Arguments, load: Workload, site: int) -> Cost:
 
 
 def score_low_bit(arguments: Arguments, load: Workload, site: int) -> Cost:
-    """The keys of low-bit tier, window and sinks once. Written: a logit for each query row, read again for the scores,
-    when all are known, and a score for each head and lane."""
+    """Cost of reading the keys of low-bit tier, window and sinks once. It writes and reads each query row's logits, and
+    writes a score per head and lane."""
     pair, q = pair_bytes(load.options, load.layers[site]), arguments["q"]
     low = load.options.low_bit_length(load.length)
     exact = load.length - low + min(load.options.sinks, low)
@@ -172,7 +172,7 @@ def score_low_bit(arguments: Arguments, load: Workload, site: int) -> Cost:
 
 
 def attend_scored(arguments: Arguments, load: Workload, site: int) -> Cost:
-    """The logits and the low-bit tier's values once, and the exact pairs."""
+    """Cost of reading the logits, the low-bit tier's values and the exact pairs once."""
     pair, q = pair_bytes(load.options, load.layers[site]), arguments["q"]
     low = load.options.low_bit_length(load.length)
     exact = exact_pairs(load.options, load.length)
@@ -182,20 +182,20 @@ def attend_scored(arguments: Arguments, load: Workload, site: int) -> Cost:
 
 
 def correct(arguments: Arguments, load: Workload, site: int) -> Cost:
-    """What lane 0 wants, and neither the last step's slots nor the fetch ahead have brought."""
+    """Cost of fetching the pairs that lane 0 selects and that the slots lack."""
     scores = 4 * rows(load, site) * load.options.low_bit_length(load.length)
     return brought(load, site, load.corrected) + Cost(hbm=scores)
 
 
 def brought(load: Workload, site: int, share: float) -> Cost:
-    """That share of the wanted pairs, from the host into the slots."""
+    """Cost of copying this share of the selected pairs from the host into the slots."""
     pairs = rows(load, site) * fetched_pairs(load.options, load.length) * share
     pair = pair_bytes(load.options, load.layers[site])
     return Cost(hbm=pairs * pair.exact, to_device=pairs * pair.on_host)
 
 
 def extend_attention(arguments: Arguments, load: Workload, site: int) -> Cost:
-    """Every pair, from wherever the cache is, in the dtype in which it is there."""
+    """Cost of reading every cached pair in its stored dtype."""
     q, cache = arguments["q"], arguments["host"]
     width = size_of(cache.shape[-1]) * cache.dtype.itemsize
     past = rows(load, site) * load.length * 2 * width
@@ -204,7 +204,7 @@ def extend_attention(arguments: Arguments, load: Workload, site: int) -> Cost:
 
 
 def append(arguments: Arguments, load: Workload, site: int) -> Cost:
-    """A group is quantised once in g steps: an even share of that falls on each token."""
+    """Cost per token: a group of g tokens is quantised once in g steps."""
     pair, tokens = pair_bytes(load.options, load.layers[site]), size_of(arguments["k"].shape[2])
     return Cost(hbm=rows(load, site) * tokens * (3 * pair.exact + pair.low))
 

@@ -1,6 +1,6 @@
-"""What an op is: schema, implementations, and all that passes, lowering and explain know of it; and their registry.
+"""The declaration of an op (schema, implementations, properties), and the registry of ops.
 
-Every op names exactly the state tensors that it mutates; order between ops is their data flow.
+Every schema marks exactly the state tensors that its op mutates; data flow orders the ops.
 """
 
 from __future__ import annotations
@@ -19,24 +19,23 @@ from .costs import CostOf
 
 @dataclass(frozen=True)
 class Op:
-    """One op, and all that the passes, the lowering and explain know of it.
+    """One op, with its properties for passes, lowering and explain.
 
-    schema: every mutated argument marked.
+    schema: torch schema that marks every mutated argument.
     run: the PyTorch code that defines the op.
-    fake: the op's shapes under FakeTensorMode and on the meta device.
-    cuda: "module:function" of the CUDA implementation, loaded on first use (triton is on Linux only);
-        ".room.module" is one of kernels/. None: the op is for CPUs.
-    fused: the same for CPUs, in C++ or by a kernel of torch: an op `NAME_fused` of its own, which lowering puts in the
-        op's place.
-    library: has that C++ compiled, for arguments like these.
+    fake: computes the shapes of results under FakeTensorMode and on the meta device.
+    cuda: "module:function" of the CUDA implementation, imported on first use (triton exists on Linux only).
+        ".folder.module" is relative to kernels/. None for an op that runs on CPUs only.
+    fused: the CPU implementation, in C++ or by a torch kernel. Lowering replaces the op by the op `NAME_fused`.
+    library: compiles the C++ for given arguments.
     cost: see `costs.py`.
-    lanes: the op's vmap rule, where a mapped axis becomes lanes.
+    lanes: the vmap rule, in which a mapped axis becomes the lanes.
     copies: the op runs on the copy stream.
-    is_work: the op takes long enough to hide a copy behind.
-    early: the op starts as soon as possible; of several that could, the one of the lowest number first.
+    is_work: the op takes long enough to hide a copy.
+    early: the op starts as soon as possible, in the order of these numbers.
     is_wait: the op blocks until copies have ended, and starts as late as possible.
-    reads_host: the op waits for the offloads by itself.
-    capturable: a CUDA graph may hold the op, which reads no length on the host.
+    reads_host: the op waits for the offloads itself.
+    capturable: a CUDA graph may contain the op, which reads no length on the host.
     """
 
     schema: str
@@ -60,7 +59,7 @@ class Op:
 
 
 def with_fused(op: Op) -> Iterator[Op]:
-    """The op, and what its C++ is declared as."""
+    """Yield the op, and the op of its fused implementation."""
     yield op
     if op.fused is not None:
         schema = op.schema.replace("(", "_fused(", 1)
@@ -68,18 +67,18 @@ def with_fused(op: Op) -> Iterator[Op]:
 
 
 def fake_nothing(*args: object) -> None:
-    """The fake of an op that only mutates its arguments."""
+    """Fake of an op that only mutates its arguments."""
 
 
 def fake_of_query(q: Tensor, *rest: Any) -> Tensor:
-    """The fake of an attention: [B, Hq, T, d], as the query."""
+    """Fake of an attention: [B, Hq, T, d], like the query."""
     return q.new_empty(q.shape)
 
 
 def loaded_on_first_use(place: str) -> Callable[..., Any]:
-    """A function that imports `place` (`Op.cuda`) when it is first called, and runs it on its first tensor's device.
+    """Return a function that imports `place` (`Op.cuda`) on its first call, and runs it on its first tensor's device.
 
-    Triton by itself launches on the current device, whichever its arguments are on.
+    Triton alone launches on the current device, wherever its arguments are.
     """
     module, name = place.split(":")
 
@@ -99,7 +98,7 @@ _registry: dict[str, Op] = {}
 
 
 def register(op: Op) -> None:
-    """Make an op known to torch and to the passes, and its fused twin."""
+    """Register an op and its fused op with torch and the passes."""
     for one in with_fused(op):
         register_alone(one)
 
@@ -116,11 +115,11 @@ def register_alone(op: Op) -> None:
 
 
 def registered() -> tuple[Op, ...]:
-    """Every op so far."""
+    """Return every registered op."""
     return tuple(_registry.values())
 
 
 def op_of(target: Any) -> Op | None:
-    """The op that a graph node's target is; None where it is none of these."""
+    """Return the registered op of a graph node's target, or None."""
     is_ours = isinstance(target, torch._ops.OpOverload) and target.namespace == "specache"
     return _registry[target.name().removeprefix("specache::")] if is_ours else None

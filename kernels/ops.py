@@ -1,4 +1,4 @@
-"""The `specache::` ops of the tiers, declared; the baselines declare theirs beside their methods."""
+"""Declarations of the tiers' `specache::` ops; baselines declare their ops next to their methods."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from . import costs
+from .attention import attention_ops as attention
 from .attention import cpp_decode, flash
-from .attention import definition as attention
+from .attention.hit_rate import measure
 from .attention.kept_logits import based_logits, whole_logits
-from .attention.measure import measure
-from .few_rows import definition as few_rows
+from .few_rows import few_rows_ops as few_rows
 from .movement import cpp_tiers
-from .movement import definition as tiers
+from .movement import tier_ops as tiers
 from .op import Op, fake_nothing, fake_of_query, register
-from .state.pages import shape_of_scores
+from .state.page_table import shape_of_scores
 from .state.stored_tiers import StoredTiers
 
 
@@ -44,8 +44,7 @@ def fake_correct(
     return torch.empty_like(slot_index)
 
 
-# What all decode attentions end with: the state tensors that they read (`StoredTiers`), and how codes are laid out
-# (`Layout`).
+# The last operands of all decode attentions: the state tensors (`StoredTiers`) and the layout of codes (`Layout`).
 READ = "Tensor[] tiers, int[] layout, float scale, float? softcap"
 NEW = "Tensor? mask, Tensor? sinks, Tensor cursor"
 SLOTS = "Tensor slots, Tensor slot_index"
@@ -59,10 +58,9 @@ def lanes_of(tensor: Tensor, lane_dim: int) -> Tensor:
 def widened_decode_attention(
     info: Any, in_dims: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *rest: Any
 ) -> Any:
-    """The vmap rule of `decode_attention`: a mapped axis becomes the lanes; the selection scores are not mapped.
+    """Vmap rule of `decode_attention`: a mapped axis becomes the lanes; the selection scores are not mapped.
 
-    A query, key or value that is not mapped is the same in every lane; a mask may have one row for all. All lanes
-    share the tiers.
+    All lanes share the tiers, and any query, key or value that is not mapped; a mask may have one row for all lanes.
     """
     if any(dim is not None for dim in tree_leaves(in_dims[4:])):
         raise NotImplementedError("decode_attention: vmap maps q, k, v and mask; all lanes share the sinks and tiers")
@@ -118,18 +116,18 @@ DECLARED = (
         reads_host=True, capturable=False,
     ),
     Op(
-        "select_topk(Tensor scores, Tensor(a!) wanted) -> ()",
+        "select_topk(Tensor scores, Tensor(a!) selected) -> ()",
         tiers.select_topk, fake_nothing, ".movement.triton_select:select_topk",
         fused=cpp_tiers.select_topk_fused, library=cpp_tiers.library_of, cost=costs.select_topk, early=0,
     ),
     Op(
-        "prefetch(Tensor wanted, Tensor cursor, Tensor host, Tensor(a!) slots, Tensor(b!) slot_index, "
+        "prefetch(Tensor selected, Tensor cursor, Tensor host, Tensor(a!) slots, Tensor(b!) slot_index, "
         "Tensor(c!) fetched) -> ()",
         tiers.prefetch, fake_nothing, ".movement.copy_stream:prefetch",
         fused=cpp_tiers.prefetch_fused, library=cpp_tiers.library_of, cost=costs.prefetch, copies=True, early=1,
     ),
     Op(
-        "wait(Tensor after, Tensor cursor, Tensor(a!) slots, Tensor(b!) slot_index, Tensor(c!) wanted) -> ()",
+        "wait(Tensor after, Tensor cursor, Tensor(a!) slots, Tensor(b!) slot_index, Tensor(c!) selected) -> ()",
         tiers.wait, fake_nothing, ".movement.copy_stream:wait",
         is_wait=True,
     ),

@@ -1,1 +1,1 @@
-"""From a rewritten graph to a callable: through Inductor, or as it is."""
+"""Lowering: from a rewritten graph to a callable, with Inductor or op by op."""

@@ -1,8 +1,8 @@
-"""Capture a session's whole decode step as a CUDA graph and replay it: one launch in place of hundreds.
+"""Capture a session's whole decode step as a CUDA graph and replay it: one launch instead of hundreds.
 
-Inductor's graph trees cannot do this. They refuse graphs that write to inputs of others or have inputs in host memory,
-and a rewritten step does both. A capture of our own is easy: the state's tensors keep their addresses until the bucket
-grows, and every length is read on the device. Rows of a batch that come and go are `row_buckets.py`'s.
+Inductor's graph trees refuse graphs that write to other graphs' inputs or have inputs in host memory; a rewritten step
+does both. This module can capture it: state tensors keep their addresses until the bucket grows, and the device reads
+every length. `row_buckets.py` handles batches whose rows join and leave.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from torch.fx import GraphModule
 from specache_compile.kernels.movement import copy_stream
 from specache_compile.kernels.movement.deferred import Deferred, Fetch, made_first
 from specache_compile.kernels.op import op_of
-from specache_compile.passes.plan import Plan
+from specache_compile.passes.plan import RewritePlan
 from specache_compile.passes.reading.nodes import value_of
 
 MODES = ("reduce-overhead", "max-autotune")
-# The step's own graph replaces Inductor's trees, which would only cut the step into pieces.
+# Inductor's own CUDA graphs would split the step into pieces.
 NO_TREES = {"triton.cudagraphs": False}
 # Arguments up to this size are copied for each replay. Larger ones, and parameters, must keep their addresses.
 COPIED_BYTES = 1 << 20
-# How many steps in a row are captured anew for a moved input: a weight moves once, a caller's tensor every time.
+# Recaptures in a row after an input moved: a weight moves once, a caller's tensor in every step.
 RECAPTURES = 2
 
 Lowered = Callable[..., Sequence[Any]]
 
 
 def captures_on(device: torch.device) -> bool:
-    """Whether a device has CUDA graphs."""
+    """Return whether a device has CUDA graphs."""
     return device.type == "cuda"
 
 
-def reason_not_to_capture(graph_module: GraphModule, plan: Plan) -> str | None:
-    """Why a rewritten decode step cannot be captured; None where it can."""
+def reason_not_to_capture(graph_module: GraphModule, plan: RewritePlan) -> str | None:
+    """Return the reason why a rewritten decode step cannot be captured, or None."""
     if plan.hit_rate:
         return "the hit rate is measured"
     for node in graph_module.graph.nodes:
@@ -50,7 +50,7 @@ def reason_not_to_capture(graph_module: GraphModule, plan: Plan) -> str | None:
     batch = batch_symbols(plan)  # a session's batch size is one number
     for node, source in zip(placeholders, plan.inputs, strict=True):
         if source.source != "argument" or not node.users:
-            continue  # a session's tensors change size only when they move, which drops the recorded steps
+            continue  # a session's tensors change size only when they move, and moving clears the recorded steps
         value = value_of(node)
         if isinstance(value, Tensor) and value.device != plan.cursor.device:
             return f"input {node.name} is on {value.device}, and a replay would not read it again"
@@ -61,27 +61,28 @@ def reason_not_to_capture(graph_module: GraphModule, plan: Plan) -> str | None:
     return None
 
 
-def batch_symbols(plan: Plan) -> set[Any]:
-    """The symbols in the new keys' batch size; none where it is a number."""
+def batch_symbols(plan: RewritePlan) -> set[Any]:
+    """Return the symbols in the new keys' batch size."""
     sizes = [value_of(site.k).shape[0] for site in plan.sites]
     return {symbol for size in sizes if isinstance(size, torch.SymInt) for symbol in size.node.expr.free_symbols}
 
 
 @functools.cache
 def capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream that captures a device's steps; torch's own belongs to the device that came first."""
+    """Return the capture stream of a device; torch's own capture stream belongs to one device."""
     return torch.cuda.Stream(device)
 
 
 def record(
     step: Callable[[], Sequence[Any]], device: torch.device, first: Sequence[Fetch], memory: Any = None
 ) -> tuple[Callable[[], object], list[Any], Any]:
-    """Record the launches of `step` on this device; returns the replay, the outputs that each replay writes, and the
-    memory pool that it works in.
+    """Record the launches of `step` on this device.
 
-    first: its fetches that are made at the start, for the step before.
-    memory: the pool of a recorded step that there still is, since one without any cannot be captured into again; None:
-        a new one.
+    Args:
+        first: the previous step's fetches, which the recorded step starts with.
+        memory: memory pool of a live recorded step, since a pool without graphs cannot be reused; None for a new pool.
+
+    Returns: the replay function, the outputs that each replay writes, and the memory pool.
     """
     graph = torch.cuda.CUDAGraph()
     stream = capture_stream(device)
@@ -91,7 +92,7 @@ def record(
         try:
             with made_first(first, lambda: copy_stream.stream_of(device).record_event()):
                 outputs = list(step())
-        finally:  # a capture that ends with a forked stream raises and hides what went wrong
+        finally:  # a capture that ends with a forked stream raises an error that hides the cause
             copy_stream.join_capture(device)
 
     def replay() -> None:
@@ -105,8 +106,11 @@ def record(
 class RecordedStep:
     """A recorded step.
 
-    copied: maps positions of inputs to the tensors that the graph reads in their place.
-    memory: the pool that it works in, with others: what a replay leaves there is another's from the next one on.
+    replay: launches the graph.
+    outputs: the tensors that each replay overwrites.
+    memory: memory pool, shared with other recorded steps: the next replay of any of them overwrites it.
+    copied: positions of inputs → the tensors that the graph reads instead.
+    addresses: positions of the other inputs → their recorded addresses.
     """
 
     replay: Callable[[], object]
@@ -116,11 +120,11 @@ class RecordedStep:
     addresses: dict[int, int]
 
     def moved(self, inputs: Sequence[Any]) -> int | None:
-        """The position of an input whose address is recorded and has changed; None: there is none."""
+        """Return the position of an input whose address differs from the recorded one, or None."""
         return next((i for i, address in self.addresses.items() if inputs[i].data_ptr() != address), None)
 
     def __call__(self, inputs: Sequence[Any]) -> list[Any]:
-        """The outputs of a replay on these inputs, in new memory."""
+        """Replay on these inputs; returns the outputs in new memory."""
         for position, own in self.copied.items():
             own.copy_(inputs[position])
         self.replay()
@@ -137,15 +141,16 @@ def capture(
 ) -> RecordedStep:
     """Record `lowered` on these inputs.
 
-    stays: stays[i]: input i is state, or written to, and keeps its address. Small other inputs are copied for each
-        replay.
-    first, memory: as for `record`.
+    Args:
+        stays: stays[i] is True if input i is state, or is written to, and keeps its address. Each replay copies small
+            other inputs.
+        first, memory: as in `record`.
     """
     copied: dict[int, Tensor] = {}
     addresses: dict[int, int] = {}
     for i, (value, state) in enumerate(zip(inputs, stays, strict=True)):
         if type(value) not in (Tensor, torch.nn.Parameter):
-            continue  # a number or a held tensor: nothing in the graph reads it
+            continue  # the graph reads no number and no held tensor
         if state or isinstance(value, torch.nn.Parameter) or value.nbytes > COPIED_BYTES:
             addresses[i] = value.data_ptr()
         else:
@@ -157,17 +162,19 @@ def capture(
 
 @torch.inference_mode(False)
 def own_copy(value: Tensor) -> Tensor:
-    """A copy that can be written to later, in any mode of the caller."""
+    """Return a copy that can be written to in any grad or inference mode."""
     return value.clone()
 
 
 class RecordedSteps:
-    """The recorded steps of one session, by lowered graph and its cursor's shape: rows, and pages of the longest. Clear
-    them whenever its state moves."""
+    """The recorded steps of one session, by lowered graph and cursor shape (rows, and columns with the page table).
+
+    They must be cleared whenever the session's state moves.
+    """
 
     def __init__(self) -> None:
         self.steps: dict[tuple[Lowered, tuple[int, ...]], RecordedStep | None] = {}
-        # Captures in a row that one graph lost to a moving input.
+        # Captures in a row that a moved input made invalid.
         self.recaptures = 0
         self.last: tuple[Lowered, tuple[int, ...]] | None = None
         self.replays = 0
@@ -182,12 +189,13 @@ class RecordedSteps:
         deferred: Deferred,
         shape: tuple[int, ...] = (1,),
     ) -> list[Any]:
-        """Run a step: the first as it is, to warm up every kernel; the second is captured; later ones are replayed.
+        """Run a step: the first run warms up the kernels, the second is captured, later ones are replays.
 
-        give_up: called with the position of an input that has moved in several steps in a row, and will again. It must
-            see to it that no further step of `lowered` comes here.
-        deferred: the fetches that a replay leaves to the next one.
-        shape: the cursor's, which grids follow.
+        Args:
+            give_up: called with the position of an input that moved in several steps in a row. It must stop further
+                runs of `lowered` here.
+            deferred: the fetches that a replay leaves to the next one.
+            shape: shape of the cursor, on which launch grids depend.
         """
         key = lowered, shape
         again, self.last = key == self.last, key

@@ -1,4 +1,4 @@
-"""On a CPU, replace products of a few rows by a kernel that reads the weight once, at memory speed."""
+"""On a CPU, replace matrix products of a few rows by a kernel that reads the weight once, at memory bandwidth."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from specache_compile.kernels.few_rows.definition import DTYPES, MOST_ROWS, library_of
+from specache_compile.kernels.few_rows.few_rows_ops import DTYPES, MOST_ROWS, library_of
 from specache_compile.passes.reading.nodes import value_of, weight_layer
 
 AT = torch.ops.aten
@@ -22,7 +22,7 @@ FEW_ROWS, FEW_ROWS_EACH = torch.ops.specache.few_rows.default, torch.ops.specach
 
 
 def few_rows(graph_module: GraphModule) -> int:
-    """Put `few_rows` in place of products of up to `MOST_ROWS` rows and a weight; returns how many.
+    """Replace products of up to `MOST_ROWS` rows and a weight by `few_rows`; returns the number of products.
 
         w = t(weight)                    y = few_rows(x, weight, None)
         y = mm(x, w)
@@ -30,9 +30,8 @@ def few_rows(graph_module: GraphModule) -> int:
         y = linear(x, weight)            rows = flatten(x, 0, -2)
                                          y = unflatten(few_rows(rows, weight, None), 0, ...)
 
-    A graph that was widened to two lanes has the first form, one as Dynamo captured it the second. Libraries for large
-    products read a weight of 16 bits more slowly, and in float32 take twice as long for two rows as for one. Products
-    of one x become one op (`together`).
+    A graph widened to two lanes has the first form, a graph captured by Dynamo the second. BLAS libraries read 16-bit
+    weights more slowly, and take twice as long for two float32 rows as for one. `together` joins products of one x.
     """
     found: list[Node] = []
     for node in graph_module.graph.nodes:
@@ -50,7 +49,7 @@ def few_rows(graph_module: GraphModule) -> int:
 
 
 def as_rows(linear: Node, rows_of: dict[Node, Node]) -> Node:
-    """A linear layer as `few_rows` of its x in rows, which are made once."""
+    """Replace a linear layer by `few_rows` of x as a matrix of rows, shared by all layers of that x."""
     graph = linear.graph
     x, weight, *bias = cast("tuple[Node, ...]", linear.args)
     with graph.inserting_before(linear):
@@ -67,7 +66,7 @@ def as_rows(linear: Node, rows_of: dict[Node, Node]) -> Node:
 
 
 def together(graph_module: GraphModule, products: Sequence[Any]) -> None:
-    """Make one op of products of one x and weights of one layer, which are inputs: queries, keys and values, say.
+    """Join products of one x with weights of one layer into one op: for example queries, keys and values.
 
     q = few_rows(x, w_q, None)       q, k = few_rows_each(x, [w_q, w_k], [None, None])
     k = few_rows(x, w_k, None)
@@ -76,7 +75,7 @@ def together(graph_module: GraphModule, products: Sequence[Any]) -> None:
     for node in products:
         x, *given = node.args
         if all(other is None or other.op == "placeholder" for other in given):
-            groups.setdefault((made_of(x), weight_layer(given[0])), []).append(node)
+            groups.setdefault((view_key(x), weight_layer(given[0])), []).append(node)
     for nodes in groups.values():
         if len(nodes) > 1:
             x, weights, biases = ([node.args[place] for node in nodes] for place in range(3))
@@ -87,13 +86,13 @@ def together(graph_module: GraphModule, products: Sequence[Any]) -> None:
                 node.target, node.args = operator.getitem, (each, place)
 
 
-def made_of(x: Node) -> Any:
-    """The node that x is a view of, and how: tracing makes a view anew for each product."""
-    return (x.target, made_of(x.args[0]), str(x.args[1:])) if x.target in VIEWS else x  # type: ignore[arg-type]
+def view_key(x: Node) -> Any:
+    """Return a key for x: the viewed node and the views. Tracing creates one view per product."""
+    return (x.target, view_key(x.args[0]), str(x.args[1:])) if x.target in VIEWS else x  # type: ignore[arg-type]
 
 
 def product_of(node: Node) -> tuple[Node, Node, Node | None] | None:
-    """x, weight and bias of a product that the kernel takes; None for any other node."""
+    """Return x, weight and bias of a product that the kernel supports; None for any other node."""
     given: Any = node.args
     if node.target is AT.mm.default:
         (x, w), bias = given, None
@@ -111,12 +110,12 @@ def product_of(node: Node) -> tuple[Node, Node, Node | None] | None:
 
 
 def is_few(rows: int | torch.SymInt) -> bool:
-    """Whether so many rows, a number that is known, are few."""
+    """Return whether the number of rows is constant and at most `MOST_ROWS`."""
     return isinstance(rows, int) and 0 < rows <= MOST_ROWS
 
 
 def few_rows_op_by_op(graph_module: GraphModule) -> int:
-    """Replace linear layers of a graph that runs as Dynamo captured it by the same kernel; returns how many.
+    """Replace linear layers of a graph that runs op by op with the same kernel; returns the number of layers.
 
     y = linear(x, weight, bias)          y = linear_of_few_rows(x, weight, bias)
     """
@@ -129,7 +128,7 @@ def few_rows_op_by_op(graph_module: GraphModule) -> int:
 
 
 def linears(graph_module: GraphModule) -> list[Node]:
-    """The linear layers that the kernel can read, of however many rows."""
+    """Return the linear layers that the kernel supports, with any number of rows."""
     found = []
     for node in graph_module.graph.find_nodes(op="call_function", target=F.linear):
         tensors = [value_of(n) for n in node.all_input_nodes]
@@ -139,17 +138,17 @@ def linears(graph_module: GraphModule) -> list[Node]:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether the kernel can read such a tensor: a subclass has other data inside."""
+    """Return whether a tensor is plain: the kernel cannot read the data of a subclass."""
     return tensor.device.type == "cpu" and tensor.dtype in DTYPES and not is_traceable_wrapper_subclass(tensor)
 
 
 def is_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
-    """Whether shapes are a linear layer's: x [..., m], weight [n, m], bias [n]; all of one dtype."""
+    """Return whether shapes fit a linear layer: x [..., m], weight [n, m], bias [n]; all of one dtype."""
     same = x.dtype == weight.dtype == (weight if bias is None else bias).dtype
     return same and x.dim() > 1 and weight.dim() == 2 and (bias is None or bias.shape == weight.shape[:1])
 
 
 def linear_of_few_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [..., m] · weightᵀ [m, n] + bias [n] → [..., n], in C++ where x has few rows."""
+    """Compute x [..., m] · weightᵀ [m, n] + bias [n] → [..., n], in C++ if x has few rows."""
     rows = x.flatten(0, -2)
     return torch.ops.specache.few_rows_fused(rows, weight, bias).unflatten(0, x.shape[:-1])

@@ -1,13 +1,13 @@
-"""Compile layers that are alike once: cut the graph at its layers' borders into regions that are called in order.
+"""Compile equal layers once: cut the graph at its layers' borders into regions that run in order.
 
-    embed; norm_0; q_0; ...; norm_1; q_1; ...; head      h, cos, sin = before(ids, table, ...)
-                                                          h = layer(h, cos, sin, weights and state of layer 0)
-                                                          h = layer(h, cos, sin, weights and state of layer 1)
-                                                          return after(h, head)
-
-A part holds the nodes between two borders in the order that `overlap` chose. Layers of another kind (sliding beside
-full attention) are regions of their own. Neighbours without a like are joined.
+A part holds the nodes between two borders, in `overlap`'s order. Each kind of layer (sliding window, full attention)
+is a separate region. Adjacent parts that equal no other part are joined.
 """
+
+# embed; norm_0; q_0; ...; norm_1; q_1; ...; head      h, cos, sin = before(ids, table, ...)
+#                                                       h = layer(h, cos, sin, weights and state of layer 0)
+#                                                       h = layer(h, cos, sin, weights and state of layer 1)
+#                                                       return after(h, head)
 
 from __future__ import annotations
 
@@ -33,14 +33,13 @@ from specache_compile.passes.reading.in_place import memory_of
 from specache_compile.passes.reading.in_place import written as written_by
 from specache_compile.passes.reading.nodes import output_node, value_of, weight_layer
 
-from .progress import tell
+from .progress import show_step
 
-# With fewer layers, or with fewer layers saved, the graph is compiled whole: a border prevents fusion across it, which
-# is then not worth it.
+# With fewer layers, or fewer saved compilations, the graph is compiled whole: a border prevents fusion across it.
 FEWEST_LAYERS = 4
 FEWEST_SAVED = 2
 
-# Calls that affect all nodes after them, in any part, and whoever runs them.
+# Calls that change the mode of all later nodes, in any part, and of the caller.
 SETS_A_MODE = (torch._C._set_grad_enabled, _enter_autocast, _exit_autocast)
 
 Lowered = Callable[..., Sequence[Any]]
@@ -48,12 +47,12 @@ CompilePart = Callable[[GraphModule, list[Any]], Lowered]
 
 
 @dataclass(frozen=True)
-class Part:
-    """Neighbouring nodes of a graph.
+class GraphPart:
+    """Adjacent nodes of a graph.
 
     sizes: nodes that compute the sizes of `nodes`.
-    inputs: values from outside that both use.
-    outputs: those of `nodes` that are used outside.
+    inputs: values from outside, for both.
+    outputs: the values of `nodes` that are used outside.
     """
 
     sizes: tuple[Node, ...]
@@ -63,11 +62,11 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Step:
+class RegionCall:
     """One call of a region.
 
-    inputs, outputs: places of its inputs and outputs among the values.
-    dead: values that are not needed after it.
+    inputs, outputs: indices of its inputs and outputs among the values.
+    dead: indices of values without later uses.
     """
 
     region: Lowered
@@ -80,11 +79,11 @@ class Step:
 class InOrder:
     """A callable over a graph's inputs that runs regions in order, and frees each value after its last use.
 
-    made: the number of values that the steps make.
-    results: the place of each of the graph's outputs among the values; None, and the output, for a constant.
+    made: the number of values that the steps compute.
+    results: for each graph output its index among the values, or None and the constant.
     """
 
-    steps: tuple[Step, ...]
+    steps: tuple[RegionCall, ...]
     made: int
     results: tuple[tuple[int | None, Any], ...]
 
@@ -100,10 +99,12 @@ class InOrder:
 
 
 def fold_layers(graph_module: GraphModule, inputs: Sequence[Any], compile_part: CompilePart) -> InOrder | None:
-    """The graph as a callable over its inputs, with one compiled region for all layers that are alike.
+    """Compile a graph with one region for all equal layers.
 
-    None where too few layers are alike, or where cutting might change what the graph does.
-    inputs: fakes, like the placeholders'.
+    Args:
+        inputs: fakes, as in the placeholders.
+
+    Returns: a callable over the graph's inputs. None if too few layers are equal, or if cutting could change results.
     """
     mode = next((value.fake_mode for value in inputs if isinstance(value, FakeTensor)), None)
     parts = [] if mode is None else cut(graph_module)
@@ -119,14 +120,14 @@ def fold_layers(graph_module: GraphModule, inputs: Sequence[Any], compile_part: 
     regions: dict[Any, Lowered] = {}
     for part, kind in zip(parts, kinds, strict=True):
         if kind not in regions:
-            tell(f"part {len(regions) + 1} of {len(calls)}, for {calls[kind]} of {len(parts)}")
+            show_step(f"part {len(regions) + 1} of {len(calls)}, for {calls[kind]} of {len(parts)}")
             part_inputs = [values[node] for node in part.inputs]
             regions[kind] = compile_part(extract(graph_module, part, values), part_inputs)
     return in_order(graph_module, parts, [regions[kind] for kind in kinds])
 
 
-def cut(graph_module: GraphModule) -> list[Part]:
-    """The part before the layers, each layer, and the part after them; [] where too few layers are found."""
+def cut(graph_module: GraphModule) -> list[GraphPart]:
+    """Return the part before the layers, each layer, and the part after them; [] for too few layers."""
     nodes = [node for node in body(graph_module) if not is_size(node)]
     kept = set(output_node(graph_module).all_input_nodes)
     returned = [node for node in body(graph_module) if is_size(node) and node in kept]
@@ -142,11 +143,11 @@ def body(graph_module: GraphModule) -> list[Node]:
 
 
 def borders_of(nodes: Sequence[Node]) -> list[int]:
-    """The positions in `nodes` where each layer starts and where the last one ends.
+    """Return the positions in `nodes` where each layer starts and where the last one ends.
 
-    Weights tell a node's layer. Between the last weight of a layer and the first of the next, the border is where the
-    fewest values cross it, which is the residual stream. The first and the last border are placed like their
-    neighbours, so that the outermost layers are cut like the others.
+    Names of weights determine a node's layer. Between the last weight of a layer and the first of the next, the border
+    is where the fewest values cross: the residual stream. The outermost borders are placed relative to their
+    neighbours, so that the outermost layers equal the others.
     """
     first: dict[int, int] = {}
     last: dict[int, int] = {}
@@ -154,7 +155,7 @@ def borders_of(nodes: Sequence[Node]) -> list[int]:
     for place, node in enumerate(nodes):
         for layer in (n for n in map(weight_layer, node.all_input_nodes) if n is not None):
             if layer < newest:
-                return []  # its weights are used again in a later layer
+                return []  # a later layer uses this layer's weights
             newest = layer
             first.setdefault(layer, place)
             last[layer] = place
@@ -171,7 +172,7 @@ def borders_of(nodes: Sequence[Node]) -> list[int]:
 
 
 def crossing(nodes: Sequence[Node]) -> list[int]:
-    """For each place, the number of earlier values that are used there or later."""
+    """Count, for each position, the earlier values that are used there or later."""
     place_of = {node: place for place, node in enumerate(nodes)}
     change = [0] * (len(nodes) + 2)
     for place, node in enumerate(nodes):
@@ -185,8 +186,8 @@ def crossing(nodes: Sequence[Node]) -> list[int]:
     return live
 
 
-def part_of(nodes: Iterable[Node]) -> Part:
-    """A part that computes its own sizes; Dynamo computes them once, in the first layer, for all layers."""
+def part_of(nodes: Iterable[Node]) -> GraphPart:
+    """Return a part that computes its own sizes, which Dynamo computes once, in the first layer."""
     own = dict.fromkeys(nodes)
     sizes: dict[Node, None] = {}
     for node in own:
@@ -194,11 +195,11 @@ def part_of(nodes: Iterable[Node]) -> Part:
     inside = {**sizes, **own}
     inputs = dict.fromkeys(used for node in inside for used in node.all_input_nodes if used not in inside)
     outputs = [node for node in own if any(user not in inside for user in node.users)]
-    return Part(tuple(node for node in sizes if node not in own), tuple(own), tuple(inputs), tuple(outputs))
+    return GraphPart(tuple(node for node in sizes if node not in own), tuple(own), tuple(inputs), tuple(outputs))
 
 
 def is_size(node: Node) -> bool:
-    """Whether a node does arithmetic on whole numbers that are inputs or in an input's shape."""
+    """Return whether a node computes with integers that are inputs or sizes of inputs."""
     value = value_of(node) if node.op in ("call_function", "call_method") else None
     if not isinstance(value, (int, torch.SymInt, torch.Size)) or not is_backed(value):
         return False
@@ -206,21 +207,24 @@ def is_size(node: Node) -> bool:
 
 
 def is_backed(value: Any) -> bool:
-    """Whether all sizes of a value are known from the graph's inputs, not from numbers in a tensor."""
+    """Return whether all sizes of a value come from the graph's inputs, not from a tensor's contents."""
     return not free_unbacked_symbols(value)
 
 
 def add_sizes(sizes: dict[Node, None], node: Node) -> None:
-    """Add the sizes that a node is computed from, each behind its own inputs."""
+    """Add the sizes that a node depends on, each after its inputs."""
     for used in node.all_input_nodes:
         if used not in sizes and is_size(used):
             add_sizes(sizes, used)
             sizes[used] = None
 
 
-def may_be_cut(graph_module: GraphModule, parts: Sequence[Part]) -> bool:
-    """Whether separately compiled parts do the same as the whole: only values pass between parts, and in-place writes,
-    except to state, stay within one part. A view of state that crosses a border is refused too."""
+def may_be_cut(graph_module: GraphModule, parts: Sequence[GraphPart]) -> bool:
+    """Return whether separately compiled parts compute the same as the whole graph.
+
+    Only values may pass between parts. In-place writes, except to state, must stay within one part, and no view of
+    state may cross a border.
+    """
     written = set()
     for node in body(graph_module):
         if node.op == "get_attr" or node.target in SETS_A_MODE:
@@ -236,13 +240,14 @@ def targets_of_writes(node: Node) -> list[Node]:
 
 
 def kinds_of(
-    graph_module: GraphModule, parts: list[Part], values: dict[Node, Any], mode: FakeTensorMode
+    graph_module: GraphModule, parts: list[GraphPart], values: dict[Node, Any], mode: FakeTensorMode
 ) -> list[Any] | None:
-    """For each part a key that is equal for parts that are alike. None where parts pass on anything but tensors and
-    integers of known sizes.
+    """Return a key for each part; parts with equal operations and input shapes have equal keys and share a region.
 
-    Two parts are alike if they do the same to inputs of the same shapes, so that one region serves both.
-    values: fakes of the graph's inputs; the parts' outputs are added, computed once for each kind.
+    Args:
+        values: fakes of the graph's inputs. This adds the parts' outputs, computed once for each kind.
+
+    Returns: the keys; None if parts exchange anything but tensors and integers of backed sizes.
     """
     made: dict[Any, tuple[Any, ...]] = {}
     kinds = []
@@ -265,9 +270,11 @@ def kinds_of(
     return kinds
 
 
-def with_sizes(part: Part, values: dict[Node, Any]) -> Part | None:
-    """The part with a further input for each symbol in its inputs' sizes that no size is equal to: a region must find
-    its symbols in its inputs. None where no value of the graph has such a size."""
+def with_sizes(part: GraphPart, values: dict[Node, Any]) -> GraphPart | None:
+    """Add an input for each symbol that occurs only inside expressions of the inputs' sizes.
+
+    A region must find its symbols in its inputs. None if no value of the graph equals such a symbol.
+    """
     inputs = [sizes_of(values[node]) for node in part.inputs]
     missing = {symbol for sizes in inputs for size in sizes for symbol in size.free_symbols}.difference(*inputs)
     sources = dict.fromkeys(part.inputs)
@@ -280,13 +287,13 @@ def with_sizes(part: Part, values: dict[Node, Any]) -> Part | None:
 
 
 def sizes_of(value: Any) -> set[sympy.Expr]:
-    """The symbolic sizes and strides of a tensor, or the integer itself."""
+    """Return the symbolic sizes and strides of a tensor, or the symbolic integer itself."""
     sizes = (*value.shape, *value.stride()) if isinstance(value, Tensor) else (value,)
     return {size.node.expr for size in sizes if isinstance(size, torch.SymInt)}
 
 
-def kind_of(part: Part, values: dict[Node, Any]) -> Any:
-    """A part's operations, with values numbered in the order of first use."""
+def kind_of(part: GraphPart, values: dict[Node, Any]) -> Any:
+    """Describe a part's operations, with values numbered by first use."""
     nodes = (*part.sizes, *part.nodes)
     names: dict[Node, Any] = {node: Name(number) for number, node in enumerate((*part.inputs, *nodes))}
     calls = tuple((node.op, node.target, repr(map_arg((node.args, node.kwargs), names.__getitem__))) for node in nodes)
@@ -296,23 +303,23 @@ def kind_of(part: Part, values: dict[Node, Any]) -> Any:
 
 @dataclass(frozen=True)
 class Name:
-    """Stands for a node among arguments that are compared as text."""
+    """Represents a node among arguments that are compared as text."""
 
     number: int
 
 
 def description(value: Any) -> tuple[Any, ...]:
-    """The properties of an input that a compiled region depends on. Symbols keep their names, which are the graph's."""
+    """Return the properties of an input that a compiled region depends on, with the graph's names of symbols."""
     if not isinstance(value, Tensor):
         return (str(value),)
     shape, stride = str(tuple(value.shape)), str(value.stride())
     return type(value), value.dtype, value.device, shape, stride, str(value.storage_offset()), value.requires_grad
 
 
-def merge_unlike(parts: list[Part], kinds: list[Any]) -> tuple[list[Part], list[Any]]:
-    """Join neighbouring parts that are like no other."""
+def merge_unlike(parts: list[GraphPart], kinds: list[Any]) -> tuple[list[GraphPart], list[Any]]:
+    """Join adjacent parts that equal no other part."""
     count = Counter(kinds)
-    merged: list[list[Part]] = []
+    merged: list[list[GraphPart]] = []
     names: list[Any] = []
     for number, (part, kind) in enumerate(zip(parts, kinds, strict=True)):
         if merged and count[kind] == 1 and isinstance(names[-1], int):
@@ -323,8 +330,8 @@ def merge_unlike(parts: list[Part], kinds: list[Any]) -> tuple[list[Part], list[
     return [joined(several) for several in merged], names
 
 
-def joined(parts: Sequence[Part]) -> Part:
-    """Neighbouring parts as one part with their inputs from outside."""
+def joined(parts: Sequence[GraphPart]) -> GraphPart:
+    """Return adjacent parts as one part with their inputs from outside."""
     if len(parts) == 1:
         return parts[0]
     whole = part_of(node for part in parts for node in part.nodes)
@@ -333,8 +340,8 @@ def joined(parts: Sequence[Part]) -> Part:
     return dataclasses.replace(whole, inputs=tuple(inputs))
 
 
-def extract(graph_module: GraphModule, part: Part, values: dict[Node, Any]) -> GraphModule:
-    """A part as a graph of its own, from its inputs to its outputs."""
+def extract(graph_module: GraphModule, part: GraphPart, values: dict[Node, Any]) -> GraphModule:
+    """Extract a part as a separate graph from its inputs to its outputs."""
     graph = Graph()
     copies: dict[Node, Node] = {}
     for node in part.inputs:
@@ -346,8 +353,8 @@ def extract(graph_module: GraphModule, part: Part, values: dict[Node, Any]) -> G
     return GraphModule(graph_module, graph)
 
 
-def in_order(graph_module: GraphModule, parts: Sequence[Part], regions: Sequence[Lowered]) -> InOrder:
-    """The regions, one for each part, as a callable over the graph's inputs."""
+def in_order(graph_module: GraphModule, parts: Sequence[GraphPart], regions: Sequence[Lowered]) -> InOrder:
+    """Return a callable over the graph's inputs that runs the parts' regions."""
     placeholders = graph_module.graph.find_nodes(op="placeholder")
     returned = output_node(graph_module).args[0]
     place_of: dict[Node, int] = {node: place for place, node in enumerate(placeholders)}
@@ -355,11 +362,11 @@ def in_order(graph_module: GraphModule, parts: Sequence[Part], regions: Sequence
         for node in part.outputs:
             place_of[node] = len(place_of)
     kept = {node for node in returned if isinstance(node, Node)}  # type: ignore[union-attr]
-    steps: list[Step] = []
+    steps: list[RegionCall] = []
     for part, region in reversed(list(zip(parts, regions, strict=True))):
         dead = [node for node in dict.fromkeys((*part.inputs, *part.outputs)) if node not in kept]
         kept.update(dead)
         places = (tuple(map(place_of.__getitem__, nodes)) for nodes in (part.inputs, part.outputs, dead))
-        steps.insert(0, Step(region, *places))
+        steps.insert(0, RegionCall(region, *places))
     results = [(place_of[node], None) if isinstance(node, Node) else (None, node) for node in returned]  # type: ignore[union-attr]
     return InOrder(tuple(steps), len(place_of) - len(placeholders), tuple(results))

@@ -1,7 +1,7 @@
-"""A lowered graph as data, and a callable from the data in another process, without passes and without Inductor.
+"""Store a lowered graph as data, and load a callable from the data in another process, without passes and Inductor.
 
-A region that Inductor compiled is AOTAutograd's entry, which has Inductor's code and a hash of its machine code.
-Inductor loads the machine code from its cache folder, or compiles it. Other graphs are the source that torch.fx prints.
+A region compiled by Inductor is stored as AOTAutograd's entry, with Inductor's code and a hash of its machine code.
+Inductor loads the machine code from its cache folder, or compiles it. Other graphs are stored as torch.fx source.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate
 
-from .fold_layers import InOrder, Lowered, Step
+from .fold_layers import InOrder, Lowered, RegionCall
 
 # Types of a node's arguments that torch.fx prints as source which evaluates to the same value.
 PRINTED = (
@@ -30,7 +30,7 @@ PRINTED = (
 
 
 class NotKeepable(Exception):
-    """Why a lowered graph cannot be data."""
+    """A lowered graph cannot be stored as data. The message is the reason."""
 
 
 @contextmanager
@@ -53,7 +53,7 @@ def kept_by_inductor() -> Iterator[None]:
 
 
 def data_of(lowered: Lowered) -> tuple[Any, ...]:
-    """A lowered graph as data that can be pickled; NotKeepable, with the reason, where it cannot."""
+    """Return a lowered graph as picklable data. Raises: NotKeepable, with the reason."""
     if isinstance(lowered, InOrder):
         regions = list(dict.fromkeys(step.region for step in lowered.steps))
         numbers = {region: number for number, region in enumerate(regions)}
@@ -68,12 +68,12 @@ def data_of(lowered: Lowered) -> tuple[Any, ...]:
 
 
 def lowered_from(data: Sequence[Any]) -> Lowered:
-    """The callable with these data."""
+    """Return the callable with these data."""
     kind, *rest = data
     if kind == "in order":
         regions, steps, made, results = rest
         callables = [lowered_from(region) for region in regions]
-        return InOrder(tuple(Step(callables[number], *places) for number, *places in steps), made, results)
+        return InOrder(tuple(RegionCall(callables[number], *places) for number, *places in steps), made, results)
     if kind == "graph":
         return function_from(*rest)
     from torch._functorch._aot_autograd.aot_autograd_result import deserialize_bundled_cache_entry
@@ -82,7 +82,7 @@ def lowered_from(data: Sequence[Any]) -> Lowered:
 
 
 def source_of(graph_module: GraphModule) -> tuple[str, dict[str, str], bytes]:
-    """The source of a graph's function, the modules among its globals by import path, and the other globals."""
+    """Return the source of a graph's function, its module globals by import path, and its other globals, pickled."""
     for node in graph_module.graph.nodes:
         map_aggregate((node.args, node.kwargs), check_printed)
         if node.op in ("get_attr", "call_module"):

@@ -20,19 +20,22 @@ from specache_compile.passes.reading.nodes import value_of
 from .few_rows import few_rows, few_rows_op_by_op
 from .fold_layers import fold_layers
 from .kept import kept_by_inductor
-from .progress import tell
+from .progress import show_step
 
-# By default Inductor moves a wait up to right behind its prefetch, and the copy hides behind nothing.
+# By default Inductor moves a wait to right after its prefetch, so that nothing overlaps the copy.
 KEEP_ORDER = {"reorder_for_locality": False}
 
 
 def lower(
     graph_module: GraphModule, inputs: list[Any], how: str, patches: Mapping[str, Any], mode: str | None
 ) -> Callable[..., Any]:
-    """A callable over `inputs` (fakes and symbolic integers, like the graph's placeholders).
+    """Return a callable over `inputs` (fakes and symbolic integers, as in the placeholders).
 
-    how: "inductor"; "op by op", with the kernels that Inductor's code would call; "eager", with the ops' definitions.
-    patches: Inductor config, besides that of `mode`, a torch.compile mode.
+    Args:
+        how: "inductor"; "op by op", with the kernels that Inductor's code would call; "eager", with the ops'
+            definitions.
+        patches: Inductor config in addition to that of `mode`.
+        mode: a torch.compile mode.
     """
     if how == "eager":
         graph_module.recompile()
@@ -40,7 +43,7 @@ def lower(
     if how == "op by op":
         return op_by_op(graph_module)
     settings = dict(torch._inductor.list_mode_options(mode)) if mode else {}
-    # compile_fx changes the graph it gets; people look at the caller's.
+    # compile_fx mutates its graph; reports show the caller's graph.
     own = GraphModule(graph_module, copy.deepcopy(graph_module.graph))
     few_rows(own)
     use_fused_kernels(own)
@@ -55,14 +58,14 @@ def lower(
     folded = fold_layers(own, inputs, compile_part)
     if folded is not None:
         return folded
-    tell("whole")
+    show_step("whole")
     own.recompile()
     whole: Callable[..., Any] = compile_part(own, inputs)
     return whole
 
 
 def op_by_op(graph_module: GraphModule) -> GraphModule:
-    """A copy that runs node by node, with the C++ kernels. The graph that people look at is not changed."""
+    """Return a copy that runs node by node with the C++ kernels; reports show the unchanged original."""
     own = GraphModule(graph_module, copy.deepcopy(graph_module.graph))
     use_fused_kernels(own)
     few_rows_op_by_op(own)
@@ -70,14 +73,14 @@ def op_by_op(graph_module: GraphModule) -> GraphModule:
 
 
 def use_fused_kernels(graph_module: GraphModule) -> None:
-    """On a CPU, replace ops by their C++ kernels of the same schema and, but for rounding, the same numbers.
+    """On a CPU, replace ops by C++ kernels with the same schema and, except for rounding, the same results.
 
-    The kernels are compiled here, where the progress line tells of it, not in the first step.
+    This compiles the kernels here, under a progress line, instead of in the first step.
     """
     ours = [(node, op) for node in graph_module.graph.nodes if (op := op_of(node.target)) is not None]
     fused = [(node, op) for node, op in ours if op.fused is not None and devices_of(node) == {"cpu"}]
     if fused:
-        tell("C++ kernels")
+        show_step("C++ kernels")
     for node, op in fused:
         node.target = getattr(torch.ops.specache, f"{op.name}_fused").default
         if op.library is not None:
@@ -85,7 +88,7 @@ def use_fused_kernels(graph_module: GraphModule) -> None:
 
 
 def devices_of(node: Node) -> set[str]:
-    """The device types of a node's arguments."""
+    """Return the device types of a node's arguments."""
     return {value.device.type for value in map(value_of, node.all_input_nodes) if isinstance(value, torch.Tensor)}
 
 
@@ -107,7 +110,7 @@ def trust_indices(graph_module: GraphModule) -> None:
 
 
 def is_made_of_sizes(index: Node) -> bool:
-    """Whether an index is a tensor of whole numbers that is computed from no input tensor."""
+    """Return whether an index is an integer tensor that depends on no input tensor."""
     value = value_of(index)
     if not isinstance(value, torch.Tensor) or value.is_floating_point() or value.dtype == torch.bool:
         return False

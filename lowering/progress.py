@@ -1,7 +1,7 @@
-"""Print on stderr what is being compiled, and how long it took. TQDM_DISABLE=1 switches the lines off.
+"""Print on stderr which graph is compiling, and the seconds it took. TQDM_DISABLE=1 disables the lines.
 
-A terminal shows the current step in one line. Elsewhere each graph has a line at its start and one at its end. The same
-steps go to `logging`, at INFO under this module's name.
+A terminal shows the current step in one line. Other outputs get a line at the start and at the end of each graph.
+`logging` gets the same steps, at INFO under this module's name.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from contextvars import ContextVar
 from tqdm import tqdm
 
 log = logging.getLogger(__name__)
-# The graph that is being compiled, and its line.
+# The graph that is compiling, and its progress line.
 current: ContextVar[tuple[str, tqdm] | None] = ContextVar("current", default=None)
 
 
 @contextlib.contextmanager
 def compiling(graph: str, how: str) -> Iterator[None]:
-    """Within it, `tell` reports on this graph.
+    """Within this context, `show_step` reports on this graph.
 
     how: the option lowering; only "inductor" takes long enough for lines on stderr.
     """
     slow = how == "inductor"
     start = time.perf_counter()
     heading = {"desc": f"specache: compiling {graph}, first run only", "bar_format": "{desc}{postfix} [{elapsed}]"}
-    # None: not where there is no terminal
+    # None disables the line without a terminal
     with tqdm(file=sys.stderr, disable=None if slow else True, leave=False, **heading) as line:
         if slow and line.disable:
             announce(heading["desc"])
@@ -50,10 +50,10 @@ def announce(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
 
-def tell(doing: str) -> None:
-    """Report what is done next for the graph that is being compiled."""
+def show_step(step: str) -> None:
+    """Show the next step of the graph that is compiling."""
     now = current.get()
     if now is not None:
         graph, line = now
-        line.set_postfix_str(doing)
-        log.info("compiling %s: %s", graph, doing)
+        line.set_postfix_str(step)
+        log.info("compiling %s: %s", graph, step)

@@ -1,9 +1,9 @@
-"""Row buckets: a step of 3 rows is recorded, and replayed, as one of 4, whose last row is dead.
+"""Row buckets: a step of 3 rows is recorded and replayed as a step of 4 rows, of which the last is a padding row.
 
     tokens [3, 1]  ── filled_up ──>  [4, 1]  ── recorded step ──>  logits [4, 1, V]  ── first_rows ──>  [3, 1, V]
 
-A batch whose rows join and leave so meets 1, 2, 4, 8, ... rows alone. A dead row has no tokens and no pages: it reads
-and writes page 0, which is nobody's, and the places of a row to come.
+A batch whose rows join and leave then records only steps of 1, 2, 4, 8, ... rows. A padding row has no tokens and no
+pages: it reads and writes page 0, the null page, and the row state of a future row.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from specache_compile.passes.plan import Plan
+from specache_compile.passes.plan import RewritePlan
 from specache_compile.passes.reading.in_place import written_inputs
 from specache_compile.passes.reading.nodes import output_node, value_of
 
-# Where a session has given the rows already.
+# Inputs for which the session provides the padding rows.
 OF_THE_SESSION = ("state", "cursor")
 
 
 def row_bucket(rows: int, most: int) -> int:
-    """The rows that so many are filled up to: a power of two, where there are places for as many."""
+    """Return the number of rows after padding: the next power of two, at most `most`."""
     return min(1 << (rows - 1).bit_length(), most)
 
 
 @dataclass(frozen=True)
 class RowDims:
-    """Where a graph's rows are.
+    """The dimensions of a graph's rows.
 
-    inputs, outputs: by position, the dimension of a tensor; an input that is no tensor is their number.
-    number: the symbol of their number.
-    assumed: what must hold of it for the graph to be right, of Dynamo's symbols.
+    inputs, outputs: position → dimension of the rows in a tensor; an input that is no tensor is the number of rows.
+    number: the symbol of the number of rows.
+    assumed: Dynamo's assumptions about this symbol, under which the graph is valid.
     """
 
     inputs: Mapping[int, int]
@@ -45,9 +45,12 @@ class RowDims:
     assumed: tuple[sympy.Basic, ...]
 
 
-def row_dims(graph_module: GraphModule, plan: Plan) -> RowDims | None:
-    """The rows of a rewritten graph; None where they cannot be filled up: their number is a constant, a mask comes with
-    them, another size follows from them, or the graph writes to what the caller has of them (a recurrence's state)."""
+def row_dims(graph_module: GraphModule, plan: RewritePlan) -> RowDims | None:
+    """Return the dimensions of the rows in a rewritten graph; None if rows cannot be padded.
+
+    Rows with a mask, and a constant number of rows, cannot be padded. The same holds if another size depends on the
+    number of rows, or if the graph writes to the caller's rows (a recurrence's state).
+    """
     rows: Any = value_of(plan.sites[0].k).shape[0] if plan.sites else 1
     number = rows.node.expr if isinstance(rows, torch.SymInt) else None
     if not isinstance(number, sympy.Symbol):
@@ -79,12 +82,12 @@ def row_dims(graph_module: GraphModule, plan: Plan) -> RowDims | None:
 
 
 def is_read(node: Node) -> bool:
-    """A number may be read where a size is asked for, though no node has it."""
+    """Return whether a graph reads an input; sizes may be read without a user."""
     return bool(node.users) or isinstance(value_of(node), torch.SymInt)
 
 
 def sizes_by_rows(node: Node, number: sympy.Symbol) -> dict[int, sympy.Basic]:
-    """Of a node's value the sizes that follow from the number of rows, by dimension; the value itself, if it is one."""
+    """Return the sizes of a node's value that depend on the number of rows, by dimension; a symbol is dimension 0."""
     value = value_of(node)
     sizes = [value] if isinstance(value, torch.SymInt) else value.shape if isinstance(value, Tensor) else ()
     known = {dim: size.node.expr for dim, size in enumerate(sizes) if isinstance(size, torch.SymInt)}
@@ -92,12 +95,12 @@ def sizes_by_rows(node: Node, number: sympy.Symbol) -> dict[int, sympy.Basic]:
 
 
 def has_rows_in_one_dim(node: Node, number: sympy.Symbol) -> bool:
-    """Or in none."""
+    """Return whether at most one dimension depends on the number of rows, and equals it."""
     return list(sizes_by_rows(node, number).values()) in ([], [number])
 
 
 def filled_up(inputs: Sequence[Any], dims: RowDims, live: int, rows: int) -> list[Any]:
-    """Inputs of a step of `live` rows as those of one of `rows`, with zeros for the dead ones."""
+    """Extend a step's inputs from `live` rows to `rows` rows, with zeros for the padding rows."""
     filled = list(inputs)
     for position, dim in dims.inputs.items() if live < rows else ():
         value = filled[position]
@@ -114,7 +117,7 @@ def with_zeros(value: Tensor, dim: int, rows: int) -> Tensor:
 
 
 def first_rows(outputs: Sequence[Any], dims: RowDims, rows: int) -> list[Any]:
-    """Outputs without the dead rows."""
+    """Return the outputs without the padding rows."""
     cut = list(outputs)
     for position, dim in dims.outputs.items():
         cut[position] = cut[position].narrow(dim, 0, rows)

@@ -1,4 +1,4 @@
-"""Decode steps of latent attention read Hugging Face's cached latents: queries and output absorb the projection."""
+"""Let decode steps of latent attention read Hugging Face's cached latents; queries and output absorb the projection."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .reading.nodes import value_of
 
 
 def absorb(graph_module: GraphModule, latents: tuple[Latents, ...]) -> tuple[Node, ...]:
-    """Absorb the projection W = [W_k; W_v] where each row has one new token; return the new attentions.
+    """Absorb the projection W = [W_k; W_v] where each row has one new token.
 
         both = linear(latents, W)                      query = einsum(q_nope, W_k)
         nope, values = split(both, [nope, v], -1)      scores = query · latentsᵀ + q_rope · ropesᵀ
@@ -22,10 +22,12 @@ def absorb(graph_module: GraphModule, latents: tuple[Latents, ...]) -> tuple[Nod
         out = sdpa(q, keys, values, mask)              out = einsum(weights · latents, W_v)
 
     q·(W_k·c) = (q·W_k)·c, and Σ p·(W_v·c) = W_v·Σ p·c (DeepSeek-V2, arXiv 2405.04434, section 2.1.2). So a step
-    computes no key and no value of the cached tokens. Nothing else changes: the cache stays Hugging Face's own.
+    computes no key and no value of the cached tokens. Hugging Face's cache is unchanged.
 
-    Graphs of several new tokens keep Hugging Face's form. One projection then serves all new tokens, and Dynamo's
-    number of tokens is a symbol: whether absorbing costs less is not known when the graph is compiled.
+    Graphs of several new tokens keep Hugging Face's form, in which one projection serves all new tokens. Their number
+    is a symbol, so the compiler cannot decide whether absorbing costs less.
+
+    Returns: the new attention nodes.
     """
     absorbed = []
     for each in (each for each in latents if each.is_decode):
@@ -41,23 +43,23 @@ def absorb(graph_module: GraphModule, latents: tuple[Latents, ...]) -> tuple[Nod
 
 
 def attend(latents: Latents) -> Node:
-    """The attention [B, Hq, 1, v] over the latents [B, 1, n, rank] and their RoPE parts [B, 1, n, rope]."""
+    """Insert the attention over latents [B, 1, n, rank] and their RoPE parts [B, 1, n, rope]; returns [B, Hq, 1, v]."""
     before, nope = latents.attention, latents.nope
     heads, width = (int(value_of(latents.q).shape[dim]) for dim in (1, 3))
     outputs = int(value_of(latents.attention).shape[3])
-    projection = made(before, torch.unflatten, latents.weight, 0, (heads, nope + outputs))
-    keys = made(before, torch.narrow, projection, 1, 0, nope)
-    values = made(before, torch.narrow, projection, 1, nope, outputs)
-    query = made(before, torch.narrow, latents.q, 3, 0, nope)
-    turned = made(before, torch.narrow, latents.q, 3, nope, width - nope)
-    rows = made(before, torch.squeeze, latents.latents, 1)
-    ropes = made(before, torch.squeeze, latents.ropes, 1)
-    query = made(before, torch.einsum, "bhtn,hnr->bhtr", query, keys)
-    scores = made(before, torch.einsum, "bhtr,bsr->bhts", query, rows)
-    scores = made(before, torch.add, scores, made(before, torch.einsum, "bhtr,bsr->bhts", turned, ropes))
-    weights = made(before, softmax, scores, latents.mask, latents.scale)
-    out = made(before, torch.einsum, "bhts,bsr->bhtr", weights, rows)
-    return made(before, torch.einsum, "bhtr,hvr->bhtv", out, values)
+    projection = insert(before, torch.unflatten, latents.weight, 0, (heads, nope + outputs))
+    keys = insert(before, torch.narrow, projection, 1, 0, nope)
+    values = insert(before, torch.narrow, projection, 1, nope, outputs)
+    query = insert(before, torch.narrow, latents.q, 3, 0, nope)
+    turned = insert(before, torch.narrow, latents.q, 3, nope, width - nope)
+    rows = insert(before, torch.squeeze, latents.latents, 1)
+    ropes = insert(before, torch.squeeze, latents.ropes, 1)
+    query = insert(before, torch.einsum, "bhtn,hnr->bhtr", query, keys)
+    scores = insert(before, torch.einsum, "bhtr,bsr->bhts", query, rows)
+    scores = insert(before, torch.add, scores, insert(before, torch.einsum, "bhtr,bsr->bhts", turned, ropes))
+    weights = insert(before, softmax, scores, latents.mask, latents.scale)
+    out = insert(before, torch.einsum, "bhts,bsr->bhtr", weights, rows)
+    return insert(before, torch.einsum, "bhtr,hvr->bhtv", out, values)
 
 
 def softmax(scores: Tensor, mask: Tensor | None, scale: float) -> Tensor:
@@ -68,8 +70,8 @@ def softmax(scores: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     return torch.softmax(logits, -1, torch.float32).to(scores.dtype)
 
 
-def made(before: Node, function: Callable[..., Any], *arguments: Any) -> Node:
-    """A call of a function in `before`'s graph, with its fake value."""
+def insert(before: Node, function: Callable[..., Any], *arguments: Any) -> Node:
+    """Insert a call of a function, with its fake value, at the graph's insertion point."""
     node = before.graph.call_function(function, arguments)
     values = torch.fx.map_arg(arguments, value_of)
     with torch.no_grad(), value_of(before).fake_mode:
@@ -83,5 +85,5 @@ def erase_unused(node: Node) -> None:
         return
     inputs = node.all_input_nodes
     node.graph.erase_node(node)
-    for behind in inputs:
-        erase_unused(behind)
+    for source in inputs:
+        erase_unused(source)

@@ -1,23 +1,22 @@
-"""Let a flash kernel have a prefill: causal, over keys and values that nobody has repeated."""
+"""Run a prefill's attention with a flash kernel: causal, over KV heads that are not repeated."""
 
 from __future__ import annotations
 
 import torch.nn.functional as F
 from torch.fx import GraphModule
 
-from .plan import PassReport, Plan, replace_attention
+from .plan import PassReport, RewritePlan, replace_attention
 from .reading.sites import Site
 
 
-def causal_prefill(graph_module: GraphModule, plan: Plan) -> tuple[GraphModule, PassReport]:
-    """An SDPA whose mask says "causal" and no more takes no mask, and the KV heads as they are.
+def causal_prefill(graph_module: GraphModule, plan: RewritePlan) -> tuple[GraphModule, PassReport]:
+    """Replace an SDPA with a purely causal mask by one without a mask, over unrepeated KV heads.
 
         mask = le(arange(T), arange(T)[:, None])
         keys = reshape(expand(k[:, :, None]))
         out = sdpa(q, keys, values, mask)          out = sdpa(q, k, v, is_causal=True, enable_gqa=True)
 
-    No flash kernel takes a mask: at 32k tokens a row's mask alone is a gigabyte. A padded prefill keeps its mask; one
-    whose padding is all ones (`plan.all_there`) has none.
+    Flash kernels support no mask, and at 32k tokens one row's mask is a gigabyte. A padded prefill keeps its mask.
     """
     changed = 0
     for site in () if plan.phase.has_past else plan.sites:
@@ -32,7 +31,7 @@ def causal_prefill(graph_module: GraphModule, plan: Plan) -> tuple[GraphModule, 
 
 
 def is_masked_sdpa(site: Site) -> bool:
-    """Whether an attention has a mask that the site, read to be causal, has not."""
+    """Return whether an SDPA call has a mask although its site is purely causal."""
     node = site.attention
     if node.target is not F.scaled_dot_product_attention or site.mask is not None or site.padding is not None:
         return False

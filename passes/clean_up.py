@@ -1,4 +1,4 @@
-"""Drop what nothing uses any more."""
+"""Drop unused nodes and inputs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import operator
 from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 
-from .plan import PassReport, Plan
+from .plan import PassReport, RewritePlan
 
 OPERATORS = {
     operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.imod,
@@ -15,8 +15,8 @@ OPERATORS = {
 }  # fmt: skip
 
 
-def clean_up(graph_module: GraphModule, plan: Plan) -> tuple[GraphModule, PassReport]:
-    """Dead nodes and dead inputs go; `plan.inputs` says which arguments the graph still takes.
+def clean_up(graph_module: GraphModule, plan: RewritePlan) -> tuple[GraphModule, PassReport]:
+    """Drop dead nodes and dead inputs; `plan.inputs` then lists the remaining arguments.
 
     keys = cat([past_k, k], -2)
     out = decode_attention(q, ...)     out = decode_attention(q, ...)
@@ -26,8 +26,8 @@ def clean_up(graph_module: GraphModule, plan: Plan) -> tuple[GraphModule, PassRe
     return graph_module, PassReport("clean_up", {"nodes": nodes, "inputs": inputs})
 
 
-def drop_dead(graph_module: GraphModule, plan: Plan) -> tuple[int, int]:
-    """Erase dead nodes and unused placeholders, with their entries in `plan.inputs`; returns how many of each."""
+def drop_dead(graph_module: GraphModule, plan: RewritePlan) -> tuple[int, int]:
+    """Erase dead nodes, and unused placeholders with their entries in `plan.inputs`; returns the count of each."""
     graph = graph_module.graph
     before = len(graph.nodes)
     graph.eliminate_dead_code(is_impure_node=is_impure)
@@ -44,16 +44,16 @@ def drop_dead(graph_module: GraphModule, plan: Plan) -> tuple[int, int]:
 
 
 def is_impure(node: Node) -> bool:
-    """Placeholders, the output, and whatever writes to its arguments."""
+    """Return whether a node must stay: a placeholder, the output, or a call that writes to its arguments."""
     return node.op in ("placeholder", "output") or writes(node) or (node.op == "call_function" and node.is_impure())
 
 
 def writes(node: Node) -> bool:
-    """Whether a call changes a tensor that it is given: by its schema, its name (`scatter_`), or an argument."""
+    """Return whether a call mutates an argument, according to its schema, name (`scatter_`) or keyword arguments."""
     if isinstance(node.target, OpOverload):
         return bool(node.target._schema.is_mutable)
     if node.op not in ("call_method", "call_function"):
         return False
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    named_so = name.endswith("_") and not name.endswith("__") and name not in vars(operator)  # operator.and_
-    return named_so or node.target in OPERATORS or bool(node.kwargs.get("inplace")) or "out" in node.kwargs
+    in_place = name.endswith("_") and not name.endswith("__") and name not in vars(operator)  # operator.and_
+    return in_place or node.target in OPERATORS or bool(node.kwargs.get("inplace")) or "out" in node.kwargs

@@ -1,4 +1,4 @@
-"""Fetch within the step what the token itself asks for, and the slots lack."""
+"""Fetch, within the step, the pairs that the token selects and that the slots lack."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ import operator
 import torch
 from torch.fx import GraphModule, Node
 
-from .plan import PassReport, Plan, call_by_name, counted_input, state_input, tag_of
+from .plan import PassReport, RewritePlan, call_by_name, counted_input, state_input, tag_of
 from .reading.nodes import arguments_of
 from .reading.sites import Site
 
 
-def correct(graph_module: GraphModule, plan: Plan) -> tuple[GraphModule, PassReport]:
-    """A decode attention in two halves, and between them lane 0's own choice of pairs.
+def correct(graph_module: GraphModule, plan: RewritePlan) -> tuple[GraphModule, PassReport]:
+    """Split a decode attention into two halves, with lane 0's selection of pairs between them.
 
-        wait(q, cursor, slots_0, ...)            asked = score_low_bit(q, k, ..., [codes_0, ...], ...)
+        wait(q, cursor, slots_0, ...)            scored = score_low_bit(q, k, ..., [codes_0, ...], ...)
         pair = decode_attention(q, k, v, ...)    wait(q, cursor, slots_0, ...)
-        out = pair[0]                            chosen = correct(asked[2], cursor, host_0, slots_0, ...)
-                                                 out = attend_scored(q, ..., asked[0], asked[1], chosen, ...)
-        select_topk(pair[1], wanted_0)           select_topk(asked[2][-1], wanted_0)
+        out = pair[0]                            chosen = correct(scored[2], cursor, host_0, slots_0, ...)
+                                                 out = attend_scored(q, ..., scored[0], scored[1], chosen, ...)
+        select_topk(pair[1], selected_0)         select_topk(scored[2][-1], selected_0)
 
-    The choice is of the low-bit logits alone, so that it does not depend on what is in the slots: a right guess leaves
-    nothing to correct, a wrong one costs time and no quality. The tokens of a widened decode share one choice, of what
-    all of them give most together; those that a row is filled up with have no say.
+    The selection uses only low-bit logits, so it does not depend on the contents of the slots. A right guess leaves
+    nothing to correct; a wrong one costs time and no accuracy. The tokens of a widened decode share one selection by
+    their summed scores; padding lanes do not count.
     """
     if not (plan.phase.stores and plan.phase.over_tiers):
         return graph_module, PassReport("correct", {"corrected": 0})
@@ -34,19 +34,19 @@ def correct(graph_module: GraphModule, plan: Plan) -> tuple[GraphModule, PassRep
     return graph_module, PassReport("correct", {"corrected": len(corrected)})
 
 
-def split_attention(graph_module: GraphModule, plan: Plan, site: Site) -> None:
-    """`decode_attention` of one site becomes `score_low_bit`, `correct` and `attend_scored`."""
+def split_attention(graph_module: GraphModule, plan: RewritePlan, site: Site) -> None:
+    """Replace one site's `decode_attention` by `score_low_bit`, `correct` and `attend_scored`."""
     graph = graph_module.graph
     call: Node = site.attention.args[0]  # type: ignore[assignment]
     state = {name: state_input(graph_module, plan, site.number, name) for name in ("host", "corrected")}
     given = {**arguments_of(call), **state}
     counted = None if plan.phase.one_token else counted_input(graph_module, plan)
-    # The hit rate, where it is measured, is of what is attended to.
+    # A measured hit rate describes the slots after the correction.
     measures = graph.find_nodes(op="call_function", target=torch.ops.specache.measure.default)
     first = next((node for node in measures if (tag := tag_of(node)) is not None and tag.site == site.number), call)
     with graph.inserting_before(first):
-        asked = call_by_name(graph_module, site, "score_low_bit", given)
-        logits, base, scores = (graph.call_function(operator.getitem, (asked, part)) for part in range(3))
+        scored = call_by_name(graph_module, site, "score_low_bit", given)
+        logits, base, scores = (graph.call_function(operator.getitem, (scored, part)) for part in range(3))
         chooser = scores
         if counted is not None:
             chooser = graph.call_function(torch.ops.aten.mul.Tensor, (scores, counted))

@@ -1,4 +1,4 @@
-"""Read the number of cached tokens from the cursor, where a recorded step must look for it."""
+"""Read the number of cached tokens from the cursor, so that a recorded step stays valid."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from torch.fx import GraphModule, Node
 
 from specache_compile.kernels.state.cursor import LENGTH
 
-from .plan import PassReport, Plan, cursor_input
+from .plan import PassReport, RewritePlan, cursor_input
 from .reading.nodes import value_of
 
 
-def cursor_lengths(graph_module: GraphModule, plan: Plan) -> tuple[GraphModule, PassReport]:
-    """Positions that a decode graph counts from its cache's length count from the longest row's in the cursor instead.
+def cursor_lengths(graph_module: GraphModule, plan: RewritePlan) -> tuple[GraphModule, PassReport]:
+    """Replace the cache's length, from which a decode graph counts positions, by the longest length in the cursor.
 
         position = arange(1) + s53         position = arange(1) + cursor[:, 0].amax()
 
-    A symbol that grows from step to step would keep the step from being captured; the cursor is a tensor that stays
-    where it is. Only a model that is called without `position_ids` has such positions.
+    A symbol that grows from step to step prevents capturing; the cursor is a tensor at a fixed address. Only a model
+    that is called without `position_ids` has such positions.
     """
     found = 0
     past = past_of(plan)
@@ -45,15 +45,15 @@ def cursor_lengths(graph_module: GraphModule, plan: Plan) -> tuple[GraphModule, 
     return graph_module, PassReport("cursor_lengths", {"read": found})
 
 
-def past_of(plan: Plan) -> Any:
-    """The symbol of the cached tokens' number; None where there is none."""
+def past_of(plan: RewritePlan) -> Any:
+    """Return the symbol of the number of cached tokens, or None."""
     past = plan.sites[0].past_k if plan.sites else None
     size = None if past is None else value_of(past).shape[2]
     return size.node.expr if isinstance(size, torch.SymInt) else None
 
 
 def counted_from(node: Node, past: Any) -> Node | None:
-    """Of `integers + past`, the node of `past`."""
+    """Return the node of `past` in `integers + past`; None for any other node."""
     if node.target not in (operator.add, torch.add, "add") or len(node.args) != 2:
         return None
     first, second = node.args

@@ -1,4 +1,4 @@
-"""Order the step: waits as late, copies as early as the data flow allows."""
+"""Order the step: waits as late, and copies as early, as the data flow allows."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from torch.fx import GraphModule, Node
 
 from specache_compile.kernels.op import op_of
 
-from .plan import PassReport, Plan
+from .plan import PassReport, RewritePlan
 from .reading.nodes import output_node
 
-# Of torch's operators, those that take long enough to hide a copy behind; of the project's own, each says so itself.
+# Torch's operators that take long enough to hide a copy. The project's ops declare this themselves.
 WORK = ("linear", "matmul", "mm", "bmm", "addmm", "scaled_dot_product_attention")
 
 
-def overlap(graph_module: GraphModule, plan: Plan) -> tuple[GraphModule, PassReport]:
-    """A stable topological order in which nothing waits sooner, or is copied later, than it must.
+def overlap(graph_module: GraphModule, plan: RewritePlan) -> tuple[GraphModule, PassReport]:
+    """Find a stable topological order with the latest possible waits and the earliest possible copies.
 
         wait_0; q1 = ...; wait_1           q0 = ...; wait_0; attend_0
         attend_0; ...; attend_1            select_0; prefetch_0; ...; q1 = ...
         select_0; prefetch_0; ...          wait_1; attend_1; ...
 
-    The report counts the work (matrix products and attentions) that the least hidden fetch can hide behind: from its
-    prefetch to the end of this step, and from the start of the next one to its wait.
+    The report counts the work (matrix products and attentions) that overlaps the least hidden fetch. This work lies
+    between its prefetch and the end of this step, and between the start of the next step and its wait.
     """
     if not any(is_wait(node) or is_copy(node) for node in graph_module.graph.nodes):
         return graph_module, PassReport("overlap", {"moved": 0})
@@ -34,14 +34,14 @@ def overlap(graph_module: GraphModule, plan: Plan) -> tuple[GraphModule, PassRep
     order = schedule(dependencies(before), before)
     moved = place(graph_module, order)
     counts = {"moved": moved}
-    hidden = work_behind(order)
+    hidden = hidden_work(order)
     if hidden:
         counts["work behind the least hidden fetch"] = min(hidden.values())
     return graph_module, PassReport("overlap", counts)
 
 
 def mutated_arguments(node: Node) -> list[Node]:
-    """The tensors that an op declares to write."""
+    """Return the tensors that an op's schema declares as mutated."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return []
     schema = node.target._schema.arguments
@@ -53,7 +53,7 @@ def mutated_arguments(node: Node) -> list[Node]:
 
 
 def dependencies(nodes: Iterable[Node]) -> nx.DiGraph:
-    """The step as a DAG: an edge for each value used, and for each read and write of one state tensor in order."""
+    """Return the step as a DAG, with an edge for each use of a value and each ordered access to a state tensor."""
     dag: nx.DiGraph = nx.DiGraph()
     last_write: dict[Node, Node] = {}
     readers: dict[Node, list[Node]] = {}
@@ -74,7 +74,7 @@ def dependencies(nodes: Iterable[Node]) -> nx.DiGraph:
 
 
 def schedule(dag: nx.DiGraph, nodes: list[Node]) -> list[Node]:
-    """Compute nodes keep their order; a wait comes right before its first dependant, a copy as soon as it can start."""
+    """Keep the order of compute nodes; move waits to their first dependant, and copies to their earliest start."""
     order: dict[Node, None] = {}
     place_of = {node: place for place, node in enumerate(nodes)}
     early = sorted((n for n in nodes if is_early(n)), key=rank)
@@ -116,24 +116,24 @@ def is_wait(node: Node) -> bool:
 
 
 def is_copy(node: Node) -> bool:
-    """An op that starts as soon as it can: copies, and what they wait for or leaves the window with them."""
+    """Return whether an op starts as early as possible: a copy, or an op that copies wait for."""
     op = op_of(node.target)
     return op is not None and op.early is not None
 
 
 def is_early(node: Node) -> bool:
-    """A copy, or a small node that only copies use."""
+    """Return whether a node is a copy, or a small node that only copies use."""
     return is_copy(node) or (bool(node.users) and node.op == "call_function" and all(map(is_copy, node.users)))
 
 
 def rank(node: Node) -> int:
-    """What the next step waits for comes first; and before it what is made for it."""
+    """Rank ready nodes: first the ops that prepare a fetch, then the fetches that the next step waits for."""
     op = op_of(node.target)
     return -1 if op is None or op.early is None else op.early
 
 
 def place(graph_module: GraphModule, order: list[Node]) -> int:
-    """Put the graph's nodes into `order`; returns how many copies and waits changed their place."""
+    """Put the graph's nodes into `order`; returns how many copies and waits moved."""
     graph = graph_module.graph
     before = {node: i for i, node in enumerate(n for n in graph.nodes if n.op not in ("placeholder", "output"))}
     body = [node for node in order if node.op not in ("placeholder", "output")]
@@ -151,8 +151,8 @@ def is_work(node: Node) -> bool:
     return name.split(".")[0] in WORK
 
 
-def work_behind(order: list[Node]) -> dict[Node, int]:
-    """For each slots tensor, the work nodes between its prefetch and, one step on, its wait."""
+def hidden_work(order: list[Node]) -> dict[Node, int]:
+    """Count, for each slots tensor, the work nodes between its prefetch and its wait in the next step."""
     work = [0]
     for node in order:
         work.append(work[-1] + is_work(node))

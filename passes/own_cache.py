@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from torch.fx import GraphModule, Node
 
-from .plan import PassReport, Plan
+from .plan import PassReport, RewritePlan
 from .reading.nodes import output_node
 from .reading.sites import Part
 
 
-def own_cache(graph_module: GraphModule, plan: Plan) -> tuple[GraphModule, PassReport]:
-    """The concatenated keys and values stop being outputs; held tensors go out in their place.
+def own_cache(graph_module: GraphModule, plan: RewritePlan) -> tuple[GraphModule, PassReport]:
+    """Remove the concatenated keys and values from the outputs; the caller returns held tensors in their place.
 
         keys = cat([past_k, k], -2)        keys = cat([past_k, k], -2)
         out = sdpa(q, keys, values)        out = sdpa(q, keys, values)
         return (logits, keys, values)      return (logits, None, None)
 
-    In a prefill the attention reads k itself: there is nothing to concatenate it with.
+    In a prefill the attention reads k itself, since there is no past to concatenate.
     """
     owned: dict[Node, tuple[int, Part]] = {}
     for site in plan.sites:

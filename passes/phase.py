@@ -1,4 +1,4 @@
-"""What a captured graph does, and what its rewritten form may do for it: each phase declared once."""
+"""The phases: kinds of captured graphs, and how each is rewritten."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Phase:
-    """What a graph does.
+    """The kind of a graph.
 
-    has_past: the graph goes on from a cache.
-    one_token: one new token a row, as in every step of a generation.
-    over_tiers: attention is over the tiers, with what the slots hold.
-    stores: the new pairs are kept.
-    once: the graph runs once a generation, and so op by op: Inductor would take many times what its code saves.
-    speculates: a guess of the next token runs beside the token, in a second lane.
-    before: the phase that runs before the first step of this one, to fill the slots.
+    has_past: the graph continues a cache.
+    one_token: each row has one new token, as in every step of a generation.
+    over_tiers: attention reads the low-bit tier, the window and the slots.
+    stores: the tiers store the new pairs.
+    once: the graph runs once per generation, so it runs op by op: compiling it would take longer than it saves.
+    speculates: a second lane runs the speculative next token.
+    before: the phase that fills the slots before this phase's first step.
     """
 
     name: str
@@ -32,7 +32,7 @@ class Phase:
         return self.name
 
     def __reduce__(self) -> Any:
-        """By its name: phases are compared by what they are, not by what they say."""
+        """Pickle the name alone, since phases are compared by identity."""
         return (phase_named, (self.name,)) if self in PHASES else super().__reduce__()
 
 
@@ -42,9 +42,9 @@ def phase_named(name: str) -> Phase:
 
 PREFILL = Phase("prefill", has_past=False)
 EXTEND = Phase("extend")
-# The extra pass that makes the first guess, and the first choice of pairs (SpeCache, section 3.3).
+# The extra pass that makes the first guess and the first selection of pairs (SpeCache, section 3.3).
 PRE_DECODE = Phase("pre-decode", one_token=True, over_tiers=True, stores=False, once=True)
 DECODE = Phase("decode", one_token=True, over_tiers=True, speculates=True, before=PRE_DECODE)
-# A decode of several tokens, each of them a lane: the last one said, and a draft that is looked up.
+# A decode of several tokens, one in each lane: the last generated token and a draft.
 WIDENED = Phase("widened", over_tiers=True)
 PHASES = (PREFILL, EXTEND, PRE_DECODE, DECODE, WIDENED)

@@ -22,12 +22,12 @@ from .correct import correct
 from .cursor_lengths import cursor_lengths
 from .overlap import overlap
 from .own_cache import own_cache
-from .plan import Pass, PassReport, Plan
+from .plan import Pass, PassReport, RewritePlan
 from .prefetch import prefetch
 from .reading.fingerprint import graph_hash
 from .rewrite_attention import rewrite_attention
 from .speculate import speculate
-from .store import store
+from .store_pairs import store
 
 PIPELINE: tuple[Pass, ...] = (
     own_cache,
@@ -42,7 +42,7 @@ PIPELINE: tuple[Pass, ...] = (
     clean_up,
 )
 PASS_NAMES = tuple(p.__name__ for p in PIPELINE)
-# Without one of these a graph cannot hold its own cache: it is then left as Hugging Face wrote it.
+# A graph needs all of these passes to own its cache; without one, Hugging Face's graph is kept.
 ESSENTIAL = ("own_cache", "rewrite_attention", "store")
 
 log = logging.getLogger(__name__)
@@ -53,10 +53,10 @@ _keep_texts: ContextVar[bool] = ContextVar("_keep_texts", default=False)
 class Trace:
     """One run of the pipeline.
 
-    phase: the graph's.
-    graphs: the readable graph before the run and after each pass, where texts are kept (`keeping_texts`).
-    reports: the passes'.
-    hash: of the graph that the run handed over to be lowered.
+    phase: the graph's phase.
+    graphs: the readable graph before the run and after each pass, within `keeping_texts`.
+    reports: one report per pass.
+    hash: hash of the final graph, which is lowered.
     """
 
     phase: str
@@ -66,13 +66,14 @@ class Trace:
 
 
 def run_pipeline(
-    graph_module: GraphModule, plan: Plan, passes: Sequence[Pass] = PIPELINE, name: str = "graph"
+    graph_module: GraphModule, plan: RewritePlan, passes: Sequence[Pass] = PIPELINE, name: str = "graph"
 ) -> tuple[GraphModule, Trace]:
-    """Run `passes` in order on `graph_module` (which they may change); checks the graph after each, and leaves it to
-    whoever runs the module to have its code written (`recompile`).
+    """Run `passes` in order on `graph_module`, which they may change, and check the graph after each.
 
-    With SPECACHE_DUMP=dir in the environment, writes dir/<name>.<phase>/NN_<pass>.py before and after; every pass
-    also leaves a structured trace that `tlparse` shows.
+    SPECACHE_DUMP=dir writes dir/<name>.<phase>/NN_<pass>.py before and after each pass. `tlparse` shows the same
+    graphs from torch's structured trace.
+
+    Returns: the final graph, whose code is not generated yet (`recompile`), and the trace of the run.
     """
     trace = Trace(plan.phase.name)
     show(name, trace, 0, "captured", graph_module)
@@ -90,7 +91,7 @@ def run_pipeline(
 
 @contextlib.contextmanager
 def keeping_texts() -> Iterator[None]:
-    """Within this every trace keeps the readable graphs. To write one takes as long as to run a pass."""
+    """Within this context every trace keeps readable graphs. Printing a graph takes as long as running a pass."""
     before = _keep_texts.set(True)
     try:
         yield
@@ -103,7 +104,7 @@ def readable(graph_module: GraphModule) -> str:
 
 
 def show(name: str, trace: Trace, number: int, step: str, graph_module: GraphModule) -> None:
-    """The graph after a pass, to those who look: the trace, SPECACHE_DUMP, and torch's structured trace."""
+    """Record the graph after a pass in the trace, the SPECACHE_DUMP folder and torch's structured trace."""
     label = f"specache_{name}_{trace.phase}_{number:02d}_{step}"
     text = functools.cache(lambda: readable(graph_module))
     trace_structured("artifact", metadata_fn=lambda: {"name": label, "encoding": "string"}, payload_fn=text)

@@ -1,4 +1,4 @@
-"""What one rewrite makes of a graph: the phase, the recipe, the state at hand, and what the passes tell each other."""
+"""The plan of one rewrite: the graph's phase, recipe and state, and the results that passes share."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from torch.fx import GraphModule, Node
 from .phase import Phase
 from .reading.nodes import value_of
 from .reading.sites import Part, Site
-from .recipe import Call, RecipeOf
+from .recipe import OpCall, RecipeOf
 
 
 @dataclass(frozen=True)
 class Input:
     """Where a graph input comes from at run time.
 
-    source: the caller's arguments, or what of the session's.
-    argument: the argument's position, for "argument".
-    site, field: the layer's number and the name of its state tensor, for "state".
+    source: "argument" for the caller's arguments, else the kind of the session's tensor.
+    argument: position among the caller's arguments, for "argument".
+    site, field: number of the layer and name of its state tensor, for "state".
     """
 
     source: Literal["argument", "cursor", "padding", "state", "guess", "counted"]
@@ -32,12 +32,12 @@ class Input:
 
 @dataclass(frozen=True)
 class PassReport:
-    """What one pass did.
+    """The report of one pass.
 
-    name: the pass's.
-    counts: numbers by what they count.
-    remarks: for a person.
-    seconds: that the pass took.
+    name: the pass.
+    counts: what was counted → the number.
+    remarks: sentences for the user.
+    seconds: duration of the pass.
     """
 
     name: str
@@ -48,7 +48,7 @@ class PassReport:
 
 @dataclass(frozen=True)
 class Tag:
-    """What a node is that the passes have made: a state tensor of a site, or the call of an op there.
+    """Marks a node that a pass inserted: a state tensor of a site, or an op call at a site.
 
     site: the site's number.
     field: the state tensor's name; "" for a call.
@@ -61,22 +61,22 @@ class Tag:
 
 
 @dataclass
-class Plan:
-    """One run of the pipeline over one graph. From `inputs` on: what the passes find out, and leave to others.
+class RewritePlan:
+    """One run of the pipeline over one graph. Passes write the fields from `inputs` on.
 
-    selects: pairs are selected for the next step.
+    selects: the step selects pairs for the next step.
     speculate: a second lane selects them.
-    hit_rate: the hit rate is measured.
-    recipe: the method's, of each site.
-    state: each layer's state tensors by field; as cursor and padding, fakes in the graph's own fake mode.
-    padding: the session's; None where its stores take none.
-    counted: [lanes, B, 1, 1] float32 of a widened decode, 0 for a lane that its row is only filled up with, else 1.
-    inputs: where each of the graph's inputs comes from.
-    held_outputs: output positions that HF's cache will see as held tensors → the site's number, and which part of it.
-    lanes: tokens that run side by side.
-    one_lane: why a decode that was to be widened runs one lane.
-    counts_positions: positions are counted from the cache's length in the graph.
-    guesses: the graph's last output is the guess of the next speculative token [B, 1].
+    hit_rate: the step measures the hit rate.
+    recipe: a function from a site's number to the method's recipe.
+    state: the state tensors of each layer by field. They, cursor and padding are fakes in the graph's fake mode.
+    padding: the session's padding; None where its stores take none.
+    counted: [lanes, B, 1, 1] float32 of a widened decode: 1.0 for real draft tokens, 0.0 for padding lanes.
+    inputs: the source of each graph input.
+    held_outputs: positions of outputs that HF's cache receives as held tensors → site number, and keys or values.
+    lanes: number of tokens that run side by side.
+    one_lane: the reason why a decode runs one lane although two were requested.
+    counts_positions: the graph counts positions from the cache's length.
+    guesses: the graph's last output is the next speculative token [B, 1].
     """
 
     phase: Phase
@@ -97,25 +97,25 @@ class Plan:
     counted: Any = None
 
 
-Pass = Callable[[GraphModule, Plan], tuple[GraphModule, PassReport]]
+Pass = Callable[[GraphModule, RewritePlan], tuple[GraphModule, PassReport]]
 
 
 def tag_of(node: Any) -> Tag | None:
-    """The tag of a node that the passes have made; None for all others."""
+    """Return the tag of a node that a pass inserted; None for all others."""
     return node.meta.get("specache") if isinstance(node, Node) else None
 
 
 def call_op(graph_module: GraphModule, site: Site, op: str, arguments: tuple[Any, ...]) -> Node:
-    """A call of a `specache::` op at a site, tagged, where the graph's nodes are being inserted."""
+    """Insert a tagged call of a `specache::` op for a site at the graph's insertion point."""
     node = graph_module.graph.call_function(getattr(torch.ops.specache, op).default, arguments)
     node.meta["specache"] = Tag(site.number, op=op)
     return node
 
 
 def with_tiers(op: str, state: Mapping[str, Node], settings: tuple[Any, ...]) -> dict[str, Any] | None:
-    """State tensors and settings by the operands of an op that takes `tiers` and `layout`; None for any other op.
+    """Map an op's operands `tiers` and `layout` to state tensors and settings; None for an op without them.
 
-    State tensors that the op's schema does not name go into the list `tiers`.
+    The list `tiers` takes the state tensors that the op's schema does not name.
     """
     names = {argument.name for argument in getattr(torch.ops.specache, op).default._schema.arguments}
     if "tiers" not in names:
@@ -125,14 +125,14 @@ def with_tiers(op: str, state: Mapping[str, Node], settings: tuple[Any, ...]) ->
 
 
 def call_by_name(graph_module: GraphModule, site: Site, op: str, given: Mapping[str, Any]) -> Node:
-    """`call_op` with those of `given` that the op's schema names; every one that has no default must be there."""
+    """Insert `call_op` with the values that the op's schema names; KeyError where one without default is missing."""
     schema = getattr(torch.ops.specache, op).default._schema.arguments
     named = [argument.name for argument in schema if argument.name in given or not argument.has_default_value()]
     return call_op(graph_module, site, op, tuple(given[name] for name in named))
 
 
-def add_input(graph_module: GraphModule, plan: Plan, name: str, source: Input, value: Any) -> Node:
-    """The placeholder for a piece of state, made on first use, behind the graph's other inputs."""
+def add_input(graph_module: GraphModule, plan: RewritePlan, name: str, source: Input, value: Any) -> Node:
+    """Return the placeholder for a piece of state; the first use adds it after the graph's other inputs."""
     placeholders = graph_module.graph.find_nodes(op="placeholder")
     for node, known in zip(placeholders, plan.inputs, strict=True):
         if known == source:
@@ -144,31 +144,30 @@ def add_input(graph_module: GraphModule, plan: Plan, name: str, source: Input, v
     return node
 
 
-def state_input(graph_module: GraphModule, plan: Plan, site: int, field: str) -> Node:
-    """The placeholder of one state tensor of one site."""
+def state_input(graph_module: GraphModule, plan: RewritePlan, site: int, field: str) -> Node:
+    """Return the placeholder of one site's state tensor."""
     value = plan.state[site][field]
     node = add_input(graph_module, plan, f"{field}_{site}", Input("state", site=site, field=field), value)
     node.meta["specache"] = Tag(site, field)
     return node
 
 
-def cursor_input(graph_module: GraphModule, plan: Plan) -> Node:
-    """The placeholder of the cursor: lengths and the copy queue's number."""
+def cursor_input(graph_module: GraphModule, plan: RewritePlan) -> Node:
+    """Return the placeholder of the cursor: lengths and the copy queue's number."""
     return add_input(graph_module, plan, "cursor", Input("cursor"), plan.cursor)
 
 
-def padding_input(graph_module: GraphModule, plan: Plan, site: Site) -> Node | None:
-    """The placeholder of the session's padding, bool [B, 1, 1, C] (True: the token is there); None: all are."""
+def padding_input(graph_module: GraphModule, plan: RewritePlan, site: Site) -> Node | None:
+    """Return the placeholder of the session's padding, bool [B, 1, 1, C], True for real tokens; else None."""
     if site.padding is None or plan.padding is None:
         return None
     return add_input(graph_module, plan, "padding", Input("padding"), plan.padding)
 
 
-def frequencies_input(graph_module: GraphModule, plan: Plan, site: Site, call: Call) -> tuple[Node | None, ...]:
-    """What a call that takes RoPE's frequencies ends with: their input, or None where the site is turned by none.
-
-    () for any other call.
-    """
+def frequencies_input(
+    graph_module: GraphModule, plan: RewritePlan, site: Site, call: OpCall
+) -> tuple[Node | None, ...]:
+    """Return the last argument of a call that takes RoPE's frequencies: their input, or None; () for any other call."""
     if not call.turned or not plan.state[site.number][call.turned].shape[2]:
         return ()
     turned_by, inputs = site.turned_by, graph_module.graph.find_nodes(op="placeholder")
@@ -176,12 +175,12 @@ def frequencies_input(graph_module: GraphModule, plan: Plan, site: Site, call: C
 
 
 def replace_attention(graph_module: GraphModule, site: Site, new: Node) -> None:
-    """`new` stands where the site's attention stood."""
+    """Replace the site's attention by `new`."""
     new.meta["example_value"] = value_of(site.attention)
     site.attention.replace_all_uses_with(new)
     graph_module.graph.erase_node(site.attention)
     site.attention = new
 
 
-def counted_input(graph_module: GraphModule, plan: Plan) -> Node:
+def counted_input(graph_module: GraphModule, plan: RewritePlan) -> Node:
     return add_input(graph_module, plan, "counted", Input("counted"), plan.counted)

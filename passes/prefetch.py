@@ -1,4 +1,4 @@
-"""Fetch one step ahead the pairs that the last lane's attention asks for."""
+"""Fetch, one step ahead, the pairs that the last lane's attention selects."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from torch.fx import GraphModule, Node
 
 from specache_compile.kernels.movement.deferred import FETCH_STATE, fetch_arguments
 
-from .plan import PassReport, Plan, call_op, cursor_input, state_input
+from .plan import PassReport, RewritePlan, call_op, cursor_input, state_input
 from .reading.nodes import output_node
 
 
-def prefetch(graph_module: GraphModule, plan: Plan) -> tuple[GraphModule, PassReport]:
-    """Select and fetch behind a layer's attention; wait before the next step's.
+def prefetch(graph_module: GraphModule, plan: RewritePlan) -> tuple[GraphModule, PassReport]:
+    """Select and fetch after a layer's attention; wait before the next step's attention.
 
         pair = decode_attention(q, ...)    specache.wait(q, cursor, slots_0, slot_index_0)
         out = pair[0]                      pair = decode_attention(q, ...)
-                                           specache.select_topk(pair[1], wanted_0)
-                                           specache.prefetch(wanted_0, cursor, host_0, slots_0, ...)
+                                           specache.select_topk(pair[1], selected_0)
+                                           specache.prefetch(selected_0, cursor, host_0, slots_0, ...)
 
-    A wait names the query it stands behind: an edge that no scheduler can undo; and `wanted`, which the fetch reads.
-    Selection and fetch stand at the end of the graph, waits right behind their query; `overlap` moves both to where
-    they hide most. A widened decode fetches nothing ahead: which of its tokens stay, it cannot know. Where each token
-    chooses its own pairs, and none is guessed, nothing is fetched ahead at all.
+    A wait takes the query as an operand, which orders it in any schedule, and `selected`, which the fetch reads.
+    Selection and fetch go to the end of the graph, and each wait after its query; `overlap` then moves them.
+    A widened decode fetches nothing ahead, since its accepted tokens are unknown. Without a speculative token, where
+    each token corrects its own selection, nothing is fetched ahead either.
     """
     if not (plan.phase.over_tiers and plan.sites):
         return graph_module, PassReport("prefetch", {"prefetched": 0})
@@ -39,9 +39,9 @@ def prefetch(graph_module: GraphModule, plan: Plan) -> tuple[GraphModule, PassRe
         selection = [state_input(graph_module, plan, site.number, field) for field in selector.state]
         call: Node = site.attention.args[0]  # type: ignore[assignment]
         if plan.selects:
-            behind = site.q if site.q.op != "placeholder" else graph.find_nodes(op="placeholder")[-1]
-            with graph.inserting_after(behind):
-                call_op(graph_module, site, "wait", (site.q, cursor, slots, slot_index, state["wanted"]))
+            after = site.q if site.q.op != "placeholder" else graph.find_nodes(op="placeholder")[-1]
+            with graph.inserting_after(after):
+                call_op(graph_module, site, "wait", (site.q, cursor, slots, slot_index, state["selected"]))
         if plan.hit_rate and plan.phase.stores:
             sink_index, tally = (state_input(graph_module, plan, site.number, name) for name in ("sink_index", "tally"))
             measured = (site.q, site.k, site.mask, site.sinks, cursor, state["host"], slot_index, sink_index, tally)

@@ -1,4 +1,4 @@
-"""What a method puts at a site: one op for each phase's attention, and the ops that keep the new pairs."""
+"""A method's recipe for a site: one attention op per phase, and the ops that store the new pairs."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Call:
+class OpCall:
     """One call of an op at a site.
 
-    op: the op's name.
+    op: name of the op.
     state: names of the state tensors that the op takes.
-    settings: the op's arguments behind them.
-    scores: an attention's op returns (out, selection scores), and not out alone.
-    turned: name of a state tensor [B, H, n, ...]; where this is not empty, the op's last argument is RoPE's frequencies
-        [h], None where none were found.
+    settings: the arguments after the state tensors.
+    scores: an attention op returns (out, selection scores) instead of out.
+    turned: name of a state tensor [B, H, n, ...]. If that tensor is not empty, the op's last argument is RoPE's
+        frequencies [h], or None if none were found.
 
-    At an attention: op(q, k, v, mask, sinks, cursor, *state, *settings, scale, softcap). A mask of one row is padding,
-    beside which the op is causal by itself. As a store: op(k, v, padding, cursor, *state, *settings).
+    An attention is op(q, k, v, mask, sinks, cursor, *state, *settings, scale, softcap); a mask of one row is padding,
+    to which the op adds causality. A store is op(k, v, padding, cursor, *state, *settings).
     """
 
     op: str
@@ -31,18 +31,18 @@ class Call:
 
 @dataclass(frozen=True)
 class Selector:
-    """Which pairs the next step's slots are to hold: op(scores, *state, *settings), which writes `wanted`.
+    """Selects the pairs for the next step's slots: op(scores, *state, *settings) writes `selected`.
 
-    op: the op's name.
-    state: names of the state tensors that the op takes, `wanted` int32 [B, H, k] among them: tokens, -1 for none.
-    settings: the op's arguments behind them.
-    corrects: a step chooses again, by its own token, before it attends.
+    op: name of the op.
+    state: names of the state tensors that the op takes. One is `selected` int32 [B, H, k]: tokens, or -1 for none.
+    settings: the arguments after the state tensors.
+    corrects: each step selects again, by its own token, before its attention.
 
-    scores float32 [B, H, C]: what the last lane's attention gave each token; below 0: no candidate.
+    scores float32 [B, H, C]: the last lane's attention weight of each token; below 0 for tokens that are no candidates.
     """
 
     op: str
-    state: tuple[str, ...] = ("wanted",)
+    state: tuple[str, ...] = ("selected",)
     settings: tuple[Any, ...] = ()
     corrects: bool = False
 
@@ -51,16 +51,16 @@ class Selector:
 class Recipe:
     """A method at one site.
 
-    attend: the attention of each phase, by the phase's name. A phase that is not there stays as Hugging Face wrote it:
-        exact, over the new pairs alone, which is what a prefill's attention is.
-    stores: what keeps the new pairs.
-    selector: None: nothing is fetched.
+    attend: name of a phase → its attention. A missing phase keeps Hugging Face's exact attention over the new pairs
+        alone, as in a prefill.
+    stores: the calls that store the new pairs.
+    selector: None for a method that fetches nothing.
     """
 
-    attend: Mapping[str, Call]
-    stores: tuple[Call, ...]
+    attend: Mapping[str, OpCall]
+    stores: tuple[OpCall, ...]
     selector: Selector | None = None
 
 
-# The recipe of a site, by its number.
+# A function from a site's number to its recipe.
 RecipeOf = Callable[[int], Recipe]

@@ -1,4 +1,4 @@
-"""Each site becomes the `specache::` op that the method's recipe names, on its new pairs and its layer's state."""
+"""Replace each site by the `specache::` op of the method's recipe, over its new pairs and its layer's state."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.fx import GraphModule
 from .clean_up import drop_dead
 from .plan import (
     PassReport,
-    Plan,
+    RewritePlan,
     call_by_name,
     call_op,
     cursor_input,
@@ -20,11 +20,11 @@ from .plan import (
     with_tiers,
 )
 from .reading.sites import Site
-from .recipe import Call
+from .recipe import OpCall
 
 
-def rewrite_attention(graph_module: GraphModule, plan: Plan) -> tuple[GraphModule, PassReport]:
-    """Under specache decode attends over the tiers, extend over the host tier; a prefill's attention is exact already.
+def rewrite_attention(graph_module: GraphModule, plan: RewritePlan) -> tuple[GraphModule, PassReport]:
+    """Replace attentions of decodes and chunked prefills by tier ops; a prefill's attention is exact already.
 
     keys = cat([past_k, k], -2)        pair = specache.decode_attention(q, k, v, mask, ..., [codes_0, ...], ...)
     values = cat([past_v, v], -2)      out = pair[0]
@@ -37,11 +37,11 @@ def rewrite_attention(graph_module: GraphModule, plan: Plan) -> tuple[GraphModul
             replace_site(graph_module, plan, site, call)
             rewritten += 1
     if rewritten:
-        drop_dead(graph_module, plan)  # the held inputs go with their concatenations
+        drop_dead(graph_module, plan)  # drops the held inputs with their concatenations
     return graph_module, PassReport("rewrite_attention", {"rewritten": rewritten})
 
 
-def replace_site(graph_module: GraphModule, plan: Plan, site: Site, call: Call) -> None:
+def replace_site(graph_module: GraphModule, plan: RewritePlan, site: Site, call: OpCall) -> None:
     graph = graph_module.graph
     if site.mask is None:
         site.mask = padding_input(graph_module, plan, site)

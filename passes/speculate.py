@@ -19,7 +19,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from specache_compile.errors import SpecacheError, first_line
 
-from .plan import Input, PassReport, Plan, Tag, tag_of
+from .plan import Input, PassReport, RewritePlan, Tag, tag_of
 from .reading.attention_forms import argument
 from .reading.exact_lanes import show_first_lane
 from .reading.in_place import memory_of, take_writes, written
@@ -32,26 +32,26 @@ aten = torch.ops.aten
 LANES = 2
 EMBEDDINGS = (F.embedding, aten.embedding.default)
 INTEGERS = (torch.int32, torch.int64)
-# What takes an angle, of which positions are a factor.
+# Functions of RoPE's angles, which are products with positions.
 ANGLES = ("cos", "sin", torch.cos, torch.sin, torch.polar)
 OF_NOTHING = (torch.zeros, torch.ones, torch.empty, torch.full, "new_zeros", "new_ones", "new_empty", "new_full")
-# What `local_shards` has between token ids and a rank's part of the table.
+# Nodes that `local_shards` inserts between token ids and a rank's part of the table.
 RANKS_OWN = (aten.view.default, aten.clone.default, aten.sub.Tensor, aten.masked_fill_.Scalar)
 
 
-def speculate(graph_module: GraphModule, plan: Plan) -> tuple[GraphModule, PassReport]:
+def speculate(graph_module: GraphModule, plan: RewritePlan) -> tuple[GraphModule, PassReport]:
     """Run T_t and the guess T'_(t+1) side by side; lane 1's argmax is the next guess (SpeCache section 3.3).
 
         out = decode_attention(q, ...)         ids = stack([input_ids, guess])
         logits = linear(hidden, head)          logits = vmap(graph)(ids, position + lane)
         return (logits,)                       return (logits[0], argmax(logits[1]))
 
-    The graph is vmapped over a lane axis and traced again (docs/design.md tells why its literals are not edited).
+    The graph is vmapped over a lane axis and traced again (docs/design.md explains why its literals are not edited).
     A pre-decode keeps its one lane and returns its own guess. A graph without token ids, positions or logits runs
-    one lane, and the report says which of them is missing; one in which nothing tells positions needs none.
+    one lane, with the reason in the report. A model without positions needs none.
     """
-    wanted = plan.speculate and plan.selects and plan.phase.one_token
-    if not wanted or not plan.sites:
+    applies = plan.speculate and plan.selects and plan.phase.one_token
+    if not applies or not plan.sites:
         return graph_module, PassReport("speculate", {"lanes": 1})
     found = find_tokens(graph_module)
     if isinstance(found, str):
@@ -79,19 +79,19 @@ def speculate(graph_module: GraphModule, plan: Plan) -> tuple[GraphModule, PassR
 
 
 def chooses_tokens(node: Node) -> bool:
-    """A top-k among what grows with the cache, as an indexer's: torch's vmap takes the length for a number there."""
+    """Return whether a node is a top-k over cached tokens (an indexer): torch's vmap makes its length a constant."""
     top_k = node.target in ("topk", torch.topk)
     return top_k and isinstance(value_of(node.args[0]).shape[-1], torch.SymInt)  # type: ignore[arg-type]
 
 
-def one_lane(plan: Plan, reason: str) -> PassReport:
-    """The report of a graph that cannot be widened; a person is told the reason too."""
+def one_lane(plan: RewritePlan, reason: str) -> PassReport:
+    """Return the report of a graph that cannot be widened, and set `plan.one_lane`, which the user sees."""
     plan.one_lane = reason
     return PassReport("speculate", {"lanes": 1}, (f"one lane: {reason}",))
 
 
 def find_tokens(graph_module: GraphModule) -> tuple[Node, int] | str:
-    """The token ids' placeholder and the output position of the logits; or what is missing."""
+    """Return the token ids' placeholder and the output position of the logits, or a sentence about what is missing."""
     outputs = output_node(graph_module).args[0]
     embeddings = [looked_up(node) for node in graph_module.graph.nodes if node.target in EMBEDDINGS]
     for index, table in embeddings:
@@ -114,39 +114,39 @@ def find_tokens(graph_module: GraphModule) -> tuple[Node, int] | str:
 
 
 def looked_up(embedding: Node) -> tuple[Node, Node]:
-    """The numbers and the table of an embedding."""
+    """Return the index and the table of an embedding."""
     first, second = embedding.args[:2]
     return (first, second) if embedding.target is F.embedding else (second, first)
 
 
 def unshaped(node: Node) -> Node:
-    """The node before what is done to token ids on their way to the table.
+    """Return the source of an embedding's index, before transformations of the token ids.
 
-    That is: views; on a rank, the subtraction of the first id in its part of the table; and padding put in place of a
-    picture's tokens, `where(is_picture, padding, ids)`.
+    These are views, a rank's subtraction of its first id, and `where(is_picture, padding, ids)`, which replaces a
+    picture's tokens by padding.
     """
     while node.target in ("view", "reshape", "clone", torch.where, *RANKS_OWN):
         chosen = (argument(node, 1, "input"), argument(node, 2, "other"))
-        behind = [x for x in (chosen if node.target is torch.where else node.args[:1]) if isinstance(x, Node)]
-        if not behind:
+        sources = [x for x in (chosen if node.target is torch.where else node.args[:1]) if isinstance(x, Node)]
+        if not sources:
             break
-        node = behind[-1]
+        node = sources[-1]
     return node
 
 
 def position_sources(graph_module: GraphModule, tokens: Node) -> list[Node]:
-    """The integer tensors that positions come from: behind cos, sin and polar, or a computed index of an embedding."""
+    """Return the integer tensors of positions: sources of cos, sin and polar, or a computed index of an embedding."""
     sources: dict[Node, None] = {}
     for node in graph_module.graph.nodes:
         if node.target in ANGLES:
-            sources.update(dict.fromkeys(integers_behind(node)))
+            sources.update(dict.fromkeys(integer_sources(node)))
         if node.target in EMBEDDINGS and unshaped(looked_up(node)[0]) is not tokens:
-            sources[positions_behind(looked_up(node)[0])] = None
+            sources[positions_of(looked_up(node)[0])] = None
     return [node for node in sources if value_of(node).shape[-1:] == (1,)]
 
 
-def positions_behind(index: Node) -> Node:
-    """The index of an embedding. Token types are gathered by positions from a buffer: of these, the positions."""
+def positions_of(index: Node) -> Node:
+    """Return an embedding's index, or the positions by which the index (token types) is gathered from a buffer."""
     at = index
     while at.target in ("expand", "view", "reshape"):
         at = at.args[0]  # type: ignore[assignment]
@@ -155,8 +155,8 @@ def positions_behind(index: Node) -> Node:
     return argument(at, 2, "index")  # type: ignore[return-value]
 
 
-def integers_behind(node: Node) -> list[Node]:
-    """The first integer tensors met on every way back from a node."""
+def integer_sources(node: Node) -> list[Node]:
+    """Return the nearest integer tensors on each path back from a node."""
     found, seen, todo = [], set(), [node]
     while todo:
         at = todo.pop()
@@ -172,7 +172,7 @@ def integers_behind(node: Node) -> list[Node]:
 
 
 def append_guess(graph_module: GraphModule, logits: int) -> None:
-    """The last output becomes argmax of the logits' last token: [B, 1]."""
+    """Append an output: argmax of the last token's logits, [B, 1]."""
     output = output_node(graph_module)
     outputs = output.args[0]
     with graph_module.graph.inserting_before(output):
@@ -183,20 +183,20 @@ def append_guess(graph_module: GraphModule, logits: int) -> None:
 
 
 def widen_copy(graph_module: GraphModule, ids: Node, logits: int, sources: list[Node]) -> GraphModule:
-    """`widen` of a copy: where vmap refuses, the graph is as it was."""
+    """Widen a copy of the graph, so that the graph is unchanged if vmap fails."""
     copied = GraphModule(graph_module, copy.deepcopy(graph_module.graph))
     twins = dict(zip(graph_module.graph.nodes, copied.graph.nodes, strict=True))
     return widen(copied, twins[ids], logits, [twins[source] for source in sources])
 
 
 def cause(error: Exception) -> str:
-    """An error's first line, without the place in torch's sources that some of them begin with."""
+    """Return an error's first line without the position in torch's sources."""
     line = re.sub(r"^\S+\.(cpp|h):\d+: ", "", first_line(error))
     return line if len(line) <= 120 else f"{line[:117]}..."
 
 
 def widen(graph_module: GraphModule, ids: Node, logits: int, sources: list[Node]) -> GraphModule:
-    """The two-lane graph: the same inputs and a guess [B, 1]; the same outputs (lane 0's) and the next guess."""
+    """Return the two-lane graph: a guess [B, 1] follows the inputs, and the next guess follows lane 0's outputs."""
     placeholders = graph_module.graph.find_nodes(op="placeholder")
     token_input = placeholders.index(ids)
     lane = add_lane_to_positions(graph_module, placeholders[-1], sources)
@@ -227,7 +227,7 @@ def widen(graph_module: GraphModule, ids: Node, logits: int, sources: list[Node]
         rename(node, before.name)
         if (tag := tag_of(before)) is not None:
             node.meta["specache"] = tag
-    # The outputs that were taken from the graph are None again, as they were before tracing.
+    # Tracing omits outputs that are None; insert them again.
     *traced, next_guess = output_node(widened).args[0]  # type: ignore[misc, str-unpack]
     there = dict(zip(present, traced, strict=True))
     output_node(widened).args = ((*(there.get(position) for position in range(len(outputs))), next_guess),)
@@ -257,9 +257,9 @@ def add_lane_to_positions(graph_module: GraphModule, after: Node, sources: list[
 
 
 def spread_written(graph_module: GraphModule, lane: Node) -> None:
-    """A tensor that the graph makes of nothing, and then writes to, gets a part for each lane.
+    """Give each lane its own copy of every tensor that the graph allocates and writes to.
 
-    vmap lets no lane's value be written into a tensor without lanes.
+    vmap does not allow writing a lane's value into a tensor without lanes.
     """
     memory = {written(node)[1] for node in graph_module.graph.nodes} - {None}
     made = [node for node in graph_module.graph.nodes if node.target in OF_NOTHING and memory_of(node) in memory]
@@ -271,13 +271,13 @@ def spread_written(graph_module: GraphModule, lane: Node) -> None:
 
 
 def by_lane(x: Tensor, lane: Tensor) -> Tensor:
-    """x, once for each lane."""
+    """Copy x for each lane."""
     return x + torch.zeros_like(lane, dtype=x.dtype)
 
 
 def run_lanes(graph_module: GraphModule, arguments: list[Any], token_input: int, guess: Tensor) -> list[Any]:
-    """The graph's outputs, vmapped over its lanes: tensors [2, ...]; what is no tensor (sliding layers return ints)
-    bypasses the vmap."""
+    """Run the graph vmapped over its lanes; returns tensors [2, ...]. Other outputs, such as the ints of sliding
+    layers, bypass the vmap."""
     plain: dict[int, Any] = {}
 
     def one_lane(ids: Tensor, lane: Tensor) -> list[Tensor]:
@@ -292,8 +292,8 @@ def run_lanes(graph_module: GraphModule, arguments: list[Any], token_input: int,
     return [plain[position] if position in plain else next(mapped) for position in range(count)]
 
 
-def follow_sites(graph_module: GraphModule, plan: Plan) -> None:
-    """Point the sites at the new graph's nodes: the same attentions in the same order."""
+def follow_sites(graph_module: GraphModule, plan: RewritePlan) -> None:
+    """Update the sites to the new graph's nodes; attentions keep their order."""
     calls = graph_module.graph.find_nodes(op="call_function", target=torch.ops.specache.decode_attention.default)
     for site, call in zip(plan.sites, calls, strict=True):
         given = arguments_of(call)

@@ -1,4 +1,4 @@
-"""LoRA adapters with PEFT's attributes, for tests that run without PEFT."""
+"""LoRA adapters with PEFT's attributes, for tests without PEFT."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Adapted(torch.nn.Module):
 
 
 def adapt(model: Any) -> Any:
-    """The same model with random adapters on its keys and values."""
+    """Return the same model with random adapters on its keys and values."""
     torch.manual_seed(1)
     for layer in model.model.layers:
         layer.self_attn.k_proj = Adapted(layer.self_attn.k_proj)

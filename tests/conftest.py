@@ -13,21 +13,21 @@ from typing import Any
 
 import pytest
 
-# The inputs whose sizes differ between calls, which Dynamo is to trace as symbols from the start, in the processes too
-# that tests start. A test marked `asks_for_sizes` leaves it to the backend to ask for them, as people's programs do.
+# The inputs whose sizes differ between calls, for Dynamo to trace as symbols from the start, also in subprocesses. In
+# tests marked `detects_sizes` the backend requests symbols, as in users' programs.
 os.environ["TORCH_COMPILE_DYNAMIC_SOURCES"] = (
     r"L\['kwargs'\]\['(input_ids|position_ids|attention_mask)'\]$, L\['args'\]\[[01]\]$"
 )
-# Only tests with a folder of their own store and load traces.
+# Only tests with a separate folder store and load traces.
 os.environ.pop("SPECACHE_CACHE", None)
-# A cache of fake tensors' results costs more than it saves, where sizes are symbols.
+# With symbolic sizes, a cache of fake tensors' results costs more than it saves.
 os.environ["TORCH_FAKE_TENSOR_DISPATCH_CACHE"] = "0"
-# Dynamo looks for garbage behind each of its thousands of compilations: a twenty-fifth of their time.
+# Dynamo collects garbage after each of its thousands of compilations, which takes 4 % of their time.
 os.environ["TORCH_DYNAMO_RUN_GC_AFTER_COMPILE"] = "0"
 
 import torch
 
-# Where there is no GPU, Triton's kernels run in its interpreter, which it decides on when it is first imported.
+# Without a GPU, Triton's kernels run in its interpreter, which Triton selects at its first import.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -40,17 +40,17 @@ from specache_compile.errors import OptionError
 from specache_compile.methods import parse_options
 from specache_compile.runtime import records
 
-# Fixtures of tests that follow each other as processes.
+# Fixtures for tests of consecutive processes.
 pytest_plugins = ["kept_traces"]
 
-# Every pair is fetched: the low-bit tier never decides anything (invariant 2). The small group and window make
+# Every pair is fetched, so the low-bit tier does not affect results (invariant 2). With a small group and window,
 # tokens leave the window early.
 LOSSLESS = {"lowering": "eager", "setting": "paper", "bits": 1, "group_size": 32, "residual_length": 32, "top_k": 1024}
 
-# A trained model of bytes, which finds the needles of a long text.
+# A trained byte-level model, which finds needles in a long text.
 NEEDLE_LLAMA = Path(__file__).parent.parent / "examples" / "needle-llama"
 
-# Of the tests' modules those of half a minute and more, the longest first.
+# Test modules of at least half a minute, the longest first.
 LONGEST = (
     "runtime/test_families.py", "caches/test_rows.py", "generate/test_verify.py", "runtime/test_sessions.py",
     "compile/test_backend.py", "weights/test_packed.py", "kernels/test_sanitized.py", "caches/test_saving.py",
@@ -66,25 +66,26 @@ LONGEST = (
     "device/test_device_ways.py",
 )  # fmt: skip
 
-# Put back behind every test: generate(prefill_chunk_size=...) of transformers 5.17 leaves 64 behind for the process.
+# Restored after every test: generate(prefill_chunk_size=...) of transformers 5.17 sets 64 for the whole process.
 DYNAMOS_LIMITS = {
     "recompile_limit": torch._dynamo.config.recompile_limit,
     "accumulated_recompile_limit": torch._dynamo.config.accumulated_recompile_limit,
 }
 
-# To say how long a graph's guards take, Dynamo empties the processor's caches: a fiftieth of a compilation, and of the
-# worker beside it too.
+# To measure guards, Dynamo empties the processor's caches, which takes 2 % of a compilation and slows other workers.
 torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
 
-# Of a module (or a class of it) marked `one_process`: its name, its models by how they were made and compiled.
+# For a module or class marked `one_process`: its name, and its models by how they were built and compiled.
 _shared: dict[str, Any] = {}
 
 
 @pytest.fixture(scope="module", autouse=True)
 def garbage() -> None:
-    """What imports and other modules' tests have made stays: Python need not look through it for garbage, which took a
-    tenth of Dynamo's time, and seconds in each `gc.collect()`."""
-    torch._dynamo.reset()  # a module's fixtures come before `dynamo`, and graphs of others count for their limit
+    """Freeze objects of imports and of earlier modules, so that garbage collection skips them.
+
+    Scanning them takes a tenth of Dynamo's time, and seconds in each `gc.collect()`.
+    """
+    torch._dynamo.reset()  # a module's fixtures run before `dynamo`, and earlier graphs count towards their limit
     gc.collect()
     gc.freeze()
     gc.set_threshold(200_000, 100, 100)
@@ -92,10 +93,12 @@ def garbage() -> None:
 
 @pytest.fixture(autouse=True)
 def dynamo(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Each test compiles on its own, on one thread a worker, from one seed; those of a module marked `one_process` go
-    on with the graphs that the ones before have made."""
+    """Each test compiles separately, on one thread per worker, from one seed.
+
+    Tests of a module marked `one_process` reuse the graphs of earlier tests.
+    """
     torch.manual_seed(0)
-    sizes = "" if request.node.get_closest_marker("asks_for_sizes") else torch.compiler.config.dynamic_sources
+    sizes = "" if request.node.get_closest_marker("detects_sizes") else torch.compiler.config.dynamic_sources
     module = request.module.__name__ if request.node.get_closest_marker("one_process") else None
     if module is None or _shared.get("module") != module:
         torch._dynamo.reset()
@@ -103,7 +106,7 @@ def dynamo(request: pytest.FixtureRequest) -> Iterator[None]:
     if module is not None:
         _shared["module"] = module
         _shared["one_trace"] = request.node.get_closest_marker("one_trace") is not None
-    # A module's models compiled in several ways need graphs of their own, and Dynamo counts those of all together.
+    # A module's models compiled with several options need separate graphs, which Dynamo counts together.
     limits = DYNAMOS_LIMITS if module is None else {"recompile_limit": 256, "accumulated_recompile_limit": 4096}
     with torch.compiler.config.patch(dynamic_sources=sizes), torch._dynamo.config.patch(limits):
         yield
@@ -138,15 +141,17 @@ def forget_warnings() -> None:
 
 @pytest.fixture(autouse=True)
 def tiers_from_the_first_token_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU's short caches stay in 16 bits by default: not in tests, whose caches are short."""
+    """By default a GPU's short caches stay in 16 bits; disable this in tests, whose caches are short."""
     monkeypatch.setattr("specache_compile.runtime.break_even.COMPUTED", {})
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a test marked `pairwise` or `quick_for` the other cases are not quick. GPU tests skip, with the reason, where
-    there is none. The longest modules come first, and the kernels', which are short, last: workers take modules whole
-    (`--dist loadfile --no-loadscope-reorder`), and end together then."""
+    """Mark the other cases of tests with `pairwise` or `quick_for` as slow, and skip GPU tests without a GPU.
+
+    The longest modules come first, and the short kernel modules last. Workers take whole modules
+    (`--dist loadfile --no-loadscope-reorder`), and then end at about the same time.
+    """
     for _, cases in itertools.groupby(items, key=lambda item: item.nodeid.split("[")[0]):
         mark_the_rest_slow(list(cases))
     for item in items:
@@ -161,7 +166,7 @@ def place_of(path: Path) -> int:
 
 
 def mark_the_rest_slow(cases: list[Any]) -> None:
-    """Of one test's cases those that `pairwise` or `quick_for` leave out are slow."""
+    """Mark one test's cases as slow that `pairwise` or `quick_for` exclude."""
     grid, named = (cases[0].get_closest_marker(name) for name in ("pairwise", "quick_for"))
     if named is not None:
         known = {case.callspec.id for case in cases}
@@ -182,7 +187,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def tiny_llama(seed: int = 0, **changes: Any) -> LlamaForCausalLM:
-    """Two layers, four query and two KV heads; weights large enough that logits are well apart."""
+    """Return a Llama with two layers, four query and two KV heads, and weights so large that logits differ clearly."""
     torch.manual_seed(seed)
     settings = {
         "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
@@ -203,17 +208,17 @@ def llama() -> LlamaForCausalLM:
 
 @pytest.fixture
 def compiled(llama: LlamaForCausalLM) -> LlamaForCausalLM:
-    """The same weights, compiled in place with the lossless settings."""
+    """Return the same weights, compiled in place with lossless settings."""
     return compile_copy(llama)
 
 
 def compile_copy(model: LlamaForCausalLM, **options: Any) -> LlamaForCausalLM:
-    """A copy compiled with the lossless settings, but for `options`."""
+    """Return a copy compiled with the lossless settings, overridden by `options`."""
     return compiled_with(model, {**LOSSLESS, **options})
 
 
 def compiled_with(model: LlamaForCausalLM, options: dict[str, Any]) -> LlamaForCausalLM:
-    """A compiled copy; of a shared model the one that was compiled so before."""
+    """Return a compiled copy; for a shared model, the copy that was compiled with these options before."""
     how, shared = repr(sorted(options.items())), model is _shared.get("llama")
     if shared and how in _shared:
         return _shared[how]
@@ -228,12 +233,12 @@ def compiled_with(model: LlamaForCausalLM, options: dict[str, Any]) -> LlamaForC
 
 
 def byte_tokenizer() -> Any:
-    """The needle model's: a token's id is its byte, and nothing stands before a text."""
+    """Return the needle model's tokenizer: a token's id is its byte, without special tokens before a text."""
     return AutoTokenizer.from_pretrained(NEEDLE_LLAMA)
 
 
 def prompt(length: int, batch: int = 1, seed: int = 1, vocabulary: int = 128) -> torch.Tensor:
-    """Random token ids [batch, length]."""
+    """Return random token ids [batch, length]."""
     return torch.randint(0, vocabulary, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
@@ -241,24 +246,26 @@ def greedy(model: Any, ids: torch.Tensor, tokens: int = 40, **kwargs: Any) -> to
     return model.generate(ids, max_new_tokens=tokens, do_sample=False, **kwargs)
 
 
-def refused_in_a_line(options: dict[str, Any], told: str) -> None:
-    with pytest.raises(OptionError, match=told) as error:
+def refused_in_a_line(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError, match=message) as error:
         parse_options(options)
     assert "\n" not in str(error.value)
 
 
 def chatted(model: Any, tokens: int) -> torch.Tensor:
-    """All that is said in three turns on one cache, with so many tokens to each answer; the second turn is a token."""
-    cache, said = DynamicCache(), prompt(0)
+    """Return the whole text of three turns on one cache, `tokens` tokens per reply; the second turn is one token."""
+    cache, spoken = DynamicCache(), prompt(0)
     for turn, length in enumerate((60, 1, 20)):
-        said = greedy(model, torch.cat([said, prompt(length, seed=20 + turn)], 1), tokens, **with_cache(cache))
-    return said
+        spoken = greedy(model, torch.cat([spoken, prompt(length, seed=20 + turn)], 1), tokens, **with_cache(cache))
+    return spoken
 
 
 @torch.no_grad()
 def greedy_unmasked(model: Any, ids: torch.Tensor, tokens: int = 40) -> torch.Tensor:
-    """As `greedy`, without the mask of ones that some versions of `generate` hand to every step: with a mask, which
-    grows, no step is captured."""
+    """Generate like `greedy`, without the mask of ones that some versions of `generate` pass to every step.
+
+    A step with a growing mask is not captured.
+    """
     made, out = [ids], model(ids, use_cache=True)
     for place in range(ids.shape[1], ids.shape[1] + tokens):
         made.append(out.logits[:, -1:].argmax(-1))

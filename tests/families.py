@@ -1,4 +1,4 @@
-"""The tested model families, each with what is rewritten of it; benchmarks/results/families.md has the table."""
+"""The tested model families, with their rewritten attentions; benchmarks/results/families.md has the table."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ class Family:
 
     @property
     def one_layer(self) -> Family:
-        """Its first layer alone, where its layers are all alike."""
+        """Return a family with only the first layer, if all layers are equal."""
         if max(self.rewritten, self.absorbed) < 2 or "layer_types" in self.settings:
             return self
         rewritten, absorbed = min(1, self.rewritten), min(1, self.absorbed)
         return replace(self, settings={**self.settings, "num_hidden_layers": 1}, rewritten=rewritten, absorbed=absorbed)
 
     def model(self) -> Any:
-        """The model in float32, never stopping early; weights large enough that logits are well apart, biases and
-        norms random too."""
+        """Return the model in float32, which never stops early, with random biases and norms, and weights so large that
+        logits differ clearly."""
         torch.manual_seed(0)
         settings = {name: value for name, value in {**COMMON, **self.settings}.items() if value is not LEFT_OUT}
         config = getattr(transformers, self.config)(**settings)
@@ -64,9 +64,9 @@ LONG_ROPE = {
     "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0 + i / 10 for i in range(8)],
     "long_factor": [4.0 + i for i in range(8)], "original_max_position_embeddings": 128, "factor": 8.0,
 }  # fmt: skip
-# Before 5.21 an `if` on a tensor chose between the factors: a graph break, behind which no token ids come in.
+# Before 5.21 an `if` on a tensor selects the factors: a graph break, after which no token ids are inputs.
 TRACES_LONG_ROPE = Version(transformers.__version__) >= Version("5.21")
-# Its frequencies change past the model's length (144 tokens below): only a test that compares caches may go there.
+# Its frequencies change above the model's length (144 tokens below), which only tests that compare caches may exceed.
 DYNAMIC_ROPE = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
 GRANITE = {"attention_multiplier": 0.15, "embedding_multiplier": 2.0, "residual_multiplier": 0.7, "logits_scaling": 1.5}
 EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
@@ -76,7 +76,7 @@ GROUPED_EXPERTS = {
 }  # fmt: skip
 ALTERNATE = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
 SLIDING = "sliding-window layers stay exact"
-# Every other layer has a state of one size in place of a cache, and no attention.
+# Every other layer has a state of fixed size instead of a cache, and no attention.
 LINEAR = {
     "layer_types": ["linear_attention", "full_attention"], "linear_key_head_dim": 16, "linear_value_head_dim": 16,
     "linear_num_key_heads": 2, "linear_num_value_heads": 4,

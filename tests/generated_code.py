@@ -1,4 +1,4 @@
-"""What Inductor's generated wrappers launch, read from their text."""
+"""The launches in Inductor's generated wrappers, parsed from their text."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from specache_compile.runtime.records import find_record
 
 
 def compiled_phases(model: LlamaForCausalLM) -> list[str]:
-    """The phases of a model's graphs that Inductor was given; a pre-decode runs op by op."""
+    """Return the phases of a model's graphs for Inductor; a pre-decode runs op by op."""
     made = [form.variant.phase for graph in find_record(model).graphs for form in graph.rewrites.made.values()]
     assert any(phase.once for phase in made)
     return [phase.name for phase in made if not phase.once]
 
 
 def launches(source: str) -> list[str]:
-    """The lines of the wrapper's `call` that launch something."""
+    """Return the lines of the wrapper's `call` with launches."""
     body = source.split("def call(")[1]
     pattern = re.compile(r"torch\.ops\.specache\.|extern_kernels\.|cpp_fused|aten\.|\.copy_\(|clone")
     return [line.strip() for line in body.splitlines() if pattern.search(line) and not line.strip().startswith("#")]
 
 
 def names(lines: list[str]) -> list[str]:
-    """specache op names, in C++ or not, and "work" for matrix products, in launch order."""
+    """Return specache op names, in C++ or not, and "work" for matrix products, in launch order."""
     found = []
     for line in lines:
         op = re.search(r"torch\.ops\.specache\.(\w+)\.default\(", line)
@@ -37,7 +37,7 @@ def names(lines: list[str]) -> list[str]:
 
 
 def state_left_alone(lines: list[str]) -> int:
-    """State goes into the ops as the graph's own inputs, and nothing else touches it; how many tensors that are."""
+    """Require that only ops access state, as graph inputs; returns the number of state tensors."""
     state = set()
     for line in lines:
         call = re.search(r"torch\.ops\.specache\.(\w+)\.default\((.*)\)", line)

@@ -1,4 +1,4 @@
-"""Small graphs built by hand, as Dynamo would hand them over, and their text."""
+"""Small graphs in the form that Dynamo captures, and their text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from specache_compile.methods import METHODS
 from specache_compile.methods.field import LayerShape
 from specache_compile.methods.specache import FIELDS, SpecacheOptions
 from specache_compile.passes.phase import DECODE, Phase
-from specache_compile.passes.plan import Input, Plan
+from specache_compile.passes.plan import Input, RewritePlan
 from specache_compile.passes.reading.find_attention import find_attention
 from specache_compile.passes.reading.sites import Found
 
@@ -23,7 +23,7 @@ BATCH, HEADS, PAST, DIM = 1, 2, 40, 8
 
 
 class GraphBuilder:
-    """A graph of torch calls over fakes, as Dynamo would hand it over."""
+    """A graph of torch calls over fakes, in the form that Dynamo captures."""
 
     def __init__(self) -> None:
         self.graph = Graph()
@@ -55,7 +55,7 @@ class GraphBuilder:
 def attention(
     builder: GraphBuilder, layer: int, tokens: int, past: int, update: str = "cat"
 ) -> tuple[Node, Node, Node]:
-    """q, k and v come in; the cache update and SDPA follow; returns out, keys, values."""
+    """Add inputs q, k and v, the cache update and SDPA; returns out, keys, values."""
     q = builder.input(f"q{layer}", BATCH, 2 * HEADS, tokens, DIM)
     new = [builder.input(f"{name}{layer}", BATCH, HEADS, tokens, DIM) for name in "kv"]
     cached = []
@@ -76,12 +76,12 @@ def attention(
 
 
 def found(builder: GraphBuilder, graph_module: GraphModule) -> Found:
-    """What is read in a graph whose pasts are held."""
+    """Return the sites of a graph whose pasts are held."""
     return find_attention(graph_module, frozenset(name for name in builder.inputs if name.startswith("past")))
 
 
-def plan_for(builder: GraphBuilder, phase: Phase, graph_module: GraphModule | None = None) -> Plan:
-    """Of a graph with its sites; of none, without any."""
+def plan_for(builder: GraphBuilder, phase: Phase, graph_module: GraphModule | None = None) -> RewritePlan:
+    """Return a plan for a graph with its sites, or for no graph without sites."""
     sites = [] if graph_module is None else list(found(builder, graph_module).sites)
     options = SpecacheOptions(bits=1, key_code="levels", group_size=32, top_k=4)
     layer = LayerShape(HEADS, DIM, torch.float32, torch.device("cpu"))
@@ -93,10 +93,10 @@ def plan_for(builder: GraphBuilder, phase: Phase, graph_module: GraphModule | No
         cursor = torch.empty(BATCH, 4, dtype=torch.int64)
     inputs = [Input("argument", argument=i) for i in range(len(builder.inputs))]
     recipe = partial(METHODS["specache"].recipe, options)
-    return Plan(phase, sites, True, False, False, recipe, state, cursor, None, inputs)
+    return RewritePlan(phase, sites, True, False, False, recipe, state, cursor, None, inputs)
 
 
-def decode_graph(layers: int = 1) -> tuple[GraphModule, Plan]:
+def decode_graph(layers: int = 1) -> tuple[GraphModule, RewritePlan]:
     builder = GraphBuilder()
     outputs: list[Node] = []
     for layer in range(layers):
@@ -107,7 +107,7 @@ def decode_graph(layers: int = 1) -> tuple[GraphModule, Plan]:
 
 
 def text(graph_module: GraphModule) -> str:
-    """One line a node: name, target, arguments; state shortened."""
+    """Return one line per node: name, target, arguments; state is shortened."""
     lines = []
     for node in graph_module.graph.nodes:
         if node.op == "call_function":

@@ -1,4 +1,4 @@
-"""What the tiers of a session hold of its cached tokens, and what an interruption leaves of them."""
+"""The cached tokens in a session's tiers, and the effect of an interruption."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from specache_compile.runtime.step import Step
 
 
 def in_order(host: Tensor) -> Tensor:
-    """A host tier [C/256, B, H, 256, 2, d] as [B, H, C, 2, d]."""
+    """Return a host tier [C/256, B, H, 256, 2, d] as [B, H, C, 2, d]."""
     return host.permute(1, 2, 0, 3, 4, 5).flatten(2, 3)
 
 
 def in_segments(pairs: Tensor) -> Tensor:
-    """The other way: [B, H, C, 2, d] as [C/256, B, H, 256, 2, d]."""
+    """Return [B, H, C, 2, d] as a host tier [C/256, B, H, 256, 2, d]."""
     return pairs.unflatten(2, (-1, 256)).permute(2, 0, 1, 3, 4, 5).contiguous()
 
 
 def held(session: Any) -> list[dict[str, Tensor]]:
-    """Layer by layer, host, low-bit and recent tier; of the slots, the pairs beside those of the host."""
+    """Return each layer's host, low-bit and recent tier, and the slots' pairs with their host pairs."""
     length, low_bit = session.length, session.options.low_bit_length(session.length)
     session.drain()
     layers = []
@@ -55,7 +55,7 @@ def held(session: Any) -> list[dict[str, Tensor]]:
 
 
 def at_hand(cache: DynamicCache) -> Any:
-    """A cache's session, brought to the tokens that the cache shows."""
+    """Return a cache's session, cropped to the cache's tokens."""
     session: Any = session_of(cache)
     keys: Any = cache.layers[0].keys
     session.replay(keys.handle.version, keys.handle.edits)
@@ -63,14 +63,14 @@ def at_hand(cache: DynamicCache) -> Any:
 
 
 def differences(some: Any, others: Any) -> list[tuple[int, str]]:
-    """Layers and tiers that are not bit for bit equal."""
+    """Return layers and tiers that differ in any bit."""
     pairs = enumerate(zip(some, others, strict=True))
     return [(layer, name) for layer, (a, b) in pairs for name in a if not torch.equal(a[name], b[name])]
 
 
 def interrupted_behind(steps: Sequence[int], twin: Any, plain: Any, ids: Tensor, tokens: int) -> None:
-    """A generation that stops behind such a step leaves a cache with the exact pairs of tokens said, and goes on with
-    it to the uncompiled model's tokens."""
+    """Require that a generation interrupted after such a step leaves exact pairs of its tokens, and continues to the
+    uncompiled model's tokens."""
     expected, run = greedy(plain, ids, tokens), Step.run_graph
     for step in steps:
         calls = itertools.count()

@@ -1,4 +1,4 @@
-"""Processes that follow each other, within one: each has the files that the ones before have kept, and nothing else."""
+"""Consecutive processes, simulated in one process: each has only the files of earlier processes."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ SIZES = {
     "num_key_value_heads": 1, "head_dim": 32, "vocab_size": 128, "max_position_embeddings": 512,
 }  # fmt: skip
 PROMPT, LATER, STEPS = 90, 20, 2
-# Calls by their tokens: a graph for each, and for the steps one.
+# Token counts of calls: each has a graph, and the steps share one.
 PREFILL, ALL = (PROMPT,), (PROMPT, *[1] * STEPS, LATER)
 TESTS = Path(__file__).parent
-# The cheapest to trace: what is told apart is no method's.
+# The cheapest method to trace; these tests do not depend on the method.
 FULL = {"method": "full", "lowering": "eager"}
 
 
 class Traces:
-    """How often Dynamo traced since the newest process began. `next_process()` begins one: it has the files alone."""
+    """The number of Dynamo traces in the newest process. `next_process()` starts a process with only the files."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -44,7 +44,7 @@ class Traces:
         torch._dynamo.reset()
         hooks._loaded.clear()
         trace_folder._warned.clear()
-        gc.collect()  # what Dynamo has put into modules goes with the code that it is for
+        gc.collect()  # this removes Dynamo's entries in modules, with their code
         self.count = 0
 
 
@@ -57,7 +57,7 @@ def counted(patch: pytest.MonkeyPatch) -> Iterator[Traces]:
         traces.count += 1
         return compile_frame(*args, **kwargs)
 
-    hooks.route_traces()  # what importing the backend does where $SPECACHE_CACHE is set
+    hooks.route_traces()  # importing the backend does this if $SPECACHE_CACHE is set
     patch.setattr(convert_frame, "_compile", counting)
     traces.next_process()
     yield traces
@@ -66,14 +66,14 @@ def counted(patch: pytest.MonkeyPatch) -> Iterator[Traces]:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where forms are kept."""
+    """Return the folder of stored graphs."""
     monkeypatch.setenv(VARIABLE, str(tmp_path))
     return tmp_path / trace_folder.TRACES
 
 
 @contextlib.contextmanager
 def new_registry() -> Iterator[None]:
-    """Dynamo guards on transformers' registry of the model classes that a process has made."""
+    """Dynamo guards on transformers' registry of a process's model classes."""
     registry = output_capturing._CAN_RECORD_REGISTRY
     before = dict(registry)
     registry.clear()
@@ -90,7 +90,7 @@ def traces(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Traces]:
 
 @pytest.fixture(scope="session")
 def left(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the process of a plain model has kept."""
+    """Return the files that the process of a plain model has stored."""
     where = tmp_path_factory.mktemp("left")
     with pytest.MonkeyPatch.context() as patch, new_registry(), counted(patch) as traces:
         patch.setenv(VARIABLE, str(where))
@@ -100,7 +100,7 @@ def left(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def kept(left: Path, traces: Traces, folder: Path) -> Traces:
-    """A store of this test's own that has the same."""
+    """Return a copy of the store for this test."""
     shutil.copytree(left, folder)
     return traces
 
@@ -111,7 +111,7 @@ def llama(**changes: Any) -> Any:
 
 
 def logits(call: Callable[..., Any], sizes: Sequence[int] = ALL, rows: int = 1) -> Tensor:
-    """Of calls of so many tokens each, on one cache."""
+    """Return logits of calls with these numbers of tokens, on one cache."""
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(0, SIZES["vocab_size"], (rows, sum(sizes)), generator=generator)
     cache, found, start = DynamicCache(), [], 0
@@ -124,7 +124,7 @@ def logits(call: Callable[..., Any], sizes: Sequence[int] = ALL, rows: int = 1) 
 
 
 def run(model: Any, traces: Traces, sizes: Sequence[int] = PREFILL, rows: int = 1, options: Any = FULL) -> int:
-    """Traces of a process that runs a model, whose logits must be the uncompiled model's."""
+    """Run a model in a process and return its traces; the logits must equal the uncompiled model's."""
     traces.next_process()
     compiled = torch.compile(model, backend="specache", options=options)
     torch.testing.assert_close(logits(compiled, sizes, rows), logits(model, sizes, rows), atol=2e-5, rtol=2e-5)
@@ -142,7 +142,7 @@ def attribute(where: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def in_new_process(code: str) -> str:
-    """What a process that runs this code prints; it has this one's environment, and with it the trace_folder."""
+    """Return the output of a process that runs this code, with this process's environment and store."""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout

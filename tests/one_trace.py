@@ -1,7 +1,7 @@
-"""One trace of Dynamo's for all options, on which Dynamo's graph does not depend: tracing takes most of a test's time.
+"""One Dynamo trace for all options, on which Dynamo's graph does not depend: tracing takes most of a test's time.
 
-Copies of a model are compiled with one backend. It keeps the graph that Dynamo captured, and rewrites it anew for each
-copy's options at that copy's first call.
+One backend compiles all copies of a model. It keeps the graph that Dynamo captured, and rewrites it for each copy's
+options at that copy's first call.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from specache_compile.compile.backend import specache
 
-# Of each parameter of a copy: its options.
+# Parameter of a copy → the copy's options.
 _options: Any = WeakIdKeyDictionary()
 
 
 def compile_by_options(model: nn.Module, options: dict[str, Any]) -> None:
-    """Compile in place; the graphs are those that other copies of the model have been traced to."""
+    """Compile in place, and reuse the graphs that were traced for other copies of the model."""
     for parameter in model.parameters():
         _options[parameter] = options
     model.compile(backend=_by_options)
@@ -39,7 +39,7 @@ def _by_options(graph_module: GraphModule, example_inputs: Sequence[Any]) -> Cal
             )
         return forms[how]
 
-    form(example_inputs)  # while Dynamo listens, as always
+    form(example_inputs)  # within Dynamo's compilation, as usual
 
     def call(*arguments: Any) -> Any:
         return form(arguments)(*arguments)

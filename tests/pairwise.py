@@ -1,6 +1,6 @@
-"""Of a grid of cases those that show every two values together; the rest of the grid is for `make test-all`.
+"""Select cases of a grid that cover every pair of values; `make test-all` runs the whole grid.
 
-Values of two parameters that no case has together need no case. A parameter that is a dataclass counts by its fields.
+Pairs that no case has need no coverage. A parameter that is a dataclass counts by its fields.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 
 def values(parameters: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """The name and value of each parameter, and of each field of one that is a dataclass."""
+    """Return name and value of each parameter, and of each field of a dataclass parameter."""
     for name, value in parameters.items():
         if is_dataclass(value):
             yield from ((f"{name}.{field.name}", repr(getattr(value, field.name))) for field in fields(value))
@@ -21,7 +21,7 @@ def values(parameters: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def chosen(cases: Sequence[Mapping[str, Any]], together: int = 2) -> list[int]:
-    """Places of the cases that show all that any case does, of so many values together; greedily, few of them."""
+    """Return indices of few cases, found greedily, that cover all combinations of this many values in any case."""
     shown = [set(combinations(sorted(values(case)), together)) for case in cases]
     left, places = set().union(*shown), []
     while left:

@@ -1,4 +1,4 @@
-"""A server on a free port of this machine, with a small random model that speaks ASCII and a chat template."""
+"""A server on a free port of this machine, with a small random ASCII model and a chat template."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ FLAGS = [word for name, value in LOSSLESS.items() for word in (f"--{name.replace
 
 @dataclass
 class Served:
-    """A running server: its address, the model's name, and an OpenAI client of it, which asks once."""
+    """A running server: its address, the model's name, and an OpenAI client without retries."""
 
     url: str
     name: str
@@ -47,7 +47,7 @@ class Served:
 
 @contextlib.contextmanager
 def serving(checkpoint: Path, *flags: str) -> Iterator[Served]:
-    """`specache serve checkpoint ...`."""
+    """Run `specache serve checkpoint ...`."""
     args = parsed(["serve", str(checkpoint), "--port", "0", "--device", "cpu", *FLAGS, *flags])
     with (
         running(args, options_of(args)) as url,
@@ -57,7 +57,7 @@ def serving(checkpoint: Path, *flags: str) -> Iterator[Served]:
 
 
 def write_checkpoint(folder: Path) -> Path:
-    """A model of 128 tokens, the ASCII characters, in a folder."""
+    """Write a model of 128 tokens, the ASCII characters, to a folder."""
     tiny_llama(max_position_embeddings=2048).save_pretrained(folder)
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = TEMPLATE
@@ -66,7 +66,7 @@ def write_checkpoint(folder: Path) -> Path:
 
 
 def qwens_parser(prompt: str = "<|im_start|>assistant\n<think>\n") -> Any:
-    """The parser of Qwen 3's answer to this prompt."""
+    """Return the parser of Qwen 3's reply to this prompt."""
     model: Any = tiny_llama()
     model.config.model_type = "qwen3"
     return parser_of(byte_tokenizer(), model, prompt, "", None)
@@ -76,13 +76,13 @@ def reply(
     tokens: list[int], question: Question, tokenizer: Any, kind: type[Reply] = Reply, streamed: bool = False,
     at_once: int = 1, usage: Usage = "last",
 ) -> Any:  # fmt: skip
-    """What a client receives where a model generates these tokens, `at_once` at a time: a response, or its events."""
+    """Return the response, or its events, for a model that generates these tokens, `at_once` at a time."""
 
     async def said() -> Any:
         answer = Answer(Ticket(), question, tokenizer, Metrics())
         answer.put(question.inputs["input_ids"])
         await asyncio.sleep(0)
-        assert answer.queue.empty(), "something was said before the first token"
+        assert answer.queue.empty(), "an event was sent before the first token"
         try:
             for some in torch.tensor(tokens).split(at_once):
                 answer.put(some)
@@ -101,14 +101,14 @@ def prompt_of(messages: list[dict[str, str]]) -> str:
 
 
 def answer(model: LlamaForCausalLM, prompt: str, tokens: int) -> str:
-    """What the uncompiled model says, greedy."""
+    """Return the uncompiled model's greedy reply."""
     ids = torch.tensor([list(prompt.encode())])
     said = model.generate(ids, max_new_tokens=tokens, do_sample=False)[0, ids.shape[1] :]
     return bytes(said.tolist()).decode()
 
 
 def figures(served: Served) -> dict[str, float]:
-    """What /metrics tells, by name and labels' values."""
+    """Return the values of /metrics, by name and values of labels."""
     with urllib.request.urlopen(f"{served.url}/metrics") as page:
         families = text_string_to_metric_families(page.read().decode())
         return {" ".join((s.name, *s.labels.values())): s.value for family in families for s in family.samples}
@@ -118,7 +118,7 @@ def grown(served: Served, before: dict[str, float], name: str) -> float:
     return figures(served).get(name, 0.0) - before.get(name, 0.0)
 
 
-def say(served: Served, messages: list[dict[str, str]], tokens: int = 8) -> str:
+def chat_once(served: Served, messages: list[dict[str, str]], tokens: int = 8) -> str:
     ask: Any = {"model": served.name, "messages": messages, "max_tokens": tokens, "temperature": 0}
     return served.client.chat.completions.create(**ask).choices[0].message.content or ""
 
@@ -131,7 +131,7 @@ def wait_for(served: Served, name: str, value: float) -> None:
 
 
 def posted(served: Served, path: str, body: dict[str, Any] | bytes) -> tuple[int, str]:
-    """A status, and an answer's text or an error's message: what no client has read."""
+    """Return the status, and the raw text of a response or an error."""
     given = body if isinstance(body, bytes) else json.dumps(body).encode()
     request = urllib.request.Request(f"{served.url}/{path}", given, {"Content-Type": "application/json"})
     try:

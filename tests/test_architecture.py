@@ -1,4 +1,4 @@
-"""What the folders promise: no circles of imports, borders that lint guards, nothing imported before it is needed."""
+"""Rules of the folders: no circular imports, borders that lint enforces, and late imports."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from count_lines import sizes
 
 ROOT = Path(__file__).parent.parent
 PARTS = ("passes", "lowering", "kernels")
-# What the project may add to the time that importing torch and transformers takes: a share holds on any processor.
+# Limit of the added import time, as a share of that of torch and transformers, which holds on any processor.
 QUICK = 0.06
 # The sizes that `python tools/count_lines.py` prints may not grow beyond these.
 CEILINGS = {
@@ -32,7 +32,7 @@ CEILINGS = {
 
 
 def modules() -> dict[str, Path]:
-    """Every module of the package, as it is installed."""
+    """Return every module of the installed package."""
     files = [f for part in ("specache_compile", *PARTS) for f in (ROOT / part).rglob("*.py")]
     return {name_of(f.relative_to(ROOT)): f for f in files}
 
@@ -44,7 +44,7 @@ def name_of(path: Path) -> str:
 
 
 def imported(name: str, path: Path, known: set[str]) -> Iterator[str]:
-    """The modules that one imports, wherever in it: late, or for types alone."""
+    """Yield the modules that a module imports, including late imports and imports for types."""
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
     for node in ast.walk(ast.parse(path.read_text())):
         if not isinstance(node, ast.ImportFrom):
@@ -78,13 +78,13 @@ def test_a_folder_has_sixteen_files_at_most_and_the_package_eight_loose_modules(
 
 def test_what_is_installed_is_every_folder() -> None:
     """pyproject.toml lists them one by one."""
-    told = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
-    assert sorted(told) == sorted(name for name, path in modules().items() if path.name == "__init__.py")
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    assert sorted(listed) == sorted(name for name, path in modules().items() if path.name == "__init__.py")
 
 
 def test_compiling_imports_no_explaining_and_takes_little_time() -> None:
-    """Beyond torch and transformers; as a share of the processor's time for these, the best of a few, since other work
-    disturbs it. The first run writes the bytecode, which an installed package brings along."""
+    """The best of a few runs, since other work disturbs the time. The first run writes the bytecode, which an installed
+    package contains."""
     code = (
         "import sys, time; before = time.process_time(); "
         "import torch._dynamo, torch._inductor.compile_fx, transformers.generation.utils; "
@@ -111,7 +111,7 @@ def test_compiling_imports_no_explaining_and_takes_little_time() -> None:
     [
         ("passes/new.py", "from specache_compile.runtime.session import Session"),
         ("passes/new.py", "from specache_compile.methods import METHODS"),
-        ("kernels/new.py", "from specache_compile.passes.plan import Plan"),
+        ("kernels/new.py", "from specache_compile.passes.plan import RewritePlan"),
         ("lowering/new.py", "from specache_compile.runtime import session"),
         ("specache_compile/new.py", "from .explaining.explain import explain"),
         ("specache_compile/runtime/new.py", "from specache_compile.compile.backend import specache"),
@@ -141,7 +141,7 @@ def test_every_public_name_is_there() -> None:
 
 
 def test_no_comment_points_outside_the_repository() -> None:
-    """Papers by their arXiv numbers, the design by its file."""
+    """Comments cite papers by arXiv number, and the design by its file."""
     for name, path in modules().items():
         assert not re.search(r"DESIGN\b|\((00\d)[,)]|shared/", path.read_text()), name
 

@@ -1,4 +1,4 @@
-"""The benchmarks run from end to end, small, on any machine; the GPU figures then mean nothing."""
+"""The benchmarks run end to end at small sizes on any machine, where GPU figures are meaningless."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ sys.path.append(str(BENCHMARKS))
 
 
 def run(script: str, *arguments: str) -> str:
-    """What a benchmark prints. It runs in this process: one of its own takes seconds to import what is here."""
+    """Return a benchmark's output. It runs in this process, since a new process takes seconds for imports."""
     with mock.patch.object(sys, "argv", [script, *arguments]), contextlib.redirect_stdout(io.StringIO()) as printed:
         importlib.import_module(script).main()
     return printed.getvalue()
 
 
 @pytest.mark.slow
-def test_latent_attention_is_timed_beside_plain_compile(tmp_path: Path) -> None:
-    asked = ("--contexts", "64", "--dtypes", "float32", "--shapes", "MiniCPM3", "--rounds", "1", "--lowering", "eager")
-    printed = run("latents", *asked, "--out", str(tmp_path / "out.json"))
+def test_latent_attention_is_timed_with_plain_compile(tmp_path: Path) -> None:
+    flags = ("--contexts", "64", "--dtypes", "float32", "--shapes", "MiniCPM3", "--rounds", "1", "--lowering", "eager")
+    printed = run("latents", *flags, "--out", str(tmp_path / "out.json"))
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
     assert {row["method"] for row in rows} == {"compiled", "specache"}
     assert all(row["step_ms"] > row["floor_ms"] > 0 for row in rows)
@@ -69,7 +69,7 @@ MAYBE = [f"HF QuantizedCache, {name}" for name in ("quanto 2-bit", "hqq 2-bit", 
 
 @pytest.fixture(scope="module")
 def decode(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
-    """What the decode benchmark prints and writes."""
+    """Return the output and the report of the decode benchmark."""
     out = tmp_path_factory.mktemp("decode") / "out.json"
     printed = run("gpu_decode", "--smoke", "--methods", *OURS, *SKIPPED, *MAYBE, *RUNS, "--out", str(out))
     return printed, json.loads(out.read_text())
@@ -89,7 +89,7 @@ def test_the_decode_benchmark_runs_its_methods_at_three_batch_sizes(decode: tupl
 
 
 @pytest.mark.slow
-def test_the_decode_benchmark_runs_the_baselines_it_can_and_says_why_not_the_others(
+def test_the_decode_benchmark_runs_the_baselines_it_can_and_reports_why_others_do_not_run(
     decode: tuple[str, dict[str, Any]],
 ) -> None:
     printed, report = decode
@@ -102,7 +102,7 @@ def test_the_decode_benchmark_runs_the_baselines_it_can_and_says_why_not_the_oth
 
 
 @pytest.mark.parametrize("method", ["fp8 StaticCache, compiled", "HF StaticCache, compiled"])
-def test_a_baseline_answers_as_a_plain_cache_of_the_same_pairs_does(
+def test_a_baseline_equals_a_plain_cache_of_the_same_pairs(
     method: str,
 ) -> None:
     from baselines import FULL, forced_cache
@@ -122,7 +122,7 @@ def test_a_baseline_answers_as_a_plain_cache_of_the_same_pairs_does(
 
 
 @pytest.mark.slow
-def test_the_benchmark_of_batches_tells_what_rows_say_together(tmp_path: Path) -> None:
+def test_the_benchmark_of_batches_reports_the_throughput_of_all_rows(tmp_path: Path) -> None:
     loads = ("--tokens", "60", "--requests", "4", "--rows", "1", "4", "--answer", "6", "--repeats", "1")
     small = (*loads, "--context", "4096", "--full-rows", "2")
     run("batching", *small, "--model", "examples/needle-llama", "--lowering", "eager", "--out", str(tmp_path / "out"))
@@ -134,7 +134,7 @@ def test_the_benchmark_of_batches_tells_what_rows_say_together(tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_the_server_benchmark_tells_a_second_turns_share(tmp_path: Path) -> None:
+def test_the_server_benchmark_reports_a_second_turns_share(tmp_path: Path) -> None:
     small = ("--tokens", "1000", "--layers", "1", "--repeats", "1", "--lowering", "eager")
     printed = run("serve", *small, "--out", str(tmp_path / "out.json"))
     report = json.loads((tmp_path / "out.json").read_text())
@@ -154,7 +154,7 @@ def test_the_prefill_benchmark_compares_with_plain_compilation(tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_the_cold_start_benchmark_tells_where_the_time_goes(tmp_path: Path) -> None:
+def test_the_cold_start_benchmark_reports_where_the_time_goes(tmp_path: Path) -> None:
     """Six processes, started from this one."""
     printed = run("cold_start", "--smoke", "--layers", "1", "--out", str(tmp_path / "out.json"))
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
@@ -173,7 +173,7 @@ def test_a_forced_gather_brings_its_share_in_every_step(reuse: float, corrected:
     from gpu_decode import forced_gather
 
     from held_tiers import in_segments
-    from specache_compile.kernels.movement.definition import refill
+    from specache_compile.kernels.movement.tier_ops import refill
 
     k, pairs = 8, torch.randn(2, 3, 512, 2, 4)
     host, slots = in_segments(pairs), torch.zeros(2, 3, k, 2, 4)
@@ -189,8 +189,8 @@ def test_a_forced_gather_brings_its_share_in_every_step(reuse: float, corrected:
     assert moved[2:] == [k * (1 - reuse), k * corrected] * 4
 
 
-def test_a_row_says_which_pairs_its_steps_move() -> None:
-    """Of a correction's more where nothing is fetched ahead."""
+def test_a_row_reports_which_pairs_its_steps_move() -> None:
+    """A correction moves more pairs if nothing is fetched ahead."""
     from gpu_decode import case_of
 
     cases = {
@@ -202,7 +202,7 @@ def test_a_row_says_which_pairs_its_steps_move() -> None:
 
 
 @pytest.mark.slow
-def test_computed_steps_are_those_that_are_kept(tmp_path: Path) -> None:
+def test_computed_steps_equal_the_stored_ones(tmp_path: Path) -> None:
     import computed_steps
 
     computed_steps.main(["--devices", "RTX 4090", "--out", str(tmp_path / "out.json")])
@@ -285,7 +285,7 @@ def test_a_failed_probe_ends_the_day(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(("device", "smoke"), [("a GPU", True), ("a GPU (simulated)", False), ("a GPU", False)])
-def test_a_break_even_is_told_of_what_was_measured_alone(
+def test_a_break_even_is_reported_only_for_measured_settings(
     device: str, smoke: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     import gpu_table
@@ -305,7 +305,7 @@ def test_a_break_even_is_told_of_what_was_measured_alone(
     assert found["break-even"] == (8192 if measured else None)
 
 
-def test_a_probe_that_failed_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_probe_that_failed_is_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import gpu_probe
 
     answers = iter([{"holds": False, "says": "no"}, {"holds": True, "says": "yes"}])
@@ -379,7 +379,7 @@ def restrict(soak: Any, monkeypatch: pytest.MonkeyPatch, names: list[str]) -> No
     monkeypatch.setattr(soak, "OPERATIONS", [entry for entry in soak.OPERATIONS if entry[0] in names])
 
 
-def test_a_soak_compares_its_calls_and_tells_what_it_did(
+def test_a_soak_compares_its_calls_and_reports_what_it_did(
     soak: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     restrict(soak, monkeypatch, ["greedy", "decode steps", "crop", "fork", "interrupted step", "failing copy"])
@@ -445,21 +445,21 @@ def kept_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("plant", "names", "told"),
+    ("plant", "names", "message"),
     [
         (wrong_rows, ["new cache", "reorder rows", "decode steps"], "(decode steps): logits"),
         (wrong_rows, ["beams"], "(beams): the tokens of rows"),
         (kept_sessions, ["new cache", "drop"], "are still alive"),
     ],
 )
-def test_a_soak_stops_at_a_planted_fault_and_tells_how_to_see_it_again(
-    soak: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], plant: Any, names: Any, told: str
+def test_a_soak_stops_at_a_planted_fault_and_prints_how_to_reproduce_it(
+    soak: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], plant: Any, names: Any, message: str
 ) -> None:
     restrict(soak, monkeypatch, names)
     plant(monkeypatch)
     assert soak.main(["--calls", "60", "--seed", "7", "--recompile-limit", "100"]) == 1
     out = capsys.readouterr().out
-    assert told in out
+    assert message in out
     number = re.search(r"operation (\d+) \(", out)
     again = "python benchmarks/soak.py --seed 7 --calls {} --lowering eager --recompile-limit 100\n"
     assert number
@@ -467,7 +467,7 @@ def test_a_soak_stops_at_a_planted_fault_and_tells_how_to_see_it_again(
 
 
 def verified(text: Path, out: Path) -> list[dict[str, Any]]:
-    """The rows of two windows of a text, a few tokens each; finished ones are kept in the folder `out`."""
+    """Return the rows of two short windows of a text; the folder `out` keeps finished ones."""
     model = str(NEEDLE_LLAMA)
     small = ("--model", model, "--contexts", "200", "--samples", "2", "--tokens", "6", "--lowering", "eager")
     files = ("--out", str(out / "rows.jsonl"), "--results", str(out / "results.json"))
@@ -490,9 +490,9 @@ def test_windows_that_are_verified_are_kept_for_the_same_text_alone(tmp_path: Pa
     assert not {row["key"] for row in other} & {row["key"] for row in first}
 
 
-def test_windows_that_overlap_are_told_where_they_are_verified(tmp_path: Path) -> None:
+def test_overlapping_windows_are_reported_during_verification(tmp_path: Path) -> None:
     text = tmp_path / "short.txt"
     text.write_text("one two three " * 20)
-    asked = argparse.Namespace(contexts=[200], samples=2, seed=0, text=[text])
+    options = argparse.Namespace(contexts=[200], samples=2, seed=0, text=[text])
     with pytest.warns(UserWarning, match="2 windows of 200 tokens overlap in a text of 280"):
-        importlib.import_module("verify").prompts_of(asked, Reader(byte_tokenizer()))
+        importlib.import_module("verify").prompts_of(options, Reader(byte_tokenizer()))

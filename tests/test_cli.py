@@ -1,4 +1,4 @@
-"""The `specache` command, as a person types it."""
+"""The `specache` command, as a user types it."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ _explained: dict[str, Any] = {}
 
 @pytest.fixture(autouse=True)
 def explanations_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What several tests ask `explain` for is explained once."""
+    """Cache calls of `explain` that several tests share."""
     explain = explaining.explain
 
     def explain_once(*given: Any, **more: Any) -> Any:
-        asked = repr((given, more))
-        if asked not in _explained:
-            _explained[asked] = explain(*given, **more)
-        return _explained[asked]
+        selected = repr((given, more))
+        if selected not in _explained:
+            _explained[selected] = explain(*given, **more)
+        return _explained[selected]
 
     monkeypatch.setattr(explaining, "explain", explain_once)
 
@@ -99,11 +99,11 @@ def test_explain_prints_nodes_and_diffs(capsys: pytest.CaptureFixture[str], flag
 
 
 @pytest.mark.parametrize(
-    ("drafts", "told"),
+    ("drafts", "printed"),
     [(["--verify", "4"], "Verification(verifications=1, acceptance=1.0"), (["--lookup"], f"{'widened':18} 1")],
 )
 def test_generate_finds_the_pass_key_and_verifies(
-    capsys: pytest.CaptureFixture[str], drafts: list[str], told: str
+    capsys: pytest.CaptureFixture[str], drafts: list[str], printed: str
 ) -> None:
     filler = "def nothing():\n    return None\n" * 20
     prompt = f"{filler}\nThe pass key is 40712. Remember it.\n{filler}\nWhat is the pass key? The pass key is "
@@ -112,7 +112,7 @@ def test_generate_finds_the_pass_key_and_verifies(
     captured = capsys.readouterr()
     assert "40712" in captured.out
     assert "bytes_to_device" in captured.err
-    assert told in captured.err
+    assert printed in captured.err
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_help_teaches(capsys: pytest.CaptureFixture[str], arguments: list[str]) 
     assert "specache" in capsys.readouterr().out
 
 
-def test_commands_stand_in_the_order_in_which_a_person_needs_them(capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_are_listed_in_the_order_of_use(capsys: pytest.CaptureFixture[str]) -> None:
     assert "{demo,generate,chat,bench,explain,serve,eval}" in help_of(capsys)
 
 
@@ -170,24 +170,24 @@ def test_commands_stand_in_the_order_in_which_a_person_needs_them(capsys: pytest
 def test_a_help_shows_a_dozen_options_and_where_the_rest_stands(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    told = help_of(capsys, command)
-    assert len(re.findall(r"^  -", told, re.MULTILINE)) <= 13
+    printed = help_of(capsys, command)
+    assert len(re.findall(r"^  -", printed, re.MULTILINE)) <= 13
     if command == "explain":
-        assert "specache generate --help" in told
-        assert "--corrected" in told.split("examples:")[1], "what is not listed is named, with its page"
+        assert "specache generate --help" in printed
+        assert "--corrected" in printed.split("examples:")[1], "what is not listed is named, with its page"
     if command in ("generate", "chat", "serve"):
-        assert "--help-all" in told
+        assert "--help-all" in printed
 
 
 def test_help_all_lists_every_option_of_the_backend(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         main(["generate", "--help-all"])
     assert stop.value.code == 0
-    told = capsys.readouterr().out
-    assert [flag for flag in map(arguments.flag_of, arguments.OPTIONS) if f"  {flag} " not in told] == [
+    printed = capsys.readouterr().out
+    assert [flag for flag in map(arguments.flag_of, arguments.OPTIONS) if f"  {flag} " not in printed] == [
         arguments.flag_of(name) for name in arguments.SWITCHES
     ]
-    assert [name for name in arguments.SWITCHES if f"  {arguments.flag_of(name)}, --no-" not in told] == []
+    assert [name for name in arguments.SWITCHES if f"  {arguments.flag_of(name)}, --no-" not in printed] == []
 
 
 def test_the_names_of_the_options_are_those_that_the_methods_declare() -> None:
@@ -243,21 +243,21 @@ print(json.dumps([found, [name for name in ("torch", "transformers", "numpy") if
 def test_a_usage_error_takes_one_line_and_imports_no_torch() -> None:
     command = [sys.executable, "-c", IN_A_PROCESS, json.dumps([*USAGE_ERRORS])]
     found, imported = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-    for (words, expected), (status, told) in zip(USAGE_ERRORS.items(), found, strict=True):
-        assert told.startswith(expected), words
-        assert told.count("\n") == 1, words
+    for (words, expected), (status, printed) in zip(USAGE_ERRORS.items(), found, strict=True):
+        assert printed.startswith(expected), words
+        assert printed.count("\n") == 1, words
         assert status == 2, words
     assert imported == []
 
 
 def test_the_version_takes_at_most_three_tenths_of_a_second() -> None:
-    """Of the processor's time, the best of a few."""
+    """Processor time, the best of a few runs."""
     code = "import sys, time; from specache_compile.cli import main; main(['--version']); print(time.process_time())"
     seconds = []
     for _ in range(5):
-        told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-        assert told[:2] == ["specache", importlib.metadata.version("specache-compile")]
-        seconds.append(float(told[2]))
+        words = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+        assert words[:2] == ["specache", importlib.metadata.version("specache-compile")]
+        seconds.append(float(words[2]))
         if seconds[-1] <= 0.3:
             break
     assert min(seconds) <= 0.3
@@ -311,7 +311,7 @@ EXACT = ["--bits", "16", "--lowering", "eager"]
 def test_generate_samples_as_the_uncompiled_model_does(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From standard input, in a type of its own."""
+    """Sampling with a prompt from standard input, in another dtype."""
     model, tokenizer = sc.load_model(MODEL, "float64", "cpu")
     assert model.dtype is torch.float64
     text = "def nothing():"
@@ -320,9 +320,9 @@ def test_generate_samples_as_the_uncompiled_model_does(
     how = {"do_sample": True, "temperature": 1.5, "top_p": 0.95, "top_k": 30, "max_new_tokens": 20}
     expected = tokenizer.decode(model.generate(ids, **how)[0, ids.shape[1] :], skip_special_tokens=True)
     monkeypatch.setattr(sys, "stdin", io.StringIO(text))
-    asked = ["--temperature", "1.5", "--top-p", "0.95", "--sample-top-k", "30", "--sample-seed", "3"]
+    selected = ["--temperature", "1.5", "--top-p", "0.95", "--sample-top-k", "30", "--sample-seed", "3"]
     given = ["--prompt-file", "-", "--max-new-tokens", "20", "--dtype", "float32", "--device", "cpu"]
-    assert main(["generate", MODEL, *given, *asked, *EXACT]) == 0
+    assert main(["generate", MODEL, *given, *selected, *EXACT]) == 0
     assert capsys.readouterr().out.rstrip("\n") == expected.rstrip("\n")
 
 
@@ -334,7 +334,7 @@ TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def plain() -> tuple[Any, Any]:
-    """The model of bytes, uncompiled, and its tokenizer with a chat template."""
+    """Return the byte-level model, uncompiled, and its tokenizer with a chat template."""
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     tokenizer.chat_template = TEMPLATE
     return AutoModelForCausalLM.from_pretrained(MODEL), tokenizer
@@ -353,7 +353,7 @@ def chat(compiled: Any, plain: tuple[Any, Any]) -> Chat:
 
 
 def answered(plain: tuple[Any, Any], messages: Iterable[dict[str, str]], tokens: int) -> str:
-    """The uncompiled model's answer, without a cache of earlier turns."""
+    """Return the uncompiled model's reply, without a cache of earlier turns."""
     model, tokenizer = plain
     inputs = tokenizer.apply_chat_template(
         [*messages], add_generation_prompt=True, return_dict=True, return_tensors="pt"
@@ -362,7 +362,7 @@ def answered(plain: tuple[Any, Any], messages: Iterable[dict[str, str]], tokens:
     return str(tokenizer.decode(out[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
 
 
-def test_a_chat_keeps_its_cache_and_answers_as_the_uncompiled_model(chat: Chat, plain: tuple[Any, Any]) -> None:
+def test_a_chat_keeps_its_cache_and_replies_as_the_uncompiled_model(chat: Chat, plain: tuple[Any, Any]) -> None:
     cache = chat.cached.cache
     for text in ("The pass key is 40712.", "What is the pass key?"):
         expected = answered(plain, [*chat.messages, {"role": "user", "content": text}], 12)
@@ -393,7 +393,7 @@ def test_ctrl_c_interrupts_an_answer_and_the_conversation_goes_on(
     assert chat.answer("And on?") == expected
 
 
-def test_chat_answers_each_line_of_standard_input(
+def test_chat_replies_to_each_line_of_standard_input(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     for file in NEEDLE_LLAMA.iterdir():

@@ -1,4 +1,4 @@
-"""The pages: their tables are those of the code and the results, and what they name is there."""
+"""The pages: tables match the code and the results, and the files that pages name exist."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TEXTS = (*PAGES, ROOT / "CONTRIBUTING.md")
 
 @pytest.fixture
 def page(tmp_path: Path) -> Path:
-    """A page with one table, up to date."""
+    """Write a page with one table that is up to date."""
     path = tmp_path / "page.md"
     path.write_text(f"Before.\n\n{between('devices', doc_tables.devices())}\n\nAfter.\n")
     return path
@@ -103,6 +103,6 @@ def test_the_readme_is_short() -> None:
 
 
 def test_no_page_points_outside_the_repository() -> None:
-    """Nor holds an absolute path."""
+    """No page contains an absolute path either."""
     for page in TEXTS:
         assert not re.search(r"DESIGN\b|shared/|/tmp/|(?<![\w.)])/\w+/", page.read_text()), page.name

@@ -1,4 +1,4 @@
-"""The key of a model changes with all that the model computes with, and with nothing else."""
+"""The key of a model changes with everything that affects its results, and with nothing else."""
 
 from __future__ import annotations
 

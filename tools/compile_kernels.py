@@ -66,7 +66,7 @@ ONLY = next((given.removeprefix("--only=") for given in sys.argv[1:] if given.st
 # What the arguments are, by name, where it is not a 32-bit integer.
 FLOATS = ("scale", "softcap", "limit")
 POINTERS = {
-    "mask": "*u8", "padding": "*u8", "cursor": "*i64", "slot_index": "*i32", "wanted": "*i32", "traffic": "*i64",
+    "mask": "*u8", "padding": "*u8", "cursor": "*i64", "slot_index": "*i32", "selected": "*i32", "traffic": "*i64",
     "tokens": "*i32", "kept_tokens": "*i32", "scores": "*fp32", "kept_scores": "*fp32", "out": "*fp32",
     "partial": "*fp32", "center": "*fp32", "angles": "*fp32", "shares": "*fp32", "frequencies": "*fp32",
     "peaks": "*fp32", "totals": "*fp32", "lse": "*fp32", "logits": "*fp16", "base": "*fp32", "codes": "*u8",
@@ -204,19 +204,19 @@ def print_launches() -> None:
             lanes = 1 + options.two_lanes
             q, (k, v) = torch.empty(1, 32, lanes, 128).bfloat16(), torch.empty(2, 1, 8, lanes, 128).bfloat16()
             at, cursor = allocate(options, shape, 1, 8192, 8192), torch.tensor([[8000, 7936, 7936, 0]])
-            fetch = [at[name] for name in ("wanted", "host", "slots", "slot_index", "fetched")]
+            fetch = [at[name] for name in ("selected", "host", "slots", "slot_index", "fetched")]
             slots = at["slots"], at["slot_index"]
             read = [at[name] for name in StoredTiers._fields], options.layout, 0.1, None
             if options.correct == "never":
                 _, scores = decode.decode_attention(q, k, v, None, None, cursor, *slots, *read)
             else:
                 logits, base, by_lane = scored.score_low_bit(q, k, None, None, cursor, *read)
-                select.select_topk(by_lane[0], at["wanted"], cursor)
+                select.select_topk(by_lane[0], at["selected"], cursor)
                 copy.gather(*fetch)
-                scored.attend_scored(q, k, v, None, None, cursor, logits, base, at["wanted"], *slots, *read)
+                scored.attend_scored(q, k, v, None, None, cursor, logits, base, at["selected"], *slots, *read)
                 scores = by_lane[-1]
             if options.two_lanes:
-                select.select_topk(scores, at["wanted"])
+                select.select_topk(scores, at["selected"])
                 copy.gather(*fetch)
             new = k[:, :, :1], v[:, :, :1]
             append.append(*new, None, cursor, *(at[name] for name in APPENDED), *options.layout, options.zero_point)
@@ -351,10 +351,10 @@ def main() -> None:
         ("4,096 of many", {"FIRST": True, "LAST": False, "LOW_BIT_ALONE": True}),
         ("the last round", {"FIRST": False, "LAST": True, "LOW_BIT_ALONE": False}),
     ]:
-        build(select.keep_best, label, warps=8, types={"wanted": "i32"}, **constants, BLOCK=select.TILE)
+        build(select.keep_best, label, warps=8, types={"selected": "i32"}, **constants, BLOCK=select.TILE)
     for bits, stored in ((16, {"width": 128, "ROUNDED": False}), (8, {"width": rounded_width(128), "ROUNDED": True})):
         types, label = {"host": "*i8"} if bits == 8 else {}, f"d 128, {bits} bits on the host"
-        sizes = {"WANTED": 64, "CHUNK": copy.CHUNK, "COLUMNS": 256}
+        sizes = {"SELECTED": 64, "CHUNK": copy.CHUNK, "COLUMNS": 256}
         for paged in (False, True):
             told = f"k 64, {label}{', in pages' if paged else ''}"
             build(copy.fetch_missing, told, warps=8, types=types, d=128, **stored, **sizes, PAGED=paged)

@@ -1,1 +1,1 @@
-"""Attention over the tiers: its definition, C++ and Triton."""
+"""Attention over the tiers: definitions, C++ and Triton kernels."""

@@ -1,22 +1,22 @@
-// A decode step's attention over some tokens of one head: `Step` is declared in cpp/library.py, with each field's shape.
+// A decode step's attention over some tokens of one head. cpp/library.py declares `StepArguments` and its shapes.
 //
 // Low-bit keys: q is multiplied by a group's scales once, and q·zero added once a group, so that an element costs a
 // shift, a mask, a conversion and one multiply-add for each query row. Low-bit values: a token's codes are unpacked and
-// scaled once, then added into every query row. What is rotated stays so: the query is turned before, the sum behind.
-// Bytes read of a token in the low-bit tier: its codes and scales, once; FLOPs: 4·d for each query row.
+// scaled once, then added into every query row. Rotated pairs stay rotated: the query is rotated before, the sum after.
+// Bytes read per low-bit token: its codes and scales, once. FLOPs: 4·d per query row.
 
 #include <vector>
 
 namespace {
 
-// An additive mask hides a token with its dtype's minimum, of which float16 has the smallest (`attention.SEEN`).
+// An additive mask hides a token with its dtype's minimum; float16's is the closest to 0 (`attention_ops.SEEN`).
 constexpr float kSeen = -65504.0f / 2;
-// Tokens of the low-bit tier that one job takes; a multiple of every group size, and those of a page (`pages.py`).
+// Low-bit tokens per job; a multiple of every group size, and those of a page (`page_table.py`).
 constexpr int64_t kChunk = 256;
-// Multiply-adds below which a second thread costs more than it brings.
+// Multiply-adds below which a second thread costs more than it saves.
 constexpr int64_t kWorthThreads = 1 << 17;
 
-// A pair in 16 bits: where it lies, which column of the mask is its own, and the first lane that sees it.
+// A 16-bit pair: its address, its column of the mask, and the first lane that sees it.
 struct Pair {
   const T* key;
   const T* value;
@@ -38,13 +38,13 @@ struct Parts {
   Part operator[](int64_t i) { return {&peaks[i * rows], &totals[i * rows], outs.data() + i * rows * d}; }
 };
 
-// What follows from a step's cursor and shapes.
+// Values derived from a step's cursor and shapes.
 struct Attention {
-  const Step& s;
+  const StepArguments& s;
   const int64_t rows, pairs, most, chunks;  // most: tokens of the fullest low-bit tier
   std::vector<float> query, turned;  // [B·H, rows, d], scaled; the second as the low-bit tier is stored
 
-  explicit Attention(const Step& step)
+  explicit Attention(const StepArguments& step)
       : s(step), rows(s.group_heads * s.lanes), pairs(s.batch * s.heads), most(fullest(s)),
         chunks((most + kChunk - 1) / kChunk), query(pairs * rows * s.d) {
     for (size_t i = 0; i < query.size(); ++i) query[i] = static_cast<const T*>(s.q)[i] * s.scale;
@@ -53,17 +53,17 @@ struct Attention {
       for (int64_t row = 0; row < pairs * rows; ++row) rotate(turned.data() + row * s.d, s.d, s.rotation);
   }
 
-  // Lengths are a batch row's own, here by the head; what is no token yet (`cursor.py`) counts as none.
+  // Lengths of each batch row, indexed by head; negative lengths (`cursor.py`) count as 0.
   const int64_t* cursor(int64_t head) const { return s.cursor + head / s.heads * (4 + s.pages); }
   int64_t length(int64_t head) const { return std::max<int64_t>(cursor(head)[0], 0); }
   int64_t low_bit(int64_t head) const { return cursor(head)[1]; }
   int64_t candidates(int64_t head) const { return std::min(cursor(head)[2], length(head)); }
-  static int64_t fullest(const Step& s) {
+  static int64_t fullest(const StepArguments& s) {
     int64_t found = 0;
     for (int64_t row = 0; row < s.batch; ++row) found = std::max(found, s.cursor[row * (4 + s.pages) + 1]);
     return found;
   }
-  // Where a head's token lies in the low-bit tier, of all heads' tokens; those of one chunk lie side by side.
+  // Index of a head's token in the low-bit tier, among all heads' tokens; the tokens of one chunk are contiguous.
   int64_t place(int64_t head, int64_t token) const {
     if (!s.pages) return head * s.capacity + token;
     return (cursor(head)[4 + token / kChunk] * s.heads + head % s.heads) * kChunk + token % kChunk;
@@ -89,7 +89,7 @@ struct Attention {
   int64_t pair_size() const { return 2 * s.d; }
   Pair pair_at(const T* at, int64_t token) const { return {at, at + s.d, token, 0}; }
 
-  // Calls what(i, token) for each sink i of a head that is one of the tokens first..stop.
+  // Call what(i, token) for each sink i of a head among the tokens first..stop.
   template <typename Do>
   void each_sink(int64_t head, int64_t first, int64_t stop, Do&& what) const {
     const int32_t* index = s.sink_index + head / s.heads * s.sink_tokens;
@@ -148,9 +148,9 @@ struct Attention {
   // The codes of sixteen tokens, the first of them number `row` of all heads', so that a vector may be read from any byte
   // of them: the last ones are copied.
   const uint8_t* codes_at(int64_t row, std::vector<uint8_t>& copy) const {
-    const int64_t behind = s.places - row - kLanes;
+    const int64_t after = s.places - row - kLanes;
     const uint8_t* codes = static_cast<const uint8_t*>(s.codes) + row * s.row_width;
-    if (behind * s.row_width >= kLanes) return codes;
+    if (after * s.row_width >= kLanes) return codes;
     copy.assign(codes, codes + kLanes * s.row_width);
     copy.resize(copy.size() + kLanes);
     return copy.data();
@@ -228,7 +228,7 @@ struct Attention {
     });
   }
 
-  // Levels [d] of the values of a token, number `row` of all heads', to what they stand for.
+  // Decode the levels [d] of a token's value, number `row` of all heads'.
   void scale_values(int64_t row, float* value) const {
     const bool eight = s.param_bits == 8;
     if (s.circle) {
@@ -296,7 +296,7 @@ struct Attention {
     }
     for (int64_t t = 0; t < count; t += kLanes) {
       if constexpr (bits < 16) {
-        // A token's values lie behind its keys.
+        // A token's value follows its key.
         const uint8_t* codes = codes_at(first_place + t, copy) + s.row_width - width;
         tile_values<bits>(codes, first_place + t, width, levels.data(), values.data());
       } else {
@@ -309,7 +309,7 @@ struct Attention {
     }
   }
 
-  // Attention over pairs in 16 bits. Zero weight does not hide what is not finite: a row's tail of a tile is zeros.
+  // Attention over 16-bit pairs. A weight of 0 does not remove values that are not finite, so tails of tiles are zeros.
   std::vector<float> exact_mix(int64_t head, const std::vector<Pair>& of, Part part) const {
     const int64_t count = of.size(), stride = (count + kLanes - 1) / kLanes * kLanes;
     std::vector<float> logits = exact_logits(head, of, stride), weights(logits.size()), values(kLanes * s.d);
@@ -364,7 +364,7 @@ struct Attention {
   }
 
   // scores[token - first] = the attention of one lane, summed over the query group, where the mask shows a candidate to
-  // any of them and it is no sink, else -1; from logits[row][token - first].
+  // any query head and it is no sink, else -1; from logits[row][token - first].
   void candidate_scores(int64_t head, int64_t lane, const float* logits, int64_t stride, int64_t first, int64_t stop,
                         const float* peaks, const float* shares, float* scores) const {
     const int64_t count = std::min(stop, candidates(head)) - first;

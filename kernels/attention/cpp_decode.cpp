@@ -1,6 +1,6 @@
-// A decode step's attention over the tiers on a CPU: `attention.decode_attention`, and its two halves around a
-// correction. The work is cut into jobs: each head's low-bit tier in chunks, and one job of its 16-bit pairs (slots,
-// window, new).
+// A decode step's attention over the tiers on a CPU: `attention_ops.decode_attention`, and its two halves around a
+// correction. The work is split into jobs: chunks of each head's low-bit tier, and one job of its 16-bit pairs (slots,
+// window, new pairs).
 
 namespace {
 
@@ -21,8 +21,8 @@ void low_bit_logits(const Attention& a) {
     FOR_BITS(a.s.key_bits, a.chunk_logits<kBits>(job / a.chunks, job % a.chunks * kChunk))
 }
 
-// What each lane asks for, before it is known what is in the slots.
-void score(const Step& step) {
+// Each lane's scores, independent of the slots.
+void score(const StepArguments& step) {
   const Attention a(step);
   Parts parts(a.jobs(), a.rows, 0);
   std::vector<std::vector<float>> exact(a.pairs);
@@ -42,7 +42,7 @@ void score(const Step& step) {
     } else if (count > 0) {
       FOR_BITS(step.key_bits, a.chunk_logits<kBits>(head, start))
     } else {
-      continue;  // of a shorter row
+      continue;  // the row is shorter
     }
     Part part = parts[job];
     for (int64_t m = 0; m < a.rows; ++m) {
@@ -77,9 +77,9 @@ void score(const Step& step) {
   }
 }
 
-// The output, and where step.scores is given, the last lane's scores: of what is attended to.
+// The output, and the last lane's scores if step.scores is given.
 void attend(const Attention& a) {
-  const Step& s = a.s;
+  const StepArguments& s = a.s;
   Parts parts(a.jobs(), a.rows, s.d);
   std::vector<float> peaks(a.rows * a.pairs), shares(a.rows * a.pairs);
   std::vector<std::vector<float>> exact(a.pairs);
@@ -119,12 +119,12 @@ void attend(const Attention& a) {
 
 }  // namespace
 
-extern "C" void decode_attention(const Step* step) {
+extern "C" void decode_attention(const StepArguments* step) {
   const Attention a(*step);
   low_bit_logits(a);
   attend(a);
 }
 
-extern "C" void score_low_bit(const Step* step) { score(*step); }
+extern "C" void score_low_bit(const StepArguments* step) { score(*step); }
 
-extern "C" void attend_scored(const Step* step) { attend(Attention(*step)); }
+extern "C" void attend_scored(const StepArguments* step) { attend(Attention(*step)); }

@@ -1,7 +1,7 @@
-"""A decode step's attention over the tiers as one C++ kernel, in place of `attention.decode_attention` and its halves.
+"""`attention_ops.decode_attention` and its halves as one C++ kernel.
 
-In PyTorch, unpacking to float32 writes and reads every element some six times, and a step of one token is a hundred
-small calls; here the codes are read once, and there is one call.
+In PyTorch, unpacking to float32 writes and reads every element about six times, in a hundred small calls per step.
+The kernel reads the codes once, in one call.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from specache_compile.kernels.codes.trellis import circle_of
-from specache_compile.kernels.cpp.library import DTYPES, STRIDES, Step, decode_library
+from specache_compile.kernels.cpp.library import DTYPES, STRIDES, StepArguments, decode_library
 from specache_compile.kernels.state.center import share_of_center, share_of_groups, tokens_of_one
 from specache_compile.kernels.state.cursor import CURSOR_SIZE, LENGTH, LOW_BIT
 from specache_compile.kernels.state.layout import Layout, rotation_block
-from specache_compile.kernels.state.pages import PAGE, shape_of_scores
+from specache_compile.kernels.state.page_table import PAGE, shape_of_scores
 from specache_compile.kernels.state.stored_tiers import StoredTiers
 
-from .definition import attend_scored, decode_attention, grouped_bias, score_low_bit
+from .attention_ops import attend_scored, decode_attention, grouped_bias, score_low_bit
 from .kept_logits import whole_logits
 
 
@@ -31,13 +31,12 @@ def shaped(
     q: torch.Size, codes: torch.Size, key_params: torch.Size, value_params: torch.Size, recent: torch.Size,
     columns: int, sink_tokens: int, param_bits: int, top_k: int, layout: Sequence[int], scale: float,
     softcap: float | None,
-) -> Step:  # fmt: skip
-    """The kernels' argument without a tensor, to be copied: most of its cost is the same in every step. columns: of the
-    cursor."""
+) -> StepArguments:  # fmt: skip
+    """Return the kernels' argument without tensors, cached and copied in each step. columns: columns of the cursor."""
     batch, query_heads, lanes, d = q
     heads, pages = codes[1], columns - CURSOR_SIZE
     how = Layout(*layout)
-    return Step(
+    return StepArguments(
         batch=batch, heads=heads, group_heads=query_heads // heads, lanes=lanes, d=d,
         capacity=pages * PAGE or codes[2], row_width=codes[3], window=recent[2], pages=pages,
         places=codes[0] * heads * codes[2], group=codes[2] // key_params[2] if how.is_quantised else 0,
@@ -52,10 +51,10 @@ def shaped(
 def step_of(
     q: Tensor, k: Tensor, mask: Tensor | None, sinks: Tensor | None, cursor: Tensor, tiers: StoredTiers,
     layout: Sequence[int], scale: float, softcap: float | None, top_k: int, **tensors: Tensor,
-) -> Step:  # fmt: skip
-    """The kernels' argument, which keeps the tensors that are made for it; the caller keeps the others."""
+) -> StepArguments:  # fmt: skip
+    """Return the kernels' argument, which keeps its new tensors alive; the caller keeps the others."""
     codes, key_params, value_params, center, sink_pairs, sink_index, recent = tiers
-    step = Step.from_buffer_copy(
+    step = StepArguments.from_buffer_copy(
         shaped(
             q.shape, codes.shape, key_params.shape, value_params.shape, recent.shape, cursor.shape[1],
             sink_index.shape[2], 8 * key_params.dtype.itemsize, top_k, tuple(layout), scale, softcap,
@@ -92,7 +91,7 @@ def step_of(
 
 
 def fits(codes: Tensor, q: Tensor, *pairs: Tensor) -> bool:
-    """Whether the kernels read such tiers, query and pairs, all of one dtype; else the definitions take over."""
+    """Return whether the kernels support these tiers, query and pairs (of one dtype); else the definitions run."""
     for x in pairs:
         if x.dtype != q.dtype:
             return False
@@ -100,7 +99,7 @@ def fits(codes: Tensor, q: Tensor, *pairs: Tensor) -> bool:
 
 
 def library_of(q: Tensor, k: Tensor, *rest: Any) -> CDLL | None:
-    """The library that a call with such arguments needs; None where the definition takes over."""
+    """Return the library for a call with these arguments; None if the definition runs."""
     return decode_library(k.dtype) if k.dtype in DTYPES else None
 
 
@@ -108,7 +107,7 @@ def decode_attention_fused(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, cursor: Tensor, slots: Tensor,
     slot_index: Tensor, tiers: Sequence[Tensor], layout: Sequence[int], scale: float, softcap: float | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`attention.decode_attention`, as one C++ kernel; the same arguments and results."""
+    """Compute `attention_ops.decode_attention` in one C++ kernel; same arguments and results."""
     held = StoredTiers(*tiers)
     if not fits(held.codes, q, k, v, held.recent, slots):
         return decode_attention(q, k, v, mask, sinks, cursor, slots, slot_index, tiers, layout, scale, softcap)
@@ -127,7 +126,7 @@ def score_low_bit_fused(
     q: Tensor, k: Tensor, mask: Tensor | None, sinks: Tensor | None, cursor: Tensor, tiers: Sequence[Tensor],
     layout: Sequence[int], scale: float, softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """`attention.score_low_bit`, as one C++ kernel; the same arguments and results."""
+    """Compute `attention_ops.score_low_bit` in one C++ kernel; same arguments and results."""
     held = StoredTiers(*tiers)
     if not fits(held.codes, q, k, held.recent):
         return score_low_bit(q, k, mask, sinks, cursor, tiers, layout, scale, softcap)
@@ -146,7 +145,7 @@ def attend_scored_fused(
     base: Tensor, chosen: Tensor, slots: Tensor, slot_index: Tensor, tiers: Sequence[Tensor], layout: Sequence[int],
     scale: float, softcap: float | None,
 ) -> Tensor:  # fmt: skip
-    """`attention.attend_scored`, as one C++ kernel; the same arguments and results."""
+    """Compute `attention_ops.attend_scored` in one C++ kernel; same arguments and results."""
     held = StoredTiers(*tiers)
     if not fits(held.codes, q, k, v, held.recent, slots):
         kept = (logits, base, chosen, slots, slot_index)

@@ -1,7 +1,7 @@
-"""Exact attention of an extend by torch's flash kernel for CPUs, part by part.
+"""Exact attention of a chunked prefill by torch's CPU flash kernel, part by part.
 
-Each part of the tokens gives an output and the logarithm of its softmax's sum, by which parts are merged. The kernel
-rounds weights to the model's dtype before they meet the values, as `scaled_dot_product_attention` does.
+Each part of the tokens returns an output and the logarithm of its softmax's sum, by which parts are merged. The kernel
+rounds weights to the model's dtype before the product with the values, as `scaled_dot_product_attention` does.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from specache_compile.kernels.state.cursor import length_of
 from specache_compile.kernels.state.segments import tokens_of
 from specache_compile.kernels.state.stored_pairs import decoded
 
-from .definition import check_covers, extend_attention
+from .attention_ops import check_covers, extend_attention
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# Tokens of a part: so many of a tier that lies in segments, or is rounded, are copied at a time.
+# Tokens of a part, which are copied at a time if the tier is segmented or rounded.
 BLOCK = 8192
-# The same under a mask of a row for each new token, which is copied for all heads of a group.
+# Tokens of a part under a mask with a row per new token, which is copied for all heads of a group.
 MASKED_BLOCK = 1024
 
-# Over some of the tokens: output [B, H, rows, d], and log Σ exp(logit) [B, H, rows]; a row that sees none: -inf.
+# Output [B, H, rows, d] over a part, and log Σ exp(logit) [B, H, rows], -inf for a row without visible tokens.
 Part = tuple[Tensor, Tensor]
 
 
 def flash(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> Part:
-    """One part: q [B, H, rows, d], keys and values [B, H, n, d], mask [B|1, H|1, rows|1, n], bool or additive."""
+    """Compute one part. q [B, H, rows, d]; keys, values [B, H, n, d]; mask [B|1, H|1, rows|1, n], bool or additive."""
     q, keys, values = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, keys, values))
     seen = None if mask is None else mask if mask.dtype == torch.bool else mask > -math.inf
     if mask is not None and mask.dtype != q.dtype:
@@ -43,8 +43,10 @@ def flash(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: f
 
 
 def merged(parts: Sequence[Part], sinks: Tensor | None) -> Tensor:
-    """The output over all parts, float32 [B, H, rows, d]; sinks [H, rows]: logits of nothing, or None. A row that sees
-    no token is 0."""
+    """Merge parts; returns float32 [B, H, rows, d], with 0 in rows without visible tokens.
+
+    sinks: [H, rows], logits without values; or None.
+    """
     totals = torch.stack([total for _, total in parts])
     peak = totals.amax(0)
     peak = peak if sinks is None else torch.maximum(peak, sinks)
@@ -58,25 +60,24 @@ def merged(parts: Sequence[Part], sinks: Tensor | None) -> Tensor:
     )
 
 
-class Rows:
-    """A query [B, Hq, T, d] as rows [B, H, G·T, d] of its KV heads, and a mask's columns as theirs."""
+class FlashRows:
+    """Reshapes a query [B, Hq, T, d] to rows [B, H, G·T, d] of its KV heads, and masks accordingly."""
 
     def __init__(self, q: Tensor, heads: int, mask: Tensor | None, tokens: int) -> None:
-        """tokens: those that the mask must cover."""
+        """tokens: the number of tokens that the mask must cover."""
         if mask is not None:
             check_covers(mask, tokens)
         self.q, self.mask = q.unflatten(1, (heads, -1)).flatten(2, 3), mask
         self.heads, self.group, self.tokens = heads, q.shape[1] // heads, q.shape[2]
 
     def columns(self, start: int, stop: int) -> Tensor | None:
-        """The columns start..stop of the mask [B|1, Hq|1, T|1, n], as [B|1, H|1, G·T|1, stop - start]."""
+        """Return the columns start..stop of the mask [B|1, Hq|1, T|1, n] as [B|1, H|1, G·T|1, stop - start]."""
         return None if self.mask is None else self.by_row(self.mask[..., start:stop])
 
     def new_columns(self, length: int, columns: int) -> Tensor | None:
-        """The new tokens' columns, of which the mask has so many, behind those of `length` tokens.
+        """Return the mask's columns of new tokens, which follow `length` cached ones; None for a single visible token.
 
-        Where the mask has one column, or one row, for all new tokens, they are causal besides. None: the one token
-        sees itself.
+        If new tokens share one column or one row of the mask, they are also causal.
         """
         causal = torch.ones(self.tokens, self.tokens, dtype=torch.bool, device=self.q.device).tril()[None, None]
         if self.mask is None:
@@ -95,11 +96,11 @@ class Rows:
         return split.expand(-1, -1, self.group, self.tokens, -1).flatten(2, 3)
 
     def back(self, out: Tensor, dtype: torch.dtype) -> Tensor:
-        """[B, Hq, T, d] of rows."""
+        """Reshape rows back to [B, Hq, T, d]."""
         return out.unflatten(2, (self.group, self.tokens)).flatten(1, 2).to(dtype).contiguous()
 
     def sinks(self, sinks: Tensor | None) -> Tensor | None:
-        """[Hq] as [H, G·T]."""
+        """Reshape [Hq] to [H, G·T]."""
         return None if sinks is None else sinks.float().repeat_interleave(self.tokens).view(self.heads, -1)
 
 
@@ -108,12 +109,12 @@ def extend_attention_fused(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, cursor: Tensor, host: Tensor,
     scale: float, softcap: float | None,
 ) -> Tensor:  # fmt: skip
-    """`attention.extend_attention`, by torch's flash kernel; the same arguments and results."""
+    """Compute `attention_ops.extend_attention` by torch's flash kernel; same arguments and results."""
     length, width = length_of(cursor), q.shape[-1]
     if softcap is not None or q.dtype not in DTYPES or q.dtype != k.dtype or length < 0:
         return extend_attention(q, k, v, mask, sinks, cursor, host, scale, softcap)
     wait_for_offloads(cursor)
-    rows = Rows(q, k.shape[1], mask, length + q.shape[2])
+    rows = FlashRows(q, k.shape[1], mask, length + q.shape[2])
     parts = [flash(rows.q, k, v, rows.new_columns(length, rows.tokens), scale)]
     block = BLOCK if mask is None or mask.shape[2] == 1 else MASKED_BLOCK
     for start in range(0, length, block):

@@ -1,9 +1,8 @@
-"""The logits that a corrected decode attention keeps between its halves: on a GPU in 16 bits, above a base.
+"""The logits that a corrected decode attention keeps between its halves. On a GPU they are 16-bit offsets from a base.
 
-A logit is the base of its block of tokens and what is kept of it. A base is the largest logit of its tile, in float32,
-or float32's smallest number where none is seen. So a half-precision number says how far below it another lies. At a
-distance x that is off by x·2⁻¹¹ at most, and its weight by x·e⁻ˣ·2⁻¹¹ ≤ 2⁻¹¹/e of the tile's largest, however large all
-logits are: a model whose keys have large biases loses nothing. A CPU's are whole, in float32, and have no base.
+A base is the largest logit of its tile in float32, or float32's minimum without visible tokens. An offset of -x has an
+error of at most x·2⁻¹¹. The weight's error is x·e⁻ˣ·2⁻¹¹ ≤ 2⁻¹¹/e of the tile's largest weight, even for large logits
+from biased keys. On a CPU logits are float32 without a base.
 """
 
 from __future__ import annotations
@@ -11,18 +10,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# Tokens that have one base. A tile is that of one quantised group, or of this many pairs in 16 bits.
+# Tokens that share one base. A tile is one quantised group, or this many 16-bit pairs.
 LOGIT_BLOCK = 16
 
 
 def whole_logits(q: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
-    """Room for a CPU's logits [B, Hq, lanes, C] of a query [B, Hq, lanes, d], float32, and a base of none
+    """Allocate a CPU's float32 logits [B, Hq, lanes, C] of a query [B, Hq, lanes, d], and an empty base
     [B, Hq, lanes, 0]."""
     return _room(q, capacity, torch.float32), _room(q, 0, torch.float32)
 
 
 def based_logits(q: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
-    """Room for a GPU's, in `kept_dtype`, and for their base [B, Hq, lanes, C/16] float32."""
+    """Allocate a GPU's logits in `kept_dtype`, and their base [B, Hq, lanes, C/16] in float32."""
     return _room(q, capacity, kept_dtype(q.dtype)), _room(q, capacity // LOGIT_BLOCK, torch.float32)
 
 
@@ -31,10 +30,10 @@ def _room(q: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
 
 
 def kept_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What a GPU keeps of a logit, of a model of this dtype: nothing is lost of a float32 model's."""
+    """Return the dtype of a GPU's kept logits for a model's dtype; a float32 model keeps float32."""
     return torch.float32 if dtype == torch.float32 else torch.float16
 
 
 def bytes_of_logit(dtype: torch.dtype) -> float:
-    """Bytes of a logit on a GPU, with its share of a base."""
+    """Return the bytes of a logit on a GPU, including its share of a base."""
     return kept_dtype(dtype).itemsize + 4 / LOGIT_BLOCK

@@ -1,17 +1,15 @@
-"""Triton: decode attention over the device's tiers for all lanes, split over the cache, with the selection scores.
+"""Triton: `attention_ops.decode_attention`, split over the cache, in three launches."""
 
-The CUDA implementation of `attention.decode_attention`, in three launches:
-
-    attend_tiers   (B·H, E + S)        E shares of what is in 16 bits, then S of the low-bit tier
-    merge_splits   (B·Hq·lanes)        log-sum-exp over the shares and the sink
-    score_tokens   (B·H, C / 1024)     Σ over the query group of exp(logit - lse) of the last lane
-
-before which `rotate_rows` turns q where the low-bit tier is rotated. The halves of a corrected step: `triton_scored`.
-The low-bit tier's loop is in `triton_low_bit`; one group of tokens is one tile there. In shapes: B rows, H KV heads,
-Hq query heads, G = Hq / H, n cached tokens, C tokens' capacity, W tokens' window, k slots, s sink tokens, d channels,
-groups of g tokens or gv channels, w bytes of a token's keys and values. Strides are in elements, the channels side by
-side.
-"""
+# attend_tiers   (B·H, E + S)        E shares of the 16-bit pairs, then S shares of the low-bit tier
+# merge_splits   (B·Hq·lanes)        log-sum-exp over the shares and the sink
+# score_tokens   (B·H, C / 1024)     Σ over the query group of exp(logit - lse) of the last lane
+#
+# If the low-bit tier is rotated, `rotate_rows` rotates q before. `triton_scored` has the halves of a corrected step,
+# `triton_low_bit` the loop over the low-bit tier, with one group of tokens per tile.
+#
+# Shapes: B rows, H KV heads, Hq query heads, G = Hq / H, n cached tokens, capacity of C tokens, window of W tokens,
+# k slots, s sink tokens, d channels, groups of g tokens or gv channels, w bytes of a token's keys and values. Strides
+# are in elements; channels are contiguous.
 
 from __future__ import annotations
 
@@ -30,54 +28,53 @@ from specache_compile.kernels.codes.trellis import circle_of, is_trellis
 from specache_compile.kernels.movement.copy_stream import wait_for_correction
 from specache_compile.kernels.state.center import ROWS as CENTER_ROWS
 from specache_compile.kernels.state.layout import Layout, rotation_block
-from specache_compile.kernels.state.pages import has_table, shape_of_scores
+from specache_compile.kernels.state.page_table import has_table, shape_of_scores
 from specache_compile.kernels.state.stored_tiers import StoredTiers
 from specache_compile.kernels.state.triton_center import share_of_center
 from specache_compile.kernels.state.triton_cursor import AT_LENGTH, AT_LOW_BIT, AT_NEXT_LOW_BIT
 from specache_compile.kernels.state.triton_rotate import hadamard, rotated
 from specache_compile.kernels.state.triton_sinks import sinks_among
 
-from .definition import SEEN
+from .attention_ops import SEEN
 from .kept_logits import LOGIT_BLOCK
 from .triton_low_bit import attend_low_bit
 from .triton_softmax import biased, capped, finite, grown, shown
 
-# An additive mask below this hides its token.
+# An additive mask below this value hides its token.
 HIDDEN = tl.constexpr(SEEN)
-# Which shares a launch has: a program of one kind alone needs fewer registers.
+# The shares of a launch: programs of a single kind need fewer registers.
 ALL_SHARES, EXACT_SHARES, LOW_BIT_SHARES = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-# What a mask is, as a kernel sees it; padding is a bool one of one row for all heads and lanes.
+# Kinds of masks in a kernel; padding is a bool mask with one row for all heads and lanes.
 NO_MASK, BOOL_MASK, ADDITIVE_MASK, PADDING = range(4)
-# A mask's strides that grow with the cache, as the counts of shares do: a kernel made anew for each that is, or is not,
-# a multiple of 16, or is 1, would be compiled in the middle of a generation.
+# Do not let Triton specialise on values that grow with the cache (divisible by 16, equal to 1), such as these strides
+# and the numbers of shares: it would recompile during generation.
 MASK_STRIDES = ("m_batch", "m_head", "m_row")
-# The smallest sides of a product that fill a tensor core instruction: query rows, and channels.
+# The smallest numbers of query rows and channels that fill a tensor core instruction.
 FEWEST_ROWS, FEWEST_CHANNELS = 8, 16
-# Pairs in 16 bits per tile: of the slots, the ring and the new ones (more would spill registers; a tile's logits have
-# one base), and of a low-bit tier that is not quantised.
+# 16-bit pairs per tile: of slots, ring and new pairs (more would spill registers; a tile's logits share one base), and
+# of an unquantised low-bit tier.
 EXACT_BLOCK, PLAIN_BLOCK = LOGIT_BLOCK, 32
 SCORE_BLOCK = 1024
-# Warps of a program of `attend_tiers`, see `triton_low_bit`. At d 256 two warps would spill nothing, where one does in
-# the exact tiers' loop, but spend a fifth more instructions on the low-bit tier.
+# Warps of a program of `attend_tiers`, see `triton_low_bit`. At d = 256, one warp spills registers in the exact tiers'
+# loop. Two warps would not, but would run a fifth more instructions on the low-bit tier.
 WARPS = 1
-# Parts that `merge_splits` holds in registers, padded: few sizes, for each is a kernel that a growing cache comes to.
+# Padded numbers of parts in `merge_splits`' registers. Sizes are few, since a growing cache compiles a kernel for each.
 PART_SIZES = (8, 32, 128)
-# Parts, at most; programs that follow one another in one place, at most; the fewest tiles in 16 bits that are worth a
-# program of their own.
+# The most parts; the most rounds of programs; the fewest 16-bit tiles that are worth a separate program.
 MOST_PARTS, MOST_ROUNDS, FEWEST_TILES = PART_SIZES[-1], 4, 3
-# In tiles of the low-bit tier, by their instructions (tools/compile_kernels.py): a tile in 16 bits, and a program's
-# beginning and end.
+# Costs in units of a low-bit tile's instructions (tools/compile_kernels.py): a 16-bit tile, and a program's prologue
+# and epilogue.
 EXACT_TILE, PROLOGUE = 0.75, 1.5
 
 
 @dataclass(frozen=True)
 class Build:
-    """How `attend_tiers` is compiled, and so how many of its programs run at once.
+    """Compiler options of `attend_tiers`, which determine the number of its concurrent programs.
 
-    programs: on a multiprocessor, by their registers.
-    shared: bytes of shared memory of one, and of what the driver keeps for it.
-    stages: tiles of which the compiler has loads under way; 1: as many as there are programs.
-    registers: of a thread, at most; None: as many as there are.
+    programs: programs per multiprocessor that the registers allow.
+    shared: bytes of shared memory per program, including the driver's part.
+    stages: number of tiles in flight; 1 relies on other programs to hide loads.
+    registers: limit per thread, or None.
     """
 
     programs: int
@@ -87,13 +84,13 @@ class Build:
 
     @property
     def options(self) -> dict[str, int | None]:
-        """The compiler's, by Triton's names for them."""
+        """The options by Triton's names."""
         return {"num_stages": self.stages, "maxnreg": self.registers}
 
 
-# An instruction waits for the one before, and a scheduler has two warps of eight programs. Measured on an H200, of the
-# halves of a corrected step: sixteen are worth more, to values in a trellis more than loads that begin a tile ahead.
-# What keys spill for it lies outside their loop. Other sizes than these take all registers.
+# Instructions wait for their predecessors, and with eight programs a scheduler has only two warps. Measured on an H200
+# for the halves of a corrected step: sixteen programs are faster, and for trellis values this helps more than loading
+# ahead. Keys then spill registers outside their loop only. Other sizes use all registers.
 WHOLE, PLAIN_VALUES = Build(8, 20 << 10), Build(8, 20 << 10, stages=1)
 KEYS_ALONE, TRELLIS_ALONE = Build(16, 8 << 10, registers=128), Build(16, 3 << 10, stages=1)
 MOST_CHANNELS, MOST_KEY_BITS = 128, 2
@@ -101,22 +98,21 @@ MOST_CHANNELS, MOST_KEY_BITS = 128, 2
 
 @triton.jit
 def attend_exact(
-    # Of attend_tiers' rows [ROWS]: where q, the mask's row, the logits, their base and the sums of each lie; which are
-    # rows at all, which of them keep their logits, and each one's lane.
+    # For attend_tiers' rows [ROWS]: pointers to q, the mask's row, the logits, their base and the sums; which rows are
+    # real, which keep their logits, and each row's lane.
     q_row, mask_row, logits_row, base_row, out_row, real, kept, lane,
-    # The KV head's number in [B, H]; tokens cached, in the low-bit tier, and to be selected from; and the share: number
-    # `split` of `splits`.
+    # The KV head's index in [B, H]; the numbers of cached tokens, of low-bit tokens, and of candidates; share `split`
+    # of `splits`.
     bh, length, low_bit, candidates, split, splits,
-    # As attend_tiers has them, but k and v at this head's first new token.
+    # As in attend_tiers, but k and v at this head's first new token.
     recent, slots, slot_index, sink_pairs, sink_row, k_row, v_row, k_lane, v_lane, mask, m_token, scale, softcap,
     d: tl.constexpr, window: tl.constexpr, top_k: tl.constexpr, sink_tokens: tl.constexpr, lanes: tl.constexpr,
     stored: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, MASK: tl.constexpr, CAP: tl.constexpr,
     ROWS: tl.constexpr, CHANNELS: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A share of slots, the recent ring, the lanes' new pairs and the sink tokens, in 16 bits: stores its sums, returns
-    peak and total.
+    """Attend over a share of the 16-bit pairs: slots, recent ring, new pairs, sink tokens.
 
-    Bytes and FLOPs: those of attend_tiers.
+    Stores sums, returns peak and total. attend_tiers has the bytes and FLOPs.
     """
     kind: tl.constexpr = q_row.dtype.element_ty
     peak = tl.full([ROWS], float("-inf"), tl.float32)
@@ -132,7 +128,7 @@ def attend_exact(
     blocks = before_sinks + (sink_tokens + EXACT - 1) // EXACT
     share = tl.cdiv(blocks, splits)
     for block in range(split * share, tl.minimum(blocks, (split + 1) * share)):
-        # Slots, the recent ring, the new pairs of the lanes, then sinks: where a pair lies, and its token's number.
+        # Order: slots, recent ring, new pairs of the lanes, sinks. Compute each pair's pointer and token index.
         place = block * EXACT + within
         if block < slot_blocks:
             index = tl.load(slot_index + bh * top_k + place, place < top_k, -1).to(tl.int64)
@@ -166,7 +162,7 @@ def attend_exact(
             values = tl.load(values_at[:, None] + channel[None, :], loaded, 0.0)
         logits = tl.dot(query, tl.trans(keys), input_precision=PRECISION)
         logits = capped(logits * scale, softcap, CAP)
-        # Only the new pairs are causal. By places: Triton 3.9's interpreter takes no number for a whole row.
+        # Only the new pairs are causal. Triton 3.9's interpreter broadcasts no scalar here, so compare positions.
         others = (place < (before_sinks - 1) * EXACT) | (place >= before_sinks * EXACT)
         causal = others[None, :] | (within[None, :] <= lane[:, None])
         seen = real[:, None] & shown(there, mask, tokens * m_token, MASK)[None, :] & causal
@@ -174,7 +170,7 @@ def attend_exact(
         highest = tl.max(logits, 1)
         if KEYS and stored > 0:
             base = tl.zeros([ROWS], tl.float32)
-            if not VALUES:  # nothing but the ring is scored: there are no slots
+            if not VALUES:  # only the ring is scored, since there are no slots
                 base, number = finite(highest), low_bit // EXACT + block
                 if (block < recent_blocks) & (number * EXACT < candidates):
                     tl.store(base_row + number, base, kept)
@@ -189,30 +185,30 @@ def attend_exact(
 
 @triton.jit(do_not_specialize=[*MASK_STRIDES, "columns", "exact", "splits", "first"])
 def attend_tiers(
-    # q [B, Hq, lanes, d]; turned, q rotated and contiguous, anything where it is not; k and v [B, H, lanes, d], the new
-    # pairs; mask [B, Hq, lanes, > n] uint8 or additive, anything without a mask; cursor int64 [B, 4].
+    # q [B, Hq, lanes, d]; turned: q rotated and contiguous, unused without rotation; k and v [B, H, lanes, d], the new
+    # pairs; mask [B, Hq, lanes, > n] uint8 or additive, unused without a mask; cursor int64 [B, 4].
     q, turned, k, v, mask, cursor,
-    # The low-bit tier: codes [B, H, C, w] uint8, seen as [..., w/2] int16 where spans are even, or [..., 2·d] of q's
+    # The low-bit tier: codes [B, H, C, w] uint8, viewed as [..., w/2] int16 if spans are even, or [..., 2·d] of q's
     # dtype; key_params [B, H, C/g, 2, d] and value_params [B, H, C, 2, d/gv]: scale, then zero, in this dtype or in 8
-    # bits (in the trellis code a scale, [B, H, C/g, 1, g] and [B, H, C, 1, 1]). Tiers are contiguous.
+    # bits (for the trellis code scales [B, H, C/g, 1, g] and [B, H, C, 1, 1]). Tiers are contiguous.
     codes, key_params, value_params,
     # recent [B, H, W, 2, d], sink_pairs [B, H, s, 2, d] and sink_index [B, 1, s] int32 (-1: none), slots
     # [B, H, k, 2, d], slot_index [B, H, k] int32 (-1: empty).
     recent, sink_pairs, sink_index, slots, slot_index,
-    # shares [B, Hq, lanes, share_columns] float32, of the center, for tokens, or groups where it is stepped; anything
-    # where keys are not centered.
+    # shares [B, Hq, lanes, share_columns] float32: the center's shares, per token, or per group of a stepped center;
+    # unused if keys are not centered.
     shares,
-    # Written where KEYS, the low-bit tier's read where not: logits [B, Hq, stored, C], 16-bit or float32; and of a half
-    # their base [B, Hq, stored, C/16] float32, else anything.
+    # Written if KEYS, else the low-bit tier's are read: logits [B, Hq, stored, C], 16-bit or float32; in a half also
+    # their base [B, Hq, stored, C/16] float32.
     logits, base,
-    # Written: out [B·H, E + S, ROWS, d], where VALUES, peaks and totals [B·H, E + S, ROWS] float32.
+    # Written: out [B·H, E + S, ROWS, d] if VALUES; peaks and totals [B·H, E + S, ROWS] float32.
     out, peaks, totals,
-    # q_batch, q_head, q_lane: strides of q [B, Hq, lanes, d]; of k and v [B, H, lanes, d]; and of the mask
-    # [B, Hq, lanes, tokens], 0 along what it is broadcast over.
+    # Strides of q [B, Hq, lanes, d], of k and v [B, H, lanes, d], and of the mask [B, Hq, lanes, tokens], 0 for
+    # broadcast dimensions.
     q_batch, q_head, q_lane, k_batch, k_head, k_lane, v_batch, v_head, v_lane, m_batch, m_head, m_row, m_token,
     scale, softcap,
-    # H, C in tokens, columns of the cursor and of the center's shares; E, shares of the exact tiers, and S, of the
-    # low-bit tier; of all the first one of this launch.
+    # H; C in tokens; columns of the cursor and of the center's shares; E and S, the shares of the exact and of the
+    # low-bit tiers; the first share of this launch.
     heads, capacity, columns, share_columns, exact, splits, first,
     d: tl.constexpr, key_bits: tl.constexpr, value_bits: tl.constexpr, group: tl.constexpr, value_group: tl.constexpr,
     window: tl.constexpr, top_k: tl.constexpr, sink_tokens: tl.constexpr, lanes: tl.constexpr, queries: tl.constexpr,
@@ -223,15 +219,15 @@ def attend_tiers(
 ):  # fmt: skip
     """One program: all lanes and query heads of one KV head, over a share of its tiers.
 
-    queries: G. stored: of the lanes the last ones, which keep their logits. KEYS: the low-bit tier's logits are made
-    here; if not, they are there. VALUES: there are sums. ROTATED: the low-bit tier is. CENTERED: rows of its center.
-    MASK: NO_MASK, BOOL_MASK, ADDITIVE_MASK, PADDING. CAP: whether there is a softcap. ROWS, CHANNELS: G·lanes and d,
-    padded; row r is lane r % lanes of query head r // lanes. SPAN, KEY_CIRCLE, CIRCLE: see triton_low_bit. EXACT:
-    16-bit pairs a tile, and tokens that have one base. SHARES: which kinds of shares the launch has.
+    queries: G. stored: number of last lanes, which keep their logits. KEYS: compute the low-bit logits, else load
+    them. VALUES: compute sums. ROTATED: the low-bit tier is rotated. CENTERED: rows of its center.
+    MASK: NO_MASK, BOOL_MASK, ADDITIVE_MASK, PADDING. CAP: with a softcap. ROWS, CHANNELS: G·lanes and d, padded; row r
+    is lane r % lanes of query head r // lanes. SPAN, KEY_CIRCLE, CIRCLE: see triton_low_bit. EXACT: 16-bit pairs per
+    tile, and tokens per base. SHARES: the kinds of shares in the launch.
 
-    Bytes read a KV head: n·(w + 4·d/g + 4·d/gv) of the low-bit tier, 4·d·(W + k + s + lanes) in 16 bits; written:
-    2·G·n of logits, 4·(d + 2)·ROWS a split. FLOPs: 4·G·lanes·d a token, and less than half of it for zero points. A
-    half has its part of the codes and scales alone, and `kept_logits.bytes_of_logit`·G·lanes·n of logits.
+    Bytes read per KV head: n·(w + 4·d/g + 4·d/gv) of the low-bit tier, 4·d·(W + k + s + lanes) of 16-bit pairs. Bytes
+    written: 2·G·n of logits, 4·(d + 2)·ROWS per split. FLOPs: 4·G·lanes·d per token, plus less than half of that for
+    zero points. A half reads only its codes and scales, and `kept_logits.bytes_of_logit`·G·lanes·n bytes of logits.
     """
     bh, split = tl.program_id(0).to(tl.int64), first + tl.program_id(1)
     batch, head = bh // heads, bh % heads
@@ -284,10 +280,10 @@ def attend_tiers(
 
 @triton.jit(do_not_specialize=["parts", "exact"])
 def merge_splits(
-    # attend_tiers' sums: partial [B·H, parts, ROWS, d], where VALUES, peaks and totals [B·H, parts, ROWS], float32;
+    # attend_tiers' sums, float32: partial [B·H, parts, ROWS, d] if VALUES; peaks and totals [B·H, parts, ROWS];
     # sinks [Hq].
     partial, peaks, totals, sinks,
-    # Written: out [B, Hq, lanes, d] in q's dtype, where VALUES, lse [B, Hq, stored] float32 of the last lanes.
+    # Written: out [B, Hq, lanes, d] in q's dtype if VALUES; lse [B, Hq, stored] float32 of the last lanes.
     out, lse,
     # E + S, E, Hq.
     parts, exact, query_heads,
@@ -296,8 +292,8 @@ def merge_splits(
 ):  # fmt: skip
     """One program: one query head and lane. Writes its output and its log-sum-exp.
 
-    PARTS, CHANNELS: parts and d, padded. TURNED: channels that the low-bit tier, all parts but the first E, has
-    rotated together; 1: none. Bytes: 4·(d + 2)·parts read, 2·d + 4 written. FLOPs: 2·d·parts, and d·log2(TURNED).
+    PARTS, CHANNELS: parts and d, padded. TURNED: channels rotated together in the low-bit parts, which follow the first
+    E; 1: no rotation. Bytes: 4·(d + 2)·parts read, 2·d + 4 written. FLOPs: 2·d·parts + d·log2(TURNED).
     """
     number = tl.program_id(0).to(tl.int64)
     bh, row = number // (queries * lanes), number % (queries * lanes)
@@ -332,23 +328,22 @@ def merge_splits(
 
 @triton.jit(do_not_specialize=[*MASK_STRIDES, "columns"])
 def score_tokens(
-    # logits [B, Hq, stored, C] and base [B, Hq, stored, C/16] as attend_tiers left them, lse [B, Hq, stored] float32;
+    # logits [B, Hq, stored, C] and base [B, Hq, stored, C/16] from attend_tiers; lse [B, Hq, stored] float32;
     # mask [B, Hq, lanes, > n]; cursor int64 [B, 4]; sink_index [B, 1, s] int32.
     logits, base, lse, mask, cursor, sink_index,
     # Written: scores [stored, B, H, C] float32; -1: no candidate.
     scores,
-    # m_batch, m_head, m_row, m_token: strides of the mask [B, Hq, lanes, tokens], 0 along what it is broadcast over.
+    # Strides of the mask [B, Hq, lanes, tokens], 0 for broadcast dimensions.
     m_batch, m_head, m_row, m_token,
     # H, C in tokens, columns of the cursor.
     heads, capacity, columns,
     lanes: tl.constexpr, queries: tl.constexpr, stored: tl.constexpr, sink_tokens: tl.constexpr, MASK: tl.constexpr,
     BASE: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program: a block of tokens of one KV head, for one of the last `stored` lanes. BASE: whether there is one, of
-    so many TOKENS each.
+    """One program: a block of tokens of one KV head, for one of the last `stored` lanes. BASE: logits have a base per
+    TOKENS tokens.
 
-    Bytes a token: 2·G, or 4·G in float32, the bases' and the mask's read, 4 written. FLOPs: 3·G, one of them an
-    exponential.
+    Bytes per token: 2·G (4·G in float32), bases and mask read, 4 written. FLOPs: 3·G, a third of them exponentials.
     """
     bh, keeps = tl.program_id(0).to(tl.int64), tl.program_id(2)
     cursor += (bh // heads) * columns
@@ -356,7 +351,7 @@ def score_tokens(
     tokens = based * TOKENS + tl.arange(0, TOKENS)[None, :]
     candidates = tl.minimum(tl.load(cursor + AT_NEXT_LOW_BIT), tl.load(cursor + AT_LENGTH))
     there = tokens < candidates
-    # Logits are read by whole bases: a mask of single tokens would make a load of each.
+    # Load logits by whole bases: a mask on single tokens would split the loads.
     begun = tl.cdiv(candidates, TOKENS)
     score = tl.zeros([BLOCK // TOKENS, TOKENS], tl.float32)
     for query in tl.static_range(queries):
@@ -382,9 +377,9 @@ def score_tokens(
 
 @dataclass(frozen=True)
 class Sums:
-    """What attend_tiers leaves to merge_splits, which has the shapes.
+    """The results of attend_tiers for merge_splits, which has the shapes.
 
-    exact: so many of the parts, the first ones, are of the exact tiers.
+    exact: number of parts of the exact tiers, which come first.
     partial, peaks, totals: of each part.
     """
 
@@ -394,9 +389,9 @@ class Sums:
     totals: Tensor
 
 
-# Logits, and a half's base: see `kept_logits.py`.
+# Logits, and their base in a half: see `kept_logits.py`.
 Kept = tuple[Tensor, Tensor | None]
-# A mask's kind, what a kernel loads, its strides: see `mask_form`.
+# A mask's kind, the tensor that a kernel loads, and its strides: see `mask_form`.
 MaskForm = tuple[int, Tensor | None, dict[str, int]]
 
 
@@ -404,7 +399,7 @@ def decode_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, cursor: Tensor, slots: Tensor,
     slot_index: Tensor, tiers: Sequence[Tensor], layout: Sequence[int], scale: float, softcap: float | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """As `attention.decode_attention`; all lengths are read on the device, so that the step can be captured."""
+    """Compute `attention_ops.decode_attention`; the device reads all lengths, so that the step can be captured."""
     held, how = StoredTiers(*tiers), Layout(*layout)
     batch, query_heads, lanes, _ = q.shape
     form = mask_form(mask, batch, query_heads, lanes)
@@ -434,11 +429,13 @@ def attend(
     tiers: StoredTiers, kept: Kept, layout: Layout, scale: float, softcap: float | None, group: int,
     keys: bool = True, values: bool = True, chosen: Tensor | None = None,
 ) -> Sums:  # fmt: skip
-    """`attend_tiers`, whole or a half of it. Without `values` anything stands for slots and slot_index.
+    """Launch `attend_tiers`, whole or half of it. Without `values`, slots and slot_index are unused.
 
-    kept: where the last lanes' logits are, and a half's base. Without `values` there are no slots. group: tokens of a
-    tile; g, or without `keys` a divisor of it. chosen: the tokens that a correction brings to the slots; the low-bit
-    tier is attended to without them meanwhile, in a launch of its own.
+    Args:
+        kept: the last lanes' logits, and their base in a half.
+        group: tokens per tile: g, or without `keys` a divisor of g.
+        keys, values: the halves to compute.
+        chosen: tokens that a correction copies to the slots. A separate launch attends to the other low-bit tokens.
     """
     logits, base = kept
     codes, key_params, value_params, center, sink_pairs, sink_index, recent = tiers
@@ -505,10 +502,9 @@ def attend(
 def build_of(
     layout: Layout, keys: bool, values: bool, in_trellis: bool, d: int, rows: int, dtype: torch.dtype
 ) -> Build:  # fmt: skip
-    """`attend_tiers`' of these shares of the low-bit tier; those in 16 bits alone are built as WHOLE.
+    """Return the build of `attend_tiers` for these shares of the low-bit tier; 16-bit shares alone use WHOLE.
 
-    rows: ROWS.
-    dtype: q's.
+    rows: ROWS. dtype: dtype of q.
     """
     if not layout.is_quantised:
         return WHOLE if keys else PLAIN_VALUES
@@ -522,8 +518,8 @@ def build_of(
 def merged(
     sums: Sums, q: Tensor, heads: int, sinks: Tensor | None, stored: int, layout: Layout, values: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """`merge_splits`: the output [B, Hq, lanes, d] in q's dtype, without `values` an empty one, and the log-sum-exp
-    [B, Hq, stored] of the last lanes."""
+    """Launch `merge_splits`; returns the output [B, Hq, lanes, d] in q's dtype (empty without `values`), and the
+    log-sum-exp [B, Hq, stored] of the last lanes."""
     batch, query_heads, lanes, d = q.shape
     _, parts, rows = sums.peaks.shape
     out = torch.empty(q.shape if values else (0,), dtype=q.dtype, device=q.device)
@@ -540,7 +536,7 @@ def merged(
 
 
 def scores_of(kept: Kept, lse: Tensor, form: MaskForm, cursor: Tensor, tiers: StoredTiers, lanes: int) -> Tensor:
-    """`score_tokens`: [stored, B, H, C] of the lanes that kept their logits."""
+    """Launch `score_tokens`; returns [stored, B, H, C] for the lanes with kept logits."""
     logits, base = kept
     batch, query_heads, stored, capacity = logits.shape
     kind, mask, mask_strides = form
@@ -557,9 +553,9 @@ def scores_of(kept: Kept, lse: Tensor, form: MaskForm, cursor: Tensor, tiers: St
 
 
 def mask_form(mask: Tensor | None, batch: int, query_heads: int, rows: int) -> MaskForm:
-    """The mask's kind, the tensor that the kernel loads, and the mask's strides by the kernels' names for them.
+    """Return the mask's kind, the tensor that the kernel loads, and the mask's strides by the kernels' parameter names.
 
-    Strides are over [B, Hq, rows, n], 0 where the mask is broadcast. rows: lanes, or new tokens.
+    Strides are over [B, Hq, rows, n], 0 for broadcast dimensions. rows: number of lanes, or of new tokens.
     """
     names = ("m_batch", "m_head", "m_row", "m_token")
     if mask is None:
@@ -571,23 +567,23 @@ def mask_form(mask: Tensor | None, batch: int, query_heads: int, rows: int) -> M
 
 
 def exact_blocks(top_k: int, window: int, sink_tokens: int) -> int:
-    """Tiles of the exact tiers, at most: slots, ring, new pairs, sinks."""
+    """Return the largest number of tiles in the exact tiers: slots, ring, new pairs, sinks."""
     return sum(triton.cdiv(size, EXACT_BLOCK) for size in (top_k, window, sink_tokens)) + 1
 
 
 @functools.cache
 def shares_of(rows: int, tiles: int, blocks: int, slots: int, apart: int | None = None) -> tuple[int, int]:
-    """E and S: how many shares a head's exact tiers have, and how many its low-bit tier has.
+    """Return E and S, the numbers of shares of a head's exact tiers and of its low-bit tier.
 
-    rows: B·H.
-    tiles: of the low-bit tier.
-    blocks: tiles of 16 bits in the exact tiers.
-    slots: programs that the GPU runs at a time.
-    apart: those of the exact shares, which have a launch, and the GPU, of their own; None: both kinds have one launch.
+    E is the largest number of shares with at least three tiles that fills at most a quarter of the GPU, over all heads.
+    S minimises the end time, among numbers with at least four tiles per share and a few rounds of programs.
 
-    E: as many shares of three tiles or more as fill a quarter of the GPU at most, those of all heads together.
-    S: of the numbers that leave a share four tiles or more, and make a few rounds of programs in all, the one that ends
-    first.
+    Args:
+        rows: B·H.
+        tiles: tiles in the low-bit tier.
+        blocks: 16-bit tiles in the exact tiers.
+        slots: number of programs that the GPU runs concurrently.
+        apart: the same for exact shares in a separate launch; None if one launch has both kinds.
     """
     room = slots // 4 if apart is None else apart
     exact = max(1, min(blocks // FEWEST_TILES, room // rows, MOST_PARTS // 2))
@@ -601,7 +597,7 @@ def shares_of(rows: int, tiles: int, blocks: int, slots: int, apart: int | None 
 
 
 def makespan(slots: int, programs: list[float]) -> float:
-    """When programs of these lengths have ended, of which `slots` run at a time, begun in their order."""
+    """Return the end time of programs of these lengths, started in order with `slots` running concurrently."""
     ends = [0.0] * slots
     for length in programs:
         heapq.heapreplace(ends, ends[0] + length)
@@ -610,9 +606,9 @@ def makespan(slots: int, programs: list[float]) -> float:
 
 @functools.cache
 def programs_at_once(device: torch.device, build: Build) -> int:
-    """Programs of attend_tiers that the GPU's registers and shared memory hold.
+    """Return the number of programs of attend_tiers that the GPU's registers and shared memory hold.
 
-    The interpreter runs one after another, and is told those of two multiprocessors.
+    The interpreter, which runs programs sequentially, gets the number of two multiprocessors.
     """
     if device.type != "cuda":
         return 2 * WHOLE.programs

@@ -1,8 +1,7 @@
-"""Triton: exact attention of several new tokens over the host tier, block by block, and over themselves.
+"""Triton: `attention_ops.extend_attention`, exact attention of new tokens over the host tier and over themselves.
 
-The CUDA implementation of `attention.extend_attention`. The host tier comes in blocks through two staging buffers, the
-next one while this one is attended to; the running softmax's state stays on the device between blocks.
-FLOPs: 4·T·n·Hq·d; PCIe: the host tier, 4·n·H·d bytes, once a layer, whatever the number of new tokens.
+Blocks of the host tier travel through two staging buffers: one is copied while the other is used. The running softmax
+keeps its state on the device. FLOPs: 4·T·n·Hq·d; PCIe: 4·n·H·d bytes per layer, for any number of new tokens.
 """
 
 from __future__ import annotations
@@ -16,24 +15,24 @@ from torch import Tensor
 
 from specache_compile.kernels.movement import copy_stream
 from specache_compile.kernels.state.cursor import lengths_of
-from specache_compile.kernels.state.pages import Pages, pairs_of
+from specache_compile.kernels.state.page_table import Pages, pairs_of
 from specache_compile.kernels.state.segments import of_rows, runs_of_pairs
 from specache_compile.kernels.state.stored_pairs import decoded
 
 from .triton_decode import MASK_STRIDES, mask_form
 from .triton_softmax import biased, capped, grown, shown
 
-# Tokens of a host block: 4 MB a row and head of 8 at d 128, large enough for full PCIe speed.
+# Tokens of a host block: 8 MB per row with 8 heads and d = 128, large enough for full PCIe speed.
 HOST_BLOCK = 2048
 
 
 class Tile(NamedTuple):
-    """How a program of `attend_block` does its share.
+    """Tile sizes of `attend_block`.
 
-    rows: new tokens of one product.
-    keys: pairs of one product.
-    warps: of the program.
-    stages: tiles of pairs that are under way at once (`num_stages`).
+    rows: new tokens per product.
+    keys: pairs per product.
+    warps: warps per program.
+    stages: tiles of pairs in flight (`num_stages`).
     """
 
     rows: int
@@ -42,8 +41,8 @@ class Tile(NamedTuple):
     stages: int
 
 
-# By the bytes of a padded row of channels: what 99 KiB of shared memory hold, all that a program of an A6000 or a 4090
-# can have (tools/compile_kernels.py checks it).
+# Bytes of a padded row of channels → tile. Each fits in 99 KiB, the most shared memory of a program on an A6000 or a
+# 4090 (tools/compile_kernels.py checks it).
 TILES = {256: Tile(64, 32, 4, 3), 512: Tile(64, 32, 8, 2), 1024: Tile(32, 16, 8, 2), 2048: Tile(16, 16, 8, 1)}
 
 
@@ -53,19 +52,19 @@ def attend_block(
     q, keys, values, mask,
     # The running softmax, read and written: out [B, Hq, T, d], peaks and totals [B, Hq, T], float32, contiguous.
     out, peaks, totals,
-    # q_batch, q_head, q_token: strides of q [B, Hq, T, d], in elements, the channels side by side; k_batch, ... and
-    # v_batch, ...: of keys and values [B, H, size, d]; m_batch, ...: of the mask, 0 along what it is broadcast over.
+    # q_batch, q_head, q_token: strides of q [B, Hq, T, d] in elements, with contiguous channels; k_batch, ... and
+    # v_batch, ...: of keys and values [B, H, size, d]; m_batch, ...: of the mask, 0 for broadcast dimensions.
     q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token, m_batch, m_head, m_row, m_token,
     scale, softcap,
-    # Hq, H, T new tokens, tokens in the block, and the block's first one's number.
+    # Hq, H, T new tokens, tokens in the block, and the index of the block's first token.
     query_heads, heads, count, size, first,
     d: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, CAP: tl.constexpr, ROWS: tl.constexpr,
     KEYS: tl.constexpr, CHANNELS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program: ROWS new tokens of one query head over `size` pairs, the first of which is token `first`.
+    """One program: ROWS new tokens of one query head over `size` pairs, which begin at token `first`.
 
-    CHANNELS: d, padded. Bytes: 4·size·d of pairs, which programs of one KV head share in the second-level cache,
-    2·ROWS·d of q, and 4·ROWS·(d + 2) of the state, read and written. FLOPs: 4·ROWS·size·d, half of them where CAUSAL.
+    CHANNELS: d, padded. Bytes: 4·size·d of pairs, which programs of one KV head share in the L2 cache, 2·ROWS·d of q,
+    and 4·ROWS·(d + 2) of the state, read and written. FLOPs: 4·ROWS·size·d, half of that with CAUSAL.
     """
     number = tl.program_id(0).to(tl.int64)
     batch, query_head = number // query_heads, number % query_heads
@@ -108,13 +107,15 @@ def extend_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, cursor: Tensor, host: Tensor,
     scale: float, softcap: float | None,
 ) -> Tensor:  # fmt: skip
-    """As `attention.extend_attention`, one run of rows of one length after the other. Takes the lengths from what the
-    host knows of the cursor: an extend is no part of a captured step."""
+    """Compute `attention_ops.extend_attention`, one run of rows of equal length after the other.
+
+    The host reads the published lengths of the cursor, since no captured step contains this op.
+    """
     pairs = pairs_of(host, cursor)
     lengths, settings = runs_of_pairs(lengths_of(cursor), pairs), (scale, softcap)
     if len(lengths) == 1 and lengths[0][1] >= 0:
         return extend_rows(q, k, v, mask, sinks, lengths[0][1], pairs, *settings)
-    out = torch.zeros_like(q)  # and stays so where there is no token
+    out = torch.zeros_like(q)  # rows without tokens stay 0
     for rows, length in lengths:
         begin, (queries, keys, values) = max(0, -length), (x[rows, :, max(0, -length) :] for x in (q, k, v))
         if queries.shape[2]:
@@ -128,7 +129,7 @@ def extend_rows(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, length: int, host: Tensor | Pages,
     scale: float, softcap: float | None,
 ) -> Tensor:  # fmt: skip
-    """`extend_attention` of rows with `length` cached tokens each."""
+    """Run `extend_attention` for rows with `length` cached tokens each."""
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     batch, query_heads, count, d = q.shape
     if mask is not None and mask.shape[-1] < length + count:
@@ -166,6 +167,6 @@ def extend_rows(
 
 
 def tile_of(d: int, dtype: torch.dtype) -> tuple[int, Tile]:
-    """Channels, padded, and the tile that `attend_block` has for them."""
+    """Return the padded channels, and the tile of `attend_block` for them."""
     channels = max(16, triton.next_power_of_2(d))
     return channels, TILES[max(min(TILES), channels * dtype.itemsize)]

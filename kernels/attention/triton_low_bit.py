@@ -1,55 +1,52 @@
-"""Triton: one split's share of the low-bit tier in decode attention, part of `triton_decode.attend_tiers`, whole or by
-halves: the keys', which ends in logits, and the values', which begins with them.
+"""Triton: attention over one split's share of the low-bit tier, whole or by halves, for `triton_decode.attend_tiers`.
 
-What a stored number costs decides here, not its bytes: an H200 gives 3.5 instructions to each before 60 % of its
-bandwidth is out of reach (tools/compile_kernels.py counts them). Hence:
-- The products are K·qᵀ and Vᵀ·wᵀ: the few query rows are the side that a tensor core instruction has eight of, and the
-  unpacked codes the one that it takes from registers, so that only packed codes pass through shared memory.
-- One AND makes two numbers (`fields_of`, `numbers`). Scales are on q and on the weights, zero points a product apart.
-- One warp a program: several would unpack the same codes, or meet at a barrier for every tile's maximum.
-
-Codes come out of their words in an order of their own, which q and the sums follow, and times a power of two, which q's
-scales and the sums take back. Keys and values of other bits than one another have their own planes, widths and fields.
-Worked through for d = 16 channels at 2 bits both, groups of g = 4 tokens, gv = 8 channels:
-
-    planes = 4         codes in a byte: plane p of byte j is channel 4·p + j (`quantize.pack`)
-    plane_width = 4    bytes of a token's keys, and of its values behind them
-    halves = 2         bytes in an element, where they are loaded as int16; width = 2 elements of keys a token, and as
-                       many of values: stride = 4 from one token to the next
-    fields = 8         codes in an element, planes · halves: field f is plane f % 4 of byte f // 4
-
-    With a capacity of C = 8 tokens, head 3's tile 1 starts at token 3 · 8 + 1 · 4 = 28, so at element
-    28 · stride = 112 of the codes; its token i's keys are 4 · i elements on, the values 2 more. Its key scales are
-    those of group 3 · 8 / 4 + 1 = 7, so at number 7 · 2 · d = 224, its key zeros 16 more.
-
-    One token's keys, channel by channel, byte by byte, and as a word, element 1 above element 0:
-
-        codes              1   0   2   3   2   1   0   3   3   3   1   0   0   2   1   1
-        bytes           0x39 0xb4 0x52 0x4f
-        word            0x4f52b439
-
-    Of a word, one AND (and a shift from field 4 on) leaves one field of both elements, as field 1, channels 4 and 6:
-    0x4f52b439 & 0x000c000c = 0x00000008, so 2 · 4 in the lower half, channel 4, and 0 · 4 in the upper one, channel 6.
-    All fields make the 16 columns of a product's left side (`key_columns`), each number its code · 4**plane:
-
-        field              0   0   1   1   2   2   3   3   4   4   5   5   6   6   7   7
-        element            0   1   0   1   0   1   0   1   0   1   0   1   0   1   0   1
-        channel            0   2   4   6   8  10  12  14   1   3   5   7   9  11  13  15
-        number             1   2   8   0  48  16   0  64   0   3   4  12  48   0 128  64
-
-    A key is code · s + z, so a logit is Σ number · (q · s / 4**plane) + Σ q · z: two products, for which q's columns
-    have the same channels, and in the first (`lifted`) what undoes number's power of two. The second is the same for a
-    group's tokens, and z of 8 bits is eighths of s: Σ eighths · 4**plane · (q · s / 4**plane) / 8.
-
-    Values are unpacked by parts that have one scale a token: SPAN = gcd(plane_width, gv) bytes of `shared` = 2 planes.
-    Their words hold two tokens' elements, and a part's fields are the rows of a product's left side (`value_rows`):
-
-        part               0   0   0   0   0   0   0   0   1   1   1   1   1   1   1   1
-        part's channel     0   2   4   6   1   3   5   7   8  10  12  14   9  11  13  15
-
-    A sum is Σ w · (code · s + z) = Σ number · (w · s) / 4**plane + Σ w · z: the first over a part's rows as they are,
-    divided when the last tile is in; the second once for each group of channels. In a trellis z is -3/2 · s.
+Instructions per stored number are the limit, not bytes: an H200 has 3.5 of them before 60 % of its bandwidth is out of
+reach (tools/compile_kernels.py counts them). The comment below explains the design, and has a worked example.
 """
+
+# - The products are K·qᵀ and Vᵀ·wᵀ. A tensor core instruction has eight columns for the few query rows, and takes the
+#   unpacked codes from registers, so that only packed codes pass through shared memory.
+# - One AND unpacks two numbers (`fields_of`, `numbers`). q and the weights are multiplied by the scales; zero points
+#   are a separate product.
+# - A program has one warp: several warps would unpack the same codes, or synchronise for every tile's maximum.
+#
+# Unpacked codes come in a permuted order, which q and the sums use too. They are multiplied by powers of two, by which
+# q's scales and the sums are divided. If keys and values have different bits, each has separate planes, widths and
+# fields.
+# Worked example: d = 16 channels, keys and values of 2 bits, groups of g = 4 tokens, gv = 8 channels:
+#
+#     planes = 4         codes in a byte: plane p of byte j is channel 4·p + j (`quantize.pack`)
+#     plane_width = 4    bytes of a token's key, and of its value after it
+#     halves = 2         bytes in an element, if loaded as int16; width = 2 elements of a key, and as many of a value:
+#                        stride = 4 from one token to the next
+#     fields = 8         codes in an element, planes · halves: field f is plane f % 4 of byte f // 4
+#
+#     With a capacity of C = 8 tokens, head 3's tile 1 starts at token 3 · 8 + 1 · 4 = 28, so at element
+#     28 · stride = 112 of the codes. The key of its token i is 4 · i elements further, the value 2 more. Its key scales
+#     are those of group 3 · 8 / 4 + 1 = 7, so at number 7 · 2 · d = 224, and its key zeros 16 further.
+#
+#     One token's key by channel, by byte, and as a word (element 1 above element 0):
+#         codes              1   0   2   3   2   1   0   3   3   3   1   0   0   2   1   1
+#         bytes           0x39 0xb4 0x52 0x4f
+#         word            0x4f52b439
+#     One AND (with a shift from field 4 on) leaves one field of both elements of a word. Field 1 has channels 4 and 6:
+#     0x4f52b439 & 0x000c000c = 0x00000008, so 2 · 4 in the lower half, channel 4, and 0 · 4 in the upper, channel 6.
+#     All fields are the 16 columns of a product's left side (`key_columns`), each number its code · 4**plane:
+#         field              0   0   1   1   2   2   3   3   4   4   5   5   6   6   7   7
+#         element            0   1   0   1   0   1   0   1   0   1   0   1   0   1   0   1
+#         channel            0   2   4   6   8  10  12  14   1   3   5   7   9  11  13  15
+#         number             1   2   8   0  48  16   0  64   0   3   4  12  48   0 128  64
+#     A key is code · s + z, so a logit is Σ number · (q · s / 4**plane) + Σ q · z: two products. q's columns have the
+#     same channels, and in the first product (`lifted`) the inverse of number's power of two. All tokens of a group
+#     share the second. 8-bit z counts eighths of s: Σ eighths · 4**plane · (q · s / 4**plane) / 8.
+#
+#     Values are unpacked in parts that share one scale per token: SPAN = gcd(plane_width, gv) bytes of `shared` = 2
+#     planes. Their words hold two tokens' elements; a part's fields are the rows of a product's left side
+#     (`value_rows`):
+#         part               0   0   0   0   0   0   0   0   1   1   1   1   1   1   1   1
+#         part's channel     0   2   4   6   1   3   5   7   8  10  12  14   9  11  13  15
+#     A sum is Σ w · (code · s + z) = Σ number · (w · s) / 4**plane + Σ w · z. The first is summed over a part's rows,
+#     and divided after the last tile; the second is one sum per group of channels. In a trellis z is -3/2 · s.
 
 from __future__ import annotations
 
@@ -65,13 +62,13 @@ from specache_compile.kernels.state.triton_cursor import place_in_page
 from .triton_softmax import biased, capped, exponential, grown, shown
 
 SLOT_BLOCK = tl.constexpr(64)
-# The base of a tile of which nothing is seen: below every other, but finite.
+# The base of a tile without visible tokens: the smallest finite number.
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
-# Rows of a product's left side, at least: as a tensor core instruction has them.
+# The fewest rows of a product's left side, as in a tensor core instruction.
 FEWEST_LEFT = tl.constexpr(16)
-# Bases that are looked at together for the highest.
+# Bases per step of the search for the highest.
 BASE_BLOCK = tl.constexpr(64)
-# What lies between the exponents of a float16 and those of a bfloat16 of the same bits.
+# The ratio of a bfloat16 and a float16 with the same exponent bits.
 BIASES_APART = tl.constexpr(2.0**112)
 
 
@@ -82,9 +79,9 @@ def either(one, other):
 
 @triton.jit
 def bits_of(index, first, group: tl.constexpr):
-    """int32 [group / 32]: a bit for each of the tokens from `first` on, set for those in `index` [n].
+    """Return int32 [group / 32], a bit per token from `first` on, set for the tokens in `index` [n].
 
-    Each of these sets its own: comparing every token with every one would cost as much as a whole product.
+    Each entry of `index` sets its bit; comparing all pairs of tokens would cost as much as a whole product.
     """
     word, place = tl.arange(0, group // 32), index - first
     here = (place >> 5)[:, None] == word[None, :]
@@ -93,9 +90,9 @@ def bits_of(index, first, group: tl.constexpr):
 
 @triton.jit
 def fetched_tokens(slot_index, first, top_k: tl.constexpr, group: tl.constexpr):
-    """`bits_of` those in the slots."""
+    """Return `bits_of` the tokens in the slots."""
     found = tl.zeros([group // 32], tl.int32)
-    if top_k > 0:  # else `slot_index` may be anything, of any type
+    if top_k > 0:  # else `slot_index` is unused, of any type
         for start in range(0, top_k, SLOT_BLOCK):
             slot = start + tl.arange(0, SLOT_BLOCK)
             found |= bits_of(tl.load(slot_index + slot, slot < top_k, -1), first, group=group)
@@ -104,17 +101,17 @@ def fetched_tokens(slot_index, first, top_k: tl.constexpr, group: tl.constexpr):
 
 @triton.jit
 def set_in(bits, group: tl.constexpr):
-    """bool [group] of `bits_of`."""
+    """Convert the result of `bits_of` to bool [group]."""
     return tl.reshape(((bits[:, None] >> tl.arange(0, 32)[None, :]) & 1) != 0, [group])
 
 
 @triton.jit
 def fields_of(packed, first: tl.constexpr, planes: tl.constexpr, bits: tl.constexpr):
-    """int32 [A, B / 2, F] of packed [A, B]: a code of one of two neighbours in each half. [A, B / 2] of int32 are pairs
-    already.
+    """Unpack [A, B] to int32 [A, B / 2, F]; each half has a code of one of two adjacent elements. int32 [A, B / 2] has
+    pairs already.
 
-    A field is a plane of a byte: the planes from `first` on of an element's low byte, then those of its high one, if it
-    has two. A code stays where it lies in its byte, so that a field costs one AND.
+    A field is a plane of a byte: the planes from `first` on of an element's low byte, then of its high byte, if any. A
+    code keeps its position in its byte, so that a field costs one AND.
     """
     if packed.dtype == tl.int32:
         fields: tl.constexpr = 2 * planes
@@ -140,10 +137,10 @@ def fields_of(packed, first: tl.constexpr, planes: tl.constexpr, bits: tl.conste
 
 @triton.jit
 def numbers(pairs, kind: tl.constexpr):
-    """int32 [...] → [..., 2] in `kind`: each half, below 256, times the smallest number that a 16-bit kind has.
+    """Return int32 [...] as [..., 2] in `kind`: each half, below 256, times the smallest number of a 16-bit kind.
 
-    Nothing is converted: a float whose exponent bits are zero is its mantissa times that number, and tensor cores take
-    such subnormal numbers as they are. It holds with the exponent's lowest bit too, a bfloat16's eighth.
+    This needs no conversion: a float without exponent bits is its mantissa times that number, and tensor cores support
+    subnormals. The exponent's lowest bit, a bfloat16's eighth bit, fits this formula too.
     """
     halves = tl.join(pairs.to(tl.int16), (pairs >> 16).to(tl.int16))
     return halves.to(tl.float32) if kind == tl.float32 else halves.to(kind, bitcast=True)
@@ -151,10 +148,10 @@ def numbers(pairs, kind: tl.constexpr):
 
 @triton.jit
 def key_columns(fields: tl.constexpr, planes: tl.constexpr, plane_width: tl.constexpr, WIDTH: tl.constexpr):
-    """int32 [fields · WIDTH], a column each of the unpacked keys: its channel, its plane, and its element of a token.
+    """Return channel, plane and element of each column of unpacked keys, int32 [fields · WIDTH].
 
-    An element and its neighbour, then two fields lie innermost because a thread holds four neighbours of a product's
-    left side: none is unpacked by one thread for another.
+    Two adjacent elements, then two fields are innermost, since a thread holds four adjacent columns of a product's left
+    side: each thread unpacks its own columns.
     """
     order = tl.arange(0, fields * WIDTH)
     field, element = tl.zeros_like(order), order
@@ -166,7 +163,7 @@ def key_columns(fields: tl.constexpr, planes: tl.constexpr, plane_width: tl.cons
 
 @triton.jit
 def unpacked_keys(packed, planes: tl.constexpr, bits: tl.constexpr, kind: tl.constexpr):
-    """[group, fields · WIDTH] in `kind`: a tile's key codes in `key_columns`' order, times 2**(plane · bits)."""
+    """Return a tile's key codes [group, fields · WIDTH] in `kind` and `key_columns`' order, times 2**(plane · bits)."""
     found = fields_of(packed, 0, planes, bits)
     group: tl.constexpr = found.shape[0]
     half: tl.constexpr = found.shape[1]
@@ -178,8 +175,8 @@ def unpacked_keys(packed, planes: tl.constexpr, bits: tl.constexpr, kind: tl.con
 
 @triton.jit
 def unpacked_values(packed, first: tl.constexpr, shared: tl.constexpr, bits: tl.constexpr, kind: tl.constexpr):
-    """[fields · PIECE, group] in `kind`: a part's value codes [PIECE, group] in `value_rows`' order, times
-    2**(plane · bits). The part's planes are `shared` from `first` on."""
+    """Unpack a part's value codes [PIECE, group] to [fields · PIECE, group] in `kind` and `value_rows`' order, times
+    2**(plane · bits). The part has `shared` planes from `first` on."""
     found = tl.permute(fields_of(packed, first, shared, bits), (2, 0, 1))
     return tl.reshape(numbers(found, kind), [found.shape[0] * found.shape[1], 2 * found.shape[2]])
 
@@ -189,8 +186,8 @@ def value_rows(
     part: tl.constexpr, shared: tl.constexpr, runs: tl.constexpr, halves: tl.constexpr, plane_width: tl.constexpr,
     SPAN: tl.constexpr, PIECE: tl.constexpr, WORDED: tl.constexpr,
 ):  # fmt: skip
-    """int32 [shared · halves · PIECE], a row each of a part's unpacked values: its channel, its plane, its element of
-    the span. WORDED: elements are in `load_expanded_words`' order."""
+    """Return channel, plane and element in the span of each row of a part's unpacked values, int32
+    [shared · halves · PIECE]. WORDED: elements are in `load_expanded_words`' order."""
     order = tl.arange(0, shared * halves * PIECE)
     plane = part % runs * shared + order // PIECE % shared
     element = order % PIECE
@@ -205,7 +202,7 @@ def load_keys(
     tile_codes, group: tl.constexpr, width: tl.constexpr, stride: tl.constexpr, WIDTH: tl.constexpr,
     WORDS: tl.constexpr,
 ):  # fmt: skip
-    """A tile's key codes: [group, WIDTH] elements, or [group, WIDTH / 2] words of two, so that none needs joining."""
+    """Load a tile's key codes as [group, WIDTH] elements, or as [group, WIDTH / 2] words of two elements."""
     token = tl.arange(0, group)[:, None]
     if WORDS:
         words = tile_codes.to(tl.pointer_type(tl.int32), bitcast=True)
@@ -219,10 +216,10 @@ def load_keys(
 
 @triton.jit
 def key_params_in(scale, zero, kind: tl.constexpr):
-    """A key's scale and zero point in `kind`. Of 8 bits they are exact there, and the zero point counts eighths of a
-    scale. A detour by float32 would cost as much as unpacking the codes."""
+    """Convert a key's scale and zero point to `kind`, exactly for 8 bits, where the zero point counts eighths of a
+    scale. A conversion via float32 would cost as much as unpacking the codes."""
     if scale.dtype == tl.uint8:
-        if kind == tl.bfloat16:  # five bits of exponent and what is left of the mantissa, where a bfloat16 has them
+        if kind == tl.bfloat16:  # move exponent and mantissa bits to a bfloat16's positions
             scale = (scale.to(tl.int16) << DROPPED - 3).to(tl.bfloat16, bitcast=True) * BIASES_APART
         else:
             scale = (scale.to(tl.int16) << DROPPED).to(tl.float16, bitcast=True)
@@ -232,17 +229,17 @@ def key_params_in(scale, zero, kind: tl.constexpr):
 
 @triton.jit
 def in_key_columns(x, d: tl.constexpr, planes: tl.constexpr, halves: tl.constexpr):
-    """x [d], whose channels are as they lie, in `key_columns`' order."""
+    """Permute x [d] from the channels' order to `key_columns`' order."""
     x = tl.reshape(x, [planes // 2, 2, d // planes // halves // 2, 2, halves])
     return tl.reshape(tl.permute(x, (4, 0, 2, 1, 3)), [d])
 
 
 @triton.jit
 def load_key_params(params, d: tl.constexpr, planes: tl.constexpr, halves: tl.constexpr, kind: tl.constexpr):
-    """A tile's `key_params_in`, each [d] in `key_columns`' order, of params [2, d].
+    """Load a tile's `key_params_in` from params [2, d], each [d] in `key_columns`' order.
 
-    Loaded as they lie, many bytes a thread, which is what the compiler makes asynchronous copies of, and brought into
-    order in registers, each by itself: loads of single channels wait for memory in every tile.
+    Contiguous loads become asynchronous copies; the registers are then permuted. Loads of single channels would wait
+    for memory in every tile.
     """
     scale, zero = key_params_in(tl.load(params + tl.arange(0, d)), tl.load(params + d + tl.arange(0, d)), kind)
     return in_key_columns(scale, d, planes, halves), in_key_columns(zero, d, planes, halves)
@@ -250,15 +247,15 @@ def load_key_params(params, d: tl.constexpr, planes: tl.constexpr, halves: tl.co
 
 @triton.jit
 def load_value_params(params, group: tl.constexpr, groups: tl.constexpr):
-    """A tile's value scales, `groups` of [group], and behind them in the same tuple its zeros [group, groups], of
-    params [group, 2, groups]; loaded as `load_key_params` does."""
+    """Load a tile's value scales (`groups` of [group]) and zeros [group, groups], in one tuple, from params
+    [group, 2, groups], as `load_key_params` does."""
     whole = tl.load(params + tl.arange(0, group * 2 * groups))
     scales, zeros = tl.split(tl.permute(tl.reshape(whole, [group, 2, groups]), (0, 2, 1)))
     scales = read_scale(scales)
     zeros = read_zero(zeros, scales)
     columns = (scales,)
     for step in tl.static_range(8):
-        if groups >> step > 1:  # column i of 2**step holds the numbers i, i + 2**step, ...: its halves are two of twice
+        if groups >> step > 1:  # column i of 2**step holds numbers i, i + 2**step, ...; split it into two columns
             evens, odds = (), ()
             for at in tl.static_range(1 << step):
                 even, odd = tl.split(tl.reshape(columns[at], [group, groups >> step + 1, 2]))
@@ -272,7 +269,7 @@ def load_value_params(params, group: tl.constexpr, groups: tl.constexpr):
 
 @triton.jit
 def highest_base(base_row, real, first, end):
-    """float32 [ROWS]: each row's highest base of the blocks from `first` to `end`."""
+    """Return each row's highest base of the blocks from `first` to `end`, float32 [ROWS]."""
     found = tl.full([base_row.shape[0], BASE_BLOCK], float("-inf"), tl.float32)
     for start in range(first, end, BASE_BLOCK):
         block = start + tl.arange(0, BASE_BLOCK)
@@ -283,13 +280,12 @@ def highest_base(base_row, real, first, end):
 
 @triton.jit
 def attend_low_bit(
-    # Of triton_decode.attend_tiers' rows [ROWS]: where q (rotated, where keys are), the mask's row, the logits, their
-    # base, what the center adds to them and the sums of each lie; which are rows at all, and which keep their logits.
+    # For triton_decode.attend_tiers' rows [ROWS]: pointers to q (rotated if keys are), the mask's row, the logits,
+    # their base, the center's shares and the sums; which rows are real, and which keep their logits.
     q_row, mask_row, logits_row, base_row, shares_row, out_row, real, kept,
-    # The KV head's number in [B, H], and H; its row of the cursor; the tokens in the low-bit tier, and the share:
-    # number `split` of `splits`.
+    # The KV head's index in [B, H]; H; its row of the cursor; the number of low-bit tokens; share `split` of `splits`.
     bh, heads, table, low_bit, split, splits,
-    # As attend_tiers has them.
+    # As in attend_tiers.
     codes, key_params, value_params, slot_index, sink_row, mask, m_token, scale, softcap, capacity,
     d: tl.constexpr, key_bits: tl.constexpr, value_bits: tl.constexpr, group: tl.constexpr, value_group: tl.constexpr,
     top_k: tl.constexpr, sink_tokens: tl.constexpr, stored: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
@@ -297,20 +293,20 @@ def attend_low_bit(
     SPAN: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr, KEY_CIRCLE: tl.constexpr, CIRCLE: tl.constexpr,
     PAGED: tl.constexpr,
 ):  # fmt: skip
-    """One split's share of the low-bit tier, without what is in the slots, and the sinks, whose logits are -inf: stores
-    its sums, returns peak and total.
+    """Attend over one split's share of the low-bit tier, without tokens in slots and sinks, whose logits are -inf.
+    Stores sums, returns peak and total.
 
-    From logits the peak is the split's highest base, what is in the slots included: nothing is scaled anew on the way.
-    But not in float16, whose weights would be 0 far below such a peak; in the others 80 below it is far.
+    With given logits, the peak is the split's highest base, slots included, so sums are never rescaled. In float16 this
+    would round small weights to 0, so float16 uses a running peak; other dtypes have a range of e⁻⁸⁰.
 
-    An element of `codes` is one or two bytes (`halves`), or a number where bits are 16. SPAN bytes of a token's values
-    have one scale in a plane, EXACT tokens' logits one base. KEY_CIRCLE, CIRCLE: bytes of the keys' and the values'
-    trellis code that go round, 0 where they are in another; as it is loaded, it becomes a code of two bits with levels
-    s·(q - 3/2). Bytes and FLOPs: those of attend_tiers.
+    An element of `codes` is one or two bytes (`halves`), or a number if bits are 16. SPAN bytes of a token's values
+    share a scale in each plane, EXACT tokens share a base. KEY_CIRCLE, CIRCLE: bytes of a circle in the keys' and
+    values' trellis code, else 0. Loading expands it to a 2-bit code with levels s·(q - 3/2). attend_tiers has bytes and
+    FLOPs.
     """
     kind: tl.constexpr = q_row.dtype.element_ty
     plain: tl.constexpr = key_bits == 16
-    # What a code's lowest bit is worth, see `numbers`. The lift keeps sums with bfloat16's in float32's normal range.
+    # The value of a code's lowest bit, see `numbers`. The lift keeps bfloat16's sums in float32's normal range.
     unit: tl.constexpr = 2.0**-133 if kind == tl.bfloat16 else (2.0**-24 if kind == tl.float16 else 1.0)
     lift: tl.constexpr = 2.0**48 if kind == tl.bfloat16 else 1.0
     undo: tl.constexpr = 1.0 if plain else 1.0 / (lift * unit)
@@ -330,11 +326,11 @@ def attend_low_bit(
     WORDED: tl.constexpr = CIRCLE == 4 and halves == 2
     stride: tl.constexpr = stored_key_width + stored_width
     WORDS: tl.constexpr = not plain and halves == 2 and stored_key_width % 2 == 0 and stored_width % 2 == 0
-    # Where words fill their number, `load_expanded_words` has elements in their order.
+    # `load_expanded_words` needs a power of two of words.
     KEYS_WORDED: tl.constexpr = WORDS and KEY_CIRCLE == 4 and key_width == KEY_WIDTH
     groups: tl.constexpr = d // value_group
     GROUPS: tl.constexpr = triton.next_power_of_2(groups)
-    # Whether scales and zeros can be loaded as they lie: sizes are powers of two then.
+    # Contiguous loads of scales and zeros need sizes that are powers of two.
     KEYS_AS_THEY_LIE: tl.constexpr = key_planes >= 2 and key_width == KEY_WIDTH
     VALUES_AS_THEY_LIE: tl.constexpr = groups == GROUPS
     GROWING: tl.constexpr = KEYS or kind == tl.float16
@@ -350,11 +346,11 @@ def attend_low_bit(
         lifted = (query.to(tl.float32) * (lift / plane_worth)[None, :]).to(kind)
         if KEY_CIRCLE > 0:
             offset = -1.5 * tl.sum(query.to(tl.float32), 1)
-        if sink_tokens > 0:  # loaded here: every turn of the loop would wait for them
+        if sink_tokens > 0:  # loaded before the loop, whose every iteration would wait for them
             sink = tl.arange(0, triton.next_power_of_2(sink_tokens))
             sinks = tl.load(sink_row + sink, sink < sink_tokens, -1)
 
-    # Values in parts of one scale each: `shared` planes of a span.
+    # Values in parts with one scale each: `shared` planes of a span.
     span: tl.constexpr = SPAN // halves
     PIECE: tl.constexpr = triton.next_power_of_2(span)
     shared: tl.constexpr = value_group // plane_width if span == width else 1
@@ -377,7 +373,7 @@ def attend_low_bit(
     if not GROWING:
         peak = highest_base(base_row, real, begin * (group // EXACT), end * (group // EXACT))
     for tile in range(begin, end):
-        # The tile's own offset is 64 bits wide, what lies inside it 32.
+        # Offsets of tiles have 64 bits, offsets inside a tile 32.
         first = bh * capacity + tile * group
         if PAGED:
             token = tl.zeros([], tl.int64) + tile * group
@@ -416,7 +412,7 @@ def attend_low_bit(
                 keys = unpacked_keys(key_codes, planes=key_planes, bits=key_bits, kind=kind)
                 scaled_query = tl.trans(lifted * key_scale[None, :])
                 logits = tl.dot(keys, scaled_query, input_precision=PRECISION) * (undo * scale)
-                # Zero points are the same for all tokens: sixteen rows of them are as few as a product has.
+                # All tokens share the zero points; sixteen rows are the smallest product.
                 zeros, against, zero_worth = key_zero, tl.trans(query), scale
                 if key_params.dtype.element_ty == tl.uint8:
                     zeros, against, zero_worth = key_zero * plane_worth.to(kind), scaled_query, scale * (EIGHTH / lift)
@@ -448,7 +444,7 @@ def attend_low_bit(
                     tl.store(base_row[:, None] + block[None, :], base, kept[:, None])
                     tl.store(logits_at, logits - base, kept[:, None])
         else:
-            # Whole rows, for a mask of single tokens would make a load of each.
+            # Load whole rows, since a mask on single tokens would split the loads.
             above = tl.load(logits_row[:, None] + tokens[None, :], real[:, None], 0.0).to(tl.float32)
             base = tl.load(base_row + tile * (group // EXACT), real, 0.0)
             seen = real[:, None] & ~fetched[None, :]

@@ -1,16 +1,13 @@
-"""Triton: the two halves of a corrected decode attention, between which the slots are put right.
+"""Triton: `attention_ops.score_low_bit` and `attend_scored`, which launch `triton_decode`'s kernels for halves."""
 
-The CUDA implementations of `attention.score_low_bit` and `attention.attend_scored`; the kernels are those of
-`triton_decode`, which has the shapes, launched for half of the work each:
-
-    attend_tiers   low-bit keys, recent and new keys → every lane's logits (`kept_logits`), and their sums
-    merge_splits   the log-sum-exp of every lane
-    score_tokens   every lane's scores
-
-    attend_tiers   those logits and low-bit values, without what was chosen for the slots, while its pairs travel
-    attend_tiers   slots, recent and new in 16 bits
-    merge_splits   the output
-"""
+# The first half:
+#     attend_tiers   low-bit keys, recent and new keys → every lane's logits (`kept_logits`), and their sums
+#     merge_splits   the log-sum-exp of every lane
+#     score_tokens   every lane's scores
+# The second half:
+#     attend_tiers   logits and low-bit values of tokens that are not chosen for the slots, while chosen pairs travel
+#     attend_tiers   slots, recent and new pairs in 16 bits
+#     merge_splits   the output
 
 from __future__ import annotations
 
@@ -19,13 +16,13 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from specache_compile.kernels.state.layout import Layout
-from specache_compile.kernels.state.pages import shape_of_scores
+from specache_compile.kernels.state.page_table import shape_of_scores
 from specache_compile.kernels.state.stored_tiers import StoredTiers
 
 from .kept_logits import based_logits
 from .triton_decode import attend, group_of, mask_form, merged, scores_of
 
-# Every group size is a multiple of it.
+# Every group size is a multiple of this.
 SMALLEST_GROUP = 32
 
 
@@ -33,9 +30,11 @@ def score_low_bit(
     q: Tensor, k: Tensor, mask: Tensor | None, sinks: Tensor | None, cursor: Tensor, tiers: Sequence[Tensor],
     layout: Sequence[int], scale: float, softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """As `attention.score_low_bit`, but beyond the low-bit tier the logits hold the window's, then anything; nobody
-    reads them there. Bytes a low-bit token and KV head: its keys', `bytes_of_logit`·G·lanes written and read, 4·lanes
-    of scores written. FLOPs: 2·G·lanes·(d + 16·d/g)."""
+    """Compute `attention_ops.score_low_bit`; after the low-bit tier's logits follow the window's, which no op reads.
+
+    Per low-bit token and KV head, it reads the key, writes and reads `bytes_of_logit`·G·lanes bytes, and writes
+    4·lanes bytes of scores. FLOPs: 2·G·lanes·(d + 16·d/g).
+    """
     held, how = StoredTiers(*tiers), Layout(*layout)
     batch, query_heads, lanes, _ = q.shape
     form = mask_form(mask, batch, query_heads, lanes)
@@ -53,12 +52,14 @@ def attend_scored(
     base: Tensor, chosen: Tensor, slots: Tensor, slot_index: Tensor, tiers: Sequence[Tensor], layout: Sequence[int],
     scale: float, softcap: float | None,
 ) -> Tensor:  # fmt: skip
-    """As `attention.attend_scored`. Bytes a low-bit token and KV head: its values', and `bytes_of_logit`·G·lanes.
-    FLOPs: 2·G·lanes·(d + d/gv)."""
+    """Compute `attention_ops.attend_scored`.
+
+    Per low-bit token and KV head, it reads the values and `bytes_of_logit`·G·lanes bytes. FLOPs: 2·G·lanes·(d + d/gv).
+    """
     held, how = StoredTiers(*tiers), Layout(*layout)
     batch, query_heads, lanes, d = q.shape
     form = mask_form(mask, batch, query_heads, lanes)
-    # A tile is a group of values, at most g, and a power of two.
+    # A tile is a group of values, at most g tokens, a power of two.
     value_group = d // held.value_params.shape[-1] if how.is_quantised else 1
     value_group = min(value_group, group_of(held.codes, held.key_params, how))
     kept = logits.contiguous(), base.contiguous()

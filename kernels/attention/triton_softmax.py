@@ -1,4 +1,4 @@
-"""Triton: what every attention kernel does to its logits."""
+"""Triton: operations on logits that all attention kernels share."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ LOG2E = tl.constexpr(math.log2(math.e))
 
 @triton.jit
 def shown(there, mask, at, MASK: tl.constexpr):
-    """Which of the tokens that are `there` [n] a mask of one row for all shows, whose columns are `at` [n]: a load for
-    a token, and not for each of its logits."""
+    """Return which tokens `there` [n] are visible under a mask of one row with columns `at` [n]: one load per token."""
     if MASK == 3:
         there = there & (tl.load(mask + at, there, 0) != 0)
     return there
@@ -21,7 +20,7 @@ def shown(there, mask, at, MASK: tl.constexpr):
 
 @triton.jit
 def biased(logits, mask, at, seen, MASK: tl.constexpr):
-    """Logits under the mask's columns `at`; what is not `seen` is -inf."""
+    """Apply the mask's columns `at` to logits; logits that are not `seen` become -inf."""
     if MASK == 1:
         seen = seen & (tl.load(mask + at, seen, 0) != 0)
     if MASK == 2:
@@ -38,21 +37,21 @@ def capped(logits, softcap, CAP: tl.constexpr):
 
 @triton.jit
 def exponential(x):
-    """exp(x) of x ≤ 0. `tl.exp` spends four instructions more on results below float32's smallest normal number, which
-    are 0 here."""
+    """Return exp(x) for x ≤ 0, and 0 below float32's smallest normal number, for which `tl.exp` needs four more
+    instructions."""
     return tl.exp2(x * LOG2E)
 
 
 @triton.jit
 def finite(highest):
-    """What logits can be taken down by: 0 for the highest of none."""
+    """Return the maximum to subtract from logits: 0 if no logit is finite."""
     return tl.where(highest == float("-inf"), 0.0, highest)
 
 
 @triton.jit
 def grown(logits, highest, peak, total):
-    """One step of the running softmax, with each row's highest logit: weights, the shrinking of what was summed before,
-    and the new peak and total."""
+    """One step of the running softmax, from each row's highest logit; returns weights, the factor for earlier sums, and
+    the new peak and total."""
     higher = tl.maximum(peak, highest)
     base = finite(higher)
     weights = exponential(logits - base[:, None])

@@ -1,1 +1,1 @@
-"""How numbers become few bits: levels between a group's ends, a trellis, and the scales beside both."""
+"""Quantisation to few bits: levels between a group's minimum and maximum, the trellis code, and their scales."""

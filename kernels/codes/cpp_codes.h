@@ -1,8 +1,8 @@
-// What a stored scale, zero point and trellis code stand for: `params.py`, and `trellis.expanded`.
+// Decode stored scales, zero points and trellis codes: `params.py`, and `trellis.expanded`.
 
 namespace {
 
-// The dtype of the pairs in 16 bits (or 32), and of scales that are not rounded: each has a build of its own.
+// The dtype of exact pairs, and of scales that are not rounded; each dtype has a separate build.
 typedef DTYPE T;
 
 // Scales and zero points from number `first` of `of` on, in T or in 8 bits each.
@@ -21,7 +21,7 @@ struct Params {
                  : static_cast<float>(static_cast<const T*>(of)[first + i]);
   }
 
-  // `count` scales, and the zero points behind them.
+  // `count` scales, followed by the zero points.
   void read(int64_t count, float* scales, float* zeros) const {
     for (int64_t i = 0; i < count; ++i) scales[i] = scale(i);
     for (int64_t i = 0; i < count; ++i) zeros[i] = zero(count + i, scales[i]);

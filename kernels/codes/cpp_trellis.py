@@ -1,4 +1,4 @@
-"""The trellis code's encoder in C++: in PyTorch it is some twenty launches a number, and a sixth of a prefill."""
+"""The trellis encoder in C++: in PyTorch it needs about twenty launches per number, and a sixth of a prefill's time."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from . import trellis
 
 
 def encoder(device: torch.device) -> trellis.Encoder:
-    """`trellis.encode`, or the same in C++ on a CPU that has a compiler."""
+    """Return the C++ encoder on a CPU with a compiler, else `trellis.encode`."""
     return encode if device.type == "cpu" and has_compiler() else trellis.encode
 
 
 def encode(circles: Tensor) -> Tensor:
-    """As `trellis.encode`. Of two paths that are as near as rounding tells, either."""
+    """Compute `trellis.encode`; paths that are equally near up to rounding may differ."""
     circles = circles.contiguous()
     codes = torch.empty((circles.shape[0], circles.shape[1] // 8), dtype=torch.uint8)
     trellis_library().encode(address(circles), *circles.shape, address(codes))

@@ -1,8 +1,7 @@
-"""How a group's scale s and zero point z are stored, which their dtype tells: as numbers of the pairs' dtype, or in
-8 bits each (uint8):
+"""Storage formats of a group's scale s and zero point z, by dtype: the pairs' dtype, or 8 bits each (uint8):
 
-    s   the upper byte of a float16 without its sign: five bits of exponent, three of mantissa; 2^-17 to 57,344
-    z   a whole number of eighths of s, signed
+s   the upper byte of a float16 without its sign: five bits of exponent, three of mantissa; 2^-17 to 57,344
+z   a signed integer, in units of s / 8
 """
 
 from __future__ import annotations
@@ -12,15 +11,15 @@ from torch import Tensor
 
 EIGHT_BITS = torch.uint8
 LARGEST_SCALE = 57344.0
-# Of a float16's ten bits of mantissa, those that a scale has not.
+# Number of a float16's ten mantissa bits that a scale drops.
 DROPPED = 7
 EIGHTHS = 8
-# The most scales that a zero point may be away: a scale that is rounded down still has eighths enough.
+# The largest zero point in units of the scale, with a margin for scales that are rounded down.
 FARTHEST = 14.0
 
 
 def stored_scale(scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """A scale in float32, as `dtype` stores it: rounded to the nearest."""
+    """Round a float32 scale to the nearest stored scale of `dtype`."""
     if dtype != EIGHT_BITS:
         return scale.clamp(max=largest(dtype)).to(dtype)
     halves = scale.clamp(max=LARGEST_SCALE).to(torch.float16).view(torch.int16)
@@ -35,11 +34,13 @@ def read_scale(scale: Tensor) -> Tensor:
 
 
 def stored_params(scale: Tensor, zero: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Scale and zero point in float32, as `dtype` stores them. In 8 bits the scale grows where the zero point is
-    farther away than its eighths reach."""
+    """Round float32 scale and zero point to stored parameters of `dtype`.
+
+    In 8 bits, the scale grows if the zero point exceeds the range of its eighths.
+    """
     if dtype != EIGHT_BITS:
         return stored_scale(scale, dtype), zero.clamp(-largest(dtype), largest(dtype)).to(dtype)
-    # By a tensor: CUDA multiplies by the reciprocal of a number, which is not always the quotient.
+    # Divide by a tensor: for a number CUDA multiplies by the reciprocal, which may round differently.
     scale = stored_scale(torch.maximum(scale, zero.abs() / zero.new_full((), FARTHEST)), dtype)
     eighths = (zero / read_scale(scale) * EIGHTHS).nan_to_num(0.0).round().clamp(-128, 127)
     return scale, eighths.to(torch.int8).view(dtype)

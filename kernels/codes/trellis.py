@@ -1,17 +1,16 @@
-"""Trellis-coded quantisation of a vector at one bit a number (Marcellin and Fischer, IEEE Trans. Commun. 38, 1990),
-with Ungerboeck's code of eight states (IEEE Trans. Inf. Theory 28, 1982, Table I: parity checks 13 and 4).
+"""Trellis-coded quantisation of a vector at one bit per number (Marcellin and Fischer, IEEE Trans. Commun. 38, 1990).
 
-A number's level is one of four, a step apart, as a code of two bits has them. Its own bit and the three before it say
-which, so that one bit a number chooses between two of them:
-
-    q_t = 2·(b_t ⊕ b_(t-1) ⊕ b_(t-3)) + b_(t-2)        x_t ≈ s·(q_t - 3/2)
-
-The bits go round: those before the first are the last (tail-biting), in circles of 32 numbers where these divide a
-vector. One s a vector, s = x·x / r·x for r_t = q_t - 3/2, makes the code unbiased: errors of many tokens add up to no
-shrinkage.
-
-Of Gaussian numbers one bit leaves .36 of the variance by two levels, .31 by this code, .25 by any (Shannon).
+It uses Ungerboeck's code of eight states (IEEE Trans. Inf. Theory 28, 1982, Table I: parity checks 13 and 4).
 """
+
+# A number's level is one of four levels of a 2-bit code, which its bit and the three bits before it select:
+#     q_t = 2·(b_t ⊕ b_(t-1) ⊕ b_(t-3)) + b_(t-2)        x_t ≈ s·(q_t - 3/2)
+# The bits are circular (tail-biting): the last bits precede the first, in circles of 32 numbers if these divide a
+# vector. Each vector has one scale s = x·x / r·x with r_t = q_t - 3/2. This makes the code unbiased: errors of many
+# tokens do not add up to shrinkage.
+#
+# For Gaussian numbers at one bit, two levels leave .36 of the variance, this code .31, and any code at least .25
+# (Shannon).
 
 from __future__ import annotations
 
@@ -28,17 +27,17 @@ Encoder = Callable[[Tensor], Tensor]
 
 MEMORY = 3
 STATES = 1 << MEMORY
-# Numbers of a circle where they divide a vector: its bits are one word of a GPU. 64 leave a hundredth less of the
-# variance. And the most elsewhere.
+# Numbers in a circle if they divide a vector: its bits are one GPU word (64 would leave a hundredth less variance); and
+# the most in other circles.
 CIRCLE, LARGEST_CIRCLE = 32, 64
-# Of Gaussian numbers of unit variance, what the distance of levels should be.
+# Optimal distance of levels for Gaussian numbers of unit variance.
 STEP = 0.8
-# The least cosine of a vector and its levels that counts; a Gaussian vector's is 0.83.
+# Lower bound for the cosine of a vector and its levels; a Gaussian vector has 0.83.
 LEAST_COSINE = 0.25
 
 
 def circle_of(head_dim: int) -> int:
-    """Numbers of a circle: `CIRCLE`, or the most whole bytes of bits, up to `LARGEST_CIRCLE`, that divide a vector."""
+    """Return the numbers in a circle: `CIRCLE`, or the most (up to `LARGEST_CIRCLE`, in whole bytes) that divide d."""
     if head_dim % CIRCLE == 0:
         return CIRCLE
     width = head_dim // 8
@@ -46,27 +45,25 @@ def circle_of(head_dim: int) -> int:
 
 
 def is_trellis(params: Tensor) -> bool:
-    """Whether keys or values of these parameters are in the trellis code: a scale and no zero point."""
+    """Return whether keys or values with these parameters are in the trellis code: a scale and no zero point."""
     return params.shape[3] == 1
 
 
 def levels_of(window: Tensor) -> Tensor:
-    """q of four bits each: b_t is the lowest, b_(t-3) the highest; int64."""
+    """Return q of windows of four bits, in which b_t is the lowest and b_(t-3) the highest; int64."""
     return 2 * ((window ^ (window >> 1) ^ (window >> 3)) & 1) + (window >> 2 & 1)
 
 
 def in_steps(x: Tensor) -> Tensor:
-    """Vectors [..., d] as the code walks them: bit p of byte j, which is channel p·d/8 + j (`quantize.pack`), behind
-    its bit p - 1, and behind all of byte j - 1."""
+    """Permute vectors [..., d] to the code's order, by byte: bit p of byte j is channel p·d/8 + j (`quantize.pack`)."""
     return x.unflatten(-1, (8, -1)).mT.flatten(-2)
 
 
 def nearest_paths(circles: Tensor) -> Tensor:
-    """The bits of numbers [n, t] of unit step, uint8 [n, t], whose levels are nearest (Viterbi, 1967).
+    """Return the bits uint8 [n, t] of numbers [n, t] of unit step with the nearest levels (Viterbi, 1967).
 
-    A path that goes round must end in the state in which it began. That state is found first, by a walk from half way
-    round to half way round, which has read as much before the path's beginning as behind it. The path is not always the
-    nearest of all that go round.
+    A circular path must end in its start state. A first walk from half a circle to half a circle determines that state,
+    since it reads equally much before and after the start. The result is not always the nearest circular path.
     """
     half = circles.shape[1] // 2
     free = circles.new_zeros(circles.shape[0], STATES)
@@ -78,7 +75,7 @@ def nearest_paths(circles: Tensor) -> Tensor:
 
 
 def followed(choices: list[Tensor], state: Tensor) -> tuple[Tensor, Tensor]:
-    """The bits of the nearest path to each end `state` [n, 1], and where it began."""
+    """Return the bits of the nearest path to each end `state` [n, 1], and its start state."""
     bits = []
     for second in reversed(choices):
         bits.append((state & 1).to(torch.uint8))
@@ -87,10 +84,9 @@ def followed(choices: list[Tensor], state: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def walked(circles: Tensor, costs: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """The costs [n, STATES] to end in each state, from those to begin there; and each step's choices.
+    """Return the costs [n, STATES] to end in each state, given the costs to start there, and each step's choices.
 
-    A choice says, for each state, which of the two states before was the nearer. A state's bits are the last three, the
-    newest lowest.
+    A choice is True for each state whose second predecessor was nearer. A state is the last three bits, newest lowest.
     """
     state = torch.arange(STATES, device=circles.device)
     before = torch.stack([state >> 1, state >> 1 | STATES >> 1])
@@ -99,7 +95,7 @@ def walked(circles: Tensor, costs: Tensor) -> tuple[Tensor, list[Tensor]]:
     squares = levels * levels / 2
     choices = []
     for x in circles.unbind(1):
-        # Half the squared distance, without what all levels have in common.
+        # Half the squared distance, without the term that all levels share.
         apart = squares - x[:, None, None] * levels
         first, second = (costs[:, before] + apart).unbind(1)
         choices.append(second < first)
@@ -108,14 +104,14 @@ def walked(circles: Tensor, costs: Tensor) -> tuple[Tensor, list[Tensor]]:
 
 
 def encode(circles: Tensor) -> Tensor:
-    """Numbers [n, t] of unit step, t whole bytes → their codes, uint8 [n, t / 8]: the first bit is a byte's lowest."""
+    """Encode numbers [n, t] of unit step, t whole bytes, as uint8 [n, t / 8]; the first bit is a byte's lowest."""
     places = torch.arange(8, dtype=torch.uint8, device=circles.device)
     return (nearest_paths(circles).unflatten(1, (-1, 8)) << places).sum(-1, dtype=torch.uint8)
 
 
 def expanded(codes: Tensor) -> Tensor:
-    """Codes [..., d / 8] → what they stand for as codes of two bits, uint8 [..., d / 4], packed as `quantize.pack`
-    packs them: the even bits of all bytes, and behind them the odd ones."""
+    """Convert codes [..., d / 8] to 2-bit codes uint8 [..., d / 4] in `quantize.pack`'s layout: first the even bits of
+    all bytes, then the odd bits."""
     codes = codes.unflatten(-1, (-1, circle_of(8 * codes.shape[-1]) // 8)).int()
     window = (codes << MEMORY | codes.roll(1, -1) >> 8 - MEMORY).flatten(-2)
     high, low = window >> 3 ^ window >> 2 ^ window, window >> 1
@@ -123,12 +119,14 @@ def expanded(codes: Tensor) -> Tensor:
 
 
 def quantize(values: Tensor, encode: Encoder = encode) -> tuple[Tensor, Tensor]:
-    """Values [B, H, T, d] → codes uint8 [B, H, T, d / 8], and the scale [B, H, T, 1, 1] of each, float32. What is not
-    finite counts as 0."""
+    """Quantise values [B, H, T, d]; elements that are not finite count as 0.
+
+    Returns: codes uint8 [B, H, T, d / 8], and scales float32 [B, H, T, 1, 1].
+    """
     exact = values.float()
     exact = exact.masked_fill(~exact.isfinite(), 0.0)
     peak = exact.abs().amax(-1, keepdim=True)
-    x = torch.where(peak > 0, exact / peak, 0.0)  # squares of what is large are no numbers
+    x = torch.where(peak > 0, exact / peak, 0.0)  # squares of large numbers overflow
     circle, square = circle_of(x.shape[-1]), (x * x).sum(-1, keepdim=True)
     step = (square / x.shape[-1]).sqrt() * STEP
     steps = in_steps(torch.where(step > 0, x / step, 0.0))
@@ -137,12 +135,12 @@ def quantize(values: Tensor, encode: Encoder = encode) -> tuple[Tensor, Tensor]:
 
 
 def unbiased(x: Tensor, levels: Tensor, square: Tensor, peak: Tensor) -> Tensor:
-    """peak · x·x / r·x [..., 1] of x and levels r [..., d]; square: x·x."""
+    """Return the unbiased scale peak · x·x / r·x [..., 1] of x and levels r [..., d]; square: x·x."""
     least = LEAST_COSINE * (square * (levels * levels).sum(-1, keepdim=True)).sqrt()
     along = torch.maximum((x * levels).sum(-1, keepdim=True), least)
     return torch.where(square > 0, peak * (square / along), 0.0)
 
 
 def dequantize(codes: Tensor, scale: Tensor) -> Tensor:
-    """s·(q - 3/2) in float32: codes [B, H, T, d / 8], scale [B, H, T, 1, 1] → [B, H, T, d]."""
+    """Return s·(q - 3/2) in float32 [B, H, T, d], from codes [B, H, T, d / 8] and scale [B, H, T, 1, 1]."""
     return (unpack(expanded(codes), 2) - 1.5) * scale[..., 0]

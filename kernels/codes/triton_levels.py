@@ -1,4 +1,4 @@
-"""Triton: the levels of a group, as `quantize.py` has them, and its scale and zero point as `params.py` stores them."""
+"""Triton: the levels of a group, as in `quantize.py`, and the stored scale and zero point, as in `params.py`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROUND = tl.constexpr(12582912.0)
 
 @triton.jit
 def finite_range(x, seen, axis: tl.constexpr):
-    """Smallest and largest finite element along `axis`, 0 where there is none; both kept as a size of 1."""
+    """Return smallest and largest finite element along `axis` (size 1 in the results), 0 if there is none."""
     finite = seen & (tl.abs(x) < float("inf"))  # false for NaN
     low = tl.min(tl.where(finite, x, float("inf")), axis, keep_dims=True)
     high = tl.max(tl.where(finite, x, float("-inf")), axis, keep_dims=True)
@@ -29,7 +29,7 @@ def finite_range(x, seen, axis: tl.constexpr):
 
 @triton.jit
 def scale_and_zero(low, high, bits: tl.constexpr, zero_point: tl.constexpr):
-    """The quantisers of `QUANTISERS`."""
+    """Compute the quantisers of `QUANTISERS`."""
     spread = high - low
     if zero_point == "middles" or (zero_point == "midpoint" and bits == 1):
         scale = spread * (1.0 / (1 << bits))
@@ -41,20 +41,20 @@ def scale_and_zero(low, high, bits: tl.constexpr, zero_point: tl.constexpr):
 
 @triton.jit
 def rounded(x, least: tl.constexpr, most: tl.constexpr):
-    """x to the nearest whole number of least to most, int32; NaN to 0."""
+    """Round x to the nearest integer from `least` to `most`, int32; NaN to 0."""
     x = tl.where(x == x, x, 0.0)
     return ((tl.minimum(tl.maximum(x, least), most) + ROUND) - ROUND).to(tl.int32)
 
 
 @triton.jit
 def encode(x, scale, zero, bits: tl.constexpr):
-    """Codes as int32, rounded against the stored scale and zero; NaN becomes the smallest level."""
+    """Return int32 codes, rounded with the stored scale and zero; NaN becomes the smallest level."""
     return rounded(tl.div_rn(x - zero, tl.zeros_like(x) + scale), 0, (1 << bits) - 1)
 
 
 @triton.jit
 def stored_scale(scale, limit, kind: tl.constexpr):
-    """`params.stored_scale`. limit: the largest number of `kind`, where scales are not of 8 bits."""
+    """Compute `params.stored_scale`. limit: the largest number of `kind`, if scales do not have 8 bits."""
     if kind == tl.uint8:
         halves = tl.minimum(scale, LARGEST_SCALE).to(tl.float16).to(tl.int16, bitcast=True)
         stored = ((halves + HALF) >> DROPPED).to(tl.uint8)
@@ -65,7 +65,7 @@ def stored_scale(scale, limit, kind: tl.constexpr):
 
 @triton.jit
 def read_scale(stored):
-    """`params.read_scale`."""
+    """Compute `params.read_scale`."""
     if stored.dtype == tl.uint8:
         scale = (stored.to(tl.int16) << DROPPED).to(tl.float16, bitcast=True).to(tl.float32)
     else:
@@ -75,7 +75,7 @@ def read_scale(stored):
 
 @triton.jit
 def stored_params(scale, zero, limit, kind: tl.constexpr):
-    """`params.stored_params`."""
+    """Compute `params.stored_params`."""
     if kind == tl.uint8:
         farthest = tl.zeros_like(zero) + FARTHEST
         stored = stored_scale(tl.maximum(scale, tl.div_rn(tl.abs(zero), farthest)), limit, kind)
@@ -89,7 +89,7 @@ def stored_params(scale, zero, limit, kind: tl.constexpr):
 
 @triton.jit
 def read_zero(stored, scale):
-    """The zero point of `params.read_params`, whose scale is known."""
+    """Compute the zero point of `params.read_params` with a known scale."""
     if stored.dtype == tl.uint8:
         zero = stored.to(tl.int8, bitcast=True).to(tl.float32) * EIGHTH * scale
     else:

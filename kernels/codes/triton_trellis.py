@@ -1,7 +1,7 @@
-"""Triton: the trellis code of `trellis.py`: a group's keys or values into it, and its codes as codes of two bits.
+"""Triton: encode a group's keys or values in the trellis code (`trellis.py`), and expand trellis codes to 2-bit codes.
 
-A thread walks one circle of a vector: eight costs and as many paths are registers, a word each, and no path is walked
-back.
+A thread processes one circle of a vector. Its registers hold eight costs and eight paths, one word each, so no path
+needs a backward pass.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from .triton_levels import stored_scale
 
 MEMORY, STATES = tl.constexpr(trellis.MEMORY), tl.constexpr(trellis.STATES)
 STEP, LEAST_COSINE = tl.constexpr(trellis.STEP), tl.constexpr(trellis.LEAST_COSINE)
-# The cost of where no path begins.
+# The cost of states in which no path begins.
 FAR = tl.constexpr(1e30)
-# Vectors are divided by their peak, or by this: the smallest numbers over it have squares.
+# Vectors are divided by their peak, or at least by this, so that squares do not underflow.
 LEAST_PEAK = tl.constexpr(2.0**-96)
 
 
 @triton.jit
 def walked(x, costs, marks):
-    """One number on: the costs to be in each state, and of `marks` those of the state before on the nearest path."""
+    """Process one number; returns each state's cost, and the mark of its predecessor on the nearest path."""
     apart = ()
     for q in tl.static_range(4):
         apart = apart + ((q - 1.5) * (q - 1.5) / 2 - x * (q - 1.5),)
     costs_now, marks_now = (), ()
     for state in tl.static_range(STATES):
         first = costs[state >> 1] + apart[2 * ((state ^ (state >> 1)) & 1) + (state >> 2)]
-        # The oldest bit turns the level's upper one.
+        # The oldest bit flips the level's upper bit.
         second = costs[(state >> 1) + STATES // 2] + apart[2 - 2 * ((state ^ (state >> 1)) & 1) + (state >> 2)]
         nearer = second < first
         costs_now = costs_now + (tl.where(nearer, second, first),)
@@ -41,7 +41,7 @@ def walked(x, costs, marks):
 
 @triton.jit
 def extended(paths, place):
-    """The paths to each state, with its newest bit at `place`."""
+    """Return the path to each state, with its newest bit at `place`."""
     found = ()
     for state in tl.static_range(STATES):
         if state % 2 == 1:
@@ -53,13 +53,13 @@ def extended(paths, place):
 
 @triton.jit
 def earlier(bits, by: tl.constexpr, circle: tl.constexpr):
-    """Bits that have gone round by so many places; what is above a circle means nothing."""
+    """Rotate the bits of a circle by `by` places; higher bits are undefined."""
     return (bits << by) | ((bits >> (circle - by)) & ((1 << by) - 1))
 
 
 @triton.jit
 def ones_of(bits):
-    """How many bits of an int32 are set."""
+    """Count the bits that are set in an int32."""
     bits = bits.to(tl.uint32, bitcast=True)
     pairs = bits - ((bits >> 1) & 0x55555555)
     fours = (pairs & 0x33333333) + ((pairs >> 2) & 0x33333333)
@@ -70,7 +70,7 @@ def ones_of(bits):
 
 @triton.jit
 def squares_of(path, circle: tl.constexpr):
-    """r·r of a circle's levels r: 9/4 where the level's two bits are the same, 1/4 elsewhere."""
+    """Return r·r of a circle's levels r: 9/4 if the level's two bits are equal, else 1/4."""
     inner = path ^ earlier(path, 1, circle) ^ earlier(path, 2, circle) ^ earlier(path, 3, circle)
     last, outer = ~inner, 0
     if circle > 32:
@@ -88,8 +88,10 @@ def numbers_at(
     bh, head_base, stride, length, window, d: tl.constexpr, circle: tl.constexpr, WHICH: tl.constexpr,
     APART: tl.constexpr, CIRCLES: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Numbers first to first + AT_ONCE of every circle, in the order in which the code walks them (`trellis.in_steps`),
-    of vectors times `inverse` [n, 1]: float32 [n, CIRCLES] each, 0 where there is no circle."""
+    """Load numbers `first` to first + AT_ONCE of every circle, in the code's order (`trellis.in_steps`).
+
+    The vectors are multiplied by `inverse` [n, 1]. Each result is float32 [n, CIRCLES], with 0 for padding circles.
+    """
     number = tl.arange(0, CIRCLES)[None, :]
     found = ()
     for t in tl.static_range(AT_ONCE):
@@ -105,19 +107,19 @@ def numbers_at(
 
 @triton.jit
 def encode_vectors(
-    # x [B, H, T, d], keys or values, and the ring (`load_pairs`); of one head's tokens [n], where their codes of d / 8
-    # bytes are written, and their scales. limit: the largest number of the scales' dtype.
+    # x [B, H, T, d], keys or values, and the ring (`load_pairs`); one head's tokens [n], pointers to their codes of
+    # d / 8 bytes, and to their scales. limit: the largest number of the scales' dtype.
     x, recent, tokens, codes, scales, limit,
     bh, head_base, stride, length, window: tl.constexpr, d: tl.constexpr, circle: tl.constexpr, WHICH: tl.constexpr,
     APART: tl.constexpr,
 ):  # fmt: skip
-    """`trellis.quantize`, from which sums of another order differ. circle: numbers.
+    """Compute `trellis.quantize` up to the order of sums. circle: numbers in a circle.
 
-    All circles of a vector are walked at once. The cost of the path that is taken, half the levels' squares less x·r,
-    is what the scale is made of. Bytes a vector: 2·d read, three times more from the cache. FLOPs: some 60 a number.
+    All circles of a vector are processed in parallel. The scale follows from the cost of the selected path, half the
+    levels' squares minus x·r. Bytes per vector: 2·d read, three times more from the cache. FLOPs: about 60 per number.
     """
     CIRCLES: tl.constexpr = triton.next_power_of_2(d // circle)
-    AT_ONCE: tl.constexpr = 8 if circle % 16 == 0 else 4  # halves of a circle are whole
+    AT_ONCE: tl.constexpr = 8 if circle % 16 == 0 else 4  # divides half a circle
     PARTS: tl.constexpr = circle // AT_ONCE
     word: tl.constexpr = tl.int32 if circle <= 32 else tl.int64
     number, rows = tl.arange(0, CIRCLES)[None, :], tokens[:, None]
@@ -143,7 +145,7 @@ def encode_vectors(
     unit = tl.sqrt(square / d) * STEP
     inverse = tl.where(unit > 0, 1 / unit, 0.0)
 
-    # From half way round to half way round, to find where the path that goes round begins and ends.
+    # Walk from half a circle to half a circle, to find the start and end of the circular path.
     costs, edges = (), ()
     for state in tl.static_range(STATES):
         costs = costs + (nothing,)
@@ -196,8 +198,11 @@ def encode_vectors(
 
 @triton.jit
 def load_expanded(codes, token, element, stride: tl.constexpr, width: tl.constexpr, circle: tl.constexpr):
-    """`trellis.expanded`: elements [tokens, 2·width] of the values as codes of two bits, of codes whose tokens are
-    `stride` elements apart and have `width` of values. circle: elements. An element is one byte, or two."""
+    """Compute `trellis.expanded`: load trellis codes, and return their 2-bit codes [tokens, 2·width].
+
+    Tokens are `stride` elements apart and have `width` elements. circle: elements in a circle. An element is one byte,
+    or two.
+    """
     size: tl.constexpr = codes.dtype.element_ty.primitive_bitwidth
     place, odd = element % width, element // width
     before = place + tl.where(place % circle == 0, circle - 1, -1)
@@ -211,10 +216,10 @@ def load_expanded(codes, token, element, stride: tl.constexpr, width: tl.constex
 
 @triton.jit
 def load_expanded_words(codes, token, stride: tl.constexpr, words: tl.constexpr, WORDS: tl.constexpr):
-    """The same where a circle is a word, each loaded once: int16 [tokens, 4·WORDS], elements of two bytes. Those of the
-    even bits are the first half. codes: of int16, `stride` a token.
+    """Compute `load_expanded` if a circle is a word, which is loaded once: int16 [tokens, 4·WORDS], even bits first.
 
-    A product's left side has every eighth row in one thread: with these elements innermost it expands one word a token.
+    codes: int16, `stride` elements per token. A thread holds every eighth row of a product's left side; with this order
+    it expands one word per token.
     """
     word = tl.arange(0, WORDS)[None, :]
     at = codes.to(tl.pointer_type(tl.int32), bitcast=True)

@@ -1,1 +1,1 @@
-"""What all C++ kernels share: how they are compiled, tiles and vectors."""
+"""Shared parts of the C++ kernels: compilation, tiles and vectors."""

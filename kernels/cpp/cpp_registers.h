@@ -1,5 +1,5 @@
-// What a register of sixteen numbers does at once where a processor has such (AVX-512): a look-up in it, and the exchange
-// of rows and columns. LOOKS_UP: whether it has.
+// Operations on registers of sixteen numbers (AVX-512): a table look-up and a transposition. LOOKS_UP: whether the
+// processor has them.
 
 #ifdef __AVX512F__
 #include <immintrin.h>

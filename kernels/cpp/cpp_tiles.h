@@ -26,7 +26,7 @@ inline float exponential(float x) {
   return y * bits_of<float>((static_cast<int32_t>(turns) + 127) << 23);
 }
 
-// exp(x - top) for a finite top; 0 where nothing is, or next to nothing.
+// exp(x - top) for a finite top; 0 for -inf and very small results.
 inline float weight_of(float x, float top) { return x - top < -87.0f ? 0.0f : exponential(x - top); }
 
 inline float base_of(float peak) { return peak == kNothing ? 0.0f : peak; }
@@ -42,8 +42,8 @@ inline Floats decode(Ints packed, int plane) {
 }
 
 // A token's codes, one level in each float: plane p holds the channels p·width + byte. Whole vectors are read and written,
-// up to fifteen bytes and floats behind the token; a plane's last one first, so that what it has beyond the plane is
-// written over by the next plane's first one.
+// up to fifteen bytes and floats past the token. A plane's last vector is written first, and the next plane's first
+// vector overwrites its excess.
 template <int bits>
 inline void unpack(const uint8_t* codes, int64_t width, float* value) {
   if (bits < 8 && width == kLanes / 2) {  // two planes fill a vector
@@ -69,8 +69,7 @@ inline void unpack(const uint8_t* codes, int64_t width, float* value) {
 #define SHUFFLED(a, b, ...) __builtin_shuffle(a, b, Bytes{__VA_ARGS__})
 #endif
 
-// Sixteen bytes of each of sixteen rows, `stride` apart, to sixteen of each column: each round deals two halves out like
-// a pack of cards.
+// Transpose sixteen rows of sixteen bytes, `stride` apart: each round interleaves two halves.
 inline void transpose(const uint8_t* from, int64_t stride, Bytes* columns) {
   Bytes rows[kLanes];
   for (int i = 0; i < kLanes; ++i) columns[i] = *reinterpret_cast<const Bytes*>(from + i * stride);
@@ -85,7 +84,7 @@ inline void transpose(const uint8_t* from, int64_t stride, Bytes* columns) {
 }
 
 // Levels of sixteen tokens' codes, `stride` bytes apart: tile[p·width + j] of byte j's plane p. Whole vectors are read, up
-// to fifteen bytes behind a token.
+// to fifteen bytes past a token.
 template <int bits>
 inline void decode_tile(const uint8_t* codes, int64_t stride, int64_t width, Floats* tile) {
   for (int64_t j = 0; j < width; j += kLanes) {
@@ -116,7 +115,7 @@ inline void decode_tile(const uint8_t* codes, int64_t stride, int64_t width, Flo
   }
 }
 
-// The largest; what is no number counts as nothing.
+// The largest element; NaN is ignored.
 inline float largest(const float* x, int64_t count) {
   Floats tops = Floats{} + kNothing;
   int64_t t = 0;

@@ -10,8 +10,8 @@
 
 namespace {
 
-// As many as the process has, and no more than cores: beyond these OpenMP puts threads to sleep between kernels, and
-// each of a step's two hundred would wake them again.
+// The process's number of threads, but at most the number of cores. With more threads OpenMP puts threads to sleep
+// between kernels, and each of a step's two hundred kernels would wake them.
 inline int threads() {
 #ifdef _OPENMP
   static const int cores = std::max(1u, std::thread::hardware_concurrency());

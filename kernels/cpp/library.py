@@ -1,4 +1,4 @@
-"""The C++ kernels, compiled on first use by Inductor's own toolchain and kept in Inductor's cache."""
+"""The C++ kernels, compiled on first use by Inductor's toolchain and stored in Inductor's cache."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch._inductor.codecache import CppCodeCache
 from torch._inductor.cpp_builder import get_cpp_compiler, is_gcc
 from torch._inductor.exc import InvalidCxxCompiler
 
-# Inductor turns these off for its own kernels, which it vectorises itself. Sums may be reordered; infinities count.
+# Inductor disables these for its kernels, which it vectorises itself. They allow reordering sums, and keep infinities.
 FLAGS = (
     *(("-ftree-loop-vectorize",) if is_gcc() else ()),
     *(("-mprefer-vector-width=512",) if platform.machine() in ("x86_64", "AMD64") else ()),
@@ -28,17 +28,17 @@ FLAGS = (
 # The dtypes that tensors may have, and the name of each in C++; each library has a build for each dtype.
 DTYPES = {torch.float32: "float", torch.bfloat16: "BFloat16", torch.float16: "Float16"}
 
-# A step's attention, as C++ and Python both see it; T: the pairs' dtype. Shapes are `attention.decode_attention`'s.
-# cursor: [B, 4 + pages]; pages: of a row's table, 0 where the low-bit tier lies in one piece.
-# places: tokens that the low-bit tier has places for, of all heads.
-# shares: `center.share_of_center` [B, H, Hq/H, lanes, n] of the fullest row's low-bit tier.
-# share_tokens: that have one share.
-# scores: of all lanes, or the last one's.
+# The fields of a step's attention in C++ and Python. T: the pairs' dtype. Shapes: `attention_ops.decode_attention`.
+# cursor: [B, 4 + pages]; pages: length of a row's table, 0 if the low-bit tier is contiguous.
+# places: capacity of the low-bit tier in tokens, of all heads.
+# shares: `center.share_of_center` [B, H, Hq/H, lanes, n] for the fullest row's low-bit tier.
+# share_tokens: number of tokens with one share.
+# scores: scores of all lanes, or of the last lane.
 # row_width: elements of a token's codes.
-# param_bits: of a scale, 8 or T's (`params.py`).
-# key_circle, circle: numbers that the keys' and values' trellis code goes round in, 0 where they are in another code.
-# rotation: channels that are rotated together, 0 where none are.
-# bias_strides: along [B, H, Hq/H, lanes, column].
+# param_bits: bits of a scale, 8 or those of T (`params.py`).
+# key_circle, circle: numbers in a circle of the keys' and values' trellis code; 0 for other codes.
+# rotation: channels that are rotated together; 0 without rotation.
+# bias_strides: strides of [B, H, Hq/H, lanes, column].
 POINTERS = {
     "q": "T", "k": "T", "v": "T", "bias": "float", "sinks": "float", "codes": "void",
     "key_params": "void", "value_params": "void", "recent": "T", "slots": "T",
@@ -53,8 +53,8 @@ SIZES = (
 STRIDES = 5
 
 
-class Step(Structure):
-    """The arguments of the C++ kernels, by address: the tensors must be kept alive by others."""
+class StepArguments(Structure):
+    """The arguments of the C++ kernels, by address: the caller must keep the tensors alive."""
 
     _fields_ = (
         *((name, c_void_p) for name in (*POINTERS, *RESULTS)),
@@ -66,9 +66,9 @@ class Step(Structure):
 
 
 def declaration() -> str:
-    """`Step` in C++."""
+    """Return the C++ declaration of `StepArguments`."""
     lines = [
-        "struct Step {",
+        "struct StepArguments {",
         *(f"  const {kind.replace('T', 'void')}* {name};" for name, kind in POINTERS.items()),
         *(f"  {kind.replace('T', 'void')}* {name};" for name, kind in RESULTS.items()),
         *(f"  int64_t {name};" for name in SIZES),
@@ -80,15 +80,15 @@ def declaration() -> str:
 
 
 class Weight(Structure):
-    """What `few_rows` in C++ multiplies by: cpp_rows.cpp has the same."""
+    """A weight of `few_rows` in C++, declared in cpp_rows.cpp too."""
 
     _fields_ = (("w", c_void_p), ("bias", c_void_p), ("outputs", c_int64), ("y", c_void_p))
 
 
 @functools.cache
 def decode_library(dtype: torch.dtype) -> CDLL:
-    """cpp_decode.cpp, for pairs of this dtype."""
-    functions = {name: [POINTER(Step)] for name in ("decode_attention", "score_low_bit", "attend_scored")}
+    """Return cpp_decode.cpp, compiled for pairs of this dtype."""
+    functions = {name: [POINTER(StepArguments)] for name in ("decode_attention", "score_low_bit", "attend_scored")}
     return compiled(
         (
             "cpp/cpp_registers.h", "cpp/cpp_tiles.h", "codes/cpp_codes.h", "attention/cpp_attention.h",
@@ -102,13 +102,13 @@ def decode_library(dtype: torch.dtype) -> CDLL:
 
 @functools.cache
 def rows_library(dtype: torch.dtype) -> CDLL:
-    """cpp_rows.cpp, for float32 or bfloat16."""
+    """Return cpp_rows.cpp, compiled for float32 or bfloat16."""
     return compiled(("few_rows/cpp_rows.cpp",), {"few_rows": [c_void_p, POINTER(Weight), *[c_int64] * 3]}, dtype)
 
 
 @functools.cache
 def tiers_library(dtype: torch.dtype = torch.float32) -> CDLL:
-    """cpp_tiers.cpp, for pairs of any dtype; to and from a host tier that is rounded, of this one."""
+    """Return cpp_tiers.cpp for pairs of any dtype; a rounded host tier requires the pairs' dtype."""
     pointer, number = c_void_p, c_int64
     return compiled(("movement/cpp_tiers.cpp",), {
         "select_topk": [pointer, *[number] * 4, pointer],
@@ -121,14 +121,14 @@ def tiers_library(dtype: torch.dtype = torch.float32) -> CDLL:
 
 @functools.cache
 def trellis_library() -> CDLL:
-    """cpp_trellis.cpp: numbers are float32."""
+    """Return cpp_trellis.cpp, for float32."""
     pointer, number = c_void_p, c_int64
     return compiled(("codes/cpp_trellis.cpp",), {"encode": [pointer, number, number, pointer]})
 
 
 @functools.cache
 def has_compiler() -> bool:
-    """Whether Inductor finds one here."""
+    """Return whether Inductor finds a C++ compiler."""
     try:
         get_cpp_compiler()
     except InvalidCxxCompiler:
@@ -139,7 +139,7 @@ def has_compiler() -> bool:
 def compiled(
     names: Sequence[str], functions: dict[str, list[Any]], dtype: torch.dtype = torch.float32, before: str = ""
 ) -> CDLL:
-    """The library of these C++ files of kernels/, one behind the other; needs a C++ compiler, as Inductor does."""
+    """Compile these C++ files of kernels/, concatenated, with Inductor's C++ compiler."""
     here = Path(__file__).parents[1]
     files = [(here / name).read_text("utf-8") for name in ("cpp/cpp_vectors.h", *names)]
     text = "".join((f"#define DTYPE {DTYPES[dtype]}\n", files[0], before, *files[1:]))

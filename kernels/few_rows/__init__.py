@@ -1,1 +1,1 @@
-"""A product of few rows with a weight."""
+"""Product of few rows and a weight."""

@@ -1,15 +1,15 @@
 // A few rows times a matrix that is stored by output channel, summed in float32: y[r][o] = Σ_c x[r][c]·w[o][c] (+ bias[o]).
 //
-// The matrix is read once for all rows: as fast as memory gives it. Kernels for large products read it in panels that
-// are packed first, and take twice as long for two rows as for one. A processor fetches ahead within a page of memory, and
-// an output channel's weights are shorter: so what follows is asked for here.
+// The matrix is read once for all rows, at memory bandwidth. Kernels for large products pack panels first, and take twice
+// as long for two rows as for one. Processors prefetch within a page of memory, and an output channel's weights are
+// shorter, so this code prefetches the following weights.
 
 #include <algorithm>
 #include <vector>
 
 namespace {
 
-// What x, w, bias and y are made of: each has a build of its own.
+// The dtype of x, w, bias and y; each dtype has a separate build.
 typedef DTYPE T;
 
 // Numbers of a register: gcc keeps sums of vectors that are longer in memory.
@@ -30,9 +30,9 @@ inline Run run_of(const BFloat16* from) {
   return bits_of<Run>(__builtin_convertvector(*reinterpret_cast<const Shorts*>(from), Longs) << 16);
 }
 
-// Output channels whose sums are in registers at once, beside R rows.
+// Output channels whose sums are in registers at once, with R rows.
 constexpr int64_t kOutputs = 2;
-// Output channels that weights are asked for ahead.
+// Output channels whose weights are prefetched.
 constexpr int64_t kAhead = 4;
 
 template <int R, int O>

@@ -1,1 +1,1 @@
-"""Host memory: pinned, grown, and how much of it there may be."""
+"""Host memory: pinning, growing, and limits."""

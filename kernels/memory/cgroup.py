@@ -1,4 +1,4 @@
-"""The memory that a control group leaves: in a container, often far less than the machine has free."""
+"""Memory available under a control group's limit: in a container often far below the machine's free memory."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ MEMBERSHIP = Path("/proc/self/cgroup")
 
 @dataclass(frozen=True)
 class Files:
-    """The names that a version of the memory controller has.
+    """File names of one version of the memory controller.
 
     limit: the file with the group's limit.
     usage: the file with the bytes that count against the limit.
-    cache: in memory.stat, those of these bytes that are file pages, which the controller drops before it runs out.
+    cache: key in memory.stat for file pages among these bytes, which the controller can drop.
     """
 
     limit: str
@@ -29,14 +29,16 @@ VERSION_2 = Files("memory.max", "memory.current", "inactive_file")
 
 
 def remaining_memory() -> int | None:
-    """Bytes that this process's group, and each group around it, still lets it have; None: no limit is to be seen."""
+    """Return the bytes that this process may still allocate under all its groups' limits; None without a limit."""
     left = [bytes_left(folder, files) for folder, files in groups()]
     return min((size for size in left if size is not None), default=None)
 
 
 def groups() -> Iterator[tuple[Path, Files]]:
-    """The folders that limit this process: its own group and all above. In a container that sees its group as the root,
-    those named outside of it are not there, and have no limit to tell."""
+    """Yield the folders of this process's group and of all groups above it.
+
+    If a container sees its group as the root, some of these folders do not exist, and set no limit.
+    """
     for line in read(MEMBERSHIP).splitlines():
         number, controllers, path = line.split(":", 2)
         if "memory" in controllers.split(","):
@@ -51,7 +53,7 @@ def groups() -> Iterator[tuple[Path, Files]]:
 
 
 def bytes_left(folder: Path, files: Files) -> int | None:
-    """Limit less usage of one group; None where it has none."""
+    """Return the limit of one group minus its usage; None without a limit."""
     limit, usage = read(folder / files.limit).strip(), read(folder / files.usage).strip()
     if not limit.isdecimal() or not usage.isdecimal():  # no such folder, or "max"
         return None
@@ -60,7 +62,7 @@ def bytes_left(folder: Path, files: Files) -> int | None:
 
 
 def read(file: Path) -> str:
-    """What a file holds; nothing where it is not there, or not for us."""
+    """Return a file's content; "" if it does not exist or is not readable."""
     try:
         return file.read_text()
     except OSError:

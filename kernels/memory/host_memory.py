@@ -1,8 +1,7 @@
-"""Memory of the host tier: pinned where a GPU reads it, within a budget, and lent to the next cache when one dies.
+"""Memory of the host tier: pinned for GPUs, within a budget, and reused by the next cache.
 
-A pinned tier has more addresses than memory: those of its bucket, and more behind them. Addresses cost nothing until
-they are touched: the segments that new tokens need are pinned when they come, and what is there stays where it is. A
-cache that grows has its next segments pinned on a thread before they are needed.
+A pinned tier reserves more addresses than memory, so that it grows in place. Addresses cost nothing until they are
+touched: new segments are pinned when new tokens need them. A thread pins the next segments of a growing cache ahead.
 """
 
 from __future__ import annotations
@@ -31,41 +30,40 @@ T = TypeVar("T")
 
 # cudaHostRegisterPortable | cudaHostRegisterMapped
 REGISTER_FLAGS = 3
-# Private: Linux makes no huge pages of shared memory unless shmem_enabled is set, which by default it is not. Without
-# MAP_NORESERVE (0x4000, which mmap does not name) it refuses more addresses than there is memory.
+# Private: by default Linux uses no huge pages for shared memory (shmem_enabled). Without MAP_NORESERVE (0x4000, which
+# mmap does not define) it refuses to map more addresses than there is memory.
 MAP_FLAGS = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000} if hasattr(mmap, "MADV_HUGEPAGE") else {}
-# Linux's advice to make pages as if they were written to; since 5.14.
+# Linux's advice to populate pages for writing, since 5.14.
 POPULATE_WRITE = 23
-# Addresses of a tier, in its first bucket's: it moves when it outgrows them.
+# Reserved addresses of a tier, in units of its first bucket; a tier that outgrows them moves.
 ROOM = 8 if MAP_FLAGS else 1
 
 
 class PinnedMap(mmap.mmap):
-    """Anonymous memory, of which `device` reads and writes what is registered with CUDA.
+    """Anonymous memory; `device` can access the part that is registered with CUDA.
 
-    pinned: the first so many bytes are registered, until the memory is freed.
-    registered: where each registration begins.
-    unit: bytes of a segment. No registration ends within one: a copy must not cross from one registration into the
-        next, for nothing says that one may.
-    asked_ahead, ahead: how many bytes a thread is to have pinned in all, and has; 0: it could not.
+    pinned: number of registered bytes, from the start, until the memory is freed.
+    registered: start address of each registration.
+    unit: bytes of a segment. No registration ends within a segment, since CUDA does not specify copies across two.
+    requested_ahead, ahead: total bytes that a thread pins ahead, and its result; 0 if pinning failed.
     """
 
     pinned: int
     registered: list[int]
     device: torch.device
     unit: int = 1
-    asked_ahead: int = 0
+    requested_ahead: int = 0
     ahead: Future[int] | None = None
 
     def __del__(self) -> None:
         if getattr(self, "registered", None) and not sys.is_finalizing():
             with torch.cuda.device(self.device):
-                torch.cuda.synchronize()  # no kernel may still read it
+                torch.cuda.synchronize()  # kernels may still read it
                 for address in self.registered:
                     torch.cuda.cudart().cudaHostUnregister(address)
 
     def pin(self, size: int) -> bool:
-        """Register what lies between `pinned` and `size`; False where the driver refuses."""
+        """Register the bytes from `pinned` to `size`; returns False if the driver refuses."""
         if not self.register_to(size):
             return False
         self.pinned = size
@@ -79,23 +77,25 @@ class PinnedMap(mmap.mmap):
         return True
 
     def pin_ahead(self, size: int) -> int:
-        """On a thread: make the pages up to `size`, and register them; returns the size, or 0. Nothing here holds up
-        Python's other threads."""
+        """Populate and register the pages up to `size`, on a thread that does not block Python's other threads.
+
+        Returns: the size, or 0 if that failed.
+        """
         address = torch.frombuffer(self, dtype=torch.uint8).data_ptr() + self.pinned
         begin = address // mmap.PAGESIZE * mmap.PAGESIZE
         end = address + size - self.pinned
-        if hasattr(mmap, "MADV_HUGEPAGE"):  # where it fails, on an older Linux or for want of memory, registering tells
+        if hasattr(mmap, "MADV_HUGEPAGE"):  # if this fails (older Linux, no memory), registering fails too
             ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), POPULATE_WRITE)
         return size if self.register_to(size) else 0
 
 
 class Pool:
-    """Pinned maps, lent to tensors: one whose tensor has died is idle, and the next tensor of its size gets it.
+    """Pinned maps, lent to tensors. A map whose tensor was freed is idle, and reused for the next tensor of its size.
 
-    Registration costs about a second for a few gigabytes, in every prefill without this. Idle and lent maps together
-    are never more than were once lent at the same time (`peak`), and idle ones never more than half of what else is
-    free when a new map is made. A tensor may die anywhere, so that its map is only noted as `returned` there; locks
-    and CUDA calls are for those who ask for memory.
+    The pool avoids registering memory in every prefill, about a second for a few gigabytes. Idle and lent maps never
+    exceed the largest amount lent at once (`peak`). When a new map is made, idle maps take at most half of the other
+    free memory. Freeing a tensor, which can happen on any thread, only appends its map to `returned`. Requests for
+    memory take locks and call CUDA.
     """
 
     def __init__(self) -> None:
@@ -103,23 +103,23 @@ class Pool:
         self.returned: deque[PinnedMap] = deque()
         self.leases: weakref.WeakValueDictionary[int, memoryview] = weakref.WeakValueDictionary()  # by address
         self.lent = self.peak = 0
-        self.ahead = 0  # bytes that a thread pins, or has pinned, and nobody has yet
+        self.ahead = 0  # bytes that a thread pins ahead and no map has taken over
         self.lock = threading.Lock()
 
     def idle_bytes(self) -> int:
-        """Bytes that no tensor uses."""
+        """Return the bytes that no tensor uses."""
         with self.lock:
             return self.collect()
 
     def release(self) -> None:
-        """Free what is idle, and forget how much was ever lent."""
+        """Free idle maps, and reset the peak."""
         with self.lock:
             self.collect()
             self.idle.clear()
             self.peak = self.lent
 
     def collect(self) -> int:
-        """Take in the maps of the tensors that have died; returns the idle bytes then."""
+        """Collect the maps of freed tensors; returns the idle bytes."""
         while self.returned:
             memory = self.returned.popleft()
             self.lent -= memory.pinned
@@ -128,9 +128,9 @@ class Pool:
         return sum(memory.pinned for memory in self.idle)
 
     def lend(self, size: int, addresses: int, unit: int, device: torch.device) -> memoryview | None:
-        """A map with so many `addresses`, or more; None where its first bytes cannot be pinned.
+        """Lend a map with at least `addresses` bytes of addresses; None if its first bytes cannot be pinned.
 
-        The first `size` bytes, or a little more, are pinned, and hold what they held last. unit: bytes of a segment.
+        At least the first `size` bytes are pinned, with their previous content. unit: bytes of a segment.
         """
         size = min(whole_pages(size, unit), addresses * ROOM)
         with self.lock:
@@ -150,19 +150,21 @@ class Pool:
         self.peak = max(self.peak, self.lent)
 
     def lent_at(self, address: int) -> bool:
-        """Whether a map of this pool begins there, that a tensor has."""
+        """Return whether a lent map of this pool begins at this address."""
         with self.lock:
             return address in self.leases
 
     def map_at(self, address: int) -> PinnedMap | None:
-        """The map that a tensor has there."""
+        """Return the lent map at this address."""
         lease = self.leases.get(address)
         memory = None if lease is None else lease.obj
         return memory if isinstance(memory, PinnedMap) else None
 
     def grow(self, address: int, size: int, addresses: int) -> memoryview | None:
-        """The lease of the map at this address, now with `size` pinned bytes of so many `addresses`; None where there
-        is none, or it has fewer, or they cannot be pinned."""
+        """Pin the map at this address up to `size` bytes, and return its lease.
+
+        None if there is no such map, if it has fewer than `addresses` bytes of addresses, or if pinning fails.
+        """
         with self.lock:
             lease, memory = self.leases.get(address), self.map_at(address)
             if memory is None or addresses > len(memory):
@@ -177,7 +179,7 @@ class Pool:
             return lease
 
     def grow_ahead(self, address: int, size: int) -> None:
-        """Begin to pin the map at this address up to `size` bytes on a thread; `grow` waits for the end of it."""
+        """Start a thread that pins the map at this address up to `size` bytes; `grow` waits for the thread."""
         with self.lock:
             memory = self.map_at(address)
             if memory is None or memory.ahead is not None:
@@ -188,19 +190,19 @@ class Pool:
             if memory.pinned % math.lcm(memory.unit, mmap.PAGESIZE) == 0:
                 self.make_room(size - memory.pinned)
                 self.ahead += size - memory.pinned
-                memory.asked_ahead, memory.ahead = size, _pinning.submit(memory.pin_ahead, size)
+                memory.requested_ahead, memory.ahead = size, _pinning.submit(memory.pin_ahead, size)
 
     def take_ahead(self, memory: PinnedMap) -> int:
-        """What a thread has pinned of a map is the map's from here on; returns its bytes."""
+        """Add to a map the bytes that a thread has pinned ahead; returns their number."""
         if memory.ahead is None:
             return 0
         before, size = memory.pinned, memory.ahead.result()
-        self.ahead -= memory.asked_ahead - before
+        self.ahead -= memory.requested_ahead - before
         memory.pinned, memory.ahead = size or before, None
         return memory.pinned - before
 
     def reuse(self, size: int, addresses: int, unit: int, device: torch.device) -> PinnedMap | None:
-        """The smallest idle map with these addresses that holds `size` bytes with at most an eighth to spare."""
+        """Return the smallest idle map with these addresses that holds `size` bytes and wastes at most an eighth."""
         fitting = [
             memory
             for memory in self.idle
@@ -212,24 +214,24 @@ class Pool:
             return None
         memory = min(fitting, key=lambda memory: memory.pinned)
         self.idle.remove(memory)
-        torch.cuda.synchronize(memory.device)  # copies of the tensor that died may still be under way
+        torch.cuda.synchronize(memory.device)  # copies of the freed tensor may still run
         memory.device = device
         return memory
 
     def make(self, size: int, addresses: int, device: torch.device) -> PinnedMap | None:
-        """A new map; None where it cannot be pinned."""
+        """Return a new map; None if it cannot be pinned."""
         self.make_room(size)
         return self.insist(lambda: pinned_map(size, addresses, device))
 
     def make_room(self, size: int) -> None:
-        """Free idle maps until so many new bytes keep the pool's own measure."""
+        """Free idle maps until `size` new bytes respect the pool's limits."""
         while idle := self.collect():
             if self.lent + self.ahead + size + idle <= self.peak and idle <= (free_memory() - size) // 2:
                 break
             del self.idle[0]
 
     def insist(self, pin: Callable[[], T | None]) -> T | None:
-        """What `pin` gives; where the driver pins no more, once again without any idle map."""
+        """Return the result of `pin`; if the driver refuses, free all idle maps and try again."""
         pinned = pin()
         if not pinned and self.idle:
             self.idle.clear()
@@ -253,16 +255,15 @@ def release_host_memory() -> None:
 
 
 def makes_fakes() -> bool:
-    """Whether tensors that are made here and now are fakes."""
+    """Return whether new tensors are fakes in the current mode."""
     return isinstance(torch.empty(0, device="cpu"), FakeTensor)
 
 
 def host_empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, backed: int | None = None) -> Tensor:
-    """A tensor on the host, of which `device` can read the first `backed` places of dim 0 (all, if not given).
+    """Allocate an uninitialised host tensor, whose first `backed` entries of dim 0 (default: all) `device` can read.
 
-    The tensor holds anything: nothing is read of a host tier that was not written before. For a GPU its memory is
-    pinned; where that fails, the memory is ordinary, and one warning says so. Under a fake mode there is no memory to
-    pin.
+    For a GPU the memory is pinned. If pinning fails, the memory is pageable, and a warning is raised once. Under a fake
+    mode nothing is pinned.
     """
     if makes_fakes():
         return torch.empty(shape, dtype=dtype, device="cpu")
@@ -281,19 +282,19 @@ def host_empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device,
 
 
 def whole_pages(size: int, unit: int) -> int:
-    """The size, or a little more, so that the next registration can begin there.
+    """Round the size up, so that the next registration can begin there.
 
-    More where segments of `unit` bytes are no whole pages: segments of 8 bits, of an odd number of heads.
+    Segments of `unit` bytes may not be whole pages, with 8-bit pairs of an odd number of heads.
     """
     step = math.lcm(unit, mmap.PAGESIZE) if unit > mmap.PAGESIZE else 1
     return -(-size // step) * step
 
 
 def host_grown(old: Tensor, shape: tuple[int, ...], device: torch.device, backed: int | None = None) -> Tensor | None:
-    """`old` where it is, with the places along dim 0 of `shape`; None where `old` must move for that.
+    """Grow `old` in place to `shape` along dim 0; None if `old` must move.
 
-    `device` can read the first `backed` places (all, if not given). Ordinary memory that has that shape already stays:
-    all of such memory can be read.
+    `device` can read the first `backed` entries (default: all). Pageable memory that has this shape already is
+    returned unchanged.
     """
     unit = math.prod(shape[1:]) * old.dtype.itemsize
     if device.type != "cuda" or isinstance(old, FakeTensor) or not _pool.lent_at(old.data_ptr()):
@@ -305,27 +306,29 @@ def host_grown(old: Tensor, shape: tuple[int, ...], device: torch.device, backed
 
 
 def grow_ahead(tensor: Tensor, backed: int) -> None:
-    """Let a thread pin memory for the first `backed` places of dim 0 of a tier that `host_empty` made, for `host_grown`
-    to find. Ordinary memory is there already."""
+    """Start a thread that pins the first `backed` entries of dim 0 of a tier from `host_empty`, for `host_grown`.
+
+    Pageable memory needs no pinning.
+    """
     if tensor.is_pinned():
         _pool.grow_ahead(tensor.data_ptr(), tensor[0].nbytes * backed)
 
 
 def viewed(lease: memoryview, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """The map's first addresses as a tensor, which keeps the lease."""
+    """Return the map's first addresses as a tensor, which keeps the lease alive."""
     count = math.prod(shape) * dtype.itemsize
     return torch.frombuffer(lease, dtype=torch.uint8, count=count).view(dtype).view(shape)
 
 
 def pinned_map(size: int, addresses: int, device: torch.device) -> PinnedMap | None:
-    """So many `addresses` and more, the first `size` bytes of them registered with CUDA; None where that fails."""
+    """Map at least `addresses` bytes, with the first `size` bytes registered with CUDA; None if that fails."""
     try:
         memory = PinnedMap(-1, addresses * ROOM, **MAP_FLAGS)
-    except OSError:  # so many addresses are not to be had
+    except OSError:  # too many addresses
         memory = PinnedMap(-1, addresses, **MAP_FLAGS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
-        # A child process would share the pages until a write: that write's copy would not be what the GPU has pinned.
+        # A child process would share the pages until a write, which copies them: the GPU has pinned the old pages.
         memory.madvise(mmap.MADV_DONTFORK)
     memory.device, memory.pinned, memory.registered = device, 0, []
     memory.pin(size)
@@ -333,8 +336,10 @@ def pinned_map(size: int, addresses: int, device: torch.device) -> PinnedMap | N
 
 
 def register(address: int, size: int, device: torch.device) -> bool:
-    """Pin the range; False where the driver refuses, or has another address for it on the device: kernels are given the
-    host's. Every device can read it then; CUDA starts up on the current one, so that must be `device`."""
+    """Pin the range for every device; returns False if the driver refuses, or maps it to another device address.
+
+    Kernels get the host's address. CUDA initialises the current device, which must be `device`.
+    """
     with torch.cuda.device(device):
         if int(torch.cuda.cudart().cudaHostRegister(address, size, REGISTER_FLAGS)) != 0:
             clear_error()
@@ -347,9 +352,9 @@ def register(address: int, size: int, device: torch.device) -> bool:
 
 
 def address_on_device(address: int) -> int | None:
-    """Where the current device has registered memory that the host has at `address`; None where nobody says.
+    """Return the current device's address of registered host memory at `address`; None if it is unknown.
 
-    The driver, which torch has loaded, is asked: torch's bindings of the runtime lack that question.
+    This calls the driver that torch has loaded, since torch's runtime bindings lack this function.
     """
     driver, found = ctypes.CDLL("nvcuda" if sys.platform == "win32" else "libcuda.so.1"), ctypes.c_uint64()
     error = driver.cuMemHostGetDevicePointer_v2(ctypes.byref(found), ctypes.c_void_p(address), 0)
@@ -357,23 +362,23 @@ def address_on_device(address: int) -> int | None:
 
 
 def clear_error() -> None:
-    """CUDA reports a refused registration once more, at the next launch; take that report here."""
+    """Clear CUDA's error of a refused registration, which the next launch would report."""
     try:
         torch.zeros(1, device="cuda")
     except RuntimeError as error:
         warn(f"CUDA refused to pin memory: {error}", UserWarning)
 
 
-def allowance(held: int, asked: int | None, ranks: int = 1) -> int:
-    """Bytes that a host tier may have, of which `held` are there: what was `asked`, or half of what is free.
+def allowance(held: int, requested: int | None, ranks: int = 1) -> int:
+    """Return the bytes that a host tier may have: the `requested` bytes, or half of the free memory plus `held` bytes.
 
-    The pool's idle maps count as free, since they make room. So many `ranks` of one model share either.
+    Idle maps count as free, since the pool frees them on demand. `ranks` processes of one model share the limit.
     """
     own = _pool.idle_bytes() + _pool.ahead
-    return (free_memory() // ranks + own + held) // 2 if asked is None else asked // ranks
+    return (free_memory() // ranks + own + held) // 2 if requested is None else requested // ranks
 
 
 def free_memory() -> int:
-    """Bytes that may still be had: of the machine, and of the container that this process is in."""
+    """Return the bytes of memory that the machine and this process's container have free."""
     free, left = int(psutil.virtual_memory().available), remaining_memory()
     return free if left is None else min(free, left)

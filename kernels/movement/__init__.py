@@ -1,1 +1,1 @@
-"""Pairs on the move: selected, fetched, corrected, offloaded, appended; and the queue and stream that carry them."""
+"""Movement of pairs between tiers: append, offload, select, fetch, correct; and the copy queue and streams."""

@@ -1,7 +1,7 @@
 """The copy queue: offloads and prefetches of one session, first in first out, on a worker thread.
 
-The ops find their queue by the number that the session writes into `cursor[:, QUEUE]`; number 0 means no queue,
-and the copy is done before the op returns. A job reads and writes state tensors only, or memory it owns.
+Ops find their queue by the number in `cursor[:, QUEUE]`, which the session writes. Number 0 means no queue: the op
+copies before it returns. A job reads and writes only state tensors, or memory that it owns.
 """
 
 from __future__ import annotations
@@ -23,40 +23,40 @@ from specache_compile.kernels.state.cursor import QUEUE
 
 _numbers = itertools.count(1)
 _queues: weakref.WeakValueDictionary[int, CopyQueue] = weakref.WeakValueDictionary()
-# Held where a copy is handed to the worker, and by a process that forks.
+# Held while a copy is submitted to the worker, and during a fork.
 _handing = threading.Lock()
 
 
 @functools.cache
 def worker() -> ThreadPoolExecutor:
-    """The one thread that copies for all sessions, and torch single-threaded in it.
+    """Return the single thread that copies for all sessions, with torch single-threaded in it.
 
-    Otherwise a large copy makes OpenMP keep a second team of threads. With more threads than cores OpenMP puts every
-    thread to sleep between kernels, the model's too, which costs each later kernel some 60 µs.
+    Otherwise a large copy makes OpenMP create a second team of threads. With more threads than cores, OpenMP puts
+    all threads to sleep between kernels, which adds about 60 µs to each later kernel.
     """
     pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="specache-copy")
     before = torch.get_num_threads()
-    pool.submit(torch.get_num_threads).result()  # a thread that has not asked takes the process's number later
+    pool.submit(torch.get_num_threads).result()  # a thread caches the number at its first query
     pool.submit(torch.set_num_threads, 1).result()
     torch.set_num_threads(before)
     return pool
 
 
 def hand_over(job: Callable[[], object]) -> Future[None]:
-    """Have the worker run `job` behind all earlier copies."""
+    """Submit `job` to the worker, after all earlier copies."""
     with _handing:
         return worker().submit(run_job, job)
 
 
 def end_copies() -> None:
-    """Before a fork: the child has no worker that would end what is under way, and its half of a copy is lost."""
+    """Wait for all copies before a fork: the child has no worker that would finish them."""
     _handing.acquire()
     if worker.cache_info().currsize:
         worker().submit(int).result()
 
 
 def restart() -> None:
-    """In the child of a fork, which has this process's memory and none of its threads."""
+    """Reset the worker in the child of a fork, which has this process's memory and none of its threads."""
     worker.cache_clear()
     _handing.release()
 
@@ -66,12 +66,12 @@ if hasattr(os, "register_at_fork"):
 
 
 class CopyQueue:
-    """A session's copies in flight, and what they have cost so far.
+    """A session's copies in flight, and the time that steps have waited for them.
 
-    number: by which ops find the queue.
-    waited: seconds that steps stood still for copies.
-    correcting: seconds that steps stood still for corrections.
-    error: the first failed copy's, after which the tiers can no longer be trusted.
+    number: the number by which ops find the queue.
+    waited: seconds that steps waited for copies.
+    correcting: seconds that steps waited for corrections.
+    error: the error of the first failed copy, after which the tiers are invalid.
     """
 
     def __init__(self) -> None:
@@ -84,22 +84,22 @@ class CopyQueue:
         _queues[self.number] = self
 
     def submit_prefetch(self, slots: Tensor, job: Callable[[], object]) -> None:
-        """Run `job` behind all earlier copies; `wait_for(slots)` waits for it.
+        """Run `job` after all earlier copies; `wait_for(slots)` waits for it.
 
-        Raises what an earlier prefetch into the same slots raised, if nobody has waited for that one.
+        Raises: the error of an earlier prefetch into the same slots, if nothing has waited for that one.
         """
         self.wait_for(slots)
         self._prefetches[slots.data_ptr()] = hand_over(job)
 
     def submit_offload(self, job: Callable[[], object]) -> None:
-        """Run `job` behind all earlier copies. Raises what an offload that has ended meanwhile raised."""
+        """Run `job` after all earlier copies. Raises: the error of an offload that has ended since."""
         while self._offloads and self._offloads[0].done():
             self._wait(self._offloads[0])
             self._offloads.popleft().result()
         self._offloads.append(hand_over(job))
 
     def run_now(self, job: Callable[[], object]) -> float:
-        """Run `job` on the caller's thread; other copies are overtaken. Returns seconds; raises what it raised."""
+        """Run `job` on the caller's thread, before queued copies. Returns: seconds. Raises: the job's error."""
         start = time.perf_counter()
         try:
             run_job(job)
@@ -109,7 +109,7 @@ class CopyQueue:
         return time.perf_counter() - start
 
     def wait_for(self, slots: Tensor) -> None:
-        """Block until the prefetch into `slots` is done; raises what it raised. No prefetch under way: no wait."""
+        """Block until the prefetch into `slots`, if any, is done. Raises: its error."""
         future = self._prefetches.get(slots.data_ptr())
         if future is not None:
             self._wait(future)
@@ -117,19 +117,19 @@ class CopyQueue:
             future.result()
 
     def wait_for_offloads(self) -> None:
-        """Block until every offload handed in so far is in the host tier; raises what one raised."""
+        """Block until every submitted offload is in the host tier. Raises: the error of a failed one."""
         while self._offloads:
             self._wait(self._offloads[0])
             self._offloads.popleft().result()
 
     def drain(self) -> None:
-        """Block until no copy of this session is under way; raises the first error, after all have ended."""
+        """Block until no copy of this session runs. Raises: the first error, after all copies have ended."""
         self.settle()
         if self.error is not None:
             raise self.error
 
     def settle(self) -> None:
-        """Block until no copy of this session is under way; a failure is kept in `error`."""
+        """Block until no copy of this session runs; `error` keeps a failure."""
         futures = [*self._prefetches.values(), *self._offloads]
         for future in futures:
             future.exception()
@@ -138,31 +138,31 @@ class CopyQueue:
         if self.error is None:
             self.wait_for_offloads()
         else:
-            # The frames that it came through hold the session, which statistics that keep this queue would keep.
+            # The traceback's frames hold the session, and statistics hold this queue.
             self.error.__traceback__ = None
         self._prefetches.clear()
         self._offloads.clear()
 
     def _wait(self, future: Future[None]) -> None:
-        """Until a copy is done; interrupted, whoever has it in a list has it there still."""
+        """Block until a copy is done; after an interrupt, the caller's list still contains the copy."""
         start = time.perf_counter()
         self.error = self.error or future.exception()
         self.waited += time.perf_counter() - start
 
 
 def run_job(job: Callable[[], object]) -> None:
-    """What runs for every copy; tests put a delay or a fault here."""
+    """Run a copy; tests replace this to add a delay or a fault."""
     job()
 
 
 def queue_of(cursor: Tensor) -> CopyQueue | None:
-    """The queue that `cursor` names, or None where copies are to be done at once."""
+    """Return the queue of `cursor`, or None if copies run synchronously."""
     number = int(cursor[0, QUEUE])
     return _queues[number] if number else None
 
 
 def wait_for_offloads(cursor: Tensor) -> None:
-    """Before an op reads the host tier: every pair that the session has sent there must have arrived."""
+    """Block until the session's offloads have ended, before an op reads the host tier."""
     queue = queue_of(cursor)
     if queue is not None:
         queue.wait_for_offloads()

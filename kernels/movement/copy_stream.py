@@ -1,20 +1,18 @@
-"""The copy streams of a CUDA device: fetches and offloads beside compute; and corrections, beside less of it.
+"""The copy streams of a CUDA device, which run fetches, offloads and corrections concurrently with compute."""
 
-    main stream    ... select_0 ─┐   layer 1, 2, ...        wait_0 ── attend_0 (next step) ...
-    copy stream                  └── gather_0, gather_1 ... ──┘
-
-    main stream    score_0 ── choose_0 ─┬─ low-bit values_0 ─┬─ slots_0, recent_0, new_0 ── merge_0 ...
-    corrections                         └─ gather_0 ─────────┘
-
-A correction has a stream of its own: the step waits for it, and it for no other layer's fetch.
-
-What the copy stream touches is state of a session, or staging that this module owns; never an Inductor temporary. A
-correction also reads what was chosen, which the attention behind it keeps.
-Nothing here blocks the host in a decode step. While a CUDA graph is being captured, the fork is part of the graph and
-`join` ends it: events from outside a capture cannot be waited for within. The last layers' fetches, which that would
-leave no time, are deferred to the next replay (`deferred.py`). The stream that steps are recorded on is not here but
-in `lowering/cuda_graphs.py`.
-"""
+#   main stream    ... select_0 ─┐   layer 1, 2, ...        wait_0 ── attend_0 (next step) ...
+#   copy stream                  └── gather_0, gather_1 ... ──┘
+#
+#   main stream    score_0 ── choose_0 ─┬─ low-bit values_0 ─┬─ slots_0, recent_0, new_0 ── merge_0 ...
+#   corrections                         └─ gather_0 ─────────┘
+#
+# A correction has a separate stream: the step waits for it, and it waits for no other layer's fetch.
+#
+# The copy streams access session state, or staging that this module owns, but no Inductor temporaries. A correction
+# also reads the chosen tokens, which the next attention keeps alive. No op here blocks the host in a decode step.
+# A captured CUDA graph contains the fork, and must end it by `join`, since it cannot wait for outside events. The last
+# layers' fetches would then have no time, and are deferred to the next replay (`deferred.py`). The capture stream is in
+# `lowering/cuda_graphs.py`.
 
 from __future__ import annotations
 
@@ -27,45 +25,44 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specache_compile.kernels.attention import measure as hit_rate
+from specache_compile.kernels.attention import hit_rate
 from specache_compile.kernels.memory.host_memory import makes_fakes
 from specache_compile.kernels.state.cursor import lengths_of
-from specache_compile.kernels.state.pages import Pages, pairs_of
+from specache_compile.kernels.state.page_table import Pages, pairs_of
 from specache_compile.kernels.state.segments import aligned, of_rows, put, runs, runs_of_pairs, span_of, tokens_of
 from specache_compile.kernels.state.stored_pairs import ROUNDED, stored
 
 from . import deferred
-from . import definition as tiers
+from . import tier_ops as tiers
 
 # More new tokens than this are copied by the DMA engines, through staging; fewer are written through by a kernel.
 WRITE_THROUGH = 64
 
-# Segments that are rounded at a time: what that takes is of so many alone.
+# Segments that are rounded at a time, which limits temporary memory.
 ROUNDED_AT_ONCE = 4
 
-# The end of the last fetch into each layer's slots, by their address; and of a correction that is not waited for yet.
+# Address of a layer's slots → the event after its last fetch, and after a correction that was not waited for yet.
 _fetches: dict[int, torch.cuda.Event] = {}
 _corrections: dict[int, torch.cuda.Event] = {}
 
 
 @functools.cache
 def stream_of(device: torch.device) -> torch.cuda.Stream:
-    """The one copy stream of a device, of high priority: a gather's few programs need not wait until all of an
-    attention's have started."""
+    """Return the copy stream of a device. Its high priority lets a gather start before all programs of an attention."""
     return torch.cuda.Stream(device, priority=-1)
 
 
 @functools.cache
 def correction_stream_of(device: torch.device) -> torch.cuda.Stream:
-    """The one stream of a device's corrections, of high priority as well."""
+    """Return the stream of a device's corrections, also of high priority."""
     return torch.cuda.Stream(device, priority=-1)
 
 
 def adopt(state: Mapping[str, Tensor]) -> None:
-    """Tell the allocator that both streams use these state tensors, so that their memory is not reused too soon."""
+    """Record in the allocator that both streams use these tensors, so that it does not reuse their memory too soon."""
     device = state["slots"].device
     used = {
-        stream_of(device): ("wanted", "slots", "slot_index", "fetched"),
+        stream_of(device): ("selected", "slots", "slot_index", "fetched"),
         correction_stream_of(device): ("slots", "slot_index", "corrected"),
     }
     for stream, fields in used.items():
@@ -76,15 +73,14 @@ def adopt(state: Mapping[str, Tensor]) -> None:
 
 
 def join(device: torch.device) -> None:
-    """Let the main stream wait for all copies handed in so far."""
+    """Let the main stream wait for all submitted copies."""
     torch.cuda.current_stream(device).wait_stream(stream_of(device))
 
 
 def join_capture(device: torch.device) -> None:
-    """Before a capture ends: bring those streams back into it that a fetch, or a correction in a step that failed, has
-    forked off.
+    """Join the streams that fetches, or corrections of a failed step, have forked, before a capture ends.
 
-    A stream that took no part may not be waited for: its events come from outside of the capture.
+    A capture must not wait for a stream that was not forked, whose events are outside the capture.
     """
     for stream in (stream_of(device), correction_stream_of(device)):
         with torch.cuda.stream(stream):
@@ -93,25 +89,27 @@ def join_capture(device: torch.device) -> None:
             torch.cuda.current_stream(device).wait_stream(stream)
 
 
-def prefetch(wanted: Tensor, cursor: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor, fetched: Tensor) -> None:
-    """As `tiers.prefetch`, on the copy stream, behind what the main stream has been given so far."""
+def prefetch(
+    selected: Tensor, cursor: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor, fetched: Tensor
+) -> None:
+    """Run `tier_ops.prefetch` on the copy stream, after all work that the main stream has so far."""
     from .triton_copy import gather
 
     if deferred.is_made_first(slots):
         return
-    if not host.is_pinned():  # the GPU cannot read it: the host copies, and everything waits
-        tiers.refill(wanted, pairs_of(host, cursor), slots, slot_index, fetched)
+    if not host.is_pinned():  # the GPU cannot read it, so the host copies synchronously
+        tiers.refill(selected, pairs_of(host, cursor), slots, slot_index, fetched)
         return
     copy = stream_of(slots.device)
     copy.wait_stream(torch.cuda.current_stream(slots.device))
     with torch.cuda.stream(copy):
-        gather(wanted, host, slots, slot_index, fetched, cursor=cursor)
+        gather(selected, host, slots, slot_index, fetched, cursor=cursor)
     if not torch.cuda.is_current_stream_capturing():
         _fetches[slots.data_ptr()] = copy.record_event()
 
 
-def wait(after: Tensor, cursor: Tensor, slots: Tensor, slot_index: Tensor, wanted: Tensor) -> None:
-    """As `tiers.wait`: what the main stream is given from here on runs behind the fetch; the host goes on."""
+def wait(after: Tensor, cursor: Tensor, slots: Tensor, slot_index: Tensor, selected: Tensor) -> None:
+    """Run `tier_ops.wait`: later work on the main stream waits for the fetch; the host does not block."""
     fetch = _fetches.pop(slots.data_ptr(), None)
     if torch.cuda.is_current_stream_capturing():
         fetch = deferred.end_of(slots)
@@ -123,8 +121,10 @@ def correct(
     scores: Tensor, cursor: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor,
     corrected: Tensor,
 ) -> Tensor:  # fmt: skip
-    """As `tiers.correct`: the choice on the main stream, the gather beside what that is given next, up to
-    `wait_for_correction`. The host decides nothing."""
+    """Run `tier_ops.correct`: select on the main stream, and gather concurrently until `wait_for_correction`.
+
+    No decision requires the host.
+    """
     from .triton_copy import gather
     from .triton_select import select_topk
 
@@ -144,7 +144,7 @@ def correct(
 
 
 def wait_for_correction(slots: Tensor) -> None:
-    """What the main stream is given from here on runs behind the correction of these slots."""
+    """Let later work on the main stream wait for the correction of these slots."""
     correction = _corrections.pop(slots.data_ptr(), None)
     if correction is not None:
         torch.cuda.current_stream(slots.device).wait_event(correction)
@@ -153,8 +153,7 @@ def wait_for_correction(slots: Tensor) -> None:
 def copy_across(source: Tensor, target: Tensor) -> None:
     """Copy pairs [B, H, n, 2, d] to the same shape across PCIe.
 
-    Where both are contiguous, as a whole segment is, one copy takes all; else each row's head, contiguous in any case,
-    has a copy of its own.
+    If both are contiguous, like whole segments, this is one copy; else one copy per row and head, which are contiguous.
     """
     if source.is_contiguous() and target.is_contiguous():
         target.copy_(source, non_blocking=True)
@@ -165,9 +164,9 @@ def copy_across(source: Tensor, target: Tensor) -> None:
 
 
 class Staging:
-    """Two buffers on one device, through which the pairs of a long prefill go to the host, layer after layer.
+    """Two buffers on one device, through which a long prefill copies its pairs to the host, layer by layer.
 
-    At most two layers' 16-bit pairs are on the device beside the activations; a third waits for the first one's copy.
+    The device holds at most two layers' 16-bit pairs; a third layer waits for the first one's copy.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -177,8 +176,7 @@ class Staging:
         self.next = 0
 
     def send(self, k: Tensor, v: Tensor, start: int, host: Tensor | Pages) -> None:
-        """Copy the new pairs k, v [B, H, T, d] to the host tier's tokens from `start` on, staged as they will lie in
-        its segments."""
+        """Copy the new pairs k, v [B, H, T, d] to the host tier's tokens from `start` on, staged in its layout."""
         main, copy = torch.cuda.current_stream(self.device), stream_of(self.device)
         number, self.next = self.next, 1 - self.next
         copied = self.copied[number]
@@ -200,11 +198,9 @@ class Staging:
 
 
 def stage(k: Tensor, v: Tensor, start: int, host: Tensor | Pages, buffer: Tensor) -> list[Tensor]:
-    """Put the new pairs k, v [B, H, T, d] into `buffer`, as the host tier stores them; returns the pieces
-    [B, H, n, 2, d or w].
+    """Write the new pairs k, v [B, H, T, d] to `buffer` in the host tier's layout, whole segments at once.
 
-    Each of the `runs` of the host tier's tokens from `start` on has a contiguous piece. Whole segments are put there
-    at once.
+    Returns: a contiguous piece [B, H, n, 2, d or w] for each of the `runs` of the host tier's tokens from `start` on.
     """
     stop, staged, used = start + k.shape[2], list[Tensor](), 0
     for begin, end in aligned(host, start, stop):
@@ -228,12 +224,12 @@ def staging_of(device: torch.device) -> Staging:
 
 
 def release_staging() -> None:
-    """Give the staging back: the allocator takes it when its last copy has ended."""
+    """Release the staging buffers; the allocator reuses them after their last copy."""
     staging_of.cache_clear()
 
 
 def offload(k: Tensor, v: Tensor, padding: Tensor | None, cursor: Tensor, host: Tensor) -> None:
-    """As `tiers.offload`: a few pairs are written through at once, many go through staging on the copy stream."""
+    """Run `tier_ops.offload`: write few pairs through directly, copy many through staging on the copy stream."""
     from .triton_copy import write_through
 
     pinned = host.is_pinned()
@@ -250,9 +246,9 @@ def offload(k: Tensor, v: Tensor, padding: Tensor | None, cursor: Tensor, host: 
 
 
 def host_blocks(host: Tensor | Pages, length: int, size: int, device: torch.device) -> Iterator[tuple[int, Tensor]]:
-    """The host tier's first `length` pairs [B, H, ≤ size, 2, d] on `device`, with each block's first token.
+    """Yield the host tier's first `length` pairs in blocks [B, H, ≤ size, 2, d] on `device`, with their first tokens.
 
-    From pinned memory the next block travels while the caller attends to this one.
+    From pinned memory, the next block is copied while the caller uses this one.
     """
     starts = range(0, length, size)
     if device.type != "cuda" or not host.is_pinned():
@@ -267,7 +263,7 @@ def host_blocks(host: Tensor | Pages, length: int, size: int, device: torch.devi
 
     def load(number: int) -> tuple[list[Tensor], Any]:
         pieces, used = list[Tensor](), 0
-        copy.wait_stream(main)  # whoever attended to the buffer's last block has been launched
+        copy.wait_stream(main)  # the attention to the buffer's last block is already launched
         with torch.cuda.stream(copy):
             for source, _, _ in runs(host, starts[number], min(starts[number] + size, length)):
                 pieces.append(buffers[number % 2][used : used + source.numel()].view(source.shape))
@@ -285,17 +281,17 @@ def host_blocks(host: Tensor | Pages, length: int, size: int, device: torch.devi
 
 
 def measure(q: Tensor, *rest: Any) -> None:
-    """As `measure.measure`, behind all copies to the host, and the correction of the slots that it asks about."""
+    """Run `hit_rate.measure` after all copies to the host, and after the correction of its slots."""
     join(q.device)
     torch.cuda.current_stream(q.device).wait_stream(correction_stream_of(q.device))
     hit_rate.measure(q, *rest)
 
 
 class StreamCopies:
-    """What a session on a CUDA device has in place of a `CopyQueue`: its copies run on the device's copy stream."""
+    """Replaces `CopyQueue` on a CUDA device, where copies run on the device's copy stream."""
 
     number = 0
-    # A copy on a stream cannot fail by itself. How long the main stream stood still for one, the host cannot tell.
+    # A copy on a stream cannot fail alone, and the host cannot measure how long the main stream waits for it.
     error: BaseException | None = None
     waited: float | None = None
     correcting: float | None = None
@@ -304,13 +300,12 @@ class StreamCopies:
         self.device = device
 
     def drain(self) -> None:
-        """Block until no copy is under way, and none that a launched step has yet to start."""
+        """Block until all copies of launched steps have ended."""
         torch.cuda.synchronize(self.device)
 
     settle = drain
 
     def wait_for_offloads(self) -> None:
-        """What the main stream is given from here on runs behind every offload handed in so far; of fake tensors none
-        was."""
+        """Let later work on the main stream wait for every submitted offload; fake tensors have none."""
         if not makes_fakes():
             join(self.device)

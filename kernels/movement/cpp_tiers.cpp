@@ -1,6 +1,6 @@
-// What moves pairs between the tiers on a CPU, as `tiers.py` defines it: the choice of pairs, the refill of the slots, the
-// pairs of new tokens. A pair is bytes here: 2·d elements, keys first; or, of a host tier that is rounded, as
-// `stored_pairs.py` has it, and then widened to DTYPE, and rounded from it.
+// The ops of `tier_ops.py` on a CPU: selection of pairs, refill of the slots, writes of new pairs. A pair is bytes here:
+// 2·d elements, key first. In a rounded host tier it has the format of `stored_pairs.py`, and is converted from and to
+// DTYPE.
 
 #include <algorithm>
 #include <cmath>
@@ -10,19 +10,19 @@
 
 namespace {
 
-// Scores from 0 on sort as their bits do; what is below is no candidate.
+// Scores from 0 on sort like their bits; scores below 0 are no candidates.
 inline int32_t order_of(float score) {
   int32_t bits;
   std::memcpy(&bits, &score, sizeof bits);
   return bits;
 }
 
-// Scores fall into buckets by exponent and the first bits of the mantissa: the first of them that holds a chosen one is
-// found by counting, and what is in it alone is compared.
+// Buckets by exponent and the first bits of the mantissa: counting finds the lowest bucket with a selected score, and
+// only scores in this bucket are compared.
 constexpr int kShift = 20, kBuckets = 1 << (31 - kShift);
 
-// The k tokens of largest score go into wanted[k]; of equal ones the older; -1: none left.
-void choose(const float* scores, int64_t n, int64_t k, int32_t* wanted) {
+// Write the k tokens of largest score to selected[k], older tokens first among equal scores; -1 if none is left.
+void choose(const float* scores, int64_t n, int64_t k, int32_t* selected) {
   std::vector<int32_t> counts(kBuckets);
   for (int64_t t = 0; t < n; ++t) {
     const int32_t order = order_of(scores[t]);
@@ -36,7 +36,7 @@ void choose(const float* scores, int64_t n, int64_t k, int32_t* wanted) {
   for (int64_t t = 0; t < n; ++t) {
     const int32_t order = order_of(scores[t]);
     if (order < 0 || order >> kShift < bucket) continue;
-    if (order >> kShift > bucket) wanted[chosen++] = t;
+    if (order >> kShift > bucket) selected[chosen++] = t;
     else rest.push_back(t);
   }
   const int64_t left = std::min<int64_t>(k - chosen, rest.size());
@@ -45,15 +45,15 @@ void choose(const float* scores, int64_t n, int64_t k, int32_t* wanted) {
     return x != y ? x > y : a < b;
   };
   if (left < static_cast<int64_t>(rest.size())) std::nth_element(rest.begin(), rest.begin() + left, rest.end(), before);
-  std::copy_n(rest.begin(), left, wanted + chosen);
-  std::fill(wanted + chosen + left, wanted + k, -1);
+  std::copy_n(rest.begin(), left, selected + chosen);
+  std::fill(selected + chosen + left, selected + k, -1);
 }
 
-// The columns of a cursor before a row's table, and the tokens of a page: `pages.py`.
+// The columns of a cursor before a row's table, and the tokens of a page: `page_table.py`.
 constexpr int64_t kTable = 4, kPage = 256;
 
-// A tier in runs of `span` contiguous tokens of each of `heads`: `segments.py`. pair: its bytes; channels: d where it is
-// rounded, else 0. Where a cursor [rows, columns] has a table, the tier is in pages, and row_heads those of a row.
+// A tier in runs of `span` contiguous tokens of each of `heads` (`segments.py`). pair: bytes of a pair; channels: d if it
+// is rounded, else 0. If a cursor [rows, columns] has a table, the tier is in pages, and row_heads are a row's heads.
 struct Tier {
   char* pairs;
   int64_t heads, span, pair, channels = 0;
@@ -92,7 +92,7 @@ void widen(const char* from, int64_t d, int64_t width, DTYPE* to) {
 
 int64_t slot_bytes(const Tier& host) { return host.channels ? 2 * host.channels * sizeof(DTYPE) : host.pair; }
 
-// A pair of the host tier into a slot.
+// Copy a pair of the host tier to a slot.
 void bring(const Tier& host, int64_t head, int64_t token, char* slot) {
   const char* pair = host.at(head, token);
   const int64_t d = host.channels, width = host.pair / 2;
@@ -105,19 +105,19 @@ void bring(const Tier& host, int64_t head, int64_t token, char* slot) {
   widen(pair + width, d, width, to + d);
 }
 
-// Bring one head's wanted pairs into its slots, those that are not there yet; returns how many travelled.
-int64_t refill_head(const int32_t* wanted, const Tier& host, int64_t head, char* slots, int32_t* index, int64_t k) {
+// Copy one head's selected pairs that its slots lack to its slots; returns their number.
+int64_t refill_head(const int32_t* selected, const Tier& host, int64_t head, char* slots, int32_t* index, int64_t k) {
   const int64_t slot = slot_bytes(host);
   std::vector<int32_t> missing;
   std::vector<uint8_t> stays(k);
   for (int64_t i = 0; i < k; ++i) {
-    if (wanted[i] < 0) continue;
+    if (selected[i] < 0) continue;
     int64_t place = -1;
-    for (int64_t j = 0; j < k; ++j) place = index[j] == wanted[i] ? j : place;
-    if (place < 0) missing.push_back(wanted[i]);
+    for (int64_t j = 0; j < k; ++j) place = index[j] == selected[i] ? j : place;
+    if (place < 0) missing.push_back(selected[i]);
     else stays[place] = 1;
   }
-  // There are never more missing than free.
+  // There are never more missing pairs than free slots.
   size_t next = 0;
   for (int64_t j = 0; j < k; ++j) {
     if (stays[j]) continue;
@@ -129,35 +129,35 @@ int64_t refill_head(const int32_t* wanted, const Tier& host, int64_t head, char*
   return missing.size();
 }
 
-// The same of the heads `first` to `stop`: wanted, slots and index are the first one's. Returns the bytes that travelled.
-int64_t refill_heads(const int32_t* wanted, const Tier& host, int64_t first, int64_t stop, char* slots, int32_t* index,
+// Do the same for the heads `first` to `stop`; selected, slots and index are the first head's. Returns the copied bytes.
+int64_t refill_heads(const int32_t* selected, const Tier& host, int64_t first, int64_t stop, char* slots, int32_t* index,
                      int64_t k) {
   int64_t moved = 0;
   for (int64_t head = first; head < stop; ++head) {
     const int64_t at = (head - first) * k;
-    moved += host.pair * refill_head(wanted + at, host, head, slots + at * slot_bytes(host), index + at, k);
+    moved += host.pair * refill_head(selected + at, host, head, slots + at * slot_bytes(host), index + at, k);
   }
   return moved;
 }
 
 }  // namespace
 
-// scores [heads, stride], of which `n` a head count → wanted [heads, k].
-extern "C" void select_topk(const float* scores, int64_t heads, int64_t stride, int64_t n, int64_t k, int32_t* wanted) {
-  for (int64_t head = 0; head < heads; ++head) choose(scores + head * stride, n, k, wanted + head * k);
+// scores [heads, stride], of which `n` a head count → selected [heads, k].
+extern "C" void select_topk(const float* scores, int64_t heads, int64_t stride, int64_t n, int64_t k, int32_t* selected) {
+  for (int64_t head = 0; head < heads; ++head) choose(scores + head * stride, n, k, selected + head * k);
 }
 
-// wanted and slot_index [rows * heads, k], slots [rows * heads, k] of pairs, cursor [rows, columns], host a tier of
-// pairs; fetched: bytes, added to.
-extern "C" void refill(const int32_t* wanted, const int64_t* cursor, char* host, char* slots, int32_t* slot_index,
+// selected and slot_index [rows * heads, k], slots [rows * heads, k] of pairs, cursor [rows, columns], host a tier of
+// pairs; fetched: copied bytes are added to it.
+extern "C" void refill(const int32_t* selected, const int64_t* cursor, char* host, char* slots, int32_t* slot_index,
                        int64_t columns, int64_t rows, int64_t heads, int64_t span, int64_t k, int64_t pair,
                        int64_t channels, int64_t* fetched) {
   const Tier tier = {host, rows * heads, span, pair, channels, cursor, columns, heads};
-  *fetched += refill_heads(wanted, tier, 0, tier.heads, slots, slot_index, k);
+  *fetched += refill_heads(selected, tier, 0, tier.heads, slots, slot_index, k);
 }
 
-// Lane 0's own choice in each batch row's low-bit tier: scores [lanes, rows * heads, stride], cursor [rows, columns] →
-// chosen [rows * heads, k], what the slots hold then.
+// Lane 0's selection in each batch row's low-bit tier: scores [lanes, rows * heads, stride], cursor [rows, columns] →
+// chosen [rows * heads, k], the new tokens of the slots.
 extern "C" void correct(const float* scores, const int64_t* cursor, char* host, char* slots, int32_t* slot_index,
                         int64_t columns, int64_t rows, int64_t heads, int64_t stride, int64_t span, int64_t k,
                         int64_t pair, int64_t channels, int32_t* chosen, int64_t* corrected) {
@@ -166,9 +166,9 @@ extern "C" void correct(const float* scores, const int64_t* cursor, char* host, 
   refill(chosen, cursor, host, slots, slot_index, columns, rows, heads, span, k, pair, channels, corrected);
 }
 
-// The pairs of `count` new tokens, keys and values [rows * heads, count] of `half` bytes each, become the pairs from its
-// row's length on, cursor [rows, columns], of target, a tier of `places` tokens a head; token t lies at t mod places.
-// paged: the target is in pages where the cursor has a table.
+// Write the pairs of `count` new tokens, keys and values [rows * heads, count] of `half` bytes each, to target from each
+// row's length on; cursor [rows, columns]. target has `places` tokens per head; token t goes to t mod places.
+// paged: the target is in pages if the cursor has a table.
 extern "C" void write_pairs(const char* keys, const char* values, const int64_t* cursor, char* target, int64_t columns,
                             int64_t rows, int64_t heads, int64_t count, int64_t places, int64_t span, int64_t half,
                             int64_t paged) {
@@ -183,7 +183,7 @@ extern "C" void write_pairs(const char* keys, const char* values, const int64_t*
     }
 }
 
-// The same into a host tier that is rounded: keys and values [rows * heads, count] of d channels.
+// Do the same for a rounded host tier: keys and values [rows * heads, count] of d channels.
 extern "C" void round_pairs(const DTYPE* keys, const DTYPE* values, const int64_t* cursor, char* target,
                             int64_t columns, int64_t rows, int64_t heads, int64_t count, int64_t span, int64_t d,
                             int64_t width) {

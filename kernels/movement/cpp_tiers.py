@@ -1,7 +1,7 @@
-"""What moves pairs between the tiers of a decode step, in C++: `tiers.py`'s choice, fetches and writes of a few tokens.
+"""The ops of `tier_ops.py` in C++: selection, fetches, and writes of a few tokens.
 
-On a CPU both tiers lie in the same memory. What a step of one token moves there is done before a worker would have
-begun with it, and a worker would take the core that the copy is to hide behind: so it is done at once.
+On a CPU both tiers are in the same memory. A decode step copies so little that starting a worker would take longer, so
+these ops copy synchronously.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from specache_compile.kernels.codes.trellis import is_trellis
 from specache_compile.kernels.cpp.library import address, tiers_library, trellis_library
 from specache_compile.kernels.state.by_rows import rows_of
 from specache_compile.kernels.state.cursor import LOW_BIT, QUEUE
-from specache_compile.kernels.state.pages import has_table
+from specache_compile.kernels.state.page_table import has_table
 from specache_compile.kernels.state.segments import places_of, span_of
 from specache_compile.kernels.state.stored_pairs import ROUNDED
 
-from . import definition as tiers
+from . import tier_ops as tiers
 from .copy_queue import queue_of
 
-# New tokens whose pairs are written at once; more are the worker's.
+# The most new tokens whose pairs are written synchronously; the worker copies more.
 WRITE_THROUGH = 16
 # The operands of `append`.
 APPENDED = tuple(inspect.signature(tiers.append).parameters)
 
 
 def library_of(*arguments: Any) -> CDLL:
-    """The library that a call with such arguments needs: one for all calls, unless the host tier is rounded."""
+    """Return the library for a call with these arguments: one for all calls, unless the host tier is rounded."""
     tensors = [x for x in arguments if isinstance(x, Tensor)]
     rounded = [x for x in tensors if x.dtype == ROUNDED]
     return library_for([x for x in tensors if x.is_floating_point()][-1], rounded[0]) if rounded else tiers_library()
@@ -43,36 +43,36 @@ def library_of_append(
     k: Tensor, v: Tensor, padding: Tensor | None, cursor: Tensor, recent: Tensor, codes: Tensor, key_params: Tensor,
     value_params: Tensor, *rest: Any,
 ) -> CDLL:  # fmt: skip
-    """The library that `append` needs; the encoder of the trellis, where there is one, is compiled beside it."""
+    """Return the library for `append`, and compile the trellis encoder if the tier needs it."""
     if is_trellis(key_params) or is_trellis(value_params):
         trellis_library()
     return tiers_library()
 
 
 def library_for(pairs: Tensor, host: Tensor) -> CDLL:
-    """The library that moves pairs of this dtype to and from a host tier."""
+    """Return the library that copies pairs of this dtype to and from a host tier."""
     return tiers_library(pairs.dtype) if host.dtype == ROUNDED else tiers_library()
 
 
 def channels_of(slots: Tensor, host: Tensor) -> int:
-    """d where the host tier is rounded, else 0."""
+    """Return d if the host tier is rounded, else 0."""
     return slots.shape[-1] if host.dtype == ROUNDED else 0
 
 
-def select_topk_fused(scores: Tensor, wanted: Tensor) -> None:
-    """`tiers.select_topk`, in C++; the same arguments and results."""
+def select_topk_fused(scores: Tensor, selected: Tensor) -> None:
+    """Compute `tier_ops.select_topk` in C++; same arguments and results."""
     scores = scores.contiguous()
-    heads, capacity, k = wanted.shape[0] * wanted.shape[1], scores.shape[-1], wanted.shape[-1]
-    tiers_library().select_topk(address(scores), heads, capacity, capacity, k, address(wanted))
+    heads, capacity, k = selected.shape[0] * selected.shape[1], scores.shape[-1], selected.shape[-1]
+    tiers_library().select_topk(address(scores), heads, capacity, capacity, k, address(selected))
 
 
 def prefetch_fused(
-    wanted: Tensor, cursor: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor, fetched: Tensor
+    selected: Tensor, cursor: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor, fetched: Tensor
 ) -> None:
-    """`tiers.prefetch`, in C++ and at once; the same arguments and results."""
+    """Run `tier_ops.prefetch` synchronously in C++; same arguments and results."""
     stored = (pair_bytes(host), channels_of(slots, host))
-    sizes = (cursor.shape[1], *wanted.shape[:2], span_of(host), wanted.shape[-1], *stored)
-    places = [address(tensor) for tensor in (wanted, cursor, host, slots, slot_index)]
+    sizes = (cursor.shape[1], *selected.shape[:2], span_of(host), selected.shape[-1], *stored)
+    places = [address(tensor) for tensor in (selected, cursor, host, slots, slot_index)]
     library = library_for(slots, host)
 
     def job() -> None:
@@ -90,7 +90,7 @@ def correct_fused(
     scores: Tensor, cursor: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor,
     corrected: Tensor,
 ) -> Tensor:  # fmt: skip
-    """`tiers.correct`, in C++; the same arguments and results."""
+    """Run `tier_ops.correct` in C++; same arguments and results."""
     chosen = torch.empty_like(slot_index)
     scores, library = scores.contiguous(), library_for(slots, host)
     stored = (pair_bytes(host), channels_of(slots, host))
@@ -110,7 +110,7 @@ def correct_fused(
 
 
 def offload_fused(k: Tensor, v: Tensor, padding: Tensor | None, cursor: Tensor, host: Tensor) -> None:
-    """`tiers.offload`; a few tokens in C++ and at once. The same arguments and results."""
+    """Run `tier_ops.offload`, for a few tokens synchronously in C++; same arguments and results."""
     if k.shape[2] > WRITE_THROUGH or k.dtype != v.dtype or host.dtype not in (k.dtype, ROUNDED):
         tiers.offload(k, v, padding, cursor, host)
         return
@@ -125,9 +125,9 @@ def offload_fused(k: Tensor, v: Tensor, padding: Tensor | None, cursor: Tensor, 
 def append_fused(
     k: Tensor, v: Tensor, padding: Tensor | None, cursor: Tensor, recent: Tensor, *low_bit_tier: Any,
 ) -> None:  # fmt: skip
-    """`tiers.append`; in C++ for rows where nothing leaves the window. The same arguments and results."""
+    """Run `tier_ops.append`, in C++ for rows where no token leaves the window; same arguments and results."""
     leaves = [next_low_bit > low_bit for low_bit, next_low_bit in cursor[:, LOW_BIT:QUEUE].tolist()]
-    one_token = k.shape[2] == 1  # which has a place in the ring beside all that leaves
+    one_token = k.shape[2] == 1  # the ring has space for it next to all tokens that leave
     if all(leaves) or (any(leaves) and not one_token) or not k.dtype == v.dtype == recent.dtype:
         tiers.append(k, v, padding, cursor, recent, *low_bit_tier)
         return
@@ -139,8 +139,10 @@ def append_fused(
 
 
 def write_pairs(k: Tensor, v: Tensor, cursor: Tensor, target: Tensor, paged: bool = False) -> Callable[[], None]:
-    """A job that puts k, v [B, H, T, d] into target (`segments.py`) as the tokens from each row's length on: token t at
-    t mod the target's places. paged: the target is in pages where the cursor has a table."""
+    """Return a job that writes k, v [B, H, T, d] to target (`segments.py`), from each row's length on.
+
+    Token t goes to index t mod the target's capacity. paged: the target is in pages if the cursor has a table.
+    """
     k, v = k.contiguous(), v.contiguous()
     half, paged = k.shape[3] * k.element_size(), paged and has_table(cursor)
     places = sys.maxsize if paged else places_of(target)
@@ -153,7 +155,7 @@ def write_pairs(k: Tensor, v: Tensor, cursor: Tensor, target: Tensor, paged: boo
 
 
 def round_pairs(k: Tensor, v: Tensor, cursor: Tensor, host: Tensor) -> Callable[[], None]:
-    """A job that does so with a host tier that is rounded."""
+    """Return a job like `write_pairs`' for a rounded host tier."""
     k, v = k.contiguous(), v.contiguous()
     sizes = (cursor.shape[1], *k.shape[:3], span_of(host), k.shape[3], host.shape[-1])
     library = library_for(k, host)

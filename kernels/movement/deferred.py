@@ -1,12 +1,12 @@
-"""Deferred fetches: those that a replay of a recorded step leaves to whoever comes next.
+"""Deferred fetches: fetches that a replay of a recorded step leaves to the next step.
 
-    attend_0, ..., attend_n | join             gather_n beside attend_0, ...; wait_n, attend_n | join
-    copies: gather_0, ..., gather_n            copies: gather_n, gather_0, ...
-
-A recorded step must end with its copies joined, and its last layers' fetches would have no time to hide. So the next
-replay makes them first, beside its early layers; or, where something else needs the slots before, that does. A fetch
-can be made at any time, and again, since it takes only what `wanted` names and the slots lack.
+A recorded step must join its copies at its end, which would expose its last layers' fetches. So the next replay makes
+them first, during its early layers, or any earlier reader of the slots makes them. A fetch may run at any time, and
+again: it copies only selected pairs that the slots lack.
 """
+
+# attend_0, ..., attend_n | join             gather_n with attend_0, ...; wait_n, attend_n | join
+# copies: gather_0, ..., gather_n            copies: gather_n, gather_0, ...
 
 from __future__ import annotations
 
@@ -19,39 +19,41 @@ from torch import Tensor
 
 T = TypeVar("T")
 
-# The arguments of a `prefetch`, and the state tensors among them.
+# The arguments of a `prefetch`.
 Fetch = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
-FETCH_STATE = ("wanted", "host", "slots", "slot_index", "fetched")
+FETCH_STATE = ("selected", "host", "slots", "slot_index", "fetched")
 
-# While a step is recorded: the end of the fetches that it makes first, by the address of their slots.
+# While a step is recorded: address of slots → the event after the fetches that the step makes first.
 _made_first: dict[int, Any] = {}
 
 
 def deferrable(state: Sequence[Mapping[str, Tensor]], cursor: Tensor) -> list[Fetch]:
-    """The fetches of the last quarter of layers, by their state tensors.
+    """Return the fetches of the last quarter of layers, from their state tensors.
 
-    A quarter: the fetch before them hides behind that much compute, and they behind three times as much.
+    The last fetch before these overlaps a quarter of the step's compute, and these overlap three quarters.
     """
-    fetching = [layer for layer in state if "wanted" in layer and layer["wanted"].numel()]
+    fetching = [layer for layer in state if "selected" in layer and layer["selected"].numel()]
     return [fetch_arguments(layer, cursor) for layer in last_quarter(fetching)]
 
 
 def last_quarter(fetching: Sequence[T]) -> Sequence[T]:
-    """Of what the layers fetch, in their order, what is deferred; of one alone, nothing."""
+    """Return the deferred part of the layers' fetches, in order: nothing for a single layer."""
     late = max(1, len(fetching) // 4) if len(fetching) > 1 else 0
     return fetching[len(fetching) - late :]
 
 
 def fetch_arguments(state: Mapping[str, Any], cursor: Any) -> Any:
-    """The arguments of a layer's `prefetch`, tensors or the nodes that stand for them."""
-    wanted, *rest = (state[field] for field in FETCH_STATE)
-    return (wanted, cursor, *rest)
+    """Return the arguments of a layer's `prefetch`, as tensors or graph nodes."""
+    selected, *rest = (state[field] for field in FETCH_STATE)
+    return (selected, cursor, *rest)
 
 
 @contextmanager
 def made_first(fetches: Sequence[Fetch], ended: Callable[[], Any]) -> Iterator[None]:
-    """Within it, while a step is recorded: these fetches come first, and are left out where the step would make them.
-    ended(): an event behind the newest of them."""
+    """Within this context, a recorded step makes these fetches first, and skips them later.
+
+    ended: returns an event after the newest fetch.
+    """
     try:
         for fetch in fetches:
             torch.ops.specache.prefetch(*fetch)
@@ -62,20 +64,20 @@ def made_first(fetches: Sequence[Fetch], ended: Callable[[], Any]) -> Iterator[N
 
 
 def is_made_first(slots: Tensor) -> bool:
-    """Whether the step that is being recorded has made the fetch into these slots already."""
+    """Return whether the step that is recorded has already made the fetch into these slots."""
     return slots.data_ptr() in _made_first
 
 
 def end_of(slots: Tensor) -> Any:
-    """The event behind that fetch; None where there is none."""
+    """Return the event after that fetch, or None."""
     return _made_first.get(slots.data_ptr())
 
 
 class Deferred:
-    """What a session's last replay has left undone.
+    """The fetches that a session's last replay has deferred.
 
-    fetches: rows → those that a replay of so many leaves; None: those of the rows that there are.
-    owed: a replay has left them, and nobody has made them since.
+    fetches: a function from a number of rows to the deferred fetches of a replay; None for the current rows.
+    owed: a replay has deferred its fetches, and nothing has made them since.
     """
 
     def __init__(self, fetches: Callable[[int | None], Sequence[Fetch]] = lambda rows: ()) -> None:
@@ -83,12 +85,12 @@ class Deferred:
         self.owed = False
 
     def make(self) -> None:
-        """Before anything but another replay."""
+        """Make the deferred fetches, before anything but another replay."""
         if self.owed:
             self.owed = False
             for fetch in self.fetches(None):
                 torch.ops.specache.prefetch(*fetch)
 
     def drop(self) -> None:
-        """After a step that failed: it may have chosen tokens that, without it, are still in the window."""
+        """Drop the deferred fetches after a failed step, which may have selected tokens still in the window."""
         self.owed = False

@@ -1,10 +1,10 @@
-"""Triton: the new pairs into the recent tier, and full groups from there into the low-bit tier.
+"""Triton: `tier_ops.append`, new pairs to the recent tier, and full groups from there to the low-bit tier.
 
-The CUDA implementation of `tiers.append`, bound by copy bandwidth. Lengths are read on the device, so that a decode
-step can be captured. Strides k_batch, k_head, k_token are those of k [B, H, T, d], in elements, v_batch, ... those of
-v; the channels lie side by side, and the tiers are contiguous. d channels, groups of g tokens or gv channels, C tokens'
-capacity, W tokens' window.
+It is limited by copy bandwidth. The device reads all lengths, so that a decode step can be captured.
 """
+
+# Strides k_batch, k_head, k_token are those of k [B, H, T, d] in elements, v_batch, ... those of v, with contiguous
+# channels and tiers. d channels, groups of g tokens or gv channels, capacity of C tokens, window of W tokens.
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from specache_compile.kernels.codes.triton_levels import (
 from specache_compile.kernels.codes.triton_trellis import encode_vectors
 from specache_compile.kernels.state.center import is_found
 from specache_compile.kernels.state.layout import Layout, rotation_block
-from specache_compile.kernels.state.pages import has_table
+from specache_compile.kernels.state.page_table import has_table
 from specache_compile.kernels.state.triton_center import STEPPED_ROWS, STEPS, load_group_center, set_center
 from specache_compile.kernels.state.triton_cursor import AT_LENGTH, AT_LOW_BIT, AT_NEXT_LOW_BIT, place_in_page
 from specache_compile.kernels.state.triton_pairs import load_pairs
 from specache_compile.kernels.state.triton_rotate import hadamard
 from specache_compile.kernels.state.triton_sinks import keep_sinks, sinks_among
 
-# Tokens of a ring write per program: 16 rows of K and V keep a warp's loads 16 bytes wide.
+# Tokens per program of a ring write: 16 rows of K and V keep a warp's loads 16 bytes wide.
 RING_BLOCK = 16
-# Tokens of an unquantised group per program, and of those that are rotated; both divide every group size.
+# Tokens per program of an unquantised group, and of a rotated group; both divide every group size.
 COPY_BLOCK, ROTATED_BLOCK = 32, 16
-# Bytes that hold the rotated pairs of one launch, or one group of each head where that is more.
+# Bytes for the rotated pairs of one launch; at least one group per head.
 SCRATCH = 32 << 20
 
 
@@ -47,14 +47,14 @@ def rotate_groups(
     # [B, H, room, 2, d], a ring, and sink_pairs [B, H, S, 2, d].
     k, v, cursor, recent, center, sink_index, turned, sink_pairs,
     k_batch, k_head, k_token, v_batch, v_head, v_token,
-    # H, columns of the cursor, and the tokens that leave the window before these.
+    # H; columns of the cursor; tokens that have left the window in earlier launches.
     heads, columns, done,
     d: tl.constexpr, window: tl.constexpr, group: tl.constexpr, room: tl.constexpr, block: tl.constexpr,
     sink_tokens: tl.constexpr, TURNED: tl.constexpr, CENTERED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK tokens of one head that leave the window, `block` channels of keys and values; token t goes to
-    t mod room, and a sink, as it is, to its place. sink_tokens: S. TURNED: they are rotated. CENTERED: before, the
-    center of so many rows is taken off the keys.
+    """One program: BLOCK tokens of one head that leave the window, `block` channels of keys and values. Token t goes to
+    t mod room, and a sink unchanged to its slot in sink_pairs. sink_tokens: S. TURNED: rotate the pairs. CENTERED: rows
+    of the center, which is subtracted from the keys first; 0 for none.
 
     Bytes a pair: 4·d read, 4·d written. FLOPs: 2·d·log2(block).
     """
@@ -81,7 +81,7 @@ def rotate_groups(
     keep_sinks(key, tokens, channel, channel < d, head_sinks, sink_row, WHICH=0, sink_tokens=sink_tokens, d=d)
     keep_sinks(value, tokens, channel, channel < d, head_sinks, sink_row, WHICH=1, sink_tokens=sink_tokens, d=d)
     if CENTERED:
-        # A group is whole blocks.
+        # A group is a multiple of blocks.
         first, places = start // group * group, tokens - start // group * group
         if CENTERED == STEPPED_ROWS:
             first, places = start // group // STEPS * STEPS, start // group % STEPS
@@ -103,22 +103,22 @@ def quantize_groups(
     # [B, H, C, 2, d/gv], in the trellis code [B, H, C/g, 1, g] and [B, H, C, 1, 1]; sink_pairs [B, H, S, 2, d], where
     # `rotate_groups` has not.
     codes, key_params, value_params, sink_pairs,
-    # p_batch: from one row of the padding to the next.
+    # p_batch: stride of the padding's rows.
     k_batch, k_head, k_token, v_batch, v_head, v_token, p_batch,
-    # The largest number of the model's dtype; H, C in tokens, columns of the cursor, and the tokens that leave the
-    # window before these.
+    # The largest number of the model's dtype; H; C in tokens; columns of the cursor; tokens that have left the window
+    # in earlier launches.
     limit, heads, capacity, columns, done,
     d: tl.constexpr, window: tl.constexpr, group: tl.constexpr, value_group: tl.constexpr, key_bits: tl.constexpr,
     value_bits: tl.constexpr, zero_point: tl.constexpr, sink_tokens: tl.constexpr, PADDED: tl.constexpr,
     APART: tl.constexpr, KEY_CIRCLE: tl.constexpr, CIRCLE: tl.constexpr, KEY_PLANE: tl.constexpr,
     VALUE_PLANE: tl.constexpr, VALUE_GROUP: tl.constexpr, PAGED: tl.constexpr,
 ):  # fmt: skip
-    """One program: one group of g tokens of one head. Nothing to do where the group does not leave the window.
+    """One program: one group of g tokens of one head, if the group leaves the window.
 
-    zero_point: a quantiser's name. sink_tokens: S. PADDED: whether `padding` is one. APART: `recent` is what
-    `rotate_groups` made. PAGED: the low-bit tier is in pages. KEY_CIRCLE, CIRCLE: numbers that the keys' and the
-    values' trellis code goes round in; 0: in another. Keys in it have a center, and so are APART. KEY_PLANE,
-    VALUE_PLANE, VALUE_GROUP: the bytes of a token's keys, of its values, and gv, padded.
+    zero_point: name of a quantiser. sink_tokens: S. PADDED: there is padding. APART: `recent` is the output of
+    `rotate_groups`. PAGED: the low-bit tier is in pages. KEY_CIRCLE, CIRCLE: numbers in a circle of the keys' and the
+    values' trellis code; 0 for other codes. Keys in the trellis code have a center, and so are APART. KEY_PLANE,
+    VALUE_PLANE, VALUE_GROUP: the bytes of a token's key and of its value, and gv, padded.
     Bytes: 4·g·d read (the values again from the cache), g·w + 4·d + 4·g·d/gv written. FLOPs: about 10 a number.
     """
     bh = tl.program_id(0).to(tl.int64)
@@ -192,7 +192,7 @@ def quantize_groups(
         )  # fmt: skip
         return
 
-    # Values: per token over groups of channels, which need not fall together with planes: scales first, then codes.
+    # Values: per token over groups of channels, which need not coincide with planes: scales first, then codes.
     value_groups: tl.constexpr = d // value_group
     scales = value_params + places * 2 * value_groups
     within = tl.arange(0, VALUE_GROUP)
@@ -212,7 +212,7 @@ def quantize_groups(
         scale, zero = stored_params(scale, zero, limit, value_params.dtype.element_ty)
         tl.store(scales[:, None] + part, scale)
         tl.store(scales[:, None] + value_groups + part, zero)
-    tl.debug_barrier()  # the codes are rounded against the scales that were just stored
+    tl.debug_barrier()  # the codes are rounded with the scales that were just stored
     byte = tl.arange(0, VALUE_PLANE)
     inside = byte < value_width
     packed = tl.zeros([group, VALUE_PLANE], tl.int32)
@@ -234,11 +234,11 @@ def copy_groups(
     # k and v [B, H, T, d]; cursor [B, 4]; recent [B, H, W, 2, d]; written: codes [B, H, C, 2·d] of recent's dtype.
     k, v, cursor, recent, codes,
     k_batch, k_head, k_token, v_batch, v_head, v_token,
-    # H, C in tokens, columns of the cursor.
+    # H; C in tokens; columns of the cursor.
     heads, capacity, columns,
     d: tl.constexpr, window: tl.constexpr, group: tl.constexpr, CHANNELS: tl.constexpr, PAGED: tl.constexpr,
 ):  # fmt: skip
-    """As `quantize_groups` for a low-bit tier of 16 bits: the group as it is.
+    """Do the same as `quantize_groups` for a low-bit tier of 16 bits: copy the group.
 
     CHANNELS: d, padded. Bytes: 4·g·d read, 4·g·d written. No FLOPs.
     """
@@ -277,9 +277,9 @@ def write_recent(
     heads, columns, count,
     d: tl.constexpr, window: tl.constexpr, BLOCK: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK of the new tokens that stay in the window, to their places in the ring (token t at t mod W).
+    """One program: copy BLOCK new tokens that stay in the window to the ring (token t at t mod W).
 
-    CHANNELS: d, padded. Bytes: 4·d a token read, 4·d written. No FLOPs.
+    CHANNELS: d, padded. Bytes: 4·d per token read, 4·d written. No FLOPs.
     """
     bh = tl.program_id(0).to(tl.int64)
     cursor += (bh // heads) * columns
@@ -300,21 +300,21 @@ def append(
     value_params: Tensor, center: Tensor, sink_pairs: Tensor, sink_index: Tensor, key_bits: int, value_bits: int,
     rotate: bool, zero_point: str, frequencies: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """As `tiers.append`, the lengths read on the device: at most T // g + 1 groups can leave the window at once."""
+    """Run `tier_ops.append` with lengths on the device: at most T // g + 1 groups can leave the window at once."""
     k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
     batch, heads, count, d = k.shape
     capacity, window = codes.shape[2], recent.shape[2]
     columns, paged = cursor.stride(0), has_table(cursor)
     layout = Layout(key_bits, value_bits, rotate)
     if zero_point not in ("midpoint", "minimum", "middles"):
-        raise NotImplementedError(f"quantiser {zero_point!r} has no CUDA kernel: `scale_and_zero` here knows three")
+        raise NotImplementedError(f"quantiser {zero_point!r} has no CUDA kernel: `scale_and_zero` here supports three")
     strides = {
         "k_batch": k.stride(0), "k_head": k.stride(1), "k_token": k.stride(2),
         "v_batch": v.stride(0), "v_head": v.stride(1), "v_token": v.stride(2),
     }  # fmt: skip
     channels = triton.next_power_of_2(d)
     if not layout.is_quantised:
-        # Nothing is quantised, so any step that divides every group size will do.
+        # Without quantisation any step that divides every group size is correct.
         copy_groups[batch * heads, triton.cdiv(count + window, COPY_BLOCK)](
             k, v, cursor, recent, codes, **strides, heads=heads, capacity=capacity,
             columns=columns, d=d, window=window, group=COPY_BLOCK, CHANNELS=channels, PAGED=paged,
@@ -360,6 +360,6 @@ def append(
 
 
 def rotated_groups(size: int, groups: int) -> int:
-    """Groups that one launch rotates, `size` bytes each: a power of two, so that kernels are made for a few alone."""
+    """Return the groups of `size` bytes that one launch rotates: a power of two, so that few kernels are compiled."""
     fit = max(1, SCRATCH // size)
     return min(1 << fit.bit_length() - 1, triton.next_power_of_2(groups))

@@ -1,11 +1,12 @@
-"""Triton: pairs between the device and pinned host memory, read and written in place over PCIe.
+"""Triton: copy pairs between the device and pinned host memory, accessed directly over PCIe.
 
-The CUDA implementations of `tiers.prefetch`'s copy and of `tiers.offload`'s for a decode step. The gather's indices
-never leave the device, so that the step can be captured. A host pair (K and V) is one contiguous read of 2·d elements
-(512 B at d 128), and a program has all k of a head's in flight: few programs saturate the link, and leave the other
-multiprocessors to the compute beside them. Where nothing runs beside it, each head has a program of its own, so that
-no head's read waits for another's.
+These are the copies of `tier_ops.prefetch`, and of `tier_ops.offload` in a decode step. Indices never leave the device,
+so that the step can be captured.
 """
+
+# A host pair (K and V) is one contiguous read of 2·d elements (512 B at d = 128), and a program has all k pairs of a
+# head in flight. So few programs saturate the link, and leave the other multiprocessors to concurrent compute. Without
+# concurrent compute each head has a separate program, so that no head waits for another one's read.
 
 from __future__ import annotations
 
@@ -15,15 +16,15 @@ from torch import Tensor
 
 from specache_compile.kernels.codes.triton_levels import ROUND
 from specache_compile.kernels.state import stored_pairs
-from specache_compile.kernels.state.pages import has_table
+from specache_compile.kernels.state.page_table import has_table
 from specache_compile.kernels.state.segments import span_of
 from specache_compile.kernels.state.triton_cursor import AT_LENGTH, place_in_page
 
 LARGEST = tl.constexpr(stored_pairs.LARGEST)
-# Slots that are compared with all wanted tokens at once.
+# Slots per step that are compared with all selected tokens.
 CHUNK = 32
-# Programs of a gather beside compute: 16 of 64 pairs are five times the 200 that 50 GB/s have under way in the link's
-# 2 µs.
+# Programs of a gather concurrent with compute: 16 programs of 64 pairs are five times the 200 pairs that a link of
+# 50 GB/s and 2 µs latency has in flight.
 PROGRAMS = 16
 # Elements of a gather tile: 64 rows of 2·128 channels, 64 registers of each of 256 threads.
 GATHER = 16384
@@ -31,55 +32,54 @@ GATHER = 16384
 
 @triton.jit(do_not_specialize=["heads", "columns"])
 def fetch_missing(
-    # wanted [B, H, k] int32 (-1: none); cursor int64 [B, columns], where PAGED; host: a tier (`segments.py`,
-    # `pages.py`), pinned. All contiguous.
-    wanted, cursor, host,
+    # selected [B, H, k] int32 (-1: none); cursor int64 [B, columns], if PAGED; host: a tier (`segments.py`,
+    # `page_table.py`), pinned. All contiguous.
+    selected, cursor, host,
     # Read and written: slots [B, H, k, 2, d], slot_index [B, H, k] int32 (-1: empty), traffic int64 [1] in bytes.
     slots, slot_index, traffic,
-    # KV heads of all rows, B·H, and H; columns of the cursor; tokens of a head that are contiguous; k; and the bytes of
-    # a pair.
+    # B·H and H; columns of the cursor; contiguous tokens of a head; k; bytes of a pair.
     count, heads, columns, span, top_k, row_bytes,
-    d: tl.constexpr, width: tl.constexpr, ROUNDED: tl.constexpr, WANTED: tl.constexpr, CHUNK: tl.constexpr,
+    d: tl.constexpr, width: tl.constexpr, ROUNDED: tl.constexpr, SELECTED: tl.constexpr, CHUNK: tl.constexpr,
     COLUMNS: tl.constexpr, PAGED: tl.constexpr,
 ):  # fmt: skip
-    """One program: every so many-th KV head. Pairs that stay keep their slots; the i-th missing one goes to the i-th
-    free slot.
+    """One program: a strided part of the KV heads. Pairs that stay keep their slots; the i-th missing pair goes to the
+    i-th free slot.
 
-    width: elements of a key where it lies, d, or the bytes of a ROUNDED one (`stored_pairs.py`), which is widened here.
-    WANTED: k, padded. CHUNK slots are compared at once, COLUMNS of a pair copied at once. Bytes: those of a stored pair
-    over PCIe and 4·d written for each missing one, 16·k for its indices. FLOPs: 2·d of a rounded one; 3·k² comparisons.
+    width: elements of a stored key: d, or the bytes of a ROUNDED key (`stored_pairs.py`), which is widened here.
+    SELECTED: k, padded. CHUNK: slots compared per step. COLUMNS: elements of a pair copied per step. Bytes per missing
+    pair: the stored pair over PCIe, 4·d written, 16·k for its indices. FLOPs: 2·d per rounded pair; 3·k² comparisons.
     """
     pair: tl.constexpr = 2 * d
-    number, within = tl.arange(0, WANTED), tl.arange(0, CHUNK)
+    number, within = tl.arange(0, SELECTED), tl.arange(0, CHUNK)
     moved = tl.zeros([], tl.int64)
     for head in range(tl.program_id(0), count, tl.num_programs(0)):
         bh = tl.zeros([], tl.int64) + head
-        want = tl.load(wanted + bh * top_k + number, number < top_k, -1)
-        present = tl.zeros([WANTED], tl.int32)
+        token = tl.load(selected + bh * top_k + number, number < top_k, -1)
+        present = tl.zeros([SELECTED], tl.int32)
         for start in range(0, top_k, CHUNK):
             slot = start + within
             index = tl.load(slot_index + bh * top_k + slot, slot < top_k, -2)
-            present |= tl.max((want[:, None] == index[None, :]).to(tl.int32), 1)
-        missing = (want >= 0) & (present == 0)
+            present |= tl.max((token[:, None] == index[None, :]).to(tl.int32), 1)
+        missing = (token >= 0) & (present == 0)
         rank = tl.cumsum(missing.to(tl.int32), 0) - 1
-        place = tl.zeros([WANTED], tl.int32)
+        place = tl.zeros([SELECTED], tl.int32)
         free_before = tl.zeros([], tl.int32)
         for start in range(0, top_k, CHUNK):
             slot = start + within
             index = tl.load(slot_index + bh * top_k + slot, slot < top_k, -2)
-            stays = tl.max(((want[:, None] == index[None, :]) & (want[:, None] >= 0)).to(tl.int32), 0)
+            stays = tl.max(((token[:, None] == index[None, :]) & (token[:, None] >= 0)).to(tl.int32), 0)
             free = (slot < top_k) & (stays == 0)
             order = free_before + tl.cumsum(free.to(tl.int32), 0) - 1
             taken = missing[:, None] & free[None, :] & (order[None, :] == rank[:, None])
             place += tl.sum(tl.where(taken, slot[None, :], 0), 1)
             free_before += tl.sum(free.to(tl.int32), 0)
-            tl.debug_barrier()  # warps may hold the same indices: none overwrites what another has yet to read
+            tl.debug_barrier()  # warps may hold the same indices: wait before one overwrites them
             tl.store(slot_index + bh * top_k + slot, -1, free)
-        tl.debug_barrier()  # slots that stay empty say so, before those that are filled say what they hold
-        tl.store(slot_index + bh * top_k + place, want, missing)
-        run = ((want // span).to(tl.int64) * count + bh) * span + want % span
+        tl.debug_barrier()  # mark empty slots before writing the indices of filled ones
+        tl.store(slot_index + bh * top_k + place, token, missing)
+        run = ((token // span).to(tl.int64) * count + bh) * span + token % span
         if PAGED:
-            run = place_in_page(cursor + bh // heads * columns, bh % heads, want, heads, missing)
+            run = place_in_page(cursor + bh // heads * columns, bh % heads, token, heads, missing)
         source = host + run * (2 * width)
         target = slots + (bh * top_k + place) * pair
         for start in range(0, pair, COLUMNS):
@@ -95,13 +95,15 @@ def fetch_missing(
                 row = tl.load(source[:, None] + column[None, :], there)
             tl.store(target[:, None] + column[None, :], row, there)
         moved += tl.sum(missing.to(tl.int64), 0)
-    tl.atomic_add(traffic, moved * row_bytes, sem="relaxed")  # read once the stream has come to its end
+    tl.atomic_add(traffic, moved * row_bytes, sem="relaxed")  # read only after the stream has ended
 
 
 @triton.jit
 def rounded(x):
-    """Codes int8 [BLOCK, CHANNELS] and scales float32 [BLOCK] of x, as `stored_pairs.stored` has them: to the nearest,
-    of two the even one. What is not finite makes its scale so."""
+    """Return codes int8 [BLOCK, CHANNELS] and scales float32 [BLOCK] of x, as in `stored_pairs.stored`.
+
+    Codes are rounded to nearest, ties to even. An element that is not finite makes its scale not finite.
+    """
     exact = x.to(tl.float32)
     finite = tl.abs(exact) < float("inf")
     largest = tl.where(tl.min(finite.to(tl.int32), 1) > 0, tl.max(tl.abs(exact), 1), float("nan"))
@@ -113,20 +115,20 @@ def rounded(x):
 
 @triton.jit(do_not_specialize=["count", "columns"])
 def write_host(
-    # k and v [B, H, T, d]; cursor int64 [B, columns]; written: host, a tier (`segments.py`, `pages.py`), pinned,
+    # k and v [B, H, T, d]; cursor int64 [B, columns]; written: host, a tier (`segments.py`, `page_table.py`), pinned,
     # contiguous.
     k, v, cursor, host,
-    # k_batch, k_head, k_token: strides of k [B, H, T, d], in elements, the channels side by side; v_*: of v, the same.
+    # k_batch, k_head, k_token: strides of k [B, H, T, d] in elements, with contiguous channels; v_*: of v.
     k_batch, k_head, k_token, v_batch, v_head, v_token,
-    # B, H, T new tokens; columns of the cursor; tokens of a head that are contiguous.
+    # B, H, T new tokens; columns of the cursor; contiguous tokens of a head.
     rows, heads, count, columns, span,
     d: tl.constexpr, width: tl.constexpr, ROUNDED: tl.constexpr, BLOCK: tl.constexpr, CHANNELS: tl.constexpr,
     PAGED: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK new pairs of one head, to their tokens' places.
+    """One program: write BLOCK new pairs of one head to the host tier.
 
-    width, ROUNDED: as for `fetch_missing`. CHANNELS: d, padded. Bytes: 4·d a pair read, those of a stored one written
-    over PCIe. FLOPs: 6·d of a rounded one.
+    width, ROUNDED: as in `fetch_missing`. CHANNELS: d, padded. Bytes per pair: 4·d read, the stored pair written over
+    PCIe. FLOPs: 6·d per rounded pair.
     """
     bh = tl.program_id(0).to(tl.int64)
     new = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -153,12 +155,14 @@ def write_host(
 
 
 def gather(
-    wanted: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor, traffic: Tensor, programs: int = PROGRAMS,
+    selected: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor, traffic: Tensor, programs: int = PROGRAMS,
     cursor: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """As `tiers.refill`, on the current stream; `host` in memory that the GPU can read, in pages where the cursor has a
-    table. At most so many `programs`."""
-    batch, heads, top_k = wanted.shape
+    """Run `tier_ops.refill` on the current stream, with at most this many `programs`.
+
+    `host` is in memory that the GPU can read, and in pages if the cursor has a table.
+    """
+    batch, heads, top_k = selected.shape
     if top_k == 0:
         return
     d, width = slots.shape[-1], host.shape[-1]
@@ -166,17 +170,17 @@ def gather(
     rows = triton.next_power_of_2(top_k)
     columns = min(triton.next_power_of_2(pair), max(16, GATHER // rows))
     fetch_missing[(min(batch * heads, programs),)](
-        wanted, wanted if cursor is None else cursor, host, slots, slot_index, traffic,
+        selected, selected if cursor is None else cursor, host, slots, slot_index, traffic,
         count=batch * heads, heads=heads, columns=0 if cursor is None else cursor.stride(0),
         span=span_of(host), top_k=top_k, row_bytes=2 * width * host.element_size(),
         d=d, width=width, ROUNDED=host.dtype == stored_pairs.ROUNDED,
-        WANTED=rows, CHUNK=min(CHUNK, rows), COLUMNS=columns,
+        SELECTED=rows, CHUNK=min(CHUNK, rows), COLUMNS=columns,
         PAGED=cursor is not None and has_table(cursor), num_warps=8,
     )  # fmt: skip
 
 
 def write_through(k: Tensor, v: Tensor, cursor: Tensor, host: Tensor) -> None:
-    """The new pairs k, v [B, H, T, d] straight into the host tier, on the current stream."""
+    """Write the new pairs k, v [B, H, T, d] directly to the host tier, on the current stream."""
     k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
     batch, heads, count, d = k.shape
     block = min(16, triton.next_power_of_2(count))

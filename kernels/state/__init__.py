@@ -1,1 +1,1 @@
-"""What the tiers hold: places, bits, groups, rotation; and the cursor that says how much."""
+"""The tiers' state tensors: layout, groups, rotation, centers, pages; and the cursor with their lengths."""

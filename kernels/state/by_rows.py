@@ -1,4 +1,4 @@
-"""An op's definition is written for rows that are alike, as those of one prompt are; `by_rows` runs it for any rows."""
+"""Ops' definitions assume rows of equal lengths; `by_rows` runs them for any rows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .cursor import CURSOR_SIZE, runs_of
-from .pages import LOW_BIT_TIER, TIERS, WHOLE, has_table, pairs_of, row_read, row_to_write, write_row
+from .page_table import LOW_BIT_TIER, TIERS, WHOLE, has_table, pairs_of, row_read, row_to_write, write_row
 from .segments import of_rows
 from .stored_tiers import StoredTiers
 
@@ -22,11 +22,12 @@ WITHOUT_ROWS = frozenset(("sinks", "fetched", "corrected", "tally", "frequencies
 
 
 def by_rows(*returns: int) -> Callable[[F], F]:
-    """A definition that is called once for each run of neighbours whose rows of the cursor are equal; where tiers are
-    in pages, once for each row.
+    """Decorate a definition, to call it once per run of adjacent rows with equal cursors; with pages, once per row.
 
-    returns: the batch's dimension in each result. Each call gets its rows of every operand, as views that it may write;
-    a low-bit tier in pages, as a copy of which what it wrote is copied back.
+    Each call gets views of its rows of every operand, which it may write. A low-bit tier in pages is copied for the
+    call, and written parts are copied back.
+
+    returns: the batch dimension of each result.
     """
 
     def decorate(run: F) -> F:
@@ -57,7 +58,7 @@ def by_rows(*returns: int) -> Callable[[F], F]:
 
 
 def of_pages(run: Callable[..., Any], names: Sequence[str], arguments: Sequence[Any], cursor: Tensor, row: int) -> Any:
-    """What a definition says of one row whose tiers are in pages."""
+    """Run a definition for one row with tiers in pages."""
     rows, table = slice(row, row + 1), cursor[row, CURSOR_SIZE:].cpu()
     given = {name: rows_of(name, value, rows, paged=True) for name, value in zip(names, arguments, strict=False)}
     given["cursor"] = cursor[rows, :CURSOR_SIZE]
@@ -68,14 +69,14 @@ def of_pages(run: Callable[..., Any], names: Sequence[str], arguments: Sequence[
         given[TIERS] = tiers._replace(**{name: row_read(getattr(tiers, name), table) for name in LOW_BIT_TIER})
     written = {name: given[name] for name in LOW_BIT_TIER if name in given}
     given |= {name: row_to_write(tier, table) for name, tier in written.items()}
-    said = run(**given)
+    results = run(**given)
     for name, tier in written.items():
         write_row(tier, table, given[name], given["cursor"])
-    return said
+    return results
 
 
 def rows_of(name: str, value: Any, rows: slice, paged: bool = False) -> Any:
-    """Those batch rows of one operand. paged: what may be in pages is, and has no rows."""
+    """Return these batch rows of one operand; with `paged`, tiers have no rows and are unchanged."""
     if isinstance(value, Sequence) and value and isinstance(value[0], Tensor):
         whole = LOW_BIT_TIER if paged else ()
         named = zip(StoredTiers._fields, value, strict=True)
@@ -86,4 +87,4 @@ def rows_of(name: str, value: Any, rows: slice, paged: bool = False) -> Any:
         return value
     if name == "host":
         return of_rows(value, rows)
-    return value[:, rows] if name == "scores" else value[rows]  # those come by lanes
+    return value[:, rows] if name == "scores" else value[rows]  # scores are [lanes, B, ...]

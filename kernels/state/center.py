@@ -1,25 +1,26 @@
-"""The center of a head's keys: the mean that they have before RoPE, which is taken off before they are quantised.
+"""The center of a head's keys: the keys' mean before RoPE, which is subtracted before quantisation.
 
-A key of token t is R(t)·x, with RoPE's rotation R(t). What all x have in common (a bias of the key projection, above
-all) R spreads over a group's tokens as a wave, which widens the range of every channel; as R(t)·β it can be taken off
-each key, and q·R(t)·β be added to the logit again. Any β will do: a poor one costs precision, never correctness. So t
-is the number of the token in the cache, whatever position p the model gives it: R(p - t)·x has a mean too.
-
-A state tensor `center` float32 [B, H, 4, d] holds what is needed to turn it, a row each:
-
-    β           the mean
-    γ           β a quarter turn on, so that R(t)·β = cos(t·θ)·β + sin(t·θ)·γ
-    θ           RoPE's frequency of each channel, in radians a token; 0: not turned
-    partner     the channel that each is turned with, counted from 1, and its sign; 0: none
-
-Keys in the trellis code have no zero points, which elsewhere hold most of a group's mean. Their center is *stepped*:
-the mean of R(t)·β over a group's tokens, so that a group has one share. It has the first three rows. θ is then the
-angle from one group to the next, and β the first group's mean. Where RoPE's frequencies are not known, θ and γ are 0,
-and β is the keys' plain mean.
-
-Zeros mean that there is none. Angles are the sum of a group's first token's and of the place in the group, everywhere:
-what is taken off must be what is added, to the last bits of large biases.
+A key of token t is R(t)·x, with RoPE's rotation R(t). R turns the mean β of all x (mainly the key projection's bias)
+into a wave over a group's tokens, which widens every channel's range. So R(t)·β is subtracted from each key, and
+q·R(t)·β is added to its logit. The comment below has the layout.
 """
+
+# Any β is correct; a poor one costs precision. So t is the token's index in the cache, whatever its position p in the
+# model: R(p - t)·x has a mean too.
+#
+# The state tensor `center` float32 [B, H, 4, d] has the rows
+#     β           the mean
+#     γ           β after a quarter turn, so that R(t)·β = cos(t·θ)·β + sin(t·θ)·γ
+#     θ           RoPE's frequency of each channel, in radians per token; 0: not rotated
+#     partner     the channel that each rotates with, counted from 1, and its sign; 0: none
+# All zeros mean that there is no center.
+#
+# Keys in the trellis code have no zero points, which elsewhere hold most of a group's mean. Their center is *stepped*:
+# the mean of R(t)·β over a group's tokens, one share per group. It has the first three rows, with θ the angle from
+# group to group and β the first group's mean. If RoPE's frequencies are unknown, θ and γ are 0 and β is the plain mean.
+#
+# All code computes an angle as the group's first angle plus the angle in the group: the subtracted wave must equal the
+# added one, to the last bits of large biases.
 
 from __future__ import annotations
 
@@ -28,15 +29,17 @@ from torch import Tensor
 
 BETA, GAMMA, THETA, PARTNER = range(4)
 ROWS = 4
-# Rows of a center that is the same for the tokens of a group.
+# Rows of a stepped center.
 STEPPED = 3
-# Tokens that the mean is taken of: the last of those that are the first to come into the tier.
+# Number of tokens for the mean: the last of the first tokens that enter the tier.
 MEAN_OF = 1024
 
 
 def partners(frequencies: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
-    """θ and the signed partner of each channel, float32 [d], from RoPE's frequencies [h]: channels j and j + h turn
-    together (as GPT-NeoX's and Llama's do), those from 2·h on do not turn."""
+    """Return θ and the signed partner of each channel, float32 [d], from RoPE's frequencies [h].
+
+    Channels j and j + h rotate together, as in GPT-NeoX and Llama; channels from 2·h on do not rotate.
+    """
     turning = frequencies.shape[0]
     theta = torch.zeros(head_dim, dtype=torch.float32, device=frequencies.device)
     partner = torch.zeros_like(theta)
@@ -47,21 +50,22 @@ def partners(frequencies: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
 
 
 def quarter_turn(x: Tensor, partner: Tensor) -> Tensor:
-    """x [..., d], each channel its partner's with its sign."""
+    """Return x [..., d] with each channel replaced by its signed partner."""
     return x[..., (partner.abs().long() - 1).clamp_min(0)] * partner.sign()
 
 
 def is_found(center: Tensor, frequencies: Tensor | None, in_trellis: bool) -> bool:
-    """Whether a tier's keys get a center: those in the trellis always, others where RoPE's frequencies are known."""
+    """Return whether a tier's keys get a center: always in the trellis code, else if RoPE's frequencies are known."""
     return center.shape[2] > 0 and (in_trellis or frequencies is not None)
 
 
 def set_center(keys: Tensor, there: Tensor | None, frequencies: Tensor | None, center: Tensor, group: int) -> None:
-    """Write `center` for a tier whose first keys are to be these [B, H, T, d], of the tokens 0 to T - 1.
+    """Write `center` for a tier from its first keys [B, H, T, d], tokens 0 to T - 1, without non-finite elements.
 
-    there: bool [B, 1, T, 1], the tokens that count; None: all. What is not finite does not.
-    frequencies: RoPE's; None: nothing turns.
-    group: tokens of a group.
+    Args:
+        there: bool [B, 1, T, 1], True for real tokens; None without padding.
+        frequencies: RoPE's frequencies; None if no channel rotates.
+        group: number of tokens in a group.
     """
     if frequencies is None:
         frequencies = keys.new_zeros(0)
@@ -84,10 +88,10 @@ def set_center(keys: Tensor, there: Tensor | None, frequencies: Tensor | None, c
 
 
 def waves(center: Tensor, group: int, first: int, stop: int) -> tuple[Tensor, Tensor]:
-    """R(t)·β of the tokens of the groups first..stop, in two factors.
+    """Return R(t)·β for the groups first..stop as two factors, float32.
 
-    The groups' is float32 [B, H, n, 2·d], that of the places in a group [B, 1, g, 2·d], alike in all heads. Their
-    product has two halves of d channels, whose sum is R(t)·β.
+    The factor of groups is [B, H, n, 2·d], the factor of positions in a group [B, 1, g, 2·d], equal for all heads. The
+    two halves of d channels of their product add up to R(t)·β.
     """
     beta, gamma = center[:, :, BETA, None], center[:, :, GAMMA, None]
     theta = center[:, :1, THETA, None]
@@ -99,17 +103,17 @@ def waves(center: Tensor, group: int, first: int, stop: int) -> tuple[Tensor, Te
 
 
 def tokens_of_one(rows: int, group: int) -> int:
-    """How many tokens have one center of so many rows, and one share."""
+    """Return the number of tokens that share one center, and one share, for a center of this many rows."""
     return group if rows == STEPPED else 1
 
 
 def steps(center: Tensor, first: int, stop: int) -> Tensor:
-    """A stepped center's [B, H, n, d] of the groups first..stop."""
+    """Return a stepped center for the groups first..stop, [B, H, n, d]."""
     return waves(center, 1, first, stop)[0][..., : center.shape[-1]]
 
 
 def centers(center: Tensor, group: int, first: int, stop: int) -> Tensor:
-    """What is taken off the keys [B, H, (stop - first)·g, d] of the groups first..stop."""
+    """Return the centers of the keys of the groups first..stop, [B, H, (stop - first)·g, d]."""
     if center.shape[2] == STEPPED:
         return steps(center, first, stop).repeat_interleave(group, 2)
     groups, places = waves(center, group, first, stop)
@@ -118,10 +122,11 @@ def centers(center: Tensor, group: int, first: int, stop: int) -> Tensor:
 
 
 def share_of_center(query: Tensor, center: Tensor, group: int, length: int) -> Tensor:
-    """q·R(t)·β [B, H, G, lanes, length] of the scaled query [B, H, G, lanes, d], in float32: what the logits of the
-    first `length` tokens, whole groups, lack.
+    """Return q·R(t)·β for a scaled query [B, H, G, lanes, d]: the center's part of the logits.
 
-    FLOPs: 4·d a token and query row, as a product with a table of one group's places; of a stepped center a group.
+    The result is float32 [B, H, G, lanes, length], for the first `length` tokens, whole groups.
+
+    FLOPs: 4·d per token and query row (a product with a table of one group), or per group for a stepped center.
     """
     if center.shape[2] == STEPPED:
         return share_of_groups(query, center, length // group).repeat_interleave(group, -1)
@@ -132,7 +137,7 @@ def share_of_center(query: Tensor, center: Tensor, group: int, length: int) -> T
 
 
 def share_of_groups(query: Tensor, center: Tensor, groups: int) -> Tensor:
-    """`share_of_center` of a stepped center, once for each of the first groups [B, H, G, lanes, groups]."""
+    """Return `share_of_center` of a stepped center for each of the first groups, [B, H, G, lanes, groups]."""
     beta, gamma = center[:, :, BETA, None], center[:, :, GAMMA, None]
     angle = center[:, :1, THETA, :, None] * torch.arange(groups, dtype=torch.float32, device=center.device)
     rows = query.flatten(2, 3)

@@ -1,12 +1,8 @@
-"""The pairs of a whole cache by their tokens, whether they lie in one piece or in segments.
+"""Access to the pairs of a whole cache by token. A head has contiguous runs of `span_of` tokens in each layout."""
 
-    in one piece    [B, H, C, 2, d]             a cache on the device: a head's tokens side by side
-    in segments     [C/256, B, H, 256, 2, d]    the host tier: 256 tokens of all heads side by side
-    in pages        `Pages`                     segments that lie apart, each row's by a table
-
-Segments follow one another, so that a tier in segments grows behind what it has: nothing moves, and a GPU's driver pins
-only what is new. Either way a head has runs of `span_of` tokens that are contiguous.
-"""
+# contiguous      [B, H, C, 2, d]             a cache on the device
+# in segments     [C/256, B, H, 256, 2, d]    the host tier: growing appends segments, and moves nothing
+# in pages        `Pages`                     separate segments, which a row's table lists
 
 from __future__ import annotations
 
@@ -17,14 +13,14 @@ import torch
 from torch import Tensor
 
 from .cursor import runs_of
-from .pages import PAGE, Pages
+from .page_table import PAGE, Pages
 
-# Tokens of a segment.
+# Tokens in a segment.
 SEGMENT = PAGE
 
 
 def segmented(batch: int, heads: int, capacity: int, head_dim: int) -> tuple[int, ...]:
-    """The shape of a tier in segments."""
+    """Return the shape of a tier in segments."""
     return (capacity // SEGMENT, batch, heads, SEGMENT, 2, head_dim)
 
 
@@ -33,34 +29,36 @@ def is_segmented(pairs: Tensor) -> bool:
 
 
 def of_rows(pairs: Tensor | Pages, rows: slice) -> Tensor | Pages:
-    """Those batch rows of a tier, as a view."""
+    """Return these batch rows of a tier as a view."""
     if isinstance(pairs, Pages):
         return Pages(pairs.pages, pairs.table[rows])
     return pairs[:, rows] if is_segmented(pairs) else pairs[rows]
 
 
 def runs_of_pairs(lengths: Sequence[int], pairs: Tensor | Pages) -> list[tuple[slice, int]]:
-    """Rows that can be gone through together, and the length of each: neighbours that are alike; in pages, one."""
+    """Return runs of rows to process together, with lengths: adjacent rows of equal length; single rows in pages."""
     if isinstance(pairs, Pages):
         return [(slice(row, row + 1), length) for row, length in enumerate(lengths)]
     return runs_of(lengths)
 
 
 def span_of(pairs: Tensor | Pages) -> int:
-    """How many tokens of a head are contiguous: token t of head bh is at ((t // span)·B·H + bh)·span + t % span; in
-    pages, where the table says."""
+    """Return the number of contiguous tokens of a head.
+
+    Token t of head bh is at ((t // span)·B·H + bh)·span + t % span; in pages, the table has its segment.
+    """
     if isinstance(pairs, Pages):
         return SEGMENT
     return pairs.shape[-3]
 
 
 def places_of(pairs: Tensor) -> int:
-    """Tokens that there is a place for."""
+    """Return the capacity in tokens."""
     return pairs.shape[0] * SEGMENT if is_segmented(pairs) else pairs.shape[2]
 
 
 def aligned(pairs: Tensor | Pages, start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """Tokens `start` to `stop` in three parts at most: up to a segment's end, whole segments, the rest."""
+    """Yield tokens `start` to `stop` in at most three parts: up to a segment's end, whole segments, the rest."""
     if not isinstance(pairs, Pages) and not is_segmented(pairs):
         yield start, stop
         return
@@ -70,8 +68,10 @@ def aligned(pairs: Tensor | Pages, start: int, stop: int) -> Iterator[tuple[int,
 
 
 def runs(pairs: Tensor | Pages, start: int, stop: int) -> Iterator[tuple[Tensor, int, int]]:
-    """Tokens `start` to `stop` as views [B, H, n, 2, d], each of one segment, with its first token and its last + 1;
-    in pages, of one row."""
+    """Yield tokens `start` to `stop` as views [B, H, n, 2, d] of one segment each, with first and last token + 1.
+
+    `Pages` must have one row.
+    """
     if not isinstance(pairs, Pages) and not is_segmented(pairs):
         yield pairs[:, :, start:stop], start, stop
         return
@@ -86,7 +86,7 @@ def runs(pairs: Tensor | Pages, start: int, stop: int) -> Iterator[tuple[Tensor,
 
 
 def tokens_of(pairs: Tensor | Pages, start: int, stop: int) -> Tensor:
-    """Tokens `start` to `stop` [B, H, n, 2, d]: a view where they lie in one piece, a copy where not."""
+    """Return tokens `start` to `stop` [B, H, n, 2, d], as a view if they are contiguous, else as a copy."""
     if isinstance(pairs, Pages):
         rows = (of_rows(pairs, slice(row, row + 1)) for row in range(pairs.table.shape[0]))
         nothing = pairs.pages[:1, :, :0]
@@ -101,14 +101,16 @@ def tokens_of(pairs: Tensor | Pages, start: int, stop: int) -> Tensor:
 
 
 def put(pairs: Tensor | Pages, start: int, new: Tensor) -> None:
-    """Write the pairs `new` [B, H, n, 2, d] as the tokens from `start` on."""
+    """Write the pairs `new` [B, H, n, 2, d] to the tokens from `start` on."""
     for view, begin, end in runs(pairs, start, start + new.shape[2]):
         view.copy_(new[:, :, begin - start : end - start])
 
 
 def picked(pairs: Tensor | Pages, row: Tensor, head: Tensor, token: Tensor, which: int | slice = slice(None)) -> Tensor:
-    """The pairs [..., 2, d] of tokens that integer tensors name, or the keys (`which` 0) or values (1) alone [..., d];
-    on the tier's device."""
+    """Return the pairs [..., 2, d] of the tokens at integer tensors' indices, on the tier's device.
+
+    which: 0 for keys alone, 1 for values alone, [..., d].
+    """
     row, head, token = (x.to(pairs.device) for x in (row, head, token))
     if isinstance(pairs, Pages):
         page = pairs.table.to(pairs.device)[row, token // SEGMENT]

@@ -1,10 +1,8 @@
-"""How the pairs of a whole cache are stored, which their dtype tells: as the model made them, as e4m3 codes of the FP8
-cache (uint8), or rounded to 8 bits (int8).
+"""Storage formats of a whole cache's pairs, by dtype: the model's, e4m3 codes (uint8), or rounded to 8 bits (int8).
 
-A key, and a value, of d channels that is rounded is d codes and the bytes of their scale:
+A rounded key or value of d channels has d codes, padding to a multiple of four bytes, and its scale in float32:
 
-    int8 [..., 2, w]    c_0 ... c_(d-1), what is left of a multiple of four, s in float32
-    x_i = s·c_i         s = max |x| / 127
+    int8 [..., 2, w]    c_0 ... c_(d-1), padding, s          x_i = s·c_i,   s = max |x| / 127
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .pages import Pages
+from .page_table import Pages
 
 FP8 = torch.float8_e4m3fn
 ROUNDED, LARGEST = torch.int8, 127
@@ -20,18 +18,20 @@ SCALE = torch.float32
 
 
 def rounds(bits: int, dtype: torch.dtype) -> bool:
-    """Whether pairs of this dtype are rounded where so many bits are asked for; those of double precision never are."""
+    """Return whether pairs of this dtype are rounded at this number of bits; double precision never is."""
     return bits < 16 and dtype.itemsize <= 4
 
 
 def rounded_width(head_dim: int) -> int:
-    """w: bytes of a rounded key; its scale is aligned."""
+    """Return w, the bytes of a rounded key with an aligned scale."""
     return -(-head_dim // SCALE.itemsize) * SCALE.itemsize + SCALE.itemsize
 
 
 def stored(pairs: Tensor, target: Tensor | Pages) -> Tensor:
-    """Pairs [..., 2, d] as `target` stores them: as they are, or rounded, [..., 2, w]. What is not finite takes its
-    whole vector with it."""
+    """Return pairs [..., 2, d] in the format of `target`: unchanged, or rounded [..., 2, w].
+
+    An element that is not finite makes its whole vector not finite.
+    """
     if target.dtype != ROUNDED:
         return pairs
     exact = pairs.float()
@@ -44,7 +44,7 @@ def stored(pairs: Tensor, target: Tensor | Pages) -> Tensor:
 
 
 def decoded(pairs: Tensor, dtype: torch.dtype, head_dim: int) -> Tensor:
-    """What stored pairs stand for, [..., head_dim]: in `dtype` where they are codes, else as they are."""
+    """Decode stored pairs to [..., head_dim] in `dtype`; pairs that are no codes are unchanged."""
     if pairs.dtype == ROUNDED:
         scale = pairs[..., -SCALE.itemsize :].contiguous().view(SCALE)
         return (pairs[..., :head_dim].float() * scale).to(dtype)

@@ -1,7 +1,7 @@
-"""Triton: a head's center is found, and its share of the logits computed; see `center`, which has the formulas.
+"""Triton: find a head's center, and compute its share of the logits. `center` has the formulas.
 
-Shapes as in `triton_decode`. Products are as good as float32's whatever torch is told of its own: a share is as large
-as the biases that keys have, and must be what was taken off.
+Shapes as in `triton_decode`. Products have float32's precision under any torch setting: a share is as large as the
+keys' biases, and must equal the subtracted center.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from .triton_pairs import load_pairs
 AT_BETA, AT_GAMMA, AT_THETA, AT_PARTNER = (tl.constexpr(row) for row in (BETA, GAMMA, THETA, PARTNER))
 NEWEST, STEPPED_ROWS = tl.constexpr(MEAN_OF), tl.constexpr(STEPPED)
 TOKEN_BLOCK, CHANNEL_BLOCK, ANGLE_BLOCK = 16, 32, 8
-# What a stepped center's groups are to its shares: 16 of them are a group, as few columns as a product has.
+# `add_shares` treats 16 groups of a stepped center as one group, the smallest number of columns of a product.
 STEPS = tl.constexpr(16)
-# Of a program, 64 registers of each of 128 threads; and rows of a product.
+# Sums of a program: 64 registers of each of 128 threads; and the rows of a product.
 SUMS, MOST_ROWS = 8192, 128
-# What shares are counted in, so that a channel's may be a million before it is none of float16's.
+# Unit of shares, so that a channel's share may be a million before it overflows float16.
 UNIT = tl.constexpr(1 / 16)
 
 
 @triton.jit(do_not_specialize=["heads", "columns"])
 def find_center(
-    # k [B, H, T, d]; padding [B, 1, 1, C] uint8, 0: not there; frequencies [turning], anything where nothing turns;
+    # k [B, H, T, d]; padding [B, 1, 1, C] uint8, 0: padding; frequencies [turning], unused if turning is 0;
     # cursor int64 [B, 4]; recent [B, H, W, 2, d]; written: center float32 [B, H, rows, d].
     k, padding, frequencies, cursor, recent, center,
     k_batch, k_head, k_token, p_batch, heads, columns,
     d: tl.constexpr, rows: tl.constexpr, turning: tl.constexpr, window: tl.constexpr, STEP: tl.constexpr,
     PADDED: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program: one head. Nothing to do but where the first tokens come into the low-bit tier.
+    """One program: one head, in the step in which the first tokens enter the low-bit tier.
 
-    turning: half of the channels that RoPE turns; 0: none, and θ and γ are 0. STEP: tokens that have one center.
-    CHANNELS: d, padded. Bytes: 4·d a token of the newest `MEAN_OF`, from the cache the second time, or 2·d. FLOPs: some
-    60·d each, for sine and cosine, or d.
+    turning: half the number of channels that RoPE rotates; if 0, θ and γ are 0. STEP: tokens that share one center.
+    CHANNELS: d, padded. Bytes: 4·d per token of the newest `MEAN_OF`, half of it from the cache, or 2·d. FLOPs: about
+    60·d per token, for sine and cosine, or d.
     """
     bh = tl.program_id(0).to(tl.int64)
     cursor += (bh // heads) * columns
@@ -82,7 +82,7 @@ def find_center(
             angle = token.to(tl.float32)[:, None] * theta[None, :]
             cos, sin = tl.cos(angle), tl.sin(angle)
             beta += tl.sum(x * cos - y * sin, 0)
-            # A quarter turn on; what is not turned is not there.
+            # A quarter turn; channels that do not rotate add 0.
             gamma += tl.sum(tl.where(turns[None, :], y * cos + x * sin, 0.0), 0)
         else:
             beta += tl.sum(x, 0)
@@ -106,7 +106,7 @@ def find_center(
 
 @triton.jit
 def load_group_center(center, bh, start, channel, inside, d: tl.constexpr, rows: tl.constexpr):
-    """The two factors of R(t)·β that are a group's, whose first token is `start`; and θ. Broadcast as `channel`."""
+    """Load the two factors of R(t)·β of the group that begins at token `start`, and θ; broadcast like `channel`."""
     row = center + bh * rows * d + channel
     beta, gamma = tl.load(row + AT_BETA * d, inside, 0.0), tl.load(row + AT_GAMMA * d, inside, 0.0)
     theta = tl.load(row + AT_THETA * d, inside, 0.0)
@@ -124,11 +124,10 @@ def write_angles(
     d: tl.constexpr, group: tl.constexpr, center_rows: tl.constexpr, STEP: tl.constexpr, CHANNELS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK rows of angles of one of the batch, the cosine of each channel's and then its sine: of the
-    places in a group, and of the first tokens of those in the low-bit tier.
+    """One program: BLOCK rows of cosines and sines of angles, of one batch row.
 
-    STEP: tokens that have one center, and are one token here. CHANNELS: d, padded. Bytes a row: 8·d written. FLOPs:
-    some 60·d.
+    The rows are the positions in a group, then the first tokens of the groups in the low-bit tier. STEP: tokens that
+    share one center, which count as one token here. CHANNELS: d, padded. Per row 8·d bytes written, about 60·d FLOPs.
     """
     row, channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, CHANNELS)
     batch = tl.program_id(1).to(tl.int64)
@@ -146,17 +145,17 @@ def write_angles(
 
 @triton.jit
 def halves(x):
-    """float32 as a sum of two float16, to 2⁻²² of it, or 2⁻²⁵ of 1."""
+    """Split float32 into a sum of two float16, with relative error 2⁻²², or absolute error 2⁻²⁵."""
     high = x.to(tl.float16)
     return high, (x - high.to(tl.float32)).to(tl.float16)
 
 
 @triton.jit
 def add_waves(sums, factor, query, wave, EXACT: tl.constexpr):
-    """sums [groups · ROWS, g] and Σ over channels of factor [groups, c] · query [ROWS, c] · wave [g, c], in float32.
+    """Add Σ over channels of factor [groups, c] · query [ROWS, c] · wave [g, c] to sums [groups · ROWS, g], in float32.
 
-    Tensor cores take 16 bits: three products of halves leave out less than a float32 sum's own rounding of thousands
-    that logits must keep. EXACT: none is left out, for queries that say more.
+    Tensor cores take 16 bits. Three products of halves have an error below the rounding of a float32 sum. EXACT: all
+    products, for queries with more than 16 bits.
     """
     rows = tl.reshape(factor[:, None, :] * query[None, :, :], [factor.shape[0] * query.shape[0], query.shape[1]])
     if EXACT:
@@ -172,22 +171,21 @@ def add_waves(sums, factor, query, wave, EXACT: tl.constexpr):
 
 @triton.jit(do_not_specialize=["columns"])
 def add_shares(
-    # q [B, Hq, lanes, d]; center float32 [B, H, center_rows, d]; angles as `write_angles` leaves them; cursor int64
-    # [B, 4].
+    # q [B, Hq, lanes, d]; center float32 [B, H, center_rows, d]; angles from `write_angles`; cursor int64 [B, 4].
     q, center, angles, cursor,
     # Written: shares float32 [B, Hq, lanes, C].
     shares,
     q_batch, q_head, q_lane, scale,
-    # H, C in tokens, columns of the cursor, rows of the angles.
+    # H; C in tokens; columns of the cursor; rows of angles.
     heads, capacity, columns, angle_rows,
     d: tl.constexpr, group: tl.constexpr, lanes: tl.constexpr, queries: tl.constexpr, center_rows: tl.constexpr,
     STEP: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
     """One program: GROUPS groups of tokens of one KV head, for all its query heads and lanes.
 
-    STEP: as `write_angles` has it. ROWS: G·lanes, padded. CHANNELS: those of one step of the products. Bytes:
-    8·d·(g + GROUPS) of the table, from the cache; written: 4·G·lanes a token. FLOPs: 4·G·lanes·d a token, in 16 bits
-    three times as many.
+    STEP: as in `write_angles`. ROWS: G·lanes, padded. CHANNELS: channels per step of the products. Bytes read from the
+    cache: 8·d·(g + GROUPS) of the table; written: 4·G·lanes per token. FLOPs: 4·G·lanes·d per token, and three times
+    that in 16 bits.
     """
     bh, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * GROUPS
     low_bit = tl.load(cursor + (bh // heads) * columns + AT_LOW_BIT) // STEP
@@ -224,7 +222,7 @@ def set_center(
     k: Tensor, padding: Tensor | None, frequencies: Tensor | None, cursor: Tensor, recent: Tensor, center: Tensor,
     group: int,
 ) -> None:  # fmt: skip
-    """As `center.set_center`, where this step's are the first tokens to come into the low-bit tier."""
+    """Run `center.set_center` for rows whose first tokens enter the low-bit tier in this step."""
     batch, heads, _, d = k.shape
     there = k if padding is None else padding.view(torch.uint8)
     find_center[(batch * heads,)](
@@ -238,8 +236,10 @@ def set_center(
 
 
 def share_of_center(q: Tensor, center: Tensor, cursor: Tensor, capacity: int, group: int, scale: float) -> Tensor:
-    """As `center.share_of_center`: [B, Hq, lanes, C] of q [B, Hq, lanes, d]; beyond the low-bit tier anything. Of a
-    stepped center as `center.share_of_groups`, [B, Hq, lanes, n], n no less than C/g."""
+    """Compute `center.share_of_center`: q [B, Hq, lanes, d] → [B, Hq, lanes, C], undefined after the low-bit tier.
+
+    For a stepped center, compute `center.share_of_groups`: [B, Hq, lanes, n] with n at least C/g.
+    """
     batch, query_heads, lanes, d = q.shape
     heads, step = center.shape[1], tokens_of_one(center.shape[2], group)
     if step > 1:
@@ -264,6 +264,5 @@ def share_of_center(q: Tensor, center: Tensor, cursor: Tensor, capacity: int, gr
 
 
 def groups_at_once(group: int, rows: int) -> int:
-    """Groups of a program of `add_shares`: a table of places is worth reading for many; their sums and products must
-    fit in registers."""
+    """Return the groups per program of `add_shares`: many share one table; their sums must fit in registers."""
     return max(1, min(SUMS // group, MOST_ROWS) // rows)

@@ -1,7 +1,6 @@
-"""Triton: the cursor's elements, for `tl.load(cursor + row * columns + AT_LENGTH)`; `cursor` says what they are. And
-where a token lies that a row's table tells of (`pages.py`).
+"""Triton: the cursor's elements, for `tl.load(cursor + row * columns + AT_LENGTH)`, and lookups in the page table.
 
-A file of its own: `cursor` is imported where there is no triton too.
+A separate module, since `cursor` is imported without triton too.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ import triton
 import triton.language as tl
 
 from .cursor import CURSOR_SIZE, LENGTH, LOW_BIT, NEXT_LOW_BIT
-from .pages import PAGE
+from .page_table import PAGE
 
 AT_LENGTH, AT_LOW_BIT, AT_NEXT_LOW_BIT = tl.constexpr(LENGTH), tl.constexpr(LOW_BIT), tl.constexpr(NEXT_LOW_BIT)
 AT_TABLE, PAGE_TOKENS = tl.constexpr(CURSOR_SIZE), tl.constexpr(PAGE)
@@ -18,7 +17,9 @@ AT_TABLE, PAGE_TOKENS = tl.constexpr(CURSOR_SIZE), tl.constexpr(PAGE)
 
 @triton.jit
 def place_in_page(row, head, token, heads, there):
-    """Where a token of a head lies in a tier in pages, of all heads' tokens. row: its row of the cursor; there: whether
-    to ask. The tokens of one page lie side by side."""
+    """Return the index of a head's token in a tier in pages, among all heads' tokens; tokens of a page are contiguous.
+
+    row: the row of the cursor. there: mask of the lookup.
+    """
     page = tl.load(row + AT_TABLE + token // PAGE_TOKENS, there, 0)
     return (page * heads + head) * PAGE_TOKENS + token % PAGE_TOKENS

@@ -1,4 +1,4 @@
-"""Triton: pairs as they come, from the recent tier's ring or from the new tokens; strides as in `triton_append`."""
+"""Triton: load pairs from the recent tier's ring or from the new tokens; strides as in `triton_append`."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import triton.language as tl
 def load_pairs(
     # k or v [B, H, T, d], the ring [B, H, W, 2, d].
     new, recent,
-    # Which of them, broadcast over one another: tokens' numbers and channels; `mask`: what is there at all.
+    # Indices of tokens and channels, broadcast over each other; mask of valid elements.
     tokens, channels, mask,
-    # The KV head's number in [B, H], where its part of `new` starts, from one new token to the next, cached tokens.
+    # The KV head's index in [B, H], the start of its part of `new`, the stride of new tokens, and the cached tokens.
     bh, head_base, stride, length,
-    # WHICH: 0 for keys, 1 for values. APART: the ring is `rotate_groups`' and has all of them.
+    # WHICH: 0 for keys, 1 for values. APART: the ring is `rotate_groups`' output and has all tokens.
     WHICH: tl.constexpr, window, d, APART: tl.constexpr,
 ):  # fmt: skip
-    """Keys or values of `tokens`, in float32: from the ring where they are cached, from the new ones otherwise."""
+    """Load keys or values of `tokens` in float32: cached tokens from the ring, others from the new tokens."""
     ring = recent + ((bh * window + tokens % window) * 2 + WHICH) * d + channels
     if APART:
         found = tl.load(ring, mask, 0.0).to(tl.float32)

@@ -1,7 +1,7 @@
-"""Triton: rows times the Hadamard matrix, as `layout.rotated` has it, in registers.
+"""Triton: `layout.rotated`, rows times the Hadamard matrix, in registers.
 
-Nothing is held or sent for the matrix: log2(n) rounds of sums and differences, all of one shape. A round takes the
-lowest bit of a channel's number and puts it on top; after the last one all bits are where they were.
+The matrix is never stored: log2(n) rounds compute sums and differences. A round moves the lowest bit of a channel's
+index to the top; after the last round all bits are back in place.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ROW_BLOCK = 16
 
 @triton.jit
 def hadamard(x):
-    """float32 [A, n], n a power of two, times the orthonormal Hadamard matrix. FLOPs: A·n·log2(n)."""
+    """Multiply float32 [A, n], n a power of two, by the orthonormal Hadamard matrix. FLOPs: A·n·log2(n)."""
     size: tl.constexpr = x.shape[1]
     half: tl.constexpr = size // 2
     norm: tl.constexpr = size**-0.5
@@ -31,13 +31,13 @@ def hadamard(x):
 
 @triton.jit(do_not_specialize=["count"])
 def rotate_rows(
-    # x [B, H, rows, d], the channels side by side; written: out, as x but contiguous.
+    # x [B, H, rows, d] with contiguous channels; written: out, like x but contiguous.
     x, out,
-    # Strides of x, in elements; H, and B·H·rows.
+    # Strides of x in elements; H; B·H·rows.
     x_batch, x_head, x_row, heads, count,
     rows: tl.constexpr, d: tl.constexpr, block: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """One program: `block` channels of ROWS rows. Bytes a row: 2·d read, 2·d written. FLOPs: d·log2(block)."""
+    """One program: `block` channels of ROWS rows. Per row 2·d bytes read, 2·d written, and d·log2(block) FLOPs."""
     number = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     channel = (tl.program_id(1) * block + tl.arange(0, block))[None, :]
     there = (number < count)[:, None]
@@ -47,7 +47,7 @@ def rotate_rows(
 
 
 def rotated(x: Tensor) -> Tensor:
-    """x [B, H, rows, d], the channels side by side, as `layout.rotated` turns it, contiguous and in x's dtype."""
+    """Compute `layout.rotated` of x [B, H, rows, d] with contiguous channels; returns a contiguous tensor like x."""
     batch, heads, rows, d = x.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     count, block = batch * heads * rows, rotation_block(d)

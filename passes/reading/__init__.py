@@ -1,1 +1,1 @@
-"""What a captured graph says: its attentions, masks, sizes, weights."""
+"""Analysis of captured graphs: attentions, masks, positions, latents, and the dependencies of nodes."""

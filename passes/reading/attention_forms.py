@@ -1,6 +1,6 @@
-"""The two forms in which Hugging Face writes attention, read back to what they compute: SDPA, and softmax by hand.
+"""Match the two forms in which Hugging Face writes attention: SDPA, and the eager softmax.
 
-Whatever a form does that `Form` has no word for is no match: a rewrite must carry all of an attention over.
+If an attention does anything that `Form` cannot express, it does not match: a rewrite must compute the same result.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ MATMULS = (torch.matmul, operator.matmul, "matmul", torch.bmm)
 SOFTMAXES = (F.softmax, torch.softmax, "softmax")
 CASTS = ("contiguous", "to", "type", "type_as", "float", torch.clone, "clone")
 WHOLE = slice(None)
-# What softmax by hand does to q·kᵀ, last to first. A row's softmax is the same whatever is subtracted from all of it.
+# The eager form's operations on q·kᵀ, last to first. SHIFT subtracts a number per row, which no softmax depends on.
 SHIFT, SINKS, MASK, SOFTCAP, SCALE, CAST = range(6)
 
 
 class NoMatch(Exception):
-    """Why an attention cannot be rewritten. The message becomes the reason that a person reads.
+    """An attention cannot be rewritten. The message becomes the reason that the user sees.
 
-    by_model: so it is in every such step of this model, and no other call would change it.
+    by_model: the reason holds for every call of this model.
     """
 
     def __init__(self, reason: str, by_model: bool = False) -> None:
@@ -38,12 +38,12 @@ class NoMatch(Exception):
 
 @dataclass
 class Form:
-    """softmax(cap(q·kᵀ · scale) + mask, and the sinks) · v, with keys and values as the cache has them: H heads.
+    """softmax(cap(q·kᵀ · scale) + mask, and the sinks) · v, with the cache's keys and values of H heads.
 
-    mask: [B|1, Hq|1, T|1, n], bool (True: seen) or additive.
+    mask: [B|1, Hq|1, T|1, n], bool (True: visible) or additive.
     sinks: [Hq].
-    causal: SDPA's own mask, from the first key.
-    scaled_mask: the mask is scaled as the scores are, which makes no difference to one that only hides.
+    causal: SDPA applies its own causal mask, aligned to the first key.
+    scaled_mask: the mask is scaled with the scores, which does not change a mask of 0 and -inf.
     """
 
     q: Node
@@ -58,14 +58,14 @@ class Form:
 
 
 def is_attention(node: Node) -> bool:
-    """An SDPA call, or the matmul with the values behind a softmax."""
+    """Return whether a node is an SDPA call, or a matmul of a softmax's weights and values."""
     if node.target is F.scaled_dot_product_attention:
         return True
-    return node.target in MATMULS and bool(weights_behind(node.args[0]))
+    return node.target in MATMULS and bool(softmax_path(node.args[0]))
 
 
-def weights_behind(node: object) -> list[Node]:
-    """From attention weights back to their softmax: casts, dropout, the slice that drops the sink; [] if it is none."""
+def softmax_path(node: object) -> list[Node]:
+    """Return the path from attention weights back to their softmax: casts, dropout, the slice without sink; else []."""
     path = []
     while isinstance(node, Node):
         path.append(node)
@@ -78,7 +78,7 @@ def weights_behind(node: object) -> list[Node]:
 
 
 def match_form(attention: Node) -> Form:
-    """What an attention computes, or `NoMatch`."""
+    """Return the form that an attention computes. Raises: NoMatch, with the reason."""
     form = match_sdpa(attention) if attention.target is F.scaled_dot_product_attention else match_eager(attention)
     if form.mask is not None:
         mask, tokens = value_of(form.mask), value_of(form.keys).shape[2]
@@ -102,13 +102,13 @@ def match_sdpa(node: Node) -> Form:
 
 
 def number(value: object) -> float:
-    """A constant; under dynamic=True it is a symbolic float, which Dynamo then guards on."""
+    """Return a constant; under dynamic=True it is a symbolic float, and Dynamo adds a guard."""
     return float(value_of(value) if isinstance(value, Node) else value)  # type: ignore[arg-type]
 
 
 def match_eager(attention: Node) -> Form:
-    """Walk back from the product with the values to q·kᵀ, noting what is done to the scores on the way."""
-    path = weights_behind(attention.args[0])
+    """Walk back from the product with the values to q·kᵀ, and collect the operations on the scores."""
+    path = softmax_path(attention.args[0])
     softmax = path[-1]
     if argument(softmax, 1, "dim") not in (-1, 3):
         raise NoMatch("its softmax is not over the keys")
@@ -119,7 +119,7 @@ def match_eager(attention: Node) -> Form:
             raise NoMatch("its scores do not come from a product of queries and keys")
         masked = form.mask is not None
         step, at = step_back(at, form)
-        if step == MASK and stage == SCALE and not masked and form.scale > 0:  # before it nothing comes but a scale
+        if step == MASK and stage == SCALE and not masked and form.scale > 0:  # only a scale may come before this mask
             form.scaled_mask, step = True, SCALE
         if step < stage or step == stage != SCALE:
             raise NoMatch("its scores are scaled, capped, masked and shifted in an order that is not known")
@@ -130,7 +130,7 @@ def match_eager(attention: Node) -> Form:
 
 
 def check_weights(path: list[Node], form: Form) -> None:
-    """Between softmax and values nothing happens but casts, dropout that is off, and the sink's removal."""
+    """Require that only casts, inactive dropout and the sink's removal lie between softmax and values."""
     dropped = 0
     for node in path:
         if node.target is F.dropout and argument(node, 1, "p") and argument(node, 2, "training"):
@@ -144,7 +144,7 @@ def check_weights(path: list[Node], form: Form) -> None:
 
 
 def step_back(node: Node, form: Form) -> tuple[int, object]:
-    """One operation on the scores: which step it is, and the scores before it."""
+    """Match one operation on the scores; returns its stage and the scores before it."""
     first, second = node.args[0], node.args[1] if len(node.args) > 1 else None
     constant = isinstance(second, (int, float))
     if node.target in CASTS:
@@ -177,7 +177,7 @@ def unknown(node: Node) -> NoReturn:
 
 
 def uncapped(tanh: Node, cap: float, form: Form) -> object:
-    """The scores before tanh(scores / cap) · cap."""
+    """Return the scores before tanh(scores / cap) · cap."""
     inner = tanh.args[0]
     if not (isinstance(inner, Node) and inner.target in (operator.truediv, torch.div) and inner.args[1] == cap):
         raise NoMatch("its scores pass through a tanh that is no softcap")
@@ -186,7 +186,7 @@ def uncapped(tanh: Node, cap: float, form: Form) -> object:
 
 
 def sink_parameter(node: Node, heads: int) -> Node:
-    """The [Hq] sinks behind their reshape to a column and its expand."""
+    """Return the sinks [Hq] before their reshape to a column and its expand."""
     column = value_of(node)
     while node.target in ("expand", "reshape", "view", "to"):
         node = node.args[0]  # type: ignore[assignment]
@@ -204,7 +204,7 @@ def untransposed(node: object) -> Node:
 
 
 def unrepeated(node: object) -> Node:
-    """The node before repeat_kv: keys[:, :, None].expand(...).reshape(...), query head h on KV head h // n."""
+    """Return the input of repeat_kv, keys[:, :, None].expand(...).reshape(...): query head h uses KV head h // n."""
     node = uncast(node)
     if node.target not in ("reshape", "view"):
         return node
@@ -233,5 +233,5 @@ def uncast(node: object) -> Node:
 
 
 def argument(node: Node, position: int, name: str) -> object:
-    """An argument of a call, by position or by name."""
+    """Return an argument of a call, by position or by name."""
     return node.kwargs.get(name, node.args[position] if len(node.args) > position else None)

@@ -1,4 +1,4 @@
-"""The attentions that stay exact, in a widened graph: lane 1 must see lane 0's new pair there too."""
+"""Exact attentions in a widened graph: lane 1 must attend to lane 0's new pair."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from .lane_rules import cat, first_lane, product
 
 
 def show_first_lane(graph_module: GraphModule, lane: Node) -> int:
-    """Let the speculative lane of each exact attention see what lane 0 leaves in the cache; returns how many there are.
+    """Let lane 1 of each exact attention attend to lane 0's new pair; returns the number of exact attentions.
 
         keys = cat([past_k, k], -2)        keys = cat([past_k, k], -2)
         out = sdpa(q, keys, values)        out = sdpa(q, keys, values)
-        return (out, keys[:, :, -w:])      both = attend_behind_first_lane(out, lane, q, keys[:, :, -w:], k, ...)
+        return (out, keys[:, :, -w:])      both = attend_after_first_lane(out, lane, q, keys[:, :, -w:], k, ...)
                                            return (both, keys[:, :, -w:])
 
-    Under vmap each lane has only its own new key: lane 1 would miss the token just before it. Lane 0 keeps what
-    Hugging Face's own attention gives.
+    Under vmap each lane has only its own new key, so lane 1 would miss the token before it. Lane 0 keeps the result
+    of Hugging Face's attention.
     """
     graph, shown = graph_module.graph, 0
     for attention in list(graph.nodes):
@@ -32,11 +32,11 @@ def show_first_lane(graph_module: GraphModule, lane: Node) -> int:
             form = match_form(attention)
             keys, values = match_update(form.keys), match_update(form.values)
         except NoMatch:
-            continue  # lane 1 may guess worse for it; lane 0 is right all the same
+            continue  # lane 1's guess may be worse; lane 0 stays exact
         pairs = (kept_of(keys.node), keys.new, kept_of(values.node), values.new)
         with graph.inserting_after(attention):
             both = graph.call_function(
-                attend_behind_first_lane,
+                attend_after_first_lane,
                 (attention, lane, form.q, *pairs, form.mask, form.sinks, form.scale, form.softcap),
             )
         attention.replace_all_uses_with(both, delete_user_cb=lambda user, keep=both: user is not keep)
@@ -45,15 +45,15 @@ def show_first_lane(graph_module: GraphModule, lane: Node) -> int:
 
 
 def kept_of(update: Node) -> Node:
-    """What the cache keeps of an update: its newest tokens, or all of it."""
+    """Return the part of an update that the cache keeps: its newest tokens, or the whole update."""
     return next((user for user in update.users if any(after.op == "output" for after in user.users)), update)
 
 
-def attend_behind_first_lane(
+def attend_after_first_lane(
     out: Tensor, lane: Tensor, q: Tensor, kept_k: Tensor, k: Tensor, kept_v: Tensor, v: Tensor,
     mask: Tensor | None, sinks: Tensor | None, scale: float, softcap: float | None,
 ) -> Tensor:  # fmt: skip
-    """`out` in lane 0; in lane 1 the attention over lane 0's kept pairs and its own. Shapes as in `Form`, T = 1."""
+    """Return `out` in lane 0; in lane 1, attention over lane 0's kept pairs and its own. Shapes as in `Form`, T = 1."""
     group = q.shape[1] // k.shape[1]
     keys = cat([first_lane(kept_k), k], -2).repeat_interleave(group, 1)
     values = cat([first_lane(kept_v), v], -2).repeat_interleave(group, 1)

@@ -16,10 +16,10 @@ from .attention_forms import Form, NoMatch, argument, is_attention, match_form
 from .in_place import memory_of, unknown_write, written
 from .latents import match_latents
 from .masks import read_mask
-from .nodes import nodes_behind, output_node, value_of
+from .nodes import ancestors_of, output_node, value_of
 from .sites import Found, LeftAlone, Site
 
-# `read_mask`: whether a mask is causal, and the padding that it hides besides.
+# The type of `read_mask`.
 ReadMask = Callable[[Node], tuple[bool, Node | None]]
 
 WINDOW = "its keys and values are not kept as they are (a sliding window keeps its newest tokens)"
@@ -32,18 +32,19 @@ UNKNOWN_FORM = (
 def find_attention(
     graph_module: GraphModule, held: frozenset[str] = frozenset(), exact: frozenset[int] = frozenset()
 ) -> Found:
-    """Read a graph's sites; the graph stays as it is.
+    """Find a graph's sites, without changing the graph.
 
         keys = cat([past_k, k], -2)        Site(q, k, v, mask, scale, past_k, past_v)
         values = cat([past_v, v], -2)
         out = sdpa(q, keys, values, mask)
 
-    held: names of the placeholders that are held tensors. exact: attentions, counted in the graph's order, that a
-    person wants left as they are.
+    HF's two forms match: SDPA (keys direct, or through repeat_kv's expand and reshape) and the eager matmul, scale,
+    softcap, mask, sinks, softmax, matmul. An attention that a tier op does not fully express, or whose cache update
+    is not a plain concatenation, is left alone with a reason.
 
-    Both forms that HF writes are found: SDPA (keys direct, or behind repeat_kv's expand and reshape) and the eager
-    matmul, scale, softcap, mask, sinks, softmax, matmul. An attention that a tier op would not carry over whole, or
-    whose cache update is not a plain concatenation, is left as it is, with the reason.
+    Args:
+        held: names of the placeholders that are held tensors.
+        exact: numbers of attentions, in the graph's order, that the option exact_layers excludes.
     """
     foreign = unknown_write(graph_module)
     masks = functools.cache(read_mask)  # layers share them
@@ -70,12 +71,12 @@ def find_attention(
 
 
 def written_twice(write: Node) -> str:
-    """Why a graph with this write to one of its inputs is left alone."""
-    told = f"the graph writes to its inputs in place ({write.name}), and lanes would write twice"
+    """Return the reason why a graph with this write to one of its inputs is left alone."""
+    reason = f"the graph writes to its inputs in place ({write.name}), and lanes would write twice"
     if getattr(write.target, "__name__", write.target) != "set_":
-        return told
+        return reason
     return (
-        f"{told}. Where that is a weight that is packed in its first call (bitsandbytes' 4-bit ones on a CPU), the "
+        f"{reason}. Where that is a weight that is packed in its first call (bitsandbytes' 4-bit ones on a CPU), the "
         "next generation is rewritten"
     )
 
@@ -94,7 +95,7 @@ class Update:
 
 
 def match_site(attention: Node, form: Form, before: Found, held: frozenset[str], masks: ReadMask) -> Site:
-    """The site behind those that were found `before`."""
+    """Return the site of an attention, numbered after the sites in `before`."""
     keys, values = as_cached(form)
     if (keys.past is None) != (values.past is None):
         raise NoMatch("its keys and its values have different pasts")
@@ -118,9 +119,9 @@ def match_site(attention: Node, form: Form, before: Found, held: frozenset[str],
 
 
 def carried_mask(form: Form, known: str | None, masks: ReadMask) -> tuple[Node | None, str | None]:
-    """The mask that a site's op is to be given, None where causality and padding say it all; and its padding's name.
+    """Return the mask for a site's op, None if it is only causality and padding; and the padding's name.
 
-    known: the padding of the sites before. A session has one: a mask with another is given as it is.
+    known: the padding of the sites before. A session has one padding; the op gets a mask with another one unchanged.
     """
     if form.mask is None:
         return None, None
@@ -136,25 +137,25 @@ def carried_mask(form: Form, known: str | None, masks: ReadMask) -> tuple[Node |
 
 
 def as_cached(form: Form) -> tuple[Update, Update]:
-    """The cache updates that an attention's keys and values are."""
+    """Return the cache updates that an attention's keys and values are."""
     for part in (form.keys, form.values):
         check_read_as_cached(part)
     return match_update(form.keys), match_update(form.values)
 
 
 def check_read_as_cached(part: Node) -> None:
-    """What an attention reads is the update itself, and nothing that is made of it."""
+    """Require that an attention reads the cache update itself, not a value computed from it."""
     if is_window(part):
         raise NoMatch(WINDOW)
-    if part.target is not torch.cat and any(is_update(behind) for behind in behind_writes(part)):
+    if part.target is not torch.cat and any(is_update(source) for source in sources_of(part)):
         raise NoMatch(
-            "its keys or values are computed from what the cache keeps (latent attention, say), and the form in which "
+            "its keys or values are computed from what the cache keeps (as in latent attention), and the form in which "
             "this model does so is not rewritten yet"
         )
 
 
 def is_window(part: Node) -> bool:
-    """Whether a tensor [B, H, n, d] is a slice of tokens of a cache update that the cache keeps."""
+    """Return whether a tensor [B, H, n, d] is a slice of tokens of a cache update that the cache keeps."""
     if part.target is not operator.getitem:
         return False
     source, index = part.args
@@ -165,7 +166,7 @@ def is_window(part: Node) -> bool:
 
 
 def is_update(node: Node) -> bool:
-    """Whether a node is a cache update that the cache keeps."""
+    """Return whether a node is a cache update that the cache keeps."""
     try:
         match_update(node)
     except NoMatch:
@@ -173,8 +174,8 @@ def is_update(node: Node) -> bool:
     return any(user.op == "output" for user in node.users)
 
 
-def behind_writes(node: Node) -> Iterator[Node]:
-    """Every node that this one comes from, also by way of in-place writes to its memory."""
+def sources_of(node: Node) -> Iterator[Node]:
+    """Yield every node that this one depends on, in-place writes to its memory included."""
     writers: dict[int, list[Node]] = {}
     for other in node.graph.nodes:
         _, memory = written(other)
@@ -184,11 +185,11 @@ def behind_writes(node: Node) -> Iterator[Node]:
     while todo:
         at = todo.pop()
         memory = memory_of(at)
-        for behind in (*at.all_input_nodes, *(writers.get(memory, ()) if memory is not None else ())):
-            if behind not in seen:
-                seen.add(behind)
-                todo.append(behind)
-                yield behind
+        for source in (*at.all_input_nodes, *(writers.get(memory, ()) if memory is not None else ())):
+            if source not in seen:
+                seen.add(source)
+                todo.append(source)
+                yield source
 
 
 def match_update(node: Node) -> Update:
@@ -209,10 +210,10 @@ def match_update(node: Node) -> Update:
 
 
 def check_owned(update: Update, attention: Node, held: frozenset[str]) -> None:
-    """The cache keeps the update as it is, and nobody but this attention reads it, or its past."""
+    """Require that the cache keeps the update unchanged, and that only this attention reads the update or its past."""
     if not any(user.op == "output" for user in update.node.users):
         raise NoMatch(WINDOW)
-    if read_beside(update.node, attention):
+    if read_elsewhere(update.node, attention):
         raise NoMatch("its keys, values or weights are read elsewhere too (layers that share them, output_attentions)")
     if update.past is None:
         return
@@ -225,7 +226,7 @@ def check_owned(update: Update, attention: Node, held: frozenset[str]) -> None:
 
 
 def is_used(node: Node) -> bool:
-    """Whether an output comes of it: not of a size that Dynamo has compared already."""
+    """Return whether an output depends on a node; sizes that Dynamo only guards on have no users."""
     seen, todo = {node}, [node]
     while todo:
         at = todo.pop()
@@ -236,8 +237,8 @@ def is_used(node: Node) -> bool:
     return False
 
 
-def read_beside(update: Node, attention: Node) -> bool:
-    """Whether an output of the graph, other than the update itself, needs it by a way that avoids the attention."""
+def read_elsewhere(update: Node, attention: Node) -> bool:
+    """Return whether an output other than the update depends on it by a path that avoids the attention."""
     seen, todo = {attention}, [user for user in update.users if user.op != "output"]
     while todo:
         node = todo.pop()
@@ -250,13 +251,13 @@ def read_beside(update: Node, attention: Node) -> bool:
 
 
 def check_mask(form: Form, updates: tuple[Node, Node]) -> None:
-    """A mask may weigh by anything but what the cache keeps, which then is read beside the attention."""
-    if form.mask is not None and any(behind in updates for behind in nodes_behind(form.mask)):
+    """Require that a mask does not depend on cached keys or values, which no other node may read."""
+    if form.mask is not None and any(behind in updates for behind in ancestors_of(form.mask)):
         raise NoMatch("its mask is computed from the keys or values that its cache keeps", by_model=True)
 
 
 def check_shapes(form: Form, keys: Update, values: Update, out: torch.Tensor) -> None:
-    """One head size, one dtype, whole query groups, as many new keys as queries."""
+    """Require one head size, one dtype, whole query groups, and as many new keys as queries."""
     q, k, v = (value_of(node) for node in (form.q, keys.new, values.new))
     if q.dim() != 4 or k.shape != v.shape or q.shape[3] != k.shape[3]:
         raise NoMatch(
@@ -269,13 +270,10 @@ def check_shapes(form: Form, keys: Update, values: Update, out: torch.Tensor) ->
 
 
 def frequencies_of(keys: Node, head_dim: int) -> str | None:
-    """The input [h] of RoPE's frequencies, a number for two channels each.
-
-    Angles come from it, and the keys are multiplied by the angles' cosine.
-    """
-    cosines = (node for node in nodes_behind(keys) if node.target in ("cos", torch.cos))
-    for node in (behind for cos in cosines for behind in nodes_behind(cos)):
-        value = value_of(node)  # of a length, a number
+    """Return the name of the input [h] with RoPE's frequencies, from which the cosines of the keys are computed."""
+    cosines = (node for node in ancestors_of(keys) if node.target in ("cos", torch.cos))
+    for node in (behind for cos in cosines for behind in ancestors_of(cos)):
+        value = value_of(node)  # a number for a length
         is_vector = node.op == "placeholder" and isinstance(value, torch.Tensor) and value.dim() == 1
         if is_vector and value.is_floating_point() and statically_known_true(2 * value.shape[0] <= head_dim):
             return node.name
@@ -283,12 +281,12 @@ def frequencies_of(keys: Node, head_dim: int) -> str | None:
 
 
 def has_bias(keys: Node) -> bool:
-    """Whether the linear layer that keys come from adds a bias."""
-    projection = next((node for node in nodes_behind(keys) if node.target is F.linear), None)
+    """Return whether the linear layer that computes the keys adds a bias."""
+    projection = next((node for node in ancestors_of(keys) if node.target is F.linear), None)
     return projection is not None and argument(projection, 2, "bias") is not None
 
 
 def unread_updates(graph_module: GraphModule) -> tuple[LeftAlone, ...]:
-    """Cache updates in a graph in which no attention was recognised: it has one that is written in another way."""
+    """Return the cache updates of a graph without recognised attentions: it has attentions in an unknown form."""
     updates = [node for node in output_node(graph_module).all_input_nodes if is_update(node)]
     return tuple(LeftAlone(node.name, UNKNOWN_FORM) for node in updates)

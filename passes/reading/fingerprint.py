@@ -1,4 +1,4 @@
-"""A graph's hash: equal for graphs that compute the same thing in the same order, whatever their names."""
+"""A graph's hash, equal for graphs that compute the same values in the same order under any names."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from .nodes import value_of
 
 
 def graph_hash(graph_module: GraphModule) -> str:
-    """16 hex digits over every node's op, target and arguments, and the inputs' shapes and dtypes.
+    """Hash every node's op, target and arguments, and the inputs' shapes and dtypes, to 16 hex digits.
 
-    Inputs count in the order in which they are used, and symbols in the order in which they appear: Dynamo names and
-    orders both by how the model was called.
+    Inputs are numbered by first use, and symbols by first appearance, since Dynamo's names and order depend on the
+    call.
     """
     numbers: dict[Node, str] = {}
     symbols: dict[str, str] = {}
@@ -46,10 +46,10 @@ def target_name(target: str | Callable[..., Any]) -> str:
 
 
 def shape_of(value: Any, symbols: dict[str, str]) -> str:
-    """Dtype and shape, with the graph's symbols named by their first appearance."""
+    """Describe dtype and shape, with symbols numbered by first appearance."""
     if not isinstance(value, Tensor):
         return type(value).__name__
     sizes = []
-    for size in map(str, value.shape):  # a symbol that was specialised prints its number
+    for size in map(str, value.shape):  # a specialised symbol prints as its number
         sizes.append(size if size.isdigit() else symbols.setdefault(size, f"s{len(symbols)}"))
     return f"{value.dtype} {value.device.type} [{', '.join(sizes)}]"

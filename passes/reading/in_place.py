@@ -1,7 +1,7 @@
-"""In-place writes of a captured graph: which there are, and how those to its inputs become values.
+"""In-place writes of a captured graph: find them, and turn writes to inputs into values.
 
-A graph may write to tensors that live on after it: a rotary table that changes with the length, a recurrent state.
-Such a write must not run in a pre-decode, and of two lanes only lane 0's may.
+A graph may write to tensors that outlive it, such as a rotary table that grows, or a recurrent state. Such a write
+must not run in a pre-decode, and only lane 0 may do it.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from .nodes import value_of
 
 
 def unknown_write(graph_module: GraphModule) -> Node | None:
-    """A write to a graph input that `take_writes` cannot make a value of, or None: it knows `input.copy_(value)`, and
-    `input[:, number].copy_(value)` where nobody asks for what that returns."""
+    """Return a write to a graph input that `take_writes` cannot turn into a value, or None.
+
+    It supports `input.copy_(value)`, and `input[:, number].copy_(value)` with an unused result.
+    """
     graph = graph_module.graph
     inputs = {memory_of(node): node for node in graph.find_nodes(op="placeholder") if memory_of(node) is not None}
     order = {node: number for number, node in enumerate(graph.nodes)}
@@ -40,7 +42,7 @@ def unknown_write(graph_module: GraphModule) -> Node | None:
 
 
 def is_part(node: Node, whole: Node) -> bool:
-    """Whether a node is `whole[:, ..., number]` (Zamba's state, a head at a time)."""
+    """Return whether a node is `whole[:, ..., number]` (Zamba's state of one head)."""
     if node.target is not operator.getitem or node.args[0] is not whole or not isinstance(node.args[1], tuple):
         return False
     *before, number = node.args[1]
@@ -48,26 +50,26 @@ def is_part(node: Node, whole: Node) -> bool:
 
 
 def written(node: Node) -> tuple[Any, int | None]:
-    """What a call writes to in place, and its memory; None where it writes to nothing that is known."""
+    """Return the argument that a call mutates, and its memory; None for each that is unknown."""
     target = node.kwargs.get("out", node.args[0] if node.args else None) if writes(node) else None
     return target, memory_of(target) if isinstance(target, Node) else None
 
 
 def written_inputs(graph_module: GraphModule) -> frozenset[int]:
-    """Positions of the inputs that a graph writes to, itself or by a view."""
+    """Return the positions of the inputs that a graph writes to, directly or through a view."""
     memory = {written(node)[1] for node in graph_module.graph.nodes} - {None}
     inputs = graph_module.graph.find_nodes(op="placeholder")
     return frozenset(position for position, node in enumerate(inputs) if memory_of(node) in memory)
 
 
 def memory_of(node: Node) -> int | None:
-    """What two nodes share where one is a view of the other."""
+    """Identify a node's storage, which views share."""
     value = value_of(node)
     return value.untyped_storage()._cdata if isinstance(value, FakeTensor) else None
 
 
 def take_writes(graph_module: GraphModule) -> dict[Node, Node]:
-    """Take the writes to inputs out of the graph: each written input, and the value that it would have at the end.
+    """Remove writes to inputs from the graph; returns each written input and its final value.
 
     table.copy_(new)                   value = new_value(table, new)
     out = mul(x, table)                out = mul(x, value)
@@ -99,11 +101,11 @@ def take_writes(graph_module: GraphModule) -> dict[Node, Node]:
 
 
 def new_value(before: Tensor, source: Tensor) -> Tensor:
-    """What `before` holds after `before.copy_(source)`."""
+    """Return the value of `before` after `before.copy_(source)`."""
     return source.to(before).expand(before.shape).clone()
 
 
 def new_part(before: Tensor, index: tuple[Any, ...], source: Tensor) -> Tensor:
-    """What `before` holds after `before[index].copy_(source)`, where all but the last of `index` are whole."""
+    """Return the value of `before` after `before[index].copy_(source)`, where only the last index is a number."""
     part = source.to(before).expand(before[index].shape)
     return before.select_scatter(part, len(index) - 1, index[-1])

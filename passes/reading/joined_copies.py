@@ -1,4 +1,4 @@
-"""Read a tensor that is filled part by part, in place, as the concatenation that it is."""
+"""Turn a tensor that is filled in place, part by part, into a concatenation."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from .nodes import value_of
 
 
 def joined_copies(graph_module: GraphModule) -> int:
-    """An empty tensor whose last dimension is filled by copies becomes a concatenation; returns how many did.
+    """Replace each empty tensor that copies fill along its last dimension by a concatenation; returns their number.
 
         keys = new_empty(x, B, H, n, 48)           keys = cat([nope, rope], -1)
         keys[..., :32].copy_(nope)
         keys[..., 32:].copy_(rope)
 
-    Latent attention makes its keys so. What is written in place is never dead, and a rewrite leaves such keys unread.
+    Latent attention fills its keys this way. Nodes that write in place are never dead code, even if a rewrite leaves
+    the keys unused.
     """
     found = 0
     for node in graph_module.graph.find_nodes(op="call_method", target="new_empty"):
@@ -31,8 +32,8 @@ def joined_copies(graph_module: GraphModule) -> int:
 
 
 def parts_of(empty: Node) -> list[Node] | None:
-    """The `view.copy_(source)` calls that fill a tensor, by their place along the last dimension; None where it is
-    filled in another way, or read before it is full."""
+    """Return the `view.copy_(source)` calls that fill a tensor, in order along the last dimension. None if it is filled
+    in another way, or read before it is full."""
     copies: dict[int, Node] = {}
     width, read = value_of(empty).shape[-1], False
     for user in sorted(empty.users):
@@ -59,7 +60,7 @@ def parts_of(empty: Node) -> list[Node] | None:
 
 
 def writes_between(copies: list[Node]) -> bool:
-    """Whether something else is written while the copies are made: a source might be."""
+    """Return whether another write lies between the copies, which could change a source."""
     at, last = min(copies), max(copies)
     while at is not last:
         if at not in copies and written(at)[0] is not None:
@@ -69,7 +70,7 @@ def writes_between(copies: list[Node]) -> bool:
 
 
 def copy_into(view: Node, empty: Node) -> Node | None:
-    """The one use of `empty[..., a:b]`: a copy of a tensor of that shape and dtype, whose result nobody reads."""
+    """Return the only use of `empty[..., a:b]`, a copy of equal shape and dtype with an unused result; else None."""
     where = view.args[1] if len(view.args) == 2 else None
     plain = isinstance(where, tuple) and len(where) == 2 and where[0] is Ellipsis and isinstance(where[1], slice)
     if not plain or len(view.users) != 1 or not isinstance(where[1].start, int | None):  # type: ignore[index]
@@ -83,7 +84,7 @@ def copy_into(view: Node, empty: Node) -> Node | None:
 
 
 def join(empty: Node, copies: list[Node]) -> None:
-    """Put the concatenation of what the copies bring in the tensor's place."""
+    """Replace the tensor by the concatenation of the copies' sources."""
     graph = empty.graph
     with graph.inserting_after(max(copies)):
         joined = graph.call_function(torch.cat, ([copy.args[1] for copy in copies], -1))

@@ -1,4 +1,4 @@
-"""Sizes that Dynamo took for constants, in graphs that ask for them all the same."""
+"""Replace sizes that are constants in a graph by their numbers."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from .nodes import value_of
 
 
 def fill_in_sizes(graph_module: GraphModule) -> int:
-    """A size that is a number in this graph is written as that number; returns how many were.
+    """Replace each size that is a constant in this graph by its number; returns the number of replacements.
 
         size = past_k.size()                 size = past_k.size()
         length = size[2] + 1                 kv = arange(41)
         kv = arange(length)
 
-    A graph for one length alone asks the cache for it (transformers before 5.23, where the mask is made in the graph;
-    dynamic=False); held tensors are not to be read, and here nothing is left that reads them.
+    A graph for a single length reads it from the cache, with dynamic=False and transformers before 5.23. Held tensors
+    must not be read, and this removes such reads.
     """
     filled = 0
     for node in list(graph_module.graph.nodes):
@@ -42,7 +42,7 @@ def filled_in(size: Node, number: int, argument: Node) -> Node | int:
 
 
 def known(node: Node) -> int | None:
-    """The whole number that a call gives, whatever the inputs."""
+    """Return the integer that a call always returns; None for any other node."""
     value: Any = value_of(node) if node.op in ("call_function", "call_method") else None
     if isinstance(value, torch.SymInt) and value.node.expr.is_Integer:
         return int(value.node.expr)

@@ -1,4 +1,4 @@
-"""vmap's rules for a graph that is about to be widened, where torch's own want numbers for sizes, or round twice."""
+"""vmap rules for widening a graph, where torch's rules require constant sizes or round twice."""
 
 from __future__ import annotations
 
@@ -22,22 +22,24 @@ from .nodes import value_of
 c10d = torch.ops._c10d_functional
 PRODUCTS = (torch.matmul, operator.matmul, "matmul", torch.bmm, "bmm", torch.mm, "mm")
 
-# The dimension of the lanes in a tensor that ranks exchange. Parts that are gathered or scattered lie one behind the
-# other along dimension 0, which the lanes must not be.
+# The dimension of the lanes in a tensor that ranks exchange. Gathering and scattering concatenate along dimension 0,
+# so the lanes must not be there.
 COLLECTIVES = {"all_reduce": 0, "all_gather_into_tensor": 1, "reduce_scatter_tensor": 1}
 
 
 def own_rules(graph_module: GraphModule) -> int:
-    """Give matrix products and concatenations a lane axis of their own; returns how many there are.
+    """Give matrix products, concatenations and collectives our vmap rules; returns the number of replaced calls.
 
         hidden = linear(x, weight, bias)           hidden = rows_times(x, weight, bias)
         angles = matmul(frequencies, positions)    angles = product(frequencies, positions)
         both = cat((angles, angles), dim=-1)       both = cat((angles, angles), -1)
         total = all_reduce(parts, "sum", "0")      total = collective("all_reduce", parts, "sum", "0")
 
-    vmap has rules for these too. Torch's for products fail where the batch is a symbol, and make a product and a sum of
-    a linear with a bias, which rounds twice; its rule for cat makes a number of the symbol. For collectives it has
-    none, and calls them lane by lane. SpecacheError for one that has none here either.
+    Torch's vmap rules for products fail if the batch is a symbol, and they split a linear with bias into product and
+    sum, which rounds twice. Its rule for cat makes the symbol a constant. Collectives have no rule: torch calls them
+    lane by lane.
+
+    Raises: SpecacheError for a collective that is not in `COLLECTIVES`.
     """
     shown = 0
     for node in graph_module.graph.nodes:
@@ -65,27 +67,27 @@ def own_rules(graph_module: GraphModule) -> int:
 
 
 def is_addmm_of_rows(node: Node) -> bool:
-    """addmm(bias [n], rows, weight), unscaled: the linear layer of GPT-2 and its kin."""
+    """Return whether a call is addmm(bias [n], rows, weight), unscaled: the linear layer of GPT-2 and relatives."""
     return node.target is torch.addmm and not node.kwargs and len(node.args) == 3 and value_of(node.args[0]).dim() == 1
 
 
 def collective_name(node: Node) -> str | None:
-    """What a call is named that all ranks make together; None for any other."""
+    """Return the name of a collective call; None for any other node."""
     packet = getattr(node.target, "overloadpacket", node.target)
     namespace, _, name = str(getattr(packet, "_qualified_op_name", "")).partition("::")
     return name if "c10d" in namespace else None
 
 
 class LaneRule(torch.autograd.Function):
-    """A function whose `vmap` gets tensors with their lanes, and returns the result and the result's lane dimension."""
+    """A function whose `vmap` takes tensors with lanes, and returns the result and the result's lane dimension."""
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        """Nothing to keep: inference only."""
+        """Save nothing, since only inference is supported."""
 
 
-class Rows(LaneRule):
-    """x [..., m] · weightᵀ [m, n] + bias [n]; the lanes of x are so many more rows, of one product."""
+class LinearRows(LaneRule):
+    """x [..., m] · weightᵀ [m, n] + bias [n]; the lanes of x become further rows of one product."""
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -99,13 +101,13 @@ class Rows(LaneRule):
         x = lanes_first(x, in_dims[0], rank)
         if in_dims[1] is None and in_dims[2] is None:
             return linear(x, weight, bias), 0
-        # An expert's weights, chosen by what a lane's token is.
+        # An expert's weights, selected by the lane's token.
         out = matmul(x, lanes_first(weight, in_dims[1], rank).mT)
         return out if bias is None else out + lanes_first(bias, in_dims[2], rank), 0
 
 
 class Product(LaneRule):
-    """matmul(a [..., l, m], b [..., m, n]); a factor without lanes is the same in each."""
+    """matmul(a [..., l, m], b [..., m, n]); all lanes share a factor without lanes."""
 
     @staticmethod
     def forward(a: Tensor, b: Tensor) -> Tensor:
@@ -119,7 +121,7 @@ class Product(LaneRule):
 
 
 class Cat(LaneRule):
-    """`torch.cat` along a dim counted from the end; a part without lanes is the same in each."""
+    """`torch.cat` along a negative dim; all lanes share a part without lanes."""
 
     @staticmethod
     def forward(dim: int, *parts: Tensor) -> Tensor:
@@ -135,7 +137,7 @@ class Cat(LaneRule):
 
 
 class Collective(LaneRule):
-    """One call for all lanes of what the ranks call together: the tensor that they exchange is wider."""
+    """One collective for all lanes, which exchanges a wider tensor."""
 
     @staticmethod
     def forward(name: str, tensor: Tensor, *rest: Any) -> Tensor:
@@ -153,7 +155,7 @@ class Collective(LaneRule):
 
 
 class Wait(LaneRule):
-    """Wait for a collective. Its result may only then be moved: the wait is for that very tensor."""
+    """Wait for a collective before moving its result's lane axis: the wait needs that very tensor."""
 
     @staticmethod
     def forward(tensor: Tensor) -> Tensor:
@@ -178,27 +180,26 @@ class FirstLane(LaneRule):
 
 
 def lanes_first(factor: Tensor, dim: int | None, rank: int) -> Tensor:
-    """[lanes, 1, ..., l, m] with `rank` axes behind the lanes'; without lanes, as it is: it is broadcast."""
+    """Reshape to [lanes, 1, ..., l, m] with `rank` axes after the lanes; a factor without lanes is unchanged."""
     if dim is None:
         return factor
     factor = factor.movedim(dim, 0) if dim else factor
     return factor[(slice(None), *[None] * (rank + 1 - factor.dim()))]
 
 
-# torch.matmul of 2.11, and F.linear with it, makes a number of a batch that is a symbol; mm and bmm do not.
+# In torch 2.11, matmul and F.linear make a symbolic batch constant; mm and bmm do not.
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [..., m] · weightᵀ [m, n] + bias [n], as one product of rows."""
+    """Compute x [..., m] · weightᵀ [m, n] + bias [n] as one product of rows."""
     rows = x.reshape(-1, x.shape[-1])
     product = linear_of_its_class if is_traceable_wrapper_subclass(weight) else F.linear
     return product(rows, weight, bias).view(*x.shape[:-1], weight.shape[0])
 
 
 def linear_of_its_class(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """One node of the traced graph.
+    """Trace the linear layer of a quantised weight (torchao's) as one node.
 
-    The class of a quantised weight (torchao's) knows what a linear layer is, and not the operations that torch would
-    take the layer apart into. The class is not asked within a rule, and the tensors that a weight holds are no inputs
-    of the graph.
+    Its class implements linear layers, but not the operations into which torch decomposes them. Inside a vmap rule
+    torch bypasses the class, and the weight's inner tensors are no graph inputs.
     """
     mode = get_proxy_mode()
     with torch._C._EnableTorchFunction(), disable_proxy_modes_tracing():
@@ -211,7 +212,7 @@ def linear_of_its_class(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Te
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
-    """a [..., l, m] · b [..., m, n]."""
+    """Compute a [..., l, m] · b [..., m, n]."""
     if b.dim() == 2:
         return linear(a, b.mT)
     batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
@@ -220,11 +221,11 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
 
 
 def rows_times(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return Rows.apply(input, weight, bias)
+    return LinearRows.apply(input, weight, bias)
 
 
 def rows_times_transposed(rows: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return Rows.apply(rows, weight.t(), bias)
+    return LinearRows.apply(rows, weight.t(), bias)
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:

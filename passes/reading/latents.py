@@ -1,4 +1,4 @@
-"""Latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values that are a projection of cached latents."""
+"""Match latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values are projections of cached latents."""
 
 from __future__ import annotations
 
@@ -22,11 +22,13 @@ SPLITS = (torch.functional.split, torch.split, "split")
 class Latents:
     """An attention whose keys and values are a projection of latents.
 
-    attention: its node; q [B, Hq, T, nope + rope]; mask and scale as in `Form`.
+    attention: the attention's node.
+    q: [B, Hq, T, nope + rope].
     latents: [B, 1, n, rank].
-    ropes: [B, 1, n, rope], the part of the keys that all heads share.
-    weight: [Hq · (nope + v), rank], which projects a latent to each head's key, without its RoPE part, and value.
-    nope: channels of a key without RoPE.
+    ropes: [B, 1, n, rope], the RoPE part of the keys, which all heads share.
+    weight: [Hq · (nope + v), rank], projects a latent to each head's key without RoPE, and value.
+    nope: number of key channels without RoPE.
+    mask, scale: as in `Form`.
     causal: SDPA applies its own causal mask.
     """
 
@@ -42,13 +44,13 @@ class Latents:
 
     @property
     def is_decode(self) -> bool:
-        """Whether each row has one new token, known when the graph is compiled."""
+        """Whether each row has one new token at compile time."""
         tokens = value_of(self.q).shape[2]
         return isinstance(tokens, int) and tokens == 1 and not self.causal
 
 
 def match_latents(attention: Node, form: Form) -> Latents | None:
-    """The latents that keys and values are a projection of; None for any other attention.
+    """Match keys and values that are projections of latents; None for any other attention.
 
     both = linear(latents, weight).view(B, n, Hq, nope + v).transpose(1, 2)
     nope, values = split(both, [nope, v], -1)
@@ -82,7 +84,7 @@ def match_latents(attention: Node, form: Form) -> Latents | None:
 
 
 def projection_of(both: Node) -> Node | None:
-    """The linear layer behind what is split, viewed by heads; None where there is none."""
+    """Return the linear layer whose output is viewed by heads and split; None if there is none."""
     if both.target not in ("transpose", torch.transpose) or tuple(both.args[1:]) != (1, 2):
         return None
     view: Any = both.args[0]
@@ -91,7 +93,7 @@ def projection_of(both: Node) -> Node | None:
 
 
 def check(linear: Node, latents: Node, weight: Node, ropes: Node) -> None:
-    """NoMatch where the projection is no plain matrix, or several heads have latents of their own."""
+    """Raise NoMatch if the projection is no plain matrix, or if heads do not share the latents."""
     value = value_of(weight)
     if argument(linear, 2, "bias") is not None or not isinstance(value, Tensor) or is_traceable_wrapper_subclass(value):
         raise NoMatch(

@@ -1,4 +1,4 @@
-"""One rank's part of a tensor-parallel model as a graph of plain tensors: what Dynamo captured of it has DTensors."""
+"""Replace the DTensors of a tensor-parallel model's graph by plain tensors: one rank's shards."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from specache_compile.passes.clean_up import writes
 from .in_place import memory_of
 from .nodes import output_node, value_of
 
-# Of an input that holds a rank's part: the shape of the whole, in its node's meta.
+# Meta key of an input that holds a rank's shard: the shape of the whole tensor.
 WHOLE = "specache_whole"
 
 
 def local_shards(graph_module: GraphModule) -> str | None:
-    """Let the graph take this rank's parts in place of DTensors; returns why it cannot, None where there is no reason.
+    """Let the graph take this rank's shards instead of DTensors; returns None, or the reason why that is impossible.
 
         x = from_local(ids, mesh, [Replicate()])       seen = (ids >= 64) & (ids < 128)
         out = embedding(x, weight)                     rows = embedding((ids - 64) * seen, weight)
@@ -31,14 +31,13 @@ def local_shards(graph_module: GraphModule) -> str | None:
         y = linear(out, o_weight.to_local())           y = linear(out, o_weight)
         y.copy_(wait_tensor(all_reduce(y, ...)))       y_1 = wait_tensor(all_reduce(y, ...))
 
-    What Hugging Face computes by DTensors, the look-up of a token and the gathering of logits, is traced to what each
-    rank does for it. The rest of its graphs is plain already, so that attention reads as in one process, with fewer
-    heads.
+    Hugging Face uses DTensors for the token embedding and for gathering logits. These are traced into each rank's
+    operations. The rest of the graph has plain tensors already, so attention looks as in one process, with fewer heads.
     """
     graph = graph_module.graph
     if not any(map(is_sharded, graph.nodes)):
         return None
-    # What is written to is not what a write returns, and would go on without it.
+    # A write's result is another node than the written DTensor, whose readers would miss the write.
     written = next((n for n in graph.nodes if writes(n) and any(map(is_sharded, n.all_input_nodes))), None)
     if written is not None:
         return f"a distributed tensor is written to in place ({written.name})"
@@ -61,40 +60,40 @@ def local_shards(graph_module: GraphModule) -> str | None:
 
 
 def local(value: Any) -> Any:
-    """This rank's part of a DTensor; anything else as it is."""
+    """Return this rank's shard of a DTensor, or any other value unchanged."""
     if not isinstance(value, DTensor):
         return value
-    with torch.no_grad():  # with gradients it would be a view, and a node of the graph of those
+    with torch.no_grad():  # with gradients the shard would be a view in the autograd graph
         return value.to_local()
 
 
 def own_part(value: Any, fake: Any) -> Any:
-    """What a graph takes of an argument whose fake is this: DTensors where it was left as it is."""
+    """Return the argument for an input with this fake: the shard, or the DTensor if the graph was left alone."""
     return value if isinstance(fake, DTensor) else local(value)
 
 
 def whole_shape(node: Node) -> torch.Size:
-    """The shape of what a node holds, or holds a rank's part of."""
+    """Return the shape of a node's value, or of the whole tensor of a shard."""
     shape: torch.Size = node.meta.get(WHOLE, value_of(node).shape)
     return shape
 
 
 def is_sharded(node: Node) -> bool:
-    """Whether what a node holds is a DTensor, or several."""
+    """Return whether a node's value has a DTensor."""
     value = value_of(node)
     return any(isinstance(part, DTensor) for part in (value if isinstance(value, (tuple, list)) else (value,)))
 
 
 def is_end(node: Node) -> bool:
-    """Whether a plain value comes of DTensors."""
+    """Return whether a plain value is computed from DTensors."""
     return any(map(is_sharded, node.all_input_nodes)) and not is_sharded(node)
 
 
 def make_local(graph_module: GraphModule, end: Node) -> None:
-    """Replace a plain value that comes of DTensors by what this rank does for it."""
+    """Replace a plain value computed from DTensors by this rank's operations."""
     region, inputs = sharded_region(end)
     if region == [end] and len(inputs) == 1 and "to_local" in str(end.target):
-        end.replace_all_uses_with(inputs[0])  # a weight's part, which the graph is given
+        end.replace_all_uses_with(inputs[0])  # a weight's shard, which is a graph input
         graph_module.graph.erase_node(end)
         return
     wholes = [value_of(node) for node in inputs]
@@ -107,12 +106,12 @@ def make_local(graph_module: GraphModule, end: Node) -> None:
 
     parts = [local(whole) for whole in wholes]
     fake_mode = next(part.fake_mode for part in parts if isinstance(part, FakeTensor))
-    # Not the mode of the context that Dynamo has made for backends.
+    # Use these fakes' mode, not the mode that Dynamo creates for backends.
     with torch.no_grad(), tracing(TracingContext(fake_mode)), fake_mode:
         traced = make_fx(compute, {torch.ops.aten.index_put_.default: fill_masked})(*parts)
     for node in traced.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
         if str(value_of(node).shape) == str(value_of(node.args[0]).shape):
-            node.replace_all_uses_with(node.args[0])  # DTensors look at their parts so
+            node.replace_all_uses_with(node.args[0])  # DTensors take such views of their shards
     traced.graph.eliminate_dead_code()
     arguments = dict(zip(traced.graph.find_nodes(op="placeholder"), inputs, strict=True))
     with graph_module.graph.inserting_before(end):
@@ -122,7 +121,7 @@ def make_local(graph_module: GraphModule, end: Node) -> None:
 
 
 def fill_masked(x: Tensor, indices: list[Tensor], values: Tensor, accumulate: bool = False) -> Tensor:
-    """`x[mask] = number`, as DTensors blank out what is another rank's, for whatever lanes there will be."""
+    """Compute `x[mask] = number`, which masks other ranks' rows, in a form that vmap supports."""
     mask, *others = indices
     if others or mask.dtype != torch.bool or values.dim() or accumulate:
         return NotImplemented
@@ -130,7 +129,7 @@ def fill_masked(x: Tensor, indices: list[Tensor], values: Tensor, accumulate: bo
 
 
 def sharded_region(end: Node) -> tuple[list[Node], list[Node]]:
-    """The DTensors that a node comes of, itself at the end, in the graph's order; and what they are computed from."""
+    """Return the DTensor nodes that `end` depends on, in the graph's order and with `end` last; and their inputs."""
     region, todo = {end}, [end]
     inputs: dict[Node, None] = {}
     while todo:
@@ -144,7 +143,7 @@ def sharded_region(end: Node) -> tuple[list[Node], list[Node]]:
 
 
 def as_whole(part: Any, whole: Any) -> Any:
-    """The DTensor of a rank's part; of what was no DTensor, the part."""
+    """Return the DTensor of a rank's shard; a value that was no DTensor is unchanged."""
     if not isinstance(whole, DTensor):
         return part
     placements, shape, stride = whole.placements, whole.shape, whole.stride()
@@ -152,7 +151,7 @@ def as_whole(part: Any, whole: Any) -> Any:
 
 
 def call(node: Node, known: dict[Node, Any]) -> Any:
-    """A node's call on the values that are known."""
+    """Run a node's call on known values."""
     args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), known.__getitem__)
     if node.op == "call_method":
         return getattr(args[0], node.target)(*args[1:], **kwargs)
@@ -160,7 +159,7 @@ def call(node: Node, known: dict[Node, Any]) -> Any:
 
 
 def take_sum(node: Node) -> None:
-    """A sum over ranks that is written over its parts becomes a value, as widening wants it."""
+    """Turn a sum over ranks that overwrites its input into a value, which widening requires."""
     if node.target != "copy_" or node.args[1].target not in targets_of("wait_tensor"):
         return
     parts, total = node.args
@@ -174,6 +173,6 @@ def take_sum(node: Node) -> None:
 
 
 def targets_of(name: str) -> tuple[Any, Any]:
-    """The two ways in which a graph names a functional collective."""
+    """Return the two targets under which a graph calls a functional collective."""
     packet = getattr(torch.ops._c10d_functional, name)
     return packet, packet.default

@@ -1,4 +1,4 @@
-"""What an attention mask says, read by evaluating the part of the graph that makes it at a few sizes."""
+"""Classify an attention mask by evaluating its part of the graph at a few sizes."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_aggregate
 
-from specache_compile.kernels.attention.definition import SEEN
+from specache_compile.kernels.attention.attention_ops import SEEN
 
 from .in_place import memory_of, written
 from .nodes import value_of
 
-# Cached and new tokens that a symbolic size stands for when a mask is evaluated: few, and no two alike.
+# Numbers of cached and new tokens at which a mask is evaluated: small, and distinct.
 PAST, NEW = 5, 3
-# Above every whole number in the subgraph, a window among them, and so many elements at most.
+# Margin above every integer in the subgraph (such as a window), and the largest evaluated mask.
 MARGIN, MOST_ELEMENTS = 7, 1 << 26
-# What moves a window out of the numbers that stand in a subgraph: 16 blocks of 64 tokens, say.
+# Arithmetic that hides a window from the subgraph's integers, for example 16 blocks of 64 tokens.
 ARITHMETIC = ("mul", "div", "truediv", "true_divide", "floordiv", "floor_divide", "mod", "remainder", "pow", "lshift",
               "rshift", "bitwise_left_shift", "bitwise_right_shift", "square")  # fmt: skip
 
 
 class Unreadable(Exception):
-    """A mask that is too large, or made of more than positions, counted up and compared, and a [B, n] padding mask."""
+    """A mask that is too large, or computed from more than compared positions and a padding mask [B, n]."""
 
 
 def read_mask(mask: Node) -> tuple[bool, Node | None]:
-    """Whether a mask [B|1, Hq|1, T, n] is causal, and the padding [B, n] (an input; 0: not there) that it also hides.
+    """Return whether a mask [B|1, Hq|1, T, n] is causal, and the input padding [B, n] (0: padding) that it also hides.
 
         q = arange(T) + past; kv = arange(n)
         mask = (kv[None, :] <= q[:, None]) & padding[:, None, None, kv]    →    (True, padding)
 
-    transformers 5.17 to 5.22 makes a causal mask in every graph, and every version does for a padded batch. A sliding
-    window is causal too until the window is full. So the mask is also evaluated at sizes beyond every number in its
+    transformers 5.17 to 5.22 computes a causal mask in every graph; later versions do so for a padded batch. A sliding
+    window is causal until the window is full, so the mask is also evaluated at sizes above every integer in its
     subgraph.
     """
     try:
@@ -52,7 +52,7 @@ def read_mask(mask: Node) -> tuple[bool, Node | None]:
 
 
 def subgraph(mask: Node) -> list[Node]:
-    """The tensors that a mask is made of, in the graph's order; sizes are known without their nodes."""
+    """Return the tensor nodes that a mask depends on, in the graph's order; sizes need no nodes."""
     found, todo = set(), [mask]
     while todo:
         node = todo.pop()
@@ -63,7 +63,7 @@ def subgraph(mask: Node) -> list[Node]:
 
 
 def check_readable(nodes: list[Node]) -> None:
-    """Nobody writes to the tensors in place, and no arithmetic on positions hides how wide a window is."""
+    """Require that no tensor is mutated, and that no arithmetic on positions hides the width of a window."""
     memory = {memory_of(node) for node in nodes} - {None}
     if any(written(node)[1] in memory for node in nodes[0].graph.nodes):
         raise Unreadable
@@ -74,7 +74,7 @@ def check_readable(nodes: list[Node]) -> None:
 
 
 def padding_of(nodes: list[Node]) -> Node | None:
-    """The one input among them that is no size: a mask [B, n]."""
+    """Return the only input that is not a size, a padding mask [B, n]; None if there is none."""
     inputs = [node for node in nodes if node.op not in ("call_function", "call_method")]
     if not inputs:
         return None
@@ -87,15 +87,15 @@ Sizes = dict[Any, int]
 
 
 def scenes(mask: Node, padding: Node | None, nodes: list[Node]) -> Iterator[Sizes]:
-    """Values for the symbols: small ones, and ones beyond the largest constant (a window) in the subgraph."""
+    """Yield values for the symbols: small ones, and values above the subgraph's largest constant (a window)."""
     constants = [abs(c) for node in nodes for c in whole_numbers(node)]
-    for beyond in (0, max(constants, default=0) + MARGIN):
+    for extra in (0, max(constants, default=0) + MARGIN):
         sizes: Sizes = {}
         rows, columns = value_of(mask).shape[2:]
-        for size, value in ((rows, NEW + beyond), (columns, PAST + beyond)):
+        for size, value in ((rows, NEW + extra), (columns, PAST + extra)):
             for symbol in free(size):
                 sizes.setdefault(symbol, value)
-        # A batch that is a number, the mask's or that of the padding it looks up, is that of the other too.
+        # A constant batch of the mask or of its padding is the batch of both.
         batches = [value_of(node).shape[0] for node in (mask, padding) if node is not None]
         batch = max((size for size in batches if isinstance(size, int) and size > 1), default=2)
         for size in (*batches, *value_of(mask).shape):
@@ -112,7 +112,7 @@ def scenes(mask: Node, padding: Node | None, nodes: list[Node]) -> Iterator[Size
 
 
 def whole_numbers(node: Node) -> list[int]:
-    """Those among a call's arguments, and in the sizes that it is given."""
+    """Return the integers among a call's arguments and in its size arguments."""
     given = [value_of(argument) for argument in node.all_input_nodes]
     found = [int(n) for size in given if isinstance(size, torch.SymInt) for n in size.node.expr.atoms(sympy.Integer)]
 
@@ -126,7 +126,7 @@ def whole_numbers(node: Node) -> list[int]:
 
 
 def free(size: Any) -> list[Any]:
-    """The symbols of a size, in a fixed order."""
+    """Return the symbols of a size, in a fixed order."""
     return sorted(size.node.expr.free_symbols, key=str) if isinstance(size, torch.SymInt) else []
 
 
@@ -135,7 +135,7 @@ def hint(size: Any) -> int:
 
 
 def at(size: Any, sizes: Sizes) -> int:
-    """A size with these values for its symbols."""
+    """Evaluate a size with these values of its symbols."""
     if not isinstance(size, torch.SymInt):
         return int(size)
     value = size.node.expr.subs(sizes)
@@ -145,14 +145,14 @@ def at(size: Any, sizes: Sizes) -> int:
 
 
 def size_of(node: Node, sizes: Sizes) -> int:
-    """The size that a node stands for; Unreadable where it stands for none (a top-k's two results, say)."""
+    """Evaluate a node that is a size. Raises: Unreadable for any other node, such as a top-k's results."""
     if not isinstance(value_of(node), (int, torch.SymInt)):
         raise Unreadable
     return at(value_of(node), sizes)
 
 
 def padding_at(padding: Node, sizes: Sizes) -> Tensor:
-    """Some padding [B, n]: a hole in every row, and all rows but the first padded left."""
+    """Return an example padding [B, n]: a hole in every row, and all rows but the first padded left."""
     batch, width = (at(size, sizes) for size in value_of(padding).shape)
     made = torch.ones(batch, width, dtype=value_of(padding).dtype, device="cpu")
     for row in range(batch):
@@ -162,7 +162,7 @@ def padding_at(padding: Node, sizes: Sizes) -> Tensor:
 
 
 def evaluate(mask: Node, nodes: list[Node], sizes: Sizes, padding: Node | None) -> Tensor:
-    """The mask at these sizes, on the CPU, wherever the model is."""
+    """Evaluate the mask at these sizes, on the CPU."""
     known: dict[Node, Any] = {}
 
     def given(value: Any) -> Any:
@@ -181,12 +181,12 @@ def evaluate(mask: Node, nodes: list[Node], sizes: Sizes, padding: Node | None) 
             else:
                 known[node] = node.target(*args, **kwargs)  # type: ignore[operator]
         except (RuntimeError, IndexError, TypeError, ValueError) as error:
-            raise Unreadable from error  # sizes that the graph was not captured for
+            raise Unreadable from error  # the graph does not support these sizes
     return known[mask]
 
 
 def agrees(made: Tensor, sizes: Sizes, mask: Node, padding: Node | None) -> bool:
-    """Whether a mask shows each new token all tokens up to itself that are there, and no other."""
+    """Return whether each new token sees exactly the real tokens up to itself."""
     rows, columns = (at(size, sizes) for size in value_of(mask).shape[2:])
     if made.shape[2:] != (rows, columns) or columns < rows:
         return False

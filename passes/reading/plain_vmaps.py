@@ -1,4 +1,4 @@
-"""A model's own `torch.vmap`, written as the batched operations that it comes to."""
+"""Replace a model's own `torch.vmap` by plain batched operations."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .nodes import value_of
 
 
 def plain_vmaps(graph_module: GraphModule) -> int:
-    """Trace every vmapped stretch of a graph into plain operations; returns how many there were.
+    """Trace every vmapped stretch of a graph into plain operations; returns the number of stretches.
 
         _vmap_increment_nesting(n)                     unsqueeze = aten.unsqueeze(q, -1)
         one = _add_batch_dim(q, 0, 1)                  seen = aten.le(kv, unsqueeze)
@@ -24,8 +24,8 @@ def plain_vmaps(graph_module: GraphModule) -> int:
         seen = _remove_batch_dim(le, 1, n, 0)
         _vmap_decrement_nesting()
 
-    Dynamo writes a vmap as calls that open and close a level, which no data flow orders and whose numbers are right
-    outside of any other vmap alone: a pass that drops, moves or widens nodes must not meet them.
+    Dynamo captures a vmap as calls that open and close a level. No data flow orders them, and their level numbers are
+    wrong inside another vmap, so no later pass may drop, move or widen them.
     """
     stretches = list(vmapped(graph_module.graph))
     for stretch in stretches:
@@ -36,7 +36,7 @@ def plain_vmaps(graph_module: GraphModule) -> int:
 
 
 def vmapped(graph: Graph) -> Iterator[list[Node]]:
-    """The nodes from where an outermost vmap opens its level to where it closes it."""
+    """Yield the nodes between the opening and the closing call of each outermost vmap."""
     stretch: list[Node] = []
     depth = 0
     for node in list(graph.nodes):
@@ -71,7 +71,7 @@ def make_plain(graph_module: GraphModule, stretch: Sequence[Node]) -> None:
 def traced_alone(
     graph_module: GraphModule, stretch: Sequence[Node], inputs: Sequence[Node], outputs: Sequence[Node]
 ) -> GraphModule:
-    """A graph of plain operations from `inputs` to `outputs`."""
+    """Return a graph of plain operations from `inputs` to `outputs`."""
     alone = Graph()
     copies = {node: alone.placeholder(node.name) for node in inputs}
     for node in stretch:
@@ -86,7 +86,7 @@ def traced_alone(
 
 @contextlib.contextmanager
 def levels_closed() -> Iterator[None]:
-    """What fails inside leaves no level of a vmap open: whatever the process computes next would be in one."""
+    """Close all vmap levels that an error inside leaves open; later computations would run in them."""
     before = _functorch.maybe_current_level()
     try:
         yield
@@ -96,7 +96,7 @@ def levels_closed() -> Iterator[None]:
 
 
 def constant(graph_module: GraphModule, value: torch.Tensor, node: Node) -> Node:
-    """A tensor that tracing found to be the same in each call, as a buffer of the graph."""
+    """Register a traced constant as a buffer of the graph, and return its node."""
     number = sum(name.startswith("vmapped_constant") for name, _ in graph_module.named_buffers())
     name = f"vmapped_constant_{number}"
     graph_module.register_buffer(name, value)

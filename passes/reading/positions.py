@@ -1,4 +1,4 @@
-"""Whether anything in a decode graph tells a token where it stands."""
+"""Detect decode graphs whose result does not depend on token positions."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ from specache_compile.passes.clean_up import writes
 
 from .nodes import arguments_of, value_of
 
-# What a token's own numbers are in an attention op.
+# Operands of an attention op that are computed from the token.
 OWN = ("q", "k", "v")
 
 
 def has_no_positions(graph_module: GraphModule, ids: Node) -> bool:
-    """Whether nothing but the token ids, and what was cached before, decides what a token is: a recurrence, or the
-    causal mask alone, tells its place (Jamba, Nemotron-H, Granite's hybrids).
+    """Return whether a token's values depend only on token ids and the cache (Jamba, Nemotron-H, Granite's hybrids).
 
-    A position comes in as integers or as a size. None does where they lead to attentions' masks, lengths and tiers
-    alone, through whole numbers and truth values: a floating-point mask may be a bias by distance.
+    Positions enter as integers or sizes. They do not count if they only reach attentions' masks, lengths and tiers as
+    integers or booleans; a floating-point mask may be a bias by distance.
     """
     batch = value_of(ids).shape[0]
     todo = [node for node in graph_module.graph.nodes if node is not ids and may_be_position(node, batch)]
@@ -41,7 +40,7 @@ def has_no_positions(graph_module: GraphModule, ids: Node) -> bool:
 
 
 def may_be_position(node: Node, batch: Any) -> bool:
-    """An input of integers or truth values, or a size that more than the number of rows decides."""
+    """Return whether a node is an integer or boolean input, or a size that depends on more than the number of rows."""
     value = value_of(node)
     if isinstance(value, Tensor):
         return node.op == "placeholder" and not value.is_floating_point()
@@ -57,6 +56,6 @@ def is_attention_op(node: Node) -> bool:
 
 
 def decides(name: str, node: Node) -> bool:
-    """Whether an attention op's argument may make a token another one by its place."""
+    """Return whether an attention op's argument can change a token's values by its position."""
     value = value_of(node)
     return name in OWN or (name == "mask" and isinstance(value, Tensor) and value.is_floating_point())

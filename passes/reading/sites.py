@@ -1,4 +1,4 @@
-"""What a captured graph holds: its attentions, and those that stay as they are."""
+"""The results of reading a captured graph: the sites, and the attentions that are left alone."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class Site:
     q: [B, Hq, T, d].
     k, v: [B, H, T, d], the new pairs.
     cat_k, cat_v: the cache update.
-    past_k, past_v: the held placeholders, None in a prefill.
-    mask: [B|1, Hq|1, T|1, n + T]; None where causality and padding say it all.
-    padding: the name of the input [B, n + T] that says which tokens are there; None where all are.
+    past_k, past_v: the held placeholders; None in a prefill.
+    mask: [B|1, Hq|1, T|1, n + T]; None for a mask of only causality and padding.
+    padding: name of the padding input [B, n + T], true for real tokens; None without padding.
     sinks: [Hq], or None.
-    frequencies: the name of the input [h] that RoPE turns the keys by; None where none was found.
-    biased_keys: a bias was added to the keys before.
+    frequencies: name of the input [h] with RoPE's frequencies of the keys; None if none was found.
+    biased_keys: the linear layer of the keys has a bias.
     """
 
     number: int
@@ -52,22 +52,22 @@ class Site:
 
     @property
     def turned_by(self) -> str | None:
-        """`frequencies` where RoPE turns channels j and j + h by them; None where it turns neighbours."""
+        """`frequencies` if RoPE rotates channels j and j + h together; None if it rotates neighbours."""
         return None if self.frequencies is None or turns_neighbours(self.k) else self.frequencies
 
     def moved(self, to: Mapping[Node, Node]) -> Site:
-        """The same site in a copy of its graph."""
+        """Return the same site in a copy of its graph."""
         values = {declared.name: getattr(self, declared.name) for declared in fields(self)}
         return replace(self, **{name: to[node] for name, node in values.items() if isinstance(node, Node)})
 
 
 @dataclass(frozen=True)
 class LeftAlone:
-    """An attention, or a whole graph, that stays as Hugging Face wrote it.
+    """An attention, or a whole graph, that keeps Hugging Face's form.
 
-    node: the attention's name, or what says that all are meant.
-    reason: for a person.
-    by_model: no call of this model would change it, whatever its arguments.
+    node: name of the attention, or a phrase for the whole graph.
+    reason: a sentence for the user.
+    by_model: the reason holds for every call of this model.
     """
 
     node: str
@@ -77,7 +77,7 @@ class LeftAlone:
 
 @dataclass(frozen=True)
 class Found:
-    """What `find_attention` reads in a graph.
+    """The result of `find_attention`.
 
     latents: latent attentions, which keep Hugging Face's cache.
     """
@@ -88,5 +88,5 @@ class Found:
 
     @property
     def padding(self) -> str | None:
-        """The name of the input [B, n] that says which tokens are there; None where no site is padded."""
+        """Name of the padding input [B, n]; None if no site is padded."""
         return next((site.padding for site in self.sites if site.padding is not None), None)

@@ -11,7 +11,7 @@ from transformers import DynamicCache
 
 from specache_compile.caches.joining import drop, in_pages, reason_against
 from specache_compile.errors import SpecacheError
-from specache_compile.kernels.state.pages import PAGE
+from specache_compile.kernels.state.page_table import PAGE
 from specache_compile.methods.field import LayerShape
 from specache_compile.model_key import model_key
 from specache_compile.options import MethodOptions

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from specache_compile.caches.joining import drop
-from specache_compile.kernels.state.pages import PAGE
+from specache_compile.kernels.state.page_table import PAGE
 
 
 def ends_a_page(tokens: int, chunk: int) -> bool:

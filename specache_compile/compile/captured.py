@@ -26,7 +26,7 @@ from specache_compile.passes.reading.find_attention import find_attention
 from specache_compile.passes.reading.joined_copies import joined_copies
 from specache_compile.passes.reading.known_sizes import fill_in_sizes
 from specache_compile.passes.reading.local_shards import local_shards
-from specache_compile.passes.reading.nodes import nodes_behind, value_of
+from specache_compile.passes.reading.nodes import ancestors_of, value_of
 from specache_compile.passes.reading.plain_vmaps import plain_vmaps
 from specache_compile.passes.reading.sites import Found, LeftAlone, Site
 from specache_compile.rope_switch import RopeSwitch, rope_switch
@@ -230,7 +230,7 @@ def misfit(options: MethodOptions, site: Site) -> str | None:
 def follows(mask: Node) -> bool:
     """Whether a mask depends on the tokens' contents, like an indexer's: it comes from a linear layer or, before a
     graph break, as a float mask. Boolean masks from there are padding."""
-    sources = [mask, *nodes_behind(mask)]
+    sources = [mask, *ancestors_of(mask)]
     of_one = isinstance(value_of(mask).shape[2], int)
     is_part = of_one and not any(node.target is F.embedding for node in mask.graph.nodes)
     made_before = any(node.op == "placeholder" and is_float_mask(value_of(node)) for node in sources)

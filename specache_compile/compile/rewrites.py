@@ -15,15 +15,15 @@ from torch.fx import Graph, GraphModule
 
 from specache_compile.errors import SpecacheError
 from specache_compile.kernels.state.cursor import CURSOR_SIZE, new_cursor
-from specache_compile.kernels.state.pages import PAGE
+from specache_compile.kernels.state.page_table import PAGE
 from specache_compile.lowering import cuda_graphs
 from specache_compile.lowering.late import compile_lock, guards, made_late, made_within_tracing
 from specache_compile.lowering.lower import lower
-from specache_compile.lowering.progress import compiling, tell
+from specache_compile.lowering.progress import compiling, show_step
 from specache_compile.lowering.row_buckets import RowDims, row_dims
 from specache_compile.methods import METHODS
 from specache_compile.passes.pipeline import PIPELINE, Trace, run_pipeline
-from specache_compile.passes.plan import Input, Plan
+from specache_compile.passes.plan import Input, RewritePlan
 from specache_compile.passes.reading.in_place import written_inputs
 from specache_compile.runtime.records import record_of
 from specache_compile.runtime.rewritten import Rewritten
@@ -104,7 +104,7 @@ def rewrite(captured: Captured, variant: Variant, name: str) -> Rewritten:
     fakes = StateFakes(captured, variant)
     graph_module = GraphModule(captured.graph_module, copy.deepcopy(captured.graph_module.graph))
     plan = plan_of(captured, variant, fakes, graph_module.graph)
-    tell("passes")
+    show_step("passes")
     passes = [p for p in PIPELINE if p.__name__ not in captured.options.disable_passes]
     graph_module, trace = run_pipeline(graph_module, plan, passes, name)
     patches = {**cuda_graphs.NO_TREES, **captured.options.inductor}
@@ -120,7 +120,7 @@ def rewrite(captured: Captured, variant: Variant, name: str) -> Rewritten:
     )  # fmt: skip
 
 
-def rows_to_pad(captured: Captured, graph_module: GraphModule, plan: Plan) -> RowDims | None:
+def rows_to_pad(captured: Captured, graph_module: GraphModule, plan: RewritePlan) -> RowDims | None:
     """The dimensions of rows in a recorded step; None if inactive rows may not pad the batch."""
     dims = row_dims(graph_module, plan)
     return dims if dims is not None and all(map(captured.symbols.can_read, dims.assumed)) else None
@@ -172,12 +172,12 @@ class StateFakes:
         return getattr(self, source.source)
 
 
-def plan_of(captured: Captured, variant: Variant, fakes: StateFakes, graph: Graph) -> Plan:
+def plan_of(captured: Captured, variant: Variant, fakes: StateFakes, graph: Graph) -> RewritePlan:
     """The plan for `graph`, a copy of the captured graph."""
     options = variant.options
     copies = dict(zip(captured.graph_module.graph.nodes, graph.nodes, strict=True))
     sites = [site.moved(copies) for site in captured.sites]
-    return Plan(
+    return RewritePlan(
         phase=variant.phase,
         sites=[replace(site, padding=None) for site in sites] if variant.unpadded else sites,
         selects=selects(options),
@@ -192,7 +192,7 @@ def plan_of(captured: Captured, variant: Variant, fakes: StateFakes, graph: Grap
     )
 
 
-def is_to_capture(mode: str | None, graph_module: GraphModule, plan: Plan) -> bool:
+def is_to_capture(mode: str | None, graph_module: GraphModule, plan: RewritePlan) -> bool:
     """Whether to record this graph as a CUDA graph, as `mode` requests; warns if a decode step cannot be recorded."""
     requested = mode in cuda_graphs.MODES and cuda_graphs.captures_on(plan.cursor.device)
     if not (requested and plan.phase.one_token and plan.phase.stores):

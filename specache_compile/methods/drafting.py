@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from specache_compile.errors import OptionError
-from specache_compile.kernels.attention.definition import BLOCK
+from specache_compile.kernels.attention.attention_ops import BLOCK
 from specache_compile.options import number_or_auto, option
 
 from .host_tier import HostOptions

@@ -62,8 +62,8 @@ class Field:
     on_host: in host memory, in segments (`kernels/state/segments.py`), and pinned if there is a GPU.
     empty: the value of an unused place.
     by_row: it has a batch dimension; a count over all rows has none.
-    by_page: it grows with the tokens, and can be in pages (`kernels/state/pages.py`): P pages have the shape of P rows
-        with 256 tokens each.
+    by_page: it grows with the tokens, and can be in pages (`kernels/state/page_table.py`): P pages have the shape of P
+        rows with 256 tokens each.
     has_all_pairs: it has the pair of every cached token, [B, H, C, K|V, d] or in segments, exact or as e4m3 codes
         (uint8).
     on_crop: (the layer's state, the crop), called once a layer.

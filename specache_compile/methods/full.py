@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from specache_compile.options import MethodOptions
-from specache_compile.passes.recipe import Call, Recipe
+from specache_compile.passes.recipe import OpCall, Recipe
 
 from .field import Field
 from .host_tier import whole_cache
@@ -20,8 +20,8 @@ class FullOptions(MethodOptions):
 def recipe(options: MethodOptions, site: int) -> Recipe:
     """An extend and a decode use the op that reads the host tier in other methods, over the cache, which stores new
     pairs."""
-    exact = Call("extend_attention", ("full_cache",))
-    return Recipe({"extend": exact, "decode": exact}, (Call("offload", ("full_cache",)),))
+    exact = OpCall("extend_attention", ("full_cache",))
+    return Recipe({"extend": exact, "decode": exact}, (OpCall("offload", ("full_cache",)),))
 
 
 FULL_CACHE = Field("full_cache", "cache", whole_cache, by_page=True, has_all_pairs=True)

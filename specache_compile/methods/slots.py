@@ -27,8 +27,8 @@ def empty_slots(state: LayerState, cropped: Cropped) -> None:
 SLOTS = Field("slots", "slots", slots_shape)
 # The token in each slot, and the tokens that the next fetch copies.
 SLOT_INDEX = Field("slot_index", "slots", index_shape, always(torch.int32), empty=EMPTY, on_crop=empty_slots)
-WANTED = Field("wanted", "slots", index_shape, always(torch.int32), empty=EMPTY)
-# Bytes of prefetches and of corrections, and the sums of the hit rate (`measure.py`).
+SELECTED = Field("selected", "slots", index_shape, always(torch.int32), empty=EMPTY)
+# Bytes of prefetches and of corrections, and the sums of the hit rate (`hit_rate.py`).
 FETCHED = Field("fetched", "measure", lambda *_: (1,), always(torch.int64), by_row=False)
 CORRECTED = Field("corrected", "measure", lambda *_: (1,), always(torch.int64), by_row=False)
 TALLY = Field("tally", "measure", lambda *_: (3,), always(torch.float64), by_row=False)

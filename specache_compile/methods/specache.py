@@ -9,13 +9,13 @@ from typing import Any
 
 from specache_compile.errors import OptionError
 from specache_compile.options import choice, inherited, whole
-from specache_compile.passes.recipe import Call, Recipe, Selector
+from specache_compile.passes.recipe import OpCall, Recipe, Selector
 
 from .field import Field, LayerShape
 from .host_tier import HOST
 from .low_bit import APPENDED, LOW_BIT, RECENT, LowBitOptions, bits_or_memory
 from .method import Method
-from .slots import CORRECTED, FETCHED, SLOT_INDEX, SLOTS, TALLY, WANTED
+from .slots import CORRECTED, FETCHED, SELECTED, SLOT_INDEX, SLOTS, TALLY
 
 # The paper's settings. On a real checkpoint the defaults are much closer to the full cache (docs/evaluation.md).
 PAPER = {
@@ -112,17 +112,17 @@ def recipe(options: LowBitOptions, site: int) -> Recipe:
     """A decode attends over the tiers, an extend over the host tier; the passes `prefetch` and `speculate` do
     the rest."""
     low_bit = tuple(field.name for field in LOW_BIT)
-    over_tiers = Call(
+    over_tiers = OpCall(
         "decode_attention",
         (*low_bit, "recent", "slots", "slot_index"),
         tuple(options.layout),
         scores=True,
     )
     attend = dict.fromkeys(("pre-decode", "decode", "widened"), over_tiers)
-    stores: tuple[Call, ...] = (Call("append", APPENDED, (*options.layout, options.zero_point), turned="center"),)
+    stores: tuple[OpCall, ...] = (OpCall("append", APPENDED, (*options.layout, options.zero_point), turned="center"),)
     if options.host_tier:
-        attend |= {"extend": Call("extend_attention", ("host",))}
-        stores += (Call("offload", ("host",)),)
+        attend |= {"extend": OpCall("extend_attention", ("host",))}
+        stores += (OpCall("offload", ("host",)),)
     return Recipe(attend, stores, selector_of(options))
 
 
@@ -144,7 +144,7 @@ def defaults(given: Mapping[str, Any]) -> dict[str, Any]:
     return {**found, "correct": "never"} if given.get("top_k") == 0 else found
 
 
-FIELDS = (HOST, *LOW_BIT, RECENT, SLOTS, SLOT_INDEX, WANTED, FETCHED, CORRECTED, TALLY)
+FIELDS = (HOST, *LOW_BIT, RECENT, SLOTS, SLOT_INDEX, SELECTED, FETCHED, CORRECTED, TALLY)
 
 
 def fields_at(options: LowBitOptions, layer: LayerShape) -> tuple[Field, ...]:

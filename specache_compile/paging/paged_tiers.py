@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from specache_compile.kernels.state.pages import PAGE, Pages, pairs_by
+from specache_compile.kernels.state.page_table import PAGE, Pages, pairs_by
 from specache_compile.methods.field import Field, LayerShape, LayerState
 from specache_compile.options import MethodOptions
 from specache_compile.runtime.state import adopt, empty, fields_of, rows_of

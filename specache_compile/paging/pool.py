@@ -18,7 +18,7 @@ from torch import Tensor
 
 from specache_compile.errors import SpecacheError
 from specache_compile.kernels.memory.host_memory import allowance, host_empty
-from specache_compile.kernels.state.pages import PAGE
+from specache_compile.kernels.state.page_table import PAGE
 from specache_compile.methods.field import Field, LayerShape, LayerState
 from specache_compile.options import MethodOptions
 from specache_compile.runtime.state import fields_of, tier_totals
@@ -34,7 +34,7 @@ class PagePool:
 
     bound: number of pages, all allocated at the start, so that none ever moves. None: unbounded; then all pages are
         copied to a larger buffer now and then.
-    state: of each layer, the state tensors that are in pages (`kernels/state/pages.py`).
+    state: of each layer, the state tensors that are in pages (`kernels/state/page_table.py`).
     page_bytes, row_bytes: bytes in each tier of a page, and of a row's other buffers.
     counts: number of rows of each page.
     sessions: the sessions of its rows.

@@ -21,7 +21,7 @@ from specache_compile.kernels.movement import copy_stream
 from specache_compile.kernels.movement.copy_queue import CopyQueue
 from specache_compile.kernels.movement.deferred import Deferred, Fetch, deferrable
 from specache_compile.kernels.state.cursor import CURSOR_SIZE, QUEUE, new_cursor
-from specache_compile.kernels.state.pages import Pages, publish_table
+from specache_compile.kernels.state.page_table import Pages, publish_table
 from specache_compile.kernels.state.segments import of_rows, tokens_of
 from specache_compile.kernels.state.stored_pairs import decoded
 from specache_compile.lowering.cuda_graphs import RecordedSteps

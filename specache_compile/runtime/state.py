@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from specache_compile.kernels.codes.trellis import is_trellis
 from specache_compile.kernels.memory.host_memory import host_empty, host_grown
 from specache_compile.kernels.movement import copy_stream
-from specache_compile.kernels.movement.definition import store_low_bit
+from specache_compile.kernels.movement.tier_ops import store_low_bit
 from specache_compile.kernels.state.center import is_found, set_center
 from specache_compile.kernels.state.cursor import runs_of
 from specache_compile.kernels.state.segments import SEGMENT, put, tokens_of

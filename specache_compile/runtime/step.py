@@ -34,7 +34,7 @@ from .session import Mode, Progress, Session
 from .variant import phases, selects, variant_of
 
 # What a pre-decode writes in a layer, and its fetch starts from.
-CHOSEN = ("slots", "slot_index", "wanted")
+CHOSEN = ("slots", "slot_index", "selected")
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from families import FAMILIES
 from specache_compile.batching.request import End, Request
 from specache_compile.errors import SpecacheWarning
 from specache_compile.generate import verify
-from specache_compile.kernels.state.pages import PAGE
+from specache_compile.kernels.state.page_table import PAGE
 
 pytestmark = pytest.mark.one_process
 

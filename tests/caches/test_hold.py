@@ -1,4 +1,4 @@
-"""`hold`: the compiled model goes on from a cache that it did not fill, as from a prompt that it read itself."""
+"""`hold`: the compiled model continues another model's cache as if it had prefilled the prompt itself."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PADDED = {"best, padded": SETTINGS["best"], "fp8, padded": SETTINGS["fp8"]}
 
 @torch.inference_mode()
 def filled(model: Any, ids: torch.Tensor, **more: Any) -> DynamicCache:
-    """A cache that has read all of `ids`."""
+    """Return a cache with all of `ids`."""
     cache = DynamicCache()
     model(ids, **with_cache(cache), use_cache=True, **more)
     return cache
@@ -49,7 +49,7 @@ def compiled_for(model: Any, **options: Any) -> Any:
 
 
 def tiers(cache: DynamicCache) -> list[dict[str, torch.Tensor]]:
-    """What each layer's fields hold of the tokens that are cached."""
+    """Return each layer's fields, restricted to the cached tokens."""
     session = session_of(cache)
     assert session is not None
     session.drain()
@@ -60,7 +60,7 @@ def tiers(cache: DynamicCache) -> list[dict[str, torch.Tensor]]:
 
 
 def cut(tensor: torch.Tensor, name: str, lengths: Sequence[int]) -> torch.Tensor:
-    """The memory of a whole cache beyond a row's tokens was never written."""
+    """Cut off the unwritten memory of a whole cache after a row's tokens."""
     if name not in ("host", "full_cache"):
         return tensor
     whole = (in_order(tensor) if name == "host" else tensor)[:, :, : max(lengths)].clone()
@@ -70,7 +70,7 @@ def cut(tensor: torch.Tensor, name: str, lengths: Sequence[int]) -> torch.Tensor
 
 
 def masked(ids: torch.Tensor, hidden: int) -> dict[str, torch.Tensor]:
-    """What hides the first tokens of row 0."""
+    """Return arguments that hide the first tokens of row 0."""
     mask = torch.ones_like(ids)
     mask[0, :hidden] = 0
     return {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(0)}
@@ -78,7 +78,7 @@ def masked(ids: torch.Tensor, hidden: int) -> dict[str, torch.Tensor]:
 
 @pytest.mark.quick_for("best", "16 bits first", "kivi", "offload", "best, padded", "fp8, padded")
 @pytest.mark.parametrize("name", [*SETTINGS, *PADDED])
-def test_a_held_cache_has_the_tiers_of_a_prompt_that_was_read(name: str, llama: Any) -> None:
+def test_a_held_cache_has_the_tiers_of_a_prefilled_prompt(name: str, llama: Any) -> None:
     ids, model = prompt(150, batch=2), compiled_for(llama, **{**SETTINGS, **PADDED}[name])
     padding = masked(ids, 17) if name in PADDED else {}
     read = filled(model, ids, **padding)
@@ -91,14 +91,14 @@ def test_a_held_cache_has_the_tiers_of_a_prompt_that_was_read(name: str, llama: 
 
 @pytest.mark.quick_for("best")
 @pytest.mark.parametrize("name", SETTINGS)
-def test_tokens_behind_a_held_cache_are_those_behind_a_prompt_that_was_read(name: str, llama: Any) -> None:
+def test_tokens_after_a_held_cache_equal_those_after_a_prefilled_prompt(name: str, llama: Any) -> None:
     ids, model = prompt(150), compiled_for(llama, **SETTINGS[name])
     whole = torch.cat([ids, prompt(3, seed=5)], 1)
     read, taken = filled(model, ids), sc.hold(filled(llama, ids), model)
     assert torch.equal(greedy(model, whole, **with_cache(taken)), greedy(model, whole, **with_cache(read)))
 
 
-def test_lossless_settings_say_the_uncompiled_models_tokens_row_by_row_behind_padding(llama: Any) -> None:
+def test_lossless_settings_generate_the_uncompiled_models_tokens_in_each_padded_row(llama: Any) -> None:
     ids, model = prompt(90, batch=2), compiled_for(llama, **LOSSLESS)
     mask = masked(ids, 17)["attention_mask"]
     before = masked(ids[:, :-1], 17)
@@ -121,7 +121,7 @@ def test_through_inductor_a_wrapped_model_and_bfloat16(llama: Any) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", [None, pytest.param("reduce-overhead", marks=pytest.mark.slow)])
-def test_on_a_gpu_it_is_a_prompt_that_was_read(llama: Any, mode: str | None) -> None:
+def test_on_a_gpu_it_equals_a_prefilled_prompt(llama: Any, mode: str | None) -> None:
     plain = copy.deepcopy(llama).cuda()
     ids, options = prompt(150).cuda(), SETTINGS["best"]
     model = compiled_for(plain, **options, **({"mode": mode} if mode else {}))
@@ -142,7 +142,7 @@ def test_keys_with_a_bias_are_centered_as_a_prompts() -> None:
 
 @pytest.mark.parametrize("options", [{"method": "fp8"}, {"center": "never", **SETTINGS["best"]}], ids=["fp8", "never"])
 def test_a_bias_that_no_graph_finds_matters_to_no_method_that_does_not_center(options: dict[str, Any]) -> None:
-    """A rotary table that changes with the length is a graph break, behind which keys and RoPE are not told apart."""
+    """A rotary table that depends on the length causes a graph break, after which keys and RoPE cannot be separated."""
     plain = biased(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0})
     ids, model = prompt(100), compiled_for(plain, **options)
     taken = sc.hold(filled(plain, ids), model)
@@ -151,13 +151,13 @@ def test_a_bias_that_no_graph_finds_matters_to_no_method_that_does_not_center(op
 
 
 @pytest.mark.slow
-def test_a_draft_behind_a_held_cache_is_verified_as_any_other(llama: Any) -> None:
+def test_a_draft_after_a_held_cache_is_verified_as_usual(llama: Any) -> None:
     ids, model = prompt(150), compiled_for(llama, **{**SETTINGS["best"], "verify": 4})
     taken = sc.hold(filled(llama, ids[:, :-1]), model)
     assert torch.equal(greedy(model, ids, **with_cache(taken)), greedy(llama, ids))
 
 
-def test_what_was_given_stays_as_it_is_and_statistics_count_what_follows(llama: Any) -> None:
+def test_the_given_cache_is_unchanged_and_statistics_count_later_steps(llama: Any) -> None:
     ids, model = prompt(100), compiled_for(llama, **LOSSLESS)
     plain = filled(llama, ids)
     before = [layer.keys.clone() for layer in plain.layers]
@@ -177,7 +177,7 @@ def test_layers_that_stay_exact_stay_plain(llama: Any) -> None:
     assert torch.equal(greedy(model, whole, **with_cache(taken)), greedy(llama, whole))
 
 
-def test_it_is_saved_and_loaded_as_any_other(llama: Any, tmp_path: Any) -> None:
+def test_a_held_cache_is_saved_and_loaded(llama: Any, tmp_path: Any) -> None:
     ids, model = prompt(100), compiled_for(llama, **LOSSLESS)
     taken = sc.hold(filled(llama, ids), model)
     sc.save(taken, tmp_path)
@@ -195,7 +195,7 @@ def biased(**more: Any) -> Qwen2ForCausalLM:
     ).eval()  # fmt: skip
 
 
-def test_what_cannot_be_taken_over_is_refused_in_words(llama: Any) -> None:
+def test_unsupported_caches_are_refused_with_a_reason(llama: Any) -> None:
     ids, model = prompt(40), compiled_for(llama, **LOSSLESS)
     with pytest.raises(sc.SpecacheError, match="hold: this model is not compiled with the backend"):
         sc.hold(filled(llama, ids), llama)
@@ -226,10 +226,10 @@ def test_layers_of_unlike_shapes_are_refused(llama: Any) -> None:
 
 def test_another_models_cache_is_refused_by_the_first_step(llama: Any) -> None:
     ids, model = prompt(41), compiled_for(llama, **LOSSLESS)
-    for other, told in ((tiny_llama(num_hidden_layers=3), "the cache has 3 layers, this model has 2"),
+    for other, message in ((tiny_llama(num_hidden_layers=3), "the cache has 3 layers, this model has 2"),
                         (tiny_llama(num_key_value_heads=1), "1 KV heads of 16 channels")):  # fmt: skip
         taken = sc.hold(filled(other, ids[:, :-1]), model)
-        with pytest.raises(sc.SpecacheError, match=told):
+        with pytest.raises(sc.SpecacheError, match=message):
             greedy(model, ids, **with_cache(taken))
 
 

@@ -1,4 +1,4 @@
-"""Caches of hybrids: the state of a recurrence goes with the rest, and is written once a step."""
+"""Caches of hybrids: operations include the state of a recurrence, which each step writes once."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NAMES = [
 
 @pytest.fixture(scope="module", params=NAMES)
 def models(request: pytest.FixtureRequest) -> tuple[Any, Any]:
-    """A hybrid compiled in lossless settings, and uncompiled."""
+    """Return a hybrid compiled with lossless settings, and the uncompiled model."""
     family: Family = BY_NAME[request.param].one_layer
     model, plain = family.model(), family.model()
     model.compile(backend="specache", options=LOSSLESS)
@@ -39,8 +39,8 @@ def models(request: pytest.FixtureRequest) -> tuple[Any, Any]:
 
 
 @torch.no_grad()
-def said(model: Any, cache: DynamicCache | None, ids: Tensor, steps: int = 3) -> tuple[Tensor, DynamicCache]:
-    """What a model says behind a prompt, each step's last logits; and the cache, which may be its own."""
+def continued(model: Any, cache: DynamicCache | None, ids: Tensor, steps: int = 3) -> tuple[Tensor, DynamicCache]:
+    """Continue a prompt; returns each step's last logits, and the cache, which the model may create."""
     logits = []
     for _ in range(1 + steps):
         out = model(ids, **with_cache(cache), use_cache=True)
@@ -52,8 +52,8 @@ def said(model: Any, cache: DynamicCache | None, ids: Tensor, steps: int = 3) ->
 
 
 def assert_same(models: tuple[Any, Any], caches: Any, ids: Tensor, steps: int = 3) -> tuple[DynamicCache, DynamicCache]:
-    """Both models say the same behind a prompt, and leave the same recurrent state."""
-    (got, ours), (expected, theirs) = (said(m, c, ids, steps) for m, c in zip(models, caches, strict=True))
+    """Require that both models continue a prompt equally, with equal recurrent states."""
+    (got, ours), (expected, theirs) = (continued(m, c, ids, steps) for m, c in zip(models, caches, strict=True))
     torch.testing.assert_close(got, expected, atol=1e-3, rtol=0)
     assert recurrent(ours)
     torch.testing.assert_close(recurrent(ours), recurrent(theirs), atol=1e-4, rtol=1e-4)
@@ -61,7 +61,7 @@ def assert_same(models: tuple[Any, Any], caches: Any, ids: Tensor, steps: int = 
 
 
 def recurrent(cache: Any) -> list[Tensor]:
-    """Every state of a cache: its layers', and MiniMax' own."""
+    """Return every recurrent state of a cache: of its layers, and of MiniMax."""
     states = [state for layer in cache.layers for state in states_of(layer).values()]
     return states + [state for state in getattr(cache, "linear_cache", ()) if isinstance(state, Tensor)]
 
@@ -71,7 +71,7 @@ def filled(models: tuple[Any, Any], rows: int = 1) -> tuple[DynamicCache, Dynami
 
 
 def test_of_two_lanes_one_writes_the_state(models: tuple[Any, Any]) -> None:
-    """Step by step, with the pre-decode that makes the first guess."""
+    """Step by step, with the pre-decode of the first guess."""
     caches = assert_same(models, (None, None), prompt(60), 0)
     for seed in range(5):
         assert_same(models, caches, prompt(1, seed=seed), 0)
@@ -79,7 +79,7 @@ def test_of_two_lanes_one_writes_the_state(models: tuple[Any, Any]) -> None:
     assert_same(models, caches, prompt(7, seed=6), 2)
 
 
-def test_a_fork_has_a_state_of_its_own(models: tuple[Any, Any]) -> None:
+def test_a_fork_has_a_separate_state(models: tuple[Any, Any]) -> None:
     caches = filled(models)
     forks = copy.deepcopy(caches)
     for seed in (3, 4):
@@ -93,9 +93,9 @@ def test_rows_of_the_state_go_with_beams(models: tuple[Any, Any]) -> None:
     for cache in caches:
         cache.reorder_cache(torch.tensor([2, 0, 0]))
     assert_same(models, caches, prompt(1, 3, seed=3))
-    asked = {"num_beams": 3, "num_return_sequences": 3}
+    arguments = {"num_beams": 3, "num_return_sequences": 3}
     model, plain = models
-    assert torch.equal(greedy(model, prompt(60), 8, **asked), greedy(plain, prompt(60), 8, **asked))
+    assert torch.equal(greedy(model, prompt(60), 8, **arguments), greedy(plain, prompt(60), 8, **arguments))
 
 
 def test_a_saved_state_goes_on_bit_for_bit(models: tuple[Any, Any], tmp_path: Path) -> None:
@@ -111,11 +111,11 @@ def test_a_saved_state_goes_on_bit_for_bit(models: tuple[Any, Any], tmp_path: Pa
     torch.testing.assert_close(recurrent(again), recurrent(ours), atol=0, rtol=0)
     assert_same(models, (ours, copy.deepcopy(theirs)), prompt(5, seed=3))
     assert_same(models, (again, theirs), prompt(5, seed=3))
-    assert torch.equal(*(said(model, cache, prompt(1, seed=4))[0] for cache in (ours, again)))
+    assert torch.equal(*(continued(model, cache, prompt(1, seed=4))[0] for cache in (ours, again)))
     again.reorder_cache(torch.tensor([0]))
 
 
-def test_a_plain_twin_has_a_state_of_its_own(models: tuple[Any, Any]) -> None:
+def test_a_plain_copy_has_a_separate_state(models: tuple[Any, Any]) -> None:
     _, plain = models
     ours, theirs = filled(models)
     twin, kept = sc.materialize(ours), copy.deepcopy(theirs)
@@ -124,7 +124,7 @@ def test_a_plain_twin_has_a_state_of_its_own(models: tuple[Any, Any]) -> None:
 
 
 def test_a_crop_is_refused_and_changes_nothing(models: tuple[Any, Any]) -> None:
-    """By Hugging Face itself: nothing tells what the state was."""
+    """Hugging Face raises this error, since the earlier state is unknown."""
     caches = filled(models)
     with pytest.raises(RuntimeError, match=r"does not (track past states|support `crop`)"):
         caches[0].crop(-3)

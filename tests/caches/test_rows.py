@@ -1,4 +1,4 @@
-"""Rows of held caches that join and leave: each says what it says alone, in lossy settings too."""
+"""Rows of held caches join and leave; each generates the same as alone, with lossy settings too."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from specache_compile.runtime.session import session_of
 pytestmark = pytest.mark.one_process
 
 SMALL = {"lowering": "eager", "group_size": 32, "residual_length": 32, "top_k": 8}
-# The lane of guesses alone chooses ahead, so that a newcomer makes a pre-decode, and no correction hides what that did.
+# Only the speculative lane selects pairs, so a new row needs a pre-decode, and no correction hides its effect.
 SETTINGS = {
     "lossless": LOSSLESS,
     "default": SMALL,
@@ -38,12 +38,12 @@ SETTINGS = {
     "default, fused": {**SMALL, "lowering": "inductor"},
 }
 del SETTINGS["kivi"]["top_k"]
-# One layer, one head, few words: what is asked does not depend on the model.
+# One layer, one head, a small vocabulary: these tests do not depend on the model.
 TINIEST = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 1,
     "num_key_value_heads": 1,
 }  # fmt: skip
-# Rows that are joined into a rectangle; those of the others are in pages.
+# Settings whose rows join into one contiguous tensor; the rows of other settings are in pages.
 IN_ONE_PIECE = ("lossless", "offload")
 LONG, SHORT, MIDDLE = 190, 9, 70
 
@@ -62,7 +62,7 @@ def model(request: pytest.FixtureRequest) -> Any:
 
 @dataclass
 class Row:
-    """A prompt's row: what it has been given, and what it said to that alone."""
+    """A prompt's row: its tokens, and its logits when run alone."""
 
     given: list[int]
     cache: DynamicCache | None = None
@@ -70,8 +70,8 @@ class Row:
 
 
 @torch.no_grad()
-def ask(model: Any, cache: DynamicCache | None, tokens: Tensor) -> tuple[DynamicCache, Tensor]:
-    """The cache, and each row's last logits, behind new tokens [B, T] of each row."""
+def forward(model: Any, cache: DynamicCache | None, tokens: Tensor) -> tuple[DynamicCache, Tensor]:
+    """Return the cache, and each row's last logits, after new tokens [B, T]."""
     past = torch.zeros(tokens.shape[0], dtype=torch.int64) if cache is None else sc.lengths(cache)
     positions = past[:, None] + torch.arange(tokens.shape[1])
     out = model(tokens, **with_cache(cache), position_ids=positions, use_cache=True)
@@ -84,20 +84,20 @@ def close(ours: Tensor, theirs: Tensor) -> None:
 
 
 @pytest.mark.quick_for("default")
-def test_a_random_walk_of_rows_says_what_each_says_alone(model: Any, request: pytest.FixtureRequest) -> None:
-    """Joins, leaves, crops and steps of one token or several; beside each row a twin that is alone."""
+def test_a_random_walk_of_rows_equals_each_row_alone(model: Any, request: pytest.FixtureRequest) -> None:
+    """Joins, leaves, crops and steps of one or several tokens; each row has a twin that runs alone."""
     paged = request.node.callspec.params["model"] not in IN_ONE_PIECE
     chance = random.Random(3)
     pool: PagePool | None = None
     apart: list[DynamicCache] = []
     together: DynamicCache | None = None
-    said: Tensor | None = None
+    latest: Tensor | None = None
     for turn, length in enumerate((LONG, SHORT, MIDDLE, 96)):
         ids = prompt(length, seed=turn)
-        (twin, last), (newcomer, _) = ask(model, None, ids), ask(model, None, ids)
-        for _ in range(turn):  # a newcomer that has a guess of its own, and one that has none
+        (twin, last), (newcomer, _) = forward(model, None, ids), forward(model, None, ids)
+        for _ in range(turn):  # new rows with and without a guess
             step = last.argmax(-1, keepdim=True)
-            (twin, last), (newcomer, _) = ask(model, twin, step), ask(model, newcomer, step)
+            (twin, last), (newcomer, _) = forward(model, twin, step), forward(model, newcomer, step)
         apart.append(twin)
         if paged:
             pool = pool or pool_of(newcomer)
@@ -109,26 +109,26 @@ def test_a_random_walk_of_rows_says_what_each_says_alone(model: Any, request: py
             drop(newcomer)
         else:
             together = sc.join([together, newcomer])
-        said = last if said is None else torch.cat([said, last])
+        latest = last if latest is None else torch.cat([latest, last])
         for _ in range(chance.randint(3, 6)):
-            tokens = said.argmax(-1, keepdim=True)
+            tokens = latest.argmax(-1, keepdim=True)
             if chance.random() < 0.2:
                 tokens = torch.cat([tokens, prompt(2, len(apart), seed=7)], 1)
-            together, said = ask(model, together, tokens)
-            alone = [ask(model, twin, tokens[row : row + 1]) for row, twin in enumerate(apart)]
+            together, latest = forward(model, together, tokens)
+            alone = [forward(model, twin, tokens[row : row + 1]) for row, twin in enumerate(apart)]
             apart = [cache for cache, _ in alone]
-            close(said, torch.cat([logits for _, logits in alone]))
+            close(latest, torch.cat([logits for _, logits in alone]))
         if turn == 1:
             for cache in (together, *apart):
                 cache.crop(-1)
             again = prompt(1, len(apart), seed=8)
-            together, said = ask(model, together, again)
-            alone = [ask(model, twin, again[row : row + 1]) for row, twin in enumerate(apart)]
-            close(said, torch.cat([logits for _, logits in alone]))
+            together, latest = forward(model, together, again)
+            alone = [forward(model, twin, again[row : row + 1]) for row, twin in enumerate(apart)]
+            close(latest, torch.cat([logits for _, logits in alone]))
         if turn == 2:
             keep = torch.tensor([2, 0])
             together.batch_select_indices(keep)
-            apart, said = [apart[row] for row in keep], said[keep]
+            apart, latest = [apart[row] for row in keep], latest[keep]
     assert together is not None
     assert sc.lengths(together).tolist() == [int(sc.lengths(cache)) for cache in apart]
     assert len(set(sc.lengths(together).tolist())) == len(apart)
@@ -146,7 +146,7 @@ def pool_of(cache: DynamicCache) -> PagePool:
 
 @pytest.mark.quick_for
 @pytest.mark.parametrize("model", ["lossless", "default", "kivi"], indirect=True)
-def test_ragged_prompts_of_generate_say_what_each_says_alone(model: Any) -> None:
+def test_ragged_prompts_of_generate_equal_each_prompt_alone(model: Any) -> None:
     prompts = [prompt(length, seed=length) for length in (LONG, SHORT, MIDDLE)]
     ids, mask = left_padded(prompts)
     together = model.generate(ids, attention_mask=mask, max_new_tokens=40, do_sample=False)[:, LONG:]
@@ -164,7 +164,7 @@ def left_padded(prompts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def joined(model: Any, lengths: Sequence[int] = (SHORT, LONG, MIDDLE)) -> DynamicCache:
-    return sc.join([ask(model, None, prompt(length, seed=length))[0] for length in lengths])
+    return sc.join([forward(model, None, prompt(length, seed=length))[0] for length in lengths])
 
 
 @pytest.fixture
@@ -178,29 +178,29 @@ def compiled(setting: str, **changes: Any) -> Any:
     return model
 
 
-def test_a_cache_that_was_split_is_the_caches_that_were_joined(default: Any) -> None:
+def test_a_split_cache_equals_the_joined_caches(default: Any) -> None:
     cache = joined(default)
     assert sc.lengths(cache).tolist() == [SHORT, LONG, MIDDLE]
     for length, part in zip((SHORT, LONG, MIDDLE), sc.split(cache), strict=True):
-        before, _ = ask(default, None, prompt(length, seed=length))
+        before, _ = forward(default, None, prompt(length, seed=length))
         ours, theirs = (session_of(held) for held in (part, before))
         assert ours is not None
         assert theirs is not None
         assert ours.tiers.capacity == theirs.tiers.capacity
         for state, expected in zip(ours.state, theirs.state, strict=True):
             for name, tensor in expected.items():
-                if name != "host":  # which beyond its tokens holds anything
+                if name != "host":  # which is undefined after its tokens
                     assert torch.equal(state[name], tensor), name
-        for got, wanted in zip(sc.materialize(part).layers, sc.materialize(before).layers, strict=True):
-            assert torch.equal(got.keys, wanted.keys)
-            assert torch.equal(got.values, wanted.values)
+        for got, expected in zip(sc.materialize(part).layers, sc.materialize(before).layers, strict=True):
+            assert torch.equal(got.keys, expected.keys)
+            assert torch.equal(got.values, expected.values)
 
 
-def test_plain_copies_have_each_rows_tokens_last_as_a_padded_batch_has() -> None:
+def test_plain_copies_are_left_padded_like_a_batch() -> None:
     model, plain = compiled("offload"), tiny_llama()
     prompts = [prompt(length, seed=length) for length in (SHORT, MIDDLE)]
     ids, mask = left_padded(prompts)
-    cache = sc.join([ask(model, None, row)[0] for row in prompts])
+    cache = sc.join([forward(model, None, row)[0] for row in prompts])
     positions = (mask.cumsum(1) - 1).clamp(0)
     with torch.no_grad():
         expected = cache_of(plain(ids, attention_mask=mask, position_ids=positions, use_cache=True))
@@ -210,13 +210,13 @@ def test_plain_copies_have_each_rows_tokens_last_as_a_padded_batch_has() -> None
         torch.testing.assert_close(ours.values, theirs.values.masked_fill(~there, 0.0), atol=1e-4, rtol=1e-4)
 
 
-def test_a_left_padded_mask_says_of_joined_rows_what_no_mask_says(default: Any) -> None:
+def test_joined_rows_under_a_left_padded_mask_equal_rows_without_a_mask(default: Any) -> None:
     caches, lengths = [joined(default), joined(default)], torch.tensor([SHORT, LONG, MIDDLE])
     mask = (torch.arange(LONG + 1) >= LONG - lengths[:, None]).long()
     ids = prompt(1, 3, seed=5)
     with torch.no_grad():
         padded = default(ids, attention_mask=mask, **with_cache(caches[0]), position_ids=lengths[:, None])
-    assert torch.equal(padded.logits[:, -1], ask(default, caches[1], ids)[1])
+    assert torch.equal(padded.logits[:, -1], forward(default, caches[1], ids)[1])
 
 
 def test_joined_rows_are_saved_and_loaded(default: Any, tmp_path: Path) -> None:
@@ -224,7 +224,7 @@ def test_joined_rows_are_saved_and_loaded(default: Any, tmp_path: Path) -> None:
     sc.save(cache, tmp_path)
     again = sc.load(tmp_path, default)
     assert torch.equal(sc.lengths(again), sc.lengths(cache))
-    assert torch.equal(ask(default, again, ids)[1], ask(default, cache, ids)[1])
+    assert torch.equal(forward(default, again, ids)[1], forward(default, cache, ids)[1])
 
 
 @pytest.fixture
@@ -236,11 +236,13 @@ def test_two_hundred_joins_and_leaves_compile_nothing_and_leave_nothing(tiniest:
     from specache_compile.compile.rewrites import observers
 
     made, chance = list[Any](), random.Random(5)
-    alone = [ask(tiniest, None, prompt(length, seed=length, vocabulary=64))[0] for length in (SHORT, MIDDLE, LONG, 300)]
+    alone = [
+        forward(tiniest, None, prompt(length, seed=length, vocabulary=64))[0] for length in (SHORT, MIDDLE, LONG, 300)
+    ]
     pool = pool_of(alone[0])
     alone = [in_pages(cache, pool) for cache in alone]
     together = reserve_cache_rows(copy.deepcopy(alone[0]), 8)
-    together, _ = ask(tiniest, together, prompt(1, vocabulary=64))
+    together, _ = forward(tiniest, together, prompt(1, vocabulary=64))
     rows = 1
     frames = None
     for turn in range(200):
@@ -249,13 +251,13 @@ def test_two_hundred_joins_and_leaves_compile_nothing_and_leave_nothing(tiniest:
         drop(newcomer)
         rows += 1
         if turn % 5 == 1:
-            together, _ = ask(tiniest, together, prompt(1, rows, vocabulary=64))
+            together, _ = forward(tiniest, together, prompt(1, rows, vocabulary=64))
         if rows > 6:
             stay = sorted(chance.sample(range(rows), 3))
             keep_rows(together, stay if turn % 2 else [stay[2], *stay[:2]])
             rows = 3
         if frames is None:  # the first step of two rows has compiled for any number
-            together, _ = ask(tiniest, together, prompt(1, rows, vocabulary=64))
+            together, _ = forward(tiniest, together, prompt(1, rows, vocabulary=64))
             frames = torch._dynamo.utils.counters["frames"]["ok"]
             observers.append(lambda *form: made.append(form))
     observers.pop()
@@ -264,36 +266,36 @@ def test_two_hundred_joins_and_leaves_compile_nothing_and_leave_nothing(tiniest:
     shared = pool.held
     for cache in (together, *alone):
         drop(cache)
-    assert shared <= sum((1, 1, 1, 2)) + 2 * rows  # of full pages there is one, whoever has them
+    assert shared <= sum((1, 1, 1, 2)) + 2 * rows  # all rows share full pages
     assert pool.held == 0
 
 
 @pytest.mark.slow
-def test_fused_rows_say_what_each_says_alone() -> None:
-    """The kernels of a lowered graph, of two rows in pages and of one."""
+def test_fused_rows_equal_each_row_alone() -> None:
+    """The kernels of a lowered graph, for two rows in pages and for one."""
     model = compiled("default, fused", **TINIEST)
     prompts = [prompt(length, seed=length, vocabulary=64) for length in (LONG, SHORT)]
-    read = [ask(model, None, ids) for ids in prompts]
+    read = [forward(model, None, ids) for ids in prompts]
     pool = pool_of(read[0][0])
     apart = [in_pages(cache, pool) for cache, _ in read]
     together = append_rows(reserve_cache_rows(copy.deepcopy(apart[0]), 2), apart[1])
-    said = torch.cat([logits for _, logits in read])
+    latest = torch.cat([logits for _, logits in read])
     for _ in range(40):
-        tokens = said.argmax(-1, keepdim=True)
-        together, said = ask(model, together, tokens)
-        alone = [ask(model, twin, tokens[row : row + 1]) for row, twin in enumerate(apart)]
+        tokens = latest.argmax(-1, keepdim=True)
+        together, latest = forward(model, together, tokens)
+        alone = [forward(model, twin, tokens[row : row + 1]) for row, twin in enumerate(apart)]
         apart = [cache for cache, _ in alone]
-        close(said, torch.cat([logits for _, logits in alone]))
+        close(latest, torch.cat([logits for _, logits in alone]))
 
 
 def test_positions_that_the_model_would_count_are_refused(default: Any) -> None:
     cache = joined(default)
     with torch.no_grad(), pytest.raises(SpecacheError, match=r"position_ids.*specache_compile\.lengths"):
         default(prompt(1, 3), **with_cache(cache), use_cache=True)
-    ask(default, cache, prompt(1, 3))  # which goes on
+    forward(default, cache, prompt(1, 3))  # which goes on
 
 
-def test_a_mask_that_says_something_else_is_refused(default: Any) -> None:
+def test_a_mask_that_contradicts_the_cache_is_refused(default: Any) -> None:
     cache, lengths = joined(default), torch.tensor([SHORT, LONG, MIDDLE])
     mask = torch.ones(3, LONG + 1, dtype=torch.long)
     with torch.no_grad(), pytest.raises(SpecacheError, match="mask differs from the lengths"):
@@ -305,14 +307,14 @@ def held(model: Any, ids: Tensor, **more: Any) -> DynamicCache:
         return cache_of(model(ids, use_cache=True, **more))
 
 
-def test_what_cannot_be_joined_is_refused_in_words(default: Any) -> None:
-    first = ask(default, None, prompt(60))[0]
+def test_caches_that_cannot_be_joined_are_refused_with_a_reason(default: Any) -> None:
+    first = forward(default, None, prompt(60))[0]
     with pytest.raises(SpecacheError, match="the list of caches is empty"):
         sc.join([])
     with pytest.raises(SpecacheError, match="plain tensors already"):
         sc.join([first, held(tiny_llama(), prompt(60))])
     with pytest.raises(SpecacheError, match="different models"):
-        sc.join([first, ask(compiled("default"), None, prompt(60))[0]])
+        sc.join([first, forward(compiled("default"), None, prompt(60))[0]])
     dropping = tiny_llama()
     dropping.compile(backend="specache", options={"method": "snapkv", "budget": 48, "window": 16, "lowering": "eager"})
     with pytest.raises(SpecacheError, match="'snapkv' requires rows of one length"):

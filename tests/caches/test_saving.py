@@ -1,4 +1,4 @@
-"""Sessions on disk: bit for bit what was saved, in another process too; and what is refused, in words."""
+"""Sessions on disk: bit-for-bit equality after loading, in another process too; and error messages."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def step(model: Any, ids: torch.Tensor, cache: Any = None) -> tuple[torch.Tensor
 
 
 def go_on(model: Any, cache: DynamicCache, steps: int = 34) -> torch.Tensor:
-    """Logits of an extend and of decode steps, far enough that pairs leave the window."""
+    """Return logits of a chunk and of decode steps, enough steps for pairs to leave the window."""
     rows = next(layer.keys.shape[0] for layer in cache.layers)
     logits = [step(model, prompt(5, rows), cache)[0][:, -1]]
     for _ in range(steps):
@@ -54,8 +54,8 @@ def go_on(model: Any, cache: DynamicCache, steps: int = 34) -> torch.Tensor:
 
 @pytest.mark.quick_for("best")
 @pytest.mark.parametrize("name", SETTINGS)
-def test_what_is_loaded_goes_on_bit_for_bit(llama: LlamaForCausalLM, tmp_path: Path, name: str) -> None:
-    """From the middle of a generation, slots chosen and a guess made; two rows; loaded under inference mode."""
+def test_a_loaded_session_continues_bit_for_bit(llama: LlamaForCausalLM, tmp_path: Path, name: str) -> None:
+    """From the middle of a generation, with filled slots and a guess; two rows; loaded under inference mode."""
     model = compiled_with(llama, {**SETTINGS[name], "lowering": "eager"})
     logits, cache = step(model, prompt(150, 2))
     for _ in range(3):
@@ -94,7 +94,7 @@ def test_a_rounded_host_tier_is_saved_in_a_byte_a_number_and_four_for_its_scale(
 
 
 def test_centered_keys_are_centered_when_they_are_loaded(tmp_path: Path) -> None:
-    """A model that adds a bias to its keys has them centered by default."""
+    """By default, keys with a bias are centered."""
     model = compiled_with(tiny_llama(attention_bias=True), {"lowering": "eager"})
     _, cache = step(model, prompt(150))
     assert session_of(cache).state[0]["center"].any()
@@ -113,8 +113,8 @@ def test_a_cropped_cache_is_saved_as_it_is_seen(compiled: LlamaForCausalLM, tmp_
 
 @pytest.mark.slow
 @torch.no_grad()
-def test_layers_that_stay_plain_are_saved_beside_the_held_ones(tmp_path: Path) -> None:
-    """gemma2: every other layer has a window, and stays as Hugging Face wrote it."""
+def test_layers_that_stay_plain_are_saved_with_the_held_ones(tmp_path: Path) -> None:
+    """gemma2: every other layer has a window, and keeps Hugging Face's form."""
     model = copy.deepcopy(next(family for family in FAMILIES if family.name == "gemma2").model())
     model.compile(backend="specache", options={"lowering": "eager", "bits": 1})
     cache = DynamicCache(config=model.config)
@@ -161,17 +161,17 @@ print(out.logits[0, -1].tolist())
 
 @pytest.mark.slow
 def test_a_session_outlives_its_process(tmp_path: Path) -> None:
-    """Each step in a process of its own, beside the same steps in this one."""
-    said = []
+    """Each step runs in a separate process, and equals the same step in this process."""
+    outputs = []
     for tokens in range(2):
         command = [sys.executable, "-c", PROCESS, str(tmp_path), str(tokens), str(Path(__file__).parents[1])]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
         assert done.returncode == 0, done.stderr
-        said.append(torch.tensor(json.loads(done.stdout.splitlines()[-1])))
+        outputs.append(torch.tensor(json.loads(done.stdout.splitlines()[-1])))
     model = compiled_with(tiny_llama(), {"bits": 1, "top_k": 16, "lowering": "eager"})
     logits, cache = step(model, prompt(150))
     for tokens in range(2):
-        assert torch.equal(logits[0, -1], said[tokens])
+        assert torch.equal(logits[0, -1], outputs[tokens])
         logits, cache = step(model, prompt(1, seed=tokens + 1), cache)
 
 
@@ -180,7 +180,7 @@ def test_a_session_outlives_its_process(tmp_path: Path) -> None:
 def test_an_interrupted_save_leaves_a_whole_session(
     compiled: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, when: str
 ) -> None:
-    """The one before, until the header is replaced; and what is left over, and no other folder, goes with the next."""
+    """The previous session remains until the header is replaced; the next save removes only leftovers of this one."""
     _, cache = step(compiled, prompt(100))
     sc.save(cache, tmp_path)
     (tmp_path / "tensors-of-mine").mkdir()
@@ -216,7 +216,7 @@ def test_memory_that_was_never_written_is_not_saved(compiled: LlamaForCausalLM, 
 @pytest.mark.parametrize("write", ["in place", "data"])
 @torch.no_grad()
 def test_a_session_is_saved_with_the_weights_that_filled_it(tmp_path: Path, write: str) -> None:
-    """Not with those of the moment of `save`: they are not the cache's."""
+    """Not with the weights at the time of `save`, which did not fill the cache."""
     model = compiled_with(tiny_llama(num_hidden_layers=1), {"bits": 16, "lowering": "eager"})
     _, cache = step(model, prompt(60))
     weight = model.model.layers[0].mlp.up_proj.weight
@@ -292,7 +292,7 @@ class TestRefusals:
             sc.load(folder, compiled)
 
     def test_layers_and_caches_with_more_than_is_known(self, compiled: LlamaForCausalLM, tmp_path: Path) -> None:
-        """A layer or a cache of a model's own may hold anything."""
+        """A model's own layer or cache class may have unknown state."""
         layer, cache_of_its_own = (type("Own", (kind,), {}) for kind in (LinearAttentionLayer, DynamicCache))
         _, cache = step(compiled, prompt(70))
         cache.layers.append(layer())

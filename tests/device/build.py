@@ -1,7 +1,7 @@
-"""The simulated device's two libraries, built once for each state of their sources and each torch.
+"""The simulated device's two libraries, built once per version of their sources and of torch.
 
 `libcuda.so.1` is driver, runtime and cuBLAS; `aten_on_cpu.so` runs aten's ops. A compiler and what pip has installed
-are enough: CUDA's headers lie in the wheels of torch's CUDA build and of Triton.
+are enough: the wheels of torch's CUDA build and of Triton contain CUDA's headers.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ SUPPORTED = "2.11", "3.6"  # torch and Triton: the ABI and the internals that ar
 
 
 class Unusable(Exception):
-    """Why there can be no simulated device here, and what to do, in one line."""
+    """A simulated device is impossible here. The message is one line with the reason and the remedy."""
 
 
 @dataclass(frozen=True)
 class Environment:
-    """Where this interpreter's torch and Triton are, and which torch it is."""
+    """The folders of this interpreter's torch and Triton, and the version of torch."""
 
     torch: Path
     triton: Path
@@ -53,10 +53,10 @@ def folder_of(package: str) -> Path:
 
 def find_environment() -> Environment:
     torch, triton = folder_of("torch"), folder_of("triton")
-    told = runpy.run_path(str(torch / "version.py"))
+    version_file = runpy.run_path(str(torch / "version.py"))
     triton_version = re.search(r"__version__ = '([^']+)'", (triton / "__init__.py").read_text())
-    versions = told["__version__"], triton_version.group(1) if triton_version else "?"
-    if told["cuda"] is None:
+    versions = version_file["__version__"], triton_version.group(1) if triton_version else "?"
+    if version_file["cuda"] is None:
         raise Unusable(
             f"torch {versions[0]} has no CUDA: pip install torch=={SUPPORTED[0]}.0 from PyPI (make test-device)"
         )
@@ -92,19 +92,19 @@ def compile_library(environment: Environment, sources: list[Path], out: Path, *o
 
 
 def write_cublas_refusals(environment: Environment, out: Path) -> None:
-    """For each function of cuBLAS that torch links and driver/cublas.cpp lacks one that refuses by its name."""
+    """Write a function that refuses with its name for each cuBLAS function that torch links and cublas.cpp lacks."""
     ours = set(re.findall(r"(cublas\w+)\(", (SOURCES / "cublas.cpp").read_text()))
-    asked = set()
+    used = set()
     for library in (environment.torch / "lib").glob("libtorch_cuda*.so"):
         listed = subprocess.run(
             ["nm", "-D", "--undefined-only", str(library)], capture_output=True, text=True, check=True
         )
-        asked |= set(re.findall(r"\bU (cublas\w+)", listed.stdout))
+        used |= set(re.findall(r"\bU (cublas\w+)", listed.stdout))
     lines = [
         'extern "C" int simulated_cublas_refusal(const char *);',
         '#define REFUSED extern "C" __attribute__((visibility("default")))',
     ]
-    lines += [f'REFUSED int {name}() {{ return simulated_cublas_refusal("{name}"); }}' for name in sorted(asked - ours)]
+    lines += [f'REFUSED int {name}() {{ return simulated_cublas_refusal("{name}"); }}' for name in sorted(used - ours)]
     out.write_text("\n".join(lines) + "\n")
 
 
@@ -123,7 +123,7 @@ def build_aten(environment: Environment, folder: Path) -> None:
 
 
 def built_libraries() -> Path:
-    """The folder with both libraries, built before if they are not there."""
+    """Return the folder with both libraries, and build them if they do not exist."""
     environment = find_environment()
     folder = BUILT / fingerprint(environment)
     if not folder.exists():

@@ -1,4 +1,4 @@
-"""Runs of a small compiled model in which the host runs ahead of the device, and all that they leave behind."""
+"""Runs of a small compiled model in which the host runs ahead of the device, and their results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from specache_compile.compat import cache_of, with_cache
 from specache_compile.kernels.memory import host_memory
 from specache_compile.runtime.session import session_of
 
-# What is missing is not fetched: a fetch that came too late, or that a step did not wait for, shows in the logits.
+# Settings without corrections, so that a late fetch, or a missing wait, changes the logits.
 NEVER = {
     "lowering": "eager", "group_size": 32, "residual_length": 32, "top_k": 8, "min_context": 0, "correct": "never"
 }  # fmt: skip
@@ -32,8 +32,10 @@ Result = dict[str, Tensor]
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Within it, no garbage is collected but where a test asks for it: unpinning waits for the device, and such a
-    wait in the middle of a run hides what a fault does."""
+    """Within this context, only explicit calls collect garbage.
+
+    Unpinning waits for the device, and such a wait during a run hides a fault's effect.
+    """
     gc.collect()
     host_memory.release_host_memory()
     gc.disable()
@@ -45,7 +47,7 @@ def undisturbed() -> Iterator[None]:
 
 
 def set_schedule(name: str) -> None:
-    """When queued work runs from here on; what is queued already runs first."""
+    """Set the schedule of later queued work; work that is already queued runs first."""
     from simulated_device import driver
 
     torch.cuda.synchronize()
@@ -53,8 +55,10 @@ def set_schedule(name: str) -> None:
 
 
 def poison_free_memory() -> None:
-    """Numbers in memory that the allocator lends again become NaN, and whole ones -1: what a dead run has left there is
-    what the next one is going to write, and would hide that it reads too early."""
+    """Fill the allocator's free memory with NaN, and integers with -1.
+
+    The previous run's values equal those that the next run writes, and would hide a read that is too early.
+    """
     torch.cuda.empty_cache()
     for segment in torch.cuda.memory_snapshot():
         for block in segment["blocks"]:
@@ -64,20 +68,20 @@ def poison_free_memory() -> None:
 
 @functools.cache
 def compiled(layers: int, options: tuple[tuple[str, Any], ...]) -> Any:
-    """One model for all runs of the same options, so that only the first of them traces."""
+    """Return one model for all runs with the same options, so that only the first run traces."""
     model = tiny_llama(num_hidden_layers=layers).cuda()
     model.compile(backend="specache", options={**NEVER, **dict(options)})
     return model
 
 
-def compile_anew() -> None:
-    """The next runs trace and rewrite again."""
+def compile_again() -> None:
+    """Let the next runs trace and rewrite again."""
     compiled.cache_clear()
     torch._dynamo.reset()
 
 
 def result_of(cache: DynamicCache, logits: list[Tensor]) -> Result:
-    """Logits of all steps, and what each layer's tiers hold: the host's of the cached tokens, the device's whole."""
+    """Return the logits of all steps, and each layer's tiers: the host tier's cached tokens, and whole device tiers."""
     found = {"logits": torch.cat([torch.zeros(0), *(each.flatten().cpu() for each in logits)])}
     session = session_of(cache)
     assert session is not None
@@ -90,13 +94,13 @@ def result_of(cache: DynamicCache, logits: list[Tensor]) -> Result:
 
 
 def feed(model: Any, cache: Any, tokens: Tensor, places: Tensor) -> Tensor:
-    """The last token's logits; nothing of the call makes the host wait."""
+    """Return the last token's logits, without any wait on the host."""
     return model(tokens, **with_cache(cache), position_ids=places, use_cache=True).logits[:, -1]
 
 
 @torch.no_grad()
 def run(schedule: str, layers: int = 2, more: int = 0, steps: int = 5, **options: Any) -> Result:
-    """A prompt, `more` tokens in one further call, and decode steps, all with given tokens, read at the end."""
+    """Run a prompt, `more` tokens in one further call, and decode steps, with fixed tokens; read results at the end."""
     set_schedule("eager")
     poison_free_memory()
     model = compiled(layers, tuple(sorted(options.items())))
@@ -115,6 +119,6 @@ def run(schedule: str, layers: int = 2, more: int = 0, steps: int = 5, **options
 
 
 def differences(some: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> list[str]:
-    """What of a right run is not the same bit for bit in another one."""
+    """Return the names of results that differ in any bit."""
     assert some["logits"].isfinite().all()
     return [name for name in some if not torch.equal(some[name], others[name])]

@@ -11,7 +11,7 @@ import pytest
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, function: Callable[..., Any], line: str, instead: str) -> None:
-    """Let a function be as if `line` of its text were `instead`, for whoever holds it already, too."""
+    """Replace `line` of a function's source by `instead`, for existing references to the function too."""
     function = inspect.unwrap(function)
     source = textwrap.dedent(inspect.getsource(function))
     assert source.count(line) == 1, f"{function.__qualname__} has {line!r} {source.count(line)} times"

@@ -26,7 +26,7 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
 
 
 def before(folder: object, name: str) -> str:
-    """A search path, this folder before what it has."""
+    """Return a search path with this folder in front."""
     return os.pathsep.join(filter(None, [str(folder), os.environ.get(name)]))
 
 
@@ -41,7 +41,7 @@ def environment(given: argparse.Namespace, libraries: Path) -> dict[str, str]:
         "TRITON_LIBCUDA_PATH": str(libraries),
         "PYTHONPATH": before(HOOKS, "PYTHONPATH"),
         "PATH": before(Path(sys.executable).parent, "PATH"),
-        # What is compiled for a device of this kind stays apart, and is compiled in this process.
+        # Compiled kernels of simulated devices have a separate cache, and compile in this process.
         "TRITON_CACHE_DIR": str(BUILT / "triton"),
         "TORCHINDUCTOR_CACHE_DIR": str(BUILT / f"inductor-{given.device}"),
         "TORCHINDUCTOR_COMPILE_THREADS": "1",

@@ -1,4 +1,4 @@
-"""Where there can be no simulated device, one line says what to do."""
+"""If a simulated device is impossible, one line states the remedy."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 RUN = Path(__file__).parent / "run.py"
 
 
-def told(tmp_path: Path, torch: str, cuda: str | None, triton: str, **environment: str) -> str:
-    """What the launcher says where these are installed."""
+def message_of(tmp_path: Path, torch: str, cuda: str | None, triton: str, **environment: str) -> str:
+    """Return the launcher's message for these installed packages."""
     for package in ("torch", "triton"):
         (tmp_path / package).mkdir()
     (tmp_path / "torch" / "__init__.py").touch()
@@ -39,9 +39,9 @@ def told(tmp_path: Path, torch: str, cuda: str | None, triton: str, **environmen
     ],
     ids=["torch without CUDA", "another torch", "another Triton", "no compiler"],
 )
-def test_what_is_missing_is_told_in_one_line(
+def test_what_is_missing_is_reported_in_one_line(
     tmp_path: Path, torch: str, cuda: str | None, triton: str, environment: dict[str, str], line: str
 ) -> None:
-    said = told(tmp_path, torch, cuda, triton, **environment)
-    assert said.startswith(f"no simulated device: {line}")
-    assert said.count("\n") == 1
+    message = message_of(tmp_path, torch, cuda, triton, **environment)
+    assert message.startswith(f"no simulated device: {line}")
+    assert message.count("\n") == 1

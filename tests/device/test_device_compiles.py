@@ -1,4 +1,4 @@
-"""No kernel is compiled, and no step recorded anew, in the middle of a generation: either takes seconds."""
+"""No kernel compiles, and no step is recorded again, during a generation: either takes seconds."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ pytestmark = pytest.mark.gpu
 
 HEADS, QUERY_HEADS, D, LANES = 2, 4, 32, 2
 CUDA = torch.device("cuda", 0)
-# A kernel, and what is asked of it in so many words: constants that are declared, and warps.
+# A kernel, with its declared constants and its warps.
 Form = tuple[str, tuple[Any, ...]]
 
 
 @pytest.fixture
 def compiled_forms(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Form]]:
-    """The forms of this project's kernels that Triton compiles, or finds compiled by an earlier process."""
+    """Collect the variants of this project's kernels that Triton compiles, or loads from its cache."""
     import triton
 
     forms: list[Form] = []
@@ -46,7 +46,7 @@ def compiled_forms(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Form]]:
         forms.append((fn.name, (*(constants.get(name) for name in names), compile["num_warps"])))
 
     monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", note)
-    # What other tests have had compiled would not be told again.
+    # Variants that other tests have compiled would not be reported again.
     for module in (triton_append, triton_copy, triton_decode, triton_extend, triton_select):
         for kernel in vars(module).values():
             if isinstance(kernel, triton.JITFunction):
@@ -55,7 +55,7 @@ def compiled_forms(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Form]]:
 
 
 def step(capacity: int, options: SpecacheOptions, length: int) -> None:
-    """What a decode step of a layer launches, at batch 1, with a mask of a token's every place; and an extend."""
+    """Launch a layer's decode step at batch 1 with a mask over all tokens, and a chunked prefill."""
     state = allocate(options, LayerShape(HEADS, D, torch.float32, CUDA), 1, capacity, capacity)
     cursor = new_cursor(CUDA, 1)
     publish(cursor, [length])
@@ -70,9 +70,9 @@ def step(capacity: int, options: SpecacheOptions, length: int) -> None:
     triton_decode.decode_attention(q, k, v, mask, None, cursor, *slots, *read)
     logits, base, scores = triton_scored.score_low_bit(q, k, mask, None, cursor, *read)
     triton_scored.attend_scored(q, k, v, mask, None, cursor, logits, base, slots[1], *slots, *read)
-    triton_select.select_topk(scores[0], state["wanted"])
+    triton_select.select_topk(scores[0], state["selected"])
     triton_copy.gather(
-        state["wanted"].fill_(0),
+        state["selected"].fill_(0),
         state["host"],
         state["slots"],
         state["slot_index"],
@@ -87,13 +87,13 @@ def test_a_kernel_is_compiled_once_however_large_a_cache_grows(compiled_forms: l
     options = SpecacheOptions(bits=2, group_size=64, residual_length=64, top_k=16)
     for number, capacity in enumerate((256, 512, 1024, 4096, 7168, 8192, 9216)):
         assert bucket(capacity) == capacity
-        step(capacity, options, length=140 + 3 * number)  # what the cursor says is no launch's argument
-    scores, wanted = torch.zeros(1, HEADS, 65536, device=CUDA), torch.empty(1, HEADS, 16, dtype=torch.int32).cuda()
-    triton_select.select_topk(scores, wanted)
+        step(capacity, options, length=140 + 3 * number)  # lengths are in the cursor, and are no arguments of launches
+    scores, selected = torch.zeros(1, HEADS, 65536, device=CUDA), torch.empty(1, HEADS, 16, dtype=torch.int32).cuda()
+    triton_select.select_topk(scores, selected)
     again = [form for number, form in enumerate(compiled_forms) if form in compiled_forms[:number]]
     assert again == []
     attends = [constants for name, constants in compiled_forms if name == "attend_tiers"]
-    assert len(attends) == 4  # whole, and its halves: keys, values in few bits, pairs in 16
+    assert len(attends) == 4  # the whole kernel, and its parts: low-bit keys, low-bit values, 16-bit pairs
 
 
 @pytest.mark.quick_for("mask")
@@ -116,12 +116,12 @@ def test_a_generation_compiles_in_the_first_steps_of_its_buckets_alone(
     assert lengths == [253, 254, 257]
 
 
-# Tokens of a prompt, tokens that it says, and steps until the next one comes: one row to three, and none.
+# Prompt tokens, generated tokens, and steps until the next request: between zero and three rows.
 COME_AND_GO = [(90, 9, 4), (9, 6, 3), (5, 4, 4)]
 
 
 def come_and_go(batch: sc.Batch) -> list[list[int]]:
-    """What each says."""
+    """Return the tokens of each request."""
     requests = []
     for length, tokens, steps in COME_AND_GO:
         requests.append(batch.add(prompt(length, seed=length), max_new_tokens=tokens))
@@ -131,10 +131,10 @@ def come_and_go(batch: sc.Batch) -> list[list[int]]:
     return [request.generated for request in requests]
 
 
-def test_rows_that_come_and_go_are_recorded_by_powers_of_two_and_then_never_again(
+def test_rows_that_join_and_leave_are_recorded_once_per_power_of_two_on_a_device(
     llama: LlamaForCausalLM, compiled_forms: list[Form], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each says what the uncompiled model says to it alone, across a group that one row alone quantises."""
+    """Each request equals the uncompiled model's tokens, across a step in which only one row quantises a group."""
     captured, capture = list[int](), cuda_graphs.capture
     monkeypatch.setattr(cuda_graphs, "capture", lambda *given: captured.append(len(compiled_forms)) or capture(*given))
     monkeypatch.setattr(rewrites, "observers", [lambda made, variant: compiled_forms.append((made.name, ()))])

@@ -1,4 +1,4 @@
-"""The thinnest way through the CUDA side: a prompt and a few tokens, against the uncompiled model on the CPU."""
+"""A minimal run of the CUDA code: a prompt and a few tokens, against the uncompiled model on the CPU."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from conftest import LOSSLESS, greedy, greedy_unmasked, prompt
 pytestmark = pytest.mark.gpu
 
 
-def test_the_uncompiled_model_says_the_same_on_both(llama: LlamaForCausalLM) -> None:
+def test_the_uncompiled_model_generates_the_same_on_both(llama: LlamaForCausalLM) -> None:
     ids = prompt(40, 2)
     on_device = copy.deepcopy(llama).cuda()
     assert torch.equal(greedy(on_device, ids.cuda(), 6).cpu(), greedy(llama, ids, 6))
 
 
 @pytest.mark.parametrize("lowering", ["eager", "inductor"])
-def test_a_decode_says_what_the_uncompiled_model_says_on_the_cpu(llama: LlamaForCausalLM, lowering: str) -> None:
+def test_a_decode_equals_the_uncompiled_model_on_the_cpu(llama: LlamaForCausalLM, lowering: str) -> None:
     twin = copy.deepcopy(llama).cuda()
     twin.compile(backend="specache", options={**LOSSLESS, "top_k": 128, "lowering": lowering})
     ids = prompt(75)
     assert torch.equal(greedy(twin, ids.cuda(), 6).cpu(), greedy(llama, ids, 6))
 
 
-def test_a_recorded_decode_says_the_same(llama: LlamaForCausalLM) -> None:
+def test_a_recorded_decode_generates_the_same(llama: LlamaForCausalLM) -> None:
     twin = copy.deepcopy(llama).cuda()
     twin.compile(backend="specache", options={**LOSSLESS, "top_k": 128, "mode": "reduce-overhead"})
     ids = prompt(75)
@@ -39,8 +39,8 @@ def test_a_recorded_decode_says_the_same(llama: LlamaForCausalLM) -> None:
 
 @pytest.mark.skipif("SIMULATED_DEVICE" not in os.environ, reason="a real device may not notice")
 def test_no_kernel_leaves_a_tensor() -> None:
-    """Each tensor is an allocation of its own, where the caching allocator would hide what lies beside it."""
-    decode = f"{__file__}::test_a_decode_says_what_the_uncompiled_model_says_on_the_cpu[eager]"
+    """Each tensor is a separate allocation; the caching allocator would hide accesses to adjacent memory."""
+    decode = f"{__file__}::test_a_decode_equals_the_uncompiled_model_on_the_cpu[eager]"
     alone = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", decode]
     done = subprocess.run(command, env=alone, capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""`explain` of a model on a CUDA device: nothing of the device is touched, and the figures are those of any model."""
+"""`explain` of a model on a CUDA device: it does not touch the device, and gives the same figures as elsewhere."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ pytestmark = pytest.mark.gpu
 
 
 def figures(model: LlamaForCausalLM, options: dict[str, Any]) -> str:
-    """What `explain` says of bytes and times, behind what it says of this run."""
+    """Return the bytes and times of `explain`, which follow its text about this run."""
     torch._dynamo.reset()
     return str(sc.explain(model, prompt_length=4096, batch_size=2, options=options)).partition("KV memory")[2]
 
 
 @pytest.mark.parametrize("options", [{"min_context": 0}, {"method": "offload"}], ids=["specache", "offload"])
-def test_it_registers_no_host_memory_and_asks_no_fake_tensor_for_its_address(
+def test_it_registers_no_host_memory_and_reads_no_fake_tensors_address(
     llama: LlamaForCausalLM, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on_a_cpu, touched = figures(llama, options), []
     monkeypatch.setattr(host_memory, "register", lambda *_: touched.append("a registration") or True)
     monkeypatch.setattr(copy_stream, "stream_of", lambda *_: touched.append("a stream"))
     monkeypatch.setattr(FakeTensor, "data_ptr", lambda *_: touched.append("an address") or 0, raising=False)
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         on_cuda = figures(llama.cuda(), options)
     assert on_cuda == on_a_cpu != ""
     assert touched == []
-    assert not [str(one.message) for one in told if "pin" in str(one.message)]
+    assert not [str(one.message) for one in caught if "pin" in str(one.message)]

@@ -1,7 +1,7 @@
-"""Faults of one line, planted in the product: each is found under at least one schedule, and without it the same run is
-what it is when all work runs as it is started.
+"""One-line faults, planted in the product: each is detected under at least one schedule.
 
-On the simulated device alone. A fault in the order of the streams is one that a real device shows once in many runs.
+Without the fault, the same run equals a run in which all work runs immediately. This needs the simulated device, since
+a real device shows a fault in the order of streams only once in many runs.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ CORRECTED = {"correct": "always"}
 
 @dataclass(frozen=True)
 class Fault:
-    """`line` of a function becomes `instead`; found in a run of these `settings` under each of the `schedules`.
-    in_the_graph: the function is a pass, so that the faulty run is of a model that is compiled anew."""
+    """Replaces `line` of a function by `instead`; runs with `settings` detect it under each of the `schedules`.
+    in_the_graph: the function is a pass, so the model is compiled again for the faulty run."""
 
     name: str
     function: Callable[..., Any]
@@ -111,8 +111,8 @@ FAULTS = [
         "torch.ops.specache.prefetch(*fetch)", "pass", ("eager",), RECORDED,
     ),
     Fault(
-        "wanted chosen anew before the gather has read it", prefetch.prefetch,
-        '(site.q, cursor, slots, slot_index, state["wanted"])', "(site.q, cursor, slots, slot_index, slots)",
+        "selected chosen again before the gather has read it", prefetch.prefetch,
+        '(site.q, cursor, slots, slot_index, state["selected"])', "(site.q, cursor, slots, slot_index, slots)",
         ("late",), {**CORRECTED, "speculate": True}, in_the_graph=True,
     ),
 ]  # fmt: skip
@@ -120,7 +120,7 @@ FAULTS = [
 
 @pytest.fixture(autouse=True)
 def schedule(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Each test sets its own. An extend attends to the host tier in blocks of 32 tokens."""
+    """Restore the schedule after each test. A chunked prefill reads the host tier in blocks of 32 tokens."""
     monkeypatch.setattr(triton_extend, "HOST_BLOCK", 32)
     with one_run.undisturbed():
         yield
@@ -141,9 +141,9 @@ def expected_of(settings: tuple[tuple[str, Any], ...]) -> one_run.Result:
 
 
 def changed(fault: Fault, schedule: str, expected: one_run.Result) -> str:
-    """What the planted fault changes, or what is raised for it; empty: nothing."""
+    """Return the results that the planted fault changes, or its error; "" if it changes nothing."""
     if fault.in_the_graph:
-        one_run.compile_anew()
+        one_run.compile_again()
     try:
         with planted(fault.function, fault.line, fault.instead):
             return ", ".join(one_run.differences(expected, one_run.run(schedule, **fault.settings)))
@@ -151,14 +151,14 @@ def changed(fault: Fault, schedule: str, expected: one_run.Result) -> str:
         return str(error).splitlines()[0]
     finally:
         if fault.in_the_graph:
-            one_run.compile_anew()
+            one_run.compile_again()
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=[fault.name for fault in FAULTS])
 def test_a_fault_is_found(fault: Fault) -> None:
     expected = expected_of(tuple(fault.settings.items()))
-    if fault.in_the_graph:  # what is compiled anew differs in nothing either
-        one_run.compile_anew()
+    if fault.in_the_graph:  # a model that is compiled again gives the same results
+        one_run.compile_again()
     for schedule in fault.schedules:
         assert not one_run.differences(expected, one_run.run(schedule, **fault.settings)), schedule
         assert changed(fault, schedule, expected), schedule
@@ -172,20 +172,20 @@ def test_a_capture_that_fails_leaves_the_stream_as_it_was() -> None:
 
 @torch.no_grad()
 def prefilled() -> Any:
-    """A cache whose copies are under way."""
+    """Return a cache with copies in flight."""
     one_run.set_schedule("late")
     return cache_of(one_run.compiled(2, ())(prompt(one_run.PROMPT).cuda(), use_cache=True))
 
 
 def give_host_memory_back() -> None:
-    """While copies to it are under way."""
+    """Free host memory while copies to it are in flight."""
     prefilled()
     gc.collect()
     sc.release_host_memory()
     torch.cuda.synchronize()
 
 
-def test_a_host_segment_given_back_too_soon_is_found() -> None:
+def test_a_host_segment_that_is_freed_too_soon_is_found() -> None:
     give_host_memory_back()
     with (
         pytest.raises(torch.AcceleratorError, match="unspecified launch failure"),
@@ -195,8 +195,8 @@ def test_a_host_segment_given_back_too_soon_is_found() -> None:
 
 
 def what_a_dead_caches_fetches_write() -> float:
-    """The largest number in memory that was taken, and zeroed, when a cache had died whose fetches are under way."""
-    torch.cuda.empty_cache()  # so that little but the dead cache's memory is free
+    """Return the largest number in memory that was zeroed after a cache with fetches in flight was freed."""
+    torch.cuda.empty_cache()  # so that mainly the freed cache's memory is available
     cache = prefilled()
     with torch.no_grad():
         one_run.feed(one_run.compiled(2, ()), cache, prompt(1).cuda(), torch.full((1, 1), one_run.PROMPT).cuda())
@@ -205,7 +205,7 @@ def what_a_dead_caches_fetches_write() -> float:
     places = [range(slots.data_ptr(), slots.data_ptr() + slots.nbytes) for slots in (s["slots"] for s in session.state)]
     del cache, session
     gc.collect()
-    units = [torch.empty(128, device="cuda") for _ in range(1 << 13)]  # 512 bytes: what an allocator lends at least
+    units = [torch.empty(128, device="cuda") for _ in range(1 << 13)]  # 512 bytes, the allocator's smallest block
     taken = [unit.zero_() for unit in units if any(unit.data_ptr() in place for place in places)]
     torch.cuda.synchronize()
     return max((float(each.abs().max()) for each in taken), default=0.0)

@@ -1,4 +1,4 @@
-"""Pinned memory where the driver gives other answers than those of the machines at hand."""
+"""Pinned memory with drivers that differ from those of common machines."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CUDA = torch.device("cuda", 0)
 
 @pytest.fixture
 def other_addresses() -> Iterator[None]:
-    """The device has pinned memory elsewhere; nothing is idle in the pool."""
+    """Give pinned memory other device addresses, with an empty pool."""
     from simulated_device import driver
 
     sc.release_host_memory()
@@ -35,8 +35,8 @@ def empty(tokens: int) -> torch.Tensor:
 
 
 @pytest.mark.usefixtures("other_addresses")
-def test_memory_that_the_device_has_elsewhere_is_left_unpinned() -> None:
-    """Kernels are given the host's address, which is none of the device's there."""
+def test_memory_with_another_device_address_is_left_unpinned() -> None:
+    """Kernels get the host's address, which is invalid on such a device."""
     with (
         pytest.warns(UserWarning, match="cuda:0 has another address for pinned memory"),
         pytest.warns(UserWarning, match="the host tier is pageable"),
@@ -46,7 +46,7 @@ def test_memory_that_the_device_has_elsewhere_is_left_unpinned() -> None:
     assert len(host) == 1 << 16
 
 
-def test_a_tier_grows_elsewhere_if_its_next_registration_is_elsewhere(request: pytest.FixtureRequest) -> None:
+def test_a_tier_moves_if_its_next_registration_has_another_address(request: pytest.FixtureRequest) -> None:
     sc.release_host_memory()
     host = empty(1 << 12)
     assert host.is_pinned()
@@ -57,15 +57,15 @@ def test_a_tier_grows_elsewhere_if_its_next_registration_is_elsewhere(request: p
 
 
 def test_a_tier_grows_into_what_was_pinned_ahead_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And a kernel may read it: by the driver's books the last row too is the device's to see."""
+    """A kernel may read this memory: the driver has registered the last row too."""
     from simulated_device import driver
 
     sc.release_host_memory()
-    host, register, asked = empty(1 << 12), host_memory.register, []
-    monkeypatch.setattr(host_memory, "register", lambda *given: asked.append(given[1]) or register(*given))
+    host, register, registered = empty(1 << 12), host_memory.register, []
+    monkeypatch.setattr(host_memory, "register", lambda *given: registered.append(given[1]) or register(*given))
     host_memory.grow_ahead(host, 1 << 13)
     assert host_memory.host_grown(host, tuple(host.shape), CUDA, 1 << 13) is host
-    assert asked == [host[: 1 << 12].nbytes]
+    assert registered == [host[: 1 << 12].nbytes]
     starts, ends = driver.memory_ranges()
     last = host[(1 << 13) - 1].data_ptr()
     assert ((starts <= last) & (last < ends)).any()

@@ -1,4 +1,4 @@
-"""What a device refuses, the simulated one as a real one; and what the simulated one finds that a real one may not."""
+"""Launches that a device refuses, real or simulated; and errors that only the simulated device always detects."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def multiply(a, b, out, SIZE: tl.constexpr):
 
 
 def launched(numbers: int = 100) -> tuple[torch.Tensor, torch.Tensor, Any]:
-    """What goes into the kernel and comes out, and the compiled kernel."""
+    """Return the kernel's input and output, and the compiled kernel."""
     source = torch.arange(numbers, dtype=torch.float32, device="cuda")
     out = torch.empty_like(source)
     return source, out, double[(triton.cdiv(numbers, 64),)](source, out, numbers, BLOCK=64)
@@ -50,7 +50,7 @@ def test_a_kernel_computes() -> None:
     assert torch.equal(out, source * 2)
 
 
-# The kernel runs with one block of 128 threads; each of these asks for something that no device of its kind has.
+# The kernel runs with one block of 128 threads; each of these launches exceeds a limit of such devices.
 @pytest.mark.parametrize(
     ("grid", "threads", "shared"),
     [
@@ -106,18 +106,18 @@ def test_memory_ends_where_the_devices_does() -> None:
 
 
 @simulated_only
-def test_results_say_that_the_device_is_simulated() -> None:
+def test_results_state_that_the_device_is_simulated() -> None:
     assert provenance(torch.device("cuda"), "a benchmark")["device"].endswith("(simulated)")
 
 
 @simulated_only
-def test_memory_that_nobody_has_written_is_not_a_number() -> None:
+def test_unwritten_memory_is_not_a_number() -> None:
     torch.cuda.empty_cache()
     assert torch.empty(30 << 20, dtype=torch.float32, device="cuda")[:1000].isnan().all()
 
 
 class Address:
-    """In place of a tensor: what a launch takes of one."""
+    """Replaces a tensor in a launch."""
 
     dtype = torch.float32
 
@@ -138,7 +138,7 @@ def test_a_kernel_reads_memory_of_the_host_only_if_it_is_pinned() -> None:
 
 
 @simulated_only
-def test_a_kernel_that_reads_behind_an_allocation_is_told() -> None:
+def test_a_kernel_that_reads_past_an_allocation_is_reported() -> None:
     torch.cuda.empty_cache()
     alone, out = torch.zeros(30 << 20, device="cuda"), torch.empty(64, device="cuda")  # 120 MiB, a segment of their own
     with pytest.raises(RuntimeError, match="a read of 4 bytes"):

@@ -105,7 +105,7 @@ def test_heads_of_every_shape(head_dim: int, heads: tuple[int, int]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_16_bits_are_as_far_from_float32_as_on_the_cpu(dtype: torch.dtype) -> None:
-    """Rounding decides which pairs are chosen; with all of them fetched it moves logits alone."""
+    """Rounding can change the selected pairs; if all pairs are fetched, it only changes logits."""
     options, model = SETTINGS["specache, lossless"], model_of(initializer_range=0.1)
     exact = logits(model, options, "cpu", 1)
     ours, theirs = (logits(copy.deepcopy(model).to(dtype), options, device, 1) for device in ("cuda", "cpu"))
@@ -127,7 +127,7 @@ def test_latent_attention_is_absorbed_on_cuda(monkeypatch: pytest.MonkeyPatch) -
     assert devices == {"cpu", "cuda"}
 
 
-# What the simulated device lacks, and a real one has.
+# Features of real devices that the simulated device lacks.
 MIXTURES = "histc of integers has no kernel on the CPU", {
     "mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "dots1", "gpt_oss", "olmoe", "granitemoe", "hunyuan_v1_moe",
     "minimax_m2", "minimax",

@@ -30,7 +30,7 @@ def test_inductor_runs_a_prefill_without_a_mask(llama: LlamaForCausalLM, options
 
 
 def test_a_prefill_takes_a_mask_where_something_is_padded_alone(llama: LlamaForCausalLM) -> None:
-    """As `generate` before transformers 5.18 masks every prompt: what is said, and whether an SDPA is given a mask."""
+    """Like `generate` before transformers 5.18, which masks every prompt: check tokens, and the masks of SDPA calls."""
     twin = copy.deepcopy(llama.cuda())
     twin.compile(backend="specache", options={**LOSSLESS, "top_k": 64})
     ids = prompt(40, 2).cuda()

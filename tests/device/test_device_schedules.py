@@ -25,13 +25,13 @@ SCHEDULES = ["late", "early", "random:0", "random:1"]
 
 @pytest.fixture(autouse=True)
 def schedule() -> Iterator[None]:
-    """Each test sets its own; the ones behind it run as they are started."""
+    """Restore the eager schedule after each test."""
     with undisturbed():
         yield
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_work_runs_behind_the_events_it_waits_for(schedule: str) -> None:
+def test_work_runs_after_the_events_it_waits_for(schedule: str) -> None:
     set_schedule(schedule)
     other = torch.cuda.Stream()
     numbers = torch.arange(12, device="cuda").view(3, 4).float()
@@ -51,7 +51,7 @@ def test_work_runs_behind_the_events_it_waits_for(schedule: str) -> None:
 
 
 def test_work_that_does_not_wait_is_seen() -> None:
-    """The default stream first: what it reads of the other stream has not been written."""
+    """The default stream runs first, and reads memory before the other stream has written it."""
     set_schedule("late")
     other, zeros = torch.cuda.Stream(), torch.zeros(3, device="cuda")
     other.wait_stream(torch.cuda.current_stream())
@@ -89,8 +89,8 @@ def test_a_run_is_the_same_under_every_schedule(name: str, schedule: str) -> Non
     assert not differences(expected(name), run(schedule, **settings)), f"{name} under {schedule}"
 
 
-def test_a_replay_reads_nothing_that_the_host_baked_in() -> None:
-    """Lengths, tokens and what the tiers hold differ in each replay; a step that is run as it is says the same."""
+def test_a_replay_reads_no_value_captured_from_the_host() -> None:
+    """Lengths, tokens and tiers differ in each replay; results equal those of uncaptured steps."""
     assert not differences(expected("as it is"), expected("recorded"))
 
 

@@ -32,7 +32,7 @@ print(json.dumps([tokens, counters["stats"]["unique_graphs"], sc.stats(model).re
 
 
 def generated(model: Any) -> list[int]:
-    """The next tokens after a prefill, after decode steps and after each token of a further turn."""
+    """Return the next tokens after a prefill, after decode steps and after each token of a further turn."""
     ids, cache, start, found = prompt(90).cuda(), None, 0, []
     for size in (*[1] * STEPS, TURN, 0):
         positions = torch.arange(start, start + ids.shape[1], device="cuda")[None]

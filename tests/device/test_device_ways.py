@@ -1,4 +1,4 @@
-"""What people do with a cache, on a CUDA device: the uncompiled model's tokens, where every pair is fetched."""
+"""Uses of a cache on a CUDA device: with every pair fetched, tokens equal the uncompiled model's."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def continued(model: Any, cache: Any, ids: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("mode", [None, pytest.param("reduce-overhead", marks=whole)])
 def test_crop_fork_save_load_and_materialize(llama: LlamaForCausalLM, tmp_path: Path, mode: str | None) -> None:
-    """Each goes on from 60 of 75 tokens, behind three steps."""
+    """Each continues from 60 of 75 tokens, after three steps."""
     twin, more = on_device(llama, mode=mode), prompt(4, seed=9)
     with torch.no_grad():
         cache = cache_of(twin(prompt(75).cuda(), use_cache=True))
@@ -125,9 +125,9 @@ def test_a_cache_that_grows_through_buckets_and_segments(llama: LlamaForCausalLM
 
 @whole
 def test_sampling_keeps_to_the_best(llama: LlamaForCausalLM, ids: torch.Tensor) -> None:
-    """Of the most probable token alone every draw is greedy."""
-    said = on_device(llama).generate(ids.cuda(), do_sample=True, top_k=1, max_new_tokens=TOKENS)
-    assert torch.equal(said.cpu(), greedy(llama, ids, TOKENS))
+    """Sampling only the most probable token is greedy."""
+    generated = on_device(llama).generate(ids.cuda(), do_sample=True, top_k=1, max_new_tokens=TOKENS)
+    assert torch.equal(generated.cpu(), greedy(llama, ids, TOKENS))
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
@@ -152,8 +152,8 @@ def test_a_copy_that_stops_loses_nothing(
     length = cache.get_seq_length()
     assert length >= ids.shape[1]
     rest = ids.shape[1] + TOKENS - 1 - length
-    said = greedy(twin, expected[:, : length + 1].cuda(), rest, **with_cache(cache))
-    assert torch.equal(said.cpu(), expected)
+    generated = greedy(twin, expected[:, : length + 1].cuda(), rest, **with_cache(cache))
+    assert torch.equal(generated.cpu(), expected)
 
 
 two_devices = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
@@ -168,7 +168,7 @@ def test_a_model_on_each_of_two_devices(llama: LlamaForCausalLM, ids: torch.Tens
 
 @two_devices
 def test_a_model_over_two_devices(tmp_path: Path, ids: torch.Tensor) -> None:
-    """device_map splits it by layers; what accelerate hooks moves each layer's inputs."""
+    """device_map splits the model by layers; accelerate's hooks move each layer's inputs."""
     pytest.importorskip("accelerate")
     model = tiny_llama(num_hidden_layers=4)
     model.save_pretrained(tmp_path)
@@ -186,20 +186,20 @@ def test_the_command_line_generates(tmp_path: Path, ids: torch.Tensor) -> None:
     checkpoint = write_checkpoint(tmp_path)
     command = [sys.executable, "-m", "specache_compile.cli", "generate", str(checkpoint), "--prompt", "Hello there"]
     more = ["--max-new-tokens", "5", *FLAGS]
-    said = [
+    generated = [
         subprocess.run([*command, "--device", device, *more], capture_output=True, text=True, check=True).stdout
         for device in ("cuda", "cpu")
     ]
-    assert said[0] == said[1]
+    assert generated[0] == generated[1]
 
 
 @whole
-def test_a_server_answers(tmp_path: Path) -> None:
+def test_a_server_replies(tmp_path: Path) -> None:
     from served import serving, write_checkpoint
 
-    checkpoint, said = write_checkpoint(tmp_path), []
+    checkpoint, generated = write_checkpoint(tmp_path), []
     for device in ("cuda", "cpu"):
         with serving(checkpoint, "--device", device) as served:
-            told = served.client.completions.create(model=served.name, prompt="Hello", max_tokens=5, temperature=0)
-            said.append(json.dumps(told.choices[0].model_dump()))
-    assert said[0] == said[1]
+            reply = served.client.completions.create(model=served.name, prompt="Hello", max_tokens=5, temperature=0)
+            generated.append(json.dumps(reply.choices[0].model_dump()))
+    assert generated[0] == generated[1]

@@ -12,8 +12,8 @@ from torch.fx import GraphModule
 import specache_compile as sc
 from conftest import prompt, tiny_llama
 from specache_compile.compile import rewrites
-from specache_compile.kernels.movement import definition as tiers
-from specache_compile.passes.plan import PassReport, Plan
+from specache_compile.kernels.movement import tier_ops as tiers
+from specache_compile.passes.plan import PassReport, RewritePlan
 
 LAYERS = 2
 SETTINGS = {"setting": "paper", "bits": 1, "group_size": 32, "residual_length": 32}
@@ -37,7 +37,7 @@ def test_a_sound_lossless_rewrite_moves_nothing(model: Any) -> None:
 def test_a_fault_planted_in_a_pass_is_found(model: Any, monkeypatch: pytest.MonkeyPatch, faulty: int) -> None:
     """A pass that halves one layer's attention scale in decode, as a wrong constant would."""
 
-    def rewrite_attention(graph_module: GraphModule, plan: Plan) -> tuple[GraphModule, PassReport]:
+    def rewrite_attention(graph_module: GraphModule, plan: RewritePlan) -> tuple[GraphModule, PassReport]:
         graph_module, report = real(graph_module, plan)
         for node in graph_module.graph.nodes:
             if node.target is torch.ops.specache.decode_attention.default and belongs_to(node, faulty):
@@ -81,8 +81,8 @@ def test_a_fault_planted_in_a_kernel_is_found(model: Any, monkeypatch: pytest.Mo
         model.model.layers[1].self_attn.o_proj.weight /= 100
     real = tiers.refill
 
-    def refill(wanted: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor, fetched: Tensor) -> None:
-        real(wanted, host, slots, slot_index, fetched)
+    def refill(selected: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor, fetched: Tensor) -> None:
+        real(selected, host, slots, slot_index, fetched)
         slots.clamp_(-60, 60)
 
     assert sc.bisect(model, prompt(150), SETTINGS, new_tokens=2).layer is None

@@ -90,7 +90,7 @@ def test_a_fetch_before_its_selection_is_found(explained: sc.Explanation) -> Non
     select = graph.graph.find_nodes(op="call_function", target=torch.ops.specache.select_topk.default)[0]
     fetch = graph.graph.find_nodes(op="call_function", target=PREFETCH)[0]
     fetch.append(select)
-    assert any("writes wanted_0 unordered after prefetch" in p for p in check_order(schedule_of(launches_of(graph))))
+    assert any("writes selected_0 unordered after prefetch" in p for p in check_order(schedule_of(launches_of(graph))))
 
 
 def test_what_it_cannot_be_saved_as_is_one_clear_line(explained: sc.Explanation, tmp_path: Path) -> None:

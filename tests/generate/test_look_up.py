@@ -17,7 +17,7 @@ from conftest import chatted, compile_copy, greedy, prompt, tiny_llama
 from held_tiers import at_hand, differences, held, interrupted_behind
 from specache_compile.compat import cache_of, with_cache
 from specache_compile.generate.look_up import DRAFTED, LookedUp
-from specache_compile.kernels.movement import definition as tiers
+from specache_compile.kernels.movement import tier_ops as tiers
 from specache_compile.methods import parse_options
 from specache_compile.runtime.session import Mode, session_of
 

@@ -1,9 +1,8 @@
-"""What kvpress keeps of a prompt: by Expected Attention, with the queries and pairs that it chose from, and by KVzip,
-with the model.
+"""Record the pairs that kvpress keeps of a prompt: by Expected Attention, with queries and pairs, and by KVzip.
 
-    python tests/kernels/kvpress_fixture.py    writes kvpress.safetensors and kvzip.safetensors beside this file
+    python tests/kernels/kvpress_fixture.py    writes kvpress.safetensors and kvzip.safetensors next to this file
 
-In an environment of its own: pip install kvpress==0.5.5 safetensors. Two layers of a random Llama with one row.
+It needs a separate environment: pip install kvpress==0.5.5 safetensors. Two layers of a random Llama with one row.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ def expected_attention() -> None:
 
 
 def letters() -> PreTrainedTokenizerFast:
-    """A token a letter, its number; a user's words stand between < and >."""
+    """A tokenizer with one token per letter; user messages are between < and >."""
     tokenizer = Tokenizer(WordLevel({chr(number): number for number in range(128)}, unk_token="?"))
     tokenizer.pre_tokenizer = Split(Regex(r"[\s\S]"), "isolated")
     template = "<{% for message in messages %}{{ message['content'] }}{% endfor %}>"
@@ -68,7 +67,7 @@ def letters() -> PreTrainedTokenizerFast:
 
 @torch.no_grad()
 def kvzip() -> None:
-    """Of a context of two chunks behind the template's first token."""
+    """Record KVzip for a context of two chunks after the template's first token."""
     torch.manual_seed(0)
     sizes = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 32}
     config = LlamaConfig(

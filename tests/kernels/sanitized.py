@@ -1,9 +1,9 @@
-"""The kernels' tests, with the C++ built under the sanitizers of addresses and of undefined behaviour.
+"""The kernels' tests, with the C++ built with the address and undefined-behaviour sanitizers.
 
-`test_sanitized.py` runs this file in a process of its own, into which the sanitizers' libraries are loaded first.
+`test_sanitized.py` runs this file in a separate process that preloads the sanitizers' libraries.
 
     python sanitized.py PYTEST-ARGUMENT...
-    python sanitized.py --overrun           a read behind a tensor, which must not go unseen
+    python sanitized.py --overrun           a read past a tensor, which must be detected
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Attention over the tiers against a float64 reference that puts the cache back in position order.
+"""Attention over the tiers against a float64 reference over the cache in position order.
 
-The tiers are made of random numbers, not by our quantiser; every place that must not be read holds NaN.
+The tiers contain random numbers instead of our quantiser's output. NaN fills all elements that must not be read.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from specache_compile.kernels.attention.definition import BLOCK
+from specache_compile.kernels.attention.attention_ops import BLOCK
 from specache_compile.kernels.op import registered
 from specache_compile.kernels.state.stored_tiers import StoredTiers
 
 pytestmark = pytest.mark.pairwise
 
-# Every implementation of the op's contract is judged by the same tests.
+# The same tests cover every implementation of the op.
 DECODE_OPS = [op.name for op in registered() if op.name.startswith(("decode_attention", "score_low_bit"))]
-# float32 sums of some hundred terms of size 1; the reference has none of that error.
+# Error of float32 sums of a few hundred terms of size 1; the float64 reference has no such error.
 CLOSE = {"rtol": 1e-4, "atol": 2e-5}
 
 
@@ -70,7 +70,7 @@ class Case:
 
 @dataclass
 class Step:
-    """One decode step's tensors, as the op takes them and as the reference does: in position order, in float64."""
+    """One decode step's tensors, for the op, and for the reference in position order and float64."""
 
     case: Case
     q: Tensor
@@ -82,12 +82,12 @@ class Step:
     state: dict[str, Tensor]
     keys: Tensor
     values: Tensor
-    # As `keys`, with nothing in the slots.
+    # Like `keys`, with empty slots.
     unfetched_keys: Tensor
 
     def run(self, op: str) -> tuple[Tensor, Tensor]:
-        """Output and the last lane's scores. The two halves of a corrected attention make one op here: their scores are
-        of the low-bit pairs alone, and so those of a step with nothing in its slots."""
+        """Return the output and the last lane's scores. The two halves of a corrected attention run as one op, whose
+        scores use low-bit pairs alone: they equal those of a step with empty slots."""
         tiers = [self.state[name] for name in StoredTiers._fields]
         read = (tiers, [int(value) for value in self.case.layout], self.case.head_dim**-0.5, self.case.softcap)
         step = (self.mask, self.sinks, self.cursor)
@@ -159,14 +159,14 @@ def make_step(case: Case, seed: int = 0) -> Step:
     if case.center:
         center, waves = make_center(low_bit, normal(*rows, d).float() * 20)
         stored_keys = stored_keys + waves
-    elif case.key_trellis:  # one that stays for a group, and turns from one to the next
+    elif case.key_trellis:  # constant within a group, rotating from group to group
         center = normal(*rows, 3, d).float()
         center[:, :, 2] = 0.7 ** torch.arange(d)
         beta, gamma, theta = center.double()[:, :, :, None].unbind(2)
         angle = (torch.arange(low_bit) // case.group)[:, None] * theta
         stored_keys = stored_keys + angle.cos() * beta + angle.sin() * gamma
 
-    # The row b's sinks begin at its token 3·b; the last of them is none yet.
+    # Row b's sinks begin at its token 3·b; its last sink is still empty.
     sink_index = torch.arange(case.sink_tokens).int() + 3 * torch.arange(case.batch).int().view(-1, 1, 1)
     sink_index[..., -1:] = -1
     sink_pairs = torch.full((*rows, case.sink_tokens, 2, d), math.nan, dtype=case.dtype)
@@ -216,8 +216,10 @@ def make_step(case: Case, seed: int = 0) -> Step:
 
 
 def make_center(tokens: int, mean: Tensor) -> tuple[Tensor, Tensor]:
-    """The center of that mean [B, H, d], and what it is at each token, float64 [B, H, n, d]: RoPE as complex numbers,
-    over all channels but the last two."""
+    """Return the center for a mean [B, H, d], and its value at each token, float64 [B, H, n, d].
+
+    RoPE uses complex numbers, over all channels except the last two.
+    """
     d = mean.shape[-1]
     half = d // 2 - 1
     frequencies = 0.7 ** torch.arange(half, dtype=torch.float64)
@@ -237,7 +239,7 @@ def make_center(tokens: int, mean: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def turned(x: Tensor) -> Tensor:
-    """x [..., d] by the Hadamard matrix of each block: ± by the parity of the bits that i and j share."""
+    """Multiply x [..., d] by each block's Hadamard matrix, whose signs are the parity of the common bits of i and j."""
     d = x.shape[-1]
     block = next(size for size in (256, 128, 64, 32, 16, 8, 4, 2, 1) if d % size == 0)
     signs = [[1 - 2 * ((i & j).bit_count() % 2) for j in range(block)] for i in range(block)]
@@ -245,13 +247,13 @@ def turned(x: Tensor) -> Tensor:
 
 
 def read_levels(codes: Tensor, bits: int, head_dim: int) -> Tensor:
-    """Codes as float64 [..., d]: channel c stands in byte c mod P, at bit `bits` * (c div P)."""
+    """Return codes as float64 [..., d]: channel c is in byte c mod P, at bit `bits` * (c div P)."""
     channel, width = torch.arange(head_dim), head_dim * bits // 8
     return (codes[..., channel % width].long() // 2 ** (bits * (channel // width)) % 2**bits).double()
 
 
 def read_trellis(codes: Tensor, head_dim: int) -> Tensor:
-    """The levels q of a trellis code as float64 [..., d]: a number's bit, and the three before it in its circle."""
+    """Return a trellis code's levels q as float64 [..., d], from each number's bit and the three before it."""
     width, step = head_dim // 8, torch.arange(head_dim)
     circle = 32 if head_dim % 32 == 0 else 8 * max(size for size in range(1, 9) if width % size == 0)
     bits = codes[..., step // 8].long() >> step % 8 & 1
@@ -262,15 +264,14 @@ def read_trellis(codes: Tensor, head_dim: int) -> Tensor:
 
 
 def in_bytes(params: Tensor, generator: torch.Generator) -> Tensor:
-    """Scales around a quarter and zero points of as many eighths as there may be; where params are no number, neither
-    is a scale."""
+    """Return 8-bit params: scales around a quarter, zero points of all possible eighths, NaN scales for NaN params."""
     stored = torch.randint(0, 256, params.shape, dtype=torch.uint8, generator=generator)
     stored[..., :1, :] = torch.randint(90, 106, stored[..., :1, :].shape, dtype=torch.uint8, generator=generator)
     return stored.masked_fill(params.isnan(), 255)
 
 
 def read_params(params: Tensor) -> tuple[Tensor, Tensor]:
-    """Scale and zero point as float64; of 8 bits (`params.py`) by its formula. A trellis code has no zero point."""
+    """Return scale and zero point as float64, for 8 bits by the formula of `params.py`; a trellis has no zero point."""
     if params.dtype != torch.uint8:
         scale, zero = params.double()[..., 0, :], params.double()[..., -1, :]
     else:
@@ -282,7 +283,7 @@ def read_params(params: Tensor) -> tuple[Tensor, Tensor]:
 def make_mask(
     kind: str, batch: int, heads: int, queries: int, past: int, new: int, generator: torch.Generator
 ) -> Tensor | None:
-    """[B|1, Hq|1, Q|1, past + new]; "padding" kinds hide the first tokens of each row, more in later rows."""
+    """Return a mask [B|1, Hq|1, Q|1, past + new]; padding hides each row's first tokens, more in later rows."""
     columns = past + new
     padding = torch.arange(columns) >= (torch.arange(batch) * max(past // 3, 1)).view(-1, 1, 1, 1)
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -334,7 +335,7 @@ def reference(
 
 
 def expected_of(step: Step, op: str) -> tuple[Tensor, Tensor]:
-    """The reference's output, and its selection scores."""
+    """Return the reference's output and selection scores."""
     case, n = step.case, step.case.length
     mask = step.mask
     if mask is not None:  # both lanes' new pairs share the mask's last column
@@ -376,7 +377,7 @@ def test_output_and_scores_are_the_references(op: str, head_dim: int, bits: int)
 
 @pytest.mark.parametrize("bits", [(2, 1), (1, 2), (4, 1), (1, 8), (2, 2)], ids=str)
 @pytest.mark.parametrize("head_dim", [16, 64, 80, 96])
-def test_keys_and_values_of_their_own_bits_turned(op: str, head_dim: int, bits: tuple[int, int]) -> None:
+def test_rotated_keys_and_values_of_different_bits(op: str, head_dim: int, bits: tuple[int, int]) -> None:
     check(op, Case(head_dim=head_dim, bits=bits[0], value_bits=bits[1], rotate=True, mask="padding", length=350))
 
 
@@ -393,7 +394,7 @@ def test_values_in_a_trellis_and_params_of_eight_bits(
 @pytest.mark.parametrize(("value_bits", "trellis"), [(1, True), (1, False), (2, False)])
 @pytest.mark.parametrize(("rotate", "eight", "mask"), [(True, True, "padding"), (False, False, "none")])
 @pytest.mark.parametrize("head_dim", [8, 64, 72, 80, 96, 128, 256])
-def test_keys_in_a_trellis_behind_a_stepped_center(
+def test_keys_in_a_trellis_after_a_stepped_center(
     op: str, head_dim: int, value_bits: int, trellis: bool, rotate: bool, eight: bool, mask: str
 ) -> None:
     check(op, Case(head_dim=head_dim, bits=1, value_bits=value_bits, key_trellis=True, trellis=trellis, eight=eight,
@@ -401,13 +402,13 @@ def test_keys_in_a_trellis_behind_a_stepped_center(
 
 
 @pytest.mark.parametrize("center", [False, True])
-def test_keys_in_a_trellis_behind_a_center(op: str, center: bool) -> None:
+def test_keys_in_a_trellis_after_a_center(op: str, center: bool) -> None:
     check(op, Case(head_dim=64, bits=1, key_trellis=True, center=center, rotate=True, sink_tokens=3))
 
 
 @pytest.mark.parametrize("rotate", [False, True])
 @pytest.mark.parametrize("head_dim", [16, 80])
-def test_what_the_centers_keys_lack_is_in_their_logits(op: str, head_dim: int, rotate: bool) -> None:
+def test_logits_include_the_subtracted_center(op: str, head_dim: int, rotate: bool) -> None:
     check(op, Case(head_dim=head_dim, rotate=rotate, center=True, mask="padding", softcap=30.0, length=350))
 
 
@@ -462,14 +463,14 @@ def test_many_lanes(op: str, length: int, mask: str) -> None:
 @pytest.mark.parametrize("lanes", [1, 2])
 @pytest.mark.parametrize("length", [1, 31, 63, 64, 65, 95, 96, 127, 128])
 def test_every_fill_of_the_recent_ring(op: str, length: int, lanes: int) -> None:
-    """W is 64 here: from an empty low-bit tier, over the step that fills a group, to a ring that has wrapped."""
+    """W is 64: from an empty low-bit tier, past the step that fills a group, to a ring that has wrapped."""
     check(op, Case(length=length, lanes=lanes))
 
 
 @pytest.mark.parametrize("length", [31, 32, 33, 63, 64, 100])
 @pytest.mark.parametrize("residual", [0, 20, 45])
 def test_any_residual_length(op: str, residual: int, length: int) -> None:
-    """With R = 0 the new token goes straight to the low-bit tier, but its pair is not on the host yet: no candidate."""
+    """With R = 0 the new token is in the low-bit tier, but no candidate, since its pair has not reached the host."""
     check(op, Case(length=length, residual=residual))
 
 
@@ -491,19 +492,19 @@ def test_slots_empty_to_full(op: str, mask: str, filled: int) -> None:
 def test_sink_tokens_are_read_in_16_bits_and_are_no_candidates(
     op: str, mask: str, sink_tokens: int, length: int
 ) -> None:
-    """In the low-bit tier, in the window, and in the window's group that leaves it with the step."""
+    """Sinks in the low-bit tier, in the window, and in the group that leaves the window in this step."""
     check(op, Case(sink_tokens=sink_tokens, mask=mask, length=length, batch=3))
 
 
 @pytest.mark.parametrize("bits", [1, 4, 16])
 @pytest.mark.parametrize("lanes", [1, 2])
-def test_sink_tokens_beside_all_else(op: str, lanes: int, bits: int) -> None:
+def test_sink_tokens_with_all_other_options(op: str, lanes: int, bits: int) -> None:
     check(
         op, Case(sink_tokens=9, bits=bits, lanes=lanes, rotate=True, sinks=True, softcap=3.0, head_dim=64, length=350)
     )
 
 
-def test_what_is_stored_of_a_sink_token_in_few_bits_does_not_matter(op: str) -> None:
+def test_the_low_bit_codes_of_sink_tokens_do_not_matter(op: str) -> None:
     step = make_step(Case(sink_tokens=8))
     out, scores = step.run(op)
     step.state["codes"][0, :, :7] ^= 255
@@ -516,7 +517,7 @@ def test_without_slots_nothing_is_scored(op: str) -> None:
     step = make_step(Case(top_k=0, filled=0))
     out, scores = step.run(op)
     torch.testing.assert_close(out.double(), expected_of(step, op)[0], **CLOSE)
-    assert op.startswith("score") or (scores == -1).all(), "what is corrected has slots"
+    assert op.startswith("score") or (scores == -1).all(), "a corrected step has slots"
 
 
 def test_more_slots_than_tokens(op: str) -> None:
@@ -524,7 +525,7 @@ def test_more_slots_than_tokens(op: str) -> None:
 
 
 def test_a_slot_of_a_token_still_in_the_recent_tier_is_not_read(op: str) -> None:
-    """A pre-decode may choose tokens that leave the window only with the decode step behind it."""
+    """A pre-decode may select tokens that leave the window only in the next decode step."""
     step = make_step(Case(length=200, filled=20))
     out, scores = step.run(op)
     empty = step.state["slot_index"] == -1
@@ -568,7 +569,7 @@ def test_large_logits_do_not_overflow(op: str) -> None:
     step.q *= 3e3
     out, scores = step.run(op)
     expected, expected_scores = expected_of(step, op)
-    # Logits of some thousand have a float32 error of some 1e-3, and that is the weights' relative error.
+    # Logits of a few thousand have a float32 error of about 1e-3, which is the weights' relative error.
     torch.testing.assert_close(out.double(), expected, rtol=2e-2, atol=2e-2)
     torch.testing.assert_close(scores.double(), expected_scores, rtol=2e-2, atol=2e-2)
 
@@ -576,7 +577,7 @@ def test_large_logits_do_not_overflow(op: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("bits", [1, 2, 16])
 def test_half_precision_inputs_cost_one_rounding_of_the_output(op: str, bits: int, dtype: torch.dtype) -> None:
-    """The sums are float32 and the reference has the same rounded inputs: half an ulp of the output's dtype is left."""
+    """Sums are float32, and the reference has the same rounded inputs, so half an ulp of the output's dtype remains."""
     step = make_step(Case(dtype=dtype, bits=bits, mask="padding", sinks=True, head_dim=64))
     out, scores = step.run(op)
     expected, expected_scores = expected_of(step, op)
@@ -592,7 +593,7 @@ def test_a_mask_shorter_than_the_cache_is_refused(op: str) -> None:
         step.run(op)
 
 
-# Extend: exact attention over the host tier
+# Chunked prefill: exact attention over the host tier
 
 
 def check_extend(
@@ -630,7 +631,7 @@ def check_extend(
     for op, roundings in ((torch.ops.specache.extend_attention, 0.5), (torch.ops.specache.extend_attention_fused, 2)):
         out = op(q, k, v, given, sink, cursor, host, head_dim**-0.5, softcap)
         assert out.dtype == dtype
-        assert out.is_contiguous(), "as its fake is"
+        assert out.is_contiguous(), "its fake is contiguous"
         rounding = {"rtol": roundings * eps + 1e-4, "atol": 2e-5 + (roundings > 1) * eps}
         torch.testing.assert_close(out.double(), expected, **rounding)
 
@@ -690,12 +691,12 @@ def test_extend_in_half_precision_costs_one_rounding_of_the_output(dtype: torch.
 
 
 def test_extend_rows_that_see_nothing_give_zero() -> None:
-    """Left padding makes such rows: padded queries of a chunk see no key."""
+    """Left padding causes such rows: a chunk's padded queries see no key."""
     check_extend(100, 4, "nothing is seen")
     check_extend(0, 4, "nothing is seen")
 
 
-# Measure: the hit rate against the true attention
+# Measure: the hit rate against the exact attention
 
 
 @pytest.mark.parametrize("sinks", [False, True])
@@ -728,7 +729,7 @@ def test_measure_adds_the_covered_mass_and_the_covered_share_of_the_top_k(
             mass += sum(attention[t] for t in range(n + 1) if t in fetched | kept or t >= low_bit) / sum(attention)
             missable = (t for t in range(low_bit) if attention[t] > 0 and t not in kept)
             best = sorted(missable, key=lambda t: -attention[t])[:top_k]
-            # Where fewer are seen than k, the rest of k cannot be missed.
+            # If fewer than k tokens are visible, the others are no misses.
             size = min(top_k, low_bit)
             recall += 1 - len(set(best) - fetched) / size if size else 1.0
     heads = case.batch * case.heads
@@ -752,7 +753,7 @@ def test_another_default_dtype_changes_nothing(op: str, default: torch.dtype) ->
 
 
 def test_threads_share_the_work(op: str) -> None:
-    """Beyond the length from which there is more than one, in several jobs each."""
+    """Above the length that uses several threads, with several jobs each."""
     step = make_step(Case(length=1500, ratio=3, head_dim=64, group=64, residual=64, top_k=32))
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
@@ -765,7 +766,7 @@ def test_threads_share_the_work(op: str) -> None:
 
 
 def before_no_mans_land(x: Tensor) -> Tensor:
-    """A copy at the end of a mapping whose next page may not be touched."""
+    """Return a copy at the end of a mapping that a protected page follows."""
     size = -(-x.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
     memory = mmap.mmap(-1, size + mmap.PAGESIZE)
     libc = ctypes.CDLL(None, use_errno=True)
@@ -779,8 +780,8 @@ def before_no_mans_land(x: Tensor) -> Tensor:
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="protects a page as Linux does")
 @pytest.mark.parametrize("bits", [1, 2, 4, 16])
 @pytest.mark.parametrize("head_dim", [16, 64, 80])
-def test_nothing_behind_a_full_tier_is_read(op: str, head_dim: int, bits: int) -> None:
-    """The codes are read a vector at a time; a process that reads on behind the last one's ends here."""
+def test_nothing_past_a_full_tier_is_read(op: str, head_dim: int, bits: int) -> None:
+    """The kernel reads whole vectors of codes; a read past the last one ends the process."""
     case = Case(length=128, residual=0, head_dim=head_dim, bits=bits)
     step = make_step(case)
     for name, of in (("codes", 1), ("key_params", case.group), ("value_params", 1)):

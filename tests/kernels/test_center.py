@@ -1,12 +1,11 @@
-"""The center of the keys: what it is, that it makes biased keys as good to quantise as others, and that a share is what
-was taken off."""
+"""The center of the keys: its value, the accuracy of biased keys, and the equality of share and subtracted center."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from specache_compile.kernels.attention.definition import low_bit_keys
+from specache_compile.kernels.attention.attention_ops import low_bit_keys
 from specache_compile.kernels.state.center import centers, set_center, share_of_center
 from specache_compile.kernels.state.cursor import new_cursor
 from specache_compile.kernels.state.layout import Layout
@@ -21,7 +20,7 @@ BIAS = torch.randn(HEADS, 1, DIM, generator=torch.Generator().manual_seed(0)) * 
 
 
 def rope(x: Tensor, positions: Tensor) -> Tensor:
-    """x [..., n, d] turned to its positions, in float64: channels j and j + d/2 are a complex number."""
+    """Rotate x [..., n, d] to its positions, in float64: channels j and j + d/2 are a complex number."""
     pairs = torch.complex(*x.double().chunk(2, -1))
     angles = positions.double().unsqueeze(-1) * FREQUENCIES.double()
     pairs = pairs * torch.polar(torch.ones_like(angles), angles)
@@ -29,7 +28,7 @@ def rope(x: Tensor, positions: Tensor) -> Tensor:
 
 
 def error_of(keys: Tensor, center: bool, padding: Tensor | None) -> Tensor:
-    """Root mean square error [B] of 2-bit keys [B, H, n, d] of the tokens that are there."""
+    """Return the root mean square error [B] of 2-bit keys [B, H, n, d], over real tokens."""
     options = KiviOptions(bits=2, group_size=GROUP, residual_length=32, center="always" if center else "never")
     batch, _, tokens, _ = keys.shape
     state = allocate(options, LayerShape(HEADS, DIM, torch.float32, torch.device("cpu")), batch, 512, 512)
@@ -54,7 +53,7 @@ def test_biased_keys_are_quantised_as_well_as_others_wherever_a_row_begins() -> 
     assert (error_of(biased, True, padding) < 1.1 * error_of(free, False, padding)).all()
 
 
-def test_what_is_not_finite_has_no_part_in_the_center() -> None:
+def test_the_center_excludes_elements_that_are_not_finite() -> None:
     keys = rope(torch.zeros(1, HEADS, 96, DIM) + BIAS, torch.arange(96)).float()
     keys[0, 0, 5, 3], keys[0, 1, 7] = float("nan"), float("inf")
     center = torch.zeros(1, HEADS, 4, DIM)
@@ -62,8 +61,8 @@ def test_what_is_not_finite_has_no_part_in_the_center() -> None:
     torch.testing.assert_close(center[0, :, 0], BIAS[:, 0], atol=2e-3, rtol=1e-5)
 
 
-def test_a_stepped_center_is_what_the_mean_before_rope_is_over_a_group() -> None:
-    """Of the newest keys that are there. Its share is one for a group."""
+def test_a_stepped_center_is_the_rotated_mean_averaged_over_a_group() -> None:
+    """The mean is over the newest real keys. A group has one share."""
     keys = torch.randn(1, HEADS, 1088, DIM, generator=torch.Generator().manual_seed(3)) + 5
     center = torch.zeros(1, HEADS, 3, DIM)
     set_center(keys, None, FREQUENCIES, center, GROUP)
@@ -76,7 +75,7 @@ def test_a_stepped_center_is_what_the_mean_before_rope_is_over_a_group() -> None
     torch.testing.assert_close(shares, query @ found.unsqueeze(2).mT, atol=1e-4, rtol=0)
 
 
-def test_without_frequencies_a_stepped_center_is_the_mean_of_the_newest_that_are_there() -> None:
+def test_without_frequencies_a_stepped_center_is_the_mean_of_the_newest_tokens() -> None:
     keys = torch.randn(2, HEADS, 1100, DIM, generator=torch.Generator().manual_seed(3)) + 5
     keys[1, 0, 1000, 3] = float("nan")
     there = (torch.arange(1100) >= torch.tensor([0, 200]).view(2, 1, 1)).unsqueeze(-1)  # [B, 1, T, 1]
@@ -89,7 +88,7 @@ def test_without_frequencies_a_stepped_center_is_the_mean_of_the_newest_that_are
     torch.testing.assert_close(found, expected)
 
 
-def test_a_share_is_what_was_taken_off_far_into_a_context() -> None:
+def test_a_share_equals_the_subtracted_center_far_into_a_context() -> None:
     center = torch.zeros(1, HEADS, 4, DIM)
     keys = rope(BIAS.expand(HEADS, GROUP, DIM), torch.arange(GROUP)).float()[None]
     set_center(keys, None, FREQUENCIES, center, GROUP)

@@ -1,4 +1,4 @@
-"""The copy queue's promises: order, waiting, errors, and an end."""
+"""The copy queue's guarantees: order, waiting, errors, and termination."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PATIENCE = 10.0  # seconds after which a test that hangs fails instead
 
 
 class CopyError(Exception):
-    """What a job in these tests raises."""
+    """The error of jobs in these tests."""
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def queue() -> Iterator[CopyQueue]:
 
 @pytest.fixture
 def gate(queue: CopyQueue) -> Iterator[threading.Event]:
-    """Everything on the worker stands still until the gate is opened."""
+    """Block the worker until the gate opens."""
     opened = threading.Event()
 
     def job() -> int:
@@ -70,7 +70,7 @@ def open_soon(gate: threading.Event, seconds: float = 0.05) -> None:
 # Order and waiting
 
 
-def test_copies_run_in_the_order_in_which_they_were_handed_in(queue: CopyQueue, gate: threading.Event) -> None:
+def test_copies_run_in_the_order_of_submission(queue: CopyQueue, gate: threading.Event) -> None:
     log: list[str] = []
     guarded = [slots() for _ in range(3)]
     for i in range(3):
@@ -109,7 +109,7 @@ def test_wait_for_returns_when_the_prefetch_into_these_slots_is_done(queue: Copy
     assert log == ["mine"]
 
 
-def test_wait_for_does_not_wait_for_what_comes_behind(queue: CopyQueue) -> None:
+def test_wait_for_does_not_wait_for_later_copies(queue: CopyQueue) -> None:
     later = threading.Event()
     mine, others = slots(), slots()
     queue.submit_prefetch(mine, lambda: None)
@@ -126,7 +126,7 @@ def test_wait_for_slots_that_nothing_is_fetched_into_returns_at_once(queue: Copy
     assert not gate.is_set()
 
 
-def test_a_second_prefetch_into_the_same_slots_comes_behind_the_first(queue: CopyQueue) -> None:
+def test_a_second_prefetch_into_the_same_slots_runs_after_the_first(queue: CopyQueue) -> None:
     log: list[str] = []
     mine = slots()
     queue.submit_prefetch(mine, notes(log, "first"))
@@ -176,7 +176,7 @@ def test_wait_for_raises_what_the_prefetch_raised(queue: CopyQueue) -> None:
     assert isinstance(queue.error, CopyError)
 
 
-def test_the_next_prefetch_into_the_same_slots_raises_what_nobody_waited_for(queue: CopyQueue) -> None:
+def test_the_next_prefetch_into_the_same_slots_raises_an_error_that_was_not_waited_for(queue: CopyQueue) -> None:
     mine = slots()
     queue.submit_prefetch(mine, fails())
     with pytest.raises(CopyError):
@@ -283,7 +283,7 @@ def test_wait_for_offloads_without_a_queue_returns_at_once() -> None:
 
 @pytest.mark.parametrize("job", [lambda: 1, fails()])
 def test_a_dropped_queue_is_freed_with_what_its_copies_held(job: Callable[[], object]) -> None:
-    """Also after an error, whose traceback holds the job's frame, and with copies that nobody waited for."""
+    """Also after an error, whose traceback holds the job's frame, and without waits for its copies."""
 
     def use_a_queue() -> tuple[weakref.ref[CopyQueue], weakref.ref[Tensor], int]:
         queue, big = CopyQueue(), torch.zeros(8)
@@ -318,15 +318,15 @@ def test_copies_of_a_dropped_queue_still_end() -> None:
     assert done.wait(PATIENCE)
 
 
-def test_the_worker_has_no_threads_of_its_own() -> None:
-    """A second team of OpenMP threads would put both teams to sleep between any two kernels."""
+def test_the_worker_starts_no_further_threads() -> None:
+    """A second team of OpenMP threads would put both teams to sleep between kernels."""
     before = torch.get_num_threads()
     assert copy_queue.worker().submit(torch.get_num_threads).result() == 1
     assert torch.get_num_threads() == before
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_fork_waits_for_the_copies_under_way_and_the_child_copies_on_its_own(queue: CopyQueue) -> None:
+def test_a_fork_waits_for_running_copies_and_the_child_has_its_own_worker(queue: CopyQueue) -> None:
     mine, log = slots(), list[str]()
     queue.submit_prefetch(mine, lambda: (time.sleep(0.1), mine.fill_(1)))
     queue.submit_offload(lambda: (time.sleep(0.1), notes(log, "parent")()))

@@ -1,4 +1,4 @@
-"""Eviction policies against a plain reference: one head at a time, Python lists and float64, from the formulas."""
+"""Eviction policies against a plain reference from the formulas: one head at a time, Python lists, float64."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ POLICY_NAMES = tuple(name for name in POLICIES if name != "random")
 
 @dataclass
 class Pair:
-    """A kept pair and every attention that it has received, averaged over the query group."""
+    """A kept pair and its attention in each step, averaged over the query group."""
 
     token: int
     key: Tensor
@@ -40,7 +40,7 @@ class PlainHead:
     pairs: list[Pair] = field(default_factory=list)
 
     def encode(self, queries: Tensor, keys: Tensor, values: Tensor, first: int, hidden: set[int]) -> Tensor:
-        """New tokens join the pairs; returns their outputs [T, G, d]; queries [T, G, d], keys and values [T, d]."""
+        """Add new tokens with queries [T, G, d], keys and values [T, d]; returns their outputs [T, G, d]."""
         for i, (key, value) in enumerate(zip(keys, values, strict=True)):
             self.pairs.append(Pair(first + i, key, value))
         return torch.stack([self.attend(query, first + i, hidden) for i, query in enumerate(queries)])
@@ -58,7 +58,7 @@ class PlainHead:
         return weights @ values
 
     def evict(self, hidden: set[int], importance: dict[int, float]) -> None:
-        """The least important go, one after another; of equals the oldest; hidden ones before all."""
+        """Evict hidden pairs first, then the least important; the oldest first among equals."""
         drop = len(self.pairs) - self.budget
         if drop <= 0:
             return
@@ -91,7 +91,7 @@ class PlainHead:
 
 
 def plain(policy: str, q: Tensor, k: Tensor, v: Tensor, budget: int, steps: list[int], padding: list[int]) -> Any:
-    """Outputs [B, Hq, T, d], and for each (row, head) the kept tokens after each step, `steps` tokens at a time."""
+    """Return outputs [B, Hq, T, d], and for each (row, head) the kept tokens after each step of `steps` tokens."""
     out: Tensor = torch.zeros_like(q)
     kept: dict[tuple[int, int], list[list[int]]] = {(row, head): [] for row in range(BATCH) for head in range(HEADS)}
     for row in range(BATCH):
@@ -153,7 +153,7 @@ class Cache:
 
 
 def tokens(count: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries and keys large enough that attention is far from even."""
+    """Return queries and keys so large that attention is far from uniform."""
     make = torch.Generator().manual_seed(seed)
     q = torch.randn(BATCH, HEADS * GROUP, count, DIM, generator=make) * 2
     k, v = (torch.randn(BATCH, HEADS, count, DIM, generator=make) for _ in range(2))
@@ -165,7 +165,7 @@ def doubles(*given: Tensor) -> tuple[Tensor, ...]:
 
 
 def blocks(count: int, budget: int, block: int) -> list[int]:
-    """How a prompt is encoded: what fits at once, then block by block."""
+    """Return the steps of a prompt: the tokens that fit at once, then blocks."""
     sizes = [min(count, budget)]
     while sum(sizes) < count:
         sizes.append(min(block, count - sum(sizes)))
@@ -191,7 +191,7 @@ def test_decode_keeps_step_by_step_what_the_formula_keeps(policy: str, padding: 
 def test_a_prompt_is_evicted_block_by_block(
     policy: str, block: int, padding: list[int] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Or once, behind all of it: its attention is the full one then."""
+    """Or once, after the whole prompt, whose attention is then the full attention."""
     monkeypatch.setattr(evict, "ROWS", 30)  # of queries that attend at a time
     q, k, v = tokens(73, seed=1)
     cache = Cache(26, policy, block)
@@ -209,7 +209,7 @@ def test_a_prompt_is_evicted_block_by_block(
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_prompt_in_pieces_ends_as_one_in_whole(policy: str) -> None:
-    """A prefill, an extend and decode steps; with blocks of one, where they are cut makes no difference."""
+    """A prefill, a chunk and decode steps; with blocks of one token, the cuts make no difference."""
     q, k, v = tokens(30, seed=2)
     whole, pieces = Cache(9, policy), Cache(9, policy)
     out = whole.step(q, k, v)
@@ -230,7 +230,7 @@ def test_a_budget_that_is_never_reached_is_the_full_attention(policy: str) -> No
 
 
 def test_a_sink_takes_its_share() -> None:
-    """A logit of each head that no pair belongs to (gpt-oss)."""
+    """A sink is a logit of each head without a pair (gpt-oss)."""
     q, k, v = tokens(40, seed=6)
     sinks = torch.linspace(-2, 6, HEADS * GROUP)
     out = Cache(10, "h2o", WHOLE).step(q, k, v, sinks=sinks)
@@ -271,7 +271,7 @@ def test_random_eviction_follows_its_seed() -> None:
 
 
 def test_random_eviction_keeps_every_token_alike() -> None:
-    """Of tokens long past, each survives as often; the newest are likelier to be there still."""
+    """Old tokens survive equally often; the newest survive more often."""
     q, k, v = tokens(30, seed=5)
     counts = torch.zeros(30)
     for seed in range(200):
@@ -297,8 +297,8 @@ def test_forgetting_drops_the_newer_tokens_and_moves_the_rest_together(length: i
         assert torch.equal(cache.kept[row, head, : len(stays), 0], k[row, head, stays])
 
 
-def test_after_forgetting_more_than_was_there_the_cache_goes_on() -> None:
-    """Heads hold different counts then; what is empty is never attended to, and is filled before anything goes."""
+def test_the_cache_continues_after_dropping_more_than_it_had() -> None:
+    """Heads then hold different counts; empty entries get no attention, and are filled before any eviction."""
     q, k, v = tokens(30, seed=7)
     cache = Cache(10, "tova")
     cache.step(q, k, v)

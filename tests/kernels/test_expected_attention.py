@@ -1,4 +1,4 @@
-"""Expected Attention's choice against kvpress', and against a plain reference in float64."""
+"""Expected Attention's selection against kvpress, and against a plain reference in float64."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FIRST, AHEAD = 4, 512
 def kept_of(
     q: Tensor, k: Tensor, v: Tensor, budget: int, frequencies: Tensor | None, padding: list[int] | None = None
 ) -> Tensor:
-    """The op's kept tokens [B, H, b]."""
+    """Return the op's kept tokens [B, H, b]."""
     batch, heads, tokens, d = k.shape
     pairs, token = torch.zeros(batch, heads, tokens, 2, d), torch.full((batch, heads, tokens), -1, dtype=torch.int32)
     mask = None
@@ -39,14 +39,16 @@ def kept_of(
 
 
 def turned(x: Tensor, angle: Tensor) -> Tensor:
-    """RoPE of x [..., d] by angles [..., d / 2]."""
+    """Apply RoPE to x [..., d] with angles [..., d / 2]."""
     low, high = x.chunk(2, -1)
     return torch.cat([low * angle.cos() - high * angle.sin(), high * angle.cos() + low * angle.sin()], -1)
 
 
 def plain_choice(queries: Tensor, keys: Tensor, values: Tensor, budget: int, frequencies: Tensor) -> list[int]:
-    """The tokens that one KV head keeps; queries before RoPE [G, n, d], keys [n, d] at places 0 to n - 1; one place
-    and one query at a time, in float64."""
+    """Return the tokens that one KV head keeps, computed in float64, one position and one query at a time.
+
+    queries: before RoPE, [G, n, d]. keys: [n, d] at positions 0 to n - 1.
+    """
     tokens, d = keys.shape
     ahead = [turned(torch.eye(d, dtype=torch.float64), p * frequencies.expand(d, -1)).T
              for p in range(tokens, tokens + AHEAD)]  # fmt: skip
@@ -72,7 +74,7 @@ def test_it_keeps_what_kvpress_keeps(layer: int) -> None:
 
 
 def test_padding_counts_nowhere_and_moves_no_place() -> None:
-    """A row padded on the left keeps the tokens that it keeps without."""
+    """A left-padded row keeps the same tokens as without padding."""
     make = torch.Generator().manual_seed(3)
     frequencies, hidden, tokens, budget = 0.7 ** torch.arange(4.0), 7, 40, 14
     bare, k = (torch.randn(1, heads, tokens, 8, generator=make) * 2 for heads in (4, 2))
@@ -93,7 +95,7 @@ def test_a_budget_of_fewer_than_the_first_tokens_keeps_the_first_of_them() -> No
 
 
 def test_a_model_whose_rope_turns_neighbours_is_refused() -> None:
-    """As Cohere's, whose frequencies are there, but for other pairs of channels."""
+    """Cohere has frequencies, but for other pairs of channels."""
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
     model = CohereForCausalLM(CohereConfig(vocab_size=64, num_hidden_layers=1, **sizes)).eval()
     model.compile(backend="specache", options={"method": "expected_attention", "budget": 30, "lowering": "eager"})
@@ -101,8 +103,8 @@ def test_a_model_whose_rope_turns_neighbours_is_refused() -> None:
         model(torch.randint(0, 64, (1, 90)), use_cache=True)
 
 
-def test_a_model_keeps_the_budget_and_what_comes_later() -> None:
-    """In the graph, with the model's own frequencies."""
+def test_a_model_keeps_the_budget_and_later_tokens() -> None:
+    """In the graph, with the model's frequencies."""
     model = tiny_llama()
     model.compile(backend="specache", options={"method": "expected_attention", "budget": 30, "lowering": "eager"})
     ids = torch.randint(0, model.config.vocab_size, (2, 90))

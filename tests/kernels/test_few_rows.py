@@ -1,4 +1,4 @@
-"""A product of a few rows against float64, and where it stands in place of another product."""
+"""Products of a few rows against float64, and the products that they replace."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-8}
 @pytest.mark.parametrize(("rows", "channels", "outputs"), [(1, 576, 192), (2, 64, 5), (3, 40, 1), (4, 7, 9)])
 @pytest.mark.parametrize("has_bias", [False, True], ids=["", "bias"])
 def test_each_row_times_the_weight(dtype: torch.dtype, rows: int, channels: int, outputs: int, has_bias: bool) -> None:
-    """Sums are rounded once, to the nearest."""
+    """Sums are rounded once, to nearest."""
     torch.manual_seed(rows)
     x, weight, bias = (torch.randn(*shape).to(dtype) for shape in ((rows, channels), (outputs, channels), (outputs,)))
     out = torch.ops.specache.few_rows_fused(x, weight, bias if has_bias else None)
@@ -37,7 +37,7 @@ def test_each_row_times_the_weight(dtype: torch.dtype, rows: int, channels: int,
     assert ((out.double() - exact).abs() <= TOLERANCE[dtype] * exact.abs() + 1e-6 * size).all()
 
 
-def test_what_is_not_finite_stays_so() -> None:
+def test_elements_that_are_not_finite_stay_so() -> None:
     weight = torch.tensor([[1.0, 0.0], [0.0, 1.0]]).bfloat16()
     out = torch.ops.specache.few_rows_fused(torch.tensor([[float("nan"), float("inf")]]).bfloat16(), weight, None)
     assert out[0, 0].isnan()
@@ -59,7 +59,7 @@ def test_what_is_not_finite_stays_so() -> None:
 def test_products_of_few_rows_and_a_weight_are_replaced_and_no_others(
     rows: int, dtype: torch.dtype, replaced: int
 ) -> None:
-    """A linear without a bias, one with it, and a product with what is no weight."""
+    """A linear layer without bias, one with bias, and a product without a weight."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16, bias=False), nn.Linear(16, 8)).to(dtype)
     x = torch.randn(rows, 8).to(dtype)
@@ -83,7 +83,7 @@ def test_products_of_few_rows_and_a_weight_are_replaced_and_no_others(
 def test_linear_layers_of_a_graph_as_dynamo_captured_it(
     compiled: bool, shape: tuple[int, ...], dtype: torch.dtype, replaced: int
 ) -> None:
-    """Op by op the kernel's wrapper looks at the rows; what Inductor compiles has the kernel for few alone."""
+    """Op by op the kernel's wrapper checks the rows; graphs for Inductor have the kernel only for few rows."""
     torch.manual_seed(0)
     first, second, bias = (torch.randn(*shape).to(dtype) for shape in ((16, 8), (8, 16), (8,)))
 
@@ -100,7 +100,7 @@ def test_linear_layers_of_a_graph_as_dynamo_captured_it(
 
 @pytest.mark.parametrize("widened", [False, True])
 def test_products_of_one_x_and_one_layers_weights_become_one_op(widened: bool) -> None:
-    """Queries and keys of layer 1 together; what is of another x, or of another layer, alone."""
+    """Queries and keys of layer 1 are joined; products of another x or another layer are not."""
     names = ("x", "of_layers_1_parameters_q", "of_layers_1_parameters_k", "of_layers_2_parameters_k", "bias")
     given = [torch.randn(shape) for shape in ((1, 1, 8), (16, 8), (4, 8), (4, 8), (4,))]
 
@@ -120,8 +120,8 @@ def test_products_of_one_x_and_one_layers_weights_become_one_op(widened: bool) -
         torch.testing.assert_close(found, expected)
 
 
-def test_what_the_kernel_would_read_wrongly_stays() -> None:
-    """A bias that is broadcast, a weight or a row without its first dimension, weights of a subclass."""
+def test_products_that_the_kernel_would_misread_stay() -> None:
+    """A broadcast bias, a weight or a row without its first dimension, weights of a subclass."""
     x, weight = torch.randn(1, 8), torch.randn(4, 8)
     assert is_linear(x, weight, torch.randn(4))
     assert not is_linear(x, weight, torch.randn(1))

@@ -1,4 +1,4 @@
-"""The codes of the FP8 cache against the numbers that their bits stand for (OCP 8-bit floating point, E4M3)."""
+"""The codes of the FP8 cache against their numbers (OCP 8-bit floating point, E4M3)."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ CODES = range(127)  # those of no sign; 127 is NaN, and there is no infinity
 
 
 def value_of(code: int) -> float:
-    """Four bits of exponent, biased by 7, over three of mantissa."""
+    """Decode four bits of exponent, biased by 7, and three of mantissa."""
     exponent, mantissa = divmod(code, 8)
     return mantissa / 8 * 2.0**-6 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 7)
 
 
 def nearest(x: float) -> float:
-    """Of two that are as near the one of even mantissa; beyond the largest, that."""
+    """Return the nearest code, with even mantissa in a tie; the largest code for larger numbers."""
     size = min(abs(x), value_of(CODES[-1]))
     code = min(CODES, key=lambda code: (abs(value_of(code) - size), code % 2))
     return math.copysign(value_of(code), x)
 
 
-def test_a_pair_is_kept_as_its_nearest_codes_behind_those_before_it() -> None:
+def test_a_pair_is_stored_as_its_nearest_codes_after_earlier_pairs() -> None:
     torch.manual_seed(0)
     k, v = (torch.randn(2, 3, 5, 16) * 10 ** torch.linspace(-4, 3, 16) for _ in range(2))
     ties = [(value_of(code) + value_of(code + 1)) / 2 for code in (0, 1, 7, 8, 99, 125)]
@@ -41,7 +41,7 @@ def test_a_pair_is_kept_as_its_nearest_codes_behind_those_before_it() -> None:
     assert not found[:, :, 9:].any()
 
 
-def test_what_is_no_number_stays_none() -> None:
+def test_nan_stays_nan() -> None:
     k = torch.full((1, 1, 1, 8), math.nan)
     cache = torch.zeros(1, 1, 1, 2, 8, dtype=torch.uint8)
     torch.ops.specache.keep_fp8(k, k, None, torch.zeros(1, 4, dtype=torch.int64), cache)

@@ -1,4 +1,4 @@
-"""The same promises on a CUDA device: `pytest -m gpu`.
+"""The same guarantees on a CUDA device: `pytest -m gpu`.
 
 On the simulated device (tests/device) kernels are interpreted, milliseconds for each program: everything there is in
 smaller numbers, `as_many(on a real device, on the simulated one)`.
@@ -44,14 +44,14 @@ def unmarked(*cases: str) -> Callable[[T], T]:
     return lambda test: test
 
 
-# What takes long on the simulated device is slow there alone; of a test marked `quick_there` all cases but these.
+# Tests that take long on the simulated device are slow only there.
 long_there = as_many(unmarked(), pytest.mark.slow)
 quick_there = as_many(unmarked, pytest.mark.quick_for)
 
 # Clock cycles, a tenth of a second: longer than the host takes to launch four steps.
 PAUSE = 200_000_000
 
-# k is more than the tokens outside the window, wherever tokens are compared.
+# k exceeds the number of tokens outside the window in all comparisons of tokens.
 LOSSLESS = {**conftest.LOSSLESS, "top_k": as_many(1024, 128)}
 
 
@@ -80,7 +80,7 @@ def test_the_host_tier_is_pinned_and_the_rest_is_on_the_device(llama: LlamaForCa
 @quick_there("reduce-overhead")
 @pytest.mark.parametrize("mode", [None, "reduce-overhead"])
 def test_turns_crops_and_forks(llama: LlamaForCausalLM, mode: str | None) -> None:
-    """Captured, the last layer's fetch is left to the next replay, and made before anything else that needs it."""
+    """A captured step defers the last layer's fetch to the next replay, or to an earlier reader of the slots."""
     model = llama.cuda()
     twin = copy.deepcopy(model)
     twin.compile(backend="specache", options={**LOSSLESS, "mode": mode})
@@ -114,7 +114,7 @@ def test_device_memory_for_kv_is_what_explain_predicted(llama: LlamaForCausalLM)
 
 @contextmanager
 def no_synchronisation() -> Iterator[None]:
-    """Within it, whatever stops the host for the device raises."""
+    """Within this context, any synchronisation of the host with the device raises."""
     torch.cuda.set_sync_debug_mode("error")
     try:
         yield
@@ -147,8 +147,8 @@ def test_captured_steps_make_the_uncompiled_models_tokens_across_buckets(
     ids = prompt(length).cuda()
     assert torch.equal(greedy_unmasked(twin, ids, tokens), greedy_unmasked(model, ids, tokens))
     assert len(captures) == len(buckets)
-    told = sc.stats(twin)
-    assert told.replays == told.decodes - len(buckets), "the first step of each bucket runs as it is"
+    stats = sc.stats(twin)
+    assert stats.replays == stats.decodes - len(buckets), "the first step of each bucket runs as it is"
 
 
 def test_a_step_without_fetches_is_captured_too(llama: LlamaForCausalLM) -> None:
@@ -159,7 +159,7 @@ def test_a_step_without_fetches_is_captured_too(llama: LlamaForCausalLM) -> None
     assert torch.equal(greedy_unmasked(twin, ids, tokens), greedy_unmasked(model, ids, tokens))
 
 
-def test_a_step_is_run_as_it_is_once_a_large_argument_moves_every_time(
+def test_a_step_runs_uncaptured_if_a_large_argument_moves_every_time(
     llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cuda_graphs, "COPIED_BYTES", 4)  # each step's token is larger, and all are kept
@@ -189,8 +189,8 @@ HoldUp = Callable[[int], None]
 
 @pytest.fixture
 def hold_up_gathers(monkeypatch: pytest.MonkeyPatch) -> Iterator[HoldUp]:
-    """Each gather waits so many cycles on its stream; ten million are some 5 ms. On the simulated device each runs when
-    something waits for it, and not before."""
+    """Delay each gather by a number of cycles on its stream; ten million are about 5 ms. On the simulated device a
+    gather runs only when something waits for it."""
     gather = triton_copy.gather
 
     def hold_up(cycles: int) -> None:
@@ -216,7 +216,7 @@ def set_schedule(name: str) -> None:
 
 @long_there
 def test_a_late_copy_changes_no_token(llama: LlamaForCausalLM, hold_up_gathers: HoldUp) -> None:
-    """Each fetch is held up by some 5 ms on its stream: a step that did not wait would read stale slots."""
+    """Each fetch is delayed by about 5 ms on its stream: a step without waits would read stale slots."""
     hold_up_gathers(10_000_000)
     model = llama.cuda()
     twin = copy.deepcopy(model)
@@ -226,7 +226,7 @@ def test_a_late_copy_changes_no_token(llama: LlamaForCausalLM, hold_up_gathers: 
 
 
 def test_a_late_copy_in_a_captured_step_changes_no_token(llama: LlamaForCausalLM, hold_up_gathers: HoldUp) -> None:
-    """The delays are part of the graph: deferred fetches end long after the first layer, and are waited for."""
+    """The graph contains the delays: deferred fetches end long after the first layer, which waits for them."""
     hold_up_gathers(10_000_000)
     model = llama.cuda()
     twin = copy.deepcopy(model)
@@ -235,10 +235,10 @@ def test_a_late_copy_in_a_captured_step_changes_no_token(llama: LlamaForCausalLM
     assert torch.equal(greedy_unmasked(twin, ids, tokens), greedy_unmasked(model, ids, tokens))
 
 
-def test_without_its_waits_a_late_copy_is_seen(
+def test_without_waits_a_late_copy_changes_tokens(
     llama: LlamaForCausalLM, hold_up_gathers: HoldUp, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The test above can fail: with waits that do not wait, the same delay changes what a step reads."""
+    """The test above can fail: without waits, the same delay changes the pairs that a step reads."""
     hold_up_gathers(100_000_000)
     monkeypatch.setattr(copy_stream, "wait", lambda *given: None)
     model = llama.cuda()
@@ -249,8 +249,8 @@ def test_without_its_waits_a_late_copy_is_seen(
 
 
 @pytest.mark.skipif(SIMULATED, reason="the simulated device has no times: its profiler sees no kernel")
-def test_a_trace_shows_copies_beside_compute() -> None:
-    """Wide layers, so that there is compute to hide behind: a fetch runs while a kernel of another stream does.
+def test_a_trace_shows_copies_concurrent_with_compute() -> None:
+    """Wide layers provide compute to overlap: a fetch runs while a kernel of another stream runs.
 
     The GPU pauses first: a host that launches more slowly than kernels run leaves gaps that a fetch fits in."""
     wide = {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 16, "num_key_value_heads": 4}
@@ -319,10 +319,10 @@ def test_a_hundred_generations_leak_nothing(llama: LlamaForCausalLM) -> None:
 
 @quick_there("240")
 @pytest.mark.parametrize("tokens", [240, 4330])  # past a bucket of 256; past the room for 4,352 of one for 4,608
-def test_a_tier_that_grows_stays_where_it_is_and_is_read_and_written_behind_its_first_registration(
+def test_a_tier_that_grows_stays_in_place_and_is_accessed_past_its_first_registration(
     llama: LlamaForCausalLM, tokens: int
 ) -> None:
-    """At 16 bits, exact however long it is: at one bit k would have to be more than there are tokens."""
+    """16 bits are exact at any length; at one bit k would have to exceed the number of tokens."""
     model = llama.cuda()
     twin = copy.deepcopy(model)
     twin.compile(backend="specache", options={**LOSSLESS, "bits": 16, "top_k": 64})
@@ -341,8 +341,8 @@ def test_a_tier_that_grows_stays_where_it_is_and_is_read_and_written_behind_its_
 
 
 @long_there
-def test_a_dead_caches_host_memory_is_the_next_ones(llama: LlamaForCausalLM) -> None:
-    """And what it holds of the older cache is never read."""
+def test_a_freed_caches_host_memory_is_reused(llama: LlamaForCausalLM) -> None:
+    """The older cache's content is never read."""
     model = llama.cuda()
     twin = copy.deepcopy(model)
     twin.compile(backend="specache", options=LOSSLESS)
@@ -357,8 +357,8 @@ def test_a_dead_caches_host_memory_is_the_next_ones(llama: LlamaForCausalLM) -> 
 
 
 @pytest.mark.skipif(SIMULATED, reason="9 GB of the host's memory, and a day of the interpreter's time")
-def test_indices_beyond_two_to_the_31_elements() -> None:
-    """The last of 16 rows attends to 70,000 tokens as it does alone: its pairs lie beyond 2^31 elements."""
+def test_indices_above_two_to_the_31_elements() -> None:
+    """The last of 16 rows attends to 70,000 tokens as it does alone; its pairs are at indices above 2^31."""
     generator = torch.Generator("cuda").manual_seed(0)
     shape = LayerShape(8, 128, torch.bfloat16, torch.device("cuda"))
     options = parse_options({"bits": 16, "top_k": 0})

@@ -1,4 +1,4 @@
-"""Memory of the host tier: how much of it there is, and where it comes from."""
+"""Memory of the host tier: limits, pinning, growth and reuse."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MANY = 1 << 62
 
 @pytest.fixture
 def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder in place of /sys/fs/cgroup, and in it one in place of /proc/self/cgroup."""
+    """Replace /sys/fs/cgroup by a folder, and /proc/self/cgroup by a file in it."""
     monkeypatch.setattr(cgroup, "ROOT", tmp_path)
     monkeypatch.setattr(cgroup, "MEMBERSHIP", tmp_path / "membership")
     return tmp_path
@@ -82,7 +82,7 @@ def test_no_limit_is_none(system: Path) -> None:
     assert cgroup.remaining_memory() is None
 
 
-def test_what_version_1_writes_for_no_limit_is_more_than_any_machine_has(system: Path) -> None:
+def test_version_1s_value_for_no_limit_exceeds_any_machines_memory(system: Path) -> None:
     (system / "membership").write_text("4:memory:/\n")
     limit(system / "memory", cgroup.VERSION_1, 9223372036854771712, 100, 0)
     left = cgroup.remaining_memory()
@@ -90,11 +90,11 @@ def test_what_version_1_writes_for_no_limit_is_more_than_any_machine_has(system:
     assert left > MANY
 
 
-# Pinning, with a stand-in for CUDA
+# Pinning, with a substitute for CUDA
 
 
 class Driver:
-    """Notes what it is asked for, and which device is current then."""
+    """Records calls, and the current device of each."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, object]] = []
@@ -105,8 +105,8 @@ class Driver:
         return lambda *given: self.calls.append((name, self.current)) or 0
 
     @contextmanager
-    def device(self, wanted: object) -> Iterator[None]:
-        before, self.current = self.current, wanted
+    def device(self, selected: object) -> Iterator[None]:
+        before, self.current = self.current, selected
         yield
         self.current = before
 
@@ -147,13 +147,13 @@ def test_memory_is_registered_and_freed_with_its_device_current(driver: Driver) 
 
 
 def test_a_tier_is_one_registration_however_large(driver: Driver) -> None:
-    """Address space alone: nothing of it is touched."""
+    """This reserves addresses, and touches no memory."""
     tensor = host_memory.host_empty((3 << 30,), torch.uint8, CUDA)
     assert kinds(driver) == ["register"]
     del tensor
 
 
-def test_memory_that_the_driver_refuses_is_ordinary(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_the_driver_refuses_is_pageable(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     cleared: list[int] = []
     refusing = SimpleNamespace(cudaHostRegister=lambda *given: 2, cudaHostUnregister=driver.note("unregister"))
     monkeypatch.setattr(torch.cuda, "cudart", lambda: refusing)
@@ -165,7 +165,7 @@ def test_memory_that_the_driver_refuses_is_ordinary(driver: Driver, monkeypatch:
     assert kinds(driver) == [], "what was not registered is not given back"
 
 
-def test_memory_that_the_device_has_elsewhere_is_ordinary(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_with_another_device_address_is_pageable(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_memory, "address_on_device", lambda address: address + 4096)
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: False)
     with (
@@ -176,7 +176,7 @@ def test_memory_that_the_device_has_elsewhere_is_ordinary(driver: Driver, monkey
     assert driver.calls == [("register", CUDA), ("unregister", CUDA)]
 
 
-def test_a_dead_tensors_memory_is_used_again_once_its_copies_have_ended(driver: Driver) -> None:
+def test_a_freed_tensors_memory_is_reused_after_its_copies(driver: Driver) -> None:
     tensor = host_memory.host_empty((2, 500), torch.float32, CUDA)
     place = tensor.data_ptr()
     part = tensor[1]
@@ -191,7 +191,7 @@ def test_a_dead_tensors_memory_is_used_again_once_its_copies_have_ended(driver: 
     assert host_memory._pool.idle_bytes() == 0
 
 
-def test_a_tier_grows_where_it_is_and_only_what_is_new_is_pinned(driver: Driver) -> None:
+def test_a_tier_grows_in_place_and_pins_only_new_memory(driver: Driver) -> None:
     page = mmap.PAGESIZE
     tensor = host_memory.host_empty((2, page), torch.uint8, CUDA)
     tensor[:] = torch.arange(2)[:, None]
@@ -210,7 +210,7 @@ def test_a_tier_grows_where_it_is_and_only_what_is_new_is_pinned(driver: Driver)
     assert kinds(driver) == ["synchronize", "unregister", "unregister"]
 
 
-def test_what_has_no_token_yet_is_addresses_alone(driver: Driver) -> None:
+def test_segments_without_tokens_are_only_addresses(driver: Driver) -> None:
     page, pool = mmap.PAGESIZE, host_memory._pool
     tensor = host_memory.host_empty((8, page), torch.uint8, CUDA, 2)
     place = tensor.data_ptr()
@@ -223,7 +223,7 @@ def test_what_has_no_token_yet_is_addresses_alone(driver: Driver) -> None:
     assert pool.lent == 5 * page
 
 
-def test_what_a_thread_has_pinned_ahead_is_there_when_the_tier_grows(driver: Driver) -> None:
+def test_memory_that_a_thread_has_pinned_ahead_is_used_when_the_tier_grows(driver: Driver) -> None:
     page, pool = mmap.PAGESIZE, host_memory._pool
     tensor = host_memory.host_empty((8, page), torch.uint8, CUDA, 2)
     place = tensor.data_ptr()
@@ -237,8 +237,8 @@ def test_what_a_thread_has_pinned_ahead_is_there_when_the_tier_grows(driver: Dri
     assert driver.given[2:] == [(place + 4 * page, page)]
 
 
-def test_segments_that_are_no_whole_pages_are_pinned_in_groups_that_are(driver: Driver) -> None:
-    """Of 8 bits and an odd number of heads: the next registration could not begin within a page."""
+def test_segments_of_partial_pages_are_pinned_in_groups_of_whole_pages(driver: Driver) -> None:
+    """With 8 bits and an odd number of heads, the next registration could not begin within a page."""
     unit = 25 * mmap.PAGESIZE + mmap.PAGESIZE // 2
     tensor = host_memory.host_empty((8, unit), torch.uint8, CUDA, 1)
     place = tensor.data_ptr()
@@ -250,8 +250,8 @@ def test_segments_that_are_no_whole_pages_are_pinned_in_groups_that_are(driver: 
     assert driver.given[3:] == [(place + 6 * unit, 2 * unit)]
 
 
-def test_what_is_pinned_ahead_is_the_caches_own(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is no longer free, and held by nobody yet: what a tier may have stays the same."""
+def test_memory_pinned_ahead_belongs_to_the_cache(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory pinned ahead is neither free nor held by a tier; the tier's allowance is unchanged."""
     page = mmap.PAGESIZE
     tensor = host_memory.host_empty((8, page), torch.uint8, CUDA, 2)
     free = [100 * page]
@@ -265,7 +265,7 @@ def test_what_is_pinned_ahead_is_the_caches_own(driver: Driver, monkeypatch: pyt
     assert host_memory.allowance(4 * page, None) == before
 
 
-def test_what_was_pinned_ahead_for_a_tensor_that_died_is_lent_to_the_next(driver: Driver) -> None:
+def test_memory_pinned_ahead_for_a_freed_tensor_is_lent_again(driver: Driver) -> None:
     page, pool = mmap.PAGESIZE, host_memory._pool
     tensors = [host_memory.host_empty((8, page), torch.uint8, CUDA, 2)]
     place, pool.peak = tensors[0].data_ptr(), 100 * page
@@ -279,7 +279,7 @@ def test_what_was_pinned_ahead_for_a_tensor_that_died_is_lent_to_the_next(driver
     assert kinds(driver) == ["synchronize", "unregister", "unregister"]
 
 
-def test_a_tier_whose_memory_could_not_be_pinned_ahead_asks_again(
+def test_a_tier_whose_memory_could_not_be_pinned_ahead_tries_again(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     page, register = mmap.PAGESIZE, host_memory.register
@@ -305,7 +305,7 @@ SEGMENT_BYTES = 2 * 256 * 2 * 4 * 4  # of one row of that layer
 
 
 def test_a_layers_host_tier_has_memory_for_its_tokens_and_addresses_for_its_bucket(driver: Driver) -> None:
-    """`offload` has nothing but the host tier, so that no device is needed."""
+    """`offload` has only the host tier, so this needs no device."""
     options = parse_options({"method": "offload"})
     state = tiers.allocate(options, LAYER, 1, 2048, 512)
     assert state["host"].shape == (8, 1, 2, 256, 2, 4)
@@ -318,8 +318,8 @@ def test_a_layers_host_tier_has_memory_for_its_tokens_and_addresses_for_its_buck
     assert torch.equal(twin["host"][:3], state["host"][:3].repeat(1, 2, 1, 1, 1, 1))
 
 
-def test_under_a_fake_mode_nothing_is_registered_and_no_address_is_asked_for(driver: Driver) -> None:
-    """As `explain` of a model on CUDA has it: a host tier that no machine has memory for."""
+def test_under_a_fake_mode_nothing_is_registered_and_no_address_is_read(driver: Driver) -> None:
+    """`explain` of a model on CUDA can have a host tier larger than any machine's memory."""
     size = 1 << 20, 1 << 24, 1 << 24
     with FakeTensorMode(), warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -332,7 +332,7 @@ def test_under_a_fake_mode_nothing_is_registered_and_no_address_is_asked_for(dri
     assert driver.calls == []
 
 
-def test_a_layers_host_tier_that_cannot_grow_where_it_is_moves_with_what_it_holds(
+def test_a_host_tier_that_cannot_grow_in_place_moves_with_its_content(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = parse_options({"method": "offload"})
@@ -357,13 +357,13 @@ def test_a_tier_that_the_driver_pins_no_more_of_moves(driver: Driver, monkeypatc
     assert host_memory._pool.lent == mmap.PAGESIZE
 
 
-def test_ordinary_memory_does_not_grow_where_it_is() -> None:
+def test_pageable_memory_does_not_grow_in_place() -> None:
     assert host_memory.host_grown(torch.zeros(2, 8), (4, 8), torch.device("cpu")) is None
     assert host_memory.host_grown(torch.zeros(2, 8), (4, 8), CUDA) is None
 
 
 def test_no_registration_ends_within_a_segment(driver: Driver) -> None:
-    """A map of two registrations is lent again for the same segments alone; one whose end is none does not grow."""
+    """A map of two registrations is lent again only for equal segments; one without a segment's end does not grow."""
     page = mmap.PAGESIZE
     tensors = [host_memory.host_empty((2, page), torch.uint8, CUDA)]
     tensors.append(host_memory.host_grown(tensors[0], (3, page), CUDA))
@@ -381,7 +381,7 @@ def test_no_registration_ends_within_a_segment(driver: Driver) -> None:
     assert host_memory.host_grown(odd, (2, page // 2), CUDA) is None, "half a page"
 
 
-def test_addresses_that_are_not_to_be_had_are_done_without(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tier_works_without_reserved_addresses(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_memory, "ROOM", 1 << 40)
     tensor = host_memory.host_empty((1, mmap.PAGESIZE), torch.uint8, CUDA)
     assert kinds(driver) == ["register"]
@@ -398,8 +398,8 @@ def test_memory_of_about_the_right_size_is_used_again(driver: Driver, size: int,
     assert ("register" not in kinds(driver)) == fits
 
 
-def test_idle_and_lent_memory_together_are_what_was_once_lent_at_most(driver: Driver) -> None:
-    """The peak is ten sixths of what the second cache needs: four sixths of the first one's memory may stay."""
+def test_idle_and_lent_memory_never_exceed_the_largest_lent_memory(driver: Driver) -> None:
+    """The peak is ten sixths of the second cache's need, so four sixths of the first cache's memory may stay."""
     pool = host_memory._pool
     cache = [host_memory.host_empty((1 << 20,), torch.uint8, CUDA) for _ in range(10)]
     cache.clear()
@@ -408,13 +408,13 @@ def test_idle_and_lent_memory_together_are_what_was_once_lent_at_most(driver: Dr
     assert (pool.lent, pool.idle_bytes(), pool.peak) == (6 << 20, 4 << 20, 10 << 20)
     cache.clear()
     cache = [host_memory.host_empty((1 << 21,), torch.uint8, CUDA) for _ in range(12)]
-    assert pool.idle_bytes() == 0, "what grew beyond the peak leaves no room"
+    assert pool.idle_bytes() == 0, "growth above the peak leaves no room"
     cache.clear()
     host_memory.release_host_memory()
     assert (pool.lent, pool.idle_bytes(), pool.peak) == (0, 0, 0)
 
 
-def test_idle_memory_is_free_for_the_budget_and_makes_room_where_little_is(
+def test_idle_memory_counts_as_free_and_is_released_if_memory_is_short(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pool = host_memory._pool
@@ -431,7 +431,7 @@ def test_idle_memory_is_free_for_the_budget_and_makes_room_where_little_is(
     assert pool.idle_bytes() == 2000, "half of the 4,000 that are free then"
 
 
-def test_idle_memory_makes_room_where_the_driver_pins_no_more(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_memory_is_released_if_the_driver_refuses_to_pin(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     pool = host_memory._pool
     cache = [host_memory.host_empty((1000,), torch.uint8, CUDA) for _ in range(8)]
     cache.clear()
@@ -447,7 +447,7 @@ def test_idle_memory_makes_room_where_the_driver_pins_no_more(driver: Driver, mo
     assert pool.lent == 2000
 
 
-def test_memory_that_cannot_be_pinned_is_ordinary_and_stays_out_of_the_pool(
+def test_memory_that_cannot_be_pinned_is_pageable_and_not_pooled(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: False)
@@ -459,17 +459,17 @@ def test_memory_that_cannot_be_pinned_is_ordinary_and_stays_out_of_the_pool(
 
 
 def filled(shape: tuple[int, ...], dtype: torch.dtype, filling: float) -> torch.Tensor:
-    """Of codes and scales the bytes of a NaN, or of zeros."""
+    """Return codes and scales whose bytes are those of a NaN, or zeros."""
     if dtype.is_floating_point:
         return torch.full(shape, filling, dtype=dtype)
     return torch.full(shape, -1 if math.isnan(filling) else 0, dtype=dtype)
 
 
 @pytest.mark.parametrize("method", ["specache", "kivi", "offload", "kcache"])  # those with a host tier
-def test_nothing_is_read_of_the_host_tier_that_was_not_written(
+def test_unwritten_parts_of_the_host_tier_are_never_read(
     llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
-    """Memory that is used again holds an older cache, or bits that are no numbers in this one's dtype."""
+    """Reused memory holds an older cache, or bits that are NaN in this dtype."""
     options = {"method": method, "lowering": "eager"}
     options |= {"group_size": 32, "residual_length": 32} if method in ("specache", "kivi") else {}
     options |= {"hit_rate": True} if method == "specache" else {}

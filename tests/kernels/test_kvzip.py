@@ -1,5 +1,4 @@
-"""KVzip's scores against the model's own attention, its choice against kvpress', and what the compiled model makes of
-it."""
+"""KVzip's scores against the model's attention, its selection against kvpress, and the compiled model with it."""
 
 from __future__ import annotations
 
@@ -39,13 +38,13 @@ def prefilled(model: LlamaForCausalLM, ids: Tensor) -> DynamicCache:
         return cache_of(model(ids, use_cache=True))
 
 
-def own_attention(model: LlamaForCausalLM, ids: Tensor, places: slice, behind: Tensor, first: int) -> Tensor:
-    """What eager attention over the context and its repetition gives to `places` [layers, H, c], the softmax made one
-    over the first pairs, these, and the repetition."""
+def own_attention(model: LlamaForCausalLM, ids: Tensor, places: slice, following: Tensor, first: int) -> Tensor:
+    """Return the eager attention from the repetition to `places` [layers, H, c], with the softmax restricted to the
+    first pairs, these pairs, and the repetition."""
     n, heads = ids.shape[1], model.config.num_key_value_heads
-    columns = [*range(first), *range(places.start, places.stop), *range(n, n + behind.shape[1])]
+    columns = [*range(first), *range(places.start, places.stop), *range(n, n + following.shape[1])]
     with torch.no_grad():
-        layers = model(torch.cat([ids, behind], 1), output_attentions=True).attentions
+        layers = model(torch.cat([ids, following], 1), output_attentions=True).attentions
     part = torch.stack([layer[0, :, n:][..., columns].double() for layer in layers])
     share = (part / part.sum(-1, keepdim=True))[..., first : first + places.stop - places.start]
     return share.unflatten(1, (heads, -1)).amax((2, 3))
@@ -60,14 +59,14 @@ def test_scores_are_the_models_own_attention_to_each_chunk() -> None:
     model.set_attn_implementation("eager")
     expected = torch.zeros(found.shape, dtype=torch.float64)
     for chunk, (begin, stop) in enumerate(((3, 35), (35, 67), (67, 75))):
-        asked = encode(kvzip.REPEAT_PART if chunk else kvzip.REPEAT) + ids[0, begin - 8 : begin].tolist() * (chunk > 0)
-        behind = torch.tensor([asked + BEHIND + ids[0, begin:stop].tolist()])
-        expected[..., begin:stop] = own_attention(model, ids, slice(begin, stop), behind, min(first, begin))
+        lead = encode(kvzip.REPEAT_PART if chunk else kvzip.REPEAT) + ids[0, begin - 8 : begin].tolist() * (chunk > 0)
+        following = torch.tensor([lead + BEHIND + ids[0, begin:stop].tolist()])
+        expected[..., begin:stop] = own_attention(model, ids, slice(begin, stop), following, min(first, begin))
     torch.testing.assert_close(found.double(), expected, atol=1e-6, rtol=1e-4)
 
 
 def test_it_keeps_what_kvpress_keeps() -> None:
-    """Of a context of two chunks behind the chat template's first token."""
+    """For a context of two chunks after the chat template's first token."""
     shape = {name: int(KVPRESS[name]) for name in ("vocab_size", "hidden_size", "intermediate_size")}
     model = LlamaForCausalLM(
         LlamaConfig(**shape, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
@@ -95,8 +94,8 @@ def test_first_tokens_stay_and_heads_share_the_rest() -> None:
         assert [len(stay) for stay in flat[1::2]] == [4, 4], "the other head's scores are larger"
 
 
-def test_the_compiled_model_attends_to_what_stays_and_to_what_comes() -> None:
-    """As the uncompiled one does whose mask hides the rest; of one layer, so that a mask can be by head."""
+def test_the_compiled_model_attends_to_kept_and_later_pairs() -> None:
+    """The uncompiled model hides the other pairs by a mask; with one layer the mask can differ by head."""
     model = tiny_llama(num_hidden_layers=1, num_key_value_heads=4)
     ids, more = torch.randint(0, 128, (2, 60)), torch.randint(0, 128, (2, 5))
     whole = prefilled(model, ids)
@@ -115,7 +114,7 @@ def test_the_compiled_model_attends_to_what_stays_and_to_what_comes() -> None:
     torch.testing.assert_close(torch.cat(found, 1), expected, atol=2e-4, rtol=2e-4)
 
 
-def test_a_model_that_reads_a_prompt_beyond_the_budget_by_itself_is_refused() -> None:
+def test_a_model_that_prefills_a_prompt_above_the_budget_itself_is_refused() -> None:
     twin = compiled_with(tiny_llama(), {"method": "kvzip", "budget": 30, "lowering": "eager"})
     with torch.no_grad(), pytest.raises(SpecacheError, match="second reading of the prompt, which only `specache eval"):
         twin(torch.randint(0, 128, (1, 90)), use_cache=True)
@@ -141,4 +140,4 @@ def test_an_evaluation_reads_twice_and_keeps_the_budget() -> None:
             state = cache.layers[0].keys.handle.session.state
             kept = [int((layer["compressed_token"][0] >= 0).sum()) for layer in state]
             assert len(kept) == 2 - len(exact)
-            assert sum(kept) == len(kept) * 2 * 20, "an exact layer's budget is nobody's"
+            assert sum(kept) == len(kept) * 2 * 20, "no layer gets an exact layer's budget"

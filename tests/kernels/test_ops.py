@@ -1,4 +1,4 @@
-"""What holds for every `specache::` op: its schema, its fake, what it mutates. An op without inputs here fails."""
+"""Properties of every `specache::` op: schema, fake, mutations. An op without inputs here fails."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 from specache_compile.kernels.attention.kept_logits import whole_logits
-from specache_compile.kernels.movement import definition as tiers
+from specache_compile.kernels.movement import tier_ops as tiers
 from specache_compile.kernels.op import Op, loaded_on_first_use, registered
 from specache_compile.kernels.state.center import set_center
 from specache_compile.kernels.state.layout import Layout
@@ -27,13 +27,13 @@ OPS = registered()
 BY_NAME = {op.name: op for op in OPS}
 WINDOW, GROUP, CAPACITY, TOP_K, BUDGET = 64, 32, 256, 12, 24
 SINKS = 5
-# The cursor's last place: no queue, every copy is done before its op returns.
+# The cursor's last element: without a queue, each op copies before it returns.
 NO_QUEUE = 0
 
 
 @dataclass(frozen=True)
 class Case:
-    """What the generators vary: shapes, dtype, the optional arguments, and the length of the cache."""
+    """Parameters of the generators: shapes, dtype, optional arguments, and the length of the cache."""
 
     name: str
     length: int = 127  # the step behind it moves a group from the recent tier to the low-bit tier
@@ -68,7 +68,7 @@ def low_bit_length(length: int) -> int:
 
 
 class Inputs:
-    """Random tensors of one case by name, each a tensor of its own."""
+    """Random tensors of one case by name, each in separate memory."""
 
     def __init__(self, case: Case) -> None:
         torch.manual_seed(0)
@@ -99,8 +99,8 @@ class Inputs:
         self.host = self.normal(*rows, CAPACITY, 2, d)
         self.slot_index = torch.arange(TOP_K, dtype=torch.int32).expand(*rows, -1).clone()
         self.slot_index[..., ::3] = -1
-        self.wanted = torch.arange(TOP_K - 1, -1, -1, dtype=torch.int32).expand(*rows, -1) * 2 % 31
-        self.wanted = self.wanted.contiguous()
+        self.selected = torch.arange(TOP_K - 1, -1, -1, dtype=torch.int32).expand(*rows, -1) * 2 % 31
+        self.selected = self.selected.contiguous()
         self.scores = torch.rand(*rows, CAPACITY) - 0.2
         self.lane_scores = torch.rand(case.lanes, *rows, CAPACITY) - 0.2
         self.logits, self.base = whole_logits(self.q, CAPACITY)
@@ -122,7 +122,7 @@ class Inputs:
         return torch.randn(shape).to(self.case.dtype)
 
     def mask(self, new: int) -> Tensor | None:
-        """[B, 1, 1, n + new], the first tokens hidden, fewer in later rows."""
+        """Return a mask [B, 1, 1, n + new] that hides the first tokens, fewer in later rows."""
         columns = torch.arange(self.case.length + new)
         seen = columns >= torch.arange(self.case.batch, 0, -1).view(-1, 1, 1, 1)
         if self.case.mask == "additive":
@@ -130,14 +130,14 @@ class Inputs:
         return seen if self.case.mask == "bool" else None
 
     def padding(self) -> Tensor | None:
-        """Of a case with a bool mask: [B, 1, 1, C], a token of three hidden, others in each row."""
+        """Return padding [B, 1, 1, C] for a bool mask: every third token is hidden, others in each row."""
         if self.case.mask != "bool":
             return None
         return (torch.arange(CAPACITY) % 3 != torch.arange(self.case.batch).view(-1, 1, 1, 1) % 3).contiguous()
 
 
 def tiers_of(i: Inputs) -> tuple[list[Tensor], list[int]]:
-    """The operands `tiers` and `layout`."""
+    """Return the operands `tiers` and `layout`."""
     return [getattr(i, name) for name in StoredTiers._fields], [int(value) for value in i.layout]
 
 
@@ -172,10 +172,10 @@ GENERATORS: dict[str, Callable[[Inputs], tuple[Any, ...]]] = {
         i.sink_pairs, i.sink_index, *i.layout, "midpoint", i.frequencies if i.case.center else None,
     ),
     "offload": lambda i: (i.new_k, i.new_v, i.padding(), i.cursor, i.host),
-    "select_topk": lambda i: (i.scores, i.wanted),
-    "select_pages": lambda i: (i.scores, i.wanted, 5),
-    "prefetch": lambda i: (i.wanted, i.cursor, i.host, i.slots, i.slot_index, i.fetched),
-    "wait": lambda i: (i.q, i.cursor, i.slots, i.slot_index, i.wanted),
+    "select_topk": lambda i: (i.scores, i.selected),
+    "select_pages": lambda i: (i.scores, i.selected, 5),
+    "prefetch": lambda i: (i.selected, i.cursor, i.host, i.slots, i.slot_index, i.fetched),
+    "wait": lambda i: (i.q, i.cursor, i.slots, i.slot_index, i.selected),
     "budget_attention": lambda i: (
         i.q, i.k, i.v, i.mask(i.case.lanes), i.sinks, i.cursor, i.kept, i.kept_token, i.history, "roco", 1, 0,
         i.scale, i.case.softcap,
@@ -203,15 +203,15 @@ GENERATORS: dict[str, Callable[[Inputs], tuple[Any, ...]]] = {
     ),
 }  # fmt: skip
 
-# The C++ of an op takes what the op takes.
+# An op's C++ takes the op's arguments.
 GENERATORS |= {f"{op.name}_fused": GENERATORS[op.name] for op in OPS if op.fused is not None}
 
-# An op that declares what it guards, so that nothing that reads it moves in front, but writes nothing itself.
+# Ops that declare their operands as mutated, to keep readers after them, but write nothing.
 GUARDS = {"wait"}
 
 every_op = pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-# A compilation is most of what `opcheck` takes: without a mask, and with one, keys and values apart.
+# Compilation takes most of `opcheck`'s time, so only these cases compile.
 COMPILED = ("plain", "keys and values apart, rotated")
 compiled_cases = pytest.mark.parametrize(
     "case",
@@ -238,14 +238,14 @@ def test_every_op_has_inputs_here() -> None:
 @every_case
 @every_op
 def test_opcheck(op: Op, case: Case) -> None:
-    """All that it asks but for a compilation, which is the next test's."""
-    asked = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(overload(op), GENERATORS[op.name](Inputs(case)), test_utils=asked)
+    """All its checks except compilation, which the next test covers."""
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(overload(op), GENERATORS[op.name](Inputs(case)), test_utils=checks)
 
 
 @compiled_cases
 @every_op
-def test_what_is_compiled_for_any_size_says_what_the_op_says(op: Op, case: Case) -> None:
+def test_a_graph_compiled_for_any_size_equals_the_op(op: Op, case: Case) -> None:
     torch.library.opcheck(overload(op), GENERATORS[op.name](Inputs(case)), test_utils="test_aot_dispatch_dynamic")
 
 
@@ -262,7 +262,7 @@ def test_the_fake_has_the_shapes_dtypes_and_strides_of_the_real_results(op: Op, 
 
 
 @every_op
-def test_an_op_writes_what_it_declares_and_nothing_else(op: Op) -> None:
+def test_an_op_writes_only_the_operands_that_it_declares(op: Op) -> None:
     written: set[str] = set()
     declared: set[str] = set()
     for case in CASES:
@@ -282,7 +282,7 @@ def same(old: Tensor, new: Tensor) -> bool:
 
 
 @every_op
-def test_results_are_memory_of_their_own(op: Op) -> None:
+def test_results_do_not_alias_operands(op: Op) -> None:
     arguments = GENERATORS[op.name](Inputs(CASES[0]))
     given, results = (
         [x.untyped_storage().data_ptr() for x in tensors(values) if x.numel()]
@@ -294,7 +294,7 @@ def test_results_are_memory_of_their_own(op: Op) -> None:
 
 @every_op
 def test_inputs_may_be_views(op: Op) -> None:
-    """q, k and v come out of a transpose, and a mask out of an expand; numbers and layout of the results stay."""
+    """q, k and v come from a transpose, and a mask from an expand; results and their layout stay the same."""
     arguments = GENERATORS[op.name](Inputs(CASES[0]))
     declared = overload(op)._schema.arguments
     views = tuple(
@@ -309,11 +309,11 @@ def test_inputs_may_be_views(op: Op) -> None:
         assert not isinstance(a, Tensor) or torch.equal(a, b)
 
 
-# The vmap rule: a mapped axis is a lane
+# The vmap rule: a mapped axis becomes the lanes
 
 
 def lane_inputs(mask: str, lanes: int) -> tuple[list[Any], tuple[Tensor | None, int | None]]:
-    """Arguments with the lanes folded; and the same mask as vmap takes it, its lane axis in front, or unmapped."""
+    """Return arguments with folded lanes, and the mask for vmap: with its lane axis first, or unmapped."""
     i = Inputs(Case("lanes", lanes=lanes, mask="bool"))
     arguments = list(decode_inputs(i))
     if mask == "none":
@@ -378,22 +378,22 @@ def test_vmap_over_the_tiers_is_refused() -> None:
 def test_a_cuda_implementation_runs_on_the_device_of_its_tensors(
     monkeypatch: pytest.MonkeyPatch, current: int, switched: list[torch.device]
 ) -> None:
-    """Triton launches on the current device; to make the tensors' own current costs more than to see that it is."""
+    """Triton launches on the current device; comparing devices is cheaper than switching."""
     entered: list[torch.device] = []
 
     @contextmanager
-    def device(wanted: torch.device) -> Iterator[None]:
-        entered.append(wanted)
+    def device(requested: torch.device) -> Iterator[None]:
+        entered.append(requested)
         yield
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
     monkeypatch.setattr(torch.cuda, "device", device)
-    monkeypatch.setattr(tiers, "select_topk", lambda scores, wanted: ("run", wanted))
+    monkeypatch.setattr(tiers, "select_topk", lambda scores, selected: ("run", selected))
     scores = SimpleNamespace(device=torch.device("cuda:1"))
-    assert loaded_on_first_use(".movement.definition:select_topk")(scores, 7) == ("run", 7)
+    assert loaded_on_first_use(".movement.tier_ops:select_topk")(scores, 7) == ("run", 7)
     assert entered == switched
 
 
 def test_every_op_takes_a_tensor_first() -> None:
-    """By its device the CUDA implementation is guarded."""
+    """The CUDA implementation uses the first tensor's device."""
     assert all("(Tensor " in op.schema.replace(op.name, "", 1)[:8] for op in OPS)

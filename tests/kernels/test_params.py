@@ -1,4 +1,4 @@
-"""Scales and zero points of 8 bits against the format that the docstring says, in Python's own numbers."""
+"""8-bit scales and zero points against the docstring's format, in Python numbers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from specache_compile.kernels.codes.quantize import dequantize_keys, quantize_ke
 
 
 def number(byte: int) -> float:
-    """Five bits of exponent, three of mantissa, no sign; as IEEE's half has them."""
+    """Decode five bits of exponent and three of mantissa, without sign, as in IEEE's half precision."""
     exponent, mantissa = byte >> 3, byte & 7
     return mantissa / 8 * 2.0**-14 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 15)
 
@@ -20,7 +20,7 @@ def number(byte: int) -> float:
 EVERY = torch.arange(247, dtype=torch.uint8)
 
 
-def test_every_byte_is_the_number_that_its_bits_say_and_stays_itself() -> None:
+def test_every_byte_decodes_to_the_number_of_its_bits_and_encodes_to_itself() -> None:
     numbers = read_scale(EVERY)
     assert numbers.tolist() == [number(byte) for byte in range(247)]
     assert numbers[-1] == LARGEST_SCALE
@@ -45,7 +45,7 @@ def test_a_zero_point_is_a_sixteenth_of_a_scale_off_at_most(away: float) -> None
 
 
 @pytest.mark.parametrize("away", [20.0, -500.0, math.inf])
-def test_a_scale_grows_with_a_zero_point_beyond_its_eighths(away: float) -> None:
+def test_a_scale_grows_with_a_zero_point_above_its_eighths(away: float) -> None:
     zero = torch.tensor([7.0 if math.isinf(away) else away])
     scale = torch.tensor([0.0 if math.isinf(away) else 1.0])  # inf: a group of one number
     step, found = read_params(*stored_params(scale, zero, torch.uint8))
@@ -60,7 +60,7 @@ def test_keys_come_back_as_near_as_their_step_and_its_rounding_let_them(bits: in
     assert params.dtype == torch.uint8
     off = (dequantize_keys(codes, params, bits) - keys).abs().unflatten(2, (2, 64))
     step = read_scale(params[:, :, :, 0])[:, :, :, None]
-    # A zero point is off by a sixteenth, and so is each step: the end of the range by all of them.
+    # The zero point and each step are off by a sixteenth; at the end of the range these errors add up.
     assert (off <= step * (0.5 + 1 / 16 + ((1 << bits) - 0.5) / 16) + 1e-5).all()
 
 

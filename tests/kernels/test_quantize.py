@@ -1,7 +1,6 @@
 """Quantisation against the papers' formulas, in float64 and element by element.
 
-The bound that every test of accuracy uses: an element is off by at most half a step, plus what the stored scale
-(times the levels) and zero lose in the tensor's dtype.
+Every accuracy test uses one bound: half a step, plus rounding errors of the stored scale (times the level) and zero.
 """
 
 from __future__ import annotations
@@ -37,14 +36,14 @@ PROPERTY = settings(deadline=None, derandomize=True, max_examples=60)
 
 
 def formula(low: float, high: float, bits: int, zero_point: str) -> tuple[float, float]:
-    """Scale and zero of a group with this minimum and maximum, as the papers write them."""
+    """Return scale and zero of a group with this minimum and maximum, by the papers' formulas."""
     if bits == 1 and zero_point == "midpoint":
         return (high - low) / 2, (3 * low + high) / 4
     return (high - low) / (2**bits - 1), low
 
 
 def bound(low: Tensor, high: Tensor, bits: int, zero_point: str, dtype: torch.dtype) -> Tensor:
-    """How far |x - x'| may go: s/2, and the rounding of s and z to `dtype` and of the arithmetic to float32."""
+    """Return the bound of |x - x'|: s/2, plus the rounding of s and z to `dtype` and of the arithmetic to float32."""
     scale, zero = formula(low.double(), high.double(), bits, zero_point)
     stored, computed = torch.finfo(dtype), torch.finfo(torch.float32)
     loss = stored.eps / 2 * (scale * (2**bits - 1) + zero.abs()) + stored.smallest_normal * stored.eps * 2**bits
@@ -63,7 +62,7 @@ def round_trip_values(values: Tensor, group: int, bits: int, zero_point: str) ->
 
 
 def pairs(tokens: int, head_dim: int, dtype: torch.dtype, seed: int = 0, size: float = 1.0) -> Tensor:
-    """[2, 3, tokens, head_dim] whose channels and tokens differ in size and offset, as those of real keys do."""
+    """Return [2, 3, tokens, head_dim] whose channels and tokens differ in size and offset, like real keys."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(2, 3, tokens, head_dim, generator=generator)
     x = x * torch.rand(head_dim, generator=generator).mul(4).exp() + 5 * torch.randn(head_dim, generator=generator)
@@ -157,7 +156,7 @@ def test_values_share_a_scale_per_token_over_a_group_of_channels(
 
 
 def assert_same_levels(actual: Tensor, expected: Tensor, step: Tensor) -> None:
-    """Equal up to float32; an element that lies half way between two levels may take either."""
+    """Require equality up to float32; an element half way between two levels may take either."""
     difference = (actual.double() - expected).abs()
     slop = 1e-5 * expected.abs().amax()
     other_level = difference > slop
@@ -222,7 +221,7 @@ def test_one_bit_with_kivis_zero_point_gives_the_extremes() -> None:
     assert (codes * scale + zero).tolist() == [-2.0, -2.0, 6.0, 6.0]
 
 
-def test_above_one_bit_the_zero_point_is_the_minimum_whatever_is_asked() -> None:
+def test_above_one_bit_the_zero_point_is_the_minimum_for_every_option() -> None:
     x = pairs(64, 64, torch.float32)
     for bits in (2, 4, 8):
         assert torch.equal(round_trip_keys(x, 64, bits, "midpoint"), round_trip_keys(x, 64, bits, "minimum"))
@@ -298,7 +297,7 @@ def test_the_largest_float16_numbers_keep_the_bound(bits: int) -> None:
 
 
 @pytest.mark.parametrize("bits", [1, 8])
-def test_float64_is_quantised_within_what_float32_can_say(bits: int) -> None:
+def test_float64_is_quantised_within_the_range_of_float32(bits: int) -> None:
     keys = torch.randn(1, 2, 64, 16, dtype=torch.float64)
     codes, params = quantize_keys(keys, 32, bits, "midpoint", keys.dtype)
     assert params.dtype == torch.float64

@@ -1,6 +1,6 @@
-"""Rows of their own lengths: every op, of rows side by side, does to each what it does to it alone.
+"""Rows of different lengths: every op gives each row of a batch the result of that row alone.
 
-In the definitions, in C++, and in Triton: on a GPU where there is one, else interpreted.
+This covers definitions, C++ and Triton (on a GPU if there is one, else interpreted).
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from specache_compile.kernels.attention import cpp_decode, definition, flash
+from specache_compile.kernels.attention import attention_ops, cpp_decode, flash
 from specache_compile.kernels.movement import cpp_tiers
-from specache_compile.kernels.movement import definition as tiers
+from specache_compile.kernels.movement import tier_ops as tiers
 from specache_compile.kernels.state.cursor import publish
 from specache_compile.kernels.state.segments import of_rows, tokens_of
 from specache_compile.kernels.state.sinks import find_sinks
@@ -29,10 +29,10 @@ from specache_compile.runtime.state import allocate, fields_of, rows_of
 
 HEADS, QUERIES, DIM, LANES, TOP_K = 2, 2, 32, 2, 8
 CPU = torch.device("cpu")
-# Prompts: nothing in the low-bit tier, some, and nearly a window more, so that a step takes one row's group alone. The
-# steps behind them; and how many tokens are behind those.
+# Prompts with an empty low-bit tier, with some tokens in it, and with almost a window more, so that a step moves only
+# one row's group. Then the number of steps.
 PROMPTS, STEPS = (7, 150, 94, 300), 4
-EVERY, LONG = range(3), 3  # the last row has a second page, and is in tests of pages alone
+EVERY, LONG = range(3), 3  # the last row has a second page, and is only in tests of pages
 LENGTHS = tuple(prompt + STEPS for prompt in PROMPTS)
 OPTIONS = {
     "rotated": SpecacheOptions(bits=1.5, group_size=32, residual_length=32, top_k=TOP_K, sink_tokens=3),
@@ -47,7 +47,7 @@ every_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 
 @dataclass(frozen=True)
 class Implementation:
-    """The ops of one kind, by name, and where their tensors are. exact: rows side by side are bit for bit as alone."""
+    """The ops of one kind by name, and their device. exact: rows of a batch equal single rows bit for bit."""
 
     ops: Any
     device: torch.device = CPU
@@ -70,7 +70,7 @@ def implementation(name: str) -> Implementation:
             choose=lambda scores, cursor, index: triton_select.select_topk(scores[0], index, cursor),
         )  # fmt: skip
         return Implementation(ops, torch.device("cuda" if torch.cuda.is_available() else "cpu"), exact=False)
-    modules = (cpp_decode, cpp_tiers, flash) if name == "C++" else (definition, tiers)
+    modules = (cpp_decode, cpp_tiers, flash) if name == "C++" else (attention_ops, tiers)
     found = {key: value for module in modules for key, value in vars(module).items() if callable(value)}
     suffix = "_fused" if name == "C++" else ""
     names = ("append", "offload", "decode_attention", "score_low_bit", "attend_scored", "extend_attention", "correct")
@@ -84,7 +84,7 @@ def kind(request: pytest.FixtureRequest) -> Implementation:
 
 @functools.cache
 def pairs(row: int, dim: int = DIM) -> Tensor:
-    """All pairs [1, H, n, 2, d] of a row; the keys have a mean, where they are to be centered."""
+    """Return all pairs [1, H, n, 2, d] of a row; keys have a mean, for centering."""
     generator = torch.Generator().manual_seed(row)
     found = torch.randn(1, HEADS, LENGTHS[row] + 1, 2, dim, generator=generator)
     found[:, :, :, 0] += 3 * torch.randn(dim, generator=torch.Generator().manual_seed(9))
@@ -95,7 +95,7 @@ def cursor_of(
     options: SpecacheOptions, lengths: Sequence[int], tokens: Sequence[int], new: int, device: Any,
     table: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """The cursor of a step of `new` tokens, of which each row has some."""
+    """Return the cursor of a step of `new` tokens, some of which are real in each row."""
     rows = [
         [length + count - new, options.low_bit_length(length), options.low_bit_length(length + count), 0]
         for length, count in zip(lengths, tokens, strict=True)
@@ -111,7 +111,7 @@ def cursor_of(
 def empty(kind: Implementation, options: SpecacheOptions, rows: int, capacity: int = 256) -> LayerState:
     shape = LayerShape(HEADS, DIM, torch.float32, kind.device)
     state = allocate(options, shape, rows, capacity, capacity)
-    state["host"].view(torch.uint8).fill_(0x7F)  # what nobody stores must stay so
+    state["host"].view(torch.uint8).fill_(0x7F)  # elements that no op stores must stay so
     return state
 
 
@@ -119,7 +119,7 @@ def filled(
     kind: Implementation, options: SpecacheOptions, rows: Sequence[int], state: LayerState | None = None,
     table: Tensor | None = None,
 ) -> LayerState:  # fmt: skip
-    """The state of a layer for these rows, after a prompt, padded in front, and steps of one token."""
+    """Return a layer's state for these rows, after a left-padded prompt and steps of one token."""
     state = empty(kind, options, len(rows)) if state is None else state
     longest = max(PROMPTS[row] for row in rows)
     frequencies = (0.9 ** torch.arange(DIM // 2)).to(kind.device)
@@ -161,14 +161,14 @@ def equal(kind: Implementation, ours: Any, theirs: Any) -> None:
         torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=2e-5)
 
 
-# Triton's interpreter takes its time.
+# Triton's interpreter is slow.
 ON_CPU = tuple(f"{what}-{layout}" for what in ("definitions", "C++") for layout in ("rotated", "centered", "16 bits"))
 
 
 @pytest.mark.quick_for(*ON_CPU, "Triton-centered")
 @every_option
-def test_what_is_stored_of_a_row_is_what_is_stored_of_it_alone(kind: Implementation, options: SpecacheOptions) -> None:
-    """Bit for bit, the padding in front of it nowhere."""
+def test_a_row_is_stored_as_it_is_alone(kind: Implementation, options: SpecacheOptions) -> None:
+    """Bit for bit, and without the left padding."""
     together = filled(kind, options, EVERY)
     for row in EVERY:
         ours, theirs = alone(options, together, row), filled(kind, options, [row])
@@ -177,40 +177,40 @@ def test_what_is_stored_of_a_row_is_what_is_stored_of_it_alone(kind: Implementat
 
 
 def query(row: int, lanes: int = LANES) -> tuple[Tensor, Tensor, Tensor]:
-    """q [1, Hq, lanes, d], and k and v [1, H, lanes, d]."""
+    """Return q [1, Hq, lanes, d], k and v [1, H, lanes, d]."""
     generator = torch.Generator().manual_seed(50 + row)
     q = torch.randn(1, HEADS * QUERIES, lanes, DIM, generator=generator)
     return q, *torch.randn(2, 1, HEADS, lanes, DIM, generator=generator)
 
 
-def asked(
+def attended(
     kind: Implementation, options: SpecacheOptions, state: LayerState, rows: Sequence[int], table: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """What each attention of one new token says of these rows, batch first; logits of the low-bit tier alone."""
+    """Return all attentions' results for these rows and one new token, batch first; logits only of the low-bit tier."""
     q, k, v = (torch.cat(parts).to(kind.device) for parts in zip(*map(query, rows), strict=True))
     cursor = cursor_of(options, [LENGTHS[row] for row in rows], [1 for _ in rows], 1, kind.device, table)
     read = ([state[name] for name in StoredTiers._fields], [int(x) for x in options.layout], DIM**-0.5, None)
     slots = (state["slots"], state["slot_index"])
     out, scores = kind.ops.decode_attention(q, k, v, None, None, cursor, *slots, *read)
-    logits, base, asked_for = kind.ops.score_low_bit(q, k, None, None, cursor, *read)
+    logits, base, selection = kind.ops.score_low_bit(q, k, None, None, cursor, *read)
     second = kind.ops.attend_scored(q, k, v, None, None, cursor, logits, base, slots[1].flip(-1), *slots, *read)
     exact = kind.ops.extend_attention(q, k, v, None, None, cursor, state["host"], DIM**-0.5, None)
-    found = {"decode": out, "scores": scores, "asked for": asked_for.movedim(1, 0), "corrected": second}
+    found = {"decode": out, "scores": scores, "selection": selection.movedim(1, 0), "corrected": second}
     return found if options.bits_on_host < 16 else {**found, "extend": exact}
 
 
 @pytest.mark.quick_for(*ON_CPU, "Triton-centered")
 @every_option
-def test_an_attention_of_a_row_is_that_of_it_alone(kind: Implementation, options: SpecacheOptions) -> None:
+def test_a_rows_attention_equals_that_of_the_row_alone(kind: Implementation, options: SpecacheOptions) -> None:
     state = filled(kind, options, EVERY)
-    together = asked(kind, options, state, EVERY)
+    together = attended(kind, options, state, EVERY)
     for row in EVERY:
-        for name, expected in asked(kind, options, alone(options, state, row), [row]).items():
+        for name, expected in attended(kind, options, alone(options, state, row), [row]).items():
             equal(kind, together[name][row : row + 1], expected)
 
 
 @pytest.mark.parametrize("kind", ["definitions", "C++"], indirect=True)
-def test_a_correction_brings_each_row_what_it_brings_alone(kind: Implementation) -> None:
+def test_a_correction_copies_the_same_pairs_as_for_each_row_alone(kind: Implementation) -> None:
     options = OPTIONS["rotated"]
     state, scores = filled(kind, options, EVERY), torch.rand(1, len(EVERY), HEADS, 256)
     cursor = cursor_of(options, LENGTHS[: len(EVERY)], [1 for _ in EVERY], 1, "cpu")
@@ -240,8 +240,8 @@ def test_triton_chooses_among_the_low_bit_tier_of_each_row() -> None:
         assert (chosen[row, :, best.shape[-1] :] == -1).all()
 
 
-def test_an_extend_shows_no_row_the_padding_in_front_of_it(kind: Implementation) -> None:
-    """A prompt that is read in chunks: the first of a row's new tokens may not be there."""
+def test_a_chunked_prefill_hides_left_padding(kind: Implementation) -> None:
+    """In a chunked prefill, a row's first new tokens may be padding."""
     options = OPTIONS["16 bits"]
     state, lengths, front = filled(kind, options, [1, 1]), (0, 150), (3, 0)
     q, k, v = (torch.cat([x, x]).to(kind.device) for x in query(0, 5))
@@ -275,13 +275,13 @@ def test_a_definition_is_called_once_where_rows_are_alike() -> None:
     assert calls == [3, 2, 1]
 
 
-# Of three rows two pages each, of eight; page 0 is nobody's, and two are no row's.
+# Eight pages, two for each of three rows; page 0 is the null page, and two pages are unused.
 PAGED, TABLE = (0, 1, LONG), torch.tensor([[5, 0], [2, 0], [7, 1]])
 IN_PAGES = ("codes", "key_params", "value_params", "host")
 
 
 def in_pages(kind: Implementation, options: SpecacheOptions) -> LayerState:
-    """An empty layer: rows as they are, and eight pages that are full of what nobody may read."""
+    """Return an empty layer: rows, and eight pages filled with values that no op may read."""
     pages = empty(kind, options, 8)
     for name in IN_PAGES:
         pages[name].view(torch.uint8).fill_(0x7F)
@@ -295,8 +295,8 @@ def untouched(tensor: Tensor) -> bool:
 
 @pytest.mark.quick_for(*ON_CPU)
 @every_option
-def test_tiers_in_pages_hold_and_say_what_they_do_in_one_piece(kind: Implementation, options: SpecacheOptions) -> None:
-    """Bit for bit, wherever the pages lie; pages of no row stay as they were."""
+def test_paged_tiers_equal_contiguous_tiers(kind: Implementation, options: SpecacheOptions) -> None:
+    """Bit for bit, for any order of pages; unused pages are unchanged."""
     state = filled(kind, options, PAGED, in_pages(kind, options), TABLE)
     piece = filled(kind, options, PAGED, empty(kind, options, len(PAGED), 512))
     for place, row in enumerate(PAGED):
@@ -308,19 +308,19 @@ def test_tiers_in_pages_hold_and_say_what_they_do_in_one_piece(kind: Implementat
                     if name == "host"
                     else (state[name][page], piece[name][place].chunk(2, 1)[number])
                 )
-                each = 256 // ours.shape[1] if ours.shape[1] else 1  # tokens of a place
+                each = 256 // ours.shape[1] if ours.shape[1] else 1  # tokens per entry
                 here = max(0, min(256, tokens - 256 * number)) // each
                 assert torch.equal(ours[:, :here].view(torch.uint8), theirs[:, :here].view(torch.uint8)), name
                 assert untouched(ours[:, here:]), name
     for page in (0, 3, 4, 6):
         assert all(untouched(state[name][0, page] if name == "host" else state[name][page]) for name in IN_PAGES)
-    for name, expected in asked(kind, options, piece, PAGED).items():
-        equal(kind, asked(kind, options, state, PAGED, TABLE)[name], expected)
+    for name, expected in attended(kind, options, piece, PAGED).items():
+        equal(kind, attended(kind, options, state, PAGED, TABLE)[name], expected)
 
 
 @every_option
-def test_a_row_that_is_dead_touches_page_0_alone(kind: Implementation, options: SpecacheOptions) -> None:
-    """A row of no tokens, whose table names no page, beside one that lives."""
+def test_a_padding_row_touches_page_0_alone(kind: Implementation, options: SpecacheOptions) -> None:
+    """A row without tokens and pages, next to a real row."""
     state = in_pages(kind, options)
     k, v = (torch.full((2, HEADS, 1, DIM), 1.0, device=kind.device) for _ in range(2))
     table = torch.tensor([[0, 0], [4, 3]])

@@ -1,6 +1,6 @@
-"""The C++ kernels under the sanitizers of addresses and of undefined behaviour.
+"""The C++ kernels under the address and undefined-behaviour sanitizers.
 
-A wrong address that hits memory of the process gives right numbers on most days.
+Without them, a wrong address inside the process's memory often gives right numbers.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import pytest
 
 HERE = Path(__file__).parent
 TESTS = ("test_attention.py", "test_tiers.py", "test_few_rows.py", "test_trellis.py")
-# In float32: each dtype is a build of its own.
+# Only float32, since each dtype is a separate build.
 CHOSEN = "(fused or candidates or travel or cpp or float32) and not half and not dtype and not bfloat16 and not any_"
 
 
 def sanitizer(name: str) -> str | None:
-    """The path of gcc's library; None where there is no gcc, or the library is not installed."""
+    """Return the path of gcc's library; None without gcc or the library."""
     try:
         found = subprocess.run(["gcc", f"-print-file-name={name}"], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
@@ -45,7 +45,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=HERE, env=environment, capture_output=True, text=True, check=False)
 
 
-def test_a_read_behind_a_tensor_ends_the_process() -> None:
+def test_a_read_past_a_tensor_ends_the_process() -> None:
     done = run("--overrun")
     assert done.returncode != 0
     assert "heap-buffer-overflow" in done.stderr
@@ -53,7 +53,7 @@ def test_a_read_behind_a_tensor_ends_the_process() -> None:
 
 @pytest.mark.quick_for("test_attention.py", "test_tiers.py")
 @pytest.mark.parametrize("tests", TESTS)
-def test_the_kernels_read_and_write_what_is_theirs(tests: str) -> None:
+def test_the_kernels_stay_within_their_memory(tests: str) -> None:
     done = run(tests, "-k", CHOSEN)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert " passed" in done.stdout

@@ -1,4 +1,4 @@
-"""The pairs of a whole cache by their tokens: in segments as in one piece."""
+"""The pairs of a whole cache by token, in segments and contiguous."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from torch import Tensor
 from held_tiers import in_order, in_segments
 from specache_compile.evaluation.baselines import kcache
 from specache_compile.kernels.movement import copy_stream, cpp_tiers
-from specache_compile.kernels.movement import definition as tiers
+from specache_compile.kernels.movement import tier_ops as tiers
 from specache_compile.kernels.state import segments
 from specache_compile.kernels.state.cursor import LENGTH, new_cursor
 
 pytestmark = pytest.mark.pairwise
 
 ROWS, HEADS, CAPACITY, CHANNELS = 2, 3, 1024, 4
-# Within one segment, its edges, over several.
+# Within one segment, at its borders, over several segments.
 RANGES = [(0, 1), (5, 200), (0, 256), (250, 256), (255, 257), (256, 768), (3, 1024), (0, 1024)]
 NOTHING = [(256, 256), (9, 9), (1024, 1024)]
 
@@ -27,7 +27,7 @@ def pairs() -> Tensor:
     return torch.arange(count, dtype=torch.float32).view(ROWS, HEADS, CAPACITY, 2, CHANNELS)
 
 
-def test_a_segment_is_256_tokens_of_all_heads_in_one_piece(pairs: Tensor) -> None:
+def test_a_segment_is_256_contiguous_tokens_of_all_heads(pairs: Tensor) -> None:
     host = in_segments(pairs)
     assert tuple(host.shape) == segments.segmented(ROWS, HEADS, CAPACITY, CHANNELS)
     assert torch.equal(host[1, 0, 2, 3], pairs[0, 2, 259])
@@ -66,7 +66,7 @@ def test_staged_pairs_are_contiguous_pieces_that_go_to_the_hosts_runs(
 
 @pytest.mark.parametrize(("start", "stop"), RANGES)
 def test_a_run_is_of_one_segment(pairs: Tensor, start: int, stop: int) -> None:
-    """And so never crosses from one registration into the next."""
+    """So a run never crosses the border of a registration."""
     edges = [start]
     for view, begin, end in segments.runs(in_segments(pairs), start, stop):
         assert begin // 256 == (end - 1) // 256
@@ -79,16 +79,16 @@ def test_a_run_is_of_one_segment(pairs: Tensor, start: int, stop: int) -> None:
 
 @pytest.mark.parametrize("refill", [tiers.refill, "C++"], ids=["reference", "C++"])
 def test_a_fetch_brings_the_pairs_of_the_tokens(pairs: Tensor, refill: object) -> None:
-    wanted = torch.tensor([3, 255, 256, 700, 1023, -1], dtype=torch.int32).repeat(ROWS, HEADS, 1)
-    index, moved = torch.full_like(wanted, -1), torch.zeros(1, dtype=torch.int64)
+    selected = torch.tensor([3, 255, 256, 700, 1023, -1], dtype=torch.int32).repeat(ROWS, HEADS, 1)
+    index, moved = torch.full_like(selected, -1), torch.zeros(1, dtype=torch.int64)
     slots = torch.zeros(ROWS, HEADS, 6, 2, CHANNELS)
     if refill == "C++":
         cpp_tiers.prefetch_fused(
-            wanted, torch.zeros(ROWS, 4, dtype=torch.int64), in_segments(pairs), slots, index, moved
+            selected, torch.zeros(ROWS, 4, dtype=torch.int64), in_segments(pairs), slots, index, moved
         )
     else:
-        tiers.refill(wanted, in_segments(pairs), slots, index, moved)
-    assert torch.equal(index.sort(-1).values, wanted.sort(-1).values)
+        tiers.refill(selected, in_segments(pairs), slots, index, moved)
+    assert torch.equal(index.sort(-1).values, selected.sort(-1).values)
     for place, token in enumerate(index[0, 0].tolist()):
         assert torch.equal(slots[:, :, place], pairs[:, :, token] if token >= 0 else torch.zeros(ROWS, HEADS, 2, 4))
     assert moved.item() == 5 * ROWS * HEADS * 2 * CHANNELS * 4

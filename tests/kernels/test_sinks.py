@@ -1,4 +1,4 @@
-"""Which tokens are a row's sinks, against a plain Python model of it."""
+"""A row's sink tokens against a plain Python model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def found_step_by_step(there: Tensor, sizes: list[int]) -> Tensor:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_the_first_tokens_that_are_there_however_they_come(seed: int) -> None:
+def test_sinks_are_the_first_real_tokens_in_any_steps(seed: int) -> None:
     chance = random.Random(seed)
     sizes = [chance.choice([1, 1, 2, 7, 20]) for _ in range(9)]
     padding = torch.tensor([0, 3, 17, 30, 1000]).view(-1, 1)
@@ -48,8 +48,8 @@ def test_without_padding_they_are_the_first_tokens() -> None:
     assert sink_index[:, 0].tolist() == [[0, 1, 2, 3, 4]] * 2
 
 
-def test_those_in_the_low_bit_tier_stay_whatever_a_later_mask_says() -> None:
-    """Their pairs are kept already; those of tokens that have left the window before are not."""
+def test_sinks_in_the_low_bit_tier_stay_under_any_later_mask() -> None:
+    """Their pairs are already stored; pairs of other tokens that have left the window are not."""
     sink_index = found_step_by_step(torch.ones(1, 13, dtype=torch.bool), [13])  # of which 8 are in the low-bit tier
     hidden = torch.arange(40).unsqueeze(0) >= 2
     find_sinks(sink_index, hidden, 8, 40)

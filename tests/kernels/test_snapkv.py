@@ -1,4 +1,4 @@
-"""SnapKV's choice and its attention against a plain reference: one head at a time, Python lists and float64."""
+"""SnapKV's selection and attention against a plain reference: one head at a time, Python lists, float64."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BUDGET, WINDOW = 26, 6
 
 
 def plain_choice(queries: Tensor, keys: Tensor, kernel: int, pooling: str, hidden: int) -> list[int]:
-    """The tokens that one KV head keeps of a prompt; queries [G, n, d], keys [n, d]; the first `hidden` are padding."""
+    """Return the tokens that one KV head keeps of a prompt; queries [G, n, d], keys [n, d], `hidden` padding tokens."""
     tokens, scores = keys.shape[0], []
     before = tokens - WINDOW
     for query in queries:
@@ -72,7 +72,7 @@ def part(given: tuple[Tensor, ...], start: int, stop: int) -> tuple[Tensor, ...]
 
 
 def attention(kept: list[int], row: int, head: int, token: int, given: tuple[Tensor, ...]) -> Tensor:
-    """A token's outputs [G, d] over the kept tokens and itself, in float64."""
+    """Return a token's outputs [G, d] over the kept tokens and itself, in float64."""
     q, k, v = (x.double() for x in given)
     group = slice(head * GROUP, (head + 1) * GROUP)
     seen = [*kept, token]
@@ -81,7 +81,7 @@ def attention(kept: list[int], row: int, head: int, token: int, given: tuple[Ten
 
 @pytest.mark.parametrize("padding", [None, (7, 0)], ids=["unpadded", "left padding"])
 @pytest.mark.parametrize(("kernel", "pooling"), [(5, "max"), (7, "average"), (1, "max")])
-def test_a_prompt_is_read_exactly_and_what_its_last_queries_vote_for_stays(
+def test_a_prefill_is_exact_and_keeps_the_pairs_that_its_last_queries_select(
     kernel: int, pooling: str, padding: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prompt_eviction, "BLOCK", 30)  # of queries that attend at a time
@@ -101,7 +101,7 @@ def test_a_prompt_is_read_exactly_and_what_its_last_queries_vote_for_stays(
             assert torch.equal(cache.pairs[row, head, :BUDGET, 1], v[row, head, expected])
 
 
-def test_what_comes_behind_the_prompt_stays_and_a_step_may_be_taken_again() -> None:
+def test_tokens_after_the_prompt_stay_and_a_step_may_be_repeated() -> None:
     given, cache = tokens(80), Cache()
     cache.step(*part(given, 0, 73))
     chosen = {(row, head): cache.kept(row, head) for row in range(BATCH) for head in range(HEADS)}
@@ -118,7 +118,7 @@ def test_what_comes_behind_the_prompt_stays_and_a_step_may_be_taken_again() -> N
 
 
 def test_after_a_crop_into_the_prompt_each_head_goes_on_with_what_it_has() -> None:
-    """Heads hold different counts then; a crop to nothing begins anew."""
+    """Heads then hold different counts; a crop to length 0 empties the cache."""
     given, cache = tokens(73), Cache()
     cache.step(*given)
     chosen = {
@@ -141,7 +141,7 @@ def test_after_a_crop_into_the_prompt_each_head_goes_on_with_what_it_has() -> No
 
 
 @pytest.mark.parametrize("count", [5, BUDGET, BUDGET + 1])
-def test_a_prompt_goes_beyond_the_budget_before_anything_goes(count: int) -> None:
+def test_a_prompt_may_exceed_the_budget_before_eviction(count: int) -> None:
     cache = Cache()
     cache.step(*tokens(count))
     assert len(cache.kept(0, 0)) == min(count, BUDGET)

@@ -1,4 +1,4 @@
-"""A host tier of 8 bits: what is stored, against float64, and the same from the definition, C++ and Triton."""
+"""An 8-bit host tier: stored pairs against float64, and equality of the definition, C++ and Triton."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from held_tiers import in_order
 from specache_compile.kernels.movement import cpp_tiers
-from specache_compile.kernels.movement import definition as tiers
+from specache_compile.kernels.movement import tier_ops as tiers
 from specache_compile.kernels.state.segments import SEGMENT, segmented
 from specache_compile.kernels.state.stored_pairs import ROUNDED, decoded, rounded_width, stored
 
@@ -24,8 +24,7 @@ def empty_host(d: int) -> Tensor:
 
 
 def some_pairs(tokens: int, d: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """k, v [B, H, T, d], of sizes from a thousandth to a thousand; a vector of zeros, a subnormal, an infinite one and
-    one with NaN in it."""
+    """Return k, v [B, H, T, d] with sizes from 0.001 to 1,000, and a zero, a subnormal, an inf and a NaN vector."""
     generator = torch.Generator().manual_seed(d)
     k, v = torch.randn(2, B, H, tokens, d, generator=generator) * 10.0 ** torch.linspace(-3, 3, tokens)[:, None]
     k[0, 0, 0] = 0.0
@@ -43,11 +42,11 @@ def test_a_number_is_half_a_127th_of_its_vectors_largest_away_at_most(dtype: tor
     exact, finite = pairs.double(), pairs.isfinite().all(-1)
     step = exact.abs().amax(-1, keepdim=True) / 127
     assert ((found - exact).abs() <= step / 2 * 1.0001)[finite].all()
-    assert found[~finite].isnan().all(), "what is not finite takes its whole vector with it"
+    assert found[~finite].isnan().all(), "an element that is not finite makes its whole vector not finite"
     assert finite.sum() == finite.numel() - 2
 
 
-def test_what_is_not_rounded_stays_as_it_is() -> None:
+def test_pairs_of_other_dtypes_are_stored_unchanged() -> None:
     pairs = torch.randn(1, 1, 3, 2, 8)
     host = torch.empty(segmented(1, 1, SEGMENT, 8))
     assert stored(pairs, host) is pairs
@@ -66,7 +65,7 @@ def test_cpp_stores_what_the_definition_stores(dtype: torch.dtype, d: int) -> No
 
 
 def equal(host: Tensor, other: Tensor, d: int) -> bool:
-    """Bit for bit, what stands for NaN apart."""
+    """Return whether hosts are equal bit for bit, except for NaN."""
     numbers = (decoded(x, torch.float32, d) for x in (host, other))
     return torch.equal(*(x.nan_to_num(nan=1e30) for x in numbers)) and torch.equal(host[..., :d], other[..., :d])
 
@@ -74,19 +73,19 @@ def equal(host: Tensor, other: Tensor, d: int) -> bool:
 @DTYPES
 @WIDTHS
 @pytest.mark.parametrize("fused", [False, True], ids=["definition", "C++"])
-def test_what_is_fetched_is_what_the_host_holds(dtype: torch.dtype, d: int, fused: bool) -> None:
-    """Also where some pairs stay, and the bytes that travelled are the host's."""
+def test_fetched_pairs_equal_the_hosts(dtype: torch.dtype, d: int, fused: bool) -> None:
+    """Also if some pairs stay; the counted bytes are the host's."""
     k, v = torch.randn(2, B, H, C, d, generator=torch.Generator().manual_seed(0)).to(dtype)
     host, cursor = empty_host(d), torch.tensor([[C, C, C, 0]]).repeat(B, 1)
     tiers.offload(k, v, None, torch.zeros(B, 4, dtype=torch.int64), host)
     slots, index = torch.zeros(B, H, 8, 2, d, dtype=dtype), torch.full((B, H, 8), -1, dtype=torch.int32)
     moved, fetch = torch.zeros(1, dtype=torch.int64), cpp_tiers.prefetch_fused if fused else tiers.prefetch
     for first, travelled in ((0, 8), (5, 5)):
-        wanted = (first + torch.arange(8)).int().expand(B, H, 8).contiguous() * 40
+        selected = (first + torch.arange(8)).int().expand(B, H, 8).contiguous() * 40
         moved.zero_()
-        fetch(wanted, cursor, host, slots, index, moved)
+        fetch(selected, cursor, host, slots, index, moved)
         assert int(moved) == B * H * travelled * 2 * rounded_width(d)
-        assert torch.equal(index.sort(-1).values, wanted)
+        assert torch.equal(index.sort(-1).values, selected)
     exact = torch.stack([k, v], 3)
     expected = decoded(stored(exact, host), dtype, d)
     at = index.long()[..., None, None].expand(-1, -1, -1, 2, d)
@@ -145,8 +144,8 @@ def test_triton_fetches_what_the_host_holds(dtype: torch.dtype, d: int) -> None:
     slots = torch.zeros(B, H, 8, 2, d, dtype=dtype, device=DEVICE)
     index = torch.full((B, H, 8), -1, dtype=torch.int32, device=DEVICE)
     moved = torch.zeros(1, dtype=torch.int64, device=DEVICE)
-    wanted = (torch.arange(8) * 60).int().expand(B, H, 8).contiguous().to(DEVICE)
-    triton_copy.gather(wanted, host, slots, index, moved)
+    selected = (torch.arange(8) * 60).int().expand(B, H, 8).contiguous().to(DEVICE)
+    triton_copy.gather(selected, host, slots, index, moved)
     assert int(moved) == B * H * 8 * 2 * rounded_width(d)
     expected = decoded(in_order(host), dtype, d)[:, :, ::60][:, :, :8]
     order = index.sort(-1).indices[..., None, None].expand(-1, -1, -1, 2, d)

@@ -1,4 +1,4 @@
-"""The ops that move pairs between tiers, against plain Python models of what each tier must hold."""
+"""The ops that move pairs between tiers, against plain Python models of each tier."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from specache_compile.kernels.codes.params import stored_scale
 from specache_compile.kernels.codes.quantize import quantize_keys, quantize_values, value_group
 from specache_compile.kernels.codes.trellis import quantize
 from specache_compile.kernels.movement.copy_queue import CopyQueue
-from specache_compile.kernels.movement.definition import refill
+from specache_compile.kernels.movement.tier_ops import refill
 from specache_compile.kernels.op import op_of
 from specache_compile.kernels.state.cursor import LENGTH, LOW_BIT, NEXT_LOW_BIT, QUEUE, new_cursor
 from specache_compile.kernels.state.layout import Layout, rotated
@@ -34,7 +34,7 @@ ops = torch.ops.specache
 
 
 class Fused:
-    """The ops, in C++ where there is one."""
+    """The ops, in C++ if an op has C++."""
 
     def __getattr__(self, name: str) -> Any:
         found = torch.ops.specache
@@ -43,7 +43,7 @@ class Fused:
 
 @pytest.fixture(autouse=True, params=[ops, Fused()], ids=["definitions", "C++"])
 def every_implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each test is of the ops' contract, which all of them keep."""
+    """Run each test with every implementation of the ops."""
     monkeypatch.setattr(sys.modules[__name__], "ops", request.param)
 
 
@@ -57,7 +57,7 @@ def random_pairs(tokens: int, seed: int, head_dim: int = HEAD_DIM, dtype: torch.
 
 @dataclass
 class Cache:
-    """The tiers that a cache is stored in, and the pairs that were ever put in, in order."""
+    """The tiers of a cache, and all pairs that were appended, in order."""
 
     bits: int
     group: int
@@ -94,7 +94,7 @@ class Cache:
         of_values = (1, 1) if self.trellis else (2, d // self.size)
         self.value_params = torch.full((*ROWS, tokens, *of_values), nothing, dtype=dtype)
         self.sink_pairs = torch.full((*ROWS, self.sink_tokens, 2, d), math.nan, dtype=self.dtype)
-        # The row b's sinks begin at its token 2·b.
+        # Row b's sinks begin at its token 2·b.
         first = 2 * torch.arange(BATCH).view(-1, 1, 1)
         self.sink_index = (torch.arange(self.sink_tokens) + first).int()
 
@@ -106,7 +106,7 @@ class Cache:
         return self.group * max(0, (length - self.residual) // self.group)
 
     def put(self, tokens: int) -> None:
-        """Append and offload random pairs, the cursor pointing where a session would have it."""
+        """Append and offload random pairs, with a session's cursor."""
         pairs = random_pairs(tokens, self.length, self.head_dim, self.dtype)
         if self.rotate:  # of eighths, a rotation's sums are the same in any order, which is a processor's to choose
             pairs = (pairs * 8).round() / 8
@@ -169,7 +169,7 @@ class Cache:
             assert (untouched == 255).all() if self.eight else untouched.isnan().all()
 
     def mean_of_the_first(self, truth: Tensor) -> Tensor:
-        """The mean [B, H, 1, d] of the keys that came into the low-bit tier first, by one append."""
+        """Return the mean [B, H, 1, d] of the first keys of the low-bit tier, from one append."""
         lengths = itertools.accumulate(pairs.shape[2] for pairs in self.originals)
         first = next(filter(None, map(self.low_bit, lengths)), 0)
         return truth[:, :, :first, 0].double().mean(2, keepdim=True).float() if first else torch.zeros(*ROWS, 1, 1)
@@ -188,7 +188,7 @@ def test_after_any_appends_each_tier_holds_what_it_should(bits: int, group: int,
 
 
 @pytest.mark.parametrize(("bits", "value_bits"), [(2, 1), (1, 4), (2, 2)])
-def test_keys_and_values_of_their_own_bits_turned(bits: int, value_bits: int) -> None:
+def test_rotated_keys_and_values_of_different_bits(bits: int, value_bits: int) -> None:
     cache = Cache(bits, 32, 32, value_bits=value_bits, rotate=True)
     for tokens in (100, 1, 40, 64):
         cache.put(tokens)
@@ -215,7 +215,7 @@ def test_values_in_a_trellis(head_dim: int, eight: bool) -> None:
 
 @pytest.mark.parametrize("eight", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 80])
-def test_keys_in_a_trellis_behind_the_mean_of_the_first(head_dim: int, eight: bool) -> None:
+def test_keys_in_a_trellis_after_the_mean_of_the_first(head_dim: int, eight: bool) -> None:
     cache = Cache(1, 32, 32, head_dim=head_dim, rotate=True, sink_tokens=4, trellis=True, key_trellis=True, eight=eight)
     for tokens in (3, 1, 59, 1, 1, 40, 64):
         cache.put(tokens)
@@ -246,14 +246,14 @@ def test_half_precision_and_other_heads(zero_point: str, head_dim: int, dtype: t
 
 @pytest.mark.parametrize("k", [0, 1, 16, 64, 100])
 @pytest.mark.parametrize("candidates", [0, 1, 30, 64])
-def test_the_candidates_of_largest_score_are_wanted(candidates: int, k: int) -> None:
+def test_the_candidates_of_largest_score_are_selected(candidates: int, k: int) -> None:
     torch.manual_seed(candidates)
     scores = torch.full((*ROWS, 64), -1.0)
     for row in scores.flatten(0, 1):
         row[torch.randperm(64)[:candidates]] = torch.rand(candidates)
-    wanted = torch.full((*ROWS, k), 7, dtype=torch.int32)
-    ops.select_topk(scores, wanted)
-    for row, chosen in zip(scores.flatten(0, 1).tolist(), wanted.flatten(0, 1).tolist(), strict=True):
+    selected = torch.full((*ROWS, k), 7, dtype=torch.int32)
+    ops.select_topk(scores, selected)
+    for row, chosen in zip(scores.flatten(0, 1).tolist(), selected.flatten(0, 1).tolist(), strict=True):
         best = sorted((t for t in range(64) if row[t] >= 0), key=lambda t: -row[t])[:k]
         assert sorted(chosen) == sorted(best + [-1] * (k - len(best)))
 
@@ -263,9 +263,9 @@ def test_pages_go_by_their_best_token(k: int, page: int) -> None:
     torch.manual_seed(k)
     scores = torch.rand(*ROWS, 60).masked_fill(torch.rand(*ROWS, 60) < 0.4, -1.0)
     scores[..., 50:] = -1.0
-    wanted = torch.full((*ROWS, k), 7, dtype=torch.int32)
-    ops.select_pages(scores, wanted, page)
-    for row, chosen in zip(scores.flatten(0, 1).tolist(), wanted.flatten(0, 1).tolist(), strict=True):
+    selected = torch.full((*ROWS, k), 7, dtype=torch.int32)
+    ops.select_pages(scores, selected, page)
+    for row, chosen in zip(scores.flatten(0, 1).tolist(), selected.flatten(0, 1).tolist(), strict=True):
         runs = [range(60)[start : start + page] for start in range(0, 60, page)]
         by_best = sorted(runs, key=lambda run: -max(row[t] for t in run))
         best = [t for p in by_best[: k // page] for t in p if row[t] >= 0]
@@ -274,42 +274,42 @@ def test_pages_go_by_their_best_token(k: int, page: int) -> None:
 
 def test_a_score_of_zero_is_a_candidate() -> None:
     scores = torch.tensor([[[0.0, -1.0, 0.0]]])
-    wanted = torch.zeros(1, 1, 3, dtype=torch.int32)
-    ops.select_topk(scores, wanted)
-    assert sorted(wanted.flatten().tolist()) == [-1, 0, 2]
+    selected = torch.zeros(1, 1, 3, dtype=torch.int32)
+    ops.select_topk(scores, selected)
+    assert sorted(selected.flatten().tolist()) == [-1, 0, 2]
 
 
 # prefetch
 
 
 class Slots:
-    """Slots, and a model of them in plain Python: for each row and head, which token lies at which place."""
+    """Slots, and a plain Python model of them: the token in each slot, for each row and head."""
 
     def __init__(self, k: int, dtype: torch.dtype = torch.float32) -> None:
         self.k = k
         self.host = random_pairs(CAPACITY, 1, dtype=dtype)
         self.slots = torch.full((*ROWS, k, 2, HEAD_DIM), math.nan, dtype=dtype)
         self.slot_index = torch.full((*ROWS, k), -1, dtype=torch.int32)
-        self.wanted = torch.full((*ROWS, k), -1, dtype=torch.int32)
+        self.selected = torch.full((*ROWS, k), -1, dtype=torch.int32)
         self.fetched = torch.zeros(1, dtype=torch.int64)
         self.scores = torch.zeros(1)
         self.pair_bytes = 2 * HEAD_DIM * dtype.itemsize
 
     def held(self, b: int, h: int) -> dict[int, int]:
-        """Token → place."""
+        """Return token → slot."""
         return {token: place for place, token in enumerate(self.slot_index[b, h].tolist()) if token >= 0}
 
     def refill(self) -> None:
-        refill(self.wanted, self.host, self.slots, self.slot_index, self.fetched)
+        refill(self.selected, self.host, self.slots, self.slot_index, self.fetched)
 
     def fetch(self, wishes: list[list[list[int]]]) -> None:
-        """Refill with the wishes, and check everything that a refill promises."""
+        """Refill with the selection, and check everything that a refill guarantees."""
         missing = 0
         before = [[self.held(b, h) for h in range(HEADS)] for b in range(BATCH)]
         for b in range(BATCH):
             for h in range(HEADS):
                 wish = wishes[b][h]
-                self.wanted[b, h] = torch.tensor(wish + [-1] * (self.k - len(wish)))
+                self.selected[b, h] = torch.tensor(wish + [-1] * (self.k - len(wish)))
                 missing += len(set(wish) - set(before[b][h]))
         already = self.fetched.item()
         self.refill()
@@ -327,7 +327,7 @@ class Slots:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("k", [1, 8, 32])
 @pytest.mark.parametrize("candidates", [5, 40, CAPACITY])
-def test_slots_hold_the_wanted_pairs_and_only_the_missing_ones_travel(
+def test_slots_hold_the_selected_pairs_and_only_missing_ones_travel(
     candidates: int, k: int, dtype: torch.dtype
 ) -> None:
     wishes = random.Random(f"{candidates} {k}")
@@ -341,11 +341,11 @@ def test_slots_hold_the_wanted_pairs_and_only_the_missing_ones_travel(
         )
 
 
-def test_the_same_wish_again_moves_nothing_in_any_order() -> None:
+def test_the_same_selection_again_copies_nothing_in_any_order() -> None:
     slots = Slots(8)
     slots.fetch([[[4, 9, 1, 7]] * HEADS] * BATCH)
     slots.host.fill_(math.nan)
-    slots.wanted[..., :4] = torch.tensor([7, 1, 9, 4])
+    slots.selected[..., :4] = torch.tensor([7, 1, 9, 4])
     before = slots.fetched.item()
     slots.refill()
     assert slots.fetched.item() == before
@@ -353,7 +353,7 @@ def test_the_same_wish_again_moves_nothing_in_any_order() -> None:
 
 
 def test_heads_fetch_apart() -> None:
-    """One head wants nothing and another everything: what a head keeps or lacks is its own matter."""
+    """One head selects nothing and another all slots: each head is independent."""
     slots = Slots(6)
     slots.fetch([[[], [1, 2, 3, 4, 5, 6]], [[3], [9, 8]]])
     slots.fetch([[[1, 2, 3, 4, 5, 6], []], [[3, 9], [8]]])
@@ -361,9 +361,9 @@ def test_heads_fetch_apart() -> None:
 
 def test_prefetch_and_offload_without_a_queue_are_done_when_they_return() -> None:
     slots = Slots(4)
-    slots.wanted[...] = torch.tensor([3, 1, -1, 8])
+    slots.selected[...] = torch.tensor([3, 1, -1, 8])
     ops.prefetch(
-        slots.wanted, torch.tensor([[20, 0, 0, 0]] * 2), slots.host, slots.slots, slots.slot_index, slots.fetched
+        slots.selected, torch.tensor([[20, 0, 0, 0]] * 2), slots.host, slots.slots, slots.slot_index, slots.fetched
     )
     assert set(slots.held(1, 1)) == {1, 3, 8}
 
@@ -372,7 +372,7 @@ def test_prefetch_and_offload_without_a_queue_are_done_when_they_return() -> Non
 
 
 class Gate:
-    """Holds up the worker thread until it is opened."""
+    """Blocks the worker thread until the gate opens."""
 
     def __init__(self, queue: CopyQueue) -> None:
         self.opened = threading.Event()
@@ -394,46 +394,46 @@ def queue() -> Iterator[CopyQueue]:
 def test_a_wait_stands_between_a_prefetch_and_its_slots(queue: CopyQueue) -> None:
     cursor = torch.tensor([[20, 0, 0, queue.number]]).repeat(BATCH, 1)
     slots = Slots(4)
-    slots.wanted[...] = torch.tensor([3, 1, -1, 8])
+    slots.selected[...] = torch.tensor([3, 1, -1, 8])
     gate = Gate(queue)
-    ops.prefetch(slots.wanted, cursor, slots.host, slots.slots, slots.slot_index, slots.fetched)
+    ops.prefetch(slots.selected, cursor, slots.host, slots.slots, slots.slot_index, slots.fetched)
     assert (slots.slot_index == -1).all(), "the op must not wait for the copy"
     gate.opened.set()
-    ops.wait(slots.scores, cursor, slots.slots, slots.slot_index, slots.wanted)
+    ops.wait(slots.scores, cursor, slots.slots, slots.slot_index, slots.selected)
     assert set(slots.held(0, 0)) == {1, 3, 8}
     assert slots.fetched.item() == BATCH * HEADS * 3 * slots.pair_bytes
 
 
 @pytest.mark.parametrize("every_implementation", [torch.ops.specache], ids=["definitions"], indirect=True)
-def test_what_was_offloaded_is_there_for_the_prefetch_behind_it(queue: CopyQueue) -> None:
+def test_offloaded_pairs_are_there_for_a_later_prefetch(queue: CopyQueue) -> None:
     cursor = torch.tensor([[8, 0, 0, queue.number]]).repeat(BATCH, 1)
     slots = Slots(4)
     new = random_pairs(1, 5)
-    slots.wanted[...] = torch.tensor([8, 0, -1, -1])
+    slots.selected[...] = torch.tensor([8, 0, -1, -1])
     gate = Gate(queue)
     ops.offload(*new.unbind(3), None, cursor, slots.host)
-    ops.prefetch(slots.wanted, cursor, slots.host, slots.slots, slots.slot_index, slots.fetched)
+    ops.prefetch(slots.selected, cursor, slots.host, slots.slots, slots.slot_index, slots.fetched)
     gate.opened.set()
-    ops.wait(slots.scores, cursor, slots.slots, slots.slot_index, slots.wanted)
+    ops.wait(slots.scores, cursor, slots.slots, slots.slot_index, slots.selected)
     assert torch.equal(slots.slots[0, 1, slots.held(0, 1)[8]], new[0, 1, 0])
 
 
 def test_a_fetch_in_cpp_waits_for_the_prompts_offload(queue: CopyQueue) -> None:
-    """It is done at once, but not before the worker has put there what it is to bring."""
+    """The fetch is synchronous, but waits until the worker has stored its pairs."""
     cursor = torch.tensor([[0, 0, 0, queue.number]]).repeat(BATCH, 1)
     slots = Slots(4)
     new = random_pairs(40, 5)
-    slots.wanted[...] = torch.tensor([30, 0, -1, -1])
+    slots.selected[...] = torch.tensor([30, 0, -1, -1])
     gate = Gate(queue)
     ops.offload(*new.unbind(3), None, cursor, slots.host)
     threading.Timer(0.05, gate.opened.set).start()
-    ops.prefetch(slots.wanted, cursor, slots.host, slots.slots, slots.slot_index, slots.fetched)
-    ops.wait(slots.scores, cursor, slots.slots, slots.slot_index, slots.wanted)
+    ops.prefetch(slots.selected, cursor, slots.host, slots.slots, slots.slot_index, slots.fetched)
+    ops.wait(slots.scores, cursor, slots.slots, slots.slot_index, slots.selected)
     assert torch.equal(slots.slots[0, 1, slots.held(0, 1)[30]], new[0, 1, 30])
 
 
 def test_an_offload_owns_its_memory_and_its_place(queue: CopyQueue) -> None:
-    """Inductor reuses k and v, and the next step moves the cursor, before the copy has run."""
+    """Inductor reuses k and v, and the next step moves the cursor, before the copy runs."""
     cursor = torch.tensor([[8, 0, 0, queue.number]]).repeat(BATCH, 1)
     host = torch.zeros(*ROWS, 16, 2, HEAD_DIM)
     new = random_pairs(2, 5)

@@ -1,4 +1,4 @@
-"""The trellis code against its formula bit by bit, against every path there is, and against what theory says of it."""
+"""The trellis code against its formula bit by bit, against an exhaustive search, and against theory."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 
 
 def level(b: list[int], t: int) -> int:
-    """q_t of the docstring's formula; an index below 0 is one from the end."""
+    """Return q_t of the documented formula; negative indices count from the end."""
     return 2 * (b[t] ^ b[t - 1] ^ b[t - 3]) + b[t - 2]
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_four_bits_that_go_round_say_a_level(head_dim: int) -> None:
-    """Bit p of byte j is the channel p·d/8 + j, and behind bit 7 comes bit 0 of the next byte of its circle."""
+def test_four_circular_bits_select_a_level(head_dim: int) -> None:
+    """Bit p of byte j is channel p·d/8 + j; bit 0 of the circle's next byte follows bit 7."""
     width, circle = head_dim // 8, trellis.circle_of(head_dim)
     codes = torch.randint(0, 256, (3, width), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
     levels = unpack(trellis.expanded(codes), 2)
@@ -65,8 +65,8 @@ def test_a_walk_finds_the_nearest_of_all_paths_between_two_states() -> None:
 
 
 @pytest.mark.parametrize("head_dim", [64, 80, 128])
-def test_of_gaussian_numbers_it_leaves_less_than_two_levels_do(head_dim: int) -> None:
-    """.36 of the variance by Lloyd and Max's two levels, .25 by the best code of one bit there can be."""
+def test_for_gaussian_numbers_its_error_is_below_that_of_two_levels(head_dim: int) -> None:
+    """Two levels (Lloyd and Max) leave .36 of the variance, the best possible one-bit code .25."""
     x = normal(1, 1, 3000, head_dim)
     codes, scale = trellis.quantize(x)
     levels = trellis.dequantize(codes, scale) / scale[..., 0]
@@ -74,13 +74,13 @@ def test_of_gaussian_numbers_it_leaves_less_than_two_levels_do(head_dim: int) ->
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_one_scale_makes_a_vector_as_long_along_itself(head_dim: int) -> None:
+def test_the_scale_is_unbiased_along_the_vector(head_dim: int) -> None:
     x = normal(2, 3, 50, head_dim) * normal(2, 3, 50, 1, seed=1).exp()
     decoded = trellis.dequantize(*trellis.quantize(x))
     torch.testing.assert_close((decoded * x).sum(-1), (x * x).sum(-1), rtol=1e-4, atol=1e-6)
 
 
-def test_what_is_large_small_zero_or_no_number() -> None:
+def test_large_small_zero_and_non_finite_numbers() -> None:
     x = normal(1, 1, 5, 64)
     x[0, 0, 0] *= 1e37
     x[0, 0, 1] *= 1e-30
@@ -100,7 +100,7 @@ def test_what_is_large_small_zero_or_no_number() -> None:
 
 
 @pytest.mark.parametrize("circle", [8, 16, 24, 40, 64])
-def test_the_encoder_in_cpp_says_the_same(circle: int) -> None:
+def test_the_encoder_in_cpp_gives_the_same_codes(circle: int) -> None:
     x = normal(1003, circle) / trellis.STEP
     ours, expected = cpp_trellis.encode(x), trellis.encode(x)
     assert (ours != expected).any(-1).float().mean() < 2e-3  # of two paths as near, either

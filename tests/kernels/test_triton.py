@@ -1,12 +1,13 @@
-"""Each Triton kernel against the PyTorch code that defines its op: on a GPU where there is one, else interpreted.
+"""Each Triton kernel against its op's PyTorch definition: on a GPU if there is one, else interpreted.
 
-The interpreter multiplies bfloat16 as integers and truncates where it converts to it: float32 and float16 here,
-bfloat16 on a GPU alone. `compile_kernels.py` compiles every kernel for sm_80 and sm_90, in all three.
+The interpreter multiplies bfloat16 as integers and truncates conversions to it, so bfloat16 runs only on a GPU.
+`compile_kernels.py` compiles every kernel for sm_80 and sm_90, in float32, float16 and bfloat16.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import re
 import subprocess
 import sys
@@ -26,14 +27,14 @@ import triton
 import triton.language as tl
 
 from held_tiers import in_segments
-from specache_compile.kernels.attention import definition as attention
+from specache_compile.kernels.attention import attention_ops as attention
 from specache_compile.kernels.attention import triton_decode, triton_extend, triton_scored
 from specache_compile.kernels.attention import triton_low_bit as low_bit
 from specache_compile.kernels.attention.kept_logits import LOGIT_BLOCK
 from specache_compile.kernels.codes import params
 from specache_compile.kernels.codes.quantize import pack
 from specache_compile.kernels.movement import copy_stream, triton_append, triton_copy
-from specache_compile.kernels.movement import definition as tiers
+from specache_compile.kernels.movement import tier_ops as tiers
 from specache_compile.kernels.movement import triton_select as select
 from specache_compile.kernels.state import center, layout, triton_center, triton_rotate
 from specache_compile.kernels.state.cursor import LENGTH, LOW_BIT, NEXT_LOW_BIT, new_cursor
@@ -45,7 +46,7 @@ from specache_compile.methods.specache import SpecacheOptions
 from specache_compile.runtime.state import allocate
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-# A GPU's exponential is not exact to the last bit, and its sums run in another order.
+# A GPU's exponential is not exact to the last bit, and its sums have another order.
 TOLERANCE = {torch.float32: 1e-5 if DEVICE.type == "cuda" else 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 BATCH = 2
 KEYS, VALUES = 0, 1
@@ -53,7 +54,7 @@ KEYS, VALUES = 0, 1
 
 @dataclass(frozen=True)
 class Case:
-    """One layer's shape and options, how many tokens it holds, and what its site has besides."""
+    """One layer's shape, options and number of tokens, and its site's mask, softcap and sinks."""
 
     bits: int = 2
     value_bits: int | None = None
@@ -91,14 +92,14 @@ class Case:
 
     @property
     def frequencies(self) -> Tensor | None:
-        """RoPE's, over a half of the channels; None where they are not known."""
+        """Return RoPE's frequencies of half the channels, or None."""
         known = self.center or (self.key_code == "trellis" and self.head_dim > 64)
         return 0.8 ** torch.arange(self.head_dim // 4, device=DEVICE) if known else None
 
     @property
     def has_exact_rotation(self) -> bool:
-        """Where a block is a power of four, sums of small numbers of eighths are the same in any order, and so is what
-        the square root of its size leaves of them."""
+        """Return whether sums are exact in any order: small multiples of eighths, and a block that is a power of four,
+        whose square root is exact."""
         return layout.rotation_block(self.head_dim) in (16, 64, 256)
 
 
@@ -215,7 +216,7 @@ every_case = pytest.mark.parametrize("case", CASES, ids=str)
 
 
 class Layer:
-    """A layer's state, filled by a prefill and five steps, in the reference's way or in Triton's."""
+    """A layer's state after a prefill and five steps, by the reference or by Triton."""
 
     def __init__(self, case: Case, append: Any) -> None:
         self.case = case
@@ -227,7 +228,7 @@ class Layer:
         self.pairs = torch.randn(BATCH, case.heads, case.length, 2, case.head_dim, generator=generator)
         if case.options.layout.is_rotated and case.has_exact_rotation:
             self.pairs = (self.pairs * 8).round() / 8
-        if case.center:  # a bias that stays far above what float32 loses of it
+        if case.center:  # a bias far above float32's rounding of it
             self.pairs[:, :, :, 0] += 5 * torch.randn(case.head_dim, generator=generator)
         self.pairs = self.pairs.to(DEVICE, case.dtype)
         at = 0
@@ -253,7 +254,7 @@ class Layer:
         self.cursor[:, NEXT_LOW_BIT] = self.case.options.low_bit_length(length + tokens)
 
     def fill_slots(self) -> None:
-        """Random tokens of the low-bit tier; where there are fewer than k, NaN stands in what is left."""
+        """Fill the slots with random tokens of the low-bit tier, and with NaN if there are fewer than k."""
         low_bit, slots, index = int(self.cursor[0, LOW_BIT]), self.state["slots"], self.state["slot_index"]
         slots.fill_(float("nan"))
         for row in range(BATCH):
@@ -265,7 +266,7 @@ class Layer:
 
 
 def padding_of(case: Case, capacity: int) -> Tensor | None:
-    """With a bool mask: [B, 1, 1, C], the first tokens and every fifth are not there; the first row has all."""
+    """Return padding [B, 1, 1, C] for a bool mask: the first tokens and every fifth, except in the first row."""
     if case.mask != "bool":
         return None
     tokens = torch.arange(capacity, device=DEVICE)
@@ -294,7 +295,7 @@ def test_append_fills_the_tiers_bit_for_bit(case: Case) -> None:
 
 
 def read_keys(layer: Layer, stop: int) -> Tensor:
-    """Of the first tokens of the low-bit tier, float32, as they are stored."""
+    """Return keys of the low-bit tier's first tokens, float32, in their stored form."""
     case, state = layer.case, layer.state
     return attention.low_bit_keys(state["codes"], state["key_params"], case.options.layout, case.head_dim, 0, stop)
 
@@ -305,32 +306,32 @@ def read_values(layer: Layer, stop: int) -> Tensor:
 
 
 def assert_as_near(ours: Layer, reference: Layer, of: int) -> None:
-    """What is in a trellis: the same to a last bit, but for the few of which two paths are as near."""
+    """Require trellis codes to be equal up to the last bit, except for vectors with two equally near paths."""
     case, stop = ours.case, int(ours.cursor[0, LOW_BIT])
     exact = ours.pairs[:, :, :stop, of].float()
     if of == KEYS:
         exact = exact - center.centers(reference.state["center"], case.group, 0, stop // case.group)
     exact = layout.rotated(exact) if case.options.layout.is_rotated else exact
-    found, wanted = (READ[of](layer, stop) for layer in (ours, reference))
-    # What the center has lost of a key's last bits is more, beside a small level.
+    found, target = (READ[of](layer, stop) for layer in (ours, reference))
+    # The center's rounding of a key's last bits is larger, relative to a small level.
     precision = 1e-5 if of == VALUES else 16 * torch.finfo(case.dtype).eps
-    same = ((found - wanted).abs() <= precision * wanted.abs()).all(-1)
+    same = ((found - target).abs() <= precision * target.abs()).all(-1)
     assert same.float().mean() > 0.95
-    off, expected = (((x - exact) ** 2).sum(-1) for x in (found, wanted))
+    off, expected = (((x - exact) ** 2).sum(-1) for x in (found, target))
     torch.testing.assert_close(off, expected, rtol=0.2, atol=0)
 
 
 def assert_dequantised_alike(ours: Layer, reference: Layer, of: int) -> None:
-    """A rotation's sums in another order: scales but for the last bits, and a code on a border may go either way."""
+    """A rotation's sums have another order: scales may differ in the last bits, and codes at borders may differ."""
     case, stop = ours.case, int(ours.cursor[0, LOW_BIT])
     params, expected = (layer.state[PARAMS[of]] for layer in (ours, reference))
     precision = 16 * torch.finfo(case.dtype).eps
     torch.testing.assert_close(params, expected, atol=precision * float(expected.abs().max()), rtol=precision)
-    found, wanted = (READ[of](layer, stop) for layer in (ours, reference))
+    found, target = (READ[of](layer, stop) for layer in (ours, reference))
     tokens = case.group if of == KEYS else 1
     step = expected[:, :, : stop // tokens, 0].float().repeat_interleave(tokens, 2)
     step = step.repeat_interleave(case.head_dim // step.shape[-1], 3)
-    moved = (found - wanted).abs() / step.clamp_min(1e-3)  # 0: one number, or none that is there
+    moved = (found - target).abs() / step.clamp_min(1e-3)  # 0: one number, or none that is there
     assert (moved > 0.1).float().mean() < 1e-3
     assert moved.max() < 1.1
 
@@ -361,7 +362,7 @@ def test_rows_are_rotated(d: int) -> None:
     torch.testing.assert_close(turned, layout.rotated(x), atol=1e-6, rtol=1e-6)
 
 
-def test_append_gives_what_is_not_finite_and_what_is_constant_the_references_codes() -> None:
+def test_append_encodes_non_finite_and_constant_groups_as_the_reference() -> None:
     def filled(append: Any) -> Layer:
         layer = Layer(Case(length=6), append)
         pairs = torch.randn(BATCH, 2, 90, 2, 64, generator=torch.Generator().manual_seed(1)).to(DEVICE)
@@ -395,7 +396,7 @@ def mask_of(case: Case) -> Tensor | None:
 
 @dataclass(frozen=True)
 class Step:
-    """One decode step's inputs at a case: what all three attentions are given."""
+    """One decode step's inputs for a case, shared by all three attentions."""
 
     layer: Layer
     q: Tensor
@@ -409,7 +410,7 @@ class Step:
 
     @property
     def read(self) -> tuple[Any, ...]:
-        """The last arguments of an attention: tiers, layout, scale, softcap."""
+        """Return the last arguments of an attention: tiers, layout, scale, softcap."""
         case = self.layer.case
         return self.state(*StoredTiers._fields), case.options.layout, case.head_dim**-0.5, case.softcap
 
@@ -431,7 +432,7 @@ def step_of(case: Case) -> Step:
     layer = Layer(case, tiers.append)
     layer.fill_slots()
     query_heads = case.heads * case.queries
-    # As vmap leaves them: the lanes are folded in from an axis that lies outside.
+    # As after vmap: the lanes are folded in from an outer axis.
     q = torch.randn(case.lanes, BATCH, query_heads, case.head_dim).to(DEVICE, case.dtype).movedim(0, 2)
     k, v = torch.randn(2, case.lanes, BATCH, case.heads, case.head_dim).to(DEVICE, case.dtype).movedim(1, 3)
     sinks = torch.randn(query_heads).to(DEVICE, case.dtype) if case.sinks else None
@@ -441,7 +442,7 @@ def step_of(case: Case) -> Step:
 @pytest.mark.pairwise(1)
 @every_case
 def test_decode_attention_and_the_halves_of_a_corrected_one(case: Case) -> None:
-    """In one, then its logits and scores, then the rest from them: the same output."""
+    """The whole op, and its two halves, give the same output."""
     step, tolerance = step_of(case), TOLERANCE[case.dtype]
     close = functools.partial(torch.testing.assert_close, atol=tolerance, rtol=tolerance)
     whole, scores = step.whole(triton_decode.decode_attention)
@@ -458,9 +459,9 @@ def test_decode_attention_and_the_halves_of_a_corrected_one(case: Case) -> None:
     known, expected = logits + base.repeat_interleave(LOGIT_BLOCK, -1), expected_kept[0]
     torch.testing.assert_close(known[..., :low_bit], expected[..., :low_bit], atol=4 * tolerance, rtol=4 * tolerance)
     close(scores, expected_scores)
-    assert scores[0].is_contiguous()  # as `select_topk` needs it
+    assert scores[0].is_contiguous()  # `select_topk` requires this
 
-    logits[..., low_bit:], base[..., low_bit // LOGIT_BLOCK :] = float("nan"), float("nan")  # nobody reads them
+    logits[..., low_bit:], base[..., low_bit // LOGIT_BLOCK :] = float("nan"), float("nan")  # no op reads them
     before = logits.clone()
     out = step.attended(triton_scored.attend_scored, logits, base)
     assert torch.equal(logits.view(torch.uint8), before.view(torch.uint8))
@@ -470,8 +471,8 @@ def test_decode_attention_and_the_halves_of_a_corrected_one(case: Case) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-def test_what_is_fetched_weighs_nothing_however_large_its_logit_was(dtype: torch.dtype) -> None:
-    """The first base of row 0 is 60 above all logits, as that of a tile whose fetched token has most of the weight."""
+def test_fetched_tokens_have_no_low_bit_weight_for_any_logit(dtype: torch.dtype) -> None:
+    """The first base of row 0 is 60 above all logits, as for a tile whose fetched token has most of the weight."""
     step = step_of(Case(dtype=dtype, value_bits=1, value_code="trellis", param_bits=8, rotate=True, head_dim=128))
     logits, base, _ = step.scored(triton_scored.score_low_bit)
     _, slot_index = step.state("slots", "slot_index")
@@ -480,12 +481,12 @@ def test_what_is_fetched_weighs_nothing_however_large_its_logit_was(dtype: torch
     base[0, :, :, : tile // LOGIT_BLOCK] += 60
     logits[0, :, :, :tile] -= 60
     found = step.attended(triton_scored.attend_scored, logits, base, chosen=slot_index)
-    # Half precision keeps a logit 60 below its base to a sixteenth.
+    # Half precision stores a logit 60 below its base with an error of a sixteenth.
     torch.testing.assert_close(found, expected, atol=1e-2 if dtype == torch.float16 else 1e-5, rtol=0)
 
 
 def test_pairs_that_come_late_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The low-bit values are attended to by what was chosen; slots and their index may hold anything until then."""
+    """The low-bit values use the chosen tokens; slots and their index are undefined until the copies end."""
     step = step_of(Case(rotate=True, bits=1, dtype=torch.float16))
     slots, slot_index = step.state("slots", "slot_index")
     logits, base, _ = step.scored(triton_scored.score_low_bit)
@@ -506,9 +507,9 @@ def test_pairs_that_come_late_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_center_of_thousands_leaves_tokens_their_order() -> None:
-    """Where all low-bit tokens' logits have 3,000 in common, scores are told apart by what they differ in."""
+    """If all low-bit tokens' logits share an offset of 3,000, scores still rank by their differences."""
     step = step_of(Case(center=True, dtype=torch.float16))
-    step.layer.state["center"][:, :, 0, -1] += 6000.0  # a channel that RoPE does not turn
+    step.layer.state["center"][:, :, 0, -1] += 6000.0  # a channel that RoPE does not rotate
     step.q[..., -1] = 4.0
     (_, scores), (_, expected) = (step.whole(at.decode_attention) for at in (triton_decode, attention))
     assert expected.max() < 0.9
@@ -527,7 +528,7 @@ def test_a_center_of_thousands_leaves_tokens_their_order() -> None:
 def test_a_share_of_the_center_is_that_of_double_precision(
     dtype: torch.dtype, queries: int, lanes: int, d: int
 ) -> None:
-    """To a few units of float32's last place of what is summed, groups at once or, behind the low-bit tier, none."""
+    """Within a few units of float32's last place, for several groups at once, and none after the low-bit tier."""
     heads, group, capacity, low_bit = 2, 32, 2048, 1504
     q = (20 * torch.randn(BATCH, lanes, heads * queries, d)).to(DEVICE, dtype).transpose(1, 2)
     theta, partner = center.partners(0.8 ** torch.arange(d // 2 - 4, device=DEVICE), d)
@@ -547,7 +548,7 @@ def test_a_share_of_the_center_is_that_of_double_precision(
 
 @pytest.mark.parametrize("group", [32, 64])
 def test_shares_of_a_stepped_center_are_those_of_each_rows_own_frequencies(group: int) -> None:
-    """A row whose center is a plain mean, the fullest, beside one whose center turns."""
+    """The fullest row has a plain mean as its center, the other row a rotating one."""
     heads, capacity, d = 2, 2048, 64
     q = torch.randn(2, 2 * heads, 1, d, device=DEVICE)
     stored = torch.randn(2, heads, 3, d, device=DEVICE)
@@ -565,13 +566,13 @@ def test_shares_of_a_stepped_center_are_those_of_each_rows_own_frequencies(group
 
 @pytest.mark.parametrize(("dtype", "unit"), [(torch.float16, 2.0**-24), (torch.bfloat16, 2.0**-133)], ids=str)
 def test_a_byte_is_a_16_bit_float_without_exponent(dtype: torch.dtype, unit: float) -> None:
-    """What the low-bit kernel unpacks codes to, in the dtype that the interpreter cannot show as well."""
+    """The low-bit kernel unpacks codes this way, also in bfloat16, which the interpreter does not support."""
     byte = torch.arange(256, dtype=torch.int16)
     assert torch.equal(byte.view(dtype).double(), byte * unit)
 
 
 def test_a_scale_of_8_bits_is_a_bfloat16_of_other_exponents() -> None:
-    """What the low-bit kernel makes of it, in the dtype that the interpreter cannot show as well."""
+    """The low-bit kernel converts scales this way, also in bfloat16, which the interpreter does not support."""
     stored = torch.arange(int(params.stored_scale(torch.tensor(params.LARGEST_SCALE), torch.uint8)) + 1)
     read = (stored.to(torch.int16) << params.DROPPED - 3).view(torch.bfloat16)
     assert torch.equal(read.double() * 2.0**112, params.read_scale(stored.to(torch.uint8)).double())
@@ -582,7 +583,7 @@ def unpack_example(
     elements, channels, key_numbers, value_channels, value_numbers,
     width: tl.constexpr, bits: tl.constexpr, group: tl.constexpr, plane_width: tl.constexpr, shared: tl.constexpr,
 ):  # fmt: skip
-    """What the low-bit kernel's helpers make of `group` tokens' keys, and of as many values, in their order."""
+    """Run the low-bit kernel's helpers on `group` tokens' keys and values, in their order."""
     planes: tl.constexpr = 8 // bits
     columns: tl.constexpr = planes * 2 * width
     column, token = tl.arange(0, columns), tl.arange(0, group)
@@ -606,8 +607,9 @@ def unpack_example(
 
 
 def test_the_low_bit_tiles_worked_example() -> None:
-    """The docstring's tables against `quantize.pack`, against its formulas, and against the kernel's own helpers."""
-    doc = low_bit.__doc__ or ""
+    """The tables of the module's comment equal `quantize.pack`, the comment's formulas, and the kernel's helpers."""
+    lines = inspect.getsource(low_bit).splitlines()
+    doc = "\n".join(line.removeprefix("# ") for line in lines if line.startswith("#"))
     shown = {
         name: [int(number, 0) for number in numbers.split()]
         for name, numbers in re.findall(r"^ {8}(\S+(?: \S+)*) {2,}((?: ?0x\w+| *\d+)+)$", doc, re.M)
@@ -648,7 +650,7 @@ def test_the_low_bit_tiles_worked_example() -> None:
 
 @pytest.mark.parametrize("rotate", [False, True], ids=["plain", "rotated"])
 def test_decode_attention_is_split_over_programs_and_merged(rotate: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two multiprocessors' worth of shares of one head's tiers; those that are empty add nothing."""
+    """Shares of one head's tiers for two multiprocessors; empty shares add nothing."""
     case = Case(heads=1, length=1000, top_k=16, rotate=rotate)
     monkeypatch.setattr(triton_decode, "programs_at_once", lambda device, build: 16)
     exact, splits = triton_decode.shares_of(1, 512 // case.group, triton_decode.exact_blocks(16, 64, 0), 16)
@@ -664,9 +666,9 @@ def test_decode_attention_is_split_over_programs_and_merged(rotate: bool, monkey
         triton_decode.decode_attention(*arguments), attention.decode_attention(*arguments), strict=True
     ):
         torch.testing.assert_close(out, expected, atol=TOLERANCE[torch.float32], rtol=TOLERANCE[torch.float32])
-    asked = (q, k, None, None, layer.cursor, *read)
-    *kept, scores = triton_scored.score_low_bit(*asked)
-    *expected_kept, expected_scores = attention.score_low_bit(*asked)
+    inputs = (q, k, None, None, layer.cursor, *read)
+    *kept, scores = triton_scored.score_low_bit(*inputs)
+    *expected_kept, expected_scores = attention.score_low_bit(*inputs)
     torch.testing.assert_close(scores, expected_scores, atol=1e-5, rtol=1e-5)
     step = (q, k, v, None, None, layer.cursor)
     rest = (slots[1], *slots, *read)
@@ -677,8 +679,11 @@ def test_decode_attention_is_split_over_programs_and_merged(rotate: bool, monkey
 
 
 def test_shares_fill_the_gpu_and_end_together() -> None:
-    """Heads of all rows, tiles of their low-bit tiers, and 1,056 programs at once, as an H200 runs: no schedule ends
-    before all work has been done, and the chosen one ends within a quarter of that, or of the shortest shares."""
+    """For heads of all rows, tiles of their low-bit tiers, and an H200's 1,056 concurrent programs.
+
+    No schedule can end before the total work divided by the programs. The selected one ends within a quarter of that,
+    or of the shortest shares.
+    """
     slots, blocks = 1056, triton_decode.exact_blocks(64, 128, 0)
     for rows, tiles in [(8, 128), (8, 512), (64, 512), (176, 512), (512, 512), (2000, 32)]:
         exact, splits = triton_decode.shares_of(rows, tiles, blocks, slots)
@@ -705,7 +710,7 @@ def test_a_makespan_is_that_of_programs_begun_in_their_order() -> None:
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.pairwise
 def test_extend_attention(causal: bool, tokens: int, softcap: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_extend, "HOST_BLOCK", 48)  # several blocks, the last one not full
+    monkeypatch.setattr(triton_extend, "HOST_BLOCK", 48)  # several blocks, of which the last is partial
     length, heads, queries, d = 300, 2, 2, 80
     host = torch.randn(BATCH, heads, 512, 2, d)
     host[:, :, length:] = float("nan")
@@ -721,7 +726,7 @@ def test_extend_attention(causal: bool, tokens: int, softcap: float | None, monk
     torch.testing.assert_close(triton_extend.extend_attention(*arguments), expected, atol=tolerance, rtol=tolerance)
 
 
-def test_extend_attention_over_codes_is_that_over_what_they_stand_for() -> None:
+def test_extend_attention_over_codes_equals_that_over_decoded_pairs() -> None:
     codes = torch.randint(0, 120, (BATCH, 2, 64, 2, 16), dtype=torch.uint8).to(DEVICE)
     q, (k, v) = torch.randn(BATCH, 4, 1, 16).to(DEVICE), torch.randn(2, BATCH, 2, 1, 16).to(DEVICE)
     cursor = torch.tensor([[40, 0, 0, 0]], device=DEVICE).repeat(BATCH, 1)
@@ -733,9 +738,9 @@ def test_extend_attention_over_codes_is_that_over_what_they_stand_for() -> None:
 
 
 def chosen(scores: Tensor, k: int) -> list[list[int]]:
-    wanted = torch.full((*scores.shape[:2], k), 7, dtype=torch.int32, device=DEVICE)
-    select.select_topk(scores.to(DEVICE), wanted)
-    return [[token for token in row if token >= 0] for row in wanted.flatten(0, 1).tolist()]
+    selected = torch.full((*scores.shape[:2], k), 7, dtype=torch.int32, device=DEVICE)
+    select.select_topk(scores.to(DEVICE), selected)
+    return [[token for token in row if token >= 0] for row in selected.flatten(0, 1).tolist()]
 
 
 @pytest.mark.parametrize(("capacity", "k"), [(256, 8), (300, 64), (5000, 1), (5000, 64), (9000, 100), (256, 400)])
@@ -751,14 +756,14 @@ def test_selection_breaks_ties_by_position_and_takes_no_token_that_is_hidden() -
     scores[0, 0, 100:4900:7] = 0.25
     scores[0, 0, 4898] = 0.5
     assert chosen(scores, 4) == [[100, 107, 114, 4898]]
-    scores[scores > 0] = 0.0  # a share that is too small for float32 is a share all the same
+    scores[scores > 0] = 0.0  # a share that underflows float32 is still a candidate
     assert chosen(scores, 2) == [[100, 107]]
     assert chosen(torch.full((1, 1, 300), -1.0), 3) == [[]]
 
 
 @pytest.fixture
 def streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter reads any memory, and has no streams."""
+    """Replace streams, which the interpreter does not have; it reads any memory."""
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: True)
     if DEVICE.type == "cpu":
         monkeypatch.setattr(copy_stream, "correction_stream_of", lambda device: mock.MagicMock())
@@ -766,7 +771,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
 
 
-def test_a_correction_brings_what_lane_0_wants_of_the_low_bit_tier(streams: None) -> None:
+def test_a_correction_copies_the_low_bit_tokens_that_lane_0_selects(streams: None) -> None:
     capacity, heads, k, low_bit = 5120, 2, 8, 4500
     host = in_segments(torch.randn(BATCH, heads, capacity, 2, 16))
     host = host.pin_memory() if DEVICE.type == "cuda" else host
@@ -804,9 +809,7 @@ def test_a_corrections_gather_has_a_program_for_each_head(monkeypatch: pytest.Mo
 @pytest.mark.pairwise
 @pytest.mark.parametrize(("dtype", "segmented"), [(torch.float32, True), (torch.float16, True), (torch.float16, False)])
 @pytest.mark.parametrize("programs", [1, 3, 4])  # for four heads
-def test_the_gather_fetches_what_is_missing_and_moves_nothing_else(
-    k: int, dtype: torch.dtype, segmented: bool, programs: int
-) -> None:
+def test_the_gather_copies_only_missing_pairs(k: int, dtype: torch.dtype, segmented: bool, programs: int) -> None:
     capacity, heads, d = 512, 2, 80
     pairs = torch.randn(BATCH, heads, capacity, 2, d).to(dtype)
     host = in_segments(pairs) if segmented else pairs
@@ -821,11 +824,11 @@ def test_the_gather_fetches_what_is_missing_and_moves_nothing_else(
             torch.randperm(min(capacity, 2 * k), generator=near)[: max(0, k - row * step)]
             for row in range(BATCH * heads)
         ]
-        wanted = torch.full((BATCH, heads, k), -1, dtype=torch.int32)
+        selected = torch.full((BATCH, heads, k), -1, dtype=torch.int32)
         for row, wish in enumerate(wishes):
-            wanted[row // heads, row % heads, : len(wish)] = wish
+            selected[row // heads, row % heads, : len(wish)] = wish
         before = index.tolist()
-        triton_copy.gather(wanted.to(DEVICE), host, slots, index, fetched, programs)
+        triton_copy.gather(selected.to(DEVICE), host, slots, index, fetched, programs)
         for row, wish in enumerate(wishes):
             b, h = row // heads, row % heads
             now = {token: place for place, token in enumerate(index[b, h].tolist()) if token >= 0}
@@ -853,8 +856,8 @@ def test_new_pairs_are_written_through_to_their_place_on_the_host(tokens: int, s
 
 
 def compiled(*given: str) -> str:
-    """What is told of the kernels that were compiled without a GPU, in a process of its own: what runs in the
-    interpreter cannot be compiled in the same one."""
+    """Return the output of compiling the kernels without a GPU, in a separate process, since a process that interprets
+    kernels cannot compile them."""
     script = Path(__file__).parents[2] / "tools" / "compile_kernels.py"
     done = subprocess.run(
         [sys.executable, str(script), "--in-turn", *given], capture_output=True, text=True, check=False
@@ -864,13 +867,13 @@ def compiled(*given: str) -> str:
 
 
 def test_attention_compiles_where_a_key_has_the_fewest_bytes() -> None:
-    told = compiled("--only=fp32, 1 bits, d 16")
-    assert "attend_tiers" in told
-    assert "quantize_groups" in told
+    printed = compiled("--only=fp32, 1 bits, d 16")
+    assert "attend_tiers" in printed
+    assert "quantize_groups" in printed
 
 
 @pytest.mark.slow
 def test_every_kernel_compiles_for_the_gpus_that_are_supported() -> None:
-    """The two GPUs in turn: each kernel but the smallest has several shapes."""
-    told = compiled()
-    assert told.count("sm_90") + told.count("sm_80") > 50
+    """Both GPU architectures; each kernel except the smallest has several shapes."""
+    printed = compiled()
+    assert printed.count("sm_90") + printed.count("sm_80") > 50

@@ -1,4 +1,4 @@
-"""What Inductor makes of the rewritten graphs, read from the code that it generates and runs."""
+"""Inductor's generated code of the rewritten graphs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OPTIONS = {**LOSSLESS, "lowering": "inductor"}
 
 @pytest.fixture(scope="module")
 def code() -> dict[str, list[str]]:
-    """The body of each phase's generated wrapper, line by line; and the tokens must be right."""
+    """Return the lines of each phase's generated wrapper; the tokens must be right."""
     torch._dynamo.reset()
     llama = tiny_llama()
     twin = copy.deepcopy(llama)
@@ -43,19 +43,19 @@ def code() -> dict[str, list[str]]:
 def test_the_compiled_step_launches_in_the_order_that_overlap_chose(code: dict[str, list[str]]) -> None:
     order = names(code["decode"])
     layer = ["work", "offload", "wait", "decode_attention", "select_topk", "prefetch", "append"]
-    rest = ["work"] * 3  # queries, keys and values are one product, gate and up another
+    rest = ["work"] * 3  # queries, keys and values are one product; gate and up are another
     assert order == [*layer, *rest, *layer, *rest, "work"]
 
 
 def test_work_stands_between_a_prefetch_and_its_wait(code: dict[str, list[str]]) -> None:
-    """From layer 0's prefetch to the end of the step, and on to layer 0's wait in the next one."""
+    """From layer 0's prefetch to the end of the step, and to layer 0's wait in the next step."""
     order = names(code["decode"])
     behind = order[order.index("prefetch") :].count("work") + order[: order.index("wait")].count("work")
     assert behind == order.count("work")
 
 
 def test_the_pre_decode_runs_op_by_op_with_the_kernels_of_the_compiled_step(llama: LlamaForCausalLM) -> None:
-    """It fetches and stores nothing."""
+    """The pre-decode fetches and stores nothing."""
     twin = copy.deepcopy(llama)
     twin.compile(backend="specache", options=OPTIONS)
     greedy_unmasked(twin, prompt(70), 2)
@@ -67,14 +67,14 @@ def test_the_pre_decode_runs_op_by_op_with_the_kernels_of_the_compiled_step(llam
     assert called == 2 * [f"specache.{op}.default" for op in ops]
 
 
-def test_the_steps_cpp_is_compiled_while_a_person_is_told_so(
+def test_the_steps_cpp_is_compiled_under_a_progress_line(
     llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And not in the first step."""
-    asked_for: dict[str, bool] = {}
+    """The C++ is not compiled in the first step."""
+    loaded: dict[str, bool] = {}
 
     def load(names: Sequence[str], *rest: Any) -> Any:
-        asked_for.setdefault(names[-1], progress.current.get() is not None)
+        loaded.setdefault(names[-1], progress.current.get() is not None)
         return compiled(names, *rest)
 
     compiled = cpp_library.compiled
@@ -85,10 +85,10 @@ def test_the_steps_cpp_is_compiled_while_a_person_is_told_so(
     twin.compile(backend="specache", options=OPTIONS)
     greedy_unmasked(twin, prompt(70), 3)
     names = ("attention/cpp_decode.cpp", "few_rows/cpp_rows.cpp", "movement/cpp_tiers.cpp")
-    assert asked_for == dict.fromkeys(names, True)
+    assert loaded == dict.fromkeys(names, True)
 
 
-def test_the_prefill_hands_each_layer_over_as_soon_as_it_has_it(code: dict[str, list[str]]) -> None:
+def test_the_prefill_stores_each_layer_as_soon_as_possible(code: dict[str, list[str]]) -> None:
     # torch 2.11 makes a batched product of the rotary table's angles, later versions a multiplication.
     order = names([line for line in code["prefill"] if "extern_kernels.bmm" not in line])
     assert order[:5] == ["work", "work", "work", "offload", "append"]
@@ -121,15 +121,15 @@ def test_extends_and_new_buckets_through_inductor(llama: LlamaForCausalLM) -> No
     assert torch.equal(greedy(twin, ids, 40, prefill_chunk_size=70), expected)
 
 
-def asked_of_capacity(rewrites: Rewrites) -> list[Any]:
-    """Guards on the symbols that stand for a state's capacity."""
+def guards_on_capacity(rewrites: Rewrites) -> list[Any]:
+    """Return guards on the symbols of a state's capacity."""
     capacities = {size.node.expr for size in rewrites.captured.sizes.values()}
     return [guard for guard in guards(rewrites.captured.fake_mode) if capacities & guard.free_symbols]
 
 
 @pytest.mark.slow
 def test_no_graph_is_compiled_again_as_the_cache_grows(llama: LlamaForCausalLM) -> None:
-    """Through three buckets; nothing is assumed of the capacity's symbol, which no argument of a call shows."""
+    """Through three buckets, no guard depends on the capacity's symbol, which no argument of a call determines."""
     twin = copy.deepcopy(llama)
     twin.compile(backend="specache", options={**OPTIONS, "lowering": "inductor"})
     assert [bucket(tokens) for tokens in (250, 300, 600)] == [256, 512, 768]
@@ -137,7 +137,7 @@ def test_no_graph_is_compiled_again_as_the_cache_grows(llama: LlamaForCausalLM) 
     graphs = [graph.rewrites for graph in find_record(twin).graphs]
     assert sum(len(rewrites.made) for rewrites in graphs) == sc.stats(twin).compiles <= 3
     assert all(rewrites.captured.sizes for rewrites in graphs)
-    assert not any(asked_of_capacity(rewrites) for rewrites in graphs)
+    assert not any(guards_on_capacity(rewrites) for rewrites in graphs)
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -154,13 +154,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.quick_for
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
-def test_nothing_is_asked_of_the_capacity(llama: LlamaForCausalLM, settings: dict[str, Any]) -> None:
-    """A graph out of Inductor's caches asks nothing; one that is compiled does, of all sizes but those alone."""
+def test_no_guard_depends_on_the_capacity(llama: LlamaForCausalLM, settings: dict[str, Any]) -> None:
+    """Compiling adds guards on all sizes except the capacity; a graph from Inductor's caches adds none."""
     twin, ids = copy.deepcopy(llama), torch.cat([prompt(120), prompt(120)], 1)
     with torch._inductor.config.patch(force_disable_caches=True):
         twin.compile(backend="specache", options={"lowering": "inductor", **settings})
         assert torch.equal(greedy(twin, ids, 40), greedy(llama, ids, 40))
-    assert not any(asked_of_capacity(graph.rewrites) for graph in find_record(twin).graphs)
+    assert not any(guards_on_capacity(graph.rewrites) for graph in find_record(twin).graphs)
 
 
 @pytest.mark.slow

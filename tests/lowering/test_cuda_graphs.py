@@ -1,4 +1,4 @@
-"""What surrounds a captured step, on any machine: a stand-in for the CUDA graph runs the step when it is replayed.
+"""The code around a captured step, on any machine: a substitute for the CUDA graph runs the step in each replay.
 
 The capture itself is tested on a GPU (test_gpu.py).
 """
@@ -30,7 +30,7 @@ from specache_compile.kernels.movement.deferred import Deferred, Fetch
 from specache_compile.lowering import cuda_graphs
 from specache_compile.lowering.cuda_graphs import RecordedSteps, capture, reason_not_to_capture, record
 from specache_compile.passes.phase import DECODE
-from specache_compile.passes.plan import Input, Plan
+from specache_compile.passes.plan import Input, RewritePlan
 from specache_compile.passes.reading.in_place import written_inputs
 from specache_compile.runtime.step import Step
 
@@ -39,9 +39,9 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Recording notes the inputs' addresses by closure, as CUDA does; a replay writes the same outputs again.
+    """Replace recording: it keeps the inputs' addresses by closure, like CUDA, and a replay rewrites the same outputs.
 
-    The deferred fetches are made at a replay's start, and left out where the step would make them.
+    A replay starts with the deferred fetches, and the step skips them.
     """
     recorded: list[int] = []
     left_out: set[int] = set()
@@ -97,7 +97,7 @@ def test_arguments_of_inference_mode_can_be_replayed_outside_of_it() -> None:
     assert captured([torch.ones(3), weight, state])[0].tolist() == [2.0] * 3
 
 
-def test_a_parameter_that_moved_is_captured_anew(stand_in: list[int]) -> None:
+def test_a_step_is_captured_again_after_a_parameter_moved(stand_in: list[int]) -> None:
     steps, state = RecordedSteps(), torch.zeros(3)
     for value in (2.0, 3.0):
         weight = torch.nn.Parameter(torch.full((3,), value), requires_grad=False)
@@ -108,14 +108,14 @@ def test_a_parameter_that_moved_is_captured_anew(stand_in: list[int]) -> None:
 
 
 def test_an_input_that_moves_in_every_step_is_given_up_on_after_two_recaptures(stand_in: list[int]) -> None:
-    steps, state, told = RecordedSteps(), torch.zeros(1 << 19), []
+    steps, state, calls = RecordedSteps(), torch.zeros(1 << 19), []
     weight = torch.nn.Parameter(torch.ones(1 << 19), requires_grad=False)
     for number in range(5):
-        x = torch.full((1 << 19,), float(number))  # 2 MiB, each elsewhere: the one before is still there
-        told.append((x, []))
-        out = steps.run(step, [x, weight, state], [False, False, True], CPU, told[-1][1].append, Deferred())[0]
+        x = torch.full((1 << 19,), float(number))  # 2 MiB at a new address, since the previous tensor is still alive
+        calls.append((x, []))
+        out = steps.run(step, [x, weight, state], [False, False, True], CPU, calls[-1][1].append, Deferred())[0]
         assert out[0] == number + state[0]
-    assert [given_up for _, given_up in told] == [[], [], [], [], [0]]
+    assert [given_up for _, given_up in calls] == [[], [], [], [], [0]]
     assert len(stand_in) == 3
     assert step not in steps.steps, "a graph that is not replayed again holds no memory"
 
@@ -130,7 +130,7 @@ def test_recaptures_with_replays_between_them_go_on(stand_in: list[int]) -> None
 
 
 def test_graphs_that_move_in_turn_go_on(stand_in: list[int]) -> None:
-    """As a hybrid's of one row, of two and of three, whose state moves with each row that joins."""
+    """A hybrid's graphs of one, two and three rows, whose state moves with each joining row."""
     steps, state, kept = RecordedSteps(), torch.zeros(1), []
     for _ in range(4):
         for rows in (1, 2, 3):
@@ -168,7 +168,7 @@ def test_a_large_argument_that_moves_costs_the_graph_and_one_warning_that_names_
 
 
 def symbolic(length: int, batch: int) -> tuple[Tensor, Tensor]:
-    """Fakes of new keys [B, H, 1, d] and of a mask [B, 1, 1, n], with symbols for B and n."""
+    """Return fakes of new keys [B, H, 1, d] and of a mask [B, 1, 1, n], with symbols for B and n."""
     mode, dynamic = FakeTensorMode(shape_env=ShapeEnv()), DimDynamic.DYNAMIC
     static = DimDynamic.STATIC
     keys, mask = torch.empty(batch, 2, 1, 8), torch.empty(batch, 1, 1, length)
@@ -179,8 +179,8 @@ def symbolic(length: int, batch: int) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize(("read", "reason"), [("keys", None), ("mask", "input mask changes its size")])
-def test_a_symbolic_batch_is_told_from_a_length_that_grows(read: str, reason: str | None) -> None:
-    """A session has one batch size, whatever its graph takes."""
+def test_a_symbolic_batch_is_distinguished_from_a_growing_length(read: str, reason: str | None) -> None:
+    """A session has one batch size, even if its graph has a symbolic batch."""
     graph = torch.fx.Graph()
     nodes = {name: graph.placeholder(name) for name in ("keys", "mask")}
     graph.output((graph.call_function(torch.neg, (nodes[read],)),))
@@ -188,9 +188,9 @@ def test_a_symbolic_batch_is_told_from_a_length_that_grows(read: str, reason: st
     inputs = [Input("argument", argument=0), Input("argument", argument=1)]
     settings = {"selects": True, "speculate": False, "hit_rate": False, "recipe": None, "state": []}
     sites = [SimpleNamespace(k=nodes["keys"])]
-    plan = Plan(DECODE, sites, **settings, cursor=torch.empty(1, 4), padding=None, inputs=inputs)
-    told = reason_not_to_capture(torch.fx.GraphModule({}, graph), plan)
-    assert told is None if reason is None else str(told).startswith(reason)
+    plan = RewritePlan(DECODE, sites, **settings, cursor=torch.empty(1, 4), padding=None, inputs=inputs)
+    actual = reason_not_to_capture(torch.fx.GraphModule({}, graph), plan)
+    assert actual is None if reason is None else str(actual).startswith(reason)
 
 
 @pytest.mark.quick_for("1")
@@ -198,12 +198,12 @@ def test_a_symbolic_batch_is_told_from_a_length_that_grows(read: str, reason: st
 def test_steps_of_a_padded_batch_are_captured(
     llama: LlamaForCausalLM, batch: int, stand_in: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The mask grows outside of the graph, which reads the session's padding where it lies; across two buckets."""
+    """The mask grows outside the graph, which reads the session's padding in place, across two buckets."""
     monkeypatch.setattr(cuda_graphs, "captures_on", lambda device: True)
     twin = compile_copy(llama, mode="reduce-overhead")
     ids = prompt(230, batch)
     mask = torch.ones_like(ids)
-    mask[0, 3:41] = 0  # padding in front becomes a length, and is no mask
+    mask[0, 3:41] = 0  # left padding becomes a length instead of a mask
     assert torch.equal(greedy(twin, ids, 60, attention_mask=mask), greedy(llama, ids, 60, attention_mask=mask))
     assert len(stand_in) == 2
 
@@ -239,8 +239,8 @@ def test_replayed_steps_make_the_uncompiled_models_tokens_across_buckets(
     twin.compile(backend="specache", options=options)
     ids = prompt(200)
     assert torch.equal(greedy_unmasked(twin, ids, 320), greedy_unmasked(llama, ids, 320))
-    told = sc.stats(twin)
-    assert told.replays == told.decodes - 3, "the first step of each bucket runs as it is"
+    stats = sc.stats(twin)
+    assert stats.replays == stats.decodes - 3, "the first step of each bucket runs as it is"
     assert len(stand_in) == 3
 
 
@@ -267,12 +267,12 @@ def test_a_forks_steps_are_its_own(
     assert len(stand_in) == 2
 
 
-# Of a batch with places for six rows: tokens of each prompt, tokens that it says, steps until the next one comes.
+# For a batch of up to six rows: prompt tokens, generated tokens, and steps until the next request.
 COME_AND_GO = [(100, 30, 4), (70, 12, 3), (90, 9, 3), (75, 20, 2), (66, 5, 2), (80, 9, 40), (64, 8, 2), (5, 3, 9)]
 
 
 def come_and_go(batch: sc.Batch, plan: list[tuple[int, int, int]] = COME_AND_GO) -> tuple[list[Request], set[int]]:
-    """Requests that come and go, with steps in which there are none; and how many rows there have been."""
+    """Run requests that join and leave, with idle steps; returns the requests and the numbers of rows that occurred."""
     requests, rows = [], set()
     for length, tokens, steps in plan:
         requests.append(batch.add(prompt(length, seed=length), max_new_tokens=tokens, logprobs=1))
@@ -285,10 +285,10 @@ def come_and_go(batch: sc.Batch, plan: list[tuple[int, int, int]] = COME_AND_GO)
 
 @pytest.mark.quick_for
 @pytest.mark.parametrize("lossy", [{"top_k": 8, "correct": "never"}, {"top_k": 8}], ids=["two lanes", "one lane"])
-def test_rows_that_come_and_go_are_recorded_once_for_each_power_of_two(
+def test_rows_that_join_and_leave_are_recorded_once_per_power_of_two(
     llama: LlamaForCausalLM, lossy: dict[str, Any], stand_in: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each says what it says without recorded steps."""
+    """Each request generates the same tokens as without recorded steps."""
     expected, rows = come_and_go(sc.Batch(compile_copy(llama, **lossy), rows=6))
     assert rows == {0, 1, 2, 3, 4, 5, 6}
     torch._dynamo.reset()
@@ -308,25 +308,23 @@ def test_rows_that_come_and_go_are_recorded_once_for_each_power_of_two(
 
 
 @pytest.mark.slow
-def test_a_recurrences_state_is_written_where_the_caller_has_it(
-    stand_in: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """However small it is; and no dead row fills up rows that have one."""
+def test_a_recurrences_state_is_written_in_place(stand_in: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """This holds for any size of the state; rows with such a state are not padded."""
     hybrid = next(family for family in FAMILIES if family.name == "qwen3_5_text").model()
     monkeypatch.setattr(cuda_graphs, "captures_on", lambda device: True)
     twin = compile_copy(hybrid, mode="reduce-overhead")
     requests, rows = come_and_go(sc.Batch(twin, rows=6), COME_AND_GO[:3])
     assert rows == {1, 2, 3}
     for request in requests:
-        ids, said = request.prompt[None], len(request.generated)
-        assert torch.equal(request.ids, greedy(hybrid, ids, said))
+        ids, count = request.prompt[None], len(request.generated)
+        assert torch.equal(request.ids, greedy(hybrid, ids, count))
     assert sc.stats(twin).replays > 15
 
 
-def test_dead_rows_touch_page_0_and_the_places_of_rows_to_come(
+def test_padding_rows_touch_only_page_0_and_the_state_of_future_rows(
     llama: LlamaForCausalLM, stand_in: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three rows, of which one takes the place of one that has left, run as four."""
+    """Three rows, one of which has replaced a finished row, run as four."""
     monkeypatch.setattr(cuda_graphs, "captures_on", lambda device: True)
     batch = sc.Batch(compile_copy(llama, top_k=8, mode="reduce-overhead"), rows=6, chunk=128)
     requests = [batch.add(prompt(100, seed=seed), max_new_tokens=40) for seed in range(4)]
@@ -354,7 +352,7 @@ def untouched(part: Tensor) -> bool:
     return bool((part.contiguous().view(torch.uint8) == 0x7F).all())
 
 
-def test_a_session_whose_host_tier_is_not_pinned_runs_its_steps_as_they_are(
+def test_a_session_with_an_unpinned_host_tier_runs_uncaptured_steps(
     llama: LlamaForCausalLM, stand_in: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cuda_graphs, "captures_on", lambda device: True)
@@ -363,23 +361,23 @@ def test_a_session_whose_host_tier_is_not_pinned_runs_its_steps_as_they_are(
         cache = cache_of(twin(prompt(40), use_cache=True))
         session = cache.layers[0].keys.handle.session
         session.capturable = False
-        told = []
+        reported = []
         for place in range(40, 44):
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 twin(torch.tensor([[1]]), **with_cache(cache), position_ids=torch.tensor([[place]]))
-            told.append(any("the host tier could not be pinned" in str(warning.message) for warning in caught))
-        assert told == [True, False, False, False]
+            reported.append(any("the host tier could not be pinned" in str(warning.message) for warning in caught))
+        assert reported == [True, False, False, False]
         assert not stand_in
         session.capturable = True
         for place in range(44, 46):
             twin(torch.tensor([[1]]), **with_cache(cache), position_ids=torch.tensor([[place]]))
         assert len(stand_in) == 1
-    told_of = sc.stats(twin)
-    assert (told_of.decodes, told_of.replays) == (6, 1)
+    stats = sc.stats(twin)
+    assert (stats.decodes, stats.replays) == (6, 1)
 
 
-def test_a_batch_under_a_mask_that_is_more_than_padding_says_why_it_is_not_captured(
+def test_a_batch_under_a_mask_beyond_padding_reports_why_it_is_not_captured(
     llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cuda_graphs, "captures_on", lambda device: True)
@@ -392,7 +390,7 @@ def test_a_batch_under_a_mask_that_is_more_than_padding_says_why_it_is_not_captu
 
 
 def walk(model: LlamaForCausalLM, vectors: Tensor) -> Iterator[Tensor]:
-    """Logits of steps on ids and on vectors, extends, crops, forks and bucket growth, in turn on one cache."""
+    """Yield logits of steps on ids and vectors, chunked prefills, crops, forks and bucket growth, on one cache."""
 
     def forward(cache: Any, tokens: int, given: dict[str, Tensor] | None = None) -> Any:
         start = cache.get_seq_length() if cache else 0
@@ -415,15 +413,15 @@ def walk(model: LlamaForCausalLM, vectors: Tensor) -> Iterator[Tensor]:
     yield forward(cache, 30).logits
     yield from steps(cache, 5)
     cache.crop(-20)
-    yield from steps(cache, 50)  # beyond 256
+    yield from steps(cache, 50)  # past 256 tokens
 
 
 @pytest.mark.slow
 @torch.no_grad()
-def test_what_is_captured_answers_bit_for_bit_as_what_is_not(
+def test_captured_steps_equal_uncaptured_steps_bit_for_bit(
     llama: LlamaForCausalLM, stand_in: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Few slots, so that a fetch that is missing, or that is made too late, changes the logits."""
+    """With few slots, a missing or late fetch changes the logits."""
     vectors = llama.get_input_embeddings().weight.detach()
     expected = list(walk(compile_copy(llama, top_k=8), vectors))
     assert not stand_in
@@ -445,7 +443,7 @@ def test_the_last_layers_fetch_is_left_to_the_next_replay(
 
     def pending() -> list[bool]:
         session.queue.drain()
-        return [layer["wanted"].sort().values.ne(layer["slot_index"].sort().values).any() for layer in session.state]
+        return [layer["selected"].sort().values.ne(layer["slot_index"].sort().values).any() for layer in session.state]
 
     for token in range(6):
         twin(prompt(1, 1, token), **with_cache(cache), position_ids=torch.tensor([[200 + token]]))
@@ -456,11 +454,11 @@ def test_the_last_layers_fetch_is_left_to_the_next_replay(
         twin(prompt(1, 1, token), **with_cache(cache), position_ids=torch.tensor([[206 + token]]))
     Step(session, 1).abandon()
     session.drain()
-    assert all((layer["slot_index"] == -1).all() for layer in session.state), "a step that failed is owed nothing"
+    assert all((layer["slot_index"] == -1).all() for layer in session.state), "a failed step leaves no deferred fetch"
 
 
 class Stream:
-    """Knows what has to end before what is launched on it next."""
+    """Records which launches must end before the next launch."""
 
     def __init__(self) -> None:
         self.behind: set[str] = set()
@@ -475,8 +473,8 @@ class Stream:
         return set(self.behind)
 
 
-def test_a_deferred_fetch_runs_beside_the_first_layers_and_before_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two layers captured on streams that only keep account: what each launch waits for."""
+def test_a_deferred_fetch_runs_during_the_first_layers_and_before_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two layers are captured on streams that record what each launch waits for."""
     main, copies = Stream(), Stream()
     current, launched = [main], {}
 
@@ -497,7 +495,7 @@ def test_a_deferred_fetch_runs_beside_the_first_layers_and_before_its_own(monkey
     monkeypatch.setattr(copy_stream, "stream_of", lambda device: copies)
     monkeypatch.setattr(copy_stream, "correction_stream_of", lambda device: copies)
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: True)
-    monkeypatch.setattr(triton_copy, "gather", lambda wanted, *rest, **more: launch(f"gather {int(wanted)}"))
+    monkeypatch.setattr(triton_copy, "gather", lambda selected, *rest, **more: launch(f"gather {int(selected)}"))
     cursor = torch.zeros(1, 4)
     layers = [(torch.tensor(number), cursor, *(torch.zeros(1) for _ in range(4))) for number in range(2)]
     monkeypatch.setattr(torch.ops.specache, "prefetch", copy_stream.prefetch)
@@ -510,13 +508,13 @@ def test_a_deferred_fetch_runs_beside_the_first_layers_and_before_its_own(monkey
     assert list(launched) == ["gather 1", "attend 0", "gather 0", "attend 1"]
     assert launched["attend 0"] == set()
     assert launched["gather 0"] == {"gather 1", "attend 0"}
-    assert launched["attend 1"] == {"gather 1", "attend 0"}, "it waits for its own slots, and for no others"
+    assert launched["attend 1"] == {"gather 1", "attend 0"}, "it waits only for its own slots"
     assert main.behind == {"gather 0", "gather 1", "attend 0", "attend 1"}, "all is joined before the capture ends"
     assert not deferred._made_first
 
 
-def test_a_step_that_fails_while_it_is_captured_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The copy stream is brought back first: CUDA ends no capture without it, and its error would hide the cause."""
+def test_a_step_that_fails_during_capture_reports_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copy stream joins first: otherwise CUDA cannot end the capture, and its error hides the cause."""
     joined: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
     monkeypatch.setattr(torch.cuda, "graph", lambda *given, **settings: nullcontext())
@@ -535,13 +533,13 @@ def test_a_step_that_fails_while_it_is_captured_says_why(monkeypatch: pytest.Mon
 
 
 def test_a_step_is_captured_on_a_stream_of_its_device_while_that_is_current(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's own capture stream is of the device that captured first, whichever the model is on. The stream that was
-    current is entered before, so that it is current again behind a capture that fails."""
-    told: list[Any] = []
+    """torch's capture stream belongs to the device that captured first. The current stream is entered before, so that
+    it is current again after a failed capture."""
+    entered: list[Any] = []
 
     @contextmanager
     def noted(*given: Any, **settings: Any) -> Iterator[None]:
-        told.append(settings.get("stream", given[0]))
+        entered.append(settings.get("stream", given[0]))
         yield
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(pool=lambda: "its memory"))
@@ -552,18 +550,18 @@ def test_a_step_is_captured_on_a_stream_of_its_device_while_that_is_current(monk
     monkeypatch.setattr(cuda_graphs, "capture_stream", lambda device: f"stream of {device}")
     monkeypatch.setattr(copy_stream, "join_capture", lambda device: None)
     assert record(list, torch.device("cuda:1"), ())[1:] == ([], "its memory")
-    assert told == [torch.device("cuda:1"), "current stream of cuda:1", "stream of cuda:1"]
+    assert entered == [torch.device("cuda:1"), "current stream of cuda:1", "stream of cuda:1"]
 
 
 def test_a_step_with_an_argument_elsewhere_than_its_state_is_not_captured() -> None:
-    """What a kernel got from a number in host memory is part of the capture: a replay would take the old one."""
+    """A kernel's argument from host memory is part of the capture: a replay would use the old value."""
     graph = torch.fx.Graph()
     x, factor = (graph.placeholder(name) for name in ("x", "factor"))
     graph.output((graph.call_function(torch.mul, (x, factor)),))
     x.meta["val"], factor.meta["val"] = torch.empty(3, device="meta"), torch.empty(())
     inputs = [Input("argument", argument=0), Input("argument", argument=1)]
     settings = {"selects": True, "speculate": False, "hit_rate": False, "recipe": None, "state": []}
-    plan = Plan(DECODE, [], **settings, cursor=torch.empty(1, 4, device="meta"), padding=None, inputs=inputs)
+    plan = RewritePlan(DECODE, [], **settings, cursor=torch.empty(1, 4, device="meta"), padding=None, inputs=inputs)
     step = torch.fx.GraphModule({}, graph)
     assert "input factor is on cpu" in str(reason_not_to_capture(step, plan))
     factor.meta["val"] = torch.empty((), device="meta")

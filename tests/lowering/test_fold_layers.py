@@ -1,4 +1,4 @@
-"""Layers that are alike are compiled once, and the folded graph does what the whole graph does."""
+"""Equal layers are compiled once, and the folded graph computes the same as the whole graph."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from specache_compile.passes.overlap import mutated_arguments
 from specache_compile.runtime.records import find_record
 
 BY_NAME = {family.name: family for family in FAMILIES}
-# Names, and how many kinds of layers each has.
+# Family → number of kinds of layers.
 FOLDED = {"gemma2": 2, "smollm3": 2, "glm4_moe": 1, "gpt_neox": 1, "opt": 1}
 
 
 @pytest.fixture
 def compiles(monkeypatch: pytest.MonkeyPatch) -> list[GraphModule]:
-    """The graphs that Inductor would get. In its place they run as they are, with what they were compiled for alone."""
+    """Collect the graphs for Inductor, and run them directly, only for the shapes that they were compiled for."""
     made: list[GraphModule] = []
 
     def compile_fx(part: GraphModule, inputs: list[Any], config_patches: dict[str, Any]) -> Any:
@@ -56,7 +56,7 @@ def compiles(monkeypatch: pytest.MonkeyPatch) -> list[GraphModule]:
 
 
 def layout(value: Any, fake: Any) -> Any:
-    """What compiled code asserts about an input: all but sizes that are symbols, and strides that tell nothing."""
+    """Return the properties that compiled code asserts about an input, without symbolic or irrelevant strides."""
     if not isinstance(fake, Tensor):
         return type(fake) is torch.SymInt or value
     known = [dim for dim, size in enumerate(fake.shape) if isinstance(size, int)]
@@ -66,7 +66,7 @@ def layout(value: Any, fake: Any) -> Any:
 
 
 def of_depth(family: Family, layers: int) -> Any:
-    """A model of the family with so many layers, of each kind in turn."""
+    """Return a model of the family with this many layers, of alternating kinds."""
     settings = {**family.settings, "num_hidden_layers": layers}
     for name in ("layer_types", "no_rope_layers"):
         if name in settings:
@@ -80,15 +80,15 @@ def compiled(model: Any, **options: Any) -> Any:
 
 
 def first_is_unlike(name: str) -> bool:
-    """Where `generate` masks every step, the first sliding layer's decode is a kind of its own."""
+    """Return whether the first sliding layer's decode is a separate kind, since `generate` masks every step."""
     return GENERATE_MASKS_ALL and name == "gemma2"
 
 
 @pytest.mark.quick_for("opt")
 @pytest.mark.filterwarnings("ignore::specache_compile.SpecacheWarning")
 @pytest.mark.parametrize("name", FOLDED)
-def test_a_family_is_compiled_once_a_kind_of_layer(name: str, compiles: list[GraphModule]) -> None:
-    """Before the layers, each kind of them, and after them, in prefill and decode."""
+def test_a_family_compiles_once_per_kind_of_layer(name: str, compiles: list[GraphModule]) -> None:
+    """One region before the layers, one per kind, one after them, in prefill and decode."""
     model, plain = (of_depth(BY_NAME[name], 6 if first_is_unlike(name) else 4) for _ in range(2))
     assert torch.equal(greedy(compiled(model), prompt(50), 20), greedy(plain, prompt(50), 20))
     assert len(compiles) == 2 * (FOLDED[name] + 2) + first_is_unlike(name)
@@ -108,7 +108,7 @@ def test_the_number_of_compiled_graphs_does_not_grow_with_the_layers(compiles: l
 @pytest.mark.quick_for("h2o-3", "random-1")
 @pytest.mark.parametrize(("method", "parts"), [("h2o", 3), ("snapkv", 3), ("kcache", 3), ("random", 1)])
 def test_layers_that_draw_no_numbers_are_alike(method: str, parts: int, compiles: list[GraphModule]) -> None:
-    """Random eviction's are compiled whole: each draws its own."""
+    """Layers of random eviction are compiled whole, since each draws separate numbers."""
     model = tiny_llama(num_hidden_layers=4)
     model.compile(backend="specache", options={"method": method, "lowering": "inductor"})
     with torch.no_grad():
@@ -125,21 +125,21 @@ def test_few_layers_are_compiled_whole(layers: int, compiles: list[GraphModule])
 
 @pytest.mark.slow
 def test_batches_padding_and_new_buckets(compiles: list[GraphModule]) -> None:
-    """Past a bucket while it runs, for two batch sizes: no bucket compiles its regions anew."""
+    """For two batch sizes and past a bucket during a generation, no bucket compiles its regions again."""
     plain = tiny_llama(num_hidden_layers=4)
     model = compiled(copy.deepcopy(plain))
     mask = torch.ones(2, 240, dtype=torch.int64)
     mask[1, :30] = 0
     for inputs in ({"input_ids": prompt(240)}, {"input_ids": prompt(240, 2), "attention_mask": mask}):
-        asked = {**inputs, "max_new_tokens": 20, "do_sample": False}
-        assert torch.equal(model.generate(**asked), plain.generate(**asked))
+        arguments = {**inputs, "max_new_tokens": 20, "do_sample": False}
+        assert torch.equal(model.generate(**arguments), plain.generate(**arguments))
     assert len(compiles) % 3 == 0
 
 
-def test_the_ops_run_in_the_order_that_overlap_chose_on_their_own_layers_state(
+def test_the_ops_run_in_overlaps_order_on_their_layers_state(
     compiles: list[GraphModule], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A decode step's ops with what each writes, as they ran, beside those of the rewritten graph."""
+    """A decode step's ops ran in the order of the rewritten graph, each with its writes."""
     ran: list[tuple[str, int]] = []
     run_node = Interpreter.run_node
 
@@ -170,7 +170,7 @@ def test_the_ops_run_in_the_order_that_overlap_chose_on_their_own_layers_state(
 
 @pytest.fixture(scope="module")
 def code() -> dict[str, list[list[str]]]:
-    """What the parts of a folded graph of four layers launch, phase by phase; and the tokens must be right."""
+    """Return the launches of a folded graph of four layers by phase and part; the tokens must be right."""
     torch._dynamo.reset()
     plain = tiny_llama(num_hidden_layers=4)
     model = compiled(copy.deepcopy(plain))
@@ -197,7 +197,7 @@ def test_no_state_tensor_is_cloned_or_copied(code: dict[str, list[list[str]]], p
 
 
 def layers_of(count: int, change: Any = None) -> tuple[GraphModule, list[Any], FakeTensorMode]:
-    """A graph of `count` layers h = relu(h + h @ w), with fakes for its inputs; `change` edits it."""
+    """Return a graph of `count` layers h = relu(h + h @ w), with fakes of its inputs; `change` edits it."""
     mode = FakeTensorMode()
     graph = Graph()
     hidden = graph.placeholder("x")
@@ -227,7 +227,7 @@ def test_a_folded_graph_returns_what_the_whole_graph_does() -> None:
 
 
 def test_values_of_several_layers_stay_apart() -> None:
-    """Two alike layers hand on fakes that are alike; were they one object, a part that takes both would read one."""
+    """Equal layers return equal fakes. If these were one object, a part with both inputs would read only one."""
 
     def change(graph: Graph) -> None:
         relus = graph.find_nodes(op="call_function", target=torch.relu)
@@ -290,7 +290,7 @@ def test_a_graph_whose_parts_are_not_independent_is_not_cut(change: Any) -> None
 
 
 def test_sizes_are_returned_and_used() -> None:
-    """A size that is an output, one made from it, and a tensor of so many numbers before the layers."""
+    """A size that is an output, a size computed from it, and a tensor of that size before the layers."""
 
     def change(graph: Graph) -> None:
         x = next(iter(graph.find_nodes(op="placeholder")))
@@ -311,7 +311,7 @@ def test_sizes_are_returned_and_used() -> None:
     torch.testing.assert_close(list(folded(*values)), list(module(*values)), atol=0, rtol=0)
 
 
-def test_an_unlike_layer_is_compiled_with_its_unlike_neighbours() -> None:
+def test_unequal_adjacent_layers_are_compiled_together() -> None:
     def change(graph: Graph) -> None:
         first, second, *_ = graph.find_nodes(op="call_function", target=torch.relu)
         first.target, second.target = torch.sigmoid, torch.tanh

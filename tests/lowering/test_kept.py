@@ -1,4 +1,4 @@
-"""Graphs that Inductor compiles and that are to be data: none is taken for another."""
+"""Stored graphs from Inductor are never confused with each other."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from specache_compile.lowering.lower import lower
 
 
 def doubled(x: Tensor) -> Tensor:
-    """A function in no library of torch: a graph that calls it has no key among AOTAutograd's files."""
+    """A function outside torch: AOTAutograd cannot hash a graph that calls it."""
     return x * 2
 
 
@@ -30,7 +30,7 @@ def graph_of(function: Callable[..., Tensor], count: int) -> GraphModule:
     return GraphModule(torch.nn.Module(), graph)
 
 
-def test_a_graph_is_not_taken_for_one_before_it_that_began_with_the_same_random_state(
+def test_graphs_with_equal_random_states_are_not_confused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("SPECACHE_CACHE", "/a/folder")

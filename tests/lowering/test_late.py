@@ -1,4 +1,4 @@
-"""Forms made while a generation runs: what they assume of symbolic sizes, each step checks."""
+"""Graphs built during a generation: each step checks their assumptions about symbolic sizes."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ ROWS, COLUMNS, STRIDE = 7, 5, 11
 
 @pytest.fixture
 def fake() -> Any:
-    """[s0, s1] with a stride of its own: symbols that stand for 7, 5 and 11."""
+    """Return a fake [s0, s1] with a symbolic stride; the symbols have the hints 7, 5 and 11."""
     mode = FakeTensorMode(shape_env=ShapeEnv())
     context = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC, DimDynamic.DYNAMIC])
     return mode.from_tensor(torch.empty(ROWS, STRIDE)[:, :COLUMNS], symbolic_context=context)
 
 
 def assumed(fake: Any, make: Callable[[], object]) -> tuple[sympy.Basic, ...]:
-    """By a graph that is made now, when Dynamo checks nothing more."""
+    """Return the assumptions of a graph that is built after Dynamo's checks."""
     made_within_tracing(fake.fake_mode, make)
     return guards(fake.fake_mode)
 
 
-def test_what_a_late_graph_asks_it_assumes(fake: Any) -> None:
+def test_a_late_graph_records_its_assumptions(fake: Any) -> None:
     rows, columns = (size.node.expr for size in fake.shape)
     assert assumed(fake, lambda: fake.shape[0] * 2) == ()
     assert assumed(fake, lambda: bool(fake.shape[0] > fake.shape[1])) == (rows > columns,)
@@ -54,13 +54,13 @@ def test_what_a_late_graph_asks_it_assumes(fake: Any) -> None:
     ],
     ids=["a size", "contiguity", "an op", "a check of Inductor's"],
 )
-def test_and_so_does_the_next_for_which_torch_remembers_the_answer(fake: Any, ask: Callable[[Any], object]) -> None:
-    first = assumed(fake, lambda: ask(fake))
+def test_the_next_late_graph_records_cached_ones_too(fake: Any, query: Callable[[Any], object]) -> None:
+    first = assumed(fake, lambda: query(fake))
     assert first
-    assert assumed(fake, lambda: ask(fake)) == first
+    assert assumed(fake, lambda: query(fake)) == first
 
 
-def test_what_dynamo_checks_is_no_assumption(fake: Any) -> None:
+def test_dynamos_guards_are_no_assumptions(fake: Any) -> None:
     made_within_tracing(fake.fake_mode, lambda: bool(fake.shape[0] * fake.shape[1] % 3 == 2))
     checked = guards(fake.fake_mode)
     assert checked
@@ -77,7 +77,7 @@ def test_sizes_strides_and_offsets_are_read_from_a_call(fake: Any) -> None:
 
 
 def test_a_size_is_read_that_dynamo_has_found_equal_to_another(fake: Any) -> None:
-    """As those of embeddings and of their positions; whichever of the two it goes on with."""
+    """For example the sizes of embeddings and of their positions, whichever symbol Dynamo keeps."""
     context = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
     other = fake.fake_mode.from_tensor(torch.empty(ROWS), symbolic_context=context)
     made_within_tracing(fake.fake_mode, lambda: bool(fake.shape[0] == other.shape[0]))
@@ -86,7 +86,7 @@ def test_a_size_is_read_that_dynamo_has_found_equal_to_another(fake: Any) -> Non
 
 
 def test_a_size_is_read_though_a_late_graph_assumes_it(fake: Any) -> None:
-    """The graphs before it go on with any."""
+    """Earlier graphs accept any size."""
     reader = SymbolReader([fake])
     assert assumed(fake, lambda: int(fake.shape[0]))
     assert reader.value(fake.shape[0], [torch.empty(3, 4)]) == 3
@@ -97,7 +97,7 @@ EVICTS = {"lowering": "eager", "method": "h2o", "budget": 64}
 
 @pytest.fixture(params=[LOSSLESS])
 def step(request: pytest.FixtureRequest, llama: LlamaForCausalLM) -> Callable[[], int]:
-    """A decode step of a compiled model behind 250 tokens; how many are cached then."""
+    """Return a function that runs a decode step after 250 tokens, and returns the number of cached tokens."""
     twin = compiled_with(llama, request.param)
     with torch.no_grad():
         cache = cache_of(twin(prompt(250), **with_cache(DynamicCache(config=twin.config))))
@@ -112,14 +112,14 @@ def step(request: pytest.FixtureRequest, llama: LlamaForCausalLM) -> Callable[[]
 
 
 def decodes(step: Any) -> Rewrites:
-    """The forms of the graph that decodes."""
+    """Return the rewrites of the decode graph."""
     (graph,) = (graph for graph in find_record(step.model).graphs if graph.phase == "decode")
     return graph.rewrites
 
 
 @pytest.mark.parametrize("step", [LOSSLESS, EVICTS], indirect=True, ids=["specache", "h2o"])
 def test_a_call_of_other_sizes_is_refused(step: Callable[[], int]) -> None:
-    """In words, before the step: the cache is as it was, under a policy too, which drops pairs as it goes."""
+    """The error comes before the step, and leaves the cache unchanged, also under an eviction policy."""
     step()
     rewrites, at = decodes(step), step()
     size = next(iter(rewrites.captured.symbols.places))

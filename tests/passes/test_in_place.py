@@ -1,4 +1,4 @@
-"""In-place writes to a graph's inputs become values of the graph."""
+"""In-place writes to a graph's inputs become values in the graph."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def whole(state: Tensor, new: Tensor) -> Tensor:
 
 
 def by_head(state: Tensor, new: Tensor) -> Tensor:
-    """As Zamba writes its recurrent state."""
+    """Write as Zamba writes its recurrent state."""
     for head in range(3):
         part = state[:, head]
         part.copy_(part * 0.5 + new)
@@ -38,7 +38,7 @@ def some_rows(state: Tensor, new: Tensor) -> Tensor:
 
 
 def captured(function: Callable[..., Tensor]) -> GraphModule:
-    """The function's graph, with a fake of each value that a placeholder or a view has."""
+    """Return the function's graph, with fakes of placeholders and views."""
     graph_module = symbolic_trace(function)
     with FakeTensorMode() as mode:
         state = mode.from_tensor(torch.zeros(2, 3, 4))
@@ -51,7 +51,7 @@ def captured(function: Callable[..., Tensor]) -> GraphModule:
 
 
 @pytest.mark.parametrize("function", [whole, by_head])
-def test_what_is_written_becomes_a_value_that_later_readers_take(function: Callable[..., Tensor]) -> None:
+def test_a_write_becomes_a_value_for_later_readers(function: Callable[..., Tensor]) -> None:
     state, new = torch.randn(2, 3, 4), torch.randn(2, 4 if function is by_head else 1)
     new = new if function is by_head else new[:, None]
     expected_state = state.clone()
@@ -64,12 +64,12 @@ def test_what_is_written_becomes_a_value_that_later_readers_take(function: Calla
     graph.erase_node(graph.find_nodes(op="output")[0])
     graph_module.recompile()
     before = state.clone()
-    told, made = graph_module(state, new)
+    returned, made = graph_module(state, new)
     assert torch.equal(state, before)
-    assert torch.equal(told, expected)
+    assert torch.equal(returned, expected)
     assert torch.equal(made, expected_state)
 
 
 @pytest.mark.parametrize("function", [read_late, some_rows])
-def test_a_part_that_is_read_later_and_parts_by_slices_are_no_values(function: Callable[..., Tensor]) -> None:
+def test_parts_that_are_read_later_and_slices_are_no_values(function: Callable[..., Tensor]) -> None:
     assert unknown_write(captured(function)).target == "copy_"

@@ -1,4 +1,4 @@
-"""Latent attention: how it is read, what it is rewritten to, and that nothing of a call's answer changes by it."""
+"""Latent attention: how it matches, what it becomes, and that results stay the same."""
 
 from __future__ import annotations
 
@@ -30,8 +30,7 @@ MODEL = TWO_LAYERS.one_layer
 
 
 def latent_graph(past: int) -> tuple[GraphBuilder, GraphModule]:
-    """One attention as transformers writes it, behind `joined_copies`: keys are what a latent's projection gives, and
-    its RoPE part."""
+    """Return one attention in transformers' form after `joined_copies`: keys are a projection of latents and RoPE."""
     builder, n, wide = GraphBuilder(), past + 1, NOPE + VALUE
     weight = builder.input("weight", QUERY_HEADS * wide, RANK)
     q = builder.input("q", BATCH, QUERY_HEADS, 1, NOPE + ROPE)
@@ -90,7 +89,7 @@ return (einsum_4, cat, cat_1)
 
 
 def test_an_absorbed_step_computes_what_the_attention_computes() -> None:
-    """In double precision, but for the softmax."""
+    """In double precision, except for the softmax."""
     builder, graph_module = latent_graph(PAST)
     generator = torch.Generator().manual_seed(0)
     inputs = [
@@ -113,7 +112,7 @@ def test_several_new_tokens_keep_hugging_faces_form() -> None:
     assert text(graph_module) == before
 
 
-def test_a_softmax_hides_by_truth_values_and_by_numbers() -> None:
+def test_a_softmax_masks_by_booleans_and_by_numbers() -> None:
     scores, mask = torch.randn(2, 3, 1, 5), torch.tensor([True, False, True, True, False]).expand(2, 1, 1, 5)
     expected = torch.softmax((2 * scores)[..., mask[0, 0, 0]], -1)
     added = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
@@ -124,7 +123,7 @@ def test_a_softmax_hides_by_truth_values_and_by_numbers() -> None:
 
 
 def filled_by_copies(scaled_meanwhile: bool) -> GraphModule:
-    """-cat([a, b], -1), of a tensor that is filled in place; or with a doubled in place behind each copy."""
+    """Return -cat([a, b], -1) of a tensor that is filled in place; or with a doubled in place after each copy."""
     builder = GraphBuilder()
     parts = [builder.input(name, 2, width) for name, width in (("a", 3), ("b", 5))]
     empty = builder.graph.call_method("new_empty", (parts[0], 2, 8))
@@ -155,11 +154,11 @@ def test_a_tensor_that_is_read_before_it_is_full_stays() -> None:
     assert joined_copies(builder.finish(empty)) == 0
 
 
-def test_a_source_that_is_written_meanwhile_is_not_read_later() -> None:
+def test_a_source_that_is_written_between_copies_is_not_joined() -> None:
     assert joined_copies(filled_by_copies(scaled_meanwhile=True)) == 0
 
 
-def test_keys_of_two_parts_that_are_no_latents_are_told_and_no_crash() -> None:
+def test_keys_of_two_parts_that_are_no_latents_are_reported_without_a_crash() -> None:
     builder = GraphBuilder()
     q, nope, rope, v = (builder.input(name, BATCH, QUERY_HEADS, 1, 4) for name in ("q", "nope", "rope", "v"))
     keys = builder.call(torch.cat, (BATCH, QUERY_HEADS, 1, 8), [nope, rope], -1)
@@ -177,7 +176,7 @@ def compiled(family: Family = MODEL, **options: Any) -> Any:
 @pytest.mark.parametrize("family", LATENT, ids=[family.name for family in LATENT])
 @torch.no_grad()
 def test_turns_of_a_padded_batch_give_the_uncompiled_models_logits(family: Family) -> None:
-    """A prompt, steps, a second turn, and steps again; the second row has padding in front."""
+    """A prompt, steps, a second turn, and steps again; the second row is left-padded."""
     family = family.one_layer
     model, plain = compiled(family), family.model()
     caches = [DynamicCache(config=plain.config) for _ in range(2)]
@@ -220,7 +219,7 @@ def test_hold_copies_a_cache_of_latents() -> None:
     assert held.get_seq_length() == 95
 
 
-def test_what_is_compressed_is_reported_as_nothing() -> None:
+def test_latents_are_reported_as_uncompressed() -> None:
     model = compiled()
     greedy(model, prompt(40), 3)
     with pytest.raises(sc.SpecacheError, match=r"rewritten \(absorbed\), but read.*not compressed"):
@@ -231,8 +230,8 @@ def test_what_is_compressed_is_reported_as_nothing() -> None:
     assert "absorbed and exact; Hugging Face's own cache, nothing is compressed" in str(explained)
 
 
-def test_a_projection_with_an_adapter_stays_as_it_is_with_that_reason() -> None:
-    """A bias on the projection stands for whatever is no plain matrix."""
+def test_a_projection_with_an_adapter_is_left_alone_with_a_reason() -> None:
+    """A bias on the projection represents every projection that is no plain matrix."""
     builder, graph_module = latent_graph(PAST)
     (linear,) = graph_module.graph.find_nodes(op="call_function", target=F.linear)
     with graph_module.graph.inserting_before(linear):

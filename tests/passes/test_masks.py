@@ -1,4 +1,4 @@
-"""What masks are read to be: by what they are at any size, not by how they are written."""
+"""Masks are classified by their values at several sizes, not by their form."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PAST = 9
 
 
 def positions(x: Tensor, past: Tensor) -> tuple[Tensor, Tensor]:
-    """Of the new tokens [1, 1, T, 1] and of all of them [1, 1, 1, n]; x [B, T] are the new ones, past [B, n - T]."""
+    """Return positions of the new tokens [1, 1, T, 1] and of all tokens [1, 1, 1, n]; x [B, T], past [B, n - T]."""
     q = torch.arange(x.shape[1]) + past.shape[1]
     return q[None, None, :, None], torch.arange(past.shape[1] + x.shape[1])[None, None, None]
 
@@ -45,13 +45,13 @@ def additive(x: Tensor, past: Tensor, padding: Tensor) -> Tensor:
 
 
 def window(x: Tensor, past: Tensor, padding: Tensor) -> Tensor:
-    """64 tokens wide: at the sizes of the test, all that is causal."""
+    """A window of 64 tokens, which is purely causal at the test's sizes."""
     q, kv = positions(x, past)
     return causal(x, past, padding) & (kv > q - 64)
 
 
 def window_from_the_end(x: Tensor, past: Tensor, padding: Tensor) -> Tensor:
-    """As `window` for the last token; its first token is a size."""
+    """A window like `window` for the last token, whose first token is a size."""
     return causal(x, past, padding) & (positions(x, past)[1] >= past.shape[1] - 64)
 
 
@@ -61,7 +61,7 @@ def chunks(x: Tensor, past: Tensor, padding: Tensor) -> Tensor:
 
 
 def blocks(x: Tensor, past: Tensor, padding: Tensor) -> Tensor:
-    """Sixteen blocks of 64 tokens: a window of 1,024, which is no number in the graph."""
+    """Sixteen blocks of 64 tokens: a window of 1,024, a number that is not in the graph."""
     q, kv = positions(x, past)
     return causal(x, past, padding) & (q // 64 - kv // 64 < 16)
 
@@ -87,7 +87,7 @@ def both_ways(x: Tensor, past: Tensor, padding: Tensor) -> Tensor:
 
 
 def distance(x: Tensor, past: Tensor, padding: Tensor) -> Tensor:
-    """ALiBi's bias: what is seen is causal, but not alike."""
+    """ALiBi's bias: visibility is causal, with unequal weights."""
     q, kv = positions(x, past)
     return torch.where(kv <= q, (kv - q) * 0.5, -math.inf)
 
@@ -101,7 +101,7 @@ def of_the_tokens(x: Tensor, past: Tensor, padding: Tensor) -> Tensor:
 
 
 def reading(make: Callable[..., Tensor], batch: int, new: int, dynamic: bool) -> tuple[bool, str | None]:
-    """What `read_mask` says of the mask that `make` makes, in the graph that Dynamo captures of it."""
+    """Return the result of `read_mask` for the mask of `make`, in the graph that Dynamo captures."""
     found: list[tuple[bool, Node | None]] = []
 
     def backend(graph_module: Any, inputs: Any) -> Any:
@@ -140,7 +140,7 @@ def test_padding_is_read_with_the_input_that_it_comes_from(
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("new", [1, 4])
 @pytest.mark.parametrize("make", UNREADABLE)
-def test_what_is_more_than_causal_and_padding_stays_a_mask(make: Callable[..., Tensor], batch: int, new: int) -> None:
+def test_a_mask_beyond_causality_and_padding_stays(make: Callable[..., Tensor], batch: int, new: int) -> None:
     assert reading(make, batch, new, dynamic=True) == (False, None)
 
 
@@ -155,7 +155,7 @@ def test_padding_of_another_row_stays_a_mask() -> None:
 
 @pytest.mark.slow
 def test_a_model_that_makes_causal_masks_prefills_without_one() -> None:
-    """As every version before 5.23 does where it is called without `generate`, and `make` does here by hand."""
+    """Versions before 5.23 do this without `generate`; here `make` does it."""
     llama = tiny_llama()
     twin = compile_copy(llama)
     ids = prompt(40, 2)
@@ -171,13 +171,13 @@ def test_a_model_that_makes_causal_masks_prefills_without_one() -> None:
         sdpa = graph.rewrites.modules["prefill"].graph.find_nodes(
             op="call_function", target=torch.nn.functional.scaled_dot_product_attention
         )
-        given = any(site.mask is not None for site in graph.captured.sites)  # a mask that is an input may say anything
+        given = any(site.mask is not None for site in graph.captured.sites)  # a mask that is an input is unknown
         assert all((node.kwargs.get("attn_mask") is None) != given for node in sdpa)
         assert given or all(node.kwargs["is_causal"] and node.kwargs["enable_gqa"] for node in sdpa)
 
 
 def masks_of_prefills(model: Any) -> dict[bool, list[bool]]:
-    """Of the forms of padded prefills, by whether they are for a mask of ones: whether each SDPA takes a mask."""
+    """Return whether each SDPA has a mask, for graphs of padded prefills by whether the mask is all ones."""
     record = find_record(model)
     assert record is not None
     return {
@@ -192,8 +192,8 @@ def masks_of_prefills(model: Any) -> dict[bool, list[bool]]:
 @pytest.mark.quick_for("full")
 @pytest.mark.parametrize(("name", "exact", "all"), [("qwen3", 0, 1), ("gemma3_text", 1, 2)], ids=["full", "windows"])
 def test_a_prefill_that_pads_nothing_takes_no_mask(name: str, exact: int, all: int) -> None:
-    """As `generate` before transformers 5.18 has it, and any call by hand. A batch that is padded on the left has
-    another form; a layer with a window keeps its mask."""
+    """`generate` before transformers 5.18, and direct calls, pass such masks. A left-padded batch has another graph; a
+    layer with a window keeps its mask."""
     model = next(family for family in FAMILIES if family.name == name).one_layer.model()
     twin = compile_copy(model)
     ids, ones = prompt(40, 2), torch.ones(2, 40, dtype=torch.int64)
@@ -217,8 +217,10 @@ GROUP, ROWS = 32, 64
 
 @functools.cache
 def distances(bits: int, pad: int) -> tuple[Tensor, Tensor]:
-    """Logits [rows, steps, vocabulary] of the low-bit model, and each row's distance to the uncompiled one's, over a
-    whole group of forced steps: where a group ends then counts for no padding more than for another."""
+    """Return the low-bit model's logits [rows, steps, vocabulary], and each row's distance to the uncompiled model's.
+
+    The steps are a whole group, so that the border of a group affects each padding equally.
+    """
     llama = tiny_llama()
     options = {"bits": bits, "group_size": GROUP, "residual_length": 32, "top_k": 2}
     twin = compile_copy(llama, **options)
@@ -253,7 +255,7 @@ def test_padding_by_whole_groups_changes_nothing(bits: int) -> None:
 @pytest.mark.quick_for
 @pytest.mark.parametrize("bits", [1, 2])
 def test_padding_by_part_of_a_group_is_no_further_from_the_full_cache(bits: int) -> None:
-    """Paired over 64 rows: the 95 % interval of the mean difference reaches down to zero."""
+    """Over 64 paired rows, the 95 % interval of the mean difference includes zero."""
     unpadded = distances(bits, 0)[1]
     for pad in (5, 19):
         further = distances(bits, pad)[1] - unpadded

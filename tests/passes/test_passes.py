@@ -1,4 +1,4 @@
-"""Each pass on a hand-built graph of a few nodes: the text that comes out, what it counts, and what it refuses."""
+"""Each pass on a small graph: the resulting text, its counts, and the graphs that it leaves alone."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from specache_compile.passes.clean_up import clean_up
 from specache_compile.passes.overlap import dependencies, is_copy, is_wait, overlap
 from specache_compile.passes.own_cache import own_cache
 from specache_compile.passes.phase import DECODE, PREFILL
-from specache_compile.passes.plan import Input, Plan
+from specache_compile.passes.plan import Input, RewritePlan
 from specache_compile.passes.prefetch import prefetch
 from specache_compile.passes.reading.find_attention import find_attention, frequencies_of
 from specache_compile.passes.reading.known_sizes import fill_in_sizes
@@ -28,7 +28,7 @@ from specache_compile.passes.reading.lane_rules import own_rules, product, rows_
 from specache_compile.passes.reading.nodes import arguments_of, output_node
 from specache_compile.passes.rewrite_attention import rewrite_attention
 from specache_compile.passes.speculate import run_lanes
-from specache_compile.passes.store import store
+from specache_compile.passes.store_pairs import store
 
 
 def products_graph(batch: int) -> GraphModule:
@@ -44,7 +44,7 @@ def products_graph(batch: int) -> GraphModule:
     return builder.finish(both, hidden, out, builder.call(torch.matmul, (DIM,), weight, bias))
 
 
-def run(graph_module: GraphModule, plan: Plan, *passes: Any) -> GraphModule:
+def run(graph_module: GraphModule, plan: RewritePlan, *passes: Any) -> GraphModule:
     for step in passes:
         graph_module, _ = step(graph_module, plan)
         graph_module.graph.lint()
@@ -131,7 +131,7 @@ return (cat, arange)
         )
 
     def test_trust_indices(self) -> None:
-        """Made of sizes, of an input, of no tensor; and a table that is no padding."""
+        """Indices from sizes, from an input, and a slice; and a table that is no padding."""
         builder = GraphBuilder()
         padding, ids = builder.input("padding", 3, PAST), builder.input("ids", 3)
         ids.meta["example_value"] = ids.meta["example_value"].long()
@@ -229,7 +229,7 @@ def refusal(update: str = "cat", held: bool = True, **changes: Any) -> str:
     return read.left_alone[0].reason
 
 
-def test_find_attention_refuses_what_it_cannot_carry_over() -> None:
+def test_find_attention_refuses_what_no_tier_op_expresses() -> None:
     assert "no concatenation" in refusal(update="add")
     assert "uncompiled model" in refusal(held=False)
     assert "dropout" in refusal(dropout_p=0.1)
@@ -245,7 +245,7 @@ def test_find_attention_refuses_a_past_that_is_read_elsewhere() -> None:
 
 
 def test_find_attention_refuses_a_graph_that_writes_to_its_inputs() -> None:
-    """Two lanes, or a pre-decode beside the decode, would write twice."""
+    """Two lanes, or a pre-decode and the decode, would write twice."""
     builder = GraphBuilder()
     out, keys, values = attention(builder, 0, 1, PAST)
     table = builder.input("table", 3)
@@ -285,13 +285,13 @@ def test_a_pass_leaves_a_graph_without_sites_as_it_is(step: Any) -> None:
     assert text(run(graph_module, plan_for(builder, DECODE), step)) == before
 
 
-def rewritten(layers: int = 3) -> tuple[GraphModule, Plan]:
+def rewritten(layers: int = 3) -> tuple[GraphModule, RewritePlan]:
     graph_module, plan = decode_graph(layers)
     return run(graph_module, plan, own_cache, rewrite_attention, store, prefetch), plan
 
 
 def test_lanes_of_a_batch_that_is_a_symbol() -> None:
-    """It stays one. vmap's own rules for products fail here on torch 2.11; its torch.matmul makes a number of it."""
+    """The batch stays a symbol. On torch 2.11 vmap's rules for products fail, and torch.matmul makes it constant."""
     graph_module = products_graph(batch=3)
     x, guess = torch.randn(3, 1, DIM), torch.randn(3, 1, DIM)
     rest = [torch.randn(3, 6, 1), torch.randn(DIM, DIM), torch.randn(DIM)]
@@ -316,7 +316,7 @@ def test_lanes_of_a_batch_that_is_a_symbol() -> None:
 
 
 def add_unused_lane(graph_module: GraphModule) -> None:
-    """The input that positions would take."""
+    """Add the input that positions would use."""
     placeholders = graph_module.graph.find_nodes(op="placeholder")
     with graph_module.graph.inserting_after(placeholders[-1]):
         graph_module.graph.placeholder("lane")
@@ -325,7 +325,7 @@ def add_unused_lane(graph_module: GraphModule) -> None:
 
 @pytest.mark.parametrize(("x_dim", "weight_dim"), [(0, None), (1, None), (0, 0), (1, 0), (None, 0)])
 def test_products_under_vmap(x_dim: int | None, weight_dim: int | None) -> None:
-    """Lanes of the rows, of an expert's weights, or of both: as lane by lane."""
+    """Lanes of rows, of an expert's weights, or of both give the results of single lanes."""
     x, weight, bias = torch.randn(2, 2, 4, DIM), torch.randn(2, 6, DIM), torch.randn(2, 6)
     matrices = torch.randn(5, 2, 6, DIM)  # one axis more than a lane of x
     dims = (x_dim, weight_dim, weight_dim)
@@ -350,7 +350,7 @@ def test_overlap_keeps_every_dependency() -> None:
     assert all(place[a] < place[b] for a, b in dag.edges)
 
 
-def test_every_slot_read_has_its_wait_before_it_and_its_fetch_behind_it() -> None:
+def test_every_slot_read_has_its_wait_before_it_and_its_fetch_after_it() -> None:
     graph_module, plan = rewritten()
     run(graph_module, plan, overlap)
     order = list(graph_module.graph.nodes)
@@ -368,7 +368,7 @@ def test_every_slot_read_has_its_wait_before_it_and_its_fetch_behind_it() -> Non
 def test_overlap_reports_the_work_that_hides_the_least_hidden_fetch() -> None:
     graph_module, plan = rewritten(layers=3)
     _, report = overlap(graph_module, plan)
-    # 3 attentions and 3 products; a fetch has all of a step but its own attention to hide behind.
+    # 3 attentions and 3 products; a fetch overlaps the whole step except its own attention.
     assert report.counts["work behind the least hidden fetch"] == 5
 
 

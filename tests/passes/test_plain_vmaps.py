@@ -1,4 +1,4 @@
-"""A model's own `torch.vmap` in a captured graph: plain operations by the time that the passes see it."""
+"""A model's own `torch.vmap` in a captured graph becomes plain operations before the passes run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ JAMBA = Family(
 
 
 def sums_graph() -> GraphModule:
-    """Every sum of a number of x and one of y, as Dynamo writes two vmaps, one in the other."""
+    """Return all sums of a number of x and one of y, in Dynamo's form of two nested vmaps."""
     builder = GraphBuilder()
     x, y = builder.input("x", 3), builder.input("y", 4)
     builder.call(_vmap_increment_nesting, (), 3, "error")
@@ -65,7 +65,7 @@ return (neg,)
         )
 
 
-def test_what_it_computes_stays() -> None:
+def test_plain_operations_compute_the_same() -> None:
     graph_module, x, y = sums_graph(), torch.randn(3), torch.randn(4)
     plain_vmaps(graph_module)
     assert torch.equal(graph_module(x, y)[0], -(x[:, None] + y))
@@ -89,7 +89,7 @@ def test_a_constant_of_a_vmap_is_a_buffer_of_the_graph(recwarn: pytest.WarningsR
     assert not [one for one in recwarn if "get_attr" in str(one.message) or "does not reference" in str(one.message)]
 
 
-def test_what_cannot_be_traced_leaves_no_level_open() -> None:
+def test_a_failed_trace_leaves_no_level_open() -> None:
     builder = GraphBuilder()
     x = builder.input("x", 3)
     builder.call(_vmap_increment_nesting, (), 3, "error")
@@ -116,7 +116,7 @@ def no_later(i: Tensor, j: Tensor) -> Tensor:
 
 
 class MaskedByVmap(torch.nn.Module):
-    """Llama whose prompt has a mask that is a function of two positions, vmapped over both."""
+    """Llama with a prompt mask that is a function of two positions, vmapped over both."""
 
     def __init__(self, llama: LlamaForCausalLM) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ def test_a_mask_made_with_vmap_is_read() -> None:
     assert all(graph.captured.sites and graph.captured.is_causal for graph in record.graphs)
 
 
-def test_jambas_scan_is_a_vmap_of_its_own() -> None:
+def test_jambas_scan_is_a_separate_vmap() -> None:
     model = JAMBA.model()
     expected = greedy(JAMBA.model(), prompt(6), 3)
     model.compile(backend="specache", options={"lowering": "eager", "bits": 16})

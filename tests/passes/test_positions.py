@@ -1,4 +1,4 @@
-"""Which decode graphs tell a token where it stands."""
+"""Decode graphs whose results depend on token positions, and graphs whose results do not."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from specache_compile.passes.reading.positions import has_no_positions
 DECODE = torch.ops.specache.decode_attention.default
 
 
-def told(builder: GraphBuilder, name: str, value: Any) -> Node:
+def add_input(builder: GraphBuilder, name: str, value: Any) -> Node:
     node = builder.input(name, 1)
     node.meta["example_value"] = value
     return node
@@ -29,23 +29,23 @@ def integers(builder: GraphBuilder, *shape: int, dtype: torch.dtype = torch.int6
 
 
 def graph(where: str) -> tuple[GraphModule, Node]:
-    """A token's attention; what may be its position goes where it is said."""
+    """Return a token's attention, with a possible position at `where`."""
     builder = GraphBuilder()
-    ids = told(builder, "ids", integers(builder, 1, 1))
-    cursor = told(builder, "cursor", integers(builder, 1, 4))
+    ids = add_input(builder, "ids", integers(builder, 1, 1))
+    cursor = add_input(builder, "cursor", integers(builder, 1, 4))
     tiers = [builder.input(name, 1, 2, 8, 4) for name in ("slots", "codes")]
     hidden = builder.call(torch.embedding, (1, 2, 1, 4), builder.input("table", 9, 4), ids)
-    mask = told(builder, "mask", integers(builder, 1, 8))
+    mask = add_input(builder, "mask", integers(builder, 1, 8))
     kept = builder.call(torch.bitwise_not, (1, 1, 1, 8), mask)
     kept.meta["example_value"] = integers(builder, 1, 1, 1, 8, dtype=torch.bool)
     if where == "a bias":
         kept = builder.call(torch.mul, (1, 1, 1, 8), mask, 0.5)
     elif where == "queries":
-        hidden = builder.call(torch.add, (1, 2, 1, 4), hidden, told(builder, "position", integers(builder, 1, 1)))
+        hidden = builder.call(torch.add, (1, 2, 1, 4), hidden, add_input(builder, "position", integers(builder, 1, 1)))
     elif where == "queries, by way of others":
         hidden = builder.call(torch.add, (1, 2, 1, 4), hidden, mask)
     elif where in ("a length", "the rows"):
-        length = told(builder, "length", FakeTensorMode(shape_env=ShapeEnv()).shape_env.create_unbacked_symint())
+        length = add_input(builder, "length", FakeTensorMode(shape_env=ShapeEnv()).shape_env.create_unbacked_symint())
         assert isinstance(length.meta["example_value"], SymInt)
         if where == "the rows":
             ids.meta["example_value"] = torch.empty((length.meta["example_value"], 1), device="meta", dtype=torch.int64)
@@ -58,7 +58,7 @@ def graph(where: str) -> tuple[GraphModule, Node]:
 
 
 @pytest.mark.parametrize("where", ["a mask of truth values", "the rows"])
-def test_what_says_no_position(where: str) -> None:
+def test_what_is_no_position(where: str) -> None:
     assert has_no_positions(*graph(where))
 
 

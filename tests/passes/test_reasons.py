@@ -1,4 +1,4 @@
-"""Why a model's attention is left as it is: said of what the model does, and not of what somebody else's might."""
+"""Reasons for attentions that are left alone describe the model at hand."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ LEFT = {
 }
 
 
-def said(family: Family, tokens: int) -> list[str]:
-    """What a generation warns of, whose tokens are the uncompiled model's."""
+def warnings_of(family: Family, tokens: int) -> list[str]:
+    """Return the warnings of a generation, whose tokens must equal the uncompiled model's."""
     model = family.model()
     model.compile(backend="specache", options=LOSSLESS)
     with warnings.catch_warnings(record=True) as seen:
@@ -40,9 +40,9 @@ def said(family: Family, tokens: int) -> list[str]:
 
 
 @pytest.mark.parametrize("name", LEFT)
-def test_a_model_with_the_default_cache_and_attention_is_not_told_to_use_them(name: str) -> None:
+def test_a_model_with_the_default_cache_and_attention_gets_no_advice_to_use_them(name: str) -> None:
     family, reason = LEFT[name]
-    (message,) = said(family, 1)
+    (message,) = warnings_of(family, 1)
     assert reason in message
     assert "DynamicCache" not in message
 
@@ -78,7 +78,7 @@ def test_a_sliding_window_beside_a_rewritten_attention_is_information(logged: li
 
 
 def test_a_window_that_keeps_its_past_for_assisted_decoding_is_reported_as_a_window() -> None:
-    """Such a layer stores the whole update, and its attention reads the newest tokens of it."""
+    """Such a layer stores the whole update, and its attention reads the update's newest tokens."""
     builder = GraphBuilder()
     out, keys, values = attention(builder, 0, 1, PAST)
     newest = (slice(None), slice(None), slice(-4, None), slice(None))
@@ -89,8 +89,8 @@ def test_a_window_that_keeps_its_past_for_assisted_decoding_is_reported_as_a_win
     assert "sliding window" in found(builder, builder.finish(again, keys, values)).left_alone[0].reason
 
 
-def test_keys_that_are_copied_into_memory_of_the_graphs_own_come_from_the_cache_all_the_same() -> None:
-    """As latent attention makes them: a walk back through arguments alone ends at the empty tensor."""
+def test_keys_copied_into_the_graphs_memory_still_come_from_the_cache() -> None:
+    """Latent attention fills its keys in place: following arguments alone ends at the empty tensor."""
     builder = GraphBuilder()
     out, keys, values = attention(builder, 0, 1, PAST)
     own = builder.call(torch.empty, (BATCH, HEADS, PAST + 1, DIM), (BATCH, HEADS, PAST + 1, DIM))
@@ -105,8 +105,8 @@ def test_keys_that_are_copied_into_memory_of_the_graphs_own_come_from_the_cache_
 
 
 @pytest.mark.parametrize("used", [True, False])
-def test_a_past_may_be_asked_for_its_size_where_nothing_comes_of_it(used: bool) -> None:
-    """As mllama asks whether there is one."""
+def test_a_past_may_be_read_for_its_size_if_no_output_depends_on_it(used: bool) -> None:
+    """mllama reads the size to test whether there is a past."""
     builder = GraphBuilder()
     out, keys, values = attention(builder, 0, 1, PAST)
     past = next(node for node in builder.graph.nodes if node.name == "past_k0")
@@ -116,28 +116,28 @@ def test_a_past_may_be_asked_for_its_size_where_nothing_comes_of_it(used: bool) 
 
 
 def test_a_mask_made_of_cached_values_is_left_alone() -> None:
-    """doge's is: values that are held could not be read for it."""
-    messages = said(Family("doge", "DogeConfig", {"num_hidden_layers": 1}), 2)
+    """doge computes its mask from values, which held tensors do not provide."""
+    messages = warnings_of(Family("doge", "DogeConfig", {"num_hidden_layers": 1}), 2)
     assert messages
     assert all("its mask is computed from the keys or values that its cache keeps" in one for one in messages)
 
 
 def test_gpt2s_eager_attention_is_known() -> None:
-    """It casts its weights by `type`."""
+    """GPT-2 casts its weights by `type`."""
     settings = {"n_embd": 64, "n_layer": 1, "n_head": 4, "attn_implementation": "eager"}
-    assert said(Family("gpt2", "GPT2Config", settings), 2) == []
+    assert warnings_of(Family("gpt2", "GPT2Config", settings), 2) == []
 
 
 CODEGEN = next(family for family in FAMILIES if family.name == "codegen").one_layer
 
 
 def test_a_mask_may_be_scaled_with_the_scores_where_it_only_hides() -> None:
-    """codegen adds the mask and divides then, in one lane as gptj."""
-    (message,) = said(CODEGEN, 4)
+    """codegen adds the mask and then divides; it runs one lane, like gptj."""
+    (message,) = warnings_of(CODEGEN, 4)
     assert "one token at a time" in message
 
 
-def test_a_mask_that_weighs_and_is_scaled_with_the_scores_is_left_alone() -> None:
+def test_a_scaled_mask_with_finite_weights_is_left_alone() -> None:
     model = CODEGEN.model()
     ids, weighed = prompt(20), torch.randn(1, 1, 20, 20)
     expected = model(ids, attention_mask=weighed).logits
@@ -147,7 +147,7 @@ def test_a_mask_that_weighs_and_is_scaled_with_the_scores_is_left_alone() -> Non
 
 
 @pytest.mark.parametrize("steps", ["mask scale mask", "scale cap mask scale", "mask negate"])
-def test_behind_a_mask_that_is_scaled_nothing_else_is_known(steps: str) -> None:
+def test_no_further_operation_matches_after_a_scaled_mask(steps: str) -> None:
     builder = GraphBuilder()
     queries, keys = (builder.input(name, BATCH, HEADS, PAST, DIM) for name in "qk")
     mask, shape = builder.input("mask", BATCH, 1, PAST, PAST), (BATCH, HEADS, PAST, PAST)
@@ -163,16 +163,16 @@ def test_behind_a_mask_that_is_scaled_nothing_else_is_known(steps: str) -> None:
         match_form(builder.call(torch.matmul, (BATCH, HEADS, PAST, DIM), weights, keys))
 
 
-def test_what_vmap_refuses_runs_one_lane_with_that_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_graph_that_vmap_refuses_runs_one_lane_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*arguments: object) -> None:
         raise RuntimeError("vmap: no such thing\nat all")
 
     monkeypatch.setattr(speculate, "run_lanes", refused)
-    (message,) = said(Family("llama", "LlamaConfig", {"num_hidden_layers": 1}), 3)
+    (message,) = warnings_of(Family("llama", "LlamaConfig", {"num_hidden_layers": 1}), 3)
     assert "torch.vmap refuses its graph (vmap: no such thing)" in message
 
 
-def test_one_lane_is_told_once_with_its_reason() -> None:
+def test_one_lane_is_reported_once_with_its_reason() -> None:
     config = LlamaConfig(**{**COMMON, "num_hidden_layers": 1})
     torch.manual_seed(0)
     model = LlamaForCausalLM(config).eval()
@@ -189,8 +189,8 @@ def test_one_lane_is_told_once_with_its_reason() -> None:
     assert find_record(model) is not None
 
 
-def test_a_mask_that_chooses_pairs_by_what_the_token_is_needs_pairs_of_the_token_itself() -> None:
-    """An indexer adds its choice to the mask: pairs that the token before chose would be others."""
+def test_a_mask_that_selects_pairs_by_token_needs_the_tokens_own_selection() -> None:
+    """An indexer adds its selection to the mask, and the previous token's selection differs."""
     builder = GraphBuilder()
     out, keys, values = attention(builder, 0, 1, PAST)
     hidden, weight = builder.input("hidden", BATCH, 1, 1, DIM), builder.input("weight", PAST + 1, DIM)

@@ -28,25 +28,25 @@ from specache_compile.methods.specache import SpecacheOptions
 from specache_compile.options import whole
 from specache_compile.passes.phase import Phase
 from specache_compile.passes.pipeline import run_pipeline
-from specache_compile.passes.recipe import Call, Recipe, Selector
+from specache_compile.passes.recipe import OpCall, Recipe, Selector
 
 
 @pytest.fixture(scope="module", autouse=True)
 def an_op() -> None:
     """An op is an entry: schema, code, shapes, and what the passes and explain should know of it."""
 
-    def select_oldest(scores: Tensor, wanted: Tensor) -> None:
+    def select_oldest(scores: Tensor, selected: Tensor) -> None:
         """The first k candidates."""
-        order = (scores >= 0).to(torch.int8).argsort(dim=-1, descending=True, stable=True)[..., : wanted.shape[-1]]
-        wanted.fill_(-1)
-        wanted[..., : order.shape[-1]] = order.masked_fill(scores.gather(-1, order) < 0, -1)
+        order = (scores >= 0).to(torch.int8).argsort(dim=-1, descending=True, stable=True)[..., : selected.shape[-1]]
+        selected.fill_(-1)
+        selected[..., : order.shape[-1]] = order.masked_fill(scores.gather(-1, order) < 0, -1)
 
     def count(k: Tensor, v: Tensor, padding: Tensor | None, cursor: Tensor, counted: Tensor, each: int) -> None:
         counted += each * k.shape[2]
 
     register(
         Op(
-            "select_oldest(Tensor scores, Tensor(a!) wanted) -> ()", select_oldest, ops.fake_nothing, early=0,
+            "select_oldest(Tensor scores, Tensor(a!) selected) -> ()", select_oldest, ops.fake_nothing, early=0,
             cost=lambda arguments, load, site: Cost(hbm=7.0),
         )
     )  # fmt: skip
@@ -125,7 +125,7 @@ def test_a_tiers_field_and_a_method_with_an_option_of_its_own(monkeypatch: pytes
 
     def recipe(options: CountingOptions, site: int) -> Recipe:
         found = offload.recipe(options, site)
-        return replace(found, stores=(*found.stores, Call("count", ("counted",), (options.each,))))
+        return replace(found, stores=(*found.stores, OpCall("count", ("counted",), (options.each,))))
 
     monkeypatch.setitem(METHODS, "counting", Method("counting", CountingOptions, (*offload.fields, counted), recipe))
     assert [int(layer["counted"]) for layer in state_after("counting")] == [101, 101]

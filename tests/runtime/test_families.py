@@ -155,7 +155,7 @@ class Guesses(LogitsProcessor):
 
 
 @pytest.mark.quick_for("llama 3")
-@pytest.mark.asks_for_sizes
+@pytest.mark.detects_sizes
 @SOME
 @torch.no_grad()
 def test_tokens_equal_over_several_turns(family: Family) -> None:

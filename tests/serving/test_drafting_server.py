@@ -10,7 +10,7 @@ import jsonschema
 import pytest
 from transformers import LlamaForCausalLM
 
-from served import answer, figures, grown, prompt_of, say, serving, write_checkpoint
+from served import answer, chat_once, figures, grown, prompt_of, serving, write_checkpoint
 
 SCHEMA = {
     "type": "object",
@@ -51,7 +51,7 @@ def test_a_server_that_drafts_makes_answers_together(tmp_path: Path, flags: tupl
             assert choice.finish_reason == "stop"
             jsonschema.validate(json.loads(choice.message.content), SCHEMA)
         talk = [{"role": "user", "content": "Why? " * 9}]
-        talk += [{"role": "assistant", "content": say(drafting, talk)}, {"role": "user", "content": "And?"}]
+        talk += [{"role": "assistant", "content": chat_once(drafting, talk)}, {"role": "user", "content": "And?"}]
         before = figures(drafting)
-        assert say(drafting, talk) == answer(uncompiled, prompt_of(talk), 8)
+        assert chat_once(drafting, talk) == answer(uncompiled, prompt_of(talk), 8)
         assert grown(drafting, before, "specache_prompt_tokens_total reused") > 40

@@ -20,7 +20,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from conftest import NEEDLE_LLAMA, tiny_llama
-from served import Served, answer, figures, grown, prompt_of, say, serving, wait_for, write_checkpoint
+from served import Served, answer, chat_once, figures, grown, prompt_of, serving, wait_for, write_checkpoint
 from specache_compile.cli import main
 from specache_compile.serving.answer import Ticket
 from specache_compile.serving.answer_rows import AnswerRows
@@ -60,11 +60,11 @@ def test_a_chat_is_the_uncompiled_models(served: Served, uncompiled: LlamaForCau
 def test_a_next_turn_goes_on_from_its_session(served: Served, uncompiled: LlamaForCausalLM) -> None:
     """All that it shares with the turn before is reused, the reply but for its last token too."""
     messages = [{"role": "user", "content": "A long text about caches. " * 6}]
-    first = say(served, messages)
+    first = chat_once(served, messages)
     seen = len(prompt_of(messages)) + 7
     messages += [{"role": "assistant", "content": first}, {"role": "user", "content": "And shorter?"}]
     before = figures(served)
-    assert say(served, messages) == answer(uncompiled, prompt_of(messages), 8)
+    assert chat_once(served, messages) == answer(uncompiled, prompt_of(messages), 8)
     assert grown(served, before, "specache_prompt_tokens_total reused") == seen
     assert grown(served, before, "specache_prompt_tokens_total computed") == len(prompt_of(messages)) - seen
     assert grown(served, before, "specache_generated_tokens_total") == 8
@@ -80,13 +80,13 @@ def test_conversations_with_one_beginning_do_not_take_each_others_sessions(
     talks = [[system, {"role": "user", "content": who * 60}] for who in "ab"]
     before = figures(served)
     for messages in talks:
-        messages.append({"role": "assistant", "content": say(served, messages)})
+        messages.append({"role": "assistant", "content": chat_once(served, messages)})
     assert grown(served, before, "specache_sessions memory") == 2
     assert grown(served, before, "specache_prompt_tokens_total reused") >= len(system["content"])
     for messages in talks:
         before = figures(served)
         messages.append({"role": "user", "content": "Why?"})
-        assert say(served, messages) == answer(uncompiled, prompt_of(messages), 8)
+        assert chat_once(served, messages) == answer(uncompiled, prompt_of(messages), 8)
         assert grown(served, before, "specache_prompt_tokens_total computed") < 60
 
 
@@ -96,11 +96,11 @@ def test_a_short_question_does_not_take_the_session_of_another_one(served: Serve
     talks = [[system, {"role": "user", "content": question}] for question in ("Hi?", "Yo?", "So?")]
     before = figures(served)
     for messages in talks:
-        messages.append({"role": "assistant", "content": say(served, messages, 40)})
+        messages.append({"role": "assistant", "content": chat_once(served, messages, 40)})
     assert grown(served, before, "specache_sessions memory") == 3
     for messages in talks:
         seen, before = len(prompt_of(messages[:2])) + 39, figures(served)
-        say(served, [*messages, {"role": "user", "content": "Why?"}])
+        chat_once(served, [*messages, {"role": "user", "content": "Why?"}])
         assert grown(served, before, "specache_prompt_tokens_total reused") == seen
 
 
@@ -200,19 +200,19 @@ def test_sessions_go_to_disk_least_recently_used_first_and_outlive_the_server(
     flags = ("--sessions", "2", "--session-folder", str(tmp_path))
     with serving(checkpoint, *flags) as served:
         for messages in talks:
-            messages.append({"role": "assistant", "content": say(served, messages)})
+            messages.append({"role": "assistant", "content": chat_once(served, messages)})
         wait_for(served, "specache_sessions disk", 1)
         now = figures(served)
         assert now["specache_sessions memory"] == 2
         assert now["specache_session_bytes disk"] > 0
         talks[0].append({"role": "user", "content": "More."})
-        assert say(served, talks[0]) == answer(uncompiled, prompt_of(talks[0]), 8)
+        assert chat_once(served, talks[0]) == answer(uncompiled, prompt_of(talks[0]), 8)
         assert grown(served, now, "specache_prompt_tokens_total computed") < 60
         assert main(["serve", str(checkpoint), "--port", "0", *flags]) == 2  # the folder is this server's
     with serving(checkpoint, *flags) as served:
         assert figures(served)["specache_sessions disk"] == 3
         talks[1].append({"role": "user", "content": "More."})
-        assert say(served, talks[1]) == answer(uncompiled, prompt_of(talks[1]), 8)
+        assert chat_once(served, talks[1]) == answer(uncompiled, prompt_of(talks[1]), 8)
         assert figures(served)["specache_prompt_tokens_total computed"] < 60
 
 
@@ -223,7 +223,7 @@ def test_requests_wait_are_refused_and_end_when_their_client_leaves(checkpoint: 
         next(iter(endless))
         second: list[str] = []
         waiting = threading.Thread(
-            target=lambda: second.append(say(served, [{"role": "user", "content": "next"}])),
+            target=lambda: second.append(chat_once(served, [{"role": "user", "content": "next"}])),
         )
         waiting.start()
         wait_for(served, "specache_queue", 1)
@@ -253,7 +253,7 @@ def test_answers_are_made_together_and_each_ends_by_itself(
     for stream in endless:
         next(iter(stream))
     messages = [{"role": "user", "content": "and besides"}]
-    assert say(served, messages) == answer(uncompiled, prompt_of(messages), 8)
+    assert chat_once(served, messages) == answer(uncompiled, prompt_of(messages), 8)
     assert served.client.completions.create(**drawn).choices[0].text == alone
     assert figures(served)["specache_running"] >= 2
     for stream in endless:
@@ -359,11 +359,11 @@ def test_a_checkpoint_of_bytes_completes_and_has_no_chat() -> None:
         ask: dict[str, Any] = {"model": served.name, "temperature": 0, "max_tokens": 5}
         assert served.client.completions.create(**ask, prompt=prompt).choices[0].text == "40712"
         with pytest.raises(openai.BadRequestError, match=r"has no chat template\. Use /v1/completions"):
-            say(served, [{"role": "user", "content": prompt}])
+            chat_once(served, [{"role": "user", "content": prompt}])
 
 
 def test_requests_at_once_are_answered_each_its_own(served: Served, uncompiled: LlamaForCausalLM) -> None:
     talks = [[{"role": "user", "content": letter * 70}] for letter in "mnop"]
     with ThreadPoolExecutor() as clients:
-        answers = list(clients.map(lambda messages: say(served, messages), talks))
+        answers = list(clients.map(lambda messages: chat_once(served, messages), talks))
     assert answers == [answer(uncompiled, prompt_of(messages), 8) for messages in talks]

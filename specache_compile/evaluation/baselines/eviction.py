@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from specache_compile.errors import OptionError
-from specache_compile.kernels.attention.definition import SEEN, grouped_bias, product
+from specache_compile.kernels.attention.attention_ops import SEEN, grouped_bias, product
 from specache_compile.kernels.costs import Arguments, Cost, Workload, bytes_of, elements, pair_bytes
 from specache_compile.kernels.costs import rows as heads_of
 from specache_compile.kernels.op import Op, fake_of_query
@@ -23,7 +23,7 @@ from specache_compile.kernels.state.stored_tiers import EMPTY
 from specache_compile.methods.field import Cropped, Field, LayerShape, LayerState, always
 from specache_compile.methods.method import Method
 from specache_compile.options import MethodOptions, option, whole
-from specache_compile.passes.recipe import Call, Recipe
+from specache_compile.passes.recipe import OpCall, Recipe
 
 from .policies import POLICIES
 from .policies.history import History
@@ -259,7 +259,7 @@ def eviction(policy: str) -> Method:
         block = WHOLE if options.eviction_block == PROMPT else options.eviction_block
         # Where nothing is drawn all layers get the same seed, so that they are alike and one is compiled for all.
         seed = options.seed + SITE_STRIDE * site if policy == "random" else 0
-        attend = Call("budget_attention", tuple(field.name for field in FIELDS), (policy, block, seed))
+        attend = OpCall("budget_attention", tuple(field.name for field in FIELDS), (policy, block, seed))
         return Recipe(dict.fromkeys(("prefill", "extend", "decode"), attend), ())
 
     options = RandomOptions if policy == "random" else EvictionOptions

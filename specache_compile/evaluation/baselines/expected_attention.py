@@ -15,7 +15,7 @@ from specache_compile.kernels.op import Op, fake_of_query
 from specache_compile.kernels.state.center import partners, quarter_turn
 from specache_compile.methods.method import Method
 from specache_compile.options import whole
-from specache_compile.passes.recipe import Call, Recipe
+from specache_compile.passes.recipe import OpCall, Recipe
 
 from .prompt_eviction import FIELDS, Prompt, PromptOptions, attend_and_keep, cost
 
@@ -97,7 +97,7 @@ class ExpectedAttentionOptions(PromptOptions):
 
 def recipe(options: ExpectedAttentionOptions, site: int) -> Recipe:
     settings = (options.budget_in_tokens(options.prompt), options.first, options.ahead)
-    attend = Call("expected_attention", tuple(field.name for field in FIELDS), settings, turned=FIELDS[0].name)
+    attend = OpCall("expected_attention", tuple(field.name for field in FIELDS), settings, turned=FIELDS[0].name)
     return Recipe(dict.fromkeys(("prefill", "extend", "decode"), attend), ())
 
 

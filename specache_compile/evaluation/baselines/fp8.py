@@ -18,7 +18,7 @@ from specache_compile.methods.field import Field, always
 from specache_compile.methods.host_tier import whole_cache
 from specache_compile.methods.method import Method
 from specache_compile.options import MethodOptions
-from specache_compile.passes.recipe import Call, Recipe
+from specache_compile.passes.recipe import OpCall, Recipe
 
 LARGEST = torch.finfo(FP8).max  # 448
 
@@ -55,8 +55,8 @@ class Fp8Options(MethodOptions):
 def recipe(options: MethodOptions, site: int) -> Recipe:
     """As `full`'s, over the codes. A step's own pair is exact in its own attention and rounded from the next step
     on."""
-    over_codes = Call("extend_attention", ("fp8_codes",))
-    return Recipe({"extend": over_codes, "decode": over_codes}, (Call("keep_fp8", ("fp8_codes",)),))
+    over_codes = OpCall("extend_attention", ("fp8_codes",))
+    return Recipe({"extend": over_codes, "decode": over_codes}, (OpCall("keep_fp8", ("fp8_codes",)),))
 
 
 FP8_CODES = Field("fp8_codes", "cache", whole_cache, always(torch.uint8), has_all_pairs=True)

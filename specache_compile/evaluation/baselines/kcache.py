@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specache_compile.kernels.attention.definition import grouped_bias, product, softmax_denominator
+from specache_compile.kernels.attention.attention_ops import grouped_bias, product, softmax_denominator
 from specache_compile.kernels.costs import Arguments, Cost, Workload, bytes_of, elements, pair_bytes, rows
 from specache_compile.kernels.movement.copy_queue import wait_for_offloads
 from specache_compile.kernels.op import Op, fake_nothing, fake_of_query
@@ -21,7 +21,7 @@ from specache_compile.methods.field import Field, LayerShape
 from specache_compile.methods.host_tier import HOST
 from specache_compile.methods.method import Method
 from specache_compile.options import whole
-from specache_compile.passes.recipe import Call, Recipe
+from specache_compile.passes.recipe import OpCall, Recipe
 
 
 def kcache_attention(
@@ -130,10 +130,10 @@ def recipe(options: KCacheOptions, site: int) -> Recipe:
         return full.recipe(options, site)
     return Recipe(
         {
-            "extend": Call("extend_attention", ("host",)),
-            "decode": Call("kcache_attention", ("device_keys", "host"), (options.top_n,)),
+            "extend": OpCall("extend_attention", ("host",)),
+            "decode": OpCall("kcache_attention", ("device_keys", "host"), (options.top_n,)),
         },
-        (Call("keep_keys", ("device_keys",)), Call("offload", ("host",))),
+        (OpCall("keep_keys", ("device_keys",)), OpCall("offload", ("host",))),
     )
 
 

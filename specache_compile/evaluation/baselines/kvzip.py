@@ -21,12 +21,12 @@ from transformers import DynamicCache
 from specache_compile.caches.holding import taken_over, twin
 from specache_compile.compat import with_cache
 from specache_compile.errors import SpecacheError
-from specache_compile.kernels.attention.definition import BLOCK
+from specache_compile.kernels.attention.attention_ops import BLOCK
 from specache_compile.kernels.op import Op, fake_of_query
 from specache_compile.kernels.state.stored_tiers import EMPTY
 from specache_compile.methods.method import Method
 from specache_compile.options import whole
-from specache_compile.passes.recipe import Call, Recipe
+from specache_compile.passes.recipe import OpCall, Recipe
 from specache_compile.runtime.step import Step
 
 from .prompt_eviction import FIELDS, Prompt, PromptOptions, attend_and_keep, cost
@@ -203,7 +203,9 @@ class KVzipOptions(PromptOptions):
 
 
 def recipe(options: KVzipOptions, site: int) -> Recipe:
-    attend = Call("kvzip_attention", tuple(field.name for field in FIELDS), (options.budget_in_tokens(options.prompt),))
+    attend = OpCall(
+        "kvzip_attention", tuple(field.name for field in FIELDS), (options.budget_in_tokens(options.prompt),)
+    )
     return Recipe(dict.fromkeys(("prefill", "extend", "decode"), attend), ())
 
 

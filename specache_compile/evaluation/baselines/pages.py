@@ -25,22 +25,22 @@ from specache_compile.options import choice, whole
 from specache_compile.passes.recipe import Recipe, Selector
 
 
-def select_pages(scores: Tensor, wanted: Tensor, page: int) -> None:
-    """Write the tokens of the k // page pages of the largest scores to wanted [B, H, k]; -1: none.
+def select_pages(scores: Tensor, selected: Tensor, page: int) -> None:
+    """Write the tokens of the k // page pages of the largest scores to selected [B, H, k]; -1: none.
 
     scores [B, H, C]; below 0: no candidate. A page's score is its tokens' largest.
     """
-    count = wanted.shape[-1] // page
+    count = selected.shape[-1] // page
     pages = F.pad(scores, (0, -scores.shape[-1] % page), value=-1.0).unflatten(-1, (-1, page))
     best = pages.amax(-1).topk(min(count, pages.shape[2]), dim=-1).indices.unsqueeze(-1)
     there = pages.gather(2, best.expand(-1, -1, -1, page)) >= 0
     tokens = best * page + torch.arange(page, device=scores.device)
-    wanted.fill_(EMPTY)
-    wanted[..., : best.shape[2] * page] = tokens.masked_fill(~there, EMPTY).flatten(2)
+    selected.fill_(EMPTY)
+    selected[..., : best.shape[2] * page] = tokens.masked_fill(~there, EMPTY).flatten(2)
 
 
 SELECT = Op(
-    "select_pages(Tensor scores, Tensor(a!) wanted, int page) -> ()",
+    "select_pages(Tensor scores, Tensor(a!) selected, int page) -> ()",
     select_pages, fake_nothing, f"{__name__}:select_pages",
     cost=costs.select_topk, early=0,
 )  # fmt: skip

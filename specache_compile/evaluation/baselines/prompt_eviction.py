@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from specache_compile.kernels.attention.definition import BLOCK, grouped_bias
+from specache_compile.kernels.attention.attention_ops import BLOCK, grouped_bias
 from specache_compile.kernels.costs import Arguments, Cost, Workload, bytes_of, elements, pair_bytes, size_of
 from specache_compile.kernels.costs import rows as heads_of
 from specache_compile.kernels.state.cursor import length_of

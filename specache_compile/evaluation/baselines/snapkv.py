@@ -16,7 +16,7 @@ from specache_compile.errors import OptionError
 from specache_compile.kernels.op import Op, fake_of_query
 from specache_compile.methods.method import Method
 from specache_compile.options import choice, option, whole
-from specache_compile.passes.recipe import Call, Recipe
+from specache_compile.passes.recipe import OpCall, Recipe
 
 from .prompt_eviction import FIELDS, Prompt, PromptOptions, attend_and_keep, cost
 
@@ -85,7 +85,7 @@ class SnapKVOptions(PromptOptions):
 
 def recipe(options: SnapKVOptions, site: int) -> Recipe:
     settings = (options.budget_in_tokens(options.prompt), options.window, options.kernel, options.pooling)
-    attend = Call("snapkv_attention", tuple(field.name for field in FIELDS), settings)
+    attend = OpCall("snapkv_attention", tuple(field.name for field in FIELDS), settings)
     return Recipe(dict.fromkeys(("prefill", "extend", "decode"), attend), ())
 
 

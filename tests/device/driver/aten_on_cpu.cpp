@@ -63,7 +63,7 @@ void run_work(void *given) {
   at::NoGradGuard no_grad;
   try {
     work->run();
-  } catch (const std::exception &error) {  // the driver tells whoever waits for the device next
+  } catch (const std::exception &error) {  // the next wait for the device reports it
     driver().fault((work->what + ": " + error.what()).c_str());
   }
   if (work->once) delete work;

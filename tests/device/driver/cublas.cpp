@@ -6,7 +6,7 @@
 constexpr int SUCCESS = 0, NOT_SUPPORTED = 15;
 
 extern "C" int simulated_cublas_refusal(const char *name) {
-  device::say("nothing stands in for %s", name);
+  device::log_line("nothing stands in for %s", name);
   return NOT_SUPPORTED;
 }
 

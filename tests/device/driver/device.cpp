@@ -1,4 +1,4 @@
-// Which device stands here: its model, its properties, errors as the runtime and the driver tell them.
+// The simulated device: its model, its properties, and the error messages of runtime and driver.
 #include "device.h"
 
 #include <cstdarg>
@@ -28,7 +28,7 @@ std::recursive_mutex &books() {
   return *mutex;
 }
 
-void say(const char *format, ...) {
+void log_line(const char *format, ...) {
   va_list given;
   va_start(given, format);
   fputs("simulated device: ", stderr);
@@ -44,7 +44,7 @@ const Model &model() {
     const char *key = getenv("SIMULATED_DEVICE");
     for (const Model &known : MODELS)
       if (!key || !strcmp(key, known.key)) return &known;
-    say("unknown device %s: known are h100, a100 and rtx4090", key);
+    log_line("unknown device %s: known are h100, a100 and rtx4090", key);
     exit(2);
   }();
   return *chosen;

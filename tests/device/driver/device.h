@@ -38,7 +38,7 @@ constexpr int SHARED_WITHOUT_OPT_IN = 49152, REGISTERS = 65536, MOST_THREADS = 1
 constexpr int MOST_DEVICES = 16;
 extern thread_local int current;  // the device that this thread has set
 
-void say(const char *format, ...);                      // one line on stderr: why something was refused
+void log_line(const char *format, ...);                      // one line on stderr: why something was refused
 cudaError_t fail(cudaError_t error, const char *where);  // the thread's last error from now on
 
 // ---- memory.cpp
@@ -114,7 +114,7 @@ cudaError_t finish(cudaStream_t stream, const char *where);  // until the stream
 cudaError_t finish_all(const char *where);
 void go_on();                                 // the device's own progress, where the schedule is random
 void set_fault(const char *text);             // work that ran has broken something
-cudaError_t take_fault(const char *where);    // what work that ran has broken, told once
+cudaError_t take_fault(const char *where);    // the error of work that ran, reported once
 }  // namespace device
 
 #define UNSAFE_IN_CAPTURES()                                                              \

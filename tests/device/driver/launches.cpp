@@ -97,7 +97,7 @@ static Module kernels_of(const char *image) {
           kernels[name].most_threads = values[0] * values[1] * values[2];
       });
     else if (after(section.name, ".nv.shared.", &name) && kernels.count(name)) {
-      int reserved = architecture >= 90 ? 1024 : 0;  // counted in such an image, but not asked of the kernel
+      int reserved = architecture >= 90 ? 1024 : 0;  // included in such an image, but not requested by the kernel
       kernels[name].static_shared = std::max(0, (int)section.header->sh_size - reserved);
     }
   }
@@ -106,12 +106,12 @@ static Module kernels_of(const char *image) {
 
 static CUresult load(CUmodule *out, const char *image) {
   if (memcmp(image, ELFMAG, SELFMAG)) {
-    say("an image is no ELF file: PTX is not compiled here");
+    log_line("an image is no ELF file: PTX is not compiled here");
     return CUDA_ERROR_INVALID_IMAGE;
   }
   int architecture = architecture_of((const Elf64_Ehdr *)image);
   if (!runs_here(architecture)) {
-    say("an image for sm_%d does not run on a device of compute capability %d.%d", architecture, model().major,
+    log_line("an image for sm_%d does not run on a device of compute capability %d.%d", architecture, model().major,
         model().minor);
     return CUDA_ERROR_NO_BINARY_FOR_GPU;
   }
@@ -119,7 +119,7 @@ static CUresult load(CUmodule *out, const char *image) {
   return CUDA_SUCCESS;
 }
 
-// ---- what a launch may ask for
+// ---- limits of a launch
 struct Shape {
   dim3 grid, block;
   size_t dynamic_shared;
@@ -131,7 +131,7 @@ static bool fits_any_device(const Shape &shape, const char *name) {
   bool grid_fits = grid.x && grid.y && grid.z && grid.x <= INT32_MAX && grid.y <= MOST_BLOCKS_YZ &&
       grid.z <= MOST_BLOCKS_YZ;
   if (grid_fits && threads && threads <= MOST_THREADS && block.z <= 64) return true;
-  say("launch of %s: a grid of %u x %u x %u blocks of %u x %u x %u threads", name, grid.x, grid.y, grid.z, block.x,
+  log_line("launch of %s: a grid of %u x %u x %u blocks of %u x %u x %u threads", name, grid.x, grid.y, grid.z, block.x,
       block.y,       block.z);
   return false;
 }
@@ -147,16 +147,16 @@ static CUresult refusal_of(const Kernel &kernel, const Shape &shape) {
   size_t threads = (size_t)shape.block.x * shape.block.y * shape.block.z;
   if (shape.dynamic_shared > (size_t)kernel.most_dynamic_shared ||
       kernel.static_shared + shape.dynamic_shared > (size_t)model().shared_per_block) {
-    say("launch of %s: %zu bytes of shared memory, where it may have %d", name,
+    log_line("launch of %s: %zu bytes of shared memory, where it may have %d", name,
         kernel.static_shared + shape.dynamic_shared,         kernel.most_dynamic_shared);
     return CUDA_ERROR_INVALID_VALUE;
   }
   if (threads > (size_t)kernel.most_threads) {
-    say("launch of %s: %zu threads, and it was compiled for %d", name, threads, kernel.most_threads);
+    log_line("launch of %s: %zu threads, and it was compiled for %d", name, threads, kernel.most_threads);
     return CUDA_ERROR_INVALID_VALUE;
   }
   if (registers_of_a_block(kernel, threads) > REGISTERS) {
-    say("launch of %s: %zu threads with %d registers each", name, threads, kernel.registers);
+    log_line("launch of %s: %zu threads with %d registers each", name, threads, kernel.registers);
     return CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES;
   }
   return CUDA_SUCCESS;
@@ -168,7 +168,7 @@ static CUresult launch(CUfunction function, const Shape &shape, CUstream handle)
   if (CUresult refused = refusal_of(kernel, shape)) return refused;
   Stream *stream = stream_of((cudaStream_t)handle);
   if (!stream || stream->device != current) {
-    say("launch of %s on a stream of another device than the current one, %d", kernel.name.c_str(), current);
+    log_line("launch of %s on a stream of another device than the current one, %d", kernel.name.c_str(), current);
     return CUDA_ERROR_INVALID_HANDLE;
   }
   return (CUresult)may_be_given((cudaStream_t)handle, __func__);  // the work itself the Python side gives
@@ -187,7 +187,7 @@ static cudaError_t launch_of_a_library(const void *kernel, const Shape &shape, c
   if (!fits_any_device(shape, name.c_str())) return fail(cudaErrorInvalidConfiguration, where);
   // It only passes time: `torch.cuda._sleep`.
   if (name.find("spin_kernel") != std::string::npos) return enqueue(stream, "spin", [] {}, where);
-  say("nothing stands in for the CUDA kernel %s", name.c_str());
+  log_line("nothing stands in for the CUDA kernel %s", name.c_str());
   return fail(cudaErrorInvalidDeviceFunction, where);
 }
 }  // namespace device
@@ -236,7 +236,7 @@ EXPORTED CUresult cuFuncSetAttribute(CUfunction function, CUfunction_attribute w
   if (which != CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES) return CUDA_SUCCESS;
   auto &kernel = *(Kernel *)function;
   if (value + kernel.static_shared > model().shared_per_block) {
-    say("%s asks for %d bytes of shared memory, of %d", kernel.name.c_str(), value, model().shared_per_block);
+    log_line("%s requests %d bytes of shared memory, of %d", kernel.name.c_str(), value, model().shared_per_block);
     return CUDA_ERROR_INVALID_VALUE;
   }
   kernel.most_dynamic_shared = value;

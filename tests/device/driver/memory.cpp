@@ -12,7 +12,7 @@
 namespace device {
 
 constexpr size_t PAGE = 4096;
-constexpr size_t POISONED = 256 << 20;     // of an allocation, at most: bytes that nobody has written are NaN, or -1
+constexpr size_t POISONED = 256 << 20;     // of an allocation, at most: unwritten bytes are NaN, or -1
 constexpr size_t DRIVERS_OWN = 500 << 20;  // what a context takes of a device's memory
 
 using Ranges = std::map<uintptr_t, Range>;
@@ -40,7 +40,7 @@ static void *map_pages(size_t bytes) {
   return mapping == MAP_FAILED ? nullptr : mapping;
 }
 
-// Memory between two pages that are no one's: what runs over its end by little faults, whoever reads it.
+// Memory between two protected pages: an access slightly past its end faults.
 static cudaError_t allocate(void **out, size_t bytes, Kind kind, const char *where) {
   Lock lock(books());
   *out = nullptr;
@@ -67,7 +67,7 @@ static cudaError_t release(void *pointer, Kind kind, const char *where) {
   if (!pointer) return cudaSuccess;
   auto found = ranges().find((uintptr_t)pointer);
   if (found == ranges().end() || found->second.kind != kind) {
-    say("%s: %p was not allocated as that", where, pointer);
+    log_line("%s: %p was not allocated as that", where, pointer);
     return fail(cudaErrorInvalidValue, where);
   }
   const Range &range = found->second;
@@ -107,12 +107,13 @@ static cudaError_t check_side(const void *pointer, size_t bytes, bool device_sid
   bool on_device = range && range->kind == DEVICE;
   if (bytes == 0) return cudaSuccess;
   if (on_device != device_side) {
-    say("%s: %p is %s", where, pointer,
+    log_line("%s: %p is %s", where, pointer,
         on_device ? "memory of the device, not of the host" : "no memory of the device");
     return fail(cudaErrorInvalidValue, where);
   }
   if (range && (uintptr_t)pointer + bytes > start + range->size) {
-    say("%s: %zu bytes from %p on leave their %s", where, bytes, pointer, on_device ? "allocation" : "registration");
+    const char *owner = on_device ? "allocation" : "registration";
+    log_line("%s: %zu bytes from %p on leave their %s", where, bytes, pointer, owner);
     return fail(cudaErrorInvalidValue, where);
   }
   return cudaSuccess;
@@ -133,8 +134,8 @@ static bool still_there(const void *pointer, bool was_there) {
   return false;
 }
 
-// A copy, which the host waits for where it says so, and where it writes memory of the host that is not pinned. What
-// it reads of such memory is staged at once, as CUDA does, and may not be captured: it may be gone when it is replayed.
+// A copy. The host waits for it if `wait` is set, or if it writes unpinned host memory. Reads of unpinned memory are
+// staged immediately, as in CUDA, and cannot be captured, since the memory may be freed before a replay.
 static cudaError_t copy(void *to, const void *from, size_t bytes, cudaMemcpyKind kind, cudaStream_t handle, bool wait,
                         const char *where) {
   {
@@ -147,7 +148,7 @@ static cudaError_t copy(void *to, const void *from, size_t bytes, cudaMemcpyKind
     if (!stream) return fail(cudaErrorInvalidResourceHandle, where);
     bool writes_pageable = !range_of(to), reads_pageable = !range_of(from);
     if (stream->capture && (writes_pageable || reads_pageable)) {
-      say("%s: a copy with memory that is not pinned is captured", where);
+      log_line("%s: a copy with memory that is not pinned is captured", where);
       return invalidate(stream->capture, cudaErrorStreamCaptureUnsupported, where);
     }
     wait = wait || writes_pageable;
@@ -182,13 +183,13 @@ EXPORTED cudaError_t cudaMallocAsync(void **out, size_t bytes, cudaStream_t) {
 }
 EXPORTED cudaError_t cudaFree(void *pointer) {  // waits for the device, as the real one does
   UNSAFE_IN_CAPTURES();
-  cudaError_t told = finish_all(__func__), released = release(pointer, DEVICE, __func__);
-  return told ? told : released;
+  cudaError_t failure = finish_all(__func__), released = release(pointer, DEVICE, __func__);
+  return failure ? failure : released;
 }
 EXPORTED cudaError_t cudaFreeAsync(void *pointer, cudaStream_t stream) {
   UNSAFE_IN_CAPTURES();
-  cudaError_t told = finish(stream, __func__), released = release(pointer, DEVICE, __func__);
-  return told ? told : released;
+  cudaError_t failure = finish(stream, __func__), released = release(pointer, DEVICE, __func__);
+  return failure ? failure : released;
 }
 EXPORTED cudaError_t cudaMemGetInfo(size_t *free_bytes, size_t *total) {
   Lock lock(books());
@@ -202,8 +203,8 @@ EXPORTED cudaError_t cudaHostAlloc(void **out, size_t bytes, unsigned) {
 }
 EXPORTED cudaError_t cudaFreeHost(void *pointer) {
   UNSAFE_IN_CAPTURES();
-  cudaError_t told = finish_all(__func__), released = release(pointer, PINNED, __func__);
-  return told ? told : released;
+  cudaError_t failure = finish_all(__func__), released = release(pointer, PINNED, __func__);
+  return failure ? failure : released;
 }
 EXPORTED cudaError_t cudaHostRegister(void *pointer, size_t bytes, unsigned) {
   UNSAFE_IN_CAPTURES();
@@ -224,7 +225,7 @@ EXPORTED cudaError_t cudaPointerGetAttributes(cudaPointerAttributes *out, const 
   if (range && range->kind != DEVICE) out->hostPointer = (void *)pointer;
   return cudaSuccess;
 }
-// A device that has pinned memory elsewhere, where a test asks for one.
+// A device with other addresses for pinned memory, on request of a test.
 static std::atomic<bool> other_addresses{false};
 EXPORTED void simulated_other_addresses(int there) { other_addresses = there; }
 EXPORTED CUresult cuMemHostGetDevicePointer_v2(CUdeviceptr *out, void *pointer, unsigned) {

@@ -1,8 +1,8 @@
 // Streams, events and CUDA graphs, and the order in which queued work runs.
 //
-// SIMULATED_SCHEDULE says which: `eager` runs work when it is given. The others keep it, each stream's in its order,
-// and run it only while somebody waits: `late` the default stream first and the others last, `early` the others
-// first, `random:SEED` one stream for a while and then another, and now and then before anybody waits.
+// SIMULATED_SCHEDULE selects: `eager` runs work immediately. The others queue it per stream, and run it only
+// during a wait: `late` runs the default stream first, `early` runs it last, `random:SEED` alternates between streams,
+// and sometimes runs work before a wait.
 #include "device.h"
 
 #include <time.h>
@@ -36,7 +36,7 @@ static std::set<T *> &living() {
 static Stream *defaults[MOST_DEVICES];
 static thread_local cudaStreamCaptureMode thread_mode = cudaStreamCaptureModeGlobal;
 static std::string fault;  // what work that ran has broken; empty: nothing
-static std::atomic<int> asked;  // how often somebody has asked for an end since work was given last
+static std::atomic<int> queries;  // queries for an end since the last submission of work
 
 std::set<Capture *> &captures() { return living<Capture>(); }
 bool is_default(const Stream *stream) { return stream->number < 0; }
@@ -76,7 +76,7 @@ cudaError_t forbidden_in_captures(const char *where) {
     if (others && (capture->mode == cudaStreamCaptureModeThreadLocal ||
         thread_mode == cudaStreamCaptureModeThreadLocal))
       continue;
-    say("%s while a stream captures", where);
+    log_line("%s while a stream captures", where);
     return invalidate(capture, cudaErrorStreamCaptureUnsupported, where);
   }
   return cudaSuccess;
@@ -105,7 +105,7 @@ static Schedule parse(const char *text) {
     favoured = nullptr, oldest = true;  // a seed shows again what it has shown
     return RANDOM;
   }
-  say("unknown schedule %s: known are eager, late, early and random:SEED", text);
+  log_line("unknown schedule %s: known are eager, late, early and random:SEED", text);
   exit(2);
 }
 static Schedule &schedule() {
@@ -114,7 +114,7 @@ static Schedule &schedule() {
 }
 bool scheduled() { return schedule() != EAGER; }
 
-// Take what asks for no work off a stream's front: records, and waits for what has been reached.
+// Take entries without work off a stream's front: records, and waits for what has been reached.
 static bool advance(Stream *stream) {
   bool advanced = false;
   while (!stream->busy && !stream->queue.empty()) {
@@ -228,7 +228,7 @@ static void run_until(const std::function<bool()> &done) {
       }
     }
     if (!others) {
-      say("a stream waits for an event that no stream can reach");
+      log_line("a stream waits for an event that no stream can reach");
       abort();
     }
     usleep(50);
@@ -246,13 +246,13 @@ void go_on() {
   }
 }
 
-// Whoever asks again and again sees an end. Whoever asks in passing, as an allocator does for its freed blocks, leaves
-// the order as it is.
-constexpr int ASKED_IN_PASSING = 64;
+// Repeated queries reach the end of work. Occasional queries, as by an allocator for its freed blocks, do not change
+// the order.
+constexpr int QUERIES_IN_PASSING = 64;
 
-static void asked_for_an_end() {
-  static thread_local bool stepping = false;  // work that asks itself starts no other
-  if (stepping || ++asked < ASKED_IN_PASSING) return;
+static void end_requested() {
+  static thread_local bool stepping = false;  // work that queries an end itself starts no other work
+  if (stepping || ++queries < QUERIES_IN_PASSING) return;
   stepping = true;
   step();
   stepping = false;
@@ -266,7 +266,7 @@ void set_fault(const char *what) {
 cudaError_t take_fault(const char *where) {
   Lock lock(books());
   if (fault.empty()) return cudaSuccess;
-  say("%s tells of a fault in %s", where, fault.c_str());
+  log_line("%s reports a fault in %s", where, fault.c_str());
   fault.clear();  // a real device would stay broken; here the tests behind this one go on
   return fail(cudaErrorLaunchFailure, where);
 }
@@ -308,7 +308,7 @@ cudaError_t enqueue(cudaStream_t handle, const char *what, std::function<void()>
       stream->after = {(int)capture->graph->nodes.size() - 1};
       return cudaSuccess;
     }
-    asked = 0;
+    queries = 0;
     if (scheduled()) {
       stream->queue.push_back({RUN, what, run});
       return cudaSuccess;
@@ -326,7 +326,7 @@ cudaError_t enqueue_replay(cudaStream_t handle, std::shared_ptr<Graph> graph, co
     if (stream->capture) return invalidate(stream->capture, cudaErrorStreamCaptureUnsupported, where);
     size_t nodes = graph->nodes.size();
     if (nodes == 0) return cudaSuccess;
-    asked = 0;
+    queries = 0;
     if (scheduled()) {
       auto replay = std::make_shared<Replay>(Replay{graph, std::vector<char>(nodes), std::vector<char>(nodes), nodes});
       stream->queue.push_back({REPLAY, "graph", nullptr, nullptr, replay});
@@ -385,10 +385,10 @@ EXPORTED cudaError_t cudaStreamCreateWithPriority(cudaStream_t *out, unsigned fl
 EXPORTED cudaError_t cudaStreamCreate(cudaStream_t *out) { return cudaStreamCreateWithPriority(out, 0, 0); }
 EXPORTED cudaError_t cudaStreamDestroy(cudaStream_t handle) {
   if (!stream_of(handle)) FAIL(cudaErrorInvalidResourceHandle);
-  cudaError_t told = finish(handle, __func__);
+  cudaError_t failure = finish(handle, __func__);
   Lock lock(books());
   living<Stream>().erase((Stream *)handle);
-  return told;
+  return failure;
 }
 EXPORTED cudaError_t cudaStreamGetPriority(cudaStream_t handle, int *priority) {
   Stream *stream = stream_of(handle);
@@ -409,7 +409,7 @@ EXPORTED cudaError_t cudaStreamSynchronize(cudaStream_t handle) {
 }
 EXPORTED cudaError_t cudaStreamQuery(cudaStream_t handle) {
   if (cudaError_t refused = may_be_waited_for(handle, __func__)) return refused;
-  if (scheduled()) asked_for_an_end();
+  if (scheduled()) end_requested();
   Lock lock(books());
   return idle(stream_of(handle)) ? cudaSuccess : fail(cudaErrorNotReady, __func__);
 }
@@ -484,7 +484,7 @@ EXPORTED cudaError_t cudaStreamWaitEvent(cudaStream_t stream_handle, cudaEvent_t
   stream->after.insert(stream->after.end(), event->after.begin(), event->after.end());
   return cudaSuccess;
 }
-static cudaError_t may_be_asked(Event *event, const char *where) {
+static cudaError_t may_be_queried(Event *event, const char *where) {
   if (!living<Event>().count(event)) return fail(cudaErrorInvalidResourceHandle, where);
   if (Capture *capture = capture_of(event)) return invalidate(capture, cudaErrorCapturedEvent, where);
   return cudaSuccess;
@@ -493,11 +493,11 @@ EXPORTED cudaError_t cudaEventQuery(cudaEvent_t handle) {
   std::shared_ptr<Mark> mark;
   {
     Lock lock(books());
-    if (cudaError_t refused = may_be_asked((Event *)handle, __func__)) return refused;
+    if (cudaError_t refused = may_be_queried((Event *)handle, __func__)) return refused;
     UNSAFE_IN_CAPTURES();
     mark = ((Event *)handle)->mark;
   }
-  if (mark && !mark->reached) asked_for_an_end();
+  if (mark && !mark->reached) end_requested();
   Lock lock(books());
   streams_with_work();
   return !mark || mark->reached ? cudaSuccess : fail(cudaErrorNotReady, __func__);
@@ -506,7 +506,7 @@ EXPORTED cudaError_t cudaEventSynchronize(cudaEvent_t handle) {
   std::shared_ptr<Mark> mark;
   {
     Lock lock(books());
-    if (cudaError_t refused = may_be_asked((Event *)handle, __func__)) return refused;
+    if (cudaError_t refused = may_be_queried((Event *)handle, __func__)) return refused;
     mark = ((Event *)handle)->mark;
   }
   if (mark && scheduled())
@@ -520,7 +520,7 @@ EXPORTED cudaError_t cudaEventElapsedTime(float *out, cudaEvent_t from, cudaEven
   Lock lock(books());
   auto *a = (Event *)from, *b = (Event *)to;
   for (Event *event : {a, b}) {
-    if (cudaError_t refused = may_be_asked(event, __func__)) return refused;
+    if (cudaError_t refused = may_be_queried(event, __func__)) return refused;
     if (!event->recorded || (event->flags & cudaEventDisableTiming)) FAIL(cudaErrorInvalidResourceHandle);
     if (!event->mark->reached) FAIL(cudaErrorNotReady);
   }
@@ -626,15 +626,15 @@ EXPORTED int simulated_is_capturing(void *handle) {
 }
 EXPORTED int simulated_is_scheduled() { return scheduled(); }
 EXPORTED int simulated_schedule(const char *text) {
-  cudaError_t told = finish_all(__func__);
+  cudaError_t failure = finish_all(__func__);
   Lock lock(books());
   schedule() = parse(text);
-  return told;
+  return failure;
 }
 EXPORTED int simulated_enqueue(void *stream, const char *what, void (*run)(void *), void *data) {
   cudaError_t error = enqueue((cudaStream_t)stream, what, [=] { run(data); }, __func__);
   if (!error) go_on();
   return error;
 }
-// Work that ran has failed: whoever waits for it next is told, as by a device.
+// Work has failed: the next wait for it reports the error, as on a device.
 EXPORTED void simulated_fault(const char *what) { set_fault(what); }

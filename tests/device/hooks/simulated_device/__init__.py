@@ -7,7 +7,7 @@ import os
 
 
 def install() -> None:
-    """Put them in CUDA's place in this process. Whatever cannot be is refused by the driver, by name."""
+    """Install these replacements for CUDA in this process. The driver refuses everything else, by name."""
     if ctypes.CDLL(os.environ["SIMULATED_ATEN"]).simulated_install_aten():
         raise RuntimeError("aten's kernels cannot be run on the simulated device: the reason is on stderr")
     from simulated_device import launches

@@ -1,5 +1,7 @@
-"""Arithmetic in bfloat16 for Triton's interpreter, which holds such numbers as 16-bit integers and multiplies them as
-those: here an operation widens them to float32, and rounds what it gives to the nearest, as a device does."""
+"""Arithmetic in bfloat16 for Triton's interpreter, which stores such numbers as 16-bit integers and multiplies those.
+
+Here an operation widens its operands to float32, and rounds its result to nearest, as a device does.
+"""
 
 from __future__ import annotations
 
@@ -16,21 +18,21 @@ def is_bfloat16(value: Any) -> bool:
 
 
 def widened(value: Any) -> Any:
-    """A handle in float32 where it was in bfloat16; anything else as it is."""
+    """Convert a bfloat16 handle to float32; other handles are unchanged."""
     if not is_bfloat16(value):
         return value
     return TensorHandle((value.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
 
 
 def narrowed(numbers: np.ndarray) -> TensorHandle:
-    """float32 to bfloat16: to the nearest, of two as near the even one; NaN stays NaN."""
+    """Round float32 to bfloat16: to nearest, ties to even; NaN stays NaN."""
     bits = np.ascontiguousarray(numbers, np.float32).view(np.uint32)
     rounded = (bits + np.uint32(0x7FFF) + (bits >> 16 & 1)) >> 16
     return TensorHandle(np.where(np.isnan(numbers), 0x7FC0, rounded).astype(np.uint16), tl.bfloat16)
 
 
 def in_float32(operation: Callable[..., TensorHandle]) -> Callable[..., TensorHandle]:
-    """An operation on numbers of one type, whose result is of that type, or bools."""
+    """Wrap an operation on numbers of one type, whose result has this type, or bool."""
 
     def run(self: InterpreterBuilder, *given: Any) -> TensorHandle:
         if not any(map(is_bfloat16, given)):
@@ -52,7 +54,7 @@ def casting(cast: Callable[..., TensorHandle]) -> Callable[..., TensorHandle]:
 
 
 def multiplying(dot: Callable[..., TensorHandle]) -> Callable[..., TensorHandle]:
-    """A product of matrices adds up in the accumulator's type, which is float32."""
+    """Wrap a matrix product, which accumulates in float32."""
 
     def run(self: InterpreterBuilder, a: TensorHandle, b: TensorHandle, *given: Any) -> TensorHandle:
         return dot(self, widened(a), widened(b), *given)

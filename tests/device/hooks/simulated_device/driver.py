@@ -1,4 +1,4 @@
-"""The simulated driver, as the Python side calls it."""
+"""Python bindings of the simulated driver."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ _library.simulated_ranges.restype = _library.simulated_changes.restype = ctypes.
 
 Run = Callable[[], None]
 
-# Work that streams or graphs hold, by number: what it is, and whether it runs once. What a graph holds stays, since
-# nobody tells when a graph is gone.
+# Work of streams and graphs by number, and whether it runs once. A graph's work stays, since there is no notification
+# when a graph is freed.
 _work: dict[int, tuple[str, Run, bool]] = {}
 _numbers = itertools.count(1)
 
 
 @ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 def _called(number: int) -> None:
-    """A stream has come to this work. What goes wrong in it is told to whoever waits for the device next."""
+    """Run a stream's work. The next wait for the device reports an error in it."""
     name, run, once = _work[number]
     if once:
         del _work[number]
     try:
         with _disable_current_modes(), torch.no_grad():
             run()
-    except BaseException as error:  # what leaves here is lost: no caller of a stream's work is Python
+    except BaseException as error:  # an error that leaves this function is lost, since the caller is C++
         traceback.print_exc()
         _library.simulated_fault(f"{name}: {error!r}".encode())
 
 
 def enqueue(name: str, run: Run) -> None:
-    """Run it in its turn on the current stream: now, later, or whenever the graph that is captured is replayed."""
+    """Queue work on the current stream: it runs now, later, or in each replay of a captured graph."""
     stream = torch.cuda.current_stream().cuda_stream
     captured = bool(_library.simulated_is_capturing(stream))
     if not captured and not _library.simulated_is_scheduled():
@@ -54,14 +54,16 @@ def enqueue(name: str, run: Run) -> None:
 
 
 def set_schedule(name: str) -> None:
-    """The order in which queued work runs from here on: eager, late, early, or random:SEED. RuntimeError where what
-    was queued before has failed."""
+    """Set the order of queued work: eager, late, early, or random:SEED.
+
+    Raises: RuntimeError if earlier queued work has failed.
+    """
     if error := _library.simulated_schedule(name.encode()):
         raise RuntimeError(f"CUDA error {error}: queued work has failed")
 
 
 def set_other_addresses(there: bool) -> None:
-    """Whether the device has pinned memory at other addresses than the host from here on."""
+    """Set whether the device has pinned memory at other addresses than the host."""
     _library.simulated_other_addresses(there)
 
 
@@ -69,7 +71,7 @@ _known: tuple[int, np.ndarray, np.ndarray] = (-1, np.empty(0, np.uint64), np.emp
 
 
 def memory_ranges() -> tuple[np.ndarray, np.ndarray]:
-    """First addresses and ends of what a kernel may touch: the device's allocations, and pinned memory of the host."""
+    """Return starts and ends of the memory that kernels may access: device allocations and pinned host memory."""
     global _known
     changes = _library.simulated_changes()
     if _known[0] != changes:

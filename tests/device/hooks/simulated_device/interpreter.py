@@ -1,4 +1,4 @@
-"""Kernels of Triton, run by Triton's interpreter on the device's own memory, every address checked.
+"""Run Triton kernels in Triton's interpreter on the device's memory, and check every address.
 
 Triton decides when it is imported whether it compiles or interprets. Here a process does both: the kernel is compiled
 and launched as on a device, and its text is run as well. So a kernel's functions are rewritten into copies, whose
@@ -32,7 +32,7 @@ LANGUAGE = threading.RLock()
 
 
 class CopyingRewriter(FunctionRewriter):
-    """Triton's own rewriter leaves names of its own among the module's globals, where a compile would find them."""
+    """Triton's rewriter leaves internal names in the module's globals, where a compilation would find them."""
 
     def _compile_and_exec(self, transformed_ast: Any) -> Function:
         ours = {name: value for name, value in vars(triton_interpreter).items() if not name.startswith("__")}
@@ -52,7 +52,7 @@ def rewritten(function: Function) -> Function:
 
 
 def call_inside_a_kernel(self: JITFunction, *args: Any, **kwargs: Any) -> Any:
-    """In place of JITFunction's call, which only refuses: a kernel's helper, called by a kernel that is interpreted."""
+    """Replace JITFunction's call, which always raises, for helpers that an interpreted kernel calls."""
     if not _running:
         raise RuntimeError("Cannot call @triton.jit'd outside of the scope of a kernel")
     kwargs.pop("_semantic", None)
@@ -72,7 +72,7 @@ def elementwise(function: Function) -> staticmethod:
 
 
 class Libdevice:
-    """What Inductor's kernels call of it."""
+    """The functions that Inductor's kernels call."""
 
     abs, floor, ceil, trunc, nearbyint = (elementwise(f) for f in (np.abs, np.floor, np.ceil, np.trunc, np.rint))
     exp, exp2, expm1, log, log2, log1p = (
@@ -101,7 +101,7 @@ class Libdevice:
 
 # ---- addresses
 def check_addresses(pointers: TensorHandle, mask: np.ndarray | None, what: str) -> None:
-    """Every address that is touched lies in one allocation of the device, or in host memory that is registered."""
+    """Require that every accessed address is in one device allocation, or in registered host memory."""
     addresses = np.asarray(pointers.data, np.uint64).reshape(-1)
     if mask is not None:
         addresses = addresses[np.broadcast_to(mask, np.shape(pointers.data)).reshape(-1).astype(bool)]
@@ -136,7 +136,7 @@ def install_checks() -> None:
 
 
 # ---- a launch
-# In place of a kernel, by whose globals the interpreter finds the modules to patch.
+# Replaces a kernel: the interpreter finds the modules to patch by its globals.
 _MODULES = types.FunctionType((lambda: None).__code__, {"tl": tl, "core": tl.core})
 
 
@@ -146,7 +146,7 @@ def annotations_of(function: Function) -> dict[str, Any]:
 
 
 def as_arguments(function: Function, bound: Mapping[str, Any]) -> dict[str, Any]:
-    """What a kernel gets: addresses of tensors and numbers as the interpreter's tensors, constants as they are."""
+    """Return a kernel's arguments: addresses and numbers as the interpreter's tensors, constants unchanged."""
     annotations = annotations_of(function)
 
     def as_argument(name: str, value: Any) -> Any:
@@ -160,7 +160,7 @@ def as_arguments(function: Function, bound: Mapping[str, Any]) -> dict[str, Any]
 
 
 def interpret(function: Function, bound: Mapping[str, Any], grid: tuple[int, ...], name: str) -> None:
-    """One launch, in its turn on the current stream: its programs one after the other."""
+    """Queue one launch on the current stream; its programs run sequentially."""
     arguments = as_arguments(function, bound)
     x, y, z = (*(int(size) for size in grid), 1, 1)[:3]
 
@@ -193,7 +193,7 @@ def install() -> None:
     install_checks()
     bfloat16.install()
     quicker.install()
-    # Inductor's reductions are written element by element; the interpreter has the language's own in one step.
+    # Inductor writes reductions element by element; the interpreter has a built-in reduction.
     _rewritten[triton_helpers.max2.fn] = lambda a, dim: call_inside_a_kernel(tl.standard.max, a, dim)
     _rewritten[triton_helpers.min2.fn] = lambda a, dim: call_inside_a_kernel(tl.standard.min, a, dim)
     _rewritten[triton_helpers.promote_to_tensor.fn] = as_tensor

@@ -1,7 +1,7 @@
 """Launches of Triton kernels, the project's and Inductor's: compiled and launched as on a device, then interpreted.
 
-The launch itself computes nothing. It goes through Triton's own launcher to the simulated driver, which refuses what a
-device would.
+The launch itself computes nothing. Triton's launcher passes it to the simulated driver, which refuses the same launches
+as a device.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from simulated_device import interpreter
 
 
 def interpreting_run(launch: Callable[..., Any]) -> Callable[..., Any]:
-    """JITFunction.run, and its kernel interpreted."""
+    """Run JITFunction.run, then interpret its kernel."""
 
     def run(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         with interpreter.LANGUAGE:
@@ -35,7 +35,7 @@ def interpreting_run(launch: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-# Of Inductor's kernels the function, which Inductor drops once it is compiled; its globals go with it.
+# Functions of Inductor's kernels, which Inductor drops after compilation, with their globals.
 _functions: WeakKeyDictionary[CachingAutotuner, Callable[..., Any]] = WeakKeyDictionary()
 
 
@@ -54,7 +54,7 @@ def function_of(tuner: CachingAutotuner) -> Callable[..., Any]:
 
 
 def interpreting_tuner_run(launch: Callable[..., Any]) -> Callable[..., Any]:
-    """CachingAutotuner.run, and its kernel interpreted with the configuration that was chosen."""
+    """Run CachingAutotuner.run, then interpret its kernel with the selected configuration."""
 
     def run(self: CachingAutotuner, *args: Any, stream: int, **kwargs: Any) -> Any:
         with interpreter.LANGUAGE:

@@ -1,7 +1,7 @@
-"""What Triton's interpreter works out anew for each operation, kept: types by their shape, numpy's by Triton's.
+"""Caches for types that Triton's interpreter recomputes in each operation: block types by shape, numpy's by Triton's.
 
-It changes no number. An operation's time is Python's, and half of it went there. Sums of integers are still checked for
-overflow, by numpy in place of a dozen operations of the language.
+They change no number, and halve the time of an operation. Integer sums are still checked for overflow, by numpy
+instead of a dozen operations of the language.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _numpys: dict[str, np.dtype] = {}
 
 
 def block_type_init(self: tl.block_type, element_ty: tl.dtype, shape: Any) -> None:
-    """In place of `block_type.__init__`."""
+    """Replace `block_type.__init__`."""
     key = tuple([size.value if isinstance(size, tl.constexpr) else size for size in shape])
     if key not in _shapes:
         if not key:
@@ -34,7 +34,7 @@ def block_type_init(self: tl.block_type, element_ty: tl.dtype, shape: Any) -> No
 
 
 def tensor_init(self: tl.tensor, handle: Any, type: tl.dtype) -> None:
-    """In place of `tensor.__init__`."""
+    """Replace `tensor.__init__`."""
     key = tuple(type.shape) if type.is_block() else ()
     if key not in _of_tensors:
         _of_tensors[key] = tl.tuple([tl.constexpr(size) for size in key]), tl.constexpr(int(np.prod(key)))
@@ -43,7 +43,7 @@ def tensor_init(self: tl.tensor, handle: Any, type: tl.dtype) -> None:
 
 
 def kept(find: Callable[[tl.dtype], np.dtype]) -> Callable[[tl.dtype], np.dtype]:
-    """`_get_np_dtype`, asked once for each type."""
+    """Cache `_get_np_dtype` by type."""
 
     def run(kind: tl.dtype) -> np.dtype:
         element = kind.element_ty if isinstance(kind, tl.block_type) else kind
@@ -55,7 +55,7 @@ def kept(find: Callable[[tl.dtype], np.dtype]) -> Callable[[tl.dtype], np.dtype]
 
 
 def checking(check: Callable[..., None]) -> Callable[..., None]:
-    """`binary_op_sanitize_overflow_impl`; the compiler's, which asks its options, as it is."""
+    """Replace `binary_op_sanitize_overflow_impl` in the interpreter; the compiler's, which reads its options, stays."""
 
     def run(self: TritonSemantic, lhs: tl.tensor, rhs: tl.tensor, operation: Callable[..., Any]) -> None:
         kind = lhs.type.scalar
@@ -70,7 +70,7 @@ def checking(check: Callable[..., None]) -> Callable[..., None]:
 
 
 def casting(cast: Callable[..., tl.tensor]) -> Callable[..., tl.tensor]:
-    """`cast`, where there is something to do."""
+    """Call `cast` only if the dtype changes."""
 
     def run(self: TritonSemantic, given: tl.tensor, kind: tl.dtype, *more: Any, **named: Any) -> tl.tensor:
         return given if kind is given.dtype else cast(self, given, kind, *more, **named)
@@ -79,7 +79,7 @@ def casting(cast: Callable[..., tl.tensor]) -> Callable[..., tl.tensor]:
 
 
 def broadcasting(broadcast: Callable[..., Any]) -> Callable[..., Any]:
-    """`broadcast_impl_value`, where there is something to do: types of one shape share it (see above)."""
+    """Call `broadcast_impl_value` only if shapes differ; types of one shape share it (see above)."""
 
     def run(self: TritonSemantic, lhs: tl.tensor, rhs: tl.tensor) -> Any:
         blocks = lhs.type.is_block(), rhs.type.is_block()

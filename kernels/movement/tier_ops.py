@@ -1,11 +1,11 @@
-"""What moves pairs between the tiers: append, offload, select, prefetch, wait. State tensors only, all in place."""
+"""Definitions of the ops that move pairs between tiers. All work in place on state tensors."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from specache_compile.kernels.attention.definition import ring_tokens
+from specache_compile.kernels.attention.attention_ops import ring_tokens
 from specache_compile.kernels.codes.cpp_trellis import encoder
 from specache_compile.kernels.codes.params import stored_scale
 from specache_compile.kernels.codes.quantize import quantize_keys, quantize_values
@@ -14,7 +14,7 @@ from specache_compile.kernels.state.by_rows import by_rows
 from specache_compile.kernels.state.center import centers, is_found, set_center
 from specache_compile.kernels.state.cursor import LENGTH, LOW_BIT, NEXT_LOW_BIT, length_of
 from specache_compile.kernels.state.layout import Layout, rotated
-from specache_compile.kernels.state.pages import Pages, pairs_of
+from specache_compile.kernels.state.page_table import Pages, pairs_of
 from specache_compile.kernels.state.segments import picked, put
 from specache_compile.kernels.state.sinks import keep_sinks
 from specache_compile.kernels.state.stored_pairs import decoded, stored
@@ -42,14 +42,17 @@ def append(
     zero_point: str,
     frequencies: Tensor | None = None,
 ) -> None:
-    """Put the new pairs k, v [B, H, T, d] into `recent`; what thereby leaves the window goes to the low-bit tier.
+    """Write the new pairs to `recent`; pairs that leave the window move to the low-bit tier.
 
-    padding bool [B, 1, 1, C] (False: the token is not there; None: all are): what is not there has no part in its
-    group's range. frequencies [h]: RoPE's, where the keys' center can be found (None: it stays, or is their plain
-    mean). Mutates recent [B, H, W, 2, d], codes [B, H, C, w] in the `Layout` of key_bits, value_bits, rotate,
-    key_params [B, H, C/g, 2, d], value_params [B, H, C, 2, d/gv] (`params.py`; in the trellis code [B, H, C/g, 1, g]
-    and [B, H, C, 1, 1]), center [B, H, 4, d] (`center.py`; a stepped one [B, H, 3, d], none [B, H, 0, d]) and
-    sink_pairs [B, H, S, 2, d], whose tokens sink_index [B, 1, S] names (`sinks.py`).
+    Args:
+        k, v: [B, H, T, d].
+        padding: bool [B, 1, 1, C], False for padding tokens, which do not count in their group's range; or None.
+        recent: [B, H, W, 2, d], mutated.
+        codes, key_params, value_params, center, sink_pairs: as in `StoredTiers`, mutated.
+        sink_index: int32 [B, 1, S], the tokens of sink_pairs (`sinks.py`).
+        key_bits, value_bits, rotate: the fields of `Layout`.
+        zero_point: name of a quantiser.
+        frequencies: RoPE's [h], from which the keys' center is found. With None the center stays, or is the plain mean.
     """
     layout = Layout(key_bits, value_bits, rotate)
     length, low_bit, next_low_bit = (int(cursor[0, i]) for i in (LENGTH, LOW_BIT, NEXT_LOW_BIT))
@@ -74,8 +77,8 @@ def store_low_bit(
 ) -> None:
     """Quantise pairs [B, H, T, 2, d], T a multiple of g, into the low-bit tier from token `start` on.
 
-    The pairs of sinks among them are kept in `sink_pairs` too. padding: as for `append`. What was centered or rotated
-    is rounded to the pairs' dtype before it is quantised.
+    It also copies the pairs of sinks to `sink_pairs`. Centered or rotated pairs are rounded to the pairs' dtype before
+    quantisation. padding: as in `append`.
     """
     stop = start + pairs.shape[2]
     codes, key_params, value_params, center = tiers[:4]
@@ -107,7 +110,7 @@ def store_low_bit(
 
 
 def store_in_trellis(x: Tensor, codes: Tensor, params: Tensor) -> None:
-    """Keys or values [B, H, T, d] into their codes and scales."""
+    """Encode keys or values [B, H, T, d] in the trellis code: codes and scales."""
     codes[...], scale = quantize(x, encoder(x.device))
     params[...] = stored_scale(scale, params.dtype).view(params.shape)
 
@@ -115,10 +118,12 @@ def store_in_trellis(x: Tensor, codes: Tensor, params: Tensor) -> None:
 def store_keys(
     keys: Tensor, sinks: Tensor, there: Tensor | None, codes: Tensor, params: Tensor, bits: int, zero_point: str
 ) -> None:
-    """Keys [B, H, T, d] into the levels of their groups. sinks: bool [B, n], which of the first have no part in them,
-    as those that are not `there` [B, 1, T, 1]."""
+    """Quantise keys [B, H, T, d] to the levels of their groups.
+
+    Sinks, bool [B, n] for the first n tokens, and tokens that are not `there` [B, 1, T, 1] do not count in the ranges.
+    """
     group = keys.shape[2] // params.shape[2]
-    # Behind its last sink a prompt takes the way of those without: a range with exceptions takes several passes.
+    # Tokens after the last sink take the fast path: a range with exceptions needs several passes.
     edge = -(-sinks.shape[1] // group) * group
     others = ~torch.nn.functional.pad(sinks, (0, edge - sinks.shape[1]))[:, None, :, None]
     first = others if there is None else others & there[:, :, :edge]
@@ -132,9 +137,9 @@ def store_keys(
 
 @by_rows()
 def offload(k: Tensor, v: Tensor, padding: Tensor | None, cursor: Tensor, host: Tensor) -> None:
-    """Send the new pairs k, v [B, H, T, d] to the host tier, those too that `padding` hides; the copy may end later."""
+    """Copy the new pairs k, v [B, H, T, d], padding included, to the host tier; the copy may end after the op."""
     start = length_of(cursor)
-    # The job's own memory: k and v may be reused before it runs.
+    # The job needs its own memory, since k and v may be reused before it runs.
     pairs = torch.stack([k, v], dim=3)[:, :, max(0, -start) :]
 
     def job() -> None:
@@ -147,26 +152,30 @@ def offload(k: Tensor, v: Tensor, padding: Tensor | None, cursor: Tensor, host: 
         queue.submit_offload(job)
 
 
-def select_topk(scores: Tensor, wanted: Tensor) -> None:
-    """The k tokens of largest score [B, H, C] go into wanted [B, H, k], in any order; score below 0: no
-    candidate; -1: none left."""
-    count = min(wanted.shape[-1], scores.shape[-1])
+def select_topk(scores: Tensor, selected: Tensor) -> None:
+    """Write the k tokens of largest score [B, H, C] to selected [B, H, k], in any order, and -1 if fewer are left.
+
+    Tokens with a score below 0 are no candidates.
+    """
+    count = min(selected.shape[-1], scores.shape[-1])
     best, index = scores.topk(count, dim=-1)
-    wanted.fill_(EMPTY)
-    wanted[..., :count] = index.masked_fill(best < 0, EMPTY)
+    selected.fill_(EMPTY)
+    selected[..., :count] = index.masked_fill(best < 0, EMPTY)
 
 
-def prefetch(wanted: Tensor, cursor: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor, fetched: Tensor) -> None:
-    """Bring the wanted [B, H, k] pairs from the host tier into `slots` [B, H, k, 2, d], only those not there yet.
+def prefetch(
+    selected: Tensor, cursor: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor, fetched: Tensor
+) -> None:
+    """Copy the selected [B, H, k] pairs that are not in `slots` [B, H, k, 2, d] from the host tier to the slots.
 
-    The copy may end after the op: `wait` before the slots are read. Mutates slots, slot_index [B, H, k], and fetched
-    int64 [1], which counts the bytes that travelled.
+    The copy may end after the op: a `wait` must precede reading the slots. It mutates slots, slot_index [B, H, k] and
+    fetched int64 [1], the number of copied bytes.
     """
 
     pairs = pairs_of(host, cursor)
 
     def job() -> None:
-        refill(wanted, pairs, slots, slot_index, fetched)
+        refill(selected, pairs, slots, slot_index, fetched)
 
     queue = queue_of(cursor)
     if queue is None:
@@ -180,12 +189,17 @@ def correct(
     scores: Tensor, cursor: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor,
     corrected: Tensor,
 ) -> Tensor:  # fmt: skip
-    """Bring the pairs that lane 0 wants now, and the slots lack: scores [lanes, B, H, C] as `score_low_bit` gives them.
+    """Copy the pairs that lane 0 selects and that the slots lack to the slots.
 
-    Stands behind the offload of every token in the low-bit tier: by a `wait` on its slots, or since the step has waited
-    for them at its beginning. Returns the tokens that the slots hold from here on, int32 [B, H, k] in any order; on a
-    GPU their pairs may come later, but before `attend_scored` reads them. Mutates slots [B, H, k, 2, d], slot_index
-    [B, H, k], and corrected int64 [1], the bytes that travelled.
+    The offloads of all low-bit tokens must have ended: a `wait` on the slots, or the start of the step, ensures this.
+
+    Args:
+        scores: [lanes, B, H, C], from `score_low_bit`.
+        slots, slot_index: [B, H, k, 2, d] and [B, H, k], mutated.
+        corrected: int64 [1], the number of copied bytes, mutated.
+
+    Returns: the slots' new tokens, int32 [B, H, k] in any order. On a GPU their pairs may arrive later, but before
+    `attend_scored` reads them.
     """
     chosen, low_bit = torch.empty_like(slot_index), int(cursor[0, LOW_BIT])
 
@@ -201,29 +215,29 @@ def correct(
     return chosen
 
 
-def refill(wanted: Tensor, host: Tensor | Pages, slots: Tensor, slot_index: Tensor, fetched: Tensor) -> None:
-    """The copy behind `prefetch` and `correct`: pairs that stay keep their place."""
-    same = wanted.unsqueeze(-1) == slot_index.unsqueeze(-2)  # [B, H, wanted, slot]
+def refill(selected: Tensor, host: Tensor | Pages, slots: Tensor, slot_index: Tensor, fetched: Tensor) -> None:
+    """Copy the missing selected pairs, for `prefetch` and `correct`; pairs that stay keep their slots."""
+    same = selected.unsqueeze(-1) == slot_index.unsqueeze(-2)  # [B, H, selected, slot]
     stays = same.any(-2) & (slot_index >= 0)
-    missing = (wanted >= 0) & ~same.any(-1)
+    missing = (selected >= 0) & ~same.any(-1)
     slot_index.masked_fill_(~stays, EMPTY)
-    # The i-th missing pair of a head goes to its i-th free slot: there are never more missing than free.
-    row, head, want = missing.nonzero(as_tuple=True)
-    rank = (missing.cumsum(-1) - 1)[row, head, want]
+    # A head's i-th missing pair goes to its i-th free slot; there are never more missing pairs than free slots.
+    row, head, entry = missing.nonzero(as_tuple=True)
+    rank = (missing.cumsum(-1) - 1)[row, head, entry]
     order = stays.to(torch.int8).argsort(dim=-1, stable=True)
     slot = order[row, head, rank]
-    token = wanted[row, head, want]
+    token = selected[row, head, entry]
     pairs = picked(host, row, head, token.long())
     slots[row, head, slot] = decoded(pairs.to(slots.device), slots.dtype, slots.shape[-1])
     slot_index[row, head, slot] = token
     fetched += pairs.nbytes
 
 
-def wait(after: Tensor, cursor: Tensor, slots: Tensor, slot_index: Tensor, wanted: Tensor) -> None:
-    """Block until the prefetch of `wanted` into `slots` has ended. Declared to mutate what it guards: nobody may choose
-    anew while the old choice is being fetched.
+def wait(after: Tensor, cursor: Tensor, slots: Tensor, slot_index: Tensor, selected: Tensor) -> None:
+    """Block until the prefetch of `selected` into `slots` has ended.
 
-    `after` is not read: it is the edge in the graph that keeps the wait behind the work that hides the copy.
+    The schema declares its operands as mutated, so that no op selects again during the fetch. `after` is not read: this
+    edge in the graph keeps the wait after the work that overlaps the copy.
     """
     queue = queue_of(cursor)
     if queue is not None:

@@ -1,15 +1,14 @@
-"""Pages: 256 tokens of all heads, which rows name by number, so that what is stored once may be several rows'.
+"""Pages of 256 tokens of all heads. A row's table lists its pages by number, so that rows can share pages.
 
-A tier in pages is a tier of P rows with 256 tokens each. Token t of a row is token t mod 256 of page `table[t // 256]`,
-of a table that stands behind the row's lengths in the cursor, int64 [rows, 4 + C/256]. A cursor of four columns has no
-table: token t of row b is token t of the tier's row b.
-
-    codes       [P, H, 256, w]          key_params   [P, H, 256/g, 2, d]       value_params   [P, H, 256, 2, d/gv]
-    host        [1, P, H, 256, 2, d]    full_cache   [P, H, 256, 2, d]
-
-All other state tensors have rows as ever. Page 0 is nobody's: what has no token yet is there, and
-rows that are dead write there (`lowering/row_buckets.py`).
+Token t of a row is token t mod 256 of page `table[t // 256]`. The table follows the row's lengths in the cursor, int64
+[rows, 4 + C/256]. A cursor of four columns has no table: token t of row b is token t of the tier's row b.
 """
+
+# A tier in pages has the shape of P rows with 256 tokens each:
+#     codes       [P, H, 256, w]          key_params   [P, H, 256/g, 2, d]       value_params   [P, H, 256, 2, d/gv]
+#     host        [1, P, H, 256, 2, d]    full_cache   [P, H, 256, 2, d]
+# All other state tensors have rows. Page 0 is the null page: table entries without tokens name it, and padding rows
+# write to it (`lowering/row_buckets.py`).
 
 from __future__ import annotations
 
@@ -22,15 +21,15 @@ from torch import Tensor
 
 from .cursor import CURSOR_SIZE, LOW_BIT, NEXT_LOW_BIT
 
-# Tokens of a page, and of a segment of the host tier: what every capacity is a multiple of.
+# Tokens in a page, and in a segment of the host tier; every capacity is a multiple.
 PAGE = 256
-# Operands of the ops that may be in pages. The first are read as rows are; the last, token by token.
+# Operands of the ops that may be in pages: definitions copy the low-bit tier to rows, and read the others by token.
 LOW_BIT_TIER = ("codes", "key_params", "value_params")
 WHOLE = "host"
 # The operand of attention that is a list of state tensors; the low-bit tier comes first.
 TIERS = "tiers"
 
-# What the host knows of the tables on devices, by their cursor's address (`cursor.publish`).
+# Tables of device cursors by the cursor's address (see `cursor.publish`).
 _tables: dict[int, Tensor] = {}
 
 
@@ -39,7 +38,7 @@ def has_table(cursor: Tensor) -> bool:
 
 
 def shape_of_scores(codes: Tensor, cursor: Tensor) -> tuple[int, int, int]:
-    """B, H and C, the tokens that a row has a place for, of a low-bit tier."""
+    """Return B, H and C of a low-bit tier; C is the capacity of a row in tokens."""
     if not has_table(cursor):
         return codes.shape[0], codes.shape[1], codes.shape[2]
     return cursor.shape[0], codes.shape[1], (cursor.shape[1] - CURSOR_SIZE) * PAGE
@@ -47,7 +46,7 @@ def shape_of_scores(codes: Tensor, cursor: Tensor) -> tuple[int, int, int]:
 
 @dataclass(frozen=True)
 class Pages:
-    """All pairs of rows whose pages lie apart: what `segments` reads and writes in place of a tensor.
+    """All pairs of rows in pages: `segments` reads and writes this instead of a tensor.
 
     pages: [P, H, 256, 2, d].
     table: int64 [B, C/256], on the CPU.
@@ -69,13 +68,13 @@ class Pages:
 
     @property
     def shape(self) -> torch.Size:
-        """As the rows would have in one piece."""
+        """The shape of the contiguous rows."""
         _, heads, page, *pair = self.pages.shape
         return torch.Size((self.table.shape[0], heads, self.table.shape[1] * page, *pair))
 
 
 def publish_table(cursor: Tensor, table: Tensor) -> None:
-    """Note the table that a device cursor holds from the next kernel on."""
+    """Record the table that a device cursor holds from the next kernel on."""
     if cursor.is_cuda:
         if cursor.data_ptr() not in _tables:
             weakref.finalize(cursor, _tables.pop, cursor.data_ptr(), None)
@@ -83,7 +82,7 @@ def publish_table(cursor: Tensor, table: Tensor) -> None:
 
 
 def table_of(cursor: Tensor) -> Tensor:
-    """A cursor's table, on the CPU; stops the host only for a cursor on a device whose table nobody published."""
+    """Return a cursor's table on the CPU; blocks the host only for a device cursor whose table was not published."""
     known = _tables.get(cursor.data_ptr()) if cursor.is_cuda else None
     if known is None or known.shape != (cursor.shape[0], cursor.shape[1] - CURSOR_SIZE):
         return cursor[:, CURSOR_SIZE:].cpu()
@@ -91,30 +90,30 @@ def table_of(cursor: Tensor) -> Tensor:
 
 
 def pairs_of(tier: Tensor, cursor: Tensor) -> Any:
-    """All pairs of the cursor's rows: the tier itself, or its `Pages`."""
+    """Return all pairs of the cursor's rows: the tier itself, or its `Pages`."""
     return pairs_by(tier, table_of(cursor)) if has_table(cursor) else tier
 
 
 def pairs_by(tier: Tensor, table: Tensor) -> Pages:
-    """All pairs of rows with this table, of a tier in pages."""
+    """Return all pairs of the rows with this table, from a tier in pages."""
     return Pages(tier[0] if tier.dim() == 6 else tier, table)
 
 
 def row_read(tier: Tensor, table: Tensor) -> Tensor:
-    """A copy [1, H, C, ...] of the row with this table [C/256]."""
+    """Return a copy [1, H, C, ...] of the row with this table [C/256]."""
     return torch.cat([tier[page] for page in table.tolist()], 1).unsqueeze(0)
 
 
 def row_to_write(tier: Tensor, table: Tensor) -> Tensor:
-    """A row [1, H, C, ...] with nothing in it yet, of which `write_row` takes what was put there."""
+    """Return an empty row [1, H, C, ...], which `write_row` copies to the pages after an op has written to it."""
     _, heads, places, *rest = tier.shape
     return tier.new_empty((1, heads, places * table.shape[0], *rest))
 
 
 def write_row(tier: Tensor, table: Tensor, row: Tensor, cursor: Tensor) -> None:
-    """Copy what a step has put into the low-bit tier out of `row` into its pages. cursor: [1, 4]."""
+    """Copy the tokens that a step has added to the low-bit tier from `row` to its pages. cursor: [1, 4]."""
     start, stop = int(cursor[0, LOW_BIT]), int(cursor[0, NEXT_LOW_BIT])
-    tokens = PAGE // tier.shape[2] if tier.shape[2] else 1  # of a place
+    tokens = PAGE // tier.shape[2] if tier.shape[2] else 1  # per element of dimension 2
     for number in range(start // PAGE, -(-stop // PAGE)):
         first = number * PAGE
         begin, end = (max(0, min(PAGE, at - first)) // tokens for at in (start, stop))

@@ -1,6 +1,6 @@
-"""Attention over the tiers: the decode step's two lanes, and the exact attention of an extend.
+"""Definitions of attention over the tiers: a decode step's lanes, and the exact attention of a chunked prefill.
 
-Both compute in float32 whatever the inputs' dtype. Token t of the cache is column t of every mask.
+Both compute in float32 for all input dtypes. Token t of the cache is column t of every mask.
 """
 
 from __future__ import annotations
@@ -26,15 +26,17 @@ from specache_compile.kernels.state.stored_tiers import StoredTiers
 
 from .kept_logits import whole_logits
 
-# Tokens per block: a block's float32 keys and values of one head stay in a core's second-level cache.
+# Tokens per block: one head's float32 keys and values of a block fit in a core's L2 cache.
 BLOCK = 1024
-# An additive mask hides a token with its dtype's minimum, of which float16 has the smallest.
+# An additive mask hides a token with its dtype's minimum; float16's minimum is the closest to 0.
 SEEN = torch.finfo(torch.float16).min / 2
 
 
 def low_bit_keys(codes: Tensor, key_params: Tensor, layout: Layout, head_dim: int, start: int, stop: int) -> Tensor:
-    """Keys [B, H, stop - start, d] in float32 of the low-bit tier's tokens start..stop, rotated where they are stored
-    so. `start` must lie on a group's border."""
+    """Return the low-bit tier's keys [B, H, stop - start, d] of tokens start..stop, in float32, rotated if stored so.
+
+    `start` must be a multiple of the group size.
+    """
     keys, _ = layout.split(codes[:, :, start:stop], head_dim)
     if not layout.is_quantised:
         return keys.float()
@@ -46,7 +48,7 @@ def low_bit_keys(codes: Tensor, key_params: Tensor, layout: Layout, head_dim: in
 
 
 def low_bit_values(tiers: StoredTiers, layout: Layout, head_dim: int, start: int, stop: int) -> Tensor:
-    """Values, as `low_bit_keys`."""
+    """Return values, as `low_bit_keys` returns keys."""
     _, values = layout.split(tiers.codes[:, :, start:stop], head_dim)
     if not layout.is_quantised:
         return values.float()
@@ -57,7 +59,7 @@ def low_bit_values(tiers: StoredTiers, layout: Layout, head_dim: int, start: int
 
 
 def ring_tokens(recent: Tensor, start: int, stop: int) -> Tensor:
-    """Pairs [B, H, stop - start, 2, d] of the recent tier's tokens start..stop; token t lies at t mod W."""
+    """Return the recent tier's pairs [B, H, stop - start, 2, d] of tokens start..stop; token t is at t mod W."""
     return recent.index_select(2, torch.arange(start, stop, device=recent.device) % recent.shape[2])
 
 
@@ -66,7 +68,7 @@ def capped(logits: Tensor, softcap: float | None) -> Tensor:
 
 
 def check_covers(mask: Tensor, tokens: int) -> None:
-    """ValueError where a mask has no column for some of so many tokens."""
+    """Raise ValueError if a mask has fewer columns than tokens."""
     if mask.shape[-1] < tokens:
         raise ValueError(
             f"the attention mask covers {mask.shape[-1]} tokens, but the cache and the new ones are {tokens}"
@@ -74,7 +76,7 @@ def check_covers(mask: Tensor, tokens: int) -> None:
 
 
 def grouped_bias(mask: Tensor, heads: int, tokens: int) -> Tensor:
-    """A mask [B or 1, Hq or 1, Q or 1, n] as an additive float32 bias [B or 1, H or 1, Hq/H or 1, Q or 1, n]."""
+    """Return a mask [B|1, Hq|1, Q|1, n] as an additive float32 bias [B|1, H|1, Hq/H|1, Q|1, n]."""
     bias = (
         torch.zeros_like(mask, dtype=torch.float32).masked_fill_(~mask, -math.inf) if mask.dtype == torch.bool else mask
     )
@@ -84,7 +86,7 @@ def grouped_bias(mask: Tensor, heads: int, tokens: int) -> Tensor:
 
 
 def softmax_denominator(logits: list[Tensor], sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Row maximum and 1/denominator [..., 1] over all tiers' logits and the sink; a fully masked row gives 0."""
+    """Return row maximum and 1/denominator [..., 1] over all tiers' logits and the sink; 0 for a fully masked row."""
     peak = torch.stack(
         [part.amax(-1) if part.shape[-1] else part.new_full(part.shape[:-1], -math.inf) for part in logits]
     )
@@ -100,11 +102,11 @@ def softmax_denominator(logits: list[Tensor], sinks: Tensor | None) -> tuple[Ten
 
 @dataclass(frozen=True)
 class Partial:
-    """Attention over some of the tokens. An empty or fully masked row has peak -inf and total 0.
+    """Attention over a subset of the tokens. An empty or fully masked row has peak -inf and total 0.
 
     logits: l, [B, H, G, lanes, n].
     out: Σ exp(l - peak)·v, [B, H, G, lanes, d].
-    peak: the row's largest logit, [B, H, G, lanes, 1].
+    peak: largest logit of each row, [B, H, G, lanes, 1].
     total: Σ exp(l - peak), [B, H, G, lanes, 1].
     """
 
@@ -115,7 +117,7 @@ class Partial:
 
 
 def partial_attention(logits: Tensor, values: Tensor) -> Partial:
-    """`Partial` of one tier from its logits and its values [B, H, n, d]."""
+    """Return `Partial` of one tier from its logits and its values [B, H, n, d]."""
     if not logits.shape[-1]:
         rows = logits.new_zeros((*logits.shape[:-1], 1))
         return Partial(logits, rows.expand(*rows.shape[:-1], values.shape[-1]), rows - math.inf, rows)
@@ -126,8 +128,7 @@ def partial_attention(logits: Tensor, values: Tensor) -> Partial:
 
 
 def low_bit_logits(at: Query, tiers: StoredTiers, layout: Layout) -> Tensor:
-    """Logits [B, H, G, lanes, n] of the lanes and the n tokens of the low-bit tier. The reference; block by block, so
-    that the unpacked keys never stand whole in memory."""
+    """Return the logits [B, H, G, lanes, n] of the n tokens of the low-bit tier, computed by blocks to save memory."""
     bias, length = at.low_bit_bias, at.low_bit
     shares = center_shares(at.query, tiers.key_params, tiers.center, tiers.codes.shape[2], length)
     query = rotated(at.query) if layout.is_rotated else at.query
@@ -143,19 +144,19 @@ def low_bit_logits(at: Query, tiers: StoredTiers, layout: Layout) -> Tensor:
 
 
 def sinks_of(tiers: StoredTiers) -> Tensor:
-    """Which tokens are the sinks of each head, as slot_index has the slots': int32 [B, H, S]."""
+    """Return the sink tokens of each head in the form of slot_index, int32 [B, H, S]."""
     return tiers.sink_index.expand(-1, tiers.codes.shape[1], -1)
 
 
 def center_shares(query: Tensor, key_params: Tensor, center: Tensor, capacity: int, length: int) -> Tensor | None:
-    """`share_of_center` [B, H, G, lanes, length]; None where keys are not centered."""
+    """Return `share_of_center` [B, H, G, lanes, length]; None if keys are not centered."""
     return share_of_center(query, center, capacity // key_params.shape[2], length) if center.shape[2] else None
 
 
 def low_bit_mix(logits: Tensor, hidden: Tensor, tiers: StoredTiers, d: int, layout: Layout) -> Partial:
-    """`Partial` of the low-bit tier from its logits [B, H, G, lanes, n]. The reference; block by block.
+    """Return `Partial` of the low-bit tier from its logits [B, H, G, lanes, n], computed by blocks.
 
-    hidden: bool [B, H, n], the tokens that are left out, since their 16-bit pairs are in the slots.
+    hidden: bool [B, H, n], True for excluded tokens, whose 16-bit pairs are in the slots.
     """
     length = logits.shape[-1]
     if not length:
@@ -171,13 +172,13 @@ def low_bit_mix(logits: Tensor, hidden: Tensor, tiers: StoredTiers, d: int, layo
 
 
 def product(query: Tensor, keys: Tensor, softcap: float | None) -> Tensor:
-    """q·kᵀ of [B, H, G, lanes, d] and [B, H, n, d], in float32, capped."""
+    """Return q·kᵀ of [B, H, G, lanes, d] and [B, H, n, d], in float32, capped."""
     logits = (query.flatten(2, 3) @ keys.float().transpose(2, 3)).unflatten(2, query.shape[2:4])
     return capped(logits, softcap)
 
 
 def merge(parts: list[Partial], sinks: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """out, peak and total over all parts, the sinks [H, G, 1, 1] among the totals: log-sum-exp, part by part."""
+    """Merge parts by log-sum-exp; returns out, peak and total, in which the sinks [H, G, 1, 1] count."""
     peak = torch.stack([part.peak for part in parts]).amax(0)
     if sinks is not None:
         peak = torch.maximum(peak, sinks)
@@ -192,15 +193,15 @@ def merge(parts: list[Partial], sinks: Tensor | None) -> tuple[Tensor, Tensor, T
 
 @dataclass(frozen=True)
 class Query:
-    """A decode step's lanes, in float32.
+    """A decode step's queries, in float32.
 
     query: [B, H, G, lanes, d], scaled.
-    bias: the mask, additive, [B|1, H|1, G|1, lanes|1, n + 1]; None without one.
-    sink: [H, G, 1, 1]; None without sinks.
-    length: n, cached tokens.
-    low_bit: cached tokens that are in the low-bit tier.
-    candidates: cached tokens that are there after this step. With R = 0 the new token will be there too, but is no
-        candidate: the host does not have its pair yet.
+    bias: the additive mask [B|1, H|1, G|1, lanes|1, n + 1], or None.
+    sink: [H, G, 1, 1], or None.
+    length: n, the number of cached tokens.
+    low_bit: number of cached tokens in the low-bit tier.
+    candidates: number of cached tokens in the low-bit tier after this step. With R = 0 it excludes the new token, whose
+        pair has not reached the host.
     """
 
     query: Tensor
@@ -216,18 +217,18 @@ class Query:
         return None if self.bias is None else self.bias[..., : self.low_bit]
 
     def logits(self, keys: Tensor, start: int, stop: int) -> Tensor:
-        """Those of the keys [B, H, n, d] of the tokens start..stop; one column of the mask may be all new tokens'."""
+        """Return the logits of keys [B, H, n, d] of tokens start..stop; new tokens may share one column of the mask."""
         logits = product(self.query, keys, self.softcap)
         return logits if self.bias is None else logits + self.bias[..., start:stop]
 
     def new_logits(self, k: Tensor) -> Tensor:
-        """Those of the new keys [B, H, lanes, d], causal between lanes."""
+        """Return the logits of the new keys [B, H, lanes, d], causal between lanes."""
         logits = self.logits(k, self.length, self.length + 1)
         lanes = k.shape[2]
         return logits.masked_fill(torch.ones(lanes, lanes, dtype=torch.bool, device=k.device).triu(1), -math.inf)
 
     def hide_unseen(self, scores: Tensor, lanes: slice) -> None:
-        """-1 for the candidates that the mask hides from every query head of a group; scores [B, H, lanes, C]."""
+        """Set scores [B, H, lanes, C] to -1 for candidates that the mask hides from every query head of a group."""
         if self.bias is not None:
             seen = (self.bias[..., : self.candidates] > SEEN).any(2)
             seen = seen.expand(-1, -1, self.query.shape[3], -1)[:, :, lanes]
@@ -249,12 +250,12 @@ def query_of(
 
 
 def in_slots(slot_index: Tensor, low_bit: int) -> tuple[Tensor, Tensor]:
-    """Which slots, or sinks, [B, H, k] hold a pair of the low-bit tier, bool; and the token of each pair, int64."""
+    """Return which slots (or sinks) hold a pair of the low-bit tier, bool [B, H, k], and their tokens, int64."""
     return (slot_index >= 0) & (slot_index < low_bit), slot_index.long().clamp(0, max(low_bit - 1, 0))
 
 
 def hidden_by(slot_index: Tensor, low_bit: int) -> Tensor:
-    """Which of the low-bit tier's tokens are in the slots, or sinks, bool [B, H, low_bit]."""
+    """Return which tokens of the low-bit tier are in the slots (or are sinks), bool [B, H, low_bit]."""
     fetched, position = in_slots(slot_index, low_bit)
     hidden = torch.zeros(*fetched.shape[:2], low_bit, dtype=torch.int32, device=slot_index.device)
     if low_bit:
@@ -266,8 +267,8 @@ def hidden_by(slot_index: Tensor, low_bit: int) -> Tensor:
 class Attended:
     """Attention over all tiers.
 
-    parts: low-bit, slots, recent, new, sinks.
-    out, peak, total: those of all parts together (`merge`).
+    parts: low-bit tier, slots, recent tier, new pairs, sinks.
+    out, peak, total: the merged parts (`merge`).
     slot_tokens: the token in each slot, int64 [B, H, k].
     """
 
@@ -279,15 +280,15 @@ class Attended:
 
     @property
     def share(self) -> Tensor:
-        """1/total; 0 in a fully masked row."""
+        """1/total, or 0 in a fully masked row."""
         return self.total.reciprocal().masked_fill(self.total == 0, 0.0)
 
     def output(self, dtype: torch.dtype) -> Tensor:
-        """[B, Hq, lanes, d]."""
+        """Return the output [B, Hq, lanes, d]."""
         return (self.out * self.share).flatten(1, 2).to(dtype).contiguous()
 
     def last_lane(self, part: Partial) -> Tensor:
-        """The last lane's attention [B, H, n] to the tokens of a part, summed over the query group."""
+        """Return the last lane's attention [B, H, n] to the tokens of a part, summed over the query group."""
         base = self.peak.masked_fill(self.peak == -math.inf, 0.0)
         return ((part.logits[..., -1, :] - base[..., -1, :]).exp_() * self.share[..., -1, :]).sum(2)
 
@@ -296,7 +297,7 @@ def attend_over(
     at: Query, k: Tensor, v: Tensor, logits: Tensor, hidden: Tensor, slots: Tensor, slot_index: Tensor,
     tiers: StoredTiers, layout: Layout,
 ) -> Attended:  # fmt: skip
-    """`Attended` from the low-bit tier's logits; hidden: as for `low_bit_mix`."""
+    """Return `Attended` from the low-bit tier's logits; hidden as in `low_bit_mix`."""
     packed = low_bit_mix(logits, hidden, tiers, k.shape[-1], layout)
     keys, values = ring_tokens(tiers.recent, at.low_bit, at.length).unbind(-2)
     parts = [
@@ -310,7 +311,7 @@ def attend_over(
 
 
 def picked_logits(at: Query, pairs: Tensor, index: Tensor) -> Tensor:
-    """Logits [B, H, G, lanes, n] of the lanes and pairs [B, H, n, 2, d] of the low-bit tier's tokens `index`."""
+    """Return the logits [B, H, G, lanes, n] of pairs [B, H, n, 2, d], which hold the low-bit tier's tokens `index`."""
     fetched, position = in_slots(index, at.low_bit)
     logits = product(at.query, pairs[..., 0, :], at.softcap)
     if at.low_bit_bias is not None and at.low_bit:
@@ -320,14 +321,14 @@ def picked_logits(at: Query, pairs: Tensor, index: Tensor) -> Tensor:
 
 
 def picked_attention(at: Query, pairs: Tensor, index: Tensor) -> Partial:
-    """`Partial` of the pairs in the slots, or of the sinks."""
-    # An empty place holds anything, and zero weight does not hide what is not finite.
+    """Return `Partial` of the pairs in the slots, or of the sinks."""
+    # Empty slots are uninitialised, and a weight of 0 does not remove values that are not finite.
     there = in_slots(index, at.low_bit)[0].unsqueeze(-1)
     return partial_attention(picked_logits(at, pairs, index), pairs[..., 1, :].masked_fill(~there, 0.0))
 
 
 def hide_sinks(at: Query, scores: Tensor, tiers: StoredTiers) -> None:
-    """-1 for the sinks among the candidates: they are no pairs to fetch. scores [B, H, lanes, C]."""
+    """Set scores [B, H, lanes, C] of sinks to -1, since their pairs are never fetched."""
     scores[..., : at.candidates].masked_fill_(hidden_by(sinks_of(tiers), at.candidates).unsqueeze(2), -1.0)
 
 
@@ -346,15 +347,19 @@ def decode_attention(
     scale: float,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of the lanes over C' with the rows K_t replaced by their 16-bit pairs (SpeCache equation 1).
+    """Attend over the low-bit cache C', in which 16-bit pairs replace the rows K_t (SpeCache equation 1).
 
-    q [B, Hq, lanes, d]; k, v [B, H, lanes, d] of the new tokens, causal between lanes; mask bool (True: seen) or
-    additive, [B|1, Hq|1, lanes|1, ≥ n + 1], column n the new token; sinks [Hq]; slots [B, H, k, 2, d], slot_index
-    int32 [B, H, k] (-1: empty). tiers: those of `StoredTiers`, in its order; layout: `Layout`'s three.
+    Args:
+        q: [B, Hq, lanes, d].
+        k, v: the new tokens' pairs [B, H, lanes, d], causal between lanes.
+        mask: bool (True: visible) or additive [B|1, Hq|1, lanes|1, ≥ n + 1]; column n is the new token.
+        sinks: [Hq].
+        slots, slot_index: [B, H, k, 2, d] and int32 [B, H, k] (-1: empty).
+        tiers, layout: the fields of `StoredTiers` and of `Layout`.
 
-    Returns the output [B, Hq, lanes, d] in q's dtype, and the last lane's attention [B, H, C] in float32, summed
-    over the query group, for the cached tokens that will be in the low-bit tier after this step; -1 elsewhere, and
-    everywhere where there are no slots to select for.
+    Returns: the output [B, Hq, lanes, d] in q's dtype, and float32 scores [B, H, C]. Scores are the last lane's
+    attention, summed over the query group, to cached tokens that are in the low-bit tier after this step. Elsewhere,
+    and without slots, they are -1.
     """
     held = StoredTiers(*tiers)
     how = Layout(*layout)
@@ -384,12 +389,14 @@ def score_low_bit(
     scale: float,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The first half of a corrected decode attention: what each lane asks for, before it is known what is in the slots.
+    """Compute the first half of a corrected decode attention: each lane's scores, independent of the slots.
 
-    Shapes as for `decode_attention`. Returns the low-bit tier's logits [B, Hq, lanes, C], beyond it anything, and their
-    base (`kept_logits.py`), here none; and each lane's attention over low-bit tier, window and new pairs, summed over
-    the query group, [lanes, B, H, C] in float32, for the tokens that will be in the low-bit tier after this step; -1
-    elsewhere.
+    Args: as in `decode_attention`.
+
+    Returns: the low-bit tier's logits [B, Hq, lanes, C], undefined after its last token, and their base
+    (`kept_logits.py`), empty here; and float32 scores [lanes, B, H, C]. Scores are each lane's attention, over low-bit
+    tier, window and new pairs and summed over the query group, to the tokens that are in the low-bit tier after this
+    step. Elsewhere they are -1.
     """
     held = StoredTiers(*tiers)
     at = query_of(q, k, mask, sinks, cursor, scale, softcap)
@@ -428,8 +435,14 @@ def attend_scored(
     scale: float,
     softcap: float | None,
 ) -> Tensor:
-    """The second half: `decode_attention`'s output [B, Hq, lanes, d] from `score_low_bit`'s logits. chosen int32
-    [B, H, k]: what `correct` returned, the tokens of slot_index in another order, known before their pairs are there.
+    """Compute the second half of a corrected decode attention, from the logits of `score_low_bit`.
+
+    Args: as in `decode_attention`, and
+        logits, base: results of `score_low_bit`.
+        chosen: int32 [B, H, k], the result of `correct`: the tokens of slot_index in another order, available before
+            their pairs.
+
+    Returns: the output of `decode_attention`, [B, Hq, lanes, d].
     """
     at = query_of(q, k, mask, sinks, cursor, scale, softcap)
     packed = logits[..., : at.low_bit].unflatten(1, (k.shape[1], -1))
@@ -450,15 +463,22 @@ def extend_attention(
     scale: float,
     softcap: float | None,
 ) -> Tensor:
-    """Exact attention of T new tokens over the host tier, streamed in blocks, and over themselves.
+    """Compute exact attention of T new tokens over the host tier, streamed in blocks, and over themselves.
 
-    q [B, Hq, T, d]; k, v [B, H, T, d]; mask [B|1, Hq|1, T, ≥ n + T], or one row for all T, of padding, beside which the
-    new tokens are causal, as they are without a mask; sinks [Hq]; host: all pairs (`segments.py`), exact or as e4m3
-    codes (uint8). Returns [B, Hq, T, d] in q's dtype. A running softmax keeps one block of logits at a time.
+    A running softmax keeps one block of logits at a time.
+
+    Args:
+        q: [B, Hq, T, d].
+        k, v: [B, H, T, d].
+        mask: [B|1, Hq|1, T, ≥ n + T], or one row of padding for all T. With one row or None, new tokens are causal.
+        sinks: [Hq].
+        host: all cached pairs (`segments.py`), exact, rounded, or e4m3 codes.
+
+    Returns: [B, Hq, T, d] in q's dtype.
     """
     wait_for_offloads(cursor)
     length = length_of(cursor)
-    if length < 0:  # a prompt whose padding fills whole chunks
+    if length < 0:  # the padding fills whole chunks of the prompt
         there = [x[:, :, -length:] for x in (q, k, v)]
         out = extend_attention(there[0], there[1], there[2], mask, sinks, cursor.clamp_min(0), host, scale, softcap)
         return torch.nn.functional.pad(out, (0, 0, -length, 0))

@@ -1,4 +1,4 @@
-"""A few rows times a weight: what a decode step's lanes make of each linear layer."""
+"""Product of few rows and a weight: a linear layer in a decode step."""
 
 from __future__ import annotations
 
@@ -11,39 +11,39 @@ from torch import Tensor
 
 from specache_compile.kernels.cpp.library import Weight, rows_library
 
-# Rows that the C++ kernel keeps in registers, and the dtypes that it reads.
+# The most rows that the C++ kernel keeps in registers, and its dtypes.
 MOST_ROWS = 4
 DTYPES = (torch.float32, torch.bfloat16)
 
 
 def few_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x [rows, m] · weightᵀ [m, n] + bias [n], rows at most `MOST_ROWS`; → [rows, n]."""
+    """Compute x [rows, m] · weightᵀ [m, n] + bias [n] → [rows, n], for at most `MOST_ROWS` rows."""
     return F.linear(x, weight, bias)
 
 
 def library_of(x: Tensor, *rest: Tensor | None) -> CDLL | None:
-    """The library that a call with such arguments needs; None where the definition takes over."""
+    """Return the library for a call with these arguments; None if the definition runs."""
     return rows_library(x.dtype) if x.dtype in DTYPES else None
 
 
 def few_rows_each(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[Tensor]:
-    """`few_rows` of each of these weights and biases, of one x."""
+    """Compute `few_rows` of one x with each weight and bias."""
     return [few_rows(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
 
 
 def few_rows_fused(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`few_rows` in C++, which reads the weight once for all rows; the same arguments and results."""
+    """Compute `few_rows` in C++, which reads the weight once for all rows; same arguments and results."""
     return few_rows_each_fused(x, (weight,), (bias,))[0]
 
 
 def few_rows_each_fused(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[Tensor]:
-    """`few_rows_each`, as `few_rows_fused`."""
+    """Compute `few_rows_each` in C++; same arguments and results."""
     rows, channels = x.shape
     if x.dtype not in DTYPES or rows > MOST_ROWS:
         return few_rows_each(x, weights, biases)
     x = x.contiguous()
     places, made, kept = (Weight * len(weights))(), [], []
-    # A hundred calls make a step: no helper stands between.
+    # A step has a hundred of these calls, so they bypass helper functions.
     for place, weight, bias in zip(places, weights, biases, strict=True):
         weight, outputs = weight.contiguous(), weight.shape[0]
         out = x.new_empty(rows, outputs)

@@ -1,23 +1,23 @@
-"""The new pairs go to the tiers: recent and low-bit on the device, and the host."""
+"""Store the new pairs in the tiers: window and low-bit tier on the device, and the host tier."""
 
 from __future__ import annotations
 
 import torch
 from torch.fx import GraphModule, Node
 
-from .plan import PassReport, Plan, call_op, cursor_input, frequencies_input, padding_input, state_input
+from .plan import PassReport, RewritePlan, call_op, cursor_input, frequencies_input, padding_input, state_input
 from .reading.in_place import take_writes
 from .reading.nodes import output_node
 
 
-def store(graph_module: GraphModule, plan: Plan) -> tuple[GraphModule, PassReport]:
-    """Store each site's new pairs as the recipe says; of two lanes, only lane 0's. A pre-decode stores nothing.
+def store(graph_module: GraphModule, plan: RewritePlan) -> tuple[GraphModule, PassReport]:
+    """Insert the recipe's store calls for each site's new pairs. Only lane 0 is stored; a pre-decode stores nothing.
 
         out = sdpa(q, k, v)                out = sdpa(q, k, v)
         return (logits, None, None)        specache.append(k, v, padding, cursor, recent_0, codes_0, ...)
                                            specache.offload(k, v, padding, cursor, host_0)
 
-    The nodes stand at the end of the graph; `overlap` moves them to where they start earliest.
+    The calls go to the end of the graph; `overlap` moves them to their earliest start.
     """
     if not plan.phase.stores:
         take_writes(graph_module)
@@ -37,7 +37,7 @@ def store(graph_module: GraphModule, plan: Plan) -> tuple[GraphModule, PassRepor
 
 
 def first_lane(graph_module: GraphModule, pair: Node, lanes: int) -> Node:
-    """Lane 0 of [B, H, lanes, d]."""
+    """Return lane 0 of [B, H, lanes, d]."""
     if lanes == 1:
         return pair
     node = graph_module.graph.call_function(torch.ops.aten.slice.Tensor, (pair, 2, 0, 1))

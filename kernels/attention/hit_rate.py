@@ -1,4 +1,4 @@
-"""Hit rate of the slots and the recent tier against the true attention; computed only when it is asked for."""
+"""Hit rate of slots and recent tier against the exact attention, computed only on request."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from specache_compile.kernels.state.cursor import LENGTH, LOW_BIT
 from specache_compile.kernels.state.segments import tokens_of
 from specache_compile.kernels.state.stored_pairs import decoded
 
-from .definition import grouped_bias, hidden_by, product, softmax_denominator
+from .attention_ops import grouped_bias, hidden_by, product, softmax_denominator
 
 
 @by_rows()
@@ -28,10 +28,10 @@ def measure(
     scale: float,
     softcap: float | None,
 ) -> None:
-    """Add lane 0's hit rate to `tally` float64 [3]: attention mass covered, share of its top-k covered, heads counted.
+    """Add lane 0's hit rate to `tally` float64 [3]: covered attention mass, covered share of its top-k, counted heads.
 
-    The true attention is computed from the whole host tier: costly, only for those who ask. "Covered" is slots, sinks,
-    recent and the new pair; top-k is over the low-bit tier's tokens but the sinks. Shapes as in `decode_attention`.
+    The exact attention reads the whole host tier, which is slow. Slots, sinks, recent tier and the new pair are
+    covered; top-k is over the low-bit tier's tokens without sinks. Shapes as in `decode_attention`.
     """
     length, low_bit = (max(0, int(cursor[0, i])) for i in (LENGTH, LOW_BIT))
     wait_for_offloads(cursor)
@@ -50,7 +50,7 @@ def measure(
     present[:, :, :low_bit] = kept | hidden_by(slot_index, low_bit)
     missable = attention[:, :, :low_bit].masked_fill(kept, -1.0)
     best = missable.topk(min(slot_index.shape[-1], low_bit), dim=-1).indices
-    # A masked token among them (there may be fewer that are seen than k) is nothing that one could miss.
+    # Fewer than k tokens may be visible; a masked token in the top-k is no miss.
     covered = present | (attention == 0)
     recall = covered.gather(2, best).float().mean(-1) if best.shape[-1] else torch.ones_like(attention[:, :, 0])
     present[:, :, low_bit:] = True
