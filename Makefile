@@ -41,12 +41,16 @@ ON_DEVICE = OMP_NUM_THREADS=1 $(OLDEST)/python tests/device/run.py --device $(or
 test-device: .venv-oldest/ready  ## the CUDA side on a simulated GPU, or a part: TESTS=tests/device DEVICE=rtx4090; MARKS=gpu: all of it
 	$(ON_DEVICE) -m '$(or $(MARKS),gpu and not slow)' $(or $(TESTS),$(DEVICE_TESTS))
 
-lint: .venv/ready          ## style, formatting, types, the tables of the docs
+# Pages and folders whose sentences `make lint` checks; without names, tools/prose.py checks everything.
+PROSE := docs/bench.md docs/options.md docs/verification.md docs/warm.md
+
+lint: .venv/ready          ## style, formatting, types, the tables of the docs, the prose
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	rm -rf build/installed build/lib && $(BIN)/pip install -q --no-deps --no-build-isolation --target build/installed .
 	cd build/installed && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p specache_compile
 	$(BIN)/python tools/doc_tables.py --check
+	$(BIN)/python tools/prose.py $(PROSE)
 
 tables: .venv/ready        ## the tables of README.md and docs/, from the code and the results, and their pictures
 	$(BIN)/python tools/doc_tables.py --write
