@@ -109,3 +109,8 @@ def test_the_exit_code_and_a_folder(tmp_path: Path, capsys: pytest.CaptureFixtur
     (tmp_path / "bad.py").write_text('"""It tells."""\n')
     assert prose.main([str(tmp_path)]) == 1
     assert capsys.readouterr().out == f'{tmp_path}/bad.py:1: "tells"\n'
+
+
+def test_a_path_that_does_not_exist_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"gone\.md does not exist"):
+        prose.main([str(tmp_path / "gone.md")])

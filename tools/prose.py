@@ -129,6 +129,8 @@ def check(path: Path) -> list[str]:
 def files(names: list[str]) -> Iterator[Path]:
     for name in names:
         path = Path(name)
+        if not path.exists():
+            sys.exit(f"tools/prose.py: {name} does not exist; name Markdown pages, Python files or folders")
         yield from [path] if path.is_file() else sorted([*path.rglob("*.py"), *path.rglob("*.md")])
 
 
