@@ -8,7 +8,7 @@ NEWEST := .venv-newest/bin
 comma := ,
 export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/build/inductor
 
-.PHONY: demo test test-all test-ranks test-oldest test-newest test-device lint tables bench quality train format clean
+.PHONY: demo test test-all test-ranks test-oldest test-newest test-device lint prose tables bench quality train format clean
 
 demo: .venv/demo           ## keys found, bytes and times of a real model, in one table and one picture
 	$(BIN)/specache demo --out build/demo
@@ -44,12 +44,14 @@ test-device: .venv-oldest/ready  ## the CUDA side on a simulated GPU, or a part:
 # Pages and folders whose sentences `make lint` checks; without names, tools/prose.py checks everything.
 PROSE := docs/bench.md docs/options.md docs/verification.md docs/warm.md
 
-lint: .venv/ready          ## style, formatting, types, the tables of the docs, the prose
+lint: .venv/ready prose    ## style, formatting, types, the tables of the docs, the prose
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	rm -rf build/installed build/lib && $(BIN)/pip install -q --no-deps --no-build-isolation --target build/installed .
 	cd build/installed && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p specache_compile
 	$(BIN)/python tools/doc_tables.py --check
+
+prose: .venv/ready         ## the prose alone
 	$(BIN)/python tools/prose.py $(PROSE)
 
 tables: .venv/ready        ## the tables of README.md and docs/, from the code and the results, and their pictures
