@@ -16,7 +16,11 @@ from specache_compile.errors import SpecacheError
 from .generate import add_generation, sampling_of
 
 EPILOG = """\
-Each line is a turn. Ctrl-C interrupts an answer, and Ctrl-D ends the conversation.
+Each line is a turn. Ctrl-C interrupts an answer. Ctrl-D ends the conversation.
+
+examples:
+  specache chat smollm2-135m
+  specache chat smollm2-135m --system "Answer in one sentence." --temperature 0.7
 """
 
 
