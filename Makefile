@@ -23,7 +23,7 @@ test-all: .venv/weights    ## everything: whole grids, benchmarks, examples, che
 	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST) -m '' $(TESTS)
 
 test-ranks: .venv/ready    ## six families over two and four ranks on the CPU, against one process (ten minutes on two cores)
-	for ranks in 2 4; do OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --nproc-per-node $$ranks tools/ranks.py || exit 1; done
+	for ranks in 2 4; do OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --nproc-per-node $$ranks tools/compare_ranks.py || exit 1; done
 
 test-oldest: export TORCHINDUCTOR_CACHE_DIR = $(CURDIR)/build/inductor-oldest
 test-oldest: .venv-oldest/ready  ## the suite on the oldest versions, or a part: TESTS="tests/passes/test_passes.py -k speculate"

@@ -13,14 +13,14 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, LlamaConfig, QuantizedCache, StaticCache
 from transformers.cache_utils import StaticLayer
 
-from specache_compile.bench import ways
+from specache_compile.bench import runners
 from specache_compile.methods.field import LayerShape
 
 FULL, OFFLOADED, STATIC = "HF DynamicCache", "HF DynamicCache, offloaded", "HF StaticCache, compiled"
 FP8 = "fp8 StaticCache, compiled"
 # They dequantise the whole cache in every step, layer by layer.
 QUANTIZED: dict[str, dict[str, Any]] = {
-    f"HF QuantizedCache, {name}": ways.QUANTIZED[way]
+    f"HF QuantizedCache, {name}": runners.QUANTIZED[way]
     for name, way in (("quanto 2-bit", "quanto-2bit"), ("hqq 2-bit", "hqq-2bit"), ("fp8", "hf-fp8"))
 }
 KIVI = "KIVI's own kernels"

@@ -28,7 +28,7 @@ from tqdm import tqdm
 import specache_compile as sc
 from specache_compile.batching.request import Request
 from specache_compile.bench.results import provenance
-from specache_compile.evaluation.command import load
+from specache_compile.evaluation.run_eval import load
 from specache_compile.runtime.state import device_total, full_cache_bytes, predicted_bytes
 
 # Of lengths' logarithms, as the traffic of chats has it.

@@ -53,7 +53,7 @@ VERSIONS = {"torch": torch.__version__, "transformers": transformers.__version__
 Family = tuple[str, str]  # the model type and the class
 
 
-class Watched:
+class WatchedCalls:
     """The graphs that a generation captures, by the forward call that they are captured in."""
 
     def __init__(self) -> None:
@@ -76,7 +76,7 @@ class Watched:
         return self.graphs[prefill : later[0]] if later and later[0] > prefill else self.graphs[:prefill]
 
 
-def generate(model: Any, watched: Watched) -> tuple[Tensor, Tensor]:
+def generate(model: Any, watched: WatchedCalls) -> tuple[Tensor, Tensor]:
     """Greedy tokens, and the logits before each."""
     ids = torch.randint(1, 128, (1, PROMPT), generator=torch.Generator().manual_seed(1))
     asked = {"max_new_tokens": NEW, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
@@ -84,10 +84,10 @@ def generate(model: Any, watched: Watched) -> tuple[Tensor, Tensor]:
     return out.sequences[0, PROMPT:], torch.stack(out.logits)
 
 
-def compiled(family: Family, options: dict[str, Any]) -> tuple[Any, Tensor, Tensor, Watched]:
+def compiled(family: Family, options: dict[str, Any]) -> tuple[Any, Tensor, Tensor, WatchedCalls]:
     """A model that has generated, its tokens and logits, and the graphs."""
     torch.compiler.reset()
-    model, watched = tiny(*family), Watched()
+    model, watched = tiny(*family), WatchedCalls()
     model.compile(backend="specache", options=options)
     with mock.patch.object(backend, "capture", watched.capture):
         return model, *generate(model, watched), watched
@@ -96,7 +96,7 @@ def compiled(family: Family, options: dict[str, Any]) -> tuple[Any, Tensor, Tens
 def measured(family: Family) -> dict[str, Any]:
     """A family's row, but for its name."""
     try:
-        expected, logits = generate(tiny(*family), Watched())
+        expected, logits = generate(tiny(*family), WatchedCalls())
         if not logits.isfinite().all():
             raise ValueError("its logits are not finite")
     except Exception as error:  # whatever a model raises that was never compiled is no finding about this backend

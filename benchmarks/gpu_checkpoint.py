@@ -29,11 +29,11 @@ from tqdm import tqdm
 from quality import LICENCES, RESULTS, SMOLLM2, arguments
 from specache_compile.bench.results import Results
 from specache_compile.cli import main as specache
-from specache_compile.evaluation.command import load
 from specache_compile.evaluation.intervals import interval
+from specache_compile.evaluation.run_eval import load
 from specache_compile.evaluation.settings import UNCOMPILED, parse_setting, running
 from specache_compile.evaluation.tasks.task import Bench
-from verify import equal_tokens, generate
+from verify_drafts import equal_tokens, generate
 
 ROOT = Path(__file__).parent.parent
 SMALL = str(ROOT / "examples" / "needle-llama")

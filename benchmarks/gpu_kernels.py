@@ -50,7 +50,7 @@ PAUSE = 2_000_000
 
 
 @dataclass(frozen=True)
-class Setting:
+class KernelSetting:
     """One layer's cache: bits of the low-bit tier, or of its keys alone, cached tokens, rows."""
 
     bits: int
@@ -87,14 +87,16 @@ class Setting:
         return self.batch * HEADS * self.low_bit
 
 
-def variants(context: int, batch: int, dtype: torch.dtype) -> list[Setting]:
-    return [Setting(b, context, batch, dtype, value_bits=v, rotate=True, key_code=code) for b, v, code in VARIANTS]
+def variants(context: int, batch: int, dtype: torch.dtype) -> list[KernelSetting]:
+    return [
+        KernelSetting(b, context, batch, dtype, value_bits=v, rotate=True, key_code=code) for b, v, code in VARIANTS
+    ]
 
 
 class Inputs:
     """A layer's state with random contents, and the new tokens of one decode step."""
 
-    def __init__(self, setting: Setting, device: torch.device, seed: int) -> None:
+    def __init__(self, setting: KernelSetting, device: torch.device, seed: int) -> None:
         self.setting = setting
         generator = torch.Generator(device).manual_seed(seed)
         shape = LayerShape(HEADS, HEAD_DIM, setting.dtype, device)
@@ -137,7 +139,7 @@ class Inputs:
         return attend(self.q, self.k, self.v, None, None, self.cursor, *logits, *chosen, *self.read)
 
 
-def fill(state: LayerState, setting: Setting, generator: torch.Generator) -> None:
+def fill(state: LayerState, setting: KernelSetting, generator: torch.Generator) -> None:
     """Random contents; the slots hold different tokens, and so do the wanted ones."""
     for field, tensor in state.items():
         if tensor.dtype == torch.uint8:
@@ -153,7 +155,7 @@ def fill(state: LayerState, setting: Setting, generator: torch.Generator) -> Non
         state["wanted"].copy_((tokens + setting.low_bit // 2).expand_as(state["wanted"]))
 
 
-def rotated(setting: Setting, device: torch.device, repeats: int) -> list[Inputs]:
+def rotated(setting: KernelSetting, device: torch.device, repeats: int) -> list[Inputs]:
     first = Inputs(setting, device, 0)
     size = sum(t.nbytes for name, t in first.state.items() if name != "host")
     turns = WARM_UPS + repeats if device.type == "cuda" else 1
@@ -161,7 +163,7 @@ def rotated(setting: Setting, device: torch.device, repeats: int) -> list[Inputs
     return [first, *(Inputs(setting, device, seed) for seed in range(1, sets))]
 
 
-def check(setting: Setting, device: torch.device) -> None:
+def check(setting: KernelSetting, device: torch.device) -> None:
     """Attention, selection, append and gather against the PyTorch code that defines them; AssertionError if not."""
     ours, theirs = Inputs(setting, device, 3), Inputs(setting, device, 3)
     expected, scores = theirs.attend(attention.decode_attention)
@@ -208,7 +210,7 @@ def milliseconds_on_device(
 
 
 def figures(
-    kernel: str, setting: Setting, against: str, size: int, ms: float, limit: dict[str, float]
+    kernel: str, setting: KernelSetting, against: str, size: int, ms: float, limit: dict[str, float]
 ) -> dict[str, Any]:
     """A row: `size` bytes in `ms`, beside the limit that the kernel has."""
     rate = size / ms / 1e6
@@ -218,7 +220,9 @@ def figures(
     }  # fmt: skip
 
 
-def rows_of(setting: Setting, device: torch.device, repeats: int, limit: dict[str, float]) -> Iterator[dict[str, Any]]:
+def rows_of(
+    setting: KernelSetting, device: torch.device, repeats: int, limit: dict[str, float]
+) -> Iterator[dict[str, Any]]:
     """The kernels of a decode step at one setting."""
     sets = rotated(setting, device, repeats)
 
@@ -290,7 +294,7 @@ def write_through(x: Inputs) -> None:
     triton_copy.write_through(x.k, x.v, x.cursor, x.state["host"])
 
 
-def quantise_row(setting: Setting, device: torch.device, repeats: int, limit: dict[str, float]) -> dict[str, Any]:
+def quantise_row(setting: KernelSetting, device: torch.device, repeats: int, limit: dict[str, float]) -> dict[str, Any]:
     """A whole context appended at once, as a prefill does."""
     x = Inputs(setting, device, 0)
     shape = (setting.batch, HEADS, setting.context, HEAD_DIM)
@@ -306,7 +310,7 @@ def quantise_row(setting: Setting, device: torch.device, repeats: int, limit: di
     return figures("quantise", setting, "copy", size, ms, limit)
 
 
-def center_row(setting: Setting, device: torch.device, repeats: int, limit: dict[str, float]) -> dict[str, Any]:
+def center_row(setting: KernelSetting, device: torch.device, repeats: int, limit: dict[str, float]) -> dict[str, Any]:
     """What models whose keys have biases add to every step's attention."""
     x = Inputs(setting, device, 0)
     center = torch.rand(setting.batch, HEADS, 4, HEAD_DIM, device=device)
@@ -362,13 +366,13 @@ def main(arguments: list[str] | None = None) -> None:
     # The interpreter's bfloat16 is not the hardware's.
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     size = 256 if args.smoke else 4096
-    for setting in (Setting(2, size, 1, dtype), *variants(size, 1, dtype)):
+    for setting in (KernelSetting(2, size, 1, dtype), *variants(size, 1, dtype)):
         check(setting, device)
     results = Results(
         args.out, "benchmarks/gpu_kernels.py", device, args.resume, smoke=args.smoke, repeats=args.repeats
     )
     limit = results.once("limits", lambda: limits(device, 1 << (20 if args.smoke else 30), args.repeats))
-    settings = [Setting(b, c, n, dtype) for c in args.contexts for n in args.batches for b in args.bits]
+    settings = [KernelSetting(b, c, n, dtype) for c in args.contexts for n in args.batches for b in args.bits]
     rotated_ones = [variant for c in args.contexts for n in args.batches for variant in variants(c, n, dtype)]
     settings += rotated_ones[: 1 if args.smoke else None]
     try:

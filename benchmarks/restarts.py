@@ -33,7 +33,7 @@ import specache_compile as sc
 from specache_compile.bench.results import provenance
 from specache_compile.checkpoints.names import resolved
 from specache_compile.compat import cache_of, with_cache
-from specache_compile.evaluation.command import load
+from specache_compile.evaluation.run_eval import load
 from specache_compile.kernels.state.segments import tokens_of
 from specache_compile.runtime.session import session_of
 from specache_compile.runtime.state import MEASURE, fields_of

@@ -33,7 +33,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from specache_compile.bench.results import Results
-from specache_compile.evaluation.command import load
+from specache_compile.evaluation.run_eval import load
 
 GIB = 1 << 30
 HERE = Path(sys.executable).parent

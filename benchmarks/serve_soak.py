@@ -112,7 +112,7 @@ def talks_of(model: LlamaForCausalLM, folder: Path, seed: int) -> list[Talk]:
     return talks
 
 
-class Soak:
+class ServerSoak:
     """What all clients share.
 
     ends: when they stop.
@@ -173,7 +173,7 @@ class Soak:
         self.failed.set()
 
 
-def run(soak: Soak, args: argparse.Namespace) -> list[tuple[str, Any]]:
+def run(soak: ServerSoak, args: argparse.Namespace) -> list[tuple[str, Any]]:
     """Have the clients ask, and the server be killed half way; the table."""
     began = time.monotonic()
     clients = [threading.Thread(target=soak.client, args=(args.seed + n,), daemon=True) for n in range(args.clients)]
@@ -229,7 +229,7 @@ def main(arguments: list[str] | None = None) -> int:
         write_checkpoint(model, checkpoint)
         talks = talks_of(model, checkpoint, args.seed)
         server = Server(checkpoint, Path(folder) / "sessions", args.clients)
-        soak = Soak(server, str(checkpoint), talks, time.monotonic() + 60 * args.minutes)
+        soak = ServerSoak(server, str(checkpoint), talks, time.monotonic() + 60 * args.minutes)
         try:
             table = run(soak, args)
             soak.told += [f"{name} is not 0, though all clients have gone" for name in left(server)]

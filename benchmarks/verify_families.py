@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 import specache_compile as sc
 from specache_compile.bench.results import provenance
-from verify import equal_tokens, finished, generate
+from verify_drafts import equal_tokens, finished, generate
 
 SMALL = {
     "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,

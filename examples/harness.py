@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from tabulate import tabulate
 
-from needle import sample
+from needle_samples import sample
 from specache_compile.checkpoints.loaded import tokenizer_of
 from specache_compile.checkpoints.names import resolved, tell_origin
 from specache_compile.evaluation.tasks.haystack import library_source

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 import specache_compile as sc
-from needle import sample
+from needle_samples import sample
 from specache_compile.checkpoints.loaded import tokenizer_of
 from specache_compile.checkpoints.names import resolved
 from specache_compile.evaluation.tasks.haystack import library_source

@@ -15,13 +15,19 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from needle import sample
+from needle_samples import sample
 from specache_compile.evaluation.tasks.haystack import library_source
 from specache_compile.evaluation.tasks.needle import KEY_DIGITS
-from training import Stage, byte_llama, scaled, train
+from training import TrainingStage, byte_llama, scaled, train
 
 SHIPPED = Path(__file__).parent / "needle-llama"
-STAGES = (Stage(128, 1200), Stage(256, 800), Stage(512, 800), Stage(1024, 500), Stage(2048, 900))
+STAGES = (
+    TrainingStage(128, 1200),
+    TrainingStage(256, 800),
+    TrainingStage(512, 800),
+    TrainingStage(1024, 500),
+    TrainingStage(2048, 900),
+)
 TOKENS_PER_STEP = 8192
 ANSWER_WEIGHT = 1.0  # the answer's mean loss, beside the mean loss of all other tokens
 

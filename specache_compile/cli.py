@@ -72,7 +72,7 @@ class Command:
 COMMANDS = {
     "demo": Command(
         "show the gain on a small model: keys found, memory and times; takes minutes",
-        "command_line.demo:add_demo", "demo.command:run_demo", recorded=True,
+        "command_line.demo:add_demo", "demo.run_demo:run_demo", recorded=True,
     ),
     "generate": Command(
         "continue a prompt",
@@ -88,7 +88,7 @@ COMMANDS = {
     ),
     "bench": Command(
         "time decode steps and first tokens next to other KV caches",
-        "command_line.bench:add_bench", "bench.command:run_bench", recorded=True,
+        "command_line.bench:add_bench", "bench.run_bench:run_bench", recorded=True,
     ),
     "explain": Command(
         "predict memory and step times; needs no weights and no GPU",
@@ -102,7 +102,7 @@ COMMANDS = {
     ),
     "eval": Command(
         "compare methods on tasks; a stopped evaluation resumes",
-        "command_line.evaluate:add_eval", "evaluation.command:run_eval", recorded=True,
+        "command_line.evaluate:add_eval", "evaluation.run_eval:run_eval", recorded=True,
     ),
 }  # fmt: skip
 

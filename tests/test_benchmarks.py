@@ -43,7 +43,7 @@ def run(script: str, *arguments: str) -> str:
 @pytest.mark.slow
 def test_latent_attention_is_timed_beside_plain_compile(tmp_path: Path) -> None:
     asked = ("--contexts", "64", "--dtypes", "float32", "--shapes", "MiniCPM3", "--rounds", "1", "--lowering", "eager")
-    printed = run("latents", *asked, "--out", str(tmp_path / "out.json"))
+    printed = run("latent_attention", *asked, "--out", str(tmp_path / "out.json"))
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
     assert {row["method"] for row in rows} == {"compiled", "specache"}
     assert all(row["step_ms"] > row["floor_ms"] > 0 for row in rows)
@@ -471,7 +471,7 @@ def verified(text: Path, out: Path) -> list[dict[str, Any]]:
     model = str(NEEDLE_LLAMA)
     small = ("--model", model, "--contexts", "200", "--samples", "2", "--tokens", "6", "--lowering", "eager")
     files = ("--out", str(out / "rows.jsonl"), "--results", str(out / "results.json"))
-    run("verify", *small, "--settings", "specache:verify=3", "--text", str(text), *files)
+    run("verify_drafts", *small, "--settings", "specache:verify=3", "--text", str(text), *files)
     rows: list[dict[str, Any]] = json.loads((out / "results.json").read_text())["rows"]
     return rows
 
@@ -495,4 +495,4 @@ def test_windows_that_overlap_are_told_where_they_are_verified(tmp_path: Path) -
     text.write_text("one two three " * 20)
     asked = argparse.Namespace(contexts=[200], samples=2, seed=0, text=[text])
     with pytest.warns(UserWarning, match="2 windows of 200 tokens overlap in a text of 280"):
-        importlib.import_module("verify").prompts_of(asked, Reader(byte_tokenizer()))
+        importlib.import_module("verify_drafts").prompts_of(asked, Reader(byte_tokenizer()))

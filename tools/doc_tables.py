@@ -32,7 +32,7 @@ from specache_compile.demo import show
 from specache_compile.errors import OptionError
 from specache_compile.evaluation.baselines.policies import POLICIES
 from specache_compile.evaluation.cell_tables import table as results_table
-from specache_compile.evaluation.rows import Row
+from specache_compile.evaluation.result_rows import ResultRow
 from specache_compile.evaluation.tasks import TASKS
 from specache_compile.explaining.times.devices import DEVICES
 from specache_compile.methods import declared_options, defaults_of, every_method, parse_options
@@ -265,7 +265,7 @@ def computed_steps() -> str:
 
 def quality(folder: str, task: str) -> str:
     """One task of an evaluation that `make quality` keeps, as `specache eval` prints it."""
-    rows = [Row(**row) for row in load(f"quality/{folder}/results.json")["rows"]]
+    rows = [ResultRow(**row) for row in load(f"quality/{folder}/results.json")["rows"]]
     return fenced(results_table([row for row in rows if row.task == task]))
 
 

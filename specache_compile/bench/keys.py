@@ -11,7 +11,7 @@ from specache_compile.evaluation.runner import as_list
 from specache_compile.evaluation.tasks.needle import CHAT_ANSWER, chat_ask
 from specache_compile.evaluation.tasks.task import Ask
 
-from .ways import Decoding
+from .runners import Decoding
 
 
 def asks_of(reader: Reader, text: Sequence[int], length: int, depths: Sequence[float]) -> list[Ask]:
@@ -21,7 +21,7 @@ def asks_of(reader: Reader, text: Sequence[int], length: int, depths: Sequence[f
 
 
 def answered(ask: Ask, one: Decoding, reader: Reader) -> dict[str, Any]:
-    """A greedy answer, up to the model's own end."""
+    """Generate a greedy answer up to the end token, and look for the key in it."""
     ends = as_list(one.model.generation_config.eos_token_id)
     tokens = [int(one.token)]
     while len(tokens) < CHAT_ANSWER and tokens[-1] not in ends:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from .rows import Row, append_row, read_rows
+from .result_rows import ResultRow, append_row, read_rows
 
 # Seconds between two looks for rows that others have finished.
 PATIENCE = 0.5
@@ -32,7 +32,7 @@ def own_device(device: str) -> str:
 
 
 def shared_rows(
-    keys: Sequence[str], path: Path, measure: Callable[[str], Row], progress: Callable[[int], object]
+    keys: Sequence[str], path: Path, measure: Callable[[str], ResultRow], progress: Callable[[int], object]
 ) -> None:
     """Measure the rows that nobody else is measuring and wait for the rest, until every key has a row in the file
     `path`.

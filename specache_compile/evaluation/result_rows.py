@@ -15,7 +15,7 @@ from typing import Any
 
 
 @dataclass
-class Row:
+class ResultRow:
     """One setting on one cell of a task.
 
     score, metric: the cell's figure.
@@ -39,26 +39,26 @@ class Row:
     provenance: str = ""
 
 
-def read_rows(path: Path) -> dict[str, Row]:
+def read_rows(path: Path) -> dict[str, ResultRow]:
     """The finished rows of a file by key, the newest of a key; a torn last line is no row."""
     if not path.exists():
         return {}
     rows = {}
     for line in path.read_text().splitlines():
         try:
-            row = Row(**json.loads(line))
+            row = ResultRow(**json.loads(line))
         except (json.JSONDecodeError, TypeError):
             continue
         rows[row.key] = row
     return rows
 
 
-def sources(rows: Iterable[Row]) -> list[str]:
+def sources(rows: Iterable[ResultRow]) -> list[str]:
     """The provenance of these rows, one line for each run that measured some of them."""
     return list(dict.fromkeys(row.provenance for row in rows))
 
 
-def append_row(path: Path, row: Row) -> None:
+def append_row(path: Path, row: ResultRow) -> None:
     """Write one line, behind a torn line a new one, and wait until it is on the disk."""
     torn = path.exists() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
     with path.open("a") as file:

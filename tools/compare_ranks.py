@@ -1,6 +1,6 @@
 """Families split over ranks, compiled, against one process; started by torchrun on CPUs.
 
-    torchrun --nproc-per-node 4 tools/ranks.py [FOLDER [CASE ...] [--faults]]
+    torchrun --nproc-per-node 4 tools/compare_ranks.py [FOLDER [CASE ...] [--faults]]
 
 A case is family:setting; without one, all. Each rank writes what it saw to FOLDER/RANK.json, as
 `tests/runtime/test_ranks.py` reads it, and prints it. Exits with 1 where tokens or bytes are not as they should be.

@@ -17,7 +17,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from specache_compile.bench.keys import asks_of
-from specache_compile.bench.measure import Plan, key_search
+from specache_compile.bench.measurements import BenchPlan, key_search
 from specache_compile.bench.results import Results
 from specache_compile.bench.table import draw
 from specache_compile.checkpoints.gguf import READERS, is_installed
@@ -26,7 +26,7 @@ from specache_compile.checkpoints.names import KNOWN
 from specache_compile.checkpoints.names import origin as checkpoint_origin
 from specache_compile.command_line.demo import CONTEXT, QUICK_CONTEXT
 from specache_compile.errors import SpecacheError
-from specache_compile.evaluation.command import load
+from specache_compile.evaluation.run_eval import load
 from specache_compile.evaluation.tasks.needle import CHAT_QUESTION, NEEDLE
 from specache_compile.evaluation.tasks.task import Ask, read_text
 from specache_compile.kernels.cpp.library import has_compiler
@@ -56,7 +56,7 @@ def run_demo(args: argparse.Namespace, command: Sequence[str]) -> None:
         model=checkpoint_origin(args.model) or args.model, dtype=dtype, lowering="eager" if why_eager else "inductor",
     )  # fmt: skip
     methods = list(METHODS)[:: 3 if args.quick else 1]
-    plan = Plan(
+    plan = BenchPlan(
         tuple(methods), ROUNDS, prompts=False, extend=0, profile=False, lowering=results.report["settings"]["lowering"],
         gguf=None, rate=0,
     )  # fmt: skip

@@ -27,7 +27,7 @@ from .plots import draw
 from .prefills import Prefills, caches_plainly
 from .provenance import config_hash, model_hash, provenance
 from .reader import Reader
-from .rows import Row, read_rows, sources
+from .result_rows import ResultRow, read_rows, sources
 from .runner import Runner
 from .settings import Setting, evicting_once, parse_setting, running, tokens_of_budget
 from .sharing import own_device, rank, shared_rows
@@ -169,7 +169,7 @@ def measure_missing(
     wanted = {keys[s, task, cell.name]: (s, task, cell) for s, task, cell in order}
     with tqdm(total=len(wanted), file=sys.stderr, desc="specache eval", unit="row", disable=rank() > 0) as bar:
 
-        def measured(key: str) -> Row:
+        def measured(key: str) -> ResultRow:
             setting, task, cell = wanted[key]
             if runner.prefills is not None:
                 runner.prefills.begin(f"{task} {cell.name}")
@@ -185,14 +185,14 @@ def measure_missing(
 
 def measure(
     runner: Runner, setting: Setting, task: str, cell: Cell, key: str, args: argparse.Namespace, line: str
-) -> Row:
+) -> ResultRow:
     """One row: the cell under the setting, compiled afresh."""
     torch.manual_seed(args.seed)
     start = time.perf_counter()
     with running(runner.model, setting, args.lowering):
         outcome: Outcome = cell.measure(runner)
         ratio = 1.0 if setting.options is None else kv_ratio(runner.model)
-    return Row(
+    return ResultRow(
         key=key, task=task, method=str(setting), cell=cell.name, context=cell.context, score=outcome.score,
         metric=outcome.metric, samples=outcome.samples, seed=args.seed, kv_ratio=ratio,
         seconds=round(time.perf_counter() - start, 2), detail=outcome.detail, provenance=line,
@@ -207,7 +207,7 @@ def kv_ratio(model: Any) -> float | None:
         return None
 
 
-def report(rows: Sequence[Row], args: argparse.Namespace) -> None:
+def report(rows: Sequence[ResultRow], args: argparse.Namespace) -> None:
     """Print the table; write table.txt, rows.csv, results.json and the pictures."""
     if not rows:
         return
@@ -220,7 +220,7 @@ def report(rows: Sequence[Row], args: argparse.Namespace) -> None:
     print(f"written: {', '.join(str(path) for path in written(args.out, made))}", file=sys.stderr)
 
 
-def pictures(rows: Sequence[Row], folder: Path) -> list[Path]:
+def pictures(rows: Sequence[ResultRow], folder: Path) -> list[Path]:
     try:
         return draw(rows, folder)
     except ImportError:
