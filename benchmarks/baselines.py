@@ -1,7 +1,7 @@
-"""The caches that specache is measured beside: Hugging Face's, and an fp8 one in the way of its static cache.
+"""The baseline caches of the GPU benchmarks: Hugging Face's caches, and a static cache in FP8.
 
-Each is made for its context and filled with random pairs. What needs a library or a device that is not there says so
-(`why_not`), and is left out of the table.
+Each cache is created for its context and filled with random pairs. `why_not` gives the reason if a baseline is
+unavailable; the tables leave it out.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
-"""Many requests at once: tokens a second of `sc.Batch` by the rows that say tokens together, and the rows that fit.
+"""Throughput of `sc.Batch` for several batch sizes, and how many sequences fit into memory.
 
-Each number of rows answers the same requests, prompts of lengths drawn log-normally around `--tokens`, all there from
-the beginning; rows of one are one request at a time. Beside it the rows of one length that run at once in the device
-bytes of some rows in 16 bits, computed and counted, and the host bytes for each byte on the device. On a CPU both lie
-in one memory, and a batch in 16 bits that fits is faster: what is won there is memory.
+    python benchmarks/batching.py    (eight minutes on two cores; --requests 4 --rows 1 4 is shorter)
 
-    python benchmarks/batching.py                                               smollm2-135m, eight minutes on two cores
-    python benchmarks/batching.py --model examples/needle-llama --tokens 80 --requests 4 --rows 1 4 --context 4096
+Each batch size gets the same prompts, with log-normal lengths around `--tokens`. The second table compares the number
+of sequences that fit with the number that fits in 16 bits, in the same device memory.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
-"""The wait before the first tokens: specache beside plain `torch.compile`, with empty caches and with full ones.
+"""Seconds to the first 8 tokens of a new process: specache and plain `torch.compile`, with empty and filled caches.
 
-Each figure is of a process of its own: a random-weight model of SmolLM2-135M's shape (30 layers, float32) generates 8
-tokens from a prompt of 100, compiled by its first call. Cold: Inductor's cache folder is new. Warm: it is the one that
-the cold run has filled; *traces kept*: so is the folder of SPECACHE_CACHE.
+    python benchmarks/cold_start.py    (--smoke: 4 thin layers, without compilation to C++)
 
-    python benchmarks/cold_start.py              into benchmarks/results/
-    python benchmarks/cold_start.py --smoke      4 thin layers, nothing compiled to C++, one run of each
+The model has SmolLM2-135M's shape and random weights in float32. Cold: Inductor's cache folder is empty. Warm: the cold
+run has filled it. *traces kept*: the folder of SPECACHE_CACHE is filled too.
 """
 
 from __future__ import annotations

@@ -1,19 +1,9 @@
-"""Every causal LM that the installed transformers has, tiny and random: what is rewritten, and are its tokens equal?
+"""Run a tiny random model of every causal LM of transformers: what is rewritten, and are the tokens equal?
 
-    python benchmarks/every_family.py                       all, half an hour; goes on where it was
-    python benchmarks/every_family.py --only llama gemma2   these, where --out does not have them
-    python benchmarks/every_family.py --again llama gemma2  these, whether it has them or not
-    python benchmarks/every_family.py --show                the table of what --out has; runs nothing
+    python benchmarks/every_family.py    (half an hour, resumable; --only or --again llama gemma2: some of them)
 
-A family is a class of causal LMs, named by the model type whose config it takes (benchmarks/tiny_families.py). Each has
-a process of its own:
-    uncompiled   a prompt of 70 random tokens and 12 greedy ones behind it, in float32
-    lossless     the same, compiled so that every pair is fetched: are the tokens equal, how far are the logits?
-    lossy        the same in 2 bits with 8 pairs fetched: are the logits finite?
-Attentions, lanes and reasons are read off the graphs of the first decode step, and of the prefill where that has none.
---out is a line of JSON a family, keyed by versions: Ctrl-C loses only the family that runs. docs/supported.md shows the
-rows of the newest versions there: `make tables` renews it. Exit status 1 if a token differs, a family fails, or nobody
-is told of what is not rewritten.
+Each family runs in a new process: uncompiled, lossless and lossy, with 70 prompt tokens and 12 greedy ones. `--out` has
+a JSON line for each family. Exit status 1: a token differs, a family fails, or a warning is missing.
 """
 
 from __future__ import annotations

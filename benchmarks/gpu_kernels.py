@@ -1,11 +1,9 @@
-"""Every Triton kernel's time, the bytes it moves a second, and its share of the limit measured in the same run.
+"""Time of every Triton kernel, its bytes per second, and its share of the measured bandwidth.
 
-Shapes are one layer of Llama-3-8B: 32 query heads, 8 KV heads of 128 channels, bfloat16, two lanes, k 64, R 64, g 64.
-The limit of a kernel is a copy within the device, or one from or to pinned memory for what crosses PCIe. Each kernel
-is first compared with the PyTorch code that defines its op.
+    python benchmarks/gpu_kernels.py    (--smoke: small shapes in Triton's interpreter; its figures mean nothing)
 
-    python benchmarks/gpu_kernels.py                 into benchmarks/results/gpu_kernels.json
-    python benchmarks/gpu_kernels.py --smoke         small, on any machine (Triton's interpreter): figures mean nothing
+Shapes are one layer of Llama-3-8B in bfloat16. The limit is a copy within the device, or over PCIe for kernels that
+access pinned memory. Each kernel is compared first with the PyTorch definition of its op.
 """
 
 from __future__ import annotations

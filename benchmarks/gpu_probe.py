@@ -1,10 +1,9 @@
-"""What the kernels take for granted of a GPU and its driver, and only the GPU can tell: a minute, before the rest.
+"""Check the kernels' assumptions about a GPU and its driver, in a minute.
 
-    python benchmarks/gpu_probe.py                into benchmarks/results/gpu_probe.json
-    python benchmarks/gpu_probe.py --smoke        small, on any machine; without a GPU what needs one is left out
+    python benchmarks/gpu_probe.py    (--smoke: small shapes; without a GPU, probes that need one are left out)
 
-Exit status 1 where something is not as it is taken for. In processes of their own, since an address that a kernel may
-not read ends everything in its process.
+Each probe runs in a new process, because an illegal memory access ends the process. Exit status 1: an assumption does
+not hold.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""A decode step of latent attention, absorbed, and with plain torch.compile, which projects the whole cache to every
-head's keys and values in each step. Both read Hugging Face's cache.
-
-Attention as in DeepSeek-V2-Lite and MiniCPM3, random weights, two layers of them, a small MLP. The floor is what the
-bytes of weights and cache take at the rate at which this machine reads a gigabyte.
+"""A decode step of latent attention: absorbed, and with plain torch.compile, which expands the whole cache.
 
     python benchmarks/latent_attention.py    (15 minutes; --contexts 1024 --dtypes float32 --rounds 2: a minute)
+
+The attentions are those of DeepSeek-V2-Lite and MiniCPM3, in two layers with random weights and a small MLP. The floor
+is the time to read the weights and the cache at this machine's bandwidth.
 """
 
 from __future__ import annotations

@@ -1,13 +1,9 @@
-"""A session that outlives its process: how long until the first token behind a saved context, and is it bit for bit the
-cache that it was?
+"""Seconds from a saved session to the first token in a new process, and whether the cache is bit for bit equal.
 
-A long context is read once and saved. Then process after process loads it, says one token, and saves: each beside the
-cold way, a process that reads the context anew. Seconds are counted from when the model is loaded, compiling included.
-The first restart traces what it says its token with, and keeps that (docs/warm.md); those after it trace nothing.
+    python benchmarks/restarts.py    (16,384 tokens; --tokens 1024 --restarts 100 looks for drift)
 
-    python benchmarks/restarts.py                                       16,384 tokens of SmolLM2; 4 restarts, 1 cold run
-    python benchmarks/restarts.py --tokens 1024 --restarts 100 --out build/100.json   does it drift?
-    python benchmarks/restarts.py --tokens 300 --restarts 2 --model examples/needle-llama --lowering eager   a minute
+One process prefills a context and saves it. Further processes load it, generate one token and save again. A cold
+process prefills the context instead. Seconds start after the model is loaded and include compilation.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
-"""A soak of the server: clients that come, leave and cancel for minutes, each answer beside the uncompiled model's.
+"""A soak test of the server: concurrent clients, each answer compared with the uncompiled model.
 
-A tiny random model is served in a lossless setting, in which every answer must be Hugging Face's. So many clients ask
-at once, streaming or not; their prompts begin alike, up to lengths at which groups, windows, pages and chunks end; some
-ask a second turn, some leave after a few pieces. Half way the server is killed and started anew on its folder. It ends
-with 1 at the first answer that differs, or where a request, its memory or its session is left when all have gone.
+    python benchmarks/serve_soak.py --minutes 10    (--clients 8; Ctrl-C ends it and prints the table)
 
-    python benchmarks/serve_soak.py --minutes 10             thirty-two clients; Ctrl-C ends it with the table so far
-    python benchmarks/serve_soak.py --minutes 1 --clients 8
+A tiny random model is served in a lossless setting. Prompts share prefixes; clients stream, continue or disconnect. The
+server is killed and restarted half way. Exit status 1: an answer differs, or memory is left at the end.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The operations of benchmarks/soak.py: calls of `generate`, and what is done to the caches of its pool.
+"""The operations of benchmarks/soak.py: calls of `generate`, and edits of the caches in its pool.
 
-Each draws what it does from the `random.Random` that it is given, compares every answer with the uncompiled model's,
-and returns how many tokens it compared; it raises a Difference where one is not the same.
+Each operation draws its parameters from the given `random.Random`, compares every answer with the uncompiled model,
+and returns the number of compared tokens. A difference raises Difference.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What benchmarks/soak.py keeps while it runs: both models, the caches alive, and what has been counted."""
+"""The state of benchmarks/soak.py: both models, the live caches and the counters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A tiny random model of each causal LM that transformers has, from its own config made small."""
+"""A tiny random model of each causal LM of transformers, from its config with small sizes."""
 
 from __future__ import annotations
 

@@ -1,10 +1,8 @@
-"""What the backend would do to well-known models, before owning the GPU: every figure is computed, not measured.
+"""Memory and decode speed of well-known models, computed without weights and without a GPU.
 
-    python examples/gallery.py                      the table: Llama-3-8B, Mistral-7B and Qwen3 shapes at 32k and 128k
-    python examples/gallery.py --save folder        and a report.html, a timeline.json and the whole text for each
-    python examples/gallery.py --plot gallery.png   ratio, traffic and predicted speed-up against context and k
-
-No weights are downloaded: a config of the model's shape is enough.
+    python examples/gallery.py                      a table of Llama-3-8B, Mistral-7B and Qwen3 at 32k and 128k tokens
+    python examples/gallery.py --save folder        also report.html, timeline.json and the text for each model
+    python examples/gallery.py --plot gallery.png   also a plot of ratio, traffic and speed-up
 """
 
 from __future__ import annotations

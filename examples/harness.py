@@ -1,13 +1,9 @@
-"""EleutherAI's lm-evaluation-harness drives a compiled model unchanged: a pass-key task made here, both ways.
+"""Run EleutherAI's lm-evaluation-harness on a compiled model: `pip install 'specache-compile[harness]'`.
 
-    pip install 'specache-compile[harness]'
-    python examples/harness.py                                    the shipped model, full cache and 1-bit SpeCache
-    python examples/harness.py --model PATH --tasks hellaswag     any checkpoint and the harness's own tasks
-    torchrun --nproc-per-node 2 examples/harness.py               its questions shared among ranks, by the harness
+    python examples/harness.py                                    the needle model, full cache and 1-bit SpeCache
+    python examples/harness.py --model PATH --tasks hellaswag     another checkpoint and tasks of the harness
 
-Only `lm.model.compile(backend="specache", ...)` stands between the two columns: the harness loads the model itself,
-since over several ranks it takes none that was made before. Tasks that are scored by likelihood are all prefill, which
-is attended exactly; those that generate show a method.
+Only `lm.model.compile(backend="specache", ...)` differs between the two columns.
 """
 
 from __future__ import annotations

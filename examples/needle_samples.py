@@ -1,7 +1,7 @@
-"""The pass-key task in bytes: one needle in a haystack of Python source, asked for at the end.
+"""The pass-key task in bytes: a key in Python source, and a question at the end.
 
-Token id = byte value. The haystack is the running interpreter's standard library; a tenth of its files is held out of
-training and is all that evaluation sees.
+A token id is a byte value. The source is the interpreter's standard library. A tenth of its files is excluded from
+training and used for evaluation only.
 """
 
 from __future__ import annotations

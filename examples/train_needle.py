@@ -1,7 +1,7 @@
-"""Train the small byte-level Llama that the demo asks for needles; `python examples/train_needle.py --help`.
+"""Train the small byte-level needle model; `python examples/train_needle.py --help`.
 
-Sequences are a mixture of pass-key prompts, repeated random bytes (they teach the model to copy) and plain
-source text. Lengths grow in stages up to 2,048 tokens. Interrupt it and run it again: it goes on from the last save.
+Sequences are pass-key prompts, repeated random bytes (they teach the model to copy) and source text. Lengths grow in
+stages up to 2,048 tokens. An interrupted run resumes from the last checkpoint.
 """
 
 from __future__ import annotations

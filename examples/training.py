@@ -1,7 +1,7 @@
-"""The training loop of the small byte-level model: stages of growing length, saved every 100 steps, resumable.
+"""The training loop of the needle model: stages of growing length, saved every 100 steps, resumable.
 
-A run is a function of its seed: batch number n is drawn from a generator seeded by (seed, n), so that an interrupted
-run that goes on from its last save sees the batches that it would have seen.
+A seed determines a run: the generator of batch n is seeded by (seed, n). A resumed run therefore draws the same
+batches.
 """
 
 from __future__ import annotations

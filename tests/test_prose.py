@@ -96,6 +96,12 @@ def test_of_a_module_only_its_docstrings_are_prose(tmp_path: Path) -> None:
     assert found(tmp_path, SOURCE, "module.py") == ['1: "says"', '20: "wants"']
 
 
+def test_the_indentation_of_a_docstring_is_that_of_its_quotes(tmp_path: Path) -> None:
+    source = f'class A:\n    """Run it.\n\n        python asked.py {LONG}\n    """\n'
+    assert found(tmp_path, source, "module.py") == []
+    assert len(found(tmp_path, source.replace("        python", "    python"), "module.py")) == 2
+
+
 def test_fields_are_sentences_apart(tmp_path: Path) -> None:
     fields = "\n".join(f"    field{number}: {' '.join(['word'] * 12)}" for number in range(4))
     assert found(tmp_path, f'"""Fields.\n\n{fields[4:]}\n"""\n', "module.py") == []

@@ -1,9 +1,9 @@
-"""Families split over ranks, compiled, against one process; started by torchrun on CPUs.
+"""Compare families split over ranks with one process, on CPUs.
 
     torchrun --nproc-per-node 4 tools/compare_ranks.py [FOLDER [CASE ...] [--faults]]
 
-A case is family:setting; without one, all. Each rank writes what it saw to FOLDER/RANK.json, as
-`tests/runtime/test_ranks.py` reads it, and prints it. Exits with 1 where tokens or bytes are not as they should be.
+A case is family:setting; the default is all cases. Each rank prints its results and writes them to FOLDER/RANK.json,
+which `tests/runtime/test_ranks.py` reads. Exit status 1: tokens or bytes differ.
 """
 
 from __future__ import annotations

@@ -1,17 +1,9 @@
-"""Compile every Triton kernel for sm_80 and sm_90, or for others; no GPU is needed.
+"""Compile every Triton kernel for sm_80 and sm_90 without a GPU, and print its registers, spills and shared memory.
 
-Prints a line for each: registers a thread, bytes that it spills of them, shared memory; and, for the low-bit tier's
-attention, the instructions (SASS) that its loop spends on one stored number (a channel of a key or a value), and the
-loads from memory that a turn waits for: those that the compiler has not made asynchronous; for the center's share, what
-it adds to those of a number, and all of its loads. Pointers and the strides of
-pairs are taken to be multiples of 16, and the mask to be contiguous, as a launch finds them. Exit status 1 where a
-kernel takes more shared memory than a supported GPU has for one. Then how attention is shared out on three GPUs, and
-the launches of a layer.
+    python tools/compile_kernels.py    (two minutes; --for=89,100,120: other devices; --only='1 bits, d 16': some shapes)
 
-    python tools/compile_kernels.py              every shape of every kernel for both, some two minutes
-    python tools/compile_kernels.py --in-turn    one shape for the one, the next for the other
-    python tools/compile_kernels.py --for=89,100,120    for others: a 4090 or an L4, a B200, a 5090
-    python tools/compile_kernels.py --only='1 bits, d 16'    the shapes whose label has these words
+For low-bit attention it also prints the instructions (SASS) per stored number and the synchronous loads of the loop.
+Exit status 1: a kernel exceeds the shared memory of a supported GPU.
 """
 
 from __future__ import annotations

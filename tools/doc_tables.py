@@ -1,12 +1,9 @@
-"""The tables of README.md and docs/*.md: each stands between two markers and is made here from the code, or from the
-results in benchmarks/results.
+"""Generate the tables of README.md and docs/*.md, each between two markers, from the code and benchmarks/results.
 
-    <!-- table: NAME -->
-    ...
-    <!-- end: NAME -->
+    python tools/doc_tables.py --check     exit status 1 if a table is out of date
+    python tools/doc_tables.py --write     write the tables and draw the demo's plot
 
-python tools/doc_tables.py --check     exit status 1 if one of them is another
-python tools/doc_tables.py --write     put them there, and draw the demo's picture
+The markers are <!-- table: NAME --> and <!-- end: NAME -->.
 """
 
 from __future__ import annotations

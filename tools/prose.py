@@ -8,7 +8,6 @@ from __future__ import annotations
 import ast
 import re
 import sys
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -114,8 +113,8 @@ def docstrings(source: str) -> Iterator[Lines]:
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             text = ast.get_docstring(node, clean=False)
             if text:
-                head, _, rest = text.partition("\n")
-                yield list(enumerate([head, *textwrap.dedent(rest).split("\n")], node.body[0].lineno))
+                margin = " " * node.body[0].col_offset
+                yield list(enumerate((line.removeprefix(margin) for line in text.split("\n")), node.body[0].lineno))
 
 
 def check(path: Path) -> list[str]:

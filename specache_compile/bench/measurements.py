@@ -25,7 +25,17 @@ from .floor import floor, synchronise, weight_bytes
 from .keys import answered
 from .llama_cpp import LLAMA_CPP, LlamaCpp
 from .profile import KERNELS_SHOW, PROFILED, profiled
-from .runners import COMPILED, Decoding, PrefilledContext, BenchRunner, can_extend, first_tokens, prefill, runner, twin_of
+from .runners import (
+    COMPILED,
+    BenchRunner,
+    Decoding,
+    PrefilledContext,
+    can_extend,
+    first_tokens,
+    prefill,
+    runner,
+    twin_of,
+)
 
 # Steps before the timed ones. They compile graphs, also for the lengths that follow.
 WARM_UP = 6
@@ -173,9 +183,14 @@ def add_shares(rows: Mapping[str, dict[str, Any]], runners: Mapping[str, BenchRu
 
 
 def steps_in_turn(
-    runners: Mapping[str, BenchRunner], device: torch.device, rounds: int, context: int, bar: tqdm, in_a_row: int = IN_A_ROW
+    runners: Mapping[str, BenchRunner],
+    device: torch.device,
+    rounds: int,
+    context: int,
+    bar: tqdm,
+    in_a_row: int = IN_A_ROW,
 ) -> dict[str, list[float]]:
-    """Milliseconds of each runner's steps. With turns, a busy second of the machine affects all runners alike."""
+    """Milliseconds of each runner's steps. Turns spread a busy second of the machine evenly."""
     steps: dict[str, list[float]] = {name: [] for name in runners}
     for number in range(rounds):
         bar.set_postfix_str(f"steps at {context:,} tokens, round {number + 1} of {rounds}")

@@ -1,12 +1,9 @@
-"""The time of a decode step, computed: its launches over three streams, one memory and one link, by events.
+"""The time of a decode step, simulated: launches over three streams, one memory and one link.
 
     main         ... score, select ─┐  low-bit values  ┌─ exact values, merge ... select ─┐ ...      │ join
     correction                      └─ gather ─────────┘                                  │          │
     copy         the last layers' gathers of the step before ...                          └─ gather ─┘
-
-Launches, streams, bytes and edges are those of the traced graph and its ops (`step_kernels.py`). A launch's other costs
-are estimates (`op_launches.py`): take a step to be right to some 30 %. The step is captured in a CUDA graph. It ends
-with its copies, and begins with the fetches of the last quarter of the layers (`deferred.py`).
+Edges come from the traced graph (`step_kernels.py`). Costs are estimates (`op_launches.py`), with an error of 30 %.
 """
 
 from __future__ import annotations
