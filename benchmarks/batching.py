@@ -66,8 +66,10 @@ def answered(model: Any, given: list[torch.Tensor], rows: int, args: argparse.Na
 
 
 def held(model: Any, args: argparse.Namespace) -> dict[str, Any]:
-    """Rows of `--context` tokens that run at once in the device bytes of `--full-rows` rows in 16 bits: computed, and
-    counted in a batch of that memory and of so many rows, of a model of the same shape in bfloat16, two layers deep."""
+    """How many rows of `--context` tokens fit into the device memory of `--full-rows` rows in 16 bits.
+
+    The number is computed, and counted in a batch of a model with two layers of the same shape in bfloat16.
+    """
     config = copy.deepcopy(model.config)
     config.num_hidden_layers = 2
     torch.manual_seed(0)
@@ -102,7 +104,7 @@ def held(model: Any, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """By rows that say tokens together: tokens a second, and what a row waits for its next token."""
+    """The table by number of rows: tokens per second, and the time between two tokens of a row."""
     first = rows[0]["tokens_per_second"]
     lines = [
         [

@@ -91,7 +91,7 @@ def measured(family: Family) -> dict[str, Any]:
             raise ValueError("its logits are not finite")
     except Exception as error:  # whatever a model raises that was never compiled is no finding about this backend
         return {"outcome": "not run", "why": shortened(error)}
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model, tokens, ours, watched = compiled(family, LOSSLESS)
     lanes, one_lane = lanes_of(model)
@@ -104,7 +104,7 @@ def measured(family: Family) -> dict[str, Any]:
         "largest difference": float((ours - logits).abs().max()) if same else None,
         "rewritten": rewritten, "attentions": rewritten + len(reasons), "reasons": list(dict.fromkeys(reasons)),
         "lanes": lanes, "one lane": one_lane,
-        "warned": any(issubclass(one.category, sc.SpecacheWarning) for one in told),
+        "warned": any(issubclass(one.category, sc.SpecacheWarning) for one in caught),
         "finite": bool(compiled(family, LOSSY)[2].isfinite().all()) if rewritten else None,
     }  # fmt: skip
 
@@ -124,13 +124,13 @@ def lanes_of(model: Any) -> tuple[int | None, str | None]:
 
 def shortened(error: BaseException) -> str:
     """An error in a line of a table."""
-    told = f"{type(error).__name__}: {' '.join(str(error).split())}"
-    return told if len(told) <= 160 else f"{told[:157]}..."
+    text = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return text if len(text) <= 160 else f"{text[:157]}..."
 
 
 def work(family: Family, answer: Any) -> None:
-    """In a process of its own: send a row, an error as one."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who runs all of them ends this one
+    """In a new process: send a row, or an error as a row."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process ends this one
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
@@ -205,25 +205,25 @@ def said(row: dict[str, Any]) -> str:
         return f"not run, since it does not run uncompiled: {row['why']}"
     if row["outcome"] == "failed":
         return f"failed: {row['why']}"
-    told = [*row["reasons"], *([f"one lane: {row['one lane']}"] if row["one lane"] else [])]
+    notes = [*row["reasons"], *([f"one lane: {row['one lane']}"] if row["one lane"] else [])]
     if not row["attentions"]:
-        told.append("no attention that keeps a cache was found")
+        notes.append("no attention that keeps a cache was found")
     if row["finite"] is False:
-        told.append("logits in 2 bits are not finite")
-    if is_untold(row):
-        told.append("nobody is warned")
-    return "; ".join(told)
+        notes.append("logits in 2 bits are not finite")
+    if is_unwarned(row):
+        notes.append("nobody is warned")
+    return "; ".join(notes)
 
 
-def is_untold(row: dict[str, Any]) -> bool:
-    """Whether something is not as in most families, and no warning said so."""
+def is_unwarned(row: dict[str, Any]) -> bool:
+    """Whether something is left alone or runs one lane without a warning."""
     return bool(row["reasons"] or row["one lane"]) and not row["warned"]
 
 
 def is_wrong(row: dict[str, Any]) -> bool:
-    """Whether a row says that something is to be mended."""
+    """Whether a row shows a fault."""
     return row["outcome"] == "failed" or (
-        row["outcome"] == "ran" and (row["equal"] < row["tokens"] or row["finite"] is False or is_untold(row))
+        row["outcome"] == "ran" and (row["equal"] < row["tokens"] or row["finite"] is False or is_unwarned(row))
     )
 
 

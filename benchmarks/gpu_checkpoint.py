@@ -46,8 +46,11 @@ def logits_behind(model: Any, ids: Tensor) -> Tensor:
 
 
 def compared(exact: Any, model: Any, ids: Tensor, expected: list[int], got: list[int]) -> dict[str, Any]:
-    """How many tokens are equal; where one is not, what lies between the two in float32 (`gap`), and the most by which
-    the uncompiled model's dtype moves a logit there (`rounding`)."""
+    """The number of equal tokens, and figures for the first different one.
+
+    gap: the difference of the two tokens' logits in float32.
+    rounding: the largest difference between a float32 logit and a logit in the model's dtype.
+    """
     equal = equal_tokens(got, expected)
     if equal == len(expected):
         return {"equal": equal, "holds": True}

@@ -69,7 +69,7 @@ class KernelSetting:
 
     @property
     def names(self) -> dict[str, Any]:
-        """What a row says of it."""
+        """The columns of a row that describe the setting."""
         layout = self.options.layout
         return {
             "bits": layout.key_bits, "value_bits": layout.value_bits, "rotated": layout.is_rotated,
@@ -138,7 +138,7 @@ class Inputs:
 
 
 def fill(state: LayerState, setting: KernelSetting, generator: torch.Generator) -> None:
-    """Random contents; the slots hold different tokens, and so do the wanted ones."""
+    """Fill with random contents; slots hold distinct tokens, and so does the selection."""
     for field, tensor in state.items():
         if tensor.dtype == torch.uint8:
             tensor.random_(0, 256 if field == "codes" else 120, generator=generator)  # scales are numbers then

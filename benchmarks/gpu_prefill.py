@@ -67,7 +67,7 @@ def measure(model: LlamaForCausalLM, method: str, context: int, repeats: int) ->
 
 
 def predicted_bytes(model: LlamaForCausalLM, method: str, context: int) -> int:
-    """What `explain` says that the prefill needs; of a plain model, with the whole cache on the device."""
+    """The prefill's peak memory as predicted by `explain`; for a plain model, with the whole cache on the device."""
     options = METHODS[method] or {"method": "full"}
     return sc.explain(model, context, 1, options).prefill_bytes
 

@@ -94,7 +94,7 @@ def ms(row: dict[str, Any] | None) -> tuple[str, str]:
 
 
 def at_most(row: dict[str, Any] | None, base: dict[str, Any] | None) -> tuple[str, ...]:
-    """What is told of a method's largest batch."""
+    """The cells for a method's largest batch."""
     if row is None:
         return ("",) * (len(HEADERS) - 3)
     return (

@@ -1,8 +1,8 @@
 """The quality tables. Each is one `specache eval`; benchmarks/results/quality/NAME has its results and command.
 
-    python benchmarks/quality.py                 every table; an interrupted run resumes
-    python benchmarks/quality.py k zero_point    some tables
-    python benchmarks/quality.py --list          print the commands
+python benchmarks/quality.py                 every table; an interrupted run resumes
+python benchmarks/quality.py k zero_point    some tables
+python benchmarks/quality.py --list          print the commands
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ def digest(cache: Any) -> str:
 
 @torch.no_grad()
 def child(args: argparse.Namespace) -> dict[str, Any]:
-    """One process: read the context, or load it; say a token; save. And what the cache held as it came and went."""
+    """One process: prefill or load the context, generate a token, save. Returns hashes of the cache."""
     torch.manual_seed(0)
     model, _ = load(args.model, "cpu", torch.float32)
     model.compile(backend="specache", options={"lowering": args.lowering})
@@ -73,7 +73,7 @@ def child(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def in_new_process(number: int, folder: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Process `number`; the first, 0, is the cold one. They have traces of their own, and others' compiled code."""
+    """Run process `number`; 0 is the cold one. The processes share a cache of compiled code."""
     command = [
         sys.executable, __file__, "--number", str(number), "--folder", f"{folder}/session", "--model", args.model,
         "--tokens", str(args.tokens), "--lowering", args.lowering,

@@ -46,18 +46,18 @@ Messages = list[dict[str, str]]
 
 @dataclass
 class Talk:
-    """Two questions, and what the uncompiled model says to each."""
+    """Two questions and the uncompiled model's answers."""
 
     messages: Messages
     expected: list[str] = field(default_factory=list)
 
     def until(self, turn: int) -> Messages:
-        """What is asked in a turn."""
+        """The messages of a turn's request."""
         return self.messages[: 1 + 2 * turn]
 
 
 class Server:
-    """`specache serve` in a process of its own, on one port and one folder, as often as it is started."""
+    """`specache serve` in a separate process, with the same port and folder at each start."""
 
     def __init__(self, checkpoint: Path, folder: Path, clients: int) -> None:
         with socket.socket() as free:

@@ -113,7 +113,7 @@ def run(soak: Soak, args: argparse.Namespace, bar: tqdm) -> None:
 
 
 def figures(soak: Soak, seconds: float, warned: list[str]) -> dict[str, int]:
-    """What is told of a soak beside its calls: what befell it, graphs, memory, lifetimes."""
+    """Further figures of a soak test: faults, graphs, memory, lifetimes."""
     graphs: Counter[str] = Counter()
     for model in (soak.twin, soak.assistant):
         record = find_record(model)

@@ -25,7 +25,7 @@ FILES = "https://files.pythonhosted.org/packages/"
 
 @dataclass(frozen=True)
 class Source:
-    """A source distribution, and which of its files are wanted: the groups of `notes` are their order."""
+    """A source distribution and a pattern of the selected files (`notes`), whose groups give their order."""
 
     name: str
     path: str

@@ -2,7 +2,7 @@
 
     python examples/gallery.py                      a table of Llama-3-8B, Mistral-7B and Qwen3 at 32k and 128k tokens
     python examples/gallery.py --save folder        also report.html, timeline.json and the text for each model
-    python examples/gallery.py --plot gallery.png   also a plot of ratio, traffic and speed-up
+`--plot gallery.png` adds a plot of ratio, traffic and speed-up.
 """
 
 from __future__ import annotations

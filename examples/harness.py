@@ -30,8 +30,10 @@ HERE = Path(__file__).parent
 
 
 def tokenizer_for(path: str) -> Any:
-    """A checkpoint's tokenizer, with an end and a padding, which the harness asks for. The shipped one has neither: its
-    byte 0 is in no text."""
+    """A checkpoint's tokenizer with an end and a padding token, which the harness requires.
+
+    The needle model's tokenizer has neither, so byte 0, which no text contains, is both.
+    """
     tokenizer = tokenizer_of(path)
     if tokenizer.eos_token is None:
         tokenizer.eos_token = tokenizer.pad_token = tokenizer.convert_ids_to_tokens(0)
@@ -39,7 +41,7 @@ def tokenizer_for(path: str) -> Any:
 
 
 def pass_keys(folder: Path, length: int, count: int, seed: int = 0) -> list[dict[str, Any]]:
-    """Two tasks of the harness over one local file: generate the key, and tell it from three others by likelihood."""
+    """Two tasks over one local file: generate the key, and select it from four keys by likelihood."""
     source, rng = library_source(held_out=True), random.Random(seed)
     records = []
     for i in range(count):

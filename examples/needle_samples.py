@@ -14,7 +14,7 @@ from specache_compile.evaluation.tasks.needle import ask
 
 @dataclass(frozen=True)
 class Sample:
-    """One question: `prompt` and the `answer` it wants, both as token ids (bytes)."""
+    """A question (`prompt`) and its `answer`, both as token ids (bytes)."""
 
     prompt: bytes
     answer: bytes

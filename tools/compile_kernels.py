@@ -1,6 +1,6 @@
 """Compile every Triton kernel for sm_80 and sm_90 without a GPU, and print its registers, spills and shared memory.
 
-    python tools/compile_kernels.py    (two minutes; --for=89,100,120: other devices; --only='1 bits, d 16': some shapes)
+    python tools/compile_kernels.py    (two minutes; --for=89,100,120: other devices; --only='1 bits': some shapes)
 
 For low-bit attention it also prints the instructions (SASS) per stored number and the synchronous loads of the loop.
 Exit status 1: a kernel exceeds the shared memory of a supported GPU.
@@ -147,8 +147,11 @@ def per_element(
     loop: Counter[str], warps: int, group: int, d: int, KEYS: bool = True, VALUES: bool = True, GROUPS: int = 1,
     STEP: int = 1, **_: Any,
 ) -> str:  # fmt: skip
-    """Instructions a stored number in the low-bit tier's loop, one turn of which is `group` keys and values, or those
-    of a half; and what the center's share adds to each, GROUPS groups a program, of STEP tokens each place."""
+    """Instructions per stored number in the low-bit tier's loop, and the instructions that the center's share adds.
+
+    One iteration of the loop processes `group` keys and values, or half of them. The center's share has GROUPS groups
+    per program and STEP tokens per position.
+    """
     elements = GROUPS * (KEYS + VALUES) * group * STEP * d / (32 * warps)
     spilled = loop["LDL"] + loop["STL"]
     return (
@@ -166,8 +169,10 @@ SAID = {select.keep_best: of_a_selection}
 
 
 def print_shares() -> None:
-    """How `attend` shares out the low-bit tier on three GPUs, for 8 KV heads of 128 channels, k 64, R 64, g 64, in one
-    launch; the halves of a corrected step have twice the slots."""
+    """Print how `attend` splits the low-bit tier over the programs of three GPUs.
+
+    The shape is 8 KV heads of 128 channels, k 64, R 64, g 64. The halves of a corrected step have twice the slots.
+    """
     shape = (decode.exact_blocks(64, 128, 4), 64)
     for device, slots in (("H200", 132 * 8), ("A100", 108 * 8), ("A6000", 84 * 5)):
         for context in (8192, 32768, 131072):

@@ -1,6 +1,6 @@
 """Print the sizes of the project: product lines, lines that compiling loads, test lines, and words of the docs.
 
-    python tools/count_lines.py
+python tools/count_lines.py
 """
 
 from __future__ import annotations

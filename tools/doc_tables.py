@@ -62,7 +62,7 @@ def load(path: str) -> Any:
     return json.loads((RESULTS / path).read_text())
 
 
-def told(thing: Any) -> str:
+def summary_of(thing: Any) -> str:
     """The first paragraph of a docstring, as one line without its full stop."""
     return " ".join((inspect.getdoc(thing) or "").split("\n\n")[0].split()).removesuffix(".")
 
@@ -133,7 +133,7 @@ IN_PYTHON = ("disable_passes", "inductor")
 
 
 def options() -> str:
-    """Each option: its default (and that of methods with another), what it accepts, who takes it, its help."""
+    """Each option: its default (and other defaults of single methods), accepted values, methods, and help."""
     rows = [("`method`", "`'specache'`", ", ".join(map(repr, every_method())), "all", "what is kept where: methods.md")]
     experiments: list[tuple[str, ...]] = []
     for name, takers in declared_options().items():
@@ -155,8 +155,7 @@ def options() -> str:
 
 
 def methods() -> str:
-    """Each method: its tiers on the device and on the host, the device's share of the cache as computed, and what its
-    file says of it."""
+    """Each method: the summary of its file, its tiers, and the computed share of the cache on the device."""
     rows = []
     for name, method in every_method().items():
         tiers = predicted_bytes(parse_options({"method": name}), SHAPE, 1, TOKENS)
@@ -166,7 +165,7 @@ def methods() -> str:
         source = POLICIES.get(name, method.options)
         rows.append(
             (
-                f"`{name}`", told(sys.modules[source.__module__]), ", ".join(device) or "–",
+                f"`{name}`", summary_of(sys.modules[source.__module__]), ", ".join(device) or "–",
                 "host" if "host" in used else "–", f"{share:.3f}",
             )
         )  # fmt: skip
@@ -207,13 +206,13 @@ def printed(program: str, results: str, name: str = "table", of: str = "rows") -
 
 
 def figures(name: str) -> str:
-    """The figures of a benchmark that has one row."""
+    """The figures of a benchmark with one row."""
     rows = [(what, f"{figure:,}") for what, figure in load(f"{name}.json").items() if what != "provenance"]
     return markdown(("", "measured"), rows, right=1)
 
 
 def gpu() -> str:
-    """What one day with a GPU has measured; a smoke run, or one on a simulated device, measures nothing."""
+    """The measurements of a GPU; a smoke run or a simulated device has none."""
     if not (RESULTS / "gpu_table.json").exists() or load("gpu_table.json")["no figures"] is not None:
         return "Nothing has been measured on a GPU yet."
     tables: str = load("gpu_table.json")["tables"]
@@ -221,7 +220,7 @@ def gpu() -> str:
 
 
 def gains() -> str:
-    """What fits on a card of 24 GB, and how fast all of it steps; computed."""
+    """The computed number of sequences on a 24 GB GPU, and their combined tokens per second."""
     names = {
         "16 bits": "16-bit cache",
         "fp8": "FP8 cache",
@@ -244,7 +243,7 @@ COMPUTED_ON = ("H100", "A100", "RTX 4090")
 
 
 def computed_steps() -> str:
-    """Steps of an 8B model on three of the devices that `explain` knows; computed."""
+    """Computed steps of an 8B model on three devices."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
     from computed_steps import HEADERS, table_of
 
@@ -261,18 +260,19 @@ def computed_steps() -> str:
 
 
 def quality(folder: str, task: str) -> str:
-    """One task of an evaluation that `make quality` keeps, as `specache eval` prints it."""
+    """One task of an evaluation of `make quality`, as `specache eval` prints it."""
     rows = [ResultRow(**row) for row in load(f"quality/{folder}/results.json")["rows"]]
     return fenced(results_table([row for row in rows if row.task == task]))
 
 
 def tasks() -> str:
-    """The tasks of `specache eval`, as their files say."""
-    return markdown(("task", ""), [(f"`{name}`", told(sys.modules[cells.__module__])) for name, cells in TASKS.items()])
+    """The tasks of `specache eval`, with the summaries of their files."""
+    rows = [(f"`{name}`", summary_of(sys.modules[cells.__module__])) for name, cells in TASKS.items()]
+    return markdown(("task", ""), rows)
 
 
 def devices() -> str:
-    """The devices that `explain` knows, from their data sheets."""
+    """The devices of `specache explain`, from their data sheets."""
     headers = ("device", "memory, GB/s", "PCIe one way, GB/s", "dense 16-bit TFLOP/s", "VRAM, GiB")
     rows = [
         (d.name, f"{d.hbm_gbps:g}", f"{d.pcie_gbps:g}", f"{d.tflops:g}", f"{d.vram_gib:g}") for d in DEVICES.values()
@@ -282,12 +282,12 @@ def devices() -> str:
 
 def passes() -> str:
     """The pipeline in its order."""
-    return markdown(("pass", ""), [(f"`{p.__name__}`", told(sys.modules[p.__module__])) for p in PIPELINE])
+    return markdown(("pass", ""), [(f"`{p.__name__}`", summary_of(sys.modules[p.__module__])) for p in PIPELINE])
 
 
 QUALITY = (("closeness", "closeness"), ("needles_smollm2", "needle"), ("needles_blind", "needle"))
-# Benchmarks whose results are one table.
-PRINTED = ("cold_start", "latents", "batching", "serve_load")
+# Benchmarks with one table.
+PRINTED = ("cold_start", "batching", "serve_load")
 GENERATORS: dict[str, Callable[[], str]] = {
     **{
         made.__name__: made
@@ -298,7 +298,8 @@ GENERATORS: dict[str, Callable[[], str]] = {
     },
     **{name: partial(printed, name, name) for name in PRINTED},
     "batching_fits": partial(printed, "batching", "batching", "fits_table", "fits"),
-    "verification": partial(printed, "verify", "verify"),
+    "latents": partial(printed, "latent_attention", "latents"),
+    "verification": partial(printed, "verify_drafts", "verify"),
     **{f"figures-{name}": partial(figures, name) for name in ("restarts", "serve")},
     **{f"quality-{folder}-{task}": partial(quality, folder, task) for folder, task in QUALITY},
     **{f"bench-{dtype}": partial(bench, dtype) for dtype in ("bfloat16", "float32")},
@@ -306,15 +307,14 @@ GENERATORS: dict[str, Callable[[], str]] = {
 
 
 def renewed(text: str) -> str:
-    """A page with each of its tables made anew; ValueError for a marker that is alone, or of a table that nobody
-    makes."""
+    """A page with current tables; ValueError for a marker without a partner or for an unknown table."""
     found = list(TABLE.finditer(text))
     markers = [f"<!-- {side}: {table['name']} -->" for table in found for side in ("table", "end")]
     if MARKER.findall(text) != markers:
-        raise ValueError("a marker is alone, or within another table")
+        raise ValueError("a marker has no partner, or is inside another table")
     for table in found:
         if table["name"] not in GENERATORS:
-            raise ValueError(f"nobody makes table {table['name']!r}; there are {', '.join(sorted(GENERATORS))}")
+            raise ValueError(f"unknown table {table['name']!r}; known tables are {', '.join(sorted(GENERATORS))}")
     return TABLE.sub(lambda table: between(table["name"], GENERATORS[table["name"]]()), text)
 
 
@@ -337,15 +337,15 @@ def main(arguments: Sequence[str] | None = None, pages: Sequence[Path] = PAGES) 
     for page in pages:
         text = page.read_text()
         try:
-            wanted = renewed(text)
+            current = renewed(text)
         except ValueError as error:
             print(f"{page.name}: {error}", file=sys.stderr)
             return 2
         used |= {table["name"] for table in TABLE.finditer(text)}
-        if args.write and wanted != text:
-            page.write_text(wanted)
-        elif wanted != text:
-            names = ", ".join(differing(text, wanted))
+        if args.write and current != text:
+            page.write_text(current)
+        elif current != text:
+            names = ", ".join(differing(text, current))
             print(f"{page.name}: out of date: {names}: python tools/doc_tables.py --write", file=sys.stderr)
             status = 1
     if args.write and tuple(pages) == PAGES:

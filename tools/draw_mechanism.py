@@ -1,6 +1,6 @@
 """Draw docs/mechanism.png: where pairs are stored, and when they are copied.
 
-    python tools/draw_mechanism.py
+python tools/draw_mechanism.py
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from .tasks import NO_QUESTION
 from .tasks.long import first_difference
 from .tasks.perplexity import RECENT
 
-# Below this share of right answers by the uncompiled model a cell says nothing about a cache.
+# A cell is no evidence about a cache if the uncompiled model has a smaller share of right answers.
 GATE = 0.8
 MARK = "*"
 FAILED = f"{MARK} the uncompiled model itself is right in less than {GATE:.0%}: in no mean, and evidence of nothing"
@@ -44,8 +44,11 @@ def aligned(lines: Sequence[Sequence[str | None]], headers: Sequence[str]) -> st
 
 
 def kinds_table(rows: Sequence[ResultRow]) -> str:
-    """Rows with `kinds`, a line for each method and cell: per kind the KL ± its 95 % interval and the top-1 agreement;
-    last, the KL's paired difference to the last method's on forced text."""
+    """The table of rows with `kinds`: a line for each method and cell.
+
+    Each kind has its KL ± 95 % interval and top-1 agreement. The last column is the KL's paired difference to the last
+    method on forced text.
+    """
     kinds = list(rows[0].detail["kinds"])
     last = {row.cell: row for row in rows}
     lines = []
@@ -71,10 +74,10 @@ def difference(row: ResultRow, other: ResultRow) -> str:
 
 
 def long_table(rows: Sequence[ResultRow]) -> str:
-    """Own texts, a line for each method and cell.
+    """The table of a method's own texts: a line for each method and cell.
 
-    KL ± its 95 % interval over texts; the KL of the first and of the last stretch; the median place where a text first
-    differs from the uncompiled model's (`none` where most never do); the share of repeated phrases; the length.
+    The columns are the KL ± 95 % interval over texts, the KL of the first and the last stretch, the median position of
+    the first different token, repeated phrases, and the length.
     """
     full = {row.cell: row for row in rows if row.method == UNCOMPILED}
     lines = []
@@ -84,14 +87,14 @@ def long_table(rows: Sequence[ResultRow]) -> str:
         first, last = (shown_kl[place] for place in (min(shown_kl, key=int), max(shown_kl, key=int)))
         kl = f"{row.score:.4f} ± {interval([one['kl'] for one in each]):.4f}"
         again, length = (statistics.fmean(one[name] for one in each) for name in ("repeated", "length"))
-        told = (first, last, differs_at(row, full.get(row.cell)), f"{again:.1%}", f"{length:,.0f}")
-        lines.append([row.method, row.cell, shown_ratio(row), kl, *told])
+        others = (first, last, differs_at(row, full.get(row.cell)), f"{again:.1%}", f"{length:,.0f}")
+        lines.append([row.method, row.cell, shown_ratio(row), kl, *others])
     names = ("KL", "first stretch", "last stretch", "differs at", "repeated", "length")
     return aligned(lines, [rows[0].task, "context", "device KV", *names])
 
 
 def differs_at(row: ResultRow, full: ResultRow | None) -> str:
-    """The median place at which a row's texts leave the uncompiled model's."""
+    """The median position at which a row's texts first differ from the uncompiled model's; `none` if most never do."""
     if full is None or full is row or full.samples != row.samples:
         return ""
     pairs = zip(row.detail["each"], full.detail["each"], strict=True)

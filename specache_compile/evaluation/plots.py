@@ -1,4 +1,4 @@
-"""The pictures of an evaluation: depth × length, score against position, score against device KV.
+"""The plots of an evaluation: depth × length, score against position, score against device KV.
 
 Each has its provenance in one line at the bottom.
 """
@@ -21,7 +21,7 @@ MARKERS = "os^Dv"
 
 
 def draw(rows: Sequence[ResultRow], folder: Path) -> list[Path]:
-    """Every picture that these rows allow; their paths. Needs matplotlib."""
+    """Draw all plots that the rows allow, and return their paths. Requires matplotlib."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -127,8 +127,10 @@ def against_kv(rows: Sequence[ResultRow]) -> Any:
 
 
 def distance(rows: Sequence[ResultRow]) -> Any:
-    """KL to the full cache against the device's share of the full cache's bytes: a panel for each kind of continuation,
-    a line over the bits of each method (and length)."""
+    """A plot of the KL to the full cache against the device's share of the full cache's bytes.
+
+    It has a panel for each kind of continuation, and a line over the bits for each method and length.
+    """
     import matplotlib.pyplot as plt
 
     kinds = list(rows[0].detail["kinds"])

@@ -67,15 +67,14 @@ def explain(
 
     Nothing is measured.
 
-    model: a PreTrainedModel (its weights are not touched), its config, or a path to either's folder or config.json.
+    model: a PreTrainedModel (its weights are not read), its config, or a path to a checkpoint folder or config.json.
     device: a name from `devices.DEVICES`, or a `Device`; A100 if not given.
     host_gib: host memory for the host tier.
-    reuse: share of the selected pairs that are in the slots already (0: all must travel; None: as measured with as many
-    lanes).
-    corrected: share that a correction must still bring (None: as measured with as many lanes).
-    accepted: chance that a drafted token is right (option verify).
-    ranks: explain one of so many ranks that the model is split over (tensor parallel). Each rank has a device and a
-    link of its own; all share host_gib. The time of collectives is left out.
+    reuse: share of the selected pairs that are in the slots already; 0: all are copied; None: the measured share.
+    corrected: share of the slots that a correction fetches; None: the measured share.
+    accepted: probability that a drafted token is accepted (option verify).
+    ranks: the number of tensor-parallel ranks; one of them is explained. Each rank has a separate device and link; all
+    share host_gib. The time of collectives is left out.
     """
     parsed = replace(parse_options(options), lowering="eager")
     if prompt_length < min_context(parsed, torch.device("meta")):
@@ -93,8 +92,8 @@ def explain(
     captured: list[Captured] = []
     rewrites: list[Rewrites] = []
     unlimited = replace(parsed, host_memory=NO_LIMIT) if isinstance(parsed, HostOptions) else parsed
-    # A process may explain many models, each by compiling the same code of Hugging Face's. The explanation must not
-    # depend on the lengths that this code has met before.
+    # A process may explain many models, each by compiling the same code of Hugging Face. The explanation must not
+    # depend on the lengths of earlier calls.
     with (
         torch._dynamo.config.patch(
             recompile_limit=1024, accumulated_recompile_limit=4096, automatic_dynamic_shapes=False

@@ -1,8 +1,8 @@
 """One layer of a graph as Python that a reader can follow.
 
-`rows_of` gives the nodes of a graph's text. Here weights get the names that they have in the layer, nodes that are used
-once stand where they are used, and what changes nothing is left out: casts to the same dtype, and arguments at their
-defaults. Arguments of tier ops have their names. The text is to be read, not run.
+`rows_of` gives the nodes of a graph's text. Here weights have their names in the layer, and a node that is used once is
+inlined. Casts to the same dtype and arguments with default values are left out. Arguments of tier ops have their names.
+The text is for reading; it does not run.
 """
 
 from __future__ import annotations

@@ -101,11 +101,11 @@ def test_an_interruption_loses_no_finished_row_and_the_same_command_goes_on(
 
 def test_other_defaults_are_another_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """And an option that is off, as those are that a later version brings, is none."""
-    now = parse_setting("specache").in_force
+    now = parse_setting("specache").effective
     assert now["sink_tokens"] == 4
-    assert parse_setting("specache:sink_tokens=4").in_force == now
-    assert parse_setting("specache:sink_tokens=0").in_force == {k: v for k, v in now.items() if k != "sink_tokens"}
-    assert parse_setting("uncompiled").in_force == {}
+    assert parse_setting("specache:sink_tokens=4").effective == now
+    assert parse_setting("specache:sink_tokens=0").effective == {k: v for k, v in now.items() if k != "sink_tokens"}
+    assert parse_setting("uncompiled").effective == {}
 
 
 def test_a_model_is_its_configuration_and_its_chat_template_too() -> None:

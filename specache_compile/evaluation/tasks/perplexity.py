@@ -1,8 +1,8 @@
 """Perplexity by position over text, each token fed through the cache as a decode step.
 
 A window's last tokens are measured; the tokens before them are the prefill. Its attention is exact, except under an
-eviction policy whose `eviction_block` is not "prompt". A text whose next token does not depend on distant ones says
-nothing about a cache, so the uncompiled model is also measured behind the last 256 tokens alone.
+eviction policy whose `eviction_block` is not "prompt". A text whose next token does not depend on distant ones is no
+evidence about a cache, so the uncompiled model is also measured with the last 256 tokens alone.
 """
 
 from __future__ import annotations

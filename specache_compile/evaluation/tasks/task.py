@@ -46,8 +46,10 @@ class Bench:
         return [token for path in self.texts for token in self.reader.encode(read_text(path))]
 
     def windows_apart(self, length: int) -> list[list[int]]:
-        """`samples` windows of `length` tokens, one from each of as many equal parts of the text. None overlaps
-        another, or a warning says that the text is too short: intervals need independent windows."""
+        """`samples` windows of `length` tokens, one from each of as many equal parts of the text.
+
+        Intervals require independent windows, so there is a warning if the text is too short for disjoint windows.
+        """
         rng, begin = random.Random(f"{self.seed}/{length}"), self.reader.begin()
         size, part = length - len(begin), len(self.haystack) / self.samples
         if size < 1:
@@ -126,9 +128,9 @@ Score = Callable[[str, str], float]
 
 
 def scored(runner: Runner, asks: Sequence[Ask], new_tokens: int, score: Score, metric: str, blind: bool) -> Outcome:
-    """Ask everything: the mean score, and each ask's own score with its tags.
+    """Run all questions: the mean score, and each question's score with its tags.
 
-    blind: read each context before its question.
+    blind: prefill each context before its question.
     """
     if blind:
         answers = runner.answers_apart([ask.apart for ask in asks], new_tokens)

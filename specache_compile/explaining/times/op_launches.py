@@ -75,9 +75,9 @@ class OpCall:
     """A tier op's call.
 
     arguments: by name, as traced.
-    load: the workload that is asked about.
-    site: its number.
-    overlapped: a correction's gather has a stream of its own, beside the low-bit share of `attend_scored`.
+    load: the workload to compute.
+    site: the number of the attention.
+    overlapped: whether a correction's gather runs on a separate stream, during the low-bit share of `attend_scored`.
     """
 
     arguments: Mapping[str, Any]
@@ -104,7 +104,7 @@ class OpCall:
         return self.load.options.low_bit_length(self.load.length)
 
     def cost(self, of: costs.CostOf) -> Cost:
-        """The cost for the rows that are asked about; it is proportional to them."""
+        """The cost for the rows of `load`; it is proportional to their number."""
         given = self.arguments.get("q", self.arguments.get("k"))
         traced = self.load.batch if given is None else size_of(given.shape[0])
         cost = of(self.arguments, replace(self.load, batch=traced), self.site)
@@ -181,7 +181,7 @@ def score_low_bit(call: OpCall) -> list[Kernel]:
 
 
 def attend_scored(call: OpCall) -> list[Kernel]:
-    """If overlapped, the pairs in 16 bits have a launch of their own, which waits for the gather."""
+    """If overlapped, the pairs in 16 bits have a separate launch, which waits for the gather."""
     cost, load = call.cost(costs.attend_scored), call.load
     exact = costs.exact_pairs(load.options, load.length)
     pairs = exact * call.heads * costs.pair_bytes(load.options, load.layers[call.site]).exact

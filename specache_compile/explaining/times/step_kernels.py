@@ -109,8 +109,10 @@ def kernels_of(traced: Traced, device: Device, length: int, batch: int, tiers: T
 
 
 def product(node: Node, traced: Workload, load: Workload) -> Kernel:
-    """A matrix product, an exact attention or an embedding for the rows that are asked about. Its weights are read
-    once; the rest is proportional to the rows."""
+    """A matrix product, an exact attention or an embedding for the rows of `load`.
+
+    Its weights are read once; all else is proportional to the rows.
+    """
     cost, rows = launch_cost(node, traced), load.batch / traced.batch
     name, inputs = operator_name(node), [value_of(argument) for argument in node.all_input_nodes]
     weights = 0.0 if name == "embedding" else float(sum(map(weight_bytes, node.all_input_nodes)))
