@@ -76,8 +76,8 @@ def difference(row: ResultRow, other: ResultRow) -> str:
 def long_table(rows: Sequence[ResultRow]) -> str:
     """The table of a method's own texts: a line for each method and cell.
 
-    The columns are the KL ± 95 % interval over texts, the KL of the first and the last stretch, the median position of
-    the first different token, repeated phrases, and the length.
+    Columns: KL ± 95 % interval over texts, KL of the first and the last stretch, the median position of
+    the first different token, repeated phrases and length.
     """
     full = {row.cell: row for row in rows if row.method == UNCOMPILED}
     lines = []
