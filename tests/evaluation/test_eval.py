@@ -310,7 +310,7 @@ def test_a_bad_setting_is_named(text: str) -> None:
         (("--methods", "lru"), "method 'lru': "),
         (("--methods", "specache:bits=3"), "option bits=3: accepted are"),
         (("--tasks", "perplexity", "--blind"), "task 'perplexity' asks no question that --blind could keep"),
-        (("--text", "/no/such/file"), "no text file /no/such/file"),
+        (("--text", "/no/such/file"), "--text /no/such/file: the file does not exist"),
         (("--text", MODEL + "/model.safetensors"), "is no UTF-8 text"),
         (("--lengths", "4000"), "needle 4000: 4,000 tokens, and the model's context is 2,304"),
         (("--lengths", "0"), "--lengths 0"),
