@@ -69,8 +69,8 @@ class WatchedCalls:
 def generate(model: Any, watched: WatchedCalls) -> tuple[Tensor, Tensor]:
     """Greedy tokens, and the logits before each."""
     ids = torch.randint(1, 128, (1, PROMPT), generator=torch.Generator().manual_seed(1))
-    asked = {"max_new_tokens": NEW, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), logits_processor=[watched.after_forward], **asked)
+    selected = {"max_new_tokens": NEW, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), logits_processor=[watched.after_forward], **selected)
     return out.sequences[0, PROMPT:], torch.stack(out.logits)
 
 
@@ -247,12 +247,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "every_family.jsonl")
     args = parser.parse_args(arguments)
     known = families()
-    asked = [*(args.only or []), *(args.again or [])] or list(known)
-    if unknown := [name for name in asked if name not in known]:
+    selected = [*(args.only or []), *(args.again or [])] or list(known)
+    if unknown := [name for name in selected if name not in known]:
         parser.error(f"no family {unknown[0]!r}; there are {', '.join(known)}")
     args.out.parent.mkdir(parents=True, exist_ok=True)
     done = kept(args.out)
-    todo = [n for n in asked if n in (args.again or []) or (n, *VERSIONS.values()) not in done]
+    todo = [n for n in selected if n in (args.again or []) or (n, *VERSIONS.values()) not in done]
     with contextlib.suppress(KeyboardInterrupt):
         for name in tqdm([] if args.show else todo, file=sys.stderr, unit="family"):
             start = time.perf_counter()

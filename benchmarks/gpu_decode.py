@@ -277,20 +277,20 @@ def measure(model: LlamaForCausalLM, case: Case, batch: int, args: argparse.Name
     device = model.device
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    asked = requires_graphs(case, args.mode, device)
+    required = requires_graphs(case, args.mode, device)
     counters["inductor"].clear()
     with as_it_is_called(case, device), warnings.catch_warnings(record=True) as logged:
         warnings.simplefilter("always")
         decoder = Decoder(model, case, batch, args.mode, round(args.host_gib * GIB))
         for _ in range(args.warm_up):
             decoder.step()
-        if asked:
+        if required:
             check_captured(decoder, [str(warning.message) for warning in logged])
         before = sc.stats(decoder.model) if case.method in SPECACHE else None
         ms = milliseconds(lambda i: decoder.step(), device, args.steps)
     for message in dict.fromkeys(str(w.message) for w in logged if issubclass(w.category, UserWarning)):
         tqdm.write(f"{case.method}: {message}", file=sys.stderr)
-    row: dict[str, Any] = {"batch": batch, "ms": ms, "tokens/s": 1e3 * batch / ms, "captured": asked}
+    row: dict[str, Any] = {"batch": batch, "ms": ms, "tokens/s": 1e3 * batch / ms, "captured": required}
     if case.method in STREAMED:
         row["bytes to device"] = round(case.context * batch * sum(pair_bytes(FULL, x) for x in shapes_of(model)))
     if device.type == "cuda":
@@ -298,7 +298,7 @@ def measure(model: LlamaForCausalLM, case: Case, batch: int, args: argparse.Name
     if before is not None:
         after = sc.stats(decoder.model)
         steps = after.decodes - before.decodes
-        if asked and after.replays - before.replays != steps:
+        if required and after.replays - before.replays != steps:
             raise NotCaptured(f"{after.replays - before.replays} of {steps} steps were replays")
         row |= {
             "bytes to device": row.get("bytes to device", (after.bytes_to_device - before.bytes_to_device) / steps),

@@ -115,12 +115,12 @@ def warm(name: str, texts: Sequence[str], answer: int) -> None:
 
     with openai.OpenAI(base_url=f"http://127.0.0.1:{PORT}/v1", api_key="none", timeout=900) as client:
 
-        def ask(text: str) -> None:
+        def send(text: str) -> None:
             client.completions.create(model=name, prompt=text, max_tokens=answer, temperature=0)
 
-        ask(texts[0])
+        send(texts[0])
         with ThreadPoolExecutor(3) as threads:
-            list(threads.map(ask, texts[1:]))
+            list(threads.map(send, texts[1:]))
 
 
 def loaded(name: str, prompts: Path, tokens: int, args: argparse.Namespace) -> dict[str, Any]:

@@ -100,9 +100,9 @@ def talks_of(model: LlamaForCausalLM, folder: Path, seed: int) -> list[Talk]:
         for more in ("And then?", ""):
             text = tokenizer.apply_chat_template(talk.messages, tokenize=False)
             ids = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids
-            seen = torch.ones_like(ids)  # else it takes a token 0, which it may have said, for padding
-            said = model.generate(ids, attention_mask=seen, max_new_tokens=ANSWER, do_sample=False)[0, ids.shape[1] :]
-            talk.expected.append(tokenizer.decode(said))
+            seen = torch.ones_like(ids)  # otherwise a generated token 0 counts as padding
+            text = model.generate(ids, attention_mask=seen, max_new_tokens=ANSWER, do_sample=False)[0, ids.shape[1] :]
+            talk.expected.append(tokenizer.decode(text))
             answer = {"role": "assistant", "content": talk.expected[-1]}
             talk.messages += [answer, {"role": "user", "content": more}]
         talks.append(talk)
@@ -129,23 +129,28 @@ class ServerSoak:
             while time.monotonic() < self.ends and not self.failed.is_set():
                 talk = chance.choice(self.talks)
                 for turn in range(chance.choice((1, 1, 2))):
-                    if not self.ask(client, talk, turn, chance):
+                    if not self.send(client, talk, turn, chance):
                         break
                 time.sleep(chance.expovariate(2.0))
 
-    def ask(self, client: openai.OpenAI, talk: Talk, turn: int, chance: random.Random) -> bool:
+    def send(self, client: openai.OpenAI, talk: Talk, turn: int, chance: random.Random) -> bool:
         """One question; whether its whole answer came."""
-        ask: dict[str, Any] = {"model": self.name, "messages": talk.until(turn), "max_tokens": ANSWER, "temperature": 0}
+        request: dict[str, Any] = {
+            "model": self.name,
+            "messages": talk.until(turn),
+            "max_tokens": ANSWER,
+            "temperature": 0,
+        }
         leaves = chance.randrange(1, ANSWER) if chance.random() < 0.3 else None
         down = self.down.is_set()
         try:
             if leaves is None and chance.random() < 0.5:
-                said = client.chat.completions.create(**ask).choices[0].message.content or ""
+                text = client.chat.completions.create(**request).choices[0].message.content or ""
             else:
-                said, pieces = "", 0
-                with client.chat.completions.create(**ask, stream=True) as stream:
+                text, pieces = "", 0
+                with client.chat.completions.create(**request, stream=True) as stream:
                     for piece in stream:
-                        said += (piece.choices[0].delta.content or "") if piece.choices else ""
+                        text += (piece.choices[0].delta.content or "") if piece.choices else ""
                         pieces += 1
                         if pieces == leaves:
                             break
@@ -158,9 +163,9 @@ class ServerSoak:
             return False
         expected = talk.expected[turn]
         whole = leaves is None
-        if said != expected if whole else not expected.startswith(said):
+        if text != expected if whole else not expected.startswith(text):
             self.fail(
-                f"to {talk.until(turn)[-1]['content']!r} behind {talk.until(turn)[:-1]}: {said!r}, not {expected!r}"
+                f"to {talk.until(turn)[-1]['content']!r} behind {talk.until(turn)[:-1]}: {text!r}, not {expected!r}"
             )
         self.counts[f"turn {turn + 1}" if whole else "left by their clients"] += 1
         return whole
@@ -171,7 +176,7 @@ class ServerSoak:
 
 
 def run(soak: ServerSoak, args: argparse.Namespace) -> list[tuple[str, Any]]:
-    """Have the clients ask, and the server be killed half way; the table."""
+    """Run the clients, kill and restart the server half way, and return the table."""
     began = time.monotonic()
     clients = [threading.Thread(target=soak.client, args=(args.seed + n,), daemon=True) for n in range(args.clients)]
     for client in clients:

@@ -46,8 +46,8 @@ UNCOMPILED = "uncompiled"
 def generate(model: Any, ids: Tensor, tokens: int) -> tuple[list[int], float]:
     """`tokens` greedy tokens behind `ids` [1, n], and the seconds that they took, prefill included."""
     start = time.perf_counter()
-    asked = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False}
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), **asked)
+    arguments = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False}
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), **arguments)
     return out[0, ids.shape[1] :].tolist(), time.perf_counter() - start
 
 

@@ -76,7 +76,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("build/needle-llama"), help="folder of the resumable state")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--scale", type=float, default=1.0, help="multiply every stage's steps (0.01 for a dry run)")
-    parser.add_argument("--samples", type=int, default=100, help="pass keys asked at each length afterwards")
+    parser.add_argument("--samples", type=int, default=100, help="questions at each length after the training")
     args = parser.parse_args()
     torch.manual_seed(args.seed)
     source, held_out = library_source(held_out=False), library_source(held_out=True)

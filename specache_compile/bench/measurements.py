@@ -18,7 +18,7 @@ from tqdm import tqdm
 from specache_compile.evaluation.reader import Reader
 from specache_compile.evaluation.settings import UNCOMPILED
 from specache_compile.evaluation.tasks.needle import CHAT_ANSWER
-from specache_compile.evaluation.tasks.task import Ask
+from specache_compile.evaluation.tasks.task import Question
 from specache_compile.runtime.records import forget
 
 from .floor import floor, synchronise, weight_bytes
@@ -104,15 +104,17 @@ def cell(model: Any, context: int, batch: int, plan: BenchPlan, bar: tqdm) -> li
     return measured(model, [prefilled], plan, bar)
 
 
-def key_search(model: Any, reader: Reader, asks: Sequence[Ask], plan: BenchPlan, bar: tqdm) -> list[dict[str, Any]]:
+def key_search(
+    model: Any, reader: Reader, questions: Sequence[Question], plan: BenchPlan, bar: tqdm
+) -> list[dict[str, Any]]:
     """As `cell`, after the first prompt; each row also has the answers to all prompts ("keys")."""
     prefills = []
-    for number, ask in enumerate(asks, 1):
-        ids = torch.tensor([list(ask.prompt)], device=model.device)
-        name = f"prefill of prompt {number} of {len(asks)}"
+    for number, question in enumerate(questions, 1):
+        ids = torch.tensor([list(question.prompt)], device=model.device)
+        name = f"prefill of prompt {number} of {len(questions)}"
         prefills.append(prefill(model, ids, functools.partial(progress, bar, name)))
         bar.update()
-    return measured(model, prefills, plan, bar, lambda number, one: answered(asks[number], one, reader))
+    return measured(model, prefills, plan, bar, lambda number, one: answered(questions[number], one, reader))
 
 
 def progress(bar: tqdm, name: str, done: str) -> None:

@@ -17,7 +17,7 @@ from transformers import Qwen3NextConfig
 
 from conftest import greedy, tiny_llama
 from schema import Provenance, Step
-from specache_compile.bench.keys import asks_of
+from specache_compile.bench.keys import questions_of
 from specache_compile.bench.measurements import BenchPlan, key_search
 from specache_compile.bench.runners import check_name
 from specache_compile.bench.table import draw
@@ -96,23 +96,23 @@ def test_the_readmes_figures_are_of_the_machine_that_the_demo_names() -> None:
 
 
 def test_prompts_have_one_length_a_key_each_and_are_the_same_again() -> None:
-    asks = asks_of(Words(), Words().encode(TEXT), 500, (0.2, 0.8))
-    assert {len(ask.prompt) for ask in asks} == {500}
-    assert all(ask.answer.encode() in bytes(ask.prompt) for ask in asks)
-    assert asks == asks_of(Words(), Words().encode(TEXT), 500, (0.2, 0.8))
+    questions = questions_of(Words(), Words().encode(TEXT), 500, (0.2, 0.8))
+    assert {len(question.prompt) for question in questions} == {500}
+    assert all(question.answer.encode() in bytes(question.prompt) for question in questions)
+    assert questions == questions_of(Words(), Words().encode(TEXT), 500, (0.2, 0.8))
 
 
 def test_every_method_answers_as_from_the_whole_prompt_and_is_timed() -> None:
     model, reader = tiny_llama(), Words()
-    asks = asks_of(reader, reader.encode(TEXT), 600, (0.2, 0.8))
+    questions = questions_of(reader, reader.encode(TEXT), 600, (0.2, 0.8))
     methods = ("uncompiled", "specache:setting=paper,bits=16,top_k=1024", "specache")
     plan = BenchPlan(methods, 1, prompts=False, extend=0, profile=False, lowering="eager", gguf=None, rate=0)
-    with tqdm(total=len(asks) + 2 * len(methods) + 1, file=io.StringIO()) as bar:
-        rows = [Step.model_validate({"part": "step", **row}) for row in key_search(model, reader, asks, plan, bar)]
+    with tqdm(total=len(questions) + 2 * len(methods) + 1, file=io.StringIO()) as bar:
+        rows = [Step.model_validate({"part": "step", **row}) for row in key_search(model, reader, questions, plan, bar)]
         assert bar.n == bar.total
     full, lossless, ours = rows
-    for found, ask in zip(full.keys, asks, strict=True):
-        ids = torch.tensor([list(ask.prompt)])
+    for found, question in zip(full.keys, questions, strict=True):
+        ids = torch.tensor([list(question.prompt)])
         assert found.answer == reader.decode(greedy(tiny_llama(), ids, CHAT_ANSWER)[0, ids.shape[1] :].tolist()).strip()
     assert lossless.keys == full.keys
     assert full.of_16_bits == 1
@@ -198,7 +198,7 @@ def test_a_folder_that_cannot_be_written_to_is_an_error_before_the_model_is_load
 
 def test_a_model_that_cannot_be_measured_is_one_line() -> None:
     check_model(tiny_llama(max_position_embeddings=2064), 2000)
-    with pytest.raises(SpecacheError, match="context is 1,024 tokens; the demo needs 2,064"):
+    with pytest.raises(SpecacheError, match="context is 1,024 tokens; the demo requires 2,064"):
         check_model(tiny_llama(max_position_embeddings=1024), 2000)
     with pytest.raises(SpecacheError, match="one layer here is a LinearAttention"):
         check_model(SimpleNamespace(config=Qwen3NextConfig(num_hidden_layers=2)), 2000)

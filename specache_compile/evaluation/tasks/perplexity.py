@@ -22,7 +22,7 @@ from specache_compile.evaluation.runner import Runner, chunks, shown
 from .task import Bench, Cell, Outcome
 
 BUCKETS = 8
-MOST_STEPS = 128  # more windows tell more than more tokens of one
+MOST_STEPS = 128  # more windows are better than longer ones
 # Without the whole context the uncompiled model gets so many tokens, and up to a stride more: it reads a stride at
 # once.
 RECENT, STRIDE = 256, 64
@@ -60,9 +60,9 @@ def recent_nats(model: Any, ids: Tensor, begin: int) -> Tensor:
     return torch.cat(found, 1)
 
 
-def nats_of(logits: Tensor, wanted: Tensor) -> Tensor:
-    """Negative log likelihoods of `wanted` [rows, tokens] under logits [rows, tokens, vocabulary]; [rows, tokens]."""
-    return F.cross_entropy(logits.flatten(0, 1), wanted.flatten(), reduction="none").view(wanted.shape)
+def nats_of(logits: Tensor, targets: Tensor) -> Tensor:
+    """Negative log likelihoods of `targets` [rows, tokens] under logits [rows, tokens, vocabulary]; [rows, tokens]."""
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape)
 
 
 def measure(runner: Runner, rows: Sequence[Sequence[int]], begin: int = 0) -> Outcome:
