@@ -26,7 +26,7 @@ BUILD = "import setuptools.build_meta, sys; setuptools.build_meta.build_wheel(sy
 
 def output(*command: str | Path, cwd: Path) -> str:
     """What the command prints to stdout; it must succeed."""
-    ran = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=900, check=False)
+    ran = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=1800, check=False)
     assert ran.returncode == 0, ran.stderr
     return ran.stdout
 

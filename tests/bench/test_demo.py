@@ -200,7 +200,7 @@ def test_a_model_that_cannot_be_measured_is_one_line() -> None:
     check_model(tiny_llama(max_position_embeddings=2064), 2000)
     with pytest.raises(SpecacheError, match="context is 1,024 tokens; the demo requires 2,064"):
         check_model(tiny_llama(max_position_embeddings=1024), 2000)
-    with pytest.raises(SpecacheError, match="one layer here is a LinearAttention"):
+    with pytest.raises(SpecacheError, match="this model has a LinearAttention"):
         check_model(SimpleNamespace(config=Qwen3NextConfig(num_hidden_layers=2)), 2000)
 
 
