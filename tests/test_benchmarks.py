@@ -272,7 +272,7 @@ def test_a_day_with_a_gpu_is_one_command_that_goes_on_where_it_was(
     assert gpu.main(day) == gpu.DONE, "what is done is not done again"
     assert written.read_text() == "once "
     assert tables.read_text() == "table table ", "it is of what there is by then"
-    with pytest.raises(SpecacheError, match="smoke True, not False: give another file"):
+    with pytest.raises(SpecacheError, match="smoke True, not False; name another file"):
         gpu.Results(tmp_path / "summary.json", "benchmarks/gpu.py", torch.device("cpu"), resume=True, smoke=False)
 
 
@@ -364,7 +364,7 @@ def test_results_are_there_after_every_row_and_belong_to_one_device(
     assert (again.has(context=5), again.has(context=6)) == (True, False)
     assert not Results(out, "a benchmark", cpu, resume=False).rows
     monkeypatch.setattr(torch, "__version__", "0.0")
-    with pytest.raises(SpecacheError, match=r"torch .*, not 0\.0: give another file"):
+    with pytest.raises(SpecacheError, match=r"torch .*, not 0\.0; name another file"):
         Results(out, "a benchmark", cpu, resume=True)
 
 
