@@ -8,7 +8,7 @@ NEWEST := .venv-newest/bin
 comma := ,
 export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/build/inductor
 
-.PHONY: demo test test-all test-ranks test-oldest test-newest test-device lint tables bench quality train format clean
+.PHONY: demo test test-all test-ranks test-oldest test-newest test-device lint prose tables bench quality train format clean
 
 demo: .venv/demo           ## keys found, bytes and times of a real model, in one table and one picture
 	$(BIN)/specache demo --out build/demo
@@ -23,7 +23,7 @@ test-all: .venv/weights    ## everything: whole grids, benchmarks, examples, che
 	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST) -m '' $(TESTS)
 
 test-ranks: .venv/ready    ## six families over two and four ranks on the CPU, against one process (ten minutes on two cores)
-	for ranks in 2 4; do OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --nproc-per-node $$ranks tools/ranks.py || exit 1; done
+	for ranks in 2 4; do OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --nproc-per-node $$ranks tools/compare_ranks.py || exit 1; done
 
 test-oldest: export TORCHINDUCTOR_CACHE_DIR = $(CURDIR)/build/inductor-oldest
 test-oldest: .venv-oldest/ready  ## the suite on the oldest versions, or a part: TESTS="tests/passes/test_passes.py -k speculate"
@@ -41,13 +41,20 @@ ON_DEVICE = OMP_NUM_THREADS=1 $(OLDEST)/python tests/device/run.py --device $(or
 test-device: .venv-oldest/ready  ## the CUDA side on a simulated GPU, or a part: TESTS=tests/device DEVICE=rtx4090; MARKS=gpu: all of it
 	$(ON_DEVICE) -m '$(or $(MARKS),gpu and not slow)' $(or $(TESTS),$(DEVICE_TESTS))
 
-lint: .venv/ready          ## style, formatting, types, the tables of the docs
+# Pages and folders whose sentences `make lint` checks; without names, tools/prose.py checks everything.
+PROSE := CHANGELOG.md docs/bench.md docs/options.md docs/verification.md docs/warm.md benchmarks examples tools \
+  $(addprefix specache_compile/,bench demo evaluation explaining command_line)
+
+lint: .venv/ready prose    ## style, formatting, types, the tables of the docs, the prose
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	rm -rf build/installed build/lib && $(BIN)/pip install -q --no-deps --no-build-isolation --target build/installed .
 	cd build/installed && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p specache_compile
 	$(BIN)/python tools/doc_tables.py --check
 	$(BIN)/python tools/notebook.py --check
+
+prose: .venv/ready         ## the prose alone
+	$(BIN)/python tools/prose.py $(PROSE)
 
 tables: .venv/ready        ## the tables of README.md and docs/, from the code and the results, and their pictures
 	$(BIN)/python tools/doc_tables.py --write

@@ -1,7 +1,7 @@
-"""The caches that specache is measured beside: Hugging Face's, and an fp8 one in the way of its static cache.
+"""The baseline caches of the GPU benchmarks: Hugging Face's caches, and a static cache in FP8.
 
-Each is made for its context and filled with random pairs. What needs a library or a device that is not there says so
-(`why_not`), and is left out of the table.
+Each cache is created for its context and filled with random pairs. `why_not` gives the reason if a baseline is
+unavailable; the tables leave it out.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, LlamaConfig, QuantizedCache, StaticCache
 from transformers.cache_utils import StaticLayer
 
-from specache_compile.bench import ways
+from specache_compile.bench import runners
 from specache_compile.methods.field import LayerShape
 
 FULL, OFFLOADED, STATIC = "HF DynamicCache", "HF DynamicCache, offloaded", "HF StaticCache, compiled"
 FP8 = "fp8 StaticCache, compiled"
-# They dequantise the whole cache in every step, layer by layer.
+# They dequantise the whole cache in every step, one layer at a time.
 QUANTIZED: dict[str, dict[str, Any]] = {
-    f"HF QuantizedCache, {name}": ways.QUANTIZED[way]
-    for name, way in (("quanto 2-bit", "quanto-2bit"), ("hqq 2-bit", "hqq-2bit"), ("fp8", "hf-fp8"))
+    f"HF QuantizedCache, {name}": runners.QUANTIZED[key]
+    for name, key in (("quanto 2-bit", "quanto-2bit"), ("hqq 2-bit", "hqq-2bit"), ("fp8", "hf-fp8"))
 }
 KIVI = "KIVI's own kernels"
 BASELINES = [FULL, OFFLOADED, STATIC, FP8, *QUANTIZED, KIVI]
@@ -29,11 +29,11 @@ COMPILED = (STATIC, FP8)
 
 
 def why_not(method: str, config: LlamaConfig, device: torch.device) -> str | None:
-    """Why a baseline cannot run here; None where it can."""
+    """The reason why a baseline is unavailable; None if it is available."""
     if method == KIVI:
-        return "a CUDA extension to build from KIVI's repository, with models of its own"
+        return "KIVI's CUDA extension must be built from its repository, and requires its model classes"
     if method == OFFLOADED and device.type != "cuda":
-        return "Hugging Face's offloading needs a GPU"
+        return "Hugging Face's offloading requires a GPU"
     if method == FP8 and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
         return "Triton converts to e4m3 from compute capability 8.9 on"
     if method in QUANTIZED:
@@ -45,7 +45,7 @@ def why_not(method: str, config: LlamaConfig, device: torch.device) -> str | Non
 
 
 def pair_bytes(method: str, layer: LayerShape) -> float:
-    """Bytes that a token's keys and values have in one layer's cache."""
+    """Bytes of a token's keys and values in one layer's cache."""
     elements = 2 * layer.heads * layer.head_dim
     if method == FP8 or QUANTIZED.get(method, {}).get("backend") == "fp8":
         return elements
@@ -55,14 +55,14 @@ def pair_bytes(method: str, layer: LayerShape) -> float:
 
 
 def layers_at_once(method: str) -> int:
-    """Layers of which all pairs are on the device in 16 bits for a moment, beside what is cached."""
+    """The number of layers with a temporary 16-bit copy of all pairs on the device."""
     return 2 if method == OFFLOADED else int(method == FP8 or method in QUANTIZED)
 
 
 class Fp8StaticLayer(StaticLayer):
-    """Keys and values in e4m3, with the scale 1, and back in 16 bits for SDPA, which knows no other.
+    """Keys and values in e4m3 with a scale of 1, converted back to 16 bits for SDPA.
 
-    The codes are bytes to the static layer: neither index_copy_ nor a static address needs to know what they mean.
+    The static layer stores the codes as bytes.
     """
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:

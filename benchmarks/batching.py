@@ -1,12 +1,9 @@
-"""Many requests at once: tokens a second of `sc.Batch` by the rows that say tokens together, and the rows that fit.
+"""Throughput of `sc.Batch` for several batch sizes, and how many sequences fit into memory.
 
-Each number of rows answers the same requests, prompts of lengths drawn log-normally around `--tokens`, all there from
-the beginning; rows of one are one request at a time. Beside it the rows of one length that run at once in the device
-bytes of some rows in 16 bits, computed and counted, and the host bytes for each byte on the device. On a CPU both lie
-in one memory, and a batch in 16 bits that fits is faster: what is won there is memory.
+    python benchmarks/batching.py    (eight minutes on two cores; --requests 4 --rows 1 4 is shorter)
 
-    python benchmarks/batching.py                                               smollm2-135m, eight minutes on two cores
-    python benchmarks/batching.py --model examples/needle-llama --tokens 80 --requests 4 --rows 1 4 --context 4096
+Each batch size gets the same prompts, with log-normal lengths around `--tokens`. The second table compares the number
+of sequences that fit with the number that fits in 16 bits, in the same device memory.
 """
 
 from __future__ import annotations
@@ -28,7 +25,7 @@ from tqdm import tqdm
 import specache_compile as sc
 from specache_compile.batching.request import Request
 from specache_compile.bench.results import provenance
-from specache_compile.evaluation.command import load
+from specache_compile.evaluation.run_eval import load
 from specache_compile.runtime.state import device_total, full_cache_bytes, predicted_bytes
 
 # Of lengths' logarithms, as the traffic of chats has it.
@@ -69,8 +66,10 @@ def answered(model: Any, given: list[torch.Tensor], rows: int, args: argparse.Na
 
 
 def held(model: Any, args: argparse.Namespace) -> dict[str, Any]:
-    """Rows of `--context` tokens that run at once in the device bytes of `--full-rows` rows in 16 bits: computed, and
-    counted in a batch of that memory and of so many rows, of a model of the same shape in bfloat16, two layers deep."""
+    """How many rows of `--context` tokens fit into the device memory of `--full-rows` rows in 16 bits.
+
+    The number is computed, and counted in a batch of a model with two layers of the same shape in bfloat16.
+    """
     config = copy.deepcopy(model.config)
     config.num_hidden_layers = 2
     torch.manual_seed(0)
@@ -105,7 +104,7 @@ def held(model: Any, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """By rows that say tokens together: tokens a second, and what a row waits for its next token."""
+    """The table by number of rows: tokens per second, and the time between two tokens of a row."""
     first = rows[0]["tokens_per_second"]
     lines = [
         [

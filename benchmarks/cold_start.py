@@ -1,11 +1,9 @@
-"""The wait before the first tokens: specache beside plain `torch.compile`, with empty caches and with full ones.
+"""Seconds to the first 8 tokens of a new process: specache and plain `torch.compile`, with empty and filled caches.
 
-Each figure is of a process of its own: a random-weight model of SmolLM2-135M's shape (30 layers, float32) generates 8
-tokens from a prompt of 100, compiled by its first call. Cold: Inductor's cache folder is new. Warm: it is the one that
-the cold run has filled; *traces kept*: so is the folder of SPECACHE_CACHE.
+    python benchmarks/cold_start.py    (--smoke: 4 thin layers, without compilation to C++)
 
-    python benchmarks/cold_start.py              into benchmarks/results/
-    python benchmarks/cold_start.py --smoke      4 thin layers, nothing compiled to C++, one run of each
+The model has SmolLM2-135M's shape and random weights in float32. Cold: Inductor's cache folder is empty. Warm: the cold
+run has filled it. *traces kept*: the folder of SPECACHE_CACHE is filled too.
 """
 
 from __future__ import annotations
@@ -42,7 +40,7 @@ THIN = {
     "vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2, "num_key_value_heads": 1,
     "head_dim": 32,
 }  # fmt: skip
-WAYS: dict[str, dict[str, Any]] = {"torch.compile": {}, "specache": {"backend": "specache"}}
+BACKENDS: dict[str, dict[str, Any]] = {"torch.compile": {}, "specache": {"backend": "specache"}}
 # The same ways into nothing, for a smoke run: Dynamo and the passes, but no C++.
 SMOKE: dict[str, dict[str, Any]] = {
     "torch.compile": {"backend": "eager"},
@@ -60,7 +58,7 @@ def run_case(name: str, layers: int, smoke: bool) -> dict[str, float]:
     config = LlamaConfig(**{**SMOLLM2, **(THIN if smoke else {}), "num_hidden_layers": layers})
     model = LlamaForCausalLM(config).eval()
     ids = torch.randint(0, config.vocab_size, (1, PROMPT))
-    model.compile(**(SMOKE if smoke else WAYS)[name])
+    model.compile(**(SMOKE if smoke else BACKENDS)[name])
     lowered = timed_lowering()
     seconds = time_of(lambda: model.generate(ids, max_new_tokens=NEW, do_sample=False))
     times = torch._dynamo.utils.compilation_time_metrics
@@ -95,9 +93,9 @@ def time_of(run: Callable[[], object]) -> float:
 
 
 def in_new_process(name: str, cache: str, args: argparse.Namespace) -> dict[str, float]:
-    """`run_case` in a process of its own, over this folder of caches; of the way KEPT one of traces too."""
-    way = "specache" if name == KEPT else name
-    command = [sys.executable, __file__, "--case", way, "--layers", str(args.layers), *(["--smoke"] * args.smoke)]
+    """`run_case` in a new process with this folder of caches; for KEPT also with a folder of traces."""
+    backend = "specache" if name == KEPT else name
+    command = [sys.executable, __file__, "--case", backend, "--layers", str(args.layers), *(["--smoke"] * args.smoke)]
     traces = f"{cache}/traces" if name == KEPT else ""
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache, "SPECACHE_CACHE": traces}
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
@@ -106,19 +104,18 @@ def in_new_process(name: str, cache: str, args: argparse.Namespace) -> dict[str,
 
 
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row for each way and state of the caches; one cold run, and as many warm ones as asked for, interleaved so that
-    a busy minute does not fall on one way alone."""
+    """A row for each backend and state of the caches. Interleaved runs spread a busy minute evenly."""
     rows: list[dict[str, Any]] = []
     with (
         contextlib.ExitStack() as stack,
-        tqdm(total=(len(WAYS) + 1) * (args.colds + args.warms), file=sys.stderr) as bar,
+        tqdm(total=(len(BACKENDS) + 1) * (args.colds + args.warms), file=sys.stderr) as bar,
     ):
         runs: dict[tuple[str, str], list[dict[str, float]]] = {
-            (n, s): [] for s in ("cold", "warm") for n in (*WAYS, KEPT)
+            (n, s): [] for s in ("cold", "warm") for n in (*BACKENDS, KEPT)
         }
         caches: dict[str, str] = {}
         for state, count in (("cold", args.colds), ("warm", args.warms)):
-            for _, name in itertools.product(range(count), (*WAYS, KEPT)):
+            for _, name in itertools.product(range(count), (*BACKENDS, KEPT)):
                 bar.set_postfix_str(f"{name}, {state}")
                 if state == "cold":
                     caches[name] = stack.enter_context(tempfile.TemporaryDirectory())
@@ -151,7 +148,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--colds", type=int, default=1, help="cold runs of each, the middle one counts (default: 1)")
     parser.add_argument("--warms", type=int, default=3, help="warm runs of each, the middle one counts (default: 3)")
     parser.add_argument("--smoke", action="store_true", help="a tiny model, no C++, one run of each")
-    parser.add_argument("--case", choices=list(WAYS), help=argparse.SUPPRESS)
+    parser.add_argument("--case", choices=list(BACKENDS), help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "cold_start.json")
     args = parser.parse_args(arguments)
     args.layers = args.layers or (4 if args.smoke else 30)

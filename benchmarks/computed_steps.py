@@ -1,11 +1,10 @@
-"""Decode steps of Llama-3-8B on the devices that `explain` knows: computed by events, none of them measured.
+"""Computed decode steps of Llama-3-8B on the devices of `specache explain`; nothing is measured.
 
-    python benchmarks/computed_steps.py                     half a minute; results/computed_steps.json, and the tables
-    python benchmarks/computed_steps.py --host-gib 512      with other host memory (100)
-    python benchmarks/computed_steps.py --devices H200 --vram-gib 75 --out build/h200.json    of a part of its memory
+    python benchmarks/computed_steps.py    (half a minute; --host-gib 512 changes the host memory of 100 GiB)
+    python benchmarks/computed_steps.py --devices H200 --vram-gib 75 --out build/h200.json    (a part of its memory)
 
-How a step's time comes about, and what is estimated in it: docs/explain.md. `runtime/break_even.py` has the contexts
-from which a step of one row takes no longer than on a 16-bit cache; tests/test_benchmarks.py compares them.
+docs/explain.md describes the simulation and its estimates. `runtime/break_even.py` stores the resulting break-even
+contexts; tests/test_benchmarks.py compares them.
 """
 
 from __future__ import annotations

@@ -1,19 +1,9 @@
-"""Every causal LM that the installed transformers has, tiny and random: what is rewritten, and are its tokens equal?
+"""Run a tiny random model of every causal LM of transformers: what is rewritten, and are the tokens equal?
 
-    python benchmarks/every_family.py                       all, half an hour; goes on where it was
-    python benchmarks/every_family.py --only llama gemma2   these, where --out does not have them
-    python benchmarks/every_family.py --again llama gemma2  these, whether it has them or not
-    python benchmarks/every_family.py --show                the table of what --out has; runs nothing
+    python benchmarks/every_family.py    (half an hour, resumable; --only or --again llama gemma2: some of them)
 
-A family is a class of causal LMs, named by the model type whose config it takes (benchmarks/tiny_families.py). Each has
-a process of its own:
-    uncompiled   a prompt of 70 random tokens and 12 greedy ones behind it, in float32
-    lossless     the same, compiled so that every pair is fetched: are the tokens equal, how far are the logits?
-    lossy        the same in 2 bits with 8 pairs fetched: are the logits finite?
-Attentions, lanes and reasons are read off the graphs of the first decode step, and of the prefill where that has none.
---out is a line of JSON a family, keyed by versions: Ctrl-C loses only the family that runs. `make tables` writes the
-rows of the newest versions into benchmarks/results/families.md. Exit status 1 if a token differs, a family fails, or
-nobody is told of what is not rewritten.
+Each family runs in a new process: uncompiled, lossless and lossy, with 70 prompt tokens and 12 greedy ones. `--out` has
+a JSON line for each family. Exit status 1: a token differs, a family fails, or a warning is missing.
 """
 
 from __future__ import annotations
@@ -53,7 +43,7 @@ VERSIONS = {"torch": torch.__version__, "transformers": transformers.__version__
 Family = tuple[str, str]  # the model type and the class
 
 
-class Watched:
+class WatchedCalls:
     """The graphs that a generation captures, by the forward call that they are captured in."""
 
     def __init__(self) -> None:
@@ -76,18 +66,18 @@ class Watched:
         return self.graphs[prefill : later[0]] if later and later[0] > prefill else self.graphs[:prefill]
 
 
-def generate(model: Any, watched: Watched) -> tuple[Tensor, Tensor]:
+def generate(model: Any, watched: WatchedCalls) -> tuple[Tensor, Tensor]:
     """Greedy tokens, and the logits before each."""
     ids = torch.randint(1, 128, (1, PROMPT), generator=torch.Generator().manual_seed(1))
-    asked = {"max_new_tokens": NEW, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), logits_processor=[watched.after_forward], **asked)
+    selected = {"max_new_tokens": NEW, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), logits_processor=[watched.after_forward], **selected)
     return out.sequences[0, PROMPT:], torch.stack(out.logits)
 
 
-def compiled(family: Family, options: dict[str, Any]) -> tuple[Any, Tensor, Tensor, Watched]:
+def compiled(family: Family, options: dict[str, Any]) -> tuple[Any, Tensor, Tensor, WatchedCalls]:
     """A model that has generated, its tokens and logits, and the graphs."""
     torch.compiler.reset()
-    model, watched = tiny(*family), Watched()
+    model, watched = tiny(*family), WatchedCalls()
     model.compile(backend="specache", options=options)
     with mock.patch.object(backend, "capture", watched.capture):
         return model, *generate(model, watched), watched
@@ -96,12 +86,12 @@ def compiled(family: Family, options: dict[str, Any]) -> tuple[Any, Tensor, Tens
 def measured(family: Family) -> dict[str, Any]:
     """A family's row, but for its name."""
     try:
-        expected, logits = generate(tiny(*family), Watched())
+        expected, logits = generate(tiny(*family), WatchedCalls())
         if not logits.isfinite().all():
             raise ValueError("its logits are not finite")
     except Exception as error:  # whatever a model raises that was never compiled is no finding about this backend
         return {"outcome": "not run", "why": shortened(error)}
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model, tokens, ours, watched = compiled(family, LOSSLESS)
     lanes, one_lane = lanes_of(model)
@@ -114,7 +104,7 @@ def measured(family: Family) -> dict[str, Any]:
         "largest difference": float((ours - logits).abs().max()) if same else None,
         "rewritten": rewritten, "attentions": rewritten + len(reasons), "reasons": list(dict.fromkeys(reasons)),
         "lanes": lanes, "one lane": one_lane,
-        "warned": any(issubclass(one.category, sc.SpecacheWarning) for one in told),
+        "warned": any(issubclass(one.category, sc.SpecacheWarning) for one in caught),
         "finite": bool(compiled(family, LOSSY)[2].isfinite().all()) if rewritten else None,
     }  # fmt: skip
 
@@ -134,13 +124,13 @@ def lanes_of(model: Any) -> tuple[int | None, str | None]:
 
 def shortened(error: BaseException) -> str:
     """An error in a line of a table."""
-    told = f"{type(error).__name__}: {' '.join(str(error).split())}"
-    return told if len(told) <= 160 else f"{told[:157]}..."
+    text = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return text if len(text) <= 160 else f"{text[:157]}..."
 
 
 def work(family: Family, answer: Any) -> None:
-    """In a process of its own: send a row, an error as one."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who runs all of them ends this one
+    """In a new process: send a row, or an error as a row."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process ends this one
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
@@ -215,25 +205,25 @@ def said(row: dict[str, Any]) -> str:
         return f"not run, since it does not run uncompiled: {row['why']}"
     if row["outcome"] == "failed":
         return f"failed: {row['why']}"
-    told = [*row["reasons"], *([f"one lane: {row['one lane']}"] if row["one lane"] else [])]
+    notes = [*row["reasons"], *([f"one lane: {row['one lane']}"] if row["one lane"] else [])]
     if not row["attentions"]:
-        told.append("no attention that keeps a cache was found")
+        notes.append("no attention that keeps a cache was found")
     if row["finite"] is False:
-        told.append("logits in 2 bits are not finite")
-    if is_untold(row):
-        told.append("nobody is warned")
-    return "; ".join(told)
+        notes.append("logits in 2 bits are not finite")
+    if is_unwarned(row):
+        notes.append("nobody is warned")
+    return "; ".join(notes)
 
 
-def is_untold(row: dict[str, Any]) -> bool:
-    """Whether something is not as in most families, and no warning said so."""
+def is_unwarned(row: dict[str, Any]) -> bool:
+    """Whether something is left alone or runs one lane without a warning."""
     return bool(row["reasons"] or row["one lane"]) and not row["warned"]
 
 
 def is_wrong(row: dict[str, Any]) -> bool:
-    """Whether a row says that something is to be mended."""
+    """Whether a row shows a fault."""
     return row["outcome"] == "failed" or (
-        row["outcome"] == "ran" and (row["equal"] < row["tokens"] or row["finite"] is False or is_untold(row))
+        row["outcome"] == "ran" and (row["equal"] < row["tokens"] or row["finite"] is False or is_unwarned(row))
     )
 
 
@@ -257,12 +247,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "every_family.jsonl")
     args = parser.parse_args(arguments)
     known = families()
-    asked = [*(args.only or []), *(args.again or [])] or list(known)
-    if unknown := [name for name in asked if name not in known]:
+    selected = [*(args.only or []), *(args.again or [])] or list(known)
+    if unknown := [name for name in selected if name not in known]:
         parser.error(f"no family {unknown[0]!r}; there are {', '.join(known)}")
     args.out.parent.mkdir(parents=True, exist_ok=True)
     done = kept(args.out)
-    todo = [n for n in asked if n in (args.again or []) or (n, *VERSIONS.values()) not in done]
+    todo = [n for n in selected if n in (args.again or []) or (n, *VERSIONS.values()) not in done]
     with contextlib.suppress(KeyboardInterrupt):
         for name in tqdm([] if args.show else todo, file=sys.stderr, unit="family"):
             start = time.perf_counter()

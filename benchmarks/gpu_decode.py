@@ -1,17 +1,9 @@
-"""Decode throughput on a GPU: specache beside weak and strong baselines and beside its own modes, in one run.
+"""Decode throughput on a GPU: specache, its modes, and baselines, in one run.
 
-Random weights of Llama-3-8B or Mistral-7B shape in bfloat16. Contexts are forced: every cache is made for its length
-and filled with random pairs, so that no prefill is timed or paid for. For each method, context and VRAM cap: the
-largest batch, tokens a second there, the step at batch 1 and at the full cache's largest batch, peak memory, bytes over
-PCIe, what of the step was waited for them, the share of the roofline, and whether the step was one CUDA graph. How many
-pairs travel is forced too (--reuse, --corrected): random weights say nothing about it.
+    python benchmarks/gpu_decode.py    (hours; --resume, --contexts 32768 --caps 48, --smoke on any machine)
 
-    python benchmarks/gpu_decode.py                                        everything: hours
-    python benchmarks/gpu_decode.py --resume                               what is missing of it
-    python benchmarks/gpu_decode.py --contexts 32768 --caps 48             an hour
-    python benchmarks/gpu_decode.py --smoke                                tiny, on any machine: figures mean nothing
-
-A step that is not captured although it could be is not timed: it is listed at the end, and the exit status is 1.
+Weights are random, and caches are filled with random pairs up to each context. The share of pairs that a step fetches
+is set by --reuse and --corrected. Exit status 1: a step was not captured as a CUDA graph although it could be.
 """
 
 from __future__ import annotations
@@ -107,7 +99,7 @@ class Case:
 
     cap: bytes of VRAM.
     reuse: the share of a fetch's pairs that are in the slots already.
-    corrected: the share of the slots that a correction then fills anew.
+    corrected: the share of the slots that a correction then replaces.
     """
 
     model: str
@@ -154,10 +146,10 @@ def largest_batch(model: LlamaForCausalLM, case: Case, host: float) -> int:
 
 
 class NotCaptured(Exception):
-    """A step that is no CUDA graph although one was asked for."""
+    """A step is not a CUDA graph although the mode requires one."""
 
 
-def asks_for_graphs(case: Case, mode: str, device: torch.device) -> bool:
+def requires_graphs(case: Case, mode: str, device: torch.device) -> bool:
     """Whether the method's steps are to be CUDA graphs."""
     ours = case.method in SPECACHE and case.method not in NEVER_CAPTURED
     return device.type == "cuda" and mode in MODES and (ours or case.method in COMPILED)
@@ -221,7 +213,7 @@ def forced_session(model: LlamaForCausalLM, token: Tensor, context: int) -> Any:
 
 @contextmanager
 def as_it_is_called(case: Case, device: torch.device) -> Iterator[None]:
-    """Within it, fetches run on the main stream where the method says so, and bring what the case says."""
+    """A context in which fetches run on the main stream if the method requires it, and copy the share of the case."""
     if device.type != "cuda":
         yield
         return
@@ -273,7 +265,7 @@ def two_turns(host: Tensor, slot_index: Tensor, corrects: bool, stays: float) ->
 
 
 def share_corrected(method: str, given: float | None) -> float:
-    """The share of the slots that the method's corrections fill anew: as given, or as was measured."""
+    """The share of the slots that the method's corrections replace: the given one, or the measured one."""
     options = parse_options(SPECACHE.get(method, {"top_k": 0}))
     if getattr(options, "correct", "never") != "always" or options.top_k == 0:
         return 0.0
@@ -285,20 +277,20 @@ def measure(model: LlamaForCausalLM, case: Case, batch: int, args: argparse.Name
     device = model.device
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    asked = asks_for_graphs(case, args.mode, device)
+    required = requires_graphs(case, args.mode, device)
     counters["inductor"].clear()
-    with as_it_is_called(case, device), warnings.catch_warnings(record=True) as told:
+    with as_it_is_called(case, device), warnings.catch_warnings(record=True) as logged:
         warnings.simplefilter("always")
         decoder = Decoder(model, case, batch, args.mode, round(args.host_gib * GIB))
         for _ in range(args.warm_up):
             decoder.step()
-        if asked:
-            check_captured(decoder, [str(warning.message) for warning in told])
+        if required:
+            check_captured(decoder, [str(warning.message) for warning in logged])
         before = sc.stats(decoder.model) if case.method in SPECACHE else None
         ms = milliseconds(lambda i: decoder.step(), device, args.steps)
-    for message in dict.fromkeys(str(w.message) for w in told if issubclass(w.category, UserWarning)):
+    for message in dict.fromkeys(str(w.message) for w in logged if issubclass(w.category, UserWarning)):
         tqdm.write(f"{case.method}: {message}", file=sys.stderr)
-    row: dict[str, Any] = {"batch": batch, "ms": ms, "tokens/s": 1e3 * batch / ms, "captured": asked}
+    row: dict[str, Any] = {"batch": batch, "ms": ms, "tokens/s": 1e3 * batch / ms, "captured": required}
     if case.method in STREAMED:
         row["bytes to device"] = round(case.context * batch * sum(pair_bytes(FULL, x) for x in shapes_of(model)))
     if device.type == "cuda":
@@ -306,7 +298,7 @@ def measure(model: LlamaForCausalLM, case: Case, batch: int, args: argparse.Name
     if before is not None:
         after = sc.stats(decoder.model)
         steps = after.decodes - before.decodes
-        if asked and after.replays - before.replays != steps:
+        if required and after.replays - before.replays != steps:
             raise NotCaptured(f"{after.replays - before.replays} of {steps} steps were replays")
         row |= {
             "bytes to device": row.get("bytes to device", (after.bytes_to_device - before.bytes_to_device) / steps),
@@ -316,8 +308,8 @@ def measure(model: LlamaForCausalLM, case: Case, batch: int, args: argparse.Name
     return row
 
 
-def check_captured(decoder: Decoder, told: list[str]) -> None:
-    """NotCaptured, with what was said of it, where the last of the steps so far was no replay of a CUDA graph."""
+def check_captured(decoder: Decoder, logged: list[str]) -> None:
+    """Raise NotCaptured with the logged reason if the last step did not replay a CUDA graph."""
     if decoder.case.method in COMPILED:
         if skips := counters["inductor"]["cudagraph_skips"]:
             raise NotCaptured(f"Inductor skipped {skips} graphs")
@@ -325,7 +317,7 @@ def check_captured(decoder: Decoder, told: list[str]) -> None:
     before = sc.stats(decoder.model).replays
     decoder.step()
     if sc.stats(decoder.model).replays == before:
-        reasons = [message for message in told if "CUDA graph" in message]
+        reasons = [message for message in logged if "CUDA graph" in message]
         raise NotCaptured("; ".join(dict.fromkeys(reasons)) or "nobody said why")
 
 
@@ -381,8 +373,10 @@ def run_case(
 
 
 def with_hidden_shares(rows: list[dict[str, Any]], limit: dict[str, float]) -> None:
-    """Against k = 0 without a host tier at the same batch: the milliseconds that a step is longer (`waited`), and the
-    share of the transfer that it does not wait for."""
+    """Add the extra milliseconds of a step (`waited`) compared with k = 0 without a host tier at the same batch size.
+
+    Also add the share of the transfer that is hidden.
+    """
     key = ("model", "context", "cap", "batch")
     bare = {(*(r[k] for k in key), r["method"]): r["ms"] for r in rows if r["method"].endswith("k = 0")}
     for row in rows:
@@ -493,7 +487,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def left_out(args: argparse.Namespace, device: torch.device) -> dict[str, str]:
-    """The methods among those asked for that cannot run here, and why."""
+    """The selected methods that are unavailable, with the reason."""
     config = LlamaConfig(**MODELS[args.models[0]])
     reasons = {method: why_not(method, config, device) for method in args.methods}
     return {method: reason for method, reason in reasons.items() if reason is not None}

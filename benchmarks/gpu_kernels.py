@@ -1,11 +1,9 @@
-"""Every Triton kernel's time, the bytes it moves a second, and its share of the limit measured in the same run.
+"""Time of every Triton kernel, its bytes per second, and its share of the measured bandwidth.
 
-Shapes are one layer of Llama-3-8B: 32 query heads, 8 KV heads of 128 channels, bfloat16, two lanes, k 64, R 64, g 64.
-The limit of a kernel is a copy within the device, or one from or to pinned memory for what crosses PCIe. Each kernel
-is first compared with the PyTorch code that defines its op.
+    python benchmarks/gpu_kernels.py    (--smoke: small shapes in Triton's interpreter; its figures mean nothing)
 
-    python benchmarks/gpu_kernels.py                 into benchmarks/results/gpu_kernels.json
-    python benchmarks/gpu_kernels.py --smoke         small, on any machine (Triton's interpreter): figures mean nothing
+Shapes are one layer of Llama-3-8B in bfloat16. The limit is a copy within the device, or over PCIe for kernels that
+access pinned memory. Each kernel is compared first with the PyTorch definition of its op.
 """
 
 from __future__ import annotations
@@ -50,7 +48,7 @@ PAUSE = 2_000_000
 
 
 @dataclass(frozen=True)
-class Setting:
+class KernelSetting:
     """One layer's cache: bits of the low-bit tier, or of its keys alone, cached tokens, rows."""
 
     bits: int
@@ -71,7 +69,7 @@ class Setting:
 
     @property
     def names(self) -> dict[str, Any]:
-        """What a row says of it."""
+        """The columns of a row that describe the setting."""
         layout = self.options.layout
         return {
             "bits": layout.key_bits, "value_bits": layout.value_bits, "rotated": layout.is_rotated,
@@ -87,14 +85,16 @@ class Setting:
         return self.batch * HEADS * self.low_bit
 
 
-def variants(context: int, batch: int, dtype: torch.dtype) -> list[Setting]:
-    return [Setting(b, context, batch, dtype, value_bits=v, rotate=True, key_code=code) for b, v, code in VARIANTS]
+def variants(context: int, batch: int, dtype: torch.dtype) -> list[KernelSetting]:
+    return [
+        KernelSetting(b, context, batch, dtype, value_bits=v, rotate=True, key_code=code) for b, v, code in VARIANTS
+    ]
 
 
 class Inputs:
     """A layer's state with random contents, and the new tokens of one decode step."""
 
-    def __init__(self, setting: Setting, device: torch.device, seed: int) -> None:
+    def __init__(self, setting: KernelSetting, device: torch.device, seed: int) -> None:
         self.setting = setting
         generator = torch.Generator(device).manual_seed(seed)
         shape = LayerShape(HEADS, HEAD_DIM, setting.dtype, device)
@@ -137,8 +137,8 @@ class Inputs:
         return attend(self.q, self.k, self.v, None, None, self.cursor, *logits, *chosen, *self.read)
 
 
-def fill(state: LayerState, setting: Setting, generator: torch.Generator) -> None:
-    """Random contents; the slots hold different tokens, and so do the selected ones."""
+def fill(state: LayerState, setting: KernelSetting, generator: torch.Generator) -> None:
+    """Fill with random contents; slots hold distinct tokens, and so does the selection."""
     for field, tensor in state.items():
         if tensor.dtype == torch.uint8:
             tensor.random_(0, 256 if field == "codes" else 120, generator=generator)  # scales are numbers then
@@ -153,7 +153,7 @@ def fill(state: LayerState, setting: Setting, generator: torch.Generator) -> Non
         state["selected"].copy_((tokens + setting.low_bit // 2).expand_as(state["selected"]))
 
 
-def rotated(setting: Setting, device: torch.device, repeats: int) -> list[Inputs]:
+def rotated(setting: KernelSetting, device: torch.device, repeats: int) -> list[Inputs]:
     first = Inputs(setting, device, 0)
     size = sum(t.nbytes for name, t in first.state.items() if name != "host")
     turns = WARM_UPS + repeats if device.type == "cuda" else 1
@@ -161,7 +161,7 @@ def rotated(setting: Setting, device: torch.device, repeats: int) -> list[Inputs
     return [first, *(Inputs(setting, device, seed) for seed in range(1, sets))]
 
 
-def check(setting: Setting, device: torch.device) -> None:
+def check(setting: KernelSetting, device: torch.device) -> None:
     """Attention, selection, append and gather against the PyTorch code that defines them; AssertionError if not."""
     ours, theirs = Inputs(setting, device, 3), Inputs(setting, device, 3)
     expected, scores = theirs.attend(attention.decode_attention)
@@ -208,7 +208,7 @@ def milliseconds_on_device(
 
 
 def figures(
-    kernel: str, setting: Setting, against: str, size: int, ms: float, limit: dict[str, float]
+    kernel: str, setting: KernelSetting, against: str, size: int, ms: float, limit: dict[str, float]
 ) -> dict[str, Any]:
     """A row: `size` bytes in `ms`, beside the limit that the kernel has."""
     rate = size / ms / 1e6
@@ -218,7 +218,9 @@ def figures(
     }  # fmt: skip
 
 
-def rows_of(setting: Setting, device: torch.device, repeats: int, limit: dict[str, float]) -> Iterator[dict[str, Any]]:
+def rows_of(
+    setting: KernelSetting, device: torch.device, repeats: int, limit: dict[str, float]
+) -> Iterator[dict[str, Any]]:
     """The kernels of a decode step at one setting."""
     sets = rotated(setting, device, repeats)
 
@@ -290,7 +292,7 @@ def write_through(x: Inputs) -> None:
     triton_copy.write_through(x.k, x.v, x.cursor, x.state["host"])
 
 
-def quantise_row(setting: Setting, device: torch.device, repeats: int, limit: dict[str, float]) -> dict[str, Any]:
+def quantise_row(setting: KernelSetting, device: torch.device, repeats: int, limit: dict[str, float]) -> dict[str, Any]:
     """A whole context appended at once, as a prefill does."""
     x = Inputs(setting, device, 0)
     shape = (setting.batch, HEADS, setting.context, HEAD_DIM)
@@ -306,7 +308,7 @@ def quantise_row(setting: Setting, device: torch.device, repeats: int, limit: di
     return figures("quantise", setting, "copy", size, ms, limit)
 
 
-def center_row(setting: Setting, device: torch.device, repeats: int, limit: dict[str, float]) -> dict[str, Any]:
+def center_row(setting: KernelSetting, device: torch.device, repeats: int, limit: dict[str, float]) -> dict[str, Any]:
     """What models whose keys have biases add to every step's attention."""
     x = Inputs(setting, device, 0)
     center = torch.rand(setting.batch, HEADS, 4, HEAD_DIM, device=device)
@@ -362,13 +364,13 @@ def main(arguments: list[str] | None = None) -> None:
     # The interpreter's bfloat16 is not the hardware's.
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     size = 256 if args.smoke else 4096
-    for setting in (Setting(2, size, 1, dtype), *variants(size, 1, dtype)):
+    for setting in (KernelSetting(2, size, 1, dtype), *variants(size, 1, dtype)):
         check(setting, device)
     results = Results(
         args.out, "benchmarks/gpu_kernels.py", device, args.resume, smoke=args.smoke, repeats=args.repeats
     )
     limit = results.once("limits", lambda: limits(device, 1 << (20 if args.smoke else 30), args.repeats))
-    settings = [Setting(b, c, n, dtype) for c in args.contexts for n in args.batches for b in args.bits]
+    settings = [KernelSetting(b, c, n, dtype) for c in args.contexts for n in args.batches for b in args.bits]
     rotated_ones = [variant for c in args.contexts for n in args.batches for variant in variants(c, n, dtype)]
     settings += rotated_ones[: 1 if args.smoke else None]
     try:

@@ -1,13 +1,9 @@
-"""What a prefill costs: specache beside plain torch.compile, its time and its peak memory, in one run.
+"""Time and peak memory of a prefill: specache, plain torch.compile, and the uncompiled model.
 
-Random weights of Llama-3-8B shape in bfloat16, one sequence, beside plain torch.compile and the uncompiled model. The
-offload runs behind compute through two buffers, so that time should grow by a tenth at most, and the peak stay below
-what `explain` predicts: activations, of which nothing is fused there, two layers' 16-bit pairs and the tiers that stay.
-The host tier's pinned memory is that of the prefill before, as in a process that goes on; the very first one, which is
-not timed, pays for its pinning.
+    python benchmarks/gpu_prefill.py    (8k and 32k tokens; --smoke: tiny shapes on any machine)
 
-    python benchmarks/gpu_prefill.py                 8k and 32k, into benchmarks/results/gpu_prefill.json
-    python benchmarks/gpu_prefill.py --smoke         tiny, on any machine: figures mean nothing
+Weights are random, in Llama-3-8B's shape and bfloat16. The targets: at most a tenth more time than torch.compile, and
+a peak below the prediction of `explain`. The first, untimed prefill pins the host memory.
 """
 
 from __future__ import annotations
@@ -71,7 +67,7 @@ def measure(model: LlamaForCausalLM, method: str, context: int, repeats: int) ->
 
 
 def predicted_bytes(model: LlamaForCausalLM, method: str, context: int) -> int:
-    """What `explain` says that the prefill needs; of a plain model, with the whole cache on the device."""
+    """The prefill's peak memory as predicted by `explain`; for a plain model, with the whole cache on the device."""
     options = METHODS[method] or {"method": "full"}
     return sc.explain(model, context, 1, options).prefill_bytes
 

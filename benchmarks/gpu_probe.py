@@ -1,10 +1,9 @@
-"""What the kernels take for granted of a GPU and its driver, and only the GPU can tell: a minute, before the rest.
+"""Check the kernels' assumptions about a GPU and its driver, in a minute.
 
-    python benchmarks/gpu_probe.py                into benchmarks/results/gpu_probe.json
-    python benchmarks/gpu_probe.py --smoke        small, on any machine; without a GPU what needs one is left out
+    python benchmarks/gpu_probe.py    (--smoke: small shapes; without a GPU, probes that need one are left out)
 
-Exit status 1 where something is not as it is taken for. In processes of their own, since an address that a kernel may
-not read ends everything in its process.
+Each probe runs in a new process, because an illegal memory access ends the process. Exit status 1: an assumption does
+not hold.
 """
 
 from __future__ import annotations
@@ -136,12 +135,12 @@ def gather_rates(smoke: bool = False) -> Found:
 
     several = (1, 4) if smoke else (4, 8, 16, 32, 64, 176)
     rates = {programs: slots.nbytes / timed(programs) / 1e6 for programs in several}
-    said = ", ".join(f"{programs}: {rate:.0f}" for programs, rate in rates.items())
-    return {"holds": True, "says": f"{said} GB/s (pinned copy {pinned:.0f})", "GB/s": rates, "pinned GB/s": pinned}
+    output = ", ".join(f"{programs}: {rate:.0f}" for programs, rate in rates.items())
+    return {"holds": True, "says": f"{output} GB/s (pinned copy {pinned:.0f})", "GB/s": rates, "pinned GB/s": pinned}
 
 
 def nodes() -> dict[str, set[int]]:
-    """The CPUs of this process by NUMA node; one node where nobody says."""
+    """The CPUs of this process by NUMA node; one node if the system does not list nodes."""
     allowed, found = os.sched_getaffinity(0), dict[str, set[int]]()
     for path in sorted(Path("/sys/devices/system/node").glob("node[0-9]*/cpulist")):
         parts = (part.partition("-") for part in path.read_text().strip().split(",") if part)
@@ -152,8 +151,11 @@ def nodes() -> dict[str, set[int]]:
 
 
 def gathers_over_a_large_tier(smoke: bool = False) -> Found:
-    """GB/s of gathers all over 32 GiB (or half of what is free), of pairs in 16 and in 8 bits, evenly spaced and
-    random, with as many programs as a fetch ahead and as a correction has; by the NUMA node whose memory it is."""
+    """GB/s of gathers over 32 GiB (or half of the free memory), by NUMA node.
+
+    Pairs have 16 or 8 bits and even or random distances. The number of programs is that of a fetch ahead or of a
+    correction.
+    """
     device = CUDA if torch.cuda.is_available() else torch.device("cpu")
     heads, top_k, d = (4, 8, 16) if smoke else (192, 64, 128)
     dtype = torch.bfloat16 if device == CUDA else torch.half
@@ -183,8 +185,8 @@ def gathers_over_a_large_tier(smoke: bool = False) -> Found:
             rates[told] = heads * top_k * 2 * width * stored.itemsize / took / 1e6
         del host
         host_memory.release_host_memory()
-    said = "; ".join(f"{name}: {rate:.0f}" for name, rate in rates.items())
-    return {"holds": True, "says": f"GB/s of {size / 2**30:.1f} GiB: {said}", "GB/s": rates, "GiB": size / 2**30}
+    output = "; ".join(f"{name}: {rate:.0f}" for name, rate in rates.items())
+    return {"holds": True, "says": f"GB/s of {size / 2**30:.1f} GiB: {output}", "GB/s": rates, "GiB": size / 2**30}
 
 
 PROBES: dict[str, Callable[..., Found]] = {
@@ -203,12 +205,12 @@ ONLY_TO_BE_KNOWN = ("copy between registrations",)
 
 
 def run(name: str, smoke: bool) -> Found:
-    """One probe in a process of its own."""
+    """Run one probe in a new process."""
     command = [sys.executable, __file__, "--one", name, *(["--smoke"] if smoke else [])]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        said = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
-        return {"holds": name in ONLY_TO_BE_KNOWN, "says": said[-1]}
+        output = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+        return {"holds": name in ONLY_TO_BE_KNOWN, "says": output[-1]}
     found: Found = json.loads(done.stdout.splitlines()[-1])
     return found
 
@@ -227,7 +229,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("no CUDA device: only --smoke runs here")
     device = CUDA if torch.cuda.is_available() else torch.device("cpu")
     results = Results(args.out, "benchmarks/gpu_probe.py", device, args.resume, smoke=args.smoke)
-    results.rows[:] = [row for row in results.rows if row["holds"]]  # what did not is asked again
+    results.rows[:] = [row for row in results.rows if row["holds"]]  # failed probes run again
     for name in PROBES if device == CUDA else ANYWHERE:
         if not results.has(probe=name):
             results.add({"probe": name, **run(name, args.smoke)})

@@ -1,7 +1,8 @@
-"""The tables of GPU figures in docs/gpu.md, from what gpu_decode.py, gpu_prefill.py and gpu_kernels.py measured, and
-what break_even.py should say. Beside each measured step: what is computed for it (`explaining/times`).
+"""The tables of docs/gpu.md from the results of gpu_decode.py, gpu_prefill.py and gpu_kernels.py.
 
-python benchmarks/gpu_table.py [--out benchmarks/results/gpu_table.json]    reads the others' results beside it
+    python benchmarks/gpu_table.py    (--out benchmarks/results/gpu_table.json reads the results in that folder)
+
+Each measured step has its predicted time next to it (`explaining/times`). The last lines are for break_even.py.
 """
 
 from __future__ import annotations

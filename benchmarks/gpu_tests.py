@@ -1,7 +1,8 @@
-"""A pytest plugin: tests that pass are written down as they do, and left out of the next run;
-those that fail go into a file with the ending .failed, with how.
+"""A pytest plugin that records passed tests, so that the next run leaves them out.
 
-PYTHONPATH=benchmarks python -m pytest -p gpu_tests --passed FILE tests/kernels/test_gpu.py
+    PYTHONPATH=benchmarks python -m pytest -p gpu_tests --passed FILE tests/kernels/test_gpu.py
+
+Failed tests and their reports are written to a file with the suffix .failed.
 """
 
 from __future__ import annotations

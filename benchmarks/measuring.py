@@ -1,4 +1,4 @@
-"""What the GPU benchmarks share: a clock, and the device's limits."""
+"""A clock and the device's limits, for the GPU benchmarks."""
 
 from __future__ import annotations
 

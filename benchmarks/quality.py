@@ -1,8 +1,8 @@
-"""The quality tables: each is one `specache eval`, its results in benchmarks/results/quality/NAME with their command.
+"""The quality tables. Each is one `specache eval`; benchmarks/results/quality/NAME has its results and command.
 
-python benchmarks/quality.py                 every table; finished rows are kept, so it may be interrupted
-python benchmarks/quality.py k zero_point    some of them
-python benchmarks/quality.py --list          the commands only
+python benchmarks/quality.py                 every table; an interrupted run resumes
+python benchmarks/quality.py k zero_point    some tables
+python benchmarks/quality.py --list          print the commands
 """
 
 from __future__ import annotations

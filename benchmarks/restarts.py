@@ -1,13 +1,9 @@
-"""A session that outlives its process: how long until the first token behind a saved context, and is it bit for bit the
-cache that it was?
+"""Seconds from a saved session to the first token in a new process, and whether the cache is bit for bit equal.
 
-A long context is read once and saved. Then process after process loads it, says one token, and saves: each beside the
-cold way, a process that reads the context anew. Seconds are counted from when the model is loaded, compiling included.
-The first restart stores its traces (docs/performance.md); those after it trace nothing.
+    python benchmarks/restarts.py    (16,384 tokens; --tokens 1024 --restarts 100 looks for drift)
 
-    python benchmarks/restarts.py                                       16,384 tokens of SmolLM2; 4 restarts, 1 cold run
-    python benchmarks/restarts.py --tokens 1024 --restarts 100 --out build/100.json   does it drift?
-    python benchmarks/restarts.py --tokens 300 --restarts 2 --model examples/needle-llama --lowering eager   a minute
+One process prefills a context and saves it. Further processes load it, generate one token and save again. A cold
+process prefills the context instead. Seconds start after the model is loaded and include compilation.
 """
 
 from __future__ import annotations
@@ -33,7 +29,7 @@ import specache_compile as sc
 from specache_compile.bench.results import provenance
 from specache_compile.checkpoints.names import resolved
 from specache_compile.compat import cache_of, with_cache
-from specache_compile.evaluation.command import load
+from specache_compile.evaluation.run_eval import load
 from specache_compile.kernels.state.segments import tokens_of
 from specache_compile.runtime.session import session_of
 from specache_compile.runtime.state import MEASURE, fields_of
@@ -55,7 +51,7 @@ def digest(cache: Any) -> str:
 
 @torch.no_grad()
 def child(args: argparse.Namespace) -> dict[str, Any]:
-    """One process: read the context, or load it; say a token; save. And what the cache held as it came and went."""
+    """One process: prefill or load the context, generate a token, save. Returns hashes of the cache."""
     torch.manual_seed(0)
     model, _ = load(args.model, "cpu", torch.float32)
     model.compile(backend="specache", options={"lowering": args.lowering})
@@ -77,7 +73,7 @@ def child(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def in_new_process(number: int, folder: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Process `number`; the first, 0, is the cold one. They have traces of their own, and others' compiled code."""
+    """Run process `number`; 0 is the cold one. The processes share a cache of compiled code."""
     command = [
         sys.executable, __file__, "--number", str(number), "--folder", f"{folder}/session", "--model", args.model,
         "--tokens", str(args.tokens), "--lowering", args.lowering,

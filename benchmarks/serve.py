@@ -1,11 +1,9 @@
-"""What a kept session is worth to a server: the time to the first token of a conversation's second turn, against that
-of its first one, which reads the whole context.
+"""Seconds to the first token of a conversation's second turn on a server, compared with the first turn.
 
-    python benchmarks/serve.py                            16,384 tokens, SmolLM2-135M's shape, random weights
-    python benchmarks/serve.py --tokens 1024 --layers 4   a minute on two cores
+    python benchmarks/serve.py    (16,384 tokens; --tokens 1024 --layers 4: a minute on two cores)
 
-Time is counted by OpenAI's client, from the request to the first piece of text. The first conversation is not counted:
-it compiles. Texts are random, of as many tokens each, and share nothing; the second turn asks 64 tokens more.
+The model has SmolLM2-135M's shape and random weights. OpenAI's client measures from the request to the first piece of
+text. The first conversation, which compiles, does not count. A second turn adds 64 tokens.
 """
 
 from __future__ import annotations

@@ -1,13 +1,9 @@
-"""Servers under the same load: requests that come at random moments, with prompts of many lengths, to one model.
+"""Compare servers under random load: `specache serve` with one row and several, and `transformers serve`.
 
-`specache serve` with one row (one answer at a time) and with several, and `transformers serve --continuous-batching`,
-in turn on this machine; guidellm asks each the same prompts at random moments (Poisson) and measures. Prompts have
-lengths drawn log-normally around each of `--tokens`. All caches have the same bytes on the device, those of so many
-tokens in 16 bits as `--cache` says; specache has its host tier beside.
+    python benchmarks/serve_load.py --guidellm PATH/TO/guidellm    (half an hour; install guidellm in another venv)
 
-    pip install guidellm                         in an environment of its own: it brings a transformers of its own
-    python benchmarks/serve_load.py --guidellm PATH/TO/guidellm                smollm2-135m, half an hour on two cores
-    python benchmarks/serve_load.py --tokens 400 --requests 8 --servers batched
+guidellm sends the same prompts at random (Poisson) times. Prompt lengths are log-normal around each of `--tokens`. All
+caches have the same device memory, that of `--cache` tokens in 16 bits; specache also has host memory.
 """
 
 from __future__ import annotations
@@ -33,7 +29,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from specache_compile.bench.results import Results
-from specache_compile.evaluation.command import load
+from specache_compile.evaluation.run_eval import load
 
 GIB = 1 << 30
 HERE = Path(sys.executable).parent
@@ -119,12 +115,12 @@ def warm(name: str, texts: Sequence[str], answer: int) -> None:
 
     with openai.OpenAI(base_url=f"http://127.0.0.1:{PORT}/v1", api_key="none", timeout=900) as client:
 
-        def ask(text: str) -> None:
+        def send(text: str) -> None:
             client.completions.create(model=name, prompt=text, max_tokens=answer, temperature=0)
 
-        ask(texts[0])
+        send(texts[0])
         with ThreadPoolExecutor(3) as threads:
-            list(threads.map(ask, texts[1:]))
+            list(threads.map(send, texts[1:]))
 
 
 def loaded(name: str, prompts: Path, tokens: int, args: argparse.Namespace) -> dict[str, Any]:

@@ -1,12 +1,9 @@
-"""A soak of the server: clients that come, leave and cancel for minutes, each answer beside the uncompiled model's.
+"""A soak test of the server: concurrent clients, each answer compared with the uncompiled model.
 
-A tiny random model is served in a lossless setting, in which every answer must be Hugging Face's. So many clients ask
-at once, streaming or not; their prompts begin alike, up to lengths at which groups, windows, pages and chunks end; some
-ask a second turn, some leave after a few pieces. Half way the server is killed and started anew on its folder. It ends
-with 1 at the first answer that differs, or where a request, its memory or its session is left when all have gone.
+    python benchmarks/serve_soak.py --minutes 10    (--clients 8; Ctrl-C ends it and prints the table)
 
-    python benchmarks/serve_soak.py --minutes 10             thirty-two clients; Ctrl-C ends it with the table so far
-    python benchmarks/serve_soak.py --minutes 1 --clients 8
+A tiny random model is served in a lossless setting. Prompts share prefixes; clients stream, continue or disconnect. The
+server is killed and restarted half way. Exit status 1: an answer differs, or memory is left at the end.
 """
 
 from __future__ import annotations
@@ -49,18 +46,18 @@ Messages = list[dict[str, str]]
 
 @dataclass
 class Talk:
-    """Two questions, and what the uncompiled model says to each."""
+    """Two questions and the uncompiled model's answers."""
 
     messages: Messages
     expected: list[str] = field(default_factory=list)
 
     def until(self, turn: int) -> Messages:
-        """What is asked in a turn."""
+        """The messages of a turn's request."""
         return self.messages[: 1 + 2 * turn]
 
 
 class Server:
-    """`specache serve` in a process of its own, on one port and one folder, as often as it is started."""
+    """`specache serve` in a separate process, with the same port and folder at each start."""
 
     def __init__(self, checkpoint: Path, folder: Path, clients: int) -> None:
         with socket.socket() as free:
@@ -103,16 +100,16 @@ def talks_of(model: LlamaForCausalLM, folder: Path, seed: int) -> list[Talk]:
         for more in ("And then?", ""):
             text = tokenizer.apply_chat_template(talk.messages, tokenize=False)
             ids = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids
-            seen = torch.ones_like(ids)  # else it takes a token 0, which it may have said, for padding
-            said = model.generate(ids, attention_mask=seen, max_new_tokens=ANSWER, do_sample=False)[0, ids.shape[1] :]
-            talk.expected.append(tokenizer.decode(said))
+            seen = torch.ones_like(ids)  # otherwise a generated token 0 counts as padding
+            text = model.generate(ids, attention_mask=seen, max_new_tokens=ANSWER, do_sample=False)[0, ids.shape[1] :]
+            talk.expected.append(tokenizer.decode(text))
             answer = {"role": "assistant", "content": talk.expected[-1]}
             talk.messages += [answer, {"role": "user", "content": more}]
         talks.append(talk)
     return talks
 
 
-class Soak:
+class ServerSoak:
     """What all clients share.
 
     ends: when they stop.
@@ -132,23 +129,28 @@ class Soak:
             while time.monotonic() < self.ends and not self.failed.is_set():
                 talk = chance.choice(self.talks)
                 for turn in range(chance.choice((1, 1, 2))):
-                    if not self.ask(client, talk, turn, chance):
+                    if not self.send(client, talk, turn, chance):
                         break
                 time.sleep(chance.expovariate(2.0))
 
-    def ask(self, client: openai.OpenAI, talk: Talk, turn: int, chance: random.Random) -> bool:
+    def send(self, client: openai.OpenAI, talk: Talk, turn: int, chance: random.Random) -> bool:
         """One question; whether its whole answer came."""
-        ask: dict[str, Any] = {"model": self.name, "messages": talk.until(turn), "max_tokens": ANSWER, "temperature": 0}
+        request: dict[str, Any] = {
+            "model": self.name,
+            "messages": talk.until(turn),
+            "max_tokens": ANSWER,
+            "temperature": 0,
+        }
         leaves = chance.randrange(1, ANSWER) if chance.random() < 0.3 else None
         down = self.down.is_set()
         try:
             if leaves is None and chance.random() < 0.5:
-                said = client.chat.completions.create(**ask).choices[0].message.content or ""
+                text = client.chat.completions.create(**request).choices[0].message.content or ""
             else:
-                said, pieces = "", 0
-                with client.chat.completions.create(**ask, stream=True) as stream:
+                text, pieces = "", 0
+                with client.chat.completions.create(**request, stream=True) as stream:
                     for piece in stream:
-                        said += (piece.choices[0].delta.content or "") if piece.choices else ""
+                        text += (piece.choices[0].delta.content or "") if piece.choices else ""
                         pieces += 1
                         if pieces == leaves:
                             break
@@ -161,9 +163,9 @@ class Soak:
             return False
         expected = talk.expected[turn]
         whole = leaves is None
-        if said != expected if whole else not expected.startswith(said):
+        if text != expected if whole else not expected.startswith(text):
             self.fail(
-                f"to {talk.until(turn)[-1]['content']!r} behind {talk.until(turn)[:-1]}: {said!r}, not {expected!r}"
+                f"to {talk.until(turn)[-1]['content']!r} behind {talk.until(turn)[:-1]}: {text!r}, not {expected!r}"
             )
         self.counts[f"turn {turn + 1}" if whole else "left by their clients"] += 1
         return whole
@@ -173,8 +175,8 @@ class Soak:
         self.failed.set()
 
 
-def run(soak: Soak, args: argparse.Namespace) -> list[tuple[str, Any]]:
-    """Have the clients ask, and the server be killed half way; the table."""
+def run(soak: ServerSoak, args: argparse.Namespace) -> list[tuple[str, Any]]:
+    """Run the clients, kill and restart the server half way, and return the table."""
     began = time.monotonic()
     clients = [threading.Thread(target=soak.client, args=(args.seed + n,), daemon=True) for n in range(args.clients)]
     for client in clients:
@@ -229,7 +231,7 @@ def main(arguments: list[str] | None = None) -> int:
         write_checkpoint(model, checkpoint)
         talks = talks_of(model, checkpoint, args.seed)
         server = Server(checkpoint, Path(folder) / "sessions", args.clients)
-        soak = Soak(server, str(checkpoint), talks, time.monotonic() + 60 * args.minutes)
+        soak = ServerSoak(server, str(checkpoint), talks, time.monotonic() + 60 * args.minutes)
         try:
             table = run(soak, args)
             soak.told += [f"{name} is not 0, though all clients have gone" for name in left(server)]

@@ -1,17 +1,9 @@
-"""A soak: random calls of a compiled model for minutes, each beside the uncompiled model, in one process.
+"""A soak test: random operations on a compiled model and its caches, compared with the uncompiled model.
 
-A tiny random Llama is compiled in a lossless setting, in which every answer must be Hugging Face's. Operations drawn
-from one seed generate, step a pool of caches that live side by side, edit, fork and drop them, interrupt a step half
-way, delay copies and make them fail. It stops at the first answer that differs, with the command that shows it again,
-and exits with 1.
+    python benchmarks/soak.py --minutes 10    (--seed 7 --calls 200, --min-context 96, --device cuda --small)
 
-    python benchmarks/soak.py --minutes 10               for ten minutes; Ctrl-C ends it with the table so far
-    python benchmarks/soak.py --seed 7 --calls 200       the first 200 operations of seed 7
-    python benchmarks/soak.py --recompile-limit 1000     as many graphs as it likes (Dynamo's own limit is 8)
-    python benchmarks/soak.py --min-context 96           caches that move from 16 bits into the tiers as they grow
-    python benchmarks/soak.py --device cuda --small      on a GPU, here of short texts: as on a simulated one
-
-Operation n of a seed is the same in every run, its delays too; only what the copy thread overtakes is not.
+A seed determines all operations and delays: generation, steps, edits, forks, interrupts, failing copies. The first
+difference ends the run with exit status 1 and prints the command that reproduces it.
 """
 
 from __future__ import annotations
@@ -121,7 +113,7 @@ def run(soak: Soak, args: argparse.Namespace, bar: tqdm) -> None:
 
 
 def figures(soak: Soak, seconds: float, warned: list[str]) -> dict[str, int]:
-    """What is told of a soak beside its calls: what befell it, graphs, memory, lifetimes."""
+    """Further figures of a soak test: faults, graphs, memory, lifetimes."""
     graphs: Counter[str] = Counter()
     for model in (soak.twin, soak.assistant):
         record = find_record(model)

@@ -1,4 +1,4 @@
-"""The soak's faults: a Ctrl-C inside a step, after which a cache goes on; a failing copy, after which it is refused."""
+"""The faults of the soak test: an interrupted step, which a cache survives, and a failing copy, which ends it."""
 
 from __future__ import annotations
 

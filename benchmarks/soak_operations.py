@@ -1,7 +1,7 @@
-"""The operations of benchmarks/soak.py: calls of `generate`, and what is done to the caches of its pool.
+"""The operations of benchmarks/soak.py: calls of `generate`, and edits of the caches in its pool.
 
-Each draws what it does from the `random.Random` that it is given, compares every answer with the uncompiled model's,
-and returns how many tokens it compared; it raises a Difference where one is not the same.
+Each operation draws its parameters from the given `random.Random`, compares every answer with the uncompiled model,
+and returns the number of compared tokens. A difference raises Difference.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from soak_faults import failing_copy, interrupted_step
-from soak_state import Difference, Pair, Soak, a_prompt, some_text
+from soak_state import CachePair, Difference, Soak, a_prompt, some_text
 from torch import Tensor
 from transformers import DynamicCache, LlamaForCausalLM, LogitsProcessor
 
@@ -38,7 +38,7 @@ class Noise(LogitsProcessor):
         return scores + ROUNDING * torch.randn(scores.shape, generator=self.generator, device="cpu").to(scores.device)
 
 
-def generate(soak: Soak, draw: random.Random, ids: Tensor, pair: Pair | None = None, **how: Any) -> int:
+def generate(soak: Soak, draw: random.Random, ids: Tensor, pair: CachePair | None = None, **how: Any) -> int:
     """Both models' tokens for one prompt, or on `pair`'s caches; a Difference where they are not equal and it is not
     rounding that decides them."""
     seed = draw.getrandbits(31)
@@ -147,14 +147,14 @@ def crop(soak: Soak, draw: random.Random) -> int:
     return 0
 
 
-def edit_rows(pair: Pair, rows: list[int], way: Callable[[DynamicCache], object]) -> int:
+def edit_rows(pair: CachePair, rows: list[int], way: Callable[[DynamicCache], object]) -> int:
     way(pair.ours)
     way(pair.theirs)
     pair.text = pair.text[rows]
     return 0
 
 
-def some_rows(pair: Pair, draw: random.Random, count: int) -> list[int]:
+def some_rows(pair: CachePair, draw: random.Random, count: int) -> list[int]:
     return [draw.randrange(len(pair.text)) for _ in range(count)]
 
 

@@ -1,4 +1,4 @@
-"""What benchmarks/soak.py keeps while it runs: both models, the caches alive, and what has been counted."""
+"""The state of benchmarks/soak.py: both models, the live caches and the counters."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Difference(Exception):
 
 
 @dataclass(eq=False)
-class Pair:
+class CachePair:
     """One cache twice, ours and Hugging Face's, and the text [B, n] that both hold."""
 
     ours: DynamicCache
@@ -89,7 +89,7 @@ class Soak:
     twin: LlamaForCausalLM
     assistant: LlamaForCausalLM
     sizes: Sizes = Sizes()
-    pool: list[Pair] = field(default_factory=list)
+    pool: list[CachePair] = field(default_factory=list)
     weather: Weather = field(default_factory=Weather)
     dropped: list[weakref.ref[Session]] = field(default_factory=list)
     calls: Counter[str] = field(default_factory=Counter)
@@ -100,7 +100,7 @@ class Soak:
     earlier: list[weakref.ref[Session]] = field(default_factory=lambda: [weakref.ref(x) for x in live_sessions()])
     now: str = "the start"
 
-    def pick(self, draw: random.Random) -> Pair:
+    def pick(self, draw: random.Random) -> CachePair:
         """A cache of the pool; a new one where there is none. One that has grown long is cropped."""
         if not self.pool:
             self.start(draw)
@@ -112,10 +112,10 @@ class Soak:
     def start(self, draw: random.Random) -> int:
         ids = a_prompt(self, draw, 4)
         ours, theirs = self.twin(ids, use_cache=True), self.model(ids, use_cache=True)
-        self.add(Pair(cache_of(ours), cache_of(theirs), ids), draw)
+        self.add(CachePair(cache_of(ours), cache_of(theirs), ids), draw)
         return compare_logits(ours.logits, theirs.logits)
 
-    def step(self, pair: Pair, ids: Tensor) -> int:
+    def step(self, pair: CachePair, ids: Tensor) -> int:
         """One step of both models on the tokens `ids`; what ours raises leaves theirs where it was."""
         ours = self.twin(ids, **with_cache(pair.ours), use_cache=True)
         theirs = self.model(ids, **with_cache(pair.theirs), use_cache=True)
@@ -123,12 +123,12 @@ class Soak:
         self.facts["calls that ended uncompiled"] += pair.session is None
         return compare_logits(ours.logits, theirs.logits)
 
-    def add(self, pair: Pair, draw: random.Random) -> None:
+    def add(self, pair: CachePair, draw: random.Random) -> None:
         if len(self.pool) == POOL:
             self.remove(draw.choice(self.pool))
         self.pool.append(pair)
 
-    def remove(self, pair: Pair) -> None:
+    def remove(self, pair: CachePair) -> None:
         self.pool.remove(pair)
         self.note_dropped(pair.ours)
 

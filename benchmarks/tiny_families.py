@@ -1,4 +1,4 @@
-"""A tiny random model of each causal LM that transformers has, from its own config made small."""
+"""A tiny random model of each causal LM of transformers, from its config with small sizes."""
 
 from __future__ import annotations
 
@@ -93,8 +93,10 @@ def config_class(name: str) -> Any:
 
 
 def small(config: Any, own: dict[str, Any]) -> dict[str, Any]:
-    """Settings under which a config of the same class is small: `own` ones, else those above that it has; of lists with
-    an entry a layer the entries of the first layer of each kind."""
+    """Settings that make a config of the same class small: `own` settings, and the settings above that it has.
+
+    Lists with an entry per layer keep the entries of the first layer of each kind.
+    """
     layers = getattr(config, "num_hidden_layers", None)
     kept = kinds(config, layers) if isinstance(layers, int) else []
     settings: dict[str, Any] = {"num_hidden_layers": len(kept)} if kept else {}
@@ -111,7 +113,7 @@ def small(config: Any, own: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_set(config: Any, name: str) -> bool:
-    """Whether a config has a setting of its own by this name, or by the one that it stands for."""
+    """Whether a config has a setting of this name, or of the name that it is an alias of."""
     known = {**vars(config), **{other: vars(config).get(own) for other, own in config.attribute_map.items()}}
     return name in known and (known[name] is not None or name in SET_LATER)
 

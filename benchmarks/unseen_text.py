@@ -1,10 +1,9 @@
-"""A text that SmolLM2 (November 2024) cannot have seen: release notes of later versions of three projects.
+"""Write a text that SmolLM2 (November 2024) was not trained on: later release notes of three projects.
 
     python benchmarks/unseen_text.py build/unseen.txt                       for `specache eval --text build/unseen.txt`
-    python benchmarks/unseen_text.py build/django.txt --projects django     one of them
+    python benchmarks/unseen_text.py build/django.txt --projects django     one project
 
-Django 5.2 (April 2025) to 6.1.3 (BSD licence), SQLAlchemy 2.1 (MIT licence) and NumPy 2.2 (December 2024) to 2.5.5 (BSD
-licence), from their source distributions on PyPI, which are taken by their hashes; some 140,000 tokens.
+Django 5.2 to 6.1.3 (BSD), SQLAlchemy 2.1 (MIT) and NumPy 2.2 to 2.5.5 (BSD), from PyPI: 140,000 tokens.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ FILES = "https://files.pythonhosted.org/packages/"
 
 @dataclass(frozen=True)
 class Source:
-    """A source distribution, and which of its files are wanted: the groups of `notes` are their order."""
+    """A source distribution and a pattern of the selected files (`notes`), whose groups give their order."""
 
     name: str
     path: str

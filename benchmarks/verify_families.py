@@ -1,10 +1,9 @@
-"""Exact verification of five families, small and random, at 1 bit: are 2,000 greedy tokens the uncompiled model's?
+"""The option verify on five tiny random families at 1 bit: are 2,000 greedy tokens equal to the uncompiled model's?
 
-    python benchmarks/verify_families.py
-    python benchmarks/verify_families.py --families GptOss --tokens 100 --lowering eager --results build/families.json
+    python benchmarks/verify_families.py    (--families GptOss --tokens 100 --lowering eager is shorter)
 
-The prompt is of 300 random tokens, and the cache grows through buckets on its way. Finished families are kept in
---out, and the same command goes on from there; the results go into --results.
+The prompt has 300 random tokens, and the cache grows through several buckets. `--out` stores finished families, and
+the same command resumes from it.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from tqdm import tqdm
 
 import specache_compile as sc
 from specache_compile.bench.results import provenance
-from verify import equal_tokens, finished, generate
+from verify_drafts import equal_tokens, finished, generate
 
 SMALL = {
     "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -1,13 +1,9 @@
-"""EleutherAI's lm-evaluation-harness drives a compiled model unchanged: a pass-key task made here, both ways.
+"""Run EleutherAI's lm-evaluation-harness on a compiled model: `pip install 'specache-compile[harness]'`.
 
-    pip install 'specache-compile[harness]'
-    python examples/harness.py                                    the shipped model, full cache and 1-bit SpeCache
-    python examples/harness.py --model PATH --tasks hellaswag     any checkpoint and the harness's own tasks
-    torchrun --nproc-per-node 2 examples/harness.py               its questions shared among ranks, by the harness
+    python examples/harness.py                                    the needle model, full cache and 1-bit SpeCache
+    python examples/harness.py --model PATH --tasks hellaswag     another checkpoint and tasks of the harness
 
-Only `lm.model.compile(backend="specache", ...)` stands between the two columns: the harness loads the model itself,
-since over several ranks it takes none that was made before. Tasks that are scored by likelihood are all prefill, which
-is attended exactly; those that generate show a method.
+Only `lm.model.compile(backend="specache", ...)` differs between the two columns.
 """
 
 from __future__ import annotations
@@ -24,7 +20,7 @@ from typing import Any
 import torch
 from tabulate import tabulate
 
-from needle import sample
+from needle_samples import sample
 from specache_compile.checkpoints.loaded import tokenizer_of
 from specache_compile.checkpoints.names import resolved, tell_origin
 from specache_compile.evaluation.tasks.haystack import library_source
@@ -34,8 +30,10 @@ HERE = Path(__file__).parent
 
 
 def tokenizer_for(path: str) -> Any:
-    """A checkpoint's tokenizer, with an end and a padding, which the harness asks for. The shipped one has neither: its
-    byte 0 is in no text."""
+    """A checkpoint's tokenizer with an end and a padding token, which the harness requires.
+
+    The needle model's tokenizer has neither, so byte 0, which no text contains, is both.
+    """
     tokenizer = tokenizer_of(path)
     if tokenizer.eos_token is None:
         tokenizer.eos_token = tokenizer.pad_token = tokenizer.convert_ids_to_tokens(0)
@@ -43,7 +41,7 @@ def tokenizer_for(path: str) -> Any:
 
 
 def pass_keys(folder: Path, length: int, count: int, seed: int = 0) -> list[dict[str, Any]]:
-    """Two tasks of the harness over one local file: generate the key, and tell it from three others by likelihood."""
+    """Two tasks over one local file: generate the key, and select it from four keys by likelihood."""
     source, rng = library_source(held_out=True), random.Random(seed)
     records = []
     for i in range(count):

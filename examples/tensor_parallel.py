@@ -1,11 +1,9 @@
-"""One model over several ranks: each has its part of the weights, its KV heads, and its tiers of their pairs.
+"""Tensor parallelism: each rank has its share of the weights, KV heads and tiers.
 
-    torchrun --nproc-per-node 2 examples/tensor_parallel.py              a small model, which says the key of its prompt
+    torchrun --nproc-per-node 2 examples/tensor_parallel.py
     torchrun --nproc-per-node 3 examples/tensor_parallel.py smollm2-135m --prompt-file LICENSE
-    torchrun --nproc-per-node 4 examples/tensor_parallel.py meta-llama/Llama-3.1-8B --prompt-file LICENSE --bits 1
 
-Ranks meet over NCCL where there are GPUs, one to each rank, and over gloo on CPUs: Hugging Face chooses. A
-checkpoint's KV heads must divide by the ranks.
+Ranks communicate over NCCL on GPUs and gloo on CPUs. The number of ranks must divide the number of KV heads.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 import specache_compile as sc
-from needle import sample
+from needle_samples import sample
 from specache_compile.checkpoints.loaded import tokenizer_of
 from specache_compile.checkpoints.names import resolved
 from specache_compile.evaluation.tasks.haystack import library_source

@@ -1,7 +1,7 @@
-"""Train the small byte-level Llama that the demo asks for needles; `python examples/train_needle.py --help`.
+"""Train the small byte-level needle model; `python examples/train_needle.py --help`.
 
-Sequences are a mixture of pass-key prompts, repeated random bytes (they teach the model to copy) and plain
-source text. Lengths grow in stages up to 2,048 tokens. Interrupt it and run it again: it goes on from the last save.
+Sequences are pass-key prompts, repeated random bytes (they teach the model to copy) and source text. Lengths grow in
+stages up to 2,048 tokens. An interrupted run resumes from the last checkpoint.
 """
 
 from __future__ import annotations
@@ -15,13 +15,19 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from needle import sample
+from needle_samples import sample
 from specache_compile.evaluation.tasks.haystack import library_source
 from specache_compile.evaluation.tasks.needle import KEY_DIGITS
-from training import Stage, byte_llama, scaled, train
+from training import TrainingStage, byte_llama, scaled, train
 
 SHIPPED = Path(__file__).parent / "needle-llama"
-STAGES = (Stage(128, 1200), Stage(256, 800), Stage(512, 800), Stage(1024, 500), Stage(2048, 900))
+STAGES = (
+    TrainingStage(128, 1200),
+    TrainingStage(256, 800),
+    TrainingStage(512, 800),
+    TrainingStage(1024, 500),
+    TrainingStage(2048, 900),
+)
 TOKENS_PER_STEP = 8192
 ANSWER_WEIGHT = 1.0  # the answer's mean loss, beside the mean loss of all other tokens
 
@@ -70,7 +76,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("build/needle-llama"), help="folder of the resumable state")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--scale", type=float, default=1.0, help="multiply every stage's steps (0.01 for a dry run)")
-    parser.add_argument("--samples", type=int, default=100, help="pass keys asked at each length afterwards")
+    parser.add_argument("--samples", type=int, default=100, help="questions at each length after the training")
     args = parser.parse_args()
     torch.manual_seed(args.seed)
     source, held_out = library_source(held_out=False), library_source(held_out=True)

@@ -1,7 +1,7 @@
-"""The training loop of the small byte-level model: stages of growing length, saved every 100 steps, resumable.
+"""The training loop of the needle model: stages of growing length, saved every 100 steps, resumable.
 
-A run is a function of its seed: batch number n is drawn from a generator seeded by (seed, n), so that an interrupted
-run that goes on from its last save sees the batches that it would have seen.
+A seed determines a run: the generator of batch n is seeded by (seed, n). A resumed run therefore draws the same
+batches.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ Check = Callable[[LlamaForCausalLM, int], str]
 
 
 @dataclass(frozen=True)
-class Stage:
+class TrainingStage:
     """`steps` optimiser steps on sequences of `length` tokens."""
 
     length: int
     steps: int
 
 
-def scaled(stages: tuple[Stage, ...], scale: float) -> tuple[Stage, ...]:
+def scaled(stages: tuple[TrainingStage, ...], scale: float) -> tuple[TrainingStage, ...]:
     """The same stages with more or fewer steps (0.01 for a dry run)."""
-    return tuple(Stage(stage.length, max(1, round(stage.steps * scale))) for stage in stages)
+    return tuple(TrainingStage(stage.length, max(1, round(stage.steps * scale))) for stage in stages)
 
 
 def byte_llama(**changes: int) -> LlamaForCausalLM:
@@ -79,7 +79,7 @@ def weighted_loss(model: LlamaForCausalLM, ids: torch.Tensor, weights: torch.Ten
 
 
 def train(
-    model: LlamaForCausalLM, work: Path, stages: tuple[Stage, ...], seed: int, batch: Batch, check: Check
+    model: LlamaForCausalLM, work: Path, stages: tuple[TrainingStage, ...], seed: int, batch: Batch, check: Check
 ) -> LlamaForCausalLM:
     """Run every stage, from the last save in `work` on; returns the trained model."""
     work.mkdir(parents=True, exist_ok=True)

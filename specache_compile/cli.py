@@ -1,6 +1,6 @@
-"""The `specache` command: demo, generate, chat, bench, explain, serve, eval.
+"""The `specache` command and its subcommands.
 
-A command's modules are imported only when its arguments are valid: torch takes seconds.
+A subcommand's modules are imported after its arguments are parsed, because importing torch takes seconds.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ from .command_line.arguments import (
 )
 from .errors import OptionError, SpecacheError, first_line
 
-DESCRIPTION = "SpeCache as a torch.compile backend: 16-bit KV cache on the host, 1 or 2 bits on the device."
+RAW = argparse.RawDescriptionHelpFormatter
+DESCRIPTION = """\
+Run Hugging Face decoders with a compressed KV cache: 1 or 2 bits on the GPU, all pairs in host memory.
+`specache COMMAND --help` describes a command and shows an example."""
 
 
 EXPLAIN_EPILOG = """\
@@ -39,21 +42,22 @@ examples:
   specache explain smollm2-135m --prompt-length 8192 --layer 0
   specache explain meta-llama/Llama-3.1-8B --device H100 --bits 1 --save report.html
 
-It also accepts the backend's options; `specache generate --help-all` lists them. docs/explain.md describes other
-devices (--hbm-gbps, --pcie-gbps, --tflops, --vram-gib) and assumptions (--reuse, --corrected, --accepted).
+The backend's options are accepted too: `specache generate --help-all` lists them. docs/explain.md describes further
+options: another device (--hbm-gbps, --pcie-gbps, --tflops, --vram-gib) and assumed rates (--reuse, --corrected,
+--accepted).
 """
 
 
 @dataclass(frozen=True)
 class Command:
-    """A command.
+    """A subcommand.
 
     help: its line in `specache --help`.
     add, run: "module:function" that adds its arguments, and that runs it.
-    shown: the flags in its --help, if --help-all has more.
-    options: whether it accepts the backend's options.
-    checkpoint: whether its first argument is a checkpoint that `add` does not declare.
-    recorded: whether its results contain the command line.
+    shown: the flags that --help lists if --help-all lists more; empty if --help lists all.
+    options: whether the backend's options are accepted.
+    checkpoint: whether `fill` adds the checkpoint argument.
+    recorded: whether its results store the command line.
     """
 
     help: str
@@ -67,55 +71,56 @@ class Command:
 
 COMMANDS = {
     "demo": Command(
-        "measure keys found, bytes and times of a real model in a few minutes",
-        "command_line.demo:add_demo", "demo.command:run_demo", recorded=True,
+        "show the gain on a small model: keys found, memory and times; takes minutes",
+        "command_line.demo:add_demo", "demo.run_demo:run_demo", recorded=True,
     ),
     "generate": Command(
-        "continue a prompt with a compiled checkpoint",
+        "continue a prompt",
         "command_line.generate:add_generate", "command_line.generate:run_generate", options=True,
         shown=("--prompt", "--prompt-file", "--chat", "--max-new-tokens", "--temperature", "--top-p", "--dtype",
                "--device", "--stats", "--bits", "--verify"),
     ),
     "chat": Command(
-        "chat with a compiled checkpoint in the terminal",
+        "chat with a model in the terminal",
         "command_line.chat:add_chat", "command_line.chat:run_chat", options=True,
         shown=("--system", "--max-new-tokens", "--temperature", "--top-p", "--dtype", "--device", "--stats", "--bits",
                "--verify"),
     ),
     "bench": Command(
-        "measure decode steps, first tokens and bytes of several caches",
-        "command_line.bench:add_bench", "bench.command:run_bench", recorded=True,
+        "time decode steps and first tokens next to other KV caches",
+        "command_line.bench:add_bench", "bench.run_bench:run_bench", recorded=True,
     ),
     "explain": Command(
-        "print what is rewritten, and all bytes and times, without weights and GPU",
+        "predict memory and step times; needs no weights and no GPU",
         "cli:add_explain", "cli:run_explain", options=True,
     ),
     "serve": Command(
-        "serve a compiled checkpoint with OpenAI's API",
-        "serving.serve:add_serve", "serving.serve:run_serve", options=True, checkpoint=True,
+        "serve a model with the OpenAI API",
+        "serving.command:add_serve", "serving.command:run_serve", options=True, checkpoint=True,
         shown=("--host", "--port", "--api-key", "--rows", "--session-host-gib", "--session-device-gib",
                "--session-folder", "--device", "--bits", "--method", "--verify"),
     ),
     "eval": Command(
-        "evaluate methods on tasks: a table, CSV, JSON and plots; resumable",
-        "command_line.evaluate:add_eval", "evaluation.command:run_eval", recorded=True,
+        "compare methods on tasks; a stopped evaluation resumes",
+        "command_line.evaluate:add_eval", "evaluation.run_eval:run_eval", recorded=True,
     ),
 }  # fmt: skip
 
 
 def parser(words: Sequence[str], declared: bool) -> tuple[Parser, Parser | None]:
-    """The command line's parser with the arguments of the command in `words`, and that command's own parser.
+    """The parser of the command line, and the parser of the command in `words`, which alone has its arguments.
 
     Args:
         words: the command line's words.
-        declared: add the backend's options with their types and help, which imports torch.
+        declared: whether the backend's options have their types and help, which imports torch.
     """
-    top = Parser(prog="specache", description=DESCRIPTION)
+    top = Parser(prog="specache", description=DESCRIPTION, formatter_class=RAW)
     top.add_argument("--version", action="store_true", help="print the version")
     commands = top.add_subparsers(dest="command", required=True, metavar=f"{{{','.join(COMMANDS)}}}")
     own = None
     for name, command in COMMANDS.items():
-        sub = commands.add_parser(name, help=command.help)
+        description = command.help[0].upper() + command.help[1:] + "."
+        sub = commands.add_parser(name, help=command.help, description=description, formatter_class=RAW)
         if name == words[0]:
             own = sub
             fill(own, command, declared, whole="--help-all" in words)
@@ -165,30 +170,37 @@ def parsed(words: Sequence[str]) -> argparse.Namespace:
 
 
 def add_explain(command: Parser) -> None:
-    """The arguments of `explain`; its help lists the common ones, and a page with the others."""
-    command.formatter_class = argparse.RawDescriptionHelpFormatter
+    """The arguments of `specache explain`. Its help lists the common ones and names the others."""
     command.epilog = EXPLAIN_EPILOG
     command.add_argument("model", help=f"{MODEL}; or a config.json")
     command.add_argument("--prompt-length", type=int, default=4096, help="tokens of context (default: 4096)")
-    command.add_argument("--batch-size", type=int, default=1, help="rows (default: 1)")
+    command.add_argument("--batch-size", type=int, default=1, help="sequences (default: 1)")
     command.add_argument("--device", help="A6000, A100, H100, H200, RTX 4090 or L4 (default: A100)")
     command.add_argument("--host-gib", type=float, default=128.0, help="GiB of host memory (default: 128)")
     command.add_argument(
-        "--ranks", type=int, default=1, help="explain one of so many ranks that share the model (default: 1)"
+        "--ranks", type=int, default=1, help="number of tensor-parallel ranks; one of them is explained (default: 1)"
     )
     for name in ("--hbm-gbps", "--pcie-gbps", "--tflops", "--vram-gib"):
         command.add_argument(name, type=float, help=argparse.SUPPRESS)
     for name, assumed in (("--reuse", None), ("--corrected", None), ("--accepted", None)):
         command.add_argument(name, type=float, default=assumed, help=argparse.SUPPRESS)
     shown = command.add_mutually_exclusive_group()
-    shown.add_argument("--json", action="store_true", help="everything as JSON")
-    shown.add_argument("--nodes", action="store_true", help="each launch of the decode step with its time")
+    shown.add_argument("--json", action="store_true", help="print the whole explanation as JSON")
+    shown.add_argument("--nodes", action="store_true", help="print each launch of the decode step with its time")
     shown.add_argument("--graph", metavar="PHASE", help="print the rewritten graph: prefill, pre-decode or decode")
     shown.add_argument(
-        "--diff", nargs=2, metavar=("PHASE", "PASS"), help="what a pass changed in a phase's graph, as a unified diff"
+        "--diff",
+        nargs=2,
+        metavar=("PHASE", "PASS"),
+        help="print what a pass changed in a phase's graph, as a unified diff",
     )
-    command.add_argument("--layer", type=int, metavar="N", help="only layer N; alone: before and after")
-    command.add_argument("--after", metavar="PASS", help="with --graph: the graph as it stood after this pass")
+    command.add_argument(
+        "--layer",
+        type=int,
+        metavar="N",
+        help="print layer N before and after the rewrite; with --graph or --diff: only layer N",
+    )
+    command.add_argument("--after", metavar="PASS", help="with --graph: print the graph after this pass")
     command.add_argument(
         "--save", action="append", default=[], type=Path, metavar="FILE",
         help="write report.html or timeline.json (Perfetto); may be repeated",

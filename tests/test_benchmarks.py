@@ -41,9 +41,9 @@ def run(script: str, *arguments: str) -> str:
 
 
 @pytest.mark.slow
-def test_latent_attention_is_timed_with_plain_compile(tmp_path: Path) -> None:
+def test_latent_attention_is_timed_beside_plain_compile(tmp_path: Path) -> None:
     flags = ("--contexts", "64", "--dtypes", "float32", "--shapes", "MiniCPM3", "--rounds", "1", "--lowering", "eager")
-    printed = run("latents", *flags, "--out", str(tmp_path / "out.json"))
+    printed = run("latent_attention", *flags, "--out", str(tmp_path / "out.json"))
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
     assert {row["method"] for row in rows} == {"compiled", "specache"}
     assert all(row["step_ms"] > row["floor_ms"] > 0 for row in rows)
@@ -272,7 +272,7 @@ def test_a_day_with_a_gpu_is_one_command_that_goes_on_where_it_was(
     assert gpu.main(day) == gpu.DONE, "what is done is not done again"
     assert written.read_text() == "once "
     assert tables.read_text() == "table table ", "it is of what there is by then"
-    with pytest.raises(SpecacheError, match="smoke True, not False: give another file"):
+    with pytest.raises(SpecacheError, match="smoke True, not False; name another file"):
         gpu.Results(tmp_path / "summary.json", "benchmarks/gpu.py", torch.device("cpu"), resume=True, smoke=False)
 
 
@@ -364,7 +364,7 @@ def test_results_are_there_after_every_row_and_belong_to_one_device(
     assert (again.has(context=5), again.has(context=6)) == (True, False)
     assert not Results(out, "a benchmark", cpu, resume=False).rows
     monkeypatch.setattr(torch, "__version__", "0.0")
-    with pytest.raises(SpecacheError, match=r"torch .*, not 0\.0: give another file"):
+    with pytest.raises(SpecacheError, match=r"torch .*, not 0\.0; name another file"):
         Results(out, "a benchmark", cpu, resume=True)
 
 
@@ -471,7 +471,7 @@ def verified(text: Path, out: Path) -> list[dict[str, Any]]:
     model = str(NEEDLE_LLAMA)
     small = ("--model", model, "--contexts", "200", "--samples", "2", "--tokens", "6", "--lowering", "eager")
     files = ("--out", str(out / "rows.jsonl"), "--results", str(out / "results.json"))
-    run("verify", *small, "--settings", "specache:verify=3", "--text", str(text), *files)
+    run("verify_drafts", *small, "--settings", "specache:verify=3", "--text", str(text), *files)
     rows: list[dict[str, Any]] = json.loads((out / "results.json").read_text())["rows"]
     return rows
 
@@ -495,4 +495,4 @@ def test_overlapping_windows_are_reported_during_verification(tmp_path: Path) ->
     text.write_text("one two three " * 20)
     options = argparse.Namespace(contexts=[200], samples=2, seed=0, text=[text])
     with pytest.warns(UserWarning, match="2 windows of 200 tokens overlap in a text of 280"):
-        importlib.import_module("verify").prompts_of(options, Reader(byte_tokenizer()))
+        importlib.import_module("verify_drafts").prompts_of(options, Reader(byte_tokenizer()))

@@ -283,7 +283,7 @@ def test_a_checkpoint_without_a_tokenizer_is_one_line(
 def test_a_prompt_above_the_context_is_one_line(own: Path, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert generate(own, "--max-new-tokens", "506") == 2
     assert error_line(capsys).endswith(
-        "the prompt has 7 tokens, and --max-new-tokens 506 would follow: the model's context is 512"
+        "the prompt has 7 tokens and --max-new-tokens is 506; the model's context is 512: shorten one of them"
     )
 
 

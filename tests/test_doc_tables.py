@@ -57,9 +57,9 @@ def test_what_measured_nothing_is_in_no_table(why: str, tmp_path: Path, monkeypa
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (("<!-- end: devices -->", ""), "a marker is alone"),
-        (("<!-- table: devices -->", ""), "a marker is alone"),
-        (("devices -->", "vices -->"), "nobody makes table 'vices'"),
+        (("<!-- end: devices -->", ""), "a marker has no partner"),
+        (("<!-- table: devices -->", ""), "a marker has no partner"),
+        (("devices -->", "vices -->"), "unknown table 'vices'"),
     ],
 )
 def test_a_bad_marker_is_an_error(

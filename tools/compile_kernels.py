@@ -1,17 +1,9 @@
-"""Compile every Triton kernel for sm_80 and sm_90, or for others; no GPU is needed.
+"""Compile every Triton kernel for sm_80 and sm_90 without a GPU, and print its registers, spills and shared memory.
 
-Prints a line for each: registers a thread, bytes that it spills of them, shared memory; and, for the low-bit tier's
-attention, the instructions (SASS) that its loop spends on one stored number (a channel of a key or a value), and the
-loads from memory that a turn waits for: those that the compiler has not made asynchronous; for the center's share, what
-it adds to those of a number, and all of its loads. Pointers and the strides of
-pairs are taken to be multiples of 16, and the mask to be contiguous, as a launch finds them. Exit status 1 where a
-kernel takes more shared memory than a supported GPU has for one. Then how attention is shared out on three GPUs, and
-the launches of a layer.
+    python tools/compile_kernels.py    (two minutes; --for=89,100,120: other devices; --only='1 bits': some shapes)
 
-    python tools/compile_kernels.py              every shape of every kernel for both, some two minutes
-    python tools/compile_kernels.py --in-turn    one shape for the one, the next for the other
-    python tools/compile_kernels.py --for=89,100,120    for others: a 4090 or an L4, a B200, a 5090
-    python tools/compile_kernels.py --only='1 bits, d 16'    the shapes whose label has these words
+For low-bit attention it also prints the instructions (SASS) per stored number and the synchronous loads of the loop.
+Exit status 1: a kernel exceeds the shared memory of a supported GPU.
 """
 
 from __future__ import annotations
@@ -155,8 +147,11 @@ def per_element(
     loop: Counter[str], warps: int, group: int, d: int, KEYS: bool = True, VALUES: bool = True, GROUPS: int = 1,
     STEP: int = 1, **_: Any,
 ) -> str:  # fmt: skip
-    """Instructions a stored number in the low-bit tier's loop, one turn of which is `group` keys and values, or those
-    of a half; and what the center's share adds to each, GROUPS groups a program, of STEP tokens each place."""
+    """Instructions per stored number in the low-bit tier's loop, and the instructions that the center's share adds.
+
+    One iteration of the loop processes `group` keys and values, or half of them. The center's share has GROUPS groups
+    per program and STEP tokens per position.
+    """
     elements = GROUPS * (KEYS + VALUES) * group * STEP * d / (32 * warps)
     spilled = loop["LDL"] + loop["STL"]
     return (
@@ -174,8 +169,10 @@ SAID = {select.keep_best: of_a_selection}
 
 
 def print_shares() -> None:
-    """How `attend` shares out the low-bit tier on three GPUs, for 8 KV heads of 128 channels, k 64, R 64, g 64, in one
-    launch; the halves of a corrected step have twice the slots."""
+    """Print how `attend` splits the low-bit tier over the programs of three GPUs.
+
+    The shape is 8 KV heads of 128 channels, k 64, R 64, g 64. The halves of a corrected step have twice the slots.
+    """
     shape = (decode.exact_blocks(64, 128, 4), 64)
     for device, slots in (("H200", 132 * 8), ("A100", 108 * 8), ("A6000", 84 * 5)):
         for context in (8192, 32768, 131072):

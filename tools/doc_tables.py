@@ -1,12 +1,9 @@
-"""Generate the tables of README.md, docs/*.md and benchmarks/results/*.md, each between two markers, from the code or
-from the results in benchmarks/results.
+"""Generate the tables of README.md, docs/*.md and benchmarks/results/*.md, each between two markers.
 
-    <!-- table: NAME -->
-    ...
-    <!-- end: NAME -->
+    python tools/doc_tables.py --check     exit status 1 if a table is out of date
+    python tools/doc_tables.py --write     write the tables and draw the demo's plot
 
-python tools/doc_tables.py --check     exit status 1 if one of them is another
-python tools/doc_tables.py --write     put them there, and draw the demo's picture
+The markers are <!-- table: NAME --> and <!-- end: NAME -->.
 """
 
 from __future__ import annotations
@@ -34,7 +31,7 @@ from specache_compile.errors import OptionError
 from specache_compile.evaluation.baselines.policies import POLICIES
 from specache_compile.evaluation.cell_tables import above_full
 from specache_compile.evaluation.intervals import interval
-from specache_compile.evaluation.rows import Row
+from specache_compile.evaluation.result_rows import ResultRow
 from specache_compile.explaining.times.devices import DEVICES
 from specache_compile.methods import declared_options, defaults_of, every_method, parse_options
 from specache_compile.methods.field import LayerShape
@@ -66,7 +63,7 @@ def load(path: str) -> Any:
     return json.loads((RESULTS / path).read_text())
 
 
-def told(thing: Any) -> str:
+def summary_of(thing: Any) -> str:
     """The first paragraph of a docstring, as one line without its full stop."""
     return " ".join((inspect.getdoc(thing) or "").split("\n\n")[0].split()).removesuffix(".")
 
@@ -278,7 +275,7 @@ def methods() -> str:
         tiers = predicted_bytes(parse_options({"method": name}), SHAPE, 1, TOKENS)
         share = sum(size for tier, size in tiers.items() if tier != "host") / full_cache_bytes(SHAPE, 1, TOKENS)
         source = POLICIES.get(name, method.options)
-        sentence = re.split(r"(?<! al)\. ", told(sys.modules[source.__module__]))[0]
+        sentence = re.split(r"(?<! al)\. ", summary_of(sys.modules[source.__module__]))[0]
         rows.append((f"`{name}`", sentence, f"{share:.3f}"))
     return markdown(("method", "description", "device KV"), rows, right=1)
 
@@ -350,13 +347,13 @@ def printed(program: str, results: str, name: str = "table", of: str = "rows") -
 
 
 def figures(name: str) -> str:
-    """The figures of a benchmark that has one row."""
+    """The figures of a benchmark with one row."""
     rows = [(what, f"{figure:,}") for what, figure in load(f"{name}.json").items() if what != "provenance"]
     return markdown(("quantity", "measured value"), rows, right=1)
 
 
 def gpu() -> str:
-    """What one day with a GPU has measured; a smoke run, or one on a simulated device, measures nothing."""
+    """The measurements of a GPU; a smoke run or a simulated device has none."""
     if not (RESULTS / "gpu_table.json").exists() or load("gpu_table.json")["no figures"] is not None:
         return "Nothing has been measured on a GPU yet."
     tables: str = load("gpu_table.json")["tables"]
@@ -424,7 +421,7 @@ def computed_steps() -> str:
 
 def closeness() -> str:
     """Each method's distance to the full cache on forced text."""
-    rows = [Row(**row) for row in load("quality/closeness/results.json")["rows"]]
+    rows = [ResultRow(**row) for row in load("quality/closeness/results.json")["rows"]]
     return selected(rows, 1, {
         "method": lambda row: f"`{row.method}`",
         "mean KL, nats": lambda row: f"{row.detail['kinds']['forced']['kl']:.4f}",
@@ -436,14 +433,14 @@ def closeness() -> str:
 
 def needles(folder: str) -> str:
     """Keys that each method finds at each length, and the device's share of the cache at the longest one."""
-    rows = [Row(**row) for row in load(f"quality/{folder}/results.json")["rows"]]
-    by_method: dict[str, dict[int, Row]] = {}
+    rows = [ResultRow(**row) for row in load(f"quality/{folder}/results.json")["rows"]]
+    by_method: dict[str, dict[int, ResultRow]] = {}
     for row in rows:
         by_method.setdefault(row.method, {})[row.context] = row
     full = {row.cell: row for row in by_method["uncompiled"].values()}
     lengths = list(by_method["uncompiled"])
 
-    def found(length: int) -> Callable[[tuple[str, dict[int, Row]]], str]:
+    def found(length: int) -> Callable[[tuple[str, dict[int, ResultRow]]], str]:
         return lambda one: f"{sum(answer['score'] for answer in one[1][length].detail['each']):.0f}"
 
     return selected(by_method.items(), 1, {
@@ -455,7 +452,7 @@ def needles(folder: str) -> str:
 
 
 def devices() -> str:
-    """The devices that `explain` knows, from their data sheets."""
+    """The devices of `specache explain`, from their data sheets."""
     headers = ("device", "memory, GB/s", "PCIe one way, GB/s", "dense 16-bit TFLOP/s", "VRAM, GiB")
     rows = [
         (d.name, f"{d.hbm_gbps:g}", f"{d.pcie_gbps:g}", f"{d.tflops:g}", f"{d.vram_gib:g}") for d in DEVICES.values()
@@ -465,7 +462,7 @@ def devices() -> str:
 
 def passes() -> str:
     """The pipeline in its order."""
-    return markdown(("pass", "effect"), [(f"`{p.__name__}`", told(sys.modules[p.__module__])) for p in PIPELINE])
+    return markdown(("pass", "effect"), [(f"`{p.__name__}`", summary_of(sys.modules[p.__module__])) for p in PIPELINE])
 
 
 # Benchmarks whose results are one table, as they print it.
@@ -481,22 +478,22 @@ GENERATORS: dict[str, Callable[[], str]] = {
     },
     **{name: partial(printed, name, name) for name in PRINTED},
     "batching_fits": partial(printed, "batching", "batching", "fits_table", "fits"),
-    "verification": partial(printed, "verify", "verify"),
+    "latents": partial(printed, "latent_attention", "latents"),
+    "verification": partial(printed, "verify_drafts", "verify"),
     **{f"figures-{name}": partial(figures, name) for name in ("restarts", "serve")},
     **{folder: partial(needles, folder) for folder in ("needles_smollm2", "needles_blind")},
 }  # fmt: skip
 
 
 def renewed(text: str) -> str:
-    """A page with each of its tables made anew; ValueError for a marker that is alone, or of a table that nobody
-    makes."""
+    """A page with current tables; ValueError for a marker without a partner or for an unknown table."""
     found = list(TABLE.finditer(text))
     markers = [f"<!-- {side}: {table['name']} -->" for table in found for side in ("table", "end")]
     if MARKER.findall(text) != markers:
-        raise ValueError("a marker is alone, or within another table")
+        raise ValueError("a marker has no partner, or is inside another table")
     for table in found:
         if table["name"] not in GENERATORS:
-            raise ValueError(f"nobody makes table {table['name']!r}; there are {', '.join(sorted(GENERATORS))}")
+            raise ValueError(f"unknown table {table['name']!r}; known tables are {', '.join(sorted(GENERATORS))}")
     return TABLE.sub(lambda table: between(table["name"], GENERATORS[table["name"]]()), text)
 
 
@@ -519,15 +516,15 @@ def main(arguments: Sequence[str] | None = None, pages: Sequence[Path] = PAGES) 
     for page in pages:
         text = page.read_text()
         try:
-            wanted = renewed(text)
+            current = renewed(text)
         except ValueError as error:
             print(f"{page.name}: {error}", file=sys.stderr)
             return 2
         used |= {table["name"] for table in TABLE.finditer(text)}
-        if args.write and wanted != text:
-            page.write_text(wanted)
-        elif wanted != text:
-            names = ", ".join(differing(text, wanted))
+        if args.write and current != text:
+            page.write_text(current)
+        elif current != text:
+            names = ", ".join(differing(text, current))
             print(f"{page.name}: out of date: {names}: python tools/doc_tables.py --write", file=sys.stderr)
             status = 1
     if args.write and tuple(pages) == PAGES:

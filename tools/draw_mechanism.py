@@ -1,4 +1,4 @@
-"""The picture of the mechanism, docs/mechanism.png: where pairs are, and when they travel.
+"""Draw docs/mechanism.png: where pairs are stored, and when they are copied.
 
 python tools/draw_mechanism.py
 """

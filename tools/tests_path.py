@@ -1,4 +1,4 @@
-"""Importing this lets a tool import the helpers of tests/, wherever it is started."""
+"""Importing this module adds tests/ to sys.path, so that a tool can import its helpers."""
 
 import sys
 from pathlib import Path

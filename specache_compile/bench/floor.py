@@ -1,4 +1,4 @@
-"""The floor of a decode step: the bytes that it must read over the bytes that this machine reads a second."""
+"""A lower bound of a decode step's time: the bytes that it reads, divided by the machine's bandwidth."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ READS = 12
 
 
 def bandwidth(device: torch.device) -> float:
-    """Bytes a second: the best of several reads of 1 GiB, by all threads or by the whole GPU."""
+    """Bytes per second: the best of several reads of 1 GiB, by all threads or by the whole GPU."""
     numbers = torch.ones(GIB // 4, device=device)
     best = float("inf")
     for _ in range(READS):
@@ -30,12 +30,12 @@ def synchronise(device: torch.device) -> None:
 
 
 def weight_bytes(model: Any) -> int:
-    """Bytes of the weights that a step multiplies by: all but an embedding that is only looked up."""
+    """Bytes of the weights that a step reads: all except an untied embedding table."""
     table, head = model.get_input_embeddings().weight, model.get_output_embeddings()
     tied = head is not None and head.weight is table
     return sum(p.nbytes for p in model.parameters()) - (0 if tied else table.nbytes)
 
 
 def floor(weights: int, device_bytes: int, rate: float) -> float:
-    """Milliseconds for the weights, and the cache's bytes on the device, at `rate` bytes a second."""
+    """Milliseconds to read the weights and the cache's bytes on the device at `rate` bytes per second."""
     return 1e3 * (weights + device_bytes) / rate

@@ -8,25 +8,25 @@ from typing import Any
 
 from specache_compile.evaluation.reader import Reader
 from specache_compile.evaluation.runner import as_list
-from specache_compile.evaluation.tasks.needle import CHAT_ANSWER, chat_ask
-from specache_compile.evaluation.tasks.task import Ask
+from specache_compile.evaluation.tasks.needle import CHAT_ANSWER, chat_question
+from specache_compile.evaluation.tasks.task import Question
 
-from .ways import Decoding
+from .runners import Decoding
 
 
-def asks_of(reader: Reader, text: Sequence[int], length: int, depths: Sequence[float]) -> list[Ask]:
+def questions_of(reader: Reader, text: Sequence[int], length: int, depths: Sequence[float]) -> list[Question]:
     """A prompt of `length` tokens for each depth of the key in the text."""
     rng = random.Random(length)
-    return [chat_ask(reader, text, length, depth, rng) for depth in depths]
+    return [chat_question(reader, text, length, depth, rng) for depth in depths]
 
 
-def answered(ask: Ask, one: Decoding, reader: Reader) -> dict[str, Any]:
-    """A greedy answer, up to the model's own end."""
+def answered(question: Question, one: Decoding, reader: Reader) -> dict[str, Any]:
+    """Generate a greedy answer up to the end token, and look for the key in it."""
     ends = as_list(one.model.generation_config.eos_token_id)
     tokens = [int(one.token)]
     while len(tokens) < CHAT_ANSWER and tokens[-1] not in ends:
         one.step()
         tokens.append(int(one.token))
     answer = reader.decode([token for token in tokens if token not in ends]).strip()
-    found = ask.answer in answer
-    return {**ask.tags, "key": ask.answer, "answer": answer, "found": found}
+    found = question.answer in answer
+    return {**question.tags, "key": question.answer, "answer": answer, "found": found}

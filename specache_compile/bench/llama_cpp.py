@@ -1,7 +1,7 @@
-"""llama.cpp as a baseline of a decode step: the same GGUF file, under flash attention.
+"""llama.cpp as a baseline for decode steps: the same GGUF file, with flash attention.
 
-llama.cpp computes with the file's own weights. SmolLM2's have 5 and 8 bits: about a third of the bytes that the other
-rows read in bfloat16, a fifth of those in float32. The library is built from source: pip install llama-cpp-python.
+llama.cpp computes with the quantised weights of the file. SmolLM2's weights have 5 and 8 bits: about a third of their
+bytes in bfloat16, and a fifth of their bytes in float32. Build the library from source: pip install llama-cpp-python.
 """
 
 from __future__ import annotations
@@ -13,22 +13,21 @@ import torch
 from specache_compile.checkpoints.gguf import is_installed
 
 LIBRARY = "llama-cpp-python"
-# The cache's type, by its name in ggml's enumeration. On a CPU ggml's attention shares a token's work among threads
-# only with a 16-bit cache.
+# The cache's type in ggml's enumeration. On a CPU, ggml's attention uses several threads only with a 16-bit cache.
 LLAMA_CPP = {"llama.cpp-f16": "GGML_TYPE_F16", "llama.cpp-q4_0": "GGML_TYPE_Q4_0"}
 PARTS = ("key", "value")
 TOKEN = 0  # which token is decoded does not change the time
 
 
 def why_no_llama_cpp(gguf: Path | None) -> str | None:
-    """Why llama.cpp cannot run here; None where it can."""
+    """The reason why llama.cpp is unavailable; None if it is available."""
     if gguf is None:
-        return "it reads GGUF files alone"
+        return "it requires a GGUF file"
     return None if is_installed(LIBRARY) else f"pip install {LIBRARY}"
 
 
 class LlamaCpp:
-    """A llama.cpp model that has read a context of token ids, with room for `more` tokens."""
+    """A llama.cpp model that has prefilled token ids, with room for `more` tokens."""
 
     def __init__(self, name: str, gguf: Path, ids: list[int], more: int) -> None:
         import llama_cpp
@@ -40,7 +39,7 @@ class LlamaCpp:
         )  # fmt: skip
         self.llama.eval(ids)
 
-        # ggml keeps keys and values in two bytes a number, or in 18 bytes for 32 numbers.
+        # ggml stores a number of keys and values in two bytes, or 32 numbers in 18 bytes.
         config = self.llama.metadata
         architecture = config["general.architecture"]
         heads, all_heads, width, layers = (
@@ -52,9 +51,9 @@ class LlamaCpp:
         self.size = round(numbers * (2 if LLAMA_CPP[name] == "GGML_TYPE_F16" else 18 / 32))
 
     def step(self) -> None:
-        """One decode step."""
+        """Decode one token."""
         self.llama.eval([TOKEN])
 
     def bytes(self) -> tuple[int, int]:
-        """The cache's bytes, computed; none are on the host."""
+        """The computed bytes of the cache on the device and on the host."""
         return self.size, 0

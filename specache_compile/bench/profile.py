@@ -1,8 +1,7 @@
-"""Where a decode step's time goes, by op and layer.
+"""Profile a decode step by op and layer.
 
-A step is compiled code, part by part, and Python around it: the model's own, Dynamo's guards, the session's. A layer is
-a part where layers are alike (`lowering/fold_layers.py`). In a part ops and Inductor's kernels take their time, and the
-generated Python that calls them takes the gaps.
+A step consists of parts of compiled code and of Python between them: the model, Dynamo's guards, the session. If layers
+are alike, each is a part (`lowering/fold_layers.py`). The gaps of a part are generated Python that calls its kernels.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ from torch.profiler import ProfilerActivity, profile, record_function
 # Steps of a profile.
 PROFILED = 8
 STEP, PART = "specache bench step", "## Call CompiledFxGraph"
-# Of Inductor's options: its kernels appear in a profile.
+# Inductor options with which kernels appear in a profile.
 KERNELS_SHOW = {"cpp.enable_kernel_profile": True}
 PYTHON, GAPS, OTHERS, KERNELS = "Python", "gaps", "other ops", "Inductor's kernels"
-# The lines of the table, and the ops of each: this package's, without `_fused`, and torch's.
+# The lines of the table, and their ops: of this package, without `_fused`, and of torch.
 LINES = {
     "linear layers": (
         "few_rows", "few_rows_each", "linear", "mm", "addmm", "bmm", "_linear_pointwise",
@@ -45,8 +44,10 @@ Spent = defaultdict[str, defaultdict[int, float]]  # microseconds by line and pa
 
 
 def profiled(step: Callable[[], None]) -> list[Row]:
-    """The lines of a profile of `PROFILED` calls: each has its name, its calls and milliseconds in a step, and the
-    milliseconds in each of the parts, in the order in which these run."""
+    """The table lines of a profile over `PROFILED` calls.
+
+    Each has its name, its calls and milliseconds per step, and the milliseconds in each part, in execution order.
+    """
     with profile(activities=[ProfilerActivity.CPU]) as found:
         for _ in range(PROFILED):
             with record_function(STEP):
@@ -96,7 +97,7 @@ def count(step: Any, spent: Spent, calls: Counter[str]) -> int:
 
 
 def line_of(event: str) -> str | None:
-    """The line of an op or a kernel; None for an event that only holds others."""
+    """The line of an op or a kernel; None for an event that only contains other events."""
     name = event.partition("::")[2]
     if not name:
         return KERNELS if KERNEL.match(event) else None
@@ -104,7 +105,7 @@ def line_of(event: str) -> str | None:
 
 
 def layers_of(row: Row, rows: Sequence[Row]) -> list[float]:
-    """A line's milliseconds in each layer: the parts that hold an attention. None where a part holds several layers."""
+    """A line's milliseconds in each layer, that is, in each part with an attention; [] if a part has several layers."""
     attentions = [r for r in rows if r["line"] in ("low-bit scores", "attention")]
     held = [part for part in range(len(row["ms_by_part"])) if any(r["ms_by_part"][part] for r in attentions)]
     one_each = len(held) == sum(r["calls"] for r in attentions)

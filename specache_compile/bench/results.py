@@ -1,4 +1,4 @@
-"""Where figures come from, and the file that keeps them."""
+"""Provenance of figures, and a resumable file of results."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from specache_compile.errors import SpecacheError
 
 
 def provenance(device: torch.device, program: str, given: Sequence[str] | None = None) -> dict[str, Any]:
-    """The command, the day, the device, the host's threads and the versions behind a file of results.
+    """The command, the date, the device, the host's threads and the versions of a file of results.
 
-    program: a script, or a command's name.
-    given: its arguments, where they are not this process's.
+    program: a script, or the name of a command.
+    given: its arguments; None: the arguments of this process.
     """
     words = [*(["python"] if program.endswith(".py") else []), program, *(sys.argv[1:] if given is None else given)]
     return {
@@ -35,7 +35,7 @@ def provenance(device: torch.device, program: str, given: Sequence[str] | None =
 
 
 def triton_version() -> str | None:
-    """Triton's version; None where there is none. Triton exists for Linux only."""
+    """Triton's version; None if it is not installed. Triton supports Linux only."""
     if importlib.util.find_spec("triton") is None:
         return None
     import triton
@@ -44,7 +44,7 @@ def triton_version() -> str | None:
 
 
 def processor() -> str:
-    """The processor's model on Linux; elsewhere its kind."""
+    """The processor's model on Linux, otherwise its architecture."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "")
@@ -52,10 +52,10 @@ def processor() -> str:
 
 
 class Results:
-    """The rows of one file of results. The file is written anew with each row, so that a run may end anywhere.
+    """The rows of one file of results. Each new row rewrites the file, so that an interrupted run loses no row.
 
-    resume: go on with the file's rows. SpecacheError where these were measured on another device, with other versions
-    of the packages that matter, or under other `settings`: such rows do not belong into one table.
+    resume: keep the rows of the file. SpecacheError if they have another device, other package versions or other
+        `settings`, because such rows do not belong in one table.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Results:
                 f"{name} {old.get(name)}, not {new[name]}" for name in (*SAME, *settings) if old.get(name) != new[name]
             ]
             if other:
-                raise SpecacheError(f"{out} was measured with {'; '.join(other)}: give another file")
+                raise SpecacheError(f"{out} was measured with {'; '.join(other)}; name another file")
             self.report = found
 
     @property
@@ -81,7 +81,7 @@ class Results:
         return rows
 
     def has(self, **key: Any) -> bool:
-        """Whether there is a row with these figures."""
+        """Whether a row has these values."""
         return any(all(row.get(name) == value for name, value in key.items()) for row in self.rows)
 
     def add(self, *rows: dict[str, Any]) -> None:
@@ -89,17 +89,17 @@ class Results:
         self.write()
 
     def drop(self, **key: Any) -> None:
-        """Drop the rows with these figures, to be replaced by others."""
+        """Remove the rows with these values."""
         self.rows[:] = [row for row in self.rows if any(row.get(name) != value for name, value in key.items())]
 
     def once(self, name: str, make: Callable[[], Any]) -> Any:
-        """A fact about the whole file: the file's, or else the result of `make`."""
+        """A value of the whole file: the stored one, or the result of `make`."""
         if name not in self.report:
             self.report[name] = make()
         return self.report[name]
 
     def write(self) -> None:
-        """Write by way of another file, so that a killed process leaves the old one. Without a file, do nothing."""
+        """Write atomically, so that a killed process leaves the old file. Without a file, do nothing."""
         if self.out is None:
             return
         self.out.parent.mkdir(parents=True, exist_ok=True)
@@ -108,5 +108,5 @@ class Results:
         part.replace(self.out)
 
 
-# The parts of the provenance that rows of one table share.
+# Provenance that is equal for all rows of a table.
 SAME = ("device", "torch", "cuda", "triton", "transformers")

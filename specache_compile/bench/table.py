@@ -1,4 +1,4 @@
-"""The rows of `specache bench` as tables, and as a picture."""
+"""The rows of `specache bench` as tables and as a plot."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NONE: Mapping[str, str] = MappingProxyType({})
 
 
 def steps_table(rows: Rows) -> str:
-    """A line for each method, context and batch size."""
+    """The table of decode steps: a line for each method, context and batch size."""
     compiled = {(row["context"], row["batch"]): row["step_ms"] for row in rows if row["method"] == "compiled"}
     extended = any("extend_ms" in row for row in rows)
     shared = any("of_16_bits" in row for row in rows)
@@ -48,7 +48,7 @@ def steps_table(rows: Rows) -> str:
 
 
 def profile_table(rows: Rows) -> str:
-    """Where each method's step goes: lines of `profile.py`."""
+    """The table of profiles: the lines of `profile.py` for each method."""
     lines = []
     for row in sorted(rows, key=lambda row: (row["context"], row["batch"])):
         whole = sum(line["ms"] for line in row.get("profile", ()))
@@ -66,7 +66,7 @@ def profile_table(rows: Rows) -> str:
 
 
 def answers_table(rows: Rows) -> str:
-    """Seconds to the first answer of a process, eight tokens behind a hundred."""
+    """The table of seconds to the first answer of a process: 8 tokens after a prompt of 100."""
     headers = {"cold_s": "nothing compiled, s", "warm_s": "a warm folder, s", "kept_s": "traces kept, s"}
     shown = {name: header for name, header in headers.items() if any(name in row for row in rows)}
     lines = [(row["method"], *(f"{row[name]:.1f}" if name in row else "" for name in shown)) for row in rows]
@@ -75,11 +75,11 @@ def answers_table(rows: Rows) -> str:
 
 
 def draw(rows: Rows, path: Path, labels: Mapping[str, str] = NONE) -> None:
-    """Two panels: the cache's bytes on the device, and the median of the decode steps. Needs matplotlib.
+    """Draw two panels: the cache's bytes on the device and the median decode step. Requires matplotlib.
 
-    Each method has a bar for each context and batch size, in this context's colour.
+    Each method has a bar for each context and batch size.
 
-    labels: the methods' names in the picture.
+    labels: the methods' names in the plot.
     """
     try:
         import matplotlib
@@ -117,7 +117,7 @@ def draw(rows: Rows, path: Path, labels: Mapping[str, str] = NONE) -> None:
 
 
 def share_or_mib(shares: bool) -> Callable[[dict[str, Any]], float]:
-    """A row's bytes on the device, in percent of a full 16-bit cache or in MiB."""
+    """A function from a row to its bytes on the device, in percent of a full 16-bit cache or in MiB."""
     return lambda row: 100 * row["of_16_bits"] if shares else row["device_bytes"] / MIB
 
 
@@ -126,7 +126,7 @@ def cell_name(context: int, batch: int) -> str:
 
 
 def name_of(method: str, rows: Rows, labels: Mapping[str, str]) -> str:
-    """A method's name, and how many keys it has found."""
+    """A method's label and the number of keys found."""
     keys = next((row["keys"] for row in rows if row["method"] == method and "keys" in row), None)
     found = f"\n{sum(key['found'] for key in keys)} of {len(keys)} keys found" if keys else ""
     return labels.get(method, method) + found

@@ -1,6 +1,6 @@
-"""What the arguments of all commands share: errors of one line, a short help, and the backend's options as flags.
+"""Arguments that commands share: one-line errors, a short help, and the backend's options as flags.
 
-The names of the options stand here once more, so that a usage error needs no import of torch, which takes seconds.
+The names of the options are repeated here, so that a usage error does not import torch, which takes seconds.
 `tests/test_cli.py` compares them with the methods' declarations.
 """
 
@@ -13,7 +13,7 @@ from importlib.metadata import entry_points
 from typing import Any, NoReturn
 
 DISTRIBUTION = "specache-compile"
-# The options that take no value, one value, and several.
+# Options with no value, one value and several values.
 SWITCHES = ("hit_rate", "host_tier", "lookup", "speculate")
 ONE_VALUE = (
     "ahead", "bits", "budget", "chunk", "correct", "eviction_block", "first", "group_size", "host_bits", "host_memory",
@@ -44,14 +44,14 @@ class Parser(argparse.ArgumentParser):
                 self.error(f"unknown option {flag}{suggestion(flag, self._option_string_actions)}")
 
     def shorten(self, shown: Collection[str]) -> None:
-        """Leave all flags but these out of the help, which names --help-all."""
+        """Remove all flags but these and --help-all from the help."""
         for action in self._actions:
             if action.option_strings and not {"--help", "--help-all", *shown} & set(action.option_strings):
                 action.help = argparse.SUPPRESS
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """ " (did you mean NAME?)" for the known name that is closest, "" where none is close."""
+    """ " (did you mean NAME?)" for the closest known name; "" if none is close."""
     near = difflib.get_close_matches(name, list(known), n=1)
     return f" (did you mean {near[0]}?)" if near else ""
 
@@ -61,11 +61,11 @@ def flag_of(option: str) -> str:
 
 
 def add_device(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--device", help="default: cuda where there is a CUDA device, else cpu")
+    command.add_argument("--device", help="cpu, cuda or cuda:N (default: cuda if available, else cpu)")
 
 
 def add_option_names(command: Parser) -> None:
-    """The backend's options by name alone: any value is accepted."""
+    """Add the backend's options by name; any value is accepted."""
     for name in SWITCHES:
         command.add_argument(flag_of(name), action=argparse.BooleanOptionalAction, default=None)
     for name in ONE_VALUE:
@@ -76,7 +76,7 @@ def add_option_names(command: Parser) -> None:
 
 
 def has_other_methods() -> bool:
-    """Whether another package's methods are installed, whose options are not among OPTIONS."""
+    """Whether another package with methods is installed. OPTIONS lacks their options."""
     points = entry_points(group="specache_compile.methods")
     return any(point.dist is None or point.dist.name != DISTRIBUTION for point in points)
 
@@ -95,10 +95,10 @@ def options_of(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def add_options(command: Parser, shown: bool = True) -> None:
-    """The backend's options, as the methods declare them. An option that is not given keeps the method's default.
+    """Add the backend's options, as the methods declare them. An omitted option keeps the method's default.
 
     Args:
-        shown: whether the command's help lists them.
+        shown: whether the help of the command lists them.
     """
     from specache_compile.methods import declared_options, every_method
 
@@ -109,12 +109,12 @@ def add_options(command: Parser, shown: bool = True) -> None:
         flag = dict(declared.metadata["flag"])
         if not flag.pop("flag", True):
             continue
-        told = f"{declared.metadata['help']} ({defaults(declarations)})".replace("%", "%%")
-        told = told if shown else argparse.SUPPRESS
+        text = f"{declared.metadata['help']} ({defaults(declarations)})".replace("%", "%%")
+        text = text if shown else argparse.SUPPRESS
         if isinstance(declared.default, bool):
-            group.add_argument(flag_of(name), action=argparse.BooleanOptionalAction, default=None, help=told)
+            group.add_argument(flag_of(name), action=argparse.BooleanOptionalAction, default=None, help=text)
         else:
-            group.add_argument(flag_of(name), default=None, help=told, **flag)
+            group.add_argument(flag_of(name), default=None, help=text, **flag)
     group.add_argument(
         "--one-lane",
         dest="speculate",
@@ -125,12 +125,12 @@ def add_options(command: Parser, shown: bool = True) -> None:
 
 
 def defaults(declarations: Mapping[str, Any]) -> str:
-    """The methods that take an option, and its default: "default: 64; kivi: 128"."""
+    """The methods that accept an option, and its default: "default: 64; kivi: 128"."""
     from specache_compile.methods import defaults_of, every_method
 
-    usual, others = defaults_of(declarations)
-    takers = "" if len(declarations) == len(every_method()) else f"{', '.join(declarations)}; "
-    return takers + "; ".join([f"default: {usual}", *(f"{method}: {value}" for method, value in others.items())])
+    default, others = defaults_of(declarations)
+    methods = "" if len(declarations) == len(every_method()) else f"{', '.join(declarations)}; "
+    return methods + "; ".join([f"default: {default}", *(f"{method}: {value}" for method, value in others.items())])
 
 
 def is_help(words: Sequence[str]) -> bool:

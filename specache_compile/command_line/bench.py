@@ -11,14 +11,14 @@ from specache_compile.checkpoints.names import MODEL
 from .arguments import LOWERINGS, add_device
 
 BASELINES = {
-    "uncompiled": "Hugging Face as it is, with its DynamicCache",
+    "uncompiled": "Hugging Face without compilation, with a DynamicCache",
     "compiled": "torch.compile, with a DynamicCache",
     "compiled-static": "torch.compile, with a StaticCache",
     "quanto-2bit": "Hugging Face's QuantizedCache: optimum-quanto, 2 bits",
     "hqq-2bit": "Hugging Face's QuantizedCache: hqq, 2 bits",
     "hf-fp8": "Hugging Face's QuantizedCache: fp8",
     "llama.cpp-f16": "llama.cpp on the checkpoint's GGUF file",
-    "llama.cpp-q4_0": "llama.cpp, its cache in 4 bits",
+    "llama.cpp-q4_0": "llama.cpp with a 4-bit cache",
 }
 DEFAULT = (*BASELINES, "kivi:bits=2", "specache:bits=1", "specache")
 EXAMPLES = """\
@@ -32,40 +32,52 @@ examples:
 baselines, where their libraries are installed:
 """ + "\n".join(f"  {name:16} {what}" for name, what in BASELINES.items())
 EPILOG = f"""{EXAMPLES}
-SmolLM2-135M on two cores: all methods at both default contexts take about one hour, the quick form some ten minutes.
-Most of both is compilation: fewer --methods and shorter --contexts shorten it.
-other methods are spelled as `specache eval` takes them; docs/performance.md explains the columns
+On two cores, SmolLM2-135M takes about an hour with all methods at both default contexts, and ten minutes in the quick
+form. Most of the time is compilation: fewer --methods and shorter --contexts reduce it. Other methods are written as in
+`specache eval --help`. docs/performance.md describes each column, --rounds and --lowering.
 """
 
 
 def add_bench(command: argparse.ArgumentParser) -> None:
     """The arguments of `specache bench`."""
-    command.formatter_class = argparse.RawDescriptionHelpFormatter
     command.epilog = EPILOG
     command.add_argument("model", help=f"{MODEL}; or a config.json, with random weights")
     command.add_argument(
-        "--contexts", nargs="+", type=int, default=[2048, 8000], metavar="N", help="tokens (2048 8000)"
+        "--contexts",
+        nargs="+",
+        type=int,
+        default=[2048, 8000],
+        metavar="N",
+        help="context lengths in tokens (default: 2048 8000)",
     )
-    command.add_argument("--batch-sizes", nargs="+", type=int, default=[1], metavar="N", help="rows (default: 1)")
     command.add_argument(
-        "--methods", nargs="+", default=list(DEFAULT), metavar="NAME", help="baselines and settings, see below (all)"
+        "--batch-sizes", nargs="+", type=int, default=[1], metavar="N", help="numbers of sequences (default: 1)"
     )
-    command.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of weights and cache (default: bfloat16)")
+    command.add_argument(
+        "--methods",
+        nargs="+",
+        default=list(DEFAULT),
+        metavar="NAME",
+        help="baselines and methods, see below (default: all)",
+    )
+    command.add_argument(
+        "--dtype", choices=DTYPES, default="bfloat16", help="dtype of weights and cache (default: bfloat16)"
+    )
     add_device(command)
-    command.add_argument("--layers", type=int, help="of so many layers alone, with random weights")
+    command.add_argument("--layers", type=int, help="use this number of layers, with random weights")
     command.add_argument("--rounds", type=int, default=8, help=argparse.SUPPRESS)
     command.add_argument("--lowering", choices=LOWERINGS, default="inductor", help=argparse.SUPPRESS)
     command.add_argument(
-        "--extend", type=int, default=0, metavar="N", help="time a call of N tokens behind the context too"
+        "--extend", type=int, default=0, metavar="N", help="also time a call of N tokens after the context"
     )
     command.add_argument(
-        "--profile", action="store_true", help="print where a step's time goes too, by op and layer (not of llama.cpp)"
+        "--profile", action="store_true", help="also print a step's time by op and layer (not for llama.cpp)"
     )
-    command.add_argument("--no-first-tokens", action="store_true", help="leave out the first and second token's time")
+    command.add_argument("--no-first-tokens", action="store_true", help="do not time the first and second token")
     command.add_argument(
-        "--no-first-answers", action="store_true", help="leave out the first answers of new processes, cold and warm"
+        "--no-first-answers", action="store_true", help="do not time the first answers of new processes"
     )
     command.add_argument(
-        "--json", type=Path, metavar="FILE", help="keep the rows; the next call goes on with this file"
+        "--json", type=Path, metavar="FILE", help="store the results; the next call resumes from this file"
     )
-    command.add_argument("--plot", type=Path, metavar="FILE", help="a picture: a step against the context")
+    command.add_argument("--plot", type=Path, metavar="FILE", help="plot step times against contexts")

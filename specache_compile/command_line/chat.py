@@ -16,7 +16,11 @@ from specache_compile.errors import SpecacheError
 from .generate import add_generation, sampling_of
 
 EPILOG = """\
-Each line is a turn. Ctrl-C interrupts an answer, and Ctrl-D ends the conversation.
+Each line is a turn. Ctrl-C interrupts an answer. Ctrl-D ends the conversation.
+
+examples:
+  specache chat smollm2-135m
+  specache chat smollm2-135m --system "Answer in one sentence." --temperature 0.7
 """
 
 
@@ -118,9 +122,9 @@ class Chat:
                 )  # fmt: skip
         streamer.end()
         self.note(streamer.ids)
-        said = self.tokenizer.decode(streamer.ids[len(prompt) :], skip_special_tokens=True)
-        self.messages = [*messages, {"role": "assistant", "content": said}]
-        return str(said)
+        answer = self.tokenizer.decode(streamer.ids[len(prompt) :], skip_special_tokens=True)
+        self.messages = [*messages, {"role": "assistant", "content": answer}]
+        return str(answer)
 
     def keep_shared(self, prompt: Any) -> None:
         """Cut the cache to the prompt's beginning; at least the last token is left to the model. A cache that cannot

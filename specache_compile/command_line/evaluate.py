@@ -14,8 +14,16 @@ TASKS = ("needle", "perplexity", "closeness", "long")
 METHODS = ("uncompiled", "kivi:bits=1", "specache:bits=1,setting=paper", "specache")
 
 
+EPILOG = """\
+examples:
+  specache eval smollm2-135m --tasks needle --lengths 512 --samples 4
+  specache eval smollm2-135m --tasks closeness --methods kivi:bits=2 specache --out build/closeness
+"""
+
+
 def add_eval(command: argparse.ArgumentParser) -> None:
     """The arguments of `specache eval`."""
+    command.epilog = EPILOG
     command.add_argument("model", help=MODEL)
     command.add_argument(
         "--tasks",
@@ -23,7 +31,7 @@ def add_eval(command: argparse.ArgumentParser) -> None:
         choices=TASKS,
         default=["needle"],
         metavar="TASK",
-        help=f"some of {', '.join(TASKS)} (default: needle); examples/harness.py runs LongBench and RULER",
+        help=f"{', '.join(TASKS)} (default: needle); examples/harness.py runs LongBench and RULER",
     )
     command.add_argument(
         "--methods", nargs="+", default=list(METHODS), metavar="NAME[:option=value,...]",
@@ -31,29 +39,34 @@ def add_eval(command: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     command.add_argument(
         "--lengths", nargs="+", type=int, default=[512, 1024], metavar="N",
-        help="contexts in tokens, answer included (512 1024)",
+        help="context lengths in tokens, including the answer (default: 512 1024)",
     )  # fmt: skip
-    command.add_argument("--samples", type=int, default=22, help="questions, or windows of text, a cell (default: 22)")
-    command.add_argument("--seed", type=int, default=0, help="of every draw (default: 0)")
+    command.add_argument(
+        "--samples", type=int, default=22, help="questions or text windows per table cell (default: 22)"
+    )
+    command.add_argument("--seed", type=int, default=0, help="random seed (default: 0)")
     command.add_argument(
         "--text", nargs="+", type=Path, default=[], metavar="FILE",
-        help="texts for haystacks and perplexity (default: library source held out of training)",
+        help="texts for needle and perplexity (default: library source that the needle model was not trained on)",
     )  # fmt: skip
-    command.add_argument("--chat", action="store_true", help="put the chat template around the needles' prompts")
+    command.add_argument("--chat", action="store_true", help="apply the chat template to the prompts of needle")
     command.add_argument(
         "--blind", action="store_true",
-        help="read the context exactly, evict from it once or quantise it, and only then read the question; without "
-        "--blind both are one prompt. The six policies take eviction_block=prompt, unless "
-        "another is given",
+        help="prefill the context exactly, compress it once, and prefill the question afterwards; without --blind, "
+        "context and question are one prompt. The default of the six eviction policies is eviction_block=prompt",
     )  # fmt: skip
     command.add_argument(
         "--share-prefills", action="store_true",
-        help="read each prompt once, uncompiled, and give the cache to every method that reads prompts exactly: long "
-        "prompts take a fraction of the time, for the memory of a cell's caches (at most half of what is free)",
+        help="prefill each prompt once, without compilation, for all methods with an exact prefill; saves time and "
+        "stores the caches of a cell (at most half of the free memory)",
     )  # fmt: skip
-    command.add_argument("--out", type=Path, default=Path("build/eval"), help="folder of the results (%(default)s)")
-    command.add_argument("--batch-size", type=int, default=8, help="most prompts of one length at once (default: 8)")
+    command.add_argument(
+        "--out", type=Path, default=Path("build/eval"), help="folder of the results (default: %(default)s)"
+    )
+    command.add_argument("--batch-size", type=int, default=8, help="maximum number of prompts in a batch (default: 8)")
     add_device(command)
-    command.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of weights and cache (default: bfloat16)")
+    command.add_argument(
+        "--dtype", choices=DTYPES, default="bfloat16", help="dtype of weights and cache (default: bfloat16)"
+    )
     command.add_argument("--lowering", choices=LOWERINGS, help="default: inductor on a GPU, else eager")
-    command.add_argument("--no-plots", action="store_true", help="tables only")
+    command.add_argument("--no-plots", action="store_true", help="write tables without plots")

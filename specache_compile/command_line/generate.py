@@ -15,13 +15,21 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+EPILOG = """\
+examples:
+  specache generate smollm2-135m --chat --prompt "What is the capital of France?"
+  specache generate smollm2-135m --prompt-file LICENSE --max-new-tokens 50 --bits 1 --stats
+"""
+
+
 def add_generate(command: argparse.ArgumentParser) -> None:
     """The arguments of `specache generate`, except the device and the backend's options."""
+    command.epilog = EPILOG
     command.add_argument("model", metavar="MODEL", help=MODEL)
     source = command.add_mutually_exclusive_group(required=True)
-    source.add_argument("--prompt", metavar="TEXT", help="the prompt itself")
-    source.add_argument("--prompt-file", metavar="FILE", help="a text file with the prompt; - reads standard input")
-    command.add_argument("--chat", action="store_true", help="put the chat template around the prompt")
+    source.add_argument("--prompt", metavar="TEXT", help="the prompt")
+    source.add_argument("--prompt-file", metavar="FILE", help="a text file with the prompt; - for standard input")
+    command.add_argument("--chat", action="store_true", help="apply the chat template to the prompt")
     add_generation(command)
 
 
@@ -32,23 +40,27 @@ def add_generation(command: argparse.ArgumentParser, tokens: int = 100) -> None:
         type=int,
         default=tokens,
         metavar="N",
-        help="most tokens of an answer (default: %(default)s)",
+        help="maximum number of generated tokens (default: %(default)s)",
     )
     command.add_argument(
         "--temperature", type=float, metavar="T",
-        help="sample at this temperature; without a sampling option the likeliest token is taken",
+        help="sample at this temperature; without a sampling option decoding is greedy",
     )  # fmt: skip
-    command.add_argument("--top-p", type=float, metavar="P", help="sample from the likeliest tokens of this total mass")
+    command.add_argument(
+        "--top-p", type=float, metavar="P", help="sample from the smallest set of tokens with this total probability"
+    )
     command.add_argument(
         "--sample-top-k", type=int, metavar="K", help="sample from the K likeliest tokens (--top-k counts KV pairs)"
     )
-    command.add_argument("--sample-seed", type=int, metavar="N", help="the seed of sampling")
-    command.add_argument("--dtype", choices=DTYPES, default="auto", help="of weights and cache (default: the file's)")
-    command.add_argument("--stats", action="store_true", help="afterwards print steps, bytes moved, time waited")
+    command.add_argument("--sample-seed", type=int, metavar="N", help="random seed of sampling")
+    command.add_argument(
+        "--dtype", choices=DTYPES, default="auto", help="dtype of weights and cache (default: the file's)"
+    )
+    command.add_argument("--stats", action="store_true", help="print steps, bytes moved and time waited at the end")
 
 
 def sampling_of(args: argparse.Namespace) -> dict[str, Any]:
-    """The sampling arguments of `model.generate`. SpecacheError for a value that is no temperature, mass or count."""
+    """The sampling arguments of `model.generate`. SpecacheError for a value out of range."""
     given = {"temperature": args.temperature, "top_p": args.top_p, "top_k": args.sample_top_k}
     for flag, value, fits, accepted in (
         ("--temperature", args.temperature, lambda t: 0 <= t < float("inf"), "a number, 0 or more"),
@@ -65,7 +77,7 @@ def sampling_of(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def prompt_of(args: argparse.Namespace) -> str:
-    """The prompt's text. SpecacheError where it is empty."""
+    """The prompt's text. SpecacheError if it is empty."""
     if args.prompt is not None:
         text, source = args.prompt, "--prompt"
     elif args.prompt_file == "-":
@@ -84,12 +96,12 @@ def ids_of(tokenizer: PreTrainedTokenizerBase, text: str, chat: bool) -> Any:
     how = {"return_tensors": "pt"}
     inputs: Any = chat_turn(tokenizer, text, return_dict=True, **how) if chat else tokenizer(text, **how)
     if not inputs["input_ids"].shape[1]:
-        raise SpecacheError("the tokenizer makes no token of the prompt: give at least one word")
+        raise SpecacheError("the prompt has no tokens; give at least one word")
     return inputs
 
 
 def run_generate(args: argparse.Namespace, options: dict[str, Any]) -> None:
-    """Print the continuation while it is generated. All that can be checked without weights is checked first."""
+    """Print the continuation while it is generated. Arguments are checked before the weights are loaded."""
     sampling, text = sampling_of(args), prompt_of(args)
     checkpoint = open_checkpoint(args.model)
     inputs = ids_of(checkpoint.tokenizer, text, args.chat)
@@ -111,9 +123,9 @@ def run_generate(args: argparse.Namespace, options: dict[str, Any]) -> None:
 
 
 def check_room(prompt: int, added: int, limit: int) -> None:
-    """SpecacheError where a prompt and its continuation exceed the model's context."""
+    """SpecacheError if a prompt and its continuation exceed the model's context."""
     if prompt + added > limit:
         raise SpecacheError(
-            f"the prompt has {prompt:,} tokens, and --max-new-tokens {added:,} would follow: the model's context is "
-            f"{limit:,}"
+            f"the prompt has {prompt:,} tokens and --max-new-tokens is {added:,}; the model's context is {limit:,}: "
+            "shorten one of them"
         )

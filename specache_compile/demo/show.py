@@ -1,4 +1,4 @@
-"""The demo's rows as a table of answers, and as lines of the summary that README.md shows too."""
+"""The demo's rows as a table of answers, and as the summary in README.md."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def answers_table(rows: Rows) -> str:
     """A line for each method, a column for each key."""
     keys = rows[0]["keys"]
     hidden = ("the hidden key", *(key["key"] for key in keys))
-    said = [(METHODS[row["method"]], *(first_line(key["answer"]) for key in row["keys"])) for row in rows]
+    answers = [(METHODS[row["method"]], *(first_line(key["answer"]) for key in row["keys"])) for row in rows]
     names = ("answers", *(f"key at {key['depth']:.0%}" for key in keys))
-    return tabulate([hidden, *said], names, disable_numparse=True) + "\n"
+    return tabulate([hidden, *answers], names, disable_numparse=True) + "\n"
 
 
 def first_line(answer: str) -> str:

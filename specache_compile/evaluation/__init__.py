@@ -1,4 +1,4 @@
-"""The harness behind `specache eval`: settings, a runner that asks a model, rows that survive an interruption, figures.
+"""The evaluation of `specache eval`: settings, a runner of models, resumable rows, tables and plots.
 
-The tasks are in `specache_compile.evaluation.tasks`. Nothing of the backend imports this package.
+`specache_compile.evaluation.tasks` has the tasks. The backend does not import this package.
 """

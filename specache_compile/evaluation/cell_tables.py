@@ -14,13 +14,13 @@ from typing import Any
 from tabulate import tabulate
 
 from .intervals import interval
-from .rows import Row, sources
+from .result_rows import ResultRow, sources
 from .settings import UNCOMPILED
 from .tasks import NO_QUESTION
 from .tasks.long import first_difference
 from .tasks.perplexity import RECENT
 
-# Below this share of right answers by the uncompiled model a cell says nothing about a cache.
+# A cell is no evidence about a cache if the uncompiled model has a smaller share of right answers.
 GATE = 0.8
 MARK = "*"
 FAILED = f"{MARK} the uncompiled model itself is right in less than {GATE:.0%}: in no mean, and evidence of nothing"
@@ -30,11 +30,11 @@ UNITS = ("perplexity",)  # every other metric is a share
 KIND_COLUMNS = ("KL", "±", "top-1")
 
 
-def shown(row: Row) -> str:
+def shown(row: ResultRow) -> str:
     return f"{row.score:.3f}" if row.metric in UNITS else f"{row.score:.1%}"
 
 
-def shown_ratio(row: Row) -> str:
+def shown_ratio(row: ResultRow) -> str:
     return "" if row.kv_ratio is None else f"{row.kv_ratio:.3f}"
 
 
@@ -43,9 +43,12 @@ def aligned(lines: Sequence[Sequence[str | None]], headers: Sequence[str]) -> st
     return tabulate(lines, headers, colalign=("left", *["right"] * (len(headers) - 1)), disable_numparse=True)
 
 
-def kinds_table(rows: Sequence[Row]) -> str:
-    """Rows with `kinds`, a line for each method and cell: per kind the KL ± its 95 % interval and the top-1 agreement;
-    last, the KL's paired difference to the last method's on forced text."""
+def kinds_table(rows: Sequence[ResultRow]) -> str:
+    """The table of rows with `kinds`: a line for each method and cell.
+
+    Each kind has its KL ± 95 % interval and top-1 agreement. The last column is the KL's paired difference to the last
+    method on forced text.
+    """
     kinds = list(rows[0].detail["kinds"])
     last = {row.cell: row for row in rows}
     lines = []
@@ -61,7 +64,7 @@ def kind_cells(kind: Mapping[str, Any]) -> list[str]:
     return [f"{kind['kl']:.4f}", f"{interval(kind['each']):.4f}", f"{kind['agreement']:.1%}"]
 
 
-def difference(row: Row, other: Row) -> str:
+def difference(row: ResultRow, other: ResultRow) -> str:
     """Mean ± 95 % of the paired differences, window by window."""
     if row is other or row.samples != other.samples:
         return ""
@@ -70,11 +73,11 @@ def difference(row: Row, other: Row) -> str:
     return f"{sum(paired) / len(paired):+.4f} ± {interval(paired):.4f}"
 
 
-def long_table(rows: Sequence[Row]) -> str:
-    """Own texts, a line for each method and cell.
+def long_table(rows: Sequence[ResultRow]) -> str:
+    """The table of a method's own texts: a line for each method and cell.
 
-    KL ± its 95 % interval over texts; the KL of the first and of the last stretch; the median place where a text first
-    differs from the uncompiled model's (`none` where most never do); the share of repeated phrases; the length.
+    Columns: KL ± 95 % interval over texts, KL of the first and the last stretch, the median position of
+    the first different token, repeated phrases and length.
     """
     full = {row.cell: row for row in rows if row.method == UNCOMPILED}
     lines = []
@@ -84,14 +87,14 @@ def long_table(rows: Sequence[Row]) -> str:
         first, last = (shown_kl[place] for place in (min(shown_kl, key=int), max(shown_kl, key=int)))
         kl = f"{row.score:.4f} ± {interval([one['kl'] for one in each]):.4f}"
         again, length = (statistics.fmean(one[name] for one in each) for name in ("repeated", "length"))
-        told = (first, last, differs_at(row, full.get(row.cell)), f"{again:.1%}", f"{length:,.0f}")
-        lines.append([row.method, row.cell, shown_ratio(row), kl, *told])
+        others = (first, last, differs_at(row, full.get(row.cell)), f"{again:.1%}", f"{length:,.0f}")
+        lines.append([row.method, row.cell, shown_ratio(row), kl, *others])
     names = ("KL", "first stretch", "last stretch", "differs at", "repeated", "length")
     return aligned(lines, [rows[0].task, "context", "device KV", *names])
 
 
-def differs_at(row: Row, full: Row | None) -> str:
-    """The median place at which a row's texts leave the uncompiled model's."""
+def differs_at(row: ResultRow, full: ResultRow | None) -> str:
+    """The median position at which a row's texts first differ from the uncompiled model's; `none` if most never do."""
     if full is None or full is row or full.samples != row.samples:
         return ""
     pairs = zip(row.detail["each"], full.detail["each"], strict=True)
@@ -100,7 +103,7 @@ def differs_at(row: Row, full: Row | None) -> str:
     return "none" if median == math.inf else f"{median:,.0f}"
 
 
-def task_table(rows: Sequence[Row]) -> str:
+def task_table(rows: Sequence[ResultRow]) -> str:
     """One task: a line for each method, a column for each cell.
 
     Then come the mean where it means something, the paired difference to the uncompiled model, and the device's KV
@@ -135,12 +138,12 @@ def task_table(rows: Sequence[Row]) -> str:
     return f"{found}\n{SHORT if metric in UNITS else FAILED}" if failed else found
 
 
-def failed_cells(rows: Sequence[Row]) -> set[str]:
+def failed_cells(rows: Sequence[ResultRow]) -> set[str]:
     """The cells of one task that the uncompiled model itself fails."""
     return {row.cell for row in rows if row.method == UNCOMPILED and fails(row)}
 
 
-def fails(row: Row) -> bool:
+def fails(row: ResultRow) -> bool:
     """Whether the uncompiled model's row is evidence of nothing: either it finds too little, or its perplexity is not
     below the one behind the last tokens alone with 95 % confidence."""
     if "recent" in row.detail:
@@ -149,18 +152,18 @@ def fails(row: Row) -> bool:
     return row.task not in NO_QUESTION and row.score < GATE
 
 
-def recent_perplexity(row: Row | None) -> str:
+def recent_perplexity(row: ResultRow | None) -> str:
     """The uncompiled model's perplexity behind the last tokens alone; "" where it was not measured."""
     nats = [] if row is None else row.detail.get("recent", [])
     return f"{math.exp(sum(nats) / len(nats)):.3f}" if nats else ""
 
 
-def paired_scores(row: Row) -> list[float]:
+def paired_scores(row: ResultRow) -> list[float]:
     """Scores to pair with another method's: each answer's score, or each window's nats a token."""
     return row.detail.get("nats") or [one["score"] for one in row.detail.get("each", [])]
 
 
-def above_full(rows: Sequence[Row], full: Mapping[str, Row]) -> str:
+def above_full(rows: Sequence[ResultRow], full: Mapping[str, ResultRow]) -> str:
     """Mean over cells ± 95 % of the paired differences to the uncompiled model, and the number of pairs: answers
     or windows.
 
@@ -184,35 +187,35 @@ def above_full(rows: Sequence[Row], full: Mapping[str, Row]) -> str:
     return f"{100 * mean:+.1f} ± {100 * half:.1f} of {count}"
 
 
-def mean_of(rows: Sequence[Row]) -> str:
+def mean_of(rows: Sequence[ResultRow]) -> str:
     """The plain mean over cells; the geometric one has no name a reader would expect, so perplexities have none."""
     return f"{sum(row.score for row in rows) / len(rows):.1%}" if rows else ""
 
 
-def table(rows: Sequence[Row]) -> str:
+def table(rows: Sequence[ResultRow]) -> str:
     """All tasks, one table under the other. device KV is that of the task's longest context."""
     tasks = dict.fromkeys(row.task for row in rows)
     by_task = ([row for row in rows if row.task == task] for task in tasks)
     return "\n\n".join(form_of(mine)(mine) for mine in by_task)
 
 
-def form_of(rows: Sequence[Row]) -> Callable[[Sequence[Row]], str]:
+def form_of(rows: Sequence[ResultRow]) -> Callable[[Sequence[ResultRow]], str]:
     """How the rows of one task are laid out."""
     if "kinds" in rows[0].detail:
         return kinds_table
     return long_table if "intervals" in rows[0].detail else task_table
 
 
-def write_csv(path: Path, rows: Sequence[Row]) -> None:
+def write_csv(path: Path, rows: Sequence[ResultRow]) -> None:
     """One line a row, details left out."""
-    names = [name for name in Row.__dataclass_fields__ if name not in ("detail", "key")]
+    names = [name for name in ResultRow.__dataclass_fields__ if name not in ("detail", "key")]
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(names)
         writer.writerows([getattr(row, name) for name in names] for row in rows)
 
 
-def write_json(path: Path, rows: Sequence[Row]) -> None:
+def write_json(path: Path, rows: Sequence[ResultRow]) -> None:
     """Everything, a row a line; each carries the provenance of the run that measured it."""
     lines = ",\n".join(json.dumps(asdict(row)) for row in rows)
     path.write_text(f'{{"provenance": {json.dumps(sources(rows))},\n"rows": [\n{lines}\n]}}\n')

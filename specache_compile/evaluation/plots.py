@@ -1,4 +1,4 @@
-"""The pictures of an evaluation: depth × length, score against position, score against device KV.
+"""The plots of an evaluation: depth × length, score against position, score against device KV.
 
 Each has its provenance in one line at the bottom.
 """
@@ -14,14 +14,14 @@ from specache_compile.methods import parse_options
 
 from .cell_tables import failed_cells
 from .intervals import interval
-from .rows import Row, sources
+from .result_rows import ResultRow, sources
 from .settings import Setting, parse_setting
 
 MARKERS = "os^Dv"
 
 
-def draw(rows: Sequence[Row], folder: Path) -> list[Path]:
-    """Every picture that these rows allow; their paths. Needs matplotlib."""
+def draw(rows: Sequence[ResultRow], folder: Path) -> list[Path]:
+    """Draw all plots that the rows allow, and return their paths. Requires matplotlib."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -37,7 +37,7 @@ def draw(rows: Sequence[Row], folder: Path) -> list[Path]:
     return made
 
 
-def save(figure: Any, rows: Sequence[Row], path: Path) -> None:
+def save(figure: Any, rows: Sequence[ResultRow], path: Path) -> None:
     """Write a figure with its rows' provenance at its foot."""
     import matplotlib.pyplot as plt
 
@@ -48,7 +48,7 @@ def save(figure: Any, rows: Sequence[Row], path: Path) -> None:
     plt.close(figure)
 
 
-def depth_by_length(rows: Sequence[Row]) -> Any:
+def depth_by_length(rows: Sequence[ResultRow]) -> Any:
     """One panel a method: the share of the needles found at each depth (down) and length (across)."""
     import matplotlib.pyplot as plt
 
@@ -77,12 +77,12 @@ def depth_by_length(rows: Sequence[Row]) -> Any:
     return figure
 
 
-def share_at(row: Row, depth: float) -> float:
+def share_at(row: ResultRow, depth: float) -> float:
     scores = [one["score"] for one in row.detail["each"] if one["depth"] == depth]
     return sum(scores) / len(scores) if scores else float("nan")
 
 
-def by_position(rows: Sequence[Row]) -> Any:
+def by_position(rows: Sequence[ResultRow]) -> Any:
     """One panel a length: the figure against the position of the token, a curve a method."""
     import matplotlib.pyplot as plt
 
@@ -104,7 +104,7 @@ def by_position(rows: Sequence[Row]) -> Any:
     return figure
 
 
-def against_kv(rows: Sequence[Row]) -> Any:
+def against_kv(rows: Sequence[ResultRow]) -> Any:
     """Mean score over cells against the device's share of the full cache, a mark for each method. Cells that the
     uncompiled model itself fails are left out."""
     import matplotlib.pyplot as plt
@@ -126,14 +126,16 @@ def against_kv(rows: Sequence[Row]) -> Any:
     return figure
 
 
-def distance(rows: Sequence[Row]) -> Any:
-    """KL to the full cache against the device's share of the full cache's bytes: a panel for each kind of continuation,
-    a line over the bits of each method (and length)."""
+def distance(rows: Sequence[ResultRow]) -> Any:
+    """A plot of the KL to the full cache against the device's share of the full cache's bytes.
+
+    It has a panel for each kind of continuation, and a line over the bits for each method and length.
+    """
     import matplotlib.pyplot as plt
 
     kinds = list(rows[0].detail["kinds"])
     figure, axes = plt.subplots(1, len(kinds), figsize=(4 * len(kinds) + 2, 3.8), squeeze=False, sharey=True)
-    lines: dict[tuple[str, str], list[tuple[str, Row]]] = {}
+    lines: dict[tuple[str, str], list[tuple[str, ResultRow]]] = {}
     for row in rows:
         method, bits = method_and_bits(row.method)
         lines.setdefault((method, row.cell), []).append((bits, row))
@@ -172,12 +174,12 @@ def method_and_bits(text: str) -> tuple[str, str]:
     return str(rest), "" if bits is None else "1 bit" if bits == 1 else f"{bits} bits"
 
 
-def has_even_depths(row: Row) -> bool:
+def has_even_depths(row: ResultRow) -> bool:
     each = row.detail.get("each", [])
     return row.task == "needle" and bool(each)
 
 
-PICTURES: tuple[tuple[str, Callable[[Row], bool], Callable[[Sequence[Row]], Any]], ...] = (
+PICTURES: tuple[tuple[str, Callable[[ResultRow], bool], Callable[[Sequence[ResultRow]], Any]], ...] = (
     ("depth", has_even_depths, depth_by_length),
     ("position", lambda row: "by_position" in row.detail, by_position),
     ("kv", lambda row: row.kv_ratio is not None and "kinds" not in row.detail, against_kv),

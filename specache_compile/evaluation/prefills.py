@@ -1,7 +1,7 @@
-"""Exact prefills: the uncompiled model makes each once, for all methods that would read the prompt exactly themselves.
+"""Shared exact prefills: the uncompiled model computes each once for all methods with an exact prefill.
 
-The prefill is most of the work of a short answer behind a long prompt. `specache_compile.hold` fills a method's tiers
-from it as the method's own prefill would (tests/caches/test_hold.py).
+The prefill is most of the work of a short answer to a long prompt. `specache_compile.hold` fills a method's tiers from
+it, with the same result as the method's own prefill (tests/caches/test_hold.py).
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from .baselines.kvzip import KVzipOptions
 
 
 def caches_plainly(model: Any) -> bool:
-    """Whether every layer keeps every pair."""
+    """Whether every layer stores every pair."""
     layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
     return all(type(layer) is DynamicLayer for layer in layers)
 
 
 @dataclass(frozen=True)
 class Prefill:
-    """What the uncompiled model has read.
+    """A prefill of the uncompiled model.
 
     cache: a plain cache of the prompts.
-    logits: behind them, float32 [rows, 1, vocabulary], on the host.
-    first: the tokens [rows, 1] that `generate` chooses greedily from the logits.
+    logits: the next logits, float32 [rows, 1, vocabulary], on the host.
+    first: the greedy tokens [rows, 1] of `generate` for these logits.
     """
 
     cache: Any
@@ -54,9 +54,9 @@ class Prefill:
 
 
 class Prefills:
-    """The prefills of one cell's prompts, on the model's device, until the next cell begins.
+    """The prefills of one cell's prompts on the model's device.
 
-    most: bytes to keep, by default half of what is free; prefills beyond them are made again.
+    most: a limit in bytes, by default half of the free memory; further prefills are computed again.
     """
 
     def __init__(self, device: torch.device | str = "cpu", most: int | None = None) -> None:
@@ -64,7 +64,7 @@ class Prefills:
         free = torch.cuda.mem_get_info(device)[0] if on_cuda else free_memory()
         self.most = free // 2 if most is None else most
         self.cell = ""
-        # By prompt: the batch that it was read in, and its row there.
+        # By prompt: its batch and its row in the batch.
         self.made: dict[tuple[int, ...], tuple[Prefill, int]] = {}
         self.nbytes = 0
 
@@ -74,15 +74,15 @@ class Prefills:
             self.made.clear()
 
     def serve(self, model: Any) -> bool:
-        """Whether the model, as it is compiled now, can go on from such a prefill."""
+        """Whether the model, as it is compiled now, can continue from such a prefill."""
         given = options_of(model)
         options = None if given is None else parse_options(given)
         holds = options is None or isinstance(options, KVzipOptions) or reason_not_to_hold(options) is None
         return holds and caches_plainly(model)
 
     def of(self, ids: Tensor, make: Callable[[], Prefill]) -> Prefill:
-        """The prefill of `ids` [rows, tokens], for one use. Where there is none yet, `make` makes it, of these prompts
-        or of more."""
+        """The prefill of `ids` [rows, tokens], for one use. A missing one is computed by `make`, for these or more
+        prompts."""
         prompts = [tuple(prompt) for prompt in ids.tolist()]
         batches = {id(self.made[prompt][0]) if prompt in self.made else None for prompt in prompts}
         if len(batches) > 1 or None in batches:

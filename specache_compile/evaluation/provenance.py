@@ -1,4 +1,4 @@
-"""Where a figure comes from, in one line: command, versions, commit if any, model, machine, seed."""
+"""The provenance of a figure in one line: command, versions, commit, model, machine, seed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 PACKAGES = ("specache-compile", "torch", "transformers")
-# Of a configuration: no part of what a model does.
+# Parts of a configuration that do not change the model.
 ELSEWHERE = ("transformers_version", "_name_or_path")
 
 
@@ -28,19 +28,18 @@ def model_hash(model: Any) -> str:
 
 
 def config_hash(model: Any, tokenizer: Any) -> str:
-    """Twelve hex digits over a model's configurations and its tokenizer's chat template: what it does with its
-    weights."""
+    """Twelve hex digits over a model's configurations and its tokenizer's chat template."""
     parts = [model.config.to_diff_dict(), model.generation_config.to_diff_dict()]
-    told = [{name: value for name, value in part.items() if name not in ELSEWHERE} for part in parts]
-    text = json.dumps([*told, tokenizer.chat_template], sort_keys=True, default=str)
+    configurations = [{name: value for name, value in part.items() if name not in ELSEWHERE} for part in parts]
+    text = json.dumps([*configurations, tokenizer.chat_template], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 @functools.cache
 def commit() -> str | None:
-    """The commit of the checkout that this code runs from, with a + where files differ; None outside of one."""
+    """The commit of the checkout that contains this code, with a + if files differ; None outside a checkout."""
     here = Path(__file__).parents[2]
-    if not (here / ".git").exists():  # installed: a checkout around it would be another project's
+    if not (here / ".git").exists():  # installed: an enclosing checkout is another project
         return None
     try:
         head = subprocess.run(
@@ -56,7 +55,7 @@ def commit() -> str | None:
 
 
 def provenance(command: str, fingerprint: str, device: str, dtype: str, seed: int, origin: str = "") -> str:
-    """One line. origin: the model's source and licence, where they are known."""
+    """The provenance line. origin: the model's source and licence, if known."""
     parts = [
         command,
         *(f"{name} {version(name)}" for name in PACKAGES),

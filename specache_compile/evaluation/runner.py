@@ -1,4 +1,4 @@
-"""What a task asks of a model under a setting: answers to prompts, forced logits."""
+"""Run a model under a setting for a task: answers to prompts, and logits of forced tokens."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ Prompt = Sequence[int]
 
 @dataclass
 class Runner:
-    """A model (compiled in place or not), its reader, and the most prompts in one batch.
+    """A model (compiled in place or not), its reader, and the maximum batch size.
 
-    prefills: the uncompiled model's, used where the model would read a prompt exactly itself.
+    prefills: prefills of the uncompiled model, used if the compiled model's prefill is exact.
     """
 
     model: Any
@@ -44,12 +44,11 @@ class Runner:
 
     @property
     def shares(self) -> bool:
-        """Whether prompts are read by `prefills`."""
+        """Whether prompts are prefilled by `prefills`."""
         return self.prefills is not None and self.prefills.serve(self.model)
 
     def read(self, ids: Tensor) -> tuple[Any, Tensor]:
-        """A new cache that has read `ids` [rows, tokens], and the logits behind them, float32 [rows, 1, vocabulary] on
-        the host."""
+        """A new cache filled by `ids` [rows, tokens], and the next logits [rows, 1, vocabulary] on the host."""
         if not self.shares:
             return read(self.model, ids)
         prefill = self.prefilled(ids)
@@ -62,7 +61,7 @@ class Runner:
             return self.prefills.of(ids, functools.partial(exact_prefill, self.model, ids))
 
     def going_on(self, ids: Tensor, prefill: Prefill) -> Any:
-        """The cache of a prefill of `ids`, held where the model is compiled."""
+        """The cache of a prefill of `ids`, compressed if the model is compiled."""
         given = options_of(self.model)
         if given is None:
             return prefill.cache
@@ -94,7 +93,7 @@ class Runner:
         return [[token] if token in ends else [token, *rest] for token, rest in zip(firsts, more, strict=True)]
 
     def answers(self, prompts: Sequence[Prompt], new_tokens: int) -> list[str]:
-        """One answer a prompt. Neighbours of one length share a batch, so that no row is padded."""
+        """One answer per prompt. Neighbours of one length share a batch, so that no row is padded."""
         answer = self.continued_from_prefills if self.shares and new_tokens > 1 else self.continued
         found: list[list[int]] = []
         for batch in self.batches_alike(prompts, len):
@@ -102,8 +101,10 @@ class Runner:
         return [self.reader.decode(tokens) for tokens in found]
 
     def answers_apart(self, prompts: Sequence[tuple[Prompt, Prompt]], new_tokens: int) -> list[str]:
-        """One answer for each context and question. The context is read alone, the question behind its cache.
-        Neighbours of the same lengths share a batch."""
+        """One answer per context and question. The question is prefilled after its context's cache is complete.
+
+        Neighbours of equal lengths share a batch.
+        """
         found: list[str] = []
         for batch in self.batches_alike(prompts, lambda prompt: (len(prompt[0]), len(prompt[1]))):
             cache, _ = self.read(self.ids([context for context, _ in batch]))
@@ -127,7 +128,7 @@ class Runner:
 
     @contextlib.contextmanager
     def uncompiled(self) -> Iterator[Runner]:
-        """Within it, the same model without the backend: the full cache."""
+        """A context with the same model, uncompiled: the full cache."""
         before = self.model._compiled_call_impl
         self.model._compiled_call_impl = None
         try:
@@ -148,8 +149,8 @@ def exact_prefill(model: Any, ids: Tensor) -> Prefill:
 
 @torch.inference_mode()
 def read(model: Any, ids: Tensor) -> tuple[Any, Tensor]:
-    """A new cache that has read `ids` [rows, tokens] at once, and the logits behind them, float32 [rows, 1, vocabulary]
-    on the host."""
+    """A new cache filled by `ids` [rows, tokens] in one call, and the next logits, float32 [rows, 1, vocabulary] on
+    the host."""
     from transformers import DynamicCache
 
     cache = DynamicCache()
@@ -158,8 +159,7 @@ def read(model: Any, ids: Tensor) -> tuple[Any, Tensor]:
 
 @torch.inference_mode()
 def decode(model: Any, cache: Any, tokens: Tensor) -> Tensor:
-    """Logits behind each of `tokens` [rows, n], float32 [rows, n, vocabulary] on the host. The cache reads one by
-    one."""
+    """Logits after each of `tokens` [rows, n], decoded one by one; float32 [rows, n, vocabulary] on the host."""
     steps = tokens.split(1, 1)
     return torch.cat([model(t, **with_cache(cache), use_cache=True).logits[:, -1:].float().cpu() for t in steps], 1)
 
@@ -173,6 +173,5 @@ def chunks(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
 
 
 def shown(parts: Iterable[Any], unit: str) -> Iterable[Any]:
-    """What a row consists of, with a bar beneath that of the rows; without one where nobody looks on, or another rank
-    has it."""
+    """The parts of a row, with a progress bar below that of the rows, on the first rank of a terminal only."""
     return tqdm(list(parts), unit=unit, leave=False, disable=True if rank() else None)

@@ -28,7 +28,7 @@ WORDS = {"true": True, "false": False, "none": None}
 
 @dataclass(frozen=True)
 class Setting:
-    """A method's name and what was given with it. `options` is what the backend receives, None for uncompiled."""
+    """A method's name and its given options. `options` are those of the backend; None for uncompiled."""
 
     name: str
     given: tuple[tuple[str, Any], ...]
@@ -44,19 +44,18 @@ class Setting:
 
     @property
     def reads_twice(self) -> bool:
-        """Whether the uncompiled model reads a prompt once more, to choose what stays."""
+        """Whether the uncompiled model prefills a prompt twice, to select the kept pairs."""
         return self.options is not None and isinstance(parse_options(self.options), KVzipOptions)
 
     @property
     def measured(self) -> dict[str, Any]:
-        """The options to measure with: unless min_context is given, a method's tiers are used from the first token
-        on."""
+        """The options to measure with: without a given min_context, the tiers are used from the first token on."""
         at_once = {"min_context": 0} if "min_context" in METHODS[self.name].accepted else {}
         return {**at_once, **(self.options or {})}
 
     @property
-    def in_force(self) -> dict[str, Any]:
-        """Those options and the defaults of the others, without options that are off."""
+    def effective(self) -> dict[str, Any]:
+        """The given options and the other options' defaults, without options that are off."""
         if self.options is None:
             return {}
         options = vars(parse_options(self.measured))
@@ -64,7 +63,7 @@ class Setting:
 
 
 def parse_setting(text: str) -> Setting:
-    """The setting that `text` spells; OptionError where the backend would not take it."""
+    """The setting of this text; OptionError if the backend does not accept it."""
     name, _, rest = text.partition(":")
     given = [parse_pair(text, pair) for pair in rest.split(",")] if rest else []
     if len(dict(given)) < len(given):
@@ -83,7 +82,7 @@ def parse_pair(text: str, pair: str) -> tuple[str, Any]:
     """`key=value`; a value is a Python literal, true, false, none, or a word."""
     key, equals, value = pair.partition("=")
     if not (equals and key and value):
-        raise OptionError(f"method {text!r}: {pair!r} is no option=value")
+        raise OptionError(f"method {text!r}: {pair!r} is not option=value")
     if value.lower() in WORDS:
         return key, WORDS[value.lower()]
     try:
@@ -94,8 +93,8 @@ def parse_pair(text: str, pair: str) -> tuple[str, Any]:
 
 
 def evicting_once(setting: Setting) -> Setting:
-    """The setting for an exact prefill with one eviction: adds `eviction_block=prompt` where the method evicts by
-    blocks and no block is given."""
+    """The setting for an exact prefill with one eviction: adds `eviction_block=prompt` if the method evicts by blocks
+    and no block is given."""
     takes = setting.name != UNCOMPILED and "eviction_block" in METHODS[setting.name].accepted
     if not takes or "eviction_block" in dict(setting.given):
         return setting
@@ -104,7 +103,7 @@ def evicting_once(setting: Setting) -> Setting:
 
 @contextlib.contextmanager
 def running(model: Any, setting: Setting, lowering: str) -> Iterator[Any]:
-    """Within it, calls of `model` run under the setting. Afterwards the model is as before. No weights are copied."""
+    """A context in which `model` runs under the setting. No weights are copied."""
     before = model._compiled_call_impl
     torch._dynamo.reset()
     forget(model)
@@ -121,6 +120,6 @@ def running(model: Any, setting: Setting, lowering: str) -> Iterator[Any]:
 
 
 def tokens_of_budget(setting: Setting) -> int | None:
-    """The setting's budget in tokens; None where it has none, or a rate."""
+    """The setting's budget in tokens; None without a budget, or for a rate."""
     budget = dict(setting.given).get("budget")
     return budget if isinstance(budget, int) and not isinstance(budget, bool) else None

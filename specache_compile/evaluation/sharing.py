@@ -1,7 +1,7 @@
-"""Rows shared among processes: the process that holds a row's lock measures it; the row is finished when it is on disk.
+"""Share rows among processes: the process that holds a row's lock measures it.
 
-The operating system frees a lock when its process ends, however it ends. Another process then measures the row;
-processes exchange no messages. Under `accelerate launch` or `torchrun` each rank takes its own device.
+The operating system releases the lock of a process that ends, and another process measures the row. Processes exchange
+no messages. Under `accelerate launch` or `torchrun` each rank uses its own device.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from .rows import Row, append_row, read_rows
+from .result_rows import ResultRow, append_row, read_rows
 
-# Seconds between two looks for rows that others have finished.
+# Seconds between two checks for rows of other processes.
 PATIENCE = 0.5
 
 
 def rank() -> int:
-    """This process's number among those that share the work; 0 where it is alone."""
+    """The number of this process among those that share the work; 0 for a single process."""
     return int(os.environ.get("RANK", "0"))
 
 
@@ -32,19 +32,18 @@ def own_device(device: str) -> str:
 
 
 def shared_rows(
-    keys: Sequence[str], path: Path, measure: Callable[[str], Row], progress: Callable[[int], object]
+    keys: Sequence[str], path: Path, measure: Callable[[str], ResultRow], progress: Callable[[int], object]
 ) -> None:
-    """Measure the rows that nobody else is measuring and wait for the rest, until every key has a row in the file
-    `path`.
+    """Measure the rows that no other process is measuring, and wait until every key has a row in the file `path`.
 
-    `progress` receives the number of finished keys.
+    progress: receives the number of finished keys.
     """
     while missing := unfinished(keys, path):
         progress(len(keys) - len(missing))
         found_one = False
         for key in missing:
             with claimed(path, key) as mine:
-                if mine and key not in read_rows(path):  # another may have finished it since
+                if mine and key not in read_rows(path):  # another process may have finished it
                     row, found_one = measure(key), True
                     with FileLock(lock_of(path, "append")):
                         append_row(path, row)
@@ -55,7 +54,7 @@ def shared_rows(
 
 
 def unfinished(keys: Sequence[str], path: Path) -> list[str]:
-    """The keys that have no row yet, in their order."""
+    """The keys without a row, in their order."""
     done = read_rows(path)
     return [key for key in keys if key not in done]
 

@@ -107,8 +107,8 @@ def explain(
     captured: list[Captured] = []
     rewrites: list[Rewrites] = []
     unlimited = replace(parsed, host_memory=NO_LIMIT) if isinstance(parsed, HostOptions) else parsed
-    # A process may explain many models, each by compiling the same code of Hugging Face's. The explanation must not
-    # depend on the lengths that this code has met before.
+    # A process may explain many models, each by compiling the same code of Hugging Face. The explanation must not
+    # depend on the lengths of earlier calls.
     with (
         torch._dynamo.config.patch(
             recompile_limit=1024, accumulated_recompile_limit=4096, automatic_dynamic_shapes=False

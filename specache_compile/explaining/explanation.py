@@ -31,8 +31,7 @@ class Explanation(Figures):
         return as_dict(self)
 
     def save(self, path: str | Path, profile: Any = None) -> None:
-        """Write the file that the name's ending asks for: .html the report, .json the timeline, a Chrome/Perfetto
-        trace.
+        """Write a report (.html) or a timeline as a Chrome/Perfetto trace (.json).
 
         profile: a measured `torch.profiler.profile` to put beside the predicted timeline.
         """

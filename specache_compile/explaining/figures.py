@@ -59,7 +59,7 @@ class SiteRow:
 
 @dataclass(frozen=True)
 class LaunchCost:
-    """What one launch of a graph computes and moves."""
+    """The FLOPs and bytes of one launch of a graph."""
 
     name: str
     op: str
@@ -75,10 +75,10 @@ class Figures:
     Every figure is computed, not measured: bytes from shapes, times from the event simulation (`times/step_time.py`) of
     `device`. With several `ranks` all figures are one rank's.
 
-    reuse, corrected: see `explain`; None: as `load` assumes.
-    longest: the model's max_position_embeddings; None where its config has none.
-    absorbed: the model's layers whose latent attention is absorbed, over Hugging Face's own cache.
-    command: the command line that explains the same; "" where Python asked.
+    reuse, corrected: see `explain`; None: the defaults of `load`.
+    longest: the model's max_position_embeddings; None if its config lacks it.
+    absorbed: the layers with absorbed latent attention, which use Hugging Face's cache.
+    command: the equivalent command line; "" for a call from Python.
     """
 
     options: MethodOptions
@@ -124,8 +124,10 @@ class Figures:
 
     @property
     def prefill_bytes(self) -> int:
-        """The most device memory that a prefill of the prompt needs beside the weights: its temporaries, with nothing
-        fused, the tiers, and the two buffers through which a layer's pairs go to the host."""
+        """The peak device memory of a prefill, without the weights.
+
+        It consists of the temporaries, with nothing fused, the tiers, and two staging buffers for a layer's pairs.
+        """
         pairs = max((full_cache_bytes([x], self.batch_size, self.prompt_length) for x in self.layers), default=0)
         staging = 2 * pairs if self.bytes_by_tier["host"] else 0
         return self.working_bytes.get("prefill", 0) + self.device_bytes + staging
@@ -137,7 +139,7 @@ class Figures:
 
     @property
     def corrects(self) -> bool:
-        """Whether a step fetches the pairs that its own token wants and the fetch ahead did not bring."""
+        """Whether a step fetches the pairs that its token selects and that the fetch ahead has missed."""
         return self.options.correct != "never"
 
     @property
@@ -292,8 +294,10 @@ class Figures:
         return rows_of(self.traced(), self.traced_one_lane, self.device, self.host_bytes)
 
     def round(self, accepted: float | None = None) -> Round | None:
-        """A draft and its verification, where the options ask for them and the step is timed. accepted: replaces the
-        given chance that a drafted token is right."""
+        """A draft and its verification; None if the options have none or the step is not timed.
+
+        accepted: replaces the given probability that a drafted token is accepted.
+        """
         verifies = self.options.lookup or self.options.verify is not None
         if not (self.is_timed and verifies and self.graphs.keys() & {"extend", "widened"}):
             return None

@@ -1,8 +1,8 @@
 """One layer of a graph as Python that a reader can follow.
 
-`rows_of` gives the nodes of a graph's text. Here weights get the names that they have in the layer, nodes that are used
-once stand where they are used, and what changes nothing is left out: casts to the same dtype, and arguments at their
-defaults. Arguments of tier ops have their names. The text is to be read, not run.
+`rows_of` gives the nodes of a graph's text. Here weights have their names in the layer, and a node that is used once is
+inlined. Casts to the same dtype and arguments with default values are left out. Arguments of tier ops have their names.
+The text is for reading; it does not run.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 
 from specache_compile.errors import SpecacheError
 
-from .outline import Row, rows_of, spans
+from .outline import OutlineRow, rows_of, spans
 
 WIDTH, LONGEST, LONGEST_NAME = 106, 116, 22  # columns of code, of code and its comment, and of a name
 WEIGHT = re.compile(r"^l_self_.*_(?:parameters|buffers)_\w+$", re.IGNORECASE)
@@ -57,7 +57,7 @@ class Layer:
     """
 
     number: int
-    rows: list[Row]
+    rows: list[OutlineRow]
     later: list[str]
     types: dict[str, str]
     trees: dict[str, ast.expr] = field(default_factory=dict)
@@ -173,7 +173,7 @@ def tier_op(tree: ast.expr) -> str | None:
 class Readable(ast.NodeTransformer):
     """Shorten one node's expression. Calls of aten become operators and methods."""
 
-    def __init__(self, layer: Layer, row: Row, same: dict[str, ast.expr]) -> None:
+    def __init__(self, layer: Layer, row: OutlineRow, same: dict[str, ast.expr]) -> None:
         self.layer, self.row, self.same = layer, row, same
 
     def visit_Name(self, node: ast.Name) -> ast.expr:

@@ -24,7 +24,7 @@ VIEWS = ("view", "transpose", "t", "reshape", "permute", "expand", "unsqueeze", 
 
 
 @dataclass(frozen=True)
-class Row:
+class OutlineRow:
     """One node.
 
     kind: tier, work, view, other.
@@ -50,14 +50,14 @@ class Section:
     """Rows of one layer and of the layers like it: "layers 0-31"."""
 
     title: str
-    rows: tuple[Row, ...]
+    rows: tuple[OutlineRow, ...]
     added: int = 0
     removed: int = 0
 
 
-def rows_of(code: str) -> list[Row]:
+def rows_of(code: str) -> list[OutlineRow]:
     """The nodes of `print_readable`'s text, in order."""
-    rows: list[Row] = []
+    rows: list[OutlineRow] = []
     known: set[str] = set()
     section = "before"
     for line in code.splitlines():
@@ -72,15 +72,14 @@ def rows_of(code: str) -> list[Row]:
         elif section != "before" and "parameters" in call:
             section = "after"
         words = VALUE.findall(call)
-        rows.append(
-            Row(name, kind_of_value or "", call, tuple(dict.fromkeys(w for w in words if w in known)), kind(call),
-                "after" if name == "return" else section)
-        )  # fmt: skip
+        used = tuple(dict.fromkeys(w for w in words if w in known))
+        where = "after" if name == "return" else section
+        rows.append(OutlineRow(name, kind_of_value or "", call, used, kind(call), where))
         known.add(name)
     return with_first_rows(rows)
 
 
-def with_first_rows(rows: list[Row]) -> list[Row]:
+def with_first_rows(rows: list[OutlineRow]) -> list[OutlineRow]:
     """Give each layer the rows before its first weight that only its norm uses."""
     users: dict[str, list[int]] = {}
     for place, row in enumerate(rows):
@@ -137,10 +136,10 @@ def kind(call: str) -> str:
     return "view" if any(part.lstrip("_") in (*VIEWS, "unsafe_view") for part in parts) else "other"
 
 
-def changes(before: list[Row], after: list[Row]) -> list[Row]:
+def changes(before: list[OutlineRow], after: list[OutlineRow]) -> list[OutlineRow]:
     """Both graphs' rows in one list: "-" removed, "+" added, " " kept."""
     matcher = difflib.SequenceMatcher(None, [r.text for r in before], [r.text for r in after], autojunk=False)
-    rows: list[Row] = []
+    rows: list[OutlineRow] = []
     for tag, a, b, c, d in matcher.get_opcodes():
         if tag == "equal":
             rows += after[c:d]
@@ -150,10 +149,10 @@ def changes(before: list[Row], after: list[Row]) -> list[Row]:
     return rows
 
 
-def folded(rows: Iterable[Row]) -> list[Section]:
+def folded(rows: Iterable[OutlineRow]) -> list[Section]:
     """Sections in the graph's order. Layers whose rows differ only in numbers are one section, with the first's
     rows."""
-    sections: dict[str, list[Row]] = {}
+    sections: dict[str, list[OutlineRow]] = {}
     for row in rows:
         sections.setdefault(row.section, []).append(row)
     alike: dict[tuple[str, ...], list[str]] = {}

@@ -1,5 +1,4 @@
-"""One rank of a tensor-parallel model as a model of its own, with fewer heads, channels and tokens of the
-vocabulary."""
+"""One rank of a tensor-parallel model as a separate model with fewer heads, channels and vocabulary entries."""
 
 from __future__ import annotations
 

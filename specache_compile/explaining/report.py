@@ -18,7 +18,7 @@ TIMELINE_WIDTH, LANE_HEIGHT = 1200, 32  # px, before zooming
 
 
 @dataclass(frozen=True)
-class Part:
+class BarPart:
     """One piece of a stacked bar; percent of the longest bar."""
 
     tier: str
@@ -71,7 +71,7 @@ def layer_rows(e: Figures) -> list[tuple[Any, ...]]:
     return grouped((site.model_layer, tuple(map(size, tiers.values()))) for site, tiers in pairs)
 
 
-def memory_bars(e: Figures) -> list[tuple[str, int, list[Part]]]:
+def memory_bars(e: Figures) -> list[tuple[str, int, list[BarPart]]]:
     """Device and host memory with specache, and the device memory of a 16-bit cache, on one scale."""
     tiers = e.bytes_by_tier
     weights = {"weights": e.weight_bytes}
@@ -82,7 +82,7 @@ def memory_bars(e: Figures) -> list[tuple[str, int, list[Part]]]:
     }
     longest = max(1, *(sum(parts.values()) for parts in bars.values()))
     return [
-        (title, sum(parts.values()), [Part(tier, b, 100 * b / longest) for tier, b in parts.items() if b])
+        (title, sum(parts.values()), [BarPart(tier, b, 100 * b / longest) for tier, b in parts.items() if b])
         for title, parts in bars.items()
     ]
 

@@ -1,8 +1,7 @@
 """Two consecutive decode steps as a graph over two streams, compute and copy.
 
-Edges are only what really orders a step: each stream runs in order, a copy starts after what was issued before it, and
-a wait holds the compute stream until its slots' fetch has ended. So the graph can show whether accesses to state are
-safe.
+An edge is an order that the step guarantees. Each stream runs in order, a copy starts after earlier launches, and
+a wait holds the compute stream until its fetch ends. The graph therefore shows whether accesses to state are safe.
 """
 
 from __future__ import annotations

@@ -210,7 +210,7 @@ def step_time_cells(row: StepRow) -> tuple[str, str]:
 
 
 def round_text(e: Figures) -> str:
-    """The sum of a verification; "" where none was asked for."""
+    """The summary of a verification; "" without one."""
     r = e.round()
     if r is None:
         return ""

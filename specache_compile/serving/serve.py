@@ -32,46 +32,77 @@ GIB = 1 << 30
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]", "::1")
 
 
+EPILOG = """\
+examples:
+  specache serve smollm2-135m
+  specache serve smollm2-135m --rows 16 --verify 8 --session-folder build/sessions
+"""
+
+
 def add_serve(command: argparse.ArgumentParser) -> None:
     """The arguments of `specache serve`, except the checkpoint, the device and the backend's options."""
+    command.epilog = EPILOG
     command.add_argument(
-        "--host", default="127.0.0.1", help="address to listen at; the default (%(default)s) is for this machine only"
+        "--host",
+        default="127.0.0.1",
+        help="address to listen on; the default accepts local connections only (%(default)s)",
     )
-    command.add_argument("--port", type=int, default=8000, help="0: any free port (default: %(default)s)")
+    command.add_argument("--port", type=int, default=8000, help="0 selects a free port (default: %(default)s)")
     command.add_argument(
-        "--queue", type=int, default=64, metavar="N", help="most waiting requests; others get status 503 (%(default)s)"
+        "--queue",
+        type=int,
+        default=64,
+        metavar="N",
+        help="maximum number of waiting requests; further ones get status 503 (default: %(default)s)",
     )
     command.add_argument(
         "--api-key",
         metavar="KEY",
-        help="API key that requests must send, for servers on a network; also in SPECACHE_API_KEY",
+        help="key that requests must contain; also read from SPECACHE_API_KEY",
     )
-    command.add_argument("--quiet", action="store_true", help="print no line for each request")
+    command.add_argument("--quiet", action="store_true", help="do not log requests")
     command.add_argument(
         "--rows",
         type=int,
         default=8,
         metavar="N",
-        help="most answers that are generated together (%(default)s)",
+        help="maximum number of sequences in a batch (default: %(default)s)",
     )
     group = command.add_argument_group(
-        "sessions", "caches of conversations, kept for further turns; the least recently used one is evicted first"
+        "sessions", "caches of conversations for their next turns; the least recently used one is evicted first"
     )
     group.add_argument("--sessions", type=int, default=16, metavar="N", help="most sessions in memory (%(default)s)")
     group.add_argument("--session-host-gib", type=float, metavar="GIB", help="GiB of host memory (half of the free)")
     group.add_argument(
-        "--session-device-gib", type=float, metavar="GIB", help="GiB of device memory (half of the free)"
+        "--sessions",
+        type=int,
+        default=16,
+        metavar="N",
+        help="maximum number in memory, including running ones (default: %(default)s)",
+    )
+    group.add_argument(
+        "--session-host-gib", type=float, metavar="GIB", help="limit of host memory (default: half of the free memory)"
+    )
+    group.add_argument(
+        "--session-device-gib",
+        type=float,
+        metavar="GIB",
+        help="limit of device memory (default: half of the free memory)",
     )
     group.add_argument(
         "--session-folder", type=Path, metavar="DIR",
-        help="folder of sessions that do not fit into memory; a later server continues them",
+        help="folder for sessions that do not fit into memory; a later server reuses them",
     )  # fmt: skip
     group.add_argument(
-        "--session-disk-gib", type=float, default=64.0, metavar="GIB", help="GiB of that folder (%(default)s)"
+        "--session-disk-gib",
+        type=float,
+        default=64.0,
+        metavar="GIB",
+        help="limit of that folder (default: %(default)s)",
     )
     group.add_argument(
         "--overcommit", type=Path, metavar="DIR",
-        help="start answers whose prompts fit; if memory runs out, swap the newest one to this folder",
+        help="start a request when its prompt fits; if memory runs out, the newest request is swapped to this folder",
     )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from transformers import Gemma2Config
 
 from conftest import prompt, tiny_llama
 from schema import Report, Step
-from specache_compile.bench import measure, profile, ways
+from specache_compile.bench import measurements, profile, runners
 from specache_compile.bench.floor import floor, weight_bytes
 from specache_compile.cli import main
 
@@ -60,7 +60,7 @@ def test_the_files_that_the_docs_show_are_such(path: Path) -> None:
 
 def test_the_full_cache_has_its_tensors_bytes_and_the_compressed_one_a_host_tier(file: Path) -> None:
     full, ours = (row for row in json.loads(file.read_text())["rows"] if row["context"] == 300)
-    tokens = 300 + measure.WARM_UP + measure.IN_A_ROW
+    tokens = 300 + measurements.WARM_UP + measurements.IN_A_ROW
     assert (full["device_bytes"], full["host_bytes"]) == (2 * 2 * 2 * tokens * 16 * 2, 0)
     assert ours["host_bytes"] >= full["device_bytes"]
 
@@ -68,7 +68,7 @@ def test_the_full_cache_has_its_tensors_bytes_and_the_compressed_one_a_host_tier
 def test_the_next_call_measures_what_the_file_has_not(
     file: Path, config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(measure, "read", lambda *given: pytest.fail("it is measured already"))
+    monkeypatch.setattr(measurements, "prefill", lambda *given: pytest.fail("it is measured already"))
     picture = file.with_name("steps.png")
     command = ["bench", config, "--contexts", "100", "300", *SMALL, "--json", str(file), "--plot", str(picture)]
     assert main(command) == 0
@@ -82,15 +82,15 @@ def test_an_interruption_keeps_the_contexts_that_are_finished(
     def read(model: Any, ids: torch.Tensor, *tell: Any) -> Any:
         if ids.shape[1] == 200:
             raise KeyboardInterrupt
-        return ways.read(model, ids)
+        return runners.prefill(model, ids)
 
-    monkeypatch.setattr(measure, "read", read)
+    monkeypatch.setattr(measurements, "prefill", read)
     file = tmp_path / "steps.json"
     command = ["bench", config, *SMALL[:-1], "--json", str(file), "--no-first-tokens", "--contexts"]
     assert main([*command, "200"]) == 130
     assert "interrupted: no context is finished" in capsys.readouterr().err
     assert main([*command, "100", "200"]) == 130
-    assert f"the same command goes on with {file}" in capsys.readouterr().err
+    assert f"the same command resumes from {file}" in capsys.readouterr().err
     assert [row["context"] for row in json.loads(file.read_text())["rows"]] == [100]
 
 
@@ -98,20 +98,20 @@ def test_an_interruption_keeps_the_contexts_that_are_finished(
     ("given", "told"),
     [
         (["--methods", "faster"], "baselines are uncompiled"),
-        (["--methods", "llama.cpp-f16"], "none of these methods can run here"),
+        (["--methods", "llama.cpp-f16"], "none of them is available on this machine"),
         (["--contexts", "9000"], "--contexts 9000: the model has 8,192 tokens"),
-        (["--contexts", "0"], "--contexts 0: accepted is an integer, 1 or more"),
-        (["--batch-sizes", "100000000"], "GB are free: fewer --methods"),
-        (["--extend", "9000"], "--extend 9000: accepted is an integer from 0 to the shortest of --contexts"),
+        (["--contexts", "0"], "--contexts 0: give a whole number, 1 or more"),
+        (["--batch-sizes", "100000000"], "GB are free: give fewer --methods"),
+        (["--extend", "9000"], "--extend 9000: give a whole number from 0 to the shortest of --contexts"),
         (["--layers", "3"], "--layers 3: the model has 2"),
-        (["--json", "/no/such/folder/x.json"], "no folder /no/such/folder"),
+        (["--json", "/no/such/folder/x.json"], "folder /no/such/folder does not exist"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
 def test_bad_input_is_one_line_before_anything_is_measured(
     config: str, given: list[str], told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(measure, "read", lambda *given: pytest.fail("too late"))
+    monkeypatch.setattr(measurements, "prefill", lambda *given: pytest.fail("too late"))
     assert main(["bench", config, "--methods", "uncompiled", "--no-first-answers", *given]) == 2
     assert told in capsys.readouterr().err.splitlines()[-1]
 
@@ -131,11 +131,11 @@ def test_the_floor_is_of_the_weights_that_are_multiplied_and_the_cache() -> None
 )
 def test_every_way_starts_behind_the_context(name: str) -> None:
     model, ids = tiny_llama(), prompt(150)
-    prefill = ways.read(model, ids)
+    prefill = runners.prefill(model, ids)
     token = prefill.token
     assert torch.equal(token, model(ids).logits[:, -1:].argmax(-1))
     expected = model(torch.cat([ids, token], 1)).logits[:, -1:].argmax(-1)
-    one = ways.way(name, ways.twin_of(model, name, "eager"), prefill, 8)
+    one = runners.runner(name, runners.twin_of(model, name, "eager"), prefill, 8)
     one.step()
     assert torch.equal(one.token, expected)
 
@@ -144,14 +144,14 @@ def test_every_way_starts_behind_the_context(name: str) -> None:
 def test_a_cache_that_no_window_fits_into_is_left_out(name: str) -> None:
     """A layer that slides has kept its window alone, where these caches hold a prompt whole."""
     config = Gemma2Config(num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"])
-    reason = ways.why_not(name, config, None, [1], [4096])
+    reason = runners.why_not(name, config, None, [1], [4096])
     assert reason is not None
     assert "sliding" in reason
 
 
 def test_hqq_is_left_out_where_it_would_fail() -> None:
     config = tiny_llama().config  # two KV heads of 16 numbers: groups of four are whole every eight tokens
-    reason = ways.why_not("hqq-2bit", config, None, [1], [1001, 1000])
+    reason = runners.why_not("hqq-2bit", config, None, [1], [1001, 1000])
     assert reason is not None
     assert "256 numbers" in reason
 

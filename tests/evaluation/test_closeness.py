@@ -15,7 +15,7 @@ from conftest import byte_tokenizer, greedy, prompt, tiny_llama
 from specache_compile.evaluation.cell_tables import difference, table
 from specache_compile.evaluation.plots import method_and_bits
 from specache_compile.evaluation.reader import Reader
-from specache_compile.evaluation.rows import Row
+from specache_compile.evaluation.result_rows import ResultRow
 from specache_compile.evaluation.runner import Runner
 from specache_compile.evaluation.settings import parse_setting, running
 from specache_compile.evaluation.tasks.closeness import KINDS, STEPS, Continuations, divergence, measure
@@ -78,9 +78,9 @@ def test_divergence_is_torchs_kl() -> None:
     torch.testing.assert_close(divergence(full, ours), expected)
 
 
-def row(method: str, each: list[float]) -> Row:
+def row(method: str, each: list[float]) -> ResultRow:
     kind = {"kl": sum(each) / len(each), "agreement": 0.5, "each": each}
-    return Row(
+    return ResultRow(
         key=method, task="closeness", method=method, cell="160", context=160, score=0.5, metric="top-1 agreement",
         samples=len(each), seed=0, kv_ratio=0.2, seconds=1.0, provenance="",
         detail={"kinds": dict.fromkeys(KINDS, kind)},

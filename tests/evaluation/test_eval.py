@@ -19,10 +19,10 @@ import specache_compile as sc
 from conftest import NEEDLE_LLAMA, byte_tokenizer, greedy, prompt, tiny_llama
 from specache_compile.cli import main
 from specache_compile.errors import OptionError
-from specache_compile.evaluation import command
+from specache_compile.evaluation import run_eval
 from specache_compile.evaluation.cell_tables import SHORT, fails, table
 from specache_compile.evaluation.provenance import config_hash
-from specache_compile.evaluation.rows import Row, append_row, read_rows
+from specache_compile.evaluation.result_rows import ResultRow, append_row, read_rows
 from specache_compile.evaluation.runner import chunks, shown
 from specache_compile.evaluation.settings import parse_setting, running
 
@@ -65,11 +65,11 @@ class Interrupted:
     def __init__(self, original: Any, before: int) -> None:
         self.original, self.before, self.calls = original, before, 0
 
-    def __call__(self, *arguments: Any) -> Row:
+    def __call__(self, *arguments: Any) -> ResultRow:
         self.calls += 1
         if self.calls == self.before:
             raise KeyboardInterrupt
-        row: Row = self.original(*arguments)
+        row: ResultRow = self.original(*arguments)
         return row
 
 
@@ -77,8 +77,8 @@ class Interrupted:
 def test_an_interruption_loses_no_finished_row_and_the_same_command_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = command.measure
-    monkeypatch.setattr(command, "measure", Interrupted(original, before=3))
+    original = run_eval.measure
+    monkeypatch.setattr(run_eval, "measure", Interrupted(original, before=3))
     assert evaluate(tmp_path) == 130
     captured = capsys.readouterr()
     assert "the same command goes on from here" in captured.err
@@ -87,7 +87,7 @@ def test_an_interruption_loses_no_finished_row_and_the_same_command_goes_on(
     assert len(kept) == 2
 
     again = Interrupted(original, before=0)
-    monkeypatch.setattr(command, "measure", again)
+    monkeypatch.setattr(run_eval, "measure", again)
     assert evaluate(tmp_path) == 0
     assert again.calls == 4 - 2
     every = read_rows(tmp_path / "rows.jsonl")
@@ -101,11 +101,11 @@ def test_an_interruption_loses_no_finished_row_and_the_same_command_goes_on(
 
 def test_other_defaults_are_another_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """And an option that is off, as those are that a later version brings, is none."""
-    now = parse_setting("specache").in_force
+    now = parse_setting("specache").effective
     assert now["sink_tokens"] == 4
-    assert parse_setting("specache:sink_tokens=4").in_force == now
-    assert parse_setting("specache:sink_tokens=0").in_force == {k: v for k, v in now.items() if k != "sink_tokens"}
-    assert parse_setting("uncompiled").in_force == {}
+    assert parse_setting("specache:sink_tokens=4").effective == now
+    assert parse_setting("specache:sink_tokens=0").effective == {k: v for k, v in now.items() if k != "sink_tokens"}
+    assert parse_setting("uncompiled").effective == {}
 
 
 def test_a_model_is_its_configuration_and_its_chat_template_too() -> None:
@@ -142,11 +142,11 @@ def test_a_blind_run_has_rows_of_its_own(tmp_path: Path, monkeypatch: pytest.Mon
     """Its eviction policies read the context exactly and evict once, unless they are told otherwise."""
     measured: list[str] = []
 
-    def measure(_: Any, setting: Any, task: str, cell: Any, key: str, *more: Any) -> Row:
+    def measure(_: Any, setting: Any, task: str, cell: Any, key: str, *more: Any) -> ResultRow:
         measured.append(str(setting))
-        return Row(key, task, str(setting), cell.name, cell.context, 1.0, "keys found", 3, 0, 1.0, 0.1)
+        return ResultRow(key, task, str(setting), cell.name, cell.context, 1.0, "keys found", 3, 0, 1.0, 0.1)
 
-    monkeypatch.setattr(command, "measure", measure)
+    monkeypatch.setattr(run_eval, "measure", measure)
     methods = ("uncompiled", "snapkv", "h2o", "roco:eviction_block=4")
     for more in ((), ("--blind",), ("--blind",)):
         assert evaluate(tmp_path, "--lengths", "200", "--samples", "3", "--no-plots", "--methods", *methods, *more) == 0
@@ -159,11 +159,11 @@ def test_shared_prefills_are_rows_of_their_own_and_go_cell_by_cell(
     """So that one cell's prefills alone are in memory; the table has the same order as without."""
     measured: list[tuple[str, str]] = []
 
-    def measure(_: Any, setting: Any, task: str, cell: Any, key: str, *more: Any) -> Row:
+    def measure(_: Any, setting: Any, task: str, cell: Any, key: str, *more: Any) -> ResultRow:
         measured.append((str(setting), cell.name))
-        return Row(key, task, str(setting), cell.name, cell.context, 1.0, "keys found", 3, 0, 1.0, 0.1)
+        return ResultRow(key, task, str(setting), cell.name, cell.context, 1.0, "keys found", 3, 0, 1.0, 0.1)
 
-    monkeypatch.setattr(command, "measure", measure)
+    monkeypatch.setattr(run_eval, "measure", measure)
     asked = ("--lengths", "200", "300", "--samples", "3", "--no-plots", "--methods", "uncompiled", "kivi:bits=1")
     tables = []
     for more in ((), ("--share-prefills",)):
@@ -185,10 +185,10 @@ def test_shared_prefills_find_the_same_keys(tmp_path: Path) -> None:
     assert scores[0] == scores[1]
 
 
-def answered(method: str, cell: str, scores: list[float]) -> Row:
+def answered(method: str, cell: str, scores: list[float]) -> ResultRow:
     each = {"each": [{"score": score} for score in scores]}
     mean = sum(scores) / len(scores)
-    return Row(f"{method}{cell}", "needle", method, cell, int(cell), mean, "keys found", 4, 0, 0.5, 0.1, each)
+    return ResultRow(f"{method}{cell}", "needle", method, cell, int(cell), mean, "keys found", 4, 0, 0.5, 0.1, each)
 
 
 def test_a_cell_that_the_model_itself_fails_is_marked_and_counts_for_nothing() -> None:
@@ -205,7 +205,7 @@ def test_a_cell_that_the_model_itself_fails_is_marked_and_counts_for_nothing() -
 
 
 def test_a_row_cut_short_is_measured_again_and_its_neighbours_stay(tmp_path: Path) -> None:
-    row = Row("a", "needle", "uncompiled", "256", 256, 1.0, "keys found", 3, 0, 1.0, 0.1)
+    row = ResultRow("a", "needle", "uncompiled", "256", 256, 1.0, "keys found", 3, 0, 1.0, 0.1)
     path = tmp_path / "rows.jsonl"
     append_row(path, row)
     with path.open("a") as file:
@@ -216,7 +216,7 @@ def test_a_row_cut_short_is_measured_again_and_its_neighbours_stay(tmp_path: Pat
 
 
 def test_the_table_has_a_line_a_method_and_a_column_a_cell() -> None:
-    row = Row("a", "needle", "uncompiled", "256", 256, 1.0, "keys found", 3, 0, 1.0, 0.1)
+    row = ResultRow("a", "needle", "uncompiled", "256", 256, 1.0, "keys found", 3, 0, 1.0, 0.1)
     rows = [
         row,
         replace(row, cell="512", score=0.9),
@@ -237,7 +237,7 @@ def test_the_table_has_a_line_a_method_and_a_column_a_cell() -> None:
 
 def test_perplexities_are_compared_window_by_window_and_only_where_the_context_is_of_use() -> None:
     """At 512 tokens the model is better with all of them than with the last 256, at 1,024 in one window of two."""
-    uncompiled = Row("a", "perplexity", "uncompiled", "512", 512, 3.0, "perplexity", 9, 0, 1.0, 0.1)
+    uncompiled = ResultRow("a", "perplexity", "uncompiled", "512", 512, 3.0, "perplexity", 9, 0, 1.0, 0.1)
     rows = [
         replace(uncompiled, detail={"nats": [1.0, 1.1], "recent": [1.2, 1.31]}),
         replace(uncompiled, cell="1024", detail={"nats": [1.0, 1.1], "recent": [1.2, 1.05]}),
@@ -258,7 +258,9 @@ def test_perplexities_are_compared_window_by_window_and_only_where_the_context_i
 @pytest.mark.parametrize("nats", [[1.0], [1.0, math.nan], [1.0, math.inf]])
 def test_a_single_window_or_one_without_a_number_shows_no_gain(nats: list[float]) -> None:
     detail = {"nats": nats, "recent": [9.0] * len(nats)}
-    assert fails(Row("a", "perplexity", "uncompiled", "512", 512, 3.0, "perplexity", 9, 0, 1.0, 0.1, detail=detail))
+    assert fails(
+        ResultRow("a", "perplexity", "uncompiled", "512", 512, 3.0, "perplexity", 9, 0, 1.0, 0.1, detail=detail)
+    )
 
 
 @pytest.mark.parametrize(
@@ -308,7 +310,7 @@ def test_a_bad_setting_is_named(text: str) -> None:
         (("--methods", "lru"), "method 'lru': "),
         (("--methods", "specache:bits=3"), "option bits=3: accepted are"),
         (("--tasks", "perplexity", "--blind"), "task 'perplexity' asks no question that --blind could keep"),
-        (("--text", "/no/such/file"), "no text file /no/such/file"),
+        (("--text", "/no/such/file"), "--text /no/such/file: the file does not exist"),
         (("--text", MODEL + "/model.safetensors"), "is no UTF-8 text"),
         (("--lengths", "4000"), "needle 4000: 4,000 tokens, and the model's context is 2,304"),
         (("--lengths", "0"), "--lengths 0"),
@@ -333,9 +335,9 @@ def test_a_budget_beyond_the_context_is_refused_before_anything_runs() -> None:
     from specache_compile.evaluation.tasks.task import Cell
 
     cell = Cell("256", 256, lambda runner: pytest.fail("it ran"))
-    command.check_cell("needle", cell, 2304, [Setting("h2o", (("budget", 256),)), Setting("h2o", (("budget", 0.5),))])
+    run_eval.check_cell("needle", cell, 2304, [Setting("h2o", (("budget", 256),)), Setting("h2o", (("budget", 0.5),))])
     with pytest.raises(SpecacheError, match="a budget of 257 tokens is more than the context of needle 256"):
-        command.check_cell("needle", cell, 2304, [Setting("h2o", (("budget", 257),))])
+        run_eval.check_cell("needle", cell, 2304, [Setting("h2o", (("budget", 257),))])
 
 
 def test_a_model_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:

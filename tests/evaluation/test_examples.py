@@ -19,7 +19,7 @@ from conftest import NEEDLE_LLAMA, byte_tokenizer
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "benchmarks")]
 
-from needle import sample  # noqa: E402
+from needle_samples import sample  # noqa: E402
 from quality import TABLES, arguments  # noqa: E402
 from specache_compile.checkpoints.names import KNOWN  # noqa: E402
 from specache_compile.cli import parsed  # noqa: E402
@@ -27,7 +27,7 @@ from specache_compile.evaluation.settings import parse_setting  # noqa: E402
 from specache_compile.evaluation.tasks import TASKS  # noqa: E402
 from specache_compile.evaluation.tasks.haystack import library_source  # noqa: E402
 from specache_compile.evaluation.tasks.needle import KEY_DIGITS  # noqa: E402
-from training import Stage  # noqa: E402
+from training import TrainingStage  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +100,7 @@ def test_the_training_script_trains_saves_and_resumes(
     run: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = importlib.import_module("train_needle")
-    monkeypatch.setattr(module, "STAGES", (Stage(256, 1), Stage(512, 1)))
+    monkeypatch.setattr(module, "STAGES", (TrainingStage(256, 1), TrainingStage(512, 1)))
     monkeypatch.setattr(module, "TOKENS_PER_STEP", 1024)
     arguments = ("train_needle", "--out", "model", "--work", "work", "--samples", "2")
     run(*arguments)

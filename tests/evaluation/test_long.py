@@ -16,7 +16,7 @@ from specache_compile.errors import SpecacheError
 from specache_compile.evaluation.cell_tables import table
 from specache_compile.evaluation.plots import draw
 from specache_compile.evaluation.reader import Reader
-from specache_compile.evaluation.rows import Row
+from specache_compile.evaluation.result_rows import ResultRow
 from specache_compile.evaluation.runner import Runner
 from specache_compile.evaluation.settings import parse_setting, running
 from specache_compile.evaluation.tasks import long
@@ -107,8 +107,8 @@ def test_what_a_text_repeats_and_where_two_part() -> None:
     assert first_difference([1, 2, 3], [1, 2]) == 2
 
 
-def row(method: str, outcome: Outcome) -> Row:
-    return Row(
+def row(method: str, outcome: Outcome) -> ResultRow:
+    return ResultRow(
         key=method, task="long", method=method, cell="164 greedy", context=164, score=outcome.score,
         metric=outcome.metric, samples=outcome.samples, seed=0, kv_ratio=0.2, seconds=1.0, detail=outcome.detail,
         provenance="x",

@@ -14,14 +14,14 @@ from filelock import FileLock
 
 from conftest import NEEDLE_LLAMA
 from specache_compile.evaluation import sharing
-from specache_compile.evaluation.rows import Row, append_row, read_rows
+from specache_compile.evaluation.result_rows import ResultRow, append_row, read_rows
 from specache_compile.evaluation.sharing import own_device, shared_rows
 
 MODEL = str(NEEDLE_LLAMA)
 
 
-def row(key: str) -> Row:
-    return Row(key, "needle", "uncompiled", key, 100, 1.0, "keys found", 1, 0, 1.0, 0.1)
+def row(key: str) -> ResultRow:
+    return ResultRow(key, "needle", "uncompiled", key, 100, 1.0, "keys found", 1, 0, 1.0, 0.1)
 
 
 def test_what_another_is_measuring_is_left_to_it_and_waited_for(
@@ -39,7 +39,7 @@ def test_what_another_is_measuring_is_left_to_it_and_waited_for(
 
     monkeypatch.setattr(time, "sleep", the_other_finishes)
 
-    def measure(key: str) -> Row:
+    def measure(key: str) -> ResultRow:
         measured.append(key)
         return row(key)
 
@@ -58,13 +58,13 @@ def test_a_rank_has_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
 WORKER = """
 import sys, time
 from pathlib import Path
-from specache_compile.evaluation.rows import Row
+from specache_compile.evaluation.result_rows import ResultRow
 from specache_compile.evaluation.sharing import shared_rows
 
 def measure(key):
     print(key, flush=True)
     time.sleep(float(sys.argv[2]))
-    return Row(key, "needle", "uncompiled", key, 100, 1.0, "keys found", 1, 0, 1.0, 0.1)
+    return ResultRow(key, "needle", "uncompiled", key, 100, 1.0, "keys found", 1, 0, 1.0, 0.1)
 
 shared_rows([str(number) for number in range(6)], Path(sys.argv[1]), measure, lambda count: None)
 """

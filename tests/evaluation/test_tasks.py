@@ -23,7 +23,7 @@ from specache_compile.evaluation.tasks import (
     perplexity,
 )
 from specache_compile.evaluation.tasks.haystack import hide, library_source
-from specache_compile.evaluation.tasks.task import Ask, Bench
+from specache_compile.evaluation.tasks.task import Bench, Question
 
 BYTES = Reader(byte_tokenizer())
 
@@ -92,7 +92,7 @@ def test_draws_are_a_function_of_the_seed(task: str) -> None:
 
 @pytest.mark.parametrize("depth", [0.0, 0.5, 1.0])
 def test_a_needle_stands_at_its_depth(depth: float) -> None:
-    one = needle.ask(bytes(1000), 300, depth, random.Random(0), str.encode)
+    one = needle.plain_question(bytes(1000), 300, depth, random.Random(0), str.encode)
     text = bytes(one.prompt)
     found = text.index(b"\nThe pass key is " + one.answer.encode())
     room = 300 - len(needle.NEEDLE.format(key="12345")) - len(needle.QUESTION)
@@ -184,7 +184,7 @@ def test_a_blind_prompt_is_the_same_in_two_parts() -> None:
 
 def test_a_question_that_cannot_be_told_from_its_context_is_not_asked_blindly() -> None:
     with pytest.raises(ValueError, match="0 of 3 tokens are no question behind a context"):
-        _ = Ask(b"abc", "x").apart
+        _ = Question(b"abc", "x").apart
 
 
 def test_answers_keep_their_prompts_order_over_lengths_and_batches(model: Any) -> None:

@@ -13,9 +13,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 import training
-from training import Stage
+from training import TrainingStage
 
-STAGES = (Stage(16, 5), Stage(24, 3))
+STAGES = (TrainingStage(16, 5), TrainingStage(24, 3))
 
 
 class Batches:

@@ -1,4 +1,4 @@
-"""One model over several ranks: `tools/ranks.py`, started once, in which they compute, differ, and die."""
+"""One model over several ranks: `tools/compare_ranks.py`, started once, in which they compute, differ, and die."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from specache_compile.runtime.ranks import check_heads, ranks_of
 from specache_compile.runtime.session import Session
 from specache_compile.runtime.state import host_bytes, room
 
-PROGRAM = Path(__file__).parents[2] / "tools" / "ranks.py"
+PROGRAM = Path(__file__).parents[2] / "tools" / "compare_ranks.py"
 RANKS = 2
 # Seconds for all of it: a rank that waited for ever would be ended here.
 LIMIT = 240

@@ -1,7 +1,7 @@
-"""Eviction: each KV head keeps at most `budget` pairs on the device, and the policy says which go (RoCo's framework,
-arXiv 2402.06262).
+"""Eviction: each KV head keeps at most `budget` pairs on the device (RoCo's framework, arXiv 2402.06262).
 
-Written in PyTorch for every device: these methods are compared by the kept set, not by speed.
+A policy selects the pairs to evict. The ops are plain PyTorch for every device: the methods are compared by the kept
+pairs, not by speed.
 """
 
 from __future__ import annotations

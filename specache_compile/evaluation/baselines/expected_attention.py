@@ -44,13 +44,15 @@ def expected_attention(
 
 
 def chosen(prompt: Prompt, seen: Tensor, turning: tuple[Tensor, Tensor], budget: int, first: int, ahead: int) -> Tensor:
-    """The places [B, H, b] of the pairs that stay of a prompt of n, in their order: the first `first` seen pairs, and
-    those of the largest |v|·E[softmax(q·k)], the mean over the query group. Among equals the newest goes.
+    """The positions [B, H, b] of the kept pairs of a prompt of n tokens, in ascending order.
 
-    q is taken to be Gaussian, with the mean μ and covariance Σ of the prompt's queries before RoPE, turned by the mean
-    of RoPE's rotations at the next `ahead` places: E[exp(q·k)] = exp(μ·k + k·Σ·k / 2) (section 3).
+    The first `first` seen pairs are kept, and those with the largest |v|·E[softmax(q·k)], averaged over the group.
+    Among equals the newest is evicted.
 
-    seen: bool [B, H, n]; unseen pairs count nowhere and go first.
+    q is modelled as Gaussian, with the mean μ and covariance Σ of the prompt's queries before RoPE. Both are rotated by
+    the mean of RoPE's rotations at the next `ahead` positions: E[exp(q·k)] = exp(μ·k + k·Σ·k / 2) (section 3).
+
+    seen: bool [B, H, n]; unseen pairs have no weight and are evicted first.
     turning: θ and partner of each channel (`partners`).
     """
     (theta, partner), tokens = turning, prompt.pairs.shape[2]

@@ -146,8 +146,10 @@ def received(q: Tensor, k: Tensor, scale: float, heads: int, places: slice, leng
 
 
 def kept(score: Tensor, budget: int, first: int) -> Tensor:
-    """The tokens that stay, int32 [layers, B, H, m] in their order, EMPTY behind a head's last: of each row the first
-    `first` of every head and those of the largest scores, `budget` a head on average. m: the most of a head.
+    """The kept tokens, int32 [layers, B, H, m] in ascending order, padded with EMPTY; m is the largest count of a head.
+
+    Each row keeps the first `first` tokens of every head and the tokens with the largest scores, on average `budget`
+    per head.
 
     score: [layers, B, H, n].
     """

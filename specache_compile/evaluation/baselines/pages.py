@@ -26,9 +26,10 @@ from specache_compile.passes.recipe import Recipe, Selector
 
 
 def select_pages(scores: Tensor, selected: Tensor, page: int) -> None:
-    """Write the tokens of the k // page pages of the largest scores to selected [B, H, k]; -1: none.
+    """Write the tokens of the k // page pages with the largest scores to `selected`.
 
-    scores [B, H, C]; below 0: no candidate. A page's score is its tokens' largest.
+    scores: [B, H, C]; a token below 0 is no candidate. A page's score is the largest of its tokens.
+    selected: [B, H, k]; -1 in unused entries.
     """
     count = selected.shape[-1] // page
     pages = F.pad(scores, (0, -scores.shape[-1] % page), value=-1.0).unflatten(-1, (-1, page))

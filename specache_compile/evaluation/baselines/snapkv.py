@@ -41,12 +41,15 @@ def snapkv_attention(
 
 
 def chosen(attention: Tensor, seen: Tensor, budget: int, kernel: int, pooling: str) -> Tensor:
-    """The places [B, H, b] of the pairs that stay of a prompt of n, in their order: the window's w, and the b - w
-    earlier pairs with the most votes. Among equals the oldest goes.
+    """The positions [B, H, b] of the kept pairs of a prompt of n tokens, in ascending order.
 
-    A pair's votes are Σ attention [B, H, G, w, n] over the window's queries, pooled over `kernel` neighbours (an odd
-    number) so that a passage stays whole, and averaged over the query group.
-    seen: bool [B, H, n]; unseen pairs go first.
+    The w pairs of the window are kept, and the b - w earlier pairs with the most votes. Among equals the oldest is
+    evicted. A pair's votes are its attention, summed over the window's queries, pooled over neighbours so that a
+    passage stays whole, and averaged over the query group.
+
+    attention: [B, H, G, w, n].
+    seen: bool [B, H, n]; unseen pairs are evicted first.
+    kernel: the number of pooled neighbours, odd.
     """
     window, tokens = attention.shape[3:]
     before = tokens - window

@@ -1,7 +1,7 @@
 """How close the next tokens' distributions are to the full cache's: on forced text, greedy tokens and sampled ones.
 
-A guess of the next token is right for most greedy tokens, for half of the sampled ones and for few of a forced text, so
-the three are measured separately. Every method reads the same tokens behind the same prompts: comparisons are paired.
+Greedy tokens are easier to predict than sampled ones, and forced text is the hardest, so the three are measured
+separately. Every method gets the same tokens after the same prompts: comparisons are paired.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ def library_source(held_out: bool) -> bytes:
     return b"\n".join(path.read_bytes() for path in chosen)
 
 
-def too_short(tokens: int, asked: int) -> SpecacheError:
-    return SpecacheError(f"the text has {tokens:,} tokens, and {asked:,} are asked for: give more --text")
+def too_short(tokens: int, required: int) -> SpecacheError:
+    return SpecacheError(f"the text has {tokens:,} tokens, and {required:,} are required: give more --text")
 
 
 def overlapping(tokens: int, samples: int, size: int) -> str:

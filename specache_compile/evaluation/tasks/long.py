@@ -55,7 +55,7 @@ def own_text(runner: Runner, ids: Tensor, tokens: int, choose: Choose, first: in
     cache, logits = runner.read(ids)
     with runner.uncompiled():
         full_cache, full = read(runner.model, ids)
-    said: list[Tensor] = []
+    generated: list[Tensor] = []
     kl: list[Tensor] = []
     for places in shown(chunks(range(tokens), STRIDE), "stride"):
         ours, drawn = [], []
@@ -64,13 +64,13 @@ def own_text(runner: Runner, ids: Tensor, tokens: int, choose: Choose, first: in
             drawn.append(choose(logits[:, -1], first, place).to(ids.device))
             if place + 1 < tokens:
                 logits = decode(runner.model, cache, drawn[-1])
-        said.append(torch.cat(drawn, 1))
+        generated.append(torch.cat(drawn, 1))
         with runner.uncompiled():
-            behind = forced_at_once(runner.model, full_cache, said[-1])
+            behind = forced_at_once(runner.model, full_cache, generated[-1])
         pairs = zip(torch.cat([full, behind[:, :-1]], 1), torch.cat(ours, 1), strict=True)
         kl.append(torch.stack([divergence(*pair) for pair in pairs]))  # a row at a time: these are large
         full = behind[:, -1:]
-    return torch.cat(said, 1).cpu(), torch.cat(kl, 1)
+    return torch.cat(generated, 1).cpu(), torch.cat(kl, 1)
 
 
 @torch.inference_mode()
@@ -91,8 +91,8 @@ def measure(runner: Runner, rows: Sequence[Sequence[int]], tokens: int, choose: 
     kls: list[list[float]] = []
     ends = set(as_list(runner.model.generation_config.eos_token_id))
     for batch in chunks(rows, runner.batch_size):
-        said, kl = own_text(runner, runner.ids(batch), tokens, choose, first=len(texts))
-        for text, distances in zip(said.tolist(), kl.tolist(), strict=True):
+        generated, kl = own_text(runner, runner.ids(batch), tokens, choose, first=len(texts))
+        for text, distances in zip(generated.tolist(), kl.tolist(), strict=True):
             length = next((place + 1 for place, token in enumerate(text) if token in ends), len(text))
             texts.append(text[:length])
             kls.append(distances[:length])

@@ -9,7 +9,7 @@ from dataclasses import replace
 from specache_compile.evaluation.reader import Reader
 
 from .haystack import hide
-from .task import Ask, Bench, Cell, scored
+from .task import Bench, Cell, Question, scored
 
 NEEDLE = "\nThe pass key is {key}. Remember it.\n"
 QUESTION = "\nWhat is the pass key? The pass key is "
@@ -24,46 +24,46 @@ def random_key(rng: random.Random) -> str:
     return "".join(rng.choice("0123456789") for _ in range(KEY_DIGITS))
 
 
-def ask(
+def plain_question(
     haystack: Sequence[int], length: int, depth: float, rng: random.Random, encode: Callable[[str], Sequence[int]]
-) -> Ask:
-    """A prompt of exactly `length` tokens whose needle stands at `depth` (0 = first, 1 = right before the question)."""
+) -> Question:
+    """A prompt of exactly `length` tokens whose needle is at `depth` (0 = first, 1 = right before the question)."""
     key = random_key(rng)
     needles, question = [(depth, encode(NEEDLE.format(key=key)))], encode(QUESTION)
-    return Ask(hide(haystack, length, needles, question, rng), key, {"depth": depth}, len(question))
+    return Question(hide(haystack, length, needles, question, rng), key, {"depth": depth}, len(question))
 
 
 def chat_prompt(
     reader: Reader, haystack: Sequence[int], length: int, needles: Sequence[tuple[float, str]], question: str,
     rng: random.Random,
 ) -> list[int]:  # fmt: skip
-    """As `hide`, for a chat model: text, needles and question are a user's words in one turn of `length` tokens."""
+    """As `hide`, for a chat model: text, needles and question are one user message in a turn of `length` tokens."""
     before, behind = reader.around()
     hidden = [(depth, reader.encode(needle)) for depth, needle in needles]
     words = hide(haystack, length - len(before) - len(behind), hidden, reader.encode(question), rng)
     return [*before, *words, *behind]
 
 
-def chat_ask(reader: Reader, haystack: Sequence[int], length: int, depth: float, rng: random.Random) -> Ask:
-    """As `ask`, of a chat model."""
+def chat_question(reader: Reader, haystack: Sequence[int], length: int, depth: float, rng: random.Random) -> Question:
+    """As `plain_question`, for a chat model."""
     key = random_key(rng)
     needles = [(depth, NEEDLE.format(key=key))]
     prompt = chat_prompt(reader, haystack, length, needles, CHAT_QUESTION, rng)
     behind = len(reader.encode(CHAT_QUESTION)) + len(reader.around()[1])
-    return Ask(prompt, key, {"depth": depth}, behind)
+    return Question(prompt, key, {"depth": depth}, behind)
 
 
 def depths_of(bench: Bench) -> list[float]:
-    """A depth for each sample, spread evenly over eleven depths (fewer where there are fewer samples)."""
+    """A depth for each sample, spread evenly over eleven depths, or fewer if there are fewer samples."""
     depths = min(DEPTHS, bench.samples)
     return sorted(i % depths / max(1, depths - 1) for i in range(bench.samples))
 
 
-def asked(bench: Bench, length: int, depth: float, rng: random.Random) -> Ask:
+def question_at(bench: Bench, length: int, depth: float, rng: random.Random) -> Question:
     if bench.chat:
-        return chat_ask(bench.reader, bench.haystack, length, depth, rng)
+        return chat_question(bench.reader, bench.haystack, length, depth, rng)
     begin = bench.reader.begin()
-    one = ask(bench.haystack, length - len(begin), depth, rng, bench.reader.encode)
+    one = plain_question(bench.haystack, length - len(begin), depth, rng, bench.reader.encode)
     return replace(one, prompt=[*begin, *one.prompt])
 
 
@@ -84,9 +84,12 @@ def cells(bench: Bench) -> list[Cell]:
 
     def cell(length: int) -> Cell:
         rng = random.Random(f"{bench.seed}/{length}")
-        asks = [asked(bench, length - answer, depth, rng) for depth in depths_of(bench)]
+        questions = [question_at(bench, length - answer, depth, rng) for depth in depths_of(bench)]
         return Cell(
-            str(length), length, lambda runner: scored(runner, asks, answer, score, "keys found", bench.blind), facts
+            str(length),
+            length,
+            lambda runner: scored(runner, questions, answer, score, "keys found", bench.blind),
+            facts,
         )
 
     return [cell(length) for length in bench.lengths]

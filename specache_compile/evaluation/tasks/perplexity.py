@@ -1,8 +1,8 @@
 """Perplexity by position over text, each token fed through the cache as a decode step.
 
 A window's last tokens are measured; the tokens before them are the prefill. Its attention is exact, except under an
-eviction policy whose `eviction_block` is not "prompt". A text whose next token does not depend on distant ones says
-nothing about a cache, so the uncompiled model is also measured behind the last 256 tokens alone.
+eviction policy whose `eviction_block` is not "prompt". A text whose next token does not depend on distant ones is no
+evidence about a cache, so the uncompiled model is also measured with the last 256 tokens alone.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from specache_compile.evaluation.runner import Runner, chunks, shown
 from .task import Bench, Cell, Outcome
 
 BUCKETS = 8
-MOST_STEPS = 128  # more windows tell more than more tokens of one
+MOST_STEPS = 128  # more windows are better than longer ones
 # Without the whole context the uncompiled model gets so many tokens, and up to a stride more: it reads a stride at
 # once.
 RECENT, STRIDE = 256, 64
@@ -60,9 +60,9 @@ def recent_nats(model: Any, ids: Tensor, begin: int) -> Tensor:
     return torch.cat(found, 1)
 
 
-def nats_of(logits: Tensor, wanted: Tensor) -> Tensor:
-    """Negative log likelihoods of `wanted` [rows, tokens] under logits [rows, tokens, vocabulary]; [rows, tokens]."""
-    return F.cross_entropy(logits.flatten(0, 1), wanted.flatten(), reduction="none").view(wanted.shape)
+def nats_of(logits: Tensor, targets: Tensor) -> Tensor:
+    """Negative log likelihoods of `targets` [rows, tokens] under logits [rows, tokens, vocabulary]; [rows, tokens]."""
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape)
 
 
 def measure(runner: Runner, rows: Sequence[Sequence[int]], begin: int = 0) -> Outcome:

@@ -1,4 +1,4 @@
-"""What a task is: a function from the bench (what the person asked for) to cells, each one row of the results."""
+"""A task is a function from the bench (the user's settings) to cells; each cell is one row of the results."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from .haystack import library_source, overlapping, too_short
 
 @dataclass(frozen=True)
 class Bench:
-    """What the person asked for.
+    """The user's settings of an evaluation.
 
     lengths: contexts in tokens.
-    samples: questions (or windows of text) a cell.
+    samples: questions or text windows per cell.
     limit: the model's longest context.
-    texts: files to read in place of the held-out library source.
-    chat: put the tokenizer's chat template around the needles' prompts.
-    blind: read a prompt's context before its question is known.
+    texts: files that replace the held-out library source.
+    chat: whether the chat template is applied to the needles' prompts.
+    blind: whether the context is prefilled before the question.
     """
 
     reader: Reader
@@ -46,13 +46,15 @@ class Bench:
         return [token for path in self.texts for token in self.reader.encode(read_text(path))]
 
     def windows_apart(self, length: int) -> list[list[int]]:
-        """`samples` windows of `length` tokens, one from each of as many equal parts of the text. None overlaps
-        another, or a warning says that the text is too short: intervals need independent windows."""
+        """`samples` windows of `length` tokens, one from each of as many equal parts of the text.
+
+        Intervals require independent windows, so there is a warning if the text is too short for disjoint windows.
+        """
         rng, begin = random.Random(f"{self.seed}/{length}"), self.reader.begin()
         size, part = length - len(begin), len(self.haystack) / self.samples
         if size < 1:
             raise SpecacheError(
-                f"--lengths: too short, {length} tokens are left of a context for its text; ask for more"
+                f"--lengths: too short, {length} tokens are left of a context for its text; give longer ones"
             )
         if size >= len(self.haystack):
             raise too_short(len(self.haystack), size)
@@ -89,7 +91,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Ask:
+class Question:
     """A prompt as token ids and the answer that is right.
 
     question: how many tokens at the prompt's end are the question and what follows it; 0 where that is unknown.
@@ -125,18 +127,20 @@ def read_text(path: Path) -> str:
 Score = Callable[[str, str], float]
 
 
-def scored(runner: Runner, asks: Sequence[Ask], new_tokens: int, score: Score, metric: str, blind: bool) -> Outcome:
-    """Ask everything: the mean score, and each ask's own score with its tags.
+def scored(
+    runner: Runner, questions: Sequence[Question], new_tokens: int, score: Score, metric: str, blind: bool
+) -> Outcome:
+    """Run all questions: the mean score, and each question's score with its tags.
 
-    blind: read each context before its question.
+    blind: prefill each context before its question.
     """
     if blind:
-        answers = runner.answers_apart([ask.apart for ask in asks], new_tokens)
-        return outcome(asks, answers, score, f"{metric}, blind")
-    return outcome(asks, runner.answers([ask.prompt for ask in asks], new_tokens), score, metric)
+        answers = runner.answers_apart([question.apart for question in questions], new_tokens)
+        return outcome(questions, answers, score, f"{metric}, blind")
+    return outcome(questions, runner.answers([question.prompt for question in questions], new_tokens), score, metric)
 
 
-def outcome(asks: Sequence[Ask], answers: Sequence[str], score: Score, metric: str) -> Outcome:
-    scores = [score(answer, ask.answer) for ask, answer in zip(asks, answers, strict=True)]
-    each = [{**ask.tags, "score": value} for ask, value in zip(asks, scores, strict=True)]
+def outcome(questions: Sequence[Question], answers: Sequence[str], score: Score, metric: str) -> Outcome:
+    scores = [score(answer, question.answer) for question, answer in zip(questions, answers, strict=True)]
+    each = [{**question.tags, "score": value} for question, value in zip(questions, scores, strict=True)]
     return Outcome(sum(scores) / len(scores), metric, len(scores), {"each": each})

@@ -70,7 +70,7 @@ def find_device(
     tflops: float | None = None,
     vram_gib: float | None = None,
 ) -> Device:
-    """The device of that name (in any case, spaces optional), with the given figures in place of its own."""
+    """The device of that name (in any case, spaces optional); given figures replace those of its data sheet."""
     known = {key.replace(" ", "").lower(): device for key, device in DEVICES.items()}
     base = known.get((name or DEFAULT_DEVICE).replace(" ", "").replace("-", "").lower())
     if base is None:

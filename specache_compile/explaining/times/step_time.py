@@ -1,12 +1,9 @@
-"""The time of a decode step, computed: its launches over three streams, one memory and one link, by events.
+"""The time of a decode step, simulated: launches over three streams, one memory and one link.
 
     main         ... score, select ─┐  low-bit values  ┌─ exact values, merge ... select ─┐ ...      │ join
     correction                      └─ gather ─────────┘                                  │          │
     copy         the last layers' gathers of the step before ...                          └─ gather ─┘
-
-Launches, streams, bytes and edges are those of the traced graph and its ops (`step_kernels.py`). A launch's other costs
-are estimates (`op_launches.py`): take a step to be right to some 30 %. The step is captured in a CUDA graph. It ends
-with its copies, and begins with the fetches of the last quarter of the layers (`deferred.py`).
+Edges come from the traced graph (`step_kernels.py`). Costs are estimates (`op_launches.py`), with an error of 30 %.
 """
 
 from __future__ import annotations
@@ -120,7 +117,7 @@ class Span:
 
 @dataclass
 class Spent:
-    """Where the main stream's seconds went."""
+    """The main stream's seconds by resource."""
 
     on: dict[str, float] = field(default_factory=dict)
     ahead: float = 0.0
@@ -133,7 +130,7 @@ class Spent:
 
 
 def rates_of(device: Device) -> dict[str, float]:
-    """What each resource does in a second: bytes, FLOPs, instructions of a warp."""
+    """The rate of each resource per second: bytes, FLOPs, warp instructions."""
     link = device.pcie_gbps * 1e9
     issued = device.sms * SCHEDULERS * device.ghz * 1e9 * ISSUED
     reached = (device.hbm_gbps * 1e9 * device.hbm_share, device.tflops * 1e12 * device.tflops_share)
@@ -148,10 +145,11 @@ def begun(kernel: Kernel, rates: dict[str, float]) -> Running:
 
 
 def simulated(kernels: Sequence[Kernel], device: Device) -> tuple[list[Span], Spent]:
-    """Each launch's span, in the order in which they end, and what the main stream did meanwhile.
+    """Each launch's span, ordered by its end, and the time that the main stream spent on each resource.
 
-    A stream's launches follow one another. Launches of several streams share resources evenly: where together they ask
-    for more of a resource than there is, each that asks for it is slower by that factor."""
+    A stream's launches run one after another. Launches of several streams share resources evenly: if together they need
+    more of a resource than the device has, each of them slows down by that factor.
+    """
     rates, spent, now = rates_of(device), Spent(), 0.0
     stream_of = {kernel.name: kernel.stream for kernel in kernels}
     queues: dict[str, deque[Kernel]] = {stream: deque() for stream in STREAMS}
@@ -168,7 +166,7 @@ def simulated(kernels: Sequence[Kernel], device: Device) -> tuple[list[Span], Sp
                 started[stream] = now + running[stream].gap
         speeds = speeds_of(running)
         step = min(next_event(launch, speeds[stream]) for stream, launch in running.items())
-        tell(spent, step, running.get(MAIN), queues[MAIN], ended, stream_of)
+        add_spent(spent, step, running.get(MAIN), queues[MAIN], ended, stream_of)
         now += step
         for stream, launch in list(running.items()):
             if advanced(launch, step, speeds[stream]):
@@ -198,7 +196,7 @@ def advanced(launch: Running, seconds: float, speed: float) -> bool:
     return launch.gap == launch.work == launch.tail == 0
 
 
-def tell(
+def add_spent(
     spent: Spent, seconds: float, main: Running | None, queue: deque[Kernel], ended: set[str], stream_of: dict[str, str]
 ) -> None:
     """Note what the main stream does or waits for. Behind its last launch it waits for the copies' end."""
@@ -275,8 +273,11 @@ def rows_of(traced: Traced, one_lane: Traced, device: Device, host: float) -> li
 
 
 def break_even(ours: Callable[[int], float], full: Callable[[int], float], most: int, least: int = 64) -> int | None:
-    """The shortest context, to 64 tokens, at which our step takes no longer than the full cache's; None where there is
-    none up to `most` tokens, `least` times a power of two."""
+    """The shortest context, to 64 tokens, at which our step takes no longer than the full cache's; None if there is
+    none.
+
+    most: the longest context to try, `least` times a power of two.
+    """
     high = least
     while ours(high) > full(high):
         high *= 2

@@ -1,7 +1,7 @@
-"""Eviction policies by name, each a file with one function that says how important each kept pair is. The least
-important goes.
+"""Eviction policies by name. Each file has one function that computes the importance of the kept pairs.
 
-A new policy is a file here and a line in POLICIES; `methods` makes each a method.
+The least important pair is evicted. A new policy is a file here and a line in POLICIES; `methods` registers it as a
+method.
 """
 
 from __future__ import annotations

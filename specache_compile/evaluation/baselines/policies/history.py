@@ -1,4 +1,4 @@
-"""What a KV head knows about its kept pairs. A policy decides by this alone."""
+"""The statistics of a KV head's kept pairs, the input of a policy."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The ways to decode: each is a model and a cache that already holds the context.
+"""The runners of the benchmark: each is a model and a cache that already holds the context.
 
-The uncompiled model reads a context once. Every way starts from its keys and values if the way's cache takes them.
+The uncompiled model prefills a context once. Every runner whose cache accepts them starts from these keys and values.
 Weights are shared.
 """
 
@@ -43,12 +43,12 @@ NONE: Mapping[str, Any] = MappingProxyType({})
 
 
 def can_extend(name: str) -> bool:
-    """Whether a way's cache takes several tokens behind others, and can be copied for it."""
+    """Whether the runner's cache accepts several tokens after the context, and can be copied."""
     return name in (UNCOMPILED, COMPILED) or name not in BASELINES
 
 
 def check_name(name: str) -> None:
-    """OptionError where `name` is neither a baseline nor a setting as `specache eval` takes it."""
+    """OptionError if `name` is neither a baseline nor a setting of `specache eval`."""
     if name not in BASELINES:
         try:
             parse_setting(name)
@@ -59,17 +59,17 @@ def check_name(name: str) -> None:
 def why_not(
     name: str, config: PreTrainedConfig, gguf: Path | None, batches: Sequence[int], contexts: Sequence[int]
 ) -> str | None:
-    """Why a way cannot run here; None where it can."""
+    """The reason why a runner is unavailable on this machine; None if it is available."""
     if name in LLAMA_CPP:
-        return "one sequence alone" if max(batches) > 1 else why_no_llama_cpp(gguf)
+        return "it supports one sequence only" if max(batches) > 1 else why_no_llama_cpp(gguf)
     if name in (STATIC, *QUANTIZED) and any(DynamicCache(config=config).is_sliding):
-        return "the model has sliding layers, whose context this cache can only take as a prompt"
+        return "the model has sliding layers, whose cache can only be filled by a prefill"
     if name in HQQ_GROUPS:
         text = config.get_text_config()
         width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         numbers = math.gcd(*(n * rows for n in contexts for rows in batches)) * text.num_key_value_heads * width
         if numbers % HQQ_GROUPS[name]:
-            return f"hqq takes whole quadruples of groups, {HQQ_GROUPS[name]} numbers of a layer's keys"
+            return f"hqq requires a multiple of {HQQ_GROUPS[name]} numbers in a layer's keys"
     if name in QUANTIZED:
         try:
             QuantizedCache(config=config, **QUANTIZED[name])
@@ -78,9 +78,11 @@ def why_not(
     return None
 
 
-class Way(Protocol):
-    """step: decodes one token.
-    bytes: the cache's, on the device and on the host.
+class BenchRunner(Protocol):
+    """A model and its cache, of this package or another library.
+
+    step: decodes one token.
+    bytes: the cache's bytes on the device and on the host.
     """
 
     def step(self) -> None: ...
@@ -91,8 +93,8 @@ class Way(Protocol):
 class Decoding:
     """A model and its cache.
 
-    token [B, 1]: the next token to decode.
-    position: its place.
+    token: [B, 1], the next token to decode.
+    position: its position.
     """
 
     model: Any
@@ -108,9 +110,9 @@ class Decoding:
         self.position += 1
 
     def extension(self, ids: Tensor) -> Callable[[], Any]:
-        """A call to time, which reads `ids` [B, T] behind a copy of the cache.
+        """A call to time, which appends `ids` [B, T] to a copy of the cache.
 
-        Their positions are those of the newest cached tokens: a model has no others behind its longest context.
+        Their positions are those of the newest cached tokens, because positions after the longest context do not exist.
         """
         cache = copy.deepcopy(self.cache)
         place = torch.arange(self.position - ids.shape[1], self.position, device=ids.device).expand_as(ids)
@@ -123,14 +125,13 @@ class Decoding:
         return device_total(tiers) + self.plain_bytes(), tiers.get("host", 0)
 
     def plain_bytes(self) -> int:
-        """The bytes of the layers that no session holds."""
+        """The bytes of the layers without a session."""
         layers: list[Any] = self.cache.layers
         plain = [layer for layer in layers if not isinstance(getattr(layer, "keys", None), HeldTensor)]
         return sum(t.nbytes for layer in plain for t in tensors_of(vars(layer)))
 
     def bytes_in_16_bits(self) -> int:
-        """The bytes on the device, with 16 bits for each number that has the model's dtype. This method's cache must be
-        a DynamicCache."""
+        """The bytes on the device if the numbers of the model's dtype had 16 bits. The cache must be a DynamicCache."""
         plain = self.plain_bytes() * 2 // self.model.dtype.itemsize
         session = session_of(self.cache)
         if session is None:
@@ -145,7 +146,7 @@ class Decoding:
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    """The tensors that a layer of a cache keeps; a tensor subclass is replaced by its inner tensors."""
+    """The tensors of a cache layer; a tensor subclass is replaced by its inner tensors."""
     if isinstance(value, Tensor):
         inner = getattr(value, "__tensor_flatten__", None)
         return [value] if inner is None else [t for name in inner()[0] for t in tensors_of(getattr(value, name))]
@@ -155,7 +156,7 @@ def tensors_of(value: Any) -> list[Tensor]:
 
 
 def twin_of(model: Any, name: str, lowering: str, inductor: Mapping[str, Any] = NONE) -> Any:
-    """A model of the same weights that decodes this way; inductor: config patches."""
+    """A model with the same weights, compiled for this runner. inductor: config patches."""
     twin = copy.copy(model)
     twin.__dict__ = dict(model.__dict__)
     if name in (COMPILED, STATIC):
@@ -167,19 +168,19 @@ def twin_of(model: Any, name: str, lowering: str, inductor: Mapping[str, Any] = 
 
 
 def empty_cache(name: str, config: PreTrainedConfig, room: int) -> Cache:
-    """A cache of this way's kind; a static one has room for `room` tokens."""
+    """An empty cache for this runner; a static cache has room for `room` tokens."""
     if name in QUANTIZED:
         return QuantizedCache(config=config, **QUANTIZED[name])
     return StaticCache(config=config, max_cache_len=room) if name == STATIC else DynamicCache(config=config)
 
 
 @dataclass(frozen=True)
-class Prefill:
-    """What the uncompiled model has prefilled.
+class PrefilledContext:
+    """A context that the uncompiled model has prefilled.
 
-    ids: [B, n].
-    cache: their pairs [B, H, n, d].
-    token: [B, 1], the next one.
+    ids: [B, n], the context.
+    cache: its pairs [B, H, n, d].
+    token: [B, 1], the next token.
     """
 
     ids: Tensor
@@ -188,35 +189,34 @@ class Prefill:
 
 
 @torch.no_grad()
-def read(model: Any, ids: Tensor, tell: Callable[[str], None] = lambda progress: None) -> Prefill:
-    """The uncompiled model's prefill of `ids` [B, n], in chunks. tell: receives the progress."""
+def prefill(model: Any, ids: Tensor, report: Callable[[str], None] = lambda progress: None) -> PrefilledContext:
+    """The uncompiled model's prefill of `ids` [B, n], in chunks. report: receives the progress."""
     cache, done = DynamicCache(config=model.config), 0
     for part in ids.split(CHUNK, 1):
-        tell(f"{done:,} of {ids.shape[1]:,} tokens")
+        report(f"{done:,} of {ids.shape[1]:,} tokens")
         out = model(part, **with_cache(cache), use_cache=True, logits_to_keep=1)
         done += part.shape[1]
-    return Prefill(ids, cache, out.logits[:, -1:].argmax(-1))
+    return PrefilledContext(ids, cache, out.logits[:, -1:].argmax(-1))
 
 
-def way(name: str, twin: Any, prefill: Prefill, room: int) -> Decoding:
-    """A way that holds a prefilled context.
+def runner(name: str, twin: Any, context: PrefilledContext, room: int) -> Decoding:
+    """A runner whose cache holds a prefilled context.
 
-    twin: the model that decodes this way (`twin_of`).
-    room: tokens that will follow.
+    twin: the model of this runner (`twin_of`).
+    room: the number of tokens that will follow.
     """
-    # A copy with strides of its own: Dynamo would take a row's stride for the cache's length, and trace again when the
-    # cache grows.
-    token, length = prefill.token.clone(memory_format=torch.contiguous_format), prefill.ids.shape[1]
+    # A contiguous copy: otherwise Dynamo takes a row's stride for the cache's length, and traces again when it grows.
+    token, length = context.token.clone(memory_format=torch.contiguous_format), context.ids.shape[1]
     if name in (UNCOMPILED, COMPILED):
-        return Decoding(twin, copy.deepcopy(prefill.cache), token, length)
+        return Decoding(twin, copy.deepcopy(context.cache), token, length)
     if name in BASELINES:
-        return Decoding(twin, filled(empty_cache(name, twin.config, length + room), prefill.cache), token, length)
+        return Decoding(twin, filled(empty_cache(name, twin.config, length + room), context.cache), token, length)
     try:
-        held = sc.hold(prefill.cache, twin)
-    except SpecacheError:  # its own prefill does not keep every pair
+        held = sc.hold(context.cache, twin)
+    except SpecacheError:  # the method's prefill does not keep all pairs
         held = DynamicCache(config=twin.config)
         with torch.no_grad():
-            twin(prefill.ids, **with_cache(held), use_cache=True, logits_to_keep=1)
+            twin(context.ids, **with_cache(held), use_cache=True, logits_to_keep=1)
     session = session_of(held)
     if session is not None:
         session.reserve(room)  # no bucket grows, and no graph is compiled, in the timed steps
@@ -232,11 +232,11 @@ def filled(cache: Cache, plain: DynamicCache) -> Cache:
 
 @torch.no_grad()
 def first_tokens(name: str, model: Any, ids: Tensor, room: int) -> Sequence[Any]:
-    """Two calls to time: the first reads the prompt `ids` [B, n] into an empty cache, the second decodes a token."""
+    """Two calls to time: the first prefills `ids` [B, n] into an empty cache, the second decodes a token."""
     cache = empty_cache(name, model.config, ids.shape[1] + room)
-    place = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+    positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
     given = {**with_cache(cache), "use_cache": True}
     return (
-        lambda: model(ids, position_ids=place, logits_to_keep=1, **given),
-        lambda: model(ids[:, -1:], position_ids=place[:, -1:] + 1, **given),
+        lambda: model(ids, position_ids=positions, logits_to_keep=1, **given),
+        lambda: model(ids[:, -1:], position_ids=positions[:, -1:] + 1, **given),
     )

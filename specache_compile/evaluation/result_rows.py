@@ -1,7 +1,7 @@
-"""Finished rows on disk: one JSON object a line, appended and flushed to the disk at once.
+"""Finished rows on disk: one JSON object per line, appended and flushed at once.
 
-A row's key names everything that its figures depend on. Reading the file skips a line that an interruption cut short;
-its row is measured again.
+A row's key names all inputs of its figures. A line that an interruption cut short is skipped, and its row is measured
+again.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any
 
 
 @dataclass
-class Row:
+class ResultRow:
     """One setting on one cell of a task.
 
     score, metric: the cell's figure.
-    samples: how many questions or tokens the figure is the mean of.
-    detail: the figures behind it (by depth, by position, ...).
-    kv_ratio: device KV bytes over the full cache's, of the last batch.
+    samples: the number of questions or tokens in the mean.
+    detail: further figures (by depth, by position, ...).
+    kv_ratio: device KV bytes over the full cache's in the last batch.
     """
 
     key: str
@@ -39,27 +39,27 @@ class Row:
     provenance: str = ""
 
 
-def read_rows(path: Path) -> dict[str, Row]:
-    """The finished rows of a file by key, the newest of a key; a torn last line is no row."""
+def read_rows(path: Path) -> dict[str, ResultRow]:
+    """The finished rows of a file by key; the newest row of a key counts, an incomplete last line does not."""
     if not path.exists():
         return {}
     rows = {}
     for line in path.read_text().splitlines():
         try:
-            row = Row(**json.loads(line))
+            row = ResultRow(**json.loads(line))
         except (json.JSONDecodeError, TypeError):
             continue
         rows[row.key] = row
     return rows
 
 
-def sources(rows: Iterable[Row]) -> list[str]:
-    """The provenance of these rows, one line for each run that measured some of them."""
+def sources(rows: Iterable[ResultRow]) -> list[str]:
+    """The provenance of these rows, one line for each run."""
     return list(dict.fromkeys(row.provenance for row in rows))
 
 
-def append_row(path: Path, row: Row) -> None:
-    """Write one line, behind a torn line a new one, and wait until it is on the disk."""
+def append_row(path: Path, row: ResultRow) -> None:
+    """Append one line and flush it to the disk; an incomplete last line is ended first."""
     torn = path.exists() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
     with path.open("a") as file:
         file.write(("\n" if torn else "") + json.dumps(asdict(row)) + "\n")

@@ -1,4 +1,4 @@
-"""The model that is measured: a checkpoint, or a config with random weights."""
+"""The model to measure: a checkpoint, or a config with random weights."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from specache_compile.checkpoints import names
 from specache_compile.checkpoints.loaded import placed
 from specache_compile.checkpoints.names import resolved, tell_origin
 from specache_compile.errors import SpecacheError
-from specache_compile.evaluation.command import dtype_of
+from specache_compile.evaluation.run_eval import dtype_of
 
 
 def config_of(name: str, layers: int | None) -> Any:
-    """A checkpoint's config, or a config.json's, cut to so many layers."""
+    """The config of a checkpoint or a config.json, cut to `layers` layers."""
     config = names.config_of(name)
     if layers is not None:
         text = config.get_text_config()
         if not 1 <= layers <= text.num_hidden_layers:
-            raise SpecacheError(f"--layers {layers}: the model has {text.num_hidden_layers}; give 1 to that many")
+            raise SpecacheError(f"--layers {layers}: the model has {text.num_hidden_layers} layers; give at most that")
         text.num_hidden_layers = layers
         if getattr(text, "layer_types", None):
             text.layer_types = text.layer_types[:layers]
@@ -29,7 +29,7 @@ def config_of(name: str, layers: int | None) -> Any:
 
 
 def is_random(name: str, layers: int | None) -> bool:
-    """Whether weights are random: for a config, or a checkpoint cut to some layers."""
+    """Whether the weights are random: for a config, or a checkpoint with fewer layers."""
     return name.endswith(".json") or layers is not None
 
 
@@ -44,10 +44,13 @@ def open_model(name: str, layers: int | None, dtype: str, device: str) -> Any:
 
 
 def check_room(
-    config: Any, contexts: list[int], steps: int, batches: list[int], ways: int, dtype: torch.dtype, device: str
+    config: Any, contexts: list[int], steps: int, batches: list[int], runners: int, dtype: torch.dtype, device: str
 ) -> None:
-    """Check the room before a weight is loaded. SpecacheError for a context that, with the steps behind it, exceeds the
-    model's, and where the weights and a cache for each way exceed the free memory."""
+    """Check the context and the memory before weights are loaded.
+
+    SpecacheError if a context and its steps exceed the model's context, or if the weights and a cache for each runner
+    exceed the free memory.
+    """
     text = config.get_text_config()
     limit = getattr(text, "max_position_embeddings", None) or 1 << 62
     if max(contexts) + steps > limit:
@@ -58,10 +61,10 @@ def check_room(
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     pair = 2 * heads * width * dtype.itemsize * text.num_hidden_layers
-    wanted = weights + (ways + 1) * pair * max(contexts) * max(batches)
+    required = weights + (runners + 1) * pair * max(contexts) * max(batches)
     free = torch.cuda.mem_get_info(device)[0] if device.startswith("cuda") else psutil.virtual_memory().available
-    if wanted > free:
+    if required > free:
         raise SpecacheError(
-            f"weights of {weights / 1e9:.1f} GB and {ways} caches of {max(contexts):,} tokens × {max(batches)} would "
-            f"take {wanted / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free: fewer --methods, shorter --contexts"
+            f"weights of {weights / 1e9:.1f} GB and {runners} caches of {max(contexts):,} tokens × {max(batches)} "
+            f"require {required / 1e9:.1f} GB; {free / 1e9:.1f} GB are free: give fewer --methods or shorter --contexts"
         )

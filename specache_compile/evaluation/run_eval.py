@@ -1,4 +1,4 @@
-"""`specache eval`: tasks × methods, one finished row at a time."""
+"""Run `specache eval`: tasks × methods, one finished row at a time."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .plots import draw
 from .prefills import Prefills, caches_plainly
 from .provenance import config_hash, model_hash, provenance
 from .reader import Reader
-from .rows import Row, read_rows, sources
+from .result_rows import ResultRow, read_rows, sources
 from .runner import Runner
 from .settings import Setting, evicting_once, parse_setting, running, tokens_of_budget
 from .sharing import own_device, rank, shared_rows
@@ -36,9 +36,9 @@ from .tasks.task import Bench, Cell, Outcome
 
 
 def run_eval(args: argparse.Namespace, command: Sequence[str]) -> None:
-    """Check everything, load the model, measure what is not on disk yet, print and write the results.
+    """Check the arguments, load the model, measure the missing rows, print and write the results.
 
-    With several ranks each measures a part, and the first reports.
+    With several ranks, each measures a part, and the first reports.
     """
     settings = list(dict.fromkeys(parse_setting(text) for text in args.methods))
     if args.blind:
@@ -80,12 +80,12 @@ def run_eval(args: argparse.Namespace, command: Sequence[str]) -> None:
 
 
 def dtype_of(name: str) -> Any:
-    """The dtype by its name; "auto", the checkpoint's own, as it is."""
+    """The dtype of this name; "auto", the checkpoint's dtype, is returned as a string."""
     return name if name == "auto" else getattr(torch, name)
 
 
 def check_arguments(args: argparse.Namespace) -> None:
-    """Errors that need no model."""
+    """Raise SpecacheError for bad arguments; no model is needed."""
     for task in args.tasks:
         if args.blind and task in NO_QUESTION:
             raise SpecacheError(
@@ -100,11 +100,11 @@ def check_arguments(args: argparse.Namespace) -> None:
             raise SpecacheError(f"--{name} {value}: give a whole number, 1 or more")
     for path in args.text:
         if not path.is_file():
-            raise SpecacheError(f"no text file {path}")
+            raise SpecacheError(f"--text {path}: the file does not exist")
 
 
 def check_readings(settings: Sequence[Setting], shares: bool) -> None:
-    """Refuse what reads a prompt a second time where no prefill is shared."""
+    """Raise SpecacheError for a method that prefills twice, unless prefills are shared."""
     for setting in settings:
         if not shares and setting.reads_twice:
             raise SpecacheError(
@@ -114,7 +114,7 @@ def check_readings(settings: Sequence[Setting], shares: bool) -> None:
 
 
 def check_cell(task: str, cell: Cell, limit: int, settings: Sequence[Setting]) -> None:
-    """Refuse a context that does not fit the model, and a budget beyond the context, before anything runs."""
+    """Raise SpecacheError for a context that exceeds the model's, or a budget that exceeds the context."""
     if cell.context > limit:
         raise SpecacheError(f"{task} {cell.name}: {cell.context:,} tokens, and the model's context is {limit:,}")
     for setting in settings:
@@ -134,20 +134,22 @@ def load(name: str, device: str, dtype: Any) -> tuple[Any, Reader]:
 
 
 def text_identity(texts: Sequence[Path]) -> list[str] | str:
-    """What identifies the texts of a figure: their hashes, or the version of the library source."""
+    """The identity of the texts: their hashes, or the version of the library source."""
     hashes = [hashlib.sha256(path.read_bytes()).hexdigest()[:12] for path in texts]
     return hashes or f"library of python {platform.python_version()}"
 
 
 def key_of(setting: Setting, task: str, cell: Cell, bench: Bench, model: str, args: argparse.Namespace) -> str:
-    """Everything that a row's figures depend on, but the code: the options in force too, since defaults change.
-    model: its hashes."""
+    """The key of a row: all inputs of its figures except the code, including the effective options.
+
+    model: the model's hashes.
+    """
     return json.dumps(
         {
             "task": task, "cell": cell.name, "context": cell.context, "method": str(setting), "samples": bench.samples,
             "seed": bench.seed, "model": model, "dtype": args.dtype, "device": args.device,
             "lowering": args.lowering, "texts": text_identity(bench.texts), "batch_size": args.batch_size,
-            "options": setting.in_force, **cell.facts,
+            "options": setting.effective, **cell.facts,
             **({"blind": True} if bench.blind else {}),
             **({"prefills": "shared"} if args.share_prefills else {}),
         },
@@ -159,18 +161,18 @@ def measure_missing(
     runner: Runner, settings: Sequence[Setting], cells: Sequence[tuple[str, Cell]], keys: dict[Any, str], path: Path,
     args: argparse.Namespace, line: str,
 ) -> None:  # fmt: skip
-    """Measure every row that is not on disk and that no other rank is measuring; write each as soon as it is finished.
+    """Measure the rows that are missing and that no other rank is measuring; write each when it is finished.
 
-    The order is setting by setting, or cell by cell where a cell's prefills are shared.
+    The order is setting by setting, or cell by cell if prefills are shared.
     """
     order = [(s, task, cell) for s in settings for task, cell in cells]
     if runner.prefills is not None:
         order = [(s, task, cell) for task, cell in cells for s in settings]
-    wanted = {keys[s, task, cell.name]: (s, task, cell) for s, task, cell in order}
-    with tqdm(total=len(wanted), file=sys.stderr, desc="specache eval", unit="row", disable=rank() > 0) as bar:
+    missing = {keys[s, task, cell.name]: (s, task, cell) for s, task, cell in order}
+    with tqdm(total=len(missing), file=sys.stderr, desc="specache eval", unit="row", disable=rank() > 0) as bar:
 
-        def measured(key: str) -> Row:
-            setting, task, cell = wanted[key]
+        def measured(key: str) -> ResultRow:
+            setting, task, cell = missing[key]
             if runner.prefills is not None:
                 runner.prefills.begin(f"{task} {cell.name}")
             bar.set_postfix_str(f"{setting}, {task} {cell.name}")
@@ -180,19 +182,19 @@ def measure_missing(
             bar.n = count
             bar.refresh()
 
-        shared_rows(list(wanted), path, measured, progress)
+        shared_rows(list(missing), path, measured, progress)
 
 
 def measure(
     runner: Runner, setting: Setting, task: str, cell: Cell, key: str, args: argparse.Namespace, line: str
-) -> Row:
-    """One row: the cell under the setting, compiled afresh."""
+) -> ResultRow:
+    """The row of a cell under a setting, with a newly compiled model."""
     torch.manual_seed(args.seed)
     start = time.perf_counter()
     with running(runner.model, setting, args.lowering):
         outcome: Outcome = cell.measure(runner)
         ratio = 1.0 if setting.options is None else kv_ratio(runner.model)
-    return Row(
+    return ResultRow(
         key=key, task=task, method=str(setting), cell=cell.name, context=cell.context, score=outcome.score,
         metric=outcome.metric, samples=outcome.samples, seed=args.seed, kv_ratio=ratio,
         seconds=round(time.perf_counter() - start, 2), detail=outcome.detail, provenance=line,
@@ -200,15 +202,15 @@ def measure(
 
 
 def kv_ratio(model: Any) -> float | None:
-    """Device KV over the full cache's in the last batch; None where the backend rewrote nothing (it has warned)."""
+    """Device KV bytes over the full cache's in the last batch; None if nothing was rewritten (there is a warning)."""
     try:
         return stats(model).kv_ratio
     except SpecacheError:
         return None
 
 
-def report(rows: Sequence[Row], args: argparse.Namespace) -> None:
-    """Print the table; write table.txt, rows.csv, results.json and the pictures."""
+def report(rows: Sequence[ResultRow], args: argparse.Namespace) -> None:
+    """Print the table; write table.txt, rows.csv, results.json and the plots."""
     if not rows:
         return
     print(table(rows))
@@ -220,7 +222,7 @@ def report(rows: Sequence[Row], args: argparse.Namespace) -> None:
     print(f"written: {', '.join(str(path) for path in written(args.out, made))}", file=sys.stderr)
 
 
-def pictures(rows: Sequence[Row], folder: Path) -> list[Path]:
+def pictures(rows: Sequence[ResultRow], folder: Path) -> list[Path]:
     try:
         return draw(rows, folder)
     except ImportError:

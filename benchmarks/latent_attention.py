@@ -1,11 +1,9 @@
-"""A decode step of latent attention, absorbed, and with plain torch.compile, which projects the whole cache to every
-head's keys and values in each step. Both read Hugging Face's cache.
+"""A decode step of latent attention: absorbed, and with plain torch.compile, which expands the whole cache.
 
-Attention as in DeepSeek-V2-Lite and MiniCPM3, random weights, two layers of them, a small MLP. The floor is what the
-bytes of weights and cache take at the rate at which this machine reads a gigabyte.
+    python benchmarks/latent_attention.py    (15 minutes; --contexts 1024 --dtypes float32 --rounds 2: a minute)
 
-    python benchmarks/latents.py                 1k, 4k and 16k tokens, float32 and bfloat16: a quarter of an hour
-    python benchmarks/latents.py --contexts 1024 --dtypes float32 --rounds 2 --lowering eager      a minute
+The attentions are those of DeepSeek-V2-Lite and MiniCPM3, in two layers with random weights and a small MLP. The floor
+is the time to read the weights and the cache at this machine's bandwidth.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from specache_compile.bench.floor import bandwidth
-from specache_compile.bench.measure import Plan, cell
+from specache_compile.bench.measurements import BenchPlan, cell
 from specache_compile.bench.results import Results
 
 METHODS = ("compiled", "specache")
@@ -57,7 +55,7 @@ def measure(shape: str, dtype: str, args: argparse.Namespace, results: Results, 
         return
     model = model_of(shape, getattr(torch, dtype))
     rate = results.once("bandwidth", lambda: bandwidth(torch.device("cpu")))
-    plan = Plan(
+    plan = BenchPlan(
         METHODS, args.rounds, prompts=False, extend=0, profile=False, lowering=args.lowering, gguf=None, rate=rate,
         in_a_row=args.in_a_row,
     )  # fmt: skip
@@ -90,7 +88,7 @@ def main() -> None:
     args = parser.parse_args()
     settings = {name: getattr(args, name) for name in ("lowering", "rounds", "in_a_row")}
     settings["threads"] = torch.get_num_threads()
-    results = Results(args.out, "benchmarks/latents.py", torch.device("cpu"), resume=True, **settings)
+    results = Results(args.out, "benchmarks/latent_attention.py", torch.device("cpu"), resume=True, **settings)
     cells = len(args.shapes) * len(args.dtypes) * len(args.contexts)
     with tqdm(total=cells * (len(METHODS) + args.rounds), file=sys.stderr, unit="turn") as bar:
         for shape in args.shapes:

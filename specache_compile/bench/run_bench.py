@@ -1,4 +1,4 @@
-"""`specache bench`: measure all methods in turn, in one run; go on after an interruption."""
+"""Run `specache bench`: measure all methods in turn; resume after an interruption."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from specache_compile.checkpoints.names import gguf_of, resolved
 from specache_compile.command_line.bench import BASELINES
 from specache_compile.errors import SpecacheError
 
+from .bench_model import check_room, config_of, is_random, open_model
 from .first_answer import first_answers
 from .floor import bandwidth
 from .llama_cpp import LIBRARY, LLAMA_CPP
-from .measure import Plan, cell, steps_behind
-from .model import check_room, config_of, is_random, open_model
+from .measurements import BenchPlan, cell, steps_behind
 from .results import Results
+from .runners import COMPILED, can_extend, check_name, why_not
 from .table import answers_table, draw, profile_table, steps_table
-from .ways import COMPILED, can_extend, check_name, why_not
 
 
 def run_bench(args: argparse.Namespace, command: Sequence[str]) -> None:
-    """Check everything, load the model, measure what the file lacks, print the tables."""
+    """Check the arguments, load the model, measure the missing rows, print the tables."""
     check_arguments(args)
     config = config_of(args.model, args.layers)
     gguf = None if is_random(args.model, args.layers) else gguf_of(args.model)
@@ -37,19 +37,19 @@ def run_bench(args: argparse.Namespace, command: Sequence[str]) -> None:
     dtype: Any = getattr(torch, args.dtype) if args.dtype != "auto" else config.dtype or torch.float32
     check_room(config, args.contexts, steps_behind(args.rounds), args.batch_sizes, len(methods), dtype, args.device)
     device = torch.device(args.device)
-    asked = {"model": args.model, "layers": args.layers, "dtype": args.dtype, "lowering": args.lowering}
+    settings = {"model": args.model, "layers": args.layers, "dtype": args.dtype, "lowering": args.lowering}
     how = {"rounds": args.rounds, "threads": torch.get_num_threads()}
-    results = Results(args.json, "specache", device, resume=True, given=command, **asked, **how)
+    results = Results(args.json, "specache", device, resume=True, given=command, **settings, **how)
     results.once("bandwidth", lambda: bandwidth(device))
     results.once("libraries", libraries)
     try:
         measure_missing(args, methods, gguf, results)
         if not args.no_first_answers:
-            measure_answers(methods, {**asked, "device": args.device}, results)
+            measure_answers(methods, {**settings, "device": args.device}, results)
     except KeyboardInterrupt:
         kept = "--json FILE keeps finished contexts"
         if args.json is not None and results.rows:
-            kept = f"the same command goes on with {args.json}"
+            kept = f"the same command resumes from {args.json}"
         elif args.json is not None:
             kept = "no context is finished"
         print(f"interrupted: {kept}", file=sys.stderr)
@@ -59,12 +59,12 @@ def run_bench(args: argparse.Namespace, command: Sequence[str]) -> None:
 
 
 def libraries() -> dict[str, str]:
-    """Versions of the other caches' libraries, where they are installed."""
+    """Versions of the installed libraries of other caches."""
     return {name: version(name) for name in ("optimum-quanto", "hqq", LIBRARY) if is_installed(name)}
 
 
 def check_arguments(args: argparse.Namespace) -> None:
-    """Errors that need no model."""
+    """Raise SpecacheError for bad arguments; no model is needed."""
     for name in args.methods:
         check_name(name)
     for flag, values in (("contexts", args.contexts), ("batch-sizes", args.batch_sizes), ("rounds", [args.rounds])):
@@ -75,11 +75,11 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise SpecacheError(f"--extend {args.extend}: give a whole number from 0 to the shortest of --contexts")
     for path in (args.json, args.plot):
         if path is not None and not path.parent.is_dir():
-            raise SpecacheError(f"no folder {path.parent} for {path.name}")
+            raise SpecacheError(f"{path}: folder {path.parent} does not exist; create it first")
 
 
 def usable(args: argparse.Namespace, config: Any, gguf: Path | None) -> list[str]:
-    """The methods that can run here. The others are printed, with the reason."""
+    """The available methods. Unavailable methods are printed with the reason."""
     kept = []
     for name in dict.fromkeys(args.methods):
         reason = why_not(name, config, gguf, args.batch_sizes, args.contexts)
@@ -88,21 +88,21 @@ def usable(args: argparse.Namespace, config: Any, gguf: Path | None) -> list[str
         else:
             print(f"{name}: left out: {reason}", file=sys.stderr)
     if not kept:
-        raise SpecacheError("none of these methods can run here")
+        raise SpecacheError("--methods: none of them is available on this machine, for the reasons above")
     return kept
 
 
 def measure_missing(args: argparse.Namespace, methods: list[str], gguf: Path | None, results: Results) -> None:
     """Measure the cells that are incomplete in the file."""
-    wanted = {"first_token_s": not args.no_first_tokens, "profile": args.profile}
+    parts = {"first_token_s": not args.no_first_tokens, "profile": args.profile}
 
     def had(context: int, batch: int) -> dict[str, dict[str, Any]]:
         found = (row for row in results.rows if row["part"] == "step")
         return {row["method"]: row for row in found if (row["context"], row["batch"]) == (context, batch)}
 
     def is_whole(rows: dict[str, dict[str, Any]]) -> bool:
-        parts = [key for key, asked in wanted.items() if asked]
-        whole = all(key in row or name in LLAMA_CPP for name, row in rows.items() for key in parts)
+        keys = [key for key, selected in parts.items() if selected]
+        whole = all(key in row or name in LLAMA_CPP for name, row in rows.items() for key in keys)
         extended = all(row.get("extend") == args.extend or not can_extend(name) for name, row in rows.items())
         return rows.keys() >= set(methods) and whole and (extended or not args.extend)
 
@@ -113,8 +113,8 @@ def measure_missing(args: argparse.Namespace, methods: list[str], gguf: Path | N
     model = open_model(args.model, args.layers, args.dtype, args.device)
     # The methods of a cell are measured in turn, so an incomplete cell is measured again as a whole.
     plans = [
-        Plan(
-            tuple(dict.fromkeys([*had(*pair), *methods])), args.rounds, wanted["first_token_s"], args.extend,
+        BenchPlan(
+            tuple(dict.fromkeys([*had(*pair), *methods])), args.rounds, parts["first_token_s"], args.extend,
             args.profile, args.lowering, gguf, results.report["bandwidth"],
         )
         for pair in cells
@@ -127,11 +127,10 @@ def measure_missing(args: argparse.Namespace, methods: list[str], gguf: Path | N
             results.add(*({"part": "step", **row} for row in rows))
 
 
-def measure_answers(methods: list[str], asked: dict[str, Any], results: Results) -> None:
-    """First answers, cold, warm and without a trace, of the methods that generate as transformers does, on an empty
-    cache of their own."""
-    if not is_random(asked["model"], asked["layers"]):  # a converted file is in the cache folder of this process
-        asked = {**asked, "model": str(resolved(asked["model"]))}
+def measure_answers(methods: list[str], settings: dict[str, Any], results: Results) -> None:
+    """Measure first answers (cold, warm, with stored traces) of the methods that work with `generate`."""
+    if not is_random(settings["model"], settings["layers"]):  # a converted file is in the cache folder of this process
+        settings = {**settings, "model": str(resolved(settings["model"]))}
     generating = [name for name in methods if name not in BASELINES or name == COMPILED]
     missing = [name for name in generating if not results.has(part="answer", method=name)]
     with tqdm(
@@ -144,7 +143,7 @@ def measure_answers(methods: list[str], asked: dict[str, Any], results: Results)
         for name in missing:
             row: dict[str, Any] = {"part": "answer", "method": name}
             try:
-                for state, seconds in first_answers(name, asked, traces=name != COMPILED):
+                for state, seconds in first_answers(name, settings, traces=name != COMPILED):
                     row[state] = seconds
                     bar.set_postfix_str(f"{name}, {state}")
                     bar.update()
@@ -155,7 +154,7 @@ def measure_answers(methods: list[str], asked: dict[str, Any], results: Results)
 
 
 def report(results: Results, args: argparse.Namespace) -> None:
-    """Print the tables; draw the picture."""
+    """Print the tables and draw the plot."""
     steps = [row for row in results.rows if row["part"] == "step"]
     answers = [row for row in results.rows if row["part"] == "answer"]
     if not results.rows:

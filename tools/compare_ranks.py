@@ -1,9 +1,9 @@
-"""Families split over ranks, compiled, against one process; started by torchrun on CPUs.
+"""Compare families split over ranks with one process, on CPUs.
 
-    torchrun --nproc-per-node 4 tools/ranks.py [FOLDER [CASE ...] [--faults]]
+    torchrun --nproc-per-node 4 tools/compare_ranks.py [FOLDER [CASE ...] [--faults]]
 
-A case is family:setting; without one, all. Each rank writes what it saw to FOLDER/RANK.json, as
-`tests/runtime/test_ranks.py` reads it, and prints it. Exits with 1 where tokens or bytes are not as they should be.
+A case is family:setting; the default is all cases. Each rank prints its results and writes them to FOLDER/RANK.json,
+which `tests/runtime/test_ranks.py` reads. Exit status 1: tokens or bytes differ.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ def collectives(graph_module: Any) -> list[str]:
 
 
 def compare(folder: Path, name: str, setting: str) -> tuple[dict[str, Any], Any]:
-    """One family under one setting, split and whole: what this rank said and held, and what one process does; and the
-    compiled model."""
+    """One family under one setting, split over ranks and in one process: tokens and bytes of both; and the compiled
+    model."""
     whole, options = family(name).model(), SETTINGS[setting]
     expected = None
     if dist.get_rank() == 0:
@@ -134,7 +134,7 @@ def broadcast(value: Any) -> Any:
 
 
 def error_of(call: Callable[[], Any]) -> str | None:
-    """What a SpecacheError says; None where there is none."""
+    """The text of a SpecacheError; None without one."""
     try:
         call()
     except sc.SpecacheError as error:
@@ -151,22 +151,22 @@ def without_lane_rules(folder: Path) -> list[int]:
 
 
 def refusals(folder: Path, model: Any) -> dict[str, str | None]:
-    """What each rank is told where the ranks differ, or cannot share a model."""
+    """Each rank's errors if the ranks differ or cannot share a model."""
     rank, last = dist.get_rank(), dist.get_world_size() - 1
-    told = {"prompt": error_of(lambda: tokens_of(model, PROMPT[:, : 60 + rank]))}
+    errors = {"prompt": error_of(lambda: tokens_of(model, PROMPT[:, : 60 + rank]))}
     group = ranks_of(list(model.parameters()))
-    told["options"] = error_of(lambda: check_same(group, parse_options({"top_k": 8 + rank}), {}))
+    errors["options"] = error_of(lambda: check_same(group, parse_options({"top_k": 8 + rank}), {}))
     layers = [LayerShape(2, 8, torch.float32, torch.device("cpu"))]
     session = Session(parse_options(SETTINGS["lossy"]), layers, 1, 70, group)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiers, "allowance", lambda held, asked, ranks: 10 if rank == last else 1 << 30)
-        told["host memory"] = error_of(lambda: session.reserve(70))
+        errors["host memory"] = error_of(lambda: session.reserve(70))
     assert not session.state
     cache = cache_of(model.generate(PROMPT, max_new_tokens=2, return_dict_in_generate=True))
-    told["save"] = error_of(lambda: sc.save(cache, folder / "session"))
+    errors["save"] = error_of(lambda: sc.save(cache, folder / "session"))
     lone = split(folder / "lone", tiny_llama(num_key_value_heads=1))
-    told["heads"] = error_of(lambda: tokens_of(torch.compile(lone, backend="specache")))
-    return told
+    errors["heads"] = error_of(lambda: tokens_of(torch.compile(lone, backend="specache")))
+    return errors
 
 
 class Die(LogitsProcessor):
@@ -187,24 +187,24 @@ def main(folder: Path, cases: list[str], faults: bool) -> int:
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     folder = Path(broadcast(str(folder)))
     path = folder / f"{dist.get_rank()}.json"
-    told: dict[str, Any] = {"cases": []}
+    results: dict[str, Any] = {"cases": []}
     if faults:
-        told["faulty"] = without_lane_rules(folder)
+        results["faulty"] = without_lane_rules(folder)
     for case in cases:
         seen, model = compare(folder, *case.split(":"))
         seen["problems"] = problems(seen)
-        told["cases"].append(seen)
+        results["cases"].append(seen)
         if dist.get_rank() == 0:
             print(f"{case}: {', '.join(seen['problems']) or 'as one process'}", flush=True)
     if faults:
-        told["refusals"] = refusals(folder, model)
-    path.write_text(json.dumps(told))
+        results["refusals"] = refusals(folder, model)
+    path.write_text(json.dumps(results))
     dist.barrier()
     if faults:
         tokens_of(model, logits_processor=LogitsProcessorList([Die()]))
     dist.barrier()  # the folder may be the first rank's own
     dist.destroy_process_group()
-    return int(any(seen["problems"] for seen in told["cases"]))
+    return int(any(seen["problems"] for seen in results["cases"]))
 
 
 if __name__ == "__main__":

@@ -1,12 +1,9 @@
-"""Exact verification (option verify): are its tokens the uncompiled model's, how many does an exact pass confirm, and
-what do they cost over PCIe? SmolLM2 goes on from windows of a text, greedily, in float32.
+"""The option verify on SmolLM2 in float32: equal tokens, accepted drafts, and bytes over PCIe.
 
-    python benchmarks/verify.py --text build/unseen.txt      8 windows of 4,096 tokens, 256 new ones each
-    python benchmarks/verify.py --contexts 512 --samples 2 --tokens 32 --settings specache:verify=16
+    python benchmarks/verify_drafts.py --text build/unseen.txt    (8 windows of 4,096 tokens; --samples 2 is shorter)
 
-The intervals are 95 %, over the means of windows of which none overlaps another. On a CPU nothing travels over PCIe:
-the bytes are counted. Finished windows are kept in --out, and the same command goes on from there; the results go into
---results.
+The model continues disjoint windows of the text greedily. Intervals are 95 % over the windows. On a CPU, the bytes are
+counted. `--out` stores finished windows, and the same command resumes from it.
 """
 
 from __future__ import annotations
@@ -30,10 +27,10 @@ from tqdm import tqdm
 
 import specache_compile as sc
 from specache_compile.bench.results import provenance
-from specache_compile.evaluation.command import load
 from specache_compile.evaluation.intervals import interval
 from specache_compile.evaluation.provenance import model_hash
 from specache_compile.evaluation.reader import Reader
+from specache_compile.evaluation.run_eval import load
 from specache_compile.evaluation.settings import Setting, parse_setting, running
 from specache_compile.evaluation.tasks.task import Bench
 
@@ -49,8 +46,8 @@ UNCOMPILED = "uncompiled"
 def generate(model: Any, ids: Tensor, tokens: int) -> tuple[list[int], float]:
     """`tokens` greedy tokens behind `ids` [1, n], and the seconds that they took, prefill included."""
     start = time.perf_counter()
-    asked = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False}
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), **asked)
+    arguments = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False}
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), **arguments)
     return out[0, ids.shape[1] :].tolist(), time.perf_counter() - start
 
 
@@ -77,7 +74,7 @@ def finished(path: Path) -> dict[str, dict[str, Any]]:
 
 
 @dataclass(frozen=True)
-class Prompt:
+class TextWindow:
     """Token ids, what they are, and their number among those of its kind."""
 
     ids: list[int]
@@ -85,14 +82,19 @@ class Prompt:
     facts: dict[str, Any]
 
 
-def key_of(setting: Setting, prompt: Prompt, fingerprint: str, args: argparse.Namespace) -> str:
+def key_of(setting: Setting, prompt: TextWindow, fingerprint: str, args: argparse.Namespace) -> str:
     """Everything that a row's figures depend on."""
     ids = hashlib.sha256(json.dumps(prompt.ids).encode()).hexdigest()[:12]
     return f"{setting}/{fingerprint}/{ids}/{args.tokens}/{args.lowering}"
 
 
 def measure(
-    model: Any, fingerprint: str, prompts: list[Prompt], settings: list[Setting], args: argparse.Namespace, bar: tqdm
+    model: Any,
+    fingerprint: str,
+    prompts: list[TextWindow],
+    settings: list[Setting],
+    args: argparse.Namespace,
+    bar: tqdm,
 ) -> Iterator[dict[str, Any]]:
     """A row for every prompt under every setting, measured or found; the first setting's tokens are those expected of
     the others. A row's `tokens` is their number."""
@@ -145,11 +147,11 @@ def compared(args: argparse.Namespace) -> list[Setting]:
     return [Setting(UNCOMPILED, ()), *map(parse_setting, args.settings or SETTINGS)]
 
 
-def prompts_of(args: argparse.Namespace, reader: Reader) -> list[Prompt]:
+def prompts_of(args: argparse.Namespace, reader: Reader) -> list[TextWindow]:
     """Windows of the text, of every length."""
     bench = Bench(reader, tuple(args.contexts), args.samples, args.seed, 1 << 62, tuple(args.text))
     return [
-        Prompt(ids, number, {"context": context})
+        TextWindow(ids, number, {"context": context})
         for context in args.contexts
         for number, ids in enumerate(bench.windows_apart(context))
     ]
@@ -175,7 +177,7 @@ def main() -> None:
         rows = list(measure(model, fingerprint, prompts, settings, args, bar))
     print(table(rows))
     results = args.results or Path(__file__).parent / "results" / "verify.json"
-    origin = provenance(torch.device("cpu"), "benchmarks/verify.py")
+    origin = provenance(torch.device("cpu"), "benchmarks/verify_drafts.py")
     results.write_text(json.dumps({"provenance": origin, "rows": rows}, indent=1) + "\n")
 
 

@@ -1,0 +1,122 @@
+"""tools/prose.py: what it reports in a page and in docstrings, and what it skips."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import prose
+
+SHORT = "The cache stores keys in groups of sixty-four."
+LONG = " ".join(["word"] * 31) + "."
+
+
+def found(tmp_path: Path, text: str, name: str = "page.md") -> list[str]:
+    """The findings of a file with this text, without its path."""
+    path = tmp_path / name
+    path.write_text(text)
+    return [line.removeprefix(f"{path}:") for line in prose.check(path)]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        SHORT,
+        " ".join(["word"] * 30) + ".",
+        " ".join(["word"] * 20) + ". " + " ".join(["Word"] * 20) + ".",
+        " ".join(["word"] * 20) + ". `code` " + " ".join(["word"] * 20) + ".",
+        "`" + LONG + "`",
+        "``" + LONG + "`told`" + "``",
+        f"```\n{LONG} It says so.\n```",
+        f"- An item:\n\n  ```python\n  {LONG}\n  ```\n",
+        f"````\n```\n{LONG}\n````",
+        f"| {LONG} | told |\n| --- | --- |",
+        f"<!-- {LONG}\nIt says so. -->",
+        f"[a page]({'/'.join(['says'] * 3)}) and [another][told].",
+        f"The command prints:\n\n    {LONG}\n    It says so.\n\nIt ends.",
+        "If you want to, you may also ask a person. Users say so.",
+        "A known name, and the answer's length.",
+        "\n".join(f"- {' '.join(['word'] * 12)}" for _ in range(4)),
+        f"# {' '.join(['word'] * 20)}\n{' '.join(['word'] * 20)}.",
+    ],
+)
+def test_plain_text_and_code_pass(tmp_path: Path, text: str) -> None:
+    assert found(tmp_path, text) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (f"# Title\n\n{LONG}", ["3: 31 words in a sentence: word word word word word word ..."]),
+        ("Short one.\n" + LONG.capitalize().replace(" ", "\n", 2), ["2: 31 words in a sentence: Word"]),
+        ("- " + " ".join(["word"] * 20) + "\n  " + " ".join(["`x`"] * 11) + ".", ["1: 31 words"]),
+        (" ".join(["word"] * 20) + ", e.g. " + " ".join(["Word"] * 11), ["1: 32 words"]),
+        ("The server\nsays so.", ['2: "says"']),
+        ("The model is told the length,\nand made\nanew.", ['1: "told"', '3: "anew"']),
+        ("One `a\nb` and\nthe option in\nforce.", ['3: "in force"']),
+        ("A stream of its own is nobody's.", ['1: "nobody\'s"', '1: "of its own"']),
+        (f"```\n{SHORT}\n```\n\n> The page\n> knows this.", ['6: "knows"']),
+        ("<!-- one\ntwo -->\nWhoever reads.", ['3: "Whoever"']),
+        ("The [page that\nasks](x.md) wants more.", ['2: "asks"', '2: "wants"']),
+    ],
+)
+def test_each_finding_has_its_line(tmp_path: Path, text: str, expected: list[str]) -> None:
+    lines = found(tmp_path, text)
+    assert len(lines) == len(expected)
+    assert all(line.startswith(start) for line, start in zip(lines, expected, strict=True)), lines
+
+
+SOURCE = '''"""A module that says nothing."""
+
+told = "asked"  # wanted
+
+
+class Cache:
+    """Hold keys.
+
+        before = told(x)       says = after(x)
+
+    >>> asked
+    """
+
+    def read(self) -> None:
+        """Return rows.
+
+        Args:
+            length: the length that the caller wants to use.
+            told: a name.
+            mask: the mask that the model wants.
+        """
+        return "anew"
+'''
+
+
+def test_of_a_module_only_its_docstrings_are_prose(tmp_path: Path) -> None:
+    assert found(tmp_path, SOURCE, "module.py") == ['1: "says"', '20: "wants"']
+
+
+def test_the_indentation_of_a_docstring_is_that_of_its_quotes(tmp_path: Path) -> None:
+    source = f'class A:\n    """Run it.\n\n        python asked.py {LONG}\n    """\n'
+    assert found(tmp_path, source, "module.py") == []
+    assert len(found(tmp_path, source.replace("        python", "    python"), "module.py")) == 2
+
+
+def test_fields_are_sentences_apart(tmp_path: Path) -> None:
+    fields = "\n".join(f"    field{number}: {' '.join(['word'] * 12)}" for number in range(4))
+    assert found(tmp_path, f'"""Fields.\n\n{fields[4:]}\n"""\n', "module.py") == []
+    assert found(tmp_path, f'"""Fields.\n\nx: {LONG}\n"""\n', "module.py")[0].startswith("3: 31 words")
+
+
+def test_the_exit_code_and_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "good.md").write_text(SHORT)
+    assert prose.main([str(tmp_path)]) == 0
+    assert capsys.readouterr().out == ""
+    (tmp_path / "bad.py").write_text('"""It tells."""\n')
+    assert prose.main([str(tmp_path)]) == 1
+    assert capsys.readouterr().out == f'{tmp_path}/bad.py:1: "tells"\n'
+
+
+def test_a_path_that_does_not_exist_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"gone\.md does not exist"):
+        prose.main([str(tmp_path / "gone.md")])
