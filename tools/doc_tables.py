@@ -403,7 +403,7 @@ COMPUTED_FOR = 32_768
 
 
 def computed_steps() -> str:
-    """Steps of an 8B model on two of the devices that `explain` knows; computed."""
+    """Steps of an 8B model on two of the devices that `explain` lists; computed."""
     rows = [row for row in load("computed_steps.json")["rows"] if row["length"] == COMPUTED_FOR]
     # The first row of each device and cache is of one sequence, the last of as many as fit.
     pairs = [
@@ -478,7 +478,6 @@ GENERATORS: dict[str, Callable[[], str]] = {
     },
     **{name: partial(printed, name, name) for name in PRINTED},
     "batching_fits": partial(printed, "batching", "batching", "fits_table", "fits"),
-    "latents": partial(printed, "latent_attention", "latents"),
     "verification": partial(printed, "verify_drafts", "verify"),
     **{f"figures-{name}": partial(figures, name) for name in ("restarts", "serve")},
     **{folder: partial(needles, folder) for folder in ("needles_smollm2", "needles_blind")},
