@@ -13,7 +13,7 @@ class SpecacheError(RuntimeError):
         import specache_compile as sc
 
         try:
-            sc.load_model("examples/no-such-folder")
+            sc.load_model("./no-such-folder")
         except sc.SpecacheError as error:
             print(error)
     """

@@ -250,13 +250,13 @@ def test_an_interruption_anywhere_loses_nothing(echo: LlamaForCausalLM, twin: Ll
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"speculate": True}, "take speculate=False"),
-        ({"correct": "never"}, "take correct='always'"),
-        ({"method": "pages"}, "take correct='always'"),
+        ({"speculate": True}, "Pass speculate=False"),
+        ({"correct": "never"}, "Pass correct='always'"),
+        ({"method": "pages"}, "Pass correct='always'"),
         ({"disable_passes": ("correct",)}, "Remove 'correct' from"),
-        ({"method": "kcache"}, "option lookup: method 'kcache' has none"),
-        ({"method": "full"}, "option lookup: method 'full' has none"),
-        ({"method": "h2o"}, "option lookup: method 'h2o' has none"),
+        ({"method": "kcache"}, "option lookup: method 'kcache' accepts only"),
+        ({"method": "full"}, "option lookup: method 'full' accepts only"),
+        ({"method": "h2o"}, "option lookup: method 'h2o' accepts only"),
     ],
 )
 def test_what_cannot_be_combined_is_refused(options: dict[str, Any], message: str) -> None:

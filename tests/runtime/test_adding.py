@@ -133,7 +133,7 @@ def test_a_tiers_field_and_a_method_with_an_option_of_its_own(monkeypatch: pytes
     assert sc.explain(tiny_llama(), 300, 1, {"method": "counting"}).bytes_by_tier["counts"] == 2 * 8
     with pytest.raises(sc.OptionError, match="each=0: accepted is an integer, 1 or more"):
         sc.explain(tiny_llama(), 300, 1, {"method": "counting", "each": 0})
-    with pytest.raises(sc.OptionError, match="option each: method 'offload' has none"):
+    with pytest.raises(sc.OptionError, match="option each: method 'offload' accepts only"):
         sc.explain(tiny_llama(), 300, 1, {"method": "offload", "each": 1})
     twin, ids = under("counting"), prompt(100)
     with torch.no_grad():

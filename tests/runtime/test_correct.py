@@ -275,7 +275,7 @@ def test_a_head_dim_that_cannot_be_stored_so_is_one_clear_line() -> None:
     ("options", "told"),
     [
         ({"correct": "always", "top_k": 0}, "correct='always' with top_k=0: without fetches"),
-        ({"method": "full", "bits": 2}, "bits: method 'full' has none"),
+        ({"method": "full", "bits": 2}, "bits: method 'full' accepts only"),
         ({"key_bits": 16}, "key_bits is removed: bits sets both"),
         ({"selector": "pages"}, "selector is removed: method='pages'"),
         ({"page_size": 4}, "page_size is removed: it is an option of method='pages'"),

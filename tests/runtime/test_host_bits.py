@@ -41,7 +41,7 @@ def test_auto_is_8_where_pairs_are_fetched_to_come_close(options: dict[str, Any]
         ({"host_bits": 8, "verify": 16}, "verification needs exact pairs. Pass host_bits=16"),
         ({"host_bits": 8, "bits": 16}, "pairs must be exact. Pass host_bits=16"),
         ({"host_bits": 8, "top_k": 0, "host_tier": False}, "there is no host tier. Leave"),
-        ({"method": "full", "host_bits": 8}, "method 'full' has none"),
+        ({"method": "full", "host_bits": 8}, "method 'full' accepts only"),
     ],
     ids=str,
 )

@@ -136,7 +136,7 @@ def test_an_interrupted_step_is_not_gone_on_from(llama: Any, monkeypatch: pytest
         ({"host_tier": False}, "host_tier=False with top_k=64.*top_k=0"),
         ({"host_tier": False, "top_k": 0, "verify": 4}, "host_tier=False with verify=4"),
         ({"method": "kivi", "host_tier": False, "lookup": True}, "host_tier=False with lookup=True"),
-        ({"method": "offload", "host_tier": False}, "'offload' has none"),
+        ({"method": "offload", "host_tier": False}, "'offload' accepts only"),
         ({"method": "kivi", "host_tier": 0.5}, "host_tier=0.5"),
     ],
 )

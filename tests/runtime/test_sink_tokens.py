@@ -139,7 +139,7 @@ def test_best_has_them_and_the_papers_have_not(options: dict[str, Any], sinks: i
             {"sink_tokens": 64, "group_size": 32, "residual_length": 8},
             r"sink_tokens=64: more than the window of 40 tokens \(residual_length 8 \+ group_size 32\). Pass fewer",
         ),
-        ({"method": "full", "sink_tokens": 4}, "method 'full' has none"),
+        ({"method": "full", "sink_tokens": 4}, "method 'full' accepts only"),
     ],
     ids=str,
 )
