@@ -315,7 +315,8 @@ class TestRefusals:
             sc.load(folder, other)
 
     @pytest.mark.parametrize(
-        ("option", "message"), [({"bits": 2}, r"bits 1 \(the model's: 2\)"), ({"exact_layers": [0]}, r"exact_layers \(\)")]
+        ("option", "message"),
+        [({"bits": 2}, r"bits 1 \(the model's: 2\)"), ({"exact_layers": [0]}, r"exact_layers \(\)")],
     )
     def test_another_option(self, llama: LlamaForCausalLM, folder: Path, option: Any, message: str) -> None:
         other = compile_copy(llama, **option)
