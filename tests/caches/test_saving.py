@@ -317,11 +317,12 @@ class TestRefusals:
             sc.load(folder, other)
 
     @pytest.mark.parametrize(
-        ("option", "told"), [({"bits": 2}, r"bits 1 \(the model's: 2\)"), ({"exact_layers": [0]}, r"exact_layers \(\)")]
+        ("option", "message"),
+        [({"bits": 2}, r"bits 1 \(the model's: 2\)"), ({"exact_layers": [0]}, r"exact_layers \(\)")],
     )
-    def test_another_option(self, llama: LlamaForCausalLM, folder: Path, option: Any, told: str) -> None:
+    def test_another_option(self, llama: LlamaForCausalLM, folder: Path, option: Any, message: str) -> None:
         other = compile_copy(llama, **option)
-        with pytest.raises(sc.SpecacheError, match=f"made with other options: {told}"):
+        with pytest.raises(sc.SpecacheError, match=f"made with other options: {message}"):
             sc.load(folder, other)
 
     def test_an_uncompiled_model(self, llama: LlamaForCausalLM, folder: Path) -> None:

@@ -45,7 +45,7 @@ def test_a_late_graph_records_its_assumptions(fake: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "ask",
+    "query",
     [
         lambda fake: bool(fake.shape[0] == fake.shape[1] + 2),
         lambda fake: fake.is_contiguous(),
