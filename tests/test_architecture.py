@@ -26,7 +26,7 @@ QUICK = 0.06
 CEILINGS = {
     "product lines, C++ included": 34_900,
     "lines loaded by the backend": 14_600,
-    "test lines, C++ included": 30_700,
+    "test lines, C++ included": 30_800,
     "words in docs": 18_900,
 }
 
