@@ -25,17 +25,7 @@ from .floor import floor, synchronise, weight_bytes
 from .keys import answered
 from .llama_cpp import LLAMA_CPP, LlamaCpp
 from .profile import KERNELS_SHOW, PROFILED, profiled
-from .runners import (
-    COMPILED,
-    BenchRunner,
-    Decoding,
-    PrefilledContext,
-    can_extend,
-    first_tokens,
-    prefill,
-    runner,
-    twin_of,
-)
+from .runners import COMPILED, BenchRunner, Decoding, Prefilled, can_extend, first_tokens, prefill, runner, twin_of
 
 # Steps before the timed ones. They compile graphs, also for the lengths that follow.
 WARM_UP = 6
@@ -122,7 +112,7 @@ def progress(bar: tqdm, name: str, done: str) -> None:
 
 
 def measured(
-    model: Any, prefills: Sequence[PrefilledContext], plan: BenchPlan, bar: tqdm,
+    model: Any, prefills: Sequence[Prefilled], plan: BenchPlan, bar: tqdm,
     answer: Callable[[int, Decoding], dict[str, Any]] | None = None,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """A row for each method after the first prefilled context.

@@ -175,7 +175,7 @@ def empty_cache(name: str, config: PreTrainedConfig, room: int) -> Cache:
 
 
 @dataclass(frozen=True)
-class PrefilledContext:
+class Prefilled:
     """A context that the uncompiled model has prefilled.
 
     ids: [B, n], the context.
@@ -189,17 +189,17 @@ class PrefilledContext:
 
 
 @torch.no_grad()
-def prefill(model: Any, ids: Tensor, report: Callable[[str], None] = lambda progress: None) -> PrefilledContext:
+def prefill(model: Any, ids: Tensor, report: Callable[[str], None] = lambda progress: None) -> Prefilled:
     """The uncompiled model's prefill of `ids` [B, n], in chunks. report: receives the progress."""
     cache, done = DynamicCache(config=model.config), 0
     for part in ids.split(CHUNK, 1):
         report(f"{done:,} of {ids.shape[1]:,} tokens")
         out = model(part, **with_cache(cache), use_cache=True, logits_to_keep=1)
         done += part.shape[1]
-    return PrefilledContext(ids, cache, out.logits[:, -1:].argmax(-1))
+    return Prefilled(ids, cache, out.logits[:, -1:].argmax(-1))
 
 
-def runner(name: str, twin: Any, context: PrefilledContext, room: int) -> Decoding:
+def runner(name: str, twin: Any, context: Prefilled, room: int) -> Decoding:
     """A runner whose cache holds a prefilled context.
 
     twin: the model of this runner (`twin_of`).

@@ -43,9 +43,7 @@ def add_serve(command: argparse.ArgumentParser) -> None:
     """The arguments of `specache serve`, except the checkpoint, the device and the backend's options."""
     command.epilog = EPILOG
     command.add_argument(
-        "--host",
-        default="127.0.0.1",
-        help="address to listen on; the default accepts local connections only (%(default)s)",
+        "--host", default="127.0.0.1", help="address to listen on; default: local connections only (%(default)s)"
     )
     command.add_argument("--port", type=int, default=8000, help="0 selects a free port (default: %(default)s)")
     command.add_argument(
@@ -53,20 +51,14 @@ def add_serve(command: argparse.ArgumentParser) -> None:
         type=int,
         default=64,
         metavar="N",
-        help="maximum number of waiting requests; further ones get status 503 (default: %(default)s)",
+        help="most waiting requests; further ones get status 503 (%(default)s)",
     )
     command.add_argument(
-        "--api-key",
-        metavar="KEY",
-        help="key that requests must contain; also read from SPECACHE_API_KEY",
+        "--api-key", metavar="KEY", help="key that requests must contain; also read from SPECACHE_API_KEY"
     )
     command.add_argument("--quiet", action="store_true", help="do not log requests")
     command.add_argument(
-        "--rows",
-        type=int,
-        default=8,
-        metavar="N",
-        help="maximum number of sequences in a batch (default: %(default)s)",
+        "--rows", type=int, default=8, metavar="N", help="maximum number of sequences in a batch (default: %(default)s)"
     )
     group = command.add_argument_group(
         "sessions", "caches of conversations for their next turns; the least recently used one is evicted first"
@@ -78,27 +70,20 @@ def add_serve(command: argparse.ArgumentParser) -> None:
         type=int,
         default=16,
         metavar="N",
-        help="maximum number in memory, including running ones (default: %(default)s)",
+        help="most sessions in memory, including running ones (%(default)s)",
     )
     group.add_argument(
         "--session-host-gib", type=float, metavar="GIB", help="limit of host memory (default: half of the free memory)"
     )
     group.add_argument(
-        "--session-device-gib",
-        type=float,
-        metavar="GIB",
-        help="limit of device memory (default: half of the free memory)",
+        "--session-device-gib", type=float, metavar="GIB", help="limit of device memory (default: half of what is free)"
     )
     group.add_argument(
         "--session-folder", type=Path, metavar="DIR",
         help="folder for sessions that do not fit into memory; a later server reuses them",
     )  # fmt: skip
     group.add_argument(
-        "--session-disk-gib",
-        type=float,
-        default=64.0,
-        metavar="GIB",
-        help="limit of that folder (default: %(default)s)",
+        "--session-disk-gib", type=float, default=64.0, metavar="GIB", help="limit of that folder (%(default)s)"
     )
     group.add_argument(
         "--overcommit", type=Path, metavar="DIR",
