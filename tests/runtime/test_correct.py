@@ -276,9 +276,9 @@ def test_a_head_dim_that_cannot_be_stored_so_is_one_clear_line() -> None:
     [
         ({"correct": "always", "top_k": 0}, "correct='always' with top_k=0: without fetches"),
         ({"method": "full", "bits": 2}, "bits: method 'full' accepts only"),
-        ({"key_bits": 16}, "key_bits is removed: bits sets both"),
-        ({"selector": "pages"}, "selector is removed: method='pages'"),
-        ({"page_size": 4}, "page_size is removed: it is an option of method='pages'"),
+        ({"key_bits": 16}, "key_bits was removed: bits sets both"),
+        ({"selector": "pages"}, "selector was removed: method='pages'"),
+        ({"page_size": 4}, "page_size was removed: it is an option of method='pages'"),
         ({"method": "pages", "page_size": 32, "top_k": 16}, "page_size=32: a page does not fit top_k=16"),
         ({"method": "pages", "correct": "always"}, "correct='always': accepted are 'never'"),
         ({"correct": "sometimes"}, "correct='sometimes': accepted are 'never', 'always'"),
