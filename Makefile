@@ -42,8 +42,7 @@ test-device: .venv-oldest/ready  ## the CUDA side on a simulated GPU, or a part:
 	$(ON_DEVICE) -m '$(or $(MARKS),gpu and not slow)' $(or $(TESTS),$(DEVICE_TESTS))
 
 # Pages and folders whose sentences `make lint` checks; without names, tools/prose.py checks everything.
-PROSE := CHANGELOG.md docs/bench.md docs/options.md docs/verification.md docs/warm.md benchmarks examples tools \
-  $(addprefix specache_compile/,bench demo evaluation explaining command_line)
+PROSE := README.md CONTRIBUTING.md CHANGELOG.md docs specache_compile passes lowering kernels benchmarks examples tools
 
 lint: .venv/ready prose    ## style, formatting, types, the tables of the docs, the prose
 	$(BIN)/ruff check .
