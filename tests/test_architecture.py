@@ -24,9 +24,9 @@ PARTS = ("passes", "lowering", "kernels")
 QUICK = 0.06
 # The sizes that `python tools/count_lines.py` prints may not grow beyond these.
 CEILINGS = {
-    "product lines, C++ included": 35_200,
-    "lines loaded by the backend": 14_700,
-    "test lines, C++ included": 30_700,
+    "product lines, C++ included": 35_350,
+    "lines loaded by the backend": 14_750,
+    "test lines, C++ included": 31_050,
     "words in docs, without the generated api.md": 12_000,
 }
 
