@@ -467,7 +467,7 @@ def test_a_missing_gguf_reader_is_named(
 
 def test_a_path_that_is_not_there(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert generate("no-such-file.gguf") == 2
-    assert "no checkpoint at no-such-file.gguf: give" in error_line(capsys)
+    assert "no checkpoint at no-such-file.gguf. Pass" in error_line(capsys)
     assert generate(str(cache.parent)) == 2  # a folder without a config
 
 
