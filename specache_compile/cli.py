@@ -96,7 +96,7 @@ COMMANDS = {
     ),
     "serve": Command(
         "serve a model with the OpenAI API",
-        "serving.command:add_serve", "serving.command:run_serve", options=True, checkpoint=True,
+        "serving.serve:add_serve", "serving.serve:run_serve", options=True, checkpoint=True,
         shown=("--host", "--port", "--api-key", "--rows", "--session-host-gib", "--session-device-gib",
                "--session-folder", "--device", "--bits", "--method", "--verify"),
     ),

@@ -222,7 +222,7 @@ USAGE_ERRORS = {
     "eval m --tasks chess": "specache eval: argument --tasks: invalid choice: 'chess' (choose from ",
     "generate smollm2 --prompt hi": "specache: 'smollm2' is neither a known checkpoint nor a folder. Did you mean "
     "smollm2-135m?",
-    "explain /no/such/model": "specache: no checkpoint at /no/such/model",
+    "explain /no/such/model": "specache: there is no checkpoint at /no/such/model",
 }
 IN_A_PROCESS = """
 import contextlib, io, json, sys, time
@@ -287,7 +287,7 @@ def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--prompt-file", "-"], "specache: standard input: the prompt is empty"),
         (["--prompt-file", os.devnull], f"specache: --prompt-file {os.devnull}: the prompt is empty"),
         (["--prompt", "a", "--device", "cuda:99"], "specache: device cuda:99: "),
-        (["--prompt", "a", "--max-new-tokens", "100000"], "specache: the prompt has 1 tokens, and --max-new-tokens"),
+        (["--prompt", "a", "--max-new-tokens", "100000"], "specache: the prompt has 1 tokens and --max-new-tokens"),
         (["--prompt", "a", "--top-p", "1.5"], "specache: --top-p 1.5: give a number above 0, at most 1"),
         (["--prompt", "a", "--temperature", "-1"], "specache: --temperature -1.0: give a number, 0 or more"),
         (["--prompt", "a", "--chat"], "specache: this checkpoint's tokenizer has no chat template"),
