@@ -63,8 +63,6 @@ def add_serve(command: argparse.ArgumentParser) -> None:
     group = command.add_argument_group(
         "sessions", "caches of conversations for their next turns; the least recently used one is evicted first"
     )
-    group.add_argument("--sessions", type=int, default=16, metavar="N", help="most sessions in memory (%(default)s)")
-    group.add_argument("--session-host-gib", type=float, metavar="GIB", help="GiB of host memory (half of the free)")
     group.add_argument(
         "--sessions",
         type=int,
