@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -43,6 +44,15 @@ GENERATION = {
     "_get_candidate_generator": ("generation_config", "logits_processor"),
     "_update_model_kwargs_for_generation": ("outputs", "model_kwargs"),
 }
+
+
+def model_of(local_scope: Mapping[str, Any]) -> torch.nn.Module | None:
+    """The model whose `forward` has these local variables; None if they are another function's.
+
+    From transformers 5.24 on a wrapper that renames arguments stands before `forward`, with the model in `args`.
+    """
+    model = local_scope.get("self", next(iter(local_scope.get("args", ())), None))
+    return model if isinstance(model, torch.nn.Module) else None
 
 
 def with_cache(cache: Cache | None) -> dict[str, Any]:

@@ -497,7 +497,7 @@ def test_a_conversion_that_breaks_off_leaves_nothing_and_starts_again(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("transformers.PreTrainedTokenizerBase.save_pretrained", break_off)
         assert generate(own) == status
-    assert status == 130 or "No space left on device): set SPECACHE_CACHE" in error_line(capsys)
+    assert status == 130 or "No space left on device). Set SPECACHE_CACHE" in error_line(capsys)
     assert held(cache) == []
     assert generate(own) == 0
     assert len(held(cache)) == 1

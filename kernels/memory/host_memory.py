@@ -274,9 +274,8 @@ def host_empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device,
         return viewed(lease, shape, dtype)
     if device.type == "cuda" and size:
         warn(
-            f"could not pin {size / 2**30:.2f} GiB of host memory: the host tier is pageable, and every fetch stops "
-            "the step. Raise the limit on locked memory (ulimit -l), or lower the batch or the context",
-            UserWarning,
+            f"could not pin {size / 2**30:.2f} GiB of host memory: the host tier is pageable, and every fetch "
+            "blocks the step. Raise the limit on locked memory (ulimit -l), or lower the batch or the context"
         )
     return torch.empty(shape, dtype=dtype, device="cpu")
 
@@ -347,7 +346,10 @@ def register(address: int, size: int, device: torch.device) -> bool:
         if address_on_device(address) == address:
             return True
         torch.cuda.cudart().cudaHostUnregister(address)
-    warn(f"{device} has another address for pinned memory than the host: it is left unpinned", UserWarning)
+    warn(
+        f"{device} has another address for pinned memory than the host, so the memory stays pageable. Use a GPU and a "
+        "driver with unified addressing"
+    )
     return False
 
 
@@ -366,7 +368,7 @@ def clear_error() -> None:
     try:
         torch.zeros(1, device="cuda")
     except RuntimeError as error:
-        warn(f"CUDA refused to pin memory: {error}", UserWarning)
+        warn(f"CUDA refused to pin memory: {error}. Raise the limit on locked memory (ulimit -l)")
 
 
 def allowance(held: int, requested: int | None, ranks: int = 1) -> int:

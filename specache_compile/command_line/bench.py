@@ -34,7 +34,7 @@ baselines, where their libraries are installed:
 EPILOG = f"""{EXAMPLES}
 On two cores, SmolLM2-135M takes about an hour with all methods at both default contexts, and ten minutes in the quick
 form. Most of the time is compilation: fewer --methods and shorter --contexts reduce it. Other methods are written as in
-`specache eval --help`. docs/performance.md describes each column, --rounds and --lowering.
+`specache eval --help`. docs/performance.md describes each column.
 """
 
 

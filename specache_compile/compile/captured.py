@@ -14,6 +14,7 @@ from torch._dynamo.symbolic_convert import tls
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
 
+from specache_compile.compat import model_of
 from specache_compile.errors import SpecacheError
 from specache_compile.kernels.state.cursor import CURSOR_SIZE
 from specache_compile.kernels.state.segments import SEGMENT
@@ -198,7 +199,7 @@ def capture(graph_module: GraphModule, options: MethodOptions, mode: str | None)
 def switch_of_traced() -> RopeSwitch | None:
     """The RoPE switch of the model that Dynamo is tracing; None if there is none."""
     translator = getattr(tls, "current_tx", None)
-    model = None if translator is None else translator.output.root_tx.f_locals.get("self")
+    model = None if translator is None else model_of(translator.output.root_tx.f_locals)
     config = getattr(model, "config", None)
     return None if config is None else rope_switch(config)
 

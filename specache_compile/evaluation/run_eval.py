@@ -202,7 +202,7 @@ def measure(
 
 
 def kv_ratio(model: Any) -> float | None:
-    """Device KV bytes over the full cache's in the last batch; None if nothing was rewritten (there is a warning)."""
+    """Device KV bytes over the full cache's in the last batch; None if nothing was rewritten, which is logged."""
     try:
         return stats(model).kv_ratio
     except SpecacheError:

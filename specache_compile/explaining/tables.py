@@ -182,7 +182,7 @@ def step_time_note(e: Figures) -> str:
     notes = [f"{e.host_gib:.0f} GiB of host memory", f"{e.computed_steps[0].step.launches:.0f} launches a layer"]
     if e.options.top_k:
         corrected = f", {load.corrected:.0%} corrected" if e.corrects else ""
-        notes.append(f"of the wanted pairs {1 - load.reuse:.0%} travel ahead{corrected}")
+        notes.append(f"of the selected pairs {1 - load.reuse:.0%} travel ahead{corrected}")
     return "; ".join(notes)
 
 

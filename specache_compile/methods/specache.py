@@ -1,4 +1,4 @@
-"""SpeCache (arXiv 2503.16163): a low-bit copy on the device, and the k pairs that the next step needs, prefetched."""
+"""SpeCache (arXiv 2503.16163): a low-bit copy on the device; each step fetches the k pairs that its token selects."""
 
 from __future__ import annotations
 

@@ -106,6 +106,7 @@ class Session:
 
     requested: the options that the cache was made with; the effective ones are in `tiers`.
     weights: of the model.
+    warned: keys of the warnings that this cache has caused.
     from_elsewhere: no graph has filled the session (`hold`, `load`).
     version: counts the changes that make earlier views stale.
     view: the edited view that the tiers were brought to, until the next step; it may be used again.
@@ -131,6 +132,7 @@ class Session:
         self.tiers = Tiers(options, layers, batch, prompt, ranks)
         self.progress = Progress((0,) * batch, (False,) * batch, (PrefillKey(),) * batch, (0,) * batch)
         self.weights: list[weakref.ref[Tensor]] = []
+        self.warned = set[str]()
         self.from_elsewhere = False
         self.version = 0
         self.view: tuple[int, tuple[Edit, ...]] | None = None
@@ -429,6 +431,9 @@ class Session:
 
     def warn_once(self, message: str, key: str = "") -> None:
         """Warn at the user's line, once for the model of this cache."""
+        if (key or message) in self.warned:
+            return  # before the weights are listed, which each step would repeat
+        self.warned.add(key or message)
         record_of([weight for ref in self.weights if (weight := ref()) is not None]).warn_once(message, key)
 
 

@@ -21,6 +21,7 @@ from torch._dynamo.types import GuardedCode, wrap_guarded_code
 from torch._guards import CompileContext, compile_context
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from specache_compile.compat import model_of
 from specache_compile.compile.compiled_options import own_compiler
 from specache_compile.compile.rewrites import observers
 from specache_compile.lowering.kept import NotKeepable
@@ -83,10 +84,10 @@ def or_none(function: Callable[..., Any], *given: Any) -> Any:
 
 def call_of(converter: Any, frame: Any) -> Path | None:
     """The folder of a frame's call; None if its traces are neither loaded nor stored."""
-    root, compiler, model = trace_folder.folder(), own_compiler(converter), frame.f_locals.get("self")
+    root, compiler, model = trace_folder.folder(), own_compiler(converter), model_of(frame.f_locals)
     if root is None or compiler is None or frame.f_code in convert_frame.output_codes:
         return None
-    if not isinstance(model, torch.nn.Module) or has_hooks(model) or os.environ.get("SPECACHE_DUMP"):
+    if model is None or has_hooks(model) or os.environ.get("SPECACHE_DUMP"):
         return None
     inductor = torch._inductor.config
     if inductor.force_disable_caches or any(v for k, v in inductor.get_config_copy().items() if "custom_p" in k):

@@ -21,6 +21,7 @@ from torch._dynamo.utils import CleanupHook, CleanupManager, orig_code_map
 from torch._inductor.cpu_vec_isa import valid_vec_isa_list
 from torch._subclasses.fake_tensor import FakeTensor
 
+from specache_compile.compat import model_of
 from specache_compile.compile.backend import report_left_alone
 from specache_compile.compile.captured import Captured
 from specache_compile.compile.compiled_graph import CompiledGraph
@@ -177,7 +178,9 @@ def installed(trace: StoredTrace, folder: Path, frame: Any) -> tuple[CodeType, A
     names: dict[str | None, str] = {name: f"{name}_{uuid.uuid4().hex}" for name in (COMPILED, LOADED)}
     made = renamed(SerializedCode.to_code_object(trace.code), names)
     loaded = LoadedTrace(made, code, global_scope)
-    record = record_of(list(frame.f_locals["self"].parameters()))
+    model = model_of(frame.f_locals)
+    assert model is not None, "`hooks.call_of` accepts a model's calls only"
+    record = record_of(list(model.parameters()))
     report_left_alone(record, trace.graph.left_alone, len(trace.graph.layers))
     graph = CompiledGraph(trace.graph, StoredRewrites(folder))  # type: ignore[arg-type]
     own = {COMPILED: torch._dynamo.disable(graph), LOADED: loaded}

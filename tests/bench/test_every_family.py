@@ -29,6 +29,12 @@ def test_a_family_that_is_rewritten_whole_has_no_remark() -> None:
     assert list(every_family.lines([{"family": "llama", **row}])) == [("llama", "2 of 2", "two", "12 of 12", "")]
 
 
+def test_only_windows_next_to_rewritten_attentions_need_no_warning() -> None:
+    assert not every_family.is_wrong({**RAN, "reasons": [every_family.WINDOW]})
+    assert every_family.is_wrong({**RAN, "reasons": [every_family.WINDOW], "rewritten": 0})
+    assert every_family.is_wrong({**RAN, "reasons": ["another reason"]})
+
+
 @pytest.mark.slow
 def test_a_family_that_is_left_alone_has_the_warnings_reason() -> None:
     row = every_family.measured(BLOOM)

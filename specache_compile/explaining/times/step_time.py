@@ -24,8 +24,8 @@ LENGTHS = (8_192, 32_768, 131_072)
 # Estimates: seconds between two replays of a step; bytes that a decode step and the driver need beside weights and
 # tiers; a full cache's room over its tokens.
 BETWEEN, MARGIN, SPARE = 60e-6, 2.1e9, 1.07
-# The share of the wanted pairs that travels ahead: with two lanes and correction (26 of 64 of SmolLM2 at 4,096 tokens,
-# like `costs.CORRECTED`), and without correction (an estimate).
+# The share of the selected pairs that travels ahead: with two lanes and correction (26 of 64 of SmolLM2 at 4,096
+# tokens, like `costs.CORRECTED`), and without correction (an estimate).
 AHEAD, AHEAD_UNCORRECTED = 26 / 64, 0.5
 RESOURCES = ("memory", "arithmetic", "instructions", "to_device", "to_host")
 
