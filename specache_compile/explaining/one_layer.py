@@ -23,7 +23,7 @@ from specache_compile.errors import SpecacheError
 from .outline import OutlineRow, rows_of, spans
 
 WIDTH, LONGEST, LONGEST_NAME = 106, 116, 22  # columns of code, of code and its comment, and of a name
-WEIGHT = re.compile(r"^l_self_.*_(?:parameters|buffers)_\w+$", re.IGNORECASE)
+WEIGHT = re.compile(r"^l_(?:self|args_0)_.*_(?:parameters|buffers)_\w+$", re.IGNORECASE)
 PAST = re.compile(r"^l_\w*_layers_(?:modules_)?\d+_(keys|values)_?$", re.IGNORECASE)
 CONTEXT = 1  # lines kept around a change
 NOTES = {
