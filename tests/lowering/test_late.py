@@ -125,7 +125,7 @@ def test_a_call_of_other_sizes_is_refused(step: Callable[[], int]) -> None:
     size = next(iter(rewrites.captured.symbols.places))
     variant = next(variant for variant in rewrites.made if variant.phase.name == "decode")
     rewrites.made[variant] = replace(rewrites.made[variant], assumes=(sympy.Eq(size, 1),))
-    with pytest.raises(sc.SpecacheError, match=rf"calls with Eq\({size}, 1\).*_dynamo.reset"):
+    with pytest.raises(sc.SpecacheError, match=rf"valid only for Eq\({size}, 1\).*_dynamo.reset"):
         step()
     rewrites.made[variant] = replace(rewrites.made[variant], assumes=(sympy.Ne(size, 1),))
     assert step() == at + 1
