@@ -8,13 +8,14 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import specache_compile as sc
 from conftest import LOSSLESS, greedy, prompt
 from families import COMMON, FAMILIES, Family
 from graphs import BATCH, DIM, HEADS, PAST, GraphBuilder, attention, found
-from specache_compile.compat import cache_of, with_cache
+from specache_compile.compat import cache_of, release, with_cache
 from specache_compile.compile.captured import misfit
 from specache_compile.methods import parse_options
 from specache_compile.passes import speculate
@@ -137,6 +138,7 @@ def test_a_mask_may_be_scaled_with_the_scores_where_it_only_hides() -> None:
     assert "one token at a time" in message
 
 
+@pytest.mark.skipif(release(transformers) >= (5, 24), reason="CodeGen scales its scores before it adds the mask")
 def test_a_scaled_mask_with_finite_weights_is_left_alone() -> None:
     model = CODEGEN.model()
     ids, weighed = prompt(20), torch.randn(1, 1, 20, 20)
