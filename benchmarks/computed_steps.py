@@ -113,6 +113,7 @@ def main(arguments: list[str] | None = None) -> None:
         contexts[name] = {cache: break_even_context(steps[cache], steps["default"], device) for cache in OPTIONS}
     settings = {"model": "Llama-3-8B's shape", "host GiB": args.host_gib, "device GiB": args.vram_gib or "all"}
     report = {"provenance": provenance(torch.device("cpu"), "benchmarks/computed_steps.py"), "settings": settings}
+    args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps({**report, "break-even": contexts, "rows": rows}, indent=1) + "\n")
     for name in args.devices:
         print(f"\n{name}, computed, not measured; {args.host_gib:g} GiB of host memory")

@@ -6,7 +6,6 @@ python examples/inspect_graph.py [MODEL]        needs no GPU and reads no weight
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import specache_compile as sc
 
@@ -15,7 +14,6 @@ def main(name: str = "smollm2-135m") -> None:
     explanation = sc.explain(name, prompt_length=8192, device="RTX 4090")
     print(explanation.bytes_by_tier)
     print(explanation.layer(0))
-    Path("build").mkdir(exist_ok=True)
     explanation.save("build/report.html")
     print("wrote build/report.html")
 

@@ -74,7 +74,7 @@ def with_cache(cache: Cache | None) -> dict[str, Any]:
 
         model, tokenizer = sc.load_model("examples/needle-llama")
         model.compile(backend="specache")
-        first = tokenizer("Hello", return_tensors="pt")
+        first = tokenizer("Hello", return_tensors="pt").to(model.device)
         output = model.generate(**first, max_new_tokens=4, return_dict_in_generate=True)
         model.generate(output.sequences, **sc.with_cache(sc.cache_of(output)), max_new_tokens=4)  # continues the cache
     """
@@ -98,7 +98,7 @@ def cache_of(output: Any) -> Any:
 
         model, tokenizer = sc.load_model("examples/needle-llama")
         model.compile(backend="specache")
-        inputs = tokenizer("Hello", return_tensors="pt")
+        inputs = tokenizer("Hello", return_tensors="pt").to(model.device)
         output = model.generate(**inputs, max_new_tokens=4, return_dict_in_generate=True)
         print(sc.cache_of(output).get_seq_length())
     """

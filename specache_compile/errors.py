@@ -59,7 +59,7 @@ class HeldTensorError(SpecacheError):
 
         model, tokenizer = sc.load_model("examples/needle-llama")
         model.compile(backend="specache")
-        inputs = tokenizer("Hello", return_tensors="pt")
+        inputs = tokenizer("Hello", return_tensors="pt").to(model.device)
         cache = sc.cache_of(model.generate(**inputs, max_new_tokens=2, return_dict_in_generate=True))
         try:
             print(cache.layers[0].keys.sum())

@@ -76,7 +76,6 @@ def test_a_page_runs_as_pasted(page: Path, tmp_path: Path) -> None:
         if name and (ROOT / name).is_file():
             (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
             os.link(ROOT / name, tmp_path / name)
-    (tmp_path / "build").mkdir()
     paths = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     script = "\n".join(blocks(page, "python"))
     commands = [["bash", "-euc", "\n".join(lines(text))] for text in blocks(page, "bash")]

@@ -57,7 +57,7 @@ def hold(cache: DynamicCache, model: torch.nn.Module, attention_mask: Tensor | N
         import specache_compile as sc
 
         model, tokenizer = sc.load_model("examples/needle-llama")
-        inputs = tokenizer("Hello", return_tensors="pt")
+        inputs = tokenizer("Hello", return_tensors="pt").to(model.device)
         output = model.generate(**inputs, max_new_tokens=4, return_dict_in_generate=True)  # uncompiled
         model.compile(backend="specache")
         cache = sc.hold(sc.cache_of(output), model)

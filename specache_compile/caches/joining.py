@@ -54,10 +54,8 @@ def join(caches: Sequence[DynamicCache]) -> DynamicCache:
 
         model, tokenizer = sc.load_model("examples/needle-llama")
         model.compile(backend="specache")
-        outputs = [
-            model.generate(**tokenizer(text, return_tensors="pt"), max_new_tokens=4, return_dict_in_generate=True)
-            for text in ("Hello", "A longer prompt")
-        ]
+        inputs = [tokenizer(text, return_tensors="pt").to(model.device) for text in ("Hello", "A longer prompt")]
+        outputs = [model.generate(**each, max_new_tokens=4, return_dict_in_generate=True) for each in inputs]
         cache = sc.join([sc.cache_of(output) for output in outputs])
         print(sc.lengths(cache))
     """
@@ -85,7 +83,7 @@ def split(cache: DynamicCache) -> list[DynamicCache]:
 
         model, tokenizer = sc.load_model("examples/needle-llama")
         model.compile(backend="specache")
-        inputs = tokenizer(["Hello", "World"], return_tensors="pt")
+        inputs = tokenizer(["Hello", "World"], return_tensors="pt").to(model.device)
         output = model.generate(**inputs, max_new_tokens=4, return_dict_in_generate=True)
         first, second = sc.split(sc.cache_of(output))
     """
@@ -114,7 +112,7 @@ def lengths(cache: DynamicCache) -> Tensor:
 
         model, tokenizer = sc.load_model("examples/needle-llama")
         model.compile(backend="specache")
-        inputs = tokenizer("Hello", return_tensors="pt")
+        inputs = tokenizer("Hello", return_tensors="pt").to(model.device)
         output = model.generate(**inputs, max_new_tokens=4, return_dict_in_generate=True)
         print(sc.lengths(sc.cache_of(output)))
     """

@@ -33,7 +33,7 @@ def materialize(cache: DynamicCache) -> DynamicCache:
 
         model, tokenizer = sc.load_model("examples/needle-llama")
         model.compile(backend="specache")
-        inputs = tokenizer("Hello", return_tensors="pt")
+        inputs = tokenizer("Hello", return_tensors="pt").to(model.device)
         output = model.generate(**inputs, max_new_tokens=4, return_dict_in_generate=True)
         print(sc.materialize(sc.cache_of(output)).layers[0].keys.shape)
     """

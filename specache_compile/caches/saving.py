@@ -96,7 +96,7 @@ def save(cache: DynamicCache, folder: str | os.PathLike[str]) -> None:
 
         model, tokenizer = sc.load_model("examples/needle-llama")
         model.compile(backend="specache")
-        inputs = tokenizer("Hello", return_tensors="pt")
+        inputs = tokenizer("Hello", return_tensors="pt").to(model.device)
         output = model.generate(**inputs, max_new_tokens=4, return_dict_in_generate=True)
         sc.save(sc.cache_of(output), "build/session")
         cache = sc.load("build/session", model)
@@ -184,7 +184,7 @@ def load(folder: str | os.PathLike[str], model: torch.nn.Module) -> DynamicCache
 
         model, tokenizer = sc.load_model("examples/needle-llama")
         model.compile(backend="specache")
-        inputs = tokenizer("Hello", return_tensors="pt")
+        inputs = tokenizer("Hello", return_tensors="pt").to(model.device)
         output = model.generate(**inputs, max_new_tokens=4, return_dict_in_generate=True)
         sc.save(sc.cache_of(output), "build/session")
         print(sc.load("build/session", model).get_seq_length())

@@ -33,7 +33,7 @@ class Bisection:
         import specache_compile as sc
 
         model, tokenizer = sc.load_model("examples/needle-llama")
-        result = sc.bisect(model, tokenizer("Hello", return_tensors="pt").input_ids)
+        result = sc.bisect(model, tokenizer("Hello", return_tensors="pt").to(model.device).input_ids)
         print(result.layer, result.moved)
     """
 
@@ -81,7 +81,7 @@ def bisect(
         import specache_compile as sc
 
         model, tokenizer = sc.load_model("examples/needle-llama")
-        print(sc.bisect(model, tokenizer("Hello", return_tensors="pt").input_ids))
+        print(sc.bisect(model, tokenizer("Hello", return_tensors="pt").to(model.device).input_ids))
     """
     given = {"input_ids": inputs} if isinstance(inputs, Tensor) else dict(inputs)
     ids = given["input_ids"]

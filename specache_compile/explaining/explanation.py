@@ -31,11 +31,12 @@ class Explanation(Figures):
         return as_dict(self)
 
     def save(self, path: str | Path, profile: Any = None) -> None:
-        """Write a report (.html) or a timeline as a Chrome/Perfetto trace (.json).
+        """Write a report (.html) or a timeline as a Chrome/Perfetto trace (.json), and create its folder if needed.
 
         profile: a measured `torch.profiler.profile` to put beside the predicted timeline.
         """
         path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
         if path.suffix in (".html", ".htm"):
             write_report(self, path)
         elif path.suffix == ".json":

@@ -75,7 +75,7 @@ class Stats:
 
         model, tokenizer = sc.load_model("examples/needle-llama")
         model.compile(backend="specache")
-        model.generate(**tokenizer("Hello", return_tensors="pt"), max_new_tokens=4)
+        model.generate(**tokenizer("Hello", return_tensors="pt").to(model.device), max_new_tokens=4)
         print(sc.stats(model).decodes, sc.stats(model).bytes_by_tier)
     """
 
@@ -148,7 +148,7 @@ def stats(model: torch.nn.Module) -> Stats:
 
         model, tokenizer = sc.load_model("examples/needle-llama")
         model.compile(backend="specache")
-        model.generate(**tokenizer("Hello", return_tensors="pt"), max_new_tokens=4)
+        model.generate(**tokenizer("Hello", return_tensors="pt").to(model.device), max_new_tokens=4)
         print(sc.stats(model))
     """
     record = find_record(model)
