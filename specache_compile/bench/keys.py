@@ -9,18 +9,18 @@ from typing import Any
 from specache_compile.evaluation.reader import Reader
 from specache_compile.evaluation.runner import as_list
 from specache_compile.evaluation.tasks.needle import CHAT_ANSWER, chat_question
-from specache_compile.evaluation.tasks.task import Question
+from specache_compile.evaluation.tasks.task import TaskQuestion
 
 from .runners import Decoding
 
 
-def questions_of(reader: Reader, text: Sequence[int], length: int, depths: Sequence[float]) -> list[Question]:
+def questions_of(reader: Reader, text: Sequence[int], length: int, depths: Sequence[float]) -> list[TaskQuestion]:
     """A prompt of `length` tokens for each depth of the key in the text."""
     rng = random.Random(length)
     return [chat_question(reader, text, length, depth, rng) for depth in depths]
 
 
-def answered(question: Question, one: Decoding, reader: Reader) -> dict[str, Any]:
+def answered(question: TaskQuestion, one: Decoding, reader: Reader) -> dict[str, Any]:
     """Generate a greedy answer up to the end token, and look for the key in it."""
     ends = as_list(one.model.generation_config.eos_token_id)
     tokens = [int(one.token)]

@@ -18,7 +18,7 @@ from tqdm import tqdm
 from specache_compile.evaluation.reader import Reader
 from specache_compile.evaluation.settings import UNCOMPILED
 from specache_compile.evaluation.tasks.needle import CHAT_ANSWER
-from specache_compile.evaluation.tasks.task import Question
+from specache_compile.evaluation.tasks.task import TaskQuestion
 from specache_compile.runtime.records import forget
 
 from .floor import floor, synchronise, weight_bytes
@@ -95,7 +95,7 @@ def cell(model: Any, context: int, batch: int, plan: BenchPlan, bar: tqdm) -> li
 
 
 def key_search(
-    model: Any, reader: Reader, questions: Sequence[Question], plan: BenchPlan, bar: tqdm
+    model: Any, reader: Reader, questions: Sequence[TaskQuestion], plan: BenchPlan, bar: tqdm
 ) -> list[dict[str, Any]]:
     """As `cell`, after the first prompt; each row also has the answers to all prompts ("keys")."""
     prefills = []

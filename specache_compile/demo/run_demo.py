@@ -28,7 +28,7 @@ from specache_compile.command_line.demo import CONTEXT, QUICK_CONTEXT
 from specache_compile.errors import SpecacheError
 from specache_compile.evaluation.run_eval import load
 from specache_compile.evaluation.tasks.needle import CHAT_QUESTION, NEEDLE
-from specache_compile.evaluation.tasks.task import Question, read_text
+from specache_compile.evaluation.tasks.task import TaskQuestion, read_text
 from specache_compile.kernels.cpp.library import has_compiler
 
 from .show import METHODS, answers_table, summary_table
@@ -118,7 +118,7 @@ def why_not_compiled() -> str | None:
     return None
 
 
-def introduction(questions: Sequence[Question]) -> str:
+def introduction(questions: Sequence[TaskQuestion]) -> str:
     """A description of the prompts."""
     depths = ", ".join(f"{depth:.0%}" for depth in DEPTHS)
     return (

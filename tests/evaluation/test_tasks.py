@@ -23,7 +23,7 @@ from specache_compile.evaluation.tasks import (
     perplexity,
 )
 from specache_compile.evaluation.tasks.haystack import hide, library_source
-from specache_compile.evaluation.tasks.task import Bench, Question
+from specache_compile.evaluation.tasks.task import Bench, TaskQuestion
 
 BYTES = Reader(byte_tokenizer())
 
@@ -184,7 +184,7 @@ def test_a_blind_prompt_is_the_same_in_two_parts() -> None:
 
 def test_a_question_that_cannot_be_told_from_its_context_is_not_asked_blindly() -> None:
     with pytest.raises(ValueError, match="0 of 3 tokens are no question behind a context"):
-        _ = Question(b"abc", "x").apart
+        _ = TaskQuestion(b"abc", "x").apart
 
 
 def test_answers_keep_their_prompts_order_over_lengths_and_batches(model: Any) -> None:

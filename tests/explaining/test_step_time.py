@@ -22,7 +22,7 @@ import specache_compile as sc
 from conftest import tiny_llama
 from specache_compile.explaining.times import op_launches, step_time
 from specache_compile.explaining.times.devices import Device, find_device
-from specache_compile.explaining.times.op_launches import COPY, CORRECTION, LAUNCHES, Kernel, OpCall
+from specache_compile.explaining.times.op_launches import COPY, CORRECTION, LAUNCHES, Kernel, LaunchedOp
 from specache_compile.explaining.times.step_kernels import Traced, captured, kernels_of, over_tiers
 from specache_compile.explaining.times.step_time import (
     AHEAD,
@@ -135,7 +135,7 @@ def most(column: str, device: Device, length: int) -> int:
 
 @pytest.fixture
 def on_paper(monkeypatch: pytest.MonkeyPatch) -> None:
-    def select(call: OpCall) -> list[Kernel]:
+    def select(call: LaunchedOp) -> list[Kernel]:
         waves = max(1.0, call.heads * call.load.length / 4096 / (call.device.sms * 8))
         return [Kernel("keep_best", floor=4.5e-6 * waves), Kernel("keep_best", floor=3.8e-6)]
 
@@ -174,7 +174,7 @@ def test_what_the_selections_instructions_make_of_it() -> None:
     assert found == pytest.approx(
         {"k = 0": 0.94, "paper": 0.88, "best": 0.89, "one lane": 0.96, "mended": 0.84}, abs=0.03
     )
-    call = OpCall({}, traced("best").at(32_768, 24), 0, device)
+    call = LaunchedOp({}, traced("best").at(32_768, 24), 0, device)
     first, second = op_launches.select(call)
     assert first.instructions == 24 * 8 * 9 * 8 * op_launches.SELECTING
     assert second.instructions == 24 * 8 * math.ceil(9 * 64 / 512) * op_launches.SELECTING

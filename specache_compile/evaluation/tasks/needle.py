@@ -9,7 +9,7 @@ from dataclasses import replace
 from specache_compile.evaluation.reader import Reader
 
 from .haystack import hide
-from .task import Bench, Cell, Question, scored
+from .task import Bench, Cell, TaskQuestion, scored
 
 NEEDLE = "\nThe pass key is {key}. Remember it.\n"
 QUESTION = "\nWhat is the pass key? The pass key is "
@@ -26,11 +26,11 @@ def random_key(rng: random.Random) -> str:
 
 def plain_question(
     haystack: Sequence[int], length: int, depth: float, rng: random.Random, encode: Callable[[str], Sequence[int]]
-) -> Question:
+) -> TaskQuestion:
     """A prompt of exactly `length` tokens whose needle is at `depth` (0 = first, 1 = right before the question)."""
     key = random_key(rng)
     needles, question = [(depth, encode(NEEDLE.format(key=key)))], encode(QUESTION)
-    return Question(hide(haystack, length, needles, question, rng), key, {"depth": depth}, len(question))
+    return TaskQuestion(hide(haystack, length, needles, question, rng), key, {"depth": depth}, len(question))
 
 
 def chat_prompt(
@@ -44,13 +44,15 @@ def chat_prompt(
     return [*before, *words, *behind]
 
 
-def chat_question(reader: Reader, haystack: Sequence[int], length: int, depth: float, rng: random.Random) -> Question:
+def chat_question(
+    reader: Reader, haystack: Sequence[int], length: int, depth: float, rng: random.Random
+) -> TaskQuestion:
     """As `plain_question`, for a chat model."""
     key = random_key(rng)
     needles = [(depth, NEEDLE.format(key=key))]
     prompt = chat_prompt(reader, haystack, length, needles, CHAT_QUESTION, rng)
     behind = len(reader.encode(CHAT_QUESTION)) + len(reader.around()[1])
-    return Question(prompt, key, {"depth": depth}, behind)
+    return TaskQuestion(prompt, key, {"depth": depth}, behind)
 
 
 def depths_of(bench: Bench) -> list[float]:
@@ -59,7 +61,7 @@ def depths_of(bench: Bench) -> list[float]:
     return sorted(i % depths / max(1, depths - 1) for i in range(bench.samples))
 
 
-def question_at(bench: Bench, length: int, depth: float, rng: random.Random) -> Question:
+def question_at(bench: Bench, length: int, depth: float, rng: random.Random) -> TaskQuestion:
     if bench.chat:
         return chat_question(bench.reader, bench.haystack, length, depth, rng)
     begin = bench.reader.begin()

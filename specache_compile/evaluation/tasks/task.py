@@ -91,7 +91,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Question:
+class TaskQuestion:
     """A prompt as token ids and the answer that is right.
 
     question: how many tokens at the prompt's end are the question and what follows it; 0 where that is unknown.
@@ -128,7 +128,7 @@ Score = Callable[[str, str], float]
 
 
 def scored(
-    runner: Runner, questions: Sequence[Question], new_tokens: int, score: Score, metric: str, blind: bool
+    runner: Runner, questions: Sequence[TaskQuestion], new_tokens: int, score: Score, metric: str, blind: bool
 ) -> Outcome:
     """Run all questions: the mean score, and each question's score with its tags.
 
@@ -140,7 +140,7 @@ def scored(
     return outcome(questions, runner.answers([question.prompt for question in questions], new_tokens), score, metric)
 
 
-def outcome(questions: Sequence[Question], answers: Sequence[str], score: Score, metric: str) -> Outcome:
+def outcome(questions: Sequence[TaskQuestion], answers: Sequence[str], score: Score, metric: str) -> Outcome:
     scores = [score(answer, question.answer) for question, answer in zip(questions, answers, strict=True)]
     each = [{**question.tags, "score": value} for question, value in zip(questions, scores, strict=True)]
     return Outcome(sum(scores) / len(scores), metric, len(scores), {"each": each})

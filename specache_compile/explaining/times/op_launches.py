@@ -71,7 +71,7 @@ class Kernel:
 
 
 @dataclass(frozen=True)
-class OpCall:
+class LaunchedOp:
     """A tier op's call.
 
     arguments: by name, as traced.
@@ -116,7 +116,7 @@ def small(name: str) -> Kernel:
     return Kernel(name, floor=SMALLEST)
 
 
-def instructions(call: OpCall, part: str) -> float:
+def instructions(call: LaunchedOp, part: str) -> float:
     """A warp's instructions of a pass over the low-bit tier, whole or half; 0 where nothing is quantised (only
     products)."""
     layout = getattr(call.load.options, "layout", None)
@@ -133,7 +133,7 @@ def instructions(call: OpCall, part: str) -> float:
     return call.heads * call.low * layer.head_dim * each / WARP
 
 
-def turned(call: OpCall) -> list[Kernel]:
+def turned(call: LaunchedOp) -> list[Kernel]:
     """The launches before the low-bit tier is read: the query is rotated and multiplied with the center."""
     layout = getattr(call.load.options, "layout", None)
     made = [small("rotate_rows")] if layout is not None and layout.is_rotated else []
@@ -145,21 +145,21 @@ def turned(call: OpCall) -> list[Kernel]:
     return made
 
 
-def logit_bytes(call: OpCall, lanes: int, each: float) -> float:
+def logit_bytes(call: LaunchedOp, lanes: int, each: float) -> float:
     """Bytes of the logits, `each` for every query head, lane and low-bit token."""
     return each * call.low * lanes * call.load.batch * call.load.query_heads[call.site]
 
 
-def merge(call: OpCall) -> Kernel:
+def merge(call: LaunchedOp) -> Kernel:
     merged = MERGING * call.lanes * call.load.batch * call.load.query_heads[call.site]
     return Kernel("merge_splits", instructions=merged, floor=SMALLEST)
 
 
-def score(call: OpCall, lanes: int, memory: float) -> Kernel:
+def score(call: LaunchedOp, lanes: int, memory: float) -> Kernel:
     return Kernel("score_tokens", memory=memory, instructions=SCORING * call.heads * call.low * lanes)
 
 
-def decode_attention(call: OpCall) -> list[Kernel]:
+def decode_attention(call: LaunchedOp) -> list[Kernel]:
     cost, selects = call.cost(costs.decode_attention), bool(call.load.options.top_k)
     scores = 4 * call.heads * call.low if selects else 0
     logits = logit_bytes(call, 1, 2) if selects else 0
@@ -172,7 +172,7 @@ def decode_attention(call: OpCall) -> list[Kernel]:
     return [*made, Kernel("fill", memory=4 * call.heads * call.low, floor=SMALLEST)]  # unused scores
 
 
-def score_low_bit(call: OpCall) -> list[Kernel]:
+def score_low_bit(call: LaunchedOp) -> list[Kernel]:
     cost = call.cost(costs.score_low_bit)
     logits = logit_bytes(call, call.lanes, bytes_of_logit(call.arguments["q"].dtype))
     scored = logits + 4 * call.low * call.lanes * call.heads
@@ -180,7 +180,7 @@ def score_low_bit(call: OpCall) -> list[Kernel]:
     return [*turned(call), attended, small("merge_splits"), score(call, call.lanes, scored)]
 
 
-def attend_scored(call: OpCall) -> list[Kernel]:
+def attend_scored(call: LaunchedOp) -> list[Kernel]:
     """If overlapped, the pairs in 16 bits have a separate launch, which waits for the gather."""
     cost, load = call.cost(costs.attend_scored), call.load
     exact = costs.exact_pairs(load.options, load.length)
@@ -192,7 +192,7 @@ def attend_scored(call: OpCall) -> list[Kernel]:
     return [replace(low, memory=cost.hbm - pairs), waiting, merge(call)]
 
 
-def select(call: OpCall) -> list[Kernel]:
+def select(call: LaunchedOp) -> list[Kernel]:
     """`triton_select`: rounds over tiles, each of which keeps k, until one tile holds the rest. A single program takes
     as long as its warps' instructions, at least those of one warp on each scheduler."""
     length, made, last = bucket(call.load.length + 1), list[Kernel](), False
@@ -205,7 +205,7 @@ def select(call: OpCall) -> list[Kernel]:
     return made
 
 
-def gather(call: OpCall, pairs_of: costs.CostOf, programs: int, stream: str) -> Kernel:
+def gather(call: LaunchedOp, pairs_of: costs.CostOf, programs: int, stream: str) -> Kernel:
     """`triton_copy.gather`: each program takes one head after another."""
     cost, turns = call.cost(pairs_of), math.ceil(call.heads / min(call.heads, programs))
     return Kernel(
@@ -214,22 +214,22 @@ def gather(call: OpCall, pairs_of: costs.CostOf, programs: int, stream: str) -> 
     )  # fmt: skip
 
 
-def correct(call: OpCall) -> list[Kernel]:
+def correct(call: LaunchedOp) -> list[Kernel]:
     stream = CORRECTION if call.overlapped else MAIN
     return [*select(call), gather(call, costs.correct, call.heads, stream)]
 
 
-def prefetch(call: OpCall) -> list[Kernel]:
+def prefetch(call: LaunchedOp) -> list[Kernel]:
     return [gather(call, costs.prefetch, PROGRAMS, COPY)]
 
 
-def offload(call: OpCall) -> list[Kernel]:
+def offload(call: LaunchedOp) -> list[Kernel]:
     """The step's few pairs are written through on the main stream."""
     cost = call.cost(costs.offload)
     return [Kernel("write_host", memory=cost.hbm, to_host=cost.to_host, floor=SMALLEST)]
 
 
-def append(call: OpCall) -> list[Kernel]:
+def append(call: LaunchedOp) -> list[Kernel]:
     layout = getattr(call.load.options, "layout", None)
     if layout is None or not layout.is_quantised:
         return [small("copy_groups"), small("write_recent")]
@@ -240,11 +240,11 @@ def append(call: OpCall) -> list[Kernel]:
     return [small(name) for name in (*names, "quantize_groups", "write_recent")]
 
 
-def wait(call: OpCall) -> list[Kernel]:
+def wait(call: LaunchedOp) -> list[Kernel]:
     return [Kernel("wait", gap=0.0)]
 
 
-LAUNCHES: Mapping[str, Callable[[OpCall], list[Kernel]]] = {
+LAUNCHES: Mapping[str, Callable[[LaunchedOp], list[Kernel]]] = {
     made.__name__: made
     for made in (decode_attention, score_low_bit, attend_scored, correct, prefetch, offload, append, wait)
 } | {"select_topk": select}

@@ -22,7 +22,7 @@ from specache_compile.passes.reading.nodes import is_weight, value_of
 
 from .devices import Device
 from .node_costs import arguments_of, is_launch, launch_cost, operator_name
-from .op_launches import COPY, CORRECTION, LAUNCHES, MAIN, TAIL, Kernel, OpCall, small
+from .op_launches import COPY, CORRECTION, LAUNCHES, MAIN, TAIL, Kernel, LaunchedOp, small
 
 # The speed of attention over a full cache as a share of long reads' speed, by bytes an element. Estimates.
 ATTENDED = {2: 0.95, 1: 0.92}
@@ -35,7 +35,7 @@ class Traced:
     load: the trace's workload.
     weights: the model's bytes.
     layers: the model's number of layers where the graph has fewer; the others are like its middle one.
-    overlapped: see `op_launches.OpCall`.
+    overlapped: see `op_launches.LaunchedOp`.
     """
 
     graph: GraphModule
@@ -54,10 +54,10 @@ def is_captured(graph_module: GraphModule) -> bool:
     return all(op.capturable for node in graph_module.graph.nodes if (op := op_of(node.target)) is not None)
 
 
-TierOp = Callable[[Op, OpCall], list[Kernel]]
+TierOp = Callable[[Op, LaunchedOp], list[Kernel]]
 
 
-def over_tiers(op: Op, call: OpCall) -> list[Kernel]:
+def over_tiers(op: Op, call: LaunchedOp) -> list[Kernel]:
     """The launches of a tier op; a single launch of its cost where `op_launches` does not know the op."""
     if op.name in LAUNCHES:
         return LAUNCHES[op.name](call)
@@ -69,7 +69,7 @@ def full_cache(itemsize: int, on_host: bool = False) -> TierOp:
     """Replaces a site's tier ops by an attention that reads a full cache of `itemsize` bytes an element once, from
     device memory or over PCIe."""
 
-    def attention(op: Op, call: OpCall) -> list[Kernel]:
+    def attention(op: Op, call: LaunchedOp) -> list[Kernel]:
         if not op.is_work or op.name == "attend_scored":
             return []
         layer = call.load.layers[call.site]
@@ -95,7 +95,7 @@ def kernels_of(traced: Traced, device: Device, length: int, batch: int, tiers: T
         else:
             tag = tag_of(node)
             assert tag is not None, f"{node.name} is at no site"
-            call = OpCall(arguments_of(node, load), load, tag.site, device, traced.overlapped)
+            call = LaunchedOp(arguments_of(node, load), load, tag.site, device, traced.overlapped)
             op, made = tier_op.name, tiers(tier_op, call)
         for number, kernel in enumerate(made):
             # So far waits name streams: each means the newest launch there. A launch on another stream starts after all
