@@ -41,9 +41,6 @@ ON_DEVICE = OMP_NUM_THREADS=1 $(OLDEST)/python tests/device/run.py --device $(or
 test-device: .venv-oldest/ready  ## the CUDA side on a simulated GPU, or a part: TESTS=tests/device DEVICE=rtx4090; MARKS=gpu: all of it
 	$(ON_DEVICE) -m '$(or $(MARKS),gpu and not slow)' $(or $(TESTS),$(DEVICE_TESTS))
 
-# Pages and folders whose sentences `make lint` checks; without names, tools/prose.py checks everything.
-PROSE := README.md CONTRIBUTING.md CHANGELOG.md docs specache_compile passes lowering kernels benchmarks examples tools
-
 lint: .venv/ready prose    ## style, formatting, types, the tables of the docs, the prose
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -53,7 +50,7 @@ lint: .venv/ready prose    ## style, formatting, types, the tables of the docs, 
 	$(BIN)/python tools/notebook.py --check
 
 prose: .venv/ready         ## the prose alone
-	$(BIN)/python tools/prose.py $(PROSE)
+	$(BIN)/python tools/prose.py
 
 tables: .venv/ready        ## the tables of README.md and docs/, from the code and the results, and their pictures
 	$(BIN)/python tools/doc_tables.py --write

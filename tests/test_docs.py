@@ -7,6 +7,7 @@ import contextlib
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -82,7 +83,7 @@ def test_a_page_runs_as_pasted(page: Path, tmp_path: Path) -> None:
     for name in tracked.split("\0"):
         if name and (ROOT / name).is_file():
             (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-            os.link(ROOT / name, tmp_path / name)
+            shutil.copy(ROOT / name, tmp_path / name)
     paths = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     script = "\n".join(blocks(page, "python"))
     commands = [["bash", "-euc", "\n".join(lines(text))] for text in blocks(page, "bash")]

@@ -91,4 +91,4 @@ def test_the_installed_command_and_backend_are_those_of_the_wheel(installed: Pat
 def test_the_readmes_first_script_runs_with_the_wheel_alone(installed: Path, tmp_path: Path) -> None:
     script = re.search(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
     assert script
-    assert len(output(installed / "python", "-c", script[1], cwd=tmp_path).split()) > 5
+    assert "71432" in output(installed / "python", "-c", script[1], cwd=tmp_path)

@@ -24,9 +24,6 @@ from specache_compile.runtime.step import opened
 from .captured import Captured
 from .rewrites import Rewrites, Rewritten
 
-# In `Session.warned`: the cache was compared with other options, and reported.
-OTHER_OPTIONS = "other options"
-
 
 class CompiledGraph:
     """The callable that Dynamo runs for a captured graph. It returns the graph's outputs, with held tensors for the
@@ -72,7 +69,8 @@ class CompiledGraph:
             handles = [(site, arguments[i].handle) for site, past in enumerate(captured.pasts) for i in past]
             session = agreed_session(handles, [x for x in arguments if isinstance(x, torch.nn.Parameter)])
             self.check_layers(session)
-            self.check_options(session)
+            if session.requested != captured.options and (found := differences(session.requested, captured.options)):
+                session.warn_once(made_otherwise(found))
         if session.tiers.pending is not None:
             known = session.tiers.frequencies
             session.tiers.frequencies = [
@@ -80,15 +78,6 @@ class CompiledGraph:
                 for before, i in zip(known, captured.frequencies, strict=True)
             ]
         return session
-
-    def check_options(self, session: Session) -> None:
-        """Warn once if a cache was made with other options than this graph's."""
-        options = self.captured.options
-        if session.requested == options or OTHER_OPTIONS in session.warned:
-            return
-        if found := differences(session.requested, options):
-            session.warned.add(OTHER_OPTIONS)
-            session.warn_once(made_otherwise(found))
 
     def check_layers(self, session: Session) -> None:
         """SpecacheError if the layers of a cache from elsewhere, or of another model, differ from this graph's."""

@@ -30,7 +30,7 @@ def layers_of(graph_module: GraphModule) -> dict[Node, str]:
         found[node] = max((found[i] for i in inputs), default=-1)
         if found[node] >= 0 and any(is_outer_weight(i) for i in inputs):
             found[node] = AFTER
-        # A fetch or a store may have no weight among its inputs: its state tells the layer.
+        # A fetch or a store may have no weight among its inputs: its state identifies the layer.
         if tag is not None and found[node] in (-1, AFTER):
             found[node] = sites_layer.get(tag.site, found[node])
         elif tag is not None:

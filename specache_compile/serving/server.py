@@ -114,7 +114,7 @@ def application(
 
 
 async def while_waited_for(request: Request, work: Awaitable[Any]) -> Any:
-    """The result of `work`, or a response that nobody reads as soon as the client has left."""
+    """The result of `work`, or a response that is discarded once the client has left."""
     task, gone = asyncio.ensure_future(work), asyncio.ensure_future(disconnected(request))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)

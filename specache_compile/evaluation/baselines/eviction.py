@@ -125,7 +125,7 @@ def received(attention: Tensor, seen: Tensor) -> Tensor:
 def survivors(
     policy: str, token: Tensor, past: Tensor, last: Tensor, seen: Tensor, budget: int, random: torch.Generator
 ) -> Tensor:
-    """The places [B, H, b] of the pairs that stay, in the order of their tokens. Pairs that nobody sees go first."""
+    """The places [B, H, b] of the pairs that stay, in the order of their tokens. Pairs that no query sees go first."""
     history = History(token, last, past[..., TOTAL], past[..., SQUARES], past[..., ABOVE], past[..., COUNT])
     importance = POLICIES[policy](history, budget, random).masked_fill(~seen, -math.inf)
     order = importance.argsort(dim=-1, stable=True)
