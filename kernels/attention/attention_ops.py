@@ -15,6 +15,14 @@ from torch import Tensor
 from specache_compile.kernels.codes import trellis
 from specache_compile.kernels.codes.params import read_scale
 from specache_compile.kernels.codes.quantize import dequantize_keys, dequantize_values
+from specache_compile.kernels.codes.records import (
+    RECORD,
+    ROWS_FROM,
+    in_thread_order,
+    param_order,
+    read_levels,
+    stored_dim,
+)
 from specache_compile.kernels.movement.copy_queue import wait_for_offloads
 from specache_compile.kernels.state.by_rows import by_rows
 from specache_compile.kernels.state.center import share_of_center
@@ -32,30 +40,41 @@ BLOCK = 1024
 SEEN = torch.finfo(torch.float16).min / 2
 
 
-def low_bit_keys(codes: Tensor, key_params: Tensor, layout: Layout, head_dim: int, start: int, stop: int) -> Tensor:
+def low_bit_keys(tiers: StoredTiers, layout: Layout, head_dim: int, start: int, stop: int) -> Tensor:
     """Return the low-bit tier's keys [B, H, stop - start, d] of tokens start..stop, in float32, rotated if stored so.
 
-    `start` must be a multiple of the group size.
+    `start` must be a multiple of the group size and of a record.
     """
-    keys, _ = layout.split(codes[:, :, start:stop], head_dim)
+    codes, params = tiers.codes, tiers.key_params
     if not layout.is_quantised:
-        return keys.float()
-    group = codes.shape[2] // key_params.shape[2]
-    key_params = key_params[:, :, start // group : -(-stop // group)]
-    if trellis.is_trellis(key_params):
-        return trellis.dequantize(keys, read_scale(key_params).reshape(*keys.shape[:3], 1, 1))
-    return dequantize_keys(keys, key_params, layout.key_bits)
+        return codes[:, :, start:stop, :head_dim].float()
+    dim, group = stored_dim(head_dim), codes.shape[2] // params.shape[2]
+    whole = codes[:, :, start : rounded_up(stop, RECORD)]
+    params = params[:, :, start // group : -(-stop // group)]
+    if trellis.is_trellis(params):
+        levels = trellis.read_levels(whole, dim, values=False)[:, :, : stop - start, :head_dim]
+        return trellis.dequantize(levels, read_scale(params).reshape(*levels.shape[:3], 1, 1))
+    levels = read_levels(whole, dim, layout.key_bits, values=False)[:, :, : stop - start]
+    if layout.key_bits < ROWS_FROM:
+        params = params[..., param_order(dim).argsort().to(params.device)]
+    return dequantize_keys(levels, params)[..., :head_dim]
 
 
 def low_bit_values(tiers: StoredTiers, layout: Layout, head_dim: int, start: int, stop: int) -> Tensor:
     """Return values, as `low_bit_keys` returns keys."""
-    _, values = layout.split(tiers.codes[:, :, start:stop], head_dim)
     if not layout.is_quantised:
-        return values.float()
-    value_params = tiers.value_params[:, :, start:stop]
-    if trellis.is_trellis(value_params):
-        return trellis.dequantize(values, read_scale(value_params))
-    return dequantize_values(values, value_params, layout.value_bits)
+        return tiers.codes[:, :, start:stop, head_dim:].float()
+    dim, params = stored_dim(head_dim), tiers.value_params[:, :, start:stop]
+    whole = tiers.codes[:, :, start : rounded_up(stop, RECORD)]
+    if trellis.is_trellis(params):
+        levels = trellis.read_levels(whole, dim, values=True)[:, :, : stop - start, :head_dim]
+        return trellis.dequantize(levels, in_thread_order(read_scale(params[..., 0, 0]))[..., None, None])
+    levels = read_levels(whole, dim, layout.value_bits, values=True)[:, :, : stop - start]
+    return dequantize_values(levels, params)[..., :head_dim]
+
+
+def rounded_up(tokens: int, size: int) -> int:
+    return -(-tokens // size) * size
 
 
 def ring_tokens(recent: Tensor, start: int, stop: int) -> Tensor:
@@ -135,7 +154,7 @@ def low_bit_logits(at: Query, tiers: StoredTiers, layout: Layout) -> Tensor:
     blocks = [query.new_empty((*query.shape[:4], 0))]
     for start in range(0, length, BLOCK):
         stop = min(start + BLOCK, length)
-        keys = low_bit_keys(tiers.codes, tiers.key_params, layout, query.shape[-1], start, stop)
+        keys = low_bit_keys(tiers, layout, query.shape[-1], start, stop)
         logits = product(query, keys, None)
         logits = capped(logits if shares is None else logits + shares[..., start:stop], at.softcap)
         blocks.append(logits if bias is None else logits + bias[..., start:stop])

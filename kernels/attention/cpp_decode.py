@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specache_compile.kernels.codes.trellis import circle_of
+from specache_compile.kernels.codes.records import CIRCLE
 from specache_compile.kernels.cpp.library import DTYPES, STRIDES, StepArguments, decode_library
 from specache_compile.kernels.state.center import share_of_center, share_of_groups, tokens_of_one
 from specache_compile.kernels.state.cursor import CURSOR_SIZE, LENGTH, LOW_BIT
@@ -42,8 +42,8 @@ def shaped(
         places=codes[0] * heads * codes[2], group=codes[2] // key_params[2] if how.is_quantised else 0,
         channels=d // value_params[-1] if how.is_quantised else 0,
         top_k=top_k, sink_tokens=sink_tokens, key_bits=how.key_bits, value_bits=how.value_bits, param_bits=param_bits,
-        key_circle=circle_of(d) if key_params[3] == 1 else 0,
-        circle=circle_of(d) if value_params[3] == 1 else 0,
+        key_circle=CIRCLE if key_params[3] == 1 else 0,
+        circle=CIRCLE if value_params[3] == 1 else 0,
         rotation=rotation_block(d) if how.is_rotated else 0, scale=scale, softcap=softcap or 0.0,
     )  # fmt: skip
 
@@ -95,7 +95,7 @@ def fits(codes: Tensor, q: Tensor, *pairs: Tensor) -> bool:
     for x in pairs:
         if x.dtype != q.dtype:
             return False
-    return q.dtype in DTYPES and codes.is_contiguous()
+    return False  # until the kernels read records
 
 
 def library_of(q: Tensor, k: Tensor, *rest: Any) -> CDLL | None:

@@ -12,7 +12,7 @@ import torch
 from specache_compile.errors import OptionError, no_host_tier
 from specache_compile.kernels.codes.params import EIGHT_BITS
 from specache_compile.kernels.codes.quantisers import QUANTISERS
-from specache_compile.kernels.codes.quantize import value_group
+from specache_compile.kernels.codes.records import stored_dim
 from specache_compile.kernels.state import center
 from specache_compile.kernels.state.layout import Layout
 from specache_compile.kernels.state.segments import tokens_of
@@ -271,16 +271,11 @@ def check_head_dim(layout: Layout, head_dim: int) -> None:
     """OptionError if heads of this size cannot be stored in this layout."""
     if layout.is_rotated and head_dim % 2:
         raise OptionError(f"option rotate: head_dim {head_dim} is odd and cannot be rotated. Pass rotate=False")
-    fewest = min(layout.key_bits, layout.value_bits)
-    if layout.is_quantised and head_dim * fewest % 8:
-        raise OptionError(
-            f"option bits: head_dim {head_dim} at {fewest} bit is not a whole number of bytes. Pass more bits"
-        )
 
 
 def codes_shape(options: LowBitOptions, layer: LayerShape, batch: int, capacity: int) -> tuple[int, ...]:
     check_head_dim(options.layout, layer.head_dim)
-    return (batch, layer.heads, capacity, sum(options.layout.widths(layer.head_dim)))
+    return (batch, layer.heads, capacity, options.layout.width(layer.head_dim))
 
 
 def codes_dtype(options: LowBitOptions, layer: LayerShape) -> torch.dtype:
@@ -292,7 +287,7 @@ def key_params_shape(options: LowBitOptions, layer: LayerShape, batch: int, capa
     groups = capacity // options.group_size if options.layout.is_quantised else 0
     if options.has_key_trellis:
         return (batch, layer.heads, groups, 1, options.group_size)
-    return (batch, layer.heads, groups, 2, layer.head_dim)
+    return (batch, layer.heads, groups, 2, stored_dim(layer.head_dim))
 
 
 def value_params_shape(options: LowBitOptions, layer: LayerShape, batch: int, capacity: int) -> tuple[int, ...]:
@@ -300,7 +295,8 @@ def value_params_shape(options: LowBitOptions, layer: LayerShape, batch: int, ca
     tokens = capacity if options.layout.is_quantised else 0
     if options.has_trellis:
         return (batch, layer.heads, tokens, 1, 1)
-    return (batch, layer.heads, tokens, 2, layer.head_dim // value_group(layer.head_dim, options.group_size))
+    channels = stored_dim(layer.head_dim)
+    return (batch, layer.heads, tokens, 2, channels // min(channels, options.group_size))
 
 
 def params_dtype(options: LowBitOptions, layer: LayerShape) -> torch.dtype:
