@@ -351,6 +351,20 @@ def hide_sinks(at: Query, scores: Tensor, tiers: StoredTiers) -> None:
     scores[..., : at.candidates].masked_fill_(hidden_by(sinks_of(tiers), at.candidates).unsqueeze(2), -1.0)
 
 
+def negligible(done: Attended, skip_below: float) -> Tensor:
+    """Return the low-bit tokens whose values may be skipped, bool [B, H, n].
+
+    A record of 64 tokens is skipped if each of its weights, in every query row of the KV head, is below `skip_below`.
+    Less than n · skip_below of the attention is then missing, and the output's error is below twice that share of the
+    largest value.
+    """
+    weights = (done.parts[0].logits - done.peak.masked_fill(done.peak == -math.inf, 0.0)).exp() * done.share
+    largest = weights.amax((2, 3))
+    tokens = largest.shape[-1]
+    records = torch.nn.functional.pad(largest, (0, -tokens % RECORD)).unflatten(-1, (-1, RECORD)).amax(-1)
+    return (records < skip_below).repeat_interleave(RECORD, -1)[..., :tokens]
+
+
 @by_rows(0, 0)
 def decode_attention(
     q: Tensor,
@@ -365,6 +379,7 @@ def decode_attention(
     layout: Sequence[int],
     scale: float,
     softcap: float | None,
+    skip_below: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """Attend over the low-bit cache C', in which 16-bit pairs replace the rows K_t (SpeCache equation 1).
 
@@ -375,6 +390,7 @@ def decode_attention(
         sinks: [Hq].
         slots, slot_index: [B, H, k, 2, d] and int32 [B, H, k] (-1: empty).
         tiers, layout: the fields of `StoredTiers` and of `Layout`.
+        skip_below: the attention weight of `negligible`; 0 skips nothing. Scores do not depend on it.
 
     Returns: the output [B, Hq, lanes, d] in q's dtype, and float32 scores [B, H, C]. Scores are the last lane's
     attention, summed over the query group, to cached tokens that are in the low-bit tier after this step. Elsewhere,
@@ -384,7 +400,11 @@ def decode_attention(
     how = Layout(*layout)
     at = query_of(q, k, mask, sinks, cursor, scale, softcap)
     logits = low_bit_logits(at, held, how)
-    done = attend_over(at, k, v, logits, hidden_by(slot_index, at.low_bit), slots, slot_index, held, how)
+    hidden = hidden_by(slot_index, at.low_bit)
+    done = kept = attend_over(at, k, v, logits, hidden, slots, slot_index, held, how)
+    if skip_below and at.low_bit:
+        hidden = hidden | negligible(done, skip_below)
+        kept = attend_over(at, k, v, logits, hidden, slots, slot_index, held, how)
     scores = torch.full(held.codes.shape[:3], -1.0, dtype=torch.float32, device=q.device)
     if slots.shape[2]:
         packed, exact, window = map(done.last_lane, done.parts[:3])
@@ -393,7 +413,7 @@ def decode_attention(
         scores[:, :, at.low_bit : at.candidates] = window[..., : at.candidates - at.low_bit]
         at.hide_unseen(scores.unsqueeze(2), slice(-1, None))
         hide_sinks(at, scores.unsqueeze(2), held)
-    return done.output(q.dtype), scores
+    return kept.output(q.dtype), scores
 
 
 @by_rows(0, 0, 1)
@@ -453,6 +473,7 @@ def attend_scored(
     layout: Sequence[int],
     scale: float,
     softcap: float | None,
+    skip_below: float = 0.0,
 ) -> Tensor:
     """Compute the second half of a corrected decode attention, from the logits of `score_low_bit`.
 
@@ -467,6 +488,9 @@ def attend_scored(
     packed = logits[..., : at.low_bit].unflatten(1, (k.shape[1], -1))
     hidden, held = hidden_by(chosen, at.low_bit), StoredTiers(*tiers)
     done = attend_over(at, k, v, packed, hidden, slots, slot_index, held, Layout(*layout))
+    if skip_below and at.low_bit:
+        hidden = hidden | negligible(done, skip_below)
+        done = attend_over(at, k, v, packed, hidden, slots, slot_index, held, Layout(*layout))
     return done.output(q.dtype)
 
 

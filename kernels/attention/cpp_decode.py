@@ -106,11 +106,12 @@ def library_of(q: Tensor, k: Tensor, *rest: Any) -> CDLL | None:
 def decode_attention_fused(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, cursor: Tensor, slots: Tensor,
     slot_index: Tensor, tiers: Sequence[Tensor], layout: Sequence[int], scale: float, softcap: float | None,
+    skip_below: float = 0.0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute `attention_ops.decode_attention` in one C++ kernel; same arguments and results."""
     held = StoredTiers(*tiers)
     if not fits(held.codes, q, k, v, held.recent, slots):
-        return decode_attention(q, k, v, mask, sinks, cursor, slots, slot_index, tiers, layout, scale, softcap)
+        return decode_attention(q, k, v, mask, sinks, cursor, slots, slot_index, tiers, layout, scale, softcap, skip_below)
     shape = shape_of_scores(held.codes, cursor)
     logits, _ = whole_logits(q, shape[2])
     out, scores, v = q.new_empty(q.shape), q.new_empty(shape, dtype=torch.float32), v.contiguous()
@@ -143,13 +144,13 @@ def score_low_bit_fused(
 def attend_scored_fused(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, cursor: Tensor, logits: Tensor,
     base: Tensor, chosen: Tensor, slots: Tensor, slot_index: Tensor, tiers: Sequence[Tensor], layout: Sequence[int],
-    scale: float, softcap: float | None,
+    scale: float, softcap: float | None, skip_below: float = 0.0,
 ) -> Tensor:  # fmt: skip
     """Compute `attention_ops.attend_scored` in one C++ kernel; same arguments and results."""
     held = StoredTiers(*tiers)
     if not fits(held.codes, q, k, v, held.recent, slots):
         kept = (logits, base, chosen, slots, slot_index)
-        return attend_scored(q, k, v, mask, sinks, cursor, *kept, tiers, layout, scale, softcap)
+        return attend_scored(q, k, v, mask, sinks, cursor, *kept, tiers, layout, scale, softcap, skip_below)
     out, v = q.new_empty(q.shape), v.contiguous()
     step = step_of(
         q, k, mask, sinks, cursor, held._replace(center=held.center[:, :, :0]), layout, scale, softcap, slots.shape[2],

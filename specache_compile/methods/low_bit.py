@@ -34,6 +34,11 @@ def check_min_context(name: str, value: Any) -> None:
         raise OptionError(f"option {name}={value!r}: accepted are a number of tokens, 0 or more, and 'auto'")
 
 
+def check_weight(name: str, value: Any) -> None:
+    if type(value) not in (int, float) or not 0 <= value < 1:
+        raise OptionError(f"option {name}={value!r}: accepted is a number from 0 to below 1, such as 1e-4")
+
+
 def check_quantiser(name: str, value: Any) -> None:
     one_of(name, value, tuple(QUANTISERS))
 
@@ -143,6 +148,12 @@ class LowBitOptions(DraftOptions):
         "bits of scales and zero points; 16: the model's dtype; 8 is coarse for channels whose keys are far from zero "
         "and close together. auto: 8 if keys and values have 1 or 2 bits",
         flag=False,
+    )  # fmt: skip
+    skip_below: float = option(
+        0.0, check_weight,
+        "skip the low-bit values of 64 tokens whose attention weights are all below this number, such as 1e-4. The "
+        "weights left out sum to less than this number times the tokens. 0: skip nothing",
+        type=float, metavar="WEIGHT",
     )  # fmt: skip
     min_context: int | str = option(
         "auto", check_min_context,
