@@ -111,7 +111,8 @@ def decode_attention_fused(
     """Compute `attention_ops.decode_attention` in one C++ kernel; same arguments and results."""
     held = StoredTiers(*tiers)
     if not fits(held.codes, q, k, v, held.recent, slots):
-        return decode_attention(q, k, v, mask, sinks, cursor, slots, slot_index, tiers, layout, scale, softcap, skip_below)
+        given = (q, k, v, mask, sinks, cursor, slots, slot_index, tiers, layout)
+        return decode_attention(*given, scale, softcap, skip_below)
     shape = shape_of_scores(held.codes, cursor)
     logits, _ = whole_logits(q, shape[2])
     out, scores, v = q.new_empty(q.shape), q.new_empty(shape, dtype=torch.float32), v.contiguous()

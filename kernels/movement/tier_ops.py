@@ -102,9 +102,9 @@ def store_low_bit(
     sinks = keep_sinks(pairs, start, tiers.sink_pairs, tiers.sink_index)
     if is_trellis(key_params):
         scales = store_in_trellis(keys, start, codes, False)
-        key_params[:, :, start // group : stop // group] = stored_scale(scales, key_params.dtype).unflatten(
-            2, (-1, group)
-        ).unsqueeze(3)
+        key_params[:, :, start // group : stop // group] = (
+            stored_scale(scales, key_params.dtype).unflatten(2, (-1, group)).unsqueeze(3)
+        )
     else:
         store_keys(keys, start, sinks, there, tiers, layout, zero_point)
     if is_trellis(value_params):
