@@ -147,7 +147,7 @@ def scores_of(
     score = tl.zeros(token.shape, tl.float32)
     highest = tl.full(token.shape, float("-inf"), tl.float32)
     for query in tl.static_range(queries):
-        row: tl.constexpr = query * lanes
+        row = query * lanes
         offset = tl.load(logits + place_of_logit(token, row, ROWS), there[:, None], float("-inf")).to(tl.float32)
         peak = tl.load(base + place_of_base(block, row, ROWS), there, 0.0) - tl.load(lse + row)
         score += tl.exp2(offset + peak[:, None])
@@ -160,6 +160,15 @@ def scores_of(
             visible |= bias.to(tl.float32) > HIDDEN
         seen &= visible
     return tl.where(seen, score, -1.0)
+
+
+@triton.jit
+def list_blocks(found, block, listed):
+    """Write the `listed` blocks [n] to `found` in their order; returns their number."""
+    tl.debug_barrier()  # the last list has been read
+    tl.store(found + tl.cumsum(listed.to(tl.int32), 0) - 1, block, listed)
+    tl.debug_barrier()
+    return tl.sum(listed.to(tl.int32), 0)
 
 
 @triton.jit
@@ -203,30 +212,24 @@ def keep_best_of_logits(
     there = block * BLOCK_TOKENS < tl.load(cursor + batch * columns + AT_LOW_BIT)
     bound = tl.zeros([BLOCKS], tl.float32)
     for query in tl.static_range(queries):
-        row: tl.constexpr = query * lanes
+        row = query * lanes
         peak = tl.load(base + place_of_base(block, row, ROWS), there, float("-inf"))
         bound += tl.exp2(peak - tl.load(lse + row))
     # Rounded up, also from numbers that are not normal, since exponentials are approximate.
     key = key_of(tl.where(there, bound * 1.0001 + 1.2e-38, -1.0))
     # The best blocks: half of FIRST are enough.
     FIRST: tl.constexpr = 2 * SELECTED if 2 * SELECTED < SCORED else SCORED
-    low, reach = threshold(key, FIRST // 2, FIRST)
-    rank = tl.cumsum((key >= low).to(tl.int32), 0) - 1
-    tl.store(found + rank, block, (key >= low) & (rank < FIRST))
-    tl.debug_barrier()
+    least, reach = threshold(key, FIRST // 2, FIRST)
+    list_blocks(found, block, key >= least)
     number = tl.arange(0, FIRST)
     best = tl.load(found + number, number < reach, 0)
-    score = scores_of(
+    first_scores = scores_of(
         logits, base, lse, mask, best, number < reach, m_head, m_token, lanes=lanes, queries=queries, ROWS=ROWS,
         MASK=MASK,
     )  # fmt: skip
-    least, _ = threshold(key_of(tl.reshape(score, [FIRST * BLOCK_TOKENS])), selected, selected + selected // 4)
-    # The candidates.
-    rank = tl.cumsum((key >= least).to(tl.int32), 0) - 1
-    count = tl.sum((key >= least).to(tl.int32), 0)
-    tl.debug_barrier()
-    tl.store(found + rank, block, key >= least)
-    tl.debug_barrier()
+    key_of_best = key_of(tl.reshape(first_scores, [FIRST * BLOCK_TOKENS]))
+    least, reach = threshold(key_of_best, selected, selected + selected // 4)
+    count = list_blocks(found, block, key >= least)
     # Kept tokens take the place of the first blocks of a chunk.
     KEPT: tl.constexpr = SELECTED // BLOCK_TOKENS
     entry = tl.arange(0, SCORED)
@@ -243,20 +246,19 @@ def keep_best_of_logits(
         token = candidate[:, None] * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)[None, :]
         score = tl.where(place < held, tl.load(kept_scores + place, place < held, 0.0), score)
         token = tl.where(place < held, tl.load(kept_tokens + place, place < held, 0), token)
-        score, token = tl.reshape(score, [SCORED * BLOCK_TOKENS]), tl.reshape(token, [SCORED * BLOCK_TOKENS])
-        chosen = best_of(key_of(score), selected)
+        flat = tl.reshape(score, [SCORED * BLOCK_TOKENS])
+        chosen = best_of(key_of(flat), selected)
         rank = tl.cumsum(chosen.to(tl.int32), 0) - 1
         tl.debug_barrier()  # kept elements are loaded before others overwrite them
-        tl.store(kept_scores + rank, score, chosen)
-        tl.store(kept_tokens + rank, token, chosen)
+        tl.store(kept_scores + rank, flat, chosen)
+        tl.store(kept_tokens + rank, tl.reshape(token, [SCORED * BLOCK_TOKENS]), chosen)
         held = tl.sum(chosen.to(tl.int32), 0)
         tl.debug_barrier()
-    entry = tl.arange(0, SELECTED)
-    tl.store(kept_scores + entry, -1.0, (entry >= held) & (entry < selected))
-    tl.store(kept_tokens + entry, -1, (entry >= held) & (entry < selected))
+    left = tl.arange(0, SELECTED)
+    tl.store(kept_scores + left, -1.0, (left >= held) & (left < selected))
+    tl.store(kept_tokens + left, -1, (left >= held) & (left < selected))
     if HIDE:
-        token = tl.load(kept_tokens + entry, entry < held, 0)
-        hide_logits(logits, token, entry < held, ROWS=ROWS)
+        hide_logits(logits, tl.load(kept_tokens + left, left < held, 0), left < held, ROWS=ROWS)
 
 
 @triton.jit

@@ -24,7 +24,8 @@ class Case:
 
     spread: standard deviation of the logits, in log2 units; 0 for equal logits.
     lengths: low-bit tokens of each row of the batch.
-    hidden: share of the tokens that are hidden from all query heads.
+    hidden: share of the tokens that are hidden from all query heads and lanes, or from each of them separately if
+        apart.
     """
 
     spread: float = 3.0
@@ -34,6 +35,7 @@ class Case:
     queries: int = 4
     lanes: int = 1
     hidden: float = 0.0
+    apart: bool = False
     dtype: torch.dtype = torch.float16
 
     def __str__(self) -> str:
@@ -44,19 +46,21 @@ class Case:
 class Kept:
     """Logits [B, H, G·lanes, C] as a kernel keeps them, with their log-sum-exp, and lane 0's scores in float64."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: Case, bias: Tensor | None = None) -> None:
         self.case = case
         batch, rows = len(case.lengths), case.queries * case.lanes
         generator = torch.Generator().manual_seed(1)
         whole = torch.randn(batch, HEADS, rows, case.capacity, generator=generator, dtype=torch.float64) * case.spread
-        hidden = torch.rand(batch, HEADS, 1, case.capacity, generator=generator) < case.hidden
-        whole = whole.masked_fill(hidden, -math.inf)
+        hidden = torch.rand(batch, HEADS, rows, case.capacity, generator=generator) < case.hidden
+        whole = whole.masked_fill(hidden if case.apart else hidden[:, :, :1], -math.inf)
+        whole = whole if bias is None else whole + bias / math.log(2)
         base = whole.unflatten(-1, (-1, 16)).amax(-1).clamp_min(torch.finfo(torch.float32).min).float()
         offsets = (whole.unflatten(-1, (-1, 16)) - base.double().unsqueeze(-1)).to(case.dtype)
         self.whole = (offsets.double() + base.double().unsqueeze(-1)).flatten(-2)
         self.known = torch.arange(case.capacity) < torch.tensor(case.lengths)[:, None, None, None]
         natural = self.whole.masked_fill(~self.known, -math.inf) * math.log(2)
-        self.lse = (natural.logsumexp(-1) / math.log(2)).float()
+        lse = (natural.logsumexp(-1) / math.log(2)).float()
+        self.lse = lse.masked_fill(lse == -math.inf, math.inf)
         # Rows are filled up to an even number.
         filled = torch.cat([offsets, offsets[:, :, :1]][: 1 + rows % 2], 2)
         bases = torch.cat([base, base[:, :, :1]][: 1 + rows % 2], 2)
@@ -103,6 +107,8 @@ CASES = [
     Case(spread=0.5, k=50),
     Case(hidden=0.9),
     Case(hidden=0.97, k=40),
+    Case(hidden=0.7, apart=True, queries=2, lanes=2),
+    Case(hidden=0.999, apart=True, queries=3, lengths=(128,), capacity=256),
     Case(lengths=(32, 0, 96), capacity=256),
     Case(k=1),
     Case(k=3, queries=1),
@@ -126,3 +132,45 @@ def test_the_best_tokens_are_selected_from_kept_logits(case: Case) -> None:
     hidden.scatter_(2, chosen.long() % (case.capacity + 1), True)
     expected = before.masked_fill(hidden[:, :, None, :-1], -math.inf)
     assert torch.equal(kept.by_token.nan_to_num(nan=1.0), expected.nan_to_num(nan=1.0))
+
+
+def test_a_long_context_is_selected_in_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_select, "MOST_BLOCKS", 16)
+    for case in (Case(k=20), Case(k=20, spread=0.0), Case(k=300, hidden=0.7)):
+        kept = Kept(case)
+        scores = kept.scores()
+        assert torch.equal(kept.selected(), best(scores, case.k))
+        hidden = (kept.by_token == -math.inf).all(2).sum(-1)
+        assert torch.equal(hidden, (kept.known[:, :, 0] & (scores < 0)).sum(-1) + (scores >= 0).sum(-1).clamp(max=case.k))
+
+
+def test_an_additive_mask_hides_tokens_by_large_numbers() -> None:
+    case = Case(queries=2, lengths=(256, 96), capacity=256, hidden=0.1)
+    generator = torch.Generator().manual_seed(2)
+    hidden = torch.rand(2, HEADS * case.queries, 1, case.capacity + 1, generator=generator) < 0.9
+    hidden[0, :, :, 32:64] = True  # a block whose base is of hidden tokens
+    mask = torch.zeros(hidden.shape).masked_fill(hidden, -40_000.0)  # finite in half precision, and hidden
+    rows = mask[..., : case.capacity].reshape(2, HEADS, case.queries, case.capacity)
+    kept = Kept(case, rows)
+    scores = kept.scores((rows > -10_000).any(2))
+    assert 0 < (scores[0] >= 0).sum(-1).max() < case.k, "fewer candidates than slots"
+    assert torch.equal(kept.selected(mask.to(DEVICE)), best(scores, case.k))
+
+
+def test_tokens_whose_score_underflows_are_candidates() -> None:
+    case = Case(spread=0.0, lengths=(128,), capacity=256, k=12)
+    far = torch.full((1, HEADS, 1, case.capacity), -300.0)
+    far[..., 100:110] = 0.0
+    expected = [0, 1, *range(100, 110)]
+    assert Kept(case, far).selected()[0].tolist() == [expected] * HEADS
+
+
+@pytest.mark.parametrize("count", [1, 6])
+def test_logits_of_tokens_in_the_slots_are_hidden(count: int) -> None:
+    kept = Kept(Case(queries=3, lengths=(256,), capacity=256))
+    tokens = torch.tensor([[[0, 200, -1, 7, 8, 255][:count], [-1, 3, 64, 63, 9, -1][:count]]], dtype=torch.int32)
+    expected = kept.by_token
+    for head in range(HEADS):
+        expected[0, head, :, [token for token in tokens[0, head].tolist() if token >= 0]] = -math.inf
+    triton_select.hide(kept.logits, tokens.to(DEVICE))
+    assert torch.equal(kept.by_token, expected)
