@@ -11,7 +11,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from specache_compile.kernels.movement import triton_select
+from specache_compile.kernels.movement import triton_select_logits as select
 from specache_compile.kernels.state.cursor import CURSOR_SIZE, LOW_BIT
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -88,7 +88,7 @@ class Kept:
         cursor[:, LOW_BIT] = torch.tensor(case.lengths)
         lse = self.lse.reshape(len(case.lengths), HEADS * case.queries, case.lanes).to(DEVICE)
         chosen = torch.full((len(case.lengths), HEADS, case.k), 7, dtype=torch.int32, device=DEVICE)
-        triton_select.select(self.logits, self.base, lse, mask, cursor.to(DEVICE), chosen)
+        select.select(self.logits, self.base, lse, mask, cursor.to(DEVICE), chosen)
         return chosen.cpu()
 
 
@@ -100,16 +100,19 @@ def best(scores: Tensor, k: int) -> Tensor:
     return tokens.masked_fill(tokens == scores.shape[-1], -1).int()
 
 
-CASES = [
+QUICK = [
     Case(),
-    Case(spread=0.0),
+    Case(spread=0.0, k=50, lengths=(768,)),
+    Case(hidden=0.97, k=40, lengths=(768,)),
+    Case(hidden=0.7, apart=True, queries=2, lanes=2, lengths=(256,), capacity=256),
+    Case(hidden=0.999, apart=True, queries=3, lengths=(128,), capacity=256),
+    Case(lengths=(32, 0, 96), capacity=256, queries=1),
+    Case(capacity=8192, lengths=(7968,), queries=1, spread=0.0),
+]
+SLOW = [
     Case(spread=40.0),
     Case(spread=0.5, k=50),
     Case(hidden=0.9),
-    Case(hidden=0.97, k=40),
-    Case(hidden=0.7, apart=True, queries=2, lanes=2),
-    Case(hidden=0.999, apart=True, queries=3, lengths=(128,), capacity=256),
-    Case(lengths=(32, 0, 96), capacity=256),
     Case(k=1),
     Case(k=3, queries=1),
     Case(k=300),
@@ -117,8 +120,9 @@ CASES = [
     Case(queries=8, lanes=2, lengths=(256,), capacity=256),
     Case(dtype=torch.float32, spread=1.0),
     Case(capacity=8192, lengths=(8192,), queries=1, spread=1.0),
-    Case(capacity=8192, lengths=(7968,), queries=2, spread=0.0),
+    Case(capacity=8192, lengths=(7968, 4096), queries=2, hidden=0.5, apart=True),
 ]
+CASES = [*QUICK, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -135,17 +139,18 @@ def test_the_best_tokens_are_selected_from_kept_logits(case: Case) -> None:
 
 
 def test_a_long_context_is_selected_in_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_select, "MOST_BLOCKS", 16)
-    for case in (Case(k=20), Case(k=20, spread=0.0), Case(k=300, hidden=0.7)):
-        kept = Kept(case)
-        scores = kept.scores()
-        assert torch.equal(kept.selected(), best(scores, case.k))
-        hidden = (kept.by_token == -math.inf).all(2).sum(-1)
-        assert torch.equal(hidden, (kept.known[:, :, 0] & (scores < 0)).sum(-1) + (scores >= 0).sum(-1).clamp(max=case.k))
+    monkeypatch.setattr(select, "MOST_BLOCKS", 16)
+    case = Case(k=20, lengths=(480,), capacity=512, queries=1)
+    kept = Kept(case)
+    scores = kept.scores()
+    chosen = kept.selected()
+    assert torch.equal(chosen, best(scores, case.k))
+    hidden = (kept.by_token == -math.inf).all(2)
+    assert torch.equal(hidden.nonzero()[:, 2].view(1, HEADS, case.k).int(), chosen)
 
 
 def test_an_additive_mask_hides_tokens_by_large_numbers() -> None:
-    case = Case(queries=2, lengths=(256, 96), capacity=256, hidden=0.1)
+    case = Case(queries=2, lengths=(256, 96), capacity=256, hidden=0.1, k=40)
     generator = torch.Generator().manual_seed(2)
     hidden = torch.rand(2, HEADS * case.queries, 1, case.capacity + 1, generator=generator) < 0.9
     hidden[0, :, :, 32:64] = True  # a block whose base is of hidden tokens
@@ -172,5 +177,5 @@ def test_logits_of_tokens_in_the_slots_are_hidden(count: int) -> None:
     expected = kept.by_token
     for head in range(HEADS):
         expected[0, head, :, [token for token in tokens[0, head].tolist() if token >= 0]] = -math.inf
-    triton_select.hide(kept.logits, tokens.to(DEVICE))
+    select.hide(kept.logits, tokens.to(DEVICE))
     assert torch.equal(kept.by_token, expected)
