@@ -1,0 +1,296 @@
+"""Triton: the keys' half of attention over the low-bit tier, at 1, 2 and 4 bits; `records.py` has the order of codes.
+
+Instructions per stored number are the limit, not bytes (tools/compile_kernels.py counts them). So the loop has no
+shared memory, no barrier, and no layout conversion.
+"""
+
+# prepare_query   (B·H, C/g / GROUPS)   `triton_query`: q in fragment order; what each group's logits share
+# score_keys      (B·H, splits)         the kept logits of all rows, and their sums
+#
+# - A program has one warp. A record's words are the left side of a product, tokens × channels, in the registers of the
+#   threads that load them. The query rows are its columns, eight in a tensor core instruction; other rows repeat them.
+# - One AND leaves the numbers of one field in both halves of a word: float16 below the normal range, code · 2^(place -
+#   24), which tensor cores support. q is divided by 2^place, and by a power of two of its row, which `unit` restores.
+# - What a group's tokens share, Σ q·zero and a stepped center's share, shifts only the base of their logits.
+# - A thread has eight adjacent tokens, and a peak and a total of its own until the end.
+#
+# Triton reads the left side in an order of channels that its choice of kWidth determines (4 here): the lowest bit of m is
+# next to k0, and q's two bits are above both. With another choice, operands would go through shared memory. Triton gives
+# all loads and stores of one shape the same width, so the logits' store is two-dimensional.
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specache_compile.kernels.codes.records import PARAM_BLOCK, VECTOR, stored_dim
+from specache_compile.kernels.codes.trellis import is_trellis
+from specache_compile.kernels.codes.triton_query import GROUPS, prepare_query
+from specache_compile.kernels.codes.triton_words import expanded, fields_of, halves, scales_of
+from specache_compile.kernels.state.center import ROWS as CENTER_ROWS
+from specache_compile.kernels.state.center import STEPPED
+from specache_compile.kernels.state.layout import rotation_block
+from specache_compile.kernels.state.page_table import has_table, shape_of_scores
+from specache_compile.kernels.state.triton_center import share_of_center
+from specache_compile.kernels.state.triton_cursor import AT_LOW_BIT, place_in_page
+
+from .kept_logits import LOWEST
+from .triton_decode import MASK_STRIDES, RECORD_TOKENS, DecodeInputs, Sums, empty_sums, group_of, rows_of, splits_of
+from .triton_softmax import LOG2E, capped
+
+NOTHING_SEEN, VECTOR_WORDS, BLOCK = tl.constexpr(LOWEST), tl.constexpr(VECTOR), tl.constexpr(PARAM_BLOCK)
+PER_TOKEN = tl.constexpr(CENTER_ROWS)
+# Programs per multiprocessor that the registers allow.
+PROGRAMS = 16
+
+
+@triton.jit
+def scaled_query(query, params, D: tl.constexpr):
+    """Return the right side of a product [D, ROWS]: query [NT, D/B, 8, 4, B/16, 2, 2] times a group's scales."""
+    B: tl.constexpr = BLOCK if D >= BLOCK else D
+    NT: tl.constexpr = query.shape[0]
+    kind: tl.constexpr = query.dtype
+    if params.dtype.element_ty == tl.uint8:  # a thread loads its channels' bytes, equal for all rows
+        i = tl.arange(0, 2 * D)
+        words = tl.load(params.to(tl.pointer_type(tl.int32), bitcast=True) + (i // (2 * B) * (B // 4) + i % (B // 4)))
+        scales = tl.reshape(scales_of(words).to(kind), [D // B, 8, 4, B // 16, 2, 2])
+    else:
+        LOAD: tl.constexpr = 8 if B >= 32 else 4
+        PARTS: tl.constexpr = B // 4 // LOAD
+        i = tl.arange(0, 8 * D)
+        at = i // (8 * B) * B + i // (32 * LOAD) % PARTS * LOAD + i // LOAD % 4 * (B // 4) + i % LOAD
+        scales = tl.load(params + at).to(tl.float32)
+        if kind == tl.float16 and params.dtype.element_ty == tl.bfloat16:
+            scales = tl.minimum(scales, 65504.0)
+        scales = tl.reshape(scales.to(kind), [D // B, PARTS, 8, 4, LOAD // 4, 2, 2])
+        scales = tl.reshape(tl.permute(scales, (0, 2, 3, 1, 4, 6, 5)), [D // B, 8, 4, B // 16, 2, 2])
+    found = query * scales[None, :, :, :, :, :, :]
+    return tl.reshape(tl.permute(found, (1, 4, 3, 5, 6, 0, 2)), [D, NT * 8])
+
+
+@triton.jit
+def unpacked_keys(words, D: tl.constexpr, bits: tl.constexpr, TRELLIS: tl.constexpr, IN_PLACE: tl.constexpr,
+                  kind: tl.constexpr):  # fmt: skip
+    """Return a record's codes as the left side of a product, [64, D] in `kind`; row 8·j + g is token 8·g + j."""
+    LOADS: tl.constexpr = D * bits // 16 if D * bits // 16 < VECTOR_WORDS else VECTOR_WORDS
+    TURNS: tl.constexpr = words.shape[0] // (32 * LOADS)
+    F: tl.constexpr = 16 // bits
+    if TRELLIS:
+        fields = fields_of(tl.reshape(expanded(words), [2 * words.shape[0]]), 2, IN_PLACE)
+        fields = tl.permute(tl.reshape(fields, [words.shape[0], 2, 8]), (0, 2, 1))
+    else:
+        fields = fields_of(words, bits, IN_PLACE)
+    found = tl.reshape(halves(fields, kind), [TURNS, 8, 4, LOADS, F, 2])
+    found = tl.reshape(tl.permute(found, (0, 3, 4, 1, 2, 5)), [8, D // 16, 2, 8, 4, 2])
+    return tl.reshape(tl.permute(found, (0, 3, 1, 4, 2, 5)), [64, D])
+
+
+@triton.jit
+def in_rows(x, ROWS: tl.constexpr):
+    """Broadcast [8, 4, 8] by thread (g, q) and token 8·g + j to [ROWS, 8, 8] by row, g and j; it is equal for all q."""
+    x = tl.permute(x, (1, 0, 2))[None, :, None, :, :]
+    return tl.reshape(tl.broadcast_to(x, [ROWS // 8, 4, 2, 8, 8]), [ROWS, 8, 8])
+
+
+@triton.jit
+def token_scales(params, ROWS: tl.constexpr):
+    """Return the scales of a record's tokens in the trellis code, float32 [ROWS, 8, 8] as in `in_rows`."""
+    if params.dtype.element_ty == tl.uint8:
+        i = tl.arange(0, 64)
+        words = tl.load(params.to(tl.pointer_type(tl.int32), bitcast=True) + (i // 8 * 2 + i % 2))
+        scales = tl.permute(tl.reshape(scales_of(words), [8, 4, 2, 2, 2]), (0, 1, 2, 4, 3))
+    else:
+        i = tl.arange(0, 256)
+        scales = tl.load(params + (i // 32 * 8 + i % 8))
+    return in_rows(tl.reshape(scales.to(tl.float32), [8, 4, 8]), ROWS=ROWS)
+
+
+@triton.jit(do_not_specialize=[*MASK_STRIDES, "capacity", "columns", "share_columns", "splits"])
+def score_keys(
+    # query, unit and shares of `prepare_query`; token_shares [B, Hq, lanes, share_columns] float32, unused if CENTERED is
+    # not PER_TOKEN; codes [B, H, C, w] uint8; key_params [B, H, C/g, 2, D], or [B, H, C/g, 1, g] in the trellis code.
+    query, unit, shares, token_shares, codes, key_params,
+    # As in `triton_decode.score_tokens`.
+    mask, cursor, sink_index,
+    # Written: `kept_logits.based_logits`; peaks and totals [B·H, splits, ROWS] float32, in log2 units.
+    logits, base, peaks, totals,
+    m_batch, m_head, m_row, m_token, softcap, heads, capacity, columns, share_columns, splits,
+    D: tl.constexpr, bits: tl.constexpr, group: tl.constexpr, width: tl.constexpr, lanes: tl.constexpr,
+    rows: tl.constexpr, sink_tokens: tl.constexpr, TRELLIS: tl.constexpr, CENTERED: tl.constexpr,
+    MASK: tl.constexpr, CAP: tl.constexpr, IN_PLACE: tl.constexpr, ROWS: tl.constexpr, PAGED: tl.constexpr,
+):  # fmt: skip
+    """One program: all query rows of a KV head, over a split of its low-bit tier. Logits of sinks are -inf.
+
+    width: w. CENTERED: rows of the keys' center, or 0. MASK, CAP: as in `triton_softmax`. Bytes per token: D·bits/8 of
+    codes, 2·D/g parameters, `bytes_of_logit`·R' written. FLOPs: 2·ROWS·D.
+    """
+    B: tl.constexpr = BLOCK if D >= BLOCK else D
+    NT: tl.constexpr = ROWS // 8
+    Q: tl.constexpr = (rows + 1) // 2
+    LOAD: tl.constexpr = 2 if D >= 32 else 1
+    SHARED: tl.constexpr = not TRELLIS or (CENTERED > 0 and CENTERED != PER_TOKEN)
+    IN_LOG2: tl.constexpr = TRELLIS or CAP or MASK == 2 or CENTERED == PER_TOKEN
+    bh, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    batch = bh // heads
+    cursor += batch * columns
+    low_bit = tl.load(cursor + AT_LOW_BIT).to(tl.int32)
+    tiles = (low_bit + 63) // 64
+    share = tl.cdiv(tiles, splits)
+    begin, end = split * share, tl.minimum(tiles, (split + 1) * share)
+    row = tl.arange(0, ROWS)
+    x = tl.load(query + bh * (ROWS * D) + tl.arange(0, ROWS * D))
+    x = tl.reshape(x, [NT, D // B, B // (16 * LOAD), 8, 4, LOAD, 2, 2])
+    x = tl.reshape(tl.permute(x, (0, 1, 3, 4, 2, 5, 6, 7)), [NT, D // B, 8, 4, B // 16, 2, 2])
+    worth = tl.load(unit + bh * (2 * ROWS) + row)
+    offset = tl.load(unit + bh * (2 * ROWS) + ROWS + row)
+    codes = codes.to(tl.pointer_type(tl.int32), bitcast=True)
+    mask += batch * m_batch
+    real = row % rows
+    mask_row = (bh % heads * (rows // lanes) + real // lanes) * m_head + real % lanes * m_row
+    token_shares += (bh * rows + real) * share_columns
+    # A record's logits [2, NT, g, q, j] and bases [2, NT, block, q].
+    i = tl.arange(0, NT * 256)[None, :]
+    pair = i // 256 * 4 + i // 8 % 4
+    kept = pair < Q
+    logits_at = tl.arange(0, 2)[:, None] * (64 * Q) + i // 32 % 8 * (8 * Q) + pair * 8 + i % 8
+    i = tl.arange(0, NT * 32)
+    base_pair = i // 16 % NT * 4 + i % 4
+    base_kept = base_pair < Q
+    base_at = i // (NT * 16) * (4 * Q) + i // 4 % 4 * Q + base_pair
+    peak = tl.full([ROWS, 8], -1e30, tl.float32)
+    total = tl.zeros([ROWS, 8], tl.float32)
+    last = -1
+    if sink_tokens > 0:
+        sink_index += batch * sink_tokens
+        for place in range(sink_tokens):
+            last = tl.maximum(last, tl.load(sink_index + place) >> 6)
+    for tile in range(begin, end):
+        record = bh * (capacity // 64) + tile
+        number = record
+        if PAGED:
+            token = tl.zeros([], tl.int64) + tile * 64
+            number = place_in_page(cursor, bh % heads, token, heads, token >= 0) // 64
+        words = tl.load(codes + number * (16 * width) + tl.arange(0, 2 * D * bits))
+        keys = unpacked_keys(words, D, bits, TRELLIS, IN_PLACE, query.dtype.element_ty)
+        within = tl.arange(0, 8)[:, None] * 8 + tl.arange(0, 8)[None, :] + tile * 64  # [g, j]
+        # The second half of the last record may have no tokens.
+        later = (tile * 64 + 32 < low_bit).to(tl.int32) if group == 32 else 0
+        if TRELLIS:
+            right = tl.permute(x, (1, 4, 3, 5, 6, 0, 2))
+            y = tl.dot(keys, tl.reshape(right, [D, ROWS]), input_precision="ieee")
+        elif group == 32:
+            params = key_params + number * (4 * D)
+            first = tl.dot(keys, scaled_query(x, params, D), input_precision="ieee")
+            y = tl.dot(keys, scaled_query(x, params + later * (2 * D), D), input_precision="ieee")
+            y = tl.where((tl.arange(0, 64) % 8 < 4)[:, None], first, y)
+        else:
+            params = key_params + number // (group // 64) * (2 * D)
+            y = tl.dot(keys, scaled_query(x, params, D), input_precision="ieee")
+        y = tl.permute(tl.reshape(y, [8, 8, ROWS]), (2, 1, 0))  # row, g, j
+        if SHARED:  # what a group's tokens share: [ROWS, g]
+            at = shares + (bh * (capacity // group) + tile * 64 // group) * ROWS + row
+            shared = tl.load(at)[:, None]
+            if group == 32:
+                shared = tl.where((tl.arange(0, 8) < 4)[None, :], shared, tl.load(at + later * ROWS)[:, None])
+        if TRELLIS:
+            scales = token_scales(key_params + number * 64, ROWS) * worth[:, None, None]
+            y = (y + offset[:, None, None]) * scales
+        elif IN_LOG2:
+            y = y * worth[:, None, None]
+        if IN_LOG2:
+            if SHARED:
+                y += shared[:, :, None]
+            if CENTERED == PER_TOKEN:
+                y += tl.load(token_shares[:, None, None] + within[None, :, :]) * LOG2E
+            y = capped(y, softcap * LOG2E, CAP)
+        if MASK == 3:
+            token = tl.arange(0, 256)[None, :]  # j, g, q
+            at = tile * 64 + (token // 4 % 8 * 8 + token // 32)
+            seen = tl.load(mask + at * m_token, at < low_bit, 0) if group == 32 else tl.load(mask + at * m_token)
+            seen = tl.permute(tl.reshape(seen != 0, [8, 8, 4]), (1, 2, 0))
+            y = tl.where(in_rows(seen, ROWS=ROWS), y, float("-inf"))
+        elif MASK > 0:
+            at = mask_row[:, None, None] + (within * m_token)[None, :, :]
+            bias = tl.load(mask + at, (within < low_bit)[None, :, :], 0)
+            if MASK == 1:
+                y = tl.where(bias != 0, y, float("-inf"))
+            else:
+                y += bias.to(tl.float32) * LOG2E
+        if sink_tokens > 0:
+            if tile <= last:
+                for place in range(sink_tokens):
+                    y = tl.where((within == tl.load(sink_index + place))[None, :, :], float("-inf"), y)
+        if group == 32:
+            y = tl.where((within < low_bit)[None, :, :], y, float("-inf"))
+        top = tl.max(tl.reshape(tl.max(y, 2), [ROWS, 4, 2]), 2)
+        if not IN_LOG2:
+            top = top * worth[:, None]
+            y = y * worth[:, None, None]
+        if sink_tokens > 0 or MASK > 0 or group == 32:
+            top = tl.maximum(top, NOTHING_SEEN)
+        bases = tl.reshape(tl.broadcast_to(top[:, :, None], [ROWS, 4, 2]), [ROWS, 8])
+        above = y - bases[:, :, None]
+        if SHARED and not IN_LOG2:
+            bases += shared
+            if group == 32:
+                shared = tl.max(tl.reshape(shared, [ROWS, 4, 2]), 2)
+            top += shared
+        offsets = tl.permute(tl.reshape(above.to(logits.dtype.element_ty), [NT, 4, 2, 8, 8]), (2, 0, 3, 1, 4))
+        tl.store(logits + record * (128 * Q) + logits_at, tl.reshape(offsets, [2, NT * 256]), kept)
+        tops = tl.reshape(tl.permute(tl.reshape(top, [NT, 4, 2, 4]), (2, 0, 3, 1)), [NT * 32])
+        tl.store(base + record * (8 * Q) + base_at, tops, base_kept)
+        higher = tl.maximum(peak, bases)
+        total = total * tl.exp2(peak - higher) + tl.sum(tl.exp2(above), 2) * tl.exp2(bases - higher)
+        peak = higher
+    most = tl.max(peak, 1)
+    total = tl.sum(total * tl.exp2(peak - most[:, None]), 1)
+    at = (bh * splits + split) * ROWS + row
+    tl.store(peaks + at, tl.where(total > 0, most, float("-inf")))
+    tl.store(totals + at, total)
+
+
+def attend_keys(inputs: DecodeInputs, logits: Tensor, base: Tensor) -> Sums:
+    """Write the low-bit tier's kept logits of all rows, without sinks; returns their sums, which have no values."""
+    q, cursor, layout, tiers = inputs.q, inputs.cursor, inputs.layout, inputs.tiers
+    codes, key_params, keys_center = tiers.codes, tiers.key_params, tiers.center
+    batch, query_heads, lanes, d = q.shape
+    _, heads, capacity = shape_of_scores(codes, cursor)
+    group, dim, centered = group_of(tiers, layout), stored_dim(d), keys_center.shape[2]
+    in_trellis, padded = is_trellis(key_params), rows_of(q, heads)
+    splits = splits_of(batch * heads, triton.cdiv(capacity, RECORD_TOKENS), q.device, PROGRAMS)
+    new = functools.partial(torch.empty, device=q.device)
+    kind = torch.float32 if q.dtype == torch.float32 else torch.float16
+    query, unit = new((batch * heads, padded * dim), dtype=kind), new((batch * heads, 2, padded))
+    shares = new((batch * heads, capacity // group, padded))
+    center_shares = unit
+    if centered:
+        center_shares = share_of_center(q, keys_center, cursor, capacity, group, inputs.scale)
+    steps, paged = centered == STEPPED, has_table(cursor)
+    place_bits = 2 if in_trellis else layout.key_bits
+    # Codes stay at their place in a byte if it is the same for all tokens.
+    in_place = dim // 8 >= (8 if in_trellis else 8 // layout.key_bits)
+    common = dict(
+        heads=heads, capacity=capacity, columns=cursor.stride(0), share_columns=center_shares.shape[-1],
+        D=dim, group=group, lanes=lanes, rows=query_heads // heads * lanes, IN_PLACE=in_place, ROWS=padded, PAGED=paged,
+    )  # fmt: skip
+    chunks = triton.cdiv(capacity // group, GROUPS) if steps or not in_trellis else 1
+    prepare_query[batch * heads, chunks](
+        q, key_params, center_shares, cursor, query, unit, shares,
+        q_batch=q.stride(0), q_head=q.stride(1), q_lane=q.stride(2), scale=inputs.scale, d=d, bits=place_bits,
+        TURNED=rotation_block(d) if layout.is_rotated else 1, LEVELS=not in_trellis, CENTERED=steps, GROUPS=GROUPS,
+        **common, num_warps=4,
+    )  # fmt: skip
+    sums = empty_sums(batch * heads, splits, padded, 0, q.device)
+    kind_of_mask, mask, strides = inputs.mask
+    score_keys[batch * heads, splits](
+        query, unit, shares, center_shares, codes, key_params, q if mask is None else mask, cursor, tiers.sink_index,
+        logits, base, sums.peaks, sums.totals,
+        **strides, softcap=inputs.softcap or 1.0, splits=splits, bits=layout.key_bits, width=codes.shape[3],
+        sink_tokens=tiers.sink_index.shape[2], TRELLIS=in_trellis, CENTERED=centered, MASK=kind_of_mask,
+        CAP=inputs.softcap is not None, **common, num_warps=1, num_stages=1,
+    )  # fmt: skip
+    return sums

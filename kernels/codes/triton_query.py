@@ -1,0 +1,107 @@
+"""Triton: q for products with low-bit keys (`records.py`), and the parts of logits that a group's tokens share."""
+
+from __future__ import annotations
+
+import math
+
+import triton
+import triton.language as tl
+
+from specache_compile.kernels.state.triton_cursor import AT_LOW_BIT, place_in_page
+from specache_compile.kernels.state.triton_rotate import hadamard
+
+from .records import PARAM_BLOCK
+from .triton_words import scales_of, zeros_of
+
+BLOCK, LOG2E = tl.constexpr(PARAM_BLOCK), tl.constexpr(math.log2(math.e))
+# The value of a float16's lowest bit, in which codes count.
+LOWEST_BIT = tl.constexpr(2.0**-24)
+# Groups per program.
+GROUPS = 64
+
+
+@triton.jit
+def power_of_two(exponent):
+    """Return 2**exponent for exponents of normal numbers."""
+    return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit(do_not_specialize=["capacity", "columns", "share_columns"])
+def prepare_query(
+    # q [B, Hq, lanes, d]; key_params [B, H, C/g, 2, D], unused without levels; center_shares [B, Hq, lanes,
+    # share_columns] float32, one per group, unused if not CENTERED; cursor int64 [B, 4].
+    q, key_params, center_shares, cursor,
+    # Written: query [B·H, ROWS · D] float16 or float32, in fragment order; unit [B·H, 2, ROWS] float32: what converts a
+    # product to log2 units, and -3/2 of a row's sum; shares [B·H, C/g, ROWS] float32, in log2 units.
+    query, unit, shares,
+    q_batch, q_head, q_lane, scale, heads, capacity, columns, share_columns,
+    d: tl.constexpr, D: tl.constexpr, bits: tl.constexpr, group: tl.constexpr, lanes: tl.constexpr,
+    rows: tl.constexpr, TURNED: tl.constexpr, LEVELS: tl.constexpr, CENTERED: tl.constexpr, IN_PLACE: tl.constexpr,
+    ROWS: tl.constexpr, GROUPS: tl.constexpr, PAGED: tl.constexpr,
+):  # fmt: skip
+    """One program: all query rows of a KV head; the first also stores them. Then what GROUPS groups' logits share.
+
+    rows: G·lanes. TURNED: channels that are rotated together, or 1. LEVELS: keys have zero points; else they are in the
+    trellis code. Bytes per group: 2·D parameters read, 4·ROWS written. FLOPs: 2·ROWS·D per group.
+    """
+    kind: tl.constexpr = query.dtype.element_ty
+    bh, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    batch, head = bh // heads, bh % heads
+    row, channel = tl.arange(0, ROWS), tl.arange(0, D)
+    number = row % rows
+    at = q + batch * q_batch + (head * (rows // lanes) + number // lanes) * q_head + number % lanes * q_lane
+    x = tl.load(at[:, None] + channel[None, :], (channel < d)[None, :], 0.0).to(tl.float32)
+    if TURNED > 1:
+        x = tl.reshape(hadamard(tl.reshape(x, [ROWS * D // TURNED, TURNED])), [ROWS, D])
+    exponent = (tl.max(tl.abs(x), 1).to(tl.int32, bitcast=True) >> 23) - 126
+    exponent = tl.minimum(exponent, 126)
+    x = (x * power_of_two(-exponent)[:, None]).to(kind).to(tl.float32)
+    worth = power_of_two(exponent) * (scale * LOG2E)
+    if chunk == 0:
+        level: tl.constexpr = LOWEST_BIT if kind == tl.float16 else 1.0
+        place = (channel // 8 if LEVELS else channel // 16) % (8 // bits) * bits
+        lifted = x
+        if IN_PLACE:
+            lifted = x * power_of_two(-place)[None, :]
+        LOAD: tl.constexpr = 8 if D >= 32 else 4
+        lifted = tl.reshape(lifted, [ROWS // 8, 8, D // (4 * LOAD), LOAD // 2, 4, 2])
+        lifted = tl.reshape(tl.permute(lifted, (0, 2, 1, 4, 3, 5)), [ROWS * D])
+        tl.store(query + bh * (ROWS * D) + tl.arange(0, ROWS * D), lifted.to(kind))
+        tl.store(unit + bh * (2 * ROWS) + row, worth * (1.0 / level))
+        tl.store(unit + bh * (2 * ROWS) + ROWS + row, tl.sum(x, 1) * (-1.5 * level))
+    if LEVELS or CENTERED:
+        number = chunk * GROUPS + tl.arange(0, GROUPS)
+        cursor += batch * columns
+        there = number * group < tl.load(cursor + AT_LOW_BIT)
+        share = tl.zeros([GROUPS, ROWS], tl.float32)
+        if LEVELS:
+            first = bh * (capacity // group) + number
+            if PAGED:
+                token = tl.zeros([GROUPS], tl.int64) + number * group
+                first = place_in_page(cursor, head, token, heads, there) // group
+            share = share_of_zeros(key_params + first * (2 * D), there, x, kind, D=D) * worth[None, :]
+        if CENTERED:
+            at = (bh * rows + row % rows) * share_columns
+            share += tl.load(center_shares + at[None, :] + number[:, None], there[:, None], 0.0) * LOG2E
+        at = (bh * (capacity // group) + number) * ROWS
+        tl.store(shares + at[:, None] + row[None, :], share, there[:, None])
+
+
+@triton.jit
+def share_of_zeros(params, there, x, kind: tl.constexpr, D: tl.constexpr):
+    """Return Σ zero · x [groups, ROWS] of the groups with parameters at `params` [groups], for rows x [ROWS, D]."""
+    B: tl.constexpr = BLOCK if D >= BLOCK else D
+    right = tl.reshape(x, [x.shape[0], D // B, B // 16, 2, 4, 2])
+    if params.dtype.element_ty == tl.uint8:
+        word = tl.arange(0, D // 4)[None, :]
+        at = params.to(tl.pointer_type(tl.int32), bitcast=True)[:, None] + word
+        scales = scales_of(tl.load(at, there[:, None], 0))
+        zeros = zeros_of(tl.load(at + D // 4, there[:, None], 0))
+        left = tl.reshape((zeros * scales).to(kind), [params.shape[0], D])
+        right = tl.reshape(tl.permute(right, (1, 4, 2, 3, 5, 0)), [D, x.shape[0]]).to(kind)
+        share = tl.dot(left, right, input_precision="ieee") * 16.0
+    else:
+        left = tl.load(params[:, None] + (D + tl.arange(0, D))[None, :], there[:, None], 0.0).to(tl.float32)
+        right = tl.reshape(tl.permute(right, (1, 4, 2, 5, 3, 0)), [D, x.shape[0]])
+        share = tl.dot(left, right, input_precision="ieee" if kind == tl.float32 else "tf32x3")
+    return share

@@ -1,0 +1,269 @@
+"""The keys' half of attention over random codes, interpreted without a GPU, against float64."""
+
+from __future__ import annotations
+
+import functools
+import math
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from specache_compile.kernels.attention.kept_logits import based_logits
+from specache_compile.kernels.attention.triton_decode import DecodeInputs, mask_form
+from specache_compile.kernels.attention.triton_keys import attend_keys
+from specache_compile.kernels.codes.params import read_params, read_scale
+from specache_compile.kernels.state.center import share_of_center
+from specache_compile.kernels.state.layout import Layout, hadamard, rotation_block
+from specache_compile.kernels.state.stored_tiers import StoredTiers
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+HEADS, SINKS = 2, 3
+
+
+@dataclass(frozen=True)
+class Case:
+    """Random codes of a layer, and a step's query.
+
+    lengths: low-bit tokens of each row of the batch.
+    center: rows of the keys' center.
+    """
+
+    bits: int = 2
+    trellis: bool = False
+    d: int = 64
+    group: int = 64
+    eight: bool = True
+    dtype: torch.dtype = torch.float16
+    rotate: bool = False
+    queries: int = 2
+    lanes: int = 1
+    softcap: float | None = None
+    center: int = 0
+    mask: str = ""
+    paged: bool = False
+    sinks: bool = True
+    lengths: tuple[int, ...] = (256, 128)
+    capacity: int = 256
+
+    def __str__(self) -> str:
+        changed = [f"{name} {value}" for name, value in vars(self).items() if value != getattr(Case, name)]
+        return ", ".join(changed) or "plain"
+
+
+BF16, FP32 = torch.bfloat16, torch.float32
+QUICK = [
+    Case(),
+    Case(d=128, lanes=2, queries=4, mask="padding", lengths=(448, 64), capacity=512),
+    Case(bits=1, d=64, group=32, lengths=(96, 224), queries=3, center=4),
+    Case(bits=4, d=32, group=128, softcap=3.0, dtype=FP32, paged=True),
+    Case(bits=1, trellis=True, d=128, rotate=True, center=3, paged=True, lengths=(192, 256)),
+    Case(bits=1, trellis=True, d=16, dtype=FP32, center=3, softcap=5.0, group=32, lengths=(96, 256), sinks=False),
+    Case(d=80, rotate=True, eight=False, mask="bool", queries=5, lanes=2, group=32, lengths=(32, 160)),
+    Case(bits=1, d=16, dtype=FP32, eight=False, mask="additive", queries=9, lanes=2, group=128),
+]
+SLOW = [
+    Case(bits=4, d=256, lengths=(64, 128)),
+    Case(bits=4, d=64, rotate=True, eight=False, dtype=FP32, mask="padding", group=32, lengths=(160, 96)),
+    Case(d=256, queries=8, rotate=True, group=128, center=4, softcap=2.0),
+    Case(bits=2, d=16, queries=1, mask="bool", softcap=2.0),
+    Case(bits=1, d=32, queries=7, mask="additive", paged=True, center=4),
+    Case(bits=1, d=128, eight=False, queries=8, lanes=3, mask="padding", sinks=False),
+    Case(bits=1, trellis=True, d=64, eight=False, mask="bool", queries=6, lanes=2),
+    Case(bits=1, trellis=True, d=256, mask="padding", group=128, dtype=FP32, lengths=(128, 256)),
+    Case(bits=1, trellis=True, d=96, mask="additive", center=4, rotate=True, paged=True, group=32, lengths=(224, 96)),
+    Case(d=32, dtype=FP32, rotate=True, paged=True, mask="additive", lengths=(192, 64)),
+]
+
+
+def key_places(dim: int, bits: int) -> tuple[Tensor, Tensor]:
+    """Return word and bit of each number [64, D] of a record's keys."""
+    token, channel = torch.arange(64)[:, None], torch.arange(dim)[None, :]
+    g, j, m, q, k0 = token // 8, token % 8, channel // 8, channel % 8 // 2, channel % 2
+    fields, loads = 16 // bits, min(4, dim * bits // 16)
+    n = m + dim // 8 * j
+    f, t = n % fields, n // fields
+    return (t // loads * 32 + 4 * g + q) * loads + t % loads, 16 * k0 + bits * f
+
+
+def param_places(dim: int) -> Tensor:
+    """Return the place of each channel's parameter [D]."""
+    c = torch.arange(dim)
+    block = min(dim, 64)
+    m, q, k0 = c % block // 8, c % 8 // 2, c % 2
+    return c // block * block + q * (block // 4) + m // 2 * 4 + 2 * k0 + m % 2
+
+
+def levels_of(words: Tensor, case: Case, dim: int) -> Tensor:
+    """Return the levels float64 [..., 64, D] of words int64 [..., 2 · D · bits]."""
+    word, bit = key_places(dim, case.bits)
+    if not case.trellis:
+        return (words[..., word] >> bit & 2**case.bits - 1).double()
+    back = [words[..., word] >> (bit - step) % 32 & 1 for step in range(4)]
+    return (2 * (back[0] ^ back[1] ^ back[3]) + back[2]).double() - 1.5
+
+
+@functools.cache
+def dim_of(d: int) -> int:
+    return max(16, 2 ** math.ceil(math.log2(d)))
+
+
+class Layer:
+    """Tiers with random codes and parameters, and their keys in float64, without their center."""
+
+    def __init__(self, case: Case) -> None:
+        torch.manual_seed(0)
+        batch, dim = len(case.lengths), dim_of(case.d)
+        width, records = dim * (case.bits + 1) // 8, case.capacity // 64
+        codes = torch.randint(0, 256, (batch, HEADS, case.capacity, width), dtype=torch.uint8)
+        part = codes.view(batch, HEADS, records, 64 * width)[..., : 8 * dim * case.bits].contiguous()
+        levels = levels_of(part.view(torch.int32).long() & 0xFFFFFFFF, case, dim)
+        shape = (batch, HEADS, case.capacity // case.group, *((1, case.group) if case.trellis else (2, dim)))
+        kind = torch.uint8 if case.eight else case.dtype
+        if case.eight:  # scales around 1, zero points of either sign
+            params = torch.cat([torch.randint(*ends, (*shape[:3], 1, shape[4])) for ends in ((88, 124), (0, 256))], 3)
+        else:
+            params = torch.cat([torch.rand(*shape[:3], 1, shape[4]) + 0.1, torch.randn(*shape[:3], 1, shape[4])], 3)
+        params = params[..., : shape[3], :].to(kind)
+        if case.trellis:
+            scale = read_scale(params).double().view(batch, HEADS, -1, 64, 1)
+            keys = levels * scale
+        else:
+            scale, zero = (x.double() for x in read_params(*params.unbind(3)))
+            scale, zero = (x[..., param_places(dim)].repeat_interleave(case.group, 2) for x in (scale, zero))
+            keys = levels * scale.view_as(levels) + zero.view_as(levels)
+        # Undefined after the last token.
+        for row, length in enumerate(case.lengths):
+            params[row, :, -(-length // case.group) :] = 255 if case.eight else math.nan
+        self.keys = keys.flatten(2, 3)[..., : case.d]
+        center = torch.randn(batch, HEADS, case.center, case.d)
+        center[:, :, 3:] = 0
+        cursor = torch.zeros(batch, 4, dtype=torch.int64)
+        lengths = torch.tensor(case.lengths)
+        cursor[:, 0], cursor[:, 1], cursor[:, 2] = lengths + 5, lengths, lengths
+        if case.paged:
+            pages = case.capacity // 256
+            table = torch.randperm(batch * pages).view(batch, pages) + 1
+            codes, params = in_pages(codes, table), in_pages(params, table)
+            cursor = torch.cat([cursor, table], 1)
+        sinks = torch.tensor([[0, 70, 2], [-1, 1, -1]], dtype=torch.int32)[:, None]
+        self.sinks = sinks if case.sinks else sinks[..., :0]
+        empty = codes.new_zeros(0)
+        tiers = StoredTiers(codes, params, empty, center, empty, self.sinks, empty)
+        self.tiers = StoredTiers(*(x.to(DEVICE) for x in tiers))
+        self.cursor, self.center = cursor.to(DEVICE), center
+
+
+def in_pages(x: Tensor, table: Tensor) -> Tensor:
+    """Move rows [B, H, C, ...] to pages [P, H, 256, ...]; page 0 is undefined."""
+    batch, heads = x.shape[:2]
+    parts = x.unflatten(2, (table.shape[1], -1)).transpose(1, 2)
+    pages = torch.full((batch * table.shape[1] + 1, heads, *parts.shape[3:]), 3, dtype=x.dtype)
+    pages[table.flatten()] = parts.flatten(0, 1)
+    return pages
+
+
+def mask_of(case: Case) -> Tensor | None:
+    batch, tokens = len(case.lengths), max(case.lengths) + 6
+    if case.mask == "padding":
+        return torch.arange(tokens) >= torch.tensor([70, 3]).view(-1, 1, 1, 1)
+    if case.mask == "bool":
+        return torch.rand(batch, 1, case.lanes, tokens) > 0.3
+    if case.mask == "additive":
+        return torch.randn(batch, HEADS * case.queries, 1, tokens).to(case.dtype)
+    return None
+
+
+def expected_logits(case: Case, layer: Layer, q: Tensor, mask: Tensor | None) -> Tensor:
+    """Return the logits [B, H, G, lanes, C] in float64 and natural units; undefined after the last token."""
+    grouped = q.double().unflatten(1, (HEADS, -1)) * case.d**-0.5
+    rotated = grouped
+    if case.rotate:
+        block = rotation_block(case.d)
+        matrix = hadamard(block, torch.device("cpu")).double()
+        rotated = (grouped.unflatten(-1, (-1, block)) @ matrix).flatten(-2)
+    logits = torch.einsum("bhgld,bhtd->bhglt", rotated, layer.keys)
+    if case.center:
+        logits = logits + share_of_center(grouped.float(), layer.center, case.group, case.capacity).double()
+    if case.softcap is not None:
+        logits = torch.tanh(logits / case.softcap) * case.softcap
+    if mask is not None:
+        mask = torch.nn.functional.pad(mask, (0, case.capacity - mask.shape[-1])) if mask.shape[-1] < case.capacity else mask
+        mask = mask[..., : case.capacity]
+        mask = mask.unflatten(1, (HEADS, -1)) if mask.shape[1] > 1 else mask.unsqueeze(1)
+        logits = logits.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else logits + mask.double()
+    for row, sinks in enumerate(layer.sinks[:, 0].tolist()):
+        for token in sinks:
+            if token >= 0:
+                logits[row, ..., token] = -math.inf
+    return logits
+
+
+def by_token(logits: Tensor, base: Tensor, rows: int) -> Tensor:
+    """Return kept logits [B, H, rows, C] in float64 and natural units."""
+    offsets = logits.double().permute(0, 1, 5, 3, 2, 4, 6).flatten(4).flatten(2, 3)
+    bases = base.double().permute(0, 1, 5, 3, 2, 4).flatten(4).flatten(2, 3).repeat_interleave(16, -1)
+    return ((offsets + bases) * math.log(2)).cpu()[:, :, :rows]
+
+
+@pytest.mark.parametrize("case", [*QUICK, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)], ids=str)
+def test_keys_against_float64(case: Case) -> None:
+    layer, batch, rows = Layer(case), len(case.lengths), case.queries * case.lanes
+    q = torch.randn(case.lanes, batch, HEADS * case.queries, case.d).to(case.dtype).movedim(0, 2)
+    mask = mask_of(case)
+    form = mask_form(None if mask is None else mask.to(DEVICE), batch, HEADS * case.queries, case.lanes)
+    layout, scale = Layout(case.bits, 1, case.rotate), case.d**-0.5
+    given = q.to(DEVICE)
+    inputs = DecodeInputs(given, given, given, form, layer.cursor, layer.tiers, layout, scale, case.softcap)
+    logits, base = based_logits(given, HEADS, case.capacity)
+    logits.fill_(math.nan)
+    base.fill_(math.nan)
+    sums = attend_keys(inputs, logits, base)
+    expected = expected_logits(case, layer, q, mask).flatten(2, 3)
+    found = by_token(logits, base, rows)
+    low = case.dtype != torch.float32
+    for row, length in enumerate(case.lengths):
+        here, right = found[row, ..., :length], expected[row, ..., :length]
+        assert torch.equal(here.isinf(), right.isinf())
+        seen = ~right.isinf()
+        # Half precision rounds q's scaled channels and the offsets from a base.
+        spread = float(right[seen].max() - right[seen].min())
+        torch.testing.assert_close(here[seen], right[seen], atol=(1e-3 if low else 2e-6) * spread, rtol=1e-6)
+        assert found[row, ..., length : -(-length // 64) * 64].isneginf().all()
+    lse = (sums.peaks + sums.totals.log2()).double().cpu() * math.log(2)
+    for row, length in enumerate(case.lengths):
+        of_row = lse.unflatten(0, (batch, HEADS))[row, ..., :rows].logsumexp(1)
+        right = expected[row, ..., :length].logsumexp(-1)
+        torch.testing.assert_close(of_row, right, atol=5e-3 if low else 1e-5, rtol=1e-6)
+
+
+def test_a_split_without_tokens_has_no_peak() -> None:
+    case = Case(lengths=(64, 0), capacity=1024, sinks=False)
+    layer = Layer(case)
+    q = torch.randn(2, HEADS * case.queries, 1, case.d, dtype=torch.float16, device=DEVICE)
+    form = mask_form(None, 2, HEADS * case.queries, 1)
+    inputs = DecodeInputs(q, q, q, form, layer.cursor, layer.tiers, Layout(2, 1, 0), 0.1, None)
+    sums = attend_keys(inputs, *based_logits(q, HEADS, case.capacity))
+    assert sums.peaks.shape[1] > 1
+    assert sums.peaks[:HEADS, 1:].isneginf().all()
+    assert sums.peaks[HEADS:].isneginf().all()
+    assert (sums.totals[HEADS:] == 0).all()
+
+
+def test_the_loop_has_no_shared_memory_and_few_instructions() -> None:
+    """Another kWidth of Triton would send the operands of the products through shared memory."""
+    script = Path(__file__).parents[2] / "tools" / "compile_kernels.py"
+    done = subprocess.run(
+        [sys.executable, str(script), "--for=90", "--only=score_keys the default"], capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    (line,) = [line for line in done.stdout.splitlines() if "score_keys" in line]
+    assert " 0 B shared" in line
+    assert float(line.split(" instructions a number")[0].split()[-1]) <= 1.5
