@@ -10,15 +10,16 @@ memory, no barrier, and no layout conversion.
 # - Codes are 16-bit floats below the normal range, as in `triton_keys`. A row of the product has the codes of one field
 #   and of all fields below it in their byte (`nested_fields`), which saves an AND per byte: one code's sum is the
 #   difference of two rows. Rows of one product must then share their scales, so each group of channels has a product.
-# - Products with ones sum the weights, and the weights times zero points. In the trellis code, zero points are -3/2 · s.
+# - Products with ones sum the weights, and the weights times zero points; in the trellis code a zero point is -3/2 · s.
 # - A weight is 2^(logit - lse): there is no running maximum. float16 has too small a range for that, so its weights are
 #   relative to the split's largest base. bfloat16's range holds weights · 2^64, whose sums are normal float32 numbers.
 # - Split i of n has the records i, i + n, i + 2·n, ..., so that splits of one head skip equally many.
 #
-# Skipping. With `cut` a record is left out if all its bases are below lse + cut: the weights of its tokens, relative to
-# all tokens, are below 2^cut in each query row. Of n low-bit tokens, the weights left out sum to less than n · 2^cut = m.
-# The others are divided by their own sum, so the output is Σ w·v / (1 - m') with m' < m, instead of Σ w·v + m' · v',
-# where v' is a mean of the values left out. It differs by m' · (v' - out), so by less than 2 · m · max |v|.
+# Skipping. With `cut` a record is left out if all its bases are below lse + cut: then each of its tokens has less than
+# 2^cut of the attention of each query row. Of n low-bit tokens, those left out have m < n · 2^cut of a row's attention.
+# The rest is divided by its own sum: the output is the mean v of the other values, instead of (1 - m)·v + m·v' with the
+# mean v' of the values left out. The difference is m · (v - v'), less than 2 · n · 2^cut · max |value| in each channel.
+# A base includes tokens in the slots, so a record with such a token may be visited although its other weights are low.
 #
 # As in `triton_keys`, kWidth determines the order of tokens: 4 for products with codes, 2 for the sum of weights.
 
@@ -110,7 +111,7 @@ def with_record(
 @triton.jit(do_not_specialize=["cut", "capacity", "columns", "splits"])
 def sum_values(
     # codes [B, H, C, w] uint8; value_params [B, H, C, 2, D/gv], or [B, H, C, 1, 1] in the trellis code; kept logits and
-    # their base (`kept_logits.py`), logits of tokens in the slots -inf; lse [B, Hq, lanes] float32; cursor int64 [B, 4].
+    # their base (`kept_logits.py`), -inf for tokens in the slots; lse [B, Hq, lanes] float32; cursor int64 [B, 4].
     codes, value_params, logits, base, lse, cursor,
     # Written: partial [B·H, splits, ALL_ROWS, D], peaks and totals [B·H, splits, ALL_ROWS] float32.
     partial, peaks, totals,
@@ -228,7 +229,7 @@ def attend_values(inputs: DecodeInputs, logits: Tensor, base: Tensor, lse: Tenso
         logits, base: kept logits and their base (`kept_logits.py`), from `triton_keys.attend_keys`; logits of tokens in
             the slots and of sinks are -inf.
         lse: log-sum-exp of all tokens [B, Hq, lanes], in log2 units.
-        cut: log2 of the weight below which records are skipped; None or 0 skips none. With n low-bit tokens the output's
+        cut: log2 of the weight below which records are skipped; None or 0 skips none. Of n low-bit tokens, the output's
             error is below 2 · n · 2^cut of the largest value.
     """
     q, cursor, tiers = inputs.q, inputs.cursor, inputs.tiers

@@ -52,7 +52,7 @@ def nested_fields(words, bits: tl.constexpr, NEST: tl.constexpr, PRMT: tl.conste
     for byte in tl.static_range(2):
         whole = words & 0x00FF00FF if byte == 0 else upper_bytes(words, PRMT)
         for plane in tl.static_range(planes):
-            if plane == NEST - 1 and NEST == planes:
+            if plane == NEST - 1 and planes == NEST:
                 found = found + (whole,)
             else:
                 levels = 0x10001 * ((1 << bits * (plane % NEST + 1)) - 1) << plane // NEST * NEST * bits
@@ -99,21 +99,15 @@ def unpacked_values(
 
 @triton.jit
 def loaded(pointers, there, PARTIAL: tl.constexpr):
-    if PARTIAL:
-        found = tl.load(pointers, there, 0)
-    else:
-        found = tl.load(pointers)
-    return found
+    return tl.load(pointers, there, 0) if PARTIAL else tl.load(pointers)
 
 
 @triton.jit
 def scales_in(lower, kind: tl.constexpr):
     """Return the 8-bit scales in the lower byte of each half as [..., 2]; bfloat16 in units of 2^-16."""
-    if kind == tl.bfloat16:
-        found = halves((lower << 4) | 0x30003000, kind)
-    else:
-        found = halves(lower << 7, tl.float16).to(kind)
-    return found
+    if kind == tl.bfloat16:  # scales below 2^-14 are read as up to 2^-14
+        return halves((lower << 4) | 0x30003000, kind)
+    return halves(lower << 7, tl.float16).to(kind)
 
 
 @triton.jit
