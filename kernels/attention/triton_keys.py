@@ -64,7 +64,7 @@ def scaled_query(query, params, D: tl.constexpr):
         i = tl.arange(0, 8 * D)
         at = i // (8 * B) * B + i // (32 * LOAD) % PARTS * LOAD + i // LOAD % 4 * (B // 4) + i % LOAD
         scales = tl.load(params + at).to(tl.float32)
-        if kind == tl.float16:
+        if kind == tl.float16 and params.dtype.element_ty == tl.bfloat16:
             scales = tl.minimum(scales, 65504.0)
         scales = tl.reshape(scales.to(kind), [D // B, PARTS, 8, 4, LOAD // 4, 2, 2])
         scales = tl.reshape(tl.permute(scales, (0, 2, 3, 1, 4, 6, 5)), [D // B, 8, 4, B // 16, 2, 2])
@@ -177,12 +177,12 @@ def score_keys(
         words = tl.load(codes + number * (16 * width) + tl.arange(0, 2 * D * bits))
         keys = unpacked_keys(words, D, bits, TRELLIS, IN_PLACE, query.dtype.element_ty)
         within = tl.arange(0, 8)[:, None] * 8 + tl.arange(0, 8)[None, :] + tile * 64  # [g, j]
-        later = tl.zeros([], tl.int32)
+        # The second half of the last record may have no tokens.
+        later = (tile * 64 + 32 < low_bit).to(tl.int32) if group == 32 else 0
         if TRELLIS:
             right = tl.permute(x, (1, 4, 3, 5, 6, 0, 2))
             y = tl.dot(keys, tl.reshape(right, [D, ROWS]), input_precision="ieee")
-        elif group == 32:  # the second half of the last record may have no tokens
-            later = (tile * 64 + 32 < low_bit).to(tl.int32)
+        elif group == 32:
             params = key_params + number * (4 * D)
             first = tl.dot(keys, scaled_query(x, params, D), input_precision="ieee")
             y = tl.dot(keys, scaled_query(x, params + later * (2 * D), D), input_precision="ieee")
@@ -208,10 +208,11 @@ def score_keys(
                 y += tl.load(token_shares[:, None, None] + within[None, :, :]) * LOG2E
             y = capped(y, softcap * LOG2E, CAP)
         if MASK == 3:
-            i = tl.arange(0, 256)[None, :]
-            at = tile * 64 + (i // 32 * 8 + i % 8)
+            token = tl.arange(0, 256)[None, :]  # j, g, q
+            at = tile * 64 + (token // 4 % 8 * 8 + token // 32)
             seen = tl.load(mask + at * m_token, at < low_bit, 0) if group == 32 else tl.load(mask + at * m_token)
-            y = tl.where(in_rows(tl.reshape(seen != 0, [8, 4, 8]), ROWS=ROWS), y, float("-inf"))
+            seen = tl.permute(tl.reshape(seen != 0, [8, 8, 4]), (1, 2, 0))
+            y = tl.where(in_rows(seen, ROWS=ROWS), y, float("-inf"))
         elif MASK > 0:
             at = mask_row[:, None, None] + (within * m_token)[None, :, :]
             bias = tl.load(mask + at, (within < low_bit)[None, :, :], 0)

@@ -1,0 +1,309 @@
+"""Triton: attention over tiers that are rows of tokens: pairs in the model's dtype, codes of 8 bits, e4m3 codes.
+
+Tokens are the left side of both products, query rows the right side, which is eight columns for few rows.
+"""
+
+# attend_rows   (B·H, splits)   keys alone: kept logits (`kept_logits.py`), peaks and totals
+#                               values alone: sums of values, weighted by kept logits
+#                               both: sums of values, peaks and totals, without kept logits
+#
+# Rows of numbers are converted to a product's dtype, codes of 8 bits to code · scale + zero. e4m3 codes are exact in
+# float16, so a query row is divided by a power of two, and 16-bit models use float16 for them.
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specache_compile.kernels.codes.records import RECORD, stored_dim
+from specache_compile.kernels.codes.triton_levels import read_scale, read_zero
+from specache_compile.kernels.state.layout import Layout
+from specache_compile.kernels.state.page_table import has_table, shape_of_scores
+from specache_compile.kernels.state.triton_center import share_of_center
+from specache_compile.kernels.state.triton_cursor import AT_LENGTH, AT_LOW_BIT, place_in_page
+from specache_compile.kernels.state.triton_rotate import rotated
+from specache_compile.kernels.state.triton_sinks import sinks_among
+
+from .triton_decode import MASK_STRIDES, DecodeInputs, Sums, empty_sums, rows_of, splits_of
+from .triton_softmax import LOG2E, biased, capped, finite, shown
+
+TOKENS, BLOCK, OCTET = tl.constexpr(RECORD), tl.constexpr(16), tl.constexpr(8)
+# The base of 16 tokens without visible ones.
+LOWEST = tl.constexpr(-3e38)
+# Kinds of rows: pairs in q's dtype; 8-bit codes with parameters; e4m3 codes.
+PAIRS, LEVELS, E4M3 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+# Weights are at most 1. Multiplied by this, those of a long context are normal numbers in float16.
+LIFT = tl.constexpr(2.0**15)
+# Warps of a program; programs of a multiprocessor; bytes of shared memory for tiles in flight, of which there are few.
+WARPS, PROGRAMS, SHARED_BYTES, MOST_STAGES = 4, 4, 48 << 10, 3
+
+Kept = tuple[Tensor, Tensor]
+
+
+@triton.jit
+def from_e4m3(codes):
+    """Convert e4m3 codes to float16, exactly. uint8 is for devices without such a type."""
+    if codes.dtype == tl.uint8:
+        signed = codes.to(tl.int8, bitcast=True).to(tl.int16)
+        numbers = ((signed << 7) & ~0x4000).to(tl.float16, bitcast=True) * 256.0
+        numbers = tl.where((codes & 0x7F) == 0x7F, float("nan"), numbers)
+    else:
+        numbers = codes.to(tl.float16)
+    return numbers
+
+
+@triton.jit
+def power_below(x):
+    """Return the largest power of two up to x > 0, and 1 for 0."""
+    power = (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    return tl.where(power > 0.0, power, 1.0)
+
+
+@triton.jit
+def load_keys(at, params, inside, kind: tl.constexpr, d: tl.constexpr, KIND: tl.constexpr):
+    """Load keys [tokens, d] of one group in `kind`. at: pointers; params: the group's scale|zero [2, d]."""
+    keys = tl.load(at, inside[None, :], 0)
+    if KIND == LEVELS:
+        channel = tl.arange(0, d)
+        scale = read_scale(tl.load(params + channel, inside, 0))
+        zero = read_zero(tl.load(params + d + channel, inside, 0), scale)
+        keys = keys.to(tl.float32) * scale[None, :] + zero[None, :]
+    elif KIND == E4M3:
+        keys = from_e4m3(keys)
+    return keys.to(kind)
+
+
+@triton.jit
+def load_values(
+    at, params, there, inside, kind: tl.constexpr, d: tl.constexpr, value_group: tl.constexpr, KIND: tl.constexpr
+):  # fmt: skip
+    """Load values [tokens, d] in `kind`, 0 for tokens that are not `there`. params: their scale|zero [tokens, 2, n]."""
+    values = tl.load(at, there[:, None] & inside[None, :], 0)
+    if KIND == LEVELS:
+        groups: tl.constexpr = d // value_group
+        number = tl.arange(0, there.shape[0])[:, None] * (2 * groups) + tl.arange(0, groups)[None, :]
+        scale = read_scale(tl.load(params + number, there[:, None], 0))
+        zero = read_zero(tl.load(params + groups + number, there[:, None], 0), scale)
+        values = tl.reshape(values, [there.shape[0], groups, value_group]).to(tl.float32)
+        values = tl.reshape(values * scale[:, :, None] + zero[:, :, None], [there.shape[0], d])
+    elif KIND == E4M3:
+        values = from_e4m3(values)
+    return values.to(kind)
+
+
+@triton.jit
+def kept_at(head_records, token, row, pairs: tl.constexpr):
+    """Return the indices of kept logits, and of their bases. head_records: the head's first record."""
+    half = (head_records + token // TOKENS) * 2 + row % 2
+    place = token % TOKENS
+    logit = ((half * (TOKENS // OCTET) + place // OCTET) * pairs + row // 2) * OCTET + place % OCTET
+    return logit, (half * (TOKENS // BLOCK) + place // BLOCK) * pairs + row // 2
+
+
+@triton.jit
+def keep(logits, kept, base, head_records, start, low_bit, rows: tl.constexpr):
+    """Store logits [tokens, ROWS] of the tokens from `start` on, above the largest of each 16. rows: R."""
+    pairs: tl.constexpr = (rows + 1) // 2
+    blocks: tl.constexpr = logits.shape[0] // BLOCK
+    row = tl.arange(0, logits.shape[1])
+    logits = tl.reshape(logits, [blocks, BLOCK, logits.shape[1]])
+    highest = tl.maximum(tl.max(logits, 1), LOWEST)
+    token = start + tl.arange(0, blocks)[:, None] * BLOCK
+    there = (token < low_bit) & (row < 2 * pairs)[None, :]
+    tl.store(base + kept_at(head_records, token, row[None, :], pairs)[1], highest, there)
+    token = token[:, :, None] + tl.arange(0, BLOCK)[None, :, None]
+    at = kept_at(head_records, token, row[None, None, :], pairs)[0]
+    tl.store(kept + at, (logits - highest[:, None, :]).to(kept.dtype.element_ty), there[:, None, :])
+
+
+@triton.jit
+def weights_of(kept, base, lse, head_records, token, there, row, rows: tl.constexpr):
+    """Return log2 of the weights [tokens, ROWS] by kept logits; -inf for tokens that are not `there`. row: below R."""
+    logit_at, base_at = kept_at(head_records, token[:, None], row[None, :], (rows + 1) // 2)
+    above = tl.load(kept + logit_at, there[:, None], float("-inf")).to(tl.float32)
+    return above + (tl.load(base + base_at, there[:, None], 0.0) - lse[None, :])
+
+
+@triton.jit(do_not_specialize=[*MASK_STRIDES, "capacity", "columns", "splits"])
+def attend_rows(
+    # q [B, Hq, lanes, d], rotated if the rows are; mask [B, Hq, lanes, > n] uint8 or additive, unused without a mask;
+    # cursor int64 [B, 4].
+    q, mask, cursor,
+    # codes [B, H, C, w]; for LEVELS key_params [B, H, C/g, 2, D] and value_params [B, H, C, 2, D/gv], else unused.
+    codes, key_params, value_params,
+    # sink_index [B, 1, S] int32; shares of the center [B, Hq, lanes, C] float32, unused if not CENTERED; lse [B·H, R]
+    # float32 in log2 units, unused if KEYS.
+    sink_index, shares, lse,
+    # `kept_logits.based_logits`, written if KEYS without VALUES, read if VALUES without KEYS.
+    kept, base,
+    # Written: partial [B·H, splits, ROWS, D] if VALUES, peaks and totals [B·H, splits, ROWS]; float32, in log2 units.
+    partial, peaks, totals,
+    m_batch, m_head, m_row, m_token, scale, softcap,
+    # log2 of the weight below which a record's values are skipped, if SKIPS; H; C; columns of the cursor.
+    cut, heads, capacity, columns, splits,
+    d: tl.constexpr, D: tl.constexpr, group: tl.constexpr, value_group: tl.constexpr, lanes: tl.constexpr,
+    rows: tl.constexpr, sink_tokens: tl.constexpr, record: tl.constexpr, width: tl.constexpr,
+    keys_first: tl.constexpr, COUNT: tl.constexpr, KIND: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
+    CENTERED: tl.constexpr, MASK: tl.constexpr, CAP: tl.constexpr, SKIPS: tl.constexpr, PAGED: tl.constexpr,
+    TILE: tl.constexpr, ROWS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program: all query rows of a KV head, over a split of its tokens. Logits of sinks are -inf.
+
+    record, width: elements of a record and of a row. keys_first: a record's elements before its values. COUNT: the
+    cursor's element with the number of tokens. TILE: tokens per product, of one group of keys. ROWS: R, padded; rows
+    after the last repeat others. Bytes per token: 2·width, or half of that and kept logits. FLOPs: 4·ROWS·D, or half.
+    """
+    bh, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    batch = bh // heads
+    cursor += batch * columns
+    count = tl.load(cursor + COUNT).to(tl.int32)
+    row = tl.arange(0, ROWS) % rows
+    channel = tl.arange(0, D)
+    inside = channel < d
+    exact: tl.constexpr = q.dtype.element_ty
+    kind: tl.constexpr = tl.float16 if KIND == E4M3 and exact == tl.bfloat16 else exact
+    lift: tl.constexpr = LIFT if kind == tl.float16 else 1.0
+    if KEYS:
+        query = tl.load(q + (bh * rows + row)[:, None] * d + channel[None, :], inside[None, :], 0.0)
+        worth = tl.full([ROWS], 1.0, tl.float32) * scale
+        if kind != exact:
+            unit = power_below(tl.max(tl.abs(query.to(tl.float32)), 1))
+            query, worth = query.to(tl.float32) / unit[:, None], worth * unit
+        query = tl.trans(query.to(kind))
+        mask += batch * m_batch
+        mask_row = (bh % heads * (rows // lanes) + row // lanes) * m_head + row % lanes * m_row
+    else:
+        least = tl.load(lse + bh * rows + row)
+    sums = tl.zeros([D, ROWS], tl.float32)
+    peak = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    tiles = (count + TILE - 1) // TILE
+    share = tl.cdiv(tiles, splits)
+    for tile in range(split * share, tl.minimum(tiles, (split + 1) * share)):
+        start = tile * TILE
+        token = start + tl.arange(0, TILE)
+        there = token < count
+        first = bh * capacity + start
+        if PAGED:
+            place = tl.zeros([], tl.int64) + start
+            first = place_in_page(cursor, bh % heads, place, heads, place >= 0)
+        at = codes + first // TOKENS * record + (first % TOKENS + tl.arange(0, TILE))[:, None] * width
+        at += channel[None, :]
+        shrink = tl.full([ROWS], 1.0, tl.float32)
+        if KEYS:
+            keys = load_keys(at, key_params + first // group * (2 * D), inside, kind=kind, d=D, KIND=KIND)
+            logits = tl.dot(keys, query, input_precision=PRECISION) * worth[None, :]
+            if CENTERED:
+                logits += tl.load(shares + (bh * rows + row)[None, :] * capacity + token[:, None])
+            logits = capped(logits, softcap, CAP)
+            seen = there
+            if sink_tokens > 0:
+                seen &= ~sinks_among(token, sink_index + batch * sink_tokens, sink_tokens=sink_tokens)
+            seen = shown(seen, mask, token * m_token, MASK)[:, None] & (row >= 0)[None, :]
+            logits = biased(logits, mask, mask_row[None, :] + (token * m_token)[:, None], seen, MASK) * LOG2E
+            if not VALUES:
+                keep(logits, kept, base, bh * (capacity // TOKENS), start, count, rows=rows)
+            higher = tl.maximum(peak, tl.max(logits, 0))
+            weights = tl.exp2(logits - finite(higher)[None, :])
+            shrink = tl.exp2(peak - finite(higher))
+            peak = higher
+        else:
+            logits = weights_of(kept, base, least, bh * (capacity // TOKENS), token, there, row, rows=rows)
+            weights = tl.exp2(logits)
+        visited = True
+        if SKIPS:
+            visited = tl.max(tl.max(logits, 1), 0) >= cut
+        if visited:
+            total = total * shrink + tl.sum(weights, 0)
+            if VALUES:
+                values = load_values(
+                    at + keys_first, value_params + first * (2 * D // value_group), there, inside, kind=kind, d=D,
+                    value_group=value_group, KIND=KIND,
+                )  # fmt: skip
+                right = (weights * lift).to(kind)
+                sums = tl.dot(tl.trans(values), right, sums * shrink[None, :], input_precision=PRECISION)
+    at = (bh * splits + split) * ROWS + tl.arange(0, ROWS)
+    if VALUES:
+        tl.store(partial + at[None, :] * D + channel[:, None], sums * (1.0 / lift))
+    if not KEYS:
+        peak = tl.where(total > 0.0, least, float("-inf"))
+    tl.store(peaks + at, peak)
+    tl.store(totals + at, total)
+
+
+class Rows(NamedTuple):
+    """How a tier's rows lie in memory: constants of `attend_rows`."""
+
+    kind: int
+    dim: int
+    record: int
+    width: int
+    keys_first: int
+
+
+def rows_in(codes: Tensor, layout: Layout, d: int) -> Rows:
+    dim, width = stored_dim(d), codes.shape[3]
+    if layout.is_quantised:
+        return Rows(LEVELS.value, dim, RECORD * width, dim, RECORD * dim * layout.key_bits // 8)
+    return Rows((PAIRS if codes.dtype.itemsize > 1 else E4M3).value, dim, RECORD * width, width, d)
+
+
+def stages_of(rows: Rows, dtype: torch.dtype) -> int:
+    """Return the tiles in flight, which fit in shared memory."""
+    tile = RECORD * rows.dim * (dtype.itemsize if rows.kind == PAIRS.value else 1)
+    return max(1, min(MOST_STAGES, SHARED_BYTES // tile))
+
+
+def launch(inputs: DecodeInputs, q: Tensor, shares: Tensor, kept: Kept | None, lse: Tensor | None, cut: float | None,
+           keys: bool, values: bool) -> Sums:  # fmt: skip
+    tiers, (batch, query_heads, lanes, d) = inputs.tiers, q.shape
+    codes, key_params, value_params = tiers[:3]
+    _, heads, capacity = shape_of_scores(codes, inputs.cursor)
+    rows, padded, (mask_kind, mask, strides) = rows_in(codes, inputs.layout, d), rows_of(q, heads), inputs.mask
+    levels = rows.kind == LEVELS.value
+    group = codes.shape[2] // key_params.shape[2] if levels else RECORD
+    splits = splits_of(batch * heads, capacity // RECORD, q.device, PROGRAMS)
+    sums = empty_sums(batch * heads, splits, padded, rows.dim if values else 0, q.device)
+    attend_rows[batch * heads, splits](
+        q, q if mask is None else mask, inputs.cursor, codes, key_params, value_params, tiers.sink_index, shares,
+        q if lse is None else lse, *(kept or (q, q)), *sums,
+        **strides, scale=inputs.scale, softcap=inputs.softcap or 1.0, cut=cut or 0.0, heads=heads, capacity=capacity,
+        columns=inputs.cursor.stride(0), splits=splits, d=d, D=rows.dim, group=group,
+        value_group=rows.dim // value_params.shape[-1] if levels and values else rows.dim, lanes=lanes,
+        rows=query_heads // heads * lanes, sink_tokens=tiers.sink_index.shape[2], record=rows.record,
+        width=rows.width, keys_first=rows.keys_first, KIND=rows.kind,
+        COUNT=(AT_LENGTH if rows.kind == E4M3.value else AT_LOW_BIT).value, KEYS=keys, VALUES=values,
+        CENTERED=keys and tiers.center.shape[2] > 0, MASK=mask_kind, CAP=inputs.softcap is not None,
+        SKIPS=cut is not None, PAGED=has_table(inputs.cursor), TILE=RECORD if values else min(RECORD, group),
+        ROWS=padded, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        num_warps=WARPS, num_stages=stages_of(rows, q.dtype),
+    )  # fmt: skip
+    return sums
+
+
+def attend_keys(inputs: DecodeInputs, logits: Tensor, base: Tensor) -> Sums:
+    """Write the kept logits of the low-bit tier's tokens, without sinks; returns their sums, which have no values."""
+    q, tiers = inputs.q, inputs.tiers
+    turned, shares = rotated(q) if inputs.layout.is_rotated else q.contiguous(), q
+    if tiers.center.shape[2]:
+        group = tiers.codes.shape[2] // tiers.key_params.shape[2]
+        capacity = shape_of_scores(tiers.codes, inputs.cursor)[2]
+        shares = share_of_center(q, tiers.center, inputs.cursor, capacity, group, inputs.scale)
+    return launch(inputs, turned, shares, (logits, base), None, None, keys=True, values=False)
+
+
+def attend_values(inputs: DecodeInputs, logits: Tensor, base: Tensor, lse: Tensor, cut: float | None) -> Sums:
+    """Return the sums of the low-bit tier's values, weighted by kept logits relative to lse [B, Hq, lanes].
+
+    cut: log2 of the weight below which a record is skipped if all its weights are; None to skip none.
+    """
+    return launch(inputs, inputs.q, lse, (logits, base), lse, cut, keys=False, values=True)
+
+
+def attend_pairs(inputs: DecodeInputs) -> Sums:
+    """Return the sums over all cached e4m3 pairs, codes [B, H, C, 2·d], which are read once."""
+    return launch(inputs, inputs.q.contiguous(), inputs.q, None, None, None, keys=True, values=True)
