@@ -28,7 +28,7 @@ from .triton_select import best_of, key_of, merge, threshold
 
 # Tokens of a block, and of a record.
 BLOCK_TOKENS, RECORD = tl.constexpr(LOGIT_BLOCK), tl.constexpr(records.RECORD)
-# Blocks per program, 16 for each of 512 threads; blocks whose tokens are scored together, 8 tokens for each of 256 threads.
+# Blocks per program, 16 for each of 512 threads. Blocks that are scored together, 8 tokens for each of 256 threads.
 MOST_BLOCKS, MOST_SCORED = 8192, 128
 # Registers per thread of a program of 8 warps, so that a multiprocessor has two.
 REGISTERS = 128
