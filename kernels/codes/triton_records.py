@@ -36,20 +36,24 @@ def by_word(x, BITS: tl.constexpr, WHICH: tl.constexpr):
 
 
 @triton.jit
-def by_token(x, g: tl.constexpr, WHICH: tl.constexpr):
-    """Return numbers of one bit [words, 32] by token and channel, [g, D]: the inverse of `by_word`."""
-    D: tl.constexpr = x.shape[0] * 32 // g
-    RECORDS: tl.constexpr = g // RECORD if g > RECORD else 1
+def circle_at(token, channel, g: tl.constexpr, D: tl.constexpr, WHICH: tl.constexpr):
+    """Return where `by_word` puts a group's numbers of one bit: their words, and their places in the words' circles.
+
+    Both are bits of token and channel in another order, so the sum of (token, 0) and (0, channel) is (token, channel).
+    """
     LOADS: tl.constexpr = 4 if D >= 64 else D // 16
+    # Groups of 16 tokens in a record, or in half of one.
+    QS: tl.constexpr = 4 if g > 32 else 2
+    within = token % (16 * QS)
     if WHICH == 0:
-        x = tl.reshape(x, [RECORDS, D // 16 // LOADS, g // RECORDS // 8, 4, LOADS, 2, 16])
-        x = tl.permute(x, (0, 2, 1, 4, 6, 3, 5))
+        count, half = channel // 8 + D // 8 * (token % 8), channel % 2
+        lane = within // 8 * 4 + channel % 8 // 2
+        word = (count // 16 // LOADS * (8 * QS) + lane) * LOADS + count // 16 % LOADS
     else:
-        x = tl.reshape(x, [RECORDS, D // 16 // LOADS, g // RECORDS // 2 * LOADS, 2, 16])
-        x = tl.permute(x, (0, 1, 4, 2, 3))
-        x = tl.reshape(x, [RECORDS, 4 // LOADS, 2, D // 8, 8, g // RECORDS // 16, LOADS, 2])
-        x = tl.permute(x, (0, 5, 2, 6, 1, 7, 3, 4))
-    return tl.reshape(x, [g, D])
+        pair, half = token % 8 // 2, token % 2
+        count = channel // 8 + D // 8 * (token % 16 // 8) + D // 4 * (pair % (4 // LOADS))
+        word = (count // 16 * (8 * QS) + channel % 8 * QS + within // 16) * LOADS + pair // (4 // LOADS)
+    return token // RECORD * (RECORD * D // 32) + word, half * 16 + count % 16
 
 
 @triton.jit

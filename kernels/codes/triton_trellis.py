@@ -10,9 +10,9 @@ import triton
 import triton.language as tl
 
 from . import trellis
-from .triton_records import by_token, by_word
+from .triton_records import circle_at
 
-MEMORY, STATES = tl.constexpr(trellis.MEMORY), tl.constexpr(trellis.STATES)
+STATES = tl.constexpr(trellis.STATES)
 STEP, LEAST_COSINE = tl.constexpr(trellis.STEP), tl.constexpr(trellis.LEAST_COSINE)
 # The cost of states in which no path begins.
 FAR = tl.constexpr(1e30)
@@ -52,30 +52,28 @@ def extended(paths, place):
 
 
 @triton.jit
-def earlier(bits, by: tl.constexpr):
-    """Rotate the bits of circles by `by` places."""
-    return (bits << by) | ((bits >> (32 - by)) & ((1 << by) - 1))
-
-
-@triton.jit
 def encode_vectors(x, steps, d, WHICH: tl.constexpr):
     """Compute `trellis.quantize` up to the order of sums, for keys (WHICH 0) or values (1) float32 [g, D] of d channels.
 
-    steps: float32 [32, words], memory of this program, which gets the numbers in units of their vectors' steps. All
-    circles are processed in parallel. FLOPs: about 60 per number.
+    steps: float32 [33, words], memory of this program. It gets the numbers of each circle in units of their vectors'
+    steps, then the words. All circles are processed in parallel. FLOPs: about 60 per number.
 
     Returns: words int32 [words], in the order of `by_word`, and scales float32 [g].
     """
-    WORDS: tl.constexpr = x.shape[0] * x.shape[1] // 32
+    g: tl.constexpr = x.shape[0]
+    D: tl.constexpr = x.shape[1]
+    WORDS: tl.constexpr = g * D // 32
     x = tl.where(tl.abs(x) < float("inf"), x, 0.0)
     peak = tl.maximum(tl.max(tl.abs(x), 1, keep_dims=True), LEAST_PEAK)
     x = x * (1 / peak)
     square = tl.sum(x * x, 1, keep_dims=True)
     unit = tl.sqrt(square / d) * STEP
-    word, number = tl.arange(0, WORDS), tl.arange(0, 32)[None, :]
-    places = steps + number * WORDS + word[:, None]
-    tl.debug_barrier()  # the last vectors' numbers have been read
-    tl.store(places, by_word(x * tl.where(unit > 0, 1 / unit, 0.0), 1, WHICH))
+    token, channel, word = tl.arange(0, g)[:, None], tl.arange(0, D)[None, :], tl.arange(0, WORDS)
+    of_token, in_token = circle_at(token, 0, g, D, WHICH)
+    of_channel, in_channel = circle_at(0, channel, g, D, WHICH)
+    numbers = steps + (of_token + in_token * WORDS) + (of_channel + in_channel * WORDS)
+    tl.debug_barrier()  # `steps` of the last vectors have been read
+    tl.store(numbers, x * tl.where(unit > 0, 1 / unit, 0.0))
     tl.debug_barrier()
 
     # Walk from half a circle to half a circle, to find the start and end of the circular path.
@@ -106,10 +104,14 @@ def encode_vectors(x, steps, d, WHICH: tl.constexpr):
     for state in tl.static_range(1, STATES):
         path = tl.where(edge == state, paths[state], path)
 
-    high, low = path ^ earlier(path, 1) ^ earlier(path, 3), earlier(path, 2)
-    levels = (2 * (high[:, None] >> number & 1) + (low[:, None] >> number & 1)).to(tl.float32) - 1.5
-    along = tl.sum(by_token(tl.load(places) * levels, x.shape[0], WHICH), 1, keep_dims=True) * unit
-    squares = by_token(levels * levels, x.shape[0], WHICH)
-    squares = tl.sum(tl.where(tl.arange(0, x.shape[1])[None, :] < d, squares, 0.0), 1, keep_dims=True)
+    circles = steps.to(tl.pointer_type(tl.uint32), bitcast=True) + 32 * WORDS
+    tl.store(circles + word, path.to(tl.uint32, bitcast=True))
+    tl.debug_barrier()
+    circle, place = tl.load(circles + of_token + of_channel), in_token + in_channel
+    # The number's bit and the three before it.
+    window = (circle >> ((place + 29) % 32)) | (circle << ((35 - place) % 32))
+    levels = (2 * ((window >> 3 ^ window >> 2 ^ window) & 1) + (window >> 1 & 1)).to(tl.float32) - 1.5
+    along = tl.sum(tl.load(numbers) * levels, 1, keep_dims=True) * unit
+    squares = tl.sum(tl.where(channel < d, levels * levels, 0.0), 1, keep_dims=True)
     along = tl.maximum(along, tl.sqrt(square * squares) * LEAST_COSINE)
     return path, tl.sum(tl.where(square > 0, peak * (square / along), 0.0), 1)

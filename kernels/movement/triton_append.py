@@ -95,7 +95,7 @@ def quantize_groups(
     k, v, padding, cursor, recent, sink_index,
     # Written: codes [B, H, C, w] uint8, in records; key_params [B, H, C/g, 2, D] and value_params [B, H, C, 2, D/gv],
     # in the trellis code [B, H, C/g, 1, g] and [B, H, C, 1, 1]; sink_pairs [B, H, S, 2, d], where `rotate_groups` has
-    # not. steps: memory of `encode_vectors`, float32 [B·H, groups, g·D]; anything where no code is a trellis.
+    # not. steps: memory of `encode_vectors`, float32 [B·H, groups, 33·g·D/32]; anything where no code is a trellis.
     codes, key_params, value_params, sink_pairs, steps,
     # p_batch: stride of the padding's rows.
     k_batch, k_head, k_token, v_batch, v_head, v_token, p_batch,
@@ -128,7 +128,7 @@ def quantize_groups(
     if PAGED:
         first = place_in_page(cursor, bh % heads, start, heads, start >= 0)
     places = first + tl.arange(0, group)
-    steps += (bh * tl.num_programs(1) + tl.program_id(1)) * (group * D)
+    steps += (bh * tl.num_programs(1) + tl.program_id(1)) * (33 * group * D // 32)
     head_sinks, sink_row = sink_pairs + bh * (sink_tokens * 2 * d), sink_index + bh // heads * sink_tokens
 
     key = load_pairs(
@@ -283,7 +283,7 @@ def append(
         if apart:
             pairs = k.new_empty((batch, heads, step * group, 2, d))
         if any(in_trellis):
-            steps = k.new_empty((batch * heads, step, group * dim), dtype=torch.float32)
+            steps = k.new_empty((batch * heads, step, 33 * group * dim // 32), dtype=torch.float32)
         for first in range(0, groups, step):
             if apart:
                 block = rotation_block(d)
