@@ -69,8 +69,9 @@ def encode_vectors(x, steps, d, WHICH: tl.constexpr):
     square = tl.sum(x * x, 1, keep_dims=True)
     unit = tl.sqrt(square / d) * STEP
     token, channel, word = tl.arange(0, g)[:, None], tl.arange(0, D)[None, :], tl.arange(0, WORDS)
-    of_token, in_token = circle_at(token, 0, g, D, WHICH)
-    of_channel, in_channel = circle_at(0, channel, g, D, WHICH)
+    first = tl.zeros([1, 1], tl.int32)
+    of_token, in_token = circle_at(token, first, g, D, WHICH)
+    of_channel, in_channel = circle_at(first, channel, g, D, WHICH)
     numbers = steps + (of_token + in_token * WORDS) + (of_channel + in_channel * WORDS)
     tl.debug_barrier()  # `steps` of the last vectors have been read
     tl.store(numbers, x * tl.where(unit > 0, 1 / unit, 0.0))
@@ -81,12 +82,12 @@ def encode_vectors(x, steps, d, WHICH: tl.constexpr):
     for state in tl.static_range(STATES):
         costs = costs + (tl.zeros([WORDS], tl.float32),)
         edges = edges + (tl.full([WORDS], state, tl.int32),)
-    for first in range(16, 32, AT_ONCE):
+    for at in range(16, 32, AT_ONCE):
         for t in tl.static_range(AT_ONCE):
-            costs, _ = walked(tl.load(steps + (first + t) * WORDS + word), costs, edges)
-    for first in range(0, 16, AT_ONCE):
+            costs, _ = walked(tl.load(steps + (at + t) * WORDS + word), costs, edges)
+    for at in range(0, 16, AT_ONCE):
         for t in tl.static_range(AT_ONCE):
-            costs, edges = walked(tl.load(steps + (first + t) * WORDS + word), costs, edges)
+            costs, edges = walked(tl.load(steps + (at + t) * WORDS + word), costs, edges)
     best, edge = costs[0], edges[0]
     for state in tl.static_range(1, STATES):
         nearer = costs[state] < best
@@ -96,10 +97,10 @@ def encode_vectors(x, steps, d, WHICH: tl.constexpr):
     for state in tl.static_range(STATES):
         costs = costs + (tl.where(edge == state, 0.0, FAR),)
         paths = paths + (tl.zeros([WORDS], tl.int32),)
-    for first in range(0, 32, AT_ONCE):
+    for at in range(0, 32, AT_ONCE):
         for t in tl.static_range(AT_ONCE):
-            costs, paths = walked(tl.load(steps + (first + t) * WORDS + word), costs, paths)
-            paths = extended(paths, first + t)
+            costs, paths = walked(tl.load(steps + (at + t) * WORDS + word), costs, paths)
+            paths = extended(paths, at + t)
     path = paths[0]
     for state in tl.static_range(1, STATES):
         path = tl.where(edge == state, paths[state], path)

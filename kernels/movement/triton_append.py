@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specache_compile.kernels.codes.records import ROWS_FROM, stored_dim
 from specache_compile.kernels.codes.trellis import is_trellis
 from specache_compile.kernels.codes.triton_levels import quantized, stored_scale
 from specache_compile.kernels.codes.triton_records import packed, place_of_params, store_words
@@ -307,10 +308,6 @@ def append(
         k, v, cursor, recent, **strides, heads=heads, columns=columns, count=count,
         d=d, window=window, BLOCK=RING_BLOCK, CHANNELS=channels,
     )  # fmt: skip
-
-
-def stored_dim(d):
-    return max(16, triton.next_power_of_2(d))
 
 
 def groups_of_a_launch(size: int, groups: int) -> int:
