@@ -145,7 +145,7 @@ struct Attention {
     return logits;
   }
 
-  // The codes of sixteen tokens, the first of them number `row` of all heads', so that a vector may be read from any byte
+  // The codes of a tile of tokens, the first of them number `row` of all heads', so that a vector may be read from any byte
   // of them: the last ones are copied.
   const uint8_t* codes_at(int64_t row, std::vector<uint8_t>& copy) const {
     const int64_t after = s.places - row - kLanes;
@@ -176,7 +176,7 @@ struct Attention {
     if (in_trellis)
       for (int64_t i = 0; i < rows * d; ++i) base[i / d] -= 1.5f * q[i];
 
-    // Tokens come in groups of at least 32, and the tier is whole groups: two tiles of 16 are always full.
+    // Tokens come in groups of at least 32, and the tier is whole groups: two tiles are always full.
     for (int64_t t = start; t < stop; t += kAtOnce * kLanes) {
       if constexpr (bits < 16) {
         if (t % s.group == 0 && !in_trellis) {
@@ -244,7 +244,7 @@ struct Attention {
     }
   }
 
-  // Values [16][d] of a tile of tokens, the first of them number `row` of all heads', from codes a token apart.
+  // Values [kLanes][d] of a tile of tokens, the first of them number `row` of all heads', from codes a token apart.
   template <int bits>
   void tile_values(const uint8_t* codes, int64_t row, int64_t width, uint8_t* levels, float* values) const {
     const int64_t d = s.d;

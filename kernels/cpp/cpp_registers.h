@@ -2,10 +2,12 @@
 // processor has them.
 
 #ifdef __AVX512F__
-#include <immintrin.h>
 #define LOOKS_UP 1
 
 namespace {
+
+// Columns of words that `words_of` transposes.
+constexpr int kColumns = 4;
 
 // table[index & 15] in each lane.
 inline Floats looked_up(Floats table, Words index) {
