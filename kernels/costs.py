@@ -13,7 +13,7 @@ from typing import Any
 from torch import SymInt, Tensor
 
 from .attention.kept_logits import bytes_of_logit
-from .codes.quantize import value_group
+from .codes.records import stored_dim
 from .state.center import tokens_of_one
 from .state.stored_pairs import rounded_width, rounds
 
@@ -110,10 +110,10 @@ def pair_bytes(options: Any, layer: Any) -> Pair:
     layout = getattr(options, "layout", None)
     if layout is None or not layout.is_quantised:
         return Pair(exact, on_host, exact / 2, exact / 2)
-    d, item = layer.head_dim, options.param_dtype(layer.dtype).itemsize
+    d, item = stored_dim(layer.head_dim), options.param_dtype(layer.dtype).itemsize
     scales = 1 if options.has_key_trellis else 2 * d / options.group_size
     keys = d * layout.key_bits / 8 + item * scales
-    numbers = 1 if options.has_trellis else 2 * d / value_group(d, options.group_size)
+    numbers = 1 if options.has_trellis else 2 * d / min(d, options.group_size)
     return Pair(exact, on_host, keys, d * layout.value_bits / 8 + item * numbers)
 
 

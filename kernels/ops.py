@@ -46,6 +46,7 @@ def fake_correct(
 
 # The last operands of all decode attentions: the state tensors (`StoredTiers`) and the layout of codes (`Layout`).
 READ = "Tensor[] tiers, int[] layout, float scale, float? softcap"
+SKIP = "float skip_below=0.0"
 NEW = "Tensor? mask, Tensor? sinks, Tensor cursor"
 SLOTS = "Tensor slots, Tensor slot_index"
 
@@ -86,7 +87,7 @@ DECLARED = (
         fused=few_rows.few_rows_each_fused, library=few_rows.library_of, is_work=True,
     ),
     Op(
-        f"decode_attention(Tensor q, Tensor k, Tensor v, {NEW}, {SLOTS}, {READ}) -> (Tensor, Tensor)",
+        f"decode_attention(Tensor q, Tensor k, Tensor v, {NEW}, {SLOTS}, {READ}, {SKIP}) -> (Tensor, Tensor)",
         attention.decode_attention, fake_decode_attention, ".attention.triton_decode:decode_attention",
         fused=cpp_decode.decode_attention_fused, library=cpp_decode.library_of, cost=costs.decode_attention,
         lanes=widened_decode_attention, is_work=True,
@@ -104,7 +105,7 @@ DECLARED = (
     ),
     Op(
         f"attend_scored(Tensor q, Tensor k, Tensor v, {NEW}, Tensor logits, Tensor base, Tensor chosen, {SLOTS}, "
-        f"{READ}) -> Tensor",
+        f"{READ}, {SKIP}) -> Tensor",
         attention.attend_scored, fake_of_query, ".attention.triton_scored:attend_scored",
         fused=cpp_decode.attend_scored_fused, library=cpp_decode.library_of, cost=costs.attend_scored, is_work=True,
     ),

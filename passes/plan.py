@@ -113,15 +113,17 @@ def call_op(graph_module: GraphModule, site: Site, op: str, arguments: tuple[Any
 
 
 def with_tiers(op: str, state: Mapping[str, Node], settings: tuple[Any, ...]) -> dict[str, Any] | None:
-    """Map an op's operands `tiers` and `layout` to state tensors and settings; None for an op without them.
+    """Map an op's operands to state tensors and settings; None for an op without the operand `tiers`.
 
-    The list `tiers` takes the state tensors that the op's schema does not name.
+    The list `tiers` takes the state tensors that the op's schema does not name. The settings are the fields of the
+    op's `layout`, and `skip_below`.
     """
     names = {argument.name for argument in getattr(torch.ops.specache, op).default._schema.arguments}
     if "tiers" not in names:
         return None
     listed = [node for field, node in state.items() if field not in names]
-    return {**state, "tiers": listed, "layout": [int(value) for value in settings]}
+    *layout, skip_below = settings
+    return {**state, "tiers": listed, "layout": [int(value) for value in layout], "skip_below": float(skip_below)}
 
 
 def call_by_name(graph_module: GraphModule, site: Site, op: str, given: Mapping[str, Any]) -> Node:

@@ -15,6 +15,14 @@ from torch import Tensor
 from specache_compile.kernels.codes import trellis
 from specache_compile.kernels.codes.params import read_scale
 from specache_compile.kernels.codes.quantize import dequantize_keys, dequantize_values
+from specache_compile.kernels.codes.records import (
+    RECORD,
+    ROWS_FROM,
+    in_thread_order,
+    param_order,
+    read_levels,
+    stored_dim,
+)
 from specache_compile.kernels.movement.copy_queue import wait_for_offloads
 from specache_compile.kernels.state.by_rows import by_rows
 from specache_compile.kernels.state.center import share_of_center
@@ -32,30 +40,41 @@ BLOCK = 1024
 SEEN = torch.finfo(torch.float16).min / 2
 
 
-def low_bit_keys(codes: Tensor, key_params: Tensor, layout: Layout, head_dim: int, start: int, stop: int) -> Tensor:
+def low_bit_keys(tiers: StoredTiers, layout: Layout, head_dim: int, start: int, stop: int) -> Tensor:
     """Return the low-bit tier's keys [B, H, stop - start, d] of tokens start..stop, in float32, rotated if stored so.
 
-    `start` must be a multiple of the group size.
+    `start` must be a multiple of the group size and of a record.
     """
-    keys, _ = layout.split(codes[:, :, start:stop], head_dim)
+    codes, params = tiers.codes, tiers.key_params
     if not layout.is_quantised:
-        return keys.float()
-    group = codes.shape[2] // key_params.shape[2]
-    key_params = key_params[:, :, start // group : -(-stop // group)]
-    if trellis.is_trellis(key_params):
-        return trellis.dequantize(keys, read_scale(key_params).reshape(*keys.shape[:3], 1, 1))
-    return dequantize_keys(keys, key_params, layout.key_bits)
+        return codes[:, :, start:stop, :head_dim].float()
+    dim, group = stored_dim(head_dim), codes.shape[2] // params.shape[2]
+    whole = codes[:, :, start : rounded_up(stop, RECORD)]
+    params = params[:, :, start // group : -(-stop // group)]
+    if trellis.is_trellis(params):
+        levels = trellis.read_levels(whole, dim, values=False)[:, :, : stop - start, :head_dim]
+        return trellis.dequantize(levels, read_scale(params).reshape(*levels.shape[:3], 1, 1))
+    levels = read_levels(whole, dim, layout.key_bits, values=False)[:, :, : stop - start]
+    if layout.key_bits < ROWS_FROM:
+        params = params[..., param_order(dim).argsort().to(params.device)]
+    return dequantize_keys(levels, params)[..., :head_dim]
 
 
 def low_bit_values(tiers: StoredTiers, layout: Layout, head_dim: int, start: int, stop: int) -> Tensor:
     """Return values, as `low_bit_keys` returns keys."""
-    _, values = layout.split(tiers.codes[:, :, start:stop], head_dim)
     if not layout.is_quantised:
-        return values.float()
-    value_params = tiers.value_params[:, :, start:stop]
-    if trellis.is_trellis(value_params):
-        return trellis.dequantize(values, read_scale(value_params))
-    return dequantize_values(values, value_params, layout.value_bits)
+        return tiers.codes[:, :, start:stop, head_dim:].float()
+    dim, params = stored_dim(head_dim), tiers.value_params[:, :, start:stop]
+    whole = tiers.codes[:, :, start : rounded_up(stop, RECORD)]
+    if trellis.is_trellis(params):
+        levels = trellis.read_levels(whole, dim, values=True)[:, :, : stop - start, :head_dim]
+        return trellis.dequantize(levels, in_thread_order(read_scale(params[..., 0, 0]))[..., None, None])
+    levels = read_levels(whole, dim, layout.value_bits, values=True)[:, :, : stop - start]
+    return dequantize_values(levels, params)[..., :head_dim]
+
+
+def rounded_up(tokens: int, size: int) -> int:
+    return -(-tokens // size) * size
 
 
 def ring_tokens(recent: Tensor, start: int, stop: int) -> Tensor:
@@ -135,7 +154,7 @@ def low_bit_logits(at: Query, tiers: StoredTiers, layout: Layout) -> Tensor:
     blocks = [query.new_empty((*query.shape[:4], 0))]
     for start in range(0, length, BLOCK):
         stop = min(start + BLOCK, length)
-        keys = low_bit_keys(tiers.codes, tiers.key_params, layout, query.shape[-1], start, stop)
+        keys = low_bit_keys(tiers, layout, query.shape[-1], start, stop)
         logits = product(query, keys, None)
         logits = capped(logits if shares is None else logits + shares[..., start:stop], at.softcap)
         blocks.append(logits if bias is None else logits + bias[..., start:stop])
@@ -332,6 +351,20 @@ def hide_sinks(at: Query, scores: Tensor, tiers: StoredTiers) -> None:
     scores[..., : at.candidates].masked_fill_(hidden_by(sinks_of(tiers), at.candidates).unsqueeze(2), -1.0)
 
 
+def negligible(done: Attended, skip_below: float) -> Tensor:
+    """Return the low-bit tokens whose values may be skipped, bool [B, H, n].
+
+    A record of 64 tokens is skipped if each of its weights, in every query row of the KV head, is below `skip_below`.
+    Less than n · skip_below of the attention is then missing, and the output's error is below twice that share of the
+    largest value.
+    """
+    weights = (done.parts[0].logits - done.peak.masked_fill(done.peak == -math.inf, 0.0)).exp() * done.share
+    largest = weights.amax((2, 3))
+    tokens = largest.shape[-1]
+    records = torch.nn.functional.pad(largest, (0, -tokens % RECORD)).unflatten(-1, (-1, RECORD)).amax(-1)
+    return (records < skip_below).repeat_interleave(RECORD, -1)[..., :tokens]
+
+
 @by_rows(0, 0)
 def decode_attention(
     q: Tensor,
@@ -346,6 +379,7 @@ def decode_attention(
     layout: Sequence[int],
     scale: float,
     softcap: float | None,
+    skip_below: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """Attend over the low-bit cache C', in which 16-bit pairs replace the rows K_t (SpeCache equation 1).
 
@@ -356,6 +390,7 @@ def decode_attention(
         sinks: [Hq].
         slots, slot_index: [B, H, k, 2, d] and int32 [B, H, k] (-1: empty).
         tiers, layout: the fields of `StoredTiers` and of `Layout`.
+        skip_below: the attention weight of `negligible`; 0 skips nothing. Scores do not depend on it.
 
     Returns: the output [B, Hq, lanes, d] in q's dtype, and float32 scores [B, H, C]. Scores are the last lane's
     attention, summed over the query group, to cached tokens that are in the low-bit tier after this step. Elsewhere,
@@ -365,7 +400,11 @@ def decode_attention(
     how = Layout(*layout)
     at = query_of(q, k, mask, sinks, cursor, scale, softcap)
     logits = low_bit_logits(at, held, how)
-    done = attend_over(at, k, v, logits, hidden_by(slot_index, at.low_bit), slots, slot_index, held, how)
+    hidden = hidden_by(slot_index, at.low_bit)
+    done = kept = attend_over(at, k, v, logits, hidden, slots, slot_index, held, how)
+    if skip_below and at.low_bit:
+        hidden = hidden | negligible(done, skip_below)
+        kept = attend_over(at, k, v, logits, hidden, slots, slot_index, held, how)
     scores = torch.full(held.codes.shape[:3], -1.0, dtype=torch.float32, device=q.device)
     if slots.shape[2]:
         packed, exact, window = map(done.last_lane, done.parts[:3])
@@ -374,7 +413,7 @@ def decode_attention(
         scores[:, :, at.low_bit : at.candidates] = window[..., : at.candidates - at.low_bit]
         at.hide_unseen(scores.unsqueeze(2), slice(-1, None))
         hide_sinks(at, scores.unsqueeze(2), held)
-    return done.output(q.dtype), scores
+    return kept.output(q.dtype), scores
 
 
 @by_rows(0, 0, 1)
@@ -434,6 +473,7 @@ def attend_scored(
     layout: Sequence[int],
     scale: float,
     softcap: float | None,
+    skip_below: float = 0.0,
 ) -> Tensor:
     """Compute the second half of a corrected decode attention, from the logits of `score_low_bit`.
 
@@ -448,6 +488,9 @@ def attend_scored(
     packed = logits[..., : at.low_bit].unflatten(1, (k.shape[1], -1))
     hidden, held = hidden_by(chosen, at.low_bit), StoredTiers(*tiers)
     done = attend_over(at, k, v, packed, hidden, slots, slot_index, held, Layout(*layout))
+    if skip_below and at.low_bit:
+        hidden = hidden | negligible(done, skip_below)
+        done = attend_over(at, k, v, packed, hidden, slots, slot_index, held, Layout(*layout))
     return done.output(q.dtype)
 
 

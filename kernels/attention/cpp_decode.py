@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specache_compile.kernels.codes.trellis import circle_of
+from specache_compile.kernels.codes.records import CIRCLE
 from specache_compile.kernels.cpp.library import DTYPES, STRIDES, StepArguments, decode_library
 from specache_compile.kernels.state.center import share_of_center, share_of_groups, tokens_of_one
 from specache_compile.kernels.state.cursor import CURSOR_SIZE, LENGTH, LOW_BIT
@@ -42,8 +42,8 @@ def shaped(
         places=codes[0] * heads * codes[2], group=codes[2] // key_params[2] if how.is_quantised else 0,
         channels=d // value_params[-1] if how.is_quantised else 0,
         top_k=top_k, sink_tokens=sink_tokens, key_bits=how.key_bits, value_bits=how.value_bits, param_bits=param_bits,
-        key_circle=circle_of(d) if key_params[3] == 1 else 0,
-        circle=circle_of(d) if value_params[3] == 1 else 0,
+        key_circle=CIRCLE if key_params[3] == 1 else 0,
+        circle=CIRCLE if value_params[3] == 1 else 0,
         rotation=rotation_block(d) if how.is_rotated else 0, scale=scale, softcap=softcap or 0.0,
     )  # fmt: skip
 
@@ -95,7 +95,7 @@ def fits(codes: Tensor, q: Tensor, *pairs: Tensor) -> bool:
     for x in pairs:
         if x.dtype != q.dtype:
             return False
-    return q.dtype in DTYPES and codes.is_contiguous()
+    return False  # until the kernels read records
 
 
 def library_of(q: Tensor, k: Tensor, *rest: Any) -> CDLL | None:
@@ -106,11 +106,13 @@ def library_of(q: Tensor, k: Tensor, *rest: Any) -> CDLL | None:
 def decode_attention_fused(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, cursor: Tensor, slots: Tensor,
     slot_index: Tensor, tiers: Sequence[Tensor], layout: Sequence[int], scale: float, softcap: float | None,
+    skip_below: float = 0.0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute `attention_ops.decode_attention` in one C++ kernel; same arguments and results."""
     held = StoredTiers(*tiers)
     if not fits(held.codes, q, k, v, held.recent, slots):
-        return decode_attention(q, k, v, mask, sinks, cursor, slots, slot_index, tiers, layout, scale, softcap)
+        given = (q, k, v, mask, sinks, cursor, slots, slot_index, tiers, layout)
+        return decode_attention(*given, scale, softcap, skip_below)
     shape = shape_of_scores(held.codes, cursor)
     logits, _ = whole_logits(q, shape[2])
     out, scores, v = q.new_empty(q.shape), q.new_empty(shape, dtype=torch.float32), v.contiguous()
@@ -143,13 +145,13 @@ def score_low_bit_fused(
 def attend_scored_fused(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, cursor: Tensor, logits: Tensor,
     base: Tensor, chosen: Tensor, slots: Tensor, slot_index: Tensor, tiers: Sequence[Tensor], layout: Sequence[int],
-    scale: float, softcap: float | None,
+    scale: float, softcap: float | None, skip_below: float = 0.0,
 ) -> Tensor:  # fmt: skip
     """Compute `attention_ops.attend_scored` in one C++ kernel; same arguments and results."""
     held = StoredTiers(*tiers)
     if not fits(held.codes, q, k, v, held.recent, slots):
         kept = (logits, base, chosen, slots, slot_index)
-        return attend_scored(q, k, v, mask, sinks, cursor, *kept, tiers, layout, scale, softcap)
+        return attend_scored(q, k, v, mask, sinks, cursor, *kept, tiers, layout, scale, softcap, skip_below)
     out, v = q.new_empty(q.shape), v.contiguous()
     step = step_of(
         q, k, mask, sinks, cursor, held._replace(center=held.center[:, :, :0]), layout, scale, softcap, slots.shape[2],

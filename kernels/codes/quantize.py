@@ -1,8 +1,7 @@
 """KIVI quantisation with the 1-bit zero point of SpeCache (paper section 3.4, equations 2 to 4).
 
-Keys are quantised per channel over groups of g tokens, values per token over groups of channels. Codes are packed in
-planes: byte j of a token holds the channels j, j + P, j + 2P, ... with P = head_dim · bits / 8. Unpacking therefore
-needs a shift and a mask, and no interleave.
+Keys are quantised per channel over groups of g tokens, values per token over groups of channels. `records.py` packs the
+levels.
 """
 
 from __future__ import annotations
@@ -15,33 +14,6 @@ from .quantisers import QUANTISERS
 
 # Quantisation saturates here, so that q·s + z and all intermediate values stay finite in float32.
 LARGEST = 2.0**126
-
-
-def value_group(head_dim: int, group_size: int) -> int:
-    """Return the number of channels per value scale: the largest divisor of `head_dim` that is at most `group_size`."""
-    return next(size for size in range(min(head_dim, group_size), 0, -1) if head_dim % size == 0)
-
-
-def packed_width(head_dim: int, bits: int) -> int:
-    """Return the bytes of one token's codes of one head. Raises: ValueError if they do not fill whole bytes."""
-    if head_dim * bits % 8:
-        raise ValueError(f"head_dim {head_dim} does not fill whole bytes at {bits} bits")
-    return head_dim * bits // 8
-
-
-def pack(codes: Tensor, bits: int) -> Tensor:
-    """Pack uint8 codes [..., d], each below 2**bits, into planes, uint8 [..., d · bits / 8]."""
-    planes = codes.unflatten(-1, (8 // bits, -1))
-    packed = planes[..., 0, :].clone()
-    for plane in range(1, 8 // bits):
-        packed |= planes[..., plane, :] << (plane * bits)
-    return packed
-
-
-def unpack(packed: Tensor, bits: int) -> Tensor:
-    """Unpack uint8 [..., d · bits / 8] to uint8 codes [..., d], the inverse of `pack`."""
-    mask = (1 << bits) - 1
-    return torch.cat([(packed >> (plane * bits)) & mask for plane in range(8 // bits)], dim=-1)
 
 
 def scale_and_zero(
@@ -98,36 +70,35 @@ def quantize_keys(
 
     there: bool [B, 1, T, 1], False for tokens that do not count in their group's range.
 
-    Returns: codes [B, H, T, d·bits/8], and scale|zero [B, H, T/g, 2, d] in `dtype`.
+    Returns: levels uint8 [B, H, T, d], and scale|zero [B, H, T/g, 2, d] in `dtype`.
     """
     groups = keys.unflatten(2, (-1, group_size))
     if there is not None:
         there = there.unflatten(2, (-1, group_size))
-    codes, scale, zero = encode(groups, 3, bits, zero_point, dtype, there)
-    return pack(codes.flatten(2, 3), bits), torch.cat([scale, zero], dim=3)
+    levels, scale, zero = encode(groups, 3, bits, zero_point, dtype, there)
+    return levels.flatten(2, 3), torch.cat([scale, zero], dim=3)
 
 
 def quantize_values(
-    values: Tensor, group_size: int, bits: int, zero_point: str, dtype: torch.dtype
+    values: Tensor, channels: int, bits: int, zero_point: str, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Quantise values [B, H, T, d].
+    """Quantise values [B, H, T, d] over groups of gv = `channels` channels, which divide d.
 
-    Returns: codes [B, H, T, d·bits/8], and scale|zero [B, H, T, 2, d/gv] in `dtype`, with gv = `value_group`.
+    Returns: levels uint8 [B, H, T, d], and scale|zero [B, H, T, 2, d/gv] in `dtype`.
     """
-    groups = values.unflatten(3, (-1, value_group(values.shape[-1], group_size)))
-    codes, scale, zero = encode(groups, 4, bits, zero_point, dtype)
-    return pack(codes.flatten(3), bits), torch.stack([scale[..., 0], zero[..., 0]], dim=3)
+    levels, scale, zero = encode(values.unflatten(3, (-1, channels)), 4, bits, zero_point, dtype)
+    return levels.flatten(3), torch.stack([scale[..., 0], zero[..., 0]], dim=3)
 
 
-def dequantize_keys(codes: Tensor, params: Tensor, bits: int) -> Tensor:
+def dequantize_keys(levels: Tensor, params: Tensor) -> Tensor:
     """Return X' = q·s + z (equation 2) in float32 [B, H, T, d]: the inverse of `quantize_keys` up to rounding."""
     scale, zero = read_params(*params.unbind(3))
-    groups = unpack(codes, bits).unflatten(2, (params.shape[2], -1)).float()
+    groups = levels.unflatten(2, (params.shape[2], -1)).float()
     return (groups * scale.unsqueeze(3) + zero.unsqueeze(3)).flatten(2, 3)
 
 
-def dequantize_values(codes: Tensor, params: Tensor, bits: int) -> Tensor:
+def dequantize_values(levels: Tensor, params: Tensor) -> Tensor:
     """Return X' = q·s + z (equation 2) in float32 [B, H, T, d]: the inverse of `quantize_values` up to rounding."""
     scale, zero = read_params(*params.unbind(3))
-    groups = unpack(codes, bits).unflatten(3, (params.shape[-1], -1)).float()
+    groups = levels.unflatten(3, (params.shape[-1], -1)).float()
     return (groups * scale.unsqueeze(4) + zero.unsqueeze(4)).flatten(3)

@@ -5,9 +5,10 @@ It uses Ungerboeck's code of eight states (IEEE Trans. Inf. Theory 28, 1982, Tab
 
 # A number's level is one of four levels of a 2-bit code, which its bit and the three bits before it select:
 #     q_t = 2·(b_t ⊕ b_(t-1) ⊕ b_(t-3)) + b_(t-2)        x_t ≈ s·(q_t - 3/2)
-# The bits are circular (tail-biting): the last bits precede the first, in circles of 32 numbers if these divide a
-# vector. Each vector has one scale s = x·x / r·x with r_t = q_t - 3/2. This makes the code unbiased: errors of many
-# tokens do not add up to shrinkage.
+# The bits are circular (tail-biting): the last bits precede the first, in circles of 32 numbers. A circle is one word
+# (`records.py`), which may hold channels of several vectors; 64 numbers would leave a hundredth less variance. Each
+# vector has one scale s = x·x / r·x with r_t = q_t - 3/2. This makes the code unbiased: errors of many tokens do not
+# add up to shrinkage.
 #
 # For Gaussian numbers at one bit, two levels leave .36 of the variance, this code .31, and any code at least .25
 # (Shannon).
@@ -20,28 +21,17 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from specache_compile.kernels.codes.quantize import unpack
+from .records import CIRCLE, RECORD, by_field, by_token, fields_of, unpacked
 
 # Numbers [n, t] of unit step, t whole bytes → codes, uint8 [n, t / 8].
 Encoder = Callable[[Tensor], Tensor]
 
 MEMORY = 3
 STATES = 1 << MEMORY
-# Numbers in a circle if they divide a vector: its bits are one GPU word (64 would leave a hundredth less variance); and
-# the most in other circles.
-CIRCLE, LARGEST_CIRCLE = 32, 64
 # Optimal distance of levels for Gaussian numbers of unit variance.
 STEP = 0.8
 # Lower bound for the cosine of a vector and its levels; a Gaussian vector has 0.83.
 LEAST_COSINE = 0.25
-
-
-def circle_of(head_dim: int) -> int:
-    """Return the numbers in a circle: `CIRCLE`, or the most (up to `LARGEST_CIRCLE`, in whole bytes) that divide d."""
-    if head_dim % CIRCLE == 0:
-        return CIRCLE
-    width = head_dim // 8
-    return 8 * next(size for size in range(min(width, LARGEST_CIRCLE // 8), 0, -1) if width % size == 0)
 
 
 def is_trellis(params: Tensor) -> bool:
@@ -52,11 +42,6 @@ def is_trellis(params: Tensor) -> bool:
 def levels_of(window: Tensor) -> Tensor:
     """Return q of windows of four bits, in which b_t is the lowest and b_(t-3) the highest; int64."""
     return 2 * ((window ^ (window >> 1) ^ (window >> 3)) & 1) + (window >> 2 & 1)
-
-
-def in_steps(x: Tensor) -> Tensor:
-    """Permute vectors [..., d] to the code's order, by byte: bit p of byte j is channel p·d/8 + j (`quantize.pack`)."""
-    return x.unflatten(-1, (8, -1)).mT.flatten(-2)
 
 
 def nearest_paths(circles: Tensor) -> Tensor:
@@ -109,29 +94,45 @@ def encode(circles: Tensor) -> Tensor:
     return (nearest_paths(circles).unflatten(1, (-1, 8)) << places).sum(-1, dtype=torch.uint8)
 
 
-def expanded(codes: Tensor) -> Tensor:
-    """Convert codes [..., d / 8] to 2-bit codes uint8 [..., d / 4] in `quantize.pack`'s layout: first the even bits of
-    all bytes, then the odd bits."""
-    codes = codes.unflatten(-1, (-1, circle_of(8 * codes.shape[-1]) // 8)).int()
-    window = (codes << MEMORY | codes.roll(1, -1) >> 8 - MEMORY).flatten(-2)
-    high, low = window >> 3 ^ window >> 2 ^ window, window >> 1
-    return torch.cat([(high >> odd & 0x55) << 1 | low >> odd & 0x55 for odd in (0, 1)], -1).to(torch.uint8)
+def expanded(bits: Tensor) -> Tensor:
+    """Return the 2-bit levels q, uint8, of the bits uint8 [..., 32 · n] of circles."""
+    circles = bits.unflatten(-1, (-1, CIRCLE))
+    before, second, third = (circles.roll(by, -1) for by in range(1, MEMORY + 1))
+    return (2 * (circles ^ before ^ third) + second).flatten(-2)
 
 
-def quantize(values: Tensor, encode: Encoder = encode) -> tuple[Tensor, Tensor]:
-    """Quantise values [B, H, T, d]; elements that are not finite count as 0.
+def levels_of_bits(bits: Tensor, dim: int, values: bool) -> Tensor:
+    """Return the levels q, uint8 [B, H, 64 · n, D], of n records' bits [B, H, n, 64 · D] in the order of memory."""
+    return by_token(expanded(bits), dim, 1, values)
 
-    Returns: codes uint8 [B, H, T, d / 8], and scales float32 [B, H, T, 1, 1].
+
+def read_levels(codes: Tensor, dim: int, values: bool) -> Tensor:
+    """Return the levels uint8 [B, H, C, D] of whole records' keys or values, codes [B, H, C, w]."""
+    return levels_of_bits(fields_of(codes, dim, 1, values), dim, values)
+
+
+def quantize(x: Tensor, start: int, dim: int, values: bool, encode: Encoder = encode) -> tuple[Tensor, Tensor]:
+    """Quantise keys or values [B, H, T, d] of tokens from `start` on; elements that are not finite count as 0.
+
+    Args:
+        dim: D, the stored channels; the others are 0.
+        values: whether x is values, whose circles hold other channels than the keys'.
+
+    Returns: bits uint8 [B, H, n, 64 · D] in the order of the n records with these tokens, and scales float32
+    [B, H, T, 1, 1].
     """
-    exact = values.float()
+    exact = x.float()
     exact = exact.masked_fill(~exact.isfinite(), 0.0)
     peak = exact.abs().amax(-1, keepdim=True)
-    x = torch.where(peak > 0, exact / peak, 0.0)  # squares of large numbers overflow
-    circle, square = circle_of(x.shape[-1]), (x * x).sum(-1, keepdim=True)
-    step = (square / x.shape[-1]).sqrt() * STEP
-    steps = in_steps(torch.where(step > 0, x / step, 0.0))
-    codes = encode(steps.reshape(-1, circle)).view(*x.shape[:-1], x.shape[-1] // 8)
-    return codes, unbiased(x, unpack(expanded(codes), 2) - 1.5, square, peak).unsqueeze(-1)
+    unit = torch.where(peak > 0, exact / peak, 0.0)  # squares of large numbers overflow
+    square = (unit * unit).sum(-1, keepdim=True)
+    step = (square / unit.shape[-1]).sqrt() * STEP
+    steps = torch.nn.functional.pad(torch.where(step > 0, unit / step, 0.0), (0, dim - x.shape[-1]))
+    fields = by_field(steps, start, 1, values)
+    bits = unpacked(encode(fields.reshape(-1, CIRCLE)), 1).view(fields.shape)
+    first = start % RECORD
+    levels = levels_of_bits(bits, dim, values)[:, :, first : first + x.shape[2], : x.shape[-1]]
+    return bits, unbiased(unit, levels - 1.5, square, peak).unsqueeze(-1)
 
 
 def unbiased(x: Tensor, levels: Tensor, square: Tensor, peak: Tensor) -> Tensor:
@@ -141,6 +142,6 @@ def unbiased(x: Tensor, levels: Tensor, square: Tensor, peak: Tensor) -> Tensor:
     return torch.where(square > 0, peak * (square / along), 0.0)
 
 
-def dequantize(codes: Tensor, scale: Tensor) -> Tensor:
-    """Return s·(q - 3/2) in float32 [B, H, T, d], from codes [B, H, T, d / 8] and scale [B, H, T, 1, 1]."""
-    return (unpack(expanded(codes), 2) - 1.5) * scale[..., 0]
+def dequantize(levels: Tensor, scale: Tensor) -> Tensor:
+    """Return s·(q - 3/2) in float32 [B, H, T, d], from levels q [B, H, T, d] and scale [B, H, T, 1, 1]."""
+    return (levels - 1.5) * scale[..., 0]

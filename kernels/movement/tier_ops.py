@@ -9,6 +9,14 @@ from specache_compile.kernels.attention.attention_ops import ring_tokens
 from specache_compile.kernels.codes.cpp_trellis import encoder
 from specache_compile.kernels.codes.params import stored_scale
 from specache_compile.kernels.codes.quantize import quantize_keys, quantize_values
+from specache_compile.kernels.codes.records import (
+    ROWS_FROM,
+    in_thread_order,
+    param_order,
+    stored_dim,
+    write_fields,
+    write_levels,
+)
 from specache_compile.kernels.codes.trellis import is_trellis, quantize
 from specache_compile.kernels.state.by_rows import by_rows
 from specache_compile.kernels.state.center import centers, is_found, set_center
@@ -86,43 +94,45 @@ def store_low_bit(
         codes[:, :, start:stop] = pairs.flatten(3)
         return
     group = codes.shape[2] // key_params.shape[2]
-    width = pairs.shape[-1]
     keys, values = pairs.unbind(-2)
     if center.shape[2]:
         keys = keys.float() - centers(center, group, start // group, stop // group)
     keys, values = ((rotated(x) if layout.is_rotated else x).to(pairs.dtype) for x in (keys, values))
     there = None if padding is None else padding[..., start:stop].mT
-    key_codes, value_codes = layout.split(codes[:, :, start:stop], width)
-    key_params = key_params[:, :, start // group : stop // group]
     sinks = keep_sinks(pairs, start, tiers.sink_pairs, tiers.sink_index)
     if is_trellis(key_params):
-        store_in_trellis(keys, key_codes, key_params)
-    else:
-        store_keys(keys, sinks, there, key_codes, key_params, layout.key_bits, zero_point)
-    value_params = value_params[:, :, start:stop]
-    if is_trellis(value_params):
-        store_in_trellis(values, value_codes, value_params)
-    else:
-        channels = width // value_params.shape[-1]
-        value_codes[...], value_params[...] = quantize_values(
-            values, channels, layout.value_bits, zero_point, value_params.dtype
+        scales = store_in_trellis(keys, start, codes, False)
+        key_params[:, :, start // group : stop // group] = (
+            stored_scale(scales, key_params.dtype).unflatten(2, (-1, group)).unsqueeze(3)
         )
+    else:
+        store_keys(keys, start, sinks, there, tiers, layout, zero_point)
+    if is_trellis(value_params):
+        scales = store_in_trellis(values, start, codes, True)
+        value_params[:, :, start:stop, 0, 0] = in_thread_order(stored_scale(scales, value_params.dtype))
+    else:
+        store_values(values, start, tiers, layout, zero_point)
 
 
-def store_in_trellis(x: Tensor, codes: Tensor, params: Tensor) -> None:
-    """Encode keys or values [B, H, T, d] in the trellis code: codes and scales."""
-    codes[...], scale = quantize(x, encoder(x.device))
-    params[...] = stored_scale(scale, params.dtype).view(params.shape)
+def store_in_trellis(x: Tensor, start: int, codes: Tensor, values: bool) -> Tensor:
+    """Encode keys or values [B, H, T, d] in the trellis code; returns their scales float32 [B, H, T]."""
+    dim, stop = stored_dim(x.shape[3]), start + x.shape[2]
+    fields, scale = quantize(x, start, dim, values, encoder(x.device))
+    write_fields(fields, start, stop, codes, dim, 1, values)
+    return scale[..., 0, 0]
 
 
 def store_keys(
-    keys: Tensor, sinks: Tensor, there: Tensor | None, codes: Tensor, params: Tensor, bits: int, zero_point: str
+    keys: Tensor, start: int, sinks: Tensor, there: Tensor | None, tiers: StoredTiers, layout: Layout, zero_point: str
 ) -> None:
     """Quantise keys [B, H, T, d] to the levels of their groups.
 
     Sinks, bool [B, n] for the first n tokens, and tokens that are not `there` [B, 1, T, 1] do not count in the ranges.
     """
-    group = keys.shape[2] // params.shape[2]
+    codes, params, bits = tiers.codes, tiers.key_params, layout.key_bits
+    group = codes.shape[2] // params.shape[2]
+    keys = padded(keys)
+    order = param_order(keys.shape[3]) if bits < ROWS_FROM else torch.arange(keys.shape[3])
     # Tokens after the last sink take the fast path: a range with exceptions needs several passes.
     edge = -(-sinks.shape[1] // group) * group
     others = ~torch.nn.functional.pad(sinks, (0, edge - sinks.shape[1]))[:, None, :, None]
@@ -130,9 +140,24 @@ def store_keys(
     rest = None if there is None else there[:, :, edge:]
     for begin, end, present in ((0, edge, first), (edge, keys.shape[2], rest)):
         if begin < end:
-            codes[:, :, begin:end], params[:, :, begin // group : end // group] = quantize_keys(
-                keys[:, :, begin:end], group, bits, zero_point, params.dtype, present
-            )
+            levels, found = quantize_keys(keys[:, :, begin:end], group, bits, zero_point, params.dtype, present)
+            write_levels(levels, start + begin, codes, bits, values=False)
+            params[:, :, (start + begin) // group : (start + end) // group] = found[..., order.to(found.device)]
+
+
+def store_values(values: Tensor, start: int, tiers: StoredTiers, layout: Layout, zero_point: str) -> None:
+    """Quantise values [B, H, T, d] to the levels of their tokens' groups of channels."""
+    values, params = padded(values), tiers.value_params
+    channels = values.shape[3] // params.shape[-1]
+    levels, found = quantize_values(values, channels, layout.value_bits, zero_point, params.dtype)
+    write_levels(levels, start, tiers.codes, layout.value_bits, values=True)
+    params[:, :, start : start + values.shape[2]] = found
+
+
+def padded(x: Tensor) -> Tensor:
+    """Pad keys or values [..., d] to their stored channels with NaN, which no range includes."""
+    more = stored_dim(x.shape[-1]) - x.shape[-1]
+    return torch.nn.functional.pad(x, (0, more), value=float("nan")) if more else x
 
 
 @by_rows()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .cursor import CURSOR_SIZE, runs_of
-from .page_table import LOW_BIT_TIER, TIERS, WHOLE, has_table, pairs_of, row_read, row_to_write, write_row
+from .page_table import LOW_BIT_TIER, TIERS, WHOLE, has_table, pairs_of, row_read, write_row
 from .segments import of_rows
 from .stored_tiers import StoredTiers
 
@@ -68,7 +68,7 @@ def of_pages(run: Callable[..., Any], names: Sequence[str], arguments: Sequence[
         tiers = given[TIERS]
         given[TIERS] = tiers._replace(**{name: row_read(getattr(tiers, name), table) for name in LOW_BIT_TIER})
     written = {name: given[name] for name in LOW_BIT_TIER if name in given}
-    given |= {name: row_to_write(tier, table) for name, tier in written.items()}
+    given |= {name: row_read(tier, table) for name, tier in written.items()}
     results = run(**given)
     for name, tier in written.items():
         write_row(tier, table, given[name], given["cursor"])

@@ -8,11 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specache_compile.kernels.codes.quantize import packed_width
+from specache_compile.kernels.codes.records import stored_dim
 
 
 class Layout(NamedTuple):
-    """Settings of the ops. A token's codes are one row: the bytes of its key, then of its value.
+    """Settings of the ops. `records.py` has the order of codes; unquantised pairs are rows, key first.
 
     key_bits, value_bits: bits per number. Both are 16 for unquantised, unrotated pairs in the model's dtype.
     rotate: 1 if keys and values are rotated before quantisation.
@@ -32,16 +32,11 @@ class Layout(NamedTuple):
     def is_rotated(self) -> bool:
         return bool(self.rotate) and self.is_quantised
 
-    def widths(self, head_dim: int) -> tuple[int, int]:
-        """Return the numbers of elements in a token's key and value codes: bytes, or channels if not quantised."""
+    def width(self, head_dim: int) -> int:
+        """Return w, the elements of a token's codes: bytes, or channels if not quantised."""
         if not self.is_quantised:
-            return head_dim, head_dim
-        return packed_width(head_dim, self.key_bits), packed_width(head_dim, self.value_bits)
-
-    def split(self, codes: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
-        """Return views of the key and value parts of codes [..., sum of widths]."""
-        keys, values = codes.split(self.widths(head_dim), -1)
-        return keys, values
+            return 2 * head_dim
+        return stored_dim(head_dim) * (self.key_bits + self.value_bits) // 8
 
 
 def rotation_block(head_dim: int) -> int:

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specache_compile.kernels.codes.records import RECORD
+
 from .cursor import CURSOR_SIZE, LOW_BIT, NEXT_LOW_BIT
 
 # Tokens in a page, and in a segment of the host tier; every capacity is a multiple.
@@ -104,15 +106,12 @@ def row_read(tier: Tensor, table: Tensor) -> Tensor:
     return torch.cat([tier[page] for page in table.tolist()], 1).unsqueeze(0)
 
 
-def row_to_write(tier: Tensor, table: Tensor) -> Tensor:
-    """Return an empty row [1, H, C, ...], which `write_row` copies to the pages after an op has written to it."""
-    _, heads, places, *rest = tier.shape
-    return tier.new_empty((1, heads, places * table.shape[0], *rest))
-
-
 def write_row(tier: Tensor, table: Tensor, row: Tensor, cursor: Tensor) -> None:
-    """Copy the tokens that a step has added to the low-bit tier from `row` to its pages. cursor: [1, 4]."""
-    start, stop = int(cursor[0, LOW_BIT]), int(cursor[0, NEXT_LOW_BIT])
+    """Copy the records with the tokens that a step has added to the low-bit tier from `row` to its pages.
+
+    cursor: [1, 4].
+    """
+    start, stop = int(cursor[0, LOW_BIT]) // RECORD * RECORD, -(-int(cursor[0, NEXT_LOW_BIT]) // RECORD) * RECORD
     tokens = PAGE // tier.shape[2] if tier.shape[2] else 1  # per element of dimension 2
     for number in range(start // PAGE, -(-stop // PAGE)):
         first = number * PAGE

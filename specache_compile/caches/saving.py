@@ -45,7 +45,7 @@ from specache_compile.runtime.state import MEASURE, adopt, backed_part, empty, f
 from .holding import set_model
 from .recurrent import STATES, marks_of, restore, states_of
 
-FORMAT = 1
+FORMAT = 2
 HEADER = "session.json"
 STEP = "step.safetensors"
 PACKAGES = ("specache-compile", "torch", "transformers")

@@ -12,7 +12,7 @@ import torch
 from specache_compile.errors import OptionError, no_host_tier
 from specache_compile.kernels.codes.params import EIGHT_BITS
 from specache_compile.kernels.codes.quantisers import QUANTISERS
-from specache_compile.kernels.codes.quantize import value_group
+from specache_compile.kernels.codes.records import stored_dim
 from specache_compile.kernels.state import center
 from specache_compile.kernels.state.layout import Layout
 from specache_compile.kernels.state.segments import tokens_of
@@ -32,6 +32,11 @@ GROUP_SIZES = (32, 64, 128)
 def check_min_context(name: str, value: Any) -> None:
     if value != "auto" and (type(value) is not int or value < 0):
         raise OptionError(f"option {name}={value!r}: accepted are a number of tokens, 0 or more, and 'auto'")
+
+
+def check_weight(name: str, value: Any) -> None:
+    if type(value) not in (int, float) or not 0 <= value < 1:
+        raise OptionError(f"option {name}={value!r}: accepted is a number from 0 to below 1, such as 1e-4")
 
 
 def check_quantiser(name: str, value: Any) -> None:
@@ -143,6 +148,12 @@ class LowBitOptions(DraftOptions):
         "bits of scales and zero points; 16: the model's dtype; 8 is coarse for channels whose keys are far from zero "
         "and close together. auto: 8 if keys and values have 1 or 2 bits",
         flag=False,
+    )  # fmt: skip
+    skip_below: float = option(
+        0.0, check_weight,
+        "skip the low-bit values of 64 tokens whose attention weights are all below this number, such as 1e-4. The "
+        "weights left out sum to less than this number times the tokens. 0: skip nothing",
+        type=float, metavar="WEIGHT",
     )  # fmt: skip
     min_context: int | str = option(
         "auto", check_min_context,
@@ -271,16 +282,11 @@ def check_head_dim(layout: Layout, head_dim: int) -> None:
     """OptionError if heads of this size cannot be stored in this layout."""
     if layout.is_rotated and head_dim % 2:
         raise OptionError(f"option rotate: head_dim {head_dim} is odd and cannot be rotated. Pass rotate=False")
-    fewest = min(layout.key_bits, layout.value_bits)
-    if layout.is_quantised and head_dim * fewest % 8:
-        raise OptionError(
-            f"option bits: head_dim {head_dim} at {fewest} bit is not a whole number of bytes. Pass more bits"
-        )
 
 
 def codes_shape(options: LowBitOptions, layer: LayerShape, batch: int, capacity: int) -> tuple[int, ...]:
     check_head_dim(options.layout, layer.head_dim)
-    return (batch, layer.heads, capacity, sum(options.layout.widths(layer.head_dim)))
+    return (batch, layer.heads, capacity, options.layout.width(layer.head_dim))
 
 
 def codes_dtype(options: LowBitOptions, layer: LayerShape) -> torch.dtype:
@@ -292,7 +298,7 @@ def key_params_shape(options: LowBitOptions, layer: LayerShape, batch: int, capa
     groups = capacity // options.group_size if options.layout.is_quantised else 0
     if options.has_key_trellis:
         return (batch, layer.heads, groups, 1, options.group_size)
-    return (batch, layer.heads, groups, 2, layer.head_dim)
+    return (batch, layer.heads, groups, 2, stored_dim(layer.head_dim))
 
 
 def value_params_shape(options: LowBitOptions, layer: LayerShape, batch: int, capacity: int) -> tuple[int, ...]:
@@ -300,7 +306,8 @@ def value_params_shape(options: LowBitOptions, layer: LayerShape, batch: int, ca
     tokens = capacity if options.layout.is_quantised else 0
     if options.has_trellis:
         return (batch, layer.heads, tokens, 1, 1)
-    return (batch, layer.heads, tokens, 2, layer.head_dim // value_group(layer.head_dim, options.group_size))
+    channels = stored_dim(layer.head_dim)
+    return (batch, layer.heads, tokens, 2, channels // min(channels, options.group_size))
 
 
 def params_dtype(options: LowBitOptions, layer: LayerShape) -> torch.dtype:

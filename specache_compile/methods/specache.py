@@ -115,7 +115,7 @@ def recipe(options: LowBitOptions, site: int) -> Recipe:
     over_tiers = OpCall(
         "decode_attention",
         (*low_bit, "recent", "slots", "slot_index"),
-        tuple(options.layout),
+        (*options.layout, options.skip_below),
         scores=True,
     )
     attend = dict.fromkeys(("pre-decode", "decode", "widened"), over_tiers)

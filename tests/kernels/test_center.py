@@ -9,6 +9,7 @@ from specache_compile.kernels.attention.attention_ops import low_bit_keys
 from specache_compile.kernels.state.center import centers, set_center, share_of_center
 from specache_compile.kernels.state.cursor import new_cursor
 from specache_compile.kernels.state.layout import Layout
+from specache_compile.kernels.state.stored_tiers import StoredTiers
 from specache_compile.methods.field import LayerShape
 from specache_compile.methods.kivi import KiviOptions
 from specache_compile.methods.low_bit import APPENDED
@@ -37,7 +38,8 @@ def error_of(keys: Tensor, center: bool, padding: Tensor | None) -> Tensor:
     frequencies = FREQUENCIES if center else None
     arguments = (keys, keys, padding, cursor, *(state[name] for name in APPENDED))
     torch.ops.specache.append(*arguments, *options.layout, "midpoint", frequencies)
-    stored = low_bit_keys(state["codes"], state["key_params"], Layout(2, 2, False), DIM, 0, low_bit)
+    tiers = StoredTiers(*(state[name] for name in StoredTiers._fields))
+    stored = low_bit_keys(tiers, Layout(2, 2, False), DIM, 0, low_bit)
     if center:
         stored = stored + centers(state["center"], GROUP, 0, low_bit // GROUP)
     seen = torch.ones(batch, 1, low_bit, 1) if padding is None else padding[..., :low_bit].mT.float()

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 from specache_compile.kernels.attention.kept_logits import whole_logits
+from specache_compile.kernels.codes.records import stored_dim
 from specache_compile.kernels.movement import tier_ops as tiers
 from specache_compile.kernels.op import Op, loaded_on_first_use, registered
 from specache_compile.kernels.state.center import set_center
@@ -84,10 +85,10 @@ class Inputs:
         self.frequencies = torch.tensor([1.0, 0.1, 0.01])
         quantized = case.bits < 16
         self.layout = Layout(case.bits, case.value_bits or case.bits, case.rotate)
-        shape = (*rows, CAPACITY, sum(self.layout.widths(d)))
+        shape = (*rows, CAPACITY, self.layout.width(d))
         self.codes = torch.randint(0, 256, shape, dtype=torch.uint8) if quantized else self.normal(*shape)
-        self.key_params = self.normal(*rows, CAPACITY // GROUP if quantized else 0, 2, d)
-        self.value_params = self.normal(*rows, CAPACITY if quantized else 0, 2, d // 16)
+        self.key_params = self.normal(*rows, CAPACITY // GROUP if quantized else 0, 2, stored_dim(d))
+        self.value_params = self.normal(*rows, CAPACITY if quantized else 0, 2, stored_dim(d) // 16)
         self.center = torch.zeros(*rows, 4 if case.center else 0, d)
         if case.center and low_bit:
             set_center(self.normal(*rows, low_bit, d) + 30.0, None, self.frequencies, self.center, GROUP)

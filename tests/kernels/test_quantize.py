@@ -17,17 +17,13 @@ from specache_compile.kernels.codes.quantize import (
     dequantize_keys,
     dequantize_values,
     encode,
-    pack,
-    packed_width,
     quantize_keys,
     quantize_values,
-    unpack,
-    value_group,
 )
 
 pytestmark = pytest.mark.pairwise
 
-PACKED_BITS = (1, 2, 4, 8)
+BITS = (1, 2, 4, 8)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FORMATS = [(1, "midpoint"), (1, "minimum"), (2, "minimum"), (4, "minimum"), (8, "minimum")]
 GROUPS = (32, 64, 128)
@@ -51,14 +47,20 @@ def bound(low: Tensor, high: Tensor, bits: int, zero_point: str, dtype: torch.dt
     return scale / 2 + loss + arithmetic
 
 
+def channels_of(head_dim: int, group_size: int) -> int:
+    """Return the largest number of channels of at most a group that divides a head."""
+    return next(size for size in range(group_size, 0, -1) if head_dim % size == 0)
+
+
 def round_trip_keys(keys: Tensor, group: int, bits: int, zero_point: str) -> Tensor:
-    codes, params = quantize_keys(keys, group, bits, zero_point, keys.dtype)
-    return dequantize_keys(codes, params, bits)
+    levels, params = quantize_keys(keys, group, bits, zero_point, keys.dtype)
+    return dequantize_keys(levels, params)
 
 
 def round_trip_values(values: Tensor, group: int, bits: int, zero_point: str) -> Tensor:
-    codes, params = quantize_values(values, group, bits, zero_point, values.dtype)
-    return dequantize_values(codes, params, bits)
+    channels = channels_of(values.shape[-1], group)
+    levels, params = quantize_values(values, channels, bits, zero_point, values.dtype)
+    return dequantize_values(levels, params)
 
 
 def pairs(tokens: int, head_dim: int, dtype: torch.dtype, seed: int = 0, size: float = 1.0) -> Tensor:
@@ -69,51 +71,7 @@ def pairs(tokens: int, head_dim: int, dtype: torch.dtype, seed: int = 0, size: f
     return (x * size).to(dtype)
 
 
-# Packing
-
-
-@PROPERTY
-@given(bits=st.sampled_from(PACKED_BITS), width=st.integers(1, 33), seed=st.integers(0, 2**31))
-def test_unpacking_undoes_packing(bits: int, width: int, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    codes = torch.randint(0, 2**bits, (2, 3, width * 8 // bits), generator=generator, dtype=torch.uint8)
-    packed = pack(codes, bits)
-    assert packed.dtype == torch.uint8
-    assert packed.shape[-1] == packed_width(codes.shape[-1], bits) == width
-    assert torch.equal(unpack(packed, bits), codes)
-
-
-@pytest.mark.parametrize("bits", PACKED_BITS)
-def test_byte_j_holds_channels_j_and_j_plus_p_and_so_on(bits: int) -> None:
-    codes = torch.randint(0, 2**bits, (80,), dtype=torch.uint8)
-    width = packed_width(80, bits)
-    expected = [
-        sum(int(codes[j + plane * width]) << (plane * bits) for plane in range(8 // bits)) for j in range(width)
-    ]
-    assert pack(codes, bits).tolist() == expected
-
-
-def test_packing_leaves_the_codes_as_they_were() -> None:
-    codes = torch.arange(16, dtype=torch.uint8) % 4
-    before = codes.clone()
-    pack(codes, 2)
-    assert torch.equal(codes, before)
-
-
-@pytest.mark.parametrize(("head_dim", "bits"), [(20, 1), (6, 2), (7, 4)])
-def test_a_head_that_does_not_fill_whole_bytes_is_refused(head_dim: int, bits: int) -> None:
-    with pytest.raises(ValueError, match="whole bytes"):
-        packed_width(head_dim, bits)
-
-
 # Groups
-
-
-@pytest.mark.parametrize("group_size", GROUPS)
-@pytest.mark.parametrize("head_dim", [*HEAD_DIMS, 17, 40, 256])
-def test_a_value_group_is_the_largest_divisor_of_the_head_that_fits(head_dim: int, group_size: int) -> None:
-    divisors = [size for size in range(1, head_dim + 1) if head_dim % size == 0]
-    assert value_group(head_dim, group_size) == max(size for size in divisors if size <= group_size)
 
 
 @pytest.mark.parametrize(("bits", "zero_point"), FORMATS)
@@ -124,7 +82,7 @@ def test_keys_share_a_scale_per_channel_over_g_tokens(
 ) -> None:
     keys = pairs(2 * group_size, head_dim, torch.float32)
     codes, params = quantize_keys(keys, group_size, bits, zero_point, keys.dtype)
-    assert codes.shape == (2, 3, 2 * group_size, head_dim * bits // 8)
+    assert codes.shape == keys.shape
     assert params.shape == (2, 3, 2, 2, head_dim)
     assert params.dtype == keys.dtype
     groups = keys.double().view(2, 3, 2, group_size, head_dim)
@@ -132,7 +90,7 @@ def test_keys_share_a_scale_per_channel_over_g_tokens(
     torch.testing.assert_close(params.double(), torch.stack([scale, zero], 3), rtol=1e-5, atol=1e-5)
     levels = ((groups - zero.unsqueeze(3)) / scale.unsqueeze(3)).round().clamp(0, 2**bits - 1)
     rebuilt = (levels * scale.unsqueeze(3) + zero.unsqueeze(3)).view_as(keys)
-    assert_same_levels(dequantize_keys(codes, params, bits), rebuilt, scale.repeat_interleave(group_size, 2))
+    assert_same_levels(dequantize_keys(codes, params), rebuilt, scale.repeat_interleave(group_size, 2))
 
 
 @pytest.mark.parametrize(("bits", "zero_point"), FORMATS)
@@ -142,9 +100,9 @@ def test_values_share_a_scale_per_token_over_a_group_of_channels(
     head_dim: int, group_size: int, bits: int, zero_point: str
 ) -> None:
     values = pairs(11, head_dim, torch.float32)
-    size = value_group(head_dim, group_size)
-    codes, params = quantize_values(values, group_size, bits, zero_point, values.dtype)
-    assert codes.shape == (2, 3, 11, head_dim * bits // 8)
+    size = channels_of(head_dim, group_size)
+    codes, params = quantize_values(values, size, bits, zero_point, values.dtype)
+    assert codes.shape == values.shape
     assert params.shape == (2, 3, 11, 2, head_dim // size)
     assert params.dtype == values.dtype
     groups = values.double().view(2, 3, 11, head_dim // size, size)
@@ -152,7 +110,7 @@ def test_values_share_a_scale_per_token_over_a_group_of_channels(
     torch.testing.assert_close(params.double(), torch.stack([scale, zero], 3), rtol=1e-5, atol=1e-5)
     levels = ((groups - zero.unsqueeze(4)) / scale.unsqueeze(4)).round().clamp(0, 2**bits - 1)
     rebuilt = (levels * scale.unsqueeze(4) + zero.unsqueeze(4)).view_as(values)
-    assert_same_levels(dequantize_values(codes, params, bits), rebuilt, scale.repeat_interleave(size, 3))
+    assert_same_levels(dequantize_values(codes, params), rebuilt, scale.repeat_interleave(size, 3))
 
 
 def assert_same_levels(actual: Tensor, expected: Tensor, step: Tensor) -> None:
@@ -202,7 +160,7 @@ def test_keys_and_values_come_back_within_the_bound(
     off = (round_trip_keys(x, group_size, bits, zero_point).double() - x.double()).abs()
     assert (off <= bound(x.amin(2, True), x.amax(2, True), bits, zero_point, dtype)).all()
     off = (round_trip_values(x, group_size, bits, zero_point).double() - x.double()).abs()
-    groups = x.unflatten(3, (-1, value_group(head_dim, group_size)))
+    groups = x.unflatten(3, (-1, channels_of(head_dim, group_size)))
     limit = bound(groups.amin(4, True), groups.amax(4, True), bits, zero_point, dtype)
     assert (off.view_as(groups) <= limit).all()
 
@@ -265,7 +223,7 @@ def test_an_infinity_takes_an_end_of_its_group_and_spoils_nothing_else(
             assert rebuilt[place] == end(dim, True).expand_as(groups).reshape_as(broken)[place]
 
 
-@pytest.mark.parametrize("bits", PACKED_BITS)
+@pytest.mark.parametrize("bits", BITS)
 def test_a_group_with_nothing_finite_gives_something_finite(bits: int) -> None:
     x = torch.full((1, 1, 32, 32), math.nan)
     x[..., ::2] = math.inf
@@ -289,7 +247,7 @@ def test_numbers_as_large_as_the_dtype_has_stay_finite(
         assert (rebuilt.abs().double() <= largest * (1 + 2**bits * torch.finfo(dtype).eps)).all()
 
 
-@pytest.mark.parametrize("bits", PACKED_BITS)
+@pytest.mark.parametrize("bits", BITS)
 def test_the_largest_float16_numbers_keep_the_bound(bits: int) -> None:
     x = torch.linspace(-65504, 65504, 32 * 32, dtype=torch.float64).view(1, 1, 32, 32).half()
     off = (round_trip_keys(x, 32, bits, "midpoint").double() - x.double()).abs()

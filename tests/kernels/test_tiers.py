@@ -18,10 +18,11 @@ from torch import Tensor
 from specache_compile.evaluation.baselines import pages  # noqa: F401 - declares its op
 from specache_compile.kernels.codes.cpp_trellis import encoder
 from specache_compile.kernels.codes.params import stored_scale
-from specache_compile.kernels.codes.quantize import quantize_keys, quantize_values, value_group
+from specache_compile.kernels.codes.quantize import quantize_keys, quantize_values
+from specache_compile.kernels.codes.records import by_token, in_thread_order, param_order, read_levels, stored_dim
 from specache_compile.kernels.codes.trellis import quantize
 from specache_compile.kernels.movement.copy_queue import CopyQueue
-from specache_compile.kernels.movement.tier_ops import refill
+from specache_compile.kernels.movement.tier_ops import padded, refill
 from specache_compile.kernels.op import op_of
 from specache_compile.kernels.state.cursor import LENGTH, LOW_BIT, NEXT_LOW_BIT, QUEUE, new_cursor
 from specache_compile.kernels.state.layout import Layout, rotated
@@ -76,7 +77,8 @@ class Cache:
 
     def __post_init__(self) -> None:
         d, quantized = self.head_dim, self.bits < 16
-        self.size = value_group(d, self.group)
+        self.dim = stored_dim(d)
+        self.size = min(self.dim, self.group)
         self.window = self.residual + self.group
         self.cursor = new_cursor(torch.device("cpu"), BATCH)
         self.recent = torch.full((*ROWS, self.window, 2, d), math.nan, dtype=self.dtype)
@@ -84,14 +86,14 @@ class Cache:
         self.layout = Layout(self.bits, self.value_bits or self.bits, self.rotate)
         self.codes = torch.full((*ROWS, CAPACITY, 2 * d), math.nan, dtype=self.dtype)
         if quantized:
-            self.codes = torch.full((*ROWS, CAPACITY, sum(self.layout.widths(d))), 255, dtype=torch.uint8)
+            self.codes = torch.full((*ROWS, CAPACITY, self.layout.width(d)), 255, dtype=torch.uint8)
         groups, tokens = (CAPACITY // self.group, CAPACITY) if quantized else (0, 0)
         dtype, nothing = (torch.uint8, 255) if self.eight else (self.dtype, math.nan)
-        self.key_params = torch.full((*ROWS, groups, 2, d), nothing, dtype=dtype)
+        self.key_params = torch.full((*ROWS, groups, 2, self.dim), nothing, dtype=dtype)
         if self.key_trellis:
             self.key_params = torch.full((*ROWS, groups, 1, self.group), nothing, dtype=dtype)
             self.center = torch.zeros(*ROWS, 3, d)
-        of_values = (1, 1) if self.trellis else (2, d // self.size)
+        of_values = (1, 1) if self.trellis else (2, self.dim // self.size)
         self.value_params = torch.full((*ROWS, tokens, *of_values), nothing, dtype=dtype)
         self.sink_pairs = torch.full((*ROWS, self.sink_tokens, 2, d), math.nan, dtype=self.dtype)
         # Row b's sinks begin at its token 2·b.
@@ -146,27 +148,32 @@ class Cache:
                         keys[row, :, token] = keys[row, :, token // self.group * self.group + self.group - 1]
                 else:
                     assert self.sink_pairs[row, :, place].isnan().all()
-        dtype = self.key_params.dtype
+        dtype, key_bits, value_bits = self.key_params.dtype, self.layout.key_bits, self.layout.value_bits
         if self.key_trellis:
-            key_codes, scale = quantize(keys, encoder(keys.device))
-            key_params = stored_scale(scale, dtype).view(*ROWS, -1, 1, self.group)
+            key_levels, scales = self.in_trellis(keys, values=False)
+            key_params = stored_scale(scales, dtype).view(*ROWS, -1, 1, self.group)
         else:
-            key_codes, key_params = quantize_keys(keys, self.group, self.layout.key_bits, self.zero_point, dtype)
+            key_levels, key_params = quantize_keys(padded(keys), self.group, key_bits, self.zero_point, dtype)
+            key_params = key_params[..., param_order(self.dim)] if key_bits < 8 else key_params
         if self.trellis:
-            value_codes, scale = quantize(values, encoder(values.device))
-            value_params = stored_scale(scale, dtype)
+            value_levels, scales = self.in_trellis(values, values=True)
+            value_params = stored_scale(in_thread_order(scales), dtype)[..., None, None]
         else:
-            value_codes, value_params = quantize_values(
-                values, self.size, self.layout.value_bits, self.zero_point, dtype
-            )
-        stored = torch.cat([key_codes, value_codes], 3)
-        assert torch.equal(self.codes[:, :, :low_bit][others], stored[others])
-        assert (self.codes[:, :, low_bit:] == 255).all()
+            value_levels, value_params = quantize_values(padded(values), self.size, value_bits, self.zero_point, dtype)
+        for levels, bits, of_values in ((key_levels, key_bits, False), (value_levels, value_bits, True)):
+            found = read_levels(self.codes, self.dim, bits, of_values)
+            assert torch.equal(found[:, :, :low_bit][others], levels[others])
+            assert (found[:, :, low_bit:] == 2**bits - 1).all()
         groups = low_bit // self.group
         assert torch.equal(self.key_params[:, :, :groups], key_params)
         assert torch.equal(self.value_params[:, :, :low_bit], value_params)
         for untouched in (self.key_params[:, :, groups:], self.value_params[:, :, low_bit:]):
             assert (untouched == 255).all() if self.eight else untouched.isnan().all()
+
+    def in_trellis(self, x: Tensor, values: bool) -> tuple[Tensor, Tensor]:
+        """Return the bits [B, H, n, D] of keys or values [B, H, n, d], and their scales [B, H, n]."""
+        bits, scale = quantize(x, 0, self.dim, values, encoder(x.device))
+        return by_token(bits, self.dim, 1, values)[:, :, : x.shape[2]], scale[..., 0, 0]
 
     def mean_of_the_first(self, truth: Tensor) -> Tensor:
         """Return the mean [B, H, 1, d] of the first keys of the low-bit tier, from one append."""

@@ -19,9 +19,10 @@ from transformers import LlamaForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import specache_compile as sc
-from conftest import compile_copy, greedy, prompt, tiny_llama
+from conftest import compile_copy, prompt, tiny_llama
 from specache_compile.compat import cache_of, with_cache
 from specache_compile.kernels.codes import trellis
+from specache_compile.kernels.codes.records import stored_dim
 from specache_compile.kernels.state.layout import Layout
 from specache_compile.methods import parse_options
 from specache_compile.methods.low_bit import check_head_dim
@@ -83,14 +84,16 @@ def quantised(groups: Tensor, bits: int, dim: int, counted: Tensor, codes: Codes
     return ((groups - zero) / scale).round().clamp(0, 2**bits - 1) * scale + zero
 
 
-def in_trellis(values: Tensor, codes: Codes) -> Tensor:
-    """What the code makes of them, which tests/kernels/test_trellis.py holds against its formula."""
-    found, scale = trellis.quantize(values)
+def in_trellis(x: Tensor, codes: Codes, values: bool) -> Tensor:
+    """What the code makes of keys or values, which tests/kernels/test_trellis.py holds against its formula."""
+    dim = stored_dim(x.shape[3])
+    bits, scale = trellis.quantize(x, 0, dim, values)
+    levels = trellis.levels_of_bits(bits, dim, values)[:, :, : x.shape[2], : x.shape[3]]
     if codes.eight:
         scale = scale.half().double()
         power = scale.log2().floor().exp2()
         scale = (scale / power * 8 + 0.5).floor() / 8 * power
-    return trellis.dequantize(found, scale.double())
+    return trellis.dequantize(levels, scale.double())
 
 
 def stepped(keys: Tensor, tokens: int, base: float) -> Tensor:
@@ -118,12 +121,12 @@ def simulated(codes: Codes, lanes: int = 1, sinks: int = 0) -> Any:
         groups = turn(k[:, :, :far]).unflatten(2, (-1, G))
         center = stepped(k[:, :, :FIRST], far, module.config.rope_parameters["rope_theta"])
         low_k = (
-            center + turn(in_trellis(turn(k[:, :, :far] - center), codes)) if codes.key_trellis
+            center + turn(in_trellis(turn(k[:, :, :far] - center), codes, False)) if codes.key_trellis
             else turn(quantised(groups, codes.key_bits, 3, counted, codes).flatten(2, 3))
         )  # fmt: skip
         values = turn(v[:, :, :far])
         low_v = turn(
-            in_trellis(values, codes) if codes.trellis
+            in_trellis(values, codes, True) if codes.trellis
             else quantised(values, codes.value_bits, 3, torch.tensor(True), codes)
         )  # fmt: skip
         keys, values = (
@@ -255,20 +258,9 @@ def test_the_settings_are_what_they_are_called() -> None:
     assert parse_options({"setting": "paper", "rotate": True}).rotate, "what is given goes before"
 
 
-def test_a_head_dim_that_cannot_be_stored_so_is_one_clear_line() -> None:
+def test_a_head_dim_that_cannot_be_rotated_is_one_clear_line() -> None:
     with pytest.raises(sc.OptionError, match=r"head_dim 65 is odd and cannot be rotated\. Pass rotate=False"):
         check_head_dim(Layout(8, 8, True), 65)
-    narrow = tiny_llama(head_dim=4)
-    with pytest.raises(sc.SpecacheError, match=r"head_dim 4 at \d bit is not a whole number of bytes"):
-        sc.explain(narrow, prompt_length=100, options={"bits": 1})
-    narrow.compile(backend="specache", options={"lowering": "eager", "bits": 1})
-    with pytest.raises(sc.SpecacheError, match=r"head_dim 4 at 1 bit is not a whole number of bytes\. Pass more bits"):
-        greedy(narrow, prompt(100), 2)
-    narrow.compile(backend="specache", options={"lowering": "eager", "bits": 1, "min_context": 10_000})
-    with pytest.raises(
-        sc.SpecacheError, match=r"head_dim 4 at \d bit is not a whole number of bytes"
-    ):  # not when it is long enough
-        greedy(narrow, prompt(100), 2)
 
 
 @pytest.mark.parametrize(

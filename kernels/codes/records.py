@@ -1,0 +1,169 @@
+"""The order of codes in memory: 64 tokens of a head are one record, in the order of tensor-core fragments.
+
+A product's operand then needs no conversion: each GPU thread loads its own fragment, and a CPU's vector holds eight
+words whose numbers it unpacks by one shift each.
+"""
+
+# A record of codes [64, w] is the keys' part, then the values' part: 32-bit words in fragment order at 1, 2 and 4 bits,
+# rows of tokens at 8 bits. head_dim is padded to D channels (`stored_dim`).
+#
+# Thread (g, q) of 8 × 4 owns the words (l·32 + 4·g + q)·V + v, with V of them in each of its loads. A word has two
+# halves k0 with F = 16 / bits fields; the number of field f is at bit 16·k0 + bits·f.
+#
+# Keys: token 8·g + j, channel 8·m + 2·q + k0; the thread's numbers are counted by m + D/8·j.
+# Values: channel 8·c + g, token 16·q + 8·o + 2·e + k0; counted by c + D/8·o, and e is the word in a load.
+#
+# Example: d = 128, keys of 2 bits. Word 37 = 0·128 + 9·4 + 1 is the second of thread (2, 1): n = 8 to 15, so token 16
+# and channels 66, 74, ..., 122 in the lower half, 67, 75, ..., 123 in the upper. Word 37 of the values in the trellis
+# code: tokens 18 and 19, channels 2, 10, 18, ..., 122.
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+RECORD = 64
+# Words in a thread's load; numbers in a word at one bit, which are a circle of the trellis code.
+VECTOR, CIRCLE = 4, 32
+SMALLEST_DIM = 16
+# From this width on, codes are rows of tokens.
+ROWS_FROM = 8
+# Channels whose parameters a thread loads at a time.
+PARAM_BLOCK = 64
+
+
+def stored_dim(head_dim: int) -> int:
+    """Return D, the channels of a stored key or value: the next power of two, at least 16."""
+    return max(SMALLEST_DIM, 1 << (head_dim - 1).bit_length())
+
+
+def ordered(number: Tensor, lane: Tensor, half: Tensor, load: Tensor, loads: int, fields: int) -> Tensor:
+    """Return the numbers' order: element p is the number in field p of a part's words.
+
+    Args:
+        number, lane, half, load: int64 [64, D], each number's count in its thread, thread, half of a word, and word of
+            a load.
+        loads: words of a load.
+        fields: numbers in half a word.
+    """
+    word = (number // fields * 32 + lane) * loads + load
+    place = (word * 2 + half) * fields + number % fields
+    return place.flatten().argsort()
+
+
+@functools.cache
+def key_order(dim: int, bits: int) -> Tensor:
+    """Return the keys' order, int64 [64 · D] of token · D + channel."""
+    token, channel = torch.arange(RECORD, device="cpu")[:, None], torch.arange(dim, device="cpu")[None, :]
+    fields = 16 // bits
+    number = channel // 8 + dim // 8 * (token % 8)
+    loads = min(VECTOR, dim * bits // 16)
+    lane, half = token // 8 * 4 + channel % 8 // 2, (channel % 2).expand(RECORD, -1)
+    word = number // fields
+    return ordered(word // loads * fields + number % fields, lane, half, word % loads, loads, fields)
+
+
+@functools.cache
+def value_order(dim: int, bits: int) -> Tensor:
+    """Return the values' order, int64 [64 · D] of token · D + channel."""
+    token, channel = torch.arange(RECORD, device="cpu")[:, None], torch.arange(dim, device="cpu")[None, :]
+    loads = min(VECTOR, dim * bits // 16)
+    pair = token % 8 // 2
+    number = channel // 8 + dim // 8 * (token % 16 // 8) + dim // 4 * (pair % (VECTOR // loads))
+    lane, half = channel % 8 * 4 + token // 16, (token % 2).expand(-1, dim)
+    return ordered(number, lane, half, (pair // (VECTOR // loads)).expand(-1, dim), loads, 16 // bits)
+
+
+def order_of(dim: int, bits: int, values: bool) -> Tensor:
+    if bits >= ROWS_FROM:
+        return torch.arange(RECORD * dim, device="cpu")
+    return value_order(dim, bits) if values else key_order(dim, bits)
+
+
+@functools.cache
+def inverse(dim: int, bits: int, values: bool) -> Tensor:
+    """Return each number's field, int64 [64 · D]."""
+    return order_of(dim, bits, values).argsort()
+
+
+@functools.cache
+def param_order(dim: int) -> Tensor:
+    """Return the channel of each stored parameter of keys, int64 [D]: the bytes that a thread loads are adjacent."""
+    channel = torch.arange(dim, device="cpu")
+    block = min(dim, PARAM_BLOCK)
+    within = channel % block
+    place = channel - within + within % 8 // 2 * (block // 4) + within // 16 * 4 + channel % 2 * 2 + within // 8 % 2
+    return place.argsort()
+
+
+def in_thread_order(scales: Tensor) -> Tensor:
+    """Swap the two middle scales of each four tokens [..., T]; its own inverse."""
+    return scales.unflatten(-1, (-1, 2, 2)).mT.flatten(-3)
+
+
+def packed(fields: Tensor, bits: int) -> Tensor:
+    """Pack fields uint8 [..., n] of so many bits, the first in a byte's lowest bits: uint8 [..., n · bits / 8]."""
+    if bits == 8:
+        return fields
+    parts = fields.unflatten(-1, (-1, 8 // bits))
+    return (parts << torch.arange(0, 8, bits, dtype=torch.uint8, device=parts.device)).sum(-1, dtype=torch.uint8)
+
+
+def unpacked(codes: Tensor, bits: int) -> Tensor:
+    """Unpack uint8 [..., n · bits / 8] to fields uint8 [..., n], the inverse of `packed`."""
+    if bits == 8:
+        return codes
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=codes.device)
+    return (codes.unsqueeze(-1) >> shifts & (1 << bits) - 1).flatten(-2)
+
+
+def part_of(codes: Tensor, dim: int, bits: int, values: bool) -> Tensor:
+    """Return the keys' or the values' part of whole records, a view uint8 [B, H, C/64, 64 · D · bits / 8] of codes."""
+    records = codes.unflatten(2, (-1, RECORD)).flatten(3)
+    width = RECORD * dim * bits // 8
+    return records[..., records.shape[-1] - width :] if values else records[..., :width]
+
+
+def fields_of(codes: Tensor, dim: int, bits: int, values: bool) -> Tensor:
+    """Return the fields uint8 [B, H, C/64, 64 · D] of whole records' keys or values, in the order of memory."""
+    return unpacked(part_of(codes, dim, bits, values), bits)
+
+
+def by_token(fields: Tensor, dim: int, bits: int, values: bool) -> Tensor:
+    """Return fields [B, H, n, 64 · D] of records by token and channel, [B, H, 64 · n, D]."""
+    found = fields[..., inverse(dim, bits, values).to(fields.device)]
+    return found.unflatten(-1, (RECORD, dim)).flatten(2, 3)
+
+
+def by_field(x: Tensor, start: int, bits: int, values: bool) -> Tensor:
+    """Return tokens [B, H, T, D] from `start` on in their records' order, [B, H, n, 64 · D], padded with zeros."""
+    before, after = start % RECORD, -(start + x.shape[2]) % RECORD
+    whole = torch.nn.functional.pad(x, (0, 0, before, after)).unflatten(2, (-1, RECORD)).flatten(3)
+    return whole[..., order_of(x.shape[3], bits, values).to(x.device)]
+
+
+def read_levels(codes: Tensor, dim: int, bits: int, values: bool) -> Tensor:
+    """Return the levels uint8 [B, H, C, D] of whole records' keys or values, codes [B, H, C, w]."""
+    return by_token(fields_of(codes, dim, bits, values), dim, bits, values)
+
+
+def write_fields(fields: Tensor, start: int, stop: int, codes: Tensor, dim: int, bits: int, values: bool) -> None:
+    """Write the fields of the tokens start..stop, of fields [B, H, n, 64 · D] of the records with these tokens.
+
+    Other tokens of these records stay, since a tier of groups of 32 tokens may end inside a record.
+    """
+    first, last = start // RECORD, -(-stop // RECORD)
+    target = part_of(codes[:, :, first * RECORD : last * RECORD], dim, bits, values)
+    if start % RECORD or stop % RECORD:
+        record = torch.arange(first, last, device=codes.device)[:, None]
+        token = order_of(dim, bits, values).to(codes.device) // dim + record * RECORD
+        fields = torch.where((token >= start) & (token < stop), fields, unpacked(target, bits))
+    target.copy_(packed(fields, bits))
+
+
+def write_levels(levels: Tensor, start: int, codes: Tensor, bits: int, values: bool) -> None:
+    """Write levels uint8 [B, H, T, D] of tokens from `start` on to codes [B, H, C, w]."""
+    fields, stop = by_field(levels, start, bits, values), start + levels.shape[2]
+    write_fields(fields, start, stop, codes, levels.shape[3], bits, values)

@@ -1,0 +1,116 @@
+"""The order of codes in a record, against its formulas number by number."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from specache_compile.kernels.codes.records import (
+    by_field,
+    by_token,
+    fields_of,
+    in_thread_order,
+    order_of,
+    param_order,
+    read_levels,
+    stored_dim,
+    write_levels,
+)
+
+pytestmark = pytest.mark.pairwise
+
+DIMS, WIDTHS = (16, 32, 64, 128, 256), (1, 2, 4)
+
+
+def key_place(token: int, channel: int, dim: int, bits: int) -> tuple[int, int]:
+    """Return the word and the bit of a key's number: thread (g, q) owns tokens 8·g + j and channels 8·m + 2·q + k0."""
+    fields, loads = 16 // bits, min(4, dim * bits // 16)
+    g, j, m, q, k0 = token // 8, token % 8, channel // 8, channel % 8 // 2, channel % 2
+    number = m + dim // 8 * j
+    word = number // fields
+    place = (word // loads * 32 + 4 * g + q) * loads + word % loads
+    return place, 16 * k0 + bits * (number % fields)
+
+
+def value_place(token: int, channel: int, dim: int, bits: int) -> tuple[int, int]:
+    """Return the same of a value: thread (g, q) owns channels 8·c + g and tokens 16·q + 8·o + 2·e + k0."""
+    fields, loads = 16 // bits, min(4, dim * bits // 16)
+    c, g, q, o, e, k0 = channel // 8, channel % 8, token // 16, token % 16 // 8, token % 8 // 2, token % 2
+    shared = 4 // loads
+    number = c + dim // 8 * o + dim // 4 * (e % shared)
+    place = (number // fields * 32 + 4 * g + q) * loads + e // shared
+    return place, 16 * k0 + bits * (number % fields)
+
+
+@pytest.mark.parametrize("values", [False, True])
+@pytest.mark.parametrize("bits", WIDTHS)
+@pytest.mark.parametrize("dim", DIMS)
+def test_a_number_is_in_the_word_and_at_the_bit_of_its_formula(dim: int, bits: int, values: bool) -> None:
+    place_of, per_word = value_place if values else key_place, 32 // bits
+    order = order_of(dim, bits, values).tolist()
+    assert sorted(order) == list(range(64 * dim))
+    for place, number in enumerate(order):
+        expected = place // per_word, place % per_word * bits
+        assert place_of(number // dim, number % dim, dim, bits) == expected
+
+
+def test_the_worked_example() -> None:
+    keys, values = order_of(128, 2, False), order_of(128, 1, True)
+    assert [divmod(n, 128) for n in keys[37 * 16 : 38 * 16].tolist()] == [
+        (16, first + 8 * f) for first in (66, 67) for f in range(8)
+    ]
+    assert [divmod(n, 128) for n in values[37 * 32 : 38 * 32].tolist()] == [
+        (token, 2 + 8 * c) for token in (18, 19) for c in range(16)
+    ]
+
+
+@pytest.mark.parametrize(("head_dim", "stored"), [(1, 16), (16, 16), (17, 32), (80, 128), (96, 128), (128, 128)])
+def test_a_head_is_stored_in_the_next_power_of_two(head_dim: int, stored: int) -> None:
+    assert stored_dim(head_dim) == stored
+
+
+@pytest.mark.parametrize("dim", DIMS)
+def test_a_threads_parameters_are_adjacent(dim: int) -> None:
+    block = min(dim, 64)
+    for place, channel in enumerate(param_order(dim).tolist()):
+        m, q, k0 = channel % block // 8, channel % 8 // 2, channel % 2
+        assert place == channel // block * block + q * block // 4 + m // 2 * 4 + k0 * 2 + m % 2
+
+
+def test_the_middle_two_of_four_scales_change_places() -> None:
+    assert in_thread_order(torch.arange(8)).tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
+
+
+def words_of(codes: Tensor) -> Tensor:
+    """Return the 32-bit words of bytes, int64."""
+    return codes.contiguous().view(torch.int32).long() & 0xFFFFFFFF
+
+
+@pytest.mark.parametrize("values", [False, True])
+@pytest.mark.parametrize("bits", [*WIDTHS, 8])
+@pytest.mark.parametrize(("start", "tokens"), [(0, 128), (32, 32), (64, 96), (96, 128)])
+def test_tokens_are_written_where_they_belong_and_others_stay(start: int, tokens: int, bits: int, values: bool) -> None:
+    dim, capacity, other = 32, 256, 4
+    codes = torch.full((1, 2, capacity, dim * (bits + other) // 8), 255, dtype=torch.uint8)
+    levels = torch.randint(0, 2**bits, (1, 2, tokens, dim), dtype=torch.uint8)
+    write_levels(levels, start, codes, bits, values)
+    found = read_levels(codes, dim, bits, values)
+    assert torch.equal(found[:, :, start : start + tokens], levels)
+    assert (found[:, :, :start] == 2**bits - 1).all()
+    assert (found[:, :, start + tokens :] == 2**bits - 1).all()
+    assert (fields_of(codes, dim, other, not values) == 15).all()
+    records = codes.view(2, capacity // 64, -1)
+    part = records[..., -64 * dim * bits // 8 :] if values else records[..., : 64 * dim * bits // 8]
+    token, channel = start + 5, 9
+    expected = int(levels[0, 1, 5, channel])
+    if bits == 8:
+        assert part[1, token // 64, token % 64 * dim + channel] == expected
+    else:
+        word, bit = (value_place if values else key_place)(token % 64, channel, dim, bits)
+        assert int(words_of(part[1, token // 64])[word]) >> bit & 2**bits - 1 == expected
+
+
+def test_the_orders_undo_each_other() -> None:
+    x = torch.randn(1, 2, 128, 64)
+    assert torch.equal(by_token(by_field(x, 0, 2, True), 64, 2, True), x)
