@@ -9,9 +9,6 @@ namespace {
 
 constexpr float kNothing = -std::numeric_limits<float>::infinity();
 
-// A byte for each lane.
-typedef uint8_t Bytes __attribute__((vector_size(kLanes), aligned(1)));
-
 // exp(x) for x <= 0, to some units in the last place; written so that the compiler makes vectors of it.
 inline float exponential(float x) {
   x = std::max(x, -87.0f);
@@ -31,64 +28,6 @@ inline float exponential(float x) {
 inline float weight_of(float x, float top) { return x - top < -87.0f ? 0.0f : exponential(x - top); }
 
 inline float base_of(float peak) { return peak == kNothing ? 0.0f : peak; }
-
-// The levels of codes of so many bits, from bit `shift` of each lane on.
-template <int bits>
-inline Floats decode(Words packed, int shift) {
-#if LOOKS_UP
-  if constexpr (bits <= 4) {
-    Floats levels;
-    for (int i = 0; i < kLanes; ++i) levels[i] = i & ((1 << bits) - 1);
-    return looked_up(levels, packed >> shift);
-  }
-#endif
-  return __builtin_convertvector(bits_of<Ints>(packed >> shift) & ((1 << bits) - 1), Floats);
-}
-
-// A token's codes, one level in each float: plane p holds the channels p·width + byte. Whole vectors are read and written,
-// up to kLanes - 1 bytes and floats past the token. A plane's last vector is written first, and the next plane's first
-// vector overwrites its excess.
-template <int bits>
-inline void unpack(const uint8_t* codes, int64_t width, float* value) {
-  for (int64_t j = (width - 1) / kLanes * kLanes; j >= 0; j -= kLanes) {
-    // In two steps: gcc moves bytes one by one where they become 32 bits in one.
-    const Words packed =
-        __builtin_convertvector(__builtin_convertvector(*reinterpret_cast<const Bytes*>(codes + j), Halves), Words);
-    for (int plane = 0; plane < 8 / bits; ++plane)
-      *reinterpret_cast<Floats*>(value + plane * width + j) = decode<bits>(packed, plane * bits);
-  }
-}
-
-#if !LOOKS_UP
-constexpr int kColumns = 1;
-
-// A word of each row, `stride` bytes apart.
-inline void words_of(const uint8_t* from, int64_t stride, Words* column) {
-  for (int i = 0; i < kLanes; ++i) {
-    uint32_t word;
-    std::memcpy(&word, from + i * stride, sizeof word);
-    (*column)[i] = word;
-  }
-}
-#endif
-
-// Levels of a tile of tokens' codes, `stride` bytes apart: tile[p·width + j] of byte j's plane p. Whole words are read,
-// up to fifteen bytes past a token.
-template <int bits>
-inline void decode_tile(const uint8_t* codes, int64_t stride, int64_t width, Floats* tile) {
-  for (int64_t j = 0; j < width; j += 4 * kColumns) {
-    Words columns[kColumns];
-    words_of(codes + j, stride, columns);
-    for (int64_t first = j; first < std::min(j + 4 * kColumns, width); first += 4)
-#pragma GCC unroll 4
-      for (int byte = 0; byte < 4; ++byte) {
-        if (first + byte >= width) break;
-#pragma GCC unroll 8
-        for (int plane = 0; plane < 8 / bits; ++plane)
-          tile[plane * width + first + byte] = decode<bits>(columns[(first - j) / 4], 8 * byte + bits * plane);
-      }
-  }
-}
 
 // The largest element; NaN is ignored.
 inline float largest(const float* x, int64_t count) {
@@ -121,7 +60,7 @@ inline void rotate(float* x, int64_t d, int64_t block) {
 // sums for a processor that begins two in a cycle and takes four for each.
 constexpr int kAtOnce = 2;
 // Query rows whose sums are in registers at once.
-constexpr int kRowsAtOnce = LOOKS_UP ? 8 : 4;
+constexpr int kRowsAtOnce = kLanes == 16 ? 8 : 4;
 
 // scores[u·rows + r][tokens] = Σ_c q[r][c]·keys[u·d + c][tokens], for U tiles: R query rows in registers, one load an
 // element.
@@ -152,8 +91,8 @@ inline void mix_rows(const float* weights, int64_t stride, const float* values, 
     for (int r = 0; r < R; ++r) *reinterpret_cast<Floats*>(out + r * d + c + u * kLanes) = sums[u][r];
 }
 
-// Call what(R) with an integral constant, for R <= kRowsAtOnce of `rows` query rows.
-template <int R = kRowsAtOnce, typename Do>
+// Call what(R) with an integral constant, R of `rows` query rows.
+template <int R, typename Do>
 inline void with_rows(int64_t rows, Do&& what) {
   if constexpr (R > 1)
     if (rows < R) return with_rows<R - 1>(rows, what);
@@ -164,14 +103,14 @@ inline void with_rows(int64_t rows, Do&& what) {
 template <int U>
 __attribute__((noinline)) void score_tile(const float* q, const Floats* keys, int64_t rows, int64_t d, Floats* scores) {
   for (int64_t m = 0; m < rows; m += kRowsAtOnce)
-    with_rows(rows - m, [&](auto R) { score_rows<R, U>(q + m * d, keys, rows, d, scores + m); });
+    with_rows<kRowsAtOnce>(rows - m, [&](auto R) { score_rows<R, U>(q + m * d, keys, rows, d, scores + m); });
 }
 
 __attribute__((noinline)) void mix_tile(const float* weights, int64_t stride, const float* values, int64_t rows,
                                         int64_t d, float* out) {
   const int64_t whole = d / kLanes * kLanes, most = d / (kAtOnce * kLanes) * kAtOnce * kLanes;
   for (int64_t m = 0; m < rows; m += kRowsAtOnce)
-    with_rows(rows - m, [&](auto R) {
+    with_rows<kRowsAtOnce>(rows - m, [&](auto R) {
       for (int64_t c = 0; c < most; c += kAtOnce * kLanes)
         mix_rows<R, kAtOnce>(weights + m * stride, stride, values, d, c, out + m * d);
       for (int64_t c = most; c < whole; c += kLanes)
