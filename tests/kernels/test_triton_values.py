@@ -164,7 +164,8 @@ def kept_in_order(case: Case, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     above = (padded - peaks).to(logits.dtype)
     exact = (above.double() + peaks.float().double()).flatten(3)[:, :, : case.rows]
     logits.copy_(above.flatten(4).unflatten(4, (8, 8)).unflatten(2, (-1, 2)).permute(0, 1, 4, 3, 5, 2, 6))
-    base.copy_(peaks[..., 0].unflatten(2, (-1, 2)).permute(0, 1, 4, 3, 5, 2))
+    found = peaks[..., 0].unflatten(2, (-1, 2)).permute(0, 1, 4, 3, 5, 2).flatten()
+    base[: found.numel()].copy_(found)
     return logits.to(DEVICE), base.to(DEVICE), exact
 
 
@@ -219,3 +220,62 @@ def test_values_against_float64(case: Case) -> None:
     for row in range(len(case.lengths)):
         assert_near(out[row], right[row], case.dtype)
         assert_near(weight[row], total[row], case.dtype)
+
+
+SKIPPING = [
+    Case(trellis=True, d=16, dtype=FP32, capacity=4096, lengths=(4096, 192), queries=3),
+    Case(bits=4, d=16, group=32, capacity=2048, lengths=(2016, 32), queries=5, lanes=2, paged=True),
+]
+
+
+@pytest.mark.parametrize("case", SKIPPING, ids=str)
+def test_small_records_are_skipped(case: Case) -> None:
+    """Records whose weights are below the cut are left out, and the output stays within the documented bound."""
+    layer, x = Layer(case), random_logits(case, spread=1.0)
+    rare = torch.rand(len(case.lengths), HEADS, 1, case.capacity // 64) < 0.7
+    x = (x.unflatten(3, (-1, 64)) - 16.0 * rare[..., None]).flatten(3)
+    x[..., 7 * 64 : 8 * 64] = -math.inf
+    lse, cut = lse_of(x), -14.0
+    exact = kept_in_order(case, x)[2]
+    small = (exact - lse[..., None]).nan_to_num(nan=-math.inf).unflatten(3, (-1, 64)).amax((2, 4), keepdim=True) < cut
+    assert 0.4 < float(small.double().mean()) < 1.0
+    kept = exact.unflatten(3, (-1, 64)).masked_fill(small, -math.inf).flatten(3)
+    right, total = expected(case, layer, kept, lse)
+    out, weight, _ = summed(case, layer, x, lse, cut)
+    assert_near(out, right, case.dtype)
+    assert_near(weight, total, case.dtype)
+    # Other tokens, of values 0, have half of the whole weight.
+    whole = expected(case, layer, exact, lse)[0]
+    tokens, largest = torch.tensor(case.lengths), layer.values.nan_to_num(nan=0.0).abs().amax((1, 2, 3))
+    bound = 2 * tokens * 2.0**cut * largest
+    error = (out / (weight[..., None] + 0.5) - whole).abs().amax((1, 2, 3))
+    assert (error < bound).all()
+
+
+def test_nothing_is_skipped_at_the_lowest_cut() -> None:
+    case = replace(SKIPPING[0], lengths=(512, 64))
+    layer, x = Layer(case), random_logits(case)
+    lse = lse_of(x)
+    for one, other in zip(summed(case, layer, x, lse, -1e4)[2], summed(case, layer, x, lse, None)[2], strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_split_without_tokens_has_no_peak() -> None:
+    case = Case(lengths=(64, 0), capacity=1024)
+    layer, x = Layer(case), torch.zeros(2, HEADS, case.rows, 1024, dtype=torch.double)
+    sums = summed(case, layer, x, torch.full((2, HEADS, case.rows), 6.0, dtype=torch.double), None)[2]
+    assert sums.peaks.shape[1] > 1
+    assert sums.peaks[:HEADS, 1:].isneginf().all()
+    assert sums.peaks[HEADS:].isneginf().all()
+    assert (sums.partial[HEADS:] == 0).all()
+
+
+def test_a_hidden_row_has_no_weight() -> None:
+    """Its log-sum-exp is infinite."""
+    case = Case(bits=2, dtype=FP32, d=16, lengths=(64, 128))
+    layer, x = Layer(case), torch.full((2, HEADS, case.rows, 256), -math.inf, dtype=torch.double)
+    lse = torch.full((2, HEADS, case.rows), math.inf, dtype=torch.double)
+    for cut in (None, -10.0):
+        sums = summed(case, layer, x, lse, cut)[2]
+        assert sums.peaks.isneginf().all()
+        assert (sums.partial == 0).all()
