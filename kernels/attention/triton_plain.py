@@ -1,6 +1,6 @@
 """Triton: attention over tiers that are rows of tokens: pairs in the model's dtype, codes of 8 bits, e4m3 codes.
 
-Tokens are the left side of both products, query rows the right side, which is eight columns for few rows.
+Tokens are the columns of both products, query rows the rows, so that both tiles are loaded as they are stored.
 """
 
 # attend_rows   (B·H, splits)   keys alone: kept logits (`kept_logits.py`), peaks and totals
@@ -28,31 +28,32 @@ from specache_compile.kernels.state.triton_cursor import AT_LENGTH, AT_LOW_BIT, 
 from specache_compile.kernels.state.triton_rotate import rotated
 from specache_compile.kernels.state.triton_sinks import sinks_among
 
+from .kept_logits import LOGIT_BLOCK, LOWEST, OCTET
 from .triton_decode import MASK_STRIDES, DecodeInputs, Sums, empty_sums, rows_of, splits_of
 from .triton_softmax import LOG2E, biased, capped, finite, shown
 
-TOKENS, BLOCK, OCTET = tl.constexpr(RECORD), tl.constexpr(16), tl.constexpr(8)
-# The base of 16 tokens without visible ones.
-LOWEST = tl.constexpr(-3e38)
-# Kinds of rows: pairs in q's dtype; 8-bit codes with parameters; e4m3 codes.
-PAIRS, LEVELS, E4M3 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+TOKENS, BLOCK, EIGHT, LEAST = (tl.constexpr(size) for size in (RECORD, LOGIT_BLOCK, OCTET, LOWEST))
+# Kinds of rows: pairs in q's dtype; 8-bit codes with parameters; e4m3 codes, converted by arithmetic or natively.
+PAIRS, LEVELS, E4M3, NATIVE = (tl.constexpr(kind) for kind in range(4))
 # Weights are at most 1. Multiplied by this, those of a long context are normal numbers in float16.
 LIFT = tl.constexpr(2.0**15)
-# Warps of a program; programs of a multiprocessor; bytes of shared memory for tiles in flight, of which there are few.
-WARPS, PROGRAMS, SHARED_BYTES, MOST_STAGES = 4, 4, 48 << 10, 3
+# The first devices that convert e4m3 codes.
+HAS_E4M3 = (8, 9)
+# Warps of a program; programs of a multiprocessor; e4m3 pairs and channels of the largest tile.
+WARPS, PROGRAMS, E4M3_TILE, MOST_CHANNELS = 4, 3, 2 * RECORD, 128
 
 Kept = tuple[Tensor, Tensor]
 
 
 @triton.jit
-def from_e4m3(codes):
-    """Convert e4m3 codes to float16, exactly. uint8 is for devices without such a type."""
-    if codes.dtype == tl.uint8:
+def from_e4m3(codes, NATIVE: tl.constexpr):
+    """Convert e4m3 codes uint8 to float16, exactly. NATIVE: the device has such a type, from sm_89 on."""
+    if NATIVE:
+        numbers = codes.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    else:
         signed = codes.to(tl.int8, bitcast=True).to(tl.int16)
         numbers = ((signed << 7) & ~0x4000).to(tl.float16, bitcast=True) * 256.0
         numbers = tl.where((codes & 0x7F) == 0x7F, float("nan"), numbers)
-    else:
-        numbers = codes.to(tl.float16)
     return numbers
 
 
@@ -72,8 +73,8 @@ def load_keys(at, params, inside, kind: tl.constexpr, d: tl.constexpr, KIND: tl.
         scale = read_scale(tl.load(params + channel, inside, 0))
         zero = read_zero(tl.load(params + d + channel, inside, 0), scale)
         keys = keys.to(tl.float32) * scale[None, :] + zero[None, :]
-    elif KIND == E4M3:
-        keys = from_e4m3(keys)
+    elif KIND >= E4M3:
+        keys = from_e4m3(keys, KIND == NATIVE)
     return keys.to(kind)
 
 
@@ -90,8 +91,8 @@ def load_values(
         zero = read_zero(tl.load(params + groups + number, there[:, None], 0), scale)
         values = tl.reshape(values, [there.shape[0], groups, value_group]).to(tl.float32)
         values = tl.reshape(values * scale[:, :, None] + zero[:, :, None], [there.shape[0], d])
-    elif KIND == E4M3:
-        values = from_e4m3(values)
+    elif KIND >= E4M3:
+        values = from_e4m3(values, KIND == NATIVE)
     return values.to(kind)
 
 
@@ -100,32 +101,32 @@ def kept_at(head_records, token, row, pairs: tl.constexpr):
     """Return the indices of kept logits, and of their bases. head_records: the head's first record."""
     half = (head_records + token // TOKENS) * 2 + row % 2
     place = token % TOKENS
-    logit = ((half * (TOKENS // OCTET) + place // OCTET) * pairs + row // 2) * OCTET + place % OCTET
+    logit = ((half * (TOKENS // EIGHT) + place // EIGHT) * pairs + row // 2) * EIGHT + place % EIGHT
     return logit, (half * (TOKENS // BLOCK) + place // BLOCK) * pairs + row // 2
 
 
 @triton.jit
 def keep(logits, kept, base, head_records, start, low_bit, rows: tl.constexpr):
-    """Store logits [tokens, ROWS] of the tokens from `start` on, above the largest of each 16. rows: R."""
+    """Store logits [ROWS, tokens] of the tokens from `start` on, above the largest of each 16. rows: R."""
     pairs: tl.constexpr = (rows + 1) // 2
-    blocks: tl.constexpr = logits.shape[0] // BLOCK
-    row = tl.arange(0, logits.shape[1])
-    logits = tl.reshape(logits, [blocks, BLOCK, logits.shape[1]])
-    highest = tl.maximum(tl.max(logits, 1), LOWEST)
-    token = start + tl.arange(0, blocks)[:, None] * BLOCK
-    there = (token < low_bit) & (row < 2 * pairs)[None, :]
-    tl.store(base + kept_at(head_records, token, row[None, :], pairs)[1], highest, there)
-    token = token[:, :, None] + tl.arange(0, BLOCK)[None, :, None]
-    at = kept_at(head_records, token, row[None, None, :], pairs)[0]
-    tl.store(kept + at, (logits - highest[:, None, :]).to(kept.dtype.element_ty), there[:, None, :])
+    blocks: tl.constexpr = logits.shape[1] // BLOCK
+    row = tl.arange(0, logits.shape[0])[:, None]
+    logits = tl.reshape(logits, [logits.shape[0], blocks, BLOCK])
+    highest = tl.maximum(tl.max(logits, 2), LEAST)
+    token = start + tl.arange(0, blocks)[None, :] * BLOCK
+    there = (token < low_bit) & (row < 2 * pairs)
+    tl.store(base + kept_at(head_records, token, row, pairs)[1], highest, there)
+    token = token[:, :, None] + tl.arange(0, BLOCK)[None, None, :]
+    at = kept_at(head_records, token, row[:, :, None], pairs)[0]
+    tl.store(kept + at, (logits - highest[:, :, None]).to(kept.dtype.element_ty), there[:, :, None])
 
 
 @triton.jit
-def weights_of(kept, base, lse, head_records, token, there, row, rows: tl.constexpr):
-    """Return log2 of the weights [tokens, ROWS] by kept logits; -inf for tokens that are not `there`. row: below R."""
-    logit_at, base_at = kept_at(head_records, token[:, None], row[None, :], (rows + 1) // 2)
-    above = tl.load(kept + logit_at, there[:, None], float("-inf")).to(tl.float32)
-    return above + (tl.load(base + base_at, there[:, None], 0.0) - lse[None, :])
+def kept_weights(kept, base, lse, head_records, token, there, row, rows: tl.constexpr):
+    """Return log2 of the weights [ROWS, tokens] by kept logits; -inf for tokens that are not `there`. row: below R."""
+    logit_at, base_at = kept_at(head_records, token[None, :], row[:, None], (rows + 1) // 2)
+    above = tl.load(kept + logit_at, there[None, :], float("-inf")).to(tl.float32)
+    return above + (tl.load(base + base_at, there[None, :], 0.0) - lse[:, None])
 
 
 @triton.jit(do_not_specialize=[*MASK_STRIDES, "capacity", "columns", "splits"])
@@ -154,7 +155,7 @@ def attend_rows(
     """One program: all query rows of a KV head, over a split of its tokens. Logits of sinks are -inf.
 
     record, width: elements of a record and of a row. keys_first: a record's elements before its values. COUNT: the
-    cursor's element with the number of tokens. TILE: tokens per product, of one group of keys. ROWS: R, padded; rows
+    cursor's element with the number of tokens. TILE: tokens per product; keys are of one group. ROWS: R, padded; rows
     after the last repeat others. Bytes per token: 2·width, or half of that and kept logits. FLOPs: 4·ROWS·D, or half.
     """
     bh, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -165,7 +166,7 @@ def attend_rows(
     channel = tl.arange(0, D)
     inside = channel < d
     exact: tl.constexpr = q.dtype.element_ty
-    kind: tl.constexpr = tl.float16 if KIND == E4M3 and exact == tl.bfloat16 else exact
+    kind: tl.constexpr = tl.float16 if KIND >= E4M3 and exact == tl.bfloat16 else exact
     lift: tl.constexpr = LIFT if kind == tl.float16 else 1.0
     if KEYS:
         query = tl.load(q + (bh * rows + row)[:, None] * d + channel[None, :], inside[None, :], 0.0)
@@ -173,12 +174,12 @@ def attend_rows(
         if kind != exact:
             unit = power_below(tl.max(tl.abs(query.to(tl.float32)), 1))
             query, worth = query.to(tl.float32) / unit[:, None], worth * unit
-        query = tl.trans(query.to(kind))
+        query = query.to(kind)
         mask += batch * m_batch
         mask_row = (bh % heads * (rows // lanes) + row // lanes) * m_head + row % lanes * m_row
     else:
         least = tl.load(lse + bh * rows + row)
-    sums = tl.zeros([D, ROWS], tl.float32)
+    sums = tl.zeros([ROWS, D], tl.float32)
     peak = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     tiles = (count + TILE - 1) // TILE
@@ -196,39 +197,39 @@ def attend_rows(
         shrink = tl.full([ROWS], 1.0, tl.float32)
         if KEYS:
             keys = load_keys(at, key_params + first // group * (2 * D), inside, kind=kind, d=D, KIND=KIND)
-            logits = tl.dot(keys, query, input_precision=PRECISION) * worth[None, :]
+            logits = tl.dot(query, tl.trans(keys), input_precision=PRECISION) * worth[:, None]
             if CENTERED:
-                logits += tl.load(shares + (bh * rows + row)[None, :] * capacity + token[:, None])
+                logits += tl.load(shares + (bh * rows + row)[:, None] * capacity + token[None, :])
             logits = capped(logits, softcap, CAP)
             seen = there
             if sink_tokens > 0:
                 seen &= ~sinks_among(token, sink_index + batch * sink_tokens, sink_tokens=sink_tokens)
-            seen = shown(seen, mask, token * m_token, MASK)[:, None] & (row >= 0)[None, :]
-            logits = biased(logits, mask, mask_row[None, :] + (token * m_token)[:, None], seen, MASK) * LOG2E
+            seen = shown(seen, mask, token * m_token, MASK)[None, :] & (row >= 0)[:, None]
+            logits = biased(logits, mask, mask_row[:, None] + (token * m_token)[None, :], seen, MASK) * LOG2E
             if not VALUES:
                 keep(logits, kept, base, bh * (capacity // TOKENS), start, count, rows=rows)
-            higher = tl.maximum(peak, tl.max(logits, 0))
-            weights = tl.exp2(logits - finite(higher)[None, :])
+            higher = tl.maximum(peak, tl.max(logits, 1))
+            weights = tl.exp2(logits - finite(higher)[:, None])
             shrink = tl.exp2(peak - finite(higher))
             peak = higher
         else:
-            logits = weights_of(kept, base, least, bh * (capacity // TOKENS), token, there, row, rows=rows)
+            logits = kept_weights(kept, base, least, bh * (capacity // TOKENS), token, there, row, rows=rows)
             weights = tl.exp2(logits)
         visited = True
         if SKIPS:
             visited = tl.max(tl.max(logits, 1), 0) >= cut
         if visited:
-            total = total * shrink + tl.sum(weights, 0)
+            total = total * shrink + tl.sum(weights, 1)
             if VALUES:
                 values = load_values(
                     at + keys_first, value_params + first * (2 * D // value_group), there, inside, kind=kind, d=D,
                     value_group=value_group, KIND=KIND,
                 )  # fmt: skip
-                right = (weights * lift).to(kind)
-                sums = tl.dot(tl.trans(values), right, sums * shrink[None, :], input_precision=PRECISION)
+                lifted = (weights * lift).to(kind)
+                sums = tl.dot(lifted, values, sums * shrink[:, None], input_precision=PRECISION)
     at = (bh * splits + split) * ROWS + tl.arange(0, ROWS)
     if VALUES:
-        tl.store(partial + at[None, :] * D + channel[:, None], sums * (1.0 / lift))
+        tl.store(partial + at[:, None] * D + channel[None, :], sums * (1.0 / lift))
     if not KEYS:
         peak = tl.where(total > 0.0, least, float("-inf"))
     tl.store(peaks + at, peak)
@@ -249,13 +250,10 @@ def rows_in(codes: Tensor, layout: Layout, d: int) -> Rows:
     dim, width = stored_dim(d), codes.shape[3]
     if layout.is_quantised:
         return Rows(LEVELS.value, dim, RECORD * width, dim, RECORD * dim * layout.key_bits // 8)
-    return Rows((PAIRS if codes.dtype.itemsize > 1 else E4M3).value, dim, RECORD * width, width, d)
-
-
-def stages_of(rows: Rows, dtype: torch.dtype) -> int:
-    """Return the tiles in flight, which fit in shared memory."""
-    tile = RECORD * rows.dim * (dtype.itemsize if rows.kind == PAIRS.value else 1)
-    return max(1, min(MOST_STAGES, SHARED_BYTES // tile))
+    kind = E4M3 if codes.dtype.itemsize == 1 else PAIRS
+    if kind is E4M3 and codes.is_cuda and torch.cuda.get_device_capability(codes.device) >= HAS_E4M3:
+        kind = NATIVE
+    return Rows(kind.value, dim, RECORD * width, width, d)
 
 
 def launch(inputs: DecodeInputs, q: Tensor, shares: Tensor, kept: Kept | None, lse: Tensor | None, cut: float | None,
@@ -264,9 +262,10 @@ def launch(inputs: DecodeInputs, q: Tensor, shares: Tensor, kept: Kept | None, l
     codes, key_params, value_params = tiers[:3]
     _, heads, capacity = shape_of_scores(codes, inputs.cursor)
     rows, padded, (mask_kind, mask, strides) = rows_in(codes, inputs.layout, d), rows_of(q, heads), inputs.mask
-    levels = rows.kind == LEVELS.value
+    levels, whole = rows.kind == LEVELS.value, rows.kind >= E4M3.value
     group = codes.shape[2] // key_params.shape[2] if levels else RECORD
-    splits = splits_of(batch * heads, capacity // RECORD, q.device, PROGRAMS)
+    tile = E4M3_TILE if whole and rows.dim <= MOST_CHANNELS else RECORD if values else min(RECORD, group)
+    splits = splits_of(batch * heads, capacity // tile, q.device, PROGRAMS)
     sums = empty_sums(batch * heads, splits, padded, rows.dim if values else 0, q.device)
     attend_rows[batch * heads, splits](
         q, q if mask is None else mask, inputs.cursor, codes, key_params, value_params, tiers.sink_index, shares,
@@ -276,11 +275,11 @@ def launch(inputs: DecodeInputs, q: Tensor, shares: Tensor, kept: Kept | None, l
         value_group=rows.dim // value_params.shape[-1] if levels and values else rows.dim, lanes=lanes,
         rows=query_heads // heads * lanes, sink_tokens=tiers.sink_index.shape[2], record=rows.record,
         width=rows.width, keys_first=rows.keys_first, KIND=rows.kind,
-        COUNT=(AT_LENGTH if rows.kind == E4M3.value else AT_LOW_BIT).value, KEYS=keys, VALUES=values,
+        COUNT=(AT_LENGTH if whole else AT_LOW_BIT).value, KEYS=keys, VALUES=values,
         CENTERED=keys and tiers.center.shape[2] > 0, MASK=mask_kind, CAP=inputs.softcap is not None,
-        SKIPS=cut is not None, PAGED=has_table(inputs.cursor), TILE=RECORD if values else min(RECORD, group),
+        SKIPS=cut is not None, PAGED=has_table(inputs.cursor), TILE=tile,
         ROWS=padded, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        num_warps=WARPS, num_stages=stages_of(rows, q.dtype),
+        num_warps=WARPS, num_stages=1,
     )  # fmt: skip
     return sums
 

@@ -28,8 +28,8 @@ from .triton_select import best_of, key_of, merge, threshold
 
 # Tokens of a block, and of a record.
 BLOCK_TOKENS, RECORD = tl.constexpr(LOGIT_BLOCK), tl.constexpr(records.RECORD)
-# Blocks per program, and blocks whose tokens are scored together: 16 bounds or scores in each of 512 or 256 threads.
-MOST_BLOCKS, MOST_SCORED = 8192, 256
+# Blocks per program, 16 for each of 512 threads. Blocks that are scored together, 8 tokens for each of 256 threads.
+MOST_BLOCKS, MOST_SCORED = 8192, 128
 # Registers per thread of a program of 8 warps, so that a multiprocessor has two.
 REGISTERS = 128
 # An additive mask below this value hides its token; other masks set logits to -inf.
@@ -224,7 +224,7 @@ def select(
         m_batch=strides[0], m_head=strides[1], m_token=strides[3], heads=heads, capacity=capacity,
         columns=cursor.stride(0), selected=count, lanes=lanes, queries=query_heads // heads, ROWS=2 * logits.shape[5],
         MASK=0 if additive is None else ADDITIVE_MASK.value, BLOCKS=blocks, SCORED=scored, SELECTED=size,
-        HIDE=tiles == 1, num_warps=max(1, min(16, max(scored // 32, blocks // 512))), maxnreg=REGISTERS,
+        HIDE=tiles == 1, num_warps=max(1, min(16, max(scored // 16, blocks // 512))), maxnreg=REGISTERS,
     )  # fmt: skip
     if tiles > 1:
         merge(kept_scores, kept_tokens, selected)
