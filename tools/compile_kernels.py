@@ -43,7 +43,7 @@ from specache_compile.kernels.state.page_table import PAGE
 from specache_compile.kernels.state.stored_tiers import StoredTiers
 from specache_compile.methods.field import LayerShape
 from specache_compile.methods.low_bit import APPENDED, LowBitOptions
-from specache_compile.methods.specache import SpecacheOptions
+from specache_compile.methods.specache import PAPER, SpecacheOptions
 from specache_compile.runtime.state import allocate
 
 
@@ -84,7 +84,6 @@ class Case:
     paged: bool = False
 
 
-PAPER = {"setting": "paper", "bits": 2, "rotate": False, "correct": "never"}
 CASES = {
     "the default": Case(),
     "the default, d 64": Case(d=64),
@@ -158,7 +157,7 @@ def launches_of(run: Callable[[], None]) -> list[Launch]:
 def mask_of(case: Case) -> Tensor | None:
     if not case.mask:
         return None
-    shape = {"padding": (1, 1, 1), "bool": (1, 1, case.lanes), "additive": (1, 8 * case.queries, case.lanes)}
+    shape = {"padding": (1, 1, 1), "bool": (1, 8 * case.queries, case.lanes), "additive": (1, 8 * case.queries, case.lanes)}
     kind = case.dtype if case.mask == "additive" else torch.bool
     return torch.zeros(*shape[case.mask], TOKENS + 64, dtype=kind)
 

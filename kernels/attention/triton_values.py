@@ -88,7 +88,7 @@ def with_record(
     above = tl.reshape(above.to(tl.float32), [2, NT, 8, 4, 8])
     weights = tl.reshape(tl.exp2(above + over[None, :, :, :, None]).to(kind), [2, NT, 8, 4, 2, 2, 2])
     values = unpacked_values(words, D, bits, TRELLIS, NEST, PRMT, kind)
-    ones = tl.full([16, 64], 1.0, kind)
+    ones = tl.full([16, 64], 1.0, tl.float32).to(kind)
     found, offsets = (), ()
     if TRELLIS:
         scaled = right_side(weights * token_scales(params, left, PARTIAL, kind))

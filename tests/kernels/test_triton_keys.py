@@ -208,6 +208,8 @@ def expected_logits(case: Case, layer: Layer, q: Tensor, mask: Tensor | None) ->
 def by_token(logits: Tensor, base: Tensor, rows: int) -> Tensor:
     """Return kept logits [B, H, rows, C] in float64 and natural units."""
     offsets = logits.double().permute(0, 1, 5, 3, 2, 4, 6).flatten(4).flatten(2, 3)
+    batch, heads, records, _, _, pairs, _ = logits.shape
+    base = base[: batch * heads * records * 8 * pairs].view(batch, heads, records, 2, 4, pairs)
     bases = base.double().permute(0, 1, 5, 3, 2, 4).flatten(4).flatten(2, 3).repeat_interleave(16, -1)
     return ((offsets + bases) * math.log(2)).cpu()[:, :, :rows]
 

@@ -164,7 +164,8 @@ def kept_in_order(case: Case, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     above = (padded - peaks).to(logits.dtype)
     exact = (above.double() + peaks.float().double()).flatten(3)[:, :, : case.rows]
     logits.copy_(above.flatten(4).unflatten(4, (8, 8)).unflatten(2, (-1, 2)).permute(0, 1, 4, 3, 5, 2, 6))
-    base.copy_(peaks[..., 0].unflatten(2, (-1, 2)).permute(0, 1, 4, 3, 5, 2))
+    found = peaks[..., 0].unflatten(2, (-1, 2)).permute(0, 1, 4, 3, 5, 2).flatten()
+    base[: found.numel()].copy_(found)
     return logits.to(DEVICE), base.to(DEVICE), exact
 
 
