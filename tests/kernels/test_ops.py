@@ -199,6 +199,10 @@ GENERATORS: dict[str, Callable[[Inputs], tuple[Any, ...]]] = {
         i.q[:, :, :1].contiguous(), i.new_k, i.new_v, i.mask(1), i.sinks, i.cursor, i.device_keys, i.host, 8, i.scale,
         i.case.softcap,
     ),
+    "fp8_attention": lambda i: (
+        i.q[:, :, :1].contiguous(), i.new_k, i.new_v, i.mask(1), i.sinks, i.cursor, i.fp8_codes, i.scale,
+        i.case.softcap,
+    ),
     "keep_fp8": lambda i: (i.new_k, i.new_v, i.padding(), i.cursor, i.fp8_codes),
     "keep_keys": lambda i: (i.new_k, i.new_v, i.padding(), i.cursor, i.device_keys),
     "measure": lambda i: (
