@@ -1,16 +1,8 @@
-"""The computed step against the tables that a model on paper gave before, and the simulation against sums by hand.
-
-The model on paper took a selection for 4.5 µs a wave of eight tiles a multiprocessor. Its kernel's instructions say
-several times that (`op_launches.SELECTING`), and its 155 registers a thread let one tile at a time into one. So what is
-compared with the tables has the selection as it was on paper, and one test says what the instructions make of it.
-It took a scheduler to issue 0.65 instructions a cycle, too, where an H200 has issued half (`op_launches.ISSUED`). It
-counted those of the kernels that there were.
-"""
+"""The computed step against a step that was measured, and the simulation against sums by hand."""
 
 from __future__ import annotations
 
 import functools
-import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,16 +12,15 @@ from transformers import LlamaConfig
 
 import specache_compile as sc
 from conftest import tiny_llama
-from specache_compile.explaining.times import op_launches, step_time
+from specache_compile.explaining.times import op_launches
 from specache_compile.explaining.times.devices import Device, find_device
-from specache_compile.explaining.times.op_launches import COPY, CORRECTION, LAUNCHES, Kernel, LaunchedOp
+from specache_compile.explaining.times.op_launches import COPY, CORRECTION, Kernel, LaunchedOp
 from specache_compile.explaining.times.step_kernels import Traced, captured, kernels_of, over_tiers
 from specache_compile.explaining.times.step_time import (
     AHEAD,
     AHEAD_UNCORRECTED,
     BETWEEN,
     LENGTHS,
-    ComputedStep,
     break_even,
     break_even_context,
     computed,
@@ -43,58 +34,23 @@ from specache_compile.kernels.costs import CORRECTED
 # Llama-3-8B: its layers, and its bytes in 16 bits.
 LAYERS, WEIGHTS = 32, 2 * 8_030_261_248
 HOST = 100 * 2**30
-ISSUED_ON_PAPER = 0.65
-INSTRUCTIONS_ON_PAPER = {"whole": (2.55, 2.93), "keys": (3.15, 3.13), "values": (2.71, 3.05)}
-# On paper the low-bit tier was as it was before the trellis, whose instructions are others.
+# An H200 limited to 75 GiB took these milliseconds for a step of so many sequences of 32k tokens, with the kernels of
+# before, whose instructions per number are FORMER (benchmarks/results/gpu_decode.json).
+H200 = find_device("H200", vram_gib=75)
+MEASURED, MEASURED_IN_16_BITS = {47: 31.7}, {12: 17.3}
+FORMER = {"keys": {2: 3.36, "trellis": 3.4}, "values": {"trellis": 2.35}}
 LEVELS = {"value_code": "levels", "param_bits": 16}
 OPTIONS = {
     "k = 0": {"setting": "paper", "top_k": 0, "host_tier": False},
     "paper": {"setting": "paper"},
     "best": {"speculate": True, "host_bits": 16, **LEVELS},
     "one lane": {"host_bits": 16, **LEVELS},
-    "default": LEVELS,
+    "default": {},
 }
-# "mended": one lane, whose correction is beside the low-bit share of the values.
-COLUMNS = ("fp16", "fp8", "k = 0", "paper", "best", "one lane", "mended")
-# Milliseconds of a step of one row at 8k, 32k and 128k, and tokens a second at the largest batch, as the model on paper
-# had them; memory in powers of ten, as it took it.
 DEVICES = {
     name: find_device(name, vram_gib=size * 1e9 / 2**30)
     for name, size in (("H100", 80), ("A100", 48), ("RTX 4090", 24))
 }
-ONE_ROW = {
-    "H100": (
-        (6.0, 7.2, 11.7), (5.9, 6.4, 8.8), (6.0, 6.2, 7.1), (6.4, 6.7, 7.8), (7.4, 7.7, 9.0), (7.4, 7.7, 8.8),
-        (6.5, 6.7, 7.7),
-    ),
-    "A100": (
-        (9.7, 11.6, 19.1), (9.4, 10.3, 14.2), (9.4, 9.7, 11.0), (9.8, 10.3, 11.9), (10.8, 11.3, 13.3),
-        (10.8, 11.3, 12.9), (10.0, 10.2, 11.8),
-    ),
-    "RTX 4090": (
-        (18.1, 21.7, 36.4), (17.5, 19.4, 26.9), (17.3, 17.9, 20.0), (17.8, 18.5, 21.2), (18.8, 19.7, 23.1),
-        (18.8, 19.4, 22.0), (17.8, 18.4, 20.8),
-    ),
-}  # fmt: skip
-LARGEST = {
-    ("H100", 8_192): (2076, 4057, 10060, 6432, 3604, 3788, 5304),
-    ("H100", 32_768): (517, 1008, 2806, 1594, 1222, 1309, 1642),
-    ("H100", 131_072): (127, 247, 703, 399, 336, 362, 411),
-    ("A100", 32_768): (248, 487, 1504, 1040, 823, 867, 1072),
-    ("RTX 4090", 8_192): (218, 432, 1233, 1137, 1033, 1076, 1259),
-    ("RTX 4090", 32_768): (46, 91, 314, 291, 301, 325, 358),
-}
-WITHIN = 0.15
-# What is further off, and why. The mended step on paper has one launch for score and selection and fewer small ones,
-# and chooses nothing ahead: 30 launches a layer here, 20 there, which are most of a small step of a fast device.
-FURTHER = {("H100", "mended"): 0.19}
-
-
-@pytest.fixture(autouse=True)
-def issued_as_on_paper(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (op_launches, step_time):
-        monkeypatch.setattr(module, "ISSUED", ISSUED_ON_PAPER)
-    monkeypatch.setattr(op_launches, "INSTRUCTIONS", INSTRUCTIONS_ON_PAPER)
 
 
 def llama(layers: int = 3) -> LlamaConfig:
@@ -111,128 +67,70 @@ def explained(column: str) -> sc.Explanation:
 
 
 def traced(column: str) -> Traced:
-    """The column's graph, as if of all layers; what was on paper had the correction's gather on the main stream."""
-    if column == "mended":
-        return replace(traced("one lane"), overlapped=True)
-    return replace(explained(column).traced(), weights=WEIGHTS, layers=LAYERS, overlapped=False)
+    """The column's graph, as if of all layers."""
+    return replace(explained(column).traced(), weights=WEIGHTS, layers=LAYERS)
 
 
 def one_lane() -> Traced:
     return replace(explained("paper").traced_one_lane, weights=WEIGHTS, layers=LAYERS)
 
 
-def step(column: str, device: Device, length: int, batch: int) -> ComputedStep:
-    if column in ("fp16", "fp8"):
-        return full_step_of(one_lane(), device, length, batch, 2 if column == "fp16" else 1)
-    return step_of(traced(column), device, length, batch)
+def test_a_step_on_a_full_cache_is_the_measured_one() -> None:
+    assert full_step_of(one_lane(), H200, 32_768, 12).seconds * 1e3 == pytest.approx(MEASURED_IN_16_BITS[12], rel=0.1)
 
 
-def most(column: str, device: Device, length: int) -> int:
-    if column in ("fp16", "fp8"):
-        return full_cache_batch(one_lane(), device, length, 2 if column == "fp16" else 1)
-    return largest_batch(traced(column), device, length, HOST)[0]
+def test_a_step_with_the_former_instructions_is_the_measured_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its selection had two rounds over scores, which a launch wrote."""
+    monkeypatch.setattr(op_launches, "INSTRUCTIONS", FORMER)
+
+    def scored(call: LaunchedOp) -> list[Kernel]:
+        return [op_launches.score(call, 1, 12 * call.heads * call.low), *op_launches.select(call)]
+
+    monkeypatch.setattr(op_launches, "select_kept", scored)
+    assert step_of(traced("default"), H200, 32_768, 47).seconds * 1e3 == pytest.approx(MEASURED[47], rel=0.1)
 
 
-@pytest.fixture
-def on_paper(monkeypatch: pytest.MonkeyPatch) -> None:
-    def select(call: LaunchedOp) -> list[Kernel]:
-        waves = max(1.0, call.heads * call.load.length / 4096 / (call.device.sms * 8))
-        return [Kernel("keep_best", floor=4.5e-6 * waves), Kernel("keep_best", floor=3.8e-6)]
-
-    monkeypatch.setattr(op_launches, "select", select)
-    monkeypatch.setattr("specache_compile.explaining.times.step_kernels.LAUNCHES", {**LAUNCHES, "select_topk": select})
-
-
-@pytest.mark.quick_for(
-    "H100-fp16", "H100-best", "A100-paper", "RTX 4090-one lane", "RTX 4090-fp8", "A100-k = 0", "H100-mended"
-)
-@pytest.mark.usefixtures("on_paper")
-@pytest.mark.parametrize("column", COLUMNS)
-@pytest.mark.parametrize("name", DEVICES)
-def test_a_step_of_one_row_is_that_of_the_model_on_paper(name: str, column: str) -> None:
-    found = [step(column, DEVICES[name], length, 1).seconds * 1e3 for length in LENGTHS]
-    assert found == pytest.approx(ONE_ROW[name][COLUMNS.index(column)], rel=FURTHER.get((name, column), WITHIN))
+def test_the_goals_of_the_kernels() -> None:
+    """47 sequences of 32k in 17 ms on an H200; more tokens per second than FP8's and 16 bits' in the same memory."""
+    default = step_of(traced("default"), H200, 32_768, 47)
+    assert default.seconds < 17e-3
+    for size, times in ((1, 2.0), (2, 4.0)):
+        most = full_cache_batch(one_lane(), H200, 32_768, size)
+        assert 47 / default.seconds > times * most / full_step_of(one_lane(), H200, 32_768, most, size).seconds
 
 
-@pytest.mark.usefixtures("on_paper")
-@pytest.mark.parametrize("column", COLUMNS)
-@pytest.mark.parametrize(("name", "length"), LARGEST)
-def test_the_tokens_of_the_largest_batch_are_those_of_the_model_on_paper(name: str, length: int, column: str) -> None:
-    batch = most(column, DEVICES[name], length)
-    found = batch / step(column, DEVICES[name], length, batch).seconds
-    assert found == pytest.approx(LARGEST[name, length][COLUMNS.index(column)], rel=WITHIN)
-
-
-def test_what_the_selections_instructions_make_of_it() -> None:
-    """Of the tokens a second on paper, at the largest batch of 32k: a selection costs two fifths of the keys."""
-    device, found = DEVICES["H100"], {}
-    for column in COLUMNS[2:]:
-        batch = most(column, device, 32_768)
-        found[column] = (
-            batch / step(column, device, 32_768, batch).seconds / LARGEST["H100", 32_768][COLUMNS.index(column)]
-        )
-    assert found == pytest.approx(
-        {"k = 0": 0.94, "paper": 0.88, "best": 0.89, "one lane": 0.96, "mended": 0.84}, abs=0.03
-    )
-    call = LaunchedOp({}, traced("best").at(32_768, 24), 0, device)
-    first, second = op_launches.select(call)
-    assert first.instructions == 24 * 8 * 9 * 8 * op_launches.SELECTING
-    assert second.instructions == 24 * 8 * math.ceil(9 * 64 / 512) * op_launches.SELECTING
-
-
-@pytest.mark.usefixtures("on_paper")
 def test_host_memory_sets_the_batch() -> None:
-    """On paper: 24 rows in 100 GiB; in 512 GiB 1,660 tokens a second."""
+    """24 rows with 16 bits on the host fit in 100 GiB: 24 · 4 GiB of pairs, and their rounding up."""
     best, device = traced("best"), DEVICES["H100"]
     assert largest_batch(best, device, 32_768, HOST) == (24, "host")
-    batch, limit = largest_batch(best, device, 32_768, 512 * 2**30)
-    assert limit == "device"
-    assert batch / step_of(best, device, 32_768, batch).seconds == pytest.approx(1660, rel=WITHIN)
+    assert largest_batch(best, device, 32_768, 512 * 2**30)[1] == "device"
     assert largest_batch(traced("k = 0"), device, 32_768, 0)[1] == "device"
 
 
-@pytest.mark.parametrize(
-    ("name", "length", "tokens"),
-    [("H100", 8_192, 8225), ("H100", 32_768, 2082), ("H100", 131_072, 511), ("A100", 32_768, 1360),
-     ("RTX 4090", 32_768, 358)],
-)  # fmt: skip
-def test_a_rounded_host_tier_holds_twice_the_rows(name: str, length: int, tokens: float) -> None:
-    """Where host memory sets the batch; and the tokens a second come within three tenths of those on paper, which has
-    fewer launches and a selection for nothing."""
-    default, exact = (replace(traced(column), overlapped=True) for column in ("default", "one lane"))
-    rows, limit = largest_batch(default, DEVICES[name], length, HOST)
-    if limit == "host":
-        assert rows / largest_batch(exact, DEVICES[name], length, HOST)[0] == pytest.approx(512 / 264, rel=0.06)
-    found = rows / step_of(default, DEVICES[name], length, rows).seconds
-    assert 0.7 * tokens < found < tokens
-    fewer = largest_batch(exact, DEVICES[name], length, HOST)[0]
-    assert found > fewer / step_of(exact, DEVICES[name], length, fewer).seconds
-
-
-@pytest.mark.usefixtures("on_paper")
-def test_what_a_correction_beside_the_values_still_exposes() -> None:
-    """By events on paper, at 32k and 24 rows: 18.6 → 17.2 ms, of which it waits 1.4 → 0; at 8k and 98 rows: 23.7 → 19.6
-    ms, of which it waits 6.4 → 2.2."""
-    for length, batch, apart, beside in ((32_768, 24, (18.6, 1.4), (17.2, 0.0)), (8_192, 98, (23.7, 6.4), (19.6, 2.2))):
-        for overlapped, (ms, waited) in ((False, apart), (True, beside)):
-            found = step_of(replace(traced("best"), overlapped=overlapped), DEVICES["H100"], length, batch)
-            assert found.seconds * 1e3 == pytest.approx(ms, rel=0.08)
-            assert found.corrected * 1e3 == pytest.approx(waited, abs=0.7)
-            assert found.ahead == 0
+@pytest.mark.parametrize("length", LENGTHS)
+def test_a_rounded_host_tier_holds_twice_the_rows(length: int) -> None:
+    """A pair of 2 · (128 + 4) bytes instead of 2 · 2 · 128, where host memory sets the batch."""
+    device = DEVICES["H100"]
+    rows, limit = largest_batch(traced("default"), device, length, HOST)
+    fewer = largest_batch(traced("one lane"), device, length, HOST)[0]
+    assert limit == "host"
+    assert rows / fewer == pytest.approx(512 / 264, rel=0.06)
 
 
 def test_the_launches_of_a_layer_are_those_that_the_kernels_make() -> None:
-    """Of the project's own kernels: 16, and 9 (tools/compile_kernels.py); of the values' halves one more beside the
-    gather."""
+    """As tools/compile_kernels.py lists them, without the copies of a chunked prefill."""
     device = DEVICES["H100"]
 
-    def own(traced: Traced) -> int:
-        middle = [k for k in kernels_of(traced, device, 8_192, 1, over_tiers) if k.layer == "1"]
-        return sum(k.op not in ("mm", "fused", "wait") for k in middle)
+    def own(column: str) -> list[str]:
+        middle = [k for k in kernels_of(traced(column), device, 8_192, 1, over_tiers) if k.layer == "1"]
+        return [k.name.split(".")[-1] for k in middle if k.op not in ("mm", "linear", "fused", "wait")]
 
-    assert own(traced("best")) == 16
-    assert own(replace(traced("best"), overlapped=True)) == 17
-    assert own(traced("paper")) == 9
+    halves = ["prepare_query", "score_keys", "attend_pairs", "merge_splits"]
+    stored = ["write_host", "rotate_groups", "quantize_groups", "write_recent"]
+    assert sorted(own("default")) == sorted(
+        [*halves, "keep_best_of_logits", "fetch_missing", "hide_tokens", "sum_values", "attend_pairs", "merge_splits",
+         *stored]
+    )  # fmt: skip
 
 
 def test_what_is_said_of_the_kernels_is_what_they_have() -> None:
@@ -361,7 +259,7 @@ def test_steps_at_other_lengths_are_those_of_this_memory() -> None:
 
 
 def test_what_no_cuda_graph_holds_has_no_computed_step(tmp_path: Path) -> None:
-    explanation = sc.explain(tiny_llama(num_hidden_layers=1), 500, options={"method": "fp8"})
+    explanation = sc.explain(tiny_llama(num_hidden_layers=1), 500, options={"method": "offload"})
     assert (explanation.computed_steps, explanation.spans) == ([], [])
     assert "not computed, because a CUDA graph cannot hold" in str(explanation)
     with pytest.raises(sc.SpecacheError, match="method 'fp8': no time is computed"):
