@@ -15,6 +15,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from kept_fixture import logits_by_token
 from specache_compile.kernels.attention.kept_logits import based_logits
 from specache_compile.kernels.attention.triton_decode import DecodeInputs, mask_form
 from specache_compile.kernels.attention.triton_keys import attend_keys
@@ -205,15 +206,6 @@ def expected_logits(case: Case, layer: Layer, q: Tensor, mask: Tensor | None) ->
     return logits
 
 
-def by_token(logits: Tensor, base: Tensor, rows: int) -> Tensor:
-    """Return kept logits [B, H, rows, C] in float64 and natural units."""
-    offsets = logits.double().permute(0, 1, 5, 3, 2, 4, 6).flatten(4).flatten(2, 3)
-    batch, heads, records, _, _, pairs, _ = logits.shape
-    base = base[: batch * heads * records * 8 * pairs].view(batch, heads, records, 2, 4, pairs)
-    bases = base.double().permute(0, 1, 5, 3, 2, 4).flatten(4).flatten(2, 3).repeat_interleave(16, -1)
-    return ((offsets + bases) * math.log(2)).cpu()[:, :, :rows]
-
-
 @pytest.mark.parametrize("case", [*QUICK, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)], ids=str)
 def test_keys_against_float64(case: Case) -> None:
     layer, batch, rows = Layer(case), len(case.lengths), case.queries * case.lanes
@@ -228,7 +220,7 @@ def test_keys_against_float64(case: Case) -> None:
     base.fill_(math.nan)
     sums = attend_keys(inputs, logits, base)
     expected = expected_logits(case, layer, q, mask).flatten(2, 3)
-    found = by_token(logits, base, rows)
+    found = logits_by_token(logits, base, rows).cpu()
     low = case.dtype != torch.float32
     for row, length in enumerate(case.lengths):
         here, right = found[row, ..., :length], expected[row, ..., :length]
