@@ -36,8 +36,8 @@ def attend_pairs(
     # recent [B, H, W, 2, d], sink_pairs [B, H, s, 2, d], slots [B, H, k, 2, d], unused without VALUES; sink_index
     # [B, 1, s] and slot_index [B, H, k] int32 (-1: none).
     recent, sink_pairs, slots, sink_index, slot_index,
-    # Written: kept logits and their base (`kept_logits.py`) if KEPT; partial [B·H, splits, ROWS, d] if VALUES; peaks and
-    # totals [B·H, splits, ROWS] float32.
+    # Written: kept logits and their base (`kept_logits.py`) if KEPT; partial [B·H, splits, ROWS, d] if VALUES;
+    # peaks and totals [B·H, splits, ROWS].
     logits, base, partial, peaks, totals,
     # Strides of q, k and v, of three dimensions each, then of the mask [B, Hq, lanes, tokens], 0 for broadcast ones.
     strides, m_batch, m_head, m_row, m_token,
@@ -49,7 +49,7 @@ def attend_pairs(
 ):  # fmt: skip
     """One program: all query rows of a KV head, over a split of its 16-bit pairs. Keeps logits of slots and candidates.
 
-    rows: R; row r is lane r % lanes of query head r // lanes, and rows after R repeat the first. ROWS, CHANNELS: R and d,
+    rows: R; row r is lane r % lanes of query head r // lanes, and later rows repeat the first. ROWS, CHANNELS: R and d,
     padded. EXACT: pairs per tile, and tokens per base. Bytes: 4·d per pair, half without VALUES. FLOPs: 4·ROWS·d.
     """
     kind: tl.constexpr = q.dtype.element_ty
