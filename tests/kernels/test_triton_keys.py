@@ -16,6 +16,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from kept_fixture import logits_by_token
+
 from specache_compile.kernels.attention.kept_logits import based_logits
 from specache_compile.kernels.attention.triton_decode import DecodeInputs, mask_form
 from specache_compile.kernels.attention.triton_keys import attend_keys
@@ -195,8 +196,7 @@ def expected_logits(case: Case, layer: Layer, q: Tensor, mask: Tensor | None) ->
     if case.softcap is not None:
         logits = torch.tanh(logits / case.softcap) * case.softcap
     if mask is not None:
-        mask = torch.nn.functional.pad(mask, (0, case.capacity - mask.shape[-1])) if mask.shape[-1] < case.capacity else mask
-        mask = mask[..., : case.capacity]
+        mask = torch.nn.functional.pad(mask, (0, case.capacity))[..., : case.capacity]
         mask = mask.unflatten(1, (HEADS, -1)) if mask.shape[1] > 1 else mask.unsqueeze(1)
         logits = logits.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else logits + mask.double()
     for row, sinks in enumerate(layer.sinks[:, 0].tolist()):
