@@ -36,6 +36,7 @@ from specache_compile.kernels.attention import triton_decode as decode
 from specache_compile.kernels.attention import triton_extend as extend
 from specache_compile.kernels.attention import triton_keys as keys
 from specache_compile.kernels.attention import triton_scored as scored
+from specache_compile.kernels.codes.records import RECORD
 from specache_compile.kernels.movement import triton_append as append
 from specache_compile.kernels.movement import triton_copy as copy
 from specache_compile.kernels.movement import triton_select as select
@@ -65,6 +66,9 @@ TYPES = {
 }  # fmt: skip
 
 
+DEFAULT = SpecacheOptions()
+
+
 @dataclass(frozen=True)
 class Case:
     """A layer and a step.
@@ -74,7 +78,7 @@ class Case:
     mask: "", "padding", "bool" or "additive".
     """
 
-    options: LowBitOptions = SpecacheOptions()
+    options: LowBitOptions = DEFAULT
     dtype: torch.dtype = torch.bfloat16
     d: int = 128
     queries: int = 4
@@ -160,13 +164,8 @@ def launches_of(run: Callable[[], None]) -> list[Launch]:
 def mask_of(case: Case) -> Tensor | None:
     if not case.mask:
         return None
-    shape = {
-        "padding": (1, 1, 1),
-        "bool": (1, 8 * case.queries, case.lanes),
-        "additive": (1, 8 * case.queries, case.lanes),
-    }
-    kind = case.dtype if case.mask == "additive" else torch.bool
-    return torch.zeros(*shape[case.mask], TOKENS + 64, dtype=kind)
+    shape = (1, 1, 1) if case.mask == "padding" else (1, 8 * case.queries, case.lanes)
+    return torch.zeros(*shape, TOKENS + 64, dtype=case.dtype if case.mask == "additive" else torch.bool)
 
 
 def run_step(case: Case) -> None:
@@ -224,8 +223,8 @@ def compile_launch(launch: Launch, label: str) -> None:
             numbers = numbers_per_turn(launch)
             counted = f", {per_number(tool('nvdisasm', '-c', cubin.name), numbers)}" if numbers else ""
         print(
-            f"{target} {launch.kernel.__name__:18} {label:40} {used['REG']:>3} registers, {used['STACK']:>5} B spilled, "
-            f"{made.metadata.shared:6,} B shared{counted}"
+            f"{target} {launch.kernel.__name__:18} {label:40} {used['REG']:>3} registers, {used['STACK']:>5} B "
+            f"spilled, {made.metadata.shared:6,} B shared{counted}"
         )
         if made.metadata.shared > MOST_SHARED:
             sys.exit(f"{launch.kernel.__name__}, {label}: more than {MOST_SHARED:,} B of shared memory")
@@ -284,7 +283,7 @@ def print_splits() -> None:
         for context in (8192, 32768, 131072):
             for batch in (1, 8, 22):
                 slots = multiprocessors * keys.PROGRAMS
-                splits = decode.best_splits(8 * batch, context // decode.RECORD_TOKENS, slots)
+                splits = decode.best_splits(8 * batch, context // RECORD, slots)
                 print(
                     f"{device}, {context:7,} tokens, batch {batch:2}: {splits} splits a head, "
                     f"{8 * batch * splits:5,} programs in {8 * batch * splits / slots:.2f} rounds of {slots:,}"

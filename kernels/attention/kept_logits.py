@@ -5,12 +5,13 @@ at most x·2⁻¹². The weight's error is x·2⁻ˣ·2⁻¹² ≤ 2⁻¹² of t
 keys. On a CPU logits are float32 without a base.
 """
 
-# On a GPU logits are in log2 units: logit · log2 e. A KV head has R = G·lanes query rows; row r is lane r % lanes of query
-# head r // lanes. R is padded to an even R', and a padded row repeats row 0. The order is that of a product's result:
+# On a GPU logits are in log2 units: logit · log2 e. A KV head has R = G·lanes query rows; row r is lane r % lanes of
+# query head r // lanes. R is padded to an even R', and a padded row repeats row 0. The order is that of a product's
+# result:
 #     logits   [B, H, C/64, 2, 8, R'/2, 8]    row % 2, token // 8 in its record, row // 2, token % 8
 #     base     [B, H, C/64, 2, 4, R'/2]       row % 2, token // 16 in its record, row // 2
-# Tokens that leave the ring in the step follow the low-bit tier. The base is followed by each row's log-sum-exp over all
-# tokens, in one tensor.
+# Tokens that leave the ring in the step follow the low-bit tier. In one tensor with the base, each row's log-sum-exp
+# over all tokens follows it.
 
 from __future__ import annotations
 

@@ -6,9 +6,9 @@
 # merge_splits   (B·Hq·lanes)             output and log-sum-exp over all splits and the sink
 # score_tokens   (B·H, C / 1024, lanes)   Σ over the query group of exp2(logit - lse)
 #
-# Shapes: B rows, H KV heads, Hq query heads, G = Hq / H, R = G·lanes query rows of a KV head, n cached tokens, capacity of
-# C tokens, s sink tokens, d channels. Row r is lane r % lanes of query head r // lanes. Logits and their sums are in log2
-# units. Strides are in elements; channels are contiguous.
+# Shapes: B rows, H KV heads, Hq query heads, G = Hq / H, R = G·lanes query rows of a KV head, n cached tokens, capacity
+# of C tokens, s sink tokens, d channels. Row r is lane r % lanes of query head r // lanes. Logits and their sums are in
+# log2 units. Strides are in elements; channels are contiguous.
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specache_compile.kernels.codes.records import RECORD
 from specache_compile.kernels.state.layout import Layout, rotation_block
 from specache_compile.kernels.state.stored_tiers import StoredTiers
 from specache_compile.kernels.state.triton_cursor import AT_LENGTH, AT_NEXT_LOW_BIT
@@ -28,7 +29,7 @@ from specache_compile.kernels.state.triton_rotate import hadamard
 from specache_compile.kernels.state.triton_sinks import sinks_among
 
 from .attention_ops import SEEN
-from .kept_logits import row_pairs
+from .kept_logits import LOGIT_BLOCK, row_pairs
 from .triton_softmax import LOG2E, finite, shown
 
 # An additive mask below this value hides its token.
@@ -38,10 +39,10 @@ NO_MASK, BOOL_MASK, ADDITIVE_MASK, PADDING = range(4)
 # Do not let Triton specialise on values that grow with the cache (divisible by 16, equal to 1), such as these strides
 # and the numbers of splits: it would recompile during generation.
 MASK_STRIDES = ("m_batch", "m_head", "m_row")
-# Query rows in a tensor core instruction; the fewest channels that a kernel of 16-bit pairs takes.
+# Query rows in a tensor core instruction; the fewest channels of a product.
 FEWEST_ROWS, FEWEST_CHANNELS = 8, 16
-# Tokens in a record of codes and kept logits, in a tile of 16-bit pairs, and per program of `score_tokens`.
-RECORD_TOKENS, EXACT_BLOCK, PLAIN_BLOCK, SCORE_BLOCK = 64, 16, 32, 1024
+# Tokens in a tile of 16-bit pairs, which share a base, and per program of `score_tokens`.
+EXACT_BLOCK, SCORE_BLOCK = LOGIT_BLOCK, 1024
 # Padded numbers of parts in `merge_splits`' registers. Sizes are few, since a growing cache compiles a kernel for each.
 PART_SIZES = (8, 32, 128)
 # The most splits of the low-bit tier, and of the 16-bit pairs; the most rounds of programs; the fewest tiles per split.
@@ -107,17 +108,16 @@ def merge_splits(
     # Sums of the low-bit tier and of the 16-bit pairs: partial [B·H, parts, ROWS, width], peaks and totals
     # [B·H, parts, ROWS]; partial if VALUES. sinks [Hq].
     partial, peaks, totals, exact_partial, exact_peaks, exact_totals, sinks,
-    # Written: out [B, Hq, lanes, d] in q's dtype if VALUES; lse [B, Hq, lanes] float32 in log2 units, inf for a masked row.
+    # Written: out [B, Hq, lanes, d] in q's dtype if VALUES; lse [B, Hq, lanes] float32, inf for a masked row.
     out, lse,
-    # Numbers of splits; channels of partial; Hq.
-    parts, exact, width, query_heads,
+    parts, exact, width, query_heads,  # numbers of splits; channels of partial; Hq
     d: tl.constexpr, lanes: tl.constexpr, queries: tl.constexpr, VALUES: tl.constexpr, SINKS: tl.constexpr,
     ROWS: tl.constexpr, PARTS: tl.constexpr, EXACT: tl.constexpr, CHANNELS: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
     """One program: one query row. Writes its output and its log-sum-exp.
 
-    PARTS, EXACT, CHANNELS: numbers of splits and d, padded. TURNED: channels rotated together in the low-bit tier; 1: no
-    rotation. Bytes: 4·(d + 2) read per split, 2·d + 4 written. FLOPs: 2·d per split, and d·log2(TURNED).
+    PARTS, EXACT, CHANNELS: numbers of splits and d, padded. TURNED: channels rotated together in the low-bit tier, or
+    1. Bytes: 4·(d + 2) read per split, 2·d + 4 written. FLOPs: 2·d per split, and d·log2(TURNED).
     """
     number = tl.program_id(0).to(tl.int64)
     bh, row = number // (queries * lanes), number % (queries * lanes)
@@ -145,15 +145,13 @@ def merge_splits(
 
 @triton.jit(do_not_specialize=[*MASK_STRIDES, "columns", "capacity"])
 def score_tokens(
-    # Kept logits and their base (`kept_logits.py`); lse [B, Hq, lanes]; mask [B, Hq, lanes, > n] uint8 or additive, unused
-    # without a mask; cursor int64 [B, 4]; sink_index [B, 1, s] int32.
+    # Kept logits and their base (`kept_logits.py`); lse [B, Hq, lanes]; mask [B, Hq, lanes, > n] uint8 or additive,
+    # unused without a mask; cursor int64 [B, 4]; sink_index [B, 1, s] int32.
     logits, base, lse, mask, cursor, sink_index,
     # Written: scores [n, B, H, C] float32 of the last n lanes; -1: no candidate.
     scores,
-    # Strides of the mask [B, Hq, lanes, tokens], 0 for broadcast dimensions.
-    m_batch, m_head, m_row, m_token,
-    # H, C in tokens, columns of the cursor.
-    heads, capacity, columns,
+    # Strides of the mask [B, Hq, lanes, tokens], 0 for broadcast dimensions; H; C in tokens; columns of the cursor.
+    m_batch, m_head, m_row, m_token, heads, capacity, columns,
     lanes: tl.constexpr, queries: tl.constexpr, sink_tokens: tl.constexpr, MASK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program: a block of tokens of one KV head, for one of the last lanes.
@@ -202,7 +200,7 @@ def merged(
     log-sum-exp [B, Hq, lanes] in log2 units."""
     q, heads = inputs.q, inputs.k.shape[1]
     batch, query_heads, lanes, d = q.shape
-    parts, rows, exact_parts = low_bit.peaks.shape[1], low_bit.peaks.shape[2], exact.peaks.shape[1]
+    (_, parts, rows), exact_parts = low_bit.peaks.shape, exact.peaks.shape[1]
     out = torch.empty(q.shape if values else (0,), dtype=q.dtype, device=q.device)
     merge_splits[(batch * query_heads * lanes,)](
         *low_bit, *exact, q if sinks is None else sinks, out, lse,
@@ -218,10 +216,9 @@ def merged(
 def scores_of(inputs: DecodeInputs, logits: Tensor, base: Tensor, lse: Tensor, last: int) -> Tensor:
     """Launch `score_tokens`; returns [last, B, H, C], the scores of the last lanes."""
     kind, mask, mask_strides = inputs.mask
-    cursor, sink_index, (_, query_heads, lanes, _) = inputs.cursor, inputs.tiers.sink_index, inputs.q.shape
-    batch, heads, records = logits.shape[:3]
-    capacity = records * RECORD_TOKENS
-    scores = torch.empty((last, batch, heads, capacity), dtype=torch.float32, device=logits.device)
+    cursor, sink_index, (batch, query_heads, lanes, _) = inputs.cursor, inputs.tiers.sink_index, inputs.q.shape
+    heads, capacity = logits.shape[1], logits.shape[2] * RECORD
+    scores = logits.new_empty((last, batch, heads, capacity), dtype=torch.float32)
     score_tokens[batch * heads, triton.cdiv(capacity, SCORE_BLOCK), last](
         logits, base, lse, lse if mask is None else mask, cursor, sink_index, scores,
         **mask_strides, heads=heads, capacity=capacity, columns=cursor.stride(0), lanes=lanes,
@@ -244,9 +241,9 @@ def mask_form(mask: Tensor | None, batch: int, query_heads: int, rows: int) -> M
     return ADDITIVE_MASK, mask, strides
 
 
-def group_of(tiers: StoredTiers, layout: Layout) -> int:
-    """Return g, or the tokens per tile of an unquantised tier."""
-    return tiers.codes.shape[2] // tiers.key_params.shape[2] if layout.is_quantised else PLAIN_BLOCK
+def group_of(tiers: StoredTiers) -> int:
+    """Return g of a quantised tier."""
+    return tiers.codes.shape[2] // tiers.key_params.shape[2]
 
 
 def rows_of(q: Tensor, heads: int) -> int:
@@ -254,28 +251,27 @@ def rows_of(q: Tensor, heads: int) -> int:
     return max(FEWEST_ROWS, triton.next_power_of_2(2 * row_pairs(q, heads)))
 
 
+def empty_sums(rows: int, splits: int, padded: int, channels: int, device: torch.device) -> Sums:
+    """Allocate `Sums` of B·H = `rows` heads and ROWS = `padded` query rows."""
+    shapes = (rows, splits, padded, channels), (rows, splits, padded), (rows, splits, padded)
+    return Sums(*(torch.empty(shape, dtype=torch.float32, device=device) for shape in shapes))
+
+
 def part_size(parts: int) -> int:
     return next(size for size in PART_SIZES if parts <= size)
 
 
-def empty_sums(rows: int, splits: int, padded: int, channels: int, device: torch.device) -> Sums:
-    """Allocate `Sums` of B·H = `rows` heads and ROWS = `padded` query rows."""
-    new = functools.partial(torch.empty, dtype=torch.float32, device=device)
-    return Sums(new((rows, splits, padded, channels)), *(new((rows, splits, padded)) for _ in range(2)))
-
-
 def splits_of(rows: int, tiles: int, device: torch.device, programs: int) -> int:
-    """Return the number of splits of a head's low-bit tier of so many tiles, for B·H = `rows` heads.
-
-    programs: programs of the kernel that a multiprocessor runs at once.
-    """
+    """Return the number of splits of a head's low-bit tier, with so many `programs` at once on a multiprocessor."""
     return best_splits(rows, tiles, programs * multiprocessors(device))
 
 
 @functools.cache
 def best_splits(rows: int, tiles: int, slots: int) -> int:
-    """Return the number of splits with the earliest end, among those with at least four tiles per split and a few rounds
-    of programs. slots: programs that the GPU runs at once."""
+    """Return the splits of each of B·H = `rows` heads with the earliest end, if the GPU runs `slots` programs at once.
+
+    A split has at least four of a head's tiles, and programs run in a few rounds.
+    """
     most = max(1, min(tiles // 4, MOST_SPLITS, MOST_ROUNDS * slots // rows))
 
     def end(splits: int) -> float:
@@ -285,8 +281,7 @@ def best_splits(rows: int, tiles: int, slots: int) -> int:
 
 
 def exact_splits(rows: int, blocks: int, device: torch.device, programs: int) -> int:
-    """Return the number of splits of a head's 16-bit pairs in so many tiles: the most with three tiles that fill the GPU
-    at most once."""
+    """Return the most splits of a head's 16-bit pairs in so many tiles: of three tiles each, all on the GPU at once."""
     return max(1, min(blocks // FEWEST_TILES, programs * multiprocessors(device) // rows, MOST_EXACT))
 
 

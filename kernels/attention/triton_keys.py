@@ -14,9 +14,9 @@ shared memory, no barrier, and no layout conversion.
 # - What a group's tokens share, Σ q·zero and a stepped center's share, shifts only the base of their logits.
 # - A thread has eight adjacent tokens, and a peak and a total of its own until the end.
 #
-# Triton reads the left side in an order of channels that its choice of kWidth determines (4 here): the lowest bit of m is
-# next to k0, and q's two bits are above both. With another choice, operands would go through shared memory. Triton gives
-# all loads and stores of one shape the same width, so the logits' store is two-dimensional.
+# Triton reads the left side in an order of channels that its choice of kWidth determines (4 here): the lowest bit of m
+# is next to k0, and q's two bits are above both. With another choice, operands would go through shared memory. Triton
+# gives all loads and stores of one shape the same width, so the logits' store is two-dimensional.
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specache_compile.kernels.codes.records import PARAM_BLOCK, stored_dim
+from specache_compile.kernels.codes.records import PARAM_BLOCK, RECORD, stored_dim
 from specache_compile.kernels.codes.trellis import is_trellis
 from specache_compile.kernels.codes.triton_query import (
     GROUPS,
@@ -45,7 +45,7 @@ from specache_compile.kernels.state.triton_center import share_of_center
 from specache_compile.kernels.state.triton_cursor import AT_LOW_BIT, place_in_page
 
 from .kept_logits import LOWEST
-from .triton_decode import MASK_STRIDES, RECORD_TOKENS, DecodeInputs, Sums, empty_sums, group_of, rows_of, splits_of
+from .triton_decode import MASK_STRIDES, DecodeInputs, Sums, empty_sums, group_of, rows_of, splits_of
 from .triton_softmax import LOG2E, capped
 
 NOTHING_SEEN, BLOCK, PER_TOKEN = tl.constexpr(LOWEST), tl.constexpr(PARAM_BLOCK), tl.constexpr(CENTER_ROWS)
@@ -72,7 +72,8 @@ def from_threads(x, ROWS: tl.constexpr, LOAD: tl.constexpr):
 @triton.jit(do_not_specialize=[*MASK_STRIDES, "capacity", "columns", "share_blocks", "splits"])
 def score_keys(
     # query, unit and shares of `prepare_query`; token_shares [B, Hq, lanes, share_blocks · 16] float32, unused if
-    # CENTERED is not PER_TOKEN; codes [B, H, C, w] uint8; key_params [B, H, C/g, 2, D], or [B, H, C/g, 1, g] in the trellis code.
+    # CENTERED is not PER_TOKEN; codes [B, H, C, w] uint8; key_params [B, H, C/g, 2, D], or [B, H, C/g, 1, g] in the
+    # trellis code.
     query, unit, shares, token_shares, codes, key_params,
     # As in `triton_decode.score_tokens`.
     mask, cursor, sink_index,
@@ -184,8 +185,8 @@ def score_keys(
                 y = tl.where(from_threads(bias != 0, ROWS, 1), y, float("-inf"))
             else:
                 y += from_threads(bias.to(tl.float32), ROWS, 1) * LOG2E
-        if sink_tokens > 0:
-            if tile <= last:
+        if sink_tokens > 0:  # noqa: SIM102 - a constant, then a value
+            if tile <= last:  # most records have no sinks
                 for place in range(sink_tokens):
                     y = tl.where((within == tl.load(sink_index + place))[None, :, :], float("-inf"), y)
         if group == 32:
@@ -223,9 +224,9 @@ def attend_keys(inputs: DecodeInputs, logits: Tensor, base: Tensor) -> Sums:
     codes, key_params, keys_center = tiers.codes, tiers.key_params, tiers.center
     batch, query_heads, lanes, d = q.shape
     _, heads, capacity = shape_of_scores(codes, cursor)
-    group, dim, centered = group_of(tiers, layout), stored_dim(d), keys_center.shape[2]
+    group, dim, centered = group_of(tiers), stored_dim(d), keys_center.shape[2]
     in_trellis, padded = is_trellis(key_params), rows_of(q, heads)
-    splits = splits_of(batch * heads, triton.cdiv(capacity, RECORD_TOKENS), q.device, PROGRAMS)
+    splits = splits_of(batch * heads, triton.cdiv(capacity, RECORD), q.device, PROGRAMS)
     new = functools.partial(torch.empty, device=q.device)
     kind = torch.float32 if q.dtype == torch.float32 else torch.float16
     query, unit = new((batch * heads, padded * dim), dtype=kind), new((batch * heads, 2, padded))

@@ -56,7 +56,7 @@ def decode_attention(
 
 def score_low_bit(
     q: Tensor, k: Tensor, mask: Tensor | None, sinks: Tensor | None, cursor: Tensor, tiers: Sequence[Tensor],
-    layout: Sequence[int], scale: float, softcap: float | None,
+    layout: Sequence[int], scale: float, softcap: float | None, scores: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Compute `attention_ops.score_low_bit`; the logits are `kept_logits.based_logits`.
 
@@ -69,6 +69,8 @@ def score_low_bit(
     low_bit = attend_keys(inputs, logits, base)
     exact = attend_exact(inputs, None, None, values=False, kept=(logits, base))
     merged(inputs, sinks, low_bit, exact, lse, values=False)
+    if not scores:
+        return logits, base, logits.new_empty(0, dtype=torch.float32)
     return logits, base, scores_of(inputs, logits, base, lse, q.shape[2])
 
 

@@ -249,7 +249,7 @@ def attend_values(inputs: DecodeInputs, logits: Tensor, base: Tensor, lse: Tenso
         cut=cut or 0.0, heads=heads, capacity=capacity, columns=cursor.stride(0), splits=splits,
         D=dim, width=tiers.codes.shape[3], bits=bits, GROUPS=groups, rows=query_heads // heads * lanes,
         TRELLIS=in_trellis, SKIP=bool(cut), NEST=nested(dim, bits, in_trellis, dim // groups),
-        PARTIAL=group_of(tiers, inputs.layout) < RECORD, ROWS=rows, ALL_ROWS=all_rows, LOOK=LOOK,
+        PARTIAL=group_of(tiers) < RECORD, ROWS=rows, ALL_ROWS=all_rows, LOOK=LOOK,
         PAGED=has_table(cursor), PRMT=q.is_cuda, kind=KINDS[q.dtype], num_warps=1, num_stages=1,
     )  # fmt: skip
     return sums

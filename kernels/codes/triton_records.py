@@ -1,9 +1,9 @@
-"""Triton: pack a group's numbers into the words of its records (`records.py`), and read words of one bit by token.
+"""Triton: the order of codes in memory (`records.py`), for one group of keys or values.
 
 A group of 32 tokens is half a record, one of 128 tokens is two records.
 """
 
-# A part is a record's keys (WHICH 0) or values (WHICH 1), of BITS bits. Its dimensions have the names of `records.py`.
+# WHICH: 0 for keys, 1 for values. BITS: of a number. Dimensions have the names of `records.py`.
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PARAM_BLOCK = tl.constexpr(records.PARAM_BLOCK)
 
 @triton.jit
 def by_word(x, BITS: tl.constexpr, WHICH: tl.constexpr):
-    """Return a group's numbers [g, D] by word, [words, numbers of a word]: in the order of memory, as a part of its own."""
+    """Return a group's numbers [g, D] by word, in the order of memory: [words, numbers of a word]."""
     g: tl.constexpr = x.shape[0]
     D: tl.constexpr = x.shape[1]
     RECORDS: tl.constexpr = g // RECORD if g > RECORD else 1

@@ -53,7 +53,7 @@ def extended(paths, place):
 
 @triton.jit
 def encode_vectors(x, steps, d, WHICH: tl.constexpr):
-    """Compute `trellis.quantize` up to the order of sums, for keys (WHICH 0) or values (1) float32 [g, D] of d channels.
+    """Compute `trellis.quantize` up to the order of sums, of keys (WHICH 0) or values (1) x [g, D] of d channels.
 
     steps: float32 [33, words], memory of this program. It gets the numbers of each circle in units of their vectors'
     steps, then the words. All circles are processed in parallel. FLOPs: about 60 per number.

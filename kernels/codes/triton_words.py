@@ -12,7 +12,7 @@ import triton.language as tl
 
 @triton.jit
 def joined(found, count: tl.constexpr):
-    """Join `count` = 2**n tensors [...] to [..., 2, ..., 2]; the first new dimension is the highest bit of the index."""
+    """Join `count` tensors [...] to [..., 2, ..., 2]; the first new dimension is the index's highest bit."""
     for step in tl.static_range(1, 5):
         if count >> step > 0:
             pairs = ()

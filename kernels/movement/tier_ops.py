@@ -211,8 +211,8 @@ def prefetch(
 
 @by_rows(0)
 def correct(
-    scores: Tensor, cursor: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor,
-    corrected: Tensor,
+    scores: Tensor, cursor: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor, corrected: Tensor,
+    q: Tensor | None = None, logits: Tensor | None = None, base: Tensor | None = None, mask: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Copy the pairs that lane 0 selects and that the slots lack to the slots.
 
@@ -222,6 +222,7 @@ def correct(
         scores: [lanes, B, H, C], from `score_low_bit`.
         slots, slot_index: [B, H, k, 2, d] and [B, H, k], mutated.
         corrected: int64 [1], the number of copied bytes, mutated.
+        q, logits, base, mask: the query, the results of `score_low_bit`, and the mask, for a GPU without scores.
 
     Returns: the slots' new tokens, int32 [B, H, k] in any order. On a GPU their pairs may arrive later, but before
     `attend_scored` reads them.

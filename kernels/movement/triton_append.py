@@ -13,10 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specache_compile.kernels.codes.records import ROWS_FROM, stored_dim
+from specache_compile.kernels.codes.records import stored_dim
 from specache_compile.kernels.codes.trellis import is_trellis
 from specache_compile.kernels.codes.triton_levels import quantized, stored_scale
-from specache_compile.kernels.codes.triton_records import packed, place_of_params, store_words
+from specache_compile.kernels.codes.triton_records import ROWS_FROM, packed, place_of_params, store_words
 from specache_compile.kernels.codes.triton_trellis import encode_vectors
 from specache_compile.kernels.state.center import is_found
 from specache_compile.kernels.state.layout import Layout, rotation_block
@@ -31,6 +31,8 @@ from specache_compile.kernels.state.triton_sinks import keep_sinks, sinks_among
 RING_BLOCK = 16
 # Tokens per program of an unquantised group, and of a rotated group; both divide every group size.
 COPY_BLOCK, ROTATED_BLOCK = 32, 16
+# Numbers of keys per warp of `quantize_groups`, which hold 128 registers a thread.
+NUMBERS = 1024
 # Bytes for the rotated pairs of one launch, and for the trellis code's numbers; at least one group per head.
 SCRATCH = 32 << 20
 
@@ -112,7 +114,8 @@ def quantize_groups(
     D: d, padded. zero_point: name of a quantiser. sink_tokens: S. PADDED: there is padding. APART: `recent` is the
     output of `rotate_groups`. KEY_TRELLIS, TRELLIS: keys, values are in the trellis code; keys in this code have a
     center, and so are APART. PAGED: the low-bit tier is in pages.
-    Bytes: 4·g·d read, g·w + 4·D + 4·g·D/gv written. FLOPs: about 10 a number.
+    Bytes: 4·g·d read, g·w + 4·D + 4·g·D/gv written; in the trellis code `steps` too, in the cache. FLOPs: about 10 a
+    number, 60 in the trellis code.
     """
     bh = tl.program_id(0).to(tl.int64)
     cursor += (bh // heads) * columns
@@ -146,10 +149,9 @@ def quantize_groups(
         present = ~sinks_among(tokens, sink_row, sink_tokens=sink_tokens)
         if PADDED:
             present = present & (tl.load(padding + (bh // heads) * p_batch + tokens) != 0)
-        levels, scale, zero = quantized(
-            key, present, 0, key_bits, zero_point, limit, key_params.dtype.element_ty
-        )  # fmt: skip
-        params = key_params + first // group * 2 * D + (place_of_params(channel, D) if key_bits < 8 else channel)
+        levels, scale, zero = quantized(key, present, 0, key_bits, zero_point, limit, key_params.dtype.element_ty)
+        place = place_of_params(channel, D) if key_bits < ROWS_FROM else channel
+        params = key_params + first // group * 2 * D + place
         tl.store(params, scale)
         tl.store(params + D, zero)
         words = packed(levels, key_bits, 0)
@@ -171,7 +173,7 @@ def quantize_groups(
         value = tl.reshape(value, [group, parts, value_group])
         levels, scale, zero = quantized(
             value, value == value, 2, value_bits, zero_point, limit, value_params.dtype.element_ty
-        )  # fmt: skip
+        )
         params = value_params + places[:, None, None] * (2 * parts) + tl.arange(0, parts)[None, :, None]
         tl.store(params, scale)
         tl.store(params + parts, zero)
@@ -301,7 +303,7 @@ def append(
                 value_group=dim // value_params.shape[-1], key_bits=key_bits, value_bits=value_bits,
                 zero_point=zero_point, sink_tokens=sink_index.shape[2], PADDED=padding is not None, APART=apart,
                 KEY_TRELLIS=in_trellis[0], TRELLIS=in_trellis[1], PAGED=paged,
-                num_warps=8 if group * dim >= 128 * 128 else 4,
+                num_warps=min(max(4, group * dim // NUMBERS), 16),
             )  # fmt: skip
     blocks = triton.cdiv(min(count, window), RING_BLOCK)
     write_recent[batch * heads, blocks](

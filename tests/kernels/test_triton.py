@@ -7,8 +7,6 @@ The interpreter multiplies bfloat16 as integers and truncates conversions to it,
 from __future__ import annotations
 
 import functools
-import inspect
-import re
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -23,16 +21,12 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-import triton
-import triton.language as tl
+
+from kept_fixture import bases_of, logits_by_token, spoil
 
 from held_tiers import in_segments
 from specache_compile.kernels.attention import attention_ops as attention
-from specache_compile.kernels.attention import triton_decode, triton_extend, triton_scored
-from specache_compile.kernels.attention import triton_low_bit as low_bit
-from specache_compile.kernels.attention.kept_logits import LOGIT_BLOCK
-from specache_compile.kernels.codes import params
-from specache_compile.kernels.codes.quantize import pack
+from specache_compile.kernels.attention import triton_decode, triton_exact, triton_extend, triton_scored
 from specache_compile.kernels.movement import copy_stream, triton_append, triton_copy
 from specache_compile.kernels.movement import tier_ops as tiers
 from specache_compile.kernels.movement import triton_select as select
@@ -445,7 +439,7 @@ def test_decode_attention_and_the_halves_of_a_corrected_one(case: Case) -> None:
     """The whole op, and its two halves, give the same output."""
     step, tolerance = step_of(case), TOLERANCE[case.dtype]
     close = functools.partial(torch.testing.assert_close, atol=tolerance, rtol=tolerance)
-    whole, scores = step.whole(triton_decode.decode_attention)
+    whole, scores = step.whole(triton_scored.decode_attention)
     expected, expected_scores = step.whole(attention.decode_attention)
     close(whole, expected)
     close(scores, expected_scores)
@@ -453,18 +447,16 @@ def test_decode_attention_and_the_halves_of_a_corrected_one(case: Case) -> None:
 
     logits, base, scores = step.scored(triton_scored.score_low_bit)
     *expected_kept, expected_scores = step.scored(attention.score_low_bit)
-    assert logits.shape == expected_kept[0].shape
     assert logits.dtype == (torch.float32 if case.dtype == torch.float32 else torch.float16)
     low_bit = int(step.layer.cursor[0, LOW_BIT])
-    known, expected = logits + base.repeat_interleave(LOGIT_BLOCK, -1), expected_kept[0]
-    torch.testing.assert_close(known[..., :low_bit], expected[..., :low_bit], atol=4 * tolerance, rtol=4 * tolerance)
+    known = logits_by_token(logits, base, case.queries * case.lanes).float().view_as(expected_kept[0])
+    expected = expected_kept[0][..., :low_bit]
+    torch.testing.assert_close(known[..., :low_bit], expected, atol=4 * tolerance, rtol=4 * tolerance)
     close(scores, expected_scores)
     assert scores[0].is_contiguous()  # `select_topk` requires this
 
-    logits[..., low_bit:], base[..., low_bit // LOGIT_BLOCK :] = float("nan"), float("nan")  # no op reads them
-    before = logits.clone()
+    spoil(logits, base, low_bit)  # no op reads them
     out = step.attended(triton_scored.attend_scored, logits, base)
-    assert torch.equal(logits.view(torch.uint8), before.view(torch.uint8))
     close(out, step.attended(attention.attend_scored, *expected_kept))
     torch.testing.assert_close(out, whole, atol=2 * tolerance, rtol=2 * tolerance)
     assert out.is_contiguous()
@@ -477,9 +469,8 @@ def test_fetched_tokens_have_no_low_bit_weight_for_any_logit(dtype: torch.dtype)
     logits, base, _ = step.scored(triton_scored.score_low_bit)
     _, slot_index = step.state("slots", "slot_index")
     expected = step.attended(triton_scored.attend_scored, logits, base, chosen=slot_index)
-    tile = step.layer.case.group
-    base[0, :, :, : tile // LOGIT_BLOCK] += 60
-    logits[0, :, :, :tile] -= 60
+    bases_of(logits, base)[0, :, 0, :, :2] += 60
+    logits[0, :, 0, :, :4] -= 60
     found = step.attended(triton_scored.attend_scored, logits, base, chosen=slot_index)
     # Half precision stores a logit 60 below its base with an error of a sixteenth.
     torch.testing.assert_close(found, expected, atol=1e-2 if dtype == torch.float16 else 1e-5, rtol=0)
@@ -500,7 +491,7 @@ def test_pairs_that_come_late_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> 
         for tensor, pairs in zip(step.state("slots", "slot_index"), right, strict=True):
             tensor.copy_(pairs)
 
-    monkeypatch.setattr(triton_decode, "wait_for_correction", arrive)
+    monkeypatch.setattr(triton_scored, "wait_for_correction", arrive)
     found = step.attended(triton_scored.attend_scored, logits, base, chosen=chosen)
     assert torch.equal(found, expected)
     assert found.isfinite().all()
@@ -511,7 +502,7 @@ def test_a_center_of_thousands_leaves_tokens_their_order() -> None:
     step = step_of(Case(center=True, dtype=torch.float16))
     step.layer.state["center"][:, :, 0, -1] += 6000.0  # a channel that RoPE does not rotate
     step.q[..., -1] = 4.0
-    (_, scores), (_, expected) = (step.whole(at.decode_attention) for at in (triton_decode, attention))
+    (_, scores), (_, expected) = (step.whole(at.decode_attention) for at in (triton_scored, attention))
     assert expected.max() < 0.9
     torch.testing.assert_close(scores, expected, atol=1e-2, rtol=1e-2)
     *kept, scores = step.scored(triton_scored.score_low_bit)
@@ -571,91 +562,12 @@ def test_a_byte_is_a_16_bit_float_without_exponent(dtype: torch.dtype, unit: flo
     assert torch.equal(byte.view(dtype).double(), byte * unit)
 
 
-def test_a_scale_of_8_bits_is_a_bfloat16_of_other_exponents() -> None:
-    """The low-bit kernel converts scales this way, also in bfloat16, which the interpreter does not support."""
-    stored = torch.arange(int(params.stored_scale(torch.tensor(params.LARGEST_SCALE), torch.uint8)) + 1)
-    read = (stored.to(torch.int16) << params.DROPPED - 3).view(torch.bfloat16)
-    assert torch.equal(read.double() * 2.0**112, params.read_scale(stored.to(torch.uint8)).double())
-
-
-@triton.jit
-def unpack_example(
-    elements, channels, key_numbers, value_channels, value_numbers,
-    width: tl.constexpr, bits: tl.constexpr, group: tl.constexpr, plane_width: tl.constexpr, shared: tl.constexpr,
-):  # fmt: skip
-    """Run the low-bit kernel's helpers on `group` tokens' keys and values, in their order."""
-    planes: tl.constexpr = 8 // bits
-    columns: tl.constexpr = planes * 2 * width
-    column, token = tl.arange(0, columns), tl.arange(0, group)
-    channel, _, _ = low_bit.key_columns(planes * 2, planes, plane_width, WIDTH=width)
-    tl.store(channels + column, channel)
-    packed = low_bit.load_keys(elements, group, width, 2 * width, WIDTH=width, WORDS=True)
-    numbers = low_bit.unpacked_keys(packed, planes, bits, tl.float32)
-    tl.store(key_numbers + token[:, None] * columns + column[None, :], numbers)
-    runs: tl.constexpr = planes // shared
-    rows: tl.constexpr = columns // runs
-    for part in tl.static_range(runs):
-        row = part * rows + tl.arange(0, rows)
-        channel, _, _ = low_bit.value_rows(
-            part, shared=shared, runs=runs, halves=2, plane_width=plane_width, SPAN=plane_width, PIECE=width,
-            WORDED=False,
-        )  # fmt: skip
-        tl.store(value_channels + row, channel)
-        at = elements + width + token[None, :] * (2 * width) + tl.arange(0, width)[:, None]
-        numbers = low_bit.unpacked_values(tl.load(at), part * shared, shared, bits, tl.float32)
-        tl.store(value_numbers + row[:, None] * group + token[None, :], numbers)
-
-
-def test_the_low_bit_tiles_worked_example() -> None:
-    """The tables of the module's comment equal `quantize.pack`, the comment's formulas, and the kernel's helpers."""
-    lines = inspect.getsource(low_bit).splitlines()
-    doc = "\n".join(line.removeprefix("# ") for line in lines if line.startswith("#"))
-    shown = {
-        name: [int(number, 0) for number in numbers.split()]
-        for name, numbers in re.findall(r"^ {8}(\S+(?: \S+)*) {2,}((?: ?0x\w+| *\d+)+)$", doc, re.M)
-    }
-    d, bits, group, width = 16, 2, 4, 2
-    pairs = torch.randint(0, 4, (group, 2, d), dtype=torch.uint8)
-    pairs[0, 0] = torch.tensor(shown["codes"])
-    packed = pack(pairs, bits)
-    assert packed[0, 0].tolist() == shown["bytes"]
-    assert packed[0, 0].view(torch.int32).tolist() == shown["word"]
-
-    places = list(zip(shown["field"], shown["element"], strict=True))
-    assert [4 * (f % 4) + 2 * e + f // 4 for f, e in places] == shown["channel"]
-    fields = [(shown["word"][0] >> (f // 4 * 8) >> 16 * e) & (3 << f % 4 * 2) for f, e in places]
-    assert fields == shown["number"]
-
-    new = functools.partial(torch.empty, dtype=torch.int32, device=DEVICE)
-    channels, value_channels = new(d), new(d)
-    keys, values = new(group, d), new(d, group)
-    elements = packed.to(DEVICE).view(torch.int16)
-    unpack_example[(1,)](
-        elements, channels, keys, value_channels, values, width=width, bits=bits, group=group, plane_width=4, shared=2
-    )
-    assert channels.tolist() == shown["channel"]
-    assert value_channels.tolist() == shown["part's channel"]
-    assert keys[0].tolist() == shown["number"]
-    assert [channel // 8 for channel in value_channels.tolist()] == shown["part"]
-    times = 4 ** (torch.arange(d) // 4)
-    assert torch.equal(keys.cpu(), (pairs[:, 0] * times)[:, shown["channel"]].int())
-    assert torch.equal(values.cpu(), (pairs[:, 1] * times)[:, shown["part's channel"]].int().T)
-
-    stride = 2 * width
-    codes, params = torch.empty(1, 4, 8, stride), torch.empty(1, 4, 2, 2, d)
-    start, scales = codes[0, 3, 4, 0].storage_offset(), params[0, 3, 1, 0, 0].storage_offset()
-    assert f"= {start // stride}, so at element\n    {start // stride} · stride = {start} of" in doc
-    assert f"= {scales // (2 * d)}, so at number {scales // (2 * d)} · 2 · d = {scales}," in doc
-
-
 @pytest.mark.parametrize("rotate", [False, True], ids=["plain", "rotated"])
 def test_decode_attention_is_split_over_programs_and_merged(rotate: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shares of one head's tiers for two multiprocessors; empty shares add nothing."""
+    """Splits of one head's tiers; empty splits add nothing."""
     case = Case(heads=1, length=1000, top_k=16, rotate=rotate)
-    monkeypatch.setattr(triton_decode, "programs_at_once", lambda device, build: 16)
-    exact, splits = triton_decode.shares_of(1, 512 // case.group, triton_decode.exact_blocks(16, 64, 0), 16)
-    assert exact > 1
-    assert splits > 2
+    monkeypatch.setattr(triton_decode, "best_splits", lambda rows, tiles, slots: 9)
+    monkeypatch.setattr(triton_exact, "exact_splits", lambda rows, blocks, device, programs: 3)
     layer = Layer(replace(case, length=500), tiers.append)
     layer.fill_slots()
     q, (k, v) = torch.randn(1, 2, 2, 64).to(DEVICE), torch.randn(2, 1, 1, 2, 64).to(DEVICE)
@@ -663,7 +575,7 @@ def test_decode_attention_is_split_over_programs_and_merged(rotate: bool, monkey
     slots = [layer.state[name][:1] for name in ("slots", "slot_index")]
     arguments = (q, k, v, None, None, layer.cursor, *slots, *read)
     for out, expected in zip(
-        triton_decode.decode_attention(*arguments), attention.decode_attention(*arguments), strict=True
+        triton_scored.decode_attention(*arguments), attention.decode_attention(*arguments), strict=True
     ):
         torch.testing.assert_close(out, expected, atol=TOLERANCE[torch.float32], rtol=TOLERANCE[torch.float32])
     inputs = (q, k, None, None, layer.cursor, *read)
@@ -678,26 +590,19 @@ def test_decode_attention_is_split_over_programs_and_merged(rotate: bool, monkey
     )  # fmt: skip
 
 
-def test_shares_fill_the_gpu_and_end_together() -> None:
-    """For heads of all rows, tiles of their low-bit tiers, and an H200's 1,056 concurrent programs.
+def test_splits_fill_the_gpu_and_end_together() -> None:
+    """For heads of all rows, tiles of their low-bit tiers, and an H200's 2,112 concurrent programs.
 
     No schedule can end before the total work divided by the programs. The selected one ends within a quarter of that,
-    or of the shortest shares.
+    or of the shortest splits.
     """
-    slots, blocks = 1056, triton_decode.exact_blocks(64, 128, 0)
+    slots = 2112
     for rows, tiles in [(8, 128), (8, 512), (64, 512), (176, 512), (512, 512), (2000, 32)]:
-        exact, splits = triton_decode.shares_of(rows, tiles, blocks, slots)
-        assert exact >= 1
-        assert exact + splits <= triton_decode.MOST_PARTS
-        shares = rows * exact * [0.75 * -(-blocks // exact)] + rows * splits * [-(-tiles // splits)]
+        splits = triton_decode.best_splits(rows, tiles, slots)
+        assert 1 <= splits <= triton_decode.MOST_SPLITS
+        shares = rows * splits * [-(-tiles // splits)]
         least = max(sum(shares) / slots, max(shares))
         assert least <= triton_decode.makespan(slots, shares) <= 1.25 * least + 4
-
-
-def test_many_slots_leave_shares_to_the_low_bit_tier() -> None:
-    exact, splits = triton_decode.shares_of(1, 512, triton_decode.exact_blocks(8192, 128, 0), 1056)
-    assert exact + splits <= triton_decode.MOST_PARTS
-    assert splits > 16
 
 
 def test_a_makespan_is_that_of_programs_begun_in_their_order() -> None:

@@ -44,7 +44,7 @@ class Case:
 
     @property
     def rows(self) -> int:
-        """Return the rows of the batch, and the groups of a row: one where the interpreter takes a second for a group."""
+        """Return the rows of the batch, and the groups of a row that leave; one if the interpreter is slow."""
         return 1 if 0 in self.bits or self.rotate or self.center else 2
 
     @property
@@ -160,12 +160,10 @@ class State:
     @property
     def exact(self) -> tuple[Tensor, Tensor]:
         """Return the keys and values [B, H, n, d] that are quantised, float64."""
-        group, count = self.case.group, self.case.leaving
-        keys, values = self.pairs[:, :, :count].double().unbind(3)
-        if self.case.center:
-            starts = (self.first // group).tolist()
-            found = [centers(self.center[row : row + 1], group, at, at + count // group) for row, at in enumerate(starts)]
-            keys = keys - torch.cat(found)
+        group, first = self.case.group, int(self.first[0]) // self.case.group
+        keys, values = self.pairs[:, :, : self.case.leaving].double().unbind(3)
+        if self.case.center:  # one row, one group
+            keys = keys - centers(self.center, group, first, first + 1)
         if self.case.rotate:
             keys, values = rotated(keys).double(), rotated(values).double()
         return keys, values

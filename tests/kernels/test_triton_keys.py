@@ -15,6 +15,8 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from kept_fixture import logits_by_token
+
 from specache_compile.kernels.attention.kept_logits import based_logits
 from specache_compile.kernels.attention.triton_decode import DecodeInputs, mask_form
 from specache_compile.kernels.attention.triton_keys import attend_keys
@@ -194,8 +196,7 @@ def expected_logits(case: Case, layer: Layer, q: Tensor, mask: Tensor | None) ->
     if case.softcap is not None:
         logits = torch.tanh(logits / case.softcap) * case.softcap
     if mask is not None:
-        mask = torch.nn.functional.pad(mask, (0, case.capacity - mask.shape[-1])) if mask.shape[-1] < case.capacity else mask
-        mask = mask[..., : case.capacity]
+        mask = torch.nn.functional.pad(mask, (0, case.capacity))[..., : case.capacity]
         mask = mask.unflatten(1, (HEADS, -1)) if mask.shape[1] > 1 else mask.unsqueeze(1)
         logits = logits.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else logits + mask.double()
     for row, sinks in enumerate(layer.sinks[:, 0].tolist()):
@@ -203,15 +204,6 @@ def expected_logits(case: Case, layer: Layer, q: Tensor, mask: Tensor | None) ->
             if token >= 0:
                 logits[row, ..., token] = -math.inf
     return logits
-
-
-def by_token(logits: Tensor, base: Tensor, rows: int) -> Tensor:
-    """Return kept logits [B, H, rows, C] in float64 and natural units."""
-    offsets = logits.double().permute(0, 1, 5, 3, 2, 4, 6).flatten(4).flatten(2, 3)
-    batch, heads, records, _, _, pairs, _ = logits.shape
-    base = base[: batch * heads * records * 8 * pairs].view(batch, heads, records, 2, 4, pairs)
-    bases = base.double().permute(0, 1, 5, 3, 2, 4).flatten(4).flatten(2, 3).repeat_interleave(16, -1)
-    return ((offsets + bases) * math.log(2)).cpu()[:, :, :rows]
 
 
 @pytest.mark.parametrize("case", [*QUICK, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)], ids=str)
@@ -228,7 +220,7 @@ def test_keys_against_float64(case: Case) -> None:
     base.fill_(math.nan)
     sums = attend_keys(inputs, logits, base)
     expected = expected_logits(case, layer, q, mask).flatten(2, 3)
-    found = by_token(logits, base, rows)
+    found = logits_by_token(logits, base, rows).cpu()
     low = case.dtype != torch.float32
     for row, length in enumerate(case.lengths):
         here, right = found[row, ..., :length], expected[row, ..., :length]

@@ -11,7 +11,7 @@ from specache_compile.methods import METHODS
 from . import eviction, expected_attention, fp8, kcache, kvzip, pages, snapkv
 
 ONCE = (snapkv, expected_attention, kvzip)
-for _op in (fp8.KEEP, *kcache.OPS, *(one.ATTENTION for one in ONCE), eviction.ATTENTION, pages.SELECT):
+for _op in (*fp8.OPS, *kcache.OPS, *(one.ATTENTION for one in ONCE), eviction.ATTENTION, pages.SELECT):
     register(_op)
 METHODS |= {
     one.name: one for one in (pages.METHOD, fp8.METHOD, kcache.METHOD, *(one.METHOD for one in ONCE), *eviction.METHODS)
