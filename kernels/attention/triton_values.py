@@ -62,6 +62,14 @@ def right_side(weights):
 
 
 @triton.jit
+def by_thread(sums):
+    """Permute sums [n, ROWS] to [n · ROWS / 32, 32]; thread (g, q) has rows g + 8·m, columns 2·q + 8·t and the next."""
+    N: tl.constexpr = sums.shape[0] // 8
+    NT: tl.constexpr = sums.shape[1] // 8
+    return tl.reshape(tl.permute(tl.reshape(sums, [N, 8, NT, 4, 2]), (0, 2, 4, 1, 3)), [N * NT * 2, 32])
+
+
+@triton.jit
 def with_record(
     # Sums of values [D/GROUPS, ROWS] of each group of channels, sums of zeros [16, ROWS] of each, and the weights' sum.
     sums,
@@ -197,17 +205,16 @@ def sum_values(
                 PAGED=PAGED, PRMT=PRMT, kind=kind,
             )  # fmt: skip
 
-    # In these shapes the stores' layouts are almost those of the loads and of a product: no shared memory is needed.
+    # In these shapes the stores' layouts are those of the loads and of a product: no shared memory is needed.
     first = (bh * splits + split) * ALL_ROWS + first_row
     there = (reference < float("inf")) & (split < tiles)
     tl.store(peaks + first + tl.arange(0, NT * 32) // 4, tl.where(there, reference, float("-inf")))
-    i, j = tl.arange(0, 2 * NT)[:, None], tl.arange(0, 64)[None, :]
-    total = tl.permute(tl.reshape(sums[2 * GROUPS], [2, 8, NT, 8]), (0, 2, 1, 3))
-    total = tl.reshape(total, [2 * NT, 64]) * 2.0**-LIFT  # all rows are equal
-    tl.store(totals + first + i * 8 + j, total, (i < NT) & (j < 8))
+    i, j = tl.arange(0, 4 * NT)[:, None], tl.arange(0, 32)[None, :]
+    total = by_thread(sums[2 * GROUPS]) * 2.0**-LIFT  # the sums with ones have equal rows
+    tl.store(totals + first + i // 2 * 8 + j * 2 + i % 2, total, (i < 2 * NT) & (j < 4))
     GROUP: tl.constexpr = D // GROUPS
-    i, j = tl.arange(0, GROUP // 8 * NT)[:, None], tl.arange(0, 64)[None, :]
-    out_at = (first + i % NT * 8 + j % 8) * D + i // NT * 8 + j // 8
+    i = tl.arange(0, GROUP // 4 * NT)[:, None]
+    out_at = (first + i // 2 % NT * 8 + j % 4 * 2 + i % 2) * D + i // (2 * NT) * 8 + j // 4
     level_bits: tl.constexpr = 2 if TRELLIS else bits
     INNER: tl.constexpr = 16 if TRELLIS else 8
     for group in tl.static_range(GROUPS):
@@ -221,8 +228,7 @@ def sum_values(
             result += (offset * (-1.5 * 2.0 ** -(LIFT + SCALE)))[None, :]
         else:
             result += (offset * 2.0 ** -(LIFT + ZERO))[None, :]
-        result = tl.permute(tl.reshape(result, [GROUP // 8, 8, NT, 8]), (0, 2, 1, 3))
-        tl.store(partial + out_at + group * GROUP, tl.reshape(result, [GROUP // 8 * NT, 64]))
+        tl.store(partial + out_at + group * GROUP, by_thread(result))
 
 
 def attend_values(inputs: DecodeInputs, logits: Tensor, base: Tensor, lse: Tensor, cut: float | None) -> Sums:
