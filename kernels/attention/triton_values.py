@@ -63,10 +63,10 @@ def right_side(weights):
 
 @triton.jit
 def by_thread(sums):
-    """Permute sums [n, ROWS] to [n · ROWS / 32, 32]; thread (g, q) has rows g + 8·m, columns 2·q + 8·t and the next."""
+    """Flatten sums [n, ROWS], ordered by row // 8, column // 8, column % 2, and thread (row % 8, column % 8 // 2)."""
     N: tl.constexpr = sums.shape[0] // 8
     NT: tl.constexpr = sums.shape[1] // 8
-    return tl.reshape(tl.permute(tl.reshape(sums, [N, 8, NT, 4, 2]), (0, 2, 4, 1, 3)), [N * NT * 2, 32])
+    return tl.reshape(tl.permute(tl.reshape(sums, [N, 8, NT, 4, 2]), (0, 2, 4, 1, 3)), [N * NT * 64])
 
 
 @triton.jit
@@ -209,11 +209,11 @@ def sum_values(
     first = (bh * splits + split) * ALL_ROWS + first_row
     there = (reference < float("inf")) & (split < tiles)
     tl.store(peaks + first + tl.arange(0, NT * 32) // 4, tl.where(there, reference, float("-inf")))
-    i, j = tl.arange(0, 4 * NT)[:, None], tl.arange(0, 32)[None, :]
+    i, j = tl.arange(0, NT * 128) // 32, tl.arange(0, NT * 128) % 32
     total = by_thread(sums[2 * GROUPS]) * 2.0**-LIFT  # the sums with ones have equal rows
     tl.store(totals + first + i // 2 * 8 + j * 2 + i % 2, total, (i < 2 * NT) & (j < 4))
     GROUP: tl.constexpr = D // GROUPS
-    i = tl.arange(0, GROUP // 4 * NT)[:, None]
+    i, j = tl.arange(0, GROUP * ROWS) // 32, tl.arange(0, GROUP * ROWS) % 32
     out_at = (first + i // 2 % NT * 8 + j % 4 * 2 + i % 2) * D + i // (2 * NT) * 8 + j // 4
     level_bits: tl.constexpr = 2 if TRELLIS else bits
     INNER: tl.constexpr = 16 if TRELLIS else 8
