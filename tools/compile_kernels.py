@@ -118,9 +118,9 @@ class Launch:
     """A kernel's launch: types of its arguments, or their values if constant, and compiler options."""
 
     kernel: Any
-    signature: tuple[tuple[str, str], ...]
+    signature: tuple[tuple[str, Any], ...]
     constants: tuple[tuple[str, Any], ...]
-    aligned: tuple[str, ...]
+    aligned: tuple[tuple[Any, ...], ...]
     options: tuple[tuple[str, Any], ...]
 
 
@@ -136,12 +136,15 @@ def launch_of(kernel: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Laun
             # PRMT is inline assembly, of GPUs alone.
             signature[param.name] = "constexpr"
             constants[param.name] = True if param.name == "PRMT" else getattr(value, "value", value)
+        elif isinstance(value, tuple):  # strides
+            signature[param.name] = ("i32",) * len(value)
+            aligned += [(param.name, at) for at, size in enumerate(value) if size % 16 == 0]
         elif isinstance(value, Tensor):
             signature[param.name] = f"*{TYPES[value.dtype]}"
-            aligned += [param.name] * (value.data_ptr() % 16 == 0)
+            aligned += [(param.name,)] * (value.data_ptr() % 16 == 0)
         else:
             signature[param.name] = "i32" if is_size else "fp32"
-            aligned += [param.name] * (is_size and special and value % 16 == 0)
+            aligned += [(param.name,)] * (is_size and special and value % 16 == 0)
     kept = {name: value for name, value in options.items() if name in ("num_warps", "num_stages", "maxnreg")}
     return Launch(kernel, *(tuple(x.items()) for x in (signature, constants)), tuple(aligned), tuple(kept.items()))
 
@@ -209,7 +212,7 @@ def compile_launch(launch: Launch, label: str) -> None:
     """Compile a launch for all targets, or for the next one."""
     names = launch.kernel.arg_names
     places = {(names.index(name),): value for name, value in launch.constants}
-    hints = {(names.index(name),): [["tt.divisibility", 16]] for name in launch.aligned}
+    hints = {(names.index(name), *at): [["tt.divisibility", 16]] for name, *at in launch.aligned}
     source = ASTSource(launch.kernel, dict(launch.signature), places, hints)
     for target in next(ROUNDS):
         made = compile_kernel(source, target=TARGETS[target], options=dict(launch.options))

@@ -62,11 +62,19 @@ def right_side(weights):
 
 
 @triton.jit
+def by_thread(sums):
+    """Flatten sums [n, ROWS], ordered by row // 8, column // 8, column % 2, and thread (row % 8, column % 8 // 2)."""
+    N: tl.constexpr = sums.shape[0] // 8
+    NT: tl.constexpr = sums.shape[1] // 8
+    return tl.reshape(tl.permute(tl.reshape(sums, [N, 8, NT, 4, 2]), (0, 2, 4, 1, 3)), [N * NT * 64])
+
+
+@triton.jit
 def with_record(
     # Sums of values [D/GROUPS, ROWS] of each group of channels, sums of zeros [16, ROWS] of each, and the weights' sum.
     sums,
     # As in `sum_values`, from the head's first record on; logits and base at the record's places; what weights are
-    # relative to [NT, 8]; the row's cursor, the KV head, and the number of low-bit tokens.
+    # relative to [NT, 8, 4]; the row's cursor, the KV head, and the number of low-bit tokens.
     tile, codes, value_params, logits, base, shift, cursor, head, heads, low_bit,
     D: tl.constexpr, width: tl.constexpr, bits: tl.constexpr, GROUPS: tl.constexpr, TRELLIS: tl.constexpr,
     NEST: tl.constexpr, PARTIAL: tl.constexpr, PAGED: tl.constexpr, PRMT: tl.constexpr, kind: tl.constexpr,
@@ -84,7 +92,7 @@ def with_record(
         above = tl.load(logits, tl.broadcast_to(here[None, :], [2, NT * 256]), float("-inf"))
     else:
         above = tl.load(logits)
-    over = tl.reshape(tl.load(base), [NT, 8, 4]) - shift[:, :, None]
+    over = tl.reshape(tl.load(base), [NT, 8, 4]) - shift
     above = tl.reshape(above.to(tl.float32), [2, NT, 8, 4, 8])
     weights = tl.reshape(tl.exp2(above + over[None, :, :, :, None]).to(kind), [2, NT, 8, 4, 2, 2, 2])
     values = unpacked_values(words, D, bits, TRELLIS, NEST, PRMT, kind)
@@ -156,14 +164,14 @@ def sum_values(
     i = tl.arange(0, NT * 32)
     row = (first_row + i // 4) % rows
     base_at = row % 2 * (4 * Q) + i % 4 * Q + row // 2
-    row = first_row + tl.arange(0, ROWS)
-    reference = tl.load(lse + row % rows)
+    reference = tl.load(lse + row)
     if kind == tl.float16:
         highest = tl.full([NT * 32], float("-inf"), tl.float32)
         for tile in range(split, tiles, splits):
             highest = tl.maximum(highest, tl.load(base + tile * (8 * Q) + base_at))
         reference = tl.maximum(tl.max(tl.reshape(highest, [ROWS, 4]), 1), LOWEST_BASE)
-    shift = tl.reshape(reference, [NT, 8]) - LIFT
+        reference = tl.reshape(tl.broadcast_to(reference[:, None], [ROWS, 4]), [NT * 32])
+    shift = tl.reshape(reference, [NT, 8, 4]) - LIFT
     sums = ()
     for _ in tl.static_range(GROUPS):
         sums = sums + (tl.zeros([D // GROUPS, ROWS], tl.float32),)
@@ -197,13 +205,16 @@ def sum_values(
                 PAGED=PAGED, PRMT=PRMT, kind=kind,
             )  # fmt: skip
 
-    total = tl.max(sums[2 * GROUPS], 0) * 2.0**-LIFT
-    at = (bh * splits + split) * ALL_ROWS + row
-    tl.store(peaks + at, tl.where(total > 0, reference, float("-inf")))
-    tl.store(totals + at, total)
+    # In these shapes the stores' layouts are those of the loads and of a product: no shared memory is needed.
+    first = (bh * splits + split) * ALL_ROWS + first_row
+    there = (reference < float("inf")) & (split < tiles)
+    tl.store(peaks + first + tl.arange(0, NT * 32) // 4, tl.where(there, reference, float("-inf")))
+    i, j = tl.arange(0, NT * 128) // 32, tl.arange(0, NT * 128) % 32
+    total = by_thread(sums[2 * GROUPS]) * 2.0**-LIFT  # the sums with ones have equal rows
+    tl.store(totals + first + i // 2 * 8 + j * 2 + i % 2, total, (i < 2 * NT) & (j < 4))
     GROUP: tl.constexpr = D // GROUPS
-    i, j = tl.arange(0, GROUP // 8 * NT)[:, None], tl.arange(0, 64)[None, :]
-    out_at = ((bh * splits + split) * ALL_ROWS + first_row + i % NT * 8 + j % 8) * D + i // NT * 8 + j // 8
+    i, j = tl.arange(0, GROUP * ROWS) // 32, tl.arange(0, GROUP * ROWS) % 32
+    out_at = (first + i // 2 % NT * 8 + j % 4 * 2 + i % 2) * D + i // (2 * NT) * 8 + j // 4
     level_bits: tl.constexpr = 2 if TRELLIS else bits
     INNER: tl.constexpr = 16 if TRELLIS else 8
     for group in tl.static_range(GROUPS):
@@ -217,9 +228,7 @@ def sum_values(
             result += (offset * (-1.5 * 2.0 ** -(LIFT + SCALE)))[None, :]
         else:
             result += (offset * 2.0 ** -(LIFT + ZERO))[None, :]
-        # In this shape the store's layout is almost that of a product, so that no shared memory is needed.
-        result = tl.permute(tl.reshape(result, [GROUP // 8, 8, NT, 8]), (0, 2, 1, 3))
-        tl.store(partial + out_at + group * GROUP, tl.reshape(result, [GROUP // 8 * NT, 64]))
+        tl.store(partial + out_at + group * GROUP, by_thread(result))
 
 
 def attend_values(inputs: DecodeInputs, logits: Tensor, base: Tensor, lse: Tensor, cut: float | None) -> Sums:

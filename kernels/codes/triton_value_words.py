@@ -103,10 +103,17 @@ def loaded(pointers, there, PARTIAL: tl.constexpr):
 
 
 @triton.jit
+def constant_like(x, value: tl.constexpr):
+    """Return a constant; Triton 3.6 rounds a constant in bfloat16 to float16's range."""
+    return tl.full(x.shape, value, tl.float32).to(x.dtype)
+
+
+@triton.jit
 def scales_in(lower, kind: tl.constexpr):
     """Return the 8-bit scales in the lower byte of each half as [..., 2]; bfloat16 in units of 2^-16."""
-    if kind == tl.bfloat16:  # scales below 2^-14 are read as up to 2^-14
-        return halves((lower << 4) | 0x30003000, kind)
+    if kind == tl.bfloat16:  # the bits at their places have exponents that are 112 lower
+        found = halves(lower << 4, kind)
+        return found * constant_like(found, 2.0**96)
     return halves(lower << 7, tl.float16).to(kind)
 
 
@@ -114,12 +121,9 @@ def scales_in(lower, kind: tl.constexpr):
 def zeros_in(lower, kind: tl.constexpr):
     """Return the 8-bit zero points in the lower byte of each half as [..., 2], in scales; bfloat16 · 2^-130."""
     if kind == tl.bfloat16:
-        lowest = tl.full([1], 2.0**-126, tl.float32).to(tl.bfloat16)
         found = halves(lower ^ 0x00800080, kind)
-        found -= tl.broadcast_to(tl.reshape(lowest, [1] * len(found.shape)), found.shape)
-    else:
-        found = (halves(lower ^ 0x64806480, tl.float16) * 0.125 - 144.0).to(kind)
-    return found
+        return found - constant_like(found, 2.0**-126)
+    return (halves(lower ^ 0x64806480, tl.float16) * 0.125 - 144.0).to(kind)
 
 
 @triton.jit

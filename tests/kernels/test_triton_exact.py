@@ -48,11 +48,13 @@ class Case:
         return ", ".join(changed) or "plain"
 
 
-CASES = [
-    Case(),
+QUICK = [
     Case(d=80, lanes=3, queries=3, mask="padding", sinks=17, kept=False),
     Case(dtype=FP32, values=False, lanes=2, mask="bool", softcap=3.0),
     Case(dtype=FP32, queries=1, mask="additive", softcap=2.0, ring=0, leaving=0, top_k=33),
+]
+SLOW = [
+    Case(),
     Case(values=False, queries=9, lanes=2, mask="padding", sinks=0, ring=64, leaving=64),
     Case(d=40, dtype=FP32, lanes=2, mask="bool", top_k=0, kept=False, ring=5, leaving=0),
     Case(values=False, mask="additive", sinks=0, kept=False, lanes=3, ring=17, leaving=0),
@@ -95,7 +97,7 @@ def logits_of(case: Case, q: Tensor, parts: Parts, mask: Tensor | None) -> Tenso
     return x.masked_fill(hidden, -math.inf).flatten(2, 3) / math.log(2)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [*QUICK, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)], ids=str)
 def test_pairs_against_float64(case: Case) -> None:
     torch.manual_seed(0)
     length = LOW_BIT + case.ring
