@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import SymInt, Tensor
 
-from .attention.kept_logits import bytes_of_logit
+from .attention.kept_logits import LOGIT_BLOCK, bytes_of_logit, kept_dtype
 from .codes.records import stored_dim
 from .state.center import tokens_of_one
 from .state.stored_pairs import rounded_width, rounds
@@ -40,6 +40,11 @@ class Cost:
 # token's selection, with two the pairs fetched for the guess. Measured with SmolLM2 at 4,096 tokens, greedy
 # (`specache generate --stats`): 28 and 22 of 64 pairs.
 CORRECTED = {1: 0.44, 2: 0.34}
+
+
+# Share of the tokens whose logits a selection by kept logits reads: for normal logits of standard deviation 2
+# (`triton_select_logits.py`).
+CANDIDATES = 0.1
 
 
 @dataclass(frozen=True)
@@ -158,17 +163,17 @@ def share_of_center(arguments: Arguments, load: Workload, site: int) -> Cost:
 
 
 def score_low_bit(arguments: Arguments, load: Workload, site: int) -> Cost:
-    """Cost of reading the keys of low-bit tier, window and sinks once. It writes and reads each query row's logits, and
-    writes a score per head and lane."""
+    """Cost of reading the keys of low-bit tier, window and sinks once. It writes each query row's logits. For scores it
+    reads them again, and writes a score per head and lane."""
     pair, q = pair_bytes(load.options, load.layers[site]), arguments["q"]
     low = load.options.low_bit_length(load.length)
     exact = load.length - low + min(load.options.sinks, low)
     keys = rows(load, site) * (low * pair.low_keys + exact * pair.exact / 2)
-    lanes = size_of(q.shape[2])
-    logits = 2 * bytes_of_logit(q.dtype) * low * lanes * load.batch * load.query_heads[site]
-    scores = 4 * low * lanes * rows(load, site)
-    scored = Cost(2 * elements(q) * load.length, keys + bytes_of(q) + logits + scores)
-    return scored + share_of_center(arguments, load, site)
+    lanes, scored = size_of(q.shape[2]), bool(arguments.get("scores", True))
+    logits = (1 + scored) * bytes_of_logit(q.dtype) * low * lanes * load.batch * load.query_heads[site]
+    scores = 4 * low * lanes * rows(load, site) if scored else 0
+    attended = Cost(2 * elements(q) * load.length, keys + bytes_of(q) + logits + scores)
+    return attended + share_of_center(arguments, load, site)
 
 
 def attend_scored(arguments: Arguments, load: Workload, site: int) -> Cost:
@@ -182,9 +187,17 @@ def attend_scored(arguments: Arguments, load: Workload, site: int) -> Cost:
 
 
 def correct(arguments: Arguments, load: Workload, site: int) -> Cost:
-    """Cost of fetching the pairs that lane 0 selects and that the slots lack."""
-    scores = 4 * rows(load, site) * load.options.low_bit_length(load.length)
-    return brought(load, site, load.corrected) + Cost(hbm=scores)
+    """Cost of fetching the pairs that lane 0 selects and that the slots lack.
+
+    The selection reads scores, or the logits' bases and the logits of the candidates.
+    """
+    low = load.options.low_bit_length(load.length)
+    read = 4.0 * rows(load, site) * low
+    logits = arguments.get("logits")
+    if logits is not None:
+        each = 4 / LOGIT_BLOCK + CANDIDATES * kept_dtype(arguments["q"].dtype).itemsize
+        read = each * low * load.batch * load.query_heads[site]
+    return brought(load, site, load.corrected) + Cost(hbm=read)
 
 
 def brought(load: Workload, site: int, share: float) -> Cost:

@@ -31,16 +31,17 @@ def fake_decode_attention(
 
 
 def fake_score_low_bit(
-    q: Tensor, k: Tensor, mask: Any, sinks: Any, cursor: Tensor, tiers: Sequence[Tensor], *rest: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    scores = shape_of_scores(StoredTiers(*tiers).codes, cursor)
-    room = whole_logits if q.device.type == "cpu" else based_logits
-    return *room(q, scores[2]), q.new_empty((q.shape[2], *scores), dtype=torch.float32)
+    q: Tensor, k: Tensor, mask: Any, sinks: Any, cursor: Tensor, tiers: Sequence[Tensor], layout: Sequence[int],
+    scale: float, softcap: float | None, scores: bool = True,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    shape = shape_of_scores(StoredTiers(*tiers).codes, cursor)
+    if q.device.type == "cpu":
+        return *whole_logits(q, shape[2]), q.new_empty((q.shape[2], *shape), dtype=torch.float32)
+    scored = (q.shape[2], *shape) if scores else (0,)
+    return *based_logits(q, k.shape[1], shape[2]), q.new_empty(scored, dtype=torch.float32)
 
 
-def fake_correct(
-    scores: Tensor, cursor: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor, corrected: Tensor
-) -> Tensor:
+def fake_correct(scores: Tensor, cursor: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor, *rest: Any) -> Tensor:
     return torch.empty_like(slot_index)
 
 
@@ -93,18 +94,18 @@ DECLARED = (
         lanes=widened_decode_attention, is_work=True,
     ),
     Op(
-        f"score_low_bit(Tensor q, Tensor k, {NEW}, {READ}) -> (Tensor, Tensor, Tensor)",
+        f"score_low_bit(Tensor q, Tensor k, {NEW}, {READ}, bool scores=True) -> (Tensor, Tensor, Tensor)",
         attention.score_low_bit, fake_score_low_bit, ".attention.triton_scored:score_low_bit",
         fused=cpp_decode.score_low_bit_fused, library=cpp_decode.library_of, cost=costs.score_low_bit, is_work=True,
     ),
     Op(
         "correct(Tensor scores, Tensor cursor, Tensor host, Tensor(a!) slots, Tensor(b!) slot_index, "
-        "Tensor(c!) corrected) -> Tensor",
+        "Tensor(c!) corrected, Tensor? q=None, Tensor? logits=None, Tensor? base=None, Tensor? mask=None) -> Tensor",
         tiers.correct, fake_correct, ".movement.copy_stream:correct",
         fused=cpp_tiers.correct_fused, library=cpp_tiers.library_of, cost=costs.correct,
     ),
     Op(
-        f"attend_scored(Tensor q, Tensor k, Tensor v, {NEW}, Tensor logits, Tensor base, Tensor chosen, {SLOTS}, "
+        f"attend_scored(Tensor q, Tensor k, Tensor v, {NEW}, Tensor(a!) logits, Tensor base, Tensor chosen, {SLOTS}, "
         f"{READ}, {SKIP}) -> Tensor",
         attention.attend_scored, fake_of_query, ".attention.triton_scored:attend_scored",
         fused=cpp_decode.attend_scored_fused, library=cpp_decode.library_of, cost=costs.attend_scored, is_work=True,

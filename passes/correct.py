@@ -45,17 +45,20 @@ def split_attention(graph_module: GraphModule, plan: RewritePlan, site: Site) ->
     measures = graph.find_nodes(op="call_function", target=torch.ops.specache.measure.default)
     first = next((node for node in measures if (tag := tag_of(node)) is not None and tag.site == site.number), call)
     with graph.inserting_before(first):
-        scored = call_by_name(graph_module, site, "score_low_bit", given)
+        # The next step's selection and a widened decode's read scores; else the correction may do without them.
+        ranked = counted is not None or any(part.args[1] == 1 and part.users for part in call.users)
+        scored = call_by_name(graph_module, site, "score_low_bit", {**given, "scores": ranked})
         logits, base, scores = (graph.call_function(operator.getitem, (scored, part)) for part in range(3))
         chooser = scores
         if counted is not None:
             chooser = graph.call_function(torch.ops.aten.mul.Tensor, (scores, counted))
             chooser = graph.call_function(torch.ops.aten.sum.dim_IntList, (chooser, [0], True))
-        chosen = call_by_name(graph_module, site, "correct", {**given, "scores": chooser})
+        kept = {"logits": logits, "base": base}
+        by = dict.fromkeys(("q", "logits", "base", "mask")) if ranked else kept
+        chosen = call_by_name(graph_module, site, "correct", {**given, **by, "scores": chooser})
     with graph.inserting_before(call):
-        found = {"logits": logits, "base": base, "chosen": chosen}
-        out = call_by_name(graph_module, site, "attend_scored", {**given, **found})
-        last = graph.call_function(torch.ops.aten.select.int, (scores, 0, -1))
+        out = call_by_name(graph_module, site, "attend_scored", {**given, **kept, "chosen": chosen})
+        last = graph.call_function(torch.ops.aten.select.int, (scores, 0, -1)) if ranked else None
     out.meta.update({key: value for key, value in site.attention.meta.items() if key != "specache"})
     for part in list(call.users):
         part.replace_all_uses_with(last if part.args[1] else out)

@@ -427,10 +427,12 @@ def score_low_bit(
     layout: Sequence[int],
     scale: float,
     softcap: float | None,
+    scores: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the first half of a corrected decode attention: each lane's scores, independent of the slots.
 
-    Args: as in `decode_attention`.
+    Args: as in `decode_attention`, and
+        scores: False if only `correct` reads them. A GPU then returns none, since `correct` selects by kept logits.
 
     Returns: the low-bit tier's logits [B, Hq, lanes, C], undefined after its last token, and their base
     (`kept_logits.py`), empty here; and float32 scores [lanes, B, H, C]. Scores are each lane's attention, over low-bit
@@ -444,16 +446,16 @@ def score_low_bit(
     window = at.logits(keys, at.low_bit, at.length)
     sinks_apart = picked_logits(at, held.sink_pairs, sinks_of(held))
     peak, share = softmax_denominator([packed, window, at.new_logits(k), sinks_apart], at.sink)
-    scores = torch.full((q.shape[2], *held.codes.shape[:3]), -1.0, dtype=torch.float32, device=q.device)
+    found = torch.full((q.shape[2], *held.codes.shape[:3]), -1.0, dtype=torch.float32, device=q.device)
     known = torch.cat([packed, window], -1)[..., : at.candidates]
-    by_lane = scores.permute(1, 2, 0, 3)
+    by_lane = found.permute(1, 2, 0, 3)
     by_lane[..., : at.candidates] = ((known - peak).exp_() * share).sum(2)
     at.hide_unseen(by_lane, slice(None))
     hide_sinks(at, by_lane, held)
     logits, base = whole_logits(q, held.codes.shape[2])
     logits[..., : at.low_bit] = packed.flatten(1, 2)
     logits[..., at.low_bit :] = -math.inf
-    return logits, base, scores
+    return logits, base, found
 
 
 @by_rows(0)
@@ -478,7 +480,7 @@ def attend_scored(
     """Compute the second half of a corrected decode attention, from the logits of `score_low_bit`.
 
     Args: as in `decode_attention`, and
-        logits, base: results of `score_low_bit`.
+        logits, base: results of `score_low_bit`; a GPU sets the logits of `chosen` to -inf.
         chosen: int32 [B, H, k], the result of `correct`: the tokens of slot_index in another order, available before
             their pairs.
 

@@ -4,21 +4,12 @@
 
 namespace {
 
-#define FOR_BITS(bits, call)                                  \
-  switch (bits) {                                             \
-    case 1: { constexpr int kBits = 1; call; break; }         \
-    case 2: { constexpr int kBits = 2; call; break; }         \
-    case 4: { constexpr int kBits = 4; call; break; }         \
-    case 8: { constexpr int kBits = 8; call; break; }         \
-    default: { constexpr int kBits = 16; call; }              \
-  }
-
 // The low-bit tier's logits.
 void low_bit_logits(const Attention& a) {
   const int64_t jobs = a.pairs * a.chunks;
 #pragma omp parallel for schedule(static) num_threads(threads()) if (a.worth_threads())
   for (int64_t job = 0; job < jobs; ++job)
-    FOR_BITS(a.s.key_bits, a.chunk_logits<kBits>(job / a.chunks, job % a.chunks * kChunk))
+    a.chunk_logits(job / a.chunks, job % a.chunks * kChunk);
 }
 
 // Each lane's scores, independent of the slots.
@@ -40,7 +31,7 @@ void score(const StepArguments& step) {
       exact[head] = a.exact_logits(head, recent, stride);
       logits = exact[head].data();
     } else if (count > 0) {
-      FOR_BITS(step.key_bits, a.chunk_logits<kBits>(head, start))
+      a.chunk_logits(head, start);
     } else {
       continue;  // the row is shorter
     }
@@ -55,9 +46,7 @@ void score(const StepArguments& step) {
       part.total[m] = total;
     }
   }
-  for (int64_t head = 0; head < a.pairs; ++head)
-    for (int64_t m = 0; m < a.rows; ++m)
-      a.denominator(parts, head, m, &peaks[head * a.rows + m], &shares[head * a.rows + m]);
+  for (int64_t head = 0; head < a.pairs; ++head) a.denominators(parts, head, &peaks[head * a.rows], &shares[head * a.rows]);
 #pragma omp parallel for schedule(static) num_threads(threads()) if (a.worth_threads())
   for (int64_t job = 0; job < a.jobs(); ++job) {
     const int64_t head = job / (a.chunks + 1), chunk = job % (a.chunks + 1), start = chunk * kChunk;
@@ -81,26 +70,35 @@ void score(const StepArguments& step) {
 void attend(const Attention& a) {
   const StepArguments& s = a.s;
   Parts parts(a.jobs(), a.rows, s.d);
-  std::vector<float> peaks(a.rows * a.pairs), shares(a.rows * a.pairs);
+  std::vector<float> peaks(a.rows * a.pairs), shares(a.rows * a.pairs), cuts(s.skip_below > 0 ? a.rows * a.pairs : 0);
   std::vector<std::vector<float>> exact(a.pairs);
   std::vector<int64_t> in_slots(a.pairs);
 #pragma omp parallel for schedule(static) num_threads(threads()) if (a.worth_threads())
-  for (int64_t job = 0; job < a.jobs(); ++job) {
-    const int64_t head = job / (a.chunks + 1), chunk = job % (a.chunks + 1);
-    if (chunk < a.chunks) {
-      FOR_BITS(a.s.value_bits, a.chunk_mix<kBits>(head, chunk * kChunk, parts[job]))
-    } else {
-      std::vector<Pair> pairs = a.slot_pairs(head);
-      const std::vector<Pair> recent = a.recent_pairs(head);
-      in_slots[head] = pairs.size();
-      pairs.insert(pairs.end(), recent.begin(), recent.end());
-      exact[head] = a.exact_mix(head, pairs, parts[job]);
-    }
+  for (int64_t head = 0; head < a.pairs; ++head) {
+    std::vector<Pair> pairs = a.slot_pairs(head);
+    const std::vector<Pair> recent = a.recent_pairs(head);
+    in_slots[head] = pairs.size();
+    pairs.insert(pairs.end(), recent.begin(), recent.end());
+    exact[head] = a.exact_mix(head, pairs, parts[head * (a.chunks + 1) + a.chunks]);
+    if (cuts.empty()) continue;
+    std::vector<float> weights(a.rows * kChunk);
+    for (int64_t start = 0; start < a.low_bit(head); start += kChunk)
+      a.chunk_weights(head, start, nullptr, weights.data(), parts[head * (a.chunks + 1) + start / kChunk]);
+    a.denominators(parts, head, &peaks[head * a.rows], &shares[head * a.rows]);
+    for (int64_t i = head * a.rows; i < (head + 1) * a.rows; ++i) cuts[i] = peaks[i] + std::log(s.skip_below / shares[i]);
+  }
+  const int64_t jobs = a.pairs * a.chunks;
+#pragma omp parallel for schedule(static) num_threads(threads()) if (a.worth_threads())
+  for (int64_t job = 0; job < jobs; ++job) {
+    const int64_t head = job / a.chunks, chunk = job % a.chunks;
+    const float* cut = cuts.empty() ? nullptr : &cuts[head * a.rows];
+    a.chunk_mix(head, chunk * kChunk, cut, parts[head * (a.chunks + 1) + chunk]);
   }
 #pragma omp parallel for schedule(static) num_threads(threads()) if (a.worth_threads())
   for (int64_t head = 0; head < a.pairs; ++head) {
     float *peak = &peaks[head * a.rows], *share = &shares[head * a.rows];
-    a.merge(parts, head, peak, share);
+    if (cuts.empty()) a.denominators(parts, head, peak, share);
+    a.merge(parts, head);
     if (!s.scores) continue;
     const int64_t lane = s.lanes - 1, stride = exact[head].size() / a.rows;
     float* scores = s.scores + head * s.capacity;

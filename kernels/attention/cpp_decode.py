@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specache_compile.kernels.codes.records import CIRCLE
+from specache_compile.kernels.codes.records import stored_dim
 from specache_compile.kernels.cpp.library import DTYPES, STRIDES, StepArguments, decode_library
 from specache_compile.kernels.state.center import share_of_center, share_of_groups, tokens_of_one
 from specache_compile.kernels.state.cursor import CURSOR_SIZE, LENGTH, LOW_BIT
@@ -38,12 +38,11 @@ def shaped(
     how = Layout(*layout)
     return StepArguments(
         batch=batch, heads=heads, group_heads=query_heads // heads, lanes=lanes, d=d,
-        capacity=pages * PAGE or codes[2], row_width=codes[3], window=recent[2], pages=pages,
-        places=codes[0] * heads * codes[2], group=codes[2] // key_params[2] if how.is_quantised else 0,
-        channels=d // value_params[-1] if how.is_quantised else 0,
+        dim=stored_dim(d), capacity=pages * PAGE or codes[2], row_width=codes[3], window=recent[2], pages=pages,
+        group=codes[2] // key_params[2] if how.is_quantised else 0,
+        channels=stored_dim(d) // value_params[-1] if how.is_quantised else 0,
         top_k=top_k, sink_tokens=sink_tokens, key_bits=how.key_bits, value_bits=how.value_bits, param_bits=param_bits,
-        key_circle=CIRCLE if key_params[3] == 1 else 0,
-        circle=CIRCLE if value_params[3] == 1 else 0,
+        key_trellis=key_params[3] == 1, value_trellis=value_params[3] == 1,
         rotation=rotation_block(d) if how.is_rotated else 0, scale=scale, softcap=softcap or 0.0,
     )  # fmt: skip
 
@@ -95,7 +94,7 @@ def fits(codes: Tensor, q: Tensor, *pairs: Tensor) -> bool:
     for x in pairs:
         if x.dtype != q.dtype:
             return False
-    return False  # until the kernels read records
+    return q.dtype in DTYPES and codes.is_contiguous()
 
 
 def library_of(q: Tensor, k: Tensor, *rest: Any) -> CDLL | None:
@@ -111,7 +110,8 @@ def decode_attention_fused(
     """Compute `attention_ops.decode_attention` in one C++ kernel; same arguments and results."""
     held = StoredTiers(*tiers)
     if not fits(held.codes, q, k, v, held.recent, slots):
-        return decode_attention(q, k, v, mask, sinks, cursor, slots, slot_index, tiers, layout, scale, softcap, skip_below)
+        given = (q, k, v, mask, sinks, cursor, slots, slot_index, tiers, layout)
+        return decode_attention(*given, scale, softcap, skip_below)
     shape = shape_of_scores(held.codes, cursor)
     logits, _ = whole_logits(q, shape[2])
     out, scores, v = q.new_empty(q.shape), q.new_empty(shape, dtype=torch.float32), v.contiguous()
@@ -119,6 +119,7 @@ def decode_attention_fused(
         q, k, mask, sinks, cursor, held, layout, scale, softcap, slots.shape[2],
         v=v, slots=slots, slot_index=slot_index, logits=logits, scores=scores, out=out,
     )  # fmt: skip
+    step.skip_below = skip_below
     decode_library(q.dtype).decode_attention(byref(step))
     return out, scores
 
@@ -156,5 +157,6 @@ def attend_scored_fused(
         q, k, mask, sinks, cursor, held._replace(center=held.center[:, :, :0]), layout, scale, softcap, slots.shape[2],
         v=v, slots=slots, slot_index=slot_index, logits=logits, out=out,
     )  # fmt: skip
+    step.skip_below = skip_below
     decode_library(q.dtype).attend_scored(byref(step))
     return out

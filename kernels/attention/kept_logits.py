@@ -9,7 +9,8 @@ keys. On a CPU logits are float32 without a base.
 # head r // lanes. R is padded to an even R', and a padded row repeats row 0. The order is that of a product's result:
 #     logits   [B, H, C/64, 2, 8, R'/2, 8]    row % 2, token // 8 in its record, row // 2, token % 8
 #     base     [B, H, C/64, 2, 4, R'/2]       row % 2, token // 16 in its record, row // 2
-# Ring tokens follow the low-bit tier, at their index in the cache.
+# Tokens that leave the ring in the step follow the low-bit tier. The base is followed by each row's log-sum-exp over all
+# tokens, in one tensor.
 
 from __future__ import annotations
 
@@ -32,11 +33,19 @@ def whole_logits(q: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
 
 
 def based_logits(q: Tensor, heads: int, capacity: int) -> tuple[Tensor, Tensor]:
-    """Allocate a GPU's logits in `kept_dtype`, and their base in float32, of a query [B, Hq, lanes, d]."""
+    """Allocate a GPU's logits in `kept_dtype`, and their base and log-sum-exp in float32 [n], of a query
+    [B, Hq, lanes, d]."""
+    batch, query_heads, lanes, _ = q.shape
     records, pairs = -(-capacity // RECORD), row_pairs(q, heads)
-    shape = (q.shape[0], heads, records, 2)
-    logits = q.new_empty((*shape, RECORD // OCTET, pairs, OCTET), dtype=kept_dtype(q.dtype))
-    return logits, q.new_empty((*shape, RECORD // LOGIT_BLOCK, pairs), dtype=torch.float32)
+    shape = (batch, heads, records, 2, RECORD // OCTET, pairs, OCTET)
+    bases = batch * heads * records * 2 * (RECORD // LOGIT_BLOCK) * pairs
+    logits = q.new_empty(shape, dtype=kept_dtype(q.dtype))
+    return logits, q.new_empty(bases + batch * query_heads * lanes, dtype=torch.float32)
+
+
+def lse_of(base: Tensor, q: Tensor) -> Tensor:
+    """Return the log-sum-exp [B, Hq, lanes] after the base, in log2 units; inf for a fully masked row."""
+    return base[base.numel() - q.shape[:3].numel() :].view(q.shape[:3])
 
 
 def row_pairs(q: Tensor, heads: int) -> int:

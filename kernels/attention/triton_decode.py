@@ -196,15 +196,14 @@ def score_tokens(
 
 
 def merged(
-    low_bit: Sums, exact: Sums, inputs: DecodeInputs, sinks: Tensor | None, values: bool
-) -> tuple[Tensor, Tensor]:
-    """Launch `merge_splits`; returns the output [B, Hq, lanes, d] in q's dtype (empty without `values`), and the
+    inputs: DecodeInputs, sinks: Tensor | None, low_bit: Sums, exact: Sums, lse: Tensor, values: bool = True
+) -> Tensor:
+    """Launch `merge_splits`; returns the output [B, Hq, lanes, d] in q's dtype (empty without `values`), and writes the
     log-sum-exp [B, Hq, lanes] in log2 units."""
     q, heads = inputs.q, inputs.k.shape[1]
     batch, query_heads, lanes, d = q.shape
     parts, rows, exact_parts = low_bit.peaks.shape[1], low_bit.peaks.shape[2], exact.peaks.shape[1]
     out = torch.empty(q.shape if values else (0,), dtype=q.dtype, device=q.device)
-    lse = torch.empty((batch, query_heads, lanes), dtype=torch.float32, device=q.device)
     merge_splits[(batch * query_heads * lanes,)](
         *low_bit, *exact, q if sinks is None else sinks, out, lse,
         parts=parts, exact=exact_parts, width=low_bit.partial.shape[3], query_heads=query_heads, d=d, lanes=lanes,
@@ -213,7 +212,7 @@ def merged(
         CHANNELS=max(FEWEST_CHANNELS, triton.next_power_of_2(d)),
         TURNED=rotation_block(d) if inputs.layout.is_rotated else 1, num_warps=4,
     )  # fmt: skip
-    return out, lse
+    return out
 
 
 def scores_of(inputs: DecodeInputs, logits: Tensor, base: Tensor, lse: Tensor, last: int) -> Tensor:

@@ -27,10 +27,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specache_compile.kernels.codes.records import PARAM_BLOCK, VECTOR, stored_dim
+from specache_compile.kernels.codes.records import PARAM_BLOCK, stored_dim
 from specache_compile.kernels.codes.trellis import is_trellis
-from specache_compile.kernels.codes.triton_query import GROUPS, prepare_query
-from specache_compile.kernels.codes.triton_words import expanded, fields_of, halves, scales_of
+from specache_compile.kernels.codes.triton_query import (
+    GROUPS,
+    in_rows,
+    prepare_query,
+    scaled_query,
+    token_scales,
+    unpacked_keys,
+)
 from specache_compile.kernels.state.center import ROWS as CENTER_ROWS
 from specache_compile.kernels.state.center import STEPPED
 from specache_compile.kernels.state.layout import rotation_block
@@ -42,83 +48,37 @@ from .kept_logits import LOWEST
 from .triton_decode import MASK_STRIDES, RECORD_TOKENS, DecodeInputs, Sums, empty_sums, group_of, rows_of, splits_of
 from .triton_softmax import LOG2E, capped
 
-NOTHING_SEEN, VECTOR_WORDS, BLOCK = tl.constexpr(LOWEST), tl.constexpr(VECTOR), tl.constexpr(PARAM_BLOCK)
-PER_TOKEN = tl.constexpr(CENTER_ROWS)
+NOTHING_SEEN, BLOCK, PER_TOKEN = tl.constexpr(LOWEST), tl.constexpr(PARAM_BLOCK), tl.constexpr(CENTER_ROWS)
 # Programs per multiprocessor that the registers allow.
 PROGRAMS = 16
 
 
 @triton.jit
-def scaled_query(query, params, D: tl.constexpr):
-    """Return the right side of a product [D, ROWS]: query [NT, D/B, 8, 4, B/16, 2, 2] times a group's scales."""
-    B: tl.constexpr = BLOCK if D >= BLOCK else D
-    NT: tl.constexpr = query.shape[0]
-    kind: tl.constexpr = query.dtype
-    if params.dtype.element_ty == tl.uint8:  # a thread loads its channels' bytes, equal for all rows
-        i = tl.arange(0, 2 * D)
-        words = tl.load(params.to(tl.pointer_type(tl.int32), bitcast=True) + (i // (2 * B) * (B // 4) + i % (B // 4)))
-        scales = tl.reshape(scales_of(words).to(kind), [D // B, 8, 4, B // 16, 2, 2])
-    else:
-        LOAD: tl.constexpr = 8 if B >= 32 else 4
-        PARTS: tl.constexpr = B // 4 // LOAD
-        i = tl.arange(0, 8 * D)
-        at = i // (8 * B) * B + i // (32 * LOAD) % PARTS * LOAD + i // LOAD % 4 * (B // 4) + i % LOAD
-        scales = tl.load(params + at).to(tl.float32)
-        if kind == tl.float16:
-            scales = tl.minimum(scales, 65504.0)
-        scales = tl.reshape(scales.to(kind), [D // B, PARTS, 8, 4, LOAD // 4, 2, 2])
-        scales = tl.reshape(tl.permute(scales, (0, 2, 3, 1, 4, 6, 5)), [D // B, 8, 4, B // 16, 2, 2])
-    found = query * scales[None, :, :, :, :, :, :]
-    return tl.reshape(tl.permute(found, (1, 4, 3, 5, 6, 0, 2)), [D, NT * 8])
+def thread_places(ROWS: tl.constexpr, LOAD: tl.constexpr):
+    """Return row and token of a record's numbers by row and token, [1, ROWS · 64]; a thread loads LOAD at a time."""
+    i = tl.arange(0, ROWS * 64)[None, :]
+    part = i // (32 * LOAD)
+    row = part // (16 // LOAD) * 8 + i // LOAD % 4 * 2 + part // (8 // LOAD) % 2
+    return row, i // (4 * LOAD) % 8 * 8 + part % (8 // LOAD) * LOAD + i % LOAD
 
 
 @triton.jit
-def unpacked_keys(words, D: tl.constexpr, bits: tl.constexpr, TRELLIS: tl.constexpr, IN_PLACE: tl.constexpr,
-                  kind: tl.constexpr):  # fmt: skip
-    """Return a record's codes as the left side of a product, [64, D] in `kind`; row 8·j + g is token 8·g + j."""
-    LOADS: tl.constexpr = D * bits // 16 if D * bits // 16 < VECTOR_WORDS else VECTOR_WORDS
-    TURNS: tl.constexpr = words.shape[0] // (32 * LOADS)
-    F: tl.constexpr = 16 // bits
-    if TRELLIS:
-        fields = fields_of(tl.reshape(expanded(words), [2 * words.shape[0]]), 2, IN_PLACE)
-        fields = tl.permute(tl.reshape(fields, [words.shape[0], 2, 8]), (0, 2, 1))
-    else:
-        fields = fields_of(words, bits, IN_PLACE)
-    found = tl.reshape(halves(fields, kind), [TURNS, 8, 4, LOADS, F, 2])
-    found = tl.reshape(tl.permute(found, (0, 3, 4, 1, 2, 5)), [8, D // 16, 2, 8, 4, 2])
-    return tl.reshape(tl.permute(found, (0, 3, 1, 4, 2, 5)), [64, D])
+def from_threads(x, ROWS: tl.constexpr, LOAD: tl.constexpr):
+    """Permute what is loaded from `thread_places` to [ROWS, 8, 8]: row, g, j."""
+    x = tl.reshape(x, [ROWS // 8, 2, 8 // LOAD, 8, 4, LOAD])
+    return tl.reshape(tl.permute(x, (0, 4, 1, 3, 2, 5)), [ROWS, 8, 8])
 
 
-@triton.jit
-def in_rows(x, ROWS: tl.constexpr):
-    """Broadcast [8, 4, 8] by thread (g, q) and token 8·g + j to [ROWS, 8, 8] by row, g and j; it is equal for all q."""
-    x = tl.permute(x, (1, 0, 2))[None, :, None, :, :]
-    return tl.reshape(tl.broadcast_to(x, [ROWS // 8, 4, 2, 8, 8]), [ROWS, 8, 8])
-
-
-@triton.jit
-def token_scales(params, ROWS: tl.constexpr):
-    """Return the scales of a record's tokens in the trellis code, float32 [ROWS, 8, 8] as in `in_rows`."""
-    if params.dtype.element_ty == tl.uint8:
-        i = tl.arange(0, 64)
-        words = tl.load(params.to(tl.pointer_type(tl.int32), bitcast=True) + (i // 8 * 2 + i % 2))
-        scales = tl.permute(tl.reshape(scales_of(words), [8, 4, 2, 2, 2]), (0, 1, 2, 4, 3))
-    else:
-        i = tl.arange(0, 256)
-        scales = tl.load(params + (i // 32 * 8 + i % 8))
-    return in_rows(tl.reshape(scales.to(tl.float32), [8, 4, 8]), ROWS=ROWS)
-
-
-@triton.jit(do_not_specialize=[*MASK_STRIDES, "capacity", "columns", "share_columns", "splits"])
+@triton.jit(do_not_specialize=[*MASK_STRIDES, "capacity", "columns", "share_blocks", "splits"])
 def score_keys(
-    # query, unit and shares of `prepare_query`; token_shares [B, Hq, lanes, share_columns] float32, unused if CENTERED is
-    # not PER_TOKEN; codes [B, H, C, w] uint8; key_params [B, H, C/g, 2, D], or [B, H, C/g, 1, g] in the trellis code.
+    # query, unit and shares of `prepare_query`; token_shares [B, Hq, lanes, share_blocks · 16] float32, unused if
+    # CENTERED is not PER_TOKEN; codes [B, H, C, w] uint8; key_params [B, H, C/g, 2, D], or [B, H, C/g, 1, g] in the trellis code.
     query, unit, shares, token_shares, codes, key_params,
     # As in `triton_decode.score_tokens`.
     mask, cursor, sink_index,
     # Written: `kept_logits.based_logits`; peaks and totals [B·H, splits, ROWS] float32, in log2 units.
     logits, base, peaks, totals,
-    m_batch, m_head, m_row, m_token, softcap, heads, capacity, columns, share_columns, splits,
+    m_batch, m_head, m_row, m_token, softcap, heads, capacity, columns, share_blocks, splits,
     D: tl.constexpr, bits: tl.constexpr, group: tl.constexpr, width: tl.constexpr, lanes: tl.constexpr,
     rows: tl.constexpr, sink_tokens: tl.constexpr, TRELLIS: tl.constexpr, CENTERED: tl.constexpr,
     MASK: tl.constexpr, CAP: tl.constexpr, IN_PLACE: tl.constexpr, ROWS: tl.constexpr, PAGED: tl.constexpr,
@@ -149,9 +109,14 @@ def score_keys(
     offset = tl.load(unit + bh * (2 * ROWS) + ROWS + row)
     codes = codes.to(tl.pointer_type(tl.int32), bitcast=True)
     mask += batch * m_batch
-    real = row % rows
-    mask_row = (bh % heads * (rows // lanes) + real // lanes) * m_head + real % lanes * m_row
-    token_shares += (bh * rows + real) * share_columns
+    if MASK == 1 or MASK == 2:
+        mask_rows, mask_token = thread_places(ROWS, 1)
+        mask_rows = mask_rows % rows
+        mask_at = (bh % heads * (rows // lanes) + mask_rows // lanes) * m_head + mask_rows % lanes * m_row
+        mask_at += mask_token * m_token
+    if CENTERED == PER_TOKEN:
+        share_row, share_token = thread_places(ROWS, 4)
+        token_shares += (bh * rows + share_row % rows) * (share_blocks * 16) + share_token
     # A record's logits [2, NT, g, q, j] and bases [2, NT, block, q].
     i = tl.arange(0, NT * 256)[None, :]
     pair = i // 256 * 4 + i // 8 % 4
@@ -177,12 +142,12 @@ def score_keys(
         words = tl.load(codes + number * (16 * width) + tl.arange(0, 2 * D * bits))
         keys = unpacked_keys(words, D, bits, TRELLIS, IN_PLACE, query.dtype.element_ty)
         within = tl.arange(0, 8)[:, None] * 8 + tl.arange(0, 8)[None, :] + tile * 64  # [g, j]
-        later = tl.zeros([], tl.int32)
+        # The second half of the last record may have no tokens.
+        later = (tile * 64 + 32 < low_bit).to(tl.int32) if group == 32 else 0
         if TRELLIS:
             right = tl.permute(x, (1, 4, 3, 5, 6, 0, 2))
             y = tl.dot(keys, tl.reshape(right, [D, ROWS]), input_precision="ieee")
-        elif group == 32:  # the second half of the last record may have no tokens
-            later = (tile * 64 + 32 < low_bit).to(tl.int32)
+        elif group == 32:
             params = key_params + number * (4 * D)
             first = tl.dot(keys, scaled_query(x, params, D), input_precision="ieee")
             y = tl.dot(keys, scaled_query(x, params + later * (2 * D), D), input_precision="ieee")
@@ -205,20 +170,20 @@ def score_keys(
             if SHARED:
                 y += shared[:, :, None]
             if CENTERED == PER_TOKEN:
-                y += tl.load(token_shares[:, None, None] + within[None, :, :]) * LOG2E
+                y += from_threads(tl.load(token_shares + tile * 64), ROWS, 4) * LOG2E
             y = capped(y, softcap * LOG2E, CAP)
         if MASK == 3:
-            i = tl.arange(0, 256)[None, :]
-            at = tile * 64 + (i // 32 * 8 + i % 8)
+            token = tl.arange(0, 256)[None, :]  # j, g, q
+            at = tile * 64 + (token // 4 % 8 * 8 + token // 32)
             seen = tl.load(mask + at * m_token, at < low_bit, 0) if group == 32 else tl.load(mask + at * m_token)
-            y = tl.where(in_rows(tl.reshape(seen != 0, [8, 4, 8]), ROWS=ROWS), y, float("-inf"))
+            seen = tl.permute(tl.reshape(seen != 0, [8, 8, 4]), (1, 2, 0))
+            y = tl.where(in_rows(seen, ROWS=ROWS), y, float("-inf"))
         elif MASK > 0:
-            at = mask_row[:, None, None] + (within * m_token)[None, :, :]
-            bias = tl.load(mask + at, (within < low_bit)[None, :, :], 0)
+            bias = tl.load(mask + (mask_at + tile * 64 * m_token), mask_token + tile * 64 < low_bit, 0)
             if MASK == 1:
-                y = tl.where(bias != 0, y, float("-inf"))
+                y = tl.where(from_threads(bias != 0, ROWS, 1), y, float("-inf"))
             else:
-                y += bias.to(tl.float32) * LOG2E
+                y += from_threads(bias.to(tl.float32), ROWS, 1) * LOG2E
         if sink_tokens > 0:
             if tile <= last:
                 for place in range(sink_tokens):
@@ -273,7 +238,7 @@ def attend_keys(inputs: DecodeInputs, logits: Tensor, base: Tensor) -> Sums:
     # Codes stay at their place in a byte if it is the same for all tokens.
     in_place = dim // 8 >= (8 if in_trellis else 8 // layout.key_bits)
     common = dict(
-        heads=heads, capacity=capacity, columns=cursor.stride(0), share_columns=center_shares.shape[-1],
+        heads=heads, capacity=capacity, columns=cursor.stride(0), share_blocks=center_shares.shape[-1] // 16,
         D=dim, group=group, lanes=lanes, rows=query_heads // heads * lanes, IN_PLACE=in_place, ROWS=padded, PAGED=paged,
     )  # fmt: skip
     chunks = triton.cdiv(capacity // group, GROUPS) if steps or not in_trellis else 1
@@ -281,7 +246,7 @@ def attend_keys(inputs: DecodeInputs, logits: Tensor, base: Tensor) -> Sums:
         q, key_params, center_shares, cursor, query, unit, shares,
         q_batch=q.stride(0), q_head=q.stride(1), q_lane=q.stride(2), scale=inputs.scale, d=d, bits=place_bits,
         TURNED=rotation_block(d) if layout.is_rotated else 1, LEVELS=not in_trellis, CENTERED=steps, GROUPS=GROUPS,
-        **common, num_warps=4,
+        **common, num_warps=max(4, padded // 2),
     )  # fmt: skip
     sums = empty_sums(batch * heads, splits, padded, 0, q.device)
     kind_of_mask, mask, strides = inputs.mask

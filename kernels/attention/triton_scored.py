@@ -1,70 +1,112 @@
-"""Triton: `attention_ops.score_low_bit` and `attend_scored`, which launch `triton_decode`'s kernels for halves."""
+"""Triton: the attention ops of a decode step: the keys' half, what the slots hold, the values' half."""
 
-# The first half:
-#     attend_tiers   low-bit keys, recent and new keys → every lane's logits (`kept_logits`), and their sums
-#     merge_splits   the log-sum-exp of every lane
-#     score_tokens   every lane's scores
-# The second half:
-#     attend_tiers   logits and low-bit values of tokens that are not chosen for the slots, while chosen pairs travel
-#     attend_tiers   slots, recent and new pairs in 16 bits
-#     merge_splits   the output
+# decode_attention   attend_keys     low-bit keys → kept logits, except tokens in slots, and their sums
+#                    merge_splits    the log-sum-exp of the low-bit tier, to which weights are relative
+#                    attend_values   kept logits and low-bit values
+#                    attend_exact    slots, ring, new pairs and sinks in 16 bits; their logits are kept for scores
+#                    merge_splits    the output
+#                    score_tokens    the last lane's scores
+# score_low_bit      attend_keys, attend_exact (keys), merge_splits, score_tokens
+# attend_scored      attend_values while chosen pairs travel, attend_exact, merge_splits
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
+from specache_compile.kernels.codes.records import ROWS_FROM
+from specache_compile.kernels.movement.copy_stream import wait_for_correction
+from specache_compile.kernels.movement.triton_select_logits import hide
 from specache_compile.kernels.state.layout import Layout
 from specache_compile.kernels.state.page_table import shape_of_scores
 from specache_compile.kernels.state.stored_tiers import StoredTiers
 
-from .kept_logits import based_logits
-from .triton_decode import attend, group_of, mask_form, merged, scores_of
+from . import triton_keys, triton_plain, triton_values
+from .kept_logits import based_logits, lse_of
+from .triton_decode import DecodeInputs, Sums, empty_sums, mask_form, merged, scores_of
+from .triton_exact import attend_exact
 
-# Every group size is a multiple of this.
-SMALLEST_GROUP = 32
+
+def decode_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, cursor: Tensor, slots: Tensor,
+    slot_index: Tensor, tiers: Sequence[Tensor], layout: Sequence[int], scale: float, softcap: float | None,
+    skip_below: float = 0.0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Compute `attention_ops.decode_attention`; the device reads all lengths, so that the step can be captured.
+
+    Per low-bit token and KV head, it reads the key and value, and writes and reads `bytes_of_logit`·G·lanes bytes.
+    """
+    inputs = inputs_of(q, k, v, mask, cursor, tiers, layout, scale, softcap)
+    logits, base = based_logits(q, k.shape[1], shape_of_scores(inputs.tiers.codes, cursor)[2])
+    lse = lse_of(base, q)
+    low_bit = attend_keys(inputs, logits, base)
+    hide(logits, slot_index)
+    rows, _, padded = low_bit.peaks.shape
+    merged(inputs, None, low_bit, empty_sums(rows, 0, padded, 0, q.device), lse, values=False)
+    low_bit = attend_values(inputs, logits, base, lse, skip_below)
+    exact = attend_exact(inputs, slots, slot_index, values=True, kept=(logits, base))
+    out = merged(inputs, sinks, low_bit, exact, lse)
+    if not slots.shape[2]:
+        return out, torch.full(shape_of_scores(inputs.tiers.codes, cursor), -1.0, device=q.device)
+    return out, scores_of(inputs, logits, base, lse, 1)[0]
 
 
 def score_low_bit(
     q: Tensor, k: Tensor, mask: Tensor | None, sinks: Tensor | None, cursor: Tensor, tiers: Sequence[Tensor],
-    layout: Sequence[int], scale: float, softcap: float | None,
+    layout: Sequence[int], scale: float, softcap: float | None, scores: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Compute `attention_ops.score_low_bit`; after the low-bit tier's logits follow the window's, which no op reads.
+    """Compute `attention_ops.score_low_bit`; the logits are `kept_logits.based_logits`.
 
     Per low-bit token and KV head, it reads the key, writes and reads `bytes_of_logit`·G·lanes bytes, and writes
-    4·lanes bytes of scores. FLOPs: 2·G·lanes·(d + 16·d/g).
+    4·lanes bytes of scores.
     """
-    held, how = StoredTiers(*tiers), Layout(*layout)
-    batch, query_heads, lanes, _ = q.shape
-    form = mask_form(mask, batch, query_heads, lanes)
-    kept = based_logits(q, shape_of_scores(held.codes, cursor)[2])
-    sums = attend(
-        q, k, k, form, cursor, held.recent, cursor, held, kept, how, scale, softcap,
-        group=group_of(held.codes, held.key_params, how), values=False,
-    )  # fmt: skip
-    _, lse = merged(sums, q, k.shape[1], sinks, lanes, how, values=False)
-    return *kept, scores_of(kept, lse, form, cursor, held, lanes)
+    inputs = inputs_of(q, k, k, mask, cursor, tiers, layout, scale, softcap)
+    logits, base = based_logits(q, k.shape[1], shape_of_scores(inputs.tiers.codes, cursor)[2])
+    lse = lse_of(base, q)
+    low_bit = attend_keys(inputs, logits, base)
+    exact = attend_exact(inputs, None, None, values=False, kept=(logits, base))
+    merged(inputs, sinks, low_bit, exact, lse, values=False)
+    if not scores:
+        return logits, base, logits.new_empty(0, dtype=torch.float32)
+    return logits, base, scores_of(inputs, logits, base, lse, q.shape[2])
 
 
 def attend_scored(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, cursor: Tensor, logits: Tensor,
     base: Tensor, chosen: Tensor, slots: Tensor, slot_index: Tensor, tiers: Sequence[Tensor], layout: Sequence[int],
-    scale: float, softcap: float | None,
+    scale: float, softcap: float | None, skip_below: float = 0.0,
 ) -> Tensor:  # fmt: skip
-    """Compute `attention_ops.attend_scored`.
+    """Compute `attention_ops.attend_scored`; the chosen tokens' kept logits become -inf.
 
-    Per low-bit token and KV head, it reads the values and `bytes_of_logit`·G·lanes bytes. FLOPs: 2·G·lanes·(d + d/gv).
+    Per low-bit token and KV head, it reads the value and `bytes_of_logit`·G·lanes bytes.
     """
-    held, how = StoredTiers(*tiers), Layout(*layout)
-    batch, query_heads, lanes, d = q.shape
-    form = mask_form(mask, batch, query_heads, lanes)
-    # A tile is a group of values, at most g tokens, a power of two.
-    value_group = d // held.value_params.shape[-1] if how.is_quantised else 1
-    value_group = min(value_group, group_of(held.codes, held.key_params, how))
-    kept = logits.contiguous(), base.contiguous()
-    sums = attend(
-        q, k, v, form, cursor, slots, slot_index, held, kept, how, scale, softcap,
-        group=max(SMALLEST_GROUP, 1 << value_group.bit_length() - 1), keys=False, chosen=chosen,
-    )  # fmt: skip
-    return merged(sums, q, k.shape[1], sinks, 0, how)[0]
+    inputs = inputs_of(q, k, v, mask, cursor, tiers, layout, scale, softcap)
+    hide(logits, chosen)
+    low_bit = attend_values(inputs, logits, base, lse_of(base, q), skip_below)
+    wait_for_correction(slots)
+    exact = attend_exact(inputs, slots, slot_index, values=True, kept=None)
+    return merged(inputs, sinks, low_bit, exact, torch.empty_like(lse_of(base, q)))
+
+
+def inputs_of(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, cursor: Tensor, tiers: Sequence[Tensor],
+    layout: Sequence[int], scale: float, softcap: float | None,
+) -> DecodeInputs:  # fmt: skip
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    form = mask_form(mask, *q.shape[:3])
+    return DecodeInputs(q, k, v, form, cursor, StoredTiers(*tiers), Layout(*layout), scale, softcap)
+
+
+def attend_keys(inputs: DecodeInputs, logits: Tensor, base: Tensor) -> Sums:
+    """Write the kept logits of the low-bit tier; returns their sums without values."""
+    half = triton_keys if inputs.layout.key_bits < ROWS_FROM else triton_plain
+    return half.attend_keys(inputs, logits, base)
+
+
+def attend_values(inputs: DecodeInputs, logits: Tensor, base: Tensor, lse: Tensor, skip_below: float) -> Sums:
+    """Return the sums of the low-bit tier's values, weighted by kept logits relative to lse [B, Hq, lanes]."""
+    half = triton_values if inputs.layout.value_bits < ROWS_FROM else triton_plain
+    return half.attend_values(inputs, logits, base, lse, math.log2(skip_below) if skip_below else None)

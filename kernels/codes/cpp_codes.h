@@ -1,4 +1,6 @@
-// Decode stored scales, zero points and trellis codes: `params.py`, and `trellis.expanded`.
+// Decode stored parameters and the words of a record: `params.py`, `records.py` and `trellis.py`.
+
+#include <vector>
 
 namespace {
 
@@ -28,46 +30,63 @@ struct Params {
   }
 };
 
-// A trellis code of `width` bytes, in circles of `circle` bits, as a code of two bits a number: 2·width bytes.
-inline void expand(const uint8_t* codes, int64_t width, int64_t circle, uint8_t* levels) {
-  const int64_t size = circle / 8;
-  const uint64_t all = ~uint64_t{0} >> (64 - circle), even = 0x5555555555555555;
-  for (int64_t j = 0; j < width; j += size) {
-    uint64_t bits = 0;
-    std::memcpy(&bits, codes + j, size);
-    auto earlier = [&](int by) { return (bits << by | bits >> (circle - by)) & all; };
-    const uint64_t high = bits ^ earlier(1) ^ earlier(3), low = earlier(2);
-    const uint64_t evens = (high & even) << 1 | (low & even), odds = (high & ~even) | (low >> 1 & even);
-    std::memcpy(levels + j, &evens, size);
-    std::memcpy(levels + width + j, &odds, size);
-  }
-}
+constexpr int kRecord = 64, kQuads = 8;  // tokens of a record; values of g in a thread (g, q)
 
-#if LOOKS_UP
-// Level - 3/2 of a window of four bits, the oldest lowest.
-inline Floats levels_by_window() {
+inline Words load_words(const uint32_t* from) { return *reinterpret_cast<const Words*>(from); }
+
+template <int by>
+inline Words turned(Words x) { return x << by | x >> (32 - by); }
+
+// The words of a record's keys or values of `dim` channels. Blocks [l][g] of words belong to the four threads (g, q),
+// `loads` to each. Words of one bit are expanded to two planes of 2-bit codes, for even and odd numbers.
+struct Order {
+  const bool trellis;
+  const int dim, planes, bits, fields, loads, blocks, vectors, pitch;  // pitch: words from a block to the next one
+
+  Order(int64_t dim, int64_t stored, bool trellis)
+      : trellis(trellis), dim(dim), planes(stored == 1 ? 2 : 1), bits(planes * stored), fields(16 / stored),
+        loads(std::min<int64_t>(4, dim / fields)), blocks(dim / fields / loads * kQuads),
+        vectors(std::max(1, 4 * loads / kLanes)), pitch(copied() ? planes * vectors * kLanes : 4 * loads) {}
+
+  bool copied() const { return planes == 2 || 4 * loads < kLanes; }
+  int words() const { return copied() ? blocks * pitch : 0; }
+
+  // The number of a lane's thread q, and its word of a load, in vector h of a block; lanes past the block have q >= 4.
+  int thread(int h, int lane) const { return (h * kLanes + lane) / loads; }
+  int word(int lane) const { return lane % loads; }
+
+  // The record's words in whole vectors: [l][g][plane][vector], copied to `memory` if necessary.
+  const uint32_t* whole(const uint32_t* record, uint32_t* memory) const {
+    if (!copied()) return record;
+    const int vector = std::min(kLanes, 4 * loads);
+    for (int i = 0; i < blocks * vectors; ++i) {
+      Words x = {};
+      if (vector == kLanes) x = load_words(record + i * kLanes);
+      else std::memcpy(&x, record + i * vector, vector * sizeof(uint32_t));
+      Words* to = reinterpret_cast<Words*>(memory + i / vectors * pitch) + i % vectors;
+      if (planes == 1) {
+        to[0] = x;
+        continue;
+      }
+      const Words high = trellis ? x ^ turned<1>(x) ^ turned<3>(x) : Words{}, low = trellis ? turned<2>(x) : x;
+      to[0] = (low & 0x55555555u) | (high & 0x55555555u) << 1;
+      to[vectors] = (low >> 1 & 0x55555555u) | (high & 0xaaaaaaaau);
+    }
+    return memory;
+  }
+};
+
+// Levels of two or four bits, the lowest of each lane.
+template <int bits>
+inline Floats levels_of(Words x) {
+#if defined(__AVX512F__)
   Floats levels;
-  for (int i = 0; i < kLanes; ++i) levels[i] = 2 * ((i >> 3 ^ i >> 2 ^ i) & 1) + (i >> 1 & 1) - 1.5f;
-  return levels;
-}
-
-// The numbers of a trellis code of 8 or 16 bytes, in circles of 32: each circle is turned until a channel's window is
-// lowest, and the level looked up. Lane i of vector v is channel p·width + j = 16·v + i, bit p of byte j.
-template <int width>
-inline void look_up(const uint8_t* codes, Floats levels, float* values) {
-  typedef uint64_t Longs __attribute__((vector_size(kLanes * sizeof(float))));
-  uint64_t a, b;
-  std::memcpy(&a, codes, sizeof a);
-  std::memcpy(&b, codes + width - sizeof b, sizeof b);
-  const Words circle_of = {0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3};
-  Words circles = bits_of<Words>(looked_up(bits_of<Floats>(Longs{a, b, a, b, a, b, a, b}), circle_of)), turns;
-  for (int i = 0; i < kLanes; ++i) turns[i] = (i % 4 * 8 + i / width + 29) % 32;
-  circles = circles >> turns | circles << (-turns & 31);
-  for (int v = 0; v < width / 2; ++v) {
-    *reinterpret_cast<Floats*>(values + v * kLanes) = looked_up(levels, circles);
-    circles = circles >> kLanes / width | circles << (32 - kLanes / width);
-  }
-}
+  for (int i = 0; i < kLanes; ++i) levels[i] = i & ((1 << bits) - 1);
+  return (Floats)_mm512_permutexvar_ps((__m512i)x, (__m512)levels);
+#elif defined(__AVX__)
+  if constexpr (bits == 2) return (Floats)_mm256_permutevar_ps(_mm256_setr_ps(0, 1, 2, 3, 0, 1, 2, 3), (__m256i)x);
 #endif
+  return __builtin_convertvector(bits_of<Ints>(x) & ((1 << bits) - 1), Floats);
+}
 
 }  // namespace

@@ -1,4 +1,4 @@
-// `trellis.encode`: Viterbi's search, sixteen circles at once, one in each lane of a vector.
+// `trellis.encode`: Viterbi's search, one circle in each lane of a vector.
 
 #include <algorithm>
 

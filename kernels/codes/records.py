@@ -4,8 +4,8 @@ A product's operand then needs no conversion: each GPU thread loads its own frag
 words whose numbers it unpacks by one shift each.
 """
 
-# A record of codes [64, w] is the keys' part, then the values' part. Both are 32-bit words in fragment order at 1, 2 and
-# 4 bits; at 8 bits a part is rows of tokens. head_dim is padded to D channels (`stored_dim`).
+# A record of codes [64, w] is the keys' part, then the values' part: 32-bit words in fragment order at 1, 2 and 4 bits,
+# rows of tokens at 8 bits. head_dim is padded to D channels (`stored_dim`).
 #
 # Thread (g, q) of 8 × 4 owns the words (l·32 + 4·g + q)·V + v, with V of them in each of its loads. A word has two
 # halves k0 with F = 16 / bits fields; the number of field f is at bit 16·k0 + bits·f.

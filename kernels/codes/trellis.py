@@ -5,8 +5,8 @@ It uses Ungerboeck's code of eight states (IEEE Trans. Inf. Theory 28, 1982, Tab
 
 # A number's level is one of four levels of a 2-bit code, which its bit and the three bits before it select:
 #     q_t = 2·(b_t ⊕ b_(t-1) ⊕ b_(t-3)) + b_(t-2)        x_t ≈ s·(q_t - 3/2)
-# The bits are circular (tail-biting): the last bits precede the first, in circles of 32 numbers, which are the bits of one
-# word (`records.py`; 64 would leave a hundredth less variance). A circle may hold channels of several vectors. Each
+# The bits are circular (tail-biting): the last bits precede the first, in circles of 32 numbers. A circle is one word
+# (`records.py`), which may hold channels of several vectors; 64 numbers would leave a hundredth less variance. Each
 # vector has one scale s = x·x / r·x with r_t = q_t - 3/2. This makes the code unbiased: errors of many tokens do not
 # add up to shrinkage.
 #

@@ -95,3 +95,16 @@ def read_zero(stored, scale):
     else:
         zero = stored.to(tl.float32)
     return zero
+
+
+@triton.jit
+def quantized(x, seen, axis: tl.constexpr, bits: tl.constexpr, zero_point: tl.constexpr, limit, kind: tl.constexpr):
+    """Compute `quantize.encode`: int32 levels, and stored scale and zero point, of groups along `axis`.
+
+    seen: mask of the numbers that count in their group's range. limit, kind: as in `stored_scale`.
+    """
+    low, high = finite_range(x, seen, axis)
+    scale, zero = scale_and_zero(low, high, bits, zero_point)
+    scale, zero = stored_params(scale, zero, limit, kind)
+    step = read_scale(scale)
+    return encode(x, step, read_zero(zero, step), bits), scale, zero

@@ -1,4 +1,4 @@
-"""Triton: q for products with low-bit keys (`records.py`), and the parts of logits that a group's tokens share."""
+"""Triton: both sides of products of low-bit keys (`records.py`) and q, and what the logits of a group share."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import triton.language as tl
 from specache_compile.kernels.state.triton_cursor import AT_LOW_BIT, place_in_page
 from specache_compile.kernels.state.triton_rotate import hadamard
 
-from .records import PARAM_BLOCK
-from .triton_words import scales_of, zeros_of
+from .records import PARAM_BLOCK, VECTOR
+from .triton_words import expanded, fields_of, halves, scales_of, zeros_of
 
-BLOCK, LOG2E = tl.constexpr(PARAM_BLOCK), tl.constexpr(math.log2(math.e))
+BLOCK, VECTOR_WORDS, LOG2E = tl.constexpr(PARAM_BLOCK), tl.constexpr(VECTOR), tl.constexpr(math.log2(math.e))
 # The value of a float16's lowest bit, in which codes count.
 LOWEST_BIT = tl.constexpr(2.0**-24)
 # Groups per program.
@@ -26,15 +26,15 @@ def power_of_two(exponent):
     return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
 
 
-@triton.jit(do_not_specialize=["capacity", "columns", "share_columns"])
+@triton.jit(do_not_specialize=["capacity", "columns", "share_blocks"])
 def prepare_query(
     # q [B, Hq, lanes, d]; key_params [B, H, C/g, 2, D], unused without levels; center_shares [B, Hq, lanes,
-    # share_columns] float32, one per group, unused if not CENTERED; cursor int64 [B, 4].
+    # share_blocks · 16] float32, one per group, unused if not CENTERED; cursor int64 [B, 4].
     q, key_params, center_shares, cursor,
     # Written: query [B·H, ROWS · D] float16 or float32, in fragment order; unit [B·H, 2, ROWS] float32: what converts a
     # product to log2 units, and -3/2 of a row's sum; shares [B·H, C/g, ROWS] float32, in log2 units.
     query, unit, shares,
-    q_batch, q_head, q_lane, scale, heads, capacity, columns, share_columns,
+    q_batch, q_head, q_lane, scale, heads, capacity, columns, share_blocks,
     d: tl.constexpr, D: tl.constexpr, bits: tl.constexpr, group: tl.constexpr, lanes: tl.constexpr,
     rows: tl.constexpr, TURNED: tl.constexpr, LEVELS: tl.constexpr, CENTERED: tl.constexpr, IN_PLACE: tl.constexpr,
     ROWS: tl.constexpr, GROUPS: tl.constexpr, PAGED: tl.constexpr,
@@ -81,7 +81,7 @@ def prepare_query(
                 first = place_in_page(cursor, head, token, heads, there) // group
             share = share_of_zeros(key_params + first * (2 * D), there, x, kind, D=D) * worth[None, :]
         if CENTERED:
-            at = (bh * rows + row % rows) * share_columns
+            at = (bh * rows + row % rows) * (share_blocks * 16)
             share += tl.load(center_shares + at[None, :] + number[:, None], there[:, None], 0.0) * LOG2E
         at = (bh * (capacity // group) + number) * ROWS
         tl.store(shares + at[:, None] + row[None, :], share, there[:, None])
@@ -105,3 +105,64 @@ def share_of_zeros(params, there, x, kind: tl.constexpr, D: tl.constexpr):
         right = tl.reshape(tl.permute(right, (1, 4, 2, 5, 3, 0)), [D, x.shape[0]])
         share = tl.dot(left, right, input_precision="ieee" if kind == tl.float32 else "tf32x3")
     return share
+
+
+@triton.jit
+def scaled_query(query, params, D: tl.constexpr):
+    """Return the right side of a product [D, ROWS]: query [NT, D/B, 8, 4, B/16, 2, 2] times a group's scales."""
+    B: tl.constexpr = BLOCK if D >= BLOCK else D
+    NT: tl.constexpr = query.shape[0]
+    kind: tl.constexpr = query.dtype
+    if params.dtype.element_ty == tl.uint8:  # a thread loads its channels' bytes, equal for all rows
+        i = tl.arange(0, 2 * D)
+        words = tl.load(params.to(tl.pointer_type(tl.int32), bitcast=True) + (i // (2 * B) * (B // 4) + i % (B // 4)))
+        scales = tl.reshape(scales_of(words).to(kind), [D // B, 8, 4, B // 16, 2, 2])
+    else:
+        LOAD: tl.constexpr = 8 if B >= 32 else 4
+        PARTS: tl.constexpr = B // 4 // LOAD
+        i = tl.arange(0, 8 * D)
+        at = i // (8 * B) * B + i // (32 * LOAD) % PARTS * LOAD + i // LOAD % 4 * (B // 4) + i % LOAD
+        scales = tl.load(params + at).to(tl.float32)
+        if kind == tl.float16 and params.dtype.element_ty == tl.bfloat16:
+            scales = tl.minimum(scales, 65504.0)
+        scales = tl.reshape(scales.to(kind), [D // B, PARTS, 8, 4, LOAD // 4, 2, 2])
+        scales = tl.reshape(tl.permute(scales, (0, 2, 3, 1, 4, 6, 5)), [D // B, 8, 4, B // 16, 2, 2])
+    found = query * scales[None, :, :, :, :, :, :]
+    return tl.reshape(tl.permute(found, (1, 4, 3, 5, 6, 0, 2)), [D, NT * 8])
+
+
+@triton.jit
+def unpacked_keys(words, D: tl.constexpr, bits: tl.constexpr, TRELLIS: tl.constexpr, IN_PLACE: tl.constexpr,
+                  kind: tl.constexpr):  # fmt: skip
+    """Return a record's codes as the left side of a product, [64, D] in `kind`; row 8·j + g is token 8·g + j."""
+    LOADS: tl.constexpr = D * bits // 16 if D * bits // 16 < VECTOR_WORDS else VECTOR_WORDS
+    TURNS: tl.constexpr = words.shape[0] // (32 * LOADS)
+    F: tl.constexpr = 16 // bits
+    if TRELLIS:
+        fields = fields_of(tl.reshape(expanded(words), [2 * words.shape[0]]), 2, IN_PLACE)
+        fields = tl.permute(tl.reshape(fields, [words.shape[0], 2, 8]), (0, 2, 1))
+    else:
+        fields = fields_of(words, bits, IN_PLACE)
+    found = tl.reshape(halves(fields, kind), [TURNS, 8, 4, LOADS, F, 2])
+    found = tl.reshape(tl.permute(found, (0, 3, 4, 1, 2, 5)), [8, D // 16, 2, 8, 4, 2])
+    return tl.reshape(tl.permute(found, (0, 3, 1, 4, 2, 5)), [64, D])
+
+
+@triton.jit
+def in_rows(x, ROWS: tl.constexpr):
+    """Broadcast [8, 4, 8] by thread (g, q) and token 8·g + j to [ROWS, 8, 8] by row, g and j; it is equal for all q."""
+    x = tl.permute(x, (1, 0, 2))[None, :, None, :, :]
+    return tl.reshape(tl.broadcast_to(x, [ROWS // 8, 4, 2, 8, 8]), [ROWS, 8, 8])
+
+
+@triton.jit
+def token_scales(params, ROWS: tl.constexpr):
+    """Return the scales of a record's tokens in the trellis code, float32 [ROWS, 8, 8] as in `in_rows`."""
+    if params.dtype.element_ty == tl.uint8:
+        i = tl.arange(0, 64)
+        words = tl.load(params.to(tl.pointer_type(tl.int32), bitcast=True) + (i // 8 * 2 + i % 2))
+        scales = tl.permute(tl.reshape(scales_of(words), [8, 4, 2, 2, 2]), (0, 1, 2, 4, 3))
+    else:
+        i = tl.arange(0, 256)
+        scales = tl.load(params + (i // 32 * 8 + i % 8))
+    return in_rows(tl.reshape(scales.to(tl.float32), [8, 4, 8]), ROWS=ROWS)

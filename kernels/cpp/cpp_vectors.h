@@ -7,6 +7,9 @@
 #ifdef _OPENMP
 #include <omp.h>
 #endif
+#ifdef __AVX__
+#include <immintrin.h>
+#endif
 
 namespace {
 
@@ -21,10 +24,27 @@ inline int threads() {
 #endif
 }
 
-// Sixteen lanes of a vector, whatever the machine's registers are: the compiler splits them.
+// Numbers in a register: gcc keeps longer vectors in memory.
+#if defined(__AVX512F__)
 constexpr int kLanes = 16;
+#elif defined(__AVX__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
 typedef float Floats __attribute__((vector_size(kLanes * sizeof(float)), aligned(4)));
 typedef int32_t Ints __attribute__((vector_size(kLanes * sizeof(int32_t)), aligned(4)));
+
+// a·b + c. Written out: gcc reorders what it contracts itself into products and sums.
+inline Floats fma(Floats a, Floats b, Floats c) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+  return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+  return a * b + c;
+#endif
+}
 
 template <typename To, typename From>
 inline To bits_of(From from) {

@@ -30,13 +30,14 @@ DTYPES = {torch.float32: "float", torch.bfloat16: "BFloat16", torch.float16: "Fl
 
 # The fields of a step's attention in C++ and Python. T: the pairs' dtype. Shapes: `attention_ops.decode_attention`.
 # cursor: [B, 4 + pages]; pages: length of a row's table, 0 if the low-bit tier is contiguous.
-# places: capacity of the low-bit tier in tokens, of all heads.
+# dim: stored channels D of a low-bit key or value (`records.py`).
 # shares: `center.share_of_center` [B, H, Hq/H, lanes, n] for the fullest row's low-bit tier.
 # share_tokens: number of tokens with one share.
 # scores: scores of all lanes, or of the last lane.
-# row_width: elements of a token's codes.
+# row_width: elements of a token's codes, on average over a record.
 # param_bits: bits of a scale, 8 or those of T (`params.py`).
-# key_circle, circle: numbers in a circle of the keys' and values' trellis code; 0 for other codes.
+# key_trellis, value_trellis: 1 for a trellis code, else 0.
+# skip_below: records of smaller weights are skipped.
 # rotation: channels that are rotated together; 0 without rotation.
 # bias_strides: strides of [B, H, Hq/H, lanes, column].
 POINTERS = {
@@ -47,8 +48,8 @@ POINTERS = {
 RESULTS = {"logits": "float", "scores": "float", "out": "T"}
 SIZES = (
     "batch", "heads", "group_heads", "lanes", "d", "capacity", "row_width", "group", "channels", "window",
-    "top_k", "sink_tokens", "key_bits", "value_bits", "param_bits", "key_circle", "circle",
-    "rotation", "share_tokens", "pages", "places",
+    "top_k", "sink_tokens", "key_bits", "value_bits", "param_bits", "key_trellis", "value_trellis",
+    "rotation", "share_tokens", "pages", "dim",
 )  # fmt: skip
 STRIDES = 5
 
@@ -62,6 +63,7 @@ class StepArguments(Structure):
         ("bias_strides", c_int64 * STRIDES),
         ("scale", c_float),
         ("softcap", c_float),
+        ("skip_below", c_float),
     )
 
 
@@ -73,7 +75,7 @@ def declaration() -> str:
         *(f"  {kind.replace('T', 'void')}* {name};" for name, kind in RESULTS.items()),
         *(f"  int64_t {name};" for name in SIZES),
         f"  int64_t bias_strides[{STRIDES}];",
-        "  float scale, softcap;",
+        "  float scale, softcap, skip_below;",
         "};",
     ]
     return "\n".join(lines) + "\n"
@@ -91,7 +93,7 @@ def decode_library(dtype: torch.dtype) -> CDLL:
     functions = {name: [POINTER(StepArguments)] for name in ("decode_attention", "score_low_bit", "attend_scored")}
     return compiled(
         (
-            "cpp/cpp_registers.h", "cpp/cpp_tiles.h", "codes/cpp_codes.h", "attention/cpp_attention.h",
+            "cpp/cpp_tiles.h", "codes/cpp_codes.h", "attention/cpp_fragments.h", "attention/cpp_attention.h",
             "attention/cpp_decode.cpp",
         ),
         functions,

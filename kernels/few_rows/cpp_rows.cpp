@@ -12,24 +12,8 @@ namespace {
 // The dtype of x, w, bias and y; each dtype has a separate build.
 typedef DTYPE T;
 
-// Numbers of a register: gcc keeps sums of vectors that are longer in memory.
-#if defined(__AVX512F__)
-constexpr int kRun = kLanes;
-#elif defined(__AVX__)
-constexpr int kRun = kLanes / 2;
-#else
-constexpr int kRun = kLanes / 4;
-#endif
-typedef float Run __attribute__((vector_size(kRun * sizeof(float)), aligned(4)));
-
-inline Run run_of(const float* from) { return *reinterpret_cast<const Run*>(from); }
-
-inline Run run_of(const BFloat16* from) {
-  typedef uint16_t Shorts __attribute__((vector_size(kRun * sizeof(uint16_t)), aligned(2)));
-  typedef uint32_t Longs __attribute__((vector_size(kRun * sizeof(uint32_t)), aligned(4)));
-  return bits_of<Run>(__builtin_convertvector(*reinterpret_cast<const Shorts*>(from), Longs) << 16);
-}
-
+// Vectors of channels whose sums are in registers at once.
+constexpr int kVectors = 16 / kLanes;
 // Output channels whose sums are in registers at once, with R rows.
 constexpr int64_t kOutputs = 2;
 // Output channels whose weights are prefetched.
@@ -37,22 +21,21 @@ constexpr int64_t kAhead = 4;
 
 template <int R, int O>
 inline void dots(const float* x, const T* w, const T* bias, int64_t channels, int64_t outputs, T* y) {
-  constexpr int kRuns = kLanes / kRun;
-  Run sums[O][R][kRuns] = {};
+  Floats sums[O][R][kVectors] = {};
   int64_t c = 0;
-  for (; c + kLanes <= channels; c += kLanes)
+  for (; c + kVectors * kLanes <= channels; c += kVectors * kLanes)
     for (int o = 0; o < O; ++o) {
       __builtin_prefetch(w + (o + kAhead) * channels + c);
 #pragma GCC unroll 4
-      for (int i = 0; i < kRuns; ++i) {
-        const Run weights = run_of(w + o * channels + c + i * kRun);
-        for (int r = 0; r < R; ++r) sums[o][r][i] += run_of(x + r * channels + c + i * kRun) * weights;
+      for (int i = 0; i < kVectors; ++i) {
+        const Floats weights = load(w + o * channels + c + i * kLanes);
+        for (int r = 0; r < R; ++r) sums[o][r][i] += load(x + r * channels + c + i * kLanes) * weights;
       }
     }
   for (int o = 0; o < O; ++o)
     for (int r = 0; r < R; ++r) {
       float sum = bias ? static_cast<float>(bias[o]) : 0.0f;
-      for (int i = 0; i < kLanes; ++i) sum += sums[o][r][i / kRun][i % kRun];
+      for (int i = 0; i < kVectors * kLanes; ++i) sum += sums[o][r][i / kLanes][i % kLanes];
       for (int64_t rest = c; rest < channels; ++rest) sum += x[r * channels + rest] * static_cast<float>(w[o * channels + rest]);
       store(sum, y + r * outputs + o);
     }

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from specache_compile.kernels.attention import hit_rate
+from specache_compile.kernels.attention.kept_logits import lse_of
 from specache_compile.kernels.memory.host_memory import makes_fakes
 from specache_compile.kernels.state.cursor import lengths_of
 from specache_compile.kernels.state.page_table import Pages, pairs_of
@@ -118,18 +119,22 @@ def wait(after: Tensor, cursor: Tensor, slots: Tensor, slot_index: Tensor, selec
 
 
 def correct(
-    scores: Tensor, cursor: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor,
-    corrected: Tensor,
+    scores: Tensor, cursor: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor, corrected: Tensor,
+    q: Tensor | None = None, logits: Tensor | None = None, base: Tensor | None = None, mask: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Run `tier_ops.correct`: select on the main stream, and gather concurrently until `wait_for_correction`.
 
-    No decision requires the host.
+    Without scores it selects by the kept logits. No decision requires the host.
     """
     from .triton_copy import gather
     from .triton_select import select_topk
+    from .triton_select_logits import select
 
     chosen = torch.empty_like(slot_index)
-    select_topk(scores[0], chosen, cursor)
+    if q is None or logits is None or base is None:
+        select_topk(scores[0], chosen, cursor)
+    else:
+        select(logits, base, lse_of(base, q), mask, cursor, chosen)
     if not host.is_pinned():
         join(slots.device)
         tiers.refill(chosen, pairs_of(host, cursor), slots, slot_index, corrected)

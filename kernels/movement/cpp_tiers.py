@@ -87,8 +87,7 @@ def prefetch_fused(
 
 
 def correct_fused(
-    scores: Tensor, cursor: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor,
-    corrected: Tensor,
+    scores: Tensor, cursor: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor, corrected: Tensor, *rest: Any,
 ) -> Tensor:  # fmt: skip
     """Run `tier_ops.correct` in C++; same arguments and results."""
     chosen = torch.empty_like(slot_index)

@@ -102,9 +102,9 @@ def store_low_bit(
     sinks = keep_sinks(pairs, start, tiers.sink_pairs, tiers.sink_index)
     if is_trellis(key_params):
         scales = store_in_trellis(keys, start, codes, False)
-        key_params[:, :, start // group : stop // group] = stored_scale(scales, key_params.dtype).unflatten(
-            2, (-1, group)
-        ).unsqueeze(3)
+        key_params[:, :, start // group : stop // group] = (
+            stored_scale(scales, key_params.dtype).unflatten(2, (-1, group)).unsqueeze(3)
+        )
     else:
         store_keys(keys, start, sinks, there, tiers, layout, zero_point)
     if is_trellis(value_params):
@@ -211,8 +211,8 @@ def prefetch(
 
 @by_rows(0)
 def correct(
-    scores: Tensor, cursor: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor,
-    corrected: Tensor,
+    scores: Tensor, cursor: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor, corrected: Tensor,
+    q: Tensor | None = None, logits: Tensor | None = None, base: Tensor | None = None, mask: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Copy the pairs that lane 0 selects and that the slots lack to the slots.
 
@@ -222,6 +222,7 @@ def correct(
         scores: [lanes, B, H, C], from `score_low_bit`.
         slots, slot_index: [B, H, k, 2, d] and [B, H, k], mutated.
         corrected: int64 [1], the number of copied bytes, mutated.
+        q, logits, base, mask: the query, the results of `score_low_bit`, and the mask, for a GPU without scores.
 
     Returns: the slots' new tokens, int32 [B, H, k] in any order. On a GPU their pairs may arrive later, but before
     `attend_scored` reads them.

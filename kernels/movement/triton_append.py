@@ -13,15 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specache_compile.kernels.codes.trellis import circle_of, is_trellis
-from specache_compile.kernels.codes.triton_levels import (
-    encode,
-    finite_range,
-    read_scale,
-    read_zero,
-    scale_and_zero,
-    stored_params,
-)
+from specache_compile.kernels.codes.records import stored_dim
+from specache_compile.kernels.codes.trellis import is_trellis
+from specache_compile.kernels.codes.triton_levels import quantized, stored_scale
+from specache_compile.kernels.codes.triton_records import ROWS_FROM, packed, place_of_params, store_words
 from specache_compile.kernels.codes.triton_trellis import encode_vectors
 from specache_compile.kernels.state.center import is_found
 from specache_compile.kernels.state.layout import Layout, rotation_block
@@ -36,7 +31,9 @@ from specache_compile.kernels.state.triton_sinks import keep_sinks, sinks_among
 RING_BLOCK = 16
 # Tokens per program of an unquantised group, and of a rotated group; both divide every group size.
 COPY_BLOCK, ROTATED_BLOCK = 32, 16
-# Bytes for the rotated pairs of one launch; at least one group per head.
+# Numbers of keys per warp of `quantize_groups`, which hold 128 registers a thread.
+NUMBERS = 1024
+# Bytes for the rotated pairs of one launch, and for the trellis code's numbers; at least one group per head.
 SCRATCH = 32 << 20
 
 
@@ -99,27 +96,26 @@ def quantize_groups(
     # k and v [B, H, T, d]; padding [B, 1, 1, C] uint8, 0: not there; cursor [B, 4]; recent [B, H, W, 2, d], or what
     # `rotate_groups` made of all three; sink_index [B, 1, S] int32.
     k, v, padding, cursor, recent, sink_index,
-    # Written: codes [B, H, C, w] uint8, a token's keys, then its values; key_params [B, H, C/g, 2, d] and value_params
-    # [B, H, C, 2, d/gv], in the trellis code [B, H, C/g, 1, g] and [B, H, C, 1, 1]; sink_pairs [B, H, S, 2, d], where
-    # `rotate_groups` has not.
-    codes, key_params, value_params, sink_pairs,
+    # Written: codes [B, H, C, w] uint8, in records; key_params [B, H, C/g, 2, D] and value_params [B, H, C, 2, D/gv],
+    # in the trellis code [B, H, C/g, 1, g] and [B, H, C, 1, 1]; sink_pairs [B, H, S, 2, d], where `rotate_groups` has
+    # not. steps: memory of `encode_vectors`, float32 [B·H, groups, 33·g·D/32]; anything where no code is a trellis.
+    codes, key_params, value_params, sink_pairs, steps,
     # p_batch: stride of the padding's rows.
     k_batch, k_head, k_token, v_batch, v_head, v_token, p_batch,
     # The largest number of the model's dtype; H; C in tokens; columns of the cursor; tokens that have left the window
     # in earlier launches.
     limit, heads, capacity, columns, done,
-    d: tl.constexpr, window: tl.constexpr, group: tl.constexpr, value_group: tl.constexpr, key_bits: tl.constexpr,
-    value_bits: tl.constexpr, zero_point: tl.constexpr, sink_tokens: tl.constexpr, PADDED: tl.constexpr,
-    APART: tl.constexpr, KEY_CIRCLE: tl.constexpr, CIRCLE: tl.constexpr, KEY_PLANE: tl.constexpr,
-    VALUE_PLANE: tl.constexpr, VALUE_GROUP: tl.constexpr, PAGED: tl.constexpr,
+    d: tl.constexpr, D: tl.constexpr, window: tl.constexpr, group: tl.constexpr, value_group: tl.constexpr,
+    key_bits: tl.constexpr, value_bits: tl.constexpr, zero_point: tl.constexpr, sink_tokens: tl.constexpr,
+    PADDED: tl.constexpr, APART: tl.constexpr, KEY_TRELLIS: tl.constexpr, TRELLIS: tl.constexpr, PAGED: tl.constexpr,
 ):  # fmt: skip
     """One program: one group of g tokens of one head, if the group leaves the window.
 
-    zero_point: name of a quantiser. sink_tokens: S. PADDED: there is padding. APART: `recent` is the output of
-    `rotate_groups`. PAGED: the low-bit tier is in pages. KEY_CIRCLE, CIRCLE: numbers in a circle of the keys' and the
-    values' trellis code; 0 for other codes. Keys in the trellis code have a center, and so are APART. KEY_PLANE,
-    VALUE_PLANE, VALUE_GROUP: the bytes of a token's key and of its value, and gv, padded.
-    Bytes: 4·g·d read (the values again from the cache), g·w + 4·d + 4·g·d/gv written. FLOPs: about 10 a number.
+    D: d, padded. zero_point: name of a quantiser. sink_tokens: S. PADDED: there is padding. APART: `recent` is the
+    output of `rotate_groups`. KEY_TRELLIS, TRELLIS: keys, values are in the trellis code; keys in this code have a
+    center, and so are APART. PAGED: the low-bit tier is in pages.
+    Bytes: 4·g·d read, g·w + 4·D + 4·g·D/gv written; in the trellis code `steps` too, in the cache. FLOPs: about 10 a
+    number, 60 in the trellis code.
     """
     bh = tl.program_id(0).to(tl.int64)
     cursor += (bh // heads) * columns
@@ -127,106 +123,62 @@ def quantize_groups(
     start = low_bit + done + tl.program_id(1) * group
     if start + group > tl.load(cursor + AT_NEXT_LOW_BIT):
         return
-    tokens = start + tl.arange(0, group)
+    tokens, channel = (start + tl.arange(0, group))[:, None], tl.arange(0, D)[None, :]
+    inside = channel < d
     k_base = (bh // heads) * k_batch + (bh % heads) * k_head
     v_base = (bh // heads) * v_batch + (bh % heads) * v_head
-    key_width: tl.constexpr = d * key_bits // 8
-    value_width: tl.constexpr = d * value_bits // 8
+    width: tl.constexpr = D * (key_bits + value_bits) // 8
     first = bh * capacity + start
     if PAGED:
         first = place_in_page(cursor, bh % heads, start, heads, start >= 0)
     places = first + tl.arange(0, group)
-    row = places * (key_width + value_width)
-
-    present = tokens >= 0
-    if PADDED:
-        present = tl.load(padding + (bh // heads) * p_batch + tokens) != 0
+    steps += (bh * tl.num_programs(1) + tl.program_id(1)) * (33 * group * D // 32)
     head_sinks, sink_row = sink_pairs + bh * (sink_tokens * 2 * d), sink_index + bh // heads * sink_tokens
-    present = present & ~sinks_among(tokens, sink_row, sink_tokens=sink_tokens)
 
-    if KEY_CIRCLE > 0:
-        encode_vectors(
-            k, recent, tokens, codes + row, key_params + places, limit,
-            bh=bh, head_base=k_base, stride=k_token, length=length, window=window, d=d, circle=KEY_CIRCLE, WHICH=0,
-            APART=APART,
-        )  # fmt: skip
-    # Keys: per channel over the group's tokens; plane p holds the channels p·width + byte.
-    byte = tl.arange(0, KEY_PLANE)
-    inside = byte < key_width
-    packed = tl.zeros([group, KEY_PLANE], tl.int32)
-    params = key_params + first // group * 2 * d
-    for plane in tl.static_range(0 if KEY_CIRCLE > 0 else 8 // key_bits):
-        channel = plane * key_width + byte
-        x = load_pairs(
-            k, recent, tokens[:, None], channel[None, :], inside[None, :],
-            bh=bh, head_base=k_base, stride=k_token, length=length, WHICH=0, window=window, d=d, APART=APART,
-        )  # fmt: skip
-        if not APART:
-            keep_sinks(
-                x, tokens[:, None], channel[None, :], inside[None, :], head_sinks, sink_row,
-                WHICH=0, sink_tokens=sink_tokens, d=d,
-            )  # fmt: skip
-        low, high = finite_range(x, inside[None, :] & present[:, None], 0)
-        scale, zero = scale_and_zero(low, high, key_bits, zero_point)
-        scale, zero = stored_params(scale, zero, limit, key_params.dtype.element_ty)
-        tl.store(params + channel[None, :], scale, inside[None, :])
-        tl.store(params + d + channel[None, :], zero, inside[None, :])
-        step = read_scale(scale)
-        packed |= encode(x, step, read_zero(zero, step), key_bits) << (plane * key_bits)
-    if KEY_CIRCLE == 0:
-        tl.store(codes + row[:, None] + byte[None, :], packed.to(tl.uint8), inside[None, :])
-    if CIRCLE > 0:
-        if not APART:
-            channel = tl.arange(0, triton.next_power_of_2(d))[None, :]
-            x = load_pairs(
-                v, recent, tokens[:, None], channel, channel < d,
-                bh=bh, head_base=v_base, stride=v_token, length=length, WHICH=1, window=window, d=d, APART=APART,
-            )  # fmt: skip
-            keep_sinks(
-                x, tokens[:, None], channel, channel < d, head_sinks, sink_row, WHICH=1, sink_tokens=sink_tokens, d=d
-            )
-        encode_vectors(
-            v, recent, tokens, codes + row + key_width, value_params + places, limit,
-            bh=bh, head_base=v_base, stride=v_token, length=length, window=window, d=d, circle=CIRCLE, WHICH=1,
-            APART=APART,
-        )  # fmt: skip
-        return
+    key = load_pairs(
+        k, recent, tokens, channel, inside,
+        bh=bh, head_base=k_base, stride=k_token, length=length, WHICH=0, window=window, d=d, APART=APART,
+    )  # fmt: skip
+    if not APART:
+        keep_sinks(key, tokens, channel, inside, head_sinks, sink_row, WHICH=0, sink_tokens=sink_tokens, d=d)
+    key = tl.where(inside, key, float("nan"))
+    if KEY_TRELLIS:
+        words, scale = encode_vectors(key, steps, d, 0)
+        tl.store(key_params + places, stored_scale(scale, limit, key_params.dtype.element_ty))
+    else:
+        present = ~sinks_among(tokens, sink_row, sink_tokens=sink_tokens)
+        if PADDED:
+            present = present & (tl.load(padding + (bh // heads) * p_batch + tokens) != 0)
+        levels, scale, zero = quantized(key, present, 0, key_bits, zero_point, limit, key_params.dtype.element_ty)
+        place = place_of_params(channel, D) if key_bits < ROWS_FROM else channel
+        params = key_params + first // group * 2 * D + place
+        tl.store(params, scale)
+        tl.store(params + D, zero)
+        words = packed(levels, key_bits, 0)
+    store_words(words, codes, first, width, group, D, key_bits, 0)
 
-    # Values: per token over groups of channels, which need not coincide with planes: scales first, then codes.
-    value_groups: tl.constexpr = d // value_group
-    scales = value_params + places * 2 * value_groups
-    within = tl.arange(0, VALUE_GROUP)
-    real = within[None, :] < value_group
-    for part in tl.static_range(value_groups):
-        x = load_pairs(
-            v, recent, tokens[:, None], (part * value_group + within)[None, :], real,
-            bh=bh, head_base=v_base, stride=v_token, length=length, WHICH=1, window=window, d=d, APART=APART,
-        )  # fmt: skip
-        if not APART:
-            keep_sinks(
-                x, tokens[:, None], (part * value_group + within)[None, :], real, head_sinks, sink_row,
-                WHICH=1, sink_tokens=sink_tokens, d=d,
-            )  # fmt: skip
-        low, high = finite_range(x, real, 1)
-        scale, zero = scale_and_zero(low, high, value_bits, zero_point)
-        scale, zero = stored_params(scale, zero, limit, value_params.dtype.element_ty)
-        tl.store(scales[:, None] + part, scale)
-        tl.store(scales[:, None] + value_groups + part, zero)
-    tl.debug_barrier()  # the codes are rounded with the scales that were just stored
-    byte = tl.arange(0, VALUE_PLANE)
-    inside = byte < value_width
-    packed = tl.zeros([group, VALUE_PLANE], tl.int32)
-    for plane in tl.static_range(8 // value_bits):
-        channel = plane * value_width + byte
-        x = load_pairs(
-            v, recent, tokens[:, None], channel[None, :], inside[None, :],
-            bh=bh, head_base=v_base, stride=v_token, length=length, WHICH=1, window=window, d=d, APART=APART,
-        )  # fmt: skip
-        at = scales[:, None] + (channel // value_group)[None, :]
-        scale = read_scale(tl.load(at, inside[None, :], 1))
-        zero = read_zero(tl.load(at + value_groups, inside[None, :], 0), scale)
-        packed |= encode(x, scale, zero, value_bits) << (plane * value_bits)
-    tl.store(codes + row[:, None] + key_width + byte[None, :], packed.to(tl.uint8), inside[None, :])
+    value = load_pairs(
+        v, recent, tokens, channel, inside,
+        bh=bh, head_base=v_base, stride=v_token, length=length, WHICH=1, window=window, d=d, APART=APART,
+    )  # fmt: skip
+    if not APART:
+        keep_sinks(value, tokens, channel, inside, head_sinks, sink_row, WHICH=1, sink_tokens=sink_tokens, d=d)
+    value = tl.where(inside, value, float("nan"))
+    if TRELLIS:
+        words, scale = encode_vectors(value, steps, d, 1)
+        swapped = places - places % 4 + places % 2 * 2 + places // 2 % 2
+        tl.store(value_params + swapped, stored_scale(scale, limit, value_params.dtype.element_ty))
+    else:
+        parts: tl.constexpr = D // value_group
+        value = tl.reshape(value, [group, parts, value_group])
+        levels, scale, zero = quantized(
+            value, value == value, 2, value_bits, zero_point, limit, value_params.dtype.element_ty
+        )
+        params = value_params + places[:, None, None] * (2 * parts) + tl.arange(0, parts)[None, :, None]
+        tl.store(params, scale)
+        tl.store(params + parts, zero)
+        words = packed(tl.reshape(levels, [group, D]), value_bits, 1)
+    store_words(words, codes, first, width, group, D, value_bits, 1)
 
 
 @triton.jit(do_not_specialize=["heads", "columns"])
@@ -320,19 +272,21 @@ def append(
             columns=columns, d=d, window=window, group=COPY_BLOCK, CHANNELS=channels, PAGED=paged,
         )  # fmt: skip
     else:
-        group, value_group = capacity // key_params.shape[2], d // value_params.shape[-1]
-        key_circle, circle = (circle_of(d) if is_trellis(params) else 0 for params in (key_params, value_params))
-        key_width, value_width = layout.widths(d)
+        dim, group = stored_dim(d), capacity // key_params.shape[2]
+        in_trellis = [is_trellis(params) for params in (key_params, value_params)]
         there = k if padding is None else padding.view(torch.uint8)
-        groups, pairs = count // group + 1, recent
+        groups, pairs, steps = count // group + 1, recent, codes
         step = groups
         centered = center.shape[2]
-        if is_found(center, frequencies, key_circle > 0):
+        if is_found(center, frequencies, in_trellis[0]):
             set_center(k, padding, frequencies, cursor, recent, center, group)
         apart = layout.is_rotated or centered > 0
+        if apart or any(in_trellis):
+            step = groups_of_a_launch(batch * heads * group * 2 * dim * k.element_size(), groups)
         if apart:
-            step = rotated_groups(batch * heads * group * 2 * d * k.element_size(), groups)
             pairs = k.new_empty((batch, heads, step * group, 2, d))
+        if any(in_trellis):
+            steps = k.new_empty((batch * heads, step, 33 * group * dim // 32), dtype=torch.float32)
         for first in range(0, groups, step):
             if apart:
                 block = rotation_block(d)
@@ -343,14 +297,13 @@ def append(
                     BLOCK=ROTATED_BLOCK, num_warps=4,
                 )  # fmt: skip
             quantize_groups[batch * heads, step](
-                k, v, there, cursor, pairs, sink_index, codes, key_params, value_params, sink_pairs,
+                k, v, there, cursor, pairs, sink_index, codes, key_params, value_params, sink_pairs, steps,
                 **strides, p_batch=there.stride(0), limit=torch.finfo(k.dtype).max, heads=heads, capacity=capacity,
-                columns=columns, done=first * group, d=d, window=pairs.shape[2], group=group, value_group=value_group,
-                key_bits=key_bits, value_bits=value_bits, zero_point=zero_point, sink_tokens=sink_index.shape[2],
-                PADDED=padding is not None, APART=apart, KEY_CIRCLE=key_circle, CIRCLE=circle, PAGED=paged,
-                KEY_PLANE=triton.next_power_of_2(key_width),
-                VALUE_PLANE=triton.next_power_of_2(value_width), VALUE_GROUP=triton.next_power_of_2(value_group),
-                num_warps=8 if group * d >= 128 * 128 else 4,
+                columns=columns, done=first * group, d=d, D=dim, window=pairs.shape[2], group=group,
+                value_group=dim // value_params.shape[-1], key_bits=key_bits, value_bits=value_bits,
+                zero_point=zero_point, sink_tokens=sink_index.shape[2], PADDED=padding is not None, APART=apart,
+                KEY_TRELLIS=in_trellis[0], TRELLIS=in_trellis[1], PAGED=paged,
+                num_warps=min(max(4, group * dim // NUMBERS), 16),
             )  # fmt: skip
     blocks = triton.cdiv(min(count, window), RING_BLOCK)
     write_recent[batch * heads, blocks](
@@ -359,7 +312,7 @@ def append(
     )  # fmt: skip
 
 
-def rotated_groups(size: int, groups: int) -> int:
-    """Return the groups of `size` bytes that one launch rotates: a power of two, so that few kernels are compiled."""
+def groups_of_a_launch(size: int, groups: int) -> int:
+    """Return the groups, `size` bytes each, of one launch: a power of two, so that few kernels are compiled."""
     fit = max(1, SCRATCH // size)
     return min(1 << fit.bit_length() - 1, triton.next_power_of_2(groups))

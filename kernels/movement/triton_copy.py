@@ -82,14 +82,18 @@ def fetch_missing(
             run = place_in_page(cursor + bh // heads * columns, bh % heads, token, heads, missing)
         source = host + run * (2 * width)
         target = slots + (bh * top_k + place) * pair
+        if ROUNDED:  # once per pair: with the columns, scales would be most of the loads over PCIe
+            scales = source.to(tl.pointer_type(tl.float32), bitcast=True) + width // 4 - 1
+            key_scale = tl.load(scales, missing, 0.0)
+            value_scale = tl.load(scales + width // 4, missing, 0.0)
         for start in range(0, pair, COLUMNS):
             column = start + tl.arange(0, COLUMNS)
             there = missing[:, None] & (column < pair)[None, :]
             if ROUNDED:
-                part = column // d
-                codes = tl.load(source[:, None] + (part * width + column % d)[None, :], there, 0)
-                scales = source.to(tl.pointer_type(tl.float32), bitcast=True)
-                scale = tl.load(scales[:, None] + ((part + 1) * (width // 4) - 1)[None, :], there, 0.0)
+                is_key = (column < d)[None, :]
+                at = tl.where(column < d, column, column + (width - d))
+                codes = tl.load(source[:, None] + at[None, :], there, 0)
+                scale = tl.where(is_key, key_scale[:, None], value_scale[:, None])
                 row = (codes.to(tl.float32) * scale).to(slots.dtype.element_ty)
             else:
                 row = tl.load(source[:, None] + column[None, :], there)

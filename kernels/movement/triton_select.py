@@ -24,6 +24,44 @@ EMPTY = tl.constexpr(128)
 OCTAVES = tl.constexpr(16 << 23)
 
 
+@triton.jit
+def key_of(score):
+    """Return int32 keys in the order of scores; non-negative floats have the order of their bits. -1: no candidate."""
+    return tl.where(score >= 0.0, score.to(tl.int32, bitcast=True), -1)
+
+
+@triton.jit
+def threshold(key, selected, most):
+    """Return a key that at least `selected` and at most `most` elements reach, and their number.
+
+    With fewer candidates the key is 0; equal keys can make the number larger than `most`.
+    """
+    # Enough elements (or all candidates) are at least `low`; too few are at least `high`.
+    low, reach = tl.zeros([], tl.int32), tl.sum((key >= 0).to(tl.int32), 0)
+    high = tl.max(key, 0) + 1
+    middle = tl.maximum(high - OCTAVES, 1)
+    while (reach > most) & (high - low > 1):
+        count = tl.sum((key >= middle).to(tl.int32), 0)
+        enough = count >= selected
+        reach = tl.where(enough, count, reach)
+        low = tl.where(enough, middle, low)
+        high = tl.where(enough, high, middle)
+        middle = low + (high - low) // 2
+    return low, reach
+
+
+@triton.jit
+def best_of(key, selected):
+    """Return which elements are the `selected` largest keys; among equal keys at the border, the first ones."""
+    low, reach = threshold(key, selected, selected)
+    chosen = key >= low
+    if reach > selected:
+        above, tied = key > low, key == low
+        room = selected - tl.sum(above.to(tl.int32), 0)
+        chosen = above | (tied & (tl.cumsum(tied.to(tl.int32), 0) <= room))
+    return chosen
+
+
 @triton.jit(do_not_specialize=["tiles", "heads", "columns"])
 def keep_best(
     # This round's list: scores [B·H, length] float32, and their tokens [B·H, length] int32; if FIRST, tokens are
@@ -47,24 +85,7 @@ def keep_best(
     score = tl.load(scores + row * length + at, at < length, -1.0)
     if LOW_BIT_ALONE:
         score = tl.where(at < tl.load(cursor + row // heads * columns + AT_LOW_BIT), score, -1.0)
-    # Non-negative floats have the order of their bits; -1 is below them all.
-    key = tl.where(score >= 0.0, score.to(tl.int32, bitcast=True), -1)
-    # Enough elements (or all candidates) are at least `low`; too few are at least `high`.
-    low, reach = tl.zeros([], tl.int32), tl.sum((key >= 0).to(tl.int32), 0)
-    high = tl.max(key, 0) + 1
-    middle = tl.maximum(high - OCTAVES, 1)
-    while (reach > selected) & (high - low > 1):
-        count = tl.sum((key >= middle).to(tl.int32), 0)
-        enough = count >= selected
-        reach = tl.where(enough, count, reach)
-        low = tl.where(enough, middle, low)
-        high = tl.where(enough, high, middle)
-        middle = low + (high - low) // 2
-    chosen = key >= low
-    if reach > selected:  # among equal scores at the border, keep the older tokens
-        above, tied = key > low, key == low
-        room = selected - tl.sum(above.to(tl.int32), 0)
-        chosen = above | (tied & (tl.cumsum(tied.to(tl.int32), 0) <= room))
+    chosen = best_of(key_of(score), selected)
     place = (row * tiles + tile) * selected + tl.cumsum(chosen.to(tl.int32), 0) - 1
     token = at
     if not FIRST:
@@ -83,12 +104,19 @@ def keep_best(
 
 def select_topk(scores: Tensor, selected: Tensor, cursor: Tensor | None = None) -> None:
     """Run `tier_ops.select_topk`, in ascending order of tokens; with a cursor, only over the low-bit tier."""
+    merge(scores, None, selected, cursor)
+
+
+def merge(scores: Tensor, tokens: Tensor | None, selected: Tensor, cursor: Tensor | None = None) -> None:
+    """Run `keep_best` in rounds until one tile holds the list of scores [B, H, n] and their int32 tokens [B, H, n].
+
+    With tokens None they are the indices; with a cursor, only those of the low-bit tier count.
+    """
     count = selected.shape[-1]
     if count == 0:
         return
     rows = scores.shape[0] * scores.shape[1]
     tile = max(TILE, triton.next_power_of_2(2 * count))  # a round at least halves the list
-    tokens, first = selected, True
     while True:
         length = scores.shape[-1]
         tiles = triton.cdiv(length, tile)
@@ -98,12 +126,12 @@ def select_topk(scores: Tensor, selected: Tensor, cursor: Tensor | None = None) 
         kept_scores = scores if last else torch.empty(shape, dtype=torch.float32, device=scores.device)
         block = min(tile, max(128, triton.next_power_of_2(length)))
         keep_best[rows, tiles](
-            scores, tokens, tokens if cursor is None else cursor, kept_scores, kept_tokens,
-            length=length, selected=count, tiles=tiles, heads=scores.shape[1],
+            scores, selected if tokens is None else tokens, selected if cursor is None else cursor, kept_scores,
+            kept_tokens, length=length, selected=count, tiles=tiles, heads=scores.shape[1],
             columns=0 if cursor is None else cursor.stride(0),
-            FIRST=first, LAST=last, LOW_BIT_ALONE=first and cursor is not None, BLOCK=block,
+            FIRST=tokens is None, LAST=last, LOW_BIT_ALONE=cursor is not None, BLOCK=block,
             num_warps=max(1, min(8, block // 512)),
         )  # fmt: skip
         if last:
             return
-        scores, tokens, first = kept_scores, kept_tokens, False
+        scores, tokens, cursor = kept_scores, kept_tokens, None

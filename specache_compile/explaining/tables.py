@@ -9,6 +9,7 @@ from typing import Any
 
 from tabulate import tabulate
 
+from specache_compile.kernels.codes.records import stored_dim
 from specache_compile.passes.plan import PassReport
 
 from .figures import Figures
@@ -70,7 +71,7 @@ def attentions(e: Figures) -> str:
     lines = [f"{rewritten} of {every} attentions rewritten" + (f", {lanes} in decode" if e.sites else "")]
     shapes = ((site.model_layer, (site.query_heads, site.heads, site.head_dim)) for site in e.sites)
     for layers, heads, kv_heads, width in grouped(shapes):
-        lines.append(f"  layers {layers}: {heads} query heads, {kv_heads} KV heads of {width}")
+        lines.append(f"  layers {layers}: {heads} query heads, {kv_heads} KV heads of {width}{padding(e, width)}")
     if e.absorbed:
         lines.append(f"  layers {spans(e.absorbed)}: {ABSORBED}")
     reasons: dict[str, list[str]] = {}
@@ -80,6 +81,14 @@ def attentions(e: Figures) -> str:
         lines += textwrap.wrap(f"left exact, {len(where)} ({spans(where)}): {reason}", WIDTH,
                                initial_indent="  ", subsequent_indent="    ")  # fmt: skip
     return "\n".join(lines)
+
+
+def padding(e: Figures, head_dim: int) -> str:
+    """The padding of a head's codes, if there is any."""
+    layout, stored = getattr(e.options, "layout", None), stored_dim(head_dim)
+    if layout is None or not layout.is_quantised or stored == head_dim:
+        return ""
+    return f" (low-bit codes padded to {stored}: {stored / head_dim - 1:.0%} more bytes)"
 
 
 def memory_table(e: Figures) -> str:

@@ -163,6 +163,12 @@ def test_the_text_fits_on_one_screen_and_compares_with_16_bits(llama: LlamaForCa
     assert text.count("print(e.layer(1))") == 1
 
 
+def test_the_padding_of_a_head_is_reported() -> None:
+    assert "padded" not in str(sc.explain(tiny_llama(), prompt_length=100, options={"bits": 1}))
+    text = str(sc.explain(tiny_llama(head_dim=24), prompt_length=100, options={"bits": 1}))
+    assert "KV heads of 24 (low-bit codes padded to 32: 33% more bytes)" in text
+
+
 def test_a_prompt_longer_than_the_models_context_gets_a_note() -> None:
     config = tiny_llama(num_hidden_layers=1).config
     explained = sc.explain(config, prompt_length=64)

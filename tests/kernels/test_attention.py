@@ -17,6 +17,15 @@ import torch
 from torch import Tensor
 
 from specache_compile.kernels.attention.attention_ops import BLOCK
+from specache_compile.kernels.codes.records import (
+    RECORD,
+    by_token,
+    fields_of,
+    in_thread_order,
+    param_order,
+    read_levels,
+    stored_dim,
+)
 from specache_compile.kernels.op import registered
 from specache_compile.kernels.state.stored_tiers import StoredTiers
 
@@ -113,27 +122,27 @@ def make_step(case: Case, seed: int = 0) -> Step:
 
     capacity = 256 * (n // 256 + 1)
     window = case.residual + case.group
-    size = next(size for size in range(min(d, case.group), 0, -1) if d % size == 0)
     recent = torch.full((*rows, window, 2, d), math.nan, dtype=case.dtype)
     for token in range(low_bit, n):
         recent[:, :, token % window] = truth[:, :, token]
     if bits == 16:
         codes = torch.full((*rows, capacity, 2, d), math.nan, dtype=case.dtype)
         codes[:, :, :low_bit] = normal(*rows, low_bit, 2, d)
-        key_params, value_params = codes.new_empty((*rows, 0, 2, d)), codes.new_empty((*rows, 0, 2, d // size))
+        key_params, value_params = codes.new_empty((*rows, 0, 2, d)), codes.new_empty((*rows, 0, 2, 1))
         stored_keys, stored_values = codes[:, :, :low_bit].double().unbind(3)
         codes = codes.flatten(3)
     else:
         key_bits, value_bits, _ = case.layout
-        width = d * key_bits // 8
-        shape = (*rows, capacity, width + d * value_bits // 8)
+        dim, whole = stored_dim(d), -(-low_bit // RECORD) * RECORD
+        gv = min(dim, case.group)
+        shape = (*rows, capacity, dim * (key_bits + value_bits) // 8)
         codes = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
-        key_params = torch.full((*rows, capacity // case.group, 2, d), math.nan, dtype=case.dtype)
-        value_params = torch.full((*rows, capacity, 2, d // size), math.nan, dtype=case.dtype)
-        key_params[:, :, : low_bit // case.group] = normal(*rows, low_bit // case.group, 2, d) / 2**key_bits
-        value_params[:, :, :low_bit] = normal(*rows, low_bit, 2, d // size) / 2**value_bits
+        key_params = torch.full((*rows, capacity // case.group, 2, dim), math.nan, dtype=case.dtype)
+        value_params = torch.full((*rows, capacity, 2, dim // gv), math.nan, dtype=case.dtype)
+        key_params[:, :, : low_bit // case.group] = normal(*rows, low_bit // case.group, 2, dim) / 2**key_bits
+        value_params[:, :, :low_bit] = normal(*rows, low_bit, 2, dim // gv) / 2**value_bits
         if case.trellis:
-            value_params, size = value_params[:, :, :, :1, :1].contiguous(), d
+            value_params = value_params[:, :, :, :1, :1].contiguous()
         if case.key_trellis:
             key_params = torch.full((*rows, capacity // case.group, 1, case.group), math.nan, dtype=case.dtype)
             key_params[:, :, : low_bit // case.group] = normal(*rows, low_bit // case.group, 1, case.group)
@@ -142,17 +151,21 @@ def make_step(case: Case, seed: int = 0) -> Step:
         group_of = torch.arange(low_bit) // case.group
         scale, zero = read_params(key_params[:, :, : low_bit // case.group])
         if case.key_trellis:
-            stored_keys = (read_trellis(codes[:, :, :low_bit, :width], d) - 1.5) * scale.flatten(2)[..., None]
+            levels = read_trellis(codes[:, :, :whole], dim, False)[:, :, :low_bit]
+            stored_keys = (levels - 1.5) * scale.flatten(2)[..., None]
         else:
-            stored_keys = read_levels(codes[:, :, :low_bit, :width], key_bits, d) * scale[:, :, group_of]
-            stored_keys += zero[:, :, group_of]
+            place = param_order(dim).argsort() if key_bits < 8 else torch.arange(dim)
+            levels = read_levels(codes[:, :, :whole], dim, key_bits, values=False)[:, :, :low_bit]
+            stored_keys = levels.double() * scale[:, :, group_of][..., place] + zero[:, :, group_of][..., place]
         scale, zero = read_params(value_params[:, :, :low_bit])
         if case.trellis:
-            stored_values = (read_trellis(codes[:, :, :low_bit, width:], d) - 1.5) * scale
+            levels = read_trellis(codes[:, :, :whole], dim, True)[:, :, :low_bit]
+            stored_values = (levels - 1.5) * in_thread_order(scale.squeeze(-1)).unsqueeze(-1)
         else:
-            channel = torch.arange(d) // size
-            stored_values = read_levels(codes[:, :, :low_bit, width:], value_bits, d) * scale[..., channel]
-            stored_values += zero[..., channel]
+            channel = torch.arange(dim) // gv
+            levels = read_levels(codes[:, :, :whole], dim, value_bits, values=True)[:, :, :low_bit]
+            stored_values = levels.double() * scale[..., channel] + zero[..., channel]
+        stored_keys, stored_values = stored_keys[..., :d], stored_values[..., :d]
         if case.rotate:
             stored_keys, stored_values = turned(stored_keys), turned(stored_values)
     center = torch.zeros(*rows, 0, d)
@@ -246,21 +259,11 @@ def turned(x: Tensor) -> Tensor:
     return (x.unflatten(-1, (-1, block)) @ (torch.tensor(signs).double() / math.sqrt(block))).flatten(-2)
 
 
-def read_levels(codes: Tensor, bits: int, head_dim: int) -> Tensor:
-    """Return codes as float64 [..., d]: channel c is in byte c mod P, at bit `bits` * (c div P)."""
-    channel, width = torch.arange(head_dim), head_dim * bits // 8
-    return (codes[..., channel % width].long() // 2 ** (bits * (channel // width)) % 2**bits).double()
-
-
-def read_trellis(codes: Tensor, head_dim: int) -> Tensor:
-    """Return a trellis code's levels q as float64 [..., d], from each number's bit and the three before it."""
-    width, step = head_dim // 8, torch.arange(head_dim)
-    circle = 32 if head_dim % 32 == 0 else 8 * max(size for size in range(1, 9) if width % size == 0)
-    bits = codes[..., step // 8].long() >> step % 8 & 1
-    b = [bits[..., step // circle * circle + (step - back) % circle] for back in range(4)]
-    levels = torch.empty(bits.shape, dtype=torch.float64)
-    levels[..., step % 8 * width + step // 8] = (2 * (b[0] ^ b[1] ^ b[3]) + b[2]).double()
-    return levels
+def read_trellis(codes: Tensor, dim: int, values: bool) -> Tensor:
+    """Return a trellis code's levels q as float64 [B, H, C, D], from each number's bit and the three before it."""
+    circles = fields_of(codes, dim, 1, values).long().unflatten(-1, (-1, 32))
+    b = [circles.roll(back, -1) for back in range(4)]
+    return by_token((2 * (b[0] ^ b[1] ^ b[3]) + b[2]).flatten(-2), dim, 1, values).double()
 
 
 def in_bytes(params: Tensor, generator: torch.Generator) -> Tensor:

@@ -144,16 +144,16 @@ def tiers_of(i: Inputs) -> tuple[list[Tensor], list[int]]:
 
 def decode_inputs(i: Inputs) -> tuple[Any, ...]:
     step = (i.q, i.k, i.v, i.mask(1), i.sinks, i.cursor, i.slots, i.slot_index)
-    return (*step, *tiers_of(i), i.scale, i.case.softcap)
+    return (*step, *tiers_of(i), i.scale, i.case.softcap, 0.01)
 
 
 def score_inputs(i: Inputs) -> tuple[Any, ...]:
-    return (i.q, i.k, i.mask(1), i.sinks, i.cursor, *tiers_of(i), i.scale, i.case.softcap)
+    return (i.q, i.k, i.mask(1), i.sinks, i.cursor, *tiers_of(i), i.scale, i.case.softcap, True)
 
 
 def scored_inputs(i: Inputs) -> tuple[Any, ...]:
     kept = (i.logits, i.base, i.slot_index.flip(-1), i.slots, i.slot_index)
-    return (i.q, i.k, i.v, i.mask(1), i.sinks, i.cursor, *kept, *tiers_of(i), i.scale, i.case.softcap)
+    return (i.q, i.k, i.v, i.mask(1), i.sinks, i.cursor, *kept, *tiers_of(i), i.scale, i.case.softcap, 0.01)
 
 
 GENERATORS: dict[str, Callable[[Inputs], tuple[Any, ...]]] = {
@@ -163,7 +163,9 @@ GENERATORS: dict[str, Callable[[Inputs], tuple[Any, ...]]] = {
     ),
     "decode_attention": decode_inputs,
     "score_low_bit": score_inputs,
-    "correct": lambda i: (i.lane_scores, i.cursor, i.host, i.slots, i.slot_index, i.corrected),
+    "correct": lambda i: (
+        i.lane_scores, i.cursor, i.host, i.slots, i.slot_index, i.corrected, i.q, i.logits, i.base, i.mask(1),
+    ),
     "attend_scored": scored_inputs,
     "extend_attention": lambda i: (
         i.q, i.k, i.v, i.mask(i.case.lanes), i.sinks, i.cursor, i.host, i.scale, i.case.softcap,
@@ -211,8 +213,8 @@ GENERATORS: dict[str, Callable[[Inputs], tuple[Any, ...]]] = {
 # An op's C++ takes the op's arguments.
 GENERATORS |= {f"{op.name}_fused": GENERATORS[op.name] for op in OPS if op.fused is not None}
 
-# Ops that declare their operands as mutated, to keep readers after them, but write nothing.
-GUARDS = {"wait"}
+# Ops that declare operands as mutated but write nothing: a wait, which keeps readers after it, and what a GPU writes.
+GUARDS = {"wait", "attend_scored", "attend_scored_fused"}
 
 every_op = pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

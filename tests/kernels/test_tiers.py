@@ -159,9 +159,7 @@ class Cache:
             value_levels, scales = self.in_trellis(values, values=True)
             value_params = stored_scale(in_thread_order(scales), dtype)[..., None, None]
         else:
-            value_levels, value_params = quantize_values(
-                padded(values), self.size, value_bits, self.zero_point, dtype
-            )
+            value_levels, value_params = quantize_values(padded(values), self.size, value_bits, self.zero_point, dtype)
         for levels, bits, of_values in ((key_levels, key_bits, False), (value_levels, value_bits, True)):
             found = read_levels(self.codes, self.dim, bits, of_values)
             assert torch.equal(found[:, :, :low_bit][others], levels[others])

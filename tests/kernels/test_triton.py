@@ -341,7 +341,7 @@ READ, PARAMS = (read_keys, read_values), ("key_params", "value_params")
 
 def test_a_long_prompt_is_rotated_in_several_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_append, "SCRATCH", 2 * BATCH * 2 * 32 * 2 * 64 * 4)
-    assert triton_append.rotated_groups(BATCH * 2 * 32 * 2 * 64 * 4, 9) == 2
+    assert triton_append.groups_of_a_launch(BATCH * 2 * 32 * 2 * 64 * 4, 9) == 2
     case = Case(rotate=True)
     ours, reference = Layer(case, triton_append.append), Layer(case, tiers.append)
     for field in ("recent", "codes", "key_params", "value_params"):

@@ -19,7 +19,7 @@ from transformers import LlamaForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import specache_compile as sc
-from conftest import compile_copy, greedy, prompt, tiny_llama
+from conftest import compile_copy, prompt, tiny_llama
 from specache_compile.compat import cache_of, with_cache
 from specache_compile.kernels.codes import trellis
 from specache_compile.kernels.codes.records import stored_dim
@@ -258,20 +258,9 @@ def test_the_settings_are_what_they_are_called() -> None:
     assert parse_options({"setting": "paper", "rotate": True}).rotate, "what is given goes before"
 
 
-def test_a_head_dim_that_cannot_be_stored_so_is_one_clear_line() -> None:
+def test_a_head_dim_that_cannot_be_rotated_is_one_clear_line() -> None:
     with pytest.raises(sc.OptionError, match=r"head_dim 65 is odd and cannot be rotated\. Pass rotate=False"):
         check_head_dim(Layout(8, 8, True), 65)
-    narrow = tiny_llama(head_dim=4)
-    with pytest.raises(sc.SpecacheError, match=r"head_dim 4 at \d bit is not a whole number of bytes"):
-        sc.explain(narrow, prompt_length=100, options={"bits": 1})
-    narrow.compile(backend="specache", options={"lowering": "eager", "bits": 1})
-    with pytest.raises(sc.SpecacheError, match=r"head_dim 4 at 1 bit is not a whole number of bytes\. Pass more bits"):
-        greedy(narrow, prompt(100), 2)
-    narrow.compile(backend="specache", options={"lowering": "eager", "bits": 1, "min_context": 10_000})
-    with pytest.raises(
-        sc.SpecacheError, match=r"head_dim 4 at \d bit is not a whole number of bytes"
-    ):  # not when it is long enough
-        greedy(narrow, prompt(100), 2)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,165 @@
+// Products of records in fragment order (`records.py`) with queries and with weights.
+//
+// A vector holds words of neighbouring threads. Lane and field determine a number's token and channel, so the query and
+// the weights are brought into the codes' order. A field then takes a shift, a look-up, and a multiply-add for each row.
+// Sums across lanes follow once for a record of keys, and once for a chunk of values.
+
+namespace {
+
+// Query rows whose sums are in registers at once.
+constexpr int64_t kRows = 8;
+
+// The four sums of lanes i, i + 4, ...
+inline void add_fours(Floats x, float* to) {
+  typedef float Four __attribute__((vector_size(16), aligned(4)));
+  float lanes[kLanes];
+  *reinterpret_cast<Floats*>(lanes) = x;
+  Four sum = *reinterpret_cast<Four*>(lanes);
+  for (int i = 4; i < kLanes; i += 4) sum += *reinterpret_cast<Four*>(lanes + i);
+  *reinterpret_cast<Four*>(to) = sum;
+}
+
+// Keys. A word holds numbers of one of `per_token` words of a token, or of `tokens` tokens.
+struct KeyOrder : Order {
+  const int tokens, per_token, run, variants, entries;
+  std::vector<uint16_t> channel;  // of a query's lanes [variants][entries][kLanes]; entries: [plane][vector][field][half]
+
+  KeyOrder(int64_t dim, int64_t stored, bool trellis)
+      : Order(dim, stored, trellis), tokens(std::max<int>(1, fields * 8 / dim)),
+        per_token(std::max<int>(1, dim / 8 / fields)), run(fields / tokens / planes),
+        variants(std::max(1, per_token / loads)), entries(planes * vectors * run * 2) {
+    for (int at = 0; at < variants * entries * kLanes; ++at) {
+      const int lane = at % kLanes, entry = at / kLanes % entries, half = entry % 2, field = entry / 2 % run;
+      const int vector = entry / 2 / run % vectors, plane = entry / 2 / run / vectors;
+      const int q = thread(vector, lane), number = (at / kLanes / entries * loads + word(lane)) * fields;
+      channel.push_back(q < 4 ? (number + planes * field + plane) % (dim / 8) * 8 + 2 * q + half : 0);
+    }
+  }
+
+  // Partial sums of each g: `per_token` for each token.
+  int sums() const { return 8 * per_token; }
+
+  void fold(Floats x, float* to) const {
+    if (loads == 4 && tokens == 1) return add_fours(x, to);
+    for (int word = 0; word < loads; ++word) {
+      float sum = 0.0f;
+      for (int lane = word; lane < std::min(kLanes, 4 * loads); lane += loads) sum += x[lane];
+      to[word * tokens] = sum;
+    }
+  }
+};
+
+// sums [R][8][k.sums()] of the threads with first <= g < stop; query [variants][entries][R][kLanes].
+template <int bits, int R>
+__attribute__((noinline)) void score_words(const KeyOrder& k, const uint32_t* words, int first, int stop,
+                                           const float* query, float* sums) {
+  constexpr int U = R <= 2 ? 4 : R <= 4 ? 2 : 1;  // values of g at once: enough sums to hide a multiply-add's latency
+  for (int l = 0; l < k.blocks / kQuads; ++l)
+    for (int g = first; g < stop; g += U)
+      for (int token = 0; token < k.tokens; ++token) {
+        Floats sum[U][R] = {};
+        const float* at = query + l % k.variants * k.entries * R * kLanes;
+        for (int vector = 0; vector < k.planes * k.vectors; ++vector) {
+          Words word[U];
+          for (int u = 0; u < U; ++u)
+            word[u] = load_words(words + (l * kQuads + g + u) * k.pitch + vector * kLanes) >> (token * k.run * bits);
+          for (int field = 0; field < k.run; ++field, at += 2 * R * kLanes) {
+#pragma GCC unroll 2
+            for (int half = 0; half < 2; ++half) {
+              Floats x[U];
+              for (int u = 0; u < U; ++u) x[u] = levels_of<bits>(half ? word[u] >> 16 : word[u]);
+#pragma GCC unroll 8
+              for (int r = 0; r < R; ++r) {
+                const Floats q = load(at + (half * R + r) * kLanes);
+                for (int u = 0; u < U; ++u) sum[u][r] = fma(x[u], q, sum[u][r]);
+              }
+            }
+            for (int u = 0; u < U; ++u) word[u] >>= bits;
+          }
+        }
+        for (int r = 0; r < R; ++r)
+          for (int u = 0; u < U; ++u)
+            k.fold(sum[u][r], sums + (r * kQuads + g + u) * k.sums() + l * k.loads * k.tokens + token);
+      }
+}
+
+void score_rows_of(const KeyOrder& k, const uint32_t* words, int first, int stop, const float* query, int64_t rows,
+                   float* sums) {
+  with_rows<kRows>(rows, [&](auto R) {
+    if (k.bits == 2) score_words<2, R>(k, words, first, stop, query, sums);
+    else score_words<4, R>(k, words, first, stop, query, sums);
+  });
+}
+
+// Values. `shares`: numbers of a channel in a field's place, for tokens 8 apart and of other words of a load.
+struct ValueOrder : Order {
+  const int shares;
+  struct Place {
+    int offset, shift;
+  };
+  std::vector<Place> places;  // of a channel 8·c + g: [c][shares], relative to the block of g
+  std::vector<uint8_t> token;  // of a row's weights in a record [shares][vectors][half][kLanes]; kRecord: none
+
+  ValueOrder(int64_t dim, int64_t stored, bool trellis) : Order(dim, stored, trellis), shares(2 * 4 / loads) {
+    for (int c = 0; c < dim / 8 + 3; ++c)  // three more, since channels are summed in fours
+      for (int share = 0; share < shares; ++share) {
+        const int number = std::min<int>(c, dim / 8 - 1) + dim / 8 * share, field = number % fields;
+        const int plane = field % planes;
+        places.push_back({number / fields * kQuads * pitch + plane * vectors * kLanes,
+                          (field - plane) * (planes == 2 ? 1 : bits)});
+      }
+    for (int at = 0; at < shares * vectors * 2 * kLanes; ++at) {
+      const int lane = at % kLanes, half = at / kLanes % 2, vector = at / kLanes / 2 % vectors;
+      const int share = at / kLanes / 2 / vectors, q = thread(vector, lane);
+      const int pair = word(lane) * (shares / 2) + share / 2;
+      token.push_back(q < 4 ? 16 * q + share % 2 * 8 + 2 * pair + half : kRecord);
+    }
+  }
+};
+
+// out[r][8·c + g] = Σ_t weights[r][t]·level[t][8·c + g] for first <= c < stop, over `count` records.
+template <int bits, int R>
+__attribute__((noinline)) void mix_words(const ValueOrder& v, const uint32_t* const* records, int count,
+                                         const float* weights, int first, int stop, float* out) {
+  constexpr int C = R <= 2 ? 4 : R <= 4 ? 2 : 1;  // channels at once
+  for (int g = 0; g < kQuads; ++g)
+    for (int c = first; c < stop; c += C) {
+      Floats sum[C][R] = {};
+      const float* at = weights;
+      for (int record = 0; record < count; ++record)
+        for (int share = 0; share < v.shares; ++share)
+          for (int vector = 0; vector < v.vectors; ++vector) {
+            Words word[C];
+            for (int i = 0; i < C; ++i) {
+              const ValueOrder::Place place = v.places[(c + i) * v.shares + share];
+              word[i] = load_words(records[record] + g * v.pitch + place.offset + vector * kLanes) >> place.shift;
+            }
+#pragma GCC unroll 2
+            for (int half = 0; half < 2; ++half, at += R * kLanes) {
+              Floats x[C];
+              for (int i = 0; i < C; ++i) x[i] = levels_of<bits>(half ? word[i] >> 16 : word[i]);
+#pragma GCC unroll 8
+              for (int r = 0; r < R; ++r) {
+                const Floats w = load(at + r * kLanes);
+                for (int i = 0; i < C; ++i) sum[i][r] = fma(x[i], w, sum[i][r]);
+              }
+            }
+          }
+      for (int i = 0; i < C && c + i < stop; ++i)
+        for (int r = 0; r < R; ++r) {
+          float four[4];
+          add_fours(sum[i][r], four);
+          out[r * v.dim + 8 * (c + i) + g] = four[0] + four[1] + four[2] + four[3];
+        }
+    }
+}
+
+void mix_rows_of(const ValueOrder& v, const uint32_t* const* records, int count, const float* weights, int64_t rows,
+                 int first, int stop, float* out) {
+  with_rows<kRows>(rows, [&](auto R) {
+    if (v.bits == 2) mix_words<2, R>(v, records, count, weights, first, stop, out);
+    else mix_words<4, R>(v, records, count, weights, first, stop, out);
+  });
+}
+
+}  // namespace

@@ -1,0 +1,176 @@
+"""Triton: attention of a decode step over the 16-bit pairs: slots, ring, new pairs and sink tokens."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specache_compile.kernels.state.page_table import shape_of_scores
+from specache_compile.kernels.state.triton_cursor import AT_LENGTH, AT_LOW_BIT, AT_NEXT_LOW_BIT
+
+from .kept_logits import LOWEST
+from .triton_decode import (
+    EXACT_BLOCK,
+    FEWEST_CHANNELS,
+    MASK_STRIDES,
+    DecodeInputs,
+    Sums,
+    empty_sums,
+    exact_splits,
+    rows_of,
+)
+from .triton_softmax import LOG2E, biased, capped, finite, shown
+
+NOTHING_SEEN = tl.constexpr(LOWEST)
+# Programs per multiprocessor that the registers allow.
+PROGRAMS = 8
+
+
+@triton.jit(do_not_specialize=[*MASK_STRIDES, "capacity", "columns"])
+def attend_pairs(
+    # q [B, Hq, lanes, d]; k and v [B, H, lanes, d], the new pairs; mask [B, Hq, lanes, > n] uint8 or additive, unused
+    # without a mask; cursor int64 [B, 4].
+    q, k, v, mask, cursor,
+    # recent [B, H, W, 2, d], sink_pairs [B, H, s, 2, d], slots [B, H, k, 2, d], unused without VALUES; sink_index
+    # [B, 1, s] and slot_index [B, H, k] int32 (-1: none).
+    recent, sink_pairs, slots, sink_index, slot_index,
+    # Written: kept logits and their base (`kept_logits.py`) if KEPT; partial [B·H, splits, ROWS, d] if VALUES;
+    # peaks and totals [B·H, splits, ROWS].
+    logits, base, partial, peaks, totals,
+    # Strides of q, k and v, of three dimensions each, then of the mask [B, Hq, lanes, tokens], 0 for broadcast ones.
+    strides, m_batch, m_head, m_row, m_token,
+    # H, C in tokens, columns of the cursor.
+    scale, softcap, heads, capacity, columns,
+    d: tl.constexpr, window: tl.constexpr, top_k: tl.constexpr, sink_tokens: tl.constexpr, lanes: tl.constexpr,
+    rows: tl.constexpr, KEPT: tl.constexpr, VALUES: tl.constexpr, MASK: tl.constexpr, CAP: tl.constexpr,
+    ROWS: tl.constexpr, CHANNELS: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program: all query rows of a KV head, over a split of its 16-bit pairs. Keeps logits of slots and candidates.
+
+    rows: R; row r is lane r % lanes of query head r // lanes, and later rows repeat the first. ROWS, CHANNELS: R and d,
+    padded. EXACT: pairs per tile, and tokens per base. Bytes: 4·d per pair, half without VALUES. FLOPs: 4·ROWS·d.
+    """
+    kind: tl.constexpr = q.dtype.element_ty
+    bh, split, splits = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    batch, head = bh // heads, bh % heads
+    cursor += batch * columns
+    length, low_bit = tl.load(cursor + AT_LENGTH), tl.load(cursor + AT_LOW_BIT)
+    candidates = tl.minimum(tl.load(cursor + AT_NEXT_LOW_BIT), length)
+    row, channel, within = tl.arange(0, ROWS), tl.arange(0, CHANNELS), tl.arange(0, EXACT)
+    lane, query_head = row % rows % lanes, head * (rows // lanes) + row % rows // lanes
+    q_row = q + batch * strides[0] + query_head * strides[1] + lane * strides[2]
+    k_row, v_row = k + batch * strides[3] + head * strides[4], v + batch * strides[6] + head * strides[7]
+    mask += batch * m_batch
+    mask_row = query_head * m_head + lane * m_row
+    sink_row = sink_index + batch * sink_tokens
+    Q: tl.constexpr = (rows + 1) // 2
+    first_record = bh * (capacity // 64)
+    logits_row = logits + first_record * (128 * Q) + row % 2 * (64 * Q) + row // 2 * 8
+    base_row = base + first_record * (8 * Q) + row % 2 * (4 * Q) + row // 2
+    inside, kept = channel < d, row < 2 * Q
+    query = tl.load(q_row[:, None] + channel[None, :], inside[None, :], 0.0)
+    peak = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    sums = tl.zeros([ROWS, CHANNELS], tl.float32)
+    slot_blocks: tl.constexpr = (top_k + EXACT - 1) // EXACT
+    recent_blocks = tl.cdiv((length - low_bit).to(tl.int32), EXACT)
+    before_sinks = slot_blocks + recent_blocks + 1
+    blocks = before_sinks + (sink_tokens + EXACT - 1) // EXACT
+    share = tl.cdiv(blocks, splits)
+    for block in range(split * share, tl.minimum(blocks, (split + 1) * share)):
+        # Order: slots, recent ring, new pairs of the lanes, sinks. Compute each pair's pointer and token index.
+        place = block * EXACT + within
+        if block < slot_blocks:
+            tokens = tl.load(slot_index + bh * top_k + place, place < top_k, -1).to(tl.int64)
+            there = (tokens >= 0) & (tokens < low_bit)
+            keys_at = slots + (bh * top_k + place) * (2 * d)
+            values_at = keys_at + d
+            scored = there
+        elif block < slot_blocks + recent_blocks:
+            tokens = low_bit + (place - slot_blocks * EXACT)
+            there = tokens < length
+            keys_at = recent + (bh * window + tokens % window) * (2 * d)
+            values_at = keys_at + d
+            scored = tokens < candidates
+        elif block >= before_sinks:
+            sink = place - before_sinks * EXACT
+            tokens = tl.load(sink_row + sink, sink < sink_tokens, -1).to(tl.int64)
+            there = (tokens >= 0) & (tokens < low_bit)
+            keys_at = sink_pairs + (bh * sink_tokens + sink) * (2 * d)
+            values_at = keys_at + d
+            scored = within < 0
+        else:
+            there = within < lanes
+            tokens = length + tl.zeros_like(within)
+            keys_at = k_row + within.to(tl.int64) * strides[5]
+            values_at = v_row + within.to(tl.int64) * strides[8]
+            scored = within < 0
+        loaded = there[:, None] & inside[None, :]
+        keys = tl.load(keys_at[:, None] + channel[None, :], loaded, 0.0)
+        if VALUES:
+            values = tl.load(values_at[:, None] + channel[None, :], loaded, 0.0)
+        x = tl.dot(query, tl.trans(keys), input_precision=PRECISION)
+        x = capped(x * scale, softcap, CAP)
+        # Only the new pairs are causal. Triton 3.9's interpreter broadcasts no scalar here, so compare positions.
+        others = (place < (before_sinks - 1) * EXACT) | (place >= before_sinks * EXACT)
+        causal = others[None, :] | (within[None, :] <= lane[:, None])
+        seen = shown(there, mask, tokens * m_token, MASK)[None, :] & causal
+        x = biased(x, mask, mask_row[:, None] + (tokens * m_token)[None, :], seen, MASK) * LOG2E
+        highest = tl.max(x, 1)
+        if KEPT:
+            number, octet = tokens // 64, tokens % 64 // 8
+            base_at = base_row[:, None] + (number * (8 * Q) + octet // 2 * Q)[None, :]
+            stored = kept[:, None] & scored[None, :]
+            bases = tl.maximum(highest, NOTHING_SEEN)[:, None] + tl.zeros_like(x)
+            if block < slot_blocks:
+                bases = tl.load(base_at, stored, 0.0)
+            else:  # a tile of the ring has the tokens of one base
+                tl.store(base_at, bases, stored & (within == 0)[None, :])
+            logits_at = logits_row[:, None] + (number * (128 * Q) + octet * (8 * Q) + tokens % 8)[None, :]
+            tl.store(logits_at, x - bases, stored)
+        higher = tl.maximum(peak, highest)
+        weights, shrink = tl.exp2(x - finite(higher)[:, None]), tl.exp2(peak - finite(higher))
+        peak, total = higher, total * shrink + tl.sum(weights, 1)
+        if VALUES:
+            sums = tl.dot(weights.to(kind), values, sums * shrink[:, None], input_precision=PRECISION)
+    at = (bh * splits + split) * ROWS + row
+    if VALUES:
+        tl.store(partial + at[:, None] * d + channel[None, :], sums, (row >= 0)[:, None] & inside[None, :])
+    tl.store(peaks + at, peak)
+    tl.store(totals + at, total)
+
+
+def attend_exact(
+    inputs: DecodeInputs, slots: Tensor | None, slot_index: Tensor | None, values: bool,
+    kept: tuple[Tensor, Tensor] | None,
+) -> Sums:  # fmt: skip
+    """Return the sums over the 16-bit pairs.
+
+    Args:
+        slots, slot_index: as in `attention_ops`; unused without `values`.
+        values: whether slots are attended to, and values summed.
+        kept: kept logits and their base, to which the logits of slots and of candidates in the ring are written. Slots
+            keep their base from the low-bit tier.
+    """
+    q, k, v, (kind, mask, mask_strides), cursor, tiers = inputs[:6]
+    batch, query_heads, lanes, d = q.shape
+    _, heads, capacity = shape_of_scores(tiers.codes, cursor)
+    rows, window, sink_tokens = rows_of(q, heads), tiers.recent.shape[2], tiers.sink_index.shape[2]
+    if not values or slots is None or slot_index is None:
+        slots, slot_index = tiers.recent[:, :, :0], tiers.sink_index
+    top_k = slots.shape[2]
+    blocks = sum(triton.cdiv(size, EXACT_BLOCK) for size in (top_k, window, sink_tokens)) + 1
+    splits = exact_splits(batch * heads, blocks, q.device, PROGRAMS)
+    sums = empty_sums(batch * heads, splits, rows, d if values else 0, q.device)
+    attend_pairs[batch * heads, splits](
+        q, k, v, q if mask is None else mask, cursor, tiers.recent, tiers.sink_pairs, slots, tiers.sink_index,
+        slot_index, *(kept or sums[1:]), *sums, (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3]),
+        **mask_strides, scale=inputs.scale, softcap=inputs.softcap or 1.0, heads=heads, capacity=capacity,
+        columns=cursor.stride(0), d=d, window=window, top_k=top_k, sink_tokens=sink_tokens, lanes=lanes,
+        rows=query_heads // heads * lanes, KEPT=kept is not None, VALUES=values, MASK=kind,
+        CAP=inputs.softcap is not None, ROWS=rows, CHANNELS=max(FEWEST_CHANNELS, triton.next_power_of_2(d)),
+        EXACT=EXACT_BLOCK, PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=1,
+    )  # fmt: skip
+    return sums

@@ -1,0 +1,262 @@
+"""Triton: the values' half of attention over the low-bit tier, at 1, 2 and 4 bits; `records.py` has the order of codes.
+
+It reads the logits that the keys' half keeps. Instructions per stored number are the limit, so the loop has no shared
+memory, no barrier, and no layout conversion.
+"""
+
+# - A program has one warp. A record's words are the left side of a product, channels × tokens, in the registers of the
+#   threads that load them. The weights of the query rows, times the tokens' scales, are its columns; with fewer than
+#   eight rows, columns repeat them.
+# - Codes are 16-bit floats below the normal range, as in `triton_keys`. A row of the product has the codes of one field
+#   and of all fields below it in their byte (`nested_fields`), which saves an AND per byte: one code's sum is the
+#   difference of two rows. Rows of one product must then share their scales, so each group of channels has a product.
+# - Products with ones sum the weights, and the weights times zero points; in the trellis code a zero point is -3/2 · s.
+# - A weight is 2^(logit - lse): there is no running maximum. float16 has too small a range for that, so its weights are
+#   relative to the split's largest base. bfloat16's range holds weights · 2^64, whose sums are normal float32 numbers.
+# - Split i of n has the records i, i + n, i + 2·n, ..., so that splits of one head skip equally many.
+#
+# Skipping. With `cut` a record is left out if all its bases are below lse + cut: then each of its tokens has less than
+# 2^cut of the attention of each query row. Of n low-bit tokens, those left out have m < n · 2^cut of a row's attention.
+# The rest is divided by its own sum: the output is the mean v of the other values, instead of (1 - m)·v + m·v' with the
+# mean v' of the values left out. The difference is m · (v - v'), less than 2 · n · 2^cut · max |value| in each channel.
+# A base includes tokens in the slots, so a record with such a token may be visited although its other weights are low.
+#
+# As in `triton_keys`, kWidth determines the order of tokens: 4 for products with codes, 2 for the sum of weights.
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specache_compile.kernels.codes.records import RECORD, stored_dim
+from specache_compile.kernels.codes.trellis import is_trellis
+from specache_compile.kernels.codes.triton_value_words import (
+    columns_of,
+    level_params,
+    single_sums,
+    token_scales,
+    unpacked_values,
+)
+from specache_compile.kernels.state.page_table import has_table, shape_of_scores
+from specache_compile.kernels.state.triton_cursor import AT_LOW_BIT, place_in_page
+
+from .kept_logits import LOWEST
+from .triton_decode import DecodeInputs, Sums, empty_sums, group_of, rows_of, splits_of
+
+LOWEST_BASE = tl.constexpr(LOWEST)
+KINDS = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+# Registers hold D · ROWS sums; a program has fewer rows at D = 256.
+MOST_SUMS = 4096
+# Programs per multiprocessor that the registers allow.
+PROGRAMS = 20
+# Records whose bases are compared with `cut` at once.
+LOOK = 16
+
+
+@triton.jit
+def right_side(weights):
+    """Return weights [2, NT, 8, 4, 2, 2, 2] as the right side of a product with codes, [64, ROWS]."""
+    return tl.reshape(tl.permute(weights, (0, 4, 3, 5, 6, 1, 2)), [64, weights.shape[1] * 8])
+
+
+@triton.jit
+def with_record(
+    # Sums of values [D/GROUPS, ROWS] of each group of channels, sums of zeros [16, ROWS] of each, and the weights' sum.
+    sums,
+    # As in `sum_values`, from the head's first record on; logits and base at the record's places; what weights are
+    # relative to [NT, 8]; the row's cursor, the KV head, and the number of low-bit tokens.
+    tile, codes, value_params, logits, base, shift, cursor, head, heads, low_bit,
+    D: tl.constexpr, width: tl.constexpr, bits: tl.constexpr, GROUPS: tl.constexpr, TRELLIS: tl.constexpr,
+    NEST: tl.constexpr, PARTIAL: tl.constexpr, PAGED: tl.constexpr, PRMT: tl.constexpr, kind: tl.constexpr,
+):  # fmt: skip
+    """Return the sums with those of record `tile`."""
+    NT: tl.constexpr = base.shape[0] // 32
+    number, left = tile, low_bit - tile * 64
+    if PAGED:
+        token = tl.zeros([], tl.int64) + tile * 64
+        number = place_in_page(cursor, head, token, heads, token >= 0) // 64
+    words = tl.load(codes + number * (16 * width) + tl.arange(0, 2 * D * bits))
+    params = value_params + number * (64 if TRELLIS else 128 * GROUPS)
+    if PARTIAL:
+        here = tl.arange(0, NT * 256) // 8 % 4 * 16 < left
+        above = tl.load(logits, tl.broadcast_to(here[None, :], [2, NT * 256]), float("-inf"))
+    else:
+        above = tl.load(logits)
+    over = tl.reshape(tl.load(base), [NT, 8, 4]) - shift[:, :, None]
+    above = tl.reshape(above.to(tl.float32), [2, NT, 8, 4, 8])
+    weights = tl.reshape(tl.exp2(above + over[None, :, :, :, None]).to(kind), [2, NT, 8, 4, 2, 2, 2])
+    values = unpacked_values(words, D, bits, TRELLIS, NEST, PRMT, kind)
+    ones = tl.full([16, 64], 1.0, tl.float32).to(kind)
+    found, offsets = (), ()
+    if TRELLIS:
+        scaled = right_side(weights * token_scales(params, left, PARTIAL, kind))
+        found = (tl.dot(values, scaled, sums[0], input_precision="ieee"),)
+        offsets = (tl.dot(ones, scaled, sums[1], input_precision="ieee"),)
+    else:
+        scales, zeros = level_params(params, left, GROUPS, PARTIAL, kind)
+        values = tl.permute(tl.reshape(values, [GROUPS, D // GROUPS, 64]), (1, 2, 0))
+        parts = columns_of(tl.reshape(values, [D // GROUPS * 64, GROUPS]), GROUPS)
+        for group in tl.static_range(GROUPS):
+            part = tl.reshape(parts[group], [D // GROUPS, 64])
+            scaled = weights * scales[group]
+            found = found + (tl.dot(part, right_side(scaled), sums[group], input_precision="ieee"),)
+            shifted = (scaled if params.dtype.element_ty == tl.uint8 else weights) * zeros[group]
+            offsets = offsets + (tl.dot(ones, right_side(shifted), sums[GROUPS + group], input_precision="ieee"),)
+    plain = tl.reshape(tl.permute(weights, (0, 4, 5, 3, 6, 1, 2)), [64, NT * 8])
+    return found + offsets + (tl.dot(ones, plain, sums[2 * GROUPS], input_precision="ieee"),)
+
+
+@triton.jit(do_not_specialize=["cut", "capacity", "columns", "splits"])
+def sum_values(
+    # codes [B, H, C, w] uint8; value_params [B, H, C, 2, D/gv], or [B, H, C, 1, 1] in the trellis code; kept logits and
+    # their base (`kept_logits.py`), -inf for tokens in the slots; lse [B, Hq, lanes] float32; cursor int64 [B, 4].
+    codes, value_params, logits, base, lse, cursor,
+    # Written: partial [B·H, splits, ALL_ROWS, D], peaks and totals [B·H, splits, ALL_ROWS] float32.
+    partial, peaks, totals,
+    # log2 of the weights to skip; H; C in tokens; columns of the cursor; number of splits.
+    cut, heads, capacity, columns, splits,
+    D: tl.constexpr, width: tl.constexpr, bits: tl.constexpr, GROUPS: tl.constexpr, rows: tl.constexpr,
+    TRELLIS: tl.constexpr, SKIP: tl.constexpr, NEST: tl.constexpr, PARTIAL: tl.constexpr, ROWS: tl.constexpr,
+    ALL_ROWS: tl.constexpr, LOOK: tl.constexpr, PAGED: tl.constexpr, PRMT: tl.constexpr, kind: tl.constexpr,
+):  # fmt: skip
+    """One program: ROWS of the query rows of a KV head, over a split of its low-bit tier.
+
+    width: w. GROUPS: D / gv. rows: R. SKIP: with `cut`. NEST: see `nested_fields`; 0: one field at a time. PARTIAL: the
+    last record may be half full. kind: dtype of products. Bytes per token: D·bits/8 of codes, 2·GROUPS parameters,
+    `bytes_of_logit`·R'. FLOPs: 2·ROWS·D.
+    """
+    NT: tl.constexpr = ROWS // 8
+    Q: tl.constexpr = (rows + 1) // 2
+    EIGHT: tl.constexpr = value_params.dtype.element_ty == tl.uint8
+    # log2 of the units of weights, of scales, of codes, and of zero points.
+    LIFT: tl.constexpr = 64 if kind == tl.bfloat16 else 0
+    SCALE: tl.constexpr = -16 if EIGHT and kind == tl.bfloat16 else 0
+    CODE: tl.constexpr = -133 if kind == tl.bfloat16 else (-24 if kind == tl.float16 else 0)
+    ZERO: tl.constexpr = SCALE - 130 if EIGHT and kind == tl.bfloat16 else 0
+    bh, split, first_row = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2) * ROWS
+    head = bh % heads
+    cursor += bh // heads * columns
+    low_bit = tl.load(cursor + AT_LOW_BIT).to(tl.int32)
+    tiles = (low_bit + 63) // 64
+    first_record = bh * (capacity // 64)
+    lse += bh * rows
+    codes = codes.to(tl.pointer_type(tl.int32), bitcast=True) + (16 * width - 2 * D * bits)
+    if not PAGED:
+        codes += first_record * (16 * width)
+        value_params += first_record * (64 if TRELLIS else 128 * GROUPS)
+    logits += first_record * (128 * Q)
+    base += first_record * (8 * Q)
+    # The places of a record's logits [2, NT, g, q, 8] of tokens 16·q + 8·o, and of its bases [NT, g, q].
+    i = tl.arange(0, NT * 256)[None, :]
+    row = (first_row + i // 32) % rows
+    octet = i // 8 % 4 * 2 + tl.arange(0, 2)[:, None]
+    logits_at = row % 2 * (64 * Q) + octet * (8 * Q) + row // 2 * 8 + i % 8
+    i = tl.arange(0, NT * 32)
+    row = (first_row + i // 4) % rows
+    base_at = row % 2 * (4 * Q) + i % 4 * Q + row // 2
+    row = first_row + tl.arange(0, ROWS)
+    reference = tl.load(lse + row % rows)
+    if kind == tl.float16:
+        highest = tl.full([NT * 32], float("-inf"), tl.float32)
+        for tile in range(split, tiles, splits):
+            highest = tl.maximum(highest, tl.load(base + tile * (8 * Q) + base_at))
+        reference = tl.maximum(tl.max(tl.reshape(highest, [ROWS, 4]), 1), LOWEST_BASE)
+    shift = tl.reshape(reference, [NT, 8]) - LIFT
+    sums = ()
+    for _ in tl.static_range(GROUPS):
+        sums = sums + (tl.zeros([D // GROUPS, ROWS], tl.float32),)
+    for _ in tl.static_range(GROUPS + 1):
+        sums = sums + (tl.zeros([16, ROWS], tl.float32),)
+    if SKIP:  # bases of all rows
+        BASES: tl.constexpr = triton.next_power_of_2(8 * Q)
+        which = tl.arange(0, BASES) % (8 * Q)
+        least = tl.load(lse + (which % Q * 2 + which // (4 * Q)) % rows) + cut
+        for start in range(split, tiles, splits * LOOK):
+            looked = start + tl.arange(0, LOOK) * splits
+            at = base + looked[:, None] * (8 * Q) + which[None, :]
+            bases = tl.load(at, (looked < tiles)[:, None], float("-inf"))
+            visited = tl.max((bases >= least[None, :]).to(tl.int32), 1)
+            visited = tl.sum(visited << tl.arange(0, LOOK), 0)
+            for place in range(LOOK):
+                if (visited >> place) & 1 != 0:
+                    tile = start + place * splits
+                    sums = with_record(
+                        sums, tile, codes, value_params, logits + tile * (128 * Q) + logits_at,
+                        base + tile * (8 * Q) + base_at, shift, cursor, head, heads, low_bit,
+                        D=D, width=width, bits=bits, GROUPS=GROUPS, TRELLIS=TRELLIS, NEST=NEST, PARTIAL=PARTIAL,
+                        PAGED=PAGED, PRMT=PRMT, kind=kind,
+                    )  # fmt: skip
+    else:
+        for tile in range(split, tiles, splits):
+            sums = with_record(
+                sums, tile, codes, value_params, logits + tile * (128 * Q) + logits_at,
+                base + tile * (8 * Q) + base_at, shift, cursor, head, heads, low_bit,
+                D=D, width=width, bits=bits, GROUPS=GROUPS, TRELLIS=TRELLIS, NEST=NEST, PARTIAL=PARTIAL,
+                PAGED=PAGED, PRMT=PRMT, kind=kind,
+            )  # fmt: skip
+
+    total = tl.max(sums[2 * GROUPS], 0) * 2.0**-LIFT
+    at = (bh * splits + split) * ALL_ROWS + row
+    tl.store(peaks + at, tl.where(total > 0, reference, float("-inf")))
+    tl.store(totals + at, total)
+    GROUP: tl.constexpr = D // GROUPS
+    i, j = tl.arange(0, GROUP // 8 * NT)[:, None], tl.arange(0, 64)[None, :]
+    out_at = ((bh * splits + split) * ALL_ROWS + first_row + i % NT * 8 + j % 8) * D + i // NT * 8 + j // 8
+    level_bits: tl.constexpr = 2 if TRELLIS else bits
+    INNER: tl.constexpr = 16 if TRELLIS else 8
+    for group in tl.static_range(GROUPS):
+        channel = group * GROUP + tl.arange(0, GROUP)
+        result = sums[group] * 2.0 ** -(LIFT + SCALE + CODE)
+        if NEST > 0:
+            result = single_sums(result, NEST, INNER)
+            result = result / (1 << channel // INNER % (8 // level_bits) * level_bits).to(tl.float32)[:, None]
+        offset = tl.max(sums[GROUPS + group], 0)
+        if TRELLIS:
+            result += (offset * (-1.5 * 2.0 ** -(LIFT + SCALE)))[None, :]
+        else:
+            result += (offset * 2.0 ** -(LIFT + ZERO))[None, :]
+        # In this shape the store's layout is almost that of a product, so that no shared memory is needed.
+        result = tl.permute(tl.reshape(result, [GROUP // 8, 8, NT, 8]), (0, 2, 1, 3))
+        tl.store(partial + out_at + group * GROUP, tl.reshape(result, [GROUP // 8 * NT, 64]))
+
+
+def attend_values(inputs: DecodeInputs, logits: Tensor, base: Tensor, lse: Tensor, cut: float | None) -> Sums:
+    """Return the sums of the low-bit tier's values, weighted by kept logits.
+
+    Args:
+        logits, base: kept logits and their base (`kept_logits.py`), from `triton_keys.attend_keys`; logits of tokens in
+            the slots and of sinks are -inf.
+        lse: log-sum-exp of all tokens [B, Hq, lanes], in log2 units.
+        cut: log2 of the weight below which records are skipped; None or 0 skips none. Of n low-bit tokens, the output's
+            error is below 2 · n · 2^cut of the largest value.
+    """
+    q, cursor, tiers = inputs.q, inputs.cursor, inputs.tiers
+    batch, query_heads, lanes, d = q.shape
+    _, heads, capacity = shape_of_scores(tiers.codes, cursor)
+    dim, bits, all_rows = stored_dim(d), inputs.layout.value_bits, rows_of(q, heads)
+    in_trellis = is_trellis(tiers.value_params)
+    rows = min(all_rows, MOST_SUMS // dim)
+    parts, groups = all_rows // rows, tiers.value_params.shape[4]
+    splits = splits_of(batch * heads * parts, triton.cdiv(capacity, RECORD), q.device, PROGRAMS)
+    sums = empty_sums(batch * heads, splits, all_rows, dim, q.device)
+    sum_values[batch * heads, splits, parts](
+        tiers.codes, tiers.value_params, logits, base, lse, cursor, *sums,
+        cut=cut or 0.0, heads=heads, capacity=capacity, columns=cursor.stride(0), splits=splits,
+        D=dim, width=tiers.codes.shape[3], bits=bits, GROUPS=groups, rows=query_heads // heads * lanes,
+        TRELLIS=in_trellis, SKIP=bool(cut), NEST=nested(dim, bits, in_trellis, dim // groups),
+        PARTIAL=group_of(tiers, inputs.layout) < RECORD, ROWS=rows, ALL_ROWS=all_rows, LOOK=LOOK,
+        PAGED=has_table(cursor), PRMT=q.is_cuda, kind=KINDS[q.dtype], num_warps=1, num_stages=1,
+    )  # fmt: skip
+    return sums
+
+
+def nested(dim: int, bits: int, in_trellis: bool, group: int) -> int:
+    """Return NEST: fields of a byte whose numbers share a token and a scale; 0 if fields of a byte are of many tokens.
+
+    group: gv, or D in the trellis code.
+    """
+    planes = 8 // (2 if in_trellis else bits)
+    channels = dim // (16 if in_trellis else 8)
+    return min(planes, group // 8) if channels >= planes else 0

@@ -1,0 +1,281 @@
+"""The values' half of attention over random codes, interpreted without a GPU, against float64."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from specache_compile.kernels.attention.kept_logits import LOWEST, based_logits
+from specache_compile.kernels.attention.triton_decode import DecodeInputs, Sums, mask_form
+from specache_compile.kernels.attention.triton_values import attend_values
+from specache_compile.kernels.codes.params import read_params, read_scale
+from specache_compile.kernels.state.layout import Layout
+from specache_compile.kernels.state.stored_tiers import StoredTiers
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+HEADS, KEY_BITS = 2, 2
+BF16, FP32 = torch.bfloat16, torch.float32
+# Relative errors of the whole output. A weight is rounded twice, before and after its scale.
+TOLERANCE = {torch.float16: 1e-3, BF16: 6e-3, FP32: 3e-6}
+
+
+@dataclass(frozen=True)
+class Case:
+    """Random codes of a layer, and the kept logits of a step.
+
+    lengths: low-bit tokens of each row of the batch.
+    """
+
+    bits: int = 1
+    trellis: bool = False
+    d: int = 64
+    group: int = 64
+    eight: bool = True
+    dtype: torch.dtype = torch.float16
+    queries: int = 2
+    lanes: int = 1
+    paged: bool = False
+    lengths: tuple[int, ...] = (256, 128)
+    capacity: int = 256
+
+    def __str__(self) -> str:
+        changed = [f"{name} {value}" for name, value in vars(self).items() if value != getattr(Case, name)]
+        return ", ".join(changed) or "plain"
+
+    @property
+    def dim(self) -> int:
+        return max(16, 2 ** math.ceil(math.log2(self.d)))
+
+    @property
+    def rows(self) -> int:
+        return self.queries * self.lanes
+
+
+QUICK = [
+    Case(),
+    Case(trellis=True, d=128, queries=4, lengths=(448, 64), capacity=512),
+    Case(trellis=True, group=32, lengths=(96, 224), queries=3),
+    Case(bits=2, d=128, paged=True, group=64, lanes=2),
+    Case(bits=4, d=32, group=128, dtype=FP32, queries=1, paged=True),
+    Case(bits=2, d=64, group=32, eight=False, queries=5, lanes=2, lengths=(32, 160)),
+    Case(trellis=True, d=16, dtype=FP32, eight=False, group=32, paged=True, lengths=(96, 256)),
+    Case(bits=1, d=32, group=32, dtype=FP32, queries=9, lanes=2, lengths=(64, 224)),
+    Case(bits=4, d=16, eight=False, queries=7),
+]
+SLOW = [
+    Case(bits=4, d=256, lengths=(64, 128)),
+    Case(trellis=True, d=256, eight=False, queries=8, lanes=3, group=128),
+    Case(trellis=True, d=80, paged=True, eight=False, lanes=2),
+    Case(trellis=True, d=32, queries=6, lanes=2, group=128),
+    Case(bits=1, d=128, group=32, eight=False, paged=True, lengths=(224, 32)),
+    Case(bits=1, d=256, group=128, queries=3, dtype=FP32),
+    Case(bits=1, d=16, eight=False, lanes=3, group=128, paged=True),
+    Case(bits=2, d=16, dtype=FP32, queries=8, lengths=(192, 64)),
+    Case(bits=2, d=32, group=32, lengths=(160, 96), lanes=2),
+    Case(bits=2, d=256, queries=2, group=32, dtype=FP32, eight=False, lengths=(96, 64)),
+    Case(bits=4, d=64, group=32, queries=12, paged=True, lengths=(32, 256)),
+    Case(bits=4, d=128, group=64, queries=8, lanes=4, eight=False, lengths=(64, 64)),
+    *(Case(trellis=True, d=d, dtype=BF16) for d in (64, 128)),
+    *(Case(bits=bits, d=128, dtype=BF16, eight=eight) for bits, eight in ((1, True), (2, False), (4, True))),
+]
+
+
+def value_places(dim: int, bits: int) -> tuple[Tensor, Tensor]:
+    """Return word and bit of each number [64, D] of a record's values."""
+    token, channel = torch.arange(64)[:, None], torch.arange(dim)[None, :]
+    q, o, e, k0, c, g = token // 16, token // 8 % 2, token % 8 // 2, token % 2, channel // 8, channel % 8
+    loads = min(4, dim * bits // 16)
+    steps, fields = 4 // loads, 16 // bits
+    n = c + dim // 8 * o + dim // 4 * (e % steps)
+    return (n // fields * 32 + 4 * g + q) * loads + e // steps, 16 * k0 + bits * (n % fields)
+
+
+def levels_of(words: Tensor, case: Case) -> Tensor:
+    """Return the levels float64 [..., 64, D] of words int64 [..., 2 · D · bits]."""
+    word, bit = value_places(case.dim, case.bits)
+    if not case.trellis:
+        return (words[..., word] >> bit & 2**case.bits - 1).double()
+    back = [words[..., word] >> (bit - step) % 32 & 1 for step in range(4)]
+    return (2 * (back[0] ^ back[1] ^ back[3]) + back[2]).double() - 1.5
+
+
+class Layer:
+    """Tiers with random codes and parameters, and their values in float64."""
+
+    def __init__(self, case: Case) -> None:
+        torch.manual_seed(0)
+        batch, dim, records = len(case.lengths), case.dim, case.capacity // 64
+        width = dim * (case.bits + KEY_BITS) // 8
+        codes = torch.randint(0, 256, (batch, HEADS, case.capacity, width), dtype=torch.uint8)
+        part = codes.view(batch, HEADS, records, 64 * width)[..., 8 * dim * KEY_BITS :].contiguous()
+        levels = levels_of(part.view(torch.int32).long() & 0xFFFFFFFF, case).flatten(2, 3)
+        groups = 1 if case.trellis else dim // min(dim, case.group)
+        shape = (batch, HEADS, case.capacity, 1, groups)
+        if case.eight:  # scales around 1, zero points of either sign
+            params = torch.cat([torch.randint(*ends, shape) for ends in ((88, 124), (0, 256))], 3).to(torch.uint8)
+        else:
+            params = torch.cat([torch.rand(shape) + 0.1, torch.randn(shape)], 3).to(case.dtype)
+        if case.trellis:
+            params = params[..., :1, :].contiguous()
+            scale = read_scale(params).double()[..., 0, 0]
+            token = torch.arange(case.capacity)
+            self.values = levels * scale[..., token // 4 * 4 + token % 2 * 2 + token % 4 // 2, None]
+        else:
+            scale, zero = (x.double().repeat_interleave(dim // groups, -1) for x in read_params(*params.unbind(3)))
+            self.values = levels * scale + zero
+        for row, length in enumerate(case.lengths):  # undefined after the last token
+            params[row, :, length:] = 255 if case.eight else math.nan
+        cursor = torch.zeros(batch, 4, dtype=torch.int64)
+        lengths = torch.tensor(case.lengths)
+        cursor[:, 0], cursor[:, 1], cursor[:, 2] = lengths + 5, lengths, lengths
+        key_params = codes.new_zeros(batch, HEADS, case.capacity // case.group, 0)
+        if case.paged:
+            pages = case.capacity // 256
+            table = torch.randperm(batch * pages).view(batch, pages) + 1
+            codes, params, key_params = (in_pages(x, table) for x in (codes, params, key_params))
+            cursor = torch.cat([cursor, table], 1)
+        empty = codes.new_zeros(0)
+        tiers = StoredTiers(codes, key_params, params, empty, empty, empty, empty)
+        self.tiers, self.cursor = StoredTiers(*(x.to(DEVICE) for x in tiers)), cursor.to(DEVICE)
+
+
+def in_pages(x: Tensor, table: Tensor) -> Tensor:
+    """Move rows [B, H, C, ...] to pages [P, H, 256, ...]; page 0 is undefined."""
+    batch, heads = x.shape[:2]
+    parts = x.unflatten(2, (table.shape[1], -1)).transpose(1, 2)
+    pages = torch.full((batch * table.shape[1] + 1, heads, *parts.shape[3:]), 3, dtype=x.dtype)
+    pages[table.flatten()] = parts.flatten(0, 1)
+    return pages
+
+
+def kept_in_order(case: Case, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return kept logits and base of logits x [B, H, R, C] in log2 units, and the logits that they hold, float64."""
+    q = torch.empty(len(case.lengths), HEADS * case.queries, case.lanes, case.d, dtype=case.dtype)
+    logits, base = based_logits(q, HEADS, case.capacity)
+    pairs = logits.shape[5]
+    padded = torch.cat([x, x[:, :, :1]], 2)[:, :, : 2 * pairs].unflatten(3, (-1, 4, 16))
+    peaks = padded.nan_to_num(nan=-math.inf).amax(-1, keepdim=True).clamp_min(LOWEST)
+    above = (padded - peaks).to(logits.dtype)
+    exact = (above.double() + peaks.float().double()).flatten(3)[:, :, : case.rows]
+    logits.copy_(above.flatten(4).unflatten(4, (8, 8)).unflatten(2, (-1, 2)).permute(0, 1, 4, 3, 5, 2, 6))
+    found = peaks[..., 0].unflatten(2, (-1, 2)).permute(0, 1, 4, 3, 5, 2).flatten()
+    base[: found.numel()].copy_(found)
+    return logits.to(DEVICE), base.to(DEVICE), exact
+
+
+def random_logits(case: Case, spread: float = 3.0) -> Tensor:
+    """Return logits [B, H, R, C], -inf for some tokens; NaN after the last token."""
+    x = torch.randn(len(case.lengths), HEADS, case.rows, case.capacity) * spread - 7.0
+    x[..., 5:9] = -math.inf
+    x[..., 16:32] = -math.inf
+    for row, length in enumerate(case.lengths):
+        x[row, ..., length:] = math.nan
+    return x.double()
+
+
+def summed(case: Case, layer: Layer, x: Tensor, lse: Tensor, cut: float | None) -> tuple[Tensor, Tensor, Sums]:
+    """Return Σ w·v [B, H, R, d] and Σ w [B, H, R] with w = 2^(x - lse) from the kernel, and its sums."""
+    logits, base, _ = kept_in_order(case, x)
+    batch = len(case.lengths)
+    q = torch.zeros(batch, HEADS * case.queries, case.lanes, case.d, dtype=case.dtype, device=DEVICE)
+    form, layout = mask_form(None, batch, HEADS * case.queries, case.lanes), Layout(KEY_BITS, case.bits, 0)
+    inputs = DecodeInputs(q, q, q, form, layer.cursor, layer.tiers, layout, 1.0, None)
+    given = lse.float().unflatten(2, (case.queries, case.lanes)).flatten(1, 2).to(DEVICE)
+    sums = attend_values(inputs, logits, base, given, cut)
+    partial, peaks, totals = (part.double().cpu()[:, :, : case.rows] for part in sums)
+    apart = (peaks - lse.flatten(0, 1)[:, None]).exp2()
+    out = (partial * apart[..., None]).sum(1).unflatten(0, (batch, HEADS))[..., : case.d]
+    return out, (totals * apart).sum(1).unflatten(0, (batch, HEADS)), sums
+
+
+def expected(case: Case, layer: Layer, x: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Return `summed` in float64, from the logits x that the kernel receives."""
+    weights = (x - lse[..., None]).exp2().nan_to_num(nan=0.0)
+    return weights @ layer.values[..., : case.d], weights.sum(-1)
+
+
+def lse_of(x: Tensor) -> Tensor:
+    """Return the log-sum-exp of logits [..., n] and of other tokens with as much weight, in log2 units."""
+    return x.nan_to_num(nan=-math.inf).mul(math.log(2)).logsumexp(-1) / math.log(2) + 1.0
+
+
+def assert_near(found: Tensor, right: Tensor, dtype: torch.dtype) -> None:
+    assert float((found - right).norm() / right.norm()) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("case", [*QUICK, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)], ids=str)
+def test_values_against_float64(case: Case) -> None:
+    if case.dtype == BF16 and DEVICE.type == "cpu":
+        pytest.skip("the interpreter has no bfloat16 bits")
+    layer, x = Layer(case), random_logits(case)
+    lse = lse_of(x)
+    right, total = expected(case, layer, kept_in_order(case, x)[2], lse)
+    out, weight, _ = summed(case, layer, x, lse, None)
+    for row in range(len(case.lengths)):
+        assert_near(out[row], right[row], case.dtype)
+        assert_near(weight[row], total[row], case.dtype)
+
+
+SKIPPING = [
+    Case(trellis=True, d=16, dtype=FP32, capacity=4096, lengths=(4096, 192), queries=3),
+    Case(bits=4, d=16, group=32, capacity=2048, lengths=(2016, 32), queries=5, lanes=2, paged=True),
+]
+
+
+@pytest.mark.parametrize("case", SKIPPING, ids=str)
+def test_small_records_are_skipped(case: Case) -> None:
+    """Records whose weights are below the cut are left out, and the output stays within the documented bound."""
+    layer, x = Layer(case), random_logits(case, spread=1.0)
+    rare = torch.rand(len(case.lengths), HEADS, 1, case.capacity // 64) < 0.7
+    x = (x.unflatten(3, (-1, 64)) - 16.0 * rare[..., None]).flatten(3)
+    x[..., 7 * 64 : 8 * 64] = -math.inf
+    lse, cut = lse_of(x), -14.0
+    exact = kept_in_order(case, x)[2]
+    small = (exact - lse[..., None]).nan_to_num(nan=-math.inf).unflatten(3, (-1, 64)).amax((2, 4), keepdim=True) < cut
+    assert 0.4 < float(small.double().mean()) < 1.0
+    kept = exact.unflatten(3, (-1, 64)).masked_fill(small, -math.inf).flatten(3)
+    right, total = expected(case, layer, kept, lse)
+    out, weight, _ = summed(case, layer, x, lse, cut)
+    assert_near(out, right, case.dtype)
+    assert_near(weight, total, case.dtype)
+    # Other tokens, of values 0, have half of the whole weight.
+    whole = expected(case, layer, exact, lse)[0]
+    tokens, largest = torch.tensor(case.lengths), layer.values.nan_to_num(nan=0.0).abs().amax((1, 2, 3))
+    bound = 2 * tokens * 2.0**cut * largest
+    error = (out / (weight[..., None] + 0.5) - whole).abs().amax((1, 2, 3))
+    assert (error < bound).all()
+
+
+def test_nothing_is_skipped_at_the_lowest_cut() -> None:
+    case = replace(SKIPPING[0], lengths=(512, 64))
+    layer, x = Layer(case), random_logits(case)
+    lse = lse_of(x)
+    for one, other in zip(summed(case, layer, x, lse, -1e4)[2], summed(case, layer, x, lse, None)[2], strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_split_without_tokens_has_no_peak() -> None:
+    case = Case(lengths=(64, 0), capacity=1024)
+    layer, x = Layer(case), torch.zeros(2, HEADS, case.rows, 1024, dtype=torch.double)
+    sums = summed(case, layer, x, torch.full((2, HEADS, case.rows), 6.0, dtype=torch.double), None)[2]
+    assert sums.peaks.shape[1] > 1
+    assert sums.peaks[:HEADS, 1:].isneginf().all()
+    assert sums.peaks[HEADS:].isneginf().all()
+    assert (sums.partial[HEADS:] == 0).all()
+
+
+def test_a_hidden_row_has_no_weight() -> None:
+    """Its log-sum-exp is infinite."""
+    case = Case(bits=2, dtype=FP32, d=16, lengths=(64, 128))
+    layer, x = Layer(case), torch.full((2, HEADS, case.rows, 256), -math.inf, dtype=torch.double)
+    lse = torch.full((2, HEADS, case.rows), math.inf, dtype=torch.double)
+    for cut in (None, -10.0):
+        sums = summed(case, layer, x, lse, cut)[2]
+        assert sums.peaks.isneginf().all()
+        assert (sums.partial == 0).all()
