@@ -166,7 +166,7 @@ def output(sums: Sums, rows: int) -> Tensor:
 GRID = [
     Case(bits, d, group, rows, mask, dtype, softcap, extra, tokens)
     for bits, d, (group, tokens), rows, mask, dtype, softcap, extra in itertools.product(
-        (8, 16), (8, 64, 80), ((32, 160), (64, 192), (128, 384)), ((1, 1), (2, 1), (3, 2), (5, 2), (10, 3)),
+        (8, 16), (8, 64, 80), ((32, 96), (64, 128), (128, 256)), ((1, 1), (2, 1), (3, 2), (5, 2), (10, 3)),
         ("", "padding", "bool", "additive"), (torch.float32, torch.float16), (None, 5.0),
         ("", "rotated", "centered", "sinks", "paged"),
     )
