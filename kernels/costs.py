@@ -193,9 +193,9 @@ def correct(arguments: Arguments, load: Workload, site: int) -> Cost:
     """
     low = load.options.low_bit_length(load.length)
     read = 4.0 * rows(load, site) * low
-    logits = arguments.get("logits")
-    if logits is not None:
-        each = 4 / LOGIT_BLOCK + CANDIDATES * kept_dtype(arguments["q"].dtype).itemsize
+    q = arguments.get("q")
+    if q is not None:
+        each = 4 / LOGIT_BLOCK + CANDIDATES * kept_dtype(q.dtype).itemsize
         read = each * low * load.batch * load.query_heads[site]
     return brought(load, site, load.corrected) + Cost(hbm=read)
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from specache_compile.kernels import costs
 from specache_compile.kernels.attention.kept_logits import bytes_of_logit
+from specache_compile.kernels.codes.records import stored_dim
 from specache_compile.kernels.costs import Cost, Workload, size_of
 from specache_compile.runtime.state import bucket
 
@@ -28,21 +29,31 @@ FIND, ROUND_TRIP = 4.2e-6, 2.0e-6
 # `triton_select`: elements of a tile and of a warp, and its most warps. `triton_copy`: programs of a gather beside
 # compute. Written again here, because those modules need Triton and explaining does not.
 TILE, OF_A_WARP, MOST_WARPS, PROGRAMS = 4096, 512, 8, 16
-# Instructions that a scheduler issues in a cycle, and schedulers of a multiprocessor. The first follows from the time
-# of the attention over low bits on an H200 (benchmarks/results/gpu_kernels.json) and the counts below.
-ISSUED, SCHEDULERS = 0.5, 4
-# A warp's instructions for a stored number of the low-bit tier, with one lane and with two, for four query heads and 1
-# to 2 bits: the attention's loops under Triton 3.6 (tools/compile_kernels.py counts them under the installed Triton).
-INSTRUCTIONS = {"whole": (2.57, 2.62), "keys": (2.86, 2.83), "values": (2.24, 2.50)}
-# Further instructions: of keys with scales and zero points of 8 bits, of keys in the trellis, of values in it. Keys in
-# the trellis need 0.5 fewer; they are given what their time on an H200 is worth, which is that of 1 bit in levels.
-OF_SMALL_PARAMS, OF_KEY_TRELLIS, OF_TRELLIS = 0.55, 0.3, {"whole": 1.15, "values": -0.15}
-# A warp's instructions for a number of the FP8 cache, in `triton_plain.attend_rows` (sm_90, Triton 3.7).
+# Instructions that a scheduler issues in a cycle, and schedulers of a multiprocessor. The first is measured: attention
+# over low bits on an H200 issued 0.52 to 0.55 (benchmarks/results/gpu_kernels.json).
+ISSUED, SCHEDULERS = 0.52, 4
+# A warp's instructions for a stored number of the low-bit tier, with at most eight query rows and d 128, by code of keys
+# and of values (tools/compile_kernels.py counts them, on sm_90 under Triton 3.6). Codes: bits of levels, or the trellis.
+INSTRUCTIONS: Mapping[str, Mapping[int | str, float]] = {
+    "keys": {1: 1.72, 2: 1.40, 4: 1.59, 8: 2.1, "trellis": 1.75},
+    "values": {1: 2.18, 2: 2.19, 4: 3.01, 8: 2.1, "trellis": 1.32},
+}
+# Those of other head_dims relative to d 128: what a token costs is shared by fewer or more numbers.
+BY_DIM: Mapping[str, Mapping[int, float]] = {
+    "keys": {64: 1.33, 128: 1.0, 256: 0.85},
+    "values": {64: 1.38, 128: 1.0, 256: 0.82},
+}
+# For a stored number of keys, the share of its group's zero point.
+OF_ZEROS = 0.07
+# For a number of the FP8 cache, in `triton_plain.attend_rows` (sm_90, Triton 3.7).
 OF_E4M3 = 3.1
-# A warp's instructions (sm_90, Triton 3.7): of a program of `keep_best`, some 12 turns of 80 (for sums of softmaxes of
-# normal logits) and 1,330 once; for a score of a token, KV head and lane; for a merged query head and lane.
+# A warp's instructions (sm_90, Triton 3.6): of a program of `keep_best`, some 12 turns of 80 (for sums of softmaxes of
+# normal logits) and 1,330 once; for a score of a token, KV head and lane; for a merged query head and lane; for a
+# selection by kept logits, once for a KV head and for each of its low-bit tokens.
 SELECTING, SCORING, MERGING = 12 * 80 + 1_330, 2.5, 1_800
-WARP = 32
+SELECTING_KEPT, SELECTING_TOKEN = 30_000, 0.7
+# Query rows of a tensor core instruction.
+WARP, ROWS = 32, 8
 
 
 @dataclass(frozen=True)
@@ -105,6 +116,11 @@ class LaunchedOp:
     def low(self) -> int:
         return self.load.options.low_bit_length(self.load.length)
 
+    @property
+    def numbers(self) -> float:
+        """Stored numbers of the low-bit tier's keys, or of its values."""
+        return self.heads * self.low * stored_dim(self.load.layers[self.site].head_dim)
+
     def cost(self, of: costs.CostOf) -> Cost:
         """The cost for the rows of `load`; it is proportional to their number."""
         given = self.arguments.get("q", self.arguments.get("k"))
@@ -119,32 +135,32 @@ def small(name: str) -> Kernel:
 
 
 def instructions(call: LaunchedOp, part: str) -> float:
-    """A warp's instructions of a pass over the low-bit tier, whole or half; 0 where nothing is quantised (only
-    products)."""
+    """A warp's instructions of the keys' or the values' half; 0 where nothing is quantised (only products)."""
     layout = getattr(call.load.options, "layout", None)
     if layout is None or not layout.is_quantised:
         return 0.0
-    options, layer = call.load.options, call.load.layers[call.site]
-    each = (2 if part == "whole" else 1) * INSTRUCTIONS[part][min(call.lanes, 2) - 1]
-    if part != "values" and options.has_key_trellis:
-        each += OF_KEY_TRELLIS
-    elif part != "values" and options.param_dtype(layer.dtype) != layer.dtype:
-        each += OF_SMALL_PARAMS
-    if part != "keys" and options.has_trellis:
-        each += OF_TRELLIS[part]
-    return call.heads * call.low * layer.head_dim * each / WARP
+    options, dim = call.load.options, stored_dim(call.load.layers[call.site].head_dim)
+    in_trellis, bits = (
+        (options.has_key_trellis, layout.key_bits) if part == "keys" else (options.has_trellis, layout.value_bits)
+    )
+    each = INSTRUCTIONS[part]["trellis" if in_trellis else bits] * BY_DIM[part][min(max(dim, 64), 256)]
+    queries = call.load.query_heads[call.site] // call.load.layers[call.site].heads
+    return call.numbers * each * math.ceil(queries * call.lanes / ROWS) / WARP
 
 
-def turned(call: LaunchedOp) -> list[Kernel]:
-    """The launches before the low-bit tier is read: the query is rotated and multiplied with the center."""
+def prepared(call: LaunchedOp) -> list[Kernel]:
+    """The launches before the low-bit tier is read: the query in fragment order, what a group's logits share."""
     layout = getattr(call.load.options, "layout", None)
-    made = [small("rotate_rows")] if layout is not None and layout.is_rotated else []
+    if layout is None or not layout.is_quantised:
+        return []
+    made = []
     if call.center_rows:
         cost = call.cost(costs.share_of_center)
         fused = cost.flops / 2 / WARP
         shares = Kernel("add_shares", memory=cost.hbm, instructions=fused, floor=SMALLEST, tail=TAIL)
         made += [small("write_angles"), shares]
-    return made
+    zeros = 0.0 if call.load.options.has_key_trellis else OF_ZEROS
+    return [*made, Kernel("prepare_query", instructions=call.numbers * zeros / WARP, floor=SMALLEST)]
 
 
 def logit_bytes(call: LaunchedOp, lanes: int, each: float) -> float:
@@ -161,37 +177,56 @@ def score(call: LaunchedOp, lanes: int, memory: float) -> Kernel:
     return Kernel("score_tokens", memory=memory, instructions=SCORING * call.heads * call.low * lanes)
 
 
+def keys_half(call: LaunchedOp, memory: float) -> list[Kernel]:
+    """The launches that keep the low-bit tier's logits."""
+    return [*prepared(call), Kernel("score_keys", memory=memory, instructions=instructions(call, "keys"), tail=TAIL)]
+
+
 def decode_attention(call: LaunchedOp) -> list[Kernel]:
-    cost, selects = call.cost(costs.decode_attention), bool(call.load.options.top_k)
+    cost, load = call.cost(costs.decode_attention), call.load
+    pair, selects = costs.pair_bytes(load.options, load.layers[call.site]), bool(load.options.top_k)
     scores = 4 * call.heads * call.low if selects else 0
-    logits = logit_bytes(call, 1, 2) if selects else 0
-    attended = Kernel(
-        "attend_tiers", memory=cost.hbm - scores + logits, instructions=instructions(call, "whole"), tail=TAIL
-    )
-    made = [*turned(call), attended, merge(call)]
+    logits = logit_bytes(call, call.lanes, bytes_of_logit(call.arguments["q"].dtype))
+    keys, values = call.heads * call.low * pair.low_keys, call.heads * call.low * pair.low_values
+    hidden = [small("hide_tokens")] if selects else []
+    made = [
+        *keys_half(call, keys + logits), *hidden, small("merge_splits"),
+        Kernel("sum_values", memory=values + logits, instructions=instructions(call, "values"), tail=TAIL),
+        Kernel("attend_pairs", memory=cost.hbm - keys - values - scores, floor=SMALLEST, tail=TAIL), merge(call),
+    ]  # fmt: skip
     if selects:
-        return [*made, score(call, 1, logits + scores)]
+        return [*made, score(call, 1, logits / call.lanes + scores)]
     return [*made, Kernel("fill", memory=4 * call.heads * call.low, floor=SMALLEST)]  # unused scores
 
 
 def score_low_bit(call: LaunchedOp) -> list[Kernel]:
-    cost = call.cost(costs.score_low_bit)
+    cost, scored = call.cost(costs.score_low_bit), bool(call.arguments.get("scores", True))
+    load = call.load
+    keys = call.heads * call.low * costs.pair_bytes(load.options, load.layers[call.site]).low_keys
     logits = logit_bytes(call, call.lanes, bytes_of_logit(call.arguments["q"].dtype))
-    scored = logits + 4 * call.low * call.lanes * call.heads
-    attended = Kernel("attend_tiers", memory=cost.hbm - scored, instructions=instructions(call, "keys"), tail=TAIL)
-    return [*turned(call), attended, small("merge_splits"), score(call, call.lanes, scored)]
+    read = logits + 4 * call.low * call.lanes * call.heads if scored else 0.0
+    exact = Kernel("attend_pairs", memory=max(0.0, cost.hbm - keys - logits - read), floor=SMALLEST, tail=TAIL)
+    made = [*keys_half(call, keys + logits), exact, merge(call)]
+    return [*made, score(call, call.lanes, read)] if scored else made
 
 
 def attend_scored(call: LaunchedOp) -> list[Kernel]:
-    """If overlapped, the pairs in 16 bits have a separate launch, which waits for the gather."""
+    """If overlapped, the pairs in 16 bits wait for the gather, during which the low-bit values are summed."""
     cost, load = call.cost(costs.attend_scored), call.load
     exact = costs.exact_pairs(load.options, load.length)
     pairs = exact * call.heads * costs.pair_bytes(load.options, load.layers[call.site]).exact
-    low = Kernel("attend_tiers", memory=cost.hbm, instructions=instructions(call, "values"), tail=TAIL)
-    if not call.overlapped:
-        return [low, merge(call)]
-    waiting = Kernel("attend_exact", memory=pairs, floor=SMALLEST, tail=TAIL, waits=(CORRECTION,))
-    return [replace(low, memory=cost.hbm - pairs), waiting, merge(call)]
+    low = Kernel("sum_values", memory=cost.hbm - pairs, instructions=instructions(call, "values"), tail=TAIL)
+    waits = (CORRECTION,) if call.overlapped else ()
+    waiting = Kernel("attend_pairs", memory=pairs, floor=SMALLEST, tail=TAIL, waits=waits)
+    return [small("hide_tokens"), low, waiting, merge(call)]
+
+
+def select_kept(call: LaunchedOp) -> list[Kernel]:
+    """`triton_select_logits`: one program for each KV head, of which a multiprocessor runs two."""
+    each = SELECTING_KEPT + SELECTING_TOKEN * call.low
+    alone = each / SCHEDULERS / (ISSUED * call.device.ghz * 1e9)
+    memory = call.cost(costs.correct).hbm - call.cost(costs.correct).to_device
+    return [Kernel("keep_best_of_logits", memory=max(0.0, memory), instructions=call.heads * each, floor=alone)]
 
 
 def select(call: LaunchedOp) -> list[Kernel]:
@@ -218,7 +253,8 @@ def gather(call: LaunchedOp, pairs_of: costs.CostOf, programs: int, stream: str)
 
 def correct(call: LaunchedOp) -> list[Kernel]:
     stream = CORRECTION if call.overlapped else MAIN
-    return [*select(call), gather(call, costs.correct, call.heads, stream)]
+    selected = select(call) if call.arguments.get("q") is None else select_kept(call)
+    return [*selected, gather(call, costs.correct, call.heads, stream)]
 
 
 def prefetch(call: LaunchedOp) -> list[Kernel]:
