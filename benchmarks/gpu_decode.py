@@ -76,8 +76,8 @@ BARE = {
     "specache 2-bit, one lane": "2-bit, k = 0", "specache best, two lanes": "best, k = 0",
     "specache 2-bit, synchronous fetch": "2-bit, k = 0",
 }  # fmt: skip
-# They read lengths on the host: no mode makes a CUDA graph of their steps.
-NEVER_CAPTURED = ("offload", "fp8")
+# It reads lengths on the host: no mode makes a CUDA graph of its steps.
+NEVER_CAPTURED = ("offload",)
 # They read the whole cache from the host in every step.
 STREAMED = (OFFLOADED, "offload")
 METHODS = [*BASELINES, *SPECACHE]

@@ -3,12 +3,9 @@
 Tokens are the columns of both products, query rows the rows, so that both tiles are loaded as they are stored.
 """
 
-# attend_rows   (B·H, splits)   keys alone: kept logits (`kept_logits.py`), peaks and totals
-#                               values alone: sums of values, weighted by kept logits
-#                               both: sums of values, peaks and totals, without kept logits
-#
-# Rows of numbers are converted to a product's dtype, codes of 8 bits to code · scale + zero. e4m3 codes are exact in
-# float16, so a query row is divided by a power of two, and 16-bit models use float16 for them.
+# attend_rows (B·H, splits) has three modes: keys alone write kept logits (`kept_logits.py`), values alone read them,
+# both together need none. Numbers are converted to a product's dtype, codes of 8 bits to code · scale + zero. e4m3
+# codes are exact in float16, so bfloat16 models use it for them, and a query row is divided by a power of two.
 
 from __future__ import annotations
 
@@ -37,18 +34,15 @@ TOKENS, BLOCK, EIGHT, LEAST = (tl.constexpr(size) for size in (RECORD, LOGIT_BLO
 PAIRS, LEVELS, E4M3, NATIVE = (tl.constexpr(kind) for kind in range(4))
 # Weights are at most 1. Multiplied by this, those of a long context are normal numbers in float16.
 LIFT = tl.constexpr(2.0**15)
-# The first devices that convert e4m3 codes.
-HAS_E4M3 = (8, 9)
+HAS_E4M3 = 8, 9  # the first devices that convert e4m3 codes
 # Warps of a program; programs of a multiprocessor; e4m3 pairs and channels of the largest tile.
 WARPS, PROGRAMS, E4M3_TILE, MOST_CHANNELS = 4, 3, 2 * RECORD, 128
 
-Kept = tuple[Tensor, Tensor]
-
 
 @triton.jit
-def from_e4m3(codes, NATIVE: tl.constexpr):
-    """Convert e4m3 codes uint8 to float16, exactly. NATIVE: the device has such a type, from sm_89 on."""
-    if NATIVE:
+def from_e4m3(codes, TYPED: tl.constexpr):
+    """Convert e4m3 codes uint8 to float16, exactly. TYPED: the device has such a type."""
+    if TYPED:
         numbers = codes.to(tl.float8e4nv, bitcast=True).to(tl.float16)
     else:
         signed = codes.to(tl.int8, bitcast=True).to(tl.int16)
@@ -131,15 +125,13 @@ def kept_weights(kept, base, lse, head_records, token, there, row, rows: tl.cons
 
 @triton.jit(do_not_specialize=[*MASK_STRIDES, "capacity", "columns", "splits"])
 def attend_rows(
-    # q [B, Hq, lanes, d], rotated if the rows are; mask [B, Hq, lanes, > n] uint8 or additive, unused without a mask;
-    # cursor int64 [B, 4].
+    # q [B, Hq, lanes, d], rotated if the rows are; mask [B, Hq, lanes, > n] uint8 or additive, or none; cursor [B, 4].
     q, mask, cursor,
     # codes [B, H, C, w]; for LEVELS key_params [B, H, C/g, 2, D] and value_params [B, H, C, 2, D/gv], else unused.
     codes, key_params, value_params,
-    # sink_index [B, 1, S] int32; shares of the center [B, Hq, lanes, C] float32, unused if not CENTERED; lse [B·H, R]
-    # float32 in log2 units, unused if KEYS.
+    # sink_index [B, 1, S] int32; shares of the center [B, Hq, lanes, C], if CENTERED; lse [B·H, R] in log2 units.
     sink_index, shares, lse,
-    # `kept_logits.based_logits`, written if KEYS without VALUES, read if VALUES without KEYS.
+    # `kept_logits.based_logits`, unused if KEYS and VALUES.
     kept, base,
     # Written: partial [B·H, splits, ROWS, D] if VALUES, peaks and totals [B·H, splits, ROWS]; float32, in log2 units.
     partial, peaks, totals,
@@ -237,7 +229,7 @@ def attend_rows(
 
 
 class Rows(NamedTuple):
-    """How a tier's rows lie in memory: constants of `attend_rows`."""
+    """How a tier's rows lie in memory: KIND, D, and further constants of `attend_rows`."""
 
     kind: int
     dim: int
@@ -256,8 +248,10 @@ def rows_in(codes: Tensor, layout: Layout, d: int) -> Rows:
     return Rows(kind.value, dim, RECORD * width, width, d)
 
 
-def launch(inputs: DecodeInputs, q: Tensor, shares: Tensor, kept: Kept | None, lse: Tensor | None, cut: float | None,
-           keys: bool, values: bool) -> Sums:  # fmt: skip
+def launch(
+    inputs: DecodeInputs, q: Tensor, shares: Tensor, kept: tuple[Tensor, Tensor] | None, lse: Tensor | None,
+    cut: float | None, keys: bool, values: bool,
+) -> Sums:  # fmt: skip
     tiers, (batch, query_heads, lanes, d) = inputs.tiers, q.shape
     codes, key_params, value_params = tiers[:3]
     _, heads, capacity = shape_of_scores(codes, inputs.cursor)
@@ -274,12 +268,10 @@ def launch(inputs: DecodeInputs, q: Tensor, shares: Tensor, kept: Kept | None, l
         columns=inputs.cursor.stride(0), splits=splits, d=d, D=rows.dim, group=group,
         value_group=rows.dim // value_params.shape[-1] if levels and values else rows.dim, lanes=lanes,
         rows=query_heads // heads * lanes, sink_tokens=tiers.sink_index.shape[2], record=rows.record,
-        width=rows.width, keys_first=rows.keys_first, KIND=rows.kind,
-        COUNT=(AT_LENGTH if whole else AT_LOW_BIT).value, KEYS=keys, VALUES=values,
-        CENTERED=keys and tiers.center.shape[2] > 0, MASK=mask_kind, CAP=inputs.softcap is not None,
-        SKIPS=cut is not None, PAGED=has_table(inputs.cursor), TILE=tile,
-        ROWS=padded, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        num_warps=WARPS, num_stages=1,
+        width=rows.width, keys_first=rows.keys_first, COUNT=(AT_LENGTH if whole else AT_LOW_BIT).value, KIND=rows.kind,
+        KEYS=keys, VALUES=values, CENTERED=keys and tiers.center.shape[2] > 0, MASK=mask_kind,
+        CAP=inputs.softcap is not None, SKIPS=cut is not None, PAGED=has_table(inputs.cursor), TILE=tile, ROWS=padded,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=WARPS, num_stages=1,
     )  # fmt: skip
     return sums
 

@@ -36,6 +36,8 @@ NOTES = {
     "wait": "wait for the copy that the last step began",
     "offload": "copy the new pair to host memory",
     "append": "add the new pair to the window; quantize the group of tokens that leaves it",
+    "fp8_attention": "attention over all pairs in 8 bits, and the new one",
+    "keep_fp8": "add the new pair in 8 bits",
     "extend_attention": "exact attention over all pairs, read from host memory, and the new tokens",
 }
 GENERATED = ("linear", "mm", "mul", "view", "transpose", "reshape", "add")  # names of nodes after their op

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+import specache_compile as sc
 from conftest import prompt, tiny_llama
 from families import FAMILIES, Family
 from specache_compile.compat import cache_of, with_cache
@@ -39,10 +40,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "specache, 16 bits": {**GROUPS, "bits": 16, "top_k": 0},
     "specache, lossless": {**GROUPS, "bits": 1, "top_k": 1024},
     "specache, recorded": {**GROUPS, "top_k": 8, "mode": "reduce-overhead"},
+    "fp8, recorded": {**SMALL, "mode": "reduce-overhead"},
 }  # fmt: skip
 QUICK = (
-    "fp8-a row", "offload-a row", "kcache-a row", "h2o-padded rows", "specache-a row", "specache-padded rows",
-    "specache, in the paper-a row", "specache, recorded-a row", "specache, keys in a trellis-a row",
+    "fp8-padded rows", "fp8, recorded-a row", "offload-a row", "kcache-a row", "h2o-padded rows", "specache-a row",
+    "specache-padded rows", "specache, in the paper-a row", "specache, recorded-a row",
+    "specache, keys in a trellis-a row",
 )  # fmt: skip
 
 
@@ -73,6 +76,7 @@ def logits(model: Any, options: dict[str, Any], device: str, rows: int, length: 
         where = places[:, length + step, None]
         out = compiled(tokens[:, step, None], **with_cache(cache_of(out)), position_ids=where, use_cache=True, **given)
         made.append(out.logits[:, -1])
+    assert (sc.stats(compiled).replays > 0) == (device == "cuda" and "mode" in options)
     torch._dynamo.reset()
     return torch.stack([each.float().cpu() for each in made])
 

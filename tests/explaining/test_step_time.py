@@ -259,11 +259,27 @@ def test_steps_at_other_lengths_are_those_of_this_memory() -> None:
 
 
 def test_what_no_cuda_graph_holds_has_no_computed_step(tmp_path: Path) -> None:
-    explanation = sc.explain(tiny_llama(num_hidden_layers=1), 500, options={"method": "offload"})
+    explanation = sc.explain(tiny_llama(num_hidden_layers=1), 500, options={"method": "full"})
     assert (explanation.computed_steps, explanation.spans) == ([], [])
     assert "not computed, because a CUDA graph cannot hold" in str(explanation)
-    with pytest.raises(sc.SpecacheError, match="method 'fp8': no time is computed"):
+    with pytest.raises(sc.SpecacheError, match="method 'full': no time is computed"):
         explanation.step()
-    with pytest.raises(sc.SpecacheError, match="method 'fp8': no time is computed"):
+    with pytest.raises(sc.SpecacheError, match="method 'full': no time is computed"):
         explanation.save(tmp_path / "timeline.json")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_step_over_the_fp8_cache_reads_each_pair_once() -> None:
+    """It takes as long as the step that `computed_steps` has for it."""
+    explanation = sc.explain(llama(layers=1), 32_768, options={"method": "fp8"}, device="H100")
+    one = replace(explanation.traced(), weights=WEIGHTS, layers=LAYERS)
+    kernels = kernels_of(one, DEVICES["H100"], 32_768, 4, over_tiers)
+    attended = [kernel for kernel in kernels if kernel.op in ("fp8_attention", "keep_fp8")]
+    assert [kernel.name.rsplit(".")[-1] for kernel in attended[:3]] == ["attend_rows", "add_new_pair", "store_codes"]
+    assert len(attended) == 3 * LAYERS
+    assert sum(kernel.memory for kernel in attended) == LAYERS * 4 * 8 * 32_768 * 2 * 128
+    for batch in (1, 16):
+        own, computed = (made.seconds for made in (
+            step_of(one, DEVICES["H100"], 32_768, batch), full_step_of(one, DEVICES["H100"], 32_768, batch, 1)
+        ))  # fmt: skip
+        assert own == pytest.approx(computed, rel=0.05)

@@ -35,8 +35,8 @@ ISSUED, SCHEDULERS = 0.52, 4
 # A warp's instructions for a stored number of the low-bit tier, with at most eight query rows and d 128, by code of keys
 # and of values (tools/compile_kernels.py counts them, on sm_90 under Triton 3.6). Codes: bits of levels, or the trellis.
 INSTRUCTIONS: Mapping[str, Mapping[int | str, float]] = {
-    "keys": {1: 1.72, 2: 1.40, 4: 1.59, 8: 2.1, "trellis": 1.75},
-    "values": {1: 2.18, 2: 2.19, 4: 3.01, 8: 2.1, "trellis": 1.32},
+    "keys": {1: 1.72, 2: 1.40, 4: 1.59, 8: 9.5, "trellis": 1.75},
+    "values": {1: 2.18, 2: 2.19, 4: 3.01, 8: 13.0, "trellis": 1.32},
 }
 # Those of other head_dims relative to d 128: what a token costs is shared by fewer or more numbers.
 BY_DIM: Mapping[str, Mapping[int, float]] = {
@@ -45,6 +45,8 @@ BY_DIM: Mapping[str, Mapping[int, float]] = {
 }
 # For a stored number of keys, the share of its group's zero point.
 OF_ZEROS = 0.07
+# For a number of the FP8 cache, in `triton_plain.attend_rows` (sm_90, Triton 3.7).
+OF_E4M3 = 3.1
 # A warp's instructions (sm_90, Triton 3.6): of a program of `keep_best`, some 12 turns of 80 (for sums of softmaxes of
 # normal logits) and 1,330 once; for a score of a token, KV head and lane; for a merged query head and lane; for a
 # selection by kept logits, once for a KV head and for each of its low-bit tokens.
@@ -276,6 +278,17 @@ def append(call: LaunchedOp) -> list[Kernel]:
     return [small(name) for name in (*names, "quantize_groups", "write_recent")]
 
 
+def fp8_attention(call: LaunchedOp) -> list[Kernel]:
+    """`triton_fp8`: every cached pair is read once, one byte a number."""
+    numbers = call.heads * call.load.length * 2 * call.load.layers[call.site].head_dim
+    attended = Kernel("attend_rows", memory=numbers, instructions=OF_E4M3 * numbers / WARP, tail=TAIL)
+    return [attended, small("add_new_pair")]
+
+
+def keep_fp8(call: LaunchedOp) -> list[Kernel]:
+    return [small("store_codes")]
+
+
 def wait(call: LaunchedOp) -> list[Kernel]:
     return [Kernel("wait", gap=0.0)]
 
@@ -283,4 +296,4 @@ def wait(call: LaunchedOp) -> list[Kernel]:
 LAUNCHES: Mapping[str, Callable[[LaunchedOp], list[Kernel]]] = {
     made.__name__: made
     for made in (decode_attention, score_low_bit, attend_scored, correct, prefetch, offload, append, wait)
-} | {"select_topk": select}
+} | {"select_topk": select, "fp8_attention": fp8_attention, "keep_fp8": keep_fp8}
