@@ -110,6 +110,7 @@ CASES = {
     "8 bits": Case(SpecacheOptions(bits=8)),
     "16 bits": Case(SpecacheOptions(bits=16)),
     "fp32, 2 bits": Case(SpecacheOptions(**PAPER), torch.float32, d=64),
+    "fp32, 1 bit, d 16": Case(SpecacheOptions(**PAPER | {"bits": 1, "group_size": 32}), torch.float32, d=16),
 }
 
 
@@ -118,9 +119,9 @@ class Launch:
     """A kernel's launch: types of its arguments, or their values if constant, and compiler options."""
 
     kernel: Any
-    signature: tuple[tuple[str, str], ...]
+    signature: tuple[tuple[str, Any], ...]
     constants: tuple[tuple[str, Any], ...]
-    aligned: tuple[str, ...]
+    aligned: tuple[Any, ...]
     options: tuple[tuple[str, Any], ...]
 
 
@@ -138,10 +139,13 @@ def launch_of(kernel: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Laun
             constants[param.name] = True if param.name == "PRMT" else getattr(value, "value", value)
         elif isinstance(value, Tensor):
             signature[param.name] = f"*{TYPES[value.dtype]}"
-            aligned += [param.name] * (value.data_ptr() % 16 == 0)
+            aligned += [(param.name,)] * (value.data_ptr() % 16 == 0)
+        elif isinstance(value, tuple):  # of sizes
+            signature[param.name] = ("i32",) * len(value)
+            aligned += [(param.name, i) for i, size in enumerate(value) if size % 16 == 0]
         else:
             signature[param.name] = "i32" if is_size else "fp32"
-            aligned += [param.name] * (is_size and special and value % 16 == 0)
+            aligned += [(param.name,)] * (is_size and special and value % 16 == 0)
     kept = {name: value for name, value in options.items() if name in ("num_warps", "num_stages", "maxnreg")}
     return Launch(kernel, *(tuple(x.items()) for x in (signature, constants)), tuple(aligned), tuple(kept.items()))
 
@@ -209,7 +213,7 @@ def compile_launch(launch: Launch, label: str) -> None:
     """Compile a launch for all targets, or for the next one."""
     names = launch.kernel.arg_names
     places = {(names.index(name),): value for name, value in launch.constants}
-    hints = {(names.index(name),): [["tt.divisibility", 16]] for name in launch.aligned}
+    hints = {(names.index(name), *place): [["tt.divisibility", 16]] for name, *place in launch.aligned}
     source = ASTSource(launch.kernel, dict(launch.signature), places, hints)
     for target in next(ROUNDS):
         made = compile_kernel(source, target=TARGETS[target], options=dict(launch.options))
