@@ -88,13 +88,6 @@ def list_blocks(found, block, listed):
     return tl.sum(listed.to(tl.int32), 0)
 
 
-@triton.jit
-def hide_logits(logits, token, hidden, ROWS: tl.constexpr):
-    """Set all rows' kept logits of tokens [n] of a head to -inf, if `hidden`."""
-    for row in tl.static_range(ROWS):
-        tl.store(logits + place_of_logit(token, row, ROWS), float("-inf"), hidden)
-
-
 @triton.jit(do_not_specialize=["m_batch", "m_head", "heads", "columns"])
 def keep_best_of_logits(
     # logits [B, H, C/64, 2, 8, ROWS/2, 8] and base [B, H, C/64, 2, 4, ROWS/2] (`kept_logits.py`); lse [B, Hq, lanes]
@@ -105,15 +98,14 @@ def keep_best_of_logits(
     # Strides of the mask, 0 for broadcast dimensions; H; C in tokens; columns of the cursor; tokens to keep per tile.
     m_batch, m_head, m_token, heads, capacity, columns, selected,
     lanes: tl.constexpr, queries: tl.constexpr, ROWS: tl.constexpr, MASK: tl.constexpr, BLOCKS: tl.constexpr,
-    SCORED: tl.constexpr, SELECTED: tl.constexpr, HIDE: tl.constexpr,
+    SCORED: tl.constexpr, SELECTED: tl.constexpr,
 ):  # fmt: skip
     """One program: the best `selected` low-bit tokens of a tile of BLOCKS blocks of one KV head, in ascending order,
     then -1.
 
-    ROWS: G·lanes, even. SCORED: blocks whose tokens are scored together. SELECTED: selected, padded. HIDE: set the
-    tokens' kept logits to -inf. Bytes per low-bit token: G/4 of bases. Bytes per candidate token: 2·G of logits (4·G
-    in float32). FLOPs per candidate token: 4·G, of which G are exponentials; candidates are a tenth of the tokens for
-    logits of standard deviation 2.
+    ROWS: G·lanes, even. SCORED: blocks whose tokens are scored together. SELECTED: selected, padded. Bytes
+    per low-bit token: G/4 of bases. Bytes per candidate token: 2·G of logits (4·G in float32). FLOPs per candidate
+    token: 4·G, of which G are exponentials; candidates are a tenth of the tokens for logits of standard deviation 2.
     """
     bh, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     batch, head = bh // heads, bh % heads
@@ -174,8 +166,6 @@ def keep_best_of_logits(
     left = tl.arange(0, SELECTED)
     tl.store(kept_scores + left, -1.0, (left >= held) & (left < selected))
     tl.store(kept_tokens + left, -1, (left >= held) & (left < selected))
-    if HIDE:
-        hide_logits(logits, tl.load(kept_tokens + left, left < held, 0), left < held, ROWS=ROWS)
 
 
 @triton.jit
@@ -187,13 +177,14 @@ def hide_tokens(
     2·ROWS written (4·ROWS in float32)."""
     bh, entry = tl.program_id(0).to(tl.int64), tl.arange(0, COUNT)
     token = tl.load(tokens + bh * count + entry, entry < count, -1)
-    hide_logits(logits + bh * capacity * ROWS, token, token >= 0, ROWS=ROWS)
+    for row in tl.static_range(ROWS):
+        tl.store(logits + bh * capacity * ROWS + place_of_logit(token, row, ROWS), float("-inf"), token >= 0)
 
 
 def select(
     logits: Tensor, base: Tensor, lse: Tensor, mask: Tensor | None, cursor: Tensor, selected: Tensor
 ) -> None:  # fmt: skip
-    """Write the low-bit tokens of lane 0's largest scores to `selected`, and set their kept logits to -inf.
+    """Write the low-bit tokens of lane 0's largest scores to `selected`.
 
     One launch selects among 128k tokens. A score is the attention to a token, summed over the query group. Sinks and
     tokens that the mask hides from every query head are no candidates.
@@ -224,11 +215,10 @@ def select(
         m_batch=strides[0], m_head=strides[1], m_token=strides[3], heads=heads, capacity=capacity,
         columns=cursor.stride(0), selected=count, lanes=lanes, queries=query_heads // heads, ROWS=2 * logits.shape[5],
         MASK=0 if additive is None else ADDITIVE_MASK.value, BLOCKS=blocks, SCORED=scored, SELECTED=size,
-        HIDE=tiles == 1, num_warps=max(1, min(16, max(scored // 16, blocks // 512))), maxnreg=REGISTERS,
+        num_warps=max(1, min(16, max(scored // 16, blocks // 512))), maxnreg=REGISTERS,
     )  # fmt: skip
     if tiles > 1:
         merge(kept_scores, kept_tokens, selected)
-        hide(logits, selected)
 
 
 def hide(logits: Tensor, tokens: Tensor) -> None:

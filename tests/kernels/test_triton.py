@@ -772,8 +772,9 @@ def compiled(*given: str) -> str:
 
 
 def test_attention_compiles_where_a_key_has_the_fewest_bytes() -> None:
-    printed = compiled("--only=fp32, 1 bits, d 16")
-    assert "attend_tiers" in printed
+    printed = compiled("--only=fp32, 1 bit, d 16")
+    assert "score_keys" in printed
+    assert "sum_values" in printed
     assert "quantize_groups" in printed
 
 

@@ -89,6 +89,7 @@ class Kept:
         lse = self.lse.reshape(len(case.lengths), HEADS * case.queries, case.lanes).to(DEVICE)
         chosen = torch.full((len(case.lengths), HEADS, case.k), 7, dtype=torch.int32, device=DEVICE)
         select.select(self.logits, self.base, lse, mask, cursor.to(DEVICE), chosen)
+        select.hide(self.logits, chosen)
         return chosen.cpu()
 
 

@@ -32,8 +32,8 @@ TILE, OF_A_WARP, MOST_WARPS, PROGRAMS = 4096, 512, 8, 16
 # Instructions that a scheduler issues in a cycle, and schedulers of a multiprocessor. The first is measured: attention
 # over low bits on an H200 issued 0.52 to 0.55 (benchmarks/results/gpu_kernels.json).
 ISSUED, SCHEDULERS = 0.52, 4
-# A warp's instructions for a stored number of the low-bit tier, with at most eight query rows and d 128, by code of keys
-# and of values (tools/compile_kernels.py counts them, on sm_90 under Triton 3.6). Codes: bits of levels, or the trellis.
+# A warp's instructions for a stored number of the low-bit tier, for at most eight query rows and d 128, by the code of
+# keys and of values: bits of levels, or the trellis (tools/compile_kernels.py counts them; here sm_90, Triton 3.6).
 INSTRUCTIONS: Mapping[str, Mapping[int | str, float]] = {
     "keys": {1: 1.72, 2: 1.40, 4: 1.59, 8: 9.5, "trellis": 1.75},
     "values": {1: 2.18, 2: 2.19, 4: 3.01, 8: 13.0, "trellis": 1.32},
