@@ -1,153 +1,26 @@
-// A decode step's attention over some tokens of one head. cpp/library.py declares `StepArguments` and its shapes.
+// A decode step's attention over the low-bit tokens of one head, and over all tokens.
 //
 // Low-bit keys: q is multiplied by a group's scales once, and q·zero added once a group. Low-bit values: weights are
 // multiplied by the tokens' scales. Rotated pairs stay rotated: the query is rotated before, the sum after.
 // Bytes read per low-bit token: its codes and scales, once. FLOPs: 4·d per query row.
 
-#include <vector>
-
 namespace {
 
-// An additive mask hides a token with its dtype's minimum; float16's is the closest to 0 (`attention_ops.SEEN`).
-constexpr float kSeen = -65504.0f / 2;
-// Low-bit tokens per job; a multiple of every group size, and those of a page (`page_table.py`).
-constexpr int64_t kChunk = 256;
-// Multiply-adds below which a second thread costs more than it saves.
-constexpr int64_t kWorthThreads = 1 << 17;
-
-// A 16-bit pair: its address, its column of the mask, and the first lane that sees it.
-struct Pair {
-  const T* key;
-  const T* value;
-  int64_t token, first_lane;
-};
-
-// Attention over some of the tokens, for each query row: peak, Σ exp(l - peak), Σ exp(l - peak)·v[d].
-struct Part {
-  float* peak;
-  float* total;
-  float* out;
-};
-
-struct Parts {
-  int64_t rows, d;
-  std::vector<float> peaks, totals, outs;
-  Parts(int64_t count, int64_t rows, int64_t d)
-      : rows(rows), d(d), peaks(count * rows, kNothing), totals(count * rows), outs(count * rows * d) {}
-  Part operator[](int64_t i) { return {&peaks[i * rows], &totals[i * rows], outs.data() + i * rows * d}; }
-};
-
-// Values derived from a step's cursor and shapes.
-struct Attention {
-  const StepArguments& s;
-  const int64_t rows, pairs, most, chunks;  // most: tokens of the fullest low-bit tier
+struct Attention : ExactAttention {
   const KeyOrder key_order;
   const ValueOrder value_order;
-  std::vector<float> query, turned;  // [B·H, rows, d], scaled; the second as the low-bit tier is stored
-  std::vector<float> in_params_order, in_lanes;  // the turned query [B·H, rows, dim], and in the order of `score_words`
+  // Queries [B·H, rows, d] as keys are stored; [B·H, rows, dim] as params are stored; and as `score_words` requires.
+  std::vector<float> turned, in_params_order;
+  Aligned<float> in_lanes;
   std::vector<uint16_t> param_place, param_of_lane;  // of a channel, and of the query's lanes
 
   explicit Attention(const StepArguments& step)
-      : s(step), rows(s.group_heads * s.lanes), pairs(s.batch * s.heads), most(fullest(s)),
-        chunks((most + kChunk - 1) / kChunk), key_order(s.dim, std::min<int64_t>(s.key_bits, 4), s.key_trellis),
-        value_order(s.dim, std::min<int64_t>(s.value_bits, 4), s.value_trellis), query(pairs * rows * s.d) {
-    for (size_t i = 0; i < query.size(); ++i) query[i] = static_cast<const T*>(s.q)[i] * s.scale;
-    turned = query;
+      : ExactAttention(step), key_order(s.dim, std::min<int64_t>(s.key_bits, 4), s.key_trellis),
+        value_order(s.dim, std::min<int64_t>(s.value_bits, 4), s.value_trellis), turned(query),
+        in_params_order(pairs * rows * s.dim), in_lanes(pairs * rows * key_order.channel.size()) {
     if (s.rotation)
       for (int64_t row = 0; row < pairs * rows; ++row) rotate(turned.data() + row * s.d, s.d, s.rotation);
     arrange_query();
-  }
-
-  // Lengths of each batch row, indexed by head; negative lengths (`cursor.py`) count as 0.
-  const int64_t* cursor(int64_t head) const { return s.cursor + head / s.heads * (4 + s.pages); }
-  int64_t length(int64_t head) const { return std::max<int64_t>(cursor(head)[0], 0); }
-  int64_t low_bit(int64_t head) const { return cursor(head)[1]; }
-  int64_t candidates(int64_t head) const { return std::min(cursor(head)[2], length(head)); }
-  static int64_t fullest(const StepArguments& s) {
-    int64_t found = 0;
-    for (int64_t row = 0; row < s.batch; ++row) found = std::max(found, s.cursor[row * (4 + s.pages) + 1]);
-    return found;
-  }
-  // Index of a head's token in the low-bit tier, among all heads' tokens; the tokens of one chunk are contiguous.
-  int64_t place(int64_t head, int64_t token) const {
-    if (!s.pages) return head * s.capacity + token;
-    return (cursor(head)[4 + token / kChunk] * s.heads + head % s.heads) * kChunk + token % kChunk;
-  }
-
-  int64_t jobs() const { return pairs * (chunks + 1); }
-  bool worth_threads() const { return (most + s.window) * pairs * rows * s.d > kWorthThreads; }
-  float* logits_of(int64_t head) const { return s.logits + head * rows * s.capacity; }
-
-  float bias(int64_t head, int64_t row, int64_t token) const {
-    if (!s.bias) return 0.0f;
-    const int64_t* stride = s.bias_strides;
-    return s.bias[head / s.heads * stride[0] + head % s.heads * stride[1] + row / s.lanes * stride[2] +
-                  row % s.lanes * stride[3] + token * stride[4]];
-  }
-
-  Floats capped(Floats x) const {
-    if (s.softcap > 0)
-      for (int i = 0; i < kLanes; ++i) x[i] = std::tanh(x[i] / s.softcap) * s.softcap;
-    return x;
-  }
-
-  int64_t pair_size() const { return 2 * s.d; }
-  Pair pair_at(const T* at, int64_t token) const { return {at, at + s.d, token, 0}; }
-
-  // Call what(i, token) for each sink i of a head among the tokens first..stop.
-  template <typename Do>
-  void each_sink(int64_t head, int64_t first, int64_t stop, Do&& what) const {
-    const int32_t* index = s.sink_index + head / s.heads * s.sink_tokens;
-    for (int64_t i = 0; i < s.sink_tokens; ++i)
-      if (index[i] >= first && index[i] < stop) what(i, index[i]);
-  }
-
-  // Pairs in the window, of the new tokens, and of the sinks in the low-bit tier.
-  std::vector<Pair> recent_pairs(int64_t head) const {
-    std::vector<Pair> found;
-    const T* ring = static_cast<const T*>(s.recent) + head * s.window * pair_size();
-    for (int64_t t = low_bit(head); t < length(head); ++t) found.push_back(pair_at(ring + t % s.window * pair_size(), t));
-    const T *k = static_cast<const T*>(s.k), *v = static_cast<const T*>(s.v);
-    for (int64_t l = 0; l < s.lanes; ++l) {
-      const int64_t at = (head * s.lanes + l) * s.d;
-      found.push_back({k + at, v ? v + at : nullptr, length(head), l});
-    }
-    const T* sinks = static_cast<const T*>(s.sink_pairs) + head * s.sink_tokens * pair_size();
-    each_sink(head, 0, low_bit(head),
-              [&](int64_t i, int64_t token) { found.push_back(pair_at(sinks + i * pair_size(), token)); });
-    return found;
-  }
-
-  // The slots that hold a pair of the low-bit tier.
-  std::vector<Pair> slot_pairs(int64_t head) const {
-    std::vector<Pair> found;
-    const T* slots = static_cast<const T*>(s.slots) + head * s.top_k * pair_size();
-    const int32_t* index = s.slot_index + head * s.top_k;
-    for (int64_t i = 0; i < s.top_k; ++i)
-      if (index[i] >= 0 && index[i] < low_bit(head)) found.push_back(pair_at(slots + i * pair_size(), index[i]));
-    return found;
-  }
-
-  // Logits [rows][stride] of a head's query rows and some pairs in 16 bits; stride: their number, in whole tiles.
-  std::vector<float> exact_logits(int64_t head, const std::vector<Pair>& of, int64_t stride) const {
-    std::vector<float> tile_memory(s.d * kLanes), score_memory(rows * kLanes), logits(rows * stride, kNothing);
-    Floats* tile = reinterpret_cast<Floats*>(tile_memory.data());
-    Floats* scores = reinterpret_cast<Floats*>(score_memory.data());
-    const int64_t count = of.size();
-    for (int64_t t = 0; t < count; t += kLanes) {
-      for (int64_t i = 0; i < kLanes; ++i) {
-        const T* key = of[std::min(t + i, count - 1)].key;
-        for (int64_t c = 0; c < s.d; ++c) tile[c][i] = key[c];
-      }
-      score_tile<1>(&query[head * rows * s.d], tile, rows, s.d, scores);
-      for (int64_t m = 0; m < rows; ++m) {
-        const Floats x = capped(scores[m]);
-        for (int64_t i = 0; i < kLanes && t + i < count; ++i)
-          if (m % s.lanes >= of[t + i].first_lane)
-            logits[m * stride + t + i] = x[i] + bias(head, m, of[t + i].token);
-      }
-    }
-    return logits;
   }
 
   // The codes of a token's record, by the token's number `row` among all heads'.
@@ -158,20 +31,21 @@ struct Attention {
 
   // Bring the turned query into the order of params and, for fragments, of lanes.
   void arrange_query() {
-    const int64_t block = std::min<int64_t>(s.dim, 64), size = key_order.channel.size();
+    const int64_t block = std::min<int64_t>(s.dim, 64);
     for (int64_t c = 0; c < s.dim; ++c) {
       const int64_t i = c % block, place = c - i + i % 8 / 2 * (block / 4) + i / 16 * 4 + i % 2 * 2 + i / 8 % 2;
       param_place.push_back(s.key_bits < 8 ? place : c);
     }
-    in_params_order.resize(pairs * rows * s.dim);
     for (int64_t row = 0; row < pairs * rows; ++row)
       for (int64_t c = 0; c < s.d; ++c) in_params_order[row * s.dim + param_place[c]] = turned[row * s.d + c];
     if (s.key_bits >= 8) return;
     for (const uint16_t channel : key_order.channel) param_of_lane.push_back(param_place[channel]);
-    in_lanes.resize(pairs * rows * size);
     float* to = in_lanes.data();
     for (int64_t head = 0; head < pairs; ++head)
-      for_lanes([&](int64_t row, int64_t i) { *to++ = in_params_order[(head * rows + row) * s.dim + param_of_lane[i]]; });
+      for_lanes([&](int64_t row, int64_t i) {
+        const int first_bit = i / kLanes / 2 % key_order.run * key_order.bits;
+        *to++ = in_params_order[(head * rows + row) * s.dim + param_of_lane[i]] / (1 << first_bit);
+      });
   }
 
   // Call what(row, i) for the lanes i of a head's query, in the order of `score_words` and in blocks of kRows rows.
@@ -184,8 +58,8 @@ struct Attention {
   }
 
   // Multiply a head's query by the scales of the group of keys that begins at `row`, and by its zero points.
-  void scale_query(int64_t head, int64_t row, std::vector<float>& scaled, std::vector<float>& base) const {
-    std::vector<float> scales(s.dim), zeros(s.dim), by(param_of_lane.size());
+  void scale_query(int64_t head, int64_t row, float* scaled, std::vector<float>& base) const {
+    std::vector<float> scales(s.dim), zeros(s.dim);
     Params{s.key_params, row / s.group * 2 * s.dim, s.param_bits == 8}.read(s.dim, scales.data(), zeros.data());
     const float* q = &in_params_order[head * rows * s.dim];
     for (int64_t m = 0; m < rows; ++m) {
@@ -195,26 +69,28 @@ struct Attention {
     }
     if (s.key_bits == 8)
       for (int64_t i = 0; i < rows * s.d; ++i) scaled[i] = turned[head * rows * s.d + i] * scales[i % s.d];
-    for (size_t i = 0; i < by.size(); ++i) by[i] = scales[param_of_lane[i]];
-    const float* from = in_lanes.data() + head * rows * by.size();
-    float* to = scaled.data();
-    for (int64_t first = 0; first < rows && !by.empty(); first += kRows)
-      for (size_t i = 0; i < by.size(); i += kLanes)
+    const float* from = in_lanes.data() + head * rows * param_of_lane.size();
+    float* to = scaled;
+    for (int64_t first = 0; first < rows; first += kRows)
+      for (size_t i = 0; i < param_of_lane.size(); i += kLanes) {
+        Floats by;
+        for (int lane = 0; lane < kLanes; ++lane) by[lane] = scales[param_of_lane[i + lane]];
         for (int64_t row = first; row < std::min(first + kRows, rows); ++row, from += kLanes, to += kLanes)
-          *reinterpret_cast<Floats*>(to) = load(from) * load(&by[i]);
+          *reinterpret_cast<Floats*>(to) = load(from) * by;
+      }
   }
 
   // Products [rows][count] of the scaled query with the levels of `count` tokens from `row` on, in fragments.
   void score_fragments(const float* scaled, int64_t row, int64_t count, float* products) const {
     const KeyOrder& k = key_order;
-    std::vector<uint32_t> memory(k.words());
-    std::vector<float> sums(kRows * kQuads * k.sums());
+    Aligned<uint32_t> memory(k.words());
+    Aligned<float> sums(kRows * kQuads * k.sums());
     const uint32_t* words = k.whole(reinterpret_cast<const uint32_t*>(record_at(row)), memory.data());
     const int first = row % kRecord / 8, stop = first + count / 8, shares = k.per_token;
     for (int64_t m = 0; m < rows; m += kRows) {
       score_rows_of(k, words, first, stop, scaled + m * param_of_lane.size(), std::min(kRows, rows - m), sums.data());
       for (int64_t r = m; r < std::min(m + kRows, rows); ++r) {
-        const float* from = &sums[((r - m) * kQuads + first) * k.sums()];
+        const float* from = sums.data() + ((r - m) * kQuads + first) * k.sums();
         float* to = products + r * count;
         if (shares == 2)
           for (int64_t i = 0; i < count; ++i) to[i] = from[2 * i] + from[2 * i + 1];
@@ -247,19 +123,17 @@ struct Attention {
   void chunk_logits(int64_t head, int64_t start) const {
     const int64_t stop = std::min(low_bit(head), start + kChunk), first_place = place(head, start) - start;
     const int64_t step = s.group && s.group % kRecord == 0 ? kRecord : kRecord / 2;
-    std::vector<float> scaled, base(rows), products(rows * step), scales(step, 1.0f);
+    Aligned<float> scaled(rows * std::max<int64_t>(s.d, param_of_lane.size()));
+    std::vector<float> base(rows), products(rows * step), scales(step, 1.0f);
     if (s.key_trellis) {
-      const float* q = in_lanes.data() + head * rows * param_of_lane.size();
-      scaled.assign(q, q + rows * param_of_lane.size());
+      std::copy_n(in_lanes.data() + head * rows * param_of_lane.size(), rows * param_of_lane.size(), scaled.data());
       for (int64_t i = 0; i < rows * s.d; ++i) base[i / s.d] -= 1.5f * turned[head * rows * s.d + i];
     } else if (s.key_bits == 16) {
-      scaled.assign(&turned[head * rows * s.d], &turned[head * rows * s.d] + rows * s.d);
-    } else {
-      scaled.resize(rows * std::max<int64_t>(s.d, param_of_lane.size()));
+      std::copy_n(&turned[head * rows * s.d], rows * s.d, scaled.data());
     }
     for (int64_t t = start; t < stop; t += step) {
       const int64_t row = first_place + t;
-      if (s.key_bits < 16 && !s.key_trellis && t % s.group == 0) scale_query(head, row, scaled, base);
+      if (s.key_bits < 16 && !s.key_trellis && t % s.group == 0) scale_query(head, row, scaled.data(), base);
       if (s.key_bits < 8) score_fragments(scaled.data(), row, step, products.data());
       else score_tokens(scaled.data(), row, step, products.data());
       for (int64_t i = 0; s.key_trellis && i < step; ++i)
@@ -314,25 +188,28 @@ struct Attention {
   void read_values(int64_t row, int64_t count, int64_t v, float* scales, float* zeros) const {
     const int64_t groups = s.value_trellis ? 1 : s.dim / s.channels;
     const Params params{s.value_params, s.value_trellis ? row : row * 2 * groups, s.param_bits == 8};
-    for (int64_t t = 0; t < count; ++t) {
-      // In the trellis code, the middle two of four scales are swapped.
-      scales[t] = params.scale(s.value_trellis ? t / 4 * 4 + t % 2 * 2 + t / 2 % 2 : t * 2 * groups + v);
-      zeros[t] = s.value_trellis ? -1.5f * scales[t] : params.zero((t * 2 + 1) * groups + v, scales[t]);
+    for (int64_t t = 0; t < count && !s.value_trellis; ++t) {
+      scales[t] = params.scale(t * 2 * groups + v);
+      zeros[t] = params.zero((t * 2 + 1) * groups + v, scales[t]);
     }
+    if (!s.value_trellis) return;
+    for (int64_t t = 0; t < count; ++t) scales[t] = params.scale(t);
+    for (int64_t t = 0; t < count; t += 4) std::swap(scales[t + 1], scales[t + 2]);  // `records.in_thread_order`
+    for (int64_t t = 0; t < count; ++t) zeros[t] = -1.5f * scales[t];
   }
 
   // Add the values of records `kept` from `row` on, in fragments, to part.out; weights [rows][kChunk], for `count` tokens.
   void mix_fragments(int64_t row, int64_t count, const std::vector<int>& kept, const float* weights, Part part) const {
     const ValueOrder& v = value_order;
     const int64_t lanes = v.token.size(), records = kept.size(), channels = s.value_trellis ? s.dim : s.channels;
-    std::vector<uint32_t> memory(records * v.words());
+    Aligned<uint32_t> memory(records * v.words());
     std::vector<const uint32_t*> words(records);
     for (int64_t i = 0; i < records; ++i) {
       const uint8_t* values = record_at(row + kept[i] * kRecord) + kRecord * s.dim * s.key_bits / 8;
       words[i] = v.whole(reinterpret_cast<const uint32_t*>(values), memory.data() + i * v.words());
     }
-    std::vector<float> scales(records * kRecord), zeros(records * kRecord), dealt(records * lanes * kRows);
-    std::vector<float> sums(kRows * s.dim);
+    std::vector<float> scales(records * kRecord), zeros(records * kRecord), sums(kRows * s.dim);
+    Aligned<float> dealt(records * lanes * kRows);
     for (int64_t first = 0; first < s.d; first += channels) {
       for (int64_t i = 0; i < records; ++i)
         read_values(row + kept[i] * kRecord, std::min<int64_t>(kRecord, count - kept[i] * kRecord), first / channels,
@@ -348,9 +225,7 @@ struct Attention {
             for (int t = 0; t < kRecord; ++t) sum += weight[t] * zeros[i * kRecord + t];
             for (int t = 0; t < kRecord; ++t) weighed[t] = weight[t] * scales[i * kRecord + t];
             zero[r] += sum;
-            float* to = &dealt[i * lanes * block + r * kLanes];
-            for (int64_t lane = 0; lane < lanes; lane += kLanes, to += block * kLanes)
-              for (int j = 0; j < kLanes; ++j) to[j] = weighed[v.token[lane + j]];
+            v.deal(weighed, block * kLanes, dealt.data() + i * lanes * block + r * kLanes);
           }
         mix_rows_of(v, words.data(), records, dealt.data(), block, first / 8, (stop + 7) / 8, sums.data());
         for (int64_t r = 0; r < block; ++r)
@@ -386,28 +261,6 @@ struct Attention {
     const std::vector<int> kept = chunk_weights(head, start, cut, weights.data(), part);
     if (s.value_bits < 8) mix_fragments(place(head, start), count, kept, weights.data(), part);
     else mix_tokens(place(head, start), count, kept, weights.data(), part);
-  }
-
-  // Attention over 16-bit pairs. A weight of 0 does not remove values that are not finite, so tails of tiles are zeros.
-  std::vector<float> exact_mix(int64_t head, const std::vector<Pair>& of, Part part) const {
-    const int64_t count = of.size(), stride = (count + kLanes - 1) / kLanes * kLanes;
-    std::vector<float> logits = exact_logits(head, of, stride), weights(logits.size()), values(kLanes * s.d);
-    for (int64_t m = 0; m < rows; ++m) {
-      const float* row = logits.data() + m * stride;
-      float total = 0.0f;
-      const float top = largest(row, stride);
-      const float base = base_of(top);
-      for (int64_t t = 0; t < stride; ++t) weights[m * stride + t] = weight_of(row[t], base);
-      for (int64_t t = 0; t < stride; ++t) total += weights[m * stride + t];
-      part.peak[m] = top;
-      part.total[m] = total;
-    }
-    for (int64_t t = 0; t < stride; t += kLanes) {
-      for (int64_t i = 0; i < kLanes; ++i)
-        for (int64_t c = 0; c < s.d; ++c) values[i * s.d + c] = t + i < count ? static_cast<float>(of[t + i].value[c]) : 0.0f;
-      mix_tile(weights.data() + t, stride, values.data(), rows, s.d, part.out);
-    }
-    return logits;
   }
 
   // A row's maximum and 1/Σ exp over all its head's parts and its sink; a fully masked row gives 0.

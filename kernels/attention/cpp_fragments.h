@@ -1,13 +1,11 @@
 // Products of records in fragment order (`records.py`) with queries and with weights.
 //
 // A vector holds words of neighbouring threads. Lane and field determine a number's token and channel, so the query and
-// the weights are brought into the codes' order. A field then takes a shift, a look-up, and a multiply-add for each row.
+// the weights are brought into the codes' order. A field then takes a mask, a conversion, and a multiply-add for each
+// row. Fields are not shifted: the query, or the sum of values, has the factor that the place of the field requires.
 // Sums across lanes follow once for a record of keys, and once for a chunk of values.
 
 namespace {
-
-// Query rows whose sums are in registers at once.
-constexpr int64_t kRows = 8;
 
 // The four sums of lanes i, i + 4, ...
 inline void add_fours(Floats x, float* to) {
@@ -24,9 +22,9 @@ struct KeyOrder : Order {
   const int tokens, per_token, run, variants, entries;
   std::vector<uint16_t> channel;  // of a query's lanes [variants][entries][kLanes]; entries: [plane][vector][field][half]
 
-  KeyOrder(int64_t dim, int64_t stored, bool trellis)
-      : Order(dim, stored, trellis), tokens(std::max<int>(1, fields * 8 / dim)),
-        per_token(std::max<int>(1, dim / 8 / fields)), run(fields / tokens / planes),
+  KeyOrder(int dim, int stored, bool trellis)
+      : Order(dim, stored, trellis), tokens(std::max(1, fields * 8 / dim)),
+        per_token(std::max(1, dim / 8 / fields)), run(fields / tokens / planes),
         variants(std::max(1, per_token / loads)), entries(planes * vectors * run * 2) {
     for (int at = 0; at < variants * entries * kLanes; ++at) {
       const int lane = at % kLanes, entry = at / kLanes % entries, half = entry % 2, field = entry / 2 % run;
@@ -40,7 +38,6 @@ struct KeyOrder : Order {
   int sums() const { return 8 * per_token; }
 
   void fold(Floats x, float* to) const {
-    if (loads == 4 && tokens == 1) return add_fours(x, to);
     for (int word = 0; word < loads; ++word) {
       float sum = 0.0f;
       for (int lane = word; lane < std::min(kLanes, 4 * loads); lane += loads) sum += x[lane];
@@ -50,64 +47,72 @@ struct KeyOrder : Order {
 };
 
 // sums [R][8][k.sums()] of the threads with first <= g < stop; query [variants][entries][R][kLanes].
-template <int bits, int R>
+template <int R>
 __attribute__((noinline)) void score_words(const KeyOrder& k, const uint32_t* words, int first, int stop,
                                            const float* query, float* sums) {
-  constexpr int U = R <= 2 ? 4 : R <= 4 ? 2 : 1;  // values of g at once: enough sums to hide a multiply-add's latency
+  constexpr int U = R <= 2 ? 4 : 2;  // values of g at once: enough sums to hide a multiply-add's latency
+  const bool fours = k.loads == 4 && k.tokens == 1;
   for (int l = 0; l < k.blocks / kQuads; ++l)
     for (int g = first; g < stop; g += U)
       for (int token = 0; token < k.tokens; ++token) {
         Floats sum[U][R] = {};
         const float* at = query + l % k.variants * k.entries * R * kLanes;
         for (int vector = 0; vector < k.planes * k.vectors; ++vector) {
-          Words word[U];
-          for (int u = 0; u < U; ++u)
-            word[u] = load_words(words + (l * kQuads + g + u) * k.pitch + vector * kLanes) >> (token * k.run * bits);
-          for (int field = 0; field < k.run; ++field, at += 2 * R * kLanes) {
+          Words low[U], high[U], mask = Words{} + ((1u << k.bits) - 1);
+          for (int u = 0; u < U; ++u) {
+            low[u] = load_words(words + (l * kQuads + g + u) * k.pitch + vector * kLanes) >> (token * k.run * k.bits);
+            high[u] = low[u] >> 16;
+          }
+          for (int field = 0; field < k.run; ++field, mask <<= k.bits, at += 2 * R * kLanes) {
 #pragma GCC unroll 2
             for (int half = 0; half < 2; ++half) {
               Floats x[U];
-              for (int u = 0; u < U; ++u) x[u] = levels_of<bits>(half ? word[u] >> 16 : word[u]);
+              for (int u = 0; u < U; ++u) x[u] = masked(half ? high[u] : low[u], mask);
 #pragma GCC unroll 8
               for (int r = 0; r < R; ++r) {
-                const Floats q = load(at + (half * R + r) * kLanes);
+                const Floats q = held(load(at + (half * R + r) * kLanes));
+#pragma GCC unroll 4
                 for (int u = 0; u < U; ++u) sum[u][r] = fma(x[u], q, sum[u][r]);
               }
             }
-            for (int u = 0; u < U; ++u) word[u] >>= bits;
           }
         }
+#pragma GCC unroll 8
         for (int r = 0; r < R; ++r)
-          for (int u = 0; u < U; ++u)
-            k.fold(sum[u][r], sums + (r * kQuads + g + u) * k.sums() + l * k.loads * k.tokens + token);
+#pragma GCC unroll 4
+          for (int u = 0; u < U; ++u) {
+            float* to = sums + (r * kQuads + g + u) * k.sums() + l * k.loads * k.tokens + token;
+            if (fours) add_fours(sum[u][r], to);
+            else k.fold(sum[u][r], to);
+          }
       }
 }
 
 void score_rows_of(const KeyOrder& k, const uint32_t* words, int first, int stop, const float* query, int64_t rows,
                    float* sums) {
-  with_rows<kRows>(rows, [&](auto R) {
-    if (k.bits == 2) score_words<2, R>(k, words, first, stop, query, sums);
-    else score_words<4, R>(k, words, first, stop, query, sums);
-  });
+  with_rows(rows, [&](auto R) { score_words<R>(k, words, first, stop, query, sums); });
 }
 
 // Values. `shares`: numbers of a channel in a field's place, for tokens 8 apart and of other words of a load.
 struct ValueOrder : Order {
   const int shares;
-  struct Place {
-    int offset, shift;
+  struct Field {
+    int offset, shift;  // of the word relative to the block of g, and of the share in the word
   };
-  std::vector<Place> places;  // of a channel 8·c + g: [c][shares], relative to the block of g
+  std::vector<Field> fields_of;  // of a channel 8·c + g: [c][shares]
+  std::vector<int> first_bit;    // [c], of the first share
   std::vector<uint8_t> token;  // of a row's weights in a record [shares][vectors][half][kLanes]; kRecord: none
 
-  ValueOrder(int64_t dim, int64_t stored, bool trellis) : Order(dim, stored, trellis), shares(2 * 4 / loads) {
-    for (int c = 0; c < dim / 8 + 3; ++c)  // three more, since channels are summed in fours
+  ValueOrder(int dim, int stored, bool trellis) : Order(dim, stored, trellis), shares(2 * 4 / loads) {
+    for (int c = 0; c < dim / 8 + 3; ++c) {  // three more, since channels are summed in fours
+      const int plane = c % planes, width = bits / planes;
+      first_bit.push_back((c % fields - plane) * width);
       for (int share = 0; share < shares; ++share) {
-        const int number = std::min<int>(c, dim / 8 - 1) + dim / 8 * share, field = number % fields;
-        const int plane = field % planes;
-        places.push_back({number / fields * kQuads * pitch + plane * vectors * kLanes,
-                          (field - plane) * (planes == 2 ? 1 : bits)});
+        const int number = std::min(c, dim / 8 - 1) + dim / 8 * share;
+        const int offset = number / fields * kQuads * pitch + plane * vectors * kLanes;
+        fields_of.push_back({offset, dim / 8 * share % fields * width});
       }
+    }
     for (int at = 0; at < shares * vectors * 2 * kLanes; ++at) {
       const int lane = at % kLanes, half = at / kLanes % 2, vector = at / kLanes / 2 % vectors;
       const int share = at / kLanes / 2 / vectors, q = thread(vector, lane);
@@ -115,32 +120,51 @@ struct ValueOrder : Order {
       token.push_back(q < 4 ? 16 * q + share % 2 * 8 + 2 * pair + half : kRecord);
     }
   }
+
+  // Bring a row's weights [64] and a zero into the order of lanes, vectors `stride` apart.
+  void deal(const float* weights, int64_t stride, float* to) const {
+    if (loads == 4)
+      for (int share = 0; share < 2; ++share)
+        for (int q = 0; q < 4; ++q) {
+          float* at = to + (share * vectors + 4 * q / kLanes) * 2 * stride + 4 * q % kLanes;
+          for (int pair = 0; pair < 4; ++pair) {
+            at[pair] = weights[16 * q + 8 * share + 2 * pair];
+            at[stride + pair] = weights[16 * q + 8 * share + 2 * pair + 1];
+          }
+        }
+    else
+      for (size_t i = 0; i < token.size(); ++i) to[i / kLanes * stride + i % kLanes] = weights[token[i]];
+  }
 };
 
 // out[r][8·c + g] = Σ_t weights[r][t]·level[t][8·c + g] for first <= c < stop, over `count` records.
-template <int bits, int R>
+template <int R>
 __attribute__((noinline)) void mix_words(const ValueOrder& v, const uint32_t* const* records, int count,
                                          const float* weights, int first, int stop, float* out) {
-  constexpr int C = R <= 2 ? 4 : R <= 4 ? 2 : 1;  // channels at once
+  constexpr int C = R <= 2 ? 4 : 2;  // channels at once
   for (int g = 0; g < kQuads; ++g)
     for (int c = first; c < stop; c += C) {
       Floats sum[C][R] = {};
+      Words mask[C];
+      for (int i = 0; i < C; ++i) mask[i] = Words{} + (((1u << v.bits) - 1) << v.first_bit[c + i]);
       const float* at = weights;
       for (int record = 0; record < count; ++record)
         for (int share = 0; share < v.shares; ++share)
           for (int vector = 0; vector < v.vectors; ++vector) {
             Words word[C];
             for (int i = 0; i < C; ++i) {
-              const ValueOrder::Place place = v.places[(c + i) * v.shares + share];
-              word[i] = load_words(records[record] + g * v.pitch + place.offset + vector * kLanes) >> place.shift;
+              const ValueOrder::Field field = v.fields_of[(c + i) * v.shares + share];
+              word[i] = load_words(records[record] + g * v.pitch + field.offset + vector * kLanes);
+              if (field.shift) word[i] >>= field.shift;
             }
 #pragma GCC unroll 2
             for (int half = 0; half < 2; ++half, at += R * kLanes) {
               Floats x[C];
-              for (int i = 0; i < C; ++i) x[i] = levels_of<bits>(half ? word[i] >> 16 : word[i]);
+              for (int i = 0; i < C; ++i) x[i] = masked(half ? word[i] >> 16 : word[i], mask[i]);
 #pragma GCC unroll 8
               for (int r = 0; r < R; ++r) {
-                const Floats w = load(at + r * kLanes);
+                const Floats w = held(load(at + r * kLanes));
+#pragma GCC unroll 4
                 for (int i = 0; i < C; ++i) sum[i][r] = fma(x[i], w, sum[i][r]);
               }
             }
@@ -149,17 +173,14 @@ __attribute__((noinline)) void mix_words(const ValueOrder& v, const uint32_t* co
         for (int r = 0; r < R; ++r) {
           float four[4];
           add_fours(sum[i][r], four);
-          out[r * v.dim + 8 * (c + i) + g] = four[0] + four[1] + four[2] + four[3];
+          out[r * v.dim + 8 * (c + i) + g] = (four[0] + four[1] + four[2] + four[3]) / (1 << v.first_bit[c + i]);
         }
     }
 }
 
 void mix_rows_of(const ValueOrder& v, const uint32_t* const* records, int count, const float* weights, int64_t rows,
                  int first, int stop, float* out) {
-  with_rows<kRows>(rows, [&](auto R) {
-    if (v.bits == 2) mix_words<2, R>(v, records, count, weights, first, stop, out);
-    else mix_words<4, R>(v, records, count, weights, first, stop, out);
-  });
+  with_rows(rows, [&](auto R) { mix_words<R>(v, records, count, weights, first, stop, out); });
 }
 
 }  // namespace

@@ -14,7 +14,8 @@ struct Params {
   bool eight;
 
   float scale(int64_t i) const {
-    return eight ? static_cast<float>(Float16{static_cast<uint16_t>(static_cast<const uint8_t*>(of)[first + i] << 7)})
+    // The exponent moves from a bias of 15 to one of 127 by a multiplication, which subnormals survive too.
+    return eight ? bits_of<float>(static_cast<uint32_t>(static_cast<const uint8_t*>(of)[first + i]) << 20) * 0x1p112f
                  : static_cast<float>(static_cast<const T*>(of)[first + i]);
   }
 
@@ -43,9 +44,9 @@ struct Order {
   const bool trellis;
   const int dim, planes, bits, fields, loads, blocks, vectors, pitch;  // pitch: words from a block to the next one
 
-  Order(int64_t dim, int64_t stored, bool trellis)
+  Order(int dim, int stored, bool trellis)
       : trellis(trellis), dim(dim), planes(stored == 1 ? 2 : 1), bits(planes * stored), fields(16 / stored),
-        loads(std::min<int64_t>(4, dim / fields)), blocks(dim / fields / loads * kQuads),
+        loads(std::min(4, dim / fields)), blocks(dim / fields / loads * kQuads),
         vectors(std::max(1, 4 * loads / kLanes)), pitch(copied() ? planes * vectors * kLanes : 4 * loads) {}
 
   bool copied() const { return planes == 2 || 4 * loads < kLanes; }
@@ -59,34 +60,21 @@ struct Order {
   const uint32_t* whole(const uint32_t* record, uint32_t* memory) const {
     if (!copied()) return record;
     const int vector = std::min(kLanes, 4 * loads);
-    for (int i = 0; i < blocks * vectors; ++i) {
-      Words x = {};
-      if (vector == kLanes) x = load_words(record + i * kLanes);
-      else std::memcpy(&x, record + i * vector, vector * sizeof(uint32_t));
-      Words* to = reinterpret_cast<Words*>(memory + i / vectors * pitch) + i % vectors;
-      if (planes == 1) {
-        to[0] = x;
-        continue;
+    uint32_t* to = memory;
+    for (int block = 0; block < blocks; ++block, to += pitch)
+      for (int i = 0; i < vectors; ++i, record += vector) {
+        Words x = {}, *plane = reinterpret_cast<Words*>(to) + i;
+        if (vector == kLanes) x = load_words(record);
+        else std::memcpy(&x, record, vector * sizeof(uint32_t));
+        const Words high = trellis ? x ^ turned<1>(x) ^ turned<3>(x) : Words{}, low = trellis ? turned<2>(x) : x;
+        plane[0] = planes == 1 ? x : (low & 0x55555555u) | (high & 0x55555555u) << 1;
+        if (planes == 2) plane[vectors] = (low >> 1 & 0x55555555u) | (high & 0xaaaaaaaau);
       }
-      const Words high = trellis ? x ^ turned<1>(x) ^ turned<3>(x) : Words{}, low = trellis ? turned<2>(x) : x;
-      to[0] = (low & 0x55555555u) | (high & 0x55555555u) << 1;
-      to[vectors] = (low >> 1 & 0x55555555u) | (high & 0xaaaaaaaau);
-    }
     return memory;
   }
 };
 
-// Levels of two or four bits, the lowest of each lane.
-template <int bits>
-inline Floats levels_of(Words x) {
-#if defined(__AVX512F__)
-  Floats levels;
-  for (int i = 0; i < kLanes; ++i) levels[i] = i & ((1 << bits) - 1);
-  return (Floats)_mm512_permutexvar_ps((__m512i)x, (__m512)levels);
-#elif defined(__AVX__)
-  if constexpr (bits == 2) return (Floats)_mm256_permutevar_ps(_mm256_setr_ps(0, 1, 2, 3, 0, 1, 2, 3), (__m256i)x);
-#endif
-  return __builtin_convertvector(bits_of<Ints>(x) & ((1 << bits) - 1), Floats);
-}
+// The numbers under a mask, times two to the power of the mask's first bit; no mask has more than 16 bits.
+inline Floats masked(Words x, Words mask) { return __builtin_convertvector(bits_of<Ints>(x & mask), Floats); }
 
 }  // namespace

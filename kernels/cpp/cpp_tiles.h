@@ -60,7 +60,7 @@ inline void rotate(float* x, int64_t d, int64_t block) {
 // sums for a processor that begins two in a cycle and takes four for each.
 constexpr int kAtOnce = 2;
 // Query rows whose sums are in registers at once.
-constexpr int kRowsAtOnce = kLanes == 16 ? 8 : 4;
+constexpr int64_t kRows = kLanes == 16 ? 8 : 4;
 
 // scores[u·rows + r][tokens] = Σ_c q[r][c]·keys[u·d + c][tokens], for U tiles: R query rows in registers, one load an
 // element.
@@ -92,7 +92,7 @@ inline void mix_rows(const float* weights, int64_t stride, const float* values, 
 }
 
 // Call what(R) with an integral constant, R of `rows` query rows.
-template <int R, typename Do>
+template <int R = kRows, typename Do>
 inline void with_rows(int64_t rows, Do&& what) {
   if constexpr (R > 1)
     if (rows < R) return with_rows<R - 1>(rows, what);
@@ -102,15 +102,15 @@ inline void with_rows(int64_t rows, Do&& what) {
 // Out of line, as `mix_tile`: a variant for each R, of which one copy is enough to compile.
 template <int U>
 __attribute__((noinline)) void score_tile(const float* q, const Floats* keys, int64_t rows, int64_t d, Floats* scores) {
-  for (int64_t m = 0; m < rows; m += kRowsAtOnce)
-    with_rows<kRowsAtOnce>(rows - m, [&](auto R) { score_rows<R, U>(q + m * d, keys, rows, d, scores + m); });
+  for (int64_t m = 0; m < rows; m += kRows)
+    with_rows(rows - m, [&](auto R) { score_rows<R, U>(q + m * d, keys, rows, d, scores + m); });
 }
 
 __attribute__((noinline)) void mix_tile(const float* weights, int64_t stride, const float* values, int64_t rows,
                                         int64_t d, float* out) {
   const int64_t whole = d / kLanes * kLanes, most = d / (kAtOnce * kLanes) * kAtOnce * kLanes;
-  for (int64_t m = 0; m < rows; m += kRowsAtOnce)
-    with_rows<kRowsAtOnce>(rows - m, [&](auto R) {
+  for (int64_t m = 0; m < rows; m += kRows)
+    with_rows(rows - m, [&](auto R) {
       for (int64_t c = 0; c < most; c += kAtOnce * kLanes)
         mix_rows<R, kAtOnce>(weights + m * stride, stride, values, d, c, out + m * d);
       for (int64_t c = most; c < whole; c += kLanes)

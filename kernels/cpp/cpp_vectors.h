@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <cstring>
 #include <thread>
+#include <vector>
 #ifdef _OPENMP
 #include <omp.h>
 #endif
@@ -44,6 +45,26 @@ inline Floats fma(Floats a, Floats b, Floats c) {
 #else
   return a * b + c;
 #endif
+}
+
+// Memory of `count` numbers that begins at a cache line: vectors that lie in two lines load slowly.
+template <typename Number>
+struct Aligned {
+  struct alignas(64) Line {
+    Number of[64 / sizeof(Number)];
+  };
+  std::vector<Line> lines;
+  explicit Aligned(int64_t count) : lines(count * sizeof(Number) / 64 + 1) {}
+  Number* data() { return lines[0].of; }
+  const Number* data() const { return lines[0].of; }
+};
+
+// Keep a loaded vector in a register: gcc loads it again for each use, and loads are the limit.
+inline Floats held(Floats x) {
+#ifdef __AVX__
+  asm("" : "+v"(x));
+#endif
+  return x;
 }
 
 template <typename To, typename From>

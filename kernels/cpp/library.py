@@ -93,8 +93,8 @@ def decode_library(dtype: torch.dtype) -> CDLL:
     functions = {name: [POINTER(StepArguments)] for name in ("decode_attention", "score_low_bit", "attend_scored")}
     return compiled(
         (
-            "cpp/cpp_tiles.h", "codes/cpp_codes.h", "attention/cpp_fragments.h", "attention/cpp_attention.h",
-            "attention/cpp_decode.cpp",
+            "cpp/cpp_tiles.h", "codes/cpp_codes.h", "attention/cpp_fragments.h", "attention/cpp_exact.h",
+            "attention/cpp_attention.h", "attention/cpp_decode.cpp",
         ),
         functions,
         dtype,

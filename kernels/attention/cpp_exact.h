@@ -1,0 +1,164 @@
+// A decode step's lengths, and its attention over some 16-bit pairs of a head. cpp/library.py declares `StepArguments`
+// and its shapes.
+
+#include <vector>
+
+namespace {
+
+// An additive mask hides a token with its dtype's minimum; float16's is the closest to 0 (`attention_ops.SEEN`).
+constexpr float kSeen = -65504.0f / 2;
+// Low-bit tokens per job; a multiple of every group size, and those of a page (`page_table.py`).
+constexpr int64_t kChunk = 256;
+// Multiply-adds below which a second thread costs more than it saves.
+constexpr int64_t kWorthThreads = 1 << 17;
+
+// A 16-bit pair: its address, its column of the mask, and the first lane that sees it.
+struct Pair {
+  const T* key;
+  const T* value;
+  int64_t token, first_lane;
+};
+
+// Attention over some of the tokens, for each query row: peak, Σ exp(l - peak), Σ exp(l - peak)·v[d].
+struct Part {
+  float* peak;
+  float* total;
+  float* out;
+};
+
+struct Parts {
+  int64_t rows, d;
+  std::vector<float> peaks, totals, outs;
+  Parts(int64_t count, int64_t rows, int64_t d)
+      : rows(rows), d(d), peaks(count * rows, kNothing), totals(count * rows), outs(count * rows * d) {}
+  Part operator[](int64_t i) { return {&peaks[i * rows], &totals[i * rows], outs.data() + i * rows * d}; }
+};
+
+// Values derived from a step's cursor and shapes.
+struct ExactAttention {
+  const StepArguments& s;
+  const int64_t rows, pairs, most, chunks;  // most: tokens of the fullest low-bit tier
+  std::vector<float> query;                   // [B·H, rows, d], scaled
+
+  explicit ExactAttention(const StepArguments& step)
+      : s(step), rows(s.group_heads * s.lanes), pairs(s.batch * s.heads), most(fullest(s)),
+        chunks((most + kChunk - 1) / kChunk), query(pairs * rows * s.d) {
+    for (size_t i = 0; i < query.size(); ++i) query[i] = static_cast<const T*>(s.q)[i] * s.scale;
+  }
+
+  // Lengths of each batch row, indexed by head; negative lengths (`cursor.py`) count as 0.
+  const int64_t* cursor(int64_t head) const { return s.cursor + head / s.heads * (4 + s.pages); }
+  int64_t length(int64_t head) const { return std::max<int64_t>(cursor(head)[0], 0); }
+  int64_t low_bit(int64_t head) const { return cursor(head)[1]; }
+  int64_t candidates(int64_t head) const { return std::min(cursor(head)[2], length(head)); }
+  static int64_t fullest(const StepArguments& s) {
+    int64_t found = 0;
+    for (int64_t row = 0; row < s.batch; ++row) found = std::max(found, s.cursor[row * (4 + s.pages) + 1]);
+    return found;
+  }
+  // Index of a head's token in the low-bit tier, among all heads' tokens; the tokens of one chunk are contiguous.
+  int64_t place(int64_t head, int64_t token) const {
+    if (!s.pages) return head * s.capacity + token;
+    return (cursor(head)[4 + token / kChunk] * s.heads + head % s.heads) * kChunk + token % kChunk;
+  }
+
+  int64_t jobs() const { return pairs * (chunks + 1); }
+  bool worth_threads() const { return (most + s.window) * pairs * rows * s.d > kWorthThreads; }
+  float* logits_of(int64_t head) const { return s.logits + head * rows * s.capacity; }
+
+  float bias(int64_t head, int64_t row, int64_t token) const {
+    if (!s.bias) return 0.0f;
+    const int64_t* stride = s.bias_strides;
+    return s.bias[head / s.heads * stride[0] + head % s.heads * stride[1] + row / s.lanes * stride[2] +
+                  row % s.lanes * stride[3] + token * stride[4]];
+  }
+
+  Floats capped(Floats x) const {
+    if (s.softcap > 0)
+      for (int i = 0; i < kLanes; ++i) x[i] = std::tanh(x[i] / s.softcap) * s.softcap;
+    return x;
+  }
+
+  int64_t pair_size() const { return 2 * s.d; }
+  Pair pair_at(const T* at, int64_t token) const { return {at, at + s.d, token, 0}; }
+
+  // Call what(i, token) for each sink i of a head among the tokens first..stop.
+  template <typename Do>
+  void each_sink(int64_t head, int64_t first, int64_t stop, Do&& what) const {
+    const int32_t* index = s.sink_index + head / s.heads * s.sink_tokens;
+    for (int64_t i = 0; i < s.sink_tokens; ++i)
+      if (index[i] >= first && index[i] < stop) what(i, index[i]);
+  }
+
+  // Pairs in the window, of the new tokens, and of the sinks in the low-bit tier.
+  std::vector<Pair> recent_pairs(int64_t head) const {
+    std::vector<Pair> found;
+    const T* ring = static_cast<const T*>(s.recent) + head * s.window * pair_size();
+    for (int64_t t = low_bit(head); t < length(head); ++t) found.push_back(pair_at(ring + t % s.window * pair_size(), t));
+    const T *k = static_cast<const T*>(s.k), *v = static_cast<const T*>(s.v);
+    for (int64_t l = 0; l < s.lanes; ++l) {
+      const int64_t at = (head * s.lanes + l) * s.d;
+      found.push_back({k + at, v ? v + at : nullptr, length(head), l});
+    }
+    const T* sinks = static_cast<const T*>(s.sink_pairs) + head * s.sink_tokens * pair_size();
+    each_sink(head, 0, low_bit(head),
+              [&](int64_t i, int64_t token) { found.push_back(pair_at(sinks + i * pair_size(), token)); });
+    return found;
+  }
+
+  // The slots that hold a pair of the low-bit tier.
+  std::vector<Pair> slot_pairs(int64_t head) const {
+    std::vector<Pair> found;
+    const T* slots = static_cast<const T*>(s.slots) + head * s.top_k * pair_size();
+    const int32_t* index = s.slot_index + head * s.top_k;
+    for (int64_t i = 0; i < s.top_k; ++i)
+      if (index[i] >= 0 && index[i] < low_bit(head)) found.push_back(pair_at(slots + i * pair_size(), index[i]));
+    return found;
+  }
+
+  // Logits [rows][stride] of a head's query rows and some pairs in 16 bits; stride: their number, in whole tiles.
+  std::vector<float> exact_logits(int64_t head, const std::vector<Pair>& of, int64_t stride) const {
+    std::vector<float> tile_memory(s.d * kLanes), score_memory(rows * kLanes), logits(rows * stride, kNothing);
+    Floats* tile = reinterpret_cast<Floats*>(tile_memory.data());
+    Floats* scores = reinterpret_cast<Floats*>(score_memory.data());
+    const int64_t count = of.size();
+    for (int64_t t = 0; t < count; t += kLanes) {
+      for (int64_t i = 0; i < kLanes; ++i) {
+        const T* key = of[std::min(t + i, count - 1)].key;
+        for (int64_t c = 0; c < s.d; ++c) tile[c][i] = key[c];
+      }
+      score_tile<1>(&query[head * rows * s.d], tile, rows, s.d, scores);
+      for (int64_t m = 0; m < rows; ++m) {
+        const Floats x = capped(scores[m]);
+        for (int64_t i = 0; i < kLanes && t + i < count; ++i)
+          if (m % s.lanes >= of[t + i].first_lane)
+            logits[m * stride + t + i] = x[i] + bias(head, m, of[t + i].token);
+      }
+    }
+    return logits;
+  }
+
+  // Attention over 16-bit pairs. A weight of 0 does not remove values that are not finite, so tails of tiles are zeros.
+  std::vector<float> exact_mix(int64_t head, const std::vector<Pair>& of, Part part) const {
+    const int64_t count = of.size(), stride = (count + kLanes - 1) / kLanes * kLanes;
+    std::vector<float> logits = exact_logits(head, of, stride), weights(logits.size()), values(kLanes * s.d);
+    for (int64_t m = 0; m < rows; ++m) {
+      const float* row = logits.data() + m * stride;
+      float total = 0.0f;
+      const float top = largest(row, stride);
+      const float base = base_of(top);
+      for (int64_t t = 0; t < stride; ++t) weights[m * stride + t] = weight_of(row[t], base);
+      for (int64_t t = 0; t < stride; ++t) total += weights[m * stride + t];
+      part.peak[m] = top;
+      part.total[m] = total;
+    }
+    for (int64_t t = 0; t < stride; t += kLanes) {
+      for (int64_t i = 0; i < kLanes; ++i)
+        for (int64_t c = 0; c < s.d; ++c) values[i * s.d + c] = t + i < count ? static_cast<float>(of[t + i].value[c]) : 0.0f;
+      mix_tile(weights.data() + t, stride, values.data(), rows, s.d, part.out);
+    }
+    return logits;
+  }
+};
+
+}  // namespace
