@@ -89,7 +89,7 @@ class Case:
 
 
 CASES = {
-    "the default": Case(),
+    "the default, d 128": Case(),
     "the default, d 64": Case(d=64),
     "the default, d 256": Case(d=256),
     "the default, d 96": Case(d=96),
