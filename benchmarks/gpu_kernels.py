@@ -27,7 +27,8 @@ from tqdm import tqdm
 
 from specache_compile.bench.results import Results
 from specache_compile.kernels.attention import attention_ops as attention
-from specache_compile.kernels.attention import triton_decode, triton_scored
+from specache_compile.kernels.codes.records import stored_dim
+from specache_compile.kernels.decode import triton_scored
 from specache_compile.kernels.movement import cpp_tiers, triton_append, triton_copy, triton_select
 from specache_compile.kernels.movement import tier_ops as tiers
 from specache_compile.kernels.state import triton_center
@@ -165,7 +166,7 @@ def check(setting: KernelSetting, device: torch.device) -> None:
     """Attention, selection, append and gather against the PyTorch code that defines them; AssertionError if not."""
     ours, theirs = Inputs(setting, device, 3), Inputs(setting, device, 3)
     expected, scores = theirs.attend(attention.decode_attention)
-    got, got_scores = ours.attend(triton_decode.decode_attention)
+    got, got_scores = ours.attend(triton_scored.decode_attention)
     torch.testing.assert_close(got, expected, atol=2e-2, rtol=2e-2)
     torch.testing.assert_close(got_scores, scores.float(), atol=2e-2, rtol=2e-2)
     *logits, by_lane = ours.score(triton_scored.score_low_bit)
@@ -235,16 +236,16 @@ def rows_of(
     item = setting.dtype.itemsize
     exact = setting.batch * HEADS * 2 * HEAD_DIM * item
     on_host = setting.batch * HEADS * cpp_tiers.pair_bytes(state["host"])  # one token's pairs
-    parts = setting.options.layout.split(state["codes"], HEAD_DIM)
+    layout = setting.options.layout
     low_keys, low_values = (
-        setting.pairs * (part.nbytes + state[scales].nbytes) // tokens_of(state)
-        for part, scales in zip(parts, ("key_params", "value_params"), strict=True)
+        setting.pairs * (stored_dim(HEAD_DIM) * bits // 8 + state[scales].nbytes // tokens_of(state))
+        for bits, scales in ((layout.key_bits, "key_params"), (layout.value_bits, "value_params"))
     )
     low = low_keys + low_values
     kept = exact * (setting.top_k + setting.context - setting.low_bit)
     # The last lane's logits, written and read in half precision, and the scores.
     scored = setting.pairs * (4 * QUERY_HEADS // HEADS + 4) if setting.top_k else 0
-    attend = row("attention", "copy", low + kept + scored, lambda i: turn(i).attend(triton_decode.decode_attention))
+    attend = row("attention", "copy", low + kept + scored, lambda i: turn(i).attend(triton_scored.decode_attention))
     yield attend | {
         "elements/s": 2 * HEAD_DIM * setting.pairs / attend["ms"] * 1e3,
         "share of the cache alone": attend["share"] * (low + kept) / attend["bytes"],

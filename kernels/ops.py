@@ -89,13 +89,13 @@ DECLARED = (
     ),
     Op(
         f"decode_attention(Tensor q, Tensor k, Tensor v, {NEW}, {SLOTS}, {READ}, {SKIP}) -> (Tensor, Tensor)",
-        attention.decode_attention, fake_decode_attention, ".attention.triton_decode:decode_attention",
+        attention.decode_attention, fake_decode_attention, ".decode.triton_scored:decode_attention",
         fused=cpp_decode.decode_attention_fused, library=cpp_decode.library_of, cost=costs.decode_attention,
         lanes=widened_decode_attention, is_work=True,
     ),
     Op(
         f"score_low_bit(Tensor q, Tensor k, {NEW}, {READ}, bool scores=True) -> (Tensor, Tensor, Tensor)",
-        attention.score_low_bit, fake_score_low_bit, ".attention.triton_scored:score_low_bit",
+        attention.score_low_bit, fake_score_low_bit, ".decode.triton_scored:score_low_bit",
         fused=cpp_decode.score_low_bit_fused, library=cpp_decode.library_of, cost=costs.score_low_bit, is_work=True,
     ),
     Op(
@@ -107,7 +107,7 @@ DECLARED = (
     Op(
         f"attend_scored(Tensor q, Tensor k, Tensor v, {NEW}, Tensor(a!) logits, Tensor base, Tensor chosen, {SLOTS}, "
         f"{READ}, {SKIP}) -> Tensor",
-        attention.attend_scored, fake_of_query, ".attention.triton_scored:attend_scored",
+        attention.attend_scored, fake_of_query, ".decode.triton_scored:attend_scored",
         fused=cpp_decode.attend_scored_fused, library=cpp_decode.library_of, cost=costs.attend_scored, is_work=True,
     ),
     Op(

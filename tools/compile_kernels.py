@@ -32,11 +32,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime import JITFunction
 
-from specache_compile.kernels.attention import triton_decode as decode
 from specache_compile.kernels.attention import triton_extend as extend
-from specache_compile.kernels.attention import triton_keys as keys
-from specache_compile.kernels.attention import triton_scored as scored
 from specache_compile.kernels.codes.records import RECORD
+from specache_compile.kernels.decode import triton_decode as decode
+from specache_compile.kernels.decode import triton_keys as keys
+from specache_compile.kernels.decode import triton_scored as scored
 from specache_compile.kernels.movement import triton_append as append
 from specache_compile.kernels.movement import triton_copy as copy
 from specache_compile.kernels.movement import triton_select as select

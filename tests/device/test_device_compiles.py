@@ -15,7 +15,8 @@ import specache_compile as sc
 from conftest import LOSSLESS, greedy, prompt
 from specache_compile.compat import cache_of, with_cache
 from specache_compile.compile import rewrites
-from specache_compile.kernels.attention import triton_decode, triton_extend, triton_scored
+from specache_compile.kernels.attention import triton_extend
+from specache_compile.kernels.decode import triton_decode, triton_keys, triton_scored, triton_values
 from specache_compile.kernels.movement import triton_append, triton_copy, triton_select
 from specache_compile.kernels.state.cursor import new_cursor, publish
 from specache_compile.kernels.state.stored_tiers import StoredTiers
@@ -47,7 +48,7 @@ def compiled_forms(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Form]]:
 
     monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", note)
     # Variants that other tests have compiled would not be reported again.
-    for module in (triton_append, triton_copy, triton_decode, triton_extend, triton_select):
+    for module in (triton_append, triton_copy, triton_decode, triton_extend, triton_keys, triton_select, triton_values):
         for kernel in vars(module).values():
             if isinstance(kernel, triton.JITFunction):
                 monkeypatch.setattr(kernel, "device_caches", type(kernel.device_caches)(kernel.create_binder))
@@ -67,7 +68,7 @@ def step(capacity: int, options: SpecacheOptions, length: int) -> None:
     triton_append.append(
         k[:, :, :1], v[:, :, :1], None, cursor, *(state[name] for name in APPENDED), *options.layout, options.zero_point
     )
-    triton_decode.decode_attention(q, k, v, mask, None, cursor, *slots, *read)
+    triton_scored.decode_attention(q, k, v, mask, None, cursor, *slots, *read)
     logits, base, scores = triton_scored.score_low_bit(q, k, mask, None, cursor, *read)
     triton_scored.attend_scored(q, k, v, mask, None, cursor, logits, base, slots[1], *slots, *read)
     triton_select.select_topk(scores[0], state["selected"])

@@ -30,7 +30,8 @@ from specache_compile.runtime.session import session_of
 
 pytest.importorskip("triton", reason="Triton is for Linux alone")
 
-from specache_compile.kernels.attention import triton_decode, triton_extend
+from specache_compile.kernels.attention import triton_extend
+from specache_compile.kernels.decode import triton_scored
 
 pytestmark = [
     pytest.mark.gpu,
@@ -84,8 +85,8 @@ FAULTS = [
         {**CORRECTED, "hit_rate": True},
     ),
     Fault(
-        "the values of what the slots held left out", triton_decode.attend,
-        "*given, chosen, *written", "*given, slot_index, *written", ("late",), CORRECTED,
+        "the values of what the slots held left out", triton_scored.attend_scored,
+        "hide(logits, chosen)", "hide(logits, slot_index)", ("late",), CORRECTED,
     ),
     Fault(
         "staging copied before it is written", copy_stream.Staging.send, "copy.wait_stream(main)", "pass", ("early",),

@@ -60,12 +60,13 @@ def implementation(name: str) -> Implementation:
         triton_append = pytest.importorskip(
             "specache_compile.kernels.movement.triton_append", reason="Triton is for Linux alone"
         )
-        from specache_compile.kernels.attention import triton_decode, triton_extend, triton_scored
+        from specache_compile.kernels.attention import triton_extend
+        from specache_compile.kernels.decode import triton_scored
         from specache_compile.kernels.movement import triton_copy, triton_select
 
         ops = SimpleNamespace(
             append=triton_append.append, offload=lambda k, v, padding, *rest: triton_copy.write_through(k, v, *rest),
-            decode_attention=triton_decode.decode_attention, score_low_bit=triton_scored.score_low_bit,
+            decode_attention=triton_scored.decode_attention, score_low_bit=triton_scored.score_low_bit,
             attend_scored=triton_scored.attend_scored, extend_attention=triton_extend.extend_attention,
             choose=lambda scores, cursor, index: triton_select.select_topk(scores[0], index, cursor),
         )  # fmt: skip

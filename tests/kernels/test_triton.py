@@ -26,7 +26,8 @@ from kept_fixture import bases_of, logits_by_token, spoil
 
 from held_tiers import in_segments
 from specache_compile.kernels.attention import attention_ops as attention
-from specache_compile.kernels.attention import triton_decode, triton_exact, triton_extend, triton_scored
+from specache_compile.kernels.attention import triton_extend
+from specache_compile.kernels.decode import triton_decode, triton_exact, triton_scored
 from specache_compile.kernels.movement import copy_stream, triton_append, triton_copy
 from specache_compile.kernels.movement import tier_ops as tiers
 from specache_compile.kernels.movement import triton_select as select

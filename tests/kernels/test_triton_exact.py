@@ -12,8 +12,8 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from specache_compile.kernels.attention.kept_logits import based_logits
-from specache_compile.kernels.attention.triton_decode import DecodeInputs, mask_form
-from specache_compile.kernels.attention.triton_exact import attend_exact
+from specache_compile.kernels.decode.triton_decode import DecodeInputs, mask_form
+from specache_compile.kernels.decode.triton_exact import attend_exact
 from specache_compile.kernels.state.layout import Layout
 from specache_compile.kernels.state.stored_tiers import StoredTiers
 

@@ -18,9 +18,9 @@ pytest.importorskip("triton")
 from kept_fixture import logits_by_token
 
 from specache_compile.kernels.attention.kept_logits import based_logits
-from specache_compile.kernels.attention.triton_decode import DecodeInputs, mask_form
-from specache_compile.kernels.attention.triton_keys import attend_keys
 from specache_compile.kernels.codes.params import read_params, read_scale
+from specache_compile.kernels.decode.triton_decode import DecodeInputs, mask_form
+from specache_compile.kernels.decode.triton_keys import attend_keys
 from specache_compile.kernels.state.center import share_of_center
 from specache_compile.kernels.state.layout import Layout, hadamard, rotation_block
 from specache_compile.kernels.state.stored_tiers import StoredTiers

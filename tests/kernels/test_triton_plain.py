@@ -15,11 +15,11 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from specache_compile.kernels.attention import triton_plain
 from specache_compile.kernels.attention.attention_ops import capped, low_bit_keys, low_bit_values
 from specache_compile.kernels.attention.kept_logits import based_logits
-from specache_compile.kernels.attention.triton_decode import DecodeInputs, Sums, mask_form
 from specache_compile.kernels.codes.records import RECORD
+from specache_compile.kernels.decode import triton_plain
+from specache_compile.kernels.decode.triton_decode import DecodeInputs, Sums, mask_form
 from specache_compile.kernels.movement.tier_ops import store_low_bit
 from specache_compile.kernels.state.center import set_center, share_of_center
 from specache_compile.kernels.state.cursor import LENGTH, LOW_BIT, new_cursor

@@ -13,10 +13,10 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from specache_compile.kernels.attention import triton_values
 from specache_compile.kernels.attention.kept_logits import LOWEST, based_logits
-from specache_compile.kernels.attention.triton_decode import DecodeInputs, Sums, mask_form
 from specache_compile.kernels.codes.params import read_params, read_scale
+from specache_compile.kernels.decode import triton_values
+from specache_compile.kernels.decode.triton_decode import DecodeInputs, Sums, mask_form
 from specache_compile.kernels.state.layout import Layout
 from specache_compile.kernels.state.stored_tiers import StoredTiers
 

@@ -12,7 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specache_compile.kernels.attention.triton_decode import (
+from specache_compile.kernels.attention.triton_softmax import LOG2E, biased, capped, finite, shown
+from specache_compile.kernels.codes.records import stored_dim
+from specache_compile.kernels.codes.triton_levels import ROUND
+from specache_compile.kernels.decode.triton_decode import (
     MASK_STRIDES,
     DecodeInputs,
     load_parts,
@@ -20,10 +23,7 @@ from specache_compile.kernels.attention.triton_decode import (
     part_size,
     sum_of,
 )
-from specache_compile.kernels.attention.triton_plain import attend_pairs
-from specache_compile.kernels.attention.triton_softmax import LOG2E, biased, capped, finite, shown
-from specache_compile.kernels.codes.records import stored_dim
-from specache_compile.kernels.codes.triton_levels import ROUND
+from specache_compile.kernels.decode.triton_plain import attend_pairs
 from specache_compile.kernels.state.layout import Layout
 from specache_compile.kernels.state.stored_pairs import FP8
 from specache_compile.kernels.state.stored_tiers import StoredTiers

@@ -11,8 +11,8 @@ memory, no barrier, and no layout conversion.
 #   and of all fields below it in their byte (`nested_fields`), which saves an AND per byte: one code's sum is the
 #   difference of two rows. Rows of one product must then share their scales, so each group of channels has a product.
 # - Products with ones sum the weights, and the weights times zero points; in the trellis code a zero point is -3/2 · s.
-# - A weight is 2^(logit - lse): there is no running maximum. float16 has too small a range for that, so its weights are
-#   relative to the split's largest base. bfloat16's range holds weights · 2^64, whose sums are normal float32 numbers.
+# - A weight is 2^(logit - lse): there is no running maximum. Products are in bfloat16, whose range holds weights · 2^64,
+#   with sums that are normal float32 numbers. float16's range is too small, so its models take bfloat16 too.
 # - Split i of n has the records i, i + n, i + 2·n, ..., so that splits of one head skip equally many.
 #
 # Skipping. With `cut` a record is left out if all its bases are below lse + cut: then each of its tokens has less than
@@ -32,7 +32,7 @@ from torch import Tensor
 
 from specache_compile.kernels.codes.records import RECORD, stored_dim
 from specache_compile.kernels.codes.trellis import is_trellis
-from specache_compile.kernels.codes.triton_value_words import (
+from specache_compile.kernels.decode.triton_value_words import (
     columns_of,
     level_params,
     single_sums,
@@ -42,11 +42,8 @@ from specache_compile.kernels.codes.triton_value_words import (
 from specache_compile.kernels.state.page_table import has_table, shape_of_scores
 from specache_compile.kernels.state.triton_cursor import AT_LOW_BIT, place_in_page
 
-from .kept_logits import LOWEST
 from .triton_decode import DecodeInputs, Sums, empty_sums, group_of, rows_of, splits_of
 
-LOWEST_BASE = tl.constexpr(LOWEST)
-KINDS = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 # Registers hold D · ROWS sums; a program has fewer rows at D = 256.
 MOST_SUMS = 4096
 # Programs per multiprocessor that the registers allow.
@@ -141,7 +138,7 @@ def sum_values(
     # log2 of the units of weights, of scales, of codes, and of zero points.
     LIFT: tl.constexpr = 64 if kind == tl.bfloat16 else 0
     SCALE: tl.constexpr = -16 if EIGHT and kind == tl.bfloat16 else 0
-    CODE: tl.constexpr = -133 if kind == tl.bfloat16 else (-24 if kind == tl.float16 else 0)
+    CODE: tl.constexpr = -133 if kind == tl.bfloat16 else 0
     ZERO: tl.constexpr = SCALE - 130 if EIGHT and kind == tl.bfloat16 else 0
     bh, split, first_row = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2) * ROWS
     head = bh % heads
@@ -165,12 +162,6 @@ def sum_values(
     row = (first_row + i // 4) % rows
     base_at = row % 2 * (4 * Q) + i % 4 * Q + row // 2
     reference = tl.load(lse + row)
-    if kind == tl.float16:
-        highest = tl.full([NT * 32], float("-inf"), tl.float32)
-        for tile in range(split, tiles, splits):
-            highest = tl.maximum(highest, tl.load(base + tile * (8 * Q) + base_at))
-        reference = tl.maximum(tl.max(tl.reshape(highest, [ROWS, 4]), 1), LOWEST_BASE)
-        reference = tl.reshape(tl.broadcast_to(reference[:, None], [ROWS, 4]), [NT * 32])
     shift = tl.reshape(reference, [NT, 8, 4]) - LIFT
     sums = ()
     for _ in tl.static_range(GROUPS):
@@ -231,6 +222,12 @@ def sum_values(
         tl.store(partial + out_at + group * GROUP, by_thread(result))
 
 
+def kind_of(q: Tensor) -> tl.dtype:
+    """Return the dtype of the products for a model's query; the interpreter has no conversions to bfloat16."""
+    whole = q.dtype == torch.float32 or (q.dtype == torch.float16 and not q.is_cuda)
+    return tl.float32 if whole else tl.bfloat16
+
+
 def attend_values(inputs: DecodeInputs, logits: Tensor, base: Tensor, lse: Tensor, cut: float | None) -> Sums:
     """Return the sums of the low-bit tier's values, weighted by kept logits.
 
@@ -256,7 +253,7 @@ def attend_values(inputs: DecodeInputs, logits: Tensor, base: Tensor, lse: Tenso
         D=dim, width=tiers.codes.shape[3], bits=bits, GROUPS=groups, rows=query_heads // heads * lanes,
         TRELLIS=in_trellis, SKIP=bool(cut), NEST=nested(dim, bits, in_trellis, dim // groups),
         PARTIAL=group_of(tiers) < RECORD, ROWS=rows, ALL_ROWS=all_rows, LOOK=LOOK,
-        PAGED=has_table(cursor), PRMT=q.is_cuda, kind=KINDS[q.dtype], num_warps=1, num_stages=1,
+        PAGED=has_table(cursor), PRMT=q.is_cuda, kind=kind_of(q), num_warps=1, num_stages=1,
     )  # fmt: skip
     return sums
 

@@ -21,16 +21,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specache_compile.kernels.attention.attention_ops import SEEN
+from specache_compile.kernels.attention.kept_logits import LOGIT_BLOCK, row_pairs
+from specache_compile.kernels.attention.triton_softmax import LOG2E, finite, shown
 from specache_compile.kernels.codes.records import RECORD
 from specache_compile.kernels.state.layout import Layout, rotation_block
 from specache_compile.kernels.state.stored_tiers import StoredTiers
 from specache_compile.kernels.state.triton_cursor import AT_LENGTH, AT_NEXT_LOW_BIT
 from specache_compile.kernels.state.triton_rotate import hadamard
 from specache_compile.kernels.state.triton_sinks import sinks_among
-
-from .attention_ops import SEEN
-from .kept_logits import LOGIT_BLOCK, row_pairs
-from .triton_softmax import LOG2E, finite, shown
 
 # An additive mask below this value hides its token.
 HIDDEN = tl.constexpr(SEEN)

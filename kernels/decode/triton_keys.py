@@ -27,9 +27,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specache_compile.kernels.attention.kept_logits import LOWEST
+from specache_compile.kernels.attention.triton_softmax import LOG2E, capped
 from specache_compile.kernels.codes.records import PARAM_BLOCK, RECORD, stored_dim
 from specache_compile.kernels.codes.trellis import is_trellis
-from specache_compile.kernels.codes.triton_query import (
+from specache_compile.kernels.decode.triton_query import (
     GROUPS,
     in_rows,
     prepare_query,
@@ -44,9 +46,7 @@ from specache_compile.kernels.state.page_table import has_table, shape_of_scores
 from specache_compile.kernels.state.triton_center import share_of_center
 from specache_compile.kernels.state.triton_cursor import AT_LOW_BIT, place_in_page
 
-from .kept_logits import LOWEST
 from .triton_decode import MASK_STRIDES, DecodeInputs, Sums, empty_sums, group_of, rows_of, splits_of
-from .triton_softmax import LOG2E, capped
 
 NOTHING_SEEN, BLOCK, PER_TOKEN = tl.constexpr(LOWEST), tl.constexpr(PARAM_BLOCK), tl.constexpr(CENTER_ROWS)
 # Programs per multiprocessor that the registers allow.

@@ -8,7 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .records import VECTOR
+from specache_compile.kernels.codes.records import VECTOR
+
 from .triton_words import expanded, fields_of, halves, joined
 
 VECTOR_WORDS = tl.constexpr(VECTOR)

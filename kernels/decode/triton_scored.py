@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from specache_compile.kernels.attention.kept_logits import based_logits, lse_of
 from specache_compile.kernels.codes.records import ROWS_FROM
 from specache_compile.kernels.movement.copy_stream import wait_for_correction
 from specache_compile.kernels.movement.triton_select_logits import hide
@@ -25,7 +26,6 @@ from specache_compile.kernels.state.page_table import shape_of_scores
 from specache_compile.kernels.state.stored_tiers import StoredTiers
 
 from . import triton_keys, triton_plain, triton_values
-from .kept_logits import based_logits, lse_of
 from .triton_decode import DecodeInputs, Sums, empty_sums, mask_form, merged, scores_of
 from .triton_exact import attend_exact
 

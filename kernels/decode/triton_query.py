@@ -7,10 +7,10 @@ import math
 import triton
 import triton.language as tl
 
+from specache_compile.kernels.codes.records import PARAM_BLOCK, VECTOR
 from specache_compile.kernels.state.triton_cursor import AT_LOW_BIT, place_in_page
 from specache_compile.kernels.state.triton_rotate import hadamard
 
-from .records import PARAM_BLOCK, VECTOR
 from .triton_words import expanded, fields_of, halves, scales_of, zeros_of
 
 BLOCK, VECTOR_WORDS, LOG2E = tl.constexpr(PARAM_BLOCK), tl.constexpr(VECTOR), tl.constexpr(math.log2(math.e))

@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specache_compile.kernels.attention.kept_logits import LOGIT_BLOCK, LOWEST, OCTET
+from specache_compile.kernels.attention.triton_softmax import LOG2E, biased, capped, finite, shown
 from specache_compile.kernels.codes.records import RECORD, stored_dim
 from specache_compile.kernels.codes.triton_levels import read_scale, read_zero
 from specache_compile.kernels.state.layout import Layout
@@ -25,9 +27,7 @@ from specache_compile.kernels.state.triton_cursor import AT_LENGTH, AT_LOW_BIT, 
 from specache_compile.kernels.state.triton_rotate import rotated
 from specache_compile.kernels.state.triton_sinks import sinks_among
 
-from .kept_logits import LOGIT_BLOCK, LOWEST, OCTET
 from .triton_decode import MASK_STRIDES, DecodeInputs, Sums, empty_sums, rows_of, splits_of
-from .triton_softmax import LOG2E, biased, capped, finite, shown
 
 TOKENS, BLOCK, EIGHT, LEAST = (tl.constexpr(size) for size in (RECORD, LOGIT_BLOCK, OCTET, LOWEST))
 # Kinds of rows: pairs in q's dtype; 8-bit codes with parameters; e4m3 codes, converted by arithmetic or natively.

@@ -7,10 +7,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specache_compile.kernels.attention.kept_logits import LOWEST
+from specache_compile.kernels.attention.triton_softmax import LOG2E, biased, capped, finite, shown
 from specache_compile.kernels.state.page_table import shape_of_scores
 from specache_compile.kernels.state.triton_cursor import AT_LENGTH, AT_LOW_BIT, AT_NEXT_LOW_BIT
 
-from .kept_logits import LOWEST
 from .triton_decode import (
     EXACT_BLOCK,
     FEWEST_CHANNELS,
@@ -21,7 +22,6 @@ from .triton_decode import (
     exact_splits,
     rows_of,
 )
-from .triton_softmax import LOG2E, biased, capped, finite, shown
 
 NOTHING_SEEN = tl.constexpr(LOWEST)
 # Programs per multiprocessor that the registers allow.

@@ -1,0 +1,1 @@
+"""Triton kernels of a decode step over the tiers."""
