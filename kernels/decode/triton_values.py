@@ -11,7 +11,7 @@ memory, no barrier, and no layout conversion.
 #   and of all fields below it in their byte (`nested_fields`), which saves an AND per byte: one code's sum is the
 #   difference of two rows. Rows of one product must then share their scales, so each group of channels has a product.
 # - Products with ones sum the weights, and the weights times zero points; in the trellis code a zero point is -3/2 · s.
-# - A weight is 2^(logit - lse): there is no running maximum. Products are in bfloat16, whose range holds weights · 2^64,
+# - A weight is 2^(logit - lse), without a running maximum. Products are in bfloat16, whose range holds weights · 2^64,
 #   with sums that are normal float32 numbers. float16's range is too small, so its models take bfloat16 too.
 # - Split i of n has the records i, i + n, i + 2·n, ..., so that splits of one head skip equally many.
 #
