@@ -90,8 +90,8 @@ def row(method: str, each: list[float]) -> ResultRow:
 def test_differences_are_paired() -> None:
     """Two methods that are apart by the same in every window differ for certain, however far the windows are apart."""
     far, near = row("far", [1.1, 2.1, 9.1]), row("near", [1.0, 2.0, 9.0])
-    assert difference(far, near) == "+0.1000 ± 0.0000"
-    assert "+0.1000 ± 0.0000" in table([far, near])
+    assert difference(far, near) == ("+0.1000", "0.0000")
+    assert table([far, near]).splitlines()[2].split()[-2:] == ["+0.1000", "0.0000"]
 
 
 def test_the_unseen_text_is_the_release_notes_in_order() -> None:

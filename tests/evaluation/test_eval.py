@@ -197,10 +197,10 @@ def test_a_cell_that_the_model_itself_fails_is_marked_and_counts_for_nothing() -
         answered("kivi", "512", [1, 0, 1, 0]), answered("kivi", "8192", [0, 0, 0, 0]),
     ]  # fmt: skip
     head, _, full, kivi, foot = table(rows).splitlines()
-    assert " ".join(head.split()) == "needle: keys found 512 8192 * mean above uncompiled device KV"
+    assert " ".join(head.split()) == "needle: keys found 512 8192 * mean above uncompiled, points ± pairs device KV"
     assert full.split() == ["uncompiled", "100.0%", "75.0%", "100.0%", "0.500"]
     # Differences 0, -1, 0, -1: mean -50, deviation 57.7, of which 3.182 / 2 is 91.9.
-    assert kivi.split() == ["kivi", "50.0%", "0.0%", "50.0%", "-50.0", "±", "91.9", "of", "4", "0.500"]
+    assert kivi.split() == ["kivi", "50.0%", "0.0%", "50.0%", "-50.0", "91.9", "4", "0.500"]
     assert foot.startswith("* the uncompiled model itself is right in less than 80%")
 
 
@@ -246,11 +246,11 @@ def test_perplexities_are_compared_window_by_window_and_only_where_the_context_i
     ]
     assert [fails(row) for row in rows[:2]] == [False, True]
     assert table(rows).split("\n") == [
-        "perplexity: perplexity      512    1024 *            above uncompiled    device KV",
-        "------------------------  -----  --------  --------------------------  -----------",
-        "uncompiled                3.000     3.000                                    1.000",
+        "perplexity: perplexity      512    1024 *    above uncompiled, nats       ±    pairs    device KV",
+        "------------------------  -----  --------  ------------------------  ------  -------  -----------",
+        "uncompiled                3.000     3.000                                                   1.000",
         "uncompiled, 256 tokens    3.508     3.080",
-        "kivi                      3.000     3.000  +0.5500 ± 0.6353 nats of 2        1.000",
+        "kivi                      3.000     3.000                   +0.5500  0.6353        2        1.000",
         SHORT,
     ]
 
