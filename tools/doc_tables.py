@@ -249,8 +249,8 @@ def options() -> str:
 
 def options_setting() -> str:
     """The options whose defaults differ between the settings of specache, and the method kivi."""
-    asked: tuple[dict[str, Any], ...] = ({}, {"setting": "paper"}, {"method": "kivi"})
-    made = [parse_options(given) for given in asked]
+    requested: tuple[dict[str, Any], ...] = ({}, {"setting": "paper"}, {"method": "kivi"})
+    made = [parse_options(given) for given in requested]
     rows = []
     for name, takers in declared_options().items():
         values = [f"`{getattr(options, name)!r}`" if options.method in takers else "–" for options in made]

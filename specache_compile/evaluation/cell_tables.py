@@ -106,10 +106,10 @@ def differs_at(row: ResultRow, full: ResultRow | None) -> str:
 def task_table(rows: Sequence[ResultRow]) -> str:
     """One task: a line for each method, a column for each cell.
 
-    Then come the mean where it means something, and the paired difference to the uncompiled model with its 95 % interval
-    and number of pairs. The last column is the device's KV share at the longest context. Cells that the uncompiled model
-    itself fails are marked and are in no mean. Perplexity has one more line: the uncompiled model's behind the last
-    tokens alone.
+    Then come the mean where it means something, and the paired difference to the uncompiled model with its interval and
+    number of pairs. The last column is the device's KV share at the longest context. Cells that the uncompiled model
+    fails are marked and are in no mean. Perplexity has one more line: the uncompiled model's behind the last tokens
+    alone.
     """
     cells = list(dict.fromkeys(row.cell for row in rows))
     methods = list(dict.fromkeys(row.method for row in rows))

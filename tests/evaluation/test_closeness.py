@@ -114,8 +114,8 @@ def test_windows_do_not_overlap_where_the_text_is_long_enough() -> None:
 
 
 def test_windows_that_must_overlap_are_spread_and_told() -> None:
-    told = "10 windows of 200 tokens overlap in a text of 1,024: .* or --samples 5"
-    with pytest.warns(UserWarning, match=told):
+    reason = "10 windows of 200 tokens overlap in a text of 1,024: .* or --samples 5"
+    with pytest.warns(UserWarning, match=reason):
         rows = windows(10)
     assert all(after[0] > before[0] for before, after in itertools.pairwise(rows))
 

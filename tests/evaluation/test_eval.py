@@ -139,7 +139,7 @@ def test_a_row_that_takes_long_shows_its_parts_where_a_person_looks_on(
 
 
 def test_a_blind_run_has_rows_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its eviction policies read the context exactly and evict once, unless they are told otherwise."""
+    """Its eviction policies read the context exactly and evict once, unless their options set a block."""
     measured: list[str] = []
 
     def measure(_: Any, setting: Any, task: str, cell: Any, key: str, *more: Any) -> ResultRow:
@@ -164,10 +164,10 @@ def test_shared_prefills_are_rows_of_their_own_and_go_cell_by_cell(
         return ResultRow(key, task, str(setting), cell.name, cell.context, 1.0, "keys found", 3, 0, 1.0, 0.1)
 
     monkeypatch.setattr(run_eval, "measure", measure)
-    asked = ("--lengths", "200", "300", "--samples", "3", "--no-plots", "--methods", "uncompiled", "kivi:bits=1")
+    requested = ("--lengths", "200", "300", "--samples", "3", "--no-plots", "--methods", "uncompiled", "kivi:bits=1")
     tables = []
     for more in ((), ("--share-prefills",)):
-        assert evaluate(tmp_path, *asked, *more) == 0
+        assert evaluate(tmp_path, *requested, *more) == 0
         tables.append([row["method"] for row in json.loads((tmp_path / "results.json").read_text())["rows"]])
     by_setting = [(s, c) for s in ("uncompiled", "kivi:bits=1") for c in ("200", "300")]
     assert measured == by_setting + sorted(by_setting, key=lambda pair: pair[1])
@@ -178,8 +178,8 @@ def test_shared_prefills_are_rows_of_their_own_and_go_cell_by_cell(
 def test_shared_prefills_find_the_same_keys(tmp_path: Path) -> None:
     scores = []
     for name, more in (("own", ()), ("shared", ("--share-prefills",))):
-        asked = ("--lengths", "256", "--samples", "3", "--no-plots", "--methods", "uncompiled", "specache:bits=1")
-        assert evaluate(tmp_path / name, *asked, *more) == 0
+        requested = ("--lengths", "256", "--samples", "3", "--no-plots", "--methods", "uncompiled", "specache:bits=1")
+        assert evaluate(tmp_path / name, *requested, *more) == 0
         rows = json.loads((tmp_path / name / "results.json").read_text())["rows"]
         scores.append([(row["score"], row["kv_ratio"], row["detail"]["each"]) for row in rows])
     assert scores[0] == scores[1]

@@ -22,13 +22,8 @@ from specache_compile.passes.own_cache import own_cache
 from specache_compile.passes.phase import DECODE, PREFILL
 from specache_compile.passes.plan import Input, RewritePlan
 from specache_compile.passes.prefetch import prefetch
-from specache_compile.passes.reading.find_attention import (
-    KEPT_CHANGED,
-    NOT_KEPT,
-    WINDOW,
-    find_attention,
-    frequencies_of,
-)
+from specache_compile.passes.reading import find_attention as reasons
+from specache_compile.passes.reading.find_attention import find_attention, frequencies_of
 from specache_compile.passes.reading.known_sizes import fill_in_sizes
 from specache_compile.passes.reading.lane_rules import own_rules, product, rows_times
 from specache_compile.passes.reading.nodes import arguments_of, output_node
@@ -268,7 +263,7 @@ NEWEST = (slice(None), slice(None), slice(-8, None), slice(None))
 
 @pytest.mark.parametrize(
     ("function", "more", "reason"),
-    [(operator.getitem, (NEWEST,), WINDOW), (torch.round, (), KEPT_CHANGED), (None, (), NOT_KEPT)],
+    [(operator.getitem, (NEWEST,), "WINDOW"), (torch.round, (), "KEPT_CHANGED"), (None, (), "NOT_KEPT")],
 )
 def test_find_attention_leaves_alone_what_its_cache_does_not_keep_unchanged(
     function: Any, more: tuple[Any, ...], reason: str
@@ -277,7 +272,7 @@ def test_find_attention_leaves_alone_what_its_cache_does_not_keep_unchanged(
     builder = GraphBuilder()
     out, *pairs = attention(builder, 0, 1, PAST)
     kept = [builder.call(function, (BATCH, HEADS, PAST + 1, DIM), pair, *more) for pair in pairs if function]
-    assert found(builder, builder.finish(out, *kept)).left_alone[0].reason == reason
+    assert found(builder, builder.finish(out, *kept)).left_alone[0].reason == vars(reasons)[reason]
 
 
 @pytest.mark.parametrize(("size", "expected"), [(DIM // 2, "vector"), (DIM // 4, "vector"), (DIM, None)])
