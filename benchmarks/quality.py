@@ -175,7 +175,7 @@ TABLES = {
         "pass keys on a real checkpoint: depth × length (SpeCache, Figure 4)",
         SMOLLM2,
         ("needle",),
-        ("uncompiled", *KIVI, PAPER, f"specache:{ONE_BIT}", "specache"),
+        ("uncompiled", "fp8", *KIVI, PAPER, f"specache:{ONE_BIT}", "specache"),
         (*NEEDLES, "--lengths", "2048", "4096"),  # at 8,192 the model itself finds two keys of three
     ),
     "needles_blind": Table(

@@ -22,7 +22,7 @@ from tabulate import tabulate
 
 from needle_samples import sample
 from specache_compile.checkpoints.loaded import tokenizer_of
-from specache_compile.checkpoints.names import resolved, tell_origin
+from specache_compile.checkpoints.names import print_origin, resolved
 from specache_compile.evaluation.tasks.haystack import library_source
 from specache_compile.evaluation.tasks.needle import KEY_DIGITS
 
@@ -109,7 +109,7 @@ def main() -> None:
         os.environ.setdefault("ACCELERATE_USE_CPU", "true")  # or accelerate sees no ranks
     warnings.filterwarnings("ignore", message=".*torch.jit.script_method.*")
     path = resolved(args.model)
-    tell_origin(args.model)
+    print_origin(args.model)
     tokenizer = tokenizer_for(path)
     options = {"bits": args.bits, "top_k": args.top_k, "lowering": args.lowering}
     with tempfile.TemporaryDirectory() as folder:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from .checkpoints.loaded import usable_device
-from .checkpoints.names import MODEL, check_name, tell_origin
+from .checkpoints.names import MODEL, check_name, print_origin
 from .command_line.arguments import (
     Parser,
     add_device,
@@ -216,7 +216,7 @@ def run_explain(args: argparse.Namespace, options: dict[str, Any]) -> None:
 
     if args.after and not args.graph:
         raise SpecacheError("--after goes with --graph PHASE")
-    tell_origin(args.model)
+    print_origin(args.model)
     figures = (args.hbm_gbps, args.pcie_gbps, args.tflops, args.vram_gib)
     explained = explain(
         args.model, args.prompt_length, args.batch_size, options,

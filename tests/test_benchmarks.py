@@ -79,7 +79,7 @@ def decode(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any
 def test_the_decode_benchmark_runs_its_methods_at_three_batch_sizes(decode: tuple[str, dict[str, Any]]) -> None:
     printed, report = decode
     assert "break-even at batch 1" in printed
-    assert not report["not captured"], "no CUDA graph is asked for on a CPU"
+    assert not report["not captured"], "no CUDA graph is requested on a CPU"
     rows = report["rows"][: 3 * len(OURS)]
     assert [row["method"] for row in rows] == [method for method in OURS for _ in range(3)]
     assert [row["at"] for row in rows[:3]] == ["1", "equal", "largest"]

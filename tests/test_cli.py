@@ -229,13 +229,13 @@ import contextlib, io, json, sys, time
 from specache_compile.cli import main
 found = []
 for words in json.loads(sys.argv[1]):
-    told = io.StringIO()
-    with contextlib.redirect_stderr(told):
+    stderr = io.StringIO()
+    with contextlib.redirect_stderr(stderr):
         try:
             status = main(words.split())
         except SystemExit as stop:
             status = stop.code
-    found.append((status, told.getvalue()))
+    found.append((status, stderr.getvalue()))
 print(json.dumps([found, [name for name in ("torch", "transformers", "numpy") if name in sys.modules]]))
 """
 

@@ -249,8 +249,8 @@ def options() -> str:
 
 def options_setting() -> str:
     """The options whose defaults differ between the settings of specache, and the method kivi."""
-    asked: tuple[dict[str, Any], ...] = ({}, {"setting": "paper"}, {"method": "kivi"})
-    made = [parse_options(given) for given in asked]
+    requested: tuple[dict[str, Any], ...] = ({}, {"setting": "paper"}, {"method": "kivi"})
+    made = [parse_options(given) for given in requested]
     rows = []
     for name, takers in declared_options().items():
         values = [f"`{getattr(options, name)!r}`" if options.method in takers else "–" for options in made]
@@ -443,10 +443,14 @@ def needles(folder: str) -> str:
     def found(length: int) -> Callable[[tuple[str, dict[int, ResultRow]]], str]:
         return lambda one: f"{sum(answer['score'] for answer in one[1][length].detail['each']):.0f}"
 
+    def above(part: int) -> Callable[[tuple[str, dict[int, ResultRow]]], str]:
+        return lambda one: above_full(list(one[1].values()), full)[part]
+
     return selected(by_method.items(), 1, {
         "method": lambda one: f"`{one[0]}`",
         **{f"keys found of {rows[0].samples} at {length:,} tokens": found(length) for length in lengths},
-        "difference to `uncompiled`, points": lambda one: above_full(list(one[1].values()), full).split(" of ")[0],
+        "difference to `uncompiled`, points": above(0),
+        "95 % interval, ±": above(1),
         "device KV": lambda one: f"{one[1][max(lengths)].kv_ratio:.3f}",
     })  # fmt: skip
 

@@ -23,6 +23,8 @@ from .sites import Found, LeftAlone, Site
 ReadMask = Callable[[Node], tuple[bool, Node | None]]
 
 WINDOW = "its keys and values are not kept as they are (a sliding window keeps its newest tokens)"
+KEPT_CHANGED = "its cache keeps values computed from its keys and values: use DynamicCache, the default"
+NOT_KEPT = "its cache does not keep its new keys and values: use DynamicCache, the default"
 UNKNOWN_FORM = (
     "the attention that reads this cache update is in none of the forms that are known: 'sdpa', and 'eager' as most "
     "models write it. With another attn_implementation, use 'sdpa' where this model has it"
@@ -156,10 +158,15 @@ def check_read_as_cached(part: Node) -> None:
 
 def is_window(part: Node) -> bool:
     """Return whether a tensor [B, H, n, d] is a slice of tokens of a cache update that the cache keeps."""
-    if part.target is not operator.getitem:
+    return is_slice_of_tokens(part) and is_update(part.all_input_nodes[0])
+
+
+def is_slice_of_tokens(node: Node) -> bool:
+    """Return whether a node is `source[:, :, a:b, :]`."""
+    if node.target is not operator.getitem:
         return False
-    source, index = part.args
-    if not isinstance(source, Node) or not is_update(source) or not isinstance(index, tuple):
+    source, index = node.args
+    if not isinstance(source, Node) or not isinstance(index, tuple):
         return False
     whole = [taken == slice(None) for taken in index]
     return isinstance(index[-2], slice) and whole == [True, True, False, True]
@@ -211,8 +218,7 @@ def match_update(node: Node) -> Update:
 
 def check_owned(update: Update, attention: Node, held: frozenset[str]) -> None:
     """Require that the cache keeps the update unchanged, and that only this attention reads the update or its past."""
-    if not any(user.op == "output" for user in update.node.users):
-        raise NoMatch(WINDOW)
+    check_kept(update.node, attention)
     if read_elsewhere(update.node, attention):
         raise NoMatch("its keys, values or weights are read elsewhere too (layers that share them, output_attentions)")
     if update.past is None:
@@ -223,6 +229,15 @@ def check_owned(update: Update, attention: Node, held: frozenset[str]) -> None:
         )
     if any(user is not update.node and is_used(user) for user in update.past.users):
         raise NoMatch(f"its past {update.past.name} is read elsewhere too")
+
+
+def check_kept(update: Node, attention: Node) -> None:
+    """Require that the cache keeps the update unchanged."""
+    if any(user.op == "output" for user in update.users):
+        return
+    if any(is_slice_of_tokens(user) and is_used(user) for user in update.users):
+        raise NoMatch(WINDOW)
+    raise NoMatch(KEPT_CHANGED if read_elsewhere(update, attention) else NOT_KEPT)
 
 
 def is_used(node: Node) -> bool:

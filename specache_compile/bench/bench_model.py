@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from specache_compile.checkpoints import names
 from specache_compile.checkpoints.loaded import placed
-from specache_compile.checkpoints.names import resolved, tell_origin
+from specache_compile.checkpoints.names import print_origin, resolved
 from specache_compile.errors import SpecacheError
 from specache_compile.evaluation.run_eval import dtype_of
 
@@ -39,7 +39,7 @@ def open_model(name: str, layers: int | None, dtype: str, device: str) -> Any:
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config_of(name, layers), dtype=dtype_of(dtype))
         return placed(model.eval(), device)
-    tell_origin(name)
+    print_origin(name)
     return placed(AutoModelForCausalLM.from_pretrained(resolved(name), dtype=dtype_of(dtype)), device)
 
 

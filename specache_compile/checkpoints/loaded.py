@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from specache_compile.errors import SpecacheError, first_line
 
-from .names import resolved, tell_origin
+from .names import print_origin, resolved
 
 if TYPE_CHECKING:
     import torch
@@ -30,7 +30,7 @@ def open_checkpoint(name: str) -> Checkpoint:
     from transformers import AutoConfig
 
     folder = resolved(name)
-    tell_origin(name)
+    print_origin(name)
     return Checkpoint(folder, AutoConfig.from_pretrained(folder), tokenizer_of(folder))
 
 

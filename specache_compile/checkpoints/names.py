@@ -66,7 +66,7 @@ def origin(model: str) -> str:
     return KNOWN[model].origin if model in KNOWN else ""
 
 
-def tell_origin(model: str) -> None:
+def print_origin(model: str) -> None:
     if origin(model):
         print(f"{model}: {origin(model)}", file=sys.stderr)
 

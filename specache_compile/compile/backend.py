@@ -93,13 +93,13 @@ def compile_graph(captured: Captured, example_inputs: Sequence[Any]) -> Callable
         lowered = lower(captured.graph_module, taken(examples), options.lowering, options.inductor, captured.mode)
     as_they_are = not captured.held and not any(isinstance(value, DTensor) for value in example_inputs)
 
-    def left_as_it_is(*arguments: Any) -> Any:
+    def run_exact(*arguments: Any) -> Any:
         record = record_of(arguments)
         record.calls += 1
         record.absorbed = max(record.absorbed, len(captured.absorbed))
         return lowered(*(arguments if as_they_are else taken(arguments)))
 
-    return left_as_it_is
+    return run_exact
 
 
 def made_plain(value: Any, why: str) -> Any:

@@ -46,17 +46,17 @@ def aligned(lines: Sequence[Sequence[str | None]], headers: Sequence[str]) -> st
 def kinds_table(rows: Sequence[ResultRow]) -> str:
     """The table of rows with `kinds`: a line for each method and cell.
 
-    Each kind has its KL ± 95 % interval and top-1 agreement. The last column is the KL's paired difference to the last
-    method on forced text.
+    Each kind has its KL ± 95 % interval and top-1 agreement. The last columns are the KL's paired difference to the
+    last method on forced text, and its 95 % interval.
     """
     kinds = list(rows[0].detail["kinds"])
     last = {row.cell: row for row in rows}
     lines = []
     for row in rows:
         cells = [cell for kind in kinds for cell in kind_cells(row.detail["kinds"][kind])]
-        lines.append([row.method, row.cell, shown_ratio(row), *cells, difference(row, last[row.cell])])
+        lines.append([row.method, row.cell, shown_ratio(row), *cells, *difference(row, last[row.cell])])
     names = [f"{kind}: {column}" for kind in kinds for column in KIND_COLUMNS]
-    return aligned(lines, [rows[0].task, "context", "device KV", *names, "forced KL, above the last"])
+    return aligned(lines, [rows[0].task, "context", "device KV", *names, "forced KL, above the last", "±"])
 
 
 def kind_cells(kind: Mapping[str, Any]) -> list[str]:
@@ -64,13 +64,13 @@ def kind_cells(kind: Mapping[str, Any]) -> list[str]:
     return [f"{kind['kl']:.4f}", f"{interval(kind['each']):.4f}", f"{kind['agreement']:.1%}"]
 
 
-def difference(row: ResultRow, other: ResultRow) -> str:
-    """Mean ± 95 % of the paired differences, window by window."""
+def difference(row: ResultRow, other: ResultRow) -> tuple[str, str]:
+    """Mean and 95 % interval of the paired differences, window by window; empty where there are no pairs."""
     if row is other or row.samples != other.samples:
-        return ""
+        return "", ""
     mine, theirs = (r.detail["kinds"]["forced"]["each"] for r in (row, other))
     paired = [a - b for a, b in zip(mine, theirs, strict=True)]
-    return f"{sum(paired) / len(paired):+.4f} ± {interval(paired):.4f}"
+    return f"{sum(paired) / len(paired):+.4f}", f"{interval(paired):.4f}"
 
 
 def long_table(rows: Sequence[ResultRow]) -> str:
@@ -83,13 +83,13 @@ def long_table(rows: Sequence[ResultRow]) -> str:
     lines = []
     for row in rows:
         each, stretches = row.detail["each"], row.detail["by_position"]
-        shown_kl = {place: f"{kl:.4f} ± {row.detail['intervals'][place]:.4f}" for place, kl in stretches.items()}
+        shown_kl = {place: (f"{kl:.4f}", f"{row.detail['intervals'][place]:.4f}") for place, kl in stretches.items()}
         first, last = (shown_kl[place] for place in (min(shown_kl, key=int), max(shown_kl, key=int)))
-        kl = f"{row.score:.4f} ± {interval([one['kl'] for one in each]):.4f}"
+        kl = (f"{row.score:.4f}", f"{interval([one['kl'] for one in each]):.4f}")
         again, length = (statistics.fmean(one[name] for one in each) for name in ("repeated", "length"))
-        others = (first, last, differs_at(row, full.get(row.cell)), f"{again:.1%}", f"{length:,.0f}")
-        lines.append([row.method, row.cell, shown_ratio(row), kl, *others])
-    names = ("KL", "first stretch", "last stretch", "differs at", "repeated", "length")
+        others = (differs_at(row, full.get(row.cell)), f"{again:.1%}", f"{length:,.0f}")
+        lines.append([row.method, row.cell, shown_ratio(row), *kl, *first, *last, *others])
+    names = ("KL", "±", "first stretch", "±", "last stretch", "±", "differs at", "repeated", "length")
     return aligned(lines, [rows[0].task, "context", "device KV", *names])
 
 
@@ -106,9 +106,10 @@ def differs_at(row: ResultRow, full: ResultRow | None) -> str:
 def task_table(rows: Sequence[ResultRow]) -> str:
     """One task: a line for each method, a column for each cell.
 
-    Then come the mean where it means something, the paired difference to the uncompiled model, and the device's KV
-    share at the longest context. Cells that the uncompiled model itself fails are marked and are in no mean. Perplexity
-    has one more line: the uncompiled model's behind the last tokens alone.
+    Then come the mean where it means something, and the paired difference to the uncompiled model with its interval and
+    number of pairs. The last column is the device's KV share at the longest context. Cells that the uncompiled model
+    fails are marked and are in no mean. Perplexity has one more line: the uncompiled model's behind the last tokens
+    alone.
     """
     cells = list(dict.fromkeys(row.cell for row in rows))
     methods = list(dict.fromkeys(row.method for row in rows))
@@ -123,16 +124,19 @@ def task_table(rows: Sequence[ResultRow]) -> str:
         lines.append(
             [
                 method, *scores, mean_of(counted) if len(cells) > 1 and rows[0].metric not in UNITS else None,
-                above_full(counted, full) if any(map(paired_scores, full.values())) else None,
+                *(above_full(counted, full) if any(map(paired_scores, full.values())) else [None] * 3),
                 shown_ratio(max(mine, key=lambda row: row.context)),
             ]
         )  # fmt: skip
         recent = [recent_perplexity(full.get(cell)) for cell in cells]
         if method == UNCOMPILED and any(recent):
-            lines.append([f"{UNCOMPILED}, {RECENT} tokens", *recent, *[None] * 3])
+            lines.append([f"{UNCOMPILED}, {RECENT} tokens", *recent, *[None] * 5])
     metric = "/".join(dict.fromkeys(row.metric for row in rows))
     shown_cells = [f"{cell} {MARK}" if cell in failed else cell for cell in cells]
-    headers = [f"{rows[0].task}: {metric}", *shown_cells, "mean", "above uncompiled", "device KV"]
+    unit = "nats" if metric in UNITS else "points"
+    headers = [
+        f"{rows[0].task}: {metric}", *shown_cells, "mean", f"above uncompiled, {unit}", "±", "pairs", "device KV",
+    ]  # fmt: skip
     kept = [i for i in range(len(headers)) if i == 0 or any(line[i] is not None for line in lines)]
     found = aligned([[line[i] for i in kept] for line in lines], [headers[i] for i in kept])
     return f"{found}\n{SHORT if metric in UNITS else FAILED}" if failed else found
@@ -163,28 +167,28 @@ def paired_scores(row: ResultRow) -> list[float]:
     return row.detail.get("nats") or [one["score"] for one in row.detail.get("each", [])]
 
 
-def above_full(rows: Sequence[ResultRow], full: Mapping[str, ResultRow]) -> str:
-    """Mean over cells ± 95 % of the paired differences to the uncompiled model, and the number of pairs: answers
-    or windows.
+def above_full(rows: Sequence[ResultRow], full: Mapping[str, ResultRow]) -> tuple[str, str, str]:
+    """Mean over cells and 95 % interval of the paired differences to the uncompiled model, and the number of pairs:
+    answers or windows.
 
-    In points of a hundred, or in nats a token for perplexities. "" where a cell has no pairs.
+    In points of a hundred, or in nats a token for perplexities. Empty where a cell has no pairs.
     """
     means, squares, count = [], [], 0
     for row in rows:
         other = full.get(row.cell)
         if other is None or other is row or not paired_scores(row) or row.samples != other.samples:
-            return ""
+            return "", "", ""
         both = zip(paired_scores(row), paired_scores(other), strict=True)
         paired = [mine - theirs for mine, theirs in both]
         means.append(sum(paired) / len(paired))
         squares.append(interval(paired) ** 2)
         count += len(paired)
     if not means:
-        return ""
+        return "", "", ""
     mean, half = sum(means) / len(means), math.sqrt(sum(squares)) / len(means)
     if rows[0].metric in UNITS:
-        return f"{mean:+.4f} ± {half:.4f} nats of {count}"
-    return f"{100 * mean:+.1f} ± {100 * half:.1f} of {count}"
+        return f"{mean:+.4f}", f"{half:.4f}", str(count)
+    return f"{100 * mean:+.1f}", f"{100 * half:.1f}", str(count)
 
 
 def mean_of(rows: Sequence[ResultRow]) -> str:

@@ -117,11 +117,14 @@ def time_text(e: Figures) -> str:
         return "Time of a decode step: not computed, because a CUDA graph cannot hold this method's step"
     (most, limit), full_most = e.largest_batch(), e.full_cache_batch()
     rows = [
-        time_row(e.options.method, e.step(), most, f" ({limit})", e.step(most) if most else None),
-        time_row("16-bit cache", e.full_step(), full_most, "", e.full_step(full_most) if full_most else None),
+        time_row(e.options.method, e.step(), most, limit, e.step(most) if most else None),
+        time_row("16-bit cache", e.full_step(), full_most, "device", e.full_step(full_most) if full_most else None),
     ]
-    headers = (f"decode step on {e.device.name}", "time", "bound by", "largest batch", "its step", "its tokens/s")
-    aligned = ("left", "right", "left", "right", "right", "right")
+    headers = (
+        f"decode step on {e.device.name}", "time", "bound by", "largest batch", "limited by", "its step",
+        "its tokens/s",
+    )  # fmt: skip
+    aligned = ("left", "right", "left", "right", "left", "right", "right")
     table = tabulate(rows, headers, colalign=aligned, disable_numparse=True)
     even = e.break_even()
     where = "at no context up to 128k tokens" if even is None else f"from {even:,} tokens of context on"
@@ -134,7 +137,7 @@ def time_text(e: Figures) -> str:
 
 def time_row(name: str, step: ComputedStep, most: int, limit: str, largest: ComputedStep | None) -> tuple[str, ...]:
     last = ("-", "-") if largest is None else (duration(largest.seconds), f"{most / largest.seconds:,.0f}")
-    return name, duration(step.seconds), step.bound, f"{most:,}{limit}", *last
+    return name, duration(step.seconds), step.bound, f"{most:,}", limit, *last
 
 
 def further(e: Figures) -> str:
@@ -182,7 +185,7 @@ def by_op(spans: Iterable[Span]) -> list[tuple[str, ...]]:
 OP_HEADERS = ("stream", "op", "launches", "GFLOP", "memory", "to device", "to host", "time", "bound by")
 
 
-STEP_TIME_HEADERS = ("cache", "tokens", "batch 1", "bound by", "largest", "step", "bound by", "tokens/s")
+STEP_TIME_HEADERS = ("cache", "tokens", "batch 1", "bound by", "largest", "limited by", "step", "bound by", "tokens/s")
 
 
 def step_time_note(e: Figures) -> str:
@@ -205,10 +208,10 @@ def step_time_rows(e: Figures) -> list[tuple[str, ...]]:
     for (cache, length), found in together.items():
         cells = {bool(row.limit): (step_time_cells(row), row) for row in found}
         one = cells[False][0] if False in cells else ("-", "-")
-        largest = ("-", "-", "-", "-")
+        largest: tuple[str, ...] = ("-",) * 5
         if True in cells:
             shown, row = cells[True]
-            largest = (f"{row.batch:,} ({row.limit})", *shown, f"{row.tokens:,.0f}")
+            largest = (f"{row.batch:,}", row.limit, *shown, f"{row.tokens:,.0f}")
         rows.append((cache, f"{length // 1024}k", *one, *largest))
     return rows
 

@@ -117,8 +117,8 @@ class LowBitOptions(DraftOptions):
     )  # fmt: skip
     host_tier: bool = choice(
         True, (True, False),
-        "also keep all pairs in host memory, for fetches, extends, crops and drafts. False: nothing is fetched, and "
-        "a cache grows only token by token, as in KIVI",
+        "also keep all pairs in host memory, for fetches, further turns, crops and drafts. False: nothing is fetched, "
+        "and a cache grows only token by token, as in KIVI",
     )  # fmt: skip
     host_bits: int | str = choice(
         16, (16, 8, "auto"),

@@ -63,7 +63,7 @@ class Stats:
         seconds_waited, seconds_corrected: waiting for prefetches and for corrections. None on CUDA, where the host
             cannot measure them.
         pairs_ahead, pairs_corrected: pairs that prefetches and corrections (option correct) copied.
-        bytes_to_device: bytes of these pairs, without the reads of extends and of the methods `offload` and `kcache`.
+        bytes_to_device: bytes of these pairs, without reads of further turns and of the methods `offload` and `kcache`.
         bytes_to_host: bytes of pairs that were offloaded.
         bytes_by_tier, device_bytes, host_bytes: KV bytes now.
         kv_ratio: device KV bytes, as a share of a 16-bit cache of the same tokens.

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specache_compile.checkpoints.loaded import limit_of
-from specache_compile.checkpoints.names import tell_origin
+from specache_compile.checkpoints.names import print_origin
 from specache_compile.errors import SpecacheError
 
 if TYPE_CHECKING:
@@ -182,7 +182,7 @@ def make_server(args: argparse.Namespace, options: dict[str, Any], listener: soc
 
     folder = args.session_folder and SessionFolder(args.session_folder, int(args.session_disk_gib * GIB))
     try:
-        tell_origin(args.model)
+        print_origin(args.model)
         served, metrics = ServedModel(args.model, args.device, options), Metrics()
         conversations = Conversations(served.model, bounds(args, served.model.device), folder, metrics.note_evicted)
     except BaseException:

@@ -47,12 +47,12 @@ ASKED: list[tuple[int, dict[str, Any]]] = [
 def test_requested_logprobs_are_those_of_the_generated_tokens(model: Any) -> None:
     """As the full cache finds it, where nothing is lost."""
     batch = sc.Batch(model)
-    told, silent = (batch.add(prompt(20, seed=1), max_new_tokens=4, logprobs=n) for n in (3, None))
+    reported, silent = (batch.add(prompt(20, seed=1), max_new_tokens=4, logprobs=n) for n in (3, None))
     batch.run()
     assert not silent.logprobs
     with torch.no_grad():
-        known = tiny_llama()(told.ids).logits[0].log_softmax(-1)[19:-1]
-    for place, token, one in zip(known, told.generated, told.logprobs, strict=True):
+        known = tiny_llama()(reported.ids).logits[0].log_softmax(-1)[19:-1]
+    for place, token, one in zip(known, reported.generated, reported.logprobs, strict=True):
         assert one.chosen == pytest.approx(float(place[token]), abs=1e-5)
         assert dict(one.likeliest) == pytest.approx(
             {i: float(place[i]) for i in place.topk(3).indices.tolist()}, abs=1e-5
@@ -62,9 +62,9 @@ def test_requested_logprobs_are_those_of_the_generated_tokens(model: Any) -> Non
 def test_each_request_generates_what_it_generates_alone(model: Any) -> None:
     """In the default setting, which is lossy: beside others that come, end and are removed at any time."""
     alone = []
-    for length, asked in ASKED:
+    for length, requested in ASKED:
         batch = sc.Batch(model, chunk=CHUNK)
-        request = batch.add(prompt(length, seed=length), **asked)
+        request = batch.add(prompt(length, seed=length), **requested)
         batch.run()
         alone.append(request)
     assert [request.end for request in alone] == [End.LENGTH, End.LENGTH, End.LENGTH, End.STOP, End.LENGTH]
@@ -75,8 +75,8 @@ def test_each_request_generates_what_it_generates_alone(model: Any) -> None:
     heard: dict[Request, list[int]] = {}
     while batch.open or len(requests) < len(ASKED):
         if len(requests) < len(ASKED) and chance.random() < 0.5:
-            length, asked = ASKED[len(requests)]
-            requests.append(batch.add(prompt(length, seed=length), **asked))
+            length, requested = ASKED[len(requests)]
+            requests.append(batch.add(prompt(length, seed=length), **requested))
         for request, token in batch.step():
             heard.setdefault(request, []).append(token)
         if len(removed.generated) == 6:
@@ -334,9 +334,9 @@ def test_a_step_that_fails_after_some_rows_loses_none_of_their_tokens(monkeypatc
     dropping.compile(backend="specache", options={"method": "snapkv", "budget": 48, "window": 16, "lowering": "eager"})
     batch = sc.Batch(dropping)
     requests = [batch.add(prompt(length, seed=length), max_new_tokens=5) for length in (60, 20)]
-    told: list[tuple[Any, int]] = []
+    reported: list[tuple[Any, int]] = []
     while len(batch.groups) < 2:
-        told += batch.step()
+        reported += batch.step()
     ask, group = batch.call_model, batch.groups[1]
 
     def fail(tokens: Tensor, positions: Tensor, cache: Any, *more: Any) -> Any:
@@ -349,10 +349,10 @@ def test_a_step_that_fails_after_some_rows_loses_none_of_their_tokens(monkeypatc
         with pytest.raises(RuntimeError, match="planted"):
             batch.step()
     while batch.open:
-        told += batch.step()
+        reported += batch.step()
     for request in requests:
         assert request.end is End.LENGTH
-        assert [token for whose, token in told if whose is request] == request.generated
+        assert [token for whose, token in reported if whose is request] == request.generated
 
 
 def test_a_request_that_keeps_its_cache_has_it_when_it_is_over(model: Any) -> None:

@@ -60,23 +60,23 @@ def test_rows_that_come_and_go_say_the_uncompiled_models_tokens(options: dict[st
     reference = tiny_llama(1, initializer_range=0.1) if "lookup" in options else tiny_llama()
     batch, chance = sc.Batch(compiled_with(reference, options), chunk=CHUNK), random.Random(2)
     removed = batch.add(prompt(30, seed=50), max_new_tokens=200)
-    requests, told = list[Request](), dict[Request, list[int]]()
+    requests, reported = list[Request](), dict[Request, list[int]]()
     together = 0
     while batch.open or len(requests) < len(ASKED):
         if len(requests) < len(ASKED) and chance.random() < 0.6:
-            length, asked = ASKED[len(requests)]
-            requests.append(batch.add(prompt(length, seed=length), **asked))
+            length, requested = ASKED[len(requests)]
+            requests.append(batch.add(prompt(length, seed=length), **requested))
         for request, token in batch.step():
-            told.setdefault(request, []).append(token)
+            reported.setdefault(request, []).append(token)
         together = max(together, len(batch.decoding))
         if len(removed.generated) > 24:
             batch.remove(removed)
     assert together > 2
-    for request, (length, asked) in zip(requests, ASKED, strict=True):
+    for request, (length, requested) in zip(requests, ASKED, strict=True):
         assert (
             request.generated
-            == told[request]
-            == greedy(reference, prompt(length, seed=length), tokens(asked), **rest(asked))[0, length:].tolist()
+            == reported[request]
+            == greedy(reference, prompt(length, seed=length), tokens(requested), **rest(requested))[0, length:].tolist()
         )
     verification = sc.stats(batch.model).verification
     assert verification is not None
@@ -102,22 +102,22 @@ def test_rows_look_up_what_each_looks_up_alone_in_a_lossy_setting(setting: dict[
     assert [request.generated for request in beside] != exact, "it is lossy"
 
 
-def tokens(asked: dict[str, Any]) -> int:
-    return int(asked["max_new_tokens"])
+def tokens(requested: dict[str, Any]) -> int:
+    return int(requested["max_new_tokens"])
 
 
-def rest(asked: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in asked.items() if name != "max_new_tokens"}
+def rest(requested: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in requested.items() if name != "max_new_tokens"}
 
 
 def test_a_seed_draws_what_it_draws_without_drafts(plain: LlamaForCausalLM, verifying: Any) -> None:
     """With the same random numbers, a sampled draft is accepted about as often as a greedy one; log-probabilities come
     from the exact pass."""
-    asked = {"max_new_tokens": 20, "do_sample": True, "temperature": 0.8, "top_k": 20, "logprobs": 1}
+    requested = {"max_new_tokens": 20, "do_sample": True, "temperature": 0.8, "top_k": 20, "logprobs": 1}
     made = []
     for model in (compiled_with(plain, {"method": "offload", "lowering": "eager"}), verifying):
         batch = sc.Batch(model, chunk=CHUNK)
-        made.append([batch.add(prompt(60, seed=seed), seed=seed, **asked) for seed in (1, 2)])
+        made.append([batch.add(prompt(60, seed=seed), seed=seed, **requested) for seed in (1, 2)])
         batch.run()
     for exact, drafted in zip(*made, strict=True):
         assert drafted.generated == exact.generated

@@ -59,19 +59,19 @@ def model(plain: Any) -> Any:
 
 
 def requests_of(batch: sc.Batch) -> list[Request]:
-    return [batch.add(prompt(length, seed=length), **dict(asked)) for length, asked in ASKED]
+    return [batch.add(prompt(length, seed=length), **dict(requested)) for length, requested in ASKED]
 
 
 @pytest.fixture(scope="module")
 def expected(plain: Any, model: Any) -> list[list[int]]:
     """What each request generates alone; the greedy ones by the uncompiled model."""
     said = []
-    for length, asked in ASKED:
+    for length, requested in ASKED:
         batch = sc.Batch(model, chunk=CHUNK)
-        alone = batch.add(prompt(length, seed=length), **dict(asked))
+        alone = batch.add(prompt(length, seed=length), **dict(requested))
         batch.run()
         said.append(alone.generated)
-        if "seed" not in asked:
+        if "seed" not in requested:
             assert (
                 alone.generated == greedy(plain, prompt(length, seed=length), len(alone.generated))[0, length:].tolist()
             )

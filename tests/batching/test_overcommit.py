@@ -39,9 +39,9 @@ def model() -> Any:
 @pytest.fixture(scope="module")
 def alone(model: Any) -> list[Request]:
     requests = []
-    for length, asked in ASKED:
+    for length, requested in ASKED:
         batch = sc.Batch(model, chunk=CHUNK)
-        requests.append(batch.add(prompt(length, seed=length), **asked))
+        requests.append(batch.add(prompt(length, seed=length), **requested))
         batch.run()
     return requests
 
@@ -73,7 +73,7 @@ def test_a_preempted_request_generates_what_it_generates_alone(
     most, gave_way = {}, set()
     for folder in (None, tmp_path):
         batch = small(model, 5, folder)
-        requests = [batch.add(prompt(length, seed=length), **asked) for length, asked in ASKED]
+        requests = [batch.add(prompt(length, seed=length), **requested) for length, requested in ASKED]
         most[folder] = 0
         for _ in range(400):
             batch.step()
@@ -100,7 +100,7 @@ def test_the_last_to_begin_gives_way_and_may_leave_meanwhile(
     model: Any, alone: list[Request], tmp_path: Path, way: str
 ) -> None:
     batch = small(model, 5, tmp_path)
-    requests = [batch.add(prompt(length, seed=length), **asked) for length, asked in ASKED[:3]]
+    requests = [batch.add(prompt(length, seed=length), **requested) for length, requested in ASKED[:3]]
     until(batch, lambda: requests[2].swapped is not None)
     assert [request.stage for request in requests] == [Stage.DECODE, Stage.DECODE, Stage.WAITING]
     said = len(requests[2].generated)
@@ -160,7 +160,7 @@ def test_a_request_that_cannot_be_swapped_out_ends_alone(
 
     monkeypatch.setattr(swapping, "save", full)
     batch = small(model, 5, tmp_path)
-    requests = [batch.add(prompt(length, seed=length), **asked) for length, asked in ASKED]
+    requests = [batch.add(prompt(length, seed=length), **requested) for length, requested in ASKED]
     batch.run()
     failed = [request for request in requests if request.end is End.FAILED]
     assert failed

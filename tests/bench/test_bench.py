@@ -95,7 +95,7 @@ def test_an_interruption_keeps_the_contexts_that_are_finished(
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "reason"),
     [
         (["--methods", "faster"], "baselines are uncompiled"),
         (["--methods", "llama.cpp-f16"], "none of them is available on this machine"),
@@ -109,11 +109,11 @@ def test_an_interruption_keeps_the_contexts_that_are_finished(
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
 def test_bad_input_is_one_line_before_anything_is_measured(
-    config: str, given: list[str], told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    config: str, given: list[str], reason: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(measurements, "prefill", lambda *given: pytest.fail("too late"))
     assert main(["bench", config, "--methods", "uncompiled", "--no-first-answers", *given]) == 2
-    assert told in capsys.readouterr().err.splitlines()[-1]
+    assert reason in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_the_floor_is_of_the_weights_that_are_multiplied_and_the_cache() -> None:

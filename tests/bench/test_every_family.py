@@ -53,7 +53,7 @@ def test_a_process_that_hangs_or_dies_is_a_row() -> None:
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def families_run(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The families that the command runs, each with a row made up."""
     names: list[str] = []
 
@@ -66,18 +66,18 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_what_is_there_is_not_run_again_unless_asked(
-    asked: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    families_run: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = ["--out", str(tmp_path / "rows.jsonl")]
     assert every_family.main(["--only", "llama", "bloom", *out]) == 0
     assert every_family.main(["--only", "llama", "gpt2", *out]) == 0
     assert every_family.main(["--again", "llama", *out]) == 0
     assert every_family.main(["--show", *out]) == 0
-    assert asked == ["llama", "bloom", "gpt2", "llama"]
+    assert families_run == ["llama", "bloom", "gpt2", "llama"]
     assert "3 families with transformers" in capsys.readouterr().out
     monkeypatch.setitem(every_family.VERSIONS, "transformers", "99.0")
     every_family.main(["--only", "llama", *out])
-    assert asked[4:] == ["llama"]
+    assert families_run[4:] == ["llama"]
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert [row["family"] for row in rows] == ["bloom", "gpt2", "llama", "llama"]
     assert [row["transformers"] for row in every_family.newest(rows)] == ["99.0"]

@@ -90,8 +90,8 @@ def row(method: str, each: list[float]) -> ResultRow:
 def test_differences_are_paired() -> None:
     """Two methods that are apart by the same in every window differ for certain, however far the windows are apart."""
     far, near = row("far", [1.1, 2.1, 9.1]), row("near", [1.0, 2.0, 9.0])
-    assert difference(far, near) == "+0.1000 ± 0.0000"
-    assert "+0.1000 ± 0.0000" in table([far, near])
+    assert difference(far, near) == ("+0.1000", "0.0000")
+    assert table([far, near]).splitlines()[2].split()[-2:] == ["+0.1000", "0.0000"]
 
 
 def test_the_unseen_text_is_the_release_notes_in_order() -> None:
@@ -114,8 +114,8 @@ def test_windows_do_not_overlap_where_the_text_is_long_enough() -> None:
 
 
 def test_windows_that_must_overlap_are_spread_and_told() -> None:
-    told = "10 windows of 200 tokens overlap in a text of 1,024: .* or --samples 5"
-    with pytest.warns(UserWarning, match=told):
+    reason = "10 windows of 200 tokens overlap in a text of 1,024: .* or --samples 5"
+    with pytest.warns(UserWarning, match=reason):
         rows = windows(10)
     assert all(after[0] > before[0] for before, after in itertools.pairwise(rows))
 

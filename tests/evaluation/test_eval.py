@@ -139,7 +139,7 @@ def test_a_row_that_takes_long_shows_its_parts_where_a_person_looks_on(
 
 
 def test_a_blind_run_has_rows_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its eviction policies read the context exactly and evict once, unless they are told otherwise."""
+    """Its eviction policies read the context exactly and evict once, unless their options set a block."""
     measured: list[str] = []
 
     def measure(_: Any, setting: Any, task: str, cell: Any, key: str, *more: Any) -> ResultRow:
@@ -164,10 +164,10 @@ def test_shared_prefills_are_rows_of_their_own_and_go_cell_by_cell(
         return ResultRow(key, task, str(setting), cell.name, cell.context, 1.0, "keys found", 3, 0, 1.0, 0.1)
 
     monkeypatch.setattr(run_eval, "measure", measure)
-    asked = ("--lengths", "200", "300", "--samples", "3", "--no-plots", "--methods", "uncompiled", "kivi:bits=1")
+    requested = ("--lengths", "200", "300", "--samples", "3", "--no-plots", "--methods", "uncompiled", "kivi:bits=1")
     tables = []
     for more in ((), ("--share-prefills",)):
-        assert evaluate(tmp_path, *asked, *more) == 0
+        assert evaluate(tmp_path, *requested, *more) == 0
         tables.append([row["method"] for row in json.loads((tmp_path / "results.json").read_text())["rows"]])
     by_setting = [(s, c) for s in ("uncompiled", "kivi:bits=1") for c in ("200", "300")]
     assert measured == by_setting + sorted(by_setting, key=lambda pair: pair[1])
@@ -178,8 +178,8 @@ def test_shared_prefills_are_rows_of_their_own_and_go_cell_by_cell(
 def test_shared_prefills_find_the_same_keys(tmp_path: Path) -> None:
     scores = []
     for name, more in (("own", ()), ("shared", ("--share-prefills",))):
-        asked = ("--lengths", "256", "--samples", "3", "--no-plots", "--methods", "uncompiled", "specache:bits=1")
-        assert evaluate(tmp_path / name, *asked, *more) == 0
+        requested = ("--lengths", "256", "--samples", "3", "--no-plots", "--methods", "uncompiled", "specache:bits=1")
+        assert evaluate(tmp_path / name, *requested, *more) == 0
         rows = json.loads((tmp_path / name / "results.json").read_text())["rows"]
         scores.append([(row["score"], row["kv_ratio"], row["detail"]["each"]) for row in rows])
     assert scores[0] == scores[1]
@@ -197,10 +197,10 @@ def test_a_cell_that_the_model_itself_fails_is_marked_and_counts_for_nothing() -
         answered("kivi", "512", [1, 0, 1, 0]), answered("kivi", "8192", [0, 0, 0, 0]),
     ]  # fmt: skip
     head, _, full, kivi, foot = table(rows).splitlines()
-    assert " ".join(head.split()) == "needle: keys found 512 8192 * mean above uncompiled device KV"
+    assert " ".join(head.split()) == "needle: keys found 512 8192 * mean above uncompiled, points ± pairs device KV"
     assert full.split() == ["uncompiled", "100.0%", "75.0%", "100.0%", "0.500"]
     # Differences 0, -1, 0, -1: mean -50, deviation 57.7, of which 3.182 / 2 is 91.9.
-    assert kivi.split() == ["kivi", "50.0%", "0.0%", "50.0%", "-50.0", "±", "91.9", "of", "4", "0.500"]
+    assert kivi.split() == ["kivi", "50.0%", "0.0%", "50.0%", "-50.0", "91.9", "4", "0.500"]
     assert foot.startswith("* the uncompiled model itself is right in less than 80%")
 
 
@@ -246,11 +246,11 @@ def test_perplexities_are_compared_window_by_window_and_only_where_the_context_i
     ]
     assert [fails(row) for row in rows[:2]] == [False, True]
     assert table(rows).split("\n") == [
-        "perplexity: perplexity      512    1024 *            above uncompiled    device KV",
-        "------------------------  -----  --------  --------------------------  -----------",
-        "uncompiled                3.000     3.000                                    1.000",
+        "perplexity: perplexity      512    1024 *    above uncompiled, nats       ±    pairs    device KV",
+        "------------------------  -----  --------  ------------------------  ------  -------  -----------",
+        "uncompiled                3.000     3.000                                                   1.000",
         "uncompiled, 256 tokens    3.508     3.080",
-        "kivi                      3.000     3.000  +0.5500 ± 0.6353 nats of 2        1.000",
+        "kivi                      3.000     3.000                   +0.5500  0.6353        2        1.000",
         SHORT,
     ]
 

@@ -44,10 +44,10 @@ def compiled(model: Any, **options: Any) -> Any:
 def recalled(runner: Any, length: int, count: int) -> float:
     """Share of pass keys found, needles at evenly spread depths."""
     source, rng = library_source(held_out=True), random.Random(5)
-    asked = [sample(source, length - KEY_DIGITS, i / (count - 1), rng) for i in range(count)]
-    ids = torch.tensor([list(one.prompt) for one in asked])
+    requested = [sample(source, length - KEY_DIGITS, i / (count - 1), rng) for i in range(count)]
+    ids = torch.tensor([list(one.prompt) for one in requested])
     out = runner.generate(ids, max_new_tokens=KEY_DIGITS, do_sample=False)
-    right = [bytes(row[-KEY_DIGITS:].tolist()) == one.answer for row, one in zip(out, asked, strict=True)]
+    right = [bytes(row[-KEY_DIGITS:].tolist()) == one.answer for row, one in zip(out, requested, strict=True)]
     return sum(right) / count
 
 

@@ -23,7 +23,7 @@ from harness import evaluate, harnessed, pass_keys, tokenizer_for  # noqa: E402
 
 MODEL = str(NEEDLE_LLAMA)
 LOSSLESS = {"bits": 1, "top_k": 64, "lowering": "eager"}
-# Finds some keys, not all: a figure that a question left out or asked twice would change.
+# Finds some keys, not all: a question that is left out or repeated would change the figure.
 LOSSY = {"bits": 1, "setting": "paper", "top_k": 0, "lowering": "eager"}
 QUESTIONS, RANKS = 9, 2
 
@@ -75,15 +75,15 @@ import specache_compile as sc
 
 model, (options, tasks), folder = sys.argv[1], map(json.loads, sys.argv[2:4]), Path(sys.argv[4])
 lm = harnessed(model, tokenizer_for(model), options)
-asked, generate = [], lm._model_generate
+requested, generate = [], lm._model_generate
 
 def note_and_generate(context, **kwargs):
-    asked.append(lm.tok_decode(context[0]))
+    requested.append(lm.tok_decode(context[0]))
     return generate(context, **kwargs)
 
 lm._model_generate = note_and_generate
-told = {"figures": evaluate(lm, tasks), "asked": asked, "compiles": sc.stats(lm.model).compiles}
-(folder / f"rank{lm.rank}.json").write_text(json.dumps(told, default=float))
+reported = {"figures": evaluate(lm, tasks), "requested": requested, "compiles": sc.stats(lm.model).compiles}
+(folder / f"rank{lm.rank}.json").write_text(json.dumps(reported, default=float))
 """
 
 
@@ -106,5 +106,5 @@ def test_the_harness_shares_its_questions_among_ranks(tmp_path: Path) -> None:
     assert first["figures"] == alone
     assert second["figures"] is None
     assert first["compiles"] > 0 < second["compiles"]
-    assert not set(first["asked"]) & set(second["asked"])
-    assert len({*first["asked"], *second["asked"]}) == QUESTIONS
+    assert not set(first["requested"]) & set(second["requested"])
+    assert len({*first["requested"], *second["requested"]}) == QUESTIONS

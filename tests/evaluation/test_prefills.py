@@ -39,19 +39,19 @@ def prompts(*lengths: int) -> list[list[int]]:
 @pytest.mark.quick_for("uncompiled", "kivi:bits=2,group_size=32,residual_length=32")
 @pytest.mark.parametrize("method", METHODS)
 def test_answers_are_those_behind_a_methods_own_prefill(model: Any, shared: Runner, method: str) -> None:
-    asked = prompts(150, 150, 150, 90)
+    requested = prompts(150, 150, 150, 90)
     with running(model, parse_setting(method), "eager"):
-        assert shared.answers(asked, 12) == Runner(model, BYTES, batch_size=2).answers(asked, 12)
-        assert shared.answers(asked, 1) == Runner(model, BYTES, batch_size=2).answers(asked, 1)
+        assert shared.answers(requested, 12) == Runner(model, BYTES, batch_size=2).answers(requested, 12)
+        assert shared.answers(requested, 1) == Runner(model, BYTES, batch_size=2).answers(requested, 1)
 
 
 def test_an_answer_that_ends_with_its_first_token_has_no_more(model: Any, shared: Runner) -> None:
-    [prompt] = asked = prompts(60)
+    [prompt] = requested = prompts(60)
     first = int(model(torch.tensor([prompt])).logits[0, -1].argmax())
     before = model.generation_config.eos_token_id
     model.generation_config.eos_token_id = first
     try:
-        assert shared.continued_from_prefills(torch.tensor(asked), 5) == [[first]]
+        assert shared.continued_from_prefills(torch.tensor(requested), 5) == [[first]]
     finally:
         model.generation_config.eos_token_id = before
 
@@ -116,14 +116,14 @@ def test_the_next_cell_begins_with_none_and_no_more_are_kept_than_fit() -> None:
 
 
 def test_a_first_token_is_what_the_models_configuration_makes_of_the_logits(model: Any, shared: Runner) -> None:
-    asked = prompts(70)
+    requested = prompts(70)
     before = model.generation_config.repetition_penalty
     model.generation_config.repetition_penalty = 5.0
     try:
-        ours, own = (Runner(model, BYTES, prefills=p).answers(asked, 6) for p in (Prefills(), None))
+        ours, own = (Runner(model, BYTES, prefills=p).answers(requested, 6) for p in (Prefills(), None))
     finally:
         model.generation_config.repetition_penalty = before
-    assert ours == own != shared.answers(asked, 6)
+    assert ours == own != shared.answers(requested, 6)
 
 
 def test_a_model_with_sliding_windows_reads_for_itself() -> None:

@@ -27,7 +27,7 @@ def row(key: str) -> ResultRow:
 def test_what_another_is_measuring_is_left_to_it_and_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, measured, told = tmp_path / "rows.jsonl", [], []
+    path, measured, reported = tmp_path / "rows.jsonl", [], []
     append_row(path, row("a"))
     other = FileLock(sharing.lock_of(path, sharing.name_of("b")))
     other.acquire()
@@ -43,10 +43,10 @@ def test_what_another_is_measuring_is_left_to_it_and_waited_for(
         measured.append(key)
         return row(key)
 
-    shared_rows(["a", "b", "c"], path, measure, told.append)
+    shared_rows(["a", "b", "c"], path, measure, reported.append)
     assert measured == ["c"]
     assert set(read_rows(path)) == {"a", "b", "c"}
-    assert told == [1, 2, 2, 3]
+    assert reported == [1, 2, 2, 3]
 
 
 def test_a_rank_has_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,14 +42,14 @@ def model() -> Any:
 
 
 class Recorder(Runner):
-    """A runner that keeps every prompt it is asked, and answers with nothing."""
+    """A runner that stores every prompt and generates empty answers."""
 
     def __init__(self) -> None:
         super().__init__(None, BYTES)
-        self.asked: list[bytes] = []
+        self.prompts_seen: list[bytes] = []
 
     def answers(self, prompts: Any, new_tokens: int) -> list[str]:
-        self.asked += [bytes(prompt) for prompt in prompts]
+        self.prompts_seen += [bytes(prompt) for prompt in prompts]
         self.longest = max(map(len, prompts)) + new_tokens
         return [""] * len(prompts)
 
@@ -62,17 +62,17 @@ def test_prompt_and_answer_fill_the_asked_length_and_no_more() -> None:
     for cell in TASKS["needle"](bench()):
         runner = Recorder()
         assert cell.measure(runner).score == 0.0
-        assert len(runner.asked) == 6
+        assert len(runner.prompts_seen) == 6
         assert runner.longest == cell.context == int(cell.name)
 
 
 @pytest.mark.parametrize(
-    ("task", "length", "told"),
+    ("task", "length", "reason"),
     [("closeness", 25, "is no more than a continuation of 24 and a token"),
      ("perplexity", 0, "too short, 0 tokens are left")],
 )  # fmt: skip
-def test_a_context_without_room_for_its_text_is_refused(task: str, length: int, told: str) -> None:
-    with pytest.raises(SpecacheError, match=told):
+def test_a_context_without_room_for_its_text_is_refused(task: str, length: int, reason: str) -> None:
+    with pytest.raises(SpecacheError, match=reason):
         TASKS[task](bench(lengths=(length,)))
 
 
@@ -84,7 +84,7 @@ def test_draws_are_a_function_of_the_seed(task: str) -> None:
             return bench(seed=seed).windows_apart(400)
         runner = Recorder()
         TASKS[task](bench(seed=seed))[0].measure(runner)
-        return runner.asked
+        return runner.prompts_seen
 
     assert prompts(1) == prompts(1)
     assert prompts(1) != prompts(2)
@@ -178,8 +178,8 @@ def test_a_blind_prompt_is_the_same_in_two_parts() -> None:
     joined, parted, short = Recorder(), Recorder(), {"texts": (Path(__file__),)}
     assert "blind" not in TASKS["needle"](bench(**short))[0].measure(joined).metric
     assert TASKS["needle"](bench(**short, blind=True))[0].measure(parted).metric.endswith(", blind")
-    assert [prompt.replace(b"\0", b"", 1) for prompt in parted.asked] == joined.asked
-    assert all(prompt.split(b"\0")[1].startswith(needle.QUESTION.encode()) for prompt in parted.asked)
+    assert [prompt.replace(b"\0", b"", 1) for prompt in parted.prompts_seen] == joined.prompts_seen
+    assert all(prompt.split(b"\0")[1].startswith(needle.QUESTION.encode()) for prompt in parted.prompts_seen)
 
 
 def test_a_question_that_cannot_be_told_from_its_context_is_not_asked_blindly() -> None:
@@ -209,7 +209,7 @@ def test_a_tokenizers_bos_stands_once_before_a_prompt() -> None:
     assert reader.decode(reader.encode("abc")) == "abc"
     runner = Recorder()
     TASKS["needle"](bench(reader=reader, lengths=(300,)))[0].measure(runner)
-    assert all(prompt[0] == 1 and prompt.count(b"\x01") == 1 for prompt in runner.asked)
+    assert all(prompt[0] == 1 and prompt.count(b"\x01") == 1 for prompt in runner.prompts_seen)
 
 
 def test_the_library_held_out_is_no_part_of_the_rest() -> None:

@@ -64,15 +64,15 @@ def best() -> sc.Explanation:
 @pytest.mark.slow
 def test_a_round_streams_the_host_tier_once_for_all_its_tokens(best: sc.Explanation) -> None:
     """Bound by PCIe, as a step of `offload` is for each token."""
-    told = best.round(accepted=0.9)
-    assert told is not None
-    assert told.tokens == pytest.approx((1 - 0.9**17) / (1 - 0.9))
-    assert told.offload_bytes == best.full_cache_bytes
-    assert told.bytes == best.full_cache_bytes + 16 * best.step_cost().to_device
+    reported = best.round(accepted=0.9)
+    assert reported is not None
+    assert reported.tokens == pytest.approx((1 - 0.9**17) / (1 - 0.9))
+    assert reported.offload_bytes == best.full_cache_bytes
+    assert reported.bytes == best.full_cache_bytes + 16 * best.step_cost().to_device
     streaming = best.full_cache_bytes / (best.device.pcie_gbps * 1e9)
-    assert told.verification_seconds == pytest.approx(streaming, rel=0.05)
-    assert told.offload_seconds == pytest.approx(streaming, rel=0.05)
-    assert 16 < told.draft_seconds / best.step().seconds < 17.5
+    assert reported.verification_seconds == pytest.approx(streaming, rel=0.05)
+    assert reported.offload_seconds == pytest.approx(streaming, rel=0.05)
+    assert 16 < reported.draft_seconds / best.step().seconds < 17.5
 
 
 @pytest.mark.slow

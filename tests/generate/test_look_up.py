@@ -36,10 +36,10 @@ def twin(echo: LlamaForCausalLM) -> LlamaForCausalLM:
     return compile_copy(echo, lookup=True)
 
 
-def told_of(model: LlamaForCausalLM) -> Any:
-    told = sc.stats(model).verification
-    assert told is not None
-    return told
+def verification_of(model: LlamaForCausalLM) -> Any:
+    reported = sc.stats(model).verification
+    assert reported is not None
+    return reported
 
 
 # Greedy
@@ -50,12 +50,12 @@ def test_greedy_tokens_are_the_uncompiled_models_where_every_pair_is_fetched(
 ) -> None:
     counters.clear()
     assert torch.equal(greedy(twin, prompt(75), 120), greedy(echo, prompt(75), 120))
-    steps, told = sc.stats(twin), told_of(twin)
+    steps, reported = sc.stats(twin), verification_of(twin)
     assert steps.widened > 0, "drafts were found"
     assert (steps.extends, steps.pre_decodes) == (0, 0), "nothing streams the host tier, and no pass says nothing"
-    assert steps.widened + steps.decodes == told.verifications
-    assert round(told.verifications * told.tokens_per_verification) == 119, "all but the prefill's"
-    assert 0 < told.acceptance < 1
+    assert steps.widened + steps.decodes == reported.verifications
+    assert round(reported.verifications * reported.tokens_per_verification) == 119, "all but the prefill's"
+    assert 0 < reported.acceptance < 1
     assert counters["stats"]["unique_graphs"] == 3, "prefill, decode, extend, whatever the number of drafted tokens"
 
 
@@ -63,13 +63,13 @@ def test_tokens_are_those_of_one_step_each_while_no_pair_is_chosen_and_none_leav
     echo: LlamaForCausalLM,
 ) -> None:
     """At one bit, far from the uncompiled model's. 160 cached tokens: the next group leaves the window at 288."""
-    asked = {"method": "kivi", "bits": 1, "group_size": 128, "residual_length": 32, "lowering": "eager"}
+    requested = {"method": "kivi", "bits": 1, "group_size": 128, "residual_length": 32, "lowering": "eager"}
     ids, made = prompt(161), []
-    for options in (asked, {**asked, "lookup": True}):
+    for options in (requested, {**requested, "lookup": True}):
         model = tiny_llama(1, initializer_range=0.1)
         model.compile(backend="specache", options=options)
         made.append(greedy(model, ids, 100))
-    assert told_of(model).tokens_per_verification > 1
+    assert verification_of(model).tokens_per_verification > 1
     assert torch.equal(*made)
     assert not torch.equal(made[0], greedy(echo, ids, 100))
 
@@ -77,8 +77,8 @@ def test_tokens_are_those_of_one_step_each_while_no_pair_is_chosen_and_none_leav
 def test_a_cache_still_in_16_bits_is_drafted_for_too(echo: LlamaForCausalLM) -> None:
     moves = compile_copy(echo, lookup=True, min_context=110)
     assert torch.equal(greedy(moves, prompt(75), 80), greedy(echo, prompt(75), 80))
-    told = told_of(moves)
-    assert round(told.verifications * told.tokens_per_verification) == 79
+    reported = verification_of(moves)
+    assert round(reported.verifications * reported.tokens_per_verification) == 79
     assert sc.stats(moves).pairs_corrected > 0, "it has moved over"
 
 
@@ -133,7 +133,7 @@ def test_a_draft_ends_before_what_would_stop_the_generation_and_within_its_lengt
 def test_sampling_draws_from_the_models_own_best(echo: LlamaForCausalLM, twin: LlamaForCausalLM) -> None:
     torch.manual_seed(3)
     tokens = twin.generate(prompt(75), max_new_tokens=60, do_sample=True, temperature=0.6, top_k=4)
-    assert told_of(twin).acceptance > 0
+    assert verification_of(twin).acceptance > 0
     with torch.no_grad():
         best = echo(tokens).logits[0, 74:-1].topk(4).indices
     assert (best == tokens[0, 75:, None]).any(1).all()
@@ -147,8 +147,8 @@ def test_a_generation_without_drafts_warns_and_decodes_one_token_a_step(
 ) -> None:
     with pytest.warns(sc.SpecacheWarning, match="a batch of one, and this batch has 2. Each step generates one token"):
         assert torch.equal(greedy(twin, prompt(75, 2), 12), greedy(echo, prompt(75, 2), 12))
-    told = sc.stats(twin)
-    assert (told.decodes, told.widened, told.extends, told.verification) == (11, 0, 0, None)
+    reported = sc.stats(twin)
+    assert (reported.decodes, reported.widened, reported.extends, reported.verification) == (11, 0, 0, None)
 
 
 @pytest.mark.slow
@@ -160,10 +160,10 @@ def test_a_cache_that_was_made_under_the_other_kind_of_drafts_is_not_drafted_for
     for first, second in ((twin, exact), (exact, twin)):
         cache = DynamicCache()
         said = greedy(first, prompt(75), 10, **with_cache(cache))
-        rounds = told_of(first).verifications
+        rounds = verification_of(first).verifications
         with pytest.warns(sc.SpecacheWarning, match="other options"):
             assert torch.equal(greedy(second, said, 20, **with_cache(cache)), expected)
-        assert told_of(second).verifications == rounds
+        assert verification_of(second).verifications == rounds
 
 
 @torch.no_grad()

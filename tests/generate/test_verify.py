@@ -49,9 +49,9 @@ def verifying(llama: LlamaForCausalLM, **options: Any) -> LlamaForCausalLM:
     return compile_copy(llama, **{**LOSSY, "verify": 6, **options})
 
 
-def said(told: Any) -> int:
+def said(stats: Any) -> int:
     """Tokens that verifications generated."""
-    return round(told.verifications * told.tokens_per_verification)
+    return round(stats.verifications * stats.tokens_per_verification)
 
 
 # Greedy
@@ -65,11 +65,11 @@ def test_greedy_tokens_are_the_uncompiled_models(llama: LlamaForCausalLM, option
     twin, ids = verifying(llama, **options), prompt(75)
     counters.clear()
     assert torch.equal(greedy(twin, ids, 120), greedy(llama, ids, 120))
-    told = sc.stats(twin)
-    assert told.verification is not None
-    assert told.verification.verifications == told.extends, "each exact pass verified a draft, or was the last token"
-    assert said(told.verification) == 119, "all but the prefill's"
-    assert (told.verification.acceptance == 1) == (options is RIGHT)
+    stats = sc.stats(twin)
+    assert stats.verification is not None
+    assert stats.verification.verifications == stats.extends, "each exact pass verified a draft, or was the last token"
+    assert said(stats.verification) == 119, "all but the prefill's"
+    assert (stats.verification.acceptance == 1) == (options is RIGHT)
     assert counters["stats"]["unique_graphs"] == 3, "prefill, decode, extend, whatever the number of drafted tokens"
 
 
@@ -87,9 +87,9 @@ def test_in_bfloat16_they_part_at_ties_alone(llama: LlamaForCausalLM) -> None:
             logits = half(expected[:, : apart[0]]).logits[0, -1].float()
             two = logits[torch.stack([expected[0, apart[0]], got[0, apart[0]]])]
             assert (two[0] - two[1]).abs() <= 4 * torch.finfo(torch.bfloat16).eps * two.abs().max()
-    told = sc.stats(twin).verification
-    assert told is not None
-    assert told.acceptance < 1
+    stats = sc.stats(twin).verification
+    assert stats is not None
+    assert stats.acceptance < 1
 
 
 @pytest.mark.slow
@@ -98,9 +98,9 @@ def test_kcache_drafts_too(llama: LlamaForCausalLM) -> None:
     options = {"method": "kcache", "top_n": 4, "verify": 4, "lowering": "eager"}
     twin.compile(backend="specache", options=options)
     assert torch.equal(greedy(twin, prompt(90), 40), greedy(llama, prompt(90), 40))
-    told = sc.stats(twin).verification
-    assert told is not None
-    assert told.acceptance < 1
+    stats = sc.stats(twin).verification
+    assert stats is not None
+    assert stats.acceptance < 1
 
 
 @pytest.mark.quick_for
@@ -192,30 +192,30 @@ def test_a_generation_without_drafts_is_exact_and_warns(llama: LlamaForCausalLM)
     twin = verifying(llama)
     with pytest.warns(sc.SpecacheWarning, match="Stops would stop it one token late"):
         assert torch.equal(sampled(twin), sampled(llama))
-    told = sc.stats(twin)
-    assert (told.decodes, told.extends > 0, told.bytes_to_device) == (0, True, 0)
+    stats = sc.stats(twin)
+    assert (stats.decodes, stats.extends > 0, stats.bytes_to_device) == (0, True, 0)
     with pytest.warns(sc.SpecacheWarning, match="a batch of one, and this batch has 2"):
         assert torch.equal(greedy(twin, prompt(80, 2), 12), greedy(llama, prompt(80, 2), 12))
 
 
-@pytest.mark.parametrize("asked", [{"verify": 6}, {"lookup": True}], ids=str)
-def test_a_beam_search_is_not_drafted_and_warns(llama: LlamaForCausalLM, asked: dict[str, Any]) -> None:
+@pytest.mark.parametrize("given", [{"verify": 6}, {"lookup": True}], ids=str)
+def test_a_beam_search_is_not_drafted_and_warns(llama: LlamaForCausalLM, given: dict[str, Any]) -> None:
     def beams(model: Any) -> Tensor:
         return greedy(model, prompt(50), 6, num_beams=2)
 
     with pytest.warns(sc.SpecacheWarning, match="drafted.*and a beam search several"):
-        assert torch.equal(beams(compile_copy(llama, **asked)), beams(llama))
+        assert torch.equal(beams(compile_copy(llama, **given)), beams(llama))
 
 
 @pytest.mark.slow
 def test_a_cache_still_in_16_bits_is_not_drafted_for(llama: LlamaForCausalLM) -> None:
     twin = verifying(llama, min_context=100)
     assert torch.equal(greedy(twin, prompt(80), 45), greedy(llama, prompt(80), 45))
-    told = sc.stats(twin)
-    assert told.verification is not None
+    stats = sc.stats(twin)
+    assert stats.verification is not None
     # 80 tokens of prompt; then a step each, of which the twentieth moves the cache over.
-    assert said(told.verification) == 24
-    assert told.decodes > 19
+    assert said(stats.verification) == 24
+    assert stats.decodes > 19
 
 
 # The tiers
@@ -284,12 +284,12 @@ def test_sampling_has_the_full_caches_distribution(monkeypatch: pytest.MonkeyPat
     verify.route_verification()
     monkeypatch.setattr(drafts, "sessions_of", lambda cache: [chain.session])
     monkeypatch.setattr(verify, "drafting_options", lambda model: parse_options({"verify": 2}))
-    asked = {"do_sample": True, "temperature": 1.4, "top_k": 5, "top_p": 0.9}
-    tokens = chain.generate(torch.zeros(1, 1, dtype=torch.long), max_new_tokens=draws, **asked)[0]
+    given = {"do_sample": True, "temperature": 1.4, "top_k": 5, "top_p": 0.9}
+    tokens = chain.generate(torch.zeros(1, 1, dtype=torch.long), max_new_tokens=draws, **given)[0]
     assert 0.2 < chain.session.statistics.verified.accepted / chain.session.statistics.verified.drafted < 0.9
 
     def processed(table: Tensor) -> Tensor:
-        config = GenerationConfig(**asked)
+        config = GenerationConfig(**given)
         processors = chain._get_logits_processor(config, input_ids_seq_length=1, device="cpu", model_kwargs={})
         return processors(torch.zeros(vocabulary, 1, dtype=torch.long), table.clone()).softmax(-1)
 
@@ -308,15 +308,15 @@ def test_sampling_on_a_compiled_model(llama: LlamaForCausalLM) -> None:
     """A draft that is always right is always accepted, and what is sampled ends at eos."""
     twin, ids = verifying(llama, **RIGHT), prompt(75)
     torch.manual_seed(3)
-    asked = {"do_sample": True, "temperature": 1.2, "top_k": 20, "top_p": 0.95}
-    tokens = twin.generate(ids, max_new_tokens=60, **asked)
-    told = sc.stats(twin).verification
-    assert told is not None
-    assert told.acceptance > 0.99
+    given = {"do_sample": True, "temperature": 1.2, "top_k": 20, "top_p": 0.95}
+    tokens = twin.generate(ids, max_new_tokens=60, **given)
+    stats = sc.stats(twin).verification
+    assert stats is not None
+    assert stats.acceptance > 0.99
     with torch.no_grad():
         best = llama(tokens).logits[0, 74:-1].topk(20).indices
     assert (best == tokens[0, 75:, None]).any(1).all(), "each of the exact pass's twenty best"
-    ended = twin.generate(ids, max_new_tokens=300, eos_token_id=list(range(0, 128, 8)), pad_token_id=0, **asked)[0, 75:]
+    ended = twin.generate(ids, max_new_tokens=300, eos_token_id=list(range(0, 128, 8)), pad_token_id=0, **given)[0, 75:]
     assert (ended % 8 == 0).nonzero().flatten().tolist() == [len(ended) - 1]
 
 

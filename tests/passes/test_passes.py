@@ -22,6 +22,7 @@ from specache_compile.passes.own_cache import own_cache
 from specache_compile.passes.phase import DECODE, PREFILL
 from specache_compile.passes.plan import Input, RewritePlan
 from specache_compile.passes.prefetch import prefetch
+from specache_compile.passes.reading import find_attention as reasons
 from specache_compile.passes.reading.find_attention import find_attention, frequencies_of
 from specache_compile.passes.reading.known_sizes import fill_in_sizes
 from specache_compile.passes.reading.lane_rules import own_rules, product, rows_times
@@ -257,11 +258,21 @@ def test_find_attention_refuses_a_graph_that_writes_to_its_inputs() -> None:
     assert "writes to its inputs in place" in read.left_alone[0].reason
 
 
-def test_find_attention_leaves_a_sliding_window_alone() -> None:
+NEWEST = (slice(None), slice(None), slice(-8, None), slice(None))
+
+
+@pytest.mark.parametrize(
+    ("function", "more", "reason"),
+    [(operator.getitem, (NEWEST,), "WINDOW"), (torch.round, (), "KEPT_CHANGED"), (None, (), "NOT_KEPT")],
+)
+def test_find_attention_leaves_alone_what_its_cache_does_not_keep_unchanged(
+    function: Any, more: tuple[Any, ...], reason: str
+) -> None:
+    """A window keeps the newest tokens; other caches keep values computed from keys and values, or nothing."""
     builder = GraphBuilder()
-    out, keys, values = attention(builder, 0, 1, PAST)
-    kept = [builder.call(torch.narrow, (BATCH, HEADS, 8, DIM), pair, 2, PAST - 7, 8) for pair in (keys, values)]
-    assert "sliding window" in found(builder, builder.finish(out, *kept)).left_alone[0].reason
+    out, *pairs = attention(builder, 0, 1, PAST)
+    kept = [builder.call(function, (BATCH, HEADS, PAST + 1, DIM), pair, *more) for pair in pairs if function]
+    assert found(builder, builder.finish(out, *kept)).left_alone[0].reason == vars(reasons)[reason]
 
 
 @pytest.mark.parametrize(("size", "expected"), [(DIM // 2, "vector"), (DIM // 4, "vector"), (DIM, None)])

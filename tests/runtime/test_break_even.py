@@ -37,8 +37,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 def test_it_holds_what_the_benchmark_computed() -> None:
     found = json.loads(RESULTS.read_text())["break-even"]
     caches = ("KIVI, 2 bits", "as in SpeCache's paper, 2 bits", "default")
-    tokens = {name: tuple(told[cache] for cache in caches) for name, told in found.items()}
-    assert {name.split()[-1]: told for name, told in tokens.items()} == COMPUTED
+    tokens = {name: tuple(row[cache] for cache in caches) for name, row in found.items()}
+    assert {name.split()[-1]: row for name, row in tokens.items()} == COMPUTED
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ def compiled(family: Family, **options: Any) -> Any:
 
 
 @contextlib.contextmanager
-def told(family: Family) -> Iterator[None]:
+def expected_warnings(family: Family) -> Iterator[None]:
     """Expect the warnings of a family: the reason for exact layers, or that decode has one lane; else none.
 
     Sliding windows beside rewritten layers do not warn.
@@ -65,8 +65,8 @@ def close(got: Tensor, expected: Tensor) -> None:
 
 def assert_same_generation(model: Any, plain: Any, ours: dict[str, Any] | None = None, **inputs: Any) -> None:
     """The same tokens, logits, and hidden states if requested; `ours` is for the compiled model only."""
-    asked = {"do_sample": False, "return_dict_in_generate": True, "output_logits": True, **inputs}
-    expected, got = plain.generate(**asked), model.generate(**asked, **(ours or {}))
+    requested = {"do_sample": False, "return_dict_in_generate": True, "output_logits": True, **inputs}
+    expected, got = plain.generate(**requested), model.generate(**requested, **(ours or {}))
     close(torch.stack(got.logits), torch.stack(expected.logits))
     assert torch.equal(got.sequences, expected.sequences)
     for layers, others in zip(got.hidden_states or (), expected.hidden_states or (), strict=True):
@@ -100,7 +100,7 @@ def test_tokens_equal_the_uncompiled_models(family: Family) -> None:
     layer is enough if all are alike; `DISTINCT` has several."""
     family = family if family.exact or family.name in DISTINCT else family.one_layer
     model = compiled(family)
-    with told(family):
+    with expected_warnings(family):
         ids, new = prompt(60, 2 if family.exact else 1), 90 if family.name in CHANGING_ROPE else 16
         assert_same_generation(model, family.model(), input_ids=ids, max_new_tokens=new)
     assert_rewritten_as_listed(model, family, "prefill", "decode")
@@ -111,7 +111,7 @@ def test_tokens_equal_the_uncompiled_models(family: Family) -> None:
 def test_one_lane_gives_the_same_tokens(name: str) -> None:
     """Not widened: families differ only in what an attention computes."""
     family = BY_NAME[name]
-    with told(family):
+    with expected_warnings(family):
         model = compiled(family, speculate=False)
         assert_same_generation(model, family.model(), input_ids=prompt(90), max_new_tokens=12)
 
@@ -121,7 +121,7 @@ def test_one_lane_gives_the_same_tokens(name: str) -> None:
 def test_hidden_states_come_out_of_the_widened_graph(name: str) -> None:
     family = BY_NAME[name]
     inputs = {"input_ids": prompt(50), "max_new_tokens": 6, "output_hidden_states": True}
-    with told(family):
+    with expected_warnings(family):
         assert_same_generation(compiled(family), family.model(), **inputs)
 
 
@@ -169,7 +169,7 @@ def test_tokens_equal_over_several_turns(family: Family) -> None:
     cache = DynamicCache(config=model.config)
     guesses, text, made = Guesses(plain, cache), prompt(0, rows), []
     counters.clear()
-    with told(family):
+    with expected_warnings(family):
         for turn, new in ((prompt(length, rows), steps), (prompt(9, rows, seed=2), 6)):
             token = turn
             for _ in range(1 + new):
@@ -194,7 +194,7 @@ def test_left_padded_batches(family: Family) -> None:
     cache = DynamicCache(config=model.config)
     guesses = Guesses(plain, cache, mask)
     ours = {**with_cache(cache), "logits_processor": [guesses]}
-    with told(family):
+    with expected_warnings(family):
         inputs = {"input_ids": prompt(90, 3), "attention_mask": mask, "max_new_tokens": 13}
         assert_same_generation(model, plain, ours, **inputs)
     assert guesses.checked == (11 if family in WIDENED else 0)
@@ -202,11 +202,11 @@ def test_left_padded_batches(family: Family) -> None:
 
 def test_returned_attention_weights_leave_the_model_exact() -> None:
     family = BY_NAME["llama, eager attention"]
-    asked = {"do_sample": False, "return_dict_in_generate": True, "output_attentions": True, "max_new_tokens": 4}
+    requested = {"do_sample": False, "return_dict_in_generate": True, "output_attentions": True, "max_new_tokens": 4}
     model = compiled(family)
     with pytest.warns(SpecacheWarning, match="output_attentions"):
-        got = model.generate(prompt(50), **asked)
-    expected = family.model().generate(prompt(50), **asked)
+        got = model.generate(prompt(50), **requested)
+    expected = family.model().generate(prompt(50), **requested)
     for layers, others in zip(got.attentions, expected.attentions, strict=True):
         close(torch.cat(layers, 1), torch.cat(others, 1))
     record = find_record(model)

@@ -35,7 +35,7 @@ def test_auto_is_8_where_pairs_are_fetched_to_come_close(options: dict[str, Any]
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "reason"),
     [
         ({"host_bits": 4}, "host_bits=4: accepted are 16, 8, 'auto'"),
         ({"host_bits": 8, "verify": 16}, "verification needs exact pairs. Pass host_bits=16"),
@@ -45,8 +45,8 @@ def test_auto_is_8_where_pairs_are_fetched_to_come_close(options: dict[str, Any]
     ],
     ids=str,
 )
-def test_what_does_not_go_with_it_is_refused_in_a_line(options: dict[str, Any], told: str) -> None:
-    refused_in_a_line(options, told)
+def test_what_does_not_go_with_it_is_refused_in_a_line(options: dict[str, Any], reason: str) -> None:
+    refused_in_a_line(options, reason)
 
 
 def test_what_fits_into_memory_is_chosen_beside_it(llama: LlamaForCausalLM) -> None:

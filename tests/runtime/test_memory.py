@@ -27,28 +27,28 @@ LAYERS = [LayerShape(8, 128, torch.bfloat16, torch.device("meta"))] * 32
     ("memory", "bits"), [("18 GiB", 16), ("9 GiB", 8), ("4 GiB", 2), ("2 GiB", 1.5), (3 * 2**29, 1)]
 )
 def test_the_most_bits_that_fit_are_taken(memory: int | str, bits: float) -> None:
-    asked = parse_options({"memory": memory, "top_k": 32, "min_context": 10**6})
-    chosen = options_at(asked, LAYERS, 4, prompt=32_768, tokens=32_768)
+    requested = parse_options({"memory": memory, "top_k": 32, "min_context": 10**6})
+    chosen = options_at(requested, LAYERS, 4, prompt=32_768, tokens=32_768)
     assert (chosen.bits, chosen.top_k, chosen.memory) == (bits, 32, memory)
     allowed = bytes_of_memory(memory)
     assert device_bytes(chosen, LAYERS, 4, 32_768) <= allowed
     more = [other for other in (1, 1.5, 2, 4, 8, 16) if other > bits]
-    assert all(device_bytes(replace(asked, bits=other), LAYERS, 4, 32_768) > allowed for other in more)
+    assert all(device_bytes(replace(requested, bits=other), LAYERS, 4, 32_768) > allowed for other in more)
     assert within_memory(chosen, LAYERS, 4, 32_768) == chosen
 
 
 @pytest.mark.parametrize("option", [{"value_code": "trellis"}, {"param_bits": 8}], ids=str)
 def test_codes_that_some_bits_refuse_go_by_the_bits_that_are_taken(option: dict[str, Any]) -> None:
-    asked = parse_options({"memory": "9 GiB", **option})
-    assert options_at(asked, LAYERS, 4, prompt=32_768, tokens=32_768).bits == 8
+    requested = parse_options({"memory": "9 GiB", **option})
+    assert options_at(requested, LAYERS, 4, prompt=32_768, tokens=32_768).bits == 8
 
 
 def test_too_little_is_an_error_where_a_cache_begins_alone() -> None:
     """Its graphs are compiled for the lengths that it grows to as well."""
-    asked = parse_options({"memory": "1 MiB"})
+    requested = parse_options({"memory": "1 MiB"})
     with pytest.raises(OptionError, match="200 tokens x batch 1 need"):
-        Session(asked, LAYERS, 1, 200)
-    assert options_at(asked, LAYERS, 1, prompt=10**5, tokens=10**5 + 1).bits == 1
+        Session(requested, LAYERS, 1, 200)
+    assert options_at(requested, LAYERS, 1, prompt=10**5, tokens=10**5 + 1).bits == 1
 
 
 @pytest.mark.parametrize(

@@ -144,11 +144,11 @@ def sixty_calls(plain: Any, compiled: Any) -> int:
         call, seed = rng.choice(CALLS), rng.randrange(1 << 30)
         ids = prompt(rng.randrange(1, 301), rng.randrange(1, 13), seed=number)
         forget_warnings()
-        with warnings.catch_warnings(record=True) as told:
+        with warnings.catch_warnings(record=True) as reported:
             warnings.simplefilter("always")
             got = call(compiled, ids, random.Random(seed))
         assert torch.equal(got, call(plain, ids, random.Random(seed))), f"call {number}: {ids.shape}"
-        limited += any("recompile limit" in str(warning.message) for warning in told)
+        limited += any("recompile limit" in str(warning.message) for warning in reported)
     return limited
 
 
@@ -224,16 +224,16 @@ def test_a_cache_goes_on_as_it_was_made_whichever_copy_it_comes_to() -> None:
     spans = ((0, 90), (90, 91), (91, 92), (92, 93), (93, 99), (99, 100))
     expected = [model(ids[:, a:b], **with_cache(plain), use_cache=True).logits for a, b in spans]
     for first, second in PAIRS:
-        cache, told = DynamicCache(), []
+        cache, reported = DynamicCache(), []
         for method, (start, stop), right in zip(
             (first, first, second, first, second, first), spans, expected, strict=True
         ):
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 got = copies[method](ids[:, start:stop], **with_cache(cache), use_cache=True).logits
-            told += [method for warning in caught if "other options" in str(warning.message)]
+            reported += [method for warning in caught if "other options" in str(warning.message)]
             torch.testing.assert_close(got, right, atol=1e-3, rtol=1e-3, msg=f"{first}, then {second}, at {start}")
-        assert told == [second], "once"
+        assert reported == [second], "once"
 
 
 @torch.no_grad()

@@ -131,7 +131,7 @@ def test_an_interrupted_step_is_not_gone_on_from(llama: Any, monkeypatch: pytest
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "reason"),
     [
         ({"host_tier": False}, "host_tier=False with top_k=64.*top_k=0"),
         ({"host_tier": False, "top_k": 0, "verify": 4}, "host_tier=False with verify=4"),
@@ -140,8 +140,8 @@ def test_an_interrupted_step_is_not_gone_on_from(llama: Any, monkeypatch: pytest
         ({"method": "kivi", "host_tier": 0.5}, "host_tier=0.5"),
     ],
 )
-def test_options_that_need_a_host_tier_are_refused(options: dict[str, Any], told: str) -> None:
-    with pytest.raises(OptionError, match=told):
+def test_options_that_need_a_host_tier_are_refused(options: dict[str, Any], reason: str) -> None:
+    with pytest.raises(OptionError, match=reason):
         parse_options(options)
 
 

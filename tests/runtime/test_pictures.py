@@ -200,11 +200,11 @@ MODELS = {
 
 def assert_same_answers(pictures: Pictures, model: Any, plain: Any) -> None:
     """To a first and a second image, each answered for itself."""
-    asked = {"max_new_tokens": 12, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    requested = {"max_new_tokens": 12, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
     answers = []
     for seed in (3, 4):
-        expected = plain.generate(**pictures.inputs(seed), **asked)
-        got = model.generate(**pictures.inputs(seed), **asked)
+        expected = plain.generate(**pictures.inputs(seed), **requested)
+        got = model.generate(**pictures.inputs(seed), **requested)
         assert torch.equal(got.sequences, expected.sequences)
         torch.testing.assert_close(torch.stack(got.logits), torch.stack(expected.logits), atol=1e-3, rtol=0)
         answers.append(torch.stack(expected.logits))

@@ -38,7 +38,7 @@ LIMIT = 240
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank has seen; in the end one of them has died."""
     folder = tmp_path_factory.mktemp("ranks")
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
@@ -50,17 +50,17 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_ranks_generate_what_one_process_generates_and_each_holds_its_part(told: list[dict[str, Any]]) -> None:
-    for rank in told:
+def test_ranks_generate_what_one_process_generates_and_each_holds_its_part(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
         (case,) = rank["cases"]
-        assert case["tokens"] == told[0]["cases"][0]["expected"]
+        assert case["tokens"] == ranks[0]["cases"][0]["expected"]
         assert (case["lanes"], case["ranks"]) == (2, RANKS)
         assert all(share <= 1 / RANKS + 0.01 for share in case["shares"]), "device and host bytes over one process's"
 
 
 @pytest.mark.slow
-def test_two_lanes_meet_as_often_as_one(told: list[dict[str, Any]]) -> None:
-    (case,) = told[0]["cases"]
+def test_two_lanes_meet_as_often_as_one(ranks: list[dict[str, Any]]) -> None:
+    (case,) = ranks[0]["cases"]
     assert case["collectives"] == case["plain"]
     *sums, last = case["plain"]
     assert sums in (["all_reduce"] * 5, ["all_reduce"] * 4)  # an older transformers leaves the tokens' table whole
@@ -68,8 +68,8 @@ def test_two_lanes_meet_as_often_as_one(told: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.slow
-def test_without_the_rule_for_collectives_the_tokens_are_wrong(told: list[dict[str, Any]]) -> None:
-    assert told[0]["faulty"] != told[0]["cases"][0]["expected"]
+def test_without_the_rule_for_collectives_the_tokens_are_wrong(ranks: list[dict[str, Any]]) -> None:
+    assert ranks[0]["faulty"] != ranks[0]["cases"][0]["expected"]
 
 
 @pytest.fixture
@@ -150,15 +150,15 @@ def test_writes_to_distributed_tensors_are_not_lost(four_alone: None) -> None:
         ("heads", "1 KV heads cannot be split over 2 ranks"),
     ],
 )
-def test_what_one_rank_would_refuse_all_refuse(told: list[dict[str, Any]], difference: str, words: str) -> None:
-    for rank in told:
+def test_what_one_rank_would_refuse_all_refuse(ranks: list[dict[str, Any]], difference: str, words: str) -> None:
+    for rank in ranks:
         assert words in rank["refusals"][difference]
 
 
 @pytest.mark.slow
-def test_a_rank_that_dies_ends_the_others(told: list[dict[str, Any]]) -> None:
-    assert told[0]["code"] == 1
-    assert "SIGKILL" in told[0]["said"], "the one that was killed"
+def test_a_rank_that_dies_ends_the_others(ranks: list[dict[str, Any]]) -> None:
+    assert ranks[0]["code"] == 1
+    assert "SIGKILL" in ranks[0]["said"], "the one that was killed"
 
 
 def test_a_collective_without_a_rule_is_an_error() -> None:

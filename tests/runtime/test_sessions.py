@@ -560,7 +560,7 @@ def test_the_host_tier_has_memory_in_finer_steps_than_buckets_and_a_step_stays_r
 
 
 def test_what_is_explained_has_no_budget_to_keep(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiers, "allowance", lambda held, asked, ranks: asked or 0)
+    monkeypatch.setattr(tiers, "allowance", lambda held, requested, ranks: requested or 0)
     assert sc.explain(tiny_llama().config, 5000, 64).bytes_by_tier["host"] > 0
 
 
@@ -575,7 +575,7 @@ def test_the_cursor_is_written_without_copies_from_the_host(compiled: LlamaForCa
     assert session.cursor[0, :3].tolist() == [100, 64, 64]
 
 
-@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="huge pages are asked for on Linux alone")
+@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="only Linux has huge pages")
 def test_the_host_tier_lies_in_huge_pages_and_in_no_child(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel's own account of the mapping: hg, huge pages advised; dc, not copied on fork; not sh, shared."""
     monkeypatch.setattr(host_memory, "register", lambda *given: ())

@@ -130,7 +130,7 @@ def test_best_has_them_and_the_papers_have_not(options: dict[str, Any], sinks: i
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "reason"),
     [
         ({"sink_tokens": -1}, "sink_tokens=-1: accepted is an integer, 0 to 64"),
         ({"sink_tokens": 65}, "sink_tokens=65: accepted is an integer, 0 to 64"),
@@ -143,5 +143,5 @@ def test_best_has_them_and_the_papers_have_not(options: dict[str, Any], sinks: i
     ],
     ids=str,
 )
-def test_what_does_not_go_is_refused_in_a_line(options: dict[str, Any], told: str) -> None:
-    refused_in_a_line(options, told)
+def test_what_does_not_go_is_refused_in_a_line(options: dict[str, Any], reason: str) -> None:
+    refused_in_a_line(options, reason)

@@ -58,7 +58,7 @@ def limit(graphs: int) -> Iterator[None]:
 
 
 @contextmanager
-def told(*times: int) -> Iterator[list[str]]:
+def warned(*times: int) -> Iterator[list[str]]:
     """Within it, so many warnings (one of `times`) that a cache became plain; they are in the list afterwards."""
     messages: list[str] = []
     forget_warnings()
@@ -112,7 +112,7 @@ WAYS = {"greedy": dict, "beams": lambda: {"num_beams": 3}, "padded": padded}
 @pytest.mark.parametrize("way", WAYS)
 def test_the_limit_before_the_first_step_changes_no_token(llama: LlamaForCausalLM, way: str) -> None:
     ids, settings = prompt(90, 3), WAYS[way]()
-    with limit(1), told(1):
+    with limit(1), warned(1):
         tokens = greedy(compile_copy(llama), ids, 12, **settings)
     assert torch.equal(tokens, greedy(llama, ids, 12, **settings))
 
@@ -122,7 +122,7 @@ def test_the_limit_before_the_first_step_changes_no_token(llama: LlamaForCausalL
 def test_the_limit_half_way_changes_no_token(llama: LlamaForCausalLM, way: str) -> None:
     """The compiled steps before have quantised, fetched and, with beams, reordered."""
     ids, settings, twin = prompt(90, 3), WAYS[way](), compile_copy(llama)
-    with limit(2), told(1):
+    with limit(2), warned(1):
         tokens = greedy(twin, ids, 20, logits_processor=[AfterTokens(11, ask_for_another_graph)], **settings)
     assert sc.stats(twin).decodes == 10
     assert torch.equal(tokens, greedy(llama, ids, 20, **settings))
@@ -133,7 +133,7 @@ def test_the_limit_half_way_changes_no_token(llama: LlamaForCausalLM, way: str) 
 def test_with_every_method_that_keeps_all_pairs(llama: LlamaForCausalLM, method: str) -> None:
     twin = copy.deepcopy(llama)
     twin.compile(backend="specache", options={"lowering": "eager", "method": method, **KEEP_ALL[method]})
-    with told(1):
+    with warned(1):
         tokens = greedy(twin, prompt(90), 16, logits_processor=[AfterTokens(10, run_uncompiled)])
     assert torch.equal(tokens, greedy(llama, prompt(90), 16))
 
@@ -147,7 +147,7 @@ def test_beside_sliding_layers_and_graph_breaks(name: str) -> None:
     model.compile(backend="specache", options=LOSSLESS)
     expected = greedy(family.model(), prompt(10), 30)
     for after in (6, 25) if name == "gemma2" else (6,):
-        with told(1):
+        with warned(1):
             tokens = greedy(model, prompt(10), 30, logits_processor=[AfterTokens(after, run_uncompiled)])
         assert torch.equal(tokens, expected)
         torch.compiler.set_stance("default")
@@ -165,7 +165,7 @@ def test_calls_after_the_limit_are_right_too(llama: LlamaForCausalLM) -> None:
             (prompt(50, 2), {"num_beams": 2}, (0, 1)),
             (repeated, {"prompt_lookup_num_tokens": 4}, (0, 1)),
         ):
-            with told(*times):
+            with warned(*times):
                 tokens = greedy(twin, ids, **settings)
             assert torch.equal(tokens, greedy(llama, ids, **settings))
 
@@ -190,7 +190,7 @@ def test_a_method_that_evicts_has_no_plain_cache_to_give(llama: LlamaForCausalLM
     twin = copy.deepcopy(llama)
     twin.compile(backend="specache", options={"lowering": "eager", "method": method, "budget": 4096})
     cache = cache_of(step(twin, prompt(50)))
-    with told(0), pytest.raises(sc.SpecacheError, match=r"its policy chose.*_dynamo.config.recompile_limit"):
+    with warned(0), pytest.raises(sc.SpecacheError, match=r"its policy chose.*_dynamo.config.recompile_limit"):
         step(llama, prompt(1), cache)
     expected = step(llama, prompt(1), cache_of(step(llama, prompt(50)))).logits
     torch.testing.assert_close(step(twin, prompt(1), cache).logits, expected, atol=1e-3, rtol=1e-4)
@@ -224,7 +224,7 @@ def test_a_step_that_no_call_of_this_model_would_have_rewritten_makes_the_cache_
     """MiniMax's prompt is rewritten; its padded steps have a mask [B, 1, 1, 1], without a column for each key."""
     model, inputs = MINIMAX.model(), {"attention_mask": padded()["attention_mask"][:, 70:]}
     model.compile(backend="specache", options=LOSSLESS)
-    with told(1) as messages:
+    with warned(1) as messages:
         tokens = greedy(model, prompt(20, 3), 4, **inputs)
     assert torch.equal(tokens, greedy(MINIMAX.model(), prompt(20, 3), 4, **inputs))
     assert "has no column for each key" in messages[0]
@@ -260,7 +260,7 @@ class TestOneGraph:
         edited(held)
         edited(plain)
         rows = plain.layers[0].keys.shape[0]
-        with told(1):
+        with warned(1):
             logits = step(uncompiled(llama), prompt(1, rows), held).logits
         torch.testing.assert_close(logits, step(llama, prompt(1, rows), plain).logits, atol=1e-3, rtol=1e-4)
         assert not any(is_held(held))
@@ -316,7 +316,7 @@ class TestOneGraph:
         self, llama: LlamaForCausalLM, compiled: LlamaForCausalLM
     ) -> None:
         cache = cache_of(step(compiled, prompt(1024, 2)))
-        with told(1) as messages:
+        with warned(1) as messages:
             step(llama, prompt(1, 2), cache)
         # Two layers of keys and values, two heads of 16 channels in float32: 512 bytes a token.
         for part in (

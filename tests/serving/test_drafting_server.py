@@ -38,8 +38,8 @@ def test_a_server_that_drafts_makes_answers_together(tmp_path: Path, flags: tupl
             order.append(event.choices[0].index)
         assert texts == [expected] * 3
         assert order != sorted(order)
-        told = drafting.client.completions.create(**ask, logprobs=1).choices[0].logprobs
-        assert "".join(told.tokens) == expected
+        reported = drafting.client.completions.create(**ask, logprobs=1).choices[0].logprobs
+        assert "".join(reported.tokens) == expected
         stopped = drafting.client.completions.create(**ask, stop=expected[9:12]).choices[0].text
         assert stopped == expected[: expected.index(expected[9:12])]
         form: Any = {"type": "json_schema", "json_schema": {"name": "pet", "schema": SCHEMA}}

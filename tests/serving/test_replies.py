@@ -32,11 +32,11 @@ CALLING = 'Hm.</think>\n\nI look.\n<tool_call>{"name": "look", "arguments": {"x"
 
 
 def reply(
-    text: str, kind: type[Reply] = Reply, streamed: bool = False, at_once: int = 1, usage: Usage = "last", **asked: Any
+    text: str, kind: type[Reply] = Reply, streamed: bool = False, at_once: int = 1, usage: Usage = "last", **given: Any
 ) -> Any:
     """What a client receives where a model generates this text."""
-    config = GenerationConfig(max_new_tokens=200, min_new_tokens=asked.pop("min_tokens", None), eos_token_id=[7, 8])
-    question = Question({"input_ids": PROMPT}, config, **asked)
+    config = GenerationConfig(max_new_tokens=200, min_new_tokens=given.pop("min_tokens", None), eos_token_id=[7, 8])
+    question = Question({"input_ids": PROMPT}, config, **given)
     return reply_of(list(text.encode()), question, TOKENIZER, kind, streamed, at_once, usage)
 
 
@@ -99,10 +99,10 @@ def test_every_event_of_a_stream_has_its_usage_if_requested(kind: type[Reply]) -
     """As load tools request it, and as vLLM responds."""
     usage = StreamOptions(include_usage=True, continuous_usage_stats=True).usage
     *events, _ = reply("Yes", kind, streamed=True, usage=usage)
-    told = [json.loads(event)["usage"] for event in events]
-    assert {one["prompt_tokens"] for one in told} == {PROMPT.numel()}
-    assert all(one["completion_tokens"] >= said for said, one in enumerate(told[:-2], 1))
-    assert told[-1]["completion_tokens"] == 3
+    usages = [json.loads(event)["usage"] for event in events]
+    assert {one["prompt_tokens"] for one in usages} == {PROMPT.numel()}
+    assert all(one["completion_tokens"] >= said for said, one in enumerate(usages[:-2], 1))
+    assert usages[-1]["completion_tokens"] == 3
     assert StreamOptions(continuous_usage_stats=True).usage == "none"
 
 

@@ -75,8 +75,8 @@ TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": 
 )
 def test_an_unsupported_chat_is_rejected(served: Served, given: Any, message: str) -> None:
     body = given if isinstance(given, bytes) else {"messages": [HELLO], **given}
-    status, told = posted(served, "v1/chat/completions", body)
-    assert (status, message in told) == (400, True), told
+    status, reply = posted(served, "v1/chat/completions", body)
+    assert (status, message in reply) == (400, True), reply
 
 
 @pytest.mark.parametrize(
@@ -115,8 +115,8 @@ def test_an_unsupported_chat_is_rejected(served: Served, given: Any, message: st
     ],
 )
 def test_an_unsupported_completion_is_rejected(served: Served, given: Any, message: str) -> None:
-    status, told = posted(served, "v1/completions", {"prompt": "a", **given})
-    assert (status, message in told) == (400, True), told
+    status, reply = posted(served, "v1/completions", {"prompt": "a", **given})
+    assert (status, message in reply) == (400, True), reply
 
 
 @pytest.mark.parametrize(
@@ -128,8 +128,8 @@ def test_an_unsupported_completion_is_rejected(served: Served, given: Any, messa
     ],
 )
 def test_what_is_not_here_is_refused(served: Served, path: str, body: Any, status: int, message: str) -> None:
-    refused, told = posted(served, path, body)
-    assert (refused, message in told) == (status, True), told
+    refused, reply = posted(served, path, body)
+    assert (refused, message in reply) == (status, True), reply
 
 
 def test_a_body_of_no_type_is_refused(served: Served) -> None:
@@ -149,8 +149,8 @@ def test_fields_without_effect_are_accepted(served: Served) -> None:
 
 def test_fields_that_change_no_answer_are_ignored(served: Served) -> None:
     unknown = {"keep_alive": "5m", "options": {"num_ctx": 4096}, "store": True, "parallel_tool_calls": False}
-    status, told = posted(served, "v1/chat/completions", {"messages": [HELLO], "max_tokens": 2, **unknown})
-    assert status == 200, told
+    status, reply = posted(served, "v1/chat/completions", {"messages": [HELLO], "max_tokens": 2, **unknown})
+    assert status == 200, reply
     assert ChatBody(messages=[HELLO], **unknown).ignored == sorted(unknown)
 
 
@@ -264,7 +264,7 @@ def test_a_penalty_makes_room_for_another_token(served: Served, penalty: str) ->
     assert "y" in served.client.completions.create(**ask, **{penalty: 2.0}).choices[0].text
 
 
-def asked(template: str, **given: Any) -> str:
+def prompt_of(template: str, **given: Any) -> str:
     """The prompt that a chat of these fields becomes."""
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = template
@@ -280,8 +280,8 @@ WITH_TOOLS = "{% if tools %}{{ tools | map(attribute='function.name') | join }}{
 
 
 def test_the_prompt_contains_the_tools_that_the_model_may_call() -> None:
-    assert asked(WITH_TOOLS, tools=[TOOL]).startswith("look<user>")
-    assert asked(WITH_TOOLS, tools=[TOOL], tool_choice="none").startswith("<user>")
+    assert prompt_of(WITH_TOOLS, tools=[TOOL]).startswith("look<user>")
+    assert prompt_of(WITH_TOOLS, tools=[TOOL], tool_choice="none").startswith("<user>")
 
 
 @pytest.mark.parametrize(
@@ -309,20 +309,20 @@ def test_a_template_has_all_of_a_message() -> None:
     template += "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
     calls = [{"id": "1", "type": "function", "function": {"name": "look", "arguments": '{"x": 7}'}}]
     message = {"role": "user", "name": "Ada", "content": [{"type": "text", "text": "See"}], "tool_calls": calls}
-    assert asked(template, messages=[message]).startswith("Ada: See 7")
+    assert prompt_of(template, messages=[message]).startswith("Ada: See 7")
 
 
 def test_the_text_parts_of_a_message_are_its_lines() -> None:
     parts = [{"type": "text", "text": "See", "cache_control": {"type": "ephemeral"}}]
     parts += [{"type": "input_text", "text": "this"}]
-    assert asked(TEMPLATE, messages=[{"role": "user", "content": parts}]).startswith("<user>See\nthis</user>")
+    assert prompt_of(TEMPLATE, messages=[{"role": "user", "content": parts}]).startswith("<user>See\nthis</user>")
 
 
 def test_messages_that_a_template_fails_at_are_refused() -> None:
     template = "{% for name, value in messages[0].tool_calls[0].function.arguments | items %}{% endfor %}"
     message = {"role": "assistant", "tool_calls": [{"function": {"name": "look", "arguments": "3"}}]}
     with pytest.raises(HTTPException, match="400: the chat template: Can only get item pairs from a mapping"):
-        asked(template, messages=[message])
+        prompt_of(template, messages=[message])
 
 
 def test_the_server_has_one_model_and_names_it(served: Served) -> None:

@@ -114,10 +114,10 @@ def test_how_likely_tokens_are_is_what_the_uncompiled_model_finds(served: Served
     ids = torch.tensor([list((prompt + choice.text).encode())])
     with torch.no_grad():
         known = uncompiled(ids).logits[0].log_softmax(-1)[len(prompt) - 1 : -1]
-    told = choice.logprobs
-    assert "".join(told.tokens) == choice.text
-    torch.testing.assert_close(torch.tensor(told.token_logprobs), known.gather(1, ids[0, len(prompt) :, None])[:, 0])
-    for place, likeliest in zip(known, told.top_logprobs, strict=True):
+    chosen = choice.logprobs
+    assert "".join(chosen.tokens) == choice.text
+    torch.testing.assert_close(torch.tensor(chosen.token_logprobs), known.gather(1, ids[0, len(prompt) :, None])[:, 0])
+    for place, likeliest in zip(known, chosen.top_logprobs, strict=True):
         assert likeliest == pytest.approx({chr(i): float(place[i]) for i in place.topk(2).indices.tolist()}, abs=1e-5)
 
     talk: dict[str, Any] = {

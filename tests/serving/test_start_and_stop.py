@@ -35,8 +35,8 @@ def refused(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
 
 def test_a_used_port_is_reported_before_the_model_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        told = refused(capsys, "--port", str(taken.getsockname()[1]))
-    assert "cannot listen at --host 127.0.0.1" in told
+        message = refused(capsys, "--port", str(taken.getsockname()[1]))
+    assert "cannot listen at --host 127.0.0.1" in message
 
 
 def test_so_is_one_of_a_server_that_still_loads_its_model(capsys: pytest.CaptureFixture[str]) -> None:
@@ -89,9 +89,9 @@ def test_a_bad_folder_is_reported_before_the_model_is_loaded(
 ) -> None:
     (tmp_path / "file").write_text("")
     for folder in (tmp_path / "file", tmp_path / "file" / "below"):
-        told = refused(capsys, "--session-folder", str(folder))
-        assert f"--session-folder {folder}: this folder cannot be written" in told
-        assert "Give another one" in told
+        message = refused(capsys, "--session-folder", str(folder))
+        assert f"--session-folder {folder}: this folder cannot be written" in message
+        assert "Give another one" in message
 
 
 def test_so_is_one_that_cannot_be_written_to(

@@ -70,8 +70,8 @@ def test_a_streamed_call_is_the_whole_one(served: Served) -> None:
 
 def test_a_function_that_is_not_offered_cannot_be_required(served: Served) -> None:
     other = {"type": "function", "function": {"name": "fly"}}
-    status, told = posted(served, "v1/chat/completions", ask_of(served, tool_choice=other))
-    assert (status, "tools has no fly" in told) == (400, True), told
+    status, reply = posted(served, "v1/chat/completions", ask_of(served, tool_choice=other))
+    assert (status, "tools has no fly" in reply) == (400, True), reply
 
 
 class Seen:

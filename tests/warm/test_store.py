@@ -46,16 +46,16 @@ def read_only(*args: Any, **more: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("name", "refuse", "told"),
+    ("name", "refuse", "reason"),
     [("replace", no_space, "No space left"), ("mkdir", read_only, "Read-only file system")],
     ids=["full", "read-only"],
 )
 @pytest.mark.quick_for("read-only")
 def test_a_folder_that_takes_no_file_is_nothing_but_slower(
-    traces: Traces, folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, refuse: Any, told: str
+    traces: Traces, folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, refuse: Any, reason: str
 ) -> None:
     monkeypatch.setattr(os, name, refuse)
-    with pytest.warns(sc.SpecacheWarning, match=told) as warned:
+    with pytest.warns(sc.SpecacheWarning, match=reason) as warned:
         assert run(llama(), traces, ALL) == 3
     monkeypatch.undo()
     assert sum("stored for later processes" in str(warning.message) for warning in warned) == 1

@@ -50,10 +50,10 @@ def checkpoint(model: LlamaForCausalLM, folder: Path) -> Path:
         parts = packed(weight) if name.endswith("proj.weight") else {"weight": weight}
         tensors |= {f"{name.removesuffix('weight')}{part}": tensor for part, tensor in parts.items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    told = {"quant_method": "gptq", "bits": BITS, "group_size": GROUP, "desc_act": False, "sym": True}
-    told["checkpoint_format"] = "gptq"
+    quantization = {"quant_method": "gptq", "bits": BITS, "group_size": GROUP, "desc_act": False, "sym": True}
+    quantization["checkpoint_format"] = "gptq"
     (folder / "config.json").write_text(
-        json.dumps({**model.config.to_dict(), "quantization_config": told}, default=str)
+        json.dumps({**model.config.to_dict(), "quantization_config": quantization}, default=str)
     )
     return folder
 

@@ -46,8 +46,8 @@ def test_torchaos_int8_weights_run_two_lanes(config: str, lowering: str) -> None
 def saved(folder: Path, **config: Any) -> LlamaForCausalLM:
     """A model with bitsandbytes' weights, as it is loaded from a folder."""
     small().save_pretrained(folder)
-    asked = BitsAndBytesConfig(**config)
-    return AutoModelForCausalLM.from_pretrained(folder, quantization_config=asked, dtype=torch.float32).eval()
+    settings = BitsAndBytesConfig(**config)
+    return AutoModelForCausalLM.from_pretrained(folder, quantization_config=settings, dtype=torch.float32).eval()
 
 
 def test_bitsandbytes_8_bit_weights_have_statistics(tmp_path: Path) -> None:
