@@ -14,6 +14,8 @@ from transformers import DynamicCache
 import specache_compile as sc
 from conftest import greedy
 from specache_compile.compat import cache_of, with_cache
+from specache_compile.kernels.codes.records import read_levels, stored_dim
+from specache_compile.kernels.state.layout import Layout
 from specache_compile.runtime.session import session_of
 from specache_compile.runtime.step import Step
 
@@ -26,6 +28,14 @@ def in_order(host: Tensor) -> Tensor:
 def in_segments(pairs: Tensor) -> Tensor:
     """Return [B, H, C, 2, d] as a host tier [C/256, B, H, 256, 2, d]."""
     return pairs.unflatten(2, (-1, 256)).permute(2, 0, 1, 3, 4, 5).contiguous()
+
+
+def low_bit_levels(layout: Layout, state: Any, head_dim: int, low_bit: int) -> dict[str, Tensor]:
+    """Return the levels of the low-bit tier's tokens; the record of the last ones may hold others."""
+    if not layout.is_quantised:
+        return {"codes": state["codes"][:, :, :low_bit]}
+    dim, parts = stored_dim(head_dim), enumerate(layout[:2])
+    return {f"levels {n}": read_levels(state["codes"], dim, bits, bool(n))[:, :, :low_bit] for n, bits in parts}
 
 
 def held(session: Any) -> list[dict[str, Tensor]]:
@@ -45,7 +55,7 @@ def held(session: Any) -> list[dict[str, Tensor]]:
         kept = ((sinks >= 0) & (sinks < low_bit))[..., None, None]
         layers.append(
             {
-                "host": host[:, :, :length], "codes": state["codes"][:, :, :low_bit],
+                "host": host[:, :, :length], **low_bit_levels(session.options.layout, state, host.shape[-1], low_bit),
                 "keys": state["key_params"][:, :, : low_bit // session.options.group_size],
                 "values": state["value_params"][:, :, :low_bit], "recent": state["recent"][:, :, recent],
                 "sinks": state["sink_pairs"].where(kept, 0),

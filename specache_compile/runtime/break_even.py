@@ -18,12 +18,12 @@ MEASURED: dict[str, int] = {}
 # Unmeasured devices, by a word of that name, as benchmarks/computed_steps.py computes them for an 8B model: for a step
 # that fetches nothing, one that fetches ahead, and one that corrects.
 COMPUTED: dict[str, tuple[int, int, int]] = {
-    "A6000": (1600, 3200, 6784),
-    "A100": (4160, 12160, 20544),
-    "H100": (7232, 19328, 34048),
-    "H200": (12096, 33344, 59648),
-    "4090": (2112, 4800, 8576),
-    "L4": (704, 1280, 2432),
+    "A6000": (3904, 7232, 7360),
+    "A100": (10112, 19776, 22272),
+    "H100": (17216, 31616, 37632),
+    "H200": (26240, 48576, 62016),
+    "4090": (5248, 9088, 9344),
+    "L4": (1600, 2560, 3008),
 }
 
 
