@@ -129,8 +129,10 @@ def zeros_in(lower, kind: tl.constexpr):
 
 @triton.jit
 def token_scales(params, left, PARTIAL: tl.constexpr, kind: tl.constexpr):
-    """Return a record's scales in the trellis code, [2, 1, 8, 4, 2, 2, 2] by o, thread (g, q), e and k0; equal for all
-    g. left: tokens from the record's first one on."""
+    """Return a record's scales in the trellis code, [2, 1, 8, 4, 2, 2, 2] by o, thread (g, q), e and k0.
+
+    They are equal for all g. left: tokens from the record's first one on.
+    """
     if params.dtype.element_ty == tl.uint8:
         at = tl.arange(0, 128) % 16
         words = loaded(params.to(tl.pointer_type(tl.int32), bitcast=True) + at, at // 4 * 16 < left, PARTIAL)

@@ -1,9 +1,8 @@
-"""Triton: the FP8 cache's decode step, in three launches that a CUDA graph can contain.
+"""Triton: the FP8 cache's decode step, in three launches that a CUDA graph can contain."""
 
-store_codes     (B·H, T / 16)   the new pairs, as e4m3 codes
-attend_rows     (B·H, splits)   attention over the codes (`triton_plain`)
-add_new_pair    (B·Hq)          merges the splits with the step's own pair, which is exact
-"""
+# store_codes     (B·H, T / 16)   the new pairs, as e4m3 codes
+# attend_rows     (B·H, splits)   attention over the codes (`triton_plain`)
+# add_new_pair    (B·Hq)          merges the splits with the step's own pair, which is exact
 
 from __future__ import annotations
 
