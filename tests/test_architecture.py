@@ -24,9 +24,9 @@ PARTS = ("passes", "lowering", "kernels")
 QUICK = 0.06
 # The sizes that `python tools/count_lines.py` prints may not grow beyond these.
 CEILINGS = {
-    "product lines, C++ included": 35_400,
-    "lines loaded by the backend": 14_800,
-    "test lines, C++ included": 31_050,
+    "product lines, C++ included": 36_950,
+    "lines loaded by the backend": 15_050,
+    "test lines, C++ included": 32_550,
     "words in docs, without the generated api.md": 12_000,
 }
 
