@@ -122,7 +122,7 @@ def time_text(e: Figures) -> str:
     ]
     headers = (
         f"decode step on {e.device.name}", "time", "bound by", "largest batch", "limited by", "its step",
-        "its tokens/s",
+        "tokens/s",
     )  # fmt: skip
     aligned = ("left", "right", "left", "right", "left", "right", "right")
     table = tabulate(rows, headers, colalign=aligned, disable_numparse=True)

@@ -76,7 +76,8 @@ def logits(model: Any, options: dict[str, Any], device: str, rows: int, length: 
         where = places[:, length + step, None]
         out = compiled(tokens[:, step, None], **with_cache(cache_of(out)), position_ids=where, use_cache=True, **given)
         made.append(out.logits[:, -1])
-    assert (sc.stats(compiled).replays > 0) == (device == "cuda" and "mode" in options)
+    if "mode" in options:  # a recorded step is one that replays
+        assert (sc.stats(compiled).replays > 0) == (device == "cuda")
     torch._dynamo.reset()
     return torch.stack([each.float().cpu() for each in made])
 

@@ -15,7 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from held_tiers import low_bit_levels
 from specache_compile.kernels.attention import attention_ops, cpp_decode, flash
+from specache_compile.kernels.codes.records import RECORD
 from specache_compile.kernels.movement import cpp_tiers
 from specache_compile.kernels.movement import tier_ops as tiers
 from specache_compile.kernels.state.cursor import publish
@@ -311,7 +313,12 @@ def test_paged_tiers_equal_contiguous_tiers(kind: Implementation, options: Speca
                 )
                 each = 256 // ours.shape[1] if ours.shape[1] else 1  # tokens per entry
                 here = max(0, min(256, tokens - 256 * number)) // each
-                assert torch.equal(ours[:, :here].view(torch.uint8), theirs[:, :here].view(torch.uint8)), name
+                if name == "codes" and options.layout.is_quantised:  # the last record may have other tokens too
+                    levels = [low_bit_levels(options.layout, {name: x[None]}, DIM, here) for x in (ours, theirs)]
+                    assert all(torch.equal(levels[0][part], levels[1][part]) for part in levels[0]), name
+                    here = -(-here // RECORD) * RECORD
+                else:
+                    assert torch.equal(ours[:, :here].view(torch.uint8), theirs[:, :here].view(torch.uint8)), name
                 assert untouched(ours[:, here:]), name
     for page in (0, 3, 4, 6):
         assert all(untouched(state[name][0, page] if name == "host" else state[name][page]) for name in IN_PAGES)
