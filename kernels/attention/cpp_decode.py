@@ -126,7 +126,7 @@ def decode_attention_fused(
 
 def score_low_bit_fused(
     q: Tensor, k: Tensor, mask: Tensor | None, sinks: Tensor | None, cursor: Tensor, tiers: Sequence[Tensor],
-    layout: Sequence[int], scale: float, softcap: float | None,
+    layout: Sequence[int], scale: float, softcap: float | None, scores: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Compute `attention_ops.score_low_bit` in one C++ kernel; same arguments and results."""
     held = StoredTiers(*tiers)
@@ -134,12 +134,12 @@ def score_low_bit_fused(
         return score_low_bit(q, k, mask, sinks, cursor, tiers, layout, scale, softcap)
     shape = shape_of_scores(held.codes, cursor)
     logits, base = whole_logits(q, shape[2])
-    scores = q.new_empty((q.shape[2], *shape), dtype=torch.float32)
+    found = q.new_empty((q.shape[2], *shape), dtype=torch.float32)
     step = step_of(
-        q, k, mask, sinks, cursor, held, layout, scale, softcap, 0, logits=logits, scores=scores
+        q, k, mask, sinks, cursor, held, layout, scale, softcap, 0, logits=logits, scores=found
     )  # fmt: skip
     decode_library(q.dtype).score_low_bit(byref(step))
-    return logits, base, scores
+    return logits, base, found
 
 
 def attend_scored_fused(
