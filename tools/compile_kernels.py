@@ -33,6 +33,7 @@ from triton.compiler import ASTSource
 from triton.runtime import JITFunction
 
 from specache_compile.kernels.attention import triton_extend as extend
+from specache_compile.kernels.attention.kept_logits import lse_of
 from specache_compile.kernels.codes.records import RECORD
 from specache_compile.kernels.decode import triton_decode as decode
 from specache_compile.kernels.decode import triton_keys as keys
@@ -40,6 +41,7 @@ from specache_compile.kernels.decode import triton_scored as scored
 from specache_compile.kernels.movement import triton_append as append
 from specache_compile.kernels.movement import triton_copy as copy
 from specache_compile.kernels.movement import triton_select as select
+from specache_compile.kernels.movement import triton_select_logits as select_logits
 from specache_compile.kernels.state.page_table import PAGE
 from specache_compile.kernels.state.stored_tiers import StoredTiers
 from specache_compile.methods.field import LayerShape
@@ -107,6 +109,7 @@ CASES = {
     "4 bits, g 128, softcap, additive mask": Case(
         SpecacheOptions(bits=4, group_size=128), softcap=50.0, queries=8, lanes=2, mask="additive"
     ),
+    "4 bits": Case(SpecacheOptions(bits=4)),
     "8 bits": Case(SpecacheOptions(bits=8)),
     "16 bits": Case(SpecacheOptions(bits=16)),
     "fp32, 2 bits": Case(SpecacheOptions(**PAPER), torch.float32, d=64),
@@ -134,9 +137,8 @@ def launch_of(kernel: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Laun
         value = values[param.name]
         is_size, special = isinstance(value, int) and not isinstance(value, bool), not param.do_not_specialize
         if param.is_constexpr or (is_size and special and value == 1):
-            # PRMT is inline assembly, of GPUs alone.
             signature[param.name] = "constexpr"
-            constants[param.name] = True if param.name == "PRMT" else getattr(value, "value", value)
+            constants[param.name] = getattr(value, "value", value)
         elif isinstance(value, tuple):  # strides
             signature[param.name] = ("i32",) * len(value)
             aligned += [(param.name, at) for at, size in enumerate(value) if size % 16 == 0]
@@ -188,11 +190,15 @@ def run_step(case: Case) -> None:
     if options.correct == "never":
         _, scores = scored.decode_attention(q, k, v, mask, None, cursor, *slots, *read, options.skip_below)
     else:
-        logits, base, by_lane = scored.score_low_bit(q, k, mask, None, cursor, *read)
-        select.select_topk(by_lane[0], selected, cursor)
+        # As `passes/correct.py`: only several lanes need scores.
+        logits, base, by_lane = scored.score_low_bit(q, k, mask, None, cursor, *read, scores=lanes > 1)
+        if lanes > 1:
+            select.select_topk(by_lane[0], selected, cursor)
+        else:
+            select_logits.select(logits, base, lse_of(base, q), mask, cursor, selected)
         copy.gather(*fetch)
         scored.attend_scored(q, k, v, mask, None, cursor, logits, base, selected, *slots, *read, options.skip_below)
-        scores = by_lane[-1]
+        scores = by_lane[-1] if lanes > 1 else by_lane
     if options.correct == "never" or lanes > 1:
         select.select_topk(scores, selected)
         copy.gather(*fetch)

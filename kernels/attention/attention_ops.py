@@ -17,7 +17,6 @@ from specache_compile.kernels.codes.params import read_scale
 from specache_compile.kernels.codes.quantize import dequantize_keys, dequantize_values
 from specache_compile.kernels.codes.records import (
     RECORD,
-    ROWS_FROM,
     in_thread_order,
     param_order,
     read_levels,
@@ -55,8 +54,7 @@ def low_bit_keys(tiers: StoredTiers, layout: Layout, head_dim: int, start: int, 
         levels = trellis.read_levels(whole, dim, values=False)[:, :, : stop - start, :head_dim]
         return trellis.dequantize(levels, read_scale(params).reshape(*levels.shape[:3], 1, 1))
     levels = read_levels(whole, dim, layout.key_bits, values=False)[:, :, : stop - start]
-    if layout.key_bits < ROWS_FROM:
-        params = params[..., param_order(dim).argsort().to(params.device)]
+    params = params[..., param_order(dim, layout.key_bits).argsort().to(params.device)]
     return dequantize_keys(levels, params)[..., :head_dim]
 
 

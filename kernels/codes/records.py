@@ -89,9 +89,11 @@ def inverse(dim: int, bits: int, values: bool) -> Tensor:
 
 
 @functools.cache
-def param_order(dim: int) -> Tensor:
+def param_order(dim: int, bits: int) -> Tensor:
     """Return the channel of each stored parameter of keys, int64 [D]: the bytes that a thread loads are adjacent."""
     channel = torch.arange(dim, device="cpu")
+    if bits >= ROWS_FROM:
+        return channel
     block = min(dim, PARAM_BLOCK)
     within = channel % block
     place = channel - within + within % 8 // 2 * (block // 4) + within // 16 * 4 + channel % 2 * 2 + within // 8 % 2

@@ -21,7 +21,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .records import CIRCLE, RECORD, by_field, by_token, fields_of, unpacked
+from .records import CIRCLE, RECORD, by_field, by_token, fields_of, packed, unpacked
 
 # Numbers [n, t] of unit step, t whole bytes → codes, uint8 [n, t / 8].
 Encoder = Callable[[Tensor], Tensor]
@@ -90,8 +90,7 @@ def walked(circles: Tensor, costs: Tensor) -> tuple[Tensor, list[Tensor]]:
 
 def encode(circles: Tensor) -> Tensor:
     """Encode numbers [n, t] of unit step, t whole bytes, as uint8 [n, t / 8]; the first bit is a byte's lowest."""
-    places = torch.arange(8, dtype=torch.uint8, device=circles.device)
-    return (nearest_paths(circles).unflatten(1, (-1, 8)) << places).sum(-1, dtype=torch.uint8)
+    return packed(nearest_paths(circles), 1)
 
 
 def expanded(bits: Tensor) -> Tensor:

@@ -29,6 +29,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime import JITFunction
 
 from specache_compile.kernels.codes.records import RECORD, stored_dim
 from specache_compile.kernels.codes.trellis import is_trellis
@@ -222,9 +223,13 @@ def sum_values(
         tl.store(partial + out_at + group * GROUP, by_thread(result))
 
 
-def kind_of(q: Tensor) -> tl.dtype:
-    """Return the dtype of the products for a model's query; the interpreter has no conversions to bfloat16."""
-    whole = q.dtype == torch.float32 or (q.dtype == torch.float16 and not q.is_cuda)
+# The interpreter has neither inline assembly nor conversions to bfloat16.
+IS_COMPILED = isinstance(sum_values, JITFunction)
+
+
+def kind_of(dtype: torch.dtype) -> tl.dtype:
+    """Return the dtype of the products for a model's dtype."""
+    whole = dtype == torch.float32 or (dtype == torch.float16 and not IS_COMPILED)
     return tl.float32 if whole else tl.bfloat16
 
 
@@ -253,7 +258,7 @@ def attend_values(inputs: DecodeInputs, logits: Tensor, base: Tensor, lse: Tenso
         D=dim, width=tiers.codes.shape[3], bits=bits, GROUPS=groups, rows=query_heads // heads * lanes,
         TRELLIS=in_trellis, SKIP=bool(cut), NEST=nested(dim, bits, in_trellis, dim // groups),
         PARTIAL=group_of(tiers) < RECORD, ROWS=rows, ALL_ROWS=all_rows, LOOK=LOOK,
-        PAGED=has_table(cursor), PRMT=q.is_cuda, kind=kind_of(q), num_warps=1, num_stages=1,
+        PAGED=has_table(cursor), PRMT=IS_COMPILED, kind=kind_of(q.dtype), num_warps=1, num_stages=1,
     )  # fmt: skip
     return sums
 

@@ -10,7 +10,6 @@ from specache_compile.kernels.codes.cpp_trellis import encoder
 from specache_compile.kernels.codes.params import stored_scale
 from specache_compile.kernels.codes.quantize import quantize_keys, quantize_values
 from specache_compile.kernels.codes.records import (
-    ROWS_FROM,
     in_thread_order,
     param_order,
     stored_dim,
@@ -132,7 +131,7 @@ def store_keys(
     codes, params, bits = tiers.codes, tiers.key_params, layout.key_bits
     group = codes.shape[2] // params.shape[2]
     keys = padded(keys)
-    order = param_order(keys.shape[3]) if bits < ROWS_FROM else torch.arange(keys.shape[3])
+    order = param_order(keys.shape[3], bits).to(keys.device)
     # Tokens after the last sink take the fast path: a range with exceptions needs several passes.
     edge = -(-sinks.shape[1] // group) * group
     others = ~torch.nn.functional.pad(sinks, (0, edge - sinks.shape[1]))[:, None, :, None]
@@ -142,7 +141,7 @@ def store_keys(
         if begin < end:
             levels, found = quantize_keys(keys[:, :, begin:end], group, bits, zero_point, params.dtype, present)
             write_levels(levels, start + begin, codes, bits, values=False)
-            params[:, :, (start + begin) // group : (start + end) // group] = found[..., order.to(found.device)]
+            params[:, :, (start + begin) // group : (start + end) // group] = found[..., order]
 
 
 def store_values(values: Tensor, start: int, tiers: StoredTiers, layout: Layout, zero_point: str) -> None:

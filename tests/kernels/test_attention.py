@@ -154,7 +154,7 @@ def make_step(case: Case, seed: int = 0) -> Step:
             levels = read_trellis(codes[:, :, :whole], dim, False)[:, :, :low_bit]
             stored_keys = (levels - 1.5) * scale.flatten(2)[..., None]
         else:
-            place = param_order(dim).argsort() if key_bits < 8 else torch.arange(dim)
+            place = param_order(dim, key_bits).argsort()
             levels = read_levels(codes[:, :, :whole], dim, key_bits, values=False)[:, :, :low_bit]
             stored_keys = levels.double() * scale[:, :, group_of][..., place] + zero[:, :, group_of][..., place]
         scale, zero = read_params(value_params[:, :, :low_bit])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from record_fixture import key_place, param_place, value_place
 from torch import Tensor
 
 from specache_compile.kernels.codes.records import (
@@ -21,26 +22,6 @@ from specache_compile.kernels.codes.records import (
 pytestmark = pytest.mark.pairwise
 
 DIMS, WIDTHS = (16, 32, 64, 128, 256), (1, 2, 4)
-
-
-def key_place(token: int, channel: int, dim: int, bits: int) -> tuple[int, int]:
-    """Return the word and the bit of a key's number: thread (g, q) owns tokens 8·g + j and channels 8·m + 2·q + k0."""
-    fields, loads = 16 // bits, min(4, dim * bits // 16)
-    g, j, m, q, k0 = token // 8, token % 8, channel // 8, channel % 8 // 2, channel % 2
-    number = m + dim // 8 * j
-    word = number // fields
-    place = (word // loads * 32 + 4 * g + q) * loads + word % loads
-    return place, 16 * k0 + bits * (number % fields)
-
-
-def value_place(token: int, channel: int, dim: int, bits: int) -> tuple[int, int]:
-    """Return the same of a value: thread (g, q) owns channels 8·c + g and tokens 16·q + 8·o + 2·e + k0."""
-    fields, loads = 16 // bits, min(4, dim * bits // 16)
-    c, g, q, o, e, k0 = channel // 8, channel % 8, token // 16, token % 16 // 8, token % 8 // 2, token % 2
-    shared = 4 // loads
-    number = c + dim // 8 * o + dim // 4 * (e % shared)
-    place = (number // fields * 32 + 4 * g + q) * loads + e // shared
-    return place, 16 * k0 + bits * (number % fields)
 
 
 @pytest.mark.parametrize("values", [False, True])
@@ -72,10 +53,8 @@ def test_a_head_is_stored_in_the_next_power_of_two(head_dim: int, stored: int) -
 
 @pytest.mark.parametrize("dim", DIMS)
 def test_a_threads_parameters_are_adjacent(dim: int) -> None:
-    block = min(dim, 64)
-    for place, channel in enumerate(param_order(dim).tolist()):
-        m, q, k0 = channel % block // 8, channel % 8 // 2, channel % 2
-        assert place == channel // block * block + q * block // 4 + m // 2 * 4 + k0 * 2 + m % 2
+    for place, channel in enumerate(param_order(dim, 2).tolist()):
+        assert place == param_place(channel, dim)
 
 
 def test_the_middle_two_of_four_scales_change_places() -> None:

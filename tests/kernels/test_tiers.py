@@ -154,7 +154,7 @@ class Cache:
             key_params = stored_scale(scales, dtype).view(*ROWS, -1, 1, self.group)
         else:
             key_levels, key_params = quantize_keys(padded(keys), self.group, key_bits, self.zero_point, dtype)
-            key_params = key_params[..., param_order(self.dim)] if key_bits < 8 else key_params
+            key_params = key_params[..., param_order(self.dim, key_bits)]
         if self.trellis:
             value_levels, scales = self.in_trellis(values, values=True)
             value_params = stored_scale(in_thread_order(scales), dtype)[..., None, None]

@@ -12,6 +12,8 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from record_fixture import dim_of, levels_of, param_place
+
 import pairwise
 from specache_compile.kernels.codes.params import read_params, read_scale
 from specache_compile.kernels.movement import tier_ops, triton_append
@@ -54,7 +56,7 @@ class Case:
 
     @property
     def dim(self) -> int:
-        return next(dim for dim in (16, 32, 64, 128, 256) if dim >= self.d)
+        return dim_of(self.d)
 
     @property
     def is_exact(self) -> bool:
@@ -169,34 +171,14 @@ class State:
         return keys, values
 
 
-def place_of(token: Tensor, channel: Tensor, dim: int, bits: int, values: bool) -> tuple[Tensor, Tensor]:
-    """Return the word of a part, and the bit in it, of numbers of a record."""
-    fields, loads = 16 // bits, min(4, dim * bits // 16)
-    if values:
-        c, g, q, o, e = channel // 8, channel % 8, token // 16, token // 8 % 2, token // 2 % 4
-        half, number, load = token % 2, c + dim // 8 * o + dim // 4 * (e % (4 // loads)), e // (4 // loads)
-        turn = number // fields
-    else:
-        g, q, half = token // 8, channel // 2 % 4, channel % 2
-        number = channel // 8 + dim // 8 * (token % 8)
-        turn, load = number // fields // loads, number // fields % loads
-    return (turn * 32 + 4 * g + q) * loads + load, 16 * half + bits * (number % fields)
-
-
-def levels_of(case: Case, codes: Tensor, values: bool) -> Tensor:
+def read_levels(case: Case, codes: Tensor, values: bool) -> Tensor:
     """Return the levels int64 [B, H, C, D] of codes uint8 [B, H, C, w]."""
     dim, bits = case.dim, case.bits[values] or 1
-    token, channel = torch.arange(CAPACITY)[:, None], torch.arange(dim)[None, :]
     records = codes.unflatten(2, (-1, 64)).flatten(3)
     part = records[..., -8 * dim * bits :] if values else records[..., : 8 * dim * bits]
     if bits == 8:
         return part.reshape(case.rows, HEADS, CAPACITY, dim).long()
-    word, bit = torch.broadcast_tensors(*place_of(token % 64, channel, dim, bits, values))
-    words = part.contiguous().view(torch.int32).long()[:, :, token // 64, word]
-    if case.bits[values]:
-        return words >> bit & 2**bits - 1
-    b = [words >> (bit - by) % 32 & 1 for by in range(4)]
-    return 2 * (b[0] ^ b[1] ^ b[3]) + b[2]
+    return levels_of(part, dim, bits, not case.bits[values], values).flatten(2, 3)
 
 
 def params_of(state: State, written: dict[str, Tensor], values: bool) -> tuple[Tensor, Tensor]:
@@ -214,9 +196,7 @@ def params_of(state: State, written: dict[str, Tensor], values: bool) -> tuple[T
         return tuple(x.repeat_interleave(dim // x.shape[3], 3) for x in (scale, zero))
     channel = torch.arange(dim)
     if case.bits[0] < 8:
-        block = min(dim, 64)
-        m, q, k0 = channel % block // 8, channel % 8 // 2, channel % 2
-        channel = channel // block * block + q * (block // 4) + m // 2 * 4 + 2 * k0 + m % 2
+        channel = param_place(channel, dim)
     return tuple(x[..., channel].repeat_interleave(case.group, 2) for x in (scale, zero))
 
 
@@ -227,7 +207,7 @@ def test_it_writes_what_the_definition_writes(case: Case) -> None:
     for name in ("recent", "center", "sink_pairs", *(state.tier if case.is_exact and 0 not in case.bits else ())):
         torch.testing.assert_close(ours[name], expected[name], rtol=0, atol=0, equal_nan=True)
     for values, exact in enumerate(state.exact):
-        levels = [levels_of(case, written["codes"], bool(values)) for written in (ours, expected)]
+        levels = [read_levels(case, written["codes"], bool(values)) for written in (ours, expected)]
         assert torch.equal(*(state.others(x) for x in levels))
         params = [params_of(state, written, bool(values)) for written in (ours, expected)]
         found, target = ((state.leaving(x) * s + z)[..., : case.d] for x, (s, z) in zip(levels, params, strict=True))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from kept_fixture import logits_by_token
+from record_fixture import dim_of, in_pages, levels_of, param_place
 
 from specache_compile.kernels.attention.kept_logits import based_logits
 from specache_compile.kernels.codes.params import read_params, read_scale
@@ -84,38 +84,6 @@ SLOW = [
 ]
 
 
-def key_places(dim: int, bits: int) -> tuple[Tensor, Tensor]:
-    """Return word and bit of each number [64, D] of a record's keys."""
-    token, channel = torch.arange(64)[:, None], torch.arange(dim)[None, :]
-    g, j, m, q, k0 = token // 8, token % 8, channel // 8, channel % 8 // 2, channel % 2
-    fields, loads = 16 // bits, min(4, dim * bits // 16)
-    n = m + dim // 8 * j
-    f, t = n % fields, n // fields
-    return (t // loads * 32 + 4 * g + q) * loads + t % loads, 16 * k0 + bits * f
-
-
-def param_places(dim: int) -> Tensor:
-    """Return the place of each channel's parameter [D]."""
-    c = torch.arange(dim)
-    block = min(dim, 64)
-    m, q, k0 = c % block // 8, c % 8 // 2, c % 2
-    return c // block * block + q * (block // 4) + m // 2 * 4 + 2 * k0 + m % 2
-
-
-def levels_of(words: Tensor, case: Case, dim: int) -> Tensor:
-    """Return the levels float64 [..., 64, D] of words int64 [..., 2 · D · bits]."""
-    word, bit = key_places(dim, case.bits)
-    if not case.trellis:
-        return (words[..., word] >> bit & 2**case.bits - 1).double()
-    back = [words[..., word] >> (bit - step) % 32 & 1 for step in range(4)]
-    return (2 * (back[0] ^ back[1] ^ back[3]) + back[2]).double() - 1.5
-
-
-@functools.cache
-def dim_of(d: int) -> int:
-    return max(16, 2 ** math.ceil(math.log2(d)))
-
-
 class Layer:
     """Tiers with random codes and parameters, and their keys in float64, without their center."""
 
@@ -124,8 +92,8 @@ class Layer:
         batch, dim = len(case.lengths), dim_of(case.d)
         width, records = dim * (case.bits + 1) // 8, case.capacity // 64
         codes = torch.randint(0, 256, (batch, HEADS, case.capacity, width), dtype=torch.uint8)
-        part = codes.view(batch, HEADS, records, 64 * width)[..., : 8 * dim * case.bits].contiguous()
-        levels = levels_of(part.view(torch.int32).long() & 0xFFFFFFFF, case, dim)
+        part = codes.view(batch, HEADS, records, 64 * width)[..., : 8 * dim * case.bits]
+        levels = levels_of(part, dim, case.bits, case.trellis, values=False).double() - 1.5 * case.trellis
         shape = (batch, HEADS, case.capacity // case.group, *((1, case.group) if case.trellis else (2, dim)))
         kind = torch.uint8 if case.eight else case.dtype
         if case.eight:  # scales around 1, zero points of either sign
@@ -138,7 +106,8 @@ class Layer:
             keys = levels * scale
         else:
             scale, zero = (x.double() for x in read_params(*params.unbind(3)))
-            scale, zero = (x[..., param_places(dim)].repeat_interleave(case.group, 2) for x in (scale, zero))
+            place = param_place(torch.arange(dim), dim)
+            scale, zero = (x[..., place].repeat_interleave(case.group, 2) for x in (scale, zero))
             keys = levels * scale.view_as(levels) + zero.view_as(levels)
         # Undefined after the last token.
         for row, length in enumerate(case.lengths):
@@ -160,15 +129,6 @@ class Layer:
         tiers = StoredTiers(codes, params, empty, center, empty, self.sinks, empty)
         self.tiers = StoredTiers(*(x.to(DEVICE) for x in tiers))
         self.cursor, self.center = cursor.to(DEVICE), center
-
-
-def in_pages(x: Tensor, table: Tensor) -> Tensor:
-    """Move rows [B, H, C, ...] to pages [P, H, 256, ...]; page 0 is undefined."""
-    batch, heads = x.shape[:2]
-    parts = x.unflatten(2, (table.shape[1], -1)).transpose(1, 2)
-    pages = torch.full((batch * table.shape[1] + 1, heads, *parts.shape[3:]), 3, dtype=x.dtype)
-    pages[table.flatten()] = parts.flatten(0, 1)
-    return pages
 
 
 def mask_of(case: Case) -> Tensor | None:

@@ -15,6 +15,8 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from kept_fixture import bases_of
+
 from specache_compile.kernels.attention.attention_ops import capped, low_bit_keys, low_bit_values
 from specache_compile.kernels.attention.kept_logits import based_logits
 from specache_compile.kernels.codes.records import RECORD
@@ -126,8 +128,7 @@ def expected_logits(case: Case, q: Tensor, mask: Tensor | None, tiers: StoredTie
 def kept_for(q: Tensor) -> tuple[Tensor, Tensor]:
     """Allocate kept logits, and a view of their bases [B, H, C/64, 2, 4, R'/2]."""
     logits, base = based_logits(q, HEADS, CAPACITY)
-    shape = (*logits.shape[:4], RECORD // 16, logits.shape[5])
-    return logits, base[: math.prod(shape)].view(shape)
+    return logits, bases_of(logits, base)
 
 
 def read_kept(logits: Tensor, base: Tensor) -> Tensor:

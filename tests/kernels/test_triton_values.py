@@ -13,6 +13,8 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from record_fixture import dim_of, in_pages, levels_of
+
 from specache_compile.kernels.attention.kept_logits import LOWEST, based_logits
 from specache_compile.kernels.codes.params import read_params, read_scale
 from specache_compile.kernels.decode import triton_values
@@ -52,7 +54,7 @@ class Case:
 
     @property
     def dim(self) -> int:
-        return max(16, 2 ** math.ceil(math.log2(self.d)))
+        return dim_of(self.d)
 
     @property
     def rows(self) -> int:
@@ -90,25 +92,6 @@ SLOW = [
 ]
 
 
-def value_places(dim: int, bits: int) -> tuple[Tensor, Tensor]:
-    """Return word and bit of each number [64, D] of a record's values."""
-    token, channel = torch.arange(64)[:, None], torch.arange(dim)[None, :]
-    q, o, e, k0, c, g = token // 16, token // 8 % 2, token % 8 // 2, token % 2, channel // 8, channel % 8
-    loads = min(4, dim * bits // 16)
-    steps, fields = 4 // loads, 16 // bits
-    n = c + dim // 8 * o + dim // 4 * (e % steps)
-    return (n // fields * 32 + 4 * g + q) * loads + e // steps, 16 * k0 + bits * (n % fields)
-
-
-def levels_of(words: Tensor, case: Case) -> Tensor:
-    """Return the levels float64 [..., 64, D] of words int64 [..., 2 · D · bits]."""
-    word, bit = value_places(case.dim, case.bits)
-    if not case.trellis:
-        return (words[..., word] >> bit & 2**case.bits - 1).double()
-    back = [words[..., word] >> (bit - step) % 32 & 1 for step in range(4)]
-    return (2 * (back[0] ^ back[1] ^ back[3]) + back[2]).double() - 1.5
-
-
 class Layer:
     """Tiers with random codes and parameters, and their values in float64."""
 
@@ -117,8 +100,8 @@ class Layer:
         batch, dim, records = len(case.lengths), case.dim, case.capacity // 64
         width = dim * (case.bits + KEY_BITS) // 8
         codes = torch.randint(0, 256, (batch, HEADS, case.capacity, width), dtype=torch.uint8)
-        part = codes.view(batch, HEADS, records, 64 * width)[..., 8 * dim * KEY_BITS :].contiguous()
-        levels = levels_of(part.view(torch.int32).long() & 0xFFFFFFFF, case).flatten(2, 3)
+        part = codes.view(batch, HEADS, records, 64 * width)[..., 8 * dim * KEY_BITS :]
+        levels = levels_of(part, dim, case.bits, case.trellis, values=True).flatten(2, 3).double() - 1.5 * case.trellis
         groups = 1 if case.trellis else dim // min(dim, case.group)
         shape = (batch, HEADS, case.capacity, 1, groups)
         if case.eight:  # scales around 1, zero points of either sign
@@ -147,15 +130,6 @@ class Layer:
         empty = codes.new_zeros(0)
         tiers = StoredTiers(codes, key_params, params, empty, empty, empty, empty)
         self.tiers, self.cursor = StoredTiers(*(x.to(DEVICE) for x in tiers)), cursor.to(DEVICE)
-
-
-def in_pages(x: Tensor, table: Tensor) -> Tensor:
-    """Move rows [B, H, C, ...] to pages [P, H, 256, ...]; page 0 is undefined."""
-    batch, heads = x.shape[:2]
-    parts = x.unflatten(2, (table.shape[1], -1)).transpose(1, 2)
-    pages = torch.full((batch * table.shape[1] + 1, heads, *parts.shape[3:]), 3, dtype=x.dtype)
-    pages[table.flatten()] = parts.flatten(0, 1)
-    return pages
 
 
 def kept_in_order(case: Case, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -13,7 +13,8 @@ from typing import Any
 
 from specache_compile.kernels import costs
 from specache_compile.kernels.attention.kept_logits import bytes_of_logit
-from specache_compile.kernels.codes.records import stored_dim
+from specache_compile.kernels.codes.params import EIGHT_BITS
+from specache_compile.kernels.codes.records import ROWS_FROM, stored_dim
 from specache_compile.kernels.costs import Cost, Workload, size_of
 from specache_compile.runtime.state import bucket
 
@@ -29,28 +30,31 @@ FIND, ROUND_TRIP = 4.2e-6, 2.0e-6
 # `triton_select`: elements of a tile and of a warp, and its most warps. `triton_copy`: programs of a gather beside
 # compute. Written again here, because those modules need Triton and explaining does not.
 TILE, OF_A_WARP, MOST_WARPS, PROGRAMS = 4096, 512, 8, 16
-# Instructions that a scheduler issues in a cycle, and schedulers of a multiprocessor. The first is measured: attention
-# over low bits on an H200 issued 0.52 to 0.55 (benchmarks/results/gpu_kernels.json).
+# Instructions that a scheduler issues in a cycle, and schedulers of a multiprocessor. The first is 0.52 to 0.55 by the
+# measured time of attention over low bits on an H200 (benchmarks/results/gpu_kernels.json) and its instructions.
 ISSUED, SCHEDULERS = 0.52, 4
 # A warp's instructions for a stored number of the low-bit tier, for at most eight query rows and d 128, by the code of
-# keys and of values: bits of levels, or the trellis (tools/compile_kernels.py counts them; here sm_90, Triton 3.6).
+# keys and of values: bits of levels, or the trellis. tools/compile_kernels.py counts them, here for sm_90.
 INSTRUCTIONS: Mapping[str, Mapping[int | str, float]] = {
-    "keys": {1: 1.72, 2: 1.40, 4: 1.59, 8: 9.5, "trellis": 1.75},
-    "values": {1: 2.18, 2: 2.19, 4: 3.01, 8: 13.0, "trellis": 1.32},
+    "keys": {1: 1.38, 2: 1.42, 4: 1.91, 8: 10.0, "trellis": 1.66},
+    "values": {1: 2.19, 2: 2.19, 4: 2.22, 8: 13.0, "trellis": 1.32},
 }
+# Further ones for keys of 1 to 4 bits whose scales have the model's dtype.
+OF_LARGE_PARAMS = 0.24
 # Those of other head_dims relative to d 128: what a token costs is shared by fewer or more numbers.
 BY_DIM: Mapping[str, Mapping[int, float]] = {
-    "keys": {64: 1.33, 128: 1.0, 256: 0.85},
-    "values": {64: 1.38, 128: 1.0, 256: 0.82},
+    "keys": {64: 1.37, 128: 1.0, 256: 0.83},
+    "values": {64: 1.36, 128: 1.0, 256: 0.82},
 }
-# For a stored number of keys, the share of its group's zero point.
+# For a stored number of keys, the share of its group's zero point: an estimate.
 OF_ZEROS = 0.07
-# For a number of the FP8 cache, in `triton_plain.attend_rows` (sm_90, Triton 3.7).
+# For a number of the FP8 cache, in `triton_plain.attend_rows` (sm_90).
 OF_E4M3 = 3.1
-# A warp's instructions (sm_90, Triton 3.6): of a program of `keep_best`, some 12 turns of 80 (for sums of softmaxes of
-# normal logits) and 1,330 once; for a score of a token, KV head and lane; for a merged query head and lane; for a
-# selection by kept logits, once for a KV head and for each of its low-bit tokens.
+# A warp's instructions (sm_90): of a program of `keep_best`, some 12 turns of 80 (for sums of softmaxes of normal
+# logits) and 1,330 once; for a score of a token, KV head and lane; for a merged query head and lane.
 SELECTING, SCORING, MERGING = 12 * 80 + 1_330, 2.5, 1_800
+# The same for a selection by kept logits, once for a KV head and for each of its low-bit tokens: estimates for eight
+# warps of 2,800 instructions, whose loops depend on the logits.
 SELECTING_KEPT, SELECTING_TOKEN = 30_000, 0.7
 # Query rows of a tensor core instruction.
 WARP, ROWS = 32, 8
@@ -144,6 +148,8 @@ def instructions(call: LaunchedOp, part: str) -> float:
         (options.has_key_trellis, layout.key_bits) if part == "keys" else (options.has_trellis, layout.value_bits)
     )
     each = INSTRUCTIONS[part]["trellis" if in_trellis else bits] * BY_DIM[part][min(max(dim, 64), 256)]
+    if part == "keys" and bits < ROWS_FROM and not in_trellis:
+        each += OF_LARGE_PARAMS * (options.param_dtype(call.load.layers[call.site].dtype) != EIGHT_BITS)
     queries = call.load.query_heads[call.site] // call.load.layers[call.site].heads
     return call.numbers * each * math.ceil(queries * call.lanes / ROWS) / WARP
 

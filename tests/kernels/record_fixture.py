@@ -1,0 +1,63 @@
+"""The order of codes in a record (`kernels/codes/records.py`) once more, from its formulas.
+
+Places take numbers, and tensors that broadcast.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def dim_of(head_dim: int) -> int:
+    """Return the next power of two, at least 16."""
+    return next(2**power for power in range(4, 11) if 2**power >= head_dim)
+
+
+def key_place(token: Any, channel: Any, dim: int, bits: int) -> tuple[Any, Any]:
+    """Return the word and the bit of a key's number: thread (g, q) owns tokens 8·g + j and channels 8·m + 2·q + k0."""
+    fields, loads = 16 // bits, min(4, dim * bits // 16)
+    g, j, m, q, k0 = token // 8, token % 8, channel // 8, channel % 8 // 2, channel % 2
+    number = m + dim // 8 * j
+    word = number // fields
+    place = (word // loads * 32 + 4 * g + q) * loads + word % loads
+    return place, 16 * k0 + bits * (number % fields)
+
+
+def value_place(token: Any, channel: Any, dim: int, bits: int) -> tuple[Any, Any]:
+    """Return the same of a value: thread (g, q) owns channels 8·c + g and tokens 16·q + 8·o + 2·e + k0."""
+    fields, loads = 16 // bits, min(4, dim * bits // 16)
+    c, g, q, o, e, k0 = channel // 8, channel % 8, token // 16, token % 16 // 8, token % 8 // 2, token % 2
+    shared = 4 // loads
+    number = c + dim // 8 * o + dim // 4 * (e % shared)
+    place = (number // fields * 32 + 4 * g + q) * loads + e // shared
+    return place, 16 * k0 + bits * (number % fields)
+
+
+def param_place(channel: Any, dim: int) -> Any:
+    """Return the place of a channel's scale or zero point among the D of a group of keys."""
+    block = min(dim, 64)
+    m, q, k0 = channel % block // 8, channel % 8 // 2, channel % 2
+    return channel // block * block + q * (block // 4) + m // 2 * 4 + k0 * 2 + m % 2
+
+
+def levels_of(part: Tensor, dim: int, bits: int, trellis: bool, values: bool) -> Tensor:
+    """Return the levels int64 [..., 64, D] of records' keys or values, bytes uint8 [..., 8 · D · bits]."""
+    words = part.contiguous().view(torch.int32).long() & 0xFFFFFFFF
+    place_of = value_place if values else key_place
+    word, bit = torch.broadcast_tensors(*place_of(torch.arange(64)[:, None], torch.arange(dim)[None, :], dim, bits))
+    if not trellis:
+        return words[..., word] >> bit & 2**bits - 1
+    b = [words[..., word] >> (bit - back) % 32 & 1 for back in range(4)]
+    return 2 * (b[0] ^ b[1] ^ b[3]) + b[2]
+
+
+def in_pages(x: Tensor, table: Tensor) -> Tensor:
+    """Move rows [B, H, C, ...] to pages [P, H, 256, ...]; page 0 is undefined."""
+    batch, heads = x.shape[:2]
+    parts = x.unflatten(2, (table.shape[1], -1)).transpose(1, 2)
+    pages = torch.full((batch * table.shape[1] + 1, heads, *parts.shape[3:]), 3, dtype=x.dtype)
+    pages[table.flatten()] = parts.flatten(0, 1)
+    return pages
