@@ -148,7 +148,7 @@ def decode_inputs(i: Inputs) -> tuple[Any, ...]:
 
 
 def score_inputs(i: Inputs) -> tuple[Any, ...]:
-    return (i.q, i.k, i.mask(1), i.sinks, i.cursor, *tiers_of(i), i.scale, i.case.softcap, True)
+    return (i.q, i.k, i.mask(1), i.sinks, i.cursor, *tiers_of(i), i.scale, i.case.softcap, False)
 
 
 def scored_inputs(i: Inputs) -> tuple[Any, ...]:
