@@ -12,13 +12,13 @@ from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 import specache_compile as sc
-from conftest import LOSSLESS, greedy, prompt, tiny_llama
+from conftest import LOSSLESS, compiled_with, greedy, prompt, tiny_llama
 from held_tiers import in_order
 from specache_compile.compat import with_cache
 from specache_compile.runtime.session import session_of
 from specache_compile.runtime.state import MEASURE, fields_of
 
-pytestmark = pytest.mark.one_process
+pytestmark = [pytest.mark.one_process, pytest.mark.one_trace]
 
 SETTINGS = {
     "best": {"group_size": 32, "residual_length": 32, "top_k": 8},
@@ -43,9 +43,7 @@ def filled(model: Any, ids: torch.Tensor, **more: Any) -> DynamicCache:
 
 
 def compiled_for(model: Any, **options: Any) -> Any:
-    twin = copy.deepcopy(model)
-    twin.compile(backend="specache", options={"lowering": "eager", **options})
-    return twin
+    return compiled_with(model, {"lowering": "eager", **options})
 
 
 def tiers(cache: DynamicCache) -> list[dict[str, torch.Tensor]]:
