@@ -37,6 +37,17 @@ from specache_compile.runtime.step import Step
 CPU = torch.device("cpu")
 
 
+@pytest.fixture
+def llama() -> LlamaForCausalLM:
+    """Return a model of one layer: a step is captured whole, whatever its depth."""
+    return tiny_llama(num_hidden_layers=1)
+
+
+@pytest.fixture
+def two_layers() -> LlamaForCausalLM:
+    return tiny_llama()
+
+
 @pytest.fixture(autouse=True)
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Replace recording: it keeps the inputs' addresses by closure, like CUDA, and a replay rewrites the same outputs.
@@ -145,7 +156,7 @@ def test_a_large_argument_that_moves_costs_the_graph_and_one_warning_that_names_
 ) -> None:
     monkeypatch.setattr(cuda_graphs, "captures_on", lambda device: True)
     monkeypatch.setattr(cuda_graphs, "COPIED_BYTES", 16)
-    llama = tiny_llama()
+    llama = tiny_llama(num_hidden_layers=1)
     twin = compile_copy(llama, mode="reduce-overhead")
     vectors, kept = llama.get_input_embeddings().weight.detach(), []
 
@@ -230,15 +241,15 @@ def test_steps_of_calls_without_position_ids_are_captured(
 @pytest.mark.quick_for("two lanes")
 @pytest.mark.parametrize("speculate", [True, False], ids=["two lanes", "one lane"])
 def test_replayed_steps_make_the_uncompiled_models_tokens_across_buckets(
-    llama: LlamaForCausalLM, speculate: bool, stand_in: list[int], monkeypatch: pytest.MonkeyPatch
+    two_layers: LlamaForCausalLM, speculate: bool, stand_in: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From 200 to 520 tokens there are three buckets: each is warmed up, captured once, and replayed."""
     monkeypatch.setattr(cuda_graphs, "captures_on", lambda device: True)
-    twin = copy.deepcopy(llama)
+    twin = copy.deepcopy(two_layers)
     options = {**LOSSLESS, "lowering": "eager", "mode": "reduce-overhead", "speculate": speculate}
     twin.compile(backend="specache", options=options)
     ids = prompt(200)
-    assert torch.equal(greedy_unmasked(twin, ids, 320), greedy_unmasked(llama, ids, 320))
+    assert torch.equal(greedy_unmasked(twin, ids, 320), greedy_unmasked(two_layers, ids, 320))
     stats = sc.stats(twin)
     assert stats.replays == stats.decodes - 3, "the first step of each bucket runs as it is"
     assert len(stand_in) == 3
@@ -286,14 +297,14 @@ def come_and_go(batch: sc.Batch, plan: list[tuple[int, int, int]] = COME_AND_GO)
 @pytest.mark.quick_for
 @pytest.mark.parametrize("lossy", [{"top_k": 8, "correct": "never"}, {"top_k": 8}], ids=["two lanes", "one lane"])
 def test_rows_that_join_and_leave_are_recorded_once_per_power_of_two(
-    llama: LlamaForCausalLM, lossy: dict[str, Any], stand_in: list[int], monkeypatch: pytest.MonkeyPatch
+    two_layers: LlamaForCausalLM, lossy: dict[str, Any], stand_in: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each request generates the same tokens as without recorded steps."""
-    expected, rows = come_and_go(sc.Batch(compile_copy(llama, **lossy), rows=6))
+    expected, rows = come_and_go(sc.Batch(compile_copy(two_layers, **lossy), rows=6))
     assert rows == {0, 1, 2, 3, 4, 5, 6}
     torch._dynamo.reset()
     monkeypatch.setattr(cuda_graphs, "captures_on", lambda device: True)
-    batch = sc.Batch(compile_copy(llama, **lossy, mode="reduce-overhead"), rows=6)
+    batch = sc.Batch(compile_copy(two_layers, **lossy, mode="reduce-overhead"), rows=6)
     requests, _ = come_and_go(batch)
     assert [request.generated for request in requests] == [request.generated for request in expected]
     for ours, theirs in zip(requests, expected, strict=True):
@@ -419,25 +430,25 @@ def walk(model: LlamaForCausalLM, vectors: Tensor) -> Iterator[Tensor]:
 @pytest.mark.slow
 @torch.no_grad()
 def test_captured_steps_equal_uncaptured_steps_bit_for_bit(
-    llama: LlamaForCausalLM, stand_in: list[int], monkeypatch: pytest.MonkeyPatch
+    two_layers: LlamaForCausalLM, stand_in: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With few slots, a missing or late fetch changes the logits."""
-    vectors = llama.get_input_embeddings().weight.detach()
-    expected = list(walk(compile_copy(llama, top_k=8), vectors))
+    vectors = two_layers.get_input_embeddings().weight.detach()
+    expected = list(walk(compile_copy(two_layers, top_k=8), vectors))
     assert not stand_in
     torch._dynamo.reset()
     monkeypatch.setattr(cuda_graphs, "captures_on", lambda device: True)
-    answers = list(walk(compile_copy(llama, top_k=8, mode="reduce-overhead"), vectors))
+    answers = list(walk(compile_copy(two_layers, top_k=8, mode="reduce-overhead"), vectors))
     assert stand_in == [1] * 4, "on ids, on vectors, of the fork, and of the next bucket"
     assert [torch.equal(ours, theirs) for ours, theirs in zip(answers, expected, strict=True)] == [True] * len(expected)
 
 
 @torch.no_grad()
 def test_the_last_layers_fetch_is_left_to_the_next_replay(
-    llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+    two_layers: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cuda_graphs, "captures_on", lambda device: True)
-    twin = compile_copy(llama, top_k=8, mode="reduce-overhead")
+    twin = compile_copy(two_layers, top_k=8, mode="reduce-overhead")
     cache = cache_of(twin(prompt(200), use_cache=True))
     session = cache.layers[0].keys.handle.session
 

@@ -16,7 +16,7 @@ from specache_compile.kernels.state.stored_pairs import ROUNDED, decoded
 from specache_compile.methods import parse_options
 from specache_compile.runtime.session import session_of
 
-pytestmark = pytest.mark.one_process
+pytestmark = [pytest.mark.one_process, pytest.mark.one_trace]
 
 SMALL = {"lowering": "eager", "group_size": 32, "residual_length": 32, "top_k": 16}
 

@@ -21,7 +21,7 @@ from specache_compile.compat import cache_of, with_cache
 from specache_compile.methods import parse_options
 from specache_compile.runtime.session import session_of
 
-pytestmark = pytest.mark.one_process
+pytestmark = [pytest.mark.one_process, pytest.mark.one_trace]
 
 ALL_SINKS = {
     "lowering": "eager", "bits": 1, "group_size": 32, "residual_length": 32, "sink_tokens": 64, "min_context": 0,
