@@ -36,8 +36,6 @@ from transformers import AutoTokenizer, DynamicCache, LlamaConfig, LlamaForCausa
 import pairwise
 from one_trace import compile_by_options
 from specache_compile.compat import cache_of, with_cache
-from specache_compile.errors import OptionError
-from specache_compile.methods import parse_options
 from specache_compile.runtime import records
 
 # Fixtures for tests of consecutive processes.
@@ -244,12 +242,6 @@ def prompt(length: int, batch: int = 1, seed: int = 1, vocabulary: int = 128) ->
 
 def greedy(model: Any, ids: torch.Tensor, tokens: int = 40, **kwargs: Any) -> torch.Tensor:
     return model.generate(ids, max_new_tokens=tokens, do_sample=False, **kwargs)
-
-
-def refused_in_a_line(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(OptionError, match=message) as error:
-        parse_options(options)
-    assert "\n" not in str(error.value)
 
 
 def chatted(model: Any, tokens: int) -> torch.Tensor:

@@ -283,29 +283,6 @@ def test_the_offloaded_cache_holds_nothing_on_the_device(llama: LlamaForCausalLM
 # Options
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"method": "pyramidkv"}, "method='pyramidkv': accepted are 'full', 'offload', 'kivi', 'specache', 'pages'"),
-        ({"method": ["h2o"]}, "method=.*h2o.*: accepted are 'full'"),
-        ({"method": "h2o", "bits": 1}, "option bits: method 'h2o' accepts only method, .*budget, eviction_block"),
-        ({"method": "h2o", "seed": 1}, "option seed: method 'h2o' accepts only"),
-        ({"method": "kivi", "top_k": 8}, "option top_k: method 'kivi' accepts only"),
-        ({"budget": 100}, "option budget: method 'specache' accepts only"),
-        ({"method": "roco", "budget": 0}, "budget=0: give a number of pairs, or a rate"),
-        ({"method": "roco", "budget": 1.5}, "budget=1.5: give a number of pairs, or a rate"),
-        ({"method": "roco", "budget": "8"}, "budget='8': give a number of pairs, or a rate"),
-        ({"method": "roco", "eviction_block": 0}, "eviction_block=0: give a number of tokens, 1 or more, or 'prompt'"),
-        ({"method": "snapkv", "kernel": 4}, "kernel=4: give an odd number of tokens, 1 or more"),
-        ({"method": "snapkv", "prompt": 32}, "unknown option 'prompt'"),
-        ({"method": "kcache", "top_n": 0}, "top_n=0: accepted is an integer, 1 or more"),
-    ],
-)  # fmt: skip
-def test_a_bad_option_of_a_method_is_named(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(sc.OptionError, match=message):
-        parse_options(options)
-
-
 @pytest.mark.parametrize(("rate", "tokens", "pairs"), [(0.07, 100, 7), (0.55, 100, 55), (0.071, 100, 8), (1e-9, 5, 1)])
 def test_a_rate_rounds_up_but_not_by_a_rounding_error(rate: float, tokens: int, pairs: int) -> None:
     assert parse_options({"method": "roco", "budget": rate}).for_prompt(tokens).budget == pairs

@@ -12,8 +12,7 @@ import torch
 import specache_compile as sc
 from conftest import compiled_with, prompt
 from specache_compile.compat import cache_of, with_cache
-from specache_compile.errors import OptionError, SpecacheError
-from specache_compile.methods import parse_options
+from specache_compile.errors import SpecacheError
 from specache_compile.runtime.session import session_of
 
 pytestmark = [pytest.mark.one_process, pytest.mark.one_trace]
@@ -124,18 +123,3 @@ def test_an_interrupted_step_is_not_gone_on_from(llama: Any, monkeypatch: pytest
             model(prompt(1), **with_cache(cache), use_cache=True)
     with pytest.raises(SpecacheError, match="interrupted"):
         model(prompt(1), **with_cache(cache), use_cache=True)
-
-
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({"host_tier": False}, "host_tier=False with top_k=64.*top_k=0"),
-        ({"host_tier": False, "top_k": 0, "verify": 4}, "host_tier=False with verify=4"),
-        ({"method": "kivi", "host_tier": False, "lookup": True}, "host_tier=False with lookup=True"),
-        ({"method": "offload", "host_tier": False}, "'offload' accepts only"),
-        ({"method": "kivi", "host_tier": 0.5}, "host_tier=0.5"),
-    ],
-)
-def test_options_that_need_a_host_tier_are_refused(options: dict[str, Any], reason: str) -> None:
-    with pytest.raises(OptionError, match=reason):
-        parse_options(options)

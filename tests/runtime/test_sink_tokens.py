@@ -15,7 +15,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 import specache_compile as sc
-from conftest import compiled_with, greedy, prompt, refused_in_a_line
+from conftest import compiled_with, greedy, prompt
 from held_tiers import interrupted_behind
 from specache_compile.compat import cache_of, with_cache
 from specache_compile.methods import parse_options
@@ -127,21 +127,3 @@ def test_what_is_fetched_is_no_sink(llama: LlamaForCausalLM) -> None:
 )
 def test_best_has_them_and_the_papers_have_not(options: dict[str, Any], sinks: int) -> None:
     assert parse_options(options).sink_tokens == sinks
-
-
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({"sink_tokens": -1}, "sink_tokens=-1: accepted is an integer, 0 to 64"),
-        ({"sink_tokens": 65}, "sink_tokens=65: accepted is an integer, 0 to 64"),
-        ({"sink_tokens": True}, "sink_tokens=True: accepted is an integer, 0 to 64"),
-        (
-            {"sink_tokens": 64, "group_size": 32, "residual_length": 8},
-            r"sink_tokens=64: more than the window of 40 tokens \(residual_length 8 \+ group_size 32\). Pass fewer",
-        ),
-        ({"method": "full", "sink_tokens": 4}, "method 'full' accepts only"),
-    ],
-    ids=str,
-)
-def test_what_does_not_go_is_refused_in_a_line(options: dict[str, Any], reason: str) -> None:
-    refused_in_a_line(options, reason)
