@@ -178,6 +178,8 @@ def test_a_compiled_layer_launches_in_the_order_that_overlap_chose(code: dict[st
     assert (before, layer, after) == ([], ["work", *attention, *["work"] * 3], ["work"])
 
 
+# Quick twins: the order of the ops on their state above, and test_compiled_graph.py for one compiled layer.
+@pytest.mark.slow
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 def test_no_state_tensor_is_cloned_or_copied(code: dict[str, list[list[str]]], phase: str) -> None:
     before, layer, after = map(state_left_alone, code[phase])

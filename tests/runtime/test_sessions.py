@@ -270,7 +270,7 @@ def test_a_cache_whose_copy_failed_is_refused_in_every_use_and_dies_when_dropped
         copy.deepcopy,
         sc.materialize,
     ]
-    twin = compile_copy(tiny_llama())  # one trace for all options would keep its first cache
+    twin = compile_copy(tiny_llama(num_hidden_layers=1))  # one trace for all options would keep its first cache
     for number, use in enumerate(uses):
         cache = cache_of(step(twin, prompt(100, 2)))
         step(twin, prompt(1, 2), cache)
