@@ -96,15 +96,6 @@ def test_tokens_after_a_held_cache_equal_those_after_a_prefilled_prompt(name: st
     assert torch.equal(greedy(model, whole, **with_cache(taken)), greedy(model, whole, **with_cache(read)))
 
 
-def test_lossless_settings_generate_the_uncompiled_models_tokens_in_each_padded_row(llama: Any) -> None:
-    ids, model = prompt(90, batch=2), compiled_for(llama, **LOSSLESS)
-    mask = masked(ids, 17)["attention_mask"]
-    before = masked(ids[:, :-1], 17)
-    taken = sc.hold(filled(llama, ids[:, :-1], **before), model, before["attention_mask"])
-    found = greedy(model, ids, **with_cache(taken), attention_mask=mask)
-    assert torch.equal(found, greedy(llama, ids, attention_mask=mask))
-
-
 @pytest.mark.slow
 def test_through_inductor_a_wrapped_model_and_bfloat16(llama: Any) -> None:
     model = copy.deepcopy(llama).bfloat16()

@@ -22,7 +22,6 @@ from transformers import LlamaForCausalLM
 import specache_compile as sc
 from conftest import LOSSLESS, compile_copy, greedy, greedy_unmasked, prompt, tiny_llama
 from families import FAMILIES
-from specache_compile.batching.request import Request
 from specache_compile.compat import cache_of, with_cache
 from specache_compile.kernels.movement import copy_stream, deferred, triton_copy
 from specache_compile.kernels.movement.copy_queue import CopyQueue
@@ -278,53 +277,19 @@ def test_a_forks_steps_are_its_own(
     assert len(stand_in) == 2
 
 
-# For a batch of up to six rows: prompt tokens, generated tokens, and steps until the next request.
-COME_AND_GO = [(100, 30, 4), (70, 12, 3), (90, 9, 3), (75, 20, 2), (66, 5, 2), (80, 9, 40), (64, 8, 2), (5, 3, 9)]
-
-
-def come_and_go(batch: sc.Batch, plan: list[tuple[int, int, int]] = COME_AND_GO) -> tuple[list[Request], set[int]]:
-    """Run requests that join and leave, with idle steps; returns the requests and the numbers of rows that occurred."""
-    requests, rows = [], set()
-    for length, tokens, steps in plan:
-        requests.append(batch.add(prompt(length, seed=length), max_new_tokens=tokens, logprobs=1))
-        for _ in range(steps):
-            batch.step()
-            rows.add(len(batch.decoding))
-    batch.run()
-    return requests, rows
-
-
-@pytest.mark.quick_for
-@pytest.mark.parametrize("lossy", [{"top_k": 8, "correct": "never"}, {"top_k": 8}], ids=["two lanes", "one lane"])
-def test_rows_that_join_and_leave_are_recorded_once_per_power_of_two(
-    two_layers: LlamaForCausalLM, lossy: dict[str, Any], stand_in: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each request generates the same tokens as without recorded steps."""
-    expected, rows = come_and_go(sc.Batch(compile_copy(two_layers, **lossy), rows=6))
-    assert rows == {0, 1, 2, 3, 4, 5, 6}
-    torch._dynamo.reset()
-    monkeypatch.setattr(cuda_graphs, "captures_on", lambda device: True)
-    batch = sc.Batch(compile_copy(two_layers, **lossy, mode="reduce-overhead"), rows=6)
-    requests, _ = come_and_go(batch)
-    assert [request.generated for request in requests] == [request.generated for request in expected]
-    for ours, theirs in zip(requests, expected, strict=True):
-        likely = [[each.chosen for each in request.logprobs] for request in (ours, theirs)]
-        assert likely[0] == pytest.approx(likely[1], abs=1e-4)
-    assert len(stand_in) == len([1, 2, 4, 6])
-    come_and_go(batch)
-    assert len(stand_in) == 4
-    pool = batch.memory.pool
-    assert pool is not None
-    assert pool.held == 0
-
-
 @pytest.mark.slow
 def test_a_recurrences_state_is_written_in_place(stand_in: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """This holds for any size of the state; rows with such a state are not padded."""
     hybrid = next(family for family in FAMILIES if family.name == "qwen3_5_text").model()
     monkeypatch.setattr(cuda_graphs, "captures_on", lambda device: True)
     twin = compile_copy(hybrid, mode="reduce-overhead")
-    requests, rows = come_and_go(sc.Batch(twin, rows=6), COME_AND_GO[:3])
+    batch, requests, rows = sc.Batch(twin, rows=6), [], set()
+    for length, tokens, steps in ((100, 30, 4), (70, 12, 3), (90, 9, 3)):
+        requests.append(batch.add(prompt(length, seed=length), max_new_tokens=tokens))
+        for _ in range(steps):
+            batch.step()
+            rows.add(len(batch.decoding))
+    batch.run()
     assert rows == {1, 2, 3}
     for request in requests:
         ids, count = request.prompt[None], len(request.generated)
@@ -398,49 +363,6 @@ def test_a_batch_under_a_mask_beyond_padding_reports_why_it_is_not_captured(
         mask = torch.ones(2, 1, 1, 41, dtype=torch.bool)
         with pytest.warns(UserWarning, match="runs without a CUDA graph: input .*mask.* changes its size"):
             twin(prompt(1, 2), **with_cache(cache), attention_mask=mask)
-
-
-def walk(model: LlamaForCausalLM, vectors: Tensor) -> Iterator[Tensor]:
-    """Yield logits of steps on ids and vectors, chunked prefills, crops, forks and bucket growth, on one cache."""
-
-    def forward(cache: Any, tokens: int, given: dict[str, Tensor] | None = None) -> Any:
-        start = cache.get_seq_length() if cache else 0
-        given = given or {"input_ids": prompt(tokens, 1, start)}
-        place = torch.arange(start, start + tokens)[None]
-        return model(**given, **with_cache(cache), position_ids=place, use_cache=True)
-
-    def steps(cache: Any, count: int) -> Iterator[Tensor]:
-        for _ in range(count):
-            yield forward(cache, 1).logits
-
-    cache = cache_of(forward(None, 200))
-    yield from steps(cache, 6)
-    for _ in range(2):
-        yield forward(cache, 1, {"inputs_embeds": vectors[None, :1]}).logits
-        yield from steps(cache, 1)
-    fork = copy.deepcopy(cache)
-    yield from steps(cache, 4)
-    yield from steps(fork, 4)
-    yield forward(cache, 30).logits
-    yield from steps(cache, 5)
-    cache.crop(-20)
-    yield from steps(cache, 50)  # past 256 tokens
-
-
-@pytest.mark.slow
-@torch.no_grad()
-def test_captured_steps_equal_uncaptured_steps_bit_for_bit(
-    two_layers: LlamaForCausalLM, stand_in: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With few slots, a missing or late fetch changes the logits."""
-    vectors = two_layers.get_input_embeddings().weight.detach()
-    expected = list(walk(compile_copy(two_layers, top_k=8), vectors))
-    assert not stand_in
-    torch._dynamo.reset()
-    monkeypatch.setattr(cuda_graphs, "captures_on", lambda device: True)
-    answers = list(walk(compile_copy(two_layers, top_k=8, mode="reduce-overhead"), vectors))
-    assert stand_in == [1] * 4, "on ids, on vectors, of the fork, and of the next bucket"
-    assert [torch.equal(ours, theirs) for ours, theirs in zip(answers, expected, strict=True)] == [True] * len(expected)
 
 
 @torch.no_grad()

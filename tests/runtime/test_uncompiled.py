@@ -115,6 +115,7 @@ def is_held(cache: Any) -> list[bool]:
 WAYS = {"greedy": dict, "beams": lambda: {"num_beams": 3}, "padded": padded}
 
 
+@pytest.mark.quick_for("padded")
 @pytest.mark.parametrize("way", WAYS)
 def test_the_limit_before_the_first_step_changes_no_token(shallow: LlamaForCausalLM, way: str) -> None:
     ids, settings = prompt(90, 3), WAYS[way]()
@@ -134,7 +135,7 @@ def test_the_limit_half_way_changes_no_token(shallow: LlamaForCausalLM, way: str
     assert torch.equal(tokens, greedy(shallow, ids, 20, **settings))
 
 
-@pytest.mark.quick_for("kivi", "specache")
+@pytest.mark.quick_for("kivi")
 @pytest.mark.parametrize("method", KEEP_ALL)
 def test_with_every_method_that_keeps_all_pairs(shallow: LlamaForCausalLM, method: str) -> None:
     twin = copy.deepcopy(shallow)
@@ -187,7 +188,7 @@ def test_a_cache_that_became_plain_goes_on_in_a_second_turn(shallow: LlamaForCau
         torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=1e-4)
 
 
-@pytest.mark.quick_for("snapkv", "h2o")
+@pytest.mark.quick_for("h2o")
 @pytest.mark.parametrize(
     "method", [name for name, one in every_method().items() if not any(field.has_all_pairs for field in one.fields)]
 )
