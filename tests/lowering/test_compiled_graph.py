@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 from transformers import LlamaForCausalLM
 
 import specache_compile as sc
-from conftest import LOSSLESS, greedy, greedy_unmasked, prompt, tiny_llama
+from conftest import LOSSLESS, compiled_with, greedy, greedy_unmasked, prompt, tiny_llama
 from generated_code import compiled_phases, launches, names, state_left_alone
 from specache_compile.compile.rewrites import Rewrites
 from specache_compile.kernels.cpp import library as cpp_library
@@ -48,8 +48,7 @@ def generated() -> Generated:
     for library in (cpp_library.decode_library, cpp_library.rows_library, cpp_library.tiers_library):
         library.cache_clear()
     llama = tiny_llama()
-    twin = copy.deepcopy(llama)
-    twin.compile(backend="specache", options=OPTIONS)
+    twin = compiled_with(llama, OPTIONS)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpp_library, "compiled", load)
         tokens, sources = run_and_get_code(lambda: greedy_unmasked(twin, prompt(70), 30))
@@ -111,8 +110,7 @@ def test_no_state_tensor_is_cloned_or_copied(code: dict[str, list[str]], phase: 
 @pytest.mark.quick_for
 @pytest.mark.parametrize("settings", [{"speculate": False, "bits": 4}, {"top_k": 0, "bits": 16}])
 def test_inductor_gives_the_uncompiled_tokens(llama: LlamaForCausalLM, settings: dict) -> None:
-    twin = copy.deepcopy(llama)
-    twin.compile(backend="specache", options={**OPTIONS, **settings})
+    twin = compiled_with(llama, {**OPTIONS, **settings})
     mask = torch.ones(2, 80, dtype=torch.int64)
     mask[1, :30] = 0
     inputs = {"input_ids": prompt(80, 2), "attention_mask": mask}
@@ -123,8 +121,7 @@ def test_inductor_gives_the_uncompiled_tokens(llama: LlamaForCausalLM, settings:
 @pytest.mark.slow
 def test_extends_and_new_buckets_through_inductor(llama: LlamaForCausalLM) -> None:
     """Chunks of several lengths, and a generation that grows past a bucket while it runs."""
-    twin = copy.deepcopy(llama)
-    twin.compile(backend="specache", options=OPTIONS)
+    twin = compiled_with(llama, OPTIONS)
     ids = prompt(235)
     expected = greedy(llama, ids, 40, prefill_chunk_size=70)
     assert torch.equal(greedy(twin, ids, 40, prefill_chunk_size=70), expected)
@@ -139,8 +136,7 @@ def guards_on_capacity(rewrites: Rewrites) -> list[Any]:
 @pytest.mark.slow
 def test_no_graph_is_compiled_again_as_the_cache_grows(llama: LlamaForCausalLM) -> None:
     """Through three buckets, no guard depends on the capacity's symbol, which no argument of a call determines."""
-    twin = copy.deepcopy(llama)
-    twin.compile(backend="specache", options={**OPTIONS, "lowering": "inductor"})
+    twin = compiled_with(llama, {**OPTIONS, "lowering": "inductor"})
     assert [bucket(tokens) for tokens in (250, 300, 600)] == [256, 512, 768]
     assert torch.equal(greedy(twin, prompt(250), 350), greedy(llama, prompt(250), 350))
     graphs = [graph.rewrites for graph in find_record(twin).graphs]

@@ -20,7 +20,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from transformers import LlamaForCausalLM
 
 import specache_compile as sc
-from conftest import LOSSLESS, compile_copy, greedy, greedy_unmasked, prompt, tiny_llama
+from conftest import compile_copy, greedy, greedy_unmasked, prompt, tiny_llama
 from families import FAMILIES
 from specache_compile.compat import cache_of, with_cache
 from specache_compile.kernels.movement import copy_stream, deferred, triton_copy
@@ -84,6 +84,13 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(CopyQueue, "submit_prefetch", submit_prefetch)
     monkeypatch.setattr(cuda_graphs, "record", record)
     return recorded
+
+
+@pytest.fixture
+def captures(stand_in: list[int], monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Let steps on the CPU be captured; returns the number of deferred fetches of each capture."""
+    monkeypatch.setattr(cuda_graphs, "captures_on", lambda device: True)
+    return stand_in
 
 
 def step(x: Tensor, weight: Tensor, state: Tensor) -> list[Tensor]:
@@ -151,9 +158,8 @@ def test_graphs_that_move_in_turn_go_on(stand_in: list[int]) -> None:
 
 
 def test_a_large_argument_that_moves_costs_the_graph_and_one_warning_that_names_it(
-    stand_in: list[int], monkeypatch: pytest.MonkeyPatch
+    captures: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cuda_graphs, "captures_on", lambda device: True)
     monkeypatch.setattr(cuda_graphs, "COPIED_BYTES", 16)
     llama = tiny_llama(num_hidden_layers=1)
     twin = compile_copy(llama, mode="reduce-overhead")
@@ -173,7 +179,7 @@ def test_a_large_argument_that_moves_costs_the_graph_and_one_warning_that_names_
     with pytest.warns(UserWarning, match=text) as warned:
         generations = [run(twin), run(twin)]
     assert len([w for w in warned if "new address" in str(w.message)]) == 1
-    assert len(stand_in) == 3, "one capture, two more, and none in the second generation"
+    assert len(captures) == 3, "one capture, two more, and none in the second generation"
     torch.testing.assert_close(generations, [run(llama)] * 2, atol=1e-3, rtol=1e-3)
 
 
@@ -205,23 +211,17 @@ def test_a_symbolic_batch_is_distinguished_from_a_growing_length(read: str, reas
 
 @pytest.mark.quick_for("1")
 @pytest.mark.parametrize("batch", [1, 3])
-def test_steps_of_a_padded_batch_are_captured(
-    llama: LlamaForCausalLM, batch: int, stand_in: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_of_a_padded_batch_are_captured(llama: LlamaForCausalLM, batch: int, captures: list[int]) -> None:
     """The mask grows outside the graph, which reads the session's padding in place, across two buckets."""
-    monkeypatch.setattr(cuda_graphs, "captures_on", lambda device: True)
     twin = compile_copy(llama, mode="reduce-overhead")
     ids = prompt(230, batch)
     mask = torch.ones_like(ids)
     mask[0, 3:41] = 0  # left padding becomes a length instead of a mask
     assert torch.equal(greedy(twin, ids, 60, attention_mask=mask), greedy(llama, ids, 60, attention_mask=mask))
-    assert len(stand_in) == 2
+    assert len(captures) == 2
 
 
-def test_steps_of_calls_without_position_ids_are_captured(
-    llama: LlamaForCausalLM, stand_in: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cuda_graphs, "captures_on", lambda device: True)
+def test_steps_of_calls_without_position_ids_are_captured(llama: LlamaForCausalLM, captures: list[int]) -> None:
     twin = compile_copy(llama, mode="reduce-overhead")
 
     def run(model: LlamaForCausalLM) -> Tensor:
@@ -234,32 +234,25 @@ def test_steps_of_calls_without_position_ids_are_captured(
         return torch.cat(logits, 1)
 
     torch.testing.assert_close(run(twin), run(llama), atol=1e-3, rtol=1e-3)
-    assert len(stand_in) == 1
+    assert len(captures) == 1
 
 
 @pytest.mark.quick_for("two lanes")
 @pytest.mark.parametrize("speculate", [True, False], ids=["two lanes", "one lane"])
 def test_replayed_steps_make_the_uncompiled_models_tokens_across_buckets(
-    two_layers: LlamaForCausalLM, speculate: bool, stand_in: list[int], monkeypatch: pytest.MonkeyPatch
+    two_layers: LlamaForCausalLM, speculate: bool, captures: list[int]
 ) -> None:
     """From 200 to 520 tokens there are three buckets: each is warmed up, captured once, and replayed."""
-    monkeypatch.setattr(cuda_graphs, "captures_on", lambda device: True)
-    twin = copy.deepcopy(two_layers)
-    options = {**LOSSLESS, "lowering": "eager", "mode": "reduce-overhead", "speculate": speculate}
-    twin.compile(backend="specache", options=options)
+    twin = compile_copy(two_layers, mode="reduce-overhead", speculate=speculate)
     ids = prompt(200)
     assert torch.equal(greedy_unmasked(twin, ids, 320), greedy_unmasked(two_layers, ids, 320))
     stats = sc.stats(twin)
     assert stats.replays == stats.decodes - 3, "the first step of each bucket runs as it is"
-    assert len(stand_in) == 3
+    assert len(captures) == 3
 
 
-def test_a_forks_steps_are_its_own(
-    llama: LlamaForCausalLM, stand_in: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cuda_graphs, "captures_on", lambda device: True)
-    twin = copy.deepcopy(llama)
-    twin.compile(backend="specache", options={**LOSSLESS, "lowering": "eager", "mode": "reduce-overhead"})
+def test_a_forks_steps_are_its_own(llama: LlamaForCausalLM, captures: list[int]) -> None:
+    twin = compile_copy(llama, mode="reduce-overhead")
 
     def run(model: LlamaForCausalLM) -> Tensor:
         with torch.no_grad():
@@ -274,14 +267,13 @@ def test_a_forks_steps_are_its_own(
         return model(torch.tensor([[token]]), **with_cache(cache), position_ids=place).logits
 
     torch.testing.assert_close(run(twin), run(llama), atol=1e-3, rtol=1e-3)
-    assert len(stand_in) == 2
+    assert len(captures) == 2
 
 
 @pytest.mark.slow
-def test_a_recurrences_state_is_written_in_place(stand_in: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recurrences_state_is_written_in_place(captures: list[int]) -> None:
     """This holds for any size of the state; rows with such a state are not padded."""
     hybrid = next(family for family in FAMILIES if family.name == "qwen3_5_text").model()
-    monkeypatch.setattr(cuda_graphs, "captures_on", lambda device: True)
     twin = compile_copy(hybrid, mode="reduce-overhead")
     batch, requests, rows = sc.Batch(twin, rows=6), [], set()
     for length, tokens, steps in ((100, 30, 4), (70, 12, 3), (90, 9, 3)):
@@ -298,10 +290,9 @@ def test_a_recurrences_state_is_written_in_place(stand_in: list[int], monkeypatc
 
 
 def test_padding_rows_touch_only_page_0_and_the_state_of_future_rows(
-    llama: LlamaForCausalLM, stand_in: list[int], monkeypatch: pytest.MonkeyPatch
+    llama: LlamaForCausalLM, captures: list[int]
 ) -> None:
     """Three rows, one of which has replaced a finished row, run as four."""
-    monkeypatch.setattr(cuda_graphs, "captures_on", lambda device: True)
     batch = sc.Batch(compile_copy(llama, top_k=8, mode="reduce-overhead"), rows=6, chunk=128)
     requests = [batch.add(prompt(100, seed=seed), max_new_tokens=40) for seed in range(4)]
     while len(batch.decoding) < 4:
@@ -329,9 +320,8 @@ def untouched(part: Tensor) -> bool:
 
 
 def test_a_session_with_an_unpinned_host_tier_runs_uncaptured_steps(
-    llama: LlamaForCausalLM, stand_in: list[int], monkeypatch: pytest.MonkeyPatch
+    llama: LlamaForCausalLM, captures: list[int]
 ) -> None:
-    monkeypatch.setattr(cuda_graphs, "captures_on", lambda device: True)
     twin = compile_copy(llama, lowering="eager", mode="reduce-overhead")
     with torch.no_grad():
         cache = cache_of(twin(prompt(40), use_cache=True))
@@ -344,19 +334,18 @@ def test_a_session_with_an_unpinned_host_tier_runs_uncaptured_steps(
                 twin(torch.tensor([[1]]), **with_cache(cache), position_ids=torch.tensor([[place]]))
             reported.append(any("the host tier could not be pinned" in str(warning.message) for warning in caught))
         assert reported == [True, False, False, False]
-        assert not stand_in
+        assert not captures
         session.capturable = True
         for place in range(44, 46):
             twin(torch.tensor([[1]]), **with_cache(cache), position_ids=torch.tensor([[place]]))
-        assert len(stand_in) == 1
+        assert len(captures) == 1
     stats = sc.stats(twin)
     assert (stats.decodes, stats.replays) == (6, 1)
 
 
 def test_a_batch_under_a_mask_beyond_padding_reports_why_it_is_not_captured(
-    llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+    llama: LlamaForCausalLM, captures: list[int]
 ) -> None:
-    monkeypatch.setattr(cuda_graphs, "captures_on", lambda device: True)
     twin = compile_copy(llama, mode="reduce-overhead")
     with torch.no_grad():
         cache = cache_of(twin(prompt(40, 2), use_cache=True))
@@ -366,10 +355,7 @@ def test_a_batch_under_a_mask_beyond_padding_reports_why_it_is_not_captured(
 
 
 @torch.no_grad()
-def test_the_last_layers_fetch_is_left_to_the_next_replay(
-    two_layers: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cuda_graphs, "captures_on", lambda device: True)
+def test_the_last_layers_fetch_is_left_to_the_next_replay(two_layers: LlamaForCausalLM, captures: list[int]) -> None:
     twin = compile_copy(two_layers, top_k=8, mode="reduce-overhead")
     cache = cache_of(twin(prompt(200), use_cache=True))
     session = cache.layers[0].keys.handle.session

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import itertools
 import random
@@ -17,7 +16,7 @@ from torch._dynamo.utils import counters
 from transformers import DynamicCache, LlamaForCausalLM
 
 import specache_compile as sc
-from conftest import LOSSLESS, compile_copy, greedy, prompt, tiny_llama
+from conftest import LOSSLESS, compile_copy, compiled_with, greedy, prompt, tiny_llama
 from families import FAMILIES
 from specache_compile.compat import GENERATE_MASKS_ALL, cache_of, with_cache
 from specache_compile.passes.reading.nodes import value_of
@@ -135,9 +134,7 @@ PAIRS = sorted(itertools.permutations(MADE_UNDER, 2), key=lambda pair: pair != S
 
 
 def under(model: LlamaForCausalLM, method: str, **more: Any) -> LlamaForCausalLM:
-    twin = copy.deepcopy(model)
-    twin.compile(backend="specache", options={"lowering": "eager", "method": method, **MADE_UNDER[method], **more})
-    return twin
+    return compiled_with(model, {"lowering": "eager", "method": method, **MADE_UNDER[method], **more})
 
 
 @pytest.mark.slow

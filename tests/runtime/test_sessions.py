@@ -45,6 +45,10 @@ def session_of(cache: DynamicCache) -> Any:
     return cache.layers[0].keys.handle.session
 
 
+def equal(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    assert torch.equal(ours, theirs)
+
+
 def random_walk(model: LlamaForCausalLM, twin: LlamaForCausalLM, seed: int, same: Any) -> None:
     """Steps, extends, crops, reorders, repeats, selections and forks, in any order, on both models' caches; drafts that
     one of them alone makes, takes back, and verifies."""
@@ -103,11 +107,7 @@ def many_recompiles() -> Iterator[None]:
 def test_host_tier_equals_hf_cache_bit_for_bit_after_a_random_walk(seed: int) -> None:
     """One layer, whose keys and values no attention has touched, in one lane: HF's own cache is the exact reference."""
     model = tiny_llama(num_hidden_layers=1)
-
-    def same(ours: torch.Tensor, theirs: torch.Tensor) -> None:
-        assert torch.equal(ours, theirs)
-
-    random_walk(model, compile_copy(model, speculate=False, top_k=16), seed, same)
+    random_walk(model, compile_copy(model, speculate=False, top_k=16), seed, equal)
 
 
 @pytest.mark.usefixtures("many_recompiles")
@@ -115,11 +115,7 @@ def test_host_tier_equals_hf_cache_bit_for_bit_where_the_tiers_verify() -> None:
     """A walk with verifications in it, each a widened decode."""
     model = tiny_llama(num_hidden_layers=1)
     twin = compile_copy(model, lookup=True, setting="best", top_k=16)
-
-    def same(ours: torch.Tensor, theirs: torch.Tensor) -> None:
-        assert torch.equal(ours, theirs)
-
-    random_walk(model, twin, 2, same)
+    random_walk(model, twin, 2, equal)
     rewritten = [phase for graph in find_record(twin).graphs for phase in graph.rewrites.modules]
     assert "widened" in rewritten
 

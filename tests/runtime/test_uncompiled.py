@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM, LogitsProcessor
 
 import specache_compile as sc
-from conftest import LOSSLESS, compile_copy, forget_warnings, greedy, prompt, tiny_llama
+from conftest import LOSSLESS, compile_copy, compiled_with, forget_warnings, greedy, prompt, tiny_llama
 from families import FAMILIES, Family
 from specache_compile.compat import cache_of, with_cache
 from specache_compile.compile import recompile_limit
@@ -138,8 +138,7 @@ def test_the_limit_half_way_changes_no_token(shallow: LlamaForCausalLM, way: str
 @pytest.mark.quick_for("kivi")
 @pytest.mark.parametrize("method", KEEP_ALL)
 def test_with_every_method_that_keeps_all_pairs(shallow: LlamaForCausalLM, method: str) -> None:
-    twin = copy.deepcopy(shallow)
-    twin.compile(backend="specache", options={"lowering": "eager", "method": method, **KEEP_ALL[method]})
+    twin = compiled_with(shallow, {"lowering": "eager", "method": method, **KEEP_ALL[method]})
     with warned(1):
         tokens = greedy(twin, prompt(90), 16, logits_processor=[AfterTokens(10, run_uncompiled)])
     assert torch.equal(tokens, greedy(shallow, prompt(90), 16))
@@ -194,8 +193,7 @@ def test_a_cache_that_became_plain_goes_on_in_a_second_turn(shallow: LlamaForCau
 )
 def test_a_method_that_evicts_has_no_plain_cache_to_give(shallow: LlamaForCausalLM, method: str) -> None:
     """It raises, and the cache is unchanged."""
-    twin = copy.deepcopy(shallow)
-    twin.compile(backend="specache", options={"lowering": "eager", "method": method, "budget": 4096})
+    twin = compiled_with(shallow, {"lowering": "eager", "method": method, "budget": 4096})
     cache = cache_of(step(twin, prompt(50)))
     with warned(0), pytest.raises(sc.SpecacheError, match=r"its policy chose.*_dynamo.config.recompile_limit"):
         step(shallow, prompt(1), cache)
