@@ -7,6 +7,7 @@ import itertools
 import random
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from torch._dynamo.utils import counters
 from transformers import DynamicCache, LlamaForCausalLM
 
 import specache_compile as sc
-from conftest import LOSSLESS, compile_copy, compiled_with, greedy, prompt, tiny_llama
+from conftest import LOSSLESS, compile_copy, compiled_with, forget_warnings, greedy, prompt, tiny_llama
 from families import FAMILIES
 from specache_compile.compat import GENERATE_MASKS_ALL, cache_of, with_cache
 from specache_compile.passes.reading.nodes import value_of
@@ -86,6 +87,78 @@ def test_the_callers_tensors_are_as_they_were() -> None:
     with torch.no_grad():
         compiled(ids, attention_mask=mask, use_cache=True)
     assert [vars(tensor) for tensor in (ids, mask)] == before
+
+
+# Sixty calls
+
+
+def sampled(model: Any, ids: Tensor, rng: random.Random) -> Tensor:
+    torch.manual_seed(rng.randrange(1000))
+    return model.generate(ids, max_new_tokens=12, do_sample=True, temperature=1.3, top_k=20)
+
+
+def with_beams(model: Any, ids: Tensor, rng: random.Random) -> Tensor:
+    return greedy(model, ids[:4], 8, num_beams=rng.choice((2, 3)))
+
+
+def with_padding(model: Any, ids: Tensor, rng: random.Random) -> Tensor:
+    return greedy(model, ids, 12, attention_mask=padded(ids, rng.randrange(1000)))
+
+
+def in_turns(model: Any, ids: Tensor, rng: random.Random) -> Tensor:
+    cache = DynamicCache()
+    for _ in range(3):
+        ids = torch.cat([greedy(model, ids, 6, **with_cache(cache)), prompt(rng.randrange(2, 9), len(ids))], 1)
+    return ids
+
+
+def cropped(model: Any, ids: Tensor, rng: random.Random) -> Tensor:
+    cache = DynamicCache()
+    whole = greedy(model, ids, 12, **with_cache(cache))
+    back = rng.randrange(1, 8)
+    cache.crop(-back)
+    return greedy(model, whole[:, : cache.get_seq_length() + 1], 6, **with_cache(cache))
+
+
+def looked_up(model: Any, ids: Tensor, rng: random.Random) -> Tensor:
+    return greedy(model, ids[:1], 12, prompt_lookup_num_tokens=3)
+
+
+CALLS: tuple[Callable[[Any, Tensor, random.Random], Tensor], ...] = (
+    lambda model, ids, rng: greedy(model, ids, 16),
+    sampled,
+    with_beams,
+    with_padding,
+    in_turns,
+    cropped,
+    looked_up,
+)
+
+
+def sixty_calls(plain: Any, compiled: Any) -> int:
+    """Random calls of a model and of its compiled copy, which must generate the same; returns how many ran
+    uncompiled."""
+    rng, limited = random.Random(0), 0
+    for number in range(60):
+        call, seed = rng.choice(CALLS), rng.randrange(1 << 30)
+        ids = prompt(rng.randrange(1, 301), rng.randrange(1, 13), seed=number)
+        forget_warnings()
+        with warnings.catch_warnings(record=True) as reported:
+            warnings.simplefilter("always")
+            got = call(compiled, ids, random.Random(seed))
+        assert torch.equal(got, call(plain, ids, random.Random(seed))), f"call {number}: {ids.shape}"
+        limited += any("recompile limit" in str(warning.message) for warning in reported)
+    return limited
+
+
+@pytest.mark.slow
+def test_sixty_random_calls_under_dynamos_own_limit(llama: LlamaForCausalLM, compiled: LlamaForCausalLM) -> None:
+    """A graph for a batch of one and one for more, with a padding mask or none, in three phases, are twelve; Dynamo
+    makes eight. What comes after them runs uncompiled, and is right."""
+    counters.clear()
+    limited = sixty_calls(llama, compiled)
+    assert counters["stats"]["unique_graphs"] <= 8
+    assert limited < 20, f"most calls run compiled: {limited} did not"
 
 
 # Windows that are not full yet
