@@ -36,8 +36,6 @@ from transformers import AutoTokenizer, DynamicCache, LlamaConfig, LlamaForCausa
 import pairwise
 from one_trace import compile_by_options
 from specache_compile.compat import cache_of, with_cache
-from specache_compile.errors import OptionError
-from specache_compile.methods import parse_options
 from specache_compile.runtime import records
 
 # Fixtures for tests of consecutive processes.
@@ -53,7 +51,7 @@ NEEDLE_LLAMA = Path(__file__).parent.parent / "examples" / "needle-llama"
 # Test modules of at least half a minute, the longest first.
 LONGEST = (
     "runtime/test_families.py", "caches/test_rows.py", "generate/test_verify.py", "runtime/test_sessions.py",
-    "compile/test_backend.py", "weights/test_packed.py", "kernels/test_sanitized.py", "caches/test_saving.py",
+    "compile/test_backend.py", "kernels/test_sanitized.py", "caches/test_saving.py",
     "tests/test_checkpoints.py", "generate/test_generate.py", "kernels/test_triton.py", "runtime/test_methods.py",
     "warm/test_warm.py", "lowering/test_compiled_graph.py", "runtime/test_ranks.py", "tests/test_benchmarks.py",
     "lowering/test_fold_layers.py", "generate/test_look_up.py", "runtime/test_no_host_tier.py",
@@ -244,12 +242,6 @@ def prompt(length: int, batch: int = 1, seed: int = 1, vocabulary: int = 128) ->
 
 def greedy(model: Any, ids: torch.Tensor, tokens: int = 40, **kwargs: Any) -> torch.Tensor:
     return model.generate(ids, max_new_tokens=tokens, do_sample=False, **kwargs)
-
-
-def refused_in_a_line(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(OptionError, match=message) as error:
-        parse_options(options)
-    assert "\n" not in str(error.value)
 
 
 def chatted(model: Any, tokens: int) -> torch.Tensor:

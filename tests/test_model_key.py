@@ -84,6 +84,7 @@ def test_training_changes_the_key_within_a_process_alone() -> None:
     assert model_key(model) == before
 
 
+@pytest.mark.quick_for("llama 3", "phi3, longrope", "gpt_oss", "deepseek_v3", "qwen3_5_text", "falcon_h1", "minimax")
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_generating_changes_no_key(family: Family) -> None:
     model = family.one_layer.model()

@@ -20,32 +20,6 @@ def found(tmp_path: Path, text: str, name: str = "page.md") -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "text",
-    [
-        SHORT,
-        " ".join(["word"] * 30) + ".",
-        " ".join(["word"] * 20) + ". " + " ".join(["Word"] * 20) + ".",
-        " ".join(["word"] * 20) + ". `code` " + " ".join(["word"] * 20) + ".",
-        "`" + LONG + "`",
-        "``" + LONG + "`told`" + "``",
-        f"```\n{LONG} It says so.\n```",
-        f"- An item:\n\n  ```python\n  {LONG}\n  ```\n",
-        f"````\n```\n{LONG}\n````",
-        f"| {LONG} | told |\n| --- | --- |",
-        f"<!-- {LONG}\nIt says so. -->",
-        f"[a page]({'/'.join(['says'] * 3)}) and [another][told].",
-        f"The command prints:\n\n    {LONG}\n    It says so.\n\nIt ends.",
-        "If you want to, you may also ask a person. Users say so.",
-        "A known name, and the answer's length.",
-        "\n".join(f"- {' '.join(['word'] * 12)}" for _ in range(4)),
-        f"# {' '.join(['word'] * 20)}\n{' '.join(['word'] * 20)}.",
-    ],
-)
-def test_plain_text_and_code_pass(tmp_path: Path, text: str) -> None:
-    assert found(tmp_path, text) == []
-
-
-@pytest.mark.parametrize(
     ("text", "expected"),
     [
         (f"# Title\n\n{LONG}", ["3: 31 words in a sentence: word word word word word word ..."]),
@@ -94,18 +68,6 @@ class Cache:
 
 def test_of_a_module_only_its_docstrings_are_prose(tmp_path: Path) -> None:
     assert found(tmp_path, SOURCE, "module.py") == ['1: "says"', '20: "wants"']
-
-
-def test_the_indentation_of_a_docstring_is_that_of_its_quotes(tmp_path: Path) -> None:
-    source = f'class A:\n    """Run it.\n\n        python asked.py {LONG}\n    """\n'
-    assert found(tmp_path, source, "module.py") == []
-    assert len(found(tmp_path, source.replace("        python", "    python"), "module.py")) == 2
-
-
-def test_fields_are_sentences_apart(tmp_path: Path) -> None:
-    fields = "\n".join(f"    field{number}: {' '.join(['word'] * 12)}" for number in range(4))
-    assert found(tmp_path, f'"""Fields.\n\n{fields[4:]}\n"""\n', "module.py") == []
-    assert found(tmp_path, f'"""Fields.\n\nx: {LONG}\n"""\n', "module.py")[0].startswith("3: 31 words")
 
 
 def test_the_exit_code_and_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

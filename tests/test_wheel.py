@@ -74,8 +74,13 @@ def test_the_wheel_has_each_source_file_and_no_other(wheel: Path) -> None:
     assert {name for name in names if ".dist-info/" not in name} == expected
     assert {Path(name).suffix or Path(name).name for name in expected} == {".py", ".typed", ".jinja", ".cpp", ".h"}
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
+    (points,) = (name for name in names if name.endswith(".dist-info/entry_points.txt"))
+    text = zipfile.ZipFile(wheel).read(points).decode()
+    assert "\nspecache = specache_compile.cli:main\n" in text
+    assert "\nspecache = specache_compile.entry:specache\n" in text
 
 
+@pytest.mark.slow
 def test_the_installed_command_and_backend_are_those_of_the_wheel(installed: Path, tmp_path: Path) -> None:
     code = (
         "import importlib.metadata as m, specache_compile as s; print(s.__file__); "

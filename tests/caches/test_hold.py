@@ -12,13 +12,13 @@ from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 import specache_compile as sc
-from conftest import LOSSLESS, greedy, prompt, tiny_llama
+from conftest import LOSSLESS, compiled_with, greedy, prompt, tiny_llama
 from held_tiers import in_order
 from specache_compile.compat import with_cache
 from specache_compile.runtime.session import session_of
 from specache_compile.runtime.state import MEASURE, fields_of
 
-pytestmark = pytest.mark.one_process
+pytestmark = [pytest.mark.one_process, pytest.mark.one_trace]
 
 SETTINGS = {
     "best": {"group_size": 32, "residual_length": 32, "top_k": 8},
@@ -43,9 +43,7 @@ def filled(model: Any, ids: torch.Tensor, **more: Any) -> DynamicCache:
 
 
 def compiled_for(model: Any, **options: Any) -> Any:
-    twin = copy.deepcopy(model)
-    twin.compile(backend="specache", options={"lowering": "eager", **options})
-    return twin
+    return compiled_with(model, {"lowering": "eager", **options})
 
 
 def tiers(cache: DynamicCache) -> list[dict[str, torch.Tensor]]:
@@ -96,15 +94,6 @@ def test_tokens_after_a_held_cache_equal_those_after_a_prefilled_prompt(name: st
     whole = torch.cat([ids, prompt(3, seed=5)], 1)
     read, taken = filled(model, ids), sc.hold(filled(llama, ids), model)
     assert torch.equal(greedy(model, whole, **with_cache(taken)), greedy(model, whole, **with_cache(read)))
-
-
-def test_lossless_settings_generate_the_uncompiled_models_tokens_in_each_padded_row(llama: Any) -> None:
-    ids, model = prompt(90, batch=2), compiled_for(llama, **LOSSLESS)
-    mask = masked(ids, 17)["attention_mask"]
-    before = masked(ids[:, :-1], 17)
-    taken = sc.hold(filled(llama, ids[:, :-1], **before), model, before["attention_mask"])
-    found = greedy(model, ids, **with_cache(taken), attention_mask=mask)
-    assert torch.equal(found, greedy(llama, ids, attention_mask=mask))
 
 
 @pytest.mark.slow

@@ -55,9 +55,7 @@ MARKS = {
 
 @pytest.fixture(scope="module", params=[pytest.param(name, marks=MARKS.get(name, ())) for name in SETTINGS])
 def model(request: pytest.FixtureRequest) -> Any:
-    made = tiny_llama()
-    made.compile(backend="specache", options=SETTINGS[request.param])
-    return made
+    return compiled(request.param)
 
 
 @dataclass
@@ -173,7 +171,8 @@ def default() -> Any:
 
 
 def compiled(setting: str, **changes: Any) -> Any:
-    model = tiny_llama(**changes)
+    """Return a model of one layer: rows join and leave in each layer alike."""
+    model = tiny_llama(**{"num_hidden_layers": 1, **changes})
     model.compile(backend="specache", options=SETTINGS[setting])
     return model
 
@@ -197,7 +196,7 @@ def test_a_split_cache_equals_the_joined_caches(default: Any) -> None:
 
 
 def test_plain_copies_are_left_padded_like_a_batch() -> None:
-    model, plain = compiled("offload"), tiny_llama()
+    model, plain = compiled("offload", num_hidden_layers=2), tiny_llama()
     prompts = [prompt(length, seed=length) for length in (SHORT, MIDDLE)]
     ids, mask = left_padded(prompts)
     cache = sc.join([forward(model, None, row)[0] for row in prompts])
@@ -270,24 +269,6 @@ def test_two_hundred_joins_and_leaves_compile_nothing_and_leave_nothing(tiniest:
     assert pool.held == 0
 
 
-@pytest.mark.slow
-def test_fused_rows_equal_each_row_alone() -> None:
-    """The kernels of a lowered graph, for two rows in pages and for one."""
-    model = compiled("default, fused", **TINIEST)
-    prompts = [prompt(length, seed=length, vocabulary=64) for length in (LONG, SHORT)]
-    read = [forward(model, None, ids) for ids in prompts]
-    pool = pool_of(read[0][0])
-    apart = [in_pages(cache, pool) for cache, _ in read]
-    together = append_rows(reserve_cache_rows(copy.deepcopy(apart[0]), 2), apart[1])
-    latest = torch.cat([logits for _, logits in read])
-    for _ in range(40):
-        tokens = latest.argmax(-1, keepdim=True)
-        together, latest = forward(model, together, tokens)
-        alone = [forward(model, twin, tokens[row : row + 1]) for row, twin in enumerate(apart)]
-        apart = [cache for cache, _ in alone]
-        close(latest, torch.cat([logits for _, logits in alone]))
-
-
 def test_positions_that_the_model_would_count_are_refused(default: Any) -> None:
     cache = joined(default)
     with torch.no_grad(), pytest.raises(SpecacheError, match=r"position_ids.*specache_compile\.lengths"):
@@ -312,10 +293,10 @@ def test_caches_that_cannot_be_joined_are_refused_with_a_reason(default: Any) ->
     with pytest.raises(SpecacheError, match="the list of caches is empty"):
         sc.join([])
     with pytest.raises(SpecacheError, match="plain tensors already"):
-        sc.join([first, held(tiny_llama(), prompt(60))])
+        sc.join([first, held(tiny_llama(num_hidden_layers=1), prompt(60))])
     with pytest.raises(SpecacheError, match="different models"):
         sc.join([first, forward(compiled("default"), None, prompt(60))[0]])
-    dropping = tiny_llama()
+    dropping = tiny_llama(num_hidden_layers=1)
     dropping.compile(backend="specache", options={"method": "snapkv", "budget": 48, "window": 16, "lowering": "eager"})
     with pytest.raises(SpecacheError, match="'snapkv' requires rows of one length"):
         sc.split(held(dropping, prompt(60, 2)))

@@ -26,7 +26,7 @@ from specache_compile.compat import cache_of, with_cache
 from specache_compile.runtime.held import HeldTensor
 from specache_compile.runtime.session import session_of
 
-pytestmark = pytest.mark.one_process
+pytestmark = [pytest.mark.one_process, pytest.mark.one_trace]
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "best": {"top_k": 16, "group_size": 32, "residual_length": 32},

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import functools
 import gc
+import inspect
 import os
+import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,7 +19,6 @@ from typing import Any
 import one_run
 import pytest
 import torch
-from planting import plant
 
 import specache_compile as sc
 from conftest import prompt
@@ -130,8 +131,14 @@ def schedule(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @contextmanager
 def planted(function: Callable[..., Any], line: str, instead: str) -> Iterator[None]:
+    """Replace `line` of a function's source by `instead`, for existing references to the function too."""
+    function = inspect.unwrap(function)
+    source = textwrap.dedent(inspect.getsource(function))
+    assert source.count(line) == 1, f"{function.__qualname__} has {line!r} {source.count(line)} times"
+    made: dict[str, Any] = {}
+    exec(compile(source.replace(line, instead), inspect.getfile(function), "exec"), function.__globals__, made)
     with pytest.MonkeyPatch.context() as patch:
-        plant(patch, function, line, instead)
+        patch.setattr(function, "__code__", inspect.unwrap(made[function.__name__]).__code__)
         yield
         torch.cuda.synchronize()
 

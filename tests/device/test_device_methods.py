@@ -15,6 +15,7 @@ from torch.fx import GraphModule, Node
 import specache_compile as sc
 from conftest import prompt, tiny_llama
 from families import FAMILIES, Family
+from one_trace import compile_by_options
 from specache_compile.compat import cache_of, with_cache
 from specache_compile.compile import captured
 from specache_compile.methods import every_method
@@ -62,7 +63,7 @@ def model_of(**changes: Any) -> Any:
 def logits(model: Any, options: dict[str, Any], device: str, rows: int, length: int = 75, steps: int = 5) -> Tensor:
     """[steps + 1, rows, vocabulary] on the CPU; of more than one row the first are padded on the left."""
     compiled = copy.deepcopy(model).to(device)
-    compiled.compile(backend="specache", options=options)
+    compile_by_options(compiled, options)
     ids, tokens = prompt(length, rows).to(device), prompt(steps, rows, seed=5).to(device)
     mask = torch.ones(rows, length + steps, dtype=torch.int64, device=device)
     for row in range(rows - 1):
@@ -78,7 +79,6 @@ def logits(model: Any, options: dict[str, Any], device: str, rows: int, length: 
         made.append(out.logits[:, -1])
     if "mode" in options:  # a recorded step is one that replays
         assert (sc.stats(compiled).replays > 0) == (device == "cuda")
-    torch._dynamo.reset()
     return torch.stack([each.float().cpu() for each in made])
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +13,7 @@ import torch
 from transformers import DynamicCache, LlamaForCausalLM
 
 import specache_compile as sc
-from conftest import LOSSLESS, chatted, greedy, greedy_unmasked, prompt, tiny_llama
+from conftest import LOSSLESS, greedy, greedy_unmasked, prompt, tiny_llama
 from specache_compile.compat import cache_of, with_cache
 from specache_compile.kernels.movement import triton_copy
 
@@ -39,23 +38,15 @@ def ids() -> torch.Tensor:
 @pytest.mark.parametrize(
     "how",
     [
-        pytest.param({}, marks=whole),
         {"num_beams": 3},
         pytest.param({"num_beams": 2, "num_return_sequences": 2}, marks=whole),
         {"prefill_chunk_size": 32},
         pytest.param({"repetition_penalty": 1.3, "no_repeat_ngram_size": 2}, marks=whole),
     ],
-    ids=["greedy", "beams", "beams that are returned", "a prefill in chunks", "processors"],
+    ids=["beams", "beams that are returned", "a prefill in chunks", "processors"],
 )
 def test_a_generation(llama: LlamaForCausalLM, ids: torch.Tensor, how: dict[str, Any]) -> None:
     assert torch.equal(greedy(on_device(llama), ids.cuda(), TOKENS, **how).cpu(), greedy(llama, ids, TOKENS, **how))
-
-
-def test_rows_that_are_padded(llama: LlamaForCausalLM) -> None:
-    ids, mask = prompt(75, 2), torch.ones(2, 75, dtype=torch.int64)
-    mask[0, :21] = 0
-    ours = greedy(on_device(llama), ids.cuda(), TOKENS, attention_mask=mask.cuda())
-    assert torch.equal(ours.cpu(), greedy(llama, ids, TOKENS, attention_mask=mask))
 
 
 @pytest.mark.parametrize(
@@ -73,14 +64,6 @@ def test_what_is_drafted_is_verified(llama: LlamaForCausalLM, ids: torch.Tensor,
     twin = on_device(llama, **options)
     assert torch.equal(greedy(twin, ids.cuda(), 12).cpu(), greedy(llama, ids, 12))
     assert sc.stats(twin).verification is not None
-
-
-@whole
-def test_several_turns(llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = chatted(llama, 4)
-    twin, generate = on_device(llama), LlamaForCausalLM.generate
-    monkeypatch.setattr(twin, "generate", lambda ids, **how: generate(twin, ids.cuda(), **how).cpu())
-    assert torch.equal(chatted(twin, 4), expected)
 
 
 @torch.no_grad()
@@ -108,26 +91,10 @@ def test_crop_fork_save_load_and_materialize(llama: LlamaForCausalLM, tmp_path: 
 
 
 @whole
-def test_a_plain_cache_that_is_held(llama: LlamaForCausalLM, ids: torch.Tensor) -> None:
-    twin, plain = on_device(llama), copy.deepcopy(llama).cuda()
-    with torch.no_grad():
-        cache = sc.hold(cache_of(plain(ids.cuda(), use_cache=True)), twin)
-        expected = continued(llama, cache_of(llama(ids, use_cache=True)), prompt(4, seed=9))
-    torch.testing.assert_close(continued(twin, cache, prompt(4, seed=9).cuda()), expected, atol=1e-3, rtol=1e-3)
-
-
-@whole
 @pytest.mark.parametrize("mode", [None, "reduce-overhead"])
 def test_a_cache_that_grows_through_buckets_and_segments(llama: LlamaForCausalLM, mode: str | None) -> None:
     twin, ids = on_device(llama, mode=mode, top_k=1024), prompt(250)
     assert torch.equal(greedy_unmasked(twin, ids.cuda(), 14).cpu(), greedy_unmasked(llama, ids, 14))
-
-
-@whole
-def test_sampling_keeps_to_the_best(llama: LlamaForCausalLM, ids: torch.Tensor) -> None:
-    """Sampling only the most probable token is greedy."""
-    generated = on_device(llama).generate(ids.cuda(), do_sample=True, top_k=1, max_new_tokens=TOKENS)
-    assert torch.equal(generated.cpu(), greedy(llama, ids, TOKENS))
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
@@ -190,16 +157,4 @@ def test_the_command_line_generates(tmp_path: Path, ids: torch.Tensor) -> None:
         subprocess.run([*command, "--device", device, *more], capture_output=True, text=True, check=True).stdout
         for device in ("cuda", "cpu")
     ]
-    assert generated[0] == generated[1]
-
-
-@whole
-def test_a_server_replies(tmp_path: Path) -> None:
-    from served import serving, write_checkpoint
-
-    checkpoint, generated = write_checkpoint(tmp_path), []
-    for device in ("cuda", "cpu"):
-        with serving(checkpoint, "--device", device) as served:
-            reply = served.client.completions.create(model=served.name, prompt="Hello", max_tokens=5, temperature=0)
-            generated.append(json.dumps(reply.choices[0].model_dump()))
     assert generated[0] == generated[1]

@@ -20,9 +20,8 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from transformers import LlamaForCausalLM
 
 import specache_compile as sc
-from conftest import LOSSLESS, compile_copy, greedy, greedy_unmasked, prompt, tiny_llama
+from conftest import compile_copy, greedy, greedy_unmasked, prompt, tiny_llama
 from families import FAMILIES
-from specache_compile.batching.request import Request
 from specache_compile.compat import cache_of, with_cache
 from specache_compile.kernels.movement import copy_stream, deferred, triton_copy
 from specache_compile.kernels.movement.copy_queue import CopyQueue
@@ -35,6 +34,17 @@ from specache_compile.passes.reading.in_place import written_inputs
 from specache_compile.runtime.step import Step
 
 CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def llama() -> LlamaForCausalLM:
+    """Return a model of one layer: a step is captured whole, whatever its depth."""
+    return tiny_llama(num_hidden_layers=1)
+
+
+@pytest.fixture
+def two_layers() -> LlamaForCausalLM:
+    return tiny_llama()
 
 
 @pytest.fixture(autouse=True)
@@ -74,6 +84,13 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(CopyQueue, "submit_prefetch", submit_prefetch)
     monkeypatch.setattr(cuda_graphs, "record", record)
     return recorded
+
+
+@pytest.fixture
+def captures(stand_in: list[int], monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Let steps on the CPU be captured; returns the number of deferred fetches of each capture."""
+    monkeypatch.setattr(cuda_graphs, "captures_on", lambda device: True)
+    return stand_in
 
 
 def step(x: Tensor, weight: Tensor, state: Tensor) -> list[Tensor]:
@@ -141,11 +158,10 @@ def test_graphs_that_move_in_turn_go_on(stand_in: list[int]) -> None:
 
 
 def test_a_large_argument_that_moves_costs_the_graph_and_one_warning_that_names_it(
-    stand_in: list[int], monkeypatch: pytest.MonkeyPatch
+    captures: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cuda_graphs, "captures_on", lambda device: True)
     monkeypatch.setattr(cuda_graphs, "COPIED_BYTES", 16)
-    llama = tiny_llama()
+    llama = tiny_llama(num_hidden_layers=1)
     twin = compile_copy(llama, mode="reduce-overhead")
     vectors, kept = llama.get_input_embeddings().weight.detach(), []
 
@@ -163,7 +179,7 @@ def test_a_large_argument_that_moves_costs_the_graph_and_one_warning_that_names_
     with pytest.warns(UserWarning, match=text) as warned:
         generations = [run(twin), run(twin)]
     assert len([w for w in warned if "new address" in str(w.message)]) == 1
-    assert len(stand_in) == 3, "one capture, two more, and none in the second generation"
+    assert len(captures) == 3, "one capture, two more, and none in the second generation"
     torch.testing.assert_close(generations, [run(llama)] * 2, atol=1e-3, rtol=1e-3)
 
 
@@ -195,23 +211,17 @@ def test_a_symbolic_batch_is_distinguished_from_a_growing_length(read: str, reas
 
 @pytest.mark.quick_for("1")
 @pytest.mark.parametrize("batch", [1, 3])
-def test_steps_of_a_padded_batch_are_captured(
-    llama: LlamaForCausalLM, batch: int, stand_in: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_of_a_padded_batch_are_captured(llama: LlamaForCausalLM, batch: int, captures: list[int]) -> None:
     """The mask grows outside the graph, which reads the session's padding in place, across two buckets."""
-    monkeypatch.setattr(cuda_graphs, "captures_on", lambda device: True)
     twin = compile_copy(llama, mode="reduce-overhead")
     ids = prompt(230, batch)
     mask = torch.ones_like(ids)
     mask[0, 3:41] = 0  # left padding becomes a length instead of a mask
     assert torch.equal(greedy(twin, ids, 60, attention_mask=mask), greedy(llama, ids, 60, attention_mask=mask))
-    assert len(stand_in) == 2
+    assert len(captures) == 2
 
 
-def test_steps_of_calls_without_position_ids_are_captured(
-    llama: LlamaForCausalLM, stand_in: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cuda_graphs, "captures_on", lambda device: True)
+def test_steps_of_calls_without_position_ids_are_captured(llama: LlamaForCausalLM, captures: list[int]) -> None:
     twin = compile_copy(llama, mode="reduce-overhead")
 
     def run(model: LlamaForCausalLM) -> Tensor:
@@ -224,32 +234,25 @@ def test_steps_of_calls_without_position_ids_are_captured(
         return torch.cat(logits, 1)
 
     torch.testing.assert_close(run(twin), run(llama), atol=1e-3, rtol=1e-3)
-    assert len(stand_in) == 1
+    assert len(captures) == 1
 
 
 @pytest.mark.quick_for("two lanes")
 @pytest.mark.parametrize("speculate", [True, False], ids=["two lanes", "one lane"])
 def test_replayed_steps_make_the_uncompiled_models_tokens_across_buckets(
-    llama: LlamaForCausalLM, speculate: bool, stand_in: list[int], monkeypatch: pytest.MonkeyPatch
+    two_layers: LlamaForCausalLM, speculate: bool, captures: list[int]
 ) -> None:
     """From 200 to 520 tokens there are three buckets: each is warmed up, captured once, and replayed."""
-    monkeypatch.setattr(cuda_graphs, "captures_on", lambda device: True)
-    twin = copy.deepcopy(llama)
-    options = {**LOSSLESS, "lowering": "eager", "mode": "reduce-overhead", "speculate": speculate}
-    twin.compile(backend="specache", options=options)
+    twin = compile_copy(two_layers, mode="reduce-overhead", speculate=speculate)
     ids = prompt(200)
-    assert torch.equal(greedy_unmasked(twin, ids, 320), greedy_unmasked(llama, ids, 320))
+    assert torch.equal(greedy_unmasked(twin, ids, 320), greedy_unmasked(two_layers, ids, 320))
     stats = sc.stats(twin)
     assert stats.replays == stats.decodes - 3, "the first step of each bucket runs as it is"
-    assert len(stand_in) == 3
+    assert len(captures) == 3
 
 
-def test_a_forks_steps_are_its_own(
-    llama: LlamaForCausalLM, stand_in: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cuda_graphs, "captures_on", lambda device: True)
-    twin = copy.deepcopy(llama)
-    twin.compile(backend="specache", options={**LOSSLESS, "lowering": "eager", "mode": "reduce-overhead"})
+def test_a_forks_steps_are_its_own(llama: LlamaForCausalLM, captures: list[int]) -> None:
+    twin = compile_copy(llama, mode="reduce-overhead")
 
     def run(model: LlamaForCausalLM) -> Tensor:
         with torch.no_grad():
@@ -264,56 +267,21 @@ def test_a_forks_steps_are_its_own(
         return model(torch.tensor([[token]]), **with_cache(cache), position_ids=place).logits
 
     torch.testing.assert_close(run(twin), run(llama), atol=1e-3, rtol=1e-3)
-    assert len(stand_in) == 2
+    assert len(captures) == 2
 
 
-# For a batch of up to six rows: prompt tokens, generated tokens, and steps until the next request.
-COME_AND_GO = [(100, 30, 4), (70, 12, 3), (90, 9, 3), (75, 20, 2), (66, 5, 2), (80, 9, 40), (64, 8, 2), (5, 3, 9)]
-
-
-def come_and_go(batch: sc.Batch, plan: list[tuple[int, int, int]] = COME_AND_GO) -> tuple[list[Request], set[int]]:
-    """Run requests that join and leave, with idle steps; returns the requests and the numbers of rows that occurred."""
-    requests, rows = [], set()
-    for length, tokens, steps in plan:
-        requests.append(batch.add(prompt(length, seed=length), max_new_tokens=tokens, logprobs=1))
+@pytest.mark.slow
+def test_a_recurrences_state_is_written_in_place(captures: list[int]) -> None:
+    """This holds for any size of the state; rows with such a state are not padded."""
+    hybrid = next(family for family in FAMILIES if family.name == "qwen3_5_text").model()
+    twin = compile_copy(hybrid, mode="reduce-overhead")
+    batch, requests, rows = sc.Batch(twin, rows=6), [], set()
+    for length, tokens, steps in ((100, 30, 4), (70, 12, 3), (90, 9, 3)):
+        requests.append(batch.add(prompt(length, seed=length), max_new_tokens=tokens))
         for _ in range(steps):
             batch.step()
             rows.add(len(batch.decoding))
     batch.run()
-    return requests, rows
-
-
-@pytest.mark.quick_for
-@pytest.mark.parametrize("lossy", [{"top_k": 8, "correct": "never"}, {"top_k": 8}], ids=["two lanes", "one lane"])
-def test_rows_that_join_and_leave_are_recorded_once_per_power_of_two(
-    llama: LlamaForCausalLM, lossy: dict[str, Any], stand_in: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each request generates the same tokens as without recorded steps."""
-    expected, rows = come_and_go(sc.Batch(compile_copy(llama, **lossy), rows=6))
-    assert rows == {0, 1, 2, 3, 4, 5, 6}
-    torch._dynamo.reset()
-    monkeypatch.setattr(cuda_graphs, "captures_on", lambda device: True)
-    batch = sc.Batch(compile_copy(llama, **lossy, mode="reduce-overhead"), rows=6)
-    requests, _ = come_and_go(batch)
-    assert [request.generated for request in requests] == [request.generated for request in expected]
-    for ours, theirs in zip(requests, expected, strict=True):
-        likely = [[each.chosen for each in request.logprobs] for request in (ours, theirs)]
-        assert likely[0] == pytest.approx(likely[1], abs=1e-4)
-    assert len(stand_in) == len([1, 2, 4, 6])
-    come_and_go(batch)
-    assert len(stand_in) == 4
-    pool = batch.memory.pool
-    assert pool is not None
-    assert pool.held == 0
-
-
-@pytest.mark.slow
-def test_a_recurrences_state_is_written_in_place(stand_in: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """This holds for any size of the state; rows with such a state are not padded."""
-    hybrid = next(family for family in FAMILIES if family.name == "qwen3_5_text").model()
-    monkeypatch.setattr(cuda_graphs, "captures_on", lambda device: True)
-    twin = compile_copy(hybrid, mode="reduce-overhead")
-    requests, rows = come_and_go(sc.Batch(twin, rows=6), COME_AND_GO[:3])
     assert rows == {1, 2, 3}
     for request in requests:
         ids, count = request.prompt[None], len(request.generated)
@@ -322,10 +290,9 @@ def test_a_recurrences_state_is_written_in_place(stand_in: list[int], monkeypatc
 
 
 def test_padding_rows_touch_only_page_0_and_the_state_of_future_rows(
-    llama: LlamaForCausalLM, stand_in: list[int], monkeypatch: pytest.MonkeyPatch
+    llama: LlamaForCausalLM, captures: list[int]
 ) -> None:
     """Three rows, one of which has replaced a finished row, run as four."""
-    monkeypatch.setattr(cuda_graphs, "captures_on", lambda device: True)
     batch = sc.Batch(compile_copy(llama, top_k=8, mode="reduce-overhead"), rows=6, chunk=128)
     requests = [batch.add(prompt(100, seed=seed), max_new_tokens=40) for seed in range(4)]
     while len(batch.decoding) < 4:
@@ -353,9 +320,8 @@ def untouched(part: Tensor) -> bool:
 
 
 def test_a_session_with_an_unpinned_host_tier_runs_uncaptured_steps(
-    llama: LlamaForCausalLM, stand_in: list[int], monkeypatch: pytest.MonkeyPatch
+    llama: LlamaForCausalLM, captures: list[int]
 ) -> None:
-    monkeypatch.setattr(cuda_graphs, "captures_on", lambda device: True)
     twin = compile_copy(llama, lowering="eager", mode="reduce-overhead")
     with torch.no_grad():
         cache = cache_of(twin(prompt(40), use_cache=True))
@@ -368,19 +334,18 @@ def test_a_session_with_an_unpinned_host_tier_runs_uncaptured_steps(
                 twin(torch.tensor([[1]]), **with_cache(cache), position_ids=torch.tensor([[place]]))
             reported.append(any("the host tier could not be pinned" in str(warning.message) for warning in caught))
         assert reported == [True, False, False, False]
-        assert not stand_in
+        assert not captures
         session.capturable = True
         for place in range(44, 46):
             twin(torch.tensor([[1]]), **with_cache(cache), position_ids=torch.tensor([[place]]))
-        assert len(stand_in) == 1
+        assert len(captures) == 1
     stats = sc.stats(twin)
     assert (stats.decodes, stats.replays) == (6, 1)
 
 
 def test_a_batch_under_a_mask_beyond_padding_reports_why_it_is_not_captured(
-    llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+    llama: LlamaForCausalLM, captures: list[int]
 ) -> None:
-    monkeypatch.setattr(cuda_graphs, "captures_on", lambda device: True)
     twin = compile_copy(llama, mode="reduce-overhead")
     with torch.no_grad():
         cache = cache_of(twin(prompt(40, 2), use_cache=True))
@@ -389,55 +354,9 @@ def test_a_batch_under_a_mask_beyond_padding_reports_why_it_is_not_captured(
             twin(prompt(1, 2), **with_cache(cache), attention_mask=mask)
 
 
-def walk(model: LlamaForCausalLM, vectors: Tensor) -> Iterator[Tensor]:
-    """Yield logits of steps on ids and vectors, chunked prefills, crops, forks and bucket growth, on one cache."""
-
-    def forward(cache: Any, tokens: int, given: dict[str, Tensor] | None = None) -> Any:
-        start = cache.get_seq_length() if cache else 0
-        given = given or {"input_ids": prompt(tokens, 1, start)}
-        place = torch.arange(start, start + tokens)[None]
-        return model(**given, **with_cache(cache), position_ids=place, use_cache=True)
-
-    def steps(cache: Any, count: int) -> Iterator[Tensor]:
-        for _ in range(count):
-            yield forward(cache, 1).logits
-
-    cache = cache_of(forward(None, 200))
-    yield from steps(cache, 6)
-    for _ in range(2):
-        yield forward(cache, 1, {"inputs_embeds": vectors[None, :1]}).logits
-        yield from steps(cache, 1)
-    fork = copy.deepcopy(cache)
-    yield from steps(cache, 4)
-    yield from steps(fork, 4)
-    yield forward(cache, 30).logits
-    yield from steps(cache, 5)
-    cache.crop(-20)
-    yield from steps(cache, 50)  # past 256 tokens
-
-
-@pytest.mark.slow
 @torch.no_grad()
-def test_captured_steps_equal_uncaptured_steps_bit_for_bit(
-    llama: LlamaForCausalLM, stand_in: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With few slots, a missing or late fetch changes the logits."""
-    vectors = llama.get_input_embeddings().weight.detach()
-    expected = list(walk(compile_copy(llama, top_k=8), vectors))
-    assert not stand_in
-    torch._dynamo.reset()
-    monkeypatch.setattr(cuda_graphs, "captures_on", lambda device: True)
-    answers = list(walk(compile_copy(llama, top_k=8, mode="reduce-overhead"), vectors))
-    assert stand_in == [1] * 4, "on ids, on vectors, of the fork, and of the next bucket"
-    assert [torch.equal(ours, theirs) for ours, theirs in zip(answers, expected, strict=True)] == [True] * len(expected)
-
-
-@torch.no_grad()
-def test_the_last_layers_fetch_is_left_to_the_next_replay(
-    llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cuda_graphs, "captures_on", lambda device: True)
-    twin = compile_copy(llama, top_k=8, mode="reduce-overhead")
+def test_the_last_layers_fetch_is_left_to_the_next_replay(two_layers: LlamaForCausalLM, captures: list[int]) -> None:
+    twin = compile_copy(two_layers, top_k=8, mode="reduce-overhead")
     cache = cache_of(twin(prompt(200), use_cache=True))
     session = cache.layers[0].keys.handle.session
 

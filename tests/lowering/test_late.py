@@ -11,10 +11,10 @@ import sympy
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
-from transformers import DynamicCache, LlamaForCausalLM
+from transformers import DynamicCache
 
 import specache_compile as sc
-from conftest import LOSSLESS, compiled_with, prompt
+from conftest import LOSSLESS, compiled_with, prompt, tiny_llama
 from specache_compile.compat import cache_of, with_cache
 from specache_compile.compile.rewrites import Rewrites, Rewritten
 from specache_compile.lowering.late import guards, made_within_tracing
@@ -96,9 +96,9 @@ EVICTS = {"lowering": "eager", "method": "h2o", "budget": 64}
 
 
 @pytest.fixture(params=[LOSSLESS])
-def step(request: pytest.FixtureRequest, llama: LlamaForCausalLM) -> Callable[[], int]:
+def step(request: pytest.FixtureRequest) -> Callable[[], int]:
     """Return a function that runs a decode step after 250 tokens, and returns the number of cached tokens."""
-    twin = compiled_with(llama, request.param)
+    twin = compiled_with(tiny_llama(num_hidden_layers=1), request.param)
     with torch.no_grad():
         cache = cache_of(twin(prompt(250), **with_cache(DynamicCache(config=twin.config))))
 

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from conftest import compiled_with, prompt, tiny_llama
+from conftest import prompt, tiny_llama
+from one_trace import compile_by_options
 from specache_compile.compat import cache_of, with_cache
 
 KIVI = {"method": "kivi", "lowering": "eager", "bits": 2, "rotate": True, "group_size": 32, "residual_length": 32}
@@ -41,7 +42,9 @@ def logprobs(model: LlamaForCausalLM, ids: Tensor) -> Tensor:
 
 def distance(model: LlamaForCausalLM, options: dict[str, object], ids: Tensor) -> float:
     """KL(uncompiled ‖ compiled), nats, the mean."""
-    exact, found = logprobs(model, ids), logprobs(compiled_with(model, options), ids)
+    twin = copy.deepcopy(model)
+    compile_by_options(twin, options)
+    exact, found = logprobs(model, ids), logprobs(twin, ids)
     return float((exact.exp() * (exact - found)).sum(-1).mean())
 
 

@@ -263,31 +263,5 @@ def test_a_head_dim_that_cannot_be_rotated_is_one_clear_line() -> None:
         check_head_dim(Layout(8, 8, True), 65)
 
 
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        ({"correct": "always", "top_k": 0}, "correct='always' with top_k=0: without fetches"),
-        ({"method": "full", "bits": 2}, "bits: method 'full' accepts only"),
-        ({"key_bits": 16}, "key_bits was removed: bits sets both"),
-        ({"selector": "pages"}, "selector was removed: method='pages'"),
-        ({"page_size": 4}, "page_size was removed: it is an option of method='pages'"),
-        ({"method": "pages", "page_size": 32, "top_k": 16}, "page_size=32: a page does not fit top_k=16"),
-        ({"method": "pages", "correct": "always"}, "correct='always': accepted are 'never'"),
-        ({"correct": "sometimes"}, "correct='sometimes': accepted are 'never', 'always'"),
-        (
-            {"bits": 2, "value_code": "trellis"},
-            "value_code='trellis' requires values of 1 bit",
-        ),
-        ({"key_code": "lattice"}, "key_code='lattice': accepted are 'levels', 'trellis', 'auto'"),
-        ({"key_code": "trellis"}, "key_code='trellis' requires keys of 1 bit, and they have 2"),
-        ({"bits": 8, "param_bits": 8}, "param_bits=8 with codes of 8 bits"),
-        ({"param_bits": 4}, "param_bits=4: accepted are 16, 8, 'auto'"),
-    ],
-)
-def test_bad_options_are_one_clear_line(options: dict[str, Any], told: str) -> None:
-    with pytest.raises(sc.OptionError, match=told):
-        parse_options(options)
-
-
 def test_where_nothing_is_fetched_nothing_is_corrected() -> None:
     assert parse_options({"top_k": 0}).correct == "never"

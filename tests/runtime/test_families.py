@@ -91,9 +91,7 @@ def assert_rewritten_as_listed(model: Any, family: Family, *phases: str) -> None
     assert lanes == ({family.lanes} if family.rewritten else set())
 
 
-@pytest.mark.quick_for(
-    "mistral, sliding", "gptj", "qwen3_5_text"
-)  # fmt: skip
+@pytest.mark.quick_for("mistral, sliding", "gptj", "qwen3_5_text")
 @pytest.mark.parametrize("family", OTHERS, ids=[family.name for family in OTHERS])
 def test_tokens_equal_the_uncompiled_models(family: Family) -> None:
     """Long enough that tokens leave the recent tier (64) for the low-bit tier; rewritten and widened as listed. One
@@ -190,6 +188,7 @@ def test_left_padded_batches(family: Family) -> None:
     """Long enough that a group leaves the recent tier while padded rows decode, at 96 tokens."""
     mask = torch.ones(3, 90, dtype=torch.int64)
     mask[1, :20], mask[2, :81] = 0, 0
+    family = family if family.exact else family.one_layer
     model, plain = compiled(family), family.model()
     cache = DynamicCache(config=model.config)
     guesses = Guesses(plain, cache, mask)
@@ -197,11 +196,11 @@ def test_left_padded_batches(family: Family) -> None:
     with expected_warnings(family):
         inputs = {"input_ids": prompt(90, 3), "attention_mask": mask, "max_new_tokens": 13}
         assert_same_generation(model, plain, ours, **inputs)
-    assert guesses.checked == (11 if family in WIDENED else 0)
+    assert guesses.checked == (11 if family.rewritten and family.lanes == 2 else 0)
 
 
 def test_returned_attention_weights_leave_the_model_exact() -> None:
-    family = BY_NAME["llama, eager attention"]
+    family = BY_NAME["llama, eager attention"].one_layer
     requested = {"do_sample": False, "return_dict_in_generate": True, "output_attentions": True, "max_new_tokens": 4}
     model = compiled(family)
     with pytest.warns(SpecacheWarning, match="output_attentions"):

@@ -9,14 +9,14 @@ import torch
 from transformers import LlamaForCausalLM
 
 import specache_compile as sc
-from conftest import compiled_with, greedy, prompt, refused_in_a_line, tiny_llama
+from conftest import compiled_with, greedy, prompt, tiny_llama
 from held_tiers import in_order
 from specache_compile.compat import cache_of, with_cache
 from specache_compile.kernels.state.stored_pairs import ROUNDED, decoded
 from specache_compile.methods import parse_options
 from specache_compile.runtime.session import session_of
 
-pytestmark = pytest.mark.one_process
+pytestmark = [pytest.mark.one_process, pytest.mark.one_trace]
 
 SMALL = {"lowering": "eager", "group_size": 32, "residual_length": 32, "top_k": 16}
 
@@ -32,21 +32,6 @@ SMALL = {"lowering": "eager", "group_size": 32, "residual_length": 32, "top_k": 
 )  # fmt: skip
 def test_auto_is_8_where_pairs_are_fetched_to_come_close(options: dict[str, Any], bits: int) -> None:
     assert parse_options(options).bits_on_host == bits
-
-
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({"host_bits": 4}, "host_bits=4: accepted are 16, 8, 'auto'"),
-        ({"host_bits": 8, "verify": 16}, "verification needs exact pairs. Pass host_bits=16"),
-        ({"host_bits": 8, "bits": 16}, "pairs must be exact. Pass host_bits=16"),
-        ({"host_bits": 8, "top_k": 0, "host_tier": False}, "there is no host tier. Leave"),
-        ({"method": "full", "host_bits": 8}, "method 'full' accepts only"),
-    ],
-    ids=str,
-)
-def test_what_does_not_go_with_it_is_refused_in_a_line(options: dict[str, Any], reason: str) -> None:
-    refused_in_a_line(options, reason)
 
 
 def test_what_fits_into_memory_is_chosen_beside_it(llama: LlamaForCausalLM) -> None:

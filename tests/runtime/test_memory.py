@@ -51,19 +51,6 @@ def test_too_little_is_an_error_where_a_cache_begins_alone() -> None:
     assert options_at(requested, LAYERS, 1, prompt=10**5, tokens=10**5 + 1).bits == 1
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"memory": "six"}, "like '6 GiB'"),
-        ({"memory": "6 GiB", "bits": 2}, "pass one of them"),
-        ({"method": "kivi", "memory": 0}, "like '6 GiB'"),
-    ],
-)
-def test_what_is_no_memory_is_refused(given: dict[str, object], said: str) -> None:
-    with pytest.raises(OptionError, match=said):
-        parse_options(given)
-
-
 @pytest.mark.slow
 def test_explain_shows_what_a_session_takes_and_too_little_is_an_error(
     llama: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

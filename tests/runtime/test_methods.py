@@ -17,18 +17,10 @@ import specache_compile as sc
 from conftest import compiled_with, greedy, prompt, tiny_llama
 from specache_compile.compat import cache_of, with_cache
 from specache_compile.evaluation.baselines import eviction as evict
-from specache_compile.evaluation.baselines.eviction import eviction
-from specache_compile.evaluation.baselines.policies import POLICIES
-from specache_compile.evaluation.baselines.policies.history import History
 from specache_compile.explaining.schedule import check_order
 from specache_compile.explaining.times.step_kernels import is_captured
 from specache_compile.lowering.cuda_graphs import reason_not_to_capture
-from specache_compile.methods import METHODS, Method, every_method, parse_options
-from specache_compile.methods.field import Field, LayerShape
-from specache_compile.methods.full import FULL_CACHE
-from specache_compile.methods.host_tier import HOST, HostOptions
-from specache_compile.options import MethodOptions
-from specache_compile.passes.recipe import Recipe
+from specache_compile.methods import every_method, parse_options
 
 pytestmark = [pytest.mark.one_process, pytest.mark.one_trace]
 
@@ -288,64 +280,7 @@ def test_the_offloaded_cache_holds_nothing_on_the_device(llama: LlamaForCausalLM
     assert sc.stats(twin).host_bytes > 0
 
 
-# Adding one
-
-
-def test_a_new_policy_is_a_function_and_a_line(llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep the even tokens."""
-
-    def importance(history: History, budget: int, random: torch.Generator) -> Tensor:
-        return (history.token % 2 == 0).float()
-
-    monkeypatch.setitem(POLICIES, "even", importance)
-    monkeypatch.setitem(METHODS, "even", eviction("even"))
-    cache = cache_of(step(under(llama, "even", budget=20), prompt(60)))
-    for layer in state_of(cache):
-        assert layer["kept_token"].tolist() == [[list(range(20, 60, 2))] * 2]
-
-
-def test_a_new_method_is_its_state_and_the_ops_of_its_phases(
-    llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Offloading all layers but the first: two methods that are there already, site by site."""
-
-    def fields_at(options: MethodOptions, layer: LayerShape) -> tuple[Field, ...]:
-        return (HOST,) if layer.number else (FULL_CACHE,)
-
-    def recipe(options: MethodOptions, site: int) -> Recipe:
-        return every_method()["offload" if site else "full"].recipe(options, site)
-
-    monkeypatch.setitem(METHODS, "mixed", Method("mixed", HostOptions, (HOST, FULL_CACHE), recipe, fields_at))
-    twin, ids = under(llama, "mixed"), prompt(100)
-    assert torch.equal(greedy(twin, ids, 10), greedy(llama, ids, 10))
-    tiers = sc.stats(twin).bytes_by_tier
-    assert tiers["host"] == tiers["cache"] > 0
-
-
 # Options
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"method": "pyramidkv"}, "method='pyramidkv': accepted are 'full', 'offload', 'kivi', 'specache', 'pages'"),
-        ({"method": ["h2o"]}, "method=.*h2o.*: accepted are 'full'"),
-        ({"method": "h2o", "bits": 1}, "option bits: method 'h2o' accepts only method, .*budget, eviction_block"),
-        ({"method": "h2o", "seed": 1}, "option seed: method 'h2o' accepts only"),
-        ({"method": "kivi", "top_k": 8}, "option top_k: method 'kivi' accepts only"),
-        ({"budget": 100}, "option budget: method 'specache' accepts only"),
-        ({"method": "roco", "budget": 0}, "budget=0: give a number of pairs, or a rate"),
-        ({"method": "roco", "budget": 1.5}, "budget=1.5: give a number of pairs, or a rate"),
-        ({"method": "roco", "budget": "8"}, "budget='8': give a number of pairs, or a rate"),
-        ({"method": "roco", "eviction_block": 0}, "eviction_block=0: give a number of tokens, 1 or more, or 'prompt'"),
-        ({"method": "snapkv", "kernel": 4}, "kernel=4: give an odd number of tokens, 1 or more"),
-        ({"method": "snapkv", "prompt": 32}, "unknown option 'prompt'"),
-        ({"method": "kcache", "top_n": 0}, "top_n=0: accepted is an integer, 1 or more"),
-    ],
-)  # fmt: skip
-def test_a_bad_option_of_a_method_is_named(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(sc.OptionError, match=message):
-        parse_options(options)
 
 
 @pytest.mark.parametrize(("rate", "tokens", "pairs"), [(0.07, 100, 7), (0.55, 100, 55), (0.071, 100, 8), (1e-9, 5, 1)])

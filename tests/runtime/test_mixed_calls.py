@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import itertools
 import random
@@ -18,7 +17,7 @@ from torch._dynamo.utils import counters
 from transformers import DynamicCache, LlamaForCausalLM
 
 import specache_compile as sc
-from conftest import LOSSLESS, compile_copy, forget_warnings, greedy, prompt, tiny_llama
+from conftest import LOSSLESS, compile_copy, compiled_with, forget_warnings, greedy, prompt, tiny_llama
 from families import FAMILIES
 from specache_compile.compat import GENERATE_MASKS_ALL, cache_of, with_cache
 from specache_compile.passes.reading.nodes import value_of
@@ -208,9 +207,7 @@ PAIRS = sorted(itertools.permutations(MADE_UNDER, 2), key=lambda pair: pair != S
 
 
 def under(model: LlamaForCausalLM, method: str, **more: Any) -> LlamaForCausalLM:
-    twin = copy.deepcopy(model)
-    twin.compile(backend="specache", options={"lowering": "eager", "method": method, **MADE_UNDER[method], **more})
-    return twin
+    return compiled_with(model, {"lowering": "eager", "method": method, **MADE_UNDER[method], **more})
 
 
 @pytest.mark.slow
@@ -239,7 +236,7 @@ def test_a_cache_goes_on_as_it_was_made_whichever_copy_it_comes_to() -> None:
 @torch.no_grad()
 def test_a_setting_that_differs_makes_a_graph_of_its_own() -> None:
     """One method, two numbers of bits: the cache keeps its own, and the warning names both."""
-    model = tiny_llama()
+    model = tiny_llama(num_hidden_layers=1)
     narrow, wide = (under(model, "kivi", bits=bits) for bits in (2, 16))
     ids = prompt(200)
 

@@ -10,11 +10,12 @@ import pytest
 import torch
 
 import specache_compile as sc
-from conftest import greedy, prompt
+from conftest import compiled_with, prompt
 from specache_compile.compat import cache_of, with_cache
-from specache_compile.errors import OptionError, SpecacheError
-from specache_compile.methods import parse_options
+from specache_compile.errors import SpecacheError
 from specache_compile.runtime.session import session_of
+
+pytestmark = [pytest.mark.one_process, pytest.mark.one_trace]
 
 WITHOUT = {
     "kivi": {"method": "kivi", "bits": 2, "group_size": 32, "residual_length": 32, "host_tier": False},
@@ -31,14 +32,8 @@ def no_grad() -> Iterator[None]:
         yield
 
 
-def compiled_for(model: Any, **options: Any) -> Any:
-    twin = copy.deepcopy(model)
-    twin.compile(backend="specache", options={"lowering": "eager", **options})
-    return twin
-
-
 def filled(options: dict[str, Any], llama: Any, tokens: int = 100) -> tuple[Any, Any]:
-    model = compiled_for(llama, **options)
+    model = compiled_with(llama, {"lowering": "eager", **options})
     return model, cache_of(model(prompt(tokens), use_cache=True))
 
 
@@ -128,27 +123,3 @@ def test_an_interrupted_step_is_not_gone_on_from(llama: Any, monkeypatch: pytest
             model(prompt(1), **with_cache(cache), use_cache=True)
     with pytest.raises(SpecacheError, match="interrupted"):
         model(prompt(1), **with_cache(cache), use_cache=True)
-
-
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({"host_tier": False}, "host_tier=False with top_k=64.*top_k=0"),
-        ({"host_tier": False, "top_k": 0, "verify": 4}, "host_tier=False with verify=4"),
-        ({"method": "kivi", "host_tier": False, "lookup": True}, "host_tier=False with lookup=True"),
-        ({"method": "offload", "host_tier": False}, "'offload' accepts only"),
-        ({"method": "kivi", "host_tier": 0.5}, "host_tier=0.5"),
-    ],
-)
-def test_options_that_need_a_host_tier_are_refused(options: dict[str, Any], reason: str) -> None:
-    with pytest.raises(OptionError, match=reason):
-        parse_options(options)
-
-
-@pytest.mark.slow
-def test_generate_returns_the_same_with_and_without(llama: Any) -> None:
-    texts = [
-        greedy(compiled_for(llama, **{**WITHOUT["kivi"], "host_tier": host}), prompt(70, 2), 40)
-        for host in (True, False)
-    ]
-    assert torch.equal(*texts)

@@ -84,6 +84,11 @@ class Pictures:
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **self.image(), **types}
 
 
+def qwen(kind: str, **vision: Any) -> Pictures:
+    settings = {**QWEN, "vision_config": {"num_heads": 2, "patch_size": 4, **vision}}
+    return Pictures(kind, settings, patches, 4, "mm_token_type_ids")
+
+
 MODELS = {
     "llava": Pictures(
         "Llava",
@@ -97,43 +102,14 @@ MODELS = {
         pixels(1),
         16,
     ),
-    "qwen2_vl": Pictures(
-        "Qwen2VL",
-        {
-            **QWEN,
-            "vision_config": {
-                "depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "patch_size": 4, "mlp_ratio": 2,
-            },
-        },
-        patches,
-        4,
-        "mm_token_type_ids",
+    "qwen2_vl": qwen("Qwen2VL", depth=1, embed_dim=32, hidden_size=64, mlp_ratio=2),
+    "qwen2_5_vl": qwen(
+        "Qwen2_5_VL", depth=1, hidden_size=32, out_hidden_size=64, intermediate_size=64, window_size=16,
+        fullatt_block_indexes=[0],
     ),
-    "qwen2_5_vl": Pictures(
-        "Qwen2_5_VL",
-        {
-            **QWEN,
-            "vision_config": {
-                "depth": 1, "hidden_size": 32, "out_hidden_size": 64, "intermediate_size": 64, "num_heads": 2,
-                "patch_size": 4, "window_size": 16, "fullatt_block_indexes": [0],
-            },
-        },
-        patches,
-        4,
-        "mm_token_type_ids",
-    ),
-    "qwen3_vl": Pictures(
-        "Qwen3VL",
-        {
-            **QWEN,
-            "vision_config": {
-                "depth": 2, "hidden_size": 32, "out_hidden_size": 64, "intermediate_size": 64, "num_heads": 2,
-                "patch_size": 4, "num_position_embeddings": 16, "deepstack_visual_indexes": [0],
-            },
-        },
-        patches,
-        4,
-        "mm_token_type_ids",
+    "qwen3_vl": qwen(
+        "Qwen3VL", depth=2, hidden_size=32, out_hidden_size=64, intermediate_size=64, num_position_embeddings=16,
+        deepstack_visual_indexes=[0],
     ),
     "gemma3": Pictures(
         "Gemma3",

@@ -15,13 +15,13 @@ import torch
 from transformers import LlamaForCausalLM
 
 import specache_compile as sc
-from conftest import compiled_with, greedy, prompt, refused_in_a_line
+from conftest import compiled_with, greedy, prompt
 from held_tiers import interrupted_behind
 from specache_compile.compat import cache_of, with_cache
 from specache_compile.methods import parse_options
 from specache_compile.runtime.session import session_of
 
-pytestmark = pytest.mark.one_process
+pytestmark = [pytest.mark.one_process, pytest.mark.one_trace]
 
 ALL_SINKS = {
     "lowering": "eager", "bits": 1, "group_size": 32, "residual_length": 32, "sink_tokens": 64, "min_context": 0,
@@ -63,13 +63,6 @@ def test_padding_is_not_counted(llama: LlamaForCausalLM, twin: LlamaForCausalLM)
     mask[1, :100] = 0
     expected = greedy(llama, ids, 30, attention_mask=mask)
     assert torch.equal(greedy(twin, ids, 30, attention_mask=mask)[1], expected[1])
-
-
-def test_with_fewer_of_them_it_is_rounded(llama: LlamaForCausalLM) -> None:
-    """The tests above can fail."""
-    twin = compiled_with(llama, {**ALL_SINKS, "method": "kivi", "sink_tokens": 8})
-    ids = prompt(90, 2)
-    assert not torch.equal(greedy(twin, ids, 36), greedy(llama, ids, 36))
 
 
 @pytest.mark.quick_for("corrected")
@@ -127,21 +120,3 @@ def test_what_is_fetched_is_no_sink(llama: LlamaForCausalLM) -> None:
 )
 def test_best_has_them_and_the_papers_have_not(options: dict[str, Any], sinks: int) -> None:
     assert parse_options(options).sink_tokens == sinks
-
-
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({"sink_tokens": -1}, "sink_tokens=-1: accepted is an integer, 0 to 64"),
-        ({"sink_tokens": 65}, "sink_tokens=65: accepted is an integer, 0 to 64"),
-        ({"sink_tokens": True}, "sink_tokens=True: accepted is an integer, 0 to 64"),
-        (
-            {"sink_tokens": 64, "group_size": 32, "residual_length": 8},
-            r"sink_tokens=64: more than the window of 40 tokens \(residual_length 8 \+ group_size 32\). Pass fewer",
-        ),
-        ({"method": "full", "sink_tokens": 4}, "method 'full' accepts only"),
-    ],
-    ids=str,
-)
-def test_what_does_not_go_is_refused_in_a_line(options: dict[str, Any], reason: str) -> None:
-    refused_in_a_line(options, reason)

@@ -94,16 +94,6 @@ def test_two_threads_generate_with_one_model(plain: LlamaForCausalLM, form: str)
 
 
 @pytest.mark.slow
-@FORMS
-def test_three_threads_generate_with_three_models(plain: LlamaForCausalLM, form: str) -> None:
-    others = [plain, tiny_llama(1, num_hidden_layers=1), tiny_llama(2, num_hidden_layers=1)]
-    tokens = [6, 24, 12]
-    for seed, (made, cache) in enumerate(together([compiled_as(form, one) for one in others], tokens)):
-        assert torch.equal(made, greedy(others[seed], prompt(60, seed=seed), tokens[seed]))
-        assert is_held(cache)
-
-
-@pytest.mark.slow
 def test_a_thread_generates_with_the_options_of_its_compiled_module(plain: LlamaForCausalLM) -> None:
     """One wrapped model, compiled twice, and not at all."""
     twin = copy.deepcopy(plain)

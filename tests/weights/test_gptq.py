@@ -1,7 +1,7 @@
 """GPTQ's weights, as gptqmodel reads them on a CPU. By hand: it asks for newer versions of others than are tested here.
 
 pip install --no-deps gptqmodel optimum device-smi tokenicer logbar defuser pypcre threadpoolctl
-python -m pytest -m whole tests/weights/test_gptq.py
+python -m pytest -m slow tests/weights/test_gptq.py
 """
 
 from __future__ import annotations

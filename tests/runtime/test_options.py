@@ -1,0 +1,68 @@
+"""Options that are refused: one line names the value, and what is accepted or to do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from specache_compile.errors import OptionError
+from specache_compile.methods import parse_options
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"method": "pyramidkv"}, "method='pyramidkv': accepted are 'full', 'offload', 'kivi', 'specache', 'pages'"),
+    ({"method": ["h2o"]}, "method=.*h2o.*: accepted are 'full'"),
+    ({"method": "h2o", "bits": 1}, "option bits: method 'h2o' accepts only method, .*budget, eviction_block"),
+    ({"method": "h2o", "seed": 1}, "option seed: method 'h2o' accepts only"),
+    ({"method": "kivi", "top_k": 8}, "option top_k: method 'kivi' accepts only"),
+    ({"budget": 100}, "option budget: method 'specache' accepts only"),
+    ({"method": "roco", "budget": 0}, "budget=0: give a number of pairs, or a rate"),
+    ({"method": "roco", "budget": 1.5}, "budget=1.5: give a number of pairs, or a rate"),
+    ({"method": "roco", "budget": "8"}, "budget='8': give a number of pairs, or a rate"),
+    ({"method": "roco", "eviction_block": 0}, "eviction_block=0: give a number of tokens, 1 or more, or 'prompt'"),
+    ({"method": "snapkv", "kernel": 4}, "kernel=4: give an odd number of tokens, 1 or more"),
+    ({"method": "snapkv", "prompt": 32}, "unknown option 'prompt'"),
+    ({"method": "kcache", "top_n": 0}, "top_n=0: accepted is an integer, 1 or more"),
+    ({"correct": "always", "top_k": 0}, "correct='always' with top_k=0: without fetches"),
+    ({"method": "full", "bits": 2}, "bits: method 'full' accepts only"),
+    ({"key_bits": 16}, "key_bits was removed: bits sets both"),
+    ({"selector": "pages"}, "selector was removed: method='pages'"),
+    ({"page_size": 4}, "page_size was removed: it is an option of method='pages'"),
+    ({"method": "pages", "page_size": 32, "top_k": 16}, "page_size=32: a page does not fit top_k=16"),
+    ({"method": "pages", "correct": "always"}, "correct='always': accepted are 'never'"),
+    ({"correct": "sometimes"}, "correct='sometimes': accepted are 'never', 'always'"),
+    ({"bits": 2, "value_code": "trellis"}, "value_code='trellis' requires values of 1 bit"),
+    ({"key_code": "lattice"}, "key_code='lattice': accepted are 'levels', 'trellis', 'auto'"),
+    ({"key_code": "trellis"}, "key_code='trellis' requires keys of 1 bit, and they have 2"),
+    ({"bits": 8, "param_bits": 8}, "param_bits=8 with codes of 8 bits"),
+    ({"param_bits": 4}, "param_bits=4: accepted are 16, 8, 'auto'"),
+    ({"sink_tokens": -1}, "sink_tokens=-1: accepted is an integer, 0 to 64"),
+    ({"sink_tokens": 65}, "sink_tokens=65: accepted is an integer, 0 to 64"),
+    ({"sink_tokens": True}, "sink_tokens=True: accepted is an integer, 0 to 64"),
+    (
+        {"sink_tokens": 64, "group_size": 32, "residual_length": 8},
+        r"sink_tokens=64: more than the window of 40 tokens \(residual_length 8 \+ group_size 32\). Pass fewer",
+    ),
+    ({"method": "full", "sink_tokens": 4}, "method 'full' accepts only"),
+    ({"host_bits": 4}, "host_bits=4: accepted are 16, 8, 'auto'"),
+    ({"host_bits": 8, "verify": 16}, "verification needs exact pairs. Pass host_bits=16"),
+    ({"host_bits": 8, "bits": 16}, "pairs must be exact. Pass host_bits=16"),
+    ({"host_bits": 8, "top_k": 0, "host_tier": False}, "there is no host tier. Leave"),
+    ({"method": "full", "host_bits": 8}, "method 'full' accepts only"),
+    ({"host_tier": False}, "host_tier=False with top_k=64.*top_k=0"),
+    ({"host_tier": False, "top_k": 0, "verify": 4}, "host_tier=False with verify=4"),
+    ({"method": "kivi", "host_tier": False, "lookup": True}, "host_tier=False with lookup=True"),
+    ({"method": "offload", "host_tier": False}, "'offload' accepts only"),
+    ({"method": "kivi", "host_tier": 0.5}, "host_tier=0.5"),
+    ({"memory": "six"}, "like '6 GiB'"),
+    ({"memory": "6 GiB", "bits": 2}, "pass one of them"),
+    ({"method": "kivi", "memory": 0}, "like '6 GiB'"),
+    *(({"min_context": value}, f"min_context={value!r}") for value in (-1, "yes", 2.0, None, True)),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED, ids=str)
+def test_bad_options_are_refused_in_a_line(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError, match=message) as error:
+        parse_options(options)
+    assert "\n" not in str(error.value)
