@@ -12,7 +12,6 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from .checkpoints.loaded import usable_device
@@ -40,11 +39,10 @@ EXPLAIN_EPILOG = """\
 examples:
   specache explain smollm2-135m --prompt-length 8192
   specache explain smollm2-135m --prompt-length 8192 --layer 0
-  specache explain meta-llama/Llama-3.1-8B --device H100 --bits 1 --save report.html
+  specache explain meta-llama/Llama-3.1-8B --device H100 --bits 1
 
 The backend's options are accepted too: `specache generate --help-all` lists them. docs/explain.md describes further
-options: another device (--hbm-gbps, --pcie-gbps, --tflops, --vram-gib) and assumed rates (--reuse, --corrected,
---accepted).
+options: another device (--hbm-gbps, --pcie-gbps, --tflops, --vram-gib) and assumed rates (--reuse, --corrected).
 """
 
 
@@ -180,10 +178,8 @@ def add_explain(command: Parser) -> None:
     command.add_argument(
         "--ranks", type=int, default=1, help="number of tensor-parallel ranks; one of them is explained (default: 1)"
     )
-    for name in ("--hbm-gbps", "--pcie-gbps", "--tflops", "--vram-gib"):
+    for name in ("--hbm-gbps", "--pcie-gbps", "--tflops", "--vram-gib", "--reuse", "--corrected"):
         command.add_argument(name, type=float, help=argparse.SUPPRESS)
-    for name, assumed in (("--reuse", None), ("--corrected", None), ("--accepted", None)):
-        command.add_argument(name, type=float, default=assumed, help=argparse.SUPPRESS)
     shown = command.add_mutually_exclusive_group()
     shown.add_argument("--json", action="store_true", help="print the whole explanation as JSON")
     shown.add_argument("--nodes", action="store_true", help="print each launch of the decode step with its time")
@@ -201,10 +197,6 @@ def add_explain(command: Parser) -> None:
         help="print layer N before and after the rewrite; with --graph or --diff: only layer N",
     )
     command.add_argument("--after", metavar="PASS", help="with --graph: print the graph after this pass")
-    command.add_argument(
-        "--save", action="append", default=[], type=Path, metavar="FILE",
-        help="write report.html or timeline.json (Perfetto); may be repeated",
-    )  # fmt: skip
 
 
 def run_explain(args: argparse.Namespace, options: dict[str, Any]) -> None:
@@ -212,7 +204,6 @@ def run_explain(args: argparse.Namespace, options: dict[str, Any]) -> None:
     from .explaining.outline import readable_graph
     from .explaining.tables import nodes_table
     from .explaining.times.devices import find_device
-    from .explaining.times.verification import ACCEPTED
 
     if args.after and not args.graph:
         raise SpecacheError("--after goes with --graph PHASE")
@@ -221,12 +212,9 @@ def run_explain(args: argparse.Namespace, options: dict[str, Any]) -> None:
     explained = explain(
         args.model, args.prompt_length, args.batch_size, options,
         device=find_device(args.device, *figures), host_gib=args.host_gib, reuse=args.reuse, corrected=args.corrected,
-        accepted=ACCEPTED if args.accepted is None else args.accepted, ranks=args.ranks,
+        ranks=args.ranks,
     )  # fmt: skip
     explained = replace(explained, command=repeated(args, options))
-    for path in args.save:
-        explained.save(path)
-        print(f"wrote {path}", file=sys.stderr)
     if args.json:
         print(json.dumps(explained.to_dict(), indent=1))
     elif args.nodes:
