@@ -55,7 +55,7 @@ class Command:
     shown: the flags that --help lists if --help-all lists more; empty if --help lists all.
     options: whether the backend's options are accepted.
     checkpoint: whether `fill` adds the checkpoint argument.
-    recorded: whether its results store the command line.
+    recorded: whether `run` gets the command line, which its results store.
     """
 
     help: str
@@ -90,7 +90,7 @@ COMMANDS = {
     ),
     "explain": Command(
         "predict memory and step times; needs no weights and no GPU",
-        "cli:add_explain", "cli:run_explain", options=True,
+        "cli:add_explain", "cli:run_explain", options=True, recorded=True,
     ),
     "serve": Command(
         "serve a model with the OpenAI API",
@@ -199,7 +199,7 @@ def add_explain(command: Parser) -> None:
     command.add_argument("--after", metavar="PASS", help="with --graph: print the graph after this pass")
 
 
-def run_explain(args: argparse.Namespace, options: dict[str, Any]) -> None:
+def run_explain(args: argparse.Namespace, options: dict[str, Any], words: Sequence[str]) -> None:
     from .explaining.explain import explain
     from .explaining.outline import readable_graph
     from .explaining.tables import nodes_table
@@ -214,7 +214,7 @@ def run_explain(args: argparse.Namespace, options: dict[str, Any]) -> None:
         device=find_device(args.device, *figures), host_gib=args.host_gib, reuse=args.reuse, corrected=args.corrected,
         ranks=args.ranks,
     )  # fmt: skip
-    explained = replace(explained, command=repeated(args, options))
+    explained = replace(explained, command=shlex.join(["specache", *words]))
     if args.json:
         print(json.dumps(explained.to_dict(), indent=1))
     elif args.nodes:
@@ -229,20 +229,6 @@ def run_explain(args: argparse.Namespace, options: dict[str, Any]) -> None:
         print(explained)
 
 
-def repeated(args: argparse.Namespace, options: dict[str, Any]) -> str:
-    """The command that explains the same model with the same options."""
-    given = {"prompt_length": args.prompt_length, "device": args.device, **options}
-    given |= {name: value for name, value in (("batch_size", args.batch_size), ("ranks", args.ranks)) if value > 1}
-    words = ["specache", "explain", args.model]
-    for name, value in given.items():
-        flag = name.replace("_", "-")
-        if isinstance(value, bool):
-            words.append(f"--{flag}" if value else f"--no-{flag}")
-        elif value is not None:
-            words += [f"--{flag}", str(value)]
-    return shlex.join(words)
-
-
 def run(args: argparse.Namespace, words: Sequence[str]) -> None:
     """Run the command that the arguments name."""
     command = COMMANDS[args.command]
@@ -250,16 +236,15 @@ def run(args: argparse.Namespace, words: Sequence[str]) -> None:
         check_name(args.model)
     if hasattr(args, "device") and args.command != "explain":  # whose device is the name of a GPU
         args.device = usable_device(args.device)
+    given: list[Any] = [args]
     if command.options:
         from .methods import parse_options
 
-        options = options_of(args)
-        parse_options(options)
-        function(command.run)(args, options)
-    elif command.recorded:
-        function(command.run)(args, words)
-    else:
-        function(command.run)(args)
+        given.append(options_of(args))
+        parse_options(given[-1])
+    if command.recorded:
+        given.append(words)
+    function(command.run)(*given)
 
 
 def main(arguments: list[str] | None = None) -> int:

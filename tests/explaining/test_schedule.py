@@ -10,7 +10,7 @@ import torch
 
 import specache_compile as sc
 from conftest import tiny_llama
-from specache_compile.explaining.schedule import check_order, launches_of, schedule_of
+from step_order import check_order, schedule_of
 
 WAIT = torch.ops.specache.wait.default
 PREFETCH = torch.ops.specache.prefetch.default
@@ -32,7 +32,7 @@ def changed(explained: sc.Explanation) -> torch.fx.GraphModule:
 
 
 def test_every_access_of_two_steps_is_ordered(explained: sc.Explanation) -> None:
-    dag = schedule_of(launches_of(explained.graphs["decode"]))
+    dag = schedule_of(explained.graphs["decode"])
     assert check_order(dag) == []
     assert nx.is_directed_acyclic_graph(dag)
     assert {step for step, _ in dag.nodes} == {0, 1}
@@ -44,7 +44,7 @@ def test_every_access_of_two_steps_is_ordered(explained: sc.Explanation) -> None
 @pytest.mark.parametrize("options", [{"hit_rate": True}, {"speculate": False}, {"bits": 16}, {"top_k": 0}])
 def test_every_access_is_ordered_under_other_options(options: dict) -> None:
     other = sc.explain(tiny_llama(), prompt_length=200, options=options)
-    assert check_order(schedule_of(launches_of(other.graphs["decode"]))) == []
+    assert check_order(schedule_of(other.graphs["decode"])) == []
 
 
 @pytest.mark.parametrize("layer", [0, 1])
@@ -53,7 +53,7 @@ def test_without_a_wait_the_check_names_the_slots_that_are_read_too_early(
 ) -> None:
     graph = changed(explained)
     graph.graph.erase_node(graph.graph.find_nodes(op="call_function", target=WAIT)[layer])
-    problems = check_order(schedule_of(launches_of(graph)))
+    problems = check_order(schedule_of(graph))
     assert any(f"s slots_{layer} unordered after prefetch" in problem for problem in problems)
     assert not any(f"slots_{1 - layer}" in problem for problem in problems)
 
@@ -63,12 +63,12 @@ def test_a_wait_behind_its_attention_is_too_late(explained: sc.Explanation) -> N
     wait = graph.graph.find_nodes(op="call_function", target=WAIT)[0]
     op = getattr(torch.ops.specache, ATTENTION[explained.options.setting]).default
     graph.graph.find_nodes(op="call_function", target=op)[0].append(wait)
-    assert any("s slots_0 unordered" in problem for problem in check_order(schedule_of(launches_of(graph))))
+    assert any("s slots_0 unordered" in problem for problem in check_order(schedule_of(graph)))
 
 
 @pytest.mark.parametrize("kind", ["wait", "launch"])
 def test_no_edge_of_these_kinds_can_be_spared(explained: sc.Explanation, kind: str) -> None:
-    dag = schedule_of(launches_of(explained.graphs["decode"]))
+    dag = schedule_of(explained.graphs["decode"])
     edges = [(a, b) for a, b, k in dag.edges(data="kind") if k == kind and dag.nodes[b]["op"] != "offload"]
     assert edges
     for edge in edges:
@@ -84,4 +84,4 @@ def test_a_fetch_before_its_selection_is_found(explained: sc.Explanation) -> Non
     select = graph.graph.find_nodes(op="call_function", target=torch.ops.specache.select_topk.default)[0]
     fetch = graph.graph.find_nodes(op="call_function", target=PREFETCH)[0]
     fetch.append(select)
-    assert any("writes selected_0 unordered after prefetch" in p for p in check_order(schedule_of(launches_of(graph))))
+    assert any("writes selected_0 unordered after prefetch" in p for p in check_order(schedule_of(graph)))

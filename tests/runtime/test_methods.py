@@ -20,7 +20,6 @@ from specache_compile.evaluation.baselines import eviction as evict
 from specache_compile.evaluation.baselines.eviction import eviction
 from specache_compile.evaluation.baselines.policies import POLICIES
 from specache_compile.evaluation.baselines.policies.history import History
-from specache_compile.explaining.schedule import check_order, launches_of, schedule_of
 from specache_compile.explaining.times.step_kernels import is_captured
 from specache_compile.lowering.cuda_graphs import reason_not_to_capture
 from specache_compile.methods import METHODS, Method, every_method, parse_options
@@ -29,6 +28,7 @@ from specache_compile.methods.full import FULL_CACHE
 from specache_compile.methods.host_tier import HOST, HostOptions
 from specache_compile.options import MethodOptions
 from specache_compile.passes.recipe import Recipe
+from step_order import check_order, schedule_of
 
 pytestmark = [pytest.mark.one_process, pytest.mark.one_trace]
 
@@ -370,7 +370,7 @@ def test_what_explain_predicts_is_what_is_allocated_and_no_access_is_unordered(
     e, twin = explained(method), under(llama, method, **LOSSY[method])
     step(twin, prompt(300, batch=2))
     assert sc.stats(twin).bytes_by_tier == e.bytes_by_tier
-    assert check_order(schedule_of(launches_of(e.graphs["decode"]))) == []
+    assert check_order(schedule_of(e.graphs["decode"])) == []
     assert f"method {method}: " in str(e)
     assert "2 of 2 attentions rewritten" in str(e)
 
