@@ -20,7 +20,6 @@ from specache_compile.explaining.times.step_time import (
     AHEAD_UNCORRECTED,
     BETWEEN,
     LENGTHS,
-    break_even,
     break_even_context,
     computed,
     full_cache_batch,
@@ -232,14 +231,6 @@ def test_the_context_from_which_a_step_is_no_longer() -> None:
         ours, full = step_of(best, device, length, 1).seconds, full_step_of(plain, device, length, 1).seconds
         assert (ours <= full) == shorter
     assert break_even_context(best, plain, replace(device, pcie_gbps=0.1)) is None
-
-
-def test_the_break_even_context_is_found() -> None:
-    assert break_even(lambda n: 1.0 + n / 4, lambda n: n / 2, 1 << 20) == 64
-    found = break_even(lambda n: 1000.0 + n / 4, float, 1 << 20)
-    assert found is not None
-    assert abs(found - 4000 / 3) <= 64
-    assert break_even(lambda n: n + 1.0, float, 1 << 20) is None
 
 
 def test_what_no_cuda_graph_holds_has_no_computed_step() -> None:

@@ -9,7 +9,7 @@ Edges come from the traced graph (`step_kernels.py`). Costs are estimates (`op_l
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from specache_compile.methods.field import LayerShape
@@ -203,29 +203,21 @@ def full_cache_batch(traced: Traced, device: Device, length: int, itemsize: int 
     return max(0, int((device.vram - traced.weights - MARGIN) / row))
 
 
-def break_even(ours: Callable[[int], float], full: Callable[[int], float], most: int, least: int = 64) -> int | None:
-    """The shortest context, to 64 tokens, at which our step takes no longer than the full cache's; None if there is
-    none.
+def break_even_context(traced: Traced, one_lane: Traced, device: Device) -> int | None:
+    """The shortest context, to 64 tokens, from which a step of one row takes no longer than on a 16-bit cache in device
+    memory; None: not up to the longest of `LENGTHS`."""
 
-    most: the longest context to try, `least` times a power of two.
-    """
-    high = least
-    while ours(high) > full(high):
+    def is_no_longer(length: int) -> bool:
+        full = full_step_of(one_lane, device, length, 1)
+        return step_of(traced, device, length, 1).seconds <= full.seconds
+
+    high = 64
+    while not is_no_longer(high):
         high *= 2
-        if high > most:
+        if high > LENGTHS[-1]:
             return None
     low = high // 2
     while high - low > 64:
         middle = (low + high) // 2
-        low, high = (low, middle) if ours(middle) <= full(middle) else (middle, high)
+        low, high = (low, middle) if is_no_longer(middle) else (middle, high)
     return high
-
-
-def break_even_context(traced: Traced, one_lane: Traced, device: Device, batch: int = 1) -> int | None:
-    """The shortest context, to 64 tokens, from which a step takes no longer than on a 16-bit cache in device memory;
-    None: not up to the longest of `LENGTHS`."""
-    return break_even(
-        lambda length: step_of(traced, device, length, batch).seconds,
-        lambda length: full_step_of(one_lane, device, length, batch).seconds,
-        most=LENGTHS[-1],
-    )
