@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import shlex
 import sys
 from collections.abc import Callable, Sequence
@@ -181,7 +180,6 @@ def add_explain(command: Parser) -> None:
     for name in ("--hbm-gbps", "--pcie-gbps", "--tflops", "--vram-gib", "--reuse", "--corrected"):
         command.add_argument(name, type=float, help=argparse.SUPPRESS)
     shown = command.add_mutually_exclusive_group()
-    shown.add_argument("--json", action="store_true", help="print the whole explanation as JSON")
     shown.add_argument("--nodes", action="store_true", help="print each launch of the decode step with its time")
     shown.add_argument("--graph", metavar="PHASE", help="print the rewritten graph: prefill, pre-decode or decode")
     shown.add_argument(
@@ -215,9 +213,7 @@ def run_explain(args: argparse.Namespace, options: dict[str, Any], words: Sequen
         ranks=args.ranks,
     )  # fmt: skip
     explained = replace(explained, command=shlex.join(["specache", *words]))
-    if args.json:
-        print(json.dumps(explained.to_dict(), indent=1))
-    elif args.nodes:
+    if args.nodes:
         print(nodes_table(explained))
     elif args.diff:
         print(explained.diff(args.diff[0], args.diff[1], args.layer), end="")

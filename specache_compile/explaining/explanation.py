@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from .figures import Figures
-from .tables import as_dict, text
+from .tables import text
 
 
 @dataclass(frozen=True)
@@ -20,10 +19,6 @@ class Explanation(Figures):
         print(explanation.bytes_by_tier)
         print(explanation.layer(0))  # one layer's graph, before and after
     """
-
-    def to_dict(self) -> dict[str, Any]:
-        """The figures as plain numbers and strings, ready for JSON."""
-        return as_dict(self)
 
     def __str__(self) -> str:
         return text(self)

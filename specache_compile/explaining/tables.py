@@ -1,10 +1,9 @@
-"""An explanation as text for one screen, as tables of at most 100 columns, and as plain data."""
+"""An explanation as text for one screen, and as tables of at most 100 columns."""
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable
-from dataclasses import asdict
 from typing import Any
 
 from tabulate import tabulate
@@ -147,32 +146,6 @@ def further(e: Figures) -> str:
     what = ("one layer, before and after", "each launch of a decode step", "the whole rewritten graph")
     lines = [f"  {way}  # {said}" for way, said in zip(commands if e.command else calls, what, strict=True)]
     return "\n".join(["Look further:", *lines])
-
-
-def as_dict(e: Figures) -> dict[str, Any]:
-    """The figures as plain data: bytes, seconds, FLOPs."""
-    names = ("prompt_length", "batch_size", "ranks", "lanes", "absorbed", "hashes")
-    data: dict[str, Any] = {
-        "note": f"every figure is {COMPUTED}",
-        "model": e.name,
-        **{name: getattr(e, name) for name in names},
-        "options": {**asdict(e.options), "inductor": dict(e.options.inductor)},
-        "device": asdict(e.device),
-        "sites": [asdict(site) for site in e.sites],
-        "left_alone": [asdict(item) for item in e.left_alone],
-        "memory": {
-            "by_tier": dict(e.bytes_by_tier), "device": e.device_bytes, "full_cache": e.full_cache_bytes,
-            "kv_ratio": e.kv_ratio, "weights": e.weight_bytes, "prefill": e.prefill_bytes, "host_gib": e.host_gib,
-        },
-    }  # fmt: skip
-    if e.is_timed:
-        most, limit = e.largest_batch()
-        data["memory"] |= {"largest_batch": most, "limit": limit, "largest_batch_full_cache": e.full_cache_batch()}
-        data |= {
-            "step": asdict(e.step()), "full_cache_step": asdict(e.full_step()), "break_even_tokens": e.break_even(),
-            "launches": [asdict(span) for span in e.spans],
-        }  # fmt: skip
-    return data
 
 
 def nodes_table(e: Figures) -> str:
