@@ -113,11 +113,6 @@ class Figures:
         return self.device_bytes / self.full_cache_bytes if self.full_cache_bytes else 1.0
 
     @property
-    def corrects(self) -> bool:
-        """Whether a step fetches the pairs that its token selects and that the fetch ahead has missed."""
-        return self.options.correct != "never"
-
-    @property
     def bytes_fetched(self) -> int:
         """Bytes that a decode step fetches from the host tier when no pair is in the slots already."""
         pairs = self.batch_size * fetched_pairs(self.options, self.prompt_length)
