@@ -204,8 +204,10 @@ def full_cache_batch(traced: Traced, device: Device, length: int, itemsize: int 
 
 
 def break_even_context(traced: Traced, one_lane: Traced, device: Device) -> int | None:
-    """The shortest context, to 64 tokens, from which a step of one row takes no longer than on a 16-bit cache in device
-    memory; None: not up to the longest of `LENGTHS`."""
+    """The shortest context, to 64 tokens, from which a step of one row takes no longer than on a 16-bit cache.
+
+    None: longer than the longest of `LENGTHS`.
+    """
 
     def is_no_longer(length: int) -> bool:
         full = full_step_of(one_lane, device, length, 1)
