@@ -14,8 +14,7 @@ def main(name: str = "smollm2-135m") -> None:
     explanation = sc.explain(name, prompt_length=8192, device="RTX 4090")
     print(explanation.bytes_by_tier)
     print(explanation.layer(0))
-    explanation.save("build/report.html")
-    print("wrote build/report.html")
+    print(explanation)
 
 
 if __name__ == "__main__":

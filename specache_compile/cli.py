@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from .checkpoints.loaded import usable_device
@@ -40,11 +38,10 @@ EXPLAIN_EPILOG = """\
 examples:
   specache explain smollm2-135m --prompt-length 8192
   specache explain smollm2-135m --prompt-length 8192 --layer 0
-  specache explain meta-llama/Llama-3.1-8B --device H100 --bits 1 --save report.html
+  specache explain meta-llama/Llama-3.1-8B --device H100 --bits 1
 
 The backend's options are accepted too: `specache generate --help-all` lists them. docs/explain.md describes further
-options: another device (--hbm-gbps, --pcie-gbps, --tflops, --vram-gib) and assumed rates (--reuse, --corrected,
---accepted).
+options: another device (--hbm-gbps, --pcie-gbps, --tflops, --vram-gib) and assumed rates (--reuse, --corrected).
 """
 
 
@@ -57,7 +54,7 @@ class Command:
     shown: the flags that --help lists if --help-all lists more; empty if --help lists all.
     options: whether the backend's options are accepted.
     checkpoint: whether `fill` adds the checkpoint argument.
-    recorded: whether its results store the command line.
+    recorded: whether `run` gets the command line, which its results store.
     """
 
     help: str
@@ -92,7 +89,7 @@ COMMANDS = {
     ),
     "explain": Command(
         "predict memory and step times; needs no weights and no GPU",
-        "cli:add_explain", "cli:run_explain", options=True,
+        "cli:add_explain", "cli:run_explain", options=True, recorded=True,
     ),
     "serve": Command(
         "serve a model with the OpenAI API",
@@ -180,12 +177,9 @@ def add_explain(command: Parser) -> None:
     command.add_argument(
         "--ranks", type=int, default=1, help="number of tensor-parallel ranks; one of them is explained (default: 1)"
     )
-    for name in ("--hbm-gbps", "--pcie-gbps", "--tflops", "--vram-gib"):
+    for name in ("--hbm-gbps", "--pcie-gbps", "--tflops", "--vram-gib", "--reuse", "--corrected"):
         command.add_argument(name, type=float, help=argparse.SUPPRESS)
-    for name, assumed in (("--reuse", None), ("--corrected", None), ("--accepted", None)):
-        command.add_argument(name, type=float, default=assumed, help=argparse.SUPPRESS)
     shown = command.add_mutually_exclusive_group()
-    shown.add_argument("--json", action="store_true", help="print the whole explanation as JSON")
     shown.add_argument("--nodes", action="store_true", help="print each launch of the decode step with its time")
     shown.add_argument("--graph", metavar="PHASE", help="print the rewritten graph: prefill, pre-decode or decode")
     shown.add_argument(
@@ -201,18 +195,13 @@ def add_explain(command: Parser) -> None:
         help="print layer N before and after the rewrite; with --graph or --diff: only layer N",
     )
     command.add_argument("--after", metavar="PASS", help="with --graph: print the graph after this pass")
-    command.add_argument(
-        "--save", action="append", default=[], type=Path, metavar="FILE",
-        help="write report.html or timeline.json (Perfetto); may be repeated",
-    )  # fmt: skip
 
 
-def run_explain(args: argparse.Namespace, options: dict[str, Any]) -> None:
+def run_explain(args: argparse.Namespace, options: dict[str, Any], words: Sequence[str]) -> None:
     from .explaining.explain import explain
     from .explaining.outline import readable_graph
     from .explaining.tables import nodes_table
     from .explaining.times.devices import find_device
-    from .explaining.times.verification import ACCEPTED
 
     if args.after and not args.graph:
         raise SpecacheError("--after goes with --graph PHASE")
@@ -221,15 +210,10 @@ def run_explain(args: argparse.Namespace, options: dict[str, Any]) -> None:
     explained = explain(
         args.model, args.prompt_length, args.batch_size, options,
         device=find_device(args.device, *figures), host_gib=args.host_gib, reuse=args.reuse, corrected=args.corrected,
-        accepted=ACCEPTED if args.accepted is None else args.accepted, ranks=args.ranks,
+        ranks=args.ranks,
     )  # fmt: skip
-    explained = replace(explained, command=repeated(args, options))
-    for path in args.save:
-        explained.save(path)
-        print(f"wrote {path}", file=sys.stderr)
-    if args.json:
-        print(json.dumps(explained.to_dict(), indent=1))
-    elif args.nodes:
+    explained = replace(explained, command=shlex.join(["specache", *words]))
+    if args.nodes:
         print(nodes_table(explained))
     elif args.diff:
         print(explained.diff(args.diff[0], args.diff[1], args.layer), end="")
@@ -241,20 +225,6 @@ def run_explain(args: argparse.Namespace, options: dict[str, Any]) -> None:
         print(explained)
 
 
-def repeated(args: argparse.Namespace, options: dict[str, Any]) -> str:
-    """The command that explains the same model with the same options."""
-    given = {"prompt_length": args.prompt_length, "device": args.device, **options}
-    given |= {name: value for name, value in (("batch_size", args.batch_size), ("ranks", args.ranks)) if value > 1}
-    words = ["specache", "explain", args.model]
-    for name, value in given.items():
-        flag = name.replace("_", "-")
-        if isinstance(value, bool):
-            words.append(f"--{flag}" if value else f"--no-{flag}")
-        elif value is not None:
-            words += [f"--{flag}", str(value)]
-    return shlex.join(words)
-
-
 def run(args: argparse.Namespace, words: Sequence[str]) -> None:
     """Run the command that the arguments name."""
     command = COMMANDS[args.command]
@@ -262,16 +232,15 @@ def run(args: argparse.Namespace, words: Sequence[str]) -> None:
         check_name(args.model)
     if hasattr(args, "device") and args.command != "explain":  # whose device is the name of a GPU
         args.device = usable_device(args.device)
+    given: list[Any] = [args]
     if command.options:
         from .methods import parse_options
 
-        options = options_of(args)
-        parse_options(options)
-        function(command.run)(args, options)
-    elif command.recorded:
-        function(command.run)(args, words)
-    else:
-        function(command.run)(args)
+        given.append(options_of(args))
+        parse_options(given[-1])
+    if command.recorded:
+        given.append(words)
+    function(command.run)(*given)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -8,22 +8,11 @@ import torch
 from .cache_folder import VARIABLE
 from .compile.backend import specache as specache
 from .compile.recompile_limit import raise_limit
-from .compile.rewrites import Rewrites, observers
 from .generate.checks import route_checks
 from .generate.compiled_calls import route_generate
 from .generate.verify import route_verification
-from .runtime.variant import Variant
 
 log = logging.getLogger(__name__)
-
-
-def dump_if_requested(rewrites: Rewrites, variant: Variant) -> None:
-    """Explain each compiled graph into the folder $SPECACHE_DUMP; only then is `explaining` imported."""
-    folder = os.environ.get("SPECACHE_DUMP")
-    if folder:
-        from .explaining.dump import dump_explanation
-
-        dump_explanation(rewrites, variant, folder)
 
 
 def keep_traces() -> None:
@@ -43,4 +32,3 @@ route_generate()
 route_checks()
 route_verification()
 keep_traces()
-observers.append(dump_if_requested)

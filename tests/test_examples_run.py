@@ -13,7 +13,7 @@ NEEDLE = str(ROOT / "examples" / "needle-llama")
 PRINTED = {
     "generate": "of a 16-bit cache's bytes",
     "batch": "request 3",
-    "inspect_graph": "wrote build/report.html",
+    "inspect_graph": "attentions rewritten",
     "new_method": "of the full cache's bytes",
 }
 # The models of the two others have a chat template, which the byte-level model lacks.

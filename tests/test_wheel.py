@@ -72,7 +72,7 @@ def test_the_wheel_has_each_source_file_and_no_other(wheel: Path) -> None:
     }
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {name for name in names if ".dist-info/" not in name} == expected
-    assert {Path(name).suffix or Path(name).name for name in expected} == {".py", ".typed", ".jinja", ".cpp", ".h"}
+    assert {Path(name).suffix or Path(name).name for name in expected} == {".py", ".typed", ".cpp", ".h"}
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
     (points,) = (name for name in names if name.endswith(".dist-info/entry_points.txt"))
     text = zipfile.ZipFile(wheel).read(points).decode()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
-import importlib.metadata
+import importlib.util
 import shutil
 import sys
 from collections.abc import Iterator
@@ -24,9 +24,6 @@ from .gguf_keys import map_keys
 READERS = ("gguf", "accelerate")
 # Tensors that transformers silently leaves out: rotary positions would differ from the model's.
 UNREAD = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-# Marks a conversion that represents all keys of its GGUF file; and the keys that older conversions may lack.
-MAPPED = "gguf-keys-mapped"
-NEWLY_MAPPED = ("rope_parameters", "sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
 
 
 def folder_of(gguf: Path) -> Path:
@@ -37,30 +34,24 @@ def folder_of(gguf: Path) -> Path:
 
 
 def converted(gguf: Path) -> Path:
-    """The safetensors folder of a GGUF file, made on first use."""
+    """The safetensors folder of a GGUF file, made on first use by one process at a time.
+
+    SpecacheError if the cache folder cannot be written.
+    """
+    from filelock import FileLock
+
     folder = folder_of(gguf)
-    if is_converted(gguf, folder):
+    if folder.exists():
         return folder
-    with alone(folder.parent):
-        if not is_converted(gguf, folder):
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(folder.parent / ".lock").acquire()
+    except OSError as error:
+        raise unwritable(folder.parent, error) from error
+    with lock:
+        if not folder.exists():
             convert(gguf, folder)
     return folder
-
-
-def is_converted(gguf: Path, folder: Path) -> bool:
-    """Whether a whole conversion of a GGUF file exists. One of an earlier version may lack what the file's keys
-    require; the configurations show it."""
-    from transformers import AutoConfig
-
-    if not is_whole(folder):
-        return False
-    if not (folder / MAPPED).exists():
-        new, old = config_of(gguf), AutoConfig.from_pretrained(folder)
-        if any(getattr(new, name, None) != getattr(old, name, None) for name in NEWLY_MAPPED):
-            return False
-        with contextlib.suppress(OSError):  # a folder that cannot be written is compared each time
-            (folder / MAPPED).touch()
-    return True
 
 
 def config_of(gguf: Path) -> Any:
@@ -73,20 +64,6 @@ def config_of(gguf: Path) -> Any:
         config = AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name)
     map_keys(gguf, reader.fields, config)
     return config
-
-
-def is_whole(folder: Path) -> bool:
-    """Whether a conversion exists and none of its files ends early."""
-    from safetensors import SafetensorError, safe_open
-
-    weights = list(folder.glob("*.safetensors"))
-    try:
-        for path in weights:
-            with safe_open(path, "pt"):
-                pass
-    except SafetensorError:
-        return False
-    return bool(weights) and all((folder / name).exists() for name in ("config.json", "tokenizer.json"))
 
 
 def opened(gguf: Path) -> Any:
@@ -114,34 +91,12 @@ def opened(gguf: Path) -> Any:
     return reader
 
 
-@contextlib.contextmanager
-def alone(folder: Path) -> Iterator[None]:
-    """Create the folder if needed, and let one process at a time in. SpecacheError if it cannot be written."""
-    from filelock import FileLock, Timeout
-
-    lock = FileLock(folder / ".lock")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        try:
-            lock.acquire(timeout=0)
-        except Timeout:
-            print(f"waiting for another process that converts into {folder}", file=sys.stderr)
-            lock.acquire()
-    except OSError as error:
-        raise unwritable(folder, error) from error
-    try:
-        yield
-    finally:
-        lock.release()
-
-
 def convert(gguf: Path, folder: Path) -> None:
     """Write a GGUF file's dequantised weights, config and tokenizer to `folder`, all or nothing."""
     from safetensors import SafetensorError
 
     partial = folder.with_name(f"{folder.name}.partial")
-    for left in (partial, folder):  # of a process that was killed
-        shutil.rmtree(left, ignore_errors=True)
+    shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
     config = config_of(gguf)
     tokenizer = read_tokenizer(gguf)  # it rejects most foreign files
     print(f"converting {gguf.name} to safetensors in {folder}, once", file=sys.stderr)
@@ -149,7 +104,6 @@ def convert(gguf: Path, folder: Path) -> None:
     try:
         model.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
-        (partial / MAPPED).touch()
         partial.rename(folder)
     except (OSError, SafetensorError) as error:
         raise unwritable(folder.parent, error) from error
@@ -225,9 +179,5 @@ def unwritable(folder: Path, error: Exception) -> SpecacheError:
     )
 
 
-def is_installed(distribution: str) -> bool:
-    try:
-        importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
+def is_installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None

@@ -13,7 +13,7 @@ from typing import Any
 from specache_compile.errors import SpecacheError
 
 from .gguf import config_of as gguf_config_of
-from .gguf import converted, folder_of, is_converted
+from .gguf import converted, folder_of
 
 # Similarity above which an unknown name is taken for a misspelt known one, and not looked up on the hub.
 ALIKE = 0.65
@@ -58,7 +58,7 @@ def config_of(model: str) -> Any:
     if gguf is None:
         return AutoConfig.from_pretrained(checked(model))
     folder = folder_of(gguf)
-    return AutoConfig.from_pretrained(folder) if is_converted(gguf, folder) else gguf_config_of(gguf)
+    return AutoConfig.from_pretrained(folder) if folder.exists() else gguf_config_of(gguf)
 
 
 def origin(model: str) -> str:

@@ -89,7 +89,7 @@ def bisect(
     settings = {"lowering": "eager", **lossless, **(options or {})}
     if settings.get("exact_layers"):
         raise SpecacheError("bisect chooses exact_layers itself: leave that option out")
-    reference, tokens = reference_logits(plain(model), given, new_tokens)
+    reference, tokens = logits_of(uncompiled(model), given, new_tokens)
     layers = count_layers(model, given, settings)
     moved: dict[tuple[int, ...], float] = {}
     first_step: list[int | None] = []
@@ -124,19 +124,24 @@ def difference(a: Tensor, b: Tensor) -> float:
 
 
 @torch.no_grad()
-def reference_logits(model: Any, given: Mapping[str, Tensor], new_tokens: int) -> tuple[list[Tensor], Tensor]:
-    """The uncompiled model's last logits after the prompt and after each token that it chooses, and those tokens."""
-    twin = uncompiled(model)
-    out = twin(**given, use_cache=True)
-    logits, tokens = [out.logits[:, -1]], []
+def logits_of(
+    step: Any, given: Mapping[str, Tensor], new_tokens: int, tokens: Tensor | None = None
+) -> tuple[list[Tensor], Tensor]:
+    """The last logits after the prompt and after each further token, and these tokens [B, new_tokens].
+
+    tokens: those to decode; None: the tokens of the highest logits.
+    """
+    out = step(**given, use_cache=True)
+    logits, decoded = [out.logits[:, -1]], list[Tensor]()
     mask = given.get("attention_mask")
-    for _ in range(new_tokens):
-        tokens.append(logits[-1].argmax(-1, keepdim=True))
-        mask = longer(mask)
+    for number in range(new_tokens):
+        chosen = logits[-1].argmax(-1, keepdim=True) if tokens is None else tokens[:, number : number + 1].clone()
+        decoded.append(chosen)
+        mask = None if mask is None else torch.cat([mask, mask.new_ones(mask.shape[0], 1)], 1)
         extra = {} if mask is None else {"attention_mask": mask}
-        out = twin(tokens[-1], **with_cache(cache_of(out)), **extra)
+        out = step(chosen, **with_cache(cache_of(out)), **extra)
         logits.append(out.logits[:, -1])
-    return logits, torch.cat(tokens, 1)
+    return logits, torch.cat(decoded, 1)
 
 
 def uncompiled(model: Any) -> Any:
@@ -146,15 +151,10 @@ def uncompiled(model: Any) -> Any:
     return twin.eval() if twin.training else twin
 
 
-def longer(mask: Tensor | None) -> Tensor | None:
-    return None if mask is None else torch.cat([mask, mask.new_ones(mask.shape[0], 1)], 1)
-
-
-@torch.no_grad()
 def compiled_logits(
     model: Any, given: Mapping[str, Tensor], tokens: Tensor, options: Mapping[str, Any]
 ) -> list[Tensor]:
-    """The same logits from the model compiled with `options`, fed the reference's tokens."""
+    """The logits of the model compiled with `options`, fed the reference's tokens."""
     from specache_compile.compile.backend import specache
 
     twin = uncompiled(model)
@@ -162,15 +162,7 @@ def compiled_logits(
     with warnings.catch_warnings(), torch._dynamo.config.patch(recompile_limit=1024, accumulated_recompile_limit=4096):
         warnings.simplefilter("ignore", SpecacheWarning)  # layers are left exact on purpose
         step = torch.compile(twin, backend=lambda graph, example: specache(graph, example, options=options))
-        out = step(**given, use_cache=True)
-        logits = [out.logits[:, -1]]
-        mask = given.get("attention_mask")
-        for token in tokens.split(1, 1):
-            mask = longer(mask)
-            extra = {} if mask is None else {"attention_mask": mask}
-            out = step(token.clone(), **with_cache(cache_of(out)), **extra)
-            logits.append(out.logits[:, -1])
-    return logits
+        return logits_of(step, given, tokens.shape[1], tokens)[0]
 
 
 def count_layers(model: Any, given: Mapping[str, Tensor], options: Mapping[str, Any]) -> int:

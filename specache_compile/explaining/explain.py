@@ -44,10 +44,11 @@ from .layers import layers_of
 from .rank import check_part, one_of
 from .temporaries import temporaries
 from .times.devices import Device, find_device
-from .times.verification import ACCEPTED, drafted_tokens
 
 # Nothing is allocated, so no budget applies.
 NO_LIMIT = sys.maxsize
+# Tokens of the verification that is traced (options verify and lookup).
+VERIFIED = 11
 
 
 def explain(
@@ -60,7 +61,6 @@ def explain(
     host_gib: float = 128.0,
     reuse: float | None = None,
     corrected: float | None = None,
-    accepted: float = ACCEPTED,
     ranks: int = 1,
 ) -> Explanation:
     """Compute what the backend does to a model, and the bytes and times of a step, without running it.
@@ -76,7 +76,6 @@ def explain(
         host_gib: GiB of host memory for the host tier.
         reuse: share (0 to 1) of the selected pairs that the slots have already; None is the measured share.
         corrected: share of the selected pairs that a correction fetches; None is the measured share.
-        accepted: probability that a drafted token is accepted (option verify).
         ranks: number of ranks that the model is split over (tensor parallel). Figures are of one rank, without the time
             of collectives; all ranks share host_gib.
 
@@ -96,7 +95,7 @@ def explain(
         parsed = parsed.in_16_bits
     if prompt_length < 1 or batch_size < 1:
         raise SpecacheError(f"prompt_length={prompt_length}, batch_size={batch_size}: both must be at least 1")
-    for name, share in (("reuse", reuse), ("corrected", corrected), ("accepted", accepted)):
+    for name, share in (("reuse", reuse), ("corrected", corrected)):
         if share is not None and not 0 <= share <= 1:
             raise SpecacheError(f"{name}={share}: give a share between 0 and 1")
     chosen = device if isinstance(device, Device) else find_device(device)
@@ -138,23 +137,11 @@ def explain(
         check_part(whole, config, layer.head_dim)
     parsed = within_memory(parsed, layers, batch_size, prompt_length)
     check_memory(parsed, layers, batch_size, prompt_length)
-    return explanation_of(
-        captured, rewrites, parsed, prompt_length, batch_size,
-        device=chosen, weight_bytes=weights, host_gib=host_gib, reuse=reuse, corrected=corrected, accepted=accepted,
-        name=name, ranks=ranks, longest=getattr(config.get_text_config(), "max_position_embeddings", None),
-    )  # fmt: skip
-
-
-def explanation_of(
-    captured: Sequence[Captured], rewrites: Sequence[Rewrites], options: MethodOptions, prompt_length: int,
-    batch_size: int, **rest: Any,
-) -> Explanation:  # fmt: skip
-    """The explanation of captured graphs and their rewritten forms, made to be explained or to run."""
     graphs = [graph for graph in captured if graph.sites and graph.phase is not EXTEND]
     newest = graphs[-1] if graphs else (captured[-1] if captured else None)
     modules: dict[str, GraphModule] = {phase: module for made in rewrites for phase, module in made.modules.items()}
     return Explanation(
-        options=options,
+        options=parsed,
         prompt_length=prompt_length,
         batch_size=batch_size,
         sites=tuple(site_rows(newest)) if newest is not None else (),
@@ -165,19 +152,17 @@ def explanation_of(
         layers=tuple(graphs[0].layers) if graphs else (),
         lanes=max((form.lanes for made in rewrites for form in made.made.values()), default=1),
         working_bytes={phase: temporaries(module) for phase, module in modules.items()},
-        **rest,
-    )
+        device=chosen, weight_bytes=weights, host_gib=host_gib, reuse=reuse, corrected=corrected,
+        name=name, ranks=ranks, longest=getattr(config.get_text_config(), "max_position_embeddings", None),
+    )  # fmt: skip
 
 
 def site_rows(graph: Captured) -> list[SiteRow]:
     layers = layers_of(graph.graph_module)
     return [
-        SiteRow(
-            s.number, layers[s.attention], s.query_heads, s.heads, shape.head_dim, s.mask is not None, s.softcap,
-            s.sinks is not None,
-        )
-        for s, shape in zip(graph.sites, graph.layers, strict=True)
-    ]  # fmt: skip
+        SiteRow(site.number, layers[site.attention], site.query_heads, site.heads, site.head_dim)
+        for site in graph.sites
+    ]
 
 
 def absorbed_layers(graph: Captured) -> list[str]:
@@ -252,7 +237,6 @@ def run_steps(model: Any, prompt_length: int, batch_size: int, backend: Callable
         with session.steps_for(Mode.DRAFT) if session is not None else contextlib.nullcontext():
             compiled(prompt[:, :1].clone(), **with_cache(cache), **after)
         if session is not None and session.options.drafts:
-            tokens = drafted_tokens(session.options) + 1
-            ids, places = (torch.zeros(batch_size, tokens, dtype=torch.int64, device=model.device) for _ in range(2))
+            ids, places = (torch.zeros(batch_size, VERIFIED, dtype=torch.int64, device=model.device) for _ in range(2))
             with session.steps_for(Mode.VERIFY):
                 compiled(ids, **with_cache(cache), position_ids=places, logits_to_keep=0)

@@ -1,13 +1,12 @@
-"""What `explain` found about a model, as figures to query and compare; `explanation.py` prints and saves them."""
+"""What `explain` found about a model, as figures to query and compare; `explanation.py` prints them."""
 
 from __future__ import annotations
 
 import difflib
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-import networkx as nx
 from torch.fx import GraphModule
 
 from specache_compile.errors import SpecacheError
@@ -19,24 +18,20 @@ from specache_compile.passes.reading.sites import LeftAlone
 from specache_compile.runtime.state import bytes_in_16_bits, device_total, full_cache_bytes, predicted_bytes
 
 from .one_layer import before_and_after, layer_text
-from .schedule import Launch, launches_of, schedule_of
 from .times.devices import Device
-from .times.node_costs import step_costs, total
+from .times.node_costs import is_launch, launch_cost, operator_name
 from .times.step_kernels import Traced, captured, is_captured, kernels_of, over_tiers
 from .times.step_time import (
     ComputedStep,
     Span,
-    StepRow,
     break_even_context,
     full_cache_batch,
     full_step_of,
     largest_batch,
-    rows_of,
     share_ahead,
     simulated,
     step_of,
 )
-from .times.verification import ACCEPTED, Round, round_of
 
 
 @dataclass(frozen=True)
@@ -52,20 +47,6 @@ class SiteRow:
     query_heads: int
     heads: int
     head_dim: int
-    mask: bool
-    softcap: float | None
-    sinks: bool
-
-
-@dataclass(frozen=True)
-class LaunchCost:
-    """The FLOPs and bytes of one launch of a graph."""
-
-    name: str
-    op: str
-    layer: str
-    stream: str
-    cost: Cost
 
 
 @dataclass(frozen=True)
@@ -95,7 +76,6 @@ class Figures:
     working_bytes: Mapping[str, int]
     reuse: float | None = None
     corrected: float | None = None
-    accepted: float = ACCEPTED
     host_gib: float = 128.0
     name: str = ""
     ranks: int = 1
@@ -106,11 +86,6 @@ class Figures:
     @functools.cached_property
     def bytes_by_tier(self) -> dict[str, int]:
         return predicted_bytes(self.options, list(self.layers), self.batch_size, self.prompt_length)
-
-    @property
-    def bytes_by_layer(self) -> list[dict[str, int]]:
-        """Bytes of each tier, site by site."""
-        return [predicted_bytes(self.options, [x], self.batch_size, self.prompt_length) for x in self.layers]
 
     @property
     def full_cache_bytes(self) -> int:
@@ -136,11 +111,6 @@ class Figures:
     def kv_ratio(self) -> float:
         """Device KV bytes / bytes of the same tokens in a 16-bit cache."""
         return self.device_bytes / self.full_cache_bytes if self.full_cache_bytes else 1.0
-
-    @property
-    def corrects(self) -> bool:
-        """Whether a step fetches the pairs that its token selects and that the fetch ahead has missed."""
-        return self.options.correct != "never"
 
     @property
     def bytes_fetched(self) -> int:
@@ -204,27 +174,15 @@ class Figures:
         corrected = CORRECTED[min(self.lanes, 2)] if self.corrected is None else self.corrected
         return Workload(self.options, self.layers, heads, self.batch_size, self.prompt_length, reuse, corrected)
 
-    @functools.cached_property
-    def launches(self) -> list[Launch]:
+    def launch_costs(self) -> list[tuple[str, Cost]]:
+        """The op of each launch of a decode step, and what it computes and moves."""
         self.trace("decode")
-        return launches_of(self.graphs["decode"])
-
-    def launch_costs(self, phase: str = "decode") -> list[LaunchCost]:
-        """What each launch of a phase computes and moves."""
-        self.trace(phase)
-        launches = {launch.name: launch for launch in launches_of(self.graphs[phase])}
-        # A prefill starts from an empty cache.
-        load = replace(self.load(), length=0 if phase == "prefill" else self.prompt_length)
-        costs = ((launches[node.name], cost) for node, cost in step_costs(self.graphs[phase], load).items())
-        return [LaunchCost(launch.name, launch.op, launch.layer, launch.stream, cost) for launch, cost in costs]
+        nodes, load = self.graphs["decode"].graph.nodes, self.load()
+        return [(operator_name(node), launch_cost(node, load)) for node in nodes if is_launch(node)]
 
     def step_cost(self) -> Cost:
         """All that a decode step reads, computes and moves."""
-        return total(row.cost for row in self.launch_costs())
-
-    def schedule(self) -> nx.DiGraph:
-        """What orders the launches of two consecutive decode steps."""
-        return schedule_of(self.launches)
+        return sum((cost for _, cost in self.launch_costs()), Cost())
 
     def traced(self, phase: str = "decode") -> Traced:
         """A phase's graph with its workload, for `times/step_time.py`."""
@@ -285,21 +243,3 @@ class Figures:
     def full_cache_batch(self) -> int:
         """The rows of this context that fit with a full 16-bit cache in device memory."""
         return full_cache_batch(self.traced_one_lane, self.device, self.prompt_length)
-
-    @functools.cached_property
-    def computed_steps(self) -> list[StepRow]:
-        """This model's and full caches' steps at other lengths and batches; none where the step is not timed."""
-        if not self.is_timed:
-            return []
-        return rows_of(self.traced(), self.traced_one_lane, self.device, self.host_bytes)
-
-    def round(self, accepted: float | None = None) -> Round | None:
-        """A draft and its verification; None if the options have none or the step is not timed.
-
-        accepted: replaces the given probability that a drafted token is accepted.
-        """
-        verifies = self.options.lookup or self.options.verify is not None
-        if not (self.is_timed and verifies and self.graphs.keys() & {"extend", "widened"}):
-            return None
-        chance = self.accepted if accepted is None else accepted
-        return round_of({phase: self.traced(phase) for phase in self.graphs}, self.device, chance)

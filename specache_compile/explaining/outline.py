@@ -1,9 +1,7 @@
-"""A readable graph, folded by layer: nodes are rows, layers that are alike are shown once, a pass's changes are
-marked."""
+"""The nodes of a graph's text, each with its layer."""
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -19,40 +17,18 @@ CALL = re.compile(r"^(?:torch\.ops\.)?([\w.]+)\(")
 VALUE = re.compile(r"(?<![\w.])[A-Za-z_]\w*\b(?!\s*\(|\s*=[^=])")
 ALIAS = re.compile(r"^\s+\w+ = L_\w+$")
 SUM = re.compile(r"^(?:torch\.ops\.aten\.add\.Tensor\(\w+, \w+\)|\w+ \+ \w+)$")
-WORK = ("mm", "addmm", "bmm", "linear", "matmul", "scaled_dot_product_attention", "embedding")
-VIEWS = ("view", "transpose", "t", "reshape", "permute", "expand", "unsqueeze", "slice", "select", "getitem")
+WORK = {"mm", "addmm", "bmm", "linear", "matmul", "scaled_dot_product_attention", "embedding"}
 
 
 @dataclass(frozen=True)
 class OutlineRow:
-    """One node.
-
-    kind: tier, work, view, other.
-    change: " ", "+" or "-".
-    section: its layer, "before" or "after".
-    """
+    """One node. section: its layer, "before" or "after"."""
 
     name: str
     type: str
     call: str
     inputs: tuple[str, ...]
-    kind: str
     section: str
-    change: str = " "
-
-    @property
-    def text(self) -> str:
-        return f"{self.name} = {self.call}"
-
-
-@dataclass(frozen=True)
-class Section:
-    """Rows of one layer and of the layers like it: "layers 0-31"."""
-
-    title: str
-    rows: tuple[OutlineRow, ...]
-    added: int = 0
-    removed: int = 0
 
 
 def rows_of(code: str) -> list[OutlineRow]:
@@ -74,7 +50,7 @@ def rows_of(code: str) -> list[OutlineRow]:
         words = VALUE.findall(call)
         used = tuple(dict.fromkeys(w for w in words if w in known))
         where = "after" if name == "return" else section
-        rows.append(OutlineRow(name, kind_of_value or "", call, used, kind(call), where))
+        rows.append(OutlineRow(name, kind_of_value or "", call, used, where))
         known.add(name)
     return with_first_rows(rows)
 
@@ -88,7 +64,7 @@ def with_first_rows(rows: list[OutlineRow]) -> list[OutlineRow]:
     result = list(rows)
     for first in (i for i in range(1, len(rows)) if rows[i].section != rows[i - 1].section):
         section, before = rows[first].section, rows[first - 1].section
-        work = next((i for i in range(first, len(rows)) if rows[i].kind == "work"), first)
+        work = next((i for i in range(first, len(rows)) if is_work(rows[i].call)), first)
         own = set(range(first, work + 1))
         for place in range(first - 1, -1, -1):
             if rows[place].section != before or "parameters" in rows[place].call:
@@ -99,6 +75,13 @@ def with_first_rows(rows: list[OutlineRow]) -> list[OutlineRow]:
                 own.add(place)
                 result[place] = replace(rows[place], section=section)
     return result
+
+
+def is_work(call: str) -> bool:
+    """Whether a call is a product, an attention or an embedding."""
+    found = CALL.match(call)
+    parts = found.group(1).split(".") if found else re.findall(r"\.(\w+)\(", call)[:1]
+    return "specache" not in parts and not WORK.isdisjoint(parts)
 
 
 def spans(numbers: Iterable[str]) -> str:
@@ -123,60 +106,3 @@ def readable_graph(graph: GraphModule | str) -> str:
 def inputs_of(head: re.Match[str]) -> str:
     names = len(re.findall(r"\w+: \"", head.group(1)))
     return f"{names} inputs"
-
-
-def kind(call: str) -> str:
-    """The kind of a call, for its colour."""
-    if "specache." in call:
-        return "tier"
-    found = CALL.match(call)
-    parts = found.group(1).split(".") if found else re.findall(r"\.(\w+)\(", call)[:1]
-    if any(part in WORK for part in parts):
-        return "work"
-    return "view" if any(part.lstrip("_") in (*VIEWS, "unsafe_view") for part in parts) else "other"
-
-
-def changes(before: list[OutlineRow], after: list[OutlineRow]) -> list[OutlineRow]:
-    """Both graphs' rows in one list: "-" removed, "+" added, " " kept."""
-    matcher = difflib.SequenceMatcher(None, [r.text for r in before], [r.text for r in after], autojunk=False)
-    rows: list[OutlineRow] = []
-    for tag, a, b, c, d in matcher.get_opcodes():
-        if tag == "equal":
-            rows += after[c:d]
-        else:
-            rows += [replace(row, change="-") for row in before[a:b]]
-            rows += [replace(row, change="+") for row in after[c:d]]
-    return rows
-
-
-def folded(rows: Iterable[OutlineRow]) -> list[Section]:
-    """Sections in the graph's order. Layers whose rows differ only in numbers are one section, with the first's
-    rows."""
-    sections: dict[str, list[OutlineRow]] = {}
-    for row in rows:
-        sections.setdefault(row.section, []).append(row)
-    alike: dict[tuple[str, ...], list[str]] = {}
-    for title, members in sections.items():
-        key = tuple(f"{row.change}{re.sub(r'[0-9]+', '#', row.call)}" for row in members)
-        alike.setdefault(key if title.isdigit() else (title, *key), []).append(title)
-    result = []
-    for titles in alike.values():
-        shown = sections[titles[0]]
-        name = titles[0] if not titles[0].isdigit() else f"layer{'s' if len(titles) > 1 else ''} {spans(titles)}"
-        added, removed = (sum(row.change == sign for row in shown) for sign in "+-")
-        result.append(Section({"before": "before the layers", "after": "after the layers"}.get(name, name),
-                              tuple(shown), added, removed))  # fmt: skip
-    return result
-
-
-def only_changed(sections: list[Section], context: int = 1) -> list[Section]:
-    """The sections that changed, with `context` rows around each change."""
-    result = []
-    for section in sections:
-        if not section.added and not section.removed:
-            continue
-        near = {
-            j for i, row in enumerate(section.rows) if row.change != " " for j in range(i - context, i + context + 1)
-        }
-        result.append(replace(section, rows=tuple(row for i, row in enumerate(section.rows) if i in near)))
-    return result

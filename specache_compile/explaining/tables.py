@@ -1,20 +1,18 @@
-"""An explanation as text for one screen, as tables of at most 100 columns, and as plain data."""
+"""An explanation as text for one screen, and as tables of at most 100 columns."""
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable
-from dataclasses import asdict
 from typing import Any
 
 from tabulate import tabulate
 
 from specache_compile.kernels.codes.records import stored_dim
-from specache_compile.passes.plan import PassReport
 
 from .figures import Figures
 from .outline import spans
-from .times.step_time import ComputedStep, Span, StepRow
+from .times.step_time import ComputedStep
 
 COMPUTED = "computed, not measured"
 WIDTH = 100
@@ -47,7 +45,7 @@ def text(e: Figures) -> str:
     """What an explanation comes to, on one screen."""
     parts = [title(e), attentions(e)]
     if e.sites:
-        parts += [memory_table(e), time_text(e), round_text(e), further(e)]
+        parts += [memory_table(e), time_text(e), further(e)]
     return "\n\n".join(filter(None, parts))
 
 
@@ -143,154 +141,22 @@ def time_row(name: str, step: ComputedStep, most: int, limit: str, largest: Comp
 def further(e: Figures) -> str:
     """Three commands, or calls, to look further."""
     layer = next(site.model_layer for site in e.sites)
-    commands = (f"{e.command} --layer {layer}", f"{e.command} --nodes", f"{e.command} --save report.html")
-    calls = (f"print(e.layer({layer}))", "e.spans", 'e.save("report.html")')
-    what = (
-        "one layer, before and after",
-        "each launch of a decode step",
-        "tables, a timeline, each pass's changes",
-    )
+    commands = [f"{e.command} {flags}" for flags in (f"--layer {layer}", "--nodes", "--graph decode")]
+    calls = (f"print(e.layer({layer}))", "e.spans", 'e.graph("decode")')
+    what = ("one layer, before and after", "each launch of a decode step", "the whole rewritten graph")
     lines = [f"  {way}  # {said}" for way, said in zip(commands if e.command else calls, what, strict=True)]
     return "\n".join(["Look further:", *lines])
-
-
-def counted(report: PassReport) -> str:
-    """What a pass did, in words: "moved 160, ..."."""
-    return ", ".join(f"{name} {count}" for name, count in report.counts.items())
-
-
-def cost_cells(flops: float, memory: float, to_device: float, to_host: float) -> tuple[str, ...]:
-    return f"{flops / 1e9:,.2f}", size(memory), size(to_device), size(to_host)
-
-
-def span_cells(spans: Iterable[Span]) -> tuple[str, ...]:
-    """What launches compute and move together, and their seconds."""
-    every = list(spans)
-    kernels = [span.kernel for span in every]
-    sums = (sum(getattr(k, name) for k in kernels) for name in ("flops", "memory", "to_device", "to_host"))
-    return *cost_cells(*sums), duration(sum(span.end - span.start for span in every))
-
-
-def by_op(spans: Iterable[Span]) -> list[tuple[str, ...]]:
-    """Launches summed by op."""
-    groups: dict[tuple[str, str], list[Span]] = {}
-    for span in spans:
-        groups.setdefault((span.kernel.stream, span.kernel.op), []).append(span)
-    return [
-        (stream, op, f"{len(same):,}", *span_cells(same), max(same, key=lambda s: s.end - s.start).bound)
-        for (stream, op), same in groups.items()
-    ]
-
-
-OP_HEADERS = ("stream", "op", "launches", "GFLOP", "memory", "to device", "to host", "time", "bound by")
-
-
-STEP_TIME_HEADERS = ("cache", "tokens", "batch 1", "bound by", "largest", "limited by", "step", "bound by", "tokens/s")
-
-
-def step_time_note(e: Figures) -> str:
-    """The assumptions of the computed steps."""
-    load = e.traced().load
-    notes = [f"{e.host_gib:.0f} GiB of host memory", f"{e.computed_steps[0].step.launches:.0f} launches a layer"]
-    if e.options.top_k:
-        corrected = f", {load.corrected:.0%} corrected" if e.corrects else ""
-        notes.append(f"of the selected pairs {1 - load.reuse:.0%} travel ahead{corrected}")
-    return "; ".join(notes)
-
-
-def step_time_rows(e: Figures) -> list[tuple[str, ...]]:
-    """A row for each cache and length: the step of one row and of the largest batch, its exposed part, and what limits
-    that batch."""
-    together: dict[tuple[str, int], list[StepRow]] = {}
-    for row in e.computed_steps:
-        together.setdefault((row.cache, row.length), []).append(row)
-    rows: list[tuple[str, ...]] = []
-    for (cache, length), found in together.items():
-        cells = {bool(row.limit): (step_time_cells(row), row) for row in found}
-        one = cells[False][0] if False in cells else ("-", "-")
-        largest: tuple[str, ...] = ("-",) * 5
-        if True in cells:
-            shown, row = cells[True]
-            largest = (f"{row.batch:,}", row.limit, *shown, f"{row.tokens:,.0f}")
-        rows.append((cache, f"{length // 1024}k", *one, *largest))
-    return rows
-
-
-def step_time_cells(row: StepRow) -> tuple[str, str]:
-    exposed = f" ({row.step.exposed * 1e3:.1f})" if row.step.exposed > 0.05e-3 else ""
-    return f"{row.step.seconds * 1e3:.1f}{exposed}", row.step.bound
-
-
-def round_text(e: Figures) -> str:
-    """The summary of a verification; "" without one."""
-    r = e.round()
-    if r is None:
-        return ""
-    how = " (looked up)" if e.options.lookup else " (auto)" if e.options.verify == "auto" else ""
-    drafted = f"{r.drafted} tokens drafted{how}"
-    passed = "widened decode" if e.options.lookup else "exact pass"
-    return "\n".join(
-        (
-            f"Verification ({COMPUTED}): {drafted}, each right by {e.accepted:.0%}: {r.tokens:.1f} tokens",
-            f"  draft {duration(r.draft_seconds)}, {passed} {duration(r.verification_seconds)}: "
-            f"{duration(r.seconds_per_token)} a token; offload {duration(r.offload_seconds)}",
-            f"  from the host: {size(r.bytes_per_token)} a token; offload {size(r.offload_bytes)}",
-        )
-    )
-
-
-def as_dict(e: Figures) -> dict[str, Any]:
-    """Everything in the tables, and each launch by itself. Bytes, seconds, FLOPs."""
-    load = e.load()
-    data: dict[str, Any] = {
-        "note": f"every figure is {COMPUTED}",
-        "model": e.name,
-        "prompt_length": e.prompt_length,
-        "batch_size": e.batch_size,
-        "ranks": e.ranks,
-        "options": {**asdict(e.options), "inductor": dict(e.options.inductor)},
-        "device": asdict(e.device),
-        "reuse": load.reuse,
-        "corrected": load.corrected,
-        "lanes": e.lanes,
-        "sites": [asdict(site) for site in e.sites],
-        "left_alone": [asdict(item) for item in e.left_alone],
-        "absorbed": list(e.absorbed),
-        "passes": {phase: [asdict(r) for r in trace.reports] for phase, trace in e.traces.items()},
-        "hashes": e.hashes,
-        "memory": {
-            "by_tier": dict(e.bytes_by_tier),
-            "by_layer": e.bytes_by_layer,
-            "device": e.device_bytes,
-            "full_cache": e.full_cache_bytes,
-            "kv_ratio": e.kv_ratio,
-            "weights": e.weight_bytes,
-            "temporaries": dict(e.working_bytes),
-            "prefill": e.prefill_bytes,
-            "host_gib": e.host_gib,
-        },
-    }
-    if "decode" in e.graphs and e.sites:
-        (most, limit), r = e.largest_batch(), e.round()
-        data["memory"] |= {"largest_batch": most, "limit": limit, "largest_batch_full_cache": e.full_cache_batch()}
-        data["step"] = asdict(e.step_cost())
-        data["verification"] = None if r is None else {"accepted": e.accepted, **asdict(r)}
-        data["nodes"] = [asdict(row) for row in e.launch_costs()]
-    if e.is_timed:
-        data["step"] |= {**asdict(e.step()), "full_cache_seconds": e.full_step().seconds,
-                         "break_even_tokens": e.break_even()}  # fmt: skip
-        data["launches"] = [asdict(span) for span in e.spans]
-        data["computed_steps"] = [{**asdict(row), "tokens_per_second": row.tokens} for row in e.computed_steps]
-    return data
 
 
 def nodes_table(e: Figures) -> str:
     """Each launch of a decode step, in the order of its start."""
     e.check_timed()
     rows = [
-        (span.kernel.name[:34], span.kernel.layer, span.kernel.stream, *span_cells([span]), span.bound)
+        (kernel.name[:34], kernel.layer, kernel.stream, f"{kernel.flops / 1e9:,.2f}",
+         *map(size, (kernel.memory, kernel.to_device, kernel.to_host)), duration(span.end - span.start), span.bound)
         for span in sorted(e.spans, key=lambda span: span.start)
-    ]
+        for kernel in [span.kernel]
+    ]  # fmt: skip
     headers = ("launch", "layer", "stream", "GFLOP", "memory", "to device", "to host", "time", "bound by")
     aligned = ("left", "right", "left", *("right",) * 5, "left")
     return f"Launches of a decode step on {e.device.name} ({COMPUTED})\n" + tabulate(

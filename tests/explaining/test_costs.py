@@ -37,10 +37,10 @@ def test_a_step_reads_the_weights_and_the_tiers_once(wide: sc.Explanation) -> No
 
 
 def test_a_step_computes_two_lanes_of_every_weight(wide: sc.Explanation) -> None:
-    products = sum(row.cost.flops for row in wide.launch_costs() if row.op == "mm")
+    products = sum(cost.flops for op, cost in wide.launch_costs() if op == "mm")
     matrices = wide.weight_bytes / 2 - 128256 * 4096
     assert products == pytest.approx(2 * 2 * 4 * matrices, rel=0.001)
-    attention = sum(row.cost.flops for row in wide.launch_costs() if row.op == "decode_attention")
+    attention = sum(cost.flops for op, cost in wide.launch_costs() if op == "decode_attention")
     assert attention == pytest.approx(2 * 4 * 4 * 32 * 128 * 32_768 * 2, rel=0.001)
 
 
@@ -53,26 +53,12 @@ def test_a_step_fetches_k_pairs_a_head_less_those_it_has(wide: sc.Explanation) -
 
 @pytest.fixture(scope="module")
 def best() -> sc.Explanation:
-    """The same under the default options, verified."""
+    """The same under the default options, with two lanes."""
     config = LlamaConfig(
         hidden_size=4096, intermediate_size=14336, num_hidden_layers=2, num_attention_heads=32, num_key_value_heads=8,
         vocab_size=128256, max_position_embeddings=131072, dtype=torch.bfloat16,
     )  # fmt: skip
-    return sc.explain(config, 32_768, 4, {"verify": 16, "speculate": True}, device="H200", reuse=0.0, corrected=0.25)
-
-
-@pytest.mark.slow
-def test_a_round_streams_the_host_tier_once_for_all_its_tokens(best: sc.Explanation) -> None:
-    """Bound by PCIe, as a step of `offload` is for each token."""
-    reported = best.round(accepted=0.9)
-    assert reported is not None
-    assert reported.tokens == pytest.approx((1 - 0.9**17) / (1 - 0.9))
-    assert reported.offload_bytes == best.full_cache_bytes
-    assert reported.bytes == best.full_cache_bytes + 16 * best.step_cost().to_device
-    streaming = best.full_cache_bytes / (best.device.pcie_gbps * 1e9)
-    assert reported.verification_seconds == pytest.approx(streaming, rel=0.05)
-    assert reported.offload_seconds == pytest.approx(streaming, rel=0.05)
-    assert 16 < reported.draft_seconds / best.step().seconds < 17.5
+    return sc.explain(config, 32_768, 4, {"speculate": True}, device="H200", reuse=0.0, corrected=0.25)
 
 
 @pytest.mark.slow
@@ -121,8 +107,7 @@ def test_the_live_tiers_are_the_predicted_ones(llama: LlamaForCausalLM) -> None:
     live = sc.stats(twin)
     for tier, predicted in explained.bytes_by_tier.items():
         assert live.bytes_by_tier[tier] == pytest.approx(predicted, rel=0.02)
-    by_layer = [sum(layer.values()) for layer in explained.bytes_by_layer]
-    assert sum(by_layer) == live.device_bytes + live.host_bytes
+    assert sum(explained.bytes_by_tier.values()) == live.device_bytes + live.host_bytes
 
 
 @pytest.mark.parametrize("name", [*DEVICES, "rtx4090", "h100"])

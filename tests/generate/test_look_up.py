@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from test_verify import Stops
 from torch import Tensor
 from torch._dynamo.utils import counters
-from transformers import DynamicCache, GenerationConfig, LlamaForCausalLM, StoppingCriteria, StoppingCriteriaList
+from transformers import DynamicCache, GenerationConfig, LlamaForCausalLM, StoppingCriteriaList
 
 import specache_compile as sc
 from conftest import chatted, compile_copy, greedy, prompt, tiny_llama
@@ -91,16 +92,6 @@ def test_padding_processors_and_turns(echo: LlamaForCausalLM, twin: LlamaForCaus
 
     assert torch.equal(chatted(twin, 30), chatted(echo, 30))
     assert sc.stats(twin).extends == 2, "what a person adds is read exactly"
-
-
-class Stops(StoppingCriteria):
-    """After a token, whichever else follows it."""
-
-    def __init__(self, token: int) -> None:
-        self.token = token
-
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        return input_ids[:, -1] == self.token
 
 
 @pytest.mark.slow

@@ -98,8 +98,8 @@ def test_a_selector_is_an_op_that_a_recipe_names(monkeypatch: pytest.MonkeyPatch
     for layer in state_after("oldest", **settings):
         assert layer["slot_index"].sort(-1).values.tolist() == [[list(range(3, 11))] * 2]
     assert any(
-        "select_oldest" in row.op
-        for row in sc.explain(tiny_llama(), 300, 1, {"method": "oldest", **settings}).launch_costs()
+        "select_oldest" in op
+        for op, _ in sc.explain(tiny_llama(), 300, 1, {"method": "oldest", **settings}).launch_costs()
     )
     ids = prompt(100)
     lossless = {name: value for name, value in LOSSLESS.items() if name != "lowering"}

@@ -17,10 +17,10 @@ import specache_compile as sc
 from conftest import compiled_with, greedy, prompt, tiny_llama
 from specache_compile.compat import cache_of, with_cache
 from specache_compile.evaluation.baselines import eviction as evict
-from specache_compile.explaining.schedule import check_order
 from specache_compile.explaining.times.step_kernels import is_captured
 from specache_compile.lowering.cuda_graphs import reason_not_to_capture
 from specache_compile.methods import every_method, parse_options
+from step_order import check_order, schedule_of
 
 pytestmark = [pytest.mark.one_process, pytest.mark.one_trace]
 
@@ -305,7 +305,7 @@ def test_what_explain_predicts_is_what_is_allocated_and_no_access_is_unordered(
     e, twin = explained(method), under(llama, method, **LOSSY[method])
     step(twin, prompt(300, batch=2))
     assert sc.stats(twin).bytes_by_tier == e.bytes_by_tier
-    assert check_order(e.schedule()) == []
+    assert check_order(schedule_of(e.graphs["decode"])) == []
     assert f"method {method}: " in str(e)
     assert "2 of 2 attentions rewritten" in str(e)
 

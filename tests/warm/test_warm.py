@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import copy
+import functools
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -148,9 +150,17 @@ def test_a_model_whose_code_is_another_is_traced_each_way(kept: Traces, where: A
     assert run(llama(), kept) == 0
 
 
+def own_builtin() -> contextlib.AbstractContextManager[None]:
+    """Another function under a builtin's name, which no module's source or functions show."""
+    return attribute(builtins, "all", functools.partial(builtins.all))
+
+
 @pytest.mark.slow
-def test_a_registered_attention_function_is_traced(kept: Traces) -> None:
-    with registered():
+@pytest.mark.parametrize("change", [registered, own_builtin])
+def test_another_function_under_a_known_name_is_traced(
+    kept: Traces, change: Callable[[], contextlib.AbstractContextManager[None]]
+) -> None:
+    with change():
         assert run(llama(), kept) == 1
     assert run(llama(), kept) == 0
 
@@ -181,6 +191,7 @@ def test_values_without_another_guard_are_checked_before_the_first_call(kept: Tr
 def test_other_options_are_compiled_for(kept: Traces) -> None:
     assert run(llama(), kept, options=LOSSLESS) == 1
     assert run(llama(), kept, options={**FULL, "disable_passes": ["causal_prefill"]}) == 1
+    assert run(llama(), kept, fullgraph=True) == 1
 
 
 def test_two_models_of_one_class_with_other_options_in_one_process(kept: Traces) -> None:

@@ -5,11 +5,10 @@ Pointwise nodes cost nothing: the compiler fuses them into their neighbours, who
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
 from specache_compile.kernels.costs import Cost, Workload, bytes_of, elements, size_of
 from specache_compile.kernels.op import op_of
@@ -77,12 +76,3 @@ def arguments_of(node: Node, load: Workload) -> dict[str, Any]:
     values = {name: value_of(value) if isinstance(value, Node) else value for name, value in given}
     on_host = any(field.on_host and field.name in state for field in METHODS[load.options.method].fields)
     return {**state, **values, "on_host": on_host}
-
-
-def step_costs(graph_module: GraphModule, load: Workload) -> dict[Node, Cost]:
-    """The cost of each launch of a graph."""
-    return {node: launch_cost(node, load) for node in graph_module.graph.nodes if is_launch(node)}
-
-
-def total(costs: Iterable[Cost]) -> Cost:
-    return sum(costs, Cost())

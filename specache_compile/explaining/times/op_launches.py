@@ -94,14 +94,12 @@ class LaunchedOp:
     arguments: by name, as traced.
     load: the workload to compute.
     site: the number of the attention.
-    overlapped: whether a correction's gather runs on a separate stream, during the low-bit share of `attend_scored`.
     """
 
     arguments: Mapping[str, Any]
     load: Workload
     site: int
     device: Device
-    overlapped: bool = True
 
     @property
     def heads(self) -> int:
@@ -217,13 +215,12 @@ def score_low_bit(call: LaunchedOp) -> list[Kernel]:
 
 
 def attend_scored(call: LaunchedOp) -> list[Kernel]:
-    """If overlapped, the pairs in 16 bits wait for the gather, during which the low-bit values are summed."""
+    """The pairs in 16 bits wait for the gather, during which the low-bit values are summed."""
     cost, load = call.cost(costs.attend_scored), call.load
     exact = costs.exact_pairs(load.options, load.length)
     pairs = exact * call.heads * costs.pair_bytes(load.options, load.layers[call.site]).exact
     low = Kernel("sum_values", memory=cost.hbm - pairs, instructions=instructions(call, "values"), tail=TAIL)
-    waits = (CORRECTION,) if call.overlapped else ()
-    waiting = Kernel("attend_pairs", memory=pairs, floor=SMALLEST, tail=TAIL, waits=waits)
+    waiting = Kernel("attend_pairs", memory=pairs, floor=SMALLEST, tail=TAIL, waits=(CORRECTION,))
     return [small("hide_tokens"), low, waiting, merge(call)]
 
 
@@ -258,9 +255,8 @@ def gather(call: LaunchedOp, pairs_of: costs.CostOf, programs: int, stream: str)
 
 
 def correct(call: LaunchedOp) -> list[Kernel]:
-    stream = CORRECTION if call.overlapped else MAIN
     selected = select(call) if call.arguments.get("q") is None else select_kept(call)
-    return [*selected, gather(call, costs.correct, call.heads, stream)]
+    return [*selected, gather(call, costs.correct, call.heads, CORRECTION)]
 
 
 def prefetch(call: LaunchedOp) -> list[Kernel]:

@@ -35,14 +35,12 @@ class Traced:
     load: the trace's workload.
     weights: the model's bytes.
     layers: the model's number of layers where the graph has fewer; the others are like its middle one.
-    overlapped: see `op_launches.LaunchedOp`.
     """
 
     graph: GraphModule
     load: Workload
     weights: int
     layers: int | None = None
-    overlapped: bool = True
 
     def at(self, length: int, batch: int) -> Workload:
         """The load of that many tokens and rows."""
@@ -65,9 +63,8 @@ def over_tiers(op: Op, call: LaunchedOp) -> list[Kernel]:
     return [Kernel(op.name, memory=cost.hbm, flops=cost.flops, to_device=cost.to_device, to_host=cost.to_host)]
 
 
-def full_cache(itemsize: int, on_host: bool = False) -> TierOp:
-    """Replaces a site's tier ops by an attention that reads a full cache of `itemsize` bytes an element once, from
-    device memory or over PCIe."""
+def full_cache(itemsize: int) -> TierOp:
+    """Replaces a site's tier ops by an attention that reads a full cache of `itemsize` bytes an element once."""
 
     def attention(op: Op, call: LaunchedOp) -> list[Kernel]:
         if not op.is_work or op.name == "attend_scored":
@@ -75,8 +72,7 @@ def full_cache(itemsize: int, on_host: bool = False) -> TierOp:
         layer = call.load.layers[call.site]
         pair = pair_bytes(call.load.options, layer).exact * itemsize / layer.dtype.itemsize
         read = call.heads * call.load.length * pair
-        streamed = read if on_host else 0.0
-        return [Kernel("attend", memory=read / ATTENDED[itemsize], to_device=streamed, tail=TAIL), small("merge")]
+        return [Kernel("attend", memory=read / ATTENDED[itemsize], tail=TAIL), small("merge")]
 
     return attention
 
@@ -95,7 +91,7 @@ def kernels_of(traced: Traced, device: Device, length: int, batch: int, tiers: T
         else:
             tag = tag_of(node)
             assert tag is not None, f"{node.name} is at no site"
-            call = LaunchedOp(arguments_of(node, load), load, tag.site, device, traced.overlapped)
+            call = LaunchedOp(arguments_of(node, load), load, tag.site, device)
             op, made = tier_op.name, tiers(tier_op, call)
         for number, kernel in enumerate(made):
             # So far waits name streams: each means the newest launch there. A launch on another stream starts after all

@@ -8,16 +8,16 @@ Edges come from the traced graph (`step_kernels.py`). Costs are estimates (`op_l
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from specache_compile.methods.field import LayerShape
 from specache_compile.options import MethodOptions
 from specache_compile.runtime.state import bytes_in_16_bits, device_total, predicted_bytes
 
 from .devices import Device
-from .op_launches import CORRECTION, ISSUED, MAIN, SCHEDULERS, STREAMS, Kernel
+from .op_launches import ISSUED, MAIN, SCHEDULERS, STREAMS, Kernel
 from .step_kernels import Traced, captured, full_cache, kernels_of, over_tiers
 
 LENGTHS = (8_192, 32_768, 131_072)
@@ -27,6 +27,7 @@ BETWEEN, MARGIN, SPARE = 60e-6, 2.1e9, 1.07
 # The share of the selected pairs that travels ahead: with two lanes and correction (26 of 64 of SmolLM2 at 4,096
 # tokens, like `costs.CORRECTED`), and without correction (an estimate).
 AHEAD, AHEAD_UNCORRECTED = 26 / 64, 0.5
+EXPOSED = "exposed"
 RESOURCES = ("memory", "arithmetic", "instructions", "to_device", "to_host")
 
 
@@ -34,39 +35,13 @@ RESOURCES = ("memory", "arithmetic", "instructions", "to_device", "to_host")
 class ComputedStep:
     """One step, in seconds.
 
-    ahead, corrected: how long the main stream waits for fetches ahead, and for corrections.
+    exposed: how long the main stream waits for fetches.
     bound: what takes most of the step: memory, instructions, arithmetic, launches, or PCIe.
-    launches: a layer's, on all streams.
     """
 
     seconds: float
-    ahead: float
-    corrected: float
+    exposed: float
     bound: str
-    launches: float
-
-    @property
-    def exposed(self) -> float:
-        return self.ahead + self.corrected
-
-
-@dataclass(frozen=True)
-class StepRow:
-    """A step of a cache: the method's, or a full one of 16 or 8 bits.
-
-    limit: the memory that limits the batch, "device" or "host"; "" where the batch is given.
-    """
-
-    cache: str
-    length: int
-    batch: int
-    limit: str
-    step: ComputedStep
-
-    @property
-    def tokens(self) -> float:
-        """Tokens a second, of all rows."""
-        return self.batch / self.step.seconds
 
 
 @dataclass
@@ -115,20 +90,6 @@ class Span:
     bound: str
 
 
-@dataclass
-class Spent:
-    """The main stream's seconds by resource."""
-
-    on: dict[str, float] = field(default_factory=dict)
-    ahead: float = 0.0
-    corrected: float = 0.0
-
-    @property
-    def bound(self) -> str:
-        every = {**self.on, "PCIe": self.on.get("PCIe", 0.0) + self.ahead + self.corrected}
-        return max(every, key=every.__getitem__)
-
-
 def rates_of(device: Device) -> dict[str, float]:
     """The rate of each resource per second: bytes, FLOPs, warp instructions."""
     link = device.pcie_gbps * 1e9
@@ -144,14 +105,13 @@ def begun(kernel: Kernel, rates: dict[str, float]) -> Running:
     return Running(kernel, needs or {"memory": 0.0}, alone, kernel.gap, alone, kernel.tail)
 
 
-def simulated(kernels: Sequence[Kernel], device: Device) -> tuple[list[Span], Spent]:
-    """Each launch's span, ordered by its end, and the time that the main stream spent on each resource.
+def simulated(kernels: Sequence[Kernel], device: Device) -> tuple[list[Span], dict[str, float]]:
+    """Each launch's span, ordered by its end, and the main stream's seconds by resource, `EXPOSED` for fetches.
 
     A stream's launches run one after another. Launches of several streams share resources evenly: if together they need
     more of a resource than the device has, each of them slows down by that factor.
     """
-    rates, spent, now = rates_of(device), Spent(), 0.0
-    stream_of = {kernel.name: kernel.stream for kernel in kernels}
+    rates, now, spent = rates_of(device), 0.0, defaultdict[str, float](float)
     queues: dict[str, deque[Kernel]] = {stream: deque() for stream in STREAMS}
     for kernel in kernels:
         queues[kernel.stream].append(kernel)
@@ -166,7 +126,8 @@ def simulated(kernels: Sequence[Kernel], device: Device) -> tuple[list[Span], Sp
                 started[stream] = now + running[stream].gap
         speeds = speeds_of(running)
         step = min(next_event(launch, speeds[stream]) for stream, launch in running.items())
-        add_spent(spent, step, running.get(MAIN), queues[MAIN], ended, stream_of)
+        main = running.get(MAIN)
+        spent[EXPOSED if main is None else main.bound] += step
         now += step
         for stream, launch in list(running.items()):
             if advanced(launch, step, speeds[stream]):
@@ -196,26 +157,12 @@ def advanced(launch: Running, seconds: float, speed: float) -> bool:
     return launch.gap == launch.work == launch.tail == 0
 
 
-def add_spent(
-    spent: Spent, seconds: float, main: Running | None, queue: deque[Kernel], ended: set[str], stream_of: dict[str, str]
-) -> None:
-    """Note what the main stream does or waits for. Behind its last launch it waits for the copies' end."""
-    if main is not None and main.kernel.op == "correct" and main.kernel.to_device:
-        spent.corrected += seconds
-    elif main is not None:
-        spent.on[main.bound] = spent.on.get(main.bound, 0.0) + seconds
-    elif queue and any(stream_of[name] == CORRECTION for name in queue[0].waits if name not in ended):
-        spent.corrected += seconds
-    else:
-        spent.ahead += seconds
-
-
 def computed(kernels: Sequence[Kernel], device: Device) -> ComputedStep:
     """The step that these launches make."""
     spans, spent = simulated(kernels, device)
-    within = [kernel.layer for kernel in kernels if kernel.layer not in ("before", "after") and kernel.op != "wait"]
-    launches = len(within) / max(1, len(set(within)))
-    return ComputedStep(spans[-1].end + BETWEEN, spent.ahead, spent.corrected, spent.bound, launches)
+    exposed = spent.pop(EXPOSED, 0.0)
+    bounds = {**spent, "PCIe": spent.get("PCIe", 0.0) + exposed}
+    return ComputedStep(spans[-1].end + BETWEEN, exposed, max(bounds, key=bounds.__getitem__))
 
 
 def step_of(traced: Traced, device: Device, length: int, batch: int) -> ComputedStep:
@@ -256,45 +203,23 @@ def full_cache_batch(traced: Traced, device: Device, length: int, itemsize: int 
     return max(0, int((device.vram - traced.weights - MARGIN) / row))
 
 
-def rows_of(traced: Traced, one_lane: Traced, device: Device, host: float) -> list[StepRow]:
-    """The method's steps and those of full caches, of one row and of the largest batch, where one fits."""
-    rows = []
-    for length in LENGTHS:
-        for batch, limit in dict.fromkeys([(1, ""), largest_batch(traced, device, length, host)]):
-            if batch:
-                step = step_of(traced, device, length, batch)
-                rows.append(StepRow(traced.load.options.method, length, batch, limit, step))
-        for cache, itemsize in (("16 bits", 2), ("fp8", 1)):
-            for batch, limit in ((1, ""), (full_cache_batch(one_lane, device, length, itemsize), "device")):
-                if batch:
-                    step = full_step_of(one_lane, device, length, batch, itemsize)
-                    rows.append(StepRow(cache, length, batch, limit, step))
-    return rows
+def break_even_context(traced: Traced, one_lane: Traced, device: Device) -> int | None:
+    """The shortest context, to 64 tokens, from which a step of one row takes no longer than on a 16-bit cache.
 
-
-def break_even(ours: Callable[[int], float], full: Callable[[int], float], most: int, least: int = 64) -> int | None:
-    """The shortest context, to 64 tokens, at which our step takes no longer than the full cache's; None if there is
-    none.
-
-    most: the longest context to try, `least` times a power of two.
+    None: longer than the longest of `LENGTHS`.
     """
-    high = least
-    while ours(high) > full(high):
+
+    def is_no_longer(length: int) -> bool:
+        full = full_step_of(one_lane, device, length, 1)
+        return step_of(traced, device, length, 1).seconds <= full.seconds
+
+    high = 64
+    while not is_no_longer(high):
         high *= 2
-        if high > most:
+        if high > LENGTHS[-1]:
             return None
     low = high // 2
     while high - low > 64:
         middle = (low + high) // 2
-        low, high = (low, middle) if ours(middle) <= full(middle) else (middle, high)
+        low, high = (low, middle) if is_no_longer(middle) else (middle, high)
     return high
-
-
-def break_even_context(traced: Traced, one_lane: Traced, device: Device, batch: int = 1) -> int | None:
-    """The shortest context, to 64 tokens, from which a step takes no longer than on a 16-bit cache in device memory;
-    None: not up to the longest of `LENGTHS`."""
-    return break_even(
-        lambda length: step_of(traced, device, length, batch).seconds,
-        lambda length: full_step_of(one_lane, device, length, batch).seconds,
-        most=LENGTHS[-1],
-    )

@@ -12,12 +12,10 @@ from typing import Any
 import networkx as nx
 from torch.fx import GraphModule, Node
 
+from specache_compile.explaining.times.node_costs import is_launch, operator_name
 from specache_compile.kernels.op import op_of
 from specache_compile.passes.overlap import mutated_arguments
 from specache_compile.passes.plan import tag_of
-
-from .layers import layers_of
-from .times.node_costs import is_launch, operator_name
 
 Key = tuple[int, str]
 
@@ -34,50 +32,42 @@ class Launch:
 
     name: str
     op: str
-    stream: str
-    layer: str
-    reads: tuple[str, ...]
-    writes: tuple[str, ...]
+    stream: str = "compute"
+    reads: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
     guards: str = ""
     brings: str = ""
     reads_host: bool = False
 
 
-def launches_of(graph_module: GraphModule) -> list[Launch]:
-    """The launches of a graph, in its order."""
-    layers = layers_of(graph_module)
-    return [launch_of(node, layers[node]) for node in graph_module.graph.nodes if is_launch(node)]
-
-
-def launch_of(node: Node, layer: str) -> Launch:
+def launch_of(node: Node) -> Launch:
     name, op = operator_name(node), op_of(node.target)
     if op is None:
-        return Launch(node.name, name, "compute", layer, (), ())
+        return Launch(node.name, name)
     state = {value: tag.field for value in node.all_input_nodes if (tag := tag_of(value)) is not None and tag.field}
     slots = next((value.name for value, field in state.items() if field == "slots"), "")
-    stream = "copy" if op.copies else "compute"
     if op.is_wait:  # it only declares to mutate what it guards, for the order
-        return Launch(node.name, name, stream, layer, (), (), guards=slots)
+        return Launch(node.name, name, guards=slots)
     written = mutated_arguments(node)
     brings = slots if op.copies and any(state[value] == "slots" for value in written) else ""
     # A fetch also reads its slots: only missing pairs travel.
     reads = tuple(value.name for value in state if value not in written or brings)
-    return Launch(
-        node.name, name, stream, layer, reads, tuple(s.name for s in written), brings=brings, reads_host=op.reads_host
-    )
+    stream, writes = "copy" if op.copies else "compute", tuple(value.name for value in written)
+    return Launch(node.name, name, stream, reads, writes, brings=brings, reads_host=op.reads_host)
 
 
-def schedule_of(launches: list[Launch], steps: int = 2) -> nx.DiGraph:
-    """Consecutive steps of one graph.
+def schedule_of(graph_module: GraphModule) -> nx.DiGraph:
+    """Two consecutive steps of a graph.
 
     Each launch is a node (step, name) with its `Launch`'s fields. The edges have a `kind`: order, launch or wait.
     """
+    launches = [launch_of(node) for node in graph_module.graph.nodes if is_launch(node)]
     # A step that fetches only in its own course waits at its beginning for the step before (`Step.begin_phase`).
     waits_first = any(launch.op == "correct" for launch in launches) and not any(x.guards for x in launches)
     dag: nx.DiGraph = nx.DiGraph()
     newest: dict[str, Key] = {}  # of each stream
     fetches: dict[str, Key] = {}  # of each slots tensor
-    for step in range(steps):
+    for step in range(2):
         for launch in launches:
             key = step, launch.name
             dag.add_node(key, step=step, **vars(launch))
@@ -99,23 +89,16 @@ def schedule_of(launches: list[Launch], steps: int = 2) -> nx.DiGraph:
 def check_order(dag: nx.DiGraph) -> list[str]:
     """The unordered accesses: pairs of accesses to one state tensor, one of them a write, without a path from the
     earlier to the later. Empty when every slot read follows its fetch and every write its readers."""
-    place = {key: i for i, key in enumerate(dag.nodes)}
-    behind: dict[Any, int] = {}  # for each launch, the set of those ordered before it, as a bit mask
-    for key in nx.topological_sort(dag):
-        mask = 0
-        for before in dag.predecessors(key):
-            mask |= behind[before] | 1 << place[before]
-        behind[key] = mask
     problems = []
     writer: dict[str, Any] = {}
     readers: dict[str, list[Any]] = {}
-    for key in dag.nodes:  # in the order of the program
-        data = dag.nodes[key]
+    for key, data in dag.nodes.items():  # in the order of the program
+        behind = nx.ancestors(dag, key)
         for state in dict.fromkeys((*data["reads"], *data["writes"])):
             writes = state in data["writes"]
             earlier = [writer[state]] if state in writer else []
             for other in dict.fromkeys(earlier + (readers.get(state, []) if writes else [])):
-                if other != key and not behind[key] >> place[other] & 1:
+                if other != key and other not in behind:
                     verb = "writes" if writes else "reads"
                     problems.append(f"step {key[0]}: {key[1]} {verb} {state} unordered after {other[1]} of {other[0]}")
             if writes:
