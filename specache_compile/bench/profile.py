@@ -1,25 +1,20 @@
-"""Profile a decode step by op and layer.
-
-A step consists of parts of compiled code and of Python between them: the model, Dynamo's guards, the session. If layers
-are alike, each is a part (`lowering/fold_layers.py`). The gaps of a part are generated Python that calls its kernels.
-"""
+"""Profile a decode step by op. Between the ops is Python: generated code, the model, Dynamo's guards, the session."""
 
 from __future__ import annotations
 
-import functools
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch.profiler import ProfilerActivity, profile, record_function
 
 # Steps of a profile.
 PROFILED = 8
-STEP, PART = "specache bench step", "## Call CompiledFxGraph"
+STEP = "specache bench step"
 # Inductor options with which kernels appear in a profile.
 KERNELS_SHOW = {"cpp.enable_kernel_profile": True}
-PYTHON, GAPS, OTHERS, KERNELS = "Python", "gaps", "other ops", "Inductor's kernels"
+PYTHON, OTHERS, KERNELS = "Python", "other ops", "Inductor's kernels"
 # The lines of the table, and their ops: of this package, without `_fused`, and of torch.
 LINES = {
     "linear layers": (
@@ -36,64 +31,38 @@ LINES = {
 }  # fmt: skip
 LINE_OF = {op: line for line, ops in LINES.items() for op in ops}
 # In the order of the table.
-ORDER = (*LINES, KERNELS, OTHERS, GAPS, PYTHON)
+ORDER = (*LINES, KERNELS, OTHERS, PYTHON)
 KERNEL = re.compile(r"graph_\d+_|cpp_|kernel_cpp_")
 
-Row = dict[str, Any]
-Spent = defaultdict[str, defaultdict[int, float]]  # microseconds by line and part
 
-
-def profiled(step: Callable[[], None]) -> list[Row]:
-    """The table lines of a profile over `PROFILED` calls.
-
-    Each has its name, its calls and milliseconds per step, and the milliseconds in each part, in execution order.
-    """
+def profiled(step: Callable[[], None]) -> list[dict[str, Any]]:
+    """The table lines of a profile over `PROFILED` calls: each has its name, its calls and milliseconds per step."""
     with profile(activities=[ProfilerActivity.CPU]) as found:
         for _ in range(PROFILED):
             with record_function(STEP):
                 step()
-    spent: Spent = defaultdict(functools.partial(defaultdict, float))
-    calls: Counter[str] = Counter()
-    parts = 0
+    spent, calls = defaultdict[str, float](float), Counter[str]()
     for event in found.events():
         if event.name == STEP:
-            parts = max(parts, count(event, spent, calls))
-    return [row_of(line, spent[line], calls[line], parts) for line in ORDER if line in spent]
-
-
-def row_of(line: str, spent: dict[int, float], calls: int, parts: int) -> Row:
-    by_part = [spent[part] / PROFILED / 1e3 for part in range(parts)]
-    return {
-        "line": line, "calls": calls / PROFILED, "ms": sum(spent.values()) / PROFILED / 1e3, "ms_by_part": by_part,
-    }  # fmt: skip
-
-
-def count(step: Any, spent: Spent, calls: Counter[str]) -> int:
-    """Add one step's microseconds by line and part, and its calls. Part -1 is what runs outside of all parts. Returns
-    how many parts there are."""
-    parts = 0
-
-    def walk(event: Any, part: int) -> float:
-        """Microseconds of the ops, and the parts, within an event."""
-        nonlocal parts
-        inside = 0.0
-        for child in event.cpu_children:
-            whole = child.time_range.elapsed_us()
-            line = line_of(child.name)
-            if child.name.startswith(PART):
-                spent[GAPS][parts] += whole
-                parts += 1
-                spent[GAPS][parts - 1] -= walk(child, parts - 1)
-            elif line is not None:
-                spent[line][part] += whole
+            spent[PYTHON] += event.time_range.elapsed_us()
+            for line, microseconds in ops_of(event):
+                spent[line] += microseconds
+                spent[PYTHON] -= microseconds
                 calls[line] += 1
-            else:
-                whole = walk(child, part)
-            inside += whole
-        return inside
+    return [
+        {"line": line, "calls": calls[line] / PROFILED, "ms": spent[line] / PROFILED / 1e3}
+        for line in ORDER if line in spent
+    ]  # fmt: skip
 
-    spent[PYTHON][-1] += step.time_range.elapsed_us() - walk(step, -1)
-    return parts
+
+def ops_of(event: Any) -> Iterator[tuple[str, float]]:
+    """The line and the microseconds of each op within an event; an op includes the ops that it calls."""
+    for child in event.cpu_children:
+        line = line_of(child.name)
+        if line is None:
+            yield from ops_of(child)
+        else:
+            yield line, child.time_range.elapsed_us()
 
 
 def line_of(event: str) -> str | None:
@@ -102,11 +71,3 @@ def line_of(event: str) -> str | None:
     if not name:
         return KERNELS if KERNEL.match(event) else None
     return LINE_OF.get(name.removesuffix("_fused"), OTHERS)
-
-
-def layers_of(row: Row, rows: Sequence[Row]) -> list[float]:
-    """A line's milliseconds in each layer, that is, in each part with an attention; [] if a part has several layers."""
-    attentions = [r for r in rows if r["line"] in ("low-bit scores", "attention")]
-    held = [part for part in range(len(row["ms_by_part"])) if any(r["ms_by_part"][part] for r in attentions)]
-    one_each = len(held) == sum(r["calls"] for r in attentions)
-    return [row["ms_by_part"][part] for part in held] if one_each else []

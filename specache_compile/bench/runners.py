@@ -10,9 +10,8 @@ import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,8 +25,6 @@ from specache_compile.evaluation.settings import UNCOMPILED, parse_setting
 from specache_compile.runtime.held import HeldTensor
 from specache_compile.runtime.session import session_of
 from specache_compile.runtime.state import device_total, fields_of, tier_totals
-
-from .llama_cpp import LLAMA_CPP, why_no_llama_cpp
 
 COMPILED, STATIC = "compiled", "compiled-static"
 # Hugging Face's quantised caches. They dequantise the whole cache in every step, layer by layer.
@@ -57,11 +54,9 @@ def check_name(name: str) -> None:
 
 
 def why_not(
-    name: str, config: PreTrainedConfig, gguf: Path | None, batches: Sequence[int], contexts: Sequence[int]
+    name: str, config: PreTrainedConfig, batches: Sequence[int], contexts: Sequence[int]
 ) -> str | None:
     """The reason why a runner is unavailable on this machine; None if it is available."""
-    if name in LLAMA_CPP:
-        return "it supports one sequence only" if max(batches) > 1 else why_no_llama_cpp(gguf)
     if name in (STATIC, *QUANTIZED) and any(DynamicCache(config=config).is_sliding):
         return "the model has sliding layers, whose cache can only be filled by a prefill"
     if name in HQQ_GROUPS:
@@ -76,17 +71,6 @@ def why_not(
         except (ImportError, ValueError) as error:
             return first_line(error)
     return None
-
-
-class BenchRunner(Protocol):
-    """A model and its cache, of this package or another library.
-
-    step: decodes one token.
-    bytes: the cache's bytes on the device and on the host.
-    """
-
-    def step(self) -> None: ...
-    def bytes(self) -> tuple[int, int]: ...
 
 
 @dataclass
@@ -120,6 +104,7 @@ class Decoding:
         return torch.no_grad()(lambda: self.model(ids, position_ids=place, **given))
 
     def bytes(self) -> tuple[int, int]:
+        """The cache's bytes on the device and on the host."""
         session = session_of(self.cache)
         tiers = {} if session is None else session.statistics.bytes_by_tier
         return device_total(tiers) + self.plain_bytes(), tiers.get("host", 0)

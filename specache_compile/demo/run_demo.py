@@ -56,14 +56,11 @@ def run_demo(args: argparse.Namespace, command: Sequence[str]) -> None:
         model=checkpoint_origin(args.model) or args.model, dtype=dtype, lowering="eager" if why_eager else "inductor",
     )  # fmt: skip
     methods = list(METHODS)[:: 3 if args.quick else 1]
-    plan = BenchPlan(
-        tuple(methods), ROUNDS, prompts=False, extend=0, profile=False, lowering=results.report["settings"]["lowering"],
-        gguf=None, rate=0,
-    )  # fmt: skip
+    plan = BenchPlan(tuple(methods), ROUNDS, results.report["settings"]["lowering"])
     with tqdm(
         total=len(questions) + 2 * len(methods) + ROUNDS, file=sys.stderr, desc="specache demo", unit="turn"
     ) as bar:
-        results.add(*({"part": "step", **row} for row in key_search(model, reader, questions, plan, bar)))
+        results.add(*key_search(model, reader, questions, plan, bar))
     show(results, args, why_eager)
 
 
