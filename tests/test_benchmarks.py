@@ -124,13 +124,9 @@ def test_a_baseline_equals_a_plain_cache_of_the_same_pairs(
 @pytest.mark.slow
 def test_the_benchmark_of_batches_reports_the_throughput_of_all_rows(tmp_path: Path) -> None:
     loads = ("--tokens", "60", "--requests", "4", "--rows", "1", "4", "--answer", "6", "--repeats", "1")
-    small = (*loads, "--context", "4096", "--full-rows", "2")
-    run("batching", *small, "--model", "examples/needle-llama", "--lowering", "eager", "--out", str(tmp_path / "out"))
+    run("batching", *loads, "--model", "examples/needle-llama", "--lowering", "eager", "--out", str(tmp_path / "out"))
     report = json.loads((tmp_path / "out").read_text())
     assert [row["as_alone"] for row in report["rows"]] == [4, 4]
-    fits = report["fits"]
-    assert fits["rows_computed"] > 6 * fits["full_rows"]
-    assert fits["full_rows"] < fits["rows_counted"] <= fits["rows_computed"]
 
 
 @pytest.mark.slow

@@ -29,7 +29,7 @@ from specache_compile.bench.table import MIB, draw
 from specache_compile.demo import show
 from specache_compile.errors import OptionError
 from specache_compile.evaluation.baselines.policies import POLICIES
-from specache_compile.evaluation.cell_tables import above_full
+from specache_compile.evaluation.cell_tables import difference
 from specache_compile.evaluation.intervals import interval
 from specache_compile.evaluation.result_rows import ResultRow
 from specache_compile.explaining.times.devices import DEVICES
@@ -274,8 +274,8 @@ def methods() -> str:
     for name, method in every_method().items():
         tiers = predicted_bytes(parse_options({"method": name}), SHAPE, 1, TOKENS)
         share = sum(size for tier, size in tiers.items() if tier != "host") / full_cache_bytes(SHAPE, 1, TOKENS)
-        source = POLICIES.get(name, method.options)
-        sentence = re.split(r"(?<! al)\. ", summary_of(sys.modules[source.__module__]))[0]
+        source = POLICIES.get(name) or sys.modules[method.options.__module__]
+        sentence = re.split(r"(?<! al)\. ", summary_of(source))[0]
         rows.append((f"`{name}`", sentence, f"{share:.3f}"))
     return markdown(("method", "description", "device KV"), rows, right=1)
 
@@ -339,16 +339,15 @@ def latents() -> str:
     })  # fmt: skip
 
 
-def printed(program: str, results: str, name: str = "table", of: str = "rows") -> str:
-    """What a benchmark prints of some of its results: its function of this name makes it."""
+def printed(program: str, results: str) -> str:
+    """The table that a benchmark prints of its results."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
-    table: str = getattr(import_module(program), name)(load(f"{results}.json")[of])
-    return fenced(table)
+    return fenced(import_module(program).table(load(f"{results}.json")["rows"]))
 
 
-def figures(name: str) -> str:
-    """The figures of a benchmark with one row."""
-    rows = [(what, f"{figure:,}") for what, figure in load(f"{name}.json").items() if what != "provenance"]
+def serve() -> str:
+    """The figures of benchmarks/serve.py."""
+    rows = [(what, f"{figure:,}") for what, figure in load("serve.json").items() if what != "provenance"]
     return markdown(("quantity", "measured value"), rows, right=1)
 
 
@@ -444,7 +443,7 @@ def needles(folder: str) -> str:
         return lambda one: f"{sum(answer['score'] for answer in one[1][length].detail['each']):.0f}"
 
     def above(part: int) -> Callable[[tuple[str, dict[int, ResultRow]]], str]:
-        return lambda one: above_full(list(one[1].values()), full)[part]
+        return lambda one: difference(list(one[1].values()), full)[part]
 
     return selected(by_method.items(), 1, {
         "method": lambda one: f"`{one[0]}`",
@@ -469,21 +468,17 @@ def passes() -> str:
     return markdown(("pass", "effect"), [(f"`{p.__name__}`", summary_of(sys.modules[p.__module__])) for p in PIPELINE])
 
 
-# Benchmarks whose results are one table, as they print it.
-PRINTED = ("batching", "serve_load")
 GENERATORS: dict[str, Callable[[], str]] = {
     **{
         made.__name__: made
         for made in (
             models, families, family_counts, every_family, versions, options_often, options, options_setting,
             options_baselines, methods, api, demo, gpu, gains, costs, computed_steps, devices, passes, bench,
-            cold_start, latents, closeness,
+            cold_start, latents, closeness, serve,
         )
     },
-    **{name: partial(printed, name, name) for name in PRINTED},
-    "batching_fits": partial(printed, "batching", "batching", "fits_table", "fits"),
+    "batching": partial(printed, "batching", "batching"),
     "verification": partial(printed, "verify_drafts", "verify"),
-    **{f"figures-{name}": partial(figures, name) for name in ("restarts", "serve")},
     **{folder: partial(needles, folder) for folder in ("needles_smollm2", "needles_blind")},
 }  # fmt: skip
 

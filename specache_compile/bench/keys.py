@@ -29,4 +29,4 @@ def answered(question: TaskQuestion, one: Decoding, reader: Reader) -> dict[str,
         tokens.append(int(one.token))
     answer = reader.decode([token for token in tokens if token not in ends]).strip()
     found = question.answer in answer
-    return {**question.tags, "key": question.answer, "answer": answer, "found": found}
+    return {"depth": question.depth, "key": question.answer, "answer": answer, "found": found}

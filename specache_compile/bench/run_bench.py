@@ -15,7 +15,7 @@ from tqdm import tqdm
 from specache_compile.checkpoints.gguf import is_installed
 from specache_compile.errors import SpecacheError
 
-from .bench_model import check_room, config_of, is_random, open_model
+from .bench_model import check_room, config_of, open_model
 from .measurements import BenchPlan, cell, steps_behind
 from .results import Results
 from .runners import can_extend, check_name, why_not

@@ -53,9 +53,7 @@ def check_name(name: str) -> None:
             raise OptionError(f"{error}; baselines are {', '.join(BASELINES)}") from None
 
 
-def why_not(
-    name: str, config: PreTrainedConfig, batches: Sequence[int], contexts: Sequence[int]
-) -> str | None:
+def why_not(name: str, config: PreTrainedConfig, batches: Sequence[int], contexts: Sequence[int]) -> str | None:
     """The reason why a runner is unavailable on this machine; None if it is available."""
     if name in (STATIC, *QUANTIZED) and any(DynamicCache(config=config).is_sliding):
         return "the model has sliding layers, whose cache can only be filled by a prefill"

@@ -68,9 +68,7 @@ def add_bench(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--extend", type=int, default=0, metavar="N", help="also time a call of N tokens after the context"
     )
-    command.add_argument(
-        "--profile", action="store_true", help="also print a step's time by op"
-    )
+    command.add_argument("--profile", action="store_true", help="also print a step's time by op")
     command.add_argument("--no-first-tokens", action="store_true", help="do not time the first and second token")
     command.add_argument(
         "--json", type=Path, metavar="FILE", help="store the results; the next call resumes from this file"

@@ -35,8 +35,6 @@ from .show import METHODS, answers_table, summary_table
 
 DEPTHS = (0.1, 0.5, 0.9)
 ROUNDS = 4
-# The machine of README.md's figures (benchmarks/results/demo.json).
-README = {"device": "AMD EPYC", "dtype": "float32"}
 
 
 def run_demo(args: argparse.Namespace, command: Sequence[str]) -> None:
@@ -137,11 +135,5 @@ def show(results: Results, args: argparse.Namespace, why_eager: str | None) -> N
     if why_eager:
         print(f"nothing was compiled, so that these times show little: {why_eager}")
     print(f"{settings['dtype']}, {origin['device']}, {origin['threads']} threads, torch {origin['torch']}")
-    here = {"device": origin["device"], "dtype": settings["dtype"]}
-    if here != README:
-        print(
-            f"README.md has the figures of another machine ({README['device']}, {README['dtype']}). Times depend on "
-            "the processor, and rounding in another dtype may change an answer."
-        )
     draw(rows, args.out / "demo.png", METHODS)
     print(f"picture: {args.out / 'demo.png'}   data: {args.out / 'demo.json'}")

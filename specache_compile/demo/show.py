@@ -37,19 +37,13 @@ def summary_table(rows: Rows) -> str:
     """Keys found, bytes and time of each method, as text."""
     headers = ("cache", "keys found", "KV bytes on the device, of the full 16-bit cache's",
                f"ms per decode step at {rows[0]['context']:,} tokens", "step time, of the full cache's")  # fmt: skip
-    return tabulate(lines(rows), headers, colalign=("left", *["right"] * 4), disable_numparse=True)
-
-
-def lines(rows: Rows) -> list[tuple[str, ...]]:
-    """The cells of the summary, a line for each method."""
     full = rows[0]["step_ms"]
-    return [
+    lines = [
         (
             METHODS[row["method"]],
             f"{sum(key['found'] for key in row['keys'])} of {len(row['keys'])}",
-            f"{row['of_16_bits']:.3f}",
-            f"{row['step_ms']:.0f}",
-            f"{row['step_ms'] / full:.2f}",
+            f"{row['of_16_bits']:.3f}", f"{row['step_ms']:.0f}", f"{row['step_ms'] / full:.2f}",
         )
         for row in rows
-    ]
+    ]  # fmt: skip
+    return tabulate(lines, headers, colalign=("left", *["right"] * 4), disable_numparse=True)

@@ -21,7 +21,6 @@ from specache_compile.methods import parse_options
 from .baselines import kvzip
 from .prefills import Prefill, Prefills
 from .reader import Reader
-from .sharing import rank
 
 Prompt = Sequence[int]
 
@@ -173,5 +172,5 @@ def chunks(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
 
 
 def shown(parts: Iterable[Any], unit: str) -> Iterable[Any]:
-    """The parts of a row, with a progress bar below that of the rows, on the first rank of a terminal only."""
-    return tqdm(list(parts), unit=unit, leave=False, disable=True if rank() else None)
+    """The parts of a row, with a progress bar below that of the rows, on a terminal only."""
+    return tqdm(list(parts), unit=unit, leave=False, disable=None)

@@ -18,8 +18,7 @@ from conftest import compiled_with, greedy, prompt, tiny_llama
 from specache_compile.compat import cache_of, with_cache
 from specache_compile.evaluation.baselines import eviction as evict
 from specache_compile.evaluation.baselines.eviction import eviction
-from specache_compile.evaluation.baselines.policies import POLICIES
-from specache_compile.evaluation.baselines.policies.history import History
+from specache_compile.evaluation.baselines.policies import POLICIES, History
 from specache_compile.explaining.schedule import check_order
 from specache_compile.explaining.times.step_kernels import is_captured
 from specache_compile.lowering.cuda_graphs import reason_not_to_capture
