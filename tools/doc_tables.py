@@ -25,8 +25,8 @@ from packaging.requirements import Requirement
 import tests_path  # noqa: F401
 from api_page import api
 from families import FAMILIES, Family
+from specache_compile.bench.demo import METHODS, summary_table
 from specache_compile.bench.table import MIB, draw
-from specache_compile.demo import show
 from specache_compile.errors import OptionError
 from specache_compile.evaluation.baselines.policies import POLICIES
 from specache_compile.evaluation.cell_tables import difference
@@ -282,7 +282,7 @@ def methods() -> str:
 
 def demo() -> str:
     """The summary that `make demo` prints."""
-    return fenced(show.summary_table(load("demo.json")["rows"]))
+    return fenced(summary_table(load("demo.json")["rows"]))
 
 
 def selected(rows: Iterable[Any], names: int, columns: dict[str, Callable[[Any], str]]) -> str:
@@ -526,7 +526,7 @@ def main(arguments: Sequence[str] | None = None, pages: Sequence[Path] = PAGES) 
             print(f"{page.name}: out of date: {names}: python tools/doc_tables.py --write", file=sys.stderr)
             status = 1
     if args.write and tuple(pages) == PAGES:
-        draw(load("demo.json")["rows"], ROOT / "docs" / "demo.png", show.METHODS)
+        draw(load("demo.json")["rows"], ROOT / "docs" / "demo.png", METHODS)
     if args.check and (idle := sorted(set(GENERATORS) - used)) and tuple(pages) == PAGES:
         print(f"no page has table {', '.join(idle)}", file=sys.stderr)
         status = 1

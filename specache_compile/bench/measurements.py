@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import statistics
 import time
@@ -14,13 +13,9 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from specache_compile.evaluation.reader import Reader
 from specache_compile.evaluation.settings import UNCOMPILED
-from specache_compile.evaluation.tasks.needle import CHAT_ANSWER
-from specache_compile.evaluation.tasks.task import TaskQuestion
 from specache_compile.runtime.records import forget
 
-from .keys import answered
 from .profile import KERNELS_SHOW, PROFILED, profiled
 from .runners import COMPILED, Decoding, Prefilled, can_extend, first_tokens, prefill, runner, twin_of
 
@@ -92,23 +87,6 @@ def cell(model: Any, context: int, batch: int, plan: BenchPlan, bar: tqdm) -> li
     return measured(model, [prefilled], plan, bar)
 
 
-def key_search(
-    model: Any, reader: Reader, questions: Sequence[TaskQuestion], plan: BenchPlan, bar: tqdm
-) -> list[dict[str, Any]]:
-    """As `cell`, after the first prompt; each row also has the answers to all prompts ("keys")."""
-    prefills = []
-    for number, question in enumerate(questions, 1):
-        ids = torch.tensor([list(question.prompt)], device=model.device)
-        name = f"prefill of prompt {number} of {len(questions)}"
-        prefills.append(prefill(model, ids, functools.partial(progress, bar, name)))
-        bar.update()
-    return measured(model, prefills, plan, bar, lambda number, one: answered(questions[number], one, reader))
-
-
-def progress(bar: tqdm, name: str, done: str) -> None:
-    bar.set_postfix_str(f"{name}, {done}")
-
-
 def measured(
     model: Any, prefills: Sequence[Prefilled], plan: BenchPlan, bar: tqdm,
     answer: Callable[[int, Decoding], dict[str, Any]] | None = None,
@@ -117,7 +95,7 @@ def measured(
 
     answer: (the number of a context, a runner) → the row's answer; None: no answers.
     """
-    first, room = prefills[0], max(CHAT_ANSWER, steps_behind(plan.rounds, plan.in_a_row))
+    first, room = prefills[0], steps_behind(plan.rounds, plan.in_a_row)
     batch, context = first.ids.shape
     inductor = KERNELS_SHOW if plan.profile else {}
     twins = {name: twin_of(model, name, plan.lowering, inductor) for name in plan.methods}

