@@ -46,7 +46,7 @@ def test_latent_attention_is_timed_beside_plain_compile(tmp_path: Path) -> None:
     printed = run("latent_attention", *flags, "--out", str(tmp_path / "out.json"))
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
     assert {row["method"] for row in rows} == {"compiled", "specache"}
-    assert all(row["step_ms"] > row["floor_ms"] > 0 for row in rows)
+    assert all(row["step_ms"] > 0 for row in rows)
     assert "MiniCPM3" in printed
 
 
@@ -63,7 +63,7 @@ def test_the_kernel_benchmark_checks_and_times_every_kernel(tmp_path: Path) -> N
 
 
 OURS = ["HF DynamicCache", "16 bits, k = 0", "specache 2-bit"]
-RUNS, SKIPPED = ["fp8 StaticCache, compiled"], ["HF DynamicCache, offloaded", "KIVI's own kernels"]
+RUNS, SKIPPED = ["fp8 StaticCache, compiled"], ["HF DynamicCache, offloaded"]
 MAYBE = [f"HF QuantizedCache, {name}" for name in ("quanto 2-bit", "hqq 2-bit", "fp8")]
 
 
@@ -150,17 +150,14 @@ def test_the_prefill_benchmark_compares_with_plain_compilation(tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_the_cold_start_benchmark_reports_where_the_time_goes(tmp_path: Path) -> None:
+def test_the_cold_start_benchmark_times_each_way_with_empty_and_filled_caches(tmp_path: Path) -> None:
     """Six processes, started from this one."""
     printed = run("cold_start", "--smoke", "--layers", "1", "--out", str(tmp_path / "out.json"))
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
     assert [(row["caches"], row["way"]) for row in rows] == [
         (state, way) for state in ("cold", "warm") for way in ("torch.compile", "specache", "specache, traces kept")
     ]
-    for row in rows:
-        stages = sum(row[stage] for stage in ("Dynamo", "passes", "AOT and Inductor", "the rest"))
-        assert stages == pytest.approx(row["seconds"])
-        assert (row["Dynamo"] > 0) == (row is not rows[-1])
+    assert rows[-1]["seconds"] < rows[-2]["seconds"]
     assert all("of plain" in printed and row["way"] in printed for row in rows)
 
 
