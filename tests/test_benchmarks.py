@@ -460,12 +460,11 @@ def test_a_soak_stops_at_a_planted_fault_and_prints_how_to_reproduce_it(
 
 
 def verified(text: Path, out: Path) -> list[dict[str, Any]]:
-    """Return the rows of two short windows of a text; the folder `out` keeps finished ones."""
+    """Return the rows of two short windows of a text; the file `out` keeps finished ones."""
     model = str(NEEDLE_LLAMA)
     small = ("--model", model, "--contexts", "200", "--samples", "2", "--tokens", "6", "--lowering", "eager")
-    files = ("--out", str(out / "rows.jsonl"), "--results", str(out / "results.json"))
-    run("verify_drafts", *small, "--settings", "specache:verify=3", "--text", str(text), *files)
-    rows: list[dict[str, Any]] = json.loads((out / "results.json").read_text())["rows"]
+    run("verify_drafts", *small, "--settings", "specache:verify=3", "--text", str(text), "--out", str(out))
+    rows: list[dict[str, Any]] = json.loads(out.read_text())["rows"]
     return rows
 
 
@@ -474,13 +473,15 @@ def test_windows_that_are_verified_are_kept_for_the_same_text_alone(tmp_path: Pa
     texts = [tmp_path / name for name in ("a.txt", "b.txt")]
     for path, word in zip(texts, ("one two three ", "four five six "), strict=True):
         path.write_text(word * 100)
-    first, again, other = (verified(texts[i], tmp_path) for i in (0, 0, 1))
+    out = tmp_path / "rows.json"
+    first, again = (verified(texts[0], out) for _ in range(2))
     assert [(row["setting"], row["tokens"]) for row in first] == [
         (setting, 6) for setting in ("uncompiled", "specache:verify=3") for _ in range(2)
     ]
     assert all(row["equal"] == 6 for row in first if "equal" in row)
     assert again == first  # the seconds too: nothing was measured again
-    assert not {row["key"] for row in other} & {row["key"] for row in first}
+    with pytest.raises(SpecacheError, match=r"prompts .*; name another file"):
+        verified(texts[1], out)
 
 
 def test_overlapping_windows_are_reported_during_verification(tmp_path: Path) -> None:

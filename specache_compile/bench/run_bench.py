@@ -87,7 +87,7 @@ def measure_missing(args: argparse.Namespace, methods: list[str], results: Resul
     parts = {"first_token_s": not args.no_first_tokens, "profile": args.profile}
 
     def had(context: int, batch: int) -> dict[str, dict[str, Any]]:
-        return {row["method"]: row for row in results.rows if (row["context"], row["batch"]) == (context, batch)}
+        return {row["method"]: row for row in results.find(context=context, batch=batch)}
 
     def is_whole(rows: dict[str, dict[str, Any]]) -> bool:
         keys = [key for key, selected in parts.items() if selected]
