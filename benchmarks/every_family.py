@@ -1,6 +1,6 @@
 """Run a tiny random model of every causal LM of transformers: what is rewritten, and are the tokens equal?
 
-    python benchmarks/every_family.py    (half an hour, resumable; --only or --again llama gemma2: some of them)
+    python benchmarks/every_family.py    (half an hour, resumable; --only llama gemma2: some of them)
 
 Each family runs in a new process: uncompiled, lossless and lossy, with 70 prompt tokens and 12 greedy ones. `--out` has
 a JSON line for each family. Exit status 1: a token differs, a family fails, or a warning is missing.
@@ -162,28 +162,17 @@ def within(family: Family, limit: float) -> dict[str, Any]:
         process.join()
 
 
-def key_of(row: dict[str, Any]) -> tuple[str, ...]:
-    return (row["family"], *(row[name] for name in VERSIONS))
-
-
 def kept(out: Path) -> dict[tuple[str, ...], dict[str, Any]]:
     """The rows of a file by family and versions; of two the last."""
     lines = out.read_text().splitlines() if out.exists() else []
-    return {key_of(row): row for row in map(json.loads, lines)}
-
-
-def tidy(out: Path) -> None:
-    """One row a family and versions, in order; by way of another file, so that who is killed loses nothing."""
-    rows = kept(out)
-    part = out.with_suffix(".part")
-    part.write_text("".join(json.dumps(rows[key]) + "\n" for key in sorted(rows)))
-    part.replace(out)
+    return {(row["family"], *(row[name] for name in VERSIONS)): row for row in map(json.loads, lines)}
 
 
 def newest(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows of the newest versions."""
-    by = {tuple(Version(row[name]) for name in ("transformers", "torch")) for row in rows}
-    return [row for row in rows if tuple(Version(row[name]) for name in ("transformers", "torch")) == max(by)]
+    """The rows of the newest versions, by family."""
+    by = [tuple(Version(row[name]) for name in ("transformers", "torch")) for row in rows]
+    found = [row for row, versions in zip(rows, by, strict=True) if versions == max(by)]
+    return sorted(found, key=lambda row: str(row["family"]))
 
 
 HEADERS = ("family", "attentions rewritten", "lanes", "tokens equal", "")
@@ -244,29 +233,24 @@ def counts(rows: Sequence[dict[str, Any]]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="FAMILY", help="these families (all)")
-    parser.add_argument("--again", nargs="+", metavar="FAMILY", help="these, though --out has them")
-    parser.add_argument("--show", action="store_true", help="print the table of what there is, run nothing")
     parser.add_argument("--limit", type=float, default=180.0, help="seconds for each (180)")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "every_family.jsonl")
     args = parser.parse_args(arguments)
     known = families()
-    selected = [*(args.only or []), *(args.again or [])] or list(known)
+    selected = args.only or list(known)
     if unknown := [name for name in selected if name not in known]:
         parser.error(f"no family {unknown[0]!r}; there are {', '.join(known)}")
     args.out.parent.mkdir(parents=True, exist_ok=True)
     done = kept(args.out)
-    todo = [n for n in selected if n in (args.again or []) or (n, *VERSIONS.values()) not in done]
     with contextlib.suppress(KeyboardInterrupt):
-        for name in tqdm([] if args.show else todo, file=sys.stderr, unit="family"):
+        for name in tqdm([n for n in selected if (n, *VERSIONS.values()) not in done], file=sys.stderr, unit="family"):
             start = time.perf_counter()
             found = within((name, known[name]), args.limit)
             seconds = round(time.perf_counter() - start, 1)
             origin = {**VERSIONS, "date": datetime.date.today().isoformat(), "seconds": seconds}
             with args.out.open("a") as file:
                 file.write(json.dumps({"family": name, "class": known[name], **found, **origin}) + "\n")
-    if args.out.exists():
-        tidy(args.out)
-    rows = newest(list(kept(args.out).values())) if args.out.exists() else []
+    rows = newest(list(kept(args.out).values()))
     if rows:
         print(tabulate(lines(rows), HEADERS, maxcolwidths=[None, None, None, None, 80]))
         print(counts(rows))

@@ -65,21 +65,19 @@ def families_run(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def test_what_is_there_is_not_run_again_unless_asked(
+def test_what_is_there_is_not_run_again(
     families_run: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = ["--out", str(tmp_path / "rows.jsonl")]
     assert every_family.main(["--only", "llama", "bloom", *out]) == 0
     assert every_family.main(["--only", "llama", "gpt2", *out]) == 0
-    assert every_family.main(["--again", "llama", *out]) == 0
-    assert every_family.main(["--show", *out]) == 0
-    assert families_run == ["llama", "bloom", "gpt2", "llama"]
+    assert families_run == ["llama", "bloom", "gpt2"]
     assert "3 families with transformers" in capsys.readouterr().out
     monkeypatch.setitem(every_family.VERSIONS, "transformers", "99.0")
     every_family.main(["--only", "llama", *out])
-    assert families_run[4:] == ["llama"]
+    assert families_run[3:] == ["llama"]
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
-    assert [row["family"] for row in rows] == ["bloom", "gpt2", "llama", "llama"]
+    assert [row["family"] for row in rows] == ["llama", "bloom", "gpt2", "llama"]
     assert [row["transformers"] for row in every_family.newest(rows)] == ["99.0"]
 
 
