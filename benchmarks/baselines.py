@@ -21,7 +21,7 @@ FP8 = "fp8 StaticCache, compiled"
 # They dequantise the whole cache in every step, one layer at a time.
 QUANTIZED: dict[str, dict[str, Any]] = {
     f"HF QuantizedCache, {name}": runners.QUANTIZED[key]
-    for name, key in (("quanto 2-bit", "quanto-2bit"), ("hqq 2-bit", "hqq-2bit"), ("fp8", "hf-fp8"))
+    for name, key in (("quanto 2-bit", "quanto-2bit"), ("fp8", "hf-fp8"))
 }
 BASELINES = [FULL, OFFLOADED, STATIC, FP8, *QUANTIZED]
 COMPILED = (STATIC, FP8)

@@ -64,7 +64,7 @@ def test_the_kernel_benchmark_checks_and_times_every_kernel(tmp_path: Path) -> N
 
 OURS = ["HF DynamicCache", "16 bits, k = 0", "specache 2-bit"]
 RUNS, SKIPPED = ["fp8 StaticCache, compiled"], ["HF DynamicCache, offloaded"]
-MAYBE = [f"HF QuantizedCache, {name}" for name in ("quanto 2-bit", "hqq 2-bit", "fp8")]
+MAYBE = [f"HF QuantizedCache, {name}" for name in ("quanto 2-bit", "fp8")]
 
 
 @pytest.fixture(scope="module")

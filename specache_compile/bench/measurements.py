@@ -16,7 +16,6 @@ from tqdm import tqdm
 from specache_compile.evaluation.settings import UNCOMPILED
 from specache_compile.runtime.records import forget
 
-from .profile import KERNELS_SHOW, PROFILED, profiled
 from .runners import COMPILED, Decoding, Prefilled, can_extend, first_tokens, prefill, runner, twin_of
 
 # Steps before the timed ones. They compile graphs, also for the lengths that follow.
@@ -37,7 +36,6 @@ class BenchPlan:
     rounds: turns of each runner.
     prompts: whether first tokens are timed.
     extend: tokens of a further timed call after the context; 0: no call.
-    profile: whether a step is profiled.
     lowering: the lowering of this backend.
     in_a_row: consecutive steps in a turn; with many, the processor's caches are as warm as during generation.
     """
@@ -47,13 +45,12 @@ class BenchPlan:
     lowering: str
     prompts: bool = False
     extend: int = 0
-    profile: bool = False
     in_a_row: int = IN_A_ROW
 
 
 def steps_behind(rounds: int, in_a_row: int = IN_A_ROW) -> int:
     """The number of tokens that each runner decodes after a context."""
-    return WARM_UP + rounds * in_a_row + PROFILED + 1
+    return WARM_UP + rounds * in_a_row + 1
 
 
 def synchronise(device: torch.device) -> None:
@@ -97,8 +94,7 @@ def measured(
     """
     first, room = prefills[0], steps_behind(plan.rounds, plan.in_a_row)
     batch, context = first.ids.shape
-    inductor = KERNELS_SHOW if plan.profile else {}
-    twins = {name: twin_of(model, name, plan.lowering, inductor) for name in plan.methods}
+    twins = {name: twin_of(model, name, plan.lowering) for name in plan.methods}
     runners: dict[str, Decoding] = {}
     answers: dict[str, list[dict[str, Any]]] = {}
     with many_graphs():
@@ -123,9 +119,6 @@ def measured(
         if plan.extend:
             for name, seconds in extensions_in_turn(runners, prompt[:, : plan.extend], bar).items():
                 rows[name] |= {"extend": plan.extend, "extend_ms": 1e3 * seconds}
-        for name in plan.methods if plan.profile else ():
-            bar.set_postfix_str(f"{name} at {context:,} tokens, a profile")
-            rows[name]["profile"] = profiled(runners[name].step)
         runners.clear()
         gc.collect()
         for name in plan.methods if plan.prompts else ():

@@ -19,14 +19,14 @@ from .bench_model import check_room, config_of, open_model
 from .measurements import BenchPlan, cell, steps_behind
 from .results import Results
 from .runners import can_extend, check_name, why_not
-from .table import draw, profile_table, steps_table
+from .table import draw, steps_table
 
 
 def run_bench(args: argparse.Namespace, command: Sequence[str]) -> None:
     """Check the arguments, load the model, measure the missing rows, print the tables."""
     check_arguments(args)
     config = config_of(args.model, args.layers)
-    methods = usable(args, config)
+    methods = usable(args.methods, config)
     dtype: Any = getattr(torch, args.dtype) if args.dtype != "auto" else config.dtype or torch.float32
     check_room(config, args.contexts, steps_behind(args.rounds), args.batch_sizes, len(methods), dtype, args.device)
     device = torch.device(args.device)
@@ -50,7 +50,7 @@ def run_bench(args: argparse.Namespace, command: Sequence[str]) -> None:
 
 def libraries() -> dict[str, str]:
     """Versions of the installed libraries of other caches."""
-    return {name: version(name) for name in ("optimum-quanto", "hqq") if is_installed(name)}
+    return {name: version(name) for name in ("optimum-quanto",) if is_installed(name)}
 
 
 def check_arguments(args: argparse.Namespace) -> None:
@@ -68,11 +68,11 @@ def check_arguments(args: argparse.Namespace) -> None:
             raise SpecacheError(f"{path}: folder {path.parent} does not exist; create it first")
 
 
-def usable(args: argparse.Namespace, config: Any) -> list[str]:
+def usable(methods: Sequence[str], config: Any) -> list[str]:
     """The available methods. Unavailable methods are printed with the reason."""
     kept = []
-    for name in dict.fromkeys(args.methods):
-        reason = why_not(name, config, args.batch_sizes, args.contexts)
+    for name in dict.fromkeys(methods):
+        reason = why_not(name, config)
         if reason is None:
             kept.append(name)
         else:
@@ -84,14 +84,12 @@ def usable(args: argparse.Namespace, config: Any) -> list[str]:
 
 def measure_missing(args: argparse.Namespace, methods: list[str], results: Results) -> None:
     """Measure the cells that are incomplete in the file."""
-    parts = {"first_token_s": not args.no_first_tokens, "profile": args.profile}
 
     def had(context: int, batch: int) -> dict[str, dict[str, Any]]:
         return {row["method"]: row for row in results.find(context=context, batch=batch)}
 
     def is_whole(rows: dict[str, dict[str, Any]]) -> bool:
-        keys = [key for key, selected in parts.items() if selected]
-        whole = all(key in row for row in rows.values() for key in keys)
+        whole = args.no_first_tokens or all("first_token_s" in row for row in rows.values())
         extended = all(row.get("extend") == args.extend or not can_extend(name) for name, row in rows.items())
         return rows.keys() >= set(methods) and whole and (extended or not args.extend)
 
@@ -103,8 +101,8 @@ def measure_missing(args: argparse.Namespace, methods: list[str], results: Resul
     # The methods of a cell are measured in turn, so an incomplete cell is measured again as a whole.
     plans = [
         BenchPlan(
-            tuple(dict.fromkeys([*had(*pair), *methods])), args.rounds, args.lowering, parts["first_token_s"],
-            args.extend, args.profile,
+            tuple(dict.fromkeys([*had(*pair), *methods])), args.rounds, args.lowering, not args.no_first_tokens,
+            args.extend,
         )
         for pair in cells
     ]  # fmt: skip
@@ -122,8 +120,6 @@ def report(results: Results, args: argparse.Namespace) -> None:
     if not rows:
         return
     print(steps_table(rows))
-    if args.profile:
-        print("", profile_table(rows), sep="\n")
     print(f"\n{args.model}, {args.dtype}, {origin['device']}, {origin['threads']} threads, torch {origin['torch']}")
     if args.plot:
         draw(rows, args.plot)

@@ -7,10 +7,8 @@ Weights are shared.
 from __future__ import annotations
 
 import copy
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -30,13 +28,9 @@ COMPILED, STATIC = "compiled", "compiled-static"
 # Hugging Face's quantised caches. They dequantise the whole cache in every step, layer by layer.
 QUANTIZED: dict[str, dict[str, Any]] = {
     "quanto-2bit": {"backend": "quanto", "nbits": 2, "axis_key": 0, "axis_value": 0},
-    "hqq-2bit": {"backend": "hqq", "nbits": 2, "axis_key": 1, "axis_value": 1},
     "hf-fp8": {"backend": "fp8"},
 }
-# How many numbers hqq packs at once: groups of 64, four to a byte.
-HQQ_GROUPS = {"hqq-2bit": 4 * 64}
 CHUNK = 512
-NONE: Mapping[str, Any] = MappingProxyType({})
 
 
 def can_extend(name: str) -> bool:
@@ -53,16 +47,10 @@ def check_name(name: str) -> None:
             raise OptionError(f"{error}; baselines are {', '.join(BASELINES)}") from None
 
 
-def why_not(name: str, config: PreTrainedConfig, batches: Sequence[int], contexts: Sequence[int]) -> str | None:
+def why_not(name: str, config: PreTrainedConfig) -> str | None:
     """The reason why a runner is unavailable on this machine; None if it is available."""
     if name in (STATIC, *QUANTIZED) and any(DynamicCache(config=config).is_sliding):
         return "the model has sliding layers, whose cache can only be filled by a prefill"
-    if name in HQQ_GROUPS:
-        text = config.get_text_config()
-        width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        numbers = math.gcd(*(n * rows for n in contexts for rows in batches)) * text.num_key_value_heads * width
-        if numbers % HQQ_GROUPS[name]:
-            return f"hqq requires a multiple of {HQQ_GROUPS[name]} numbers in a layer's keys"
     if name in QUANTIZED:
         try:
             QuantizedCache(config=config, **QUANTIZED[name])
@@ -138,15 +126,14 @@ def tensors_of(value: Any) -> list[Tensor]:
     return []
 
 
-def twin_of(model: Any, name: str, lowering: str, inductor: Mapping[str, Any] = NONE) -> Any:
-    """A model with the same weights, compiled for this runner. inductor: config patches."""
+def twin_of(model: Any, name: str, lowering: str) -> Any:
+    """A model with the same weights, compiled for this runner."""
     twin = copy.copy(model)
     twin.__dict__ = dict(model.__dict__)
     if name in (COMPILED, STATIC):
-        twin.compile(dynamic=name == COMPILED, options=dict(inductor))
+        twin.compile(dynamic=name == COMPILED)
     elif name not in BASELINES:
-        options = parse_setting(name).measured
-        twin.compile(backend="specache", options={"lowering": lowering, "inductor": dict(inductor), **options})
+        twin.compile(backend="specache", options={"lowering": lowering, **parse_setting(name).measured})
     return twin
 
 

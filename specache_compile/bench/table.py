@@ -43,23 +43,6 @@ def steps_table(rows: Rows) -> str:
     return tabulate(lines, headers, colalign=align, disable_numparse=True)
 
 
-def profile_table(rows: Rows) -> str:
-    """The table of profiles: the lines of `profile.py` for each method."""
-    lines = []
-    for row in sorted(rows, key=lambda row: (row["context"], row["batch"])):
-        whole = sum(line["ms"] for line in row.get("profile", ()))
-        lines += [
-            (
-                f"{row['context']:,}", row["batch"], row["method"], line["line"], f"{line['calls']:.0f}",
-                f"{line['ms']:.2f}", f"{line['ms'] / whole:.0%}",
-            )
-            for line in row.get("profile", ())
-        ]  # fmt: skip
-    headers = ("context", "batch", "", "of a step", "calls", "ms", "share")
-    align = ("right", "right", "left", "left", *["right"] * 3)
-    return tabulate(lines, headers, colalign=align, disable_numparse=True)
-
-
 def draw(rows: Rows, path: Path, labels: Mapping[str, str] = NONE) -> None:
     """Draw two panels: the cache's bytes on the device and the median decode step. Requires matplotlib.
 
