@@ -118,18 +118,6 @@ def models() -> str:
     return markdown(("what the backend does", "models"), rows)
 
 
-def families() -> str:
-    """The attentions of each tiny test model: rewritten and exact ones, and lanes in decode."""
-    headers = ("tiny test model", "attentions rewritten", "attentions left exact", "lanes in decode", "remark")
-    return markdown(headers, [
-        (
-            family.name, str(family.absorbed or family.rewritten), str(family.exact),
-            str(family.lanes) if family.rewritten else "–", family.note,
-        )
-        for family in FAMILIES
-    ])  # fmt: skip
-
-
 def tested_families() -> list[dict[str, Any]]:
     """The rows that benchmarks/every_family.py stored for the newest versions."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -472,7 +460,7 @@ GENERATORS: dict[str, Callable[[], str]] = {
     **{
         made.__name__: made
         for made in (
-            models, families, family_counts, every_family, versions, options_often, options, options_setting,
+            models, family_counts, every_family, versions, options_often, options, options_setting,
             options_baselines, methods, api, demo, gpu, gains, costs, computed_steps, devices, passes, bench,
             cold_start, latents, closeness, serve,
         )
