@@ -73,12 +73,8 @@ class Runner:
             chosen = kvzip.chosen(self.model, prefill.cache, ids, options, start, self.reader.encode, behind)
         return kvzip.held(prefill.cache, self.model, options, chosen)
 
-    def generate(self, ids: Tensor, new_tokens: int, **more: Any) -> list[str]:
-        """Greedy continuations of `ids` [rows, tokens]."""
-        return [self.reader.decode(row) for row in self.continued(ids, new_tokens, **more)]
-
     def continued(self, ids: Tensor, new_tokens: int, **more: Any) -> list[list[int]]:
-        """The new tokens of the continuations."""
+        """The new tokens of greedy continuations of `ids` [rows, tokens]."""
         mask = torch.ones_like(ids)
         out = self.model.generate(ids, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False, **more)
         return out[:, ids.shape[1] :].tolist()
@@ -108,7 +104,7 @@ class Runner:
         for batch in self.batches_alike(prompts, lambda prompt: (len(prompt[0]), len(prompt[1]))):
             cache, _ = self.read(self.ids([context for context, _ in batch]))
             whole = self.ids([[*context, *question] for context, question in batch])
-            found += self.generate(whole, new_tokens, **with_cache(cache))
+            found += map(self.reader.decode, self.continued(whole, new_tokens, **with_cache(cache)))
         return found
 
     def batches_alike(self, items: Sequence[Any], key: Callable[[Any], object]) -> Iterable[Sequence[Any]]:
