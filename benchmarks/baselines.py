@@ -21,17 +21,14 @@ FP8 = "fp8 StaticCache, compiled"
 # They dequantise the whole cache in every step, one layer at a time.
 QUANTIZED: dict[str, dict[str, Any]] = {
     f"HF QuantizedCache, {name}": runners.QUANTIZED[key]
-    for name, key in (("quanto 2-bit", "quanto-2bit"), ("hqq 2-bit", "hqq-2bit"), ("fp8", "hf-fp8"))
+    for name, key in (("quanto 2-bit", "quanto-2bit"), ("fp8", "hf-fp8"))
 }
-KIVI = "KIVI's own kernels"
-BASELINES = [FULL, OFFLOADED, STATIC, FP8, *QUANTIZED, KIVI]
+BASELINES = [FULL, OFFLOADED, STATIC, FP8, *QUANTIZED]
 COMPILED = (STATIC, FP8)
 
 
 def why_not(method: str, config: LlamaConfig, device: torch.device) -> str | None:
     """The reason why a baseline is unavailable; None if it is available."""
-    if method == KIVI:
-        return "KIVI's CUDA extension must be built from its repository, and requires its model classes"
     if method == OFFLOADED and device.type != "cuda":
         return "Hugging Face's offloading requires a GPU"
     if method == FP8 and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):

@@ -1,17 +1,14 @@
-"""Throughput of `sc.Batch` for several batch sizes, and how many sequences fit into memory.
+"""Throughput of `sc.Batch` for several batch sizes.
 
     python benchmarks/batching.py    (eight minutes on two cores; --requests 4 --rows 1 4 is shorter)
 
-Each batch size gets the same prompts, with log-normal lengths around `--tokens`. The second table compares the number
-of sequences that fit with the number that fits in 16 bits, in the same device memory.
+Each batch size gets the same prompts, with log-normal lengths around `--tokens`.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import json
-import math
 import statistics
 import sys
 import time
@@ -26,21 +23,16 @@ import specache_compile as sc
 from specache_compile.batching.request import Request
 from specache_compile.bench.results import provenance
 from specache_compile.evaluation.run_eval import load
-from specache_compile.runtime.state import device_total, full_cache_bytes, predicted_bytes
 
 # Of lengths' logarithms, as the traffic of chats has it.
 SPREAD = 0.6
 
 
-def lengths(tokens: int, requests: int) -> list[int]:
-    """Of so many prompts, drawn log-normally around `tokens`."""
-    spread = SPREAD * torch.randn(requests, generator=torch.Generator().manual_seed(0))
-    return (tokens * torch.exp(spread)).int().clamp_min(8).tolist()
-
-
 def prompts(model: Any, args: argparse.Namespace) -> list[torch.Tensor]:
+    """Random prompts, whose lengths are log-normal around `--tokens`."""
+    spread = SPREAD * torch.randn(args.requests, generator=torch.Generator().manual_seed(0))
+    counts = (args.tokens * torch.exp(spread)).int().clamp_min(8).tolist()
     generator = torch.Generator().manual_seed(0)
-    counts = lengths(args.tokens, args.requests)
     return [torch.randint(0, model.config.vocab_size, (count,), generator=generator) for count in counts]
 
 
@@ -65,44 +57,6 @@ def answered(model: Any, given: list[torch.Tensor], rows: int, args: argparse.Na
     return told, requests
 
 
-def held(model: Any, args: argparse.Namespace) -> dict[str, Any]:
-    """How many rows of `--context` tokens fit into the device memory of `--full-rows` rows in 16 bits.
-
-    The number is computed, and counted in a batch of a model with two layers of the same shape in bfloat16.
-    """
-    config = copy.deepcopy(model.config)
-    config.num_hidden_layers = 2
-    torch.manual_seed(0)
-    small = type(model)(config).to(torch.bfloat16).eval()
-    small.compile(backend="specache", options={"lowering": args.lowering})
-    probe = sc.Batch(small)
-    probe.add(torch.zeros(8, dtype=torch.long), max_new_tokens=1)
-    probe.run()
-    options, layers = probe.options, probe.memory.layers
-    tiers = predicted_bytes(options, layers, 1, args.context)
-    budget = full_cache_bytes(layers, args.full_rows, args.context)
-    computed = budget / device_total(tiers)
-    batch, answer = sc.Batch(small, rows=math.ceil(computed), device_memory=budget), args.context // 2
-    generator = torch.Generator().manual_seed(0)
-    shape = math.ceil(computed), args.context - answer
-    asked = torch.randint(0, config.vocab_size, shape, generator=generator)
-    requests = [batch.add(ids, max_new_tokens=answer, eos_token_id=None) for ids in asked]
-    with tqdm(total=math.ceil(computed), desc="rows that begin", file=sys.stderr) as bar:
-        batch.admit()
-        while batch.prefilling:
-            batch.step()
-            batch.admit()
-            bar.update(len(batch.decoding) - bar.n)
-    for request in requests:
-        if request.error is not None:  # what rows have beside their pages fills a small memory
-            raise request.error
-    counted = len(batch.decoding)
-    return {
-        "context": args.context, "full_rows": args.full_rows, "rows_computed": computed, "rows_counted": counted,
-        "host_bytes_per_device_byte": tiers["host"] / device_total(tiers),
-    }  # fmt: skip
-
-
 def table(rows: list[dict[str, Any]]) -> str:
     """The table by number of rows: tokens per second, and the time between two tokens of a row."""
     first = rows[0]["tokens_per_second"]
@@ -117,13 +71,6 @@ def table(rows: list[dict[str, Any]]) -> str:
     return tabulate(lines, headers=heads, disable_numparse=True, colalign=["right"] * len(heads))
 
 
-def fits_table(fits: dict[str, Any]) -> str:
-    heads = ["tokens of each", "rows in 16 bits", "rows, computed", "rows, counted", "host bytes for one on the device"]
-    computed, host = (f"{fits[name]:.1f}" for name in ("rows_computed", "host_bytes_per_device_byte"))
-    line = [f"{fits['context']:,}", fits["full_rows"], computed, fits["rows_counted"], host]
-    return tabulate([line], headers=heads, disable_numparse=True, colalign=["right"] * len(heads))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
@@ -132,10 +79,6 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=16)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     parser.add_argument("--chunk", type=int, default=512)
-    parser.add_argument("--context", type=int, default=8192, help="of the rows that fit (%(default)s)")
-    parser.add_argument(
-        "--full-rows", type=int, default=4, help="rows in 16 bits whose device bytes they have (%(default)s)"
-    )
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--lowering", default="inductor")
     parser.add_argument("--out", type=Path)
@@ -156,8 +99,8 @@ def main() -> None:
     rows = [{name: statistics.median(run[name] for run in runs) for name in runs[0]} for runs in found.values()]
     settings = {name: value for name, value in vars(args).items() if name != "out"}
     made_by = provenance(torch.device("cpu"), "benchmarks/batching.py")
-    report = {"provenance": made_by, "settings": settings, "rows": rows, "fits": held(model, args)}
-    print(table(rows), fits_table(report["fits"]), sep="\n\n")
+    report = {"provenance": made_by, "settings": settings, "rows": rows}
+    print(table(rows))
     if args.out is not None:
         args.out.write_text(json.dumps(report, indent=1) + "\n")
 

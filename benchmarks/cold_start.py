@@ -28,7 +28,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import specache_compile  # noqa: F401  (its time to be imported is nobody's wait for a graph)
 from specache_compile.bench.results import provenance
-from specache_compile.lowering import lower
 
 SMOLLM2 = {
     "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
@@ -49,41 +48,17 @@ SMOKE: dict[str, dict[str, Any]] = {
 # As "specache", with what the cold run has kept of its traces.
 KEPT = "specache, traces kept"
 PROMPT, NEW = 100, 8
-STAGES = ("Dynamo", "passes", "AOT and Inductor", "the rest")
 
 
 def run_case(name: str, layers: int, smoke: bool) -> dict[str, float]:
-    """Compile one model by generating with it, in this process: seconds in all and by stage, and of a second run."""
+    """Compile one model by generating with it, in this process: seconds, and those of a second run."""
     torch.manual_seed(0)
     config = LlamaConfig(**{**SMOLLM2, **(THIN if smoke else {}), "num_hidden_layers": layers})
     model = LlamaForCausalLM(config).eval()
     ids = torch.randint(0, config.vocab_size, (1, PROMPT))
     model.compile(**(SMOKE if smoke else BACKENDS)[name])
-    lowered = timed_lowering()
-    seconds = time_of(lambda: model.generate(ids, max_new_tokens=NEW, do_sample=False))
-    times = torch._dynamo.utils.compilation_time_metrics
-    backend = times.get("OutputGraph.call_user_compiler", [])
-    inductor = lowered if name == "specache" else backend
-    dynamo = sum(times.get("_compile.compile_inner", [])) - sum(backend)
-    split = (dynamo, sum(backend) - sum(inductor), sum(inductor), seconds - dynamo - sum(backend))
-    again = time_of(lambda: model.generate(ids, max_new_tokens=NEW, do_sample=False))
-    return {"seconds": seconds, **dict(zip(STAGES, split, strict=True)), "graphs": len(inductor), "again": again}
-
-
-def timed_lowering() -> list[float]:
-    """The seconds of each call of Inductor that specache will make."""
-    seconds: list[float] = []
-    inner = lower.compile_fx
-
-    def compile_fx(*arguments: Any, **settings: Any) -> Any:
-        start = time.perf_counter()
-        try:
-            return inner(*arguments, **settings)
-        finally:
-            seconds.append(time.perf_counter() - start)
-
-    lower.compile_fx = compile_fx  # type: ignore[assignment]
-    return seconds
+    names = ("seconds", "again")
+    return {name: time_of(lambda: model.generate(ids, max_new_tokens=NEW, do_sample=False)) for name in names}
 
 
 def time_of(run: Callable[[], object]) -> float:
@@ -128,18 +103,17 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """The middle run of each row, its stages, the spread, and the share of plain torch.compile's."""
+    """The middle run of each row, the spread, and the share of plain torch.compile's."""
     plain = {row["caches"]: row["seconds"] for row in rows if row["way"] == "torch.compile"}
     lines = [
         (
             row["caches"], row["way"], f"{row['seconds']:.1f}", f"{min(row['runs']):.1f} to {max(row['runs']):.1f}",
-            f"{row['seconds'] / plain[row['caches']]:.2f}", *(f"{row[stage]:.1f}" for stage in STAGES),
-            row["graphs"], f"{row['again']:.2f}",
+            f"{row['seconds'] / plain[row['caches']]:.2f}", f"{row['again']:.2f}",
         )
         for row in rows
     ]  # fmt: skip
-    headers = ("caches", "", "seconds", "of all runs", "of plain", *STAGES, "compiled", "second run")
-    return tabulate(lines, headers, colalign=("left", "left", *["right"] * 9), disable_numparse=True)
+    headers = ("caches", "", "seconds", "of all runs", "of plain", "second run")
+    return tabulate(lines, headers, colalign=("left", "left", *["right"] * 4), disable_numparse=True)
 
 
 def main(arguments: list[str] | None = None) -> None:

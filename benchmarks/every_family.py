@@ -1,9 +1,9 @@
 """Run a tiny random model of every causal LM of transformers: what is rewritten, and are the tokens equal?
 
-    python benchmarks/every_family.py    (half an hour, resumable; --only or --again llama gemma2: some of them)
+    python benchmarks/every_family.py    (half an hour, resumable; --only llama gemma2: some of them)
 
 Each family runs in a new process: uncompiled, lossless and lossy, with 70 prompt tokens and 12 greedy ones. `--out` has
-a JSON line for each family. Exit status 1: a token differs, a family fails, or a warning is missing.
+a JSON line for each family. Exit status 1, with the row: a token differs, a family fails, or a warning is missing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,7 +25,6 @@ from unittest import mock
 import torch
 import transformers
 from packaging.version import Version
-from tabulate import tabulate
 from tiny_families import families, tiny
 from torch import Tensor
 from tqdm import tqdm
@@ -162,58 +161,17 @@ def within(family: Family, limit: float) -> dict[str, Any]:
         process.join()
 
 
-def key_of(row: dict[str, Any]) -> tuple[str, ...]:
-    return (row["family"], *(row[name] for name in VERSIONS))
-
-
 def kept(out: Path) -> dict[tuple[str, ...], dict[str, Any]]:
     """The rows of a file by family and versions; of two the last."""
     lines = out.read_text().splitlines() if out.exists() else []
-    return {key_of(row): row for row in map(json.loads, lines)}
-
-
-def tidy(out: Path) -> None:
-    """One row a family and versions, in order; by way of another file, so that who is killed loses nothing."""
-    rows = kept(out)
-    part = out.with_suffix(".part")
-    part.write_text("".join(json.dumps(rows[key]) + "\n" for key in sorted(rows)))
-    part.replace(out)
+    return {(row["family"], *(row[name] for name in VERSIONS)): row for row in map(json.loads, lines)}
 
 
 def newest(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows of the newest versions."""
-    by = {tuple(Version(row[name]) for name in ("transformers", "torch")) for row in rows}
-    return [row for row in rows if tuple(Version(row[name]) for name in ("transformers", "torch")) == max(by)]
-
-
-HEADERS = ("family", "attentions rewritten", "lanes", "tokens equal", "")
-
-
-def lines(rows: Sequence[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
-    """A line of the table for each row; what did not run uncompiled comes last."""
-    for row in sorted(rows, key=lambda row: (row["outcome"] == "not run", row["family"])):
-        if row["outcome"] != "ran":
-            yield row["family"], "–", "–", "–", said(row)
-            continue
-        lanes = {None: "–", 1: "one", 2: "two"}[row["lanes"] if row["rewritten"] else None]
-        equal = f"{row['equal']} of {row['tokens']}"
-        yield row["family"], f"{row['rewritten']} of {row['attentions']}", lanes, equal, said(row)
-
-
-def said(row: dict[str, Any]) -> str:
-    """A row's remarks: why it is not rewritten whole, in two lanes and right."""
-    if row["outcome"] == "not run":
-        return f"not run, since it does not run uncompiled: {row['why']}"
-    if row["outcome"] == "failed":
-        return f"failed: {row['why']}"
-    notes = [*row["reasons"], *([f"one lane: {row['one lane']}"] if row["one lane"] else [])]
-    if not row["attentions"]:
-        notes.append("no attention that keeps a cache was found")
-    if row["finite"] is False:
-        notes.append("logits in 2 bits are not finite")
-    if is_unwarned(row):
-        notes.append("nobody is warned")
-    return "; ".join(notes)
+    """The rows of the newest versions, by family."""
+    by = [tuple(Version(row[name]) for name in ("transformers", "torch")) for row in rows]
+    found = [row for row, versions in zip(rows, by, strict=True) if versions == max(by)]
+    return sorted(found, key=lambda row: str(row["family"]))
 
 
 def is_unwarned(row: dict[str, Any]) -> bool:
@@ -244,32 +202,26 @@ def counts(rows: Sequence[dict[str, Any]]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="FAMILY", help="these families (all)")
-    parser.add_argument("--again", nargs="+", metavar="FAMILY", help="these, though --out has them")
-    parser.add_argument("--show", action="store_true", help="print the table of what there is, run nothing")
     parser.add_argument("--limit", type=float, default=180.0, help="seconds for each (180)")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "every_family.jsonl")
     args = parser.parse_args(arguments)
     known = families()
-    selected = [*(args.only or []), *(args.again or [])] or list(known)
+    selected = args.only or list(known)
     if unknown := [name for name in selected if name not in known]:
         parser.error(f"no family {unknown[0]!r}; there are {', '.join(known)}")
     args.out.parent.mkdir(parents=True, exist_ok=True)
     done = kept(args.out)
-    todo = [n for n in selected if n in (args.again or []) or (n, *VERSIONS.values()) not in done]
     with contextlib.suppress(KeyboardInterrupt):
-        for name in tqdm([] if args.show else todo, file=sys.stderr, unit="family"):
+        for name in tqdm([n for n in selected if (n, *VERSIONS.values()) not in done], file=sys.stderr, unit="family"):
             start = time.perf_counter()
             found = within((name, known[name]), args.limit)
             seconds = round(time.perf_counter() - start, 1)
             origin = {**VERSIONS, "date": datetime.date.today().isoformat(), "seconds": seconds}
             with args.out.open("a") as file:
                 file.write(json.dumps({"family": name, "class": known[name], **found, **origin}) + "\n")
-    if args.out.exists():
-        tidy(args.out)
-    rows = newest(list(kept(args.out).values())) if args.out.exists() else []
+    rows = newest(list(kept(args.out).values()))
     if rows:
-        print(tabulate(lines(rows), HEADERS, maxcolwidths=[None, None, None, None, 80]))
-        print(counts(rows))
+        print(*(json.dumps(row) for row in rows if is_wrong(row)), counts(rows), sep="\n")
     return int(any(is_wrong(row) for row in rows))
 
 

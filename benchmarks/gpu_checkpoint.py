@@ -8,7 +8,6 @@ found must agree with the rows of `quality.py needles_smollm2` within their inte
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from measuring import parsed, parser_of
 from tabulate import tabulate
 from torch import Tensor
 from tqdm import tqdm
@@ -117,16 +117,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def main(given: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--smoke", action="store_true", help="a small model and few tokens, to see that everything runs"
-    )
-    parser.add_argument("--resume", action="store_true", help="keep the rows that --out has, and go on")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "gpu_checkpoint.json")
-    args = parser.parse_args(given)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if device.type != "cuda" and not args.smoke:
-        parser.error("no CUDA device: only --smoke runs here")
+    args, device = parsed(parser_of(__doc__), "gpu_checkpoint", given)
     results = Results(args.out, "benchmarks/gpu_checkpoint.py", device, args.resume, smoke=args.smoke)
     if not results.has(part="tokens"):
         asked = (SMALL, device, "eager", (), (200, 8, 1)) if args.smoke else (SMOLLM2, device, "inductor", TEXT, SIZES)

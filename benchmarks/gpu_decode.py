@@ -16,12 +16,11 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from baselines import BASELINES, COMPILED, FP8, FULL, OFFLOADED, forced_cache, layers_at_once, pair_bytes, why_not
-from measuring import limits, milliseconds
+from measuring import limits, milliseconds, parsed, parser_of
 from tabulate import tabulate
 from torch import Tensor
 from torch._dynamo.utils import counters
@@ -443,8 +442,8 @@ def fetches(method: str) -> bool:
     return SPECACHE.get(method, {"top_k": 0}).get("top_k", 64) > 0
 
 
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, torch.device]:
+    parser = parser_of(__doc__)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["llama-3-8b"])
     parser.add_argument("--contexts", type=int, nargs="+", default=[32768, 8192, 131072], help="tokens")
     parser.add_argument("--caps", type=float, nargs="+", default=[48, 0], help="GB of VRAM; 0: all (48 0)")
@@ -471,19 +470,14 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--host-gib", type=float, default=100.0, help="pinned memory that may be used (100)")
     parser.add_argument("--steps", type=int, default=50, help="timed steps (50)")
     parser.add_argument("--warm-up", type=int, default=8, help="steps before them (8)")
-    parser.add_argument("--smoke", action="store_true", help="tiny, to see that everything runs")
-    parser.add_argument("--resume", action="store_true", help="keep the rows that --out has, and go on")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "gpu_decode.json")
-    args = parser.parse_args(arguments)
-    if not torch.cuda.is_available() and not args.smoke:
-        parser.error("no CUDA device: only --smoke runs here")
+    args, device = parsed(parser, "gpu_decode", arguments)
     if args.steps + args.warm_up + 4 > STEPS:
         parser.error(f"--steps and --warm-up together: at most {STEPS - 4}, for which the caches have room")
     args.methods = args.methods or list(SMOKE_METHODS if args.smoke else METHODS)
     if args.smoke:
         args.models, args.contexts, args.caps, args.reuse = ["smoke"], [320], [0], [0.5]
         args.steps, args.warm_up, args.host_gib = 2, 1, 1 / 1024
-    return args
+    return args, device
 
 
 def left_out(args: argparse.Namespace, device: torch.device) -> dict[str, str]:
@@ -494,8 +488,7 @@ def left_out(args: argparse.Namespace, device: torch.device) -> dict[str, str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    args = parse(arguments)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    args, device = parse(arguments)
     total = MARGIN + SMOKE_ROOM[device.type] if args.smoke else torch.cuda.get_device_properties(device).total_memory
     settings = {name: getattr(args, name) for name in ("smoke", "mode", "host_gib", "steps")}
     results = Results(args.out, "benchmarks/gpu_decode.py", device, args.resume, **settings)

@@ -3,16 +3,14 @@
     python benchmarks/gpu_kernels.py    (--smoke: small shapes in Triton's interpreter; its figures mean nothing)
 
 Shapes are one layer of Llama-3-8B in bfloat16. The limit is a copy within the device, or over PCIe for kernels that
-access pinned memory. Each kernel is compared first with the PyTorch definition of its op.
+access pinned memory. tests/kernels/test_triton.py compares each kernel with the PyTorch definition of its op.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,17 +18,15 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from measuring import WARM_UPS, limits, milliseconds
+from measuring import WARM_UPS, limits, milliseconds, parsed, parser_of
 from tabulate import tabulate
 from torch import Tensor
 from tqdm import tqdm
 
 from specache_compile.bench.results import Results
-from specache_compile.kernels.attention import attention_ops as attention
 from specache_compile.kernels.codes.records import stored_dim
 from specache_compile.kernels.decode import triton_scored
 from specache_compile.kernels.movement import cpp_tiers, triton_append, triton_copy, triton_select
-from specache_compile.kernels.movement import tier_ops as tiers
 from specache_compile.kernels.state import triton_center
 from specache_compile.kernels.state.cursor import LENGTH, LOW_BIT, NEXT_LOW_BIT, new_cursor
 from specache_compile.kernels.state.stored_tiers import StoredTiers
@@ -160,35 +156,6 @@ def rotated(setting: KernelSetting, device: torch.device, repeats: int) -> list[
     turns = WARM_UPS + repeats if device.type == "cuda" else 1
     sets = min(MOST_SETS, turns, 1 + ROTATED_BYTES // max(1, size))
     return [first, *(Inputs(setting, device, seed) for seed in range(1, sets))]
-
-
-def check(setting: KernelSetting, device: torch.device) -> None:
-    """Attention, selection, append and gather against the PyTorch code that defines them; AssertionError if not."""
-    ours, theirs = Inputs(setting, device, 3), Inputs(setting, device, 3)
-    expected, scores = theirs.attend(attention.decode_attention)
-    got, got_scores = ours.attend(triton_scored.decode_attention)
-    torch.testing.assert_close(got, expected, atol=2e-2, rtol=2e-2)
-    torch.testing.assert_close(got_scores, scores.float(), atol=2e-2, rtol=2e-2)
-    *logits, by_lane = ours.score(triton_scored.score_low_bit)
-    *expected_logits, expected_by_lane = theirs.score(attention.score_low_bit)
-    torch.testing.assert_close(by_lane, expected_by_lane, atol=2e-2, rtol=2e-2)
-    torch.testing.assert_close(
-        ours.attend_scored(triton_scored.attend_scored, *logits),
-        theirs.attend_scored(attention.attend_scored, *expected_logits),
-        atol=2e-2, rtol=2e-2,
-    )  # fmt: skip
-    triton_select.select_topk(ours.scores, ours.state["selected"])
-    tiers.select_topk(theirs.scores, theirs.state["selected"])
-    chosen = [set_of(x.state["selected"]) for x in (ours, theirs)]
-    assert torch.equal(*chosen), "the selection differs from torch.topk's"
-    triton_copy.gather(*fetch_arguments(ours))
-    tiers.refill(*fetch_arguments(theirs))
-    assert torch.equal(set_of(ours.state["slot_index"]), set_of(theirs.state["slot_index"])), "the gather differs"
-    assert torch.equal(ours.state["fetched"], theirs.state["fetched"]), "the gather counts other bytes"
-
-
-def set_of(tokens: Tensor) -> Tensor:
-    return tokens.sort(-1).values
 
 
 def fetch_arguments(x: Inputs) -> tuple[Tensor, ...]:
@@ -348,25 +315,16 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--contexts", type=int, nargs="+", default=[8192, 32768], help="tokens (8192 32768)")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16], help="rows (1 16)")
     parser.add_argument("--bits", type=int, nargs="+", default=[16, 2, 1], choices=(1, 2, 4, 8, 16), help="(16 2 1)")
     parser.add_argument("--repeats", type=int, default=50, help="timed runs of each kernel (default: 50)")
-    parser.add_argument("--smoke", action="store_true", help="small sizes, to see that everything runs")
-    parser.add_argument("--resume", action="store_true", help="keep the settings that --out has, and go on")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "gpu_kernels.json")
-    args = parser.parse_args(arguments)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if device.type != "cuda" and not args.smoke:
-        parser.error("no CUDA device: only --smoke runs here")
+    args, device = parsed(parser, "gpu_kernels", arguments)
     if args.smoke:
         args.contexts, args.batches, args.repeats = [256], [1], 1
     # The interpreter's bfloat16 is not the hardware's.
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    size = 256 if args.smoke else 4096
-    for setting in (KernelSetting(2, size, 1, dtype), *variants(size, 1, dtype)):
-        check(setting, device)
     results = Results(
         args.out, "benchmarks/gpu_kernels.py", device, args.resume, smoke=args.smoke, repeats=args.repeats
     )

@@ -8,15 +8,13 @@ a peak below the prediction of `explain`. The first, untimed prefill pins the ho
 
 from __future__ import annotations
 
-import argparse
 import copy
 import gc
-from pathlib import Path
 from typing import Any
 
 import torch
 from gpu_decode import GIB, build
-from measuring import milliseconds
+from measuring import milliseconds, parsed, parser_of
 from tabulate import tabulate
 from transformers import LlamaForCausalLM
 
@@ -96,17 +94,11 @@ def of_plain(row: dict[str, Any], plain: dict[int, dict[str, Any]]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--contexts", type=int, nargs="+", default=[8192, 32768], help="tokens (8192 32768)")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), help="(all)")
     parser.add_argument("--repeats", type=int, default=10, help="timed prefills of each (10)")
-    parser.add_argument("--smoke", action="store_true", help="tiny, to see that everything runs")
-    parser.add_argument("--resume", action="store_true", help="keep the rows that --out has, and go on")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "gpu_prefill.json")
-    args = parser.parse_args(arguments)
-    if not torch.cuda.is_available() and not args.smoke:
-        parser.error("no CUDA device: only --smoke runs here")
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    args, device = parsed(parser, "gpu_prefill", arguments)
     if args.smoke:
         args.contexts, args.repeats = [256], 1
     results = Results(

@@ -28,7 +28,7 @@ if not torch.cuda.is_available():
 
 import triton
 import triton.language as tl
-from measuring import limits, milliseconds
+from measuring import limits, milliseconds, parsed, parser_of
 from tabulate import tabulate
 from torch import Tensor
 
@@ -216,18 +216,12 @@ def run(name: str, smoke: bool) -> Found:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--one", choices=PROBES, help=argparse.SUPPRESS)
-    parser.add_argument("--smoke", action="store_true", help="small, to see that everything runs")
-    parser.add_argument("--resume", action="store_true", help="keep what --out has")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "gpu_probe.json")
-    args = parser.parse_args(arguments)
+    args, device = parsed(parser, "gpu_probe", arguments)
     if args.one:
         print(json.dumps(PROBES[args.one](*([args.smoke] if args.one in ANYWHERE else []))))
         return 0
-    if not torch.cuda.is_available() and not args.smoke:
-        parser.error("no CUDA device: only --smoke runs here")
-    device = CUDA if torch.cuda.is_available() else torch.device("cpu")
     results = Results(args.out, "benchmarks/gpu_probe.py", device, args.resume, smoke=args.smoke)
     results.rows[:] = [row for row in results.rows if row["holds"]]  # failed probes run again
     for name in PROBES if device == CUDA else ANYWHERE:

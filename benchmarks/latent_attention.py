@@ -2,8 +2,7 @@
 
     python benchmarks/latent_attention.py    (15 minutes; --contexts 1024 --dtypes float32 --rounds 2: a minute)
 
-The attentions are those of DeepSeek-V2-Lite and MiniCPM3, in two layers with random weights and a small MLP. The floor
-is the time to read the weights and the cache at this machine's bandwidth.
+The attentions are those of DeepSeek-V2-Lite and MiniCPM3, in two layers with random weights and a small MLP.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from tabulate import tabulate
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from specache_compile.bench.floor import bandwidth
 from specache_compile.bench.measurements import BenchPlan, cell
 from specache_compile.bench.results import Results
 
@@ -54,11 +52,7 @@ def measure(shape: str, dtype: str, args: argparse.Namespace, results: Results, 
     if not contexts:
         return
     model = model_of(shape, getattr(torch, dtype))
-    rate = results.once("bandwidth", lambda: bandwidth(torch.device("cpu")))
-    plan = BenchPlan(
-        METHODS, args.rounds, prompts=False, extend=0, profile=False, lowering=args.lowering, gguf=None, rate=rate,
-        in_a_row=args.in_a_row,
-    )  # fmt: skip
+    plan = BenchPlan(METHODS, args.rounds, args.lowering, in_a_row=args.in_a_row)
     for context in contexts:
         rows = cell(model, context, 1, plan, bar)
         results.add(*({"shape": shape, "dtype": dtype, **row} for row in rows))
@@ -70,9 +64,8 @@ def table(rows: list[dict[str, Any]]) -> str:
     for key in sorted({(row["shape"], row["dtype"], row["context"]) for row in rows}):
         steps = {row["method"]: row for row in rows if (row["shape"], row["dtype"], row["context"]) == key}
         plain, ours = (steps[name]["step_ms"] for name in METHODS)
-        floor = f"{steps['specache']['floor_ms']:.1f}"
-        lines.append([*key[:2], f"{key[2]:,}", f"{plain:.1f}", f"{ours:.1f}", floor, f"{plain / ours:.1f}x"])
-    heads = ["shape", "dtype", "tokens", "torch.compile, ms", "specache, ms", "floor, ms", "as fast"]
+        lines.append([*key[:2], f"{key[2]:,}", f"{plain:.1f}", f"{ours:.1f}", f"{plain / ours:.1f}x"])
+    heads = ["shape", "dtype", "tokens", "torch.compile, ms", "specache, ms", "as fast"]
     return tabulate(lines, headers=heads, disable_numparse=True)
 
 

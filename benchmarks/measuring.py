@@ -1,16 +1,35 @@
-"""A clock and the device's limits, for the GPU benchmarks."""
+"""The arguments, the clock and the device's limits of the GPU benchmarks."""
 
 from __future__ import annotations
 
+import argparse
 import os
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
 # On a simulated device, whose figures mean nothing either, one shows that a run can follow another.
 WARM_UPS = 1 if "SIMULATED_DEVICE" in os.environ else 3
+
+
+def parser_of(described: str | None) -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(description=described, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
+def parsed(
+    parser: argparse.ArgumentParser, name: str, arguments: list[str] | None
+) -> tuple[argparse.Namespace, torch.device]:
+    """The arguments of benchmarks/NAME.py, with those that all GPU benchmarks have, and the device."""
+    parser.add_argument("--smoke", action="store_true", help="tiny, to see that everything runs")
+    parser.add_argument("--resume", action="store_true", help="keep the rows that --out has, and go on")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / f"{name}.json")
+    args = parser.parse_args(arguments)
+    if not torch.cuda.is_available() and not args.smoke:
+        parser.error("no CUDA device: only --smoke runs here")
+    return args, torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def milliseconds(

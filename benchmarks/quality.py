@@ -1,7 +1,7 @@
 """The quality tables. Each is one `specache eval`; benchmarks/results/quality/NAME has its results and command.
 
 python benchmarks/quality.py                 every table; an interrupted run resumes
-python benchmarks/quality.py k zero_point    some tables
+python benchmarks/quality.py paper codes     some tables
 python benchmarks/quality.py --list          print the commands
 """
 
@@ -67,35 +67,6 @@ LICENCES = tuple(
 NEEDLES = ("--chat", "--text", *LICENCES, *FAST, "--samples", "66")
 TABLES = {
     "needles": Table("method × device KV × keys found (SpeCache, Figure 4)", NEEDLE, ("needle",), METHODS),
-    "k": Table(
-        "pairs fetched (SpeCache, Figure 5)",
-        NEEDLE,
-        ("needle",),
-        ("uncompiled", *(f"{PAPER},top_k={k}" for k in (0, 4, 16, 32, 64, 128))),
-    ),
-    "zero_point": Table(
-        "the 1-bit zero point: KIVI's and the paper's (SpeCache, Table 5)",
-        NEEDLE,
-        ("needle",),
-        ("uncompiled", *(f"{m},zero_point={z}" for m in ("kivi:bits=1", PAPER) for z in ("minimum", "midpoint"))),
-    ),
-    "speculation": Table(
-        "who chooses the pairs: the speculative token, or the output token (SpeCache, Table 4, quality)",
-        NEEDLE,
-        ("needle",),
-        ("uncompiled", *(f"{PAPER},speculate={s},top_k={k}" for k in (4, 16, 64) for s in (True, False))),
-    ),
-    "groups": Table(
-        "group size g and residual length R",
-        NEEDLE,
-        ("needle",),
-        (
-            "uncompiled",
-            *(f"{m},group_size={g},residual_length={r}" for m in ("kivi:bits=1", PAPER) for g in (32, 64, 128)
-              for r in (32, 64, 128)),
-        ),
-        ("--lengths", "1024", "2048", "--samples", "22"),
-    ),
     "closeness": Table(
         "how close the next tokens are to the full cache's on a real checkpoint (text: benchmarks/unseen_text.py)",
         SMOLLM2,

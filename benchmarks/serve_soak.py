@@ -28,7 +28,6 @@ import psutil
 import torch
 from prometheus_client.parser import text_string_to_metric_families
 from serve import write_checkpoint
-from serve_load import answers
 from soak import LOSSLESS, tiny
 from tabulate import tabulate
 from tqdm import tqdm
@@ -87,6 +86,15 @@ class Server:
     def kill(self) -> None:
         self.process.kill()
         self.process.wait()
+
+
+def answers(port: int) -> bool:
+    """Whether a server is up."""
+    try:
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
+    except OSError:
+        return False
+    return True
 
 
 def talks_of(model: LlamaForCausalLM, folder: Path, seed: int) -> list[Talk]:

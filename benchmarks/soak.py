@@ -17,7 +17,6 @@ import sys
 import time
 import traceback
 import warnings
-from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
 from unittest import mock
@@ -28,14 +27,11 @@ import transformers
 from soak_operations import OPERATIONS
 from soak_state import SMALL, VOCABULARY, Difference, Sizes, Soak, settle, some_text
 from tabulate import tabulate
-from torch._dynamo import utils as dynamo
 from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import specache_compile as sc
 from specache_compile.bench.results import provenance
 from specache_compile.kernels.movement import copy_queue
-from specache_compile.runtime.records import find_record
 
 # Every pair is fetched, so that the 1-bit tier never decides. The small group and window make tokens leave the window
 # early.
@@ -112,20 +108,10 @@ def run(soak: Soak, args: argparse.Namespace, bar: tqdm) -> None:
     last_look(soak)
 
 
-def figures(soak: Soak, seconds: float, warned: list[str]) -> dict[str, int]:
-    """Further figures of a soak test: faults, graphs, memory, lifetimes."""
-    graphs: Counter[str] = Counter()
-    for model in (soak.twin, soak.assistant):
-        record = find_record(model)
-        for graph in record.graphs if record else ():
-            graphs[f"rewritten graphs, {graph.phase}"] += len(graph.rewrites.made)
-    captured = dynamo.get_compilation_metrics()
+def figures(soak: Soak, seconds: float) -> dict[str, int]:
+    """Further figures of a soak test: faults, memory, lifetimes."""
     return {
         **soak.facts,
-        **graphs,
-        "graphs captured by Dynamo": dynamo.counters["stats"]["unique_graphs"],
-        "recompiles of Dynamo": sum(one.recompile_reason is not None for one in captured),
-        **Counter(f"warnings: {text.split(',')[0]}" for text in warned),
         "MiB resident after the warm-up": round(soak.memory[0]) if soak.memory else 0,
         "MiB resident at the end": round(megabytes()),
         "sessions alive at the end": soak.alive(),
@@ -164,7 +150,6 @@ def main(arguments: list[str] | None = None) -> int:
     if args.minutes <= 0:
         parser.error("--minutes: more than 0")
     transformers.logging.set_verbosity_error()
-    dynamo.set_compilation_metrics_limit(100_000)
     limits = {"recompile_limit": args.recompile_limit, "accumulated_recompile_limit": 100 * (args.recompile_limit or 0)}
     model, assistant = tiny(0, layers=2).to(args.device), tiny(5, layers=1).to(args.device)
     soak = Soak(model, compiled(model, args), compiled(assistant, args), SMALL if args.small else Sizes())
@@ -173,11 +158,10 @@ def main(arguments: list[str] | None = None) -> int:
         nullcontext() if args.device == "cpu" else torch.device(args.device),
         torch._dynamo.config.patch(limits if args.recompile_limit else {}),
         mock.patch.object(copy_queue, "run_job", soak.weather.run_job),
-        warnings.catch_warnings(record=True) as caught,
+        warnings.catch_warnings(),
         tqdm(total=args.calls or round(60 * args.minutes), file=sys.stderr, unit="" if args.calls else "s") as bar,
     ):
         warnings.simplefilter("ignore")
-        warnings.simplefilter("always", sc.SpecacheWarning)
         try:
             run(soak, args, bar)
         except KeyboardInterrupt:
@@ -186,7 +170,7 @@ def main(arguments: list[str] | None = None) -> int:
             failed = f"{soak.now}: {difference}"
         except Exception:  # whatever it is, the command that shows it again goes with it
             failed = f"{soak.now}: {traceback.format_exc()}"
-    facts = figures(soak, time.perf_counter() - started, [str(warning.message) for warning in caught])
+    facts = figures(soak, time.perf_counter() - started)
     print(table(soak, facts))
     if args.out:
         report = {"provenance": provenance(torch.device(args.device), "benchmarks/soak.py"), "options": LOSSLESS}

@@ -3,7 +3,7 @@
     python benchmarks/verify_drafts.py --text build/unseen.txt    (8 windows of 4,096 tokens; --samples 2 is shorter)
 
 The model continues disjoint windows of the text greedily. Intervals are 95 % over the windows. On a CPU, the bytes are
-counted. `--out` stores finished windows, and the same command resumes from it.
+counted. The same command resumes from `--out`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +24,12 @@ from torch import Tensor
 from tqdm import tqdm
 
 import specache_compile as sc
-from specache_compile.bench.results import provenance
+from specache_compile.bench.results import Results
 from specache_compile.evaluation.intervals import interval
 from specache_compile.evaluation.provenance import model_hash
 from specache_compile.evaluation.reader import Reader
 from specache_compile.evaluation.run_eval import load
-from specache_compile.evaluation.settings import Setting, parse_setting, running
+from specache_compile.evaluation.settings import UNCOMPILED, parse_setting, running
 from specache_compile.evaluation.tasks.task import Bench
 
 SETTINGS = (
@@ -40,7 +38,6 @@ SETTINGS = (
     "specache:setting=paper,verify=16",
     "specache:setting=paper,bits=1,verify=16",
 )
-UNCOMPILED = "uncompiled"
 
 
 def generate(model: Any, ids: Tensor, tokens: int) -> tuple[list[int], float]:
@@ -59,7 +56,7 @@ def equal_tokens(got: list[int], expected: list[int]) -> int:
 def measured(model: Any, ids: Tensor, expected: list[int] | None, tokens: int) -> dict[str, Any]:
     """One prompt under what the model is compiled with; `expected` None: it is what others are compared with."""
     said, seconds = generate(model, ids, tokens)
-    row: dict[str, Any] = {"tokens": said, "seconds": seconds}
+    row: dict[str, Any] = {"text": said, "tokens": len(said), "seconds": seconds}
     if expected is not None:
         told = sc.stats(model).verification
         assert told is not None, "nothing was drafted"
@@ -67,51 +64,21 @@ def measured(model: Any, ids: Tensor, expected: list[int] | None, tokens: int) -
     return row
 
 
-def finished(path: Path) -> dict[str, dict[str, Any]]:
-    """Finished rows by their key."""
-    lines = path.read_text().splitlines() if path.exists() else []
-    return {row["key"]: row for row in map(json.loads, lines)}
-
-
-@dataclass(frozen=True)
-class TextWindow:
-    """Token ids, what they are, and their number among those of its kind."""
-
-    ids: list[int]
-    number: int
-    facts: dict[str, Any]
-
-
-def key_of(setting: Setting, prompt: TextWindow, fingerprint: str, args: argparse.Namespace) -> str:
-    """Everything that a row's figures depend on."""
-    ids = hashlib.sha256(json.dumps(prompt.ids).encode()).hexdigest()[:12]
-    return f"{setting}/{fingerprint}/{ids}/{args.tokens}/{args.lowering}"
-
-
-def measure(
-    model: Any,
-    fingerprint: str,
-    prompts: list[TextWindow],
-    settings: list[Setting],
-    args: argparse.Namespace,
-    bar: tqdm,
-) -> Iterator[dict[str, Any]]:
-    """A row for every prompt under every setting, measured or found; the first setting's tokens are those expected of
-    the others. A row's `tokens` is their number."""
-    done = finished(args.out)
-    for setting in settings:
-        with running(model, setting, args.lowering):
-            for prompt in prompts:
-                bar.set_postfix_str("/".join(map(str, [setting, *prompt.facts.values(), prompt.number])))
-                key, first = (key_of(name, prompt, fingerprint, args) for name in (setting, settings[0]))
-                if key not in done:
-                    expected = None if setting is settings[0] else done[first]["tokens"]
-                    row = measured(model, torch.tensor([prompt.ids]), expected, args.tokens)
-                    done[key] = {"key": key, "setting": str(setting), **prompt.facts, **row}
-                    with args.out.open("a") as file:
-                        file.write(json.dumps(done[key]) + "\n")
-                yield {**done[key], "tokens": len(done[key]["tokens"])}
-                bar.update()
+def measure(model: Any, prompts: dict[int, list[list[int]]], args: argparse.Namespace, results: Results) -> None:
+    """Add the rows that the results lack. The uncompiled model's tokens are those expected of the settings."""
+    settings = (UNCOMPILED, *args.settings)
+    total = len(settings) * sum(map(len, prompts.values()))
+    with tqdm(total=total, file=sys.stderr, unit="prompt") as bar:
+        for setting in settings:
+            with running(model, parse_setting(setting), args.lowering):
+                for context, windows in prompts.items():
+                    for window, ids in enumerate(windows):
+                        place = {"context": context, "window": window}
+                        if not results.has(setting=setting, **place):
+                            full = results.find(setting=UNCOMPILED, **place)
+                            row = measured(model, torch.tensor([ids]), full[0]["text"] if full else None, args.tokens)
+                            results.add({"setting": setting, **place, **row})
+                        bar.update()
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -142,19 +109,10 @@ def table(rows: list[dict[str, Any]]) -> str:
     return tabulate(lines, headers, colalign=("right", "left", *["right"] * 5), disable_numparse=True)
 
 
-def compared(args: argparse.Namespace) -> list[Setting]:
-    """The settings, each compared with the first."""
-    return [Setting(UNCOMPILED, ()), *map(parse_setting, args.settings or SETTINGS)]
-
-
-def prompts_of(args: argparse.Namespace, reader: Reader) -> list[TextWindow]:
+def prompts_of(args: argparse.Namespace, reader: Reader) -> dict[int, list[list[int]]]:
     """Windows of the text, of every length."""
     bench = Bench(reader, tuple(args.contexts), args.samples, args.seed, 1 << 62, tuple(args.text))
-    return [
-        TextWindow(ids, number, {"context": context})
-        for context in args.contexts
-        for number, ids in enumerate(bench.windows_apart(context))
-    ]
+    return {context: bench.windows_apart(context) for context in args.contexts}
 
 
 def main() -> None:
@@ -163,22 +121,19 @@ def main() -> None:
     parser.add_argument("--contexts", type=int, nargs="+", default=[4096], help="tokens of prompt (4096)")
     parser.add_argument("--samples", type=int, default=8, help="windows (8)")
     parser.add_argument("--tokens", type=int, default=256, help="new tokens behind each (256)")
-    parser.add_argument("--settings", nargs="+", metavar="NAME:option=value,...")
+    parser.add_argument("--settings", nargs="+", default=list(SETTINGS), metavar="NAME:option=value,...")
     parser.add_argument("--text", nargs="+", type=Path, default=[], help="texts (default: library source)")
     parser.add_argument("--seed", type=int, default=0, help="of the windows (0)")
     parser.add_argument("--lowering", choices=("inductor", "eager"), default="inductor")
-    parser.add_argument("--out", type=Path, default=Path("build/verify.jsonl"), help="finished windows (%(default)s)")
-    parser.add_argument("--results", type=Path, help="default: benchmarks/results/verify.json")
+    parser.add_argument("--out", type=Path, default=Path("build/verify.json"), help="(%(default)s)")
     args = parser.parse_args()
-    args.out.parent.mkdir(parents=True, exist_ok=True)
     model, reader = load(args.model, "cpu", torch.float32)
-    fingerprint, settings, prompts = model_hash(model), compared(args), prompts_of(args, reader)
-    with tqdm(total=len(prompts) * len(settings), file=sys.stderr, unit="prompt") as bar:
-        rows = list(measure(model, fingerprint, prompts, settings, args, bar))
-    print(table(rows))
-    results = args.results or Path(__file__).parent / "results" / "verify.json"
-    origin = provenance(torch.device("cpu"), "benchmarks/verify_drafts.py")
-    results.write_text(json.dumps({"provenance": origin, "rows": rows}, indent=1) + "\n")
+    prompts = prompts_of(args, reader)
+    text = hashlib.sha256(json.dumps(prompts).encode()).hexdigest()[:12]
+    settings = {"model": model_hash(model), "prompts": text, "tokens": args.tokens, "lowering": args.lowering}
+    results = Results(args.out, "benchmarks/verify_drafts.py", torch.device("cpu"), resume=True, **settings)
+    measure(model, prompts, args, results)
+    print(table(results.rows))
 
 
 if __name__ == "__main__":

@@ -11,8 +11,7 @@ import torch
 
 import specache_compile as sc
 from specache_compile.evaluation.baselines.eviction import eviction
-from specache_compile.evaluation.baselines.policies import POLICIES
-from specache_compile.evaluation.baselines.policies.history import History, newest, protect
+from specache_compile.evaluation.baselines.policies import POLICIES, History, newest, protect
 from specache_compile.methods import METHODS
 
 

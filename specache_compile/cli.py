@@ -69,7 +69,7 @@ class Command:
 COMMANDS = {
     "demo": Command(
         "show the gain on a small model: keys found, memory and times; takes minutes",
-        "command_line.demo:add_demo", "demo.run_demo:run_demo", recorded=True,
+        "command_line.demo:add_demo", "bench.demo:run_demo", recorded=True,
     ),
     "generate": Command(
         "continue a prompt",

@@ -1,4 +1,4 @@
-"""The tested model families, with their rewritten attentions; benchmarks/results/families.md has the table."""
+"""The tested model families, with their rewritten attentions."""
 
 from __future__ import annotations
 

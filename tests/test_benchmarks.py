@@ -46,7 +46,7 @@ def test_latent_attention_is_timed_beside_plain_compile(tmp_path: Path) -> None:
     printed = run("latent_attention", *flags, "--out", str(tmp_path / "out.json"))
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
     assert {row["method"] for row in rows} == {"compiled", "specache"}
-    assert all(row["step_ms"] > row["floor_ms"] > 0 for row in rows)
+    assert all(row["step_ms"] > 0 for row in rows)
     assert "MiniCPM3" in printed
 
 
@@ -63,8 +63,8 @@ def test_the_kernel_benchmark_checks_and_times_every_kernel(tmp_path: Path) -> N
 
 
 OURS = ["HF DynamicCache", "16 bits, k = 0", "specache 2-bit"]
-RUNS, SKIPPED = ["fp8 StaticCache, compiled"], ["HF DynamicCache, offloaded", "KIVI's own kernels"]
-MAYBE = [f"HF QuantizedCache, {name}" for name in ("quanto 2-bit", "hqq 2-bit", "fp8")]
+RUNS, SKIPPED = ["fp8 StaticCache, compiled"], ["HF DynamicCache, offloaded"]
+MAYBE = [f"HF QuantizedCache, {name}" for name in ("quanto 2-bit", "fp8")]
 
 
 @pytest.fixture(scope="module")
@@ -124,13 +124,9 @@ def test_a_baseline_equals_a_plain_cache_of_the_same_pairs(
 @pytest.mark.slow
 def test_the_benchmark_of_batches_reports_the_throughput_of_all_rows(tmp_path: Path) -> None:
     loads = ("--tokens", "60", "--requests", "4", "--rows", "1", "4", "--answer", "6", "--repeats", "1")
-    small = (*loads, "--context", "4096", "--full-rows", "2")
-    run("batching", *small, "--model", "examples/needle-llama", "--lowering", "eager", "--out", str(tmp_path / "out"))
+    run("batching", *loads, "--model", "examples/needle-llama", "--lowering", "eager", "--out", str(tmp_path / "out"))
     report = json.loads((tmp_path / "out").read_text())
     assert [row["as_alone"] for row in report["rows"]] == [4, 4]
-    fits = report["fits"]
-    assert fits["rows_computed"] > 6 * fits["full_rows"]
-    assert fits["full_rows"] < fits["rows_counted"] <= fits["rows_computed"]
 
 
 @pytest.mark.slow
@@ -154,17 +150,14 @@ def test_the_prefill_benchmark_compares_with_plain_compilation(tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_the_cold_start_benchmark_reports_where_the_time_goes(tmp_path: Path) -> None:
+def test_the_cold_start_benchmark_times_each_way_with_empty_and_filled_caches(tmp_path: Path) -> None:
     """Six processes, started from this one."""
     printed = run("cold_start", "--smoke", "--layers", "1", "--out", str(tmp_path / "out.json"))
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
     assert [(row["caches"], row["way"]) for row in rows] == [
         (state, way) for state in ("cold", "warm") for way in ("torch.compile", "specache", "specache, traces kept")
     ]
-    for row in rows:
-        stages = sum(row[stage] for stage in ("Dynamo", "passes", "AOT and Inductor", "the rest"))
-        assert stages == pytest.approx(row["seconds"])
-        assert (row["Dynamo"] > 0) == (row is not rows[-1])
+    assert rows[-1]["seconds"] < rows[-2]["seconds"]
     assert all("of plain" in printed and row["way"] in printed for row in rows)
 
 
@@ -467,12 +460,11 @@ def test_a_soak_stops_at_a_planted_fault_and_prints_how_to_reproduce_it(
 
 
 def verified(text: Path, out: Path) -> list[dict[str, Any]]:
-    """Return the rows of two short windows of a text; the folder `out` keeps finished ones."""
+    """Return the rows of two short windows of a text; the file `out` keeps finished ones."""
     model = str(NEEDLE_LLAMA)
     small = ("--model", model, "--contexts", "200", "--samples", "2", "--tokens", "6", "--lowering", "eager")
-    files = ("--out", str(out / "rows.jsonl"), "--results", str(out / "results.json"))
-    run("verify_drafts", *small, "--settings", "specache:verify=3", "--text", str(text), *files)
-    rows: list[dict[str, Any]] = json.loads((out / "results.json").read_text())["rows"]
+    run("verify_drafts", *small, "--settings", "specache:verify=3", "--text", str(text), "--out", str(out))
+    rows: list[dict[str, Any]] = json.loads(out.read_text())["rows"]
     return rows
 
 
@@ -481,13 +473,15 @@ def test_windows_that_are_verified_are_kept_for_the_same_text_alone(tmp_path: Pa
     texts = [tmp_path / name for name in ("a.txt", "b.txt")]
     for path, word in zip(texts, ("one two three ", "four five six "), strict=True):
         path.write_text(word * 100)
-    first, again, other = (verified(texts[i], tmp_path) for i in (0, 0, 1))
+    out = tmp_path / "rows.json"
+    first, again = (verified(texts[0], out) for _ in range(2))
     assert [(row["setting"], row["tokens"]) for row in first] == [
         (setting, 6) for setting in ("uncompiled", "specache:verify=3") for _ in range(2)
     ]
     assert all(row["equal"] == 6 for row in first if "equal" in row)
     assert again == first  # the seconds too: nothing was measured again
-    assert not {row["key"] for row in other} & {row["key"] for row in first}
+    with pytest.raises(SpecacheError, match=r"prompts .*; name another file"):
+        verified(texts[1], out)
 
 
 def test_overlapping_windows_are_reported_during_verification(tmp_path: Path) -> None:

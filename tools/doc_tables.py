@@ -25,11 +25,11 @@ from packaging.requirements import Requirement
 import tests_path  # noqa: F401
 from api_page import api
 from families import FAMILIES, Family
+from specache_compile.bench.demo import METHODS, summary_table
 from specache_compile.bench.table import MIB, draw
-from specache_compile.demo import show
 from specache_compile.errors import OptionError
 from specache_compile.evaluation.baselines.policies import POLICIES
-from specache_compile.evaluation.cell_tables import above_full
+from specache_compile.evaluation.cell_tables import difference
 from specache_compile.evaluation.intervals import interval
 from specache_compile.evaluation.result_rows import ResultRow
 from specache_compile.explaining.times.devices import DEVICES
@@ -116,18 +116,6 @@ def models() -> str:
     listed = reversed(groups.items())  # the largest group first
     rows = [(treatment, ", ".join(sorted(names, key=str.lower))) for treatment, names in listed]
     return markdown(("what the backend does", "models"), rows)
-
-
-def families() -> str:
-    """The attentions of each tiny test model: rewritten and exact ones, and lanes in decode."""
-    headers = ("tiny test model", "attentions rewritten", "attentions left exact", "lanes in decode", "remark")
-    return markdown(headers, [
-        (
-            family.name, str(family.absorbed or family.rewritten), str(family.exact),
-            str(family.lanes) if family.rewritten else "–", family.note,
-        )
-        for family in FAMILIES
-    ])  # fmt: skip
 
 
 def tested_families() -> list[dict[str, Any]]:
@@ -274,15 +262,15 @@ def methods() -> str:
     for name, method in every_method().items():
         tiers = predicted_bytes(parse_options({"method": name}), SHAPE, 1, TOKENS)
         share = sum(size for tier, size in tiers.items() if tier != "host") / full_cache_bytes(SHAPE, 1, TOKENS)
-        source = POLICIES.get(name, method.options)
-        sentence = re.split(r"(?<! al)\. ", summary_of(sys.modules[source.__module__]))[0]
+        source = POLICIES.get(name) or sys.modules[method.options.__module__]
+        sentence = re.split(r"(?<! al)\. ", summary_of(source))[0]
         rows.append((f"`{name}`", sentence, f"{share:.3f}"))
     return markdown(("method", "description", "device KV"), rows, right=1)
 
 
 def demo() -> str:
     """The summary that `make demo` prints."""
-    return fenced(show.summary_table(load("demo.json")["rows"]))
+    return fenced(summary_table(load("demo.json")["rows"]))
 
 
 def selected(rows: Iterable[Any], names: int, columns: dict[str, Callable[[Any], str]]) -> str:
@@ -339,16 +327,15 @@ def latents() -> str:
     })  # fmt: skip
 
 
-def printed(program: str, results: str, name: str = "table", of: str = "rows") -> str:
-    """What a benchmark prints of some of its results: its function of this name makes it."""
+def printed(program: str, results: str) -> str:
+    """The table that a benchmark prints of its results."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
-    table: str = getattr(import_module(program), name)(load(f"{results}.json")[of])
-    return fenced(table)
+    return fenced(import_module(program).table(load(f"{results}.json")["rows"]))
 
 
-def figures(name: str) -> str:
-    """The figures of a benchmark with one row."""
-    rows = [(what, f"{figure:,}") for what, figure in load(f"{name}.json").items() if what != "provenance"]
+def serve() -> str:
+    """The figures of benchmarks/serve.py."""
+    rows = [(what, f"{figure:,}") for what, figure in load("serve.json").items() if what != "provenance"]
     return markdown(("quantity", "measured value"), rows, right=1)
 
 
@@ -444,7 +431,7 @@ def needles(folder: str) -> str:
         return lambda one: f"{sum(answer['score'] for answer in one[1][length].detail['each']):.0f}"
 
     def above(part: int) -> Callable[[tuple[str, dict[int, ResultRow]]], str]:
-        return lambda one: above_full(list(one[1].values()), full)[part]
+        return lambda one: difference(list(one[1].values()), full)[part]
 
     return selected(by_method.items(), 1, {
         "method": lambda one: f"`{one[0]}`",
@@ -469,21 +456,17 @@ def passes() -> str:
     return markdown(("pass", "effect"), [(f"`{p.__name__}`", summary_of(sys.modules[p.__module__])) for p in PIPELINE])
 
 
-# Benchmarks whose results are one table, as they print it.
-PRINTED = ("batching", "serve_load")
 GENERATORS: dict[str, Callable[[], str]] = {
     **{
         made.__name__: made
         for made in (
-            models, families, family_counts, every_family, versions, options_often, options, options_setting,
+            models, family_counts, every_family, versions, options_often, options, options_setting,
             options_baselines, methods, api, demo, gpu, gains, costs, computed_steps, devices, passes, bench,
-            cold_start, latents, closeness,
+            cold_start, latents, closeness, serve,
         )
     },
-    **{name: partial(printed, name, name) for name in PRINTED},
-    "batching_fits": partial(printed, "batching", "batching", "fits_table", "fits"),
+    "batching": partial(printed, "batching", "batching"),
     "verification": partial(printed, "verify_drafts", "verify"),
-    **{f"figures-{name}": partial(figures, name) for name in ("restarts", "serve")},
     **{folder: partial(needles, folder) for folder in ("needles_smollm2", "needles_blind")},
 }  # fmt: skip
 
@@ -531,7 +514,7 @@ def main(arguments: Sequence[str] | None = None, pages: Sequence[Path] = PAGES) 
             print(f"{page.name}: out of date: {names}: python tools/doc_tables.py --write", file=sys.stderr)
             status = 1
     if args.write and tuple(pages) == PAGES:
-        draw(load("demo.json")["rows"], ROOT / "docs" / "demo.png", show.METHODS)
+        draw(load("demo.json")["rows"], ROOT / "docs" / "demo.png", METHODS)
     if args.check and (idle := sorted(set(GENERATORS) - used)) and tuple(pages) == PAGES:
         print(f"no page has table {', '.join(idle)}", file=sys.stderr)
         status = 1

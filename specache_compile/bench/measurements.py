@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from specache_compile.evaluation.reader import Reader
 from specache_compile.evaluation.settings import UNCOMPILED
-from specache_compile.evaluation.tasks.needle import CHAT_ANSWER
-from specache_compile.evaluation.tasks.task import TaskQuestion
 from specache_compile.runtime.records import forget
 
-from .floor import floor, synchronise, weight_bytes
-from .keys import answered
-from .llama_cpp import LLAMA_CPP, LlamaCpp
-from .profile import KERNELS_SHOW, PROFILED, profiled
-from .runners import COMPILED, BenchRunner, Decoding, Prefilled, can_extend, first_tokens, prefill, runner, twin_of
+from .runners import COMPILED, Decoding, Prefilled, can_extend, first_tokens, prefill, runner, twin_of
 
 # Steps before the timed ones. They compile graphs, also for the lengths that follow.
 WARM_UP = 6
@@ -45,27 +36,26 @@ class BenchPlan:
     rounds: turns of each runner.
     prompts: whether first tokens are timed.
     extend: tokens of a further timed call after the context; 0: no call.
-    profile: whether a step is profiled.
     lowering: the lowering of this backend.
-    gguf: the file for llama.cpp.
-    rate: the device's read bandwidth in bytes per second; 0: no floor is computed.
     in_a_row: consecutive steps in a turn; with many, the processor's caches are as warm as during generation.
     """
 
     methods: tuple[str, ...]
     rounds: int
-    prompts: bool
-    extend: int
-    profile: bool
     lowering: str
-    gguf: Path | None
-    rate: float
+    prompts: bool = False
+    extend: int = 0
     in_a_row: int = IN_A_ROW
 
 
 def steps_behind(rounds: int, in_a_row: int = IN_A_ROW) -> int:
     """The number of tokens that each runner decodes after a context."""
-    return WARM_UP + rounds * in_a_row + PROFILED + 1
+    return WARM_UP + rounds * in_a_row + 1
+
+
+def synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def timed(run: Callable[[], Any], device: torch.device) -> float:
@@ -94,23 +84,6 @@ def cell(model: Any, context: int, batch: int, plan: BenchPlan, bar: tqdm) -> li
     return measured(model, [prefilled], plan, bar)
 
 
-def key_search(
-    model: Any, reader: Reader, questions: Sequence[TaskQuestion], plan: BenchPlan, bar: tqdm
-) -> list[dict[str, Any]]:
-    """As `cell`, after the first prompt; each row also has the answers to all prompts ("keys")."""
-    prefills = []
-    for number, question in enumerate(questions, 1):
-        ids = torch.tensor([list(question.prompt)], device=model.device)
-        name = f"prefill of prompt {number} of {len(questions)}"
-        prefills.append(prefill(model, ids, functools.partial(progress, bar, name)))
-        bar.update()
-    return measured(model, prefills, plan, bar, lambda number, one: answered(questions[number], one, reader))
-
-
-def progress(bar: tqdm, name: str, done: str) -> None:
-    bar.set_postfix_str(f"{name}, {done}")
-
-
 def measured(
     model: Any, prefills: Sequence[Prefilled], plan: BenchPlan, bar: tqdm,
     answer: Callable[[int, Decoding], dict[str, Any]] | None = None,
@@ -119,20 +92,15 @@ def measured(
 
     answer: (the number of a context, a runner) → the row's answer; None: no answers.
     """
-    first, room = prefills[0], max(CHAT_ANSWER, steps_behind(plan.rounds, plan.in_a_row))
+    first, room = prefills[0], steps_behind(plan.rounds, plan.in_a_row)
     batch, context = first.ids.shape
-    inductor = KERNELS_SHOW if plan.profile else {}
-    twins = {name: twin_of(model, name, plan.lowering, inductor) for name in plan.methods}
-    runners: dict[str, BenchRunner] = {}
+    twins = {name: twin_of(model, name, plan.lowering) for name in plan.methods}
+    runners: dict[str, Decoding] = {}
     answers: dict[str, list[dict[str, Any]]] = {}
     with many_graphs():
         for number, name in enumerate(plan.methods, 1):
             bar.set_postfix_str(f"{name} ({number} of {len(plan.methods)}) at {context:,} tokens, compiling")
-            if name in LLAMA_CPP:
-                assert plan.gguf is not None
-                runners[name] = LlamaCpp(name, plan.gguf, first.ids[0].tolist(), room)
-            else:
-                runners[name] = runner(name, twins[name], first, room)
+            runners[name] = runner(name, twins[name], first, room)
             for _ in range(WARM_UP):
                 runners[name].step()
             bar.update()
@@ -144,38 +112,34 @@ def measured(
         prompt = first.ids
         del prefills, first
         steps = steps_in_turn(runners, model.device, plan.rounds, context, bar, plan.in_a_row)
-        rows = {name: row_of(name, runners[name], steps[name], model, plan) for name in plan.methods}
+        rows = {name: row_of(runners[name], steps[name]) for name in plan.methods}
         add_shares(rows, runners)
         for name, found in answers.items():
             rows[name]["keys"] = found
         if plan.extend:
             for name, seconds in extensions_in_turn(runners, prompt[:, : plan.extend], bar).items():
                 rows[name] |= {"extend": plan.extend, "extend_ms": 1e3 * seconds}
-        for name in plan.methods if plan.profile else ():
-            bar.set_postfix_str(f"{name} at {context:,} tokens, a profile")
-            rows[name]["profile"] = profiled(runners[name].step)
         runners.clear()
         gc.collect()
         for name in plan.methods if plan.prompts else ():
             bar.set_postfix_str(f"{name} at {context:,} tokens, the first token")
-            if name not in LLAMA_CPP:
-                rows[name] |= first_and_second(name, twins[name], prompt, room)
+            rows[name] |= first_and_second(name, twins[name], prompt, room)
             bar.update()
     torch._dynamo.reset()
     forget(model)
     return [{"method": name, "context": context, "batch": batch, **row} for name, row in rows.items()]
 
 
-def add_shares(rows: Mapping[str, dict[str, Any]], runners: Mapping[str, BenchRunner]) -> None:
+def add_shares(rows: Mapping[str, dict[str, Any]], runners: Mapping[str, Decoding]) -> None:
     """Add each cache's share of the full 16-bit cache's bytes, if both are known."""
-    whole = next((one for name in FULL if isinstance(one := runners.get(name), Decoding)), None)
+    whole = next((runners[name] for name in FULL if name in runners), None)
     for name, one in runners.items():
-        if whole is not None and isinstance(one, Decoding) and can_extend(name):
+        if whole is not None and can_extend(name):
             rows[name]["of_16_bits"] = one.bytes_in_16_bits() / whole.bytes_in_16_bits()
 
 
 def steps_in_turn(
-    runners: Mapping[str, BenchRunner],
+    runners: Mapping[str, Decoding],
     device: torch.device,
     rounds: int,
     context: int,
@@ -193,28 +157,24 @@ def steps_in_turn(
     return steps
 
 
-def extensions_in_turn(runners: Mapping[str, BenchRunner], ids: Tensor, bar: tqdm) -> dict[str, float]:
+def extensions_in_turn(runners: Mapping[str, Decoding], ids: Tensor, bar: tqdm) -> dict[str, float]:
     """Median seconds to append `ids` [B, T] to the context, for runners that support it. The first call compiles."""
     found: dict[str, list[float]] = {}
     for number in range(1 + EXTENSIONS):
         for name, one in runners.items():
-            if can_extend(name) and isinstance(one, Decoding):
+            if can_extend(name):
                 bar.set_postfix_str(f"{name}, {ids.shape[1]:,} tokens more")
                 seconds = timed(one.extension(ids), ids.device)
                 found.setdefault(name, []).extend([seconds] if number else [])
     return {name: statistics.median(seconds) for name, seconds in found.items()}
 
 
-def row_of(name: str, one: BenchRunner, steps: list[float], model: Any, plan: BenchPlan) -> dict[str, Any]:
+def row_of(one: Decoding, steps: list[float]) -> dict[str, Any]:
     middle, half = spread(steps)
     on_device, on_host = one.bytes()
-    row: dict[str, Any] = {
+    return {
         "step_ms": middle, "step_ms_half": half, "steps": len(steps), "device_bytes": on_device, "host_bytes": on_host,
     }  # fmt: skip
-    if name in LLAMA_CPP or not plan.rate:  # llama.cpp has other weights
-        return row
-    least = floor(weight_bytes(model), on_device, plan.rate)
-    return {**row, "floor_ms": least, "of_floor": middle / least}
 
 
 def many_graphs() -> Any:

@@ -82,7 +82,11 @@ class Results:
 
     def has(self, **key: Any) -> bool:
         """Whether a row has these values."""
-        return any(all(row.get(name) == value for name, value in key.items()) for row in self.rows)
+        return bool(self.find(**key))
+
+    def find(self, **key: Any) -> list[dict[str, Any]]:
+        """The rows with these values."""
+        return [row for row in self.rows if key.items() <= row.items()]
 
     def add(self, *rows: dict[str, Any]) -> None:
         self.rows.extend(rows)
@@ -90,7 +94,7 @@ class Results:
 
     def drop(self, **key: Any) -> None:
         """Remove the rows with these values."""
-        self.rows[:] = [row for row in self.rows if any(row.get(name) != value for name, value in key.items())]
+        self.rows[:] = [row for row in self.rows if not key.items() <= row.items()]
 
     def once(self, name: str, make: Callable[[], Any]) -> Any:
         """A value of the whole file: the stored one, or the result of `make`."""

@@ -7,45 +7,35 @@ import itertools
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
 from specache_compile.checkpoints.gguf import is_installed
-from specache_compile.checkpoints.names import gguf_of, resolved
-from specache_compile.command_line.bench import BASELINES
 from specache_compile.errors import SpecacheError
 
-from .bench_model import check_room, config_of, is_random, open_model
-from .first_answer import first_answers
-from .floor import bandwidth
-from .llama_cpp import LIBRARY, LLAMA_CPP
+from .bench_model import check_room, config_of, open_model
 from .measurements import BenchPlan, cell, steps_behind
 from .results import Results
-from .runners import COMPILED, can_extend, check_name, why_not
-from .table import answers_table, draw, profile_table, steps_table
+from .runners import can_extend, check_name, why_not
+from .table import draw, steps_table
 
 
 def run_bench(args: argparse.Namespace, command: Sequence[str]) -> None:
     """Check the arguments, load the model, measure the missing rows, print the tables."""
     check_arguments(args)
     config = config_of(args.model, args.layers)
-    gguf = None if is_random(args.model, args.layers) else gguf_of(args.model)
-    methods = usable(args, config, gguf)
+    methods = usable(args.methods, config)
     dtype: Any = getattr(torch, args.dtype) if args.dtype != "auto" else config.dtype or torch.float32
     check_room(config, args.contexts, steps_behind(args.rounds), args.batch_sizes, len(methods), dtype, args.device)
     device = torch.device(args.device)
-    settings = {"model": args.model, "layers": args.layers, "dtype": args.dtype, "lowering": args.lowering}
-    how = {"rounds": args.rounds, "threads": torch.get_num_threads()}
-    results = Results(args.json, "specache", device, resume=True, given=command, **settings, **how)
-    results.once("bandwidth", lambda: bandwidth(device))
+    settings = {name: getattr(args, name) for name in ("model", "layers", "dtype", "lowering", "rounds")}
+    settings["threads"] = torch.get_num_threads()
+    results = Results(args.json, "specache", device, resume=True, given=command, **settings)
     results.once("libraries", libraries)
     try:
-        measure_missing(args, methods, gguf, results)
-        if not args.no_first_answers:
-            measure_answers(methods, {**settings, "device": args.device}, results)
+        measure_missing(args, methods, results)
     except KeyboardInterrupt:
         kept = "--json FILE keeps finished contexts"
         if args.json is not None and results.rows:
@@ -60,7 +50,7 @@ def run_bench(args: argparse.Namespace, command: Sequence[str]) -> None:
 
 def libraries() -> dict[str, str]:
     """Versions of the installed libraries of other caches."""
-    return {name: version(name) for name in ("optimum-quanto", "hqq", LIBRARY) if is_installed(name)}
+    return {name: version(name) for name in ("optimum-quanto",) if is_installed(name)}
 
 
 def check_arguments(args: argparse.Namespace) -> None:
@@ -78,11 +68,11 @@ def check_arguments(args: argparse.Namespace) -> None:
             raise SpecacheError(f"{path}: folder {path.parent} does not exist; create it first")
 
 
-def usable(args: argparse.Namespace, config: Any, gguf: Path | None) -> list[str]:
+def usable(methods: Sequence[str], config: Any) -> list[str]:
     """The available methods. Unavailable methods are printed with the reason."""
     kept = []
-    for name in dict.fromkeys(args.methods):
-        reason = why_not(name, config, gguf, args.batch_sizes, args.contexts)
+    for name in dict.fromkeys(methods):
+        reason = why_not(name, config)
         if reason is None:
             kept.append(name)
         else:
@@ -92,17 +82,14 @@ def usable(args: argparse.Namespace, config: Any, gguf: Path | None) -> list[str
     return kept
 
 
-def measure_missing(args: argparse.Namespace, methods: list[str], gguf: Path | None, results: Results) -> None:
+def measure_missing(args: argparse.Namespace, methods: list[str], results: Results) -> None:
     """Measure the cells that are incomplete in the file."""
-    parts = {"first_token_s": not args.no_first_tokens, "profile": args.profile}
 
     def had(context: int, batch: int) -> dict[str, dict[str, Any]]:
-        found = (row for row in results.rows if row["part"] == "step")
-        return {row["method"]: row for row in found if (row["context"], row["batch"]) == (context, batch)}
+        return {row["method"]: row for row in results.find(context=context, batch=batch)}
 
     def is_whole(rows: dict[str, dict[str, Any]]) -> bool:
-        keys = [key for key, selected in parts.items() if selected]
-        whole = all(key in row or name in LLAMA_CPP for name, row in rows.items() for key in keys)
+        whole = args.no_first_tokens or all("first_token_s" in row for row in rows.values())
         extended = all(row.get("extend") == args.extend or not can_extend(name) for name, row in rows.items())
         return rows.keys() >= set(methods) and whole and (extended or not args.extend)
 
@@ -114,8 +101,8 @@ def measure_missing(args: argparse.Namespace, methods: list[str], gguf: Path | N
     # The methods of a cell are measured in turn, so an incomplete cell is measured again as a whole.
     plans = [
         BenchPlan(
-            tuple(dict.fromkeys([*had(*pair), *methods])), args.rounds, parts["first_token_s"], args.extend,
-            args.profile, args.lowering, gguf, results.report["bandwidth"],
+            tuple(dict.fromkeys([*had(*pair), *methods])), args.rounds, args.lowering, not args.no_first_tokens,
+            args.extend,
         )
         for pair in cells
     ]  # fmt: skip
@@ -123,50 +110,17 @@ def measure_missing(args: argparse.Namespace, methods: list[str], gguf: Path | N
     with tqdm(total=turns, file=sys.stderr, desc="specache bench", unit="turn") as bar:
         for (context, batch), plan in zip(cells, plans, strict=True):
             rows = cell(model, context, batch, plan, bar)
-            results.drop(part="step", context=context, batch=batch)
-            results.add(*({"part": "step", **row} for row in rows))
-
-
-def measure_answers(methods: list[str], settings: dict[str, Any], results: Results) -> None:
-    """Measure first answers (cold, warm, with stored traces) of the methods that work with `generate`."""
-    if not is_random(settings["model"], settings["layers"]):  # a converted file is in the cache folder of this process
-        settings = {**settings, "model": str(resolved(settings["model"]))}
-    generating = [name for name in methods if name not in BASELINES or name == COMPILED]
-    missing = [name for name in generating if not results.has(part="answer", method=name)]
-    with tqdm(
-        total=sum(2 + (name != COMPILED) for name in missing),
-        file=sys.stderr,
-        desc="first answers",
-        unit="process",
-        disable=not missing,
-    ) as bar:
-        for name in missing:
-            row: dict[str, Any] = {"part": "answer", "method": name}
-            try:
-                for state, seconds in first_answers(name, settings, traces=name != COMPILED):
-                    row[state] = seconds
-                    bar.set_postfix_str(f"{name}, {state}")
-                    bar.update()
-            except SpecacheError as error:  # the failed process affects no other method
-                tqdm.write(str(error), file=sys.stderr)
-                continue
-            results.add(row)
+            results.drop(context=context, batch=batch)
+            results.add(*rows)
 
 
 def report(results: Results, args: argparse.Namespace) -> None:
     """Print the tables and draw the plot."""
-    steps = [row for row in results.rows if row["part"] == "step"]
-    answers = [row for row in results.rows if row["part"] == "answer"]
-    if not results.rows:
+    rows, origin = results.rows, results.report["provenance"]
+    if not rows:
         return
-    origin = results.report["provenance"]
-    print(steps_table(steps))
-    if any("profile" in row for row in steps):
-        print("", profile_table(steps), sep="\n")
-    if answers:
-        print("", answers_table(answers), sep="\n")
-    print(f"\n{args.model}, {args.dtype}, {origin['device']}, {origin['threads']} threads, torch {origin['torch']}; "
-          f"1 GiB is read at {results.report['bandwidth'] / 1e9:.1f} GB/s")  # fmt: skip
-    if args.plot and steps:
-        draw(steps, args.plot)
+    print(steps_table(rows))
+    print(f"\n{args.model}, {args.dtype}, {origin['device']}, {origin['threads']} threads, torch {origin['torch']}")
+    if args.plot:
+        draw(rows, args.plot)
         print(f"written: {args.plot}", file=sys.stderr)

@@ -7,12 +7,9 @@ Weights are shared.
 from __future__ import annotations
 
 import copy
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,19 +24,13 @@ from specache_compile.runtime.held import HeldTensor
 from specache_compile.runtime.session import session_of
 from specache_compile.runtime.state import device_total, fields_of, tier_totals
 
-from .llama_cpp import LLAMA_CPP, why_no_llama_cpp
-
 COMPILED, STATIC = "compiled", "compiled-static"
 # Hugging Face's quantised caches. They dequantise the whole cache in every step, layer by layer.
 QUANTIZED: dict[str, dict[str, Any]] = {
     "quanto-2bit": {"backend": "quanto", "nbits": 2, "axis_key": 0, "axis_value": 0},
-    "hqq-2bit": {"backend": "hqq", "nbits": 2, "axis_key": 1, "axis_value": 1},
     "hf-fp8": {"backend": "fp8"},
 }
-# How many numbers hqq packs at once: groups of 64, four to a byte.
-HQQ_GROUPS = {"hqq-2bit": 4 * 64}
 CHUNK = 512
-NONE: Mapping[str, Any] = MappingProxyType({})
 
 
 def can_extend(name: str) -> bool:
@@ -56,37 +47,16 @@ def check_name(name: str) -> None:
             raise OptionError(f"{error}; baselines are {', '.join(BASELINES)}") from None
 
 
-def why_not(
-    name: str, config: PreTrainedConfig, gguf: Path | None, batches: Sequence[int], contexts: Sequence[int]
-) -> str | None:
+def why_not(name: str, config: PreTrainedConfig) -> str | None:
     """The reason why a runner is unavailable on this machine; None if it is available."""
-    if name in LLAMA_CPP:
-        return "it supports one sequence only" if max(batches) > 1 else why_no_llama_cpp(gguf)
     if name in (STATIC, *QUANTIZED) and any(DynamicCache(config=config).is_sliding):
         return "the model has sliding layers, whose cache can only be filled by a prefill"
-    if name in HQQ_GROUPS:
-        text = config.get_text_config()
-        width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        numbers = math.gcd(*(n * rows for n in contexts for rows in batches)) * text.num_key_value_heads * width
-        if numbers % HQQ_GROUPS[name]:
-            return f"hqq requires a multiple of {HQQ_GROUPS[name]} numbers in a layer's keys"
     if name in QUANTIZED:
         try:
             QuantizedCache(config=config, **QUANTIZED[name])
         except (ImportError, ValueError) as error:
             return first_line(error)
     return None
-
-
-class BenchRunner(Protocol):
-    """A model and its cache, of this package or another library.
-
-    step: decodes one token.
-    bytes: the cache's bytes on the device and on the host.
-    """
-
-    def step(self) -> None: ...
-    def bytes(self) -> tuple[int, int]: ...
 
 
 @dataclass
@@ -120,6 +90,7 @@ class Decoding:
         return torch.no_grad()(lambda: self.model(ids, position_ids=place, **given))
 
     def bytes(self) -> tuple[int, int]:
+        """The cache's bytes on the device and on the host."""
         session = session_of(self.cache)
         tiers = {} if session is None else session.statistics.bytes_by_tier
         return device_total(tiers) + self.plain_bytes(), tiers.get("host", 0)
@@ -155,15 +126,14 @@ def tensors_of(value: Any) -> list[Tensor]:
     return []
 
 
-def twin_of(model: Any, name: str, lowering: str, inductor: Mapping[str, Any] = NONE) -> Any:
-    """A model with the same weights, compiled for this runner. inductor: config patches."""
+def twin_of(model: Any, name: str, lowering: str) -> Any:
+    """A model with the same weights, compiled for this runner."""
     twin = copy.copy(model)
     twin.__dict__ = dict(model.__dict__)
     if name in (COMPILED, STATIC):
-        twin.compile(dynamic=name == COMPILED, options=dict(inductor))
+        twin.compile(dynamic=name == COMPILED)
     elif name not in BASELINES:
-        options = parse_setting(name).measured
-        twin.compile(backend="specache", options={"lowering": lowering, "inductor": dict(inductor), **options})
+        twin.compile(backend="specache", options={"lowering": lowering, **parse_setting(name).measured})
     return twin
 
 

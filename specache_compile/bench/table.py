@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -11,8 +10,6 @@ from typing import Any
 from tabulate import tabulate
 
 from specache_compile.errors import SpecacheError
-
-from .profile import layers_of
 
 Rows = Sequence[dict[str, Any]]
 MIB = 1 << 20
@@ -31,7 +28,6 @@ def steps_table(rows: Rows) -> str:
         lines.append((
             f"{row['context']:,}", row["batch"], row["method"], f"{row['step_ms']:.1f}", f"{low:.1f} to {high:.1f}",
             f"{row['step_ms'] / plain:.2f}" if plain else "",
-            f"{row['of_floor']:.1f}" if "of_floor" in row else "",
             f"{row['first_token_s']:.2f}" if "first_token_s" in row else "",
             f"{1e3 * row['second_token_s']:.0f}" if "second_token_s" in row else "",
             *([f"{row['extend_ms']:,.0f}" if "extend_ms" in row else ""] if extended else []),
@@ -39,39 +35,12 @@ def steps_table(rows: Rows) -> str:
             f"{row['device_bytes'] / MIB:.1f}", f"{row['host_bytes'] / MIB:.0f}",
         ))  # fmt: skip
     headers = (
-        "context", "batch", "", "ms a step", "middle half", "of compiled", "of the floor", "first token, s",
+        "context", "batch", "", "ms a step", "middle half", "of compiled", "first token, s",
         "second, ms", *(["several, ms"] if extended else []), *(["of 16 bits"] if shared else []),
         "device MiB", "host MiB",
     )  # fmt: skip
     align = ("right", "right", "left", *["right"] * (len(headers) - 3))
     return tabulate(lines, headers, colalign=align, disable_numparse=True)
-
-
-def profile_table(rows: Rows) -> str:
-    """The table of profiles: the lines of `profile.py` for each method."""
-    lines = []
-    for row in sorted(rows, key=lambda row: (row["context"], row["batch"])):
-        whole = sum(line["ms"] for line in row.get("profile", ()))
-        for line in row.get("profile", ()):
-            layers = layers_of(line, row["profile"])
-            lines.append((
-                f"{row['context']:,}", row["batch"], row["method"], line["line"], f"{line['calls']:.0f}",
-                f"{line['ms']:.2f}", f"{line['ms'] / whole:.0%}",
-                *((f"{1e3 * statistics.median(layers):.0f}", f"{1e3 * min(layers):.0f} to {1e3 * max(layers):.0f}")
-                  if layers else ("", "")),
-            ))  # fmt: skip
-    headers = ("context", "batch", "", "of a step", "calls", "ms", "share", "a layer, µs", "least to most")
-    align = ("right", "right", "left", "left", *["right"] * 5)
-    return tabulate(lines, headers, colalign=align, disable_numparse=True)
-
-
-def answers_table(rows: Rows) -> str:
-    """The table of seconds to the first answer of a process: 8 tokens after a prompt of 100."""
-    headers = {"cold_s": "nothing compiled, s", "warm_s": "a warm folder, s", "kept_s": "traces kept, s"}
-    shown = {name: header for name, header in headers.items() if any(name in row for row in rows)}
-    lines = [(row["method"], *(f"{row[name]:.1f}" if name in row else "" for name in shown)) for row in rows]
-    align = ("left", *["right"] * len(shown))
-    return tabulate(lines, ("first answer", *shown.values()), colalign=align, disable_numparse=True)
 
 
 def draw(rows: Rows, path: Path, labels: Mapping[str, str] = NONE) -> None:

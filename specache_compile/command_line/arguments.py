@@ -72,7 +72,6 @@ def add_option_names(command: Parser) -> None:
         command.add_argument(flag_of(name))
     for name in SEVERAL_VALUES:
         command.add_argument(flag_of(name), nargs="+")
-    command.add_argument("--one-lane", dest="speculate", action="store_false", default=None)
 
 
 def has_other_methods() -> bool:
@@ -115,13 +114,6 @@ def add_options(command: Parser, shown: bool = True) -> None:
             group.add_argument(flag_of(name), action=argparse.BooleanOptionalAction, default=None, help=text)
         else:
             group.add_argument(flag_of(name), default=None, help=text, **flag)
-    group.add_argument(
-        "--one-lane",
-        dest="speculate",
-        action="store_false",
-        default=None,
-        help="--no-speculate" if shown else argparse.SUPPRESS,
-    )
 
 
 def defaults(declarations: Mapping[str, Any]) -> str:

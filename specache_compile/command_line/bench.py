@@ -15,18 +15,15 @@ BASELINES = {
     "compiled": "torch.compile, with a DynamicCache",
     "compiled-static": "torch.compile, with a StaticCache",
     "quanto-2bit": "Hugging Face's QuantizedCache: optimum-quanto, 2 bits",
-    "hqq-2bit": "Hugging Face's QuantizedCache: hqq, 2 bits",
     "hf-fp8": "Hugging Face's QuantizedCache: fp8",
-    "llama.cpp-f16": "llama.cpp on the checkpoint's GGUF file",
-    "llama.cpp-q4_0": "llama.cpp with a 4-bit cache",
 }
 DEFAULT = (*BASELINES, "kivi:bits=2", "specache:bits=1", "specache")
 EXAMPLES = """\
 examples:
-  specache bench smollm2-135m --contexts 512 --no-first-answers          the quick form
+  specache bench smollm2-135m --contexts 512                             the quick form
   specache bench smollm2-135m --contexts 2048 8000
   specache bench smollm2-135m --methods compiled specache kivi:bits=2 --json steps.json --plot steps.png
-  specache bench smollm2-135m --methods compiled specache --extend 512 --profile
+  specache bench smollm2-135m --methods compiled specache --extend 512
   specache bench meta-llama/Llama-3.1-8B --layers 4 --contexts 8192      random weights of its shape
 
 baselines, where their libraries are installed:
@@ -70,13 +67,7 @@ def add_bench(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--extend", type=int, default=0, metavar="N", help="also time a call of N tokens after the context"
     )
-    command.add_argument(
-        "--profile", action="store_true", help="also print a step's time by op and layer (not for llama.cpp)"
-    )
     command.add_argument("--no-first-tokens", action="store_true", help="do not time the first and second token")
-    command.add_argument(
-        "--no-first-answers", action="store_true", help="do not time the first answers of new processes"
-    )
     command.add_argument(
         "--json", type=Path, metavar="FILE", help="store the results; the next call resumes from this file"
     )

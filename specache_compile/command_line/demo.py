@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from specache_compile.checkpoints.names import MODEL
-
 from .arguments import add_device
 
 EPILOG = """\
@@ -26,8 +24,6 @@ CONTEXT, QUICK_CONTEXT = 2000, 1000  # tokens; with the answer below 2,048 and 1
 def add_demo(command: argparse.ArgumentParser) -> None:
     """The arguments of `specache demo`."""
     command.epilog = EPILOG
-    command.add_argument("--model", default="smollm2-135m", help=f"a chat model: {MODEL} (default: %(default)s)")
-    command.add_argument("--text", type=Path, metavar="FILE", help="the text with the key (default: Apache licence)")
     command.add_argument(
         "--out", type=Path, default=Path("specache-demo"), metavar="FOLDER",
         help="folder of the plot and the JSON file (default: %(default)s)",

@@ -7,7 +7,7 @@ it, with the same result as the method's own prefill (tests/caches/test_hold.py)
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -42,12 +42,6 @@ class Prefill:
     logits: Tensor
     first: Tensor
 
-    def rows(self, rows: Tensor) -> Prefill:
-        """Copies of some rows."""
-        chosen = twin(self.cache)
-        chosen.batch_select_indices(rows)
-        return Prefill(chosen, self.logits[rows], self.first[rows])
-
     @property
     def nbytes(self) -> int:
         return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.cache.layers)
@@ -64,13 +58,11 @@ class Prefills:
         free = torch.cuda.mem_get_info(device)[0] if on_cuda else free_memory()
         self.most = free // 2 if most is None else most
         self.cell = ""
-        # By prompt: its batch and its row in the batch.
-        self.made: dict[tuple[int, ...], tuple[Prefill, int]] = {}
-        self.nbytes = 0
+        self.made: dict[str, Prefill] = {}
 
     def begin(self, cell: str) -> None:
         if cell != self.cell:
-            self.cell, self.nbytes = cell, 0
+            self.cell = cell
             self.made.clear()
 
     def serve(self, model: Any) -> bool:
@@ -81,16 +73,10 @@ class Prefills:
         return holds and caches_plainly(model)
 
     def of(self, ids: Tensor, make: Callable[[], Prefill]) -> Prefill:
-        """The prefill of `ids` [rows, tokens], for one use. A missing one is computed by `make`, for these or more
-        prompts."""
-        prompts = [tuple(prompt) for prompt in ids.tolist()]
-        batches = {id(self.made[prompt][0]) if prompt in self.made else None for prompt in prompts}
-        if len(batches) > 1 or None in batches:
-            made = make()
-            if self.nbytes + made.nbytes > self.most:
-                return made
-            self.nbytes += made.nbytes
-            self.made.update({prompt: (made, row) for row, prompt in enumerate(prompts)})
-        batch, _ = self.made[prompts[0]]
-        with torch.inference_mode():
-            return batch.rows(torch.tensor([self.made[prompt][1] for prompt in prompts]))
+        """The prefill of `ids` [rows, tokens], for one use. A missing one is computed by `make`."""
+        found = self.made.get(key := str(ids.tolist()))
+        if found is None:
+            found = make()
+            if found.nbytes + sum(other.nbytes for other in self.made.values()) <= self.most:
+                self.made[key] = found
+        return replace(found, cache=twin(found.cache))

@@ -28,10 +28,6 @@ class Reader:
         bos = self.tokenizer.bos_token_id
         return [] if bos is None or list(self.tokenizer("")["input_ids"])[:1] != [bos] else [bos]
 
-    def chat(self, text: str) -> list[int]:
-        """The prompt of one turn with the user message `text`, including special tokens."""
-        return list(chat_turn(self.tokenizer, text, return_dict=True)["input_ids"])
-
     def around(self) -> tuple[list[int], list[int]]:
         """The tokens before and after a user message, so that a prompt of a given length can be built."""
         before, _, behind = chat_turn(self.tokenizer, WORDS, tokenize=False).partition(WORDS)

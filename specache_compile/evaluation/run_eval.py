@@ -10,7 +10,7 @@ import shlex
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,31 +22,27 @@ from specache_compile.checkpoints.names import origin
 from specache_compile.errors import SpecacheError
 from specache_compile.runtime.stats import stats
 
-from .cell_tables import table, write_csv, write_json
+from .cell_tables import table, write_json
 from .plots import draw
 from .prefills import Prefills, caches_plainly
 from .provenance import config_hash, model_hash, provenance
 from .reader import Reader
-from .result_rows import ResultRow, read_rows, sources
+from .result_rows import ResultRow, append_row, read_rows, sources
 from .runner import Runner
 from .settings import Setting, evicting_once, parse_setting, running, tokens_of_budget
-from .sharing import own_device, rank, shared_rows
 from .tasks import NO_QUESTION, TASKS
 from .tasks.task import Bench, Cell, Outcome
 
 
 def run_eval(args: argparse.Namespace, command: Sequence[str]) -> None:
-    """Check the arguments, load the model, measure the missing rows, print and write the results.
-
-    With several ranks, each measures a part, and the first reports.
-    """
+    """Check the arguments, load the model, measure the missing rows, print and write the results."""
     settings = list(dict.fromkeys(parse_setting(text) for text in args.methods))
     if args.blind:
         settings = list(dict.fromkeys(evicting_once(setting) for setting in settings))
     check_arguments(args)
     args.lowering = args.lowering or ("eager" if args.device == "cpu" else "inductor")
     check_readings(settings, args.share_prefills)
-    model, reader = load(args.model, own_device(args.device), dtype_of(args.dtype))
+    model, reader = load(args.model, args.device, dtype_of(args.dtype))
     check_readings(settings, caches_plainly(model))
     bench = Bench(
         reader, tuple(dict.fromkeys(args.lengths)), args.samples, args.seed, limit_of(model), tuple(args.text),
@@ -75,8 +71,7 @@ def run_eval(args: argparse.Namespace, command: Sequence[str]) -> None:
         raise
     finally:
         done = read_rows(path)
-        if rank() == 0:
-            report([done[key] for key in keys.values() if key in done], args)
+        report([done[key] for key in keys.values() if key in done], args)
 
 
 def dtype_of(name: str) -> Any:
@@ -161,28 +156,22 @@ def measure_missing(
     runner: Runner, settings: Sequence[Setting], cells: Sequence[tuple[str, Cell]], keys: dict[Any, str], path: Path,
     args: argparse.Namespace, line: str,
 ) -> None:  # fmt: skip
-    """Measure the rows that are missing and that no other rank is measuring; write each when it is finished.
+    """Measure the rows that are missing; write each when it is finished.
 
     The order is setting by setting, or cell by cell if prefills are shared.
     """
     order = [(s, task, cell) for s in settings for task, cell in cells]
     if runner.prefills is not None:
         order = [(s, task, cell) for task, cell in cells for s in settings]
-    missing = {keys[s, task, cell.name]: (s, task, cell) for s, task, cell in order}
-    with tqdm(total=len(missing), file=sys.stderr, desc="specache eval", unit="row", disable=rank() > 0) as bar:
-
-        def measured(key: str) -> ResultRow:
-            setting, task, cell = missing[key]
+    done = read_rows(path)
+    missing = [(keys[s, task, cell.name], s, task, cell) for s, task, cell in order]
+    missing = [one for one in missing if one[0] not in done]
+    with tqdm(missing, file=sys.stderr, desc="specache eval", unit="row") as bar:
+        for key, setting, task, cell in bar:
             if runner.prefills is not None:
                 runner.prefills.begin(f"{task} {cell.name}")
             bar.set_postfix_str(f"{setting}, {task} {cell.name}")
-            return measure(runner, setting, task, cell, key, args, line)
-
-        def progress(count: int) -> None:
-            bar.n = count
-            bar.refresh()
-
-        shared_rows(list(missing), path, measured, progress)
+            append_row(path, measure(runner, setting, task, cell, key, args, line))
 
 
 def measure(
@@ -210,26 +199,17 @@ def kv_ratio(model: Any) -> float | None:
 
 
 def report(rows: Sequence[ResultRow], args: argparse.Namespace) -> None:
-    """Print the table; write table.txt, rows.csv, results.json and the plots."""
+    """Print the table; write table.txt, results.json and the plots."""
     if not rows:
         return
     print(table(rows))
     (args.out / "table.txt").write_text("\n".join((table(rows), "", *sources(rows), "")))
-    write_csv(args.out / "rows.csv", rows)
     write_json(args.out / "results.json", rows)
-    made = [] if args.no_plots else pictures(rows, args.out)
+    made = [args.out / name for name in ("rows.jsonl", "table.txt", "results.json")]
+    if not args.no_plots:
+        try:
+            made += draw(rows, args.out)
+        except ImportError:
+            print("no pictures: pip install matplotlib", file=sys.stderr)
     print("", *sources(rows), sep="\n", file=sys.stderr)
-    print(f"written: {', '.join(str(path) for path in written(args.out, made))}", file=sys.stderr)
-
-
-def pictures(rows: Sequence[ResultRow], folder: Path) -> list[Path]:
-    try:
-        return draw(rows, folder)
-    except ImportError:
-        print("no pictures: pip install matplotlib", file=sys.stderr)
-        return []
-
-
-def written(folder: Path, made: Sequence[Path]) -> Iterator[Path]:
-    yield from (folder / name for name in ("rows.jsonl", "table.txt", "rows.csv", "results.json"))
-    yield from made
+    print(f"written: {', '.join(map(str, made))}", file=sys.stderr)

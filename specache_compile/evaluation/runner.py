@@ -21,7 +21,6 @@ from specache_compile.methods import parse_options
 from .baselines import kvzip
 from .prefills import Prefill, Prefills
 from .reader import Reader
-from .sharing import rank
 
 Prompt = Sequence[int]
 
@@ -74,12 +73,8 @@ class Runner:
             chosen = kvzip.chosen(self.model, prefill.cache, ids, options, start, self.reader.encode, behind)
         return kvzip.held(prefill.cache, self.model, options, chosen)
 
-    def generate(self, ids: Tensor, new_tokens: int, **more: Any) -> list[str]:
-        """Greedy continuations of `ids` [rows, tokens]."""
-        return [self.reader.decode(row) for row in self.continued(ids, new_tokens, **more)]
-
     def continued(self, ids: Tensor, new_tokens: int, **more: Any) -> list[list[int]]:
-        """The new tokens of the continuations."""
+        """The new tokens of greedy continuations of `ids` [rows, tokens]."""
         mask = torch.ones_like(ids)
         out = self.model.generate(ids, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False, **more)
         return out[:, ids.shape[1] :].tolist()
@@ -109,7 +104,7 @@ class Runner:
         for batch in self.batches_alike(prompts, lambda prompt: (len(prompt[0]), len(prompt[1]))):
             cache, _ = self.read(self.ids([context for context, _ in batch]))
             whole = self.ids([[*context, *question] for context, question in batch])
-            found += self.generate(whole, new_tokens, **with_cache(cache))
+            found += map(self.reader.decode, self.continued(whole, new_tokens, **with_cache(cache)))
         return found
 
     def batches_alike(self, items: Sequence[Any], key: Callable[[Any], object]) -> Iterable[Sequence[Any]]:
@@ -173,5 +168,5 @@ def chunks(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
 
 
 def shown(parts: Iterable[Any], unit: str) -> Iterable[Any]:
-    """The parts of a row, with a progress bar below that of the rows, on the first rank of a terminal only."""
-    return tqdm(list(parts), unit=unit, leave=False, disable=True if rank() else None)
+    """The parts of a row, with a progress bar below that of the rows, on a terminal only."""
+    return tqdm(list(parts), unit=unit, leave=False, disable=None)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import Counter, defaultdict
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,13 +11,11 @@ import torch
 from transformers import Gemma2Config
 
 from conftest import prompt, tiny_llama
-from schema import Report, Step
-from specache_compile.bench import measurements, profile, runners
-from specache_compile.bench.floor import floor, weight_bytes
+from specache_compile.bench import measurements, run_bench, runners
 from specache_compile.cli import main
+from specache_compile.errors import SpecacheError
 
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
-SMALL = ("--rounds", "1", "--lowering", "eager", "--no-first-answers", "--methods", "uncompiled", "specache")
+SMALL = ("--rounds", "1", "--lowering", "eager", "--methods", "uncompiled", "specache")
 
 
 @pytest.fixture(scope="module")
@@ -37,25 +33,16 @@ def file(config: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_a_row_has_times_bytes_and_the_floor(file: Path) -> None:
-    report = Report.model_validate_json(file.read_text())
-    assert report.provenance.command.startswith("specache ")
-    assert report.bandwidth > 1e8
-    steps = [row for row in report.rows if isinstance(row, Step)]
-    assert [(row.method, row.context) for row in steps] == [
+def test_a_row_has_times_and_bytes(file: Path) -> None:
+    report = json.loads(file.read_text())
+    assert report["provenance"]["command"].startswith("specache ")
+    assert [(row["method"], row["context"]) for row in report["rows"]] == [
         (method, context) for context in (100, 300) for method in ("uncompiled", "specache")
     ]
-    for row in steps:
-        low, high = row.step_ms_half
-        assert low <= row.step_ms <= high
-        assert row.first_token_s is not None
-        assert row.second_token_s is not None
-        assert row.of_floor == pytest.approx(row.step_ms / (row.floor_ms or 0))
-
-
-@pytest.mark.parametrize("path", sorted(RESULTS.glob("bench_*.json")), ids=lambda path: path.stem)
-def test_the_files_that_the_docs_show_are_such(path: Path) -> None:
-    assert Report.model_validate_json(path.read_text()).rows
+    for row in report["rows"]:
+        low, high = row["step_ms_half"]
+        assert 0 < low <= row["step_ms"] <= high
+        assert min(row["first_token_s"], row["second_token_s"]) > 0
 
 
 def test_the_full_cache_has_its_tensors_bytes_and_the_compressed_one_a_host_tier(file: Path) -> None:
@@ -98,7 +85,6 @@ def test_an_interruption_keeps_the_contexts_that_are_finished(
     ("given", "reason"),
     [
         (["--methods", "faster"], "baselines are uncompiled"),
-        (["--methods", "llama.cpp-f16"], "none of them is available on this machine"),
         (["--contexts", "9000"], "--contexts 9000: the model has 8,192 tokens"),
         (["--contexts", "0"], "--contexts 0: give a whole number, 1 or more"),
         (["--batch-sizes", "100000000"], "GB are free: give fewer --methods"),
@@ -112,17 +98,8 @@ def test_bad_input_is_one_line_before_anything_is_measured(
     config: str, given: list[str], reason: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(measurements, "prefill", lambda *given: pytest.fail("too late"))
-    assert main(["bench", config, "--methods", "uncompiled", "--no-first-answers", *given]) == 2
+    assert main(["bench", config, "--methods", "uncompiled", *given]) == 2
     assert reason in capsys.readouterr().err.splitlines()[-1]
-
-
-def test_the_floor_is_of_the_weights_that_are_multiplied_and_the_cache() -> None:
-    untied, tied = tiny_llama(), tiny_llama(tie_word_embeddings=True)
-    table = 128 * 64 * 4
-    every = sum(p.nbytes for p in untied.parameters())
-    assert weight_bytes(untied) == every - table
-    assert weight_bytes(tied) == weight_bytes(untied), "the table is the head, and read as such"
-    assert floor(10**9, 10**9, 20e9) == pytest.approx(100)
 
 
 @torch.no_grad()
@@ -141,83 +118,28 @@ def test_every_way_starts_behind_the_context(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["compiled-static", "hf-fp8"])
-def test_a_cache_that_no_window_fits_into_is_left_out(name: str) -> None:
+def test_a_cache_that_no_window_fits_into_is_left_out(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """A layer that slides has kept its window alone, where these caches hold a prompt whole."""
     config = Gemma2Config(num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"])
-    reason = runners.why_not(name, config, None, [1], [4096])
-    assert reason is not None
-    assert "sliding" in reason
+    with pytest.raises(SpecacheError, match="none of them is available on this machine"):
+        run_bench.usable([name], config)
+    assert f"{name}: left out: the model has sliding layers" in capsys.readouterr().err
 
 
-def test_hqq_is_left_out_where_it_would_fail() -> None:
-    config = tiny_llama().config  # two KV heads of 16 numbers: groups of four are whole every eight tokens
-    reason = runners.why_not("hqq-2bit", config, None, [1], [1001, 1000])
-    assert reason is not None
-    assert "256 numbers" in reason
-
-
-def test_a_profile_says_where_a_step_goes_and_an_extension_how_long_more_tokens_take(
+def test_an_extension_takes_more_tokens_at_once(
     config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "steps.json"
-    given = ("--contexts", "300", *SMALL, "--no-first-tokens", "--extend", "20", "--profile", "--json", str(file))
+    given = ("--contexts", "300", *SMALL, "--no-first-tokens", "--extend", "20", "--json", str(file))
     assert main(["bench", config, *given]) == 0
-    full, ours = (row for row in Report.model_validate_json(file.read_text()).rows if isinstance(row, Step))
-    assert full.extend_ms is not None
-    assert ours.extend_ms is not None
-    lines = {line.line: line for line in ours.profile}
-    calls = {name: lines[name].calls for name in ("low-bit scores", "correction", "values", "appends", "offloads")}
-    assert set(calls.values()) == {2}, "once a layer"
-    assert lines["linear layers"].calls == 2 * 7 + 1
-    assert "attention" in {line.line for line in full.profile}
-    printed = capsys.readouterr().out
-    assert "several, ms" in printed
-    assert "low-bit scores" in printed
-
-
-def test_the_parts_of_a_step_are_its_ops_what_calls_them_and_python() -> None:
-    """Times of a made up step: microseconds by op, in a part or outside, and what is left."""
-    kernel = event("graph_0_cpp_fused_mul_0", 5)
-    layer = event(
-        profile.PART + " x ##", 50, event("specache::score_low_bit_fused", 20, event("aten::empty", 3)), kernel
-    )
-    step = event("step", 200, event("a region", 120, layer, event("aten::argmax", 7), layer), event("aten::linear", 11))
-    spent: dict[str, Counter[int]] = defaultdict(Counter)
-    calls: Counter[str] = Counter()
-    assert profile.count(step, spent, calls) == 2
-    assert spent == {
-        profile.GAPS: {0: 25, 1: 25}, "low-bit scores": {0: 20, 1: 20}, profile.KERNELS: {0: 5, 1: 5},
-        profile.OTHERS: {-1: 7}, "linear layers": {-1: 11}, profile.PYTHON: {-1: 200 - 100 - 7 - 11},
-    }  # fmt: skip
-    for _ in range(profile.PROFILED - 1):
-        profile.count(step, spent, calls)
-    rows = {line: profile.row_of(line, spent[line], calls[line], 2) for line in spent}
-    assert sum(row["ms"] for row in rows.values()) == pytest.approx(0.2)
-    assert profile.layers_of(rows[profile.GAPS], [*rows.values()]) == pytest.approx([0.025] * 2)
-    two_in_a_part = {**rows["low-bit scores"], "calls": 4}
-    assert profile.layers_of(rows[profile.GAPS], [two_in_a_part]) == []
-
-
-def event(name: str, microseconds: float, *children: Any) -> Any:
-    return SimpleNamespace(
-        name=name, time_range=SimpleNamespace(elapsed_us=lambda: microseconds), cpu_children=list(children)
-    )
-
-
-@pytest.mark.slow
-def test_first_answers_are_of_processes_of_their_own(config: str, tmp_path: Path) -> None:
-    file = tmp_path / "steps.json"
-    given = ("--contexts", "100", "--rounds", "1", "--lowering", "eager", "--methods", "specache", "--no-first-tokens")
-    assert main(["bench", config, *given, "--json", str(file)]) == 0
-    (answer,) = (row for row in json.loads(file.read_text())["rows"] if row["part"] == "answer")
-    assert answer["cold_s"] > 0 < answer["warm_s"]
-    assert 0 < answer["kept_s"] < answer["warm_s"]
+    assert all(row["extend_ms"] > 0 for row in json.loads(file.read_text())["rows"])
+    assert "several, ms" in capsys.readouterr().out
 
 
 @pytest.mark.slow
 def test_compiled_baselines_and_a_batch(config: str, tmp_path: Path) -> None:
     file = tmp_path / "steps.json"
-    given = ("--contexts", "100", "--batch-sizes", "2", "--rounds", "1", "--no-first-answers", "--no-first-tokens")
+    given = ("--contexts", "100", "--batch-sizes", "2", "--rounds", "1", "--no-first-tokens")
     methods = ("--methods", "compiled", "compiled-static")
     assert main(["bench", config, *given, *methods, "--json", str(file)]) == 0
     assert [row["batch"] for row in json.loads(file.read_text())["rows"]] == [2, 2]
@@ -226,7 +148,7 @@ def test_compiled_baselines_and_a_batch(config: str, tmp_path: Path) -> None:
 def test_other_methods_are_measured_beside_those_that_the_file_has(config: str, tmp_path: Path) -> None:
     file = tmp_path / "steps.json"
     for methods in (["uncompiled"], ["hf-fp8"]):
-        given = ("--contexts", "100", "--rounds", "1", "--no-first-answers", "--no-first-tokens", "--methods", *methods)
+        given = ("--contexts", "100", "--rounds", "1", "--no-first-tokens", "--methods", *methods)
         assert main(["bench", config, *given, "--json", str(file)]) == 0
     assert [row["method"] for row in json.loads(file.read_text())["rows"]] == ["uncompiled", "hf-fp8"]
 

@@ -12,10 +12,8 @@ import pytest
 import torch
 
 from conftest import byte_tokenizer, greedy, prompt, tiny_llama
-from specache_compile.evaluation.cell_tables import difference, table
 from specache_compile.evaluation.plots import method_and_bits
 from specache_compile.evaluation.reader import Reader
-from specache_compile.evaluation.result_rows import ResultRow
 from specache_compile.evaluation.runner import Runner
 from specache_compile.evaluation.settings import parse_setting, running
 from specache_compile.evaluation.tasks.closeness import KINDS, STEPS, Continuations, divergence, measure
@@ -76,22 +74,6 @@ def test_divergence_is_torchs_kl() -> None:
         ours.log_softmax(-1), full.log_softmax(-1), log_target=True, reduction="none"
     ).sum(-1)
     torch.testing.assert_close(divergence(full, ours), expected)
-
-
-def row(method: str, each: list[float]) -> ResultRow:
-    kind = {"kl": sum(each) / len(each), "agreement": 0.5, "each": each}
-    return ResultRow(
-        key=method, task="closeness", method=method, cell="160", context=160, score=0.5, metric="top-1 agreement",
-        samples=len(each), seed=0, kv_ratio=0.2, seconds=1.0, provenance="",
-        detail={"kinds": dict.fromkeys(KINDS, kind)},
-    )  # fmt: skip
-
-
-def test_differences_are_paired() -> None:
-    """Two methods that are apart by the same in every window differ for certain, however far the windows are apart."""
-    far, near = row("far", [1.1, 2.1, 9.1]), row("near", [1.0, 2.0, 9.0])
-    assert difference(far, near) == ("+0.1000", "0.0000")
-    assert table([far, near]).splitlines()[2].split()[-2:] == ["+0.1000", "0.0000"]
 
 
 def test_the_unseen_text_is_the_release_notes_in_order() -> None:

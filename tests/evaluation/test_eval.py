@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import io
 import json
 import math
@@ -21,6 +20,7 @@ from specache_compile.cli import main
 from specache_compile.errors import OptionError
 from specache_compile.evaluation import run_eval
 from specache_compile.evaluation.cell_tables import SHORT, fails, table
+from specache_compile.evaluation.plots import draw
 from specache_compile.evaluation.provenance import config_hash
 from specache_compile.evaluation.result_rows import ResultRow, append_row, read_rows
 from specache_compile.evaluation.runner import chunks, shown
@@ -35,28 +35,24 @@ def evaluate(out: Path, *more: str) -> int:
 
 
 @pytest.mark.slow
-def test_a_table_a_csv_a_json_and_pictures_with_one_line_of_provenance(
+def test_a_table_a_json_and_pictures_with_one_line_of_provenance(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ("--tasks", "needle", "perplexity", "--methods", "uncompiled", "kivi:bits=1", "--lengths", "256")
     assert evaluate(tmp_path, *arguments, "--samples", "3", "--seed", "5") == 0
     captured = capsys.readouterr()
-    assert re.search(r"^uncompiled +100\.0% +1\.000$", captured.out, re.MULTILINE)
-    assert re.search(r"^kivi:bits=1 .* 0\.\d+$", captured.out, re.MULTILINE)
+    assert re.search(r"^uncompiled +256 +100\.0% +1\.000$", captured.out, re.MULTILINE)
+    assert re.search(r"^kivi:bits=1 +256 .* 0\.\d+$", captured.out, re.MULTILINE)
     line = (tmp_path / "table.txt").read_text().splitlines()[-1]
     for part in ("specache eval", "--seed 5", "torch 2.", "commit", "weights", "seed 5"):
         assert part in line
-    with (tmp_path / "rows.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    assert [(row["task"], row["method"]) for row in rows] == [
-        (task, method) for method in ("uncompiled", "kivi:bits=1") for task in ("needle", "perplexity")
-    ]
-    assert all(row["seed"] == "5" and row["provenance"] == line for row in rows)
     results = json.loads((tmp_path / "results.json").read_text())
     assert results["provenance"] == [line]
-    assert [row["score"] for row in results["rows"]] == [float(row["score"]) for row in rows]
-    for picture in ("needle-depth", "needle-kv", "perplexity-position", "perplexity-kv"):
-        assert (tmp_path / f"{picture}.png").stat().st_size > 5_000
+    assert [(row["task"], row["method"], row["seed"], row["provenance"]) for row in results["rows"]] == [
+        (task, method, 5, line) for method in ("uncompiled", "kivi:bits=1") for task in ("needle", "perplexity")
+    ]
+    for task in ("needle", "perplexity"):
+        assert (tmp_path / f"{task}-kv.png").stat().st_size > 5_000
 
 
 class Interrupted:
@@ -191,17 +187,42 @@ def answered(method: str, cell: str, scores: list[float]) -> ResultRow:
     return ResultRow(f"{method}{cell}", "needle", method, cell, int(cell), mean, "keys found", 4, 0, 0.5, 0.1, each)
 
 
-def test_a_cell_that_the_model_itself_fails_is_marked_and_counts_for_nothing() -> None:
+def test_a_cell_that_the_model_itself_fails_is_marked() -> None:
     rows = [
         answered("uncompiled", "512", [1, 1, 1, 1]), answered("uncompiled", "8192", [1, 1, 1, 0]),
         answered("kivi", "512", [1, 0, 1, 0]), answered("kivi", "8192", [0, 0, 0, 0]),
     ]  # fmt: skip
-    head, _, full, kivi, foot = table(rows).splitlines()
-    assert " ".join(head.split()) == "needle: keys found 512 8192 * mean above uncompiled, points ± pairs device KV"
-    assert full.split() == ["uncompiled", "100.0%", "75.0%", "100.0%", "0.500"]
+    head, _, full, failed, kivi, beyond, foot = table(rows).splitlines()
+    assert " ".join(head.split()) == "needle context keys found above uncompiled, points ± pairs device KV"
+    assert full.split() == ["uncompiled", "512", "100.0%", "0.500"]
+    assert failed.split() == ["uncompiled", "8192", "*", "75.0%", "0.500"]
     # Differences 0, -1, 0, -1: mean -50, deviation 57.7, of which 3.182 / 2 is 91.9.
-    assert kivi.split() == ["kivi", "50.0%", "0.0%", "50.0%", "-50.0", "91.9", "4", "0.500"]
-    assert foot.startswith("* the uncompiled model itself is right in less than 80%")
+    assert kivi.split() == ["kivi", "512", "50.0%", "-50.0", "91.9", "4", "0.500"]
+    assert beyond.split()[:3] == ["kivi", "8192", "*"]
+    assert foot.startswith("* evidence of nothing: the uncompiled model itself is right in less than 80%")
+
+
+def distant(method: str, task: str, each: list[float]) -> ResultRow:
+    """Return a row of a distance from the full cache: `each` window's or text's."""
+    kind = {"kl": sum(each) / len(each), "agreement": 0.5, "each": each}
+    places = {"0": 0.1, "8": 0.2}
+    texts = [{"kl": kl, "length": 10, "repeated": 0.5, "tokens": [1]} for kl in each]
+    detail: dict[str, Any] = {
+        "closeness": {"kinds": {"forced": kind, "greedy": kind}},
+        "long": {"each": texts, "by_position": places, "intervals": places},
+    }[task]
+    return ResultRow(method, task, method, "160", 160, 0.5, "KL", len(each), 0, 0.2, 1.0, detail, "x")
+
+
+@pytest.mark.parametrize("task", ["closeness", "long"])
+def test_distances_are_paired_with_the_last_methods(task: str, tmp_path: Path) -> None:
+    """Two methods that differ by the same in every window differ for certain, however far the windows are apart."""
+    far, near = distant("fp8", task, [1.1, 2.1, 9.1]), distant("kivi:bits=2", task, [1.0, 2.0, 9.0])
+    head, _, first, second = table([far, near]).splitlines()
+    assert "above kivi:bits=2, nats" in head
+    assert first.split()[-4:] == ["+0.1000", "0.0000", "3", "0.200"]
+    assert "+" not in second
+    assert [path.name for path in draw([far, near], tmp_path)] == [f"{task}-kv.png"]
 
 
 def test_a_row_cut_short_is_measured_again_and_its_neighbours_stay(tmp_path: Path) -> None:
@@ -215,26 +236,6 @@ def test_a_row_cut_short_is_measured_again_and_its_neighbours_stay(tmp_path: Pat
     assert list(read_rows(path)) == ["a", "c"]
 
 
-def test_the_table_has_a_line_a_method_and_a_column_a_cell() -> None:
-    row = ResultRow("a", "needle", "uncompiled", "256", 256, 1.0, "keys found", 3, 0, 1.0, 0.1)
-    rows = [
-        row,
-        replace(row, cell="512", score=0.9),
-        replace(row, method="kivi", kv_ratio=0.25),
-        replace(row, task="perplexity", metric="perplexity", score=3.25),
-    ]
-    assert table(rows).split("\n") == [
-        "needle: keys found       256    512    mean    device KV",
-        "--------------------  ------  -----  ------  -----------",
-        "uncompiled            100.0%  90.0%   95.0%        1.000",
-        "kivi                  100.0%         100.0%        0.250",
-        "",
-        "perplexity: perplexity      256    device KV",
-        "------------------------  -----  -----------",
-        "uncompiled                3.250        1.000",
-    ]
-
-
 def test_perplexities_are_compared_window_by_window_and_only_where_the_context_is_of_use() -> None:
     """At 512 tokens the model is better with all of them than with the last 256, at 1,024 in one window of two."""
     uncompiled = ResultRow("a", "perplexity", "uncompiled", "512", 512, 3.0, "perplexity", 9, 0, 1.0, 0.1)
@@ -245,14 +246,17 @@ def test_perplexities_are_compared_window_by_window_and_only_where_the_context_i
         replace(uncompiled, method="kivi", cell="1024", detail={"nats": [2.0, 2.0], "recent": [1.2, 1.05]}),
     ]
     assert [fails(row) for row in rows[:2]] == [False, True]
-    assert table(rows).split("\n") == [
-        "perplexity: perplexity      512    1024 *    above uncompiled, nats       ±    pairs    device KV",
-        "------------------------  -----  --------  ------------------------  ------  -------  -----------",
-        "uncompiled                3.000     3.000                                                   1.000",
-        "uncompiled, 256 tokens    3.508     3.080",
-        "kivi                      3.000     3.000                   +0.5500  0.6353        2        1.000",
-        SHORT,
+    head, _, *lines, foot = table(rows).splitlines()
+    assert " ".join(head.split()) == (
+        "perplexity context perplexity last 256 tokens above uncompiled, nats ± pairs device KV"
+    )
+    assert [" ".join(line.split()) for line in lines] == [
+        "uncompiled 512 3.000 3.508 1.000",
+        "uncompiled 1024 * 3.000 3.080 1.000",
+        "kivi 512 3.000 3.508 +0.5500 0.6353 2 1.000",
+        "kivi 1024 * 3.000 3.080 +0.9500 0.6353 2 1.000",
     ]
+    assert foot == SHORT
 
 
 @pytest.mark.parametrize("nats", [[1.0], [1.0, math.nan], [1.0, math.inf]])

@@ -13,14 +13,11 @@ import torch
 from conftest import byte_tokenizer, prompt, tiny_llama
 from conftest import greedy as greedily
 from specache_compile.errors import SpecacheError
-from specache_compile.evaluation.cell_tables import table
-from specache_compile.evaluation.plots import draw
 from specache_compile.evaluation.reader import Reader
-from specache_compile.evaluation.result_rows import ResultRow
 from specache_compile.evaluation.runner import Runner
 from specache_compile.evaluation.settings import parse_setting, running
 from specache_compile.evaluation.tasks import long
-from specache_compile.evaluation.tasks.long import first_difference, greedy, measure, own_text, repeated, sampled
+from specache_compile.evaluation.tasks.long import greedy, measure, own_text, repeated, sampled
 from specache_compile.evaluation.tasks.task import Bench, Outcome
 
 SMALL = "group_size=32,residual_length=32"
@@ -98,34 +95,10 @@ def test_stretches_cover_all_positions_and_texts_that_came_so_far() -> None:
     assert found["20"] == [24.5]
 
 
-def test_what_a_text_repeats_and_where_two_part() -> None:
+def test_what_a_text_repeats() -> None:
     assert repeated([1, 2, 3, 4, 5, 6]) == 0
     assert repeated([1, 2, 3, 4] * 3) == pytest.approx(5 / 9)
     assert repeated([1, 2]) == 0
-    assert first_difference([1, 2, 3], [1, 2, 3]) is None
-    assert first_difference([1, 2, 3], [1, 5, 3]) == 1
-    assert first_difference([1, 2, 3], [1, 2]) == 2
-
-
-def row(method: str, outcome: Outcome) -> ResultRow:
-    return ResultRow(
-        key=method, task="long", method=method, cell="164 greedy", context=164, score=outcome.score,
-        metric=outcome.metric, samples=outcome.samples, seed=0, kv_ratio=0.2, seconds=1.0, detail=outcome.detail,
-        provenance="x",
-    )  # fmt: skip
-
-
-def test_the_table_says_where_a_text_leaves_the_uncompiled_models(runner: Runner, tmp_path: Path) -> None:
-    full, lossy = row("uncompiled", outcome(runner, "uncompiled")), row(LOSSY, outcome(runner, LOSSY))
-    lines = table([full, lossy, replace(full, method=EXACT)]).splitlines()
-    places = sorted(
-        first_difference(a, b) or 0
-        for a, b in zip(*(texts(Outcome(0, "", 3, one.detail)) for one in (full, lossy)), strict=True)
-    )
-    assert lines[0].split()[-4:] == ["differs", "at", "repeated", "length"]
-    assert f" {places[1]} " in lines[3]
-    assert " none " in lines[4]
-    assert {path.name for path in draw([full, lossy], tmp_path)} == {"long-position.png", "long-kv.png"}
 
 
 def test_a_context_no_longer_than_the_prompt_is_refused(tmp_path: Path) -> None:

@@ -80,20 +80,6 @@ def test_a_prompt_is_read_once_for_all_methods_that_read_it_exactly(model: Any) 
     assert read.count(100) == 2, "once, and once by the method that drops pairs as it reads"
 
 
-def test_a_prompt_may_be_asked_for_alone_that_was_read_in_a_batch(model: Any) -> None:
-    runner = Runner(model, BYTES, prefills=Prefills())
-    ids = runner.ids(prompts(40, 40, 40))
-    whole, logits = runner.read(ids)
-    alone, behind = runner.read(ids[1:2])
-    assert torch.equal(alone.layers[0].keys, whole.layers[0].keys[1:2])
-    assert torch.equal(behind, logits[1:2])
-    with torch.inference_mode():
-        alone.layers[0].keys.zero_()
-    again, _ = runner.read(ids[[1, 0]])
-    assert torch.equal(again.layers[1].values, whole.layers[1].values[[1, 0]])
-    assert torch.equal(again.layers[0].keys, whole.layers[0].keys[[1, 0]])
-
-
 def made(tokens: int) -> Prefill:
     """One of zeros: a row, a layer, 64 bytes a token."""
     cache = DynamicCache()

@@ -15,8 +15,7 @@ from conftest import LOSSLESS, compiled_with, greedy, prompt, tiny_llama
 from graphs import decode_graph, text
 from specache_compile.compat import cache_of, with_cache
 from specache_compile.evaluation.baselines.eviction import eviction
-from specache_compile.evaluation.baselines.policies import POLICIES
-from specache_compile.evaluation.baselines.policies.history import History
+from specache_compile.evaluation.baselines.policies import POLICIES, History
 from specache_compile.kernels import ops
 from specache_compile.kernels.codes.quantisers import QUANTISERS
 from specache_compile.kernels.costs import Cost

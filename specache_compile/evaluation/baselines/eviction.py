@@ -25,8 +25,7 @@ from specache_compile.methods.method import Method
 from specache_compile.options import MethodOptions, option, whole
 from specache_compile.passes.recipe import OpCall, Recipe
 
-from .policies import POLICIES
-from .policies.history import History
+from .policies import POLICIES, History
 
 # The order of what `history` holds of a pair: see `History`.
 TOTAL, SQUARES, ABOVE, COUNT = range(4)

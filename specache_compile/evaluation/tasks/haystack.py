@@ -31,33 +31,19 @@ def overlapping(tokens: int, samples: int, size: int) -> str:
     )
 
 
-def window(haystack: Sequence[int], length: int, rng: random.Random) -> Sequence[int]:
-    """`length` neighbouring tokens of the haystack, from a random place."""
-    if length >= len(haystack):
-        raise too_short(len(haystack), length)
-    start = rng.randrange(len(haystack) - length)
-    return haystack[start : start + length]
-
-
 def hide(
-    haystack: Sequence[int],
-    length: int,
-    needles: Sequence[tuple[float, Sequence[int]]],
-    question: Sequence[int],
+    haystack: Sequence[int], length: int, needle: Sequence[int], depth: float, question: Sequence[int],
     rng: random.Random,
-) -> list[int]:
-    """A prompt of exactly `length` tokens that ends in `question`.
+) -> list[int]:  # fmt: skip
+    """A prompt of exactly `length` tokens: text from a random place of the haystack, and `question`.
 
-    Each needle stands at its depth of the text around it (0 = first, 1 = right before the question).
+    The needle stands at its depth of the text (0 = first, 1 = right before the question).
     """
-    room = length - len(question) - sum(len(needle) for _, needle in needles)
+    room = length - len(question) - len(needle)
     if room < 0:
         raise SpecacheError(f"this prompt needs at least {length - room} tokens, not {length}")
-    text = window(haystack, room, rng)
-    out: list[int] = []
-    done = 0
-    for depth, needle in sorted(needles, key=lambda item: item[0]):
-        cut = round(depth * room)
-        out += [*text[done:cut], *needle]
-        done = cut
-    return [*out, *text[done:], *question]
+    if room >= len(haystack):
+        raise too_short(len(haystack), room)
+    start = rng.randrange(len(haystack) - room)
+    cut = start + round(depth * room)
+    return [*haystack[start:cut], *needle, *haystack[cut : start + room], *question]

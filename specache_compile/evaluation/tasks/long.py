@@ -124,12 +124,6 @@ def repeated(text: Sequence[int]) -> float:
     return 1 - len(set(phrases)) / len(phrases) if phrases else 0.0
 
 
-def first_difference(text: Sequence[int], other: Sequence[int]) -> int | None:
-    """The place of the first token in which two texts differ; None where they are equal."""
-    places = (place for place, (a, b) in enumerate(zip(text, other, strict=False)) if a != b)
-    return next(places, None if len(text) == len(other) else min(len(text), len(other)))
-
-
 def cells(bench: Bench) -> list[Cell]:
     """Two cells for each length, sampled and greedy. All tokens but the prompt's are the method's own."""
     choices: dict[str, Choose] = {"greedy": greedy, "sampled": functools.partial(sampled, seed=bench.seed)}

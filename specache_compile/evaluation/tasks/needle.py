@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import random
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from specache_compile.evaluation.reader import Reader
+from specache_compile.evaluation.runner import Runner
 
 from .haystack import hide
-from .task import Bench, Cell, TaskQuestion, scored
+from .task import Bench, Cell, Outcome, TaskQuestion
 
 NEEDLE = "\nThe pass key is {key}. Remember it.\n"
 QUESTION = "\nWhat is the pass key? The pass key is "
@@ -28,31 +31,20 @@ def plain_question(
     haystack: Sequence[int], length: int, depth: float, rng: random.Random, encode: Callable[[str], Sequence[int]]
 ) -> TaskQuestion:
     """A prompt of exactly `length` tokens whose needle is at `depth` (0 = first, 1 = right before the question)."""
-    key = random_key(rng)
-    needles, question = [(depth, encode(NEEDLE.format(key=key)))], encode(QUESTION)
-    return TaskQuestion(hide(haystack, length, needles, question, rng), key, {"depth": depth}, len(question))
-
-
-def chat_prompt(
-    reader: Reader, haystack: Sequence[int], length: int, needles: Sequence[tuple[float, str]], question: str,
-    rng: random.Random,
-) -> list[int]:  # fmt: skip
-    """As `hide`, for a chat model: text, needles and question are one user message in a turn of `length` tokens."""
-    before, behind = reader.around()
-    hidden = [(depth, reader.encode(needle)) for depth, needle in needles]
-    words = hide(haystack, length - len(before) - len(behind), hidden, reader.encode(question), rng)
-    return [*before, *words, *behind]
+    key, question = random_key(rng), encode(QUESTION)
+    prompt = hide(haystack, length, encode(NEEDLE.format(key=key)), depth, question, rng)
+    return TaskQuestion(prompt, key, depth, len(question))
 
 
 def chat_question(
     reader: Reader, haystack: Sequence[int], length: int, depth: float, rng: random.Random
 ) -> TaskQuestion:
-    """As `plain_question`, for a chat model."""
-    key = random_key(rng)
-    needles = [(depth, NEEDLE.format(key=key))]
-    prompt = chat_prompt(reader, haystack, length, needles, CHAT_QUESTION, rng)
-    behind = len(reader.encode(CHAT_QUESTION)) + len(reader.around()[1])
-    return TaskQuestion(prompt, key, {"depth": depth}, behind)
+    """As `plain_question`, for a chat model: text, needle and question are one user message in a turn of `length`
+    tokens."""
+    key, question, (before, behind) = random_key(rng), reader.encode(CHAT_QUESTION), reader.around()
+    needle, words = reader.encode(NEEDLE.format(key=key)), length - len(before) - len(behind)
+    prompt = [*before, *hide(haystack, words, needle, depth, question, rng), *behind]
+    return TaskQuestion(prompt, key, depth, len(question) + len(behind))
 
 
 def depths_of(bench: Bench) -> list[float]:
@@ -69,29 +61,33 @@ def question_at(bench: Bench, length: int, depth: float, rng: random.Random) -> 
     return replace(one, prompt=[*begin, *one.prompt])
 
 
-def begins_with_key(answer: str, key: str) -> float:
-    """Whether the answer begins with the key."""
-    return float(answer.lstrip().startswith(key))
+def is_right(answer: str, key: str, chat: bool) -> bool:
+    """Whether the answer begins with the key; whether a chat model's contains it."""
+    return key in answer if chat else answer.lstrip().startswith(key)
 
 
-def contains_key(answer: str, key: str) -> float:
-    """Whether a chat model's answer contains the key."""
-    return float(key in answer)
+def measure(runner: Runner, questions: Sequence[TaskQuestion], new_tokens: int, bench: Bench) -> Outcome:
+    """The share of the keys that are found. each: a question's depth and score."""
+    if bench.blind:
+        answers = runner.answers_apart([question.apart for question in questions], new_tokens)
+    else:
+        answers = runner.answers([question.prompt for question in questions], new_tokens)
+    each = [
+        {"depth": question.depth, "score": float(is_right(answer, question.answer, bench.chat))}
+        for question, answer in zip(questions, answers, strict=True)
+    ]
+    metric = "keys found, blind" if bench.blind else "keys found"
+    return Outcome(statistics.fmean(one["score"] for one in each), metric, len(each), {"each": each})
 
 
 def cells(bench: Bench) -> list[Cell]:
     """One cell a length."""
     answer = CHAT_ANSWER if bench.chat else len(bench.reader.encode("9" * KEY_DIGITS))
-    score, facts = (contains_key, {"chat": True}) if bench.chat else (begins_with_key, {})
 
     def cell(length: int) -> Cell:
         rng = random.Random(f"{bench.seed}/{length}")
         questions = [question_at(bench, length - answer, depth, rng) for depth in depths_of(bench)]
-        return Cell(
-            str(length),
-            length,
-            lambda runner: scored(runner, questions, answer, score, "keys found", bench.blind),
-            facts,
-        )
+        work = functools.partial(measure, questions=questions, new_tokens=answer, bench=bench)
+        return Cell(str(length), length, work, {"chat": True} if bench.chat else {})
 
     return [cell(length) for length in bench.lengths]

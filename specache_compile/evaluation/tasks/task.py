@@ -92,23 +92,20 @@ class Cell:
 
 @dataclass(frozen=True)
 class TaskQuestion:
-    """A prompt as token ids and the answer that is right.
+    """A prompt as token ids, the answer that is right, and the depth of its needle.
 
-    question: how many tokens at the prompt's end are the question and what follows it; 0 where that is unknown.
-    tags: what kind of prompt it is (its depth, ...).
+    question: how many tokens at the prompt's end are the question and what follows it.
     """
 
     prompt: Sequence[int]
     answer: str
-    tags: dict[str, Any] = field(default_factory=dict)
-    question: int = 0
+    depth: float
+    question: int
 
     @property
     def apart(self) -> tuple[Sequence[int], Sequence[int]]:
         """Context and question."""
         cut = len(self.prompt) - self.question
-        if not 0 < cut < len(self.prompt):
-            raise ValueError(f"{self.question} of {len(self.prompt)} tokens are no question behind a context")
         return self.prompt[:cut], self.prompt[cut:]
 
 
@@ -121,26 +118,3 @@ def read_text(path: Path) -> str:
     if not text.strip():
         raise SpecacheError(f"{path} is empty")
     return text
-
-
-# (the model's answer, the right answer) → 0 to 1.
-Score = Callable[[str, str], float]
-
-
-def scored(
-    runner: Runner, questions: Sequence[TaskQuestion], new_tokens: int, score: Score, metric: str, blind: bool
-) -> Outcome:
-    """Run all questions: the mean score, and each question's score with its tags.
-
-    blind: prefill each context before its question.
-    """
-    if blind:
-        answers = runner.answers_apart([question.apart for question in questions], new_tokens)
-        return outcome(questions, answers, score, f"{metric}, blind")
-    return outcome(questions, runner.answers([question.prompt for question in questions], new_tokens), score, metric)
-
-
-def outcome(questions: Sequence[TaskQuestion], answers: Sequence[str], score: Score, metric: str) -> Outcome:
-    scores = [score(answer, question.answer) for question, answer in zip(questions, answers, strict=True)]
-    each = [{**question.tags, "score": value} for question, value in zip(questions, scores, strict=True)]
-    return Outcome(sum(scores) / len(scores), metric, len(scores), {"each": each})

