@@ -22,9 +22,7 @@ KERNELS_SHOW = {"cpp.enable_kernel_profile": True}
 PYTHON, GAPS, OTHERS, KERNELS = "Python", "gaps", "other ops", "Inductor's kernels"
 # The lines of the table, and their ops: of this package, without `_fused`, and of torch.
 LINES = {
-    "linear layers": (
-        "few_rows", "few_rows_each", "linear", "mm", "addmm", "bmm", "_linear_pointwise",
-    ),
+    "linear layers": ("linear", "mm", "addmm", "bmm", "_linear_pointwise"),
     "low-bit scores": ("score_low_bit",),
     "choice": ("select_topk",),
     "correction": ("correct",),

@@ -79,12 +79,12 @@ def test_the_steps_cpp_is_compiled_under_a_progress_line(
 
     compiled = cpp_library.compiled
     monkeypatch.setattr(cpp_library, "compiled", load)
-    for library in (cpp_library.decode_library, cpp_library.rows_library, cpp_library.tiers_library):
+    for library in (cpp_library.decode_library, cpp_library.tiers_library):
         library.cache_clear()
     twin = copy.deepcopy(llama)
     twin.compile(backend="specache", options=OPTIONS)
     greedy_unmasked(twin, prompt(70), 3)
-    names = ("attention/cpp_decode.cpp", "few_rows/cpp_rows.cpp", "movement/cpp_tiers.cpp")
+    names = ("attention/cpp_decode.cpp", "movement/cpp_tiers.cpp")
     assert loaded == dict.fromkeys(names, True)
 
 
