@@ -104,8 +104,7 @@ def tiers_library(dtype: torch.dtype = torch.float32) -> CDLL:
         "select_topk": [pointer, *[number] * 4, pointer],
         "refill": [*[pointer] * 5, *[number] * 7, pointer],
         "correct": [*[pointer] * 5, *[number] * 8, pointer, pointer],
-        "write_pairs": [*[pointer] * 4, *[number] * 8],
-        "round_pairs": [*[pointer] * 4, *[number] * 7],
+        "write_pairs": [*[pointer] * 4, *[number] * 10],
     }, dtype)  # fmt: skip
 
 
