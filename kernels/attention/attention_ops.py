@@ -133,7 +133,9 @@ def partial_attention(logits: Tensor, values: Tensor) -> Partial:
 def low_bit_logits(at: Query, tiers: StoredTiers, layout: Layout) -> Tensor:
     """Return the logits [B, H, G, lanes, n] of the n tokens of the low-bit tier, computed by blocks to save memory."""
     bias, length = at.low_bit_bias, at.low_bit
-    shares = center_shares(at.query, tiers.key_params, tiers.center, tiers.codes.shape[2], length)
+    shares = None
+    if tiers.center.shape[2]:
+        shares = share_of_center(at.query, tiers.center, tiers.codes.shape[2] // tiers.key_params.shape[2], length)
     query = rotated(at.query) if layout.is_rotated else at.query
     blocks = [query.new_empty((*query.shape[:4], 0))]
     for start in range(0, length, BLOCK):
@@ -149,11 +151,6 @@ def low_bit_logits(at: Query, tiers: StoredTiers, layout: Layout) -> Tensor:
 def sinks_of(tiers: StoredTiers) -> Tensor:
     """Return the sink tokens of each head in the form of slot_index, int32 [B, H, S]."""
     return tiers.sink_index.expand(-1, tiers.codes.shape[1], -1)
-
-
-def center_shares(query: Tensor, key_params: Tensor, center: Tensor, capacity: int, length: int) -> Tensor | None:
-    """Return `share_of_center` [B, H, G, lanes, length]; None if keys are not centered."""
-    return share_of_center(query, center, capacity // key_params.shape[2], length) if center.shape[2] else None
 
 
 def low_bit_mix(logits: Tensor, hidden: Tensor, tiers: StoredTiers, d: int, layout: Layout) -> Partial:
