@@ -6,7 +6,7 @@ Every schema marks exactly the state tensors that its op mutates; data flow orde
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -58,14 +58,6 @@ class Op:
         return self.schema.split("(")[0]
 
 
-def with_fused(op: Op) -> Iterator[Op]:
-    """Yield the op, and the op of its fused implementation."""
-    yield op
-    if op.fused is not None:
-        schema = op.schema.replace("(", "_fused(", 1)
-        yield replace(op, schema=schema, run=op.fused, fused=None, library=None, cuda=None, lanes=None)
-
-
 def fake_nothing(*args: object) -> None:
     """Fake of an op that only mutates its arguments."""
 
@@ -98,12 +90,7 @@ _registry: dict[str, Op] = {}
 
 
 def register(op: Op) -> None:
-    """Register an op and its fused op with torch and the passes."""
-    for one in with_fused(op):
-        register_alone(one)
-
-
-def register_alone(op: Op) -> None:
+    """Register an op, and the op `NAME_fused` of its fused implementation, with torch and the passes."""
     _library.define(op.schema)
     _library.impl(op.name, op.run, "CPU")
     if op.cuda is not None:
@@ -112,6 +99,9 @@ def register_alone(op: Op) -> None:
     if op.lanes is not None:
         torch.library.register_vmap(f"specache::{op.name}", op.lanes, lib=_library)
     _registry[op.name] = op
+    if op.fused is not None:
+        schema = op.schema.replace("(", "_fused(", 1)
+        register(replace(op, schema=schema, run=op.fused, fused=None, library=None, cuda=None, lanes=None))
 
 
 def registered() -> tuple[Op, ...]:

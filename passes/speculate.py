@@ -25,7 +25,7 @@ from .reading.exact_lanes import show_first_lane
 from .reading.in_place import memory_of, take_writes, written
 from .reading.lane_rules import own_rules
 from .reading.local_shards import whole_shape
-from .reading.nodes import arguments_of, output_node, value_of
+from .reading.nodes import arguments_of, output_node, reached, value_of
 from .reading.positions import has_no_positions
 
 aten = torch.ops.aten
@@ -157,18 +157,12 @@ def positions_of(index: Node) -> Node:
 
 def integer_sources(node: Node) -> list[Node]:
     """Return the nearest integer tensors on each path back from a node."""
-    found, seen, todo = [], set(), [node]
-    while todo:
-        at = todo.pop()
-        if at in seen:
-            continue
-        seen.add(at)
+
+    def is_integer(at: Node) -> bool:
         value = value_of(at)
-        if isinstance(value, Tensor) and value.dtype in INTEGERS:
-            found.append(at)
-        else:
-            todo.extend(at.all_input_nodes)
-    return found
+        return isinstance(value, Tensor) and value.dtype in INTEGERS
+
+    return [at for at in reached([node], lambda at: () if is_integer(at) else at.all_input_nodes) if is_integer(at)]
 
 
 def append_guess(graph_module: GraphModule, logits: int) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from heapq import heapify, heappop, heappush
 from itertools import combinations
 from typing import Any
 
@@ -24,8 +25,14 @@ def chosen(cases: Sequence[Mapping[str, Any]], together: int = 2) -> list[int]:
     """Return indices of few cases, found greedily, that cover all combinations of this many values in any case."""
     shown = [set(combinations(sorted(values(case)), together)) for case in cases]
     left, places = set().union(*shown), []
+    gains = [(-len(pairs), place) for place, pairs in enumerate(shown)]
+    heapify(gains)
     while left:
-        place = max(range(len(cases)), key=lambda i: len(shown[i] & left))
+        _, place = heappop(gains)
+        gain = -len(shown[place] & left)  # a gain only shrinks, so the case with the largest one may be chosen
+        if gains and (gain, place) > gains[0]:
+            heappush(gains, (gain, place))
+            continue
         places.append(place)
         left -= shown[place]
     return sorted(places)

@@ -37,6 +37,7 @@ from .kept_logits import whole_logits
 BLOCK = 1024
 # An additive mask hides a token with its dtype's minimum; float16's minimum is the closest to 0.
 SEEN = torch.finfo(torch.float16).min / 2
+NO_LOGITS = torch.empty(0, device="cpu")
 
 
 def low_bit_keys(tiers: StoredTiers, layout: Layout, head_dim: int, start: int, stop: int) -> Tensor:
@@ -102,52 +103,39 @@ def grouped_bias(mask: Tensor, heads: int, tokens: int) -> Tensor:
     return bias.unflatten(1, (heads, -1)) if bias.shape[1] > 1 else bias.unsqueeze(2)
 
 
-def softmax_denominator(logits: list[Tensor], sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return row maximum and 1/denominator [..., 1] over all tiers' logits and the sink; 0 for a fully masked row."""
-    peak = torch.stack(
-        [part.amax(-1) if part.shape[-1] else part.new_full(part.shape[:-1], -math.inf) for part in logits]
-    )
-    peak = peak.amax(0).unsqueeze(-1)
-    if sinks is not None:
-        peak = torch.maximum(peak, sinks)
-    peak = peak.masked_fill(peak == -math.inf, 0.0)
-    total = torch.stack([(part - peak).exp().sum(-1, keepdim=True) for part in logits]).sum(0)
-    if sinks is not None:
-        total = total + (sinks - peak).exp()
-    return peak, total.reciprocal().masked_fill(total == 0, 0.0)
-
-
 @dataclass(frozen=True)
 class Partial:
     """Attention over a subset of the tokens. An empty or fully masked row has peak -inf and total 0.
 
-    logits: l, [B, H, G, lanes, n].
     out: Σ exp(l - peak)·v, [B, H, G, lanes, d].
     peak: largest logit of each row, [B, H, G, lanes, 1].
     total: Σ exp(l - peak), [B, H, G, lanes, 1].
+    logits: l, [B, H, G, lanes, n]; empty after a merge.
     """
 
-    logits: Tensor
     out: Tensor
     peak: Tensor
     total: Tensor
+    logits: Tensor = NO_LOGITS
 
 
 def partial_attention(logits: Tensor, values: Tensor) -> Partial:
     """Return `Partial` of one tier from its logits and its values [B, H, n, d]."""
     if not logits.shape[-1]:
         rows = logits.new_zeros((*logits.shape[:-1], 1))
-        return Partial(logits, rows.expand(*rows.shape[:-1], values.shape[-1]), rows - math.inf, rows)
+        return Partial(rows.expand(*rows.shape[:-1], values.shape[-1]), rows - math.inf, rows, logits)
     peak = logits.amax(-1, keepdim=True)
     weights = (logits - peak.masked_fill(peak == -math.inf, 0.0)).exp()
     out = (weights.flatten(2, 3) @ values.float()).unflatten(2, logits.shape[2:4])
-    return Partial(logits, out, peak, weights.sum(-1, keepdim=True))
+    return Partial(out, peak, weights.sum(-1, keepdim=True), logits)
 
 
 def low_bit_logits(at: Query, tiers: StoredTiers, layout: Layout) -> Tensor:
     """Return the logits [B, H, G, lanes, n] of the n tokens of the low-bit tier, computed by blocks to save memory."""
     bias, length = at.low_bit_bias, at.low_bit
-    shares = center_shares(at.query, tiers.key_params, tiers.center, tiers.codes.shape[2], length)
+    shares = None
+    if tiers.center.shape[2]:
+        shares = share_of_center(at.query, tiers.center, tiers.codes.shape[2] // tiers.key_params.shape[2], length)
     query = rotated(at.query) if layout.is_rotated else at.query
     blocks = [query.new_empty((*query.shape[:4], 0))]
     for start in range(0, length, BLOCK):
@@ -165,11 +153,6 @@ def sinks_of(tiers: StoredTiers) -> Tensor:
     return tiers.sink_index.expand(-1, tiers.codes.shape[1], -1)
 
 
-def center_shares(query: Tensor, key_params: Tensor, center: Tensor, capacity: int, length: int) -> Tensor | None:
-    """Return `share_of_center` [B, H, G, lanes, length]; None if keys are not centered."""
-    return share_of_center(query, center, capacity // key_params.shape[2], length) if center.shape[2] else None
-
-
 def low_bit_mix(logits: Tensor, hidden: Tensor, tiers: StoredTiers, d: int, layout: Layout) -> Partial:
     """Return `Partial` of the low-bit tier from its logits [B, H, G, lanes, n], computed by blocks.
 
@@ -185,7 +168,7 @@ def low_bit_mix(logits: Tensor, hidden: Tensor, tiers: StoredTiers, d: int, layo
         values = low_bit_values(tiers, layout, d, start, stop)
         parts.append(partial_attention(logits[..., start:stop], values))
     out, peak, total = merge(parts, None)
-    return Partial(logits, rotated(out) if layout.is_rotated else out, peak, total)
+    return Partial(rotated(out) if layout.is_rotated else out, peak, total, logits)
 
 
 def product(query: Tensor, keys: Tensor, softcap: float | None) -> Tensor:
@@ -206,6 +189,18 @@ def merge(parts: list[Partial], sinks: Tensor | None) -> tuple[Tensor, Tensor, T
         total = total + (sinks - base).exp()
     out = sum((part.out * shrink for part, shrink in zip(parts, shrinks, strict=True)), torch.zeros_like(parts[0].out))
     return out, peak, total
+
+
+def reciprocal(total: Tensor) -> Tensor:
+    """Return 1/total, or 0 for a fully masked row."""
+    return total.reciprocal().masked_fill(total == 0, 0.0)
+
+
+def softmax_denominator(logits: list[Tensor], sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return row maximum and 1/denominator [..., 1] over all tiers' logits and the sink; 0 for a fully masked row."""
+    parts = [partial_attention(part, part.new_empty((*part.shape[:2], part.shape[-1], 0))) for part in logits]
+    _, peak, total = merge(parts, sinks)
+    return peak.masked_fill(peak == -math.inf, 0.0), reciprocal(total)
 
 
 @dataclass(frozen=True)
@@ -297,8 +292,7 @@ class Attended:
 
     @property
     def share(self) -> Tensor:
-        """1/total, or 0 in a fully masked row."""
-        return self.total.reciprocal().masked_fill(self.total == 0, 0.0)
+        return reciprocal(self.total)
 
     def output(self, dtype: torch.dtype) -> Tensor:
         """Return the output [B, Hq, lanes, d]."""
@@ -530,9 +524,7 @@ def extend_attention(
     sink = None if sinks is None else sinks.float().view(heads, -1, 1, 1)
     bias = None if mask is None else grouped_bias(mask, heads, length + tokens)
 
-    peak = query.new_full((*query.shape[:-1], 1), -math.inf) if sink is None else sink.expand(*query.shape[:-1], 1)
-    total = torch.zeros_like(peak) if sink is None else torch.ones_like(peak)
-    out = torch.zeros_like(query)
+    parts: list[Partial] = []
     starts = range(0, length, BLOCK)
     for start in [*starts, length]:
         if start == length:
@@ -548,12 +540,6 @@ def extend_attention(
             logits = logits.masked_fill(
                 torch.ones(tokens, tokens, dtype=torch.bool, device=q.device).triu(1), -math.inf
             )
-        higher = torch.maximum(peak, logits.amax(-1, keepdim=True))
-        base = higher.masked_fill(higher == -math.inf, 0.0)
-        weights = (logits - base).exp()
-        shrink = (peak - base).exp()
-        total = total * shrink + weights.sum(-1, keepdim=True)
-        out = out * shrink + (weights.flatten(2, 3) @ values.float()).unflatten(2, (-1, tokens))
-        peak = higher
-    out = out / total.masked_fill(total == 0, 1.0)
-    return out.flatten(1, 2).to(q.dtype).contiguous()
+        parts = [Partial(*merge([*parts, partial_attention(logits, values)], None))]
+    out, _, total = merge(parts, sink)
+    return (out * reciprocal(total)).flatten(1, 2).to(q.dtype).contiguous()

@@ -18,7 +18,7 @@ from specache_compile.kernels.state.cursor import length_of
 from specache_compile.kernels.state.segments import tokens_of
 from specache_compile.kernels.state.stored_pairs import decoded
 
-from .attention_ops import check_covers, extend_attention
+from .attention_ops import Partial, check_covers, extend_attention, merge, reciprocal
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Tokens of a part, which are copied at a time if the tier is segmented or rounded.
@@ -47,17 +47,9 @@ def merged(parts: Sequence[Part], sinks: Tensor | None) -> Tensor:
 
     sinks: [H, rows], logits without values; or None.
     """
-    totals = torch.stack([total for _, total in parts])
-    peak = totals.amax(0)
-    peak = peak if sinks is None else torch.maximum(peak, sinks)
-    peak = peak.masked_fill(peak == -math.inf, 0.0)
-    weights = (totals - peak).exp()
-    whole = weights.sum(0) if sinks is None else weights.sum(0) + (sinks - peak).exp()
-    shares = weights / whole.masked_fill(whole == 0, 1.0)
-    return sum(
-        (out * share.unsqueeze(-1) for (out, _), share in zip(parts, shares, strict=True)),
-        torch.zeros_like(parts[0][0], dtype=torch.float32),
-    )
+    there = [Partial(out, total.unsqueeze(-1), (total > -math.inf).float().unsqueeze(-1)) for out, total in parts]
+    out, _, total = merge(there, None if sinks is None else sinks.unsqueeze(-1))
+    return out * reciprocal(total)
 
 
 class FlashRows:

@@ -81,12 +81,6 @@ def declaration() -> str:
     return "\n".join(lines) + "\n"
 
 
-class Weight(Structure):
-    """A weight of `few_rows` in C++, declared in cpp_rows.cpp too."""
-
-    _fields_ = (("w", c_void_p), ("bias", c_void_p), ("outputs", c_int64), ("y", c_void_p))
-
-
 @functools.cache
 def decode_library(dtype: torch.dtype) -> CDLL:
     """Return cpp_decode.cpp, compiled for pairs of this dtype."""
@@ -103,12 +97,6 @@ def decode_library(dtype: torch.dtype) -> CDLL:
 
 
 @functools.cache
-def rows_library(dtype: torch.dtype) -> CDLL:
-    """Return cpp_rows.cpp, compiled for float32 or bfloat16."""
-    return compiled(("few_rows/cpp_rows.cpp",), {"few_rows": [c_void_p, POINTER(Weight), *[c_int64] * 3]}, dtype)
-
-
-@functools.cache
 def tiers_library(dtype: torch.dtype = torch.float32) -> CDLL:
     """Return cpp_tiers.cpp for pairs of any dtype; a rounded host tier requires the pairs' dtype."""
     pointer, number = c_void_p, c_int64
@@ -116,8 +104,7 @@ def tiers_library(dtype: torch.dtype = torch.float32) -> CDLL:
         "select_topk": [pointer, *[number] * 4, pointer],
         "refill": [*[pointer] * 5, *[number] * 7, pointer],
         "correct": [*[pointer] * 5, *[number] * 8, pointer, pointer],
-        "write_pairs": [*[pointer] * 4, *[number] * 8],
-        "round_pairs": [*[pointer] * 4, *[number] * 7],
+        "write_pairs": [*[pointer] * 4, *[number] * 10],
     }, dtype)  # fmt: skip
 
 

@@ -166,34 +166,23 @@ extern "C" void correct(const float* scores, const int64_t* cursor, char* host, 
   refill(chosen, cursor, host, slots, slot_index, columns, rows, heads, span, k, pair, channels, corrected);
 }
 
-// Write the pairs of `count` new tokens, keys and values [rows * heads, count] of `half` bytes each, to target from each
-// row's length on; cursor [rows, columns]. target has `places` tokens per head; token t goes to t mod places.
-// paged: the target is in pages if the cursor has a table.
+// Write the pairs of `count` new tokens to target from each row's length on; cursor [rows, columns]. keys and values
+// [rows * heads, count] have `half` bytes each, and `width` bytes in the target: rounded if these have `channels`.
+// target has `places` tokens per head; token t goes to t mod places. paged: it is in pages if the cursor has a table.
 extern "C" void write_pairs(const char* keys, const char* values, const int64_t* cursor, char* target, int64_t columns,
                             int64_t rows, int64_t heads, int64_t count, int64_t places, int64_t span, int64_t half,
-                            int64_t paged) {
-  const Tier tier = {target, rows * heads, span, 2 * half, 0, cursor, paged ? columns : kTable, heads};
+                            int64_t width, int64_t channels, int64_t paged) {
+  const Tier tier = {target, rows * heads, span, 2 * width, channels, cursor, paged ? columns : kTable, heads};
+  const auto write = [&](const char* from, char* to) {
+    if (channels) round_to(reinterpret_cast<const DTYPE*>(from), channels, width, to);
+    else std::memcpy(to, from, half);
+  };
   for (int64_t head = 0; head < tier.heads; ++head)
     for (int64_t t = 0; t < count; ++t) {
       const int64_t token = cursor[head / heads * columns] + t;
       if (token < 0) continue;  // no token (`cursor.py`)
       char* pair = tier.at(head, token % places);
-      std::memcpy(pair, keys + (head * count + t) * half, half);
-      std::memcpy(pair + half, values + (head * count + t) * half, half);
-    }
-}
-
-// Do the same for a rounded host tier: keys and values [rows * heads, count] of d channels.
-extern "C" void round_pairs(const DTYPE* keys, const DTYPE* values, const int64_t* cursor, char* target,
-                            int64_t columns, int64_t rows, int64_t heads, int64_t count, int64_t span, int64_t d,
-                            int64_t width) {
-  const Tier tier = {target, rows * heads, span, 2 * width, d, cursor, columns, heads};
-  for (int64_t head = 0; head < tier.heads; ++head)
-    for (int64_t t = 0; t < count; ++t) {
-      const int64_t token = cursor[head / heads * columns] + t;
-      if (token < 0) continue;
-      char* pair = tier.at(head, token);
-      round_to(keys + (head * count + t) * d, d, width, pair);
-      round_to(values + (head * count + t) * d, d, width, pair + width);
+      write(keys + (head * count + t) * half, pair);
+      write(values + (head * count + t) * half, pair + width);
     }
 }

@@ -113,7 +113,7 @@ def offload_fused(k: Tensor, v: Tensor, padding: Tensor | None, cursor: Tensor, 
     if k.shape[2] > WRITE_THROUGH or k.dtype != v.dtype or host.dtype not in (k.dtype, ROUNDED):
         tiers.offload(k, v, padding, cursor, host)
         return
-    job = round_pairs(k, v, cursor, host) if host.dtype == ROUNDED else write_pairs(k, v, cursor, host, paged=True)
+    job = write_pairs(k, v, cursor, host, paged=True)
     queue = queue_of(cursor)
     if queue is None:
         job()
@@ -145,22 +145,11 @@ def write_pairs(k: Tensor, v: Tensor, cursor: Tensor, target: Tensor, paged: boo
     k, v = k.contiguous(), v.contiguous()
     half, paged = k.shape[3] * k.element_size(), paged and has_table(cursor)
     places = sys.maxsize if paged else places_of(target)
-    sizes, library = (cursor.shape[1], *k.shape[:3], places, span_of(target), half, paged), tiers_library()
+    stored = (span_of(target), half, pair_bytes(target) // 2, channels_of(k, target), paged)
+    sizes, library = (cursor.shape[1], *k.shape[:3], places, *stored), library_for(k, target)
 
     def job() -> None:
         library.write_pairs(address(k), address(v), address(cursor), address(target), *sizes)
-
-    return job
-
-
-def round_pairs(k: Tensor, v: Tensor, cursor: Tensor, host: Tensor) -> Callable[[], None]:
-    """Return a job like `write_pairs`' for a rounded host tier."""
-    k, v = k.contiguous(), v.contiguous()
-    sizes = (cursor.shape[1], *k.shape[:3], span_of(host), k.shape[3], host.shape[-1])
-    library = library_for(k, host)
-
-    def job() -> None:
-        library.round_pairs(address(k), address(v), address(cursor), address(host), *sizes)
 
     return job
 

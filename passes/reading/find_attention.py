@@ -16,7 +16,7 @@ from .attention_forms import Form, NoMatch, argument, is_attention, match_form
 from .in_place import memory_of, unknown_write, written
 from .latents import match_latents
 from .masks import read_mask
-from .nodes import ancestors_of, output_node, value_of
+from .nodes import ancestors_of, output_node, reached, value_of
 from .sites import Found, LeftAlone, Site
 
 # The type of `read_mask`.
@@ -183,20 +183,12 @@ def is_update(node: Node) -> bool:
 
 def sources_of(node: Node) -> Iterator[Node]:
     """Yield every node that this one depends on, in-place writes to its memory included."""
-    writers: dict[int, list[Node]] = {}
+    writers: dict[int | None, list[Node]] = {}
     for other in node.graph.nodes:
         _, memory = written(other)
         if memory is not None:
             writers.setdefault(memory, []).append(other)
-    seen, todo = {node}, [node]
-    while todo:
-        at = todo.pop()
-        memory = memory_of(at)
-        for source in (*at.all_input_nodes, *(writers.get(memory, ()) if memory is not None else ())):
-            if source not in seen:
-                seen.add(source)
-                todo.append(source)
-                yield source
+    return reached([node], lambda at: (*at.all_input_nodes, *writers.get(memory_of(at), ())))
 
 
 def match_update(node: Node) -> Update:
@@ -242,27 +234,14 @@ def check_kept(update: Node, attention: Node) -> None:
 
 def is_used(node: Node) -> bool:
     """Return whether an output depends on a node; sizes that Dynamo only guards on have no users."""
-    seen, todo = {node}, [node]
-    while todo:
-        at = todo.pop()
-        if at.op == "output":
-            return True
-        todo.extend(user for user in at.users if user not in seen)
-        seen.update(at.users)
-    return False
+    return any(user.op == "output" for user in reached([node], lambda at: at.users))
 
 
 def read_elsewhere(update: Node, attention: Node) -> bool:
     """Return whether an output other than the update depends on it by a path that avoids the attention."""
-    seen, todo = {attention}, [user for user in update.users if user.op != "output"]
-    while todo:
-        node = todo.pop()
-        if node.op == "output":
-            return True
-        if node not in seen:
-            seen.add(node)
-            todo.extend(node.users)
-    return False
+    others = [user for user in update.users if user.op != "output" and user is not attention]
+    users = reached(others, lambda at: (user for user in at.users if user is not attention))
+    return any(user.op == "output" for user in users)
 
 
 def check_mask(form: Form, updates: tuple[Node, Node]) -> None:

@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from specache_compile.passes.clean_up import writes
 
 from .in_place import memory_of
-from .nodes import output_node, value_of
+from .nodes import output_node, reached, value_of
 
 # Meta key of an input that holds a rank's shard: the shape of the whole tensor.
 WHOLE = "specache_whole"
@@ -130,16 +130,14 @@ def fill_masked(x: Tensor, indices: list[Tensor], values: Tensor, accumulate: bo
 
 def sharded_region(end: Node) -> tuple[list[Node], list[Node]]:
     """Return the DTensor nodes that `end` depends on, in the graph's order and with `end` last; and their inputs."""
-    region, todo = {end}, [end]
-    inputs: dict[Node, None] = {}
-    while todo:
-        for before in todo.pop().all_input_nodes:
-            if before.op == "placeholder" or not is_sharded(before):
-                inputs[before] = None
-            elif before not in region:
-                region.add(before)
-                todo.append(before)
-    return [node for node in end.graph.nodes if node in region], list(inputs)
+
+    def sharded(at: Node) -> list[Node]:
+        return [before for before in at.all_input_nodes if before.op != "placeholder" and is_sharded(before)]
+
+    found = {end, *reached([end], sharded)}
+    region = [node for node in end.graph.nodes if node in found]
+    inputs = dict.fromkeys(before for node in region for before in node.all_input_nodes if before not in found)
+    return region, list(inputs)
 
 
 def as_whole(part: Any, whole: Any) -> Any:

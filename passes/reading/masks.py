@@ -14,7 +14,7 @@ from torch.fx.node import map_aggregate
 from specache_compile.kernels.attention.attention_ops import SEEN
 
 from .in_place import memory_of, written
-from .nodes import value_of
+from .nodes import reached, value_of
 
 # Numbers of cached and new tokens at which a mask is evaluated: small, and distinct.
 PAST, NEW = 5, 3
@@ -53,12 +53,7 @@ def read_mask(mask: Node) -> tuple[bool, Node | None]:
 
 def subgraph(mask: Node) -> list[Node]:
     """Return the tensor nodes that a mask depends on, in the graph's order; sizes need no nodes."""
-    found, todo = set(), [mask]
-    while todo:
-        node = todo.pop()
-        if node not in found and isinstance(value_of(node), Tensor):
-            found.add(node)
-            todo.extend(node.all_input_nodes)
+    found = {mask, *reached([mask], lambda at: (x for x in at.all_input_nodes if isinstance(value_of(x), Tensor)))}
     return [node for node in mask.graph.nodes if node in found]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import re
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch.nn.functional as F
@@ -41,16 +41,21 @@ def arguments_of(node: Node) -> dict[str, Any]:
     return {argument.name: value for argument, value in zip(schema, node.args, strict=False)}
 
 
+def reached(start: Iterable[Node], following: Callable[[Node], Iterable[Node]]) -> Iterator[Node]:
+    """Yield each node that is reached from these by `following`, once and nearest first, but not these."""
+    todo = deque(start)
+    seen = set(todo)
+    while todo:
+        for node in following(todo.popleft()):
+            if node not in seen:
+                seen.add(node)
+                todo.append(node)
+                yield node
+
+
 def ancestors_of(node: Node, up_to: Any = None) -> Iterator[Node]:
     """Yield every node that this one depends on, nearest first, but no inputs of calls of `up_to`."""
-    seen, todo = {node}, deque([node])
-    while todo:
-        for source in todo.popleft().all_input_nodes:
-            if source not in seen:
-                seen.add(source)
-                if up_to is None or source.target is not up_to:
-                    todo.append(source)
-                yield source
+    return reached([node], lambda at: () if up_to is not None and at.target is up_to else at.all_input_nodes)
 
 
 def turns_neighbours(keys: Node) -> bool:

@@ -6,10 +6,12 @@ The tiers contain random numbers instead of our quantiser's output. NaN fills al
 from __future__ import annotations
 
 import ctypes
+import itertools
 import math
 import mmap
 import sys
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, fields, replace
 from typing import Any
 
 import pytest
@@ -75,6 +77,12 @@ class Case:
 
     def low_bit(self, length: int) -> int:
         return self.group * max(0, (length - self.residual) // self.group)
+
+    def __str__(self) -> str:
+        """Return the fields that have no default value."""
+        return ", ".join(
+            f"{f.name} {getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name) != f.default
+        )
 
 
 @dataclass
@@ -372,139 +380,71 @@ def check(op: str, case: Case, seed: int = 0) -> None:
     assert torch.equal(scores == -1, expected_scores == -1)
 
 
-@pytest.mark.parametrize("bits", [1, 2, 4, 8, 16])
-@pytest.mark.parametrize("head_dim", [16, 64, 80, 96])
-def test_output_and_scores_are_the_references(op: str, head_dim: int, bits: int) -> None:
-    check(op, Case(head_dim=head_dim, bits=bits))
+def grid(**axes: Sequence[Any]) -> list[Case]:
+    """Return the cases of a grid; an axis `a__b` has values for both fields."""
+    cases = []
+    for values in itertools.product(*axes.values()):
+        pairs = zip(axes, values, strict=True)
+        fields = (zip(axis.split("__"), value if "__" in axis else (value,), strict=True) for axis, value in pairs)
+        cases.append(Case(**dict(itertools.chain.from_iterable(fields))))
+    return cases
 
 
-@pytest.mark.parametrize("bits", [(2, 1), (1, 2), (4, 1), (1, 8), (2, 2)], ids=str)
-@pytest.mark.parametrize("head_dim", [16, 64, 80, 96])
-def test_rotated_keys_and_values_of_different_bits(op: str, head_dim: int, bits: tuple[int, int]) -> None:
-    check(op, Case(head_dim=head_dim, bits=bits[0], value_bits=bits[1], rotate=True, mask="padding", length=350))
+HEAD_DIMS, MORE_HEAD_DIMS = (16, 64, 80, 96), (8, 64, 72, 80, 96, 128, 256)
+MASKS = (
+    "padding", "padding each lane", "random", "position bias", "longer than the cache", "additive float32",
+    "additive bfloat16", "additive float16",
+)  # fmt: skip
+LONG = {"length": (350,)}
+TURNED = {**LONG, "rotate": (True,)}
+CASES = [
+    *grid(head_dim=HEAD_DIMS, bits=(1, 2, 4, 8, 16)),
+    *grid(head_dim=HEAD_DIMS, bits__value_bits=((2, 1), (1, 2), (4, 1), (1, 8), (2, 2)), mask=("padding",), **TURNED),
+    *grid(
+        head_dim=MORE_HEAD_DIMS, eight=(False, True), **TURNED,
+        bits__value_bits__trellis=((2, 1, True), (1, 1, True), (2, 1, False), (4, 2, False)),
+    ),
+    # A trellis of keys subtracts a stepped center, or one of waves.
+    *grid(
+        head_dim=MORE_HEAD_DIMS, bits=(1,), key_trellis=(True,), **LONG,
+        value_bits__trellis=((1, True), (1, False), (2, False)),
+        rotate__eight__mask__softcap=((True, True, "padding", 30.0), (False, False, "none", None)),
+    ),
+    *grid(head_dim=(64,), bits=(1,), key_trellis=(True,), center=(False, True), rotate=(True,), sink_tokens=(3,)),
+    *grid(head_dim=(16, 80), rotate=(False, True), center=(True,), mask=("padding",), softcap=(30.0,), **LONG),
+    *grid(group=(32, 64, 128), bits=(1, 2, 16), head_dim=(64,), **LONG),
+    *grid(heads=(1, 3), ratio=(1, 2, 4, 7), lanes=(1, 2)),
+    *grid(mask=MASKS, bits=(2, 16), batch=(3,)),
+    *grid(softcap__sinks=((None, True), (2.0, False), (2.0, True)), lanes=(1, 2), mask=("none", "padding")),
+    *grid(length__mask=((64, "none"), (128, "padding")), lanes=(11,), softcap=(2.0,), sinks=(True,)),
+    # W is 64: from an empty low-bit tier, past the step that fills a group, to a ring that has wrapped.
+    *grid(length=(1, 31, 63, 64, 65, 95, 96, 127, 128), lanes=(1, 2)),
+    # With R = 0 the new token is in the low-bit tier, but no candidate, since its pair has not reached the host.
+    *grid(length=(31, 32, 33, 63, 64, 100), residual=(0, 20, 45)),
+    *grid(
+        length=tuple(low_bit + 40 for low_bit in (BLOCK - 32, BLOCK, BLOCK + 32, 2 * BLOCK + 96)),
+        mask=("none", "padding", "additive float32"), heads=(1,), filled=(24,),
+    ),
+    *grid(filled=(0, 1, 24), mask=("none", "padding")),
+    # Sinks in the low-bit tier, in the window, and in the group that leaves the window in this step.
+    *grid(
+        sink_tokens=(1, 5, 40), mask=("none", "padding", "position bias"), length=(40, 63, 64, 70, 200), batch=(3,)
+    ),
+    *grid(
+        sink_tokens=(9,), bits=(1, 4, 16), lanes=(1, 2), sinks=(True,), softcap=(3.0,), head_dim=(64,), **TURNED
+    ),
+    Case(length=64, top_k=80, filled=80),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("eight", [False, True])
-@pytest.mark.parametrize(("bits", "value_bits", "trellis"), [(2, 1, True), (1, 1, True), (2, 1, False), (4, 2, False)])
-@pytest.mark.parametrize("head_dim", [8, 64, 72, 80, 96, 128, 256])
-def test_values_in_a_trellis_and_params_of_eight_bits(
-    op: str, head_dim: int, bits: int, value_bits: int, trellis: bool, eight: bool
-) -> None:
-    check(op, Case(head_dim=head_dim, bits=bits, value_bits=value_bits, trellis=trellis, eight=eight, rotate=True,
-                   length=350))  # fmt: skip
-
-
-@pytest.mark.parametrize(("value_bits", "trellis"), [(1, True), (1, False), (2, False)])
-@pytest.mark.parametrize(("rotate", "eight", "mask"), [(True, True, "padding"), (False, False, "none")])
-@pytest.mark.parametrize("head_dim", [8, 64, 72, 80, 96, 128, 256])
-def test_keys_in_a_trellis_after_a_stepped_center(
-    op: str, head_dim: int, value_bits: int, trellis: bool, rotate: bool, eight: bool, mask: str
-) -> None:
-    check(op, Case(head_dim=head_dim, bits=1, value_bits=value_bits, key_trellis=True, trellis=trellis, eight=eight,
-                   rotate=rotate, mask=mask, softcap=30.0 if rotate else None, length=350))  # fmt: skip
-
-
-@pytest.mark.parametrize("center", [False, True])
-def test_keys_in_a_trellis_after_a_center(op: str, center: bool) -> None:
-    check(op, Case(head_dim=64, bits=1, key_trellis=True, center=center, rotate=True, sink_tokens=3))
-
-
-@pytest.mark.parametrize("rotate", [False, True])
-@pytest.mark.parametrize("head_dim", [16, 80])
-def test_logits_include_the_subtracted_center(op: str, head_dim: int, rotate: bool) -> None:
-    check(op, Case(head_dim=head_dim, rotate=rotate, center=True, mask="padding", softcap=30.0, length=350))
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_output_and_scores_are_the_references(op: str, case: Case) -> None:
+    check(op, case)
 
 
 def test_unquantised_pairs_are_not_turned(op: str) -> None:
     case = Case(bits=16)
     assert torch.equal(make_step(case).run(op)[0], make_step(replace(case, rotate=True)).run(op)[0])
-
-
-@pytest.mark.parametrize("group", [32, 64, 128])
-@pytest.mark.parametrize("bits", [1, 2, 16])
-def test_any_group_size(op: str, bits: int, group: int) -> None:
-    check(op, Case(length=350, group=group, bits=bits, head_dim=64))
-
-
-@pytest.mark.parametrize("lanes", [1, 2])
-@pytest.mark.parametrize("ratio", [1, 2, 4, 7])
-@pytest.mark.parametrize("heads", [1, 3])
-def test_grouped_query_heads_share_a_kv_head(op: str, heads: int, ratio: int, lanes: int) -> None:
-    check(op, Case(heads=heads, ratio=ratio, lanes=lanes))
-
-
-@pytest.mark.parametrize(
-    "mask",
-    [
-        "padding",
-        "padding each lane",
-        "random",
-        "position bias",
-        "longer than the cache",
-        "additive float32",
-        "additive bfloat16",
-        "additive float16",
-    ],
-)
-@pytest.mark.parametrize("bits", [2, 16])
-def test_masks_hide_and_bias(op: str, bits: int, mask: str) -> None:
-    check(op, Case(mask=mask, bits=bits, batch=3))
-
-
-@pytest.mark.parametrize("mask", ["none", "padding"])
-@pytest.mark.parametrize("lanes", [1, 2])
-@pytest.mark.parametrize(("softcap", "sinks"), [(None, True), (2.0, False), (2.0, True)])
-def test_softcap_and_sinks(op: str, softcap: float | None, sinks: bool, lanes: int, mask: str) -> None:
-    check(op, Case(softcap=softcap, sinks=sinks, lanes=lanes, mask=mask))
-
-
-@pytest.mark.parametrize(("length", "mask"), [(64, "none"), (128, "padding")])
-def test_many_lanes(op: str, length: int, mask: str) -> None:
-    check(op, Case(length=length, mask=mask, lanes=11, softcap=2.0, sinks=True))
-
-
-@pytest.mark.parametrize("lanes", [1, 2])
-@pytest.mark.parametrize("length", [1, 31, 63, 64, 65, 95, 96, 127, 128])
-def test_every_fill_of_the_recent_ring(op: str, length: int, lanes: int) -> None:
-    """W is 64: from an empty low-bit tier, past the step that fills a group, to a ring that has wrapped."""
-    check(op, Case(length=length, lanes=lanes))
-
-
-@pytest.mark.parametrize("length", [31, 32, 33, 63, 64, 100])
-@pytest.mark.parametrize("residual", [0, 20, 45])
-def test_any_residual_length(op: str, residual: int, length: int) -> None:
-    """With R = 0 the new token is in the low-bit tier, but no candidate, since its pair has not reached the host."""
-    check(op, Case(length=length, residual=residual))
-
-
-@pytest.mark.parametrize("mask", ["none", "padding", "additive float32"])
-@pytest.mark.parametrize("low_bit", [BLOCK - 32, BLOCK, BLOCK + 32, 2 * BLOCK + 96])
-def test_contexts_longer_than_a_block(op: str, low_bit: int, mask: str) -> None:
-    check(op, Case(length=low_bit + 40, mask=mask, batch=2, heads=1, filled=24))
-
-
-@pytest.mark.parametrize("filled", [0, 1, 24])
-@pytest.mark.parametrize("mask", ["none", "padding"])
-def test_slots_empty_to_full(op: str, mask: str, filled: int) -> None:
-    check(op, Case(filled=filled, mask=mask))
-
-
-@pytest.mark.parametrize("length", [40, 63, 64, 70, 200])
-@pytest.mark.parametrize("sink_tokens", [1, 5, 40])
-@pytest.mark.parametrize("mask", ["none", "padding", "position bias"])
-def test_sink_tokens_are_read_in_16_bits_and_are_no_candidates(
-    op: str, mask: str, sink_tokens: int, length: int
-) -> None:
-    """Sinks in the low-bit tier, in the window, and in the group that leaves the window in this step."""
-    check(op, Case(sink_tokens=sink_tokens, mask=mask, length=length, batch=3))
-
-
-@pytest.mark.parametrize("bits", [1, 4, 16])
-@pytest.mark.parametrize("lanes", [1, 2])
-def test_sink_tokens_with_all_other_options(op: str, lanes: int, bits: int) -> None:
-    check(
-        op, Case(sink_tokens=9, bits=bits, lanes=lanes, rotate=True, sinks=True, softcap=3.0, head_dim=64, length=350)
-    )
 
 
 def test_the_low_bit_codes_of_sink_tokens_do_not_matter(op: str) -> None:
@@ -521,10 +461,6 @@ def test_without_slots_nothing_is_scored(op: str) -> None:
     out, scores = step.run(op)
     torch.testing.assert_close(out.double(), expected_of(step, op)[0], **CLOSE)
     assert op.startswith("score") or (scores == -1).all(), "a corrected step has slots"
-
-
-def test_more_slots_than_tokens(op: str) -> None:
-    check(op, Case(length=64, top_k=80, filled=80))
 
 
 def test_a_slot_of_a_token_still_in_the_recent_tier_is_not_read(op: str) -> None:
@@ -599,18 +535,39 @@ def test_a_mask_shorter_than_the_cache_is_refused(op: str) -> None:
 # Chunked prefill: exact attention over the host tier
 
 
-def check_extend(
-    length: int,
-    tokens: int,
-    mask: str = "none",
-    batch: int = 2,
-    heads: int = 2,
-    ratio: int = 2,
-    head_dim: int = 16,
-    softcap: float | None = None,
-    sinks: bool = False,
-    dtype: torch.dtype = torch.float32,
-) -> None:
+@dataclass(frozen=True)
+class Extend:
+    """Shapes of a chunked prefill of `tokens` new tokens after `length` cached ones."""
+
+    length: int = 100
+    tokens: int = 12
+    mask: str = "none"
+    batch: int = 2
+    heads: int = 2
+    ratio: int = 2
+    head_dim: int = 16
+    softcap: float | None = None
+    sinks: bool = False
+    dtype: torch.dtype = torch.float32
+
+
+EXTENDS = (
+    *(Extend(length, tokens) for length in (0, 1, 100) for tokens in (1, 2, 37)),
+    *(Extend(BLOCK * blocks + more, 9, mask) for blocks, more in ((1, -1), (1, 0), (1, 1), (2, 5))
+      for mask in ("none", "padding", "additive float32")),
+    *(Extend(mask=mask, batch=3) for mask in MASKS if mask not in ("padding each lane", "longer than the cache")),
+    *(Extend(70, 5, ratio=ratio, head_dim=head_dim) for ratio in (1, 2, 4) for head_dim in HEAD_DIMS),
+    *(Extend(70, 5, mask, softcap=softcap, sinks=sinks) for mask in ("none", "padding")
+      for softcap, sinks in ((None, True), (2.0, False), (2.0, True))),
+    *(Extend(mask="padding", sinks=True, dtype=dtype) for dtype in (torch.bfloat16, torch.float16)),
+    # Left padding causes rows that see nothing: a chunk's padded queries see no key.
+    *(Extend(length, 4, "nothing is seen") for length in (0, 100)),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("case", EXTENDS, ids=str)
+def test_extend_is_the_references(case: Extend) -> None:
+    length, tokens, mask, batch, heads, ratio, head_dim, softcap, sinks, dtype = astuple(case)
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
@@ -639,25 +596,6 @@ def check_extend(
         torch.testing.assert_close(out.double(), expected, **rounding)
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 37])
-@pytest.mark.parametrize("length", [0, 1, 100])
-def test_extend_without_a_mask_is_causal(length: int, tokens: int) -> None:
-    check_extend(length, tokens)
-
-
-@pytest.mark.parametrize("length", [BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 5])
-@pytest.mark.parametrize("mask", ["none", "padding", "additive float32"])
-def test_extend_over_several_blocks_of_the_host_tier(mask: str, length: int) -> None:
-    check_extend(length, 9, mask)
-
-
-@pytest.mark.parametrize(
-    "mask", ["padding", "random", "position bias", "additive float32", "additive bfloat16", "additive float16"]
-)
-def test_extend_masks_hide_and_bias(mask: str) -> None:
-    check_extend(100, 12, mask, batch=3)
-
-
 @pytest.mark.parametrize("op", [torch.ops.specache.extend_attention, torch.ops.specache.extend_attention_fused])
 def test_extend_refuses_a_mask_that_covers_too_few_tokens(op: Any) -> None:
     q, host = torch.randn(1, 2, 3, 16), torch.zeros(1, 1, 256, 2, 16)
@@ -674,29 +612,6 @@ def test_extend_takes_queries_and_keys_of_any_strides() -> None:
     given = (None, None, torch.tensor([[100, 0, 0, 0]]), host, 0.25, None)
     expected = torch.ops.specache.extend_attention(q, k, v, *given)
     torch.testing.assert_close(torch.ops.specache.extend_attention_fused(q, k, v, *given), expected)
-
-
-@pytest.mark.parametrize("head_dim", [16, 64, 80, 96])
-@pytest.mark.parametrize("ratio", [1, 2, 4])
-def test_extend_heads(ratio: int, head_dim: int) -> None:
-    check_extend(70, 5, ratio=ratio, head_dim=head_dim)
-
-
-@pytest.mark.parametrize("mask", ["none", "padding"])
-@pytest.mark.parametrize(("softcap", "sinks"), [(None, True), (2.0, False), (2.0, True)])
-def test_extend_softcap_and_sinks(softcap: float | None, sinks: bool, mask: str) -> None:
-    check_extend(70, 5, mask, softcap=softcap, sinks=sinks)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_extend_in_half_precision_costs_one_rounding_of_the_output(dtype: torch.dtype) -> None:
-    check_extend(100, 12, "padding", sinks=True, dtype=dtype)
-
-
-def test_extend_rows_that_see_nothing_give_zero() -> None:
-    """Left padding causes such rows: a chunk's padded queries see no key."""
-    check_extend(100, 4, "nothing is seen")
-    check_extend(0, 4, "nothing is seen")
 
 
 # Measure: the hit rate against the exact attention

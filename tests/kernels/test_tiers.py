@@ -194,36 +194,28 @@ def test_after_any_appends_each_tier_holds_what_it_should(bits: int, group: int,
             cache.check()
 
 
-@pytest.mark.parametrize(("bits", "value_bits"), [(2, 1), (1, 4), (2, 2)])
-def test_rotated_keys_and_values_of_different_bits(bits: int, value_bits: int) -> None:
-    cache = Cache(bits, 32, 32, value_bits=value_bits, rotate=True)
-    for tokens in (100, 1, 40, 64):
-        cache.put(tokens)
-        cache.check()
+TURNED: dict[str, Any] = {"rotate": True, "value_bits": 1}
+CACHES: tuple[dict[str, Any], ...] = (
+    *({"rotate": True, "bits": bits, "value_bits": value_bits} for bits, value_bits in ((2, 1), (1, 4), (2, 2))),
+    *({**TURNED, "bits": bits, "sink_tokens": sinks} for bits in (1, 2) for sinks in (1, 4, 20)),
+    *(
+        {**TURNED, "sink_tokens": 4, "trellis": True, "head_dim": head_dim, "eight": eight, **keys}
+        for head_dim in (64, 80) for eight in (False, True) for keys in ({"bits": 2}, {"bits": 1, "key_trellis": True})
+    ),
+    *(
+        {"bits": 1, "group": 64, "residual": 64, "head_dim": head_dim, "dtype": dtype, "zero_point": zero_point}
+        for zero_point, head_dim, dtype in (
+            ("midpoint", 80, torch.bfloat16), ("midpoint", 128, torch.float16), ("minimum", 80, torch.float16),
+            ("minimum", 128, torch.bfloat16), ("middles", 80, torch.bfloat16), ("middles", 128, torch.float16),
+        )
+    ),
+)  # fmt: skip
 
 
-@pytest.mark.parametrize("sink_tokens", [1, 4, 20])
-@pytest.mark.parametrize("bits", [1, 2])
-def test_sink_tokens_are_kept_as_they_are_and_widen_no_group(bits: int, sink_tokens: int) -> None:
-    cache = Cache(bits, 32, 32, value_bits=1, rotate=True, sink_tokens=sink_tokens)
-    for tokens in (3, 1, 59, 1, 1, 40, 64):
-        cache.put(tokens)
-        cache.check()
-
-
-@pytest.mark.parametrize("eight", [False, True])
-@pytest.mark.parametrize("head_dim", [64, 80])
-def test_values_in_a_trellis(head_dim: int, eight: bool) -> None:
-    cache = Cache(2, 32, 32, head_dim=head_dim, value_bits=1, rotate=True, sink_tokens=4, trellis=True, eight=eight)
-    for tokens in (3, 1, 59, 1, 1, 40, 64):
-        cache.put(tokens)
-        cache.check()
-
-
-@pytest.mark.parametrize("eight", [False, True])
-@pytest.mark.parametrize("head_dim", [64, 80])
-def test_keys_in_a_trellis_after_the_mean_of_the_first(head_dim: int, eight: bool) -> None:
-    cache = Cache(1, 32, 32, head_dim=head_dim, rotate=True, sink_tokens=4, trellis=True, key_trellis=True, eight=eight)
+@pytest.mark.parametrize("options", CACHES, ids=str)
+def test_each_tier_holds_what_it_should_with_every_option(options: dict[str, Any]) -> None:
+    """Sinks are kept as they are and widen no group; a trellis of keys subtracts the mean of the first ones."""
+    cache = Cache(**{"group": 32, "residual": 32, **options})
     for tokens in (3, 1, 59, 1, 1, 40, 64):
         cache.put(tokens)
         cache.check()
@@ -235,16 +227,6 @@ def test_token_by_token_over_several_groups(first: int) -> None:
     cache.put(first)
     for _ in range(70):
         cache.put(1)
-        cache.check()
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("head_dim", [80, 128])
-@pytest.mark.parametrize("zero_point", ["midpoint", "minimum", "middles"])
-def test_half_precision_and_other_heads(zero_point: str, head_dim: int, dtype: torch.dtype) -> None:
-    cache = Cache(bits=1, group=64, residual=64, head_dim=head_dim, dtype=dtype, zero_point=zero_point)
-    for tokens in (150, 1, 1, 90):
-        cache.put(tokens)
         cache.check()
 
 
