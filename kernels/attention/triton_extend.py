@@ -52,10 +52,9 @@ def attend_block(
     q, keys, values, mask,
     # The running softmax, read and written: out [B, Hq, T, d], peaks and totals [B, Hq, T], float32, contiguous.
     out, peaks, totals,
-    # q_batch, q_head, q_token: strides of q [B, Hq, T, d] in elements, with contiguous channels; k_batch, ... and
-    # v_batch, ...: of keys and values [B, H, size, d]; m_batch, ...: of the mask, 0 for broadcast dimensions.
-    q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token, m_batch, m_head, m_row, m_token,
-    scale, softcap,
+    # The first three strides of q, keys and values in elements, with contiguous channels; m_batch, ...: of the mask, 0
+    # for broadcast dimensions.
+    q_strides, k_strides, v_strides, m_batch, m_head, m_row, m_token, scale, softcap,
     # Hq, H, T new tokens, tokens in the block, and the index of the block's first token.
     query_heads, heads, count, size, first,
     d: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, CAP: tl.constexpr, ROWS: tl.constexpr,
@@ -73,7 +72,9 @@ def attend_block(
     channel = tl.arange(0, CHANNELS)
     real, inside = row < count, channel < d
     at = number * count + row
-    q_at = q + batch * q_batch + query_head * q_head + row.to(tl.int64) * q_token
+    q_at = q + batch * q_strides[0] + query_head * q_strides[1] + row.to(tl.int64) * q_strides[2]
+    keys += batch * k_strides[0] + head * k_strides[1]
+    values += batch * v_strides[0] + head * v_strides[1]
     query = tl.load(q_at[:, None] + channel[None, :], real[:, None] & inside[None, :], 0.0)
     peak = tl.load(peaks + at, real, float("-inf"))
     total = tl.load(totals + at, real, 0.0)
@@ -86,10 +87,8 @@ def attend_block(
         token = (start + tl.arange(0, KEYS)).to(tl.int64)
         there = token < size
         loaded = there[:, None] & inside[None, :]
-        key = tl.load(keys + batch * k_batch + head * k_head + token[:, None] * k_token + channel[None, :], loaded, 0.0)
-        value = tl.load(
-            values + batch * v_batch + head * v_head + token[:, None] * v_token + channel[None, :], loaded, 0.0
-        )
+        key = tl.load(keys + token[:, None] * k_strides[2] + channel[None, :], loaded, 0.0)
+        value = tl.load(values + token[:, None] * v_strides[2] + channel[None, :], loaded, 0.0)
         logits = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
         logits = capped(logits, softcap, CAP)
         seen = real[:, None] & shown(there, mask + batch * m_batch, (first + token) * m_token, MASK)[None, :]
@@ -150,10 +149,7 @@ def extend_rows(
     def attend(keys: Tensor, values: Tensor, first: int, causal: bool) -> None:
         attend_block[batch * query_heads, triton.cdiv(count, tile.rows)](
             q, keys, values, q if mask is None else mask, out, peak, total,
-            q_batch=q.stride(0), q_head=q.stride(1), q_token=q.stride(2),
-            k_batch=keys.stride(0), k_head=keys.stride(1), k_token=keys.stride(2),
-            v_batch=values.stride(0), v_head=values.stride(1), v_token=values.stride(2), **mask_strides,
-            scale=scale, softcap=softcap or 1.0,
+            q.stride()[:3], keys.stride()[:3], values.stride()[:3], **mask_strides, scale=scale, softcap=softcap or 1.0,
             query_heads=query_heads, heads=k.shape[1], count=count, size=keys.shape[2], first=first,
             d=d, CAUSAL=causal, MASK=kind, CAP=softcap is not None, ROWS=tile.rows, KEYS=tile.keys,
             CHANNELS=channels, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",

@@ -21,9 +21,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specache_compile.kernels.attention.attention_ops import SEEN
 from specache_compile.kernels.attention.kept_logits import LOGIT_BLOCK, row_pairs
-from specache_compile.kernels.attention.triton_softmax import LOG2E, finite, shown
+from specache_compile.kernels.attention.triton_kept import load_kept, seen_by_any
+from specache_compile.kernels.attention.triton_softmax import LOG2E, finite
 from specache_compile.kernels.codes.records import RECORD
 from specache_compile.kernels.state.layout import Layout, rotation_block
 from specache_compile.kernels.state.stored_tiers import StoredTiers
@@ -31,8 +31,7 @@ from specache_compile.kernels.state.triton_cursor import AT_LENGTH, AT_NEXT_LOW_
 from specache_compile.kernels.state.triton_rotate import hadamard
 from specache_compile.kernels.state.triton_sinks import sinks_among
 
-# An additive mask below this value hides its token.
-HIDDEN = tl.constexpr(SEEN)
+PER_BASE = tl.constexpr(LOGIT_BLOCK)
 # Kinds of masks in a kernel; padding is a bool mask with one row for all heads and lanes.
 NO_MASK, BOOL_MASK, ADDITIVE_MASK, PADDING = range(4)
 # Do not let Triton specialise on values that grow with the cache (divisible by 16, equal to 1), such as these strides
@@ -144,8 +143,8 @@ def merge_splits(
 
 @triton.jit(do_not_specialize=[*MASK_STRIDES, "columns", "capacity"])
 def score_tokens(
-    # Kept logits and their base (`kept_logits.py`); lse [B, Hq, lanes]; mask [B, Hq, lanes, > n] uint8 or additive,
-    # unused without a mask; cursor int64 [B, 4]; sink_index [B, 1, s] int32.
+    # Kept logits and their base (`kept_logits.py`); lse [B, Hq, lanes]; mask [B, Hq, lanes, > n], read if additive;
+    # cursor int64 [B, 4]; sink_index [B, 1, s] int32.
     logits, base, lse, mask, cursor, sink_index,
     # Written: scores [n, B, H, C] float32 of the last n lanes; -1: no candidate.
     scores,
@@ -153,43 +152,33 @@ def score_tokens(
     m_batch, m_head, m_row, m_token, heads, capacity, columns,
     lanes: tl.constexpr, queries: tl.constexpr, sink_tokens: tl.constexpr, MASK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program: a block of tokens of one KV head, for one of the last lanes.
+    """One program: BLOCK tokens of one KV head, for one of the last lanes.
 
-    Bytes per token: 2·G (4·G in float32) and bases read, 4 written. FLOPs: 3·G, a third of them exponentials.
+    Kept logits of tokens that a mask hides are -inf, and those of sinks in the low-bit tier. Bytes per token: 2·G (4·G
+    in float32) and bases read, 4 written. FLOPs: 3·G, a third of them exponentials.
     """
     bh, keeps = tl.program_id(0).to(tl.int64), tl.program_id(2)
-    lane = lanes - tl.num_programs(2) + keeps
-    cursor += (bh // heads) * columns
-    Q: tl.constexpr = (queries * lanes + 1) // 2
+    batch, lane = bh // heads, lanes - tl.num_programs(2) + keeps
+    cursor += batch * columns
+    PAIRS: tl.constexpr = (queries * lanes + 1) // 2
     candidates = tl.minimum(tl.load(cursor + AT_NEXT_LOW_BIT), tl.load(cursor + AT_LENGTH))
-    octet = (tl.program_id(1) * (BLOCK // 8) + tl.arange(0, BLOCK // 8))[:, None]
-    tokens = octet * 8 + tl.arange(0, 8)[None, :]
-    there = tokens < candidates
-    # Load logits by whole octets: a mask on single tokens would split the loads.
-    begun = octet * 8 < candidates
-    logits += bh * (capacity // 64) * (128 * Q)
-    base += bh * (capacity // 64) * (8 * Q)
-    score = tl.zeros([BLOCK // 8, 8], tl.float32)
+    block = tl.program_id(1) * (BLOCK // PER_BASE) + tl.arange(0, BLOCK // PER_BASE)
+    tokens = block[:, None] * PER_BASE + tl.arange(0, PER_BASE)[None, :]
+    there = block * PER_BASE < candidates
+    logits += bh * capacity * (2 * PAIRS)
+    base += bh * (capacity // PER_BASE) * (2 * PAIRS)
+    score = tl.zeros(tokens.shape, tl.float32)
+    highest = tl.full(tokens.shape, float("-inf"), tl.float32)
     for query in tl.static_range(queries):
         row = query * lanes + lane
-        half = octet // 8 * 2 + row % 2
-        at = (half * 8 + octet % 8) * (8 * Q) + row // 2 * 8 + tl.arange(0, 8)[None, :]
-        logit = tl.load(logits + at, begun, float("-inf")).to(tl.float32)
-        logit += tl.load(base + (half * 4 + octet % 8 // 2) * Q + row // 2, begun, 0.0)
-        score += tl.exp2(logit - tl.load(lse + bh * (queries * lanes) + row))
-    mask += (bh // heads) * m_batch
-    seen = shown(there, mask, tokens * m_token, MASK)
-    if MASK == 1 or MASK == 2:
-        seen = tokens < 0
-        for query in tl.static_range(queries):
-            at = ((bh % heads) * queries + query) * m_head + lane * m_row + tokens * m_token
-            if MASK == 1:
-                seen |= tl.load(mask + at, there, 0) != 0
-            else:
-                seen |= tl.load(mask + at, there, float("-inf")) > HIDDEN
-    seen &= ~sinks_among(tokens, sink_index + bh // heads * sink_tokens, sink_tokens=sink_tokens)
+        offset, peak = load_kept(logits, base, block, there, row, PAIRS)
+        score += tl.exp2(offset + peak[:, None] - tl.load(lse + bh * (queries * lanes) + row))
+        highest = tl.maximum(highest, offset)
+    mask += batch * m_batch + bh % heads * queries * m_head + lane * m_row
+    seen = seen_by_any(mask, tokens, there, highest, m_head, m_token, queries=queries, ADDITIVE=MASK == 2)
+    seen &= (tokens < candidates) & ~sinks_among(tokens, sink_index + batch * sink_tokens, sink_tokens=sink_tokens)
     at = (keeps * tl.num_programs(0) + bh) * capacity
-    tl.store(scores + at + tokens, tl.where(there & seen, score, -1.0), tokens < capacity)
+    tl.store(scores + at + tokens, tl.where(seen, score, -1.0), tokens < capacity)
 
 
 def merged(

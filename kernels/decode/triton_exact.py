@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specache_compile.kernels.attention.kept_logits import LOWEST
+from specache_compile.kernels.attention.triton_kept import place_of_base, place_of_logit
 from specache_compile.kernels.attention.triton_softmax import LOG2E, biased, capped, finite, shown
 from specache_compile.kernels.state.page_table import shape_of_scores
 from specache_compile.kernels.state.triton_cursor import AT_LENGTH, AT_LOW_BIT, AT_NEXT_LOW_BIT
@@ -65,11 +66,10 @@ def attend_pairs(
     mask += batch * m_batch
     mask_row = query_head * m_head + lane * m_row
     sink_row = sink_index + batch * sink_tokens
-    Q: tl.constexpr = (rows + 1) // 2
-    first_record = bh * (capacity // 64)
-    logits_row = logits + first_record * (128 * Q) + row % 2 * (64 * Q) + row // 2 * 8
-    base_row = base + first_record * (8 * Q) + row % 2 * (4 * Q) + row // 2
-    inside, kept = channel < d, row < 2 * Q
+    PAIRS: tl.constexpr = (rows + 1) // 2
+    logits += bh * capacity * (2 * PAIRS)
+    base += bh * (capacity // EXACT) * (2 * PAIRS)
+    inside, kept = channel < d, row < 2 * PAIRS
     query = tl.load(q_row[:, None] + channel[None, :], inside[None, :], 0.0)
     peak = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -120,16 +120,14 @@ def attend_pairs(
         x = biased(x, mask, mask_row[:, None] + (tokens * m_token)[None, :], seen, MASK) * LOG2E
         highest = tl.max(x, 1)
         if KEPT:
-            number, octet = tokens // 64, tokens % 64 // 8
-            base_at = base_row[:, None] + (number * (8 * Q) + octet // 2 * Q)[None, :]
+            base_at = base + place_of_base(tokens[None, :] // EXACT, row[:, None], PAIRS)
             stored = kept[:, None] & scored[None, :]
             bases = tl.maximum(highest, NOTHING_SEEN)[:, None] + tl.zeros_like(x)
             if block < slot_blocks:
                 bases = tl.load(base_at, stored, 0.0)
             else:  # a tile of the ring has the tokens of one base
                 tl.store(base_at, bases, stored & (within == 0)[None, :])
-            logits_at = logits_row[:, None] + (number * (128 * Q) + octet * (8 * Q) + tokens % 8)[None, :]
-            tl.store(logits_at, x - bases, stored)
+            tl.store(logits + place_of_logit(tokens[None, :], row[:, None], PAIRS), x - bases, stored)
         higher = tl.maximum(peak, highest)
         weights, shrink = tl.exp2(x - finite(higher)[:, None]), tl.exp2(peak - finite(higher))
         peak, total = higher, total * shrink + tl.sum(weights, 1)

@@ -33,6 +33,7 @@ from specache_compile.kernels.codes.records import PARAM_BLOCK, RECORD, stored_d
 from specache_compile.kernels.codes.trellis import is_trellis
 from specache_compile.kernels.decode.triton_query import (
     GROUPS,
+    Form,
     in_rows,
     prepare_query,
     scaled_query,
@@ -71,30 +72,29 @@ def from_threads(x, ROWS: tl.constexpr, LOAD: tl.constexpr):
 
 @triton.jit(do_not_specialize=[*MASK_STRIDES, "capacity", "columns", "share_blocks", "splits"])
 def score_keys(
-    # query, unit and shares of `prepare_query`; token_shares [B, Hq, lanes, share_blocks · 16] float32, unused if
-    # CENTERED is not PER_TOKEN; codes [B, H, C, w] uint8; key_params [B, H, C/g, 2, D], or [B, H, C/g, 1, g] in the
+    # query, unit and shares of `prepare_query`; token_shares [B, Hq, lanes, share_blocks · 16] float32, read if the
+    # center has PER_TOKEN rows; codes [B, H, C, w] uint8; key_params [B, H, C/g, 2, D], or [B, H, C/g, 1, g] in the
     # trellis code.
     query, unit, shares, token_shares, codes, key_params,
     # As in `triton_decode.score_tokens`.
     mask, cursor, sink_index,
     # Written: `kept_logits.based_logits`; peaks and totals [B·H, splits, ROWS] float32, in log2 units.
     logits, base, peaks, totals,
-    m_batch, m_head, m_row, m_token, softcap, heads, capacity, columns, share_blocks, splits,
-    D: tl.constexpr, bits: tl.constexpr, group: tl.constexpr, width: tl.constexpr, lanes: tl.constexpr,
-    rows: tl.constexpr, sink_tokens: tl.constexpr, TRELLIS: tl.constexpr, CENTERED: tl.constexpr,
-    MASK: tl.constexpr, CAP: tl.constexpr, IN_PLACE: tl.constexpr, ROWS: tl.constexpr, PAGED: tl.constexpr,
+    m_batch, m_head, m_row, m_token, softcap, heads, capacity, columns, share_blocks, splits, form: tl.constexpr,
 ):  # fmt: skip
     """One program: all query rows of a KV head, over a split of its low-bit tier. Logits of sinks are -inf.
 
-    width: w. CENTERED: rows of the keys' center, or 0. MASK, CAP: as in `triton_softmax`. Bytes per token: D·bits/8 of
-    codes, 2·D/g parameters, `bytes_of_logit`·R' written. FLOPs: 2·ROWS·D.
+    form: a `triton_query.Form`. Bytes per token: D·bits/8 of codes, 2·D/g parameters, `bytes_of_logit`·R' written.
+    FLOPs: 2·ROWS·D.
     """
+    D: tl.constexpr = form.dim
+    ROWS: tl.constexpr = form.padded
     B: tl.constexpr = BLOCK if D >= BLOCK else D
     NT: tl.constexpr = ROWS // 8
-    Q: tl.constexpr = (rows + 1) // 2
+    Q: tl.constexpr = (form.rows + 1) // 2
     LOAD: tl.constexpr = 2 if D >= 32 else 1
-    SHARED: tl.constexpr = not TRELLIS or (CENTERED > 0 and CENTERED != PER_TOKEN)
-    IN_LOG2: tl.constexpr = TRELLIS or CAP or MASK == 2 or CENTERED == PER_TOKEN
+    SHARED: tl.constexpr = not form.in_trellis or (form.center_rows > 0 and form.center_rows != PER_TOKEN)
+    IN_LOG2: tl.constexpr = form.in_trellis or form.is_capped or form.mask == 2 or form.center_rows == PER_TOKEN
     bh, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     batch = bh // heads
     cursor += batch * columns
@@ -110,14 +110,14 @@ def score_keys(
     offset = tl.load(unit + bh * (2 * ROWS) + ROWS + row)
     codes = codes.to(tl.pointer_type(tl.int32), bitcast=True)
     mask += batch * m_batch
-    if MASK == 1 or MASK == 2:
+    if form.mask == 1 or form.mask == 2:
         mask_rows, mask_token = thread_places(ROWS, 1)
-        mask_rows = mask_rows % rows
-        mask_at = (bh % heads * (rows // lanes) + mask_rows // lanes) * m_head + mask_rows % lanes * m_row
-        mask_at += mask_token * m_token
-    if CENTERED == PER_TOKEN:
+        mask_rows = mask_rows % form.rows
+        query_heads = bh % heads * (form.rows // form.lanes) + mask_rows // form.lanes
+        mask_at = query_heads * m_head + mask_rows % form.lanes * m_row + mask_token * m_token
+    if form.center_rows == PER_TOKEN:
         share_row, share_token = thread_places(ROWS, 4)
-        token_shares += (bh * rows + share_row % rows) * (share_blocks * 16) + share_token
+        token_shares += (bh * form.rows + share_row % form.rows) * (share_blocks * 16) + share_token
     # A record's logits [2, NT, g, q, j] and bases [2, NT, block, q].
     i = tl.arange(0, NT * 256)[None, :]
     pair = i // 256 * 4 + i // 8 % 4
@@ -130,39 +130,39 @@ def score_keys(
     peak = tl.full([ROWS, 8], -1e30, tl.float32)
     total = tl.zeros([ROWS, 8], tl.float32)
     last = -1
-    if sink_tokens > 0:
-        sink_index += batch * sink_tokens
-        for place in range(sink_tokens):
+    if form.sink_tokens > 0:
+        sink_index += batch * form.sink_tokens
+        for place in range(form.sink_tokens):
             last = tl.maximum(last, tl.load(sink_index + place) >> 6)
     for tile in range(begin, end):
         record = bh * (capacity // 64) + tile
         number = record
-        if PAGED:
+        if form.is_paged:
             token = tl.zeros([], tl.int64) + tile * 64
             number = place_in_page(cursor, bh % heads, token, heads, token >= 0) // 64
-        words = tl.load(codes + number * (16 * width) + tl.arange(0, 2 * D * bits))
-        keys = unpacked_keys(words, D, bits, TRELLIS, IN_PLACE, query.dtype.element_ty)
+        words = tl.load(codes + number * (16 * form.width) + tl.arange(0, 2 * D * form.bits))
+        keys = unpacked_keys(words, D, form.bits, form.in_trellis, form.in_place, query.dtype.element_ty)
         within = tl.arange(0, 8)[:, None] * 8 + tl.arange(0, 8)[None, :] + tile * 64  # [g, j]
         # The second half of the last record may have no tokens.
-        later = (tile * 64 + 32 < low_bit).to(tl.int32) if group == 32 else 0
-        if TRELLIS:
+        later = (tile * 64 + 32 < low_bit).to(tl.int32) if form.group == 32 else 0
+        if form.in_trellis:
             right = tl.permute(x, (1, 4, 3, 5, 6, 0, 2))
             y = tl.dot(keys, tl.reshape(right, [D, ROWS]), input_precision="ieee")
-        elif group == 32:
+        elif form.group == 32:
             params = key_params + number * (4 * D)
             first = tl.dot(keys, scaled_query(x, params, D), input_precision="ieee")
             y = tl.dot(keys, scaled_query(x, params + later * (2 * D), D), input_precision="ieee")
             y = tl.where((tl.arange(0, 64) % 8 < 4)[:, None], first, y)
         else:
-            params = key_params + number // (group // 64) * (2 * D)
+            params = key_params + number // (form.group // 64) * (2 * D)
             y = tl.dot(keys, scaled_query(x, params, D), input_precision="ieee")
         y = tl.permute(tl.reshape(y, [8, 8, ROWS]), (2, 1, 0))  # row, g, j
         if SHARED:  # what a group's tokens share: [ROWS, g]
-            at = shares + (bh * (capacity // group) + tile * 64 // group) * ROWS + row
+            at = shares + (bh * (capacity // form.group) + tile * 64 // form.group) * ROWS + row
             shared = tl.load(at)[:, None]
-            if group == 32:
+            if form.group == 32:
                 shared = tl.where((tl.arange(0, 8) < 4)[None, :], shared, tl.load(at + later * ROWS)[:, None])
-        if TRELLIS:
+        if form.in_trellis:
             scales = token_scales(key_params + number * 64, ROWS) * worth[:, None, None]
             y = (y + offset[:, None, None]) * scales
         elif IN_LOG2:
@@ -170,38 +170,38 @@ def score_keys(
         if IN_LOG2:
             if SHARED:
                 y += shared[:, :, None]
-            if CENTERED == PER_TOKEN:
+            if form.center_rows == PER_TOKEN:
                 y += from_threads(tl.load(token_shares + tile * 64), ROWS, 4) * LOG2E
-            y = capped(y, softcap * LOG2E, CAP)
-        if MASK == 3:
+            y = capped(y, softcap * LOG2E, form.is_capped)
+        if form.mask == 3:
             token = tl.arange(0, 256)[None, :]  # j, g, q
             at = tile * 64 + (token // 4 % 8 * 8 + token // 32)
-            seen = tl.load(mask + at * m_token, at < low_bit, 0) if group == 32 else tl.load(mask + at * m_token)
+            seen = tl.load(mask + at * m_token, at < low_bit, 0) if form.group == 32 else tl.load(mask + at * m_token)
             seen = tl.permute(tl.reshape(seen != 0, [8, 8, 4]), (1, 2, 0))
             y = tl.where(in_rows(seen, ROWS=ROWS), y, float("-inf"))
-        elif MASK > 0:
+        elif form.mask > 0:
             bias = tl.load(mask + (mask_at + tile * 64 * m_token), mask_token + tile * 64 < low_bit, 0)
-            if MASK == 1:
+            if form.mask == 1:
                 y = tl.where(from_threads(bias != 0, ROWS, 1), y, float("-inf"))
             else:
                 y += from_threads(bias.to(tl.float32), ROWS, 1) * LOG2E
-        if sink_tokens > 0:  # noqa: SIM102 - a constant, then a value
+        if form.sink_tokens > 0:  # noqa: SIM102 - a constant, then a value
             if tile <= last:  # most records have no sinks
-                for place in range(sink_tokens):
+                for place in range(form.sink_tokens):
                     y = tl.where((within == tl.load(sink_index + place))[None, :, :], float("-inf"), y)
-        if group == 32:
+        if form.group == 32:
             y = tl.where((within < low_bit)[None, :, :], y, float("-inf"))
         top = tl.max(tl.reshape(tl.max(y, 2), [ROWS, 4, 2]), 2)
         if not IN_LOG2:
             top = top * worth[:, None]
             y = y * worth[:, None, None]
-        if sink_tokens > 0 or MASK > 0 or group == 32:
+        if form.sink_tokens > 0 or form.mask > 0 or form.group == 32:
             top = tl.maximum(top, NOTHING_SEEN)
         bases = tl.reshape(tl.broadcast_to(top[:, :, None], [ROWS, 4, 2]), [ROWS, 8])
         above = y - bases[:, :, None]
         if SHARED and not IN_LOG2:
             bases += shared
-            if group == 32:
+            if form.group == 32:
                 shared = tl.max(tl.reshape(shared, [ROWS, 4, 2]), 2)
             top += shared
         offsets = tl.permute(tl.reshape(above.to(logits.dtype.element_ty), [NT, 4, 2, 8, 8]), (2, 0, 3, 1, 4))
@@ -234,28 +234,25 @@ def attend_keys(inputs: DecodeInputs, logits: Tensor, base: Tensor) -> Sums:
     center_shares = unit
     if centered:
         center_shares = share_of_center(q, keys_center, cursor, capacity, group, inputs.scale)
-    steps, paged = centered == STEPPED, has_table(cursor)
-    place_bits = 2 if in_trellis else layout.key_bits
-    # Codes stay at their place in a byte if it is the same for all tokens.
-    in_place = dim // 8 >= (8 if in_trellis else 8 // layout.key_bits)
-    common = dict(
-        heads=heads, capacity=capacity, columns=cursor.stride(0), share_blocks=center_shares.shape[-1] // 16,
-        D=dim, group=group, lanes=lanes, rows=query_heads // heads * lanes, IN_PLACE=in_place, ROWS=padded, PAGED=paged,
+    kind_of_mask, mask, strides = inputs.mask
+    form = Form(
+        dim, layout.key_bits, group, codes.shape[3], lanes, query_heads // heads * lanes, padded,
+        tiers.sink_index.shape[2], centered, kind_of_mask, inputs.softcap is not None, in_trellis,
+        # Codes stay at their place in a byte if it is the same for all tokens.
+        dim // 8 >= (8 if in_trellis else 8 // layout.key_bits), has_table(cursor),
     )  # fmt: skip
-    chunks = triton.cdiv(capacity // group, GROUPS) if steps or not in_trellis else 1
+    common = dict(
+        heads=heads, capacity=capacity, columns=cursor.stride(0), share_blocks=center_shares.shape[-1] // 16, form=form
+    )
+    chunks = triton.cdiv(capacity // group, GROUPS) if centered == STEPPED or not in_trellis else 1
     prepare_query[batch * heads, chunks](
-        q, key_params, center_shares, cursor, query, unit, shares,
-        q_batch=q.stride(0), q_head=q.stride(1), q_lane=q.stride(2), scale=inputs.scale, d=d, bits=place_bits,
-        TURNED=rotation_block(d) if layout.is_rotated else 1, LEVELS=not in_trellis, CENTERED=steps, GROUPS=GROUPS,
-        **common, num_warps=max(4, padded // 2),
+        q, key_params, center_shares, cursor, query, unit, shares, q.stride()[:3], scale=inputs.scale, d=d,
+        TURNED=rotation_block(d) if layout.is_rotated else 1, GROUPS=GROUPS, **common, num_warps=max(4, padded // 2),
     )  # fmt: skip
     sums = empty_sums(batch * heads, splits, padded, 0, q.device)
-    kind_of_mask, mask, strides = inputs.mask
     score_keys[batch * heads, splits](
         query, unit, shares, center_shares, codes, key_params, q if mask is None else mask, cursor, tiers.sink_index,
-        logits, base, sums.peaks, sums.totals,
-        **strides, softcap=inputs.softcap or 1.0, splits=splits, bits=layout.key_bits, width=codes.shape[3],
-        sink_tokens=tiers.sink_index.shape[2], TRELLIS=in_trellis, CENTERED=centered, MASK=kind_of_mask,
-        CAP=inputs.softcap is not None, **common, num_warps=1, num_stages=1,
+        logits, base, sums.peaks, sums.totals, **strides, softcap=inputs.softcap or 1.0, splits=splits, **common,
+        num_warps=1, num_stages=1,
     )  # fmt: skip
     return sums

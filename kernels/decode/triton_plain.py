@@ -16,7 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specache_compile.kernels.attention.kept_logits import LOGIT_BLOCK, LOWEST, OCTET
+from specache_compile.kernels.attention.kept_logits import LOGIT_BLOCK, LOWEST
+from specache_compile.kernels.attention.triton_kept import place_of_base, place_of_logit
 from specache_compile.kernels.attention.triton_softmax import LOG2E, biased, capped, finite, shown
 from specache_compile.kernels.codes.records import RECORD, stored_dim
 from specache_compile.kernels.codes.triton_levels import read_scale, read_zero
@@ -29,7 +30,7 @@ from specache_compile.kernels.state.triton_sinks import sinks_among
 
 from .triton_decode import MASK_STRIDES, DecodeInputs, Sums, empty_sums, rows_of, splits_of
 
-TOKENS, BLOCK, EIGHT, LEAST = (tl.constexpr(size) for size in (RECORD, LOGIT_BLOCK, OCTET, LOWEST))
+TOKENS, BLOCK, LEAST = (tl.constexpr(size) for size in (RECORD, LOGIT_BLOCK, LOWEST))
 # Kinds of rows: pairs in q's dtype; 8-bit codes with parameters; e4m3 codes, converted by arithmetic or natively.
 PAIRS, LEVELS, E4M3, NATIVE = (tl.constexpr(kind) for kind in range(4))
 # Weights are at most 1. Multiplied by this, those of a long context are normal numbers in float16.
@@ -91,36 +92,17 @@ def load_values(
 
 
 @triton.jit
-def kept_at(head_records, token, row, pairs: tl.constexpr):
-    """Return the indices of kept logits, and of their bases. head_records: the head's first record."""
-    half = (head_records + token // TOKENS) * 2 + row % 2
-    place = token % TOKENS
-    logit = ((half * (TOKENS // EIGHT) + place // EIGHT) * pairs + row // 2) * EIGHT + place % EIGHT
-    return logit, (half * (TOKENS // BLOCK) + place // BLOCK) * pairs + row // 2
-
-
-@triton.jit
-def keep(logits, kept, base, head_records, start, low_bit, rows: tl.constexpr):
-    """Store logits [ROWS, tokens] of the tokens from `start` on, above the largest of each 16. rows: R."""
-    pairs: tl.constexpr = (rows + 1) // 2
+def keep(logits, kept, base, start, low_bit, PAIRS: tl.constexpr):
+    """Store a head's logits [ROWS, tokens] from token `start` on, above the largest of each 16."""
     blocks: tl.constexpr = logits.shape[1] // BLOCK
     row = tl.arange(0, logits.shape[0])[:, None]
     logits = tl.reshape(logits, [logits.shape[0], blocks, BLOCK])
     highest = tl.maximum(tl.max(logits, 2), LEAST)
     token = start + tl.arange(0, blocks)[None, :] * BLOCK
-    there = (token < low_bit) & (row < 2 * pairs)
-    tl.store(base + kept_at(head_records, token, row, pairs)[1], highest, there)
-    token = token[:, :, None] + tl.arange(0, BLOCK)[None, None, :]
-    at = kept_at(head_records, token, row[:, :, None], pairs)[0]
+    there = (token < low_bit) & (row < 2 * PAIRS)
+    tl.store(base + place_of_base(token // BLOCK, row, PAIRS), highest, there)
+    at = place_of_logit(token[:, :, None] + tl.arange(0, BLOCK)[None, None, :], row[:, :, None], PAIRS)
     tl.store(kept + at, (logits - highest[:, :, None]).to(kept.dtype.element_ty), there[:, :, None])
-
-
-@triton.jit
-def kept_weights(kept, base, lse, head_records, token, there, row, rows: tl.constexpr):
-    """Return log2 of the weights [ROWS, tokens] by kept logits; -inf for tokens that are not `there`. row: below R."""
-    logit_at, base_at = kept_at(head_records, token[None, :], row[:, None], (rows + 1) // 2)
-    above = tl.load(kept + logit_at, there[None, :], float("-inf")).to(tl.float32)
-    return above + (tl.load(base + base_at, there[None, :], 0.0) - lse[:, None])
 
 
 @triton.jit(do_not_specialize=[*MASK_STRIDES, "capacity", "columns", "splits"])
@@ -160,6 +142,9 @@ def attend_rows(
     exact: tl.constexpr = q.dtype.element_ty
     kind: tl.constexpr = tl.float16 if KIND >= E4M3 and exact == tl.bfloat16 else exact
     lift: tl.constexpr = LIFT if kind == tl.float16 else 1.0
+    PAIRS: tl.constexpr = (rows + 1) // 2
+    kept += bh * capacity * (2 * PAIRS)
+    base += bh * (capacity // BLOCK) * (2 * PAIRS)
     if KEYS:
         query = tl.load(q + (bh * rows + row)[:, None] * d + channel[None, :], inside[None, :], 0.0)
         worth = tl.full([ROWS], 1.0, tl.float32) * scale
@@ -199,13 +184,16 @@ def attend_rows(
             seen = shown(seen, mask, token * m_token, MASK)[None, :] & (row >= 0)[:, None]
             logits = biased(logits, mask, mask_row[:, None] + (token * m_token)[None, :], seen, MASK) * LOG2E
             if not VALUES:
-                keep(logits, kept, base, bh * (capacity // TOKENS), start, count, rows=rows)
+                keep(logits, kept, base, start, count, PAIRS=PAIRS)
             higher = tl.maximum(peak, tl.max(logits, 1))
             weights = tl.exp2(logits - finite(higher)[:, None])
             shrink = tl.exp2(peak - finite(higher))
             peak = higher
         else:
-            logits = kept_weights(kept, base, least, bh * (capacity // TOKENS), token, there, row, rows=rows)
+            at_row, at_token = row[:, None], token[None, :]
+            above = tl.load(kept + place_of_logit(at_token, at_row, PAIRS), there[None, :], float("-inf"))
+            bases = tl.load(base + place_of_base(at_token // BLOCK, at_row, PAIRS), there[None, :], 0.0)
+            logits = above.to(tl.float32) + (bases - least[:, None])
             weights = tl.exp2(logits)
         visited = True
         if SKIPS:

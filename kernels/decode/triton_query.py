@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
 from specache_compile.kernels.codes.records import PARAM_BLOCK, VECTOR
+from specache_compile.kernels.state.triton_center import STEPPED_ROWS
 from specache_compile.kernels.state.triton_cursor import AT_LOW_BIT, place_in_page
 from specache_compile.kernels.state.triton_rotate import hadamard
 
@@ -20,6 +22,30 @@ LOWEST_BIT = tl.constexpr(2.0**-24)
 GROUPS = 64
 
 
+class Form(NamedTuple):
+    """What `prepare_query` and `score_keys` are compiled for.
+
+    dim: D. width: bytes of a token's codes. rows: R; later ones of the `padded` rows repeat them.
+    center_rows: rows of the keys' center, or 0. mask, is_capped: as MASK and CAP in `triton_softmax`.
+    in_place: as in `fields_of`.
+    """
+
+    dim: int
+    bits: int
+    group: int
+    width: int
+    lanes: int
+    rows: int
+    padded: int
+    sink_tokens: int
+    center_rows: int
+    mask: int
+    is_capped: bool
+    in_trellis: bool
+    in_place: bool
+    is_paged: bool
+
+
 @triton.jit
 def power_of_two(exponent):
     """Return 2**exponent for exponents of normal numbers."""
@@ -29,27 +55,30 @@ def power_of_two(exponent):
 @triton.jit(do_not_specialize=["capacity", "columns", "share_blocks"])
 def prepare_query(
     # q [B, Hq, lanes, d]; key_params [B, H, C/g, 2, D], unused without levels; center_shares [B, Hq, lanes,
-    # share_blocks · 16] float32, one per group, unused if not CENTERED; cursor int64 [B, 4].
+    # share_blocks · 16] float32, one per group, unused without a stepped center; cursor int64 [B, 4].
     q, key_params, center_shares, cursor,
     # Written: query [B·H, ROWS · D] float16 or float32, in fragment order; unit [B·H, 2, ROWS] float32: what converts a
     # product to log2 units, and -3/2 of a row's sum; shares [B·H, C/g, ROWS] float32, in log2 units.
     query, unit, shares,
-    q_batch, q_head, q_lane, scale, heads, capacity, columns, share_blocks,
-    d: tl.constexpr, D: tl.constexpr, bits: tl.constexpr, group: tl.constexpr, lanes: tl.constexpr,
-    rows: tl.constexpr, TURNED: tl.constexpr, LEVELS: tl.constexpr, CENTERED: tl.constexpr, IN_PLACE: tl.constexpr,
-    ROWS: tl.constexpr, GROUPS: tl.constexpr, PAGED: tl.constexpr,
+    q_strides, scale, heads, capacity, columns, share_blocks,
+    d: tl.constexpr, TURNED: tl.constexpr, GROUPS: tl.constexpr, form: tl.constexpr,
 ):  # fmt: skip
     """One program: all query rows of a KV head; the first also stores them. Then what GROUPS groups' logits share.
 
-    rows: G·lanes. TURNED: channels that are rotated together, or 1. LEVELS: keys have zero points; else they are in the
-    trellis code. Bytes per group: 2·D parameters read, 4·ROWS written. FLOPs: 2·ROWS·D per group.
+    TURNED: channels that are rotated together, or 1. Bytes per group: 2·D parameters read, 4·ROWS written. FLOPs:
+    2·ROWS·D per group.
     """
+    D: tl.constexpr = form.dim
+    ROWS: tl.constexpr = form.padded
+    place_bits: tl.constexpr = 2 if form.in_trellis else form.bits
+    is_centered: tl.constexpr = form.center_rows == STEPPED_ROWS
     kind: tl.constexpr = query.dtype.element_ty
     bh, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     batch, head = bh // heads, bh % heads
     row, channel = tl.arange(0, ROWS), tl.arange(0, D)
-    number = row % rows
-    at = q + batch * q_batch + (head * (rows // lanes) + number // lanes) * q_head + number % lanes * q_lane
+    number = row % form.rows
+    query_head = head * (form.rows // form.lanes) + number // form.lanes
+    at = q + batch * q_strides[0] + query_head * q_strides[1] + number % form.lanes * q_strides[2]
     x = tl.load(at[:, None] + channel[None, :], (channel < d)[None, :], 0.0).to(tl.float32)
     if TURNED > 1:
         x = tl.reshape(hadamard(tl.reshape(x, [ROWS * D // TURNED, TURNED])), [ROWS, D])
@@ -59,9 +88,9 @@ def prepare_query(
     worth = power_of_two(exponent) * (scale * LOG2E)
     if chunk == 0:
         level: tl.constexpr = LOWEST_BIT if kind == tl.float16 else 1.0
-        place = (channel // 8 if LEVELS else channel // 16) % (8 // bits) * bits
+        place = (channel // 16 if form.in_trellis else channel // 8) % (8 // place_bits) * place_bits
         lifted = x
-        if IN_PLACE:
+        if form.in_place:
             lifted = x * power_of_two(-place)[None, :]
         LOAD: tl.constexpr = 8 if D >= 32 else 4
         lifted = tl.reshape(lifted, [ROWS // 8, 8, D // (4 * LOAD), LOAD // 2, 4, 2])
@@ -69,21 +98,21 @@ def prepare_query(
         tl.store(query + bh * (ROWS * D) + tl.arange(0, ROWS * D), lifted.to(kind))
         tl.store(unit + bh * (2 * ROWS) + row, worth * (1.0 / level))
         tl.store(unit + bh * (2 * ROWS) + ROWS + row, tl.sum(x, 1) * (-1.5 * level))
-    if LEVELS or CENTERED:
+    if not form.in_trellis or is_centered:
         number = chunk * GROUPS + tl.arange(0, GROUPS)
         cursor += batch * columns
-        there = number * group < tl.load(cursor + AT_LOW_BIT)
+        there = number * form.group < tl.load(cursor + AT_LOW_BIT)
         share = tl.zeros([GROUPS, ROWS], tl.float32)
-        if LEVELS:
-            first = bh * (capacity // group) + number
-            if PAGED:
-                token = tl.zeros([GROUPS], tl.int64) + number * group
-                first = place_in_page(cursor, head, token, heads, there) // group
+        if not form.in_trellis:
+            first = bh * (capacity // form.group) + number
+            if form.is_paged:
+                token = tl.zeros([GROUPS], tl.int64) + number * form.group
+                first = place_in_page(cursor, head, token, heads, there) // form.group
             share = share_of_zeros(key_params + first * (2 * D), there, x, kind, D=D) * worth[None, :]
-        if CENTERED:
-            at = (bh * rows + row % rows) * (share_blocks * 16)
+        if is_centered:
+            at = (bh * form.rows + row % form.rows) * (share_blocks * 16)
             share += tl.load(center_shares + at[None, :] + number[:, None], there[:, None], 0.0) * LOG2E
-        at = (bh * (capacity // group) + number) * ROWS
+        at = (bh * (capacity // form.group) + number) * ROWS
         tl.store(shares + at[:, None] + row[None, :], share, there[:, None])
 
 

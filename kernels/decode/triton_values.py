@@ -25,12 +25,15 @@ memory, no barrier, and no layout conversion.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.runtime import JITFunction
 
+from specache_compile.kernels.attention.kept_logits import row_pairs
 from specache_compile.kernels.codes.records import RECORD, stored_dim
 from specache_compile.kernels.codes.trellis import is_trellis
 from specache_compile.kernels.decode.triton_value_words import (
@@ -53,6 +56,27 @@ PROGRAMS = 20
 LOOK = 16
 
 
+class Form(NamedTuple):
+    """What `sum_values` is compiled for.
+
+    dim: D. width: bytes of a token's codes. groups: D / gv. rows: query rows of a program. pairs: R'/2.
+    nest: see `nested_fields`; 0: one field at a time. is_partial: the last record may be half full.
+    has_prmt: the device has the instruction of `upper_bytes`.
+    """
+
+    dim: int
+    width: int
+    bits: int
+    groups: int
+    rows: int
+    pairs: int
+    nest: int
+    in_trellis: bool
+    is_partial: bool
+    is_paged: bool
+    has_prmt: bool
+
+
 @triton.jit
 def right_side(weights):
     """Return weights [2, NT, 8, 4, 2, 2, 2] as the right side of a product with codes, [64, ROWS]."""
@@ -71,37 +95,39 @@ def by_thread(sums):
 def with_record(
     # Sums of values [D/GROUPS, ROWS] of each group of channels, sums of zeros [16, ROWS] of each, and the weights' sum.
     sums,
-    # As in `sum_values`, from the head's first record on; logits and base at the record's places; what weights are
-    # relative to [NT, 8, 4]; the row's cursor, the KV head, and the number of low-bit tokens.
-    tile, codes, value_params, logits, base, shift, cursor, head, heads, low_bit,
-    D: tl.constexpr, width: tl.constexpr, bits: tl.constexpr, GROUPS: tl.constexpr, TRELLIS: tl.constexpr,
-    NEST: tl.constexpr, PARTIAL: tl.constexpr, PAGED: tl.constexpr, PRMT: tl.constexpr, kind: tl.constexpr,
+    # As in `sum_values`, from the head's first record on; what weights are relative to [NT, 8, 4]; places of a record's
+    # logits and bases; the row's cursor, the KV head, and the number of low-bit tokens.
+    tile, codes, value_params, logits, base, shift, logits_at, base_at, cursor, head, heads, low_bit,
+    form: tl.constexpr, kind: tl.constexpr,
 ):  # fmt: skip
     """Return the sums with those of record `tile`."""
-    NT: tl.constexpr = base.shape[0] // 32
+    NT: tl.constexpr = form.rows // 8
+    D: tl.constexpr = form.dim
+    GROUPS: tl.constexpr = form.groups
     number, left = tile, low_bit - tile * 64
-    if PAGED:
+    if form.is_paged:
         token = tl.zeros([], tl.int64) + tile * 64
         number = place_in_page(cursor, head, token, heads, token >= 0) // 64
-    words = tl.load(codes + number * (16 * width) + tl.arange(0, 2 * D * bits))
-    params = value_params + number * (64 if TRELLIS else 128 * GROUPS)
-    if PARTIAL:
+    logits = logits + tile * (128 * form.pairs) + logits_at
+    words = tl.load(codes + number * (16 * form.width) + tl.arange(0, 2 * D * form.bits))
+    params = value_params + number * (64 if form.in_trellis else 128 * GROUPS)
+    if form.is_partial:
         here = tl.arange(0, NT * 256) // 8 % 4 * 16 < left
         above = tl.load(logits, tl.broadcast_to(here[None, :], [2, NT * 256]), float("-inf"))
     else:
         above = tl.load(logits)
-    over = tl.reshape(tl.load(base), [NT, 8, 4]) - shift
+    over = tl.reshape(tl.load(base + tile * (8 * form.pairs) + base_at), [NT, 8, 4]) - shift
     above = tl.reshape(above.to(tl.float32), [2, NT, 8, 4, 8])
     weights = tl.reshape(tl.exp2(above + over[None, :, :, :, None]).to(kind), [2, NT, 8, 4, 2, 2, 2])
-    values = unpacked_values(words, D, bits, TRELLIS, NEST, PRMT, kind)
+    values = unpacked_values(words, D, form.bits, form.in_trellis, form.nest, form.has_prmt, kind)
     ones = tl.full([16, 64], 1.0, tl.float32).to(kind)
     found, offsets = (), ()
-    if TRELLIS:
-        scaled = right_side(weights * token_scales(params, left, PARTIAL, kind))
+    if form.in_trellis:
+        scaled = right_side(weights * token_scales(params, left, form.is_partial, kind))
         found = (tl.dot(values, scaled, sums[0], input_precision="ieee"),)
         offsets = (tl.dot(ones, scaled, sums[1], input_precision="ieee"),)
     else:
-        scales, zeros = level_params(params, left, GROUPS, PARTIAL, kind)
+        scales, zeros = level_params(params, left, GROUPS, form.is_partial, kind)
         values = tl.permute(tl.reshape(values, [GROUPS, D // GROUPS, 64]), (1, 2, 0))
         parts = columns_of(tl.reshape(values, [D // GROUPS * 64, GROUPS]), GROUPS)
         for group in tl.static_range(GROUPS):
@@ -123,18 +149,20 @@ def sum_values(
     partial, peaks, totals,
     # log2 of the weights to skip; H; C in tokens; columns of the cursor; number of splits.
     cut, heads, capacity, columns, splits,
-    D: tl.constexpr, width: tl.constexpr, bits: tl.constexpr, GROUPS: tl.constexpr, rows: tl.constexpr,
-    TRELLIS: tl.constexpr, SKIP: tl.constexpr, NEST: tl.constexpr, PARTIAL: tl.constexpr, ROWS: tl.constexpr,
-    ALL_ROWS: tl.constexpr, LOOK: tl.constexpr, PAGED: tl.constexpr, PRMT: tl.constexpr, kind: tl.constexpr,
+    form: tl.constexpr, rows: tl.constexpr, SKIP: tl.constexpr, ALL_ROWS: tl.constexpr, LOOK: tl.constexpr,
+    kind: tl.constexpr,
 ):  # fmt: skip
-    """One program: ROWS of the query rows of a KV head, over a split of its low-bit tier.
+    """One program: some query rows of a KV head, over a split of its low-bit tier.
 
-    width: w. GROUPS: D / gv. rows: R. SKIP: with `cut`. NEST: see `nested_fields`; 0: one field at a time. PARTIAL: the
-    last record may be half full. kind: dtype of products. Bytes per token: D·bits/8 of codes, 2·GROUPS parameters,
-    `bytes_of_logit`·R'. FLOPs: 2·ROWS·D.
+    form: a `Form`. rows: R. SKIP: with `cut`. LOOK: records whose bases are compared with it at once. kind: dtype of
+    products. Bytes per token: D·bits/8 of codes, 2·GROUPS parameters, `bytes_of_logit`·R'. FLOPs: 2·ROWS·D.
     """
+    ROWS: tl.constexpr = form.rows
     NT: tl.constexpr = ROWS // 8
-    Q: tl.constexpr = (rows + 1) // 2
+    D: tl.constexpr = form.dim
+    GROUPS: tl.constexpr = form.groups
+    Q: tl.constexpr = form.pairs
+    TRELLIS: tl.constexpr = form.in_trellis
     EIGHT: tl.constexpr = value_params.dtype.element_ty == tl.uint8
     # log2 of the units of weights, of scales, of codes, and of zero points.
     LIFT: tl.constexpr = 64 if kind == tl.bfloat16 else 0
@@ -148,9 +176,9 @@ def sum_values(
     tiles = (low_bit + 63) // 64
     first_record = bh * (capacity // 64)
     lse += bh * rows
-    codes = codes.to(tl.pointer_type(tl.int32), bitcast=True) + (16 * width - 2 * D * bits)
-    if not PAGED:
-        codes += first_record * (16 * width)
+    codes = codes.to(tl.pointer_type(tl.int32), bitcast=True) + (16 * form.width - 2 * D * form.bits)
+    if not form.is_paged:
+        codes += first_record * (16 * form.width)
         value_params += first_record * (64 if TRELLIS else 128 * GROUPS)
     logits += first_record * (128 * Q)
     base += first_record * (8 * Q)
@@ -173,29 +201,22 @@ def sum_values(
         BASES: tl.constexpr = triton.next_power_of_2(8 * Q)
         which = tl.arange(0, BASES) % (8 * Q)
         least = tl.load(lse + (which % Q * 2 + which // (4 * Q)) % rows) + cut
-        for start in range(split, tiles, splits * LOOK):
+    for start in range(split, tiles, splits * LOOK):
+        if SKIP:
             looked = start + tl.arange(0, LOOK) * splits
             at = base + looked[:, None] * (8 * Q) + which[None, :]
             bases = tl.load(at, (looked < tiles)[:, None], float("-inf"))
-            visited = tl.max((bases >= least[None, :]).to(tl.int32), 1)
-            visited = tl.sum(visited << tl.arange(0, LOOK), 0)
-            for place in range(LOOK):
-                if (visited >> place) & 1 != 0:
-                    tile = start + place * splits
-                    sums = with_record(
-                        sums, tile, codes, value_params, logits + tile * (128 * Q) + logits_at,
-                        base + tile * (8 * Q) + base_at, shift, cursor, head, heads, low_bit,
-                        D=D, width=width, bits=bits, GROUPS=GROUPS, TRELLIS=TRELLIS, NEST=NEST, PARTIAL=PARTIAL,
-                        PAGED=PAGED, PRMT=PRMT, kind=kind,
-                    )  # fmt: skip
-    else:
-        for tile in range(split, tiles, splits):
-            sums = with_record(
-                sums, tile, codes, value_params, logits + tile * (128 * Q) + logits_at,
-                base + tile * (8 * Q) + base_at, shift, cursor, head, heads, low_bit,
-                D=D, width=width, bits=bits, GROUPS=GROUPS, TRELLIS=TRELLIS, NEST=NEST, PARTIAL=PARTIAL,
-                PAGED=PAGED, PRMT=PRMT, kind=kind,
-            )  # fmt: skip
+            found = tl.max((bases >= least[None, :]).to(tl.int32), 1)
+            found = tl.sum(found << tl.arange(0, LOOK), 0)
+        for place in range(LOOK):
+            visited = True
+            if SKIP:
+                visited = (found >> place) & 1 != 0
+            if visited:
+                sums = with_record(
+                    sums, start + place * splits, codes, value_params, logits, base, shift, logits_at, base_at,
+                    cursor, head, heads, low_bit, form=form, kind=kind,
+                )  # fmt: skip
 
     # In these shapes the stores' layouts are those of the loads and of a product: no shared memory is needed.
     first = (bh * splits + split) * ALL_ROWS + first_row
@@ -207,13 +228,13 @@ def sum_values(
     GROUP: tl.constexpr = D // GROUPS
     i, j = tl.arange(0, GROUP * ROWS) // 32, tl.arange(0, GROUP * ROWS) % 32
     out_at = (first + i // 2 % NT * 8 + j % 4 * 2 + i % 2) * D + i // (2 * NT) * 8 + j // 4
-    level_bits: tl.constexpr = 2 if TRELLIS else bits
+    level_bits: tl.constexpr = 2 if TRELLIS else form.bits
     INNER: tl.constexpr = 16 if TRELLIS else 8
     for group in tl.static_range(GROUPS):
         channel = group * GROUP + tl.arange(0, GROUP)
         result = sums[group] * 2.0 ** -(LIFT + SCALE + CODE)
-        if NEST > 0:
-            result = single_sums(result, NEST, INNER)
+        if form.nest > 0:
+            result = single_sums(result, form.nest, INNER)
             result = result / (1 << channel // INNER % (8 // level_bits) * level_bits).to(tl.float32)[:, None]
         offset = tl.max(sums[GROUPS + group], 0)
         if TRELLIS:
@@ -252,13 +273,16 @@ def attend_values(inputs: DecodeInputs, logits: Tensor, base: Tensor, lse: Tenso
     parts, groups = all_rows // rows, tiers.value_params.shape[4]
     splits = splits_of(batch * heads * parts, triton.cdiv(capacity, RECORD), q.device, PROGRAMS)
     sums = empty_sums(batch * heads, splits, all_rows, dim, q.device)
+    form = Form(
+        dim, tiers.codes.shape[3], bits, groups, rows, row_pairs(q, heads),
+        nested(dim, bits, in_trellis, dim // groups), in_trellis, group_of(tiers) < RECORD, has_table(cursor),
+        IS_COMPILED,
+    )  # fmt: skip
     sum_values[batch * heads, splits, parts](
         tiers.codes, tiers.value_params, logits, base, lse, cursor, *sums,
         cut=cut or 0.0, heads=heads, capacity=capacity, columns=cursor.stride(0), splits=splits,
-        D=dim, width=tiers.codes.shape[3], bits=bits, GROUPS=groups, rows=query_heads // heads * lanes,
-        TRELLIS=in_trellis, SKIP=bool(cut), NEST=nested(dim, bits, in_trellis, dim // groups),
-        PARTIAL=group_of(tiers) < RECORD, ROWS=rows, ALL_ROWS=all_rows, LOOK=LOOK,
-        PAGED=has_table(cursor), PRMT=IS_COMPILED, kind=kind_of(q.dtype), num_warps=1, num_stages=1,
+        form=form, rows=query_heads // heads * lanes, SKIP=bool(cut), ALL_ROWS=all_rows, LOOK=LOOK if cut else 1,
+        kind=kind_of(q.dtype), num_warps=1, num_stages=1,
     )  # fmt: skip
     return sums
 

@@ -96,7 +96,7 @@ def prefetch(
     """Run `tier_ops.prefetch` on the copy stream, after all work that the main stream has so far."""
     from .triton_copy import gather
 
-    if deferred.is_made_first(slots):
+    if deferred.end_of(slots) is not None:
         return
     if not host.is_pinned():  # the GPU cannot read it, so the host copies synchronously
         tiers.refill(selected, pairs_of(host, cursor), slots, slot_index, fetched)

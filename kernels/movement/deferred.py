@@ -63,13 +63,8 @@ def made_first(fetches: Sequence[Fetch], ended: Callable[[], Any]) -> Iterator[N
         _made_first.clear()
 
 
-def is_made_first(slots: Tensor) -> bool:
-    """Return whether the step that is recorded has already made the fetch into these slots."""
-    return slots.data_ptr() in _made_first
-
-
 def end_of(slots: Tensor) -> Any:
-    """Return the event after that fetch, or None."""
+    """Return the event after the fetch into these slots that the recorded step has made first, or None."""
     return _made_first.get(slots.data_ptr())
 
 

@@ -3,8 +3,8 @@
 It is limited by copy bandwidth. The device reads all lengths, so that a decode step can be captured.
 """
 
-# Strides k_batch, k_head, k_token are those of k [B, H, T, d] in elements, v_batch, ... those of v, with contiguous
-# channels and tiers. d channels, groups of g tokens or gv channels, capacity of C tokens, window of W tokens.
+# k_strides are the first three strides of k [B, H, T, d] in elements, v_strides those of v; channels and tiers are
+# contiguous. d channels, groups of g tokens or gv channels, capacity of C tokens, window of W tokens.
 
 from __future__ import annotations
 
@@ -37,23 +37,37 @@ NUMBERS = 1024
 SCRATCH = 32 << 20
 
 
+@triton.jit
+def load_leaving(
+    # As in `load_pairs`; sink_pairs [B, H, S, 2, d] and sink_index [B, 1, S] int32.
+    new, strides, recent, sink_pairs, sink_index, tokens, channel, bh, heads, length,
+    WHICH: tl.constexpr, window: tl.constexpr, sink_tokens: tl.constexpr, d: tl.constexpr, APART: tl.constexpr = False,
+):  # fmt: skip
+    """Load keys or values of `tokens`; those of sinks go unchanged to sink_pairs, except if APART."""
+    inside = channel < d
+    found = load_pairs(new, strides, recent, tokens, channel, inside, bh, heads, length, WHICH, window, d, APART)
+    if not APART:
+        head_sinks, sink_row = sink_pairs + bh * (sink_tokens * 2 * d), sink_index + bh // heads * sink_tokens
+        keep_sinks(found, tokens, channel, inside, head_sinks, sink_row, WHICH=WHICH, sink_tokens=sink_tokens, d=d)
+    return found
+
+
 @triton.jit(do_not_specialize=["heads", "columns", "done"])
-def rotate_groups(
-    # k and v [B, H, T, d]; cursor [B, 4]; recent [B, H, W, 2, d]; center float32 [B, H, CENTERED, d],
-    # anything where keys are not centered; sink_index [B, 1, S] int32; written: turned
-    # [B, H, room, 2, d], a ring, and sink_pairs [B, H, S, 2, d].
-    k, v, cursor, recent, center, sink_index, turned, sink_pairs,
-    k_batch, k_head, k_token, v_batch, v_head, v_token,
-    # H; columns of the cursor; tokens that have left the window in earlier launches.
-    heads, columns, done,
+def copy_groups(
+    # k and v [B, H, T, d]; cursor [B, 4]; recent [B, H, W, 2, d]; center float32 [B, H, CENTERED, d], unused if keys
+    # are not centered; sink_index [B, 1, S] int32. Written: pairs, a ring [B, H, room, 2, d] or a low-bit tier of 16
+    # bits [B, H, C, 2·d]; sink_pairs [B, H, S, 2, d].
+    k, v, cursor, recent, center, sink_index, pairs, sink_pairs, k_strides, v_strides,
+    # H; C in tokens; columns of the cursor; tokens that have left the window in earlier launches.
+    heads, capacity, columns, done,
     d: tl.constexpr, window: tl.constexpr, group: tl.constexpr, room: tl.constexpr, block: tl.constexpr,
-    sink_tokens: tl.constexpr, TURNED: tl.constexpr, CENTERED: tl.constexpr, BLOCK: tl.constexpr,
+    sink_tokens: tl.constexpr, TURNED: tl.constexpr, CENTERED: tl.constexpr, PAGED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK tokens of one head that leave the window, `block` channels of keys and values. Token t goes to
-    t mod room, and a sink unchanged to its slot in sink_pairs. sink_tokens: S. TURNED: rotate the pairs. CENTERED: rows
-    of the center, which is subtracted from the keys first; 0 for none.
+    t mod room of the ring, or if room is 0 to its place in the tier. sink_tokens: S. TURNED: rotate the pairs.
+    CENTERED: rows of the center, which is subtracted from the keys first; 0 for none. PAGED: the tier is in pages.
 
-    Bytes a pair: 4·d read, 4·d written. FLOPs: 2·d·log2(block).
+    Bytes a pair: 4·d read, 4·d written. FLOPs: 2·d·log2(block) if TURNED.
     """
     bh = tl.program_id(0).to(tl.int64)
     cursor += (bh // heads) * columns
@@ -63,20 +77,14 @@ def rotate_groups(
         return
     tokens = (start + tl.arange(0, BLOCK))[:, None]
     channel = (tl.program_id(2) * block + tl.arange(0, block))[None, :]
-    k_base = (bh // heads) * k_batch + (bh % heads) * k_head
-    v_base = (bh // heads) * v_batch + (bh % heads) * v_head
-    place = turned + ((bh * room + tokens % room) * 2) * d + channel
-    key = load_pairs(
-        k, recent, tokens, channel, channel < d,
-        bh=bh, head_base=k_base, stride=k_token, length=length, WHICH=0, window=window, d=d, APART=False,
+    key = load_leaving(
+        k, k_strides, recent, sink_pairs, sink_index, tokens, channel, bh, heads, length,
+        WHICH=0, window=window, sink_tokens=sink_tokens, d=d,
     )  # fmt: skip
-    value = load_pairs(
-        v, recent, tokens, channel, channel < d,
-        bh=bh, head_base=v_base, stride=v_token, length=length, WHICH=1, window=window, d=d, APART=False,
+    value = load_leaving(
+        v, v_strides, recent, sink_pairs, sink_index, tokens, channel, bh, heads, length,
+        WHICH=1, window=window, sink_tokens=sink_tokens, d=d,
     )  # fmt: skip
-    head_sinks, sink_row = sink_pairs + bh * (sink_tokens * 2 * d), sink_index + bh // heads * sink_tokens
-    keep_sinks(key, tokens, channel, channel < d, head_sinks, sink_row, WHICH=0, sink_tokens=sink_tokens, d=d)
-    keep_sinks(value, tokens, channel, channel < d, head_sinks, sink_row, WHICH=1, sink_tokens=sink_tokens, d=d)
     if CENTERED:
         # A group is a multiple of blocks.
         first, places = start // group * group, tokens - start // group * group
@@ -87,21 +95,28 @@ def rotate_groups(
         key -= tl.cos(angle) * one + tl.sin(angle) * other
     if TURNED:
         key, value = hadamard(key), hadamard(value)
-    tl.store(place, key.to(turned.dtype.element_ty))
-    tl.store(place + d, value.to(turned.dtype.element_ty))
+    if room > 0:
+        place = bh * room + tokens % room
+    elif PAGED:
+        place = place_in_page(cursor, bh % heads, tokens, heads, tokens >= 0)
+    else:
+        place = bh * capacity + tokens
+    at = pairs + place * 2 * d + channel
+    tl.store(at, key.to(pairs.dtype.element_ty), channel < d)
+    tl.store(at + d, value.to(pairs.dtype.element_ty), channel < d)
 
 
 @triton.jit(do_not_specialize=["heads", "columns", "done"])
 def quantize_groups(
     # k and v [B, H, T, d]; padding [B, 1, 1, C] uint8, 0: not there; cursor [B, 4]; recent [B, H, W, 2, d], or what
-    # `rotate_groups` made of all three; sink_index [B, 1, S] int32.
+    # `copy_groups` made of all three; sink_index [B, 1, S] int32.
     k, v, padding, cursor, recent, sink_index,
     # Written: codes [B, H, C, w] uint8, in records; key_params [B, H, C/g, 2, D] and value_params [B, H, C, 2, D/gv],
-    # in the trellis code [B, H, C/g, 1, g] and [B, H, C, 1, 1]; sink_pairs [B, H, S, 2, d], where `rotate_groups` has
-    # not. steps: memory of `encode_vectors`, float32 [B·H, groups, 33·g·D/32]; anything where no code is a trellis.
-    codes, key_params, value_params, sink_pairs, steps,
-    # p_batch: stride of the padding's rows.
-    k_batch, k_head, k_token, v_batch, v_head, v_token, p_batch,
+    # in the trellis code [B, H, C/g, 1, g] and [B, H, C, 1, 1]; sink_pairs [B, H, S, 2, d], except if APART.
+    # steps: memory of `encode_vectors`, float32 [B·H, groups, 33·g·D/32]; anything where no code is a trellis.
+    codes, key_params, value_params, sink_pairs, steps, k_strides, v_strides,
+    # Stride of the padding's rows.
+    p_batch,
     # The largest number of the model's dtype; H; C in tokens; columns of the cursor; tokens that have left the window
     # in earlier launches.
     limit, heads, capacity, columns, done,
@@ -112,7 +127,7 @@ def quantize_groups(
     """One program: one group of g tokens of one head, if the group leaves the window.
 
     D: d, padded. zero_point: name of a quantiser. sink_tokens: S. PADDED: there is padding. APART: `recent` is the
-    output of `rotate_groups`. KEY_TRELLIS, TRELLIS: keys, values are in the trellis code; keys in this code have a
+    output of `copy_groups`. KEY_TRELLIS, TRELLIS: keys, values are in the trellis code; keys in this code have a
     center, and so are APART. PAGED: the low-bit tier is in pages.
     Bytes: 4·g·d read, g·w + 4·D + 4·g·D/gv written; in the trellis code `steps` too, in the cache. FLOPs: about 10 a
     number, 60 in the trellis code.
@@ -125,28 +140,23 @@ def quantize_groups(
         return
     tokens, channel = (start + tl.arange(0, group))[:, None], tl.arange(0, D)[None, :]
     inside = channel < d
-    k_base = (bh // heads) * k_batch + (bh % heads) * k_head
-    v_base = (bh // heads) * v_batch + (bh % heads) * v_head
     width: tl.constexpr = D * (key_bits + value_bits) // 8
     first = bh * capacity + start
     if PAGED:
         first = place_in_page(cursor, bh % heads, start, heads, start >= 0)
     places = first + tl.arange(0, group)
     steps += (bh * tl.num_programs(1) + tl.program_id(1)) * (33 * group * D // 32)
-    head_sinks, sink_row = sink_pairs + bh * (sink_tokens * 2 * d), sink_index + bh // heads * sink_tokens
 
-    key = load_pairs(
-        k, recent, tokens, channel, inside,
-        bh=bh, head_base=k_base, stride=k_token, length=length, WHICH=0, window=window, d=d, APART=APART,
+    key = load_leaving(
+        k, k_strides, recent, sink_pairs, sink_index, tokens, channel, bh, heads, length,
+        WHICH=0, window=window, sink_tokens=sink_tokens, d=d, APART=APART,
     )  # fmt: skip
-    if not APART:
-        keep_sinks(key, tokens, channel, inside, head_sinks, sink_row, WHICH=0, sink_tokens=sink_tokens, d=d)
     key = tl.where(inside, key, float("nan"))
     if KEY_TRELLIS:
         words, scale = encode_vectors(key, steps, d, 0)
         tl.store(key_params + places, stored_scale(scale, limit, key_params.dtype.element_ty))
     else:
-        present = ~sinks_among(tokens, sink_row, sink_tokens=sink_tokens)
+        present = ~sinks_among(tokens, sink_index + bh // heads * sink_tokens, sink_tokens=sink_tokens)
         if PADDED:
             present = present & (tl.load(padding + (bh // heads) * p_batch + tokens) != 0)
         levels, scale, zero = quantized(key, present, 0, key_bits, zero_point, limit, key_params.dtype.element_ty)
@@ -157,12 +167,10 @@ def quantize_groups(
         words = packed(levels, key_bits, 0)
     store_words(words, codes, first, width, group, D, key_bits, 0)
 
-    value = load_pairs(
-        v, recent, tokens, channel, inside,
-        bh=bh, head_base=v_base, stride=v_token, length=length, WHICH=1, window=window, d=d, APART=APART,
+    value = load_leaving(
+        v, v_strides, recent, sink_pairs, sink_index, tokens, channel, bh, heads, length,
+        WHICH=1, window=window, sink_tokens=sink_tokens, d=d, APART=APART,
     )  # fmt: skip
-    if not APART:
-        keep_sinks(value, tokens, channel, inside, head_sinks, sink_row, WHICH=1, sink_tokens=sink_tokens, d=d)
     value = tl.where(inside, value, float("nan"))
     if TRELLIS:
         words, scale = encode_vectors(value, steps, d, 1)
@@ -181,50 +189,10 @@ def quantize_groups(
     store_words(words, codes, first, width, group, D, value_bits, 1)
 
 
-@triton.jit(do_not_specialize=["heads", "columns"])
-def copy_groups(
-    # k and v [B, H, T, d]; cursor [B, 4]; recent [B, H, W, 2, d]; written: codes [B, H, C, 2·d] of recent's dtype.
-    k, v, cursor, recent, codes,
-    k_batch, k_head, k_token, v_batch, v_head, v_token,
-    # H; C in tokens; columns of the cursor.
-    heads, capacity, columns,
-    d: tl.constexpr, window: tl.constexpr, group: tl.constexpr, CHANNELS: tl.constexpr, PAGED: tl.constexpr,
-):  # fmt: skip
-    """Do the same as `quantize_groups` for a low-bit tier of 16 bits: copy the group.
-
-    CHANNELS: d, padded. Bytes: 4·g·d read, 4·g·d written. No FLOPs.
-    """
-    bh = tl.program_id(0).to(tl.int64)
-    cursor += (bh // heads) * columns
-    length = tl.load(cursor + AT_LENGTH)
-    start = tl.load(cursor + AT_LOW_BIT) + tl.program_id(1) * group
-    if start + group > tl.load(cursor + AT_NEXT_LOW_BIT):
-        return
-    tokens, channel = (start + tl.arange(0, group))[:, None], tl.arange(0, CHANNELS)[None, :]
-    inside = channel < d
-    k_base = (bh // heads) * k_batch + (bh % heads) * k_head
-    v_base = (bh // heads) * v_batch + (bh % heads) * v_head
-    first = bh * capacity + start
-    if PAGED:
-        first = place_in_page(cursor, bh % heads, start, heads, start >= 0)
-    row = codes + (first + tl.arange(0, group)[:, None]) * 2 * d + channel
-    key = load_pairs(
-        k, recent, tokens, channel, inside,
-        bh=bh, head_base=k_base, stride=k_token, length=length, WHICH=0, window=window, d=d, APART=False,
-    )  # fmt: skip
-    value = load_pairs(
-        v, recent, tokens, channel, inside,
-        bh=bh, head_base=v_base, stride=v_token, length=length, WHICH=1, window=window, d=d, APART=False,
-    )  # fmt: skip
-    tl.store(row, key.to(codes.dtype.element_ty), inside)
-    tl.store(row + d, value.to(codes.dtype.element_ty), inside)
-
-
 @triton.jit(do_not_specialize=["heads", "columns", "count"])
 def write_recent(
     # k and v [B, H, T, d]; cursor [B, 4]; written: recent [B, H, W, 2, d].
-    k, v, cursor, recent,
-    k_batch, k_head, k_token, v_batch, v_head, v_token,
+    k, v, cursor, recent, k_strides, v_strides,
     # H, columns of the cursor, T new tokens.
     heads, columns, count,
     d: tl.constexpr, window: tl.constexpr, BLOCK: tl.constexpr, CHANNELS: tl.constexpr,
@@ -240,11 +208,11 @@ def write_recent(
     tokens = (first + tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[:, None]
     channel = tl.arange(0, CHANNELS)[None, :]
     inside = (channel < d) & (tokens < length + count)
-    k_base = (bh // heads) * k_batch + (bh % heads) * k_head
-    v_base = (bh // heads) * v_batch + (bh % heads) * v_head
+    k += (bh // heads) * k_strides[0] + (bh % heads) * k_strides[1]
+    v += (bh // heads) * v_strides[0] + (bh % heads) * v_strides[1]
     place = recent + ((bh * window + tokens % window) * 2) * d + channel
-    tl.store(place, tl.load(k + k_base + (tokens - length) * k_token + channel, inside), inside)
-    tl.store(place + d, tl.load(v + v_base + (tokens - length) * v_token + channel, inside), inside)
+    tl.store(place, tl.load(k + (tokens - length) * k_strides[2] + channel, inside), inside)
+    tl.store(place + d, tl.load(v + (tokens - length) * v_strides[2] + channel, inside), inside)
 
 
 def append(
@@ -255,60 +223,53 @@ def append(
     """Run `tier_ops.append` with lengths on the device: at most T // g + 1 groups can leave the window at once."""
     k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
     batch, heads, count, d = k.shape
-    capacity, window = codes.shape[2], recent.shape[2]
-    columns, paged = cursor.stride(0), has_table(cursor)
-    layout = Layout(key_bits, value_bits, rotate)
+    capacity, window, layout = codes.shape[2], recent.shape[2], Layout(key_bits, value_bits, rotate)
     if zero_point not in ("midpoint", "minimum", "middles"):
         raise NotImplementedError(f"quantiser {zero_point!r} has no CUDA kernel: `scale_and_zero` here supports three")
-    strides = {
-        "k_batch": k.stride(0), "k_head": k.stride(1), "k_token": k.stride(2),
-        "v_batch": v.stride(0), "v_head": v.stride(1), "v_token": v.stride(2),
-    }  # fmt: skip
-    channels = triton.next_power_of_2(d)
+    strides = k.stride()[:3], v.stride()[:3]
+    padded, paged = triton.next_power_of_2(d), has_table(cursor)
+    common = {"heads": heads, "columns": cursor.stride(0), "d": d}
+
+    def copy(pairs: Tensor, tokens: int, done: int, room: int, block: int, tile: int) -> None:
+        """Launch `copy_groups` for so many tokens after the first `done`."""
+        copy_groups[batch * heads, triton.cdiv(tokens, tile), triton.cdiv(d, block)](
+            k, v, cursor, recent, center, sink_index, pairs, sink_pairs, *strides, capacity=capacity, done=done,
+            **common, window=window, group=group, room=room, block=block, sink_tokens=sink_index.shape[2],
+            TURNED=layout.is_rotated, CENTERED=center.shape[2], PAGED=paged, BLOCK=tile, num_warps=4,
+        )  # fmt: skip
+
     if not layout.is_quantised:
         # Without quantisation any step that divides every group size is correct.
-        copy_groups[batch * heads, triton.cdiv(count + window, COPY_BLOCK)](
-            k, v, cursor, recent, codes, **strides, heads=heads, capacity=capacity,
-            columns=columns, d=d, window=window, group=COPY_BLOCK, CHANNELS=channels, PAGED=paged,
-        )  # fmt: skip
+        group = COPY_BLOCK
+        copy(codes, count + window, 0, 0, padded, COPY_BLOCK)
     else:
         dim, group = stored_dim(d), capacity // key_params.shape[2]
         in_trellis = [is_trellis(params) for params in (key_params, value_params)]
         there = k if padding is None else padding.view(torch.uint8)
-        groups, pairs, steps = count // group + 1, recent, codes
-        step = groups
-        centered = center.shape[2]
+        pairs, steps = recent, codes
+        step = groups = count // group + 1
         if is_found(center, frequencies, in_trellis[0]):
             set_center(k, padding, frequencies, cursor, recent, center, group)
-        apart = layout.is_rotated or centered > 0
+        apart = layout.is_rotated or center.shape[2] > 0
         if apart or any(in_trellis):
             step = groups_of_a_launch(batch * heads * group * 2 * dim * k.element_size(), groups)
         if apart:
             pairs = k.new_empty((batch, heads, step * group, 2, d))
         if any(in_trellis):
             steps = k.new_empty((batch * heads, step, 33 * group * dim // 32), dtype=torch.float32)
-        for first in range(0, groups, step):
+        for done in range(0, groups * group, step * group):
             if apart:
-                block = rotation_block(d)
-                rotate_groups[batch * heads, step * group // ROTATED_BLOCK, d // block](
-                    k, v, cursor, recent, center, sink_index, pairs, sink_pairs, **strides, heads=heads,
-                    columns=columns, done=first * group, d=d, window=window, group=group, room=step * group,
-                    block=block, sink_tokens=sink_index.shape[2], TURNED=layout.is_rotated, CENTERED=centered,
-                    BLOCK=ROTATED_BLOCK, num_warps=4,
-                )  # fmt: skip
+                copy(pairs, step * group, done, step * group, rotation_block(d), ROTATED_BLOCK)
             quantize_groups[batch * heads, step](
-                k, v, there, cursor, pairs, sink_index, codes, key_params, value_params, sink_pairs, steps,
-                **strides, p_batch=there.stride(0), limit=torch.finfo(k.dtype).max, heads=heads, capacity=capacity,
-                columns=columns, done=first * group, d=d, D=dim, window=pairs.shape[2], group=group,
-                value_group=dim // value_params.shape[-1], key_bits=key_bits, value_bits=value_bits,
-                zero_point=zero_point, sink_tokens=sink_index.shape[2], PADDED=padding is not None, APART=apart,
-                KEY_TRELLIS=in_trellis[0], TRELLIS=in_trellis[1], PAGED=paged,
-                num_warps=min(max(4, group * dim // NUMBERS), 16),
+                k, v, there, cursor, pairs, sink_index, codes, key_params, value_params, sink_pairs, steps, *strides,
+                p_batch=there.stride(0), limit=torch.finfo(k.dtype).max, capacity=capacity, done=done, **common,
+                D=dim, window=pairs.shape[2], group=group, value_group=dim // value_params.shape[-1],
+                key_bits=key_bits, value_bits=value_bits, zero_point=zero_point, sink_tokens=sink_index.shape[2],
+                PADDED=padding is not None, APART=apart, KEY_TRELLIS=in_trellis[0], TRELLIS=in_trellis[1],
+                PAGED=paged, num_warps=min(max(4, group * dim // NUMBERS), 16),
             )  # fmt: skip
-    blocks = triton.cdiv(min(count, window), RING_BLOCK)
-    write_recent[batch * heads, blocks](
-        k, v, cursor, recent, **strides, heads=heads, columns=columns, count=count,
-        d=d, window=window, BLOCK=RING_BLOCK, CHANNELS=channels,
+    write_recent[batch * heads, triton.cdiv(min(count, window), RING_BLOCK)](
+        k, v, cursor, recent, *strides, **common, count=count, window=window, BLOCK=RING_BLOCK, CHANNELS=padded,
     )  # fmt: skip
 
 

@@ -122,8 +122,8 @@ def write_host(
     # k and v [B, H, T, d]; cursor int64 [B, columns]; written: host, a tier (`segments.py`, `page_table.py`), pinned,
     # contiguous.
     k, v, cursor, host,
-    # k_batch, k_head, k_token: strides of k [B, H, T, d] in elements, with contiguous channels; v_*: of v.
-    k_batch, k_head, k_token, v_batch, v_head, v_token,
+    # The first three strides of k and of v in elements, with contiguous channels.
+    k_strides, v_strides,
     # B, H, T new tokens; columns of the cursor; contiguous tokens of a head.
     rows, heads, count, columns, span,
     d: tl.constexpr, width: tl.constexpr, ROUNDED: tl.constexpr, BLOCK: tl.constexpr, CHANNELS: tl.constexpr,
@@ -141,8 +141,10 @@ def write_host(
     token = tl.load(cursor + batch * columns + AT_LENGTH) + new
     real = (new < count) & (token >= 0)
     inside = real[:, None] & (channel < d)[None, :]
-    key = tl.load(k + batch * k_batch + head * k_head + new[:, None] * k_token + channel[None, :], inside, 0.0)
-    value = tl.load(v + batch * v_batch + head * v_head + new[:, None] * v_token + channel[None, :], inside, 0.0)
+    k += batch * k_strides[0] + head * k_strides[1]
+    v += batch * v_strides[0] + head * v_strides[1]
+    key = tl.load(k + new[:, None] * k_strides[2] + channel[None, :], inside, 0.0)
+    value = tl.load(v + new[:, None] * v_strides[2] + channel[None, :], inside, 0.0)
     run = ((token // span) * rows * heads + bh) * span + token % span
     if PAGED:
         run = place_in_page(cursor + batch * columns, head, token, heads, real)
@@ -189,9 +191,7 @@ def write_through(k: Tensor, v: Tensor, cursor: Tensor, host: Tensor) -> None:
     batch, heads, count, d = k.shape
     block = min(16, triton.next_power_of_2(count))
     write_host[batch * heads, triton.cdiv(count, block)](
-        k, v, cursor, host,
-        k_batch=k.stride(0), k_head=k.stride(1), k_token=k.stride(2),
-        v_batch=v.stride(0), v_head=v.stride(1), v_token=v.stride(2),
+        k, v, cursor, host, k.stride()[:3], v.stride()[:3],
         rows=batch, heads=heads, count=count, columns=cursor.stride(0), span=span_of(host),
         d=d, width=host.shape[-1], ROUNDED=host.dtype == stored_pairs.ROUNDED, BLOCK=block,
         CHANNELS=triton.next_power_of_2(d), PAGED=has_table(cursor), num_warps=1 if count == 1 else 4,

@@ -19,34 +19,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specache_compile.kernels.attention.attention_ops import SEEN
 from specache_compile.kernels.attention.kept_logits import LOGIT_BLOCK
-from specache_compile.kernels.codes import records
+from specache_compile.kernels.attention.triton_kept import load_kept, place_of_base, place_of_logit, seen_by_any
+from specache_compile.kernels.codes.records import RECORD
 from specache_compile.kernels.state.triton_cursor import AT_LOW_BIT
 
 from .triton_select import best_of, key_of, merge, threshold
 
-# Tokens of a block, and of a record.
-BLOCK_TOKENS, RECORD = tl.constexpr(LOGIT_BLOCK), tl.constexpr(records.RECORD)
+BLOCK_TOKENS = tl.constexpr(LOGIT_BLOCK)
 # Blocks per program, 16 for each of 512 threads. Blocks that are scored together, 8 tokens for each of 256 threads.
 MOST_BLOCKS, MOST_SCORED = 8192, 128
 # Registers per thread of a program of 8 warps, so that a multiprocessor has two.
 REGISTERS = 128
-# An additive mask below this value hides its token; other masks set logits to -inf.
-ADDITIVE_MASK, HIDDEN = tl.constexpr(2), tl.constexpr(SEEN)
-
-
-@triton.jit
-def place_of_logit(token, row, ROWS: tl.constexpr):
-    """Return the index of a token's logit among a head's kept logits [C/64, 2, 8, ROWS/2, 8]."""
-    half = token // RECORD * 2 + row % 2
-    return (half * 8 + token % RECORD // 8) * (4 * ROWS) + row // 2 * 8 + token % 8
-
-
-@triton.jit
-def place_of_base(block, row, ROWS: tl.constexpr):
-    """Return the index of a block's base among a head's [C/64, 2, 4, ROWS/2]."""
-    return ((block // 4 * 2 + row % 2) * 4 + block % 4) * (ROWS // 2) + row // 2
 
 
 @triton.jit
@@ -54,7 +38,7 @@ def scores_of(
     # Pointers to the head's logits, base and lse, and to its first query head's mask; indices of blocks [n], and which
     # of them are there.
     logits, base, lse, mask, block, there, m_head, m_token,
-    lanes: tl.constexpr, queries: tl.constexpr, ROWS: tl.constexpr, MASK: tl.constexpr,
+    lanes: tl.constexpr, queries: tl.constexpr, ROWS: tl.constexpr, ADDITIVE: tl.constexpr,
 ):  # fmt: skip
     """Return lane 0's scores of the tokens of blocks, float32 [n, 16]; -1 for hidden tokens.
 
@@ -65,17 +49,10 @@ def scores_of(
     highest = tl.full(token.shape, float("-inf"), tl.float32)
     for query in tl.static_range(queries):
         row = query * lanes
-        offset = tl.load(logits + place_of_logit(token, row, ROWS), there[:, None], float("-inf")).to(tl.float32)
-        peak = tl.load(base + place_of_base(block, row, ROWS), there, 0.0) - tl.load(lse + row)
-        score += tl.exp2(offset + peak[:, None])
+        offset, peak = load_kept(logits, base, block, there, row, ROWS // 2)
+        score += tl.exp2(offset + (peak - tl.load(lse + row))[:, None])
         highest = tl.maximum(highest, offset)
-    seen = highest > float("-inf")
-    if MASK == ADDITIVE_MASK:
-        visible = token < 0
-        for query in tl.static_range(queries):
-            bias = tl.load(mask + query * m_head + token * m_token, there[:, None], float("-inf"))
-            visible |= bias.to(tl.float32) > HIDDEN
-        seen &= visible
+    seen = seen_by_any(mask, token, there, highest, m_head, m_token, queries=queries, ADDITIVE=ADDITIVE)
     return tl.where(seen, score, -1.0)
 
 
@@ -97,7 +74,7 @@ def keep_best_of_logits(
     found, kept_scores, kept_tokens,
     # Strides of the mask, 0 for broadcast dimensions; H; C in tokens; columns of the cursor; tokens to keep per tile.
     m_batch, m_head, m_token, heads, capacity, columns, selected,
-    lanes: tl.constexpr, queries: tl.constexpr, ROWS: tl.constexpr, MASK: tl.constexpr, BLOCKS: tl.constexpr,
+    lanes: tl.constexpr, queries: tl.constexpr, ROWS: tl.constexpr, ADDITIVE: tl.constexpr, BLOCKS: tl.constexpr,
     SCORED: tl.constexpr, SELECTED: tl.constexpr,
 ):  # fmt: skip
     """One program: the best `selected` low-bit tokens of a tile of BLOCKS blocks of one KV head, in ascending order,
@@ -122,7 +99,7 @@ def keep_best_of_logits(
     bound = tl.zeros([BLOCKS], tl.float32)
     for query in tl.static_range(queries):
         row = query * lanes
-        peak = tl.load(base + place_of_base(block, row, ROWS), there, float("-inf"))
+        peak = tl.load(base + place_of_base(block, row, ROWS // 2), there, float("-inf"))
         bound += tl.exp2(peak - tl.load(lse + row))
     # Rounded up, also from numbers that are not normal, since exponentials are approximate.
     key = key_of(tl.where(there, bound * 1.0001 + 1.2e-38, -1.0))
@@ -134,7 +111,7 @@ def keep_best_of_logits(
     best = tl.load(found + number, number < reach, 0)
     first_scores = scores_of(
         logits, base, lse, mask, best, number < reach, m_head, m_token, lanes=lanes, queries=queries, ROWS=ROWS,
-        MASK=MASK,
+        ADDITIVE=ADDITIVE,
     )  # fmt: skip
     key_of_best = key_of(tl.reshape(first_scores, [FIRST * BLOCK_TOKENS]))
     least, reach = threshold(key_of_best, selected, selected + selected // 4)
@@ -150,7 +127,7 @@ def keep_best_of_logits(
         candidate = tl.load(found + at, new, 0)
         score = scores_of(
             logits, base, lse, mask, candidate, new, m_head, m_token, lanes=lanes, queries=queries, ROWS=ROWS,
-            MASK=MASK,
+            ADDITIVE=ADDITIVE,
         )  # fmt: skip
         token = candidate[:, None] * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)[None, :]
         score = tl.where(place < held, tl.load(kept_scores + place, place < held, 0.0), score)
@@ -178,7 +155,7 @@ def hide_tokens(
     bh, entry = tl.program_id(0).to(tl.int64), tl.arange(0, COUNT)
     token = tl.load(tokens + bh * count + entry, entry < count, -1)
     for row in tl.static_range(ROWS):
-        tl.store(logits + bh * capacity * ROWS + place_of_logit(token, row, ROWS), float("-inf"), token >= 0)
+        tl.store(logits + bh * capacity * ROWS + place_of_logit(token, row, ROWS // 2), float("-inf"), token >= 0)
 
 
 def select(
@@ -199,7 +176,7 @@ def select(
     if count == 0:
         return
     query_heads, lanes = lse.shape[1:]
-    capacity = logits.shape[2] * records.RECORD
+    capacity = logits.shape[2] * RECORD
     size = max(LOGIT_BLOCK, triton.next_power_of_2(count))
     blocks = min(MOST_BLOCKS, triton.next_power_of_2(capacity // LOGIT_BLOCK))
     scored = max(min(MOST_SCORED, 2 * blocks), size // 8)
@@ -214,7 +191,7 @@ def select(
         new((batch, heads, capacity // LOGIT_BLOCK)), kept_scores, kept_tokens,
         m_batch=strides[0], m_head=strides[1], m_token=strides[3], heads=heads, capacity=capacity,
         columns=cursor.stride(0), selected=count, lanes=lanes, queries=query_heads // heads, ROWS=2 * logits.shape[5],
-        MASK=0 if additive is None else ADDITIVE_MASK.value, BLOCKS=blocks, SCORED=scored, SELECTED=size,
+        ADDITIVE=additive is not None, BLOCKS=blocks, SCORED=scored, SELECTED=size,
         num_warps=max(1, min(16, max(scored // 16, blocks // 512))), maxnreg=REGISTERS,
     )  # fmt: skip
     if tiles > 1:
@@ -227,6 +204,6 @@ def hide(logits: Tensor, tokens: Tensor) -> None:
     if count == 0:
         return
     hide_tokens[(batch * heads,)](
-        logits, tokens, capacity=logits.shape[2] * records.RECORD, count=count, ROWS=2 * logits.shape[5],
+        logits, tokens, capacity=logits.shape[2] * RECORD, count=count, ROWS=2 * logits.shape[5],
         COUNT=triton.next_power_of_2(count), num_warps=1 if count <= 128 else 4,
     )  # fmt: skip

@@ -32,8 +32,9 @@ UNIT = tl.constexpr(1 / 16)
 def find_center(
     # k [B, H, T, d]; padding [B, 1, 1, C] uint8, 0: padding; frequencies [turning], unused if turning is 0;
     # cursor int64 [B, 4]; recent [B, H, W, 2, d]; written: center float32 [B, H, rows, d].
-    k, padding, frequencies, cursor, recent, center,
-    k_batch, k_head, k_token, p_batch, heads, columns,
+    k, padding, frequencies, cursor, recent, center, k_strides,
+    # Stride of the padding's rows, H, columns of the cursor.
+    p_batch, heads, columns,
     d: tl.constexpr, rows: tl.constexpr, turning: tl.constexpr, window: tl.constexpr, STEP: tl.constexpr,
     PADDED: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -58,7 +59,6 @@ def find_center(
         sign = tl.where(turns, tl.where(first_half, -1.0, 1.0), 0.0)
         partner = tl.where(turns, partner, 0)
     inside = (channel < d)[None, :]
-    k_base = (bh // heads) * k_batch + (bh % heads) * k_head
     beta, gamma = tl.zeros([CHANNELS], tl.float32), tl.zeros([CHANNELS], tl.float32)
     count = 0.0
     for start in range(tl.maximum(stop - NEWEST, 0), stop, BLOCK):
@@ -67,17 +67,13 @@ def find_center(
         if PADDED:
             there &= tl.load(padding + (bh // heads) * p_batch + token, there, 0) != 0
         mask = there[:, None] & inside
-        x = load_pairs(
-            k, recent, token[:, None], channel[None, :], mask,
-            bh=bh, head_base=k_base, stride=k_token, length=length, WHICH=0, window=window, d=d, APART=False,
-        )  # fmt: skip
+        x = load_pairs(k, k_strides, recent, token[:, None], channel[None, :], mask, bh, heads, length, 0, window, d)
         there &= tl.min((tl.abs(x) < float("inf")).to(tl.int32), 1) != 0
         x = tl.where(there[:, None], x, 0.0)
         if turning > 0:
             y = load_pairs(
-                k, recent, token[:, None], partner[None, :], mask,
-                bh=bh, head_base=k_base, stride=k_token, length=length, WHICH=0, window=window, d=d, APART=False,
-            )  # fmt: skip
+                k, k_strides, recent, token[:, None], partner[None, :], mask, bh, heads, length, 0, window, d
+            )
             y = tl.where(there[:, None], y * sign[None, :], 0.0)
             angle = token.to(tl.float32)[:, None] * theta[None, :]
             cos, sin = tl.cos(angle), tl.sin(angle)
@@ -226,8 +222,7 @@ def set_center(
     batch, heads, _, d = k.shape
     there = k if padding is None else padding.view(torch.uint8)
     find_center[(batch * heads,)](
-        k, there, k if frequencies is None else frequencies, cursor, recent, center,
-        k_batch=k.stride(0), k_head=k.stride(1), k_token=k.stride(2),
+        k, there, k if frequencies is None else frequencies, cursor, recent, center, k.stride()[:3],
         p_batch=there.stride(0), heads=heads, columns=cursor.stride(0), d=d, rows=center.shape[2],
         turning=0 if frequencies is None else frequencies.shape[0], window=recent.shape[2],
         STEP=tokens_of_one(center.shape[2], group), PADDED=padding is not None, CHANNELS=triton.next_power_of_2(d),

@@ -7,6 +7,8 @@ import math
 import torch
 from torch import Tensor
 
+from specache_compile.kernels.attention.kept_logits import LOWEST
+
 
 def bases_of(logits: Tensor, base: Tensor) -> Tensor:
     """Return a view of the bases [B, H, C/64, 2, 4, R'/2], without the log-sum-exp that follows."""
@@ -16,9 +18,23 @@ def bases_of(logits: Tensor, base: Tensor) -> Tensor:
 
 def logits_by_token(logits: Tensor, base: Tensor, rows: int) -> Tensor:
     """Return kept logits as float64 [B, H, R, C] in natural units. rows: R."""
+    return whole_rows(logits, base)[:, :, :rows] * math.log(2)
+
+
+def whole_rows(logits: Tensor, base: Tensor) -> Tensor:
+    """Return kept logits as float64 [B, H, R', C] in log2 units."""
     offsets = logits.double().permute(0, 1, 5, 3, 2, 4, 6).flatten(4).flatten(2, 3)
     bases = bases_of(logits, base).double().permute(0, 1, 5, 3, 2, 4).flatten(4).flatten(2, 3)
-    return (offsets + bases.repeat_interleave(16, -1))[:, :, :rows] * math.log(2)
+    return offsets + bases.repeat_interleave(16, -1)
+
+
+def write_kept(x: Tensor, logits: Tensor, base: Tensor) -> None:
+    """Write logits float64 [B, H, R, C] in log2 units as the keys' half does; NaN: no token."""
+    padded = torch.cat([x, x[:, :, :1]], 2)[:, :, : 2 * logits.shape[5]].unflatten(3, (-1, 4, 16))
+    peaks = padded.nan_to_num(nan=-math.inf).amax(-1, keepdim=True).clamp_min(LOWEST)
+    above = (padded - peaks).flatten(4).unflatten(4, (8, 8)).unflatten(2, (-1, 2))
+    logits.copy_(above.permute(0, 1, 4, 3, 5, 2, 6))
+    bases_of(logits, base).copy_(peaks[..., 0].unflatten(2, (-1, 2)).permute(0, 1, 4, 3, 5, 2))
 
 
 def spoil(logits: Tensor, base: Tensor, low_bit: int) -> None:

@@ -98,6 +98,8 @@ class Case:
         return layout.rotation_block(self.head_dim) in (16, 64, 256)
 
 
+VALUES_IN_TRELLIS = functools.partial(Case, value_bits=1, value_code="trellis")
+IN_TRELLIS = functools.partial(Case, bits=1, key_code="trellis", value_code="trellis", param_bits=8)
 CASES = [
     Case(),
     *(Case(bits=bits) for bits in (1, 4, 8, 16)),
@@ -112,39 +114,16 @@ CASES = [
     *(Case(bits=bits, param_bits=8, zero_point=z) for bits, z in ((1, "midpoint"), (2, "middles"), (4, "minimum"))),
     Case(param_bits=8, head_dim=80, rotate=True, value_bits=1, dtype=torch.float16),
     Case(param_bits=8, head_dim=96, bits=4, mask="bool"),
-    *(Case(value_bits=1, value_code="trellis", head_dim=d, heads=1, length=70) for d in (8, 16, 64, 72)),
-    Case(value_bits=1, value_code="trellis", head_dim=80, param_bits=8, rotate=True, sink_tokens=4, heads=1, length=70),
-    Case(
-        value_bits=1,
-        value_code="trellis",
-        head_dim=128,
-        param_bits=8,
-        rotate=True,
-        group=64,
-        dtype=torch.float16,
-        heads=1,
-    ),
-    Case(bits=1, value_code="trellis", head_dim=96, param_bits=8, mask="padding", sinks=True, heads=1),
-    Case(bits=4, value_bits=1, value_code="trellis", head_dim=256, heads=1, lanes=1, length=70),
+    *(VALUES_IN_TRELLIS(head_dim=d, heads=1, length=70) for d in (8, 16, 64, 72)),
+    VALUES_IN_TRELLIS(head_dim=80, param_bits=8, rotate=True, sink_tokens=4, heads=1, length=70),
+    VALUES_IN_TRELLIS(head_dim=128, param_bits=8, rotate=True, group=64, dtype=torch.float16, heads=1),
+    VALUES_IN_TRELLIS(bits=1, value_bits=None, head_dim=96, param_bits=8, mask="padding", sinks=True, heads=1),
+    VALUES_IN_TRELLIS(bits=4, head_dim=256, heads=1, lanes=1, length=70),
     *(Case(bits=1, key_code="trellis", head_dim=d, heads=1, length=70) for d in (8, 64, 72)),
     Case(bits=1, key_code="trellis", head_dim=80, param_bits=8, rotate=True, sink_tokens=4, heads=1, length=70),
-    Case(bits=1, key_code="trellis", value_code="trellis", head_dim=96, param_bits=8, mask="bool", heads=1),
-    Case(
-        bits=1, key_code="trellis", value_code="trellis", head_dim=128, param_bits=8, rotate=True, center=True, heads=1
-    ),
-    Case(
-        bits=1,
-        key_code="trellis",
-        value_code="trellis",
-        head_dim=128,
-        param_bits=8,
-        rotate=True,
-        group=64,
-        sink_tokens=4,
-        softcap=5.0,
-        dtype=torch.float16,
-        heads=1,
-    ),
+    IN_TRELLIS(head_dim=96, mask="bool", heads=1),
+    IN_TRELLIS(head_dim=128, rotate=True, center=True, heads=1),
+    IN_TRELLIS(head_dim=128, rotate=True, group=64, sink_tokens=4, softcap=5.0, dtype=torch.float16, heads=1),
     *(Case(group=group, length=300) for group in (64, 128)),
     *(Case(head_dim=d) for d in (32, 80, 96, 128, 256)),
     Case(bits=1, head_dim=80),
@@ -183,30 +162,15 @@ CASES = [
     Case(rotate=True, head_dim=256, lanes=1),
     Case(center=True, mask="bool", softcap=5.0),
     Case(center=True, rotate=True, value_bits=1, head_dim=80, heads=3, length=70),
-    *(
-        [
-            *(Case(dtype=torch.bfloat16, bits=bits) for bits in (2, 4, 8)),
-            Case(dtype=torch.bfloat16, bits=1, head_dim=128),
-            Case(dtype=torch.bfloat16, param_bits=8, value_bits=1, value_code="trellis", rotate=True, head_dim=128),
-            Case(dtype=torch.bfloat16, param_bits=8, bits=1, value_code="trellis", group=64, lanes=1),
-            *(
-                Case(
-                    dtype=torch.bfloat16,
-                    param_bits=8,
-                    bits=1,
-                    key_code="trellis",
-                    value_code="trellis",
-                    rotate=True,
-                    head_dim=d,
-                    sink_tokens=4,
-                )
-                for d in (64, 128, 256)
-            ),
-        ]
-        if DEVICE.type == "cuda"
-        else []
-    ),
 ]
+if DEVICE.type == "cuda":
+    CASES += [
+        *(Case(dtype=torch.bfloat16, bits=bits) for bits in (2, 4, 8)),
+        Case(dtype=torch.bfloat16, bits=1, head_dim=128),
+        VALUES_IN_TRELLIS(dtype=torch.bfloat16, param_bits=8, rotate=True, head_dim=128),
+        Case(dtype=torch.bfloat16, param_bits=8, bits=1, value_code="trellis", group=64, lanes=1),
+        *(IN_TRELLIS(dtype=torch.bfloat16, rotate=True, head_dim=d, sink_tokens=4) for d in (64, 128, 256)),
+    ]
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
 
 

@@ -11,6 +11,8 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from kept_fixture import whole_rows
+
 from specache_compile.kernels.attention.kept_logits import based_logits
 from specache_compile.kernels.decode.triton_decode import DecodeInputs, mask_form
 from specache_compile.kernels.decode.triton_exact import attend_exact
@@ -160,11 +162,7 @@ def test_pairs_against_float64(case: Case) -> None:
 
 def check_kept(case: Case, logits: Tensor, base: Tensor, parts: Parts, x: Tensor, shown: int) -> None:
     """Require the logits of slots and of the ring's leaving tokens where later kernels read them, and no others."""
-    pairs = logits.shape[5]
-    bases = base[: BATCH * HEADS * CAPACITY // 64 * 8 * pairs].view(BATCH, HEADS, CAPACITY // 64, 2, 4, pairs)
-    by_token = logits.double().permute(0, 1, 5, 3, 2, 4, 6).flatten(4).flatten(2, 3)
-    of_token = bases.double().permute(0, 1, 5, 3, 2, 4).flatten(4).flatten(2, 3).repeat_interleave(16, -1)
-    found = (by_token + of_token)[:, :, : x.shape[2]]
+    found = whole_rows(logits, base)[:, :, : x.shape[2]]
     count = shown + case.leaving
     tokens = parts.tokens[..., :count]
     right = x.new_full((*found.shape[:3], CAPACITY + 1), math.nan)  # the last column is of empty slots

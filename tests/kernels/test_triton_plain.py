@@ -15,7 +15,8 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from kept_fixture import bases_of
+from kept_fixture import whole_rows, write_kept
+from record_fixture import in_pages
 
 from specache_compile.kernels.attention.attention_ops import capped, low_bit_keys, low_bit_values
 from specache_compile.kernels.attention.kept_logits import based_logits
@@ -78,22 +79,6 @@ def tiers_of(case: Case) -> tuple[StoredTiers, Tensor, Tensor]:
     return tiers, keys, values
 
 
-def in_pages(tiers: StoredTiers, cursor: Tensor) -> tuple[StoredTiers, Tensor]:
-    """Return the tiers in pages, in any order, and the cursor with their table."""
-    count = CAPACITY // PAGE
-    table = torch.randperm(BATCH * count).view(BATCH, count).to(DEVICE)
-    moved = []
-    for tier in tiers[:3]:
-        if not tier.numel():
-            moved.append(tier)
-            continue
-        parts = tier.unflatten(2, (count, -1)).transpose(1, 2).flatten(0, 1)
-        pages = torch.empty_like(parts)
-        pages[table.flatten()] = parts
-        moved.append(pages)
-    return tiers._replace(codes=moved[0], key_params=moved[1], value_params=moved[2]), torch.cat([cursor, table], 1)
-
-
 def mask_of(case: Case) -> Tensor | None:
     heads, lanes = case.rows[0] * HEADS, case.rows[1]
     if case.mask == "bool":
@@ -125,28 +110,9 @@ def expected_logits(case: Case, q: Tensor, mask: Tensor | None, tiers: StoredTie
     return logits * math.log2(math.e)
 
 
-def kept_for(q: Tensor) -> tuple[Tensor, Tensor]:
-    """Allocate kept logits, and a view of their bases [B, H, C/64, 2, 4, R'/2]."""
-    logits, base = based_logits(q, HEADS, CAPACITY)
-    return logits, bases_of(logits, base)
-
-
-def read_kept(logits: Tensor, base: Tensor) -> Tensor:
-    """Return kept logits [B, H, R', C] in float64."""
-    known = logits.double() + base.double().repeat_interleave(2, 4).unsqueeze(-1)
-    return known.permute(0, 1, 5, 3, 2, 4, 6).flatten(2, 3).flatten(3)
-
-
-def write_kept(expected: Tensor, logits: Tensor, base: Tensor) -> None:
-    """Write logits [B, H, R, n] as the keys' half does, with NaN for other tokens."""
-    rows, tokens = expected.shape[2:]
-    whole = expected.new_full((BATCH, HEADS, 2 * logits.shape[5], CAPACITY), math.nan)
-    whole[:, :, :rows, :tokens], whole[:, :, rows:, :tokens] = expected, expected[:, :, :1]
-    highest = whole.unflatten(3, (-1, 16)).amax(-1).clamp_min(-3e38)
-    above = whole - highest.repeat_interleave(16, -1)
-    above = above.unflatten(2, (-1, 2)).unflatten(4, (-1, 8, 8))  # pair, half, record, octet, token
-    logits.copy_(above.permute(0, 1, 4, 3, 5, 2, 6))
-    base.copy_(highest.unflatten(2, (-1, 2)).unflatten(4, (-1, 4)).permute(0, 1, 4, 3, 5, 2))
+def padded(x: Tensor) -> Tensor:
+    """Return logits [B, H, R, n] with NaN after the last token, [B, H, R, C]."""
+    return torch.nn.functional.pad(x, (0, CAPACITY - x.shape[3]), value=math.nan)
 
 
 def log_sum(sums: Sums, rows: int) -> Tensor:
@@ -191,21 +157,23 @@ def test_both_halves_over_rows_of_tokens(case: Case) -> None:
     expected = expected_logits(case, q, mask, tiers, keys)
     rows, lse = queries * lanes, torch.logsumexp(expected * math.log(2), -1) / math.log(2)
     if case.extra == "paged":
-        tiers, cursor = in_pages(tiers, cursor)
+        table = torch.randperm(BATCH * CAPACITY // PAGE).view(BATCH, -1)
+        moved = [in_pages(tier.cpu(), table).to(DEVICE) if tier.numel() else tier for tier in tiers[:3]]
+        tiers, cursor = StoredTiers(*moved, *tiers[3:]), torch.cat([cursor, table.to(DEVICE)], 1)
     new = q.new_zeros(BATCH, HEADS, lanes, case.d)
     form = mask_form(mask, BATCH, HEADS * queries, lanes)
     inputs = DecodeInputs(q, new, new, form, cursor, tiers, case.layout, case.d**-0.5, case.softcap)
     tolerance = TOLERANCE[case.dtype] * (4 if case.extra == "centered" else 1)
 
-    logits, base = kept_for(q)
+    logits, base = based_logits(q, HEADS, CAPACITY)
     sums = triton_plain.attend_keys(inputs, logits, base)
-    found = read_kept(logits, base)[..., : case.tokens]
+    found = whole_rows(logits, base)[..., : case.tokens]
     visible = expected[:, :, :1] > -math.inf
     torch.testing.assert_close(found[:, :, :rows], expected, atol=4 * tolerance, rtol=tolerance)
     assert torch.equal(found[:, :, rows:].isfinite(), visible.expand_as(found[:, :, rows:]))
     torch.testing.assert_close(log_sum(sums, rows), lse, atol=4 * tolerance, rtol=tolerance)
 
-    write_kept(expected, logits, base)
+    write_kept(padded(expected), logits, base)
     sums = triton_plain.attend_values(inputs, logits, base, lse.float(), None)
     weights = (expected - lse.unsqueeze(-1)).exp2()
     torch.testing.assert_close(output(sums, rows)[..., : case.d], weights @ values, atol=tolerance, rtol=tolerance)
@@ -221,11 +189,11 @@ def test_records_of_small_weights_are_skipped() -> None:
     tiers, _, values = tiers_of(case)
     q = torch.zeros(BATCH, HEADS, 1, case.d, device=DEVICE)
     inputs = DecodeInputs(q, q, q, mask_form(None, BATCH, HEADS, 1), cursor, tiers, case.layout, 1.0, None)
-    logits, base = kept_for(q)
+    logits, base = based_logits(q, HEADS, CAPACITY)
     expected = torch.full((BATCH, HEADS, 1, case.tokens), -9.0, device=DEVICE, dtype=torch.float64)
     expected[..., RECORD : 2 * RECORD] = -12.0
     expected[0, 0, 0, RECORD + 7] = -10.0  # one weight keeps its record
-    write_kept(expected, logits, base)
+    write_kept(padded(expected), logits, base)
     lse = torch.zeros(BATCH, HEADS, 1, device=DEVICE)
     sums = triton_plain.attend_values(inputs, logits, base, lse, -10.5)
     weights = expected.exp2()

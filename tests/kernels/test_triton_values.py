@@ -13,9 +13,10 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from kept_fixture import whole_rows, write_kept
 from record_fixture import dim_of, in_pages, levels_of
 
-from specache_compile.kernels.attention.kept_logits import LOWEST, based_logits
+from specache_compile.kernels.attention.kept_logits import based_logits
 from specache_compile.kernels.codes.params import read_params, read_scale
 from specache_compile.kernels.decode import triton_values
 from specache_compile.kernels.decode.triton_decode import DecodeInputs, Sums, mask_form
@@ -136,15 +137,8 @@ def kept_in_order(case: Case, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return kept logits and base of logits x [B, H, R, C] in log2 units, and the logits that they hold, float64."""
     q = torch.empty(len(case.lengths), HEADS * case.queries, case.lanes, case.d, dtype=case.dtype)
     logits, base = based_logits(q, HEADS, case.capacity)
-    pairs = logits.shape[5]
-    padded = torch.cat([x, x[:, :, :1]], 2)[:, :, : 2 * pairs].unflatten(3, (-1, 4, 16))
-    peaks = padded.nan_to_num(nan=-math.inf).amax(-1, keepdim=True).clamp_min(LOWEST)
-    above = (padded - peaks).to(logits.dtype)
-    exact = (above.double() + peaks.float().double()).flatten(3)[:, :, : case.rows]
-    logits.copy_(above.flatten(4).unflatten(4, (8, 8)).unflatten(2, (-1, 2)).permute(0, 1, 4, 3, 5, 2, 6))
-    found = peaks[..., 0].unflatten(2, (-1, 2)).permute(0, 1, 4, 3, 5, 2).flatten()
-    base[: found.numel()].copy_(found)
-    return logits.to(DEVICE), base.to(DEVICE), exact
+    write_kept(x, logits, base)
+    return logits.to(DEVICE), base.to(DEVICE), whole_rows(logits, base)[:, :, : case.rows]
 
 
 def random_logits(case: Case, spread: float = 3.0) -> Tensor:

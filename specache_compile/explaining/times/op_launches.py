@@ -276,7 +276,7 @@ def append(call: LaunchedOp) -> list[Kernel]:
     rows = call.center_rows
     found = call.load.options.has_key_trellis or call.arguments.get("frequencies") is not None
     names = ["find_center"] if rows and found else []
-    names += ["rotate_groups"] if layout.is_rotated or rows else []
+    names += ["copy_groups"] if layout.is_rotated or rows else []
     return [small(name) for name in (*names, "quantize_groups", "write_recent")]
 
 
