@@ -39,8 +39,8 @@ class HostRecord:
     """The host's record of one session, which ops find by the session's cursor (`record_of`).
 
     number: the entry QUEUE of cursors on the host; 0: ops find the record by a cursor's address.
-    lengths, table: each row's LENGTH, and the page tables, that a device cursor holds from the next kernel on. Reading
-        the cursor would block the host. None: unknown.
+    lengths: each row's LENGTH in a device cursor from the next kernel on, since reading it would block the host.
+    table: the page tables in that cursor. None: unknown, as for lengths.
     fetches: address of a layer's slots → the event after its last fetch.
     corrections: the same for a correction that nothing has waited for.
     made_first: the same for the fetches that a step under capture makes first (`movement/deferred.py`).
