@@ -86,7 +86,7 @@ def attend_scored(
     inputs = inputs_of(q, k, v, mask, cursor, tiers, layout, scale, softcap)
     hide(logits, chosen)
     low_bit = attend_values(inputs, logits, base, lse_of(base, q), skip_below)
-    wait_for_correction(slots)
+    wait_for_correction(cursor, slots)
     exact = attend_exact(inputs, slots, slot_index, values=True, kept=None)
     return merged(inputs, sinks, low_bit, exact, torch.empty_like(lse_of(base, q)))
 

@@ -11,7 +11,6 @@ import itertools
 import os
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,10 +18,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from specache_compile.kernels.state.cursor import QUEUE
+from specache_compile.kernels.state.cursor import HostRecord, record_of
 
 _numbers = itertools.count(1)
-_queues: weakref.WeakValueDictionary[int, CopyQueue] = weakref.WeakValueDictionary()
 # Held while a copy is submitted to the worker, and during a fork.
 _handing = threading.Lock()
 
@@ -65,23 +63,21 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(before=end_copies, after_in_parent=_handing.release, after_in_child=restart)
 
 
-class CopyQueue:
+class CopyQueue(HostRecord):
     """A session's copies in flight, and the time that steps have waited for them.
 
-    number: the number by which ops find the queue.
     waited: seconds that steps waited for copies.
     correcting: seconds that steps waited for corrections.
     error: the error of the first failed copy, after which the tiers are invalid.
     """
 
     def __init__(self) -> None:
-        self.number = next(_numbers)
+        super().__init__(next(_numbers))
         self.waited = 0.0
         self.correcting = 0.0
         self.error: BaseException | None = None
         self._prefetches: dict[int, Future[None]] = {}
         self._offloads: deque[Future[None]] = deque()
-        _queues[self.number] = self
 
     def submit_prefetch(self, slots: Tensor, job: Callable[[], object]) -> None:
         """Run `job` after all earlier copies; `wait_for(slots)` waits for it.
@@ -157,8 +153,8 @@ def run_job(job: Callable[[], object]) -> None:
 
 def queue_of(cursor: Tensor) -> CopyQueue | None:
     """Return the queue of `cursor`, or None if copies run synchronously."""
-    number = int(cursor[0, QUEUE])
-    return _queues[number] if number else None
+    record = record_of(cursor)
+    return record if isinstance(record, CopyQueue) else None
 
 
 def wait_for_offloads(cursor: Tensor) -> None:

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import functools
 import math
-import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -28,12 +27,11 @@ from torch import Tensor
 from specache_compile.kernels.attention import hit_rate
 from specache_compile.kernels.attention.kept_logits import lse_of
 from specache_compile.kernels.memory.host_memory import makes_fakes
-from specache_compile.kernels.state.cursor import lengths_of
+from specache_compile.kernels.state.cursor import HostRecord, lengths_of, record_of
 from specache_compile.kernels.state.page_table import Pages, pairs_of
 from specache_compile.kernels.state.segments import aligned, of_rows, put, runs, runs_of_pairs, span_of, tokens_of
 from specache_compile.kernels.state.stored_pairs import ROUNDED, stored
 
-from . import deferred
 from . import tier_ops as tiers
 
 # More new tokens than this are copied by the DMA engines, through staging; fewer are written through by a kernel.
@@ -41,10 +39,6 @@ WRITE_THROUGH = 64
 
 # Segments that are rounded at a time, which limits temporary memory.
 ROUNDED_AT_ONCE = 4
-
-# Address of a layer's slots → the event after its last fetch, and after a correction that was not waited for yet.
-_fetches: dict[int, torch.cuda.Event] = {}
-_corrections: dict[int, torch.cuda.Event] = {}
 
 
 @functools.cache
@@ -69,8 +63,6 @@ def adopt(state: Mapping[str, Tensor]) -> None:
     for stream, fields in used.items():
         for field in fields:
             state[field].record_stream(stream)
-    for ends in (_fetches, _corrections):
-        weakref.finalize(state["slots"], ends.pop, state["slots"].data_ptr(), None)
 
 
 def join(device: torch.device) -> None:
@@ -96,7 +88,8 @@ def prefetch(
     """Run `tier_ops.prefetch` on the copy stream, after all work that the main stream has so far."""
     from .triton_copy import gather
 
-    if deferred.end_of(slots) is not None:
+    record = record_of(cursor)
+    if slots.data_ptr() in record.made_first:
         return
     if not host.is_pinned():  # the GPU cannot read it, so the host copies synchronously
         tiers.refill(selected, pairs_of(host, cursor), slots, slot_index, fetched)
@@ -106,14 +99,15 @@ def prefetch(
     with torch.cuda.stream(copy):
         gather(selected, host, slots, slot_index, fetched, cursor=cursor)
     if not torch.cuda.is_current_stream_capturing():
-        _fetches[slots.data_ptr()] = copy.record_event()
+        record.fetches[slots.data_ptr()] = copy.record_event()
 
 
 def wait(after: Tensor, cursor: Tensor, slots: Tensor, slot_index: Tensor, selected: Tensor) -> None:
     """Run `tier_ops.wait`: later work on the main stream waits for the fetch; the host does not block."""
-    fetch = _fetches.pop(slots.data_ptr(), None)
+    record = record_of(cursor)
+    fetch = record.fetches.pop(slots.data_ptr(), None)
     if torch.cuda.is_current_stream_capturing():
-        fetch = deferred.end_of(slots)
+        fetch = record.made_first.get(slots.data_ptr())
     if fetch is not None:
         torch.cuda.current_stream(slots.device).wait_event(fetch)
 
@@ -144,13 +138,13 @@ def correct(
     with torch.cuda.stream(corrections):
         programs = slot_index.shape[0] * slot_index.shape[1]
         gather(chosen, host, slots, slot_index, corrected, programs=programs, cursor=cursor)
-    _corrections[slots.data_ptr()] = corrections.record_event()
+    record_of(cursor).corrections[slots.data_ptr()] = corrections.record_event()
     return chosen
 
 
-def wait_for_correction(slots: Tensor) -> None:
+def wait_for_correction(cursor: Tensor, slots: Tensor) -> None:
     """Let later work on the main stream wait for the correction of these slots."""
-    correction = _corrections.pop(slots.data_ptr(), None)
+    correction = record_of(cursor).corrections.pop(slots.data_ptr(), None)
     if correction is not None:
         torch.cuda.current_stream(slots.device).wait_event(correction)
 
@@ -292,16 +286,16 @@ def measure(q: Tensor, *rest: Any) -> None:
     hit_rate.measure(q, *rest)
 
 
-class StreamCopies:
+class StreamCopies(HostRecord):
     """Replaces `CopyQueue` on a CUDA device, where copies run on the device's copy stream."""
 
-    number = 0
     # A copy on a stream cannot fail alone, and the host cannot measure how long the main stream waits for it.
     error: BaseException | None = None
     waited: float | None = None
     correcting: float | None = None
 
     def __init__(self, device: torch.device) -> None:
+        super().__init__()
         self.device = device
 
     def drain(self) -> None:

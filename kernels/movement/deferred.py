@@ -17,14 +17,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from specache_compile.kernels.state.cursor import record_of
+
 T = TypeVar("T")
 
 # The arguments of a `prefetch`.
 Fetch = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 FETCH_STATE = ("selected", "host", "slots", "slot_index", "fetched")
-
-# While a step is recorded: address of slots → the event after the fetches that the step makes first.
-_made_first: dict[int, Any] = {}
 
 
 def deferrable(state: Sequence[Mapping[str, Tensor]], cursor: Tensor) -> list[Fetch]:
@@ -57,15 +56,11 @@ def made_first(fetches: Sequence[Fetch], ended: Callable[[], Any]) -> Iterator[N
     try:
         for fetch in fetches:
             torch.ops.specache.prefetch(*fetch)
-            _made_first[fetch[3].data_ptr()] = ended()
+            record_of(fetch[1]).made_first[fetch[3].data_ptr()] = ended()
         yield
     finally:
-        _made_first.clear()
-
-
-def end_of(slots: Tensor) -> Any:
-    """Return the event after the fetch into these slots that the recorded step has made first, or None."""
-    return _made_first.get(slots.data_ptr())
+        for fetch in fetches:
+            record_of(fetch[1]).made_first.clear()
 
 
 class Deferred:

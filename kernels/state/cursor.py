@@ -23,7 +23,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -34,8 +34,51 @@ T = TypeVar("T")
 CURSOR_SIZE = 4
 LENGTH, LOW_BIT, NEXT_LOW_BIT, QUEUE = range(CURSOR_SIZE)
 
-# Lengths of device cursors by address, since reading a cursor would block the host.
-_lengths: dict[int, tuple[int, ...]] = {}
+
+class HostRecord:
+    """The host's record of one session, which ops find by the session's cursor (`record_of`).
+
+    number: the entry QUEUE of cursors on the host; 0: ops find the record by a cursor's address.
+    lengths: each row's LENGTH in a device cursor from the next kernel on, since reading it would block the host.
+    table: the page tables in that cursor. None: unknown, as for lengths.
+    fetches: address of a layer's slots → the event after its last fetch.
+    corrections: the same for a correction that nothing has waited for.
+    made_first: the same for the fetches that a step under capture makes first (`movement/deferred.py`).
+    """
+
+    def __init__(self, number: int = 0) -> None:
+        self.number = number
+        if number:
+            _records[number] = self
+        self.lengths: tuple[int, ...] | None = None
+        self.table: Tensor | None = None
+        self.fetches: dict[int, Any] = {}
+        self.corrections: dict[int, Any] = {}
+        self.made_first: dict[int, Any] = {}
+
+
+# Records by number, and by the address of a cursor.
+_records: weakref.WeakValueDictionary[int, HostRecord] = weakref.WeakValueDictionary()
+
+
+def attach(cursor: Tensor, record: HostRecord) -> None:
+    """Let ops find a record by the address of this cursor, which keeps the record alive; a fake cursor has none."""
+    if not isinstance(cursor, FakeTensor):
+        _records[cursor.data_ptr()] = record
+        weakref.finalize(cursor, detach, cursor.data_ptr(), record)
+
+
+def detach(address: int, record: HostRecord) -> None:
+    if _records.get(address) is record:
+        del _records[address]
+
+
+def record_of(cursor: Tensor) -> HostRecord:
+    """Return the record of a cursor's session; a cursor without a session gets its own."""
+    number = 0 if cursor.is_cuda else int(cursor[0, QUEUE])
+    if not number and cursor.data_ptr() not in _records:
+        attach(cursor, HostRecord())
+    return _records[number or cursor.data_ptr()]
 
 
 def new_cursor(device: torch.device, rows: int, pages: int = 0) -> Tensor:
@@ -43,18 +86,9 @@ def new_cursor(device: torch.device, rows: int, pages: int = 0) -> Tensor:
     return torch.zeros(rows, CURSOR_SIZE + pages, dtype=torch.int64, device=device if device.type == "cuda" else "cpu")
 
 
-def publish(cursor: Tensor, lengths: Sequence[int]) -> None:
-    """Record each row's LENGTH that a device cursor holds from the next kernel on; a fake cursor has no address."""
-    if isinstance(cursor, FakeTensor):
-        return
-    if cursor.data_ptr() not in _lengths:
-        weakref.finalize(cursor, _lengths.pop, cursor.data_ptr(), None)
-    _lengths[cursor.data_ptr()] = tuple(lengths)
-
-
 def lengths_of(cursor: Tensor) -> tuple[int, ...]:
-    """Return each row's LENGTH; blocks the host only for a cursor that was not published."""
-    known = _lengths.get(cursor.data_ptr()) if cursor.is_cuda else None
+    """Return each row's LENGTH; blocks the host only for a device cursor whose record has no lengths."""
+    known = record_of(cursor).lengths if cursor.is_cuda else None
     return tuple(cursor[:, LENGTH].tolist()) if known is None else known
 
 

@@ -12,7 +12,6 @@ Token t of a row is token t mod 256 of page `table[t // 256]`. The table follows
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from specache_compile.kernels.codes.records import RECORD
 
-from .cursor import CURSOR_SIZE, LOW_BIT, NEXT_LOW_BIT
+from .cursor import CURSOR_SIZE, LOW_BIT, NEXT_LOW_BIT, record_of
 
 # Tokens in a page, and in a segment of the host tier; every capacity is a multiple.
 PAGE = 256
@@ -30,9 +29,6 @@ LOW_BIT_TIER = ("codes", "key_params", "value_params")
 WHOLE = "host"
 # The operand of attention that is a list of state tensors; the low-bit tier comes first.
 TIERS = "tiers"
-
-# Tables of device cursors by the cursor's address (see `cursor.publish`).
-_tables: dict[int, Tensor] = {}
 
 
 def has_table(cursor: Tensor) -> bool:
@@ -75,17 +71,9 @@ class Pages:
         return torch.Size((self.table.shape[0], heads, self.table.shape[1] * page, *pair))
 
 
-def publish_table(cursor: Tensor, table: Tensor) -> None:
-    """Record the table that a device cursor holds from the next kernel on."""
-    if cursor.is_cuda:
-        if cursor.data_ptr() not in _tables:
-            weakref.finalize(cursor, _tables.pop, cursor.data_ptr(), None)
-        _tables[cursor.data_ptr()] = table
-
-
 def table_of(cursor: Tensor) -> Tensor:
-    """Return a cursor's table on the CPU; blocks the host only for a device cursor whose table was not published."""
-    known = _tables.get(cursor.data_ptr()) if cursor.is_cuda else None
+    """Return a cursor's table on the CPU; blocks the host only for a device cursor whose record has no such table."""
+    known = record_of(cursor).table if cursor.is_cuda else None
     if known is None or known.shape != (cursor.shape[0], cursor.shape[1] - CURSOR_SIZE):
         return cursor[:, CURSOR_SIZE:].cpu()
     return known

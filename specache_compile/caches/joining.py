@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,21 +13,16 @@ from transformers import DynamicCache
 from specache_compile.errors import SpecacheError
 from specache_compile.methods import METHODS
 from specache_compile.options import differences
-from specache_compile.paging.paged_tiers import PagedTiers, paged
+from specache_compile.paging.paged_tiers import PagedTiers, paged, paged_rows
 from specache_compile.paging.pool import PagePool
 from specache_compile.passes.reading.sites import PARTS
 from specache_compile.runtime.held import HeldTensor
 from specache_compile.runtime.regroup import required_session
-from specache_compile.runtime.session import Mode, Progress, Session, session_of
-from specache_compile.runtime.state import bucket, bytes_in_16_bits, gathered, room
-from specache_compile.runtime.tiers import Tiers
+from specache_compile.runtime.session import Session, SessionRow, progress_of, session_of
 
 from .holding import twin
 from .recurrent import STATES, own_states
 from .saving import KINDS
-
-# A session and the number of one of its rows.
-SessionRow = tuple[Session, int]
 
 
 def join(caches: Sequence[DynamicCache]) -> DynamicCache:
@@ -36,8 +30,8 @@ def join(caches: Sequence[DynamicCache]) -> DynamicCache:
 
     Each row keeps its length (`lengths`), its tiers bit for bit, and the pairs that were selected for its next step.
     Hugging Face sees a left-padded batch: the length of the longest row. Call the model without attention_mask, and
-    pass `position_ids=lengths(cache)[:, None]`. The tiers are copied, one layer at a time; drop the joined caches to
-    free their memory.
+    pass `position_ids=lengths(cache)[:, None]`. The tiers are copied into pages; drop the joined caches to free their
+    memory. A cache that is still in 16 bits (option min_context) is compressed.
 
     Args:
         caches: held caches of one model, compiled with the same options; at least one.
@@ -70,7 +64,7 @@ def split(cache: DynamicCache) -> list[DynamicCache]:
     """Split a held cache into one cache for each row: the inverse of `join`.
 
     Args:
-        cache: a held cache with B rows; it stays usable. Its tiers are copied.
+        cache: a held cache with B rows; it stays usable. Its tiers are copied into pages, which the rows share.
 
     Returns:
         B held caches of one row, each as long as its row.
@@ -87,7 +81,8 @@ def split(cache: DynamicCache) -> list[DynamicCache]:
         output = model.generate(**inputs, max_new_tokens=4, return_dict_in_generate=True)
         first, second = sc.split(sc.cache_of(output))
     """
-    return [row_of(cache, row) for row in range(required_session(cache).tiers.batch)]
+    together = join([cache])
+    return [row_of(together, row) for row in range(required_session(together).tiers.batch)]
 
 
 def row_of(cache: DynamicCache, row: int) -> DynamicCache:
@@ -139,8 +134,6 @@ def reason_against(caches: Sequence[Any], apart: bool = False) -> str | None:
             return "they belong to different models"
         if found := differences(session.requested, first.requested):
             return f"their options differ: {found}"
-        if session.options != first.options:
-            return "one of them is still in 16 bits (option min_context). Pass min_context=0"
     lengths = [length for session in sessions for length in session.progress.lengths]
     if first.rope_switch is not None and first.rope_switch.misfit([length + 1 for length in lengths]):
         return first.rope_switch.reason()
@@ -177,43 +170,22 @@ def drained(caches: Sequence[DynamicCache]) -> list[Session]:
 @torch.inference_mode(False)
 @torch.no_grad()
 def session_of_rows(rows: Sequence[SessionRow]) -> Session:
-    """A session with copies of these rows, which share pages. Its counts start at zero."""
-    progress = progress_of(rows)
-    pools = {tiers.pool if isinstance(tiers := session.tiers, PagedTiers) else None for session, _ in rows}
-    if len(pools) == 1 and None not in pools:
-        return session_with(rows[0][0], paged_tiers_of(rows), progress)
-    return session_with(rows[0][0], tiers_of(pieces_of(rows), progress.longest), progress)
+    """A session of these rows in pages: those of their pool, or of a new one. Its counts start at zero."""
+    sessions = list(dict.fromkeys(session for session, _ in rows))
+    first, *others = (session.tiers.pending or session.options for session in sessions)
+    if found := next(filter(None, (differences(other, first) for other in others)), None):
+        raise refused(f"their options differ: {found}")
+    for session in sessions:
+        out_of_16_bits(session)
+    pool = common_pool(sessions) or PagePool(first, sessions[0].layers, pages=0)
+    tiers = {session: paged(session.tiers, session.progress.lengths, pool) for session in sessions}
+    return sessions[0].derived(paged_rows([(tiers[session], row) for session, row in rows]), progress_of(rows))
 
 
-def session_with(first: Session, tiers: Tiers, progress: Progress) -> Session:
-    """A session like `first`, with these tiers and this progress."""
-    made = copy.copy(first)
-    made.tiers = tiers
-    made.progress = progress
-    made.weights = list(first.weights)
-    made.moved, made.view = {}, None
-    made.mode, made.draft_length = Mode.PLAIN, None
-    made.reset_runtime()
-    made.statistics.full_cache_bytes = bytes_in_16_bits(made.layers, tiers.batch, progress.length)
-    made.update_memory()
-    return made
-
-
-def progress_of(rows: Sequence[SessionRow]) -> Progress:
-    """The progress of these rows. A row without a speculative token is not ready."""
-    lengths = tuple(session.progress.lengths[row] for session, row in rows)
-    guesses = [None if s.progress.guess is None else s.progress.guess[row : row + 1] for s, row in rows]
-    known = next((guess for guess in guesses if guess is not None), None)
-    guess = None
-    if known is not None:
-        guess = torch.cat([torch.zeros_like(known) if one is None else one for one in guesses])
-    ready = tuple(
-        session.progress.ready[row] and (known is None or one is not None)
-        for (session, row), one in zip(rows, guesses, strict=True)
-    )
-    keys = tuple(session.progress.keys[row] for session, row in rows)
-    calls = tuple(session.progress.longest_calls[row] for session, row in rows)
-    return Progress(lengths, ready, keys, calls, max(lengths), guess, joined=True)
+def common_pool(sessions: Sequence[Session]) -> PagePool | None:
+    """The pool of all these sessions; None if they have several, or none."""
+    pools = {tiers.pool if isinstance(tiers := session.tiers, PagedTiers) else None for session in sessions}
+    return pools.pop() if len(pools) == 1 else None
 
 
 def in_pages(cache: DynamicCache, pool: PagePool) -> DynamicCache:
@@ -228,7 +200,9 @@ def in_pages(cache: DynamicCache, pool: PagePool) -> DynamicCache:
     if session.options != pool.options:
         raise refused(f"their options differ: {differences(session.options, pool.options)}")
     rows = [(session, row) for row in range(session.tiers.batch)]
-    return cache_of(session_in_pages(session, progress_of(rows), pool), [cache], [None])
+    with torch.inference_mode(False), torch.no_grad():
+        tiers = paged(session.tiers, session.progress.lengths, pool)
+        return cache_of(session.derived(tiers, progress_of(rows)), [cache], [None])
 
 
 @torch.inference_mode(False)
@@ -239,13 +213,6 @@ def out_of_16_bits(session: Session) -> None:
         session.tiers.move_now(session.progress.lengths, session.progress.padding, session.drain)
         session.forget_selection()
         session.update_memory()
-
-
-@torch.inference_mode(False)
-@torch.no_grad()
-def session_in_pages(session: Session, progress: Progress, pool: PagePool) -> Session:
-    tiers = session.tiers.contiguous(progress.lengths)
-    return session_with(session, paged(tiers, progress.lengths, pool), progress)
 
 
 @torch.inference_mode(False)
@@ -272,11 +239,21 @@ def remove_all_rows(cache: DynamicCache) -> bool:
     return True
 
 
+@torch.inference_mode(False)
+@torch.no_grad()
 def append_rows(cache: DynamicCache, newcomer: DynamicCache) -> DynamicCache:
     """Join two caches in pages of one pool without copying the rows of `cache`, which becomes stale."""
     session, other = drained([cache, newcomer])
-    others = [cache, newcomer] if session.tiers.batch else [newcomer]
-    new_rows(session, other)
+    tiers, new = session.tiers, other.tiers
+    assert isinstance(tiers, PagedTiers)
+    assert isinstance(new, PagedTiers)
+    progress = progress_of([(source, row) for source in (session, other) for row in range(source.tiers.batch)])
+    others = [cache, newcomer] if tiers.batch else [newcomer]
+    tiers.append_rows([(new, row) for row in range(new.batch)])
+    session.progress, session.view = progress, None
+    session.version += 1
+    session.new_cursor()
+    session.update_memory()
     return cache_of(session, others, [None] * len(others))
 
 
@@ -323,57 +300,6 @@ def drop(cache: DynamicCache) -> None:
         session.tiers.release_state()
         session.version += 1
         session.view = None
-
-
-@torch.inference_mode(False)
-@torch.no_grad()
-def new_rows(session: Session, other: Session) -> None:
-    """Append the rows of another session: their buffers are copied, their pages shared."""
-    tiers, others = session.tiers, other.tiers
-    assert isinstance(tiers, PagedTiers)
-    assert isinstance(others, PagedTiers)
-    rows = [(source, row) for source in (session, other) for row in range(source.tiers.batch)]
-    progress = progress_of(rows)
-    tiers.append_rows(others, range(others.batch))
-    session.progress = progress
-    session.version += 1
-    session.view = None
-    session.new_cursor()
-    session.update_memory()
-
-
-def paged_tiers_of(rows: Sequence[SessionRow]) -> PagedTiers:
-    """Tiers with these rows of one pool: their pages are shared, their buffers copied."""
-    first = rows[0][0].tiers
-    assert isinstance(first, PagedTiers)
-    made = PagedTiers(first, first.pool, [], len(rows))
-    for session, row in rows:
-        assert isinstance(session.tiers, PagedTiers)
-        made.append_rows(session.tiers, [row])
-    return made
-
-
-def pieces_of(rows: Sequence[SessionRow]) -> list[tuple[Tiers, int]]:
-    """The same rows in contiguous tiers."""
-    sessions = dict.fromkeys(session for session, _ in rows)
-    pieces = {session: session.tiers.contiguous(session.progress.lengths) for session in sessions}
-    return [(pieces[session], row) for session, row in rows]
-
-
-def tiers_of(rows: Sequence[tuple[Tiers, int]], longest: int) -> Tiers:
-    """Tiers with these rows, with room for the longest. SpecacheError, before any allocation, if the host tier is too
-    large."""
-    first = rows[0][0]
-    made = copy.copy(first)
-    made.batch, made.sinks_known, made.state = len(rows), None, []
-    made.capacity, made.room = bucket(longest), room(longest)
-    made.allocated = (0, 0)
-    made.check_host_memory(longest)
-    for number, layer in enumerate(made.layers):
-        sources = [(tiers.state[number], row) for tiers, row in rows]
-        made.state.append(gathered(sources, made.options, layer, made.capacity, made.room))
-    made.allocated = (made.capacity, made.room)
-    return made
 
 
 def cache_of(session: Session, caches: Sequence[Any], rows: Sequence[int | None]) -> DynamicCache:

@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import fnmatch
 import json
@@ -39,8 +38,9 @@ from specache_compile.options import MethodOptions, differences, own_options
 from specache_compile.passes.reading.sites import PARTS
 from specache_compile.runtime.ranks import ranks_of
 from specache_compile.runtime.regroup import required_session
-from specache_compile.runtime.session import UNKNOWN, Session
+from specache_compile.runtime.session import Session
 from specache_compile.runtime.state import MEASURE, adopt, backed_part, empty, fields_of, room
+from specache_compile.runtime.tiers import Tiers
 
 from .holding import set_model
 from .recurrent import STATES, marks_of, restore, states_of
@@ -69,6 +69,7 @@ TENSORS_FOLDER = "tensors-" + "[0-9a-f]" * 8
 # The header's parts and their JSON types.
 HEADER_PARTS = {
     "weights": list,
+    "settings": list,
     "options": dict,
     "numbers": dict,
     "shapes": list,
@@ -110,8 +111,7 @@ def save(cache: DynamicCache, folder: str | os.PathLike[str]) -> None:
     if tiers.ranks is not None:
         raise split_session()
     session.drain()
-    session = contiguous(session)
-    tiers = session.tiers
+    tiers = tiers.contiguous(progress.lengths)
     header = {
         "format": FORMAT,
         "versions": {name: version(name) for name in PACKAGES},
@@ -141,7 +141,7 @@ def save(cache: DynamicCache, folder: str | os.PathLike[str]) -> None:
     try:
         for number, layer in enumerate(tqdm(cache.layers, "saving", unit="layer", disable=None, leave=False)):
             site = layers[number]["site"]
-            pairs = plain_pairs(layer) if site is None else whole(session, site)
+            pairs = plain_pairs(layer) if site is None else whole(tiers, site, progress.lengths)
             write({**pairs, **states_of(layer)}, tensors / layer_file(number))
         starts_from = {"guess": progress.guess, "padding": progress.padding}
         write({name: tensor for name, tensor in starts_from.items() if tensor is not None}, tensors / STEP)
@@ -217,11 +217,10 @@ def loaded(root: Path, model: torch.nn.Module, by_any_weights: bool) -> DynamicC
     batch, progress.length, progress.padded = (numbers[name] for name in ("batch", "length", "padded"))
     progress.keys = (restored_key(header),) * batch
     progress.lengths, progress.ready = tuple(numbers["lengths"]), tuple(numbers["ready"])
-    progress.longest_calls = tuple(numbers.get("longest_calls", [UNKNOWN] * batch))
+    progress.longest_calls = tuple(numbers["longest_calls"])
     progress.joined = numbers["joined"]
+    tiers.check_host_memory(room(progress.longest), progress.longest)
     tiers.capacity, tiers.room = numbers["capacity"], room(progress.longest)
-    tiers.check_host_memory(progress.longest)
-    tiers.allocated = (tiers.capacity, tiers.room)
     return filled(session, model, header, files)
 
 
@@ -262,15 +261,6 @@ def filled(
     return cache
 
 
-def contiguous(session: Session) -> Session:
-    """The session, or a copy of it with contiguous tiers."""
-    if session.tiers.table is None:
-        return session
-    made = copy.copy(session)
-    made.tiers = session.tiers.contiguous(session.progress.lengths)
-    return made
-
-
 def described_layer(number: int, layer: Any) -> dict[str, Any]:
     """A layer's description: its class, its numbers, and its site (None if it is not held)."""
     if type(layer) not in KINDS or not getattr(layer, "is_initialized", True):
@@ -298,13 +288,13 @@ def empty_cache(model: Any, kinds: Sequence[str]) -> DynamicCache:
     raise other_layers(kinds)
 
 
-def whole(session: Session, site: int) -> LayerState:
+def whole(tiers: Tiers, site: int, lengths: Sequence[int]) -> LayerState:
     """A layer's state tensors, with zeros where the host tier has no token: uninitialised memory must not be saved."""
-    state = dict(session.state[site])
-    for field in fields_of(session.options, session.layers[site]):
+    state = dict(tiers.state[site])
+    for field in fields_of(tiers.options, tiers.layers[site]):
         if field.on_host:
             tensor = state[field.name] = state[field.name].clone()
-            for rows, length in runs_of(session.progress.lengths):
+            for rows, length in runs_of(lengths):
                 part = segments.of_rows(tensor, rows)
                 for view, _, _ in segments.runs(part, length, segments.places_of(tensor)):
                     view.zero_()
@@ -377,7 +367,7 @@ def described_keys(keys: Sequence[PrefillKey]) -> dict[str, Any]:
 
 
 def restored_key(header: Mapping[str, Any]) -> PrefillKey:
-    settings = header.get("settings")
+    settings = header["settings"]
     return PrefillKey(tuple(header["weights"]), tuple(sorted(settings[0].items())) if settings else None)
 
 
@@ -390,15 +380,12 @@ def device_of(model: torch.nn.Module) -> torch.device:
 
 
 def check_key(root: Path, header: Mapping[str, Any], model: torch.nn.Module) -> None:
-    """SpecacheError if the rows were filled with other weights or settings than the model has.
-
-    Sessions of earlier versions have no settings.
-    """
+    """SpecacheError if the rows were filled with other weights or settings than the model has."""
     key = prefill_key(model, model.parameters())
     missing = Counter(header["weights"]) - Counter(key.weights)
     if missing:
         raise other_model(root, missing.total(), len(header["weights"]))
-    for settings in header.get("settings", []):
+    for settings in header["settings"]:
         if differing := {name for name, _ in {*settings.items()} ^ {*(key.settings or ())}}:
             raise other_settings(root, sorted(differing))
 

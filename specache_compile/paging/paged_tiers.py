@@ -12,7 +12,7 @@ from torch import Tensor
 from specache_compile.kernels.state.page_table import PAGE, Pages, pairs_by
 from specache_compile.methods.field import Field, LayerShape, LayerState
 from specache_compile.options import MethodOptions
-from specache_compile.runtime.state import adopt, empty, fields_of, rows_of
+from specache_compile.runtime.state import adopt, empty, fields_of
 from specache_compile.runtime.tiers import Tiers
 
 from .pool import NULL_PAGE, PagePool, paged_fields, pages_for
@@ -77,18 +77,11 @@ class PagedTiers(Tiers):
         longest = max(map(len, self.pages), default=0)
         width = 1 << max(longest - 1, 0).bit_length()
         self.capacity = self.room = width * PAGE
-        self.allocated = (self.capacity, self.room)
         rows = [[*row, *[NULL_PAGE] * (width - len(row))] for row in self.pages]
         self.table = torch.tensor(rows, dtype=torch.int64, device="cpu").view(len(rows), width)
 
     def runs(self, values: Sequence[T]) -> list[tuple[slice, T]]:
         return [(slice(row, row + 1), value) for row, value in enumerate(values)]
-
-    def views(self, site: int, rows: slice) -> LayerState:
-        fields = fields_of(self.options, self.layers[site])
-        own = rows_of(self.state[site], [field for field in fields if not field.by_page], rows)
-        pairs: dict[str, Any] = {f.name: self.pairs(site, f.name, rows) for f in fields if f.has_all_pairs}
-        return {**own, **pairs}
 
     def pairs(self, site: int, name: str, rows: slice = slice(None)) -> Pages:
         assert self.table is not None
@@ -199,11 +192,11 @@ class PagedTiers(Tiers):
             self.move([(row, row) for row in range(self.batch)], rows)
             self.update_state()
 
-    def append_rows(self, others: PagedTiers, rows: Sequence[int]) -> None:
-        """Append rows of other tiers of this pool, sharing their pages."""
+    def append_rows(self, rows: Sequence[tuple[PagedTiers, int]]) -> None:
+        """Append rows of tiers of this pool, sharing their pages."""
         need = self.batch + len(rows)
         self.reserve_rows(need)
-        for place, row in enumerate(rows, self.batch):
+        for place, (others, row) in enumerate(rows, self.batch):
             self.pool.share(others.pages[row])
             self.pages.append(list(others.pages[row]))
             self.rounded.append(others.rounded[row])
@@ -216,9 +209,7 @@ class PagedTiers(Tiers):
 
     def copy(self) -> PagedTiers:
         """A copy of the rows, which shares their pages; measurements start at zero."""
-        made = PagedTiers(self, self.pool, [], self.batch)
-        made.append_rows(self, range(self.batch))
-        return made
+        return paged_rows([(self, row) for row in range(self.batch)])
 
     def contiguous(self, lengths: Sequence[int]) -> Tiers:
         made = Tiers(self.options, self.layers, self.batch, max(lengths), self.ranks)
@@ -241,9 +232,6 @@ class PagedTiers(Tiers):
         names = dict.fromkeys(name for _, sizes in parts for name in sizes)
         return {name: sum(count * sizes.get(name, 0) for count, sizes in parts) for name in names}
 
-    def host_bytes(self, tokens: int) -> int:
-        return self.pool.page_bytes["host"] // PAGE * tokens * self.batch
-
     def places(self) -> list[tuple[int, torch.Size]]:
         """Addresses and shapes of all buffers, whatever the number of rows."""
         every = (tensor for layers in (self.pool.state, self.all_rows) for state in layers for tensor in state.values())
@@ -252,6 +240,14 @@ class PagedTiers(Tiers):
     @property
     def most_cursors(self) -> int:
         return self.most_rows
+
+
+def paged_rows(rows: Sequence[tuple[PagedTiers, int]]) -> PagedTiers:
+    """Tiers of these rows of one pool, which share their pages."""
+    first = rows[0][0]
+    made = PagedTiers(first, first.pool, [], len(rows))
+    made.append_rows(rows)
+    return made
 
 
 def row_fields(options: MethodOptions, layer: LayerShape) -> list[Field]:
@@ -282,7 +278,10 @@ def part_of(field: Field, piece: Tensor, row: int, number: int, page: Tensor) ->
 
 
 def paged(tiers: Tiers, lengths: Sequence[int], pool: PagePool) -> PagedTiers:
-    """Copy contiguous tiers into pages of a pool."""
+    """Tiers copied into pages of a pool; tiers that have pages of this pool are returned."""
+    if isinstance(tiers, PagedTiers) and tiers.pool is pool:
+        return tiers
+    tiers = tiers.contiguous(lengths)
     taken = iter(pool.allocate(sum(map(pages_for, lengths))))
     made = PagedTiers(tiers, pool, [[next(taken) for _ in range(pages_for(n))] for n in lengths], tiers.batch)
     for layer, piece, pages in zip(made.layers, tiers.state, made.state, strict=True):

@@ -33,7 +33,7 @@ class PagePool:
     """The pages of one model's rows, under one set of options.
 
     bound: number of pages, all allocated at the start, so that none ever moves. None: unbounded; then all pages are
-        copied to a larger buffer now and then.
+        copied to a larger buffer now and then. It starts with so many `pages`.
     state: of each layer, the state tensors that are in pages (`kernels/state/page_table.py`).
     page_bytes, row_bytes: bytes in each tier of a page, and of a row's other buffers.
     counts: number of rows of each page.
@@ -43,7 +43,9 @@ class PagePool:
     """
 
     @torch.inference_mode(False)
-    def __init__(self, options: MethodOptions, layers: Sequence[LayerShape], bound: int | None = None) -> None:
+    def __init__(
+        self, options: MethodOptions, layers: Sequence[LayerShape], bound: int | None = None, pages: int = FIRST
+    ) -> None:
         self.options, self.layers, self.bound = options, list(layers), bound
         self.page_bytes, self.row_bytes = page_bytes(options, layers), row_bytes(options, layers)
         self.sessions: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -54,7 +56,7 @@ class PagePool:
         self.state: list[LayerState] = [
             {field.name: empty(field, options, layer, 1) for field in paged_fields(options, layer)} for layer in layers
         ]
-        self.grow_to(1 + (FIRST if bound is None else bound))
+        self.grow_to(1 + (pages if bound is None else bound))
 
     @property
     def held(self) -> int:
@@ -99,10 +101,11 @@ class PagePool:
         return taken
 
     def room_on_host(self) -> int:
-        """Most pages of an unbounded pool, from the free host memory."""
-        parts = self.page_bytes if self.layers[0].device.type == "cpu" else {"host": self.page_bytes["host"]}
-        page = sum(parts.values())
-        return allowance(page * len(self.counts), None) // page if page else sys.maxsize
+        """Most pages of an unbounded pool, from the option host_memory or the free host memory."""
+        given = self.options.host_memory
+        whole = given is None and self.layers[0].device.type == "cpu"
+        page = sum(self.page_bytes.values()) if whole else self.page_bytes["host"]
+        return 1 + allowance(page * len(self.counts), given) // page if page else sys.maxsize
 
     def share(self, pages: Iterable[int]) -> None:
         """Count one more row for each of these pages."""
@@ -186,5 +189,5 @@ def row_bytes(options: MethodOptions, layers: Sequence[LayerShape]) -> dict[str,
 def no_pages(number: int, left: int, bound: int) -> SpecacheError:
     return SpecacheError(
         f"{number} more pages of {PAGE} tokens are needed, and {left} of {bound} are free. The cache is unchanged. "
-        "Drop caches that are not needed, or raise device_memory or host_memory of the Batch"
+        "Drop caches that are not needed, or raise host_memory, or device_memory of the Batch"
     )

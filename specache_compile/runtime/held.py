@@ -53,7 +53,7 @@ class Owner(Protocol):
     moved: dict[int, tuple[Any, int]]
 
     def fork(self, handle: Handle) -> Owner:
-        """A second owner with copies of everything, for the view of `handle`."""
+        """A second owner with copies of everything, for the view of `handle`, which keeps its version and edits."""
 
     def to_plain(self, handle: Handle) -> Tensor:
         """A plain copy [B, H, n, d] of the keys or values of `handle`."""
@@ -122,7 +122,7 @@ class HeldTensor(Tensor):
         if key not in forks:
             forks[key] = handle.session.fork(handle)
         fork: Owner = forks[key]
-        return HeldTensor(self.anchor, self.shape, replace(handle, session=fork, version=fork.version))
+        return HeldTensor(self.anchor, self.shape, replace(handle, session=fork))
 
     def __copy__(self) -> HeldTensor:
         return HeldTensor(self.anchor, self.shape, self.handle)

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -18,8 +17,7 @@ from specache_compile.errors import SpecacheError
 from specache_compile.options import MethodOptions
 
 from .held import Handle, HeldTensor
-from .session import Mode, Session
-from .state import bytes_in_16_bits
+from .session import Session
 from .tiers import Tiers
 
 Place = tuple[Session, int]
@@ -104,7 +102,7 @@ def check_alike(sources: Sequence[Session]) -> None:
     first = sources[0]
     for other in sources[1:]:
         sizes = [
-            (s.length, s.progress.lengths, s.version, s.tiers.batch, s.tiers.capacity, s.tiers.room, s.tiers.allocated)
+            (s.length, s.progress.lengths, s.version, s.tiers.batch, s.tiers.capacity, s.tiers.room)
             for s in (first, other)
         ]
         if sizes[0] != sizes[1]:
@@ -122,33 +120,26 @@ def differing(ours: MethodOptions | None, theirs: MethodOptions | None) -> str:
     return ", ".join(f"{name} {values[0].get(name)!r} and {values[1].get(name)!r}" for name in names)
 
 
-@torch.inference_mode(False)
 def session_from(places: Sequence[Place]) -> Session:
     """A session of the layers at `places` of equal, idle sessions. It keeps the first one's step counts; it has no
     speculative token and no draft."""
     sources = list(dict.fromkeys(session for session, _ in places))
     first = sources[0]
-    made = copy.copy(first)
-    made.tiers = tiers_from(places)
     padding = next((s.progress.padding for s in sources if s.progress.padding is not None), None)
     keys = (functools.reduce(operator.or_, parts) for parts in zip(*(s.progress.keys for s in sources), strict=True))
-    made.progress = replace(
+    progress = replace(
         first.progress, ready=(False,) * first.tiers.batch, keys=tuple(keys), guess=None, padding=padding,
         padded=any(s.progress.padded for s in sources),
     )  # fmt: skip
-    made.moved = {}
+    made = first.derived(tiers_from(places), progress)
     made.anchors = [session.anchors[site] for session, site in places]
     made.weights = list({id(weight): weight for session in sources for weight in session.weights}.values())
-    made.mode, made.draft_length = Mode.PLAIN, None
-    made.reset_runtime()
     made.statistics.steps = dict(first.statistics.steps)
-    made.statistics.full_cache_bytes = bytes_in_16_bits(made.layers, made.tiers.batch, made.length)
     for session in sources:
         share = sum(source is session for source, _ in places) / len(session.layers)
         made.statistics.seconds += session.statistics.seconds * share
         made.statistics.python_seconds += session.statistics.python_seconds * share
         made.statistics.bytes_to_host += round(session.statistics.bytes_to_host * share)
-    made.update_memory()
     return made
 
 

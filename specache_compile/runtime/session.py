@@ -20,9 +20,8 @@ from specache_compile.errors import RECOMPILE_LIMIT, HeldTensorError, SpecacheEr
 from specache_compile.kernels.movement import copy_stream
 from specache_compile.kernels.movement.copy_queue import CopyQueue
 from specache_compile.kernels.movement.deferred import Deferred, Fetch, deferrable
-from specache_compile.kernels.state.cursor import CURSOR_SIZE, QUEUE, new_cursor
-from specache_compile.kernels.state.page_table import Pages, publish_table
-from specache_compile.kernels.state.segments import of_rows, tokens_of
+from specache_compile.kernels.state.cursor import CURSOR_SIZE, QUEUE, attach, new_cursor
+from specache_compile.kernels.state.segments import tokens_of
 from specache_compile.kernels.state.stored_pairs import decoded
 from specache_compile.lowering.cuda_graphs import RecordedSteps
 from specache_compile.methods.field import LayerShape, LayerState
@@ -116,7 +115,7 @@ class Session:
     half_evicted: a step that drops pairs has started and not finished.
     capturable: steps may be recorded as CUDA graphs; False if the host makes the copies.
     cursors: one buffer for each page-table width, sized for all rows. Rows after the batch are zero (inactive).
-    current_table: the page table that the cursor has.
+    queue: its copies, and the host's record of its steps.
     """
 
     @torch.inference_mode(False)
@@ -150,10 +149,11 @@ class Session:
     def reset_runtime(self) -> None:
         """Create the copy queue, the recorded steps and the counts of a new or copied session."""
         device = self.layers[0].device
-        self.queue = copy_stream.StreamCopies(device) if device.type == "cuda" else CopyQueue()
+        self.queue: CopyQueue | copy_stream.StreamCopies = (
+            copy_stream.StreamCopies(device) if device.type == "cuda" else CopyQueue()
+        )
         self.recorded = RecordedSteps()
         self.cursors: dict[int, Tensor] = {}
-        self.current_table: Tensor | None = None
         self.statistics = Statistics(self.queue)
         self.new_cursor()
         self.deferred = self.new_deferred()
@@ -170,10 +170,12 @@ class Session:
             self.cursors.clear()
         if pages not in self.cursors:
             self.cursors[pages] = new_cursor(self.layers[0].device, most, pages)
+            if self.cursors[pages].is_cuda:
+                attach(self.cursors[pages], self.queue)
         every = self.cursors[pages]
         every[self.tiers.batch :].zero_()
         every[:, QUEUE].fill_(self.queue.number)
-        self.cursor, self.current_table = every[: self.tiers.batch], None
+        self.cursor, self.queue.table = every[: self.tiers.batch], None
         self.update_page_table()
 
     def padded_to(self, rows: int) -> tuple[list[LayerState], Tensor]:
@@ -186,15 +188,14 @@ class Session:
     def update_page_table(self) -> None:
         """Write the current page table into the cursor."""
         table = self.tiers.table
-        if table is None or table is self.current_table:
+        if table is None or table is self.queue.table:
             return
         if self.cursor.shape != (self.tiers.batch, CURSOR_SIZE + table.shape[1]):
             self.queue.settle()  # copies read the old cursor
             self.new_cursor()
             return
         self.cursor[:, CURSOR_SIZE:].copy_(table.pin_memory() if self.cursor.is_cuda else table, non_blocking=True)
-        publish_table(self.cursor, table)
-        self.current_table = table
+        self.queue.table = table
         self.statistics.bytes_by_tier = self.tiers.bytes_by_tier()
 
     def new_deferred(self) -> Deferred:
@@ -348,15 +349,12 @@ class Session:
         if rows.numel() == self.tiers.batch and torch.equal(rows.cpu(), torch.arange(self.tiers.batch, device="cpu")):
             return
         self.tiers.select(rows)
-        progress, kept = self.progress, rows.tolist()
-        progress.lengths = tuple(progress.lengths[row] for row in kept)
-        progress.ready = tuple(progress.ready[row] for row in kept)
-        progress.keys = tuple(progress.keys[row] for row in kept)
-        progress.longest_calls = tuple(progress.longest_calls[row] for row in kept)
-        progress.guess, progress.padding = (
-            None if tensor is None else tensor.index_select(0, rows.to(tensor.device))
-            for tensor in (progress.guess, progress.padding)
-        )
+        before, padding = self.progress, self.progress.padding
+        self.progress = replace(
+            progress_of([(self, row) for row in rows.tolist()]),
+            length=before.length, padded=before.padded, joined=before.joined,
+            padding=None if padding is None else padding[rows.to(padding.device)],
+        )  # fmt: skip
         self.new_cursor()
         self.update_memory()
 
@@ -372,15 +370,21 @@ class Session:
         """A second session with copies of all tiers, for the view of `handle`."""
         self.edits_done(handle.version, handle.edits)
         self.drain()
-        other = copy.copy(self)
-        other.tiers = self.tiers.copy()
         padding = self.progress.padding
-        other.progress = replace(self.progress, padding=None if padding is None else padding.clone())
-        other.moved = {}
-        other.mode, other.draft_length = Mode.PLAIN, None
-        other.reset_runtime()
-        other.update_memory()
-        return other
+        return self.derived(
+            self.tiers.copy(), replace(self.progress, padding=None if padding is None else padding.clone())
+        )
+
+    @torch.inference_mode(False)
+    def derived(self, tiers: Tiers, progress: Progress) -> Session:
+        """A session like this one with other tiers and progress. It has no draft, and its counts start at zero."""
+        made = copy.copy(self)
+        made.tiers, made.progress, made.moved = tiers, progress, {}
+        made.mode, made.drafted, made.draft_length = Mode.PLAIN, None, None
+        made.reset_runtime()
+        made.statistics.full_cache_bytes = bytes_in_16_bits(made.layers, tiers.batch, progress.length)
+        made.update_memory()
+        return made
 
     def held(self, site: int, part: Part) -> HeldTensor:
         """The held tensor of one site's keys or values for Hugging Face's cache: shape [B, H, n, d], without
@@ -404,16 +408,17 @@ class Session:
             raise no_host_tier("a copy of its keys and values")
         if whole is None:
             raise evicted(self.options.method)
-        found = decoded(self.columns(self.tiers.pairs(site, whole)), layer.dtype, layer.head_dim)
+        found = decoded(self.columns(site, whole), layer.dtype, layer.head_dim)
         return found[:, :, :, PARTS.index(part)].to(layer.device, copy=True)
 
-    def columns(self, pairs: Tensor | Pages) -> Tensor:
-        """The pairs of a tier by Hugging Face's columns: [B, H, n, 2, d]."""
+    def columns(self, site: int, name: str) -> Tensor:
+        """The pairs of a field by Hugging Face's columns: [B, H, n, 2, d]."""
+        pairs = self.tiers.pairs
         if not self.progress.differ:
-            return tokens_of(pairs, 0, self.length)
+            return tokens_of(pairs(site, name), 0, self.length)
         rows = [
-            torch.nn.functional.pad(tokens_of(of_rows(pairs, rows), 0, length), (0, 0, 0, 0, self.length - length, 0))
-            for rows, length in self.tiers.runs(self.progress.lengths)
+            torch.nn.functional.pad(tokens_of(pairs(site, name, rows), 0, n), (0, 0, 0, 0, self.length - n, 0))
+            for rows, n in self.tiers.runs(self.progress.lengths)
         ]
         return torch.cat(rows)
 
@@ -435,6 +440,27 @@ class Session:
             return  # before the weights are listed, which each step would repeat
         self.warned.add(key or message)
         record_of([weight for ref in self.weights if (weight := ref()) is not None]).warn_once(message, key)
+
+
+# A session and the number of one of its rows.
+SessionRow = tuple[Session, int]
+
+
+def progress_of(rows: Sequence[SessionRow]) -> Progress:
+    """The progress of these rows. A row without a speculative token is not ready."""
+    lengths = tuple(session.progress.lengths[row] for session, row in rows)
+    guesses = [None if s.progress.guess is None else s.progress.guess[row : row + 1] for s, row in rows]
+    known = next((guess for guess in guesses if guess is not None), None)
+    guess = None
+    if known is not None:
+        guess = torch.cat([torch.zeros_like(known) if one is None else one for one in guesses])
+    ready = tuple(
+        session.progress.ready[row] and (known is None or one is not None)
+        for (session, row), one in zip(rows, guesses, strict=True)
+    )
+    keys = tuple(session.progress.keys[row] for session, row in rows)
+    calls = tuple(session.progress.longest_calls[row] for session, row in rows)
+    return Progress(lengths, ready, keys, calls, max(lengths, default=0), guess, joined=True)
 
 
 def became_plain(size: int, tokens: int, batch: int) -> str:

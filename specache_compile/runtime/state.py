@@ -178,22 +178,6 @@ def rows_of(state: LayerState, fields: Iterable[Field], rows: slice) -> LayerSta
     }
 
 
-def gathered(
-    sources: Sequence[tuple[LayerState, int]], options: MethodOptions, layer: LayerShape, capacity: int, backed: int
-) -> LayerState:
-    """New state tensors of one layer with the rows of `sources`, each cut to the new capacity. Measurements start at
-    zero."""
-    new = allocate(options, layer, len(sources), capacity, backed)
-    for field in (field for field in fields_of(options, layer) if field.by_row):
-        target = backed_part(field, new[field.name], backed)
-        for place, (source, row) in enumerate(sources):
-            part = backed_part(field, source[field.name], backed).select(field.row_dim, row)
-            dim = field.token_dim - (field.row_dim < field.token_dim)
-            tokens = min(part.shape[dim], target.shape[field.token_dim])
-            target.select(field.row_dim, place).narrow(dim, 0, tokens).copy_(part.narrow(dim, 0, tokens))
-    return new
-
-
 def backed_part(field: Field, tensor: Tensor, backed: int) -> Tensor:
     """The part of a field's tensor that has memory: in the host tier the first `backed` tokens."""
     return tensor[: backed // SEGMENT] if field.on_host else tensor

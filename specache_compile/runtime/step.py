@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from specache_compile.errors import SpecacheError, copy_failed, no_host_tier
 from specache_compile.kernels.movement import copy_stream
-from specache_compile.kernels.state.cursor import CURSOR_SIZE, LENGTH, publish
+from specache_compile.kernels.state.cursor import CURSOR_SIZE, LENGTH
 from specache_compile.lowering.row_buckets import filled_up, first_rows, row_bucket
 from specache_compile.methods import METHODS
 from specache_compile.methods.field import LayerState
@@ -104,7 +104,7 @@ class Step:
             for place, value in enumerate(rows[0]):
                 session.cursor[:, place].fill_(value)  # an assignment would copy from host memory, and block the host
         if session.cursor.is_cuda:
-            publish(session.cursor, [row[LENGTH] for row in rows])
+            session.queue.lengths = tuple(row[LENGTH] for row in rows)
 
     def update_padding(self, padding: Tensor | None, causal: bool) -> None:
         """Write the padding mask into the session's buffer, at the address that recorded steps read.
@@ -124,7 +124,7 @@ class Step:
                 self.session.forget_selection()
             progress.padded = False
             return
-        if progress.differ or tiers.table is not None:
+        if progress.differ:
             raise other_mask()
         progress.padded = True
         shape = (tiers.batch, 1, 1, tiers.capacity)

@@ -14,7 +14,8 @@ from torch.distributed import ProcessGroup
 from specache_compile.errors import SpecacheError
 from specache_compile.kernels.memory.host_memory import allowance, grow_ahead
 from specache_compile.kernels.state.cursor import runs_of
-from specache_compile.kernels.state.segments import SEGMENT
+from specache_compile.kernels.state.page_table import Pages
+from specache_compile.kernels.state.segments import SEGMENT, of_rows
 from specache_compile.kernels.state.sinks import find_sinks
 from specache_compile.methods.field import Cropped, LayerShape, LayerState
 from specache_compile.methods.low_bit import LowBitOptions, window_from_host
@@ -72,7 +73,6 @@ class Tiers:
     state: the state tensors of each layer.
     capacity: tokens that the tensors have places for.
     room: tokens, of the capacity, with host memory.
-    allocated: capacity and room of the current tensors.
     sinks_known: a length at which every row has all its sinks; None if some are still to be found.
     table: page table of rows in pages (`paging/paged_tiers.py`); None for contiguous rows.
 
@@ -94,7 +94,6 @@ class Tiers:
         self.ranks = ranks
         self.state: list[LayerState] = []
         self.capacity = self.room = 0
-        self.allocated = (0, 0)
         self.sinks_known: int | None = None
 
     @property
@@ -134,12 +133,14 @@ class Tiers:
         return runs_of(values)
 
     def views(self, site: int, rows: slice) -> LayerState:
-        """The state of a layer that a crop reads and writes, for rows of `runs`."""
-        return rows_of(self.state[site], fields_of(self.options, self.layers[site]), rows)
+        """A layer's state that a crop reads and writes, for rows of `runs`: what is not paged, and all pairs."""
+        fields = fields_of(self.options, self.layers[site])
+        pairs: dict[str, Any] = {f.name: self.pairs(site, f.name, rows) for f in fields if f.has_all_pairs}
+        return {**rows_of(self.state[site], [field for field in fields if not field.by_page], rows), **pairs}
 
-    def pairs(self, site: int, name: str) -> Any:
-        """A field that has all pairs (`segments.py`)."""
-        return self.state[site][name]
+    def pairs(self, site: int, name: str, rows: slice = slice(None)) -> Tensor | Pages:
+        """A field that has all pairs, of these rows (`segments.py`)."""
+        return of_rows(self.state[site][name], rows)
 
     def belong_to(self, session: Any) -> None:
         """Register the session whose copies must end before others use these buffers; nothing to do here."""
@@ -167,7 +168,8 @@ class Tiers:
 
     def host_bytes(self, tokens: int) -> int:
         """Bytes of so many tokens' pairs in the host tier, of all rows."""
-        return sum(host[0].nbytes // SEGMENT * tokens for host in self.fields("host"))
+        segments = (host.nbytes // (host.shape[0] * host.shape[1]) for host in self.fields("host"))
+        return sum(segments) // SEGMENT * self.batch * tokens
 
     def move_over(
         self, tokens: int, lengths: Sequence[int], padding: Tensor | None, settle: Callable[[], object]
@@ -189,7 +191,7 @@ class Tiers:
         assert isinstance(self.pending, LowBitOptions)
         settle()
         for number, (layer, frequencies) in enumerate(zip(self.layers, self.frequencies, strict=True)):
-            more = (lengths, padding, frequencies, self.allocated[1])
+            more = (lengths, padding, frequencies, self.room)
             self.state[number] = moved_over(self.state[number], self.pending, layer, *more)
         self.options, self.pending = self.pending, None
         return True
@@ -202,21 +204,17 @@ class Tiers:
         the host tier would exceed its budget.
         """
         tokens = max(lengths) + new
-        self.capacity, self.room = max(self.capacity, bucket(tokens)), max(self.room, room(tokens))
-        if self.allocated == (self.capacity, self.room):
+        capacity, backed = max(self.capacity, bucket(tokens)), max(self.room, room(tokens))
+        if (capacity, backed) == (self.capacity, self.room):
             return False
-        try:
-            self.check_host_memory(self.room)
-        except SpecacheError:
-            self.capacity, self.room = self.allocated
-            raise
+        self.check_host_memory(backed, backed)
         settle()
-        grows = self.allocated[0] > 0
+        grows = self.capacity > 0
         for number, layer in enumerate(self.layers):
             old = self.state[number] if grows else None
-            made = allocate(self.options, layer, self.batch, self.capacity, self.room, old)
+            made = allocate(self.options, layer, self.batch, capacity, backed, old)
             self.state[number : number + 1] = [made]
-        self.allocated = (self.capacity, self.room)
+        self.capacity, self.room = capacity, backed
         if grows and self.layers[0].device.type == "cuda":
             self.reserve_ahead(room(self.room + 1))
         return True
@@ -231,13 +229,14 @@ class Tiers:
             for host in self.fields("host"):
                 grow_ahead(host, tokens // SEGMENT)
 
-    def check_host_memory(self, tokens: int) -> None:
-        """SpecacheError if the host tier would exceed its budget at this room, here or on another rank.
+    def check_host_memory(self, backed: int, tokens: int) -> None:
+        """SpecacheError if the host tier would exceed its budget with room for `backed` tokens, here or on another
+        rank.
 
         tokens: the number that the error names.
         """
-        held = sum(host[: self.allocated[1] // SEGMENT].nbytes for host in self.fields("host"))
-        needed = host_bytes(self.options, self.layers, self.batch, self.room)
+        held = sum(host[: self.room // SEGMENT].nbytes for host in self.fields("host"))
+        needed = host_bytes(self.options, self.layers, self.batch, backed)
         given = self.options.host_memory
         here = ranks_here(self.ranks)
         every = gather(self.ranks, (needed, allowance(held, given, here), here))

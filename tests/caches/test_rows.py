@@ -43,8 +43,8 @@ TINIEST = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 1,
     "num_key_value_heads": 1,
 }  # fmt: skip
-# Settings whose rows join into one contiguous tensor; the rows of other settings are in pages.
-IN_ONE_PIECE = ("lossless", "offload")
+# Settings whose rows `join` puts into a new pool; the rows of other settings are appended within one pool.
+JOINED = ("lossless", "offload")
 LONG, SHORT, MIDDLE = 190, 9, 70
 
 
@@ -84,7 +84,7 @@ def close(ours: Tensor, theirs: Tensor) -> None:
 @pytest.mark.quick_for("default")
 def test_a_random_walk_of_rows_equals_each_row_alone(model: Any, request: pytest.FixtureRequest) -> None:
     """Joins, leaves, crops and steps of one or several tokens; each row has a twin that runs alone."""
-    paged = request.node.callspec.params["model"] not in IN_ONE_PIECE
+    paged = request.node.callspec.params["model"] not in JOINED
     chance = random.Random(3)
     pool: PagePool | None = None
     apart: list[DynamicCache] = []
@@ -185,14 +185,60 @@ def test_a_split_cache_equals_the_joined_caches(default: Any) -> None:
         ours, theirs = (session_of(held) for held in (part, before))
         assert ours is not None
         assert theirs is not None
-        assert ours.tiers.capacity == theirs.tiers.capacity
-        for state, expected in zip(ours.state, theirs.state, strict=True):
+        for state, expected in zip(ours.tiers.contiguous([length]).state, theirs.state, strict=True):
             for name, tensor in expected.items():
                 if name != "host":  # which is undefined after its tokens
                     assert torch.equal(state[name], tensor), name
         for got, expected in zip(sc.materialize(part).layers, sc.materialize(before).layers, strict=True):
             assert torch.equal(got.keys, expected.keys)
             assert torch.equal(got.values, expected.values)
+
+
+def test_a_copy_of_a_reordered_cache_in_use_has_that_order_too(default: Any) -> None:
+    cache = joined(default)
+    cache.reorder_cache(torch.tensor([1, 2, 0]))
+    assert sc.lengths(cache).tolist() == [LONG, MIDDLE, SHORT]
+    assert sc.lengths(copy.deepcopy(cache)).tolist() == [LONG, MIDDLE, SHORT]
+
+
+def test_a_joined_cache_is_compressed_out_of_16_bits(default: Any) -> None:
+    below = tiny_llama()
+    below.compile(backend="specache", options={**SETTINGS["default"], "min_context": 4096})
+    caches = [joined(default), joined(below)]
+    assert [session_of(cache).tiers.pending for cache in caches] == [None, None]
+    close(
+        *(forward(model, cache, prompt(1, 3, seed=5))[1] for model, cache in zip((default, below), caches, strict=True))
+    )
+
+
+def test_a_join_over_the_budget_of_the_host_tier_is_refused() -> None:
+    model = compiled("offload", **TINIEST)
+    cache = forward(model, None, prompt(SHORT, vocabulary=64))[0]
+    limited = tiny_llama(**TINIEST)
+    limited.compile(
+        backend="specache", options={**SETTINGS["offload"], "host_memory": 2 * pool_of(cache).page_bytes["host"]}
+    )
+    caches = [forward(limited, None, prompt(length, vocabulary=64))[0] for length in (SHORT, MIDDLE, LONG)]
+    assert sc.lengths(sc.join(caches[:2])).tolist() == [SHORT, MIDDLE]
+    with pytest.raises(SpecacheError, match="1 more pages of 256 tokens are needed"):
+        sc.join(caches)
+
+
+@torch.no_grad()
+def test_a_mask_hides_tokens_in_pages() -> None:
+    model, plain = compiled("lossless"), tiny_llama()
+    ids, more, mask = prompt(MIDDLE, 2), prompt(1, 2, seed=5), torch.ones(2, MIDDLE + 1, dtype=torch.long)
+    mask[0, 5:9] = 0
+    caches = [
+        sc.join([forward(model, None, ids[row : row + 1])[0] for row in range(2)]),
+        cache_of(plain(ids, use_cache=True)),
+    ]
+    where = torch.full((2, 1), MIDDLE)
+    ours, theirs = (
+        each(more, attention_mask=mask, position_ids=where, **with_cache(cache)).logits[:, -1]
+        for each, cache in zip((model, plain), caches, strict=True)
+    )
+    close(ours, theirs)
 
 
 def test_plain_copies_are_left_padded_like_a_batch() -> None:

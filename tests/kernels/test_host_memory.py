@@ -21,7 +21,7 @@ from transformers import LlamaForCausalLM
 from conftest import prompt
 from specache_compile.compat import cache_of, with_cache
 from specache_compile.kernels.memory import cgroup, host_memory
-from specache_compile.kernels.state.cursor import new_cursor, publish
+from specache_compile.kernels.state.cursor import HostRecord, attach, new_cursor
 from specache_compile.kernels.state.segments import SEGMENT
 from specache_compile.methods import parse_options
 from specache_compile.methods.field import LayerShape
@@ -327,7 +327,7 @@ def test_under_a_fake_mode_nothing_is_registered_and_no_address_is_read(driver: 
         offload = parse_options({"method": "offload"})
         state = tiers.allocate(offload, LAYER, *size)
         larger = tiers.allocate(offload, LAYER, 1 << 20, 1 << 25, 1 << 25, state)
-        publish(new_cursor(CUDA, 1), [1 << 24])
+        attach(new_cursor(CUDA, 1), HostRecord())
     assert larger["host"].shape[0] == 2 * state["host"].shape[0] == (1 << 25) // SEGMENT
     assert driver.calls == []
 

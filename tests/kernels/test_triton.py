@@ -383,7 +383,7 @@ def test_pairs_that_come_late_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> 
     slots.fill_(float("nan"))
     slot_index.copy_(slot_index.roll(1, -1) + 1)
 
-    def arrive(slots: Tensor) -> None:
+    def arrive(cursor: Tensor, slots: Tensor) -> None:
         for tensor, pairs in zip(step.state("slots", "slot_index"), right, strict=True):
             tensor.copy_(pairs)
 
@@ -585,7 +585,7 @@ def test_a_correction_copies_the_low_bit_tokens_that_lane_0_selects(streams: Non
         slots = host[0, :, :, :k].to(DEVICE, copy=True)
         moved = torch.zeros(1, dtype=torch.int64, device=DEVICE)
         chosen = correct(scores, cursor, host, slots, index, moved)
-        copy_stream.wait_for_correction(slots)
+        copy_stream.wait_for_correction(cursor, slots)
         assert torch.equal(chosen.sort(-1).values, index.sort(-1).values)
         order = index.sort(-1).indices
         where = order[..., None, None].expand(-1, -1, -1, 2, 16)
