@@ -34,9 +34,6 @@ from triton.runtime import JITFunction
 
 from specache_compile.kernels.attention import triton_extend as extend
 from specache_compile.kernels.attention.kept_logits import lse_of
-from specache_compile.kernels.codes.records import RECORD
-from specache_compile.kernels.decode import triton_decode as decode
-from specache_compile.kernels.decode import triton_keys as keys
 from specache_compile.kernels.decode import triton_scored as scored
 from specache_compile.kernels.movement import triton_append as append
 from specache_compile.kernels.movement import triton_copy as copy
@@ -66,19 +63,12 @@ TYPES = {
     torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.uint8: "u8", torch.int8: "i8",
     torch.int32: "i32", torch.int64: "i64", torch.float8_e4m3fn: "fp8e4nv",
 }  # fmt: skip
-
-
 DEFAULT = SpecacheOptions()
 
 
 @dataclass(frozen=True)
 class Case:
-    """A layer and a step.
-
-    options: of the method.
-    d, queries, lanes: channels, query heads per KV head, lanes.
-    mask: "", "padding", "bool" or "additive".
-    """
+    """A layer with `queries` query heads per KV head, and a step. mask: "", "padding", "bool" or "additive"."""
 
     options: LowBitOptions = DEFAULT
     dtype: torch.dtype = torch.bfloat16
@@ -241,7 +231,7 @@ def numbers_per_turn(launch: Launch) -> float:
     """Return the stored numbers that a thread handles in a turn of the loop over codes; 0 for other kernels."""
     constants, warps = dict(launch.constants), dict(launch.options).get("num_warps", 4)
     if launch.kernel.__name__ in ("score_keys", "sum_values"):
-        return 64 * constants["D"] / (32 * warps)
+        return 64 * constants["form"].dim / (32 * warps)
     if launch.kernel.__name__ == "attend_rows":
         return (constants["KEYS"] + constants["VALUES"]) * constants["TILE"] * constants["D"] / (32 * warps)
     return 0.0
@@ -284,38 +274,24 @@ def per_number(code: str, numbers: float) -> str:
     )
 
 
-def print_splits() -> None:
-    """Print how the keys' half splits the low-bit tier over the programs of three GPUs, with 8 KV heads."""
-    for device, multiprocessors in (("H200", 132), ("A100", 108), ("A6000", 84)):
-        for context in (8192, 32768, 131072):
-            for batch in (1, 8, 22):
-                slots = multiprocessors * keys.PROGRAMS
-                splits = decode.best_splits(8 * batch, context // RECORD, slots)
-                print(
-                    f"{device}, {context:7,} tokens, batch {batch:2}: {splits} splits a head, "
-                    f"{8 * batch * splits:5,} programs in {8 * batch * splits / slots:.2f} rounds of {slots:,}"
-                )
-
-
 def main() -> None:
-    seen: set[Any] = set()
+    compiled: set[Launch] = set()
     for label, case in CASES.items():
         launches = launches_of(lambda case=case: run_step(case))
         counts = Counter(launch.kernel.__name__ for launch in launches)
         names = ", ".join(f"{count} {name}" for name, count in counts.items())
         print(f"{label}: {len(launches)} launches a layer: {names}")
-        compile_new(launches, label, seen)
+        compile_new(launches, label, compiled)
     for dtype, d in itertools.product((torch.bfloat16, torch.float32), (64, 128, 256)):
-        compile_new(launches_of(lambda given=(dtype, d): run_extend(*given)), f"{TYPES[dtype]}, d {d}", seen)
-    print_splits()
+        launches = launches_of(lambda given=(dtype, d): run_extend(*given))
+        compile_new(launches, f"{TYPES[dtype]}, d {d}", compiled)
 
 
-def compile_new(launches: list[Launch], label: str, seen: set[Any]) -> None:
+def compile_new(launches: list[Launch], label: str, compiled: set[Launch]) -> None:
     """Compile the launches that no earlier case made."""
     for launch in launches:
-        key = (launch.kernel.__name__, launch.signature, launch.constants, launch.aligned, launch.options)
-        if key not in seen and ONLY in f"{launch.kernel.__name__} {label}":
-            seen.add(key)
+        if launch not in compiled and ONLY in f"{launch.kernel.__name__} {label}":
+            compiled.add(launch)
             compile_launch(launch, label)
 
 

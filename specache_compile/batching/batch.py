@@ -32,7 +32,6 @@ from specache_compile.generate.drafts import rewritten_so_far, warn_not_drafted
 from specache_compile.generate.verify import check_windows
 from specache_compile.runtime.session import Session, sessions_of
 
-from .admission import next_to_start
 from .batch_memory import BatchMemory, Bytes, Running
 from .batch_rope import BatchRope
 from .prefixes import can_crop
@@ -278,14 +277,11 @@ class Batch:
         request is preempted."""
         self.recover()
         self.unfinished = True
-        self.leave(request)
-        self.unfinished = False
-
-    def leave(self, request: Request) -> None:
         if request.stage is not Stage.FINISHED:
             self.keep(request)
             self.drop(request)
             self.finish(request, End.REMOVED)
+        self.unfinished = False
 
     def forget_prefixes(self) -> None:
         """Drop the cached prefixes and sessions.
@@ -316,12 +312,10 @@ class Batch:
     def keep(self, request: Request) -> None:
         """With sessions, keep what a request has cached."""
         group = self.group_of(request)
-        if not self.memory.sessions or request.end is End.FAILED:
-            return
-        if group is not None:
-            self.memory.keep(request, functools.partial(group.row, request), can_crop(group.cache))
-        elif request.cache is not None:
-            self.memory.keep(request, functools.partial(copy.deepcopy, request.cache), can_crop(request.cache))
+        cache = request.cache if group is None else group.cache
+        if self.memory.sessions and cache is not None and request.end is not End.FAILED:
+            copied = functools.partial(copy.deepcopy, cache) if group is None else functools.partial(group.row, request)
+            self.memory.keep(request, copied, can_crop(cache))
 
     def group_of(self, request: Request) -> RowGroup | None:
         return next((group for group in self.groups if request in group.requests), None)
@@ -348,17 +342,14 @@ class Batch:
             self.empty_cache = group.cache if remove_all_rows(group.cache) else None
 
     def admit(self) -> None:
-        """Start waiting requests while they fit. The very first starts alone, because it shows the shapes of the
-        layers."""
+        """Start waiting requests in their order, while they fit. The very first starts alone, because it shows the
+        shapes of the layers."""
         while self.has_free_row and (waiting := self.startable):
-            chosen = next_to_start(waiting, functools.partial(self.memory.fits, running=self.running))
-            if chosen is None:
+            if not self.memory.fits(waiting[0], self.running):
                 if self.running or self.fits_alone(waiting[0]):
                     return
-                continue
-            if self.memory.notice_weights(self.model):
-                continue  # check again, without the prefixes
-            self.start(chosen)
+            elif not self.memory.notice_weights(self.model):  # else it is checked again, without the prefixes
+                self.start(waiting[0])
 
     def start(self, request: Request) -> None:
         """Start or resume a request. A preempted one whose cache cannot be read starts from its prompt."""
@@ -402,7 +393,7 @@ class Batch:
     def preempt(self) -> None:
         """If pages for the next step are missing, swap out the request that started last."""
         while self.spill is not None and self.memory.pool is not None and not self.memory.has(self.next_pages):
-            paged = [request for request, cache, _ in self.running if self.may_have_pages(request, cache)]
+            paged = [one for one, cache, _ in self.running if one in self.prefilling or self.memory.tiers_of(cache)]
             self.swap_out(max(paged, key=lambda request: request.started), self.spill)
 
     def next_pages(self) -> int:
@@ -417,19 +408,16 @@ class Batch:
         left = self.rope.until_switch(request)
         return left if request.whole else min(self.chunk, left)
 
-    def may_have_pages(self, request: Request, cache: DynamicCache | None) -> bool:
-        return request.stage is Stage.PREFILL or self.memory.tiers_of(cache) is not None
-
     def swap_out(self, request: Request, spill: SpillFolder) -> None:
         """Swap a request out, and queue it before all requests that have not started. If its cache cannot be written,
         the request starts from its prompt later."""
         group = self.group_of(request)
-        cache = request.cache if group is None else row_or_none(group, request)
-        request.swapped = None if cache is None else spill.put(cache)
+        with contextlib.suppress(FailedTwice):
+            if group is not None:
+                request.cache = twice(functools.partial(group.row, request))
+        request.swapped = None if request.cache is None else spill.put(request.cache)
         self.drop(request)
         self.release(request)
-        if cache is not None and group is not None:
-            drop(cache)
         request.stage = Stage.WAITING
         if request.swapped is None:
             self.restart(request)
@@ -593,14 +581,6 @@ def token_ids(ids: Tensor | Sequence[int]) -> Tensor:
     if given.dim() > 1 and given.numel() != given.shape[-1]:
         raise ValueError(f"the prompt has shape {[*given.shape]}: add each row as a request of its own")
     return given.reshape(-1).to(torch.int64)
-
-
-def row_or_none(group: RowGroup, request: Request) -> DynamicCache | None:
-    """The cache of a request's row; None if the copy fails."""
-    try:
-        return twice(functools.partial(group.row, request))
-    except FailedTwice:
-        return None
 
 
 def drop_swapped(request: Request) -> None:

@@ -146,27 +146,19 @@ class BatchMemory:
             promised = sum(self.pages_needed(*other, self.until(other[0])) for other in running)
             return promised + pages_for(self.until(request)) - len(self.shared_pages(request)) + self.margin(running)
 
-        return self.could_fit(request, running) and self.has(need)
+        held = set(self.shared_pages(request))
+        for _, cache, row in running:
+            held.update(tiers.pages[row] if (tiers := self.tiers_of(cache)) else [])
+        # Otherwise prefixes would be dropped in vain.
+        return (self.pool.bound is None or len(held) + need() <= self.pool.bound) and self.has(need)
 
     def has(self, need: Callable[[], int]) -> bool:
         """Whether so many pages can be allocated; cached prefixes are dropped if needed."""
         assert self.pool is not None
-        while need() > self.left():
+        while self.pool.left is not None and need() > self.pool.left:
             if not self.prefixes.drop_oldest():
-                return self.pool.bound is None
+                return False
         return True
-
-    def left(self) -> int:
-        """Pages that can be allocated. With prefixes, an unbounded pool may use half of the free memory."""
-        pool, device = self.pool, self.layers[0].device
-        assert pool is not None
-        if pool.left is not None:
-            return pool.left
-        on_host = pool.room_on_host() - 1 - pool.held
-        if device.type != "cuda":
-            return on_host
-        page = bytes_of(pool.page_bytes).device or 1
-        return min(on_host, len(pool.free) + torch.cuda.mem_get_info(device)[0] // 2 // page)
 
     def margin(self, running: Sequence[Running]) -> int:
         """Pages to leave free for the running requests, so that none is preempted soon."""
@@ -194,21 +186,6 @@ class BatchMemory:
     def until(self, request: Request) -> int:
         """Tokens whose pages a request is promised."""
         return request.due if self.overcommits else request.longest
-
-    def could_fit(self, request: Request, running: Sequence[Running]) -> bool:
-        """Whether a request would fit without cached prefixes."""
-        assert self.pool is not None
-        if self.pool.bound is None:
-            return True
-        held = set(self.shared_pages(request))
-        missing = pages_for(self.until(request)) - len(held)
-        for one, cache, row in running:
-            tiers = self.tiers_of(cache)
-            pages = [] if tiers is None else tiers.pages[row]
-            held.update(pages)
-            if tiers is not None or one.stage is not Stage.DECODE:
-                missing += max(0, pages_for(self.until(one)) - len(pages))
-        return len(held) + missing + self.margin(running) <= self.pool.bound
 
     def pages_needed(self, request: Request, cache: DynamicCache | None, row: int, until: int) -> int:
         """Pages that a request may still allocate until it has `until` tokens, copies of shared pages included. A row
@@ -270,11 +247,11 @@ class BatchMemory:
         before."""
         if request.cached and request.changes == self.changes and not (request.whole or request.crosses):
             self.prefixes.put(request.ids[0, : request.cached], copied, crops)
-            while self.pool is None and self.layers and not self.has_free_memory():
+            while self.sessions and self.layers and not self.has_free_memory():
                 self.prefixes.drop_oldest()
 
     def has_free_memory(self) -> bool:
-        """Whether prefixes that are not in pages have at most half of the memory."""
+        """Whether the sessions have at most half of the memory, if each has its own."""
         device, used = self.layers[0].device, unpaged_bytes(self.options, self.layers, self.prefix_lengths())
         if device.type == "cuda":
             return Bytes(torch.cuda.mem_get_info(device)[0], free_memory()).holds(used)

@@ -7,6 +7,7 @@ too, cut to the tokens that they share with a prompt.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import Counter
 from collections.abc import Callable
@@ -84,16 +85,12 @@ class Prefixes:
         has_them = (p for p in self.kept if shared(p.ids, ids) == len(ids))
         if not self.most or any(p.crops or len(p.ids) == len(ids) for p in has_them):
             return
+        for shorter in [p for p in self.kept if crops and shared(p.ids, ids) == len(p.ids)]:
+            self.remove(shorter)
         while len(self.in_memory) >= self.most:
             self.drop_oldest()
-        try:
-            prefix = Prefix(ids, twice(copied), crops)
-        except FailedTwice:  # the request is complete without it
-            return
-        shorter = [p for p in self.kept if crops and shared(p.ids, ids) == len(p.ids)]
-        self.kept.append(prefix)
-        for one in shorter:
-            self.remove(one)
+        with contextlib.suppress(FailedTwice):  # the request is complete without it
+            self.kept.append(Prefix(ids, twice(copied), crops))
 
     def drop_oldest(self) -> bool:
         """Evict the least recently used prefix from memory; whether there was one."""

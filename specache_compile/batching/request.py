@@ -57,7 +57,6 @@ class Request:
     generated: token ids so far; a stop token is the last.
     end: why it is finished; None before.
     error: the error that it failed with.
-    overtaken: later requests that started before it.
     top_logprobs: number of likeliest tokens in `logprobs`; None: `logprobs` stays empty.
     logprobs: of each generated token.
     changes: the batch's number of changes of weights when it started.
@@ -86,7 +85,6 @@ class Request:
     stage: Stage = Stage.WAITING
     end: End | None = None
     error: Exception | None = None
-    overtaken: int = 0
     top_logprobs: int | None = None
     logprobs: list[Logprobs] = field(default_factory=list)
     changes: int = 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import weakref
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 import specache_compile as sc
 from conftest import greedy, prompt, tiny_llama
-from specache_compile.batching.admission import OVERTAKEN, next_to_start
 from specache_compile.batching.batch_memory import Bytes, upper_bound
 from specache_compile.batching.request import End, Request
 from specache_compile.caches.joining import drop
@@ -241,24 +239,6 @@ def test_a_beginning_that_other_weights_have_read_is_not_gone_on_from() -> None:
     request = batch.add(ids, max_new_tokens=2)
     batch.step()
     assert request.prefilled == 128, "it is read from its first token on"
-
-
-def waiting(*lengths: int) -> list[Any]:
-    return [SimpleNamespace(longest=length, overtaken=0) for length in lengths]
-
-
-def test_who_came_first_begins_first_and_is_overtaken_eight_times_at_most() -> None:
-    def begins(queue: list[Any], left: int) -> Any:
-        return next_to_start(queue, lambda request: request.longest <= left)
-
-    small = waiting(200, 200)
-    assert begins(small, 512) is small[0]
-    queue = waiting(5000, *[200] * 20)
-    for _ in range(OVERTAKEN):
-        assert begins(queue, 512) is queue[1]
-        del queue[1]
-    assert begins(queue, 512) is None
-    assert begins(queue[1:], 512) is queue[1]
 
 
 def test_unsupported_requests_raise(model: Any) -> None:
