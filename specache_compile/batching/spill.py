@@ -30,7 +30,7 @@ class SpillFolder:
             self.folder = Path(tempfile.mkdtemp(prefix="specache-", dir=folder))
         except OSError as error:
             raise not_writable(folder, error) from error
-        weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
+        self.close = weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
 
     def put(self, cache: DynamicCache) -> Path | None:
         """Write a cache of one row. None, with a warning in the log, if it cannot be written."""

@@ -166,5 +166,7 @@ class Generation:
             answer.fail(HTTPException(503, STOPPING))
 
     def stop(self) -> None:
-        """Stop after the queued requests."""
+        """Stop after the queued requests, and delete the spilled caches."""
         self.submit(lambda: [self.end(request) for request in list(self.running)]).result()
+        if self.batch.spill is not None:
+            self.batch.spill.close()

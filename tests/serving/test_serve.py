@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import openai
 import pytest
@@ -331,7 +332,7 @@ def test_a_batch_that_fails_in_every_step_ends_its_answers_and_does_not_turn_for
     batch = sc.Batch(model, rows=2)
     generation = Generation(SimpleNamespace(tokenizer=None), batch, Metrics(), 100, 2)  # type: ignore[arg-type]
     generation.running = {
-        batch.add(torch.arange(10 + i)[None], max_new_tokens=4): SimpleNamespace(  # type: ignore[misc]
+        batch.add(torch.arange(10 + i)[None], max_new_tokens=4): Mock(
             ticket=Ticket(), fail=failed.append, started=False
         )
         for i in range(2)
