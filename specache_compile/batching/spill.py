@@ -39,7 +39,8 @@ class SpillFolder:
             twice(functools.partial(save, cache, place))
         except FailedTwice as failed:
             remove(place)
-            return log.warning("a cache is dropped, since it cannot be written: %s", failed)
+            log.warning("a cache is dropped, since it cannot be written: %s", failed)
+            return None
         except BaseException:
             remove(place)
             raise
@@ -54,7 +55,8 @@ def load(place: Path, model: Any) -> DynamicCache | None:
     try:
         return twice(functools.partial(loaded, place, model, by_any_weights=True))
     except FailedTwice as failed:
-        return log.warning("a cache is prefilled again, since it cannot be read: %s", failed)
+        log.warning("a cache is prefilled again, since it cannot be read: %s", failed)
+        return None
 
 
 def remove(place: Path | None) -> None:

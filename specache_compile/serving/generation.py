@@ -96,8 +96,7 @@ class Generation:
             self.step()
         except Exception as error:
             log.exception("a turn failed: all running answers end with its error")
-            for request in list(self.running):
-                self.end(request, error)
+            self.end_running(error)
         finally:
             self.under_way = False
             self.submit_turn()
@@ -149,6 +148,10 @@ class Generation:
             error = error or failed
         self.close(answer, error)
 
+    def end_running(self, error: Exception | None = None) -> None:
+        for request in list(self.running):
+            self.end(request, error)
+
     def close(self, answer: Answer, error: Exception | None = None) -> None:
         self.open.discard(answer)
         if error is None:
@@ -167,6 +170,6 @@ class Generation:
 
     def stop(self) -> None:
         """Stop after the queued requests, and delete the spilled caches."""
-        self.submit(lambda: [self.end(request) for request in list(self.running)]).result()
+        self.submit(self.end_running).result()
         if self.batch.spill is not None:
             self.batch.spill.close()
