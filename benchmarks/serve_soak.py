@@ -66,7 +66,7 @@ class Server:
         self.command = [
             sys.executable, "-m", "specache_compile.cli", "serve", str(checkpoint), "--port", str(self.port),
             "--device", "cpu", "--session-folder", str(folder), "--queue", str(2 * clients), *flags,
-            "--session-host-gib", str(MIB / 1024), "--overcommit", str(folder.with_name("aside")),
+            "--session-host-gib", str(MIB / 1024),
         ]  # fmt: skip
         self.start()
 
@@ -243,9 +243,7 @@ def main(arguments: list[str] | None = None) -> int:
         try:
             table = run(soak, args)
             soak.told += [f"{name} is not 0, though all clients have gone" for name in left(server)]
-            evicted = sum(
-                value for name, value in server.figures().items() if name.startswith("specache_evicted_total")
-            )
+            evicted = sum(value for name, value in server.figures().items() if name.startswith("specache_evicted"))
         finally:
             server.kill()
     print(tabulate([*table, ("sessions evicted by the second server", int(evicted))]))

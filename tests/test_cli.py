@@ -332,12 +332,12 @@ def answered(plain: tuple[Any, Any], messages: Iterable[dict[str, str]], tokens:
 
 
 def test_a_chat_keeps_its_cache_and_replies_as_the_uncompiled_model(chat: Chat, plain: tuple[Any, Any]) -> None:
-    cache = chat.cached.cache
+    cache = chat.cache
     for text in ("The pass key is 40712.", "What is the pass key?"):
         expected = answered(plain, [*chat.messages, {"role": "user", "content": text}], 12)
         assert chat.answer(text) == expected
-        assert chat.cached.cache is cache
-        assert cache.get_seq_length() == len(chat.cached.ids)
+        assert chat.cache is cache
+        assert cache.get_seq_length() == len(chat.ids)
     assert [message["role"] for message in chat.messages] == ["system", *("user", "assistant") * 2]
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import inspect
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,14 +28,13 @@ from specache_compile.caches.joining import (
 )  # fmt: skip
 from specache_compile.compat import cache_of, with_cache
 from specache_compile.compile.compiled_options import required_options
-from specache_compile.errors import SpecacheError
 from specache_compile.generate.drafts import rewritten_so_far, warn_not_drafted
 from specache_compile.generate.verify import check_windows
 from specache_compile.runtime.session import Session, sessions_of
 
-from .admission import next_to_start
 from .batch_memory import BatchMemory, Bytes, Running
 from .batch_rope import BatchRope
+from .prefixes import can_crop
 from .request import End, Request, Stage, request_for
 from .row_drafts import (
     accept,
@@ -47,7 +47,7 @@ from .row_drafts import (
     reason_not_to_draft,
     verifying,
 )
-from .swapping import SwapFolder, drop_swapped, load_swapped, swapped_in_or_none
+from .spill import SpillFolder, load, remove
 from .twice import FailedTwice, twice
 
 # Prompt tokens to prefill between two decode steps.
@@ -113,17 +113,16 @@ class Batch:
         device_memory, host_memory: most bytes of the tiers; None is unbounded. A request starts when all of its
             bytes, up to its last token, are free. On a CPU without device_memory, host_memory is the budget of all
             tiers.
-        kept: caches that the caller holds at a time, of finished requests (`keep`) or for waiting ones (`cache`).
-            The memory budget counts this many.
-        give_up: called when a request waits for pages: drops one of the caches that the caller holds, and returns
-            whether there was one.
-        overcommit: a folder. A request is then admitted when its prompt fits, with one spare page for each running
-            request. If pages run out, the newest request is preempted: its cache is swapped to this folder and resumed
-            later, bit for bit.
+        sessions: most finished requests whose caches are kept, the most recently used ones. A prompt that begins with
+            tokens of one computes only the others. With a lossy setting it may differ from a prompt alone.
+        spill_folder: a request is then admitted when its prompt fits, with one spare page for each running request. If
+            pages run out, the newest request is preempted: its cache is written to this folder and resumed later, bit
+            for bit. Evicted sessions are written there too. The batch deletes its files at its end.
+        spill_bytes: most bytes of evicted sessions in that folder; None is unbounded.
 
     Raises:
-        SpecacheError: the model is not compiled with this backend, `overcommit` has no memory budget, or the model's
-            sliding windows cannot drop rejected tokens.
+        SpecacheError: the model is not compiled with this backend, the folder cannot be written, or the model's sliding
+            windows cannot drop rejected tokens.
 
     Example:
         import specache_compile as sc
@@ -141,8 +140,8 @@ class Batch:
 
     def __init__(
         self, model: Any, *, rows: int = 32, chunk: int = CHUNK, device_memory: int | None = None,
-        host_memory: int | None = None, kept: int = 0, give_up: Callable[[], bool] = lambda: False,
-        overcommit: Path | None = None,
+        host_memory: int | None = None, sessions: int = 0, spill_folder: Path | None = None,
+        spill_bytes: int | None = None,
     ) -> None:  # fmt: skip
         self.options = required_options(model, "Batch")
         # Rows of different lengths require position_ids.
@@ -153,10 +152,8 @@ class Batch:
         self.model, self.most_rows, self.chunk = model, rows, chunk
         self.rope = BatchRope(wrapped)
         budget = Bytes(device_memory, host_memory)
-        self.memory = BatchMemory(self.options, budget, rows, chunk, kept, give_up, overcommit is not None)
-        if overcommit is not None and budget == Bytes() and self.options.host_memory is None:
-            raise no_budget()
-        self.swap, self.started = None if overcommit is None else SwapFolder(overcommit), 0
+        self.spill, self.started = None if spill_folder is None else SpillFolder(spill_folder), 0
+        self.memory = BatchMemory(self.options, budget, rows, chunk, sessions, self.spill, spill_bytes)
         self.waiting: list[Request] = []
         self.prefilling: list[Request] = []
         self.groups: list[RowGroup] = []
@@ -177,15 +174,12 @@ class Batch:
         return [request for request in self.requests if request.stage is not Stage.FINISHED]
 
     def add(
-        self, ids: Tensor | Sequence[int], *, cache: DynamicCache | None = None, keep: bool = False,
-        seed: int | None = None, logprobs: int | None = None, **arguments: Any,
-    ) -> Request:  # fmt: skip
+        self, ids: Tensor | Sequence[int], *, seed: int | None = None, logprobs: int | None = None, **arguments: Any
+    ) -> Request:
         """Add a request.
 
         Args:
             ids: token ids of one prompt: a list of ints, or int64 [n] or [1, n].
-            cache: a cache of one row with the first tokens of `ids`, all but the last at most. The batch takes it over.
-            keep: when the request is finished, its `cache` is a cache of its row.
             seed: of its random numbers; None is a different one each time.
             logprobs: report in `request.logprobs` the log-probability of each token, and this many of the likeliest.
             arguments: generation settings as for `generate`: max_new_tokens (required) or generation_config, do_sample,
@@ -199,17 +193,12 @@ class Batch:
             SpecacheError: the memory budget could never hold the request.
         """
         prompt = token_ids(ids)
-        read = 0 if cache is None else cache.get_seq_length()
-        if not read < len(prompt):
-            raise ValueError(f"the prompt has {len(prompt)} tokens and the cache {read}: pass at least one token more")
-        request = request_for(self.model, prompt, {**arguments, "seed": seed}, cache, read)
-        request.keep, request.top_logprobs, request.ahead = keep, logprobs, most_drafted(self.options)
+        if not len(prompt):
+            raise ValueError("the prompt has 0 tokens: pass at least one")
+        request = request_for(self.model, prompt, {**arguments, "seed": seed})
+        request.top_logprobs, request.ahead = logprobs, most_drafted(self.options)
         self.rope.prepare(request)
-        if cache is not None:
-            self.memory.set_layers(cache, self.joins)
         self.memory.check_alone(request)
-        if self.rope.has_other_frequencies(request):
-            prefill_all_of(request)
         self.requests.append(request)  # the next step queues it, so an interrupt here leaves the batch consistent
         return request
 
@@ -221,9 +210,8 @@ class Batch:
 
         If the model fails or an interrupt (Ctrl-C) ends a step, `step` raises, and can be called again. The next step
         prefills all open requests again, decodes their known tokens again, and returns the tokens that the interrupted
-        step could not. A cache that was passed to `add` is lost then: its tokens are prefilled, so with lossy options
-        later tokens may differ. A request for which the model fails twice at the same token, alone, is finished with
-        its `error`.
+        step could not. A request for which the model fails twice at the same token, alone, is finished with its
+        `error`.
         """
         self.recover()
         self.unfinished = True
@@ -256,8 +244,7 @@ class Batch:
         for request in [one for one in group.requests if self.rope.changes(one)]:
             self.drop(request)
             request.resumed = request.reached
-            request.restart()
-            request.whole = True
+            self.restart(request)
             self.waiting.insert(0, request)
 
     def unreturned(self, request: Request) -> int:
@@ -271,10 +258,14 @@ class Batch:
         self.memory.restart(cache for cache in caches if cache is not None)
         self.groups, self.prefilling, self.empty_cache = [], [], None
         for request in self.open:
-            drop_swapped(request)
-            request.restart()
-            request.whole = self.rope.needs_whole_prefill(request)
+            self.restart(request)
         self.waiting = sorted(self.open, key=lambda request: (not request.generated, request.started))
+
+    def restart(self, request: Request) -> None:
+        """Make an open request without a row wait for a new prefill."""
+        drop_swapped(request)
+        request.restart()
+        request.whole = self.rope.needs_whole_prefill(request)
 
     def run(self) -> None:
         """Step until every request is finished."""
@@ -282,27 +273,24 @@ class Batch:
             self.step()
 
     def remove(self, request: Request) -> None:
-        """End a request in any stage; it has no row in the next step."""
+        """End a request in any stage; it has no row in the next step. With sessions its cache is kept, unless the
+        request is preempted."""
         self.recover()
         self.unfinished = True
-        self.leave(request)
-        self.unfinished = False
-
-    def leave(self, request: Request) -> None:
         if request.stage is not Stage.FINISHED:
+            self.keep(request)
             self.drop(request)
             self.finish(request, End.REMOVED)
+        self.unfinished = False
 
     def forget_prefixes(self) -> None:
-        """Drop the cached prompt prefixes.
+        """Drop the cached prefixes and sessions.
 
         A batch does so itself when it sees that the model's weights or settings have changed. It samples the weights
         when a request starts. Call this after writes through `.data` or numpy that change only a few values, and after
         any change during a prompt's prefill. Running requests continue with their caches.
         """
         self.memory.forget_prefixes()
-        for request in self.prefilling:
-            request.prefilled_here = False  # keeps the chunks before the change out of the prefixes
 
     def fail(self, request: Request, error: Exception) -> None:
         """End a request in any stage, with its error."""
@@ -312,22 +300,22 @@ class Batch:
     def finish(self, request: Request, end: End, error: Exception | None = None) -> None:
         """Finish a request that has no row."""
         drop_swapped(request)
-        if request.cache is not None and self.memory.tiers_of(request.cache) is not None:
-            drop(request.cache)
+        self.release(request)
         request.finish(end, error)
 
-    def take(self, request: Request) -> DynamicCache | None:
-        """Remove a request, and return its cache of one row; None if none of its tokens were cached, or the cache
-        cannot be read."""
-        self.recover()
-        self.unfinished = True
+    def release(self, request: Request) -> None:
+        """Free the cache of a request that has no row."""
+        if request.cache is not None and self.memory.tiers_of(request.cache) is not None:
+            drop(request.cache)
+        request.cache = None
+
+    def keep(self, request: Request) -> None:
+        """With sessions, keep what a request has cached."""
         group = self.group_of(request)
-        if request.swapped is not None:
-            request.cache = swapped_in_or_none(request, self.model)
-        cache, request.cache = request.cache if group is None else kept_row(group, request), None
-        self.leave(request)
-        self.unfinished = False
-        return cache
+        cache = request.cache if group is None else group.cache
+        if self.memory.sessions and cache is not None and request.end is not End.FAILED:
+            copied = functools.partial(copy.deepcopy, cache) if group is None else functools.partial(group.row, request)
+            self.memory.keep(request, copied, can_crop(cache))
 
     def group_of(self, request: Request) -> RowGroup | None:
         return next((group for group in self.groups if request in group.requests), None)
@@ -354,46 +342,36 @@ class Batch:
             self.empty_cache = group.cache if remove_all_rows(group.cache) else None
 
     def admit(self) -> None:
-        """Start waiting requests while they fit. The very first starts alone, because it shows the shapes of the
-        layers."""
+        """Start waiting requests in their order, while they fit. The very first starts alone, because it shows the
+        shapes of the layers."""
         while self.has_free_row and (waiting := self.startable):
-            chosen = next_to_start(waiting, functools.partial(self.memory.fits, running=self.running))
-            if chosen is None:
-                if self.running or not self.free_memory():
+            if not self.memory.fits(waiting[0], self.running):
+                if self.running or self.fits_alone(waiting[0]):
                     return
-                continue
-            if self.memory.notice_weights(self.model):
-                continue  # check again, without the prefixes
-            if not self.start(chosen):
-                return
+            elif not self.memory.notice_weights(self.model):  # else it is checked again, without the prefixes
+                self.start(waiting[0])
 
-    def start(self, request: Request) -> bool:
-        """Start or resume a request. False if a preempted one cannot be loaded now, and others run that will free
-        memory."""
+    def start(self, request: Request) -> None:
+        """Start or resume a request. A preempted one whose cache cannot be read starts from its prompt."""
         request.started, self.started = self.started, self.started + 1
         if not self.fits_alone(request):
-            return True
-        if request.swapped is not None:
-            try:
-                request.cache = twice(functools.partial(self.swap_in, request.swapped))
-            except FailedTwice as failed:
-                if self.running:
-                    return False
-                self.fail(request, failed.error)
-                return True
+            return
         with self.attempt([request]):
+            if request.swapped is not None:
+                cache = load(request.swapped, self.model)
+                if cache is None:
+                    self.restart(request)
+                else:
+                    request.cache = self.memory.paged_or_same(cache)
             if request.prefilled == len(request.text):
                 self.start_decoding(request)
             else:
-                self.memory.attach_prefix(request)
+                if request.cache is None:
+                    self.memory.attach_prefix(request, self.model)
                 self.prefilling.append(request)
                 request.stage = Stage.PREFILL
         self.waiting.remove(request)
         drop_swapped(request)
-        return True
-
-    def swap_in(self, folder: Path) -> DynamicCache:
-        return self.memory.paged_or_same(load_swapped(folder, self.model))
 
     def fits_alone(self, request: Request) -> bool:
         """Whether the memory budget could hold a request alone; if not, the request is failed."""
@@ -413,15 +391,10 @@ class Batch:
         return group
 
     def preempt(self) -> None:
-        """If pages for the next step are missing, swap out waiting requests, then the one that started last."""
-        while self.swap is not None and self.memory.pool is not None and not self.memory.has(self.next_pages):
-            idle = self.waiting_with_pages
-            running = [request for request, cache, _ in self.running if self.may_have_pages(request, cache)]
-            last = idle[-1] if idle else max(running, key=lambda request: request.started)
-            if idle or len(running) > 1:
-                self.swap_out(last, self.swap)
-            else:
-                self.fail(last, memory_is_kept())
+        """If pages for the next step are missing, swap out the request that started last."""
+        while self.spill is not None and self.memory.pool is not None and not self.memory.has(self.next_pages):
+            paged = [one for one, cache, _ in self.running if one in self.prefilling or self.memory.tiers_of(cache)]
+            self.swap_out(max(paged, key=lambda request: request.started), self.spill)
 
     def next_pages(self) -> int:
         """Pages that the next step allocates."""
@@ -435,22 +408,20 @@ class Batch:
         left = self.rope.until_switch(request)
         return left if request.whole else min(self.chunk, left)
 
-    def may_have_pages(self, request: Request, cache: DynamicCache | None) -> bool:
-        return request.stage is Stage.PREFILL or self.memory.tiers_of(cache) is not None
-
-    def swap_out(self, request: Request, swap: SwapFolder) -> None:
-        """Swap a request out, and queue it before all requests that have not started."""
-        group, waits = self.group_of(request), request in self.waiting
-        try:
+    def swap_out(self, request: Request, spill: SpillFolder) -> None:
+        """Swap a request out, and queue it before all requests that have not started. If its cache cannot be written,
+        the request starts from its prompt later."""
+        group = self.group_of(request)
+        with contextlib.suppress(FailedTwice):
             if group is not None:
                 request.cache = twice(functools.partial(group.row, request))
-            twice(functools.partial(swap.put, request))
-        except FailedTwice as failed:
-            self.fail(request, failed.error)
-            return
-        if not waits:
-            self.drop(request)
-            self.waiting.insert(0, request)
+        request.swapped = None if request.cache is None else spill.put(request.cache)
+        self.drop(request)
+        self.release(request)
+        request.stage = Stage.WAITING
+        if request.swapped is None:
+            self.restart(request)
+        self.waiting.insert(0, request)
 
     @property
     def has_free_row(self) -> bool:
@@ -463,21 +434,6 @@ class Batch:
         time."""
         return [request for request in self.waiting if request.swapped is not None] if self.prefilling else self.waiting
 
-    def free_memory(self) -> bool:
-        """With nothing running, free pages for the first waiting request: drop the cache of the last waiting one that
-        has pages, which will be prefilled again. If there is none, fail the first one and return False."""
-        holding = [request for request in self.waiting_with_pages if request is not self.waiting[0]]
-        if not holding:
-            self.finish(self.waiting.pop(0), End.FAILED, memory_is_kept())
-            return False
-        prefill_all_of(holding[-1])
-        return True
-
-    @property
-    def waiting_with_pages(self) -> list[Request]:
-        """The waiting requests that hold pages."""
-        return [request for request in self.waiting if self.memory.tiers_of(request.cache) is not None]
-
     @property
     def running(self) -> list[Running]:
         rows = [(request, group.cache, row) for group in self.groups for row, request in enumerate(group.requests)]
@@ -489,8 +445,6 @@ class Batch:
             text = request.text
             tokens = text[request.prefilled : request.prefilled + self.next_tokens(request)].to(self.model.device)[None]
             positions = torch.arange(request.prefilled, request.prefilled + tokens.shape[1], device=tokens.device)[None]
-            if request.cache is not None:
-                request.cache = self.memory.paged_or_same(request.cache)
             cache, logits = self.call_model(tokens, positions, request.cache)
             request.cache, request.prefilled = cache, request.prefilled + tokens.shape[1]
             if not self.memory.layers:
@@ -498,7 +452,7 @@ class Batch:
                 if not self.fits_alone(request):
                     return
             request.cache = self.memory.paged_or_same(cache)
-            self.memory.keep_prefix(request)
+            self.memory.keep_prefill(request)
             if request.prefilled < len(text):
                 return
             group = self.start_decoding(request)
@@ -600,10 +554,10 @@ class Batch:
         return logits
 
     def release_finished(self, group: RowGroup) -> None:
-        """Remove the rows of finished requests, and keep the caches that were requested."""
+        """Remove the rows of finished requests, and keep their caches with sessions."""
         for request in group.requests:
-            if request.stage is Stage.FINISHED and request.keep and request.end is not End.FAILED:
-                request.cache = kept_row(group, request)
+            if request.stage is Stage.FINISHED:
+                self.keep(request)
         self.keep_only(group, [request for request in group.requests if request.stage is not Stage.FINISHED])
 
     def call_model(
@@ -629,30 +583,7 @@ def token_ids(ids: Tensor | Sequence[int]) -> Tensor:
     return given.reshape(-1).to(torch.int64)
 
 
-def prefill_all_of(request: Request) -> None:
-    """Drop the given cache of a waiting request; its tokens will be prefilled."""
-    if request.cache is not None:
-        drop(request.cache)
-    request.cache, request.prefilled, request.prefilled_here = None, 0, True
-
-
-def kept_row(group: RowGroup, request: Request) -> DynamicCache | None:
-    """The cache of a request's row; None if the copy fails, since the generated tokens are complete without it."""
-    try:
-        return twice(functools.partial(group.row, request))
-    except FailedTwice:
-        return None
-
-
-def no_budget() -> SpecacheError:
-    return SpecacheError(
-        "overcommit requires a memory budget: pass device_memory or host_memory to the Batch, or --session-device-gib "
-        "or --session-host-gib to the server"
-    )
-
-
-def memory_is_kept() -> SpecacheError:
-    return SpecacheError(
-        "this request does not fit beside the caches that the caller holds (Batch.add with keep=True, Batch.take), and "
-        "no running request will free memory. Drop these caches, or raise device_memory or host_memory"
-    )
+def drop_swapped(request: Request) -> None:
+    """Delete a request's swapped cache."""
+    remove(request.swapped)
+    request.swapped = None

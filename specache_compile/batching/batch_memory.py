@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import copy
+import functools
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import DynamicCache
 
 from specache_compile.caches.joining import drop, in_pages, reason_against
 from specache_compile.errors import SpecacheError
+from specache_compile.kernels.memory.host_memory import free_memory
 from specache_compile.kernels.state.page_table import PAGE
 from specache_compile.methods.field import LayerShape
 from specache_compile.model_key import model_key
@@ -20,8 +24,9 @@ from specache_compile.paging.pool import PagePool, page_bytes, pages_for, row_by
 from specache_compile.runtime.session import Session, session_of, sessions_of
 from specache_compile.runtime.state import device_total, predicted_bytes
 
-from .prefixes import Prefixes, ends_a_page
+from .prefixes import Prefix, Prefixes, can_crop, ends_a_page
 from .request import Request, Stage
+from .spill import SpillFolder, load
 
 # A running request, its cache, and its row there.
 Running = tuple[Request, DynamicCache | None, int]
@@ -52,23 +57,24 @@ class BatchMemory:
 
     layers: shapes of the model's layers; empty until the first prompt chunk has run.
     pool: None until then, and for models whose rows cannot be paged.
-    give_up: drops one of the caches that the caller holds; returns whether there was one.
-    kept: number of caches that the caller may hold.
-    overcommits: a request is promised the pages of its next step, not of its whole length (`swapping.py`).
+    sessions: most prefixes of finished requests; 0: finished requests are not kept.
+    overcommits: a request is promised the pages of its next step, not of its whole length (`spill.py`).
+    key, changes: the key of the model's weights and settings, and how often it has changed.
     """
 
     def __init__(
-        self, options: MethodOptions, budget: Bytes, rows: int, chunk: int, kept: int, give_up: Callable[[], bool],
-        overcommits: bool,
+        self, options: MethodOptions, budget: Bytes, rows: int, chunk: int, sessions: int, spill: SpillFolder | None,
+        spill_bytes: int | None,
     ) -> None:  # fmt: skip
-        self.options, self.budget, self.rows, self.chunk, self.give_up = options, budget, rows, chunk, give_up
-        self.kept = kept
-        self.overcommits = overcommits
+        self.options, self.budget, self.rows, self.chunk, self.sessions = options, budget, rows, chunk, sessions
+        self.overcommits = spill is not None
         self.layers: list[LayerShape] = []
         self.pool: PagePool | None = None
         unbounded = budget == Bytes() and options.host_memory is None
-        self.prefixes = Prefixes(rows if unbounded else most_prefixes(rows))
+        most = sessions or (rows if unbounded else most_prefixes(rows))
+        self.prefixes = Prefixes(most, spill if sessions else None, spill_bytes or math.inf)
         self.key: object = None
+        self.changes = 0
 
     def set_layers(self, cache: DynamicCache, joins: bool) -> None:
         """Set the layers' shapes from a first cache. joins: the model accepts positions that differ by row."""
@@ -78,27 +84,23 @@ class BatchMemory:
         layers = list(session.layers)
         if joins and len(sessions_of(cache)) == 1 and reason_against([cache], apart=True) is None:
             options = options_of(session)
-            fixed = upper_bound(options, layers, self.rows, self.chunk, [], self.kept)
+            fixed = upper_bound(options, layers, self.rows, self.chunk, [], self.prefixes.most)
             self.pool = PagePool(options, layers, bound(options, layers, self.budget, fixed))
         self.layers = layers
 
     def restart(self, caches: Iterable[DynamicCache]) -> None:
-        """Drop all prefixes and the caches of rows, and count the pool's pages again.
-
-        An interrupted step may have left wrong counts, and the caller may hold caches.
-        """
-        for cache in [*caches, *(cache for _, cache in self.prefixes.kept)]:
+        """Drop the caches of rows, and count the pool's pages again: an interrupted step may have left wrong counts."""
+        for cache in caches:
             if self.tiers_of(cache) is not None:
                 for session in sessions_of(cache):
                     session.deferred.drop()
                 drop(cache)
-        self.prefixes = Prefixes(self.prefixes.most)
         if self.pool is not None:
             self.pool.recount()
 
     def notice_weights(self, model: torch.nn.Module) -> bool:
         """Drop the prefixes if the model's weights or settings have changed. True if there were some."""
-        if self.layers and self.pool is None:  # no prefix is cached
+        if self.layers and self.pool is None and not self.sessions:  # no prefix is cached
             return False
         key = model_key(model)
         if key == self.key:
@@ -107,11 +109,9 @@ class BatchMemory:
         return self.forget_prefixes()
 
     def forget_prefixes(self) -> bool:
-        """Drop all prefixes. True if there were some."""
-        had = bool(self.prefixes.kept)
-        while self.prefixes.drop_oldest():
-            pass
-        return had
+        """Drop all prefixes, and keep none of the requests that run. True if there were some."""
+        self.changes += 1
+        return self.prefixes.clear()
 
     def paged_or_same(self, cache: DynamicCache) -> DynamicCache:
         """The cache in pages of the pool, or the cache itself if it cannot be paged."""
@@ -136,21 +136,27 @@ class BatchMemory:
         if not self.layers:
             return not running
         if self.pool is None:
-            lengths = [other.longest for other, _, _ in running] + [request.longest]
-            return self.budget.holds(unpaged_bytes(self.options, self.layers, lengths))
+            lengths = [one.longest for one in (*(other for other, _, _ in running), request)]
+            while not self.budget.holds(unpaged_bytes(self.options, self.layers, [*lengths, *self.prefix_lengths()])):
+                if not self.prefixes.drop_oldest():
+                    return False
+            return True
 
         def need() -> int:
             promised = sum(self.pages_needed(*other, self.until(other[0])) for other in running)
-            own = self.pages_needed(request, request.cache, 0, self.until(request))
-            return promised + own - self.prefix_of(request)[0] // PAGE + self.margin(running)
+            return promised + pages_for(self.until(request)) - len(self.shared_pages(request)) + self.margin(running)
 
-        return self.could_fit(request, running) and self.has(need)
+        held = set(self.shared_pages(request))
+        for _, cache, row in running:
+            held.update(tiers.pages[row] if (tiers := self.tiers_of(cache)) else [])
+        # Otherwise prefixes would be dropped in vain.
+        return (self.pool.bound is None or len(held) + need() <= self.pool.bound) and self.has(need)
 
     def has(self, need: Callable[[], int]) -> bool:
-        """Whether so many pages can be allocated; cached prefixes and caches of the caller are dropped if needed."""
+        """Whether so many pages can be allocated; cached prefixes are dropped if needed."""
         assert self.pool is not None
         while self.pool.left is not None and need() > self.pool.left:
-            if not (self.prefixes.drop_oldest() or self.give_up()):
+            if not self.prefixes.drop_oldest():
                 return False
         return True
 
@@ -158,30 +164,28 @@ class BatchMemory:
         """Pages to leave free for the running requests, so that none is preempted soon."""
         return len(running) if self.overcommits else 0
 
-    def prefix_of(self, request: Request) -> tuple[int, DynamicCache | None]:
+    def prefix_of(self, request: Request) -> tuple[int, Prefix | None]:
         """The longest cached prefix of a request that has nothing cached."""
-        if request.cache is not None or request.swapped is not None or request.whole or request.crosses:
+        if request.swapped is not None or request.whole or request.crosses:
             return 0, None
         return self.prefixes.longest(request.text)
+
+    def shared_pages(self, request: Request) -> list[int]:
+        """The pages of its prefix that a request shares, and will not write to."""
+        tokens, prefix = self.prefix_of(request)
+        tiers = None if prefix is None else self.tiers_of(prefix.cache)
+        if tiers is None:
+            return []
+        low_bit = tiers.options.low_bit_length(tokens)
+        whole = low_bit and tiers.options.bits_on_host == 16  # else a window that came back is written again
+        return tiers.pages[0][: (tokens if whole else low_bit) // PAGE]
+
+    def prefix_lengths(self) -> list[int]:
+        return [len(prefix.ids) for prefix in self.prefixes.in_memory]
 
     def until(self, request: Request) -> int:
         """Tokens whose pages a request is promised."""
         return request.due if self.overcommits else request.longest
-
-    def could_fit(self, request: Request, running: Sequence[Running]) -> bool:
-        """Whether a request would fit without cached prefixes and caches of the caller."""
-        assert self.pool is not None
-        if self.pool.bound is None:
-            return True
-        own = request.cache if request.cache is not None else self.prefix_of(request)[1]
-        held, missing = set[int](), 0
-        for one, cache, row in [*running, (request, own, 0)]:
-            tiers = self.tiers_of(cache)
-            pages = [] if tiers is None else tiers.pages[row]
-            held.update(pages)
-            if tiers is not None or one.stage is not Stage.DECODE:
-                missing += max(0, pages_for(self.until(one)) - len(pages))
-        return len(held) + missing + self.margin(running) <= self.pool.bound
 
     def pages_needed(self, request: Request, cache: DynamicCache | None, row: int, until: int) -> int:
         """Pages that a request may still allocate until it has `until` tokens, copies of shared pages included. A row
@@ -207,23 +211,51 @@ class BatchMemory:
         elif self.pool.bound is not None and (pages := pages_for(request.longest)) > self.pool.bound:
             raise too_large(request, f"{pages} pages of {PAGE} tokens, and the pool has {self.pool.bound}", limits)
 
-    def attach_prefix(self, request: Request) -> None:
-        """Give a request the longest cached prefix of its prompt."""
-        if self.pool is None or request.cache is not None:
+    def attach_prefix(self, request: Request, model: Any) -> None:
+        """Give a request that has nothing cached a copy of the longest cached prefix of its prompt. A prefix that is
+        not in pages, or on disk, leaves the store if the request continues all of it."""
+        request.changes = self.changes
+        request.reused, prefix = self.prefix_of(request)
+        if prefix is None:
             return
-        read, kept = self.prefix_of(request)
-        request.cache = None if kept is None else copy.deepcopy(kept)
-        request.prefilled = read
+        whole = request.reused == len(prefix.ids)
+        cache = load(prefix.folder, model) if prefix.folder is not None else prefix.cache
+        if (whole and self.tiers_of(cache) is None) or cache is None:
+            prefix.cache = None
+            self.prefixes.remove(prefix)
+        elif cache is prefix.cache:
+            cache = copy.deepcopy(cache)
+        if cache is None:
+            request.reused = 0
+            return
+        if not whole:
+            cache.crop(request.reused - len(prefix.ids))
+        request.cache, request.prefilled = self.paged_or_same(cache), request.reused
 
-    def keep_prefix(self, request: Request) -> None:
-        """Cache the prefilled part of a prompt as a prefix, if it ends with a page."""
-        cache = request.cache
-        if cache is None or self.tiers_of(cache) is None or not request.prefilled_here:
+    def keep_prefill(self, request: Request) -> None:
+        """Cache the prefilled part of a prompt as a prefix: with sessions the whole prompt, else a part that ends with
+        a page."""
+        cache, read = request.cache, request.prefilled
+        if cache is None or self.tiers_of(cache) is None:
             return
-        if request.whole or request.crosses:
-            return
-        if ends_a_page(request.prefilled, self.chunk):
-            self.prefixes.put(request.text[: request.prefilled], cache)
+        whole = read == len(request.text) and can_crop(cache)
+        if whole if self.sessions else ends_a_page(read, self.chunk):
+            self.keep(request, functools.partial(copy.deepcopy, cache), crops=bool(self.sessions))
+
+    def keep(self, request: Request, copied: Callable[[], DynamicCache], crops: bool) -> None:
+        """Cache a request's tokens as a prefix, unless their pairs depend on other tokens of a call, or on weights of
+        before."""
+        if request.cached and request.changes == self.changes and not (request.whole or request.crosses):
+            self.prefixes.put(request.ids[0, : request.cached], copied, crops)
+            while self.sessions and self.layers and not self.has_free_memory():
+                self.prefixes.drop_oldest()
+
+    def has_free_memory(self) -> bool:
+        """Whether the sessions have at most half of the memory, if each has its own."""
+        device, used = self.layers[0].device, unpaged_bytes(self.options, self.layers, self.prefix_lengths())
+        if device.type == "cuda":
+            return Bytes(torch.cuda.mem_get_info(device)[0], free_memory()).holds(used)
+        return (used.device or 0) + (used.host or 0) <= free_memory()
 
 
 def options_of(session: Session) -> MethodOptions:
@@ -246,16 +278,18 @@ def unpaged_bytes(options: MethodOptions, layers: Sequence[LayerShape], lengths:
 
 
 def upper_bound(
-    options: MethodOptions, layers: Sequence[LayerShape], rows: int, chunk: int, lengths: Iterable[int], kept: int = 0
-) -> Bytes:
+    options: MethodOptions, layers: Sequence[LayerShape], rows: int, chunk: int, lengths: Iterable[int],
+    prefixes: int | None = None,
+) -> Bytes:  # fmt: skip
     """An upper bound on the batch's bytes.
 
     It counts the pages of all final lengths and the null page, and the tiers of a first prompt chunk. It also counts
-    the fixed state of every row, of the prefill, of each prefix and of each cache that the caller holds.
+    the fixed state of every row, of the prefill and of each prefix.
     """
     pages = bytes_of(page_bytes(options, layers)).times(1 + sum(map(pages_for, lengths)))
-    places = bytes_of(row_bytes(options, layers)).times(rows + 1 + most_prefixes(rows) + kept)
-    return pages + places + unpaged_bytes(options, layers, [chunk])
+    places = rows + 1 + (most_prefixes(rows) if prefixes is None else prefixes)
+    fixed = bytes_of(row_bytes(options, layers)).times(places)
+    return pages + fixed + unpaged_bytes(options, layers, [chunk])
 
 
 def too_large(request: Request, needs: str, limits: str) -> SpecacheError:

@@ -8,7 +8,6 @@ from transformers.generation.utils import GenerationMixin
 
 from specache_compile.errors import SpecacheError
 from specache_compile.rope_switch import rope_switch
-from specache_compile.runtime.session import UNKNOWN, sessions_of
 
 from .request import Request
 
@@ -17,9 +16,8 @@ class BatchRope:
     """The prefills that a model's RoPE, or its indexer, requires.
 
     A text beyond the RoPE switch is prefilled in one call, like in `generate`. A request that crosses the switch is
-    prefilled again there if the model's `generate` does so (Phi-3); else it never joins other rows. A given cache is
-    dropped, and its tokens prefilled, if the cache or the prompt is beyond the switch. An indexer selects among the
-    tokens of a call, so it always requires one call.
+    prefilled again there if the model's `generate` does so (Phi-3); else it never joins other rows. An indexer selects
+    among the tokens of a call, so it always requires one call.
     """
 
     def __init__(self, model: Any) -> None:
@@ -43,14 +41,6 @@ class BatchRope:
                 "Lower max_new_tokens, or call model.generate"
             )
         request.crosses = request.alone = crosses and not self.prefills_again
-
-    def has_other_frequencies(self, request: Request) -> bool:
-        """Whether a request's given cache may have other RoPE frequencies than a prefill of its prompt."""
-        if self.switch is None or request.cache is None:
-            return False
-        sessions = sessions_of(request.cache)
-        longest = max((max(session.progress.longest_calls) for session in sessions), default=UNKNOWN)
-        return max(longest, len(request.prompt)) > self.switch.tokens
 
     def needs_whole_prefill(self, request: Request) -> bool:
         """Whether a request's text must be prefilled in one call, without a cached prefix."""

@@ -1,20 +1,30 @@
-"""Cached prompt prefixes: a later prompt with the same prefix shares their pages.
+"""Cached prefixes: a later prompt with the same first tokens shares their pages.
 
-A prefix ends at the end of a chunk and of a page. So a request that starts from it prefills the same chunks as without
-it, and has the same tiers bit for bit.
+Without sessions a prefix ends at the end of a chunk and of a page. So a request that starts from it prefills the same
+chunks as without it, and has the same tiers bit for bit. With sessions the caches of finished requests are prefixes
+too, cut to the tokens that they share with a prompt.
 """
 
 from __future__ import annotations
 
-import copy
+import contextlib
 import math
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 
-import torch
 from torch import Tensor
 from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
 
 from specache_compile.caches.joining import drop
 from specache_compile.kernels.state.page_table import PAGE
+from specache_compile.runtime.session import session_of
+from specache_compile.runtime.state import fields_of
+
+from .spill import SpillFolder, remove, size_of
+from .twice import FailedTwice, twice
 
 
 def ends_a_page(tokens: int, chunk: int) -> bool:
@@ -22,41 +32,110 @@ def ends_a_page(tokens: int, chunk: int) -> bool:
     return tokens > 0 and tokens % math.lcm(chunk, PAGE) == 0
 
 
-class Prefixes:
-    """The most recently used prefixes.
+@dataclass(eq=False)
+class Prefix:
+    """A cached prefix.
 
-    most: the limit of their number.
-    kept: token ids int64 [n] and a cache of one row with these; the least recently used first.
+    ids: int64 [n], its tokens.
+    cache: a cache of one row with these; None: it is in `folder`.
+    crops: whether a prompt may use its first tokens alone.
     """
 
-    def __init__(self, most: int) -> None:
-        self.most = most
-        self.kept: list[tuple[Tensor, DynamicCache]] = []
+    ids: Tensor
+    cache: DynamicCache | None
+    crops: bool
+    folder: Path | None = None
 
-    def longest(self, prompt: Tensor) -> tuple[int, DynamicCache | None]:
-        """Length and cache of the longest cached prefix of a prompt, without the prompt's last token."""
-        fitting = [
-            (len(ids), number)
-            for number, (ids, _) in enumerate(self.kept)
-            if len(ids) < len(prompt) and torch.equal(ids, prompt[: len(ids)])
-        ]
-        if not fitting:
+    def usable(self, prompt: Tensor) -> int:
+        """How many first tokens a prompt can start from, without the prompt's last token. Few tokens of a long prefix
+        are not worth a copy."""
+        n = min(shared(self.ids, prompt), len(prompt) - 1)
+        return n if n == len(self.ids) or (self.crops and n >= min(PAGE, len(self.ids) // 2)) else 0
+
+
+class Prefixes:
+    """The most recently used prefixes, evicted to a folder if there is one.
+
+    most: the limit of their number in memory.
+    spill, most_bytes: the folder, and the limit of the prefixes' bytes there.
+    kept: the least recently used first.
+    evicted: number of evictions to "disk" and to "nowhere".
+    """
+
+    def __init__(self, most: int, spill: SpillFolder | None, most_bytes: float) -> None:
+        self.most, self.spill, self.most_bytes = most, spill, most_bytes
+        self.kept: list[Prefix] = []
+        self.evicted: Counter[str] = Counter()
+
+    @property
+    def in_memory(self) -> list[Prefix]:
+        return [prefix for prefix in self.kept if prefix.cache is not None]
+
+    def longest(self, prompt: Tensor) -> tuple[int, Prefix | None]:
+        """The prefix with the most usable tokens for a prompt, and their number."""
+        length, number = max(((p.usable(prompt), number) for number, p in enumerate(self.kept)), default=(0, 0))
+        if not length:
             return 0, None
-        length, number = max(fitting)
         self.kept.append(self.kept.pop(number))
-        return length, self.kept[-1][1]
+        return length, self.kept[-1]
 
-    def put(self, ids: Tensor, cache: DynamicCache) -> None:
-        """Cache a copy of a cache with these tokens."""
-        if not self.most or any(torch.equal(ids, known) for known, _ in self.kept):
+    def put(self, ids: Tensor, copied: Callable[[], DynamicCache], crops: bool) -> None:
+        """Keep a cache of these tokens, which `copied` returns, unless a kept one has them. It replaces prefixes of it
+        if it can be cropped to them."""
+        has_them = (p for p in self.kept if shared(p.ids, ids) == len(ids))
+        if not self.most or any(p.crops or len(p.ids) == len(ids) for p in has_them):
             return
-        while len(self.kept) >= self.most:
+        for shorter in [p for p in self.kept if crops and shared(p.ids, ids) == len(p.ids)]:
+            self.remove(shorter)
+        while len(self.in_memory) >= self.most:
             self.drop_oldest()
-        self.kept.append((ids, copy.deepcopy(cache)))
+        with contextlib.suppress(FailedTwice):  # the request is complete without it
+            self.kept.append(Prefix(ids, twice(copied), crops))
 
     def drop_oldest(self) -> bool:
-        """Drop the least recently used prefix; whether there was one."""
-        if not self.kept:
+        """Evict the least recently used prefix from memory; whether there was one."""
+        oldest = next(iter(self.in_memory), None)
+        if oldest is None or oldest.cache is None:
             return False
-        drop(self.kept.pop(0)[1])
+        folder = None if self.spill is None else self.spill.put(oldest.cache)
+        self.evicted["nowhere" if folder is None else "disk"] += 1
+        if folder is None:
+            self.remove(oldest)
+            return True
+        cache, oldest.folder, oldest.cache = oldest.cache, folder, None
+        drop(cache)
+        while self.disk_bytes() > self.most_bytes:
+            self.remove(next(prefix for prefix in self.kept if prefix.folder is not None))
         return True
+
+    def disk_bytes(self) -> int:
+        return sum(size_of(prefix.folder) for prefix in list(self.kept) if prefix.folder is not None)
+
+    def remove(self, prefix: Prefix) -> None:
+        """Forget a prefix, and free its memory."""
+        self.kept.remove(prefix)
+        remove(prefix.folder)
+        if prefix.cache is not None:
+            drop(prefix.cache)
+
+    def clear(self) -> bool:
+        """Forget all prefixes; whether there were some."""
+        had = bool(self.kept)
+        while self.kept:
+            self.remove(self.kept[-1])
+        return had
+
+
+def shared(ids: Tensor, prompt: Tensor) -> int:
+    """The length of the common prefix."""
+    n = min(len(ids), len(prompt))
+    different = (ids[:n] != prompt[:n]).nonzero()
+    return int(different[0]) if len(different) else n
+
+
+def can_crop(cache: DynamicCache) -> bool:
+    """Whether all layers can drop their last tokens: no sliding window and no eviction has dropped others."""
+    session = session_of(cache)
+    if any(type(layer) is not DynamicLayer for layer in cache.layers):
+        return False
+    return session is None or any(item.has_all_pairs for item in fields_of(session.options, session.layers[0]))

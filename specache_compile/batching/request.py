@@ -51,16 +51,15 @@ class Request:
     processors: applied to its logits before sampling.
     ends: stop tokens.
     generator: its random numbers; None if it is greedy.
-    cache: of its row alone, before it joins the batch, and at the end if `keep` is set.
+    cache: of its row alone, while its prompt is prefilled.
+    reused: tokens of the prompt that a cached prefix had.
     prefilled: tokens of the text (prompt and resumed tokens) that were prefilled.
     generated: token ids so far; a stop token is the last.
     end: why it is finished; None before.
     error: the error that it failed with.
-    overtaken: later requests that started before it.
-    keep: keep its cache at the end.
     top_logprobs: number of likeliest tokens in `logprobs`; None: `logprobs` stays empty.
     logprobs: of each generated token.
-    prefilled_here: the batch has prefilled its prompt from the first token on.
+    changes: the batch's number of changes of weights when it started.
     started: its number in the order of starts.
     swapped: the folder with its cache, while it is preempted.
     ahead: drafted tokens that may be cached during a verification.
@@ -80,16 +79,15 @@ class Request:
     ends: frozenset[int]
     generator: torch.Generator | None = None
     cache: DynamicCache | None = None
+    reused: int = 0
     prefilled: int = 0
     generated: list[int] = field(default_factory=list)
     stage: Stage = Stage.WAITING
     end: End | None = None
     error: Exception | None = None
-    overtaken: int = 0
-    keep: bool = False
     top_logprobs: int | None = None
     logprobs: list[Logprobs] = field(default_factory=list)
-    prefilled_here: bool = True
+    changes: int = 0
     started: int = 0
     swapped: Path | None = None
     ahead: int = 0
@@ -155,13 +153,11 @@ class Request:
         """Wait without a cache: the text is prefilled, and the known tokens are decoded, again."""
         self.end_if_done()  # an interrupt may have come before this check
         if self.stage is not Stage.FINISHED:
-            self.stage, self.cache, self.prefilled, self.prefilled_here = Stage.WAITING, None, 0, True
+            self.stage, self.cache, self.prefilled = Stage.WAITING, None, 0
             self.reached = self.resumed
 
 
-def request_for(
-    model: Any, prompt: Tensor, arguments: dict[str, Any], cache: DynamicCache | None, cached: int
-) -> Request:  # fmt: skip
+def request_for(model: Any, prompt: Tensor, arguments: dict[str, Any]) -> Request:
     """Create a request from arguments of `generate`; its settings and processors are Hugging Face's.
 
     ValueError for an argument that `generate` or a batch does not support.
@@ -188,9 +184,7 @@ def request_for(
         generator.seed() if seed is None else generator.manual_seed(seed)
         rng_states = {0: generator.get_state()}
     named = frozenset() if ends is None else frozenset(ends.flatten().tolist())
-    return Request(
-        prompt, config, processors, named, generator, cache, cached, prefilled_here=cache is None, rng_states=rng_states
-    )  # fmt: skip
+    return Request(prompt, config, processors, named, generator, rng_states=rng_states)
 
 
 def next_token(request: Request, logits: Tensor) -> int:

@@ -84,18 +84,25 @@ class Chat:
     """A conversation with a compiled model.
 
     messages: the turns so far, as chat templates read them.
-    cached: the cache, with the tokens that it holds.
+    cache: the cache.
+    ids: int64 [n], its tokens.
     """
 
     def __init__(
         self, model: Any, tokenizer: Any, system: str | None, max_new_tokens: int, sampling: dict[str, Any]
     ) -> None:
-        from specache_compile.serving.conversation import new_conversation
-
         self.model, self.tokenizer = model, tokenizer
         self.max_new_tokens, self.sampling = max_new_tokens, sampling
         self.messages = [] if system is None else [{"role": "system", "content": system}]
-        self.cached = new_conversation(model)
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin with an empty cache."""
+        import torch
+        from transformers import DynamicCache
+
+        self.cache = DynamicCache(config=self.model.config.get_text_config(decoder=True))
+        self.ids = torch.empty(0, dtype=torch.int64, device="cpu")
 
     def answer(self, text: str) -> str:
         """Print the answer to `text` while it is generated, and return it. An interrupted answer stays as it is."""
@@ -117,7 +124,7 @@ class Chat:
             streamer = streamer_of(self.tokenizer, pressed)
             with contextlib.suppress(Interrupted):
                 self.model.generate(
-                    **inputs.to(self.model.device), **with_cache(self.cached.cache), streamer=streamer,
+                    **inputs.to(self.model.device), **with_cache(self.cache), streamer=streamer,
                     max_new_tokens=min(self.max_new_tokens, room), **self.sampling,
                 )  # fmt: skip
         streamer.end()
@@ -129,22 +136,23 @@ class Chat:
     def keep_shared(self, prompt: Any) -> None:
         """Cut the cache to the prompt's beginning; at least the last token is left to the model. A cache that cannot
         be cut is replaced."""
-        from specache_compile.serving.conversation import can_crop, new_conversation, shared
+        from specache_compile.batching.prefixes import can_crop, shared
 
-        kept = min(shared(self.cached.ids, prompt), len(prompt) - 1)
-        if kept < len(self.cached.ids) and not can_crop(self.cached.cache):
-            self.cached = new_conversation(self.model)
-        else:
-            self.cached.cut(kept)
+        gone = len(self.ids) - min(shared(self.ids, prompt), len(prompt) - 1)
+        if gone and not can_crop(self.cache):
+            self.begin()
+        elif gone:
+            self.cache.crop(-gone)
+            self.ids = self.ids[:-gone]
 
     def note(self, ids: list[int]) -> None:
         """Note the cache's tokens after an answer; ids: the prompt's and the answer's."""
         import torch
 
-        held = self.cached.cache.get_seq_length()
+        held = self.cache.get_seq_length()
         if held > len(ids):  # a step ran whose token was not delivered
-            self.cached.cache.crop(len(ids) - held)
-        self.cached.ids = torch.tensor(ids[:held], dtype=torch.int64, device="cpu")
+            self.cache.crop(len(ids) - held)
+        self.ids = torch.tensor(ids[:held], dtype=torch.int64, device="cpu")
 
 
 def streamer_of(tokenizer: Any, pressed: list[bool]) -> Any:

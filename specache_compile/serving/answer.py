@@ -45,7 +45,6 @@ class Ticket:
 class Question:
     """The input of one generation.
 
-    opening: tokens at the prompt's end that the template writes before an answer; the next turn may lack them.
     penalties: frequency and presence penalty.
     parser: separates reasoning and tool calls from text; None: all is text.
     logprobs: number of likeliest tokens to report for each token; None: no log-probabilities.
@@ -57,7 +56,6 @@ class Question:
 
     inputs: Any
     config: GenerationConfig
-    opening: int = 0
     stop: tuple[str, ...] = ()
     seed: int | None = None
     penalties: tuple[float, float] = (0.0, 0.0)
@@ -96,6 +94,7 @@ class Answer:
 
     The event loop that created it reads its pieces: text, reasoning and tool calls.
 
+    started: the batch has begun to prefill it.
     reused: prompt tokens that a session had cached.
     """
 
@@ -103,6 +102,7 @@ class Answer:
         self.ticket, self.question, self.metrics = ticket, question, metrics
         self.ids: list[int] = []
         self.prompt = self.reused = 0
+        self.started = False
         self.stops = Stops(question.stop)
         self.loop, self.queue = asyncio.get_running_loop(), asyncio.Queue[Any]()
         self.rust, self.parts = tokenizer._tokenizer, Parts(question.parser)

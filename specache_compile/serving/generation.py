@@ -1,26 +1,21 @@
-"""Runs requests through the model, each on its conversation, as rows of one batch."""
+"""Runs requests through the model, as rows of one batch."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
-from typing import Any
 
 import torch
 from fastapi import HTTPException
-from torch.utils.weak import WeakIdKeyDictionary
 from transformers.cli.serving.utils import InferenceThread
 
-from specache_compile.runtime.records import Statistics, find_record
-from specache_compile.runtime.session import session_of
-from specache_compile.runtime.stats import stats
+from specache_compile.batching.batch import Batch
+from specache_compile.batching.request import Request, Stage
 
-from .answer import Answer, Question, Ticket
-from .answer_rows import AnswerRows
-from .conversation import Conversation, can_crop
-from .conversations import Conversations
+from .answer import Answer, ClientLeft, Question, Stopped, Ticket
+from .interface.questions import processors_of
 from .metrics import Metrics
 from .served_model import ServedModel
 
@@ -32,40 +27,29 @@ STOPPING = "the server is stopping. Send the request again later"
 
 
 class Generation:
-    """The queue of one model and its thread. It is a single thread, since recorded steps belong to one."""
+    """The answers of one model and its thread. It is a single thread, since recorded steps belong to one.
 
-    def __init__(
-        self, served: ServedModel, conversations: Conversations, metrics: Metrics, longest: int, queue: int, rows: int,
-        memory: Mapping[str, Any],
-    ) -> None:  # fmt: skip
-        """rows: most answers that are generated together.
+    open: answers that are not finished.
+    running: those that the batch has, by their requests.
+    """
 
-        memory: arguments of the `Batch`, whose pages conversations share.
-        """
-        self.model, self.tokenizer = served.model, served.tokenizer
-        self.conversations, self.metrics = conversations, metrics
+    def __init__(self, served: ServedModel, batch: Batch, metrics: Metrics, longest: int, queue: int) -> None:
+        self.tokenizer, self.batch, self.metrics = served.tokenizer, batch, metrics
         self.longest, self.queue = longest, queue
         self.thread = InferenceThread()
-        self.waiting: list[Answer] = []
         self.open: set[Answer] = set()
-        self.stopping = False
-        self.rows = AnswerRows(
-            self.model, rows, self.taken, self.keep, self.ended, {**memory, "give_up": conversations.give_up}
-        )
-        self.under_way = False
-        self.used: list[Statistics] = []
-        self.counted: Any = WeakIdKeyDictionary()  # Statistics → bytes to the device and to the host
+        self.running: dict[Request, Answer] = {}
+        self.stopping = self.under_way = False
+        prefixes = batch.memory.prefixes
         metrics.queue.set_function(self.queued)
-        for place in ("host", "device"):
-            metrics.session_bytes.labels(place).set_function(partial(conversations.total, place))
-        folder = conversations.folder
-        if folder is not None:
-            metrics.session_bytes.labels("disk").set_function(folder.total)
-        metrics.sessions.labels("memory").set_function(lambda: len(conversations.in_memory))
-        metrics.sessions.labels("disk").set_function(lambda: len(conversations.on_disk))
+        metrics.running.set_function(lambda: sum(answer.started for answer in list(self.open)))
+        metrics.sessions.labels("memory").set_function(lambda: len(prefixes.in_memory))
+        metrics.sessions.labels("disk").set_function(lambda: len(prefixes.kept) - len(prefixes.in_memory))
+        for place in ("disk", "nowhere"):
+            metrics.evicted.labels(place).set_function(partial(prefixes.evicted.__getitem__, place))
 
     def queued(self) -> int:
-        return sum(not answer.ticket.left.is_set() for answer in list(self.waiting))
+        return sum(not answer.started and not answer.ticket.left.is_set() for answer in list(self.open))
 
     def begin(self, ticket: Ticket, question: Question) -> Answer:
         """Queue a request and return its answer. HTTPException if it is too long, or too many are waiting."""
@@ -82,95 +66,100 @@ class Generation:
             raise HTTPException(503, f"{self.queue} requests are waiting. Retry later", headers={"Retry-After": "1"})
         config.max_new_tokens = config.max_new_tokens or max(least, min(ANSWER, room))
         answer = Answer(ticket, question, self.tokenizer, self.metrics)
-        self.waiting.append(answer)
         self.open.add(answer)
-        self.submit(partial(self.arrive, answer))
+        self.submit(partial(self.add, answer))
         return answer
 
-    def arrive(self, answer: Answer) -> None:
-        """Queue an answer for a row, on the model's thread."""
-        self.rows.arrived.append(answer)
-        self.submit_turn()
+    def add(self, answer: Answer) -> None:
+        """Add an answer's request to the batch."""
+        ids, question = answer.question.inputs["input_ids"], answer.question
+        try:
+            answer.put(ids)
+            request = self.batch.add(
+                ids, seed=question.seed, generation_config=question.config, logits_processor=processors_of(question),
+                logprobs=question.logprobs,
+            )  # fmt: skip
+        except Exception as error:
+            self.close(answer, error)
+        else:
+            self.running[request] = answer
+            self.submit_turn()
 
     def submit_turn(self) -> None:
         """Submit the next turn, so that other work of the thread runs between turns."""
-        if self.rows.busy and not self.under_way:
+        if self.running and not self.under_way:
             self.under_way = True
             self.submit(self.turn)
 
     def turn(self) -> None:
         try:
-            self.rows.turn()
-            self.count_all(self.rows.statistics())
+            self.step()
         except Exception as error:
             log.exception("a turn failed: all running answers end with its error")
-            self.rows.fail_all(error)
+            self.end_running(error)
         finally:
-            self.metrics.running.set(len(self.rows.running))
             self.under_way = False
             self.submit_turn()
 
-    def taken(self, answer: Answer) -> Conversation:
-        """The conversation that an answer continues."""
-        self.waiting.remove(answer)
-        question = answer.question
-        conversation = self.conversations.take(question.inputs["input_ids"][0].cpu())
-        answer.reused = len(conversation.ids)
-        self.metrics.prompt_tokens.labels("reused").inc(len(conversation.ids))
-        self.metrics.prompt_tokens.labels("computed").inc(question.tokens - len(conversation.ids))
-        return conversation
+    def step(self) -> None:
+        """End answers whose clients have left, and generate a token for each other one."""
+        for request in [request for request, answer in self.running.items() if answer.ticket.left.is_set()]:
+            self.end(request)
+        tokens = self.stepped()
+        for request, answer in self.running.items():
+            if not answer.started and request.stage is not Stage.WAITING:
+                answer.started, answer.reused = True, request.reused
+                self.metrics.prompt_tokens.labels("reused").inc(request.reused)
+                self.metrics.prompt_tokens.labels("computed").inc(len(request.prompt) - request.reused)
+        for request, token in tokens:
+            if request in self.running:  # its answer may have stopped at the token before
+                self.deliver(request, token)
+        for request in [request for request in self.running if request.stage is Stage.FINISHED]:
+            self.end(request, request.error)
 
-    def ended(self, answer: Answer) -> None:
-        if answer in self.waiting:
-            self.waiting.remove(answer)
+    def stepped(self) -> list[tuple[Request, int]]:
+        """The tokens of a step. A failed step is repeated, since memory may be free the next time. A request that fails
+        twice is finished by then; no other one is."""
+        for _ in range(2 * len(self.running)):
+            try:
+                return self.batch.step()
+            except Exception:
+                log.warning("a step failed and is repeated", exc_info=True)
+        return self.batch.step()
+
+    def deliver(self, request: Request, token: int) -> None:
+        answer = self.running[request]
+        try:
+            if request.logprobs:
+                answer.note(token, request.logprobs[answer.generated])
+            answer.put(torch.tensor([token]))
+        except (Stopped, ClientLeft):
+            self.end(request)
+        except Exception as error:
+            self.end(request, error)
+
+    def end(self, request: Request, error: Exception | None = None) -> None:
+        """End an answer; the batch keeps what is cached."""
+        answer = self.running.pop(request)
+        try:
+            self.batch.remove(request)
+        except Exception as failed:  # the device may be lost
+            log.exception("a row could not be removed")
+            error = error or failed
+        self.close(answer, error)
+
+    def end_running(self, error: Exception | None = None) -> None:
+        for request in list(self.running):
+            self.end(request, error)
+
+    def close(self, answer: Answer, error: Exception | None = None) -> None:
         self.open.discard(answer)
+        if error is None:
+            answer.close()
+        elif not isinstance(error, ClientLeft):
+            answer.fail(error)
 
-    def keep(self, conversation: Conversation, answer: Answer) -> None:
-        """Keep the conversation after a generation, for the next turn."""
-        session = session_of(conversation.cache)
-        if session is not None:
-            self.count(session.statistics)
-        held = conversation.cache.get_seq_length()
-        surplus = held - len(answer.ids)
-        if surplus > 0 and can_crop(conversation.cache):  # a step ran before the stop was found
-            conversation.cache.crop(-surplus)
-            held -= surplus
-        conversation.request_length = min(answer.prompt - answer.question.opening, held)
-        conversation.ids = torch.tensor(answer.ids[:held], dtype=torch.int64, device="cpu")
-        if held and held == len(conversation.ids):
-            self.conversations.put(conversation)
-            self.submit(self.conversations.trim)  # saving to disk is slow, and no answer waits for it
-
-    def forget_prefixes(self) -> None:
-        """Drop the cached prompt prefixes and conversations. Call it after writes to weights that the model's key does
-        not show (`Batch.forget_prefixes`)."""
-
-        def forget() -> None:
-            self.rows.batch.forget_prefixes()
-            self.conversations.forget()
-
-        self.submit(forget).result()
-
-    def count_all(self, used: list[Statistics]) -> None:
-        """Count the copied bytes of sessions that no step uses any more, because rows have joined or left."""
-        still = {id(statistics) for statistics in used}
-        for statistics in self.used:
-            if id(statistics) not in still:
-                self.count(statistics)
-        self.used = used
-
-    def count(self, statistics: Statistics) -> None:
-        """Count the bytes that a session has copied since the last count."""
-        moved = (sum(int(count) for count in [*statistics.fetched, *statistics.corrected]), statistics.bytes_to_host)
-        for to, now, before in zip(("device", "host"), moved, self.counted.get(statistics, (0, 0)), strict=True):
-            self.metrics.moved_bytes.labels(to).inc(max(0, now - before))
-        self.counted[statistics] = moved
-        record = find_record(self.model)
-        if record is not None and record.latest is statistics and (rate := stats(self.model).hit_rate) is not None:
-            self.metrics.hit_rate.labels("mass").set(rate.mass)
-            self.metrics.hit_rate.labels("top_k").set(rate.top_k)
-
-    def submit(self, work: Any) -> Future:
+    def submit(self, work: Callable[[], object]) -> Future:
         return self.thread.submit(work)
 
     def end_all(self) -> None:
@@ -180,6 +169,7 @@ class Generation:
             answer.fail(HTTPException(503, STOPPING))
 
     def stop(self) -> None:
-        """Stop after the queued requests. Conversations are saved if there is a folder."""
-        self.submit(self.rows.end_all).result()
-        self.submit(self.conversations.close).result()
+        """Stop after the queued requests, and delete the spilled caches."""
+        self.submit(self.end_running).result()
+        if self.batch.spill is not None:
+            self.batch.spill.close()

@@ -8,7 +8,7 @@ SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 
 
 class Metrics:
-    """The figures of one server, in its own registry. Sizes are in bytes, times in seconds."""
+    """The figures of one server, in its own registry. Times are in seconds."""
 
     def __init__(self) -> None:
         own = self.registry = CollectorRegistry()
@@ -18,21 +18,10 @@ class Metrics:
             "specache_prompt_tokens", "Tokens of prompts: reused from a session, or computed", ["how"], registry=own
         )
         self.generated_tokens = Counter("specache_generated_tokens", "Tokens generated", registry=own)
-        self.moved_bytes = Counter(
-            "specache_moved_bytes", "Bytes of pairs: fetched to the device, or offloaded to the host", ["to"],
-            registry=own,
-        )  # fmt: skip
         self.first_token = Histogram(
             "specache_first_token_seconds", "From a request's arrival to its first token", buckets=SECONDS, registry=own
         )
-        self.hit_rate = Gauge(
-            "specache_hit_rate", "Of the session that ran last, with the option hit_rate", ["of"], registry=own
-        )
         self.queue = Gauge("specache_queue", "Requests that wait for the model", registry=own)
         self.running = Gauge("specache_running", "Requests that the model works on", registry=own)
-        self.sessions = Gauge("specache_sessions", "Idle sessions that are kept", ["place"], registry=own)
-        self.session_bytes = Gauge("specache_session_bytes", "Their bytes", ["place"], registry=own)
-        self.evicted = Counter("specache_evicted", "Sessions evicted from memory", ["to"], registry=own)
-
-    def note_evicted(self, to: str) -> None:
-        self.evicted.labels(to).inc()
+        self.sessions = Gauge("specache_sessions", "Kept prefixes and sessions", ["place"], registry=own)
+        self.evicted = Gauge("specache_evicted", "Sessions evicted from memory", ["to"], registry=own)

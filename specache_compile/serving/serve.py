@@ -22,10 +22,7 @@ from specache_compile.checkpoints.names import print_origin
 from specache_compile.errors import SpecacheError
 
 if TYPE_CHECKING:
-    import torch
     from uvicorn import Server
-
-    from .conversations import Bounds
 
 NEEDED = ("fastapi", "uvicorn", "prometheus_client", "llguidance")
 GIB = 1 << 30
@@ -60,33 +57,20 @@ def add_serve(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--rows", type=int, default=8, metavar="N", help="maximum number of sequences in a batch (default: %(default)s)"
     )
-    group = command.add_argument_group(
-        "sessions", "caches of conversations for their next turns; the least recently used one is evicted first"
-    )
+    group = command.add_argument_group("memory", "caches of running requests, and of sessions for their next turns")
     group.add_argument(
-        "--sessions",
-        type=int,
-        default=16,
-        metavar="N",
-        help="most sessions in memory, including running ones (%(default)s)",
+        "--sessions", type=int, default=16, metavar="N", help="most sessions in memory; the oldest goes (%(default)s)"
     )
-    group.add_argument(
-        "--session-host-gib", type=float, metavar="GIB", help="limit of host memory (default: half of the free memory)"
-    )
-    group.add_argument(
-        "--session-device-gib", type=float, metavar="GIB", help="limit of device memory (default: half of what is free)"
-    )
+    group.add_argument("--session-host-gib", type=float, metavar="GIB", help="limit of host memory (default: none)")
+    group.add_argument("--session-device-gib", type=float, metavar="GIB", help="limit of device memory (default: none)")
     group.add_argument(
         "--session-folder", type=Path, metavar="DIR",
-        help="folder for sessions that do not fit into memory; a later server reuses them",
+        help="folder for evicted sessions, until the server stops. Then a request starts when its prompt fits; if "
+        "memory runs out, the newest one moves there",
     )  # fmt: skip
     group.add_argument(
         "--session-disk-gib", type=float, default=64.0, metavar="GIB", help="limit of that folder (%(default)s)"
     )
-    group.add_argument(
-        "--overcommit", type=Path, metavar="DIR",
-        help="start a request when its prompt fits; if memory runs out, the newest request is swapped to this folder",
-    )  # fmt: skip
 
 
 def run_serve(args: argparse.Namespace, options: dict[str, Any]) -> None:
@@ -166,37 +150,31 @@ def make_server(args: argparse.Namespace, options: dict[str, Any], listener: soc
     for name in ("queue", "rows", "sessions"):
         if getattr(args, name) < 1:
             raise SpecacheError(f"--{name} {getattr(args, name)}: accepted is 1 or more")
-    for name in ("session_host_gib", "session_device_gib", "session_disk_gib"):
-        given = getattr(args, name)
-        if given is not None and not 0 <= given < math.inf:
-            raise SpecacheError(f"--{name.replace('_', '-')} {given}: accepted is 0 or more")
+    limits = {name: getattr(args, f"session_{name}_gib") for name in ("host", "device", "disk")}
+    for name, given in limits.items():
+        if given is not None and not 0 < given < math.inf:
+            raise SpecacheError(f"--session-{name}-gib {given}: accepted is more than 0")
     key = key_of(args)
     import uvicorn
 
-    from .conversations import Conversations
+    from specache_compile.batching.batch import Batch
+    from specache_compile.batching.spill import SpillFolder
+
     from .generation import Generation
     from .metrics import Metrics
     from .served_model import ServedModel
     from .server import STOPPING, StoppedInTime, application
-    from .session_folder import SessionFolder
 
-    folder = args.session_folder and SessionFolder(args.session_folder, int(args.session_disk_gib * GIB))
-    try:
-        print_origin(args.model)
-        served, metrics = ServedModel(args.model, args.device, options), Metrics()
-        conversations = Conversations(served.model, bounds(args, served.model.device), folder, metrics.note_evicted)
-    except BaseException:
-        if folder is not None:
-            folder.close()
-        raise
-    # 0 applies only to cached conversations: running answers need memory.
-    memory = {
-        "device_memory": int(args.session_device_gib * GIB) if args.session_device_gib else None,
-        "host_memory": int(args.session_host_gib * GIB) if args.session_host_gib else None,
-        "overcommit": args.overcommit,
-        "kept": args.rows,
-    }
-    generation = Generation(served, conversations, metrics, limit_of(served.model), args.queue, args.rows, memory)
+    if args.session_folder is not None:
+        SpillFolder(args.session_folder)  # a bad folder is reported before the model is loaded
+    print_origin(args.model)
+    served, metrics = ServedModel(args.model, args.device, options), Metrics()
+    host, device, disk = (None if given is None else int(given * GIB) for given in limits.values())
+    batch = Batch(
+        served.model, rows=args.rows, host_memory=host, device_memory=device, sessions=args.sessions,
+        spill_folder=args.session_folder, spill_bytes=disk,
+    )  # fmt: skip
+    generation = Generation(served, batch, metrics, limit_of(served.model), args.queue)
     app = application(served, generation, metrics, names_of(listener, args.host), key)
     # Not earlier: two servers that load their models at the same time would both get the port.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -210,23 +188,6 @@ def key_of(args: argparse.Namespace) -> str | None:
     if key is not None and not (key.isascii() and key.isprintable() and key.strip() == key != ""):
         raise SpecacheError("--api-key: accepted are printable ASCII characters, without spaces around them")
     return key
-
-
-def bounds(args: argparse.Namespace, device: torch.device) -> Bounds:
-    """The memory of sessions: as given, or half of the free memory after loading the model."""
-    import psutil
-    import torch
-
-    from .conversations import Bounds
-
-    host, on_device = psutil.virtual_memory().available // 2, 0
-    if device.type == "cuda":
-        on_device = torch.cuda.mem_get_info(device)[0] // 2
-    return Bounds(
-        conversations=args.sessions,
-        host_bytes=host if args.session_host_gib is None else int(args.session_host_gib * GIB),
-        device_bytes=on_device if args.session_device_gib is None else int(args.session_device_gib * GIB),
-    )
 
 
 def not_installed(extra: str, modules: Sequence[str]) -> SpecacheError:

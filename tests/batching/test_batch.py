@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import weakref
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 import specache_compile as sc
 from conftest import greedy, prompt, tiny_llama
-from specache_compile.batching.admission import OVERTAKEN, next_to_start
 from specache_compile.batching.batch_memory import Bytes, upper_bound
 from specache_compile.batching.request import End, Request
 from specache_compile.caches.joining import drop
@@ -90,9 +88,11 @@ def test_each_request_generates_what_it_generates_alone(model: Any) -> None:
 
 def test_rows_that_are_dropped_have_their_memory_no_more(model: Any) -> None:
     """Their places too, though the cache is still somebody's."""
-    batch = sc.Batch(model, chunk=CHUNK)
-    kept = batch.add(prompt(40), max_new_tokens=4, keep=True)
+    batch = sc.Batch(model, chunk=CHUNK, sessions=1)
+    batch.add(prompt(40), max_new_tokens=4)
     batch.run()
+    (kept,) = batch.memory.prefixes.kept
+    assert kept.cache is not None
     tiers = batch.memory.tiers_of(kept.cache)
     assert tiers is not None
     places = [weakref.ref(x) for own in tiers.all_rows for name, x in own.items() if name not in MEASURED]
@@ -107,31 +107,11 @@ def test_several_may_leave_between_two_steps(model: Any) -> None:
     while len(requests[3].generated) < 5:
         batch.step()
     batch.remove(requests[2])
-    batch.take(requests[0])
+    batch.remove(requests[0])
     expected = [alone.add(prompt(40, seed=seed), max_new_tokens=20) for seed in (1, 3)]
     batch.run()
     alone.run()
     assert [request.generated for request in (requests[1], requests[3])] == [request.generated for request in expected]
-
-
-def test_a_request_that_is_taken_goes_on_where_it_was(model: Any) -> None:
-    """In another batch, or the same: its cache is a row's alone."""
-    whole, parted = sc.Batch(model, chunk=CHUNK), sc.Batch(model, chunk=CHUNK)
-    expected = whole.add(prompt(80, seed=6), max_new_tokens=20)
-    whole.run()
-    parted.add(prompt(20, seed=7), max_new_tokens=100)
-    first = parted.add(prompt(80, seed=6), max_new_tokens=20)
-    while len(first.generated) < 12:
-        parted.step()
-    cache = parted.take(first)
-    assert cache is not None
-    assert cache.get_seq_length() == 80 + 11  # the last token has not been read
-    second = parted.add(
-        torch.cat([prompt(80, seed=6)[0], torch.tensor(first.generated)]), cache=cache, max_new_tokens=8
-    )
-    while second.end is None:
-        parted.step()
-    assert first.generated + second.generated == expected.generated
 
 
 class Failing(LogitsProcessor):
@@ -198,23 +178,23 @@ def test_bytes_stay_within_the_budget_and_are_those_predicted(model: Any) -> Non
         batch.add(prompt(8990), max_new_tokens=10)
 
 
-def test_caches_that_are_kept_and_beginnings_are_within_the_budget(model: Any) -> None:
-    rows, chunk = 4, 128
+def test_sessions_are_within_the_budget(model: Any) -> None:
+    rows, chunk, sessions = 4, 128, 3
     first = sc.Batch(model, chunk=chunk)
     first.add(prompt(40), max_new_tokens=1)
     first.step()
-    room = upper_bound(first.options, first.memory.layers, rows, chunk, [302] * 2 * rows, kept=rows)
-    batch = sc.Batch(model, rows=rows, chunk=chunk, device_memory=room.device, host_memory=room.host, kept=rows)
-    kept = [batch.add(prompt(300, seed=seed), max_new_tokens=2, keep=True) for seed in range(rows)]
-    batch.run()
-    assert all(request.cache is not None for request in kept)
-    others = [batch.add(prompt(300, seed=rows + seed), max_new_tokens=2) for seed in range(rows)]
+    room = upper_bound(
+        first.options, first.memory.layers, rows, chunk, [302] * (rows + sessions + 1), prefixes=sessions
+    )
+    batch = sc.Batch(model, rows=rows, chunk=chunk, device_memory=room.device, host_memory=room.host, sessions=sessions)
+    requests = [batch.add(prompt(300, seed=seed), max_new_tokens=2) for seed in range(2 * rows)]
     while batch.open:
         batch.step()
         assert len(batch.prefilling) <= 1
         assert room.holds(live(batch))
-    assert len(batch.memory.prefixes.kept) == rows
-    assert [request.end for request in others] == [End.LENGTH] * rows
+    assert [len(prefix.ids) for prefix in batch.memory.prefixes.kept] == [301] * sessions
+    assert batch.memory.prefixes.evicted["nowhere"] >= 2 * rows - sessions
+    assert [request.end for request in requests] == [End.LENGTH] * 2 * rows
 
 
 def test_a_beginning_that_was_read_once_is_shared_page_by_page(model: Any) -> None:
@@ -242,8 +222,7 @@ def test_a_beginning_that_was_read_once_is_shared_page_by_page(model: Any) -> No
     batch.run()
     for request, other in zip(requests, expected, strict=True):
         assert request.generated == other.generated
-    while batch.memory.prefixes.drop_oldest():
-        pass
+    batch.forget_prefixes()
     assert pool.held == 0
 
 
@@ -260,39 +239,6 @@ def test_a_beginning_that_other_weights_have_read_is_not_gone_on_from() -> None:
     request = batch.add(ids, max_new_tokens=2)
     batch.step()
     assert request.prefilled == 128, "it is read from its first token on"
-
-
-def test_if_waiting_requests_hold_all_pages_one_is_prefilled_again(model: Any) -> None:
-    """Next turns of conversations that fill the memory, all at once: nobody is refused."""
-    few = sc.Batch(model, chunk=128, rows=4)
-    first = [few.add(prompt(300, seed=seed)[0], max_new_tokens=4, keep=True) for seed in (1, 2, 3)]
-    few.run()
-    held = few.memory.pool.held
-    few.memory.prefixes.most = 0
-    while few.memory.prefixes.drop_oldest():
-        pass
-    few.memory.pool.bound, few.memory.pool.free = held, []  # not a page is left
-    turns = [few.add(torch.cat([r.ids[0], prompt(250, seed=9)[0]]), cache=r.cache, max_new_tokens=4) for r in first]
-    few.run()
-    assert [request.end for request in turns] == [End.LENGTH] * 3
-
-
-def waiting(*lengths: int) -> list[Any]:
-    return [SimpleNamespace(longest=length, overtaken=0) for length in lengths]
-
-
-def test_who_came_first_begins_first_and_is_overtaken_eight_times_at_most() -> None:
-    def begins(queue: list[Any], left: int) -> Any:
-        return next_to_start(queue, lambda request: request.longest <= left)
-
-    small = waiting(200, 200)
-    assert begins(small, 512) is small[0]
-    queue = waiting(5000, *[200] * 20)
-    for _ in range(OVERTAKEN):
-        assert begins(queue, 512) is queue[1]
-        del queue[1]
-    assert begins(queue, 512) is None
-    assert begins(queue[1:], 512) is queue[1]
 
 
 def test_unsupported_requests_raise(model: Any) -> None:
@@ -355,32 +301,24 @@ def test_a_step_that_fails_after_some_rows_loses_none_of_their_tokens(monkeypatc
         assert [token for whose, token in reported if whose is request] == request.generated
 
 
-def test_a_request_that_keeps_its_cache_has_it_when_it_is_over(model: Any) -> None:
-    batch = sc.Batch(model, chunk=CHUNK)
-    batch.add(prompt(30), max_new_tokens=20)
-    kept = batch.add(prompt(40, seed=2), max_new_tokens=4, keep=True)
-    batch.run()
-    assert kept.cache is not None
-    assert sc.lengths(kept.cache).tolist() == [43]
-
-
 def test_rows_whose_copies_have_failed_can_be_taken_out(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is kept of them is nothing; and nobody waits for ever."""
+    """Nothing is kept of them; and nobody waits for ever."""
 
     def failed(session: Session) -> None:
         raise SpecacheError("a copy failed")
 
-    batch = sc.Batch(model, chunk=CHUNK)
-    first, second, third = (batch.add(prompt(40, seed=seed), max_new_tokens=9) for seed in (1, 2, 3))
+    batch = sc.Batch(model, chunk=CHUNK, sessions=4)
+    requests = [batch.add(prompt(40, seed=seed), max_new_tokens=9) for seed in (1, 2, 3)]
     while len(batch.decoding) < 3:
         batch.step()
     monkeypatch.setattr(Session, "check_copies", failed)
     with pytest.raises(SpecacheError, match="a copy failed"):
         batch.step()
-    assert batch.take(first) is None
-    batch.remove(second)
-    assert batch.take(third) is None
+    batch.forget_prefixes()
+    for request in requests:
+        batch.remove(request)
     assert not batch.open
+    assert not batch.memory.prefixes.kept
     monkeypatch.undo()
     assert batch.memory.pool is not None
     assert batch.memory.pool.held == 0

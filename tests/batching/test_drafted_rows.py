@@ -3,7 +3,6 @@ them."""
 
 from __future__ import annotations
 
-import copy
 import random
 from typing import Any
 
@@ -47,9 +46,8 @@ def verifying(plain: LlamaForCausalLM) -> Any:
 
 
 def all_free(batch: sc.Batch) -> bool:
-    """Whether no page is anybody's, once no beginning is kept."""
-    while batch.memory.prefixes.drop_oldest():
-        pass
+    """Whether no page is anybody's, once no prefix is kept."""
+    batch.forget_prefixes()
     assert batch.memory.pool is not None
     return batch.memory.pool.held == 0
 
@@ -131,23 +129,23 @@ def test_a_seed_draws_what_it_draws_without_drafts(plain: LlamaForCausalLM, veri
 
 @torch.no_grad()
 def test_a_draft_writes_no_page_that_others_have(plain: LlamaForCausalLM, verifying: Any) -> None:
-    """Two go on from a conversation whose last page is half full; what is kept of that stays as it was."""
-    batch = sc.Batch(verifying, chunk=CHUNK)
-    first = batch.add(prompt(PAGE + 40, seed=8), max_new_tokens=3, keep=True)
+    """Two continue a part of a session, up to within a page; the session stays as it was."""
+    batch = sc.Batch(verifying, chunk=CHUNK, sessions=3)
+    first = batch.add(prompt(PAGE + 40, seed=8), max_new_tokens=3)
     batch.run()
-    assert first.cache is not None
-    kept = [(layer.keys.clone(), layer.values.clone()) for layer in sc.materialize(first.cache).layers]
-    begins, requests = first.ids[0], []
-    for seed in (1, 2):
-        ids = torch.cat([begins, prompt(9, seed=seed)[0]])
-        requests.append(batch.add(ids, cache=copy.deepcopy(first.cache), max_new_tokens=12))
+    (prefix,) = batch.memory.prefixes.kept
+    cache: Any = prefix.cache
+    kept = [(layer.keys.clone(), layer.values.clone()) for layer in sc.materialize(cache).layers]
+    ids = [torch.cat([first.ids[0, : PAGE + 30], prompt(9, seed=seed)[0]]) for seed in (1, 2)]
+    requests = [batch.add(one, max_new_tokens=12) for one in ids]
     batch.run()
+    assert [request.reused for request in requests] == [PAGE + 30] * 2
     for request in requests:
         assert request.generated == greedy(plain, request.prompt[None], 12)[0, len(request.prompt) :].tolist()
-    for layer, (keys, values) in zip(sc.materialize(first.cache).layers, kept, strict=True):
+    for layer, (keys, values) in zip(sc.materialize(cache).layers, kept, strict=True):
         assert torch.equal(layer.keys, keys)
         assert torch.equal(layer.values, values)
-    del first.cache, layer
+    del prefix, cache, layer
     assert all_free(batch)
 
 

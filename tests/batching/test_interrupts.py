@@ -103,6 +103,7 @@ def check(batch: sc.Batch, requests: list[Request], delivered: Delivered, expect
         assert request.generated == said
         assert delivered[request] == said
         assert request.top_logprobs is None or len(request.logprobs) == len(said)
+    batch.forget_prefixes()
     assert batch.memory.pool is None or batch.memory.pool.held == 0
 
 
@@ -153,21 +154,22 @@ def lines_of(model: Any) -> int:
     return counter.lines
 
 
-def test_interrupts_at_two_hundred_moments_change_no_token(model: Any, expected: list[list[int]]) -> None:
+@pytest.mark.parametrize("sessions", [0, 2])
+def test_interrupts_at_a_hundred_moments_change_no_token(model: Any, expected: list[list[int]], sessions: int) -> None:
     """Of Ctrl-C, and of a signal's handler that raises an Exception."""
     lines, numbers, raised = lines_of(model), random.Random(0), dict.fromkeys((Interrupt, TimeoutError), 0)
-    batch = sc.Batch(model, chunk=CHUNK)
-    for error in [*raised] * 100:
+    batch = sc.Batch(model, chunk=CHUNK, sessions=sessions)
+    for error in [*raised] * 50:
         requests, delivered = requests_of(batch), defaultdict[Request, list[int]](list)
         with AfterLines(numbers.randrange(1, lines), error):
             raised[error] += run(batch, delivered)
         check(batch, requests, delivered, expected)
-    assert min(raised.values()) > 75
+    assert min(raised.values()) > 37
 
 
-@pytest.mark.parametrize("name", ["add", "remove", "take"])
-def test_an_interrupt_between_two_steps_leaves_no_request_behind(model: Any, name: str) -> None:
-    batch = sc.Batch(model, chunk=CHUNK)
+@pytest.mark.parametrize(("name", "sessions"), [("add", 0), ("remove", 0), ("remove", 2)])
+def test_an_interrupt_between_two_steps_leaves_no_request_behind(model: Any, name: str, sessions: int) -> None:
+    batch = sc.Batch(model, chunk=CHUNK, sessions=sessions)
 
     def interrupted(moment: int | None) -> int:
         """Interrupt a method behind so many of its lines; the number of lines that it executed."""
@@ -179,6 +181,7 @@ def test_an_interrupt_between_two_steps_leaves_no_request_behind(model: Any, nam
         batch.run()
         assert stays.end is End.LENGTH
         assert leaves.end in (End.REMOVED, End.LENGTH)
+        batch.forget_prefixes()
         assert batch.memory.pool is not None
         assert batch.memory.pool.held == 0
         return counter.lines
@@ -299,24 +302,24 @@ def test_an_interrupted_request_generates_the_same_tokens_in_a_lossy_setting() -
 
 
 def test_memory_stays_within_its_bound_after_an_interrupt() -> None:
-    """The pool's tensors stay, and a cache that the caller keeps is counted."""
+    """The pool's tensors stay, and so does a session."""
     model = compiled_with(tiny_llama(num_hidden_layers=1), {"lowering": "eager", "bits": 16, "min_context": 0})
-    batch = sc.Batch(model, rows=2, host_memory=8 << 20, kept=1)
-    kept = batch.add(prompt(300), max_new_tokens=4, keep=True)
+    batch = sc.Batch(model, rows=2, host_memory=8 << 20, sessions=1)
+    first = batch.add(prompt(300), max_new_tokens=4)
     batch.run()
     pool = batch.memory.pool
     assert pool is not None
     tensors = [tensor.data_ptr() for state in pool.state for tensor in state.values()]
-    run_interrupted(batch, batch.add(prompt(290), max_new_tokens=6), 2, Interrupt())
+    other = batch.add(torch.cat([prompt(290), first.ids[:, :9]], 1), max_new_tokens=6)
+    run_interrupted(batch, other, 2, Interrupt())
     assert batch.memory.pool is pool
     assert [tensor.data_ptr() for state in pool.state for tensor in state.values()] == tensors
-    assert batch.memory.prefixes.drop_oldest() is False
     assert pool.held == 2
-    turn = batch.add(torch.cat([kept.ids, prompt(20)], 1), cache=kept.cache, max_new_tokens=4)
-    assert turn.prefilled == 303
+    turn = batch.add(torch.cat([other.ids, prompt(20)], 1), max_new_tokens=4)
     batch.run()
-    assert turn.generated == greedy(model, turn.ids[:, :324], 4)[0, 324:].tolist()
-    kept.cache = None
+    assert turn.reused == 304
+    assert turn.generated == greedy(model, turn.ids[:, :325], 4)[0, 325:].tolist()
+    batch.forget_prefixes()
     assert pool.held == 0
 
 

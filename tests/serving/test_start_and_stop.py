@@ -16,7 +16,6 @@ from served import figures, posted, serving, wait_for, write_checkpoint
 from specache_compile.cli import main
 from specache_compile.serving import serve, server
 from specache_compile.serving.serve import bound
-from specache_compile.serving.session_folder import SessionFolder
 
 pytestmark = pytest.mark.one_process
 
@@ -90,40 +89,16 @@ def test_a_bad_folder_is_reported_before_the_model_is_loaded(
     (tmp_path / "file").write_text("")
     for folder in (tmp_path / "file", tmp_path / "file" / "below"):
         message = refused(capsys, "--session-folder", str(folder))
-        assert f"--session-folder {folder}: this folder cannot be written" in message
-        assert "Give another one" in message
+        assert f"the spill folder {folder} cannot be written" in message
 
 
-def test_so_is_one_that_cannot_be_written_to(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def read_only(*given: object, **more: object) -> None:
-        raise OSError(30, "Read-only file system")
-
-    monkeypatch.setattr("specache_compile.serving.session_folder.FileLock.acquire", read_only)
-    assert "cannot be written (Read-only file system). Give" in refused(capsys, "--session-folder", str(tmp_path))
-
-
-def test_so_is_one_that_another_server_has(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    other = SessionFolder(tmp_path, 0)
-    assert "another server uses this folder" in refused(capsys, "--session-folder", str(tmp_path))
-    other.close()
-
-
-def test_a_folder_is_free_again_where_the_model_cannot_be_loaded(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    assert str(Path(__file__).parent) in refused(capsys, "--session-folder", str(tmp_path))
-    SessionFolder(tmp_path, 0).close()
-
-
-def test_a_stream_that_outlasts_the_server_gets_an_error_and_its_session_is_saved(
+def test_a_stream_that_outlasts_the_server_gets_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(server, "STOPPING", 0.1)
     body = {"prompt": "Go on. " * 9, "max_tokens": 1900, "stream": True, "ignore_eos": True}
     lines: list[str] = []
-    with serving(write_checkpoint(tmp_path / "model"), "--session-folder", str(tmp_path / "sessions")) as served:
+    with serving(write_checkpoint(tmp_path)) as served:
         request = urllib.request.Request(
             f"{served.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
@@ -139,4 +114,3 @@ def test_a_stream_that_outlasts_the_server_gets_an_error_and_its_session_is_save
     assert (last["code"], last["type"]) == (503, "server_error")
     assert "the server is stopping" in last["message"]
     assert "Traceback" not in capfd.readouterr().err
-    assert len(list((tmp_path / "sessions").glob("session-*"))) == 1

@@ -52,9 +52,8 @@ def chat(served: ServedModel, body: ChatBody) -> Question:
         raise HTTPException(400, f"tools: the chat template of {served.name} ignores them. Leave tools out")
     opening = whole.removeprefix(without_opening) if whole.startswith(without_opening) else ""
     inputs = tokenizer(whole, add_special_tokens=False, return_tensors="pt")
-    opened = len(tokenizer(opening, add_special_tokens=False).input_ids) if opening else 0
     parser = parser_of(tokenizer, served.model, whole, opening, tools)
-    return question(served, body, inputs, opened, parser, called_of(served, body, opening))
+    return question(served, body, inputs, parser, called_of(served, body, opening))
 
 
 def template_message(message: Message) -> dict[str, Any]:
@@ -84,9 +83,7 @@ def arguments_of(text: str) -> Any:
         return text
 
 
-def question(
-    served: ServedModel, body: Body, inputs: Any, opening: int = 0, parser: Any = None, called: str | None = None
-) -> Question:
+def question(served: ServedModel, body: Body, inputs: Any, parser: Any = None, called: str | None = None) -> Question:
     """A question. called: the grammar of an answer with tool calls; None: calls are not constrained."""
     schema = schema_of(body)
     grammar = called if called is not None or schema is None else of_schema(schema)
@@ -99,7 +96,6 @@ def question(
     return Question(
         inputs.to(served.model.device),
         config_of(served, body),
-        opening,
         (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
         body.seed,
         (body.frequency_penalty or 0.0, body.presence_penalty or 0.0),
@@ -156,7 +152,7 @@ def config_of(served: ServedModel, body: Body) -> GenerationConfig:
     if body.repetition_penalty is not None:
         config.repetition_penalty = body.repetition_penalty
     config.eos_token_id = ends_of(served, body, config)
-    config.cache_implementation = None  # the cache belongs to a conversation
+    config.cache_implementation = None  # the cache belongs to the batch
     unknown = [token for token in body.logit_bias or {} if token >= served.vocabulary]
     if unknown:
         raise HTTPException(400, f"logit_bias: the model has no token {unknown[0]}")

@@ -1,0 +1,198 @@
+"""`Batch(sessions=N)`: a prompt continues what finished requests have cached, in memory or on disk."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+import specache_compile as sc
+from conftest import compiled_with, greedy, prompt
+from families import FAMILIES
+from specache_compile.batching.batch_memory import upper_bound
+from specache_compile.batching.request import Request
+from specache_compile.kernels.state.page_table import PAGE
+
+pytestmark = pytest.mark.one_process
+
+NEW = 4
+
+
+def answer(batch: sc.Batch, ids: Tensor, reused: int | None = None) -> Request:
+    """Run one request, of which so many tokens are reused."""
+    request = batch.add(ids, max_new_tokens=NEW)
+    batch.run()
+    assert request.error is None
+    assert reused in (None, request.reused)
+    return request
+
+
+def turn(request: Request, seed: int = 9) -> Tensor:
+    """The prompt of a further turn."""
+    return torch.cat([request.ids[0], prompt(20, seed=seed)[0]])
+
+
+def expected(model: Any, request: Request) -> list[int]:
+    tokens: list[int] = greedy(model, request.prompt[None], NEW)[0, len(request.prompt) :].tolist()
+    return tokens
+
+
+def lengths(batch: sc.Batch) -> list[tuple[int, bool]]:
+    """Of each session its tokens, and whether it is in memory."""
+    return [(len(prefix.ids), prefix.cache is not None) for prefix in batch.memory.prefixes.kept]
+
+
+@pytest.mark.parametrize("length", [60, 300])
+def test_a_further_turn_computes_its_own_tokens_alone(
+    compiled: LlamaForCausalLM, llama: LlamaForCausalLM, length: int
+) -> None:
+    """So do the last turn again, and a question behind the same system prompt, which leave the session as it is."""
+    batch = sc.Batch(compiled, sessions=4)
+    first = answer(batch, prompt(length)[0], 0)
+    second = answer(batch, turn(first), length + NEW - 1)
+    assert lengths(batch) == [(length + 20 + 2 * NEW - 1, True)], "it has replaced the first turn's"
+    again = answer(batch, second.prompt, len(second.prompt) - 1)
+    other = answer(batch, torch.cat([first.prompt[: length - 9], prompt(20, seed=5)[0]]), length - 9)
+    third = answer(batch, turn(second), len(second.prompt) + NEW - 1)
+    for request in (first, second, again, other, third):
+        assert request.generated == expected(llama, request)
+    answer(batch, torch.cat([first.prompt[:20], prompt(40, seed=6)[0]]), 0)  # too few tokens for a copy
+    batch.forget_prefixes()
+    assert batch.memory.pool is not None
+    assert batch.memory.pool.held == 0
+
+
+def test_equal_prompts_of_waiting_requests_are_prefilled_once(
+    compiled: LlamaForCausalLM, llama: LlamaForCausalLM
+) -> None:
+    batch = sc.Batch(compiled, sessions=2)
+    requests = [batch.add(prompt(PAGE + 50)[0], max_new_tokens=NEW) for _ in range(3)]
+    batch.run()
+    assert [request.reused for request in requests] == [0, PAGE + 49, PAGE + 49]
+    assert [request.generated for request in requests] == [expected(llama, requests[0])] * 3
+
+
+def test_a_removed_request_is_continued_too(compiled: LlamaForCausalLM, llama: LlamaForCausalLM) -> None:
+    """Removed while its prompt is prefilled, or later."""
+    batch = sc.Batch(compiled, sessions=4, chunk=48)
+    answer(batch, prompt(5, seed=3)[0])
+    for steps, cached in ((1, 48), (4, 101)):
+        request = batch.add(prompt(100, seed=steps)[0], max_new_tokens=9)
+        for _ in range(steps):
+            batch.step()
+        batch.remove(request)
+        again = answer(
+            batch, torch.cat([prompt(100, seed=steps)[0], torch.tensor(request.generated, dtype=torch.int64)]), cached
+        )
+        assert again.generated == expected(llama, again)
+
+
+@pytest.mark.parametrize("kind", ["dropped pairs", "a window"])
+def test_a_cache_that_cannot_be_cut_is_continued_whole_or_not_at_all(llama: LlamaForCausalLM, kind: str) -> None:
+    """Pairs of tokens that are still needed may be gone."""
+    plain, options = llama, {"method": "h2o", "budget": 0.5, "lowering": "eager"}
+    if kind == "a window":
+        plain, options = next(f for f in FAMILIES if f.name == "gemma2").model(), {"lowering": "eager"}
+    batch = sc.Batch(compiled_with(plain, options), sessions=4)
+    first = answer(batch, prompt(60)[0], 0)
+    answer(batch, first.prompt, 0)
+    second = answer(batch, turn(first), 60 + NEW - 1)
+    if kind == "a window":
+        assert second.generated == expected(plain, second)
+
+
+def test_the_least_recently_used_session_is_evicted_first(
+    compiled: LlamaForCausalLM, llama: LlamaForCausalLM, tmp_path: Path
+) -> None:
+    """To the folder, if there is one, which is bounded too and ends with the batch."""
+    batch = sc.Batch(compiled, sessions=2, spill_folder=tmp_path, spill_bytes=1 << 30)
+    first, second, third = (answer(batch, prompt(40 + seed, seed=seed)[0], 0) for seed in (1, 2, 3))
+    assert lengths(batch) == [(44, False), (45, True), (46, True)]
+    back = answer(batch, turn(first), 44)
+    assert back.generated == expected(llama, back)
+    assert lengths(batch) == [(45, False), (46, True), (68, True)]
+    answer(batch, torch.cat([second.prompt[:30], prompt(9, seed=7)[0]]), 30)
+    assert lengths(batch)[-2:] == [(45, False), (42, True)], "a part of it was read"
+    batch.memory.prefixes.most_bytes = 0
+    answer(batch, turn(third), 46)
+    assert all(in_memory for _, in_memory in lengths(batch))
+    assert batch.memory.prefixes.evicted["disk"] >= 3
+    assert not list(tmp_path.glob("*/*"))
+    nowhere = sc.Batch(compiled, sessions=1)
+    for seed in (1, 2):
+        answer(nowhere, prompt(40, seed=seed)[0])
+    assert nowhere.memory.prefixes.evicted == {"nowhere": 1}
+    assert batch.spill is not None
+    batch.spill.close()  # as at the end of the process, or of the server
+    assert not list(tmp_path.iterdir())
+
+
+def test_sessions_give_their_pages_to_requests(
+    compiled: LlamaForCausalLM, llama: LlamaForCausalLM, tmp_path: Path
+) -> None:
+    """A request that fills the memory starts, and the session that went to disk is continued."""
+    probe = sc.Batch(compiled)
+    answer(probe, prompt(40)[0])
+    room = upper_bound(probe.options, probe.memory.layers, 2, 512, [4 * PAGE], prefixes=4)
+    bytes_in_all = (room.device or 0) + (room.host or 0)
+    batch = sc.Batch(compiled, rows=2, sessions=4, spill_folder=tmp_path, host_memory=bytes_in_all)
+    first = answer(batch, prompt(300)[0], 0)
+    pool = batch.memory.pool
+    assert pool is not None
+    assert pool.bound == 4
+    long = batch.add(prompt(4 * PAGE - NEW, seed=2)[0], max_new_tokens=NEW)
+    batch.run()
+    assert long.generated == expected(llama, long)
+    assert lengths(batch)[0] == (303, False)
+    second = answer(batch, turn(first), 303)
+    assert second.generated == expected(llama, second)
+
+
+def test_an_unreadable_session_is_prefilled_again(
+    compiled: LlamaForCausalLM, llama: LlamaForCausalLM, tmp_path: Path, logged: list[str]
+) -> None:
+    batch = sc.Batch(compiled, sessions=1, spill_folder=tmp_path)
+    first, _ = (answer(batch, prompt(60, seed=seed)[0]) for seed in (1, 2))
+    tensors = next(tmp_path.rglob("layer-000.safetensors"))
+    tensors.write_bytes(tensors.read_bytes()[:-8])
+    second = answer(batch, turn(first), 0)
+    assert second.generated == expected(llama, second)
+    assert "is prefilled again" in str(logged)
+
+
+def test_a_session_that_cannot_be_written_is_dropped_with_a_warning(
+    compiled: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logged: list[str]
+) -> None:
+    def fail(*given: Any) -> None:
+        raise RuntimeError("can't allocate memory")
+
+    monkeypatch.setattr("specache_compile.batching.spill.save", fail)
+    batch = sc.Batch(compiled, sessions=1, spill_folder=tmp_path)
+    for seed in (1, 2):
+        answer(batch, prompt(40, seed=seed)[0])
+    assert "can't allocate memory" in str(logged)
+    assert lengths(batch) == [(43, True)]
+
+
+@torch.no_grad()
+def test_a_change_of_the_weights_forgets_sessions(
+    compiled: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In memory, on disk, and of a request that runs at the change."""
+    monkeypatch.setitem(compiled.model._modules, "norm", copy.deepcopy(compiled.model.norm))
+    batch = sc.Batch(compiled, sessions=1, spill_folder=tmp_path)
+    first, second = (answer(batch, prompt(60, seed=seed)[0]) for seed in (1, 2))
+    assert lengths(batch) == [(63, False), (63, True)]
+    running = batch.add(prompt(50, seed=3)[0], max_new_tokens=30)
+    batch.step()
+    compiled.model.norm.weight.data.mul_(2.0)
+    for request in (first, second):
+        answer(batch, turn(request), 0)
+    assert not list(tmp_path.glob("*/*/*")) or len(batch.memory.prefixes.kept) == 2
+    batch.run()
+    answer(batch, turn(running), 0)
