@@ -57,9 +57,9 @@ class BatchMemory:
 
     layers: shapes of the model's layers; empty until the first prompt chunk has run.
     pool: None until then, and for models whose rows cannot be paged.
-    sessions: most prefixes of finished requests; 0: finished requests are not kept.
-    overcommits: a request is promised the pages of its next step, not of its whole length (`spill.py`).
-    key, changes: the key of the model's weights and settings, and how often it has changed.
+    sessions: the largest number of finished requests that are kept as prefixes.
+    overcommits: whether a request reserves only its next step's pages (`spill.py`).
+    key: the key of the model's weights and settings. changes: how often it has changed.
     """
 
     def __init__(
