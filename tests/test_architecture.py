@@ -24,10 +24,10 @@ PARTS = ("passes", "lowering", "kernels")
 QUICK = 0.06
 # The sizes that `python tools/count_lines.py` prints may not grow beyond these.
 CEILINGS = {
-    "product lines, C++ included": 36_950,
-    "lines loaded by the backend": 15_050,
-    "test lines, C++ included": 32_550,
-    "words in docs, without the generated api.md": 12_000,
+    "product lines, C++ included": 34_100,
+    "lines loaded by the backend": 14_750,
+    "test lines, C++ included": 30_850,
+    "words in docs, without the generated api.md": 11_800,
 }
 
 
