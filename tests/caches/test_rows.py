@@ -202,7 +202,7 @@ def test_a_copy_of_a_reordered_cache_in_use_has_that_order_too(default: Any) -> 
 
 
 def test_a_joined_cache_is_compressed_out_of_16_bits(default: Any) -> None:
-    below = tiny_llama()
+    below = tiny_llama(num_hidden_layers=1)
     below.compile(backend="specache", options={**SETTINGS["default"], "min_context": 4096})
     caches = [joined(default), joined(below)]
     assert [session_of(cache).tiers.pending for cache in caches] == [None, None]
@@ -226,7 +226,7 @@ def test_a_join_over_the_budget_of_the_host_tier_is_refused() -> None:
 
 @torch.no_grad()
 def test_a_mask_hides_tokens_in_pages() -> None:
-    model, plain = compiled("lossless"), tiny_llama()
+    model, plain = compiled("lossless"), tiny_llama(num_hidden_layers=1)
     ids, more, mask = prompt(MIDDLE, 2), prompt(1, 2, seed=5), torch.ones(2, MIDDLE + 1, dtype=torch.long)
     mask[0, 5:9] = 0
     caches = [
