@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
-import importlib.util
+import importlib.metadata
 import shutil
 import sys
 from collections.abc import Iterator
@@ -179,5 +179,9 @@ def unwritable(folder: Path, error: Exception) -> SpecacheError:
     )
 
 
-def is_installed(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
+def is_installed(distribution: str) -> bool:
+    try:
+        importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
