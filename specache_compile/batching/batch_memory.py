@@ -72,7 +72,7 @@ class BatchMemory:
         self.pool: PagePool | None = None
         unbounded = budget == Bytes() and options.host_memory is None
         most = sessions or (rows if unbounded else most_prefixes(rows))
-        self.prefixes = Prefixes(most, spill if sessions else None, spill_bytes or math.inf)
+        self.prefixes = Prefixes(most, spill if sessions else None, math.inf if spill_bytes is None else spill_bytes)
         self.key: object = None
         self.changes = 0
 

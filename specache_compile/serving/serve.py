@@ -69,7 +69,7 @@ def add_serve(command: argparse.ArgumentParser) -> None:
         "memory runs out, the newest one moves there",
     )  # fmt: skip
     group.add_argument(
-        "--session-disk-gib", type=float, default=64.0, metavar="GIB", help="limit of that folder (%(default)s)"
+        "--session-disk-gib", type=float, default=64.0, metavar="GIB", help="limit of conversations there (%(default)s)"
     )
 
 
