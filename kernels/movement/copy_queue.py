@@ -18,7 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from specache_compile.kernels.state.cursor import HostRecord, record_of
+from specache_compile.kernels.state.cursor import HostRecord, host_record
 
 _numbers = itertools.count(1)
 # Held while a copy is submitted to the worker, and during a fork.
@@ -153,7 +153,7 @@ def run_job(job: Callable[[], object]) -> None:
 
 def queue_of(cursor: Tensor) -> CopyQueue | None:
     """Return the queue of `cursor`, or None if copies run synchronously."""
-    record = record_of(cursor)
+    record = host_record(cursor)
     return record if isinstance(record, CopyQueue) else None
 
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from specache_compile.kernels.attention import hit_rate
 from specache_compile.kernels.attention.kept_logits import lse_of
 from specache_compile.kernels.memory.host_memory import makes_fakes
-from specache_compile.kernels.state.cursor import HostRecord, lengths_of, record_of
+from specache_compile.kernels.state.cursor import HostRecord, host_record, lengths_of
 from specache_compile.kernels.state.page_table import Pages, pairs_of
 from specache_compile.kernels.state.segments import aligned, of_rows, put, runs, runs_of_pairs, span_of, tokens_of
 from specache_compile.kernels.state.stored_pairs import ROUNDED, stored
@@ -88,7 +88,7 @@ def prefetch(
     """Run `tier_ops.prefetch` on the copy stream, after all work that the main stream has so far."""
     from .triton_copy import gather
 
-    record = record_of(cursor)
+    record = host_record(cursor)
     if slots.data_ptr() in record.made_first:
         return
     if not host.is_pinned():  # the GPU cannot read it, so the host copies synchronously
@@ -104,7 +104,7 @@ def prefetch(
 
 def wait(after: Tensor, cursor: Tensor, slots: Tensor, slot_index: Tensor, selected: Tensor) -> None:
     """Run `tier_ops.wait`: later work on the main stream waits for the fetch; the host does not block."""
-    record = record_of(cursor)
+    record = host_record(cursor)
     fetch = record.fetches.pop(slots.data_ptr(), None)
     if torch.cuda.is_current_stream_capturing():
         fetch = record.made_first.get(slots.data_ptr())
@@ -138,13 +138,13 @@ def correct(
     with torch.cuda.stream(corrections):
         programs = slot_index.shape[0] * slot_index.shape[1]
         gather(chosen, host, slots, slot_index, corrected, programs=programs, cursor=cursor)
-    record_of(cursor).corrections[slots.data_ptr()] = corrections.record_event()
+    host_record(cursor).corrections[slots.data_ptr()] = corrections.record_event()
     return chosen
 
 
 def wait_for_correction(cursor: Tensor, slots: Tensor) -> None:
     """Let later work on the main stream wait for the correction of these slots."""
-    correction = record_of(cursor).corrections.pop(slots.data_ptr(), None)
+    correction = host_record(cursor).corrections.pop(slots.data_ptr(), None)
     if correction is not None:
         torch.cuda.current_stream(slots.device).wait_event(correction)
 

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from specache_compile.kernels.state.cursor import record_of
+from specache_compile.kernels.state.cursor import host_record
 
 T = TypeVar("T")
 
@@ -56,11 +56,11 @@ def made_first(fetches: Sequence[Fetch], ended: Callable[[], Any]) -> Iterator[N
     try:
         for fetch in fetches:
             torch.ops.specache.prefetch(*fetch)
-            record_of(fetch[1]).made_first[fetch[3].data_ptr()] = ended()
+            host_record(fetch[1]).made_first[fetch[3].data_ptr()] = ended()
         yield
     finally:
         for fetch in fetches:
-            record_of(fetch[1]).made_first.clear()
+            host_record(fetch[1]).made_first.clear()
 
 
 class Deferred:

@@ -36,7 +36,7 @@ LENGTH, LOW_BIT, NEXT_LOW_BIT, QUEUE = range(CURSOR_SIZE)
 
 
 class HostRecord:
-    """The host's record of one session, which ops find by the session's cursor (`record_of`).
+    """The host's record of one session, which ops find by the session's cursor (`host_record`).
 
     number: the entry QUEUE of cursors on the host; 0: ops find the record by a cursor's address.
     lengths: each row's LENGTH in a device cursor from the next kernel on, since reading it would block the host.
@@ -73,7 +73,7 @@ def detach(address: int, record: HostRecord) -> None:
         del _records[address]
 
 
-def record_of(cursor: Tensor) -> HostRecord:
+def host_record(cursor: Tensor) -> HostRecord:
     """Return the record of a cursor's session; a cursor without a session gets its own."""
     number = 0 if cursor.is_cuda else int(cursor[0, QUEUE])
     if not number and cursor.data_ptr() not in _records:
@@ -88,7 +88,7 @@ def new_cursor(device: torch.device, rows: int, pages: int = 0) -> Tensor:
 
 def lengths_of(cursor: Tensor) -> tuple[int, ...]:
     """Return each row's LENGTH; blocks the host only for a device cursor whose record has no lengths."""
-    known = record_of(cursor).lengths if cursor.is_cuda else None
+    known = host_record(cursor).lengths if cursor.is_cuda else None
     return tuple(cursor[:, LENGTH].tolist()) if known is None else known
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from specache_compile.kernels.codes.records import RECORD
 
-from .cursor import CURSOR_SIZE, LOW_BIT, NEXT_LOW_BIT, record_of
+from .cursor import CURSOR_SIZE, LOW_BIT, NEXT_LOW_BIT, host_record
 
 # Tokens in a page, and in a segment of the host tier; every capacity is a multiple.
 PAGE = 256
@@ -73,7 +73,7 @@ class Pages:
 
 def table_of(cursor: Tensor) -> Tensor:
     """Return a cursor's table on the CPU; blocks the host only for a device cursor whose record has no such table."""
-    known = record_of(cursor).table if cursor.is_cuda else None
+    known = host_record(cursor).table if cursor.is_cuda else None
     if known is None or known.shape != (cursor.shape[0], cursor.shape[1] - CURSOR_SIZE):
         return cursor[:, CURSOR_SIZE:].cpu()
     return known

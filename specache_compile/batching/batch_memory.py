@@ -21,7 +21,7 @@ from specache_compile.model_key import model_key
 from specache_compile.options import MethodOptions
 from specache_compile.paging.paged_tiers import PagedTiers
 from specache_compile.paging.pool import PagePool, page_bytes, pages_for, row_bytes
-from specache_compile.runtime.session import Session, session_of, sessions_of
+from specache_compile.runtime.session import session_of, sessions_of
 from specache_compile.runtime.state import device_total, predicted_bytes
 
 from .prefixes import Prefix, Prefixes, can_crop, ends_a_page
@@ -83,7 +83,7 @@ class BatchMemory:
             return
         layers = list(session.layers)
         if joins and len(sessions_of(cache)) == 1 and reason_against([cache], apart=True) is None:
-            options = options_of(session)
+            options = session.final_options
             fixed = upper_bound(options, layers, self.rows, self.chunk, [], self.prefixes.most)
             self.pool = PagePool(options, layers, bound(options, layers, self.budget, fixed))
         self.layers = layers
@@ -118,7 +118,7 @@ class BatchMemory:
         session = session_of(cache)
         if self.pool is None or session is None or reason_against([cache]) is not None:
             return cache
-        if options_of(session) != self.pool.options:  # they depend on the prompt (option memory)
+        if session.final_options != self.pool.options:  # they depend on the prompt (option memory)
             return cache
         paged = in_pages(cache, self.pool)
         if paged is not cache:
@@ -238,8 +238,8 @@ class BatchMemory:
         cache, read = request.cache, request.prefilled
         if cache is None or self.tiers_of(cache) is None:
             return
-        whole = read == len(request.text) and can_crop(cache)
-        if whole if self.sessions else ends_a_page(read, self.chunk):
+        ends = read == len(request.text) and can_crop(cache) if self.sessions else ends_a_page(read, self.chunk)
+        if ends:
             self.keep(request, functools.partial(copy.deepcopy, cache), crops=bool(self.sessions))
 
     def keep(self, request: Request, copied: Callable[[], DynamicCache], crops: bool) -> None:
@@ -256,11 +256,6 @@ class BatchMemory:
         if device.type == "cuda":
             return Bytes(torch.cuda.mem_get_info(device)[0], free_memory()).holds(used)
         return (used.device or 0) + (used.host or 0) <= free_memory()
-
-
-def options_of(session: Session) -> MethodOptions:
-    """The options of a session once it is long enough to be compressed."""
-    return session.tiers.pending or session.options
 
 
 def most_prefixes(rows: int) -> int:

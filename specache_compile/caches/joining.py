@@ -172,7 +172,7 @@ def drained(caches: Sequence[DynamicCache]) -> list[Session]:
 def session_of_rows(rows: Sequence[SessionRow]) -> Session:
     """A session of these rows in pages: those of their pool, or of a new one. Its counts start at zero."""
     sessions = list(dict.fromkeys(session for session, _ in rows))
-    first, *others = (session.tiers.pending or session.options for session in sessions)
+    first, *others = (session.final_options for session in sessions)
     if found := next(filter(None, (differences(other, first) for other in others)), None):
         raise refused(f"their options differ: {found}")
     for session in sessions:

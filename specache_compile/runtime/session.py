@@ -216,6 +216,11 @@ class Session:
         return self.tiers.options
 
     @property
+    def final_options(self) -> MethodOptions:
+        """The options once the session is long enough to be compressed (`min_context`)."""
+        return self.tiers.pending or self.options
+
+    @property
     def layers(self) -> list[LayerShape]:
         return self.tiers.layers
 

@@ -18,7 +18,7 @@ from specache_compile.compile import rewrites
 from specache_compile.kernels.attention import triton_extend
 from specache_compile.kernels.decode import triton_decode, triton_keys, triton_scored, triton_values
 from specache_compile.kernels.movement import triton_append, triton_copy, triton_select
-from specache_compile.kernels.state.cursor import new_cursor, record_of
+from specache_compile.kernels.state.cursor import host_record, new_cursor
 from specache_compile.kernels.state.stored_tiers import StoredTiers
 from specache_compile.lowering import cuda_graphs
 from specache_compile.methods.field import LayerShape
@@ -59,7 +59,7 @@ def step(capacity: int, options: SpecacheOptions, length: int) -> None:
     """Launch a layer's decode step at batch 1 with a mask over all tokens, and a chunked prefill."""
     state = allocate(options, LayerShape(HEADS, D, torch.float32, CUDA), 1, capacity, capacity)
     cursor = new_cursor(CUDA, 1)
-    record_of(cursor).lengths = (length,)
+    host_record(cursor).lengths = (length,)
     q = torch.randn(1, QUERY_HEADS, LANES, D, device=CUDA)
     k, v = torch.randn(2, 1, HEADS, LANES, D, device=CUDA)
     mask = torch.ones(1, 1, LANES, length + LANES + capacity // 256, dtype=torch.bool, device=CUDA)

@@ -20,7 +20,7 @@ from specache_compile.kernels.attention import attention_ops, cpp_decode, flash
 from specache_compile.kernels.codes.records import RECORD
 from specache_compile.kernels.movement import cpp_tiers
 from specache_compile.kernels.movement import tier_ops as tiers
-from specache_compile.kernels.state.cursor import record_of
+from specache_compile.kernels.state.cursor import host_record
 from specache_compile.kernels.state.segments import of_rows, tokens_of
 from specache_compile.kernels.state.sinks import find_sinks
 from specache_compile.kernels.state.stored_tiers import StoredTiers
@@ -107,7 +107,7 @@ def cursor_of(
     if table is not None:
         cursor = torch.cat([cursor, table.to(device)], 1)
     if cursor.is_cuda:
-        record_of(cursor).lengths = tuple(row[0] for row in rows)
+        host_record(cursor).lengths = tuple(row[0] for row in rows)
     return cursor
 
 

@@ -26,7 +26,7 @@ from specache_compile.compat import cache_of, with_cache
 from specache_compile.kernels.movement import copy_stream, deferred, triton_copy
 from specache_compile.kernels.movement.copy_queue import CopyQueue
 from specache_compile.kernels.movement.deferred import Deferred, Fetch
-from specache_compile.kernels.state.cursor import record_of
+from specache_compile.kernels.state.cursor import host_record
 from specache_compile.lowering import cuda_graphs
 from specache_compile.lowering.cuda_graphs import RecordedSteps, capture, reason_not_to_capture, record
 from specache_compile.passes.phase import DECODE
@@ -430,7 +430,7 @@ def test_a_deferred_fetch_runs_during_the_first_layers_and_before_its_own(monkey
     assert launched["gather 0"] == {"gather 1", "attend 0"}
     assert launched["attend 1"] == {"gather 1", "attend 0"}, "it waits only for its own slots"
     assert main.behind == {"gather 0", "gather 1", "attend 0", "attend 1"}, "all is joined before the capture ends"
-    assert not record_of(cursor).made_first
+    assert not host_record(cursor).made_first
 
 
 def test_a_step_that_fails_during_capture_reports_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
