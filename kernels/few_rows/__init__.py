@@ -1,0 +1,1 @@
+"""Product of few rows and a weight."""
