@@ -191,9 +191,10 @@ def measure(
 
 
 def kv_ratio(model: Any) -> float | None:
-    """Device KV bytes over the full cache's in the last batch; None if nothing was rewritten, which is logged."""
+    """Device KV bytes over those of the full cache, in the model's dtype, in the last batch; None if nothing was
+    rewritten, which is logged."""
     try:
-        return stats(model).kv_ratio
+        return stats(model).kv_ratio * 2 / model.dtype.itemsize  # `stats` compares with a 16-bit cache
     except SpecacheError:
         return None
 

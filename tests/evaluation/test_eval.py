@@ -353,3 +353,13 @@ def test_a_text_shorter_than_the_context_is_refused(tmp_path: Path, capsys: pyte
     (tmp_path / "short.txt").write_text("short")
     assert evaluate(tmp_path / "out", "--text", str(tmp_path / "short.txt"), "--tasks", "perplexity") == 2
     assert "the text has 5 tokens" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_full_cache_takes_the_full_caches_bytes_in_every_dtype(dtype: torch.dtype) -> None:
+    """In a table it stands beside the uncompiled model, whose share is 1."""
+    model = tiny_llama(num_hidden_layers=1).to(dtype)
+    model.compile(backend="specache", options={"method": "full", "lowering": "eager"})
+    with torch.no_grad():
+        model(prompt(256), use_cache=True)
+    assert run_eval.kv_ratio(model) == 1.0
