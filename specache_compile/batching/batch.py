@@ -232,6 +232,7 @@ class Batch:
         self.waiting += [one for one in self.requests if one.stage is Stage.WAITING and one not in queued]
         self.admit()
         self.preempt()
+        self.memory.notice_before_step(self.model, bool(self.prefilling or (self.groups and self.memory.sessions)))
         for group in list(self.groups):
             self.prefill_again(group)
             if group.requests:
@@ -287,8 +288,8 @@ class Batch:
         """Drop the cached prefixes and sessions.
 
         A batch does so itself when it sees that the model's weights or settings have changed. It samples the weights
-        when a request starts. Call this after writes through `.data` or numpy that change only a few values, and after
-        any change during a prompt's prefill. Running requests continue with their caches.
+        when a request starts, and a few values before each step whose pairs it may keep. Call this after writes through
+        `.data` or numpy that change only a few values. Running requests continue with their caches.
         """
         self.memory.forget_prefixes()
 

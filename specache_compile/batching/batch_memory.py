@@ -17,7 +17,7 @@ from specache_compile.errors import SpecacheError
 from specache_compile.kernels.memory.host_memory import free_memory
 from specache_compile.kernels.state.page_table import PAGE
 from specache_compile.methods.field import LayerShape
-from specache_compile.model_key import model_key
+from specache_compile.model_key import Watch, model_key
 from specache_compile.options import MethodOptions
 from specache_compile.paging.paged_tiers import PagedTiers
 from specache_compile.paging.pool import PagePool, page_bytes, pages_for, row_bytes
@@ -60,6 +60,7 @@ class BatchMemory:
     sessions: the largest number of finished requests that are kept as prefixes.
     overcommits: whether a request reserves only its next step's pages (`spill.py`).
     key: the key of the model's weights and settings. changes: how often it has changed.
+    watch: of the model, while requests run.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class BatchMemory:
         most = sessions or (rows if unbounded else most_prefixes(rows))
         self.prefixes = Prefixes(most, spill if sessions else None, math.inf if spill_bytes is None else spill_bytes)
         self.key: object = None
+        self.watch: Watch | None = None
         self.changes = 0
 
     def set_layers(self, cache: DynamicCache, joins: bool) -> None:
@@ -105,8 +107,19 @@ class BatchMemory:
         key = model_key(model)
         if key == self.key:
             return False
+        had = self.forget_prefixes()
         self.key = key
-        return self.forget_prefixes()
+        return had
+
+    def notice_before_step(self, model: torch.nn.Module, keeps: bool) -> None:
+        """Notice a change before each step. keeps: pairs of the step may be kept. A change that is undone before the
+        next request starts would else leave a prefix of both weights."""
+        if not keeps:
+            self.watch = None
+        elif self.watch is None or not self.watch.holds():
+            watch = Watch(model)
+            self.notice_weights(model)
+            self.watch = watch
 
     def forget_prefixes(self) -> bool:
         """Drop all prefixes, and keep none of the requests that run. True if there were some."""

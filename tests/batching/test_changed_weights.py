@@ -12,6 +12,8 @@ import specache_compile as sc
 from adapted import adapt
 from conftest import prompt, tiny_llama
 
+pytestmark = pytest.mark.one_process
+
 IDS = prompt(300, seed=9)[0]
 # Tokens that a step reads; a prefix ends with a page of 256.
 CHUNK = 128
@@ -85,6 +87,34 @@ def test_no_switch_of_adapters_leaves_a_prefix(model: Any) -> None:
     expected = uncompiled(model)
     assert expected != before
     assert generated(batch) == (expected, False)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("sessions", "what"), [(1, "an adapter"), (1, "a parameter"), (0, "values")])
+def test_a_change_that_is_undone_while_a_request_runs_leaves_no_prefix(model: Any, sessions: int, what: str) -> None:
+    """In a decode step of a session, or in the second chunk of a prompt."""
+    projection = model.model.layers[0].self_attn.v_proj
+    base, (active,), weight = projection.base_layer, projection._active_adapter, projection.base_layer.weight
+    other, doubled = {"one": "two", "two": "one"}[active], torch.nn.Parameter(weight * 2.0)
+    change, undo = {
+        "an adapter": (lambda: projection.set_adapter(other), lambda: projection.set_adapter(active)),
+        "a parameter": (lambda: setattr(base, "weight", doubled), lambda: setattr(base, "weight", weight)),
+        "values": (lambda: weight.data.mul_(2.0), lambda: weight.data.mul_(0.5)),
+    }[what]
+    batch = sc.Batch(model, chunk=CHUNK, sessions=sessions)
+    batch.add(IDS[:5], max_new_tokens=1)
+    batch.run()
+    request = batch.add(IDS, max_new_tokens=8)
+    for _ in range(5 if sessions else 1):
+        batch.step()
+    assert len(request.generated) == (3 if sessions else 0)
+    change()
+    batch.step()
+    undo()
+    batch.run()
+    further = batch.add(torch.cat([request.ids[0] if sessions else IDS, IDS[:3]]), max_new_tokens=2)
+    batch.run()
+    assert further.reused == 0
 
 
 @torch.no_grad()
