@@ -275,13 +275,18 @@ class Batch:
 
     def remove(self, request: Request) -> None:
         """End a request in any stage; it has no row in the next step. With sessions its cache is kept, unless the
-        request is preempted."""
-        self.recover()
-        self.unfinished = True
-        if request.stage is not Stage.FINISHED:
-            self.keep(request)
-            self.drop(request)
-            self.finish(request, End.REMOVED)
+        request is preempted. It has ended even if `remove` raises."""
+        try:
+            self.recover()
+            self.unfinished = True
+            if request.stage is not Stage.FINISHED:
+                self.keep(request)
+                self.drop(request)
+                self.finish(request, End.REMOVED)
+        except BaseException:  # the next call recovers without the request
+            drop_swapped(request)
+            request.finish(request.end or End.REMOVED, request.error)
+            raise
         self.unfinished = False
 
     def forget_prefixes(self) -> None:

@@ -322,3 +322,26 @@ def test_rows_whose_copies_have_failed_can_be_taken_out(model: Any, monkeypatch:
     monkeypatch.undo()
     assert batch.memory.pool is not None
     assert batch.memory.pool.held == 0
+
+
+def test_a_request_whose_removal_fails_has_ended(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others generate their tokens, and nothing of it is left."""
+
+    def lost(*given: Any) -> None:
+        raise RuntimeError("the device is lost")
+
+    batch, alone = sc.Batch(model, chunk=CHUNK), sc.Batch(model, chunk=CHUNK)
+    requests = [batch.add(prompt(40, seed=seed), max_new_tokens=9) for seed in (1, 2)]
+    expected = alone.add(prompt(40, seed=1), max_new_tokens=9)
+    alone.run()
+    while len(batch.decoding) < 2:
+        batch.step()
+    monkeypatch.setattr(batch, "drop", lost)
+    with pytest.raises(RuntimeError, match="the device is lost"):
+        batch.remove(requests[1])
+    monkeypatch.undo()
+    assert requests[1].end is End.REMOVED
+    batch.run()
+    assert requests[0].generated == expected.generated
+    assert batch.memory.pool is not None
+    assert batch.memory.pool.held == 0
