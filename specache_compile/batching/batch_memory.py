@@ -149,11 +149,16 @@ class BatchMemory:
         if not self.layers:
             return not running
         if self.pool is None:
-            lengths = [one.longest for one in (*(other for other, _, _ in running), request)]
-            while not self.budget.holds(unpaged_bytes(self.options, self.layers, [*lengths, *self.prefix_lengths()])):
-                if not self.prefixes.drop_oldest():
-                    return False
-            return True
+            used = unpaged_bytes(
+                self.options, self.layers, (one.longest for one in (*(other for other, _, _ in running), request))
+            )
+            while self.budget.holds(used):  # else prefixes would be dropped in vain
+                tokens, prefix = self.prefix_of(request)
+                kept = [p for p in self.prefixes.in_memory if p is not prefix or tokens < len(p.ids)]  # it moves
+                if self.budget.holds(used + self.bytes_of_prefixes(kept)):
+                    return True
+                self.prefixes.drop_oldest()
+            return False
 
         def need() -> int:
             promised = sum(self.pages_needed(*other, self.until(other[0])) for other in running)
@@ -193,8 +198,9 @@ class BatchMemory:
         whole = low_bit and tiers.options.bits_on_host == 16  # else a window that came back is written again
         return tiers.pages[0][: (tokens if whole else low_bit) // PAGE]
 
-    def prefix_lengths(self) -> list[int]:
-        return [len(prefix.ids) for prefix in self.prefixes.in_memory]
+    def bytes_of_prefixes(self, prefixes: Iterable[Prefix]) -> Bytes:
+        """Bytes of prefixes that are not in pages."""
+        return unpaged_bytes(self.options, self.layers, (len(prefix.ids) for prefix in prefixes))
 
     def until(self, request: Request) -> int:
         """Tokens whose pages a request is promised."""
@@ -265,7 +271,7 @@ class BatchMemory:
 
     def has_free_memory(self) -> bool:
         """Whether the sessions have at most half of the memory, if each has its own."""
-        device, used = self.layers[0].device, unpaged_bytes(self.options, self.layers, self.prefix_lengths())
+        device, used = self.layers[0].device, self.bytes_of_prefixes(self.prefixes.in_memory)
         if device.type == "cuda":
             return Bytes(torch.cuda.mem_get_info(device)[0], free_memory()).holds(used)
         return (used.device or 0) + (used.host or 0) <= free_memory()

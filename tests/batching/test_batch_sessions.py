@@ -14,8 +14,8 @@ from transformers import LlamaForCausalLM
 import specache_compile as sc
 from conftest import compiled_with, greedy, prompt
 from families import FAMILIES
-from specache_compile.batching.batch_memory import upper_bound
-from specache_compile.batching.request import Request
+from specache_compile.batching.batch_memory import unpaged_bytes, upper_bound
+from specache_compile.batching.request import Request, Stage
 from specache_compile.kernels.state.page_table import PAGE
 
 pytestmark = pytest.mark.one_process
@@ -104,6 +104,23 @@ def test_a_cache_that_cannot_be_cut_is_continued_whole_or_not_at_all(llama: Llam
     second = answer(batch, turn(first), 60 + NEW - 1)
     if kind == "a window":
         assert second.generated == expected(plain, second)
+
+
+def test_a_turn_that_fills_the_memory_continues_its_session(llama: LlamaForCausalLM) -> None:
+    """Of a model without pages. A request that must wait drops no session."""
+    model = compiled_with(llama, {"method": "h2o", "budget": 0.5, "lowering": "eager"})
+    probe = sc.Batch(model)
+    answer(probe, prompt(5)[0])
+    room = unpaged_bytes(probe.options, probe.memory.layers, [60 + 20 + 2 * NEW])
+    batch = sc.Batch(model, sessions=4, host_memory=room.host, device_memory=room.device)
+    first = answer(batch, prompt(60)[0], 0)
+    running, waiting = batch.add(turn(first), max_new_tokens=NEW), batch.add(prompt(60, seed=2), max_new_tokens=NEW)
+    batch.step()
+    batch.step()
+    assert (running.reused, waiting.stage) == (63, Stage.WAITING)
+    batch.run()
+    assert batch.memory.pool is None
+    assert (len(running.generated), len(waiting.generated)) == (NEW, NEW)
 
 
 def test_the_least_recently_used_session_is_evicted_first(
