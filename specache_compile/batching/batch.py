@@ -397,8 +397,8 @@ class Batch:
         return group
 
     def preempt(self) -> None:
-        """If pages for the next step are missing, swap out the request that started last."""
-        while self.spill is not None and self.memory.pool is not None and not self.memory.has(self.next_pages):
+        """If pages for the next step are missing, drop prefixes, and swap out the request that started last."""
+        while self.memory.pool is not None and not self.memory.has(self.next_pages) and self.spill is not None:
             paged = [one for one, cache, _ in self.running if one in self.prefilling or self.memory.tiers_of(cache)]
             self.swap_out(max(paged, key=lambda request: request.started), self.spill)
 

@@ -14,7 +14,7 @@ from transformers import DynamicCache
 
 from specache_compile.caches.joining import drop, in_pages, reason_against
 from specache_compile.errors import SpecacheError
-from specache_compile.kernels.memory.host_memory import free_memory
+from specache_compile.kernels.memory.host_memory import allowance, free_memory
 from specache_compile.kernels.state.page_table import PAGE
 from specache_compile.methods.field import LayerShape
 from specache_compile.model_key import Watch, model_key
@@ -155,7 +155,7 @@ class BatchMemory:
             while self.budget.holds(used):  # else prefixes would be dropped in vain
                 tokens, prefix = self.prefix_of(request)
                 kept = [p for p in self.prefixes.in_memory if p is not prefix or tokens < len(p.ids)]  # it moves
-                if self.budget.holds(used + self.bytes_of_prefixes(kept)):
+                if self.budget.holds(used + self.bytes_of_prefixes(kept)) and (not kept or self.fits_on_host(request)):
                     return True
                 self.prefixes.drop_oldest()
             return False
@@ -171,12 +171,24 @@ class BatchMemory:
         return (self.pool.bound is None or len(held) + need() <= self.pool.bound) and self.has(need)
 
     def has(self, need: Callable[[], int]) -> bool:
-        """Whether so many pages can be allocated; cached prefixes are dropped if needed."""
+        """Whether so many pages can be allocated; cached prefixes are dropped if needed. An unbounded pool tries."""
         assert self.pool is not None
-        while self.pool.left is not None and need() > self.pool.left:
+        while not self.can_allocate(self.pool, need()):
             if not self.prefixes.drop_oldest():
-                return False
+                return self.pool.bound is None
         return True
+
+    def can_allocate(self, pool: PagePool, pages: int) -> bool:
+        """Whether so many pages are free, or an unbounded pool can grow by them."""
+        pool.collect()
+        missing = pages - len(pool.free)
+        return missing <= 0 or (pool.bound is None and len(pool.counts) + missing <= pool.room_on_host())
+
+    def fits_on_host(self, request: Request) -> bool:
+        """Whether the host has free memory for a request that is not in pages."""
+        needed = unpaged_bytes(self.options, self.layers, [request.longest])
+        used = (needed.host or 0) + (needed.device or 0) * (self.layers[0].device.type == "cpu")
+        return self.options.host_memory is not None or used <= allowance(0, None)
 
     def margin(self, running: Sequence[Running]) -> int:
         """Pages to leave free for the running requests, so that none is preempted soon."""
@@ -270,8 +282,11 @@ class BatchMemory:
                 self.prefixes.drop_oldest()
 
     def has_free_memory(self) -> bool:
-        """Whether the sessions have at most half of the memory, if each has its own."""
-        device, used = self.layers[0].device, self.bytes_of_prefixes(self.prefixes.in_memory)
+        """Whether the sessions have at most half of the memory, if each has its own. Pages of a bounded pool do not
+        count."""
+        bounded = self.pool is not None and self.pool.bound is not None
+        own = (prefix for prefix in self.prefixes.in_memory if not (bounded and self.tiers_of(prefix.cache)))
+        device, used = self.layers[0].device, self.bytes_of_prefixes(own)
         if device.type == "cuda":
             return Bytes(torch.cuda.mem_get_info(device)[0], free_memory()).holds(used)
         return (used.device or 0) + (used.host or 0) <= free_memory()

@@ -14,9 +14,11 @@ from transformers import LlamaForCausalLM
 import specache_compile as sc
 from conftest import compiled_with, greedy, prompt
 from families import FAMILIES
+from specache_compile.batching import batch_memory
 from specache_compile.batching.batch_memory import unpaged_bytes, upper_bound
 from specache_compile.batching.request import Request, Stage
 from specache_compile.kernels.state.page_table import PAGE
+from specache_compile.paging.pool import PagePool
 
 pytestmark = pytest.mark.one_process
 
@@ -168,6 +170,36 @@ def test_sessions_give_their_pages_to_requests(
     assert lengths(batch)[0] == (303, False)
     second = answer(batch, turn(first), 303)
     assert second.generated == expected(llama, second)
+
+
+@pytest.mark.parametrize("options", [{}, {"method": "h2o", "budget": 0.5, "lowering": "eager"}], ids=["pages", "none"])
+def test_sessions_give_their_host_memory_to_requests_where_there_is_no_budget(
+    llama: LlamaForCausalLM, compiled: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    """Of three sessions one goes, with or without pages."""
+    batch = sc.Batch(compiled_with(llama, options) if options else compiled, sessions=4)
+    for seed in range(3):
+        answer(batch, prompt(20 + 10 * seed, seed=seed)[0])
+    if (pool := batch.memory.pool) is not None:
+        monkeypatch.setattr(PagePool, "room_on_host", lambda pool: len(pool.counts))
+        monkeypatch.setattr(pool, "free", pool.free[:1])
+    monkeypatch.setattr(batch_memory, "allowance", lambda *_: (1 << 30) * (len(lengths(batch)) < 3))
+    batch.add(prompt(300, seed=7)[0], max_new_tokens=NEW)
+    batch.step()
+    assert lengths(batch)[:2] == [(33, True), (43, True)]
+    batch.run()
+
+
+def test_a_bounded_pools_sessions_are_not_limited_by_other_free_memory(
+    compiled: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their pages are allocated already."""
+    monkeypatch.setattr(batch_memory, "free_memory", lambda: 0)
+    for host, kept in ((8 << 20, 2), (None, 0)):
+        batch = sc.Batch(compiled, rows=2, sessions=2, host_memory=host)
+        for seed in (1, 2):
+            answer(batch, prompt(40, seed=seed)[0])
+        assert len(lengths(batch)) == kept
 
 
 def test_an_unreadable_session_is_prefilled_again(
