@@ -170,6 +170,7 @@ class Generation:
 
     def stop(self) -> None:
         """Stop after the queued requests, and delete the spilled caches."""
+        self.batch.memory.sessions = 0  # else ended requests would be kept, and older sessions be written to disk
         self.submit(self.end_running).result()
         if self.batch.spill is not None:
             self.batch.spill.close()
