@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,16 @@ def test_the_last_to_begin_is_preempted_and_may_leave_meanwhile(
     batch.run()
     assert [request.generated for request in requests[:2]] == [request.generated for request in alone[:2]]
     assert nothing_is_left(batch, tmp_path)
+
+
+def test_a_dropped_batch_deletes_its_files(model: Any, tmp_path: Path) -> None:
+    batch = small(model, 5, tmp_path)
+    requests = [batch.add(prompt(length, seed=length), **requested) for length, requested in ASKED[:3]]
+    until(batch, lambda: requests[2].swapped is not None)
+    assert list(tmp_path.glob("*/*"))
+    del batch
+    gc.collect()  # torch does so after each compilation, since Dynamo's errors refer to the calling frames
+    assert not list(tmp_path.iterdir())
 
 
 def test_who_would_never_fit_ends_alone(model: Any, alone: list[Request], tmp_path: Path) -> None:
