@@ -25,8 +25,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 # Least number of values to sample of a tensor.
 SAMPLED = 256
-# Most values of a tensor to compare before every step.
-WATCHED = 4
 # Attributes of a module that change no cached value, or that its own calls change.
 NO_SETTINGS = {
     *vars(torch.nn.Module()), "_caches", "_is_hf_initialized", "gradient_checkpointing", "hf_device_map",
@@ -65,26 +63,28 @@ def model_key(model: torch.nn.Module) -> object:
 
 
 class Watch:
-    """Compares a model with its state at the creation of the watch, before every step: `model_key` would take too long.
+    """Compares a model before every step with an earlier state: `model_key` would take too long.
 
-    It compares all attributes, the number of writes to each tensor, and a few values. It keeps replaced tensors alive.
+    It compares all attributes, the number of writes to each tensor, and one value of it. It keeps replaced tensors
+    alive.
     """
 
     @torch.inference_mode(False)
     def __init__(self, model: torch.nn.Module) -> None:
-        modules = list(model.modules())
-        own = [part for m in modules for part in (vars(m), m._parameters, m._buffers, m._modules)]
-        self.attributes = [(part, {name: copied(value) for name, value in part.items()}) for part in own]
+        self.attributes = [
+            (vars(m), {name: copy.copy(x) if type(x) in (dict, list, set) else x for name, x in vars(m).items()})
+            for m in model.modules()
+        ]
         tensors = [*model.parameters(), *model.buffers()]
         self.tensors = [tensor for tensor in tensors if not is_traceable_wrapper_subclass(tensor)]
-        views = [first_values(part) for tensor in tensors for part in parts_of(tensor)]
-        self.views = [[views[number] for number in numbers] for numbers in grouped(views)]
+        first = [part.as_strided((1,), (1,)).view(torch.uint8) for tensor in tensors for part in parts_of(tensor)]
+        self.first = [[x for x in first if x.device == device] for device in {x.device for x in first}]
         self.before = self.written()
 
     @torch.inference_mode(False)
     def written(self) -> object:
         counts = [(0 if x.is_inference() else x._version, x.data_ptr()) for x in self.tensors]
-        return counts, [torch.cat(views).cpu().view(torch.uint8).tolist() for views in self.views]
+        return counts, [torch.cat(values).tolist() for values in self.first]
 
     def holds(self) -> bool:
         """Whether nothing has changed, as far as it compares."""
@@ -92,11 +92,6 @@ class Watch:
             return all(now == before for now, before in self.attributes) and self.written() == self.before
         except (RuntimeError, ValueError):  # `==` of two tensors or arrays
             return False
-
-
-def copied(value: Any) -> Any:
-    """A copy of a plain container, which may be changed in place; any other value itself."""
-    return copy.deepcopy(value) if isinstance(value, (dict, list, set)) and (not value or is_plain(value)) else value
 
 
 def prefill_key(model: torch.nn.Module | None, weights: Iterable[Tensor]) -> PrefillKey:
@@ -128,8 +123,11 @@ def hash_of(text: str) -> str:
 def sampled(tensors: Iterable[Tensor]) -> list[tuple[str, bytes]]:
     """The shape and dtype of each tensor, and the bytes of some of its values."""
     parts = [part for tensor in tensors for part in parts_of(tensor)]
+    groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for number, part in enumerate(parts):
+        groups.setdefault((part.device, part.dtype), []).append(number)
     values: dict[int, Tensor] = {}
-    for numbers in grouped(parts):
+    for numbers in groups.values():
         views = [some_values(parts[number]) for number in numbers]
         copied = torch.cat(views).cpu().split([len(view) for view in views])  # one copy from the device
         values.update(zip(numbers, copied, strict=True))
@@ -137,14 +135,6 @@ def sampled(tensors: Iterable[Tensor]) -> list[tuple[str, bytes]]:
         (f"{tuple(part.shape)} {part.dtype}", values[number].view(torch.uint8).numpy().tobytes())
         for number, part in enumerate(parts)
     ]
-
-
-def grouped(parts: list[Tensor]) -> list[list[int]]:
-    """The numbers of the tensors of each device and dtype."""
-    groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-    for number, part in enumerate(parts):
-        groups.setdefault((part.device, part.dtype), []).append(number)
-    return list(groups.values())
 
 
 def parts_of(tensor: Tensor) -> Iterator[Tensor]:
@@ -163,11 +153,6 @@ def some_values(tensor: Tensor) -> Tensor:
     whole = tensor.contiguous()
     step = max(1, whole.numel() // SAMPLED)
     return whole.as_strided((-(-whole.numel() // step),), (step,))
-
-
-def first_values(tensor: Tensor) -> Tensor:
-    """A view of a tensor's first values [n]."""
-    return tensor.as_strided((min(WATCHED, tensor.numel()) if tensor.is_contiguous() else 1,), (1,))
 
 
 def settings_of(model: torch.nn.Module) -> dict[str, list[object]]:

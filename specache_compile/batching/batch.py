@@ -239,6 +239,8 @@ class Batch:
                 self.decode_group(group)
         if self.prefilling:
             self.prefill(self.prefilling[0])
+        if not self.groups and not self.prefilling:
+            self.memory.watch = None  # it would keep replaced weights alive
 
     def prefill_again(self, group: RowGroup) -> None:
         """Move rows back to the queue, for a new prefill, when their length reaches the switch of the model's RoPE."""
@@ -293,8 +295,8 @@ class Batch:
         """Drop the cached prefixes and sessions.
 
         A batch does so itself when it sees that the model's weights or settings have changed. It samples the weights
-        when a request starts, and a few values before each step whose pairs it may keep. Call this after writes through
-        `.data` or numpy that change only a few values. Running requests continue with their caches.
+        when a request starts, and one value of each weight before each step whose pairs it may keep. Call this after
+        writes through `.data` or numpy that change only a few values. Running requests continue with their caches.
         """
         self.memory.forget_prefixes()
 

@@ -162,7 +162,8 @@ class BatchMemory:
 
         def need() -> int:
             promised = sum(self.pages_needed(*other, self.until(other[0])) for other in running)
-            return promised + pages_for(self.until(request)) - len(self.shared_pages(request)) + self.margin(running)
+            spare = len(running) if self.overcommits else 0  # so that none is preempted soon
+            return promised + pages_for(self.until(request)) - len(self.shared_pages(request)) + spare
 
         held = set(self.shared_pages(request))
         for _, cache, row in running:
@@ -190,10 +191,6 @@ class BatchMemory:
         used = (needed.host or 0) + (needed.device or 0) * (self.layers[0].device.type == "cpu")
         return self.options.host_memory is not None or used <= allowance(0, None)
 
-    def margin(self, running: Sequence[Running]) -> int:
-        """Pages to leave free for the running requests, so that none is preempted soon."""
-        return len(running) if self.overcommits else 0
-
     def prefix_of(self, request: Request) -> tuple[int, Prefix | None]:
         """The longest cached prefix of a request that has nothing cached."""
         if request.swapped is not None or request.whole or request.crosses:
@@ -215,8 +212,9 @@ class BatchMemory:
         return unpaged_bytes(self.options, self.layers, (len(prefix.ids) for prefix in prefixes))
 
     def until(self, request: Request) -> int:
-        """Tokens whose pages a request is promised."""
-        return request.due if self.overcommits else request.longest
+        """Tokens whose pages a request is promised. An unbounded pool promises those of the next step."""
+        unbounded = self.pool is not None and self.pool.bound is None
+        return request.due if self.overcommits or unbounded else request.longest
 
     def pages_needed(self, request: Request, cache: DynamicCache | None, row: int, until: int) -> int:
         """Pages that a request may still allocate until it has `until` tokens, copies of shared pages included. A row
