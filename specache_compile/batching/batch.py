@@ -227,7 +227,8 @@ class Batch:
 
     @torch.no_grad()
     def run_step(self) -> None:
-        self.requests = [one for one in self.requests if one.stage is not Stage.FINISHED or self.unreturned(one)]
+        unreturned = {one for one in self.requests if len(one.generated) > self.returned.get(one, 0)}
+        self.requests = [one for one in self.requests if one.stage is not Stage.FINISHED or one in unreturned]
         queued = set(self.waiting)
         self.waiting += [one for one in self.requests if one.stage is Stage.WAITING and one not in queued]
         self.admit()
@@ -249,9 +250,6 @@ class Batch:
             request.resumed = request.reached
             self.restart(request)
             self.waiting.insert(0, request)
-
-    def unreturned(self, request: Request) -> int:
-        return len(request.generated) - self.returned.get(request, 0)
 
     def recover(self) -> None:
         """After a step that did not return, rebuild the state from the requests: only they are sure to be complete."""
@@ -300,11 +298,6 @@ class Batch:
         """
         self.memory.forget_prefixes()
 
-    def fail(self, request: Request, error: Exception) -> None:
-        """End a request in any stage, with its error."""
-        self.drop(request)
-        self.finish(request, End.FAILED, error)
-
     def finish(self, request: Request, end: End, error: Exception | None = None) -> None:
         """Finish a request that has no row."""
         drop_swapped(request)
@@ -351,13 +344,16 @@ class Batch:
 
     def admit(self) -> None:
         """Start waiting requests in their order, while they fit. The very first starts alone, because it shows the
-        shapes of the layers."""
-        while self.has_free_row and (waiting := self.startable):
-            if not self.memory.fits(waiting[0], self.running):
-                if self.running or self.fits_alone(waiting[0]):
+        shapes of the layers. During a prefill only preempted ones start: prompts are prefilled one at a time."""
+        while len(self.prefilling) + len(self.decoding) < self.most_rows:
+            first = next((one for one in self.waiting if not self.prefilling or one.swapped is not None), None)
+            if first is None:
+                return
+            if not self.memory.fits(first, self.running):
+                if self.running or self.fits_alone(first):
                     return
             elif not self.memory.notice_weights(self.model):  # else it is checked again, without the prefixes
-                self.start(waiting[0])
+                self.start(first)
 
     def start(self, request: Request) -> None:
         """Start or resume a request. A preempted one whose cache cannot be read starts from its prompt."""
@@ -386,7 +382,8 @@ class Batch:
         try:
             twice(functools.partial(self.memory.check_alone, request))
         except FailedTwice as failed:
-            self.fail(request, failed.error)
+            self.drop(request)
+            self.finish(request, End.FAILED, failed.error)
             return False
         return True
 
@@ -430,17 +427,6 @@ class Batch:
         if request.swapped is None:
             self.restart(request)
         self.waiting.insert(0, request)
-
-    @property
-    def has_free_row(self) -> bool:
-        """Whether one more request may run."""
-        return len(self.prefilling) + len(self.decoding) < self.most_rows
-
-    @property
-    def startable(self) -> list[Request]:
-        """Waiting requests that may start now. During a prefill only preempted ones may: prompts are prefilled one at a
-        time."""
-        return [request for request in self.waiting if request.swapped is not None] if self.prefilling else self.waiting
 
     @property
     def running(self) -> list[Running]:

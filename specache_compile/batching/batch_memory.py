@@ -24,7 +24,7 @@ from specache_compile.paging.pool import PagePool, page_bytes, pages_for, row_by
 from specache_compile.runtime.session import session_of, sessions_of
 from specache_compile.runtime.state import device_total, predicted_bytes
 
-from .prefixes import Prefix, Prefixes, can_crop, ends_a_page
+from .prefixes import Prefix, Prefixes, can_crop
 from .request import Request, Stage
 from .spill import SpillFolder, load
 
@@ -267,8 +267,8 @@ class BatchMemory:
         cache, read = request.cache, request.prefilled
         if cache is None or self.tiers_of(cache) is None:
             return
-        ends = read == len(request.text) and can_crop(cache) if self.sessions else ends_a_page(read, self.chunk)
-        if ends:
+        aligned = read % math.lcm(self.chunk, PAGE) == 0
+        if read == len(request.text) and can_crop(cache) if self.sessions else aligned:
             self.keep(request, functools.partial(copy.deepcopy, cache), crops=bool(self.sessions))
 
     def keep(self, request: Request, copied: Callable[[], DynamicCache], crops: bool) -> None:

@@ -90,17 +90,12 @@ def test_no_switch_of_adapters_leaves_a_prefix(model: Any) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("sessions", "what"), [(1, "an adapter"), (1, "a parameter"), (0, "values")])
-def test_a_change_that_is_undone_while_a_request_runs_leaves_no_prefix(model: Any, sessions: int, what: str) -> None:
-    """In a decode step of a session, or in the second chunk of a prompt."""
+@pytest.mark.parametrize("sessions", [0, 1])
+def test_a_change_that_is_undone_while_a_request_runs_leaves_no_prefix(model: Any, sessions: int) -> None:
+    """A write in the second chunk of a prompt, or another adapter in a decode step of a session."""
     projection = model.model.layers[0].self_attn.v_proj
-    base, (active,), weight = projection.base_layer, projection._active_adapter, projection.base_layer.weight
-    other, doubled = {"one": "two", "two": "one"}[active], torch.nn.Parameter(weight * 2.0)
-    change, undo = {
-        "an adapter": (lambda: projection.set_adapter(other), lambda: projection.set_adapter(active)),
-        "a parameter": (lambda: setattr(base, "weight", doubled), lambda: setattr(base, "weight", weight)),
-        "values": (lambda: weight.data.mul_(2.0), lambda: weight.data.mul_(0.5)),
-    }[what]
+    weight, (active,) = projection.base_layer.weight.data, projection._active_adapter
+    other = {"one": "two", "two": "one"}[active]
     batch = sc.Batch(model, chunk=CHUNK, sessions=sessions)
     batch.add(IDS[:5], max_new_tokens=1)
     batch.run()
@@ -108,9 +103,9 @@ def test_a_change_that_is_undone_while_a_request_runs_leaves_no_prefix(model: An
     for _ in range(5 if sessions else 1):
         batch.step()
     assert len(request.generated) == (3 if sessions else 0)
-    change()
+    projection.set_adapter(other) if sessions else weight.mul_(2.0)
     batch.step()
-    undo()
+    projection.set_adapter(active) if sessions else weight.mul_(0.5)
     batch.run()
     further = batch.add(torch.cat([request.ids[0] if sessions else IDS, IDS[:3]]), max_new_tokens=2)
     batch.run()

@@ -14,7 +14,6 @@ from conftest import prompt, tiny_llama
 from specache_compile.batching import spill
 from specache_compile.batching.batch_memory import upper_bound
 from specache_compile.batching.request import End, Request, Stage
-from specache_compile.errors import SpecacheError
 
 pytestmark = pytest.mark.one_process
 
@@ -106,13 +105,6 @@ def test_the_last_to_begin_is_preempted_and_may_leave_meanwhile(
     batch.run()
     assert [request.generated for request in requests[:2]] == [request.generated for request in alone[:2]]
     assert nothing_is_left(batch, tmp_path)
-
-
-def test_a_dropped_batch_deletes_its_files(model: Any, tmp_path: Path) -> None:
-    batch = small(model, 5, tmp_path)
-    requests = [batch.add(prompt(length, seed=length), **requested) for length, requested in ASKED[:3]]
-    until(batch, lambda: requests[2].swapped is not None)
-    assert list(tmp_path.glob("*/*"))
     del batch
     gc.collect()  # torch does so after each compilation, since Dynamo's errors refer to the calling frames
     assert not list(tmp_path.iterdir())
@@ -143,10 +135,3 @@ def test_a_preempted_request_without_a_file_generates_its_tokens_all_the_same(
     assert "No space left" in str(logged)
     assert [request.generated for request in requests] == [request.generated for request in alone]
     assert nothing_is_left(batch, tmp_path)
-
-
-def test_a_folder_that_cannot_be_written_is_refused(model: Any, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    for folder in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(SpecacheError, match=r"the spill folder .* cannot be written"):
-            sc.Batch(model, spill_folder=folder)
