@@ -227,17 +227,21 @@ class Batch:
 
     @torch.no_grad()
     def run_step(self) -> None:
-        self.requests = [one for one in self.requests if one.stage is not Stage.FINISHED or self.unreturned(one)]
+        unreturned = {one for one in self.requests if len(one.generated) > self.returned.get(one, 0)}
+        self.requests = [one for one in self.requests if one.stage is not Stage.FINISHED or one in unreturned]
         queued = set(self.waiting)
         self.waiting += [one for one in self.requests if one.stage is Stage.WAITING and one not in queued]
         self.admit()
         self.preempt()
+        self.memory.notice_before_step(self.model, bool(self.prefilling or (self.groups and self.memory.sessions)))
         for group in list(self.groups):
             self.prefill_again(group)
             if group.requests:
                 self.decode_group(group)
         if self.prefilling:
             self.prefill(self.prefilling[0])
+        if not self.groups and not self.prefilling:
+            self.memory.watch = None  # it would keep replaced weights alive
 
     def prefill_again(self, group: RowGroup) -> None:
         """Move rows back to the queue, for a new prefill, when their length reaches the switch of the model's RoPE."""
@@ -246,9 +250,6 @@ class Batch:
             request.resumed = request.reached
             self.restart(request)
             self.waiting.insert(0, request)
-
-    def unreturned(self, request: Request) -> int:
-        return len(request.generated) - self.returned.get(request, 0)
 
     def recover(self) -> None:
         """After a step that did not return, rebuild the state from the requests: only they are sure to be complete."""
@@ -274,28 +275,28 @@ class Batch:
 
     def remove(self, request: Request) -> None:
         """End a request in any stage; it has no row in the next step. With sessions its cache is kept, unless the
-        request is preempted."""
-        self.recover()
-        self.unfinished = True
-        if request.stage is not Stage.FINISHED:
-            self.keep(request)
-            self.drop(request)
-            self.finish(request, End.REMOVED)
+        request is preempted. It has ended even if `remove` raises."""
+        try:
+            self.recover()
+            self.unfinished = True
+            if request.stage is not Stage.FINISHED:
+                self.keep(request)
+                self.drop(request)
+                self.finish(request, End.REMOVED)
+        except BaseException:  # the next call recovers without the request
+            drop_swapped(request)
+            request.finish(request.end or End.REMOVED, request.error)
+            raise
         self.unfinished = False
 
     def forget_prefixes(self) -> None:
         """Drop the cached prefixes and sessions.
 
         A batch does so itself when it sees that the model's weights or settings have changed. It samples the weights
-        when a request starts. Call this after writes through `.data` or numpy that change only a few values, and after
-        any change during a prompt's prefill. Running requests continue with their caches.
+        when a request starts, and one value of each weight before each step whose pairs it may keep. Call this after
+        writes through `.data` or numpy that change only a few values. Running requests continue with their caches.
         """
         self.memory.forget_prefixes()
-
-    def fail(self, request: Request, error: Exception) -> None:
-        """End a request in any stage, with its error."""
-        self.drop(request)
-        self.finish(request, End.FAILED, error)
 
     def finish(self, request: Request, end: End, error: Exception | None = None) -> None:
         """Finish a request that has no row."""
@@ -343,13 +344,16 @@ class Batch:
 
     def admit(self) -> None:
         """Start waiting requests in their order, while they fit. The very first starts alone, because it shows the
-        shapes of the layers."""
-        while self.has_free_row and (waiting := self.startable):
-            if not self.memory.fits(waiting[0], self.running):
-                if self.running or self.fits_alone(waiting[0]):
+        shapes of the layers. During a prefill only preempted ones start: prompts are prefilled one at a time."""
+        while len(self.prefilling) + len(self.decoding) < self.most_rows:
+            first = next((one for one in self.waiting if not self.prefilling or one.swapped is not None), None)
+            if first is None:
+                return
+            if not self.memory.fits(first, self.running):
+                if self.running or self.fits_alone(first):
                     return
             elif not self.memory.notice_weights(self.model):  # else it is checked again, without the prefixes
-                self.start(waiting[0])
+                self.start(first)
 
     def start(self, request: Request) -> None:
         """Start or resume a request. A preempted one whose cache cannot be read starts from its prompt."""
@@ -378,7 +382,8 @@ class Batch:
         try:
             twice(functools.partial(self.memory.check_alone, request))
         except FailedTwice as failed:
-            self.fail(request, failed.error)
+            self.drop(request)
+            self.finish(request, End.FAILED, failed.error)
             return False
         return True
 
@@ -391,8 +396,8 @@ class Batch:
         return group
 
     def preempt(self) -> None:
-        """If pages for the next step are missing, swap out the request that started last."""
-        while self.spill is not None and self.memory.pool is not None and not self.memory.has(self.next_pages):
+        """If pages for the next step are missing, drop prefixes, and swap out the request that started last."""
+        while self.memory.pool is not None and not self.memory.has(self.next_pages) and self.spill is not None:
             paged = [one for one, cache, _ in self.running if one in self.prefilling or self.memory.tiers_of(cache)]
             self.swap_out(max(paged, key=lambda request: request.started), self.spill)
 
@@ -422,17 +427,6 @@ class Batch:
         if request.swapped is None:
             self.restart(request)
         self.waiting.insert(0, request)
-
-    @property
-    def has_free_row(self) -> bool:
-        """Whether one more request may run."""
-        return len(self.prefilling) + len(self.decoding) < self.most_rows
-
-    @property
-    def startable(self) -> list[Request]:
-        """Waiting requests that may start now. During a prefill only preempted ones may: prompts are prefilled one at a
-        time."""
-        return [request for request in self.waiting if request.swapped is not None] if self.prefilling else self.waiting
 
     @property
     def running(self) -> list[Running]:

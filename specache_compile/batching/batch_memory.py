@@ -14,17 +14,17 @@ from transformers import DynamicCache
 
 from specache_compile.caches.joining import drop, in_pages, reason_against
 from specache_compile.errors import SpecacheError
-from specache_compile.kernels.memory.host_memory import free_memory
+from specache_compile.kernels.memory.host_memory import allowance, free_memory
 from specache_compile.kernels.state.page_table import PAGE
 from specache_compile.methods.field import LayerShape
-from specache_compile.model_key import model_key
+from specache_compile.model_key import Watch, model_key
 from specache_compile.options import MethodOptions
 from specache_compile.paging.paged_tiers import PagedTiers
 from specache_compile.paging.pool import PagePool, page_bytes, pages_for, row_bytes
 from specache_compile.runtime.session import session_of, sessions_of
 from specache_compile.runtime.state import device_total, predicted_bytes
 
-from .prefixes import Prefix, Prefixes, can_crop, ends_a_page
+from .prefixes import Prefix, Prefixes, can_crop
 from .request import Request, Stage
 from .spill import SpillFolder, load
 
@@ -60,6 +60,7 @@ class BatchMemory:
     sessions: the largest number of finished requests that are kept as prefixes.
     overcommits: whether a request reserves only its next step's pages (`spill.py`).
     key: the key of the model's weights and settings. changes: how often it has changed.
+    watch: of the model, while requests run.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class BatchMemory:
         most = sessions or (rows if unbounded else most_prefixes(rows))
         self.prefixes = Prefixes(most, spill if sessions else None, math.inf if spill_bytes is None else spill_bytes)
         self.key: object = None
+        self.watch: Watch | None = None
         self.changes = 0
 
     def set_layers(self, cache: DynamicCache, joins: bool) -> None:
@@ -105,8 +107,19 @@ class BatchMemory:
         key = model_key(model)
         if key == self.key:
             return False
+        had = self.forget_prefixes()
         self.key = key
-        return self.forget_prefixes()
+        return had
+
+    def notice_before_step(self, model: torch.nn.Module, keeps: bool) -> None:
+        """Notice a change before each step. keeps: pairs of the step may be kept. A change that is undone before the
+        next request starts would else leave a prefix of both weights."""
+        if not keeps:
+            self.watch = None
+        elif self.watch is None or not self.watch.holds():
+            watch = Watch(model)
+            self.notice_weights(model)
+            self.watch = watch
 
     def forget_prefixes(self) -> bool:
         """Drop all prefixes, and keep none of the requests that run. True if there were some."""
@@ -136,15 +149,21 @@ class BatchMemory:
         if not self.layers:
             return not running
         if self.pool is None:
-            lengths = [one.longest for one in (*(other for other, _, _ in running), request)]
-            while not self.budget.holds(unpaged_bytes(self.options, self.layers, [*lengths, *self.prefix_lengths()])):
-                if not self.prefixes.drop_oldest():
-                    return False
-            return True
+            used = unpaged_bytes(
+                self.options, self.layers, (one.longest for one in (*(other for other, _, _ in running), request))
+            )
+            while self.budget.holds(used):  # else prefixes would be dropped in vain
+                tokens, prefix = self.prefix_of(request)
+                kept = [p for p in self.prefixes.in_memory if p is not prefix or tokens < len(p.ids)]  # it moves
+                if self.budget.holds(used + self.bytes_of_prefixes(kept)) and (not kept or self.fits_on_host(request)):
+                    return True
+                self.prefixes.drop_oldest()
+            return False
 
         def need() -> int:
             promised = sum(self.pages_needed(*other, self.until(other[0])) for other in running)
-            return promised + pages_for(self.until(request)) - len(self.shared_pages(request)) + self.margin(running)
+            spare = len(running) if self.overcommits else 0  # so that none is preempted soon
+            return promised + pages_for(self.until(request)) - len(self.shared_pages(request)) + spare
 
         held = set(self.shared_pages(request))
         for _, cache, row in running:
@@ -153,16 +172,24 @@ class BatchMemory:
         return (self.pool.bound is None or len(held) + need() <= self.pool.bound) and self.has(need)
 
     def has(self, need: Callable[[], int]) -> bool:
-        """Whether so many pages can be allocated; cached prefixes are dropped if needed."""
+        """Whether so many pages can be allocated; cached prefixes are dropped if needed. An unbounded pool tries."""
         assert self.pool is not None
-        while self.pool.left is not None and need() > self.pool.left:
+        while not self.can_allocate(self.pool, need()):
             if not self.prefixes.drop_oldest():
-                return False
+                return self.pool.bound is None
         return True
 
-    def margin(self, running: Sequence[Running]) -> int:
-        """Pages to leave free for the running requests, so that none is preempted soon."""
-        return len(running) if self.overcommits else 0
+    def can_allocate(self, pool: PagePool, pages: int) -> bool:
+        """Whether so many pages are free, or an unbounded pool can grow by them."""
+        pool.collect()
+        missing = pages - len(pool.free)
+        return missing <= 0 or (pool.bound is None and len(pool.counts) + missing <= pool.room_on_host())
+
+    def fits_on_host(self, request: Request) -> bool:
+        """Whether the host has free memory for a request that is not in pages."""
+        needed = unpaged_bytes(self.options, self.layers, [request.longest])
+        used = (needed.host or 0) + (needed.device or 0) * (self.layers[0].device.type == "cpu")
+        return self.options.host_memory is not None or used <= allowance(0, None)
 
     def prefix_of(self, request: Request) -> tuple[int, Prefix | None]:
         """The longest cached prefix of a request that has nothing cached."""
@@ -180,12 +207,14 @@ class BatchMemory:
         whole = low_bit and tiers.options.bits_on_host == 16  # else a window that came back is written again
         return tiers.pages[0][: (tokens if whole else low_bit) // PAGE]
 
-    def prefix_lengths(self) -> list[int]:
-        return [len(prefix.ids) for prefix in self.prefixes.in_memory]
+    def bytes_of_prefixes(self, prefixes: Iterable[Prefix]) -> Bytes:
+        """Bytes of prefixes that are not in pages."""
+        return unpaged_bytes(self.options, self.layers, (len(prefix.ids) for prefix in prefixes))
 
     def until(self, request: Request) -> int:
-        """Tokens whose pages a request is promised."""
-        return request.due if self.overcommits else request.longest
+        """Tokens whose pages a request is promised. An unbounded pool promises those of the next step."""
+        unbounded = self.pool is not None and self.pool.bound is None
+        return request.due if self.overcommits or unbounded else request.longest
 
     def pages_needed(self, request: Request, cache: DynamicCache | None, row: int, until: int) -> int:
         """Pages that a request may still allocate until it has `until` tokens, copies of shared pages included. A row
@@ -238,8 +267,8 @@ class BatchMemory:
         cache, read = request.cache, request.prefilled
         if cache is None or self.tiers_of(cache) is None:
             return
-        ends = read == len(request.text) and can_crop(cache) if self.sessions else ends_a_page(read, self.chunk)
-        if ends:
+        aligned = read % math.lcm(self.chunk, PAGE) == 0
+        if read == len(request.text) and can_crop(cache) if self.sessions else aligned:
             self.keep(request, functools.partial(copy.deepcopy, cache), crops=bool(self.sessions))
 
     def keep(self, request: Request, copied: Callable[[], DynamicCache], crops: bool) -> None:
@@ -251,8 +280,11 @@ class BatchMemory:
                 self.prefixes.drop_oldest()
 
     def has_free_memory(self) -> bool:
-        """Whether the sessions have at most half of the memory, if each has its own."""
-        device, used = self.layers[0].device, unpaged_bytes(self.options, self.layers, self.prefix_lengths())
+        """Whether the sessions have at most half of the memory, if each has its own. Pages of a bounded pool do not
+        count."""
+        bounded = self.pool is not None and self.pool.bound is not None
+        own = (prefix for prefix in self.prefixes.in_memory if not (bounded and self.tiers_of(prefix.cache)))
+        device, used = self.layers[0].device, self.bytes_of_prefixes(own)
         if device.type == "cuda":
             return Bytes(torch.cuda.mem_get_info(device)[0], free_memory()).holds(used)
         return (used.device or 0) + (used.host or 0) <= free_memory()

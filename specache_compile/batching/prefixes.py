@@ -8,7 +8,6 @@ too, cut to the tokens that they share with a prompt.
 from __future__ import annotations
 
 import contextlib
-import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,11 +24,6 @@ from specache_compile.runtime.state import fields_of
 
 from .spill import SpillFolder, remove, size_of
 from .twice import FailedTwice, twice
-
-
-def ends_a_page(tokens: int, chunk: int) -> bool:
-    """Whether so many tokens end at the end of a chunk and of a page."""
-    return tokens > 0 and tokens % math.lcm(chunk, PAGE) == 0
 
 
 @dataclass(eq=False)
@@ -104,12 +98,9 @@ class Prefixes:
             return True
         cache, oldest.folder, oldest.cache = oldest.cache, folder, None
         drop(cache)
-        while self.disk_bytes() > self.most_bytes:
+        while sum(size_of(prefix.folder) for prefix in self.kept if prefix.folder is not None) > self.most_bytes:
             self.remove(next(prefix for prefix in self.kept if prefix.folder is not None))
         return True
-
-    def disk_bytes(self) -> int:
-        return sum(size_of(prefix.folder) for prefix in list(self.kept) if prefix.folder is not None)
 
     def remove(self, prefix: Prefix) -> None:
         """Forget a prefix, and free its memory."""

@@ -29,7 +29,8 @@ class SpillFolder:
             folder.mkdir(parents=True, exist_ok=True)
             self.folder = Path(tempfile.mkdtemp(prefix="specache-", dir=folder))
         except OSError as error:
-            raise not_writable(folder, error) from error
+            why = f"the spill folder {folder} cannot be written ({error.strerror}). Give another one"
+            raise SpecacheError(why) from error
         self.close = weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
 
     def put(self, cache: DynamicCache) -> Path | None:
@@ -67,7 +68,3 @@ def remove(place: Path | None) -> None:
 
 def size_of(place: Path) -> int:
     return sum(path.stat().st_size for path in place.rglob("*") if path.is_file())
-
-
-def not_writable(folder: Path, error: OSError) -> SpecacheError:
-    return SpecacheError(f"the spill folder {folder} cannot be written ({error.strerror}). Give another one")

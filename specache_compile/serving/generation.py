@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from concurrent.futures import Future
 from functools import partial
 
 import torch
@@ -67,7 +65,7 @@ class Generation:
         config.max_new_tokens = config.max_new_tokens or max(least, min(ANSWER, room))
         answer = Answer(ticket, question, self.tokenizer, self.metrics)
         self.open.add(answer)
-        self.submit(partial(self.add, answer))
+        self.thread.submit(partial(self.add, answer))
         return answer
 
     def add(self, answer: Answer) -> None:
@@ -89,7 +87,7 @@ class Generation:
         """Submit the next turn, so that other work of the thread runs between turns."""
         if self.running and not self.under_way:
             self.under_way = True
-            self.submit(self.turn)
+            self.thread.submit(self.turn)
 
     def turn(self) -> None:
         try:
@@ -159,9 +157,6 @@ class Generation:
         elif not isinstance(error, ClientLeft):
             answer.fail(error)
 
-    def submit(self, work: Callable[[], object]) -> Future:
-        return self.thread.submit(work)
-
     def end_all(self) -> None:
         """End all unfinished answers, on the event loop."""
         self.stopping = True
@@ -170,6 +165,7 @@ class Generation:
 
     def stop(self) -> None:
         """Stop after the queued requests, and delete the spilled caches."""
-        self.submit(self.end_running).result()
+        self.batch.memory.sessions = 0  # else ended requests would be kept, and older sessions be written to disk
+        self.thread.submit(self.end_running).result()
         if self.batch.spill is not None:
             self.batch.spill.close()

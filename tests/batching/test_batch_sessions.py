@@ -14,9 +14,11 @@ from transformers import LlamaForCausalLM
 import specache_compile as sc
 from conftest import compiled_with, greedy, prompt
 from families import FAMILIES
-from specache_compile.batching.batch_memory import upper_bound
-from specache_compile.batching.request import Request
+from specache_compile.batching import batch_memory
+from specache_compile.batching.batch_memory import unpaged_bytes, upper_bound
+from specache_compile.batching.request import Request, Stage
 from specache_compile.kernels.state.page_table import PAGE
+from specache_compile.paging.pool import PagePool
 
 pytestmark = pytest.mark.one_process
 
@@ -106,6 +108,22 @@ def test_a_cache_that_cannot_be_cut_is_continued_whole_or_not_at_all(llama: Llam
         assert second.generated == expected(plain, second)
 
 
+def test_a_turn_that_fills_the_memory_continues_its_session(llama: LlamaForCausalLM) -> None:
+    """Of a model without pages. A request that must wait drops no session."""
+    model = compiled_with(llama, {"method": "h2o", "budget": 0.5, "lowering": "eager"})
+    probe = sc.Batch(model)
+    answer(probe, prompt(5)[0])
+    room = unpaged_bytes(probe.options, probe.memory.layers, [60 + 20 + 2 * NEW])
+    batch = sc.Batch(model, sessions=4, host_memory=room.host, device_memory=room.device)
+    first = answer(batch, prompt(60)[0], 0)
+    running, waiting = (batch.add(ids, max_new_tokens=NEW) for ids in (turn(first), prompt(60, seed=2)))
+    batch.step()
+    batch.step()
+    assert (running.reused, waiting.stage) == (63, Stage.WAITING)
+    batch.run()
+    assert len(waiting.generated) == NEW
+
+
 def test_the_least_recently_used_session_is_evicted_first(
     compiled: LlamaForCausalLM, llama: LlamaForCausalLM, tmp_path: Path
 ) -> None:
@@ -151,6 +169,24 @@ def test_sessions_give_their_pages_to_requests(
     assert lengths(batch)[0] == (303, False)
     second = answer(batch, turn(first), 303)
     assert second.generated == expected(llama, second)
+
+
+@pytest.mark.parametrize("options", [{}, {"method": "h2o", "budget": 0.5, "lowering": "eager"}], ids=["pages", "none"])
+def test_sessions_give_their_host_memory_to_requests_where_there_is_no_budget(
+    llama: LlamaForCausalLM, compiled: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    """Of three sessions one goes, with or without pages."""
+    batch = sc.Batch(compiled_with(llama, options) if options else compiled, sessions=4)
+    for seed in range(3):
+        answer(batch, prompt(20 + 10 * seed, seed=seed)[0])
+    if (pool := batch.memory.pool) is not None:
+        monkeypatch.setattr(PagePool, "room_on_host", lambda pool: len(pool.counts))
+        monkeypatch.setattr(pool, "free", pool.free[:1])
+    monkeypatch.setattr(batch_memory, "allowance", lambda *_: (1 << 30) * (len(lengths(batch)) < 3))
+    batch.add(prompt(300, seed=7)[0], max_new_tokens=NEW)
+    batch.step()
+    assert lengths(batch)[:2] == [(33, True), (43, True)]
+    batch.run()
 
 
 def test_an_unreadable_session_is_prefilled_again(

@@ -12,6 +12,8 @@ import specache_compile as sc
 from adapted import adapt
 from conftest import prompt, tiny_llama
 
+pytestmark = pytest.mark.one_process
+
 IDS = prompt(300, seed=9)[0]
 # Tokens that a step reads; a prefix ends with a page of 256.
 CHUNK = 128
@@ -85,6 +87,29 @@ def test_no_switch_of_adapters_leaves_a_prefix(model: Any) -> None:
     expected = uncompiled(model)
     assert expected != before
     assert generated(batch) == (expected, False)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("sessions", [0, 1])
+def test_a_change_that_is_undone_while_a_request_runs_leaves_no_prefix(model: Any, sessions: int) -> None:
+    """A write in the second chunk of a prompt, or another adapter in a decode step of a session."""
+    projection = model.model.layers[0].self_attn.v_proj
+    weight, (active,) = projection.base_layer.weight.data, projection._active_adapter
+    other = {"one": "two", "two": "one"}[active]
+    batch = sc.Batch(model, chunk=CHUNK, sessions=sessions)
+    batch.add(IDS[:5], max_new_tokens=1)
+    batch.run()
+    request = batch.add(IDS, max_new_tokens=8)
+    for _ in range(5 if sessions else 1):
+        batch.step()
+    assert len(request.generated) == (3 if sessions else 0)
+    projection.set_adapter(other) if sessions else weight.mul_(2.0)
+    batch.step()
+    projection.set_adapter(active) if sessions else weight.mul_(0.5)
+    batch.run()
+    further = batch.add(torch.cat([request.ids[0] if sessions else IDS, IDS[:3]]), max_new_tokens=2)
+    batch.run()
+    assert further.reused == 0
 
 
 @torch.no_grad()

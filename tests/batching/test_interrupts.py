@@ -180,7 +180,8 @@ def test_an_interrupt_between_two_steps_leaves_no_request_behind(model: Any, nam
             batch.add(prompt(5), max_new_tokens=1) if name == "add" else getattr(batch, name)(leaves)
         batch.run()
         assert stays.end is End.LENGTH
-        assert leaves.end in (End.REMOVED, End.LENGTH)
+        # The first line of `remove` has not entered its `try`.
+        assert leaves.end is (End.LENGTH if name == "add" or moment == 1 else End.REMOVED)
         batch.forget_prefixes()
         assert batch.memory.pool is not None
         assert batch.memory.pool.held == 0

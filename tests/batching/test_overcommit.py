@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,6 @@ from conftest import prompt, tiny_llama
 from specache_compile.batching import spill
 from specache_compile.batching.batch_memory import upper_bound
 from specache_compile.batching.request import End, Request, Stage
-from specache_compile.errors import SpecacheError
 
 pytestmark = pytest.mark.one_process
 
@@ -105,6 +105,9 @@ def test_the_last_to_begin_is_preempted_and_may_leave_meanwhile(
     batch.run()
     assert [request.generated for request in requests[:2]] == [request.generated for request in alone[:2]]
     assert nothing_is_left(batch, tmp_path)
+    del batch
+    gc.collect()  # torch does so after each compilation, since Dynamo's errors refer to the calling frames
+    assert not list(tmp_path.iterdir())
 
 
 def test_who_would_never_fit_ends_alone(model: Any, alone: list[Request], tmp_path: Path) -> None:
@@ -132,10 +135,3 @@ def test_a_preempted_request_without_a_file_generates_its_tokens_all_the_same(
     assert "No space left" in str(logged)
     assert [request.generated for request in requests] == [request.generated for request in alone]
     assert nothing_is_left(batch, tmp_path)
-
-
-def test_a_folder_that_cannot_be_written_is_refused(model: Any, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    for folder in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(SpecacheError, match=r"the spill folder .* cannot be written"):
-            sc.Batch(model, spill_folder=folder)

@@ -8,6 +8,7 @@ import socket
 import threading
 import urllib.error
 import urllib.request
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,6 +24,7 @@ from transformers import LlamaForCausalLM
 import specache_compile as sc
 from conftest import NEEDLE_LLAMA, tiny_llama
 from served import Served, answer, chat_once, figures, grown, prompt_of, serving, wait_for, write_checkpoint
+from specache_compile.batching.request import End
 from specache_compile.cli import main
 from specache_compile.serving.answer import Ticket
 from specache_compile.serving.generation import Generation
@@ -345,6 +347,22 @@ def test_a_batch_that_fails_in_every_step_ends_its_answers_and_does_not_turn_for
     generation.turn()
     assert [str(error) for error in failed] == ["the device is lost"] * 2
     assert not generation.running
+
+
+def test_a_server_that_stops_writes_no_caches_to_disk(tmp_path: Path) -> None:
+    model = tiny_llama(num_hidden_layers=1)
+    model.compile(backend="specache", options={"lowering": "eager"})
+    batch = sc.Batch(model, sessions=1, spill_folder=tmp_path)
+    generation = Generation(SimpleNamespace(tokenizer=None), batch, Metrics(), 100, 2)  # type: ignore[arg-type]
+    requests = [batch.add(torch.arange(first, 30), max_new_tokens=9) for first in (0, 1)]
+    generation.running = {request: Mock(ticket=Ticket()) for request in requests}
+    while len(batch.decoding) < 2:
+        batch.step()
+    evicted = Counter(batch.memory.prefixes.evicted)
+    generation.stop()
+    assert [request.end for request in requests] == [End.REMOVED] * 2
+    assert batch.memory.prefixes.evicted == evicted
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_checkpoint_of_bytes_completes_and_has_no_chat() -> None:
