@@ -45,7 +45,7 @@ from specache_compile.kernels.state.center import STEPPED
 from specache_compile.kernels.state.layout import rotation_block
 from specache_compile.kernels.state.page_table import has_table, shape_of_scores
 from specache_compile.kernels.state.triton_center import share_of_center
-from specache_compile.kernels.state.triton_cursor import AT_LOW_BIT, place_in_page
+from specache_compile.kernels.state.triton_cursor import AT_LOW_BIT, record_in_page
 
 from .triton_decode import MASK_STRIDES, DecodeInputs, Sums, empty_sums, group_of, rows_of, splits_of
 
@@ -96,7 +96,7 @@ def score_keys(
     SHARED: tl.constexpr = not form.in_trellis or (form.center_rows > 0 and form.center_rows != PER_TOKEN)
     IN_LOG2: tl.constexpr = form.in_trellis or form.is_capped or form.mask == 2 or form.center_rows == PER_TOKEN
     bh, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    batch = bh // heads
+    batch, head = bh // heads, (bh % heads).to(tl.int32)
     cursor += batch * columns
     low_bit = tl.load(cursor + AT_LOW_BIT).to(tl.int32)
     tiles = (low_bit + 63) // 64
@@ -138,8 +138,7 @@ def score_keys(
         record = bh * (capacity // 64) + tile
         number = record
         if form.is_paged:
-            token = tl.zeros([], tl.int64) + tile * 64
-            number = place_in_page(cursor, bh % heads, token, heads, token >= 0) // 64
+            number = record_in_page(cursor, head, tile, heads)
         words = tl.load(codes + number * (16 * form.width) + tl.arange(0, 2 * D * form.bits))
         keys = unpacked_keys(words, D, form.bits, form.in_trellis, form.in_place, query.dtype.element_ty)
         within = tl.arange(0, 8)[:, None] * 8 + tl.arange(0, 8)[None, :] + tile * 64  # [g, j]

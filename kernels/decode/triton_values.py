@@ -44,7 +44,7 @@ from specache_compile.kernels.decode.triton_value_words import (
     unpacked_values,
 )
 from specache_compile.kernels.state.page_table import has_table, shape_of_scores
-from specache_compile.kernels.state.triton_cursor import AT_LOW_BIT, place_in_page
+from specache_compile.kernels.state.triton_cursor import AT_LOW_BIT, record_in_page
 
 from .triton_decode import DecodeInputs, Sums, empty_sums, group_of, rows_of, splits_of
 
@@ -106,8 +106,7 @@ def with_record(
     GROUPS: tl.constexpr = form.groups
     number, left = tile, low_bit - tile * 64
     if form.is_paged:
-        token = tl.zeros([], tl.int64) + tile * 64
-        number = place_in_page(cursor, head, token, heads, token >= 0) // 64
+        number = record_in_page(cursor, head, tile, heads)
     logits = logits + tile * (128 * form.pairs) + logits_at
     words = tl.load(codes + number * (16 * form.width) + tl.arange(0, 2 * D * form.bits))
     params = value_params + number * (64 if form.in_trellis else 128 * GROUPS)
@@ -170,7 +169,7 @@ def sum_values(
     CODE: tl.constexpr = -133 if kind == tl.bfloat16 else 0
     ZERO: tl.constexpr = SCALE - 130 if EIGHT and kind == tl.bfloat16 else 0
     bh, split, first_row = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2) * ROWS
-    head = bh % heads
+    head = (bh % heads).to(tl.int32)
     cursor += bh // heads * columns
     low_bit = tl.load(cursor + AT_LOW_BIT).to(tl.int32)
     tiles = (low_bit + 63) // 64

@@ -16,6 +16,16 @@ AT_TABLE, PAGE_TOKENS = tl.constexpr(CURSOR_SIZE), tl.constexpr(PAGE)
 
 
 @triton.jit
+def record_in_page(row, head, record, heads):
+    """Return the index of a head's record, of 64 tokens, among all heads' records; in 32 bits where they suffice.
+
+    row: the row of the cursor.
+    """
+    page = tl.load(row + AT_TABLE + (record >> 2)).to(tl.int32)
+    return ((page * heads + head) * 4 + (record & 3)).to(tl.int64)
+
+
+@triton.jit
 def place_in_page(row, head, token, heads, there):
     """Return the index of a head's token in a tier in pages, among all heads' tokens; tokens of a page are contiguous.
 
