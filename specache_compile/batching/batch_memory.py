@@ -104,11 +104,9 @@ class BatchMemory:
         """Drop the prefixes if the model's weights or settings have changed. True if there were some."""
         if self.layers and self.pool is None and not self.sessions:  # no prefix is cached
             return False
-        key = model_key(model)
-        if key == self.key:
-            return False
-        had = self.forget_prefixes()
-        self.key = key
+        watch, key = Watch(model), model_key(model)
+        had = key != self.key and self.forget_prefixes()
+        self.key, self.watch = key, watch
         return had
 
     def notice_before_step(self, model: torch.nn.Module, keeps: bool) -> None:
@@ -117,9 +115,7 @@ class BatchMemory:
         if not keeps:
             self.watch = None
         elif self.watch is None or not self.watch.holds():
-            watch = Watch(model)
             self.notice_weights(model)
-            self.watch = watch
 
     def forget_prefixes(self) -> bool:
         """Drop all prefixes, and keep none of the requests that run. True if there were some."""
@@ -174,16 +170,10 @@ class BatchMemory:
     def has(self, need: Callable[[], int]) -> bool:
         """Whether so many pages can be allocated; cached prefixes are dropped if needed. An unbounded pool tries."""
         assert self.pool is not None
-        while not self.can_allocate(self.pool, need()):
+        while not self.pool.can_allocate(need()):
             if not self.prefixes.drop_oldest():
                 return self.pool.bound is None
         return True
-
-    def can_allocate(self, pool: PagePool, pages: int) -> bool:
-        """Whether so many pages are free, or an unbounded pool can grow by them."""
-        pool.collect()
-        missing = pages - len(pool.free)
-        return missing <= 0 or (pool.bound is None and len(pool.counts) + missing <= pool.room_on_host())
 
     def fits_on_host(self, request: Request) -> bool:
         """Whether the host has free memory for a request that is not in pages."""
@@ -268,7 +258,7 @@ class BatchMemory:
         if cache is None or self.tiers_of(cache) is None:
             return
         aligned = read % math.lcm(self.chunk, PAGE) == 0
-        if read == len(request.text) and can_crop(cache) if self.sessions else aligned:
+        if (read == len(request.text) and can_crop(cache)) if self.sessions else aligned:
             self.keep(request, functools.partial(copy.deepcopy, cache), crops=bool(self.sessions))
 
     def keep(self, request: Request, copied: Callable[[], DynamicCache], crops: bool) -> None:

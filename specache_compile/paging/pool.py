@@ -64,12 +64,6 @@ class PagePool:
         self.collect()
         return len(self.counts) - 1 - len(self.free)
 
-    @property
-    def left(self) -> int | None:
-        """Free pages; None if unbounded."""
-        self.collect()
-        return None if self.bound is None else len(self.free)
-
     @torch.inference_mode(False)
     def grow_to(self, pages: int) -> None:
         """Grow to so many pages, layer by layer. The tensor objects stay the same, since sessions refer to them."""
@@ -87,18 +81,20 @@ class PagePool:
 
     def allocate(self, number: int) -> list[int]:
         """Allocate so many pages. SpecacheError, before anything has changed, if there are too few."""
-        self.collect()
+        if not self.can_allocate(number):
+            raise no_pages(number, len(self.free), self.room_on_host() - 1 if self.bound is None else self.bound)
         if number > len(self.free):
-            if self.bound is not None:
-                raise no_pages(number, len(self.free), self.bound)
-            there, least = len(self.counts), len(self.counts) + number - len(self.free)
-            most = self.room_on_host()
-            if least > most:
-                raise no_pages(number, len(self.free), most - 1)
-            self.grow_to(min(max(there * 3 // 2, least), most))
+            least = len(self.counts) + number - len(self.free)
+            self.grow_to(min(max(len(self.counts) * 3 // 2, least), self.room_on_host()))
         taken = [self.free.pop() for _ in range(number)]
         self.share(taken)
         return taken
+
+    def can_allocate(self, number: int) -> bool:
+        """Whether so many pages are free, or an unbounded pool may grow by the missing ones."""
+        self.collect()
+        missing = number - len(self.free)
+        return missing <= 0 or (self.bound is None and len(self.counts) + missing <= self.room_on_host())
 
     def room_on_host(self) -> int:
         """Most pages of an unbounded pool, from the option host_memory or the free host memory."""
