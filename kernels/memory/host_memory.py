@@ -274,8 +274,8 @@ def host_empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device,
         return viewed(lease, shape, dtype)
     if device.type == "cuda" and size:
         warn(
-            f"could not pin {size / 2**30:.2f} GiB of host memory: the host tier is pageable, and every fetch "
-            "blocks the step. Raise the limit on locked memory (ulimit -l), or lower the batch or the context"
+            "could not pin host memory: the host tier is pageable, and every fetch blocks the step. Raise the limit "
+            "on locked memory (ulimit -l unlimited), or lower the batch or the context"
         )
     return torch.empty(shape, dtype=dtype, device="cpu")
 

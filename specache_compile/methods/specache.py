@@ -9,13 +9,13 @@ from typing import Any
 
 from specache_compile.errors import OptionError
 from specache_compile.options import choice, inherited, whole
-from specache_compile.passes.recipe import OpCall, Recipe, Selector
+from specache_compile.passes.recipe import Recipe, Selector
 
+from . import kivi
 from .field import Field, LayerShape
-from .host_tier import HOST
-from .low_bit import APPENDED, LOW_BIT, RECENT, LowBitOptions, bits_or_memory
+from .low_bit import LowBitOptions, bits_or_memory
 from .method import Method
-from .slots import CORRECTED, FETCHED, SELECTED, SLOT_INDEX, SLOTS, TALLY
+from .slots import CORRECTED, FETCHED, SELECTED, TALLY
 
 # The paper's settings. On a real checkpoint the defaults are much closer to the full cache (docs/evaluation.md).
 PAPER = {
@@ -108,29 +108,10 @@ class SpecacheOptions(LowBitOptions):
         )  # fmt: skip
 
 
-def recipe(options: LowBitOptions, site: int) -> Recipe:
-    """A decode attends over the tiers, an extend over the host tier; the passes `prefetch` and `speculate` do
-    the rest."""
-    low_bit = tuple(field.name for field in LOW_BIT)
-    over_tiers = OpCall(
-        "decode_attention",
-        (*low_bit, "recent", "slots", "slot_index"),
-        (*options.layout, options.skip_below),
-        scores=True,
-    )
-    attend = dict.fromkeys(("pre-decode", "decode", "widened"), over_tiers)
-    stores: tuple[OpCall, ...] = (OpCall("append", APPENDED, (*options.layout, options.zero_point), turned="center"),)
-    if options.host_tier:
-        attend |= {"extend": OpCall("extend_attention", ("host",))}
-        stores += (OpCall("offload", ("host",)),)
-    return Recipe(attend, stores, selector_of(options))
-
-
-def selector_of(options: LowBitOptions) -> Selector | None:
-    """None if no pair is fetched."""
-    if not (isinstance(options, SpecacheOptions) and options.top_k):
-        return None
-    return Selector("select_topk", corrects=options.correct == "always")
+def recipe(options: SpecacheOptions, site: int) -> Recipe:
+    """KIVI's, and a selector unless no pair is fetched. The passes `prefetch`, `correct` and `speculate` follow it."""
+    selector = Selector("select_topk", corrects=options.correct == "always") if options.top_k else None
+    return replace(kivi.recipe(options, site), selector=selector)
 
 
 def defaults(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -144,11 +125,11 @@ def defaults(given: Mapping[str, Any]) -> dict[str, Any]:
     return {**found, "correct": "never"} if given.get("top_k") == 0 else found
 
 
-FIELDS = (HOST, *LOW_BIT, RECENT, SLOTS, SLOT_INDEX, SELECTED, FETCHED, CORRECTED, TALLY)
+FIELDS = (*kivi.FIELDS, SELECTED, FETCHED, CORRECTED, TALLY)
 
 
-def fields_at(options: LowBitOptions, layer: LayerShape) -> tuple[Field, ...]:
-    return FIELDS if options.host_tier else tuple(field for field in FIELDS if field is not HOST)
+def fields_at(options: SpecacheOptions, layer: LayerShape) -> tuple[Field, ...]:
+    return (*kivi.fields_at(options, layer), SELECTED, FETCHED, CORRECTED, TALLY)
 
 
 METHOD = Method("specache", SpecacheOptions, FIELDS, recipe, fields_at, defaults, rows_differ=True)

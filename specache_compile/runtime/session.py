@@ -273,7 +273,7 @@ class Session:
         self.capturable = not self.cursor.is_cuda or all(host.is_pinned() for host in fields("host"))
         statistics.tallies = fields("tally")
         statistics.fetched, statistics.corrected = fields("fetched"), fields("corrected")
-        stored = [state.get("host", state["slots"]) for state in self.state if "slots" in state]
+        stored = [state.get("host", state["slots"]) for state in self.state if "fetched" in state]
         statistics.pair_bytes = [2 * x.shape[-1] * x.dtype.itemsize for x in stored]
         statistics.ranks = 1 if self.tiers.ranks is None else self.tiers.ranks.size()
         statistics.bytes_by_tier = self.tiers.bytes_by_tier()
