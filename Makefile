@@ -82,9 +82,10 @@ clean:
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
 	touch $@
 
-# What others have quantised or adapted. Apart: transformers imports torchao wherever it finds it, which takes seconds.
+# What others have quantised or adapted, and the harness. Apart: transformers imports torchao wherever it finds it,
+# which takes seconds.
 .venv/weights: .venv/ready
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[weights]'
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[weights,harness]'
 	touch $@
 
 .venv-oldest/ready: pyproject.toml constraints-oldest.txt
