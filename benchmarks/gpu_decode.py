@@ -1,4 +1,4 @@
-"""Decode throughput on a GPU: specache, its modes, and baselines, in one run.
+"""Decode throughput on a GPU: specache, its modes, and Hugging Face's caches, in one run.
 
     python benchmarks/gpu_decode.py    (hours; --resume, --contexts 32768 --caps 48, --smoke on any machine)
 
@@ -17,15 +17,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
-from baselines import BASELINES, COMPILED, FP8, FULL, OFFLOADED, forced_cache, layers_at_once, pair_bytes, why_not
 from measuring import limits, milliseconds, parsed, parser_of
 from tabulate import tabulate
 from torch import Tensor
 from torch._dynamo.utils import counters
 from tqdm import tqdm
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import Cache, DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
+from transformers.cache_utils import StaticLayer
 
 import specache_compile as sc
 from specache_compile.bench.results import Results
@@ -37,7 +38,7 @@ from specache_compile.methods import parse_options
 from specache_compile.methods.field import LayerShape
 from specache_compile.options import own_options
 from specache_compile.runtime.session import Session
-from specache_compile.runtime.state import bucket, device_total, predicted_bytes
+from specache_compile.runtime.state import bucket, device_total, full_cache_bytes, predicted_bytes
 
 GIB = 1 << 30
 LLAMA = {
@@ -46,22 +47,20 @@ LLAMA = {
 }  # fmt: skip
 MODELS = {
     "llama-3-8b": LLAMA,
-    "mistral-7b": {**LLAMA, "vocab_size": 32000},
     "smoke": {
         "vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2,
     },
 }  # fmt: skip
+# Hugging Face's caches: FULL is not compiled; FP8 stores e4m3 codes and converts a layer's in each step.
+FULL, STATIC, FP8 = "HF DynamicCache", "HF StaticCache, compiled", "fp8 StaticCache, compiled"
+COMPILED = (STATIC, FP8)
 # What fetches nothing has no host tier, which would bound its batch.
 ON_DEVICE: dict[str, Any] = {"top_k": 0, "speculate": False, "host_tier": False}
 SPECACHE: dict[str, dict[str, Any]] = {
     "16 bits, k = 0": {"setting": "paper", "bits": 16, **ON_DEVICE},
     "2-bit, k = 0": {"setting": "paper", "bits": 2, **ON_DEVICE},
-    "1-bit, k = 0": {"setting": "paper", "bits": 1, **ON_DEVICE},
     "specache 2-bit": {"setting": "paper", "bits": 2},
-    "specache 1-bit": {"setting": "paper", "bits": 1},
-    "specache 2-bit, one lane": {"setting": "paper", "bits": 2, "speculate": False},
-    "specache 2-bit, synchronous fetch": {"setting": "paper", "bits": 2},
     "best, k = 0": ON_DEVICE,
     "specache best": {},
     "specache best, two lanes": {"speculate": True},
@@ -69,25 +68,17 @@ SPECACHE: dict[str, dict[str, Any]] = {
     "offload": {"method": "offload"},
     "fp8": {"method": "fp8"},
 }
-# The same without fetch, correction and offload: what a method's step is measured against for what it waits.
-BARE = {
-    "specache 2-bit": "2-bit, k = 0", "specache 1-bit": "1-bit, k = 0", "specache best": "best, k = 0",
-    "specache 2-bit, one lane": "2-bit, k = 0", "specache best, two lanes": "best, k = 0",
-    "specache 2-bit, synchronous fetch": "2-bit, k = 0",
-}  # fmt: skip
-# It reads lengths on the host: no mode makes a CUDA graph of its steps.
+# It reads lengths on the host, so that no mode makes a CUDA graph of its steps, and the whole cache in every step.
 NEVER_CAPTURED = ("offload",)
-# They read the whole cache from the host in every step.
-STREAMED = (OFFLOADED, "offload")
-METHODS = [*BASELINES, *SPECACHE]
+METHODS = [FULL, *COMPILED, *SPECACHE]
 # One of each kind, and what their figures are compared with.
-SMOKE_METHODS = (FULL, OFFLOADED, FP8, "16 bits, k = 0", "2-bit, k = 0", "specache 2-bit", "specache best", "offload")
+SMOKE_METHODS = (FULL, FP8, "16 bits, k = 0", "specache 2-bit", "specache best", "offload")
 # Bytes of VRAM beside the margin, in which the smoke model and three sequences fit, by their dtypes there.
 SMOKE_ROOM = {"cuda": 1 << 19, "cpu": 1 << 20}
 # Tokens that a forced context has room to grow by.
 STEPS = 80
-# One row, as many as the full cache has room for, and as many as the method has.
-BATCHES = ("1", "equal", "largest")
+# One row, and as many as the method has room for.
+BATCHES = ("1", "largest")
 # What a step needs beside weights and cache: logits, activations, the allocator's slack.
 MARGIN = 2 * GIB
 
@@ -131,9 +122,10 @@ def sequence_bytes(model: LlamaForCausalLM, case: Case) -> tuple[int, int]:
     if case.method in SPECACHE:
         tiers = predicted_bytes(parse_options(SPECACHE[case.method]), layers, 1, tokens)
         return device_total(tiers), tiers["host"]
-    whole = round(bucket(tokens) * len(layers) * pair_bytes(case.method, layers[0]))
-    beside = bucket(tokens) * layers_at_once(case.method) * round(pair_bytes(FULL, layers[0]))
-    return (beside, whole) if case.method == OFFLOADED else (whole + beside, 0)
+    pair = full_cache_bytes(layers[:1], 1, bucket(tokens))
+    if case.method != FP8:
+        return pair * len(layers), 0
+    return pair // layers[0].dtype.itemsize * len(layers) + pair, 0  # and one layer's 16-bit copy
 
 
 def largest_batch(model: LlamaForCausalLM, case: Case, host: float) -> int:
@@ -142,6 +134,30 @@ def largest_batch(model: LlamaForCausalLM, case: Case, host: float) -> int:
     device, pinned = sequence_bytes(model, case)
     fit = (case.cap - weights - MARGIN) // max(1, device)  # `offload` keeps nothing there
     return max(0, min(fit, int(host // pinned) if pinned else fit))
+
+
+class Fp8StaticLayer(StaticLayer):
+    """Keys and values in e4m3 with a scale of 1, stored as bytes and converted back to 16 bits for SDPA."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        new = (states.to(torch.float8_e4m3fn).view(torch.uint8) for states in (key_states, value_states))
+        keys, values = (codes.view(torch.float8_e4m3fn) for codes in super().update(*new, *args, **kwargs))
+        return keys.to(key_states.dtype), values.to(value_states.dtype)
+
+
+def forced_cache(
+    method: str, config: LlamaConfig, layers: list[LayerShape], batch: int, context: int, most: int
+) -> Cache:
+    """One of Hugging Face's caches with `context` random tokens; a static one has room for `most`."""
+    static = method in COMPILED
+    cache: Any = StaticCache(config=config, max_cache_len=most) if static else DynamicCache(config=config)
+    if method == FP8:
+        cache.layers = [Fp8StaticLayer(max_cache_len=most) for _ in cache.layers]
+    for number, layer in enumerate(layers):
+        shape = (batch, layer.heads, context, layer.head_dim)
+        keys, values = (torch.randn(shape, dtype=layer.dtype, device=layer.device) for _ in range(2))
+        cache.update(keys, values, number)
+    return cache
 
 
 class NotCaptured(Exception):
@@ -212,20 +228,15 @@ def forced_session(model: LlamaForCausalLM, token: Tensor, context: int) -> Any:
 
 @contextmanager
 def as_it_is_called(case: Case, device: torch.device) -> Iterator[None]:
-    """A context in which fetches run on the main stream if the method requires it, and copy the share of the case."""
+    """A context in which fetches copy the share of the case."""
     if device.type != "cuda":
         yield
         return
-    from specache_compile.kernels.movement import copy_stream, triton_copy
+    from specache_compile.kernels.movement import triton_copy
 
-    stream_of, gather = copy_stream.stream_of, triton_copy.gather
-    if "synchronous" in case.method:
-        copy_stream.stream_of = torch.cuda.current_stream  # type: ignore[assignment]
-    triton_copy.gather = forced_gather(gather, case.reuse, case.corrected)
-    try:
+    forced = forced_gather(triton_copy.gather, case.reuse, case.corrected)
+    with mock.patch.object(triton_copy, "gather", forced):
         yield
-    finally:
-        copy_stream.stream_of, triton_copy.gather = stream_of, gather
 
 
 def forced_gather(gather: Callable[..., None], reuse: float, corrected: float) -> Callable[..., None]:
@@ -290,8 +301,8 @@ def measure(model: LlamaForCausalLM, case: Case, batch: int, args: argparse.Name
     for message in dict.fromkeys(str(w.message) for w in logged if issubclass(w.category, UserWarning)):
         tqdm.write(f"{case.method}: {message}", file=sys.stderr)
     row: dict[str, Any] = {"batch": batch, "ms": ms, "tokens/s": 1e3 * batch / ms, "captured": required}
-    if case.method in STREAMED:
-        row["bytes to device"] = round(case.context * batch * sum(pair_bytes(FULL, x) for x in shapes_of(model)))
+    if case.method == "offload":
+        row["bytes to device"] = full_cache_bytes(shapes_of(model), batch, case.context)
     if device.type == "cuda":
         row["peak bytes"] = torch.cuda.max_memory_allocated(device)
     if before is not None:
@@ -329,64 +340,52 @@ def roofline_share(model: LlamaForCausalLM, case: Case, row: dict[str, Any], lim
 
 
 def run_case(
-    model: LlamaForCausalLM, case: Case, equal: int, args: argparse.Namespace, limit: dict[str, float],
-    results: Results,
-) -> None:  # fmt: skip
-    """A method at batch 1, at the full cache's largest batch, and at its own; a batch that does not fit is retried with
-    a tenth less. What the results have is not measured again."""
+    model: LlamaForCausalLM, case: Case, args: argparse.Namespace, limit: dict[str, float], results: Results
+) -> None:
+    """A method at batch 1 and at its largest batch; a batch that does not fit is retried with a tenth less. What the
+    results have is not measured again."""
     device = model.device
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, case.cap / total), device)
-    had = [row for row in results.rows if vars(case).items() <= row.items()]
-    done = {row["batch"]: row for row in had}
-    kinds = {row["at"] for row in had}
-    host, pinned = args.host_gib * GIB, sequence_bytes(model, case)[1]
-    equal = min(equal, int(host // pinned)) if pinned else equal
-    batches = {"1": 1, "equal": equal, "largest": largest_batch(model, case, host)}
+    batches = {"1": 1, "largest": largest_batch(model, case, args.host_gib * GIB)}
     for kind, batch in batches.items():
-        if kind in kinds or kind not in args.at:
+        if kind not in args.at or results.has(**vars(case), at=kind):
             continue
-        while batch and batch not in done:
-            try:
-                row, lost = measure(model, case, batch, args), None
-            except torch.OutOfMemoryError:
-                row, lost = None, None
-            except NotCaptured as reason:
-                row, lost = None, str(reason)
-            # Behind the handlers: within them the traceback still holds the cache.
-            torch._dynamo.reset()
-            gc.collect()
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
+        while batch:
+            had = results.find(**vars(case), batch=batch)
+            row, lost = measured_or_none(model, case, batch, args) if not had else (had[0], None)
             if lost is not None:
                 results.report.setdefault("not captured", []).append({**vars(case), "batch": batch, "why": lost})
                 results.write()
                 return
-            if row is None:
-                batch = batch * 9 // 10
-            else:
-                done[batch] = {**vars(case), **row, "roofline share": roofline_share(model, case, row, limit)}
-        if batch:
-            results.add({**done[batch], "at": kind})
+            if row is not None:
+                share = roofline_share(model, case, row, limit)
+                results.add({**vars(case), **row, "roofline share": share, "at": kind})
+                break
+            batch = batch * 9 // 10
 
 
-def with_hidden_shares(rows: list[dict[str, Any]], limit: dict[str, float]) -> None:
-    """Add the extra milliseconds of a step (`waited`) compared with k = 0 without a host tier at the same batch size.
+def measured_or_none(
+    model: LlamaForCausalLM, case: Case, batch: int, args: argparse.Namespace
+) -> tuple[dict[str, Any] | None, str | None]:
+    """The row, None where memory is too small, and why its steps were not captured."""
+    row, lost = None, None
+    try:
+        row = measure(model, case, batch, args)
+    except torch.OutOfMemoryError:
+        pass
+    except NotCaptured as reason:
+        lost = str(reason)
+    # Behind the handlers: within them the traceback still holds the cache.
+    torch._dynamo.reset()
+    gc.collect()
+    if model.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return row, lost
 
-    Also add the share of the transfer that is hidden.
-    """
-    key = ("model", "context", "cap", "batch")
-    bare = {(*(r[k] for k in key), r["method"]): r["ms"] for r in rows if r["method"].endswith("k = 0")}
-    for row in rows:
-        alone = bare.get((*(row[k] for k in key), BARE.get(row["method"])))
-        moved = row.get("bytes to device", 0) / limit["to device"] / 1e6
-        if alone is not None and moved:
-            row["waited"] = max(0.0, row["ms"] - alone)
-            row["hidden"] = 1 - min(1.0, row["waited"] / moved)
 
-
-def break_even(rows: list[dict[str, Any]], method: str = "specache 2-bit") -> int | None:
+def break_even(rows: list[dict[str, Any]], method: str = "specache best") -> int | None:
     """The shortest measured context from which on a method's step at batch 1 is as fast as our 16-bit one."""
     alone = [row for row in rows if row["batch"] == 1]
     least: int | None = None
@@ -405,66 +404,45 @@ def table(rows: list[dict[str, Any]]) -> str:
             f"{row['reuse']:.0%}", f"{row['corrected']:.0%}", row["batch"],
             f"{row['ms']:.2f}", f"{row['tokens/s']:.0f}",
             f"{row.get('peak bytes', 0) / GIB:.1f}", f"{row.get('bytes to device', 0) / 1e6:.1f}",
-            f"{row['waited']:.2f}" if "waited" in row else "", f"{row['hidden']:.0%}" if "hidden" in row else "",
             f"{row['roofline share']:.0%}", "yes" if row["captured"] else "no",
         )
         for row in rows
     ]  # fmt: skip
     headers = (
-        "model", "context", "GB", "method", "reuse", "corrected", "batch", "ms", "tokens/s", "peak GiB",
-        "MB a step", "ms waited", "hidden", "roofline", "captured",
+        "model", "context", "GiB", "method", "reuse", "corrected", "batch", "ms", "tokens/s", "peak GiB",
+        "MB a step", "roofline", "captured",
     )  # fmt: skip
     return tabulate(lines, headers, disable_numparse=True)
 
 
 def cases_of(args: argparse.Namespace, total: int) -> list[Case]:
-    caps = [min(total, round(cap * 1e9)) if cap else total for cap in args.caps]
-    cases = []
-    for model in args.models:
-        for context in args.contexts:
-            for cap in dict.fromkeys(caps):
-                plain = [case_of(model, method, context, cap, args.reuse[0], args.corrected) for method in args.methods]
-                swept = [
-                    case_of(model, method, context, cap, reuse, args.corrected)
-                    for reuse in args.reuse[1:]
-                    for method in args.methods
-                    if fetches(method)
-                ]
-                cases += plain + swept
-    return list(dict.fromkeys(cases))
+    caps = dict.fromkeys(min(total, round(cap * 1e9)) if cap else total for cap in args.caps)
+    return [
+        case_of(args.model, method, context, cap, args.reuse, args.corrected)
+        for context in args.contexts
+        for cap in caps
+        for method in args.methods
+    ]
 
 
 def case_of(model: str, method: str, context: int, cap: int, reuse: float, corrected: float | None) -> Case:
     return Case(model, method, context, cap, reuse, share_corrected(method, corrected))
 
 
-def fetches(method: str) -> bool:
-    return SPECACHE.get(method, {"top_k": 0}).get("top_k", 64) > 0
-
-
 def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, torch.device]:
     parser = parser_of(__doc__)
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=["llama-3-8b"])
+    parser.add_argument("--model", choices=MODELS, default="llama-3-8b")
     parser.add_argument("--contexts", type=int, nargs="+", default=[32768, 8192, 131072], help="tokens")
     parser.add_argument("--caps", type=float, nargs="+", default=[48, 0], help="GB of VRAM; 0: all (48 0)")
     parser.add_argument(
         "--methods", nargs="+", choices=METHODS, metavar="NAME", help=f"(all; some with --smoke) {'; '.join(METHODS)}"
     )
     parser.add_argument(
-        "--at",
-        nargs="+",
-        choices=BATCHES,
-        default=BATCHES,
-        help="which batches (all): one row, the full cache's largest, its own",
+        "--at", nargs="+", choices=BATCHES, default=BATCHES, help="which batches (all): one row, its largest"
     )
+    parser.add_argument("--reuse", type=float, default=0.5, help="share of the slots that stay (0.5)")
     parser.add_argument(
-        "--reuse", type=float, nargs="+", default=[0.5, 0.0, 0.75, 1.0], help="shares of the slots that stay"
-    )
-    parser.add_argument(
-        "--corrected",
-        type=float,
-        metavar="SHARE",
-        help="of the slots that a correction fills anew (as seen: .44; two lanes: .34)",
+        "--corrected", type=float, metavar="SHARE", help="of the slots that a correction fills (.44; two lanes: .34)"
     )
     parser.add_argument("--mode", default="reduce-overhead", help="torch.compile's (default: reduce-overhead)")
     parser.add_argument("--host-gib", type=float, default=100.0, help="pinned memory that may be used (100)")
@@ -475,16 +453,9 @@ def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, torch.device
         parser.error(f"--steps and --warm-up together: at most {STEPS - 4}, for which the caches have room")
     args.methods = args.methods or list(SMOKE_METHODS if args.smoke else METHODS)
     if args.smoke:
-        args.models, args.contexts, args.caps, args.reuse = ["smoke"], [320], [0], [0.5]
+        args.model, args.contexts, args.caps = "smoke", [320], [0]
         args.steps, args.warm_up, args.host_gib = 2, 1, 1 / 1024
     return args, device
-
-
-def left_out(args: argparse.Namespace, device: torch.device) -> dict[str, str]:
-    """The selected methods that are unavailable, with the reason."""
-    config = LlamaConfig(**MODELS[args.models[0]])
-    reasons = {method: why_not(method, config, device) for method in args.methods}
-    return {method: reason for method, reason in reasons.items() if reason is not None}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -493,25 +464,17 @@ def main(arguments: list[str] | None = None) -> int:
     settings = {name: getattr(args, name) for name in ("smoke", "mode", "host_gib", "steps")}
     results = Results(args.out, "benchmarks/gpu_decode.py", device, args.resume, **settings)
     limit = results.once("limits", lambda: limits(device, 1 << (20 if args.smoke else 30), 20))
-    skipped = left_out(args, device)
-    args.methods = [method for method in args.methods if method not in skipped]
-    results.report |= {"skipped": skipped, "not captured": []}
-    model, built, cases = None, "", cases_of(args, total)
+    results.report["not captured"] = []
     try:
-        with torch.no_grad(), tqdm(cases, file=sys.stderr) as bar:
+        with torch.no_grad(), tqdm(cases_of(args, total), file=sys.stderr) as bar:
+            model = build(args.model, device)
             for case in bar:
                 bar.set_postfix_str(f"{case.method} at {case.context}")
-                if model is None or case.model != built:
-                    model, built = None, case.model
-                    model = build(case.model, device)
-                full = Case(case.model, FULL, case.context, case.cap, 0.0)
-                run_case(model, case, largest_batch(model, full, 0), args, limit, results)
+                run_case(model, case, args, limit, results)
     except KeyboardInterrupt:
         print("interrupted: the cases below are finished", file=sys.stderr)
-    with_hidden_shares(results.rows, limit)
     results.write()
     print(table(results.rows))
-    print(*(f"skipped {method}: {reason}" for method, reason in skipped.items()), sep="\n")
     least = break_even(results.rows) or "none measured"
     print(f"break-even at batch 1 (for specache_compile/runtime/break_even.py): {least}")
     for lost in results.report["not captured"]:

@@ -1,4 +1,4 @@
-"""Time and peak memory of a prefill: specache, plain torch.compile, and the uncompiled model.
+"""Time and peak memory of a prefill: specache and plain torch.compile.
 
     python benchmarks/gpu_prefill.py    (8k and 32k tokens; --smoke: tiny shapes on any machine)
 
@@ -23,7 +23,6 @@ from specache_compile.bench.results import Results
 
 METHODS: dict[str, dict[str, Any] | None] = {
     "torch.compile": None,
-    "uncompiled": None,
     "specache best": {"min_context": 0},
     "specache 2-bit": {"setting": "paper", "bits": 2, "min_context": 0},
 }
@@ -35,8 +34,6 @@ def prepare(model: LlamaForCausalLM, method: str) -> LlamaForCausalLM:
     twin.__dict__ = dict(model.__dict__)
     options = METHODS[method]
     smoke = model.device.type != "cuda"  # nothing compiled to C++
-    if method == "uncompiled":
-        return twin
     if options is None:
         twin.compile(backend="eager" if smoke else "inductor")
     else:
@@ -70,27 +67,18 @@ def predicted_bytes(model: LlamaForCausalLM, method: str, context: int) -> int:
     return sc.explain(model, context, 1, options).prefill_bytes
 
 
-def plain_rows(rows: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """torch.compile's, by their contexts."""
-    return {row["context"]: row for row in rows if row["method"] == "torch.compile"}
-
-
 def table(rows: list[dict[str, Any]]) -> str:
-    plain = plain_rows(rows)
+    plain = {row["context"]: row["ms"] for row in rows if row["method"] == "torch.compile"}
     lines = [
         (
-            f"{row['context']:,}", row["method"], f"{row['ms']:.1f}", of_plain(row, plain),
+            f"{row['context']:,}", row["method"], f"{row['ms']:.1f}",
+            f"{row['ms'] / plain[row['context']]:.2f}" if row["context"] in plain else "",
             f"{row['predicted bytes'] / GIB:.2f}", f"{row.get('peak bytes', 0) / GIB:.2f}",
-            f"{row.get('peak bytes', 0) / row['predicted bytes']:.2f}",
         )
         for row in rows
     ]  # fmt: skip
-    headers = ("context", "", "ms", "of torch.compile's", "GiB predicted", "peak GiB", "of what was predicted")
+    headers = ("context", "", "ms", "of torch.compile's", "GiB predicted", "peak GiB")
     return tabulate(lines, headers, disable_numparse=True)
-
-
-def of_plain(row: dict[str, Any], plain: dict[int, dict[str, Any]]) -> str:
-    return f"{row['ms'] / plain[row['context']]['ms']:.2f}" if row["context"] in plain else ""
 
 
 def main(arguments: list[str] | None = None) -> None:
