@@ -288,8 +288,11 @@ def center_row(setting: KernelSetting, device: torch.device, repeats: int, limit
 
 
 def large_gathers(device: torch.device, size: int, smoke: bool) -> Iterator[dict[str, Any]]:
-    """GB/s of gathers over `size` bytes of host memory: pairs of 16 and 8 bits at even and random distances, by as many
-    programs as a fetch ahead and a correction have."""
+    """GB/s of gathers over `size` bytes of host memory.
+
+    Pairs have 16 or 8 bits and even or random distances. The number of programs is that of a fetch ahead or of a
+    correction.
+    """
     heads, top_k, d = (4, 8, 16) if smoke else (192, 64, 128)
     slots = torch.zeros(1, heads, top_k, 2, d, dtype=torch.bfloat16 if device.type == "cuda" else torch.half).to(device)
     index = torch.full((1, heads, top_k), -1, dtype=torch.int32, device=device)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import importlib
 import io
@@ -18,11 +17,10 @@ from unittest import mock
 import pytest
 import torch
 
-from conftest import NEEDLE_LLAMA, byte_tokenizer, prompt, tiny_llama
+from conftest import prompt, tiny_llama
 from specache_compile.bench.results import Results
 from specache_compile.compat import with_cache
 from specache_compile.errors import SpecacheError
-from specache_compile.evaluation.reader import Reader
 from specache_compile.methods.field import LayerShape
 from specache_compile.runtime.session import Session
 from specache_compile.runtime.tiers import Tiers
@@ -357,38 +355,3 @@ def test_a_soak_stops_at_a_planted_fault_and_prints_how_to_reproduce_it(
     again = "python benchmarks/soak.py --seed 7 --calls {} --lowering eager --recompile-limit 100\n"
     assert number
     assert out.endswith(again.format(number[1]))
-
-
-def verified(text: Path, out: Path, *more: str) -> list[dict[str, Any]]:
-    """Return the rows of two short windows of a text; the file `out` keeps finished ones."""
-    model = str(NEEDLE_LLAMA)
-    small = ("--model", model, "--contexts", "200", "--samples", "2", "--tokens", "6", "--lowering", "eager")
-    run("verify_drafts", *small, "--settings", "specache:verify=3", "--text", str(text), "--out", str(out), *more)
-    rows: list[dict[str, Any]] = json.loads(out.read_text())["rows"]
-    return rows
-
-
-@pytest.mark.slow
-def test_windows_that_are_verified_are_kept_for_the_same_text_alone(tmp_path: Path) -> None:
-    texts = [tmp_path / name for name in ("a.txt", "b.txt")]
-    for path, word in zip(texts, ("one two three ", "four five six "), strict=True):
-        path.write_text(word * 100)
-    out = tmp_path / "rows.json"
-    first, again = (verified(texts[0], out) for _ in range(2))
-    assert [(row["setting"], row["tokens"]) for row in first] == [
-        (setting, 6) for setting in ("uncompiled", "specache:verify=3") for _ in range(2)
-    ]
-    assert all(row["equal"] == 6 for row in first if "equal" in row)
-    assert again == first  # the seconds too: nothing was measured again
-    with pytest.raises(SpecacheError, match=r"prompts .*; name another file"):
-        verified(texts[1], out)
-    rounded = verified(texts[0], tmp_path / "rounded.json", "--dtype", "bfloat16")[2:]
-    assert all(row["holds"] and (row["equal"] == 6 or row["gap"] <= 2 * row["rounding"]) for row in rounded)
-
-
-def test_overlapping_windows_are_reported_during_verification(tmp_path: Path) -> None:
-    text = tmp_path / "short.txt"
-    text.write_text("one two three " * 20)
-    options = argparse.Namespace(contexts=[200], samples=2, seed=0, text=[text])
-    with pytest.warns(UserWarning, match="2 windows of 200 tokens overlap in a text of 280"):
-        importlib.import_module("verify_drafts").prompts_of(options, Reader(byte_tokenizer()))

@@ -327,10 +327,10 @@ def latents() -> str:
     })  # fmt: skip
 
 
-def printed(program: str, results: str) -> str:
-    """The table that a benchmark prints of its results."""
+def batching() -> str:
+    """The table that benchmarks/batching.py prints of its results."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
-    return fenced(import_module(program).table(load(f"{results}.json")["rows"]))
+    return fenced(import_module("batching").table(load("batching.json")["rows"]))
 
 
 def serve() -> str:
@@ -462,11 +462,9 @@ GENERATORS: dict[str, Callable[[], str]] = {
         for made in (
             models, family_counts, every_family, versions, options_often, options, options_setting,
             options_baselines, methods, api, demo, gpu, gains, costs, computed_steps, devices, passes, bench,
-            cold_start, latents, closeness, serve,
+            cold_start, latents, closeness, batching, serve,
         )
     },
-    "batching": partial(printed, "batching", "batching"),
-    "verification": partial(printed, "verify_drafts", "verify"),
     **{folder: partial(needles, folder) for folder in ("needles_smollm2", "needles_blind")},
 }  # fmt: skip
 
