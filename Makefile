@@ -53,7 +53,6 @@ build/gpu/%.passed: tests/kernels/%.py
 
 gpu: $(GPU_TESTS)          ## tests and benchmarks of a GPU, into build/gpu: hours; `timeout 540 make -k gpu` resumes
 	for name in $(TIMES); do $(GPU_PYTHON) benchmarks/gpu_$$name.py --resume --out build/gpu/gpu_$$name.json || exit 1; done
-	$(GPU_PYTHON) benchmarks/gpu_table.py --out build/gpu/gpu_table.json
 
 lint: .venv/ready prose    ## style, formatting, types, the tables of the docs, the prose
 	$(BIN)/ruff check .

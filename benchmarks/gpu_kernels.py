@@ -29,7 +29,6 @@ from specache_compile.kernels.codes.records import stored_dim
 from specache_compile.kernels.decode import triton_scored
 from specache_compile.kernels.memory import host_memory
 from specache_compile.kernels.movement import cpp_tiers, triton_append, triton_copy, triton_select
-from specache_compile.kernels.state import triton_center
 from specache_compile.kernels.state.cursor import LENGTH, LOW_BIT, NEXT_LOW_BIT, new_cursor
 from specache_compile.kernels.state.segments import SEGMENT, segmented
 from specache_compile.kernels.state.stored_pairs import ROUNDED, rounded_width
@@ -275,18 +274,6 @@ def quantise_row(setting: KernelSetting, device: torch.device, repeats: int, lim
     return figures("quantise", setting, "copy", size, ms, limit)
 
 
-def center_row(setting: KernelSetting, device: torch.device, repeats: int, limit: dict[str, float]) -> dict[str, Any]:
-    """What models whose keys have biases add to every step's attention."""
-    x = Inputs(setting, device, 0)
-    center = torch.rand(setting.batch, HEADS, 4, HEAD_DIM, device=device)
-    capacity, group = x.state["codes"].shape[2], setting.options.group_size
-    ms = milliseconds_on_device(
-        lambda i: triton_center.share_of_center(x.q, center, x.cursor, capacity, group, HEAD_DIM**-0.5), device, repeats
-    )
-    size = 4 * LANES * setting.pairs * QUERY_HEADS // HEADS
-    return figures("center's share", setting, "copy", size, ms, limit)
-
-
 def large_gathers(device: torch.device, size: int, smoke: bool) -> Iterator[dict[str, Any]]:
     """GB/s of gathers over `size` bytes of host memory.
 
@@ -362,8 +349,6 @@ def main(arguments: list[str] | None = None) -> None:
             rows = list(rows_of(setting, device, args.repeats, limit))
             if setting.bits < 16:
                 rows.append(quantise_row(setting, device, args.repeats, limit))
-            if setting.bits == args.bits[-1] and not setting.rotate:  # its bits are no matter
-                rows.append(center_row(setting, device, args.repeats, limit))
             results.add(*rows)
     except KeyboardInterrupt:
         print("interrupted: the settings below are finished")

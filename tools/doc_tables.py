@@ -339,12 +339,33 @@ def serve() -> str:
     return markdown(("quantity", "measured value"), rows, right=1)
 
 
+# The caches of `gpu`, by their names in gpu_decode.json.
+MEASURED = {
+    "fp8 StaticCache, compiled": "FP8 StaticCache, compiled",
+    "16 bits, k = 0": "our 16-bit cache",
+    "specache best": "specache",
+}
+
+
 def gpu() -> str:
     """The measurements of a GPU; a smoke run or a simulated device has none."""
-    if not (RESULTS / "gpu_table.json").exists() or load("gpu_table.json")["no figures"] is not None:
+    report = load("gpu_decode.json")
+    origin, rows = report["provenance"], report["rows"]
+    if report["settings"]["smoke"] or "simulated" in origin["device"]:
         return "Nothing has been measured on a GPU yet."
-    tables: str = load("gpu_table.json")["tables"]
-    return tables
+    ours = {row["at"]: row["tokens/s"] for row in rows if row["method"] == "16 bits, k = 0"}
+    table = selected(sorted(rows, key=lambda row: (list(MEASURED).index(row["method"]), row["batch"])), 1, {
+        "cache": lambda row: MEASURED[row["method"]],
+        "sequences": lambda row: f"{row['batch']}",
+        "ms per step, measured": lambda row: f"{row['ms']:.1f}",
+        "ms per step, simulated": lambda row: f"{row['simulated ms']:.1f}",
+        "tokens/s of all": lambda row: f"{row['tokens/s']:,.0f}",
+        "tokens/s relative to our 16-bit cache": lambda row: f"{row['tokens/s'] / ours[row['at']]:.2f}",
+        "PCIe, MB per step": lambda row: f"{row.get('bytes to device', 0) / 1e6:,.0f}",
+        "share of the roofline": lambda row: f"{row['roofline share']:.0%}",
+    })  # fmt: skip
+    measured = f"{rows[0]['model']}, {rows[0]['context']:,} tokens, {rows[0]['cap'] / 2**30:.0f} GiB of VRAM:"
+    return f"{origin['device']}, torch {origin['torch']}\n\n{measured}\n\n{table}"
 
 
 # The caches of `gains` and `computed_steps`, by their names in computed_steps.json.
