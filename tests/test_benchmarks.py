@@ -52,7 +52,6 @@ def test_the_kernel_benchmark_checks_and_times_every_kernel(tmp_path: Path) -> N
     report = json.loads((tmp_path / "out.json").read_text())
     assert {row["kernel"] for row in report["rows"]} == {
         "attention", "scores alone", "attention from scores", "selection", "gather", "write through", "quantise",
-        "center's share",
     }  # fmt: skip
     assert all(row["ms"] > 0 and row["share"] >= 0 for row in report["rows"])
     assert report["provenance"]["command"].startswith("python benchmarks/gpu_kernels.py --smoke")
@@ -134,13 +133,15 @@ def test_the_prefill_benchmark_compares_with_plain_compilation(tmp_path: Path) -
 @pytest.mark.slow
 def test_the_cold_start_benchmark_times_each_way_with_empty_and_filled_caches(tmp_path: Path) -> None:
     """Six processes, started from this one."""
-    printed = run("cold_start", "--smoke", "--layers", "1", "--out", str(tmp_path / "out.json"))
+    printed = run(
+        "cold_start", "--lowering", "eager", "--layers", "1", "--warms", "1", "--out", str(tmp_path / "out.json")
+    )
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
     assert [(row["caches"], row["way"]) for row in rows] == [
         (state, way) for state in ("cold", "warm") for way in ("torch.compile", "specache", "specache, traces kept")
     ]
     assert rows[-1]["seconds"] < rows[-2]["seconds"]
-    assert all("of plain" in printed and row["way"] in printed for row in rows)
+    assert all(row["way"] in printed for row in rows)
 
 
 @pytest.mark.parametrize(("reuse", "corrected"), [(0.0, 0.0), (0.5, 0.25), (0.75, 1.0), (1.0, 0.5)])
@@ -198,25 +199,16 @@ def test_without_a_gpu_only_the_smoke_run_is_offered(script: str, capsys: pytest
     assert "no CUDA device: only --smoke runs here" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("device", "smoke"), [("a GPU", True), ("a GPU (simulated)", False), ("a GPU", False)])
-def test_a_break_even_is_reported_only_for_measured_settings(
-    device: str, smoke: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    import gpu_table
+def test_the_break_even_is_the_shortest_context_from_which_on_steps_are_no_longer() -> None:
+    from gpu_decode import break_even
 
     rows = [
-        {"model": "m", "method": method, "context": 8192, "cap": 1 << 30, "batch": 1, "at": "largest", "ms": ms,
-         "tokens/s": 1e3 / ms, "roofline share": 0.5, "captured": True}
-        for method, ms in (("16 bits, k = 0", 2.0), ("specache best", 1.0))
-    ]  # fmt: skip
-    report = {"provenance": {"device": device, "torch": "2.11"}, "settings": {"smoke": smoke}, "rows": rows}
-    (tmp_path / "gpu_decode.json").write_text(json.dumps(report))
-    gpu_table.main(["--out", str(tmp_path / "table.json")])
-    measured = device == "a GPU" and not smoke
-    printed, found = capsys.readouterr().out, json.loads((tmp_path / "table.json").read_text())
-    assert ("in break_even.py: MEASURED = {'a GPU': 8192}" in printed) == measured
-    assert ("which mean nothing" in printed) != measured
-    assert found["break-even"] == (8192 if measured else None)
+        {"method": method, "context": context, "batch": 1, "ms": ms}
+        for context, ours in ((4096, 1.0), (8192, 3.0), (16384, 2.0), (32768, 1.0))
+        for method, ms in (("16 bits, k = 0", 2.0), ("specache best", ours))
+    ]
+    assert break_even(rows) == 16384
+    assert break_even(rows[:4]) is None
 
 
 def test_a_batch_that_does_not_fit_is_made_smaller_until_each_kind_has_its_row(
@@ -271,21 +263,17 @@ def restrict(soak: Any, monkeypatch: pytest.MonkeyPatch, names: list[str]) -> No
 
 
 def test_a_soak_compares_its_calls_and_reports_what_it_did(
-    soak: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    soak: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     restrict(soak, monkeypatch, ["greedy", "decode steps", "crop", "fork", "interrupted step", "failing copy"])
-    out = tmp_path / "out.json"
-    assert soak.main(["--calls", "13", "--seed", "39", "--recompile-limit", "100", "--out", str(out)]) == 0
+    assert soak.main(["--calls", "13", "--seed", "39", "--recompile-limit", "100"]) == 0
     printed = capsys.readouterr()
     assert "13 operations" in printed.err
-    report = json.loads(out.read_text())
-    assert report["failed"] == ""
-    assert sum(report["calls"].values()) == 13
-    figures = report["figures"]
+    figures = {name.strip(): int(number) for name, number in re.findall(r"^([a-z ]+?) +(\d+)$", printed.out, re.M)}
     assert figures["sessions alive at the end"] == figures["caches in the pool"]
     assert figures["copies failed"] > 0
     assert figures["steps interrupted"] > 0
-    assert all(name in printed.out for name in (*report["calls"], *figures))
+    assert re.search(r"^all +13 ", printed.out, re.M)
 
 
 @pytest.mark.slow

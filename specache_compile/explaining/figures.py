@@ -57,7 +57,7 @@ class Figures:
     """What the backend does to a model, with `prompt_length` tokens and `batch_size` rows.
 
     Every figure is computed, not measured: bytes from shapes, times from the event simulation (`times/step_time.py`) of
-    `device`. With several `ranks` all figures are one rank's.
+    `device`.
 
     reuse, corrected: see `explain`; None: the defaults of `load`.
     longest: the model's max_position_embeddings; None if its config lacks it.
@@ -81,7 +81,6 @@ class Figures:
     corrected: float | None = None
     host_gib: float = 128.0
     name: str = ""
-    ranks: int = 1
     longest: int | None = None
     command: str = ""
     absorbed: tuple[str, ...] = ()
@@ -204,11 +203,6 @@ class Figures:
         """The one-lane graph, whose products are also those of a full cache's step."""
         return self.traced("pre-decode" if "pre-decode" in self.graphs else "decode")
 
-    @property
-    def host_bytes(self) -> float:
-        """This rank's host memory."""
-        return self.host_gib * 2**30 / self.ranks
-
     @functools.cached_property
     def is_timed(self) -> bool:
         """Whether the decode step's time can be computed: a CUDA graph must be able to hold the step."""
@@ -248,7 +242,7 @@ class Figures:
 
     def largest_batch(self) -> tuple[int, str]:
         """The rows of this context that fit, and the memory that limits them: "device" or "host"."""
-        return largest_batch(self.traced(), self.device, self.prompt_length, self.host_bytes)
+        return largest_batch(self.traced(), self.device, self.prompt_length, self.host_gib * 2**30)
 
     def full_cache_batch(self) -> int:
         """The rows of this context that fit with a full 16-bit cache in device memory."""
