@@ -45,7 +45,7 @@ test-device: .venv-oldest/ready  ## the CUDA side on a simulated GPU, or a part:
 # benchmark resumes from its rows in build/gpu; TIMES="kernels" runs some of them.
 GPU_PYTHON ?= python3
 GPU_TESTS := $(patsubst tests/kernels/%.py,build/gpu/%.passed,$(wildcard tests/kernels/test_triton*.py) tests/kernels/test_gpu.py)
-TIMES ?= kernels prefill decode
+TIMES ?= kernels decode
 
 build/gpu/%.passed: tests/kernels/%.py
 	mkdir -p build/gpu

@@ -16,8 +16,7 @@ from tqdm import tqdm
 
 from conftest import greedy, tiny_llama
 from specache_compile.bench import demo
-from specache_compile.bench.demo import METHODS, licence, summary_table
-from specache_compile.bench.keys import key_search, questions_of
+from specache_compile.bench.demo import METHODS, key_search, licence, questions_of, summary_table
 from specache_compile.bench.measurements import BenchPlan
 from specache_compile.bench.runners import check_name
 from specache_compile.bench.table import draw
