@@ -419,24 +419,6 @@ def break_even(rows: list[dict[str, Any]], method: str = "specache best") -> int
     return least
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    lines = [
-        (
-            row["model"], f"{row['context'] // 1024}k", f"{row['cap'] / GIB:.0f}", row["method"],
-            f"{row['reuse']:.0%}", f"{row['corrected']:.0%}", row["batch"],
-            f"{row['ms']:.2f}", f"{row['simulated ms']:.2f}" if row["simulated ms"] else "", f"{row['tokens/s']:.0f}",
-            f"{row.get('peak bytes', 0) / GIB:.1f}", f"{row.get('bytes to device', 0) / 1e6:.1f}",
-            f"{row['roofline share']:.0%}", "yes" if row["captured"] else "no",
-        )
-        for row in rows
-    ]  # fmt: skip
-    headers = (
-        "model", "context", "GiB", "method", "reuse", "corrected", "batch", "ms", "simulated", "tokens/s", "peak GiB",
-        "MB a step", "roofline", "captured",
-    )  # fmt: skip
-    return tabulate(lines, headers, disable_numparse=True)
-
-
 def cases_of(args: argparse.Namespace, total: int) -> list[Case]:
     caps = dict.fromkeys(min(total, round(cap * 1e9)) if cap else total for cap in args.caps)
     return [
@@ -496,7 +478,7 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted: the cases below are finished", file=sys.stderr)
     results.write()
-    print(table(results.rows))
+    print(tabulate(results.rows, headers="keys", floatfmt=",.2f"))
     least = None if args.smoke else break_even(results.rows)
     print(f"break-even at batch 1 (for specache_compile/runtime/break_even.py): {least or 'none measured'}")
     for lost in results.report["not captured"]:

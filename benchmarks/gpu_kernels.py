@@ -302,25 +302,6 @@ def large_gathers(device: torch.device, size: int, smoke: bool) -> Iterator[dict
         host_memory.release_host_memory()
 
 
-def bits_of(row: dict[str, Any]) -> str:
-    bits = f"{row['bits']}" if row["bits"] == row["value_bits"] else f"{row['bits']} and {row['value_bits']}"
-    code = ", keys in the trellis" if row["key_code"] == "trellis" else ""
-    return bits + (", rotated" if row["rotated"] else "") + code
-
-
-def table(rows: list[dict[str, Any]]) -> str:
-    lines = [
-        (
-            row["kernel"] + (f", reuse {row['reuse']:.0%}" if "reuse" in row else ""), bits_of(row),
-            f"{row['context']:,}", row["batch"], f"{1e3 * row['ms']:.1f}", f"{row['GB/s']:.0f}",
-            f"{row['share']:.0%} of {row['limit']}",
-        )
-        for row in rows
-    ]  # fmt: skip
-    headers = ("kernel", "bits", "context", "batch", "µs", "GB/s", "limit")
-    return tabulate(lines, headers, disable_numparse=True)
-
-
 def main(arguments: list[str] | None = None) -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--contexts", type=int, nargs="+", default=[8192, 32768], help="tokens (8192 32768)")
@@ -352,7 +333,7 @@ def main(arguments: list[str] | None = None) -> None:
             results.add(*rows)
     except KeyboardInterrupt:
         print("interrupted: the settings below are finished")
-    print(table(results.rows))
+    print(tabulate(results.rows, headers="keys", floatfmt=",.3f"))
     print("limits, GB/s: " + ", ".join(f"{name} {rate:.0f}" for name, rate in limit.items()))
 
 

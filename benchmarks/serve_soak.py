@@ -26,7 +26,6 @@ from typing import Any
 import openai
 import torch
 from prometheus_client.parser import text_string_to_metric_families
-from serve import write_checkpoint
 from soak import LOSSLESS, tiny
 from tabulate import tabulate
 from tqdm import tqdm
@@ -39,6 +38,7 @@ TALKS = 48
 # Of memory for all tiers: few rows' pages, so that rows give way, and conversations and beginnings too.
 MIB = 24
 ANSWER = 24
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>{% endfor %}<assistant>"
 Messages = list[dict[str, str]]
 
 
@@ -93,6 +93,14 @@ def answers(port: int) -> bool:
     except OSError:
         return False
     return True
+
+
+def write_checkpoint(model: LlamaForCausalLM, folder: Path) -> None:
+    """A model of ASCII characters, whose answers read back as the tokens that they were."""
+    model.save_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(Path(__file__).parent.parent / "examples" / "needle-llama")
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
 
 
 def talks_of(model: LlamaForCausalLM, folder: Path, seed: int) -> list[Talk]:

@@ -108,17 +108,6 @@ def test_the_benchmark_of_batches_reports_the_throughput_of_all_rows(tmp_path: P
 
 
 @pytest.mark.slow
-def test_the_server_benchmark_reports_a_second_turns_share(tmp_path: Path) -> None:
-    small = ("--tokens", "1000", "--layers", "1", "--repeats", "1", "--lowering", "eager")
-    printed = run("serve", *small, "--out", str(tmp_path / "out.json"))
-    report = json.loads((tmp_path / "out.json").read_text())
-    cold, second = (report[f"{turn} turn: seconds to the first token, median"] for turn in ("first", "second"))
-    assert report["share"] == pytest.approx(second / cold, rel=0.05)
-    assert 0 < second < cold
-    assert str(report["share"]) in printed
-
-
-@pytest.mark.slow
 def test_the_cold_start_benchmark_times_each_way_with_empty_and_filled_caches(tmp_path: Path) -> None:
     """Six processes, started from this one."""
     printed = run(

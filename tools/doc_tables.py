@@ -333,12 +333,6 @@ def batching() -> str:
     return fenced(import_module("batching").table(load("batching.json")["rows"]))
 
 
-def serve() -> str:
-    """The figures of benchmarks/serve.py."""
-    rows = [(what, f"{figure:,}") for what, figure in load("serve.json").items() if what != "provenance"]
-    return markdown(("quantity", "measured value"), rows, right=1)
-
-
 # The caches of `gpu`, by their names in gpu_decode.json.
 MEASURED = {
     "fp8 StaticCache, compiled": "FP8 StaticCache, compiled",
@@ -483,7 +477,7 @@ GENERATORS: dict[str, Callable[[], str]] = {
         for made in (
             models, family_counts, every_family, versions, options_often, options, options_setting,
             options_baselines, methods, api, demo, gpu, gains, costs, computed_steps, devices, passes, bench,
-            cold_start, latents, closeness, batching, serve,
+            cold_start, latents, closeness, batching,
         )
     },
     **{folder: partial(needles, folder) for folder in ("needles_smollm2", "needles_blind")},
