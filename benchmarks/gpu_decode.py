@@ -1,9 +1,10 @@
-"""Decode throughput on a GPU: specache, its modes, and Hugging Face's caches, in one run.
+"""Decode throughput on a GPU: specache, its modes and baselines, in one run.
 
     python benchmarks/gpu_decode.py    (hours; --resume, --contexts 32768 --caps 48, --smoke on any machine)
 
 Weights are random, and caches are filled with random pairs up to each context. The share of pairs that a step fetches
-is set by --reuse and --corrected. Exit status 1: a step was not captured as a CUDA graph although it could be.
+is set by --reuse and --corrected. `specache bench` times Hugging Face's caches. Exit status 1: a step was not captured
+as a CUDA graph although it could be.
 """
 
 from __future__ import annotations
@@ -25,17 +26,15 @@ from computed_steps import traced
 from measuring import limits, milliseconds, parsed, parser_of
 from tabulate import tabulate
 from torch import Tensor
-from torch._dynamo.utils import counters
 from tqdm import tqdm
-from transformers import Cache, DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
-from transformers.cache_utils import StaticLayer
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import specache_compile as sc
 from specache_compile.bench.results import Results
 from specache_compile.compat import cache_of, with_cache
 from specache_compile.explaining.times.devices import Device, device_called
 from specache_compile.explaining.times.step_kernels import Traced
-from specache_compile.explaining.times.step_time import full_step_of, step_of
+from specache_compile.explaining.times.step_time import step_of
 from specache_compile.kernels.costs import CORRECTED
 from specache_compile.kernels.state.segments import SEGMENT, places_of
 from specache_compile.lowering.cuda_graphs import MODES
@@ -43,7 +42,7 @@ from specache_compile.methods import parse_options
 from specache_compile.methods.field import LayerShape
 from specache_compile.options import own_options
 from specache_compile.runtime.session import Session
-from specache_compile.runtime.state import bucket, device_total, full_cache_bytes, predicted_bytes
+from specache_compile.runtime.state import device_total, full_cache_bytes, predicted_bytes
 
 GIB = 1 << 30
 LLAMA = {
@@ -57,9 +56,6 @@ MODELS = {
         "num_attention_heads": 4, "num_key_value_heads": 2,
     },
 }  # fmt: skip
-# Hugging Face's caches: FULL is not compiled; FP8 stores e4m3 codes and converts a layer's in each step.
-FULL, STATIC, FP8 = "HF DynamicCache", "HF StaticCache, compiled", "fp8 StaticCache, compiled"
-COMPILED = (STATIC, FP8)
 # What fetches nothing has no host tier, which would bound its batch.
 ON_DEVICE: dict[str, Any] = {"top_k": 0, "speculate": False, "host_tier": False}
 SPECACHE: dict[str, dict[str, Any]] = {
@@ -75,9 +71,9 @@ SPECACHE: dict[str, dict[str, Any]] = {
 }
 # It reads lengths on the host, so that no mode makes a CUDA graph of its steps, and the whole cache in every step.
 NEVER_CAPTURED = ("offload",)
-METHODS = [FULL, *COMPILED, *SPECACHE]
+METHODS = list(SPECACHE)
 # One of each kind, and what their figures are compared with.
-SMOKE_METHODS = (FULL, FP8, "16 bits, k = 0", "specache 2-bit", "specache best", "offload")
+SMOKE_METHODS = ("16 bits, k = 0", "specache 2-bit", "specache best", "offload", "fp8")
 # Bytes of VRAM beside the margin, in which the smoke model and three sequences fit, by their dtypes there.
 SMOKE_ROOM = {"cuda": 1 << 19, "cpu": 1 << 20}
 # Tokens that a forced context has room to grow by.
@@ -123,14 +119,8 @@ def shapes_of(model: LlamaForCausalLM) -> list[LayerShape]:
 
 def sequence_bytes(model: LlamaForCausalLM, case: Case) -> tuple[int, int]:
     """Bytes of one sequence's cache on the device, with what a step puts beside it, and on the host."""
-    layers, tokens = shapes_of(model), case.context + STEPS
-    if case.method in SPECACHE:
-        tiers = predicted_bytes(parse_options(SPECACHE[case.method]), layers, 1, tokens)
-        return device_total(tiers), tiers["host"]
-    pair = full_cache_bytes(layers[:1], 1, bucket(tokens))
-    if case.method != FP8:
-        return pair * len(layers), 0
-    return pair // layers[0].dtype.itemsize * len(layers) + pair, 0  # and one layer's 16-bit copy
+    tiers = predicted_bytes(parse_options(SPECACHE[case.method]), shapes_of(model), 1, case.context + STEPS)
+    return device_total(tiers), tiers["host"]
 
 
 def largest_batch(model: LlamaForCausalLM, case: Case, host: float) -> int:
@@ -141,38 +131,13 @@ def largest_batch(model: LlamaForCausalLM, case: Case, host: float) -> int:
     return max(0, min(fit, int(host // pinned) if pinned else fit))
 
 
-class Fp8StaticLayer(StaticLayer):
-    """Keys and values in e4m3 with a scale of 1, stored as bytes and converted back to 16 bits for SDPA."""
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        new = (states.to(torch.float8_e4m3fn).view(torch.uint8) for states in (key_states, value_states))
-        keys, values = (codes.view(torch.float8_e4m3fn) for codes in super().update(*new, *args, **kwargs))
-        return keys.to(key_states.dtype), values.to(value_states.dtype)
-
-
-def forced_cache(
-    method: str, config: LlamaConfig, layers: list[LayerShape], batch: int, context: int, most: int
-) -> Cache:
-    """One of Hugging Face's caches with `context` random tokens; a static one has room for `most`."""
-    static = method in COMPILED
-    cache: Any = StaticCache(config=config, max_cache_len=most) if static else DynamicCache(config=config)
-    if method == FP8:
-        cache.layers = [Fp8StaticLayer(max_cache_len=most) for _ in cache.layers]
-    for number, layer in enumerate(layers):
-        shape = (batch, layer.heads, context, layer.head_dim)
-        keys, values = (torch.randn(shape, dtype=layer.dtype, device=layer.device) for _ in range(2))
-        cache.update(keys, values, number)
-    return cache
-
-
 class NotCaptured(Exception):
     """A step is not a CUDA graph although the mode requires one."""
 
 
 def requires_graphs(case: Case, mode: str, device: torch.device) -> bool:
     """Whether the method's steps are to be CUDA graphs."""
-    ours = case.method in SPECACHE and case.method not in NEVER_CAPTURED
-    return device.type == "cuda" and mode in MODES and (ours or case.method in COMPILED)
+    return device.type == "cuda" and mode in MODES and case.method not in NEVER_CAPTURED
 
 
 class Decoder:
@@ -184,25 +149,16 @@ class Decoder:
         self.model.__dict__ = dict(model.__dict__)
         self.token = torch.zeros(batch, 1, dtype=torch.int64, device=self.device)
         self.length = case.context
-        if case.method in SPECACHE:
-            lowering = "inductor" if self.device.type == "cuda" else "eager"
-            given = SPECACHE[case.method]
-            settings = {"mode": mode, "min_context": 0, "lowering": lowering, "host_memory": host}
-            taken = own_options(type(parse_options(given)))
-            settings = {name: value for name, value in settings.items() if name in taken}
-            self.model.compile(backend="specache", options={**given, **settings})
-            self.cache = forced_session(self.model, self.token, case.context)
-            return
-        if case.method in COMPILED:
-            how = {"mode": mode} if self.device.type == "cuda" else {"backend": "eager"}
-            self.model.compile(dynamic=False, **how)
-        room = bucket(case.context + STEPS)
-        self.cache = forced_cache(case.method, model.config, shapes_of(model), batch, case.context, room)
+        lowering = "inductor" if self.device.type == "cuda" else "eager"
+        given = SPECACHE[case.method]
+        settings = {"mode": mode, "min_context": 0, "lowering": lowering, "host_memory": host}
+        taken = own_options(type(parse_options(given)))
+        settings = {name: value for name, value in settings.items() if name in taken}
+        self.model.compile(backend="specache", options={**given, **settings})
+        self.cache = forced_session(self.model, self.token, case.context)
 
     def step(self) -> None:
         place = torch.full((self.batch, 1), self.length, device=self.device)
-        if self.case.method in COMPILED:
-            torch.compiler.cudagraph_mark_step_begin()
         out = self.model(self.token, **with_cache(self.cache), position_ids=place, use_cache=True)
         self.token = out.logits[:, -1:].argmax(-1)
         self.length += 1
@@ -293,47 +249,31 @@ def measure(model: LlamaForCausalLM, case: Case, batch: int, args: argparse.Name
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     required = requires_graphs(case, args.mode, device)
-    counters["inductor"].clear()
     with as_it_is_called(case, device), warnings.catch_warnings(record=True) as logged:
         warnings.simplefilter("always")
         decoder = Decoder(model, case, batch, args.mode, round(args.host_gib * GIB))
         for _ in range(args.warm_up):
             decoder.step()
-        if required:
-            check_captured(decoder, [str(warning.message) for warning in logged])
-        before = sc.stats(decoder.model) if case.method in SPECACHE else None
+        before = sc.stats(decoder.model)
         ms = milliseconds(lambda i: decoder.step(), device, args.steps)
-    for message in dict.fromkeys(str(w.message) for w in logged if issubclass(w.category, UserWarning)):
+    messages = dict.fromkeys(str(w.message) for w in logged if issubclass(w.category, UserWarning))
+    after = sc.stats(decoder.model)
+    steps = after.decodes - before.decodes
+    if required and after.replays - before.replays != steps:
+        raise NotCaptured(f"{after.replays - before.replays} of {steps} steps were replays: {'; '.join(messages)}")
+    for message in messages:
         tqdm.write(f"{case.method}: {message}", file=sys.stderr)
-    row: dict[str, Any] = {"batch": batch, "ms": ms, "tokens/s": 1e3 * batch / ms, "captured": required}
+    row: dict[str, Any] = {
+        "batch": batch, "ms": ms, "tokens/s": 1e3 * batch / ms, "captured": required,
+        "bytes to device": (after.bytes_to_device - before.bytes_to_device) / steps,
+        "bytes to host": (after.bytes_to_host - before.bytes_to_host) / steps,
+        "pinned bytes": after.host_bytes,
+    }  # fmt: skip
     if case.method == "offload":
         row["bytes to device"] = full_cache_bytes(shapes_of(model), batch, case.context)
     if device.type == "cuda":
         row["peak bytes"] = torch.cuda.max_memory_allocated(device)
-    if before is not None:
-        after = sc.stats(decoder.model)
-        steps = after.decodes - before.decodes
-        if required and after.replays - before.replays != steps:
-            raise NotCaptured(f"{after.replays - before.replays} of {steps} steps were replays")
-        row |= {
-            "bytes to device": row.get("bytes to device", (after.bytes_to_device - before.bytes_to_device) / steps),
-            "bytes to host": (after.bytes_to_host - before.bytes_to_host) / steps,
-            "pinned bytes": after.host_bytes,
-        }
     return row
-
-
-def check_captured(decoder: Decoder, logged: list[str]) -> None:
-    """Raise NotCaptured with the logged reason if the last step did not replay a CUDA graph."""
-    if decoder.case.method in COMPILED:
-        if skips := counters["inductor"]["cudagraph_skips"]:
-            raise NotCaptured(f"Inductor skipped {skips} graphs")
-        return
-    before = sc.stats(decoder.model).replays
-    decoder.step()
-    if sc.stats(decoder.model).replays == before:
-        reasons = [message for message in logged if "CUDA graph" in message]
-        raise NotCaptured("; ".join(dict.fromkeys(reasons)) or "nobody said why")
 
 
 def roofline_share(model: LlamaForCausalLM, case: Case, row: dict[str, Any], limit: dict[str, float]) -> float:
@@ -345,13 +285,9 @@ def roofline_share(model: LlamaForCausalLM, case: Case, row: dict[str, Any], lim
 
 
 def simulated_ms(case: Case, batch: int, device: Device | None) -> float | None:
-    """What `explain` computes for a step of Llama-3-8B; for a compiled static cache, with an attention that reads no
-    more than is stored. None for other models, other caches, and steps that are never captured."""
-    if device is None or case.model != "llama-3-8b" or case.method in (FULL, *NEVER_CAPTURED):
+    """What `explain` computes for a step of Llama-3-8B; None for other models and steps that are never captured."""
+    if device is None or case.model != "llama-3-8b" or case.method in NEVER_CAPTURED:
         return None
-    if case.method in COMPILED:
-        stored = 1 if case.method == FP8 else 2
-        return 1e3 * full_step_of(traced_as("specache best"), device, case.context, batch, stored).seconds
     return 1e3 * step_of(traced_as(case.method), device, case.context, batch).seconds
 
 
