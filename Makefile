@@ -8,7 +8,7 @@ NEWEST := .venv-newest/bin
 comma := ,
 export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/build/inductor
 
-.PHONY: demo test test-all test-ranks test-oldest test-newest test-device lint prose tables bench quality train format clean
+.PHONY: demo test test-all test-ranks test-oldest test-newest test-device gpu lint prose tables bench quality train format clean
 
 demo: .venv/demo           ## keys found, bytes and times of a real model, in one table and one picture
 	$(BIN)/specache demo --out build/demo
@@ -40,6 +40,19 @@ ON_DEVICE = OMP_NUM_THREADS=1 $(OLDEST)/python tests/device/run.py --device $(or
 
 test-device: .venv-oldest/ready  ## the CUDA side on a simulated GPU, or a part: TESTS=tests/device DEVICE=rtx4090; MARKS=gpu: all of it
 	$(ON_DEVICE) -m '$(or $(MARKS),gpu and not slow)' $(or $(TESTS),$(DEVICE_TESTS))
+
+# A day with a GPU, with a Python that has torch for CUDA. A test file that has passed does not run again, and a
+# benchmark resumes from its rows in build/gpu; TIMES="kernels" runs some of them.
+GPU_PYTHON ?= python3
+GPU_TESTS := $(patsubst tests/kernels/%.py,build/gpu/%.passed,$(wildcard tests/kernels/test_triton*.py) tests/kernels/test_gpu.py)
+TIMES ?= kernels decode
+
+build/gpu/%.passed: tests/kernels/%.py
+	mkdir -p build/gpu
+	$(GPU_PYTHON) -m pytest -q -p no:cacheprovider $(GPU_FLAGS) $< && touch $@
+
+gpu: $(GPU_TESTS)          ## tests and benchmarks of a GPU, into build/gpu: hours; `timeout 540 make -k gpu` resumes
+	for name in $(TIMES); do $(GPU_PYTHON) benchmarks/gpu_$$name.py --resume --out build/gpu/gpu_$$name.json || exit 1; done
 
 lint: .venv/ready prose    ## style, formatting, types, the tables of the docs, the prose
 	$(BIN)/ruff check .

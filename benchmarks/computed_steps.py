@@ -80,23 +80,6 @@ def rows_of(device: Device, steps: Mapping[str, Traced], host: float) -> Iterato
                 }  # fmt: skip
 
 
-def table_of(rows: list[dict[str, Any]], device: str) -> list[tuple[str, ...]]:
-    """A line a cache: at each length milliseconds of one sequence, the largest batch, and its tokens a second."""
-    lines = []
-    for cache in CACHES:
-        cells = []
-        for length in LENGTHS:
-            own = [row for row in rows if (row["device"], row["length"], row["cache"]) == (device, length, cache)]
-            one, most = (own[0], own[-1]) if own else (None, None)
-            cells += [f"{one['ms']:.1f}", f"{most['batch']}", f"{most['tokens/s']:,.0f}"] if one and most else [""] * 3
-        lines.append((cache, *cells))
-    return lines
-
-
-COLUMNS = ("ms of one sequence", "sequences that fit", "tokens/s of all")
-HEADERS = ("cache", *(f"{length // 1024}k: {column}" for length in LENGTHS for column in COLUMNS))
-
-
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--host-gib", type=float, default=100.0, help="GiB of host memory (100)")
@@ -115,11 +98,11 @@ def main(arguments: list[str] | None = None) -> None:
     report = {"provenance": provenance(torch.device("cpu"), "benchmarks/computed_steps.py"), "settings": settings}
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps({**report, "break-even": contexts, "rows": rows}, indent=1) + "\n")
-    for name in args.devices:
-        print(f"\n{name}, computed, not measured; {args.host_gib:g} GiB of host memory")
-        print(tabulate(table_of(rows, name), HEADERS, disable_numparse=True))
-        told = ", ".join(f"{cache} {tokens or 'never'}" for cache, tokens in contexts[name].items())
-        print(f"tokens from which a step of one row takes no longer than in 16 bits: {told}")
+    print(tabulate(rows, headers="keys", floatfmt=",.1f"))
+    print(f"computed, not measured; {args.host_gib:g} GiB of host memory")
+    for name, found in contexts.items():
+        told = ", ".join(f"{cache} {tokens or 'never'}" for cache, tokens in found.items())
+        print(f"{name}: tokens from which a step of one row takes no longer than in 16 bits: {told}")
 
 
 if __name__ == "__main__":

@@ -1,15 +1,17 @@
-"""Decode throughput on a GPU: specache, its modes, and baselines, in one run.
+"""Decode throughput on a GPU: specache, its modes and baselines, in one run.
 
     python benchmarks/gpu_decode.py    (hours; --resume, --contexts 32768 --caps 48, --smoke on any machine)
 
 Weights are random, and caches are filled with random pairs up to each context. The share of pairs that a step fetches
-is set by --reuse and --corrected. Exit status 1: a step was not captured as a CUDA graph although it could be.
+is set by --reuse and --corrected. `specache bench` times Hugging Face's caches. Exit status 1: a step was not captured
+as a CUDA graph although it could be.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import functools
 import gc
 import sys
 import warnings
@@ -17,19 +19,22 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
-from baselines import BASELINES, COMPILED, FP8, FULL, OFFLOADED, forced_cache, layers_at_once, pair_bytes, why_not
+from computed_steps import traced
 from measuring import limits, milliseconds, parsed, parser_of
 from tabulate import tabulate
 from torch import Tensor
-from torch._dynamo.utils import counters
 from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import specache_compile as sc
 from specache_compile.bench.results import Results
 from specache_compile.compat import cache_of, with_cache
+from specache_compile.explaining.times.devices import Device, device_called
+from specache_compile.explaining.times.step_kernels import Traced
+from specache_compile.explaining.times.step_time import step_of
 from specache_compile.kernels.costs import CORRECTED
 from specache_compile.kernels.state.segments import SEGMENT, places_of
 from specache_compile.lowering.cuda_graphs import MODES
@@ -37,7 +42,7 @@ from specache_compile.methods import parse_options
 from specache_compile.methods.field import LayerShape
 from specache_compile.options import own_options
 from specache_compile.runtime.session import Session
-from specache_compile.runtime.state import bucket, device_total, predicted_bytes
+from specache_compile.runtime.state import device_total, full_cache_bytes, predicted_bytes
 
 GIB = 1 << 30
 LLAMA = {
@@ -46,7 +51,6 @@ LLAMA = {
 }  # fmt: skip
 MODELS = {
     "llama-3-8b": LLAMA,
-    "mistral-7b": {**LLAMA, "vocab_size": 32000},
     "smoke": {
         "vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -57,11 +61,7 @@ ON_DEVICE: dict[str, Any] = {"top_k": 0, "speculate": False, "host_tier": False}
 SPECACHE: dict[str, dict[str, Any]] = {
     "16 bits, k = 0": {"setting": "paper", "bits": 16, **ON_DEVICE},
     "2-bit, k = 0": {"setting": "paper", "bits": 2, **ON_DEVICE},
-    "1-bit, k = 0": {"setting": "paper", "bits": 1, **ON_DEVICE},
     "specache 2-bit": {"setting": "paper", "bits": 2},
-    "specache 1-bit": {"setting": "paper", "bits": 1},
-    "specache 2-bit, one lane": {"setting": "paper", "bits": 2, "speculate": False},
-    "specache 2-bit, synchronous fetch": {"setting": "paper", "bits": 2},
     "best, k = 0": ON_DEVICE,
     "specache best": {},
     "specache best, two lanes": {"speculate": True},
@@ -69,25 +69,17 @@ SPECACHE: dict[str, dict[str, Any]] = {
     "offload": {"method": "offload"},
     "fp8": {"method": "fp8"},
 }
-# The same without fetch, correction and offload: what a method's step is measured against for what it waits.
-BARE = {
-    "specache 2-bit": "2-bit, k = 0", "specache 1-bit": "1-bit, k = 0", "specache best": "best, k = 0",
-    "specache 2-bit, one lane": "2-bit, k = 0", "specache best, two lanes": "best, k = 0",
-    "specache 2-bit, synchronous fetch": "2-bit, k = 0",
-}  # fmt: skip
-# It reads lengths on the host: no mode makes a CUDA graph of its steps.
+# It reads lengths on the host, so that no mode makes a CUDA graph of its steps, and the whole cache in every step.
 NEVER_CAPTURED = ("offload",)
-# They read the whole cache from the host in every step.
-STREAMED = (OFFLOADED, "offload")
-METHODS = [*BASELINES, *SPECACHE]
+METHODS = list(SPECACHE)
 # One of each kind, and what their figures are compared with.
-SMOKE_METHODS = (FULL, OFFLOADED, FP8, "16 bits, k = 0", "2-bit, k = 0", "specache 2-bit", "specache best", "offload")
+SMOKE_METHODS = ("16 bits, k = 0", "specache 2-bit", "specache best", "offload", "fp8")
 # Bytes of VRAM beside the margin, in which the smoke model and three sequences fit, by their dtypes there.
 SMOKE_ROOM = {"cuda": 1 << 19, "cpu": 1 << 20}
 # Tokens that a forced context has room to grow by.
 STEPS = 80
-# One row, as many as the full cache has room for, and as many as the method has.
-BATCHES = ("1", "equal", "largest")
+# One row, and as many as the method has room for.
+BATCHES = ("1", "largest")
 # What a step needs beside weights and cache: logits, activations, the allocator's slack.
 MARGIN = 2 * GIB
 
@@ -127,13 +119,8 @@ def shapes_of(model: LlamaForCausalLM) -> list[LayerShape]:
 
 def sequence_bytes(model: LlamaForCausalLM, case: Case) -> tuple[int, int]:
     """Bytes of one sequence's cache on the device, with what a step puts beside it, and on the host."""
-    layers, tokens = shapes_of(model), case.context + STEPS
-    if case.method in SPECACHE:
-        tiers = predicted_bytes(parse_options(SPECACHE[case.method]), layers, 1, tokens)
-        return device_total(tiers), tiers["host"]
-    whole = round(bucket(tokens) * len(layers) * pair_bytes(case.method, layers[0]))
-    beside = bucket(tokens) * layers_at_once(case.method) * round(pair_bytes(FULL, layers[0]))
-    return (beside, whole) if case.method == OFFLOADED else (whole + beside, 0)
+    tiers = predicted_bytes(parse_options(SPECACHE[case.method]), shapes_of(model), 1, case.context + STEPS)
+    return device_total(tiers), tiers["host"]
 
 
 def largest_batch(model: LlamaForCausalLM, case: Case, host: float) -> int:
@@ -150,8 +137,7 @@ class NotCaptured(Exception):
 
 def requires_graphs(case: Case, mode: str, device: torch.device) -> bool:
     """Whether the method's steps are to be CUDA graphs."""
-    ours = case.method in SPECACHE and case.method not in NEVER_CAPTURED
-    return device.type == "cuda" and mode in MODES and (ours or case.method in COMPILED)
+    return device.type == "cuda" and mode in MODES and case.method not in NEVER_CAPTURED
 
 
 class Decoder:
@@ -163,25 +149,16 @@ class Decoder:
         self.model.__dict__ = dict(model.__dict__)
         self.token = torch.zeros(batch, 1, dtype=torch.int64, device=self.device)
         self.length = case.context
-        if case.method in SPECACHE:
-            lowering = "inductor" if self.device.type == "cuda" else "eager"
-            given = SPECACHE[case.method]
-            settings = {"mode": mode, "min_context": 0, "lowering": lowering, "host_memory": host}
-            taken = own_options(type(parse_options(given)))
-            settings = {name: value for name, value in settings.items() if name in taken}
-            self.model.compile(backend="specache", options={**given, **settings})
-            self.cache = forced_session(self.model, self.token, case.context)
-            return
-        if case.method in COMPILED:
-            how = {"mode": mode} if self.device.type == "cuda" else {"backend": "eager"}
-            self.model.compile(dynamic=False, **how)
-        room = bucket(case.context + STEPS)
-        self.cache = forced_cache(case.method, model.config, shapes_of(model), batch, case.context, room)
+        lowering = "inductor" if self.device.type == "cuda" else "eager"
+        given = SPECACHE[case.method]
+        settings = {"mode": mode, "min_context": 0, "lowering": lowering, "host_memory": host}
+        taken = own_options(type(parse_options(given)))
+        settings = {name: value for name, value in settings.items() if name in taken}
+        self.model.compile(backend="specache", options={**given, **settings})
+        self.cache = forced_session(self.model, self.token, case.context)
 
     def step(self) -> None:
         place = torch.full((self.batch, 1), self.length, device=self.device)
-        if self.case.method in COMPILED:
-            torch.compiler.cudagraph_mark_step_begin()
         out = self.model(self.token, **with_cache(self.cache), position_ids=place, use_cache=True)
         self.token = out.logits[:, -1:].argmax(-1)
         self.length += 1
@@ -212,20 +189,15 @@ def forced_session(model: LlamaForCausalLM, token: Tensor, context: int) -> Any:
 
 @contextmanager
 def as_it_is_called(case: Case, device: torch.device) -> Iterator[None]:
-    """A context in which fetches run on the main stream if the method requires it, and copy the share of the case."""
+    """A context in which fetches copy the share of the case."""
     if device.type != "cuda":
         yield
         return
-    from specache_compile.kernels.movement import copy_stream, triton_copy
+    from specache_compile.kernels.movement import triton_copy
 
-    stream_of, gather = copy_stream.stream_of, triton_copy.gather
-    if "synchronous" in case.method:
-        copy_stream.stream_of = torch.cuda.current_stream  # type: ignore[assignment]
-    triton_copy.gather = forced_gather(gather, case.reuse, case.corrected)
-    try:
+    forced = forced_gather(triton_copy.gather, case.reuse, case.corrected)
+    with mock.patch.object(triton_copy, "gather", forced):
         yield
-    finally:
-        copy_stream.stream_of, triton_copy.gather = stream_of, gather
 
 
 def forced_gather(gather: Callable[..., None], reuse: float, corrected: float) -> Callable[..., None]:
@@ -277,47 +249,31 @@ def measure(model: LlamaForCausalLM, case: Case, batch: int, args: argparse.Name
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     required = requires_graphs(case, args.mode, device)
-    counters["inductor"].clear()
     with as_it_is_called(case, device), warnings.catch_warnings(record=True) as logged:
         warnings.simplefilter("always")
         decoder = Decoder(model, case, batch, args.mode, round(args.host_gib * GIB))
         for _ in range(args.warm_up):
             decoder.step()
-        if required:
-            check_captured(decoder, [str(warning.message) for warning in logged])
-        before = sc.stats(decoder.model) if case.method in SPECACHE else None
+        before = sc.stats(decoder.model)
         ms = milliseconds(lambda i: decoder.step(), device, args.steps)
-    for message in dict.fromkeys(str(w.message) for w in logged if issubclass(w.category, UserWarning)):
+    messages = dict.fromkeys(str(w.message) for w in logged if issubclass(w.category, UserWarning))
+    after = sc.stats(decoder.model)
+    steps = after.decodes - before.decodes
+    if required and after.replays - before.replays != steps:
+        raise NotCaptured(f"{after.replays - before.replays} of {steps} steps were replays: {'; '.join(messages)}")
+    for message in messages:
         tqdm.write(f"{case.method}: {message}", file=sys.stderr)
-    row: dict[str, Any] = {"batch": batch, "ms": ms, "tokens/s": 1e3 * batch / ms, "captured": required}
-    if case.method in STREAMED:
-        row["bytes to device"] = round(case.context * batch * sum(pair_bytes(FULL, x) for x in shapes_of(model)))
+    row: dict[str, Any] = {
+        "batch": batch, "ms": ms, "tokens/s": 1e3 * batch / ms, "captured": required,
+        "bytes to device": (after.bytes_to_device - before.bytes_to_device) / steps,
+        "bytes to host": (after.bytes_to_host - before.bytes_to_host) / steps,
+        "pinned bytes": after.host_bytes,
+    }  # fmt: skip
+    if case.method == "offload":
+        row["bytes to device"] = full_cache_bytes(shapes_of(model), batch, case.context)
     if device.type == "cuda":
         row["peak bytes"] = torch.cuda.max_memory_allocated(device)
-    if before is not None:
-        after = sc.stats(decoder.model)
-        steps = after.decodes - before.decodes
-        if required and after.replays - before.replays != steps:
-            raise NotCaptured(f"{after.replays - before.replays} of {steps} steps were replays")
-        row |= {
-            "bytes to device": row.get("bytes to device", (after.bytes_to_device - before.bytes_to_device) / steps),
-            "bytes to host": (after.bytes_to_host - before.bytes_to_host) / steps,
-            "pinned bytes": after.host_bytes,
-        }
     return row
-
-
-def check_captured(decoder: Decoder, logged: list[str]) -> None:
-    """Raise NotCaptured with the logged reason if the last step did not replay a CUDA graph."""
-    if decoder.case.method in COMPILED:
-        if skips := counters["inductor"]["cudagraph_skips"]:
-            raise NotCaptured(f"Inductor skipped {skips} graphs")
-        return
-    before = sc.stats(decoder.model).replays
-    decoder.step()
-    if sc.stats(decoder.model).replays == before:
-        reasons = [message for message in logged if "CUDA graph" in message]
-        raise NotCaptured("; ".join(dict.fromkeys(reasons)) or "nobody said why")
 
 
 def roofline_share(model: LlamaForCausalLM, case: Case, row: dict[str, Any], limit: dict[str, float]) -> float:
@@ -328,65 +284,66 @@ def roofline_share(model: LlamaForCausalLM, case: Case, row: dict[str, Any], lim
     return floor / row["ms"]
 
 
+def simulated_ms(case: Case, batch: int, device: Device | None) -> float | None:
+    """What `explain` computes for a step of Llama-3-8B; None for other models and steps that are never captured."""
+    if device is None or case.model != "llama-3-8b" or case.method in NEVER_CAPTURED:
+        return None
+    return 1e3 * step_of(traced_as(case.method), device, case.context, batch).seconds
+
+
+@functools.cache
+def traced_as(method: str) -> Traced:
+    return traced(SPECACHE[method])
+
+
 def run_case(
-    model: LlamaForCausalLM, case: Case, equal: int, args: argparse.Namespace, limit: dict[str, float],
-    results: Results,
-) -> None:  # fmt: skip
-    """A method at batch 1, at the full cache's largest batch, and at its own; a batch that does not fit is retried with
-    a tenth less. What the results have is not measured again."""
+    model: LlamaForCausalLM, case: Case, args: argparse.Namespace, limit: dict[str, float], results: Results
+) -> None:
+    """A method at batch 1 and at its largest batch; a batch that does not fit is retried with a tenth less. What the
+    results have is not measured again."""
     device = model.device
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, case.cap / total), device)
-    had = [row for row in results.rows if vars(case).items() <= row.items()]
-    done = {row["batch"]: row for row in had}
-    kinds = {row["at"] for row in had}
-    host, pinned = args.host_gib * GIB, sequence_bytes(model, case)[1]
-    equal = min(equal, int(host // pinned)) if pinned else equal
-    batches = {"1": 1, "equal": equal, "largest": largest_batch(model, case, host)}
+    batches = {"1": 1, "largest": largest_batch(model, case, args.host_gib * GIB)}
     for kind, batch in batches.items():
-        if kind in kinds or kind not in args.at:
+        if kind not in args.at or results.has(**vars(case), at=kind):
             continue
-        while batch and batch not in done:
-            try:
-                row, lost = measure(model, case, batch, args), None
-            except torch.OutOfMemoryError:
-                row, lost = None, None
-            except NotCaptured as reason:
-                row, lost = None, str(reason)
-            # Behind the handlers: within them the traceback still holds the cache.
-            torch._dynamo.reset()
-            gc.collect()
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
+        while batch:
+            had = results.find(**vars(case), batch=batch)
+            row, lost = measured_or_none(model, case, batch, args) if not had else (had[0], None)
             if lost is not None:
                 results.report.setdefault("not captured", []).append({**vars(case), "batch": batch, "why": lost})
                 results.write()
                 return
-            if row is None:
-                batch = batch * 9 // 10
-            else:
-                done[batch] = {**vars(case), **row, "roofline share": roofline_share(model, case, row, limit)}
-        if batch:
-            results.add({**done[batch], "at": kind})
+            if row is not None:
+                share = roofline_share(model, case, row, limit)
+                simulated = simulated_ms(case, batch, device_called(results.report["provenance"]["device"]))
+                results.add({**vars(case), **row, "roofline share": share, "simulated ms": simulated, "at": kind})
+                break
+            batch = batch * 9 // 10
 
 
-def with_hidden_shares(rows: list[dict[str, Any]], limit: dict[str, float]) -> None:
-    """Add the extra milliseconds of a step (`waited`) compared with k = 0 without a host tier at the same batch size.
+def measured_or_none(
+    model: LlamaForCausalLM, case: Case, batch: int, args: argparse.Namespace
+) -> tuple[dict[str, Any] | None, str | None]:
+    """The row, None where memory is too small, and why its steps were not captured."""
+    row, lost = None, None
+    try:
+        row = measure(model, case, batch, args)
+    except torch.OutOfMemoryError:
+        pass
+    except NotCaptured as reason:
+        lost = str(reason)
+    # Behind the handlers: within them the traceback still holds the cache.
+    torch._dynamo.reset()
+    gc.collect()
+    if model.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return row, lost
 
-    Also add the share of the transfer that is hidden.
-    """
-    key = ("model", "context", "cap", "batch")
-    bare = {(*(r[k] for k in key), r["method"]): r["ms"] for r in rows if r["method"].endswith("k = 0")}
-    for row in rows:
-        alone = bare.get((*(row[k] for k in key), BARE.get(row["method"])))
-        moved = row.get("bytes to device", 0) / limit["to device"] / 1e6
-        if alone is not None and moved:
-            row["waited"] = max(0.0, row["ms"] - alone)
-            row["hidden"] = 1 - min(1.0, row["waited"] / moved)
 
-
-def break_even(rows: list[dict[str, Any]], method: str = "specache 2-bit") -> int | None:
+def break_even(rows: list[dict[str, Any]], method: str = "specache best") -> int | None:
     """The shortest measured context from which on a method's step at batch 1 is as fast as our 16-bit one."""
     alone = [row for row in rows if row["batch"] == 1]
     least: int | None = None
@@ -398,73 +355,34 @@ def break_even(rows: list[dict[str, Any]], method: str = "specache 2-bit") -> in
     return least
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    lines = [
-        (
-            row["model"], f"{row['context'] // 1024}k", f"{row['cap'] / GIB:.0f}", row["method"],
-            f"{row['reuse']:.0%}", f"{row['corrected']:.0%}", row["batch"],
-            f"{row['ms']:.2f}", f"{row['tokens/s']:.0f}",
-            f"{row.get('peak bytes', 0) / GIB:.1f}", f"{row.get('bytes to device', 0) / 1e6:.1f}",
-            f"{row['waited']:.2f}" if "waited" in row else "", f"{row['hidden']:.0%}" if "hidden" in row else "",
-            f"{row['roofline share']:.0%}", "yes" if row["captured"] else "no",
-        )
-        for row in rows
-    ]  # fmt: skip
-    headers = (
-        "model", "context", "GB", "method", "reuse", "corrected", "batch", "ms", "tokens/s", "peak GiB",
-        "MB a step", "ms waited", "hidden", "roofline", "captured",
-    )  # fmt: skip
-    return tabulate(lines, headers, disable_numparse=True)
-
-
 def cases_of(args: argparse.Namespace, total: int) -> list[Case]:
-    caps = [min(total, round(cap * 1e9)) if cap else total for cap in args.caps]
-    cases = []
-    for model in args.models:
-        for context in args.contexts:
-            for cap in dict.fromkeys(caps):
-                plain = [case_of(model, method, context, cap, args.reuse[0], args.corrected) for method in args.methods]
-                swept = [
-                    case_of(model, method, context, cap, reuse, args.corrected)
-                    for reuse in args.reuse[1:]
-                    for method in args.methods
-                    if fetches(method)
-                ]
-                cases += plain + swept
-    return list(dict.fromkeys(cases))
+    caps = dict.fromkeys(min(total, round(cap * 1e9)) if cap else total for cap in args.caps)
+    return [
+        case_of(args.model, method, context, cap, args.reuse, args.corrected)
+        for context in args.contexts
+        for cap in caps
+        for method in args.methods
+    ]
 
 
 def case_of(model: str, method: str, context: int, cap: int, reuse: float, corrected: float | None) -> Case:
     return Case(model, method, context, cap, reuse, share_corrected(method, corrected))
 
 
-def fetches(method: str) -> bool:
-    return SPECACHE.get(method, {"top_k": 0}).get("top_k", 64) > 0
-
-
 def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, torch.device]:
     parser = parser_of(__doc__)
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=["llama-3-8b"])
+    parser.add_argument("--model", choices=MODELS, default="llama-3-8b")
     parser.add_argument("--contexts", type=int, nargs="+", default=[32768, 8192, 131072], help="tokens")
     parser.add_argument("--caps", type=float, nargs="+", default=[48, 0], help="GB of VRAM; 0: all (48 0)")
     parser.add_argument(
         "--methods", nargs="+", choices=METHODS, metavar="NAME", help=f"(all; some with --smoke) {'; '.join(METHODS)}"
     )
     parser.add_argument(
-        "--at",
-        nargs="+",
-        choices=BATCHES,
-        default=BATCHES,
-        help="which batches (all): one row, the full cache's largest, its own",
+        "--at", nargs="+", choices=BATCHES, default=BATCHES, help="which batches (all): one row, its largest"
     )
+    parser.add_argument("--reuse", type=float, default=0.5, help="share of the slots that stay (0.5)")
     parser.add_argument(
-        "--reuse", type=float, nargs="+", default=[0.5, 0.0, 0.75, 1.0], help="shares of the slots that stay"
-    )
-    parser.add_argument(
-        "--corrected",
-        type=float,
-        metavar="SHARE",
-        help="of the slots that a correction fills anew (as seen: .44; two lanes: .34)",
+        "--corrected", type=float, metavar="SHARE", help="of the slots that a correction fills (.44; two lanes: .34)"
     )
     parser.add_argument("--mode", default="reduce-overhead", help="torch.compile's (default: reduce-overhead)")
     parser.add_argument("--host-gib", type=float, default=100.0, help="pinned memory that may be used (100)")
@@ -475,16 +393,9 @@ def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, torch.device
         parser.error(f"--steps and --warm-up together: at most {STEPS - 4}, for which the caches have room")
     args.methods = args.methods or list(SMOKE_METHODS if args.smoke else METHODS)
     if args.smoke:
-        args.models, args.contexts, args.caps, args.reuse = ["smoke"], [320], [0], [0.5]
+        args.model, args.contexts, args.caps = "smoke", [320], [0]
         args.steps, args.warm_up, args.host_gib = 2, 1, 1 / 1024
     return args, device
-
-
-def left_out(args: argparse.Namespace, device: torch.device) -> dict[str, str]:
-    """The selected methods that are unavailable, with the reason."""
-    config = LlamaConfig(**MODELS[args.models[0]])
-    reasons = {method: why_not(method, config, device) for method in args.methods}
-    return {method: reason for method, reason in reasons.items() if reason is not None}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -493,27 +404,19 @@ def main(arguments: list[str] | None = None) -> int:
     settings = {name: getattr(args, name) for name in ("smoke", "mode", "host_gib", "steps")}
     results = Results(args.out, "benchmarks/gpu_decode.py", device, args.resume, **settings)
     limit = results.once("limits", lambda: limits(device, 1 << (20 if args.smoke else 30), 20))
-    skipped = left_out(args, device)
-    args.methods = [method for method in args.methods if method not in skipped]
-    results.report |= {"skipped": skipped, "not captured": []}
-    model, built, cases = None, "", cases_of(args, total)
+    results.report["not captured"] = []
     try:
-        with torch.no_grad(), tqdm(cases, file=sys.stderr) as bar:
+        with torch.no_grad(), tqdm(cases_of(args, total), file=sys.stderr) as bar:
+            model = build(args.model, device)
             for case in bar:
                 bar.set_postfix_str(f"{case.method} at {case.context}")
-                if model is None or case.model != built:
-                    model, built = None, case.model
-                    model = build(case.model, device)
-                full = Case(case.model, FULL, case.context, case.cap, 0.0)
-                run_case(model, case, largest_batch(model, full, 0), args, limit, results)
+                run_case(model, case, args, limit, results)
     except KeyboardInterrupt:
         print("interrupted: the cases below are finished", file=sys.stderr)
-    with_hidden_shares(results.rows, limit)
     results.write()
-    print(table(results.rows))
-    print(*(f"skipped {method}: {reason}" for method, reason in skipped.items()), sep="\n")
-    least = break_even(results.rows) or "none measured"
-    print(f"break-even at batch 1 (for specache_compile/runtime/break_even.py): {least}")
+    print(tabulate(results.rows, headers="keys", floatfmt=",.2f"))
+    least = None if args.smoke else break_even(results.rows)
+    print(f"break-even at batch 1 (for specache_compile/runtime/break_even.py): {least or 'none measured'}")
     for lost in results.report["not captured"]:
         where = f"{lost['method']}, {lost['context']:,} tokens, batch {lost['batch']}"
         print(f"NOT CAPTURED, so not timed: {where}: {lost['why']}")

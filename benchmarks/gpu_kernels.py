@@ -8,6 +8,7 @@ access pinned memory. tests/kernels/test_triton.py compares each kernel with the
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -26,9 +27,11 @@ from tqdm import tqdm
 from specache_compile.bench.results import Results
 from specache_compile.kernels.codes.records import stored_dim
 from specache_compile.kernels.decode import triton_scored
+from specache_compile.kernels.memory import host_memory
 from specache_compile.kernels.movement import cpp_tiers, triton_append, triton_copy, triton_select
-from specache_compile.kernels.state import triton_center
 from specache_compile.kernels.state.cursor import LENGTH, LOW_BIT, NEXT_LOW_BIT, new_cursor
+from specache_compile.kernels.state.segments import SEGMENT, segmented
+from specache_compile.kernels.state.stored_pairs import ROUNDED, rounded_width
 from specache_compile.kernels.state.stored_tiers import StoredTiers
 from specache_compile.methods.field import LayerShape, LayerState
 from specache_compile.methods.low_bit import APPENDED
@@ -212,11 +215,7 @@ def rows_of(
     kept = exact * (setting.top_k + setting.context - setting.low_bit)
     # The last lane's logits, written and read in half precision, and the scores.
     scored = setting.pairs * (4 * QUERY_HEADS // HEADS + 4) if setting.top_k else 0
-    attend = row("attention", "copy", low + kept + scored, lambda i: turn(i).attend(triton_scored.decode_attention))
-    yield attend | {
-        "elements/s": 2 * HEAD_DIM * setting.pairs / attend["ms"] * 1e3,
-        "share of the cache alone": attend["share"] * (low + kept) / attend["bytes"],
-    }
+    yield row("attention", "copy", low + kept + scored, lambda i: turn(i).attend(triton_scored.decode_attention))
     if not setting.top_k:
         return
     logits = [x.score(triton_scored.score_low_bit)[:2] for x in sets]
@@ -234,10 +233,9 @@ def rows_of(
     if setting.rotate:  # what follows knows nothing of the layout
         return
     scores = sets[0].scores.nbytes
-    select = row(
+    yield row(
         "selection", "copy", scores, lambda i: triton_select.select_topk(turn(i).scores, turn(i).state["selected"])
     )
-    yield select | {"of the attention": select["ms"] / attend["ms"]}
     for reuse in (0.0, 0.5, 0.75, 1.0):
         kept_slots = round(reuse * setting.top_k)
 
@@ -276,42 +274,32 @@ def quantise_row(setting: KernelSetting, device: torch.device, repeats: int, lim
     return figures("quantise", setting, "copy", size, ms, limit)
 
 
-def center_row(setting: KernelSetting, device: torch.device, repeats: int, limit: dict[str, float]) -> dict[str, Any]:
-    """What models whose keys have biases add to every step's attention."""
-    x = Inputs(setting, device, 0)
-    center = torch.rand(setting.batch, HEADS, 4, HEAD_DIM, device=device)
-    capacity, group = x.state["codes"].shape[2], setting.options.group_size
-    ms = milliseconds_on_device(
-        lambda i: triton_center.share_of_center(x.q, center, x.cursor, capacity, group, HEAD_DIM**-0.5), device, repeats
-    )
-    size = 4 * LANES * setting.pairs * QUERY_HEADS // HEADS
-    return figures("center's share", setting, "copy", size, ms, limit)
+def large_gathers(device: torch.device, size: int, smoke: bool) -> Iterator[dict[str, Any]]:
+    """GB/s of gathers over `size` bytes of host memory.
 
+    Pairs have 16 or 8 bits and even or random distances. The number of programs is that of a fetch ahead or of a
+    correction.
+    """
+    heads, top_k, d = (4, 8, 16) if smoke else (192, 64, 128)
+    slots = torch.zeros(1, heads, top_k, 2, d, dtype=torch.bfloat16 if device.type == "cuda" else torch.half).to(device)
+    index = torch.full((1, heads, top_k), -1, dtype=torch.int32, device=device)
+    moved = torch.zeros(1, dtype=torch.int64, device=device)
+    for stored, width in ((slots.dtype, d), (ROUNDED, rounded_width(d))):
+        tokens = size // (heads * 2 * width * stored.itemsize) // SEGMENT * SEGMENT
+        host = host_memory.host_empty(segmented(1, heads, tokens, width), stored, device).fill_(1)
+        even = torch.arange(top_k, dtype=torch.int32).mul(tokens // top_k).expand(1, heads, -1)
+        orders = {"even": even, "random": torch.randint(tokens, (1, heads, top_k), dtype=torch.int32)}
+        for (order, first), programs in itertools.product(orders.items(), (triton_copy.PROGRAMS, heads)):
+            turns = [((first + turn * 977) % tokens).to(device).contiguous() for turn in range(10)]
 
-def bits_of(row: dict[str, Any]) -> str:
-    bits = f"{row['bits']}" if row["bits"] == row["value_bits"] else f"{row['bits']} and {row['value_bits']}"
-    code = ", keys in the trellis" if row["key_code"] == "trellis" else ""
-    return bits + (", rotated" if row["rotated"] else "") + code
+            def fetch(i: int, turns: list[Tensor] = turns, host: Tensor = host, programs: int = programs) -> None:
+                triton_copy.gather(turns[i % len(turns)], host, slots, index, moved, programs)
 
-
-def remark(row: dict[str, Any]) -> str:
-    if "of the attention" in row:
-        return f"{row['of the attention']:.0%} of the attention"
-    return f"{row['share of the cache alone']:.0%} by the cache alone" if "share of the cache alone" in row else ""
-
-
-def table(rows: list[dict[str, Any]]) -> str:
-    lines = [
-        (
-            row["kernel"] + (f", reuse {row['reuse']:.0%}" if "reuse" in row else ""), bits_of(row),
-            f"{row['context']:,}", row["batch"], f"{1e3 * row['ms']:.1f}", f"{row['GB/s']:.0f}",
-            f"{row['share']:.0%} of {row['limit']}",
-            remark(row),
-        )
-        for row in rows
-    ]  # fmt: skip
-    headers = ("kernel", "bits", "context", "batch", "µs", "GB/s", "limit", "")
-    return tabulate(lines, headers, disable_numparse=True)
+            took = milliseconds(fetch, device, 10, lambda i: index.fill_(-1))
+            rate = heads * top_k * 2 * width * stored.itemsize / took / 1e6
+            yield {"bits": 8 * stored.itemsize, "distances": order, "programs": programs, "GB/s": rate}
+        del host
+        host_memory.release_host_memory()
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -320,7 +308,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16], help="rows (1 16)")
     parser.add_argument("--bits", type=int, nargs="+", default=[16, 2, 1], choices=(1, 2, 4, 8, 16), help="(16 2 1)")
     parser.add_argument("--repeats", type=int, default=50, help="timed runs of each kernel (default: 50)")
+    parser.add_argument("--tier-gib", type=float, metavar="GIB", help="only time gathers over so much host memory")
     args, device = parsed(parser, "gpu_kernels", arguments)
+    if args.tier_gib:
+        size = round(args.tier_gib * 2**30)
+        print(tabulate(list(large_gathers(device, size, args.smoke)), headers="keys", floatfmt=".0f"))
+        return
     if args.smoke:
         args.contexts, args.batches, args.repeats = [256], [1], 1
     # The interpreter's bfloat16 is not the hardware's.
@@ -337,12 +330,10 @@ def main(arguments: list[str] | None = None) -> None:
             rows = list(rows_of(setting, device, args.repeats, limit))
             if setting.bits < 16:
                 rows.append(quantise_row(setting, device, args.repeats, limit))
-            if setting.bits == args.bits[-1] and not setting.rotate:  # its bits are no matter
-                rows.append(center_row(setting, device, args.repeats, limit))
             results.add(*rows)
     except KeyboardInterrupt:
         print("interrupted: the settings below are finished")
-    print(table(results.rows))
+    print(tabulate(results.rows, headers="keys", floatfmt=",.3f"))
     print("limits, GB/s: " + ", ".join(f"{name} {rate:.0f}" for name, rate in limit.items()))
 
 

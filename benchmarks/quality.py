@@ -18,7 +18,6 @@ from specache_compile.cli import main as specache
 
 ROOT = Path(__file__).parent.parent
 RESULTS = Path("benchmarks/results/quality")
-NEEDLE = "examples/needle-llama"
 
 PAPER = "specache:bits=1,setting=paper"
 MIDPOINT = "zero_point=midpoint"
@@ -27,33 +26,16 @@ ONE_BIT = "bits=1,key_code=levels"  # 1 bit of before, which most tables have; `
 FORMER = f"specache:host_bits=16,sink_tokens=0,{LEVELS},{MIDPOINT}"  # the default of before
 SPECACHE = (PAPER, "specache:bits=2,setting=paper")
 KIVI = ("kivi:bits=1", "kivi:bits=2")
-POLICIES = ("random", "streaming_llm", "scissorhands", "h2o", "tova", "roco")
-
-
-# What keeps a quarter of a prompt as it reads it, in blocks of 4, of which RoCo's Table 6 finds no loss.
-EVICTIONS = tuple(f"{name}:budget=0.25,eviction_block=4" for name in POLICIES)
-
-# What reads a prompt exactly and then keeps a quarter of it.
-EXACT_EVICTIONS = (
-    "snapkv:budget=0.25",
-    "expected_attention:budget=0.25",
-    "kvzip:budget=0.25",
-    *(f"{name}:budget=0.25,eviction_block=prompt" for name in POLICIES),
-)
-
-# With a quarter of the prompt's pairs they take a little more device memory than specache's 1 bit at 2,048 tokens.
-METHODS = ("uncompiled", *KIVI, *SPECACHE, "kcache:top_n=32", "kcache", *EVICTIONS)
 
 
 @dataclass(frozen=True)
 class Table:
-    """One evaluation: what it shows, on which model, and the arguments of `specache eval`."""
+    """One evaluation of SmolLM2: what it shows, and the arguments of `specache eval`."""
 
     what: str
-    model: str
     tasks: tuple[str, ...]
     methods: tuple[str, ...]
-    more: tuple[str, ...] = ("--lengths", "512", "1024", "2048", "--samples", "33")
+    more: tuple[str, ...]
 
 
 SMOLLM2 = "smollm2-135m"
@@ -66,35 +48,20 @@ LICENCES = tuple(
 )
 NEEDLES = ("--chat", "--text", *LICENCES, *FAST, "--samples", "66")
 TABLES = {
-    "needles": Table("method × device KV × keys found (SpeCache, Figure 4)", NEEDLE, ("needle",), METHODS),
     "closeness": Table(
         "how close the next tokens are to the full cache's on a real checkpoint (text: benchmarks/unseen_text.py)",
-        SMOLLM2,
         ("closeness",),
         ("uncompiled", "fp8", *KIVI, "kivi:bits=4", *SPECACHE, f"specache:{ONE_BIT}", "specache"),
         (*UNSEEN, "--lengths", "2048", "--samples", "64"),
     ),
     "host": Table(
         "the same of a host tier of 8 bits, the default's, and of 16",
-        SMOLLM2,
         ("closeness",),
         ("uncompiled", *(f"specache:{bits}host_bits={on_host}" for bits in ("", f"{ONE_BIT},") for on_host in (16, 8))),
         (*UNSEEN, "--lengths", "2048", "--samples", "64"),
     ),
-    "sinks": Table(
-        "the same by how many first tokens stay in 16 bits, and by where the levels of 2 bits lie",
-        SMOLLM2,
-        ("closeness",),
-        (
-            "uncompiled",
-            *(f"specache:{which},sink_tokens={n}" for which in (ONE_BIT, MIDPOINT) for n in (0, 1, 4, 16)),
-            *(f"specache:zero_point=middles,sink_tokens={n}" for n in (0, 4)),
-        ),
-        (*UNSEEN, "--lengths", "2048", "--samples", "64"),
-    ),
     "codes": Table(
         "the same by how values are coded, and by the bits of scales and zero points",
-        SMOLLM2,
         ("closeness",),
         (
             "uncompiled",
@@ -113,7 +80,6 @@ TABLES = {
     ),
     "long": Table(
         "own texts of 2,048 tokens behind 128: how far from the full cache, as errors feed on themselves",
-        SMOLLM2,
         ("long",),
         (
             "uncompiled", "specache", FORMER, f"specache:{ONE_BIT}", "kivi:bits=4", "kivi:bits=2", PAPER,
@@ -123,35 +89,24 @@ TABLES = {
     ),
     "long_exact": Table(
         "the same in float32",
-        SMOLLM2,
         ("long",),
         ("uncompiled", "specache", "kivi:bits=4"),
         (*UNSEEN, *EXACT, "--lengths", "2176", "--samples", "16", "--batch-size", "16"),
     ),
-    "evictions": Table(
-        "the same of policies that keep a quarter of a prompt, which they read exactly",
-        SMOLLM2,
-        ("closeness",),
-        ("uncompiled", *EXACT_EVICTIONS, "kivi:bits=2", "specache"),
-        (*UNSEEN, *EXACT, "--lengths", "1024", "--samples", "64"),
-    ),
     "perplexity_smollm2": Table(
         "perplexity on a real checkpoint, where it gains from a long context",
-        SMOLLM2,
         ("perplexity",),
         ("uncompiled", *KIVI, PAPER, f"specache:{ONE_BIT}", "specache"),
         (*UNSEEN, *EXACT, "--lengths", "2048", "--samples", "64"),
     ),
     "needles_smollm2": Table(
         "pass keys on a real checkpoint: depth × length (SpeCache, Figure 4)",
-        SMOLLM2,
         ("needle",),
         ("uncompiled", "fp8", *KIVI, PAPER, f"specache:{ONE_BIT}", "specache"),
         (*NEEDLES, "--lengths", "2048", "4096"),  # at 8,192 the model itself finds two keys of three
     ),
     "needles_blind": Table(
         "the same, the question unknown while the context is read: what an eviction then drops",
-        SMOLLM2,
         ("needle",),
         (
             "uncompiled", *(f"{name}:budget=0.25" for name in ("snapkv", "expected_attention", "kvzip", "h2o")),
@@ -162,7 +117,6 @@ TABLES = {
     "paper": Table(
         "SpeCache's ablations on a real checkpoint, as closeness: the zero point (Table 5), pairs fetched (Figure 5), "
         "who chooses them (Table 4), the group size",
-        SMOLLM2,
         ("closeness",),
         (
             "uncompiled",
@@ -181,7 +135,7 @@ def arguments(name: str) -> list[str]:
     """What stands after `specache`."""
     table = TABLES[name]
     return [
-        "eval", table.model, "--tasks", *table.tasks, "--methods", *table.methods, *table.more,
+        "eval", SMOLLM2, "--tasks", *table.tasks, "--methods", *table.methods, *table.more,
         "--out", str(RESULTS / name),
     ]  # fmt: skip
 

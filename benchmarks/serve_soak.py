@@ -24,10 +24,8 @@ from pathlib import Path
 from typing import Any
 
 import openai
-import psutil
 import torch
 from prometheus_client.parser import text_string_to_metric_families
-from serve import write_checkpoint
 from soak import LOSSLESS, tiny
 from tabulate import tabulate
 from tqdm import tqdm
@@ -40,6 +38,7 @@ TALKS = 48
 # Of memory for all tiers: few rows' pages, so that rows give way, and conversations and beginnings too.
 MIB = 24
 ANSWER = 24
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>{% endfor %}<assistant>"
 Messages = list[dict[str, str]]
 
 
@@ -72,9 +71,8 @@ class Server:
 
     def start(self) -> None:
         self.process = subprocess.Popen(self.command, stderr=subprocess.DEVNULL)
-        end = time.monotonic() + 120
         while not answers(self.port):
-            if self.process.poll() is not None or time.monotonic() > end:
+            if self.process.poll() is not None:
                 raise SystemExit(f"the server did not start: {' '.join(self.command)}")
             time.sleep(0.1)
 
@@ -95,6 +93,14 @@ def answers(port: int) -> bool:
     except OSError:
         return False
     return True
+
+
+def write_checkpoint(model: LlamaForCausalLM, folder: Path) -> None:
+    """A model of ASCII characters, whose answers read back as the tokens that they were."""
+    model.save_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(Path(__file__).parent.parent / "examples" / "needle-llama")
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
 
 
 def talks_of(model: LlamaForCausalLM, folder: Path, seed: int) -> list[Talk]:
@@ -127,14 +133,18 @@ class ServerSoak:
     def __init__(self, server: Server, name: str, talks: list[Talk], ends: float) -> None:
         self.server, self.name, self.talks, self.ends = server, name, talks, ends
         self.counts: Counter[str] = Counter()
-        self.down, self.failed = threading.Event(), threading.Event()
+        self.down = threading.Event()
         self.told: list[str] = []
+
+    @property
+    def is_over(self) -> bool:
+        return bool(self.told) or time.monotonic() >= self.ends
 
     def client(self, seed: int) -> None:
         chance = random.Random(seed)
         url = f"http://127.0.0.1:{self.server.port}/v1"
         with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=300) as client:
-            while time.monotonic() < self.ends and not self.failed.is_set():
+            while not self.is_over:
                 talk = chance.choice(self.talks)
                 for turn in range(chance.choice((1, 1, 2))):
                     if not self.send(client, talk, turn, chance):
@@ -143,86 +153,71 @@ class ServerSoak:
 
     def send(self, client: openai.OpenAI, talk: Talk, turn: int, chance: random.Random) -> bool:
         """One question; whether its whole answer came."""
-        request: dict[str, Any] = {
-            "model": self.name,
-            "messages": talk.until(turn),
-            "max_tokens": ANSWER,
-            "temperature": 0,
-        }
         leaves = chance.randrange(1, ANSWER) if chance.random() < 0.3 else None
         down = self.down.is_set()
         try:
-            if leaves is None and chance.random() < 0.5:
-                text = client.chat.completions.create(**request).choices[0].message.content or ""
-            else:
-                text, pieces = "", 0
-                with client.chat.completions.create(**request, stream=True) as stream:
-                    for piece in stream:
-                        text += (piece.choices[0].delta.content or "") if piece.choices else ""
-                        pieces += 1
-                        if pieces == leaves:
-                            break
+            text = self.answer(client, talk.until(turn), leaves, chance.random() < 0.5)
         except (openai.APIError, OSError) as error:
             if down or self.down.is_set() or not answers(self.server.port):
                 self.counts["broken off with the server"] += 1
                 time.sleep(0.5)
             else:
-                self.fail(f"{type(error).__name__}: {error}")
+                self.told.append(f"{type(error).__name__}: {error}")
             return False
-        expected = talk.expected[turn]
-        whole = leaves is None
+        expected, whole = talk.expected[turn], leaves is None
         if text != expected if whole else not expected.startswith(text):
-            self.fail(
-                f"to {talk.until(turn)[-1]['content']!r} behind {talk.until(turn)[:-1]}: {text!r}, not {expected!r}"
-            )
+            self.told.append(f"to {talk.until(turn)}: {text!r}, not {expected!r}")
         self.counts[f"turn {turn + 1}" if whole else "left by their clients"] += 1
         return whole
 
-    def fail(self, why: str) -> None:
-        self.told.append(why)
-        self.failed.set()
+    def answer(self, client: openai.OpenAI, messages: Messages, leaves: int | None, at_once: bool) -> str:
+        """The answer's text, whole or as a stream; leaves: the pieces after which the client disconnects."""
+        request: dict[str, Any] = {"model": self.name, "messages": messages, "max_tokens": ANSWER, "temperature": 0}
+        if leaves is None and at_once:
+            return client.chat.completions.create(**request).choices[0].message.content or ""
+        text = ""
+        with client.chat.completions.create(**request, stream=True) as stream:
+            for pieces, piece in enumerate(stream, 1):
+                text += (piece.choices[0].delta.content or "") if piece.choices else ""
+                if pieces == leaves:
+                    break
+        return text
+
+    def restart(self) -> None:
+        """Kill the server, and start it on the same port and folder."""
+        self.down.set()
+        self.server.kill()
+        self.server.start()
+        self.down.clear()
 
 
-def run(soak: ServerSoak, args: argparse.Namespace) -> list[tuple[str, Any]]:
-    """Run the clients, kill and restart the server half way, and return the table."""
-    began = time.monotonic()
+def run(soak: ServerSoak, args: argparse.Namespace) -> None:
+    """Run the clients; restart the server half way."""
     clients = [threading.Thread(target=soak.client, args=(args.seed + n,), daemon=True) for n in range(args.clients)]
     for client in clients:
         client.start()
-    memory, killed = [], False
     seconds = int(60 * args.minutes)
-    with tqdm(total=seconds, unit="s", file=sys.stderr) as bar:
-        try:
-            while time.monotonic() < soak.ends and not soak.failed.is_set():
-                time.sleep(1)
-                bar.n = min(seconds, int(time.monotonic() - began))
-                bar.set_postfix(answers=sum(soak.counts.values()))
-                memory.append(psutil.Process(soak.server.process.pid).memory_info().rss >> 20)
-                if not killed and bar.n > seconds // 2:
-                    killed = True
-                    soak.down.set()
-                    soak.server.kill()
-                    soak.server.start()
-                    soak.down.clear()
-                    halfway = len(memory)
-        except KeyboardInterrupt:
-            soak.ends = 0
+    try:
+        for second in tqdm(range(seconds), unit="s", file=sys.stderr):
+            if soak.is_over:
+                break
+            if second == seconds // 2:
+                soak.restart()
+            time.sleep(1)
+    except KeyboardInterrupt:
+        soak.ends = 0
     for client in clients:
         client.join(timeout=300)
-    table: list[tuple[str, Any]] = sorted(soak.counts.items())
-    if killed:
-        table += [("MiB at the end, first server", memory[halfway - 1]), ("the second's", memory[-1])]
-    return table
 
 
 def left(server: Server) -> list[str]:
-    """What is there of requests when all clients have gone."""
-    end = time.monotonic() + 60
-    while time.monotonic() < end:
+    """What is there of requests a minute after all clients have gone."""
+    there = ["the server"]
+    for _ in range(300):
         figures = server.figures()
         there = [name for name in ("specache_queue", "specache_running") if figures[name]]
         if not there:
-            return []
+            break
         time.sleep(0.2)
     return there
 
@@ -241,12 +236,12 @@ def main(arguments: list[str] | None = None) -> int:
         server = Server(checkpoint, Path(folder) / "sessions", args.clients)
         soak = ServerSoak(server, str(checkpoint), talks, time.monotonic() + 60 * args.minutes)
         try:
-            table = run(soak, args)
+            run(soak, args)
             soak.told += [f"{name} is not 0, though all clients have gone" for name in left(server)]
             evicted = sum(value for name, value in server.figures().items() if name.startswith("specache_evicted"))
         finally:
             server.kill()
-    print(tabulate([*table, ("sessions evicted by the second server", int(evicted))]))
+    print(tabulate([*sorted(soak.counts.items()), ("sessions evicted by the second server", int(evicted))]))
     for told in soak.told:
         print(told, file=sys.stderr)
     return int(bool(soak.told))

@@ -11,17 +11,14 @@ from __future__ import annotations
 import argparse
 import copy
 import itertools
-import json
 import random
 import sys
 import time
 import traceback
 import warnings
 from contextlib import nullcontext
-from pathlib import Path
 from unittest import mock
 
-import psutil
 import torch
 import transformers
 from soak_operations import OPERATIONS
@@ -30,7 +27,6 @@ from tabulate import tabulate
 from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from specache_compile.bench.results import provenance
 from specache_compile.kernels.movement import copy_queue
 
 # Every pair is fetched, so that the 1-bit tier never decides. The small group and window make tokens leave the window
@@ -87,10 +83,6 @@ def last_look(soak: Soak) -> None:
         raise Difference(f"{alive} sessions are alive, and the pool has {ours}")
 
 
-def megabytes() -> float:
-    return psutil.Process().memory_info().rss / 2**20
-
-
 @torch.no_grad()
 def run(soak: Soak, args: argparse.Namespace, bar: tqdm) -> None:
     """Operations until the calls or the minutes are used up, and the last look."""
@@ -100,8 +92,6 @@ def run(soak: Soak, args: argparse.Namespace, bar: tqdm) -> None:
         share = (number - 1) / args.calls if args.calls else elapsed / (60 * args.minutes)
         bar.n = round(share * bar.total)
         bar.set_postfix_str(f"{number - 1} operations")
-        if share >= 0.2 and not soak.memory:
-            soak.memory.append(megabytes())
         if share >= 1:
             break
         operate(soak, args.seed, number)
@@ -109,15 +99,9 @@ def run(soak: Soak, args: argparse.Namespace, bar: tqdm) -> None:
 
 
 def figures(soak: Soak, seconds: float) -> dict[str, int]:
-    """Further figures of a soak test: faults, memory, lifetimes."""
-    return {
-        **soak.facts,
-        "MiB resident after the warm-up": round(soak.memory[0]) if soak.memory else 0,
-        "MiB resident at the end": round(megabytes()),
-        "sessions alive at the end": soak.alive(),
-        "caches in the pool": len(soak.pool),
-        "seconds": round(seconds),
-    }
+    """Further figures of a soak test: faults and lifetimes."""
+    lifetimes = {"sessions alive at the end": soak.alive(), "caches in the pool": len(soak.pool)}
+    return {**soak.facts, **lifetimes, "seconds": round(seconds)}
 
 
 def table(soak: Soak, facts: dict[str, int]) -> str:
@@ -145,7 +129,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--small", action="store_true", help="few rows and short texts, for a simulated device")
     parser.add_argument("--min-context", type=int, default=0, metavar="N", help="tokens below which caches are 16-bit")
     parser.add_argument("--recompile-limit", type=int, metavar="N", help="Dynamo's, on graphs of one function")
-    parser.add_argument("--out", type=Path, help="a JSON file for the figures, with the command and versions")
     args = parser.parse_args(arguments)
     if args.minutes <= 0:
         parser.error("--minutes: more than 0")
@@ -172,10 +155,6 @@ def main(arguments: list[str] | None = None) -> int:
             failed = f"{soak.now}: {traceback.format_exc()}"
     facts = figures(soak, time.perf_counter() - started)
     print(table(soak, facts))
-    if args.out:
-        report = {"provenance": provenance(torch.device(args.device), "benchmarks/soak.py"), "options": LOSSLESS}
-        report |= {"failed": failed, "calls": soak.calls, "tokens compared": soak.tokens, "figures": facts}
-        args.out.write_text(json.dumps(report, indent=2) + "\n")
     if failed:
         print(f"\n{failed}\nshown again by: {command(args, soak.calls.total())}")
     return int(bool(failed))

@@ -96,7 +96,6 @@ class Soak:
     tokens: Counter[str] = field(default_factory=Counter)
     seconds: Counter[str] = field(default_factory=Counter)
     facts: Counter[str] = field(default_factory=Counter)
-    memory: list[float] = field(default_factory=list)
     earlier: list[weakref.ref[Session]] = field(default_factory=lambda: [weakref.ref(x) for x in live_sessions()])
     now: str = "the start"
 

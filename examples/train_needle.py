@@ -1,7 +1,7 @@
 """Train the small byte-level needle model; `python examples/train_needle.py --help`.
 
 Sequences are pass-key prompts, repeated random bytes (they teach the model to copy) and source text. Lengths grow in
-stages up to 2,048 tokens. An interrupted run resumes from the last checkpoint.
+stages up to 2,048 tokens. A seed determines the run.
 """
 
 from __future__ import annotations
@@ -9,18 +9,40 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer, LlamaForCausalLM
+import torch.nn.functional as F
+from tqdm import tqdm
+from transformers import (
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    get_cosine_with_min_lr_schedule_with_warmup,
+)
 
 from needle_samples import sample
 from specache_compile.evaluation.tasks.haystack import library_source
 from specache_compile.evaluation.tasks.needle import KEY_DIGITS
-from training import TrainingStage, byte_llama, scaled, train
 
 SHIPPED = Path(__file__).parent / "needle-llama"
+TOKENS_PER_STEP = 8192
+ANSWER_WEIGHT = 1.0  # the answer's mean loss, beside the mean loss of all other tokens
+PEAK_LEARNING_RATE, WARMUP_STEPS = 2e-3, 100
+CHECK_EVERY = 200
+
+
+@dataclass(frozen=True)
+class TrainingStage:
+    """`steps` optimiser steps on sequences of `length` tokens."""
+
+    length: int
+    steps: int
+
+
 STAGES = (
     TrainingStage(128, 1200),
     TrainingStage(256, 800),
@@ -28,8 +50,17 @@ STAGES = (
     TrainingStage(1024, 500),
     TrainingStage(2048, 900),
 )
-TOKENS_PER_STEP = 8192
-ANSWER_WEIGHT = 1.0  # the answer's mean loss, beside the mean loss of all other tokens
+
+
+def byte_llama() -> LlamaForCausalLM:
+    """A Llama whose token ids are byte values: 4 layers, width 128, 4 query and 2 KV heads of 32 channels."""
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=256, tie_word_embeddings=True, bos_token_id=None, eos_token_id=None, pad_token_id=None,
+            hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+            head_dim=32, max_position_embeddings=2304,
+        )
+    )  # fmt: skip
 
 
 def batch(source: bytes, length: int, rng: random.Random) -> tuple[torch.Tensor, torch.Tensor]:
@@ -57,6 +88,40 @@ def batch(source: bytes, length: int, rng: random.Random) -> tuple[torch.Tensor,
     return torch.stack(rows), torch.stack(weights)
 
 
+def optimizer_of(model: LlamaForCausalLM) -> torch.optim.Optimizer:
+    """AdamW; matrices decay, norms do not."""
+    decay = [p for p in model.parameters() if p.dim() > 1]
+    rest = [p for p in model.parameters() if p.dim() <= 1]
+    groups = [{"params": decay, "weight_decay": 0.05}, {"params": rest, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=PEAK_LEARNING_RATE, betas=(0.9, 0.98))
+
+
+def weighted_loss(model: LlamaForCausalLM, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Cross entropy of each next token times its weight, summed over a row, averaged over rows."""
+    logits = model(ids).logits
+    losses = F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
+    return (losses * weights[:, 1:].flatten()).sum() / ids.shape[0]
+
+
+def train(model: LlamaForCausalLM, source: bytes, held_out: bytes, seed: int) -> None:
+    """Run every stage: linear warm-up, then cosine down to a twentieth of the peak learning rate."""
+    lengths = [stage.length for stage in STAGES for _ in range(stage.steps)]
+    optimizer = optimizer_of(model)
+    schedule = get_cosine_with_min_lr_schedule_with_warmup(optimizer, WARMUP_STEPS, len(lengths), min_lr_rate=0.05)
+    with tqdm(lengths, desc="training", file=sys.stderr) as bar:
+        for step, length in enumerate(bar):
+            loss = weighted_loss(model, *batch(source, length, random.Random(f"{seed}/{step}")))
+            optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            bar.set_postfix(length=length, loss=f"{loss.item():.3f}")
+            if (step + 1) % CHECK_EVERY == 0:
+                right = accuracy(model, held_out, length, 32)
+                bar.write(f"step {step + 1}: {right:.0%} of pass keys at {length} tokens", file=sys.stderr)
+
+
 @torch.no_grad()
 def accuracy(model: LlamaForCausalLM, source: bytes, length: int, samples: int, seed: int = 1) -> float:
     """Share of pass keys that the full cache recalls, all five digits, needles at evenly spread depths."""
@@ -73,27 +138,18 @@ def accuracy(model: LlamaForCausalLM, source: bytes, length: int, samples: int, 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=SHIPPED, help="checkpoint folder")
-    parser.add_argument("--work", type=Path, default=Path("build/needle-llama"), help="folder of the resumable state")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--scale", type=float, default=1.0, help="multiply every stage's steps (0.01 for a dry run)")
     parser.add_argument("--samples", type=int, default=100, help="questions at each length after the training")
     args = parser.parse_args()
     torch.manual_seed(args.seed)
-    source, held_out = library_source(held_out=False), library_source(held_out=True)
-    stages, start = scaled(STAGES, args.scale), time.time()
-    model = train(
-        byte_llama(),
-        args.work,
-        stages,
-        args.seed,
-        lambda length, rng: batch(source, length, rng),
-        lambda model, length: f"{accuracy(model, held_out, length, 32):.0%} of pass keys at {length} tokens",
-    ).eval()
+    held_out, start, model = library_source(held_out=True), time.time(), byte_llama()
+    train(model, library_source(held_out=False), held_out, args.seed)
+    model.eval()
     report = {str(length): accuracy(model, held_out, length, args.samples) for length in (256, 512, 1024, 2048)}
     model.save_pretrained(args.out)
     AutoTokenizer.from_pretrained(SHIPPED).save_pretrained(args.out)  # a token's id is its byte
     (args.out / "training.json").write_text(
-        json.dumps({"full_cache_accuracy": report, "seed": args.seed, "stages": [vars(s) for s in stages]}, indent=2)
+        json.dumps({"full_cache_accuracy": report, "seed": args.seed, "stages": [vars(s) for s in STAGES]}, indent=2)
         + "\n"
     )
     print(f"saved to {args.out} after {(time.time() - start) / 60:.0f} minutes; pass keys recalled: {report}")

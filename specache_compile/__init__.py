@@ -15,21 +15,18 @@ if TYPE_CHECKING:
     from .caches.saving import load, save
     from .checkpoints.loaded import load_model
     from .compat import cache_of, with_cache
-    from .explaining.bisect import Bisection, bisect
     from .explaining.explain import Explanation, explain
     from .kernels.memory.host_memory import release_host_memory
     from .runtime.stats import Stats, stats
 
 __all__ = [
     "Batch",
-    "Bisection",
     "Explanation",
     "HeldTensorError",
     "OptionError",
     "SpecacheError",
     "SpecacheWarning",
     "Stats",
-    "bisect",
     "cache_of",
     "explain",
     "hold",
@@ -48,10 +45,8 @@ __all__ = [
 # Names are loaded at first use, so `import specache_compile` does not import torch.
 _PLACES = {
     "Batch": "batching.batch:Batch",
-    "Bisection": "explaining.bisect:Bisection",
     "Explanation": "explaining.explain:Explanation",
     "Stats": "runtime.stats:Stats",
-    "bisect": "explaining.bisect:bisect",
     "cache_of": "compat:cache_of",
     "explain": "explaining.explain:explain",
     "hold": "caches.holding:hold",

@@ -174,9 +174,6 @@ def add_explain(command: Parser) -> None:
     command.add_argument("--batch-size", type=int, default=1, help="sequences (default: 1)")
     command.add_argument("--device", help="A6000, A100, H100, H200, RTX 4090 or L4 (default: A100)")
     command.add_argument("--host-gib", type=float, default=128.0, help="GiB of host memory (default: 128)")
-    command.add_argument(
-        "--ranks", type=int, default=1, help="number of tensor-parallel ranks; one of them is explained (default: 1)"
-    )
     for name in ("--hbm-gbps", "--pcie-gbps", "--tflops", "--vram-gib", "--reuse", "--corrected"):
         command.add_argument(name, type=float, help=argparse.SUPPRESS)
     shown = command.add_mutually_exclusive_group()
@@ -210,7 +207,6 @@ def run_explain(args: argparse.Namespace, options: dict[str, Any], words: Sequen
     explained = explain(
         args.model, args.prompt_length, args.batch_size, options,
         device=find_device(args.device, *figures), host_gib=args.host_gib, reuse=args.reuse, corrected=args.corrected,
-        ranks=args.ranks,
     )  # fmt: skip
     explained = replace(explained, command=shlex.join(["specache", *words]))
     if args.nodes:

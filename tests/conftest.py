@@ -59,7 +59,6 @@ LONGEST = (
     "runtime/test_uncompiled.py", "compile/test_graph_breaks.py", "weights/test_quantised.py", "weights/test_peft.py",
     "runtime/test_pictures.py", "explaining/test_step_time.py", "evaluation/test_eval.py",
     "explaining/test_costs.py", "caches/test_hold.py", "tests/test_cli.py", "bench/test_demo.py",
-    "explaining/test_bisect.py",
     "device/test_device_faults.py", "device/test_device_schedules.py", "device/test_device_methods.py",
     "device/test_device_ways.py",
 )  # fmt: skip

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import importlib
 import io
 import json
-import os
 import random
 import re
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,13 +16,10 @@ from unittest import mock
 
 import pytest
 import torch
+from transformers import AutoConfig
 
-from conftest import NEEDLE_LLAMA, byte_tokenizer, prompt, tiny_llama
 from specache_compile.bench.results import Results
-from specache_compile.compat import with_cache
 from specache_compile.errors import SpecacheError
-from specache_compile.evaluation.reader import Reader
-from specache_compile.methods.field import LayerShape
 from specache_compile.runtime.session import Session
 from specache_compile.runtime.tiers import Tiers
 
@@ -40,14 +34,10 @@ def run(script: str, *arguments: str) -> str:
     return printed.getvalue()
 
 
-@pytest.mark.slow
-def test_latent_attention_is_timed_beside_plain_compile(tmp_path: Path) -> None:
-    flags = ("--contexts", "64", "--dtypes", "float32", "--shapes", "MiniCPM3", "--rounds", "1", "--lowering", "eager")
-    printed = run("latent_attention", *flags, "--out", str(tmp_path / "out.json"))
-    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
-    assert {row["method"] for row in rows} == {"compiled", "specache"}
-    assert all(row["step_ms"] > 0 for row in rows)
-    assert "MiniCPM3" in printed
+@pytest.mark.parametrize("shape", ["llama-3-8b", "minicpm3", "deepseek-v2-lite"])
+def test_the_shapes_that_pages_time_are_configurations(shape: str) -> None:
+    config = AutoConfig.from_pretrained(BENCHMARKS / f"{shape}.json")
+    assert (config.bos_token_id, config.eos_token_id) == (None, None)
 
 
 @pytest.mark.slow
@@ -56,69 +46,23 @@ def test_the_kernel_benchmark_checks_and_times_every_kernel(tmp_path: Path) -> N
     report = json.loads((tmp_path / "out.json").read_text())
     assert {row["kernel"] for row in report["rows"]} == {
         "attention", "scores alone", "attention from scores", "selection", "gather", "write through", "quantise",
-        "center's share",
     }  # fmt: skip
     assert all(row["ms"] > 0 and row["share"] >= 0 for row in report["rows"])
     assert report["provenance"]["command"].startswith("python benchmarks/gpu_kernels.py --smoke")
 
 
-OURS = ["HF DynamicCache", "16 bits, k = 0", "specache 2-bit"]
-RUNS, SKIPPED = ["fp8 StaticCache, compiled"], ["HF DynamicCache, offloaded"]
-MAYBE = [f"HF QuantizedCache, {name}" for name in ("quanto 2-bit", "fp8")]
-
-
-@pytest.fixture(scope="module")
-def decode(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
-    """Return the output and the report of the decode benchmark."""
-    out = tmp_path_factory.mktemp("decode") / "out.json"
-    printed = run("gpu_decode", "--smoke", "--methods", *OURS, *SKIPPED, *MAYBE, *RUNS, "--out", str(out))
-    return printed, json.loads(out.read_text())
-
-
 @pytest.mark.slow
-def test_the_decode_benchmark_runs_its_methods_at_three_batch_sizes(decode: tuple[str, dict[str, Any]]) -> None:
-    printed, report = decode
+def test_the_decode_benchmark_runs_its_methods_at_two_batch_sizes(tmp_path: Path) -> None:
+    methods = ["16 bits, k = 0", "specache 2-bit"]
+    printed = run("gpu_decode", "--smoke", "--methods", *methods, "--out", str(tmp_path / "out.json"))
     assert "break-even at batch 1" in printed
+    report = json.loads((tmp_path / "out.json").read_text())
     assert not report["not captured"], "no CUDA graph is requested on a CPU"
-    rows = report["rows"][: 3 * len(OURS)]
-    assert [row["method"] for row in rows] == [method for method in OURS for _ in range(3)]
-    assert [row["at"] for row in rows[:3]] == ["1", "equal", "largest"]
-    fetching = [row for row in rows if row["method"] == "specache 2-bit"]
-    assert all(row["bytes to device"] > 0 for row in fetching)
-    assert fetching[-1]["batch"] > fetching[0]["batch"] == 1
-
-
-@pytest.mark.slow
-def test_the_decode_benchmark_runs_the_baselines_it_can_and_reports_why_others_do_not_run(
-    decode: tuple[str, dict[str, Any]],
-) -> None:
-    printed, report = decode
-    ran = {row["method"] for row in report["rows"]}
-    assert ran.isdisjoint(report["skipped"])
-    assert ran | report["skipped"].keys() == {*OURS, *SKIPPED, *MAYBE, *RUNS}
-    assert ran >= set(RUNS)
-    assert torch.cuda.is_available() or report["skipped"].keys() >= set(SKIPPED)
-    assert all(f"skipped {method}: {reason}" in printed for method, reason in report["skipped"].items())
-
-
-@pytest.mark.parametrize("method", ["fp8 StaticCache, compiled", "HF StaticCache, compiled"])
-def test_a_baseline_equals_a_plain_cache_of_the_same_pairs(
-    method: str,
-) -> None:
-    from baselines import FULL, forced_cache
-
-    model = tiny_llama()
-    layers = [LayerShape(2, 16, torch.float32, torch.device("cpu"))] * 2
-    answers = []
-    for name in (method, FULL):
-        torch.manual_seed(0)
-        cache = forced_cache(name, model.config, layers, 2, 40, 64)
-        with torch.no_grad():
-            for place in (40, 41):
-                out = model(prompt(1, 2), **with_cache(cache), position_ids=torch.full((2, 1), place))
-        answers.append(out.logits.softmax(-1))
-    close = 0.1 if "fp8" in method else 1e-4  # three bits of mantissa
-    torch.testing.assert_close(*answers, atol=close, rtol=0)
+    rows = report["rows"]
+    assert [row["method"] for row in rows] == [method for method in methods for _ in range(2)]
+    assert [row["at"] for row in rows[:2]] == ["1", "largest"]
+    assert all(row["bytes to device"] > 0 for row in rows[2:])
+    assert rows[-1]["batch"] > rows[-2]["batch"] == 1
 
 
 @pytest.mark.slow
@@ -130,35 +74,17 @@ def test_the_benchmark_of_batches_reports_the_throughput_of_all_rows(tmp_path: P
 
 
 @pytest.mark.slow
-def test_the_server_benchmark_reports_a_second_turns_share(tmp_path: Path) -> None:
-    small = ("--tokens", "1000", "--layers", "1", "--repeats", "1", "--lowering", "eager")
-    printed = run("serve", *small, "--out", str(tmp_path / "out.json"))
-    report = json.loads((tmp_path / "out.json").read_text())
-    cold, second = (report[f"{turn} turn: seconds to the first token, median"] for turn in ("first", "second"))
-    assert report["share"] == pytest.approx(second / cold, rel=0.05)
-    assert 0 < second < cold
-    assert str(report["share"]) in printed
-
-
-@pytest.mark.slow
-def test_the_prefill_benchmark_compares_with_plain_compilation(tmp_path: Path) -> None:
-    run("gpu_prefill", "--smoke", "--out", str(tmp_path / "out.json"))
-    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
-    assert [row["method"] for row in rows] == ["torch.compile", "uncompiled", "specache best", "specache 2-bit"]
-    cache = 2 * 2 * 2 * 256 * 16 * 4  # two layers, K and V, two heads, float32
-    assert all(cache < row["predicted bytes"] < 20 * cache for row in rows)
-
-
-@pytest.mark.slow
 def test_the_cold_start_benchmark_times_each_way_with_empty_and_filled_caches(tmp_path: Path) -> None:
     """Six processes, started from this one."""
-    printed = run("cold_start", "--smoke", "--layers", "1", "--out", str(tmp_path / "out.json"))
+    printed = run(
+        "cold_start", "--lowering", "eager", "--layers", "1", "--warms", "1", "--out", str(tmp_path / "out.json")
+    )
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
     assert [(row["caches"], row["way"]) for row in rows] == [
         (state, way) for state in ("cold", "warm") for way in ("torch.compile", "specache", "specache, traces kept")
     ]
     assert rows[-1]["seconds"] < rows[-2]["seconds"]
-    assert all("of plain" in printed and row["way"] in printed for row in rows)
+    assert all(row["way"] in printed for row in rows)
 
 
 @pytest.mark.parametrize(("reuse", "corrected"), [(0.0, 0.0), (0.5, 0.25), (0.75, 1.0), (1.0, 0.5)])
@@ -206,29 +132,7 @@ def test_computed_steps_equal_the_stored_ones(tmp_path: Path) -> None:
     assert [row["ms"] for row in found["rows"]] == pytest.approx([row["ms"] for row in theirs], rel=1e-6)
 
 
-@pytest.mark.slow
-def test_a_checkpoints_tokens_are_compared_up_to_ties(tmp_path: Path) -> None:
-    run("gpu_checkpoint", "--smoke", "--out", str(tmp_path / "out.json"))
-    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
-    assert {row["setting"] for row in rows} == set(importlib.import_module("gpu_checkpoint").LOSSLESS)
-    assert all(row["holds"] and (row["equal"] == 8 or row["gap"] <= 2 * row["rounding"]) for row in rows)
-
-
-def test_keys_found_are_compared_prompt_by_prompt() -> None:
-    beside = importlib.import_module("gpu_checkpoint").beside
-
-    def row(*scores: float) -> dict[str, Any]:
-        each = [{"score": score} for score in scores]
-        return {"method": "m", "context": 9, "score": sum(scores) / len(scores), "detail": {"each": each}}
-
-    known = row(*[1, 0] * 10)
-    assert beside(known, known, 12)["holds"]
-    assert beside(row(*[1, 0] * 9, 0, 1), known, 12)["holds"], "as many, of other prompts"
-    lost = beside(row(*[0] * 20), known, 12)
-    assert (lost["difference"], lost["holds"]) == (-0.5, False)
-
-
-@pytest.mark.parametrize("script", ["gpu_kernels", "gpu_decode", "gpu_prefill", "gpu_checkpoint"])
+@pytest.mark.parametrize("script", ["gpu_kernels", "gpu_decode"])
 def test_without_a_gpu_only_the_smoke_run_is_offered(script: str, capsys: pytest.CaptureFixture[str]) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
@@ -238,75 +142,16 @@ def test_without_a_gpu_only_the_smoke_run_is_offered(script: str, capsys: pytest
     assert "no CUDA device: only --smoke runs here" in capsys.readouterr().err
 
 
-def test_a_day_with_a_gpu_is_one_command_that_goes_on_where_it_was(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    import gpu
-
-    written, tables = tmp_path / "written", tmp_path / "tables"
-    steps = {
-        "probe": ["pass"],
-        "tests": ["import os; os.abort()"],
-        "kernels": ["import time; time.sleep(99)"],
-        "decode": [f"open({str(written)!r}, 'a').write('once ')"],
-        "table": [f"open({str(tables)!r}, 'a').write('table ')"],
-    }
-    monkeypatch.setattr(gpu, "command", lambda name, *rest: [sys.executable, "-c", *steps[name]])
-    monkeypatch.setattr(gpu, "SHORTEST", 0.01)
-    day = ["--smoke", "--only", *steps, "--out", str(tmp_path)]
-    assert gpu.main([*day, "--limit", "3"]) == gpu.TIME_IS_UP
-    assert "ended by SIGABRT" in (tmp_path / "tests.log").read_text()
-    assert "killed after" in (tmp_path / "kernels.log").read_text()
-    assert "time was up: kernels, decode, table; run the same again" in capsys.readouterr().out
-    steps["kernels"] = ["pass"]
-    assert gpu.main(day) == gpu.FAILED
-    assert "failed: tests" in capsys.readouterr().out
-    steps |= {"tests": ["pass"], "probe": ["raise SystemExit(1)"]}
-    assert gpu.main(day) == gpu.DONE, "what is done is not done again"
-    assert written.read_text() == "once "
-    assert tables.read_text() == "table table ", "it is of what there is by then"
-    with pytest.raises(SpecacheError, match="smoke True, not False; name another file"):
-        gpu.Results(tmp_path / "summary.json", "benchmarks/gpu.py", torch.device("cpu"), resume=True, smoke=False)
-
-
-def test_a_failed_probe_ends_the_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import gpu
-
-    monkeypatch.setattr(gpu, "command", lambda *given: [sys.executable, "-c", "raise SystemExit(1)"])
-    assert gpu.main(["--smoke", "--out", str(tmp_path)]) == gpu.FAILED
-    assert len(json.loads((tmp_path / "summary.json").read_text())["rows"]) == 1
-
-
-@pytest.mark.parametrize(("device", "smoke"), [("a GPU", True), ("a GPU (simulated)", False), ("a GPU", False)])
-def test_a_break_even_is_reported_only_for_measured_settings(
-    device: str, smoke: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    import gpu_table
+def test_the_break_even_is_the_shortest_context_from_which_on_steps_are_no_longer() -> None:
+    from gpu_decode import break_even
 
     rows = [
-        {"model": "m", "method": method, "context": 8192, "cap": 1 << 30, "batch": 1, "at": "largest", "ms": ms,
-         "tokens/s": 1e3 / ms, "roofline share": 0.5, "captured": True}
-        for method, ms in (("16 bits, k = 0", 2.0), ("specache 2-bit", 1.0))
-    ]  # fmt: skip
-    report = {"provenance": {"device": device, "torch": "2.11"}, "settings": {"smoke": smoke}, "rows": rows}
-    (tmp_path / "gpu_decode.json").write_text(json.dumps(report))
-    gpu_table.main(["--out", str(tmp_path / "table.json")])
-    measured = device == "a GPU" and not smoke
-    printed, found = capsys.readouterr().out, json.loads((tmp_path / "table.json").read_text())
-    assert ("in break_even.py: MEASURED = {'a GPU': 8192}" in printed) == measured
-    assert ("which mean nothing" in printed) != measured
-    assert found["break-even"] == (8192 if measured else None)
-
-
-def test_a_probe_that_failed_is_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import gpu_probe
-
-    answers = iter([{"holds": False, "says": "no"}, {"holds": True, "says": "yes"}])
-    monkeypatch.setattr(gpu_probe, "run", lambda name, smoke: next(answers))
-    monkeypatch.setattr(gpu_probe, "ANYWHERE", ("gather by programs",))
-    monkeypatch.setattr(gpu_probe, "PROBES", dict.fromkeys(gpu_probe.ANYWHERE))
-    given = ["--smoke", "--resume", "--out", str(tmp_path / "out.json")]
-    assert [gpu_probe.main(given) for _ in range(3)] == [1, 0, 0]
+        {"method": method, "context": context, "batch": 1, "ms": ms}
+        for context, ours in ((4096, 1.0), (8192, 3.0), (16384, 2.0), (32768, 1.0))
+        for method, ms in (("16 bits, k = 0", 2.0), ("specache best", ours))
+    ]
+    assert break_even(rows) == 16384
+    assert break_even(rows[:4]) is None
 
 
 def test_a_batch_that_does_not_fit_is_made_smaller_until_each_kind_has_its_row(
@@ -326,23 +171,11 @@ def test_a_batch_that_does_not_fit_is_made_smaller_until_each_kind_has_its_row(
     cpu = torch.device("cpu")
     results = Results(tmp_path / "out.json", "a benchmark", cpu, resume=False)
     case, args = (
-        gpu_decode.Case("smoke", "HF DynamicCache", 300, 0, 0.5),
+        gpu_decode.Case("smoke", "specache best", 300, 0, 0.5),
         SimpleNamespace(host_gib=1, at=gpu_decode.BATCHES),
     )
-    gpu_decode.run_case(SimpleNamespace(device=cpu), case, 20, args, {}, results)
-    assert [(row["at"], row["batch"]) for row in results.rows] == [("1", 1), ("equal", 16), ("largest", 16)]
-
-
-def test_tests_that_have_passed_are_not_run_again(tmp_path: Path) -> None:
-    (tmp_path / "test_two.py").write_text("def test_good(): pass\ndef test_bad(): assert False\n")
-    command = [sys.executable, "-m", "pytest", "-p", "gpu_tests", "--passed", "passed", "--rootdir", ".", "-q"]
-    environment = {**os.environ, "PYTHONPATH": str(BENCHMARKS)}
-    lines = [
-        subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False).stdout
-        for _ in range(2)
-    ]
-    assert "1 failed, 1 passed" in lines[0]
-    assert "1 failed, 1 deselected" in lines[1]
+    gpu_decode.run_case(SimpleNamespace(device=cpu), case, args, {}, results)
+    assert [(row["at"], row["batch"]) for row in results.rows] == [("1", 1), ("largest", 16)]
 
 
 def test_results_are_there_after_every_row_and_belong_to_one_device(
@@ -373,21 +206,17 @@ def restrict(soak: Any, monkeypatch: pytest.MonkeyPatch, names: list[str]) -> No
 
 
 def test_a_soak_compares_its_calls_and_reports_what_it_did(
-    soak: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    soak: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     restrict(soak, monkeypatch, ["greedy", "decode steps", "crop", "fork", "interrupted step", "failing copy"])
-    out = tmp_path / "out.json"
-    assert soak.main(["--calls", "13", "--seed", "39", "--recompile-limit", "100", "--out", str(out)]) == 0
+    assert soak.main(["--calls", "13", "--seed", "39", "--recompile-limit", "100"]) == 0
     printed = capsys.readouterr()
     assert "13 operations" in printed.err
-    report = json.loads(out.read_text())
-    assert report["failed"] == ""
-    assert sum(report["calls"].values()) == 13
-    figures = report["figures"]
+    figures = {name.strip(): int(number) for name, number in re.findall(r"^([a-z ]+?) +(\d+)$", printed.out, re.M)}
     assert figures["sessions alive at the end"] == figures["caches in the pool"]
     assert figures["copies failed"] > 0
     assert figures["steps interrupted"] > 0
-    assert all(name in printed.out for name in (*report["calls"], *figures))
+    assert re.search(r"^all +13 ", printed.out, re.M)
 
 
 @pytest.mark.slow
@@ -457,36 +286,3 @@ def test_a_soak_stops_at_a_planted_fault_and_prints_how_to_reproduce_it(
     again = "python benchmarks/soak.py --seed 7 --calls {} --lowering eager --recompile-limit 100\n"
     assert number
     assert out.endswith(again.format(number[1]))
-
-
-def verified(text: Path, out: Path) -> list[dict[str, Any]]:
-    """Return the rows of two short windows of a text; the file `out` keeps finished ones."""
-    model = str(NEEDLE_LLAMA)
-    small = ("--model", model, "--contexts", "200", "--samples", "2", "--tokens", "6", "--lowering", "eager")
-    run("verify_drafts", *small, "--settings", "specache:verify=3", "--text", str(text), "--out", str(out))
-    rows: list[dict[str, Any]] = json.loads(out.read_text())["rows"]
-    return rows
-
-
-@pytest.mark.slow
-def test_windows_that_are_verified_are_kept_for_the_same_text_alone(tmp_path: Path) -> None:
-    texts = [tmp_path / name for name in ("a.txt", "b.txt")]
-    for path, word in zip(texts, ("one two three ", "four five six "), strict=True):
-        path.write_text(word * 100)
-    out = tmp_path / "rows.json"
-    first, again = (verified(texts[0], out) for _ in range(2))
-    assert [(row["setting"], row["tokens"]) for row in first] == [
-        (setting, 6) for setting in ("uncompiled", "specache:verify=3") for _ in range(2)
-    ]
-    assert all(row["equal"] == 6 for row in first if "equal" in row)
-    assert again == first  # the seconds too: nothing was measured again
-    with pytest.raises(SpecacheError, match=r"prompts .*; name another file"):
-        verified(texts[1], out)
-
-
-def test_overlapping_windows_are_reported_during_verification(tmp_path: Path) -> None:
-    text = tmp_path / "short.txt"
-    text.write_text("one two three " * 20)
-    options = argparse.Namespace(contexts=[200], samples=2, seed=0, text=[text])
-    with pytest.warns(UserWarning, match="2 windows of 200 tokens overlap in a text of 280"):
-        importlib.import_module("verify_drafts").prompts_of(options, Reader(byte_tokenizer()))

@@ -23,7 +23,7 @@ from transformers import (
 )
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from conftest import tiny_llama
+from conftest import greedy, tiny_llama
 from specache_compile.checkpoints import gguf as conversion
 from specache_compile.checkpoints import names as checkpoints
 from specache_compile.checkpoints.gguf_keys import is_represented
@@ -212,6 +212,32 @@ def test_the_known_checkpoint_loads_by_its_name(smollm2: Path, capsys: pytest.Ca
     captured = capsys.readouterr()
     assert captured.out.strip() == "The capital of France is Paris."
     assert "SmolLM2-135M-Instruct by HuggingFaceTB, Apache-2.0" in captured.err
+
+
+def logits_after(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return model(ids.to(model.device)).logits[0, -1].float().cpu()
+
+
+@pytest.mark.slow
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{"setting": "paper", "bits": 1, "top_k": 1024}, {"bits": 16}, {"verify": 16}])
+def test_lossless_settings_on_a_gpu_generate_its_float32_tokens_up_to_rounding(options: dict[str, Any]) -> None:
+    """In bfloat16. A different token's float32 logit is within twice the largest rounding error of a logit."""
+    exact, tokenizer = load_model(NAME, torch.float32, "cpu")
+    model, _ = load_model(NAME, torch.bfloat16, "cuda")
+    text = (Path(__file__).parents[1] / "LICENSE").read_text()
+    ids = tokenizer(text, return_tensors="pt").input_ids[:, :960]
+    expected = greedy(exact, ids, 64)[:, 960:]
+    model.compile(backend="specache", options=options)
+    got = greedy(model, ids.cuda(), 64)[:, 960:].cpu()
+    model._compiled_call_impl = None
+    differs = (expected != got).flatten().tolist()
+    if True in differs:
+        place = differs.index(True)
+        right, rounded = (logits_after(one, torch.cat([ids, expected[:, :place]], 1)) for one in (exact, model))
+        gap = right[expected[0, place]] - right[got[0, place]]
+        assert gap <= 2 * (rounded - right).abs().max()
 
 
 @pytest.mark.slow

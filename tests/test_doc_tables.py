@@ -47,9 +47,12 @@ def test_a_changed_result_is_noticed(page: Path, tmp_path: Path, monkeypatch: py
     assert main(["--check"], [page]) == 1
 
 
-@pytest.mark.parametrize("why", ["a smoke run's", "a simulated device's"])
-def test_what_measured_nothing_is_in_no_table(why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "gpu_table.json").write_text(json.dumps({"tables": "figures", "no figures": why}))
+@pytest.mark.parametrize(("device", "smoke"), [("a GPU", True), ("a GPU (simulated)", False)])
+def test_what_measured_nothing_is_in_no_table(
+    device: str, smoke: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report = {"provenance": {"device": device}, "settings": {"smoke": smoke}, "rows": []}
+    (tmp_path / "gpu_decode.json").write_text(json.dumps(report))
     monkeypatch.setattr(doc_tables, "RESULTS", tmp_path)
     assert doc_tables.gpu() == "Nothing has been measured on a GPU yet."
 

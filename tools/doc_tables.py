@@ -327,24 +327,35 @@ def latents() -> str:
     })  # fmt: skip
 
 
-def printed(program: str, results: str) -> str:
-    """The table that a benchmark prints of its results."""
+def batching() -> str:
+    """The table that benchmarks/batching.py prints of its results."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
-    return fenced(import_module(program).table(load(f"{results}.json")["rows"]))
+    return fenced(import_module("batching").table(load("batching.json")["rows"]))
 
 
-def serve() -> str:
-    """The figures of benchmarks/serve.py."""
-    rows = [(what, f"{figure:,}") for what, figure in load("serve.json").items() if what != "provenance"]
-    return markdown(("quantity", "measured value"), rows, right=1)
+# The caches of `gpu`, by their names in gpu_decode.json.
+MEASURED = {"16 bits, k = 0": "our 16-bit cache", "specache best": "specache"}
 
 
 def gpu() -> str:
     """The measurements of a GPU; a smoke run or a simulated device has none."""
-    if not (RESULTS / "gpu_table.json").exists() or load("gpu_table.json")["no figures"] is not None:
+    report = load("gpu_decode.json")
+    origin, rows = report["provenance"], report["rows"]
+    if report["settings"]["smoke"] or "simulated" in origin["device"]:
         return "Nothing has been measured on a GPU yet."
-    tables: str = load("gpu_table.json")["tables"]
-    return tables
+    ours = {row["at"]: row["tokens/s"] for row in rows if row["method"] == "16 bits, k = 0"}
+    table = selected(sorted(rows, key=lambda row: (list(MEASURED).index(row["method"]), row["batch"])), 1, {
+        "cache": lambda row: MEASURED[row["method"]],
+        "sequences": lambda row: f"{row['batch']}",
+        "ms per step, measured": lambda row: f"{row['ms']:.1f}",
+        "ms per step, simulated": lambda row: f"{row['simulated ms']:.1f}",
+        "tokens/s of all": lambda row: f"{row['tokens/s']:,.0f}",
+        "tokens/s relative to our 16-bit cache": lambda row: f"{row['tokens/s'] / ours[row['at']]:.2f}",
+        "PCIe, MB per step": lambda row: f"{row.get('bytes to device', 0) / 1e6:,.0f}",
+        "share of the roofline": lambda row: f"{row['roofline share']:.0%}",
+    })  # fmt: skip
+    measured = f"{rows[0]['model']}, {rows[0]['context']:,} tokens, {rows[0]['cap'] / 2**30:.0f} GiB of VRAM:"
+    return f"{origin['device']}, torch {origin['torch']}\n\n{measured}\n\n{table}"
 
 
 # The caches of `gains` and `computed_steps`, by their names in computed_steps.json.
@@ -462,11 +473,9 @@ GENERATORS: dict[str, Callable[[], str]] = {
         for made in (
             models, family_counts, every_family, versions, options_often, options, options_setting,
             options_baselines, methods, api, demo, gpu, gains, costs, computed_steps, devices, passes, bench,
-            cold_start, latents, closeness, serve,
+            cold_start, latents, closeness, batching,
         )
     },
-    "batching": partial(printed, "batching", "batching"),
-    "verification": partial(printed, "verify_drafts", "verify"),
     **{folder: partial(needles, folder) for folder in ("needles_smollm2", "needles_blind")},
 }  # fmt: skip
 

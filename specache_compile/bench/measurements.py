@@ -37,7 +37,6 @@ class BenchPlan:
     prompts: whether first tokens are timed.
     extend: tokens of a further timed call after the context; 0: no call.
     lowering: the lowering of this backend.
-    in_a_row: consecutive steps in a turn; with many, the processor's caches are as warm as during generation.
     """
 
     methods: tuple[str, ...]
@@ -45,12 +44,11 @@ class BenchPlan:
     lowering: str
     prompts: bool = False
     extend: int = 0
-    in_a_row: int = IN_A_ROW
 
 
-def steps_behind(rounds: int, in_a_row: int = IN_A_ROW) -> int:
+def steps_behind(rounds: int) -> int:
     """The number of tokens that each runner decodes after a context."""
-    return WARM_UP + rounds * in_a_row + 1
+    return WARM_UP + rounds * IN_A_ROW + 1
 
 
 def synchronise(device: torch.device) -> None:
@@ -92,7 +90,7 @@ def measured(
 
     answer: (the number of a context, a runner) → the row's answer; None: no answers.
     """
-    first, room = prefills[0], steps_behind(plan.rounds, plan.in_a_row)
+    first, room = prefills[0], steps_behind(plan.rounds)
     batch, context = first.ids.shape
     twins = {name: twin_of(model, name, plan.lowering) for name in plan.methods}
     runners: dict[str, Decoding] = {}
@@ -111,7 +109,7 @@ def measured(
                 bar.update()
         prompt = first.ids
         del prefills, first
-        steps = steps_in_turn(runners, model.device, plan.rounds, context, bar, plan.in_a_row)
+        steps = steps_in_turn(runners, model.device, plan.rounds, context, bar)
         rows = {name: row_of(runners[name], steps[name]) for name in plan.methods}
         add_shares(rows, runners)
         for name, found in answers.items():
@@ -139,12 +137,7 @@ def add_shares(rows: Mapping[str, dict[str, Any]], runners: Mapping[str, Decodin
 
 
 def steps_in_turn(
-    runners: Mapping[str, Decoding],
-    device: torch.device,
-    rounds: int,
-    context: int,
-    bar: tqdm,
-    in_a_row: int = IN_A_ROW,
+    runners: Mapping[str, Decoding], device: torch.device, rounds: int, context: int, bar: tqdm
 ) -> dict[str, list[float]]:
     """Milliseconds of each runner's steps. Turns spread a busy second of the machine evenly."""
     steps: dict[str, list[float]] = {name: [] for name in runners}
@@ -152,7 +145,7 @@ def steps_in_turn(
         bar.set_postfix_str(f"steps at {context:,} tokens, round {number + 1} of {rounds}")
         for name, one in runners.items():
             one.step()  # untimed: the processor's caches hold the other runners' data
-            steps[name] += [1e3 * timed(one.step, device) for _ in range(in_a_row - 1)]
+            steps[name] += [1e3 * timed(one.step, device) for _ in range(IN_A_ROW - 1)]
         bar.update()
     return steps
 
@@ -183,9 +176,19 @@ def many_graphs() -> Any:
 
 
 def first_and_second(name: str, twin: Any, ids: Tensor, room: int) -> dict[str, Any]:
-    """Seconds to the first token, and from the first to the second, after compilation."""
+    """Seconds to the first token, and from the first to the second, after compilation.
+
+    On a GPU also the peak of its memory in a prefill, beyond what was there before.
+    """
+    on_gpu, peak = twin.device.type == "cuda", {}
     with torch.no_grad():
         for _ in range(2):
             first, second = first_tokens(name, twin, ids, room)
-            seconds = timed(first, twin.device), timed(second, twin.device)
-    return {"first_token_s": seconds[0], "second_token_s": seconds[1]}
+            if on_gpu:
+                torch.cuda.reset_peak_memory_stats(twin.device)
+                before = torch.cuda.memory_allocated(twin.device)
+            first_seconds = timed(first, twin.device)
+            if on_gpu:
+                peak = {"prefill_peak_bytes": torch.cuda.max_memory_allocated(twin.device) - before}
+            second_seconds = timed(second, twin.device)
+    return {"first_token_s": first_seconds, "second_token_s": second_seconds, **peak}

@@ -6,13 +6,11 @@ import argparse
 import itertools
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
-from specache_compile.checkpoints.gguf import is_installed
 from specache_compile.errors import SpecacheError
 
 from .bench_model import check_room, config_of, open_model
@@ -33,7 +31,6 @@ def run_bench(args: argparse.Namespace, command: Sequence[str]) -> None:
     settings = {name: getattr(args, name) for name in ("model", "layers", "dtype", "lowering", "rounds")}
     settings["threads"] = torch.get_num_threads()
     results = Results(args.json, "specache", device, resume=True, given=command, **settings)
-    results.once("libraries", libraries)
     try:
         measure_missing(args, methods, results)
     except KeyboardInterrupt:
@@ -46,11 +43,6 @@ def run_bench(args: argparse.Namespace, command: Sequence[str]) -> None:
         raise
     finally:
         report(results, args)
-
-
-def libraries() -> dict[str, str]:
-    """Versions of the installed libraries of other caches."""
-    return {name: version(name) for name in ("optimum-quanto",) if is_installed(name)}
 
 
 def check_arguments(args: argparse.Namespace) -> None:

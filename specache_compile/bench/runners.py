@@ -13,29 +13,24 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, DynamicCache, PreTrainedConfig, QuantizedCache, StaticCache
+from transformers import Cache, DynamicCache, PreTrainedConfig, StaticCache
 
 import specache_compile as sc
 from specache_compile.command_line.bench import BASELINES
 from specache_compile.compat import with_cache
-from specache_compile.errors import OptionError, SpecacheError, first_line
+from specache_compile.errors import OptionError, SpecacheError
 from specache_compile.evaluation.settings import UNCOMPILED, parse_setting
 from specache_compile.runtime.held import HeldTensor
 from specache_compile.runtime.session import session_of
 from specache_compile.runtime.state import device_total, fields_of, tier_totals
 
 COMPILED, STATIC = "compiled", "compiled-static"
-# Hugging Face's quantised caches. They dequantise the whole cache in every step, layer by layer.
-QUANTIZED: dict[str, dict[str, Any]] = {
-    "quanto-2bit": {"backend": "quanto", "nbits": 2, "axis_key": 0, "axis_value": 0},
-    "hf-fp8": {"backend": "fp8"},
-}
 CHUNK = 512
 
 
 def can_extend(name: str) -> bool:
     """Whether the runner's cache accepts several tokens after the context, and can be copied."""
-    return name in (UNCOMPILED, COMPILED) or name not in BASELINES
+    return name != STATIC
 
 
 def check_name(name: str) -> None:
@@ -49,13 +44,8 @@ def check_name(name: str) -> None:
 
 def why_not(name: str, config: PreTrainedConfig) -> str | None:
     """The reason why a runner is unavailable on this machine; None if it is available."""
-    if name in (STATIC, *QUANTIZED) and any(DynamicCache(config=config).is_sliding):
+    if name == STATIC and any(DynamicCache(config=config).is_sliding):
         return "the model has sliding layers, whose cache can only be filled by a prefill"
-    if name in QUANTIZED:
-        try:
-            QuantizedCache(config=config, **QUANTIZED[name])
-        except (ImportError, ValueError) as error:
-            return first_line(error)
     return None
 
 
@@ -117,10 +107,9 @@ class Decoding:
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    """The tensors of a cache layer; a tensor subclass is replaced by its inner tensors."""
+    """The tensors of a cache layer."""
     if isinstance(value, Tensor):
-        inner = getattr(value, "__tensor_flatten__", None)
-        return [value] if inner is None else [t for name in inner()[0] for t in tensors_of(getattr(value, name))]
+        return [value]
     if isinstance(value, dict | list | tuple):
         return [t for item in (value.values() if isinstance(value, dict) else value) for t in tensors_of(item)]
     return []
@@ -139,8 +128,6 @@ def twin_of(model: Any, name: str, lowering: str) -> Any:
 
 def empty_cache(name: str, config: PreTrainedConfig, room: int) -> Cache:
     """An empty cache for this runner; a static cache has room for `room` tokens."""
-    if name in QUANTIZED:
-        return QuantizedCache(config=config, **QUANTIZED[name])
     return StaticCache(config=config, max_cache_len=room) if name == STATIC else DynamicCache(config=config)
 
 
@@ -179,8 +166,11 @@ def runner(name: str, twin: Any, context: Prefilled, room: int) -> Decoding:
     token, length = context.token.clone(memory_format=torch.contiguous_format), context.ids.shape[1]
     if name in (UNCOMPILED, COMPILED):
         return Decoding(twin, copy.deepcopy(context.cache), token, length)
-    if name in BASELINES:
-        return Decoding(twin, filled(empty_cache(name, twin.config, length + room), context.cache), token, length)
+    if name == STATIC:
+        cache, layers = empty_cache(name, twin.config, length + room), list[Any](context.cache.layers)
+        for number, layer in enumerate(layers):
+            cache.update(layer.keys, layer.values, number)
+        return Decoding(twin, cache, token, length)
     try:
         held = sc.hold(context.cache, twin)
     except SpecacheError:  # the method's prefill does not keep all pairs
@@ -191,13 +181,6 @@ def runner(name: str, twin: Any, context: Prefilled, room: int) -> Decoding:
     if session is not None:
         session.reserve(room)  # no bucket grows, and no graph is compiled, in the timed steps
     return Decoding(twin, held, token, length)
-
-
-def filled(cache: Cache, plain: DynamicCache) -> Cache:
-    layers: list[Any] = plain.layers
-    for number, layer in enumerate(layers):
-        cache.update(layer.keys, layer.values, number)
-    return cache
 
 
 @torch.no_grad()

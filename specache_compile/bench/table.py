@@ -21,6 +21,7 @@ def steps_table(rows: Rows) -> str:
     compiled = {(row["context"], row["batch"]): row["step_ms"] for row in rows if row["method"] == "compiled"}
     extended = any("extend_ms" in row for row in rows)
     shared = any("of_16_bits" in row for row in rows)
+    peaks = any("prefill_peak_bytes" in row for row in rows)
     lines = []
     for row in sorted(rows, key=lambda row: (row["context"], row["batch"])):
         plain = compiled.get((row["context"], row["batch"]))
@@ -31,12 +32,14 @@ def steps_table(rows: Rows) -> str:
             f"{row['first_token_s']:.2f}" if "first_token_s" in row else "",
             f"{1e3 * row['second_token_s']:.0f}" if "second_token_s" in row else "",
             *([f"{row['extend_ms']:,.0f}" if "extend_ms" in row else ""] if extended else []),
+            *([f"{row['prefill_peak_bytes'] / MIB:,.0f}" if "prefill_peak_bytes" in row else ""] if peaks else []),
             *([f"{row['of_16_bits']:.3f}" if "of_16_bits" in row else ""] if shared else []),
             f"{row['device_bytes'] / MIB:.1f}", f"{row['host_bytes'] / MIB:.0f}",
         ))  # fmt: skip
     headers = (
         "context", "batch", "", "ms a step", "middle half", "of compiled", "first token, s",
-        "second, ms", *(["several, ms"] if extended else []), *(["of 16 bits"] if shared else []),
+        "second, ms", *(["several, ms"] if extended else []), *(["prefill peak, MiB"] if peaks else []),
+        *(["of 16 bits"] if shared else []),
         "device MiB", "host MiB",
     )  # fmt: skip
     align = ("right", "right", "left", *["right"] * (len(headers) - 3))

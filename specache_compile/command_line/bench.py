@@ -14,8 +14,6 @@ BASELINES = {
     "uncompiled": "Hugging Face without compilation, with a DynamicCache",
     "compiled": "torch.compile, with a DynamicCache",
     "compiled-static": "torch.compile, with a StaticCache",
-    "quanto-2bit": "Hugging Face's QuantizedCache: optimum-quanto, 2 bits",
-    "hf-fp8": "Hugging Face's QuantizedCache: fp8",
 }
 DEFAULT = (*BASELINES, "kivi:bits=2", "specache:bits=1", "specache")
 EXAMPLES = """\
@@ -26,7 +24,7 @@ examples:
   specache bench smollm2-135m --methods compiled specache --extend 512
   specache bench meta-llama/Llama-3.1-8B --layers 4 --contexts 8192      random weights of its shape
 
-baselines, where their libraries are installed:
+baselines:
 """ + "\n".join(f"  {name:16} {what}" for name, what in BASELINES.items())
 EPILOG = f"""{EXAMPLES}
 On two cores, SmolLM2-135M takes about an hour with all methods at both default contexts, and ten minutes in the quick

@@ -15,13 +15,11 @@ from .intervals import interval
 from .result_rows import ResultRow, sources
 from .settings import UNCOMPILED
 from .tasks import NO_QUESTION
-from .tasks.perplexity import RECENT
 
 # A cell is no evidence about a cache if the uncompiled model has a smaller share of right answers.
 GATE = 0.8
 MARK = "*"
 FAILED = f"{MARK} evidence of nothing: the uncompiled model itself is right in less than {GATE:.0%}"
-SHORT = f"{MARK} evidence of nothing: the uncompiled model is not shown to gain from more than its last {RECENT} tokens"
 
 
 def table(rows: Sequence[ResultRow]) -> str:
@@ -56,8 +54,7 @@ def task_table(rows: Sequence[ResultRow]) -> str:
         [[line[column] for column in kept] for line in lines], [headers[column] for column in kept],
         colalign=("left", *["right"] * (len(kept) - 1)), disable_numparse=True,
     )  # fmt: skip
-    foot = SHORT if rows[0].metric == "perplexity" else FAILED
-    return f"{found}\n{foot}" if failed else found
+    return f"{found}\n{FAILED}" if failed else found
 
 
 def is_distance(row: ResultRow) -> bool:
@@ -89,11 +86,7 @@ def figures(row: ResultRow) -> list[tuple[str, str]]:
             ("repeated", f"{again:.1%}"), ("length", f"{length:,.0f}"),
         ]  # fmt: skip
     if row.metric == "perplexity":
-        recent = detail.get("recent", [])
-        return [
-            ("perplexity", f"{row.score:.3f}"),
-            (f"last {RECENT} tokens", f"{math.exp(statistics.fmean(recent)):.3f}" if recent else ""),
-        ]
+        return [("perplexity", f"{row.score:.3f}")]
     return [(row.metric, f"{row.score:.1%}")]
 
 
@@ -127,17 +120,8 @@ def difference(rows: Sequence[ResultRow], others: Mapping[str, ResultRow]) -> tu
 
 
 def failed_cells(rows: Sequence[ResultRow]) -> set[str]:
-    """The cells of one task that the uncompiled model itself fails."""
-    return {row.cell for row in rows if row.method == UNCOMPILED and fails(row)}
-
-
-def fails(row: ResultRow) -> bool:
-    """Whether the uncompiled model's row is evidence of nothing: either it finds too little, or its perplexity is not
-    below the one behind the last tokens alone with 95 % confidence."""
-    if "recent" in row.detail:
-        gains = [near - whole for near, whole in zip(row.detail["recent"], row.detail["nats"], strict=True)]
-        return not sum(gains) / len(gains) > interval(gains)
-    return row.task not in NO_QUESTION and row.score < GATE
+    """The cells of one task in which the uncompiled model itself finds too little to be evidence."""
+    return {row.cell for row in rows if row.method == UNCOMPILED and row.task not in NO_QUESTION and row.score < GATE}
 
 
 def write_json(path: Path, rows: Sequence[ResultRow]) -> None:

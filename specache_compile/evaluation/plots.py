@@ -7,12 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from specache_compile.methods import parse_options
-
 from .cell_tables import failed_cells, is_distance
 from .intervals import interval
 from .result_rows import ResultRow, sources
-from .settings import UNCOMPILED, Setting, parse_setting
+from .settings import UNCOMPILED
 
 MARKERS = "os^Dv"
 
@@ -49,34 +47,24 @@ def save(figure: Any, rows: Sequence[ResultRow], path: Path) -> None:
 def against_kv(rows: Sequence[ResultRow]) -> Any:
     """A plot of the score, or the distance, against the device's share of the full cache's bytes.
 
-    It has a panel for each kind of continuation, and a line over the bits for each method and cell.
+    It has a panel for each kind of continuation, and a line over the cells for each method.
     """
     import matplotlib.pyplot as plt
 
     panels = list(rows[0].detail.get("kinds", [rows[0].metric]))
     figure, axes = plt.subplots(1, len(panels), figsize=(4 * len(panels) + 2, 3.8), squeeze=False, sharey=True)
-    lines: dict[tuple[str, str], list[tuple[str, ResultRow]]] = {}
-    for row in sorted(rows, key=lambda row: row.kv_ratio or 0.0):
-        method, bits = method_and_bits(row.method)
-        lines.setdefault((method, row.cell), []).append((bits, row))
-    methods = list(dict.fromkeys(method for method, _ in lines))
     for axis, panel in zip(axes.flat, panels, strict=True):
-        for (method, _), line in lines.items():
-            i = methods.index(method)
-            ratios, points = [row.kv_ratio for _, row in line], [point_of(row, panel) for _, row in line]
-            axis.errorbar(
-                ratios, [value for value, _ in points], [half for _, half in points], color=f"C{i % 10}", label=method,
-                marker=MARKERS[i // 10 % len(MARKERS)], markersize=5, capsize=2, linewidth=1,
-            )  # fmt: skip
-            for (bits, _), ratio, (value, _) in zip(line, ratios, points, strict=True):
-                axis.annotate(bits, (ratio, value), xytext=(5, 3), textcoords="offset points", fontsize=7)
+        for i, method in enumerate(dict.fromkeys(row.method for row in rows)):
+            points = sorted((row.kv_ratio or 0.0, *point_of(row, panel)) for row in rows if row.method == method)
+            ratios, values, halves = zip(*points, strict=True)
+            marker = MARKERS[i // 10 % len(MARKERS)]
+            axis.errorbar(ratios, values, halves, color=f"C{i % 10}", label=method, marker=marker, capsize=2)
         axis.set_yscale("log" if is_distance(rows[0]) else "linear")
         axis.set_title(panel, fontsize=9)
         axis.set_xlabel("device KV / full cache", fontsize=8)
         axis.grid(alpha=0.3)
     axes.flat[0].set_ylabel("KL to the full cache, nats" if is_distance(rows[0]) else rows[0].metric, fontsize=8)
-    named = dict(zip(*reversed(axes.flat[-1].get_legend_handles_labels()), strict=True))
-    axes.flat[-1].legend(named.values(), named.keys(), fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
+    axes.flat[-1].legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
     figure.tight_layout()
     return figure
 
@@ -85,13 +73,3 @@ def point_of(row: ResultRow, panel: str) -> tuple[float, float]:
     """A row's value in a panel, and half of its 95 % interval; 0 where the row has none."""
     kind = row.detail.get("kinds", {}).get(panel)
     return (row.score, 0.0) if kind is None else (kind["kl"], interval(kind["each"]))
-
-
-def method_and_bits(text: str) -> tuple[str, str]:
-    """A setting without its bits, and the bits in words; "" where it has none or where other options set them."""
-    setting = parse_setting(text)
-    if "memory" in dict(setting.given):
-        return text, ""
-    bits = getattr(parse_options(setting.options), "bits", None) if setting.options else None
-    rest = Setting(setting.name, tuple(pair for pair in setting.given if pair[0] != "bits"))
-    return str(rest), "" if bits is None else "1 bit" if bits == 1 else f"{bits} bits"

@@ -41,7 +41,6 @@ from specache_compile.runtime.session import Mode, session_of
 from .explanation import Explanation
 from .figures import SiteRow
 from .layers import layers_of
-from .rank import check_part, one_of
 from .temporaries import temporaries
 from .times.devices import Device, find_device
 
@@ -61,7 +60,6 @@ def explain(
     host_gib: float = 128.0,
     reuse: float | None = None,
     corrected: float | None = None,
-    ranks: int = 1,
 ) -> Explanation:
     """Compute what the backend does to a model, and the bytes and times of a step, without running it.
 
@@ -76,8 +74,6 @@ def explain(
         host_gib: GiB of host memory for the host tier.
         reuse: share (0 to 1) of the selected pairs that the slots have already; None is the measured share.
         corrected: share of the selected pairs that a correction fetches; None is the measured share.
-        ranks: number of ranks that the model is split over (tensor parallel). Figures are of one rank, without the time
-            of collectives; all ranks share host_gib.
 
     Returns:
         An `Explanation`.
@@ -101,8 +97,7 @@ def explain(
     chosen = device if isinstance(device, Device) else find_device(device)
     model = load_config(model) if isinstance(model, (str, Path)) else model
     parsed = parsed.for_prompt(prompt_length)
-    whole = getattr(model, "config", model)
-    config = one_of(whole, ranks)
+    config = getattr(model, "config", model)
     captured: list[Captured] = []
     rewrites: list[Rewrites] = []
     unlimited = replace(parsed, host_memory=NO_LIMIT) if isinstance(parsed, HostOptions) else parsed
@@ -133,8 +128,6 @@ def explain(
     captured = [graph for graph in captured if graph.is_recognised]
     name = getattr(config, "_name_or_path", "") or type(config).__name__
     layers = next((graph.layers for graph in captured if graph.sites), [])
-    for layer in layers[:1]:
-        check_part(whole, config, layer.head_dim)
     parsed = within_memory(parsed, layers, batch_size, prompt_length)
     check_memory(parsed, layers, batch_size, prompt_length)
     graphs = [graph for graph in captured if graph.sites and graph.phase is not EXTEND]
@@ -153,7 +146,7 @@ def explain(
         lanes=max((form.lanes for made in rewrites for form in made.made.values()), default=1),
         working_bytes={phase: temporaries(module) for phase, module in modules.items()},
         device=chosen, weight_bytes=weights, host_gib=host_gib, reuse=reuse, corrected=corrected,
-        name=name, ranks=ranks, longest=getattr(config.get_text_config(), "max_position_embeddings", None),
+        name=name, longest=getattr(config.get_text_config(), "max_position_embeddings", None),
     )  # fmt: skip
 
 

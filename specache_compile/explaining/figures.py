@@ -17,7 +17,7 @@ from specache_compile.passes.pipeline import Trace
 from specache_compile.passes.reading.sites import LeftAlone
 from specache_compile.runtime.state import bytes_in_16_bits, device_total, full_cache_bytes, predicted_bytes
 
-from .one_layer import before_and_after, layer_text
+from .one_layer import layer_text
 from .times.devices import Device
 from .times.node_costs import is_launch, launch_cost, operator_name
 from .times.step_kernels import Traced, captured, is_captured, kernels_of, over_tiers
@@ -32,6 +32,9 @@ from .times.step_time import (
     simulated,
     step_of,
 )
+
+# The most lines of a layer's text.
+SCREEN = 60
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,7 @@ class Figures:
     """What the backend does to a model, with `prompt_length` tokens and `batch_size` rows.
 
     Every figure is computed, not measured: bytes from shapes, times from the event simulation (`times/step_time.py`) of
-    `device`. With several `ranks` all figures are one rank's.
+    `device`.
 
     reuse, corrected: see `explain`; None: the defaults of `load`.
     longest: the model's max_position_embeddings; None if its config lacks it.
@@ -78,7 +81,6 @@ class Figures:
     corrected: float | None = None
     host_gib: float = 128.0
     name: str = ""
-    ranks: int = 1
     longest: int | None = None
     command: str = ""
     absorbed: tuple[str, ...] = ()
@@ -155,16 +157,23 @@ class Figures:
         if pass_name is not None and pass_name not in names[1:]:
             raise SpecacheError(f"no pass {pass_name!r}: there are {', '.join(names[1:])}")
         new = pass_name or names[-1]
-        old = names[names.index(new) - 1] if pass_name else names[0]
-        before, after = (str(self.graph(phase, name, layer)).splitlines(keepends=True) for name in (old, new))
-        context = 1 if layer is None else 3
-        return "".join(difflib.unified_diff(before, after, f"{phase}/{old}", f"{phase}/{new}", n=context))
+        return self.compared(phase, names[names.index(new) - 1] if pass_name else names[0], new, layer)
 
     def layer(self, number: int, phase: str = "decode") -> str:
-        """One layer of the model before and after all passes, as short Python in at most 60 lines."""
-        names = list(self.trace(phase).graphs)
-        before, after = (str(self.graph(phase, name, number)) for name in (names[0], names[-1]))
-        return before_and_after(before, after)
+        """One layer of the model before and after all passes, as a diff of short Python in at most `SCREEN` lines."""
+        first, *_, last = self.trace(phase).graphs
+        lines = self.compared(phase, first, last, number, context=SCREEN).splitlines()
+        if len(lines) > SCREEN:
+            lines = self.compared(phase, first, last, number, context=3).splitlines()
+        if len(lines) > SCREEN:
+            lines[SCREEN - 1 :] = [f"# {len(lines) - SCREEN + 1} more lines: --graph {phase} --layer {number}"]
+        return "\n".join([*lines, ""]) if lines else f"# left as it is\n{self.graph(phase, last, number)}"
+
+    def compared(self, phase: str, old: str, new: str, layer: int | None, context: int | None = None) -> str:
+        """A unified diff of a phase's graph after two passes. context: unchanged lines around a change."""
+        before, after = (str(self.graph(phase, name, layer)).splitlines(keepends=True) for name in (old, new))
+        lines = context or (1 if layer is None else 3)
+        return "".join(difflib.unified_diff(before, after, f"{phase}/{old}", f"{phase}/{new}", n=lines))
 
     def load(self) -> Workload:
         """The workload of the explained decode step, with the assumed shares of the selected pairs that travel where
@@ -193,11 +202,6 @@ class Figures:
     def traced_one_lane(self) -> Traced:
         """The one-lane graph, whose products are also those of a full cache's step."""
         return self.traced("pre-decode" if "pre-decode" in self.graphs else "decode")
-
-    @property
-    def host_bytes(self) -> float:
-        """This rank's host memory."""
-        return self.host_gib * 2**30 / self.ranks
 
     @functools.cached_property
     def is_timed(self) -> bool:
@@ -238,7 +242,7 @@ class Figures:
 
     def largest_batch(self) -> tuple[int, str]:
         """The rows of this context that fit, and the memory that limits them: "device" or "host"."""
-        return largest_batch(self.traced(), self.device, self.prompt_length, self.host_bytes)
+        return largest_batch(self.traced(), self.device, self.prompt_length, self.host_gib * 2**30)
 
     def full_cache_batch(self) -> int:
         """The rows of this context that fit with a full 16-bit cache in device memory."""

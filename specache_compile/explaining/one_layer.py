@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ast
 import copy
-import difflib
 import re
 import textwrap
 from collections import Counter
@@ -25,7 +24,6 @@ from .outline import OutlineRow, rows_of, spans
 WIDTH, LONGEST, LONGEST_NAME = 106, 116, 22  # columns of code, of code and its comment, and of a name
 WEIGHT = re.compile(r"^l_(?:self|args_0)_.*_(?:parameters|buffers)_\w+$", re.IGNORECASE)
 PAST = re.compile(r"^l_\w*_layers_(?:modules_)?\d+_(keys|values)_?$", re.IGNORECASE)
-CONTEXT = 1  # lines kept around a change
 NOTES = {
     "decode_attention": "attention over window and slots in 16 bits, and the rest in few bits; scores: per token",
     "score_low_bit": "logits of all tokens, from keys in few bits; scores: how much attention each token gets",
@@ -77,49 +75,6 @@ def layer_text(code: str, number: int) -> str:
     lines = [f"    {line}" for statement in statements(layer, results) for line in statement]
     ends = [f"    return {', '.join(layer.names[name] for name in results)}"] if results else []
     return "\n".join([*head, *lines, *ends, ""])
-
-
-def before_and_after(before: str, after: str, limit: int = 58) -> str:
-    """Both forms of a layer, with lines of the second that stand in the first left out; within `limit` lines, if need
-    be, only the lines around the attention."""
-    old, new = before.splitlines(), after.splitlines()
-    if old == new:
-        return f"# left as it is\n{before}"
-    matcher = difflib.SequenceMatcher(None, old, new, autojunk=False)
-    same = [(a, b, size) for a, b, size in matcher.get_matching_blocks() if size > 2 * CONTEXT + 1]
-    second = shortened(new, [(b, size) for _, b, size in same])
-    first = shortened(old, [(a, size) for a, _, size in same]) if len(old) + len(second) > limit else old
-    if len(first) + len(second) > limit:
-        first = around(first, limit // 3)
-        second = around(second, limit - len(first))
-    return "\n".join(["# before", *first, "# after", *second, ""])
-
-
-def around(lines: list[str], limit: int) -> list[str]:
-    """At most `limit` lines: the head, and those around the attention."""
-    if len(lines) <= limit:
-        return lines
-    head = 1 + next(i for i, line in enumerate(lines) if line.endswith(":"))
-    marks = [i for i, line in enumerate(lines) if re.search(r"specache\.|scaled_dot_product|torch\.cat\(\[past", line)]
-    begin, end = min(marks, default=head), max(marks, default=head) + 1
-    free = max(0, limit - head - (end - begin) - 2)
-    end = min(len(lines), end + free // 3)
-    begin = max(head, end - (limit - head - 2))
-    return [*lines[:head], *left_out(begin - head), *lines[begin:end], *left_out(len(lines) - end)]
-
-
-def left_out(count: int) -> list[str]:
-    return [f"    # ... {count} more lines: --graph PHASE --layer N"] if count else []
-
-
-def shortened(lines: list[str], runs: list[tuple[int, int]]) -> list[str]:
-    """Lines with the middle of each run (first line, length) left out."""
-    result = list(lines)
-    for first, size in reversed(runs):
-        begin = first + (CONTEXT if first else 0)
-        end = first + size - (CONTEXT if first + size < len(lines) else 0)
-        result[begin:end] = [f"    # ... {end - begin} lines that both have"]
-    return result
 
 
 def layer_of(code: str, number: int) -> Layer:

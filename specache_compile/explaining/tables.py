@@ -55,8 +55,6 @@ def title(e: Figures) -> str:
         f"{e.name[:60] or 'model'}, method {e.options.method}: {e.prompt_length:,} tokens, {rows}. "
         f"All figures are {COMPUTED}."
     ]
-    if e.ranks > 1:
-        lines.append(f"One of {e.ranks} ranks: its own part, without the time of collectives.")
     if e.longest is not None and e.prompt_length > e.longest:
         lines.append(f"Note: the model's context is {e.longest:,} tokens (max_position_embeddings).")
     return "\n".join(lines)

@@ -16,10 +16,8 @@ from tqdm import tqdm
 
 from conftest import greedy, tiny_llama
 from specache_compile.bench import demo
-from specache_compile.bench.demo import METHODS, licence, summary_table
-from specache_compile.bench.keys import key_search, questions_of
+from specache_compile.bench.demo import METHODS, key_search, licence, questions_of, summary_table
 from specache_compile.bench.measurements import BenchPlan
-from specache_compile.bench.runners import check_name
 from specache_compile.bench.table import draw
 from specache_compile.checkpoints.gguf import is_installed
 from specache_compile.cli import main
@@ -73,11 +71,6 @@ def test_the_picture_is_800_wide_or_more_and_no_outlier_stretches_it(tmp_path: P
 def test_the_text_travels_with_the_package() -> None:
     assert "Apache License" in licence()
     assert len(licence()) > 10_000
-
-
-def test_bench_knows_every_method() -> None:
-    for name in METHODS:
-        check_name(name)
 
 
 # The key search

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from conftest import byte_tokenizer, greedy, prompt, tiny_llama
-from specache_compile.evaluation.plots import method_and_bits
 from specache_compile.evaluation.reader import Reader
 from specache_compile.evaluation.runner import Runner
 from specache_compile.evaluation.settings import parse_setting, running
@@ -85,7 +84,7 @@ def test_the_unseen_text_is_the_release_notes_in_order() -> None:
             member.size = len(data)
             tar.addfile(member, io.BytesIO(data))
     assert (
-        release_notes(archive.getvalue(), SOURCES[0].notes)
+        release_notes(archive.getvalue(), SOURCES["django"].notes)
         == "notes of 5.2\nnotes of 5.2.2\nnotes of 5.2.10\nnotes of 6.1"
     )
 
@@ -111,18 +110,3 @@ def windows(samples: int) -> list[list[int]]:
     assert len(rows) == samples
     assert bench.windows_apart(200) == rows
     return rows
-
-
-@pytest.mark.parametrize(
-    ("text", "line"),
-    [
-        ("specache", ("specache", "1.5 bits")),
-        ("specache:bits=1", ("specache", "1 bit")),
-        ("specache:bits=1,setting=paper", ("specache:setting=paper", "1 bit")),
-        ("kivi:bits=4", ("kivi", "4 bits")),
-        ("fp8", ("fp8", "")),
-        ("uncompiled", ("uncompiled", "")),
-    ],
-)
-def test_a_line_of_the_picture_is_a_method_over_its_bits(text: str, line: tuple[str, str]) -> None:
-    assert method_and_bits(text) == line

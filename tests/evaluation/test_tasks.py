@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 import statistics
 from pathlib import Path
@@ -16,7 +15,6 @@ from specache_compile.command_line import evaluate
 from specache_compile.errors import SpecacheError
 from specache_compile.evaluation.reader import Reader
 from specache_compile.evaluation.runner import Runner
-from specache_compile.evaluation.settings import parse_setting, running
 from specache_compile.evaluation.tasks import TASKS, needle, perplexity
 from specache_compile.evaluation.tasks.task import Bench
 
@@ -117,34 +115,7 @@ def test_perplexity_is_the_exponent_of_the_mean_loss(model: Any) -> None:
     losses = torch.nn.functional.cross_entropy(logits[:, 40:-1].flatten(0, 1), torch.tensor(rows)[:, 41:].flatten())
     assert outcome.score == pytest.approx(losses.exp().item(), rel=1e-4)
     assert outcome.samples == 3 * 39
-    weights = torch.tensor([math.log(value) for value in outcome.detail["by_position"].values()])
-    assert weights.mean().item() == pytest.approx(losses.item(), rel=0.05)  # stretches of nearly equal length
     assert statistics.fmean(outcome.detail["nats"]) == pytest.approx(losses.item(), rel=1e-4)
-    assert outcome.detail["recent"] == pytest.approx(outcome.detail["nats"], rel=1e-4)  # all lies within 256 tokens
-
-
-def test_perplexity_behind_the_last_tokens_alone_is_the_models_on_each_tokens_own_context(
-    model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Token by token: what begins a text (two tokens), and the last 16, or up to six more within a stride."""
-    monkeypatch.setattr(perplexity, "RECENT", 16)
-    monkeypatch.setattr(perplexity, "STRIDE", 7)
-    rows = torch.tensor(bench(samples=2).windows_apart(61))
-    losses = []
-    for place, token in enumerate(range(31, 61)):
-        start = token - place % 7 - 16
-        with torch.no_grad():
-            logits = model(torch.cat([rows[:, :2], rows[:, start:token]], 1), use_cache=False).logits[:, -1]
-        losses.append(torch.nn.functional.cross_entropy(logits, rows[:, token], reduction="none"))
-    found = perplexity.recent_nats(model, rows, begin=2)
-    torch.testing.assert_close(found, torch.stack(losses, 1), atol=1e-4, rtol=1e-4)
-    whole = perplexity.measure(Runner(model, BYTES), rows.tolist(), begin=2).detail
-    assert whole["recent"] == pytest.approx(found.mean(1).tolist(), rel=1e-5) != whole["nats"]
-
-
-def test_only_the_uncompiled_model_is_asked_behind_the_last_tokens_alone(model: Any) -> None:
-    with running(model, parse_setting("kivi:bits=2,group_size=32,residual_length=32"), "eager"):
-        assert "recent" not in perplexity.measure(Runner(model, BYTES), bench(samples=1).windows_apart(80)).detail
 
 
 def test_a_context_is_read_before_its_question_is_known(model: Any) -> None:

@@ -78,7 +78,3 @@ def test_a_model_of_double_precision_keeps_its_pairs() -> None:
     twin = compiled_with(model, {**SMALL, "top_k": 1024, "lowering": "inductor"})
     assert torch.equal(greedy(twin, prompt(90), 20), greedy(model, prompt(90), 20))
     assert sc.stats(twin).bytes_by_tier["host"] == 2 * 2 * 256 * 2 * 16 * 8
-
-
-def test_bisect_takes_settings_that_lose_nothing() -> None:
-    assert sc.bisect(tiny_llama(), prompt(300), new_tokens=2).layer is None

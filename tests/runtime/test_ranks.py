@@ -19,8 +19,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import LlamaConfig, LlamaForCausalLM, Olmo2Config, Olmo2ForCausalLM
 
 from specache_compile.errors import SpecacheError
-from specache_compile.explaining.explain import explain
-from specache_compile.explaining.rank import check_part
 from specache_compile.kernels.memory import host_memory
 from specache_compile.methods import parse_options
 from specache_compile.methods.field import LayerShape
@@ -187,28 +185,3 @@ def test_processes_with_a_whole_model_each_have_a_budget_each(monkeypatch: pytes
     session = Session(parse_options({"host_memory": needed}), layers, 1, 70)
     session.reserve(70)
     assert session.statistics.bytes_by_tier["host"] == needed
-
-
-@pytest.mark.slow
-def test_a_rank_is_explained_by_its_part() -> None:
-    config = LlamaConfig(
-        vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=8,
-        num_key_value_heads=4, pad_token_id=255,
-    )  # fmt: skip
-    whole, part = (explain(config, 512, options={"speculate": True}, ranks=ranks) for ranks in (1, 4))
-    for figure in ("full_cache_bytes", "bytes_fetched"):
-        assert getattr(part, figure) * 4 == getattr(whole, figure)
-    sink_index = 4 * 4  # int32 [1, 1, 4], which every rank has whole
-    assert (part.device_bytes - sink_index) * 4 == whole.device_bytes - sink_index
-    assert part.bytes_by_tier["host"] * 4 == whole.bytes_by_tier["host"]
-    assert part.lanes == 2
-    assert "One of 4 ranks" in str(part)
-    with pytest.raises(SpecacheError, match="4 KV heads cannot be split over 3 ranks"):
-        explain(config, 512, ranks=3)
-    with pytest.raises(SpecacheError, match="leaves attention whole"):
-        explain(Olmo2Config(num_key_value_heads=4), 512, ranks=2)
-
-
-def test_a_whole_model_need_not_say_how_wide_a_head_is() -> None:
-    config = object()
-    check_part(config, config, 8)

@@ -170,12 +170,6 @@ def test_completions_stream_too(served: Served, uncompiled: LlamaForCausalLM) ->
     assert "".join(chunk.choices[0].text for chunk in served.client.completions.create(**ask, stream=True)) == expected
 
 
-def test_a_seed_makes_a_drawn_answer_again(served: Served) -> None:
-    ask: dict[str, Any] = {"model": served.name, "prompt": "Draw. " * 8, "max_tokens": 12, "temperature": 2}
-    drawn = [served.client.completions.create(**ask, seed=seed).choices[0].text for seed in (1, 1, 2)]
-    assert drawn[0] == drawn[1] != drawn[2]
-
-
 def test_who_gives_no_seed_does_not_draw_on_from_anothers(served: Served) -> None:
     ask: dict[str, Any] = {"model": served.name, "prompt": "Draw. " * 8, "max_tokens": 12, "temperature": 2}
     drawn = set()
@@ -189,12 +183,6 @@ def test_next_to_no_temperature_is_greedy(served: Served, uncompiled: LlamaForCa
     """Divided by it, logits would be infinite: on a GPU that ends the process's use of it."""
     ask: dict[str, Any] = {"model": served.name, "prompt": "Cold. " * 8, "max_tokens": 6, "temperature": 1e-40}
     assert served.client.completions.create(**ask).choices[0].text == answer(uncompiled, "Cold. " * 8, 6)
-
-
-def test_completions_are_biased_too(served: Served) -> None:
-    ask: dict[str, Any] = {"model": served.name, "prompt": "Say it. " * 8, "max_tokens": 6, "temperature": 0}
-    said = served.client.completions.create(**ask, logit_bias={str(ord("z")): 100}).choices[0].text
-    assert said == "zzzzzz"
 
 
 def test_sessions_go_to_disk_least_recently_used_first(
