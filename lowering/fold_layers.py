@@ -32,7 +32,7 @@ from torch.fx.node import map_arg
 from specache_compile.passes.overlap import mutated_arguments
 from specache_compile.passes.reading.in_place import memory_of
 from specache_compile.passes.reading.in_place import written as written_by
-from specache_compile.passes.reading.nodes import output_node, value_of, weight_layer
+from specache_compile.passes.reading.nodes import extract, output_node, value_of, weight_layer
 
 from .progress import show_step
 
@@ -98,7 +98,7 @@ def fold_layers(graph_module: GraphModule, inputs: Sequence[Any], compile_part: 
         if names[kind] not in regions:
             show_step(f"part {len(regions) + 1} of {len(calls)}, for {calls[kind]} of {len(parts)}")
             part_inputs = [values[node] for node in part.inputs]
-            regions[names[kind]] = Region(compile_part(extract(graph_module, part, values), part_inputs))
+            regions[names[kind]] = Region(compile_part(graph_of(graph_module, part, values), part_inputs))
     return in_order(graph_module, parts, [names[kind] for kind in kinds], regions)
 
 
@@ -235,7 +235,7 @@ def kinds_of(
         kind = kind_of(part, values)
         if kind not in made:
             with enable_python_dispatcher(), mode, torch.no_grad():  # the dispatcher handles symbolic sizes
-                made[kind] = Interpreter(extract(graph_module, part, values)).run(*(values[n] for n in part.inputs))
+                made[kind] = Interpreter(graph_of(graph_module, part, values)).run(*(values[n] for n in part.inputs))
         if not all(isinstance(value, (Tensor, int, torch.SymInt)) and is_backed(value) for value in made[kind]):
             return None
         # Separate objects: if two inputs were one object, AOTAutograd would read only the first.
@@ -316,17 +316,12 @@ def joined(parts: Sequence[GraphPart]) -> GraphPart:
     return dataclasses.replace(whole, inputs=tuple(inputs))
 
 
-def extract(graph_module: GraphModule, part: GraphPart, values: dict[Node, Any]) -> GraphModule:
-    """Extract a part as a separate graph from its inputs to its outputs."""
-    graph = Graph()
-    copies: dict[Node, Node] = {}
-    for node in part.inputs:
-        copies[node] = graph.placeholder(node.name)
-        copies[node].meta["val"] = copies[node].meta["example_value"] = values[node]
-    for node in (*part.sizes, *part.nodes):
-        copies[node] = graph.node_copy(node, copies.__getitem__)
-    graph.output(tuple(copies[node] for node in part.outputs))
-    return GraphModule(graph_module, graph)
+def graph_of(graph_module: GraphModule, part: GraphPart, values: dict[Node, Any]) -> GraphModule:
+    """Return a part as a separate graph, with the fakes of its inputs."""
+    alone = extract(graph_module, part.inputs, (*part.sizes, *part.nodes), part.outputs)
+    for placeholder, node in zip(alone.graph.find_nodes(op="placeholder"), part.inputs, strict=True):
+        placeholder.meta["val"] = placeholder.meta["example_value"] = values[node]
+    return alone
 
 
 def in_order(graph_module: GraphModule, parts: Sequence[GraphPart], names: Sequence[str], regions: Any) -> GraphModule:

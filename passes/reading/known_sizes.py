@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -27,18 +26,14 @@ def fill_in_sizes(graph_module: GraphModule) -> int:
         number = known(node)
         if number is None:
             continue
-        fill = functools.partial(filled_in, node, number)
+        numbers = {node: number}
         for user in [user for user in node.users if user.op != "output"]:
-            user.args, user.kwargs = map_arg(user.args, fill), map_arg(user.kwargs, fill)
+            user.args, user.kwargs = map_arg((user.args, user.kwargs), lambda x, known=numbers: known.get(x, x))
             filled += 1
         if not node.users:
             graph_module.graph.erase_node(node)
     graph_module.recompile()
     return filled
-
-
-def filled_in(size: Node, number: int, argument: Node) -> Node | int:
-    return number if argument is size else argument
 
 
 def known(node: Node) -> int | None:
