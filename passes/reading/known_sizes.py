@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -26,14 +27,18 @@ def fill_in_sizes(graph_module: GraphModule) -> int:
         number = known(node)
         if number is None:
             continue
-        numbers = {node: number}
+        fill = functools.partial(filled_in, node, number)
         for user in [user for user in node.users if user.op != "output"]:
-            user.args, user.kwargs = map_arg((user.args, user.kwargs), lambda x, known=numbers: known.get(x, x))
+            user.args, user.kwargs = map_arg((user.args, user.kwargs), fill)
             filled += 1
         if not node.users:
             graph_module.graph.erase_node(node)
     graph_module.recompile()
     return filled
+
+
+def filled_in(size: Node, number: int, argument: Node) -> Node | int:
+    return number if argument is size else argument
 
 
 def known(node: Node) -> int | None:
