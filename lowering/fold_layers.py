@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ from torch.fx.node import map_arg
 from specache_compile.passes.overlap import mutated_arguments
 from specache_compile.passes.reading.in_place import memory_of
 from specache_compile.passes.reading.in_place import written as written_by
-from specache_compile.passes.reading.nodes import output_node, value_of, weight_layer
+from specache_compile.passes.reading.nodes import extract, output_node, value_of, weight_layer
 
 from .progress import show_step
 
@@ -61,44 +62,18 @@ class GraphPart:
     outputs: tuple[Node, ...]
 
 
-@dataclass(frozen=True)
-class RegionCall:
-    """One call of a region.
+class Region(torch.nn.Module):
+    """A compiled part, as a module that a graph can call."""
 
-    inputs, outputs: indices of its inputs and outputs among the values.
-    dead: indices of values without later uses.
-    """
+    def __init__(self, run: Lowered) -> None:
+        super().__init__()
+        self.run = run
 
-    region: Lowered
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
-    dead: tuple[int, ...]
+    def forward(self, *inputs: Any) -> Sequence[Any]:
+        return self.run(*inputs)
 
 
-@dataclass(frozen=True, eq=False)
-class InOrder:
-    """A callable over a graph's inputs that runs regions in order, and frees each value after its last use.
-
-    made: the number of values that the steps compute.
-    results: for each graph output its index among the values, or None and the constant.
-    """
-
-    steps: tuple[RegionCall, ...]
-    made: int
-    results: tuple[tuple[int | None, Any], ...]
-
-    def __call__(self, *arguments: Any) -> list[Any]:
-        values = [*arguments, *[None] * self.made]
-        for step in self.steps:
-            outputs = step.region(*[values[place] for place in step.inputs])
-            for place, value in zip(step.outputs, outputs, strict=True):
-                values[place] = value
-            for place in step.dead:
-                values[place] = None
-        return [constant if place is None else values[place] for place, constant in self.results]
-
-
-def fold_layers(graph_module: GraphModule, inputs: Sequence[Any], compile_part: CompilePart) -> InOrder | None:
+def fold_layers(graph_module: GraphModule, inputs: Sequence[Any], compile_part: CompilePart) -> GraphModule | None:
     """Compile a graph with one region for all equal layers.
 
     Args:
@@ -117,13 +92,14 @@ def fold_layers(graph_module: GraphModule, inputs: Sequence[Any], compile_part: 
         return None
     parts, kinds = merge_unlike(parts, kinds)
     calls = Counter(kinds)
-    regions: dict[Any, Lowered] = {}
+    names = {kind: f"region_{number}" for number, kind in enumerate(calls)}
+    regions: dict[str, Region] = {}
     for part, kind in zip(parts, kinds, strict=True):
-        if kind not in regions:
+        if names[kind] not in regions:
             show_step(f"part {len(regions) + 1} of {len(calls)}, for {calls[kind]} of {len(parts)}")
             part_inputs = [values[node] for node in part.inputs]
-            regions[kind] = compile_part(extract(graph_module, part, values), part_inputs)
-    return in_order(graph_module, parts, [regions[kind] for kind in kinds])
+            regions[names[kind]] = Region(compile_part(graph_of(graph_module, part, values), part_inputs))
+    return in_order(graph_module, parts, [names[kind] for kind in kinds], regions)
 
 
 def cut(graph_module: GraphModule) -> list[GraphPart]:
@@ -259,7 +235,7 @@ def kinds_of(
         kind = kind_of(part, values)
         if kind not in made:
             with enable_python_dispatcher(), mode, torch.no_grad():  # the dispatcher handles symbolic sizes
-                made[kind] = Interpreter(extract(graph_module, part, values)).run(*(values[n] for n in part.inputs))
+                made[kind] = Interpreter(graph_of(graph_module, part, values)).run(*(values[n] for n in part.inputs))
         if not all(isinstance(value, (Tensor, int, torch.SymInt)) and is_backed(value) for value in made[kind]):
             return None
         # Separate objects: if two inputs were one object, AOTAutograd would read only the first.
@@ -340,33 +316,24 @@ def joined(parts: Sequence[GraphPart]) -> GraphPart:
     return dataclasses.replace(whole, inputs=tuple(inputs))
 
 
-def extract(graph_module: GraphModule, part: GraphPart, values: dict[Node, Any]) -> GraphModule:
-    """Extract a part as a separate graph from its inputs to its outputs."""
+def graph_of(graph_module: GraphModule, part: GraphPart, values: dict[Node, Any]) -> GraphModule:
+    """Return a part as a separate graph, with the fakes of its inputs."""
+    alone = extract(graph_module, part.inputs, (*part.sizes, *part.nodes), part.outputs)
+    for placeholder, node in zip(alone.graph.find_nodes(op="placeholder"), part.inputs, strict=True):
+        placeholder.meta["val"] = placeholder.meta["example_value"] = values[node]
+    return alone
+
+
+def in_order(graph_module: GraphModule, parts: Sequence[GraphPart], names: Sequence[str], regions: Any) -> GraphModule:
+    """Return a graph with the inputs and outputs of `graph_module` that calls a region for each part.
+
+    torch.fx frees each value after its last use.
+    """
     graph = Graph()
-    copies: dict[Node, Node] = {}
-    for node in part.inputs:
-        copies[node] = graph.placeholder(node.name)
-        copies[node].meta["val"] = copies[node].meta["example_value"] = values[node]
-    for node in (*part.sizes, *part.nodes):
-        copies[node] = graph.node_copy(node, copies.__getitem__)
-    graph.output(tuple(copies[node] for node in part.outputs))
-    return GraphModule(graph_module, graph)
-
-
-def in_order(graph_module: GraphModule, parts: Sequence[GraphPart], regions: Sequence[Lowered]) -> InOrder:
-    """Return a callable over the graph's inputs that runs the parts' regions."""
-    placeholders = graph_module.graph.find_nodes(op="placeholder")
-    returned = output_node(graph_module).args[0]
-    place_of: dict[Node, int] = {node: place for place, node in enumerate(placeholders)}
-    for part in parts:
-        for node in part.outputs:
-            place_of[node] = len(place_of)
-    kept = {node for node in returned if isinstance(node, Node)}  # type: ignore[union-attr]
-    steps: list[RegionCall] = []
-    for part, region in reversed(list(zip(parts, regions, strict=True))):
-        dead = [node for node in dict.fromkeys((*part.inputs, *part.outputs)) if node not in kept]
-        kept.update(dead)
-        places = (tuple(map(place_of.__getitem__, nodes)) for nodes in (part.inputs, part.outputs, dead))
-        steps.insert(0, RegionCall(region, *places))
-    results = [(place_of[node], None) if isinstance(node, Node) else (None, node) for node in returned]  # type: ignore[union-attr]
-    return InOrder(tuple(steps), len(place_of) - len(placeholders), tuple(results))
+    values = {node: graph.placeholder(node.name) for node in graph_module.graph.find_nodes(op="placeholder")}
+    for part, name in zip(parts, names, strict=True):
+        call = graph.call_module(name, tuple(values[node] for node in part.inputs))
+        for place, node in enumerate(part.outputs):
+            values[node] = graph.call_function(operator.getitem, (call, place))
+    graph.output(map_arg(output_node(graph_module).args[0], values.__getitem__))
+    return GraphModule(regions, graph)

@@ -13,14 +13,14 @@ import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate
 
-from .fold_layers import InOrder, Lowered, RegionCall
+from .fold_layers import Lowered
 
 # Types of a node's arguments that torch.fx prints as source which evaluates to the same value.
 PRINTED = (
@@ -54,13 +54,9 @@ def kept_by_inductor() -> Iterator[None]:
 
 def data_of(lowered: Lowered) -> tuple[Any, ...]:
     """Return a lowered graph as picklable data. Raises: NotKeepable, with the reason."""
-    if isinstance(lowered, InOrder):
-        regions = list(dict.fromkeys(step.region for step in lowered.steps))
-        numbers = {region: number for number, region in enumerate(regions)}
-        steps = tuple((numbers[step.region], step.inputs, step.outputs, step.dead) for step in lowered.steps)
-        return "in order", [data_of(region) for region in regions], steps, lowered.made, lowered.results
     if isinstance(lowered, GraphModule):
-        return "graph", *source_of(lowered)
+        regions = {name: data_of(region.run) for name, region in lowered.named_children()}  # type: ignore[arg-type]
+        return "graph", regions, *source_of(lowered)
     entry = getattr(lowered, "serialize", None)
     if entry is None:
         raise NotKeepable(f"{type(lowered).__name__} is neither a graph nor Inductor's")
@@ -70,12 +66,9 @@ def data_of(lowered: Lowered) -> tuple[Any, ...]:
 def lowered_from(data: Sequence[Any]) -> Lowered:
     """Return the callable with these data."""
     kind, *rest = data
-    if kind == "in order":
-        regions, steps, made, results = rest
-        callables = [lowered_from(region) for region in regions]
-        return InOrder(tuple(RegionCall(callables[number], *places) for number, *places in steps), made, results)
     if kind == "graph":
-        return function_from(*rest)
+        regions, *source = rest
+        return function_from({name: lowered_from(region) for name, region in regions.items()}, *source)
     from torch._functorch._aot_autograd.aot_autograd_result import deserialize_bundled_cache_entry
 
     return deserialize_bundled_cache_entry(pickle.loads(rest[0]))
@@ -85,8 +78,8 @@ def source_of(graph_module: GraphModule) -> tuple[str, dict[str, str], bytes]:
     """Return the source of a graph's function, its module globals by import path, and its other globals, pickled."""
     for node in graph_module.graph.nodes:
         map_aggregate((node.args, node.kwargs), check_printed)
-        if node.op in ("get_attr", "call_module"):
-            raise NotKeepable(f"the graph has a constant or module, {node.target}")
+        if node.op == "get_attr":
+            raise NotKeepable(f"the graph has a constant, {node.target}")
     code = graph_module.graph.python_code("self")
     modules = {name: value.__name__ for name, value in code.globals.items() if isinstance(value, ModuleType)}
     others = {name: value for name, value in code.globals.items() if name not in modules}
@@ -98,7 +91,7 @@ def check_printed(argument: Any) -> None:
         raise NotKeepable(f"the graph holds a {type(argument).__name__}")
 
 
-def function_from(source: str, modules: dict[str, str], others: bytes) -> Lowered:
+def function_from(regions: dict[str, Lowered], source: str, modules: dict[str, str], others: bytes) -> Lowered:
     scope = {**{name: import_module(path) for name, path in modules.items()}, **pickle.loads(others)}
     exec(source, scope)
-    return functools.partial(scope["forward"], None)
+    return functools.partial(scope["forward"], SimpleNamespace(**regions))

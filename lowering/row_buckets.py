@@ -109,11 +109,9 @@ def filled_up(inputs: Sequence[Any], dims: RowDims, live: int, rows: int) -> lis
 
 
 def with_zeros(value: Tensor, dim: int, rows: int) -> Tensor:
-    shape = list(value.shape)
-    shape[dim] = rows
-    longer = value.new_zeros(shape)
-    longer.narrow(dim, 0, value.shape[dim]).copy_(value)
-    return longer
+    missing = list(value.shape)
+    missing[dim] = rows - value.shape[dim]
+    return torch.cat([value, value.new_zeros(missing)], dim)
 
 
 def first_rows(outputs: Sequence[Any], dims: RowDims, rows: int) -> list[Any]:

@@ -7,7 +7,7 @@ import operator
 import torch
 from torch.fx import GraphModule, Node
 
-from .plan import PassReport, RewritePlan, call_by_name, counted_input, state_input, tag_of
+from .plan import PassReport, RewritePlan, call_by_name, session_input, state_input, tag_of
 from .reading.nodes import arguments_of
 from .reading.sites import Site
 
@@ -40,7 +40,7 @@ def split_attention(graph_module: GraphModule, plan: RewritePlan, site: Site) ->
     call: Node = site.attention.args[0]  # type: ignore[assignment]
     state = {name: state_input(graph_module, plan, site.number, name) for name in ("host", "corrected")}
     given = {**arguments_of(call), **state}
-    counted = None if plan.phase.one_token else counted_input(graph_module, plan)
+    counted = None if plan.phase.one_token else session_input(graph_module, plan, "counted")
     # A measured hit rate describes the slots after the correction.
     measures = graph.find_nodes(op="call_function", target=torch.ops.specache.measure.default)
     first = next((node for node in measures if (tag := tag_of(node)) is not None and tag.site == site.number), call)

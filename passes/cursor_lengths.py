@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Node
 
 from specache_compile.kernels.state.cursor import LENGTH
 
-from .plan import PassReport, RewritePlan, cursor_input
+from .plan import PassReport, RewritePlan, session_input
 from .reading.nodes import value_of
 
 
@@ -34,7 +34,7 @@ def cursor_lengths(graph_module: GraphModule, plan: RewritePlan) -> tuple[GraphM
         plan.counts_positions = True
         if not plan.phase.one_token:
             continue
-        cursor = cursor_input(graph_module, plan)
+        cursor = session_input(graph_module, plan, "cursor")
         with graph_module.graph.inserting_before(node):
             rows = graph_module.graph.call_function(operator.getitem, (cursor, (slice(None), LENGTH)))
             read = graph_module.graph.call_function(torch.amax, (rows, 0))

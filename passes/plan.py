@@ -154,16 +154,14 @@ def state_input(graph_module: GraphModule, plan: RewritePlan, site: int, field: 
     return node
 
 
-def cursor_input(graph_module: GraphModule, plan: RewritePlan) -> Node:
-    """Return the placeholder of the cursor: lengths and the copy queue's number."""
-    return add_input(graph_module, plan, "cursor", Input("cursor"), plan.cursor)
+def session_input(graph_module: GraphModule, plan: RewritePlan, name: Literal["cursor", "padding", "counted"]) -> Node:
+    """Return the placeholder of one of the session's tensors, as in `RewritePlan`."""
+    return add_input(graph_module, plan, name, Input(name), getattr(plan, name))
 
 
 def padding_input(graph_module: GraphModule, plan: RewritePlan, site: Site) -> Node | None:
     """Return the placeholder of the session's padding, bool [B, 1, 1, C], True for real tokens; else None."""
-    if site.padding is None or plan.padding is None:
-        return None
-    return add_input(graph_module, plan, "padding", Input("padding"), plan.padding)
+    return None if site.padding is None or plan.padding is None else session_input(graph_module, plan, "padding")
 
 
 def frequencies_input(
@@ -182,7 +180,3 @@ def replace_attention(graph_module: GraphModule, site: Site, new: Node) -> None:
     site.attention.replace_all_uses_with(new)
     graph_module.graph.erase_node(site.attention)
     site.attention = new
-
-
-def counted_input(graph_module: GraphModule, plan: RewritePlan) -> Node:
-    return add_input(graph_module, plan, "counted", Input("counted"), plan.counted)

@@ -8,7 +8,7 @@ from torch.fx import GraphModule, Node
 
 from specache_compile.kernels.movement.deferred import FETCH_STATE, fetch_arguments
 
-from .plan import PassReport, RewritePlan, call_op, cursor_input, state_input
+from .plan import PassReport, RewritePlan, call_op, session_input, state_input
 from .reading.nodes import output_node
 
 
@@ -28,7 +28,7 @@ def prefetch(graph_module: GraphModule, plan: RewritePlan) -> tuple[GraphModule,
     if not (plan.phase.over_tiers and plan.sites):
         return graph_module, PassReport("prefetch", {"prefetched": 0})
     graph = graph_module.graph
-    cursor = cursor_input(graph_module, plan)
+    cursor = session_input(graph_module, plan, "cursor")
     prefetched = 0
     for site in plan.sites:
         selector = plan.recipe(site.number).selector

@@ -12,10 +12,10 @@ from .plan import (
     RewritePlan,
     call_by_name,
     call_op,
-    cursor_input,
     frequencies_input,
     padding_input,
     replace_attention,
+    session_input,
     state_input,
     with_tiers,
 )
@@ -45,7 +45,7 @@ def replace_site(graph_module: GraphModule, plan: RewritePlan, site: Site, call:
     graph = graph_module.graph
     if site.mask is None:
         site.mask = padding_input(graph_module, plan, site)
-    cursor = cursor_input(graph_module, plan)
+    cursor = session_input(graph_module, plan, "cursor")
     state = {field: state_input(graph_module, plan, site.number, field) for field in call.state}
     pairs = {"q": site.q, "k": site.k, "v": site.v, "mask": site.mask, "sinks": site.sinks, "cursor": cursor}
     last = {"scale": site.scale, "softcap": site.softcap}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule, Node
 
-from .plan import PassReport, RewritePlan, call_op, cursor_input, frequencies_input, padding_input, state_input
+from .plan import PassReport, RewritePlan, call_op, frequencies_input, padding_input, session_input, state_input
 from .reading.in_place import take_writes
 from .reading.nodes import output_node
 
@@ -23,7 +23,7 @@ def store(graph_module: GraphModule, plan: RewritePlan) -> tuple[GraphModule, Pa
         take_writes(graph_module)
         return graph_module, PassReport("store", {"stored": 0})
     graph = graph_module.graph
-    cursor = cursor_input(graph_module, plan) if plan.sites else None
+    cursor = session_input(graph_module, plan, "cursor") if plan.sites else None
     for site in plan.sites:
         calls = plan.recipe(site.number).stores
         padding = padding_input(graph_module, plan, site)

@@ -8,39 +8,22 @@ from typing import TYPE_CHECKING, Any
 from .errors import HeldTensorError, OptionError, SpecacheError, SpecacheWarning
 
 if TYPE_CHECKING:
-    from .batching.batch import Batch
-    from .caches.holding import hold
-    from .caches.joining import join, lengths, split
-    from .caches.materialize import materialize
-    from .caches.saving import load, save
-    from .checkpoints.loaded import load_model
-    from .compat import cache_of, with_cache
-    from .explaining.explain import Explanation, explain
-    from .kernels.memory.host_memory import release_host_memory
-    from .runtime.stats import Stats, stats
-
-__all__ = [
-    "Batch",
-    "Explanation",
-    "HeldTensorError",
-    "OptionError",
-    "SpecacheError",
-    "SpecacheWarning",
-    "Stats",
-    "cache_of",
-    "explain",
-    "hold",
-    "join",
-    "lengths",
-    "load",
-    "load_model",
-    "materialize",
-    "release_host_memory",
-    "save",
-    "split",
-    "stats",
-    "with_cache",
-]
+    from .batching.batch import Batch as Batch
+    from .caches.holding import hold as hold
+    from .caches.joining import join as join
+    from .caches.joining import lengths as lengths
+    from .caches.joining import split as split
+    from .caches.materialize import materialize as materialize
+    from .caches.saving import load as load
+    from .caches.saving import save as save
+    from .checkpoints.loaded import load_model as load_model
+    from .compat import cache_of as cache_of
+    from .compat import with_cache as with_cache
+    from .explaining.explain import Explanation as Explanation
+    from .explaining.explain import explain as explain
+    from .kernels.memory.host_memory import release_host_memory as release_host_memory
+    from .runtime.stats import Stats as Stats
+    from .runtime.stats import stats as stats
 
 # Names are loaded at first use, so `import specache_compile` does not import torch.
 _PLACES = {
@@ -61,6 +44,9 @@ _PLACES = {
     "stats": "runtime.stats:stats",
     "with_cache": "compat:with_cache",
 }
+__all__ = sorted(
+    [*_PLACES, *(error.__name__ for error in (HeldTensorError, OptionError, SpecacheError, SpecacheWarning))]
+)
 
 
 def __getattr__(name: str) -> Any:
@@ -73,4 +59,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return __all__

@@ -229,3 +229,4 @@ FAMILIES = (
         note=HYBRID + "; its cache is of a class of its own",
     ),
 )
+BY_NAME = {family.name: family for family in FAMILIES}

@@ -29,7 +29,7 @@ def fill_in_sizes(graph_module: GraphModule) -> int:
             continue
         fill = functools.partial(filled_in, node, number)
         for user in [user for user in node.users if user.op != "output"]:
-            user.args, user.kwargs = map_arg(user.args, fill), map_arg(user.kwargs, fill)
+            user.args, user.kwargs = map_arg((user.args, user.kwargs), fill)
             filled += 1
         if not node.users:
             graph_module.graph.erase_node(node)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from .attention_forms import argument
 from .nodes import value_of
 
 c10d = torch.ops._c10d_functional
+Dims = tuple[int | None, ...]  # of the lanes in each argument
 PRODUCTS = (torch.matmul, operator.matmul, "matmul", torch.bmm, "bmm", torch.mm, "mm")
 
 # The dimension of the lanes in a tensor that ranks exchange. Gathering and scattering concatenate along dimension 0,
@@ -44,7 +46,8 @@ def own_rules(graph_module: GraphModule) -> int:
     shown = 0
     for node in graph_module.graph.nodes:
         if node.target is F.linear and value_of(argument(node, 0, "input")).dim() > 1:
-            node.target = rows_times
+            arguments = (argument(node, place, name) for place, name in enumerate(("input", "weight", "bias")))
+            node.target, node.args, node.kwargs = rows_times, tuple(arguments), {}
         elif is_addmm_of_rows(node):
             bias, rows, weight = node.args
             node.target, node.args = rows_times_transposed, (rows, weight, bias)
@@ -78,105 +81,99 @@ def collective_name(node: Node) -> str | None:
     return name if "c10d" in namespace else None
 
 
-class LaneRule(torch.autograd.Function):
-    """A function whose `vmap` takes tensors with lanes, and returns the result and the result's lane dimension."""
+def with_lanes(
+    rule: Callable[..., tuple[Tensor, int | None]],
+) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
+    """Give a function a vmap rule: (info, in_dims, *arguments) → (result, dimension of the lanes in it).
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        """Save nothing, since only inference is supported."""
+    Only inference is supported, so nothing is saved for a backward pass.
+    """
 
+    def decorate(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        class WithLanes(torch.autograd.Function):
+            forward = staticmethod(function)
+            setup_context = staticmethod(lambda ctx, inputs, output: None)
+            vmap = staticmethod(rule)
 
-class LinearRows(LaneRule):
-    """x [..., m] · weightᵀ [m, n] + bias [n]; the lanes of x become further rows of one product."""
+        @functools.wraps(function)
+        def apply(*arguments: Any) -> Tensor:
+            return WithLanes.apply(*arguments)
 
-    @staticmethod
-    def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return linear(x, weight, bias)
+        return apply
 
-    @staticmethod
-    def vmap(
-        info: Any, in_dims: tuple[int | None, ...], x: Tensor, weight: Tensor, bias: Tensor | None
-    ) -> tuple[Tensor, int]:
-        rank = x.dim() - (in_dims[0] is not None)
-        x = lanes_first(x, in_dims[0], rank)
-        if in_dims[1] is None and in_dims[2] is None:
-            return linear(x, weight, bias), 0
-        # An expert's weights, selected by the lane's token.
-        out = matmul(x, lanes_first(weight, in_dims[1], rank).mT)
-        return out if bias is None else out + lanes_first(bias, in_dims[2], rank), 0
+    return decorate
 
 
-class Product(LaneRule):
-    """matmul(a [..., l, m], b [..., m, n]); all lanes share a factor without lanes."""
-
-    @staticmethod
-    def forward(a: Tensor, b: Tensor) -> Tensor:
-        return matmul(a, b)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], a: Tensor, b: Tensor) -> tuple[Tensor, int]:
-        factors = list(zip((a, b), in_dims, strict=True))
-        rank = max(factor.dim() - (dim is not None) for factor, dim in factors)
-        return matmul(*(lanes_first(factor, dim, rank) for factor, dim in factors)), 0
+def linear_of_lanes(info: Any, in_dims: Dims, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, int]:
+    rank = x.dim() - (in_dims[0] is not None)
+    x = lanes_first(x, in_dims[0], rank)
+    if in_dims[1] is None and in_dims[2] is None:
+        return linear(x, weight, bias), 0
+    # An expert's weights, selected by the lane's token.
+    out = matmul(x, lanes_first(weight, in_dims[1], rank).mT)
+    return out if bias is None else out + lanes_first(bias, in_dims[2], rank), 0
 
 
-class Cat(LaneRule):
-    """`torch.cat` along a negative dim; all lanes share a part without lanes."""
-
-    @staticmethod
-    def forward(dim: int, *parts: Tensor) -> Tensor:
-        return torch.cat(parts, dim)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], dim: int, *parts: Tensor) -> tuple[Tensor, int]:
-        lanes = [
-            part.expand(info.batch_size, *part.shape) if at is None else part.movedim(at, 0)
-            for part, at in zip(parts, in_dims[1:], strict=True)
-        ]
-        return torch.cat(lanes, dim), 0
+@with_lanes(linear_of_lanes)
+def rows_times(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Compute x [..., m] · weightᵀ [m, n] + bias [n]; the lanes of x become further rows of one product."""
+    return linear(x, weight, bias)
 
 
-class Collective(LaneRule):
-    """One collective for all lanes, which exchanges a wider tensor."""
-
-    @staticmethod
-    def forward(name: str, tensor: Tensor, *rest: Any) -> Tensor:
-        result: Tensor = getattr(c10d, name)(tensor, *rest)
-        return result
-
-    @staticmethod
-    def vmap(
-        info: Any, in_dims: tuple[int | None, ...], name: str, tensor: Tensor, *rest: Any
-    ) -> tuple[Tensor, int | None]:
-        if in_dims[1] is None:
-            return Collective.forward(name, tensor, *rest), None
-        at = COLLECTIVES[name]
-        return Collective.forward(name, tensor.movedim(in_dims[1], at).contiguous(), *rest), at
+def matmul_of_lanes(info: Any, in_dims: Dims, a: Tensor, b: Tensor) -> tuple[Tensor, int]:
+    factors = list(zip((a, b), in_dims, strict=True))
+    rank = max(factor.dim() - (dim is not None) for factor, dim in factors)
+    return matmul(*(lanes_first(factor, dim, rank) for factor, dim in factors)), 0
 
 
-class Wait(LaneRule):
+@with_lanes(matmul_of_lanes)
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """Compute a [..., l, m] · b [..., m, n]; all lanes share a factor without lanes."""
+    return matmul(a, b)
+
+
+def cat_of_lanes(info: Any, in_dims: Dims, dim: int, *parts: Tensor) -> tuple[Tensor, int]:
+    lanes = [
+        part.expand(info.batch_size, *part.shape) if at is None else part.movedim(at, 0)
+        for part, at in zip(parts, in_dims[1:], strict=True)
+    ]
+    return torch.cat(lanes, dim), 0
+
+
+@with_lanes(cat_of_lanes)
+def cat_from_the_end(dim: int, *parts: Tensor) -> Tensor:
+    """Concatenate along a negative dim; all lanes share a part without lanes."""
+    return torch.cat(parts, dim)
+
+
+def collective_of_lanes(info: Any, in_dims: Dims, name: str, tensor: Tensor, *rest: Any) -> tuple[Tensor, int | None]:
+    if in_dims[1] is None:
+        return getattr(c10d, name)(tensor, *rest), None
+    at = COLLECTIVES[name]
+    return getattr(c10d, name)(tensor.movedim(in_dims[1], at).contiguous(), *rest), at
+
+
+@with_lanes(collective_of_lanes)
+def collective(name: str, tensor: Tensor, *rest: Any) -> Tensor:
+    """Call one collective for all lanes, which exchanges a wider tensor."""
+    return getattr(c10d, name)(tensor, *rest)
+
+
+def wait_of_lanes(info: Any, in_dims: Dims, tensor: Tensor) -> tuple[Tensor, int | None]:
+    there = c10d.wait_tensor(tensor)
+    return (there, None) if in_dims[0] is None else (there.movedim(in_dims[0], 0).contiguous(), 0)
+
+
+@with_lanes(wait_of_lanes)
+def wait(tensor: Tensor) -> Tensor:
     """Wait for a collective before moving its result's lane axis: the wait needs that very tensor."""
-
-    @staticmethod
-    def forward(tensor: Tensor) -> Tensor:
-        return c10d.wait_tensor(tensor)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], tensor: Tensor) -> tuple[Tensor, int | None]:
-        there = Wait.forward(tensor)
-        return (there, None) if in_dims[0] is None else (there.movedim(in_dims[0], 0).contiguous(), 0)
+    return c10d.wait_tensor(tensor)
 
 
-class FirstLane(LaneRule):
-    """Under vmap, every lane gets lane 0's tensor."""
-
-    @staticmethod
-    def forward(tensor: Tensor) -> Tensor:
-        return tensor.clone()
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], tensor: Tensor) -> tuple[Tensor, None]:
-        return (tensor if in_dims[0] is None else tensor.select(in_dims[0], 0)), None
+@with_lanes(lambda info, in_dims, tensor: (tensor if in_dims[0] is None else tensor.select(in_dims[0], 0), None))
+def first_lane(tensor: Tensor) -> Tensor:
+    """Under vmap, give every lane lane 0's tensor."""
+    return tensor.clone()
 
 
 def lanes_first(factor: Tensor, dim: int | None, rank: int) -> Tensor:
@@ -220,32 +217,12 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     return torch.bmm(*flat).view(*batch, a.shape[-2], b.shape[-1])
 
 
-def rows_times(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return LinearRows.apply(input, weight, bias)
-
-
 def rows_times_transposed(rows: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return LinearRows.apply(rows, weight.t(), bias)
-
-
-def product(a: Tensor, b: Tensor) -> Tensor:
-    return Product.apply(a, b)
+    return rows_times(rows, weight.t(), bias)
 
 
 def cat(parts: Sequence[Tensor], dim: int) -> Tensor:
-    return Cat.apply(dim if dim < 0 else dim - parts[0].dim(), *parts)
-
-
-def collective(name: str, tensor: Tensor, *rest: Any) -> Tensor:
-    return Collective.apply(name, tensor, *rest)
-
-
-def wait(tensor: Tensor) -> Tensor:
-    return Wait.apply(tensor)
-
-
-def first_lane(tensor: Tensor) -> Tensor:
-    return FirstLane.apply(tensor)
+    return cat_from_the_end(dim if dim < 0 else dim - parts[0].dim(), *parts)
 
 
 def no_lanes_for(collective: str) -> SpecacheError:

@@ -9,13 +9,13 @@ from torch import Tensor
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from specache_compile.passes.clean_up import writes
 
 from .in_place import memory_of
-from .nodes import output_node, reached, value_of
+from .nodes import extract, output_node, reached, value_of
 
 # Meta key of an input that holds a rank's shard: the shape of the whole tensor.
 WHOLE = "specache_whole"
@@ -98,11 +98,10 @@ def make_local(graph_module: GraphModule, end: Node) -> None:
         return
     wholes = [value_of(node) for node in inputs]
 
+    own = Interpreter(extract(graph_module, inputs, region, [end]))
+
     def compute(*parts: Any) -> Any:
-        known = dict(zip(inputs, map(as_whole, parts, wholes), strict=True))
-        for node in region:
-            known[node] = call(node, known)
-        return known[end]
+        return own.run(*map(as_whole, parts, wholes))[0]
 
     parts = [local(whole) for whole in wholes]
     fake_mode = next(part.fake_mode for part in parts if isinstance(part, FakeTensor))
@@ -146,14 +145,6 @@ def as_whole(part: Any, whole: Any) -> Any:
         return part
     placements, shape, stride = whole.placements, whole.shape, whole.stride()
     return DTensor.from_local(part, whole.device_mesh, placements, run_check=False, shape=shape, stride=stride)
-
-
-def call(node: Node, known: dict[Node, Any]) -> Any:
-    """Run a node's call on known values."""
-    args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), known.__getitem__)
-    if node.op == "call_method":
-        return getattr(args[0], node.target)(*args[1:], **kwargs)
-    return node.target(*args, **kwargs)
 
 
 def take_sum(node: Node) -> None:

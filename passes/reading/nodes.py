@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch.nn.functional as F
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 # Dynamo names a weight by its path in the model, with a number for each module in a list, such as a layer.
 LAYER = re.compile(r"modules_(\d+)_|_layers_(\d+)_", re.IGNORECASE)
@@ -69,3 +69,13 @@ def turns_neighbours(keys: Node) -> bool:
 
 def output_node(graph_module: GraphModule) -> Node:
     return next(iter(graph_module.graph.find_nodes(op="output")))
+
+
+def extract(root: GraphModule, inputs: Iterable[Node], nodes: Iterable[Node], outputs: Iterable[Node]) -> GraphModule:
+    """Return the nodes between `inputs` and `outputs` as a separate graph."""
+    graph = Graph()
+    copies = {node: graph.placeholder(node.name) for node in inputs}
+    for node in nodes:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(tuple(copies[node] for node in outputs))
+    return GraphModule(root, graph)

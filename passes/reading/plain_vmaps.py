@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from .nodes import value_of
+from .nodes import extract, value_of
 
 
 def plain_vmaps(graph_module: GraphModule) -> int:
@@ -53,35 +53,20 @@ def make_plain(graph_module: GraphModule, stretch: Sequence[Node]) -> None:
     graph, own = graph_module.graph, set(stretch)
     inputs = list(dict.fromkeys(node for inner in stretch for node in inner.all_input_nodes if node not in own))
     outputs = [node for node in stretch if not own.issuperset(node.users)]
-    traced = traced_alone(graph_module, stretch, inputs, outputs)
-    copies = dict(zip(traced.graph.find_nodes(op="placeholder"), inputs, strict=True))
-    with graph.inserting_before(stretch[0]):
-        for node in traced.graph.nodes:
-            if node.op == "output":
-                for before, after in zip(outputs, node.args[0], strict=True):
-                    before.replace_all_uses_with(copies[after])
-            elif node.op == "get_attr":
-                copies[node] = constant(graph_module, getattr(traced, node.target), node)
-            elif node.op != "placeholder":
-                copies[node] = graph.node_copy(node, copies.__getitem__)
-    for node in reversed(stretch):
-        graph.erase_node(node)
-
-
-def traced_alone(
-    graph_module: GraphModule, stretch: Sequence[Node], inputs: Sequence[Node], outputs: Sequence[Node]
-) -> GraphModule:
-    """Return a graph of plain operations from `inputs` to `outputs`."""
-    alone = Graph()
-    copies = {node: alone.placeholder(node.name) for node in inputs}
-    for node in stretch:
-        copies[node] = alone.node_copy(node, copies.__getitem__)
-    alone.output(tuple(copies[node] for node in outputs))
     fakes = [value_of(node) for node in inputs]
-    values = (value_of(node) for node in graph_module.graph.nodes)
+    values = (value_of(node) for node in graph.nodes)
     modes = (value.fake_mode for value in values if isinstance(value, FakeTensor))
     with torch.no_grad(), levels_closed(), next(modes, contextlib.nullcontext()):
-        return make_fx(Interpreter(GraphModule(graph_module, alone)).run)(*fakes)
+        traced = make_fx(Interpreter(extract(graph_module, inputs, stretch, outputs)).run)(*fakes)
+    for node in traced.graph.find_nodes(op="get_attr"):
+        move_constant(graph_module, traced, node)
+    with graph.inserting_before(stretch[0]):
+        arguments = dict(zip(traced.graph.find_nodes(op="placeholder"), inputs, strict=True))
+        results = graph.graph_copy(traced.graph, arguments)
+    for before, after in zip(outputs, results, strict=True):  # type: ignore[arg-type]
+        before.replace_all_uses_with(after)
+    for node in reversed(stretch):
+        graph.erase_node(node)
 
 
 @contextlib.contextmanager
@@ -95,11 +80,9 @@ def levels_closed() -> Iterator[None]:
             predispatch._vmap_decrement_nesting()
 
 
-def constant(graph_module: GraphModule, value: torch.Tensor, node: Node) -> Node:
-    """Register a traced constant as a buffer of the graph, and return its node."""
+def move_constant(graph_module: GraphModule, traced: GraphModule, node: Node) -> None:
+    """Register a traced constant as a buffer of the graph, and rename its node."""
     number = sum(name.startswith("vmapped_constant") for name, _ in graph_module.named_buffers())
-    name = f"vmapped_constant_{number}"
+    value, name = getattr(traced, node.target), f"vmapped_constant_{number}"  # type: ignore[arg-type]
     graph_module.register_buffer(name, value)
-    made = graph_module.graph.get_attr(name)
-    made.meta = {**node.meta, "val": value}
-    return made
+    node.target, node.meta["val"] = name, value

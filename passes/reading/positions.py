@@ -10,7 +10,7 @@ from torch.fx import GraphModule, Node
 
 from specache_compile.passes.clean_up import writes
 
-from .nodes import arguments_of, value_of
+from .nodes import arguments_of, reached, value_of
 
 # Operands of an attention op that are computed from the token.
 OWN = ("q", "k", "v")
@@ -23,20 +23,16 @@ def has_no_positions(graph_module: GraphModule, ids: Node) -> bool:
     integers or booleans; a floating-point mask may be a bias by distance.
     """
     batch = value_of(ids).shape[0]
-    todo = [node for node in graph_module.graph.nodes if node is not ids and may_be_position(node, batch)]
-    seen = set(todo)
-    while todo:
-        node = todo.pop()
-        for user in node.users:
-            if is_attention_op(user):
-                if any(node is argument and decides(name, node) for name, argument in arguments_of(user).items()):
-                    return False
-            elif user.op == "output" or writes(user):
-                return False
-            elif user not in seen:
-                seen.add(user)
-                todo.append(user)
-    return True
+    sources = [node for node in graph_module.graph.nodes if node is not ids and may_be_position(node, batch)]
+    followed = reached(sources, lambda node: (user for user in node.users if not is_attention_op(user)))
+    return not any(takes_position(user, node) for node in [*sources, *followed] for user in node.users)
+
+
+def takes_position(user: Node, node: Node) -> bool:
+    """Return whether a node that may be a position gets out of the graph, or into what an attention computes."""
+    if is_attention_op(user):
+        return any(node is argument and decides(name, node) for name, argument in arguments_of(user).items())
+    return user.op == "output" or writes(user)
 
 
 def may_be_position(node: Node, batch: Any) -> bool:

@@ -15,6 +15,7 @@ import specache_compile as sc
 from conftest import LOSSLESS, compile_copy, greedy, prompt, tiny_llama
 from specache_compile.compat import cache_of, with_cache
 from specache_compile.methods import parse_options
+from specache_compile.passes import pipeline
 from specache_compile.passes.pipeline import ESSENTIAL, PASS_NAMES
 from specache_compile.runtime.records import find_record
 
@@ -74,9 +75,15 @@ def test_every_pass_can_be_switched_off(llama: LlamaForCausalLM, name: str) -> N
         assert all(name not in {report.name for report in trace.reports} for trace in traces)
 
 
-def test_passes_are_dumped_before_and_after(
+def test_passes_are_dumped_before_and_after_and_leave_structured_traces_for_tlparse(
     llama: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    seen: list[tuple[str, str]] = []
+
+    def record(kind: str, metadata_fn: Any, payload_fn: Any) -> None:
+        seen.append((metadata_fn()["name"], payload_fn()))
+
+    monkeypatch.setattr(pipeline, "trace_structured", record)
     monkeypatch.setenv("SPECACHE_DUMP", str(tmp_path))
     greedy(compile_copy(llama), prompt(40), 3)
     phases = {folder.name.split(".")[1]: sorted(p.name for p in folder.iterdir()) for folder in tmp_path.glob("*.*")}
@@ -86,28 +93,17 @@ def test_passes_are_dumped_before_and_after(
     decode = next(folder for folder in tmp_path.iterdir() if folder.name.endswith(".decode"))
     assert "scaled_dot_product_attention" in (decode / "00_captured.py").read_text()
     assert "specache.decode_attention" in (decode / "02_rewrite_attention.py").read_text()
-
-
-def test_passes_leave_structured_traces_for_tlparse(llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    from specache_compile.passes import pipeline
-
-    seen: list[tuple[str, str]] = []
-
-    def record(kind: str, metadata_fn: Any, payload_fn: Any) -> None:
-        seen.append((metadata_fn()["name"], payload_fn()))
-
-    monkeypatch.setattr(pipeline, "trace_structured", record)
-    greedy(compile_copy(llama), prompt(40), 3)
-    names = [name for name, _ in seen]
-    assert any(name.endswith("decode_02_rewrite_attention") for name in names)
+    assert any(name.endswith("decode_02_rewrite_attention") for name, _ in seen)
     assert all("def forward" in payload for _, payload in seen)
 
 
-def test_static_cache_is_left_alone_with_a_warning(llama: LlamaForCausalLM) -> None:
-    ids = prompt(60)
+@pytest.mark.parametrize("how", [{"cache_implementation": "static"}, {"use_cache": False}], ids=str)
+def test_a_static_and_an_absent_cache_are_left_alone_with_a_warning(
+    llama: LlamaForCausalLM, how: dict[str, Any]
+) -> None:
     with pytest.warns(sc.SpecacheWarning, match="use DynamicCache"):
-        tokens = greedy(compile_copy(llama), ids, 8, cache_implementation="static")
-    assert torch.equal(tokens, greedy(llama, ids, 8))
+        tokens = greedy(compile_copy(llama), prompt(60), 8, **how)
+    assert torch.equal(tokens, greedy(llama, prompt(60), 8))
 
 
 def test_quantised_cache_is_left_alone_with_a_warning(llama: LlamaForCausalLM) -> None:
@@ -200,16 +196,25 @@ def test_custom_4d_masks_are_applied(llama: LlamaForCausalLM) -> None:
     torch.testing.assert_close(run(compile_copy(llama)), run(llama), atol=1e-3, rtol=1e-4)
 
 
-def test_without_token_ids_one_lane_runs_and_the_report_has_the_reason(llama: LlamaForCausalLM) -> None:
+def test_without_token_ids_one_lane_runs_and_report_and_warning_have_the_reason(
+    llama: LlamaForCausalLM,
+) -> None:
     twin = compile_copy(llama)
-    vectors = llama.get_input_embeddings().weight.detach()[prompt(61)]
+    vectors = llama.get_input_embeddings().weight.detach()[prompt(62)]
 
     def run(model: LlamaForCausalLM) -> torch.Tensor:
         with torch.no_grad():
             cache = cache_of(model(inputs_embeds=vectors[:, :60], use_cache=True))
-            return model(inputs_embeds=vectors[:, 60:], **with_cache(cache)).logits
+            steps = [model(inputs_embeds=vectors[:, n, None], **with_cache(cache)).logits for n in (60, 61)]
+        return torch.cat(steps, 1)
 
-    torch.testing.assert_close(run(twin), run(llama), atol=1e-3, rtol=1e-4)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always", sc.SpecacheWarning)
+        logits = run(twin)
+    torch.testing.assert_close(logits, run(llama), atol=1e-3, rtol=1e-4)
+    (message,) = [str(warning.message) for warning in seen if warning.category is sc.SpecacheWarning]
+    assert "one token at a time" in message
+    assert "no token ids come in" in message
     remarks = [r.remarks for g in find_record(twin).graphs for t in g.rewrites.traces for r in t.reports if r.remarks]
     assert any("one lane: no token ids come in" in remark for (remark,) in remarks)
 
@@ -272,13 +277,6 @@ def test_k_zero_is_plain_kivi_in_one_lane(llama: LlamaForCausalLM) -> None:
     assert (stats.pre_decodes, stats.bytes_to_device) == (0, 0)
     assert {g.phase for g in find_record(twin).graphs} == {"prefill", "decode"}
     assert all(form.lanes == 1 for g in find_record(twin).graphs for form in g.rewrites.made.values())
-
-
-def test_use_cache_false_is_left_alone(llama: LlamaForCausalLM) -> None:
-    ids = prompt(40)
-    with pytest.warns(sc.SpecacheWarning):
-        tokens = greedy(compile_copy(llama), ids, 10, use_cache=False)
-    assert torch.equal(tokens, greedy(llama, ids, 10))
 
 
 def test_dynamic_false_is_accepted(llama: LlamaForCausalLM) -> None:

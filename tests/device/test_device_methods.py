@@ -14,7 +14,7 @@ from torch.fx import GraphModule, Node
 
 import specache_compile as sc
 from conftest import prompt, tiny_llama
-from families import FAMILIES, Family
+from families import BY_NAME, FAMILIES, Family
 from one_trace import compile_by_options
 from specache_compile.compat import cache_of, with_cache
 from specache_compile.compile import captured
@@ -127,7 +127,7 @@ def test_latent_attention_is_absorbed_on_cuda(monkeypatch: pytest.MonkeyPatch) -
         return made
 
     monkeypatch.setattr(captured, "absorb", noted)
-    family = next(family for family in FAMILIES if family.name == "deepseek_v3").one_layer
+    family = BY_NAME["deepseek_v3"].one_layer
     check(family.model(), SMALL, 3)
     assert devices == {"cpu", "cuda"}
 

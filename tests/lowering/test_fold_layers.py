@@ -23,7 +23,7 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from conftest import LOSSLESS, greedy, greedy_unmasked, prompt, tiny_llama
-from families import FAMILIES, Family
+from families import BY_NAME, Family
 from generated_code import compiled_phases, launches, names, state_left_alone
 from specache_compile.compat import GENERATE_MASKS_ALL, cache_of, with_cache
 from specache_compile.lowering import lower, progress
@@ -31,7 +31,6 @@ from specache_compile.lowering.fold_layers import fold_layers
 from specache_compile.passes.overlap import mutated_arguments
 from specache_compile.runtime.records import find_record
 
-BY_NAME = {family.name: family for family in FAMILIES}
 # Family → number of kinds of layers.
 FOLDED = {"gemma2": 2, "smollm3": 2, "glm4_moe": 1, "gpt_neox": 1, "opt": 1}
 

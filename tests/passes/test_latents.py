@@ -16,7 +16,7 @@ from transformers import DynamicCache
 
 import specache_compile as sc
 from conftest import greedy, prompt
-from families import FAMILIES, Family
+from families import BY_NAME, FAMILIES, Family
 from graphs import BATCH, PAST, GraphBuilder, found, text
 from specache_compile.compat import with_cache
 from specache_compile.passes.absorb import absorb, softmax
@@ -25,7 +25,7 @@ from specache_compile.runtime.records import find_record
 
 RANK, ROPE, NOPE, VALUE, QUERY_HEADS = 6, 4, 4, 8, 2
 LATENT = [family for family in FAMILIES if family.absorbed]
-TWO_LAYERS = next(family for family in LATENT if family.name == "deepseek_v3")
+TWO_LAYERS = BY_NAME["deepseek_v3"]
 MODEL = TWO_LAYERS.one_layer
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from conftest import compile_copy, greedy, greedy_unmasked, prompt, tiny_llama
-from families import FAMILIES
+from families import BY_NAME
 from specache_compile.compat import cache_of, with_cache
 from specache_compile.passes.reading.masks import read_mask
 from specache_compile.passes.reading.nodes import output_node
@@ -194,7 +194,7 @@ def masks_of_prefills(model: Any) -> dict[bool, list[bool]]:
 def test_a_prefill_that_pads_nothing_takes_no_mask(name: str, exact: int, all: int) -> None:
     """`generate` before transformers 5.18, and direct calls, pass such masks. A left-padded batch has another graph; a
     layer with a window keeps its mask."""
-    model = next(family for family in FAMILIES if family.name == name).one_layer.model()
+    model = BY_NAME[name].one_layer.model()
     twin = compile_copy(model)
     ids, ones = prompt(40, 2), torch.ones(2, 40, dtype=torch.int64)
     left = ones.clone()

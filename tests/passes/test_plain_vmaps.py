@@ -19,16 +19,11 @@ from torch.fx import GraphModule
 from transformers import LlamaForCausalLM
 
 from conftest import compile_copy, greedy, greedy_unmasked, prompt, tiny_llama
-from families import Family
+from families import BY_NAME
 from graphs import GraphBuilder, text
 from specache_compile.compat import cache_name
 from specache_compile.passes.reading.plain_vmaps import plain_vmaps
 from specache_compile.runtime.records import find_record
-
-JAMBA = Family(
-    "jamba", "JambaConfig",
-    {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 1, "mamba_d_state": 4, "mamba_dt_rank": 4},
-)  # fmt: skip
 
 
 def sums_graph() -> GraphModule:
@@ -143,8 +138,8 @@ def test_a_mask_made_with_vmap_is_read() -> None:
 
 
 def test_jambas_scan_is_a_separate_vmap() -> None:
-    model = JAMBA.model()
-    expected = greedy(JAMBA.model(), prompt(6), 3)
+    model = BY_NAME["jamba"].model()
+    expected = greedy(BY_NAME["jamba"].model(), prompt(6), 3)
     model.compile(backend="specache", options={"lowering": "eager", "bits": 16})
     assert torch.equal(greedy(model, prompt(6), 3), expected)
     record = find_record(model)

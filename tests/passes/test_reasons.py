@@ -9,18 +9,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import specache_compile as sc
 from conftest import LOSSLESS, greedy, prompt
-from families import COMMON, FAMILIES, Family
+from families import BY_NAME, Family
 from graphs import BATCH, DIM, HEADS, PAST, GraphBuilder, attention, found
-from specache_compile.compat import cache_of, release, with_cache
+from specache_compile.compat import release
 from specache_compile.compile.captured import misfit
 from specache_compile.methods import parse_options
 from specache_compile.passes import speculate
 from specache_compile.passes.reading.attention_forms import NoMatch, match_form
-from specache_compile.runtime.records import find_record
 
 COMPUTED = "computed from what the cache keeps"
 LEFT = {
@@ -129,7 +127,7 @@ def test_gpt2s_eager_attention_is_known() -> None:
     assert warnings_of(Family("gpt2", "GPT2Config", settings), 2) == []
 
 
-CODEGEN = next(family for family in FAMILIES if family.name == "codegen").one_layer
+CODEGEN = BY_NAME["codegen"].one_layer
 
 
 def test_a_mask_may_be_scaled_with_the_scores_where_it_only_hides() -> None:
@@ -172,23 +170,6 @@ def test_a_graph_that_vmap_refuses_runs_one_lane_with_a_reason(monkeypatch: pyte
     monkeypatch.setattr(speculate, "run_lanes", refused)
     (message,) = warnings_of(Family("llama", "LlamaConfig", {"num_hidden_layers": 1}), 3)
     assert "torch.vmap refuses its graph (vmap: no such thing)" in message
-
-
-def test_one_lane_is_reported_once_with_its_reason() -> None:
-    config = LlamaConfig(**{**COMMON, "num_hidden_layers": 1})
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(config).eval()
-    model.compile(backend="specache", options=LOSSLESS)
-    embedded = model.get_input_embeddings()(prompt(20))
-    with torch.no_grad(), warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        cache = cache_of(model(inputs_embeds=embedded, use_cache=True))
-        for _ in range(2):
-            model(inputs_embeds=embedded[:, :1], **with_cache(cache))
-    (message,) = [str(warning.message) for warning in seen if warning.category is sc.SpecacheWarning]
-    assert "one token at a time" in message
-    assert "no token ids come in" in message
-    assert find_record(model) is not None
 
 
 def test_a_mask_that_selects_pairs_by_token_needs_the_tokens_own_selection() -> None:

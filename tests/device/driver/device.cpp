@@ -1,11 +1,10 @@
-// The simulated device: its model, its properties, and the error messages of runtime and driver.
+// The simulated device: its model, its properties, and the last error.
 #include "device.h"
 
 #include <cstdarg>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <iterator>
 
 namespace device {
 
@@ -107,59 +106,23 @@ int attribute(int which) {
     default: return 0;  // what a device need not have: virtual memory management and the like
   }
 }
-
-static const char *text_of(int error) {
-  switch (error) {
-    case 0: return "no error";
-    case 1: return "invalid argument";
-    case 2: return "out of memory";
-    case 9: return "invalid configuration argument";
-    case 98: return "invalid device function";
-    case 101: return "invalid device ordinal";
-    case 200: return "device kernel image is invalid";
-    case 209: return "no kernel image is available for execution on the device";
-    case 301: return "file not found";
-    case 400: return "invalid resource handle";
-    case 401: return "the operation cannot be performed in the present state";
-    case 500: return "named symbol not found";
-    case 600: return "device not ready";
-    case 701: return "too many resources requested for launch";
-    case 712: return "part or all of the requested memory range is already mapped";
-    case 713: return "pointer does not correspond to a registered memory region";
-    case 719: return "unspecified launch failure";
-    case 801: return "operation not supported";
-    case 900: return "operation not permitted when stream is capturing";
-    case 901: return "operation failed due to a previous error during capture";
-    case 902: return "operation would result in a merge of separate capture sequences";
-    case 903: return "capture was not ended in the same stream as it began";
-    case 904: return "capturing stream has unjoined work";
-    case 905: return "dependency created on uncaptured work in another stream";
-    case 906: return "operation would make the legacy stream depend on a capturing blocking stream";
-    case 907: return "operation not permitted on an event last recorded in a capturing stream";
-    case 908: return "attempt to terminate a thread-local capture sequence from another thread";
-    default: return "an error that the simulated device has no words for";
-  }
-}
 }  // namespace device
 
 using namespace device;
 
-EXPORTED const char *cudaGetErrorName(cudaError_t error) {
-  return error ? "cudaError of the simulated device" : "cudaSuccess";
-}
-EXPORTED const char *cudaGetErrorString(cudaError_t error) { return text_of(error); }
 EXPORTED cudaError_t cudaGetLastError() {
   cudaError_t error = last_error;
   last_error = cudaSuccess;
   return error;
 }
 EXPORTED cudaError_t cudaPeekAtLastError() { return last_error; }
-EXPORTED CUresult cuGetErrorName(CUresult, const char **text) {
-  *text = "CUDA_ERROR of the simulated device";
+// The texts are those of CUDA's runtime, which needs no device for them; the driver's errors have the same numbers.
+EXPORTED CUresult cuGetErrorName(CUresult error, const char **text) {
+  *text = cudaGetErrorName((cudaError_t)error);
   return CUDA_SUCCESS;
 }
 EXPORTED CUresult cuGetErrorString(CUresult error, const char **text) {
-  *text = text_of(error);
+  *text = cudaGetErrorString((cudaError_t)error);
   return CUDA_SUCCESS;
 }
 
