@@ -26,7 +26,7 @@ from kept_fixture import bases_of, logits_by_token, spoil
 
 from held_tiers import in_segments
 from specache_compile.kernels.attention import attention_ops as attention
-from specache_compile.kernels.attention import triton_extend
+from specache_compile.kernels.attention import extend, triton_extend
 from specache_compile.kernels.decode import triton_decode, triton_exact, triton_scored
 from specache_compile.kernels.movement import copy_stream, triton_append, triton_copy
 from specache_compile.kernels.movement import tier_ops as tiers
@@ -522,7 +522,7 @@ def test_extend_attention(causal: bool, tokens: int, softcap: float | None, monk
     sinks = None if causal else torch.randn(heads * queries).to(DEVICE)
     cursor = torch.tensor([[length, 0, 0, 0]], device=DEVICE).repeat(BATCH, 1)
     arguments = (q, k, v, mask, sinks, cursor, host, d**-0.5, softcap)
-    expected = attention.extend_attention(*arguments)
+    expected = extend.extend_attention(*arguments)
     tolerance = TOLERANCE[torch.float32]
     torch.testing.assert_close(triton_extend.extend_attention(*arguments), expected, atol=tolerance, rtol=tolerance)
 
