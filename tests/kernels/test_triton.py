@@ -234,13 +234,6 @@ def padding_of(case: Case, capacity: int) -> Tensor | None:
     return there
 
 
-@pytest.mark.parametrize("case", [Case(bits=16, rotate=True), Case(bits=16, head_dim=8)], ids=str)
-def test_unquantised_pairs_are_copied(case: Case) -> None:
-    ours, reference = Layer(case, triton_append.append), Layer(case, tiers.append)
-    for field in ("recent", "codes"):
-        assert torch.equal(ours.state[field], reference.state[field]), field
-
-
 def test_a_long_prompt_is_rotated_in_several_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_append, "SCRATCH", 2 * BATCH * 2 * 32 * 2 * 64 * 4)
     assert triton_append.groups_of_a_launch(BATCH * 2 * 32 * 2 * 64 * 4, 9) == 2
