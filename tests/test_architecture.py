@@ -24,9 +24,9 @@ PARTS = ("passes", "lowering", "kernels")
 QUICK = 0.06
 # The sizes that `python tools/count_lines.py` prints may not grow beyond these.
 CEILINGS = {
-    "product lines, C++ included": 34_410,
-    "lines loaded by the backend": 15_000,
-    "test lines, C++ included": 31_020,
+    "product lines, C++ included": 34_300,
+    "lines loaded by the backend": 14_900,
+    "test lines, C++ included": 30_960,
     "words in docs, without the generated api.md": 11_800,
 }
 

@@ -107,8 +107,8 @@ def extended(
     wait_for_offloads(cursor)
     length = length_of(cursor)
     if length < 0:  # the padding fills whole chunks of the prompt
-        there = (x[:, :, -length:] for x in (q, k, v))
-        out = extended(how, *there, mask, sinks, cursor.clamp_min(0), host)
+        q, k, v = (x[:, :, -length:] for x in (q, k, v))
+        out = extended(how, q, k, v, mask, sinks, cursor.clamp_min(0), host)
         return torch.nn.functional.pad(out, (0, 0, -length, 0))
     rows = Rows(q, k.shape[1], mask, length + q.shape[2])
     part = how.attend(rows.q, k, v, rows.new_columns(length))
