@@ -90,7 +90,7 @@ TABLES = {
     "long_exact": Table(
         "the same in float32",
         ("long",),
-        ("uncompiled", "specache", "kivi:bits=4"),
+        ("uncompiled", "specache", "kivi:bits=4", "kivi:bits=2"),
         (*UNSEEN, *EXACT, "--lengths", "2176", "--samples", "16", "--batch-size", "16"),
     ),
     "perplexity_smollm2": Table(

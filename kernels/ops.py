@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from . import costs
 from .attention import attention_ops as attention
-from .attention import cpp_decode, flash
+from .attention import cpp_decode, extend
 from .attention.hit_rate import measure
 from .attention.kept_logits import based_logits, whole_logits
 from .few_rows import few_rows_ops as few_rows
@@ -113,8 +113,8 @@ DECLARED = (
     Op(
         "extend_attention(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? sinks, Tensor cursor, Tensor host, "
         "float scale, float? softcap) -> Tensor",
-        attention.extend_attention, fake_of_query, ".attention.triton_extend:extend_attention",
-        fused=flash.extend_attention_fused, cost=costs.extend_attention, is_work=True,
+        extend.extend_attention, fake_of_query, ".attention.triton_extend:extend_attention",
+        fused=extend.extend_attention_fused, cost=costs.extend_attention, is_work=True,
         reads_host=True, capturable=False,
     ),
     Op(

@@ -23,7 +23,7 @@ def values(parameters: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 def chosen(cases: Sequence[Mapping[str, Any]], together: int = 2) -> list[int]:
     """Return indices of few cases, found greedily, that cover all combinations of this many values in any case."""
-    shown = [set(combinations(sorted(values(case)), together)) for case in cases]
+    shown = [set(combinations(found, min(together, len(found)))) for found in map(sorted, map(values, cases))]
     left, places = set().union(*shown), []
     gains = [(-len(pairs), place) for place, pairs in enumerate(shown)]
     heapify(gains)

@@ -24,10 +24,10 @@ PARTS = ("passes", "lowering", "kernels")
 QUICK = 0.06
 # The sizes that `python tools/count_lines.py` prints may not grow beyond these.
 CEILINGS = {
-    "product lines, C++ included": 34_300,
-    "lines loaded by the backend": 14_890,
-    "test lines, C++ included": 30_920,
-    "words in docs, without the generated api.md": 11_800,
+    "product lines, C++ included": 33_850,
+    "lines loaded by the backend": 14_800,
+    "test lines, C++ included": 30_420,
+    "words in docs, without the generated api.md": 11_700,
 }
 
 

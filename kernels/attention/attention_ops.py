@@ -1,6 +1,6 @@
-"""Definitions of attention over the tiers: a decode step's lanes, and the exact attention of a chunked prefill.
+"""Definitions of a decode step's attention over the tiers.
 
-Both compute in float32 for all input dtypes. Token t of the cache is column t of every mask.
+They compute in float32 for all input dtypes. Token t of the cache is column t of every mask.
 """
 
 from __future__ import annotations
@@ -22,13 +22,10 @@ from specache_compile.kernels.codes.records import (
     read_levels,
     stored_dim,
 )
-from specache_compile.kernels.movement.copy_queue import wait_for_offloads
 from specache_compile.kernels.state.by_rows import by_rows
 from specache_compile.kernels.state.center import share_of_center
-from specache_compile.kernels.state.cursor import LENGTH, LOW_BIT, NEXT_LOW_BIT, length_of
+from specache_compile.kernels.state.cursor import LENGTH, LOW_BIT, NEXT_LOW_BIT
 from specache_compile.kernels.state.layout import Layout, rotated
-from specache_compile.kernels.state.segments import tokens_of
-from specache_compile.kernels.state.stored_pairs import decoded
 from specache_compile.kernels.state.stored_tiers import StoredTiers
 
 from .kept_logits import whole_logits
@@ -37,7 +34,6 @@ from .kept_logits import whole_logits
 BLOCK = 1024
 # An additive mask hides a token with its dtype's minimum; float16's minimum is the closest to 0.
 SEEN = torch.finfo(torch.float16).min / 2
-NO_LOGITS = torch.empty(0, device="cpu")
 
 
 def low_bit_keys(tiers: StoredTiers, layout: Layout, head_dim: int, start: int, stop: int) -> Tensor:
@@ -93,58 +89,32 @@ def check_covers(mask: Tensor, tokens: int) -> None:
         )
 
 
+def as_bias(mask: Tensor) -> Tensor:
+    """Return a mask, bool or additive, as an additive float32 bias."""
+    if mask.dtype != torch.bool:
+        return mask.float()
+    return torch.zeros_like(mask, dtype=torch.float32).masked_fill_(~mask, -math.inf)
+
+
 def grouped_bias(mask: Tensor, heads: int, tokens: int) -> Tensor:
     """Return a mask [B|1, Hq|1, Q|1, n] as an additive float32 bias [B|1, H|1, Hq/H|1, Q|1, n]."""
-    bias = (
-        torch.zeros_like(mask, dtype=torch.float32).masked_fill_(~mask, -math.inf) if mask.dtype == torch.bool else mask
-    )
     check_covers(mask, tokens)
-    bias = bias[..., :tokens].float()
+    bias = as_bias(mask[..., :tokens])
     return bias.unflatten(1, (heads, -1)) if bias.shape[1] > 1 else bias.unsqueeze(2)
 
 
-@dataclass(frozen=True)
-class Partial:
-    """Attention over a subset of the tokens. An empty or fully masked row has peak -inf and total 0.
-
-    out: Σ exp(l - peak)·v, [B, H, G, lanes, d].
-    peak: largest logit of each row, [B, H, G, lanes, 1].
-    total: Σ exp(l - peak), [B, H, G, lanes, 1].
-    logits: l, [B, H, G, lanes, n]; empty after a merge.
-    """
-
-    out: Tensor
-    peak: Tensor
-    total: Tensor
-    logits: Tensor = NO_LOGITS
-
-
-def partial_attention(logits: Tensor, values: Tensor) -> Partial:
-    """Return `Partial` of one tier from its logits and its values [B, H, n, d]."""
-    if not logits.shape[-1]:
-        rows = logits.new_zeros((*logits.shape[:-1], 1))
-        return Partial(rows.expand(*rows.shape[:-1], values.shape[-1]), rows - math.inf, rows, logits)
-    peak = logits.amax(-1, keepdim=True)
-    weights = (logits - peak.masked_fill(peak == -math.inf, 0.0)).exp()
-    out = (weights.flatten(2, 3) @ values.float()).unflatten(2, logits.shape[2:4])
-    return Partial(out, peak, weights.sum(-1, keepdim=True), logits)
-
-
 def low_bit_logits(at: Query, tiers: StoredTiers, layout: Layout) -> Tensor:
-    """Return the logits [B, H, G, lanes, n] of the n tokens of the low-bit tier, computed by blocks to save memory."""
-    bias, length = at.low_bit_bias, at.low_bit
-    shares = None
-    if tiers.center.shape[2]:
-        shares = share_of_center(at.query, tiers.center, tiers.codes.shape[2] // tiers.key_params.shape[2], length)
+    """Return the logits [B, H, G, lanes, n] of the n tokens of the low-bit tier; -inf for sinks."""
+    length = at.low_bit
+    if not length:
+        return at.query.new_empty((*at.query.shape[:4], 0))
     query = rotated(at.query) if layout.is_rotated else at.query
-    blocks = [query.new_empty((*query.shape[:4], 0))]
-    for start in range(0, length, BLOCK):
-        stop = min(start + BLOCK, length)
-        keys = low_bit_keys(tiers, layout, query.shape[-1], start, stop)
-        logits = product(query, keys, None)
-        logits = capped(logits if shares is None else logits + shares[..., start:stop], at.softcap)
-        blocks.append(logits if bias is None else logits + bias[..., start:stop])
-    logits = torch.cat(blocks, -1)
+    logits = product(query, low_bit_keys(tiers, layout, query.shape[-1], 0, length), None)
+    if tiers.center.shape[2]:
+        group = tiers.codes.shape[2] // tiers.key_params.shape[2]
+        logits = logits + share_of_center(at.query, tiers.center, group, length)
+    logits = capped(logits, at.softcap)
+    logits = logits if at.bias is None else logits + at.bias[..., :length]
     return logits.masked_fill(hidden_by(sinks_of(tiers), length)[:, :, None, None], -math.inf)
 
 
@@ -153,54 +123,28 @@ def sinks_of(tiers: StoredTiers) -> Tensor:
     return tiers.sink_index.expand(-1, tiers.codes.shape[1], -1)
 
 
-def low_bit_mix(logits: Tensor, hidden: Tensor, tiers: StoredTiers, d: int, layout: Layout) -> Partial:
-    """Return `Partial` of the low-bit tier from its logits [B, H, G, lanes, n], computed by blocks.
-
-    hidden: bool [B, H, n], True for excluded tokens, whose 16-bit pairs are in the slots.
-    """
-    length = logits.shape[-1]
-    if not length:
-        return partial_attention(logits, logits.new_empty((*logits.shape[:2], 0, d)))
-    logits = logits.masked_fill(hidden[:, :, None, None], -math.inf)
-    parts = []
-    for start in range(0, length, BLOCK):
-        stop = min(start + BLOCK, length)
-        values = low_bit_values(tiers, layout, d, start, stop)
-        parts.append(partial_attention(logits[..., start:stop], values))
-    out, peak, total = merge(parts, None)
-    return Partial(rotated(out) if layout.is_rotated else out, peak, total, logits)
-
-
 def product(query: Tensor, keys: Tensor, softcap: float | None) -> Tensor:
     """Return q·kᵀ of [B, H, G, lanes, d] and [B, H, n, d], in float32, capped."""
     logits = (query.flatten(2, 3) @ keys.float().transpose(2, 3)).unflatten(2, query.shape[2:4])
     return capped(logits, softcap)
 
 
-def merge(parts: list[Partial], sinks: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Merge parts by log-sum-exp; returns out, peak and total, in which the sinks [H, G, 1, 1] count."""
-    peak = torch.stack([part.peak for part in parts]).amax(0)
+def weighted(weights: Tensor, values: Tensor) -> Tensor:
+    """Return Σ w·v of weights [B, H, G, lanes, n] and values [B, H, n, d]."""
+    return (weights.flatten(2, 3) @ values.float()).unflatten(2, weights.shape[2:4])
+
+
+def log_sum(logits: list[Tensor], sinks: Tensor | None) -> Tensor:
+    """Return log Σ exp [..., 1] over all parts' logits [..., n] and the sinks [H, G, 1, 1]; -inf for a fully masked
+    row."""
     if sinks is not None:
-        peak = torch.maximum(peak, sinks)
-    base = peak.masked_fill(peak == -math.inf, 0.0)
-    shrinks = [(part.peak - base).exp() for part in parts]
-    total = sum((part.total * shrink for part, shrink in zip(parts, shrinks, strict=True)), torch.zeros_like(peak))
-    if sinks is not None:
-        total = total + (sinks - base).exp()
-    out = sum((part.out * shrink for part, shrink in zip(parts, shrinks, strict=True)), torch.zeros_like(parts[0].out))
-    return out, peak, total
+        logits = [*logits, sinks.expand(*logits[0].shape[:-1], 1)]
+    return torch.cat(logits, -1).logsumexp(-1, keepdim=True)
 
 
-def reciprocal(total: Tensor) -> Tensor:
-    """Return 1/total, or 0 for a fully masked row."""
-    return total.reciprocal().masked_fill(total == 0, 0.0)
-
-
-def softmax_denominator(logits: list[Tensor], sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return row maximum and 1/denominator [..., 1] over all tiers' logits and the sink; 0 for a fully masked row."""
-    parts = [partial_attention(part, part.new_empty((*part.shape[:2], part.shape[-1], 0))) for part in logits]
-    _, peak, total = merge(parts, sinks)
-    return peak.masked_fill(peak == -math.inf, 0.0), reciprocal(total)
+def weights_of(logits: Tensor, total: Tensor) -> Tensor:
+    """Return exp(logits - total), for a row's log-sum-exp; 0 for a fully masked row."""
+    return (logits - total.masked_fill(total == -math.inf, 0.0)).exp_()
 
 
 @dataclass(frozen=True)
@@ -223,10 +167,6 @@ class Query:
     length: int
     low_bit: int
     candidates: int
-
-    @property
-    def low_bit_bias(self) -> Tensor | None:
-        return None if self.bias is None else self.bias[..., : self.low_bit]
 
     def logits(self, keys: Tensor, start: int, stop: int) -> Tensor:
         """Return the logits of keys [B, H, n, d] of tokens start..stop; new tokens may share one column of the mask."""
@@ -275,67 +215,55 @@ def hidden_by(slot_index: Tensor, low_bit: int) -> Tensor:
     return hidden.bool()
 
 
-@dataclass(frozen=True)
-class Attended:
-    """Attention over all tiers.
-
-    parts: low-bit tier, slots, recent tier, new pairs, sinks.
-    out, peak, total: the merged parts (`merge`).
-    slot_tokens: the token in each slot, int64 [B, H, k].
-    """
-
-    parts: list[Partial]
-    out: Tensor
-    peak: Tensor
-    total: Tensor
-    slot_tokens: Tensor
-
-    @property
-    def share(self) -> Tensor:
-        return reciprocal(self.total)
-
-    def output(self, dtype: torch.dtype) -> Tensor:
-        """Return the output [B, Hq, lanes, d]."""
-        return (self.out * self.share).flatten(1, 2).to(dtype).contiguous()
-
-    def last_lane(self, part: Partial) -> Tensor:
-        """Return the last lane's attention [B, H, n] to the tokens of a part, summed over the query group."""
-        base = self.peak.masked_fill(self.peak == -math.inf, 0.0)
-        return ((part.logits[..., -1, :] - base[..., -1, :]).exp_() * self.share[..., -1, :]).sum(2)
-
-
-def attend_over(
+def attended(
     at: Query, k: Tensor, v: Tensor, logits: Tensor, hidden: Tensor, slots: Tensor, slot_index: Tensor,
-    tiers: StoredTiers, layout: Layout,
-) -> Attended:  # fmt: skip
-    """Return `Attended` from the low-bit tier's logits; hidden as in `low_bit_mix`."""
-    packed = low_bit_mix(logits, hidden, tiers, k.shape[-1], layout)
-    keys, values = ring_tokens(tiers.recent, at.low_bit, at.length).unbind(-2)
+    tiers: StoredTiers, layout: Layout, skip_below: float,
+) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
+    """Attend over all tiers, given the low-bit tier's logits.
+
+    hidden: bool [B, H, n], low-bit tokens whose 16-bit pairs are in the slots.
+
+    Returns: the output [B, Hq, lanes, d] in float32, and the last lane's weights [B, H, n], summed over the query
+    group, of low-bit tier, slots and window.
+    """
+    window, values = ring_tokens(tiers.recent, at.low_bit, at.length).unbind(-2)
     parts = [
-        packed,
-        picked_attention(at, slots, slot_index),
-        partial_attention(at.logits(keys, at.low_bit, at.length), values),
-        partial_attention(at.new_logits(k), v),
-        picked_attention(at, tiers.sink_pairs, sinks_of(tiers)),
+        logits.masked_fill(hidden[:, :, None, None], -math.inf),
+        picked_logits(at, slots, slot_index),
+        at.logits(window, at.low_bit, at.length),
+        at.new_logits(k),
+        picked_logits(at, tiers.sink_pairs, sinks_of(tiers)),
     ]
-    return Attended(parts, *merge(parts, at.sink), in_slots(slot_index, at.low_bit)[1])
+    total = log_sum(parts, at.sink)
+    weights = [weights_of(part, total) for part in parts]
+    scores = [part[..., -1, :].sum(2) for part in weights[:3]]
+    others = picked_values(at, slots, slot_index), values, v, picked_values(at, tiers.sink_pairs, sinks_of(tiers))
+    out = torch.stack([weighted(*each) for each in zip(weights[1:], others, strict=True)]).sum(0)
+    if at.low_bit:
+        skipped = negligible(weights[0], skip_below)[:, :, None, None]
+        left = 1.0 - weights[0].masked_fill(~skipped, 0.0).sum(-1, keepdim=True)
+        values = low_bit_values(tiers, layout, k.shape[-1], 0, at.low_bit)
+        packed = weighted(weights[0].masked_fill(skipped, 0.0), values)
+        out = (out + (rotated(packed) if layout.is_rotated else packed)) / left
+    return out.flatten(1, 2), scores
 
 
 def picked_logits(at: Query, pairs: Tensor, index: Tensor) -> Tensor:
     """Return the logits [B, H, G, lanes, n] of pairs [B, H, n, 2, d], which hold the low-bit tier's tokens `index`."""
     fetched, position = in_slots(index, at.low_bit)
     logits = product(at.query, pairs[..., 0, :], at.softcap)
-    if at.low_bit_bias is not None and at.low_bit:
+    if at.bias is not None and at.low_bit:
         where = position[:, :, None, None].expand(*at.query.shape[:-1], -1)
-        logits = logits + at.low_bit_bias.expand(*at.query.shape[:-1], -1).gather(-1, where)
+        logits = logits + at.bias.expand(*at.query.shape[:-1], -1).gather(-1, where)
     return logits.masked_fill(~fetched[:, :, None, None], -math.inf)
 
 
-def picked_attention(at: Query, pairs: Tensor, index: Tensor) -> Partial:
-    """Return `Partial` of the pairs in the slots, or of the sinks."""
-    # Empty slots are uninitialised, and a weight of 0 does not remove values that are not finite.
-    there = in_slots(index, at.low_bit)[0].unsqueeze(-1)
-    return partial_attention(picked_logits(at, pairs, index), pairs[..., 1, :].masked_fill(~there, 0.0))
+def picked_values(at: Query, pairs: Tensor, index: Tensor) -> Tensor:
+    """Return the values of the slots, or of the sinks.
+
+    Those of empty slots are 0: they are undefined, and a weight of 0 does not remove values that are not finite.
+    """
+    return pairs[..., 1, :].masked_fill(~in_slots(index, at.low_bit)[0].unsqueeze(-1), 0.0)
 
 
 def hide_sinks(at: Query, scores: Tensor, tiers: StoredTiers) -> None:
@@ -343,14 +271,13 @@ def hide_sinks(at: Query, scores: Tensor, tiers: StoredTiers) -> None:
     scores[..., : at.candidates].masked_fill_(hidden_by(sinks_of(tiers), at.candidates).unsqueeze(2), -1.0)
 
 
-def negligible(done: Attended, skip_below: float) -> Tensor:
-    """Return the low-bit tokens whose values may be skipped, bool [B, H, n].
+def negligible(weights: Tensor, skip_below: float) -> Tensor:
+    """Return the low-bit tokens whose values may be skipped, bool [B, H, n], by their weights [B, H, G, lanes, n].
 
     A record of 64 tokens is skipped if each of its weights, in every query row of the KV head, is below `skip_below`.
     Less than n · skip_below of the attention is then missing, and the output's error is below twice that share of the
     largest value.
     """
-    weights = (done.parts[0].logits - done.peak.masked_fill(done.peak == -math.inf, 0.0)).exp() * done.share
     largest = weights.amax((2, 3))
     tokens = largest.shape[-1]
     records = torch.nn.functional.pad(largest, (0, -tokens % RECORD)).unflatten(-1, (-1, RECORD)).amax(-1)
@@ -388,24 +315,18 @@ def decode_attention(
     attention, summed over the query group, to cached tokens that are in the low-bit tier after this step. Elsewhere,
     and without slots, they are -1.
     """
-    held = StoredTiers(*tiers)
-    how = Layout(*layout)
+    held, how = StoredTiers(*tiers), Layout(*layout)
     at = query_of(q, k, mask, sinks, cursor, scale, softcap)
-    logits = low_bit_logits(at, held, how)
-    hidden = hidden_by(slot_index, at.low_bit)
-    done = kept = attend_over(at, k, v, logits, hidden, slots, slot_index, held, how)
-    if skip_below and at.low_bit:
-        hidden = hidden | negligible(done, skip_below)
-        kept = attend_over(at, k, v, logits, hidden, slots, slot_index, held, how)
+    logits, hidden = low_bit_logits(at, held, how), hidden_by(slot_index, at.low_bit)
+    out, (packed, exact, window) = attended(at, k, v, logits, hidden, slots, slot_index, held, how, skip_below)
     scores = torch.full(held.codes.shape[:3], -1.0, dtype=torch.float32, device=q.device)
     if slots.shape[2]:
-        packed, exact, window = map(done.last_lane, done.parts[:3])
         if at.low_bit:
-            scores[:, :, : at.low_bit] = packed.scatter_add_(-1, done.slot_tokens, exact)
+            scores[:, :, : at.low_bit] = packed.scatter_add_(-1, in_slots(slot_index, at.low_bit)[1], exact)
         scores[:, :, at.low_bit : at.candidates] = window[..., : at.candidates - at.low_bit]
         at.hide_unseen(scores.unsqueeze(2), slice(-1, None))
         hide_sinks(at, scores.unsqueeze(2), held)
-    return kept.output(q.dtype), scores
+    return out.to(q.dtype).contiguous(), scores
 
 
 @by_rows(0, 0, 1)
@@ -437,11 +358,11 @@ def score_low_bit(
     keys = ring_tokens(held.recent, at.low_bit, at.length)[..., 0, :]
     window = at.logits(keys, at.low_bit, at.length)
     sinks_apart = picked_logits(at, held.sink_pairs, sinks_of(held))
-    peak, share = softmax_denominator([packed, window, at.new_logits(k), sinks_apart], at.sink)
+    total = log_sum([packed, window, at.new_logits(k), sinks_apart], at.sink)
     found = torch.full((q.shape[2], *held.codes.shape[:3]), -1.0, dtype=torch.float32, device=q.device)
     known = torch.cat([packed, window], -1)[..., : at.candidates]
     by_lane = found.permute(1, 2, 0, 3)
-    by_lane[..., : at.candidates] = ((known - peak).exp_() * share).sum(2)
+    by_lane[..., : at.candidates] = weights_of(known, total).sum(2)
     at.hide_unseen(by_lane, slice(None))
     hide_sinks(at, by_lane, held)
     logits, base = whole_logits(q, held.codes.shape[2])
@@ -479,67 +400,6 @@ def attend_scored(
     Returns: the output of `decode_attention`, [B, Hq, lanes, d].
     """
     at = query_of(q, k, mask, sinks, cursor, scale, softcap)
-    packed = logits[..., : at.low_bit].unflatten(1, (k.shape[1], -1))
-    hidden, held = hidden_by(chosen, at.low_bit), StoredTiers(*tiers)
-    done = attend_over(at, k, v, packed, hidden, slots, slot_index, held, Layout(*layout))
-    if skip_below and at.low_bit:
-        hidden = hidden | negligible(done, skip_below)
-        done = attend_over(at, k, v, packed, hidden, slots, slot_index, held, Layout(*layout))
-    return done.output(q.dtype)
-
-
-@by_rows(0)
-def extend_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    sinks: Tensor | None,
-    cursor: Tensor,
-    host: Tensor,
-    scale: float,
-    softcap: float | None,
-) -> Tensor:
-    """Compute exact attention of T new tokens over the host tier, streamed in blocks, and over themselves.
-
-    A running softmax keeps one block of logits at a time.
-
-    Args:
-        q: [B, Hq, T, d].
-        k, v: [B, H, T, d].
-        mask: [B|1, Hq|1, T, ≥ n + T], or one row of padding for all T. With one row or None, new tokens are causal.
-        sinks: [Hq].
-        host: all cached pairs (`segments.py`), exact, rounded, or e4m3 codes.
-
-    Returns: [B, Hq, T, d] in q's dtype.
-    """
-    wait_for_offloads(cursor)
-    length = length_of(cursor)
-    if length < 0:  # the padding fills whole chunks of the prompt
-        there = [x[:, :, -length:] for x in (q, k, v)]
-        out = extend_attention(there[0], there[1], there[2], mask, sinks, cursor.clamp_min(0), host, scale, softcap)
-        return torch.nn.functional.pad(out, (0, 0, -length, 0))
-    heads, tokens = k.shape[1], k.shape[2]
-    query = q.float().unflatten(1, (heads, -1)) * scale
-    sink = None if sinks is None else sinks.float().view(heads, -1, 1, 1)
-    bias = None if mask is None else grouped_bias(mask, heads, length + tokens)
-
-    parts: list[Partial] = []
-    starts = range(0, length, BLOCK)
-    for start in [*starts, length]:
-        if start == length:
-            stop, keys, values = length + tokens, k, v
-        else:
-            stop = min(start + BLOCK, length)
-            pairs = decoded(tokens_of(host, start, stop).to(q.device), q.dtype, q.shape[-1])
-            keys, values = pairs.float().unbind(-2)
-        logits = product(query, keys, softcap)
-        if bias is not None:
-            logits = logits + bias[..., start:stop]
-        if start == length and (bias is None or bias.shape[3] == 1):
-            logits = logits.masked_fill(
-                torch.ones(tokens, tokens, dtype=torch.bool, device=q.device).triu(1), -math.inf
-            )
-        parts = [Partial(*merge([*parts, partial_attention(logits, values)], None))]
-    out, _, total = merge(parts, sink)
-    return (out * reciprocal(total)).flatten(1, 2).to(q.dtype).contiguous()
+    packed, hidden = logits[..., : at.low_bit].unflatten(1, (k.shape[1], -1)), hidden_by(chosen, at.low_bit)
+    held, how = StoredTiers(*tiers), Layout(*layout)
+    return attended(at, k, v, packed, hidden, slots, slot_index, held, how, skip_below)[0].to(q.dtype).contiguous()

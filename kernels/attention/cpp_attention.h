@@ -105,18 +105,14 @@ struct Attention : ExactAttention {
 
   // The same for tokens in rows, of 8 or 16 bits.
   void score_tokens(const float* scaled, int64_t row, int64_t count, float* products) const {
-    std::vector<float> tile_memory(s.d * kLanes), score_memory(rows * kLanes);
-    Floats* tile = reinterpret_cast<Floats*>(tile_memory.data());
-    Floats* scores = reinterpret_cast<Floats*>(score_memory.data());
-    for (int64_t t = 0; t < count; t += kLanes) {
-      for (int64_t i = 0; i < kLanes; ++i) {
-        const uint8_t* levels = record_at(row) + (row % kRecord + t + i) * s.dim;
-        for (int64_t c = 0; c < s.d; ++c)
-          tile[c][i] = s.key_bits == 8 ? levels[c] : static_cast<float>(pair_in_16_bits(row + t + i)[c]);
-      }
-      score_tile<1>(scaled, tile, rows, s.d, scores);
-      for (int64_t m = 0; m < rows; ++m) *reinterpret_cast<Floats*>(products + m * count + t) = scores[m];
-    }
+    const auto load = [&](int64_t t, float* x) {
+      const uint8_t* levels = record_at(row) + (row % kRecord + t) * s.dim;
+      for (int64_t c = 0; c < s.d; ++c)
+        x[c * kLanes] = s.key_bits == 8 ? levels[c] : static_cast<float>(pair_in_16_bits(row + t)[c]);
+    };
+    each_tile(scaled, count, load, [&](int64_t t, int64_t m, Floats product) {
+      *reinterpret_cast<Floats*>(products + m * count + t) = product;
+    });
   }
 
   // Logits of one chunk of a head's low-bit tier, into s.logits; none of the sinks.
@@ -173,13 +169,9 @@ struct Attention : ExactAttention {
       for (int64_t m = 0; m < rows && !counts; ++m) std::fill_n(weights + m * kChunk + t, size, kNothing);
     }
     for (int64_t m = 0; m < rows; ++m) {
-      float *weight = weights + m * kChunk, total = 0.0f;
-      const float top = largest(weight, count), base = base_of(top);
-      for (int64_t t = 0; t < count; ++t) weight[t] = weight_of(weight[t], base);
-      for (int64_t t = 0; t < count; ++t) total += weight[t];
+      float* weight = weights + m * kChunk;
+      softmax(weight, count, part.peak + m, part.total + m);
       std::fill(weight + count, weight + kChunk, 0.0f);
-      part.peak[m] = top;
-      part.total[m] = total;
     }
     return kept;
   }

@@ -37,10 +37,8 @@ void score(const StepArguments& step) {
     }
     Part part = parts[job];
     for (int64_t m = 0; m < a.rows; ++m) {
-      const float* row = logits + m * stride;
+      const float *row = logits + m * stride, top = largest(row, count), base = base_of(top);
       float total = 0.0f;
-      const float top = largest(row, count);
-      const float base = base_of(top);
       for (int64_t t = 0; t < count; ++t) total += weight_of(row[t], base);
       part.peak[m] = top;
       part.total[m] = total;

@@ -116,42 +116,38 @@ struct ExactAttention {
     return found;
   }
 
+  // Products of query rows [rows][d] with tokens [count][d] in tiles: what(first token, row, products of kLanes tokens).
+  // load(t, x): write token t to x[kLanes·c].
+  template <typename Load, typename Do>
+  void each_tile(const float* q, int64_t count, Load&& load, Do&& what) const {
+    std::vector<float> tile(s.d * kLanes), memory(rows * kLanes);
+    Floats* products = reinterpret_cast<Floats*>(memory.data());
+    for (int64_t t = 0; t < count; t += kLanes) {
+      for (int64_t i = 0; i < kLanes; ++i) load(std::min(t + i, count - 1), tile.data() + i);
+      score_tile(q, reinterpret_cast<Floats*>(tile.data()), rows, s.d, products);
+      for (int64_t m = 0; m < rows; ++m) what(t, m, products[m]);
+    }
+  }
+
   // Logits [rows][stride] of a head's query rows and some pairs in 16 bits; stride: their number, in whole tiles.
   std::vector<float> exact_logits(int64_t head, const std::vector<Pair>& of, int64_t stride) const {
-    std::vector<float> tile_memory(s.d * kLanes), score_memory(rows * kLanes), logits(rows * stride, kNothing);
-    Floats* tile = reinterpret_cast<Floats*>(tile_memory.data());
-    Floats* scores = reinterpret_cast<Floats*>(score_memory.data());
+    std::vector<float> logits(rows * stride, kNothing);
     const int64_t count = of.size();
-    for (int64_t t = 0; t < count; t += kLanes) {
-      for (int64_t i = 0; i < kLanes; ++i) {
-        const T* key = of[std::min(t + i, count - 1)].key;
-        for (int64_t c = 0; c < s.d; ++c) tile[c][i] = key[c];
-      }
-      score_tile<1>(&query[head * rows * s.d], tile, rows, s.d, scores);
-      for (int64_t m = 0; m < rows; ++m) {
-        const Floats x = capped(scores[m]);
-        for (int64_t i = 0; i < kLanes && t + i < count; ++i)
-          if (m % s.lanes >= of[t + i].first_lane)
-            logits[m * stride + t + i] = x[i] + bias(head, m, of[t + i].token);
-      }
-    }
+    const auto load = [&](int64_t t, float* x) { for (int64_t c = 0; c < s.d; ++c) x[c * kLanes] = of[t].key[c]; };
+    each_tile(&query[head * rows * s.d], count, load, [&](int64_t t, int64_t m, Floats product) {
+      const Floats x = capped(product);
+      for (int64_t i = 0; i < kLanes && t + i < count; ++i)
+        if (m % s.lanes >= of[t + i].first_lane) logits[m * stride + t + i] = x[i] + bias(head, m, of[t + i].token);
+    });
     return logits;
   }
 
   // Attention over 16-bit pairs. A weight of 0 does not remove values that are not finite, so tails of tiles are zeros.
   std::vector<float> exact_mix(int64_t head, const std::vector<Pair>& of, Part part) const {
     const int64_t count = of.size(), stride = (count + kLanes - 1) / kLanes * kLanes;
-    std::vector<float> logits = exact_logits(head, of, stride), weights(logits.size()), values(kLanes * s.d);
-    for (int64_t m = 0; m < rows; ++m) {
-      const float* row = logits.data() + m * stride;
-      float total = 0.0f;
-      const float top = largest(row, stride);
-      const float base = base_of(top);
-      for (int64_t t = 0; t < stride; ++t) weights[m * stride + t] = weight_of(row[t], base);
-      for (int64_t t = 0; t < stride; ++t) total += weights[m * stride + t];
-      part.peak[m] = top;
-      part.total[m] = total;
-    }
+    const std::vector<float> logits = exact_logits(head, of, stride);
+    std::vector<float> weights(logits), values(kLanes * s.d);
+    for (int64_t m = 0; m < rows; ++m) softmax(&weights[m * stride], stride, part.peak + m, part.total + m);
     for (int64_t t = 0; t < stride; t += kLanes) {
       for (int64_t i = 0; i < kLanes; ++i)
         for (int64_t c = 0; c < s.d; ++c) values[i * s.d + c] = t + i < count ? static_cast<float>(of[t + i].value[c]) : 0.0f;

@@ -1,4 +1,4 @@
-"""Triton: `attention_ops.extend_attention`, exact attention of new tokens over the host tier and over themselves.
+"""Triton: `extend.extend_attention`, exact attention of new tokens over the host tier and over themselves.
 
 Blocks of the host tier travel through two staging buffers: one is copied while the other is used. The running softmax
 keeps its state on the device. FLOPs: 4·T·n·Hq·d; PCIe: 4·n·H·d bytes per layer, for any number of new tokens.
@@ -106,7 +106,7 @@ def extend_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, cursor: Tensor, host: Tensor,
     scale: float, softcap: float | None,
 ) -> Tensor:  # fmt: skip
-    """Compute `attention_ops.extend_attention`, one run of rows of equal length after the other.
+    """Compute `extend.extend_attention`, one run of rows of equal length after the other.
 
     The host reads the published lengths of the cursor, since no captured step contains this op.
     """

@@ -38,6 +38,30 @@ def load_kept(logits, base, block, there, row, PAIRS: tl.constexpr):
 
 
 @triton.jit
+def block_scores(
+    # Pointers to a head's logits, base and lse, and to its first query head's mask in this lane; indices of blocks [n],
+    # and which of them are there; strides of the mask.
+    logits, base, lse, mask, block, there, lane, m_head, m_token,
+    lanes: tl.constexpr, queries: tl.constexpr, PAIRS: tl.constexpr, ADDITIVE: tl.constexpr,
+):  # fmt: skip
+    """Return a lane's scores of the tokens of blocks, float32 [n, 16]; -1 for hidden tokens.
+
+    A score is Σ over the query group of 2^(logit - lse).
+    The kept logits of sinks and of tokens that a bool mask hides are -inf in all rows.
+    """
+    token = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    score = tl.zeros(token.shape, tl.float32)
+    highest = tl.full(token.shape, float("-inf"), tl.float32)
+    for query in tl.static_range(queries):
+        row = query * lanes + lane
+        offset, peak = load_kept(logits, base, block, there, row, PAIRS)
+        score += tl.exp2(offset + (peak - tl.load(lse + row))[:, None])
+        highest = tl.maximum(highest, offset)
+    seen = seen_by_any(mask, token, there, highest, m_head, m_token, queries=queries, ADDITIVE=ADDITIVE)
+    return tl.where(seen, score, -1.0)
+
+
+@triton.jit
 def seen_by_any(mask, tokens, there, highest, m_head, m_token, queries: tl.constexpr, ADDITIVE: tl.constexpr):
     """Return which tokens a query head of the group sees. mask: of the first head; highest: their largest offset."""
     seen = highest > float("-inf")

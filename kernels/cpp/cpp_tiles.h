@@ -43,6 +43,16 @@ inline float largest(const float* x, int64_t count) {
   return top;
 }
 
+// Replace a row's logits by weights exp(x - peak); their peak and sum.
+inline void softmax(float* x, int64_t count, float* peak, float* total) {
+  const float top = largest(x, count), base = base_of(top);
+  float sum = 0.0f;
+  for (int64_t t = 0; t < count; ++t) x[t] = weight_of(x[t], base);
+  for (int64_t t = 0; t < count; ++t) sum += x[t];
+  *peak = top;
+  *total = sum;
+}
+
 // The orthonormal Hadamard transform of x[d], in blocks of `block` channels.
 inline void rotate(float* x, int64_t d, int64_t block) {
   for (int64_t half = 1; half < block; half *= 2)
@@ -56,24 +66,19 @@ inline void rotate(float* x, int64_t d, int64_t block) {
   for (int64_t c = 0; c < d; ++c) x[c] *= norm;
 }
 
-// Tiles of tokens, or vectors of channels, whose sums are in registers at once: with few query rows one has too few
+// Vectors of channels whose sums are in registers at once: with few query rows one has too few
 // sums for a processor that begins two in a cycle and takes four for each.
 constexpr int kAtOnce = 2;
 // Query rows whose sums are in registers at once.
 constexpr int64_t kRows = kLanes == 16 ? 8 : 4;
 
-// scores[u·rows + r][tokens] = Σ_c q[r][c]·keys[u·d + c][tokens], for U tiles: R query rows in registers, one load an
-// element.
-template <int R, int U>
-inline void score_rows(const float* q, const Floats* keys, int64_t rows, int64_t d, Floats* scores) {
-  Floats sums[U][R] = {};
+// scores[r][tokens] = Σ_c q[r][c]·keys[c][tokens]: R query rows in registers, one load an element.
+template <int R>
+inline void score_rows(const float* q, const Floats* keys, int64_t d, Floats* scores) {
+  Floats sums[R] = {};
   for (int64_t c = 0; c < d; ++c)
-    for (int u = 0; u < U; ++u) {
-      const Floats x = keys[u * d + c];
-      for (int r = 0; r < R; ++r) sums[u][r] = fma(Floats{} + q[r * d + c], x, sums[u][r]);
-    }
-  for (int u = 0; u < U; ++u)
-    for (int r = 0; r < R; ++r) scores[u * rows + r] = sums[u][r];
+    for (int r = 0; r < R; ++r) sums[r] = fma(Floats{} + q[r * d + c], keys[c], sums[r]);
+  for (int r = 0; r < R; ++r) scores[r] = sums[r];
 }
 
 // out[r][c..c+kLanes·U] += Σ_t weights[r][t]·values[t][c..c+kLanes·U], for a tile of tokens.
@@ -100,10 +105,9 @@ inline void with_rows(int64_t rows, Do&& what) {
 }
 
 // Out of line, as `mix_tile`: a variant for each R, of which one copy is enough to compile.
-template <int U>
 __attribute__((noinline)) void score_tile(const float* q, const Floats* keys, int64_t rows, int64_t d, Floats* scores) {
   for (int64_t m = 0; m < rows; m += kRows)
-    with_rows(rows - m, [&](auto R) { score_rows<R, U>(q + m * d, keys, rows, d, scores + m); });
+    with_rows(rows - m, [&](auto R) { score_rows<R>(q + m * d, keys, d, scores + m); });
 }
 
 __attribute__((noinline)) void mix_tile(const float* weights, int64_t stride, const float* values, int64_t rows,

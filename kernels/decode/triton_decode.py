@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specache_compile.kernels.attention.kept_logits import LOGIT_BLOCK, row_pairs
-from specache_compile.kernels.attention.triton_kept import load_kept, seen_by_any
+from specache_compile.kernels.attention.triton_kept import block_scores
 from specache_compile.kernels.attention.triton_softmax import LOG2E, finite
 from specache_compile.kernels.codes.records import RECORD
 from specache_compile.kernels.state.layout import Layout, rotation_block
@@ -167,16 +167,12 @@ def score_tokens(
     there = block * PER_BASE < candidates
     logits += bh * capacity * (2 * PAIRS)
     base += bh * (capacity // PER_BASE) * (2 * PAIRS)
-    score = tl.zeros(tokens.shape, tl.float32)
-    highest = tl.full(tokens.shape, float("-inf"), tl.float32)
-    for query in tl.static_range(queries):
-        row = query * lanes + lane
-        offset, peak = load_kept(logits, base, block, there, row, PAIRS)
-        score += tl.exp2(offset + peak[:, None] - tl.load(lse + bh * (queries * lanes) + row))
-        highest = tl.maximum(highest, offset)
     mask += batch * m_batch + bh % heads * queries * m_head + lane * m_row
-    seen = seen_by_any(mask, tokens, there, highest, m_head, m_token, queries=queries, ADDITIVE=MASK == 2)
-    seen &= (tokens < candidates) & ~sinks_among(tokens, sink_index + batch * sink_tokens, sink_tokens=sink_tokens)
+    score = block_scores(
+        logits, base, lse + bh * (queries * lanes), mask, block, there, lane, m_head, m_token, lanes=lanes,
+        queries=queries, PAIRS=PAIRS, ADDITIVE=MASK == 2,
+    )  # fmt: skip
+    seen = (tokens < candidates) & ~sinks_among(tokens, sink_index + batch * sink_tokens, sink_tokens=sink_tokens)
     at = (keeps * tl.num_programs(0) + bh) * capacity
     tl.store(scores + at + tokens, tl.where(seen, score, -1.0), tokens < capacity)
 

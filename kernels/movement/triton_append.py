@@ -235,7 +235,8 @@ def append(
         copy_groups[batch * heads, triton.cdiv(tokens, tile), triton.cdiv(d, block)](
             k, v, cursor, recent, center, sink_index, pairs, sink_pairs, *strides, capacity=capacity, done=done,
             **common, window=window, group=group, room=room, block=block, sink_tokens=sink_index.shape[2],
-            TURNED=layout.is_rotated, CENTERED=center.shape[2], PAGED=paged, BLOCK=tile, num_warps=4,
+            TURNED=layout.is_rotated, CENTERED=center.shape[2] * layout.is_quantised, PAGED=paged, BLOCK=tile,
+            num_warps=4,
         )  # fmt: skip
 
     if not layout.is_quantised:

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specache_compile.kernels.attention.kept_logits import LOGIT_BLOCK
-from specache_compile.kernels.attention.triton_kept import load_kept, place_of_base, place_of_logit, seen_by_any
+from specache_compile.kernels.attention.triton_kept import block_scores, place_of_base, place_of_logit
 from specache_compile.kernels.codes.records import RECORD
 from specache_compile.kernels.state.triton_cursor import AT_LOW_BIT
 
@@ -31,29 +31,6 @@ BLOCK_TOKENS = tl.constexpr(LOGIT_BLOCK)
 MOST_BLOCKS, MOST_SCORED = 8192, 128
 # Registers per thread of a program of 8 warps, so that a multiprocessor has two.
 REGISTERS = 128
-
-
-@triton.jit
-def scores_of(
-    # Pointers to the head's logits, base and lse, and to its first query head's mask; indices of blocks [n], and which
-    # of them are there.
-    logits, base, lse, mask, block, there, m_head, m_token,
-    lanes: tl.constexpr, queries: tl.constexpr, ROWS: tl.constexpr, ADDITIVE: tl.constexpr,
-):  # fmt: skip
-    """Return lane 0's scores of the tokens of blocks, float32 [n, 16]; -1 for hidden tokens.
-
-    The kept logits of sinks and of tokens that a bool mask hides are -inf in all rows.
-    """
-    token = block[:, None] * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)[None, :]
-    score = tl.zeros(token.shape, tl.float32)
-    highest = tl.full(token.shape, float("-inf"), tl.float32)
-    for query in tl.static_range(queries):
-        row = query * lanes
-        offset, peak = load_kept(logits, base, block, there, row, ROWS // 2)
-        score += tl.exp2(offset + (peak - tl.load(lse + row))[:, None])
-        highest = tl.maximum(highest, offset)
-    seen = seen_by_any(mask, token, there, highest, m_head, m_token, queries=queries, ADDITIVE=ADDITIVE)
-    return tl.where(seen, score, -1.0)
 
 
 @triton.jit
@@ -109,9 +86,9 @@ def keep_best_of_logits(
     list_blocks(found, block, key >= least)
     number = tl.arange(0, FIRST)
     best = tl.load(found + number, number < reach, 0)
-    first_scores = scores_of(
-        logits, base, lse, mask, best, number < reach, m_head, m_token, lanes=lanes, queries=queries, ROWS=ROWS,
-        ADDITIVE=ADDITIVE,
+    first_scores = block_scores(
+        logits, base, lse, mask, best, number < reach, 0, m_head, m_token, lanes=lanes, queries=queries,
+        PAIRS=ROWS // 2, ADDITIVE=ADDITIVE,
     )  # fmt: skip
     key_of_best = key_of(tl.reshape(first_scores, [FIRST * BLOCK_TOKENS]))
     least, reach = threshold(key_of_best, selected, selected + selected // 4)
@@ -125,9 +102,9 @@ def keep_best_of_logits(
         at = start + entry - KEPT
         new = (entry >= KEPT) & (at < count)
         candidate = tl.load(found + at, new, 0)
-        score = scores_of(
-            logits, base, lse, mask, candidate, new, m_head, m_token, lanes=lanes, queries=queries, ROWS=ROWS,
-            ADDITIVE=ADDITIVE,
+        score = block_scores(
+            logits, base, lse, mask, candidate, new, 0, m_head, m_token, lanes=lanes, queries=queries,
+            PAIRS=ROWS // 2, ADDITIVE=ADDITIVE,
         )  # fmt: skip
         token = candidate[:, None] * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)[None, :]
         score = tl.where(place < held, tl.load(kept_scores + place, place < held, 0.0), score)

@@ -1,4 +1,4 @@
-"""Kept logits of a GPU (`kept_logits.py`) by token."""
+"""Cases of the Triton kernels' tests: kept logits of a GPU (`kept_logits.py`) by token, masks, and names."""
 
 from __future__ import annotations
 
@@ -8,6 +8,23 @@ import torch
 from torch import Tensor
 
 from specache_compile.kernels.attention.kept_logits import LOWEST
+
+
+class Named:
+    """A case whose name is the fields that have no default value."""
+
+    def __str__(self) -> str:
+        changed = [f"{name} {value}" for name, value in vars(self).items() if value != getattr(type(self), name)]
+        return ", ".join(changed) or "plain"
+
+
+def random_mask(kind: str, heads: int, lanes: int, tokens: int, dtype: torch.dtype) -> Tensor | None:
+    """Return a mask of two rows over `tokens` tokens, [2, Hq|1, lanes|1, tokens]."""
+    if kind == "padding":
+        return torch.arange(tokens) >= torch.tensor([70, 3]).view(-1, 1, 1, 1)
+    if kind == "bool":
+        return torch.rand(2, heads, lanes, tokens) > 0.3
+    return torch.randn(2, heads, 1, tokens).to(dtype) if kind else None
 
 
 def bases_of(logits: Tensor, base: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ from specache_compile.kernels.codes.records import (
     param_order,
     read_levels,
     stored_dim,
+    write_levels,
 )
 from specache_compile.kernels.op import registered
 from specache_compile.kernels.state.stored_tiers import StoredTiers
@@ -450,7 +451,11 @@ def test_unquantised_pairs_are_not_turned(op: str) -> None:
 def test_the_low_bit_codes_of_sink_tokens_do_not_matter(op: str) -> None:
     step = make_step(Case(sink_tokens=8))
     out, scores = step.run(op)
-    step.state["codes"][0, :, :7] ^= 255
+    codes = step.state["codes"]
+    for values in (False, True):
+        levels = read_levels(codes, 16, 2, values)
+        levels[0, :, :7] ^= 3
+        write_levels(levels, 0, codes, 2, values)
     again, scores_again = step.run(op)
     assert torch.equal(out, again)
     assert torch.equal(scores, scores_again)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from specache_compile.evaluation.baselines import fp8
-from specache_compile.kernels.attention.attention_ops import extend_attention
+from specache_compile.kernels.attention.extend import extend_attention
 from specache_compile.kernels.state.stored_pairs import FP8, decoded
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -74,43 +74,27 @@ def pairs(tokens: int, head_dim: int, dtype: torch.dtype, seed: int = 0, size: f
 # Groups
 
 
+@pytest.mark.parametrize("values", [False, True])
 @pytest.mark.parametrize(("bits", "zero_point"), FORMATS)
 @pytest.mark.parametrize("group_size", GROUPS)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_keys_share_a_scale_per_channel_over_g_tokens(
-    head_dim: int, group_size: int, bits: int, zero_point: str
+def test_keys_share_a_scale_per_channel_and_values_one_per_token(
+    head_dim: int, group_size: int, bits: int, zero_point: str, values: bool
 ) -> None:
-    keys = pairs(2 * group_size, head_dim, torch.float32)
-    codes, params = quantize_keys(keys, group_size, bits, zero_point, keys.dtype)
-    assert codes.shape == keys.shape
-    assert params.shape == (2, 3, 2, 2, head_dim)
-    assert params.dtype == keys.dtype
-    groups = keys.double().view(2, 3, 2, group_size, head_dim)
-    scale, zero = formula(groups.amin(3), groups.amax(3), bits, zero_point)
+    """Over g tokens, or a group of channels."""
+    x = pairs(2 * group_size, head_dim, torch.float32)
+    dim, size = (4, channels_of(head_dim, group_size)) if values else (3, group_size)
+    quantize, dequantize = (quantize_values, dequantize_values) if values else (quantize_keys, dequantize_keys)
+    codes, params = quantize(x, size, bits, zero_point, x.dtype)
+    assert codes.shape == x.shape
+    assert params.shape == ((2, 3, 2 * group_size, 2, head_dim // size) if values else (2, 3, 2, 2, head_dim))
+    assert params.dtype == x.dtype
+    groups = x.double().unflatten(dim - 1, (-1, size))
+    scale, zero = formula(groups.amin(dim), groups.amax(dim), bits, zero_point)
     torch.testing.assert_close(params.double(), torch.stack([scale, zero], 3), rtol=1e-5, atol=1e-5)
-    levels = ((groups - zero.unsqueeze(3)) / scale.unsqueeze(3)).round().clamp(0, 2**bits - 1)
-    rebuilt = (levels * scale.unsqueeze(3) + zero.unsqueeze(3)).view_as(keys)
-    assert_same_levels(dequantize_keys(codes, params), rebuilt, scale.repeat_interleave(group_size, 2))
-
-
-@pytest.mark.parametrize(("bits", "zero_point"), FORMATS)
-@pytest.mark.parametrize("group_size", GROUPS)
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_values_share_a_scale_per_token_over_a_group_of_channels(
-    head_dim: int, group_size: int, bits: int, zero_point: str
-) -> None:
-    values = pairs(11, head_dim, torch.float32)
-    size = channels_of(head_dim, group_size)
-    codes, params = quantize_values(values, size, bits, zero_point, values.dtype)
-    assert codes.shape == values.shape
-    assert params.shape == (2, 3, 11, 2, head_dim // size)
-    assert params.dtype == values.dtype
-    groups = values.double().view(2, 3, 11, head_dim // size, size)
-    scale, zero = formula(groups.amin(4), groups.amax(4), bits, zero_point)
-    torch.testing.assert_close(params.double(), torch.stack([scale, zero], 3), rtol=1e-5, atol=1e-5)
-    levels = ((groups - zero.unsqueeze(4)) / scale.unsqueeze(4)).round().clamp(0, 2**bits - 1)
-    rebuilt = (levels * scale.unsqueeze(4) + zero.unsqueeze(4)).view_as(values)
-    assert_same_levels(dequantize_values(codes, params), rebuilt, scale.repeat_interleave(size, 3))
+    levels = ((groups - zero.unsqueeze(dim)) / scale.unsqueeze(dim)).round().clamp(0, 2**bits - 1)
+    rebuilt = (levels * scale.unsqueeze(dim) + zero.unsqueeze(dim)).view_as(x)
+    assert_same_levels(dequantize(codes, params), rebuilt, scale.repeat_interleave(size, dim - 1))
 
 
 def assert_same_levels(actual: Tensor, expected: Tensor, step: Tensor) -> None:

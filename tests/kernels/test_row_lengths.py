@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from held_tiers import low_bit_levels
-from specache_compile.kernels.attention import attention_ops, cpp_decode, flash
+from specache_compile.kernels.attention import attention_ops, cpp_decode, extend
 from specache_compile.kernels.codes.records import RECORD
 from specache_compile.kernels.movement import cpp_tiers
 from specache_compile.kernels.movement import tier_ops as tiers
@@ -73,7 +73,7 @@ def implementation(name: str) -> Implementation:
             choose=lambda scores, cursor, index: triton_select.select_topk(scores[0], index, cursor),
         )  # fmt: skip
         return Implementation(ops, torch.device("cuda" if torch.cuda.is_available() else "cpu"), exact=False)
-    modules = (cpp_decode, cpp_tiers, flash) if name == "C++" else (attention_ops, tiers)
+    modules = (cpp_decode, cpp_tiers, extend) if name == "C++" else (attention_ops, extend, tiers)
     found = {key: value for module in modules for key, value in vars(module).items() if callable(value)}
     suffix = "_fused" if name == "C++" else ""
     names = ("append", "offload", "decode_attention", "score_low_bit", "attend_scored", "extend_attention", "correct")

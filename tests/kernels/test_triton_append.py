@@ -244,3 +244,21 @@ def assert_near(found: Tensor, exact: Tensor, scale: Tensor, bits: int) -> None:
     else:
         torch.testing.assert_close((found * exact).sum(-1), (exact * exact).sum(-1), rtol=1e-4, atol=1e-6)
         assert ((found - exact) ** 2).sum() < 0.64 * (exact * exact).sum()
+
+
+@pytest.mark.parametrize(("d", "rotate"), [(8, False), (64, True)])
+def test_unquantised_pairs_are_copied_as_they_are(d: int, rotate: bool) -> None:
+    """Neither rotated nor centered; only whole groups leave the window, as many in each row as its cursor states."""
+    generator = torch.Generator().manual_seed(0)
+    k, v = torch.randn(2, 3, HEADS, 70, d, generator=generator).to(DEVICE)
+    recent, center = torch.randn(3, HEADS, 96, 2, d, generator=generator), torch.ones(3, HEADS, 4, d)
+    cursor = torch.tensor([[50, 0, 64, 0], [90, 64, 128, 0], [20, 0, 0, 0]], device=DEVICE)
+    empty, found = torch.zeros(3, HEADS, 0, 2, d), []
+    for append in (triton_append.append, tier_ops.append):
+        codes = torch.full((3, HEADS, CAPACITY, 2 * d), 7.0)
+        given = (recent, codes, empty, empty, center, empty, torch.zeros(3, 1, 0, dtype=torch.int32))
+        given = [x.to(DEVICE, copy=True) for x in given]
+        append(k, v, None, cursor, *given, 16, 16, rotate, "midpoint")
+        found.append(given[:2])
+    for ours, expected in zip(*found, strict=True):
+        assert torch.equal(ours, expected)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from kept_fixture import whole_rows
+from kept_fixture import Named, random_mask, whole_rows
 
 from specache_compile.kernels.attention.kept_logits import based_logits
 from specache_compile.kernels.decode.triton_decode import DecodeInputs, mask_form
@@ -26,7 +26,7 @@ TOLERANCE = {torch.float16: 2e-3, FP32: 3e-6}
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(Named):
     """A step's query and mask, and what the cache holds.
 
     ring: tokens after the low-bit tier. leaving: of these, the tokens that leave the ring in the step.
@@ -45,10 +45,6 @@ class Case:
     ring: int = 40
     leaving: int = 32
 
-    def __str__(self) -> str:
-        changed = [f"{name} {value}" for name, value in vars(self).items() if value != getattr(Case, name)]
-        return ", ".join(changed) or "plain"
-
 
 QUICK = [
     Case(d=80, lanes=3, queries=3, mask="padding", sinks=17, kept=False),
@@ -61,16 +57,6 @@ SLOW = [
     Case(d=40, dtype=FP32, lanes=2, mask="bool", top_k=0, kept=False, ring=5, leaving=0),
     Case(values=False, mask="additive", sinks=0, kept=False, lanes=3, ring=17, leaving=0),
 ]
-
-
-def mask_of(case: Case, tokens: int) -> Tensor | None:
-    if case.mask == "padding":
-        return torch.arange(tokens) >= torch.tensor([70, 3]).view(-1, 1, 1, 1)
-    if case.mask == "bool":
-        return torch.rand(BATCH, 1, case.lanes, tokens) > 0.3
-    if case.mask == "additive":
-        return torch.randn(BATCH, HEADS * case.queries, 1, tokens).to(case.dtype)
-    return None
 
 
 @dataclass(frozen=True)
@@ -116,7 +102,8 @@ def test_pairs_against_float64(case: Case) -> None:
     slot_index = order[..., : case.top_k].contiguous()
     slot_index[..., 3:5] = -1
     slots[:, :, 3:5] = math.nan  # empty slots are undefined
-    mask, cursor = mask_of(case, length + 1), torch.zeros(BATCH, 4, dtype=torch.int64)
+    mask = random_mask(case.mask, HEADS * case.queries, case.lanes, length + 1, case.dtype)
+    cursor = torch.zeros(BATCH, 4, dtype=torch.int64)
     cursor[:, :3] = torch.tensor([length, LOW_BIT, LOW_BIT + case.leaving])
     empty = torch.zeros(BATCH, HEADS, CAPACITY, 0, dtype=torch.uint8)
     tiers = StoredTiers(empty, empty, empty, empty, sink_pairs, sink_index, recent)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from kept_fixture import logits_by_token
+from kept_fixture import Named, logits_by_token, random_mask
 from record_fixture import dim_of, in_pages, levels_of, param_place
 
 from specache_compile.kernels.attention.kept_logits import based_logits
@@ -30,7 +30,7 @@ HEADS, SINKS = 2, 3
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(Named):
     """Random codes of a layer, and a step's query.
 
     lengths: low-bit tokens of each row of the batch.
@@ -53,10 +53,6 @@ class Case:
     sinks: bool = True
     lengths: tuple[int, ...] = (256, 128)
     capacity: int = 256
-
-    def __str__(self) -> str:
-        changed = [f"{name} {value}" for name, value in vars(self).items() if value != getattr(Case, name)]
-        return ", ".join(changed) or "plain"
 
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -131,17 +127,6 @@ class Layer:
         self.cursor, self.center = cursor.to(DEVICE), center
 
 
-def mask_of(case: Case) -> Tensor | None:
-    batch, tokens = len(case.lengths), max(case.lengths) + 6
-    if case.mask == "padding":
-        return torch.arange(tokens) >= torch.tensor([70, 3]).view(-1, 1, 1, 1)
-    if case.mask == "bool":
-        return torch.rand(batch, 1, case.lanes, tokens) > 0.3
-    if case.mask == "additive":
-        return torch.randn(batch, HEADS * case.queries, 1, tokens).to(case.dtype)
-    return None
-
-
 def expected_logits(case: Case, layer: Layer, q: Tensor, mask: Tensor | None) -> Tensor:
     """Return the logits [B, H, G, lanes, C] in float64 and natural units; undefined after the last token."""
     grouped = q.double().unflatten(1, (HEADS, -1)) * case.d**-0.5
@@ -170,7 +155,7 @@ def expected_logits(case: Case, layer: Layer, q: Tensor, mask: Tensor | None) ->
 def test_keys_against_float64(case: Case) -> None:
     layer, batch, rows = Layer(case), len(case.lengths), case.queries * case.lanes
     q = torch.randn(case.lanes, batch, HEADS * case.queries, case.d).to(case.dtype).movedim(0, 2)
-    mask = mask_of(case)
+    mask = random_mask(case.mask, HEADS * case.queries, case.lanes, max(case.lengths) + 6, case.dtype)
     form = mask_form(None if mask is None else mask.to(DEVICE), batch, HEADS * case.queries, case.lanes)
     layout, scale = Layout(case.bits, 1, case.rotate), case.d**-0.5
     given = q.to(DEVICE)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from kept_fixture import whole_rows, write_kept
+from kept_fixture import random_mask, whole_rows, write_kept
 from record_fixture import in_pages
 
 from specache_compile.kernels.attention.attention_ops import capped, low_bit_keys, low_bit_values
@@ -77,17 +77,6 @@ def tiers_of(case: Case) -> tuple[StoredTiers, Tensor, Tensor]:
     store_low_bit(pairs, None, 0, tiers, layout, "minimum")
     keys, values = (read(tiers, layout, case.d, 0, case.tokens).double() for read in (low_bit_keys, low_bit_values))
     return tiers, keys, values
-
-
-def mask_of(case: Case) -> Tensor | None:
-    heads, lanes = case.rows[0] * HEADS, case.rows[1]
-    if case.mask == "bool":
-        return (torch.rand(BATCH, heads, lanes, case.tokens + 1) > 0.3).to(DEVICE)
-    if case.mask == "padding":
-        return (torch.arange(case.tokens + 1) >= torch.tensor([0, 70]).view(-1, 1, 1, 1)).to(DEVICE)
-    if case.mask == "additive":
-        return torch.randn(BATCH, heads, 1, case.tokens + 1).to(DEVICE, case.dtype)
-    return None
 
 
 def by_row(x: Tensor) -> Tensor:
@@ -153,7 +142,8 @@ def test_both_halves_over_rows_of_tokens(case: Case) -> None:
     tiers, keys, values = tiers_of(case)
     queries, lanes = case.rows
     q = torch.randn(lanes, BATCH, HEADS * queries, case.d).to(DEVICE, case.dtype).movedim(0, 2)
-    mask = mask_of(case)
+    mask = random_mask(case.mask, HEADS * queries, lanes, case.tokens + 1, case.dtype)
+    mask = None if mask is None else mask.to(DEVICE)
     expected = expected_logits(case, q, mask, tiers, keys)
     rows, lse = queries * lanes, torch.logsumexp(expected * math.log(2), -1) / math.log(2)
     if case.extra == "paged":

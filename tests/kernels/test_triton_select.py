@@ -11,6 +11,8 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from kept_fixture import Named
+
 from specache_compile.kernels.movement import triton_select_logits as select
 from specache_compile.kernels.state.cursor import CURSOR_SIZE, LOW_BIT
 
@@ -19,7 +21,7 @@ HEADS = 2
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(Named):
     """Kept logits of a step.
 
     spread: standard deviation of the logits, in log2 units; 0 for equal logits.
@@ -37,10 +39,6 @@ class Case:
     hidden: float = 0.0
     apart: bool = False
     dtype: torch.dtype = torch.float16
-
-    def __str__(self) -> str:
-        changed = [f"{name} {value}" for name, value in vars(self).items() if value != getattr(Case, name)]
-        return ", ".join(changed) or "plain"
 
 
 class Kept:

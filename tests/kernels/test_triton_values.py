@@ -13,7 +13,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from kept_fixture import whole_rows, write_kept
+from kept_fixture import Named, whole_rows, write_kept
 from record_fixture import dim_of, in_pages, levels_of
 
 from specache_compile.kernels.attention.kept_logits import based_logits
@@ -31,7 +31,7 @@ TOLERANCE = {torch.float16: 1e-3, BF16: 6e-3, FP32: 3e-6}
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(Named):
     """Random codes of a layer, and the kept logits of a step.
 
     lengths: low-bit tokens of each row of the batch.
@@ -48,10 +48,6 @@ class Case:
     paged: bool = False
     lengths: tuple[int, ...] = (256, 128)
     capacity: int = 256
-
-    def __str__(self) -> str:
-        changed = [f"{name} {value}" for name, value in vars(self).items() if value != getattr(Case, name)]
-        return ", ".join(changed) or "plain"
 
     @property
     def dim(self) -> int:

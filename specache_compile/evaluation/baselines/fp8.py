@@ -10,8 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specache_compile.kernels.attention.attention_ops import extend_attention
-from specache_compile.kernels.attention.flash import extend_attention_fused
+from specache_compile.kernels.attention.extend import extend_attention, extend_attention_fused
 from specache_compile.kernels.costs import Arguments, Cost, Workload, bytes_of, elements, rows
 from specache_compile.kernels.op import Op, fake_nothing, fake_of_query
 from specache_compile.kernels.state.cursor import length_of

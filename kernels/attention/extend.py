@@ -1,0 +1,165 @@
+"""Exact attention of a chunked prefill over the host tier, part by part: the definition, and torch's CPU flash kernel.
+
+Each part of the tokens returns an output and the logarithm of its softmax's sum, by which parts are merged.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from specache_compile.kernels.movement.copy_queue import wait_for_offloads
+from specache_compile.kernels.state.by_rows import by_rows
+from specache_compile.kernels.state.cursor import length_of
+from specache_compile.kernels.state.segments import tokens_of
+from specache_compile.kernels.state.stored_pairs import decoded
+
+from .attention_ops import BLOCK, as_bias, capped, check_covers, weights_of
+
+FLASH_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Tokens of a part of the flash kernel, which are copied at a time if the tier is segmented or rounded. A mask with a
+# row per new token is copied for all heads of a group, so its parts have BLOCK tokens.
+FLASH_BLOCK = 8192
+
+# Output [B, H, rows, d] over a part, and log Σ exp(logit) [B, H, rows], -inf for a row without visible tokens.
+Part = tuple[Tensor, Tensor]
+# (rows [B, H, rows, d], keys [B, H, n, d], values, mask [B|1, H|1, rows|1, n] bool or additive) → `Part`.
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Part]
+
+
+class Parts(NamedTuple):
+    """How to attend over a part of the tokens, and the most tokens of a part of the host tier."""
+
+    attend: Attend
+    block: int
+
+
+@by_rows(0)
+def extend_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, cursor: Tensor, host: Tensor,
+    scale: float, softcap: float | None,
+) -> Tensor:  # fmt: skip
+    """Compute exact attention of T new tokens over the host tier, streamed in blocks, and over themselves.
+
+    Args:
+        q: [B, Hq, T, d].
+        k, v: [B, H, T, d].
+        mask: [B|1, Hq|1, T, ≥ n + T], or one row of padding for all T. With one row or None, new tokens are causal.
+        sinks: [Hq].
+        host: all cached pairs (`segments.py`), exact, rounded, or e4m3 codes.
+
+    Returns: [B, Hq, T, d] in q's dtype.
+    """
+    how = Parts(functools.partial(plain, scale=scale, softcap=softcap), BLOCK)
+    return extended(how, q, k, v, mask, sinks, cursor, host)
+
+
+@by_rows(0)
+def extend_attention_fused(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, cursor: Tensor, host: Tensor,
+    scale: float, softcap: float | None,
+) -> Tensor:  # fmt: skip
+    """Compute `extend_attention` by torch's flash kernel; same arguments and results."""
+    if softcap is not None or q.dtype not in FLASH_DTYPES or q.dtype != k.dtype:
+        return extend_attention(q, k, v, mask, sinks, cursor, host, scale, softcap)
+    block = FLASH_BLOCK if mask is None or mask.shape[2] == 1 else BLOCK
+    return extended(Parts(functools.partial(flash, scale=scale), block), q, k, v, mask, sinks, cursor, host)
+
+
+def plain(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, softcap: float | None) -> Part:
+    """Compute one part in float32."""
+    logits = capped((q.float() * scale) @ keys.float().mT, softcap)
+    logits = logits if mask is None else logits + as_bias(mask)
+    total = logits.logsumexp(-1, keepdim=True)
+    return weights_of(logits, total) @ values.float(), total.squeeze(-1)
+
+
+def flash(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> Part:
+    """Compute one part. The kernel rounds weights to the model's dtype before the product with the values, as
+    `scaled_dot_product_attention` does."""
+    q, keys, values = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, keys, values))
+    seen = None if mask is None else mask if mask.dtype == torch.bool else mask > -math.inf
+    if mask is not None and mask.dtype != q.dtype:
+        mask = q.new_zeros(mask.shape).masked_fill_(~mask, -math.inf) if mask is seen else mask.to(q.dtype)
+    out, total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, keys, values, attn_mask=mask, scale=scale
+    )
+    return out, total if seen is None else total.masked_fill(~seen.any(-1), -math.inf)
+
+
+def merged(one: Part, other: Part) -> Part:
+    """Merge two parts; outputs are float32, and 0 in rows without visible tokens."""
+    total = torch.logaddexp(one[1], other[1])
+    first, second = (out * weights_of(part, total).unsqueeze(-1) for out, part in (one, other))
+    return first + second, total
+
+
+def extended(
+    how: Parts, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, cursor: Tensor,
+    host: Tensor,
+) -> Tensor:  # fmt: skip
+    """Attend over all parts: the new tokens, then blocks of the host tier."""
+    wait_for_offloads(cursor)
+    length = length_of(cursor)
+    if length < 0:  # the padding fills whole chunks of the prompt
+        q, k, v = (x[:, :, -length:] for x in (q, k, v))
+        out = extended(how, q, k, v, mask, sinks, cursor.clamp_min(0), host)
+        return torch.nn.functional.pad(out, (0, 0, -length, 0))
+    rows = Rows(q, k.shape[1], mask, length + q.shape[2])
+    part = how.attend(rows.q, k, v, rows.new_columns(length))
+    for start in range(0, length, how.block):
+        stop = min(start + how.block, length)
+        keys, values = decoded(tokens_of(host, start, stop).to(q.device), q.dtype, q.shape[-1]).unbind(-2)
+        part = merged(part, how.attend(rows.q, keys, values, rows.columns(start, stop)))
+    if sinks is not None:
+        part = merged(part, (torch.zeros_like(part[0]), rows.sinks(sinks)))
+    return rows.back(part[0], q.dtype)
+
+
+class Rows:
+    """Reshapes a query [B, Hq, T, d] to rows [B, H, G·T, d] of its KV heads, and masks accordingly."""
+
+    def __init__(self, q: Tensor, heads: int, mask: Tensor | None, tokens: int) -> None:
+        """tokens: the number of tokens that the mask must cover."""
+        if mask is not None:
+            check_covers(mask, tokens)
+        self.q, self.mask = q.unflatten(1, (heads, -1)).flatten(2, 3), mask
+        self.heads, self.group, self.tokens = heads, q.shape[1] // heads, q.shape[2]
+
+    def columns(self, start: int, stop: int) -> Tensor | None:
+        """Return the columns start..stop of the mask [B|1, Hq|1, T|1, n] as [B|1, H|1, G·T|1, stop - start]."""
+        return None if self.mask is None else self.by_row(self.mask[..., start:stop])
+
+    def new_columns(self, length: int) -> Tensor | None:
+        """Return the mask's columns of new tokens, which follow `length` cached ones; None for a single visible token.
+
+        If new tokens share one row of the mask, they are also causal.
+        """
+        causal = torch.ones(self.tokens, self.tokens, dtype=torch.bool, device=self.q.device).tril()[None, None]
+        if self.mask is None:
+            return self.by_row(causal) if self.tokens > 1 else None
+        given = self.mask[..., length : length + self.tokens]
+        if given.shape[2] == self.tokens:
+            return self.by_row(given)
+        both = given & causal if given.dtype == torch.bool else given.masked_fill(~causal, -math.inf)
+        return self.by_row(both)
+
+    def by_row(self, mask: Tensor) -> Tensor:
+        heads, tokens = mask.shape[1:3]
+        if heads == tokens == 1:
+            return mask
+        split = mask.unflatten(1, (self.heads, self.group)) if heads > 1 else mask.unsqueeze(2)
+        return split.expand(-1, -1, self.group, self.tokens, -1).flatten(2, 3)
+
+    def back(self, out: Tensor, dtype: torch.dtype) -> Tensor:
+        """Reshape rows back to [B, Hq, T, d]."""
+        return out.unflatten(2, (self.group, self.tokens)).flatten(1, 2).to(dtype).contiguous()
+
+    def sinks(self, sinks: Tensor) -> Tensor:
+        """Reshape [Hq] to [H, G·T]."""
+        return sinks.float().repeat_interleave(self.tokens).view(self.heads, -1)
