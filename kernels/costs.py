@@ -37,7 +37,7 @@ class Cost:
 
 
 # Number of lanes → share of the selected pairs that a correction fetches. With one lane the slots hold the last
-# token's selection, with two the pairs fetched for the guess. Measured with SmolLM2 at 4,096 tokens, greedy
+# token's selection, with two the pairs fetched for the speculative token. Measured with SmolLM2 at 4,096 tokens, greedy
 # (`specache generate --stats`): 28 and 22 of 64 pairs.
 CORRECTED = {1: 0.44, 2: 0.34}
 

@@ -21,9 +21,9 @@ def correct(graph_module: GraphModule, plan: RewritePlan) -> tuple[GraphModule, 
                                                  out = attend_scored(q, ..., scored[0], scored[1], chosen, ...)
         select_topk(pair[1], selected_0)         select_topk(scored[2][-1], selected_0)
 
-    The selection uses only low-bit logits, so it does not depend on the contents of the slots. A right guess leaves
-    nothing to correct; a wrong one costs time and no accuracy. The tokens of a widened decode share one selection by
-    their summed scores; padding lanes do not count.
+    The selection uses only low-bit logits, so it does not depend on the contents of the slots. A right speculative
+    token leaves nothing to correct; a wrong one costs time and no accuracy. The tokens of a widened decode share one
+    selection by their summed scores; padding lanes do not count.
     """
     if not (plan.phase.stores and plan.phase.over_tiers):
         return graph_module, PassReport("correct", {"corrected": 0})

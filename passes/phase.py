@@ -42,7 +42,7 @@ def phase_named(name: str) -> Phase:
 
 PREFILL = Phase("prefill", has_past=False)
 EXTEND = Phase("extend")
-# The extra pass that makes the first guess and the first selection of pairs (SpeCache, section 3.3).
+# The extra pass that makes the first speculative token and the first selection of pairs (SpeCache, section 3.3).
 PRE_DECODE = Phase("pre-decode", one_token=True, over_tiers=True, stores=False, once=True)
 DECODE = Phase("decode", one_token=True, over_tiers=True, speculates=True, before=PRE_DECODE)
 # A decode of several tokens, one in each lane: the last generated token and a draft.

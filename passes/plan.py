@@ -24,7 +24,7 @@ class Input:
     site, field: number of the layer and name of its state tensor, for "state".
     """
 
-    source: Literal["argument", "cursor", "padding", "state", "guess", "counted"]
+    source: Literal["argument", "cursor", "padding", "state", "speculative", "counted"]
     argument: int = -1
     site: int = -1
     field: str = ""
@@ -76,7 +76,7 @@ class RewritePlan:
     lanes: number of tokens that run side by side.
     one_lane: the reason why a decode runs one lane although two were requested.
     counts_positions: the graph counts positions from the cache's length.
-    guesses: the graph's last output is the next speculative token [B, 1].
+    speculates: the graph's last output is the next speculative token [B, 1].
     """
 
     phase: Phase
@@ -93,7 +93,7 @@ class RewritePlan:
     lanes: int = 1
     one_lane: str | None = None
     counts_positions: bool = False
-    guesses: bool = False
+    speculates: bool = False
     counted: Any = None
 
 

@@ -40,15 +40,15 @@ RANKS_OWN = (aten.view.default, aten.clone.default, aten.sub.Tensor, aten.masked
 
 
 def speculate(graph_module: GraphModule, plan: RewritePlan) -> tuple[GraphModule, PassReport]:
-    """Run T_t and the guess T'_(t+1) side by side; lane 1's argmax is the next guess (SpeCache section 3.3).
+    """Run T_t and the speculative token T'_(t+1) side by side; lane 1's argmax is the next one (SpeCache section 3.3).
 
-        out = decode_attention(q, ...)         ids = stack([input_ids, guess])
+        out = decode_attention(q, ...)         ids = stack([input_ids, speculative])
         logits = linear(hidden, head)          logits = vmap(graph)(ids, position + lane)
         return (logits,)                       return (logits[0], argmax(logits[1]))
 
     The graph is vmapped over a lane axis and traced again (docs/design.md explains why its literals are not edited).
-    A pre-decode keeps its one lane and returns its own guess. A graph without token ids, positions or logits runs
-    one lane, with the reason in the report. A model without positions needs none.
+    A pre-decode keeps its one lane and returns its own speculative token. A graph without token ids, positions or
+    logits runs one lane, with the reason in the report. A model without positions needs none.
     """
     applies = plan.speculate and plan.selects and plan.phase.one_token
     if not applies or not plan.sites:
@@ -58,9 +58,9 @@ def speculate(graph_module: GraphModule, plan: RewritePlan) -> tuple[GraphModule
         return graph_module, one_lane(plan, found)
     ids, logits = found
     if not plan.phase.speculates:
-        append_guess(graph_module, logits)
-        plan.guesses = True
-        return graph_module, PassReport("speculate", {"lanes": 1}, ("one lane, which makes the first guess",))
+        append_speculative(graph_module, logits)
+        plan.speculates = True
+        return graph_module, PassReport("speculate", {"lanes": 1}, ("one lane, for the first speculative token",))
     if any(chooses_tokens(node) for node in graph_module.graph.nodes):
         return graph_module, one_lane(plan, "it chooses by a top-k which tokens it sees, a choice for each lane")
     sources = position_sources(graph_module, ids)
@@ -72,8 +72,8 @@ def speculate(graph_module: GraphModule, plan: RewritePlan) -> tuple[GraphModule
         if isinstance(error, SpecacheError | GuardOnDataDependentSymNode):
             raise
         return graph_module, one_lane(plan, f"torch.vmap refuses its graph ({cause(error)})")
-    plan.inputs.append(Input("guess"))
-    plan.lanes, plan.guesses = LANES, True
+    plan.inputs.append(Input("speculative"))
+    plan.lanes, plan.speculates = LANES, True
     follow_sites(widened, plan)
     return widened, PassReport("speculate", {"lanes": LANES, "positions": len(sources)})
 
@@ -165,14 +165,14 @@ def integer_sources(node: Node) -> list[Node]:
     return [at for at in reached([node], lambda at: () if is_integer(at) else at.all_input_nodes) if is_integer(at)]
 
 
-def append_guess(graph_module: GraphModule, logits: int) -> None:
+def append_speculative(graph_module: GraphModule, logits: int) -> None:
     """Append an output: argmax of the last token's logits, [B, 1]."""
     output = output_node(graph_module)
     outputs = output.args[0]
     with graph_module.graph.inserting_before(output):
         last = graph_module.graph.call_function(operator.getitem, (outputs[logits], (slice(None), -1)))  # type: ignore[index]
-        guess = graph_module.graph.call_function(torch.argmax, (last, -1, True))
-    output.args = ((*outputs, guess),)  # type: ignore[misc]
+        speculative = graph_module.graph.call_function(torch.argmax, (last, -1, True))
+    output.args = ((*outputs, speculative),)  # type: ignore[misc]
     graph_module.recompile()
 
 
@@ -190,7 +190,7 @@ def cause(error: Exception) -> str:
 
 
 def widen(graph_module: GraphModule, ids: Node, logits: int, sources: list[Node]) -> GraphModule:
-    """Return the two-lane graph: a guess [B, 1] follows the inputs, and the next guess follows lane 0's outputs."""
+    """Return the two-lane graph: a speculative token [B, 1] follows the inputs, and the next one lane 0's outputs."""
     placeholders = graph_module.graph.find_nodes(op="placeholder")
     token_input = placeholders.index(ids)
     lane = add_lane_to_positions(graph_module, placeholders[-1], sources)
@@ -206,25 +206,25 @@ def widen(graph_module: GraphModule, ids: Node, logits: int, sources: list[Node]
     fakes = [value_of(node) for node in placeholders]
 
     def two_lanes(*inputs: Any) -> tuple[Any, ...]:
-        *arguments, guess = inputs
-        lanes = run_lanes(graph_module, arguments, token_input, guess)
+        *arguments, speculative = inputs
+        lanes = run_lanes(graph_module, arguments, token_input, speculative)
         for node, value in zip(taken, lanes[len(outputs) :], strict=True):
             arguments[placeholders.index(node)].copy_(value[0])
-        next_guess = lanes[logits][1][:, -1].argmax(-1, keepdim=True)
-        return (*(first_lane(lanes[position]) for position in present), next_guess)
+        next_speculative = lanes[logits][1][:, -1].argmax(-1, keepdim=True)
+        return (*(first_lane(lanes[position]) for position in present), next_speculative)
 
     with torch.no_grad(), detect_fake_mode(fakes) or contextlib.nullcontext():
         widened = make_fx(two_lanes)(*fakes, torch.empty_like(fakes[token_input]))
-    *inputs, guess_input = widened.graph.find_nodes(op="placeholder")
-    rename(guess_input, "guess")
+    *inputs, speculative_input = widened.graph.find_nodes(op="placeholder")
+    rename(speculative_input, "speculative")
     for node, before in zip(inputs, placeholders, strict=True):
         rename(node, before.name)
         if (tag := tag_of(before)) is not None:
             node.meta["specache"] = tag
     # Tracing omits outputs that are None; insert them again.
-    *traced, next_guess = output_node(widened).args[0]  # type: ignore[misc, str-unpack]
+    *traced, next_speculative = output_node(widened).args[0]  # type: ignore[misc, str-unpack]
     there = dict(zip(present, traced, strict=True))
-    output_node(widened).args = ((*(there.get(position) for position in range(len(outputs))), next_guess),)
+    output_node(widened).args = ((*(there.get(position) for position in range(len(outputs))), next_speculative),)
     widened.recompile()
     return widened
 
@@ -269,7 +269,7 @@ def by_lane(x: Tensor, lane: Tensor) -> Tensor:
     return x + torch.zeros_like(lane, dtype=x.dtype)
 
 
-def run_lanes(graph_module: GraphModule, arguments: list[Any], token_input: int, guess: Tensor) -> list[Any]:
+def run_lanes(graph_module: GraphModule, arguments: list[Any], token_input: int, speculative: Tensor) -> list[Any]:
     """Run the graph vmapped over its lanes; returns tensors [2, ...]. Other outputs, such as the ints of sliding
     layers, bypass the vmap."""
     plain: dict[int, Any] = {}
@@ -280,8 +280,8 @@ def run_lanes(graph_module: GraphModule, arguments: list[Any], token_input: int,
         plain.update({position: value for position, value in enumerate(outputs) if not isinstance(value, Tensor)})
         return [value for value in outputs if isinstance(value, Tensor)]
 
-    tokens = torch.stack([arguments[token_input], guess])
-    mapped = iter(torch.vmap(one_lane)(tokens, torch.arange(LANES, device=guess.device)))
+    tokens = torch.stack([arguments[token_input], speculative])
+    mapped = iter(torch.vmap(one_lane)(tokens, torch.arange(LANES, device=speculative.device)))
     count = len(output_node(graph_module).args[0])  # type: ignore[arg-type]
     return [plain[position] if position in plain else next(mapped) for position in range(count)]
 

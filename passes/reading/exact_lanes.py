@@ -32,7 +32,7 @@ def show_first_lane(graph_module: GraphModule, lane: Node) -> int:
             form = match_form(attention)
             keys, values = match_update(form.keys), match_update(form.values)
         except NoMatch:
-            continue  # lane 1's guess may be worse; lane 0 stays exact
+            continue  # lane 1's token may be worse; lane 0 stays exact
         pairs = (kept_of(keys.node), keys.new, kept_of(values.node), values.new)
         with graph.inserting_after(attention):
             both = graph.call_function(

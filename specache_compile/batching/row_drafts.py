@@ -137,14 +137,14 @@ def accept(request: Request, draft: Sequence[int], logits: Tensor) -> None:
 
     logits: [T, V], after the last token and after each drafted one. A request whose processor fails is finished.
     """
-    for place, guess in enumerate(itertools.chain(draft, [None])):
+    for place, drafted in enumerate(itertools.chain(draft, [None])):
         try:
             token = twice(functools.partial(next_token, request, logits[place : place + 1]))
         except FailedTwice as failed:
             request.finish(End.FAILED, failed.error)
             return
         request.append(token)
-        if token != guess or request.stage is Stage.FINISHED:
+        if token != drafted or request.stage is Stage.FINISHED:
             return
 
 

@@ -143,7 +143,7 @@ def save(cache: DynamicCache, folder: str | os.PathLike[str]) -> None:
             site = layers[number]["site"]
             pairs = plain_pairs(layer) if site is None else whole(tiers, site, progress.lengths)
             write({**pairs, **states_of(layer)}, tensors / layer_file(number))
-        starts_from = {"guess": progress.guess, "padding": progress.padding}
+        starts_from = {"speculative": progress.speculative, "padding": progress.padding}
         write({name: tensor for name, tensor in starts_from.items() if tensor is not None}, tensors / STEP)
         header["folder"] = tensors.name
         header["files"] = {path.name: path.stat().st_size for path in sorted(tensors.iterdir())}
@@ -244,7 +244,7 @@ def filled(
             states[site] = placed(session, site, path)
     session.tiers.state = [states[site] for site in range(len(session.layers))]
     starts_from = {name: tensor.to(device, copy=True) for name, tensor in read(files[STEP]).items()}
-    session.progress.guess, session.progress.padding = starts_from.get("guess"), starts_from.get("padding")
+    session.progress.speculative, session.progress.padding = starts_from.get("speculative"), starts_from.get("padding")
     set_model(session, model)
     session.update_memory()
     layers: list[Any] = list(cache.layers)

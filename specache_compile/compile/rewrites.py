@@ -114,7 +114,7 @@ def rewrite(captured: Captured, variant: Variant, name: str) -> Rewritten:
     run = lower(graph_module, [fakes.of(i) for i in plan.inputs], how, patches, captured.mode)
     recorded = is_to_capture(captured.mode, graph_module, plan)
     return Rewritten(
-        variant, run, graph_module, tuple(plan.inputs), plan.held_outputs, plan.guesses, plan.lanes, recorded, trace,
+        variant, run, graph_module, tuple(plan.inputs), plan.held_outputs, plan.speculates, plan.lanes, recorded, trace,
         plan.one_lane, plan.counts_positions, writes=written_inputs(graph_module) if recorded else frozenset(),
         rows=rows_to_pad(captured, graph_module, plan) if recorded else None,
     )  # fmt: skip
@@ -159,7 +159,7 @@ class StateFakes:
                 for layer in layers
             ]  # fmt: skip
             self.cursor = new_cursor(device, batch, columns - CURSOR_SIZE)
-            self.guess = torch.empty(batch, 1, dtype=torch.int64, device=device)
+            self.speculative = torch.empty(batch, 1, dtype=torch.int64, device=device)
             self.padding = torch.empty(batch, 1, 1, capacity, dtype=torch.bool, device=device)
             self.counted = torch.empty(captured.tokens, batch, 1, 1, dtype=torch.float32, device=device)
 

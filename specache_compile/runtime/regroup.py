@@ -128,7 +128,7 @@ def session_from(places: Sequence[Place]) -> Session:
     padding = next((s.progress.padding for s in sources if s.progress.padding is not None), None)
     keys = (functools.reduce(operator.or_, parts) for parts in zip(*(s.progress.keys for s in sources), strict=True))
     progress = replace(
-        first.progress, ready=(False,) * first.tiers.batch, keys=tuple(keys), guess=None, padding=padding,
+        first.progress, ready=(False,) * first.tiers.batch, keys=tuple(keys), speculative=None, padding=padding,
         padded=any(s.progress.padded for s in sources),
     )  # fmt: skip
     made = first.derived(tiers_from(places), progress)

@@ -23,7 +23,7 @@ class Rewritten:
 
     inputs: the source of each input at run time.
     held_outputs: positions of outputs that become held tensors → site and part.
-    guesses: the last output is the next speculative token.
+    speculates: the last output is the next speculative token.
     capture: record the callable as a CUDA graph.
     writes: positions of inputs that the graph writes to; known if it is captured.
     rows: the dimensions of its rows, if inactive rows may pad them.
@@ -37,7 +37,7 @@ class Rewritten:
     graph_module: GraphModule
     inputs: tuple[Input, ...]
     held_outputs: Mapping[int, tuple[int, Part]]
-    guesses: bool
+    speculates: bool
     lanes: int
     capture: bool
     trace: Trace
@@ -48,6 +48,6 @@ class Rewritten:
     rows: RowDims | None = None
 
     @property
-    def needs_guess(self) -> bool:
+    def needs_speculative(self) -> bool:
         """Whether the speculative token is an input."""
-        return Input("guess") in self.inputs
+        return Input("speculative") in self.inputs

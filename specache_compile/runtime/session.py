@@ -58,7 +58,7 @@ class Progress:
     longest_calls: for each row, its most tokens after any call, later crops ignored. Models whose RoPE depends on the
         length of a call use it. UNKNOWN: a cache that this backend has not filled.
     length: columns that Hugging Face counts, padding in front of rows included.
-    guess: the speculative token [B, 1]; None if there is none.
+    speculative: the speculative token [B, 1]; None if there is none.
     ready: for each row, whether its slots were selected for the next decode step.
     padding: bool [B, 1, 1, C], True for tokens; None unless a step had a mask that lengths cannot express.
     padded: whether the last step had such a mask.
@@ -70,7 +70,7 @@ class Progress:
     keys: tuple[PrefillKey, ...]
     longest_calls: tuple[int, ...]
     length: int = 0
-    guess: Tensor | None = None
+    speculative: Tensor | None = None
     padding: Tensor | None = None
     padded: bool = False
     joined: bool = False
@@ -257,7 +257,7 @@ class Session:
 
     def forget_selection(self) -> None:
         """Forget the selected slots and the speculative token of the next step."""
-        self.progress.ready, self.progress.guess = (False,) * self.tiers.batch, None
+        self.progress.ready, self.progress.speculative = (False,) * self.tiers.batch, None
 
     def update_memory(self) -> None:
         """Update the statistics after state tensors have changed, and drop recorded steps if a tensor has moved.
@@ -454,18 +454,18 @@ SessionRow = tuple[Session, int]
 def progress_of(rows: Sequence[SessionRow]) -> Progress:
     """The progress of these rows. A row without a speculative token is not ready."""
     lengths = tuple(session.progress.lengths[row] for session, row in rows)
-    guesses = [None if s.progress.guess is None else s.progress.guess[row : row + 1] for s, row in rows]
-    known = next((guess for guess in guesses if guess is not None), None)
-    guess = None
+    tokens = [None if s.progress.speculative is None else s.progress.speculative[row : row + 1] for s, row in rows]
+    known = next((one for one in tokens if one is not None), None)
+    speculative = None
     if known is not None:
-        guess = torch.cat([torch.zeros_like(known) if one is None else one for one in guesses])
+        speculative = torch.cat([torch.zeros_like(known) if one is None else one for one in tokens])
     ready = tuple(
         session.progress.ready[row] and (known is None or one is not None)
-        for (session, row), one in zip(rows, guesses, strict=True)
+        for (session, row), one in zip(rows, tokens, strict=True)
     )
     keys = tuple(session.progress.keys[row] for session, row in rows)
     calls = tuple(session.progress.longest_calls[row] for session, row in rows)
-    return Progress(lengths, ready, keys, calls, max(lengths, default=0), guess, joined=True)
+    return Progress(lengths, ready, keys, calls, max(lengths, default=0), speculative, joined=True)
 
 
 def became_plain(size: int, tokens: int, batch: int) -> str:

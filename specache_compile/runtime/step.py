@@ -169,7 +169,7 @@ class Step:
         if progress.differ or progress.joined:
             check_positions(progress, last)
             self.check_rope()
-        chosen = all(progress.ready) and not (last.needs_guess and progress.guess is None)
+        chosen = all(progress.ready) and not (last.needs_speculative and progress.speculative is None)
         return [*(rewritten(earlier) for earlier in before if not chosen), last]
 
     def check_rope(self) -> None:
@@ -206,10 +206,10 @@ class Step:
     def run_pre_decode(self, graph: Graph, rewritten: Rewritten, arguments: Sequence[Any]) -> None:
         """Run a pre-decode. Rows that already have slots and a speculative token keep these."""
         session, progress = self.session, self.session.progress
-        whole = progress.guess is not None or not rewritten.guesses  # a missing guess is missing for every row
+        whole = progress.speculative is not None or not rewritten.speculates  # a missing one is missing for every row
         rows = [row for row, is_ready in enumerate(progress.ready) if is_ready and whole]
         chosen = [{name: state[name][rows] for name in CHOSEN} for state in session.state] if rows else []
-        guess = progress.guess
+        speculative = progress.speculative
         self.run_graph(graph, rewritten, arguments)
         if not rows:
             return
@@ -217,9 +217,9 @@ class Step:
         for state, kept in zip(session.state, chosen, strict=True):
             for name, value in kept.items():
                 state[name][rows] = value
-        if guess is not None and progress.guess is not None:
-            progress.guess = progress.guess.clone()
-            progress.guess[rows] = guess[rows]
+        if speculative is not None and progress.speculative is not None:
+            progress.speculative = progress.speculative.clone()
+            progress.speculative[rows] = speculative[rows]
 
     def run_graph(self, graph: Graph, rewritten: Rewritten, arguments: Sequence[Any]) -> list[Any]:
         """Run one rewritten graph on the session's state, keep its speculative token, and return the other outputs."""
@@ -247,7 +247,7 @@ class Step:
         self.ran.append(rewritten.variant.phase)
         if rewritten.rows is not None:
             outputs = first_rows(outputs, rewritten.rows, session.tiers.batch)
-        session.progress.guess = outputs.pop() if rewritten.guesses else None
+        session.progress.speculative = outputs.pop() if rewritten.speculates else None
         return outputs
 
     def rows_recorded(self, graph: Graph, rewritten: Rewritten, arguments: Sequence[Any]) -> int:
@@ -265,7 +265,7 @@ class Step:
         """The inputs of a rewritten graph: the caller's arguments, and the session's state for so many rows."""
         session = self.session
         state, cursor = session.padded_to(rows)
-        own = {"cursor": cursor, "padding": session.progress.padding, "guess": session.progress.guess}
+        own = {"cursor": cursor, "padding": session.progress.padding, "speculative": session.progress.speculative}
         values: list[Any] = []
         for source in inputs:
             if source.source == "argument":

@@ -71,7 +71,7 @@ def filled(models: tuple[Any, Any], rows: int = 1) -> tuple[DynamicCache, Dynami
 
 
 def test_of_two_lanes_one_writes_the_state(models: tuple[Any, Any]) -> None:
-    """Step by step, with the pre-decode of the first guess."""
+    """Step by step, with the pre-decode of the first speculative token."""
     caches = assert_same(models, (None, None), prompt(60), 0)
     for seed in range(5):
         assert_same(models, caches, prompt(1, seed=seed), 0)

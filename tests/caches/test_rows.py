@@ -93,7 +93,7 @@ def test_a_random_walk_of_rows_equals_each_row_alone(model: Any, request: pytest
     for turn, length in enumerate((LONG, SHORT, MIDDLE, 96)):
         ids = prompt(length, seed=turn)
         (twin, last), (newcomer, _) = forward(model, None, ids), forward(model, None, ids)
-        for _ in range(turn):  # new rows with and without a guess
+        for _ in range(turn):  # new rows with and without a speculative token
             step = last.argmax(-1, keepdim=True)
             (twin, last), (newcomer, _) = forward(model, twin, step), forward(model, newcomer, step)
         apart.append(twin)

@@ -55,7 +55,7 @@ def go_on(model: Any, cache: DynamicCache, steps: int = 34) -> torch.Tensor:
 @pytest.mark.quick_for("best")
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_loaded_session_continues_bit_for_bit(llama: LlamaForCausalLM, tmp_path: Path, name: str) -> None:
-    """From the middle of a generation, with filled slots and a guess; two rows; loaded under inference mode."""
+    """From the middle of a generation, with slots and a speculative token; two rows; loaded under inference mode."""
     model = compiled_with(llama, {**SETTINGS[name], "lowering": "eager"})
     logits, cache = step(model, prompt(150, 2))
     for _ in range(3):

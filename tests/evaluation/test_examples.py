@@ -64,7 +64,7 @@ def test_specache_brings_back_what_one_bit_alone_loses(model: Any) -> None:
 
 
 @pytest.mark.slow
-def test_the_speculative_guess_does_as_well_as_the_output_tokens_own_choice(model: Any) -> None:
+def test_the_speculative_token_does_as_well_as_the_output_tokens_own_choice(model: Any) -> None:
     one_lane = recalled(compiled(model, bits=1, top_k=64, speculate=False), 1024, 15)
     assert recalled(compiled(model, bits=1, top_k=64), 1024, 15) >= one_lane - 0.07
 

@@ -62,7 +62,9 @@ def best() -> sc.Explanation:
 
 
 @pytest.mark.slow
-def test_a_corrected_step_reads_the_tiers_once_too_and_fetches_what_the_guess_missed(best: sc.Explanation) -> None:
+def test_a_corrected_step_reads_the_tiers_once_too_and_fetches_the_pairs_that_were_missed(
+    best: sc.Explanation,
+) -> None:
     """W + b·[n·kv·(1.5 + 32/g)/16 + (R + k)·kv], and what it writes between its halves: a logit a query row and lane in
     16 bits above a base, written once and read twice, a score a head and lane, written once and read once."""
     kv, n, b = 4 * 2 * 8 * 128, 32_768, 4

@@ -222,7 +222,7 @@ def test_the_logits_of_a_widened_decode_are_the_formulas(llama: LlamaForCausalLM
 
 @pytest.mark.quick_for("eager")
 @pytest.mark.parametrize("lowering", ["eager", "inductor"])
-def test_the_guess_changes_what_travels_when_and_no_logit(llama: LlamaForCausalLM, lowering: str) -> None:
+def test_the_speculative_token_changes_what_travels_when_and_no_logit(llama: LlamaForCausalLM, lowering: str) -> None:
     ids, made, stats = prompt(170), [], []
     for speculate in (True, False):
         twin = compile_copy(llama, **SETTINGS, lowering=lowering, speculate=speculate)
@@ -234,8 +234,8 @@ def test_the_guess_changes_what_travels_when_and_no_logit(llama: LlamaForCausalL
 
 
 @torch.no_grad()
-def test_a_right_guess_leaves_nothing_to_correct() -> None:
-    """In the first layer; in later ones the guess's query has come through pairs that were chosen for the token."""
+def test_a_right_speculative_token_leaves_nothing_to_correct() -> None:
+    """In the first layer; in later ones the token's query has come through pairs that were chosen for another one."""
     model = tiny_llama()
     model.lm_head.weight.data.zero_()  # every argmax is token 0
     twin = compile_copy(model, **SETTINGS, speculate=True)

@@ -123,7 +123,7 @@ def test_hidden_states_come_out_of_the_widened_graph(name: str) -> None:
         assert_same_generation(compiled(family), family.model(), **inputs)
 
 
-class Guesses(LogitsProcessor):
+class SpeculativeTokens(LogitsProcessor):
     """Compares each step's speculative token with the uncompiled model's token after the text and the previous one.
 
     So lane 1 needs the right positions, masks and lane 0's pair in every layer. `checked` counts the comparisons.
@@ -136,11 +136,11 @@ class Guesses(LogitsProcessor):
 
     def __call__(self, text: Tensor, scores: Tensor) -> Tensor:
         held = [layer.keys for layer in self.cache.layers if isinstance(layer.keys, HeldTensor)]
-        guess = held[0].handle.session.progress.guess if held else None
-        if self.before is not None and guess is not None:
-            assert torch.equal(guess, self.predict(torch.cat([text, self.before], 1)).argmax(-1, keepdim=True))
+        speculative = held[0].handle.session.progress.speculative if held else None
+        if self.before is not None and speculative is not None:
+            assert torch.equal(speculative, self.predict(torch.cat([text, self.before], 1)).argmax(-1, keepdim=True))
             self.checked += 1
-        self.before = guess
+        self.before = speculative
         return scores
 
     def predict(self, text: Tensor) -> Tensor:
@@ -165,7 +165,7 @@ def test_tokens_equal_over_several_turns(family: Family) -> None:
     rows, length, steps = (2, 20, 50) if family.exact else (1, 60, 6)
     model, plain = compiled(family), family.model()
     cache = DynamicCache(config=model.config)
-    guesses, text, made = Guesses(plain, cache), prompt(0, rows), []
+    tokens, text, made = SpeculativeTokens(plain, cache), prompt(0, rows), []
     counters.clear()
     with expected_warnings(family):
         for turn, new in ((prompt(length, rows), steps), (prompt(9, rows, seed=2), 6)):
@@ -173,11 +173,11 @@ def test_tokens_equal_over_several_turns(family: Family) -> None:
             for _ in range(1 + new):
                 text = torch.cat([text, token], 1)
                 logits = model(token, **with_cache(cache), use_cache=True).logits[:, -1]
-                close(logits, guesses.predict(text))
-                guesses(text, logits)
+                close(logits, tokens.predict(text))
+                tokens(text, logits)
                 token = logits.argmax(-1, keepdim=True)
             made.append(counters["stats"]["unique_graphs"])
-    assert guesses.checked == (steps - 1 + 5 if family in WIDENED else 0)
+    assert tokens.checked == (steps - 1 + 5 if family in WIDENED else 0)
     assert made[0] <= 5 or not family.exact
     assert_rewritten_as_listed(model, family, "prefill", "decode", "extend")
 
@@ -191,12 +191,12 @@ def test_left_padded_batches(family: Family) -> None:
     family = family if family.exact else family.one_layer
     model, plain = compiled(family), family.model()
     cache = DynamicCache(config=model.config)
-    guesses = Guesses(plain, cache, mask)
-    ours = {**with_cache(cache), "logits_processor": [guesses]}
+    tokens = SpeculativeTokens(plain, cache, mask)
+    ours = {**with_cache(cache), "logits_processor": [tokens]}
     with expected_warnings(family):
         inputs = {"input_ids": prompt(90, 3), "attention_mask": mask, "max_new_tokens": 13}
         assert_same_generation(model, plain, ours, **inputs)
-    assert guesses.checked == (11 if family.rewritten and family.lanes == 2 else 0)
+    assert tokens.checked == (11 if family.rewritten and family.lanes == 2 else 0)
 
 
 def test_returned_attention_weights_leave_the_model_exact() -> None:

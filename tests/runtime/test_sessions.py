@@ -310,7 +310,7 @@ def test_an_interrupted_step_can_be_taken_again(
 
 @pytest.mark.slow
 def test_token_ids_after_vectors_on_one_cache(llama: LlamaForCausalLM) -> None:
-    """The step on vectors runs one lane and makes no guess; the next step on ids needs one, and makes it first."""
+    """The step on vectors makes no speculative token; the next step on ids needs one, and makes it first."""
     twin = compile_copy(llama)
     vectors = llama.get_input_embeddings().weight.detach()[prompt(1, seed=4)]
 

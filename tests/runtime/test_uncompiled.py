@@ -160,7 +160,7 @@ def test_beside_sliding_layers_and_graph_breaks(name: str) -> None:
 
 
 def test_calls_after_the_limit_are_right_too(shallow: LlamaForCausalLM) -> None:
-    """Steps without a graph, after a prefill that has one; a prefill that may have none; guesses that are cropped."""
+    """Steps without a graph, after a prefill that has one; a prefill that may have none; cropped speculative tokens."""
     twin = compile_copy(shallow)
     repeated = prompt(20).repeat(1, 3)
     with limit(1):
