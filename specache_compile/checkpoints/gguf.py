@@ -9,6 +9,7 @@ import contextlib
 import copy
 import functools
 import hashlib
+import importlib
 import importlib.metadata
 import shutil
 import sys
@@ -64,15 +65,14 @@ def parsed_once() -> Iterator[None]:
     if not is_installed("gguf"):
         yield
         return
-    import gguf
-
-    parse = gguf.GGUFReader
+    library: Any = importlib.import_module("gguf")
+    parse = library.GGUFReader
     once = functools.cache(parse)
-    gguf.GGUFReader = lambda path, *_: once(str(path))
+    library.GGUFReader = lambda path, *_: once(str(path))
     try:
         yield
     finally:
-        gguf.GGUFReader = parse
+        library.GGUFReader = parse
 
 
 @parsed_once()
