@@ -18,6 +18,7 @@ from triton.compiler import ASTSource
 from triton.runtime.errors import OutOfResources
 
 from specache_compile.bench.results import provenance
+from specache_compile.kernels.decode.triton_value_words import upper_bytes
 
 pytestmark = pytest.mark.gpu
 simulated_only = pytest.mark.skipif("SIMULATED_DEVICE" not in os.environ, reason="a real device may not notice")
@@ -48,6 +49,20 @@ def launched(numbers: int = 100) -> tuple[torch.Tensor, torch.Tensor, Any]:
 def test_a_kernel_computes() -> None:
     source, out, _ = launched()
     assert torch.equal(out, source * 2)
+
+
+@triton.jit
+def store_upper_bytes(words, out, SIZE: tl.constexpr):
+    place = tl.arange(0, SIZE)
+    tl.store(out + place, upper_bytes(tl.load(words + place), True))
+
+
+def test_one_instruction_takes_the_upper_byte_of_each_half() -> None:
+    """Only compiled kernels of heads of 128 channels and more have this instruction."""
+    words = torch.randint(-(2**31), 2**31, (64,), dtype=torch.int64).to("cuda", torch.int32)
+    out = torch.empty_like(words)
+    store_upper_bytes[(1,)](words, out, SIZE=64)
+    assert torch.equal(out, words >> 8 & 0x00FF00FF)
 
 
 # The kernel runs with one block of 128 threads; each of these launches exceeds a limit of such devices.
