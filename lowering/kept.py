@@ -55,7 +55,7 @@ def kept_by_inductor() -> Iterator[None]:
 def data_of(lowered: Lowered) -> tuple[Any, ...]:
     """Return a lowered graph as picklable data. Raises: NotKeepable, with the reason."""
     if isinstance(lowered, GraphModule):
-        regions = {name: data_of(region.run) for name, region in lowered.named_children()}  # type: ignore[arg-type]
+        regions = {name: data_of(getattr(region, "run", region)) for name, region in lowered.named_children()}
         return "graph", regions, *source_of(lowered)
     entry = getattr(lowered, "serialize", None)
     if entry is None:

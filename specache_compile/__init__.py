@@ -5,7 +5,10 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .errors import HeldTensorError, OptionError, SpecacheError, SpecacheWarning
+from .errors import HeldTensorError as HeldTensorError
+from .errors import OptionError as OptionError
+from .errors import SpecacheError as SpecacheError
+from .errors import SpecacheWarning as SpecacheWarning
 
 if TYPE_CHECKING:
     from .batching.batch import Batch as Batch

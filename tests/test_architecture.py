@@ -26,7 +26,7 @@ QUICK = 0.06
 CEILINGS = {
     "product lines, C++ included": 33_850,
     "lines loaded by the backend": 14_800,
-    "test lines, C++ included": 30_440,
+    "test lines, C++ included": 30_490,
     "words in docs, without the generated api.md": 11_700,
 }
 

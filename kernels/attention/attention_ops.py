@@ -134,17 +134,16 @@ def weighted(weights: Tensor, values: Tensor) -> Tensor:
     return (weights.flatten(2, 3) @ values.float()).unflatten(2, weights.shape[2:4])
 
 
-def log_sum(logits: list[Tensor], sinks: Tensor | None) -> Tensor:
-    """Return log Σ exp [..., 1] over all parts' logits [..., n] and the sinks [H, G, 1, 1]; -inf for a fully masked
-    row."""
-    if sinks is not None:
-        logits = [*logits, sinks.expand(*logits[0].shape[:-1], 1)]
-    return torch.cat(logits, -1).logsumexp(-1, keepdim=True)
+def softmax(logits: Tensor) -> Tensor:
+    """Return the softmax over the last dimension; 0 for a fully masked row."""
+    return logits.softmax(-1).masked_fill_(logits.amax(-1, keepdim=True) == -math.inf, 0.0)
 
 
-def weights_of(logits: Tensor, total: Tensor) -> Tensor:
-    """Return exp(logits - total), for a row's log-sum-exp; 0 for a fully masked row."""
-    return (logits - total.masked_fill(total == -math.inf, 0.0)).exp_()
+def weights_of(logits: list[Tensor], sinks: Tensor | None) -> list[Tensor]:
+    """Return the weights of each part's logits [..., n], in one softmax over all parts and the sinks [H, G, 1, 1]."""
+    parts = logits if sinks is None else [*logits, sinks.expand(*logits[0].shape[:-1], 1)]
+    weights = softmax(torch.cat(parts, -1)).split([part.shape[-1] for part in parts], -1)
+    return list(weights[: len(logits)])
 
 
 @dataclass(frozen=True)
@@ -234,17 +233,17 @@ def attended(
         at.new_logits(k),
         picked_logits(at, tiers.sink_pairs, sinks_of(tiers)),
     ]
-    total = log_sum(parts, at.sink)
-    weights = [weights_of(part, total) for part in parts]
+    weights = weights_of(parts, at.sink)
     scores = [part[..., -1, :].sum(2) for part in weights[:3]]
+    if skip_below:
+        skipped = negligible(weights[0], skip_below)[:, :, None, None]
+        weights = weights_of([parts[0].masked_fill(skipped, -math.inf), *parts[1:]], at.sink)
     others = picked_values(at, slots, slot_index), values, v, picked_values(at, tiers.sink_pairs, sinks_of(tiers))
     out = torch.stack([weighted(*each) for each in zip(weights[1:], others, strict=True)]).sum(0)
     if at.low_bit:
-        skipped = negligible(weights[0], skip_below)[:, :, None, None]
-        left = 1.0 - weights[0].masked_fill(~skipped, 0.0).sum(-1, keepdim=True)
         values = low_bit_values(tiers, layout, k.shape[-1], 0, at.low_bit)
-        packed = weighted(weights[0].masked_fill(skipped, 0.0), values)
-        out = (out + (rotated(packed) if layout.is_rotated else packed)) / left
+        packed = weighted(weights[0], values)
+        out = out + (rotated(packed) if layout.is_rotated else packed)
     return out.flatten(1, 2), scores
 
 
@@ -358,11 +357,10 @@ def score_low_bit(
     keys = ring_tokens(held.recent, at.low_bit, at.length)[..., 0, :]
     window = at.logits(keys, at.low_bit, at.length)
     sinks_apart = picked_logits(at, held.sink_pairs, sinks_of(held))
-    total = log_sum([packed, window, at.new_logits(k), sinks_apart], at.sink)
+    weights = weights_of([packed, window, at.new_logits(k), sinks_apart], at.sink)
     found = torch.full((q.shape[2], *held.codes.shape[:3]), -1.0, dtype=torch.float32, device=q.device)
-    known = torch.cat([packed, window], -1)[..., : at.candidates]
     by_lane = found.permute(1, 2, 0, 3)
-    by_lane[..., : at.candidates] = weights_of(known, total).sum(2)
+    by_lane[..., : at.candidates] = torch.cat(weights[:2], -1)[..., : at.candidates].sum(2)
     at.hide_unseen(by_lane, slice(None))
     hide_sinks(at, by_lane, held)
     logits, base = whole_logits(q, held.codes.shape[2])

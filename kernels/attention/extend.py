@@ -19,7 +19,7 @@ from specache_compile.kernels.state.cursor import length_of
 from specache_compile.kernels.state.segments import tokens_of
 from specache_compile.kernels.state.stored_pairs import decoded
 
-from .attention_ops import BLOCK, as_bias, capped, check_covers, weights_of
+from .attention_ops import BLOCK, as_bias, capped, check_covers, softmax
 
 FLASH_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Tokens of a part of the flash kernel, which are copied at a time if the tier is segmented or rounded. A mask with a
@@ -75,8 +75,7 @@ def plain(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: f
     """Compute one part in float32."""
     logits = capped((q.float() * scale) @ keys.float().mT, softcap)
     logits = logits if mask is None else logits + as_bias(mask)
-    total = logits.logsumexp(-1, keepdim=True)
-    return weights_of(logits, total) @ values.float(), total.squeeze(-1)
+    return softmax(logits) @ values.float(), logits.logsumexp(-1)
 
 
 def flash(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> Part:
@@ -94,9 +93,9 @@ def flash(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: f
 
 def merged(one: Part, other: Part) -> Part:
     """Merge two parts; outputs are float32, and 0 in rows without visible tokens."""
-    total = torch.logaddexp(one[1], other[1])
-    first, second = (out * weights_of(part, total).unsqueeze(-1) for out, part in (one, other))
-    return first + second, total
+    totals = torch.stack(torch.broadcast_tensors(one[1], other[1]), -1)
+    first, second = softmax(totals).unsqueeze(-2).unbind(-1)
+    return one[0] * first + other[0] * second, torch.logaddexp(one[1], other[1])
 
 
 def extended(
@@ -106,6 +105,8 @@ def extended(
     """Attend over all parts: the new tokens, then blocks of the host tier."""
     wait_for_offloads(cursor)
     length = length_of(cursor)
+    if length <= -q.shape[2]:  # all new tokens are padding, and torch's kernel divides by the number of rows
+        return torch.zeros_like(q, memory_format=torch.contiguous_format)
     if length < 0:  # the padding fills whole chunks of the prompt
         q, k, v = (x[:, :, -length:] for x in (q, k, v))
         out = extended(how, q, k, v, mask, sinks, cursor.clamp_min(0), host)

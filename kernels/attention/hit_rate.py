@@ -11,7 +11,7 @@ from specache_compile.kernels.state.cursor import LENGTH, LOW_BIT
 from specache_compile.kernels.state.segments import tokens_of
 from specache_compile.kernels.state.stored_pairs import decoded
 
-from .attention_ops import grouped_bias, hidden_by, log_sum, product, weights_of
+from .attention_ops import grouped_bias, hidden_by, product, weights_of
 
 
 @by_rows()
@@ -43,7 +43,7 @@ def measure(
     if mask is not None:
         logits = logits + grouped_bias(mask[:, :, :1], heads, length + 1)
     sink = None if sinks is None else sinks.float().view(heads, -1, 1, 1)
-    attention = weights_of(logits, log_sum([logits], sink)).sum((2, 3))  # [B, H, n + 1]
+    attention = weights_of([logits], sink)[0].sum((2, 3))  # [B, H, n + 1]
     kept = hidden_by(sink_index.expand(-1, heads, -1), low_bit)
     present = torch.zeros_like(attention, dtype=torch.bool)
     present[:, :, :low_bit] = kept | hidden_by(slot_index, low_bit)

@@ -601,7 +601,35 @@ def test_extend_is_the_references(case: Extend) -> None:
         torch.testing.assert_close(out.double(), expected, **rounding)
 
 
-@pytest.mark.parametrize("op", [torch.ops.specache.extend_attention, torch.ops.specache.extend_attention_fused])
+EXTEND_OPS = [torch.ops.specache.extend_attention, torch.ops.specache.extend_attention_fused]
+
+
+@pytest.mark.parametrize("op", EXTEND_OPS)
+@pytest.mark.parametrize("padding", [3, 5, 9], ids=["a part of the chunk", "the whole chunk", "more than the chunk"])
+def test_new_tokens_of_padding_attend_to_nothing(op: Any, padding: int) -> None:
+    q, k, v = torch.randn(1, 2, 5, 16), torch.randn(1, 1, 5, 16), torch.randn(1, 1, 5, 16)
+    host = torch.full((1, 1, 256, 2, 16), math.nan)
+    out = op(q, k, v, None, None, torch.tensor([[-padding, 0, 0, 0]]), host, 0.25, None)
+    assert out.shape == q.shape
+    assert not out[:, :, :padding].any()
+    for row in range(padding, 5):
+        weights = (q[0, :, row] @ k[0, 0, padding : row + 1].T * 0.25).softmax(-1)
+        torch.testing.assert_close(out[0, :, row], weights @ v[0, 0, padding : row + 1])
+
+
+@pytest.mark.parametrize("op", EXTEND_OPS)
+@pytest.mark.parametrize("length", [0, 100, 3 * BLOCK])
+def test_a_row_of_the_lowest_number_is_a_mean_of_the_values(op: Any, length: int) -> None:
+    """An additive mask of the lowest finite number hides nothing from a softmax if it is everywhere."""
+    q, k, v = torch.randn(1, 2, 4, 16), torch.randn(1, 1, 4, 16), 1 + 0.1 * torch.rand(1, 1, 4, 16)
+    host = 1 + 0.1 * torch.rand(1, 1, 256 * (length // 256 + 1), 2, 16)
+    mask = torch.full((1, 1, 4, length + 4), torch.finfo(torch.float32).min)
+    out = op(q, k, v, mask, None, torch.tensor([[length, 0, 0, 0]]), host, 0.25, None)
+    assert out.min() >= 1 - 1e-5
+    assert out.max() <= 1.1 + 1e-5
+
+
+@pytest.mark.parametrize("op", EXTEND_OPS)
 def test_extend_refuses_a_mask_that_covers_too_few_tokens(op: Any) -> None:
     q, host = torch.randn(1, 2, 3, 16), torch.zeros(1, 1, 256, 2, 16)
     mask = torch.ones(1, 1, 1, 101, dtype=torch.bool)

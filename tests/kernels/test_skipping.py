@@ -85,6 +85,21 @@ def test_records_of_small_weights_are_left_out(step: dict[str, Any], op: str, sk
 
 
 @pytest.mark.parametrize("op", OPS)
+def test_what_is_left_is_normalised_however_little_it_is(step: dict[str, Any], op: str) -> None:
+    """The new token alone is left, with a weight that float32 cannot tell from 0 beside the others'."""
+    low_bit, state = OPTIONS.low_bit_length(TOKENS), step["state"]
+    cursor = new_cursor(torch.device("cpu"), 1)
+    cursor[:, :3] = low_bit
+    few = {**step, "cursor": cursor, "q": torch.zeros_like(step["q"]), "k": torch.zeros_like(step["k"])}
+    few["q"][..., 0], few["k"][..., 0] = 100.0, -100.0
+    keys = state["key_params"].clone()
+    state["key_params"].zero_()
+    out = run(few, op, 0.9)
+    state["key_params"].copy_(keys)
+    torch.testing.assert_close(out, step["v"].repeat_interleave(RATIO, 1), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("op", OPS)
 def test_the_error_is_within_its_bound(step: dict[str, Any], op: str) -> None:
     whole, skip_below = reference(step, 0.0)[0], 1e-3
     largest = low_bit_values(StoredTiers(*step["tiers"]), OPTIONS.layout, DIM, 0, 512).abs().max()

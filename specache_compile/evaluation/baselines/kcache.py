@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specache_compile.kernels.attention.attention_ops import grouped_bias, log_sum, product, weights_of
+from specache_compile.kernels.attention.attention_ops import grouped_bias, product, weights_of
 from specache_compile.kernels.costs import Arguments, Cost, Workload, bytes_of, elements, pair_bytes, rows
 from specache_compile.kernels.movement.copy_queue import wait_for_offloads
 from specache_compile.kernels.op import Op, fake_nothing, fake_of_query
@@ -41,7 +41,7 @@ def kcache_attention(
     if mask is not None:
         logits = logits + grouped_bias(mask, heads, length + 1)
     sink = None if sinks is None else sinks.float().view(heads, -1, 1, 1)
-    weights = weights_of(logits, log_sum([logits], sink))
+    (weights,) = weights_of([logits], sink)
     best, index = weights[:, :, :, 0].topk(min(top_n, length + 1), dim=-1)  # [B, H, G, N]
     fetched = values_of(host, index.clamp(max=max(length - 1, 0)), length).to(q.device)
     fetched = torch.where((index == length).unsqueeze(-1), v[:, :, None], fetched)
