@@ -24,10 +24,10 @@ from specache_compile.kernels.codes.records import (
 )
 from specache_compile.kernels.movement.copy_queue import wait_for_offloads
 from specache_compile.kernels.state.by_rows import by_rows
+from specache_compile.kernels.state.by_token import tokens_of
 from specache_compile.kernels.state.center import share_of_center
 from specache_compile.kernels.state.cursor import LENGTH, LOW_BIT, NEXT_LOW_BIT, length_of
 from specache_compile.kernels.state.layout import Layout, rotated
-from specache_compile.kernels.state.segments import tokens_of
 from specache_compile.kernels.state.stored_pairs import decoded
 from specache_compile.kernels.state.stored_tiers import StoredTiers
 
@@ -509,7 +509,7 @@ def extend_attention(
         k, v: [B, H, T, d].
         mask: [B|1, Hq|1, T, ≥ n + T], or one row of padding for all T. With one row or None, new tokens are causal.
         sinks: [Hq].
-        host: all cached pairs (`segments.py`), exact, rounded, or e4m3 codes.
+        host: all cached pairs (`by_token.py`), exact, rounded, or e4m3 codes.
 
     Returns: [B, Hq, T, d] in q's dtype.
     """

@@ -7,22 +7,25 @@ rounds weights to the model's dtype before the product with the values, as `scal
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from specache_compile.kernels.movement.copy_queue import wait_for_offloads
 from specache_compile.kernels.state.by_rows import by_rows
-from specache_compile.kernels.state.cursor import length_of
-from specache_compile.kernels.state.segments import tokens_of
+from specache_compile.kernels.state.by_token import tokens_of
+from specache_compile.kernels.state.cursor import length_of, runs_of
+from specache_compile.kernels.state.page_table import PAGE, Pages
 from specache_compile.kernels.state.stored_pairs import decoded
 
 from .attention_ops import Partial, check_covers, extend_attention, merge, reciprocal
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# Tokens of a part, which are copied at a time if the tier is segmented or rounded.
+# Tokens of a part, which are copied at a time from pages.
 BLOCK = 8192
+# The most new tokens that read pages in place: the copy would cost more than their attention.
+IN_PLACE = 16
 # Tokens of a part under a mask with a row per new token, which is copied for all heads of a group.
 MASKED_BLOCK = 1024
 
@@ -96,6 +99,27 @@ class FlashRows:
         return None if sinks is None else sinks.float().repeat_interleave(self.tokens).view(self.heads, -1)
 
 
+def pages_in_place(rows: FlashRows, host: Pages, count: int, scale: float) -> Iterator[Part]:
+    """Yield the parts of the first `count` pages, whole ones of one row: runs of adjacent pages, read in place."""
+    (table,) = host.table.tolist()
+    for numbers, _ in runs_of([page - number for number, page in enumerate(table[:count])]):
+        size = numbers.stop - numbers.start
+        pages = host.pages.narrow(0, table[numbers.start], size)
+        mask = rows.columns(numbers.start * PAGE, numbers.stop * PAGE)
+        if mask is not None:
+            mask = mask.unflatten(-1, (size, PAGE)).movedim(-2, 0).squeeze(1)
+        query = rows.q.expand(size, -1, -1, -1)
+        out, total = flash(query, *pages.unbind(-2), mask, scale)
+        yield merged_pages(out, total)
+
+
+def merged_pages(out: Tensor, total: Tensor) -> Part:
+    """Merge the parts [n, H, rows, d] of n pages into one."""
+    whole = total.logsumexp(0, keepdim=True)
+    weights = (total - whole.masked_fill(whole == -math.inf, 0.0)).exp().unsqueeze(-1)
+    return (out * weights).sum(0, keepdim=True), whole
+
+
 @by_rows(0)
 def extend_attention_fused(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, cursor: Tensor, host: Tensor,
@@ -109,7 +133,11 @@ def extend_attention_fused(
     rows = FlashRows(q, k.shape[1], mask, length + q.shape[2])
     parts = [flash(rows.q, k, v, rows.new_columns(length, rows.tokens), scale)]
     block = BLOCK if mask is None or mask.shape[2] == 1 else MASKED_BLOCK
-    for start in range(0, length, block):
+    first = 0
+    if isinstance(host, Pages) and host.dtype == q.dtype and q.shape[0] == 1 and q.shape[2] <= IN_PLACE:
+        first = length // PAGE * PAGE
+        parts += pages_in_place(rows, host, first // PAGE, scale)
+    for start in range(first, length, block):
         stop = min(start + block, length)
         keys, values = decoded(tokens_of(host, start, stop), q.dtype, width).unbind(-2)
         parts.append(flash(rows.q, keys, values, rows.columns(start, stop), scale))
