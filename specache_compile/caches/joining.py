@@ -30,8 +30,8 @@ def join(caches: Sequence[DynamicCache]) -> DynamicCache:
 
     Each row keeps its length (`lengths`), its tiers bit for bit, and the pairs that were selected for its next step.
     Hugging Face sees a left-padded batch: the length of the longest row. Call the model without attention_mask, and
-    pass `position_ids=lengths(cache)[:, None]`. Rows of one cache share its pages; rows of several caches are copied, so
-    drop the joined caches to free their memory. A cache that is still in 16 bits (option min_context) is compressed.
+    pass `position_ids=lengths(cache)[:, None]`. Rows of one cache share its pages. Those of several caches are copied;
+    drop these caches to free their memory. A cache that is still in 16 bits (option min_context) is compressed.
 
     Args:
         caches: held caches of one model, compiled with the same options; at least one.

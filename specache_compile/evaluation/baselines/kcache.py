@@ -53,7 +53,7 @@ def kcache_attention(
 def values_of(host: Tensor, index: Tensor, length: int) -> Tensor:
     """The values [B, H, G, N, d] of tokens `index` [B, H, G, N], on the host tier's device."""
     if not length:
-        return host.new_zeros(*index.shape, host.shape[-1])
+        return torch.zeros(*index.shape, host.shape[-1], dtype=host.dtype, device=host.device)
     batch, heads = index.shape[:2]
     row = torch.arange(batch, device=host.device)[:, None, None, None]
     head = torch.arange(heads, device=host.device)[None, :, None, None]
