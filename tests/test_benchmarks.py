@@ -165,11 +165,11 @@ def test_the_cold_start_benchmark_times_each_way_with_empty_and_filled_caches(tm
 def test_a_forced_gather_brings_its_share_in_every_step(reuse: float, corrected: float) -> None:
     from gpu_decode import forced_gather
 
-    from held_tiers import in_segments
+    from held_tiers import in_pages
     from specache_compile.kernels.movement.tier_ops import refill
 
     k, pairs = 8, torch.randn(2, 3, 512, 2, 4)
-    host, slots = in_segments(pairs), torch.zeros(2, 3, k, 2, 4)
+    host, slots = in_pages(pairs), torch.zeros(2, 3, k, 2, 4)
     index = torch.full((2, 3, k), -1, dtype=torch.int32)
     forced = forced_gather(lambda *given, **grid: refill(*given), reuse, corrected)
     moved = []
