@@ -33,7 +33,7 @@ from specache_compile.kernels.state.stored_tiers import StoredTiers
 from specache_compile.methods.field import LayerShape, LayerState
 from specache_compile.methods.low_bit import APPENDED
 from specache_compile.methods.specache import SpecacheOptions
-from specache_compile.runtime.state import allocate
+from specache_compile.runtime.state import empty, fields_of
 
 QUERY_HEADS, HEADS, HEAD_DIM, LANES = 32, 8, 128, 2
 # Beside the settings that the command names: bits of keys and of values of a rotated tier, and the keys' code.
@@ -96,7 +96,8 @@ class Inputs:
         generator = torch.Generator(device).manual_seed(seed)
         shape = LayerShape(HEADS, HEAD_DIM, setting.dtype, device)
         capacity = -(-(setting.context + 1) // 256) * 256
-        self.state = allocate(setting.options, shape, setting.batch, capacity, capacity)
+        options, size = setting.options, (setting.batch, capacity)
+        self.state = {field.name: empty(field, options, shape, *size) for field in fields_of(options, shape)}
         fill(self.state, setting, generator)
         self.cursor = new_cursor(device, setting.batch)
         self.point(setting.context, 1)

@@ -35,7 +35,8 @@ from torch import Tensor
 from specache_compile.bench.results import Results
 from specache_compile.kernels.memory import host_memory
 from specache_compile.kernels.movement import triton_copy
-from specache_compile.kernels.state.segments import SEGMENT, segmented, tokens_of
+from specache_compile.kernels.state.by_token import tokens_of
+from specache_compile.kernels.state.page_table import PAGE, Pages
 from specache_compile.kernels.state.stored_pairs import ROUNDED, rounded_width
 
 CUDA = torch.device("cuda")
@@ -84,7 +85,7 @@ def registration() -> Found:
 
 def growth() -> Found:
     """Whether a tier that has grown is read and written behind its first registration, by a kernel and by a copy."""
-    small, large = (segmented(1, 8, tokens, 128) for tokens in (4096, 8192))
+    small, large = ((pages, 8, PAGE, 2, 128) for pages in (16, 32))
     tensor = host_memory.host_empty(small, torch.bfloat16, CUDA)
     start = time.perf_counter()
     grown = host_memory.host_grown(tensor, large, CUDA)
@@ -92,11 +93,11 @@ def growth() -> Found:
     if grown is None or grown.data_ptr() != tensor.data_ptr():
         return {"holds": False, "says": "it did not grow where it is"}
     k, v = torch.randn(2, 1, 8, 1, 128, device=CUDA, dtype=torch.bfloat16)
-    right = []
+    right, table = [], torch.arange(32)[None]
     for token in (4095, 4096, 8191):
-        triton_copy.write_through(k, v, torch.tensor([token, 0, 0, 0], device=CUDA), grown)
+        triton_copy.write_through(k, v, torch.cat([torch.tensor([[token, 0, 0, 0]]), table], 1).to(CUDA), grown)
         torch.cuda.synchronize()
-        at = tokens_of(grown, token, token + 1)
+        at = tokens_of(Pages(grown, table), token, token + 1)
         right.append(torch.equal(at, torch.stack([k, v], 3).cpu()) and torch.equal(at.to(CUDA)[:, :, :, 0], k))
     return {"holds": all(right), "says": f"{right}; {grown.nbytes / 2 / seconds / GIB:.1f} GiB/s pinned"}
 
@@ -122,7 +123,7 @@ def gather_rates(smoke: bool = False) -> Found:
     device = CUDA if torch.cuda.is_available() else torch.device("cpu")
     heads, tokens, top_k, d = (4, 256, 8, 16) if smoke else (176, 8192, 64, 128)
     dtype = torch.bfloat16 if device == CUDA else torch.half
-    host = host_memory.host_empty(segmented(1, heads, tokens, d), dtype, device).fill_(1)
+    host = host_memory.host_empty((1, heads, tokens, 2, d), dtype, device).fill_(1)
     slots = torch.zeros(1, heads, top_k, 2, d, dtype=dtype, device=device)
     index = torch.full((1, heads, top_k), -1, dtype=torch.int32, device=device)
     selected = (torch.arange(top_k, device=device, dtype=torch.int32) * (tokens // top_k)).expand_as(index).contiguous()
@@ -166,9 +167,9 @@ def gathers_over_a_large_tier(smoke: bool = False) -> Found:
     rates, everywhere = dict[str, float](), os.sched_getaffinity(0)
     for (node, cpus), stored in itertools.product(nodes().items(), (dtype, ROUNDED)):
         width = rounded_width(d) if stored == ROUNDED else d
-        tokens = size // (heads * 2 * width * stored.itemsize) // SEGMENT * SEGMENT
+        tokens = size // (heads * 2 * width * stored.itemsize) // PAGE * PAGE
         os.sched_setaffinity(0, cpus)  # pages are of the node that touches them first
-        host = host_memory.host_empty(segmented(1, heads, tokens, width), stored, device).fill_(1)
+        host = host_memory.host_empty((1, heads, tokens, 2, width), stored, device).fill_(1)
         os.sched_setaffinity(0, everywhere)
         even = torch.arange(top_k, dtype=torch.int32).mul(tokens // top_k).expand(1, heads, -1)
         orders = {"even": even, "random": torch.randint(tokens, (1, heads, top_k), dtype=torch.int32)}

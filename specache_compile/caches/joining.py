@@ -179,7 +179,9 @@ def session_of_rows(rows: Sequence[SessionRow]) -> Session:
     tiers = {session: session.tiers for session in sessions}
     if len({id(session.tiers.pool) for session in sessions}) > 1:
         pages = sum(len(row) for session in sessions for row in session.tiers.pages)
-        pool = PagePool(first, sessions[0].layers, pages)
+        pool = PagePool(first, sessions[0].layers, 0)
+        pool.check_room(pages)
+        pool.grow_to(pages, pages)
         tiers = {session: session.tiers.moved_to(pool) for session in sessions}
     return sessions[0].derived(joined([(tiers[session], row) for session, row in rows]), progress_of(rows))
 

@@ -112,9 +112,7 @@ class PagePool:
     def allocate(self, number: int) -> list[int]:
         """Allocate so many pages. SpecacheError, before anything has changed, if there are too few."""
         with self.lock:
-            if not self.can_allocate(number):
-                most = self.room_on_host() - self.first if self.bound is None else self.bound
-                raise no_pages(number, len(self.free), most)
+            self.check_room(number)
             if number > len(self.free):
                 least = len(self.counts) + number - len(self.free)
                 pages = min(max(len(self.counts) * 3 // 2, least), self.room_on_host())
@@ -122,6 +120,12 @@ class PagePool:
             taken = [heapq.heappop(self.free) for _ in range(number)]
             self.share(taken)
             return taken
+
+    def check_room(self, number: int) -> None:
+        """SpecacheError if so many pages cannot be allocated."""
+        if not self.can_allocate(number):
+            most = self.room_on_host() - self.first if self.bound is None else self.bound
+            raise no_pages(number, len(self.free), most)
 
     def can_allocate(self, number: int) -> bool:
         """Whether so many pages are free, or an unbounded pool may grow by the missing ones."""

@@ -102,9 +102,7 @@ def check_alike(sources: Sequence[Session]) -> None:
     """SpecacheError if sessions are not parts of one cache in the same state."""
     first = sources[0]
     for other in sources[1:]:
-        sizes = [
-            (s.length, s.progress.lengths, s.version, s.tiers.batch, s.tiers.capacity) for s in (first, other)
-        ]
+        sizes = [(s.length, s.progress.lengths, s.version, s.tiers.batch, s.tiers.capacity) for s in (first, other)]
         if sizes[0] != sizes[1]:
             raise mixed_caches()
         every = zip(*((s.requested, s.tiers.options, s.tiers.pending) for s in (first, other)), strict=True)

@@ -221,7 +221,7 @@ def test_a_join_over_the_budget_of_the_host_tier_is_refused() -> None:
     )
     caches = [forward(limited, None, prompt(length, vocabulary=64))[0] for length in (SHORT, MIDDLE, LONG)]
     assert sc.lengths(sc.join(caches[:2])).tolist() == [SHORT, MIDDLE]
-    with pytest.raises(SpecacheError, match="1 more pages of 256 tokens are needed"):
+    with pytest.raises(SpecacheError, match="3 more pages of 256 tokens are needed"):
         sc.join(caches)
 
 
