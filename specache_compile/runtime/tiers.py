@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -263,12 +264,7 @@ class Tiers:
             self.open_pool(max(lengths) + new)
         assert self.pool is not None
         with self.pool.lock:
-            shared = [
-                (row, number)
-                for row, length in enumerate(lengths)
-                for number in range(self.first_written(row, length, masked), len(self.pages[row]))
-                if self.pool.counts[self.pages[row][number]] > 1
-            ]
+            shared = self.shared_pages(lengths, masked)
             capacity = self.capacity_for(max(len(row) + more for row, more in zip(self.pages, taken, strict=True)))
             if not shared and not any(taken) and self.all_rows:
                 return self.has_moved()
@@ -279,6 +275,18 @@ class Tiers:
             self.take_pages(shared, taken)
             self.write_table(capacity)
             return self.has_moved()
+
+    def shared_pages(self, lengths: Sequence[int], masked: bool) -> list[tuple[int, int]]:
+        """The shared pages (row, number) that rows will write to. The last row that has a page keeps it."""
+        assert self.pool is not None
+        found, copied = list[tuple[int, int]](), Counter[int]()
+        for row, length in enumerate(lengths):
+            for number in range(self.first_written(row, length, masked), len(self.pages[row])):
+                page = self.pages[row][number]
+                if self.pool.counts[page] - copied[page] > 1:
+                    copied[page] += 1
+                    found.append((row, number))
+        return found
 
     def take_pages(self, shared: Sequence[tuple[int, int]], taken: Sequence[int]) -> None:
         """Copy shared pages (row, number), and append new ones to each row."""
