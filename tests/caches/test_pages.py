@@ -196,13 +196,10 @@ def test_growth_that_fails_can_be_repeated(
     method: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the middle of a pool's tensors, or of the buffers of rows that grow (h2o)."""
-    model, ids = (
-        compiled_with(tiny_llama(), METHODS[method] | ({"budget": 0.5} if method == "h2o" else {})),
-        prompt(250),
-    )
+    model, ids = compiled_with(tiny_llama(), METHODS[method]), prompt(250)
     cache, other = (step(model, ids)[1] for _ in range(2))
-    module, name = (tiers_module, "empty") if method == "h2o" else (pools, "empty")
-    whole, calls = getattr(module, name), []
+    module: Any = tiers_module if method == "h2o" else pools
+    whole, calls = module.empty, list[Any]()
 
     def failing(*given: Any, **more: Any) -> Any:
         calls.append(given)
@@ -211,7 +208,7 @@ def test_growth_that_fails_can_be_repeated(
         return whole(*given, **more)
 
     with monkeypatch.context() as patch:
-        patch.setattr(module, name, failing)
+        patch.setattr(module, "empty", failing)
         with pytest.raises(error):
             step(model, prompt(300, seed=5), cache)
     assert len(calls) == 2
