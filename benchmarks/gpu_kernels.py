@@ -30,13 +30,13 @@ from specache_compile.kernels.decode import triton_scored
 from specache_compile.kernels.memory import host_memory
 from specache_compile.kernels.movement import cpp_tiers, triton_append, triton_copy, triton_select
 from specache_compile.kernels.state.cursor import LENGTH, LOW_BIT, NEXT_LOW_BIT, new_cursor
-from specache_compile.kernels.state.segments import SEGMENT, segmented
+from specache_compile.kernels.state.page_table import PAGE
 from specache_compile.kernels.state.stored_pairs import ROUNDED, rounded_width
 from specache_compile.kernels.state.stored_tiers import StoredTiers
 from specache_compile.methods.field import LayerShape, LayerState
 from specache_compile.methods.low_bit import APPENDED
 from specache_compile.methods.specache import SpecacheOptions
-from specache_compile.runtime.state import allocate
+from specache_compile.runtime.state import empty, fields_of
 
 QUERY_HEADS, HEADS, HEAD_DIM, LANES = 32, 8, 128, 2
 # Beside the settings that the command names: bits of keys and of values of a rotated tier, and the keys' code.
@@ -99,7 +99,8 @@ class Inputs:
         generator = torch.Generator(device).manual_seed(seed)
         shape = LayerShape(HEADS, HEAD_DIM, setting.dtype, device)
         capacity = -(-(setting.context + 1) // 256) * 256
-        self.state = allocate(setting.options, shape, setting.batch, capacity, capacity)
+        options, size = setting.options, (setting.batch, capacity)
+        self.state = {field.name: empty(field, options, shape, *size) for field in fields_of(options, shape)}
         fill(self.state, setting, generator)
         self.cursor = new_cursor(device, setting.batch)
         self.point(setting.context, 1)
@@ -285,8 +286,8 @@ def large_gathers(device: torch.device, size: int, smoke: bool) -> Iterator[dict
     index = torch.full((1, heads, top_k), -1, dtype=torch.int32, device=device)
     moved = torch.zeros(1, dtype=torch.int64, device=device)
     for stored, width in ((slots.dtype, d), (ROUNDED, rounded_width(d))):
-        tokens = size // (heads * 2 * width * stored.itemsize) // SEGMENT * SEGMENT
-        host = host_memory.host_empty(segmented(1, heads, tokens, width), stored, device).fill_(1)
+        tokens = size // (heads * 2 * width * stored.itemsize) // PAGE * PAGE
+        host = host_memory.host_empty((1, heads, tokens, 2, width), stored, device).fill_(1)
         even = torch.arange(top_k, dtype=torch.int32).mul(tokens // top_k).expand(1, heads, -1)
         orders = {"even": even, "random": torch.randint(tokens, (1, heads, top_k), dtype=torch.int32)}
         for (order, first), programs in itertools.product(orders.items(), (triton_copy.PROGRAMS, heads)):

@@ -124,7 +124,7 @@ class MethodOptions:
 
     @property
     def capacity_is_free(self) -> bool:
-        """Whether one graph serves every capacity: each shape contains it alone, or in whole segments."""
+        """Whether one graph serves every capacity, because no shape depends on it but the table's."""
         return True
 
     @property

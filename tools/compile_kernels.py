@@ -44,7 +44,7 @@ from specache_compile.kernels.state.stored_tiers import StoredTiers
 from specache_compile.methods.field import LayerShape
 from specache_compile.methods.low_bit import APPENDED, LowBitOptions
 from specache_compile.methods.specache import PAPER, SpecacheOptions
-from specache_compile.runtime.state import allocate
+from specache_compile.runtime.state import empty, fields_of
 
 
 def given(option: str, default: str) -> str:
@@ -165,11 +165,11 @@ def run_step(case: Case) -> None:
     """Run a layer's step with 8 KV heads and 8,192 tokens, as the passes order its ops."""
     options, (d, lanes) = case.options, (case.d, case.lanes)
     shape = LayerShape(8, d, case.dtype, torch.device("cpu"))
-    at = allocate(options, shape, 1, TOKENS, TOKENS)
+    at = {field.name: empty(field, options, shape, 1, TOKENS) for field in fields_of(options, shape)}
     cursor = torch.tensor([[TOKENS - 192, TOKENS - 256, TOKENS - 256, 0]])
     if case.paged:
         cursor = torch.cat([cursor, torch.arange(TOKENS // PAGE)[None]], 1)
-        for name in ("codes", "key_params", "value_params"):  # a page has 256 tokens of all heads
+        for name in ("codes", "key_params", "value_params", "host"):  # a page has 256 tokens of all heads
             at[name] = at[name].unflatten(2, (TOKENS // PAGE, -1)).transpose(1, 2).flatten(0, 1).contiguous()
     q = torch.empty(1, 8 * case.queries, lanes, d, dtype=case.dtype)
     k, v = torch.empty(2, 1, 8, lanes, d, dtype=case.dtype)

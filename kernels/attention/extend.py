@@ -15,16 +15,19 @@ from torch import Tensor
 
 from specache_compile.kernels.movement.copy_queue import wait_for_offloads
 from specache_compile.kernels.state.by_rows import by_rows
-from specache_compile.kernels.state.cursor import length_of
-from specache_compile.kernels.state.segments import tokens_of
+from specache_compile.kernels.state.by_token import tokens_of
+from specache_compile.kernels.state.cursor import length_of, runs_of
+from specache_compile.kernels.state.page_table import PAGE, Pages
 from specache_compile.kernels.state.stored_pairs import decoded
 
 from .attention_ops import BLOCK, as_bias, capped, check_covers, softmax
 
 FLASH_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# Tokens of a part of the flash kernel, which are copied at a time if the tier is segmented or rounded. A mask with a
-# row per new token is copied for all heads of a group, so its parts have BLOCK tokens.
+# Tokens of a part of the flash kernel, which are copied at a time from pages. A mask with a row per new token is copied
+# for all heads of a group, so its parts have BLOCK tokens.
 FLASH_BLOCK = 8192
+# The most new tokens that read pages in place: the copy would cost more than their attention.
+IN_PLACE = 16
 
 # Output [B, H, rows, d] over a part, and log Σ exp(logit) [B, H, rows], -inf for a row without visible tokens.
 Part = tuple[Tensor, Tensor]
@@ -51,7 +54,7 @@ def extend_attention(
         k, v: [B, H, T, d].
         mask: [B|1, Hq|1, T, ≥ n + T], or one row of padding for all T. With one row or None, new tokens are causal.
         sinks: [Hq].
-        host: all cached pairs (`segments.py`), exact, rounded, or e4m3 codes.
+        host: all cached pairs (`by_token.py`), exact, rounded, or e4m3 codes.
 
     Returns: [B, Hq, T, d] in q's dtype.
     """
@@ -112,14 +115,32 @@ def extended(
         out = extended(how, q, k, v, mask, sinks, cursor.clamp_min(0), host)
         return torch.nn.functional.pad(out, (0, 0, -length, 0))
     rows = Rows(q, k.shape[1], mask, length + q.shape[2])
-    part = how.attend(rows.q, k, v, rows.new_columns(length))
-    for start in range(0, length, how.block):
+    part, first = how.attend(rows.q, k, v, rows.new_columns(length)), 0
+    if isinstance(host, Pages) and host.dtype == q.dtype and len(q) == 1 and q.shape[2] <= IN_PLACE <= PAGE <= length:
+        first = length // PAGE * PAGE
+        part = merged(part, over_pages(how, rows, host, first // PAGE))
+    for start in range(first, length, how.block):
         stop = min(start + how.block, length)
         keys, values = decoded(tokens_of(host, start, stop).to(q.device), q.dtype, q.shape[-1]).unbind(-2)
         part = merged(part, how.attend(rows.q, keys, values, rows.columns(start, stop)))
     if sinks is not None:
         part = merged(part, (torch.zeros_like(part[0]), rows.sinks(sinks)))
     return rows.back(part[0], q.dtype)
+
+
+def over_pages(how: Parts, rows: Rows, host: Pages, count: int) -> Part:
+    """Attend over the first `count` pages, whole ones of one row, in place: adjacent pages are one batch."""
+    (table,), parts = host.table.tolist(), list[Part]()
+    for numbers, _ in runs_of([page - number for number, page in enumerate(table[:count])]):
+        size = numbers.stop - numbers.start
+        keys, values = host.pages.narrow(0, table[numbers.start], size).unbind(-2)
+        mask = rows.columns(numbers.start * PAGE, numbers.stop * PAGE)
+        mask = None if mask is None else mask.unflatten(-1, (size, PAGE)).movedim(-2, 0).squeeze(1)
+        parts.append(how.attend(rows.q.expand(size, -1, -1, -1), keys, values, mask))
+    out, total = (torch.cat(part) for part in zip(*parts, strict=True))
+    totals = total.movedim(0, -1)
+    weights = softmax(totals).movedim(-1, 0).unsqueeze(-1)
+    return (out * weights).sum(0, keepdim=True), totals.logsumexp(-1).unsqueeze(0)
 
 
 class Rows:

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from specache_compile.kernels.movement.copy_queue import wait_for_offloads
 from specache_compile.kernels.state.by_rows import by_rows
+from specache_compile.kernels.state.by_token import tokens_of
 from specache_compile.kernels.state.cursor import LENGTH, LOW_BIT
-from specache_compile.kernels.state.segments import tokens_of
 from specache_compile.kernels.state.stored_pairs import decoded
 
 from .attention_ops import grouped_bias, hidden_by, product, weights_of

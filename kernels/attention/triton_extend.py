@@ -15,9 +15,9 @@ from torch import Tensor
 
 from specache_compile.kernels.decode.triton_decode import MASK_STRIDES, mask_form
 from specache_compile.kernels.movement import copy_stream
+from specache_compile.kernels.state.by_token import of_rows, runs_of_pairs
 from specache_compile.kernels.state.cursor import lengths_of
 from specache_compile.kernels.state.page_table import Pages, pairs_of
-from specache_compile.kernels.state.segments import of_rows, runs_of_pairs
 from specache_compile.kernels.state.stored_pairs import decoded
 
 from .triton_softmax import biased, capped, grown, shown

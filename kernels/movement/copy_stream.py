@@ -27,9 +27,9 @@ from torch import Tensor
 from specache_compile.kernels.attention import hit_rate
 from specache_compile.kernels.attention.kept_logits import lse_of
 from specache_compile.kernels.memory.host_memory import makes_fakes
+from specache_compile.kernels.state.by_token import aligned, of_rows, put, runs, runs_of_pairs, span_of, tokens_of
 from specache_compile.kernels.state.cursor import HostRecord, host_record, lengths_of
 from specache_compile.kernels.state.page_table import Pages, pairs_of
-from specache_compile.kernels.state.segments import aligned, of_rows, put, runs, runs_of_pairs, span_of, tokens_of
 from specache_compile.kernels.state.stored_pairs import ROUNDED, stored
 
 from . import tier_ops as tiers
@@ -37,7 +37,7 @@ from . import tier_ops as tiers
 # More new tokens than this are copied by the DMA engines, through staging; fewer are written through by a kernel.
 WRITE_THROUGH = 64
 
-# Segments that are rounded at a time, which limits temporary memory.
+# Pages that are rounded at a time, which limits temporary memory.
 ROUNDED_AT_ONCE = 4
 
 
@@ -152,7 +152,7 @@ def wait_for_correction(cursor: Tensor, slots: Tensor) -> None:
 def copy_across(source: Tensor, target: Tensor) -> None:
     """Copy pairs [B, H, n, 2, d] to the same shape across PCIe.
 
-    If both are contiguous, like whole segments, this is one copy; else one copy per row and head, which are contiguous.
+    If both are contiguous, like whole pages, this is one copy; else one copy per row and head, which are contiguous.
     """
     if source.is_contiguous() and target.is_contiguous():
         target.copy_(source, non_blocking=True)
@@ -197,7 +197,7 @@ class Staging:
 
 
 def stage(k: Tensor, v: Tensor, start: int, host: Tensor | Pages, buffer: Tensor) -> list[Tensor]:
-    """Write the new pairs k, v [B, H, T, d] to `buffer` in the host tier's layout, whole segments at once.
+    """Write the new pairs k, v [B, H, T, d] to `buffer` in the host tier's layout, whole pages at once.
 
     Returns: a contiguous piece [B, H, n, 2, d or w] for each of the `runs` of the host tier's tokens from `start` on.
     """

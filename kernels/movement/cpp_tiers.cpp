@@ -52,7 +52,7 @@ void choose(const float* scores, int64_t n, int64_t k, int32_t* selected) {
 // The columns of a cursor before a row's table, and the tokens of a page: `page_table.py`.
 constexpr int64_t kTable = 4, kPage = 256;
 
-// A tier in runs of `span` contiguous tokens of each of `heads` (`segments.py`). pair: bytes of a pair; channels: d if it
+// A tier in runs of `span` contiguous tokens of each of `heads` (`by_token.py`). pair: bytes of a pair; channels: d if it
 // is rounded, else 0. If a cursor [rows, columns] has a table, the tier is in pages, and row_heads are a row's heads.
 struct Tier {
   char* pairs;

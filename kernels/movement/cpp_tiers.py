@@ -18,9 +18,9 @@ from torch import Tensor
 from specache_compile.kernels.codes.trellis import is_trellis
 from specache_compile.kernels.cpp.library import address, tiers_library, trellis_library
 from specache_compile.kernels.state.by_rows import rows_of
+from specache_compile.kernels.state.by_token import span_of
 from specache_compile.kernels.state.cursor import LOW_BIT, QUEUE
-from specache_compile.kernels.state.page_table import has_table
-from specache_compile.kernels.state.segments import places_of, span_of
+from specache_compile.kernels.state.page_table import LOW_BIT_TIER, has_table
 from specache_compile.kernels.state.stored_pairs import ROUNDED
 
 from . import tier_ops as tiers
@@ -133,18 +133,19 @@ def append_fused(
     for number in (number for number, leaving in enumerate(leaves) if leaving):
         row = slice(number, number + 1)
         given = zip(APPENDED, (k, v, padding, cursor, recent, *low_bit_tier), strict=False)
-        tiers.append(*(rows_of(name, value, row, has_table(cursor)) for name, value in given))
+        paged = LOW_BIT_TIER if has_table(cursor) else ()
+        tiers.append(*(rows_of(name, value, row, paged) for name, value in given))
     write_pairs(k, v, cursor, recent)()
 
 
 def write_pairs(k: Tensor, v: Tensor, cursor: Tensor, target: Tensor, paged: bool = False) -> Callable[[], None]:
-    """Return a job that writes k, v [B, H, T, d] to target (`segments.py`), from each row's length on.
+    """Return a job that writes k, v [B, H, T, d] to target (`by_token.py`), from each row's length on.
 
     Token t goes to index t mod the target's capacity. paged: the target is in pages if the cursor has a table.
     """
     k, v = k.contiguous(), v.contiguous()
     half, paged = k.shape[3] * k.element_size(), paged and has_table(cursor)
-    places = sys.maxsize if paged else places_of(target)
+    places = sys.maxsize if paged else target.shape[2]
     stored = (span_of(target), half, pair_bytes(target) // 2, channels_of(k, target), paged)
     sizes, library = (cursor.shape[1], *k.shape[:3], places, *stored), library_for(k, target)
 

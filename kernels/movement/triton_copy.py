@@ -16,8 +16,8 @@ from torch import Tensor
 
 from specache_compile.kernels.codes.triton_levels import ROUND
 from specache_compile.kernels.state import stored_pairs
+from specache_compile.kernels.state.by_token import span_of
 from specache_compile.kernels.state.page_table import has_table
-from specache_compile.kernels.state.segments import span_of
 from specache_compile.kernels.state.triton_cursor import AT_LENGTH, place_in_page
 
 LARGEST = tl.constexpr(stored_pairs.LARGEST)
@@ -32,7 +32,7 @@ GATHER = 16384
 
 @triton.jit(do_not_specialize=["heads", "columns"])
 def fetch_missing(
-    # selected [B, H, k] int32 (-1: none); cursor int64 [B, columns], if PAGED; host: a tier (`segments.py`,
+    # selected [B, H, k] int32 (-1: none); cursor int64 [B, columns], if PAGED; host: a tier (`by_token.py`,
     # `page_table.py`), pinned. All contiguous.
     selected, cursor, host,
     # Read and written: slots [B, H, k, 2, d], slot_index [B, H, k] int32 (-1: empty), traffic int64 [1] in bytes.
@@ -119,7 +119,7 @@ def rounded(x):
 
 @triton.jit(do_not_specialize=["count", "columns"])
 def write_host(
-    # k and v [B, H, T, d]; cursor int64 [B, columns]; written: host, a tier (`segments.py`, `page_table.py`), pinned,
+    # k and v [B, H, T, d]; cursor int64 [B, columns]; written: host, a tier (`by_token.py`, `page_table.py`), pinned,
     # contiguous.
     k, v, cursor, host,
     # The first three strides of k and of v in elements, with contiguous channels.

@@ -19,10 +19,10 @@ from specache_compile.kernels.state.page_table import PAGE
 from specache_compile.methods.field import LayerShape
 from specache_compile.model_key import Watch, model_key
 from specache_compile.options import MethodOptions
-from specache_compile.paging.paged_tiers import PagedTiers
-from specache_compile.paging.pool import PagePool, page_bytes, pages_for, row_bytes
+from specache_compile.paging.pool import PagePool, batch_pool, pages_for
 from specache_compile.runtime.session import session_of, sessions_of
-from specache_compile.runtime.state import device_total, predicted_bytes
+from specache_compile.runtime.state import device_total, page_bytes, predicted_bytes, row_bytes
+from specache_compile.runtime.tiers import Tiers
 
 from .prefixes import Prefix, Prefixes, can_crop
 from .request import Request, Stage
@@ -87,7 +87,7 @@ class BatchMemory:
         if joins and len(sessions_of(cache)) == 1 and reason_against([cache], apart=True) is None:
             options = session.final_options
             fixed = upper_bound(options, layers, self.rows, self.chunk, [], self.prefixes.most)
-            self.pool = PagePool(options, layers, bound(options, layers, self.budget, fixed))
+            self.pool = batch_pool(options, layers, bound(options, layers, self.budget, fixed))
         self.layers = layers
 
     def restart(self, caches: Iterable[DynamicCache]) -> None:
@@ -134,11 +134,11 @@ class BatchMemory:
             drop(cache)
         return paged
 
-    def tiers_of(self, cache: DynamicCache | None) -> PagedTiers | None:
+    def tiers_of(self, cache: DynamicCache | None) -> Tiers | None:
         """The tiers of a cache that is in pages of this pool; None for any other cache."""
         session = None if cache is None else session_of(cache)
         tiers = None if session is None else session.tiers
-        return tiers if isinstance(tiers, PagedTiers) and tiers.pool is self.pool else None
+        return tiers if tiers is not None and self.pool is not None and tiers.pool is self.pool else None
 
     def fits(self, request: Request, running: Sequence[Running]) -> bool:
         """Whether a request fits beside the running ones; cached prefixes are dropped if needed."""

@@ -13,12 +13,12 @@ from transformers import DynamicCache
 from specache_compile.errors import SpecacheError
 from specache_compile.methods import METHODS
 from specache_compile.options import differences
-from specache_compile.paging.paged_tiers import PagedTiers, paged, paged_rows
 from specache_compile.paging.pool import PagePool
 from specache_compile.passes.reading.sites import PARTS
 from specache_compile.runtime.held import HeldTensor
 from specache_compile.runtime.regroup import required_session
 from specache_compile.runtime.session import Session, SessionRow, progress_of, session_of
+from specache_compile.runtime.tiers import joined
 
 from .holding import twin
 from .recurrent import STATES, own_states
@@ -30,8 +30,8 @@ def join(caches: Sequence[DynamicCache]) -> DynamicCache:
 
     Each row keeps its length (`lengths`), its tiers bit for bit, and the pairs that were selected for its next step.
     Hugging Face sees a left-padded batch: the length of the longest row. Call the model without attention_mask, and
-    pass `position_ids=lengths(cache)[:, None]`. The tiers are copied into pages; drop the joined caches to free their
-    memory. A cache that is still in 16 bits (option min_context) is compressed.
+    pass `position_ids=lengths(cache)[:, None]`. Rows of one cache share its pages. Those of several caches are copied;
+    drop these caches to free their memory. A cache that is still in 16 bits (option min_context) is compressed.
 
     Args:
         caches: held caches of one model, compiled with the same options; at least one.
@@ -64,7 +64,7 @@ def split(cache: DynamicCache) -> list[DynamicCache]:
     """Split a held cache into one cache for each row: the inverse of `join`.
 
     Args:
-        cache: a held cache with B rows; it stays usable. Its tiers are copied into pages, which the rows share.
+        cache: a held cache with B rows; it stays usable, and its rows share their pages with the result.
 
     Returns:
         B held caches of one row, each as long as its row.
@@ -81,8 +81,7 @@ def split(cache: DynamicCache) -> list[DynamicCache]:
         output = model.generate(**inputs, max_new_tokens=4, return_dict_in_generate=True)
         first, second = sc.split(sc.cache_of(output))
     """
-    together = join([cache])
-    return [row_of(together, row) for row in range(required_session(together).tiers.batch)]
+    return [row_of(cache, row) for row in range(drained([cache])[0].tiers.batch)]
 
 
 def row_of(cache: DynamicCache, row: int) -> DynamicCache:
@@ -170,22 +169,21 @@ def drained(caches: Sequence[DynamicCache]) -> list[Session]:
 @torch.inference_mode(False)
 @torch.no_grad()
 def session_of_rows(rows: Sequence[SessionRow]) -> Session:
-    """A session of these rows in pages: those of their pool, or of a new one. Its counts start at zero."""
+    """A session of these rows, with the pages of their pool, or copies in a new one. Its counts start at zero."""
     sessions = list(dict.fromkeys(session for session, _ in rows))
     first, *others = (session.final_options for session in sessions)
     if found := next(filter(None, (differences(other, first) for other in others)), None):
         raise refused(f"their options differ: {found}")
     for session in sessions:
         out_of_16_bits(session)
-    pool = common_pool(sessions) or PagePool(first, sessions[0].layers, pages=0)
-    tiers = {session: paged(session.tiers, session.progress.lengths, pool) for session in sessions}
-    return sessions[0].derived(paged_rows([(tiers[session], row) for session, row in rows]), progress_of(rows))
-
-
-def common_pool(sessions: Sequence[Session]) -> PagePool | None:
-    """The pool of all these sessions; None if they have several, or none."""
-    pools = {tiers.pool if isinstance(tiers := session.tiers, PagedTiers) else None for session in sessions}
-    return pools.pop() if len(pools) == 1 else None
+    tiers = {session: session.tiers for session in sessions}
+    if len({id(session.tiers.pool) for session in sessions}) > 1:
+        pages = sum(len(row) for session in sessions for row in session.tiers.pages)
+        pool = PagePool(first, sessions[0].layers, 0)
+        pool.check_room(pages)
+        pool.grow_to(pages, pages)
+        tiers = {session: session.tiers.moved_to(pool) for session in sessions}
+    return sessions[0].derived(joined([(tiers[session], row) for session, row in rows]), progress_of(rows))
 
 
 def in_pages(cache: DynamicCache, pool: PagePool) -> DynamicCache:
@@ -194,15 +192,14 @@ def in_pages(cache: DynamicCache, pool: PagePool) -> DynamicCache:
     SpecacheError as for `join`, and if the pool has too few pages or other options.
     """
     (session,) = drained([cache])
-    if isinstance(session.tiers, PagedTiers) and session.tiers.pool is pool:
+    if session.tiers.pool is pool:
         return cache
     out_of_16_bits(session)
     if session.options != pool.options:
         raise refused(f"their options differ: {differences(session.options, pool.options)}")
     rows = [(session, row) for row in range(session.tiers.batch)]
     with torch.inference_mode(False), torch.no_grad():
-        tiers = paged(session.tiers, session.progress.lengths, pool)
-        return cache_of(session.derived(tiers, progress_of(rows)), [cache], [None])
+        return cache_of(session.derived(session.tiers.moved_to(pool), progress_of(rows)), [cache], [None])
 
 
 @torch.inference_mode(False)
@@ -210,17 +207,14 @@ def in_pages(cache: DynamicCache, pool: PagePool) -> DynamicCache:
 def out_of_16_bits(session: Session) -> None:
     """Compress a 16-bit cache at any length, so that its rows can join compressed ones."""
     if session.tiers.pending is not None:
-        session.tiers.move_now(session.progress.lengths, session.progress.padding, session.drain)
-        session.forget_selection()
-        session.update_memory()
+        session.compress()
 
 
 @torch.inference_mode(False)
 @torch.no_grad()
 def reserve_cache_rows(cache: DynamicCache, rows: int) -> DynamicCache:
-    """Reserve buffers for so many rows in a cache in pages; `append_rows` adds the others."""
+    """Reserve buffers for so many rows; `append_rows` adds the others."""
     (session,) = drained([cache])
-    assert isinstance(session.tiers, PagedTiers)
     session.tiers.reserve_rows(rows)
     session.new_cursor()
     session.update_memory()
@@ -242,11 +236,9 @@ def remove_all_rows(cache: DynamicCache) -> bool:
 @torch.inference_mode(False)
 @torch.no_grad()
 def append_rows(cache: DynamicCache, newcomer: DynamicCache) -> DynamicCache:
-    """Join two caches in pages of one pool without copying the rows of `cache`, which becomes stale."""
+    """Join two caches of one pool without copying the rows of `cache`, which becomes stale."""
     session, other = drained([cache, newcomer])
     tiers, new = session.tiers, other.tiers
-    assert isinstance(tiers, PagedTiers)
-    assert isinstance(new, PagedTiers)
     progress = progress_of([(source, row) for source in (session, other) for row in range(source.tiers.batch)])
     others = [cache, newcomer] if tiers.batch else [newcomer]
     tiers.append_rows([(new, row) for row in range(new.batch)])

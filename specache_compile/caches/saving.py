@@ -29,23 +29,23 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from specache_compile.compile.compiled_options import required_options
 from specache_compile.errors import OptionError, SpecacheError, split_session
-from specache_compile.kernels.state import segments
-from specache_compile.kernels.state.cursor import runs_of
+from specache_compile.kernels.state.page_table import PAGE
 from specache_compile.methods import every_method
 from specache_compile.methods.field import LayerShape, LayerState
 from specache_compile.model_key import PrefillKey, all_of, prefill_key
 from specache_compile.options import MethodOptions, differences, own_options
+from specache_compile.paging.pool import PagePool, pages_for
 from specache_compile.passes.reading.sites import PARTS
 from specache_compile.runtime.ranks import ranks_of
 from specache_compile.runtime.regroup import required_session
 from specache_compile.runtime.session import Session
-from specache_compile.runtime.state import MEASURE, adopt, backed_part, empty, fields_of, room
+from specache_compile.runtime.state import MEASURE, adopt, bucket, empty, fields_of, paged_fields, room
 from specache_compile.runtime.tiers import Tiers
 
 from .holding import set_model
 from .recurrent import STATES, marks_of, restore, states_of
 
-FORMAT = 2
+FORMAT = 3
 HEADER = "session.json"
 STEP = "step.safetensors"
 PACKAGES = ("specache-compile", "torch", "transformers")
@@ -111,7 +111,6 @@ def save(cache: DynamicCache, folder: str | os.PathLike[str]) -> None:
     if tiers.ranks is not None:
         raise split_session()
     session.drain()
-    tiers = tiers.contiguous(progress.lengths)
     header = {
         "format": FORMAT,
         "versions": {name: version(name) for name in PACKAGES},
@@ -219,8 +218,7 @@ def loaded(root: Path, model: torch.nn.Module, by_any_weights: bool) -> DynamicC
     progress.lengths, progress.ready = tuple(numbers["lengths"]), tuple(numbers["ready"])
     progress.longest_calls = tuple(numbers["longest_calls"])
     progress.joined = numbers["joined"]
-    tiers.check_host_memory(room(progress.longest), progress.longest)
-    tiers.capacity, tiers.room = numbers["capacity"], room(progress.longest)
+    tiers.check_host_memory(batch * room(progress.longest) // PAGE, progress.longest)
     return filled(session, model, header, files)
 
 
@@ -241,8 +239,8 @@ def filled(
             if site is None or name.startswith(STATES)
         }
         if site is not None:
-            states[site] = placed(session, site, path)
-    session.tiers.state = [states[site] for site in range(len(session.layers))]
+            states[site] = placed(session, site, path, header["numbers"]["capacity"])
+    fill_tiers(session, [states[site] for site in range(len(session.layers))], header["numbers"]["capacity"])
     starts_from = {name: tensor.to(device, copy=True) for name, tensor in read(files[STEP]).items()}
     session.progress.speculative, session.progress.padding = starts_from.get("speculative"), starts_from.get("padding")
     set_model(session, model)
@@ -289,37 +287,65 @@ def empty_cache(model: Any, kinds: Sequence[str]) -> DynamicCache:
 
 
 def whole(tiers: Tiers, site: int, lengths: Sequence[int]) -> LayerState:
-    """A layer's state tensors, with zeros where the host tier has no token: uninitialised memory must not be saved."""
+    """A layer's state tensors: the buffers of rows, and the pages of one row after the other.
+
+    A page has zeros where it has no token: uninitialised memory must not be saved.
+    """
     state = dict(tiers.state[site])
-    for field in fields_of(tiers.options, tiers.layers[site]):
-        if field.on_host:
-            tensor = state[field.name] = state[field.name].clone()
-            for rows, length in runs_of(lengths):
-                part = segments.of_rows(tensor, rows)
-                for view, _, _ in segments.runs(part, length, segments.places_of(tensor)):
-                    view.zero_()
+    pages = [page for row, length in zip(tiers.pages, lengths, strict=True) for page in row[: pages_for(length)]]
+    for field in paged_fields(tiers.options, tiers.layers[site]):
+        found = state[field.name] = state[field.name][torch.tensor(pages, dtype=torch.int64)]
+        last, each = -1, PAGE // found.shape[2] if found.shape[2] else 1
+        for length in lengths:
+            last += pages_for(length)
+            if length % PAGE:
+                found[last, :, -(-(length % PAGE) // each) :] = 0
     return state
 
 
-def placed(session: Session, site: int, path: Path) -> LayerState:
+def placed(session: Session, site: int, path: Path, capacity: int) -> LayerState:
     """A layer's state tensors on their devices. SpecacheError if a shape or dtype does not match the options."""
-    shape = session.layers[site]
+    shape, tiers, lengths = session.layers[site], session.tiers, session.progress.lengths
     found, state = read(path), {}
+    count, pages, places = sum(map(pages_for, lengths)), *sizes_of(session)
     for field in fields_of(session.options, shape):
-        expected = torch.Size(field.shape(session.options, shape, session.tiers.batch, session.tiers.capacity))
-        tensor = found.get(field.name)
+        size = (count, PAGE) if field.by_page else (tiers.batch, capacity)
+        expected, tensor = torch.Size(field.shape(session.options, shape, *size)), found.get(field.name)
         if tensor is None or tensor.shape != expected or tensor.dtype != field.dtype(session.options, shape):
             raise unreadable_session(path, f"its tensor {field.name!r} does not have the shape {tuple(expected)}")
         if field.on_host and shape.device.type == "cpu":
             state[field.name] = tensor
             continue
-        room_here = session.tiers.room
-        new = state[field.name] = empty(field, tuple(expected), tensor.dtype, shape, room_here)
-        backed_part(field, new, room_here).copy_(backed_part(field, tensor, room_here))
-        if field.tier == MEASURE:
-            new.zero_()
+        more = (pages, PAGE, places) if field.by_page else size
+        new = state[field.name] = empty(field, session.options, shape, *more)
+        if field.tier != MEASURE:
+            new[: len(tensor)].copy_(tensor)
     adopt(state, shape)
     return state
+
+
+def sizes_of(session: Session) -> tuple[int, int]:
+    """Pages of a loaded session, and those with host memory. A CPU has only the saved pages, mapped from their file."""
+    longest, batch = session.progress.longest, session.tiers.batch
+    pages, places = (batch * size(longest) // PAGE for size in (bucket, room))
+    mapped = any(field.on_host for layer in session.layers for field in fields_of(session.options, layer))
+    if mapped and session.layers[0].device.type == "cpu":
+        places = sum(map(pages_for, session.progress.lengths))
+    return pages, places
+
+
+def fill_tiers(session: Session, states: Sequence[LayerState], capacity: int) -> None:
+    """Use the state tensors that were read."""
+    tiers, paged, rows = session.tiers, list[LayerState](), list[LayerState]()
+    for layer, state in zip(session.layers, states, strict=True):
+        names = {field.name for field in paged_fields(session.options, layer)}
+        paged.append({name: tensor for name, tensor in state.items() if name in names})
+        rows.append({name: tensor for name, tensor in state.items() if name not in names})
+    pool = PagePool(session.options, session.layers, *sizes_of(session), state=paged)
+    fresh = iter(pool.allocate(sum(map(pages_for, session.progress.lengths))))
+    pages = [[next(fresh) for _ in range(pages_for(length))] for length in session.progress.lengths]
+    tiers.fill(pool, pages, rows, capacity)
+    session.new_cursor()
 
 
 def described_shape(shape: LayerShape) -> dict[str, Any]:

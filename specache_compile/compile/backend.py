@@ -122,10 +122,8 @@ def compile_sites(captured: Captured, example_inputs: Sequence[Any]) -> Compiled
     front = front_of(captured, example_inputs, past, tokens)
     ragged = front is not None and is_ragged(captured.phase, front)
     unpadded = (front is not None and not ragged) or captured.unpadded(example_inputs)
-    session = first_session(captured, example_inputs)
-    paged = session is not None and session.tiers.table is not None
     for phase in first_phases(captured, options):
-        rewrites.get(variant_of(phase, options, unpadded, ragged, bucket(past + tokens), paged), ahead=True)
+        rewrites.get(variant_of(phase, options, unpadded, ragged, bucket(past + tokens)), ahead=True)
     return CompiledGraph(captured, rewrites)
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from specache_compile.errors import OptionError
-from specache_compile.kernels.state.segments import segmented
 from specache_compile.kernels.state.stored_pairs import ROUNDED, rounded_width, rounds
 from specache_compile.options import MethodOptions, option
 
@@ -34,14 +33,14 @@ def whole_cache(options: Any, layer: LayerShape, batch: int, capacity: int) -> t
     return (batch, layer.heads, capacity, 2, layer.head_dim)
 
 
-def in_segments(options: Any, layer: LayerShape, batch: int, capacity: int) -> tuple[int, ...]:
-    """[C/256, B, H, 256, K|V, d], or w bytes of a rounded key instead of d."""
+def as_stored_pairs(options: Any, layer: LayerShape, batch: int, capacity: int) -> tuple[int, ...]:
+    """[B, H, C, K|V, d], or w bytes of a rounded key instead of d."""
     rounded = rounds(options.bits_on_host, layer.dtype)
-    return segmented(batch, layer.heads, capacity, rounded_width(layer.head_dim) if rounded else layer.head_dim)
+    return (batch, layer.heads, capacity, 2, rounded_width(layer.head_dim) if rounded else layer.head_dim)
 
 
 def as_stored(options: Any, layer: LayerShape) -> torch.dtype:
     return ROUNDED if rounds(options.bits_on_host, layer.dtype) else layer.dtype
 
 
-HOST = Field("host", "host", in_segments, as_stored, on_host=True, by_page=True, has_all_pairs=True)
+HOST = Field("host", "host", as_stored_pairs, as_stored, on_host=True, by_page=True, has_all_pairs=True)

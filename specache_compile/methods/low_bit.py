@@ -14,8 +14,8 @@ from specache_compile.kernels.codes.params import EIGHT_BITS
 from specache_compile.kernels.codes.quantisers import QUANTISERS
 from specache_compile.kernels.codes.records import stored_dim
 from specache_compile.kernels.state import center
+from specache_compile.kernels.state.by_token import tokens_of
 from specache_compile.kernels.state.layout import Layout
-from specache_compile.kernels.state.segments import tokens_of
 from specache_compile.kernels.state.stored_pairs import decoded
 from specache_compile.kernels.state.stored_tiers import EMPTY
 from specache_compile.options import choice, number_or_auto, one_of, option, whole
@@ -205,11 +205,6 @@ class LowBitOptions(DraftOptions):
                 f"option host_tier=False with {self.drafting}: verifying and dropping drafts needs the host tier. Pass "
                 "only one of them"
             )
-
-    @property
-    def capacity_is_free(self) -> bool:
-        """Without a host tier the number of groups is a size too, which torch cannot leave symbolic."""
-        return self.host_tier
 
     @property
     def bits_on_host(self) -> int:

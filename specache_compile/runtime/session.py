@@ -20,13 +20,14 @@ from specache_compile.errors import RECOMPILE_LIMIT, HeldTensorError, SpecacheEr
 from specache_compile.kernels.movement import copy_stream
 from specache_compile.kernels.movement.copy_queue import CopyQueue
 from specache_compile.kernels.movement.deferred import Deferred, Fetch, deferrable
+from specache_compile.kernels.state.by_token import tokens_of
 from specache_compile.kernels.state.cursor import CURSOR_SIZE, QUEUE, attach, new_cursor
-from specache_compile.kernels.state.segments import tokens_of
 from specache_compile.kernels.state.stored_pairs import decoded
 from specache_compile.lowering.cuda_graphs import RecordedSteps
 from specache_compile.methods.field import LayerShape, LayerState
 from specache_compile.model_key import PrefillKey
 from specache_compile.options import MethodOptions
+from specache_compile.paging.compress import compressed
 from specache_compile.passes.reading.sites import PARTS, Part
 from specache_compile.rope_switch import RopeSwitch
 
@@ -162,8 +163,7 @@ class Session:
 
     def new_cursor(self) -> None:
         """Select the cursor for the current rows and their pages, with the number of the copy queue."""
-        table, most = self.tiers.table, self.tiers.most_cursors
-        pages = 0 if table is None else table.shape[1]
+        pages, most = self.tiers.table.shape[1], self.tiers.most_cursors
         if any(cursor.shape[0] != most for cursor in self.cursors.values()):
             self.queue.settle()  # recorded steps contain their addresses, and copies read them
             self.recorded.clear()
@@ -188,7 +188,7 @@ class Session:
     def update_page_table(self) -> None:
         """Write the current page table into the cursor."""
         table = self.tiers.table
-        if table is None or table is self.queue.table:
+        if table is self.queue.table:
             return
         if self.cursor.shape != (self.tiers.batch, CURSOR_SIZE + table.shape[1]):
             self.queue.settle()  # copies read the old cursor
@@ -245,15 +245,28 @@ class Session:
             self.mode, self.drafted = before, None
 
     @torch.inference_mode(False)
-    def reserve(self, tokens: int) -> None:
-        """Compress and grow the tiers as `tokens` new tokens require."""
-        after = self.progress.longest + tokens
-        if self.tiers.move_over(after, self.progress.lengths, self.progress.padding, self.drain):
-            self.forget_selection()
-            self.update_memory()
-        if self.tiers.reserve(self.progress.lengths, tokens, self.drain):
+    def reserve(self, tokens: int, masked: bool = True) -> None:
+        """Compress and grow the tiers as `tokens` new tokens require. masked: whether the step hides some tokens."""
+        if self.tiers.compresses_at(self.progress.longest + tokens):
+            self.compress()
+        if self.tiers.reserve(self.progress.lengths, tokens, self.drain, masked):
             self.update_memory()
         self.update_page_table()
+
+    @torch.inference_mode(False)
+    def compress(self) -> None:
+        """Compress a 16-bit cache at any length."""
+        self.drain()
+        alone = self.tiers if self.tiers.is_alone else self.tiers.in_own_pool()
+        self.use(compressed(alone, self.progress.lengths, self.progress.padding))
+        self.forget_selection()
+
+    def use(self, tiers: Tiers) -> None:
+        """Continue with other tiers of the same tokens. No copy may be under way."""
+        self.tiers = tiers
+        tiers.belong_to(self)
+        self.new_cursor()
+        self.update_memory()
 
     def forget_selection(self) -> None:
         """Forget the selected slots and the speculative token of the next step."""
@@ -364,15 +377,8 @@ class Session:
         self.update_memory()
 
     @torch.inference_mode(False)
-    def make_contiguous(self) -> None:
-        """Make the tiers contiguous. No copy may be under way."""
-        self.tiers = self.tiers.contiguous(self.progress.lengths)
-        self.new_cursor()
-        self.update_memory()
-
-    @torch.inference_mode(False)
     def fork(self, handle: Handle) -> Session:
-        """A second session with copies of all tiers, for the view of `handle`."""
+        """A second session for the view of `handle`, which shares the pages and has copies of all other state."""
         self.edits_done(handle.version, handle.edits)
         self.drain()
         padding = self.progress.padding

@@ -47,15 +47,16 @@ def opened(session: Session, tokens: int, padding: Tensor | None, causal: bool =
     If the body raises, the session is as before the step, which can be repeated. Under eviction, and without a host
     tier, it cannot be repeated once it has started.
     """
-    step = Step(session, tokens)
-    try:
-        step.begin(padding, causal)
-        yield step
-    except BaseException as error:
-        step.abandon()
-        if session.queue.error is not None and isinstance(error, Exception):
-            raise copy_failed(session.queue.error) from error
-        raise
+    step, pool = Step(session, tokens), session.tiers.pool
+    with contextlib.nullcontext() if pool is None else pool.lock:
+        try:
+            step.begin(padding, causal)
+            yield step
+        except BaseException as error:
+            step.abandon()
+            if session.queue.error is not None and isinstance(error, Exception):
+                raise copy_failed(session.queue.error) from error
+            raise
 
 
 class Step:
@@ -76,7 +77,7 @@ class Step:
 
     @torch.inference_mode(False)
     def begin(self, padding: Tensor | None, causal: bool) -> None:
-        self.session.reserve(self.tokens)
+        self.session.reserve(self.tokens, masked=padding is not None)
         self.update_padding(padding, causal)
         self.write_cursor()
         session, progress = self.session, self.session.progress
@@ -158,9 +159,7 @@ class Step:
         unpadded = (self.by_lengths and not ragged) or captured.unpadded(arguments)
 
         def rewritten(phase: Phase) -> Rewritten:
-            tiers = self.session.tiers
-            in_pages = tiers.table is not None
-            variant = variant_of(phase, self.session.options, unpadded, ragged, tiers.capacity, in_pages)
+            variant = variant_of(phase, self.session.options, unpadded, ragged, self.session.tiers.capacity)
             return graph.rewrites.compiled_for(variant, arguments)
 
         *before, phase = self.phases(captured.phase, captured.is_causal)

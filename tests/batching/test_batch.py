@@ -142,7 +142,7 @@ def live(batch: sc.Batch) -> Bytes:
     pool = batch.memory.pool
     assert pool is not None
     pages = [(name, tensor) for state in pool.state for name, tensor in state.items()]
-    tiers = [session.tiers.all_rows for session in pool.sessions]
+    tiers = [each.all_rows for each in pool.tiers]
     places = [x for layers in tiers for layer in layers for name, x in layer.items() if name not in MEASURED]
     host = sum(tensor.nbytes for name, tensor in pages if name == "host")
     return Bytes(sum(tensor.nbytes for _, tensor in pages) - host + sum(x.nbytes for x in places), host)

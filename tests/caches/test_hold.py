@@ -13,7 +13,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 
 import specache_compile as sc
 from conftest import LOSSLESS, compiled_with, greedy, prompt, tiny_llama
-from held_tiers import in_order
+from held_tiers import in_rows
 from specache_compile.compat import with_cache
 from specache_compile.runtime.session import session_of
 from specache_compile.runtime.state import MEASURE, fields_of
@@ -52,7 +52,7 @@ def tiers(cache: DynamicCache) -> list[dict[str, torch.Tensor]]:
     assert session is not None
     session.drain()
     kept = [{f.name for f in fields_of(session.options, layer) if f.tier != MEASURE} for layer in session.layers]
-    states = zip(kept, session.state, strict=True)
+    states = zip(kept, in_rows(session), strict=True)
     lengths = session.progress.lengths
     return [{name: cut(state[name], name, lengths) for name in names} for names, state in states]
 
@@ -61,7 +61,7 @@ def cut(tensor: torch.Tensor, name: str, lengths: Sequence[int]) -> torch.Tensor
     """Cut off the unwritten memory of a whole cache after a row's tokens."""
     if name not in ("host", "full_cache"):
         return tensor
-    whole = (in_order(tensor) if name == "host" else tensor)[:, :, : max(lengths)].clone()
+    whole = tensor[:, :, : max(lengths)].clone()
     for row, length in enumerate(lengths):
         whole[row, :, length:] = 0
     return whole

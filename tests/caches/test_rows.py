@@ -16,10 +16,11 @@ from transformers import DynamicCache, MistralConfig, MistralForCausalLM
 
 import specache_compile as sc
 from conftest import LOSSLESS, greedy, prompt, tiny_llama
+from held_tiers import in_rows
 from specache_compile.caches.joining import append_rows, drop, in_pages, keep_rows, reserve_cache_rows
 from specache_compile.compat import cache_of, with_cache
 from specache_compile.errors import SpecacheError
-from specache_compile.paging.pool import PagePool
+from specache_compile.paging.pool import PagePool, batch_pool
 from specache_compile.runtime.session import session_of
 
 pytestmark = pytest.mark.one_process
@@ -139,7 +140,7 @@ def test_a_random_walk_of_rows_equals_each_row_alone(model: Any, request: pytest
 def pool_of(cache: DynamicCache) -> PagePool:
     session = session_of(cache)
     assert session is not None
-    return PagePool(session.options, session.layers)
+    return batch_pool(session.options, session.layers)
 
 
 @pytest.mark.quick_for
@@ -185,7 +186,7 @@ def test_a_split_cache_equals_the_joined_caches(default: Any) -> None:
         ours, theirs = (session_of(held) for held in (part, before))
         assert ours is not None
         assert theirs is not None
-        for state, expected in zip(ours.tiers.contiguous([length]).state, theirs.state, strict=True):
+        for state, expected in zip(in_rows(ours), in_rows(theirs), strict=True):
             for name, tensor in expected.items():
                 if name != "host":  # which is undefined after its tokens
                     assert torch.equal(state[name], tensor), name
@@ -220,7 +221,7 @@ def test_a_join_over_the_budget_of_the_host_tier_is_refused() -> None:
     )
     caches = [forward(limited, None, prompt(length, vocabulary=64))[0] for length in (SHORT, MIDDLE, LONG)]
     assert sc.lengths(sc.join(caches[:2])).tolist() == [SHORT, MIDDLE]
-    with pytest.raises(SpecacheError, match="1 more pages of 256 tokens are needed"):
+    with pytest.raises(SpecacheError, match="3 more pages of 256 tokens are needed"):
         sc.join(caches)
 
 

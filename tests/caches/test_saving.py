@@ -20,7 +20,7 @@ import specache_compile as sc
 from adapted import adapt
 from conftest import compile_copy, compiled_with, prompt, tiny_llama
 from families import FAMILIES
-from held_tiers import in_order
+from held_tiers import in_rows
 from specache_compile.caches import saving
 from specache_compile.compat import cache_of, with_cache
 from specache_compile.runtime.held import HeldTensor
@@ -130,12 +130,12 @@ def test_layers_that_stay_plain_are_saved_with_the_held_ones(tmp_path: Path) -> 
 def test_bits_survive_a_hundred_saves_and_loads(compiled: LlamaForCausalLM, tmp_path: Path, cycles: int) -> None:
     _, cache = step(compiled, prompt(100))
     session_of(cache).drain()
-    first = [{name: x.clone() for name, x in state.items()} for state in session_of(cache).state]
+    first = [{name: x.clone() for name, x in state.items()} for state in in_rows(session_of(cache))]
     for _ in range(cycles):
         sc.save(cache, tmp_path)
         cache = sc.load(tmp_path, compiled)
-    for before, after in zip(first, session_of(cache).state, strict=True):
-        before["host"], after["host"] = (in_order(x["host"])[:, :, :100] for x in (before, after))
+    for before, after in zip(first, in_rows(session_of(cache)), strict=True):
+        before["host"], after["host"] = (x["host"][:, :, :100] for x in (before, after))
         assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
     assert len(list(tmp_path.glob("tensors-*"))) == 1
 
@@ -207,10 +207,10 @@ def test_an_interrupted_save_leaves_a_whole_session(
 def test_memory_that_was_never_written_is_not_saved(compiled: LlamaForCausalLM, tmp_path: Path) -> None:
     _, cache = step(compiled, prompt(100))
     for state in session_of(cache).state:
-        state["host"][:, :, :, 100:] = 7.0  # of one segment
+        state["host"][:, :, 100:] = 7.0  # of one page
     sc.save(cache, tmp_path)
     for state in session_of(sc.load(tmp_path, compiled)).state:
-        assert not in_order(state["host"])[:, :, 100:].any()
+        assert not state["host"][:, :, 100:].any()
 
 
 @pytest.mark.parametrize("write", ["in place", "data"])

@@ -15,6 +15,7 @@ from transformers import LlamaForCausalLM
 
 import specache_compile as sc
 from conftest import LOSSLESS, greedy, prompt
+from held_tiers import contiguous_state
 from specache_compile.compat import cache_of, with_cache
 from specache_compile.compile import rewrites
 from specache_compile.kernels.attention import triton_extend
@@ -26,7 +27,7 @@ from specache_compile.lowering import cuda_graphs
 from specache_compile.methods.field import LayerShape
 from specache_compile.methods.low_bit import APPENDED
 from specache_compile.methods.specache import SpecacheOptions
-from specache_compile.runtime.state import allocate, bucket
+from specache_compile.runtime.state import bucket
 
 pytestmark = pytest.mark.gpu
 
@@ -59,7 +60,7 @@ def compiled_forms(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Form]]:
 
 def step(capacity: int, options: SpecacheOptions, length: int) -> None:
     """Launch a layer's decode step at batch 1 with a mask over all tokens, and a chunked prefill."""
-    state = allocate(options, LayerShape(HEADS, D, torch.float32, CUDA), 1, capacity, capacity)
+    state = contiguous_state(options, LayerShape(HEADS, D, torch.float32, CUDA), 1, capacity)
     cursor = new_cursor(CUDA, 1)
     host_record(cursor).lengths = (length,)
     q = torch.randn(1, QUERY_HEADS, LANES, D, device=CUDA)

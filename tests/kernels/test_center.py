@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from held_tiers import contiguous_state
 from specache_compile.kernels.attention.attention_ops import low_bit_keys
 from specache_compile.kernels.state.center import centers, set_center, share_of_center
 from specache_compile.kernels.state.cursor import new_cursor
@@ -13,7 +14,6 @@ from specache_compile.kernels.state.stored_tiers import StoredTiers
 from specache_compile.methods.field import LayerShape
 from specache_compile.methods.kivi import KiviOptions
 from specache_compile.methods.low_bit import APPENDED
-from specache_compile.runtime.state import allocate
 
 HEADS, DIM, GROUP = 2, 64, 32
 FREQUENCIES = 10000.0 ** -(torch.arange(0, DIM, 2) / DIM)
@@ -32,7 +32,7 @@ def error_of(keys: Tensor, center: bool, padding: Tensor | None) -> Tensor:
     """Return the root mean square error [B] of 2-bit keys [B, H, n, d], over real tokens."""
     options = KiviOptions(bits=2, group_size=GROUP, residual_length=32, center="always" if center else "never")
     batch, _, tokens, _ = keys.shape
-    state = allocate(options, LayerShape(HEADS, DIM, torch.float32, torch.device("cpu")), batch, 512, 512)
+    state = contiguous_state(options, LayerShape(HEADS, DIM, torch.float32, torch.device("cpu")), batch, 512)
     low_bit, cursor = options.low_bit_length(tokens), new_cursor(torch.device("cpu"), batch)
     cursor[:, 2] = low_bit
     frequencies = FREQUENCIES if center else None

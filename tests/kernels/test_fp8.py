@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from held_tiers import in_pages, with_table
 from specache_compile.evaluation.baselines import fp8
 from specache_compile.kernels.attention.extend import extend_attention
 from specache_compile.kernels.state.stored_pairs import FP8, decoded
@@ -71,8 +72,9 @@ def test_triton_stores_the_same_codes(kernels: Any, dtype: torch.dtype) -> None:
     k[0, :8] = torch.cat([known, (known[1:] + known[:-1]) / 2])[:480].view(8, 3, 20)
     k[1, 0, 0, :3], v[1, 2, 2, :2] = torch.tensor([math.nan, 464.1, -0.0]), torch.tensor([math.inf, -1e30])
     k, v = (x.to(DEVICE, dtype).transpose(1, 2) for x in (k, v))
-    cursor = torch.tensor([[4, 0, 0, 0]] * 2, device=DEVICE)
-    found, expected = torch.full((2, 2, 3, 40, 2, 20), 85, dtype=torch.uint8, device=DEVICE).unbind()
+    pages = in_pages(torch.empty(2, 3, 256, 2, 20))
+    cursor = with_table(torch.tensor([[4, 0, 0, 0]] * 2, device=DEVICE), pages)
+    found, expected = torch.full((2, *pages.pages.shape), 85, dtype=torch.uint8, device=DEVICE).unbind()
     kernels.keep_fp8(k, v, None, cursor, found)
     fp8.keep_fp8(k, v, None, cursor, expected)
     a, b = (decoded(x, torch.float32, 20) for x in (found, expected))

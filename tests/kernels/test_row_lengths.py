@@ -15,19 +15,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from held_tiers import low_bit_levels
+from held_tiers import contiguous_state, low_bit_levels
 from specache_compile.kernels.attention import attention_ops, cpp_decode, extend
 from specache_compile.kernels.codes.records import RECORD
 from specache_compile.kernels.movement import cpp_tiers
 from specache_compile.kernels.movement import tier_ops as tiers
 from specache_compile.kernels.state.cursor import host_record
-from specache_compile.kernels.state.segments import of_rows, tokens_of
 from specache_compile.kernels.state.sinks import find_sinks
 from specache_compile.kernels.state.stored_tiers import StoredTiers
 from specache_compile.methods.field import LayerShape, LayerState
 from specache_compile.methods.low_bit import APPENDED
 from specache_compile.methods.specache import SpecacheOptions
-from specache_compile.runtime.state import allocate, fields_of, rows_of
+from specache_compile.runtime.state import fields_of
 
 HEADS, QUERIES, DIM, LANES, TOP_K = 2, 2, 32, 2, 8
 CPU = torch.device("cpu")
@@ -113,7 +112,7 @@ def cursor_of(
 
 def empty(kind: Implementation, options: SpecacheOptions, rows: int, capacity: int = 256) -> LayerState:
     shape = LayerShape(HEADS, DIM, torch.float32, kind.device)
-    state = allocate(options, shape, rows, capacity, capacity)
+    state = contiguous_state(options, shape, rows, capacity)
     state["host"].view(torch.uint8).fill_(0x7F)  # elements that no op stores must stay so
     return state
 
@@ -154,7 +153,7 @@ def filled(
 
 def alone(options: SpecacheOptions, state: LayerState, row: int) -> LayerState:
     fields = fields_of(options, LayerShape(HEADS, DIM, torch.float32, state["codes"].device))
-    return {name: tensor.clone() for name, tensor in rows_of(state, fields, slice(row, row + 1)).items()}
+    return {f.name: (state[f.name][row : row + 1] if f.by_row else state[f.name]).clone() for f in fields}
 
 
 def equal(kind: Implementation, ours: Any, theirs: Any) -> None:
@@ -252,7 +251,7 @@ def test_a_chunked_prefill_hides_left_padding(kind: Implementation) -> None:
     cursor = cursor_of(options, lengths, [5 - absent for absent in front], 5, kind.device)
     out = kind.ops.extend_attention(q, k, v, None, None, cursor, state["host"], DIM**-0.5, None)
     for row, (length, absent) in enumerate(zip(lengths, front, strict=True)):
-        keys, values = tokens_of(of_rows(state["host"], slice(row, row + 1)), 0, length).to(kind.device).unbind(3)
+        keys, values = state["host"][row : row + 1, :, :length].to(kind.device).unbind(3)
         keys, values = (
             torch.cat([x, new[row : row + 1, :, absent:]], 2).repeat_interleave(QUERIES, 1)
             for x, new in ((keys, k), (values, v))
@@ -271,7 +270,7 @@ def test_a_definition_is_called_once_where_rows_are_alike() -> None:
         calls.append(k.shape[0])
 
     run: Callable[[list[int]], None] = lambda lengths: op(  # noqa: E731
-        torch.zeros(len(lengths), 1), torch.tensor([[n, 0, 0, 0] for n in lengths]), torch.zeros(1, len(lengths), 1)
+        torch.zeros(len(lengths), 1), torch.tensor([[n, 0, 0, 0] for n in lengths]), torch.zeros(len(lengths), 1)
     )
     run([5, 5, 5])
     run([5, 5, 7])
@@ -306,11 +305,7 @@ def test_paged_tiers_equal_contiguous_tiers(kind: Implementation, options: Speca
         stored = {"host": LENGTHS[row], **dict.fromkeys(IN_PAGES[:3], options.low_bit_length(LENGTHS[row]))}
         for name, tokens in stored.items():
             for number, page in enumerate(TABLE[place].tolist()):
-                ours, theirs = (
-                    (state[name][0, page], piece[name][number, place])
-                    if name == "host"
-                    else (state[name][page], piece[name][place].chunk(2, 1)[number])
-                )
+                ours, theirs = state[name][page], piece[name][place].chunk(2, 1)[number]
                 each = 256 // ours.shape[1] if ours.shape[1] else 1  # tokens per entry
                 here = max(0, min(256, tokens - 256 * number)) // each
                 if name == "codes" and options.layout.is_quantised:  # the last record may have other tokens too
@@ -321,7 +316,7 @@ def test_paged_tiers_equal_contiguous_tiers(kind: Implementation, options: Speca
                     assert torch.equal(ours[:, :here].view(torch.uint8), theirs[:, :here].view(torch.uint8)), name
                 assert untouched(ours[:, here:]), name
     for page in (0, 3, 4, 6):
-        assert all(untouched(state[name][0, page] if name == "host" else state[name][page]) for name in IN_PAGES)
+        assert all(untouched(state[name][page]) for name in IN_PAGES)
     for name, expected in attended(kind, options, piece, PAGED).items():
         equal(kind, attended(kind, options, state, PAGED, TABLE)[name], expected)
 
@@ -337,6 +332,6 @@ def test_a_padding_row_touches_page_0_alone(kind: Implementation, options: Speca
     settings = (*options.layout, options.zero_point, None)
     kind.ops.append(k, v, None, cursor, *(rows[name] for name in APPENDED), *settings)
     kind.ops.offload(k, v, None, cursor, rows["host"])
-    touched = {page for page in range(8) if not untouched(state["host"][0, page])}
+    touched = {page for page in range(8) if not untouched(state["host"][page])}
     assert touched == {0, 4}
     assert all(untouched(state[name]) for name in IN_PAGES[:3])

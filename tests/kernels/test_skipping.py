@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from held_tiers import contiguous_state
 from specache_compile.kernels.attention.attention_ops import low_bit_keys, low_bit_values
 from specache_compile.kernels.op import registered
 from specache_compile.kernels.state.cursor import new_cursor
@@ -15,7 +16,6 @@ from specache_compile.kernels.state.stored_tiers import StoredTiers
 from specache_compile.methods.field import LayerShape
 from specache_compile.methods.low_bit import APPENDED
 from specache_compile.methods.specache import SpecacheOptions
-from specache_compile.runtime.state import allocate
 
 TOKENS, HEADS, RATIO, DIM, RECORD = 600, 2, 2, 64, 64
 OPTIONS = SpecacheOptions(rotate=False, sink_tokens=0, top_k=8)
@@ -27,7 +27,7 @@ def step() -> dict[str, Any]:
     """A step over keys of which every third record is small, so that its weights are small beside the others'."""
     torch.manual_seed(0)
     layer = LayerShape(HEADS, DIM, torch.float32, torch.device("cpu"))
-    state = allocate(OPTIONS, layer, 1, 1024, 1024)
+    state = contiguous_state(OPTIONS, layer, 1, 1024)
     k, v = torch.randn(2, 1, HEADS, TOKENS, DIM).unbind(0)
     k = torch.where(torch.arange(TOKENS)[:, None] // RECORD % 3 == 1, 0.05 * k, k)
     cursor = new_cursor(torch.device("cpu"), 1)

@@ -27,7 +27,7 @@ pytest.importorskip("triton")
 from kept_fixture import Named, bases_of, logits_by_token, spoil
 
 import pairwise
-from held_tiers import in_segments
+from held_tiers import contiguous_state, in_pages, with_table
 from specache_compile.errors import SpecacheError
 from specache_compile.kernels.attention import attention_ops as attention
 from specache_compile.kernels.attention import extend, triton_extend
@@ -36,13 +36,13 @@ from specache_compile.kernels.movement import copy_stream, triton_append, triton
 from specache_compile.kernels.movement import tier_ops as tiers
 from specache_compile.kernels.movement import triton_select as select
 from specache_compile.kernels.state import center, layout, triton_center, triton_rotate
+from specache_compile.kernels.state.by_token import tokens_of
 from specache_compile.kernels.state.cursor import LENGTH, LOW_BIT, NEXT_LOW_BIT, new_cursor
 from specache_compile.kernels.state.sinks import find_sinks
 from specache_compile.kernels.state.stored_tiers import StoredTiers
 from specache_compile.methods.field import LayerShape
 from specache_compile.methods.low_bit import APPENDED
 from specache_compile.methods.specache import SpecacheOptions
-from specache_compile.runtime.state import allocate
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # A GPU's exponential is not exact to the last bit, and its sums have another order.
@@ -153,7 +153,7 @@ class Layer:
         generator = torch.Generator().manual_seed(0)
         shape = LayerShape(case.heads, case.head_dim, case.dtype, DEVICE)
         capacity = 256 if case.length < 250 else 512
-        self.state = allocate(case.options, shape, BATCH, capacity, capacity)
+        self.state = contiguous_state(case.options, shape, BATCH, capacity)
         self.cursor = new_cursor(DEVICE, BATCH)
         self.pairs = torch.randn(BATCH, case.heads, case.length, 2, case.head_dim, generator=generator)
         if case.options.layout.is_rotated and case.has_exact_rotation:
@@ -479,13 +479,13 @@ def test_extend_attention(causal: bool, tokens: int, softcap: float | None, monk
     length, heads, queries, d = 300, 2, 2, 80
     host = torch.randn(BATCH, heads, 512, 2, d)
     host[:, :, length:] = float("nan")
-    host = in_segments(host)
+    host = in_pages(host)
     q = torch.randn(BATCH, heads * queries, tokens, d).to(DEVICE)
     k, v = torch.randn(2, BATCH, heads, tokens, d).to(DEVICE)
     mask = None if causal else torch.rand(BATCH, 1, tokens, length + tokens).to(DEVICE) > 0.3
     sinks = None if causal else torch.randn(heads * queries).to(DEVICE)
-    cursor = torch.tensor([[length, 0, 0, 0]], device=DEVICE).repeat(BATCH, 1)
-    arguments = (q, k, v, mask, sinks, cursor, host, d**-0.5, softcap)
+    cursor = with_table(torch.tensor([[length, 0, 0, 0]], device=DEVICE).repeat(BATCH, 1), host)
+    arguments = (q, k, v, mask, sinks, cursor, host.pages, d**-0.5, softcap)
     expected = extend.extend_attention(*arguments)
     tolerance = TOLERANCE[torch.float32]
     torch.testing.assert_close(triton_extend.extend_attention(*arguments), expected, atol=tolerance, rtol=tolerance)
@@ -538,15 +538,16 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_correction_copies_the_low_bit_tokens_that_lane_0_selects(streams: None) -> None:
     capacity, heads, k, low_bit = 5120, 2, 8, 4500
-    host = in_segments(torch.randn(BATCH, heads, capacity, 2, 16))
-    host = host.pin_memory() if DEVICE.type == "cuda" else host
+    pages = in_pages(torch.randn(BATCH, heads, capacity, 2, 16))
+    host = pages.pages.pin_memory() if DEVICE.type == "cuda" else pages.pages
     scores = torch.rand(2, BATCH, heads, capacity).to(DEVICE)
     scores[..., low_bit : low_bit + 20] += 1.0  # the next step's candidates, not in the low-bit tier yet
-    cursor = torch.tensor([[low_bit + 40, low_bit, low_bit + 20, 0]], device=DEVICE).repeat(BATCH, 1)
+    lengths = torch.tensor([[low_bit + 40, low_bit, low_bit + 20, 0]], device=DEVICE).repeat(BATCH, 1)
+    cursor = with_table(lengths, pages)
 
     def corrected(correct: Any) -> tuple[Tensor, ...]:
         index = torch.arange(k, dtype=torch.int32, device=DEVICE).repeat(BATCH, heads, 1)
-        slots = host[0, :, :, :k].to(DEVICE, copy=True)
+        slots = tokens_of(pages, 0, k).to(DEVICE, copy=True)
         moved = torch.zeros(1, dtype=torch.int64, device=DEVICE)
         chosen = correct(scores, cursor, host, slots, index, moved)
         copy_stream.wait_for_correction(cursor, slots)
@@ -572,12 +573,14 @@ def test_a_corrections_gather_has_a_program_for_each_head(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("k", [1, 8, 64, 300])
 @pytest.mark.pairwise
-@pytest.mark.parametrize(("dtype", "segmented"), [(torch.float32, True), (torch.float16, True), (torch.float16, False)])
+@pytest.mark.parametrize(("dtype", "paged"), [(torch.float32, True), (torch.float16, True), (torch.float16, False)])
 @pytest.mark.parametrize("programs", [1, 3, 4])  # for four heads
-def test_the_gather_copies_only_missing_pairs(k: int, dtype: torch.dtype, segmented: bool, programs: int) -> None:
+def test_the_gather_copies_only_missing_pairs(k: int, dtype: torch.dtype, paged: bool, programs: int) -> None:
     capacity, heads, d = 512, 2, 80
     pairs = torch.randn(BATCH, heads, capacity, 2, d).to(dtype)
-    host = in_segments(pairs) if segmented else pairs
+    pages, cursor = in_pages(pairs), torch.zeros(BATCH, 4, dtype=torch.int64, device=DEVICE)
+    cursor = with_table(cursor, pages) if paged else cursor
+    host = pages.pages if paged else pairs
     host = host.pin_memory() if DEVICE.type == "cuda" else host
     slots = torch.zeros(BATCH, heads, k, 2, d, dtype=dtype, device=DEVICE)
     index = torch.full((BATCH, heads, k), -1, dtype=torch.int32, device=DEVICE)
@@ -593,7 +596,7 @@ def test_the_gather_copies_only_missing_pairs(k: int, dtype: torch.dtype, segmen
         for row, wish in enumerate(wishes):
             selected[row // heads, row % heads, : len(wish)] = wish
         before = index.tolist()
-        triton_copy.gather(selected.to(DEVICE), host, slots, index, fetched, programs)
+        triton_copy.gather(selected.to(DEVICE), host, slots, index, fetched, programs, cursor)
         for row, wish in enumerate(wishes):
             b, h = row // heads, row % heads
             now = {token: place for place, token in enumerate(index[b, h].tolist()) if token >= 0}
@@ -609,15 +612,16 @@ def test_the_gather_copies_only_missing_pairs(k: int, dtype: torch.dtype, segmen
 @pytest.mark.parametrize("start", [30, 250, 256])
 @pytest.mark.parametrize("tokens", [1, 5, 40])
 def test_new_pairs_are_written_through_to_their_place_on_the_host(tokens: int, start: int) -> None:
-    host = in_segments(torch.zeros(BATCH, 2, 512, 2, 80))
-    host = host.pin_memory() if DEVICE.type == "cuda" else host
+    pages = in_pages(torch.zeros(BATCH, 2, 512, 2, 80))
+    host = pages.pages.pin_memory() if DEVICE.type == "cuda" else pages.pages
     k, v = torch.randn(2, BATCH, tokens, 2, 80).to(DEVICE).transpose(2, 3)
-    triton_copy.write_through(k, v, torch.tensor([[start, 0, 0, 0]], device=DEVICE).repeat(BATCH, 1), host)
+    cursor = torch.tensor([[start, 0, 0, 0]], device=DEVICE).repeat(BATCH, 1)
+    triton_copy.write_through(k, v, with_table(cursor, pages), host)
     if DEVICE.type == "cuda":
         torch.cuda.synchronize()
     expected = torch.zeros(BATCH, 2, 512, 2, 80)
     expected[:, :, start : start + tokens] = torch.stack([k, v], 3).cpu()
-    assert torch.equal(host, in_segments(expected))
+    assert torch.equal(host, in_pages(expected).pages)
 
 
 def compiled(*given: str) -> str:

@@ -305,8 +305,8 @@ def test_padding_rows_touch_only_page_0_and_the_state_of_future_rows(
     tiers = batch.memory.tiers_of(group.cache)
     assert pool is not None
     assert tiers is not None
-    nobodys = [x[0, 0] for layer in pool.state for name, x in layer.items() if name == "host"]
-    free = [(x[0] if name == "host" else x)[p] for s in pool.state for name, x in s.items() for p in pool.free]
+    nobodys = [layer["host"][0] for layer in pool.state]
+    free = [x[page] for layer in pool.state for x in layer.values() for page in pool.free]
     behind = [x[4:] for layer in tiers.all_rows for name, x in layer.items() if len(x) == 6]
     for part in (*nobodys, *free, *behind):
         part.view(torch.uint8).fill_(0x7F)

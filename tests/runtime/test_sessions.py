@@ -23,7 +23,7 @@ from transformers import DynamicCache, LlamaForCausalLM
 
 import specache_compile as sc
 from conftest import compile_copy, greedy, prompt, tiny_llama
-from held_tiers import in_order
+from held_tiers import in_rows
 from specache_compile.compat import cache_of, with_cache
 from specache_compile.kernels.memory import host_memory
 from specache_compile.kernels.movement import copy_queue, copy_stream
@@ -141,8 +141,8 @@ def test_after_a_crop_every_tier_holds_the_tokens_it_should(llama: LlamaForCausa
     session = session_of(cache)
     session.replay(session.version, cache.layers[0].keys.handle.edits)
     low_bit = max(0, (length - 32) // 32 * 32)
-    for state in session.state:
-        host = in_order(state["host"])[:, :, :length]
+    for state in in_rows(session):
+        host = state["host"][:, :, :length]
         assert torch.equal(state["codes"][:, :, :low_bit], host[:, :, :low_bit].flatten(3))
         assert torch.equal(state["recent"][:, :, torch.arange(low_bit, length) % 64], host[:, :, low_bit:])
         assert (state["slot_index"] < low_bit).all()
@@ -509,7 +509,7 @@ def test_the_host_tier_has_memory_in_finer_steps_than_buckets_and_a_step_stays_r
     assert session.recorded.steps == {None: recorded}
     with pytest.raises(sc.SpecacheError, match=r"the host tier would need .* 4,864 tokens"):
         step(twin, ids[:, 4353:4609], cache)
-    assert (session.tiers.capacity, session.tiers.room) == (4608, 4608)
+    assert (session.tiers.capacity, len(session.tiers.pool.counts)) == (4608, 18)
 
 
 def test_what_is_explained_has_no_budget_to_keep(monkeypatch: pytest.MonkeyPatch) -> None:
