@@ -115,11 +115,10 @@ def extended(
         out = extended(how, q, k, v, mask, sinks, cursor.clamp_min(0), host)
         return torch.nn.functional.pad(out, (0, 0, -length, 0))
     rows = Rows(q, k.shape[1], mask, length + q.shape[2])
-    part, first = how.attend(rows.q, k, v, rows.new_columns(length)), 0
     if isinstance(host, Pages) and host.dtype == q.dtype and len(q) == 1 and q.shape[2] <= IN_PLACE <= PAGE <= length:
-        first = length // PAGE * PAGE
-        part = merged(part, over_pages(how, rows, host, first // PAGE))
-    for start in range(first, length, how.block):
+        return rows.back(over_pages(how, rows, host, length, k, v, sinks), q.dtype)
+    part = how.attend(rows.q, k, v, rows.new_columns(length, length))
+    for start in range(0, length, how.block):
         stop = min(start + how.block, length)
         keys, values = decoded(tokens_of(host, start, stop).to(q.device), q.dtype, q.shape[-1]).unbind(-2)
         part = merged(part, how.attend(rows.q, keys, values, rows.columns(start, stop)))
@@ -128,19 +127,25 @@ def extended(
     return rows.back(part[0], q.dtype)
 
 
-def over_pages(how: Parts, rows: Rows, host: Pages, count: int) -> Part:
-    """Attend over the first `count` pages, whole ones of one row, in place: adjacent pages are one batch."""
-    (table,), parts = host.table.tolist(), list[Part]()
-    for numbers, _ in runs_of([page - number for number, page in enumerate(table[:count])]):
+def over_pages(
+    how: Parts, rows: Rows, host: Pages, length: int, k: Tensor, v: Tensor, sinks: Tensor | None
+) -> Tensor:
+    """Attend over one row's pages in place, adjacent ones as one batch; the last page's tokens are copied before the
+    new ones. Returns the output [B, H, rows, d]."""
+    (table,), whole = host.table.tolist(), length // PAGE
+    rest = tokens_of(host, whole * PAGE, length)
+    keys, values = (torch.cat([rest[..., which, :], x], 2) for which, x in enumerate((k, v)))
+    parts = [how.attend(rows.q, keys, values, rows.new_columns(whole * PAGE, length))]
+    for numbers, _ in runs_of([page - number for number, page in enumerate(table[:whole])]):
         size = numbers.stop - numbers.start
         keys, values = host.pages.narrow(0, table[numbers.start], size).unbind(-2)
         mask = rows.columns(numbers.start * PAGE, numbers.stop * PAGE)
         mask = None if mask is None else mask.unflatten(-1, (size, PAGE)).movedim(-2, 0).squeeze(1)
         parts.append(how.attend(rows.q.expand(size, -1, -1, -1), keys, values, mask))
-    out, total = (torch.cat(part) for part in zip(*parts, strict=True))
-    totals = total.movedim(0, -1)
-    weights = softmax(totals).movedim(-1, 0).unsqueeze(-1)
-    return (out * weights).sum(0, keepdim=True), totals.logsumexp(-1).unsqueeze(0)
+    outs, totals = (torch.cat(part) for part in zip(*parts, strict=True))
+    totals = totals if sinks is None else torch.cat([totals, rows.sinks(sinks)[None]])
+    weights = totals.softmax(0).nan_to_num_(0.0)[: len(outs), ..., None]  # NaN: a row without visible tokens
+    return (outs * weights).sum(0, keepdim=True)
 
 
 class Rows:
@@ -157,15 +162,18 @@ class Rows:
         """Return the columns start..stop of the mask [B|1, Hq|1, T|1, n] as [B|1, H|1, G·T|1, stop - start]."""
         return None if self.mask is None else self.by_row(self.mask[..., start:stop])
 
-    def new_columns(self, length: int) -> Tensor | None:
-        """Return the mask's columns of new tokens, which follow `length` cached ones; None for a single visible token.
+    def new_columns(self, first: int, length: int) -> Tensor | None:
+        """Return the mask's columns from `first` on, of which new tokens follow `length` cached ones; None if all are
+        visible.
 
         If new tokens share one row of the mask, they are also causal.
         """
-        causal = torch.ones(self.tokens, self.tokens, dtype=torch.bool, device=self.q.device).tril()[None, None]
+        cached = length - first
+        causal = torch.ones(self.tokens, cached + self.tokens, dtype=torch.bool, device=self.q.device).tril(cached)
+        causal = causal[None, None]
         if self.mask is None:
             return self.by_row(causal) if self.tokens > 1 else None
-        given = self.mask[..., length : length + self.tokens]
+        given = self.mask[..., first : length + self.tokens]
         if given.shape[2] == self.tokens:
             return self.by_row(given)
         both = given & causal if given.dtype == torch.bool else given.masked_fill(~causal, -math.inf)

@@ -40,7 +40,11 @@ def by_rows(*returns: int, by_token: Sequence[str] = ("host",)) -> Callable[[F],
             runs = runs_of(cursor[:, :CURSOR_SIZE].tolist()) if cursor.shape[0] > 1 else [(slice(0, 1), None)]
             if has_table(cursor):
                 table = table_of(cursor)
-                parts = [of_pages(run, by_token, names, arguments, cursor[rows], table[rows], rows) for rows, _ in runs]
+                if len(runs) == 1:
+                    return of_pages(run, by_token, dict(zip(names, arguments, strict=False)), table)
+                parts = [
+                    of_pages(run, by_token, given_to(names, arguments, rows, by_token), table[rows]) for rows, _ in runs
+                ]
             elif len(runs) == 1:
                 return run(*arguments)
             else:
@@ -56,24 +60,28 @@ def by_rows(*returns: int, by_token: Sequence[str] = ("host",)) -> Callable[[F],
     return decorate
 
 
-def of_pages(
-    run: Callable[..., Any], by_token: Sequence[str], names: Sequence[str], arguments: Sequence[Any], cursor: Tensor,
-    table: Tensor, rows: slice,
-) -> Any:  # fmt: skip
-    """Run a definition for rows with tiers in pages; cursor and table are those of these rows."""
+def given_to(
+    names: Sequence[str], arguments: Sequence[Any], rows: slice, by_token: Sequence[str]
+) -> dict[str, Any]:
+    """Return the operands of these rows by name; those in pages are unchanged."""
     paged = (*LOW_BIT_TIER, *by_token)
-    given = {name: rows_of(name, value, rows, paged) for name, value in zip(names, arguments, strict=False)}
-    given["cursor"] = cursor[:, :CURSOR_SIZE]
+    return {name: rows_of(name, value, rows, paged) for name, value in zip(names, arguments, strict=False)}
+
+
+def of_pages(run: Callable[..., Any], by_token: Sequence[str], given: dict[str, Any], table: Tensor) -> Any:
+    """Run a definition for rows with tiers in pages and this table; their lengths are equal."""
+    given["cursor"] = cursor = given["cursor"][:, :CURSOR_SIZE]
     given |= {name: Pages(given[name], table) for name in by_token if name in given}
     if TIERS in given:
-        tiers = given[TIERS]
-        given[TIERS] = tiers._replace(**{name: rows_read(getattr(tiers, name), table) for name in LOW_BIT_TIER})
+        tiers = StoredTiers(*given[TIERS])
+        low_bit = {name: rows_read(getattr(tiers, name), table) for name in LOW_BIT_TIER}
+        given[TIERS] = tiers._replace(**low_bit)
     written = {name: given[name] for name in LOW_BIT_TIER if name in given}
     first = int(cursor[0, LOW_BIT]) // PAGE if written else 0
     given |= {name: rows_read(tier, table, first) for name, tier in written.items()}
     results = run(**given)
     for name, tier in written.items():
-        write_rows(tier, table, given[name], given["cursor"])
+        write_rows(tier, table, given[name], cursor)
     return results
 
 

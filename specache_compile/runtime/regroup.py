@@ -112,7 +112,7 @@ def check_alike(sources: Sequence[Session]) -> None:
 
 
 def give_equal_pools(sources: Sequence[Session]) -> None:
-    """Give sessions pools of their own in which equal pages are held, since a new pool will share their tensors."""
+    """Give each session its own pool in which equal pages are held, since a new pool will share their tensors."""
     for session in sources:
         session.tiers.trim(session.progress.lengths)
     pools = [session.tiers.pool for session in sources]

@@ -70,7 +70,7 @@ class Tiers:
     most_rows: rows that the buffers are allocated for. Row b has slice b; slices without a row select no pairs.
     all_rows: of each layer, the buffers for all rows.
     views_by_rows: the state of the first rows, by their number.
-    sinks_known: a length at which every row has all its sinks; None if some are still to be found.
+    sinks_known: a length at which every row has all its sinks. None: some are still to be found.
     moves, moves_seen: how often buffers of rows have moved; the pool's moves and these at the last `reserve`.
 
     Methods call their argument `settle` before a tensor moves: then no copy may be under way.
@@ -265,9 +265,9 @@ class Tiers:
         assert self.pool is not None
         with self.pool.lock:
             shared = self.shared_pages(lengths, masked)
-            capacity = self.capacity_for(max(len(row) + more for row, more in zip(self.pages, taken, strict=True)))
             if not shared and not any(taken) and self.all_rows:
                 return self.has_moved()
+            capacity = self.capacity_for(max(len(row) + more for row, more in zip(self.pages, taken, strict=True)))
             self.grow_pool(max(lengths) + new, len(shared) + sum(taken), settle)
             self.grow_rows(capacity, settle)
             if shared:
@@ -279,12 +279,11 @@ class Tiers:
     def shared_pages(self, lengths: Sequence[int], masked: bool) -> list[tuple[int, int]]:
         """The shared pages (row, number) that rows will write to. The last row that has a page keeps it."""
         assert self.pool is not None
-        found, copied = list[tuple[int, int]](), Counter[int]()
-        for row, length in enumerate(lengths):
-            for number in range(self.first_written(row, length, masked), len(self.pages[row])):
-                page = self.pages[row][number]
-                if self.pool.counts[page] - copied[page] > 1:
-                    copied[page] += 1
+        found, copied, counts = list[tuple[int, int]](), Counter[int](), self.pool.counts
+        for row, (length, pages) in enumerate(zip(lengths, self.pages, strict=True)):
+            for number in range(self.first_written(row, length, masked), len(pages)):
+                if counts[pages[number]] - copied[pages[number]] > 1:
+                    copied[pages[number]] += 1
                     found.append((row, number))
         return found
 
@@ -313,8 +312,10 @@ class Tiers:
         self.join_pool(PagePool(self.options, self.layers, pages, places))
 
     def sizes(self, tokens: int, missing: int) -> tuple[int, int]:
-        """Pages of the pool, and those with host memory, for rows of so many tokens: as many as the rows have together,
-        or more if others hold pages too, so that `missing` more are free."""
+        """Pages of the pool, and those with host memory, for rows of so many tokens.
+
+        If others hold pages too, there are more, so that `missing` ones get free.
+        """
         pages, places = (self.batch * size(tokens) // PAGE for size in (bucket, room))
         if self.pool is None:
             return pages, places
