@@ -127,9 +127,7 @@ def extended(
     return rows.back(part[0], q.dtype)
 
 
-def over_pages(
-    how: Parts, rows: Rows, host: Pages, length: int, k: Tensor, v: Tensor, sinks: Tensor | None
-) -> Tensor:
+def over_pages(how: Parts, rows: Rows, host: Pages, length: int, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
     """Attend over one row's pages in place, adjacent ones as one batch; the last page's tokens are copied before the
     new ones. Returns the output [B, H, rows, d]."""
     (table,), whole = host.table.tolist(), length // PAGE

@@ -60,9 +60,7 @@ def by_rows(*returns: int, by_token: Sequence[str] = ("host",)) -> Callable[[F],
     return decorate
 
 
-def given_to(
-    names: Sequence[str], arguments: Sequence[Any], rows: slice, by_token: Sequence[str]
-) -> dict[str, Any]:
+def given_to(names: Sequence[str], arguments: Sequence[Any], rows: slice, by_token: Sequence[str]) -> dict[str, Any]:
     """Return the operands of these rows by name; those in pages are unchanged."""
     paged = (*LOW_BIT_TIER, *by_token)
     return {name: rows_of(name, value, rows, paged) for name, value in zip(names, arguments, strict=False)}

@@ -319,8 +319,10 @@ class Tiers:
         pages, places = (self.batch * size(tokens) // PAGE for size in (bucket, room))
         if self.pool is None:
             return pages, places
-        least = len(self.pool.counts) + missing
+        before = len(self.pool.counts)
+        least = before + missing
         if least > places:
+            least = max(least, before * 3 // 2)  # each growth copies all pages
             pages, places = (max(own, size(least * PAGE) // PAGE) for own, size in ((pages, bucket), (places, room)))
         return max(pages, self.pool.pages), places
 

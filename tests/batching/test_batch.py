@@ -12,10 +12,11 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 
 import specache_compile as sc
-from conftest import greedy, prompt, tiny_llama
+from conftest import compile_copy, greedy, prompt, tiny_llama
 from specache_compile.batching.batch_memory import Bytes, upper_bound
 from specache_compile.batching.request import End, Request
 from specache_compile.caches.joining import drop
+from specache_compile.compat import cache_of, with_cache
 from specache_compile.errors import SpecacheError
 from specache_compile.runtime.session import Session
 
@@ -309,3 +310,20 @@ def test_rows_whose_copies_have_failed_can_be_taken_out(model: Any, monkeypatch:
     monkeypatch.undo()
     assert batch.memory.pool is not None
     assert batch.memory.pool.held == 0
+
+
+@torch.no_grad()
+def test_a_batch_runs_the_graphs_that_plain_calls_have_compiled() -> None:
+    """All caches have one layout, so each phase is compiled once."""
+    model, cache = compile_copy(tiny_llama(num_hidden_layers=1)), None
+    for tokens, start in ((300, 0), (1, 300), (1, 301), (1, 302)):
+        places = torch.arange(start, start + tokens)[None]
+        out = model(
+            prompt(tokens), **with_cache(cache), position_ids=places, use_cache=True, return_dict=True, logits_to_keep=1
+        )
+        cache = cache_of(out)
+    compiles = sc.stats(model).compiles
+    batch = sc.Batch(model)
+    batch.add(prompt(280), max_new_tokens=5)
+    batch.run()
+    assert sc.stats(model).compiles == compiles == 3
