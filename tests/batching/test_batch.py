@@ -318,9 +318,8 @@ def test_a_batch_runs_the_graphs_that_plain_calls_have_compiled() -> None:
     model, cache = compile_copy(tiny_llama(num_hidden_layers=1)), None
     for tokens, start in ((300, 0), (1, 300), (1, 301), (1, 302)):
         places = torch.arange(start, start + tokens)[None]
-        out = model(
-            prompt(tokens), **with_cache(cache), position_ids=places, use_cache=True, return_dict=True, logits_to_keep=1
-        )
+        more = {"use_cache": True, "return_dict": True, "logits_to_keep": 1}
+        out = model(input_ids=prompt(tokens), **with_cache(cache), position_ids=places, **more)
         cache = cache_of(out)
     compiles = sc.stats(model).compiles
     batch = sc.Batch(model)
