@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -47,7 +48,13 @@ class Rewritten:
     writes: frozenset[int] = frozenset()
     rows: RowDims | None = None
 
-    @property
-    def needs_speculative(self) -> bool:
-        """Whether the speculative token is an input."""
-        return Input("speculative") in self.inputs
+    @functools.cached_property
+    def session_inputs(self) -> frozenset[str]:
+        """The kinds of the session's tensors among the inputs."""
+        return frozenset(source.source for source in self.inputs if source.source != "argument")
+
+    @functools.cached_property
+    def stays(self) -> list[bool]:
+        """Of each input of a captured graph, whether it is state or is written to, and so keeps its address."""
+        owned = [source.source in ("state", "cursor", "padding") for source in self.inputs]
+        return [own or position in self.writes for position, own in enumerate(owned)]

@@ -31,9 +31,11 @@ from specache_compile.paging.compress import compressed
 from specache_compile.passes.reading.sites import PARTS, Part
 from specache_compile.rope_switch import RopeSwitch
 
+from .bound import BoundInputs, bind
 from .draft_length import DraftLength
-from .held import Crop, Edit, Handle, HeldTensor
+from .held import Crop, Edit, Handle, HeldTensor, with_free_sizes
 from .records import Statistics, record_of
+from .rewritten import Rewritten
 from .state import bytes_in_16_bits, fields_of, full_cache_bytes
 from .tiers import Tiers
 from .variant import selects
@@ -116,6 +118,7 @@ class Session:
     half_evicted: a step that drops pairs has started and not finished.
     capturable: steps may be recorded as CUDA graphs; False if the host makes the copies.
     cursors: one buffer for each page-table width, sized for all rows. Rows after the batch are zero (inactive).
+    bindings: by rewritten graph and number of rows.
     queue: its copies, and the host's record of its steps.
     """
 
@@ -155,6 +158,7 @@ class Session:
         )
         self.recorded = RecordedSteps()
         self.cursors: dict[int, Tensor] = {}
+        self.bindings: dict[tuple[Rewritten, int], BoundInputs] = {}
         self.statistics = Statistics(self.queue)
         self.new_cursor()
         self.deferred = self.new_deferred()
@@ -176,6 +180,7 @@ class Session:
         every[self.tiers.batch :].zero_()
         every[:, QUEUE].fill_(self.queue.number)
         self.cursor, self.queue.table = every[: self.tiers.batch], None
+        self.bindings.clear()
         self.update_page_table()
 
     def padded_to(self, rows: int) -> tuple[list[LayerState], Tensor]:
@@ -184,6 +189,13 @@ class Session:
             return self.state, self.cursor
         pages = self.cursor.shape[1] - CURSOR_SIZE
         return self.tiers.padded_to(rows), self.cursors[pages][:rows]
+
+    def bound(self, rewritten: Rewritten, arguments: Sequence[Any], rows: int) -> BoundInputs:
+        """The inputs of a rewritten graph for so many rows, bound to the present state."""
+        known = self.bindings.get((rewritten, rows))
+        if known is None or known.state is not self.tiers.padded_to(rows):
+            known = self.bindings[rewritten, rows] = bind(rewritten.inputs, *self.padded_to(rows), arguments)
+        return known
 
     def update_page_table(self) -> None:
         """Write the current page table into the cursor."""
@@ -281,6 +293,7 @@ class Session:
         if places != self.recorded_at:
             self.recorded.clear()
             self.recorded_at = places
+        self.bindings.clear()
         fields, statistics = self.tiers.fields, self.statistics
         # The host itself copies from and to unpinned memory, which a CUDA graph cannot record.
         self.capturable = not self.cursor.is_cuda or all(host.is_pinned() for host in fields("host"))
@@ -406,8 +419,7 @@ class Session:
             (self.tiers.batch, shape.heads, self.length, shape.head_dim),
             Handle(self, self.version, site, part),
         )
-        torch._dynamo.maybe_mark_dynamic(held, (0, 2))
-        return held
+        return with_free_sizes(held)
 
     def plain(self, site: int, part: Part) -> Tensor:
         """A plain copy of one site's keys or values [B, H, n, d], from the tier that has all pairs. Shorter rows have

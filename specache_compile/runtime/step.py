@@ -24,8 +24,6 @@ from specache_compile.lowering.row_buckets import filled_up, first_rows, row_buc
 from specache_compile.methods import METHODS
 from specache_compile.methods.field import LayerState
 from specache_compile.passes.phase import EXTEND, PREFILL, WIDENED, Phase
-from specache_compile.passes.plan import Input
-from specache_compile.passes.reading.local_shards import local
 from specache_compile.rope_switch import rows_apart
 
 from .records import Graph
@@ -168,7 +166,7 @@ class Step:
         if progress.differ or progress.joined:
             check_positions(progress, last)
             self.check_rope()
-        chosen = all(progress.ready) and not (last.needs_speculative and progress.speculative is None)
+        chosen = all(progress.ready) and not ("speculative" in last.session_inputs and progress.speculative is None)
         return [*(rewritten(earlier) for earlier in before if not chosen), last]
 
     def check_rope(self) -> None:
@@ -228,16 +226,16 @@ class Step:
             session.warn_once(not_pinned(graph.captured.mode))
         captures = captures and session.capturable
         rows = self.rows_recorded(graph, rewritten, arguments) if captures else session.tiers.batch
-        inputs = self.bind(rewritten.inputs, arguments, rows)
+        inputs = self.inputs_of(rewritten, arguments, rows)
         if rewritten.rows is not None:
             inputs = filled_up(inputs, rewritten.rows, session.tiers.batch, rows)
         start = time.perf_counter()
         if captures:
-            owned = [source.source in ("state", "cursor", "padding") for source in rewritten.inputs]
-            stays = [own or position in rewritten.writes for position, own in enumerate(owned)]
             give_up = functools.partial(graph.stop_capturing, rewritten)
             device, shape = session.cursor.device, (rows, session.cursor.shape[1])
-            outputs = session.recorded.run(rewritten.run, inputs, stays, device, give_up, session.deferred, shape)
+            outputs = session.recorded.run(
+                rewritten.run, inputs, rewritten.stays, device, give_up, session.deferred, shape
+            )
             session.statistics.replays = session.recorded.replays
         else:
             session.deferred.make()
@@ -260,22 +258,13 @@ class Step:
         holds = graph.captured.symbols.holds
         return rows if all(holds(each, arguments, {dims.number: rows}) for each in dims.assumed) else live
 
-    def bind(self, inputs: Sequence[Input], arguments: Sequence[Any], rows: int) -> list[Any]:
+    def inputs_of(self, rewritten: Rewritten, arguments: Sequence[Any], rows: int) -> list[Any]:
         """The inputs of a rewritten graph: the caller's arguments, and the session's state for so many rows."""
-        session = self.session
-        state, cursor = session.padded_to(rows)
-        own = {"cursor": cursor, "padding": session.progress.padding, "speculative": session.progress.speculative}
-        values: list[Any] = []
-        for source in inputs:
-            if source.source == "argument":
-                values.append(local(arguments[source.argument]))
-            elif source.source == "state":
-                values.append(state[source.site][source.field])
-            elif source.source == "counted":
-                values.append(self.counted())
-            else:
-                values.append(own[source.source])
-        return values
+        session, progress = self.session, self.session.progress
+        own = {"padding": progress.padding, "speculative": progress.speculative}
+        if "counted" in rewritten.session_inputs:
+            own["counted"] = self.counted()
+        return session.bound(rewritten, arguments, rows).of_call(arguments, own)
 
     def counted(self) -> Tensor:
         """1.0 for real draft tokens, 0.0 for padding lanes: float32 [lanes, B, 1, 1]."""

@@ -185,8 +185,8 @@ class Tiers:
 
         there: as for `sinks.find_sinks`.
         """
-        indices = [index for index in self.fields("sink_index") if index.shape[2]]
-        if self.sinks_known is not None or not indices:
+        indices = [] if self.sinks_known is not None else [x for x in self.fields("sink_index") if x.shape[2]]
+        if not indices:
             return
         follows = there is None
         for rows, (length, stop) in self.runs(list(zip(lengths, stops, strict=True))):
