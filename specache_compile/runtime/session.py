@@ -31,11 +31,10 @@ from specache_compile.paging.compress import compressed
 from specache_compile.passes.reading.sites import PARTS, Part
 from specache_compile.rope_switch import RopeSwitch
 
-from .bound import BoundInputs, bind
 from .draft_length import DraftLength
 from .held import Crop, Edit, Handle, HeldTensor, with_free_sizes
 from .records import Statistics, record_of
-from .rewritten import Rewritten
+from .rewritten import BoundInputs, Rewritten, bind
 from .state import bytes_in_16_bits, fields_of, full_cache_bytes
 from .tiers import Tiers
 from .variant import selects
