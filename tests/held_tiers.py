@@ -25,6 +25,7 @@ from specache_compile.runtime.step import Step
 
 def in_rows(session: Any) -> list[dict[str, Tensor]]:
     """Return each layer's state tensors, those in pages as copies [B, H, n, ...] of the rows' whole pages."""
+    session.drain()
     table = session.tiers.table[:, : max(map(len, session.tiers.pages))]
     return [
         {name: rows_read(x, table) if name in names else x for name, x in state.items()}
@@ -61,7 +62,6 @@ def low_bit_levels(layout: Layout, state: Any, head_dim: int, low_bit: int) -> d
 def held(session: Any) -> list[dict[str, Tensor]]:
     """Return each layer's host, low-bit and recent tier, and the slots' pairs with their host pairs."""
     length, low_bit = session.length, session.options.low_bit_length(session.length)
-    session.drain()
     layers = []
     for state in in_rows(session):
         recent = torch.arange(low_bit, length) % state["recent"].shape[2]

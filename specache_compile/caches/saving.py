@@ -140,7 +140,8 @@ def save(cache: DynamicCache, folder: str | os.PathLike[str]) -> None:
     try:
         for number, layer in enumerate(tqdm(cache.layers, "saving", unit="layer", disable=None, leave=False)):
             site = layers[number]["site"]
-            pairs = plain_pairs(layer) if site is None else whole(tiers, site, progress.lengths)
+            with tiers.lock:
+                pairs = plain_pairs(layer) if site is None else whole(tiers, site, progress.lengths)
             write({**pairs, **states_of(layer)}, tensors / layer_file(number))
         starts_from = {"speculative": progress.speculative, "padding": progress.padding}
         write({name: tensor for name, tensor in starts_from.items() if tensor is not None}, tensors / STEP)
