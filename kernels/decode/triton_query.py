@@ -43,7 +43,6 @@ class Form(NamedTuple):
     is_capped: bool
     in_trellis: bool
     in_place: bool
-    is_paged: bool
 
 
 @triton.jit
@@ -104,10 +103,8 @@ def prepare_query(
         there = number * form.group < tl.load(cursor + AT_LOW_BIT)
         share = tl.zeros([GROUPS, ROWS], tl.float32)
         if not form.in_trellis:
-            first = bh * (capacity // form.group) + number
-            if form.is_paged:
-                token = tl.zeros([GROUPS], tl.int64) + number * form.group
-                first = place_in_page(cursor, head, token, heads, there) // form.group
+            token = tl.zeros([GROUPS], tl.int64) + number * form.group
+            first = place_in_page(cursor, head, token, heads, there) // form.group
             share = share_of_zeros(key_params + first * (2 * D), there, x, kind, D=D) * worth[None, :]
         if is_centered:
             at = (bh * form.rows + row % form.rows) * (share_blocks * 16)
