@@ -158,7 +158,7 @@ class Session:
         self.statistics = Statistics(self.queue)
         self.new_cursor()
         self.deferred = self.new_deferred()
-        self.recorded_at = self.tiers.places()
+        self.recorded_at = self.tiers.moved
         self.tiers.belong_to(self)
 
     def new_cursor(self) -> None:
@@ -249,7 +249,9 @@ class Session:
         """Compress and grow the tiers as `tokens` new tokens require. masked: whether the step hides some tokens."""
         if self.tiers.compresses_at(self.progress.longest + tokens):
             self.compress()
-        if self.tiers.reserve(self.progress.lengths, tokens, self.drain, masked):
+        self.tiers.reserve(self.progress.lengths, tokens, masked)
+        self.check_copies()
+        if self.tiers.moved != self.recorded_at:
             self.update_memory()
         self.update_page_table()
 
@@ -277,10 +279,9 @@ class Session:
 
         The statistics keep the tiers' sizes for the time after the session.
         """
-        places = self.tiers.places()
-        if places != self.recorded_at:
+        if self.tiers.moved != self.recorded_at:
             self.recorded.clear()
-            self.recorded_at = places
+            self.recorded_at = self.tiers.moved
         fields, statistics = self.tiers.fields, self.statistics
         # The host itself copies from and to unpinned memory, which a CUDA graph cannot record.
         self.capturable = not self.cursor.is_cuda or all(host.is_pinned() for host in fields("host"))

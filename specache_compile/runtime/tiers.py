@@ -71,9 +71,7 @@ class Tiers:
     all_rows: of each layer, the buffers for all rows.
     views_by_rows: the state of the first rows, by their number.
     sinks_known: a length at which every row has all its sinks. None: some are still to be found.
-    moves, moves_seen: how often buffers of rows have moved; the pool's moves and these at the last `reserve`.
-
-    Methods call their argument `settle` before a tensor moves: then no copy may be under way.
+    moves: how often buffers of rows have moved.
     """
 
     def __init__(
@@ -99,7 +97,7 @@ class Tiers:
         self.capacity = 0
         self.table = torch.zeros(self.batch, 0, dtype=torch.int64, device="cpu")
         self.views_by_rows: dict[int, list[LayerState]] = {}
-        self.moves, self.moves_seen = 0, (-1, -1)
+        self.moves = 0
 
     def join_pool(self, pool: PagePool) -> None:
         """Count as tiers of a pool. When they die, which may happen anywhere, their pages are only noted there."""
@@ -122,13 +120,6 @@ class Tiers:
         made.write_table(0 if pool.first else before)
         made.all_rows = rows or [row_state(pool.options, layer, places, made.capacity) for layer in made.layers]
         return made
-
-    def fill(self, pool: PagePool, pages: list[list[int]], rows: list[LayerState], capacity: int) -> None:
-        """Take over the pages and the buffers of rows that were read from files."""
-        self.pages[:] = pages
-        self.join_pool(pool)
-        self.write_table(capacity)
-        self.set_rows(rows, self.batch)
 
     def belong_to(self, session: Any) -> None:
         """Register the session whose copies must end before a page moves or gets another owner."""
@@ -199,11 +190,10 @@ class Tiers:
         if follows or isinstance(indices[0], FakeTensor) or all(bool((index >= 0).all()) for index in indices):
             self.sinks_known = min(stops)
 
-    def places(self) -> list[tuple[int, torch.Size]]:
-        """Address and shape of each state tensor, whatever the number of rows; fake tensors have the address 0."""
-        layers = [*self.all_rows, *(self.pool.state if self.pool is not None else ())]
-        every = (tensor for layer in layers for tensor in layer.values())
-        return [(0 if isinstance(tensor, FakeTensor) else tensor.data_ptr(), tensor.shape) for tensor in every]
+    @property
+    def moved(self) -> tuple[int, ...]:
+        """Changes when a tensor has moved, by a step of these tiers or of others of the pool."""
+        return id(self), 0 if self.pool is None else self.pool.moves, self.moves
 
     def views(self, site: int, rows: slice) -> LayerState:
         """A layer's state that a crop reads and writes, for rows of `runs_of`: what is not paged, and all pairs."""
@@ -249,9 +239,8 @@ class Tiers:
         grows = tokens > self.capacity and self.ranks is None  # ranks decide by lengths alone
         return not stays_in_16_bits(self.pending, self.layers, self.batch, tokens, room=grows)
 
-    def reserve(self, lengths: Sequence[int], new: int, settle: Callable[[], object], masked: bool = True) -> bool:
-        """Allocate the pages that each row's new tokens need, and copies of shared pages that it will write to. Returns
-        whether a tensor has changed.
+    def reserve(self, lengths: Sequence[int], new: int, masked: bool = True) -> None:
+        """Allocate the pages that each row's new tokens need, and copies of shared pages that it will write to.
 
         masked: whether the step hides some tokens. SpecacheError, before anything has changed, if the host tier would
         exceed its budget or the pool has too few pages.
@@ -264,15 +253,12 @@ class Tiers:
             self.pool.collect()  # else pages of tiers that have died count as shared
             shared = self.shared_pages(lengths, masked)
             if not shared and not any(taken) and self.all_rows:
-                return self.has_moved()
+                return
             capacity = self.capacity_for(max(len(row) + more for row, more in zip(self.pages, taken, strict=True)))
-            self.grow_pool(max(lengths) + new, len(shared) + sum(taken), settle)
-            self.grow_rows(capacity, settle)
-            if shared:
-                settle()
+            self.grow_pool(max(lengths) + new, len(shared) + sum(taken))
+            self.grow_rows(capacity)
             self.take_pages(shared, taken)
             self.write_table(capacity)
-            return self.has_moved()
 
     def shared_pages(self, lengths: Sequence[int], masked: bool) -> list[tuple[int, int]]:
         """The shared pages (row, number) that rows will write to. The last row that has a page keeps it."""
@@ -289,6 +275,8 @@ class Tiers:
         """Copy shared pages (row, number), and append new ones to each row."""
         assert self.pool is not None
         fresh = iter(self.pool.allocate(len(shared) + sum(taken)))
+        if shared:
+            self.settle()
         for row, number in shared:
             before, page = self.pages[row][number], next(fresh)
             self.pool.copy(before, page)
@@ -296,12 +284,6 @@ class Tiers:
             self.pool.free_pages([before])
         for row, number in enumerate(taken):
             self.pages[row].extend(next(fresh) for _ in range(number))
-
-    def has_moved(self) -> bool:
-        """Whether a tensor has moved since the last call, by a step of these tiers or of others of the pool."""
-        assert self.pool is not None
-        before, self.moves_seen = self.moves_seen, (self.pool.moves, self.moves)
-        return before != self.moves_seen
 
     def open_pool(self, tokens: int) -> None:
         """Create the pool, for rows of so many tokens."""
@@ -324,19 +306,18 @@ class Tiers:
             pages, places = (max(own, size(least * PAGE) // PAGE) for own, size in ((pages, bucket), (places, room)))
         return max(pages, self.pool.pages), places
 
-    def grow_pool(self, tokens: int, number: int, settle: Callable[[], object]) -> None:
+    def grow_pool(self, tokens: int, number: int) -> None:
         """Grow a pool without null page if it lacks free pages. A batch's pool grows by itself."""
         assert self.pool is not None
         if self.pool.first or not (missing := self.pool.missing(number)):
             return
         pages, places = self.sizes(tokens, missing)
         self.check_host_memory(places, places * PAGE // self.batch)
-        settle()
         self.pool.grow_to(pages, places)
         if self.layers[0].device.type == "cuda":
             self.reserve_ahead(self.batch * room(places * PAGE // self.batch + 1) // PAGE)
 
-    def grow_rows(self, capacity: int, settle: Callable[[], object]) -> None:
+    def grow_rows(self, capacity: int) -> None:
         """Allocate the rows' buffers, or move those whose size depends on the capacity to larger ones."""
         if self.all_rows and capacity <= self.capacity:
             return
@@ -346,7 +327,7 @@ class Tiers:
             for field in row_fields(self.options, layer) if self.all_rows else ():
                 old = self.all_rows[number][field.name]
                 if field.shape(self.options, layer, self.most_rows, capacity) != tuple(old.shape):
-                    settle()
+                    self.settle()
                     larger = made[field.name] = empty(field, self.options, layer, self.most_rows, capacity)
                     larger[:, :, : old.shape[2]].copy_(old)
             grown.append(made)
@@ -541,18 +522,12 @@ class Tiers:
         pool, state = self.pool, list[LayerState]()
         assert pool is not None
         for layer, old in zip(self.layers, pool.state, strict=True):
-            fields = paged_fields(options, layer)
-            kept = {
-                field.name: old[field.name]
-                for field in fields
-                if field.on_host and field.shape(options, layer, pool.pages, PAGE) == tuple(old[field.name].shape)
-            }
-            new = {
-                field.name: empty(field, options, layer, pool.pages, PAGE, len(pool.counts))
-                for field in fields
-                if field.name not in kept
-            }
-            state.append({field.name: (kept | new)[field.name] for field in fields})
+            state.append({})
+            for field in paged_fields(options, layer):
+                kept = old[field.name] if field.on_host else None
+                if kept is None or field.shape(options, layer, pool.pages, PAGE) != tuple(kept.shape):
+                    kept = empty(field, options, layer, pool.pages, PAGE, len(pool.counts))
+                state[-1][field.name] = kept
         made = self.in_pool(pool.twin(options, self.layers, state), [list(row) for row in self.pages], self.batch)
         made.pending = None
         return made

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache, LlamaForCausalLM
 
 import specache_compile as sc
@@ -24,6 +26,8 @@ from specache_compile.paging.pool import PagePool
 from specache_compile.runtime import tiers as tiers_module
 from specache_compile.runtime.regroup import regrouped
 from specache_compile.runtime.session import Session, session_of
+from specache_compile.runtime.state import MEASURE, bytes_in_16_bits, device_total, fields_of, predicted_bytes
+from specache_compile.runtime.step import opened
 
 SMALL = {"lowering": "eager", "group_size": 32, "residual_length": 32, "top_k": 8}
 METHODS = {
@@ -114,19 +118,59 @@ def test_a_copy_costs_its_table_and_the_buffers_of_its_rows(model: LlamaForCausa
     assert max(pool.counts) == 1
 
 
-@pytest.mark.parametrize(("method", "pages"), [("full", 1), ("offload", 1), ("default", 1)])
-def test_the_first_step_after_a_copy_copies_the_last_page(
-    method: str, pages: int, copied: list[tuple[int, int]]
-) -> None:
+class Allocations(TorchDispatchMode):
+    """Counts the bytes of new tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.bytes += sum(x.nbytes for x in tree_leaves(out) if isinstance(x, Tensor)) * (not func.is_view)
+        return out
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("method", ["default", "full", "fp8"])
+def test_a_copy_of_32k_tokens_allocates_its_table_and_its_rows(method: str) -> None:
+    model = model_of(method)
+    _, cache = step(model, prompt(300))
+    session = at_hand(cache)
+    pairs = torch.randn(2, 1, session.layers[0].heads, 32_768 - 300, session.layers[0].head_dim)
+    with opened(session, pairs.shape[3], None) as call:
+        call.fill([(pairs[0], pairs[1])], None)
+    assert session.length == 32_768
+    with Allocations() as counted:
+        session.fork(session.held(0, "keys").handle)
+    tiers = session.tiers
+    rows = sum(x.nbytes for x in tiers.all_rows[0].values())
+    assert counted.bytes < 4 * (rows + tiers.table.nbytes + 1024) < bytes_in_16_bits(session.layers, 1, 32_768) / 20
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_cache_has_the_bytes_that_are_predicted(method: str) -> None:
+    _, cache = step(model_of(method), prompt(700, 2))
+    session = at_hand(cache)
+    predicted = predicted_bytes(session.options, session.layers, 2, 700)
+    assert session.tiers.bytes_by_tier() == predicted
+    fields = {field.name: field for field in fields_of(session.options, session.layers[0]) if field.tier != MEASURE}
+    assert device_total(predicted) == sum(
+        session.state[0][n].nbytes for n, field in fields.items() if not field.on_host
+    )
+
+
+@pytest.mark.parametrize("method", ["full", "offload", "default"])
+def test_the_first_step_after_a_copy_copies_the_last_page(method: str, copied: list[tuple[int, int]]) -> None:
     model = model_of(method)
     _, cache = step(model, prompt(900))
     twin = copy.deepcopy(cache)
     copied.clear()
     step(model, prompt(1), twin)
-    assert len(copied) == pages
+    assert len(copied) == 1
     step(model, prompt(1), cache)
     step(model, prompt(1), twin)
-    assert len(copied) == pages, "then each has a page of its own"
+    assert len(copied) == 1, "then each has a page of its own"
 
 
 def test_a_copy_that_has_died_shares_no_page(model: LlamaForCausalLM, copied: list[tuple[int, int]]) -> None:
