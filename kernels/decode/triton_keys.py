@@ -73,8 +73,8 @@ def from_threads(x, ROWS: tl.constexpr, LOAD: tl.constexpr):
 @triton.jit(do_not_specialize=[*MASK_STRIDES, "capacity", "columns", "share_blocks", "splits"])
 def score_keys(
     # query, unit and shares of `prepare_query`; token_shares [B, Hq, lanes, share_blocks · 16] float32, read if the
-    # center has PER_TOKEN rows; codes [B, H, C, w] uint8; key_params [B, H, C/g, 2, D], or [B, H, C/g, 1, g] in the
-    # trellis code.
+    # center has PER_TOKEN rows; codes [P, H, 256, w] uint8; key_params [P, H, 256/g, 2, D], or [P, H, 256/g, 1, g] in
+    # the trellis code.
     query, unit, shares, token_shares, codes, key_params,
     # As in `triton_decode.score_tokens`.
     mask, cursor, sink_index,

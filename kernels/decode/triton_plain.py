@@ -107,9 +107,10 @@ def keep(logits, kept, base, start, low_bit, PAIRS: tl.constexpr):
 
 @triton.jit(do_not_specialize=[*MASK_STRIDES, "capacity", "columns", "splits"])
 def attend_rows(
-    # q [B, Hq, lanes, d], rotated if the rows are; mask [B, Hq, lanes, > n] uint8 or additive, or none; cursor [B, 4].
+    # q [B, Hq, lanes, d], rotated if the rows are; mask [B, Hq, lanes, > n] uint8 or additive, or none; cursor int64
+    # [B, columns].
     q, mask, cursor,
-    # codes [B, H, C, w]; for LEVELS key_params [B, H, C/g, 2, D] and value_params [B, H, C, 2, D/gv], else unused.
+    # codes [P, H, 256, w]; key_params [P, H, 256/g, 2, D], value_params [P, H, 256, 2, D/gv], for LEVELS alone.
     codes, key_params, value_params,
     # sink_index [B, 1, S] int32; shares of the center [B, Hq, lanes, C], if CENTERED; lse [B·H, R] in log2 units.
     sink_index, shares, lse,
@@ -282,5 +283,5 @@ def attend_values(inputs: DecodeInputs, logits: Tensor, base: Tensor, lse: Tenso
 
 
 def attend_pairs(inputs: DecodeInputs) -> Sums:
-    """Return the sums over all cached e4m3 pairs, codes [B, H, C, 2·d], which are read once."""
+    """Return the sums over all cached e4m3 pairs, codes [P, H, 256, 2·d], which are read once."""
     return launch(inputs, inputs.q.contiguous(), inputs.q, None, None, None, keys=True, values=True)

@@ -53,8 +53,8 @@ def power_of_two(exponent):
 
 @triton.jit(do_not_specialize=["capacity", "columns", "share_blocks"])
 def prepare_query(
-    # q [B, Hq, lanes, d]; key_params [B, H, C/g, 2, D], unused without levels; center_shares [B, Hq, lanes,
-    # share_blocks · 16] float32, one per group, unused without a stepped center; cursor int64 [B, 4].
+    # q [B, Hq, lanes, d]; key_params [P, H, 256/g, 2, D], unused without levels; center_shares [B, Hq, lanes,
+    # share_blocks · 16] float32, one per group, unused without a stepped center; cursor int64 [B, columns].
     q, key_params, center_shares, cursor,
     # Written: query [B·H, ROWS · D] float16 or float32, in fragment order; unit [B·H, 2, ROWS] float32: what converts a
     # product to log2 units, and -3/2 of a row's sum; shares [B·H, C/g, ROWS] float32, in log2 units.

@@ -138,8 +138,9 @@ def with_record(
 
 @triton.jit(do_not_specialize=["cut", "capacity", "columns", "splits"])
 def sum_values(
-    # codes [B, H, C, w] uint8; value_params [B, H, C, 2, D/gv], or [B, H, C, 1, 1] in the trellis code; kept logits and
-    # their base (`kept_logits.py`), -inf for tokens in the slots; lse [B, Hq, lanes] float32; cursor int64 [B, 4].
+    # codes [P, H, 256, w] uint8; value_params [P, H, 256, 2, D/gv], or [P, H, 256, 1, 1] in the trellis code; kept
+    # logits and their base (`kept_logits.py`), -inf for tokens in the slots; lse [B, Hq, lanes] float32; cursor int64
+    # [B, columns].
     codes, value_params, logits, base, lse, cursor,
     # Written: partial [B·H, splits, ALL_ROWS, D], peaks and totals [B·H, splits, ALL_ROWS] float32.
     partial, peaks, totals,

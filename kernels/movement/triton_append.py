@@ -182,7 +182,7 @@ def quantize_groups(
 
 @triton.jit(do_not_specialize=["heads", "columns", "count"])
 def write_recent(
-    # k and v [B, H, T, d]; cursor [B, 4]; written: recent [B, H, W, 2, d].
+    # k and v [B, H, T, d]; cursor [B, columns]; written: recent [B, H, W, 2, d].
     k, v, cursor, recent, k_strides, v_strides,
     # H, columns of the cursor, T new tokens.
     heads, columns, count,
