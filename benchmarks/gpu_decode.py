@@ -208,7 +208,9 @@ def forced_gather(gather: Callable[..., None], reuse: float, corrected: float) -
     """
     turns: dict[tuple[int, bool], tuple[Tensor, ...]] = {}
 
-    def forced(selected: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor, traffic: Tensor, **grid: Any) -> None:
+    def forced(
+        selected: Tensor, cursor: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor, traffic: Tensor, **grid: Any
+    ) -> None:
         corrects = "programs" in grid  # a grid of its own is a correction's
         key = slots.data_ptr(), corrects
         if key not in turns:  # in the first step, which is not captured
@@ -218,7 +220,7 @@ def forced_gather(gather: Callable[..., None], reuse: float, corrected: float) -
             tokens, both, stay = turns[key]
             torch.sub(both, tokens, out=tokens)
             selected = torch.where(stay, slot_index, tokens)
-        gather(selected, host, slots, slot_index, traffic, **grid)
+        gather(selected, cursor, host, slots, slot_index, traffic, **grid)
 
     return forced
 

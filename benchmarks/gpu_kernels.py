@@ -29,13 +29,14 @@ from specache_compile.kernels.codes.records import stored_dim
 from specache_compile.kernels.decode import triton_scored
 from specache_compile.kernels.memory import host_memory
 from specache_compile.kernels.movement import cpp_tiers, triton_append, triton_copy, triton_select
-from specache_compile.kernels.state.cursor import LENGTH, LOW_BIT, NEXT_LOW_BIT, new_cursor
+from specache_compile.kernels.state.cursor import CURSOR_SIZE, LENGTH, LOW_BIT, NEXT_LOW_BIT, new_cursor
 from specache_compile.kernels.state.page_table import PAGE
 from specache_compile.kernels.state.stored_pairs import ROUNDED, rounded_width
 from specache_compile.kernels.state.stored_tiers import StoredTiers
 from specache_compile.methods.field import LayerShape, LayerState
 from specache_compile.methods.low_bit import APPENDED
 from specache_compile.methods.specache import SpecacheOptions
+from specache_compile.paging.pool import pages_for
 from specache_compile.runtime.state import empty, fields_of
 
 QUERY_HEADS, HEADS, HEAD_DIM, LANES = 32, 8, 128, 2
@@ -98,11 +99,14 @@ class Inputs:
         self.setting = setting
         generator = torch.Generator(device).manual_seed(seed)
         shape = LayerShape(HEADS, HEAD_DIM, setting.dtype, device)
-        capacity = -(-(setting.context + 1) // 256) * 256
-        options, size = setting.options, (setting.batch, capacity)
-        self.state = {field.name: empty(field, options, shape, *size) for field in fields_of(options, shape)}
+        pages, options = pages_for(setting.context + 1), setting.options
+        sizes = {True: (setting.batch * pages, PAGE), False: (setting.batch, pages * PAGE)}
+        self.state = {
+            field.name: empty(field, options, shape, *sizes[field.by_page]) for field in fields_of(options, shape)
+        }
         fill(self.state, setting, generator)
-        self.cursor = new_cursor(device, setting.batch)
+        self.cursor = new_cursor(device, setting.batch, pages)
+        self.cursor[:, CURSOR_SIZE:] = torch.arange(setting.batch * pages, device=device).view(-1, pages)
         self.point(setting.context, 1)
 
         def random(heads: int) -> Tensor:
@@ -110,8 +114,7 @@ class Inputs:
             return torch.randn(shape, generator=generator, device=device).to(setting.dtype)
 
         self.q, self.k, self.v = random(QUERY_HEADS), random(HEADS), random(HEADS)
-        capacity = self.state["codes"].shape[2]
-        self.scores = torch.rand(setting.batch, HEADS, capacity, generator=generator, device=device)
+        self.scores = torch.rand(setting.batch, HEADS, pages * PAGE, generator=generator, device=device)
         self.scores[:, :, setting.low_bit :] = -1.0
 
     def point(self, length: int, tokens: int) -> None:
@@ -163,7 +166,8 @@ def rotated(setting: KernelSetting, device: torch.device, repeats: int) -> list[
 
 
 def fetch_arguments(x: Inputs) -> tuple[Tensor, ...]:
-    return tuple(x.state[name] for name in ("selected", "host", "slots", "slot_index", "fetched"))
+    selected, *rest = (x.state[name] for name in ("selected", "host", "slots", "slot_index", "fetched"))
+    return (selected, x.cursor, *rest)
 
 
 def milliseconds_on_device(
@@ -287,14 +291,18 @@ def large_gathers(device: torch.device, size: int, smoke: bool) -> Iterator[dict
     moved = torch.zeros(1, dtype=torch.int64, device=device)
     for stored, width in ((slots.dtype, d), (ROUNDED, rounded_width(d))):
         tokens = size // (heads * 2 * width * stored.itemsize) // PAGE * PAGE
-        host = host_memory.host_empty((1, heads, tokens, 2, width), stored, device).fill_(1)
+        host = host_memory.host_empty((tokens // PAGE, heads, PAGE, 2, width), stored, device).fill_(1)
+        cursor = new_cursor(device, 1, len(host))
+        cursor[:, CURSOR_SIZE:] = torch.arange(len(host), device=device)
         even = torch.arange(top_k, dtype=torch.int32).mul(tokens // top_k).expand(1, heads, -1)
         orders = {"even": even, "random": torch.randint(tokens, (1, heads, top_k), dtype=torch.int32)}
         for (order, first), programs in itertools.product(orders.items(), (triton_copy.PROGRAMS, heads)):
             turns = [((first + turn * 977) % tokens).to(device).contiguous() for turn in range(10)]
 
-            def fetch(i: int, turns: list[Tensor] = turns, host: Tensor = host, programs: int = programs) -> None:
-                triton_copy.gather(turns[i % len(turns)], host, slots, index, moved, programs)
+            given = (cursor, host, slots, index, moved, programs)
+
+            def fetch(i: int, turns: list[Tensor] = turns, given: tuple[Any, ...] = given) -> None:
+                triton_copy.gather(turns[i % len(turns)], *given)
 
             took = milliseconds(fetch, device, 10, lambda i: index.fill_(-1))
             rate = heads * top_k * 2 * width * stored.itemsize / took / 1e6

@@ -25,6 +25,7 @@ from specache_compile.runtime.step import Step
 
 def in_rows(session: Any) -> list[dict[str, Tensor]]:
     """Return each layer's state tensors, those in pages as copies [B, H, n, ...] of the rows' whole pages."""
+    session.drain()
     table = session.tiers.table[:, : max(map(len, session.tiers.pages))]
     return [
         {name: rows_read(x, table) if name in names else x for name, x in state.items()}
@@ -33,21 +34,27 @@ def in_rows(session: Any) -> list[dict[str, Tensor]]:
     ]
 
 
-def contiguous_state(options: Any, layer: LayerShape, batch: int, capacity: int) -> dict[str, Tensor]:
-    """Return a layer's empty state tensors with one piece per row, for ops without a page table."""
-    return {field.name: empty(field, options, layer, batch, capacity) for field in fields_of(options, layer)}
+def adjacent(rows: int, capacity: int) -> Tensor:
+    """Return the table of rows of so many tokens whose pages are adjacent."""
+    return torch.arange(rows * capacity // PAGE).view(rows, -1)
 
 
-def in_pages(pairs: Tensor) -> Pages:
-    """Return pairs [B, H, C, 2, d] in pages that are adjacent for each row."""
-    rows, count = pairs.shape[0], pairs.shape[2] // PAGE
-    pages = pairs.unflatten(2, (count, PAGE)).transpose(1, 2).flatten(0, 1).contiguous()
-    return Pages(pages, torch.arange(rows * count).view(rows, count))
+def empty_state(options: Any, layer: LayerShape, batch: int, capacity: int) -> dict[str, Tensor]:
+    """Return a layer's empty state tensors, with `adjacent` pages."""
+    sizes = {True: (batch * capacity // PAGE, PAGE), False: (batch, capacity)}
+    return {field.name: empty(field, options, layer, *sizes[field.by_page]) for field in fields_of(options, layer)}
 
 
-def with_table(cursor: Tensor, pages: Pages) -> Tensor:
-    """Return a cursor with the table of these pages."""
-    return torch.cat([cursor, pages.table.to(cursor.device)], 1)
+def in_pages(rows: Tensor, capacity: int | None = None) -> Pages:
+    """Return rows [B, H, n, ...] of so many tokens, by default n, in `adjacent` pages."""
+    table = adjacent(rows.shape[0], capacity or rows.shape[2])
+    count, (heads, size, *rest) = table.shape[1], rows.shape[1:]
+    return Pages(rows.reshape(len(rows), heads, count, size // count, *rest).transpose(1, 2).flatten(0, 1), table)
+
+
+def cursor_over(table: Tensor, length: int = 0, low_bit: int = 0, next_low_bit: int = 0, queue: int = 0) -> Tensor:
+    """Return a cursor with these numbers for each row of a page table."""
+    return torch.cat([torch.tensor([[length, low_bit, next_low_bit, queue]]).repeat(len(table), 1), table], 1)
 
 
 def low_bit_levels(layout: Layout, state: Any, head_dim: int, low_bit: int) -> dict[str, Tensor]:
@@ -61,7 +68,6 @@ def low_bit_levels(layout: Layout, state: Any, head_dim: int, low_bit: int) -> d
 def held(session: Any) -> list[dict[str, Tensor]]:
     """Return each layer's host, low-bit and recent tier, and the slots' pairs with their host pairs."""
     length, low_bit = session.length, session.options.low_bit_length(session.length)
-    session.drain()
     layers = []
     for state in in_rows(session):
         recent = torch.arange(low_bit, length) % state["recent"].shape[2]

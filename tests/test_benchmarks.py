@@ -98,7 +98,7 @@ def test_a_forced_gather_brings_its_share_in_every_step(reuse: float, corrected:
     k, pairs = 8, torch.randn(2, 3, 512, 2, 4)
     host, slots = in_pages(pairs), torch.zeros(2, 3, k, 2, 4)
 
-    def gather(selected: torch.Tensor, pages: torch.Tensor, *rest: torch.Tensor, **grid: int) -> None:
+    def gather(selected: torch.Tensor, cursor: None, pages: torch.Tensor, *rest: torch.Tensor, **grid: int) -> None:
         refill(selected, Pages(pages, host.table), *rest)
 
     index = torch.full((2, 3, k), -1, dtype=torch.int32)
@@ -107,7 +107,7 @@ def test_a_forced_gather_brings_its_share_in_every_step(reuse: float, corrected:
     for _ in range(5):
         for grid in ({}, {"programs": 6}):
             traffic = torch.zeros(1, dtype=torch.int64)
-            forced(index, host.pages, slots, index, traffic, **grid)
+            forced(index, None, host.pages, slots, index, traffic, **grid)
             moved.append(traffic.item() / (6 * 2 * 4 * 4))
             assert torch.equal(slots[1, 2], pairs[1, 2, index[1, 2].long()])
     assert moved[2:] == [k * (1 - reuse), k * corrected] * 4

@@ -38,7 +38,7 @@ def shaped(
     how = Layout(*layout)
     return StepArguments(
         batch=batch, heads=heads, group_heads=query_heads // heads, lanes=lanes, d=d,
-        dim=stored_dim(d), capacity=pages * PAGE or codes[2], row_width=codes[3], window=recent[2], pages=pages,
+        dim=stored_dim(d), capacity=pages * PAGE, row_width=codes[3], window=recent[2], pages=pages,
         group=codes[2] // key_params[2] if how.is_quantised else 0,
         channels=stored_dim(d) // value_params[-1] if how.is_quantised else 0,
         top_k=top_k, sink_tokens=sink_tokens, key_bits=how.key_bits, value_bits=how.value_bits, param_bits=param_bits,

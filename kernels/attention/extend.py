@@ -68,10 +68,11 @@ def extend_attention_fused(
     scale: float, softcap: float | None,
 ) -> Tensor:  # fmt: skip
     """Compute `extend_attention` by torch's flash kernel; same arguments and results."""
-    if softcap is not None or q.dtype not in FLASH_DTYPES or q.dtype != k.dtype:
-        return extend_attention(q, k, v, mask, sinks, cursor, host, scale, softcap)
-    block = FLASH_BLOCK if mask is None or mask.shape[2] == 1 else BLOCK
-    return extended(Parts(functools.partial(flash, scale=scale), block), q, k, v, mask, sinks, cursor, host)
+    how = Parts(functools.partial(plain, scale=scale, softcap=softcap), BLOCK)
+    if softcap is None and q.dtype in FLASH_DTYPES and q.dtype == k.dtype:
+        block = FLASH_BLOCK if mask is None or mask.shape[2] == 1 else BLOCK
+        how = Parts(functools.partial(flash, scale=scale), block)
+    return extended(how, q, k, v, mask, sinks, cursor, host)
 
 
 def plain(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, softcap: float | None) -> Part:

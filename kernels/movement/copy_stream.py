@@ -97,7 +97,7 @@ def prefetch(
     copy = stream_of(slots.device)
     copy.wait_stream(torch.cuda.current_stream(slots.device))
     with torch.cuda.stream(copy):
-        gather(selected, host, slots, slot_index, fetched, cursor=cursor)
+        gather(selected, cursor, host, slots, slot_index, fetched)
     if not torch.cuda.is_current_stream_capturing():
         record.fetches[slots.data_ptr()] = copy.record_event()
 
@@ -137,7 +137,7 @@ def correct(
     corrections.wait_stream(torch.cuda.current_stream(slots.device))
     with torch.cuda.stream(corrections):
         programs = slot_index.shape[0] * slot_index.shape[1]
-        gather(chosen, host, slots, slot_index, corrected, programs=programs, cursor=cursor)
+        gather(chosen, cursor, host, slots, slot_index, corrected, programs=programs)
     host_record(cursor).corrections[slots.data_ptr()] = corrections.record_event()
     return chosen
 

@@ -7,7 +7,6 @@ these ops copy synchronously.
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable
 from ctypes import CDLL
 from typing import Any
@@ -18,9 +17,7 @@ from torch import Tensor
 from specache_compile.kernels.codes.trellis import is_trellis
 from specache_compile.kernels.cpp.library import address, tiers_library, trellis_library
 from specache_compile.kernels.state.by_rows import rows_of
-from specache_compile.kernels.state.by_token import span_of
 from specache_compile.kernels.state.cursor import LOW_BIT, QUEUE
-from specache_compile.kernels.state.page_table import LOW_BIT_TIER, has_table
 from specache_compile.kernels.state.stored_pairs import ROUNDED
 
 from . import tier_ops as tiers
@@ -71,7 +68,7 @@ def prefetch_fused(
 ) -> None:
     """Run `tier_ops.prefetch` synchronously in C++; same arguments and results."""
     stored = (pair_bytes(host), channels_of(slots, host))
-    sizes = (cursor.shape[1], *selected.shape[:2], span_of(host), selected.shape[-1], *stored)
+    sizes = (cursor.shape[1], *selected.shape, *stored)
     places = [address(tensor) for tensor in (selected, cursor, host, slots, slot_index)]
     library = library_for(slots, host)
 
@@ -93,7 +90,7 @@ def correct_fused(
     chosen = torch.empty_like(slot_index)
     scores, library = scores.contiguous(), library_for(slots, host)
     stored = (pair_bytes(host), channels_of(slots, host))
-    sizes = (cursor.shape[1], *slots.shape[:2], scores.shape[-1], span_of(host), slots.shape[2], *stored)
+    sizes = (cursor.shape[1], *slots.shape[:2], scores.shape[-1], slots.shape[2], *stored)
     places = [address(tensor) for tensor in (scores, cursor, host, slots, slot_index)]
 
     def job() -> None:
@@ -113,7 +110,7 @@ def offload_fused(k: Tensor, v: Tensor, padding: Tensor | None, cursor: Tensor, 
     if k.shape[2] > WRITE_THROUGH or k.dtype != v.dtype or host.dtype not in (k.dtype, ROUNDED):
         tiers.offload(k, v, padding, cursor, host)
         return
-    job = write_pairs(k, v, cursor, host, paged=True)
+    job = write_pairs(k, v, cursor, host)
     queue = queue_of(cursor)
     if queue is None:
         job()
@@ -133,21 +130,18 @@ def append_fused(
     for number in (number for number, leaving in enumerate(leaves) if leaving):
         row = slice(number, number + 1)
         given = zip(APPENDED, (k, v, padding, cursor, recent, *low_bit_tier), strict=False)
-        paged = LOW_BIT_TIER if has_table(cursor) else ()
-        tiers.append(*(rows_of(name, value, row, paged) for name, value in given))
-    write_pairs(k, v, cursor, recent)()
+        tiers.append(*(rows_of(name, value, row) for name, value in given))
+    write_pairs(k, v, cursor, recent, ring=recent.shape[2])()
 
 
-def write_pairs(k: Tensor, v: Tensor, cursor: Tensor, target: Tensor, paged: bool = False) -> Callable[[], None]:
-    """Return a job that writes k, v [B, H, T, d] to target (`by_token.py`), from each row's length on.
+def write_pairs(k: Tensor, v: Tensor, cursor: Tensor, target: Tensor, ring: int = 0) -> Callable[[], None]:
+    """Return a job that writes k, v [B, H, T, d] to target, from each row's length on.
 
-    Token t goes to index t mod the target's capacity. paged: the target is in pages if the cursor has a table.
+    ring: token t goes to index t mod ring; 0: the target is in pages.
     """
     k, v = k.contiguous(), v.contiguous()
-    half, paged = k.shape[3] * k.element_size(), paged and has_table(cursor)
-    places = sys.maxsize if paged else target.shape[2]
-    stored = (span_of(target), half, pair_bytes(target) // 2, channels_of(k, target), paged)
-    sizes, library = (cursor.shape[1], *k.shape[:3], places, *stored), library_for(k, target)
+    stored = (k.shape[3] * k.element_size(), pair_bytes(target) // 2, channels_of(k, target))
+    sizes, library = (cursor.shape[1], *k.shape[:3], ring, *stored), library_for(k, target)
 
     def job() -> None:
         library.write_pairs(address(k), address(v), address(cursor), address(target), *sizes)

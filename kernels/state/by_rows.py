@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .cursor import CURSOR_SIZE, LOW_BIT, runs_of
-from .page_table import LOW_BIT_TIER, PAGE, TIERS, Pages, has_table, rows_read, table_of, write_rows
+from .page_table import LOW_BIT_TIER, PAGE, TIERS, Pages, rows_read, table_of, write_rows
 from .stored_tiers import StoredTiers
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -23,32 +23,25 @@ WITHOUT_ROWS = frozenset(("sinks", "fetched", "corrected", "tally", "frequencies
 def by_rows(*returns: int, by_token: Sequence[str] = ("host",)) -> Callable[[F], F]:
     """Decorate a definition, to call it once per run of adjacent rows with equal lengths.
 
-    Each call gets views of its rows of every operand, which it may write. A low-bit tier in pages is copied for the
+    Each call gets views of its rows of every operand, which it may write. The low-bit tier's pages are copied for the
     call, and written parts are copied back.
 
     returns: the batch dimension of each result.
-    by_token: operands that the definition accesses by token (`by_token.py`), as `Pages` if they are in pages.
+    by_token: operands that the definition accesses by token (`by_token.py`), as `Pages`.
     """
 
     def decorate(run: F) -> F:
         names = list(inspect.signature(run).parameters)
-        place = names.index("cursor")
 
         @functools.wraps(run)
         def call(*arguments: Any) -> Any:
-            cursor = arguments[place]
+            given = dict(zip(names, arguments, strict=False))
+            cursor, table = given["cursor"], table_of(given["cursor"])
             runs = runs_of(cursor[:, :CURSOR_SIZE].tolist()) if cursor.shape[0] > 1 else [(slice(0, 1), None)]
-            if has_table(cursor):
-                table = table_of(cursor)
-                if len(runs) == 1:
-                    return of_pages(run, by_token, dict(zip(names, arguments, strict=False)), table)
-                parts = [
-                    of_pages(run, by_token, given_to(names, arguments, rows, by_token), table[rows]) for rows, _ in runs
-                ]
-            elif len(runs) == 1:
-                return run(*arguments)
-            else:
-                parts = [run(*map(functools.partial(rows_of, rows=rows), names, arguments)) for rows, _ in runs]
+            parts = []
+            for rows, _ in runs:
+                own = given if len(runs) == 1 else {n: rows_of(n, x, rows, by_token) for n, x in given.items()}
+                parts.append(run_alike(run, by_token, own, table[rows]))
             if not returns:
                 return None
             if len(returns) == 1:
@@ -60,16 +53,10 @@ def by_rows(*returns: int, by_token: Sequence[str] = ("host",)) -> Callable[[F],
     return decorate
 
 
-def given_to(names: Sequence[str], arguments: Sequence[Any], rows: slice, by_token: Sequence[str]) -> dict[str, Any]:
-    """Return the operands of these rows by name; those in pages are unchanged."""
-    paged = (*LOW_BIT_TIER, *by_token)
-    return {name: rows_of(name, value, rows, paged) for name, value in zip(names, arguments, strict=False)}
-
-
-def of_pages(run: Callable[..., Any], by_token: Sequence[str], given: dict[str, Any], table: Tensor) -> Any:
-    """Run a definition for rows with tiers in pages and this table; their lengths are equal."""
-    given["cursor"] = cursor = given["cursor"][:, :CURSOR_SIZE]
-    given |= {name: Pages(given[name], table) for name in by_token if name in given}
+def run_alike(run: Callable[..., Any], by_token: Sequence[str], given: dict[str, Any], table: Tensor) -> Any:
+    """Run a definition for rows of equal lengths with this page table."""
+    cursor = given["cursor"][:, :CURSOR_SIZE]
+    given = {**given, "cursor": cursor, **{name: Pages(given[name], table) for name in by_token if name in given}}
     if TIERS in given:
         tiers = StoredTiers(*given[TIERS])
         low_bit = {name: rows_read(getattr(tiers, name), table) for name in LOW_BIT_TIER}
@@ -83,12 +70,12 @@ def of_pages(run: Callable[..., Any], by_token: Sequence[str], given: dict[str, 
     return results
 
 
-def rows_of(name: str, value: Any, rows: slice, paged: Sequence[str] = ()) -> Any:
-    """Return these batch rows of one operand; `paged` ones have no rows and are unchanged."""
+def rows_of(name: str, value: Any, rows: slice, by_token: Sequence[str] = ()) -> Any:
+    """Return these batch rows of one operand; those in pages have no rows and are unchanged."""
     if isinstance(value, Sequence) and value and isinstance(value[0], Tensor):
         named = zip(StoredTiers._fields, value, strict=True)
-        return StoredTiers(*(tensor if part in paged else tensor[rows] for part, tensor in named))
-    if name in paged or name in WITHOUT_ROWS or not isinstance(value, Tensor):
+        return StoredTiers(*(tensor if part in LOW_BIT_TIER else tensor[rows] for part, tensor in named))
+    if name in LOW_BIT_TIER or name in by_token or name in WITHOUT_ROWS or not isinstance(value, Tensor):
         return value
     if name in ("mask", "padding") and value.shape[0] == 1:
         return value

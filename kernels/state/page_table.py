@@ -1,7 +1,7 @@
 """Pages of 256 tokens of all heads. A row's table lists its pages by number, so that rows can share pages.
 
 Token t of a row is token t mod 256 of page `table[t // 256]`. The table follows the row's lengths in the cursor, int64
-[rows, 4 + C/256]. A cursor of four columns has no table: token t of row b is token t of the tier's row b.
+[rows, 4 + C/256].
 """
 
 # A tier in pages has the shape of P rows with 256 tokens each:
@@ -13,7 +13,6 @@ Token t of a row is token t mod 256 of page `table[t // 256]`. The table follows
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,14 +29,8 @@ LOW_BIT_TIER = ("codes", "key_params", "value_params")
 TIERS = "tiers"
 
 
-def has_table(cursor: Tensor) -> bool:
-    return cursor.shape[1] > CURSOR_SIZE
-
-
 def shape_of_scores(codes: Tensor, cursor: Tensor) -> tuple[int, int, int]:
     """Return B, H and C of a low-bit tier; C is the capacity of a row in tokens."""
-    if not has_table(cursor):
-        return codes.shape[0], codes.shape[1], codes.shape[2]
     return cursor.shape[0], codes.shape[1], (cursor.shape[1] - CURSOR_SIZE) * PAGE
 
 
@@ -78,9 +71,9 @@ def table_of(cursor: Tensor) -> Tensor:
     return known
 
 
-def pairs_of(tier: Tensor, cursor: Tensor) -> Any:
-    """Return all pairs of the cursor's rows: the tier itself, or its `Pages`."""
-    return Pages(tier, table_of(cursor)) if has_table(cursor) else tier
+def pairs_of(tier: Tensor, cursor: Tensor) -> Pages:
+    """Return all pairs of the cursor's rows."""
+    return Pages(tier, table_of(cursor))
 
 
 def rows_read(tier: Tensor, table: Tensor, first: int = 0) -> Tensor:

@@ -290,7 +290,7 @@ def bytes_of(tiers: Mapping[str, int]) -> Bytes:
 
 
 def unpaged_bytes(options: MethodOptions, layers: Sequence[LayerShape], lengths: Iterable[int]) -> Bytes:
-    """Bytes of rows of these final lengths, each with its own contiguous tiers."""
+    """Bytes of rows of these final lengths, each with its own pool."""
     return sum((bytes_of(predicted_bytes(options, layers, 1, length)) for length in lengths), Bytes(0, 0))
 
 

@@ -140,7 +140,8 @@ def save(cache: DynamicCache, folder: str | os.PathLike[str]) -> None:
     try:
         for number, layer in enumerate(tqdm(cache.layers, "saving", unit="layer", disable=None, leave=False)):
             site = layers[number]["site"]
-            pairs = plain_pairs(layer) if site is None else whole(tiers, site, progress.lengths)
+            with tiers.lock:
+                pairs = plain_pairs(layer) if site is None else whole(tiers, site, progress.lengths)
             write({**pairs, **states_of(layer)}, tensors / layer_file(number))
         starts_from = {"speculative": progress.speculative, "padding": progress.padding}
         write({name: tensor for name, tensor in starts_from.items() if tensor is not None}, tensors / STEP)
@@ -336,7 +337,7 @@ def sizes_of(session: Session) -> tuple[int, int]:
 
 def fill_tiers(session: Session, states: Sequence[LayerState], capacity: int) -> None:
     """Use the state tensors that were read."""
-    tiers, paged, rows = session.tiers, list[LayerState](), list[LayerState]()
+    paged, rows = list[LayerState](), list[LayerState]()
     for layer, state in zip(session.layers, states, strict=True):
         names = {field.name for field in paged_fields(session.options, layer)}
         paged.append({name: tensor for name, tensor in state.items() if name in names})
@@ -344,8 +345,8 @@ def fill_tiers(session: Session, states: Sequence[LayerState], capacity: int) ->
     pool = PagePool(session.options, session.layers, *sizes_of(session), state=paged)
     fresh = iter(pool.allocate(sum(map(pages_for, session.progress.lengths))))
     pages = [[next(fresh) for _ in range(pages_for(length))] for length in session.progress.lengths]
-    tiers.fill(pool, pages, rows, capacity)
-    session.new_cursor()
+    session.tiers.capacity = capacity
+    session.use(session.tiers.in_pool(pool, pages, len(pages), rows))
 
 
 def described_shape(shape: LayerShape) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from specache_compile.kernels.codes.trellis import is_trellis
 from specache_compile.kernels.movement.tier_ops import store_low_bit
 from specache_compile.kernels.state.by_token import put, tokens_of
 from specache_compile.kernels.state.center import is_found, set_center
-from specache_compile.kernels.state.cursor import CURSOR_SIZE, NEXT_LOW_BIT
+from specache_compile.kernels.state.cursor import CURSOR_SIZE, NEXT_LOW_BIT, runs_of
 from specache_compile.kernels.state.page_table import LOW_BIT_TIER, Pages, rows_read, write_rows
 from specache_compile.kernels.state.sinks import find_sinks
 from specache_compile.kernels.state.stored_pairs import stored
@@ -38,7 +38,7 @@ def compressed(tiers: Tiers, lengths: Sequence[int], padding: Tensor | None) -> 
         new["recent"].copy_(old["recent"])
         if "host" in new and new["host"] is not old["host"]:
             copy_host(tiers, made, site, max(lengths, default=0))
-        for rows, length in tiers.runs(lengths):
+        for rows, length in runs_of(lengths):
             compress(tiers, made, site, rows, length, None if padding is None else padding[rows])
     return made
 

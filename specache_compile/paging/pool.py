@@ -113,8 +113,8 @@ class PagePool:
         """Allocate so many pages. SpecacheError, before anything has changed, if there are too few."""
         with self.lock:
             self.check_room(number)
-            if number > len(self.free):
-                least = len(self.counts) + number - len(self.free)
+            if missing := self.missing(number):
+                least = len(self.counts) + missing
                 pages = min(max(len(self.counts) * 3 // 2, least), self.room_on_host())
                 self.grow_to(pages, pages)
             taken = [heapq.heappop(self.free) for _ in range(number)]
@@ -129,9 +129,16 @@ class PagePool:
 
     def can_allocate(self, number: int) -> bool:
         """Whether so many pages are free, or an unbounded pool may grow by the missing ones."""
+        missing = self.missing(number)
+        return not missing or (self.bound is None and len(self.counts) + missing <= self.room_on_host())
+
+    def missing(self, number: int) -> int:
+        """How many of so many pages are not free. An interrupted call may have left pages without a row; these are
+        freed first."""
         self.collect()
-        missing = number - len(self.free)
-        return missing <= 0 or (self.bound is None and len(self.counts) + missing <= self.room_on_host())
+        if number > len(self.free):
+            self.recount()
+        return max(0, number - len(self.free))
 
     def room_on_host(self) -> int:
         """Most pages of an unbounded pool, from the option host_memory or the free host memory."""
@@ -178,9 +185,10 @@ class PagePool:
 
     def release(self, rows: list[list[int]]) -> None:
         """Free the pages of all rows of a session."""
-        for pages in rows:
-            self.free_pages(pages)
-        rows.clear()
+        with self.lock:
+            for pages in rows:
+                self.free_pages(pages)
+            rows.clear()
 
     def copy(self, source: int, target: int, other: PagePool | None = None) -> None:
         """Copy one page, from another pool with the same fields if given. No copy of it may be under way."""

@@ -122,9 +122,7 @@ def give_equal_pools(sources: Sequence[Session]) -> None:
     if alike and all(session.tiers.is_alone for session in sources):
         return
     for session in sources:
-        made = session.tiers.in_own_pool()
-        made.set_rows(session.tiers.all_rows, session.tiers.most_rows)
-        session.use(made)
+        session.use(session.tiers.in_own_pool())
 
 
 def differing(ours: MethodOptions | None, theirs: MethodOptions | None) -> str:

@@ -21,7 +21,7 @@ from specache_compile.kernels.movement import copy_stream
 from specache_compile.kernels.movement.copy_queue import CopyQueue
 from specache_compile.kernels.movement.deferred import Deferred, Fetch, deferrable
 from specache_compile.kernels.state.by_token import tokens_of
-from specache_compile.kernels.state.cursor import CURSOR_SIZE, QUEUE, attach, new_cursor
+from specache_compile.kernels.state.cursor import CURSOR_SIZE, QUEUE, attach, new_cursor, runs_of
 from specache_compile.kernels.state.stored_pairs import decoded
 from specache_compile.lowering.cuda_graphs import RecordedSteps
 from specache_compile.methods.field import LayerShape, LayerState
@@ -161,12 +161,12 @@ class Session:
         self.statistics = Statistics(self.queue)
         self.new_cursor()
         self.deferred = self.new_deferred()
-        self.recorded_at = self.tiers.places()
+        self.recorded_at = self.tiers.moved
         self.tiers.belong_to(self)
 
     def new_cursor(self) -> None:
         """Select the cursor for the current rows and their pages, with the number of the copy queue."""
-        pages, most = self.tiers.table.shape[1], self.tiers.most_cursors
+        pages, most = self.tiers.table.shape[1], self.tiers.most_rows
         if any(cursor.shape[0] != most for cursor in self.cursors.values()):
             self.queue.settle()  # recorded steps contain their addresses, and copies read them
             self.recorded.clear()
@@ -260,7 +260,9 @@ class Session:
         """Compress and grow the tiers as `tokens` new tokens require. masked: whether the step hides some tokens."""
         if self.tiers.compresses_at(self.progress.longest + tokens):
             self.compress()
-        if self.tiers.reserve(self.progress.lengths, tokens, self.drain, masked):
+        self.tiers.reserve(self.progress.lengths, tokens, masked)
+        self.check_copies()
+        if self.tiers.moved != self.recorded_at:
             self.update_memory()
         self.update_page_table()
 
@@ -288,10 +290,9 @@ class Session:
 
         The statistics keep the tiers' sizes for the time after the session.
         """
-        places = self.tiers.places()
-        if places != self.recorded_at:
+        if self.tiers.moved != self.recorded_at:
             self.recorded.clear()
-            self.recorded_at = places
+            self.recorded_at = self.tiers.moved
         self.bindings.clear()
         fields, statistics = self.tiers.fields, self.statistics
         # The host itself copies from and to unpinned memory, which a CUDA graph cannot record.
@@ -309,9 +310,10 @@ class Session:
         self.check_copies()
 
     def settle(self) -> None:
-        """Wait for all copies, failed ones included."""
-        self.deferred.make()
-        self.queue.settle()
+        """Wait for all copies, failed ones included. Another thread's step may wait for them too."""
+        with self.tiers.lock:
+            self.deferred.make()
+            self.queue.settle()
 
     def check_copies(self) -> None:
         """SpecacheError if a copy of this session has failed."""
@@ -430,8 +432,9 @@ class Session:
             raise no_host_tier("a copy of its keys and values")
         if whole is None:
             raise evicted(self.options.method)
-        found = decoded(self.columns(site, whole), layer.dtype, layer.head_dim)
-        return found[:, :, :, PARTS.index(part)].to(layer.device, copy=True)
+        with self.tiers.lock:
+            found = decoded(self.columns(site, whole), layer.dtype, layer.head_dim)
+            return found[:, :, :, PARTS.index(part)].to(layer.device, copy=True)
 
     def columns(self, site: int, name: str) -> Tensor:
         """The pairs of a field by Hugging Face's columns: [B, H, n, 2, d]."""
@@ -440,7 +443,7 @@ class Session:
             return tokens_of(pairs(site, name), 0, self.length)
         rows = [
             torch.nn.functional.pad(tokens_of(pairs(site, name, rows), 0, n), (0, 0, 0, 0, self.length - n, 0))
-            for rows, n in self.tiers.runs(self.progress.lengths)
+            for rows, n in runs_of(self.progress.lengths)
         ]
         return torch.cat(rows)
 

@@ -45,8 +45,8 @@ def opened(session: Session, tokens: int, padding: Tensor | None, causal: bool =
     If the body raises, the session is as before the step, which can be repeated. Under eviction, and without a host
     tier, it cannot be repeated once it has started.
     """
-    step, pool = Step(session, tokens), session.tiers.pool
-    with contextlib.nullcontext() if pool is None else pool.lock:
+    step = Step(session, tokens)
+    with session.tiers.lock:
         try:
             step.begin(padding, causal)
             yield step
@@ -252,7 +252,7 @@ class Step:
         live, dims = self.session.tiers.batch, rewritten.rows
         if dims is None:
             return live
-        rows = row_bucket(live, self.session.tiers.most_cursors)
+        rows = row_bucket(live, self.session.tiers.most_rows)
         if rows == live:
             return live
         holds = graph.captured.symbols.holds

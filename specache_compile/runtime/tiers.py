@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,8 +28,6 @@ from .break_even import stays_in_16_bits
 from .memory_option import check_memory, within_memory
 from .ranks import gather, ranks_here
 from .state import bucket, empty, fields_of, page_bytes, paged_fields, room, row_bytes, row_fields, row_state
-
-T = TypeVar("T")
 
 
 def options_at(
@@ -67,13 +66,12 @@ class Tiers:
         from a host tier that rounds.
     table: page table of the rows, int64 [B, C/256] on the CPU; entries without tokens are 0.
     capacity: C, tokens that the table has entries for.
-    most_rows: rows that the buffers are allocated for. Row b has slice b; slices without a row select no pairs.
+    most_rows: rows that the buffers are allocated for, just the batch without a null page. Row b has slice b; slices
+        without a row select no pairs.
     all_rows: of each layer, the buffers for all rows.
     views_by_rows: the state of the first rows, by their number.
     sinks_known: a length at which every row has all its sinks. None: some are still to be found.
-    moves, moves_seen: how often buffers of rows have moved; the pool's moves and these at the last `reserve`.
-
-    Methods call their argument `settle` before a tensor moves: then no copy may be under way.
+    moves: how often buffers of rows have moved.
     """
 
     def __init__(
@@ -99,12 +97,13 @@ class Tiers:
         self.capacity = 0
         self.table = torch.zeros(self.batch, 0, dtype=torch.int64, device="cpu")
         self.views_by_rows: dict[int, list[LayerState]] = {}
-        self.moves, self.moves_seen = 0, (-1, -1)
+        self.moves = 0
 
     def join_pool(self, pool: PagePool) -> None:
         """Count as tiers of a pool. When they die, which may happen anywhere, their pages are only noted there."""
         self.pool = pool
-        pool.tiers.add(self)
+        with pool.lock:  # others may list the tiers
+            pool.tiers.add(self)
         weakref.finalize(self, pool.returned.append, (self.pages, self.queues))
 
     def in_pool(
@@ -122,17 +121,15 @@ class Tiers:
         made.all_rows = rows or [row_state(pool.options, layer, places, made.capacity) for layer in made.layers]
         return made
 
-    def fill(self, pool: PagePool, pages: list[list[int]], rows: list[LayerState], capacity: int) -> None:
-        """Take over the pages and the buffers of rows that were read from files."""
-        self.pages[:] = pages
-        self.join_pool(pool)
-        self.write_table(capacity)
-        self.set_rows(rows, self.batch)
-
     def belong_to(self, session: Any) -> None:
         """Register the session whose copies must end before a page moves or gets another owner."""
         self.owner = weakref.ref(session)
         self.queues.append(session.queue)
+
+    @property
+    def lock(self) -> contextlib.AbstractContextManager[object]:
+        """Held while pages are accessed: a step of another session of the pool may move them."""
+        return contextlib.nullcontext() if self.pool is None else self.pool.lock
 
     def settle(self) -> None:
         """Wait for all copies of the session."""
@@ -152,21 +149,16 @@ class Tiers:
 
     @property
     def is_alone(self) -> bool:
-        """Whether no other tiers have pages in the pool."""
+        """Whether the pool is that of these tiers: no other tiers have pages, and none has a null page."""
         assert self.pool is not None
-        return self.pool.held == len({page for row in self.pages for page in row})
-
-    @property
-    def most_cursors(self) -> int:
-        """Most rows for which no tensor has to move; without a null page no row may be inactive."""
-        return self.most_rows if self.pool is not None and self.pool.first else self.batch
+        return not self.pool.first and self.pool.held == len({page for row in self.pages for page in row})
 
     def fields(self, name: str) -> list[Tensor]:
         """The state tensor `name` of each layer that has it."""
         return [layer[name] for layer in self.state if name in layer]
 
     def padded_to(self, rows: int) -> list[LayerState]:
-        """The state for so many rows, `most_cursors` at most; the rows after the batch are inactive."""
+        """The state for so many rows, `most_rows` at most; the rows after the batch are inactive."""
         assert self.pool is not None
         if rows not in self.views_by_rows:
             views = self.views_by_rows[rows] = []
@@ -189,7 +181,7 @@ class Tiers:
         if not indices:
             return
         follows = there is None
-        for rows, (length, stop) in self.runs(list(zip(lengths, stops, strict=True))):
+        for rows, (length, stop) in runs_of(list(zip(lengths, stops, strict=True))):
             low_bit = self.options.low_bit_length(length)
             for index in indices:
                 find_sinks(index[rows], None if there is None else there[rows], low_bit, stop)
@@ -198,18 +190,13 @@ class Tiers:
         if follows or isinstance(indices[0], FakeTensor) or all(bool((index >= 0).all()) for index in indices):
             self.sinks_known = min(stops)
 
-    def places(self) -> list[tuple[int, torch.Size]]:
-        """Address and shape of each state tensor, whatever the number of rows; fake tensors have the address 0."""
-        layers = [*self.all_rows, *(self.pool.state if self.pool is not None else ())]
-        every = (tensor for layer in layers for tensor in layer.values())
-        return [(0 if isinstance(tensor, FakeTensor) else tensor.data_ptr(), tensor.shape) for tensor in every]
-
-    def runs(self, values: Sequence[T]) -> list[tuple[slice, T]]:
-        """Slices of rows with equal values, which can be processed together, with that value."""
-        return runs_of(values)
+    @property
+    def moved(self) -> tuple[int, ...]:
+        """Changes when a tensor has moved, by a step of these tiers or of others of the pool."""
+        return id(self), 0 if self.pool is None else self.pool.moves, self.moves
 
     def views(self, site: int, rows: slice) -> LayerState:
-        """A layer's state that a crop reads and writes, for rows of `runs`: what is not paged, and all pairs."""
+        """A layer's state that a crop reads and writes, for rows of `runs_of`: what is not paged, and all pairs."""
         state, fields = self.state[site], fields_of(self.options, self.layers[site])
         found: dict[str, Any] = {
             field.name: state[field.name][rows] if field.by_row else state[field.name]
@@ -234,7 +221,7 @@ class Tiers:
         if self.pool is None:
             return {}
         pages = places = sum(map(len, self.pages))
-        if not self.pool.first and self.is_alone:
+        if self.is_alone:
             pages, places = self.pool.pages, len(self.pool.counts)
         sizes = {tier: (places if tier == "host" else pages) * size for tier, size in self.pool.page_bytes.items()}
         for tier, size in row_bytes(self.options, self.layers, self.capacity).items():
@@ -252,9 +239,8 @@ class Tiers:
         grows = tokens > self.capacity and self.ranks is None  # ranks decide by lengths alone
         return not stays_in_16_bits(self.pending, self.layers, self.batch, tokens, room=grows)
 
-    def reserve(self, lengths: Sequence[int], new: int, settle: Callable[[], object], masked: bool = True) -> bool:
-        """Allocate the pages that each row's new tokens need, and copies of shared pages that it will write to. Returns
-        whether a tensor has changed.
+    def reserve(self, lengths: Sequence[int], new: int, masked: bool = True) -> None:
+        """Allocate the pages that each row's new tokens need, and copies of shared pages that it will write to.
 
         masked: whether the step hides some tokens. SpecacheError, before anything has changed, if the host tier would
         exceed its budget or the pool has too few pages.
@@ -264,17 +250,15 @@ class Tiers:
             self.open_pool(max(lengths) + new)
         assert self.pool is not None
         with self.pool.lock:
+            self.pool.collect()  # else pages of tiers that have died count as shared
             shared = self.shared_pages(lengths, masked)
             if not shared and not any(taken) and self.all_rows:
-                return self.has_moved()
+                return
             capacity = self.capacity_for(max(len(row) + more for row, more in zip(self.pages, taken, strict=True)))
-            self.grow_pool(max(lengths) + new, len(shared) + sum(taken), settle)
-            self.grow_rows(capacity, settle)
-            if shared:
-                settle()
+            self.grow_pool(max(lengths) + new, len(shared) + sum(taken))
+            self.grow_rows(capacity)
             self.take_pages(shared, taken)
             self.write_table(capacity)
-            return self.has_moved()
 
     def shared_pages(self, lengths: Sequence[int], masked: bool) -> list[tuple[int, int]]:
         """The shared pages (row, number) that rows will write to. The last row that has a page keeps it."""
@@ -291,6 +275,8 @@ class Tiers:
         """Copy shared pages (row, number), and append new ones to each row."""
         assert self.pool is not None
         fresh = iter(self.pool.allocate(len(shared) + sum(taken)))
+        if shared:
+            self.settle()
         for row, number in shared:
             before, page = self.pages[row][number], next(fresh)
             self.pool.copy(before, page)
@@ -298,12 +284,6 @@ class Tiers:
             self.pool.free_pages([before])
         for row, number in enumerate(taken):
             self.pages[row].extend(next(fresh) for _ in range(number))
-
-    def has_moved(self) -> bool:
-        """Whether a tensor has moved since the last call, by a step of these tiers or of others of the pool."""
-        assert self.pool is not None
-        before, self.moves_seen = self.moves_seen, (self.pool.moves, self.moves)
-        return before != self.moves_seen
 
     def open_pool(self, tokens: int) -> None:
         """Create the pool, for rows of so many tokens."""
@@ -326,23 +306,18 @@ class Tiers:
             pages, places = (max(own, size(least * PAGE) // PAGE) for own, size in ((pages, bucket), (places, room)))
         return max(pages, self.pool.pages), places
 
-    def grow_pool(self, tokens: int, number: int, settle: Callable[[], object]) -> None:
+    def grow_pool(self, tokens: int, number: int) -> None:
         """Grow a pool without null page if it lacks free pages. A batch's pool grows by itself."""
         assert self.pool is not None
-        self.pool.collect()
-        if number > len(self.pool.free) and not self.pool.first:
-            self.pool.recount()  # an interrupted step may have left pages without a row
-        missing = number - len(self.pool.free)
-        if missing <= 0 or self.pool.first:
+        if self.pool.first or not (missing := self.pool.missing(number)):
             return
         pages, places = self.sizes(tokens, missing)
         self.check_host_memory(places, places * PAGE // self.batch)
-        settle()
         self.pool.grow_to(pages, places)
         if self.layers[0].device.type == "cuda":
             self.reserve_ahead(self.batch * room(places * PAGE // self.batch + 1) // PAGE)
 
-    def grow_rows(self, capacity: int, settle: Callable[[], object]) -> None:
+    def grow_rows(self, capacity: int) -> None:
         """Allocate the rows' buffers, or move those whose size depends on the capacity to larger ones."""
         if self.all_rows and capacity <= self.capacity:
             return
@@ -352,7 +327,7 @@ class Tiers:
             for field in row_fields(self.options, layer) if self.all_rows else ():
                 old = self.all_rows[number][field.name]
                 if field.shape(self.options, layer, self.most_rows, capacity) != tuple(old.shape):
-                    settle()
+                    self.settle()
                     larger = made[field.name] = empty(field, self.options, layer, self.most_rows, capacity)
                     larger[:, :, : old.shape[2]].copy_(old)
             grown.append(made)
@@ -421,14 +396,14 @@ class Tiers:
         """Keep the first tokens of each row, of `before`, by each field's `on_crop`, and free pages without tokens."""
         if self.sinks_known is not None and min(lengths) < self.sinks_known:
             self.sinks_known = None
-        for rows, (length, cached) in self.runs(list(zip(lengths, before, strict=True))):
-            cropped = Cropped(length, *(self.options.low_bit_length(n) for n in (length, cached)))
-            for site, layer in enumerate(self.layers):
-                views = self.views(site, rows)
-                for field in fields_of(self.options, layer):
-                    if field.on_crop is not None:
-                        field.on_crop(views, cropped)
-        assert self.pool is not None
+        with self.lock:
+            for rows, (length, cached) in runs_of(list(zip(lengths, before, strict=True))):
+                cropped = Cropped(length, *(self.options.low_bit_length(n) for n in (length, cached)))
+                for site, layer in enumerate(self.layers):
+                    views = self.views(site, rows)
+                    for field in fields_of(self.options, layer):
+                        if field.on_crop is not None:
+                            field.on_crop(views, cropped)
         for row, (length, cached) in enumerate(zip(lengths, before, strict=True)):
             low_bit, was = (self.options.low_bit_length(n) for n in (length, cached))
             if low_bit < was and self.options.bits_on_host < 16:
@@ -437,11 +412,12 @@ class Tiers:
 
     def trim(self, lengths: Sequence[int]) -> None:
         """Free the pages after so many tokens of each row."""
-        assert self.pool is not None
-        for row, length in zip(self.pages, lengths, strict=True):
-            gone = row[pages_for(length) :]
-            del row[pages_for(length) :]
-            self.pool.free_pages(gone)
+        with self.lock:
+            assert self.pool is not None
+            for row, length in zip(self.pages, lengths, strict=True):
+                gone = row[pages_for(length) :]
+                del row[pages_for(length) :]
+                self.pool.free_pages(gone)
         self.write_table()
 
     def select(self, rows: Tensor) -> None:
@@ -518,8 +494,9 @@ class Tiers:
             made = copy.copy(self)
             made.reset([[] for _ in range(self.batch)], self.batch)
             return made
-        made = joined([(self, row) for row in range(self.batch)])
-        return made if self.ranks is None else made.in_own_pool()
+        if self.ranks is not None:
+            return self.in_own_pool()
+        return joined([(self, row) for row in range(self.batch)])
 
     def in_own_pool(self) -> Tiers:
         """The rows with copies of their pages in a new pool, where each row's pages are adjacent."""
@@ -529,16 +506,14 @@ class Tiers:
 
     def moved_to(self, pool: PagePool) -> Tiers:
         """The rows with copies of their pages in another pool with the same options."""
-        assert self.pool is not None
-        with pool.lock:
+        with self.lock, pool.lock:
             fresh = iter(pool.allocate(sum(map(len, self.pages))))
-            pages = [[next(fresh) for _ in row] for row in self.pages]
-        made = self.in_pool(pool, pages, self.batch)
-        made.rounded = list(self.rounded)
-        made.copy_rows(self.all_rows, made.all_rows, [(row, row) for row in range(self.batch)])
-        for ours, theirs in zip(self.pages, pages, strict=True):
-            for source, target in zip(ours, theirs, strict=True):
-                pool.copy(source, target, self.pool)
+            made = self.in_pool(pool, [[next(fresh) for _ in row] for row in self.pages], self.batch)
+            made.rounded = list(self.rounded)
+            made.copy_rows(self.all_rows, made.all_rows, [(row, row) for row in range(self.batch)])
+            for ours, theirs in zip(self.pages, made.pages, strict=True):
+                for source, target in zip(ours, theirs, strict=True):
+                    pool.copy(source, target, self.pool)
         return made
 
     def under(self, options: MethodOptions) -> Tiers:
@@ -547,18 +522,12 @@ class Tiers:
         pool, state = self.pool, list[LayerState]()
         assert pool is not None
         for layer, old in zip(self.layers, pool.state, strict=True):
-            fields = paged_fields(options, layer)
-            kept = {
-                field.name: old[field.name]
-                for field in fields
-                if field.on_host and field.shape(options, layer, pool.pages, PAGE) == tuple(old[field.name].shape)
-            }
-            new = {
-                field.name: empty(field, options, layer, pool.pages, PAGE, len(pool.counts))
-                for field in fields
-                if field.name not in kept
-            }
-            state.append({field.name: (kept | new)[field.name] for field in fields})
+            state.append({})
+            for field in paged_fields(options, layer):
+                kept = old[field.name] if field.on_host else None
+                if kept is None or field.shape(options, layer, pool.pages, PAGE) != tuple(kept.shape):
+                    kept = empty(field, options, layer, pool.pages, PAGE, len(pool.counts))
+                state[-1][field.name] = kept
         made = self.in_pool(pool.twin(options, self.layers, state), [list(row) for row in self.pages], self.batch)
         made.pending = None
         return made
@@ -574,7 +543,7 @@ class Tiers:
             slot_index.fill_(-1)
         if isinstance(self.options, LowBitOptions) and not self.has_no_host:
             for site in range(len(self.state)):  # empty before the first step
-                for rows, length in self.runs(lengths):
+                for rows, length in runs_of(lengths):
                     window_from_host(self.views(site, rows), self.options.low_bit_length(length), length)
         if self.options.bits_on_host < 16:
             self.rounded = list(lengths)

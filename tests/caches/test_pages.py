@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import threading
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache, LlamaForCausalLM
 
 import specache_compile as sc
@@ -22,7 +25,9 @@ from specache_compile.paging import pool as pools
 from specache_compile.paging.pool import PagePool
 from specache_compile.runtime import tiers as tiers_module
 from specache_compile.runtime.regroup import regrouped
-from specache_compile.runtime.session import session_of
+from specache_compile.runtime.session import Session, session_of
+from specache_compile.runtime.state import MEASURE, bytes_in_16_bits, device_total, fields_of, predicted_bytes
+from specache_compile.runtime.step import opened
 
 SMALL = {"lowering": "eager", "group_size": 32, "residual_length": 32, "top_k": 8}
 METHODS = {
@@ -33,8 +38,12 @@ METHODS = {
 }
 
 
-def model_of(method: str) -> LlamaForCausalLM:
-    return compiled_with(tiny_llama(num_hidden_layers=1), METHODS[method])
+pytestmark = pytest.mark.one_process
+
+
+@functools.cache
+def model_of(method: str, layers: int = 1) -> LlamaForCausalLM:
+    return compiled_with(tiny_llama(num_hidden_layers=layers), METHODS[method])
 
 
 @pytest.fixture
@@ -109,19 +118,69 @@ def test_a_copy_costs_its_table_and_the_buffers_of_its_rows(model: LlamaForCausa
     assert max(pool.counts) == 1
 
 
-@pytest.mark.parametrize(("method", "pages"), [("full", 1), ("offload", 1), ("default", 1)])
-def test_the_first_step_after_a_copy_copies_the_last_page(
-    method: str, pages: int, copied: list[tuple[int, int]]
-) -> None:
+class Allocations(TorchDispatchMode):
+    """Counts the bytes of new tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.bytes += sum(x.nbytes for x in tree_leaves(out) if isinstance(x, Tensor)) * (not func.is_view)
+        return out
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("method", ["default", "full", "fp8"])
+def test_a_copy_of_32k_tokens_allocates_its_table_and_its_rows(method: str) -> None:
+    model = model_of(method)
+    _, cache = step(model, prompt(300))
+    session = at_hand(cache)
+    pairs = torch.randn(2, 1, session.layers[0].heads, 32_768 - 300, session.layers[0].head_dim)
+    with opened(session, pairs.shape[3], None) as call:
+        call.fill([(pairs[0], pairs[1])], None)
+    assert session.length == 32_768
+    with Allocations() as counted:
+        session.fork(session.held(0, "keys").handle)
+    tiers = session.tiers
+    rows = sum(x.nbytes for x in tiers.all_rows[0].values())
+    assert counted.bytes < 4 * (rows + tiers.table.nbytes + 1024) < bytes_in_16_bits(session.layers, 1, 32_768) / 20
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_cache_has_the_bytes_that_are_predicted(method: str) -> None:
+    _, cache = step(model_of(method), prompt(700, 2))
+    session = at_hand(cache)
+    predicted = predicted_bytes(session.options, session.layers, 2, 700)
+    assert session.tiers.bytes_by_tier() == predicted
+    fields = {field.name: field for field in fields_of(session.options, session.layers[0]) if field.tier != MEASURE}
+    assert device_total(predicted) == sum(
+        session.state[0][n].nbytes for n, field in fields.items() if not field.on_host
+    )
+
+
+@pytest.mark.parametrize("method", ["full", "offload", "default"])
+def test_the_first_step_after_a_copy_copies_the_last_page(method: str, copied: list[tuple[int, int]]) -> None:
     model = model_of(method)
     _, cache = step(model, prompt(900))
     twin = copy.deepcopy(cache)
     copied.clear()
     step(model, prompt(1), twin)
-    assert len(copied) == pages
+    assert len(copied) == 1
     step(model, prompt(1), cache)
     step(model, prompt(1), twin)
-    assert len(copied) == pages, "then each has a page of its own"
+    assert len(copied) == 1, "then each has a page of its own"
+
+
+def test_a_copy_that_has_died_shares_no_page(model: LlamaForCausalLM, copied: list[tuple[int, int]]) -> None:
+    _, cache = step(model, prompt(900))
+    twin = copy.deepcopy(cache)
+    del twin
+    gc.collect()
+    copied.clear()
+    step(model, prompt(1), cache)
+    assert not copied
 
 
 def test_copies_with_other_hidden_tokens_do_not_share_their_codes(model: LlamaForCausalLM) -> None:
@@ -158,7 +217,7 @@ def test_rows_that_are_selected_share_pages_until_they_write(
     other = step(model, prompt(600, 3))[1]
     pool = pool_of(cache)
     cache.batch_select_indices(torch.tensor([2, 0]))
-    assert at_hand(cache).tiers.most_cursors == 2, "no padding row writes to a page of a row"
+    assert at_hand(cache).tiers.most_rows == 2, "no padding row writes to a page of a row"
     cache.batch_repeat_interleave(2)
     assert pool_of(cache).held == 6
     copied.clear()
@@ -196,7 +255,7 @@ def test_growth_that_fails_can_be_repeated(
     method: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the middle of a pool's tensors, or of the buffers of rows that grow (h2o)."""
-    model, ids = compiled_with(tiny_llama(), METHODS[method]), prompt(250)
+    model, ids = model_of(method, 2), prompt(250)
     cache, other = (step(model, ids)[1] for _ in range(2))
     module: Any = tiers_module if method == "h2o" else pools
     whole, calls = module.empty, list[Any]()
@@ -264,6 +323,62 @@ def test_threads_continue_copies_that_share_a_pool_which_grows(model: LlamaForCa
     assert len({id(pool_of(each)) for each in caches}) == 1
 
 
+def derived(kind: str, model: Any, cache: DynamicCache, folder: Path) -> DynamicCache:
+    """Return a cache that was made from another one."""
+    if kind == "loaded":
+        sc.save(cache, folder)
+    made = {
+        "copied": lambda: copy.deepcopy(cache),
+        "loaded": lambda: sc.load(folder, model),
+        "split": lambda: sc.split(cache)[0],
+        "joined": lambda: sc.join([cache, step(model, prompt(300))[1]]),
+    }
+    return made[kind]()
+
+
+@pytest.mark.parametrize("kind", ["copied", "loaded", "split", "joined"])
+def test_a_pool_waits_for_the_copies_of_each_cache(
+    kind: str, model: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before its pages move, and before pages of a cache that has died are free."""
+    cache = step(model, prompt(300))[1]
+    made = derived(kind, model, cache, tmp_path)
+    session, pool, waited = session_of(made), pool_of(made), []
+    with monkeypatch.context() as patch:
+        patch.setattr(Session, "settle", lambda session: waited.append(session))
+        pool.grow_to(pool.pages, len(pool.counts))
+    assert session in waited
+    queue = at_hand(made).queue
+    waited.clear()
+    del made, session
+    gc.collect()
+    assert queue in pool.returned[-1][1]
+
+
+@pytest.mark.parametrize("work", ["copy", "materialize", "save", "crop", "split", "join"])
+def test_what_uses_pages_waits_for_the_step_of_another_cache(
+    work: str, model: LlamaForCausalLM, tmp_path: Path
+) -> None:
+    """The step may move them."""
+    cache = step(model, prompt(300))[1]
+    other = copy.deepcopy(cache)
+    works = {
+        "copy": lambda: copy.deepcopy(cache),
+        "materialize": lambda: sc.materialize(cache),
+        "save": lambda: sc.save(cache, tmp_path),
+        "crop": lambda: crop_rows(cache, [200]),
+        "split": lambda: sc.split(cache),
+        "join": lambda: sc.join([cache, step(model, prompt(300))[1]]),
+    }
+    thread = threading.Thread(target=works[work])
+    with pool_of(other).lock:
+        thread.start()
+        thread.join(0.3)
+        assert thread.is_alive()
+    thread.join()
+    assert equal(go_on(model, other, 1, 1), go_on(model, step(model, prompt(300))[1], 1, 1))
+
+
 def test_pages_of_ranks_depend_on_lengths_alone(model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy has its own pool: when dead caches free their pages differs between ranks."""
     monkeypatch.setattr(tiers_module, "gather", lambda ranks, own: [own])
@@ -280,7 +395,7 @@ def test_pages_of_ranks_depend_on_lengths_alone(model: LlamaForCausalLM, monkeyp
 @pytest.mark.parametrize("shared", [False, True, "freed"])
 def test_a_session_is_taken_apart_whoever_shares_its_pages(shared: object) -> None:
     """Without copies unless another cache has pages in its pool; one that has died has none."""
-    model = compiled_with(tiny_llama(), SMALL)
+    model = model_of("default", 2)
     _, cache = step(model, prompt(300, 2))
     _, other = step(model, prompt(300, 2))
     twin = copy.deepcopy(cache) if shared else None
@@ -304,7 +419,7 @@ def test_a_session_is_taken_apart_whoever_shares_its_pages(shared: object) -> No
 
 
 def test_sessions_with_other_page_numbers_are_put_together() -> None:
-    model = compiled_with(tiny_llama(), SMALL)
+    model = model_of("default", 2)
     parts = []
     for number in range(2):
         _, cache = step(model, prompt(300, 2))

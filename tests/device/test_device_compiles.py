@@ -15,13 +15,13 @@ from transformers import LlamaForCausalLM
 
 import specache_compile as sc
 from conftest import LOSSLESS, greedy, prompt
-from held_tiers import contiguous_state
+from held_tiers import adjacent, cursor_over, empty_state
 from specache_compile.compat import cache_of, with_cache
 from specache_compile.compile import rewrites
 from specache_compile.kernels.attention import triton_extend
 from specache_compile.kernels.decode import triton_scored
 from specache_compile.kernels.movement import triton_append, triton_copy, triton_select
-from specache_compile.kernels.state.cursor import host_record, new_cursor
+from specache_compile.kernels.state.cursor import host_record
 from specache_compile.kernels.state.stored_tiers import StoredTiers
 from specache_compile.lowering import cuda_graphs
 from specache_compile.methods.field import LayerShape
@@ -60,8 +60,8 @@ def compiled_forms(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Form]]:
 
 def step(capacity: int, options: SpecacheOptions, length: int) -> None:
     """Launch a layer's decode step at batch 1 with a mask over all tokens, and a chunked prefill."""
-    state = contiguous_state(options, LayerShape(HEADS, D, torch.float32, CUDA), 1, capacity)
-    cursor = new_cursor(CUDA, 1)
+    state = empty_state(options, LayerShape(HEADS, D, torch.float32, CUDA), 1, capacity)
+    cursor = cursor_over(adjacent(1, capacity)).cuda()
     host_record(cursor).lengths = (length,)
     q = torch.randn(1, QUERY_HEADS, LANES, D, device=CUDA)
     k, v = torch.randn(2, 1, HEADS, LANES, D, device=CUDA)
@@ -75,13 +75,8 @@ def step(capacity: int, options: SpecacheOptions, length: int) -> None:
     logits, base, scores = triton_scored.score_low_bit(q, k, mask, None, cursor, *read)
     triton_scored.attend_scored(q, k, v, mask, None, cursor, logits, base, slots[1], *slots, *read)
     triton_select.select_topk(scores[0], state["selected"])
-    triton_copy.gather(
-        state["selected"].fill_(0),
-        state["host"],
-        state["slots"],
-        state["slot_index"],
-        torch.zeros(1, dtype=torch.int64).cuda(),
-    )
+    moved = torch.zeros(1, dtype=torch.int64).cuda()
+    triton_copy.gather(state["selected"].fill_(0), cursor, state["host"], *slots, moved)
     triton_copy.write_through(k, v, cursor, state["host"])
     triton_extend.extend_attention(q, k, v, mask[..., : length + LANES], None, cursor, state["host"], D**-0.5, None)
 

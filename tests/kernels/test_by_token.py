@@ -1,4 +1,4 @@
-"""The pairs of a whole cache by token, in pages and contiguous."""
+"""The pairs of a whole cache by token."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from held_tiers import in_pages, with_table
+from held_tiers import cursor_over, in_pages
 from specache_compile.evaluation.baselines import kcache
 from specache_compile.kernels.movement import copy_stream, cpp_tiers
 from specache_compile.kernels.movement import tier_ops as tiers
 from specache_compile.kernels.state import by_token
-from specache_compile.kernels.state.cursor import LENGTH, new_cursor
 from specache_compile.kernels.state.page_table import Pages
 
 pytestmark = pytest.mark.pairwise
@@ -51,7 +50,6 @@ def test_a_page_is_256_contiguous_tokens_of_all_heads(pairs: Tensor) -> None:
 def test_tokens_are_found_and_put_wherever_they_lie(pairs: Tensor, start: int, stop: int) -> None:
     host = shuffled(pairs)
     assert torch.equal(by_token.tokens_of(host, start, stop), pairs[:, :, start:stop])
-    assert by_token.tokens_of(pairs, start, stop).data_ptr() == pairs[:, :, start:stop].data_ptr()
     by_token.put(host, start, -pairs[:, :, start:stop])
     expected = pairs.clone()
     expected[:, :, start:stop] *= -1
@@ -59,12 +57,9 @@ def test_tokens_are_found_and_put_wherever_they_lie(pairs: Tensor, start: int, s
 
 
 @pytest.mark.parametrize(("start", "stop"), RANGES)
-@pytest.mark.parametrize("paged", [True, False])
-def test_staged_pairs_are_contiguous_pieces_that_go_to_the_hosts_runs(
-    pairs: Tensor, start: int, stop: int, paged: bool
-) -> None:
+def test_staged_pairs_are_contiguous_pieces_that_go_to_the_hosts_runs(pairs: Tensor, start: int, stop: int) -> None:
     pairs = pairs[:1]
-    host = in_pages(torch.zeros_like(pairs)) if paged else torch.zeros_like(pairs)
+    host = in_pages(torch.zeros_like(pairs))
     new = pairs[:, :, start:stop]
     buffer = torch.full((new.numel(),), -1.0)
     staged = copy_stream.stage(*new.unbind(3), start, host, buffer)
@@ -74,7 +69,7 @@ def test_staged_pairs_are_contiguous_pieces_that_go_to_the_hosts_runs(
         copy_stream.copy_across(piece, target)
     expected = torch.zeros_like(pairs)
     expected[:, :, start:stop] = new
-    assert torch.equal(whole(host) if isinstance(host, Pages) else host, expected)
+    assert torch.equal(whole(host), expected)
 
 
 @pytest.mark.parametrize(("start", "stop"), RANGES)
@@ -96,8 +91,7 @@ def test_a_fetch_brings_the_pairs_of_the_tokens(pairs: Tensor, refill: object) -
     index, moved = torch.full_like(selected, -1), torch.zeros(1, dtype=torch.int64)
     slots, pages = torch.zeros(ROWS, HEADS, 6, 2, CHANNELS), shuffled(pairs)
     if refill == "C++":
-        cursor = with_table(torch.zeros(ROWS, 4, dtype=torch.int64), pages)
-        cpp_tiers.prefetch_fused(selected, cursor, pages.pages, slots, index, moved)
+        cpp_tiers.prefetch_fused(selected, cursor_over(pages.table), pages.pages, slots, index, moved)
     else:
         tiers.refill(selected, pages, slots, index, moved)
     assert torch.equal(index.sort(-1).values, selected.sort(-1).values)
@@ -109,9 +103,7 @@ def test_a_fetch_brings_the_pairs_of_the_tokens(pairs: Tensor, refill: object) -
 @pytest.mark.parametrize("first", [0, 250, 256, 1020])
 def test_new_pairs_are_written_by_their_tokens(pairs: Tensor, first: int) -> None:
     host, new = shuffled(pairs), -torch.rand(ROWS, HEADS, 4, 2, CHANNELS)
-    cursor = with_table(new_cursor(host.device, ROWS), host)
-    cursor[:, LENGTH] = first
-    cpp_tiers.write_pairs(*new.unbind(3), cursor, host.pages, paged=True)()
+    cpp_tiers.write_pairs(*new.unbind(3), cursor_over(host.table, first), host.pages)()
     expected = pairs.clone()
     expected[:, :, first : first + 4] = new
     assert torch.equal(whole(host), expected)

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
+from held_tiers import adjacent, cursor_over
 from specache_compile.kernels.attention.kept_logits import whole_logits
 from specache_compile.kernels.codes.records import stored_dim
 from specache_compile.kernels.movement import tier_ops as tiers
@@ -77,7 +78,7 @@ class Inputs:
         rows, d = (case.batch, case.heads), case.head_dim
         n, low_bit = case.length, low_bit_length(case.length)
         query_heads = case.heads * case.ratio
-        self.cursor = torch.tensor([[n, low_bit, low_bit_length(n + 1), NO_QUEUE]]).repeat(case.batch, 1)
+        self.cursor = cursor_over(adjacent(case.batch, CAPACITY), n, low_bit, low_bit_length(n + 1), NO_QUEUE)
         self.q = self.normal(case.batch, query_heads, case.lanes, d)
         self.k, self.v = self.normal(*rows, case.lanes, d), self.normal(*rows, case.lanes, d)
         self.new_k, self.new_v = self.normal(*rows, 1, d), self.normal(*rows, 1, d)

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from held_tiers import contiguous_state, low_bit_levels
+from held_tiers import adjacent, empty_state, low_bit_levels
 from specache_compile.kernels.attention import attention_ops, cpp_decode, extend
 from specache_compile.kernels.codes.records import RECORD
 from specache_compile.kernels.movement import cpp_tiers
@@ -97,14 +97,13 @@ def cursor_of(
     options: SpecacheOptions, lengths: Sequence[int], tokens: Sequence[int], new: int, device: Any,
     table: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return the cursor of a step of `new` tokens, some of which are real in each row."""
+    """Return the cursor of a step of `new` tokens, some of which are real in each row. table: None for a page each."""
     rows = [
         [length + count - new, options.low_bit_length(length), options.low_bit_length(length + count), 0]
         for length, count in zip(lengths, tokens, strict=True)
     ]
-    cursor = torch.tensor(rows, device=device)
-    if table is not None:
-        cursor = torch.cat([cursor, table.to(device)], 1)
+    table = adjacent(len(rows), 256) if table is None else table
+    cursor = torch.cat([torch.tensor(rows), table], 1).to(device)
     if cursor.is_cuda:
         host_record(cursor).lengths = tuple(row[0] for row in rows)
     return cursor
@@ -112,7 +111,7 @@ def cursor_of(
 
 def empty(kind: Implementation, options: SpecacheOptions, rows: int, capacity: int = 256) -> LayerState:
     shape = LayerShape(HEADS, DIM, torch.float32, kind.device)
-    state = contiguous_state(options, shape, rows, capacity)
+    state = empty_state(options, shape, rows, capacity)
     state["host"].view(torch.uint8).fill_(0x7F)  # elements that no op stores must stay so
     return state
 
@@ -215,12 +214,12 @@ def test_a_rows_attention_equals_that_of_the_row_alone(kind: Implementation, opt
 def test_a_correction_copies_the_same_pairs_as_for_each_row_alone(kind: Implementation) -> None:
     options = OPTIONS["rotated"]
     state, scores = filled(kind, options, EVERY), torch.rand(1, len(EVERY), HEADS, 256)
-    cursor = cursor_of(options, LENGTHS[: len(EVERY)], [1 for _ in EVERY], 1, "cpu")
     separate = [alone(options, state, row) for row in EVERY]
 
     def correct(state: LayerState, rows: slice) -> Tensor:
         written = (state["slots"], state["slot_index"], state["corrected"])
-        return kind.ops.correct(scores[:, rows].contiguous(), cursor[rows], state["host"], *written)
+        own = cursor_of(options, LENGTHS[: len(EVERY)][rows], [1 for _ in EVERY][rows], 1, "cpu")
+        return kind.ops.correct(scores[:, rows].contiguous(), own, state["host"], *written)
 
     together = correct(state, slice(None))
     for row in EVERY:
@@ -270,7 +269,7 @@ def test_a_definition_is_called_once_where_rows_are_alike() -> None:
         calls.append(k.shape[0])
 
     run: Callable[[list[int]], None] = lambda lengths: op(  # noqa: E731
-        torch.zeros(len(lengths), 1), torch.tensor([[n, 0, 0, 0] for n in lengths]), torch.zeros(len(lengths), 1)
+        torch.zeros(len(lengths), 1), torch.tensor([[n, 0, 0, 0, 0] for n in lengths]), torch.zeros(1, 1, 256)
     )
     run([5, 5, 5])
     run([5, 5, 7])
@@ -297,15 +296,16 @@ def untouched(tensor: Tensor) -> bool:
 
 @pytest.mark.quick_for(*ON_CPU)
 @every_option
-def test_paged_tiers_equal_contiguous_tiers(kind: Implementation, options: SpecacheOptions) -> None:
-    """Bit for bit, for any order of pages; unused pages are unchanged."""
+def test_tiers_are_the_same_in_any_order_of_pages(kind: Implementation, options: SpecacheOptions) -> None:
+    """Bit for bit; unused pages are unchanged."""
     state = filled(kind, options, PAGED, in_pages(kind, options), TABLE)
-    piece = filled(kind, options, PAGED, empty(kind, options, len(PAGED), 512))
+    order = adjacent(len(PAGED), 512)
+    others = filled(kind, options, PAGED, empty(kind, options, len(PAGED), 512), order)
     for place, row in enumerate(PAGED):
         stored = {"host": LENGTHS[row], **dict.fromkeys(IN_PAGES[:3], options.low_bit_length(LENGTHS[row]))}
         for name, tokens in stored.items():
-            for number, page in enumerate(TABLE[place].tolist()):
-                ours, theirs = state[name][page], piece[name][place].chunk(2, 1)[number]
+            for number, (page, other) in enumerate(zip(TABLE[place].tolist(), order[place].tolist(), strict=True)):
+                ours, theirs = state[name][page], others[name][other]
                 each = 256 // ours.shape[1] if ours.shape[1] else 1  # tokens per entry
                 here = max(0, min(256, tokens - 256 * number)) // each
                 if name == "codes" and options.layout.is_quantised:  # the last record may have other tokens too
@@ -317,7 +317,7 @@ def test_paged_tiers_equal_contiguous_tiers(kind: Implementation, options: Speca
                 assert untouched(ours[:, here:]), name
     for page in (0, 3, 4, 6):
         assert all(untouched(state[name][page]) for name in IN_PAGES)
-    for name, expected in attended(kind, options, piece, PAGED).items():
+    for name, expected in attended(kind, options, others, PAGED, order).items():
         equal(kind, attended(kind, options, state, PAGED, TABLE)[name], expected)
 
 

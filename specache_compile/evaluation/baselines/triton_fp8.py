@@ -72,7 +72,7 @@ def store_codes(
 @triton.jit(do_not_specialize=[*MASK_STRIDES, "columns", "parts", "width"])
 def add_new_pair(
     # q [B, Hq, 1, d], contiguous; k and v [B, H, 1, d] with contiguous channels; mask [B, Hq, 1, > n] uint8 or
-    # additive, unused without a mask; sinks [Hq]; cursor int64 [B, 4]; the sums of `attend_rows`.
+    # additive, unused without a mask; sinks [Hq]; cursor int64 [B, columns]; the sums of `attend_rows`.
     q, k, v, mask, sinks, cursor, partial, peaks, totals,
     # Written: out [B, Hq, 1, d].
     out,
