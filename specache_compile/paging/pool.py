@@ -41,7 +41,7 @@ class PagePool:
     counts: number of rows of each page.
     free: the free pages, a heap.
     moves: how often a tensor has moved.
-    tiers: all live tiers with pages.
+    tiers: all live tiers with pages. tables: the pages of their rows, and of tiers that have died until `collect`.
     returned: pages of tiers that have died, and the queues that may still copy for them.
     lock: held by a step of any session of the pool, since pages may move in a step.
     """
@@ -55,6 +55,7 @@ class PagePool:
         self.options, self.layers, self.bound, self.first = options, list(layers), bound, int(null_page)
         self.page_bytes = page_bytes(options, layers)
         self.tiers: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.tables: dict[int, list[list[int]]] = {}
         self.returned: deque[tuple[list[list[int]], list[Any]]] = deque()
         self.lock = threading.RLock()
         self.pages, self.moves = pages, 0
@@ -169,17 +170,14 @@ class PagePool:
                 for queue in queues:
                     queue.settle()
                 self.release(rows)
+                self.tables.pop(id(rows), None)
                 self.returned.popleft()
 
     def recount(self) -> None:
-        """Count the pages again from the live tiers: an interrupted call may have left wrong counts."""
+        """Count the pages again from the tables: an interrupted call may have left wrong counts."""
         with self.lock:
-            alive = list(self.tiers)  # tiers that die from here on are counted, and freed later
-            while self.returned:
-                for queue in self.returned[0][1]:
-                    queue.settle()
-                self.returned.popleft()
-            counts = collections.Counter(page for tiers in alive for pages in tiers.pages for page in pages)
+            self.collect()
+            counts = collections.Counter(page for rows in self.tables.values() for pages in rows for page in pages)
             self.counts = [counts[page] for page in range(len(self.counts))]
             self.free = [page for page in range(self.first, len(self.counts)) if not self.counts[page]]
 

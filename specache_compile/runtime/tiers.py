@@ -104,6 +104,7 @@ class Tiers:
         self.pool = pool
         with pool.lock:  # others may list the tiers
             pool.tiers.add(self)
+            pool.tables[id(self.pages)] = self.pages
         weakref.finalize(self, pool.returned.append, (self.pages, self.queues))
 
     def in_pool(
