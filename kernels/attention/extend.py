@@ -5,9 +5,10 @@ Each part of the tokens returns an output and the logarithm of its softmax's sum
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from specache_compile.kernels.movement.copy_queue import wait_for_offloads
 from specache_compile.kernels.state.by_rows import by_rows
-from specache_compile.kernels.state.by_token import tokens_of
+from specache_compile.kernels.state.by_token import rows_of_pages, tokens_of
 from specache_compile.kernels.state.cursor import length_of, runs_of
 from specache_compile.kernels.state.page_table import PAGE, Pages
 from specache_compile.kernels.state.stored_pairs import decoded
@@ -113,8 +114,9 @@ def extended(
         return torch.zeros_like(q, memory_format=torch.contiguous_format)
     q, k, v = (x[:, :, padding:] for x in (q, k, v))
     rows = Rows(q, k.shape[1], mask, length + q.shape[2])
-    if isinstance(host, Pages) and host.dtype == q.dtype and len(q) == 1 and q.shape[2] <= IN_PLACE <= PAGE <= length:
-        return rows.back(over_pages(how, rows, host, length, k, v, sinks), q.dtype)
+    if isinstance(host, Pages) and host.dtype == q.dtype and q.shape[2] <= IN_PLACE <= PAGE <= length:
+        parts = [over_pages(how, *row, length, sinks) for row in each_row(rows, host, k, v)]
+        return rows.back(torch.cat(parts), q.dtype)
     part = how.attend(rows.q, k, v, rows.new_columns(length, length))
     for start in range(0, length, how.block):
         stop = min(start + how.block, length)
@@ -126,7 +128,14 @@ def extended(
     return torch.nn.functional.pad(out, (0, 0, padding, 0)) if padding else out
 
 
-def over_pages(how: Parts, rows: Rows, host: Pages, length: int, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
+def each_row(rows: Rows, host: Pages, k: Tensor, v: Tensor) -> Iterator[tuple[Rows, Pages, Tensor, Tensor]]:
+    """Yield each batch row's queries, pages and new pairs, which are views."""
+    for number, pages in enumerate(rows_of_pages(host)):
+        one = slice(number, number + 1)
+        yield rows.of(one), pages, k[one], v[one]
+
+
+def over_pages(how: Parts, rows: Rows, host: Pages, k: Tensor, v: Tensor, length: int, sinks: Tensor | None) -> Tensor:
     """Attend over one row's pages in place, adjacent ones as one batch; the last page's tokens are copied before the
     new ones. Returns the output [B, H, rows, d]."""
     (table,), whole = host.table.tolist(), length // PAGE
@@ -154,6 +163,14 @@ class Rows:
             check_covers(mask, tokens)
         self.q, self.mask = q.unflatten(1, (heads, -1)).flatten(2, 3), mask
         self.heads, self.group, self.tokens = heads, q.shape[1] // heads, q.shape[2]
+
+    def of(self, batch_rows: slice) -> Rows:
+        """Return some rows of the batch."""
+        some = copy.copy(self)
+        some.q = self.q[batch_rows]
+        if self.mask is not None and self.mask.shape[0] > 1:
+            some.mask = self.mask[batch_rows]
+        return some
 
     def columns(self, start: int, stop: int) -> Tensor | None:
         """Return the columns start..stop of the mask [B|1, Hq|1, T|1, n] as [B|1, H|1, G·T|1, stop - start]."""

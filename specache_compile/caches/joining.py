@@ -290,6 +290,7 @@ def drop(cache: DynamicCache) -> None:
     if session is not None:
         session.settle()
         session.tiers.release_state()
+        session.bindings.clear()
         session.version += 1
         session.view = None
 

@@ -184,9 +184,10 @@ class PagePool:
     def release(self, rows: list[list[int]]) -> None:
         """Free the pages of all rows of a session."""
         with self.lock:
-            for pages in rows:
-                self.free_pages(pages)
-            rows.clear()
+            while rows:
+                while rows[-1]:  # an interrupted call loses a page until `recount`, and frees none twice
+                    self.free_pages([rows[-1].pop()])
+                rows.pop()
 
     def copy(self, source: int, target: int, other: PagePool | None = None) -> None:
         """Copy one page, from another pool with the same fields if given. No copy of it may be under way."""

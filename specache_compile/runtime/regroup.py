@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -77,6 +78,7 @@ def check_neighbours(places: Sequence[Place]) -> list[Session]:
     return list(dict.fromkeys(session for session, _ in places))
 
 
+@torch.inference_mode(False)
 def regrouped(sources: Sequence[Session], places: Sequence[Place]) -> Session:
     """A new session of the layers at `places`, and others of the rest of `sources`, which are empty afterwards."""
     check_alike(sources)
@@ -95,6 +97,7 @@ def regrouped(sources: Sequence[Session], places: Sequence[Place]) -> Session:
         session.tiers.set_rows([], 0)
         session.tiers.pool, session.tiers.layers, session.anchors = None, [], []
         session.recorded.clear()
+        session.bindings.clear()
     return made
 
 

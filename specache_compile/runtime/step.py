@@ -52,6 +52,8 @@ def opened(session: Session, tokens: int, padding: Tensor | None, causal: bool =
             yield step
         except BaseException as error:
             step.abandon()
+            if session.tiers.pool is not None:
+                session.tiers.pool.recount()
             if session.queue.error is not None and isinstance(error, Exception):
                 raise copy_failed(session.queue.error) from error
             raise

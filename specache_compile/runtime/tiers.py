@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -62,9 +64,10 @@ class Tiers:
     ranks: the process group that the model is split over; these are the KV heads of this rank.
     pool: its pages; None before the first step.
     pages: page numbers of each row. Copy-on-write: a row that writes to a shared page first gets its own copy.
-    rounded: for each row, the tokens up to which its window may differ from other rows' copies, because they came back
-        from a host tier that rounds.
+    rounded: for each row, the tokens up to which its codes may differ from those of rows that share its pages: after a
+        crop they are computed again, perhaps from rounded pairs or without an earlier step's mask.
     table: page table of the rows, int64 [B, C/256] on the CPU; entries without tokens are 0.
+    is_written: whether the table has the rows' pages; not after an interrupted change of these.
     capacity: C, tokens that the table has entries for.
     most_rows: rows that the buffers are allocated for, just the batch without a null page. Row b has slice b; slices
         without a row select no pairs.
@@ -96,6 +99,7 @@ class Tiers:
         self.sinks_known: int | None = None
         self.capacity = 0
         self.table = torch.zeros(self.batch, 0, dtype=torch.int64, device="cpu")
+        self.is_written = True
         self.views_by_rows: dict[int, list[LayerState]] = {}
         self.moves = 0
 
@@ -107,6 +111,7 @@ class Tiers:
             pool.tables[id(self.pages)] = self.pages
         weakref.finalize(self, pool.returned.append, (self.pages, self.queues))
 
+    @torch.inference_mode(False)
     def in_pool(
         self, pool: PagePool, pages: list[list[int]], places: int, rows: list[LayerState] | None = None
     ) -> Tiers:
@@ -152,7 +157,8 @@ class Tiers:
     def is_alone(self) -> bool:
         """Whether the pool is that of these tiers: no other tiers have pages, and none has a null page."""
         assert self.pool is not None
-        return not self.pool.first and self.pool.held == len({page for row in self.pages for page in row})
+        self.pool.collect()
+        return not self.pool.first and sum(self.pool.counts) == sum(map(len, self.pages))
 
     def fields(self, name: str) -> list[Tensor]:
         """The state tensor `name` of each layer that has it."""
@@ -215,6 +221,7 @@ class Tiers:
         if self.pool is not None:
             self.pool.release(self.pages)
         self.set_rows([], 0)
+        self.pool = None
 
     def bytes_by_tier(self) -> dict[str, int]:
         """Bytes of each tier: of the whole pool, if its pages are of these rows alone; else of the rows' pages, where a
@@ -253,7 +260,7 @@ class Tiers:
         with self.pool.lock:
             self.pool.collect()  # else pages of tiers that have died count as shared
             shared = self.shared_pages(lengths, masked)
-            if not shared and not any(taken) and self.all_rows:
+            if self.is_written and not shared and not any(taken) and self.all_rows:
                 return
             capacity = self.capacity_for(max(len(row) + more for row, more in zip(self.pages, taken, strict=True)))
             self.grow_pool(max(lengths) + new, len(shared) + sum(taken))
@@ -276,6 +283,7 @@ class Tiers:
         """Copy shared pages (row, number), and append new ones to each row."""
         assert self.pool is not None
         fresh = iter(self.pool.allocate(len(shared) + sum(taken)))
+        self.is_written = False
         if shared:
             self.settle()
         for row, number in shared:
@@ -303,9 +311,18 @@ class Tiers:
         before = len(self.pool.counts)
         least = before + missing
         if least > places:
-            least = max(least, before * 3 // 2)  # each growth copies all pages
-            pages, places = (max(own, size(least * PAGE) // PAGE) for own, size in ((pages, bucket), (places, room)))
-        return max(pages, self.pool.pages), places
+            most = max(least, before * 3 // 2)  # each growth copies all pages
+            pages, places = (max(own, size(most * PAGE) // PAGE) for own, size in ((pages, bucket), (places, room)))
+            places = max(least, min(places, self.places_within_budget()))
+        return max(pages, places, self.pool.pages), places
+
+    def places_within_budget(self) -> int:
+        """Most pages that host memory allows. Ranks decide by lengths alone."""
+        assert self.pool is not None
+        page = self.pool.page_bytes["host"]
+        if not page or self.ranks is not None:
+            return sys.maxsize
+        return allowance(page * len(self.pool.counts), self.options.host_memory) // page
 
     def grow_pool(self, tokens: int, number: int) -> None:
         """Grow a pool without null page if it lacks free pages. A batch's pool grows by itself."""
@@ -313,7 +330,7 @@ class Tiers:
         if self.pool.first or not (missing := self.pool.missing(number)):
             return
         pages, places = self.sizes(tokens, missing)
-        self.check_host_memory(places, places * PAGE // self.batch)
+        self.check_host_memory(places, tokens)
         self.pool.grow_to(pages, places)
         if self.layers[0].device.type == "cuda":
             self.reserve_ahead(self.batch * room(places * PAGE // self.batch + 1) // PAGE)
@@ -351,6 +368,7 @@ class Tiers:
         width = self.capacity // PAGE
         rows = [[*row, *[0] * (width - len(row))] for row in self.pages]
         self.table = torch.tensor(rows, dtype=torch.int64, device="cpu").view(len(rows), width)
+        self.is_written = True
 
     def first_written(self, row: int, length: int, masked: bool) -> int:
         """The first page in which a row writes something that other rows with its tokens do not have. The low-bit codes
@@ -407,7 +425,7 @@ class Tiers:
                             field.on_crop(views, cropped)
         for row, (length, cached) in enumerate(zip(lengths, before, strict=True)):
             low_bit, was = (self.options.low_bit_length(n) for n in (length, cached))
-            if low_bit < was and self.options.bits_on_host < 16:
+            if low_bit < was:
                 self.rounded[row] = min(length, max(was, self.rounded[row]))
         self.trim(lengths)
 
@@ -415,6 +433,7 @@ class Tiers:
         """Free the pages after so many tokens of each row."""
         with self.lock:
             assert self.pool is not None
+            self.is_written = False
             for row, length in zip(self.pages, lengths, strict=True):
                 gone = row[pages_for(length) :]
                 del row[pages_for(length) :]
@@ -435,11 +454,13 @@ class Tiers:
         else:
             made = self.more_rows(len(kept))
             self.copy_rows(self.all_rows, made, list(enumerate(kept)))
-            self.set_rows(made, len(kept))
         with self.pool.lock:
+            self.is_written = False
             for row in pages:
                 self.pool.share(row)
             before, self.pages[:] = list(self.pages), pages
+            if not in_place:
+                self.set_rows(made, len(kept))
             self.pool.release(before)
         self.batch, self.rounded, self.views_by_rows = len(kept), rounded, {}
         self.write_table()
@@ -455,10 +476,14 @@ class Tiers:
 
     def copy_rows(self, source: list[LayerState], target: list[LayerState], moves: Sequence[tuple[int, int]]) -> None:
         """Copy rows to slices, given as (slice, row)."""
+        if not moves:
+            return
+        numbers = torch.tensor(moves, device="cpu")
+        on = functools.cache(lambda device: numbers.to(device).unbind(1))
         for layer, old, new in zip(self.layers, source, target, strict=True):
             for field in row_fields(self.options, layer):
-                for place, row in moves:
-                    new[field.name][place].copy_(old[field.name][row])
+                places, rows = on(old[field.name].device)
+                new[field.name].index_copy_(0, places, old[field.name].index_select(0, rows))
 
     def clear_rows(self, places: slice) -> None:
         """Make slices without a row select no pairs: an inactive row has no page table to find them in."""
@@ -481,6 +506,7 @@ class Tiers:
         for place, (others, row) in enumerate(rows, self.batch):
             self.copy_rows(others.all_rows, self.all_rows, [(place, row)])
         with self.pool.lock:
+            self.is_written = False
             for others, row in rows:
                 self.pool.share(others.pages[row])
                 self.pages.append(list(others.pages[row]))
