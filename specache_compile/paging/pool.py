@@ -77,18 +77,14 @@ class PagePool:
         self.collect()
         return len(self.counts) - self.first - len(self.free)
 
-    def settle(self) -> None:
-        """Wait for all copies of the pool's sessions."""
-        for tiers in list(self.tiers):
-            tiers.settle()
-
     @torch.inference_mode(False)
     def grow_to(self, pages: int, places: int) -> None:
         """Grow to so many pages, layer by layer. The tensor objects stay the same, since sessions refer to them.
 
         If it fails, some tensors are larger than `pages`, and the next call goes on from there.
         """
-        self.settle()
+        for tiers in list(self.tiers):
+            tiers.settle()
         pages, before = max(pages, self.pages), len(self.counts)
         for layer, state in zip(self.layers, self.state, strict=True):
             for field in paged_fields(self.options, layer):
@@ -125,7 +121,10 @@ class PagePool:
         """SpecacheError if so many pages cannot be allocated."""
         if not self.can_allocate(number):
             most = self.room_on_host() - self.first if self.bound is None else self.bound
-            raise no_pages(number, len(self.free), most)
+            raise SpecacheError(
+                f"{number} more pages of {PAGE} tokens are needed, and {len(self.free)} of {most} are free. The cache "
+                "is unchanged. Drop caches that are not needed, or raise host_memory, or device_memory of the Batch"
+            )
 
     def can_allocate(self, number: int) -> bool:
         """Whether so many pages are free, or an unbounded pool may grow by the missing ones."""
@@ -175,10 +174,7 @@ class PagePool:
         """Count the pages again from the live tiers: an interrupted call may have left wrong counts."""
         with self.lock:
             alive = list(self.tiers)  # tiers that die from here on are counted, and freed later
-            while self.returned:
-                for queue in self.returned[0][1]:
-                    queue.settle()
-                self.returned.popleft()
+            self.collect()
             counts = collections.Counter(page for tiers in alive for pages in tiers.pages for page in pages)
             self.counts = [counts[page] for page in range(len(self.counts))]
             self.free = [page for page in range(self.first, len(self.counts)) if not self.counts[page]]
@@ -204,10 +200,3 @@ def batch_pool(options: MethodOptions, layers: Sequence[LayerShape], bound: int 
 
 def pages_for(tokens: int) -> int:
     return -(-tokens // PAGE)
-
-
-def no_pages(number: int, left: int, bound: int) -> SpecacheError:
-    return SpecacheError(
-        f"{number} more pages of {PAGE} tokens are needed, and {left} of {bound} are free. The cache is unchanged. "
-        "Drop caches that are not needed, or raise host_memory, or device_memory of the Batch"
-    )
