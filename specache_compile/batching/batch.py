@@ -83,14 +83,9 @@ class RowGroup:
         that leaves; no other row moves."""
         if len(requests) == len(self.requests):
             return True
-        rows = list(range(len(self.requests)))
-        place = 0
-        while place < len(rows):
-            if self.requests[rows[place]] in requests:
-                place += 1
-            else:
-                rows[place] = rows[-1]
-                rows.pop()
+        kept = [row for row, request in enumerate(self.requests) if request in requests]
+        last = [row for row in kept if row >= len(kept)]
+        rows = [row if row in kept else last.pop() for row in range(len(kept))]
         usable = self.paged and keep_rows(self.cache, rows)
         self.requests = [self.requests[row] for row in rows]
         return usable

@@ -212,7 +212,9 @@ def loaded(root: Path, model: torch.nn.Module, by_any_weights: bool) -> DynamicC
         check_key(root, header, model)
     files = checked_files(root, header)
     shapes = [restored_shape(shape, device) for shape in header["shapes"]]
-    numbers = {name: tuple(x) if isinstance(x, list) else x for name, x in header["numbers"].items()}
+    numbers: dict[str, Any] = {}
+    for name, value in header["numbers"].items():
+        numbers[name] = tuple(value) if isinstance(value, list) else value
     batch = len(numbers["lengths"])
     session = Session(requested, shapes, batch, numbers["length"])
     session.progress = progress = Progress(keys=(restored_key(header),) * batch, **numbers)
