@@ -27,6 +27,8 @@ from specache_compile.runtime.records import find_record
 from specache_compile.runtime.session import UNKNOWN, Session
 from specache_compile.runtime.step import Step, opened
 
+from .recurrent import own_states
+
 Pairs = tuple[Tensor, Tensor]
 # Names of a bias of the key projection, and of RoPE's frequencies, in models.
 KEY_BIAS = re.compile(r"(k_proj|key|qkv|kv|c_attn)\w*(\.base_layer)?\.bias$")
@@ -67,7 +69,7 @@ def hold(cache: DynamicCache, model: torch.nn.Module, attention_mask: Tensor | N
     reason = reason_not_to_hold(options)
     if reason is not None:
         raise not_to_be_held(reason)
-    if has_latents(model):
+    if any(LATENTS.search(name) for name, _ in model.named_parameters()):
         return copy.deepcopy(cache)
     frequencies = frequencies_of(model)
     return taken_over(cache, model, options, attention_mask, lambda step, pairs: step.fill(pairs, frequencies))
@@ -95,9 +97,15 @@ def taken_over(
 
 
 def twin(cache: Any) -> Any:
-    """A copy of a cache with new layer objects over the same tensors."""
+    """A copy of a cache, of the same class, with new lists and layer objects over the same keys and values. Recurrent
+    states, which steps write in place, are copied."""
     other = copy.copy(cache)
+    for name, value in vars(cache).items():
+        if isinstance(value, list):
+            setattr(other, name, list(value))
     other.layers = [copy.copy(layer) for layer in cache.layers]
+    for layer in other.layers:
+        own_states(layer)
     return other
 
 
@@ -109,7 +117,9 @@ def pairs_of(number: int, layer: Any) -> Pairs:
     if keys is None or values is None or not keys.numel():
         raise not_to_be_held(f"layer {number} is empty")
     if isinstance(keys, HeldTensor):
-        raise held_already()
+        raise SpecacheError(
+            "hold: the specache backend holds this cache already. Use it as it is, or copy.deepcopy(cache)"
+        )
     return keys, values
 
 
@@ -185,16 +195,5 @@ def masks_are_padding(model: torch.nn.Module) -> bool:
     return record is None or all(graph.captured.is_causal for graph in record.graphs)
 
 
-def has_latents(model: torch.nn.Module) -> bool:
-    """Whether a model has latent attention, by the names of its weights."""
-    return any(LATENTS.search(name) for name, _ in model.named_parameters())
-
-
 def not_to_be_held(why: str) -> SpecacheError:
     return SpecacheError(f"hold: this cache cannot be held: {why}. Prefill the prompt with the compiled model instead")
-
-
-def held_already() -> SpecacheError:
-    return SpecacheError(
-        "hold: the specache backend holds this cache already. Use it as it is, or copy.deepcopy(cache)"
-    )

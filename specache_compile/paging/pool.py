@@ -78,18 +78,14 @@ class PagePool:
         self.collect()
         return len(self.counts) - self.first - len(self.free)
 
-    def settle(self) -> None:
-        """Wait for all copies of the pool's sessions."""
-        for tiers in list(self.tiers):
-            tiers.settle()
-
     @torch.inference_mode(False)
     def grow_to(self, pages: int, places: int) -> None:
         """Grow to so many pages, layer by layer. The tensor objects stay the same, since sessions refer to them.
 
         If it fails, some tensors are larger than `pages`, and the next call goes on from there.
         """
-        self.settle()
+        for tiers in list(self.tiers):
+            tiers.settle()
         pages, before = max(pages, self.pages), len(self.counts)
         for layer, state in zip(self.layers, self.state, strict=True):
             for field in paged_fields(self.options, layer):
@@ -126,7 +122,10 @@ class PagePool:
         """SpecacheError if so many pages cannot be allocated."""
         if not self.can_allocate(number):
             most = self.room_on_host() - self.first if self.bound is None else self.bound
-            raise no_pages(number, len(self.free), most)
+            raise SpecacheError(
+                f"{number} more pages of {PAGE} tokens are needed, and {len(self.free)} of {most} are free. The cache "
+                "is unchanged. Drop caches that are not needed, or raise host_memory, or device_memory of the Batch"
+            )
 
     def can_allocate(self, number: int) -> bool:
         """Whether so many pages are free, or an unbounded pool may grow by the missing ones."""
@@ -203,10 +202,3 @@ def batch_pool(options: MethodOptions, layers: Sequence[LayerShape], bound: int 
 
 def pages_for(tokens: int) -> int:
     return -(-tokens // PAGE)
-
-
-def no_pages(number: int, left: int, bound: int) -> SpecacheError:
-    return SpecacheError(
-        f"{number} more pages of {PAGE} tokens are needed, and {left} of {bound} are free. The cache is unchanged. "
-        "Drop caches that are not needed, or raise host_memory, or device_memory of the Batch"
-    )

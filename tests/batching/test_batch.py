@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 
 import specache_compile as sc
-from conftest import compile_copy, greedy, prompt, tiny_llama
+from conftest import compile_copy, compiled_with, greedy, prompt, tiny_llama
 from specache_compile.batching.batch_memory import Bytes, upper_bound
 from specache_compile.batching.request import End, Request
 from specache_compile.caches.joining import drop
@@ -28,9 +28,7 @@ CHUNK = 48
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    made = tiny_llama()
-    made.compile(backend="specache", options=SMALL)
-    return made
+    return compiled_with(tiny_llama(), SMALL)
 
 
 # Of each request its prompt's length and what it asks for: greedy, sampled, penalised, ended by a token.
@@ -84,7 +82,7 @@ def test_each_request_generates_what_it_generates_alone(model: Any) -> None:
     for request, expected in zip(requests, alone, strict=True):
         assert (request.generated, request.end) == (expected.generated, expected.end)
         assert heard[request] == request.generated
-    assert not batch.groups
+    assert not batch.decoding
 
 
 def test_rows_that_are_dropped_have_their_memory_no_more(model: Any) -> None:
@@ -252,8 +250,7 @@ def test_unsupported_requests_raise(model: Any) -> None:
 )
 def test_rows_that_do_not_join_say_their_tokens_all_the_same(options: dict[str, Any]) -> None:
     """Each has contiguous tiers, and no pages."""
-    alone = tiny_llama()
-    alone.compile(backend="specache", options=options)
+    alone = compiled_with(tiny_llama(), options)
     batch = sc.Batch(alone)
     requests = [batch.add(prompt(length, seed=length), max_new_tokens=5) for length in (60, 20)]
     batch.run()
@@ -264,8 +261,7 @@ def test_rows_that_do_not_join_say_their_tokens_all_the_same(options: dict[str, 
 
 
 def test_a_step_that_fails_after_some_rows_loses_none_of_their_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    dropping = tiny_llama()
-    dropping.compile(backend="specache", options={"method": "snapkv", "budget": 48, "window": 16, "lowering": "eager"})
+    dropping = compiled_with(tiny_llama(), {"method": "snapkv", "budget": 48, "window": 16, "lowering": "eager"})
     batch = sc.Batch(dropping)
     requests = [batch.add(prompt(length, seed=length), max_new_tokens=5) for length in (60, 20)]
     reported: list[tuple[Any, int]] = []
