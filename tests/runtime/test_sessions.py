@@ -222,6 +222,22 @@ def test_a_slow_worker_changes_no_token(llama: LlamaForCausalLM, monkeypatch: py
     assert torch.equal(greedy(compile_copy(llama, **settings), ids, 60), expected)
 
 
+def test_a_correction_reads_the_host_tier_only_after_the_offloads(
+    llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The definitions of the ops do not wait themselves: the step waits when it begins."""
+    twin, run_job = compile_copy(llama, top_k=8, bits=1, lowering="eager"), copy_queue.run_job
+
+    def logits() -> torch.Tensor:
+        cache = cache_of(step(twin, prompt(150, seed=9)))
+        return step(twin, prompt(1), cache).logits
+
+    monkeypatch.setattr(copy_queue, "run_job", lambda job: (time.sleep(0.1), run_job(job)))
+    late = logits()  # first, so that reused memory does not hold the right pairs
+    monkeypatch.undo()
+    assert torch.equal(late, logits())
+
+
 @pytest.mark.parametrize("fault_at", [1, 2, 9, 30, 31, 32])
 def test_a_failing_copy_is_a_clear_error_and_never_a_hang(
     llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch, fault_at: int
