@@ -226,16 +226,18 @@ def test_a_correction_reads_the_host_tier_only_after_the_offloads(
     llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The definitions of the ops do not wait themselves: the step waits when it begins."""
-    twin, run_job = compile_copy(llama, top_k=8, bits=1, lowering="eager"), copy_queue.run_job
+    twin = compile_copy(llama, top_k=8, bits=1, lowering="eager", correct="always")
+    run_job = copy_queue.run_job
 
-    def logits() -> torch.Tensor:
-        cache = cache_of(step(twin, prompt(150, seed=9)))
+    def logits(seed: int) -> torch.Tensor:
+        cache = cache_of(step(twin, prompt(150, seed=seed)))
         return step(twin, prompt(1), cache).logits
 
-    monkeypatch.setattr(copy_queue, "run_job", lambda job: (time.sleep(0.1), run_job(job)))
-    late = logits()  # first, so that reused memory does not hold the right pairs
+    logits(1)  # compiles, which takes longer than the copies
+    monkeypatch.setattr(copy_queue, "run_job", lambda job: (time.sleep(0.2), run_job(job)))
+    late = logits(9)  # before the others with this prompt, so that reused memory does not hold its pairs
     monkeypatch.undo()
-    assert torch.equal(late, logits())
+    assert torch.equal(late, logits(9))
 
 
 @pytest.mark.parametrize("fault_at", [1, 2, 9, 30, 31, 32])
