@@ -34,7 +34,6 @@ from specache_compile.kernels.state.page_table import PAGE
 from specache_compile.kernels.state.stored_pairs import ROUNDED, rounded_width
 from specache_compile.kernels.state.stored_tiers import StoredTiers
 from specache_compile.methods.field import LayerShape, LayerState
-from specache_compile.methods.low_bit import APPENDED
 from specache_compile.methods.specache import SpecacheOptions
 from specache_compile.paging.pool import pages_for
 from specache_compile.runtime.state import empty, fields_of
@@ -133,7 +132,7 @@ class Inputs:
         return attend(self.q, self.k, self.v, None, None, self.cursor, *slots, *self.read)
 
     def score(self, score: Any) -> tuple[Tensor, Tensor, Tensor]:
-        return score(self.q, self.k, None, None, self.cursor, *self.read)
+        return score(self.q, self.k, self.v, None, None, self.cursor, *self.read)
 
     def attend_scored(self, attend: Any, *logits: Tensor) -> Tensor:
         slots, slot_index = self.state["slots"], self.state["slot_index"]
@@ -269,12 +268,12 @@ def quantise_row(setting: KernelSetting, device: torch.device, repeats: int, lim
     shape = (setting.batch, HEADS, setting.context, HEAD_DIM)
     k, v = (torch.randn(shape, device=device).to(setting.dtype) for _ in range(2))
     x.point(0, setting.context)
-    given = [x.state[field] for field in APPENDED]
+    given = [x.state[field] for field in StoredTiers._fields]
     settings = (*setting.options.layout, setting.options.zero_point)
     ms = milliseconds_on_device(
         lambda i: triton_append.append(k, v, None, x.cursor, *given, *settings), device, repeats
     )
-    written = setting.pairs * sum(t.nbytes for t in given[1:]) // tokens_of(x.state)
+    written = setting.pairs * sum(t.nbytes for t in given[:-1]) // tokens_of(x.state)
     size = k.nbytes + v.nbytes + written + x.state["recent"].nbytes
     return figures("quantise", setting, "copy", size, ms, limit)
 

@@ -42,7 +42,7 @@ from specache_compile.kernels.movement import triton_select_logits as select_log
 from specache_compile.kernels.state.page_table import PAGE
 from specache_compile.kernels.state.stored_tiers import StoredTiers
 from specache_compile.methods.field import LayerShape
-from specache_compile.methods.low_bit import APPENDED, LowBitOptions
+from specache_compile.methods.low_bit import LowBitOptions
 from specache_compile.methods.specache import PAPER, SpecacheOptions
 from specache_compile.runtime.state import empty, fields_of
 
@@ -176,7 +176,7 @@ def run_step(case: Case) -> None:
         _, scores = scored.decode_attention(q, k, v, mask, None, cursor, *slots, *read, options.skip_below)
     else:
         # As `passes/correct.py`: only several lanes need scores.
-        logits, base, by_lane = scored.score_low_bit(q, k, mask, None, cursor, *read, scores=lanes > 1)
+        logits, base, by_lane = scored.score_low_bit(q, k, v, mask, None, cursor, *read, scores=lanes > 1)
         if lanes > 1:
             select.select_topk(by_lane[0], selected, cursor)
         else:
@@ -189,7 +189,13 @@ def run_step(case: Case) -> None:
         copy.gather(*fetch)
     frequencies = torch.empty(d // 2)
     append.append(
-        *new, None, cursor, *(at[name] for name in APPENDED), *options.layout, options.zero_point, frequencies
+        *new,
+        None,
+        cursor,
+        *(at[name] for name in StoredTiers._fields),
+        *options.layout,
+        options.zero_point,
+        frequencies,
     )
     copy.write_through(*new, cursor, at["host"])
 

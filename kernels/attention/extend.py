@@ -14,10 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specache_compile.kernels.movement.copy_queue import wait_for_offloads
 from specache_compile.kernels.state.by_rows import by_rows
 from specache_compile.kernels.state.by_token import rows_of_pages, tokens_of
 from specache_compile.kernels.state.cursor import length_of, runs_of
+from specache_compile.kernels.state.operands import AttentionInputs, takes
 from specache_compile.kernels.state.page_table import PAGE, Pages
 from specache_compile.kernels.state.stored_pairs import decoded
 
@@ -44,36 +44,28 @@ class Parts(NamedTuple):
 
 
 @by_rows(0)
-def extend_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, cursor: Tensor, host: Tensor,
-    scale: float, softcap: float | None,
-) -> Tensor:  # fmt: skip
+@takes(new=AttentionInputs)
+def extend_attention(new: AttentionInputs, host: Tensor, scale: float, softcap: float | None) -> Tensor:
     """Compute exact attention of T new tokens over the host tier, streamed in blocks, and over themselves.
 
     Args:
-        q: [B, Hq, T, d].
-        k, v: [B, H, T, d].
-        mask: [B|1, Hq|1, T, ≥ n + T], or one row of padding for all T. With one row or None, new tokens are causal.
-        sinks: [Hq].
+        new: a mask may have one row of padding for all T. With one row or None, new tokens are causal.
         host: all cached pairs (`by_token.py`), exact, rounded, or e4m3 codes.
 
     Returns: [B, Hq, T, d] in q's dtype.
     """
-    how = Parts(functools.partial(plain, scale=scale, softcap=softcap), BLOCK)
-    return extended(how, q, k, v, mask, sinks, cursor, host)
+    return extended(Parts(functools.partial(plain, scale=scale, softcap=softcap), BLOCK), new, host)
 
 
 @by_rows(0)
-def extend_attention_fused(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, cursor: Tensor, host: Tensor,
-    scale: float, softcap: float | None,
-) -> Tensor:  # fmt: skip
+@takes(new=AttentionInputs)
+def extend_attention_fused(new: AttentionInputs, host: Tensor, scale: float, softcap: float | None) -> Tensor:
     """Compute `extend_attention` by torch's flash kernel; same arguments and results."""
     how = Parts(functools.partial(plain, scale=scale, softcap=softcap), BLOCK)
-    if softcap is None and q.dtype in FLASH_DTYPES and q.dtype == k.dtype:
-        block = FLASH_BLOCK if mask is None or mask.shape[2] == 1 else BLOCK
+    if softcap is None and new.q.dtype in FLASH_DTYPES and new.q.dtype == new.k.dtype:
+        block = FLASH_BLOCK if new.mask is None or new.mask.shape[2] == 1 else BLOCK
         how = Parts(functools.partial(flash, scale=scale), block)
-    return extended(how, q, k, v, mask, sinks, cursor, host)
+    return extended(how, new, host)
 
 
 def plain(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, softcap: float | None) -> Part:
@@ -103,12 +95,9 @@ def merged(one: Part, other: Part) -> Part:
     return one[0] * first + other[0] * second, torch.logaddexp(one[1], other[1])
 
 
-def extended(
-    how: Parts, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, cursor: Tensor,
-    host: Tensor,
-) -> Tensor:  # fmt: skip
+def extended(how: Parts, new: AttentionInputs, host: Tensor) -> Tensor:
     """Attend over all parts: the new tokens, then blocks of the host tier."""
-    wait_for_offloads(cursor)
+    q, k, v, mask, sinks, cursor = new
     length, padding = max(length_of(cursor), 0), max(-length_of(cursor), 0)
     if padding >= q.shape[2]:  # all new tokens are padding, and torch's kernel divides by the number of rows
         return torch.zeros_like(q, memory_format=torch.contiguous_format)

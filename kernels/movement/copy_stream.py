@@ -29,6 +29,7 @@ from specache_compile.kernels.attention.kept_logits import lse_of
 from specache_compile.kernels.memory.host_memory import makes_fakes
 from specache_compile.kernels.state.by_token import aligned, of_rows, put, runs, runs_of_pairs, span_of, tokens_of
 from specache_compile.kernels.state.cursor import HostRecord, host_record, lengths_of
+from specache_compile.kernels.state.operands import KeptLogits, takes
 from specache_compile.kernels.state.page_table import Pages, pairs_of
 from specache_compile.kernels.state.stored_pairs import ROUNDED, stored
 
@@ -112,9 +113,10 @@ def wait(after: Tensor, cursor: Tensor, slots: Tensor, slot_index: Tensor, selec
         torch.cuda.current_stream(slots.device).wait_event(fetch)
 
 
+@takes(kept=KeptLogits)
 def correct(
     scores: Tensor, cursor: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor, corrected: Tensor,
-    q: Tensor | None = None, logits: Tensor | None = None, base: Tensor | None = None, mask: Tensor | None = None,
+    kept: KeptLogits | None = None,
 ) -> Tensor:  # fmt: skip
     """Run `tier_ops.correct`: select on the main stream, and gather concurrently until `wait_for_correction`.
 
@@ -124,7 +126,7 @@ def correct(
     from .triton_select import select_topk
     from .triton_select_logits import select
 
-    chosen = torch.empty_like(slot_index)
+    chosen, (q, logits, base, mask) = torch.empty_like(slot_index), kept or KeptLogits()
     if q is None or logits is None or base is None:
         select_topk(scores[0], chosen, cursor)
     else:

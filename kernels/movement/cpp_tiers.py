@@ -19,6 +19,7 @@ from specache_compile.kernels.cpp.library import address, tiers_library, trellis
 from specache_compile.kernels.state.by_rows import rows_of
 from specache_compile.kernels.state.cursor import LOW_BIT, QUEUE
 from specache_compile.kernels.state.stored_pairs import ROUNDED
+from specache_compile.kernels.state.stored_tiers import StoredTiers
 
 from . import tier_ops as tiers
 from .copy_queue import queue_of
@@ -37,7 +38,7 @@ def library_of(*arguments: Any) -> CDLL:
 
 
 def library_of_append(
-    k: Tensor, v: Tensor, padding: Tensor | None, cursor: Tensor, recent: Tensor, codes: Tensor, key_params: Tensor,
+    k: Tensor, v: Tensor, padding: Tensor | None, cursor: Tensor, codes: Tensor, key_params: Tensor,
     value_params: Tensor, *rest: Any,
 ) -> CDLL:  # fmt: skip
     """Return the library for `append`, and compile the trellis encoder if the tier needs it."""
@@ -118,18 +119,17 @@ def offload_fused(k: Tensor, v: Tensor, padding: Tensor | None, cursor: Tensor, 
         queue.run_now(job)
 
 
-def append_fused(
-    k: Tensor, v: Tensor, padding: Tensor | None, cursor: Tensor, recent: Tensor, *low_bit_tier: Any,
-) -> None:  # fmt: skip
+def append_fused(k: Tensor, v: Tensor, padding: Tensor | None, cursor: Tensor, *stored: Any) -> None:
     """Run `tier_ops.append`, in C++ for rows where no token leaves the window; same arguments and results."""
+    recent: Tensor = stored[StoredTiers._fields.index("recent")]
     leaves = [next_low_bit > low_bit for low_bit, next_low_bit in cursor[:, LOW_BIT:QUEUE].tolist()]
     one_token = k.shape[2] == 1  # the ring has space for it next to all tokens that leave
     if all(leaves) or (any(leaves) and not one_token) or not k.dtype == v.dtype == recent.dtype:
-        tiers.append(k, v, padding, cursor, recent, *low_bit_tier)
+        tiers.append(k, v, padding, cursor, *stored)
         return
     for number in (number for number, leaving in enumerate(leaves) if leaving):
         row = slice(number, number + 1)
-        given = zip(APPENDED, (k, v, padding, cursor, recent, *low_bit_tier), strict=False)
+        given = zip(APPENDED, (k, v, padding, cursor, *stored), strict=False)
         tiers.append(*(rows_of(name, value, row) for name, value in given))
     write_pairs(k, v, cursor, recent, ring=recent.shape[2])()
 

@@ -20,6 +20,8 @@ from specache_compile.kernels.codes.triton_records import ROWS_FROM, packed, pla
 from specache_compile.kernels.codes.triton_trellis import encode_vectors
 from specache_compile.kernels.state.center import is_found
 from specache_compile.kernels.state.layout import Layout, rotation_block
+from specache_compile.kernels.state.operands import takes
+from specache_compile.kernels.state.stored_tiers import StoredTiers
 from specache_compile.kernels.state.triton_center import STEPPED_ROWS, STEPS, load_group_center, set_center
 from specache_compile.kernels.state.triton_cursor import AT_LENGTH, AT_LOW_BIT, AT_NEXT_LOW_BIT, place_in_page
 from specache_compile.kernels.state.triton_pairs import load_pairs
@@ -206,15 +208,16 @@ def write_recent(
     tl.store(place + d, tl.load(v + (tokens - length) * v_strides[2] + channel, inside), inside)
 
 
+@takes(tiers=StoredTiers, layout=Layout)
 def append(
-    k: Tensor, v: Tensor, padding: Tensor | None, cursor: Tensor, recent: Tensor, codes: Tensor, key_params: Tensor,
-    value_params: Tensor, center: Tensor, sink_pairs: Tensor, sink_index: Tensor, key_bits: int, value_bits: int,
-    rotate: bool, zero_point: str, frequencies: Tensor | None = None,
+    k: Tensor, v: Tensor, padding: Tensor | None, cursor: Tensor, tiers: StoredTiers, layout: Layout, zero_point: str,
+    frequencies: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Run `tier_ops.append` with lengths on the device: at most T // g + 1 groups can leave the window at once."""
     k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
     batch, heads, count, d = k.shape
-    window, layout = recent.shape[2], Layout(key_bits, value_bits, rotate)
+    codes, key_params, value_params, center, sink_pairs, sink_index, recent = tiers
+    window = recent.shape[2]
     if zero_point not in ("midpoint", "minimum", "middles"):
         raise NotImplementedError(f"quantiser {zero_point!r} has no CUDA kernel: `scale_and_zero` here supports three")
     strides = k.stride()[:3], v.stride()[:3]
@@ -254,8 +257,8 @@ def append(
             quantize_groups[batch * heads, step](
                 k, v, there, cursor, pairs, sink_index, codes, key_params, value_params, sink_pairs, steps, *strides,
                 p_batch=there.stride(0), limit=torch.finfo(k.dtype).max, done=done, **common, D=dim,
-                window=pairs.shape[2], group=group, value_group=dim // value_params.shape[-1], key_bits=key_bits,
-                value_bits=value_bits, zero_point=zero_point, sink_tokens=sink_index.shape[2],
+                window=pairs.shape[2], group=group, value_group=dim // value_params.shape[-1], key_bits=layout.key_bits,
+                value_bits=layout.value_bits, zero_point=zero_point, sink_tokens=sink_index.shape[2],
                 PADDED=padding is not None, APART=apart, KEY_TRELLIS=in_trellis[0], TRELLIS=in_trellis[1],
                 num_warps=min(max(4, group * dim // NUMBERS), 16),
             )  # fmt: skip

@@ -7,16 +7,10 @@ from typing import Any
 
 import torch
 
-from specache_compile.errors import OptionError
 from specache_compile.kernels.state.stored_pairs import ROUNDED, rounded_width, rounds
-from specache_compile.options import MethodOptions, option
+from specache_compile.options import MethodOptions, accepting, option
 
 from .field import Field, LayerShape
-
-
-def check_memory(name: str, value: Any) -> None:
-    if value is not None and (type(value) is not int or value < 0):
-        raise OptionError(f"option {name}={value!r}: accepted are a number of bytes and None")
 
 
 @dataclass(frozen=True)
@@ -24,8 +18,9 @@ class HostOptions(MethodOptions):
     """Options of the methods with a host tier."""
 
     host_memory: int | None = option(
-        None, check_memory, "most bytes of a cache's host tier; default: half of the free host memory", type=int
-    )
+        None, accepting(lambda n: n is None or (type(n) is int and n >= 0), "accepted are a number of bytes and None"),
+        "most bytes of a cache's host tier; default: half of the free host memory", type=int,
+    )  # fmt: skip
 
 
 def whole_cache(options: Any, layer: LayerShape, batch: int, capacity: int) -> tuple[int, ...]:

@@ -22,7 +22,8 @@ from specache_compile.kernels.state.cursor import runs_of
 from specache_compile.kernels.state.page_table import PAGE, Pages
 from specache_compile.kernels.state.sinks import find_sinks
 from specache_compile.methods.field import Cropped, LayerShape, LayerState
-from specache_compile.methods.low_bit import LowBitOptions, window_from_host
+from specache_compile.methods.low_bit import LowBitOptions
+from specache_compile.methods.low_bit_tier import window_from_host
 from specache_compile.options import MethodOptions
 from specache_compile.paging.pool import PagePool, pages_for
 

@@ -25,7 +25,6 @@ from specache_compile.kernels.state.cursor import host_record
 from specache_compile.kernels.state.stored_tiers import StoredTiers
 from specache_compile.lowering import cuda_graphs
 from specache_compile.methods.field import LayerShape
-from specache_compile.methods.low_bit import APPENDED
 from specache_compile.methods.specache import SpecacheOptions
 from specache_compile.runtime.state import bucket
 
@@ -69,10 +68,16 @@ def step(capacity: int, options: SpecacheOptions, length: int) -> None:
     slots = state["slots"], state["slot_index"]
     read = [state[name] for name in StoredTiers._fields], options.layout, D**-0.5, None
     triton_append.append(
-        k[:, :, :1], v[:, :, :1], None, cursor, *(state[name] for name in APPENDED), *options.layout, options.zero_point
+        k[:, :, :1],
+        v[:, :, :1],
+        None,
+        cursor,
+        *(state[name] for name in StoredTiers._fields),
+        *options.layout,
+        options.zero_point,
     )
     triton_scored.decode_attention(q, k, v, mask, None, cursor, *slots, *read)
-    logits, base, scores = triton_scored.score_low_bit(q, k, mask, None, cursor, *read)
+    logits, base, scores = triton_scored.score_low_bit(q, k, v, mask, None, cursor, *read)
     triton_scored.attend_scored(q, k, v, mask, None, cursor, logits, base, slots[1], *slots, *read)
     triton_select.select_topk(scores[0], state["selected"])
     moved = torch.zeros(1, dtype=torch.int64).cuda()

@@ -114,7 +114,7 @@ class Step:
         slots = (self.state["slots"], self.state["slot_index"])
         if not op.startswith("score"):
             return getattr(torch.ops.specache, op)(self.q, self.k, self.v, *step, *slots, *read)
-        *kept, scores = getattr(torch.ops.specache, op)(self.q, self.k, *step, *read)
+        *kept, scores = getattr(torch.ops.specache, op)(self.q, self.k, self.v, *step, *read)
         given = (self.q, self.k, self.v, *step, *kept, slots[1].flip(-1), *slots, *read)
         return getattr(torch.ops.specache, op.replace("score_low_bit", "attend_scored"))(*given), scores[-1]
 
@@ -668,7 +668,7 @@ def test_measure_adds_the_covered_mass_and_the_covered_share_of_the_top_k(
     host[:, :, :n] = torch.randn(host[:, :, :n].shape, generator=torch.Generator().manual_seed(1))
     tally = torch.tensor([10.0, 20.0, 30.0], dtype=torch.float64)
     slot_index, sink_index = step.state["slot_index"], step.state["sink_index"]
-    given = (step.q, step.k, step.mask, step.sinks, step.cursor, host, slot_index, sink_index, tally)
+    given = (step.q, step.k, step.v, step.mask, step.sinks, step.cursor, host, slot_index, sink_index, tally)
     torch.ops.specache.measure(*given, case.head_dim**-0.5, None)
 
     keys = torch.cat([host[:, :, :n, 0], step.k[:, :, :1]], 2)

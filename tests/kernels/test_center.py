@@ -13,7 +13,6 @@ from specache_compile.kernels.state.page_table import LOW_BIT_TIER, rows_read
 from specache_compile.kernels.state.stored_tiers import StoredTiers
 from specache_compile.methods.field import LayerShape
 from specache_compile.methods.kivi import KiviOptions
-from specache_compile.methods.low_bit import APPENDED
 
 HEADS, DIM, GROUP = 2, 64, 32
 FREQUENCIES = 10000.0 ** -(torch.arange(0, DIM, 2) / DIM)
@@ -36,7 +35,7 @@ def error_of(keys: Tensor, center: bool, padding: Tensor | None) -> Tensor:
     low_bit, table = options.low_bit_length(tokens), adjacent(batch, 512)
     cursor = cursor_over(table, next_low_bit=low_bit)
     frequencies = FREQUENCIES if center else None
-    arguments = (keys, keys, padding, cursor, *(state[name] for name in APPENDED))
+    arguments = (keys, keys, padding, cursor, *(state[name] for name in StoredTiers._fields))
     torch.ops.specache.append(*arguments, *options.layout, "midpoint", frequencies)
     state |= {name: rows_read(state[name], table) for name in LOW_BIT_TIER}
     tiers = StoredTiers(*(state[name] for name in StoredTiers._fields))

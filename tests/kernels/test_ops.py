@@ -149,7 +149,7 @@ def decode_inputs(i: Inputs) -> tuple[Any, ...]:
 
 
 def score_inputs(i: Inputs) -> tuple[Any, ...]:
-    return (i.q, i.k, i.mask(1), i.sinks, i.cursor, *tiers_of(i), i.scale, i.case.softcap, False)
+    return (i.q, i.k, i.v, i.mask(1), i.sinks, i.cursor, *tiers_of(i), i.scale, i.case.softcap, False)
 
 
 def scored_inputs(i: Inputs) -> tuple[Any, ...]:
@@ -172,8 +172,8 @@ GENERATORS: dict[str, Callable[[Inputs], tuple[Any, ...]]] = {
         i.q, i.k, i.v, i.mask(i.case.lanes), i.sinks, i.cursor, i.host, i.scale, i.case.softcap,
     ),
     "append": lambda i: (
-        i.new_k, i.new_v, i.padding(), i.cursor, i.recent, i.codes, i.key_params, i.value_params, i.center,
-        i.sink_pairs, i.sink_index, *i.layout, "midpoint", i.frequencies if i.case.center else None,
+        i.new_k, i.new_v, i.padding(), i.cursor, i.codes, i.key_params, i.value_params, i.center,
+        i.sink_pairs, i.sink_index, i.recent, *i.layout, "midpoint", i.frequencies if i.case.center else None,
     ),
     "offload": lambda i: (i.new_k, i.new_v, i.padding(), i.cursor, i.host),
     "select_topk": lambda i: (i.scores, i.selected),
@@ -207,7 +207,8 @@ GENERATORS: dict[str, Callable[[Inputs], tuple[Any, ...]]] = {
     "keep_fp8": lambda i: (i.new_k, i.new_v, i.padding(), i.cursor, i.fp8_codes),
     "keep_keys": lambda i: (i.new_k, i.new_v, i.padding(), i.cursor, i.device_keys),
     "measure": lambda i: (
-        i.q, i.k, i.mask(1), i.sinks, i.cursor, i.host, i.slot_index, i.sink_index, i.tally, i.scale, i.case.softcap,
+        i.q, i.k, i.v, i.mask(1), i.sinks, i.cursor, i.host, i.slot_index, i.sink_index, i.tally, i.scale,
+        i.case.softcap,
     ),
 }  # fmt: skip
 

@@ -24,7 +24,6 @@ from specache_compile.kernels.state.cursor import host_record
 from specache_compile.kernels.state.sinks import find_sinks
 from specache_compile.kernels.state.stored_tiers import StoredTiers
 from specache_compile.methods.field import LayerShape, LayerState
-from specache_compile.methods.low_bit import APPENDED
 from specache_compile.methods.specache import SpecacheOptions
 from specache_compile.runtime.state import fields_of
 
@@ -138,7 +137,7 @@ def filled(
             index = state["sink_index"][place : place + 1]
             find_sinks(index, None, options.low_bit_length(n), n + count)
         settings = (*options.layout, options.zero_point, frequencies)
-        kind.ops.append(k, v, None, cursor, *(state[name] for name in APPENDED), *settings)
+        kind.ops.append(k, v, None, cursor, *(state[name] for name in StoredTiers._fields), *settings)
         kind.ops.offload(k, v, None, cursor, state["host"])
         at = [n + count for n, count in zip(at, counts, strict=True)]
     for place, row in enumerate(rows):  # some slots, of which the first is empty
@@ -193,7 +192,7 @@ def attended(
     read = ([state[name] for name in StoredTiers._fields], [int(x) for x in options.layout], DIM**-0.5, None)
     slots = (state["slots"], state["slot_index"])
     out, scores = kind.ops.decode_attention(q, k, v, None, None, cursor, *slots, *read)
-    logits, base, selection = kind.ops.score_low_bit(q, k, None, None, cursor, *read)
+    logits, base, selection = kind.ops.score_low_bit(q, k, v, None, None, cursor, *read)
     second = kind.ops.attend_scored(q, k, v, None, None, cursor, logits, base, slots[1].flip(-1), *slots, *read)
     exact = kind.ops.extend_attention(q, k, v, None, None, cursor, state["host"], DIM**-0.5, None)
     found = {"decode": out, "scores": scores, "selection": selection.movedim(1, 0), "corrected": second}
@@ -330,7 +329,7 @@ def test_a_padding_row_touches_page_0_alone(kind: Implementation, options: Speca
     cursor = cursor_of(options, [0, 0], [1, 1], 1, kind.device, table)
     rows = {name: tensor if name in IN_PAGES else tensor[:2] for name, tensor in state.items()}
     settings = (*options.layout, options.zero_point, None)
-    kind.ops.append(k, v, None, cursor, *(rows[name] for name in APPENDED), *settings)
+    kind.ops.append(k, v, None, cursor, *(rows[name] for name in StoredTiers._fields), *settings)
     kind.ops.offload(k, v, None, cursor, rows["host"])
     touched = {page for page in range(8) if not untouched(state["host"][page])}
     assert touched == {0, 4}

@@ -14,7 +14,6 @@ from specache_compile.kernels.op import registered
 from specache_compile.kernels.state.page_table import LOW_BIT_TIER, rows_read
 from specache_compile.kernels.state.stored_tiers import StoredTiers
 from specache_compile.methods.field import LayerShape
-from specache_compile.methods.low_bit import APPENDED
 from specache_compile.methods.specache import SpecacheOptions
 
 TOKENS, HEADS, RATIO, DIM, RECORD = 600, 2, 2, 64, 64
@@ -32,7 +31,9 @@ def step() -> dict[str, Any]:
     k, v = torch.randn(2, 1, HEADS, TOKENS, DIM).unbind(0)
     k = torch.where(torch.arange(TOKENS)[:, None] // RECORD % 3 == 1, 0.05 * k, k)
     cursor = cursor_over(TABLE, next_low_bit=OPTIONS.low_bit_length(TOKENS))
-    torch.ops.specache.append(k, v, None, cursor, *(state[name] for name in APPENDED), *OPTIONS.layout, "middles")
+    torch.ops.specache.append(
+        k, v, None, cursor, *(state[name] for name in StoredTiers._fields), *OPTIONS.layout, "middles"
+    )
     cursor[:, 0], cursor[:, 1] = TOKENS, OPTIONS.low_bit_length(TOKENS)
     tiers = [state[name] for name in StoredTiers._fields]
     q = torch.randn(1, HEADS * RATIO, 1, DIM) * 4
@@ -49,7 +50,7 @@ def run(step: dict[str, Any], op: str, skip_below: float) -> Tensor:
     if op.startswith("decode_attention"):
         return getattr(ops, op)(*pairs, None, None, cursor, *slots, *last, skip_below)[0]
     score = getattr(ops, op.replace("attend_scored", "score_low_bit"))
-    logits, base, _ = score(*pairs[:2], None, None, cursor, *last)
+    logits, base, _ = score(*pairs, None, None, cursor, *last)
     return getattr(ops, op)(*pairs, None, None, cursor, logits, base, slots[1], *slots, *last, skip_below)
 
 

@@ -121,7 +121,7 @@ class Cache:
         k, v = pairs.unbind(3)
         low_bit_tier = (self.pages[name] for name in LOW_BIT_TIER)
         ops.append(
-            k, v, None, self.cursor, self.recent, *low_bit_tier, self.center, self.sink_pairs, self.sink_index,
+            k, v, None, self.cursor, *low_bit_tier, self.center, self.sink_pairs, self.sink_index, self.recent,
             *self.layout, self.zero_point,
         )  # fmt: skip
         ops.offload(k, v, None, self.cursor, self.pages["host"])

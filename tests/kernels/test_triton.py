@@ -43,7 +43,6 @@ from specache_compile.kernels.state.page_table import shape_of_scores
 from specache_compile.kernels.state.sinks import find_sinks
 from specache_compile.kernels.state.stored_tiers import StoredTiers
 from specache_compile.methods.field import LayerShape
-from specache_compile.methods.low_bit import APPENDED
 from specache_compile.methods.specache import SpecacheOptions
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -171,7 +170,7 @@ class Layer:
             if sink_index.shape[2]:
                 there = None if padding is None else padding[:, 0, 0]
                 find_sinks(sink_index, there, case.options.low_bit_length(at), at + tokens)
-            tier = (self.state[name] for name in APPENDED)
+            tier = (self.state[name] for name in StoredTiers._fields)
             settings = (*case.options.layout, case.zero_point, case.frequencies)
             append(k, v, padding, self.cursor, *tier, *settings)
             at += tokens
@@ -273,7 +272,7 @@ class Step:
         return attend(self.q, self.k, self.v, self.mask, self.sinks, self.layer.cursor, *slots, *self.read)
 
     def scored(self, score: Any) -> tuple[Tensor, Tensor, Tensor]:
-        return score(self.q, self.k, self.mask, self.sinks, self.layer.cursor, *self.read)
+        return score(self.q, self.k, self.v, self.mask, self.sinks, self.layer.cursor, *self.read)
 
     def attended(self, attend: Any, *kept: Tensor, chosen: Tensor | None = None) -> Tensor:
         step = (self.q, self.k, self.v, self.mask, self.sinks, self.layer.cursor)
@@ -441,7 +440,7 @@ def test_decode_attention_is_split_over_programs_and_merged(rotate: bool, monkey
         triton_scored.decode_attention(*arguments), attention.decode_attention(*arguments), strict=True
     ):
         torch.testing.assert_close(out, expected, atol=TOLERANCE[torch.float32], rtol=TOLERANCE[torch.float32])
-    inputs = (q, k, None, None, cursor, *read)
+    inputs = (q, k, v, None, None, cursor, *read)
     *kept, scores = triton_scored.score_low_bit(*inputs)
     *expected_kept, expected_scores = attention.score_low_bit(*inputs)
     torch.testing.assert_close(scores, expected_scores, atol=1e-5, rtol=1e-5)

@@ -222,6 +222,24 @@ def test_a_slow_worker_changes_no_token(llama: LlamaForCausalLM, monkeypatch: py
     assert torch.equal(greedy(compile_copy(llama, **settings), ids, 60), expected)
 
 
+def test_a_correction_reads_the_host_tier_only_after_the_offloads(
+    llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The definitions of the ops do not wait themselves: the step waits when it begins."""
+    twin = compile_copy(llama, top_k=8, bits=1, lowering="eager", correct="always")
+    run_job = copy_queue.run_job
+
+    def logits(seed: int) -> torch.Tensor:
+        cache = cache_of(step(twin, prompt(150, seed=seed)))
+        return step(twin, prompt(1), cache).logits
+
+    logits(1)  # compiles, which takes longer than the copies
+    monkeypatch.setattr(copy_queue, "run_job", lambda job: (time.sleep(0.2), run_job(job)))
+    late = logits(9)  # before the others with this prompt, so that reused memory does not hold its pairs
+    monkeypatch.undo()
+    assert torch.equal(late, logits(9))
+
+
 @pytest.mark.parametrize("fault_at", [1, 2, 9, 30, 31, 32])
 def test_a_failing_copy_is_a_clear_error_and_never_a_hang(
     llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch, fault_at: int

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from specache_compile.kernels.attention.attention_ops import grouped_bias, product, weights_of
 from specache_compile.kernels.costs import Arguments, Cost, Workload, bytes_of, elements, pair_bytes, rows
-from specache_compile.kernels.movement.copy_queue import wait_for_offloads
 from specache_compile.kernels.op import Op, fake_nothing, fake_of_query
 from specache_compile.kernels.state.by_rows import by_rows
 from specache_compile.kernels.state.by_token import picked, put, tokens_of
 from specache_compile.kernels.state.cursor import length_of
+from specache_compile.kernels.state.operands import AttentionInputs, takes
 from specache_compile.methods import full
 from specache_compile.methods.drafting import DraftOptions
 from specache_compile.methods.field import Field, LayerShape
@@ -26,17 +26,16 @@ from specache_compile.passes.recipe import OpCall, Recipe
 
 
 @by_rows(0, by_token=("device_keys", "host"))
+@takes(new=AttentionInputs)
 def kcache_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, cursor: Tensor, device_keys: Tensor,
-    host: Tensor, top_n: int, scale: float, softcap: float | None,
-) -> Tensor:  # fmt: skip
+    new: AttentionInputs, device_keys: Tensor, host: Tensor, top_n: int, scale: float, softcap: float | None
+) -> Tensor:
     """S = softmax(q·Kᵀ/√d) over all tokens; each query head takes only the values of its N largest (equation 4).
 
-    q [B, Hq, 1, d]; k, v [B, H, 1, d]; mask [B|1, Hq|1, 1, ≥ n + 1]; device_keys: all keys, and host: all pairs
-    (`by_token.py`). The weights are not normalised again. The step waits for its fetch. Returns [B, Hq, 1, d] in q's
-    dtype.
+    new: of one token. device_keys: all keys, and host: all pairs (`by_token.py`). The weights are not normalised again.
+    The step waits for its fetch. Returns [B, Hq, 1, d] in q's dtype.
     """
-    wait_for_offloads(cursor)
+    q, k, v, mask, sinks, cursor = new
     length, heads = length_of(cursor), k.shape[1]
     query = q.float().unflatten(1, (heads, -1)) * scale
     logits = product(query, torch.cat([tokens_of(device_keys, 0, length), k], 2), softcap)

@@ -24,6 +24,7 @@ from specache_compile.kernels.decode.triton_decode import (
 )
 from specache_compile.kernels.decode.triton_plain import attend_pairs
 from specache_compile.kernels.state.layout import Layout
+from specache_compile.kernels.state.operands import AttentionInputs, takes
 from specache_compile.kernels.state.stored_pairs import FP8
 from specache_compile.kernels.state.stored_tiers import StoredTiers
 from specache_compile.kernels.state.triton_cursor import AT_LENGTH, place_in_page
@@ -123,13 +124,12 @@ def keep_fp8(k: Tensor, v: Tensor, padding: Tensor | None, cursor: Tensor, fp8_c
     )  # fmt: skip
 
 
-def fp8_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, cursor: Tensor, fp8_codes: Tensor,
-    scale: float, softcap: float | None,
-) -> Tensor:  # fmt: skip
+@takes(new=AttentionInputs)
+def fp8_attention(new: AttentionInputs, fp8_codes: Tensor, scale: float, softcap: float | None) -> Tensor:
     """Compute `extend_attention` of one new token over e4m3 pairs; the device reads the length."""
-    q = q.contiguous()
-    k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
+    _, _, _, mask, sinks, cursor = new
+    q = new.q.contiguous()
+    k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (new.k, new.v))
     batch, query_heads, _, d = q.shape
     form = kind, read_mask, strides = mask_form(mask, batch, query_heads, 1)
     none = q.new_empty((0, 0, 0))
