@@ -21,6 +21,8 @@ from conftest import compiled_with, prompt, tiny_llama
 from held_tiers import at_hand, differences, held, in_rows
 from specache_compile.caches.joining import crop_rows
 from specache_compile.compat import cache_of, with_cache
+from specache_compile.kernels.attention import extend
+from specache_compile.kernels.state.page_table import PAGE
 from specache_compile.paging import pool as pools
 from specache_compile.paging.pool import PagePool
 from specache_compile.runtime import tiers as tiers_module
@@ -448,6 +450,113 @@ def test_pages_are_counted_again_after_an_interrupt(model: LlamaForCausalLM, mon
         patch.setattr(PagePool, "copy", lambda *given: out_of_memory())
         with pytest.raises(torch.OutOfMemoryError):
             step(model, prompt(1), copied)
-    assert pool.held == 3
+    assert pool.held == 2
     go_on(model, copied, 300, 1)
     assert pool.held == len({page for each in (cache, copied) for row in at_hand(each).tiers.pages for page in row})
+
+
+def interrupt(*given: Any, **more: Any) -> Any:
+    raise KeyboardInterrupt
+
+
+def in_turns(model: Any, *caches: DynamicCache) -> list[list[Tensor]]:
+    """Return the logits of each cache's further calls, of which the first to the last cache makes one each round."""
+    rounds = [[step(model, prompt(20, seed=n), cache)[0] for cache in caches] for n in range(3)]
+    return [list(each) for each in zip(*rounds, strict=True)]
+
+
+def test_copies_with_the_same_pages_are_compressed_apart() -> None:
+    model = compiled_with(tiny_llama(num_hidden_layers=1), {**SMALL, "host_bits": 16, "min_context": 1100})
+
+    def alone() -> DynamicCache:
+        _, cache = step(model, prompt(700))
+        cache.crop(-450)
+        step(model, prompt(1), cache)
+        return cache
+
+    first, second, other = alone(), alone(), alone()
+    twin = copy.deepcopy(first)
+    (first,), (twin,), (second,), (other,) = map(sc.split, (first, twin, second, other))
+    assert at_hand(first).options.bits < 16
+    ours, theirs = in_turns(model, first, twin), [in_turns(model, each)[0] for each in (second, other)]
+    assert all(equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@torch.inference_mode()
+def test_a_session_taken_apart_shares_no_tensor_with_a_copy_of_the_same_pages() -> None:
+    model = model_of("default", 2)
+    _, cache = step(model, prompt(300))
+    twin = copy.deepcopy(cache)
+    part, others = regrouped([at_hand(cache)], [(at_hand(cache), 1)]), at_hand(twin)
+    assert part.state[0]["host"].data_ptr() != others.state[1]["host"].data_ptr()
+    assert not any(tensor.is_inference() for tensor in part.state[0].values())
+
+
+@pytest.mark.parametrize("tokens", [200, 4350])
+def test_a_table_whose_writing_is_interrupted_is_written_by_the_next_step(
+    model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch, tokens: int
+) -> None:
+    _, cache = step(model, prompt(tokens))
+    _, other = step(model, prompt(tokens))
+    twin = copy.deepcopy(cache)
+    with monkeypatch.context() as patch:
+        patch.setattr(tiers_module.Tiers, "write_table", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            step(model, prompt(3), cache)
+    expected = go_on(model, other, 3, 3, 100)
+    assert equal(go_on(model, cache, 3, 3, 100), expected)
+    assert equal(go_on(model, twin, 3, 3, 100), expected)
+
+
+def test_no_page_is_freed_twice_after_an_interrupt(model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, cache = step(model, prompt(900))
+    pool, twin = pool_of(cache), copy.deepcopy(cache)
+    step(model, prompt(1), twin)
+    del twin
+    gc.collect()
+    with monkeypatch.context() as patch:
+        patch.setattr(pools.heapq, "heappush", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            pool.collect()
+    pool.collect()
+    (pages,) = at_hand(cache).tiers.pages
+    assert [pool.counts[page] for page in pages] == [1] * len(pages)
+    assert not set(pool.free) & set(pages)
+
+
+def test_a_crop_after_hidden_tokens_leaves_the_copy_as_it_was() -> None:
+    """Codes that are computed again, without the mask, go to a page of their own."""
+    model = model_of("16 bits on the host")
+    mask = torch.ones(1, 1100, dtype=torch.long)
+    mask[0, 1000:1012] = 0
+    _, cache = step(model, prompt(1100), attention_mask=mask)
+    before, twin = held(at_hand(cache)), copy.deepcopy(cache)
+    twin.crop(-60)
+    go_on(model, twin, 20, 20, 20)
+    assert not differences(before, held(at_hand(cache)))
+
+
+def test_a_copy_needs_the_host_memory_of_the_pages_it_writes() -> None:
+    page = pool_of(step(model_of("default"), prompt(3000))[1]).page_bytes["host"]
+    model = compiled_with(tiny_llama(num_hidden_layers=1), {**SMALL, "host_memory": 13 * page})
+    _, cache = step(model, prompt(3000))
+    twin = copy.deepcopy(cache)
+    step(model, prompt(1), twin)
+    with pytest.raises(sc.SpecacheError, match="3,256 tokens"):
+        step(model, prompt(256), cache)
+
+
+def test_rows_of_equal_length_read_pages_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of("full")
+    _, cache = step(model, prompt(700, 3))
+    read: Any = extend.tokens_of
+    copied = list[int]()
+
+    def counted(pairs: Any, start: int, stop: int) -> Tensor:
+        copied.append(stop - start)
+        return read(pairs, start, stop)
+
+    monkeypatch.setattr(extend, "tokens_of", counted)
+    step(model, prompt(1, 3), cache)
+    assert copied == [700 % PAGE] * len(copied)
+    assert copied
