@@ -65,8 +65,8 @@ class Tiers:
     ranks: the process group that the model is split over; these are the KV heads of this rank.
     pool: its pages; None before the first step.
     pages: page numbers of each row. Copy-on-write: a row that writes to a shared page first gets its own copy.
-    rounded: for each row, the tokens up to which its codes may differ from those of rows that share its pages: after a
-        crop they are computed again, perhaps from rounded pairs or without an earlier step's mask.
+    rounded: for each row, the tokens up to which its codes may differ from those of rows that share its pages. A crop
+        makes the next steps compute them again, perhaps from rounded pairs or without an earlier step's mask.
     table: page table of the rows, int64 [B, C/256] on the CPU; entries without tokens are 0.
     is_written: whether the table has the rows' pages; not after an interrupted change of these.
     capacity: C, tokens that the table has entries for.
@@ -331,7 +331,7 @@ class Tiers:
         if self.pool.first or not (missing := self.pool.missing(number)):
             return
         pages, places = self.sizes(tokens, missing)
-        self.check_host_memory(places, tokens)
+        self.check_host_memory(places, room(tokens))
         self.pool.grow_to(pages, places)
         if self.layers[0].device.type == "cuda":
             self.reserve_ahead(self.batch * room(places * PAGE // self.batch + 1) // PAGE)

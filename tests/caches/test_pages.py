@@ -542,7 +542,7 @@ def test_a_copy_needs_the_host_memory_of_the_pages_it_writes() -> None:
     _, cache = step(model, prompt(3000))
     twin = copy.deepcopy(cache)
     step(model, prompt(1), twin)
-    with pytest.raises(sc.SpecacheError, match="3,256 tokens"):
+    with pytest.raises(sc.SpecacheError, match="3,328 tokens"):
         step(model, prompt(256), cache)
 
 
