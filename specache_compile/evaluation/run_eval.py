@@ -24,7 +24,7 @@ from specache_compile.errors import SpecacheError
 from specache_compile.kernels.memory.host_memory import allowance
 from specache_compile.methods import parse_options
 from specache_compile.methods.field import LayerShape
-from specache_compile.runtime.state import host_bytes, room
+from specache_compile.runtime.state import predicted_bytes
 from specache_compile.runtime.stats import stats
 
 from .cell_tables import table, write_json
@@ -129,7 +129,7 @@ def check_host_budget(model: Any, length: int, settings: Sequence[Setting], args
     layers = [LayerShape(one.shape[1], one.shape[3], one.dtype, one.device) for one in keys]
     for options in [parse_options(setting.measured) for setting in settings if setting.options is not None]:
         given = getattr(options, "host_memory", None)
-        needed = host_bytes(options, layers, min(args.batch_size, args.samples), room(length))
+        needed = predicted_bytes(options, layers, min(args.batch_size, args.samples), length)["host"]
         allowed = allowance(0, given) // (2 if args.share_prefills and given is None else 1)
         if needed > allowed:
             raise SpecacheError(
