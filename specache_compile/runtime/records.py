@@ -148,7 +148,7 @@ def parameters_in(arguments: Sequence[Any]) -> list[torch.nn.Parameter]:
     return [argument for argument in arguments if isinstance(argument, torch.nn.Parameter)]
 
 
-def record_of(parameters: Sequence[torch.nn.Parameter]) -> ModelRecord:
+def record_of(parameters: Sequence[torch.Tensor]) -> ModelRecord:
     """The record of the model with these parameters; a new one if there is none.
 
     Dynamo uses one graph for every model of one class and shape, so each call may belong to another model. A graph
