@@ -24,10 +24,10 @@ PARTS = ("passes", "lowering", "kernels")
 QUICK = 0.06
 # The sizes that `python tools/count_lines.py` prints may not grow beyond these.
 CEILINGS = {
-    "product lines, C++ included": 33_850,
-    "lines loaded by the backend": 14_800,
-    "test lines, C++ included": 30_490,
-    "words in docs, without the generated api.md": 11_700,
+    "product lines, C++ included": 33_800,
+    "lines loaded by the backend": 15_340,
+    "test lines, C++ included": 31_200,
+    "words in docs, without the generated api.md": 12_750,
 }
 
 
