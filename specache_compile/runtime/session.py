@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import ProcessGroup
 
 from specache_compile.errors import RECOMPILE_LIMIT, HeldTensorError, SpecacheError, copy_failed, no_host_tier
@@ -205,7 +206,7 @@ class Session:
             self.queue.settle()  # copies read the old cursor
             self.new_cursor()
             return
-        self.cursor[:, CURSOR_SIZE:].copy_(table.pin_memory() if self.cursor.is_cuda else table, non_blocking=True)
+        self.cursor[:, CURSOR_SIZE:].copy_(staged(table, self.cursor), non_blocking=True)
         self.queue.table = table
         self.statistics.bytes_by_tier = self.tiers.bytes_by_tier()
 
@@ -465,6 +466,11 @@ class Session:
             return  # before the weights are listed, which each step would repeat
         self.warned.add(key or message)
         record_of([weight for ref in self.weights if (weight := ref()) is not None]).warn_once(message, key)
+
+
+def staged(values: Tensor, cursor: Tensor) -> Tensor:
+    """Values for a cursor, in memory from which a copy does not block the host; a fake tensor has none."""
+    return values.pin_memory() if cursor.is_cuda and not isinstance(values, FakeTensor) else values
 
 
 # A session and the number of one of its rows.

@@ -28,7 +28,7 @@ from specache_compile.rope_switch import rows_apart
 
 from .records import Graph
 from .rewritten import Rewritten
-from .session import Mode, Progress, Session
+from .session import Mode, Progress, Session, staged
 from .variant import phases, selects, variant_of
 
 # What a pre-decode writes in a layer, and its fetch starts from.
@@ -98,8 +98,7 @@ class Step:
             for length, absent, new in zip(lengths, self.front, self.new_tokens, strict=True)
         ]
         if len(set(rows)) > 1:
-            values = torch.tensor(rows)
-            values = values.pin_memory() if session.cursor.is_cuda else values
+            values = staged(torch.tensor(rows), session.cursor)
             session.cursor[:, :CURSOR_SIZE].copy_(values, non_blocking=True)
         else:
             for place, value in enumerate(rows[0]):

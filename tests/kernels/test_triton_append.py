@@ -21,6 +21,7 @@ from specache_compile.kernels.movement import tier_ops, triton_append
 from specache_compile.kernels.state.center import centers
 from specache_compile.kernels.state.layout import Layout, rotated, rotation_block
 from specache_compile.kernels.state.page_table import PAGE, rows_read
+from specache_compile.kernels.state.stored_tiers import StoredTiers
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HEADS, CAPACITY, RESIDUAL = 1, 512, 32
@@ -131,12 +132,12 @@ class State:
 
     def appended(self, append: Callable[..., None]) -> dict[str, Tensor]:
         """Return what `append` makes of the tensors that it mutates, rows of pages put together."""
-        written = {"recent": self.recent, **self.tier, "center": self.center, "sink_pairs": self.sink_pairs}
-        written = {name: x.to(DEVICE, copy=True) for name, x in written.items()}
+        apart = {"center": self.center, "sink_pairs": self.sink_pairs, "recent": self.recent}
+        written = {name: x.to(DEVICE, copy=True) for name, x in {**self.tier, **apart}.items()}
         k, v = self.pairs[:, :, self.held :].to(DEVICE).unbind(3)
         padding = None if self.padding is None else self.padding.to(DEVICE)
         cursor, sink_index = self.cursor.to(DEVICE), self.sink_index.to(DEVICE)
-        append(k, v, padding, cursor, *written.values(), sink_index, *self.layout, "midpoint")
+        append(k, v, padding, cursor, *StoredTiers(**written, sink_index=sink_index), *self.layout, "midpoint")
         assert (written["codes"][0] == 255).all()
         written |= {name: rows_read(written[name], self.table) for name in self.tier}
         return {name: x.cpu() for name, x in written.items()}
@@ -251,9 +252,9 @@ def test_unquantised_pairs_are_copied_as_they_are(d: int, rotate: bool) -> None:
     params, empty = torch.zeros(pages, HEADS, 0, 2, d), torch.zeros(3, HEADS, 0, 2, d)
     for append in (triton_append.append, tier_ops.append):
         codes = torch.full((pages, HEADS, PAGE, 2 * d), 7.0)
-        given = (recent, codes, params, params, center, empty, torch.zeros(3, 1, 0, dtype=torch.int32))
-        given = [x.to(DEVICE, copy=True) for x in given]
+        given = StoredTiers(codes, params, params, center, empty, torch.zeros(3, 1, 0, dtype=torch.int32), recent)
+        given = StoredTiers(*(x.to(DEVICE, copy=True) for x in given))
         append(k, v, None, cursor, *given, 16, 16, rotate, "midpoint")
-        found.append(given[:2])
+        found.append((given.recent, given.codes))
     for ours, expected in zip(*found, strict=True):
         assert torch.equal(ours, expected)
