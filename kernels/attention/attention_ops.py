@@ -115,7 +115,12 @@ def low_bit_logits(at: Query, tiers: StoredTiers, layout: Layout) -> Tensor:
         logits = logits + share_of_center(at.query, tiers.center, group, length)
     logits = capped(logits, at.softcap)
     logits = logits if at.bias is None else logits + at.bias[..., :length]
-    return logits.masked_fill(hidden_by(sinks_of(tiers), length)[:, :, None, None], -math.inf)
+    return without(logits, sinks_of(tiers))
+
+
+def without(logits: Tensor, index: Tensor) -> Tensor:
+    """Return the low-bit tier's logits [B, H, G, lanes, n] with -inf for the tokens `index` [B, H, k]."""
+    return logits.masked_fill(hidden_by(index, logits.shape[-1])[:, :, None, None], -math.inf)
 
 
 def sinks_of(tiers: StoredTiers) -> Tensor:
@@ -215,54 +220,45 @@ def hidden_by(slot_index: Tensor, low_bit: int) -> Tensor:
 
 
 def attended(
-    at: Query, k: Tensor, v: Tensor, logits: Tensor, hidden: Tensor, slots: Tensor, slot_index: Tensor,
-    tiers: StoredTiers, layout: Layout, skip_below: float,
+    at: Query, k: Tensor, v: Tensor, logits: Tensor, fetched: tuple[Tensor, Tensor], tiers: StoredTiers,
+    layout: Layout, skip_below: float,
 ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
     """Attend over all tiers, given the low-bit tier's logits.
 
-    hidden: bool [B, H, n], low-bit tokens whose 16-bit pairs are in the slots.
+    logits: [B, H, G, lanes, n]; -inf for tokens whose 16-bit pairs are in the slots.
+    fetched: logits and values of the slots, as `picked` returns them.
 
     Returns: the output [B, Hq, lanes, d] in float32, and the last lane's weights [B, H, n], summed over the query
     group, of low-bit tier, slots and window.
     """
-    window, values = ring_tokens(tiers.recent, at.low_bit, at.length).unbind(-2)
-    parts = [
-        logits.masked_fill(hidden[:, :, None, None], -math.inf),
-        picked_logits(at, slots, slot_index),
-        at.logits(window, at.low_bit, at.length),
-        at.new_logits(k),
-        picked_logits(at, tiers.sink_pairs, sinks_of(tiers)),
-    ]
-    weights = weights_of(parts, at.sink)
+    keys, values = ring_tokens(tiers.recent, at.low_bit, at.length).unbind(-2)
+    window = at.logits(keys, at.low_bit, at.length), values
+    exact = [fetched, window, (at.new_logits(k), v), picked(at, tiers.sink_pairs, sinks_of(tiers))]
+    others = [part for part, _ in exact]
+    weights = weights_of([logits, *others], at.sink)
     scores = [part[..., -1, :].sum(2) for part in weights[:3]]
     if skip_below:
         skipped = negligible(weights[0], skip_below)[:, :, None, None]
-        weights = weights_of([parts[0].masked_fill(skipped, -math.inf), *parts[1:]], at.sink)
-    others = picked_values(at, slots, slot_index), values, v, picked_values(at, tiers.sink_pairs, sinks_of(tiers))
-    out = torch.stack([weighted(*each) for each in zip(weights[1:], others, strict=True)]).sum(0)
+        weights = weights_of([logits.masked_fill(skipped, -math.inf), *others], at.sink)
+    out = torch.stack([weighted(each, pairs[1]) for each, pairs in zip(weights[1:], exact, strict=True)]).sum(0)
     if at.low_bit:
-        values = low_bit_values(tiers, layout, k.shape[-1], 0, at.low_bit)
-        packed = weighted(weights[0], values)
+        packed = weighted(weights[0], low_bit_values(tiers, layout, k.shape[-1], 0, at.low_bit))
         out = out + (rotated(packed) if layout.is_rotated else packed)
     return out.flatten(1, 2), scores
 
 
-def picked_logits(at: Query, pairs: Tensor, index: Tensor) -> Tensor:
-    """Return the logits [B, H, G, lanes, n] of pairs [B, H, n, 2, d], which hold the low-bit tier's tokens `index`."""
-    fetched, position = in_slots(index, at.low_bit)
+def picked(at: Query, pairs: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+    """Return logits [B, H, G, lanes, n] and values of pairs [B, H, n, 2, d], the low-bit tier's tokens `index`.
+
+    Values of empty slots are 0: they are undefined, and a weight of 0 does not remove values that are not finite.
+    """
+    there, position = in_slots(index, at.low_bit)
     logits = product(at.query, pairs[..., 0, :], at.softcap)
     if at.bias is not None and at.low_bit:
         where = position[:, :, None, None].expand(*at.query.shape[:-1], -1)
         logits = logits + at.bias.expand(*at.query.shape[:-1], -1).gather(-1, where)
-    return logits.masked_fill(~fetched[:, :, None, None], -math.inf)
-
-
-def picked_values(at: Query, pairs: Tensor, index: Tensor) -> Tensor:
-    """Return the values of the slots, or of the sinks.
-
-    Those of empty slots are 0: they are undefined, and a weight of 0 does not remove values that are not finite.
-    """
-    return pairs[..., 1, :].masked_fill(~in_slots(index, at.low_bit)[0].unsqueeze(-1), 0.0)
+    logits = logits.masked_fill(~there[:, :, None, None], -math.inf)
+    return logits, pairs[..., 1, :].masked_fill(~there.unsqueeze(-1), 0.0)
 
 
 def hide_sinks(at: Query, scores: Tensor, tiers: StoredTiers) -> None:
@@ -316,8 +312,9 @@ def decode_attention(
     """
     held, how = StoredTiers(*tiers), Layout(*layout)
     at = query_of(q, k, mask, sinks, cursor, scale, softcap)
-    logits, hidden = low_bit_logits(at, held, how), hidden_by(slot_index, at.low_bit)
-    out, (packed, exact, window) = attended(at, k, v, logits, hidden, slots, slot_index, held, how, skip_below)
+    logits = without(low_bit_logits(at, held, how), slot_index)
+    fetched = picked(at, slots, slot_index)
+    out, (packed, exact, window) = attended(at, k, v, logits, fetched, held, how, skip_below)
     scores = torch.full(held.codes.shape[:3], -1.0, dtype=torch.float32, device=q.device)
     if slots.shape[2]:
         if at.low_bit:
@@ -356,7 +353,7 @@ def score_low_bit(
     packed = low_bit_logits(at, held, Layout(*layout))
     keys = ring_tokens(held.recent, at.low_bit, at.length)[..., 0, :]
     window = at.logits(keys, at.low_bit, at.length)
-    sinks_apart = picked_logits(at, held.sink_pairs, sinks_of(held))
+    sinks_apart, _ = picked(at, held.sink_pairs, sinks_of(held))
     weights = weights_of([packed, window, at.new_logits(k), sinks_apart], at.sink)
     found = torch.full((q.shape[2], *held.codes.shape[:3]), -1.0, dtype=torch.float32, device=q.device)
     by_lane = found.permute(1, 2, 0, 3)
@@ -398,6 +395,7 @@ def attend_scored(
     Returns: the output of `decode_attention`, [B, Hq, lanes, d].
     """
     at = query_of(q, k, mask, sinks, cursor, scale, softcap)
-    packed, hidden = logits[..., : at.low_bit].unflatten(1, (k.shape[1], -1)), hidden_by(chosen, at.low_bit)
+    packed = without(logits[..., : at.low_bit].unflatten(1, (k.shape[1], -1)), chosen)
     held, how = StoredTiers(*tiers), Layout(*layout)
-    return attended(at, k, v, packed, hidden, slots, slot_index, held, how, skip_below)[0].to(q.dtype).contiguous()
+    out, _ = attended(at, k, v, packed, picked(at, slots, slot_index), held, how, skip_below)
+    return out.to(q.dtype).contiguous()

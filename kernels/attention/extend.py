@@ -104,13 +104,10 @@ def extended(
 ) -> Tensor:  # fmt: skip
     """Attend over all parts: the new tokens, then blocks of the host tier."""
     wait_for_offloads(cursor)
-    length = length_of(cursor)
-    if length <= -q.shape[2]:  # all new tokens are padding, and torch's kernel divides by the number of rows
+    length, padding = max(length_of(cursor), 0), max(-length_of(cursor), 0)
+    if padding >= q.shape[2]:  # all new tokens are padding, and torch's kernel divides by the number of rows
         return torch.zeros_like(q, memory_format=torch.contiguous_format)
-    if length < 0:  # the padding fills whole chunks of the prompt
-        q, k, v = (x[:, :, -length:] for x in (q, k, v))
-        out = extended(how, q, k, v, mask, sinks, cursor.clamp_min(0), host)
-        return torch.nn.functional.pad(out, (0, 0, -length, 0))
+    q, k, v = (x[:, :, padding:] for x in (q, k, v))
     rows = Rows(q, k.shape[1], mask, length + q.shape[2])
     part = how.attend(rows.q, k, v, rows.new_columns(length))
     for start in range(0, length, how.block):
@@ -119,7 +116,8 @@ def extended(
         part = merged(part, how.attend(rows.q, keys, values, rows.columns(start, stop)))
     if sinks is not None:
         part = merged(part, (torch.zeros_like(part[0]), rows.sinks(sinks)))
-    return rows.back(part[0], q.dtype)
+    out = rows.back(part[0], q.dtype)
+    return torch.nn.functional.pad(out, (0, 0, padding, 0)) if padding else out
 
 
 class Rows:
