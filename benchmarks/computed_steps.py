@@ -101,8 +101,8 @@ def main(arguments: list[str] | None = None) -> None:
     print(tabulate(rows, headers="keys", floatfmt=",.1f"))
     print(f"computed, not measured; {args.host_gib:g} GiB of host memory")
     for name, found in contexts.items():
-        told = ", ".join(f"{cache} {tokens or 'never'}" for cache, tokens in found.items())
-        print(f"{name}: tokens from which a step of one row takes no longer than in 16 bits: {told}")
+        listed = ", ".join(f"{cache} {tokens or 'never'}" for cache, tokens in found.items())
+        print(f"{name}: tokens from which a step of one row takes no longer than in 16 bits: {listed}")
 
 
 if __name__ == "__main__":

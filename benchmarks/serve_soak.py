@@ -134,11 +134,11 @@ class ServerSoak:
         self.server, self.name, self.talks, self.ends = server, name, talks, ends
         self.counts: Counter[str] = Counter()
         self.down = threading.Event()
-        self.told: list[str] = []
+        self.faults: list[str] = []
 
     @property
     def is_over(self) -> bool:
-        return bool(self.told) or time.monotonic() >= self.ends
+        return bool(self.faults) or time.monotonic() >= self.ends
 
     def client(self, seed: int) -> None:
         chance = random.Random(seed)
@@ -162,11 +162,11 @@ class ServerSoak:
                 self.counts["broken off with the server"] += 1
                 time.sleep(0.5)
             else:
-                self.told.append(f"{type(error).__name__}: {error}")
+                self.faults.append(f"{type(error).__name__}: {error}")
             return False
         expected, whole = talk.expected[turn], leaves is None
         if text != expected if whole else not expected.startswith(text):
-            self.told.append(f"to {talk.until(turn)}: {text!r}, not {expected!r}")
+            self.faults.append(f"to {talk.until(turn)}: {text!r}, not {expected!r}")
         self.counts[f"turn {turn + 1}" if whole else "left by their clients"] += 1
         return whole
 
@@ -237,14 +237,14 @@ def main(arguments: list[str] | None = None) -> int:
         soak = ServerSoak(server, str(checkpoint), talks, time.monotonic() + 60 * args.minutes)
         try:
             run(soak, args)
-            soak.told += [f"{name} is not 0, though all clients have gone" for name in left(server)]
+            soak.faults += [f"{name} is not 0, though all clients have gone" for name in left(server)]
             evicted = sum(value for name, value in server.figures().items() if name.startswith("specache_evicted"))
         finally:
             server.kill()
     print(tabulate([*sorted(soak.counts.items()), ("sessions evicted by the second server", int(evicted))]))
-    for told in soak.told:
-        print(told, file=sys.stderr)
-    return int(bool(soak.told))
+    for fault in soak.faults:
+        print(fault, file=sys.stderr)
+    return int(bool(soak.faults))
 
 
 if __name__ == "__main__":

