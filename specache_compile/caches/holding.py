@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from specache_compile.compile.compiled_options import required_options
 from specache_compile.errors import SpecacheError, split_session
@@ -28,9 +28,9 @@ from specache_compile.runtime.session import UNKNOWN, Session
 from specache_compile.runtime.step import Step, opened
 
 Pairs = tuple[Tensor, Tensor]
-# Names of a bias of the key projection, and of RoPE's frequencies, in models.
+# Names of a bias of the key projection, and of RoPE's frequencies of layers that keep all pairs, in models.
 KEY_BIAS = re.compile(r"(k_proj|key|qkv|kv|c_attn)\w*(\.base_layer)?\.bias$")
-FREQUENCIES = re.compile(r"(^|\.)inv_freq$")
+FREQUENCIES = re.compile(r"(^|\.)(full_attention_)?inv_freq$")
 # The projection of latent attention, whose cache stays Hugging Face's own.
 LATENTS = re.compile(r"(^|\.)kv_b_proj\.")
 
@@ -42,7 +42,7 @@ def hold(cache: DynamicCache, model: torch.nn.Module, attention_mask: Tensor | N
     weights must have filled it.
 
     Args:
-        cache: a DynamicCache with keys and values [B, H, n, d]; it is not changed.
+        cache: a DynamicCache with keys and values [B, H, n, d]; it is not changed. Sliding layers stay plain.
         model: a model with the same weights, compiled with this backend.
         attention_mask: [B, n], 1 for tokens and 0 for padding; None if no row is padded.
 
@@ -51,7 +51,8 @@ def hold(cache: DynamicCache, model: torch.nn.Module, attention_mask: Tensor | N
 
     Raises:
         SpecacheError: the model is not compiled or is split over ranks, or the cache is held already. Also for layers
-            that are no DynamicLayer or differ in length or device, and for methods that drop pairs during the prefill.
+            of other classes than DynamicLayer and DynamicSlidingWindowLayer, for layers that differ in length or
+            device, and for methods that drop pairs during the prefill.
 
     Example:
         import specache_compile as sc
@@ -79,10 +80,12 @@ def taken_over(
 ) -> DynamicCache:  # fmt: skip
     """Convert a plain cache under these options; `fill` stores the sites' pairs in the tiers."""
     pairs = [pairs_of(number, layer) for number, layer in enumerate(cache.layers)]
-    sites = [number for number in range(len(pairs)) if number not in options.exact_layers]
+    whole = [number for number, layer in enumerate(cache.layers) if type(layer) is DynamicLayer]
+    sites = [number for number in whole if number not in options.exact_layers]
     if ranks_of(list(model.parameters())) is not None:
         raise split_session()
-    reason = reason_of_shapes(pairs, sites, attention_mask, model)
+    lengths = [layer.get_seq_length() for layer in cache.layers]
+    reason = reason_of_shapes(pairs, lengths, sites, attention_mask, model)
     if reason is not None:
         raise not_to_be_held(reason)
     session = session_for(options, [pairs[number] for number in sites], attention_mask, model, fill)
@@ -103,8 +106,10 @@ def twin(cache: Any) -> Any:
 
 def pairs_of(number: int, layer: Any) -> Pairs:
     """A layer's keys and values; SpecacheError if they are not plain or are empty."""
-    if type(layer) is not DynamicLayer:
-        raise not_to_be_held(f"layer {number} is a {type(layer).__name__}, not a DynamicLayer")
+    if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+        raise not_to_be_held(
+            f"layer {number} is a {type(layer).__name__}, not a DynamicLayer or a DynamicSlidingWindowLayer"
+        )
     keys, values = layer.keys, layer.values
     if keys is None or values is None or not keys.numel():
         raise not_to_be_held(f"layer {number} is empty")
@@ -121,25 +126,26 @@ def reason_not_to_hold(options: MethodOptions) -> str | None:
 
 
 def reason_of_shapes(
-    pairs: Sequence[Pairs], sites: Sequence[int], mask: Tensor | None, model: torch.nn.Module
+    pairs: Sequence[Pairs], lengths: Sequence[int], sites: Sequence[int], mask: Tensor | None, model: torch.nn.Module
 ) -> str | None:
-    """Why a cache's tensors do not fit together or do not fit the model; None if they do."""
+    """Why a cache's tensors do not fit together or do not fit the model; None if they do. lengths: tokens by layer."""
     if not pairs:
         return "it is empty"
     if not sites:
-        return "option exact_layers lists all layers"
-    first, _ = pairs[0]
+        return "option exact_layers lists all layers without a sliding window"
+    first, _ = pairs[sites[0]]
+    shape = (first.shape[0], first.shape[2])
     devices = {weight.device for weight in model.parameters()}
     for number, (keys, values) in enumerate(pairs):
         if keys.shape != values.shape or keys.dtype != values.dtype:
             return f"layer {number} has keys {tuple(keys.shape)} and values {tuple(values.shape)}"
-        if (keys.shape[0], keys.shape[2]) != (first.shape[0], first.shape[2]):
-            return f"layer {number} has another number of rows or tokens than layer 0"
+        if (keys.shape[0], lengths[number]) != shape:
+            return f"layer {number} has another number of rows or tokens than layer {sites[0]}"
         if keys.device != first.device or devices != {first.device}:
             where = ", ".join(sorted(map(str, devices)))
-            return f"layer {number} is on {keys.device}, layer 0 on {first.device}, and the model on {where}"
-    if mask is not None and (mask.dim() != 2 or mask.shape[0] != first.shape[0] or mask.shape[1] < first.shape[2]):
-        return f"attention_mask has shape {tuple(mask.shape)} for {first.shape[0]} rows of {first.shape[2]} tokens"
+            return f"layer {number} is on {keys.device}, layer {sites[0]} on {first.device}, and the model on {where}"
+    if mask is not None and (mask.dim() != 2 or mask.shape[0] != shape[0] or mask.shape[1] < shape[1]):
+        return f"attention_mask has shape {tuple(mask.shape)} for {shape[0]} rows of {shape[1]} tokens"
     return None
 
 

@@ -44,9 +44,10 @@ def run_eval(args: argparse.Namespace, command: Sequence[str]) -> None:
     check_readings(settings, args.share_prefills)
     model, reader = load(args.model, args.device, dtype_of(args.dtype))
     check_readings(settings, caches_plainly(model))
+    model.generation_config.prefill_chunk_size = args.prefill_chunk
     bench = Bench(
         reader, tuple(dict.fromkeys(args.lengths)), args.samples, args.seed, limit_of(model), tuple(args.text),
-        args.chat, args.blind,
+        args.chat, args.blind, args.keys,
     )  # fmt: skip
     cells = [(task, cell) for task in dict.fromkeys(args.tasks) for cell in TASKS[task](bench)]
     for task, cell in cells:
@@ -89,6 +90,7 @@ def check_arguments(args: argparse.Namespace) -> None:
     for name, value in (
         ("samples", args.samples),
         ("batch-size", args.batch_size),
+        *([("prefill-chunk", args.prefill_chunk)] if args.prefill_chunk is not None else []),
         *(("lengths", n) for n in args.lengths),
     ):
         if value < 1:
@@ -147,6 +149,7 @@ def key_of(setting: Setting, task: str, cell: Cell, bench: Bench, model: str, ar
             "options": setting.effective, **cell.facts,
             **({"blind": True} if bench.blind else {}),
             **({"prefills": "shared"} if args.share_prefills else {}),
+            **({"prefill_chunk": args.prefill_chunk} if args.prefill_chunk else {}),
         },
         sort_keys=True,
     )  # fmt: skip

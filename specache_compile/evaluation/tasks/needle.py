@@ -1,4 +1,7 @@
-"""Needle in a haystack: one pass key hidden at some depth of some length of text (SpeCache, Figure 4)."""
+"""Needle in a haystack: a pass key hidden at some depth of some length of text (SpeCache, Figure 4).
+
+With several keys, each has a name, and the question requests one (a multi-key needle of RULER, arXiv 2404.06654).
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,12 @@ from .task import Bench, Cell, Outcome, TaskQuestion
 
 NEEDLE = "\nThe pass key is {key}. Remember it.\n"
 QUESTION = "\nWhat is the pass key? The pass key is "
+NAMED_NEEDLE = "\nThe {name} pass key is {key}. Remember it. {key} is the {name} pass key.\n"
+NAMED_QUESTION = "\nWhat is the {name} pass key?\nThe {name} pass key is "
+NAMES = ("red", "green", "blue", "white", "black", "brown", "orange", "purple")
 # The question to a chat model, and the most tokens of its answer.
 CHAT_QUESTION = "\nWhat is the pass key? Answer with the five digits."
+CHAT_NAMED_QUESTION = "\nWhat is the {name} pass key? Answer with the five digits."
 CHAT_ANSWER = 16
 KEY_DIGITS = 5
 DEPTHS = 11
@@ -28,23 +35,44 @@ def random_key(rng: random.Random) -> str:
 
 
 def plain_question(
-    haystack: Sequence[int], length: int, depth: float, rng: random.Random, encode: Callable[[str], Sequence[int]]
-) -> TaskQuestion:
-    """A prompt of exactly `length` tokens whose needle is at `depth` (0 = first, 1 = right before the question)."""
-    key, question = random_key(rng), encode(QUESTION)
-    prompt = hide(haystack, length, encode(NEEDLE.format(key=key)), depth, question, rng)
-    return TaskQuestion(prompt, key, depth, len(question))
+    haystack: Sequence[int], length: int, depth: float, rng: random.Random, encode: Callable[[str], Sequence[int]],
+    keys: int = 1,
+) -> TaskQuestion:  # fmt: skip
+    """A prompt of exactly `length` tokens whose needle is at `depth` (0 = first, 1 = right before the question).
+
+    keys: number of needles. The others have random depths.
+    """
+    key, name, needles = needles_at(depth, keys, rng, encode)
+    question = encode(QUESTION if keys == 1 else NAMED_QUESTION.format(name=name))
+    return TaskQuestion(hide(haystack, length, needles, question, rng), key, depth, len(question))
 
 
 def chat_question(
-    reader: Reader, haystack: Sequence[int], length: int, depth: float, rng: random.Random
+    reader: Reader, haystack: Sequence[int], length: int, depth: float, rng: random.Random, keys: int = 1
 ) -> TaskQuestion:
-    """As `plain_question`, for a chat model: text, needle and question are one user message in a turn of `length`
+    """As `plain_question`, for a chat model: text, needles and question are one user message in a turn of `length`
     tokens."""
-    key, question, (before, behind) = random_key(rng), reader.encode(CHAT_QUESTION), reader.around()
-    needle, words = reader.encode(NEEDLE.format(key=key)), length - len(before) - len(behind)
-    prompt = [*before, *hide(haystack, words, needle, depth, question, rng), *behind]
+    key, name, needles = needles_at(depth, keys, rng, reader.encode)
+    question = reader.encode(CHAT_QUESTION if keys == 1 else CHAT_NAMED_QUESTION.format(name=name))
+    before, behind = reader.around()
+    words = length - len(before) - len(behind)
+    prompt = [*before, *hide(haystack, words, needles, question, rng), *behind]
     return TaskQuestion(prompt, key, depth, len(question) + len(behind))
+
+
+def needles_at(
+    depth: float, keys: int, rng: random.Random, encode: Callable[[str], Sequence[int]]
+) -> tuple[str, str, list[tuple[float, Sequence[int]]]]:
+    """The requested key, its name, and the needles with their depths; the requested one is first."""
+    key = random_key(rng)
+    if keys == 1:
+        return key, "", [(depth, encode(NEEDLE.format(key=key)))]
+    names = rng.sample(NAMES, keys)
+    placed = [(depth, key), *((rng.random(), random_key(rng)) for _ in range(keys - 1))]
+    needles = [
+        (at, encode(NAMED_NEEDLE.format(name=name, key=one))) for name, (at, one) in zip(names, placed, strict=True)
+    ]
+    return key, names[0], needles
 
 
 def depths_of(bench: Bench) -> list[float]:
@@ -55,9 +83,9 @@ def depths_of(bench: Bench) -> list[float]:
 
 def question_at(bench: Bench, length: int, depth: float, rng: random.Random) -> TaskQuestion:
     if bench.chat:
-        return chat_question(bench.reader, bench.haystack, length, depth, rng)
+        return chat_question(bench.reader, bench.haystack, length, depth, rng, bench.keys)
     begin = bench.reader.begin()
-    one = plain_question(bench.haystack, length - len(begin), depth, rng, bench.reader.encode)
+    one = plain_question(bench.haystack, length - len(begin), depth, rng, bench.reader.encode, bench.keys)
     return replace(one, prompt=[*begin, *one.prompt])
 
 
@@ -88,6 +116,7 @@ def cells(bench: Bench) -> list[Cell]:
         rng = random.Random(f"{bench.seed}/{length}")
         questions = [question_at(bench, length - answer, depth, rng) for depth in depths_of(bench)]
         work = functools.partial(measure, questions=questions, new_tokens=answer, bench=bench)
-        return Cell(str(length), length, work, {"chat": True} if bench.chat else {})
+        facts = {**({"chat": True} if bench.chat else {}), **({"keys": bench.keys} if bench.keys > 1 else {})}
+        return Cell(str(length), length, work, facts)
 
     return [cell(length) for length in bench.lengths]
