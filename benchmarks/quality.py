@@ -26,19 +26,21 @@ ONE_BIT = "bits=1,key_code=levels"  # 1 bit of before, which most tables have; `
 FORMER = f"specache:host_bits=16,sink_tokens=0,{LEVELS},{MIDPOINT}"  # the default of before
 SPECACHE = (PAPER, "specache:bits=2,setting=paper")
 KIVI = ("kivi:bits=1", "kivi:bits=2")
+SKIPPING = ("specache:skip_below=0.0003", "specache:skip_below=0.0001")
 
 
 @dataclass(frozen=True)
 class Table:
-    """One evaluation of SmolLM2: what it shows, and the arguments of `specache eval`."""
+    """One evaluation: what it shows, and the arguments of `specache eval`."""
 
     what: str
     tasks: tuple[str, ...]
     methods: tuple[str, ...]
     more: tuple[str, ...]
+    model: str = "smollm2-135m"
 
 
-SMOLLM2 = "smollm2-135m"
+GEMMA = "gemma3-270m"
 FAST = ("--lowering", "inductor", "--share-prefills")
 EXACT = ("--dtype", "float32")  # twice as fast, too, on a CPU without instructions for bfloat16
 UNSEEN = ("--text", "build/unseen.txt", *FAST)
@@ -54,6 +56,15 @@ TABLES = {
         ("uncompiled", "fp8", *KIVI, "kivi:bits=4", *SPECACHE, f"specache:{ONE_BIT}", "specache"),
         (*UNSEEN, "--lengths", "2048", "--samples", "64"),
     ),
+    **{
+        name: Table(
+            f"the same at {length:,} tokens, of as many windows as the text has, and with low-bit values skipped",
+            ("closeness",),
+            ("uncompiled", "specache", *SKIPPING, "kivi:bits=4", "fp8"),
+            (*UNSEEN, "--lengths", str(length), "--samples", str(samples)),
+        )
+        for name, length, samples in (("closeness_4k", 4096, 32), ("closeness_8k", 8192, 16))
+    },
     "host": Table(
         "the same of a host tier of 8 bits, the default's, and of 16",
         ("closeness",),
@@ -135,7 +146,7 @@ def arguments(name: str) -> list[str]:
     """What stands after `specache`."""
     table = TABLES[name]
     return [
-        "eval", SMOLLM2, "--tasks", *table.tasks, "--methods", *table.methods, *table.more,
+        "eval", table.model, "--tasks", *table.tasks, "--methods", *table.methods, *table.more,
         "--out", str(RESULTS / name),
     ]  # fmt: skip
 
