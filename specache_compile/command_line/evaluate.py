@@ -51,8 +51,8 @@ def add_eval(command: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     command.add_argument("--chat", action="store_true", help="apply the chat template to the prompts of needle")
     command.add_argument(
-        "--keys", type=int, choices=range(1, 9), default=1, metavar="1..8",
-        help="pass keys in a prompt of needle, one of which is requested (default: 1)",
+        "--keys", type=int, choices=range(1, 9), default=0, metavar="1..8",
+        help="named pass keys in a prompt of needle, one of which is requested (default: one key without a name)",
     )  # fmt: skip
     command.add_argument(
         "--blind", action="store_true",

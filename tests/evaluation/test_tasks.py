@@ -104,13 +104,13 @@ def test_of_four_named_keys_one_is_requested_and_stands_at_its_depth(chat: bool)
         return needle.plain_question(bytes(3000), 1000, 0.5, rng, str.encode, keys=4)
 
     one, text = prompt(random.Random(0)), bytes(prompt(random.Random(0)).prompt).decode()
-    found = re.findall(r"The (\w+) pass key is (\d{5})\. Remember it\. (\d{5}) is the (\w+) pass key\.", text)
+    found = re.findall(r"The pass key of (\w+) is (\d{5})\. Remember it\. (\d{5}) is the pass key of (\w+)\.", text)
     assert len({name for name, *_ in found}) == len(found) == 4
     assert all((name, key) == (again, repeated) for name, key, repeated, again in found)
     name = next(name for name, key, *_ in found if key == one.answer)
-    assert f"What is the {name} pass key?" in bytes(one.apart[1]).decode()
+    assert f"What is the pass key of {name}?" in bytes(one.apart[1]).decode()
     assert len(text) == 1000
-    filler = text[: text.index(f"\nThe {name} pass")].count("\0")
+    filler = text[: text.index(f"\nThe pass key of {name} is")].count("\0")
     assert filler == pytest.approx(0.5 * text.count("\0"), abs=1)
 
 

@@ -1,6 +1,6 @@
 """Needle in a haystack: a pass key hidden at some depth of some length of text (SpeCache, Figure 4).
 
-With several keys, each has a name, and the question requests one (a multi-key needle of RULER, arXiv 2404.06654).
+Named keys stand twice in their needle, and the question requests one (the multi-key needle of RULER, arXiv 2404.06654).
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from .task import Bench, Cell, Outcome, TaskQuestion
 
 NEEDLE = "\nThe pass key is {key}. Remember it.\n"
 QUESTION = "\nWhat is the pass key? The pass key is "
-NAMED_NEEDLE = "\nThe {name} pass key is {key}. Remember it. {key} is the {name} pass key.\n"
-NAMED_QUESTION = "\nWhat is the {name} pass key?\nThe {name} pass key is "
-NAMES = ("red", "green", "blue", "white", "black", "brown", "orange", "purple")
+NAMED_NEEDLE = "\nThe pass key of {name} is {key}. Remember it. {key} is the pass key of {name}.\n"
+NAMED_QUESTION = "\nWhat is the pass key of {name}?\nThe pass key of {name} is "
+NAMES = ("London", "Paris", "Tokyo", "Cairo", "Berlin", "Madrid", "Moscow", "Dublin")
 # The question to a chat model, and the most tokens of its answer.
 CHAT_QUESTION = "\nWhat is the pass key? Answer with the five digits."
-CHAT_NAMED_QUESTION = "\nWhat is the {name} pass key? Answer with the five digits."
+CHAT_NAMED_QUESTION = "\nWhat is the pass key of {name}? Answer with the five digits."
 CHAT_ANSWER = 16
 KEY_DIGITS = 5
 DEPTHS = 11
@@ -36,24 +36,24 @@ def random_key(rng: random.Random) -> str:
 
 def plain_question(
     haystack: Sequence[int], length: int, depth: float, rng: random.Random, encode: Callable[[str], Sequence[int]],
-    keys: int = 1,
+    keys: int = 0,
 ) -> TaskQuestion:  # fmt: skip
     """A prompt of exactly `length` tokens whose needle is at `depth` (0 = first, 1 = right before the question).
 
-    keys: number of needles. The others have random depths.
+    keys: number of named needles, of which all but the requested one have random depths; 0: one without a name.
     """
     key, name, needles = needles_at(depth, keys, rng, encode)
-    question = encode(QUESTION if keys == 1 else NAMED_QUESTION.format(name=name))
+    question = encode(NAMED_QUESTION.format(name=name) if keys else QUESTION)
     return TaskQuestion(hide(haystack, length, needles, question, rng), key, depth, len(question))
 
 
 def chat_question(
-    reader: Reader, haystack: Sequence[int], length: int, depth: float, rng: random.Random, keys: int = 1
+    reader: Reader, haystack: Sequence[int], length: int, depth: float, rng: random.Random, keys: int = 0
 ) -> TaskQuestion:
     """As `plain_question`, for a chat model: text, needles and question are one user message in a turn of `length`
     tokens."""
     key, name, needles = needles_at(depth, keys, rng, reader.encode)
-    question = reader.encode(CHAT_QUESTION if keys == 1 else CHAT_NAMED_QUESTION.format(name=name))
+    question = reader.encode(CHAT_NAMED_QUESTION.format(name=name) if keys else CHAT_QUESTION)
     before, behind = reader.around()
     words = length - len(before) - len(behind)
     prompt = [*before, *hide(haystack, words, needles, question, rng), *behind]
@@ -65,7 +65,7 @@ def needles_at(
 ) -> tuple[str, str, list[tuple[float, Sequence[int]]]]:
     """The requested key, its name, and the needles with their depths; the requested one is first."""
     key = random_key(rng)
-    if keys == 1:
+    if not keys:
         return key, "", [(depth, encode(NEEDLE.format(key=key)))]
     names = rng.sample(NAMES, keys)
     placed = [(depth, key), *((rng.random(), random_key(rng)) for _ in range(keys - 1))]
@@ -116,7 +116,7 @@ def cells(bench: Bench) -> list[Cell]:
         rng = random.Random(f"{bench.seed}/{length}")
         questions = [question_at(bench, length - answer, depth, rng) for depth in depths_of(bench)]
         work = functools.partial(measure, questions=questions, new_tokens=answer, bench=bench)
-        facts = {**({"chat": True} if bench.chat else {}), **({"keys": bench.keys} if bench.keys > 1 else {})}
+        facts = {**({"chat": True} if bench.chat else {}), **({"keys": bench.keys} if bench.keys else {})}
         return Cell(str(length), length, work, facts)
 
     return [cell(length) for length in bench.lengths]
