@@ -16,10 +16,15 @@ from typing import Any
 
 import torch
 from tqdm import tqdm
+from transformers.cache_utils import DynamicLayer
 
 from specache_compile.checkpoints.loaded import limit_of, load_model
 from specache_compile.checkpoints.names import origin
 from specache_compile.errors import SpecacheError
+from specache_compile.kernels.memory.host_memory import allowance
+from specache_compile.methods import parse_options
+from specache_compile.methods.field import LayerShape
+from specache_compile.runtime.state import host_bytes, room
 from specache_compile.runtime.stats import stats
 
 from .cell_tables import table, write_json
@@ -28,7 +33,7 @@ from .prefills import Prefills, caches_plainly
 from .provenance import config_hash, model_hash, provenance
 from .reader import Reader
 from .result_rows import ResultRow, append_row, read_rows, sources
-from .runner import Runner
+from .runner import Runner, read
 from .settings import Setting, evicting_once, parse_setting, running, tokens_of_budget
 from .tasks import NO_QUESTION, TASKS
 from .tasks.task import Bench, Cell, Outcome
@@ -52,6 +57,7 @@ def run_eval(args: argparse.Namespace, command: Sequence[str]) -> None:
     cells = [(task, cell) for task in dict.fromkeys(args.tasks) for cell in TASKS[task](bench)]
     for task, cell in cells:
         check_cell(task, cell, bench.limit, settings)
+    check_host_budget(model, max(bench.lengths), settings, args)
     fingerprint = model_hash(model)
     line = provenance(
         shlex.join(["specache", *command]), fingerprint, args.device, str(model.dtype), args.seed, origin(args.model)
@@ -119,6 +125,22 @@ def check_cell(task: str, cell: Cell, limit: int, settings: Sequence[Setting]) -
         if budget is not None and budget > cell.context:
             raise SpecacheError(f"method {setting}: a budget of {budget:,} tokens is more than the context of "
                                 f"{task} {cell.name}, {cell.context:,} tokens")  # fmt: skip
+
+
+def check_host_budget(model: Any, length: int, settings: Sequence[Setting], args: argparse.Namespace) -> None:
+    """Raise SpecacheError if a method's host tier would exceed its budget once the shared prefills are stored."""
+    cache, _ = read(model, torch.zeros(1, 1, dtype=torch.int64, device=model.device))
+    layers = [LayerShape(x.keys.shape[1], x.keys.shape[3], x.keys.dtype, x.keys.device)
+              for x in cache.layers if type(x) is DynamicLayer]  # fmt: skip
+    for options in [parse_options(setting.measured) for setting in settings if setting.options is not None]:
+        given = getattr(options, "host_memory", None)
+        needed = host_bytes(options, layers, min(args.batch_size, args.samples), room(length))
+        allowed = allowance(0, given) // (2 if args.share_prefills and given is None else 1)
+        if needed > allowed:
+            raise SpecacheError(
+                f"method {options.method!r}: its host tier would need {needed / 1e6:,.0f} MB for {length:,} tokens, and "
+                f"{allowed / 1e6:,.0f} MB are free for it: free memory, or lower --batch-size or --lengths"
+            )
 
 
 def load(name: str, device: str, dtype: Any) -> tuple[Any, Reader]:
