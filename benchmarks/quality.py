@@ -20,10 +20,7 @@ ROOT = Path(__file__).parent.parent
 RESULTS = Path("benchmarks/results/quality")
 
 PAPER = "specache:bits=1,setting=paper"
-MIDPOINT = "zero_point=midpoint"
-LEVELS = "value_code=levels,param_bits=16"
 ONE_BIT = "bits=1,key_code=levels"  # 1 bit of before, which most tables have; `codes` has today's
-FORMER = f"specache:host_bits=16,sink_tokens=0,{LEVELS},{MIDPOINT}"  # the default of before
 SPECACHE = (PAPER, "specache:bits=2,setting=paper")
 KIVI = ("kivi:bits=1", "kivi:bits=2")
 SKIPPING = ("specache:skip_below=0.0003", "specache:skip_below=0.0001")
@@ -88,8 +85,6 @@ TABLES = {
             "specache:bits=1,center=always",
             "kivi:bits=2",
             "kivi:bits=4",
-            f"specache:{ONE_BIT},{LEVELS}",
-            f"specache:{LEVELS}",
         ),
         (*UNSEEN, *EXACT, "--lengths", "2048", "--samples", "64"),
     ),
@@ -97,7 +92,7 @@ TABLES = {
         "own texts of 2,048 tokens behind 128: how far from the full cache, as errors feed on themselves",
         ("long",),
         (
-            "uncompiled", "specache", FORMER, f"specache:{ONE_BIT}", "kivi:bits=4", "kivi:bits=2", PAPER,
+            "uncompiled", "specache", f"specache:{ONE_BIT}", "kivi:bits=4", "kivi:bits=2", PAPER,
             "h2o:budget=512", "streaming_llm:budget=512", "fp8",
         ),
         (*UNSEEN, "--lengths", "2176", "--samples", "16", "--batch-size", "16"),
