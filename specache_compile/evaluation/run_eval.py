@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 from tqdm import tqdm
-from transformers.cache_utils import DynamicLayer
 
+from specache_compile.caches.holding import whole_layers
 from specache_compile.checkpoints.loaded import limit_of, load_model
 from specache_compile.checkpoints.names import origin
 from specache_compile.errors import SpecacheError
@@ -130,16 +130,16 @@ def check_cell(task: str, cell: Cell, limit: int, settings: Sequence[Setting]) -
 def check_host_budget(model: Any, length: int, settings: Sequence[Setting], args: argparse.Namespace) -> None:
     """Raise SpecacheError if a method's host tier would exceed its budget once the shared prefills are stored."""
     cache, _ = read(model, torch.zeros(1, 1, dtype=torch.int64, device=model.device))
-    layers = [LayerShape(x.keys.shape[1], x.keys.shape[3], x.keys.dtype, x.keys.device)
-              for x in cache.layers if type(x) is DynamicLayer]  # fmt: skip
+    keys = [cache.layers[number].keys for number in whole_layers(cache)]
+    layers = [LayerShape(one.shape[1], one.shape[3], one.dtype, one.device) for one in keys]
     for options in [parse_options(setting.measured) for setting in settings if setting.options is not None]:
         given = getattr(options, "host_memory", None)
         needed = host_bytes(options, layers, min(args.batch_size, args.samples), room(length))
         allowed = allowance(0, given) // (2 if args.share_prefills and given is None else 1)
         if needed > allowed:
             raise SpecacheError(
-                f"method {options.method!r}: its host tier would need {needed / 1e6:,.0f} MB for {length:,} tokens, and "
-                f"{allowed / 1e6:,.0f} MB are free for it: free memory, or lower --batch-size or --lengths"
+                f"method {options.method!r}: its host tier would need {needed / 1e6:,.0f} MB for {length:,} tokens, "
+                f"and {allowed / 1e6:,.0f} MB are free for it: free memory, or lower --batch-size or --lengths"
             )
 
 

@@ -36,28 +36,25 @@ def random_key(rng: random.Random) -> str:
 
 def plain_question(
     haystack: Sequence[int], length: int, depth: float, rng: random.Random, encode: Callable[[str], Sequence[int]],
-    keys: int = 0,
+    keys: int = 0, turn: tuple[Sequence[int], Sequence[int]] | None = None,
 ) -> TaskQuestion:  # fmt: skip
     """A prompt of exactly `length` tokens whose needle is at `depth` (0 = first, 1 = right before the question).
 
     keys: number of named needles, of which all but the requested one have random depths; 0: one without a name.
+    turn: the tokens before and after the user message of a chat model.
     """
     key, name, needles = needles_at(depth, keys, rng, encode)
-    question = encode(NAMED_QUESTION.format(name=name) if keys else QUESTION)
-    return TaskQuestion(hide(haystack, length, needles, question, rng), key, depth, len(question))
+    texts = (QUESTION, NAMED_QUESTION) if turn is None else (CHAT_QUESTION, CHAT_NAMED_QUESTION)
+    question, (before, behind) = encode(texts[bool(keys)].format(name=name)), turn or ((), ())
+    words = hide(haystack, length - len(before) - len(behind), needles, question, rng)
+    return TaskQuestion([*before, *words, *behind], key, depth, len(question) + len(behind))
 
 
 def chat_question(
     reader: Reader, haystack: Sequence[int], length: int, depth: float, rng: random.Random, keys: int = 0
 ) -> TaskQuestion:
-    """As `plain_question`, for a chat model: text, needles and question are one user message in a turn of `length`
-    tokens."""
-    key, name, needles = needles_at(depth, keys, rng, reader.encode)
-    question = reader.encode(CHAT_NAMED_QUESTION.format(name=name) if keys else CHAT_QUESTION)
-    before, behind = reader.around()
-    words = length - len(before) - len(behind)
-    prompt = [*before, *hide(haystack, words, needles, question, rng), *behind]
-    return TaskQuestion(prompt, key, depth, len(question) + len(behind))
+    """As `plain_question`, in the turn of a chat model."""
+    return plain_question(haystack, length, depth, rng, reader.encode, keys, reader.around())
 
 
 def needles_at(
