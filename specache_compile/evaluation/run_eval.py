@@ -47,7 +47,7 @@ def run_eval(args: argparse.Namespace, command: Sequence[str]) -> None:
     check_arguments(args)
     args.lowering = args.lowering or ("eager" if args.device == "cpu" else "inductor")
     check_readings(settings, args.share_prefills)
-    model, reader = load(args.model, args.device, dtype_of(args.dtype))
+    model, reader = load(args.model, args.device, args.dtype)
     check_readings(settings, caches_plainly(model))
     model.generation_config.prefill_chunk_size = args.prefill_chunk
     bench = Bench(
@@ -79,11 +79,6 @@ def run_eval(args: argparse.Namespace, command: Sequence[str]) -> None:
     finally:
         done = read_rows(path)
         report([done[key] for key in keys.values() if key in done], args)
-
-
-def dtype_of(name: str) -> Any:
-    """The dtype of this name; "auto", the checkpoint's dtype, is returned as a string."""
-    return name if name == "auto" else getattr(torch, name)
 
 
 def check_arguments(args: argparse.Namespace) -> None:
@@ -143,7 +138,7 @@ def check_host_budget(model: Any, length: int, settings: Sequence[Setting], args
             )
 
 
-def load(name: str, device: str, dtype: Any) -> tuple[Any, Reader]:
+def load(name: str, device: str, dtype: str) -> tuple[Any, Reader]:
     from transformers.utils import logging
 
     logging.disable_progress_bar()

@@ -86,7 +86,7 @@ def test_draws_are_a_function_of_the_seed(task: str) -> None:
 
 @pytest.mark.parametrize("depth", [0.0, 0.5, 1.0])
 def test_a_needle_stands_at_its_depth(depth: float) -> None:
-    one = needle.plain_question(bytes(1000), 300, depth, random.Random(0), str.encode)
+    one = needle.key_question(bytes(1000), 300, depth, random.Random(0), str.encode)
     text = bytes(one.prompt)
     found = text.index(b"\nThe pass key is " + one.answer.encode())
     room = 300 - len(needle.NEEDLE.format(key="12345")) - len(needle.QUESTION)
@@ -100,8 +100,9 @@ def test_of_four_named_keys_one_is_requested_and_stands_at_its_depth(chat: bool)
         if chat:
             tokenizer = byte_tokenizer()
             tokenizer.chat_template = "<{{ messages[0]['content'] }}>"
-            return needle.chat_question(Reader(tokenizer), bytes(3000), 1000, 0.5, rng, keys=4)
-        return needle.plain_question(bytes(3000), 1000, 0.5, rng, str.encode, keys=4)
+            around = Reader(tokenizer).around()
+            return needle.key_question(bytes(3000), 1000, 0.5, rng, BYTES.encode, 4, around, chat=True)
+        return needle.key_question(bytes(3000), 1000, 0.5, rng, str.encode, keys=4)
 
     one, text = prompt(random.Random(0)), bytes(prompt(random.Random(0)).prompt).decode()
     found = re.findall(r"The pass key of (\w+) is (\d{5})\. Remember it\. (\d{5}) is the pass key of (\w+)\.", text)

@@ -9,9 +9,7 @@ import functools
 import random
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
-from specache_compile.evaluation.reader import Reader
 from specache_compile.evaluation.runner import Runner
 
 from .haystack import hide
@@ -34,27 +32,21 @@ def random_key(rng: random.Random) -> str:
     return "".join(rng.choice("0123456789") for _ in range(KEY_DIGITS))
 
 
-def plain_question(
+def key_question(
     haystack: Sequence[int], length: int, depth: float, rng: random.Random, encode: Callable[[str], Sequence[int]],
-    keys: int = 0, turn: tuple[Sequence[int], Sequence[int]] | None = None,
+    keys: int = 0, around: tuple[Sequence[int], Sequence[int]] = ((), ()), chat: bool = False,
 ) -> TaskQuestion:  # fmt: skip
     """A prompt of exactly `length` tokens whose needle is at `depth` (0 = first, 1 = right before the question).
 
     keys: number of named needles, of which all but the requested one have random depths; 0: one without a name.
-    turn: the tokens before and after the user message of a chat model.
+    around: tokens before and after text, needles and question, such as those of a chat model's turn.
+    chat: whether the question is one to a chat model.
     """
     key, name, needles = needles_at(depth, keys, rng, encode)
-    texts = (QUESTION, NAMED_QUESTION) if turn is None else (CHAT_QUESTION, CHAT_NAMED_QUESTION)
-    question, (before, behind) = encode(texts[bool(keys)].format(name=name)), turn or ((), ())
+    texts = (CHAT_QUESTION, CHAT_NAMED_QUESTION) if chat else (QUESTION, NAMED_QUESTION)
+    question, (before, behind) = encode(texts[bool(keys)].format(name=name)), around
     words = hide(haystack, length - len(before) - len(behind), needles, question, rng)
     return TaskQuestion([*before, *words, *behind], key, depth, len(question) + len(behind))
-
-
-def chat_question(
-    reader: Reader, haystack: Sequence[int], length: int, depth: float, rng: random.Random, keys: int = 0
-) -> TaskQuestion:
-    """As `plain_question`, in the turn of a chat model."""
-    return plain_question(haystack, length, depth, rng, reader.encode, keys, reader.around())
 
 
 def needles_at(
@@ -79,11 +71,8 @@ def depths_of(bench: Bench) -> list[float]:
 
 
 def question_at(bench: Bench, length: int, depth: float, rng: random.Random) -> TaskQuestion:
-    if bench.chat:
-        return chat_question(bench.reader, bench.haystack, length, depth, rng, bench.keys)
-    begin = bench.reader.begin()
-    one = plain_question(bench.haystack, length - len(begin), depth, rng, bench.reader.encode, bench.keys)
-    return replace(one, prompt=[*begin, *one.prompt])
+    around = bench.reader.around() if bench.chat else (bench.reader.begin(), [])
+    return key_question(bench.haystack, length, depth, rng, bench.reader.encode, bench.keys, around, bench.chat)
 
 
 def is_right(answer: str, key: str, chat: bool) -> bool:
