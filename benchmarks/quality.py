@@ -130,13 +130,16 @@ TABLES = {
             ("needles_gemma_16k", 16384, 2048), ("needles_gemma_8k", 8192, 1216), ("needles_gemma_31k", 31744, 3712)
         )
     },
-    "closeness_gemma": Table(
-        "closeness on a second model family",
-        ("closeness",),
-        ("uncompiled", "specache", "specache:bits=1", SKIPPING[0], "kivi:bits=4", "fp8"),
-        (*UNSEEN_TEXT, *CHUNKED, "--batch-size", "4", "--lengths", "2048", "8192", "--samples", "16"),
-        GEMMA,
-    ),
+    **{
+        name: Table(
+            f"closeness at {length:,} tokens on a second model family",
+            ("closeness",),
+            ("uncompiled", "specache", "kivi:bits=4", "specache:bits=1", "fp8", SKIPPING[0]),
+            (*UNSEEN_TEXT, *CHUNKED, "--batch-size", "4", "--lengths", str(length), "--samples", "16"),
+            GEMMA,
+        )
+        for name, length in (("closeness_gemma_8k", 8192), ("closeness_gemma_2k", 2048))
+    },
     "needles_blind": Table(
         "the same, the question unknown while the context is read: what an eviction then drops",
         ("needle",),

@@ -533,7 +533,7 @@ GENERATORS: dict[str, Callable[[], str]] = {
         lengths_apart, ("needles_gemma_8k", "needles_gemma_16k", "needles_gemma_31k"), "keys found of {}", share_of_keys
     ),
     "closeness_long": partial(lengths_apart, ("closeness_4k", "closeness_8k"), "mean KL of {} windows", forced_kl),
-    "closeness_gemma": partial(lengths_apart, ("closeness_gemma",), "mean KL of {} windows", forced_kl),
+    "closeness_gemma": partial(lengths_apart, ("closeness_gemma_2k", "closeness_gemma_8k"), "mean KL of {} windows", forced_kl),
 }  # fmt: skip
 
 
