@@ -478,8 +478,9 @@ def forced_kl(row: ResultRow) -> str:
 
 
 def lengths_apart(folders: Sequence[str], what: str, cell: Callable[[ResultRow], str]) -> str:
-    """A column for each length, and the device's share of the cache at each."""
-    rows = [row for folder in folders for row in quality(folder)]
+    """A column for each length that is measured, and the device's share of the cache at each."""
+    measured = [folder for folder in folders if (RESULTS / "quality" / folder).exists()]
+    rows = [row for folder in measured for row in quality(folder)]
     return selected(by_length(rows).items(), 1, {
         "method": lambda one: f"`{one[0]}`",
         **columns_of_lengths(rows, what, cell),
@@ -529,11 +530,14 @@ GENERATORS: dict[str, Callable[[], str]] = {
         )
     },
     **{folder: partial(needles, folder) for folder in ("needles_smollm2", "needles_blind")},
-    "needles_gemma": partial(
-        lengths_apart, ("needles_gemma_8k", "needles_gemma_16k", "needles_gemma_31k"), "keys found of {}", share_of_keys
-    ),
-    "closeness_long": partial(lengths_apart, ("closeness_4k", "closeness_8k"), "mean KL of {} windows", forced_kl),
-    "closeness_gemma": partial(lengths_apart, ("closeness_gemma_2k", "closeness_gemma_8k"), "mean KL of {} windows", forced_kl),
+    **{
+        name: partial(lengths_apart, folders, what, cell)
+        for name, folders, what, cell in (
+            ("needles_gemma", [f"needles_gemma_{n}" for n in ("8k", "16k", "31k")], "keys found of {}", share_of_keys),
+            ("closeness_long", ["closeness_4k", "closeness_8k"], "mean KL of {} windows", forced_kl),
+            ("closeness_gemma", ["closeness_gemma_2k", "closeness_gemma_8k"], "mean KL of {} windows", forced_kl),
+        )
+    },
 }  # fmt: skip
 
 
