@@ -393,22 +393,16 @@ def gains() -> str:
 
 
 def costs() -> str:
-    """What the caches of `gains` lose: pass keys found and the distance to the full cache, by share of its bytes."""
-    names = {"uncompiled": "16-bit cache", "fp8": "FP8 cache", "kivi:bits=2": "KIVI, 2 bits", "specache": "specache"}
-    keys = quality("needles_smollm2")
-    distances = {row.method: row for row in quality("closeness")}
-
-    def found(method: str) -> str:
-        scores = [one["score"] for row in keys if row.method == method for one in row.detail["each"]]
-        return f"{sum(scores):.0f} of {len(scores)}" if scores else "not measured"
-
-    body = [
-        (name, found(method), f"{distances[method].detail['kinds']['forced']['kl']:.4f}",
-         f"{distances[method].kv_ratio:.2f}")
-        for method, name in names.items()
-    ]  # fmt: skip
-    headers = ("", "pass keys found", "KL from the full cache, nats", "GPU bytes, of the 16-bit cache's")
-    return markdown(headers, body, right=3)
+    """What caches lose on Gemma: pass keys found, and the distance to the full cache, by share of its bytes."""
+    names = {"uncompiled": "16-bit cache", "fp8": "FP8 cache", "kivi:bits=4": "KIVI, 4 bits", "specache": "specache"}
+    keys, distances = ({row.method: row for row in quality(f"{task}_gemma_{length}")}
+                       for task, length in (("needles", "16k"), ("closeness", "8k")))  # fmt: skip
+    return selected(names, 1, {
+        "": names.__getitem__,
+        "pass keys found": lambda method: f"{keys_found(keys[method]):.0f} of {keys[method].samples}",
+        "KL from the full cache, nats": lambda method: f"{distances[method].detail['kinds']['forced']['kl']:.4f}",
+        "GPU bytes, of the 16-bit cache's": lambda method: f"{distances[method].kv_ratio:.2f}",
+    })  # fmt: skip
 
 
 COMPUTED_ON = ("RTX 4090", "H100")
