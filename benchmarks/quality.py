@@ -140,6 +140,13 @@ TABLES = {
         )
         for name, length in (("closeness_gemma_8k", 8192), ("closeness_gemma_2k", 2048))
     },
+    "knobs_gemma": Table(
+        "which option of the default matters on Gemma, on few windows",
+        ("closeness",),
+        ("uncompiled", "specache", "specache:top_k=256", "specache:bits=2"),
+        (*UNSEEN_TEXT, *CHUNKED, "--batch-size", "4", "--lengths", "2048", "--samples", "4"),
+        GEMMA,
+    ),
     "needles_blind": Table(
         "the same, the question unknown while the context is read: what an eviction then drops",
         ("needle",),
