@@ -393,15 +393,20 @@ def gains() -> str:
 
 
 def costs() -> str:
-    """What caches lose on Gemma: pass keys found, and the distance to the full cache, by share of its bytes."""
+    """What caches lose on two models: pass keys found, and the distance to the full cache, by share of its bytes."""
     names = {"uncompiled": "16-bit cache", "fp8": "FP8 cache", "kivi:bits=4": "KIVI, 4 bits", "specache": "specache"}
-    keys, distances = ({row.method: row for row in quality(f"{task}_gemma_{length}")}
-                       for task, length in (("needles", "16k"), ("closeness", "8k")))  # fmt: skip
+    keys, smollm2, gemma = ({row.method: row for row in quality(folder)}
+                            for folder in ("needles_gemma_16k", "closeness_4k", "closeness_gemma_8k"))  # fmt: skip
+
+    def kl(rows: Mapping[str, ResultRow]) -> Callable[[str], str]:
+        return lambda method: f"{rows[method].detail['kinds']['forced']['kl']:.4f}" if method in rows else "–"
+
     return selected(names, 1, {
         "": names.__getitem__,
-        "pass keys found": lambda method: f"{keys_found(keys[method]):.0f} of {keys[method].samples}",
-        "KL from the full cache, nats": lambda method: f"{distances[method].detail['kinds']['forced']['kl']:.4f}",
-        "GPU bytes, of the 16-bit cache's": lambda method: f"{distances[method].kv_ratio:.2f}",
+        "keys, Gemma, 16k": lambda method: f"{keys_found(keys[method]):.0f} of {keys[method].samples}",
+        f"KL, Gemma, 8k, {gemma['specache'].samples} windows": kl(gemma),
+        f"KL, SmolLM2, 4k, {smollm2['specache'].samples} windows": kl(smollm2),
+        "GPU bytes, Gemma, 16k": lambda method: f"{keys[method].kv_ratio:.2f}",
     })  # fmt: skip
 
 
@@ -529,6 +534,7 @@ GENERATORS: dict[str, Callable[[], str]] = {
         for name, folders, what, cell in (
             ("needles_gemma", [f"needles_gemma_{n}" for n in ("8k", "16k", "31k")], "keys found of {}", share_of_keys),
             ("closeness_long", ["closeness_4k", "closeness_8k"], "mean KL of {} windows", forced_kl),
+            ("knobs_gemma", ["knobs_gemma"], "mean KL of {} windows", forced_kl),
             ("closeness_gemma", ["closeness_gemma_2k", "closeness_gemma_8k"], "mean KL of {} windows", forced_kl),
         )
     },
