@@ -141,10 +141,10 @@ TABLES = {
         for name, length in (("closeness_gemma_8k", 8192), ("closeness_gemma_2k", 2048))
     },
     "knobs_gemma": Table(
-        "which option of the default matters on Gemma, on few windows",
+        "how many fetched pairs Gemma needs",
         ("closeness",),
-        ("uncompiled", "specache", "specache:top_k=256", "specache:bits=2"),
-        (*UNSEEN_TEXT, *CHUNKED, "--batch-size", "4", "--lengths", "2048", "--samples", "4"),
+        ("uncompiled", "specache", *(f"specache:top_k={k}" for k in (128, 256, 512))),
+        (*UNSEEN_TEXT, *CHUNKED, "--batch-size", "4", "--lengths", "8192", "--samples", "8"),
         GEMMA,
     ),
     "needles_blind": Table(
