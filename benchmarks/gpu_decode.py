@@ -36,7 +36,7 @@ from specache_compile.explaining.times.devices import Device, device_called
 from specache_compile.explaining.times.step_kernels import Traced
 from specache_compile.explaining.times.step_time import step_of
 from specache_compile.kernels.costs import CORRECTED
-from specache_compile.kernels.state.segments import SEGMENT, places_of
+from specache_compile.kernels.state.page_table import PAGE
 from specache_compile.lowering.cuda_graphs import MODES
 from specache_compile.methods import parse_options
 from specache_compile.methods.field import LayerShape
@@ -175,7 +175,7 @@ def forced_session(model: LlamaForCausalLM, token: Tensor, context: int) -> Any:
             if tensor.dtype == torch.uint8:
                 tensor.random_(0, 256 if field == "codes" else 120)  # scales are numbers then, up to 1
             elif field == "host":  # what is fetched must be numbers; of these there are too many to draw
-                tensor[: session.tiers.room // SEGMENT].fill_(0.5)
+                tensor[: len(session.tiers.pool.counts)].fill_(0.5)
             elif field == "sink_index":
                 tensor.copy_(torch.arange(tensor.shape[2]))
             elif field in ("codes", "key_params", "value_params", "sink_pairs", "recent"):
@@ -208,7 +208,9 @@ def forced_gather(gather: Callable[..., None], reuse: float, corrected: float) -
     """
     turns: dict[tuple[int, bool], tuple[Tensor, ...]] = {}
 
-    def forced(selected: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor, traffic: Tensor, **grid: Any) -> None:
+    def forced(
+        selected: Tensor, cursor: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor, traffic: Tensor, **grid: Any
+    ) -> None:
         corrects = "programs" in grid  # a grid of its own is a correction's
         key = slots.data_ptr(), corrects
         if key not in turns:  # in the first step, which is not captured
@@ -218,7 +220,7 @@ def forced_gather(gather: Callable[..., None], reuse: float, corrected: float) -
             tokens, both, stay = turns[key]
             torch.sub(both, tokens, out=tokens)
             selected = torch.where(stay, slot_index, tokens)
-        gather(selected, host, slots, slot_index, traffic, **grid)
+        gather(selected, cursor, host, slots, slot_index, traffic, **grid)
 
     return forced
 
@@ -228,8 +230,9 @@ def two_turns(host: Tensor, slot_index: Tensor, corrects: bool, stays: float) ->
 
     An eighth of the places for each turn of a fetch and of a correction: no pair is there before it is brought.
     """
-    k, eighth = slot_index.shape[-1], places_of(host) // 8
-    assert k <= eighth, f"{places_of(host)} places are too few for {k} pairs a turn"
+    k, places = slot_index.shape[-1], len(host) * PAGE // len(slot_index)
+    eighth = places // 8
+    assert k <= eighth, f"{places} places are too few for {k} pairs a turn"
     number = torch.arange(k, device=slot_index.device, dtype=slot_index.dtype)
     first = number * (eighth // k) + 2 * eighth * corrects
     return first, 2 * first + eighth, number < round(stays * k)

@@ -29,14 +29,14 @@ from specache_compile.kernels.codes.records import stored_dim
 from specache_compile.kernels.decode import triton_scored
 from specache_compile.kernels.memory import host_memory
 from specache_compile.kernels.movement import cpp_tiers, triton_append, triton_copy, triton_select
-from specache_compile.kernels.state.cursor import LENGTH, LOW_BIT, NEXT_LOW_BIT, new_cursor
-from specache_compile.kernels.state.segments import SEGMENT, segmented
+from specache_compile.kernels.state.cursor import CURSOR_SIZE, LENGTH, LOW_BIT, NEXT_LOW_BIT, new_cursor
+from specache_compile.kernels.state.page_table import PAGE
 from specache_compile.kernels.state.stored_pairs import ROUNDED, rounded_width
 from specache_compile.kernels.state.stored_tiers import StoredTiers
 from specache_compile.methods.field import LayerShape, LayerState
-from specache_compile.methods.low_bit import APPENDED
 from specache_compile.methods.specache import SpecacheOptions
-from specache_compile.runtime.state import allocate
+from specache_compile.paging.pool import pages_for
+from specache_compile.runtime.state import empty, fields_of
 
 QUERY_HEADS, HEADS, HEAD_DIM, LANES = 32, 8, 128, 2
 # Beside the settings that the command names: bits of keys and of values of a rotated tier, and the keys' code.
@@ -98,10 +98,14 @@ class Inputs:
         self.setting = setting
         generator = torch.Generator(device).manual_seed(seed)
         shape = LayerShape(HEADS, HEAD_DIM, setting.dtype, device)
-        capacity = -(-(setting.context + 1) // 256) * 256
-        self.state = allocate(setting.options, shape, setting.batch, capacity, capacity)
+        pages, options = pages_for(setting.context + 1), setting.options
+        sizes = {True: (setting.batch * pages, PAGE), False: (setting.batch, pages * PAGE)}
+        self.state = {
+            field.name: empty(field, options, shape, *sizes[field.by_page]) for field in fields_of(options, shape)
+        }
         fill(self.state, setting, generator)
-        self.cursor = new_cursor(device, setting.batch)
+        self.cursor = new_cursor(device, setting.batch, pages)
+        self.cursor[:, CURSOR_SIZE:] = torch.arange(setting.batch * pages, device=device).view(-1, pages)
         self.point(setting.context, 1)
 
         def random(heads: int) -> Tensor:
@@ -109,8 +113,7 @@ class Inputs:
             return torch.randn(shape, generator=generator, device=device).to(setting.dtype)
 
         self.q, self.k, self.v = random(QUERY_HEADS), random(HEADS), random(HEADS)
-        capacity = self.state["codes"].shape[2]
-        self.scores = torch.rand(setting.batch, HEADS, capacity, generator=generator, device=device)
+        self.scores = torch.rand(setting.batch, HEADS, pages * PAGE, generator=generator, device=device)
         self.scores[:, :, setting.low_bit :] = -1.0
 
     def point(self, length: int, tokens: int) -> None:
@@ -129,7 +132,7 @@ class Inputs:
         return attend(self.q, self.k, self.v, None, None, self.cursor, *slots, *self.read)
 
     def score(self, score: Any) -> tuple[Tensor, Tensor, Tensor]:
-        return score(self.q, self.k, None, None, self.cursor, *self.read)
+        return score(self.q, self.k, self.v, None, None, self.cursor, *self.read)
 
     def attend_scored(self, attend: Any, *logits: Tensor) -> Tensor:
         slots, slot_index = self.state["slots"], self.state["slot_index"]
@@ -162,7 +165,8 @@ def rotated(setting: KernelSetting, device: torch.device, repeats: int) -> list[
 
 
 def fetch_arguments(x: Inputs) -> tuple[Tensor, ...]:
-    return tuple(x.state[name] for name in ("selected", "host", "slots", "slot_index", "fetched"))
+    selected, *rest = (x.state[name] for name in ("selected", "host", "slots", "slot_index", "fetched"))
+    return (selected, x.cursor, *rest)
 
 
 def milliseconds_on_device(
@@ -264,12 +268,12 @@ def quantise_row(setting: KernelSetting, device: torch.device, repeats: int, lim
     shape = (setting.batch, HEADS, setting.context, HEAD_DIM)
     k, v = (torch.randn(shape, device=device).to(setting.dtype) for _ in range(2))
     x.point(0, setting.context)
-    given = [x.state[field] for field in APPENDED]
+    given = [x.state[field] for field in StoredTiers._fields]
     settings = (*setting.options.layout, setting.options.zero_point)
     ms = milliseconds_on_device(
         lambda i: triton_append.append(k, v, None, x.cursor, *given, *settings), device, repeats
     )
-    written = setting.pairs * sum(t.nbytes for t in given[1:]) // tokens_of(x.state)
+    written = setting.pairs * sum(t.nbytes for t in given[:-1]) // tokens_of(x.state)
     size = k.nbytes + v.nbytes + written + x.state["recent"].nbytes
     return figures("quantise", setting, "copy", size, ms, limit)
 
@@ -285,15 +289,19 @@ def large_gathers(device: torch.device, size: int, smoke: bool) -> Iterator[dict
     index = torch.full((1, heads, top_k), -1, dtype=torch.int32, device=device)
     moved = torch.zeros(1, dtype=torch.int64, device=device)
     for stored, width in ((slots.dtype, d), (ROUNDED, rounded_width(d))):
-        tokens = size // (heads * 2 * width * stored.itemsize) // SEGMENT * SEGMENT
-        host = host_memory.host_empty(segmented(1, heads, tokens, width), stored, device).fill_(1)
+        tokens = size // (heads * 2 * width * stored.itemsize) // PAGE * PAGE
+        host = host_memory.host_empty((tokens // PAGE, heads, PAGE, 2, width), stored, device).fill_(1)
+        cursor = new_cursor(device, 1, len(host))
+        cursor[:, CURSOR_SIZE:] = torch.arange(len(host), device=device)
         even = torch.arange(top_k, dtype=torch.int32).mul(tokens // top_k).expand(1, heads, -1)
         orders = {"even": even, "random": torch.randint(tokens, (1, heads, top_k), dtype=torch.int32)}
         for (order, first), programs in itertools.product(orders.items(), (triton_copy.PROGRAMS, heads)):
             turns = [((first + turn * 977) % tokens).to(device).contiguous() for turn in range(10)]
 
-            def fetch(i: int, turns: list[Tensor] = turns, host: Tensor = host, programs: int = programs) -> None:
-                triton_copy.gather(turns[i % len(turns)], host, slots, index, moved, programs)
+            given = (cursor, host, slots, index, moved, programs)
+
+            def fetch(i: int, turns: list[Tensor] = turns, given: tuple[Any, ...] = given) -> None:
+                triton_copy.gather(turns[i % len(turns)], *given)
 
             took = milliseconds(fetch, device, 10, lambda i: index.fill_(-1))
             rate = heads * top_k * 2 * width * stored.itemsize / took / 1e6

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from specache_compile.evaluation.tasks.needle import plain_question
+from specache_compile.evaluation.tasks.needle import key_question
 
 
 @dataclass(frozen=True)
@@ -22,5 +22,5 @@ class Sample:
 
 def sample(source: bytes, length: int, depth: float, rng: random.Random) -> Sample:
     """A prompt of exactly `length` tokens whose needle stands at `depth` (0 = first, 1 = right before the question)."""
-    one = plain_question(source, length, depth, rng, str.encode)
+    one = key_question(source, length, depth, rng, str.encode)
     return Sample(bytes(one.prompt), one.answer.encode())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,27 +17,25 @@ from .few_rows import few_rows_ops as few_rows
 from .movement import cpp_tiers
 from .movement import tier_ops as tiers
 from .op import Op, fake_nothing, fake_of_query, register
+from .state.operands import AttentionInputs, TierInputs, takes
 from .state.page_table import shape_of_scores
-from .state.stored_tiers import StoredTiers
 
 
+@takes(new=AttentionInputs, read=TierInputs)
 def fake_decode_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Any, sinks: Any, cursor: Tensor, slots: Tensor, slot_index: Tensor,
-    tiers: Sequence[Tensor], *rest: Any,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    scores = shape_of_scores(StoredTiers(*tiers).codes, cursor)
-    return q.new_empty(q.shape), q.new_empty(scores, dtype=torch.float32)
+    new: AttentionInputs, slots: Tensor, slot_index: Tensor, read: TierInputs, skip_below: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    scores = shape_of_scores(read.stored.codes, new.cursor)
+    return new.q.new_empty(new.q.shape), new.q.new_empty(scores, dtype=torch.float32)
 
 
-def fake_score_low_bit(
-    q: Tensor, k: Tensor, mask: Any, sinks: Any, cursor: Tensor, tiers: Sequence[Tensor], layout: Sequence[int],
-    scale: float, softcap: float | None, scores: bool = True,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    shape = shape_of_scores(StoredTiers(*tiers).codes, cursor)
+@takes(new=AttentionInputs, read=TierInputs)
+def fake_score_low_bit(new: AttentionInputs, read: TierInputs, scores: bool = True) -> tuple[Tensor, Tensor, Tensor]:
+    q, shape = new.q, shape_of_scores(read.stored.codes, new.cursor)
     if q.device.type == "cpu":
         return *whole_logits(q, shape[2]), q.new_empty((q.shape[2], *shape), dtype=torch.float32)
     scored = (q.shape[2], *shape) if scores else (0,)
-    return *based_logits(q, k.shape[1], shape[2]), q.new_empty(scored, dtype=torch.float32)
+    return *based_logits(q, new.k.shape[1], shape[2]), q.new_empty(scored, dtype=torch.float32)
 
 
 def fake_correct(scores: Tensor, cursor: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor, *rest: Any) -> Tensor:
@@ -94,7 +91,7 @@ DECLARED = (
         lanes=widened_decode_attention, is_work=True,
     ),
     Op(
-        f"score_low_bit(Tensor q, Tensor k, {NEW}, {READ}, bool scores=True) -> (Tensor, Tensor, Tensor)",
+        f"score_low_bit(Tensor q, Tensor k, Tensor v, {NEW}, {READ}, bool scores=True) -> (Tensor, Tensor, Tensor)",
         attention.score_low_bit, fake_score_low_bit, ".decode.triton_scored:score_low_bit",
         fused=cpp_decode.score_low_bit_fused, library=cpp_decode.library_of, cost=costs.score_low_bit, is_work=True,
     ),
@@ -139,15 +136,15 @@ DECLARED = (
         fused=cpp_tiers.offload_fused, library=cpp_tiers.library_of, cost=costs.offload, copies=True, early=2,
     ),
     Op(
-        "append(Tensor k, Tensor v, Tensor? padding, Tensor cursor, Tensor(a!) recent, Tensor(b!) codes, "
-        "Tensor(c!) key_params, Tensor(d!) value_params, Tensor(e!) center, Tensor(f!) sink_pairs, Tensor sink_index, "
-        "int key_bits, int value_bits, bool rotate, str zero_point, Tensor? frequencies=None) -> ()",
+        "append(Tensor k, Tensor v, Tensor? padding, Tensor cursor, Tensor(a!) codes, "
+        "Tensor(b!) key_params, Tensor(c!) value_params, Tensor(d!) center, Tensor(e!) sink_pairs, Tensor sink_index, "
+        "Tensor(f!) recent, int key_bits, int value_bits, bool rotate, str zero_point, Tensor? frequencies=None) -> ()",
         tiers.append, fake_nothing, ".movement.triton_append:append",
         fused=cpp_tiers.append_fused, library=cpp_tiers.library_of_append, cost=costs.append, early=3,
     ),
     Op(
-        "measure(Tensor q, Tensor k, Tensor? mask, Tensor? sinks, Tensor cursor, Tensor host, Tensor slot_index, "
-        "Tensor sink_index, Tensor(a!) tally, float scale, float? softcap) -> ()",
+        "measure(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? sinks, Tensor cursor, Tensor host, "
+        "Tensor slot_index, Tensor sink_index, Tensor(a!) tally, float scale, float? softcap) -> ()",
         measure, fake_nothing, ".movement.copy_stream:measure",
         cost=costs.measure, reads_host=True,
     ),

@@ -14,7 +14,7 @@ def store(graph_module: GraphModule, plan: RewritePlan) -> tuple[GraphModule, Pa
     """Insert the recipe's store calls for each site's new pairs. Only lane 0 is stored; a pre-decode stores nothing.
 
         out = sdpa(q, k, v)                out = sdpa(q, k, v)
-        return (logits, None, None)        specache.append(k, v, padding, cursor, recent_0, codes_0, ...)
+        return (logits, None, None)        specache.append(k, v, padding, cursor, codes_0, ..., recent_0, ...)
                                            specache.offload(k, v, padding, cursor, host_0)
 
     The calls go to the end of the graph; `overlap` moves them to their earliest start.

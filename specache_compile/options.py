@@ -5,7 +5,8 @@ The checks, the command line's flags and the table in docs/options.md follow fro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, cast
 
@@ -14,6 +15,11 @@ import torch
 from .errors import OptionError
 
 LOWERINGS = ("inductor", "eager")
+# Units of a size.
+UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+
+# The check of an option: (name, value) → OptionError if the value is not accepted.
+Check = Callable[[str, Any], object]
 
 
 def one_of(name: str, value: object, accepted: tuple[object, ...]) -> None:
@@ -22,10 +28,19 @@ def one_of(name: str, value: object, accepted: tuple[object, ...]) -> None:
         raise OptionError(f"option {name}={value!r}: accepted are {', '.join(map(repr, accepted))}")
 
 
-def option(default: Any, check: Callable[[str, Any], object], help: str, **flag: Any) -> Any:
+def accepting(fits: Callable[[Any], object], accepted: str) -> Check:
+    """The check of an option whose values fit. accepted: the error's text."""
+
+    def check(name: str, value: Any) -> None:
+        if not fits(value):
+            raise OptionError(f"option {name}={value!r}: {accepted}")
+
+    return check
+
+
+def option(default: Any, check: Check, help: str, **flag: Any) -> Any:
     """A field of an options class.
 
-    check: (name, value) → OptionError if it is not accepted.
     help: one line for the command line and the docs.
     flag: arguments for argparse; `flag=False`: not on the command line.
     """
@@ -42,12 +57,11 @@ def whole(default: int, least: int, help: str, most: int | None = None, **flag: 
     """An option that is an integer from `least` to `most`."""
     accepted = f"{least} or more" if most is None else f"{least} to {most}"
 
-    def check(name: str, value: Any) -> None:
-        fits = isinstance(value, int) and not isinstance(value, bool) and value >= least
-        if not fits or (most is not None and value > most):
-            raise OptionError(f"option {name}={value!r}: accepted is an integer, {accepted}")
+    def fits(value: Any) -> bool:
+        integer = isinstance(value, int) and not isinstance(value, bool)
+        return integer and least <= value and (most is None or value <= most)
 
-    return option(default, check, help, **{"type": int, **flag})
+    return option(default, accepting(fits, f"accepted is an integer, {accepted}"), help, **{"type": int, **flag})
 
 
 def inherited(options: type[MethodOptions], name: str, default: Any) -> Any:
@@ -59,14 +73,10 @@ def number_or_auto(text: str) -> int | str:
     return int(text) if text.isdigit() else text
 
 
-def pass_names(name: str, value: Any) -> None:
-    if isinstance(value, str):
-        raise OptionError(f"option {name}={value!r}: accepted is a list of pass names")
-
-
-def layer_numbers(name: str, value: Any) -> None:
-    if isinstance(value, (str, int)) or not all(type(n) is int and n >= 0 for n in value):
-        raise OptionError(f"option {name}={value!r}: accepted is a list of layer numbers, counted from 0")
+def bytes_of_memory(size: int | str) -> int:
+    """Bytes of a size like "6 GiB", or of a number of bytes; 0 if it is neither."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]i?B)?", str(size).strip())
+    return 0 if found is None else int(float(found[1]) * UNITS[found[2] or ""])
 
 
 def anything(name: str, value: Any) -> None:
@@ -80,10 +90,17 @@ class MethodOptions:
 
     method: str
     lowering: str = choice("inductor", LOWERINGS, "inductor, or eager to run the rewritten graph op by op")
-    disable_passes: tuple[str, ...] = option((), pass_names, "names of passes to leave out", flag=False)
+    disable_passes: tuple[str, ...] = option(
+        (), accepting(lambda names: not isinstance(names, str), "accepted is a list of pass names"),
+        "names of passes to leave out", flag=False,
+    )  # fmt: skip
     exact_layers: tuple[int, ...] = option(
-        (), layer_numbers, "numbers of attentions, from 0, that are not rewritten", type=int, nargs="+"
-    )
+        (), accepting(
+            lambda given: not isinstance(given, (str, int)) and all(type(n) is int and n >= 0 for n in given),
+            "accepted is a list of layer numbers, counted from 0",
+        ),
+        "numbers of attentions, from 0, that are not rewritten", type=int, nargs="+",
+    )  # fmt: skip
     mode: str | None = choice(
         None, (None, *torch._inductor.list_mode_options()),
         "a mode of torch.compile, which does not accept mode= with options=",
@@ -102,6 +119,7 @@ class MethodOptions:
     min_context = cast("int | str", 0)
     verify = cast("int | str | None", None)
     lookup = False
+    host_tier = True
     host_memory = cast("int | None", None)
     memory = cast("int | str | None", None)
 
@@ -111,6 +129,12 @@ class MethodOptions:
                 declared.metadata["check"](declared.name, getattr(self, declared.name))
         for name in ("disable_passes", "exact_layers"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
+        for reason in self.conflicts():
+            raise OptionError(f"option {reason}")
+
+    def conflicts(self) -> Iterator[str]:
+        """Yield why options may not be passed together, as errors."""
+        yield from ()
 
     @property
     def two_lanes(self) -> bool:
@@ -124,7 +148,7 @@ class MethodOptions:
 
     @property
     def capacity_is_free(self) -> bool:
-        """Whether one graph serves every capacity: each shape contains it alone, or in whole segments."""
+        """Whether one graph serves every capacity, because no shape depends on it but the table's."""
         return True
 
     @property

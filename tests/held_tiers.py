@@ -16,18 +16,45 @@ from conftest import greedy
 from specache_compile.compat import cache_of, with_cache
 from specache_compile.kernels.codes.records import read_levels, stored_dim
 from specache_compile.kernels.state.layout import Layout
+from specache_compile.kernels.state.page_table import PAGE, Pages, rows_read
+from specache_compile.methods.field import LayerShape
 from specache_compile.runtime.session import session_of
+from specache_compile.runtime.state import empty, fields_of, paged_fields
 from specache_compile.runtime.step import Step
 
 
-def in_order(host: Tensor) -> Tensor:
-    """Return a host tier [C/256, B, H, 256, 2, d] as [B, H, C, 2, d]."""
-    return host.permute(1, 2, 0, 3, 4, 5).flatten(2, 3)
+def in_rows(session: Any) -> list[dict[str, Tensor]]:
+    """Return each layer's state tensors, those in pages as copies [B, H, n, ...] of the rows' whole pages."""
+    session.drain()
+    table = session.tiers.table[:, : max(map(len, session.tiers.pages))]
+    return [
+        {name: rows_read(x, table) if name in names else x for name, x in state.items()}
+        for layer, state in zip(session.layers, session.state, strict=True)
+        for names in [{field.name for field in paged_fields(session.options, layer)}]
+    ]
 
 
-def in_segments(pairs: Tensor) -> Tensor:
-    """Return [B, H, C, 2, d] as a host tier [C/256, B, H, 256, 2, d]."""
-    return pairs.unflatten(2, (-1, 256)).permute(2, 0, 1, 3, 4, 5).contiguous()
+def adjacent(rows: int, capacity: int) -> Tensor:
+    """Return the table of rows of so many tokens whose pages are adjacent."""
+    return torch.arange(rows * capacity // PAGE).view(rows, -1)
+
+
+def empty_state(options: Any, layer: LayerShape, batch: int, capacity: int) -> dict[str, Tensor]:
+    """Return a layer's empty state tensors, with `adjacent` pages."""
+    sizes = {True: (batch * capacity // PAGE, PAGE), False: (batch, capacity)}
+    return {field.name: empty(field, options, layer, *sizes[field.by_page]) for field in fields_of(options, layer)}
+
+
+def in_pages(rows: Tensor, capacity: int | None = None) -> Pages:
+    """Return rows [B, H, n, ...] of so many tokens, by default n, in `adjacent` pages."""
+    table = adjacent(rows.shape[0], capacity or rows.shape[2])
+    count, (heads, size, *rest) = table.shape[1], rows.shape[1:]
+    return Pages(rows.reshape(len(rows), heads, count, size // count, *rest).transpose(1, 2).flatten(0, 1), table)
+
+
+def cursor_over(table: Tensor, length: int = 0, low_bit: int = 0, next_low_bit: int = 0, queue: int = 0) -> Tensor:
+    """Return a cursor with these numbers for each row of a page table."""
+    return torch.cat([torch.tensor([[length, low_bit, next_low_bit, queue]]).repeat(len(table), 1), table], 1)
 
 
 def low_bit_levels(layout: Layout, state: Any, head_dim: int, low_bit: int) -> dict[str, Tensor]:
@@ -41,13 +68,12 @@ def low_bit_levels(layout: Layout, state: Any, head_dim: int, low_bit: int) -> d
 def held(session: Any) -> list[dict[str, Tensor]]:
     """Return each layer's host, low-bit and recent tier, and the slots' pairs with their host pairs."""
     length, low_bit = session.length, session.options.low_bit_length(session.length)
-    session.drain()
     layers = []
-    for state in session.state:
+    for state in in_rows(session):
         recent = torch.arange(low_bit, length) % state["recent"].shape[2]
         index = state["slot_index"].long()
         there = (index >= 0)[:, :, :, None, None]
-        host = in_order(state["host"])
+        host = state["host"]
         pairs = host.gather(2, index.clamp(min=0)[:, :, :, None, None].expand_as(state["slots"]))
         assert (index < low_bit).all()
         assert torch.equal(state["slots"].where(there, 0), pairs.where(there, 0))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import json
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -26,7 +28,7 @@ from specache_compile.serving.calls import parser_of
 from specache_compile.serving.interface.replies import Reply
 from specache_compile.serving.interface.requests import Usage
 from specache_compile.serving.metrics import Metrics
-from specache_compile.serving.serve import running
+from specache_compile.serving.serve import bound, make_server, url_of
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'critic' %}{{ raise_exception('no critics here') }}{% endif %}"
@@ -43,6 +45,23 @@ class Served:
     url: str
     name: str
     client: openai.OpenAI
+
+
+@contextlib.contextmanager
+def running(args: argparse.Namespace, options: dict[str, Any]) -> Iterator[str]:
+    """Serve in a thread of this process; yield the server's URL when it responds."""
+    with bound(args.host, args.port) as listener:
+        server = make_server(args, options, listener)
+        thread = threading.Thread(target=server.run, args=([listener],))
+        thread.start()
+        try:
+            while not server.started:
+                assert thread.is_alive(), "the server did not start"
+                time.sleep(0.01)
+            yield url_of(listener)
+        finally:
+            server.should_exit = True
+            thread.join()
 
 
 @contextlib.contextmanager

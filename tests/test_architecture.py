@@ -24,10 +24,10 @@ PARTS = ("passes", "lowering", "kernels")
 QUICK = 0.06
 # The sizes that `python tools/count_lines.py` prints may not grow beyond these.
 CEILINGS = {
-    "product lines, C++ included": 33_850,
-    "lines loaded by the backend": 14_800,
-    "test lines, C++ included": 30_490,
-    "words in docs, without the generated api.md": 11_700,
+    "product lines, C++ included": 33_800,
+    "lines loaded by the backend": 15_340,
+    "test lines, C++ included": 31_200,
+    "words in docs, without the generated api.md": 12_750,
 }
 
 
@@ -74,6 +74,42 @@ def test_a_folder_has_sixteen_files_at_most_and_the_package_eight_loose_modules(
     assert {str(folder.relative_to(ROOT)): names for folder, names in inside.items() if len(names) > 16} == {}
     loose = [name for name in inside[ROOT / "specache_compile"] if name != "__init__.py"]
     assert len(loose) <= 8, loose
+
+
+def parameters_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Count the parameters without `self`; none for a Triton kernel."""
+    if any("triton.jit" in ast.unparse(decorator) for decorator in function.decorator_list):
+        return 0
+    given = [each.arg for each in (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)]
+    return len(given) - (given[:1] in (["self"], ["cls"]))
+
+
+def test_no_signature_has_more_than_eight_parameters() -> None:
+    """The implementations of ops take named tuples instead (`kernels/state/operands.py: takes`)."""
+    counts = {
+        f"{name}.{node.name}": parameters_of(node)
+        for name, path in modules().items()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+    }
+    assert max(counts.values()) == 8
+    assert {name: count for name, count in counts.items() if count > 8} == {}
+
+
+def test_a_method_can_be_read_alone() -> None:
+    files = (ROOT / "specache_compile" / "methods").glob("*.py")
+    assert {file.name: lines for file in files if (lines := len(file.read_text().splitlines())) > 150} == {}
+
+
+# An afternoon's reading, in CONTRIBUTING.md.
+READ_FILES, READ_LINES = 10, 2_500
+
+
+def test_ten_files_explain_the_whole_idea() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    listed = re.findall(r"^\d+\. `(\S+\.py)`", text.split("## An afternoon's reading")[1].split("\n## ")[0], re.M)
+    assert len(listed) == READ_FILES
+    assert sum(len((ROOT / name).read_text().splitlines()) for name in listed) <= READ_LINES
 
 
 def test_what_is_installed_is_every_folder() -> None:

@@ -47,6 +47,22 @@ def test_a_changed_result_is_noticed(page: Path, tmp_path: Path, monkeypatch: py
     assert main(["--check"], [page]) == 1
 
 
+def test_a_result_with_other_options_than_its_method_has_today_is_refused(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = doc_tables.load("quality/needles_blind/results.json")
+    row = next(row for row in result["rows"] if row["method"] == "specache")
+    key = json.loads(row["key"])
+    key["options"]["top_k"] = 7
+    row["key"] = json.dumps(key)
+    (tmp_path / "quality" / "needles_blind").mkdir(parents=True)
+    (tmp_path / "quality" / "needles_blind" / "results.json").write_text(json.dumps(result))
+    monkeypatch.setattr(doc_tables, "RESULTS", tmp_path)
+    page.write_text(between("needles_blind", ""))
+    assert main(["--write"], [page]) == 2
+    assert "needles_blind: specache was measured with top_k=7, and has 64 today" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("device", "smoke"), [("a GPU", True), ("a GPU (simulated)", False)])
 def test_what_measured_nothing_is_in_no_table(
     device: str, smoke: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -42,9 +42,9 @@ from specache_compile.kernels.movement import triton_select_logits as select_log
 from specache_compile.kernels.state.page_table import PAGE
 from specache_compile.kernels.state.stored_tiers import StoredTiers
 from specache_compile.methods.field import LayerShape
-from specache_compile.methods.low_bit import APPENDED, LowBitOptions
+from specache_compile.methods.low_bit import LowBitOptions
 from specache_compile.methods.specache import PAPER, SpecacheOptions
-from specache_compile.runtime.state import allocate
+from specache_compile.runtime.state import empty, fields_of
 
 
 def given(option: str, default: str) -> str:
@@ -77,7 +77,6 @@ class Case:
     lanes: int = 1
     mask: str = ""
     softcap: float | None = None
-    paged: bool = False
 
 
 CASES = {
@@ -88,7 +87,6 @@ CASES = {
     "the default, 8 query heads": Case(queries=8),
     "the default, two lanes": Case(SpecacheOptions(speculate=True), lanes=2),
     "the default, padding": Case(mask="padding"),
-    "the default in pages": Case(paged=True),
     "the default, centered": Case(SpecacheOptions(center="always")),
     "1 bit, both in a trellis": Case(SpecacheOptions(bits=1)),
     "1 bit, both in a trellis, d 64": Case(SpecacheOptions(bits=1), d=64),
@@ -165,23 +163,20 @@ def run_step(case: Case) -> None:
     """Run a layer's step with 8 KV heads and 8,192 tokens, as the passes order its ops."""
     options, (d, lanes) = case.options, (case.d, case.lanes)
     shape = LayerShape(8, d, case.dtype, torch.device("cpu"))
-    at = allocate(options, shape, 1, TOKENS, TOKENS)
-    cursor = torch.tensor([[TOKENS - 192, TOKENS - 256, TOKENS - 256, 0]])
-    if case.paged:
-        cursor = torch.cat([cursor, torch.arange(TOKENS // PAGE)[None]], 1)
-        for name in ("codes", "key_params", "value_params"):  # a page has 256 tokens of all heads
-            at[name] = at[name].unflatten(2, (TOKENS // PAGE, -1)).transpose(1, 2).flatten(0, 1).contiguous()
+    sizes = {True: (TOKENS // PAGE, PAGE), False: (1, TOKENS)}
+    at = {field.name: empty(field, options, shape, *sizes[field.by_page]) for field in fields_of(options, shape)}
+    cursor = torch.tensor([[TOKENS - 192, TOKENS - 256, TOKENS - 256, 0, *range(TOKENS // PAGE)]])
     q = torch.empty(1, 8 * case.queries, lanes, d, dtype=case.dtype)
     k, v = torch.empty(2, 1, 8, lanes, d, dtype=case.dtype)
     mask, new = mask_of(case), (k[:, :, :1], v[:, :, :1])
     slots, selected = (at["slots"], at["slot_index"]), at["selected"]
     read = [at[name] for name in StoredTiers._fields], options.layout, 0.1, case.softcap
-    fetch = [at[name] for name in ("selected", "host", "slots", "slot_index", "fetched")]
+    fetch = (selected, cursor, *(at[name] for name in ("host", "slots", "slot_index", "fetched")))
     if options.correct == "never":
         _, scores = scored.decode_attention(q, k, v, mask, None, cursor, *slots, *read, options.skip_below)
     else:
         # As `passes/correct.py`: only several lanes need scores.
-        logits, base, by_lane = scored.score_low_bit(q, k, mask, None, cursor, *read, scores=lanes > 1)
+        logits, base, by_lane = scored.score_low_bit(q, k, v, mask, None, cursor, *read, scores=lanes > 1)
         if lanes > 1:
             select.select_topk(by_lane[0], selected, cursor)
         else:
@@ -194,15 +189,22 @@ def run_step(case: Case) -> None:
         copy.gather(*fetch)
     frequencies = torch.empty(d // 2)
     append.append(
-        *new, None, cursor, *(at[name] for name in APPENDED), *options.layout, options.zero_point, frequencies
+        *new,
+        None,
+        cursor,
+        *(at[name] for name in StoredTiers._fields),
+        *options.layout,
+        options.zero_point,
+        frequencies,
     )
     copy.write_through(*new, cursor, at["host"])
 
 
 def run_extend(dtype: torch.dtype, d: int) -> None:
     q, (k, v) = torch.empty(1, 32, 512, d, dtype=dtype), torch.empty(2, 1, 8, 512, d, dtype=dtype)
-    host = torch.empty(1, 1, 8, TOKENS, 2, d, dtype=dtype)
-    extend.extend_attention(q, k, v, None, None, torch.tensor([[0, 0, 0, 0]]), host, 0.1, None)
+    host = torch.empty(TOKENS // PAGE, 8, PAGE, 2, d, dtype=dtype)
+    cursor = torch.tensor([[0, 0, 0, 0, *range(len(host))]])
+    extend.extend_attention(q, k, v, None, None, cursor, host, 0.1, None)
 
 
 def compile_launch(launch: Launch, label: str) -> None:

@@ -30,8 +30,9 @@ from specache_compile.bench.table import MIB, draw
 from specache_compile.errors import OptionError
 from specache_compile.evaluation.baselines.policies import POLICIES
 from specache_compile.evaluation.cell_tables import difference
-from specache_compile.evaluation.intervals import interval
+from specache_compile.evaluation.intervals import interval, wilson
 from specache_compile.evaluation.result_rows import ResultRow
+from specache_compile.evaluation.settings import parse_setting
 from specache_compile.explaining.times.devices import DEVICES
 from specache_compile.methods import declared_options, defaults_of, every_method, parse_options
 from specache_compile.methods.field import LayerShape
@@ -61,6 +62,20 @@ def fenced(text: str) -> str:
 
 def load(path: str) -> Any:
     return json.loads((RESULTS / path).read_text())
+
+
+def quality(folder: str) -> list[ResultRow]:
+    """The rows of a quality table; ValueError if one was measured with other options than its method has today."""
+    rows = [ResultRow(**row) for row in load(f"quality/{folder}/results.json")["rows"]]
+    for row in rows:
+        stated, measured = parse_setting(row.method).effective, json.loads(row.key).get("options", {})
+        for name in stated.keys() & measured.keys():
+            if stated[name] != measured[name]:
+                raise ValueError(
+                    f"{folder}: {row.method} was measured with {name}={measured[name]!r}, and has {stated[name]!r} "
+                    f"today. Delete the folder and run python benchmarks/quality.py {folder}"
+                )
+    return rows
 
 
 def summary_of(thing: Any) -> str:
@@ -378,22 +393,21 @@ def gains() -> str:
 
 
 def costs() -> str:
-    """What the caches of `gains` lose: pass keys found and the distance to the full cache, by share of its bytes."""
-    names = {"uncompiled": "16-bit cache", "fp8": "FP8 cache", "kivi:bits=2": "KIVI, 2 bits", "specache": "specache"}
-    keys = load("quality/needles_smollm2/results.json")["rows"]
-    distances = {row["method"]: row for row in load("quality/closeness/results.json")["rows"]}
+    """What caches lose on two models: pass keys found, and the distance to the full cache, by share of its bytes."""
+    names = {"uncompiled": "16-bit cache", "fp8": "FP8 cache", "kivi:bits=4": "KIVI, 4 bits", "specache": "specache"}
+    keys, smollm2, gemma = ({row.method: row for row in quality(folder)}
+                            for folder in ("needles_gemma_16k", "closeness_4k", "closeness_gemma_8k"))  # fmt: skip
 
-    def found(method: str) -> str:
-        scores = [one["score"] for row in keys if row["method"] == method for one in row["detail"]["each"]]
-        return f"{sum(scores):.0f} of {len(scores)}" if scores else "not measured"
+    def kl(rows: Mapping[str, ResultRow]) -> Callable[[str], str]:
+        return lambda method: f"{rows[method].detail['kinds']['forced']['kl']:.4f}" if method in rows else "–"
 
-    body = [
-        (name, found(method), f"{distances[method]['detail']['kinds']['forced']['kl']:.4f}",
-         f"{distances[method]['kv_ratio']:.2f}")
-        for method, name in names.items()
-    ]  # fmt: skip
-    headers = ("", "pass keys found", "KL from the full cache, nats", "GPU bytes, of the 16-bit cache's")
-    return markdown(headers, body, right=3)
+    return selected(names, 1, {
+        "": names.__getitem__,
+        "keys, Gemma, 16k": lambda method: f"{keys_found(keys[method]):.0f} of {keys[method].samples}",
+        f"KL, Gemma, 8k, {gemma['specache'].samples} windows": kl(gemma),
+        f"KL, SmolLM2, 4k, {smollm2['specache'].samples} windows": kl(smollm2),
+        "GPU bytes, Gemma, 16k": lambda method: f"{keys[method].kv_ratio:.2f}",
+    })  # fmt: skip
 
 
 COMPUTED_ON = ("RTX 4090", "H100")
@@ -419,8 +433,7 @@ def computed_steps() -> str:
 
 def closeness() -> str:
     """Each method's distance to the full cache on forced text."""
-    rows = [ResultRow(**row) for row in load("quality/closeness/results.json")["rows"]]
-    return selected(rows, 1, {
+    return selected(quality("closeness"), 1, {
         "method": lambda row: f"`{row.method}`",
         "mean KL, nats": lambda row: f"{row.detail['kinds']['forced']['kl']:.4f}",
         "95 % interval, ±": lambda row: f"{interval(row.detail['kinds']['forced']['each']):.4f}",
@@ -429,27 +442,66 @@ def closeness() -> str:
     })  # fmt: skip
 
 
+def by_length(rows: Iterable[ResultRow]) -> dict[str, dict[int, ResultRow]]:
+    """The rows of each method by length; a budget in pairs, which has the default's bytes, is left out of its name."""
+    found: dict[str, dict[int, ResultRow]] = {}
+    for row in rows:
+        found.setdefault(re.sub(r"(?<=budget)=\d+(?![.\d])", "", row.method), {})[row.context] = row
+    return found
+
+
+def columns_of_lengths(
+    rows: Sequence[ResultRow], what: str, cell: Callable[[ResultRow], str]
+) -> dict[str, Callable[[tuple[str, dict[int, ResultRow]]], str]]:
+    """A column for each length: what is counted, of how many, and a method's cell."""
+
+    def column(length: int) -> Callable[[tuple[str, dict[int, ResultRow]]], str]:
+        return lambda one: cell(one[1][length]) if length in one[1] else "–"
+
+    return {f"{what.format(row.samples)} at {row.context:,} tokens": column(row.context) for row in rows}
+
+
+def keys_found(row: ResultRow) -> int:
+    return sum(answer["score"] for answer in row.detail["each"])
+
+
+def share_of_keys(row: ResultRow) -> str:
+    """Keys found, and the 95 % interval of their share in percent."""
+    low, high = wilson(keys_found(row), row.samples)
+    return f"{keys_found(row):.0f} ({100 * low:.0f} to {100 * high:.0f} %)"
+
+
+def forced_kl(row: ResultRow) -> str:
+    forced = row.detail["kinds"]["forced"]
+    return f"{forced['kl']:.4f} ± {interval(forced['each']):.4f}"
+
+
+def lengths_apart(folders: Sequence[str], what: str, cell: Callable[[ResultRow], str]) -> str:
+    """A column for each length that is measured, and the device's share of the cache at each."""
+    measured = [folder for folder in folders if (RESULTS / "quality" / folder).exists()]
+    rows = [row for folder in measured for row in quality(folder)]
+    return selected(by_length(rows).items(), 1, {
+        "method": lambda one: f"`{one[0]}`",
+        **columns_of_lengths(rows, what, cell),
+        "device KV": lambda one: " / ".join(f"{row.kv_ratio:.3f}" for row in one[1].values()),
+    })  # fmt: skip
+
+
 def needles(folder: str) -> str:
     """Keys that each method finds at each length, and the device's share of the cache at the longest one."""
-    rows = [ResultRow(**row) for row in load(f"quality/{folder}/results.json")["rows"]]
-    by_method: dict[str, dict[int, ResultRow]] = {}
-    for row in rows:
-        by_method.setdefault(row.method, {})[row.context] = row
-    full = {row.cell: row for row in by_method["uncompiled"].values()}
-    lengths = list(by_method["uncompiled"])
-
-    def found(length: int) -> Callable[[tuple[str, dict[int, ResultRow]]], str]:
-        return lambda one: f"{sum(answer['score'] for answer in one[1][length].detail['each']):.0f}"
+    rows = quality(folder)
+    methods = by_length(rows)
+    full = {row.cell: row for row in methods["uncompiled"].values()}
 
     def above(part: int) -> Callable[[tuple[str, dict[int, ResultRow]]], str]:
         return lambda one: difference(list(one[1].values()), full)[part]
 
-    return selected(by_method.items(), 1, {
+    return selected(methods.items(), 1, {
         "method": lambda one: f"`{one[0]}`",
-        **{f"keys found of {rows[0].samples} at {length:,} tokens": found(length) for length in lengths},
+        **columns_of_lengths(rows, "keys found of {}", lambda row: f"{keys_found(row):.0f}"),
         "difference to `uncompiled`, points": above(0),
         "95 % interval, ±": above(1),
-        "device KV": lambda one: f"{one[1][max(lengths)].kv_ratio:.3f}",
+        "device KV": lambda one: f"{one[1][max(one[1])].kv_ratio:.3f}",
     })  # fmt: skip
 
 
@@ -477,6 +529,15 @@ GENERATORS: dict[str, Callable[[], str]] = {
         )
     },
     **{folder: partial(needles, folder) for folder in ("needles_smollm2", "needles_blind")},
+    **{
+        name: partial(lengths_apart, folders, what, cell)
+        for name, folders, what, cell in (
+            ("needles_gemma", [f"needles_gemma_{n}" for n in ("8k", "16k", "31k")], "keys found of {}", share_of_keys),
+            ("closeness_long", ["closeness_4k", "closeness_8k"], "mean KL of {} windows", forced_kl),
+            ("knobs_gemma", ["knobs_gemma"], "mean KL of {} windows", forced_kl),
+            ("closeness_gemma", ["closeness_gemma_2k", "closeness_gemma_8k"], "mean KL of {} windows", forced_kl),
+        )
+    },
 }  # fmt: skip
 
 

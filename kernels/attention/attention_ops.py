@@ -6,7 +6,6 @@ They compute in float32 for all input dtypes. Token t of the cache is column t o
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +25,7 @@ from specache_compile.kernels.state.by_rows import by_rows
 from specache_compile.kernels.state.center import share_of_center
 from specache_compile.kernels.state.cursor import LENGTH, LOW_BIT, NEXT_LOW_BIT
 from specache_compile.kernels.state.layout import Layout, rotated
+from specache_compile.kernels.state.operands import AttentionInputs, TierInputs, takes
 from specache_compile.kernels.state.stored_tiers import StoredTiers
 
 from .kept_logits import whole_logits
@@ -191,16 +191,13 @@ class Query:
             scores[..., : self.candidates].masked_fill_(~seen, -1.0)
 
 
-def query_of(
-    q: Tensor, k: Tensor, mask: Tensor | None, sinks: Tensor | None, cursor: Tensor, scale: float,
-    softcap: float | None,
-) -> Query:  # fmt: skip
-    length, low_bit, next_low_bit = (max(0, int(cursor[0, i])) for i in (LENGTH, LOW_BIT, NEXT_LOW_BIT))
-    heads = k.shape[1]
+def query_of(new: AttentionInputs, scale: float, softcap: float | None) -> Query:
+    length, low_bit, next_low_bit = (max(0, int(new.cursor[0, i])) for i in (LENGTH, LOW_BIT, NEXT_LOW_BIT))
+    heads = new.k.shape[1]
     return Query(
-        q.float().unflatten(1, (heads, -1)) * scale,
-        None if mask is None else grouped_bias(mask, heads, length + 1),
-        None if sinks is None else sinks.float().view(heads, -1, 1, 1),
+        new.q.float().unflatten(1, (heads, -1)) * scale,
+        None if new.mask is None else grouped_bias(new.mask, heads, length + 1),
+        None if new.sinks is None else new.sinks.float().view(heads, -1, 1, 1),
         softcap, length, low_bit, min(next_low_bit, length),
     )  # fmt: skip
 
@@ -280,67 +277,42 @@ def negligible(weights: Tensor, skip_below: float) -> Tensor:
 
 
 @by_rows(0, 0)
+@takes(new=AttentionInputs, read=TierInputs)
 def decode_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    sinks: Tensor | None,
-    cursor: Tensor,
-    slots: Tensor,
-    slot_index: Tensor,
-    tiers: Sequence[Tensor],
-    layout: Sequence[int],
-    scale: float,
-    softcap: float | None,
-    skip_below: float = 0.0,
+    new: AttentionInputs, slots: Tensor, slot_index: Tensor, read: TierInputs, skip_below: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """Attend over the low-bit cache C', in which 16-bit pairs replace the rows K_t (SpeCache equation 1).
 
     Args:
-        q: [B, Hq, lanes, d].
-        k, v: the new tokens' pairs [B, H, lanes, d], causal between lanes.
-        mask: bool (True: visible) or additive [B|1, Hq|1, lanes|1, ≥ n + 1]; column n is the new token.
-        sinks: [Hq].
+        new: T lanes; in the mask, column n is every new token.
         slots, slot_index: [B, H, k, 2, d] and int32 [B, H, k] (-1: empty).
-        tiers, layout: the fields of `StoredTiers` and of `Layout`.
         skip_below: the attention weight of `negligible`; 0 skips nothing. Scores do not depend on it.
 
     Returns: the output [B, Hq, lanes, d] in q's dtype, and float32 scores [B, H, C]. Scores are the last lane's
     attention, summed over the query group, to cached tokens that are in the low-bit tier after this step. Elsewhere,
     and without slots, they are -1.
     """
-    held, how = StoredTiers(*tiers), Layout(*layout)
-    at = query_of(q, k, mask, sinks, cursor, scale, softcap)
+    held, how = read.stored, read.how
+    at = query_of(new, read.scale, read.softcap)
     logits = without(low_bit_logits(at, held, how), slot_index)
     fetched = picked(at, slots, slot_index)
-    out, (packed, exact, window) = attended(at, k, v, logits, fetched, held, how, skip_below)
-    scores = torch.full(held.codes.shape[:3], -1.0, dtype=torch.float32, device=q.device)
+    out, (packed, exact, window) = attended(at, new.k, new.v, logits, fetched, held, how, skip_below)
+    scores = torch.full(held.codes.shape[:3], -1.0, dtype=torch.float32, device=out.device)
     if slots.shape[2]:
         if at.low_bit:
             scores[:, :, : at.low_bit] = packed.scatter_add_(-1, in_slots(slot_index, at.low_bit)[1], exact)
         scores[:, :, at.low_bit : at.candidates] = window[..., : at.candidates - at.low_bit]
         at.hide_unseen(scores.unsqueeze(2), slice(-1, None))
         hide_sinks(at, scores.unsqueeze(2), held)
-    return out.to(q.dtype).contiguous(), scores
+    return out.to(new.q.dtype).contiguous(), scores
 
 
 @by_rows(0, 0, 1)
-def score_low_bit(
-    q: Tensor,
-    k: Tensor,
-    mask: Tensor | None,
-    sinks: Tensor | None,
-    cursor: Tensor,
-    tiers: Sequence[Tensor],
-    layout: Sequence[int],
-    scale: float,
-    softcap: float | None,
-    scores: bool = True,
-) -> tuple[Tensor, Tensor, Tensor]:
+@takes(new=AttentionInputs, read=TierInputs)
+def score_low_bit(new: AttentionInputs, read: TierInputs, scores: bool = True) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the first half of a corrected decode attention: each lane's scores, independent of the slots.
 
-    Args: as in `decode_attention`, and
+    Args: as in `decode_attention`, where v is not read, and
         scores: False if only `correct` reads them. A GPU then returns none, since `correct` selects by kept logits.
 
     Returns: the low-bit tier's logits [B, Hq, lanes, C], undefined after its last token, and their base
@@ -348,43 +320,30 @@ def score_low_bit(
     tier, window and new pairs and summed over the query group, to the tokens that are in the low-bit tier after this
     step. Elsewhere they are -1.
     """
-    held = StoredTiers(*tiers)
-    at = query_of(q, k, mask, sinks, cursor, scale, softcap)
-    packed = low_bit_logits(at, held, Layout(*layout))
+    held = read.stored
+    at = query_of(new, read.scale, read.softcap)
+    packed = low_bit_logits(at, held, read.how)
     keys = ring_tokens(held.recent, at.low_bit, at.length)[..., 0, :]
     window = at.logits(keys, at.low_bit, at.length)
     sinks_apart, _ = picked(at, held.sink_pairs, sinks_of(held))
-    weights = weights_of([packed, window, at.new_logits(k), sinks_apart], at.sink)
-    found = torch.full((q.shape[2], *held.codes.shape[:3]), -1.0, dtype=torch.float32, device=q.device)
+    weights = weights_of([packed, window, at.new_logits(new.k), sinks_apart], at.sink)
+    found = torch.full((new.q.shape[2], *held.codes.shape[:3]), -1.0, dtype=torch.float32, device=new.q.device)
     by_lane = found.permute(1, 2, 0, 3)
     by_lane[..., : at.candidates] = torch.cat(weights[:2], -1)[..., : at.candidates].sum(2)
     at.hide_unseen(by_lane, slice(None))
     hide_sinks(at, by_lane, held)
-    logits, base = whole_logits(q, held.codes.shape[2])
+    logits, base = whole_logits(new.q, held.codes.shape[2])
     logits[..., : at.low_bit] = packed.flatten(1, 2)
     logits[..., at.low_bit :] = -math.inf
     return logits, base, found
 
 
 @by_rows(0)
+@takes(new=AttentionInputs, read=TierInputs)
 def attend_scored(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    sinks: Tensor | None,
-    cursor: Tensor,
-    logits: Tensor,
-    base: Tensor,
-    chosen: Tensor,
-    slots: Tensor,
-    slot_index: Tensor,
-    tiers: Sequence[Tensor],
-    layout: Sequence[int],
-    scale: float,
-    softcap: float | None,
-    skip_below: float = 0.0,
-) -> Tensor:
+    new: AttentionInputs, logits: Tensor, base: Tensor, chosen: Tensor, slots: Tensor, slot_index: Tensor,
+    read: TierInputs, skip_below: float = 0.0,
+) -> Tensor:  # fmt: skip
     """Compute the second half of a corrected decode attention, from the logits of `score_low_bit`.
 
     Args: as in `decode_attention`, and
@@ -394,8 +353,8 @@ def attend_scored(
 
     Returns: the output of `decode_attention`, [B, Hq, lanes, d].
     """
-    at = query_of(q, k, mask, sinks, cursor, scale, softcap)
-    packed = without(logits[..., : at.low_bit].unflatten(1, (k.shape[1], -1)), chosen)
-    held, how = StoredTiers(*tiers), Layout(*layout)
-    out, _ = attended(at, k, v, packed, picked(at, slots, slot_index), held, how, skip_below)
-    return out.to(q.dtype).contiguous()
+    at = query_of(new, read.scale, read.softcap)
+    packed = without(logits[..., : at.low_bit].unflatten(1, (new.k.shape[1], -1)), chosen)
+    fetched = picked(at, slots, slot_index)
+    out, _ = attended(at, new.k, new.v, packed, fetched, read.stored, read.how, skip_below)
+    return out.to(new.q.dtype).contiguous()

@@ -19,8 +19,8 @@ from specache_compile.kernels.cpp.library import DTYPES, STRIDES, StepArguments,
 from specache_compile.kernels.state.center import share_of_center, share_of_groups, tokens_of_one
 from specache_compile.kernels.state.cursor import CURSOR_SIZE, LENGTH, LOW_BIT
 from specache_compile.kernels.state.layout import Layout, rotation_block
+from specache_compile.kernels.state.operands import AttentionInputs, TierInputs, takes
 from specache_compile.kernels.state.page_table import PAGE, shape_of_scores
-from specache_compile.kernels.state.stored_tiers import StoredTiers
 
 from .attention_ops import attend_scored, decode_attention, grouped_bias, score_low_bit
 from .kept_logits import whole_logits
@@ -28,37 +28,37 @@ from .kept_logits import whole_logits
 
 @functools.lru_cache(1024)
 def shaped(
-    q: torch.Size, codes: torch.Size, key_params: torch.Size, value_params: torch.Size, recent: torch.Size,
-    columns: int, sink_tokens: int, param_bits: int, top_k: int, layout: Sequence[int], scale: float,
-    softcap: float | None,
+    q: torch.Size, tiers: tuple[torch.Size, ...], columns: int, param_bits: int, top_k: int, layout: Sequence[int],
+    scale: float, softcap: float | None,
 ) -> StepArguments:  # fmt: skip
-    """Return the kernels' argument without tensors, cached and copied in each step. columns: columns of the cursor."""
+    """Return the kernels' argument without tensors, cached and copied in each step.
+
+    tiers: shapes of `StoredTiers`. columns: columns of the cursor.
+    """
+    codes, key_params, value_params, _, _, sink_index, recent = tiers
     batch, query_heads, lanes, d = q
     heads, pages = codes[1], columns - CURSOR_SIZE
     how = Layout(*layout)
     return StepArguments(
         batch=batch, heads=heads, group_heads=query_heads // heads, lanes=lanes, d=d,
-        dim=stored_dim(d), capacity=pages * PAGE or codes[2], row_width=codes[3], window=recent[2], pages=pages,
+        dim=stored_dim(d), capacity=pages * PAGE, row_width=codes[3], window=recent[2], pages=pages,
         group=codes[2] // key_params[2] if how.is_quantised else 0,
         channels=stored_dim(d) // value_params[-1] if how.is_quantised else 0,
-        top_k=top_k, sink_tokens=sink_tokens, key_bits=how.key_bits, value_bits=how.value_bits, param_bits=param_bits,
+        top_k=top_k, sink_tokens=sink_index[2], key_bits=how.key_bits, value_bits=how.value_bits, param_bits=param_bits,
         key_trellis=key_params[3] == 1, value_trellis=value_params[3] == 1,
         rotation=rotation_block(d) if how.is_rotated else 0, scale=scale, softcap=softcap or 0.0,
     )  # fmt: skip
 
 
-def step_of(
-    q: Tensor, k: Tensor, mask: Tensor | None, sinks: Tensor | None, cursor: Tensor, tiers: StoredTiers,
-    layout: Sequence[int], scale: float, softcap: float | None, top_k: int, **tensors: Tensor,
-) -> StepArguments:  # fmt: skip
+def step_of(new: AttentionInputs, read: TierInputs, top_k: int, **tensors: Tensor) -> StepArguments:
     """Return the kernels' argument, which keeps its new tensors alive; the caller keeps the others."""
+    q, k, _, mask, sinks, cursor = new
+    tiers, layout, scale, softcap = read
     codes, key_params, value_params, center, sink_pairs, sink_index, recent = tiers
+    shapes, param_bits = tuple(tensor.shape for tensor in tiers), 8 * key_params.dtype.itemsize
     step = StepArguments.from_buffer_copy(
-        shaped(
-            q.shape, codes.shape, key_params.shape, value_params.shape, recent.shape, cursor.shape[1],
-            sink_index.shape[2], 8 * key_params.dtype.itemsize, top_k, tuple(layout), scale, softcap,
-        )
-    )  # fmt: skip
+        shaped(q.shape, shapes, cursor.shape[1], param_bits, top_k, tuple(layout), scale, softcap)
+    )
     q, k = q.contiguous(), k.contiguous()
     step.held = [q, k]
     step.q, step.k, step.cursor = q.data_ptr(), k.data_ptr(), cursor.data_ptr()
@@ -102,61 +102,51 @@ def library_of(q: Tensor, k: Tensor, *rest: Any) -> CDLL | None:
     return decode_library(k.dtype) if k.dtype in DTYPES else None
 
 
+@takes(new=AttentionInputs, read=TierInputs)
 def decode_attention_fused(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, cursor: Tensor, slots: Tensor,
-    slot_index: Tensor, tiers: Sequence[Tensor], layout: Sequence[int], scale: float, softcap: float | None,
-    skip_below: float = 0.0,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    new: AttentionInputs, slots: Tensor, slot_index: Tensor, read: TierInputs, skip_below: float = 0.0
+) -> tuple[Tensor, Tensor]:
     """Compute `attention_ops.decode_attention` in one C++ kernel; same arguments and results."""
-    held = StoredTiers(*tiers)
-    if not fits(held.codes, q, k, v, held.recent, slots):
-        given = (q, k, v, mask, sinks, cursor, slots, slot_index, tiers, layout)
-        return decode_attention(*given, scale, softcap, skip_below)
-    shape = shape_of_scores(held.codes, cursor)
+    held, q = read.stored, new.q
+    if not fits(held.codes, *new[:3], held.recent, slots):
+        return decode_attention(*new, slots, slot_index, *read, skip_below)
+    shape = shape_of_scores(held.codes, new.cursor)
     logits, _ = whole_logits(q, shape[2])
-    out, scores, v = q.new_empty(q.shape), q.new_empty(shape, dtype=torch.float32), v.contiguous()
+    out, scores, v = q.new_empty(q.shape), q.new_empty(shape, dtype=torch.float32), new.v.contiguous()
     step = step_of(
-        q, k, mask, sinks, cursor, held, layout, scale, softcap, slots.shape[2],
-        v=v, slots=slots, slot_index=slot_index, logits=logits, scores=scores, out=out,
-    )  # fmt: skip
+        new, read, slots.shape[2], v=v, slots=slots, slot_index=slot_index, logits=logits, scores=scores, out=out
+    )
     step.skip_below = skip_below
     decode_library(q.dtype).decode_attention(byref(step))
     return out, scores
 
 
-def score_low_bit_fused(
-    q: Tensor, k: Tensor, mask: Tensor | None, sinks: Tensor | None, cursor: Tensor, tiers: Sequence[Tensor],
-    layout: Sequence[int], scale: float, softcap: float | None, scores: bool = True,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+@takes(new=AttentionInputs, read=TierInputs)
+def score_low_bit_fused(new: AttentionInputs, read: TierInputs, scores: bool = True) -> tuple[Tensor, Tensor, Tensor]:
     """Compute `attention_ops.score_low_bit` in one C++ kernel; same arguments and results."""
-    held = StoredTiers(*tiers)
-    if not fits(held.codes, q, k, held.recent):
-        return score_low_bit(q, k, mask, sinks, cursor, tiers, layout, scale, softcap)
-    shape = shape_of_scores(held.codes, cursor)
+    held, q = read.stored, new.q
+    if not fits(held.codes, q, new.k, held.recent):
+        return score_low_bit(*new, *read, scores)
+    shape = shape_of_scores(held.codes, new.cursor)
     logits, base = whole_logits(q, shape[2])
     found = q.new_empty((q.shape[2], *shape), dtype=torch.float32)
-    step = step_of(
-        q, k, mask, sinks, cursor, held, layout, scale, softcap, 0, logits=logits, scores=found
-    )  # fmt: skip
+    step = step_of(new, read, 0, logits=logits, scores=found)
     decode_library(q.dtype).score_low_bit(byref(step))
     return logits, base, found
 
 
+@takes(new=AttentionInputs, read=TierInputs)
 def attend_scored_fused(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, cursor: Tensor, logits: Tensor,
-    base: Tensor, chosen: Tensor, slots: Tensor, slot_index: Tensor, tiers: Sequence[Tensor], layout: Sequence[int],
-    scale: float, softcap: float | None, skip_below: float = 0.0,
+    new: AttentionInputs, logits: Tensor, base: Tensor, chosen: Tensor, slots: Tensor, slot_index: Tensor,
+    read: TierInputs, skip_below: float = 0.0,
 ) -> Tensor:  # fmt: skip
     """Compute `attention_ops.attend_scored` in one C++ kernel; same arguments and results."""
-    held = StoredTiers(*tiers)
-    if not fits(held.codes, q, k, v, held.recent, slots):
-        kept = (logits, base, chosen, slots, slot_index)
-        return attend_scored(q, k, v, mask, sinks, cursor, *kept, tiers, layout, scale, softcap, skip_below)
-    out, v = q.new_empty(q.shape), v.contiguous()
-    step = step_of(
-        q, k, mask, sinks, cursor, held._replace(center=held.center[:, :, :0]), layout, scale, softcap, slots.shape[2],
-        v=v, slots=slots, slot_index=slot_index, logits=logits, out=out,
-    )  # fmt: skip
+    held, q = read.stored, new.q
+    if not fits(held.codes, *new[:3], held.recent, slots):
+        return attend_scored(*new, logits, base, chosen, slots, slot_index, *read, skip_below)
+    out, v = q.new_empty(q.shape), new.v.contiguous()
+    read = read._replace(tiers=held._replace(center=held.center[:, :, :0]))
+    step = step_of(new, read, slots.shape[2], v=v, slots=slots, slot_index=slot_index, logits=logits, out=out)
     step.skip_below = skip_below
     decode_library(q.dtype).attend_scored(byref(step))
     return out

@@ -58,7 +58,6 @@ struct ExactAttention {
   }
   // Index of a head's token in the low-bit tier, among all heads' tokens; the tokens of one chunk are contiguous.
   int64_t place(int64_t head, int64_t token) const {
-    if (!s.pages) return head * s.capacity + token;
     return (cursor(head)[4 + token / kChunk] * s.heads + head % s.heads) * kChunk + token % kChunk;
   }
 

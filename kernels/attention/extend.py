@@ -5,26 +5,30 @@ Each part of the tokens returns an output and the logarithm of its softmax's sum
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from specache_compile.kernels.movement.copy_queue import wait_for_offloads
 from specache_compile.kernels.state.by_rows import by_rows
-from specache_compile.kernels.state.cursor import length_of
-from specache_compile.kernels.state.segments import tokens_of
+from specache_compile.kernels.state.by_token import rows_of_pages, tokens_of
+from specache_compile.kernels.state.cursor import length_of, runs_of
+from specache_compile.kernels.state.operands import AttentionInputs, takes
+from specache_compile.kernels.state.page_table import PAGE, Pages
 from specache_compile.kernels.state.stored_pairs import decoded
 
 from .attention_ops import BLOCK, as_bias, capped, check_covers, softmax
 
 FLASH_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# Tokens of a part of the flash kernel, which are copied at a time if the tier is segmented or rounded. A mask with a
-# row per new token is copied for all heads of a group, so its parts have BLOCK tokens.
+# Tokens of a part of the flash kernel, which are copied at a time from pages. A mask with a row per new token is copied
+# for all heads of a group, so its parts have BLOCK tokens.
 FLASH_BLOCK = 8192
+# The most new tokens that read pages in place: the copy would cost more than their attention.
+IN_PLACE = 16
 
 # Output [B, H, rows, d] over a part, and log Σ exp(logit) [B, H, rows], -inf for a row without visible tokens.
 Part = tuple[Tensor, Tensor]
@@ -40,35 +44,28 @@ class Parts(NamedTuple):
 
 
 @by_rows(0)
-def extend_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, cursor: Tensor, host: Tensor,
-    scale: float, softcap: float | None,
-) -> Tensor:  # fmt: skip
+@takes(new=AttentionInputs)
+def extend_attention(new: AttentionInputs, host: Tensor, scale: float, softcap: float | None) -> Tensor:
     """Compute exact attention of T new tokens over the host tier, streamed in blocks, and over themselves.
 
     Args:
-        q: [B, Hq, T, d].
-        k, v: [B, H, T, d].
-        mask: [B|1, Hq|1, T, ≥ n + T], or one row of padding for all T. With one row or None, new tokens are causal.
-        sinks: [Hq].
-        host: all cached pairs (`segments.py`), exact, rounded, or e4m3 codes.
+        new: a mask may have one row of padding for all T. With one row or None, new tokens are causal.
+        host: all cached pairs (`by_token.py`), exact, rounded, or e4m3 codes.
 
     Returns: [B, Hq, T, d] in q's dtype.
     """
-    how = Parts(functools.partial(plain, scale=scale, softcap=softcap), BLOCK)
-    return extended(how, q, k, v, mask, sinks, cursor, host)
+    return extended(Parts(functools.partial(plain, scale=scale, softcap=softcap), BLOCK), new, host)
 
 
 @by_rows(0)
-def extend_attention_fused(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, cursor: Tensor, host: Tensor,
-    scale: float, softcap: float | None,
-) -> Tensor:  # fmt: skip
+@takes(new=AttentionInputs)
+def extend_attention_fused(new: AttentionInputs, host: Tensor, scale: float, softcap: float | None) -> Tensor:
     """Compute `extend_attention` by torch's flash kernel; same arguments and results."""
-    if softcap is not None or q.dtype not in FLASH_DTYPES or q.dtype != k.dtype:
-        return extend_attention(q, k, v, mask, sinks, cursor, host, scale, softcap)
-    block = FLASH_BLOCK if mask is None or mask.shape[2] == 1 else BLOCK
-    return extended(Parts(functools.partial(flash, scale=scale), block), q, k, v, mask, sinks, cursor, host)
+    how = Parts(functools.partial(plain, scale=scale, softcap=softcap), BLOCK)
+    if softcap is None and new.q.dtype in FLASH_DTYPES and new.q.dtype == new.k.dtype:
+        block = FLASH_BLOCK if new.mask is None or new.mask.shape[2] == 1 else BLOCK
+        how = Parts(functools.partial(flash, scale=scale), block)
+    return extended(how, new, host)
 
 
 def plain(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, softcap: float | None) -> Part:
@@ -98,18 +95,18 @@ def merged(one: Part, other: Part) -> Part:
     return one[0] * first + other[0] * second, torch.logaddexp(one[1], other[1])
 
 
-def extended(
-    how: Parts, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, cursor: Tensor,
-    host: Tensor,
-) -> Tensor:  # fmt: skip
+def extended(how: Parts, new: AttentionInputs, host: Tensor) -> Tensor:
     """Attend over all parts: the new tokens, then blocks of the host tier."""
-    wait_for_offloads(cursor)
+    q, k, v, mask, sinks, cursor = new
     length, padding = max(length_of(cursor), 0), max(-length_of(cursor), 0)
     if padding >= q.shape[2]:  # all new tokens are padding, and torch's kernel divides by the number of rows
         return torch.zeros_like(q, memory_format=torch.contiguous_format)
     q, k, v = (x[:, :, padding:] for x in (q, k, v))
     rows = Rows(q, k.shape[1], mask, length + q.shape[2])
-    part = how.attend(rows.q, k, v, rows.new_columns(length))
+    if isinstance(host, Pages) and host.dtype == q.dtype and q.shape[2] <= IN_PLACE <= PAGE <= length:
+        parts = [over_pages(how, *row, length, sinks) for row in each_row(rows, host, k, v)]
+        return rows.back(torch.cat(parts), q.dtype)
+    part = how.attend(rows.q, k, v, rows.new_columns(length, length))
     for start in range(0, length, how.block):
         stop = min(start + how.block, length)
         keys, values = decoded(tokens_of(host, start, stop).to(q.device), q.dtype, q.shape[-1]).unbind(-2)
@@ -118,6 +115,32 @@ def extended(
         part = merged(part, (torch.zeros_like(part[0]), rows.sinks(sinks)))
     out = rows.back(part[0], q.dtype)
     return torch.nn.functional.pad(out, (0, 0, padding, 0)) if padding else out
+
+
+def each_row(rows: Rows, host: Pages, k: Tensor, v: Tensor) -> Iterator[tuple[Rows, Pages, Tensor, Tensor]]:
+    """Yield each batch row's queries, pages and new pairs, which are views."""
+    for number, pages in enumerate(rows_of_pages(host)):
+        one = slice(number, number + 1)
+        yield rows.of(one), pages, k[one], v[one]
+
+
+def over_pages(how: Parts, rows: Rows, host: Pages, k: Tensor, v: Tensor, length: int, sinks: Tensor | None) -> Tensor:
+    """Attend over one row's pages in place, adjacent ones as one batch; the last page's tokens are copied before the
+    new ones. Returns the output [B, H, rows, d]."""
+    (table,), whole = host.table.tolist(), length // PAGE
+    rest = tokens_of(host, whole * PAGE, length)
+    keys, values = (torch.cat([rest[..., which, :], x], 2) for which, x in enumerate((k, v)))
+    parts = [how.attend(rows.q, keys, values, rows.new_columns(whole * PAGE, length))]
+    for numbers, _ in runs_of([page - number for number, page in enumerate(table[:whole])]):
+        size = numbers.stop - numbers.start
+        keys, values = host.pages.narrow(0, table[numbers.start], size).unbind(-2)
+        mask = rows.columns(numbers.start * PAGE, numbers.stop * PAGE)
+        mask = None if mask is None else mask.unflatten(-1, (size, PAGE)).movedim(-2, 0).squeeze(1)
+        parts.append(how.attend(rows.q.expand(size, -1, -1, -1), keys, values, mask))
+    outs, totals = (torch.cat(part) for part in zip(*parts, strict=True))
+    totals = totals if sinks is None else torch.cat([totals, rows.sinks(sinks)[None]])
+    weights = totals.softmax(0).nan_to_num_(0.0)[: len(outs), ..., None]  # NaN: a row without visible tokens
+    return (outs * weights).sum(0, keepdim=True)
 
 
 class Rows:
@@ -130,19 +153,30 @@ class Rows:
         self.q, self.mask = q.unflatten(1, (heads, -1)).flatten(2, 3), mask
         self.heads, self.group, self.tokens = heads, q.shape[1] // heads, q.shape[2]
 
+    def of(self, batch_rows: slice) -> Rows:
+        """Return some rows of the batch."""
+        some = copy.copy(self)
+        some.q = self.q[batch_rows]
+        if self.mask is not None and self.mask.shape[0] > 1:
+            some.mask = self.mask[batch_rows]
+        return some
+
     def columns(self, start: int, stop: int) -> Tensor | None:
         """Return the columns start..stop of the mask [B|1, Hq|1, T|1, n] as [B|1, H|1, G·T|1, stop - start]."""
         return None if self.mask is None else self.by_row(self.mask[..., start:stop])
 
-    def new_columns(self, length: int) -> Tensor | None:
-        """Return the mask's columns of new tokens, which follow `length` cached ones; None for a single visible token.
+    def new_columns(self, first: int, length: int) -> Tensor | None:
+        """Return the mask's columns from `first` on, of which new tokens follow `length` cached ones; None if all are
+        visible.
 
         If new tokens share one row of the mask, they are also causal.
         """
-        causal = torch.ones(self.tokens, self.tokens, dtype=torch.bool, device=self.q.device).tril()[None, None]
+        cached = length - first
+        causal = torch.ones(self.tokens, cached + self.tokens, dtype=torch.bool, device=self.q.device).tril(cached)
+        causal = causal[None, None]
         if self.mask is None:
             return self.by_row(causal) if self.tokens > 1 else None
-        given = self.mask[..., length : length + self.tokens]
+        given = self.mask[..., first : length + self.tokens]
         if given.shape[2] == self.tokens:
             return self.by_row(given)
         both = given & causal if given.dtype == torch.bool else given.masked_fill(~causal, -math.inf)

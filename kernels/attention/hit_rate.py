@@ -5,36 +5,28 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specache_compile.kernels.movement.copy_queue import wait_for_offloads
 from specache_compile.kernels.state.by_rows import by_rows
+from specache_compile.kernels.state.by_token import tokens_of
 from specache_compile.kernels.state.cursor import LENGTH, LOW_BIT
-from specache_compile.kernels.state.segments import tokens_of
+from specache_compile.kernels.state.operands import AttentionInputs, takes
 from specache_compile.kernels.state.stored_pairs import decoded
 
 from .attention_ops import grouped_bias, hidden_by, product, weights_of
 
 
 @by_rows()
+@takes(new=AttentionInputs)
 def measure(
-    q: Tensor,
-    k: Tensor,
-    mask: Tensor | None,
-    sinks: Tensor | None,
-    cursor: Tensor,
-    host: Tensor,
-    slot_index: Tensor,
-    sink_index: Tensor,
-    tally: Tensor,
-    scale: float,
+    new: AttentionInputs, host: Tensor, slot_index: Tensor, sink_index: Tensor, tally: Tensor, scale: float,
     softcap: float | None,
-) -> None:
+) -> None:  # fmt: skip
     """Add lane 0's hit rate to `tally` float64 [3]: covered attention mass, covered share of its top-k, counted heads.
 
     The exact attention reads the whole host tier, which is slow. Slots, sinks, recent tier and the new pair are
     covered; top-k is over the low-bit tier's tokens without sinks. Shapes as in `decode_attention`.
     """
+    q, k, _, mask, sinks, cursor = new
     length, low_bit = (max(0, int(cursor[0, i])) for i in (LENGTH, LOW_BIT))
-    wait_for_offloads(cursor)
     heads = k.shape[1]
     query = q[:, :, :1].float().unflatten(1, (heads, -1)) * scale
     pairs = decoded(tokens_of(host, 0, length), k.dtype, k.shape[-1])

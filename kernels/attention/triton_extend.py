@@ -15,9 +15,10 @@ from torch import Tensor
 
 from specache_compile.kernels.decode.triton_decode import MASK_STRIDES, mask_form
 from specache_compile.kernels.movement import copy_stream
+from specache_compile.kernels.state.by_token import of_rows, runs_of_pairs
 from specache_compile.kernels.state.cursor import lengths_of
+from specache_compile.kernels.state.operands import AttentionInputs, takes
 from specache_compile.kernels.state.page_table import Pages, pairs_of
-from specache_compile.kernels.state.segments import of_rows, runs_of_pairs
 from specache_compile.kernels.state.stored_pairs import decoded
 
 from .triton_softmax import biased, capped, grown, shown
@@ -102,34 +103,30 @@ def attend_block(
     tl.store(out + at[:, None] * d + channel[None, :], summed, real[:, None] & inside[None, :])
 
 
-def extend_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, cursor: Tensor, host: Tensor,
-    scale: float, softcap: float | None,
-) -> Tensor:  # fmt: skip
+@takes(new=AttentionInputs)
+def extend_attention(new: AttentionInputs, host: Tensor, scale: float, softcap: float | None) -> Tensor:
     """Compute `extend.extend_attention`, one run of rows of equal length after the other.
 
     The host reads the published lengths of the cursor, since no captured step contains this op.
     """
-    pairs = pairs_of(host, cursor)
-    lengths, settings = runs_of_pairs(lengths_of(cursor), pairs), (scale, softcap)
+    pairs = pairs_of(host, new.cursor)
+    lengths, settings = runs_of_pairs(lengths_of(new.cursor), pairs), (scale, softcap)
     if len(lengths) == 1 and lengths[0][1] >= 0:
-        return extend_rows(q, k, v, mask, sinks, lengths[0][1], pairs, *settings)
-    out = torch.zeros_like(q)  # rows without tokens stay 0
+        return extend_rows(new, lengths[0][1], pairs, *settings)
+    out = torch.zeros_like(new.q)  # rows without tokens stay 0
     for rows, length in lengths:
-        begin, (queries, keys, values) = max(0, -length), (x[rows, :, max(0, -length) :] for x in (q, k, v))
-        if queries.shape[2]:
-            there = mask[rows] if mask is not None and mask.shape[0] > 1 else mask
-            given = (queries, keys, values, there, sinks, max(0, length), of_rows(pairs, rows))
-            out[rows, :, begin:] = extend_rows(*given, *settings)
+        begin, (q, k, v) = max(0, -length), (x[rows, :, max(0, -length) :] for x in new[:3])
+        if q.shape[2]:
+            mask = new.mask[rows] if new.mask is not None and new.mask.shape[0] > 1 else new.mask
+            given = new._replace(q=q, k=k, v=v, mask=mask)
+            out[rows, :, begin:] = extend_rows(given, max(0, length), of_rows(pairs, rows), *settings)
     return out
 
 
-def extend_rows(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, length: int, host: Tensor | Pages,
-    scale: float, softcap: float | None,
-) -> Tensor:  # fmt: skip
+def extend_rows(new: AttentionInputs, length: int, host: Tensor | Pages, scale: float, softcap: float | None) -> Tensor:
     """Run `extend_attention` for rows with `length` cached tokens each."""
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in new[:3])
+    mask, sinks = new.mask, new.sinks
     batch, query_heads, count, d = q.shape
     if mask is not None and mask.shape[-1] < length + count:
         raise ValueError(

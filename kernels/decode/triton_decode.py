@@ -144,7 +144,7 @@ def merge_splits(
 @triton.jit(do_not_specialize=[*MASK_STRIDES, "columns", "capacity"])
 def score_tokens(
     # Kept logits and their base (`kept_logits.py`); lse [B, Hq, lanes]; mask [B, Hq, lanes, > n], read if additive;
-    # cursor int64 [B, 4]; sink_index [B, 1, s] int32.
+    # cursor int64 [B, columns]; sink_index [B, 1, s] int32.
     logits, base, lse, mask, cursor, sink_index,
     # Written: scores [n, B, H, C] float32 of the last n lanes; -1: no candidate.
     scores,

@@ -32,7 +32,7 @@ PROGRAMS = 8
 @triton.jit(do_not_specialize=[*MASK_STRIDES, "capacity", "columns"])
 def attend_pairs(
     # q [B, Hq, lanes, d]; k and v [B, H, lanes, d], the new pairs; mask [B, Hq, lanes, > n] uint8 or additive, unused
-    # without a mask; cursor int64 [B, 4].
+    # without a mask; cursor int64 [B, columns].
     q, k, v, mask, cursor,
     # recent [B, H, W, 2, d], sink_pairs [B, H, s, 2, d], slots [B, H, k, 2, d], unused without VALUES; sink_index
     # [B, 1, s] and slot_index [B, H, k] int32 (-1: none).

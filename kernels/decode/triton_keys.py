@@ -43,7 +43,7 @@ from specache_compile.kernels.decode.triton_query import (
 from specache_compile.kernels.state.center import ROWS as CENTER_ROWS
 from specache_compile.kernels.state.center import STEPPED
 from specache_compile.kernels.state.layout import rotation_block
-from specache_compile.kernels.state.page_table import has_table, shape_of_scores
+from specache_compile.kernels.state.page_table import shape_of_scores
 from specache_compile.kernels.state.triton_center import share_of_center
 from specache_compile.kernels.state.triton_cursor import AT_LOW_BIT, record_in_page
 
@@ -73,8 +73,8 @@ def from_threads(x, ROWS: tl.constexpr, LOAD: tl.constexpr):
 @triton.jit(do_not_specialize=[*MASK_STRIDES, "capacity", "columns", "share_blocks", "splits"])
 def score_keys(
     # query, unit and shares of `prepare_query`; token_shares [B, Hq, lanes, share_blocks · 16] float32, read if the
-    # center has PER_TOKEN rows; codes [B, H, C, w] uint8; key_params [B, H, C/g, 2, D], or [B, H, C/g, 1, g] in the
-    # trellis code.
+    # center has PER_TOKEN rows; codes [P, H, 256, w] uint8; key_params [P, H, 256/g, 2, D], or [P, H, 256/g, 1, g] in
+    # the trellis code.
     query, unit, shares, token_shares, codes, key_params,
     # As in `triton_decode.score_tokens`.
     mask, cursor, sink_index,
@@ -136,9 +136,7 @@ def score_keys(
             last = tl.maximum(last, tl.load(sink_index + place) >> 6)
     for tile in range(begin, end):
         record = bh * (capacity // 64) + tile
-        number = record
-        if form.is_paged:
-            number = record_in_page(cursor, head, tile, heads)
+        number = record_in_page(cursor, head, tile, heads)
         words = tl.load(codes + number * (16 * form.width) + tl.arange(0, 2 * D * form.bits))
         keys = unpacked_keys(words, D, form.bits, form.in_trellis, form.in_place, query.dtype.element_ty)
         within = tl.arange(0, 8)[:, None] * 8 + tl.arange(0, 8)[None, :] + tile * 64  # [g, j]
@@ -238,7 +236,7 @@ def attend_keys(inputs: DecodeInputs, logits: Tensor, base: Tensor) -> Sums:
         dim, layout.key_bits, group, codes.shape[3], lanes, query_heads // heads * lanes, padded,
         tiers.sink_index.shape[2], centered, kind_of_mask, inputs.softcap is not None, in_trellis,
         # Codes stay at their place in a byte if it is the same for all tokens.
-        dim // 8 >= (8 if in_trellis else 8 // layout.key_bits), has_table(cursor),
+        dim // 8 >= (8 if in_trellis else 8 // layout.key_bits),
     )  # fmt: skip
     common = dict(
         heads=heads, capacity=capacity, columns=cursor.stride(0), share_blocks=center_shares.shape[-1] // 16, form=form

@@ -22,7 +22,7 @@ from specache_compile.kernels.attention.triton_softmax import LOG2E, biased, cap
 from specache_compile.kernels.codes.records import RECORD, stored_dim
 from specache_compile.kernels.codes.triton_levels import read_scale, read_zero
 from specache_compile.kernels.state.layout import Layout
-from specache_compile.kernels.state.page_table import has_table, shape_of_scores
+from specache_compile.kernels.state.page_table import shape_of_scores
 from specache_compile.kernels.state.triton_center import share_of_center
 from specache_compile.kernels.state.triton_cursor import AT_LENGTH, AT_LOW_BIT, place_in_page
 from specache_compile.kernels.state.triton_rotate import rotated
@@ -107,9 +107,10 @@ def keep(logits, kept, base, start, low_bit, PAIRS: tl.constexpr):
 
 @triton.jit(do_not_specialize=[*MASK_STRIDES, "capacity", "columns", "splits"])
 def attend_rows(
-    # q [B, Hq, lanes, d], rotated if the rows are; mask [B, Hq, lanes, > n] uint8 or additive, or none; cursor [B, 4].
+    # q [B, Hq, lanes, d], rotated if the rows are; mask [B, Hq, lanes, > n] uint8 or additive, or none; cursor int64
+    # [B, columns].
     q, mask, cursor,
-    # codes [B, H, C, w]; for LEVELS key_params [B, H, C/g, 2, D] and value_params [B, H, C, 2, D/gv], else unused.
+    # codes [P, H, 256, w]; key_params [P, H, 256/g, 2, D], value_params [P, H, 256, 2, D/gv], for LEVELS alone.
     codes, key_params, value_params,
     # sink_index [B, 1, S] int32; shares of the center [B, Hq, lanes, C], if CENTERED; lse [B·H, R] in log2 units.
     sink_index, shares, lse,
@@ -123,8 +124,8 @@ def attend_rows(
     d: tl.constexpr, D: tl.constexpr, group: tl.constexpr, value_group: tl.constexpr, lanes: tl.constexpr,
     rows: tl.constexpr, sink_tokens: tl.constexpr, record: tl.constexpr, width: tl.constexpr,
     keys_first: tl.constexpr, COUNT: tl.constexpr, KIND: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
-    CENTERED: tl.constexpr, MASK: tl.constexpr, CAP: tl.constexpr, SKIPS: tl.constexpr, PAGED: tl.constexpr,
-    TILE: tl.constexpr, ROWS: tl.constexpr, PRECISION: tl.constexpr,
+    CENTERED: tl.constexpr, MASK: tl.constexpr, CAP: tl.constexpr, SKIPS: tl.constexpr, TILE: tl.constexpr,
+    ROWS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: all query rows of a KV head, over a split of its tokens. Logits of sinks are -inf.
 
@@ -165,10 +166,8 @@ def attend_rows(
         start = tile * TILE
         token = start + tl.arange(0, TILE)
         there = token < count
-        first = bh * capacity + start
-        if PAGED:
-            place = tl.zeros([], tl.int64) + start
-            first = place_in_page(cursor, bh % heads, place, heads, place >= 0)
+        place = tl.zeros([], tl.int64) + start
+        first = place_in_page(cursor, bh % heads, place, heads, place >= 0)
         at = codes + first // TOKENS * record + (first % TOKENS + tl.arange(0, TILE))[:, None] * width
         at += channel[None, :]
         shrink = tl.full([ROWS], 1.0, tl.float32)
@@ -258,7 +257,7 @@ def launch(
         rows=query_heads // heads * lanes, sink_tokens=tiers.sink_index.shape[2], record=rows.record,
         width=rows.width, keys_first=rows.keys_first, COUNT=(AT_LENGTH if whole else AT_LOW_BIT).value, KIND=rows.kind,
         KEYS=keys, VALUES=values, CENTERED=keys and tiers.center.shape[2] > 0, MASK=mask_kind,
-        CAP=inputs.softcap is not None, SKIPS=cut is not None, PAGED=has_table(inputs.cursor), TILE=tile, ROWS=padded,
+        CAP=inputs.softcap is not None, SKIPS=cut is not None, TILE=tile, ROWS=padded,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=WARPS, num_stages=1,
     )  # fmt: skip
     return sums
@@ -284,5 +283,5 @@ def attend_values(inputs: DecodeInputs, logits: Tensor, base: Tensor, lse: Tenso
 
 
 def attend_pairs(inputs: DecodeInputs) -> Sums:
-    """Return the sums over all cached e4m3 pairs, codes [B, H, C, 2·d], which are read once."""
+    """Return the sums over all cached e4m3 pairs, codes [P, H, 256, 2·d], which are read once."""
     return launch(inputs, inputs.q.contiguous(), inputs.q, None, None, None, keys=True, values=True)

@@ -43,7 +43,6 @@ class Form(NamedTuple):
     is_capped: bool
     in_trellis: bool
     in_place: bool
-    is_paged: bool
 
 
 @triton.jit
@@ -54,8 +53,8 @@ def power_of_two(exponent):
 
 @triton.jit(do_not_specialize=["capacity", "columns", "share_blocks"])
 def prepare_query(
-    # q [B, Hq, lanes, d]; key_params [B, H, C/g, 2, D], unused without levels; center_shares [B, Hq, lanes,
-    # share_blocks · 16] float32, one per group, unused without a stepped center; cursor int64 [B, 4].
+    # q [B, Hq, lanes, d]; key_params [P, H, 256/g, 2, D], unused without levels; center_shares [B, Hq, lanes,
+    # share_blocks · 16] float32, one per group, unused without a stepped center; cursor int64 [B, columns].
     q, key_params, center_shares, cursor,
     # Written: query [B·H, ROWS · D] float16 or float32, in fragment order; unit [B·H, 2, ROWS] float32: what converts a
     # product to log2 units, and -3/2 of a row's sum; shares [B·H, C/g, ROWS] float32, in log2 units.
@@ -104,10 +103,8 @@ def prepare_query(
         there = number * form.group < tl.load(cursor + AT_LOW_BIT)
         share = tl.zeros([GROUPS, ROWS], tl.float32)
         if not form.in_trellis:
-            first = bh * (capacity // form.group) + number
-            if form.is_paged:
-                token = tl.zeros([GROUPS], tl.int64) + number * form.group
-                first = place_in_page(cursor, head, token, heads, there) // form.group
+            token = tl.zeros([GROUPS], tl.int64) + number * form.group
+            first = place_in_page(cursor, head, token, heads, there) // form.group
             share = share_of_zeros(key_params + first * (2 * D), there, x, kind, D=D) * worth[None, :]
         if is_centered:
             at = (bh * form.rows + row % form.rows) * (share_blocks * 16)

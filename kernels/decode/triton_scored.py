@@ -12,7 +12,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -21,83 +20,78 @@ from specache_compile.kernels.attention.kept_logits import based_logits, lse_of
 from specache_compile.kernels.codes.records import ROWS_FROM
 from specache_compile.kernels.movement.copy_stream import wait_for_correction
 from specache_compile.kernels.movement.triton_select_logits import hide
-from specache_compile.kernels.state.layout import Layout
+from specache_compile.kernels.state.operands import AttentionInputs, TierInputs, takes
 from specache_compile.kernels.state.page_table import shape_of_scores
-from specache_compile.kernels.state.stored_tiers import StoredTiers
 
 from . import triton_keys, triton_plain, triton_values
 from .triton_decode import DecodeInputs, Sums, empty_sums, mask_form, merged, scores_of
 from .triton_exact import attend_exact
 
 
+@takes(new=AttentionInputs, read=TierInputs)
 def decode_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, cursor: Tensor, slots: Tensor,
-    slot_index: Tensor, tiers: Sequence[Tensor], layout: Sequence[int], scale: float, softcap: float | None,
-    skip_below: float = 0.0,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    new: AttentionInputs, slots: Tensor, slot_index: Tensor, read: TierInputs, skip_below: float = 0.0
+) -> tuple[Tensor, Tensor]:
     """Compute `attention_ops.decode_attention`; the device reads all lengths, so that the step can be captured.
 
     Per low-bit token and KV head, it reads the key and value, and writes and reads `bytes_of_logit`·G·lanes bytes.
     """
-    inputs = inputs_of(q, k, v, mask, cursor, tiers, layout, scale, softcap)
-    logits, base = based_logits(q, k.shape[1], shape_of_scores(inputs.tiers.codes, cursor)[2])
-    lse = lse_of(base, q)
+    inputs, (logits, base, lse) = inputs_of(new, read), kept_of(new, read)
     low_bit = attend_keys(inputs, logits, base)
     hide(logits, slot_index)
     rows, _, padded = low_bit.peaks.shape
-    merged(inputs, None, low_bit, empty_sums(rows, 0, padded, 0, q.device), lse, values=False)
+    merged(inputs, None, low_bit, empty_sums(rows, 0, padded, 0, logits.device), lse, values=False)
     low_bit = attend_values(inputs, logits, base, lse, skip_below)
     exact = attend_exact(inputs, slots, slot_index, values=True, kept=(logits, base))
-    out = merged(inputs, sinks, low_bit, exact, lse)
+    out = merged(inputs, new.sinks, low_bit, exact, lse)
     if not slots.shape[2]:
-        return out, torch.full(shape_of_scores(inputs.tiers.codes, cursor), -1.0, device=q.device)
+        return out, torch.full(shape_of_scores(inputs.tiers.codes, new.cursor), -1.0, device=out.device)
     return out, scores_of(inputs, logits, base, lse, 1)[0]
 
 
-def score_low_bit(
-    q: Tensor, k: Tensor, mask: Tensor | None, sinks: Tensor | None, cursor: Tensor, tiers: Sequence[Tensor],
-    layout: Sequence[int], scale: float, softcap: float | None, scores: bool = True,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+@takes(new=AttentionInputs, read=TierInputs)
+def score_low_bit(new: AttentionInputs, read: TierInputs, scores: bool = True) -> tuple[Tensor, Tensor, Tensor]:
     """Compute `attention_ops.score_low_bit`; the logits are `kept_logits.based_logits`.
 
     Per low-bit token and KV head, it reads the key, writes and reads `bytes_of_logit`·G·lanes bytes, and writes
     4·lanes bytes of scores.
     """
-    inputs = inputs_of(q, k, k, mask, cursor, tiers, layout, scale, softcap)
-    logits, base = based_logits(q, k.shape[1], shape_of_scores(inputs.tiers.codes, cursor)[2])
-    lse = lse_of(base, q)
+    inputs, (logits, base, lse) = inputs_of(new, read), kept_of(new, read)
     low_bit = attend_keys(inputs, logits, base)
     exact = attend_exact(inputs, None, None, values=False, kept=(logits, base))
-    merged(inputs, sinks, low_bit, exact, lse, values=False)
+    merged(inputs, new.sinks, low_bit, exact, lse, values=False)
     if not scores:
         return logits, base, logits.new_empty(0, dtype=torch.float32)
-    return logits, base, scores_of(inputs, logits, base, lse, q.shape[2])
+    return logits, base, scores_of(inputs, logits, base, lse, new.q.shape[2])
 
 
+@takes(new=AttentionInputs, read=TierInputs)
 def attend_scored(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, cursor: Tensor, logits: Tensor,
-    base: Tensor, chosen: Tensor, slots: Tensor, slot_index: Tensor, tiers: Sequence[Tensor], layout: Sequence[int],
-    scale: float, softcap: float | None, skip_below: float = 0.0,
+    new: AttentionInputs, logits: Tensor, base: Tensor, chosen: Tensor, slots: Tensor, slot_index: Tensor,
+    read: TierInputs, skip_below: float = 0.0,
 ) -> Tensor:  # fmt: skip
     """Compute `attention_ops.attend_scored`; the chosen tokens' kept logits become -inf.
 
     Per low-bit token and KV head, it reads the value and `bytes_of_logit`·G·lanes bytes.
     """
-    inputs = inputs_of(q, k, v, mask, cursor, tiers, layout, scale, softcap)
+    inputs, lse = inputs_of(new, read), lse_of(base, new.q)
     hide(logits, chosen)
-    low_bit = attend_values(inputs, logits, base, lse_of(base, q), skip_below)
-    wait_for_correction(cursor, slots)
+    low_bit = attend_values(inputs, logits, base, lse, skip_below)
+    wait_for_correction(new.cursor, slots)
     exact = attend_exact(inputs, slots, slot_index, values=True, kept=None)
-    return merged(inputs, sinks, low_bit, exact, torch.empty_like(lse_of(base, q)))
+    return merged(inputs, new.sinks, low_bit, exact, torch.empty_like(lse))
 
 
-def inputs_of(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, cursor: Tensor, tiers: Sequence[Tensor],
-    layout: Sequence[int], scale: float, softcap: float | None,
-) -> DecodeInputs:  # fmt: skip
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    form = mask_form(mask, *q.shape[:3])
-    return DecodeInputs(q, k, v, form, cursor, StoredTiers(*tiers), Layout(*layout), scale, softcap)
+def inputs_of(new: AttentionInputs, read: TierInputs) -> DecodeInputs:
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in new[:3])
+    form = mask_form(new.mask, *q.shape[:3])
+    return DecodeInputs(q, k, v, form, new.cursor, read.stored, read.how, read.scale, read.softcap)
+
+
+def kept_of(new: AttentionInputs, read: TierInputs) -> tuple[Tensor, Tensor, Tensor]:
+    """Allocate the kept logits of the low-bit tier, their base, and the log-sum-exp in the base's memory."""
+    logits, base = based_logits(new.q, new.k.shape[1], shape_of_scores(read.stored.codes, new.cursor)[2])
+    return logits, base, lse_of(base, new.q)
 
 
 def attend_keys(inputs: DecodeInputs, logits: Tensor, base: Tensor) -> Sums:

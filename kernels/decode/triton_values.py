@@ -43,7 +43,7 @@ from specache_compile.kernels.decode.triton_value_words import (
     token_scales,
     unpacked_values,
 )
-from specache_compile.kernels.state.page_table import has_table, shape_of_scores
+from specache_compile.kernels.state.page_table import shape_of_scores
 from specache_compile.kernels.state.triton_cursor import AT_LOW_BIT, record_in_page
 
 from .triton_decode import DecodeInputs, Sums, empty_sums, group_of, rows_of, splits_of
@@ -73,7 +73,6 @@ class Form(NamedTuple):
     nest: int
     in_trellis: bool
     is_partial: bool
-    is_paged: bool
     has_prmt: bool
 
 
@@ -104,9 +103,7 @@ def with_record(
     NT: tl.constexpr = form.rows // 8
     D: tl.constexpr = form.dim
     GROUPS: tl.constexpr = form.groups
-    number, left = tile, low_bit - tile * 64
-    if form.is_paged:
-        number = record_in_page(cursor, head, tile, heads)
+    number, left = record_in_page(cursor, head, tile, heads), low_bit - tile * 64
     logits = logits + tile * (128 * form.pairs) + logits_at
     words = tl.load(codes + number * (16 * form.width) + tl.arange(0, 2 * D * form.bits))
     params = value_params + number * (64 if form.in_trellis else 128 * GROUPS)
@@ -141,8 +138,9 @@ def with_record(
 
 @triton.jit(do_not_specialize=["cut", "capacity", "columns", "splits"])
 def sum_values(
-    # codes [B, H, C, w] uint8; value_params [B, H, C, 2, D/gv], or [B, H, C, 1, 1] in the trellis code; kept logits and
-    # their base (`kept_logits.py`), -inf for tokens in the slots; lse [B, Hq, lanes] float32; cursor int64 [B, 4].
+    # codes [P, H, 256, w] uint8; value_params [P, H, 256, 2, D/gv], or [P, H, 256, 1, 1] in the trellis code; kept
+    # logits and their base (`kept_logits.py`), -inf for tokens in the slots; lse [B, Hq, lanes] float32; cursor int64
+    # [B, columns].
     codes, value_params, logits, base, lse, cursor,
     # Written: partial [B·H, splits, ALL_ROWS, D], peaks and totals [B·H, splits, ALL_ROWS] float32.
     partial, peaks, totals,
@@ -176,9 +174,6 @@ def sum_values(
     first_record = bh * (capacity // 64)
     lse += bh * rows
     codes = codes.to(tl.pointer_type(tl.int32), bitcast=True) + (16 * form.width - 2 * D * form.bits)
-    if not form.is_paged:
-        codes += first_record * (16 * form.width)
-        value_params += first_record * (64 if TRELLIS else 128 * GROUPS)
     logits += first_record * (128 * Q)
     base += first_record * (8 * Q)
     # The places of a record's logits [2, NT, g, q, 8] of tokens 16·q + 8·o, and of its bases [NT, g, q].
@@ -274,8 +269,7 @@ def attend_values(inputs: DecodeInputs, logits: Tensor, base: Tensor, lse: Tenso
     sums = empty_sums(batch * heads, splits, all_rows, dim, q.device)
     form = Form(
         dim, tiers.codes.shape[3], bits, groups, rows, row_pairs(q, heads),
-        nested(dim, bits, in_trellis, dim // groups), in_trellis, group_of(tiers) < RECORD, has_table(cursor),
-        IS_COMPILED,
+        nested(dim, bits, in_trellis, dim // groups), in_trellis, group_of(tiers) < RECORD, IS_COMPILED,
     )  # fmt: skip
     sum_values[batch * heads, splits, parts](
         tiers.codes, tiers.value_params, logits, base, lse, cursor, *sums,

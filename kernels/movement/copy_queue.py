@@ -7,6 +7,7 @@ copies before it returns. A job reads and writes only state tensors, or memory t
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import os
 import threading
@@ -14,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -157,8 +159,14 @@ def queue_of(cursor: Tensor) -> CopyQueue | None:
     return record if isinstance(record, CopyQueue) else None
 
 
-def wait_for_offloads(cursor: Tensor) -> None:
-    """Block until the session's offloads have ended, before an op reads the host tier."""
-    queue = queue_of(cursor)
-    if queue is not None:
-        queue.wait_for_offloads()
+def after_offloads(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Let an op's CPU implementation, which reads the host tier, start after the session's offloads."""
+    position = list(inspect.signature(run).parameters).index("cursor")
+
+    def call(*operands: Any) -> Any:
+        queue = queue_of(operands[position])
+        if queue is not None:
+            queue.wait_for_offloads()
+        return run(*operands)
+
+    return call

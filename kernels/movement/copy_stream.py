@@ -27,9 +27,10 @@ from torch import Tensor
 from specache_compile.kernels.attention import hit_rate
 from specache_compile.kernels.attention.kept_logits import lse_of
 from specache_compile.kernels.memory.host_memory import makes_fakes
+from specache_compile.kernels.state.by_token import aligned, of_rows, put, runs, runs_of_pairs, span_of, tokens_of
 from specache_compile.kernels.state.cursor import HostRecord, host_record, lengths_of
+from specache_compile.kernels.state.operands import KeptLogits, takes
 from specache_compile.kernels.state.page_table import Pages, pairs_of
-from specache_compile.kernels.state.segments import aligned, of_rows, put, runs, runs_of_pairs, span_of, tokens_of
 from specache_compile.kernels.state.stored_pairs import ROUNDED, stored
 
 from . import tier_ops as tiers
@@ -37,7 +38,7 @@ from . import tier_ops as tiers
 # More new tokens than this are copied by the DMA engines, through staging; fewer are written through by a kernel.
 WRITE_THROUGH = 64
 
-# Segments that are rounded at a time, which limits temporary memory.
+# Pages that are rounded at a time, which limits temporary memory.
 ROUNDED_AT_ONCE = 4
 
 
@@ -97,7 +98,7 @@ def prefetch(
     copy = stream_of(slots.device)
     copy.wait_stream(torch.cuda.current_stream(slots.device))
     with torch.cuda.stream(copy):
-        gather(selected, host, slots, slot_index, fetched, cursor=cursor)
+        gather(selected, cursor, host, slots, slot_index, fetched)
     if not torch.cuda.is_current_stream_capturing():
         record.fetches[slots.data_ptr()] = copy.record_event()
 
@@ -112,9 +113,10 @@ def wait(after: Tensor, cursor: Tensor, slots: Tensor, slot_index: Tensor, selec
         torch.cuda.current_stream(slots.device).wait_event(fetch)
 
 
+@takes(kept=KeptLogits)
 def correct(
     scores: Tensor, cursor: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor, corrected: Tensor,
-    q: Tensor | None = None, logits: Tensor | None = None, base: Tensor | None = None, mask: Tensor | None = None,
+    kept: KeptLogits | None = None,
 ) -> Tensor:  # fmt: skip
     """Run `tier_ops.correct`: select on the main stream, and gather concurrently until `wait_for_correction`.
 
@@ -124,7 +126,7 @@ def correct(
     from .triton_select import select_topk
     from .triton_select_logits import select
 
-    chosen = torch.empty_like(slot_index)
+    chosen, (q, logits, base, mask) = torch.empty_like(slot_index), kept or KeptLogits()
     if q is None or logits is None or base is None:
         select_topk(scores[0], chosen, cursor)
     else:
@@ -137,7 +139,7 @@ def correct(
     corrections.wait_stream(torch.cuda.current_stream(slots.device))
     with torch.cuda.stream(corrections):
         programs = slot_index.shape[0] * slot_index.shape[1]
-        gather(chosen, host, slots, slot_index, corrected, programs=programs, cursor=cursor)
+        gather(chosen, cursor, host, slots, slot_index, corrected, programs=programs)
     host_record(cursor).corrections[slots.data_ptr()] = corrections.record_event()
     return chosen
 
@@ -152,7 +154,7 @@ def wait_for_correction(cursor: Tensor, slots: Tensor) -> None:
 def copy_across(source: Tensor, target: Tensor) -> None:
     """Copy pairs [B, H, n, 2, d] to the same shape across PCIe.
 
-    If both are contiguous, like whole segments, this is one copy; else one copy per row and head, which are contiguous.
+    If both are contiguous, like whole pages, this is one copy; else one copy per row and head, which are contiguous.
     """
     if source.is_contiguous() and target.is_contiguous():
         target.copy_(source, non_blocking=True)
@@ -197,7 +199,7 @@ class Staging:
 
 
 def stage(k: Tensor, v: Tensor, start: int, host: Tensor | Pages, buffer: Tensor) -> list[Tensor]:
-    """Write the new pairs k, v [B, H, T, d] to `buffer` in the host tier's layout, whole segments at once.
+    """Write the new pairs k, v [B, H, T, d] to `buffer` in the host tier's layout, whole pages at once.
 
     Returns: a contiguous piece [B, H, n, 2, d or w] for each of the `runs` of the host tier's tokens from `start` on.
     """

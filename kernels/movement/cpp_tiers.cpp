@@ -52,15 +52,15 @@ void choose(const float* scores, int64_t n, int64_t k, int32_t* selected) {
 // The columns of a cursor before a row's table, and the tokens of a page: `page_table.py`.
 constexpr int64_t kTable = 4, kPage = 256;
 
-// A tier in runs of `span` contiguous tokens of each of `heads` (`segments.py`). pair: bytes of a pair; channels: d if it
-// is rounded, else 0. If a cursor [rows, columns] has a table, the tier is in pages, and row_heads are a row's heads.
+// A tier in the pages of a cursor [rows, columns], or a ring of so many tokens per head. heads: of all rows; row_heads: of
+// a row. pair: bytes of a pair; channels: d if it is rounded, else 0.
 struct Tier {
   char* pairs;
-  int64_t heads, span, pair, channels = 0;
-  const int64_t* cursor = nullptr;
-  int64_t columns = kTable, row_heads = 1;
+  int64_t heads, pair, channels;
+  const int64_t* cursor;
+  int64_t columns, row_heads, ring = 0;
   char* at(int64_t head, int64_t token) const {
-    if (columns == kTable) return pairs + ((token / span * heads + head) * span + token % span) * pair;
+    if (ring) return pairs + (head * ring + token % ring) * pair;
     const int64_t page = cursor[head / row_heads * columns + kTable + token / kPage];
     return pairs + ((page * row_heads + head % row_heads) * kPage + token % kPage) * pair;
   }
@@ -147,32 +147,32 @@ extern "C" void select_topk(const float* scores, int64_t heads, int64_t stride, 
   for (int64_t head = 0; head < heads; ++head) choose(scores + head * stride, n, k, selected + head * k);
 }
 
-// selected and slot_index [rows * heads, k], slots [rows * heads, k] of pairs, cursor [rows, columns], host a tier of
-// pairs; fetched: copied bytes are added to it.
+// selected and slot_index [rows * heads, k], slots [rows * heads, k] of pairs, cursor [rows, columns], host a tier in
+// pages; fetched: copied bytes are added to it.
 extern "C" void refill(const int32_t* selected, const int64_t* cursor, char* host, char* slots, int32_t* slot_index,
-                       int64_t columns, int64_t rows, int64_t heads, int64_t span, int64_t k, int64_t pair,
-                       int64_t channels, int64_t* fetched) {
-  const Tier tier = {host, rows * heads, span, pair, channels, cursor, columns, heads};
+                       int64_t columns, int64_t rows, int64_t heads, int64_t k, int64_t pair, int64_t channels,
+                       int64_t* fetched) {
+  const Tier tier = {host, rows * heads, pair, channels, cursor, columns, heads};
   *fetched += refill_heads(selected, tier, 0, tier.heads, slots, slot_index, k);
 }
 
 // Lane 0's selection in each batch row's low-bit tier: scores [lanes, rows * heads, stride], cursor [rows, columns] →
 // chosen [rows * heads, k], the new tokens of the slots.
 extern "C" void correct(const float* scores, const int64_t* cursor, char* host, char* slots, int32_t* slot_index,
-                        int64_t columns, int64_t rows, int64_t heads, int64_t stride, int64_t span, int64_t k,
-                        int64_t pair, int64_t channels, int32_t* chosen, int64_t* corrected) {
+                        int64_t columns, int64_t rows, int64_t heads, int64_t stride, int64_t k, int64_t pair,
+                        int64_t channels, int32_t* chosen, int64_t* corrected) {
   for (int64_t row = 0; row < rows; ++row)
     select_topk(scores + row * heads * stride, heads, stride, cursor[row * columns + 1], k, chosen + row * heads * k);
-  refill(chosen, cursor, host, slots, slot_index, columns, rows, heads, span, k, pair, channels, corrected);
+  refill(chosen, cursor, host, slots, slot_index, columns, rows, heads, k, pair, channels, corrected);
 }
 
 // Write the pairs of `count` new tokens to target from each row's length on; cursor [rows, columns]. keys and values
 // [rows * heads, count] have `half` bytes each, and `width` bytes in the target: rounded if these have `channels`.
-// target has `places` tokens per head; token t goes to t mod places. paged: it is in pages if the cursor has a table.
+// ring: as in `Tier`.
 extern "C" void write_pairs(const char* keys, const char* values, const int64_t* cursor, char* target, int64_t columns,
-                            int64_t rows, int64_t heads, int64_t count, int64_t places, int64_t span, int64_t half,
-                            int64_t width, int64_t channels, int64_t paged) {
-  const Tier tier = {target, rows * heads, span, 2 * width, channels, cursor, paged ? columns : kTable, heads};
+                            int64_t rows, int64_t heads, int64_t count, int64_t ring, int64_t half, int64_t width,
+                            int64_t channels) {
+  const Tier tier = {target, rows * heads, 2 * width, channels, cursor, columns, heads, ring};
   const auto write = [&](const char* from, char* to) {
     if (channels) round_to(reinterpret_cast<const DTYPE*>(from), channels, width, to);
     else std::memcpy(to, from, half);
@@ -181,7 +181,7 @@ extern "C" void write_pairs(const char* keys, const char* values, const int64_t*
     for (int64_t t = 0; t < count; ++t) {
       const int64_t token = cursor[head / heads * columns] + t;
       if (token < 0) continue;  // no token (`cursor.py`)
-      char* pair = tier.at(head, token % places);
+      char* pair = tier.at(head, token);
       write(keys + (head * count + t) * half, pair);
       write(values + (head * count + t) * half, pair + width);
     }

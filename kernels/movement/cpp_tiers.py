@@ -7,7 +7,6 @@ these ops copy synchronously.
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable
 from ctypes import CDLL
 from typing import Any
@@ -19,9 +18,8 @@ from specache_compile.kernels.codes.trellis import is_trellis
 from specache_compile.kernels.cpp.library import address, tiers_library, trellis_library
 from specache_compile.kernels.state.by_rows import rows_of
 from specache_compile.kernels.state.cursor import LOW_BIT, QUEUE
-from specache_compile.kernels.state.page_table import has_table
-from specache_compile.kernels.state.segments import places_of, span_of
 from specache_compile.kernels.state.stored_pairs import ROUNDED
+from specache_compile.kernels.state.stored_tiers import StoredTiers
 
 from . import tier_ops as tiers
 from .copy_queue import queue_of
@@ -40,7 +38,7 @@ def library_of(*arguments: Any) -> CDLL:
 
 
 def library_of_append(
-    k: Tensor, v: Tensor, padding: Tensor | None, cursor: Tensor, recent: Tensor, codes: Tensor, key_params: Tensor,
+    k: Tensor, v: Tensor, padding: Tensor | None, cursor: Tensor, codes: Tensor, key_params: Tensor,
     value_params: Tensor, *rest: Any,
 ) -> CDLL:  # fmt: skip
     """Return the library for `append`, and compile the trellis encoder if the tier needs it."""
@@ -71,7 +69,7 @@ def prefetch_fused(
 ) -> None:
     """Run `tier_ops.prefetch` synchronously in C++; same arguments and results."""
     stored = (pair_bytes(host), channels_of(slots, host))
-    sizes = (cursor.shape[1], *selected.shape[:2], span_of(host), selected.shape[-1], *stored)
+    sizes = (cursor.shape[1], *selected.shape, *stored)
     places = [address(tensor) for tensor in (selected, cursor, host, slots, slot_index)]
     library = library_for(slots, host)
 
@@ -93,7 +91,7 @@ def correct_fused(
     chosen = torch.empty_like(slot_index)
     scores, library = scores.contiguous(), library_for(slots, host)
     stored = (pair_bytes(host), channels_of(slots, host))
-    sizes = (cursor.shape[1], *slots.shape[:2], scores.shape[-1], span_of(host), slots.shape[2], *stored)
+    sizes = (cursor.shape[1], *slots.shape[:2], scores.shape[-1], slots.shape[2], *stored)
     places = [address(tensor) for tensor in (scores, cursor, host, slots, slot_index)]
 
     def job() -> None:
@@ -113,7 +111,7 @@ def offload_fused(k: Tensor, v: Tensor, padding: Tensor | None, cursor: Tensor, 
     if k.shape[2] > WRITE_THROUGH or k.dtype != v.dtype or host.dtype not in (k.dtype, ROUNDED):
         tiers.offload(k, v, padding, cursor, host)
         return
-    job = write_pairs(k, v, cursor, host, paged=True)
+    job = write_pairs(k, v, cursor, host)
     queue = queue_of(cursor)
     if queue is None:
         job()
@@ -121,32 +119,29 @@ def offload_fused(k: Tensor, v: Tensor, padding: Tensor | None, cursor: Tensor, 
         queue.run_now(job)
 
 
-def append_fused(
-    k: Tensor, v: Tensor, padding: Tensor | None, cursor: Tensor, recent: Tensor, *low_bit_tier: Any,
-) -> None:  # fmt: skip
+def append_fused(k: Tensor, v: Tensor, padding: Tensor | None, cursor: Tensor, *stored: Any) -> None:
     """Run `tier_ops.append`, in C++ for rows where no token leaves the window; same arguments and results."""
+    recent: Tensor = stored[StoredTiers._fields.index("recent")]
     leaves = [next_low_bit > low_bit for low_bit, next_low_bit in cursor[:, LOW_BIT:QUEUE].tolist()]
     one_token = k.shape[2] == 1  # the ring has space for it next to all tokens that leave
     if all(leaves) or (any(leaves) and not one_token) or not k.dtype == v.dtype == recent.dtype:
-        tiers.append(k, v, padding, cursor, recent, *low_bit_tier)
+        tiers.append(k, v, padding, cursor, *stored)
         return
     for number in (number for number, leaving in enumerate(leaves) if leaving):
         row = slice(number, number + 1)
-        given = zip(APPENDED, (k, v, padding, cursor, recent, *low_bit_tier), strict=False)
-        tiers.append(*(rows_of(name, value, row, has_table(cursor)) for name, value in given))
-    write_pairs(k, v, cursor, recent)()
+        given = zip(APPENDED, (k, v, padding, cursor, *stored), strict=False)
+        tiers.append(*(rows_of(name, value, row) for name, value in given))
+    write_pairs(k, v, cursor, recent, ring=recent.shape[2])()
 
 
-def write_pairs(k: Tensor, v: Tensor, cursor: Tensor, target: Tensor, paged: bool = False) -> Callable[[], None]:
-    """Return a job that writes k, v [B, H, T, d] to target (`segments.py`), from each row's length on.
+def write_pairs(k: Tensor, v: Tensor, cursor: Tensor, target: Tensor, ring: int = 0) -> Callable[[], None]:
+    """Return a job that writes k, v [B, H, T, d] to target, from each row's length on.
 
-    Token t goes to index t mod the target's capacity. paged: the target is in pages if the cursor has a table.
+    ring: token t goes to index t mod ring; 0: the target is in pages.
     """
     k, v = k.contiguous(), v.contiguous()
-    half, paged = k.shape[3] * k.element_size(), paged and has_table(cursor)
-    places = sys.maxsize if paged else places_of(target)
-    stored = (span_of(target), half, pair_bytes(target) // 2, channels_of(k, target), paged)
-    sizes, library = (cursor.shape[1], *k.shape[:3], places, *stored), library_for(k, target)
+    stored = (k.shape[3] * k.element_size(), pair_bytes(target) // 2, channels_of(k, target))
+    sizes, library = (cursor.shape[1], *k.shape[:3], ring, *stored), library_for(k, target)
 
     def job() -> None:
         library.write_pairs(address(k), address(v), address(cursor), address(target), *sizes)

@@ -18,11 +18,12 @@ from specache_compile.kernels.codes.records import (
 )
 from specache_compile.kernels.codes.trellis import is_trellis, quantize
 from specache_compile.kernels.state.by_rows import by_rows
+from specache_compile.kernels.state.by_token import picked, put
 from specache_compile.kernels.state.center import centers, is_found, set_center
 from specache_compile.kernels.state.cursor import LENGTH, LOW_BIT, NEXT_LOW_BIT, length_of
 from specache_compile.kernels.state.layout import Layout, rotated
+from specache_compile.kernels.state.operands import KeptLogits, takes
 from specache_compile.kernels.state.page_table import Pages, pairs_of
-from specache_compile.kernels.state.segments import picked, put
 from specache_compile.kernels.state.sinks import keep_sinks
 from specache_compile.kernels.state.stored_pairs import decoded, stored
 from specache_compile.kernels.state.stored_tiers import EMPTY, StoredTiers
@@ -31,37 +32,21 @@ from .copy_queue import queue_of
 
 
 @by_rows()
+@takes(tiers=StoredTiers, layout=Layout)
 def append(
-    k: Tensor,
-    v: Tensor,
-    padding: Tensor | None,
-    cursor: Tensor,
-    recent: Tensor,
-    codes: Tensor,
-    key_params: Tensor,
-    value_params: Tensor,
-    center: Tensor,
-    sink_pairs: Tensor,
-    sink_index: Tensor,
-    key_bits: int,
-    value_bits: int,
-    rotate: bool,
-    zero_point: str,
+    k: Tensor, v: Tensor, padding: Tensor | None, cursor: Tensor, tiers: StoredTiers, layout: Layout, zero_point: str,
     frequencies: Tensor | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Write the new pairs to `recent`; pairs that leave the window move to the low-bit tier.
 
     Args:
         k, v: [B, H, T, d].
         padding: bool [B, 1, 1, C], False for padding tokens, which do not count in their group's range; or None.
-        recent: [B, H, W, 2, d], mutated.
-        codes, key_params, value_params, center, sink_pairs: as in `StoredTiers`, mutated.
-        sink_index: int32 [B, 1, S], the tokens of sink_pairs (`sinks.py`).
-        key_bits, value_bits, rotate: the fields of `Layout`.
+        tiers: mutated, except `sink_index`.
         zero_point: name of a quantiser.
         frequencies: RoPE's [h], from which the keys' center is found. With None the center stays, or is the plain mean.
     """
-    layout = Layout(key_bits, value_bits, rotate)
+    codes, key_params, _, center, _, _, recent = tiers
     length, low_bit, next_low_bit = (int(cursor[0, i]) for i in (LENGTH, LOW_BIT, NEXT_LOW_BIT))
     new = torch.stack([k, v], dim=3)[:, :, max(0, -length) :]
     length = max(0, length)
@@ -71,7 +56,6 @@ def append(
         if not low_bit and is_found(center, frequencies, is_trellis(key_params)):
             there = None if padding is None else padding[..., :next_low_bit].mT
             set_center(leaving[:, :, :, 0], there, frequencies, center, codes.shape[2] // key_params.shape[2])
-        tiers = StoredTiers(codes, key_params, value_params, center, sink_pairs, sink_index, recent)
         store_low_bit(leaving, padding, low_bit, tiers, layout, zero_point)
     first = max(length, next_low_bit)
     stop = length + new.shape[2]
@@ -209,9 +193,10 @@ def prefetch(
 
 
 @by_rows(0)
+@takes(kept=KeptLogits)
 def correct(
     scores: Tensor, cursor: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor, corrected: Tensor,
-    q: Tensor | None = None, logits: Tensor | None = None, base: Tensor | None = None, mask: Tensor | None = None,
+    kept: KeptLogits | None = None,
 ) -> Tensor:  # fmt: skip
     """Copy the pairs that lane 0 selects and that the slots lack to the slots.
 
@@ -221,7 +206,7 @@ def correct(
         scores: [lanes, B, H, C], from `score_low_bit`.
         slots, slot_index: [B, H, k, 2, d] and [B, H, k], mutated.
         corrected: int64 [1], the number of copied bytes, mutated.
-        q, logits, base, mask: the query, the results of `score_low_bit`, and the mask, for a GPU without scores.
+        kept: for a GPU without scores.
 
     Returns: the slots' new tokens, int32 [B, H, k] in any order. On a GPU their pairs may arrive later, but before
     `attend_scored` reads them.

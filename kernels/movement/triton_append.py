@@ -20,7 +20,8 @@ from specache_compile.kernels.codes.triton_records import ROWS_FROM, packed, pla
 from specache_compile.kernels.codes.triton_trellis import encode_vectors
 from specache_compile.kernels.state.center import is_found
 from specache_compile.kernels.state.layout import Layout, rotation_block
-from specache_compile.kernels.state.page_table import has_table
+from specache_compile.kernels.state.operands import takes
+from specache_compile.kernels.state.stored_tiers import StoredTiers
 from specache_compile.kernels.state.triton_center import STEPPED_ROWS, STEPS, load_group_center, set_center
 from specache_compile.kernels.state.triton_cursor import AT_LENGTH, AT_LOW_BIT, AT_NEXT_LOW_BIT, place_in_page
 from specache_compile.kernels.state.triton_pairs import load_pairs
@@ -54,18 +55,18 @@ def load_leaving(
 
 @triton.jit(do_not_specialize=["heads", "columns", "done"])
 def copy_groups(
-    # k and v [B, H, T, d]; cursor [B, 4]; recent [B, H, W, 2, d]; center float32 [B, H, CENTERED, d], unused if keys
-    # are not centered; sink_index [B, 1, S] int32. Written: pairs, a ring [B, H, room, 2, d] or a low-bit tier of 16
-    # bits [B, H, C, 2·d]; sink_pairs [B, H, S, 2, d].
+    # k and v [B, H, T, d]; cursor [B, columns]; recent [B, H, W, 2, d]; center float32 [B, H, CENTERED, d], unused if
+    # keys are not centered; sink_index [B, 1, S] int32. Written: pairs, a ring [B, H, room, 2, d] or a low-bit tier of
+    # 16 bits in pages; sink_pairs [B, H, S, 2, d].
     k, v, cursor, recent, center, sink_index, pairs, sink_pairs, k_strides, v_strides,
-    # H; C in tokens; columns of the cursor; tokens that have left the window in earlier launches.
-    heads, capacity, columns, done,
+    # H; columns of the cursor; tokens that have left the window in earlier launches.
+    heads, columns, done,
     d: tl.constexpr, window: tl.constexpr, group: tl.constexpr, room: tl.constexpr, block: tl.constexpr,
-    sink_tokens: tl.constexpr, TURNED: tl.constexpr, CENTERED: tl.constexpr, PAGED: tl.constexpr, BLOCK: tl.constexpr,
+    sink_tokens: tl.constexpr, TURNED: tl.constexpr, CENTERED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK tokens of one head that leave the window, `block` channels of keys and values. Token t goes to
     t mod room of the ring, or if room is 0 to its place in the tier. sink_tokens: S. TURNED: rotate the pairs.
-    CENTERED: rows of the center, which is subtracted from the keys first; 0 for none. PAGED: the tier is in pages.
+    CENTERED: rows of the center, which is subtracted from the keys first; 0 for none.
 
     Bytes a pair: 4·d read, 4·d written. FLOPs: 2·d·log2(block) if TURNED.
     """
@@ -95,12 +96,7 @@ def copy_groups(
         key -= tl.cos(angle) * one + tl.sin(angle) * other
     if TURNED:
         key, value = hadamard(key), hadamard(value)
-    if room > 0:
-        place = bh * room + tokens % room
-    elif PAGED:
-        place = place_in_page(cursor, bh % heads, tokens, heads, tokens >= 0)
-    else:
-        place = bh * capacity + tokens
+    place = bh * room + tokens % room if room > 0 else place_in_page(cursor, bh % heads, tokens, heads, tokens >= 0)
     at = pairs + place * 2 * d + channel
     tl.store(at, key.to(pairs.dtype.element_ty), channel < d)
     tl.store(at + d, value.to(pairs.dtype.element_ty), channel < d)
@@ -108,27 +104,26 @@ def copy_groups(
 
 @triton.jit(do_not_specialize=["heads", "columns", "done"])
 def quantize_groups(
-    # k and v [B, H, T, d]; padding [B, 1, 1, C] uint8, 0: not there; cursor [B, 4]; recent [B, H, W, 2, d], or what
-    # `copy_groups` made of all three; sink_index [B, 1, S] int32.
+    # k and v [B, H, T, d]; padding [B, 1, 1, C] uint8, 0: not there; cursor [B, columns]; recent [B, H, W, 2, d], or
+    # what `copy_groups` made of all three; sink_index [B, 1, S] int32.
     k, v, padding, cursor, recent, sink_index,
-    # Written: codes [B, H, C, w] uint8, in records; key_params [B, H, C/g, 2, D] and value_params [B, H, C, 2, D/gv],
-    # in the trellis code [B, H, C/g, 1, g] and [B, H, C, 1, 1]; sink_pairs [B, H, S, 2, d], except if APART.
+    # Written: codes, key_params and value_params, in pages; sink_pairs [B, H, S, 2, d], except if APART.
     # steps: memory of `encode_vectors`, float32 [B·H, groups, 33·g·D/32]; anything where no code is a trellis.
     codes, key_params, value_params, sink_pairs, steps, k_strides, v_strides,
     # Stride of the padding's rows.
     p_batch,
-    # The largest number of the model's dtype; H; C in tokens; columns of the cursor; tokens that have left the window
-    # in earlier launches.
-    limit, heads, capacity, columns, done,
+    # The largest number of the model's dtype; H; columns of the cursor; tokens that have left the window in earlier
+    # launches.
+    limit, heads, columns, done,
     d: tl.constexpr, D: tl.constexpr, window: tl.constexpr, group: tl.constexpr, value_group: tl.constexpr,
     key_bits: tl.constexpr, value_bits: tl.constexpr, zero_point: tl.constexpr, sink_tokens: tl.constexpr,
-    PADDED: tl.constexpr, APART: tl.constexpr, KEY_TRELLIS: tl.constexpr, TRELLIS: tl.constexpr, PAGED: tl.constexpr,
+    PADDED: tl.constexpr, APART: tl.constexpr, KEY_TRELLIS: tl.constexpr, TRELLIS: tl.constexpr,
 ):  # fmt: skip
     """One program: one group of g tokens of one head, if the group leaves the window.
 
     D: d, padded. zero_point: name of a quantiser. sink_tokens: S. PADDED: there is padding. APART: `recent` is the
     output of `copy_groups`. KEY_TRELLIS, TRELLIS: keys, values are in the trellis code; keys in this code have a
-    center, and so are APART. PAGED: the low-bit tier is in pages.
+    center, and so are APART.
     Bytes: 4·g·d read, g·w + 4·D + 4·g·D/gv written; in the trellis code `steps` too, in the cache. FLOPs: about 10 a
     number, 60 in the trellis code.
     """
@@ -141,9 +136,7 @@ def quantize_groups(
     tokens, channel = (start + tl.arange(0, group))[:, None], tl.arange(0, D)[None, :]
     inside = channel < d
     width: tl.constexpr = D * (key_bits + value_bits) // 8
-    first = bh * capacity + start
-    if PAGED:
-        first = place_in_page(cursor, bh % heads, start, heads, start >= 0)
+    first = place_in_page(cursor, bh % heads, start, heads, start >= 0)
     places = first + tl.arange(0, group)
     steps += (bh * tl.num_programs(1) + tl.program_id(1)) * (33 * group * D // 32)
 
@@ -191,7 +184,7 @@ def quantize_groups(
 
 @triton.jit(do_not_specialize=["heads", "columns", "count"])
 def write_recent(
-    # k and v [B, H, T, d]; cursor [B, 4]; written: recent [B, H, W, 2, d].
+    # k and v [B, H, T, d]; cursor [B, columns]; written: recent [B, H, W, 2, d].
     k, v, cursor, recent, k_strides, v_strides,
     # H, columns of the cursor, T new tokens.
     heads, columns, count,
@@ -215,28 +208,28 @@ def write_recent(
     tl.store(place + d, tl.load(v + (tokens - length) * v_strides[2] + channel, inside), inside)
 
 
+@takes(tiers=StoredTiers, layout=Layout)
 def append(
-    k: Tensor, v: Tensor, padding: Tensor | None, cursor: Tensor, recent: Tensor, codes: Tensor, key_params: Tensor,
-    value_params: Tensor, center: Tensor, sink_pairs: Tensor, sink_index: Tensor, key_bits: int, value_bits: int,
-    rotate: bool, zero_point: str, frequencies: Tensor | None = None,
+    k: Tensor, v: Tensor, padding: Tensor | None, cursor: Tensor, tiers: StoredTiers, layout: Layout, zero_point: str,
+    frequencies: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Run `tier_ops.append` with lengths on the device: at most T // g + 1 groups can leave the window at once."""
     k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
     batch, heads, count, d = k.shape
-    capacity, window, layout = codes.shape[2], recent.shape[2], Layout(key_bits, value_bits, rotate)
+    codes, key_params, value_params, center, sink_pairs, sink_index, recent = tiers
+    window = recent.shape[2]
     if zero_point not in ("midpoint", "minimum", "middles"):
         raise NotImplementedError(f"quantiser {zero_point!r} has no CUDA kernel: `scale_and_zero` here supports three")
     strides = k.stride()[:3], v.stride()[:3]
-    padded, paged = triton.next_power_of_2(d), has_table(cursor)
+    padded = triton.next_power_of_2(d)
     common = {"heads": heads, "columns": cursor.stride(0), "d": d}
 
     def copy(pairs: Tensor, tokens: int, done: int, room: int, block: int, tile: int) -> None:
         """Launch `copy_groups` for so many tokens after the first `done`."""
         copy_groups[batch * heads, triton.cdiv(tokens, tile), triton.cdiv(d, block)](
-            k, v, cursor, recent, center, sink_index, pairs, sink_pairs, *strides, capacity=capacity, done=done,
-            **common, window=window, group=group, room=room, block=block, sink_tokens=sink_index.shape[2],
-            TURNED=layout.is_rotated, CENTERED=center.shape[2] * layout.is_quantised, PAGED=paged, BLOCK=tile,
-            num_warps=4,
+            k, v, cursor, recent, center, sink_index, pairs, sink_pairs, *strides, done=done, **common, window=window,
+            group=group, room=room, block=block, sink_tokens=sink_index.shape[2], TURNED=layout.is_rotated,
+            CENTERED=center.shape[2] * layout.is_quantised, BLOCK=tile, num_warps=4,
         )  # fmt: skip
 
     if not layout.is_quantised:
@@ -244,7 +237,7 @@ def append(
         group = COPY_BLOCK
         copy(codes, count + window, 0, 0, padded, COPY_BLOCK)
     else:
-        dim, group = stored_dim(d), capacity // key_params.shape[2]
+        dim, group = stored_dim(d), codes.shape[2] // key_params.shape[2]
         in_trellis = [is_trellis(params) for params in (key_params, value_params)]
         there = k if padding is None else padding.view(torch.uint8)
         pairs, steps = recent, codes
@@ -263,11 +256,11 @@ def append(
                 copy(pairs, step * group, done, step * group, rotation_block(d), ROTATED_BLOCK)
             quantize_groups[batch * heads, step](
                 k, v, there, cursor, pairs, sink_index, codes, key_params, value_params, sink_pairs, steps, *strides,
-                p_batch=there.stride(0), limit=torch.finfo(k.dtype).max, capacity=capacity, done=done, **common,
-                D=dim, window=pairs.shape[2], group=group, value_group=dim // value_params.shape[-1],
-                key_bits=key_bits, value_bits=value_bits, zero_point=zero_point, sink_tokens=sink_index.shape[2],
+                p_batch=there.stride(0), limit=torch.finfo(k.dtype).max, done=done, **common, D=dim,
+                window=pairs.shape[2], group=group, value_group=dim // value_params.shape[-1], key_bits=layout.key_bits,
+                value_bits=layout.value_bits, zero_point=zero_point, sink_tokens=sink_index.shape[2],
                 PADDED=padding is not None, APART=apart, KEY_TRELLIS=in_trellis[0], TRELLIS=in_trellis[1],
-                PAGED=paged, num_warps=min(max(4, group * dim // NUMBERS), 16),
+                num_warps=min(max(4, group * dim // NUMBERS), 16),
             )  # fmt: skip
     write_recent[batch * heads, triton.cdiv(min(count, window), RING_BLOCK)](
         k, v, cursor, recent, *strides, **common, count=count, window=window, BLOCK=RING_BLOCK, CHANNELS=padded,

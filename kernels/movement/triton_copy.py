@@ -16,8 +16,6 @@ from torch import Tensor
 
 from specache_compile.kernels.codes.triton_levels import ROUND
 from specache_compile.kernels.state import stored_pairs
-from specache_compile.kernels.state.page_table import has_table
-from specache_compile.kernels.state.segments import span_of
 from specache_compile.kernels.state.triton_cursor import AT_LENGTH, place_in_page
 
 LARGEST = tl.constexpr(stored_pairs.LARGEST)
@@ -32,15 +30,15 @@ GATHER = 16384
 
 @triton.jit(do_not_specialize=["heads", "columns"])
 def fetch_missing(
-    # selected [B, H, k] int32 (-1: none); cursor int64 [B, columns], if PAGED; host: a tier (`segments.py`,
-    # `page_table.py`), pinned. All contiguous.
+    # selected [B, H, k] int32 (-1: none); cursor int64 [B, columns]; host: a tier in pages (`page_table.py`), pinned.
+    # All contiguous.
     selected, cursor, host,
     # Read and written: slots [B, H, k, 2, d], slot_index [B, H, k] int32 (-1: empty), traffic int64 [1] in bytes.
     slots, slot_index, traffic,
-    # B·H and H; columns of the cursor; contiguous tokens of a head; k; bytes of a pair.
-    count, heads, columns, span, top_k, row_bytes,
+    # B·H and H; columns of the cursor; k; bytes of a pair.
+    count, heads, columns, top_k, row_bytes,
     d: tl.constexpr, width: tl.constexpr, ROUNDED: tl.constexpr, SELECTED: tl.constexpr, CHUNK: tl.constexpr,
-    COLUMNS: tl.constexpr, PAGED: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """One program: a strided part of the KV heads. Pairs that stay keep their slots; the i-th missing pair goes to the
     i-th free slot.
@@ -77,9 +75,7 @@ def fetch_missing(
             tl.store(slot_index + bh * top_k + slot, -1, free)
         tl.debug_barrier()  # mark empty slots before writing the indices of filled ones
         tl.store(slot_index + bh * top_k + place, token, missing)
-        run = ((token // span).to(tl.int64) * count + bh) * span + token % span
-        if PAGED:
-            run = place_in_page(cursor + bh // heads * columns, bh % heads, token, heads, missing)
+        run = place_in_page(cursor + bh // heads * columns, bh % heads, token, heads, missing)
         source = host + run * (2 * width)
         target = slots + (bh * top_k + place) * pair
         if ROUNDED:  # once per pair: with the columns, scales would be most of the loads over PCIe
@@ -119,15 +115,13 @@ def rounded(x):
 
 @triton.jit(do_not_specialize=["count", "columns"])
 def write_host(
-    # k and v [B, H, T, d]; cursor int64 [B, columns]; written: host, a tier (`segments.py`, `page_table.py`), pinned,
-    # contiguous.
+    # k and v [B, H, T, d]; cursor int64 [B, columns]; written: host, a tier in pages, pinned, contiguous.
     k, v, cursor, host,
     # The first three strides of k and of v in elements, with contiguous channels.
     k_strides, v_strides,
-    # B, H, T new tokens; columns of the cursor; contiguous tokens of a head.
-    rows, heads, count, columns, span,
+    # H, T new tokens; columns of the cursor.
+    heads, count, columns,
     d: tl.constexpr, width: tl.constexpr, ROUNDED: tl.constexpr, BLOCK: tl.constexpr, CHANNELS: tl.constexpr,
-    PAGED: tl.constexpr,
 ):  # fmt: skip
     """One program: write BLOCK new pairs of one head to the host tier.
 
@@ -145,9 +139,7 @@ def write_host(
     v += batch * v_strides[0] + head * v_strides[1]
     key = tl.load(k + new[:, None] * k_strides[2] + channel[None, :], inside, 0.0)
     value = tl.load(v + new[:, None] * v_strides[2] + channel[None, :], inside, 0.0)
-    run = ((token // span) * rows * heads + bh) * span + token % span
-    if PAGED:
-        run = place_in_page(cursor + batch * columns, head, token, heads, real)
+    run = place_in_page(cursor + batch * columns, head, token, heads, real)
     place = host + run[:, None] * (2 * width) + channel[None, :]
     if ROUNDED:
         row = host + run * (2 * width)
@@ -161,12 +153,12 @@ def write_host(
 
 
 def gather(
-    selected: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor, traffic: Tensor, programs: int = PROGRAMS,
-    cursor: Tensor | None = None,
+    selected: Tensor, cursor: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor, traffic: Tensor,
+    programs: int = PROGRAMS,
 ) -> None:  # fmt: skip
     """Run `tier_ops.refill` on the current stream, with at most this many `programs`.
 
-    `host` is in memory that the GPU can read, and in pages if the cursor has a table.
+    `host` is in memory that the GPU can read.
     """
     batch, heads, top_k = selected.shape
     if top_k == 0:
@@ -176,12 +168,10 @@ def gather(
     rows = triton.next_power_of_2(top_k)
     columns = min(triton.next_power_of_2(pair), max(16, GATHER // rows))
     fetch_missing[(min(batch * heads, programs),)](
-        selected, selected if cursor is None else cursor, host, slots, slot_index, traffic,
-        count=batch * heads, heads=heads, columns=0 if cursor is None else cursor.stride(0),
-        span=span_of(host), top_k=top_k, row_bytes=2 * width * host.element_size(),
-        d=d, width=width, ROUNDED=host.dtype == stored_pairs.ROUNDED,
-        SELECTED=rows, CHUNK=min(CHUNK, rows), COLUMNS=columns,
-        PAGED=cursor is not None and has_table(cursor), num_warps=8,
+        selected, cursor, host, slots, slot_index, traffic,
+        count=batch * heads, heads=heads, columns=cursor.stride(0), top_k=top_k,
+        row_bytes=2 * width * host.element_size(), d=d, width=width, ROUNDED=host.dtype == stored_pairs.ROUNDED,
+        SELECTED=rows, CHUNK=min(CHUNK, rows), COLUMNS=columns, num_warps=8,
     )  # fmt: skip
 
 
@@ -192,7 +182,7 @@ def write_through(k: Tensor, v: Tensor, cursor: Tensor, host: Tensor) -> None:
     block = min(16, triton.next_power_of_2(count))
     write_host[batch * heads, triton.cdiv(count, block)](
         k, v, cursor, host, k.stride()[:3], v.stride()[:3],
-        rows=batch, heads=heads, count=count, columns=cursor.stride(0), span=span_of(host),
-        d=d, width=host.shape[-1], ROUNDED=host.dtype == stored_pairs.ROUNDED, BLOCK=block,
-        CHANNELS=triton.next_power_of_2(d), PAGED=has_table(cursor), num_warps=1 if count == 1 else 4,
+        heads=heads, count=count, columns=cursor.stride(0), d=d, width=host.shape[-1],
+        ROUNDED=host.dtype == stored_pairs.ROUNDED, BLOCK=block, CHANNELS=triton.next_power_of_2(d),
+        num_warps=1 if count == 1 else 4,
     )  # fmt: skip

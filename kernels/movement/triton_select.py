@@ -65,7 +65,7 @@ def best_of(key, selected):
 @triton.jit(do_not_specialize=["tiles", "heads", "columns"])
 def keep_best(
     # This round's list: scores [B·H, length] float32, and their tokens [B·H, length] int32; if FIRST, tokens are
-    # indices and not read. cursor int64 [B, 4], if LOW_BIT_ALONE.
+    # indices and not read. cursor int64 [B, columns], if LOW_BIT_ALONE.
     scores, tokens, cursor,
     # Written, the next round's list: [B·H, tiles·selected] float32, except if LAST, and int32.
     kept_scores, kept_tokens,

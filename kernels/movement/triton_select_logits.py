@@ -45,7 +45,7 @@ def list_blocks(found, block, listed):
 @triton.jit(do_not_specialize=["m_batch", "m_head", "heads", "columns"])
 def keep_best_of_logits(
     # logits [B, H, C/64, 2, 8, ROWS/2, 8] and base [B, H, C/64, 2, 4, ROWS/2] (`kept_logits.py`); lse [B, Hq, lanes]
-    # float32 in log2 units, inf for a masked row; mask [B, Hq, lanes, ≥ n], if additive; cursor int64 [B, 4].
+    # float32 in log2 units, inf for a masked row; mask [B, Hq, lanes, ≥ n], if additive; cursor int64 [B, columns].
     logits, base, lse, mask, cursor,
     # Scratch: int32 [B, H, C/16]. Written: [B·H, tiles·selected] float32 and int32.
     found, kept_scores, kept_tokens,

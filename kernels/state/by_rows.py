@@ -10,9 +10,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from .cursor import CURSOR_SIZE, runs_of
-from .page_table import LOW_BIT_TIER, TIERS, WHOLE, has_table, pairs_of, row_read, write_row
-from .segments import of_rows
+from .cursor import CURSOR_SIZE, LOW_BIT, runs_of
+from .page_table import LOW_BIT_TIER, PAGE, TIERS, Pages, rows_read, table_of, write_rows
 from .stored_tiers import StoredTiers
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -21,35 +20,32 @@ F = TypeVar("F", bound=Callable[..., Any])
 WITHOUT_ROWS = frozenset(("sinks", "fetched", "corrected", "tally", "frequencies", "weight"))
 
 
-def by_rows(*returns: int) -> Callable[[F], F]:
-    """Decorate a definition, to call it once per run of adjacent rows with equal cursors; with pages, once per row.
+def by_rows(*returns: int, by_token: Sequence[str] = ("host",)) -> Callable[[F], F]:
+    """Decorate a definition, to call it once per run of adjacent rows with equal lengths.
 
-    Each call gets views of its rows of every operand, which it may write. A low-bit tier in pages is copied for the
+    Each call gets views of its rows of every operand, which it may write. The low-bit tier's pages are copied for the
     call, and written parts are copied back.
 
     returns: the batch dimension of each result.
+    by_token: operands that the definition accesses by token (`by_token.py`), as `Pages`.
     """
 
     def decorate(run: F) -> F:
         names = list(inspect.signature(run).parameters)
-        place = names.index("cursor")
 
         @functools.wraps(run)
         def call(*arguments: Any) -> Any:
-            cursor = arguments[place]
-            if has_table(cursor):
-                parts = [of_pages(run, names, arguments, cursor, row) for row in range(cursor.shape[0])]
-            elif cursor.shape[0] == 1 or bool((cursor == cursor[:1]).all()):
-                return run(*arguments)
-            else:
-                parts = [
-                    run(*map(functools.partial(rows_of, rows=rows), names, arguments))
-                    for rows, _ in runs_of(cursor.tolist())
-                ]
+            given = dict(zip(names, arguments, strict=False))
+            cursor, table = given["cursor"], table_of(given["cursor"])
+            runs = runs_of(cursor[:, :CURSOR_SIZE].tolist()) if cursor.shape[0] > 1 else [(slice(0, 1), None)]
+            parts = []
+            for rows, _ in runs:
+                own = given if len(runs) == 1 else {n: rows_of(n, x, rows, by_token) for n, x in given.items()}
+                parts.append(run_alike(run, by_token, own, table[rows]))
             if not returns:
                 return None
             if len(returns) == 1:
-                return torch.cat(parts, returns[0])
+                return parts[0] if len(parts) == 1 else torch.cat(parts, returns[0])
             return tuple(torch.cat(part, dim) for part, dim in zip(zip(*parts, strict=True), returns, strict=True))
 
         return call  # type: ignore[return-value]
@@ -57,34 +53,30 @@ def by_rows(*returns: int) -> Callable[[F], F]:
     return decorate
 
 
-def of_pages(run: Callable[..., Any], names: Sequence[str], arguments: Sequence[Any], cursor: Tensor, row: int) -> Any:
-    """Run a definition for one row with tiers in pages."""
-    rows, table = slice(row, row + 1), cursor[row, CURSOR_SIZE:].cpu()
-    given = {name: rows_of(name, value, rows, paged=True) for name, value in zip(names, arguments, strict=False)}
-    given["cursor"] = cursor[rows, :CURSOR_SIZE]
-    if WHOLE in given:
-        given[WHOLE] = pairs_of(given[WHOLE], cursor[rows])
+def run_alike(run: Callable[..., Any], by_token: Sequence[str], given: dict[str, Any], table: Tensor) -> Any:
+    """Run a definition for rows of equal lengths with this page table."""
+    cursor = given["cursor"][:, :CURSOR_SIZE]
+    given = {**given, "cursor": cursor, **{name: Pages(given[name], table) for name in by_token if name in given}}
     if TIERS in given:
-        tiers = given[TIERS]
-        given[TIERS] = tiers._replace(**{name: row_read(getattr(tiers, name), table) for name in LOW_BIT_TIER})
+        tiers = StoredTiers(*given[TIERS])
+        low_bit = {name: rows_read(getattr(tiers, name), table) for name in LOW_BIT_TIER}
+        given[TIERS] = tiers._replace(**low_bit)
     written = {name: given[name] for name in LOW_BIT_TIER if name in given}
-    given |= {name: row_read(tier, table) for name, tier in written.items()}
+    first = int(cursor[0, LOW_BIT]) // PAGE if written else 0
+    given |= {name: rows_read(tier, table, first) for name, tier in written.items()}
     results = run(**given)
     for name, tier in written.items():
-        write_row(tier, table, given[name], given["cursor"])
+        write_rows(tier, table, given[name], cursor)
     return results
 
 
-def rows_of(name: str, value: Any, rows: slice, paged: bool = False) -> Any:
-    """Return these batch rows of one operand; with `paged`, tiers have no rows and are unchanged."""
+def rows_of(name: str, value: Any, rows: slice, by_token: Sequence[str] = ()) -> Any:
+    """Return these batch rows of one operand; those in pages have no rows and are unchanged."""
     if isinstance(value, Sequence) and value and isinstance(value[0], Tensor):
-        whole = LOW_BIT_TIER if paged else ()
         named = zip(StoredTiers._fields, value, strict=True)
-        return StoredTiers(*(tensor if part in whole else tensor[rows] for part, tensor in named))
-    if paged and name in (*LOW_BIT_TIER, WHOLE):
+        return StoredTiers(*(tensor if part in LOW_BIT_TIER else tensor[rows] for part, tensor in named))
+    if name in LOW_BIT_TIER or name in by_token or name in WITHOUT_ROWS or not isinstance(value, Tensor):
         return value
-    if not isinstance(value, Tensor) or name in WITHOUT_ROWS or (name in ("mask", "padding") and value.shape[0] == 1):
+    if name in ("mask", "padding") and value.shape[0] == 1:
         return value
-    if name == "host":
-        return of_rows(value, rows)
     return value[:, rows] if name == "scores" else value[rows]  # scores are [lanes, B, ...]

@@ -15,8 +15,8 @@ its lengths at a fixed address. The comment below has the layout.
 #             │  tier        │  window now      │  window            │  offloaded    │
 #
 # A long prompt moves NEXT_LOW_BIT past LENGTH: some new tokens then leave the window at once. Rows of a left-padded
-# prompt start with p padding tokens. LENGTH is then -p; no op stores tokens with negative indices. If tiers are in
-# pages, each row's page table follows its four numbers (`page_table.py`).
+# prompt start with p padding tokens. LENGTH is then -p; no op stores tokens with negative indices. A row's page table
+# follows its four numbers (`page_table.py`).
 
 from __future__ import annotations
 

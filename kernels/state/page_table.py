@@ -1,19 +1,18 @@
 """Pages of 256 tokens of all heads. A row's table lists its pages by number, so that rows can share pages.
 
 Token t of a row is token t mod 256 of page `table[t // 256]`. The table follows the row's lengths in the cursor, int64
-[rows, 4 + C/256]. A cursor of four columns has no table: token t of row b is token t of the tier's row b.
+[rows, 4 + C/256].
 """
 
 # A tier in pages has the shape of P rows with 256 tokens each:
 #     codes       [P, H, 256, w]          key_params   [P, H, 256/g, 2, d]       value_params   [P, H, 256, 2, d/gv]
-#     host        [1, P, H, 256, 2, d]    full_cache   [P, H, 256, 2, d]
-# All other state tensors have rows. Page 0 is the null page: table entries without tokens name it, and padding rows
-# write to it (`lowering/row_buckets.py`).
+#     host and full_cache    [P, H, 256, 2, d]
+# All other state tensors have rows. Table entries without tokens name page 0. In the pool of a `Batch` it is the null
+# page, to which padding rows write (`lowering/row_buckets.py`).
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,29 +21,22 @@ from specache_compile.kernels.codes.records import RECORD
 
 from .cursor import CURSOR_SIZE, LOW_BIT, NEXT_LOW_BIT, host_record
 
-# Tokens in a page, and in a segment of the host tier; every capacity is a multiple.
+# Tokens in a page; every capacity is a multiple.
 PAGE = 256
-# Operands of the ops that may be in pages: definitions copy the low-bit tier to rows, and read the others by token.
+# Operands of the ops in pages: definitions copy the low-bit tier to rows, and read others by token (`by_rows`).
 LOW_BIT_TIER = ("codes", "key_params", "value_params")
-WHOLE = "host"
 # The operand of attention that is a list of state tensors; the low-bit tier comes first.
 TIERS = "tiers"
 
 
-def has_table(cursor: Tensor) -> bool:
-    return cursor.shape[1] > CURSOR_SIZE
-
-
 def shape_of_scores(codes: Tensor, cursor: Tensor) -> tuple[int, int, int]:
     """Return B, H and C of a low-bit tier; C is the capacity of a row in tokens."""
-    if not has_table(cursor):
-        return codes.shape[0], codes.shape[1], codes.shape[2]
     return cursor.shape[0], codes.shape[1], (cursor.shape[1] - CURSOR_SIZE) * PAGE
 
 
 @dataclass(frozen=True)
 class Pages:
-    """All pairs of rows in pages: `segments` reads and writes this instead of a tensor.
+    """All pairs of rows in pages: `by_token` reads and writes this instead of a tensor.
 
     pages: [P, H, 256, 2, d].
     table: int64 [B, C/256], on the CPU.
@@ -79,30 +71,30 @@ def table_of(cursor: Tensor) -> Tensor:
     return known
 
 
-def pairs_of(tier: Tensor, cursor: Tensor) -> Any:
-    """Return all pairs of the cursor's rows: the tier itself, or its `Pages`."""
-    return pairs_by(tier, table_of(cursor)) if has_table(cursor) else tier
+def pairs_of(tier: Tensor, cursor: Tensor) -> Pages:
+    """Return all pairs of the cursor's rows."""
+    return Pages(tier, table_of(cursor))
 
 
-def pairs_by(tier: Tensor, table: Tensor) -> Pages:
-    """Return all pairs of the rows with this table, from a tier in pages."""
-    return Pages(tier[0] if tier.dim() == 6 else tier, table)
+def rows_read(tier: Tensor, table: Tensor, first: int = 0) -> Tensor:
+    """Return a copy [B, H, C, ...] of the rows with this table [B, C/256], without contents before page `first`."""
+    rows, pages = table.shape
+    _, heads, each, *rest = tier.shape
+    copied = tier.new_empty(rows, heads, pages, each, *rest)
+    for row, numbers in enumerate(table.tolist()):
+        for number in range(first, pages):
+            copied[row, :, number] = tier[numbers[number]]
+    return copied.flatten(2, 3)
 
 
-def row_read(tier: Tensor, table: Tensor) -> Tensor:
-    """Return a copy [1, H, C, ...] of the row with this table [C/256]."""
-    return torch.cat([tier[page] for page in table.tolist()], 1).unsqueeze(0)
+def write_rows(tier: Tensor, table: Tensor, rows: Tensor, cursor: Tensor) -> None:
+    """Copy the records with the tokens that a step has added to the low-bit tier from `rows` to their pages.
 
-
-def write_row(tier: Tensor, table: Tensor, row: Tensor, cursor: Tensor) -> None:
-    """Copy the records with the tokens that a step has added to the low-bit tier from `row` to its pages.
-
-    cursor: [1, 4].
+    cursor: that of these rows, which are equal but for their tables.
     """
     start, stop = int(cursor[0, LOW_BIT]) // RECORD * RECORD, -(-int(cursor[0, NEXT_LOW_BIT]) // RECORD) * RECORD
     tokens = PAGE // tier.shape[2] if tier.shape[2] else 1  # per element of dimension 2
     for number in range(start // PAGE, -(-stop // PAGE)):
-        first = number * PAGE
-        begin, end = (max(0, min(PAGE, at - first)) // tokens for at in (start, stop))
-        places = row[0, :, first // tokens :]
-        tier[int(table[number]), :, begin:end] = places[:, begin:end]
+        begin, end = (max(0, min(PAGE, at - number * PAGE)) // tokens for at in (start, stop))
+        places = rows[:, :, number * PAGE // tokens :]
+        tier[table[:, number], :, begin:end] = places[:, :, begin:end]

@@ -31,7 +31,7 @@ UNIT = tl.constexpr(1 / 16)
 @triton.jit(do_not_specialize=["heads", "columns"])
 def find_center(
     # k [B, H, T, d]; padding [B, 1, 1, C] uint8, 0: padding; frequencies [turning], unused if turning is 0;
-    # cursor int64 [B, 4]; recent [B, H, W, 2, d]; written: center float32 [B, H, rows, d].
+    # cursor int64 [B, columns]; recent [B, H, W, 2, d]; written: center float32 [B, H, rows, d].
     k, padding, frequencies, cursor, recent, center, k_strides,
     # Stride of the padding's rows, H, columns of the cursor.
     p_batch, heads, columns,
@@ -113,7 +113,7 @@ def load_group_center(center, bh, start, channel, inside, d: tl.constexpr, rows:
 
 @triton.jit(do_not_specialize=["rows", "batch", "heads", "columns"])
 def write_angles(
-    # center float32 [B, H, center_rows, d]; cursor int64 [B, 4]; written: angles float32 [B, g + C/g, 2, d].
+    # center float32 [B, H, center_rows, d]; cursor int64 [B, columns]; written: angles float32 [B, g + C/g, 2, d].
     center, cursor, angles,
     # g + C/g, H, columns of the cursor.
     rows, heads, columns,
@@ -167,7 +167,7 @@ def add_waves(sums, factor, query, wave, EXACT: tl.constexpr):
 
 @triton.jit(do_not_specialize=["columns"])
 def add_shares(
-    # q [B, Hq, lanes, d]; center float32 [B, H, center_rows, d]; angles from `write_angles`; cursor int64 [B, 4].
+    # q [B, Hq, lanes, d]; center float32 [B, H, center_rows, d]; angles from `write_angles`; cursor int64 [B, columns].
     q, center, angles, cursor,
     # Written: shares float32 [B, Hq, lanes, C].
     shares,

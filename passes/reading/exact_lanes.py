@@ -37,7 +37,7 @@ def show_first_lane(graph_module: GraphModule, lane: Node) -> int:
         with graph.inserting_after(attention):
             both = graph.call_function(
                 attend_after_first_lane,
-                (attention, lane, form.q, *pairs, form.mask, form.sinks, form.scale, form.softcap),
+                (attention, lane, form.q, pairs, form.mask, form.sinks, form.scale, form.softcap),
             )
         attention.replace_all_uses_with(both, delete_user_cb=lambda user, keep=both: user is not keep)
         shown += 1
@@ -50,10 +50,11 @@ def kept_of(update: Node) -> Node:
 
 
 def attend_after_first_lane(
-    out: Tensor, lane: Tensor, q: Tensor, kept_k: Tensor, k: Tensor, kept_v: Tensor, v: Tensor,
-    mask: Tensor | None, sinks: Tensor | None, scale: float, softcap: float | None,
+    out: Tensor, lane: Tensor, q: Tensor, pairs: tuple[Tensor, Tensor, Tensor, Tensor], mask: Tensor | None,
+    sinks: Tensor | None, scale: float, softcap: float | None,
 ) -> Tensor:  # fmt: skip
     """Return `out` in lane 0; in lane 1, attention over lane 0's kept pairs and its own. Shapes as in `Form`, T = 1."""
+    kept_k, k, kept_v, v = pairs
     group = q.shape[1] // k.shape[1]
     keys = cat([first_lane(kept_k), k], -2).repeat_interleave(group, 1)
     values = cat([first_lane(kept_v), v], -2).repeat_interleave(group, 1)

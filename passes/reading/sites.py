@@ -19,6 +19,8 @@ PARTS: tuple[Part, Part] = ("keys", "values")
 class Site:
     """One attention in a graph, with the nodes that a rewrite needs.
 
+    A pass that replaces one of these nodes updates the site. Decisions of passes are in tags and reports.
+
     q: [B, Hq, T, d].
     k, v: [B, H, T, d], the new pairs.
     cat_k, cat_v: the cache update.

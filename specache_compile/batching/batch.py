@@ -22,7 +22,6 @@ from specache_compile.caches.joining import (
     drop,
     keep_rows,
     reason_against,
-    remove_all_rows,
     reserve_cache_rows,
     row_of,
 )  # fmt: skip
@@ -58,7 +57,8 @@ CHUNK = 512
 class RowGroup:
     """Requests that decode together: one cache, with a row for each request.
 
-    paged: the cache's tokens are in the batch's pages; else it has one row.
+    paged: the cache's tokens are in the batch's pages; else it has one row. A paged cache without rows is kept, with
+        its memory and recorded steps, for the next requests.
     """
 
     cache: DynamicCache
@@ -78,21 +78,17 @@ class RowGroup:
             there = zip(self.requests, session.progress.lengths, strict=True)
             crop_rows(self.cache, [length if one.end is End.FAILED else one.cached for one, length in there])
 
-    def keep_only(self, requests: list[Request]) -> None:
-        """Keep only these requests. The last row moves into the place of a row that leaves; no other row moves."""
+    def keep_only(self, requests: list[Request]) -> bool:
+        """Keep only these requests; whether the cache can still be used. The last row moves into the place of a row
+        that leaves; no other row moves."""
         if len(requests) == len(self.requests):
-            return
-        rows = list(range(len(self.requests)))
-        place = 0
-        while place < len(rows):
-            if self.requests[rows[place]] in requests:
-                place += 1
-            else:
-                rows[place] = rows[-1]
-                rows.pop()
-        if rows:
-            keep_rows(self.cache, rows)
+            return True
+        kept = [row for row, request in enumerate(self.requests) if request in requests]
+        last = [row for row in kept if row >= len(kept)]
+        rows = [row if row in kept else last.pop() for row in range(len(kept))]
+        usable = self.paged and keep_rows(self.cache, rows)
         self.requests = [self.requests[row] for row in rows]
+        return usable
 
 
 class Batch:
@@ -157,8 +153,6 @@ class Batch:
         self.waiting: list[Request] = []
         self.prefilling: list[Request] = []
         self.groups: list[RowGroup] = []
-        # a paged cache without rows, whose memory and recorded steps the next group reuses
-        self.empty_cache: DynamicCache | None = None
         self.requests: list[Request] = []  # open ones, and finished ones with tokens that no step has returned
         self.returned: dict[Request, int] = {}  # tokens that steps have returned
         self.unfinished = False  # the last step did not return
@@ -198,7 +192,8 @@ class Batch:
         request = request_for(self.model, prompt, {**arguments, "seed": seed})
         request.top_logprobs, request.ahead = logprobs, most_drafted(self.options)
         self.rope.prepare(request)
-        self.memory.check_alone(request)
+        if (error := self.memory.error_alone(request)) is not None:
+            raise error
         self.requests.append(request)  # the next step queues it, so an interrupt here leaves the batch consistent
         return request
 
@@ -233,14 +228,14 @@ class Batch:
         self.waiting += [one for one in self.requests if one.stage is Stage.WAITING and one not in queued]
         self.admit()
         self.preempt()
-        self.memory.notice_before_step(self.model, bool(self.prefilling or (self.groups and self.memory.sessions)))
+        self.memory.notice_before_step(self.model, bool(self.prefilling or (self.decoding and self.memory.sessions)))
         for group in list(self.groups):
             self.prefill_again(group)
             if group.requests:
                 self.decode_group(group)
         if self.prefilling:
             self.prefill(self.prefilling[0])
-        if not self.groups and not self.prefilling:
+        if not self.running:
             self.memory.watch = None  # it would keep replaced weights alive
 
     def prefill_again(self, group: RowGroup) -> None:
@@ -255,9 +250,8 @@ class Batch:
         """After a step that did not return, rebuild the state from the requests: only they are sure to be complete."""
         if not self.unfinished:
             return
-        caches = [self.empty_cache, *(group.cache for group in self.groups), *(request.cache for request in self.open)]
-        self.memory.restart(cache for cache in caches if cache is not None)
-        self.groups, self.prefilling, self.empty_cache = [], [], None
+        self.memory.restart([*(group.cache for group in self.groups), *(request.cache for request in self.open)])
+        self.groups, self.prefilling = [], []
         for request in self.open:
             self.restart(request)
         self.waiting = sorted(self.open, key=lambda request: (not request.generated, request.started))
@@ -306,7 +300,7 @@ class Batch:
 
     def release(self, request: Request) -> None:
         """Free the cache of a request that has no row."""
-        if request.cache is not None and self.memory.tiers_of(request.cache) is not None:
+        if request.cache is not None:
             drop(request.cache)
         request.cache = None
 
@@ -331,16 +325,16 @@ class Batch:
             self.keep_only(group, [other for other in group.requests if other is not request])
 
     def keep_only(self, group: RowGroup, requests: list[Request]) -> None:
-        """Keep only these requests of a group. An empty paged cache is kept, with its recorded steps, for the next
-        requests."""
-        group.keep_only(requests)
-        if requests:
-            return
+        """Keep only these requests of a group. One group without requests stays."""
+        usable = group.keep_only(requests)
+        if not requests and not (usable and all(other.requests for other in self.groups if other is not group)):
+            self.discard(group)
+
+    def discard(self, group: RowGroup) -> None:
+        """Forget a group without requests. A cache that is not in pages may be a session by now."""
         self.groups.remove(group)
         if group.paged:
-            if self.empty_cache is not None:
-                drop(self.empty_cache)
-            self.empty_cache = group.cache if remove_all_rows(group.cache) else None
+            drop(group.cache)
 
     def admit(self) -> None:
         """Start waiting requests in their order, while they fit. The very first starts alone, because it shows the
@@ -379,13 +373,11 @@ class Batch:
 
     def fits_alone(self, request: Request) -> bool:
         """Whether the memory budget could hold a request alone; if not, the request is failed."""
-        try:
-            twice(functools.partial(self.memory.check_alone, request))
-        except FailedTwice as failed:
+        error = self.memory.error_alone(request)
+        if error is not None:
             self.drop(request)
-            self.finish(request, End.FAILED, failed.error)
-            return False
-        return True
+            self.finish(request, End.FAILED, error)
+        return error is None
 
     def start_decoding(self, request: Request) -> RowGroup:
         """Turn a prefilled request into a row."""
@@ -457,29 +449,17 @@ class Batch:
     def join_group(self, request: Request, cache: DynamicCache) -> RowGroup:
         """Append a request's cache of one row to a group; return the group."""
         paged = self.memory.tiers_of(cache) is not None
-        for group in self.groups if paged and not request.alone else ():
-            if (
-                group.paged
-                and not any(one.alone for one in group.requests)
-                and reason_against([group.cache, cache]) is None
-            ):
+        for group in self.groups if paged else ():
+            apart = group.requests and (request.alone or any(one.alone for one in group.requests))
+            if group.paged and not apart and reason_against([group.cache, cache]) is None:
                 group.cache = append_rows(group.cache, cache)
-                drop(cache)
                 return group
-        first = paged and (self.empty_cache is not None or not any(group.paged for group in self.groups))
-        self.groups.append(RowGroup(self.with_free_rows(cache) if first else cache, [], paged))
+        for group in [other for other in self.groups if paged and not other.requests]:
+            self.discard(group)  # its weights have been replaced
+        if paged and not any(group.paged for group in self.groups):
+            cache = reserve_cache_rows(cache, self.most_rows)
+        self.groups.append(RowGroup(cache, [], paged))
         return self.groups[-1]
-
-    def with_free_rows(self, cache: DynamicCache) -> DynamicCache:
-        """A paged cache of one row as the first row of a group, in the kept empty cache if they fit together."""
-        empty, self.empty_cache = self.empty_cache, None
-        if empty is None or reason_against([empty, cache]) is not None:
-            if empty is not None:
-                drop(empty)
-            return reserve_cache_rows(cache, self.most_rows)
-        grown = append_rows(empty, cache)
-        drop(cache)
-        return grown
 
     def decode_group(self, group: RowGroup) -> None:
         """Decode one token of each row, and before it the accepted part of the row's draft."""

@@ -19,10 +19,10 @@ from specache_compile.kernels.state.page_table import PAGE
 from specache_compile.methods.field import LayerShape
 from specache_compile.model_key import Watch, model_key
 from specache_compile.options import MethodOptions
-from specache_compile.paging.paged_tiers import PagedTiers
-from specache_compile.paging.pool import PagePool, page_bytes, pages_for, row_bytes
+from specache_compile.paging.pool import PagePool, batch_pool, pages_for
 from specache_compile.runtime.session import session_of, sessions_of
-from specache_compile.runtime.state import device_total, predicted_bytes
+from specache_compile.runtime.state import device_total, page_bytes, predicted_bytes, row_bytes
+from specache_compile.runtime.tiers import Tiers
 
 from .prefixes import Prefix, Prefixes, can_crop
 from .request import Request, Stage
@@ -72,7 +72,7 @@ class BatchMemory:
         self.layers: list[LayerShape] = []
         self.pool: PagePool | None = None
         unbounded = budget == Bytes() and options.host_memory is None
-        most = sessions or (rows if unbounded else most_prefixes(rows))
+        most = sessions or (rows if unbounded else min(rows, MOST_PREFIXES))
         self.prefixes = Prefixes(most, spill if sessions else None, math.inf if spill_bytes is None else spill_bytes)
         self.key: object = None
         self.watch: Watch | None = None
@@ -87,13 +87,13 @@ class BatchMemory:
         if joins and len(sessions_of(cache)) == 1 and reason_against([cache], apart=True) is None:
             options = session.final_options
             fixed = upper_bound(options, layers, self.rows, self.chunk, [], self.prefixes.most)
-            self.pool = PagePool(options, layers, bound(options, layers, self.budget, fixed))
+            self.pool = batch_pool(options, layers, bound(options, layers, self.budget, fixed))
         self.layers = layers
 
-    def restart(self, caches: Iterable[DynamicCache]) -> None:
+    def restart(self, caches: Iterable[DynamicCache | None]) -> None:
         """Drop the caches of rows, and count the pool's pages again: an interrupted step may have left wrong counts."""
         for cache in caches:
-            if self.tiers_of(cache) is not None:
+            if cache is not None and self.tiers_of(cache) is not None:
                 for session in sessions_of(cache):
                     session.deferred.drop()
                 drop(cache)
@@ -129,16 +129,13 @@ class BatchMemory:
             return cache
         if session.final_options != self.pool.options:  # they depend on the prompt (option memory)
             return cache
-        paged = in_pages(cache, self.pool)
-        if paged is not cache:
-            drop(cache)
-        return paged
+        return in_pages(cache, self.pool)
 
-    def tiers_of(self, cache: DynamicCache | None) -> PagedTiers | None:
+    def tiers_of(self, cache: DynamicCache | None) -> Tiers | None:
         """The tiers of a cache that is in pages of this pool; None for any other cache."""
         session = None if cache is None else session_of(cache)
         tiers = None if session is None else session.tiers
-        return tiers if isinstance(tiers, PagedTiers) and tiers.pool is self.pool else None
+        return tiers if tiers is not None and self.pool is not None and tiers.pool is self.pool else None
 
     def fits(self, request: Request, running: Sequence[Running]) -> bool:
         """Whether a request fits beside the running ones; cached prefixes are dropped if needed."""
@@ -214,21 +211,24 @@ class BatchMemory:
             return 0 if request.stage is Stage.DECODE else pages_for(until)
         return tiers.pages_needed(row, request.cached, until)
 
-    def check_alone(self, request: Request) -> None:
-        """SpecacheError if the budget could not hold a request alone."""
+    def error_alone(self, request: Request) -> SpecacheError | None:
+        """The error of a request that the budget could not hold alone; None if it could."""
         if not self.layers:
-            return
-        limits = (
-            f"device_memory={self.budget.device}, host_memory={self.budget.host or self.options.host_memory} (bytes)"
-        )
+            return None
         if self.pool is None:
             needed = unpaged_bytes(self.options, self.layers, [request.longest])
-            if not self.budget.holds(needed):
-                raise too_large(
-                    request, f"{needed.device:,} bytes on the device and {needed.host:,} on the host", limits
-                )
-        elif self.pool.bound is not None and (pages := pages_for(request.longest)) > self.pool.bound:
-            raise too_large(request, f"{pages} pages of {PAGE} tokens, and the pool has {self.pool.bound}", limits)
+            fits = self.budget.holds(needed)
+            needs = f"{needed.device:,} bytes on the device and {needed.host:,} on the host"
+        else:
+            pages, bound = pages_for(request.longest), self.pool.bound
+            fits, needs = bound is None or pages <= bound, f"{pages} pages of {PAGE} tokens, and the pool has {bound}"
+        if fits:
+            return None
+        return SpecacheError(
+            f"a request of {request.longest:,} tokens needs {needs}; the budget is device_memory={self.budget.device}, "
+            f"host_memory={self.budget.host or self.options.host_memory} (bytes). Lower max_new_tokens, or raise the "
+            "budget"
+        )
 
     def attach_prefix(self, request: Request, model: Any) -> None:
         """Give a request that has nothing cached a copy of the longest cached prefix of its prompt. A prefix that is
@@ -280,17 +280,12 @@ class BatchMemory:
         return (used.device or 0) + (used.host or 0) <= free_memory()
 
 
-def most_prefixes(rows: int) -> int:
-    """Most prefixes that are cached beside so many rows."""
-    return min(rows, MOST_PREFIXES)
-
-
 def bytes_of(tiers: Mapping[str, int]) -> Bytes:
     return Bytes(device_total(tiers), tiers["host"])
 
 
 def unpaged_bytes(options: MethodOptions, layers: Sequence[LayerShape], lengths: Iterable[int]) -> Bytes:
-    """Bytes of rows of these final lengths, each with its own contiguous tiers."""
+    """Bytes of rows of these final lengths, each with its own pool."""
     return sum((bytes_of(predicted_bytes(options, layers, 1, length)) for length in lengths), Bytes(0, 0))
 
 
@@ -304,16 +299,9 @@ def upper_bound(
     the fixed state of every row, of the prefill and of each prefix.
     """
     pages = bytes_of(page_bytes(options, layers)).times(1 + sum(map(pages_for, lengths)))
-    places = rows + 1 + (most_prefixes(rows) if prefixes is None else prefixes)
+    places = rows + 1 + (min(rows, MOST_PREFIXES) if prefixes is None else prefixes)
     fixed = bytes_of(row_bytes(options, layers)).times(places)
     return pages + fixed + unpaged_bytes(options, layers, [chunk])
-
-
-def too_large(request: Request, needs: str, limits: str) -> SpecacheError:
-    return SpecacheError(
-        f"a request of {request.longest:,} tokens needs {needs}; the budget is {limits}. Lower max_new_tokens, or "
-        "raise the budget"
-    )
 
 
 def bound(options: MethodOptions, layers: Sequence[LayerShape], budget: Bytes, fixed: Bytes) -> int | None:

@@ -199,7 +199,9 @@ def next_token(request: Request, logits: Tensor) -> int:
     if request.generator is not None:
         request.rng_states = {place: request.rng_states[place], place + 1: request.generator.get_state()}
     if known is not None and request.top_logprobs is not None:
-        request.logprobs[place:] = [logprobs_of(known, token, request.top_logprobs)]
+        values, tokens = known.topk(request.top_logprobs)
+        likeliest = tuple(zip(tokens.tolist(), values.tolist(), strict=True))
+        request.logprobs[place:] = [Logprobs(float(known[token]), likeliest)]
     return token
 
 
@@ -209,9 +211,3 @@ def chosen(request: Request, ids: Any, scores: Any) -> int:
     if request.generator is None:
         return int(scores.argmax(-1))
     return int(torch.multinomial(scores.softmax(-1), 1, generator=request.generator))
-
-
-def logprobs_of(known: Tensor, token: int, most: int) -> Logprobs:
-    """Log-probabilities of a token and the `most` likeliest ones, from those of all tokens [V]."""
-    values, tokens = known.topk(most)
-    return Logprobs(float(known[token]), tuple(zip(tokens.tolist(), values.tolist(), strict=True)))

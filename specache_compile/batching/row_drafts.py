@@ -19,7 +19,7 @@ from transformers import DynamicCache
 from transformers.generation import UnbatchedClassifierFreeGuidanceLogitsProcessor
 
 from specache_compile.caches.joining import is_held_whole
-from specache_compile.generate.drafts import IN_PARTS, draft_length_of
+from specache_compile.generate.drafts import IN_PARTS, draft_length_of, note_draft
 from specache_compile.generate.look_up import DRAFTED, looked_up
 from specache_compile.generate.verify import forgetful
 from specache_compile.options import MethodOptions
@@ -156,13 +156,8 @@ def note_round(
     seconds: float | None,
 ) -> None:
     """Count a round. before, after: tokens cached of each row. seconds: None if the round compiled."""
-    length = session.draft_length
     for draft, had, now in zip(drafts, before, after, strict=True):
-        if now == had:  # a failed row has generated nothing
-            continue
-        accepted, held = now - had - 1, session.tiers.host_bytes(had) // session.tiers.batch
-        session.statistics.verified.note(len(draft), accepted, held, streamed=0 if session.options.lookup else held)
-        if length is not None and draft:
-            length.note(len(draft), accepted, None)
-    if length is not None and seconds is not None and any(drafts):
-        length.took(max(map(len, drafts)), seconds)
+        if now > had:  # a failed row has generated nothing
+            note_draft(session, len(draft), now - had - 1, had, None)
+    if session.draft_length is not None and seconds is not None and any(drafts):
+        session.draft_length.took(max(map(len, drafts)), seconds)

@@ -12,7 +12,6 @@ from specache_compile.checkpoints import names
 from specache_compile.checkpoints.loaded import placed
 from specache_compile.checkpoints.names import print_origin, resolved
 from specache_compile.errors import SpecacheError
-from specache_compile.evaluation.run_eval import dtype_of
 
 
 def config_of(name: str, layers: int | None) -> Any:
@@ -37,10 +36,10 @@ def open_model(name: str, layers: int | None, dtype: str, device: str) -> Any:
     """The model on its device, in `dtype`, for inference."""
     if is_random(name, layers):
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config_of(name, layers), dtype=dtype_of(dtype))
+        model = AutoModelForCausalLM.from_config(config_of(name, layers), dtype=dtype)
         return placed(model.eval(), device)
     print_origin(name)
-    return placed(AutoModelForCausalLM.from_pretrained(resolved(name), dtype=dtype_of(dtype)), device)
+    return placed(AutoModelForCausalLM.from_pretrained(resolved(name), dtype=dtype), device)
 
 
 def check_room(

@@ -24,7 +24,7 @@ from specache_compile.errors import SpecacheError
 from specache_compile.evaluation.reader import Reader
 from specache_compile.evaluation.run_eval import load
 from specache_compile.evaluation.runner import as_list
-from specache_compile.evaluation.tasks.needle import CHAT_ANSWER, CHAT_QUESTION, NEEDLE, chat_question
+from specache_compile.evaluation.tasks.needle import CHAT_ANSWER, CHAT_QUESTION, NEEDLE, key_question
 from specache_compile.evaluation.tasks.task import TaskQuestion
 from specache_compile.kernels.cpp.library import has_compiler
 
@@ -73,7 +73,8 @@ def run_demo(args: argparse.Namespace, command: Sequence[str]) -> None:
 def questions_of(reader: Reader, text: Sequence[int], length: int, depths: Sequence[float]) -> list[TaskQuestion]:
     """A prompt of `length` tokens for each depth of the key in the text."""
     rng = random.Random(length)
-    return [chat_question(reader, text, length, depth, rng) for depth in depths]
+    around = reader.around()
+    return [key_question(text, length, depth, rng, reader.encode, around=around, chat=True) for depth in depths]
 
 
 def key_search(

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from specache_compile.compile.compiled_options import required_options
 from specache_compile.errors import SpecacheError, split_session
@@ -27,10 +27,12 @@ from specache_compile.runtime.records import find_record
 from specache_compile.runtime.session import UNKNOWN, Session
 from specache_compile.runtime.step import Step, opened
 
+from .recurrent import own_states
+
 Pairs = tuple[Tensor, Tensor]
-# Names of a bias of the key projection, and of RoPE's frequencies, in models.
+# Names of a bias of the key projection, and of RoPE's frequencies of layers that keep all pairs, in models.
 KEY_BIAS = re.compile(r"(k_proj|key|qkv|kv|c_attn)\w*(\.base_layer)?\.bias$")
-FREQUENCIES = re.compile(r"(^|\.)inv_freq$")
+FREQUENCIES = re.compile(r"(^|\.)(full_attention_)?inv_freq$")
 # The projection of latent attention, whose cache stays Hugging Face's own.
 LATENTS = re.compile(r"(^|\.)kv_b_proj\.")
 
@@ -42,7 +44,7 @@ def hold(cache: DynamicCache, model: torch.nn.Module, attention_mask: Tensor | N
     weights must have filled it.
 
     Args:
-        cache: a DynamicCache with keys and values [B, H, n, d]; it is not changed.
+        cache: a DynamicCache with keys and values [B, H, n, d]; it is not changed. Sliding layers stay plain.
         model: a model with the same weights, compiled with this backend.
         attention_mask: [B, n], 1 for tokens and 0 for padding; None if no row is padded.
 
@@ -51,7 +53,8 @@ def hold(cache: DynamicCache, model: torch.nn.Module, attention_mask: Tensor | N
 
     Raises:
         SpecacheError: the model is not compiled or is split over ranks, or the cache is held already. Also for layers
-            that are no DynamicLayer or differ in length or device, and for methods that drop pairs during the prefill.
+            of other classes than DynamicLayer and DynamicSlidingWindowLayer, for layers that differ in length or
+            device, and for methods that drop pairs during the prefill.
 
     Example:
         import specache_compile as sc
@@ -67,7 +70,7 @@ def hold(cache: DynamicCache, model: torch.nn.Module, attention_mask: Tensor | N
     reason = reason_not_to_hold(options)
     if reason is not None:
         raise not_to_be_held(reason)
-    if has_latents(model):
+    if any(LATENTS.search(name) for name, _ in model.named_parameters()):
         return copy.deepcopy(cache)
     frequencies = frequencies_of(model)
     return taken_over(cache, model, options, attention_mask, lambda step, pairs: step.fill(pairs, frequencies))
@@ -79,10 +82,11 @@ def taken_over(
 ) -> DynamicCache:  # fmt: skip
     """Convert a plain cache under these options; `fill` stores the sites' pairs in the tiers."""
     pairs = [pairs_of(number, layer) for number, layer in enumerate(cache.layers)]
-    sites = [number for number in range(len(pairs)) if number not in options.exact_layers]
+    sites = [number for number in whole_layers(cache) if number not in options.exact_layers]
     if ranks_of(list(model.parameters())) is not None:
         raise split_session()
-    reason = reason_of_shapes(pairs, sites, attention_mask, model)
+    lengths = [cache.get_seq_length(number) for number in range(len(pairs))]
+    reason = reason_of_shapes(pairs, lengths, sites, attention_mask, model)
     if reason is not None:
         raise not_to_be_held(reason)
     session = session_for(options, [pairs[number] for number in sites], attention_mask, model, fill)
@@ -94,22 +98,37 @@ def taken_over(
     return held
 
 
+def whole_layers(cache: Any) -> list[int]:
+    """The numbers of the layers that keep every pair."""
+    return [number for number, layer in enumerate(cache.layers) if type(layer) is DynamicLayer]
+
+
 def twin(cache: Any) -> Any:
-    """A copy of a cache with new layer objects over the same tensors."""
+    """A copy of a cache, of the same class, with new lists and layer objects over the same keys and values. Recurrent
+    states, which steps write in place, are copied."""
     other = copy.copy(cache)
+    for name, value in vars(cache).items():
+        if isinstance(value, list):
+            setattr(other, name, list(value))
     other.layers = [copy.copy(layer) for layer in cache.layers]
+    for layer in other.layers:
+        own_states(layer)
     return other
 
 
 def pairs_of(number: int, layer: Any) -> Pairs:
     """A layer's keys and values; SpecacheError if they are not plain or are empty."""
-    if type(layer) is not DynamicLayer:
-        raise not_to_be_held(f"layer {number} is a {type(layer).__name__}, not a DynamicLayer")
+    if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+        raise not_to_be_held(
+            f"layer {number} is a {type(layer).__name__}, not a DynamicLayer or a DynamicSlidingWindowLayer"
+        )
     keys, values = layer.keys, layer.values
     if keys is None or values is None or not keys.numel():
         raise not_to_be_held(f"layer {number} is empty")
     if isinstance(keys, HeldTensor):
-        raise held_already()
+        raise SpecacheError(
+            "hold: the specache backend holds this cache already. Use it as it is, or copy.deepcopy(cache)"
+        )
     return keys, values
 
 
@@ -121,25 +140,26 @@ def reason_not_to_hold(options: MethodOptions) -> str | None:
 
 
 def reason_of_shapes(
-    pairs: Sequence[Pairs], sites: Sequence[int], mask: Tensor | None, model: torch.nn.Module
+    pairs: Sequence[Pairs], lengths: Sequence[int], sites: Sequence[int], mask: Tensor | None, model: torch.nn.Module
 ) -> str | None:
-    """Why a cache's tensors do not fit together or do not fit the model; None if they do."""
+    """Why a cache's tensors do not fit together or do not fit the model; None if they do. lengths: tokens by layer."""
     if not pairs:
         return "it is empty"
     if not sites:
-        return "option exact_layers lists all layers"
-    first, _ = pairs[0]
+        return "option exact_layers lists all layers without a sliding window"
+    first, _ = pairs[sites[0]]
+    shape = (first.shape[0], first.shape[2])
     devices = {weight.device for weight in model.parameters()}
     for number, (keys, values) in enumerate(pairs):
         if keys.shape != values.shape or keys.dtype != values.dtype:
             return f"layer {number} has keys {tuple(keys.shape)} and values {tuple(values.shape)}"
-        if (keys.shape[0], keys.shape[2]) != (first.shape[0], first.shape[2]):
-            return f"layer {number} has another number of rows or tokens than layer 0"
+        if (keys.shape[0], lengths[number]) != shape:
+            return f"layer {number} has another number of rows or tokens than layer {sites[0]}"
         if keys.device != first.device or devices != {first.device}:
             where = ", ".join(sorted(map(str, devices)))
-            return f"layer {number} is on {keys.device}, layer 0 on {first.device}, and the model on {where}"
-    if mask is not None and (mask.dim() != 2 or mask.shape[0] != first.shape[0] or mask.shape[1] < first.shape[2]):
-        return f"attention_mask has shape {tuple(mask.shape)} for {first.shape[0]} rows of {first.shape[2]} tokens"
+            return f"layer {number} is on {keys.device}, layer {sites[0]} on {first.device}, and the model on {where}"
+    if mask is not None and (mask.dim() != 2 or mask.shape[0] != shape[0] or mask.shape[1] < shape[1]):
+        return f"attention_mask has shape {tuple(mask.shape)} for {shape[0]} rows of {shape[1]} tokens"
     return None
 
 
@@ -185,16 +205,5 @@ def masks_are_padding(model: torch.nn.Module) -> bool:
     return record is None or all(graph.captured.is_causal for graph in record.graphs)
 
 
-def has_latents(model: torch.nn.Module) -> bool:
-    """Whether a model has latent attention, by the names of its weights."""
-    return any(LATENTS.search(name) for name, _ in model.named_parameters())
-
-
 def not_to_be_held(why: str) -> SpecacheError:
     return SpecacheError(f"hold: this cache cannot be held: {why}. Prefill the prompt with the compiled model instead")
-
-
-def held_already() -> SpecacheError:
-    return SpecacheError(
-        "hold: the specache backend holds this cache already. Use it as it is, or copy.deepcopy(cache)"
-    )

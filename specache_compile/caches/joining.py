@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,15 +12,15 @@ from transformers import DynamicCache
 from specache_compile.errors import SpecacheError
 from specache_compile.methods import METHODS
 from specache_compile.options import differences
-from specache_compile.paging.paged_tiers import PagedTiers, paged, paged_rows
 from specache_compile.paging.pool import PagePool
 from specache_compile.passes.reading.sites import PARTS
 from specache_compile.runtime.held import HeldTensor
 from specache_compile.runtime.regroup import required_session
-from specache_compile.runtime.session import Session, SessionRow, progress_of, session_of
+from specache_compile.runtime.session import Session, SessionRow, progress_of, session_of, sessions_of
+from specache_compile.runtime.tiers import joined
 
 from .holding import twin
-from .recurrent import STATES, own_states
+from .recurrent import STATES
 from .saving import KINDS
 
 
@@ -30,8 +29,8 @@ def join(caches: Sequence[DynamicCache]) -> DynamicCache:
 
     Each row keeps its length (`lengths`), its tiers bit for bit, and the pairs that were selected for its next step.
     Hugging Face sees a left-padded batch: the length of the longest row. Call the model without attention_mask, and
-    pass `position_ids=lengths(cache)[:, None]`. The tiers are copied into pages; drop the joined caches to free their
-    memory. A cache that is still in 16 bits (option min_context) is compressed.
+    pass `position_ids=lengths(cache)[:, None]`. Rows of one cache share its pages. Those of several caches are copied;
+    drop these caches to free their memory. A cache that is still in 16 bits (option min_context) is compressed.
 
     Args:
         caches: held caches of one model, compiled with the same options; at least one.
@@ -57,14 +56,14 @@ def join(caches: Sequence[DynamicCache]) -> DynamicCache:
     if not caches:
         raise SpecacheError("join: the list of caches is empty. Pass at least one held cache")
     rows = [(session, row) for session in drained(caches) for row in range(session.tiers.batch)]
-    return cache_of(session_of_rows(rows), caches, [None] * len(caches))
+    return cache_of(session_of_rows(rows), caches)
 
 
 def split(cache: DynamicCache) -> list[DynamicCache]:
     """Split a held cache into one cache for each row: the inverse of `join`.
 
     Args:
-        cache: a held cache with B rows; it stays usable. Its tiers are copied into pages, which the rows share.
+        cache: a held cache with B rows; it stays usable, and its rows share their pages with the result.
 
     Returns:
         B held caches of one row, each as long as its row.
@@ -81,13 +80,12 @@ def split(cache: DynamicCache) -> list[DynamicCache]:
         output = model.generate(**inputs, max_new_tokens=4, return_dict_in_generate=True)
         first, second = sc.split(sc.cache_of(output))
     """
-    together = join([cache])
-    return [row_of(together, row) for row in range(required_session(together).tiers.batch)]
+    return [row_of(cache, row) for row in range(drained([cache])[0].tiers.batch)]
 
 
 def row_of(cache: DynamicCache, row: int) -> DynamicCache:
     """A held cache of one row of `cache`."""
-    return cache_of(session_of_rows([(drained([cache])[0], row)]), [cache], [row])
+    return cache_of(session_of_rows([(drained([cache])[0], row)]), [cache], slice(row, row + 1))
 
 
 def lengths(cache: DynamicCache) -> Tensor:
@@ -170,110 +168,92 @@ def drained(caches: Sequence[DynamicCache]) -> list[Session]:
 @torch.inference_mode(False)
 @torch.no_grad()
 def session_of_rows(rows: Sequence[SessionRow]) -> Session:
-    """A session of these rows in pages: those of their pool, or of a new one. Its counts start at zero."""
+    """A session of these rows, with the pages of their pool, or copies in a new one. Its counts start at zero."""
     sessions = list(dict.fromkeys(session for session, _ in rows))
     first, *others = (session.final_options for session in sessions)
     if found := next(filter(None, (differences(other, first) for other in others)), None):
         raise refused(f"their options differ: {found}")
     for session in sessions:
-        out_of_16_bits(session)
-    pool = common_pool(sessions) or PagePool(first, sessions[0].layers, pages=0)
-    tiers = {session: paged(session.tiers, session.progress.lengths, pool) for session in sessions}
-    return sessions[0].derived(paged_rows([(tiers[session], row) for session, row in rows]), progress_of(rows))
-
-
-def common_pool(sessions: Sequence[Session]) -> PagePool | None:
-    """The pool of all these sessions; None if they have several, or none."""
-    pools = {tiers.pool if isinstance(tiers := session.tiers, PagedTiers) else None for session in sessions}
-    return pools.pop() if len(pools) == 1 else None
-
-
-def in_pages(cache: DynamicCache, pool: PagePool) -> DynamicCache:
-    """The cache with its rows copied into pages of `pool`, or itself if they are there.
-
-    SpecacheError as for `join`, and if the pool has too few pages or other options.
-    """
-    (session,) = drained([cache])
-    if isinstance(session.tiers, PagedTiers) and session.tiers.pool is pool:
-        return cache
-    out_of_16_bits(session)
-    if session.options != pool.options:
-        raise refused(f"their options differ: {differences(session.options, pool.options)}")
-    rows = [(session, row) for row in range(session.tiers.batch)]
-    with torch.inference_mode(False), torch.no_grad():
-        tiers = paged(session.tiers, session.progress.lengths, pool)
-        return cache_of(session.derived(tiers, progress_of(rows)), [cache], [None])
+        if session.tiers.pending is not None:
+            session.compress()
+    tiers = {session: session.tiers for session in sessions}
+    if len({id(session.tiers.pool) for session in sessions}) > 1:
+        pages = sum(len(row) for session in sessions for row in session.tiers.pages)
+        pool = PagePool(first, sessions[0].layers, 0)
+        pool.check_room(pages)
+        pool.grow_to(pages, pages)
+        tiers = {session: session.tiers.moved_to(pool) for session in sessions}
+    return sessions[0].derived(joined([(tiers[session], row) for session, row in rows]), progress_of(rows))
 
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def out_of_16_bits(session: Session) -> None:
-    """Compress a 16-bit cache at any length, so that its rows can join compressed ones."""
+def in_pages(cache: DynamicCache, pool: PagePool) -> DynamicCache:
+    """The cache in pages of `pool`, which has its final options. A cache in other pages is freed.
+
+    SpecacheError as for `join`, and if the pool has too few pages.
+    """
+    (session,) = drained([cache])
+    if session.tiers.pool is pool:
+        return cache
     if session.tiers.pending is not None:
-        session.tiers.move_now(session.progress.lengths, session.progress.padding, session.drain)
-        session.forget_selection()
-        session.update_memory()
+        session.compress()
+    rows = [(session, row) for row in range(session.tiers.batch)]
+    made = cache_of(session.derived(session.tiers.moved_to(pool), progress_of(rows)), [cache])
+    drop(cache)
+    return made
 
 
 @torch.inference_mode(False)
 @torch.no_grad()
 def reserve_cache_rows(cache: DynamicCache, rows: int) -> DynamicCache:
-    """Reserve buffers for so many rows in a cache in pages; `append_rows` adds the others."""
+    """Reserve buffers for so many rows; `append_rows` adds the others."""
     (session,) = drained([cache])
-    assert isinstance(session.tiers, PagedTiers)
     session.tiers.reserve_rows(rows)
     session.new_cursor()
     session.update_memory()
     return cache
 
 
-def remove_all_rows(cache: DynamicCache) -> bool:
-    """Remove all rows; whether the empty buffers can be reused (`append_rows`). If a copy has failed, the cache is
-    dropped."""
-    select_rows(cache, [])
-    try:
-        required_session(cache)
-    except SpecacheError:
-        drop(cache)
-        return False
-    return True
-
-
 @torch.inference_mode(False)
 @torch.no_grad()
 def append_rows(cache: DynamicCache, newcomer: DynamicCache) -> DynamicCache:
-    """Join two caches in pages of one pool without copying the rows of `cache`, which becomes stale."""
+    """Join two caches of one pool, which become stale, without copying the rows of `cache`."""
     session, other = drained([cache, newcomer])
     tiers, new = session.tiers, other.tiers
-    assert isinstance(tiers, PagedTiers)
-    assert isinstance(new, PagedTiers)
     progress = progress_of([(source, row) for source in (session, other) for row in range(source.tiers.batch)])
-    others = [cache, newcomer] if tiers.batch else [newcomer]
+    caches = [cache, newcomer] if tiers.batch else [newcomer]
     tiers.append_rows([(new, row) for row in range(new.batch)])
     session.progress, session.view = progress, None
     session.version += 1
     session.new_cursor()
     session.update_memory()
-    return cache_of(session, others, [None] * len(others))
+    made = cache_of(session, caches)
+    drop(newcomer)
+    return made
 
 
-def keep_rows(cache: DynamicCache, rows: Sequence[int]) -> None:
-    """Keep only these rows, in this order, and free the pages of the others."""
-    select_rows(cache, rows)
-    with contextlib.suppress(SpecacheError):  # if a copy has failed, the next use of the cache raises
+def keep_rows(cache: DynamicCache, rows: Sequence[int]) -> bool:
+    """Keep only these rows, in this order, and free the pages of the others. False if a copy has failed: then the next
+    use of the cache raises too."""
+    indices: Any = torch.tensor(rows, dtype=torch.int64)
+    cache.reorder_cache(indices)
+    try:
         required_session(cache)
+    except SpecacheError:
+        return False
+    return True
 
 
 def crop_rows(cache: DynamicCache, kept: Sequence[int]) -> None:
-    """Keep the first tokens of each row. SpecacheError for several rows with a layer that is not held."""
+    """Keep the first tokens of each row. Several rows require that every layer is held."""
     session = required_session(cache)
     gone = [length - keeps for length, keeps in zip(session.progress.lengths, kept, strict=True)]
     if not any(gone):
         return
     if not is_held_whole(cache):
-        if len(gone) > 1:
-            raise refused("a layer that is not held cannot drop a different number of tokens in each row")
-        cache.crop(-gone[0])
+        (more,) = gone
+        cache.crop(-more)
         return
     session.crop_rows(kept)
     layers: list[Any] = cache.layers
@@ -286,46 +266,32 @@ def is_held_whole(cache: DynamicCache) -> bool:
     return all(isinstance(getattr(layer, "keys", None), HeldTensor) for layer in cache.layers)
 
 
-def select_rows(cache: DynamicCache, rows: Sequence[int]) -> None:
-    """Like `batch_select_indices`, but with recurrent states."""
-    indices: Any = torch.tensor(rows, dtype=torch.int64)
-    cache.reorder_cache(indices)
-
-
 def drop(cache: DynamicCache) -> None:
     """Free a cache's memory now, before Python's garbage collection. The cache is stale afterwards."""
-    session = session_of(cache)
-    if session is not None:
+    for session in sessions_of(cache):
         session.settle()
         session.tiers.release_state()
+        session.bindings.clear()
         session.version += 1
         session.view = None
 
 
-def cache_of(session: Session, caches: Sequence[Any], rows: Sequence[int | None]) -> DynamicCache:
-    """A cache like `caches`, with a session's held tensors; plain layers get the selected rows. None selects
-    all rows."""
+def cache_of(session: Session, caches: Sequence[Any], rows: slice = slice(None)) -> DynamicCache:
+    """A cache like `caches`, with a session's held tensors; plain layers get these rows of all caches."""
     made = twin(caches[0])
     site = 0
     for number, layer in enumerate(made.layers):
-        own_states(layer)
         sources = [cache.layers[number] for cache in caches]
         for name in STATES:
             for place, state in getattr(layer, name, {}).items():
                 if state is not None:
-                    getattr(layer, name)[place] = picked([getattr(source, name)[place] for source in sources], rows)
+                    getattr(layer, name)[place] = torch.cat([getattr(each, name)[place][rows] for each in sources])
         if isinstance(getattr(layer, "keys", None), HeldTensor):
             layer.keys, layer.values = (session.held(site, part) for part in PARTS)
             site += 1
         elif isinstance(getattr(layer, "keys", None), Tensor):
-            layer.keys, layer.values = (picked([getattr(s, part) for s in sources], rows) for part in PARTS)
+            layer.keys, layer.values = (torch.cat([getattr(each, part)[rows] for each in sources]) for part in PARTS)
     return made
-
-
-def picked(tensors: Sequence[Tensor], rows: Sequence[int | None]) -> Tensor:
-    """The rows of tensors [B, ...], concatenated: one row of each, or all."""
-    parts = (x if row is None else x[row : row + 1] for x, row in zip(tensors, rows, strict=True))
-    return torch.cat(list(parts))
 
 
 def refused(why: str) -> SpecacheError:

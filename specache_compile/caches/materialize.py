@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 from typing import Any
 
@@ -11,7 +10,7 @@ from transformers import DynamicCache
 from specache_compile.runtime.held import HeldTensor
 from specache_compile.runtime.regroup import required_session
 
-from .recurrent import own_states
+from .holding import twin
 
 
 def materialize(cache: DynamicCache) -> DynamicCache:
@@ -38,18 +37,11 @@ def materialize(cache: DynamicCache) -> DynamicCache:
         print(sc.materialize(sc.cache_of(output)).layers[0].keys.shape)
     """
     session = required_session(cache)
-    plain = copy.copy(cache)  # of the same class, which some models require (MiniMax)
-    for name, value in vars(cache).items():
-        if isinstance(value, list):
-            setattr(plain, name, list(value))
-    plain.layers = []
-    held, layers = itertools.count(), list[Any](cache.layers)
-    for layer in layers:
-        twin = copy.copy(layer)
-        own_states(twin)
+    plain = twin(cache)
+    held = itertools.count()
+    for layer, copied in zip(list[Any](cache.layers), plain.layers, strict=True):
         if isinstance(getattr(layer, "keys", None), HeldTensor):
             number = next(held)
-            twin.keys, twin.values = session.plain(number, "keys"), session.plain(number, "values")
+            copied.keys, copied.values = session.plain(number, "keys"), session.plain(number, "values")
             layer.keys, layer.values = session.held(number, "keys"), session.held(number, "values")
-        plain.layers.append(twin)
     return plain

@@ -29,23 +29,23 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from specache_compile.compile.compiled_options import required_options
 from specache_compile.errors import OptionError, SpecacheError, split_session
-from specache_compile.kernels.state import segments
-from specache_compile.kernels.state.cursor import runs_of
+from specache_compile.kernels.state.page_table import PAGE
 from specache_compile.methods import every_method
 from specache_compile.methods.field import LayerShape, LayerState
 from specache_compile.model_key import PrefillKey, all_of, prefill_key
 from specache_compile.options import MethodOptions, differences, own_options
+from specache_compile.paging.pool import PagePool, pages_for
 from specache_compile.passes.reading.sites import PARTS
 from specache_compile.runtime.ranks import ranks_of
 from specache_compile.runtime.regroup import required_session
-from specache_compile.runtime.session import Session
-from specache_compile.runtime.state import MEASURE, adopt, backed_part, empty, fields_of, room
+from specache_compile.runtime.session import Progress, Session
+from specache_compile.runtime.state import MEASURE, adopt, bucket, empty, fields_of, paged_fields, room
 from specache_compile.runtime.tiers import Tiers
 
 from .holding import set_model
 from .recurrent import STATES, marks_of, restore, states_of
 
-FORMAT = 2
+FORMAT = 3
 HEADER = "session.json"
 STEP = "step.safetensors"
 PACKAGES = ("specache-compile", "torch", "transformers")
@@ -66,11 +66,14 @@ KINDS = tuple(
 )
 # Matches folders of tensors only.
 TENSORS_FOLDER = "tensors-" + "[0-9a-f]" * 8
+# Fields of a session's progress in the header.
+NUMBERS = ("length", "lengths", "longest_calls", "ready", "joined", "padded")
 # The header's parts and their JSON types.
 HEADER_PARTS = {
     "weights": list,
     "settings": list,
     "options": dict,
+    "capacity": int,
     "numbers": dict,
     "shapes": list,
     "layers": list,
@@ -104,14 +107,15 @@ def save(cache: DynamicCache, folder: str | os.PathLike[str]) -> None:
         model.generate(output.sequences, **sc.with_cache(cache), max_new_tokens=4)
     """
     if type(cache) is not DynamicCache:
-        raise no_dynamic_cache(type(cache).__name__)
+        raise SpecacheError(
+            f"save: this cache is a {type(cache).__name__}, and only a DynamicCache can be saved. Prefill again instead"
+        )
     layers = [described_layer(number, layer) for number, layer in enumerate(cache.layers)]
     session = required_session(cache)
     tiers, progress = session.tiers, session.progress
     if tiers.ranks is not None:
         raise split_session()
     session.drain()
-    tiers = tiers.contiguous(progress.lengths)
     header = {
         "format": FORMAT,
         "versions": {name: version(name) for name in PACKAGES},
@@ -121,16 +125,8 @@ def save(cache: DynamicCache, folder: str | os.PathLike[str]) -> None:
             "options": described_options(tiers.options),
             "pending_options": described_options(tiers.pending),
         },
-        "numbers": {
-            "batch": tiers.batch,
-            "length": progress.length,
-            "capacity": tiers.capacity,
-            "lengths": progress.lengths,
-            "longest_calls": progress.longest_calls,
-            "ready": progress.ready,
-            "joined": progress.joined,
-            "padded": progress.padded,
-        },
+        "capacity": tiers.capacity,
+        "numbers": {name: getattr(progress, name) for name in NUMBERS},
         "shapes": [described_shape(shape) for shape in session.layers],
         "layers": layers,
     }
@@ -141,14 +137,17 @@ def save(cache: DynamicCache, folder: str | os.PathLike[str]) -> None:
     try:
         for number, layer in enumerate(tqdm(cache.layers, "saving", unit="layer", disable=None, leave=False)):
             site = layers[number]["site"]
-            pairs = plain_pairs(layer) if site is None else whole(tiers, site, progress.lengths)
+            with tiers.lock:
+                pairs = plain_pairs(layer) if site is None else whole(tiers, site, progress.lengths)
             write({**pairs, **states_of(layer)}, tensors / layer_file(number))
         starts_from = {"speculative": progress.speculative, "padding": progress.padding}
         write({name: tensor for name, tensor in starts_from.items() if tensor is not None}, tensors / STEP)
         header["folder"] = tensors.name
         header["files"] = {path.name: path.stat().st_size for path in sorted(tensors.iterdir())}
         sync(tensors)
-        new = write_header(root, header)
+        new = root / f"{HEADER}.new"
+        new.write_text(json.dumps(header, indent=1) + "\n")
+        sync(new)
         sync(root)
     except BaseException:
         shutil.rmtree(tensors, ignore_errors=True)
@@ -202,7 +201,10 @@ def loaded(root: Path, model: torch.nn.Module, by_any_weights: bool) -> DynamicC
     assert requested is not None
     assert options is not None
     if found := differences(requested, compiled_with):
-        raise other_options(root, found)
+        raise SpecacheError(
+            f"the session in {root} was made with other options: {found}. Compile the model with those, or prefill "
+            "again"
+        )
     if ranks_of(list(model.parameters())) is not None:
         raise split_session()
     device = device_of(model)
@@ -210,17 +212,15 @@ def loaded(root: Path, model: torch.nn.Module, by_any_weights: bool) -> DynamicC
         check_key(root, header, model)
     files = checked_files(root, header)
     shapes = [restored_shape(shape, device) for shape in header["shapes"]]
-    numbers = header["numbers"]
-    session = Session(requested, shapes, numbers["batch"], numbers["length"])
-    tiers, progress = session.tiers, session.progress
+    numbers: dict[str, Any] = {}
+    for name, value in header["numbers"].items():
+        numbers[name] = tuple(value) if isinstance(value, list) else value
+    batch = len(numbers["lengths"])
+    session = Session(requested, shapes, batch, numbers["length"])
+    session.progress = progress = Progress(keys=(restored_key(header),) * batch, **numbers)
+    tiers = session.tiers
     tiers.options, tiers.pending = options, pending
-    batch, progress.length, progress.padded = (numbers[name] for name in ("batch", "length", "padded"))
-    progress.keys = (restored_key(header),) * batch
-    progress.lengths, progress.ready = tuple(numbers["lengths"]), tuple(numbers["ready"])
-    progress.longest_calls = tuple(numbers["longest_calls"])
-    progress.joined = numbers["joined"]
-    tiers.check_host_memory(room(progress.longest), progress.longest)
-    tiers.capacity, tiers.room = numbers["capacity"], room(progress.longest)
+    tiers.check_host_memory(batch * room(progress.longest) // PAGE, progress.longest)
     return filled(session, model, header, files)
 
 
@@ -230,27 +230,17 @@ def filled(
 ) -> DynamicCache:
     """The cache of a session, filled from the files. State is created outside of the caller's inference mode."""
     cache = empty_cache(model, [layer["kind"] for layer in header["layers"]])
-    device = session.layers[0].device
-    plain: dict[int, LayerState] = {}
-    states: dict[int, LayerState] = {}
-    for number, layer in enumerate(tqdm(header["layers"], "loading", unit="layer", disable=None, leave=False)):
-        path, site = files[layer_file(number)], layer["site"]
-        plain[number] = {
+    device, states = session.layers[0].device, list[tuple[LayerState, LayerState]]()
+    layers: list[Any] = list(cache.layers)
+    for number, described in enumerate(tqdm(header["layers"], "loading", unit="layer", disable=None, leave=False)):
+        layer, path, site = layers[number], files[layer_file(number)], described["site"]
+        own = {
             name: tensor.to(device, copy=True)
             for name, tensor in read(path).items()
             if site is None or name.startswith(STATES)
         }
         if site is not None:
-            states[site] = placed(session, site, path)
-    session.tiers.state = [states[site] for site in range(len(session.layers))]
-    starts_from = {name: tensor.to(device, copy=True) for name, tensor in read(files[STEP]).items()}
-    session.progress.speculative, session.progress.padding = starts_from.get("speculative"), starts_from.get("padding")
-    set_model(session, model)
-    session.update_memory()
-    layers: list[Any] = list(cache.layers)
-    for number, (layer, described) in enumerate(zip(layers, header["layers"], strict=True)):
-        site = described["site"]
-        own = plain[number]
+            states.append(placed(session, site, path, header["capacity"]))
         pairs = [own.pop(part, None) if site is None else session.held(site, part) for part in PARTS]
         if pairs[0] is not None:
             layer.lazy_initialization(*pairs)
@@ -258,13 +248,21 @@ def filled(
         restore(layer, own, described.get("marks", {}))
         for name, value in described["numbers"].items():
             setattr(layer, name, value)
+    fill_tiers(session, states, header["capacity"])
+    starts_from = {name: tensor.to(device, copy=True) for name, tensor in read(files[STEP]).items()}
+    session.progress.speculative, session.progress.padding = starts_from.get("speculative"), starts_from.get("padding")
+    set_model(session, model)
+    session.update_memory()
     return cache
 
 
 def described_layer(number: int, layer: Any) -> dict[str, Any]:
     """A layer's description: its class, its numbers, and its site (None if it is not held)."""
     if type(layer) not in KINDS or not getattr(layer, "is_initialized", True):
-        raise cannot_be_saved(number, type(layer).__name__)
+        raise SpecacheError(
+            f"save: layer {number} of this cache, a {type(layer).__name__}, has other contents than keys, values and a "
+            "recurrent state. Prefill again instead"
+        )
     handle = getattr(getattr(layer, "keys", None), "handle", None)
     return {
         "kind": type(layer).__name__,
@@ -285,41 +283,67 @@ def empty_cache(model: Any, kinds: Sequence[str]) -> DynamicCache:
         cache.layers = cache.layers or [DynamicLayer() for _ in kinds]
         if [type(layer).__name__ for layer in cache.layers] == list(kinds):
             return cache
-    raise other_layers(kinds)
+    raise SpecacheError(
+        f"with this version of transformers the model has no cache with the saved layers ({', '.join(kinds)}). Prefill "
+        "again"
+    )
 
 
 def whole(tiers: Tiers, site: int, lengths: Sequence[int]) -> LayerState:
-    """A layer's state tensors, with zeros where the host tier has no token: uninitialised memory must not be saved."""
+    """A layer's state tensors: the buffers of rows, and the pages of one row after the other.
+
+    A page has zeros where it has no token: uninitialised memory must not be saved.
+    """
     state = dict(tiers.state[site])
-    for field in fields_of(tiers.options, tiers.layers[site]):
-        if field.on_host:
-            tensor = state[field.name] = state[field.name].clone()
-            for rows, length in runs_of(lengths):
-                part = segments.of_rows(tensor, rows)
-                for view, _, _ in segments.runs(part, length, segments.places_of(tensor)):
-                    view.zero_()
+    pages = [page for row, length in zip(tiers.pages, lengths, strict=True) for page in row[: pages_for(length)]]
+    for field in paged_fields(tiers.options, tiers.layers[site]):
+        found = state[field.name] = state[field.name][torch.tensor(pages, dtype=torch.int64)]
+        last, each = -1, PAGE // found.shape[2] if found.shape[2] else 1
+        for length in lengths:
+            last += pages_for(length)
+            if length % PAGE:
+                found[last, :, -(-(length % PAGE) // each) :] = 0
     return state
 
 
-def placed(session: Session, site: int, path: Path) -> LayerState:
-    """A layer's state tensors on their devices. SpecacheError if a shape or dtype does not match the options."""
-    shape = session.layers[site]
-    found, state = read(path), {}
+def placed(session: Session, site: int, path: Path, capacity: int) -> tuple[LayerState, LayerState]:
+    """A layer's state tensors in pages and those of rows, on their devices. SpecacheError if a shape or dtype does not
+    match the options."""
+    shape, tiers, lengths = session.layers[site], session.tiers, session.progress.lengths
+    found, paged, rows = read(path), LayerState(), LayerState()
+    count, pages, places = sum(map(pages_for, lengths)), *sizes_of(session)
     for field in fields_of(session.options, shape):
-        expected = torch.Size(field.shape(session.options, shape, session.tiers.batch, session.tiers.capacity))
-        tensor = found.get(field.name)
+        size = (count, PAGE) if field.by_page else (tiers.batch, capacity)
+        expected, tensor = torch.Size(field.shape(session.options, shape, *size)), found.get(field.name)
         if tensor is None or tensor.shape != expected or tensor.dtype != field.dtype(session.options, shape):
             raise unreadable_session(path, f"its tensor {field.name!r} does not have the shape {tuple(expected)}")
-        if field.on_host and shape.device.type == "cpu":
-            state[field.name] = tensor
-            continue
-        room_here = session.tiers.room
-        new = state[field.name] = empty(field, tuple(expected), tensor.dtype, shape, room_here)
-        backed_part(field, new, room_here).copy_(backed_part(field, tensor, room_here))
-        if field.tier == MEASURE:
-            new.zero_()
-    adopt(state, shape)
-    return state
+        new = tensor
+        if not field.on_host or shape.device.type != "cpu":
+            more = (pages, PAGE, places) if field.by_page else size
+            new = empty(field, session.options, shape, *more)
+            if field.tier != MEASURE:
+                new[: len(tensor)].copy_(tensor)
+        (paged if field.by_page else rows)[field.name] = new
+    adopt(rows, shape)
+    return paged, rows
+
+
+def sizes_of(session: Session) -> tuple[int, int]:
+    """Pages of a loaded session, and those with host memory. A CPU has only the saved pages, mapped from their file."""
+    longest, batch = session.progress.longest, session.tiers.batch
+    pages, places = (batch * size(longest) // PAGE for size in (bucket, room))
+    mapped = any(field.on_host for layer in session.layers for field in fields_of(session.options, layer))
+    if mapped and session.layers[0].device.type == "cpu":
+        places = sum(map(pages_for, session.progress.lengths))
+    return pages, places
+
+
+def fill_tiers(session: Session, states: Sequence[tuple[LayerState, LayerState]], capacity: int) -> None:
+    """Use the state tensors that were read: of each layer those in pages and those of rows."""
+    pool = PagePool(session.options, session.layers, *sizes_of(session), state=[paged for paged, _ in states])
+    pages = [pool.allocate(pages_for(length)) for length in session.progress.lengths]
+    session.tiers.capacity = capacity
+    session.use(session.tiers.in_pool(pool, pages, len(pages), [rows for _, rows in states]))
 
 
 def described_shape(shape: LayerShape) -> dict[str, Any]:
@@ -375,7 +399,11 @@ def device_of(model: torch.nn.Module) -> torch.device:
     """The model's device; SpecacheError if it is on several."""
     devices = {weight.device for weight in model.parameters()}
     if len(devices) > 1:
-        raise several_devices(sorted(map(str, devices)))
+        where = ", ".join(sorted(map(str, devices)))
+        raise SpecacheError(
+            f"load: this model is on several devices ({where}), and a saved session needs one. Move the model to one "
+            "device, or prefill again"
+        )
     return devices.pop()
 
 
@@ -384,10 +412,17 @@ def check_key(root: Path, header: Mapping[str, Any], model: torch.nn.Module) -> 
     key = prefill_key(model, model.parameters())
     missing = Counter(header["weights"]) - Counter(key.weights)
     if missing:
-        raise other_model(root, missing.total(), len(header["weights"]))
+        raise SpecacheError(
+            f"the session in {root} was made with another model: {missing.total()} of its {len(header['weights'])} "
+            "weights differ from this model's in values, shape or dtype. Load those weights, or prefill again"
+        )
     for settings in header["settings"]:
         if differing := {name for name, _ in {*settings.items()} ^ {*(key.settings or ())}}:
-            raise other_settings(root, sorted(differing))
+            raise SpecacheError(
+                f"the session in {root} was made with other settings of the model's modules: "
+                f"{', '.join(sorted(differing))}. The active adapters or the version of transformers may differ. "
+                "Restore the settings, or prefill again"
+            )
 
 
 def read_header(root: Path) -> dict[str, Any]:
@@ -395,7 +430,9 @@ def read_header(root: Path) -> dict[str, Any]:
     try:
         header = json.loads(path.read_text())
     except FileNotFoundError:
-        raise no_saved_session(root) from None
+        raise SpecacheError(
+            f"{root} has no saved session. Create one with specache_compile.save(cache, folder)"
+        ) from None
     except ValueError as error:
         raise unreadable_session(path, f"it is not JSON ({error})") from error
     if not isinstance(header, dict) or header.get("format") != FORMAT:
@@ -434,14 +471,6 @@ def write(tensors: LayerState, path: Path) -> None:
     sync(path)
 
 
-def write_header(root: Path, header: Mapping[str, Any]) -> Path:
-    """Write the new header beside the current one, which it will replace."""
-    new = root / f"{HEADER}.new"
-    new.write_text(json.dumps(header, indent=1) + "\n")
-    sync(new)
-    return new
-
-
 def sync(path: Path) -> None:
     """Force a file to disk, so that it survives a crash of the machine."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -451,54 +480,5 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def cannot_be_saved(number: int, kind: str) -> SpecacheError:
-    return SpecacheError(
-        f"save: layer {number} of this cache, a {kind}, has other contents than keys, values and a recurrent state. "
-        "Prefill again instead"
-    )
-
-
-def no_dynamic_cache(kind: str) -> SpecacheError:
-    return SpecacheError(f"save: this cache is a {kind}, and only a DynamicCache can be saved. Prefill again instead")
-
-
-def several_devices(devices: Sequence[str]) -> SpecacheError:
-    return SpecacheError(
-        f"load: this model is on several devices ({', '.join(devices)}), and a saved session needs one. Move the model "
-        "to one device, or prefill again"
-    )
-
-
-def no_saved_session(folder: Path) -> SpecacheError:
-    return SpecacheError(f"{folder} has no saved session. Create one with specache_compile.save(cache, folder)")
-
-
 def unreadable_session(path: Path, why: str) -> SpecacheError:
     return SpecacheError(f"{path} of a saved session cannot be read: {why}. Prefill and save again")
-
-
-def other_model(folder: Path, different: int, weights: int) -> SpecacheError:
-    return SpecacheError(
-        f"the session in {folder} was made with another model: {different} of its {weights} weights differ from this "
-        "model's in values, shape or dtype. Load those weights, or prefill again"
-    )
-
-
-def other_settings(folder: Path, names: Sequence[str]) -> SpecacheError:
-    return SpecacheError(
-        f"the session in {folder} was made with other settings of the model's modules: {', '.join(names)}. The active "
-        "adapters or the version of transformers may differ. Restore the settings, or prefill again"
-    )
-
-
-def other_layers(kinds: Sequence[str]) -> SpecacheError:
-    return SpecacheError(
-        f"with this version of transformers the model has no cache with the saved layers ({', '.join(kinds)}). Prefill "
-        "again"
-    )
-
-
-def other_options(folder: Path, found: str) -> SpecacheError:
-    return SpecacheError(
-        f"the session in {folder} was made with other options: {found}. Compile the model with those, or prefill again"
-    )

@@ -51,6 +51,10 @@ def add_eval(command: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     command.add_argument("--chat", action="store_true", help="apply the chat template to the prompts of needle")
     command.add_argument(
+        "--keys", type=int, choices=range(1, 9), default=0, metavar="1..8",
+        help="named pass keys in a prompt of needle, one of which is requested (default: one key without a name)",
+    )  # fmt: skip
+    command.add_argument(
         "--blind", action="store_true",
         help="prefill the context exactly, compress it once, and prefill the question afterwards; without --blind, "
         "context and question are one prompt. The default of the six eviction policies is eviction_block=prompt",
@@ -59,6 +63,10 @@ def add_eval(command: argparse.ArgumentParser) -> None:
         "--share-prefills", action="store_true",
         help="prefill each prompt once, without compilation, for all methods with an exact prefill; saves time and "
         "stores the caches of a cell (at most half of the free memory)",
+    )  # fmt: skip
+    command.add_argument(
+        "--prefill-chunk", type=int, metavar="N",
+        help="tokens of a prompt that are prefilled together; bounds the time and memory of sliding layers",
     )  # fmt: skip
     command.add_argument(
         "--out", type=Path, default=Path("build/eval"), help="folder of the results (default: %(default)s)"

@@ -24,7 +24,7 @@ from specache_compile.passes.reading.find_attention import WINDOW
 from specache_compile.passes.reading.local_shards import own_part
 from specache_compile.passes.reading.sites import LeftAlone
 from specache_compile.runtime.held import HeldTensor
-from specache_compile.runtime.records import ModelRecord, record_of
+from specache_compile.runtime.records import ModelRecord, parameters_in, record_of
 from specache_compile.runtime.state import bucket, predicted_bytes
 from specache_compile.runtime.step import is_ragged, padding_in_front
 from specache_compile.runtime.tiers import options_at
@@ -74,7 +74,7 @@ def compile_graph(captured: Captured, example_inputs: Sequence[Any]) -> Callable
     """A callable for one captured graph: rewritten if it has sites, else as Hugging Face wrote it."""
     if captured.is_recognised:
         free_sizes(captured.placeholders, captured.fakes, example_inputs)
-    report_left_alone(record_of(example_inputs), captured.left_alone, len(captured.sites))
+    report_left_alone(record_of(parameters_in(example_inputs)), captured.left_alone, len(captured.sites))
     if captured.sites:
         return compile_sites(captured, example_inputs)
     kept = drop_unread_held(captured)
@@ -94,7 +94,7 @@ def compile_graph(captured: Captured, example_inputs: Sequence[Any]) -> Callable
     as_they_are = not captured.held and not any(isinstance(value, DTensor) for value in example_inputs)
 
     def run_exact(*arguments: Any) -> Any:
-        record = record_of(arguments)
+        record = record_of(parameters_in(arguments))
         record.calls += 1
         record.absorbed = max(record.absorbed, len(captured.absorbed))
         return lowered(*(arguments if as_they_are else taken(arguments)))
@@ -122,10 +122,8 @@ def compile_sites(captured: Captured, example_inputs: Sequence[Any]) -> Compiled
     front = front_of(captured, example_inputs, past, tokens)
     ragged = front is not None and is_ragged(captured.phase, front)
     unpadded = (front is not None and not ragged) or captured.unpadded(example_inputs)
-    session = first_session(captured, example_inputs)
-    paged = session is not None and session.tiers.table is not None
     for phase in first_phases(captured, options):
-        rewrites.get(variant_of(phase, options, unpadded, ragged, bucket(past + tokens), paged), ahead=True)
+        rewrites.get(variant_of(phase, options, unpadded, ragged, bucket(past + tokens)), ahead=True)
     return CompiledGraph(captured, rewrites)
 
 

@@ -17,8 +17,8 @@ from torch.fx import GraphModule, Node
 from specache_compile.compat import model_of
 from specache_compile.errors import SpecacheError
 from specache_compile.kernels.state.cursor import CURSOR_SIZE
-from specache_compile.kernels.state.segments import SEGMENT
-from specache_compile.methods.field import Field, LayerShape
+from specache_compile.kernels.state.page_table import PAGE
+from specache_compile.methods.field import LayerShape
 from specache_compile.options import MethodOptions
 from specache_compile.passes.absorb import absorb
 from specache_compile.passes.phase import DECODE, EXTEND, PREFILL, Phase
@@ -117,23 +117,18 @@ class Captured:
             self.sizes[name] = new_size(self.fake_mode.shape_env, name, hint, least)
         return self.sizes[name]
 
-    def free_capacity(self, fields: Sequence[Field]) -> torch.SymInt:
-        """A symbol for the capacity in tokens of any session with these fields.
-
-        It lets one rewrite serve every capacity. No argument of a call shows it, so nothing may be guarded on it
-        (`capacity_is_free`); a lowered graph reads it from a tensor with that size.
-        """
-        unit = SEGMENT if any(field.on_host for field in fields) else 1
-        return unit * self.free_size(f"capacity in {unit}", self.bucket // unit)
-
     @property
     def bucket(self) -> int:
         """Capacity in tokens of the first call's state."""
         return bucket(self.symbols.hint(self.past) + self.symbols.hint(self.tokens))
 
     def free_columns(self) -> torch.SymInt:
-        """A symbol for the columns of a cursor with any number of pages, which is a size of the cursor."""
-        return self.free_size("columns", CURSOR_SIZE + self.bucket // SEGMENT, CURSOR_SIZE + 1)
+        """A symbol for the columns of a cursor with any number of pages.
+
+        It lets one rewrite serve every capacity. No argument of a call shows it, so nothing may be guarded on it
+        (`capacity_is_free`); a lowered graph reads it from the cursor.
+        """
+        return self.free_size("columns", CURSOR_SIZE + self.bucket // PAGE, CURSOR_SIZE + 1)
 
     def free_pages(self) -> torch.SymInt:
         """A symbol for the number of pages of any session's pool."""

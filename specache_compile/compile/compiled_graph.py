@@ -29,12 +29,14 @@ class CompiledGraph:
     """The callable that Dynamo runs for a captured graph. It returns the graph's outputs, with held tensors for the
     cache.
 
+    weights: positions of the model's parameters among the arguments; known from the first call on.
     uncaptured: variants whose steps are no longer captured, because an input has a new address in every step.
     fitting: sessions whose layers have been compared with this graph's.
     """
 
     def __init__(self, captured: Captured, rewrites: Rewrites) -> None:
         self.captured, self.rewrites = captured, rewrites
+        self.weights: list[int] | None = None
         self.uncaptured: set[Rewritten] = set()
         self.fitting: weakref.WeakSet[Session] = weakref.WeakSet()
 
@@ -43,8 +45,8 @@ class CompiledGraph:
         return self.captured.phase.name
 
     def __call__(self, *arguments: Any) -> list[Any]:
-        start, record = time.perf_counter(), record_of(arguments)
-        session = self.session_for(arguments)
+        start, weights = time.perf_counter(), self.weights_of(arguments)
+        record, session = record_of(weights), self.session_for(arguments, weights)
         padding = None if self.captured.padding is None else arguments[self.captured.padding]
         tokens = self.captured.symbols.value(self.captured.tokens, arguments)
         with opened(session, tokens, padding, self.captured.is_causal) as step:
@@ -53,7 +55,13 @@ class CompiledGraph:
         record.note(self, session.statistics)
         return outputs
 
-    def session_for(self, arguments: Sequence[Any]) -> Session:
+    def weights_of(self, arguments: Sequence[Any]) -> list[torch.nn.Parameter]:
+        """The model's parameters among the arguments. Dynamo's guards check the class of each argument."""
+        if self.weights is None:
+            self.weights = [i for i, value in enumerate(arguments) if isinstance(value, torch.nn.Parameter)]
+        return [arguments[i] for i in self.weights]
+
+    def session_for(self, arguments: Sequence[Any], weights: Sequence[torch.nn.Parameter]) -> Session:
         """The session of the held arguments, brought to their view; a new one in a prefill."""
         captured = self.captured
         if not captured.phase.has_past:
@@ -62,12 +70,11 @@ class CompiledGraph:
             check_same(ranks, captured.options, {"batch": batch, "tokens": tokens})
             session = Session(captured.options, captured.layers, batch, tokens, ranks)
             session.rope_switch = captured.rope_switch
-            weights = [value for value in arguments if isinstance(value, torch.nn.Parameter)]
             session.weights = list(map(weakref.ref, weights))
             session.progress.keys = (prefill_key(calling_model(), weights),) * batch
         else:
             handles = [(site, arguments[i].handle) for site, past in enumerate(captured.pasts) for i in past]
-            session = agreed_session(handles, [x for x in arguments if isinstance(x, torch.nn.Parameter)])
+            session = agreed_session(handles, weights)
             self.check_layers(session)
             if session.requested != captured.options and (found := differences(session.requested, captured.options)):
                 session.warn_once(made_otherwise(found))

@@ -136,22 +136,15 @@ class StateFakes:
     def __init__(self, captured: Captured, variant: Variant) -> None:
         batch, layers = captured.batch, captured.layers
         device, options = layers[0].device, variant.options
-        columns: Any = CURSOR_SIZE
-        capacity: Any = variant.capacity
-        pages: Any = captured.free_pages() if variant.paged else 0
-        if variant.paged:
-            columns = captured.free_columns() if capacity is None else CURSOR_SIZE + capacity // PAGE
-            capacity = (columns - CURSOR_SIZE) * PAGE
-        elif capacity is None:
-            capacity = captured.free_capacity(fields_of(options, layers[0]))
+        fixed, pages = variant.capacity, captured.free_pages()
+        columns: Any = captured.free_columns() if fixed is None else CURSOR_SIZE + fixed // PAGE
+        capacity = (columns - CURSOR_SIZE) * PAGE
         self.arguments = captured.fakes
         with captured.fake_mode:
             self.state = [
                 {
                     field.name: torch.empty(
-                        field.shape(options, layer, pages, PAGE)
-                        if variant.paged and field.by_page
-                        else field.shape(options, layer, batch, capacity),
+                        field.shape(options, layer, *((pages, PAGE) if field.by_page else (batch, capacity))),
                         dtype=field.dtype(options, layer), device=field.device(layer),
                     )
                     for field in fields_of(options, layer)

@@ -1,4 +1,4 @@
-"""95 % intervals of means."""
+"""95 % intervals of means and shares."""
 
 from __future__ import annotations
 
@@ -15,6 +15,14 @@ def interval(values: Sequence[float]) -> float:
     if len(values) < 2 or not all(map(math.isfinite, values)):
         return math.nan
     return student(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
+
+
+def wilson(found: int, count: int) -> tuple[float, float]:
+    """The ends of the 95 % interval of a share, `found` of `count`, by Wilson's score."""
+    spread = NORMAL**2 / count
+    middle = (found / count + spread / 2) / (1 + spread)
+    half = math.sqrt(found * (count - found) / count + NORMAL**2 / 4) * NORMAL / count / (1 + spread)
+    return max(0.0, middle - half), min(1.0, middle + half)
 
 
 def student(degrees: int) -> float:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from specache_compile.caches.holding import reason_not_to_hold, twin
 from specache_compile.compile.compiled_options import options_of
@@ -23,10 +23,14 @@ from specache_compile.methods import parse_options
 from .baselines.kvzip import KVzipOptions
 
 
+def layer_kinds(model: Any) -> set[type]:
+    """The classes of the layers of the model's cache."""
+    return {type(layer) for layer in DynamicCache(config=model.config.get_text_config(decoder=True)).layers}
+
+
 def caches_plainly(model: Any) -> bool:
     """Whether every layer stores every pair."""
-    layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
-    return all(type(layer) is DynamicLayer for layer in layers)
+    return layer_kinds(model) == {DynamicLayer}
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,8 @@ class Prefills:
         given = options_of(model)
         options = None if given is None else parse_options(given)
         holds = options is None or isinstance(options, KVzipOptions) or reason_not_to_hold(options) is None
-        return holds and caches_plainly(model)
+        kinds = layer_kinds(model)
+        return holds and DynamicLayer in kinds and kinds <= {DynamicLayer, DynamicSlidingWindowLayer}
 
     def of(self, ids: Tensor, make: Callable[[], Prefill]) -> Prefill:
         """The prefill of `ids` [rows, tokens], for one use. A missing one is computed by `make`."""

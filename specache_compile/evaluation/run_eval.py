@@ -17,9 +17,14 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from specache_compile.caches.holding import whole_layers
 from specache_compile.checkpoints.loaded import limit_of, load_model
 from specache_compile.checkpoints.names import origin
 from specache_compile.errors import SpecacheError
+from specache_compile.kernels.memory.host_memory import allowance
+from specache_compile.methods import parse_options
+from specache_compile.methods.field import LayerShape
+from specache_compile.runtime.state import predicted_bytes
 from specache_compile.runtime.stats import stats
 
 from .cell_tables import table, write_json
@@ -28,7 +33,7 @@ from .prefills import Prefills, caches_plainly
 from .provenance import config_hash, model_hash, provenance
 from .reader import Reader
 from .result_rows import ResultRow, append_row, read_rows, sources
-from .runner import Runner
+from .runner import Runner, read
 from .settings import Setting, evicting_once, parse_setting, running, tokens_of_budget
 from .tasks import NO_QUESTION, TASKS
 from .tasks.task import Bench, Cell, Outcome
@@ -42,15 +47,17 @@ def run_eval(args: argparse.Namespace, command: Sequence[str]) -> None:
     check_arguments(args)
     args.lowering = args.lowering or ("eager" if args.device == "cpu" else "inductor")
     check_readings(settings, args.share_prefills)
-    model, reader = load(args.model, args.device, dtype_of(args.dtype))
+    model, reader = load(args.model, args.device, args.dtype)
     check_readings(settings, caches_plainly(model))
+    model.generation_config.prefill_chunk_size = args.prefill_chunk
     bench = Bench(
         reader, tuple(dict.fromkeys(args.lengths)), args.samples, args.seed, limit_of(model), tuple(args.text),
-        args.chat, args.blind,
+        args.chat, args.blind, args.keys,
     )  # fmt: skip
     cells = [(task, cell) for task in dict.fromkeys(args.tasks) for cell in TASKS[task](bench)]
     for task, cell in cells:
         check_cell(task, cell, bench.limit, settings)
+    check_host_budget(model, max(bench.lengths), settings, args)
     fingerprint = model_hash(model)
     line = provenance(
         shlex.join(["specache", *command]), fingerprint, args.device, str(model.dtype), args.seed, origin(args.model)
@@ -74,11 +81,6 @@ def run_eval(args: argparse.Namespace, command: Sequence[str]) -> None:
         report([done[key] for key in keys.values() if key in done], args)
 
 
-def dtype_of(name: str) -> Any:
-    """The dtype of this name; "auto", the checkpoint's dtype, is returned as a string."""
-    return name if name == "auto" else getattr(torch, name)
-
-
 def check_arguments(args: argparse.Namespace) -> None:
     """Raise SpecacheError for bad arguments; no model is needed."""
     for task in args.tasks:
@@ -89,6 +91,7 @@ def check_arguments(args: argparse.Namespace) -> None:
     for name, value in (
         ("samples", args.samples),
         ("batch-size", args.batch_size),
+        *([("prefill-chunk", args.prefill_chunk)] if args.prefill_chunk is not None else []),
         *(("lengths", n) for n in args.lengths),
     ):
         if value < 1:
@@ -119,7 +122,23 @@ def check_cell(task: str, cell: Cell, limit: int, settings: Sequence[Setting]) -
                                 f"{task} {cell.name}, {cell.context:,} tokens")  # fmt: skip
 
 
-def load(name: str, device: str, dtype: Any) -> tuple[Any, Reader]:
+def check_host_budget(model: Any, length: int, settings: Sequence[Setting], args: argparse.Namespace) -> None:
+    """Raise SpecacheError if a method's host tier would exceed its budget once the shared prefills are stored."""
+    cache, _ = read(model, torch.zeros(1, 1, dtype=torch.int64, device=model.device))
+    keys = [cache.layers[number].keys for number in whole_layers(cache)]
+    layers = [LayerShape(one.shape[1], one.shape[3], one.dtype, one.device) for one in keys]
+    for options in [parse_options(setting.measured) for setting in settings if setting.options is not None]:
+        given = getattr(options, "host_memory", None)
+        needed = predicted_bytes(options, layers, min(args.batch_size, args.samples), length)["host"]
+        allowed = allowance(0, given) // (2 if args.share_prefills and given is None else 1)
+        if needed > allowed:
+            raise SpecacheError(
+                f"method {options.method!r}: its host tier would need {needed / 1e6:,.0f} MB for {length:,} tokens, "
+                f"and {allowed / 1e6:,.0f} MB are free for it: free memory, or lower --batch-size or --lengths"
+            )
+
+
+def load(name: str, device: str, dtype: str) -> tuple[Any, Reader]:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -147,6 +166,7 @@ def key_of(setting: Setting, task: str, cell: Cell, bench: Bench, model: str, ar
             "options": setting.effective, **cell.facts,
             **({"blind": True} if bench.blind else {}),
             **({"prefills": "shared"} if args.share_prefills else {}),
+            **({"prefill_chunk": args.prefill_chunk} if args.prefill_chunk else {}),
         },
         sort_keys=True,
     )  # fmt: skip

@@ -139,17 +139,22 @@ def exact_prefill(model: Any, ids: Tensor) -> Prefill:
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=1, do_sample=False, output_logits=True,
         return_dict_in_generate=True,
     )  # fmt: skip
-    return Prefill(cache_of(out), out.logits[0][:, None].float().cpu(), out.sequences[:, -1:])
+    cache = cache_of(out)
+    for layer in cache.layers:
+        if layer.is_sliding:  # its window is a view of all pairs
+            layer.keys, layer.values = layer.keys.clone(), layer.values.clone()
+    return Prefill(cache, out.logits[0][:, None].float().cpu(), out.sequences[:, -1:])
 
 
 @torch.inference_mode()
 def read(model: Any, ids: Tensor) -> tuple[Any, Tensor]:
-    """A new cache filled by `ids` [rows, tokens] in one call, and the next logits, float32 [rows, 1, vocabulary] on
-    the host."""
+    """A new cache filled by `ids` [rows, tokens], and the next logits, float32 [rows, 1, vocabulary] on the host."""
     from transformers import DynamicCache
 
-    cache = DynamicCache()
-    return cache, model(ids, **with_cache(cache), use_cache=True, logits_to_keep=1).logits[:, -1:].float().cpu()
+    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    for chunk in ids.split(model.generation_config.prefill_chunk_size or ids.shape[1], 1):
+        out = model(chunk, **with_cache(cache), use_cache=True, logits_to_keep=1)
+    return cache, out.logits[:, -1:].float().cpu()
 
 
 @torch.inference_mode()

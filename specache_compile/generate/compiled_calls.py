@@ -27,11 +27,6 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(before=_counting.acquire, after_in_parent=_counting.release, after_in_child=_counting.release)
 
 
-def is_ours(module: OptimizedModule) -> bool:
-    """Whether this module was compiled with the backend "specache"."""
-    return options_given(module.dynamo_ctx) is not None
-
-
 class ThreadsCalls:
     """Replaces a module's `_compiled_call_impl` during its generations. Calls on a generation's thread run compiled;
     other threads' calls run as before."""
@@ -56,15 +51,12 @@ class ThreadsCalls:
         return self.current().get_compiler_config  # type: ignore[attr-defined]
 
 
-def generating(module: torch.nn.Module) -> torch.nn.Module:
-    """The module whose `generate` runs, inside wrappers such as PEFT's; each step calls it."""
-    return next((part for part in module.modules() if isinstance(part, GenerationMixin)), module)
-
-
 @contextlib.contextmanager
 def compiled_calls(module: OptimizedModule) -> Iterator[None]:
     """Within it, this thread's calls of the generating module run compiled, as after `model.compile(...)`."""
-    wrapped = generating(module._orig_mod)
+    whole = module._orig_mod
+    # The module whose `generate` runs may be inside wrappers such as PEFT's; each step calls it.
+    wrapped = next((part for part in whole.modules() if isinstance(part, GenerationMixin)), whole)
     compiled = module.__dict__.get("_specache_call")
     if compiled is None:
         compiled = module.__dict__["_specache_call"] = module.dynamo_ctx(wrapped._call_impl)
@@ -94,7 +86,7 @@ def route_generate() -> None:
     @functools.wraps(original)
     def getattr_with_generate(self: OptimizedModule, name: str) -> Any:
         value = original(self, name)
-        if name != "generate" or not is_ours(self):
+        if name != "generate" or options_given(self.dynamo_ctx) is None:  # another backend's
             return value
 
         @functools.wraps(value)

@@ -144,15 +144,22 @@ class Drafts(CandidateGenerator):
     def update_candidate_strategy(self, input_ids: Tensor, scores: Tensor, num_matches: Any) -> None:
         """Record a verification that accepted `num_matches` of the drafted tokens."""
         if self.session is not None:
-            self.note(self.session, min(int(num_matches), self.drafted), time.perf_counter() - self.start)
-
-    def note(self, session: Session, accepted: int, seconds: float) -> None:
-        """Record a round's result; it streamed the host tier once."""
-        held = session.tiers.host_bytes(self.confirmed)
-        session.statistics.verified.note(self.drafted, accepted, held, streamed=held)
-        if session.draft_length is not None:
             compiled = rewritten_so_far(self.model) != self.compiles
-            session.draft_length.note(self.drafted, accepted, None if compiled else seconds)
+            seconds = None if compiled else time.perf_counter() - self.start
+            accepted = min(int(num_matches), self.drafted)
+            note_draft(self.session, self.drafted, accepted, self.confirmed, seconds)
+
+
+def note_draft(session: Session, drafted: int, accepted: int, cached: int, seconds: float | None) -> None:
+    """Record a row's round after so many cached tokens. The model's own drafts stream the host tier once; other ones
+    read the tiers like any decode.
+
+    seconds: None if the round compiled, or if its time is recorded with another row.
+    """
+    held = session.tiers.host_bytes(cached) // session.tiers.batch
+    session.statistics.verified.note(drafted, accepted, held, streamed=0 if session.options.lookup else held)
+    if session.draft_length is not None and drafted:
+        session.draft_length.note(drafted, accepted, seconds)
 
 
 def draft_length_of(session: Session) -> int:
@@ -171,19 +178,13 @@ def rewritten_so_far(model: Any) -> int:
 
 def warn_not_drafted(model: torch.nn.Module, options: MethodOptions, reason: str) -> None:
     """Warn, once for a model and reason, that a generation drafts nothing."""
-    text = not_looked_up(reason) if options.lookup else not_drafted(reason)
-    record_of([*model.parameters()]).warn_once(text)
-
-
-def not_drafted(reason: str) -> str:
-    return (
-        f"option verify: this generation is not drafted: {reason}. Its tokens are those of the full cache, and every "
-        "step streams the host tier. Leave verify out for such calls"
-    )
-
-
-def not_looked_up(reason: str) -> str:
-    return (
+    text = (
         f"option lookup: this generation is not drafted: {reason}. Each step generates one token. Leave lookup out for "
         "such calls"
     )
+    if not options.lookup:
+        text = (
+            f"option verify: this generation is not drafted: {reason}. Its tokens are those of the full cache, and "
+            "every step streams the host tier. Leave verify out for such calls"
+        )
+    record_of([*model.parameters()]).warn_once(text)

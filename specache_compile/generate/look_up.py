@@ -11,7 +11,6 @@ from torch import Tensor
 from transformers.generation import PromptLookupCandidateGenerator
 
 from specache_compile.options import MethodOptions
-from specache_compile.runtime.session import Session
 
 from .drafts import Drafts
 
@@ -39,10 +38,6 @@ class LookedUp(Drafts):
         first = ids.shape[1] + 1
         stops = (place for place in range(first, found.shape[1] + 1) if self.others and self.stops(found[:, :place]))
         return found[:, : next(stops, found.shape[1] + 1) - 1], None
-
-    def note(self, session: Session, accepted: int, seconds: float) -> None:
-        """Record a round's result; it read the tiers like any decode."""
-        session.statistics.verified.note(self.drafted, accepted, session.tiers.host_bytes(self.confirmed), streamed=0)
 
 
 def looked_up(ids: Tensor, ends: Tensor | None, tokens: int, longest: int) -> Tensor:

@@ -59,13 +59,12 @@ class Field:
     tier: the tier that its bytes count for; "measure": none.
     shape: (options, layer, batch, capacity in tokens) → [B, H, n, ...], where n may grow with the capacity.
     dtype: (options, layer) → dtype.
-    on_host: in host memory, in segments (`kernels/state/segments.py`), and pinned if there is a GPU.
+    on_host: in host memory, and pinned if there is a GPU.
     empty: the value of an unused place.
     by_row: it has a batch dimension; a count over all rows has none.
-    by_page: it grows with the tokens, and can be in pages (`kernels/state/page_table.py`): P pages have the shape of P
-        rows with 256 tokens each.
-    has_all_pairs: it has the pair of every cached token, [B, H, C, K|V, d] or in segments, exact or as e4m3 codes
-        (uint8).
+    by_page: it grows with the tokens, and is in pages (`kernels/state/page_table.py`): P pages have the shape of P rows
+        with 256 tokens each. A field with rows has all of a row's elements in one piece.
+    has_all_pairs: it has the pair of every cached token in pages [P, H, 256, K|V, d], exact or as e4m3 codes (uint8).
     on_crop: (the layer's state, the crop), called once a layer.
     """
 
@@ -81,16 +80,6 @@ class Field:
     on_crop: Callable[[LayerState, Cropped], object] | None = None
 
     @property
-    def token_dim(self) -> int:
-        """The dimension that grows."""
-        return 0 if self.on_host else 2
-
-    @property
-    def row_dim(self) -> int:
-        """The batch dimension."""
-        return 1 if self.on_host else 0
-
-    @property
     def is_the_cache(self) -> bool:
         """Whether it has every pair in the model's dtype; on the host, unless an option rounds them."""
         return self.has_all_pairs and (self.on_host or self.dtype is of_the_model)
@@ -102,6 +91,11 @@ class Field:
     def nbytes(self, options: Any, layer: LayerShape, batch: int, capacity: int) -> int:
         shape = torch.Size(self.shape(options, layer, batch, capacity))
         return shape.numel() * self.dtype(options, layer).itemsize
+
+
+def pairs(count: Callable[[Any], int]) -> Callable[[Any, LayerShape, int, int], tuple[int, ...]]:
+    """The shape of `count(options)` pairs of each head, [B, H, n, 2, d]."""
+    return lambda options, layer, batch, capacity: (batch, layer.heads, count(options), 2, layer.head_dim)
 
 
 def always(dtype: torch.dtype) -> Callable[[Any, LayerShape], torch.dtype]:

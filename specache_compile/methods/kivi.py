@@ -1,51 +1,135 @@
-"""KIVI (arXiv 2402.02750): only the low-bit copy and the recent window; no pair is fetched.
+"""KIVI (arXiv 2402.02750): old tokens in the low-bit tier, the newest and the first in 16 bits; no pair is fetched.
 
 A host tier keeps extends and crops exact; with `host_tier=False` there is none, as in KIVI itself.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
-from specache_compile.options import inherited
+from specache_compile.errors import OptionError
+from specache_compile.kernels.state.stored_tiers import StoredTiers
+from specache_compile.options import accepting, bytes_of_memory, choice, number_or_auto, option
 from specache_compile.passes.recipe import OpCall, Recipe
 
 from .field import Field, LayerShape
 from .host_tier import HOST
-from .low_bit import APPENDED, LOW_BIT, RECENT, LowBitOptions, bits_or_memory
+from .low_bit import LowBitOptions
+from .low_bit_tier import STORED
 from .method import Method
 from .slots import SLOT_INDEX, SLOTS
 
 
 @dataclass(frozen=True)
 class KiviOptions(LowBitOptions):
-    """The default window is that of the SpeCache paper's baseline: as many 16-bit pairs as R and k together."""
+    """Options of KIVI, which all methods with a low-bit tier take."""
 
     method: str = "kivi"
-    residual_length: int = inherited(LowBitOptions, "residual_length", default=128)
+    host_tier: bool = choice(
+        True, (True, False),
+        "also keep all pairs in host memory, for fetches, further turns, crops and drafts. False: nothing is fetched, "
+        "and a cache grows only token by token, as in KIVI",
+    )  # fmt: skip
+    host_bits: int | str = choice(
+        16, (16, 8, "auto"),
+        "bits of the pairs in host memory: 16, or 8 with a scale for each key and value, which halves the memory and "
+        "the copied bytes. auto: 8 in the setting best",
+        type=number_or_auto,
+    )  # fmt: skip
+    memory: int | str | None = option(
+        None, accepting(
+            lambda size: size is None or (type(size) in (int, str) and bytes_of_memory(size) > 0),
+            "accepted are a number of bytes, a size like '6 GiB', and None",
+        ),
+        "most bytes of the prompt's tiers on the device; selects the most bits that fit, instead of bits",
+        type=str, metavar="SIZE",
+    )  # fmt: skip
+    lookup: bool = choice(
+        False, (True, False),
+        "draft the tokens that followed an earlier occurrence of the last few tokens, and verify them in one decode "
+        "over the tiers (not exact)",
+    )  # fmt: skip
+    skip_below: float = option(
+        0.0, accepting(
+            lambda weight: type(weight) in (int, float) and 0 <= weight < 1,
+            "accepted is a number from 0 to below 1, such as 1e-4",
+        ),
+        "skip the low-bit values of 64 tokens whose attention weights are all below this number, such as 1e-4. The "
+        "weights left out sum to less than this number times the tokens. 0: skip nothing",
+        type=float, metavar="WEIGHT",
+    )  # fmt: skip
+    min_context: int | str = option(
+        "auto", accepting(
+            lambda tokens: tokens == "auto" or (type(tokens) is int and tokens >= 0),
+            "accepted are a number of tokens, 0 or more, and 'auto'",
+        ),
+        "tokens below which a cache stays in 16 bits on the device; a longer one is compressed. auto: the measured or "
+        'computed break-even of the GPU; 0 without one', type=number_or_auto, metavar="N",
+    )  # fmt: skip
+
+    def conflicts(self) -> Iterator[str]:
+        yield from super().conflicts()
+        drafting = "lookup=True" if self.lookup else f"verify={self.verify!r}"
+        if self.lookup and self.verify is not None:
+            yield f"lookup with verify={self.verify!r}: pass only one of them"
+        if self.bits_on_host < 16 and self.drafts:
+            yield f"host_bits={self.host_bits} with {drafting}: verification needs exact pairs. Pass host_bits=16"
+        if self.bits_on_host < 16 and not self.layout.is_quantised:
+            yield f"host_bits={self.host_bits} with bits=16: pairs must be exact. Pass host_bits=16"
+        if self.host_bits == 8 and not self.host_tier:
+            yield "host_bits=8 with host_tier=False: there is no host tier. Leave one of them out"
+        if self.drafts and not self.host_tier:
+            yield (
+                f"host_tier=False with {drafting}: verifying and dropping drafts needs the host tier. Pass only one of "
+                "them"
+            )
+
+    @property
+    def bits_on_host(self) -> int:
+        """host_bits; "auto" is 16, since this method fetches nothing."""
+        return 16 if self.host_bits == "auto" else int(self.host_bits)
+
+    @property
+    def in_16_bits(self) -> Self:
+        """The options below `min_context`: all pairs on the device in 16 bits.
+
+        Only drafts of lookup are verified: the model's own drafts would be its exact tokens.
+        """
+        return replace(self, bits=16, value_bits=None, host_bits=16, verify=None)
 
 
-def recipe(options: LowBitOptions, site: int) -> Recipe:
+def recipe(options: KiviOptions, site: int) -> Recipe:
     """A decode attends over the tiers, an extend over the host tier."""
     over_tiers = OpCall(
         "decode_attention",
-        (*(field.name for field in LOW_BIT), "recent", "slots", "slot_index"),
+        (*StoredTiers._fields, "slots", "slot_index"),
         (*options.layout, options.skip_below),
         scores=True,
     )
     attend = dict.fromkeys(("pre-decode", "decode", "widened"), over_tiers)
-    stores: tuple[OpCall, ...] = (OpCall("append", APPENDED, (*options.layout, options.zero_point), turned="center"),)
+    stores: tuple[OpCall, ...] = (
+        OpCall("append", StoredTiers._fields, (*options.layout, options.zero_point), turned="center"),
+    )
     if options.host_tier:
         attend |= {"extend": OpCall("extend_attention", ("host",))}
         stores += (OpCall("offload", ("host",)),)
     return Recipe(attend, stores)
 
 
+def bits_or_memory(given: Mapping[str, Any]) -> dict[str, Any]:
+    """OptionError if both bits and memory are given. No defaults to override."""
+    if given.get("memory") is not None and given.get("bits") is not None:
+        raise OptionError("options memory and bits: pass one of them; memory selects the bits")
+    return {}
+
+
 # The attention's slots have no place here (top_k 0).
-FIELDS = (HOST, *LOW_BIT, RECENT, SLOTS, SLOT_INDEX)
+FIELDS = (HOST, *STORED, SLOTS, SLOT_INDEX)
 
 
-def fields_at(options: LowBitOptions, layer: LayerShape) -> tuple[Field, ...]:
+def fields_at(options: KiviOptions, layer: LayerShape) -> tuple[Field, ...]:
     return FIELDS if options.host_tier else tuple(field for field in FIELDS if field is not HOST)
 
 

@@ -8,11 +8,7 @@ import torch
 
 from specache_compile.kernels.state.stored_tiers import EMPTY
 
-from .field import Cropped, Field, LayerShape, LayerState, always
-
-
-def slots_shape(options: Any, layer: LayerShape, batch: int, capacity: int) -> tuple[int, ...]:
-    return (batch, layer.heads, options.top_k, 2, layer.head_dim)
+from .field import Cropped, Field, LayerShape, LayerState, always, pairs
 
 
 def index_shape(options: Any, layer: LayerShape, batch: int, capacity: int) -> tuple[int, ...]:
@@ -24,7 +20,7 @@ def empty_slots(state: LayerState, cropped: Cropped) -> None:
     state["slot_index"].masked_fill_(state["slot_index"] >= cropped.low_bit, EMPTY)
 
 
-SLOTS = Field("slots", "slots", slots_shape)
+SLOTS = Field("slots", "slots", pairs(lambda options: options.top_k))
 # The token in each slot, and the tokens that the next fetch copies.
 SLOT_INDEX = Field("slot_index", "slots", index_shape, always(torch.int32), empty=EMPTY, on_crop=empty_slots)
 SELECTED = Field("selected", "slots", index_shape, always(torch.int32), empty=EMPTY)

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from specache_compile.errors import OptionError
 from specache_compile.options import choice, inherited, whole
 from specache_compile.passes.recipe import Recipe, Selector
 
 from . import kivi
 from .field import Field, LayerShape
-from .low_bit import LowBitOptions, bits_or_memory
+from .kivi import KiviOptions, bits_or_memory
 from .method import Method
 from .slots import CORRECTED, FETCHED, SELECTED, TALLY
 
@@ -25,7 +24,7 @@ PAPER = {
 
 
 @dataclass(frozen=True)
-class SpecacheOptions(LowBitOptions):
+class SpecacheOptions(KiviOptions):
     """Options of the default method; the defaults are those of the setting "best"."""
 
     method: str = "specache"
@@ -35,15 +34,16 @@ class SpecacheOptions(LowBitOptions):
         "defaults of bits, rotate, center, sink_tokens, zero_point, key_code, value_code, param_bits and correct: "
         "the best ones, or those of SpeCache's paper",
     )
-    bits: int | float = inherited(LowBitOptions, "bits", default=1.5)
-    rotate: bool = inherited(LowBitOptions, "rotate", default=True)
-    center: str = inherited(LowBitOptions, "center", default="auto")
-    sink_tokens: int = inherited(LowBitOptions, "sink_tokens", default=4)
-    zero_point: str = inherited(LowBitOptions, "zero_point", default="middles")
-    key_code: str = inherited(LowBitOptions, "key_code", default="auto")
-    value_code: str = inherited(LowBitOptions, "value_code", default="auto")
-    param_bits: int | str = inherited(LowBitOptions, "param_bits", default="auto")
-    host_bits: int | str = inherited(LowBitOptions, "host_bits", default="auto")
+    residual_length: int = inherited(KiviOptions, "residual_length", default=64)
+    bits: int | float = inherited(KiviOptions, "bits", default=1.5)
+    rotate: bool = inherited(KiviOptions, "rotate", default=True)
+    center: str = inherited(KiviOptions, "center", default="auto")
+    sink_tokens: int = inherited(KiviOptions, "sink_tokens", default=4)
+    zero_point: str = inherited(KiviOptions, "zero_point", default="middles")
+    key_code: str = inherited(KiviOptions, "key_code", default="auto")
+    value_code: str = inherited(KiviOptions, "value_code", default="auto")
+    param_bits: int | str = inherited(KiviOptions, "param_bits", default="auto")
+    host_bits: int | str = inherited(KiviOptions, "host_bits", default="auto")
     top_k: int = whole(64, 0, "k: pairs to fetch for each layer and KV head; 0 is plain KIVI", metavar="K")
     speculate: bool | str = choice(
         "auto", (True, False, "auto"),
@@ -58,17 +58,23 @@ class SpecacheOptions(LowBitOptions):
     )
     hit_rate: bool = choice(False, (True, False), "measure the hit rate (slow: it computes the true attention)")
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.lookup:
-            self.check_lookup()
-        if self.top_k and not self.host_tier:
-            raise OptionError(
-                f"option host_tier=False with top_k={self.top_k}: pairs are fetched from the host tier. Pass top_k=0"
+    def conflicts(self) -> Iterator[str]:
+        yield from super().conflicts()
+        selects = "the tokens of a draft select their pairs within the step"
+        if self.lookup and self.two_lanes:
+            yield f"lookup with speculate={self.speculate!r}: {selects}. Pass speculate=False"
+        if self.lookup and self.top_k and self.correct != "always":
+            yield f"lookup with correct={self.correct!r}: {selects}. Pass correct='always'"
+        if self.lookup and self.top_k and "correct" in self.disable_passes:
+            yield (
+                "disable_passes with lookup: the pass 'correct' selects a draft's pairs. Remove 'correct' from "
+                "disable_passes, or pass top_k=0"
             )
+        if self.top_k and not self.host_tier:
+            yield f"host_tier=False with top_k={self.top_k}: pairs are fetched from the host tier. Pass top_k=0"
         if self.correct != "never" and not self.top_k:
-            raise OptionError(
-                f"option correct={self.correct!r} with top_k=0: without fetches there is nothing to correct. Pass "
+            yield (
+                f"correct={self.correct!r} with top_k=0: without fetches there is nothing to correct. Pass "
                 "correct='never'"
             )
 
@@ -82,23 +88,6 @@ class SpecacheOptions(LowBitOptions):
     def two_lanes(self) -> bool:
         """Whether the speculative token runs beside the output token."""
         return self.correct != "always" if self.speculate == "auto" else bool(self.speculate)
-
-    def check_lookup(self) -> None:
-        """OptionError for options that do not work with lookup: the tokens of a widened decode select their pairs in
-        the step."""
-        together = {"speculate": (False,), "correct": ("always",)}
-        accepted = together if self.top_k else {"speculate": (False,)}
-        for name, (value,) in accepted.items():
-            if (self.two_lanes if name == "speculate" else getattr(self, name)) != value:
-                raise OptionError(
-                    f"option lookup with {name}={getattr(self, name)!r}: the tokens of a draft select their pairs "
-                    f"within the step. Pass {name}={value!r}"
-                )
-        if self.top_k and "correct" in self.disable_passes:
-            raise OptionError(
-                "option disable_passes with lookup: the pass 'correct' selects a draft's pairs. Remove 'correct' from "
-                "disable_passes, or pass top_k=0"
-            )
 
     @property
     def in_16_bits(self) -> SpecacheOptions:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 from specache_compile.errors import OptionError
 from specache_compile.methods.field import LayerShape
-from specache_compile.methods.low_bit import BITS_OF_BOTH, LowBitOptions, bytes_of_memory
-from specache_compile.options import MethodOptions
+from specache_compile.methods.low_bit import BITS_OF_BOTH
+from specache_compile.options import MethodOptions, bytes_of_memory
 
 from .state import device_total, predicted_bytes
 
@@ -18,11 +20,23 @@ def within_memory(options: MethodOptions, layers: Sequence[LayerShape], batch: i
     The tiers are those of `length` tokens of `batch` rows. If no bits fit, the options have the fewest bits; without
     the option memory they are unchanged.
     """
-    if not isinstance(options, LowBitOptions) or options.memory is None:
+    if options.memory is None:
         return options
     allowed = bytes_of_memory(options.memory)
-    every = [options.with_bits(bits) for bits in sorted(BITS_OF_BOTH, reverse=True)]
+    every = [with_bits(options, bits) for bits in sorted(BITS_OF_BOTH, reverse=True)]
     return next((chosen for chosen in every if device_bytes(chosen, layers, batch, length) <= allowed), every[-1])
+
+
+def with_bits(options: Any, bits: float) -> MethodOptions:
+    """The options with so many bits for keys and values, and matching codes and parameters."""
+    value_code = "auto" if options.value_code == "trellis" else options.value_code
+    key_code = "auto" if options.key_code == "trellis" else options.key_code
+    param_bits = "auto" if options.param_bits == 8 else options.param_bits
+    changed: MethodOptions = replace(
+        options, bits=bits, value_bits=None, key_code=key_code, value_code=value_code, param_bits=param_bits,
+        host_bits=16 if bits == 16 else options.host_bits,  # nothing on the device is rounded then
+    )  # fmt: skip
+    return changed
 
 
 def check_memory(options: MethodOptions, layers: Sequence[LayerShape], batch: int, length: int) -> None:

@@ -143,22 +143,21 @@ _records: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _newest = threading.local()
 
 
-def note_model(arguments: Sequence[Any]) -> None:
-    """Note the model whose graphs this thread runs: a graph between graph breaks may have no weights."""
-    parameter = next((argument for argument in arguments if isinstance(argument, torch.nn.Parameter)), None)
-    if parameter is not None:
-        _newest.parameter = weakref.ref(parameter)
+def parameters_in(arguments: Sequence[Any]) -> list[torch.nn.Parameter]:
+    """The model's parameters among a graph's arguments."""
+    return [argument for argument in arguments if isinstance(argument, torch.nn.Parameter)]
 
 
-def record_of(arguments: Sequence[Any]) -> ModelRecord:
-    """The record of the model that these arguments of a graph belong to; a new one if there is none.
+def record_of(parameters: Sequence[torch.Tensor]) -> ModelRecord:
+    """The record of the model with these parameters; a new one if there is none.
 
-    Dynamo uses one graph for every model of one class and shape, so each call may belong to another model.
+    Dynamo uses one graph for every model of one class and shape, so each call may belong to another model. A graph
+    between graph breaks may have no parameters: it belongs to the model whose graphs this thread ran last.
     """
-    note_model(arguments)
-    parameters = [argument for argument in arguments if isinstance(argument, torch.nn.Parameter)]
     before = getattr(_newest, "parameter", lambda: None)()
     parameters = parameters or ([] if before is None else [before])
+    if parameters:
+        _newest.parameter = weakref.ref(parameters[0])
     known = next((_records[parameter] for parameter in parameters if parameter in _records), None)
     if known is not None:
         return known

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import itertools
 import operator
@@ -10,10 +9,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import DynamicCache
 
 from specache_compile.errors import SpecacheError
+from specache_compile.methods.field import LayerState
 from specache_compile.options import MethodOptions
 
 from .held import Handle, HeldTensor
@@ -77,12 +78,13 @@ def check_neighbours(places: Sequence[Place]) -> list[Session]:
     return list(dict.fromkeys(session for session, _ in places))
 
 
+@torch.inference_mode(False)
 def regrouped(sources: Sequence[Session], places: Sequence[Place]) -> Session:
     """A new session of the layers at `places`, and others of the rest of `sources`, which are empty afterwards."""
     check_alike(sources)
     for session in sources:
         session.drain()
-        session.make_contiguous()
+    give_equal_pools(sources)
     before = [(sources[0], site) for site in range(places[0][1])]
     after = [(sources[-1], site) for site in range(places[-1][1] + 1, len(sources[-1].layers))]
     made = session_from(places)
@@ -92,8 +94,10 @@ def regrouped(sources: Sequence[Session], places: Sequence[Place]) -> Session:
         for number, (session, site) in enumerate(taken):
             session.moved[site] = (part, number)
     for session in sources:
-        session.tiers.state, session.tiers.layers, session.anchors = [], [], []
+        session.tiers.set_rows([], 0)
+        session.tiers.pool, session.tiers.layers, session.anchors = None, [], []
         session.recorded.clear()
+        session.bindings.clear()
     return made
 
 
@@ -101,16 +105,27 @@ def check_alike(sources: Sequence[Session]) -> None:
     """SpecacheError if sessions are not parts of one cache in the same state."""
     first = sources[0]
     for other in sources[1:]:
-        sizes = [
-            (s.length, s.progress.lengths, s.version, s.tiers.batch, s.tiers.capacity, s.tiers.room)
-            for s in (first, other)
-        ]
+        sizes = [(s.length, s.progress.lengths, s.version, s.tiers.batch, s.tiers.capacity) for s in (first, other)]
         if sizes[0] != sizes[1]:
             raise mixed_caches()
         every = zip(*((s.requested, s.tiers.options, s.tiers.pending) for s in (first, other)), strict=True)
         for ours, theirs in every:
             if ours != theirs:
                 raise parts_differ(differing(ours, theirs))
+
+
+def give_equal_pools(sources: Sequence[Session]) -> None:
+    """Give each session its own pool in which equal pages are held, since a new pool will share their tensors."""
+    for session in sources:
+        session.tiers.trim(session.progress.lengths)
+    pools = [session.tiers.pool for session in sources]
+    sizes = [(pool.pages, len(pool.counts)) for pool in pools if pool is not None]
+    alike = all(size == sizes[0] for size in sizes)
+    alike = alike and all(session.tiers.pages == sources[0].tiers.pages for session in sources)
+    if alike and all(session.tiers.is_alone for session in sources):
+        return
+    for session in sources:
+        session.use(session.tiers.in_own_pool())
 
 
 def differing(ours: MethodOptions | None, theirs: MethodOptions | None) -> str:
@@ -145,11 +160,17 @@ def session_from(places: Sequence[Place]) -> Session:
 
 def tiers_from(places: Sequence[Place]) -> Tiers:
     """Tiers of the layers at `places`, renumbered; they share the sources' tensors."""
-    made = copy.copy(places[0][0].tiers)
-    made.layers = [replace(session.layers[site], number=number) for number, (session, site) in enumerate(places)]
+    first, states = places[0][0].tiers, list[LayerState]()
+    for session, site in places:
+        assert session.tiers.pool is not None
+        states.append(session.tiers.pool.state[site])
+    assert first.pool is not None
+    layers = [replace(session.layers[site], number=number) for number, (session, site) in enumerate(places)]
+    pool = first.pool.twin(first.options, layers, states)
+    rows = [session.tiers.all_rows[site] for session, site in places]
+    made = first.in_pool(pool, [list(row) for row in first.pages], first.most_rows, rows)
     made.frequencies = [session.tiers.frequencies[site] for session, site in places]
-    made.state = [session.state[site] for session, site in places]
-    made.sinks_known = None
+    made.rounded = list(first.rounded)
     return made
 
 

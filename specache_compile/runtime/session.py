@@ -14,25 +14,28 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import ProcessGroup
 
 from specache_compile.errors import RECOMPILE_LIMIT, HeldTensorError, SpecacheError, copy_failed, no_host_tier
 from specache_compile.kernels.movement import copy_stream
 from specache_compile.kernels.movement.copy_queue import CopyQueue
 from specache_compile.kernels.movement.deferred import Deferred, Fetch, deferrable
-from specache_compile.kernels.state.cursor import CURSOR_SIZE, QUEUE, attach, new_cursor
-from specache_compile.kernels.state.segments import tokens_of
+from specache_compile.kernels.state.by_token import tokens_of
+from specache_compile.kernels.state.cursor import CURSOR_SIZE, QUEUE, attach, new_cursor, runs_of
 from specache_compile.kernels.state.stored_pairs import decoded
 from specache_compile.lowering.cuda_graphs import RecordedSteps
 from specache_compile.methods.field import LayerShape, LayerState
 from specache_compile.model_key import PrefillKey
 from specache_compile.options import MethodOptions
+from specache_compile.paging.compress import compressed
 from specache_compile.passes.reading.sites import PARTS, Part
 from specache_compile.rope_switch import RopeSwitch
 
 from .draft_length import DraftLength
-from .held import Crop, Edit, Handle, HeldTensor
+from .held import Crop, Edit, Handle, HeldTensor, with_free_sizes
 from .records import Statistics, record_of
+from .rewritten import BoundInputs, Rewritten, bind
 from .state import bytes_in_16_bits, fields_of, full_cache_bytes
 from .tiers import Tiers
 from .variant import selects
@@ -115,6 +118,7 @@ class Session:
     half_evicted: a step that drops pairs has started and not finished.
     capturable: steps may be recorded as CUDA graphs; False if the host makes the copies.
     cursors: one buffer for each page-table width, sized for all rows. Rows after the batch are zero (inactive).
+    bindings: by rewritten graph and number of rows.
     queue: its copies, and the host's record of its steps.
     """
 
@@ -154,16 +158,16 @@ class Session:
         )
         self.recorded = RecordedSteps()
         self.cursors: dict[int, Tensor] = {}
+        self.bindings: dict[tuple[Rewritten, int], BoundInputs] = {}
         self.statistics = Statistics(self.queue)
         self.new_cursor()
         self.deferred = self.new_deferred()
-        self.recorded_at = self.tiers.places()
+        self.recorded_at = self.tiers.moved
         self.tiers.belong_to(self)
 
     def new_cursor(self) -> None:
         """Select the cursor for the current rows and their pages, with the number of the copy queue."""
-        table, most = self.tiers.table, self.tiers.most_cursors
-        pages = 0 if table is None else table.shape[1]
+        pages, most = self.tiers.table.shape[1], self.tiers.most_rows
         if any(cursor.shape[0] != most for cursor in self.cursors.values()):
             self.queue.settle()  # recorded steps contain their addresses, and copies read them
             self.recorded.clear()
@@ -176,6 +180,7 @@ class Session:
         every[self.tiers.batch :].zero_()
         every[:, QUEUE].fill_(self.queue.number)
         self.cursor, self.queue.table = every[: self.tiers.batch], None
+        self.bindings.clear()
         self.update_page_table()
 
     def padded_to(self, rows: int) -> tuple[list[LayerState], Tensor]:
@@ -185,16 +190,23 @@ class Session:
         pages = self.cursor.shape[1] - CURSOR_SIZE
         return self.tiers.padded_to(rows), self.cursors[pages][:rows]
 
+    def bound(self, rewritten: Rewritten, arguments: Sequence[Any], rows: int) -> BoundInputs:
+        """The inputs of a rewritten graph for so many rows, bound to the present state."""
+        known = self.bindings.get((rewritten, rows))
+        if known is None or known.state is not self.tiers.padded_to(rows):
+            known = self.bindings[rewritten, rows] = bind(rewritten.inputs, *self.padded_to(rows), arguments)
+        return known
+
     def update_page_table(self) -> None:
         """Write the current page table into the cursor."""
         table = self.tiers.table
-        if table is None or table is self.queue.table:
+        if table is self.queue.table:
             return
         if self.cursor.shape != (self.tiers.batch, CURSOR_SIZE + table.shape[1]):
             self.queue.settle()  # copies read the old cursor
             self.new_cursor()
             return
-        self.cursor[:, CURSOR_SIZE:].copy_(table.pin_memory() if self.cursor.is_cuda else table, non_blocking=True)
+        self.cursor[:, CURSOR_SIZE:].copy_(staged(table, self.cursor), non_blocking=True)
         self.queue.table = table
         self.statistics.bytes_by_tier = self.tiers.bytes_by_tier()
 
@@ -245,15 +257,30 @@ class Session:
             self.mode, self.drafted = before, None
 
     @torch.inference_mode(False)
-    def reserve(self, tokens: int) -> None:
-        """Compress and grow the tiers as `tokens` new tokens require."""
-        after = self.progress.longest + tokens
-        if self.tiers.move_over(after, self.progress.lengths, self.progress.padding, self.drain):
-            self.forget_selection()
-            self.update_memory()
-        if self.tiers.reserve(self.progress.lengths, tokens, self.drain):
+    def reserve(self, tokens: int, masked: bool = True) -> None:
+        """Compress and grow the tiers as `tokens` new tokens require. masked: whether the step hides some tokens."""
+        if self.tiers.compresses_at(self.progress.longest + tokens):
+            self.compress()
+        self.tiers.reserve(self.progress.lengths, tokens, masked)
+        self.check_copies()
+        if self.tiers.moved != self.recorded_at:
             self.update_memory()
         self.update_page_table()
+
+    @torch.inference_mode(False)
+    def compress(self) -> None:
+        """Compress a 16-bit cache at any length."""
+        self.drain()
+        alone = self.tiers if self.tiers.is_alone else self.tiers.in_own_pool()
+        self.use(compressed(alone, self.progress.lengths, self.progress.padding))
+        self.forget_selection()
+
+    def use(self, tiers: Tiers) -> None:
+        """Continue with other tiers of the same tokens. No copy may be under way."""
+        self.tiers = tiers
+        tiers.belong_to(self)
+        self.new_cursor()
+        self.update_memory()
 
     def forget_selection(self) -> None:
         """Forget the selected slots and the speculative token of the next step."""
@@ -264,10 +291,10 @@ class Session:
 
         The statistics keep the tiers' sizes for the time after the session.
         """
-        places = self.tiers.places()
-        if places != self.recorded_at:
+        if self.tiers.moved != self.recorded_at:
             self.recorded.clear()
-            self.recorded_at = places
+            self.recorded_at = self.tiers.moved
+        self.bindings.clear()
         fields, statistics = self.tiers.fields, self.statistics
         # The host itself copies from and to unpinned memory, which a CUDA graph cannot record.
         self.capturable = not self.cursor.is_cuda or all(host.is_pinned() for host in fields("host"))
@@ -284,9 +311,10 @@ class Session:
         self.check_copies()
 
     def settle(self) -> None:
-        """Wait for all copies, failed ones included."""
-        self.deferred.make()
-        self.queue.settle()
+        """Wait for all copies, failed ones included. Another thread's step may wait for them too."""
+        with self.tiers.lock:
+            self.deferred.make()
+            self.queue.settle()
 
     def check_copies(self) -> None:
         """SpecacheError if a copy of this session has failed."""
@@ -364,15 +392,8 @@ class Session:
         self.update_memory()
 
     @torch.inference_mode(False)
-    def make_contiguous(self) -> None:
-        """Make the tiers contiguous. No copy may be under way."""
-        self.tiers = self.tiers.contiguous(self.progress.lengths)
-        self.new_cursor()
-        self.update_memory()
-
-    @torch.inference_mode(False)
     def fork(self, handle: Handle) -> Session:
-        """A second session with copies of all tiers, for the view of `handle`."""
+        """A second session for the view of `handle`, which shares the pages and has copies of all other state."""
         self.edits_done(handle.version, handle.edits)
         self.drain()
         padding = self.progress.padding
@@ -400,8 +421,7 @@ class Session:
             (self.tiers.batch, shape.heads, self.length, shape.head_dim),
             Handle(self, self.version, site, part),
         )
-        torch._dynamo.maybe_mark_dynamic(held, (0, 2))
-        return held
+        return with_free_sizes(held)
 
     def plain(self, site: int, part: Part) -> Tensor:
         """A plain copy of one site's keys or values [B, H, n, d], from the tier that has all pairs. Shorter rows have
@@ -413,8 +433,9 @@ class Session:
             raise no_host_tier("a copy of its keys and values")
         if whole is None:
             raise evicted(self.options.method)
-        found = decoded(self.columns(site, whole), layer.dtype, layer.head_dim)
-        return found[:, :, :, PARTS.index(part)].to(layer.device, copy=True)
+        with self.tiers.lock:
+            found = decoded(self.columns(site, whole), layer.dtype, layer.head_dim)
+            return found[:, :, :, PARTS.index(part)].to(layer.device, copy=True)
 
     def columns(self, site: int, name: str) -> Tensor:
         """The pairs of a field by Hugging Face's columns: [B, H, n, 2, d]."""
@@ -423,7 +444,7 @@ class Session:
             return tokens_of(pairs(site, name), 0, self.length)
         rows = [
             torch.nn.functional.pad(tokens_of(pairs(site, name, rows), 0, n), (0, 0, 0, 0, self.length - n, 0))
-            for rows, n in self.tiers.runs(self.progress.lengths)
+            for rows, n in runs_of(self.progress.lengths)
         ]
         return torch.cat(rows)
 
@@ -445,6 +466,11 @@ class Session:
             return  # before the weights are listed, which each step would repeat
         self.warned.add(key or message)
         record_of([weight for ref in self.weights if (weight := ref()) is not None]).warn_once(message, key)
+
+
+def staged(values: Tensor, cursor: Tensor) -> Tensor:
+    """Values for a cursor, in memory from which a copy does not block the host; a fake tensor has none."""
+    return values.pin_memory() if cursor.is_cuda and not isinstance(values, FakeTensor) else values
 
 
 # A session and the number of one of its rows.

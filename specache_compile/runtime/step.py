@@ -24,13 +24,11 @@ from specache_compile.lowering.row_buckets import filled_up, first_rows, row_buc
 from specache_compile.methods import METHODS
 from specache_compile.methods.field import LayerState
 from specache_compile.passes.phase import EXTEND, PREFILL, WIDENED, Phase
-from specache_compile.passes.plan import Input
-from specache_compile.passes.reading.local_shards import local
 from specache_compile.rope_switch import rows_apart
 
 from .records import Graph
 from .rewritten import Rewritten
-from .session import Mode, Progress, Session
+from .session import Mode, Progress, Session, staged
 from .variant import phases, selects, variant_of
 
 # What a pre-decode writes in a layer, and its fetch starts from.
@@ -48,14 +46,17 @@ def opened(session: Session, tokens: int, padding: Tensor | None, causal: bool =
     tier, it cannot be repeated once it has started.
     """
     step = Step(session, tokens)
-    try:
-        step.begin(padding, causal)
-        yield step
-    except BaseException as error:
-        step.abandon()
-        if session.queue.error is not None and isinstance(error, Exception):
-            raise copy_failed(session.queue.error) from error
-        raise
+    with session.tiers.lock:
+        try:
+            step.begin(padding, causal)
+            yield step
+        except BaseException as error:
+            step.abandon()
+            if session.tiers.pool is not None:
+                session.tiers.pool.recount()
+            if session.queue.error is not None and isinstance(error, Exception):
+                raise copy_failed(session.queue.error) from error
+            raise
 
 
 class Step:
@@ -76,7 +77,7 @@ class Step:
 
     @torch.inference_mode(False)
     def begin(self, padding: Tensor | None, causal: bool) -> None:
-        self.session.reserve(self.tokens)
+        self.session.reserve(self.tokens, masked=padding is not None)
         self.update_padding(padding, causal)
         self.write_cursor()
         session, progress = self.session, self.session.progress
@@ -97,8 +98,7 @@ class Step:
             for length, absent, new in zip(lengths, self.front, self.new_tokens, strict=True)
         ]
         if len(set(rows)) > 1:
-            values = torch.tensor(rows)
-            values = values.pin_memory() if session.cursor.is_cuda else values
+            values = staged(torch.tensor(rows), session.cursor)
             session.cursor[:, :CURSOR_SIZE].copy_(values, non_blocking=True)
         else:
             for place, value in enumerate(rows[0]):
@@ -158,9 +158,7 @@ class Step:
         unpadded = (self.by_lengths and not ragged) or captured.unpadded(arguments)
 
         def rewritten(phase: Phase) -> Rewritten:
-            tiers = self.session.tiers
-            in_pages = tiers.table is not None
-            variant = variant_of(phase, self.session.options, unpadded, ragged, tiers.capacity, in_pages)
+            variant = variant_of(phase, self.session.options, unpadded, ragged, self.session.tiers.capacity)
             return graph.rewrites.compiled_for(variant, arguments)
 
         *before, phase = self.phases(captured.phase, captured.is_causal)
@@ -169,7 +167,7 @@ class Step:
         if progress.differ or progress.joined:
             check_positions(progress, last)
             self.check_rope()
-        chosen = all(progress.ready) and not (last.needs_speculative and progress.speculative is None)
+        chosen = all(progress.ready) and not ("speculative" in last.session_inputs and progress.speculative is None)
         return [*(rewritten(earlier) for earlier in before if not chosen), last]
 
     def check_rope(self) -> None:
@@ -229,16 +227,16 @@ class Step:
             session.warn_once(not_pinned(graph.captured.mode))
         captures = captures and session.capturable
         rows = self.rows_recorded(graph, rewritten, arguments) if captures else session.tiers.batch
-        inputs = self.bind(rewritten.inputs, arguments, rows)
+        inputs = self.inputs_of(rewritten, arguments, rows)
         if rewritten.rows is not None:
             inputs = filled_up(inputs, rewritten.rows, session.tiers.batch, rows)
         start = time.perf_counter()
         if captures:
-            owned = [source.source in ("state", "cursor", "padding") for source in rewritten.inputs]
-            stays = [own or position in rewritten.writes for position, own in enumerate(owned)]
             give_up = functools.partial(graph.stop_capturing, rewritten)
             device, shape = session.cursor.device, (rows, session.cursor.shape[1])
-            outputs = session.recorded.run(rewritten.run, inputs, stays, device, give_up, session.deferred, shape)
+            outputs = session.recorded.run(
+                rewritten.run, inputs, rewritten.stays, device, give_up, session.deferred, shape
+            )
             session.statistics.replays = session.recorded.replays
         else:
             session.deferred.make()
@@ -255,28 +253,19 @@ class Step:
         live, dims = self.session.tiers.batch, rewritten.rows
         if dims is None:
             return live
-        rows = row_bucket(live, self.session.tiers.most_cursors)
+        rows = row_bucket(live, self.session.tiers.most_rows)
         if rows == live:
             return live
         holds = graph.captured.symbols.holds
         return rows if all(holds(each, arguments, {dims.number: rows}) for each in dims.assumed) else live
 
-    def bind(self, inputs: Sequence[Input], arguments: Sequence[Any], rows: int) -> list[Any]:
+    def inputs_of(self, rewritten: Rewritten, arguments: Sequence[Any], rows: int) -> list[Any]:
         """The inputs of a rewritten graph: the caller's arguments, and the session's state for so many rows."""
-        session = self.session
-        state, cursor = session.padded_to(rows)
-        own = {"cursor": cursor, "padding": session.progress.padding, "speculative": session.progress.speculative}
-        values: list[Any] = []
-        for source in inputs:
-            if source.source == "argument":
-                values.append(local(arguments[source.argument]))
-            elif source.source == "state":
-                values.append(state[source.site][source.field])
-            elif source.source == "counted":
-                values.append(self.counted())
-            else:
-                values.append(own[source.source])
-        return values
+        session, progress = self.session, self.session.progress
+        own = {"padding": progress.padding, "speculative": progress.speculative}
+        if "counted" in rewritten.session_inputs:
+            own["counted"] = self.counted()
+        return session.bound(rewritten, arguments, rows).of_call(arguments, own)
 
     def counted(self) -> Tensor:
         """1.0 for real draft tokens, 0.0 for padding lanes: float32 [lanes, B, 1, 1]."""

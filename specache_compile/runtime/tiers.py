@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
+import sys
+import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,30 +19,18 @@ from torch.distributed import ProcessGroup
 from specache_compile.errors import SpecacheError
 from specache_compile.kernels.memory.host_memory import allowance, grow_ahead
 from specache_compile.kernels.state.cursor import runs_of
-from specache_compile.kernels.state.page_table import Pages
-from specache_compile.kernels.state.segments import SEGMENT, of_rows
+from specache_compile.kernels.state.page_table import PAGE, Pages
 from specache_compile.kernels.state.sinks import find_sinks
 from specache_compile.methods.field import Cropped, LayerShape, LayerState
-from specache_compile.methods.low_bit import LowBitOptions, window_from_host
+from specache_compile.methods.low_bit import LowBitOptions
+from specache_compile.methods.low_bit_tier import window_from_host
 from specache_compile.options import MethodOptions
+from specache_compile.paging.pool import PagePool, pages_for
 
 from .break_even import stays_in_16_bits
 from .memory_option import check_memory, within_memory
 from .ranks import gather, ranks_here
-from .state import (
-    MEASURE,
-    allocate,
-    bucket,
-    bytes_by_tier,
-    copied,
-    fields_of,
-    host_bytes,
-    moved_over,
-    room,
-    rows_of,
-)
-
-T = TypeVar("T")
+from .state import bucket, empty, fields_of, page_bytes, paged_fields, room, row_bytes, row_fields, row_state
 
 
 def options_at(
@@ -64,22 +57,26 @@ def effective_options(
 
 
 class Tiers:
-    """All tiers of one cache.
+    """All tiers of one cache. Tensors that grow with the tokens are in pages of a pool; others have a slice per row.
 
     options: the effective options (`options_at`).
     pending: the requested options, until a 16-bit cache is compressed; else None.
     frequencies: RoPE's frequencies of each layer, to center its keys when it is compressed; None if unknown.
     ranks: the process group that the model is split over; these are the KV heads of this rank.
-    state: the state tensors of each layer.
-    capacity: tokens that the tensors have places for.
-    room: tokens, of the capacity, with host memory.
-    sinks_known: a length at which every row has all its sinks; None if some are still to be found.
-    table: page table of rows in pages (`paging/paged_tiers.py`); None for contiguous rows.
-
-    Methods call their argument `settle` before a tensor moves: then no copy may be under way.
+    pool: its pages; None before the first step.
+    pages: page numbers of each row. Copy-on-write: a row that writes to a shared page first gets its own copy.
+    rounded: for each row, the tokens up to which its codes may differ from those of rows that share its pages. A crop
+        makes the next steps compute them again, perhaps from rounded pairs or without an earlier step's mask.
+    table: page table of the rows, int64 [B, C/256] on the CPU; entries without tokens are 0.
+    is_written: whether the table has the rows' pages; not after an interrupted change of these.
+    capacity: C, tokens that the table has entries for.
+    most_rows: rows that the buffers are allocated for, just the batch without a null page. Row b has slice b; slices
+        without a row select no pairs.
+    all_rows: of each layer, the buffers for all rows.
+    views_by_rows: the state of the first rows, by their number.
+    sinks_known: a length at which every row has all its sinks. None: some are still to be found.
+    moves: how often buffers of rows have moved.
     """
-
-    table: Tensor | None = None
 
     def __init__(
         self, options: MethodOptions, layers: list[LayerShape], batch: int, prompt: int, ranks: ProcessGroup | None
@@ -90,31 +87,109 @@ class Tiers:
         self.pending: MethodOptions | None = fixed if fixed != self.options else None
         self.layers = layers
         self.frequencies: list[Tensor | None] = [None] * len(layers)
-        self.batch = batch
         self.ranks = ranks
-        self.state: list[LayerState] = []
-        self.capacity = self.room = 0
+        self.pool: PagePool | None = None
+        self.all_rows: list[LayerState] = []
+        self.reset([[] for _ in range(batch)], batch)
+
+    def reset(self, pages: list[list[int]], most_rows: int) -> None:
+        """Become tiers of rows with these pages."""
+        self.pages, self.batch, self.most_rows, self.rounded = pages, len(pages), most_rows, [0] * len(pages)
+        self.queues: list[Any] = []
+        self.owner: Callable[[], Any] = lambda: None
         self.sinks_known: int | None = None
+        self.capacity = 0
+        self.table = torch.zeros(self.batch, 0, dtype=torch.int64, device="cpu")
+        self.is_written = True
+        self.views_by_rows: dict[int, list[LayerState]] = {}
+        self.moves = 0
+
+    def join_pool(self, pool: PagePool) -> None:
+        """Count as tiers of a pool. When they die, which may happen anywhere, their pages are only noted there."""
+        self.pool = pool
+        with pool.lock:  # others may list the tiers
+            pool.tiers.add(self)
+            pool.tables[id(self.pages)] = self.pages
+        weakref.finalize(self, pool.returned.append, (self.pages, self.queues))
+
+    @torch.inference_mode(False)
+    def in_pool(
+        self, pool: PagePool, pages: list[list[int]], places: int, rows: list[LayerState] | None = None
+    ) -> Tiers:
+        """Other tiers of a pool, with its options and layers. Their rows have these pages.
+
+        rows: their buffers, for `places` rows; None: empty ones.
+        """
+        made, before = copy.copy(self), self.capacity
+        made.reset(pages, places)
+        made.options, made.layers = pool.options, pool.layers
+        made.join_pool(pool)
+        made.write_table(0 if pool.first else before)
+        made.all_rows = rows or [row_state(pool.options, layer, places, made.capacity) for layer in made.layers]
+        return made
+
+    def belong_to(self, session: Any) -> None:
+        """Register the session whose copies must end before a page moves or gets another owner."""
+        self.owner = weakref.ref(session)
+        self.queues.append(session.queue)
+
+    @property
+    def lock(self) -> contextlib.AbstractContextManager[object]:
+        """Held while pages are accessed: a step of another session of the pool may move them."""
+        return contextlib.nullcontext() if self.pool is None else self.pool.lock
+
+    def settle(self) -> None:
+        """Wait for all copies of the session."""
+        session = self.owner()
+        if session is not None:
+            session.settle()
+
+    @property
+    def state(self) -> list[LayerState]:
+        """The state tensors of each layer; none before the first step."""
+        return self.padded_to(self.batch) if self.all_rows else []
 
     @property
     def has_no_host(self) -> bool:
         """Whether tokens that have left the window are only in the low-bit tier."""
         return isinstance(self.options, LowBitOptions) and not self.options.host_tier
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether the pool is that of these tiers: no other tiers have pages, and none has a null page."""
+        assert self.pool is not None
+        self.pool.collect()
+        return not self.pool.first and sum(self.pool.counts) == sum(map(len, self.pages))
+
     def fields(self, name: str) -> list[Tensor]:
         """The state tensor `name` of each layer that has it."""
         return [layer[name] for layer in self.state if name in layer]
+
+    def padded_to(self, rows: int) -> list[LayerState]:
+        """The state for so many rows, `most_rows` at most; the rows after the batch are inactive."""
+        assert self.pool is not None
+        if rows not in self.views_by_rows:
+            views = self.views_by_rows[rows] = []
+            for layer, own, pages in zip(self.layers, self.all_rows, self.pool.state, strict=True):
+                by_row = {field.name for field in row_fields(self.options, layer)}
+                views.append({**{name: x[:rows] if name in by_row else x for name, x in own.items()}, **pages})
+        return self.views_by_rows[rows]
+
+    def set_rows(self, rows: list[LayerState], places: int) -> None:
+        """Use other buffers for all rows, with so many slices."""
+        self.all_rows, self.most_rows, self.views_by_rows = rows, places, {}
+        self.moves += 1
 
     def find_sinks(self, there: Tensor | None, lengths: Sequence[int], stops: Sequence[int]) -> None:
         """Set which tokens of each row are its sinks, among the cached and new ones up to its stop.
 
         there: as for `sinks.find_sinks`.
         """
-        indices = [index for index in self.fields("sink_index") if index.shape[2]]
-        if self.sinks_known is not None or not indices:
+        indices = [] if self.sinks_known is not None else [x for x in self.fields("sink_index") if x.shape[2]]
+        if not indices:
             return
         follows = there is None
-        for rows, (length, stop) in self.runs(list(zip(lengths, stops, strict=True))):
+        for rows, (length, stop) in runs_of(list(zip(lengths, stops, strict=True))):
             low_bit = self.options.low_bit_length(length)
             for index in indices:
                 find_sinks(index[rows], None if there is None else there[rows], low_bit, stop)
@@ -123,120 +198,213 @@ class Tiers:
         if follows or isinstance(indices[0], FakeTensor) or all(bool((index >= 0).all()) for index in indices):
             self.sinks_known = min(stops)
 
-    def places(self) -> list[tuple[int, torch.Size]]:
-        """Address and shape of each state tensor; fake tensors have the address 0."""
-        every = (tensor for layer in self.state for tensor in layer.values())
-        return [(0 if isinstance(tensor, FakeTensor) else tensor.data_ptr(), tensor.shape) for tensor in every]
-
-    def runs(self, values: Sequence[T]) -> list[tuple[slice, T]]:
-        """Slices of rows with equal values, which can be processed together, with that value."""
-        return runs_of(values)
+    @property
+    def moved(self) -> tuple[int, ...]:
+        """Changes when a tensor has moved, by a step of these tiers or of others of the pool."""
+        return id(self), 0 if self.pool is None else self.pool.moves, self.moves
 
     def views(self, site: int, rows: slice) -> LayerState:
-        """A layer's state that a crop reads and writes, for rows of `runs`: what is not paged, and all pairs."""
-        fields = fields_of(self.options, self.layers[site])
-        pairs: dict[str, Any] = {f.name: self.pairs(site, f.name, rows) for f in fields if f.has_all_pairs}
-        return {**rows_of(self.state[site], [field for field in fields if not field.by_page], rows), **pairs}
+        """A layer's state that a crop reads and writes, for rows of `runs_of`: what is not paged, and all pairs."""
+        state, fields = self.state[site], fields_of(self.options, self.layers[site])
+        found: dict[str, Any] = {
+            field.name: state[field.name][rows] if field.by_row else state[field.name]
+            for field in fields
+            if not field.by_page
+        }
+        return {**found, **{field.name: self.pairs(site, field.name, rows) for field in fields if field.has_all_pairs}}
 
-    def pairs(self, site: int, name: str, rows: slice = slice(None)) -> Tensor | Pages:
-        """A field that has all pairs, of these rows (`segments.py`)."""
-        return of_rows(self.state[site][name], rows)
-
-    def belong_to(self, session: Any) -> None:
-        """Register the session whose copies must end before others use these buffers; nothing to do here."""
+    def pairs(self, site: int, name: str, rows: slice = slice(None)) -> Pages:
+        """A field that is in pages, of these rows."""
+        return Pages(self.state[site][name], self.table[rows])
 
     def release_state(self) -> None:
         """Release all tensors. No copy may be under way."""
-        self.state = []
-
-    def contiguous(self, lengths: Sequence[int]) -> Tiers:
-        """The rows in contiguous tiers: here these tiers."""
-        return self
+        if self.pool is not None:
+            self.pool.release(self.pages)
+        self.set_rows([], 0)
+        self.pool = None
 
     def bytes_by_tier(self) -> dict[str, int]:
-        return bytes_by_tier(self.options, self.layers, self.state, self.room)
-
-    def padded_to(self, rows: int) -> list[LayerState]:
-        """The state for so many rows, `most_cursors` at most; the rows after the batch are inactive."""
-        assert rows == self.batch
-        return self.state
-
-    @property
-    def most_cursors(self) -> int:
-        """Most rows for which no tensor has to move."""
-        return self.batch
+        """Bytes of each tier: of the whole pool, if its pages are of these rows alone; else of the rows' pages, where a
+        shared page counts once for each row."""
+        if self.pool is None:
+            return {}
+        pages = places = sum(map(len, self.pages))
+        if self.is_alone:
+            pages, places = self.pool.pages, len(self.pool.counts)
+        sizes = {tier: (places if tier == "host" else pages) * size for tier, size in self.pool.page_bytes.items()}
+        for tier, size in row_bytes(self.options, self.layers, self.capacity).items():
+            sizes[tier] = sizes.get(tier, 0) + self.most_rows * size
+        return sizes
 
     def host_bytes(self, tokens: int) -> int:
         """Bytes of so many tokens' pairs in the host tier, of all rows."""
-        segments = (host.nbytes // (host.shape[0] * host.shape[1]) for host in self.fields("host"))
-        return sum(segments) // SEGMENT * self.batch * tokens
+        return 0 if self.pool is None else self.pool.page_bytes["host"] // PAGE * self.batch * tokens
 
-    def move_over(
-        self, tokens: int, lengths: Sequence[int], padding: Tensor | None, settle: Callable[[], object]
-    ) -> bool:
-        """Compress a 16-bit cache to the requested options if `tokens` are enough to benefit. Returns whether anything
-        changed.
-
-        The cached tokens (`lengths`) are compressed layer by layer. The next call resumes an interrupted compression.
-        """
-        if self.pending is None or not self.state:
+    def compresses_at(self, tokens: int) -> bool:
+        """Whether so many tokens are enough for a 16-bit cache to benefit from compression."""
+        if self.pending is None or self.pool is None:
             return False
         grows = tokens > self.capacity and self.ranks is None  # ranks decide by lengths alone
-        if stays_in_16_bits(self.pending, self.layers, self.batch, tokens, room=grows):
-            return False
-        return self.move_now(lengths, padding, settle)
+        return not stays_in_16_bits(self.pending, self.layers, self.batch, tokens, room=grows)
 
-    def move_now(self, lengths: Sequence[int], padding: Tensor | None, settle: Callable[[], object]) -> bool:
-        """Compress at any length."""
-        assert isinstance(self.pending, LowBitOptions)
-        settle()
-        for number, (layer, frequencies) in enumerate(zip(self.layers, self.frequencies, strict=True)):
-            more = (lengths, padding, frequencies, self.room)
-            self.state[number] = moved_over(self.state[number], self.pending, layer, *more)
-        self.options, self.pending = self.pending, None
-        return True
+    def reserve(self, lengths: Sequence[int], new: int, masked: bool = True) -> None:
+        """Allocate the pages that each row's new tokens need, and copies of shared pages that it will write to.
 
-    def reserve(self, lengths: Sequence[int], new: int, settle: Callable[[], object]) -> bool:
-        """Allocate room for so many new tokens of each row, and keep the contents. Returns whether a tensor has
-        changed.
-
-        Layer by layer, so that at most one layer's tiers exist twice. SpecacheError, before anything has changed, if
-        the host tier would exceed its budget.
+        masked: whether the step hides some tokens. SpecacheError, before anything has changed, if the host tier would
+        exceed its budget or the pool has too few pages.
         """
-        tokens = max(lengths) + new
-        capacity, backed = max(self.capacity, bucket(tokens)), max(self.room, room(tokens))
-        if (capacity, backed) == (self.capacity, self.room):
-            return False
-        self.check_host_memory(backed, backed)
-        settle()
-        grows = self.capacity > 0
-        for number, layer in enumerate(self.layers):
-            old = self.state[number] if grows else None
-            made = allocate(self.options, layer, self.batch, capacity, backed, old)
-            self.state[number : number + 1] = [made]
-        self.capacity, self.room = capacity, backed
-        if grows and self.layers[0].device.type == "cuda":
-            self.reserve_ahead(room(self.room + 1))
-        return True
+        taken = [max(0, pages_for(n + new) - len(row)) for n, row in zip(lengths, self.pages, strict=True)]
+        if self.pool is None:
+            self.open_pool(max(lengths) + new)
+        assert self.pool is not None
+        with self.pool.lock:
+            self.pool.collect()  # else pages of tiers that have died count as shared
+            shared = self.shared_pages(lengths, masked)
+            if self.is_written and not shared and not any(taken) and self.all_rows:
+                return
+            capacity = self.capacity_for(max(len(row) + more for row, more in zip(self.pages, taken, strict=True)))
+            self.grow_pool(max(lengths) + new, len(shared) + sum(taken))
+            self.grow_rows(capacity)
+            self.take_pages(shared, taken)
+            self.write_table(capacity)
 
-    def reserve_ahead(self, tokens: int) -> None:
-        """Pin the host tier's memory for so many tokens on a thread.
+    def shared_pages(self, lengths: Sequence[int], masked: bool) -> list[tuple[int, int]]:
+        """The shared pages (row, number) that rows will write to. The last row that has a page keeps it."""
+        assert self.pool is not None
+        found, copied, counts = list[tuple[int, int]](), Counter[int](), self.pool.counts
+        for row, (length, pages) in enumerate(zip(lengths, self.pages, strict=True)):
+            for number in range(self.first_written(row, length, masked), len(pages)):
+                if counts[pages[number]] - copied[pages[number]] > 1:
+                    copied[pages[number]] += 1
+                    found.append((row, number))
+        return found
+
+    def take_pages(self, shared: Sequence[tuple[int, int]], taken: Sequence[int]) -> None:
+        """Copy shared pages (row, number), and append new ones to each row."""
+        assert self.pool is not None
+        fresh = iter(self.pool.allocate(len(shared) + sum(taken)))
+        self.is_written = False
+        if shared:
+            self.settle()
+        for row, number in shared:
+            before, page = self.pages[row][number], next(fresh)
+            self.pool.copy(before, page)
+            self.pages[row][number] = page
+            self.pool.free_pages([before])
+        for row, number in enumerate(taken):
+            self.pages[row].extend(next(fresh) for _ in range(number))
+
+    def open_pool(self, tokens: int) -> None:
+        """Create the pool, for rows of so many tokens."""
+        pages, places = self.sizes(tokens, 0)
+        self.check_host_memory(places, places * PAGE // self.batch)
+        self.join_pool(PagePool(self.options, self.layers, pages, places))
+
+    def sizes(self, tokens: int, missing: int) -> tuple[int, int]:
+        """Pages of the pool, and those with host memory, for rows of so many tokens.
+
+        If others hold pages too, there are more, so that `missing` ones get free.
+        """
+        pages, places = (self.batch * size(tokens) // PAGE for size in (bucket, room))
+        if self.pool is None:
+            return pages, places
+        before = len(self.pool.counts)
+        least = before + missing
+        if least > places:
+            most = max(least, before * 3 // 2)  # each growth copies all pages
+            pages, places = (max(own, size(most * PAGE) // PAGE) for own, size in ((pages, bucket), (places, room)))
+            places = max(least, min(places, self.places_within_budget()))
+        return max(pages, places, self.pool.pages), places
+
+    def places_within_budget(self) -> int:
+        """Most pages that host memory allows. Ranks decide by lengths alone."""
+        assert self.pool is not None
+        page = self.pool.page_bytes["host"]
+        if not page or self.ranks is not None:
+            return sys.maxsize
+        return allowance(page * len(self.pool.counts), self.options.host_memory) // page
+
+    def grow_pool(self, tokens: int, number: int) -> None:
+        """Grow a pool without null page if it lacks free pages. A batch's pool grows by itself."""
+        assert self.pool is not None
+        if self.pool.first or not (missing := self.pool.missing(number)):
+            return
+        pages, places = self.sizes(tokens, missing)
+        self.check_host_memory(places, room(tokens))
+        self.pool.grow_to(pages, places)
+        if self.layers[0].device.type == "cuda":
+            self.reserve_ahead(self.batch * room(places * PAGE // self.batch + 1) // PAGE)
+
+    def grow_rows(self, capacity: int) -> None:
+        """Allocate the rows' buffers, or move those whose size depends on the capacity to larger ones."""
+        if self.all_rows and capacity <= self.capacity:
+            return
+        grown = []
+        for number, layer in enumerate(self.layers):
+            made = {} if self.all_rows else row_state(self.options, layer, self.most_rows, capacity)
+            for field in row_fields(self.options, layer) if self.all_rows else ():
+                old = self.all_rows[number][field.name]
+                if field.shape(self.options, layer, self.most_rows, capacity) != tuple(old.shape):
+                    self.settle()
+                    larger = made[field.name] = empty(field, self.options, layer, self.most_rows, capacity)
+                    larger[:, :, : old.shape[2]].copy_(old)
+            grown.append(made)
+        if not self.all_rows:
+            self.set_rows(grown, self.most_rows)
+        elif any(grown):
+            self.set_rows([{**old, **new} for old, new in zip(self.all_rows, grown, strict=True)], self.most_rows)
+
+    def capacity_for(self, pages: int) -> int:
+        """Tokens in the table of a row with so many pages. A batch records a step for each power of two; the table of
+        other rows never shrinks."""
+        assert self.pool is not None
+        if self.pool.first:
+            return PAGE << max(pages - 1, 0).bit_length()
+        return max(self.capacity, bucket(pages * PAGE))
+
+    def write_table(self, capacity: int = 0) -> None:
+        """Write the page table."""
+        self.capacity = max(capacity, self.capacity_for(max(map(len, self.pages), default=0)))
+        width = self.capacity // PAGE
+        rows = [[*row, *[0] * (width - len(row))] for row in self.pages]
+        self.table = torch.tensor(rows, dtype=torch.int64, device="cpu").view(len(rows), width)
+        self.is_written = True
+
+    def first_written(self, row: int, length: int, masked: bool) -> int:
+        """The first page in which a row writes something that other rows with its tokens do not have. The low-bit codes
+        of a full page are the same for all of them, once the center is set, unless a step hides tokens."""
+        if not isinstance(self.options, LowBitOptions):
+            return length // PAGE
+        low_bit = self.options.low_bit_length(length)
+        return (low_bit if masked or low_bit < max(self.rounded[row], 1) else length) // PAGE
+
+    def pages_needed(self, row: int, length: int, longest: int) -> int:
+        """Pages that a row of `length` tokens may still allocate until it has `longest`, copies of shared ones
+        included."""
+        assert self.pool is not None
+        writes = self.pages[row][self.first_written(row, length, masked=False) :]
+        shared = sum(self.pool.counts[page] > 1 for page in writes)
+        return max(0, pages_for(longest) - len(self.pages[row])) + shared
+
+    def reserve_ahead(self, places: int) -> None:
+        """Pin the host memory of so many pages on a thread.
 
         Not if the tier would exceed its budget, nor if other ranks share the budget.
         """
-        held, needed = (host_bytes(self.options, self.layers, self.batch, size) for size in (self.room, tokens))
+        assert self.pool is not None
+        held, needed = (self.pool.page_bytes["host"] * count for count in (len(self.pool.counts), places))
         if self.ranks is None and needed <= allowance(held, self.options.host_memory):
             for host in self.fields("host"):
-                grow_ahead(host, tokens // SEGMENT)
+                grow_ahead(host, places)
 
-    def check_host_memory(self, backed: int, tokens: int) -> None:
-        """SpecacheError if the host tier would exceed its budget with room for `backed` tokens, here or on another
-        rank.
+    def check_host_memory(self, places: int, tokens: int) -> None:
+        """SpecacheError if the host tier would exceed its budget with so many pages, here or on another rank.
 
         tokens: the number that the error names.
         """
-        held = sum(host[: self.room // SEGMENT].nbytes for host in self.fields("host"))
-        needed = host_bytes(self.options, self.layers, self.batch, backed)
+        page = page_bytes(self.options, self.layers)["host"]
+        held, needed = (0 if self.pool is None else len(self.pool.counts)) * page, places * page
         given = self.options.host_memory
         here = ranks_here(self.ranks)
         every = gather(self.ranks, (needed, allowance(held, given, here), here))
@@ -245,33 +413,152 @@ class Tiers:
             raise no_host_memory(needed, allowed, tokens, self.batch, given, here)
 
     def crop(self, lengths: Sequence[int], before: Sequence[int]) -> None:
-        """Keep the first tokens of each row, of `before`, by each field's `on_crop`."""
+        """Keep the first tokens of each row, of `before`, by each field's `on_crop`, and free pages without tokens."""
         if self.sinks_known is not None and min(lengths) < self.sinks_known:
             self.sinks_known = None
-        for rows, (length, cached) in self.runs(list(zip(lengths, before, strict=True))):
-            cropped = Cropped(length, *(self.options.low_bit_length(n) for n in (length, cached)))
-            for site, layer in enumerate(self.layers):
-                views = self.views(site, rows)
-                for field in fields_of(self.options, layer):
-                    if field.on_crop is not None:
-                        field.on_crop(views, cropped)
+        with self.lock:
+            for rows, (length, cached) in runs_of(list(zip(lengths, before, strict=True))):
+                cropped = Cropped(length, *(self.options.low_bit_length(n) for n in (length, cached)))
+                for site, layer in enumerate(self.layers):
+                    views = self.views(site, rows)
+                    for field in fields_of(self.options, layer):
+                        if field.on_crop is not None:
+                            field.on_crop(views, cropped)
+        for row, (length, cached) in enumerate(zip(lengths, before, strict=True)):
+            low_bit, was = (self.options.low_bit_length(n) for n in (length, cached))
+            if low_bit < was:
+                self.rounded[row] = min(length, max(was, self.rounded[row]))
+        self.trim(lengths)
+
+    def trim(self, lengths: Sequence[int]) -> None:
+        """Free the pages after so many tokens of each row."""
+        with self.lock:
+            assert self.pool is not None
+            self.is_written = False
+            for row, length in zip(self.pages, lengths, strict=True):
+                gone = row[pages_for(length) :]
+                del row[pages_for(length) :]
+                self.pool.free_pages(gone)
+        self.write_table()
 
     def select(self, rows: Tensor) -> None:
-        """Keep these batch rows, in that order."""
-        for number, layer in enumerate(self.layers):
-            self.state[number] = copied(self.state[number], self.options, layer, self.room, rows)
-        self.batch = rows.numel()
+        """Keep these batch rows, in that order; they share pages. In a pool with a null page, rows that keep their
+        slice are not touched if no row moves to an earlier one that is still read."""
+        assert self.pool is not None
+        kept = rows.tolist()
+        pages, rounded = [list(self.pages[row]) for row in kept], [self.rounded[row] for row in kept]
+        moved = [(place, row) for place, row in enumerate(kept) if place != row]
+        in_place = self.pool.first and len(kept) <= self.most_rows and all(row >= len(kept) for _, row in moved)
+        if in_place:
+            self.copy_rows(self.all_rows, self.all_rows, moved)
+            self.clear_rows(slice(len(kept), self.batch))
+        else:
+            made = self.more_rows(len(kept))
+            self.copy_rows(self.all_rows, made, list(enumerate(kept)))
+        with self.pool.lock:
+            self.is_written = False
+            for row in pages:
+                self.pool.share(row)
+            before, self.pages[:] = list(self.pages), pages
+            if not in_place:
+                self.set_rows(made, len(kept))
+            self.pool.release(before)
+        self.batch, self.rounded, self.views_by_rows = len(kept), rounded, {}
+        self.write_table()
+
+    def more_rows(self, places: int) -> list[LayerState]:
+        """Empty buffers for so many rows, with the counts over all rows."""
+        made = [row_state(self.options, layer, places, self.capacity) for layer in self.layers]
+        for layer, old, new in zip(self.layers, self.all_rows, made, strict=True):
+            for field in fields_of(self.options, layer):
+                if not field.by_page and not field.by_row:
+                    new[field.name].copy_(old[field.name])
+        return made
+
+    def copy_rows(self, source: list[LayerState], target: list[LayerState], moves: Sequence[tuple[int, int]]) -> None:
+        """Copy rows to slices, given as (slice, row)."""
+        if not moves:
+            return
+        numbers = torch.tensor(moves, device="cpu")
+        on = functools.cache(lambda device: numbers.to(device).unbind(1))
+        for layer, old, new in zip(self.layers, source, target, strict=True):
+            for field in row_fields(self.options, layer):
+                places, rows = on(old[field.name].device)
+                new[field.name].index_copy_(0, places, old[field.name].index_select(0, rows))
+
+    def clear_rows(self, places: slice) -> None:
+        """Make slices without a row select no pairs: an inactive row has no page table to find them in."""
+        for layer, own in zip(self.layers, self.all_rows, strict=True):
+            for field in row_fields(self.options, layer):
+                own[field.name][places].fill_(field.empty)
+
+    def reserve_rows(self, rows: int) -> None:
+        """Allocate buffers for so many rows, if there are fewer."""
+        if rows > self.most_rows:
+            made = self.more_rows(rows)
+            self.copy_rows(self.all_rows, made, [(row, row) for row in range(self.batch)])
+            self.set_rows(made, rows)
+
+    def append_rows(self, rows: Sequence[tuple[Tiers, int]]) -> None:
+        """Append rows of tiers of this pool, sharing their pages."""
+        assert self.pool is not None
+        need = self.batch + len(rows)
+        self.reserve_rows(need)
+        for place, (others, row) in enumerate(rows, self.batch):
+            self.copy_rows(others.all_rows, self.all_rows, [(place, row)])
+        with self.pool.lock:
+            self.is_written = False
+            for others, row in rows:
+                self.pool.share(others.pages[row])
+                self.pages.append(list(others.pages[row]))
+                self.rounded.append(others.rounded[row])
+        self.batch, self.sinks_known, self.views_by_rows = need, None, {}
+        self.write_table()
 
     def copy(self) -> Tiers:
-        """A copy of the tiers; measurements start at zero."""
-        other = copy.copy(self)
-        pairs = zip(self.state, self.layers, strict=True)
-        other.state = [copied(state, self.options, layer, self.room) for state, layer in pairs]
-        for layer, state in zip(other.layers, other.state, strict=True):
-            for field in fields_of(other.options, layer):
-                if field.tier == MEASURE:
-                    state[field.name].zero_()
-        return other
+        """A copy of the rows, which shares their pages; measurements start at zero. Ranks copy the pages: when a pool
+        grows must depend on lengths alone."""
+        if self.pool is None:
+            made = copy.copy(self)
+            made.reset([[] for _ in range(self.batch)], self.batch)
+            return made
+        if self.ranks is not None:
+            return self.in_own_pool()
+        return joined([(self, row) for row in range(self.batch)])
+
+    def in_own_pool(self) -> Tiers:
+        """The rows with copies of their pages in a new pool, where each row's pages are adjacent."""
+        longest = PAGE * max(map(len, self.pages), default=0)
+        pages, places = (self.batch * size(longest) // PAGE for size in (bucket, room))
+        return self.moved_to(PagePool(self.options, self.layers, pages, places))
+
+    def moved_to(self, pool: PagePool) -> Tiers:
+        """The rows with copies of their pages in another pool with the same options."""
+        with self.lock, pool.lock:
+            fresh = iter(pool.allocate(sum(map(len, self.pages))))
+            made = self.in_pool(pool, [[next(fresh) for _ in row] for row in self.pages], self.batch)
+            made.rounded = list(self.rounded)
+            made.copy_rows(self.all_rows, made.all_rows, [(row, row) for row in range(self.batch)])
+            for ours, theirs in zip(self.pages, made.pages, strict=True):
+                for source, target in zip(ours, theirs, strict=True):
+                    pool.copy(source, target, self.pool)
+        return made
+
+    def under(self, options: MethodOptions) -> Tiers:
+        """Empty tiers of the same rows under other options, in a new pool with the same pages. A host tier whose format
+        stays is shared: no other tiers may have pages in this pool."""
+        pool, state = self.pool, list[LayerState]()
+        assert pool is not None
+        for layer, old in zip(self.layers, pool.state, strict=True):
+            state.append({})
+            for field in paged_fields(options, layer):
+                kept = old[field.name] if field.on_host else None
+                if kept is None or field.shape(options, layer, pool.pages, PAGE) != tuple(kept.shape):
+                    kept = empty(field, options, layer, pool.pages, PAGE, len(pool.counts))
+                state[-1][field.name] = kept
+        made = self.in_pool(pool.twin(options, self.layers, state), [list(row) for row in self.pages], self.batch)
+        made.pending = None
+        return made
 
     def undo_step(self, lengths: Sequence[int]) -> None:
         """Undo an unfinished step after these tokens of each row.
@@ -284,8 +571,19 @@ class Tiers:
             slot_index.fill_(-1)
         if isinstance(self.options, LowBitOptions) and not self.has_no_host:
             for site in range(len(self.state)):  # empty before the first step
-                for rows, length in self.runs(lengths):
+                for rows, length in runs_of(lengths):
                     window_from_host(self.views(site, rows), self.options.low_bit_length(length), length)
+        if self.options.bits_on_host < 16:
+            self.rounded = list(lengths)
+
+
+def joined(rows: Sequence[tuple[Tiers, int]]) -> Tiers:
+    """Tiers of these rows of one pool, which share their pages."""
+    first = rows[0][0]
+    assert first.pool is not None
+    made = first.in_pool(first.pool, [], len(rows))
+    made.append_rows(rows)
+    return made
 
 
 def no_host_memory(needed: int, allowed: int, tokens: int, batch: int, given: int | None, ranks: int) -> SpecacheError:

@@ -15,7 +15,6 @@ class Variant:
     unpadded: of a graph with a padding mask, the variant for a mask that equals the rows' lengths.
     ragged: of a prefill, the variant for padding in front of rows, which is not stored.
     capacity: tokens of the state, if a graph serves one capacity only; None: any.
-    paged: the state's tokens are in pages.
     """
 
     phase: Phase
@@ -23,16 +22,13 @@ class Variant:
     unpadded: bool = False
     ragged: bool = False
     capacity: int | None = None
-    paged: bool = False
 
 
-def variant_of(
-    phase: Phase, options: MethodOptions, unpadded: bool, ragged: bool, capacity: int, paged: bool = False
-) -> Variant:
+def variant_of(phase: Phase, options: MethodOptions, unpadded: bool, ragged: bool, capacity: int) -> Variant:
     """The variant for a state with room for `capacity` tokens."""
     # Inductor sums a widened decode's selections, in 32 bits if they fit
     free = options.capacity_is_free and phase is not WIDENED
-    return Variant(phase, options, unpadded, ragged, None if free else capacity, paged)
+    return Variant(phase, options, unpadded, ragged, None if free else capacity)
 
 
 def selects(options: MethodOptions) -> bool:

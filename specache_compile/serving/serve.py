@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib.util
 import ipaddress
 import logging
@@ -11,9 +10,6 @@ import math
 import os
 import socket
 import sys
-import threading
-import time
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -92,24 +88,6 @@ def log_requests() -> None:
     log.setLevel(logging.INFO)
 
 
-@contextlib.contextmanager
-def running(args: argparse.Namespace, options: dict[str, Any]) -> Iterator[str]:
-    """Serve in a thread of this process; yield the server's URL when it responds."""
-    with bound(args.host, args.port) as listener:
-        server = make_server(args, options, listener)
-        thread = threading.Thread(target=server.run, args=([listener],))
-        thread.start()
-        try:
-            while not server.started:
-                if not thread.is_alive():
-                    raise SpecacheError("the server did not start. Its thread has printed the cause")
-                time.sleep(0.01)
-            yield url_of(listener)
-        finally:
-            server.should_exit = True
-            thread.join()
-
-
 def bound(host: str, port: int) -> socket.socket:
     """A bound socket that does not listen yet, so that a used port is reported before the model is loaded."""
     if not 0 <= port < 1 << 16:  # getaddrinfo would use its lower bits
@@ -146,7 +124,7 @@ def make_server(args: argparse.Namespace, options: dict[str, Any], listener: soc
     """The server for that socket, with its model loaded. SpecacheError where the extra `serve` is not installed."""
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
-        raise not_installed("serve", missing)
+        raise SpecacheError(f"{', '.join(missing)}: not installed. Run pip install 'specache-compile[serve]'")
     for name in ("queue", "rows", "sessions"):
         if getattr(args, name) < 1:
             raise SpecacheError(f"--{name} {getattr(args, name)}: accepted is 1 or more")
@@ -188,10 +166,6 @@ def key_of(args: argparse.Namespace) -> str | None:
     if key is not None and not (key.isascii() and key.isprintable() and key.strip() == key != ""):
         raise SpecacheError("--api-key: accepted are printable ASCII characters, without spaces around them")
     return key
-
-
-def not_installed(extra: str, modules: Sequence[str]) -> SpecacheError:
-    return SpecacheError(f"{', '.join(modules)}: not installed. Run pip install 'specache-compile[{extra}]'")
 
 
 def cannot_listen(host: str, port: int, error: OSError) -> SpecacheError:

@@ -197,13 +197,9 @@ class Tickets:
                 self.metrics.left.inc()
             else:
                 self.metrics.requests.labels(status).inc()
-            log.info("%s", log_line(scope, status if ended else CLIENT_LEFT, ticket))
-
-
-def log_line(scope: Scope, status: int, ticket: Ticket) -> str:
-    """A line of the log."""
-    tokens = sum(answer.generated for answer in ticket.answers)
-    return f"{scope['method']} {scope['path']} {status} {time.perf_counter() - ticket.came:.2f} s, {tokens} tokens"
+            shown, seconds = status if ended else CLIENT_LEFT, time.perf_counter() - ticket.came
+            tokens = sum(answer.generated for answer in ticket.answers)
+            log.info("%s %s %s %.2f s, %s tokens", scope["method"], scope["path"], shown, seconds, tokens)
 
 
 async def refused(request: Request, exception: Any) -> JSONResponse:

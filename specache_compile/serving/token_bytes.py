@@ -5,17 +5,11 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
 BYTE = re.compile(r"<0x([0-9A-F]{2})>")
-
-
-def byte_table() -> dict[str, int]:
-    """The byte of each character with which a byte-level tokenizer writes its tokens: GPT-2's table."""
-    printed = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(0x100) if byte not in printed]
-    return {chr(byte): byte for byte in printed} | {chr(0x100 + place): byte for place, byte in enumerate(others)}
-
-
-TABLE = byte_table()
+# The byte of each character with which a byte-level tokenizer writes its tokens.
+TABLE = {letter: byte for byte, letter in bytes_to_unicode().items()}
 
 
 def bytes_of(tokenizer: Any, token: int, text: str) -> bytes:

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import TensorWeakRef
 
 from specache_compile.lowering.kept import NotKeepable
-from specache_compile.runtime.held import HeldTensor
+from specache_compile.runtime.held import HeldTensor, with_free_sizes
 
 from .code import described
 
@@ -155,7 +155,7 @@ def state_of(data: bytes) -> Any:
     # Guards compare the marks of held tensors, which torch does not trace_folder.
     layers = [layer for value in arguments_of(state.output_graph.local_scope) for layer in getattr(value, "layers", ())]
     for tensor in (value for layer in layers for value in vars(layer).values() if isinstance(value, HeldTensor)):
-        torch._dynamo.maybe_mark_dynamic(tensor, (0, 2))
+        with_free_sizes(tensor)
     return state
 
 

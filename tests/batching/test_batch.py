@@ -12,10 +12,11 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 
 import specache_compile as sc
-from conftest import greedy, prompt, tiny_llama
+from conftest import compile_copy, compiled_with, greedy, prompt, tiny_llama
 from specache_compile.batching.batch_memory import Bytes, upper_bound
 from specache_compile.batching.request import End, Request
 from specache_compile.caches.joining import drop
+from specache_compile.compat import cache_of, with_cache
 from specache_compile.errors import SpecacheError
 from specache_compile.runtime.session import Session
 
@@ -27,9 +28,7 @@ CHUNK = 48
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    made = tiny_llama()
-    made.compile(backend="specache", options=SMALL)
-    return made
+    return compiled_with(tiny_llama(), SMALL)
 
 
 # Of each request its prompt's length and what it asks for: greedy, sampled, penalised, ended by a token.
@@ -83,7 +82,7 @@ def test_each_request_generates_what_it_generates_alone(model: Any) -> None:
     for request, expected in zip(requests, alone, strict=True):
         assert (request.generated, request.end) == (expected.generated, expected.end)
         assert heard[request] == request.generated
-    assert not batch.groups
+    assert not batch.decoding
 
 
 def test_rows_that_are_dropped_have_their_memory_no_more(model: Any) -> None:
@@ -142,7 +141,7 @@ def live(batch: sc.Batch) -> Bytes:
     pool = batch.memory.pool
     assert pool is not None
     pages = [(name, tensor) for state in pool.state for name, tensor in state.items()]
-    tiers = [session.tiers.all_rows for session in pool.sessions]
+    tiers = [each.all_rows for each in pool.tiers]
     places = [x for layers in tiers for layer in layers for name, x in layer.items() if name not in MEASURED]
     host = sum(tensor.nbytes for name, tensor in pages if name == "host")
     return Bytes(sum(tensor.nbytes for _, tensor in pages) - host + sum(x.nbytes for x in places), host)
@@ -251,8 +250,7 @@ def test_unsupported_requests_raise(model: Any) -> None:
 )
 def test_rows_that_do_not_join_say_their_tokens_all_the_same(options: dict[str, Any]) -> None:
     """Each has contiguous tiers, and no pages."""
-    alone = tiny_llama()
-    alone.compile(backend="specache", options=options)
+    alone = compiled_with(tiny_llama(), options)
     batch = sc.Batch(alone)
     requests = [batch.add(prompt(length, seed=length), max_new_tokens=5) for length in (60, 20)]
     batch.run()
@@ -263,8 +261,7 @@ def test_rows_that_do_not_join_say_their_tokens_all_the_same(options: dict[str, 
 
 
 def test_a_step_that_fails_after_some_rows_loses_none_of_their_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    dropping = tiny_llama()
-    dropping.compile(backend="specache", options={"method": "snapkv", "budget": 48, "window": 16, "lowering": "eager"})
+    dropping = compiled_with(tiny_llama(), {"method": "snapkv", "budget": 48, "window": 16, "lowering": "eager"})
     batch = sc.Batch(dropping)
     requests = [batch.add(prompt(length, seed=length), max_new_tokens=5) for length in (60, 20)]
     reported: list[tuple[Any, int]] = []
@@ -309,3 +306,19 @@ def test_rows_whose_copies_have_failed_can_be_taken_out(model: Any, monkeypatch:
     monkeypatch.undo()
     assert batch.memory.pool is not None
     assert batch.memory.pool.held == 0
+
+
+@torch.no_grad()
+def test_a_batch_runs_the_graphs_that_plain_calls_have_compiled() -> None:
+    """All caches have one layout, so each phase is compiled once."""
+    model, cache = compile_copy(tiny_llama(num_hidden_layers=1)), None
+    for tokens, start in ((300, 0), (1, 300), (1, 301), (1, 302)):
+        places = torch.arange(start, start + tokens)[None]
+        more = {"use_cache": True, "return_dict": True, "logits_to_keep": 1}
+        out = model(input_ids=prompt(tokens), **with_cache(cache), position_ids=places, **more)
+        cache = cache_of(out)
+    compiles = sc.stats(model).compiles
+    batch = sc.Batch(model)
+    batch.add(prompt(280), max_new_tokens=5)
+    batch.run()
+    assert sc.stats(model).compiles == compiles == 3

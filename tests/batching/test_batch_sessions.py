@@ -61,7 +61,8 @@ def test_a_further_turn_computes_its_own_tokens_alone(
     again = answer(batch, second.prompt, len(second.prompt) - 1)
     other = answer(batch, torch.cat([first.prompt[: length - 9], prompt(20, seed=5)[0]]), length - 9)
     third = answer(batch, turn(second), len(second.prompt) + NEW - 1)
-    for request in (first, second, again, other, third):
+    fourth = answer(batch, turn(other), len(other.prompt) + NEW - 1)
+    for request in (first, second, again, other, third, fourth):
         assert request.generated == expected(llama, request)
     answer(batch, torch.cat([first.prompt[:20], prompt(40, seed=6)[0]]), 0)  # too few tokens for a copy
     batch.forget_prefixes()
@@ -181,6 +182,7 @@ def test_sessions_give_their_host_memory_to_requests_where_there_is_no_budget(
         answer(batch, prompt(20 + 10 * seed, seed=seed)[0])
     if (pool := batch.memory.pool) is not None:
         monkeypatch.setattr(PagePool, "room_on_host", lambda pool: len(pool.counts))
+        monkeypatch.setattr(PagePool, "recount", lambda pool: None)
         monkeypatch.setattr(pool, "free", pool.free[:1])
     monkeypatch.setattr(batch_memory, "allowance", lambda *_: (1 << 30) * (len(lengths(batch)) < 3))
     batch.add(prompt(300, seed=7)[0], max_new_tokens=NEW)

@@ -10,7 +10,7 @@ import torch
 
 import specache_compile as sc
 from adapted import adapt
-from conftest import prompt, tiny_llama
+from conftest import compiled_with, prompt, tiny_llama
 
 pytestmark = pytest.mark.one_process
 
@@ -41,9 +41,7 @@ def changed(model: Any, how: str) -> None:
 @pytest.fixture(scope="module")
 def model() -> Any:
     """With adapters on its keys and values; nothing that it computes is rounded."""
-    model = adapt(tiny_llama(num_hidden_layers=1))
-    model.compile(backend="specache", options={"bits": 16, "lowering": "eager"})
-    return model
+    return compiled_with(adapt(tiny_llama(num_hidden_layers=1)), {"bits": 16, "lowering": "eager"})
 
 
 def generated(batch: sc.Batch) -> tuple[list[int], bool]:

@@ -205,8 +205,7 @@ def test_windows_that_cannot_take_back_drafts_are_refused_before_a_request(monke
     """As of transformers 5.17."""
     monkeypatch.setattr(verify, "WINDOWS_TAKE_DRAFTS", False)
     family = next(family for family in FAMILIES if family.name == "gemma2")
-    model = family.model()
-    model.compile(backend="specache", options=VERIFY)
+    model = compiled_with(family.model(), VERIFY)
     with pytest.raises(sc.SpecacheError, match=r"Install transformers 5\.18 or newer"):
         sc.Batch(model)
     reason = verify.forgetful(model, DynamicCache(config=model.config))

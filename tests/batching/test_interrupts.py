@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import itertools
 import random
@@ -53,9 +52,7 @@ def plain() -> Any:
 
 @pytest.fixture(scope="module")
 def model(plain: Any) -> Any:
-    made = copy.deepcopy(plain)
-    made.compile(backend="specache", options={"lowering": "eager", "bits": 16})
-    return made
+    return compiled_with(plain, {"lowering": "eager", "bits": 16})
 
 
 def requests_of(batch: sc.Batch) -> list[Request]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import specache_compile as sc
-from conftest import prompt
+from conftest import compiled_with, prompt
 from families import FAMILIES, Family
 from specache_compile.rope_switch import RopeSwitch
 
@@ -31,8 +31,7 @@ def alone(model: Any, ids: torch.Tensor, new: int) -> list[int]:
 @pytest.mark.filterwarnings("ignore::specache_compile.SpecacheWarning")
 def test_a_short_row_beside_a_long_one_generates_what_it_does_alone(family: Family) -> None:
     plain = family.model()
-    model = copy.deepcopy(plain)
-    model.compile(backend="specache", options=OPTIONS)
+    model = compiled_with(plain, OPTIONS)
     batch = sc.Batch(model, chunk=24)
     prompts = [prompt(length, seed=length) for length in (SHORT, LONG)]
     requests = [batch.add(ids, max_new_tokens=NEW) for ids in prompts]
@@ -56,8 +55,7 @@ def test_rows_on_both_sides_of_a_rope_switch_generate_what_each_does_alone(confi
     if config == "Phi3Config":
         settings["original_max_position_embeddings"] = 48
     plain = Family("longrope", config, settings).model()
-    model = copy.deepcopy(plain)
-    model.compile(backend="specache", options=OPTIONS)
+    model = compiled_with(plain, OPTIONS)
     batch = sc.Batch(model, chunk=24, sessions=4)
     prompts = [prompt(length, seed=length) for length in (20, 44, 60)]
     requests = [batch.add(ids, max_new_tokens=9) for ids in prompts]
@@ -78,8 +76,9 @@ def test_rows_on_both_sides_of_a_rope_switch_generate_what_each_does_alone(confi
 
 
 def test_requests_that_a_batch_cannot_reproduce_are_refused() -> None:
-    model = Family("dynamic", "LlamaConfig", {"rope_parameters": DYNAMIC, "max_position_embeddings": 48}).model()
-    model.compile(backend="specache", options=OPTIONS)
+    model = compiled_with(
+        Family("dynamic", "LlamaConfig", {"rope_parameters": DYNAMIC, "max_position_embeddings": 48}).model(), OPTIONS
+    )
     batch = sc.Batch(model)
     with pytest.raises(sc.SpecacheError, match=r"20 prompt and 40 new tokens: beyond 48 tokens .* \(dynamic\)"):
         batch.add(prompt(20), max_new_tokens=40)
@@ -88,8 +87,10 @@ def test_requests_that_a_batch_cannot_reproduce_are_refused() -> None:
 
 
 def test_join_refuses_rows_on_both_sides_of_a_rope_switch() -> None:
-    model = Family("phi3", "Phi3Config", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 48}).model()
-    model.compile(backend="specache", options=OPTIONS)
+    model = compiled_with(
+        Family("phi3", "Phi3Config", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 48}).model(),
+        OPTIONS,
+    )
     with torch.no_grad():
         short, near, long = (
             model(prompt(length), use_cache=True).past_key_values for length in (20, 47, 60)
@@ -119,7 +120,6 @@ def test_which_rows_may_share_a_call(switch: RopeSwitch, lengths: list[int], mis
 
 @pytest.mark.parametrize("given", [[5, 6, 7], [[5, 6, 7]], (5, 6, 7)], ids=["list", "nested", "tuple"])
 def test_add_takes_lists_of_token_ids(given: Any) -> None:
-    model = Family("llama", "LlamaConfig").model()
-    model.compile(backend="specache", options=OPTIONS)
+    model = compiled_with(Family("llama", "LlamaConfig").model(), OPTIONS)
     request = sc.Batch(model).add(given, max_new_tokens=2)
     assert request.prompt.tolist() == [5, 6, 7]

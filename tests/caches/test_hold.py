@@ -13,7 +13,8 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 
 import specache_compile as sc
 from conftest import LOSSLESS, compiled_with, greedy, prompt, tiny_llama
-from held_tiers import in_order
+from families import BY_NAME
+from held_tiers import in_rows
 from specache_compile.compat import with_cache
 from specache_compile.runtime.session import session_of
 from specache_compile.runtime.state import MEASURE, fields_of
@@ -52,7 +53,7 @@ def tiers(cache: DynamicCache) -> list[dict[str, torch.Tensor]]:
     assert session is not None
     session.drain()
     kept = [{f.name for f in fields_of(session.options, layer) if f.tier != MEASURE} for layer in session.layers]
-    states = zip(kept, session.state, strict=True)
+    states = zip(kept, in_rows(session), strict=True)
     lengths = session.progress.lengths
     return [{name: cut(state[name], name, lengths) for name in names} for names, state in states]
 
@@ -61,7 +62,7 @@ def cut(tensor: torch.Tensor, name: str, lengths: Sequence[int]) -> torch.Tensor
     """Cut off the unwritten memory of a whole cache after a row's tokens."""
     if name not in ("host", "full_cache"):
         return tensor
-    whole = (in_order(tensor) if name == "host" else tensor)[:, :, : max(lengths)].clone()
+    whole = tensor[:, :, : max(lengths)].clone()
     for row, length in enumerate(lengths):
         whole[row, :, length:] = 0
     return whole
@@ -77,6 +78,7 @@ def masked(ids: torch.Tensor, hidden: int) -> dict[str, torch.Tensor]:
 @pytest.mark.quick_for("best", "16 bits first", "kivi", "offload", "best, padded", "fp8, padded")
 @pytest.mark.parametrize("name", [*SETTINGS, *PADDED])
 def test_a_held_cache_has_the_tiers_of_a_prefilled_prompt(name: str, llama: Any) -> None:
+    """And continues with the same tokens."""
     ids, model = prompt(150, batch=2), compiled_for(llama, **{**SETTINGS, **PADDED}[name])
     padding = masked(ids, 17) if name in PADDED else {}
     read = filled(model, ids, **padding)
@@ -85,15 +87,9 @@ def test_a_held_cache_has_the_tiers_of_a_prefilled_prompt(name: str, llama: Any)
         assert ours.keys() == theirs.keys()
         for field in ours:
             assert torch.equal(ours[field], theirs[field]), field
-
-
-@pytest.mark.quick_for("best")
-@pytest.mark.parametrize("name", SETTINGS)
-def test_tokens_after_a_held_cache_equal_those_after_a_prefilled_prompt(name: str, llama: Any) -> None:
-    ids, model = prompt(150), compiled_for(llama, **SETTINGS[name])
-    whole = torch.cat([ids, prompt(3, seed=5)], 1)
-    read, taken = filled(model, ids), sc.hold(filled(llama, ids), model)
-    assert torch.equal(greedy(model, whole, **with_cache(taken)), greedy(model, whole, **with_cache(read)))
+    if name in SETTINGS:
+        whole = torch.cat([ids, prompt(3, 2, seed=5)], 1)
+        assert torch.equal(greedy(model, whole, **with_cache(taken)), greedy(model, whole, **with_cache(read)))
 
 
 @pytest.mark.slow
@@ -222,10 +218,46 @@ def test_another_models_cache_is_refused_by_the_first_step(llama: Any) -> None:
             greedy(model, ids, **with_cache(taken))
 
 
-def test_layers_that_keep_a_window_are_refused(llama: Any) -> None:
+@pytest.mark.parametrize("options", [SETTINGS["best"], {"center": "always", **SETTINGS["keys in a trellis"]}])
+def test_layers_that_keep_a_window_stay_plain(options: dict[str, Any]) -> None:
+    """Tokens and logits are those after the compiled model's own prefill."""
+    plain = BY_NAME["gemma3_text"].model()
+    ids, model = prompt(150), compiled_for(plain, **options)
+    caches = [DynamicCache(config=plain.config) for _ in range(2)]
+    for prefilled, cache in zip((model, plain), caches, strict=True):
+        with torch.inference_mode():
+            prefilled(ids, **with_cache(cache), use_cache=True)
+    read, taken = caches[0], sc.hold(caches[1], model)
+    assert type(taken.layers[0]) is DynamicSlidingWindowLayer
+    assert torch.equal(taken.layers[0].keys, read.layers[0].keys)
+    for field, tensor in tiers(read)[0].items():
+        assert torch.equal(tiers(taken)[0][field], tensor), field
+    whole = torch.cat([ids, prompt(3, seed=5)], 1)
+    ours, theirs = (
+        model.generate(whole, **with_cache(cache), max_new_tokens=20, do_sample=False, output_logits=True,
+                       return_dict_in_generate=True) for cache in (taken, read)
+    )  # fmt: skip
+    assert torch.equal(ours.sequences, theirs.sequences)
+    assert torch.equal(torch.cat(ours.logits), torch.cat(theirs.logits))
+
+
+def test_layers_that_all_keep_a_window_are_refused(llama: Any) -> None:
     cache = DynamicCache()
     cache.layers = [DynamicSlidingWindowLayer(sliding_window=32) for _ in range(2)]
-    with pytest.raises(sc.SpecacheError, match="is a DynamicSlidingWindowLayer, not a DynamicLayer"):
+    filled_in = torch.zeros(1, 2, 8, 16)
+    for layer in cache.layers:
+        layer.update(filled_in, filled_in)
+    with pytest.raises(sc.SpecacheError, match="exact_layers lists all layers without a sliding window"):
+        sc.hold(cache, compiled_for(llama, **LOSSLESS))
+
+
+def test_layers_of_other_classes_are_refused(llama: Any) -> None:
+    class OtherLayer(DynamicSlidingWindowLayer):
+        pass
+
+    cache = DynamicCache()
+    cache.layers = [OtherLayer(sliding_window=32) for _ in range(2)]
+    with pytest.raises(sc.SpecacheError, match="is a OtherLayer, not a DynamicLayer"):
         sc.hold(cache, compiled_for(llama, **LOSSLESS))
 
 

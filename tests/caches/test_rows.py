@@ -6,7 +6,6 @@ import copy
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,11 +14,12 @@ from torch import Tensor
 from transformers import DynamicCache, MistralConfig, MistralForCausalLM
 
 import specache_compile as sc
-from conftest import LOSSLESS, greedy, prompt, tiny_llama
+from conftest import LOSSLESS, compiled_with, greedy, prompt, tiny_llama
+from held_tiers import in_rows
 from specache_compile.caches.joining import append_rows, drop, in_pages, keep_rows, reserve_cache_rows
 from specache_compile.compat import cache_of, with_cache
 from specache_compile.errors import SpecacheError
-from specache_compile.paging.pool import PagePool
+from specache_compile.paging.pool import PagePool, batch_pool
 from specache_compile.runtime.session import session_of
 
 pytestmark = pytest.mark.one_process
@@ -43,8 +43,6 @@ TINIEST = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 1,
     "num_key_value_heads": 1,
 }  # fmt: skip
-# Settings whose rows `join` puts into a new pool; the rows of other settings are appended within one pool.
-JOINED = ("lossless", "offload")
 LONG, SHORT, MIDDLE = 190, 9, 70
 
 
@@ -82,9 +80,9 @@ def close(ours: Tensor, theirs: Tensor) -> None:
 
 
 @pytest.mark.quick_for("default")
-def test_a_random_walk_of_rows_equals_each_row_alone(model: Any, request: pytest.FixtureRequest) -> None:
-    """Joins, leaves, crops and steps of one or several tokens; each row has a twin that runs alone."""
-    paged = request.node.callspec.params["model"] not in JOINED
+def test_a_random_walk_of_rows_equals_each_row_alone(model: Any) -> None:
+    """Joins, leaves, crops and steps of one or several tokens; each row has a twin that runs alone. Rows are appended
+    within one pool; the last one is joined with them in a new pool."""
     chance = random.Random(3)
     pool: PagePool | None = None
     apart: list[DynamicCache] = []
@@ -97,16 +95,12 @@ def test_a_random_walk_of_rows_equals_each_row_alone(model: Any, request: pytest
             step = last.argmax(-1, keepdim=True)
             (twin, last), (newcomer, _) = forward(model, twin, step), forward(model, newcomer, step)
         apart.append(twin)
-        if paged:
+        if turn == 3:
+            together = sc.join([together, newcomer])
+        else:
             pool = pool or pool_of(newcomer)
             newcomer = in_pages(newcomer, pool)
-        if together is None:
-            together = newcomer
-        elif paged:
-            together = append_rows(together, newcomer)
-            drop(newcomer)
-        else:
-            together = sc.join([together, newcomer])
+            together = newcomer if together is None else append_rows(together, newcomer)
         latest = last if latest is None else torch.cat([latest, last])
         for _ in range(chance.randint(3, 6)):
             tokens = latest.argmax(-1, keepdim=True)
@@ -130,16 +124,16 @@ def test_a_random_walk_of_rows_equals_each_row_alone(model: Any, request: pytest
     assert together is not None
     assert sc.lengths(together).tolist() == [int(sc.lengths(cache)) for cache in apart]
     assert len(set(sc.lengths(together).tolist())) == len(apart)
-    if pool is not None:
-        assert pool.held == sum(-(-length // 256) for length in sc.lengths(together).tolist())
-        drop(together)
-        assert pool.held == 0
+    pool = session_of(together).tiers.pool
+    assert pool.held == sum(-(-length // 256) for length in sc.lengths(together).tolist())
+    drop(together)
+    assert pool.held == 0
 
 
 def pool_of(cache: DynamicCache) -> PagePool:
     session = session_of(cache)
     assert session is not None
-    return PagePool(session.options, session.layers)
+    return batch_pool(session.options, session.layers)
 
 
 @pytest.mark.quick_for
@@ -172,9 +166,7 @@ def default() -> Any:
 
 def compiled(setting: str, **changes: Any) -> Any:
     """Return a model of one layer: rows join and leave in each layer alike."""
-    model = tiny_llama(**{"num_hidden_layers": 1, **changes})
-    model.compile(backend="specache", options=SETTINGS[setting])
-    return model
+    return compiled_with(tiny_llama(**{"num_hidden_layers": 1, **changes}), SETTINGS[setting])
 
 
 def test_a_split_cache_equals_the_joined_caches(default: Any) -> None:
@@ -185,7 +177,7 @@ def test_a_split_cache_equals_the_joined_caches(default: Any) -> None:
         ours, theirs = (session_of(held) for held in (part, before))
         assert ours is not None
         assert theirs is not None
-        for state, expected in zip(ours.tiers.contiguous([length]).state, theirs.state, strict=True):
+        for state, expected in zip(in_rows(ours), in_rows(theirs), strict=True):
             for name, tensor in expected.items():
                 if name != "host":  # which is undefined after its tokens
                     assert torch.equal(state[name], tensor), name
@@ -202,8 +194,7 @@ def test_a_copy_of_a_reordered_cache_in_use_has_that_order_too(default: Any) -> 
 
 
 def test_a_joined_cache_is_compressed_out_of_16_bits(default: Any) -> None:
-    below = tiny_llama(num_hidden_layers=1)
-    below.compile(backend="specache", options={**SETTINGS["default"], "min_context": 4096})
+    below = compiled_with(tiny_llama(num_hidden_layers=1), {**SETTINGS["default"], "min_context": 4096})
     caches = [joined(default), joined(below)]
     assert [session_of(cache).tiers.pending for cache in caches] == [None, None]
     close(
@@ -220,7 +211,7 @@ def test_a_join_over_the_budget_of_the_host_tier_is_refused() -> None:
     )
     caches = [forward(limited, None, prompt(length, vocabulary=64))[0] for length in (SHORT, MIDDLE, LONG)]
     assert sc.lengths(sc.join(caches[:2])).tolist() == [SHORT, MIDDLE]
-    with pytest.raises(SpecacheError, match="1 more pages of 256 tokens are needed"):
+    with pytest.raises(SpecacheError, match="3 more pages of 256 tokens are needed"):
         sc.join(caches)
 
 
@@ -264,14 +255,6 @@ def test_joined_rows_under_a_left_padded_mask_equal_rows_without_a_mask(default:
     assert torch.equal(padded.logits[:, -1], forward(default, caches[1], ids)[1])
 
 
-def test_joined_rows_are_saved_and_loaded(default: Any, tmp_path: Path) -> None:
-    cache, ids = joined(default), prompt(1, 3, seed=5)
-    sc.save(cache, tmp_path)
-    again = sc.load(tmp_path, default)
-    assert torch.equal(sc.lengths(again), sc.lengths(cache))
-    assert torch.equal(forward(default, again, ids)[1], forward(default, cache, ids)[1])
-
-
 @pytest.fixture
 def tiniest() -> Any:
     return compiled("default", **TINIEST)
@@ -291,9 +274,7 @@ def test_two_hundred_joins_and_leaves_compile_nothing_and_leave_nothing(tiniest:
     rows = 1
     frames = None
     for turn in range(200):
-        newcomer = copy.deepcopy(alone[turn % 4])
-        together = append_rows(together, newcomer)
-        drop(newcomer)
+        together = append_rows(together, copy.deepcopy(alone[turn % 4]))
         rows += 1
         if turn % 5 == 1:
             together, _ = forward(tiniest, together, prompt(1, rows, vocabulary=64))
@@ -342,8 +323,9 @@ def test_caches_that_cannot_be_joined_are_refused_with_a_reason(default: Any) ->
         sc.join([first, held(tiny_llama(num_hidden_layers=1), prompt(60))])
     with pytest.raises(SpecacheError, match="different models"):
         sc.join([first, forward(compiled("default"), None, prompt(60))[0]])
-    dropping = tiny_llama(num_hidden_layers=1)
-    dropping.compile(backend="specache", options={"method": "snapkv", "budget": 48, "window": 16, "lowering": "eager"})
+    dropping = compiled_with(
+        tiny_llama(num_hidden_layers=1), {"method": "snapkv", "budget": 48, "window": 16, "lowering": "eager"}
+    )
     with pytest.raises(SpecacheError, match="'snapkv' requires rows of one length"):
         sc.split(held(dropping, prompt(60, 2)))
     holes = torch.ones(2, 60, dtype=torch.long)

@@ -16,7 +16,7 @@ from transformers import DynamicCache
 
 import specache_compile as sc
 from conftest import prompt, tiny_llama
-from held_tiers import in_order
+from held_tiers import in_rows
 from specache_compile.compat import cache_of, with_cache
 from specache_compile.kernels.memory import host_memory
 from specache_compile.runtime.session import session_of
@@ -86,9 +86,9 @@ def result_of(cache: DynamicCache, logits: list[Tensor]) -> Result:
     session = session_of(cache)
     assert session is not None
     session.drain()
-    for number, state in enumerate(session.state):
+    for number, state in enumerate(in_rows(session)):
         for name, tensor in state.items():
-            whole = in_order(tensor)[:, :, : session.length] if name == "host" else tensor
+            whole = tensor[:, :, : session.length] if name == "host" else tensor
             found[f"{name} of layer {number}"] = whole.cpu().clone()
     return found
 

@@ -15,18 +15,18 @@ from transformers import LlamaForCausalLM
 
 import specache_compile as sc
 from conftest import LOSSLESS, greedy, prompt
+from held_tiers import adjacent, cursor_over, empty_state
 from specache_compile.compat import cache_of, with_cache
 from specache_compile.compile import rewrites
 from specache_compile.kernels.attention import triton_extend
 from specache_compile.kernels.decode import triton_scored
 from specache_compile.kernels.movement import triton_append, triton_copy, triton_select
-from specache_compile.kernels.state.cursor import host_record, new_cursor
+from specache_compile.kernels.state.cursor import host_record
 from specache_compile.kernels.state.stored_tiers import StoredTiers
 from specache_compile.lowering import cuda_graphs
 from specache_compile.methods.field import LayerShape
-from specache_compile.methods.low_bit import APPENDED
 from specache_compile.methods.specache import SpecacheOptions
-from specache_compile.runtime.state import allocate, bucket
+from specache_compile.runtime.state import bucket
 
 pytestmark = pytest.mark.gpu
 
@@ -59,8 +59,8 @@ def compiled_forms(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Form]]:
 
 def step(capacity: int, options: SpecacheOptions, length: int) -> None:
     """Launch a layer's decode step at batch 1 with a mask over all tokens, and a chunked prefill."""
-    state = allocate(options, LayerShape(HEADS, D, torch.float32, CUDA), 1, capacity, capacity)
-    cursor = new_cursor(CUDA, 1)
+    state = empty_state(options, LayerShape(HEADS, D, torch.float32, CUDA), 1, capacity)
+    cursor = cursor_over(adjacent(1, capacity)).cuda()
     host_record(cursor).lengths = (length,)
     q = torch.randn(1, QUERY_HEADS, LANES, D, device=CUDA)
     k, v = torch.randn(2, 1, HEADS, LANES, D, device=CUDA)
@@ -68,19 +68,20 @@ def step(capacity: int, options: SpecacheOptions, length: int) -> None:
     slots = state["slots"], state["slot_index"]
     read = [state[name] for name in StoredTiers._fields], options.layout, D**-0.5, None
     triton_append.append(
-        k[:, :, :1], v[:, :, :1], None, cursor, *(state[name] for name in APPENDED), *options.layout, options.zero_point
+        k[:, :, :1],
+        v[:, :, :1],
+        None,
+        cursor,
+        *(state[name] for name in StoredTiers._fields),
+        *options.layout,
+        options.zero_point,
     )
     triton_scored.decode_attention(q, k, v, mask, None, cursor, *slots, *read)
-    logits, base, scores = triton_scored.score_low_bit(q, k, mask, None, cursor, *read)
+    logits, base, scores = triton_scored.score_low_bit(q, k, v, mask, None, cursor, *read)
     triton_scored.attend_scored(q, k, v, mask, None, cursor, logits, base, slots[1], *slots, *read)
     triton_select.select_topk(scores[0], state["selected"])
-    triton_copy.gather(
-        state["selected"].fill_(0),
-        state["host"],
-        state["slots"],
-        state["slot_index"],
-        torch.zeros(1, dtype=torch.int64).cuda(),
-    )
+    moved = torch.zeros(1, dtype=torch.int64).cuda()
+    triton_copy.gather(state["selected"].fill_(0), cursor, state["host"], *slots, moved)
     triton_copy.write_through(k, v, cursor, state["host"])
     triton_extend.extend_attention(q, k, v, mask[..., : length + LANES], None, cursor, state["host"], D**-0.5, None)
 

@@ -122,6 +122,18 @@ def test_a_method_that_reads_a_prompt_twice_is_refused_before_anything_runs(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_host_tier_beyond_its_budget_is_refused_before_anything_is_prefilled(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    methods = ("--methods", "uncompiled", "kivi:host_tier=False", "specache")
+    monkeypatch.setattr(run_eval, "allowance", lambda held, given: 50_000)
+    monkeypatch.setattr(run_eval, "measure", Interrupted(run_eval.measure, before=1))
+    assert evaluate(tmp_path / "out", *QUICK, *methods) == 2
+    assert "method 'specache': its host tier would need 0 MB for 200 tokens" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    assert evaluate(tmp_path / "out", *QUICK, *methods[:3]) == 130
+
+
 @pytest.mark.parametrize("looked_at", [True, False])
 def test_a_row_that_takes_long_shows_its_parts_where_a_person_looks_on(
     looked_at: bool, monkeypatch: pytest.MonkeyPatch

@@ -1,4 +1,4 @@
-"""Intervals against Student's own table."""
+"""Intervals against Student's own table, and Wilson's against published ones."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from specache_compile.evaluation.intervals import interval, student
+from specache_compile.evaluation.intervals import interval, student, wilson
 
 # Degrees of freedom, and the 97.5 % point (any table of the distribution).
 TABLE = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 7: 2.365, 10: 2.228, 15: 2.131, 30: 2.042, 60: 2.000}
@@ -25,3 +25,16 @@ def test_an_interval_is_of_the_mean() -> None:
 @pytest.mark.parametrize("values", [[1.0], [1.0, math.nan]])
 def test_one_value_has_none(values: list[float]) -> None:
     assert math.isnan(interval(values))
+
+
+# Shares found, and the ends in percent (Newcombe, Statistics in Medicine 17, 1998, table I, method 3).
+SHARES = {(81, 263): (0.2553, 0.3662), (15, 148): (0.0624, 0.1605), (0, 20): (0.0, 0.1611), (1, 29): (0.0061, 0.1718)}
+
+
+@pytest.mark.parametrize("share", SHARES)
+def test_the_interval_of_a_share_is_wilsons(share: tuple[int, int]) -> None:
+    assert wilson(*share) == pytest.approx(SHARES[share], abs=6e-5)
+
+
+def test_a_share_of_all_has_an_upper_end_of_one() -> None:
+    assert wilson(11, 11) == pytest.approx((0.7412, 1.0), abs=1e-4)

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from transformers import DynamicCache, MistralConfig, MistralForCausalLM
+from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from conftest import byte_tokenizer, tiny_llama
+from families import ALTERNATE, BY_NAME
 from specache_compile.evaluation.prefills import Prefill, Prefills
 from specache_compile.evaluation.reader import Reader
 from specache_compile.evaluation.runner import Runner
 from specache_compile.evaluation.settings import parse_setting, running
 from specache_compile.evaluation.tasks.closeness import KINDS, Continuations, measure
+from specache_compile.runtime.held import HeldTensor
 
 BYTES = Reader(byte_tokenizer())
 GROUPS = "group_size=32,residual_length=32"
@@ -24,6 +28,12 @@ METHODS = ("uncompiled", f"specache:bits=1,{GROUPS},top_k=8", f"kivi:bits=2,{GRO
 @pytest.fixture(scope="module")
 def model() -> Any:
     return tiny_llama(vocab_size=256)
+
+
+@pytest.fixture(scope="module")
+def gemma() -> Any:
+    """Return a model with a sliding layer before one that keeps every pair."""
+    return replace(BY_NAME["gemma3_text"], settings={**ALTERNATE, "vocab_size": 256}).model()
 
 
 @pytest.fixture(scope="module")
@@ -112,10 +122,40 @@ def test_a_first_token_is_what_the_models_configuration_makes_of_the_logits(mode
     assert ours == own != shared.answers(requested, 6)
 
 
-def test_a_model_with_sliding_windows_reads_for_itself() -> None:
+def test_a_model_of_sliding_windows_alone_reads_for_itself() -> None:
     torch.manual_seed(0)
     config = MistralConfig(vocab_size=256, hidden_size=64, intermediate_size=64, num_hidden_layers=1,
                            num_attention_heads=4, num_key_value_heads=2, sliding_window=64)  # fmt: skip
     assert not Prefills().serve(MistralForCausalLM(config))
     config.sliding_window = None
     assert Prefills().serve(MistralForCausalLM(config))
+
+
+@pytest.mark.quick_for("uncompiled", f"specache:bits=1,{GROUPS},top_k=8")
+@pytest.mark.parametrize("method", METHODS[:4])
+def test_sliding_layers_stay_plain_behind_a_shared_prefill(gemma: Any, method: str) -> None:
+    shared, own = Runner(gemma, BYTES, prefills=Prefills()), Runner(gemma, BYTES)
+    requested = torch.tensor(prompts(150))
+    with running(gemma, parse_setting(method), "eager"):
+        assert shared.shares
+        assert shared.answers(requested.tolist(), 12) == own.answers(requested.tolist(), 12)
+        torch.testing.assert_close(shared.forced_logits(requested, 120), own.forced_logits(requested, 120))
+        cache, _ = shared.read(requested)
+    assert type(cache.layers[0]) is DynamicSlidingWindowLayer
+    assert cache.layers[0].keys.untyped_storage().nbytes() == cache.layers[0].keys.nbytes
+    assert isinstance(cache.layers[1].keys, HeldTensor) == (method != "uncompiled")
+
+
+def test_a_prefill_in_chunks_is_that_of_the_whole_prompt(gemma: Any) -> None:
+    requested = torch.tensor(prompts(150))
+    whole, runner = Runner(gemma, BYTES, prefills=Prefills()).prefilled(requested), Runner(gemma, BYTES)
+    gemma.generation_config.prefill_chunk_size = 40
+    try:
+        chunked = Runner(gemma, BYTES, prefills=Prefills()).prefilled(requested)
+        read, _ = runner.read(requested)
+    finally:
+        gemma.generation_config.prefill_chunk_size = None
+    for other in (chunked.cache, read):
+        for layer, expected in zip(other.layers, whole.cache.layers, strict=True):
+            torch.testing.assert_close(layer.keys, expected.keys)
+    torch.testing.assert_close(chunked.logits, whole.logits)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import statistics
 from pathlib import Path
 from typing import Any
@@ -85,12 +86,33 @@ def test_draws_are_a_function_of_the_seed(task: str) -> None:
 
 @pytest.mark.parametrize("depth", [0.0, 0.5, 1.0])
 def test_a_needle_stands_at_its_depth(depth: float) -> None:
-    one = needle.plain_question(bytes(1000), 300, depth, random.Random(0), str.encode)
+    one = needle.key_question(bytes(1000), 300, depth, random.Random(0), str.encode)
     text = bytes(one.prompt)
     found = text.index(b"\nThe pass key is " + one.answer.encode())
     room = 300 - len(needle.NEEDLE.format(key="12345")) - len(needle.QUESTION)
     assert found == round(depth * room)
     assert text.endswith(needle.QUESTION.encode())
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_of_four_named_keys_one_is_requested_and_stands_at_its_depth(chat: bool) -> None:
+    def prompt(rng: random.Random) -> Any:
+        if chat:
+            tokenizer = byte_tokenizer()
+            tokenizer.chat_template = "<{{ messages[0]['content'] }}>"
+            around = Reader(tokenizer).around()
+            return needle.key_question(bytes(3000), 1000, 0.5, rng, BYTES.encode, 4, around, chat=True)
+        return needle.key_question(bytes(3000), 1000, 0.5, rng, str.encode, keys=4)
+
+    one, text = prompt(random.Random(0)), bytes(prompt(random.Random(0)).prompt).decode()
+    found = re.findall(r"The pass key of (\w+) is (\d{5})\. Remember it\. (\d{5}) is the pass key of (\w+)\.", text)
+    assert len({name for name, *_ in found}) == len(found) == 4
+    assert all((name, key) == (again, repeated) for name, key, repeated, again in found)
+    name = next(name for name, key, *_ in found if key == one.answer)
+    assert f"What is the pass key of {name}?" in bytes(one.apart[1]).decode()
+    assert len(text) == 1000
+    filler = text[: text.index(f"\nThe pass key of {name} is")].count("\0")
+    assert filler == pytest.approx(0.5 * text.count("\0"), abs=1)
 
 
 def test_a_prompt_too_short_for_its_needle_is_refused() -> None:

@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 from transformers import DynamicCache, GenerationConfig, LlamaForCausalLM, StoppingCriteriaList
 
 import specache_compile as sc
-from conftest import chatted, compile_copy, greedy, prompt, tiny_llama
+from conftest import chatted, compile_copy, compiled_with, greedy, prompt, tiny_llama
 from held_tiers import at_hand, differences, held, interrupted_behind
 from specache_compile.compat import cache_of, with_cache
 from specache_compile.generate.look_up import DRAFTED, LookedUp
@@ -67,8 +67,7 @@ def test_tokens_are_those_of_one_step_each_while_no_pair_is_chosen_and_none_leav
     requested = {"method": "kivi", "bits": 1, "group_size": 128, "residual_length": 32, "lowering": "eager"}
     ids, made = prompt(161), []
     for options in (requested, {**requested, "lookup": True}):
-        model = tiny_llama(1, initializer_range=0.1)
-        model.compile(backend="specache", options=options)
+        model = compiled_with(tiny_llama(1, initializer_range=0.1), options)
         made.append(greedy(model, ids, 100))
     assert verification_of(model).tokens_per_verification > 1
     assert torch.equal(*made)
@@ -236,23 +235,6 @@ def test_an_interruption_anywhere_loses_nothing(echo: LlamaForCausalLM, twin: Ll
 
 
 # Bad input
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"speculate": True}, "Pass speculate=False"),
-        ({"correct": "never"}, "Pass correct='always'"),
-        ({"method": "pages"}, "Pass correct='always'"),
-        ({"disable_passes": ("correct",)}, "Remove 'correct' from"),
-        ({"method": "kcache"}, "option lookup: method 'kcache' accepts only"),
-        ({"method": "full"}, "option lookup: method 'full' accepts only"),
-        ({"method": "h2o"}, "option lookup: method 'h2o' accepts only"),
-    ],
-)
-def test_what_cannot_be_combined_is_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(sc.OptionError, match=message):
-        parse_options({"lookup": True, **options})
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from held_tiers import adjacent, cursor_over, in_pages
 from specache_compile.kernels.attention.attention_ops import BLOCK
 from specache_compile.kernels.codes.records import (
     RECORD,
@@ -30,6 +31,7 @@ from specache_compile.kernels.codes.records import (
     write_levels,
 )
 from specache_compile.kernels.op import registered
+from specache_compile.kernels.state.page_table import LOW_BIT_TIER, shape_of_scores
 from specache_compile.kernels.state.stored_tiers import StoredTiers
 
 pytestmark = pytest.mark.pairwise
@@ -112,7 +114,7 @@ class Step:
         slots = (self.state["slots"], self.state["slot_index"])
         if not op.startswith("score"):
             return getattr(torch.ops.specache, op)(self.q, self.k, self.v, *step, *slots, *read)
-        *kept, scores = getattr(torch.ops.specache, op)(self.q, self.k, *step, *read)
+        *kept, scores = getattr(torch.ops.specache, op)(self.q, self.k, self.v, *step, *read)
         given = (self.q, self.k, self.v, *step, *kept, slots[1].flip(-1), *slots, *read)
         return getattr(torch.ops.specache, op.replace("score_low_bit", "attend_scored"))(*given), scores[-1]
 
@@ -125,7 +127,6 @@ def make_step(case: Case, seed: int = 0) -> Step:
 
     rows, d, n, bits = (case.batch, case.heads), case.head_dim, case.length, case.bits
     low_bit = case.low_bit(n)
-    cursor = torch.tensor([[n, low_bit, case.low_bit(n + 1), 0]]).repeat(case.batch, 1)
     truth = normal(*rows, n, 2, d)
     keys, values = truth.double().unbind(3)
 
@@ -219,11 +220,11 @@ def make_step(case: Case, seed: int = 0) -> Step:
         v=v,
         mask=make_mask(case.mask, case.batch, case.heads * case.ratio, case.lanes, n, 1, generator),
         sinks=normal(case.heads * case.ratio) if case.sinks else None,
-        cursor=cursor,
+        cursor=cursor_over(adjacent(case.batch, capacity), n, low_bit, case.low_bit(n + 1)),
         state={
-            "codes": codes,
-            "key_params": key_params,
-            "value_params": value_params,
+            "codes": in_pages(codes, capacity).pages,
+            "key_params": in_pages(key_params, capacity).pages,
+            "value_params": in_pages(value_params, capacity).pages,
             "center": center,
             "sink_pairs": sink_pairs,
             "sink_index": sink_index,
@@ -363,7 +364,7 @@ def expected_of(step: Step, op: str) -> tuple[Tensor, Tensor]:
         hidden = ~mask if mask.dtype == torch.bool else mask <= torch.finfo(mask.dtype).min
         hidden = hidden.expand(case.batch, case.heads * case.ratio, case.lanes, -1)[:, :, -1]
         scores = scores.masked_fill(hidden.unflatten(1, (case.heads, case.ratio)).all(2), -1.0)
-    selection = torch.full(step.state["codes"].shape[:3], -1.0, dtype=torch.float64)
+    selection = torch.full(shape_of_scores(step.state["codes"], step.cursor), -1.0, dtype=torch.float64)
     candidates = min(case.low_bit(n + 1), n)
     selection[:, :, :candidates] = scores[:, :, :candidates]
     for row, tokens in enumerate(step.state["sink_index"][:, 0].tolist()):
@@ -588,13 +589,13 @@ def test_extend_is_the_references(case: Extend) -> None:
     if given is not None:  # Hugging Face's masks are causal themselves
         causal_too = given & causal if given.dtype == torch.bool else given.masked_fill(~causal, -math.inf)
         given = causal_too[..., : length + tokens]
-    cursor = torch.tensor([[length, 0, 0, 0]]).repeat(batch, 1)
+    pages = in_pages(host)
     keys, values = torch.cat([host[:, :, :length, 0], k], 2), torch.cat([host[:, :, :length, 1], v], 2)
     expected, _ = reference(q, keys, values, given, causal, sink, softcap)
     # torch's kernel rounds weights too.
     eps = torch.finfo(dtype).eps
     for op, roundings in ((torch.ops.specache.extend_attention, 0.5), (torch.ops.specache.extend_attention_fused, 2)):
-        out = op(q, k, v, given, sink, cursor, host, head_dim**-0.5, softcap)
+        out = op(q, k, v, given, sink, cursor_over(pages.table, length), pages.pages, head_dim**-0.5, softcap)
         assert out.dtype == dtype
         assert out.is_contiguous(), "its fake is contiguous"
         rounding = {"rtol": roundings * eps + 1e-4, "atol": 2e-5 + (roundings > 1) * eps}
@@ -609,7 +610,7 @@ EXTEND_OPS = [torch.ops.specache.extend_attention, torch.ops.specache.extend_att
 def test_new_tokens_of_padding_attend_to_nothing(op: Any, padding: int) -> None:
     q, k, v = torch.randn(1, 2, 5, 16), torch.randn(1, 1, 5, 16), torch.randn(1, 1, 5, 16)
     host = torch.full((1, 1, 256, 2, 16), math.nan)
-    out = op(q, k, v, None, None, torch.tensor([[-padding, 0, 0, 0]]), host, 0.25, None)
+    out = op(q, k, v, None, None, cursor_over(adjacent(1, 256), -padding), host, 0.25, None)
     assert out.shape == q.shape
     assert not out[:, :, :padding].any()
     for row in range(padding, 5):
@@ -622,9 +623,10 @@ def test_new_tokens_of_padding_attend_to_nothing(op: Any, padding: int) -> None:
 def test_a_row_of_the_lowest_number_is_a_mean_of_the_values(op: Any, length: int) -> None:
     """An additive mask of the lowest finite number hides nothing from a softmax if it is everywhere."""
     q, k, v = torch.randn(1, 2, 4, 16), torch.randn(1, 1, 4, 16), 1 + 0.1 * torch.rand(1, 1, 4, 16)
-    host = 1 + 0.1 * torch.rand(1, 1, 256 * (length // 256 + 1), 2, 16)
+    host = 1 + 0.1 * torch.rand(length // 256 + 1, 1, 256, 2, 16)
     mask = torch.full((1, 1, 4, length + 4), torch.finfo(torch.float32).min)
-    out = op(q, k, v, mask, None, torch.tensor([[length, 0, 0, 0]]), host, 0.25, None)
+    cursor = cursor_over(torch.arange(len(host))[None], length)
+    out = op(q, k, v, mask, None, cursor, host, 0.25, None)
     assert out.min() >= 1 - 1e-5
     assert out.max() <= 1.1 + 1e-5
 
@@ -634,7 +636,7 @@ def test_extend_refuses_a_mask_that_covers_too_few_tokens(op: Any) -> None:
     q, host = torch.randn(1, 2, 3, 16), torch.zeros(1, 1, 256, 2, 16)
     mask = torch.ones(1, 1, 1, 101, dtype=torch.bool)
     with pytest.raises(ValueError, match="covers 101 tokens, but the cache and the new ones are 103"):
-        op(q, q[:, :1], q[:, :1], mask, None, torch.tensor([[100, 0, 0, 0]]), host, 0.25, None)
+        op(q, q[:, :1], q[:, :1], mask, None, cursor_over(adjacent(1, 256), 100), host, 0.25, None)
 
 
 def test_extend_takes_queries_and_keys_of_any_strides() -> None:
@@ -642,7 +644,7 @@ def test_extend_takes_queries_and_keys_of_any_strides() -> None:
         return torch.randn(*shape[:2], shape[3], shape[2]).mT
 
     q, k, v, host = turned(1, 2, 5, 16), turned(1, 1, 5, 16), turned(1, 1, 5, 16), torch.randn(1, 1, 256, 2, 16)
-    given = (None, None, torch.tensor([[100, 0, 0, 0]]), host, 0.25, None)
+    given = (None, None, cursor_over(adjacent(1, 256), 100), host, 0.25, None)
     expected = torch.ops.specache.extend_attention(q, k, v, *given)
     torch.testing.assert_close(torch.ops.specache.extend_attention_fused(q, k, v, *given), expected)
 
@@ -666,7 +668,7 @@ def test_measure_adds_the_covered_mass_and_the_covered_share_of_the_top_k(
     host[:, :, :n] = torch.randn(host[:, :, :n].shape, generator=torch.Generator().manual_seed(1))
     tally = torch.tensor([10.0, 20.0, 30.0], dtype=torch.float64)
     slot_index, sink_index = step.state["slot_index"], step.state["sink_index"]
-    given = (step.q, step.k, step.mask, step.sinks, step.cursor, host, slot_index, sink_index, tally)
+    given = (step.q, step.k, step.v, step.mask, step.sinks, step.cursor, host, slot_index, sink_index, tally)
     torch.ops.specache.measure(*given, case.head_dim**-0.5, None)
 
     keys = torch.cat([host[:, :, :n, 0], step.k[:, :, :1]], 2)
@@ -733,13 +735,13 @@ def before_no_mans_land(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("head_dim", [16, 64, 80])
 def test_nothing_past_a_full_tier_is_read(op: str, head_dim: int, bits: int) -> None:
     """The kernel reads whole vectors of codes; a read past the last one ends the process."""
-    case = Case(length=128, residual=0, head_dim=head_dim, bits=bits)
+    case = Case(length=256, residual=0, head_dim=head_dim, bits=bits)
     step = make_step(case)
-    for name, of in (("codes", 1), ("key_params", case.group), ("value_params", 1)):
-        full = step.state[name]
-        kept = full[:, :, : 128 // of] if full.shape[2] else full
+    for name in LOW_BIT_TIER:
+        kept = step.state[name][:-1]  # without the last page of the last row, which has no tokens
         step.state[name] = before_no_mans_land(kept.contiguous()) if kept.numel() else kept
+    step.cursor[-1, -1] = 0
     expected, expected_scores = expected_of(make_step(case), op)
     out, scores = step.run(op)
     torch.testing.assert_close(out.double(), expected, **CLOSE)
-    torch.testing.assert_close(scores[..., :128].double(), expected_scores[..., :128], **CLOSE)
+    torch.testing.assert_close(scores.double(), expected_scores, **CLOSE)

@@ -5,15 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from held_tiers import adjacent, cursor_over, empty_state
 from specache_compile.kernels.attention.attention_ops import low_bit_keys
 from specache_compile.kernels.state.center import centers, set_center, share_of_center
-from specache_compile.kernels.state.cursor import new_cursor
 from specache_compile.kernels.state.layout import Layout
+from specache_compile.kernels.state.page_table import LOW_BIT_TIER, rows_read
 from specache_compile.kernels.state.stored_tiers import StoredTiers
 from specache_compile.methods.field import LayerShape
 from specache_compile.methods.kivi import KiviOptions
-from specache_compile.methods.low_bit import APPENDED
-from specache_compile.runtime.state import allocate
 
 HEADS, DIM, GROUP = 2, 64, 32
 FREQUENCIES = 10000.0 ** -(torch.arange(0, DIM, 2) / DIM)
@@ -32,12 +31,13 @@ def error_of(keys: Tensor, center: bool, padding: Tensor | None) -> Tensor:
     """Return the root mean square error [B] of 2-bit keys [B, H, n, d], over real tokens."""
     options = KiviOptions(bits=2, group_size=GROUP, residual_length=32, center="always" if center else "never")
     batch, _, tokens, _ = keys.shape
-    state = allocate(options, LayerShape(HEADS, DIM, torch.float32, torch.device("cpu")), batch, 512, 512)
-    low_bit, cursor = options.low_bit_length(tokens), new_cursor(torch.device("cpu"), batch)
-    cursor[:, 2] = low_bit
+    state = empty_state(options, LayerShape(HEADS, DIM, torch.float32, torch.device("cpu")), batch, 512)
+    low_bit, table = options.low_bit_length(tokens), adjacent(batch, 512)
+    cursor = cursor_over(table, next_low_bit=low_bit)
     frequencies = FREQUENCIES if center else None
-    arguments = (keys, keys, padding, cursor, *(state[name] for name in APPENDED))
+    arguments = (keys, keys, padding, cursor, *(state[name] for name in StoredTiers._fields))
     torch.ops.specache.append(*arguments, *options.layout, "midpoint", frequencies)
+    state |= {name: rows_read(state[name], table) for name in LOW_BIT_TIER}
     tiers = StoredTiers(*(state[name] for name in StoredTiers._fields))
     stored = low_bit_keys(tiers, Layout(2, 2, False), DIM, 0, low_bit)
     if center:

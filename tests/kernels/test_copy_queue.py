@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from specache_compile.kernels.movement import copy_queue
-from specache_compile.kernels.movement.copy_queue import CopyQueue, queue_of, wait_for_offloads
+from specache_compile.kernels.movement.copy_queue import CopyQueue, after_offloads, queue_of
 from specache_compile.kernels.state.cursor import QUEUE, new_cursor
 
 PATIENCE = 10.0  # seconds after which a test that hangs fails instead
@@ -277,8 +277,8 @@ def test_the_cursor_names_the_queue_and_zero_names_none(queue: CopyQueue) -> Non
     assert queue_of(cursor_of(0)) is None
 
 
-def test_wait_for_offloads_without_a_queue_returns_at_once() -> None:
-    wait_for_offloads(cursor_of(0))
+def test_an_op_without_a_queue_starts_at_once() -> None:
+    assert after_offloads(lambda cursor: "run")(cursor_of(0)) == "run"
 
 
 @pytest.mark.parametrize("job", [lambda: 1, fails()])

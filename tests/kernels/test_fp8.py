@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from held_tiers import adjacent, cursor_over, in_pages
 from specache_compile.evaluation.baselines import fp8
 from specache_compile.kernels.attention.extend import extend_attention
 from specache_compile.kernels.state.stored_pairs import FP8, decoded
@@ -38,8 +39,8 @@ def test_a_pair_is_stored_as_its_nearest_codes_after_earlier_pairs() -> None:
     ties = [(value_of(code) + value_of(code + 1)) / 2 for code in (0, 1, 7, 8, 99, 125)]
     k[0, 0, 0, :9] = torch.tensor([*ties, 448.0, 464.1, -1e30])
     v[1, 2, 4, 0] = math.inf
-    cache = torch.zeros(2, 3, 12, 2, 16, dtype=torch.uint8)
-    torch.ops.specache.keep_fp8(k, v, None, torch.tensor([[4, 0, 0, 0]] * 2), cache)
+    cache = torch.zeros(2, 3, 256, 2, 16, dtype=torch.uint8)
+    torch.ops.specache.keep_fp8(k, v, None, cursor_over(adjacent(2, 256), 4), cache)
     found = decoded(cache, torch.float32, cache.shape[-1])
     for part, given in enumerate((k, v)):
         expected = torch.tensor([nearest(x) for x in given.flatten().tolist()]).view(given.shape)
@@ -50,9 +51,9 @@ def test_a_pair_is_stored_as_its_nearest_codes_after_earlier_pairs() -> None:
 
 def test_nan_stays_nan() -> None:
     k = torch.full((1, 1, 1, 8), math.nan)
-    cache = torch.zeros(1, 1, 1, 2, 8, dtype=torch.uint8)
-    torch.ops.specache.keep_fp8(k, k, None, torch.zeros(1, 4, dtype=torch.int64), cache)
-    assert decoded(cache, torch.bfloat16, cache.shape[-1]).isnan().all()
+    cache = torch.zeros(1, 1, 256, 2, 8, dtype=torch.uint8)
+    torch.ops.specache.keep_fp8(k, k, None, cursor_over(adjacent(1, 256)), cache)
+    assert decoded(cache[:, :, :1], torch.bfloat16, cache.shape[-1]).isnan().all()
 
 
 @pytest.fixture
@@ -71,8 +72,8 @@ def test_triton_stores_the_same_codes(kernels: Any, dtype: torch.dtype) -> None:
     k[0, :8] = torch.cat([known, (known[1:] + known[:-1]) / 2])[:480].view(8, 3, 20)
     k[1, 0, 0, :3], v[1, 2, 2, :2] = torch.tensor([math.nan, 464.1, -0.0]), torch.tensor([math.inf, -1e30])
     k, v = (x.to(DEVICE, dtype).transpose(1, 2) for x in (k, v))
-    cursor = torch.tensor([[4, 0, 0, 0]] * 2, device=DEVICE)
-    found, expected = torch.full((2, 2, 3, 40, 2, 20), 85, dtype=torch.uint8, device=DEVICE).unbind()
+    cursor = cursor_over(adjacent(2, 256), 4).to(DEVICE)
+    found, expected = torch.full((2, 2, 3, 256, 2, 20), 85, dtype=torch.uint8, device=DEVICE).unbind()
     kernels.keep_fp8(k, v, None, cursor, found)
     fp8.keep_fp8(k, v, None, cursor, expected)
     a, b = (decoded(x, torch.float32, 20) for x in (found, expected))
@@ -119,9 +120,10 @@ def test_triton_attends_over_codes_as_the_definition_does(kernels: Any, case: Ca
     q, (k, v) = torch.randn(2, 1, 2 * case.queries, case.d).to(DEVICE, case.dtype).transpose(1, 2), new[:2].unbind()
     codes = torch.randn(2, 2, 512, 2, case.d).to(FP8).view(torch.uint8).to(DEVICE)
     codes[:, :, case.tokens :] = 0x7F  # NaN, as unwritten memory may be
-    cursor = torch.tensor([[case.tokens, 0, 0, 0]] * 2, device=DEVICE)
+    pages = in_pages(codes)
+    cursor = cursor_over(pages.table, case.tokens).to(DEVICE)
     sinks = torch.randn(2 * case.queries).to(DEVICE, case.dtype) if case.sinks else None
-    read = (mask_of(case), sinks, cursor, codes, case.d**-0.5, case.softcap)
+    read = (mask_of(case), sinks, cursor, pages.pages, case.d**-0.5, case.softcap)
     out = kernels.fp8_attention(q, k, v, *read)
     expected = extend_attention(q.float(), k.float(), v.float(), *read)
     torch.testing.assert_close(out.float(), expected, atol=ACCURACY[case.dtype], rtol=ACCURACY[case.dtype])

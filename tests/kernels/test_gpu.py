@@ -20,9 +20,11 @@ from transformers import LlamaForCausalLM
 import conftest
 import specache_compile as sc
 from conftest import greedy, greedy_unmasked, prompt, tiny_llama
+from held_tiers import cursor_over
 from specache_compile.compat import cache_of, with_cache
 from specache_compile.kernels.memory import host_memory
 from specache_compile.kernels.movement import copy_stream, triton_copy
+from specache_compile.kernels.state.page_table import LOW_BIT_TIER
 from specache_compile.kernels.state.stored_tiers import StoredTiers
 from specache_compile.lowering import cuda_graphs
 from specache_compile.methods import parse_options
@@ -362,23 +364,24 @@ def test_indices_above_two_to_the_31_elements() -> None:
     generator = torch.Generator("cuda").manual_seed(0)
     shape = LayerShape(8, 128, torch.bfloat16, torch.device("cuda"))
     options = parse_options({"bits": 16, "top_k": 0})
-    length = 70_000
+    length, pages = 70_000, 274
     state = {
         field.name: torch.zeros(
-            field.shape(options, shape, 16, 70_144), dtype=field.dtype(options, shape), device="cuda"
+            field.shape(options, shape, *((16 * pages, 256) if field.by_page else (16, 256 * pages))),
+            dtype=field.dtype(options, shape), device="cuda",
         )
         for field in FIELDS
         if not field.on_host
-    }
+    }  # fmt: skip
     assert state["codes"].numel() > 2**31
-    state["codes"][-1].normal_(generator=generator)
+    state["codes"][-pages:].normal_(generator=generator)
     state["recent"][-1].normal_(generator=generator)
     low_bit = options.low_bit_length(length)
-    cursor = torch.tensor([[length, low_bit, low_bit, 0]], device="cuda").repeat(16, 1)
+    cursor = cursor_over(torch.arange(16 * pages).view(16, -1), length, low_bit, low_bit).cuda()
     q, k, v = (torch.randn(16, h, 2, 128, device="cuda", generator=generator).bfloat16() for h in (32, 8, 8))
 
     def attend(rows: slice) -> torch.Tensor:
-        tiers = [state[name][rows] for name in StoredTiers._fields]
+        tiers = [state[name] if name in LOW_BIT_TIER else state[name][rows] for name in StoredTiers._fields]
         slots = state["slots"][rows], state["slot_index"][rows]
         given = (
             q[rows],
@@ -386,7 +389,7 @@ def test_indices_above_two_to_the_31_elements() -> None:
             v[rows],
             None,
             None,
-            cursor,
+            cursor[rows],
             *slots,
             tiers,
             [int(n) for n in options.layout],

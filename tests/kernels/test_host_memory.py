@@ -8,7 +8,6 @@ import mmap
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,9 +21,9 @@ from conftest import prompt
 from specache_compile.compat import cache_of, with_cache
 from specache_compile.kernels.memory import cgroup, host_memory
 from specache_compile.kernels.state.cursor import HostRecord, attach, new_cursor
-from specache_compile.kernels.state.segments import SEGMENT
 from specache_compile.methods import parse_options
 from specache_compile.methods.field import LayerShape
+from specache_compile.paging.pool import PagePool
 from specache_compile.runtime import state as tiers
 
 pytestmark = pytest.mark.pairwise
@@ -301,47 +300,49 @@ def test_a_map_with_too_few_addresses_is_not_lent_again(driver: Driver) -> None:
 
 
 LAYER = LayerShape(2, 4, torch.float32, CUDA)
-SEGMENT_BYTES = 2 * 256 * 2 * 4 * 4  # of one row of that layer
+PAGE_BYTES = 2 * 256 * 2 * 4 * 4  # of that layer
 
 
-def test_a_layers_host_tier_has_memory_for_its_tokens_and_addresses_for_its_bucket(driver: Driver) -> None:
+def test_a_layers_host_tier_has_memory_for_its_pages_and_addresses_for_its_bucket(driver: Driver) -> None:
     """`offload` has only the host tier, so this needs no device."""
-    options = parse_options({"method": "offload"})
-    state = tiers.allocate(options, LAYER, 1, 2048, 512)
-    assert state["host"].shape == (8, 1, 2, 256, 2, 4)
-    assert tiers.allocate(options, LAYER, 1, 2048, 768, state)["host"] is state["host"]
-    assert [size for _, size in driver.given] == [2 * SEGMENT_BYTES, SEGMENT_BYTES]
-    assert tiers.bytes_by_tier(options, [LAYER], [state], 768) == {"host": 3 * SEGMENT_BYTES}
-    state["host"][:3] = torch.arange(3)[:, None, None, None, None, None]
-    twin = tiers.copied(state, options, LAYER, 768, torch.tensor([0, 0]))
-    assert driver.given[-1] == (twin["host"].data_ptr(), 2 * 3 * SEGMENT_BYTES)
-    assert torch.equal(twin["host"][:3], state["host"][:3].repeat(1, 2, 1, 1, 1, 1))
+    pool = PagePool(parse_options({"method": "offload"}), [LAYER], 8, 2)
+    host = pool.state[0]["host"]
+    assert host.shape == (8, 2, 256, 2, 4)
+    address = host.data_ptr()
+    pool.grow_to(8, 3)
+    assert (pool.state[0]["host"].data_ptr(), pool.moves) == (address, 0)
+    assert [size for _, size in driver.given] == [2 * PAGE_BYTES, PAGE_BYTES]
+    assert pool.allocate(3) == [0, 1, 2]
+    pool.grow_to(16, 4)
+    assert pool.state[0]["host"] is host
+    assert (host.shape[0], host.data_ptr(), pool.free) == (16, address, [3])
 
 
 def test_under_a_fake_mode_nothing_is_registered_and_no_address_is_read(driver: Driver) -> None:
     """`explain` of a model on CUDA can have a host tier larger than any machine's memory."""
-    size = 1 << 20, 1 << 24, 1 << 24
+    large = LayerShape(1 << 20, 8, torch.float32, CUDA)
     with FakeTensorMode(), warnings.catch_warnings():
         warnings.simplefilter("error")
-        tiers.allocate(parse_options(None), replace(LAYER, head_dim=8), *size)
-        offload = parse_options({"method": "offload"})
-        state = tiers.allocate(offload, LAYER, *size)
-        larger = tiers.allocate(offload, LAYER, 1 << 20, 1 << 25, 1 << 25, state)
+        PagePool(parse_options(None), [large], 1 << 16)
+        pool = PagePool(parse_options({"method": "offload"}), [large], 1 << 16)
+        pool.grow_to(1 << 17, 1 << 17)
         attach(new_cursor(CUDA, 1), HostRecord())
-    assert larger["host"].shape[0] == 2 * state["host"].shape[0] == (1 << 25) // SEGMENT
+    assert pool.state[0]["host"].shape[0] == 1 << 17
     assert driver.calls == []
 
 
 def test_a_host_tier_that_cannot_grow_in_place_moves_with_its_content(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = parse_options({"method": "offload"})
-    state = tiers.allocate(options, LAYER, 1, 2048, 512)
-    state["host"][:2] = torch.randn(2, 1, 2, 256, 2, 4)
+    pool = PagePool(parse_options({"method": "offload"}), [LAYER], 8, 2)
+    host = pool.state[0]["host"]
+    host[:2] = torch.randn(2, 2, 256, 2, 4)
+    address, before = host.data_ptr(), host[:2].clone()
     monkeypatch.setattr(host_memory.PinnedMap, "pin", lambda memory, size: memory.registered == [])
-    moved = tiers.allocate(options, LAYER, 1, 2048, 768, state)
-    assert moved["host"].data_ptr() != state["host"].data_ptr()
-    assert torch.equal(moved["host"][:2], state["host"][:2])
+    pool.grow_to(8, 3)
+    assert pool.moves == 1
+    assert host.data_ptr() != address
+    assert torch.equal(host[:2], before)
 
 
 def test_a_tier_that_outgrows_its_room_moves(driver: Driver) -> None:

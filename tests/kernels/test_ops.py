@@ -14,6 +14,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
+from held_tiers import adjacent, cursor_over
 from specache_compile.kernels.attention.kept_logits import whole_logits
 from specache_compile.kernels.codes.records import stored_dim
 from specache_compile.kernels.movement import tier_ops as tiers
@@ -77,7 +78,7 @@ class Inputs:
         rows, d = (case.batch, case.heads), case.head_dim
         n, low_bit = case.length, low_bit_length(case.length)
         query_heads = case.heads * case.ratio
-        self.cursor = torch.tensor([[n, low_bit, low_bit_length(n + 1), NO_QUEUE]]).repeat(case.batch, 1)
+        self.cursor = cursor_over(adjacent(case.batch, CAPACITY), n, low_bit, low_bit_length(n + 1), NO_QUEUE)
         self.q = self.normal(case.batch, query_heads, case.lanes, d)
         self.k, self.v = self.normal(*rows, case.lanes, d), self.normal(*rows, case.lanes, d)
         self.new_k, self.new_v = self.normal(*rows, 1, d), self.normal(*rows, 1, d)
@@ -148,7 +149,7 @@ def decode_inputs(i: Inputs) -> tuple[Any, ...]:
 
 
 def score_inputs(i: Inputs) -> tuple[Any, ...]:
-    return (i.q, i.k, i.mask(1), i.sinks, i.cursor, *tiers_of(i), i.scale, i.case.softcap, False)
+    return (i.q, i.k, i.v, i.mask(1), i.sinks, i.cursor, *tiers_of(i), i.scale, i.case.softcap, False)
 
 
 def scored_inputs(i: Inputs) -> tuple[Any, ...]:
@@ -171,8 +172,8 @@ GENERATORS: dict[str, Callable[[Inputs], tuple[Any, ...]]] = {
         i.q, i.k, i.v, i.mask(i.case.lanes), i.sinks, i.cursor, i.host, i.scale, i.case.softcap,
     ),
     "append": lambda i: (
-        i.new_k, i.new_v, i.padding(), i.cursor, i.recent, i.codes, i.key_params, i.value_params, i.center,
-        i.sink_pairs, i.sink_index, *i.layout, "midpoint", i.frequencies if i.case.center else None,
+        i.new_k, i.new_v, i.padding(), i.cursor, i.codes, i.key_params, i.value_params, i.center,
+        i.sink_pairs, i.sink_index, i.recent, *i.layout, "midpoint", i.frequencies if i.case.center else None,
     ),
     "offload": lambda i: (i.new_k, i.new_v, i.padding(), i.cursor, i.host),
     "select_topk": lambda i: (i.scores, i.selected),
@@ -206,7 +207,8 @@ GENERATORS: dict[str, Callable[[Inputs], tuple[Any, ...]]] = {
     "keep_fp8": lambda i: (i.new_k, i.new_v, i.padding(), i.cursor, i.fp8_codes),
     "keep_keys": lambda i: (i.new_k, i.new_v, i.padding(), i.cursor, i.device_keys),
     "measure": lambda i: (
-        i.q, i.k, i.mask(1), i.sinks, i.cursor, i.host, i.slot_index, i.sink_index, i.tally, i.scale, i.case.softcap,
+        i.q, i.k, i.v, i.mask(1), i.sinks, i.cursor, i.host, i.slot_index, i.sink_index, i.tally, i.scale,
+        i.case.softcap,
     ),
 }  # fmt: skip
 

@@ -15,19 +15,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from held_tiers import low_bit_levels
+from held_tiers import adjacent, empty_state, low_bit_levels
 from specache_compile.kernels.attention import attention_ops, cpp_decode, extend
 from specache_compile.kernels.codes.records import RECORD
 from specache_compile.kernels.movement import cpp_tiers
 from specache_compile.kernels.movement import tier_ops as tiers
 from specache_compile.kernels.state.cursor import host_record
-from specache_compile.kernels.state.segments import of_rows, tokens_of
 from specache_compile.kernels.state.sinks import find_sinks
 from specache_compile.kernels.state.stored_tiers import StoredTiers
 from specache_compile.methods.field import LayerShape, LayerState
-from specache_compile.methods.low_bit import APPENDED
 from specache_compile.methods.specache import SpecacheOptions
-from specache_compile.runtime.state import allocate, fields_of, rows_of
+from specache_compile.runtime.state import fields_of
 
 HEADS, QUERIES, DIM, LANES, TOP_K = 2, 2, 32, 2, 8
 CPU = torch.device("cpu")
@@ -98,14 +96,13 @@ def cursor_of(
     options: SpecacheOptions, lengths: Sequence[int], tokens: Sequence[int], new: int, device: Any,
     table: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return the cursor of a step of `new` tokens, some of which are real in each row."""
+    """Return the cursor of a step of `new` tokens, some of which are real in each row. table: None for a page each."""
     rows = [
         [length + count - new, options.low_bit_length(length), options.low_bit_length(length + count), 0]
         for length, count in zip(lengths, tokens, strict=True)
     ]
-    cursor = torch.tensor(rows, device=device)
-    if table is not None:
-        cursor = torch.cat([cursor, table.to(device)], 1)
+    table = adjacent(len(rows), 256) if table is None else table
+    cursor = torch.cat([torch.tensor(rows), table], 1).to(device)
     if cursor.is_cuda:
         host_record(cursor).lengths = tuple(row[0] for row in rows)
     return cursor
@@ -113,7 +110,7 @@ def cursor_of(
 
 def empty(kind: Implementation, options: SpecacheOptions, rows: int, capacity: int = 256) -> LayerState:
     shape = LayerShape(HEADS, DIM, torch.float32, kind.device)
-    state = allocate(options, shape, rows, capacity, capacity)
+    state = empty_state(options, shape, rows, capacity)
     state["host"].view(torch.uint8).fill_(0x7F)  # elements that no op stores must stay so
     return state
 
@@ -140,7 +137,7 @@ def filled(
             index = state["sink_index"][place : place + 1]
             find_sinks(index, None, options.low_bit_length(n), n + count)
         settings = (*options.layout, options.zero_point, frequencies)
-        kind.ops.append(k, v, None, cursor, *(state[name] for name in APPENDED), *settings)
+        kind.ops.append(k, v, None, cursor, *(state[name] for name in StoredTiers._fields), *settings)
         kind.ops.offload(k, v, None, cursor, state["host"])
         at = [n + count for n, count in zip(at, counts, strict=True)]
     for place, row in enumerate(rows):  # some slots, of which the first is empty
@@ -154,7 +151,7 @@ def filled(
 
 def alone(options: SpecacheOptions, state: LayerState, row: int) -> LayerState:
     fields = fields_of(options, LayerShape(HEADS, DIM, torch.float32, state["codes"].device))
-    return {name: tensor.clone() for name, tensor in rows_of(state, fields, slice(row, row + 1)).items()}
+    return {f.name: (state[f.name][row : row + 1] if f.by_row else state[f.name]).clone() for f in fields}
 
 
 def equal(kind: Implementation, ours: Any, theirs: Any) -> None:
@@ -195,7 +192,7 @@ def attended(
     read = ([state[name] for name in StoredTiers._fields], [int(x) for x in options.layout], DIM**-0.5, None)
     slots = (state["slots"], state["slot_index"])
     out, scores = kind.ops.decode_attention(q, k, v, None, None, cursor, *slots, *read)
-    logits, base, selection = kind.ops.score_low_bit(q, k, None, None, cursor, *read)
+    logits, base, selection = kind.ops.score_low_bit(q, k, v, None, None, cursor, *read)
     second = kind.ops.attend_scored(q, k, v, None, None, cursor, logits, base, slots[1].flip(-1), *slots, *read)
     exact = kind.ops.extend_attention(q, k, v, None, None, cursor, state["host"], DIM**-0.5, None)
     found = {"decode": out, "scores": scores, "selection": selection.movedim(1, 0), "corrected": second}
@@ -216,12 +213,12 @@ def test_a_rows_attention_equals_that_of_the_row_alone(kind: Implementation, opt
 def test_a_correction_copies_the_same_pairs_as_for_each_row_alone(kind: Implementation) -> None:
     options = OPTIONS["rotated"]
     state, scores = filled(kind, options, EVERY), torch.rand(1, len(EVERY), HEADS, 256)
-    cursor = cursor_of(options, LENGTHS[: len(EVERY)], [1 for _ in EVERY], 1, "cpu")
     separate = [alone(options, state, row) for row in EVERY]
 
     def correct(state: LayerState, rows: slice) -> Tensor:
         written = (state["slots"], state["slot_index"], state["corrected"])
-        return kind.ops.correct(scores[:, rows].contiguous(), cursor[rows], state["host"], *written)
+        own = cursor_of(options, LENGTHS[: len(EVERY)][rows], [1 for _ in EVERY][rows], 1, "cpu")
+        return kind.ops.correct(scores[:, rows].contiguous(), own, state["host"], *written)
 
     together = correct(state, slice(None))
     for row in EVERY:
@@ -252,7 +249,7 @@ def test_a_chunked_prefill_hides_left_padding(kind: Implementation) -> None:
     cursor = cursor_of(options, lengths, [5 - absent for absent in front], 5, kind.device)
     out = kind.ops.extend_attention(q, k, v, None, None, cursor, state["host"], DIM**-0.5, None)
     for row, (length, absent) in enumerate(zip(lengths, front, strict=True)):
-        keys, values = tokens_of(of_rows(state["host"], slice(row, row + 1)), 0, length).to(kind.device).unbind(3)
+        keys, values = state["host"][row : row + 1, :, :length].to(kind.device).unbind(3)
         keys, values = (
             torch.cat([x, new[row : row + 1, :, absent:]], 2).repeat_interleave(QUERIES, 1)
             for x, new in ((keys, k), (values, v))
@@ -271,7 +268,7 @@ def test_a_definition_is_called_once_where_rows_are_alike() -> None:
         calls.append(k.shape[0])
 
     run: Callable[[list[int]], None] = lambda lengths: op(  # noqa: E731
-        torch.zeros(len(lengths), 1), torch.tensor([[n, 0, 0, 0] for n in lengths]), torch.zeros(1, len(lengths), 1)
+        torch.zeros(len(lengths), 1), torch.tensor([[n, 0, 0, 0, 0] for n in lengths]), torch.zeros(1, 1, 256)
     )
     run([5, 5, 5])
     run([5, 5, 7])
@@ -298,19 +295,16 @@ def untouched(tensor: Tensor) -> bool:
 
 @pytest.mark.quick_for(*ON_CPU)
 @every_option
-def test_paged_tiers_equal_contiguous_tiers(kind: Implementation, options: SpecacheOptions) -> None:
-    """Bit for bit, for any order of pages; unused pages are unchanged."""
+def test_tiers_are_the_same_in_any_order_of_pages(kind: Implementation, options: SpecacheOptions) -> None:
+    """Bit for bit; unused pages are unchanged."""
     state = filled(kind, options, PAGED, in_pages(kind, options), TABLE)
-    piece = filled(kind, options, PAGED, empty(kind, options, len(PAGED), 512))
+    order = adjacent(len(PAGED), 512)
+    others = filled(kind, options, PAGED, empty(kind, options, len(PAGED), 512), order)
     for place, row in enumerate(PAGED):
         stored = {"host": LENGTHS[row], **dict.fromkeys(IN_PAGES[:3], options.low_bit_length(LENGTHS[row]))}
         for name, tokens in stored.items():
-            for number, page in enumerate(TABLE[place].tolist()):
-                ours, theirs = (
-                    (state[name][0, page], piece[name][number, place])
-                    if name == "host"
-                    else (state[name][page], piece[name][place].chunk(2, 1)[number])
-                )
+            for number, (page, other) in enumerate(zip(TABLE[place].tolist(), order[place].tolist(), strict=True)):
+                ours, theirs = state[name][page], others[name][other]
                 each = 256 // ours.shape[1] if ours.shape[1] else 1  # tokens per entry
                 here = max(0, min(256, tokens - 256 * number)) // each
                 if name == "codes" and options.layout.is_quantised:  # the last record may have other tokens too
@@ -321,8 +315,8 @@ def test_paged_tiers_equal_contiguous_tiers(kind: Implementation, options: Speca
                     assert torch.equal(ours[:, :here].view(torch.uint8), theirs[:, :here].view(torch.uint8)), name
                 assert untouched(ours[:, here:]), name
     for page in (0, 3, 4, 6):
-        assert all(untouched(state[name][0, page] if name == "host" else state[name][page]) for name in IN_PAGES)
-    for name, expected in attended(kind, options, piece, PAGED).items():
+        assert all(untouched(state[name][page]) for name in IN_PAGES)
+    for name, expected in attended(kind, options, others, PAGED, order).items():
         equal(kind, attended(kind, options, state, PAGED, TABLE)[name], expected)
 
 
@@ -335,8 +329,8 @@ def test_a_padding_row_touches_page_0_alone(kind: Implementation, options: Speca
     cursor = cursor_of(options, [0, 0], [1, 1], 1, kind.device, table)
     rows = {name: tensor if name in IN_PAGES else tensor[:2] for name, tensor in state.items()}
     settings = (*options.layout, options.zero_point, None)
-    kind.ops.append(k, v, None, cursor, *(rows[name] for name in APPENDED), *settings)
+    kind.ops.append(k, v, None, cursor, *(rows[name] for name in StoredTiers._fields), *settings)
     kind.ops.offload(k, v, None, cursor, rows["host"])
-    touched = {page for page in range(8) if not untouched(state["host"][0, page])}
+    touched = {page for page in range(8) if not untouched(state["host"][page])}
     assert touched == {0, 4}
     assert all(untouched(state[name]) for name in IN_PAGES[:3])

@@ -8,16 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from held_tiers import adjacent, cursor_over, empty_state
 from specache_compile.kernels.attention.attention_ops import low_bit_keys, low_bit_values
 from specache_compile.kernels.op import registered
-from specache_compile.kernels.state.cursor import new_cursor
+from specache_compile.kernels.state.page_table import LOW_BIT_TIER, rows_read
 from specache_compile.kernels.state.stored_tiers import StoredTiers
 from specache_compile.methods.field import LayerShape
-from specache_compile.methods.low_bit import APPENDED
 from specache_compile.methods.specache import SpecacheOptions
-from specache_compile.runtime.state import allocate
 
 TOKENS, HEADS, RATIO, DIM, RECORD = 600, 2, 2, 64, 64
+TABLE = adjacent(1, 1024)
 OPTIONS = SpecacheOptions(rotate=False, sink_tokens=0, top_k=8)
 OPS = [op.name for op in registered() if op.name.startswith(("decode_attention", "attend_scored"))]
 
@@ -27,12 +27,13 @@ def step() -> dict[str, Any]:
     """A step over keys of which every third record is small, so that its weights are small beside the others'."""
     torch.manual_seed(0)
     layer = LayerShape(HEADS, DIM, torch.float32, torch.device("cpu"))
-    state = allocate(OPTIONS, layer, 1, 1024, 1024)
+    state = empty_state(OPTIONS, layer, 1, 1024)
     k, v = torch.randn(2, 1, HEADS, TOKENS, DIM).unbind(0)
     k = torch.where(torch.arange(TOKENS)[:, None] // RECORD % 3 == 1, 0.05 * k, k)
-    cursor = new_cursor(torch.device("cpu"), 1)
-    cursor[:, 2] = OPTIONS.low_bit_length(TOKENS)
-    torch.ops.specache.append(k, v, None, cursor, *(state[name] for name in APPENDED), *OPTIONS.layout, "middles")
+    cursor = cursor_over(TABLE, next_low_bit=OPTIONS.low_bit_length(TOKENS))
+    torch.ops.specache.append(
+        k, v, None, cursor, *(state[name] for name in StoredTiers._fields), *OPTIONS.layout, "middles"
+    )
     cursor[:, 0], cursor[:, 1] = TOKENS, OPTIONS.low_bit_length(TOKENS)
     tiers = [state[name] for name in StoredTiers._fields]
     q = torch.randn(1, HEADS * RATIO, 1, DIM) * 4
@@ -49,14 +50,20 @@ def run(step: dict[str, Any], op: str, skip_below: float) -> Tensor:
     if op.startswith("decode_attention"):
         return getattr(ops, op)(*pairs, None, None, cursor, *slots, *last, skip_below)[0]
     score = getattr(ops, op.replace("attend_scored", "score_low_bit"))
-    logits, base, _ = score(*pairs[:2], None, None, cursor, *last)
+    logits, base, _ = score(*pairs, None, None, cursor, *last)
     return getattr(ops, op)(*pairs, None, None, cursor, logits, base, slots[1], *slots, *last, skip_below)
+
+
+def rows_of(step: dict[str, Any]) -> StoredTiers:
+    """Return the tiers with the low-bit tier's pages in one piece."""
+    tiers = StoredTiers(*step["tiers"])
+    return tiers._replace(**{name: rows_read(getattr(tiers, name), TABLE) for name in LOW_BIT_TIER})
 
 
 def reference(step: dict[str, Any], skip_below: float) -> tuple[Tensor, int]:
     """Return the attention in float64 without the records of small weights, and their number."""
     low_bit = OPTIONS.low_bit_length(TOKENS)
-    tiers = StoredTiers(*step["tiers"])
+    tiers = rows_of(step)
     exact = slice(low_bit, TOKENS)
     keys, values = (
         torch.cat([low(tiers, OPTIONS.layout, DIM, 0, low_bit), step[whole][:, :, exact], step[new]], 2).double()
@@ -88,8 +95,7 @@ def test_records_of_small_weights_are_left_out(step: dict[str, Any], op: str, sk
 def test_what_is_left_is_normalised_however_little_it_is(step: dict[str, Any], op: str) -> None:
     """The new token alone is left, with a weight that float32 cannot tell from 0 beside the others'."""
     low_bit, state = OPTIONS.low_bit_length(TOKENS), step["state"]
-    cursor = new_cursor(torch.device("cpu"), 1)
-    cursor[:, :3] = low_bit
+    cursor = cursor_over(TABLE, low_bit, low_bit, low_bit)
     few = {**step, "cursor": cursor, "q": torch.zeros_like(step["q"]), "k": torch.zeros_like(step["k"])}
     few["q"][..., 0], few["k"][..., 0] = 100.0, -100.0
     keys = state["key_params"].clone()
@@ -102,6 +108,6 @@ def test_what_is_left_is_normalised_however_little_it_is(step: dict[str, Any], o
 @pytest.mark.parametrize("op", OPS)
 def test_the_error_is_within_its_bound(step: dict[str, Any], op: str) -> None:
     whole, skip_below = reference(step, 0.0)[0], 1e-3
-    largest = low_bit_values(StoredTiers(*step["tiers"]), OPTIONS.layout, DIM, 0, 512).abs().max()
+    largest = low_bit_values(rows_of(step), OPTIONS.layout, DIM, 0, 512).abs().max()
     error = (run(step, op, skip_below).double() - whole).abs().max()
     assert 0 < error < 2 * OPTIONS.low_bit_length(TOKENS) * skip_below * largest

@@ -8,19 +8,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from held_tiers import in_order
+from held_tiers import adjacent, cursor_over, in_pages
 from specache_compile.kernels.movement import cpp_tiers
 from specache_compile.kernels.movement import tier_ops as tiers
-from specache_compile.kernels.state.segments import SEGMENT, segmented
+from specache_compile.kernels.state.page_table import PAGE, rows_read
 from specache_compile.kernels.state.stored_pairs import ROUNDED, decoded, rounded_width, stored
 
-B, H, C = 2, 3, 2 * SEGMENT
+B, H, C = 2, 3, 2 * PAGE
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 WIDTHS = pytest.mark.parametrize("d", [64, 80, 30])
 
 
+TABLE = adjacent(B, C)
+
+
 def empty_host(d: int) -> Tensor:
-    return torch.zeros(segmented(B, H, C, rounded_width(d)), dtype=ROUNDED)
+    return in_pages(torch.zeros(B, H, C, 2, rounded_width(d), dtype=ROUNDED)).pages
 
 
 def some_pairs(tokens: int, d: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -48,7 +51,7 @@ def test_a_number_is_half_a_127th_of_its_vectors_largest_away_at_most(dtype: tor
 
 def test_pairs_of_other_dtypes_are_stored_unchanged() -> None:
     pairs = torch.randn(1, 1, 3, 2, 8)
-    host = torch.empty(segmented(1, 1, SEGMENT, 8))
+    host = torch.empty(1, 1, PAGE, 2, 8)
     assert stored(pairs, host) is pairs
     assert decoded(pairs, torch.float32, 8) is pairs
 
@@ -57,11 +60,11 @@ def test_pairs_of_other_dtypes_are_stored_unchanged() -> None:
 @WIDTHS
 def test_cpp_stores_what_the_definition_stores(dtype: torch.dtype, d: int) -> None:
     k, v = some_pairs(7, d, dtype)
-    cursor, hosts = torch.tensor([[SEGMENT - 3, 0, 0, 0]]).repeat(B, 1), (empty_host(d), empty_host(d))
+    cursor, hosts = cursor_over(TABLE, PAGE - 3), (empty_host(d), empty_host(d))
     tiers.offload(k, v, None, cursor, hosts[0])
     cpp_tiers.offload_fused(k, v, None, cursor, hosts[1])
     assert equal(hosts[0], hosts[1], d)
-    assert in_order(hosts[0])[:, :, SEGMENT - 3 : SEGMENT + 4].any()
+    assert rows_read(hosts[0], TABLE)[:, :, PAGE - 3 : PAGE + 4].any()
 
 
 def equal(host: Tensor, other: Tensor, d: int) -> bool:
@@ -76,8 +79,8 @@ def equal(host: Tensor, other: Tensor, d: int) -> bool:
 def test_fetched_pairs_equal_the_hosts(dtype: torch.dtype, d: int, fused: bool) -> None:
     """Also if some pairs stay; the counted bytes are the host's."""
     k, v = torch.randn(2, B, H, C, d, generator=torch.Generator().manual_seed(0)).to(dtype)
-    host, cursor = empty_host(d), torch.tensor([[C, C, C, 0]]).repeat(B, 1)
-    tiers.offload(k, v, None, torch.zeros(B, 4, dtype=torch.int64), host)
+    host, cursor = empty_host(d), cursor_over(TABLE, C, C, C)
+    tiers.offload(k, v, None, cursor_over(TABLE), host)
     slots, index = torch.zeros(B, H, 8, 2, d, dtype=dtype), torch.full((B, H, 8), -1, dtype=torch.int32)
     moved, fetch = torch.zeros(1, dtype=torch.int64), cpp_tiers.prefetch_fused if fused else tiers.prefetch
     for first, travelled in ((0, 8), (5, 5)):
@@ -96,8 +99,8 @@ def test_fetched_pairs_equal_the_hosts(dtype: torch.dtype, d: int, fused: bool) 
 @WIDTHS
 def test_a_correction_in_cpp_is_the_definitions(dtype: torch.dtype, d: int) -> None:
     k, v = torch.randn(2, B, H, C, d, generator=torch.Generator().manual_seed(0)).to(dtype)
-    host, cursor = empty_host(d), torch.tensor([[C, C - 64, C, 0]]).repeat(B, 1)
-    tiers.offload(k, v, None, torch.zeros(B, 4, dtype=torch.int64), host)
+    host, cursor = empty_host(d), cursor_over(TABLE, C, C - 64, C)
+    tiers.offload(k, v, None, cursor_over(TABLE), host)
     scores = torch.rand(1, B, H, C, generator=torch.Generator().manual_seed(1))
 
     def corrected(correct: Any) -> tuple[Tensor, ...]:
@@ -124,8 +127,9 @@ def test_triton_stores_what_the_definition_stores(dtype: torch.dtype, d: int, co
     )
     k, v = (x[:, :, :count].to(DEVICE) for x in some_pairs(7, d, dtype))
     hosts = [empty_host(d).pin_memory() if DEVICE.type == "cuda" else empty_host(d) for _ in range(2)]
-    tiers.offload(k, v, None, torch.tensor([[SEGMENT - 3, 0, 0, 0]]).repeat(B, 1), hosts[0])
-    triton_copy.write_through(k, v, torch.tensor([[SEGMENT - 3, 0, 0, 0]], device=DEVICE).repeat(B, 1), hosts[1])
+    cursor = cursor_over(TABLE, PAGE - 3)
+    tiers.offload(k, v, None, cursor, hosts[0])
+    triton_copy.write_through(k, v, cursor.to(DEVICE), hosts[1])
     if DEVICE.type == "cuda":
         torch.cuda.synchronize()
     assert equal(*hosts, d)
@@ -139,15 +143,15 @@ def test_triton_fetches_what_the_host_holds(dtype: torch.dtype, d: int) -> None:
     )
     host = empty_host(d)
     k, v = torch.randn(2, B, H, C, d, generator=torch.Generator().manual_seed(0)).to(dtype)
-    tiers.offload(k, v, None, torch.zeros(B, 4, dtype=torch.int64), host)
+    tiers.offload(k, v, None, cursor_over(TABLE), host)
     host = host.pin_memory() if DEVICE.type == "cuda" else host
     slots = torch.zeros(B, H, 8, 2, d, dtype=dtype, device=DEVICE)
     index = torch.full((B, H, 8), -1, dtype=torch.int32, device=DEVICE)
     moved = torch.zeros(1, dtype=torch.int64, device=DEVICE)
     selected = (torch.arange(8) * 60).int().expand(B, H, 8).contiguous().to(DEVICE)
-    triton_copy.gather(selected, host, slots, index, moved)
+    triton_copy.gather(selected, cursor_over(TABLE).to(DEVICE), host, slots, index, moved)
     assert int(moved) == B * H * 8 * 2 * rounded_width(d)
-    expected = decoded(in_order(host), dtype, d)[:, :, ::60][:, :, :8]
+    expected = decoded(rows_read(host, TABLE), dtype, d)[:, :, ::60][:, :, :8]
     order = index.sort(-1).indices[..., None, None].expand(-1, -1, -1, 2, d)
     cut_off = 2.0**-7 if dtype == torch.bfloat16 and DEVICE.type == "cpu" else 0.0  # the interpreter does not round it
     torch.testing.assert_close(slots.gather(2, order).cpu(), expected, rtol=cut_off, atol=0.0)

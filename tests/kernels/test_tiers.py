@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from held_tiers import adjacent, cursor_over, in_pages
 from specache_compile.evaluation.baselines import pages  # noqa: F401 - declares its op
 from specache_compile.kernels.codes.cpp_trellis import encoder
 from specache_compile.kernels.codes.params import stored_scale
@@ -24,13 +25,14 @@ from specache_compile.kernels.codes.trellis import quantize
 from specache_compile.kernels.movement.copy_queue import CopyQueue
 from specache_compile.kernels.movement.tier_ops import padded, refill
 from specache_compile.kernels.op import op_of
-from specache_compile.kernels.state.cursor import LENGTH, LOW_BIT, NEXT_LOW_BIT, QUEUE, new_cursor
+from specache_compile.kernels.state.cursor import LENGTH, LOW_BIT, NEXT_LOW_BIT, QUEUE
 from specache_compile.kernels.state.layout import Layout, rotated
+from specache_compile.kernels.state.page_table import LOW_BIT_TIER, PAGE, Pages, rows_read
 
 pytestmark = pytest.mark.pairwise
 
 BATCH, HEADS, HEAD_DIM, CAPACITY = 2, 2, 16, 1024
-ROWS = (BATCH, HEADS)
+ROWS, TABLE = (BATCH, HEADS), adjacent(BATCH, CAPACITY)
 ops = torch.ops.specache
 
 
@@ -80,7 +82,7 @@ class Cache:
         self.dim = stored_dim(d)
         self.size = min(self.dim, self.group)
         self.window = self.residual + self.group
-        self.cursor = new_cursor(torch.device("cpu"), BATCH)
+        self.cursor = cursor_over(TABLE)
         self.recent = torch.full((*ROWS, self.window, 2, d), math.nan, dtype=self.dtype)
         self.host = torch.full((*ROWS, CAPACITY, 2, d), math.nan, dtype=self.dtype)
         self.layout = Layout(self.bits, self.value_bits or self.bits, self.rotate)
@@ -96,6 +98,7 @@ class Cache:
         of_values = (1, 1) if self.trellis else (2, self.dim // self.size)
         self.value_params = torch.full((*ROWS, tokens, *of_values), nothing, dtype=dtype)
         self.sink_pairs = torch.full((*ROWS, self.sink_tokens, 2, d), math.nan, dtype=self.dtype)
+        self.pages = {name: in_pages(getattr(self, name), CAPACITY).pages for name in (*LOW_BIT_TIER, "host")}
         # Row b's sinks begin at its token 2·b.
         first = 2 * torch.arange(BATCH).view(-1, 1, 1)
         self.sink_index = (torch.arange(self.sink_tokens) + first).int()
@@ -116,11 +119,14 @@ class Cache:
         self.cursor[:, LOW_BIT] = self.low_bit(self.length)
         self.cursor[:, NEXT_LOW_BIT] = self.low_bit(self.length + tokens)
         k, v = pairs.unbind(3)
+        low_bit_tier = (self.pages[name] for name in LOW_BIT_TIER)
         ops.append(
-            k, v, None, self.cursor, self.recent, self.codes, self.key_params, self.value_params, self.center,
-            self.sink_pairs, self.sink_index, *self.layout, self.zero_point,
+            k, v, None, self.cursor, *low_bit_tier, self.center, self.sink_pairs, self.sink_index, self.recent,
+            *self.layout, self.zero_point,
         )  # fmt: skip
-        ops.offload(k, v, None, self.cursor, self.host)
+        ops.offload(k, v, None, self.cursor, self.pages["host"])
+        for name, tier in self.pages.items():
+            setattr(self, name, rows_read(tier, TABLE))
         self.originals.append(pairs)
 
     def check(self) -> None:
@@ -276,7 +282,8 @@ class Slots:
 
     def __init__(self, k: int, dtype: torch.dtype = torch.float32) -> None:
         self.k = k
-        self.host = random_pairs(CAPACITY, 1, dtype=dtype)
+        self.pairs = random_pairs(CAPACITY, 1, dtype=dtype)
+        self.host = in_pages(self.pairs).pages
         self.slots = torch.full((*ROWS, k, 2, HEAD_DIM), math.nan, dtype=dtype)
         self.slot_index = torch.full((*ROWS, k), -1, dtype=torch.int32)
         self.selected = torch.full((*ROWS, k), -1, dtype=torch.int32)
@@ -289,7 +296,7 @@ class Slots:
         return {token: place for place, token in enumerate(self.slot_index[b, h].tolist()) if token >= 0}
 
     def refill(self) -> None:
-        refill(self.selected, self.host, self.slots, self.slot_index, self.fetched)
+        refill(self.selected, Pages(self.host, TABLE), self.slots, self.slot_index, self.fetched)
 
     def fetch(self, wishes: list[list[list[int]]]) -> None:
         """Refill with the selection, and check everything that a refill guarantees."""
@@ -309,7 +316,7 @@ class Slots:
                 assert set(now) == set(wish)
                 assert (self.slot_index[b, h] >= 0).sum() == len(wish), "an index stands in two slots"
                 for token, place in now.items():
-                    assert torch.equal(self.slots[b, h, place], self.host[b, h, token])
+                    assert torch.equal(self.slots[b, h, place], self.pairs[b, h, token])
                     assert before[b][h].get(token, place) == place, "a pair that stays has moved"
 
 
@@ -351,9 +358,7 @@ def test_heads_fetch_apart() -> None:
 def test_prefetch_and_offload_without_a_queue_are_done_when_they_return() -> None:
     slots = Slots(4)
     slots.selected[...] = torch.tensor([3, 1, -1, 8])
-    ops.prefetch(
-        slots.selected, torch.tensor([[20, 0, 0, 0]] * 2), slots.host, slots.slots, slots.slot_index, slots.fetched
-    )
+    ops.prefetch(slots.selected, cursor_over(TABLE, 20), slots.host, slots.slots, slots.slot_index, slots.fetched)
     assert set(slots.held(1, 1)) == {1, 3, 8}
 
 
@@ -381,7 +386,7 @@ def queue() -> Iterator[CopyQueue]:
 
 @pytest.mark.parametrize("every_implementation", [torch.ops.specache], ids=["definitions"], indirect=True)
 def test_a_wait_stands_between_a_prefetch_and_its_slots(queue: CopyQueue) -> None:
-    cursor = torch.tensor([[20, 0, 0, queue.number]]).repeat(BATCH, 1)
+    cursor = cursor_over(TABLE, 20, queue=queue.number)
     slots = Slots(4)
     slots.selected[...] = torch.tensor([3, 1, -1, 8])
     gate = Gate(queue)
@@ -395,7 +400,7 @@ def test_a_wait_stands_between_a_prefetch_and_its_slots(queue: CopyQueue) -> Non
 
 @pytest.mark.parametrize("every_implementation", [torch.ops.specache], ids=["definitions"], indirect=True)
 def test_offloaded_pairs_are_there_for_a_later_prefetch(queue: CopyQueue) -> None:
-    cursor = torch.tensor([[8, 0, 0, queue.number]]).repeat(BATCH, 1)
+    cursor = cursor_over(TABLE, 8, queue=queue.number)
     slots = Slots(4)
     new = random_pairs(1, 5)
     slots.selected[...] = torch.tensor([8, 0, -1, -1])
@@ -409,7 +414,7 @@ def test_offloaded_pairs_are_there_for_a_later_prefetch(queue: CopyQueue) -> Non
 
 def test_a_fetch_in_cpp_waits_for_the_prompts_offload(queue: CopyQueue) -> None:
     """The fetch is synchronous, but waits until the worker has stored its pairs."""
-    cursor = torch.tensor([[0, 0, 0, queue.number]]).repeat(BATCH, 1)
+    cursor = cursor_over(TABLE, queue=queue.number)
     slots = Slots(4)
     new = random_pairs(40, 5)
     slots.selected[...] = torch.tensor([30, 0, -1, -1])
@@ -423,8 +428,8 @@ def test_a_fetch_in_cpp_waits_for_the_prompts_offload(queue: CopyQueue) -> None:
 
 def test_an_offload_owns_its_memory_and_its_place(queue: CopyQueue) -> None:
     """Inductor reuses k and v, and the next step moves the cursor, before the copy runs."""
-    cursor = torch.tensor([[8, 0, 0, queue.number]]).repeat(BATCH, 1)
-    host = torch.zeros(*ROWS, 16, 2, HEAD_DIM)
+    cursor = cursor_over(adjacent(BATCH, PAGE), 8, queue=queue.number)
+    host = torch.zeros(*ROWS, PAGE, 2, HEAD_DIM)
     new = random_pairs(2, 5)
     k, v = (x.clone() for x in new.unbind(3))
     gate = Gate(queue)
@@ -440,10 +445,10 @@ def test_an_offload_owns_its_memory_and_its_place(queue: CopyQueue) -> None:
 
 
 def test_an_extend_reads_the_host_tier_only_after_the_offloads(queue: CopyQueue) -> None:
-    host = torch.full((*ROWS, 16, 2, HEAD_DIM), math.nan)
+    host = torch.full((*ROWS, PAGE, 2, HEAD_DIM), math.nan)
     host[:, :, :8] = random_pairs(8, 3)
     new, q = random_pairs(1, 5), random_pairs(1, 6)[:, :, :, 0]
-    cursor = torch.tensor([[8, 0, 0, queue.number]]).repeat(BATCH, 1)
+    cursor = cursor_over(adjacent(BATCH, PAGE), 8, queue=queue.number)
     threading.Timer(0.05, Gate(queue).opened.set).start()
     ops.offload(*new.unbind(3), None, cursor, host)
     cursor[:, LENGTH] = 9

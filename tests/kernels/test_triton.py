@@ -27,7 +27,7 @@ pytest.importorskip("triton")
 from kept_fixture import Named, bases_of, logits_by_token, spoil
 
 import pairwise
-from held_tiers import in_segments
+from held_tiers import adjacent, cursor_over, empty_state, in_pages
 from specache_compile.errors import SpecacheError
 from specache_compile.kernels.attention import attention_ops as attention
 from specache_compile.kernels.attention import extend, triton_extend
@@ -36,13 +36,14 @@ from specache_compile.kernels.movement import copy_stream, triton_append, triton
 from specache_compile.kernels.movement import tier_ops as tiers
 from specache_compile.kernels.movement import triton_select as select
 from specache_compile.kernels.state import center, layout, triton_center, triton_rotate
-from specache_compile.kernels.state.cursor import LENGTH, LOW_BIT, NEXT_LOW_BIT, new_cursor
+from specache_compile.kernels.state.by_rows import rows_of
+from specache_compile.kernels.state.by_token import tokens_of
+from specache_compile.kernels.state.cursor import LENGTH, LOW_BIT, NEXT_LOW_BIT
+from specache_compile.kernels.state.page_table import shape_of_scores
 from specache_compile.kernels.state.sinks import find_sinks
 from specache_compile.kernels.state.stored_tiers import StoredTiers
 from specache_compile.methods.field import LayerShape
-from specache_compile.methods.low_bit import APPENDED
 from specache_compile.methods.specache import SpecacheOptions
-from specache_compile.runtime.state import allocate
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # A GPU's exponential is not exact to the last bit, and its sums have another order.
@@ -153,8 +154,8 @@ class Layer:
         generator = torch.Generator().manual_seed(0)
         shape = LayerShape(case.heads, case.head_dim, case.dtype, DEVICE)
         capacity = 256 if case.length < 250 else 512
-        self.state = allocate(case.options, shape, BATCH, capacity, capacity)
-        self.cursor = new_cursor(DEVICE, BATCH)
+        self.state = empty_state(case.options, shape, BATCH, capacity)
+        self.cursor = cursor_over(adjacent(BATCH, capacity)).to(DEVICE)
         self.pairs = torch.randn(BATCH, case.heads, case.length, 2, case.head_dim, generator=generator)
         if case.options.layout.is_rotated and case.has_exact_rotation:
             self.pairs = (self.pairs * 8).round() / 8
@@ -169,14 +170,14 @@ class Layer:
             if sink_index.shape[2]:
                 there = None if padding is None else padding[:, 0, 0]
                 find_sinks(sink_index, there, case.options.low_bit_length(at), at + tokens)
-            tier = (self.state[name] for name in APPENDED)
+            tier = (self.state[name] for name in StoredTiers._fields)
             settings = (*case.options.layout, case.zero_point, case.frequencies)
             append(k, v, padding, self.cursor, *tier, *settings)
             at += tokens
         self.point(at, 1)
 
     def __len__(self) -> int:
-        return self.state["codes"].shape[2]
+        return shape_of_scores(self.state["codes"], self.cursor)[2]
 
     def point(self, length: int, tokens: int) -> None:
         self.cursor[:, LENGTH] = length
@@ -271,7 +272,7 @@ class Step:
         return attend(self.q, self.k, self.v, self.mask, self.sinks, self.layer.cursor, *slots, *self.read)
 
     def scored(self, score: Any) -> tuple[Tensor, Tensor, Tensor]:
-        return score(self.q, self.k, self.mask, self.sinks, self.layer.cursor, *self.read)
+        return score(self.q, self.k, self.v, self.mask, self.sinks, self.layer.cursor, *self.read)
 
     def attended(self, attend: Any, *kept: Tensor, chosen: Tensor | None = None) -> Tensor:
         step = (self.q, self.k, self.v, self.mask, self.sinks, self.layer.cursor)
@@ -431,18 +432,19 @@ def test_decode_attention_is_split_over_programs_and_merged(rotate: bool, monkey
     layer = Layer(replace(case, length=500), tiers.append)
     layer.fill_slots()
     q, (k, v) = torch.randn(1, 2, 2, 64).to(DEVICE), torch.randn(2, 1, 1, 2, 64).to(DEVICE)
-    read = [layer.state[name][:1] for name in StoredTiers._fields], (2, 2, rotate), 0.125, None
-    slots = [layer.state[name][:1] for name in ("slots", "slot_index")]
-    arguments = (q, k, v, None, None, layer.cursor, *slots, *read)
+    cursor, state = layer.cursor[:1], {name: rows_of(name, tensor, slice(0, 1)) for name, tensor in layer.state.items()}
+    read = [state[name] for name in StoredTiers._fields], (2, 2, rotate), 0.125, None
+    slots = [state[name] for name in ("slots", "slot_index")]
+    arguments = (q, k, v, None, None, cursor, *slots, *read)
     for out, expected in zip(
         triton_scored.decode_attention(*arguments), attention.decode_attention(*arguments), strict=True
     ):
         torch.testing.assert_close(out, expected, atol=TOLERANCE[torch.float32], rtol=TOLERANCE[torch.float32])
-    inputs = (q, k, None, None, layer.cursor, *read)
+    inputs = (q, k, v, None, None, cursor, *read)
     *kept, scores = triton_scored.score_low_bit(*inputs)
     *expected_kept, expected_scores = attention.score_low_bit(*inputs)
     torch.testing.assert_close(scores, expected_scores, atol=1e-5, rtol=1e-5)
-    step = (q, k, v, None, None, layer.cursor)
+    step = (q, k, v, None, None, cursor)
     rest = (slots[1], *slots, *read)
     torch.testing.assert_close(
         triton_scored.attend_scored(*step, *kept, *rest), attention.attend_scored(*step, *expected_kept, *rest),
@@ -479,22 +481,22 @@ def test_extend_attention(causal: bool, tokens: int, softcap: float | None, monk
     length, heads, queries, d = 300, 2, 2, 80
     host = torch.randn(BATCH, heads, 512, 2, d)
     host[:, :, length:] = float("nan")
-    host = in_segments(host)
+    host = in_pages(host)
     q = torch.randn(BATCH, heads * queries, tokens, d).to(DEVICE)
     k, v = torch.randn(2, BATCH, heads, tokens, d).to(DEVICE)
     mask = None if causal else torch.rand(BATCH, 1, tokens, length + tokens).to(DEVICE) > 0.3
     sinks = None if causal else torch.randn(heads * queries).to(DEVICE)
-    cursor = torch.tensor([[length, 0, 0, 0]], device=DEVICE).repeat(BATCH, 1)
-    arguments = (q, k, v, mask, sinks, cursor, host, d**-0.5, softcap)
+    cursor = cursor_over(host.table, length).to(DEVICE)
+    arguments = (q, k, v, mask, sinks, cursor, host.pages, d**-0.5, softcap)
     expected = extend.extend_attention(*arguments)
     tolerance = TOLERANCE[torch.float32]
     torch.testing.assert_close(triton_extend.extend_attention(*arguments), expected, atol=tolerance, rtol=tolerance)
 
 
 def test_extend_attention_over_codes_equals_that_over_decoded_pairs() -> None:
-    codes = torch.randint(0, 120, (BATCH, 2, 64, 2, 16), dtype=torch.uint8).to(DEVICE)
+    codes = torch.randint(0, 120, (BATCH, 2, 256, 2, 16), dtype=torch.uint8).to(DEVICE)
     q, (k, v) = torch.randn(BATCH, 4, 1, 16).to(DEVICE), torch.randn(2, BATCH, 2, 1, 16).to(DEVICE)
-    cursor = torch.tensor([[40, 0, 0, 0]], device=DEVICE).repeat(BATCH, 1)
+    cursor = cursor_over(adjacent(BATCH, 256), 40).to(DEVICE)
     pairs = codes.view(torch.float8_e4m3fn).float()
     ours, theirs = (
         triton_extend.extend_attention(q, k, v, None, None, cursor, cache, 0.25, None) for cache in (codes, pairs)
@@ -538,15 +540,15 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_correction_copies_the_low_bit_tokens_that_lane_0_selects(streams: None) -> None:
     capacity, heads, k, low_bit = 5120, 2, 8, 4500
-    host = in_segments(torch.randn(BATCH, heads, capacity, 2, 16))
-    host = host.pin_memory() if DEVICE.type == "cuda" else host
+    pages = in_pages(torch.randn(BATCH, heads, capacity, 2, 16))
+    host = pages.pages.pin_memory() if DEVICE.type == "cuda" else pages.pages
     scores = torch.rand(2, BATCH, heads, capacity).to(DEVICE)
     scores[..., low_bit : low_bit + 20] += 1.0  # the next step's candidates, not in the low-bit tier yet
-    cursor = torch.tensor([[low_bit + 40, low_bit, low_bit + 20, 0]], device=DEVICE).repeat(BATCH, 1)
+    cursor = cursor_over(pages.table, low_bit + 40, low_bit, low_bit + 20).to(DEVICE)
 
     def corrected(correct: Any) -> tuple[Tensor, ...]:
         index = torch.arange(k, dtype=torch.int32, device=DEVICE).repeat(BATCH, heads, 1)
-        slots = host[0, :, :, :k].to(DEVICE, copy=True)
+        slots = tokens_of(pages, 0, k).to(DEVICE, copy=True)
         moved = torch.zeros(1, dtype=torch.int64, device=DEVICE)
         chosen = correct(scores, cursor, host, slots, index, moved)
         copy_stream.wait_for_correction(cursor, slots)
@@ -562,7 +564,7 @@ def test_a_correction_copies_the_low_bit_tokens_that_lane_0_selects(streams: Non
 
 def test_a_corrections_gather_has_a_program_for_each_head(monkeypatch: pytest.MonkeyPatch, streams: None) -> None:
     grids = []
-    monkeypatch.setattr(triton_copy, "gather", lambda *given, programs, cursor: grids.append(programs))
+    monkeypatch.setattr(triton_copy, "gather", lambda *given, programs: grids.append(programs))
     index = torch.zeros(BATCH, 24, 8, dtype=torch.int32, device=DEVICE)
     scores = torch.rand(1, BATCH, 24, 64).to(DEVICE)
     cursor = torch.tensor([[64, 64, 64, 0]], device=DEVICE).repeat(BATCH, 1)
@@ -572,13 +574,14 @@ def test_a_corrections_gather_has_a_program_for_each_head(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("k", [1, 8, 64, 300])
 @pytest.mark.pairwise
-@pytest.mark.parametrize(("dtype", "segmented"), [(torch.float32, True), (torch.float16, True), (torch.float16, False)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("programs", [1, 3, 4])  # for four heads
-def test_the_gather_copies_only_missing_pairs(k: int, dtype: torch.dtype, segmented: bool, programs: int) -> None:
+def test_the_gather_copies_only_missing_pairs(k: int, dtype: torch.dtype, programs: int) -> None:
     capacity, heads, d = 512, 2, 80
     pairs = torch.randn(BATCH, heads, capacity, 2, d).to(dtype)
-    host = in_segments(pairs) if segmented else pairs
-    host = host.pin_memory() if DEVICE.type == "cuda" else host
+    pages = in_pages(pairs)
+    cursor = cursor_over(pages.table).to(DEVICE)
+    host = pages.pages.pin_memory() if DEVICE.type == "cuda" else pages.pages
     slots = torch.zeros(BATCH, heads, k, 2, d, dtype=dtype, device=DEVICE)
     index = torch.full((BATCH, heads, k), -1, dtype=torch.int32, device=DEVICE)
     fetched = torch.zeros(1, dtype=torch.int64, device=DEVICE)
@@ -593,7 +596,7 @@ def test_the_gather_copies_only_missing_pairs(k: int, dtype: torch.dtype, segmen
         for row, wish in enumerate(wishes):
             selected[row // heads, row % heads, : len(wish)] = wish
         before = index.tolist()
-        triton_copy.gather(selected.to(DEVICE), host, slots, index, fetched, programs)
+        triton_copy.gather(selected.to(DEVICE), cursor, host, slots, index, fetched, programs)
         for row, wish in enumerate(wishes):
             b, h = row // heads, row % heads
             now = {token: place for place, token in enumerate(index[b, h].tolist()) if token >= 0}
@@ -609,15 +612,15 @@ def test_the_gather_copies_only_missing_pairs(k: int, dtype: torch.dtype, segmen
 @pytest.mark.parametrize("start", [30, 250, 256])
 @pytest.mark.parametrize("tokens", [1, 5, 40])
 def test_new_pairs_are_written_through_to_their_place_on_the_host(tokens: int, start: int) -> None:
-    host = in_segments(torch.zeros(BATCH, 2, 512, 2, 80))
-    host = host.pin_memory() if DEVICE.type == "cuda" else host
+    pages = in_pages(torch.zeros(BATCH, 2, 512, 2, 80))
+    host = pages.pages.pin_memory() if DEVICE.type == "cuda" else pages.pages
     k, v = torch.randn(2, BATCH, tokens, 2, 80).to(DEVICE).transpose(2, 3)
-    triton_copy.write_through(k, v, torch.tensor([[start, 0, 0, 0]], device=DEVICE).repeat(BATCH, 1), host)
+    triton_copy.write_through(k, v, cursor_over(pages.table, start).to(DEVICE), host)
     if DEVICE.type == "cuda":
         torch.cuda.synchronize()
     expected = torch.zeros(BATCH, 2, 512, 2, 80)
     expected[:, :, start : start + tokens] = torch.stack([k, v], 3).cpu()
-    assert torch.equal(host, in_segments(expected))
+    assert torch.equal(host, in_pages(expected).pages)
 
 
 def compiled(*given: str) -> str:

@@ -15,11 +15,13 @@ pytest.importorskip("triton")
 from record_fixture import dim_of, levels_of, param_place
 
 import pairwise
+from held_tiers import adjacent, cursor_over
 from specache_compile.kernels.codes.params import read_params, read_scale
 from specache_compile.kernels.movement import tier_ops, triton_append
 from specache_compile.kernels.state.center import centers
 from specache_compile.kernels.state.layout import Layout, rotated, rotation_block
-from specache_compile.kernels.state.page_table import PAGE
+from specache_compile.kernels.state.page_table import PAGE, rows_read
+from specache_compile.kernels.state.stored_tiers import StoredTiers
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HEADS, CAPACITY, RESIDUAL = 1, 512, 32
@@ -29,7 +31,7 @@ HEADS, CAPACITY, RESIDUAL = 1, 512, 32
 class Case:
     """Groups of each row leave the window. bits: of keys and values; 0: one bit in the trellis code.
 
-    extra: "left out" (padding and sinks), "pages", "odd numbers" (not finite, or constant) or "".
+    extra: "left out" (padding and sinks), "odd numbers" (not finite, or constant) or "".
     """
 
     bits: tuple[int, int] = (2, 0)
@@ -67,14 +69,14 @@ class Case:
 AXES = {
     "bits": [(1, 1), (4, 2), (8, 8), (2, 4)], "d": [16, 64, 80], "group": [32, 64, 128], "eight": [False, True],
     "dtype": [torch.float32, torch.float16], "rotate": [False, True], "center": [False, True],
-    "extra": ["", "left out", "pages", "odd numbers"],
+    "extra": ["", "left out", "odd numbers"],
 }  # fmt: skip
 GRID = [Case(*values) for values in itertools.product(*AXES.values())]
 # A number that is not finite spreads in a rotation.
 GRID = [case for case in GRID if case.extra != "odd numbers" or not (case.rotate or case.center)]
 CASES = [
     *(GRID[place] for place in pairwise.chosen([{"case": case} for case in GRID])),
-    Case(d=16, group=32, rotate=True, extra="pages"), Case(d=64, extra="left out"), Case(d=32, extra="odd numbers"),
+    Case(d=16, group=32, rotate=True), Case(d=64, extra="left out"), Case(d=32, extra="odd numbers"),
     Case((2, 0), d=80, group=128, eight=True, dtype=torch.float16, rotate=True),
     Case((0, 0), d=16, group=32, center=True), Case((0, 4), d=64, eight=True, rotate=True, center=True),
     Case((0, 0), d=80, dtype=torch.float16, rotate=True, center=True), Case((0, 1), d=128, group=128, center=True),
@@ -104,22 +106,18 @@ class State:
         self.recent = torch.full((rows, HEADS, window, 2, case.d), float("nan"), dtype=case.dtype)
         for row, start in enumerate(self.first.tolist()):
             self.recent[row, :, torch.arange(start, start + self.held) % window] = self.pairs[row, :, : self.held]
-        self.cursor = torch.zeros(rows, 4, dtype=torch.int64)
+        self.table = torch.tensor([[3, 1], [4, 2]][:rows])
+        self.cursor = cursor_over(self.table)
         self.cursor[:, 0], self.cursor[:, 1], self.cursor[:, 2] = (
             self.first + self.held, self.first, self.first + case.leaving,
         )  # fmt: skip
-        places, capacity = rows, CAPACITY
-        if case.extra == "pages":
-            places, capacity = 5, PAGE
-            self.table = torch.tensor([[3, 1], [4, 2]][:rows])
-            self.cursor = torch.cat([self.cursor, self.table], 1)
         params, nothing = (torch.uint8, 255) if case.eight else (case.dtype, float("nan"))
         key_params = (2, dim) if key_bits else (1, group)
         value_params = (2, dim // min(dim, group)) if value_bits else (1, 1)
         self.tier = {
-            "codes": torch.full((places, HEADS, capacity, self.layout.width(case.d)), 255, dtype=torch.uint8),
-            "key_params": torch.full((places, HEADS, capacity // group, *key_params), nothing, dtype=params),
-            "value_params": torch.full((places, HEADS, capacity, *value_params), nothing, dtype=params),
+            "codes": torch.full((5, HEADS, PAGE, self.layout.width(case.d)), 255, dtype=torch.uint8),
+            "key_params": torch.full((5, HEADS, PAGE // group, *key_params), nothing, dtype=params),
+            "value_params": torch.full((5, HEADS, PAGE, *value_params), nothing, dtype=params),
         }
         center_rows = (4 if key_bits else 3) if case.center else 0
         self.center = torch.randn(rows, HEADS, center_rows, case.d, generator=generator)
@@ -134,18 +132,14 @@ class State:
 
     def appended(self, append: Callable[..., None]) -> dict[str, Tensor]:
         """Return what `append` makes of the tensors that it mutates, rows of pages put together."""
-        written = {"recent": self.recent, **self.tier, "center": self.center, "sink_pairs": self.sink_pairs}
-        written = {name: x.to(DEVICE, copy=True) for name, x in written.items()}
+        apart = {"center": self.center, "sink_pairs": self.sink_pairs, "recent": self.recent}
+        written = {name: x.to(DEVICE, copy=True) for name, x in {**self.tier, **apart}.items()}
         k, v = self.pairs[:, :, self.held :].to(DEVICE).unbind(3)
         padding = None if self.padding is None else self.padding.to(DEVICE)
         cursor, sink_index = self.cursor.to(DEVICE), self.sink_index.to(DEVICE)
-        append(k, v, padding, cursor, *written.values(), sink_index, *self.layout, "midpoint")
-        if self.case.extra == "pages":
-            assert (written["codes"][0] == 255).all()
-            written |= {
-                name: torch.stack([torch.cat([written[name][page] for page in row], 1) for row in self.table.tolist()])
-                for name in self.tier
-            }
+        append(k, v, padding, cursor, *StoredTiers(**written, sink_index=sink_index), *self.layout, "midpoint")
+        assert (written["codes"][0] == 255).all()
+        written |= {name: rows_read(written[name], self.table) for name in self.tier}
         return {name: x.cpu() for name, x in written.items()}
 
     def leaving(self, x: Tensor, per: int = 1) -> Tensor:
@@ -252,13 +246,15 @@ def test_unquantised_pairs_are_copied_as_they_are(d: int, rotate: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     k, v = torch.randn(2, 3, HEADS, 70, d, generator=generator).to(DEVICE)
     recent, center = torch.randn(3, HEADS, 96, 2, d, generator=generator), torch.ones(3, HEADS, 4, d)
-    cursor = torch.tensor([[50, 0, 64, 0], [90, 64, 128, 0], [20, 0, 0, 0]], device=DEVICE)
-    empty, found = torch.zeros(3, HEADS, 0, 2, d), []
+    lengths = torch.tensor([[50, 0, 64, 0], [90, 64, 128, 0], [20, 0, 0, 0]])
+    cursor = torch.cat([lengths, adjacent(3, CAPACITY)], 1).to(DEVICE)
+    pages, found = len(cursor) * CAPACITY // PAGE, []
+    params, empty = torch.zeros(pages, HEADS, 0, 2, d), torch.zeros(3, HEADS, 0, 2, d)
     for append in (triton_append.append, tier_ops.append):
-        codes = torch.full((3, HEADS, CAPACITY, 2 * d), 7.0)
-        given = (recent, codes, empty, empty, center, empty, torch.zeros(3, 1, 0, dtype=torch.int32))
-        given = [x.to(DEVICE, copy=True) for x in given]
+        codes = torch.full((pages, HEADS, PAGE, 2 * d), 7.0)
+        given = StoredTiers(codes, params, params, center, empty, torch.zeros(3, 1, 0, dtype=torch.int32), recent)
+        given = StoredTiers(*(x.to(DEVICE, copy=True) for x in given))
         append(k, v, None, cursor, *given, 16, 16, rotate, "midpoint")
-        found.append(given[:2])
+        found.append((given.recent, given.codes))
     for ours, expected in zip(*found, strict=True):
         assert torch.equal(ours, expected)

@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 
 from kept_fixture import Named, random_mask, whole_rows
 
+from held_tiers import adjacent, cursor_over
 from specache_compile.kernels.attention.kept_logits import based_logits
 from specache_compile.kernels.decode.triton_decode import DecodeInputs, mask_form
 from specache_compile.kernels.decode.triton_exact import attend_exact
@@ -103,8 +104,7 @@ def test_pairs_against_float64(case: Case) -> None:
     slot_index[..., 3:5] = -1
     slots[:, :, 3:5] = math.nan  # empty slots are undefined
     mask = random_mask(case.mask, HEADS * case.queries, case.lanes, length + 1, case.dtype)
-    cursor = torch.zeros(BATCH, 4, dtype=torch.int64)
-    cursor[:, :3] = torch.tensor([length, LOW_BIT, LOW_BIT + case.leaving])
+    cursor = cursor_over(adjacent(BATCH, CAPACITY), length, LOW_BIT, LOW_BIT + case.leaving)
     empty = torch.zeros(BATCH, HEADS, CAPACITY, 0, dtype=torch.uint8)
     tiers = StoredTiers(empty, empty, empty, empty, sink_pairs, sink_index, recent)
     form = mask_form(None if mask is None else mask.to(DEVICE), BATCH, HEADS * case.queries, case.lanes)

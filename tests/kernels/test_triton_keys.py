@@ -49,7 +49,6 @@ class Case(Named):
     softcap: float | None = None
     center: int = 0
     mask: str = ""
-    paged: bool = False
     sinks: bool = True
     lengths: tuple[int, ...] = (256, 128)
     capacity: int = 256
@@ -60,8 +59,8 @@ QUICK = [
     Case(),
     Case(d=128, lanes=2, queries=4, mask="padding", lengths=(448, 64), capacity=512),
     Case(bits=1, d=64, group=32, lengths=(96, 224), queries=3, center=4),
-    Case(bits=4, d=32, group=128, softcap=3.0, dtype=FP32, paged=True),
-    Case(bits=1, trellis=True, d=128, rotate=True, center=3, paged=True, lengths=(192, 256)),
+    Case(bits=4, d=32, group=128, softcap=3.0, dtype=FP32),
+    Case(bits=1, trellis=True, d=128, rotate=True, center=3, lengths=(192, 256)),
     Case(bits=1, trellis=True, d=16, dtype=FP32, center=3, softcap=5.0, group=32, lengths=(96, 256), sinks=False),
     Case(d=80, rotate=True, eight=False, mask="bool", queries=5, lanes=2, group=32, lengths=(32, 160)),
     Case(bits=1, d=16, dtype=FP32, eight=False, mask="additive", queries=9, lanes=2, group=128),
@@ -71,12 +70,12 @@ SLOW = [
     Case(bits=4, d=64, rotate=True, eight=False, dtype=FP32, mask="padding", group=32, lengths=(160, 96)),
     Case(d=256, queries=8, rotate=True, group=128, center=4, softcap=2.0),
     Case(bits=2, d=16, queries=1, mask="bool", softcap=2.0),
-    Case(bits=1, d=32, queries=7, mask="additive", paged=True, center=4),
+    Case(bits=1, d=32, queries=7, mask="additive", center=4),
     Case(bits=1, d=128, eight=False, queries=8, lanes=3, mask="padding", sinks=False),
     Case(bits=1, trellis=True, d=64, eight=False, mask="bool", queries=6, lanes=2),
     Case(bits=1, trellis=True, d=256, mask="padding", group=128, dtype=FP32, lengths=(128, 256)),
-    Case(bits=1, trellis=True, d=96, mask="additive", center=4, rotate=True, paged=True, group=32, lengths=(224, 96)),
-    Case(d=32, dtype=FP32, rotate=True, paged=True, mask="additive", lengths=(192, 64)),
+    Case(bits=1, trellis=True, d=96, mask="additive", center=4, rotate=True, group=32, lengths=(224, 96)),
+    Case(d=32, dtype=FP32, rotate=True, mask="additive", lengths=(192, 64)),
 ]
 
 
@@ -114,11 +113,9 @@ class Layer:
         cursor = torch.zeros(batch, 4, dtype=torch.int64)
         lengths = torch.tensor(case.lengths)
         cursor[:, 0], cursor[:, 1], cursor[:, 2] = lengths + 5, lengths, lengths
-        if case.paged:
-            pages = case.capacity // 256
-            table = torch.randperm(batch * pages).view(batch, pages) + 1
-            codes, params = in_pages(codes, table), in_pages(params, table)
-            cursor = torch.cat([cursor, table], 1)
+        table = torch.randperm(batch * case.capacity // 256).view(batch, -1) + 1
+        codes, params = in_pages(codes, table), in_pages(params, table)
+        cursor = torch.cat([cursor, table], 1)
         sinks = torch.tensor([[0, 70, 2], [-1, 1, -1]], dtype=torch.int32)[:, None]
         self.sinks = sinks if case.sinks else sinks[..., :0]
         empty = codes.new_zeros(0)

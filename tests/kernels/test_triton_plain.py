@@ -18,6 +18,7 @@ pytest.importorskip("triton")
 from kept_fixture import random_mask, whole_rows, write_kept
 from record_fixture import in_pages
 
+from held_tiers import cursor_over
 from specache_compile.kernels.attention.attention_ops import capped, low_bit_keys, low_bit_values
 from specache_compile.kernels.attention.kept_logits import based_logits
 from specache_compile.kernels.codes.records import RECORD
@@ -25,7 +26,6 @@ from specache_compile.kernels.decode import triton_plain
 from specache_compile.kernels.decode.triton_decode import DecodeInputs, Sums, mask_form
 from specache_compile.kernels.movement.tier_ops import store_low_bit
 from specache_compile.kernels.state.center import set_center, share_of_center
-from specache_compile.kernels.state.cursor import LENGTH, LOW_BIT, new_cursor
 from specache_compile.kernels.state.layout import Layout, rotated
 from specache_compile.kernels.state.page_table import PAGE
 from specache_compile.kernels.state.stored_tiers import StoredTiers
@@ -46,7 +46,7 @@ class Case:
     mask: str = ""
     dtype: torch.dtype = torch.float32
     softcap: float | None = None
-    extra: str = ""  # rotated, centered, with sinks, paged
+    extra: str = ""  # rotated, centered, with sinks
     tokens: int = 192
 
     @property
@@ -124,7 +124,7 @@ GRID = [
     for bits, d, (group, tokens), rows, mask, dtype, softcap, extra in itertools.product(
         (8, 16), (8, 64, 80), ((32, 96), (64, 128), (128, 256)), ((1, 1), (2, 1), (3, 2), (5, 2), (10, 3)),
         ("", "padding", "bool", "additive"), (torch.float32, torch.float16), (None, 5.0),
-        ("", "rotated", "centered", "sinks", "paged"),
+        ("", "rotated", "centered", "sinks"),
     )
     if bits == 8 or extra not in ("rotated", "centered")
 ]  # fmt: skip
@@ -133,12 +133,17 @@ if DEVICE.type == "cuda":
     GRID += [Case(bits, dtype=torch.bfloat16) for bits in (8, 16)]
 
 
+def shuffled(tiers: StoredTiers, tokens: int) -> tuple[StoredTiers, Tensor]:
+    """Return the tiers in pages, in any order, and a cursor over them."""
+    table = torch.randperm(BATCH * CAPACITY // PAGE).view(BATCH, -1)
+    moved = [in_pages(tier.cpu(), table).to(DEVICE) if tier.numel() else tier for tier in tiers[:3]]
+    return StoredTiers(*moved, *tiers[3:]), cursor_over(table, tokens, tokens).to(DEVICE)
+
+
 @pytest.mark.pairwise(1)
 @pytest.mark.parametrize("case", GRID, ids=str)
 def test_both_halves_over_rows_of_tokens(case: Case) -> None:
     torch.manual_seed(0)
-    cursor = new_cursor(DEVICE, BATCH)
-    cursor[:, LENGTH] = cursor[:, LOW_BIT] = case.tokens
     tiers, keys, values = tiers_of(case)
     queries, lanes = case.rows
     q = torch.randn(lanes, BATCH, HEADS * queries, case.d).to(DEVICE, case.dtype).movedim(0, 2)
@@ -146,10 +151,7 @@ def test_both_halves_over_rows_of_tokens(case: Case) -> None:
     mask = None if mask is None else mask.to(DEVICE)
     expected = expected_logits(case, q, mask, tiers, keys)
     rows, lse = queries * lanes, torch.logsumexp(expected * math.log(2), -1) / math.log(2)
-    if case.extra == "paged":
-        table = torch.randperm(BATCH * CAPACITY // PAGE).view(BATCH, -1)
-        moved = [in_pages(tier.cpu(), table).to(DEVICE) if tier.numel() else tier for tier in tiers[:3]]
-        tiers, cursor = StoredTiers(*moved, *tiers[3:]), torch.cat([cursor, table.to(DEVICE)], 1)
+    tiers, cursor = shuffled(tiers, case.tokens)
     new = q.new_zeros(BATCH, HEADS, lanes, case.d)
     form = mask_form(mask, BATCH, HEADS * queries, lanes)
     inputs = DecodeInputs(q, new, new, form, cursor, tiers, case.layout, case.d**-0.5, case.softcap)
@@ -174,9 +176,8 @@ def test_both_halves_over_rows_of_tokens(case: Case) -> None:
 def test_records_of_small_weights_are_skipped() -> None:
     torch.manual_seed(0)
     case = Case(d=16, tokens=192, rows=(1, 1))
-    cursor = new_cursor(DEVICE, BATCH)
-    cursor[:, LOW_BIT] = case.tokens
     tiers, _, values = tiers_of(case)
+    tiers, cursor = shuffled(tiers, case.tokens)
     q = torch.zeros(BATCH, HEADS, 1, case.d, device=DEVICE)
     inputs = DecodeInputs(q, q, q, mask_form(None, BATCH, HEADS, 1), cursor, tiers, case.layout, 1.0, None)
     logits, base = based_logits(q, HEADS, CAPACITY)

@@ -45,7 +45,6 @@ class Case(Named):
     dtype: torch.dtype = torch.float16
     queries: int = 2
     lanes: int = 1
-    paged: bool = False
     lengths: tuple[int, ...] = (256, 128)
     capacity: int = 256
 
@@ -62,27 +61,27 @@ QUICK = [
     Case(trellis=True, d=128, dtype=BF16, lengths=(64, 192)),
     Case(trellis=True, group=32, lengths=(96, 224), queries=3),
     Case(bits=2, d=64, group=32, eight=False, queries=5, lanes=2, lengths=(32, 160)),
-    Case(bits=4, d=32, group=128, dtype=FP32, queries=1, paged=True, lengths=(128, 64)),
+    Case(bits=4, d=32, group=128, dtype=FP32, queries=1, lengths=(128, 64)),
     Case(bits=1, d=32, group=32, dtype=BF16, lengths=(64, 96)),
-    Case(trellis=True, d=16, dtype=FP32, eight=False, group=32, paged=True, lengths=(96, 32)),
+    Case(trellis=True, d=16, dtype=FP32, eight=False, group=32, lengths=(96, 32)),
 ]
 SLOW = [
     Case(),
     Case(trellis=True, d=128, queries=4, lengths=(448, 64), capacity=512),
-    Case(bits=2, d=128, paged=True, group=64, lanes=2),
+    Case(bits=2, d=128, group=64, lanes=2),
     Case(bits=1, d=32, group=32, dtype=FP32, queries=9, lanes=2, lengths=(64, 224)),
     Case(bits=4, d=16, eight=False, queries=7),
     Case(bits=4, d=256, lengths=(64, 128)),
     Case(trellis=True, d=256, eight=False, queries=8, lanes=3, group=128),
-    Case(trellis=True, d=80, paged=True, eight=False, lanes=2),
+    Case(trellis=True, d=80, eight=False, lanes=2),
     Case(trellis=True, d=32, queries=6, lanes=2, group=128),
-    Case(bits=1, d=128, group=32, eight=False, paged=True, lengths=(224, 32)),
+    Case(bits=1, d=128, group=32, eight=False, lengths=(224, 32)),
     Case(bits=1, d=256, group=128, queries=3, dtype=FP32),
-    Case(bits=1, d=16, eight=False, lanes=3, group=128, paged=True),
+    Case(bits=1, d=16, eight=False, lanes=3, group=128),
     Case(bits=2, d=16, dtype=FP32, queries=8, lengths=(192, 64)),
     Case(bits=2, d=32, group=32, lengths=(160, 96), lanes=2),
     Case(bits=2, d=256, queries=2, group=32, dtype=FP32, eight=False, lengths=(96, 64)),
-    Case(bits=4, d=64, group=32, queries=12, paged=True, lengths=(32, 256)),
+    Case(bits=4, d=64, group=32, queries=12, lengths=(32, 256)),
     Case(bits=4, d=128, group=64, queries=8, lanes=4, eight=False, lengths=(64, 64)),
     *(Case(trellis=True, d=d, dtype=BF16, eight=False) for d in (64, 128)),
     *(Case(bits=bits, d=128, dtype=BF16, eight=eight) for bits, eight in ((1, True), (2, False), (4, True))),
@@ -119,11 +118,9 @@ class Layer:
         lengths = torch.tensor(case.lengths)
         cursor[:, 0], cursor[:, 1], cursor[:, 2] = lengths + 5, lengths, lengths
         key_params = codes.new_zeros(batch, HEADS, case.capacity // case.group, 0)
-        if case.paged:
-            pages = case.capacity // 256
-            table = torch.randperm(batch * pages).view(batch, pages) + 1
-            codes, params, key_params = (in_pages(x, table) for x in (codes, params, key_params))
-            cursor = torch.cat([cursor, table], 1)
+        table = torch.randperm(batch * case.capacity // 256).view(batch, -1) + 1
+        codes, params, key_params = (in_pages(x, table) for x in (codes, params, key_params))
+        cursor = torch.cat([cursor, table], 1)
         empty = codes.new_zeros(0)
         tiers = StoredTiers(codes, key_params, params, empty, empty, empty, empty)
         self.tiers, self.cursor = StoredTiers(*(x.to(DEVICE) for x in tiers)), cursor.to(DEVICE)
@@ -202,7 +199,7 @@ def test_values_against_float64(case: Case) -> None:
 SKIPPING = [
     Case(trellis=True, d=16, dtype=FP32, capacity=1024, lengths=(1024, 192), queries=3),
     pytest.param(
-        Case(bits=4, d=16, group=32, capacity=1024, lengths=(992, 32), queries=5, lanes=2, paged=True),
+        Case(bits=4, d=16, group=32, capacity=1024, lengths=(992, 32), queries=5, lanes=2),
         marks=pytest.mark.slow,
     ),
 ]

@@ -170,7 +170,7 @@ return (getitem, getitem_1, getitem_2, getitem_3)
 decode_attention_default = specache.decode_attention.default(q0, k0, v0, None, None, cursor, slots_0, slot_index_0, [codes_0, key_params_0, value_params_0, center_0, sink_pairs_0, sink_index_0, recent_0], [1, 1, 1], 0.25, None, 0.0)
 getitem = getitem(decode_attention_default, 0)
 matmul = matmul(getitem, getitem)
-append_default = specache.append.default(k0, v0, None, cursor, recent_0, codes_0, key_params_0, value_params_0, center_0, sink_pairs_0, sink_index_0, 1, 1, True, middles)
+append_default = specache.append.default(k0, v0, None, cursor, codes_0, key_params_0, value_params_0, center_0, sink_pairs_0, sink_index_0, recent_0, 1, 1, True, middles)
 offload_default = specache.offload.default(k0, v0, None, cursor, host_0)
 return (matmul, None, None)
 """,  # noqa: E501
@@ -209,7 +209,7 @@ matmul_1""",
             text(run(graph_module, plan, own_cache, rewrite_attention, store, clean_up)),
             """\
 scaled_dot_product_attention = scaled_dot_product_attention(q0, k0, v0)
-append_default = specache.append.default(k0, v0, None, cursor, recent_0, codes_0, key_params_0, value_params_0, center_0, sink_pairs_0, sink_index_0, 1, 1, True, middles)
+append_default = specache.append.default(k0, v0, None, cursor, codes_0, key_params_0, value_params_0, center_0, sink_pairs_0, sink_index_0, recent_0, 1, 1, True, middles)
 offload_default = specache.offload.default(k0, v0, None, cursor, host_0)
 return (scaled_dot_product_attention, None, None)
 """,  # noqa: E501

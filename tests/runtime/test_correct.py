@@ -25,7 +25,7 @@ from specache_compile.kernels.codes import trellis
 from specache_compile.kernels.codes.records import stored_dim
 from specache_compile.kernels.state.layout import Layout
 from specache_compile.methods import parse_options
-from specache_compile.methods.low_bit import check_head_dim
+from specache_compile.methods.low_bit_tier import check_head_dim
 from specache_compile.runtime.records import find_record
 from specache_compile.runtime.session import Mode, session_of
 

@@ -10,7 +10,7 @@ from transformers import LlamaForCausalLM
 
 import specache_compile as sc
 from conftest import compiled_with, greedy, prompt, tiny_llama
-from held_tiers import in_order
+from held_tiers import in_rows
 from specache_compile.compat import cache_of, with_cache
 from specache_compile.kernels.state.stored_pairs import ROUNDED, decoded
 from specache_compile.methods import parse_options
@@ -51,7 +51,7 @@ def test_the_host_holds_what_the_full_cache_holds_rounded_once(llama: LlamaForCa
     session = session_of(cache)
     session.queue.drain()
     exact = cache_of(llama(ids, use_cache=True)).layers[0]
-    found = decoded(in_order(session.state[0]["host"])[:, :, :150], torch.float32, 16)
+    found = decoded(in_rows(session)[0]["host"][:, :, :150], torch.float32, 16)
     for part, pairs in ((0, exact.keys), (1, exact.values)):
         step = pairs.abs().amax(-1, keepdim=True) / 127
         assert ((found[:, :, :, part] - pairs).abs() <= step / 2 + 1e-5).all()
@@ -65,10 +65,10 @@ def test_a_crop_leaves_the_window_that_is_still_there_exact(llama: LlamaForCausa
     window = session_of(cache).state[0]["recent"].clone()  # of W = 64 places tokens 64 to 99, at t mod 64
     cache.crop(-8)
     twin(prompt(1), **with_cache(cache))
-    state = session_of(cache).state[0]
     session_of(cache).queue.drain()
+    state = in_rows(session_of(cache))[0]
     assert torch.equal(state["recent"][:, :, :28], window[:, :, :28]), "tokens 64 to 91"
-    host = decoded(in_order(state["host"]), torch.float32, 16)
+    host = decoded(state["host"], torch.float32, 16)
     assert torch.equal(state["recent"][:, :, 32:], host[:, :, 32:64]), "tokens 32 to 63 are in the window again"
 
 

@@ -14,7 +14,7 @@ from conftest import compiled_with, greedy, prompt
 from specache_compile.errors import OptionError
 from specache_compile.methods import parse_options
 from specache_compile.methods.field import LayerShape
-from specache_compile.methods.low_bit import bytes_of_memory
+from specache_compile.options import bytes_of_memory
 from specache_compile.runtime.memory_option import device_bytes, within_memory
 from specache_compile.runtime.session import Session
 from specache_compile.runtime.tiers import options_at

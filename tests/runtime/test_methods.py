@@ -15,9 +15,11 @@ from transformers import DynamicCache, LlamaForCausalLM
 
 import specache_compile as sc
 from conftest import compiled_with, greedy, prompt, tiny_llama
+from held_tiers import adjacent, cursor_over
 from specache_compile.compat import cache_of, with_cache
 from specache_compile.evaluation.baselines import eviction as evict
 from specache_compile.explaining.times.step_kernels import is_captured
+from specache_compile.kernels.state.page_table import PAGE
 from specache_compile.lowering.cuda_graphs import reason_not_to_capture
 from specache_compile.methods import every_method, parse_options
 from step_order import check_order, schedule_of
@@ -244,8 +246,8 @@ def test_fp8_attends_over_a_cache_that_was_rounded(llama: LlamaForCausalLM) -> N
 def test_kcache_sums_the_n_heaviest_values_of_each_query_head(top_n: int, length: int) -> None:
     torch.manual_seed(0)
     q, k, v = torch.randn(2, 4, 1, 8), torch.randn(2, 2, 1, 8), torch.randn(2, 2, 1, 8)
-    keys, host = torch.randn(2, 2, 64, 8), torch.randn(2, 2, 64, 2, 8)
-    cursor = torch.tensor([[length, 0, 0, 0]]).repeat(2, 1)
+    keys, host = torch.randn(2, 2, PAGE, 8), torch.randn(2, 2, PAGE, 2, 8)
+    cursor = cursor_over(adjacent(2, PAGE), length)
     out = torch.ops.specache.kcache_attention(q, k, v, None, None, cursor, keys, host, top_n, 0.5, None)
     for row in range(2):
         for head in range(4):

@@ -12,9 +12,9 @@ from transformers import LlamaForCausalLM
 
 import specache_compile as sc
 from conftest import LOSSLESS, compile_copy, greedy, prompt, tiny_llama
-from held_tiers import in_order
+from held_tiers import in_rows
 from specache_compile.compat import cache_of, with_cache
-from specache_compile.runtime import tiers
+from specache_compile.paging import compress
 from specache_compile.runtime.session import Session
 
 pytestmark = [pytest.mark.one_process, pytest.mark.one_trace]
@@ -58,10 +58,10 @@ def test_the_tiers_moved_over_to_are_those_of_a_session_that_started_there(llama
         assert (session_of(cache).options.bits == 16) == (least > 0)
         cache = cache_of(step(twin, ids[:, 300:], cache))
         assert session_of(cache).options.bits == 2
-        states.append(session_of(cache).state)
         session_of(cache).queue.drain()
+        states.append(in_rows(session_of(cache)))
     for one, other in zip(*states, strict=True):
-        torch.testing.assert_close(*(in_order(x["host"])[:, :, :333] for x in (one, other)), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(*(x["host"][:, :, :333] for x in (one, other)), atol=1e-5, rtol=1e-5)
         assert one["sink_index"].tolist() == other["sink_index"].tolist() == [[[0, 1, 2, 3]]] * 2
         for name in ("codes", "key_params", "value_params", "sink_pairs", "recent"):
             low_bit = 288  # of 333 tokens at R 32, g 32
@@ -82,7 +82,7 @@ def test_keys_that_move_over_have_the_center_of_those_that_never_moved(biased: b
         cache = cache_of(step(twin, ids[:, 300:], cache_of(step(twin, ids[:, :300]))))
         session_of(cache).queue.drain()
         assert session_of(cache).tiers.pending is None
-        states.append(session_of(cache).state)
+        states.append(in_rows(session_of(cache)))
     for moved, born in zip(*states, strict=True):
         assert moved["center"][:, :, 2].any(), "it turns"
         torch.testing.assert_close(moved["center"], born["center"], atol=1e-5, rtol=1e-5)
@@ -94,7 +94,7 @@ def test_a_move_that_was_interrupted_goes_on_with_the_next_step(
 ) -> None:
     twin, ids = compile_copy(llama, min_context=LEAST), prompt(120, 2)
     cache = cache_of(step(twin, ids[:, :100]))
-    moved, whole = [], tiers.moved_over
+    moved, whole = [], compress.compress
 
     def interrupted(*arguments: Any) -> Any:
         if len(moved) == 1:
@@ -103,7 +103,7 @@ def test_a_move_that_was_interrupted_goes_on_with_the_next_step(
         moved.append(1)
         return whole(*arguments)
 
-    monkeypatch.setattr(tiers, "moved_over", interrupted)
+    monkeypatch.setattr(compress, "compress", interrupted)
     with pytest.raises(KeyboardInterrupt):
         step(twin, ids[:, 100:], cache)
     again = step(twin, ids[:, 100:], cache)

@@ -27,7 +27,7 @@ from specache_compile.passes.reading.lane_rules import own_rules
 from specache_compile.passes.reading.local_shards import local_shards
 from specache_compile.runtime.ranks import check_heads, ranks_of
 from specache_compile.runtime.session import Session
-from specache_compile.runtime.state import host_bytes, room
+from specache_compile.runtime.state import page_bytes, room
 
 PROGRAM = Path(__file__).parents[2] / "tools" / "compare_ranks.py"
 RANKS = 2
@@ -180,7 +180,7 @@ def test_processes_with_a_whole_model_each_have_a_budget_each(monkeypatch: pytes
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     layers = [LayerShape(2, 8, torch.float32, torch.device("cpu"))]
     session = Session(parse_options({}), layers, 1, 70)
-    needed = host_bytes(session.options, layers, 1, room(70))
+    needed = room(70) // 256 * page_bytes(session.options, layers)["host"]
     assert needed > 0
     session = Session(parse_options({"host_memory": needed}), layers, 1, 70)
     session.reserve(70)

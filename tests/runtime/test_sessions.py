@@ -23,7 +23,7 @@ from transformers import DynamicCache, LlamaForCausalLM
 
 import specache_compile as sc
 from conftest import compile_copy, greedy, prompt, tiny_llama
-from held_tiers import in_order
+from held_tiers import in_rows
 from specache_compile.compat import cache_of, with_cache
 from specache_compile.kernels.memory import host_memory
 from specache_compile.kernels.movement import copy_queue, copy_stream
@@ -141,8 +141,8 @@ def test_after_a_crop_every_tier_holds_the_tokens_it_should(llama: LlamaForCausa
     session = session_of(cache)
     session.replay(session.version, cache.layers[0].keys.handle.edits)
     low_bit = max(0, (length - 32) // 32 * 32)
-    for state in session.state:
-        host = in_order(state["host"])[:, :, :length]
+    for state in in_rows(session):
+        host = state["host"][:, :, :length]
         assert torch.equal(state["codes"][:, :, :low_bit], host[:, :, :low_bit].flatten(3))
         assert torch.equal(state["recent"][:, :, torch.arange(low_bit, length) % 64], host[:, :, low_bit:])
         assert (state["slot_index"] < low_bit).all()
@@ -220,6 +220,24 @@ def test_a_slow_worker_changes_no_token(llama: LlamaForCausalLM, monkeypatch: py
 
     monkeypatch.setattr(copy_queue, "run_job", late)
     assert torch.equal(greedy(compile_copy(llama, **settings), ids, 60), expected)
+
+
+def test_a_correction_reads_the_host_tier_only_after_the_offloads(
+    llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The definitions of the ops do not wait themselves: the step waits when it begins."""
+    twin = compile_copy(llama, top_k=8, bits=1, lowering="eager", correct="always")
+    run_job = copy_queue.run_job
+
+    def logits(seed: int) -> torch.Tensor:
+        cache = cache_of(step(twin, prompt(150, seed=seed)))
+        return step(twin, prompt(1), cache).logits
+
+    logits(1)  # compiles, which takes longer than the copies
+    monkeypatch.setattr(copy_queue, "run_job", lambda job: (time.sleep(0.2), run_job(job)))
+    late = logits(9)  # before the others with this prompt, so that reused memory does not hold its pairs
+    monkeypatch.undo()
+    assert torch.equal(late, logits(9))
 
 
 @pytest.mark.parametrize("fault_at", [1, 2, 9, 30, 31, 32])
@@ -509,7 +527,7 @@ def test_the_host_tier_has_memory_in_finer_steps_than_buckets_and_a_step_stays_r
     assert session.recorded.steps == {None: recorded}
     with pytest.raises(sc.SpecacheError, match=r"the host tier would need .* 4,864 tokens"):
         step(twin, ids[:, 4353:4609], cache)
-    assert (session.tiers.capacity, session.tiers.room) == (4608, 4608)
+    assert (session.tiers.capacity, len(session.tiers.pool.counts)) == (4608, 18)
 
 
 def test_what_is_explained_has_no_budget_to_keep(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -551,3 +569,29 @@ def test_a_step_that_raised_leaves_no_staging_behind(compiled: LlamaForCausalLM)
     staging = copy_stream.staging_of(torch.device("cpu"))
     Step(session, 1).abandon()
     assert copy_stream.staging_of(torch.device("cpu")) is not staging
+
+
+@pytest.mark.parametrize("moves", ["grows", "reorders", "other weights"])
+def test_a_step_binds_its_inputs_again_after_a_tensor_has_moved(llama: LlamaForCausalLM, moves: str) -> None:
+    compiled, plain = compile_copy(llama, bits=16), copy.deepcopy(llama)
+    caches = [cache_of(step(model, prompt(250, 2))) for model in (compiled, plain)]
+
+    def bound() -> Any:
+        outs = [step(model, prompt(1, 2), cache) for model, cache in zip((compiled, plain), caches, strict=True)]
+        torch.testing.assert_close(outs[0].logits, outs[1].logits, atol=1e-4, rtol=1e-4)
+        graph = next(graph for graph, _ in session_of(caches[0]).bindings if graph.variant.phase.name == "decode")
+        return session_of(caches[0]).bindings[graph, 2]
+
+    bound()
+    before = bound()
+    assert bound() is before
+    if moves == "grows":
+        for cache, model in zip(caches, (compiled, plain), strict=True):
+            step(model, prompt(600, 2), cache)
+    elif moves == "reorders":
+        for cache in caches:
+            cache.reorder_cache(torch.tensor([1, 1]))
+    else:
+        for model in (compiled, plain):
+            model.lm_head.weight.data = model.lm_head.weight.data * 2
+    assert (bound() is before) == (moves == "other weights")

@@ -62,15 +62,10 @@ def test_what_may_become_a_stop_string_is_withheld_until_it_does_not() -> None:
     assert not stops.found
 
 
-def test_a_stop_string_that_comes_before_the_least_tokens_is_text() -> None:
-    said = reply("a.b.c.d", stop=["."], min_tokens=3)
-    assert said["choices"][0]["text"] == "a.b"
-    assert said["usage"]["completion_tokens"] == 4
-
-
-def test_one_that_is_complete_after_them_ends_the_answer() -> None:
-    said = reply("abcdef", stop=["cd", "abc"], min_tokens=3)
-    assert said["choices"][0]["text"] == "ab"
+@pytest.mark.parametrize(("text", "stop", "sent"), [("a.b.c.d", ["."], "a.b"), ("abcdef", ["cd", "abc"], "ab")])
+def test_a_stop_string_that_is_complete_before_the_least_tokens_is_text(text: str, stop: list[str], sent: str) -> None:
+    said = reply(text, stop=stop, min_tokens=3)
+    assert said["choices"][0]["text"] == sent
     assert said["usage"]["completion_tokens"] == 4
 
 

@@ -22,7 +22,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 import specache_compile as sc
-from conftest import NEEDLE_LLAMA, tiny_llama
+from conftest import NEEDLE_LLAMA, compiled_with, tiny_llama
 from served import Served, answer, chat_once, figures, grown, prompt_of, serving, wait_for, write_checkpoint
 from specache_compile.batching.request import End
 from specache_compile.cli import main
@@ -74,38 +74,6 @@ def test_a_next_turn_goes_on_from_its_session(served: Served, uncompiled: LlamaF
     assert grown(served, before, "specache_prompt_tokens_total computed") == len(prompt_of(messages)) - seen
     assert grown(served, before, "specache_generated_tokens_total") == 8
     assert grown(served, before, "specache_sessions memory") == 0
-
-
-def test_conversations_with_one_beginning_do_not_take_each_others_sessions(
-    served: Served, uncompiled: LlamaForCausalLM
-) -> None:
-    """The second copies what they share; then each goes on from its own."""
-    system = {"role": "system", "content": "You answer questions about this manual. " * 5}
-    talks = [[system, {"role": "user", "content": who * 60}] for who in "ab"]
-    before = figures(served)
-    for messages in talks:
-        messages.append({"role": "assistant", "content": chat_once(served, messages)})
-    assert grown(served, before, "specache_sessions memory") == 2
-    assert grown(served, before, "specache_prompt_tokens_total reused") >= len(system["content"])
-    for messages in talks:
-        before = figures(served)
-        messages.append({"role": "user", "content": "Why?"})
-        assert chat_once(served, messages) == answer(uncompiled, prompt_of(messages), 8)
-        assert grown(served, before, "specache_prompt_tokens_total computed") < 60
-
-
-def test_a_short_question_does_not_take_the_session_of_another_one(served: Served) -> None:
-    """Its next turn finds its own answer, which then need not be read."""
-    system = {"role": "system", "content": "You answer in one word, and with care. " * 5}
-    talks = [[system, {"role": "user", "content": question}] for question in ("Hi?", "Yo?", "So?")]
-    before = figures(served)
-    for messages in talks:
-        messages.append({"role": "assistant", "content": chat_once(served, messages, 40)})
-    assert grown(served, before, "specache_sessions memory") == 3
-    for messages in talks:
-        seen, before = len(prompt_of(messages[:2])) + 39, figures(served)
-        chat_once(served, [*messages, {"role": "user", "content": "Why?"}])
-        assert grown(served, before, "specache_prompt_tokens_total reused") == seen
 
 
 def test_how_likely_tokens_are_is_what_the_uncompiled_model_finds(served: Served, uncompiled: LlamaForCausalLM) -> None:
@@ -317,8 +285,7 @@ def test_a_batch_that_fails_in_every_step_ends_its_answers_and_does_not_turn_for
         raise RuntimeError("the device is lost")
 
     failed: list[Exception] = []
-    model = tiny_llama()
-    model.compile(backend="specache", options={"lowering": "eager"})
+    model = compiled_with(tiny_llama(), {"lowering": "eager"})
     batch = sc.Batch(model, rows=2)
     generation = Generation(SimpleNamespace(tokenizer=None), batch, Metrics(), 100, 2)  # type: ignore[arg-type]
     generation.running = {
@@ -338,8 +305,7 @@ def test_a_batch_that_fails_in_every_step_ends_its_answers_and_does_not_turn_for
 
 
 def test_a_server_that_stops_writes_no_caches_to_disk(tmp_path: Path) -> None:
-    model = tiny_llama(num_hidden_layers=1)
-    model.compile(backend="specache", options={"lowering": "eager"})
+    model = compiled_with(tiny_llama(num_hidden_layers=1), {"lowering": "eager"})
     batch = sc.Batch(model, sessions=1, spill_folder=tmp_path)
     generation = Generation(SimpleNamespace(tokenizer=None), batch, Metrics(), 100, 2)  # type: ignore[arg-type]
     requests = [batch.add(torch.arange(first, 30), max_new_tokens=9) for first in (0, 1)]
@@ -361,10 +327,3 @@ def test_a_checkpoint_of_bytes_completes_and_has_no_chat() -> None:
         assert served.client.completions.create(**ask, prompt=prompt).choices[0].text == "40712"
         with pytest.raises(openai.BadRequestError, match=r"has no chat template\. Use /v1/completions"):
             chat_once(served, [{"role": "user", "content": prompt}])
-
-
-def test_requests_at_once_are_answered_each_its_own(served: Served, uncompiled: LlamaForCausalLM) -> None:
-    talks = [[{"role": "user", "content": letter * 70}] for letter in "mnop"]
-    with ThreadPoolExecutor() as clients:
-        answers = list(clients.map(lambda messages: chat_once(served, messages), talks))
-    assert answers == [answer(uncompiled, prompt_of(messages), 8) for messages in talks]

@@ -31,7 +31,6 @@ TOOLS: Any = [
     {"type": "function", "function": {"name": "look", "parameters": PARAMETERS, "strict": True}},
     {"type": "function", "function": {"name": "go", "parameters": PARAMETERS}},
 ]
-LOOK: Any = {"type": "function", "function": {"name": "look"}}
 
 
 @pytest.fixture(scope="module")
@@ -46,15 +45,6 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 def ask_of(served: Served, **more: Any) -> dict[str, Any]:
     messages = [{"role": "user", "content": "Where?"}]
     return {"model": served.name, "messages": messages, "tools": TOOLS, "max_tokens": 200, "temperature": 0, **more}
-
-
-def test_a_named_function_is_called_with_arguments_of_its_schema(served: Served) -> None:
-    choice = served.client.chat.completions.create(**ask_of(served, tool_choice=LOOK)).choices[0]
-    assert choice.finish_reason == "tool_calls", choice
-    (call,) = choice.message.tool_calls
-    assert call.function.name == "look"
-    assert json.loads(call.function.arguments)["city"] in ("Rome", "Oslo")
-    assert not choice.message.content
 
 
 def test_a_streamed_call_is_the_whole_one(served: Served) -> None:

@@ -8,21 +8,21 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from specache_compile.errors import OptionError
 from specache_compile.kernels.attention.attention_ops import SEEN, grouped_bias, product
 from specache_compile.kernels.costs import Arguments, Cost, Workload, bytes_of, elements, pair_bytes
 from specache_compile.kernels.costs import rows as heads_of
 from specache_compile.kernels.op import Op, fake_of_query
 from specache_compile.kernels.state.cursor import length_of
+from specache_compile.kernels.state.operands import AttentionInputs, takes
 from specache_compile.kernels.state.stored_tiers import EMPTY
 from specache_compile.methods.field import Cropped, Field, LayerShape, LayerState, always
 from specache_compile.methods.method import Method
-from specache_compile.options import MethodOptions, option, whole
+from specache_compile.options import MethodOptions, accepting, option, whole
 from specache_compile.passes.recipe import OpCall, Recipe
 
 from .policies import POLICIES, History
@@ -36,33 +36,40 @@ WHOLE = 0
 ROWS = 256
 
 
+class Budget(NamedTuple):
+    """The kept pairs [B, H, b, 2, d], their tokens int32 [B, H, b] (-1: empty), and float32 [B, H, b, 4]."""
+
+    kept: Tensor
+    kept_token: Tensor
+    history: Tensor
+
+
+@takes(new=AttentionInputs, budgeted=Budget)
 def budget_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, cursor: Tensor, kept: Tensor,
-    kept_token: Tensor, history: Tensor, policy: str, block: int, seed: int, scale: float, softcap: float | None,
-) -> Tensor:  # fmt: skip
+    new: AttentionInputs, budgeted: Budget, policy: str, block: int, seed: int, scale: float, softcap: float | None
+) -> Tensor:
     """Attention of T new tokens over the kept pairs and each other. The new pairs join the kept ones; pairs beyond b
     go.
 
-    q [B, Hq, T, d]; k, v [B, H, T, d]; mask [B|1, Hq|1, T|1, ≥ n + T] beside causality, column t is token t;
-    sinks [Hq]. Mutates kept [B, H, b, 2, d], kept_token int32 [B, H, b] (-1: empty) and history float32 [B, H, b, 4].
-    Returns [B, Hq, T, d] in q's dtype.
+    Mutates `budgeted`. Returns [B, Hq, T, d] in q's dtype.
 
     Nothing goes while there is room. Then `block` tokens are encoded before as many pairs go (RoCo section 5.3,
     block-wise eviction); a decode step encodes one. Block 0 encodes all given tokens, with exact attention over the
     pairs kept before, and evicts once.
     """
+    (q, k, v, mask, sinks, cursor), (kept, kept_token, history) = new, budgeted
     length, tokens, budget = length_of(cursor), k.shape[2], kept.shape[2]
     heads, filled = k.shape[1], min(length, budget)
     query = q.float().unflatten(1, (heads, -1)) * scale
     bias = None if mask is None else grouped_bias(mask, heads, length + tokens)
     sink = None if sinks is None else sinks.float().view(heads, -1, 1, 1)
     pairs, token, past = kept[:, :, :filled], kept_token[:, :, :filled], history[:, :, :filled]
-    new = torch.stack([k, v], dim=3)
+    added = torch.stack([k, v], dim=3)
     numbers = torch.arange(length, length + tokens, dtype=torch.int32, device=q.device).expand(*k.shape[:3])
     outputs, start = [], 0
     while start < tokens:
         stop = min(tokens, start + (budget - pairs.shape[2] or block or tokens))
-        pairs = torch.cat([pairs, new[:, :, start:stop]], 2)
+        pairs = torch.cat([pairs, added[:, :, start:stop]], 2)
         token = torch.cat([token, numbers[:, :, start:stop]], 2)
         past = torch.cat([past, past.new_zeros(*past.shape[:2], stop - start, HISTORY_SIZE)], 2)
         for first in range(start, stop, ROWS):
@@ -164,17 +171,6 @@ SITE_STRIDE = 1_000_003
 PROMPT = "prompt"
 
 
-def check_budget(name: str, value: Any) -> None:
-    pairs, rate = type(value) is int and value >= 1, type(value) is float and 0 < value <= 1
-    if not (pairs or rate):
-        raise OptionError(f"option {name}={value!r}: give a number of pairs, or a rate above 0.0, at most 1.0")
-
-
-def check_block(name: str, value: Any) -> None:
-    if value != PROMPT and (type(value) is not int or value < 1):
-        raise OptionError(f"option {name}={value!r}: give a number of tokens, 1 or more, or {PROMPT!r}")
-
-
 def pairs_or_rate(text: str) -> int | float:
     return float(text) if "." in text else int(text)
 
@@ -188,7 +184,11 @@ class BudgetOptions(MethodOptions):
     """The options of a method that keeps only some pairs."""
 
     budget: int | float = option(
-        0.25, check_budget, "pairs that each KV head keeps, or a rate like 0.25 of the prompt's tokens",
+        0.25, accepting(
+            lambda budget: budget >= 1 if type(budget) is int else type(budget) is float and 0 < budget <= 1,
+            "give a number of pairs, or a rate above 0.0, at most 1.0",
+        ),
+        "pairs that each KV head keeps, or a rate like 0.25 of the prompt's tokens",
         type=pairs_or_rate, metavar="B",
     )  # fmt: skip
 
@@ -213,7 +213,10 @@ class EvictionOptions(BudgetOptions):
     """The options of every policy."""
 
     eviction_block: int | str = option(
-        1, check_block,
+        1, accepting(
+            lambda tokens: tokens == PROMPT or (type(tokens) is int and tokens >= 1),
+            f"give a number of tokens, 1 or more, or {PROMPT!r}",
+        ),
         "tokens encoded before as many pairs go, where a prompt is past the budget; prompt: all of it is read exactly, "
         "and evicted from once", type=tokens_or_prompt, metavar="TOKENS",
     )  # fmt: skip

@@ -13,16 +13,17 @@ from torch import Tensor
 from specache_compile.errors import SpecacheError
 from specache_compile.kernels.op import Op, fake_of_query
 from specache_compile.kernels.state.center import partners, quarter_turn
+from specache_compile.kernels.state.operands import AttentionInputs, takes
 from specache_compile.methods.method import Method
 from specache_compile.options import whole
 from specache_compile.passes.recipe import OpCall, Recipe
 
-from .prompt_eviction import FIELDS, Prompt, PromptOptions, attend_and_keep, cost
+from .prompt_eviction import FIELDS, Compressed, Prompt, PromptOptions, attend_and_keep, cost
 
 
+@takes(new=AttentionInputs, kept=Compressed)
 def expected_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, cursor: Tensor, compressed: Tensor,
-    compressed_token: Tensor, budget: int, first: int, ahead: int, scale: float, softcap: float | None,
+    new: AttentionInputs, kept: Compressed, budget: int, first: int, ahead: int, scale: float, softcap: float | None,
     frequencies: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """Exact attention over the kept pairs and the new ones, which join them (`attend_and_keep`). Of a prompt longer
@@ -36,11 +37,9 @@ def expected_attention(
     def choose(prompt: Prompt) -> Tensor:
         tokens = prompt.pairs.shape[2]
         _, seen = prompt.attention_of(tokens - 1, tokens)
-        return chosen(prompt, seen[:, :, 0], partners(frequencies, q.shape[-1]), budget, first, ahead)
+        return chosen(prompt, seen[:, :, 0], partners(frequencies, new.q.shape[-1]), budget, first, ahead)
 
-    return attend_and_keep(
-        q, k, v, mask, sinks, cursor, (compressed, compressed_token), (scale, softcap), budget, choose
-    )
+    return attend_and_keep(new, kept, budget, scale, softcap, choose)
 
 
 def chosen(prompt: Prompt, seen: Tensor, turning: tuple[Tensor, Tensor], budget: int, first: int, ahead: int) -> Tensor:

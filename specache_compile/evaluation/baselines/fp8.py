@@ -13,6 +13,8 @@ from torch import Tensor
 from specache_compile.kernels.attention.extend import extend_attention, extend_attention_fused
 from specache_compile.kernels.costs import Arguments, Cost, Workload, bytes_of, elements, rows
 from specache_compile.kernels.op import Op, fake_nothing, fake_of_query
+from specache_compile.kernels.state.by_rows import by_rows
+from specache_compile.kernels.state.by_token import put
 from specache_compile.kernels.state.cursor import length_of
 from specache_compile.kernels.state.stored_pairs import FP8
 from specache_compile.methods.field import Field, always
@@ -24,16 +26,16 @@ from specache_compile.passes.recipe import OpCall, Recipe
 LARGEST = torch.finfo(FP8).max  # 448
 
 
+@by_rows(by_token=("fp8_codes",))
 def keep_fp8(k: Tensor, v: Tensor, padding: Tensor | None, cursor: Tensor, fp8_codes: Tensor) -> None:
-    """Put the new pairs k, v [B, H, T, d] behind those of fp8_codes uint8 [B, H, C, 2, d], as e4m3 codes.
+    """Put the new pairs k, v [B, H, T, d] behind those of fp8_codes uint8, in pages, as e4m3 codes.
 
     Each element becomes its nearest code, beyond ±448 that of ±448; NaN stays NaN. Every store gets padding; this one
     does not read it.
     """
-    start = length_of(cursor)
     pairs = torch.stack([k, v], dim=3)
     # Not every version of torch saturates by itself.
-    fp8_codes[:, :, start : start + k.shape[2]] = pairs.clamp(-LARGEST, LARGEST).to(FP8).view(torch.uint8)
+    put(fp8_codes, length_of(cursor), pairs.clamp(-LARGEST, LARGEST).to(FP8).view(torch.uint8))
 
 
 def cost_of_keeping(arguments: Arguments, load: Workload, site: int) -> Cost:
@@ -74,5 +76,5 @@ def recipe(options: MethodOptions, site: int) -> Recipe:
     return Recipe(attend, (OpCall("keep_fp8", ("fp8_codes",)),))
 
 
-FP8_CODES = Field("fp8_codes", "cache", whole_cache, always(torch.uint8), has_all_pairs=True)
+FP8_CODES = Field("fp8_codes", "cache", whole_cache, always(torch.uint8), by_page=True, has_all_pairs=True)
 METHOD = Method("fp8", Fp8Options, (FP8_CODES,), recipe)

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from specache_compile.kernels.attention.attention_ops import grouped_bias, product, weights_of
 from specache_compile.kernels.costs import Arguments, Cost, Workload, bytes_of, elements, pair_bytes, rows
-from specache_compile.kernels.movement.copy_queue import wait_for_offloads
 from specache_compile.kernels.op import Op, fake_nothing, fake_of_query
+from specache_compile.kernels.state.by_rows import by_rows
+from specache_compile.kernels.state.by_token import picked, put, tokens_of
 from specache_compile.kernels.state.cursor import length_of
-from specache_compile.kernels.state.segments import picked
+from specache_compile.kernels.state.operands import AttentionInputs, takes
 from specache_compile.methods import full
 from specache_compile.methods.drafting import DraftOptions
 from specache_compile.methods.field import Field, LayerShape
@@ -24,20 +25,20 @@ from specache_compile.options import whole
 from specache_compile.passes.recipe import OpCall, Recipe
 
 
+@by_rows(0, by_token=("device_keys", "host"))
+@takes(new=AttentionInputs)
 def kcache_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, cursor: Tensor, device_keys: Tensor,
-    host: Tensor, top_n: int, scale: float, softcap: float | None,
-) -> Tensor:  # fmt: skip
+    new: AttentionInputs, device_keys: Tensor, host: Tensor, top_n: int, scale: float, softcap: float | None
+) -> Tensor:
     """S = softmax(q·Kᵀ/√d) over all tokens; each query head takes only the values of its N largest (equation 4).
 
-    q [B, Hq, 1, d]; k, v [B, H, 1, d]; mask [B|1, Hq|1, 1, ≥ n + 1]; device_keys [B, H, C, d]; host: all pairs
-    (`segments.py`). The weights are not normalised again. The step waits for its fetch. Returns [B, Hq, 1, d] in q's
-    dtype.
+    new: of one token. device_keys: all keys, and host: all pairs (`by_token.py`). The weights are not normalised again.
+    The step waits for its fetch. Returns [B, Hq, 1, d] in q's dtype.
     """
-    wait_for_offloads(cursor)
+    q, k, v, mask, sinks, cursor = new
     length, heads = length_of(cursor), k.shape[1]
     query = q.float().unflatten(1, (heads, -1)) * scale
-    logits = product(query, torch.cat([device_keys[:, :, :length], k], 2), softcap)
+    logits = product(query, torch.cat([tokens_of(device_keys, 0, length), k], 2), softcap)
     if mask is not None:
         logits = logits + grouped_bias(mask, heads, length + 1)
     sink = None if sinks is None else sinks.float().view(heads, -1, 1, 1)
@@ -51,18 +52,18 @@ def kcache_attention(
 def values_of(host: Tensor, index: Tensor, length: int) -> Tensor:
     """The values [B, H, G, N, d] of tokens `index` [B, H, G, N], on the host tier's device."""
     if not length:
-        return host.new_zeros(*index.shape, host.shape[-1])
+        return torch.zeros(*index.shape, host.shape[-1], dtype=host.dtype, device=host.device)
     batch, heads = index.shape[:2]
     row = torch.arange(batch, device=host.device)[:, None, None, None]
     head = torch.arange(heads, device=host.device)[None, :, None, None]
     return picked(host, row, head, index, 1)
 
 
+@by_rows(by_token=("device_keys",))
 def keep_keys(k: Tensor, v: Tensor, padding: Tensor | None, cursor: Tensor, device_keys: Tensor) -> None:
-    """Put the new keys k [B, H, T, d] behind those of device_keys [B, H, C, d]. Every store gets v and padding; this
+    """Put the new keys k [B, H, T, d] behind those of device_keys. Every store gets v and padding; this
     one does not read them."""
-    start = length_of(cursor)
-    device_keys[:, :, start : start + k.shape[2]] = k
+    put(device_keys, length_of(cursor), k)
 
 
 def attention_behind_copies(q: Tensor, *rest: Any) -> Tensor:
@@ -107,17 +108,12 @@ class KCacheOptions(DraftOptions):
     top_n: int = whole(128, 1, "N: values that each query head fetches in a step", metavar="N")
     kept_layers: int = whole(1, 0, "first layers whose values stay on the device", metavar="LAYERS")
 
-    @property
-    def capacity_is_free(self) -> bool:
-        """Only without kept layers: their capacity is in tokens, that of the host tier in segments."""
-        return self.kept_layers == 0
-
 
 def keys_shape(options: KCacheOptions, layer: LayerShape, batch: int, capacity: int) -> tuple[int, ...]:
     return (batch, layer.heads, capacity, layer.head_dim)
 
 
-DEVICE_KEYS = Field("device_keys", "keys", keys_shape)
+DEVICE_KEYS = Field("device_keys", "keys", keys_shape, by_page=True)
 
 
 def fields_at(options: KCacheOptions, layer: LayerShape) -> tuple[Field, ...]:

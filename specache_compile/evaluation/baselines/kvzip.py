@@ -23,13 +23,14 @@ from specache_compile.compat import with_cache
 from specache_compile.errors import SpecacheError
 from specache_compile.kernels.attention.attention_ops import BLOCK
 from specache_compile.kernels.op import Op, fake_of_query
+from specache_compile.kernels.state.operands import AttentionInputs, takes
 from specache_compile.kernels.state.stored_tiers import EMPTY
 from specache_compile.methods.method import Method
 from specache_compile.options import whole
 from specache_compile.passes.recipe import OpCall, Recipe
 from specache_compile.runtime.step import Step
 
-from .prompt_eviction import FIELDS, Prompt, PromptOptions, attend_and_keep, cost
+from .prompt_eviction import FIELDS, Compressed, Prompt, PromptOptions, attend_and_keep, cost
 
 REPEAT = "\n\nRepeat the previous context exactly."
 REPEAT_PART = "\n\nRepeat the part of the previous context exactly, starting with"
@@ -39,15 +40,11 @@ NAMED = 8
 Encode = Callable[[str], list[int]]
 
 
-def kvzip_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, cursor: Tensor, compressed: Tensor,
-    compressed_token: Tensor, budget: int, scale: float, softcap: float | None,
-) -> Tensor:  # fmt: skip
+@takes(new=AttentionInputs, kept=Compressed)
+def kvzip_attention(new: AttentionInputs, kept: Compressed, budget: int, scale: float, softcap: float | None) -> Tensor:
     """Exact attention over the kept pairs and the new ones, which join them (`attend_and_keep`). A prompt longer than
     the budget is refused: what stays of it is chosen by a second reading (`chosen`)."""
-    return attend_and_keep(
-        q, k, v, mask, sinks, cursor, (compressed, compressed_token), (scale, softcap), budget, refuse
-    )
+    return attend_and_keep(new, kept, budget, scale, softcap, refuse)
 
 
 def refuse(prompt: Prompt) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from specache_compile.kernels.attention.attention_ops import BLOCK, grouped_bias
 from specache_compile.kernels.costs import Arguments, Cost, Workload, bytes_of, elements, pair_bytes, size_of
 from specache_compile.kernels.costs import rows as heads_of
 from specache_compile.kernels.state.cursor import length_of
+from specache_compile.kernels.state.operands import AttentionInputs
 from specache_compile.kernels.state.stored_tiers import EMPTY
 from specache_compile.methods.field import Cropped, Field, LayerShape, LayerState, always
 
@@ -37,19 +39,23 @@ class Prompt:
 Choose = Callable[[Prompt], Tensor]
 
 
+class Compressed(NamedTuple):
+    """The kept pairs [B, H, N, 2, d] and their tokens int32 [B, H, N] (-1: empty)."""
+
+    compressed: Tensor
+    compressed_token: Tensor
+
+
 def attend_and_keep(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, cursor: Tensor,
-    kept: tuple[Tensor, Tensor], scaling: tuple[float, float | None], budget: int, choose: Choose,
-) -> Tensor:  # fmt: skip
+    new: AttentionInputs, kept: Compressed, budget: int, scale: float, softcap: float | None, choose: Choose
+) -> Tensor:
     """Exact attention of T new tokens over the kept pairs and each other; the new pairs then join the kept ones. Of a
     prompt (nothing is cached before it) longer than the budget b only the b pairs stay that `choose` names.
 
-    q [B, Hq, T, d]; k, v [B, H, T, d]; mask [B|1, Hq|1, T|1, ≥ n + T] beside causality, column t is token t;
-    sinks [Hq]; scaling: scale, softcap. Mutates kept: compressed [B, H, N, 2, d] and compressed_token int32 [B, H, N]
-    (-1: empty), N at least b and the tokens behind the prompt. A step that failed half way may be taken again. Returns
+    Mutates kept, N at least b and the tokens behind the prompt. A step that failed half way may be taken again. Returns
     [B, Hq, T, d] in q's dtype.
     """
-    (compressed, compressed_token), (scale, softcap) = kept, scaling
+    (q, k, v, mask, sinks, cursor), (compressed, compressed_token) = new, kept
     length, heads, tokens = length_of(cursor), k.shape[1], k.shape[2]
     query = q.float().unflatten(1, (heads, -1)) * scale
     bias = None if mask is None else grouped_bias(mask, heads, length + tokens)
@@ -59,9 +65,9 @@ def attend_and_keep(
     place = torch.arange(before, device=q.device)
     there = place < held.unsqueeze(-1)
     pairs = compressed[:, :, :before].masked_fill(~there[..., None, None], 0.0)
-    new = torch.stack([k, v], dim=3)
+    added = torch.stack([k, v], dim=3)
     number = torch.arange(length, length + tokens, dtype=torch.int32, device=q.device).expand(*k.shape[:3])
-    every = torch.cat([pairs, new], 2)
+    every = torch.cat([pairs, added], 2)
     token = torch.cat([compressed_token[:, :, :before].masked_fill(~there, EMPTY), number], 2)
 
     def attention_of(first: int, stop: int) -> tuple[Tensor, Tensor]:
@@ -84,7 +90,7 @@ def attend_and_keep(
         compressed_token[:, :, :budget] = token.gather(2, stays)
     else:
         behind = held.unsqueeze(-1) + torch.arange(tokens, device=q.device)
-        compressed.scatter_(2, behind[..., None, None].expand(new.shape), new)
+        compressed.scatter_(2, behind[..., None, None].expand(added.shape), added)
         compressed_token.scatter_(2, behind, number)
     return torch.cat(outputs, 3).flatten(1, 2).to(q.dtype).contiguous()
 

@@ -6,26 +6,26 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specache_compile.errors import OptionError
 from specache_compile.kernels.op import Op, fake_of_query
+from specache_compile.kernels.state.operands import AttentionInputs, takes
 from specache_compile.methods.method import Method
-from specache_compile.options import choice, option, whole
+from specache_compile.options import accepting, choice, option, whole
 from specache_compile.passes.recipe import OpCall, Recipe
 
-from .prompt_eviction import FIELDS, Prompt, PromptOptions, attend_and_keep, cost
+from .prompt_eviction import FIELDS, Compressed, Prompt, PromptOptions, attend_and_keep, cost
 
 POOLINGS: dict[str, Callable[..., Tensor]] = {"max": F.max_pool1d, "average": F.avg_pool1d}
 
 
+@takes(new=AttentionInputs, kept=Compressed)
 def snapkv_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, cursor: Tensor, compressed: Tensor,
-    compressed_token: Tensor, budget: int, window: int, kernel: int, pooling: str, scale: float, softcap: float | None,
+    new: AttentionInputs, kept: Compressed, budget: int, window: int, kernel: int, pooling: str, scale: float,
+    softcap: float | None,
 ) -> Tensor:  # fmt: skip
     """Exact attention over the kept pairs and the new ones, which join them (`attend_and_keep`). Of a prompt longer
     than the budget b the b pairs stay that `chosen` names."""
@@ -35,9 +35,7 @@ def snapkv_attention(
         attention, seen = prompt.attention_of(tokens - min(window, budget), tokens)
         return chosen(attention, seen[:, :, -1], budget, kernel, pooling)
 
-    return attend_and_keep(
-        q, k, v, mask, sinks, cursor, (compressed, compressed_token), (scale, softcap), budget, choose
-    )
+    return attend_and_keep(new, kept, budget, scale, softcap, choose)
 
 
 def chosen(attention: Tensor, seen: Tensor, budget: int, kernel: int, pooling: str) -> Tensor:
@@ -69,11 +67,6 @@ ATTENTION = Op(
 )  # fmt: skip
 
 
-def check_kernel(name: str, value: Any) -> None:
-    if type(value) is not int or value < 1 or value % 2 == 0:
-        raise OptionError(f"option {name}={value!r}: give an odd number of tokens, 1 or more")
-
-
 @dataclass(frozen=True)
 class SnapKVOptions(PromptOptions):
     """The defaults are the paper's on LongBench."""
@@ -81,7 +74,11 @@ class SnapKVOptions(PromptOptions):
     method: str = "snapkv"
     window: int = whole(32, 1, "w: last queries of the prompt, which choose, and whose own pairs stay", metavar="W")
     kernel: int = option(
-        7, check_kernel, "neighbours over which a token's votes are pooled", type=int, metavar="TOKENS"
+        7,
+        accepting(lambda n: type(n) is int and n >= 1 and n % 2, "give an odd number of tokens, 1 or more"),
+        "neighbours over which a token's votes are pooled",
+        type=int,
+        metavar="TOKENS",
     )
     pooling: str = choice("max", tuple(POOLINGS), "how they are pooled")
 

@@ -24,9 +24,10 @@ from specache_compile.kernels.decode.triton_decode import (
 )
 from specache_compile.kernels.decode.triton_plain import attend_pairs
 from specache_compile.kernels.state.layout import Layout
+from specache_compile.kernels.state.operands import AttentionInputs, takes
 from specache_compile.kernels.state.stored_pairs import FP8
 from specache_compile.kernels.state.stored_tiers import StoredTiers
-from specache_compile.kernels.state.triton_cursor import AT_LENGTH
+from specache_compile.kernels.state.triton_cursor import AT_LENGTH, place_in_page
 
 LARGEST, SMALLEST_NORMAL = tl.constexpr(torch.finfo(FP8).max), tl.constexpr(2.0**-6)
 # Codes of numbers below the smallest normal one count in these.
@@ -47,13 +48,13 @@ def to_e4m3(x):
     return code.to(tl.uint8)
 
 
-@triton.jit(do_not_specialize=["heads", "count", "capacity", "columns"])
+@triton.jit(do_not_specialize=["heads", "count", "columns"])
 def store_codes(
-    # k and v [B, H, T, d] with contiguous channels; cursor int64 [B, 4]; written: codes uint8 [B, H, C, 2, d].
+    # k and v [B, H, T, d] with contiguous channels; cursor int64 [B, columns]; written: codes uint8 [P, H, 256, 2, d].
     k, v, cursor, codes,
     k_batch, k_head, k_token, v_batch, v_head, v_token,
-    # H, T, C, columns of the cursor.
-    heads, count, capacity, columns,
+    # H, T, columns of the cursor.
+    heads, count, columns,
     d: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK new tokens of one head. Bytes per token: the pair read, 2·d written."""
@@ -63,7 +64,8 @@ def store_codes(
     there = (token < count) & (channel < d)
     key = tl.load(k + batch * k_batch + head * k_head + token * k_token + channel, there, 0.0)
     value = tl.load(v + batch * v_batch + head * v_head + token * v_token + channel, there, 0.0)
-    at = codes + (bh * capacity + tl.load(cursor + batch * columns + AT_LENGTH) + token) * (2 * d) + channel
+    row = cursor + batch * columns
+    at = codes + place_in_page(row, head, tl.load(row + AT_LENGTH) + token, heads, token < count) * (2 * d) + channel
     tl.store(at, to_e4m3(key.to(tl.float32)), there)
     tl.store(at + d, to_e4m3(value.to(tl.float32)), there)
 
@@ -71,7 +73,7 @@ def store_codes(
 @triton.jit(do_not_specialize=[*MASK_STRIDES, "columns", "parts", "width"])
 def add_new_pair(
     # q [B, Hq, 1, d], contiguous; k and v [B, H, 1, d] with contiguous channels; mask [B, Hq, 1, > n] uint8 or
-    # additive, unused without a mask; sinks [Hq]; cursor int64 [B, 4]; the sums of `attend_rows`.
+    # additive, unused without a mask; sinks [Hq]; cursor int64 [B, columns]; the sums of `attend_rows`.
     q, k, v, mask, sinks, cursor, partial, peaks, totals,
     # Written: out [B, Hq, 1, d].
     out,
@@ -117,18 +119,17 @@ def keep_fp8(k: Tensor, v: Tensor, padding: Tensor | None, cursor: Tensor, fp8_c
         k, v, cursor, fp8_codes,
         k_batch=k.stride(0), k_head=k.stride(1), k_token=k.stride(2),
         v_batch=v.stride(0), v_head=v.stride(1), v_token=v.stride(2),
-        heads=heads, count=count, capacity=fp8_codes.shape[2], columns=cursor.stride(0),
+        heads=heads, count=count, columns=cursor.stride(0),
         d=d, CHANNELS=stored_dim(d), BLOCK=TOKEN_BLOCK, num_warps=4,
     )  # fmt: skip
 
 
-def fp8_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, cursor: Tensor, fp8_codes: Tensor,
-    scale: float, softcap: float | None,
-) -> Tensor:  # fmt: skip
+@takes(new=AttentionInputs)
+def fp8_attention(new: AttentionInputs, fp8_codes: Tensor, scale: float, softcap: float | None) -> Tensor:
     """Compute `extend_attention` of one new token over e4m3 pairs; the device reads the length."""
-    q = q.contiguous()
-    k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
+    _, _, _, mask, sinks, cursor = new
+    q = new.q.contiguous()
+    k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (new.k, new.v))
     batch, query_heads, _, d = q.shape
     form = kind, read_mask, strides = mask_form(mask, batch, query_heads, 1)
     none = q.new_empty((0, 0, 0))

@@ -32,18 +32,22 @@ def overlapping(tokens: int, samples: int, size: int) -> str:
 
 
 def hide(
-    haystack: Sequence[int], length: int, needle: Sequence[int], depth: float, question: Sequence[int],
+    haystack: Sequence[int], length: int, needles: Sequence[tuple[float, Sequence[int]]], question: Sequence[int],
     rng: random.Random,
 ) -> list[int]:  # fmt: skip
     """A prompt of exactly `length` tokens: text from a random place of the haystack, and `question`.
 
-    The needle stands at its depth of the text (0 = first, 1 = right before the question).
+    Each needle stands at its depth of the text (0 = first, 1 = right before the question).
     """
-    room = length - len(question) - len(needle)
+    room = length - len(question) - sum(len(needle) for _, needle in needles)
     if room < 0:
         raise SpecacheError(f"this prompt needs at least {length - room} tokens, not {length}")
     if room >= len(haystack):
         raise too_short(len(haystack), room)
     start = rng.randrange(len(haystack) - room)
-    cut = start + round(depth * room)
-    return [*haystack[start:cut], *needle, *haystack[cut : start + room], *question]
+    prompt, last = list[int](), start
+    for depth, needle in sorted(needles):
+        cut = start + round(depth * room)
+        prompt += [*haystack[last:cut], *needle]
+        last = cut
+    return [*prompt, *haystack[last : start + room], *question]

@@ -1,4 +1,7 @@
-"""Needle in a haystack: one pass key hidden at some depth of some length of text (SpeCache, Figure 4)."""
+"""Needle in a haystack: a pass key hidden at some depth of some length of text (SpeCache, Figure 4).
+
+Named keys stand twice in their needle, and the question requests one (the multi-key needle of RULER, arXiv 2404.06654).
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,7 @@ import functools
 import random
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
-from specache_compile.evaluation.reader import Reader
 from specache_compile.evaluation.runner import Runner
 
 from .haystack import hide
@@ -16,8 +17,12 @@ from .task import Bench, Cell, Outcome, TaskQuestion
 
 NEEDLE = "\nThe pass key is {key}. Remember it.\n"
 QUESTION = "\nWhat is the pass key? The pass key is "
+NAMED_NEEDLE = "\nThe pass key of {name} is {key}. Remember it. {key} is the pass key of {name}.\n"
+NAMED_QUESTION = "\nWhat is the pass key of {name}?\nThe pass key of {name} is "
+NAMES = ("London", "Paris", "Tokyo", "Cairo", "Berlin", "Madrid", "Moscow", "Dublin")
 # The question to a chat model, and the most tokens of its answer.
 CHAT_QUESTION = "\nWhat is the pass key? Answer with the five digits."
+CHAT_NAMED_QUESTION = "\nWhat is the pass key of {name}? Answer with the five digits."
 CHAT_ANSWER = 16
 KEY_DIGITS = 5
 DEPTHS = 11
@@ -27,24 +32,36 @@ def random_key(rng: random.Random) -> str:
     return "".join(rng.choice("0123456789") for _ in range(KEY_DIGITS))
 
 
-def plain_question(
-    haystack: Sequence[int], length: int, depth: float, rng: random.Random, encode: Callable[[str], Sequence[int]]
-) -> TaskQuestion:
-    """A prompt of exactly `length` tokens whose needle is at `depth` (0 = first, 1 = right before the question)."""
-    key, question = random_key(rng), encode(QUESTION)
-    prompt = hide(haystack, length, encode(NEEDLE.format(key=key)), depth, question, rng)
-    return TaskQuestion(prompt, key, depth, len(question))
+def key_question(
+    haystack: Sequence[int], length: int, depth: float, rng: random.Random, encode: Callable[[str], Sequence[int]],
+    keys: int = 0, around: tuple[Sequence[int], Sequence[int]] = ((), ()), chat: bool = False,
+) -> TaskQuestion:  # fmt: skip
+    """A prompt of exactly `length` tokens whose needle is at `depth` (0 = first, 1 = right before the question).
+
+    keys: number of named needles, of which all but the requested one have random depths; 0: one without a name.
+    around: tokens before and after text, needles and question, such as those of a chat model's turn.
+    chat: whether the question is one to a chat model.
+    """
+    key, name, needles = needles_at(depth, keys, rng, encode)
+    texts = (CHAT_QUESTION, CHAT_NAMED_QUESTION) if chat else (QUESTION, NAMED_QUESTION)
+    question, (before, behind) = encode(texts[bool(keys)].format(name=name)), around
+    words = hide(haystack, length - len(before) - len(behind), needles, question, rng)
+    return TaskQuestion([*before, *words, *behind], key, depth, len(question) + len(behind))
 
 
-def chat_question(
-    reader: Reader, haystack: Sequence[int], length: int, depth: float, rng: random.Random
-) -> TaskQuestion:
-    """As `plain_question`, for a chat model: text, needle and question are one user message in a turn of `length`
-    tokens."""
-    key, question, (before, behind) = random_key(rng), reader.encode(CHAT_QUESTION), reader.around()
-    needle, words = reader.encode(NEEDLE.format(key=key)), length - len(before) - len(behind)
-    prompt = [*before, *hide(haystack, words, needle, depth, question, rng), *behind]
-    return TaskQuestion(prompt, key, depth, len(question) + len(behind))
+def needles_at(
+    depth: float, keys: int, rng: random.Random, encode: Callable[[str], Sequence[int]]
+) -> tuple[str, str, list[tuple[float, Sequence[int]]]]:
+    """The requested key, its name, and the needles with their depths; the requested one is first."""
+    key = random_key(rng)
+    if not keys:
+        return key, "", [(depth, encode(NEEDLE.format(key=key)))]
+    names = rng.sample(NAMES, keys)
+    placed = [(depth, key), *((rng.random(), random_key(rng)) for _ in range(keys - 1))]
+    needles = [
+        (at, encode(NAMED_NEEDLE.format(name=name, key=one))) for name, (at, one) in zip(names, placed, strict=True)
+    ]
+    return key, names[0], needles
 
 
 def depths_of(bench: Bench) -> list[float]:
@@ -54,11 +71,8 @@ def depths_of(bench: Bench) -> list[float]:
 
 
 def question_at(bench: Bench, length: int, depth: float, rng: random.Random) -> TaskQuestion:
-    if bench.chat:
-        return chat_question(bench.reader, bench.haystack, length, depth, rng)
-    begin = bench.reader.begin()
-    one = plain_question(bench.haystack, length - len(begin), depth, rng, bench.reader.encode)
-    return replace(one, prompt=[*begin, *one.prompt])
+    around = bench.reader.around() if bench.chat else (bench.reader.begin(), [])
+    return key_question(bench.haystack, length, depth, rng, bench.reader.encode, bench.keys, around, bench.chat)
 
 
 def is_right(answer: str, key: str, chat: bool) -> bool:
@@ -88,6 +102,7 @@ def cells(bench: Bench) -> list[Cell]:
         rng = random.Random(f"{bench.seed}/{length}")
         questions = [question_at(bench, length - answer, depth, rng) for depth in depths_of(bench)]
         work = functools.partial(measure, questions=questions, new_tokens=answer, bench=bench)
-        return Cell(str(length), length, work, {"chat": True} if bench.chat else {})
+        facts = {**({"chat": True} if bench.chat else {}), **({"keys": bench.keys} if bench.keys else {})}
+        return Cell(str(length), length, work, facts)
 
     return [cell(length) for length in bench.lengths]

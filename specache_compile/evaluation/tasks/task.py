@@ -27,6 +27,7 @@ class Bench:
     texts: files that replace the held-out library source.
     chat: whether the chat template is applied to the needles' prompts.
     blind: whether the context is prefilled before the question.
+    keys: number of named keys in a prompt of needle; 0: one without a name.
     """
 
     reader: Reader
@@ -37,6 +38,7 @@ class Bench:
     texts: tuple[Path, ...] = ()
     chat: bool = False
     blind: bool = False
+    keys: int = 0
 
     @cached_property
     def haystack(self) -> list[int]:

@@ -19,7 +19,7 @@ from specache_compile.serving.calls import format_of, grammar_of_call, grammar_o
 from specache_compile.serving.served_model import ServedModel
 from specache_compile.serving.structured import Constraint, matcher_of, of_schema
 
-from .requests import CALL_ID, Body, ChatBody, CompletionBody, Message, ToolChoice
+from .requests import CALL_ID, Body, ChatBody, CompletionBody, Message, Tool
 
 
 def completion(served: ServedModel, body: CompletionBody) -> Question:
@@ -114,7 +114,7 @@ def schema_of(body: Body) -> dict[str, Any] | None:
 def called_of(served: ServedModel, body: ChatBody, opening: str) -> str | None:
     """The grammar of an answer with tool calls; None: calls are not constrained."""
     choice, form, schema = body.tool_choice or "auto", format_of(served.tokenizer), schema_of(body)
-    named = choice.function.name if isinstance(choice, ToolChoice) else None
+    named = choice.function.name if isinstance(choice, Tool) else None
     offered = [tool.function for tool in body.tools or [] if named in (None, tool.function.name)]
     functions = [function.model_dump() for function in offered]
     if choice == "none" or (choice == "auto" and not (form and functions)):

@@ -197,19 +197,10 @@ class Function(BaseModel):
 
 
 class Tool(BaseModel):
+    """A function that the answer may call; as `tool_choice`, by its name, the one that it must call."""
+
     type: Literal["function"]
     function: Function
-
-
-class Named(BaseModel):
-    name: str
-
-
-class ToolChoice(BaseModel):
-    """The function that the answer must call."""
-
-    type: Literal["function"]
-    function: Named
 
 
 class ChatBody(Body):
@@ -217,7 +208,7 @@ class ChatBody(Body):
     max_completion_tokens: Count | None = None
     modalities: list[Literal["text"]] | None = None
     tools: list[Tool] | None = None
-    tool_choice: Literal["auto", "none", "required"] | ToolChoice | None = None
+    tool_choice: Literal["auto", "none", "required"] | Tool | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     logprobs: Flag | None = None

@@ -1,0 +1,562 @@
+"""Caches that share pages: each generates the same as alone, whatever the others do and whatever fails."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import DynamicCache, LlamaForCausalLM
+
+import specache_compile as sc
+from conftest import compiled_with, prompt, tiny_llama
+from held_tiers import at_hand, differences, held, in_rows
+from specache_compile.caches.joining import crop_rows
+from specache_compile.compat import cache_of, with_cache
+from specache_compile.kernels.attention import extend
+from specache_compile.kernels.state.page_table import PAGE
+from specache_compile.paging import pool as pools
+from specache_compile.paging.pool import PagePool
+from specache_compile.runtime import tiers as tiers_module
+from specache_compile.runtime.regroup import regrouped
+from specache_compile.runtime.session import Session, session_of
+from specache_compile.runtime.state import MEASURE, bytes_in_16_bits, device_total, fields_of, predicted_bytes
+from specache_compile.runtime.step import opened
+
+SMALL = {"lowering": "eager", "group_size": 32, "residual_length": 32, "top_k": 8}
+METHODS = {
+    "default": SMALL,
+    "16 bits on the host": {**SMALL, "host_bits": 16},
+    "h2o": {"lowering": "eager", "method": "h2o", "budget": 400},
+    **{method: {"lowering": "eager", "method": method} for method in ("full", "offload", "fp8", "kcache")},
+}
+
+
+pytestmark = pytest.mark.one_process
+
+
+@functools.cache
+def model_of(method: str, layers: int = 1) -> LlamaForCausalLM:
+    return compiled_with(tiny_llama(num_hidden_layers=layers), METHODS[method])
+
+
+@pytest.fixture
+def model() -> LlamaForCausalLM:
+    return model_of("default")
+
+
+@torch.no_grad()
+def step(model: Any, ids: Tensor, cache: DynamicCache | None = None, **more: Any) -> tuple[Tensor, DynamicCache]:
+    out = model(ids, **with_cache(cache), use_cache=True, **more)
+    return out.logits[:, -1], cache_of(out)
+
+
+def pool_of(cache: DynamicCache) -> PagePool:
+    pool: PagePool | None = at_hand(cache).tiers.pool
+    assert pool is not None
+    return pool
+
+
+def go_on(model: Any, cache: DynamicCache, *calls: int) -> list[Tensor]:
+    """Return the last logits of further calls of so many tokens each."""
+    rows = at_hand(cache).tiers.batch
+    return [step(model, prompt(tokens, rows, seed=7 + n), cache)[0] for n, tokens in enumerate(calls)]
+
+
+def equal(ours: list[Tensor], theirs: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.fixture
+def copied(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """The pages that are copied, as (from, to)."""
+    found, copy_page = [], PagePool.copy
+
+    def counted(pool: PagePool, source: int, target: int, other: PagePool | None = None) -> None:
+        found.append((source, target))
+        copy_page(pool, source, target, other)
+
+    monkeypatch.setattr(PagePool, "copy", counted)
+    return found
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_copies_that_share_pages_generate_as_caches_of_their_own(method: str) -> None:
+    """Both continue, over a page's end, and one is cropped into the shared pages."""
+    model, ids = model_of(method), prompt(500, 2)
+    first, second, third, alone = (step(model, ids)[1] for _ in range(4))
+    expected = [go_on(model, first, 1, 30, 1), go_on(model, second, 40, 1)]
+    if method != "h2o":
+        third.crop(-260)
+        expected.append(go_on(model, third, 1, 300, 1))
+    ours = [alone, copy.deepcopy(alone), *([copy.deepcopy(alone)] if method != "h2o" else [])]
+    if method != "h2o":
+        ours[2].crop(-260)
+    found = [
+        go_on(model, cache, *calls) for cache, calls in zip(ours, ((1, 30, 1), (40, 1), (1, 300, 1)), strict=False)
+    ]
+    assert all(equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_a_copy_costs_its_table_and_the_buffers_of_its_rows(model: LlamaForCausalLM) -> None:
+    _, cache = step(model, prompt(3000))
+    pool = pool_of(cache)
+    before, held_before = pool.pages, pool.held
+    copies = [copy.deepcopy(cache) for _ in range(8)]
+    assert all(pool_of(each) is pool for each in copies)
+    assert (pool.pages, pool.held) == (before, held_before)
+    assert max(pool.counts) == 9
+    del copies
+    gc.collect()
+    assert pool.held == held_before
+    assert max(pool.counts) == 1
+
+
+class Allocations(TorchDispatchMode):
+    """Counts the bytes of new tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.bytes += sum(x.nbytes for x in tree_leaves(out) if isinstance(x, Tensor)) * (not func.is_view)
+        return out
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("method", ["default", "full", "fp8"])
+def test_a_copy_of_32k_tokens_allocates_its_table_and_its_rows(method: str) -> None:
+    model = model_of(method)
+    _, cache = step(model, prompt(300))
+    session = at_hand(cache)
+    pairs = torch.randn(2, 1, session.layers[0].heads, 32_768 - 300, session.layers[0].head_dim)
+    with opened(session, pairs.shape[3], None) as call:
+        call.fill([(pairs[0], pairs[1])], None)
+    assert session.length == 32_768
+    with Allocations() as counted:
+        session.fork(session.held(0, "keys").handle)
+    tiers = session.tiers
+    rows = sum(x.nbytes for x in tiers.all_rows[0].values())
+    assert counted.bytes < 4 * (rows + tiers.table.nbytes + 1024) < bytes_in_16_bits(session.layers, 1, 32_768) / 20
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_cache_has_the_bytes_that_are_predicted(method: str) -> None:
+    _, cache = step(model_of(method), prompt(700, 2))
+    session = at_hand(cache)
+    predicted = predicted_bytes(session.options, session.layers, 2, 700)
+    assert session.tiers.bytes_by_tier() == predicted
+    fields = {field.name: field for field in fields_of(session.options, session.layers[0]) if field.tier != MEASURE}
+    assert device_total(predicted) == sum(
+        session.state[0][n].nbytes for n, field in fields.items() if not field.on_host
+    )
+
+
+@pytest.mark.parametrize("method", ["full", "offload", "default"])
+def test_the_first_step_after_a_copy_copies_the_last_page(method: str, copied: list[tuple[int, int]]) -> None:
+    model = model_of(method)
+    _, cache = step(model, prompt(900))
+    twin = copy.deepcopy(cache)
+    copied.clear()
+    step(model, prompt(1), twin)
+    assert len(copied) == 1
+    step(model, prompt(1), cache)
+    step(model, prompt(1), twin)
+    assert len(copied) == 1, "then each has a page of its own"
+
+
+def test_a_copy_that_has_died_shares_no_page(model: LlamaForCausalLM, copied: list[tuple[int, int]]) -> None:
+    _, cache = step(model, prompt(900))
+    twin = copy.deepcopy(cache)
+    del twin
+    gc.collect()
+    copied.clear()
+    step(model, prompt(1), cache)
+    assert not copied
+
+
+def test_copies_with_other_hidden_tokens_do_not_share_their_codes(model: LlamaForCausalLM) -> None:
+    """Hidden tokens do not count in the ranges of the codes that the window's tokens get later."""
+    ids, seen = prompt(510), torch.ones(1, 512 + 60, dtype=torch.int64)
+    hidden = seen.clone()
+    hidden[:, 490:500] = 0
+
+    def continued(mask: Tensor, cache: DynamicCache) -> list[Tensor]:
+        return [step(model, prompt(40, seed=3), cache, attention_mask=mask[:, :550])[0], *go_on(model, cache, 1)]
+
+    start = step(model, ids)[1]
+    expected = [continued(mask, step(model, ids)[1]) for mask in (seen, hidden, seen)]
+    copies = [copy.deepcopy(start), copy.deepcopy(start), start]
+    found = [continued(mask, cache) for mask, cache in zip((seen, hidden, seen), copies, strict=True)]
+    assert all(equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_a_crop_of_a_copy_leaves_the_other_cache_as_it_was() -> None:
+    model = model_of("16 bits on the host")
+    _, cache = step(model, prompt(700, 2))
+    before = held(at_hand(cache))
+    twin = copy.deepcopy(cache)
+    twin.crop(-200)
+    go_on(model, twin, 100, 1)
+    assert not differences(before, held(at_hand(cache)))
+
+
+def test_rows_that_are_selected_share_pages_until_they_write(
+    model: LlamaForCausalLM, copied: list[tuple[int, int]]
+) -> None:
+    """As in a beam search: only partly filled pages are copied."""
+    _, cache = step(model, prompt(600, 3))
+    other = step(model, prompt(600, 3))[1]
+    pool = pool_of(cache)
+    cache.batch_select_indices(torch.tensor([2, 0]))
+    assert at_hand(cache).tiers.most_rows == 2, "no padding row writes to a page of a row"
+    cache.batch_repeat_interleave(2)
+    assert pool_of(cache).held == 6
+    copied.clear()
+    found = go_on(model, cache, 1, 1)
+    assert len(copied) == 2
+    other.reorder_cache(torch.tensor([2, 2, 0, 0]))
+    assert equal(found, go_on(model, other, 1, 1))
+    assert pool_of(cache) is pool
+
+
+def test_a_selection_that_runs_out_of_memory_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of("16 bits on the host")
+    _, cache = step(model, prompt(300, 3))
+    other = copy.deepcopy(cache)
+    before = held(at_hand(cache))
+    cache.reorder_cache(torch.tensor([1, 1, 0, 2]))
+    with monkeypatch.context() as patch:
+        patch.setattr(tiers_module, "row_state", out_of_memory)
+        with pytest.raises(torch.OutOfMemoryError):
+            step(model, prompt(1, 4), cache)
+    session = session_of(cache)
+    assert session is not None
+    assert not differences(before, held(session))
+    other.reorder_cache(torch.tensor([1, 1, 0, 2]))
+    assert equal(go_on(model, cache, 1, 1), go_on(model, other, 1, 1))
+
+
+def out_of_memory(*given: Any, **more: Any) -> Any:
+    raise torch.OutOfMemoryError
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])
+@pytest.mark.parametrize("method", ["16 bits on the host", "full", "h2o"])
+def test_growth_that_fails_can_be_repeated(
+    method: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the middle of a pool's tensors, or of the buffers of rows that grow (h2o)."""
+    model, ids = model_of(method, 2), prompt(250)
+    cache, other = (step(model, ids)[1] for _ in range(2))
+    module: Any = tiers_module if method == "h2o" else pools
+    whole, calls = module.empty, list[Any]()
+
+    def failing(*given: Any, **more: Any) -> Any:
+        calls.append(given)
+        if len(calls) == 2:
+            raise error
+        return whole(*given, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "empty", failing)
+        with pytest.raises(error):
+            step(model, prompt(300, seed=5), cache)
+    assert len(calls) == 2
+    found, expected = (step(model, prompt(300, seed=5), each)[0] for each in (cache, other))
+    assert torch.equal(found, expected)
+    assert equal(go_on(model, cache, 1, 1), go_on(model, other, 1, 1))
+
+
+@pytest.mark.parametrize("method", ["default", "full", "h2o"])
+def test_a_loaded_session_grows_over_its_pages_and_its_bucket(tmp_path: Path, method: str) -> None:
+    model = model_of(method)
+    _, cache = step(model, prompt(500, 2))
+    sc.save(cache, tmp_path)
+    again = sc.load(tmp_path, model)
+    assert equal(go_on(model, again, 100, 1, 600, 1), go_on(model, cache, 100, 1, 600, 1))
+
+
+@pytest.mark.parametrize("method", ["default", "h2o"])
+def test_a_cropped_cache_is_saved_and_loaded(tmp_path: Path, method: str) -> None:
+    """Also of a method that drops pairs, whose buffers stay as large as before the crop."""
+    model = model_of(method)
+    _, cache = step(model, prompt(700))
+    cache.crop(-500)
+    sc.save(cache, tmp_path)
+    assert equal(go_on(model, sc.load(tmp_path, model), 1, 100, 1), go_on(model, cache, 1, 100, 1))
+
+
+def test_a_row_without_tokens_is_copied_saved_and_loaded(model: LlamaForCausalLM, tmp_path: Path) -> None:
+    _, cache = step(model, prompt(300, 2))
+    crop_rows(cache, [0, 270])
+    assert [len(row) for row in at_hand(cache).tiers.pages] == [0, 2]
+    sc.save(cache, tmp_path)
+    places = {"position_ids": torch.tensor([[0], [270]])}
+    caches = [cache, copy.deepcopy(cache), sc.load(tmp_path, model)]
+    first, *others = (step(model, prompt(1, 2), each, **places)[0] for each in caches)
+    assert equal(others, [first, first])
+
+
+def test_threads_continue_copies_that_share_a_pool_which_grows(model: LlamaForCausalLM) -> None:
+    _, cache = step(model, prompt(250))
+    expected = go_on(model, copy.deepcopy(cache), *[40] * 12)
+    caches, found = [copy.deepcopy(cache) for _ in range(4)], dict[int, list[Tensor]]()
+
+    def run(number: int) -> None:
+        found[number] = go_on(model, caches[number], *[40] * 12)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(equal(found[number], expected) for number in range(4))
+    assert len({id(pool_of(each)) for each in caches}) == 1
+
+
+def derived(kind: str, model: Any, cache: DynamicCache, folder: Path) -> DynamicCache:
+    """Return a cache that was made from another one."""
+    if kind == "loaded":
+        sc.save(cache, folder)
+    made = {
+        "copied": lambda: copy.deepcopy(cache),
+        "loaded": lambda: sc.load(folder, model),
+        "split": lambda: sc.split(cache)[0],
+        "joined": lambda: sc.join([cache, step(model, prompt(300))[1]]),
+    }
+    return made[kind]()
+
+
+@pytest.mark.parametrize("kind", ["copied", "loaded", "split", "joined"])
+def test_a_pool_waits_for_the_copies_of_each_cache(
+    kind: str, model: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before its pages move, and before pages of a cache that has died are free."""
+    cache = step(model, prompt(300))[1]
+    made = derived(kind, model, cache, tmp_path)
+    session, pool, waited = session_of(made), pool_of(made), []
+    with monkeypatch.context() as patch:
+        patch.setattr(Session, "settle", lambda session: waited.append(session))
+        pool.grow_to(pool.pages, len(pool.counts))
+    assert session in waited
+    queue = at_hand(made).queue
+    waited.clear()
+    del made, session
+    gc.collect()
+    assert queue in pool.returned[-1][1]
+
+
+@pytest.mark.parametrize("work", ["copy", "materialize", "save", "crop", "split", "join"])
+def test_what_uses_pages_waits_for_the_step_of_another_cache(
+    work: str, model: LlamaForCausalLM, tmp_path: Path
+) -> None:
+    """The step may move them."""
+    cache = step(model, prompt(300))[1]
+    other = copy.deepcopy(cache)
+    works = {
+        "copy": lambda: copy.deepcopy(cache),
+        "materialize": lambda: sc.materialize(cache),
+        "save": lambda: sc.save(cache, tmp_path),
+        "crop": lambda: crop_rows(cache, [200]),
+        "split": lambda: sc.split(cache),
+        "join": lambda: sc.join([cache, step(model, prompt(300))[1]]),
+    }
+    thread = threading.Thread(target=works[work])
+    with pool_of(other).lock:
+        thread.start()
+        thread.join(0.3)
+        assert thread.is_alive()
+    thread.join()
+    assert equal(go_on(model, other, 1, 1), go_on(model, step(model, prompt(300))[1], 1, 1))
+
+
+def test_pages_of_ranks_depend_on_lengths_alone(model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy has its own pool: when dead caches free their pages differs between ranks."""
+    monkeypatch.setattr(tiers_module, "gather", lambda ranks, own: [own])
+    _, cache = step(model, prompt(500))
+    session = at_hand(cache)
+    session.tiers.ranks = object()
+    twin = session.tiers.copy()
+    assert twin.pool is not session.tiers.pool
+    assert twin.pages == session.tiers.pages == [[0, 1]]
+    for ours, theirs in zip(twin.state, session.tiers.state, strict=True):
+        assert torch.equal(ours["codes"][:2], theirs["codes"][:2])
+
+
+@pytest.mark.parametrize("shared", [False, True, "freed"])
+def test_a_session_is_taken_apart_whoever_shares_its_pages(shared: object) -> None:
+    """Without copies unless another cache has pages in its pool; one that has died has none."""
+    model = model_of("default", 2)
+    _, cache = step(model, prompt(300, 2))
+    _, other = step(model, prompt(300, 2))
+    twin = copy.deepcopy(cache) if shared else None
+    if shared:
+        go_on(model, cache, 1)  # has other pages than it would have alone
+        go_on(model, other, 1)
+    if shared == "freed":
+        twin = None
+        gc.collect()
+    session, expected = at_hand(cache), in_rows(at_hand(other))
+    address = session.state[1]["codes"].data_ptr()
+    part = regrouped([session], [(session, 1)])
+    assert (part.state[0]["codes"].data_ptr() == address) == (shared is not True)
+    found = in_rows(part)[0]
+    length = part.options.low_bit_length(part.length)
+    for name in ("codes", "value_params"):
+        assert torch.equal(found[name][:, :, :length], expected[1][name][:, :, :length])
+    assert torch.equal(found["host"][:, :, : part.length], expected[1]["host"][:, :, : part.length])
+    if twin is not None:
+        go_on(model, twin, 1)
+
+
+def test_sessions_with_other_page_numbers_are_put_together() -> None:
+    model = model_of("default", 2)
+    parts = []
+    for number in range(2):
+        _, cache = step(model, prompt(300, 2))
+        if number:  # its second row's last page gets a number of its own
+            twin = copy.deepcopy(cache)
+            go_on(model, cache, 1)
+            del twin
+        else:
+            go_on(model, cache, 1)
+        parts.append(at_hand(cache))
+    assert parts[0].tiers.pages != parts[1].tiers.pages
+    expected = [in_rows(parts[0])[0], in_rows(parts[1])[1]]
+    rests = [regrouped([parts[number]], [(parts[number], number)]) for number in range(2)]
+    rests[1].version = rests[0].version
+    whole = regrouped(rests, [(rests[0], 0), (rests[1], 0)])
+    for found, theirs in zip(in_rows(whole), expected, strict=True):
+        assert torch.equal(found["host"][:, :, : whole.length], theirs["host"][:, :, : whole.length])
+        assert torch.equal(found["recent"], theirs["recent"])
+
+
+def test_pages_are_counted_again_after_an_interrupt(model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After an interrupt between allocating a page and giving it to a row."""
+    _, cache = step(model, prompt(500))
+    pool, copied = pool_of(cache), copy.deepcopy(cache)
+    with monkeypatch.context() as patch:
+        patch.setattr(PagePool, "copy", lambda *given: out_of_memory())
+        with pytest.raises(torch.OutOfMemoryError):
+            step(model, prompt(1), copied)
+    assert pool.held == 2
+    go_on(model, copied, 300, 1)
+    assert pool.held == len({page for each in (cache, copied) for row in at_hand(each).tiers.pages for page in row})
+
+
+def interrupt(*given: Any, **more: Any) -> Any:
+    raise KeyboardInterrupt
+
+
+def in_turns(model: Any, *caches: DynamicCache) -> list[list[Tensor]]:
+    """Return the logits of each cache's further calls, of which the first to the last cache makes one each round."""
+    rounds = [[step(model, prompt(20, seed=n), cache)[0] for cache in caches] for n in range(3)]
+    return [list(each) for each in zip(*rounds, strict=True)]
+
+
+def test_copies_with_the_same_pages_are_compressed_apart() -> None:
+    model = compiled_with(tiny_llama(num_hidden_layers=1), {**SMALL, "host_bits": 16, "min_context": 1100})
+
+    def alone() -> DynamicCache:
+        _, cache = step(model, prompt(700))
+        cache.crop(-450)
+        step(model, prompt(1), cache)
+        return cache
+
+    first, second, other = alone(), alone(), alone()
+    twin = copy.deepcopy(first)
+    (first,), (twin,), (second,), (other,) = map(sc.split, (first, twin, second, other))
+    assert at_hand(first).options.bits < 16
+    ours, theirs = in_turns(model, first, twin), [in_turns(model, each)[0] for each in (second, other)]
+    assert all(equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@torch.inference_mode()
+def test_a_session_taken_apart_shares_no_tensor_with_a_copy_of_the_same_pages() -> None:
+    model = model_of("default", 2)
+    _, cache = step(model, prompt(300))
+    twin = copy.deepcopy(cache)
+    part, others = regrouped([at_hand(cache)], [(at_hand(cache), 1)]), at_hand(twin)
+    assert part.state[0]["host"].data_ptr() != others.state[1]["host"].data_ptr()
+    assert not any(tensor.is_inference() for tensor in part.state[0].values())
+
+
+@pytest.mark.parametrize("tokens", [200, 4350])
+def test_a_table_whose_writing_is_interrupted_is_written_by_the_next_step(
+    model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch, tokens: int
+) -> None:
+    _, cache = step(model, prompt(tokens))
+    _, other = step(model, prompt(tokens))
+    twin = copy.deepcopy(cache)
+    with monkeypatch.context() as patch:
+        patch.setattr(tiers_module.Tiers, "write_table", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            step(model, prompt(3), cache)
+    expected = go_on(model, other, 3, 3, 100)
+    assert equal(go_on(model, cache, 3, 3, 100), expected)
+    assert equal(go_on(model, twin, 3, 3, 100), expected)
+
+
+def test_no_page_is_freed_twice_after_an_interrupt(model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, cache = step(model, prompt(900))
+    pool, twin = pool_of(cache), copy.deepcopy(cache)
+    step(model, prompt(1), twin)
+    del twin
+    gc.collect()
+    with monkeypatch.context() as patch:
+        patch.setattr(pools.heapq, "heappush", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            pool.collect()
+    pool.collect()
+    (pages,) = at_hand(cache).tiers.pages
+    assert [pool.counts[page] for page in pages] == [1] * len(pages)
+    assert not set(pool.free) & set(pages)
+
+
+def test_a_crop_after_hidden_tokens_leaves_the_copy_as_it_was() -> None:
+    """Codes that are computed again, without the mask, go to a page of their own."""
+    model = model_of("16 bits on the host")
+    mask = torch.ones(1, 1100, dtype=torch.long)
+    mask[0, 1000:1012] = 0
+    _, cache = step(model, prompt(1100), attention_mask=mask)
+    before, twin = held(at_hand(cache)), copy.deepcopy(cache)
+    twin.crop(-60)
+    go_on(model, twin, 20, 20, 20)
+    assert not differences(before, held(at_hand(cache)))
+
+
+def test_a_copy_needs_the_host_memory_of_the_pages_it_writes() -> None:
+    page = pool_of(step(model_of("default"), prompt(3000))[1]).page_bytes["host"]
+    model = compiled_with(tiny_llama(num_hidden_layers=1), {**SMALL, "host_memory": 13 * page})
+    _, cache = step(model, prompt(3000))
+    twin = copy.deepcopy(cache)
+    step(model, prompt(1), twin)
+    with pytest.raises(sc.SpecacheError, match="3,328 tokens"):
+        step(model, prompt(256), cache)
+
+
+def test_rows_of_equal_length_read_pages_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of("full")
+    _, cache = step(model, prompt(700, 3))
+    read: Any = extend.tokens_of
+    copied = list[int]()
+
+    def counted(pairs: Any, start: int, stop: int) -> Tensor:
+        copied.append(stop - start)
+        return read(pairs, start, stop)
+
+    monkeypatch.setattr(extend, "tokens_of", counted)
+    step(model, prompt(1, 3), cache)
+    assert copied == [700 % PAGE] * len(copied)
+    assert copied
