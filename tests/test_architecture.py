@@ -25,7 +25,7 @@ QUICK = 0.06
 # The sizes that `python tools/count_lines.py` prints may not grow beyond these.
 CEILINGS = {
     "product lines, C++ included": 33_800,
-    "lines loaded by the backend": 15_340,
+    "lines loaded by the backend": 15_350,
     "test lines, C++ included": 31_200,
     "words in docs, without the generated api.md": 12_750,
 }
