@@ -24,9 +24,9 @@ PARTS = ("passes", "lowering", "kernels")
 QUICK = 0.06
 # The sizes that `python tools/count_lines.py` prints may not grow beyond these.
 CEILINGS = {
-    "product lines, C++ included": 33_800,
+    "product lines, C++ included": 33_830,
     "lines loaded by the backend": 15_350,
-    "test lines, C++ included": 31_200,
+    "test lines, C++ included": 31_220,
     "words in docs, without the generated api.md": 12_750,
 }
 

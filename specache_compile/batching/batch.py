@@ -449,7 +449,7 @@ class Batch:
     def join_group(self, request: Request, cache: DynamicCache) -> RowGroup:
         """Append a request's cache of one row to a group; return the group."""
         paged = self.memory.tiers_of(cache) is not None
-        for group in self.groups if paged else ():
+        for group in sorted(self.groups, key=lambda group: not group.requests) if paged else ():
             apart = group.requests and (request.alone or any(one.alone for one in group.requests))
             if group.paged and not apart and reason_against([group.cache, cache]) is None:
                 group.cache = append_rows(group.cache, cache)

@@ -190,9 +190,8 @@ class BatchMemory:
         tiers = None if prefix is None else self.tiers_of(prefix.cache)
         if tiers is None:
             return []
-        low_bit = tiers.options.low_bit_length(tokens)
-        whole = low_bit and tiers.options.bits_on_host == 16  # else a window that came back is written again
-        return tiers.pages[0][: (tokens if whole else low_bit) // PAGE]
+        assert prefix is not None
+        return tiers.pages[0][: tiers.first_written(0, tokens, masked=False, cropped_from=len(prefix.ids))]
 
     def bytes_of_prefixes(self, prefixes: Iterable[Prefix]) -> Bytes:
         """Bytes of prefixes that are not in pages."""

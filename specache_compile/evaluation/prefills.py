@@ -55,9 +55,11 @@ class Prefills:
     """The prefills of one cell's prompts on the model's device.
 
     most: a limit in bytes, by default half of the free memory; further prefills are computed again.
+    chunk: tokens to prefill at a time; None: all.
     """
 
-    def __init__(self, device: torch.device | str = "cpu", most: int | None = None) -> None:
+    def __init__(self, device: torch.device | str = "cpu", most: int | None = None, chunk: int | None = None) -> None:
+        self.chunk = chunk
         on_cuda = torch.device(device).type == "cuda"
         free = torch.cuda.mem_get_info(device)[0] if on_cuda else free_memory()
         self.most = free // 2 if most is None else most

@@ -20,6 +20,7 @@ from tqdm import tqdm
 from specache_compile.caches.holding import whole_layers
 from specache_compile.checkpoints.loaded import limit_of, load_model
 from specache_compile.checkpoints.names import origin
+from specache_compile.compat import cache_of
 from specache_compile.errors import SpecacheError
 from specache_compile.kernels.memory.host_memory import allowance
 from specache_compile.methods import parse_options
@@ -33,7 +34,7 @@ from .prefills import Prefills, caches_plainly
 from .provenance import config_hash, model_hash, provenance
 from .reader import Reader
 from .result_rows import ResultRow, append_row, read_rows, sources
-from .runner import Runner, read
+from .runner import Runner
 from .settings import Setting, evicting_once, parse_setting, running, tokens_of_budget
 from .tasks import NO_QUESTION, TASKS
 from .tasks.task import Bench, Cell, Outcome
@@ -49,7 +50,6 @@ def run_eval(args: argparse.Namespace, command: Sequence[str]) -> None:
     check_readings(settings, args.share_prefills)
     model, reader = load(args.model, args.device, args.dtype)
     check_readings(settings, caches_plainly(model))
-    model.generation_config.prefill_chunk_size = args.prefill_chunk
     bench = Bench(
         reader, tuple(dict.fromkeys(args.lengths)), args.samples, args.seed, limit_of(model), tuple(args.text),
         args.chat, args.blind, args.keys,
@@ -70,7 +70,8 @@ def run_eval(args: argparse.Namespace, command: Sequence[str]) -> None:
         for setting in settings
         for task, cell in cells
     }
-    runner = Runner(model, reader, args.batch_size, Prefills(model.device) if args.share_prefills else None)
+    prefills = Prefills(model.device, chunk=args.prefill_chunk) if args.share_prefills else None
+    runner = Runner(model, reader, args.batch_size, prefills)
     try:
         measure_missing(runner, settings, cells, keys, path, args, line)
     except KeyboardInterrupt:
@@ -88,6 +89,8 @@ def check_arguments(args: argparse.Namespace) -> None:
             raise SpecacheError(
                 f"task {task!r} asks no question that --blind could keep from its context: leave one out"
             )
+    if args.prefill_chunk is not None and not args.share_prefills:
+        raise SpecacheError("--prefill-chunk needs --share-prefills: a method takes a first chunk for the prompt")
     for name, value in (
         ("samples", args.samples),
         ("batch-size", args.batch_size),
@@ -124,7 +127,10 @@ def check_cell(task: str, cell: Cell, limit: int, settings: Sequence[Setting]) -
 
 def check_host_budget(model: Any, length: int, settings: Sequence[Setting], args: argparse.Namespace) -> None:
     """Raise SpecacheError if a method's host tier would exceed its budget once the shared prefills are stored."""
-    cache, _ = read(model, torch.zeros(1, 1, dtype=torch.int64, device=model.device))
+    if not any(setting.options is not None for setting in settings):
+        return
+    ids = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+    cache = cache_of(model.generate(ids, max_new_tokens=1, do_sample=False, return_dict_in_generate=True))
     keys = [cache.layers[number].keys for number in whole_layers(cache)]
     layers = [LayerShape(one.shape[1], one.shape[3], one.dtype, one.device) for one in keys]
     for options in [parse_options(setting.measured) for setting in settings if setting.options is not None]:

@@ -56,7 +56,7 @@ class Runner:
     def prefilled(self, ids: Tensor) -> Prefill:
         """The shared prefill of `ids`."""
         assert self.prefills is not None
-        with self.uncompiled():
+        with self.uncompiled(), in_chunks(self.model, self.prefills.chunk):
             return self.prefills.of(ids, functools.partial(exact_prefill, self.model, ids))
 
     def going_on(self, ids: Tensor, prefill: Prefill) -> Any:
@@ -130,6 +130,17 @@ class Runner:
             yield self
         finally:
             self.model._compiled_call_impl = before
+
+
+@contextlib.contextmanager
+def in_chunks(model: Any, tokens: int | None) -> Iterator[None]:
+    """Within it, the model prefills so many tokens at a time; None: all at once."""
+    before = model.generation_config.prefill_chunk_size
+    model.generation_config.prefill_chunk_size = tokens or before
+    try:
+        yield
+    finally:
+        model.generation_config.prefill_chunk_size = before
 
 
 @torch.inference_mode()

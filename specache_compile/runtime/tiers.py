@@ -371,13 +371,22 @@ class Tiers:
         self.table = torch.tensor(rows, dtype=torch.int64, device="cpu").view(len(rows), width)
         self.is_written = True
 
-    def first_written(self, row: int, length: int, masked: bool) -> int:
+    def first_written(self, row: int, length: int, masked: bool, cropped_from: int = 0) -> int:
         """The first page in which a row writes something that other rows with its tokens do not have. The low-bit codes
-        of a full page are the same for all of them, once the center is set, unless a step hides tokens."""
+        of a full page are the same for all of them, once the center is set, unless a step hides tokens.
+
+        cropped_from: the length before a crop that is still to come.
+        """
         if not isinstance(self.options, LowBitOptions):
             return length // PAGE
         low_bit = self.options.low_bit_length(length)
-        return (low_bit if masked or low_bit < max(self.rounded[row], 1) else length) // PAGE
+        rounded = max(1, self.rounded_after(row, length, max(length, cropped_from)))
+        return (low_bit if masked or low_bit < rounded else length) // PAGE
+
+    def rounded_after(self, row: int, length: int, cached: int) -> int:
+        """`rounded` of a row after a crop from `cached` tokens to `length`."""
+        low_bit, was = (self.options.low_bit_length(n) for n in (length, cached))
+        return min(length, max(was, self.rounded[row])) if low_bit < was else self.rounded[row]
 
     def pages_needed(self, row: int, length: int, longest: int) -> int:
         """Pages that a row of `length` tokens may still allocate until it has `longest`, copies of shared ones
@@ -424,10 +433,8 @@ class Tiers:
                     for field in fields_of(self.options, layer):
                         if field.on_crop is not None:
                             field.on_crop(views, cropped)
-        for row, (length, cached) in enumerate(zip(lengths, before, strict=True)):
-            low_bit, was = (self.options.low_bit_length(n) for n in (length, cached))
-            if low_bit < was:
-                self.rounded[row] = min(length, max(was, self.rounded[row]))
+        every = enumerate(zip(lengths, before, strict=True))
+        self.rounded = [self.rounded_after(row, length, cached) for row, (length, cached) in every]
         self.trim(lengths)
 
     def trim(self, lengths: Sequence[int]) -> None:

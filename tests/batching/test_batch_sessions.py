@@ -18,7 +18,8 @@ from specache_compile.batching import batch_memory
 from specache_compile.batching.batch_memory import unpaged_bytes, upper_bound
 from specache_compile.batching.request import Request, Stage
 from specache_compile.kernels.state.page_table import PAGE
-from specache_compile.paging.pool import PagePool
+from specache_compile.paging.pool import PagePool, pages_for
+from specache_compile.runtime.regroup import required_session
 
 pytestmark = pytest.mark.one_process
 
@@ -234,3 +235,21 @@ def test_a_change_of_the_weights_forgets_sessions(
     assert not list(tmp_path.glob("*/*/*")) or len(batch.memory.prefixes.kept) == 2
     batch.run()
     answer(batch, turn(running), 0)
+
+
+@pytest.mark.parametrize("host_bits", [8, 16])
+@pytest.mark.parametrize("shared", [522, 600])
+def test_the_pages_that_admission_counts_are_those_that_a_request_needs(
+    llama: LlamaForCausalLM, host_bits: int, shared: int
+) -> None:
+    """A prefix is cropped to the shared tokens; codes of its last group may then be written again."""
+    model = compiled_with(llama, {"lowering": "eager", "host_bits": host_bits, "min_context": 0, "top_k": 16})
+    batch = sc.Batch(model, sessions=4, rows=1)
+    first = answer(batch, prompt(900)[0])
+    request = batch.add(torch.cat([first.ids[0, :shared], prompt(20, seed=9)[0]]), max_new_tokens=NEW)
+    memory = batch.memory
+    counted = pages_for(request.longest) - len(memory.shared_pages(request))
+    memory.attach_prefix(request, model)
+    required_session(request.cache)
+    assert request.reused == shared
+    assert memory.pages_needed(request, request.cache, 0, request.longest) == counted

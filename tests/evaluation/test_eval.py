@@ -310,6 +310,7 @@ def test_a_bad_setting_is_named(text: str) -> None:
         (("--lengths", "0"), "--lengths 0"),
         (("--lengths", "50"), "this prompt needs at least"),
         (("--samples", "0"), "--samples 0"),
+        (("--prefill-chunk", "64"), "--prefill-chunk needs --share-prefills"),
         (("--text", __file__, "--lengths", "2200", "--tasks", "perplexity", "--batch-size", "0"), "--batch-size 0"),
     ],
 )
