@@ -24,8 +24,8 @@ PARTS = ("passes", "lowering", "kernels")
 QUICK = 0.06
 # The sizes that `python tools/count_lines.py` prints may not grow beyond these.
 CEILINGS = {
-    "product lines, C++ included": 33_830,
-    "lines loaded by the backend": 15_350,
+    "product lines, C++ included": 33_810,
+    "lines loaded by the backend": 15_330,
     "test lines, C++ included": 31_220,
     "words in docs, without the generated api.md": 12_750,
 }

@@ -45,7 +45,7 @@ class Parts(NamedTuple):
 
 @by_rows(0)
 @takes(new=AttentionInputs)
-def extend_attention(new: AttentionInputs, host: Tensor, scale: float, softcap: float | None) -> Tensor:
+def extend_attention(new: AttentionInputs, host: Pages, scale: float, softcap: float | None) -> Tensor:
     """Compute exact attention of T new tokens over the host tier, streamed in blocks, and over themselves.
 
     Args:
@@ -59,7 +59,7 @@ def extend_attention(new: AttentionInputs, host: Tensor, scale: float, softcap: 
 
 @by_rows(0)
 @takes(new=AttentionInputs)
-def extend_attention_fused(new: AttentionInputs, host: Tensor, scale: float, softcap: float | None) -> Tensor:
+def extend_attention_fused(new: AttentionInputs, host: Pages, scale: float, softcap: float | None) -> Tensor:
     """Compute `extend_attention` by torch's flash kernel; same arguments and results."""
     how = Parts(functools.partial(plain, scale=scale, softcap=softcap), BLOCK)
     if softcap is None and new.q.dtype in FLASH_DTYPES and new.q.dtype == new.k.dtype:
@@ -95,7 +95,7 @@ def merged(one: Part, other: Part) -> Part:
     return one[0] * first + other[0] * second, torch.logaddexp(one[1], other[1])
 
 
-def extended(how: Parts, new: AttentionInputs, host: Tensor) -> Tensor:
+def extended(how: Parts, new: AttentionInputs, host: Pages) -> Tensor:
     """Attend over all parts: the new tokens, then blocks of the host tier."""
     q, k, v, mask, sinks, cursor = new
     length, padding = max(length_of(cursor), 0), max(-length_of(cursor), 0)
@@ -103,7 +103,7 @@ def extended(how: Parts, new: AttentionInputs, host: Tensor) -> Tensor:
         return torch.zeros_like(q, memory_format=torch.contiguous_format)
     q, k, v = (x[:, :, padding:] for x in (q, k, v))
     rows = Rows(q, k.shape[1], mask, length + q.shape[2])
-    if isinstance(host, Pages) and host.dtype == q.dtype and q.shape[2] <= IN_PLACE <= PAGE <= length:
+    if host.dtype == q.dtype and q.shape[2] <= IN_PLACE and length >= PAGE:
         parts = [over_pages(how, *row, length, sinks) for row in each_row(rows, host, k, v)]
         return rows.back(torch.cat(parts), q.dtype)
     part = how.attend(rows.q, k, v, rows.new_columns(length, length))

@@ -9,6 +9,7 @@ from specache_compile.kernels.state.by_rows import by_rows
 from specache_compile.kernels.state.by_token import tokens_of
 from specache_compile.kernels.state.cursor import LENGTH, LOW_BIT
 from specache_compile.kernels.state.operands import AttentionInputs, takes
+from specache_compile.kernels.state.page_table import Pages
 from specache_compile.kernels.state.stored_pairs import decoded
 
 from .attention_ops import grouped_bias, hidden_by, product, weights_of
@@ -17,7 +18,7 @@ from .attention_ops import grouped_bias, hidden_by, product, weights_of
 @by_rows()
 @takes(new=AttentionInputs)
 def measure(
-    new: AttentionInputs, host: Tensor, slot_index: Tensor, sink_index: Tensor, tally: Tensor, scale: float,
+    new: AttentionInputs, host: Pages, slot_index: Tensor, sink_index: Tensor, tally: Tensor, scale: float,
     softcap: float | None,
 ) -> None:  # fmt: skip
     """Add lane 0's hit rate to `tally` float64 [3]: covered attention mass, covered share of its top-k, counted heads.

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from specache_compile.kernels.decode.triton_decode import MASK_STRIDES, mask_form
 from specache_compile.kernels.movement import copy_stream
-from specache_compile.kernels.state.by_token import of_rows, runs_of_pairs
+from specache_compile.kernels.state.by_token import rows_of_pages
 from specache_compile.kernels.state.cursor import lengths_of
 from specache_compile.kernels.state.operands import AttentionInputs, takes
 from specache_compile.kernels.state.page_table import Pages, pairs_of
@@ -105,25 +105,25 @@ def attend_block(
 
 @takes(new=AttentionInputs)
 def extend_attention(new: AttentionInputs, host: Tensor, scale: float, softcap: float | None) -> Tensor:
-    """Compute `extend.extend_attention`, one run of rows of equal length after the other.
+    """Compute `extend.extend_attention`, one row after the other.
 
     The host reads the published lengths of the cursor, since no captured step contains this op.
     """
-    pairs = pairs_of(host, new.cursor)
-    lengths, settings = runs_of_pairs(lengths_of(new.cursor), pairs), (scale, softcap)
-    if len(lengths) == 1 and lengths[0][1] >= 0:
-        return extend_rows(new, lengths[0][1], pairs, *settings)
+    pairs, lengths, settings = pairs_of(host, new.cursor), lengths_of(new.cursor), (scale, softcap)
+    if len(lengths) == 1 and lengths[0] >= 0:
+        return extend_rows(new, lengths[0], pairs, *settings)
     out = torch.zeros_like(new.q)  # rows without tokens stay 0
-    for rows, length in lengths:
-        begin, (q, k, v) = max(0, -length), (x[rows, :, max(0, -length) :] for x in new[:3])
+    for number, (pages, length) in enumerate(zip(rows_of_pages(pairs), lengths, strict=True)):
+        row, begin = slice(number, number + 1), max(0, -length)
+        q, k, v = (x[row, :, begin:] for x in new[:3])
         if q.shape[2]:
-            mask = new.mask[rows] if new.mask is not None and new.mask.shape[0] > 1 else new.mask
+            mask = new.mask[row] if new.mask is not None and new.mask.shape[0] > 1 else new.mask
             given = new._replace(q=q, k=k, v=v, mask=mask)
-            out[rows, :, begin:] = extend_rows(given, max(0, length), of_rows(pairs, rows), *settings)
+            out[row, :, begin:] = extend_rows(given, max(0, length), pages, *settings)
     return out
 
 
-def extend_rows(new: AttentionInputs, length: int, host: Tensor | Pages, scale: float, softcap: float | None) -> Tensor:
+def extend_rows(new: AttentionInputs, length: int, host: Pages, scale: float, softcap: float | None) -> Tensor:
     """Run `extend_attention` for rows with `length` cached tokens each."""
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in new[:3])
     mask, sinks = new.mask, new.sinks

@@ -27,10 +27,10 @@ from torch import Tensor
 from specache_compile.kernels.attention import hit_rate
 from specache_compile.kernels.attention.kept_logits import lse_of
 from specache_compile.kernels.memory.host_memory import makes_fakes
-from specache_compile.kernels.state.by_token import aligned, of_rows, put, runs, runs_of_pairs, span_of, tokens_of
+from specache_compile.kernels.state.by_token import aligned, put, rows_of_pages, runs, tokens_of
 from specache_compile.kernels.state.cursor import HostRecord, host_record, lengths_of
 from specache_compile.kernels.state.operands import KeptLogits, takes
-from specache_compile.kernels.state.page_table import Pages, pairs_of
+from specache_compile.kernels.state.page_table import PAGE, Pages, pairs_of
 from specache_compile.kernels.state.stored_pairs import ROUNDED, stored
 
 from . import tier_ops as tiers
@@ -176,7 +176,7 @@ class Staging:
         self.copied: list[torch.cuda.Event | None] = [None, None]
         self.next = 0
 
-    def send(self, k: Tensor, v: Tensor, start: int, host: Tensor | Pages) -> None:
+    def send(self, k: Tensor, v: Tensor, start: int, host: Pages) -> None:
         """Copy the new pairs k, v [B, H, T, d] to the host tier's tokens from `start` on, staged in its layout."""
         main, copy = torch.cuda.current_stream(self.device), stream_of(self.device)
         number, self.next = self.next, 1 - self.next
@@ -198,14 +198,14 @@ class Staging:
         return self.buffers[number][:size]
 
 
-def stage(k: Tensor, v: Tensor, start: int, host: Tensor | Pages, buffer: Tensor) -> list[Tensor]:
+def stage(k: Tensor, v: Tensor, start: int, host: Pages, buffer: Tensor) -> list[Tensor]:
     """Write the new pairs k, v [B, H, T, d] to `buffer` in the host tier's layout, whole pages at once.
 
     Returns: a contiguous piece [B, H, n, 2, d or w] for each of the `runs` of the host tier's tokens from `start` on.
     """
     stop, staged, used = start + k.shape[2], list[Tensor](), 0
-    for begin, end in aligned(host, start, stop):
-        size = min(end - begin, span_of(host))
+    for begin, end in aligned(start, stop):
+        size = min(end - begin, PAGE)
         keys, values = (x[:, :, begin - start : end - start].unflatten(2, (-1, size)).movedim(2, 0) for x in (k, v))
         shape = (*keys.shape[:4], 2, host.shape[-1])
         pieces = buffer[used : used + math.prod(shape)].view(shape)
@@ -237,16 +237,16 @@ def offload(k: Tensor, v: Tensor, padding: Tensor | None, cursor: Tensor, host: 
     if pinned and k.shape[2] <= WRITE_THROUGH:
         write_through(k, v, cursor, host)
         return
-    every = pairs_of(host, cursor)
-    for rows, length in runs_of_pairs(lengths_of(cursor), every):
-        start, (keys, values) = max(0, length), (x[rows, :, max(0, -length) :] for x in (k, v))
+    rows = zip(rows_of_pages(pairs_of(host, cursor)), lengths_of(cursor), k.split(1), v.split(1), strict=True)
+    for pages, length, *new in rows:
+        start, (keys, values) = max(0, length), (x[:, :, max(0, -length) :] for x in new)
         if pinned:
-            staging_of(k.device).send(keys, values, start, of_rows(every, rows))
+            staging_of(k.device).send(keys, values, start, pages)
         else:
-            put(of_rows(every, rows), start, stored(torch.stack([keys, values], dim=3).to(host.device), host))
+            put(pages, start, stored(torch.stack([keys, values], dim=3).to(host.device), host))
 
 
-def host_blocks(host: Tensor | Pages, length: int, size: int, device: torch.device) -> Iterator[tuple[int, Tensor]]:
+def host_blocks(host: Pages, length: int, size: int, device: torch.device) -> Iterator[tuple[int, Tensor]]:
     """Yield the host tier's first `length` pairs in blocks [B, H, ≤ size, 2, d] on `device`, with their first tokens.
 
     From pinned memory, the next block is copied while the caller uses this one.

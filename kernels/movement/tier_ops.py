@@ -18,7 +18,7 @@ from specache_compile.kernels.codes.records import (
 )
 from specache_compile.kernels.codes.trellis import is_trellis, quantize
 from specache_compile.kernels.state.by_rows import by_rows
-from specache_compile.kernels.state.by_token import picked, put
+from specache_compile.kernels.state.by_token import pairs_at, put
 from specache_compile.kernels.state.center import centers, is_found, set_center
 from specache_compile.kernels.state.cursor import LENGTH, LOW_BIT, NEXT_LOW_BIT, length_of
 from specache_compile.kernels.state.layout import Layout, rotated
@@ -144,7 +144,7 @@ def padded(x: Tensor) -> Tensor:
 
 
 @by_rows()
-def offload(k: Tensor, v: Tensor, padding: Tensor | None, cursor: Tensor, host: Tensor) -> None:
+def offload(k: Tensor, v: Tensor, padding: Tensor | None, cursor: Tensor, host: Pages) -> None:
     """Copy the new pairs k, v [B, H, T, d], padding included, to the host tier; the copy may end after the op."""
     start = length_of(cursor)
     # The job needs its own memory, since k and v may be reused before it runs.
@@ -195,7 +195,7 @@ def prefetch(
 @by_rows(0)
 @takes(kept=KeptLogits)
 def correct(
-    scores: Tensor, cursor: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor, corrected: Tensor,
+    scores: Tensor, cursor: Tensor, host: Pages, slots: Tensor, slot_index: Tensor, corrected: Tensor,
     kept: KeptLogits | None = None,
 ) -> Tensor:  # fmt: skip
     """Copy the pairs that lane 0 selects and that the slots lack to the slots.
@@ -225,7 +225,7 @@ def correct(
     return chosen
 
 
-def refill(selected: Tensor, host: Tensor | Pages, slots: Tensor, slot_index: Tensor, fetched: Tensor) -> None:
+def refill(selected: Tensor, host: Pages, slots: Tensor, slot_index: Tensor, fetched: Tensor) -> None:
     """Copy the missing selected pairs, for `prefetch` and `correct`; pairs that stay keep their slots."""
     same = selected.unsqueeze(-1) == slot_index.unsqueeze(-2)  # [B, H, selected, slot]
     stays = same.any(-2) & (slot_index >= 0)
@@ -237,7 +237,7 @@ def refill(selected: Tensor, host: Tensor | Pages, slots: Tensor, slot_index: Te
     order = stays.to(torch.int8).argsort(dim=-1, stable=True)
     slot = order[row, head, rank]
     token = selected[row, head, entry]
-    pairs = picked(host, row, head, token.long())
+    pairs = pairs_at(host, row, head, token.long())
     slots[row, head, slot] = decoded(pairs.to(slots.device), slots.dtype, slots.shape[-1])
     slot_index[row, head, slot] = token
     fetched += pairs.nbytes

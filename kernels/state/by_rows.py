@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,13 +14,11 @@ from .cursor import CURSOR_SIZE, LOW_BIT, runs_of
 from .page_table import LOW_BIT_TIER, PAGE, TIERS, Pages, rows_read, table_of, write_rows
 from .stored_tiers import StoredTiers
 
-F = TypeVar("F", bound=Callable[..., Any])
-
 # Operands that have no batch.
 WITHOUT_ROWS = frozenset(("sinks", "fetched", "corrected", "tally", "frequencies", "weight"))
 
 
-def by_rows(*returns: int, by_token: Sequence[str] = ("host",)) -> Callable[[F], F]:
+def by_rows(*returns: int, by_token: Sequence[str] = ("host",)) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorate a definition, to call it once per run of adjacent rows with equal lengths.
 
     Each call gets views of its rows of every operand, which it may write. The low-bit tier's pages are copied for the
@@ -30,7 +28,7 @@ def by_rows(*returns: int, by_token: Sequence[str] = ("host",)) -> Callable[[F],
     by_token: operands that the definition accesses by token (`by_token.py`), as `Pages`.
     """
 
-    def decorate(run: F) -> F:
+    def decorate(run: Callable[..., Any]) -> Callable[..., Any]:
         names = list(inspect.signature(run).parameters)
 
         @functools.wraps(run)
@@ -48,7 +46,7 @@ def by_rows(*returns: int, by_token: Sequence[str] = ("host",)) -> Callable[[F],
                 return parts[0] if len(parts) == 1 else torch.cat(parts, returns[0])
             return tuple(torch.cat(part, dim) for part, dim in zip(zip(*parts, strict=True), returns, strict=True))
 
-        return call  # type: ignore[return-value]
+        return call
 
     return decorate
 

@@ -82,8 +82,10 @@ def takes(**kinds: Any) -> Callable[[Callable[..., R]], Callable[..., R]]:
 
         @functools.wraps(run)
         def call(*operands: Any, **named: Any) -> R:
-            if named:
-                operands += tuple(named[name] for name in names[len(operands) :] if name in named)
+            if named:  # they follow the others without a gap
+                operands += tuple(named[name] for name in names[len(operands) :][: len(named)])
+            if len(operands) > len(names):
+                raise TypeError(f"{len(operands)} operands for {names}")
             arguments: list[Any] = []
             for kind, place in places:
                 values = operands[place]

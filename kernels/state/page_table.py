@@ -36,7 +36,7 @@ def shape_of_scores(codes: Tensor, cursor: Tensor) -> tuple[int, int, int]:
 
 @dataclass(frozen=True)
 class Pages:
-    """All pairs of rows in pages: `by_token` reads and writes this instead of a tensor.
+    """All pairs of rows in pages, which `by_token` reads and writes.
 
     pages: [P, H, 256, 2, d].
     table: int64 [B, C/256], on the CPU.

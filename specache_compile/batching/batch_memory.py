@@ -188,9 +188,8 @@ class BatchMemory:
         """The pages of its prefix that a request shares, and will not write to."""
         tokens, prefix = self.prefix_of(request)
         tiers = None if prefix is None else self.tiers_of(prefix.cache)
-        if tiers is None:
+        if prefix is None or tiers is None:
             return []
-        assert prefix is not None
         return tiers.pages[0][: tiers.first_written(0, tokens, masked=False, cropped_from=len(prefix.ids))]
 
     def bytes_of_prefixes(self, prefixes: Iterable[Prefix]) -> Bytes:

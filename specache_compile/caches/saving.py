@@ -39,7 +39,7 @@ from specache_compile.passes.reading.sites import PARTS
 from specache_compile.runtime.ranks import ranks_of
 from specache_compile.runtime.regroup import required_session
 from specache_compile.runtime.session import Progress, Session
-from specache_compile.runtime.state import MEASURE, adopt, bucket, empty, fields_of, paged_fields, room
+from specache_compile.runtime.state import MEASURE, adopt, empty, fields_of, paged_fields, pages_of_rows
 from specache_compile.runtime.tiers import Tiers
 
 from .holding import set_model
@@ -220,7 +220,7 @@ def loaded(root: Path, model: torch.nn.Module, by_any_weights: bool) -> DynamicC
     session.progress = progress = Progress(keys=(restored_key(header),) * batch, **numbers)
     tiers = session.tiers
     tiers.options, tiers.pending = options, pending
-    tiers.check_host_memory(batch * room(progress.longest) // PAGE, progress.longest)
+    tiers.check_host_memory(pages_of_rows(batch, progress.longest)[1], progress.longest)
     return filled(session, model, header, files)
 
 
@@ -330,8 +330,7 @@ def placed(session: Session, site: int, path: Path, capacity: int) -> tuple[Laye
 
 def sizes_of(session: Session) -> tuple[int, int]:
     """Pages of a loaded session, and those with host memory. A CPU has only the saved pages, mapped from their file."""
-    longest, batch = session.progress.longest, session.tiers.batch
-    pages, places = (batch * size(longest) // PAGE for size in (bucket, room))
+    pages, places = pages_of_rows(session.tiers.batch, session.progress.longest)
     mapped = any(field.on_host for layer in session.layers for field in fields_of(session.options, layer))
     if mapped and session.layers[0].device.type == "cpu":
         places = sum(map(pages_for, session.progress.lengths))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 
 from specache_compile.errors import OptionError, no_host_tier
@@ -71,8 +74,8 @@ def refill_recent(state: LayerState, cropped: Cropped) -> None:
         window_from_host(state, cropped.low_bit, min(cropped.length, cropped.low_bit_before))
 
 
-def window_from_host(state: LayerState, low_bit: int, length: int) -> None:
-    """Copy the tokens from `low_bit` to `length` from the host tier to the recent tier."""
+def window_from_host(state: Mapping[str, Any], low_bit: int, length: int) -> None:
+    """Copy the tokens from `low_bit` to `length` from the host tier, as `Pages`, to the recent tier."""
     recent = state["recent"]
     places = torch.arange(low_bit, length, device=recent.device) % recent.shape[2]
     pairs = tokens_of(state["host"], low_bit, length).to(recent.device)

@@ -40,6 +40,11 @@ def room(length: int) -> int:
     return rounded_up(length, 64)
 
 
+def pages_of_rows(rows: int, tokens: int) -> tuple[int, int]:
+    """Pages of a pool for rows of so many tokens each, and those that have host memory."""
+    return rows * bucket(tokens) // PAGE, rows * room(tokens) // PAGE
+
+
 def rounded_up(length: int, parts: int) -> int:
     """Round up to a multiple of a page and of so many parts of the power of two below."""
     power = 1 << max(length, 1).bit_length() - 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -30,7 +29,18 @@ from specache_compile.paging.pool import PagePool, pages_for
 from .break_even import stays_in_16_bits
 from .memory_option import check_memory, within_memory
 from .ranks import gather, ranks_here
-from .state import bucket, empty, fields_of, page_bytes, paged_fields, room, row_bytes, row_fields, row_state
+from .state import (
+    bucket,
+    empty,
+    fields_of,
+    page_bytes,
+    paged_fields,
+    pages_of_rows,
+    room,
+    row_bytes,
+    row_fields,
+    row_state,
+)
 
 
 def options_at(
@@ -306,7 +316,7 @@ class Tiers:
 
         If others hold pages too, there are more, so that `missing` ones get free.
         """
-        pages, places = (self.batch * size(tokens) // PAGE for size in (bucket, room))
+        pages, places = pages_of_rows(self.batch, tokens)
         if self.pool is None:
             return pages, places
         before = len(self.pool.counts)
@@ -314,16 +324,9 @@ class Tiers:
         if least > places:
             most = max(least, before * 3 // 2)  # each growth copies all pages
             pages, places = (max(own, size(most * PAGE) // PAGE) for own, size in ((pages, bucket), (places, room)))
-            places = max(least, min(places, self.places_within_budget()))
+            if self.ranks is None:  # ranks decide by lengths alone
+                places = max(least, min(places, self.pool.room_on_host()))
         return max(pages, places, self.pool.pages), places
-
-    def places_within_budget(self) -> int:
-        """Most pages that host memory allows. Ranks decide by lengths alone."""
-        assert self.pool is not None
-        page = self.pool.page_bytes["host"]
-        if not page or self.ranks is not None:
-            return sys.maxsize
-        return allowance(page * len(self.pool.counts), self.options.host_memory) // page
 
     def grow_pool(self, tokens: int, number: int) -> None:
         """Grow a pool without null page if it lacks free pages. A batch's pool grows by itself."""
@@ -536,8 +539,7 @@ class Tiers:
     def in_own_pool(self) -> Tiers:
         """The rows with copies of their pages in a new pool, where each row's pages are adjacent."""
         longest = PAGE * max(map(len, self.pages), default=0)
-        pages, places = (self.batch * size(longest) // PAGE for size in (bucket, room))
-        return self.moved_to(PagePool(self.options, self.layers, pages, places))
+        return self.moved_to(PagePool(self.options, self.layers, *pages_of_rows(self.batch, longest)))
 
     def moved_to(self, pool: PagePool) -> Tiers:
         """The rows with copies of their pages in another pool with the same options."""

@@ -21,6 +21,7 @@ from specache_compile.kernels.movement import tier_ops as tiers
 from specache_compile.kernels.op import Op, loaded_on_first_use, registered
 from specache_compile.kernels.state.center import set_center
 from specache_compile.kernels.state.layout import Layout
+from specache_compile.kernels.state.operands import takes
 from specache_compile.kernels.state.stored_tiers import StoredTiers
 from specache_compile.methods import load_others
 
@@ -406,3 +407,11 @@ def test_a_cuda_implementation_runs_on_the_device_of_its_tensors(
 def test_every_op_takes_a_tensor_first() -> None:
     """The CUDA implementation uses the first tensor's device."""
     assert all("(Tensor " in op.schema.replace(op.name, "", 1)[:8] for op in OPS)
+
+
+def test_an_implementation_takes_its_operands_without_surplus_or_gap() -> None:
+    run = takes(how=Layout)(lambda first, how, last: (first, how, last))
+    assert run(1, 2, 4, rotate=False, last=5) == (1, Layout(2, 4, False), 5)
+    for given, named in (((1, 2, 4, False, 5, 6), {}), ((1, 2, 4), {"last": 5})):
+        with pytest.raises((TypeError, KeyError)):
+            run(*given, **named)

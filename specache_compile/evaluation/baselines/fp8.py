@@ -16,6 +16,7 @@ from specache_compile.kernels.op import Op, fake_nothing, fake_of_query
 from specache_compile.kernels.state.by_rows import by_rows
 from specache_compile.kernels.state.by_token import put
 from specache_compile.kernels.state.cursor import length_of
+from specache_compile.kernels.state.page_table import Pages
 from specache_compile.kernels.state.stored_pairs import FP8
 from specache_compile.methods.field import Field, always
 from specache_compile.methods.host_tier import whole_cache
@@ -27,7 +28,7 @@ LARGEST = torch.finfo(FP8).max  # 448
 
 
 @by_rows(by_token=("fp8_codes",))
-def keep_fp8(k: Tensor, v: Tensor, padding: Tensor | None, cursor: Tensor, fp8_codes: Tensor) -> None:
+def keep_fp8(k: Tensor, v: Tensor, padding: Tensor | None, cursor: Tensor, fp8_codes: Pages) -> None:
     """Put the new pairs k, v [B, H, T, d] behind those of fp8_codes uint8, in pages, as e4m3 codes.
 
     Each element becomes its nearest code, beyond ±448 that of ±448; NaN stays NaN. Every store gets padding; this one

@@ -13,9 +13,10 @@ from specache_compile.kernels.attention.attention_ops import grouped_bias, produ
 from specache_compile.kernels.costs import Arguments, Cost, Workload, bytes_of, elements, pair_bytes, rows
 from specache_compile.kernels.op import Op, fake_nothing, fake_of_query
 from specache_compile.kernels.state.by_rows import by_rows
-from specache_compile.kernels.state.by_token import picked, put, tokens_of
+from specache_compile.kernels.state.by_token import pairs_at, put, tokens_of
 from specache_compile.kernels.state.cursor import length_of
 from specache_compile.kernels.state.operands import AttentionInputs, takes
+from specache_compile.kernels.state.page_table import Pages
 from specache_compile.methods import full
 from specache_compile.methods.drafting import DraftOptions
 from specache_compile.methods.field import Field, LayerShape
@@ -28,7 +29,7 @@ from specache_compile.passes.recipe import OpCall, Recipe
 @by_rows(0, by_token=("device_keys", "host"))
 @takes(new=AttentionInputs)
 def kcache_attention(
-    new: AttentionInputs, device_keys: Tensor, host: Tensor, top_n: int, scale: float, softcap: float | None
+    new: AttentionInputs, device_keys: Pages, host: Pages, top_n: int, scale: float, softcap: float | None
 ) -> Tensor:
     """S = softmax(q·Kᵀ/√d) over all tokens; each query head takes only the values of its N largest (equation 4).
 
@@ -49,18 +50,18 @@ def kcache_attention(
     return (best.unsqueeze(-2) @ fetched.float()).flatten(1, 2).to(q.dtype).contiguous()
 
 
-def values_of(host: Tensor, index: Tensor, length: int) -> Tensor:
+def values_of(host: Pages, index: Tensor, length: int) -> Tensor:
     """The values [B, H, G, N, d] of tokens `index` [B, H, G, N], on the host tier's device."""
     if not length:
         return torch.zeros(*index.shape, host.shape[-1], dtype=host.dtype, device=host.device)
     batch, heads = index.shape[:2]
     row = torch.arange(batch, device=host.device)[:, None, None, None]
     head = torch.arange(heads, device=host.device)[None, :, None, None]
-    return picked(host, row, head, index, 1)
+    return pairs_at(host, row, head, index, 1)
 
 
 @by_rows(by_token=("device_keys",))
-def keep_keys(k: Tensor, v: Tensor, padding: Tensor | None, cursor: Tensor, device_keys: Tensor) -> None:
+def keep_keys(k: Tensor, v: Tensor, padding: Tensor | None, cursor: Tensor, device_keys: Pages) -> None:
     """Put the new keys k [B, H, T, d] behind those of device_keys. Every store gets v and padding; this
     one does not read them."""
     put(device_keys, length_of(cursor), k)
