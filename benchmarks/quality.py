@@ -147,6 +147,13 @@ TABLES = {
         (*UNSEEN_TEXT, *CHUNKED, "--batch-size", "4", "--lengths", "2048", "--samples", "4"),
         GEMMA,
     ),
+    "fetched_gemma": Table(
+        "how many fetched pairs Gemma needs at 8,192 tokens",
+        ("closeness",),
+        ("uncompiled", "specache", *(f"specache:top_k={k}" for k in (256, 128, 512))),
+        (*UNSEEN_TEXT, *CHUNKED, "--batch-size", "4", "--lengths", "8192", "--samples", "8"),
+        GEMMA,
+    ),
     "needles_blind": Table(
         "the same, the question unknown while the context is read: what an eviction then drops",
         ("needle",),
