@@ -141,10 +141,15 @@ TABLES = {
         for name, length in (("closeness_gemma_8k", 8192), ("closeness_gemma_2k", 2048))
     },
     "knobs_gemma": Table(
-        "which option of the default matters on Gemma, on few windows",
+        "which option of the default matters on Gemma at 31,744 tokens; the text has four windows",
         ("closeness",),
-        ("uncompiled", "specache", "specache:top_k=256", "specache:bits=2"),
-        (*UNSEEN_TEXT, *CHUNKED, "--batch-size", "4", "--lengths", "2048", "--samples", "4"),
+        (
+            "uncompiled", "specache",
+            *(f"specache:{knob}" for knob in ("top_k=256", "top_k=1024", "bits=2", "residual_length=256",
+              "sink_tokens=16", "skip_below=0.0003")),
+            "kivi:bits=4", "fp8",
+        ),
+        (*UNSEEN_TEXT, *CHUNKED, "--batch-size", "1", "--lengths", "31744", "--samples", "4"),
         GEMMA,
     ),
     "fetched_gemma": Table(

@@ -534,7 +534,7 @@ GENERATORS: dict[str, Callable[[], str]] = {
         for name, folders, what, cell in (
             ("needles_gemma", [f"needles_gemma_{n}" for n in ("8k", "16k", "31k")], "keys found of {}", share_of_keys),
             ("closeness_long", ["closeness_4k", "closeness_8k"], "mean KL of {} windows", forced_kl),
-            ("knobs_gemma", ["knobs_gemma"], "mean KL of {} windows", forced_kl),
+            ("fetched_gemma", ["fetched_gemma"], "mean KL of {} windows", forced_kl),
             ("closeness_gemma", ["closeness_gemma_2k", "closeness_gemma_8k"], "mean KL of {} windows", forced_kl),
         )
     },
