@@ -153,7 +153,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "full": {"method": "full"},
     "h2o": {"method": "h2o", "budget": 1024},
     "two lanes": {"bits": 16, "speculate": True},
-    "lookup": {"bits": 16, "lookup": True},
 }
 
 
