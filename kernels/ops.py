@@ -13,7 +13,6 @@ from .attention import attention_ops as attention
 from .attention import cpp_decode, extend
 from .attention.hit_rate import measure
 from .attention.kept_logits import based_logits, whole_logits
-from .few_rows import few_rows_ops as few_rows
 from .movement import cpp_tiers
 from .movement import tier_ops as tiers
 from .op import Op, fake_nothing, fake_of_query, register
@@ -74,16 +73,6 @@ def widened_decode_attention(
 
 
 DECLARED = (
-    Op(
-        "few_rows(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
-        few_rows.few_rows, few_rows.fake_few_rows,
-        fused=few_rows.few_rows_fused, library=few_rows.library_of, is_work=True,
-    ),
-    Op(
-        "few_rows_each(Tensor x, Tensor[] weights, Tensor?[] biases) -> Tensor[]",
-        few_rows.few_rows_each, few_rows.fake_few_rows_each,
-        fused=few_rows.few_rows_each_fused, library=few_rows.library_of, is_work=True,
-    ),
     Op(
         f"decode_attention(Tensor q, Tensor k, Tensor v, {NEW}, {SLOTS}, {READ}, {SKIP}) -> (Tensor, Tensor)",
         attention.decode_attention, fake_decode_attention, ".decode.triton_scored:decode_attention",

@@ -17,7 +17,6 @@ from specache_compile.kernels.op import op_of
 from specache_compile.passes.reading.masks import subgraph
 from specache_compile.passes.reading.nodes import value_of
 
-from .few_rows import few_rows, few_rows_op_by_op
 from .fold_layers import fold_layers
 from .kept import kept_by_inductor
 from .progress import show_step
@@ -45,7 +44,6 @@ def lower(
     settings = dict(torch._inductor.list_mode_options(mode)) if mode else {}
     # compile_fx mutates its graph; reports show the caller's graph.
     own = GraphModule(graph_module, copy.deepcopy(graph_module.graph))
-    few_rows(own)
     use_fused_kernels(own)
     if CHECKS_BOUNDS_TOO_EARLY:
         trust_indices(own)
@@ -68,7 +66,6 @@ def op_by_op(graph_module: GraphModule) -> GraphModule:
     """Return a copy that runs node by node with the C++ kernels; reports show the unchanged original."""
     own = GraphModule(graph_module, copy.deepcopy(graph_module.graph))
     use_fused_kernels(own)
-    few_rows_op_by_op(own)
     return own
 
 

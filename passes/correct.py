@@ -7,7 +7,7 @@ import operator
 import torch
 from torch.fx import GraphModule, Node
 
-from .plan import PassReport, RewritePlan, call_by_name, session_input, state_input, tag_of
+from .plan import PassReport, RewritePlan, call_by_name, state_input, tag_of
 from .reading.nodes import arguments_of
 from .reading.sites import Site
 
@@ -22,10 +22,9 @@ def correct(graph_module: GraphModule, plan: RewritePlan) -> tuple[GraphModule, 
         select_topk(pair[1], selected_0)         select_topk(scored[2][-1], selected_0)
 
     The selection uses only low-bit logits, so it does not depend on the contents of the slots. A right speculative
-    token leaves nothing to correct; a wrong one costs time and no accuracy. The tokens of a widened decode share one
-    selection by their summed scores; padding lanes do not count.
+    token leaves nothing to correct; a wrong one costs time and no accuracy.
     """
-    if not (plan.phase.stores and plan.phase.over_tiers):
+    if not (plan.phase.stores and plan.phase.one_token):
         return graph_module, PassReport("correct", {"corrected": 0})
     selectors = [(site, plan.recipe(site.number).selector) for site in plan.sites]
     corrected = [site for site, selector in selectors if selector is not None and selector.corrects]
@@ -40,22 +39,17 @@ def split_attention(graph_module: GraphModule, plan: RewritePlan, site: Site) ->
     call: Node = site.attention.args[0]  # type: ignore[assignment]
     state = {name: state_input(graph_module, plan, site.number, name) for name in ("host", "corrected")}
     given = {**arguments_of(call), **state}
-    counted = None if plan.phase.one_token else session_input(graph_module, plan, "counted")
     # A measured hit rate describes the slots after the correction.
     measures = graph.find_nodes(op="call_function", target=torch.ops.specache.measure.default)
     first = next((node for node in measures if (tag := tag_of(node)) is not None and tag.site == site.number), call)
     with graph.inserting_before(first):
-        # The next step's selection and a widened decode's read scores; else the correction may do without them.
-        ranked = counted is not None or any(part.args[1] == 1 and part.users for part in call.users)
+        # The next step's selection reads scores; else the correction may do without them.
+        ranked = any(part.args[1] == 1 and part.users for part in call.users)
         scored = call_by_name(graph_module, site, "score_low_bit", {**given, "scores": ranked})
         logits, base, scores = (graph.call_function(operator.getitem, (scored, part)) for part in range(3))
-        chooser = scores
-        if counted is not None:
-            chooser = graph.call_function(torch.ops.aten.mul.Tensor, (scores, counted))
-            chooser = graph.call_function(torch.ops.aten.sum.dim_IntList, (chooser, [0], True))
         kept = {"logits": logits, "base": base}
         by = dict.fromkeys(("q", "logits", "base", "mask")) if ranked else kept
-        chosen = call_by_name(graph_module, site, "correct", {**given, **by, "scores": chooser})
+        chosen = call_by_name(graph_module, site, "correct", {**given, **by, "scores": scores})
     with graph.inserting_before(call):
         out = call_by_name(graph_module, site, "attend_scored", {**given, **kept, "chosen": chosen})
         last = graph.call_function(torch.ops.aten.select.int, (scores, 0, -1)) if ranked else None

@@ -11,21 +11,17 @@ class Phase:
     """The kind of a graph.
 
     has_past: the graph continues a cache.
-    one_token: each row has one new token, as in every step of a generation.
-    over_tiers: attention reads the low-bit tier, the window and the slots.
+    one_token: each row has one new token, and attention reads the low-bit tier, the window and the slots.
     stores: the tiers store the new pairs.
     once: the graph runs once per generation, so it runs op by op: compiling it would take longer than it saves.
-    speculates: a second lane runs the speculative next token.
-    before: the phase that fills the slots before this phase's first step.
+    before: the phase that fills the slots before this phase's first step, and makes the first speculative token.
     """
 
     name: str
     has_past: bool = True
     one_token: bool = False
-    over_tiers: bool = False
     stores: bool = True
     once: bool = False
-    speculates: bool = False
     before: Phase | None = None
 
     def __str__(self) -> str:
@@ -43,8 +39,6 @@ def phase_named(name: str) -> Phase:
 PREFILL = Phase("prefill", has_past=False)
 EXTEND = Phase("extend")
 # The extra pass that makes the first speculative token and the first selection of pairs (SpeCache, section 3.3).
-PRE_DECODE = Phase("pre-decode", one_token=True, over_tiers=True, stores=False, once=True)
-DECODE = Phase("decode", one_token=True, over_tiers=True, speculates=True, before=PRE_DECODE)
-# A decode of several tokens, one in each lane: the last generated token and a draft.
-WIDENED = Phase("widened", over_tiers=True)
-PHASES = (PREFILL, EXTEND, PRE_DECODE, DECODE, WIDENED)
+PRE_DECODE = Phase("pre-decode", one_token=True, stores=False, once=True)
+DECODE = Phase("decode", one_token=True, before=PRE_DECODE)
+PHASES = (PREFILL, EXTEND, PRE_DECODE, DECODE)

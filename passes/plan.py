@@ -24,7 +24,7 @@ class Input:
     site, field: number of the layer and name of its state tensor, for "state".
     """
 
-    source: Literal["argument", "cursor", "padding", "state", "speculative", "counted"]
+    source: Literal["argument", "cursor", "padding", "state", "speculative"]
     argument: int = -1
     site: int = -1
     field: str = ""
@@ -70,7 +70,6 @@ class RewritePlan:
     recipe: a function from a site's number to the method's recipe.
     state: the state tensors of each layer by field. They, cursor and padding are fakes in the graph's fake mode.
     padding: the session's padding; None where its stores take none.
-    counted: [lanes, B, 1, 1] float32 of a widened decode: 1.0 for real draft tokens, 0.0 for padding lanes.
     inputs: the source of each graph input.
     held_outputs: positions of outputs that HF's cache receives as held tensors → site number, and keys or values.
     lanes: number of tokens that run side by side.
@@ -94,7 +93,6 @@ class RewritePlan:
     one_lane: str | None = None
     counts_positions: bool = False
     speculates: bool = False
-    counted: Any = None
 
 
 Pass = Callable[[GraphModule, RewritePlan], tuple[GraphModule, PassReport]]
@@ -154,7 +152,7 @@ def state_input(graph_module: GraphModule, plan: RewritePlan, site: int, field: 
     return node
 
 
-def session_input(graph_module: GraphModule, plan: RewritePlan, name: Literal["cursor", "padding", "counted"]) -> Node:
+def session_input(graph_module: GraphModule, plan: RewritePlan, name: Literal["cursor", "padding"]) -> Node:
     """Return the placeholder of one of the session's tensors, as in `RewritePlan`."""
     return add_input(graph_module, plan, name, Input(name), getattr(plan, name))
 

@@ -8,8 +8,8 @@ from torch.fx import GraphModule, Node
 
 from specache_compile.kernels.movement.deferred import FETCH_STATE, fetch_arguments
 
-from .plan import PassReport, RewritePlan, call_op, session_input, state_input
-from .reading.nodes import output_node
+from .plan import PassReport, RewritePlan, call_by_name, call_op, session_input, state_input
+from .reading.nodes import arguments_of, output_node
 
 
 def prefetch(graph_module: GraphModule, plan: RewritePlan) -> tuple[GraphModule, PassReport]:
@@ -22,10 +22,9 @@ def prefetch(graph_module: GraphModule, plan: RewritePlan) -> tuple[GraphModule,
 
     A wait takes the query as an operand, which orders it in any schedule, and `selected`, which the fetch reads.
     Selection and fetch go to the end of the graph, and each wait after its query; `overlap` then moves them.
-    A widened decode fetches nothing ahead, since its accepted tokens are unknown. Without a speculative token, where
-    each token corrects its own selection, nothing is fetched ahead either.
+    Without a speculative token, where each token corrects its own selection, nothing is fetched ahead.
     """
-    if not (plan.phase.over_tiers and plan.sites):
+    if not (plan.phase.one_token and plan.sites):
         return graph_module, PassReport("prefetch", {"prefetched": 0})
     graph = graph_module.graph
     cursor = session_input(graph_module, plan, "cursor")
@@ -35,34 +34,20 @@ def prefetch(graph_module: GraphModule, plan: RewritePlan) -> tuple[GraphModule,
         if selector is None:
             continue
         state = {field: state_input(graph_module, plan, site.number, field) for field in FETCH_STATE}
-        slots, slot_index = state["slots"], state["slot_index"]
         selection = [state_input(graph_module, plan, site.number, field) for field in selector.state]
         call: Node = site.attention.args[0]  # type: ignore[assignment]
         if plan.selects:
+            prefetched += 1
             after = site.q if site.q.op != "placeholder" else graph.find_nodes(op="placeholder")[-1]
             with graph.inserting_after(after):
-                call_op(graph_module, site, "wait", (site.q, cursor, slots, slot_index, state["selected"]))
+                waited = (state[field] for field in ("slots", "slot_index", "selected"))
+                call_op(graph_module, site, "wait", (site.q, cursor, *waited))
+            with graph.inserting_before(output_node(graph_module)):
+                scores = graph.call_function(operator.getitem, (call, 1))
+                call_op(graph_module, site, selector.op, (scores, *selection, *selector.settings))
+                call_op(graph_module, site, "prefetch", fetch_arguments(state, cursor))
         if plan.hit_rate and plan.phase.stores:
-            sink_index, tally = (state_input(graph_module, plan, site.number, name) for name in ("sink_index", "tally"))
-            measured = (
-                site.q,
-                site.k,
-                site.v,
-                site.mask,
-                site.sinks,
-                cursor,
-                state["host"],
-                slot_index,
-                sink_index,
-                tally,
-            )
+            state |= {field: state_input(graph_module, plan, site.number, field) for field in ("sink_index", "tally")}
             with graph.inserting_before(call):
-                call_op(graph_module, site, "measure", (*measured, site.scale, site.softcap))
-        if not (plan.selects and plan.phase.one_token):
-            continue
-        prefetched += 1
-        with graph.inserting_before(output_node(graph_module)):
-            scores = graph.call_function(operator.getitem, (call, 1))
-            call_op(graph_module, site, selector.op, (scores, *selection, *selector.settings))
-            call_op(graph_module, site, "prefetch", fetch_arguments(state, cursor))
+                call_by_name(graph_module, site, "measure", {**arguments_of(call), **state})
     return graph_module, PassReport("prefetch", {"prefetched": prefetched})

@@ -57,7 +57,7 @@ def speculate(graph_module: GraphModule, plan: RewritePlan) -> tuple[GraphModule
     if isinstance(found, str):
         return graph_module, one_lane(plan, found)
     ids, logits = found
-    if not plan.phase.speculates:
+    if plan.phase.before is None:
         append_speculative(graph_module, logits)
         plan.speculates = True
         return graph_module, PassReport("speculate", {"lanes": 1}, ("one lane, for the first speculative token",))

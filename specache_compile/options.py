@@ -118,7 +118,6 @@ class MethodOptions:
     hit_rate = False
     min_context = cast("int | str", 0)
     verify = cast("int | str | None", None)
-    lookup = False
     host_tier = True
     host_memory = cast("int | None", None)
     memory = cast("int | str | None", None)
@@ -143,8 +142,8 @@ class MethodOptions:
 
     @property
     def drafts(self) -> bool:
-        """Whether tokens are drafted, by the decode phase (verify) or from the text (lookup)."""
-        return self.verify is not None or self.lookup
+        """Whether the decode phase drafts tokens."""
+        return self.verify is not None
 
     @property
     def capacity_is_free(self) -> bool:

@@ -54,7 +54,7 @@ LONGEST = (
     "compile/test_backend.py", "kernels/test_sanitized.py", "caches/test_saving.py",
     "tests/test_checkpoints.py", "generate/test_generate.py", "kernels/test_triton.py", "runtime/test_methods.py",
     "warm/test_warm.py", "lowering/test_compiled_graph.py", "runtime/test_ranks.py", "tests/test_benchmarks.py",
-    "lowering/test_fold_layers.py", "generate/test_look_up.py", "runtime/test_no_host_tier.py",
+    "lowering/test_fold_layers.py", "runtime/test_no_host_tier.py",
     "runtime/test_sink_tokens.py", "runtime/test_mixed_calls.py", "explaining/test_explain.py", "passes/test_masks.py",
     "runtime/test_uncompiled.py", "compile/test_graph_breaks.py", "weights/test_quantised.py", "weights/test_peft.py",
     "runtime/test_pictures.py", "explaining/test_step_time.py", "evaluation/test_eval.py",

@@ -29,8 +29,7 @@ def names(lines: list[str]) -> list[str]:
     for line in lines:
         op = re.search(r"torch\.ops\.specache\.(\w+)\.default\(", line)
         if op and "assert" not in line:
-            name = op.group(1).removesuffix("_fused")
-            found.append("work" if name.startswith("few_rows") else name)
+            found.append(op.group(1).removesuffix("_fused"))
         elif "extern_kernels" in line:
             found.append("work")
     return found
@@ -41,7 +40,7 @@ def state_left_alone(lines: list[str]) -> int:
     state = set()
     for line in lines:
         call = re.search(r"torch\.ops\.specache\.(\w+)\.default\((.*)\)", line)
-        if call and not call.group(1).startswith("few_rows"):
+        if call:
             state |= set(re.findall(r"\barg\d+_1\b", call.group(2)))
     for line in lines:
         if "torch.ops.specache" not in line:

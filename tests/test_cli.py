@@ -77,21 +77,15 @@ def test_explain_prints_nodes_and_diffs(capsys: pytest.CaptureFixture[str], flag
     assert flag[0] != "--nodes" or max(map(len, out.splitlines())) <= 120
 
 
-@pytest.mark.parametrize(
-    ("drafts", "printed"),
-    [(["--verify", "4"], "Verification(verifications=1, acceptance=1.0"), (["--lookup"], f"{'widened':18} 1")],
-)
-def test_generate_finds_the_pass_key_and_verifies(
-    capsys: pytest.CaptureFixture[str], drafts: list[str], printed: str
-) -> None:
+def test_generate_finds_the_pass_key_and_verifies(capsys: pytest.CaptureFixture[str]) -> None:
     filler = "def nothing():\n    return None\n" * 20
     prompt = f"{filler}\nThe pass key is 40712. Remember it.\n{filler}\nWhat is the pass key? The pass key is "
-    how = ["--max-new-tokens", "5", "--lowering", "eager", *drafts, "--stats"]
+    how = ["--max-new-tokens", "5", "--lowering", "eager", "--verify", "4", "--stats"]
     assert main(["generate", MODEL, "--prompt", prompt, *how]) == 0
     captured = capsys.readouterr()
     assert "40712" in captured.out
     assert "bytes_to_device" in captured.err
-    assert printed in captured.err
+    assert "Verification(verifications=1, acceptance=1.0" in captured.err
 
 
 @pytest.mark.parametrize(

@@ -81,12 +81,6 @@ def declaration() -> str:
     return "\n".join(lines) + "\n"
 
 
-class Weight(Structure):
-    """A weight of `few_rows` in C++, declared in cpp_rows.cpp too."""
-
-    _fields_ = (("w", c_void_p), ("bias", c_void_p), ("outputs", c_int64), ("y", c_void_p))
-
-
 @functools.cache
 def decode_library(dtype: torch.dtype) -> CDLL:
     """Return cpp_decode.cpp, compiled for pairs of this dtype."""
@@ -100,12 +94,6 @@ def decode_library(dtype: torch.dtype) -> CDLL:
         dtype,
         declaration(),
     )  # fmt: skip
-
-
-@functools.cache
-def rows_library(dtype: torch.dtype) -> CDLL:
-    """Return cpp_rows.cpp, compiled for float32 or bfloat16."""
-    return compiled(("few_rows/cpp_rows.cpp",), {"few_rows": [c_void_p, POINTER(Weight), *[c_int64] * 3]}, dtype)
 
 
 @functools.cache

@@ -40,11 +40,9 @@ from .row_drafts import (
     decoded_for,
     drafting_session,
     fed,
-    looked_up_for,
     most_drafted,
     note_round,
     reason_not_to_draft,
-    verifying,
 )
 from .spill import SpillFolder, load, remove
 from .twice import FailedTwice, twice
@@ -96,7 +94,7 @@ class Batch:
 
     A step prefills one chunk of one prompt, and generates a token for every running request. A request's tokens do not
     depend on other requests. Models whose rows cannot be joined (sliding windows, methods that drop pairs) decode one
-    row after another. With `verify` or `lookup` one call of the model verifies the drafts of all rows, and a step may
+    row after another. With `verify` one call of the model verifies the drafts of all rows, and a step may
     generate several tokens for each.
 
     Running requests keep their tokens in pages of 256, and share the pages of common prompt prefixes (`prefixes.py`). A
@@ -468,8 +466,7 @@ class Batch:
         with self.attempt(group.requests):
             drafts = [[] for _ in group.requests] if session is None else self.drafts(group, session)
             several = any(drafts)
-            with contextlib.nullcontext() if session is None else verifying(session, drafts):
-                logits = self.call_rows(group, *fed(group.requests, drafts), every=several)
+            logits = self.call_rows(group, *fed(group.requests, drafts), every=several)
         before = [request.cached for request in group.requests]
         for row, request in enumerate(group.requests):
             accept(request, drafts[row], logits[row] if several else logits[row, -1:])
@@ -507,13 +504,11 @@ class Batch:
         reason = reason_not_to_draft(self.model, group.cache, len(group.requests))
         if reason is None:
             return session
-        warn_not_drafted(self.model, session.options, reason)
+        warn_not_drafted(self.model, reason)
         return None
 
     def drafts(self, group: RowGroup, session: Session) -> list[list[int]]:
         """The draft of each row; the cache is unchanged afterwards."""
-        if session.options.lookup:
-            return looked_up_for(group.requests)
 
         def one_token(tokens: Tensor, positions: Tensor) -> Tensor:
             return self.call_rows(group, tokens, positions)[:, -1]

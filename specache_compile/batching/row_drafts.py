@@ -1,4 +1,4 @@
-"""Drafts of the rows of a batch (options verify and lookup), and their verification.
+"""Drafts of the rows of a batch (option verify), and their verification.
 
 A row accepts drafted tokens while they equal what its own processors and random numbers choose from the verification's
 logits. So each row generates, greedily or sampled, the tokens that it generates one a step, with the same seed. Shorter
@@ -20,11 +20,10 @@ from transformers.generation import UnbatchedClassifierFreeGuidanceLogitsProcess
 
 from specache_compile.caches.joining import is_held_whole
 from specache_compile.generate.drafts import IN_PARTS, draft_length_of, note_draft
-from specache_compile.generate.look_up import DRAFTED, looked_up
 from specache_compile.generate.verify import forgetful
 from specache_compile.options import MethodOptions
 from specache_compile.runtime.draft_length import MOST
-from specache_compile.runtime.session import Mode, Session, session_of, sessions_of
+from specache_compile.runtime.session import Session, session_of, sessions_of
 
 from .request import End, Request, Stage, chosen, next_token
 from .twice import FailedTwice, twice
@@ -37,8 +36,6 @@ OneToken = Callable[[Tensor, Tensor], Tensor]
 
 def most_drafted(options: MethodOptions) -> int:
     """Most tokens of a draft."""
-    if options.lookup:
-        return DRAFTED
     return options.verify if isinstance(options.verify, int) else MOST if options.drafts else 0
 
 
@@ -64,17 +61,6 @@ def room_of(request: Request) -> int:
     return int(request.config.max_new_tokens or 0) - request.reached - 1
 
 
-def looked_up_for(requests: Sequence[Request]) -> list[list[int]]:
-    """For each request, the tokens that followed the last occurrence of its last tokens."""
-    drafts = []
-    for request in requests:
-        ids, room = request.context, min(DRAFTED, room_of(request))
-        ends = torch.tensor(sorted(request.ends), dtype=torch.int64)
-        found = looked_up(ids, ends if len(ends) else None, room, ids.shape[1] + room + 1) if room > 0 else ids
-        drafts.append(found[0, ids.shape[1] :].tolist())
-    return drafts
-
-
 def decoded_for(requests: Sequence[Request], session: Session, one_token: OneToken) -> list[list[int]]:
     """For each request, the next tokens of its decode phase, which are then in the cache.
 
@@ -83,7 +69,7 @@ def decoded_for(requests: Sequence[Request], session: Session, one_token: OneTok
     rooms = [room_of(request) for request in requests]
     tokens = min(draft_length_of(session), max(rooms))
     drafts: list[list[int]] = [[] for _ in requests]
-    with session.steps_for(Mode.DRAFT), random_numbers_kept(requests):
+    with session.drafting_steps(), random_numbers_kept(requests):
         for _ in range(tokens):
             newest = (part[:, -1:].clone(memory_format=torch.contiguous_format) for part in fed(requests, drafts))
             logits = one_token(*newest)
@@ -124,12 +110,6 @@ def fed(requests: Sequence[Request], drafts: Sequence[Sequence[int]]) -> tuple[T
     first = torch.tensor([[request.cached] for request in requests])
     last = torch.tensor([[len(r.prompt) + int(r.config.max_new_tokens or 0) - 1] for r in requests])
     return torch.tensor(tokens), torch.minimum(first + torch.arange(width), last)
-
-
-def verifying(session: Session, drafts: Sequence[Sequence[int]]) -> contextlib.AbstractContextManager[None]:
-    """Make the step inside the verification of these drafts, or a plain decode if all are empty."""
-    drafted = [len(draft) for draft in drafts]
-    return session.steps_for(Mode.VERIFY, drafted) if any(drafted) else session.steps_for(Mode.PLAIN)
 
 
 def accept(request: Request, draft: Sequence[int], logits: Tensor) -> None:

@@ -17,8 +17,6 @@ from specache_compile.errors import OptionError, SpecacheError
 from specache_compile.lowering.lower import lower
 from specache_compile.lowering.progress import compiling
 from specache_compile.methods import METHODS, parse_options
-from specache_compile.options import MethodOptions
-from specache_compile.passes.phase import EXTEND, WIDENED, Phase
 from specache_compile.passes.pipeline import PASS_NAMES
 from specache_compile.passes.reading.find_attention import WINDOW
 from specache_compile.passes.reading.local_shards import own_part
@@ -122,7 +120,7 @@ def compile_sites(captured: Captured, example_inputs: Sequence[Any]) -> Compiled
     front = front_of(captured, example_inputs, past, tokens)
     ragged = front is not None and is_ragged(captured.phase, front)
     unpadded = (front is not None and not ragged) or captured.unpadded(example_inputs)
-    for phase in first_phases(captured, options):
+    for phase in phases(captured.phase, options):
         rewrites.get(variant_of(phase, options, unpadded, ragged, bucket(past + tokens)), ahead=True)
     return CompiledGraph(captured, rewrites)
 
@@ -141,13 +139,6 @@ def front_of(captured: Captured, example_inputs: Sequence[Any], past: int, token
     session = first_session(captured, example_inputs)
     lengths = (0,) * padding.shape[0] if session is None else session.progress.lengths
     return padding_in_front(padding, lengths, past, tokens) if len(lengths) == padding.shape[0] else None
-
-
-def first_phases(captured: Captured, options: MethodOptions) -> tuple[Phase, ...]:
-    """The phases to lower at once. With lookup a call of several tokens is usually a verification."""
-    if options.lookup and captured.phase is EXTEND and captured.is_causal:
-        return (WIDENED,)
-    return phases(captured.phase, options)
 
 
 def report_left_alone(record: ModelRecord, left_alone: Sequence[LeftAlone], rewritten: int) -> None:
@@ -173,6 +164,6 @@ def reasons(left_alone: Sequence[LeftAlone]) -> str:
 
 def no_assisted_decoding(missing: str) -> SpecacheError:
     return SpecacheError(
-        f"options verify and lookup require {missing}, which is missing. Install transformers 5.17 to 5.24, or leave "
-        "the option out"
+        f"the option verify requires {missing}, which is missing. Install transformers 5.17 to 5.24, or leave the "
+        "option out"
     )

@@ -70,6 +70,6 @@ def not_compiled(what: str) -> SpecacheError:
 @functools.cache
 def warn_unseen_options(version: str) -> None:
     warn(
-        f"torch {version} does not show the options of a compiled function, so nothing is drafted (options verify and "
-        "lookup); tokens stay correct. Install torch 2.11 to 2.15"
+        f"torch {version} does not show the options of a compiled function, so nothing is drafted (option verify); "
+        "tokens stay correct. Install torch 2.11 to 2.15"
     )

@@ -154,7 +154,6 @@ class StateFakes:
             self.cursor = new_cursor(device, batch, columns - CURSOR_SIZE)
             self.speculative = torch.empty(batch, 1, dtype=torch.int64, device=device)
             self.padding = torch.empty(batch, 1, 1, capacity, dtype=torch.bool, device=device)
-            self.counted = torch.empty(captured.tokens, batch, 1, 1, dtype=torch.float32, device=device)
 
     def of(self, source: Input) -> Any:
         """The fake tensor of one graph input."""
@@ -180,7 +179,6 @@ def plan_of(captured: Captured, variant: Variant, fakes: StateFakes, graph: Grap
         state=fakes.state,
         cursor=fakes.cursor,
         padding=None if variant.ragged else fakes.padding,
-        counted=fakes.counted,
         inputs=[Input("argument", argument=i) for i in range(len(captured.placeholders))],
     )
 

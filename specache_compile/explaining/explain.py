@@ -36,7 +36,7 @@ from specache_compile.passes.pipeline import keeping_texts
 from specache_compile.passes.reading.sites import LeftAlone
 from specache_compile.runtime.break_even import min_context
 from specache_compile.runtime.memory_option import check_memory, within_memory
-from specache_compile.runtime.session import Mode, session_of
+from specache_compile.runtime.session import session_of
 
 from .explanation import Explanation
 from .figures import SiteRow
@@ -46,7 +46,7 @@ from .times.devices import Device, find_device
 
 # Nothing is allocated, so no budget applies.
 NO_LIMIT = sys.maxsize
-# Tokens of the verification that is traced (options verify and lookup).
+# Tokens of the verification that is traced (option verify).
 VERIFIED = 11
 
 
@@ -227,9 +227,8 @@ def run_steps(model: Any, prompt_length: int, batch_size: int, backend: Callable
             before["attention_mask"] = after["attention_mask"][:, :prompt_length].clone()
         cache = cache_of(compiled(prompt, use_cache=True, **before))
         session = session_of(cache)
-        with session.steps_for(Mode.DRAFT) if session is not None else contextlib.nullcontext():
+        with session.drafting_steps() if session is not None else contextlib.nullcontext():
             compiled(prompt[:, :1].clone(), **with_cache(cache), **after)
         if session is not None and session.options.drafts:
             ids, places = (torch.zeros(batch_size, VERIFIED, dtype=torch.int64, device=model.device) for _ in range(2))
-            with session.steps_for(Mode.VERIFY):
-                compiled(ids, **with_cache(cache), position_ids=places, logits_to_keep=0)
+            compiled(ids, **with_cache(cache), position_ids=places, logits_to_keep=0)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,11 +12,10 @@ from transformers.cache_utils import DynamicCache
 from transformers.generation import CandidateGenerator, EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
 
 from specache_compile.compat import cache_name
-from specache_compile.options import MethodOptions
 from specache_compile.runtime.draft_length import DraftLength
 from specache_compile.runtime.ranks import gather
 from specache_compile.runtime.records import find_record, record_of
-from specache_compile.runtime.session import Mode, Session, sessions_of
+from specache_compile.runtime.session import Session, sessions_of
 
 # Criteria that do not depend on the last token, and the one that Hugging Face's loop applies to each token.
 HANDLED = (MaxLengthCriteria, MaxTimeCriteria, EosTokenCriteria)
@@ -54,11 +52,11 @@ class Drafts(CandidateGenerator):
         self.start, self.compiles, self.drafted = time.perf_counter(), rewritten_so_far(self.model), 0
         self.model_kwargs_overrides = {}
         self.session = None if given["is_first_iteration"] else next(iter(sessions_of(self.cache)), None)
-        if self.session is None or not self.serves(self.session.options) or self.is_parted():
+        if self.session is None or not self.session.options.drafts or self.is_parted():
             self.session = None
             return input_ids, None
         room = self.config.max_length - input_ids.shape[1] - 1
-        ids, logits = self.draft(input_ids, kwargs, min(self.length(), room)) if room > 0 else (input_ids, None)
+        ids, logits = self.draft(input_ids, kwargs, min(draft_length_of(self.session), room))
         if self.is_parted():  # by the draft's own steps, which were exact then
             self.session = None
             return input_ids, None
@@ -68,22 +66,12 @@ class Drafts(CandidateGenerator):
             self.model_kwargs_overrides = {"logits_to_keep": 0}
         return ids, logits
 
-    def serves(self, options: MethodOptions) -> bool:
-        """Whether a cache with these options takes this kind of drafts."""
-        return options.verify is not None
-
     def is_parted(self) -> bool:
         """Whether several sessions share or shared the cache; a draft would mark only one of them. Warns if so."""
         if not self.parted and sessions_of(self.cache) != [self.session]:
             self.parted = True
-            assert self.session is not None
-            warn_not_drafted(self.model, self.session.options, IN_PARTS)
+            warn_not_drafted(self.model, IN_PARTS)
         return self.parted
-
-    def length(self) -> int:
-        """γ of the next round."""
-        assert self.session is not None
-        return draft_length_of(self.session)
 
     def draft(self, ids: Tensor, kwargs: Mapping[str, Any], tokens: int) -> tuple[Tensor, Tensor | None]:
         """Append at most `tokens` tokens of the decode phase to ids [1, n]. Returns the same as `get_candidates`; the
@@ -93,7 +81,7 @@ class Drafts(CandidateGenerator):
         try:
             for _ in range(tokens):
                 inputs = self.model.prepare_inputs_for_generation(ids, next_sequence_length=1, **kwargs)
-                with self.session.steps_for(Mode.DRAFT):
+                with self.session.drafting_steps():
                     outputs = self.model(**inputs, return_dict=True)
                 kwargs = self.model._update_model_kwargs_for_generation(outputs, kwargs)
                 logits = self.processors(ids, outputs.logits[:, -1].to(ids.device, torch.float32, copy=True))
@@ -124,15 +112,6 @@ class Drafts(CandidateGenerator):
             return True
         return any(bool(criterion(ids, None).any()) for criterion in self.others)
 
-    @contextlib.contextmanager
-    def verification(self) -> Iterator[None]:
-        """Within it, a call of the model verifies the drafted tokens."""
-        if self.session is None:
-            yield
-            return
-        with self.session.steps_for(Mode.VERIFY if self.drafted else Mode.PLAIN):
-            yield
-
     def crop_drafts(self) -> None:
         """During a round, crop the cache to the output's tokens."""
         if self.session is None or self.cache is None:
@@ -151,13 +130,11 @@ class Drafts(CandidateGenerator):
 
 
 def note_draft(session: Session, drafted: int, accepted: int, cached: int, seconds: float | None) -> None:
-    """Record a row's round after so many cached tokens. The model's own drafts stream the host tier once; other ones
-    read the tiers like any decode.
+    """Record a row's round after so many cached tokens.
 
     seconds: None if the round compiled, or if its time is recorded with another row.
     """
-    held = session.tiers.host_bytes(cached) // session.tiers.batch
-    session.statistics.verified.note(drafted, accepted, held, streamed=0 if session.options.lookup else held)
+    session.statistics.verified.note(drafted, accepted, session.tiers.host_bytes(cached) // session.tiers.batch)
     if session.draft_length is not None and drafted:
         session.draft_length.note(drafted, accepted, seconds)
 
@@ -176,15 +153,9 @@ def rewritten_so_far(model: Any) -> int:
     return 0 if record is None else sum(len(graph.rewrites.made) for graph in record.graphs)
 
 
-def warn_not_drafted(model: torch.nn.Module, options: MethodOptions, reason: str) -> None:
+def warn_not_drafted(model: torch.nn.Module, reason: str) -> None:
     """Warn, once for a model and reason, that a generation drafts nothing."""
-    text = (
-        f"option lookup: this generation is not drafted: {reason}. Each step generates one token. Leave lookup out for "
-        "such calls"
+    record_of([*model.parameters()]).warn_once(
+        f"option verify: this generation is not drafted: {reason}. Its tokens are those of the full cache, and every "
+        "step streams the host tier. Leave verify out for such calls"
     )
-    if not options.lookup:
-        text = (
-            f"option verify: this generation is not drafted: {reason}. Its tokens are those of the full cache, and "
-            "every step streams the host tier. Leave verify out for such calls"
-        )
-    record_of([*model.parameters()]).warn_once(text)

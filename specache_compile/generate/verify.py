@@ -1,8 +1,7 @@
-"""Drafts with the compressed cache and verifies with the exact pass, inside `generate` (options verify and lookup).
+"""Drafts with the compressed cache and verifies with the exact pass, inside `generate` (option verify).
 
 `GenerationMixin._sample`, for greedy and sampled generation, calls Hugging Face's loop of assisted decoding. Its
-candidates come from the same model and cache: the decode phase drafts them, and a crop drops them (verify). Or they are
-looked up in the text so far (`look_up.py`), and a widened decode verifies them (lookup).
+candidates come from the same model and cache: the decode phase drafts them, and a crop drops them.
 """
 
 from __future__ import annotations
@@ -22,10 +21,8 @@ from specache_compile.compat import WINDOWS_TAKE_DRAFTS, cache_name, missing_for
 from specache_compile.compile.compiled_options import options_of
 from specache_compile.errors import SpecacheError
 from specache_compile.methods import parse_options
-from specache_compile.options import MethodOptions
 
 from .drafts import HANDLED, Drafts, warn_not_drafted
-from .look_up import LookedUp
 
 
 def route_verification() -> None:
@@ -42,23 +39,20 @@ def route_verification() -> None:
         self: Any, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any, **kw: Any
     ) -> Any:
         given = (input_ids, logits_processor, stopping_criteria, generation_config)
-        options = drafting_options(self)
-        if options is None:
+        if not is_drafting(self):
             return original(self, *given, **kw)
         reason = reason_not_to_draft(self, *given, kw)
         if reason is None:
-            candidates = LookedUp if options.lookup else Drafts
-            return verified(candidates(self, logits_processor, stopping_criteria, generation_config), *given, **kw)
-        warn_not_drafted(self, options, reason)
+            return verified(Drafts(self, logits_processor, stopping_criteria, generation_config), *given, **kw)
+        warn_not_drafted(self, reason)
         return original(self, *given, **kw)
 
     beam_search = GenerationMixin._beam_search
 
     @functools.wraps(beam_search)
     def search(self: Any, *args: Any, **kwargs: Any) -> Any:
-        options = drafting_options(self)
-        if options is not None:
-            warn_not_drafted(self, options, "assisted decoding generates one sequence, and a beam search several")
+        if is_drafting(self):
+            warn_not_drafted(self, "assisted decoding generates one sequence, and a beam search several")
         return beam_search(self, *args, **kwargs)
 
     sample.routes_verification = True  # type: ignore[attr-defined]
@@ -66,11 +60,10 @@ def route_verification() -> None:
     GenerationMixin._beam_search = search  # type: ignore[method-assign, assignment]
 
 
-def drafting_options(model: torch.nn.Module) -> MethodOptions | None:
-    """The options of the model's compiled calls; None if they do not draft, or for another backend."""
+def is_drafting(model: torch.nn.Module) -> bool:
+    """Whether the options of the model's compiled calls draft; False for another backend."""
     given = options_of(model)
-    options = parse_options(given) if given else None
-    return options if options is not None and options.drafts else None
+    return bool(given) and parse_options(given).drafts
 
 
 def reason_not_to_draft(
@@ -108,7 +101,7 @@ def check_windows(cache: DynamicCache) -> None:
     """SpecacheError if drafts on a cache with sliding windows require a newer version of transformers."""
     if not WINDOWS_TAKE_DRAFTS and any(type(layer) is DynamicSlidingWindowLayer for layer in cache.layers):
         raise SpecacheError(
-            f"options verify and lookup: a DynamicSlidingWindowLayer of transformers {transformers.__version__} cannot "
+            f"option verify: a DynamicSlidingWindowLayer of transformers {transformers.__version__} cannot "
             "drop rejected tokens. Install transformers 5.18 or newer, or leave the option out"
         )
 
@@ -151,5 +144,4 @@ class Verifier:
         if "to_prefill" in inputs:
             input_ids, kwargs = inputs["to_prefill"]
             return self.model._prefill(input_ids, self.drafts.config, kwargs, is_first_iteration=True)
-        with self.drafts.verification():
-            return self.model(**inputs, return_dict=True)  # as in drafts, so that a single token uses the same graph
+        return self.model(**inputs, return_dict=True)  # as in drafts, so that a single token uses the same graph

@@ -46,11 +46,6 @@ class KiviOptions(LowBitOptions):
         "most bytes of the prompt's tiers on the device; selects the most bits that fit, instead of bits",
         type=str, metavar="SIZE",
     )  # fmt: skip
-    lookup: bool = choice(
-        False, (True, False),
-        "draft the tokens that followed an earlier occurrence of the last few tokens, and verify them in one decode "
-        "over the tiers (not exact)",
-    )  # fmt: skip
     skip_below: float = option(
         0.0, accepting(
             lambda weight: type(weight) in (int, float) and 0 <= weight < 1,
@@ -71,9 +66,7 @@ class KiviOptions(LowBitOptions):
 
     def conflicts(self) -> Iterator[str]:
         yield from super().conflicts()
-        drafting = "lookup=True" if self.lookup else f"verify={self.verify!r}"
-        if self.lookup and self.verify is not None:
-            yield f"lookup with verify={self.verify!r}: pass only one of them"
+        drafting = f"verify={self.verify!r}"
         if self.bits_on_host < 16 and self.drafts:
             yield f"host_bits={self.host_bits} with {drafting}: verification needs exact pairs. Pass host_bits=16"
         if self.bits_on_host < 16 and not self.layout.is_quantised:
@@ -93,10 +86,7 @@ class KiviOptions(LowBitOptions):
 
     @property
     def in_16_bits(self) -> Self:
-        """The options below `min_context`: all pairs on the device in 16 bits.
-
-        Only drafts of lookup are verified: the model's own drafts would be its exact tokens.
-        """
+        """The options below `min_context`: all pairs on the device in 16 bits. Drafts would be the exact tokens."""
         return replace(self, bits=16, value_bits=None, host_bits=16, verify=None)
 
 
@@ -108,7 +98,7 @@ def recipe(options: KiviOptions, site: int) -> Recipe:
         (*options.layout, options.skip_below),
         scores=True,
     )
-    attend = dict.fromkeys(("pre-decode", "decode", "widened"), over_tiers)
+    attend = dict.fromkeys(("pre-decode", "decode"), over_tiers)
     stores: tuple[OpCall, ...] = (
         OpCall("append", StoredTiers._fields, (*options.layout, options.zero_point), turned="center"),
     )

@@ -60,16 +60,6 @@ class SpecacheOptions(KiviOptions):
 
     def conflicts(self) -> Iterator[str]:
         yield from super().conflicts()
-        selects = "the tokens of a draft select their pairs within the step"
-        if self.lookup and self.two_lanes:
-            yield f"lookup with speculate={self.speculate!r}: {selects}. Pass speculate=False"
-        if self.lookup and self.top_k and self.correct != "always":
-            yield f"lookup with correct={self.correct!r}: {selects}. Pass correct='always'"
-        if self.lookup and self.top_k and "correct" in self.disable_passes:
-            yield (
-                "disable_passes with lookup: the pass 'correct' selects a draft's pairs. Remove 'correct' from "
-                "disable_passes, or pass top_k=0"
-            )
         if self.top_k and not self.host_tier:
             yield f"host_tier=False with top_k={self.top_k}: pairs are fetched from the host tier. Pass top_k=0"
         if self.correct != "never" and not self.top_k:
@@ -91,7 +81,7 @@ class SpecacheOptions(KiviOptions):
 
     @property
     def in_16_bits(self) -> SpecacheOptions:
-        """Without fetches, speculative token and verification, except that of lookup."""
+        """Without fetches, speculative token and verification."""
         return replace(
             self, bits=16, value_bits=None, host_bits=16, top_k=0, speculate=False, correct="never", verify=None,
         )  # fmt: skip
@@ -104,13 +94,8 @@ def recipe(options: SpecacheOptions, site: int) -> Recipe:
 
 
 def defaults(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The defaults of the given setting.
-
-    Without fetches nothing is corrected. With lookup every token is corrected, and none is speculative.
-    """
+    """The defaults of the given setting. Without fetches nothing is corrected."""
     found = bits_or_memory(given) | (PAPER if given.get("setting") == "paper" else {})
-    if given.get("lookup"):
-        found |= {"speculate": False, "correct": "always"}
     return {**found, "correct": "never"} if given.get("top_k") == 0 else found
 
 

@@ -44,7 +44,7 @@ class Verified:
     """Counts of one session's rounds of drafting and verification. A round may have an empty draft.
 
     drafted, accepted, tokens: numbers of tokens.
-    bytes_streamed: bytes of the host tier that the verifications streamed.
+    bytes_streamed: bytes of the host tier that the verifications streamed, once a round.
     bytes_of_steps: bytes that exact steps of one token would have streamed for the same tokens.
     """
 
@@ -55,14 +55,14 @@ class Verified:
     bytes_streamed: int = 0
     bytes_of_steps: int = 0
 
-    def note(self, drafted: int, accepted: int, held: int, streamed: int) -> None:
-        """Count one round over a host tier of `held` bytes of cached tokens, of which it streamed `streamed`."""
+    def note(self, drafted: int, accepted: int, held: int) -> None:
+        """Count one round over a host tier of `held` bytes of cached tokens."""
         generated = accepted + 1
         self.rounds += 1
         self.drafted += drafted
         self.accepted += accepted
         self.tokens += generated
-        self.bytes_streamed += streamed
+        self.bytes_streamed += held
         self.bytes_of_steps += generated * held
 
 

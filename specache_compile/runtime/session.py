@@ -9,7 +9,6 @@ import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
 from typing import Any
 
 import torch
@@ -39,15 +38,6 @@ from .rewritten import BoundInputs, Rewritten, bind
 from .state import bytes_in_16_bits, fields_of, full_cache_bytes
 from .tiers import Tiers
 from .variant import selects
-
-
-class Mode(Enum):
-    """The purpose of a session's steps, if its options draft."""
-
-    PLAIN = "a step that the caller requests"
-    DRAFT = "drafting, which may approximate"
-    VERIFY = "verifying a draft"
-
 
 UNKNOWN = sys.maxsize
 
@@ -140,8 +130,7 @@ class Session:
         self.version = 0
         self.view: tuple[int, tuple[Edit, ...]] | None = None
         self.moved: dict[int, tuple[Any, int]] = {}
-        self.mode = Mode.PLAIN
-        self.drafted: Sequence[int] | None = None
+        self.drafting = False
         self.draft_length: DraftLength | None = None
         self.half_evicted = False
         self.rope_switch: RopeSwitch | None = None
@@ -247,14 +236,13 @@ class Session:
         return self.progress.length
 
     @contextlib.contextmanager
-    def steps_for(self, mode: Mode, drafted: Sequence[int] | None = None) -> Iterator[None]:
-        """Run the steps inside in a mode. drafted: for each row, the length of its draft, after which it is padded;
-        None: all."""
-        before, self.mode, self.drafted = self.mode, mode, drafted
+    def drafting_steps(self) -> Iterator[None]:
+        """The steps inside are drafts, which may approximate although the option verify is set."""
+        self.drafting = True
         try:
             yield
         finally:
-            self.mode, self.drafted = before, None
+            self.drafting = False
 
     @torch.inference_mode(False)
     def reserve(self, tokens: int, masked: bool = True) -> None:
@@ -406,7 +394,7 @@ class Session:
         """A session like this one with other tiers and progress. It has no draft, and its counts start at zero."""
         made = copy.copy(self)
         made.tiers, made.progress, made.moved = tiers, progress, {}
-        made.mode, made.drafted, made.draft_length = Mode.PLAIN, None, None
+        made.drafting, made.draft_length = False, None
         made.reset_runtime()
         made.statistics.full_cache_bytes = bytes_in_16_bits(made.layers, tiers.batch, progress.length)
         made.update_memory()

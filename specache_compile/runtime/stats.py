@@ -31,7 +31,7 @@ class HitRate:
 
 @dataclass(frozen=True)
 class Verification:
-    """Results of drafting and verification (options verify and lookup).
+    """Results of drafting and verification (option verify).
 
     acceptance: the share of the drafted tokens that verification accepted.
     tokens_per_verification: tokens that a round generates, the verification's own token included. A step without a
@@ -53,7 +53,6 @@ class Stats:
 
     Attributes:
         prefills, extends, pre_decodes, decodes: steps by phase.
-        widened: decodes of several tokens (option lookup).
         replays: decode steps that replayed a recorded CUDA graph (option mode).
         lanes: tokens that run in a decode step.
         ranks: processes that the model is split over; all other figures are of this rank alone.
@@ -83,7 +82,6 @@ class Stats:
     extends: int
     pre_decodes: int
     decodes: int
-    widened: int
     replays: int
     lanes: int
     ranks: int
@@ -166,7 +164,6 @@ def stats(model: torch.nn.Module) -> Stats:
         extends=latest.steps["extend"],
         pre_decodes=latest.steps["pre-decode"],
         decodes=latest.steps["decode"],
-        widened=latest.steps["widened"],
         replays=latest.replays,
         lanes=max(made.lanes for graph in record.graphs for made in graph.rewrites.made.values()),
         ranks=latest.ranks,

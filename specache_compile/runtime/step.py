@@ -23,12 +23,12 @@ from specache_compile.kernels.state.cursor import CURSOR_SIZE, LENGTH
 from specache_compile.lowering.row_buckets import filled_up, first_rows, row_bucket
 from specache_compile.methods import METHODS
 from specache_compile.methods.field import LayerState
-from specache_compile.passes.phase import EXTEND, PREFILL, WIDENED, Phase
+from specache_compile.passes.phase import EXTEND, PREFILL, Phase
 from specache_compile.rope_switch import rows_apart
 
 from .records import Graph
 from .rewritten import Rewritten
-from .session import Mode, Progress, Session, staged
+from .session import Progress, Session, staged
 from .variant import phases, selects, variant_of
 
 # What a pre-decode writes in a layer, and its fetch starts from.
@@ -40,7 +40,7 @@ def opened(session: Session, tokens: int, padding: Tensor | None, causal: bool =
     """A step that adds `tokens` to a session's cache.
 
     padding: [B, ≥ n + tokens], True for tokens; None if there is no padding.
-    causal: as for `Step.phases`.
+    causal: the graph's masks hide only later tokens and padding.
 
     If the body raises, the session is as before the step, which can be repeated. Under eviction, and without a host
     tier, it cannot be repeated once it has started.
@@ -133,21 +133,15 @@ class Step:
         after = progress.length + self.tokens
         progress.padding[:, 0, 0, :after].copy_(padding[:, :after])
 
-    def phases(self, captured: Phase, causal: bool) -> tuple[Phase, ...]:
+    def phases(self, captured: Phase) -> tuple[Phase, ...]:
         """The phases that a graph captured in the phase `captured` runs now.
 
-        causal: the graph's masks hide only later tokens and padding.
-
-        With the option verify only a draft approximates: any other step of one token runs as an extend. With lookup,
-        verification runs as a widened decode.
+        With the option verify only a draft approximates: any other step of one token runs as an extend.
         """
         session, options = self.session, self.session.options
-        if options.lookup:
-            widened = captured is EXTEND and causal and session.mode is Mode.VERIFY
-            return (WIDENED,) if widened else phases(captured, options)
         if captured is EXTEND and session.tiers.has_no_host:
             raise no_host_tier("a call of several tokens after the prefill")
-        exact = captured.one_token and options.verify is not None and session.mode is not Mode.DRAFT
+        exact = captured.one_token and options.drafts and not session.drafting
         return (EXTEND,) if exact else phases(captured, options)
 
     def graphs_to_run(self, graph: Graph, arguments: Sequence[Any]) -> list[Rewritten]:
@@ -161,7 +155,7 @@ class Step:
             variant = variant_of(phase, self.session.options, unpadded, ragged, self.session.tiers.capacity)
             return graph.rewrites.compiled_for(variant, arguments)
 
-        *before, phase = self.phases(captured.phase, captured.is_causal)
+        *before, phase = self.phases(captured.phase)
         last = rewritten(phase)
         self.session.one_length = reason_for_one_length(captured.is_causal, last)
         if progress.differ or progress.joined:
@@ -198,7 +192,7 @@ class Step:
         """
         session, tiers = self.session, self.session.tiers
         session.half_evicted = bool(tiers.fields("kept")) or tiers.has_no_host
-        if phase.over_tiers and session.options.top_k and not selects(session.options):
+        if phase.one_token and session.options.top_k and not selects(session.options):
             session.queue.wait_for_offloads()  # pairs that the step will fetch may still be on the way to the host
 
     def run_pre_decode(self, graph: Graph, rewritten: Rewritten, arguments: Sequence[Any]) -> None:
@@ -263,16 +257,7 @@ class Step:
         """The inputs of a rewritten graph: the caller's arguments, and the session's state for so many rows."""
         session, progress = self.session, self.session.progress
         own = {"padding": progress.padding, "speculative": progress.speculative}
-        if "counted" in rewritten.session_inputs:
-            own["counted"] = self.counted()
         return session.bound(rewritten, arguments, rows).of_call(arguments, own)
-
-    def counted(self) -> Tensor:
-        """1.0 for real draft tokens, 0.0 for padding lanes: float32 [lanes, B, 1, 1]."""
-        session = self.session
-        drafted = session.drafted or (self.tokens - 1,) * session.tiers.batch
-        there = torch.arange(self.tokens)[:, None] <= torch.tensor(drafted)
-        return there[:, :, None, None].to(session.layers[0].device, torch.float32)
 
     def fill(self, pairs: Sequence[tuple[Tensor, Tensor]], frequencies: Tensor | None) -> None:
         """Store each site's new keys and values [B, H, T, d], with the ops of a prefill.
@@ -301,7 +286,7 @@ class Step:
     def finish(self) -> None:
         """Count the tokens as cached. Earlier views of the cache become stale."""
         session = self.session
-        chosen = self.ran[-1].speculates and selects(session.options)
+        chosen = self.ran[-1].before is not None and selects(session.options)
         session.progress.ready = (chosen,) * session.tiers.batch
         session.advance(self.tokens, self.new_tokens)
         session.half_evicted = False

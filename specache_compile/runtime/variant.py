@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from specache_compile.options import MethodOptions
-from specache_compile.passes.phase import WIDENED, Phase
+from specache_compile.passes.phase import Phase
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,7 @@ class Variant:
 
 def variant_of(phase: Phase, options: MethodOptions, unpadded: bool, ragged: bool, capacity: int) -> Variant:
     """The variant for a state with room for `capacity` tokens."""
-    # Inductor sums a widened decode's selections, in 32 bits if they fit
-    free = options.capacity_is_free and phase is not WIDENED
-    return Variant(phase, options, unpadded, ragged, None if free else capacity)
+    return Variant(phase, options, unpadded, ragged, None if options.capacity_is_free else capacity)
 
 
 def selects(options: MethodOptions) -> bool:

@@ -1,5 +1,4 @@
-"""Rows that draft (options verify and lookup) generate what each generates one token a step, whatever rows are beside
-them."""
+"""Rows that draft (option verify) generate what each generates one token a step, whatever rows are beside them."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from test_batch import Failing
 from transformers import DynamicCache, LlamaForCausalLM, LogitsProcessorList
 
 import specache_compile as sc
-from conftest import LOSSLESS, compiled_with, greedy, prompt, tiny_llama
+from conftest import compiled_with, greedy, prompt, tiny_llama
 from families import FAMILIES
 from specache_compile.batching.request import End, Request
 from specache_compile.errors import SpecacheWarning
@@ -24,8 +23,6 @@ pytestmark = pytest.mark.one_process
 CHUNK = 128
 # One drafted token in four is right, or so.
 VERIFY = {"lowering": "eager", "bits": 1, "group_size": 32, "residual_length": 32, "top_k": 8, "verify": 4}
-# Every pair is fetched, and the model says again what it has said.
-LOOKUP = {**LOSSLESS, "lookup": True}
 # Of each request its prompt's length and what it asks for. The first's draft crosses a page.
 ASKED: list[tuple[int, dict[str, Any]]] = [
     (PAGE - 6, {"max_new_tokens": 22}),
@@ -52,11 +49,8 @@ def all_free(batch: sc.Batch) -> bool:
     return batch.memory.pool.held == 0
 
 
-@pytest.mark.quick_for("verify")
-@pytest.mark.parametrize("options", [VERIFY, LOOKUP], ids=["verify", "lookup"])
-def test_rows_that_come_and_go_say_the_uncompiled_models_tokens(options: dict[str, Any]) -> None:
-    reference = tiny_llama(1, initializer_range=0.1) if "lookup" in options else tiny_llama()
-    batch, chance = sc.Batch(compiled_with(reference, options), chunk=CHUNK), random.Random(2)
+def test_rows_that_come_and_go_say_the_uncompiled_models_tokens(plain: LlamaForCausalLM, verifying: Any) -> None:
+    batch, chance = sc.Batch(verifying, chunk=CHUNK), random.Random(2)
     removed = batch.add(prompt(30, seed=50), max_new_tokens=200)
     requests, reported = list[Request](), dict[Request, list[int]]()
     together = 0
@@ -74,30 +68,12 @@ def test_rows_that_come_and_go_say_the_uncompiled_models_tokens(options: dict[st
         assert (
             request.generated
             == reported[request]
-            == greedy(reference, prompt(length, seed=length), tokens(requested), **rest(requested))[0, length:].tolist()
+            == greedy(plain, prompt(length, seed=length), tokens(requested), **rest(requested))[0, length:].tolist()
         )
     verification = sc.stats(batch.model).verification
     assert verification is not None
     assert 0 < verification.acceptance < 1
     assert all_free(batch)
-
-
-@pytest.mark.quick_for
-@pytest.mark.parametrize("setting", [{"setting": "paper", "bits": 1}, {}], ids=["1 bit", "default"])
-def test_rows_look_up_what_each_looks_up_alone_in_a_lossy_setting(setting: dict[str, Any]) -> None:
-    """The padding of shorter drafts does not change which pairs a row fetches."""
-    options = {"lowering": "eager", "group_size": 32, "residual_length": 32, "top_k": 4, "lookup": True, **setting}
-    plain = tiny_llama(1, initializer_range=0.1)
-    model, lengths, made = compiled_with(plain, options), (200, 160, 230), []
-    for groups in ([[n] for n in lengths], [list(lengths)]):
-        for together in groups:
-            batch = sc.Batch(model, chunk=CHUNK)
-            made.append([batch.add(prompt(n, seed=n), max_new_tokens=40) for n in together])
-            batch.run()
-    *alone, beside = made
-    assert [request.generated for request in beside] == [request.generated for (request,) in alone]
-    exact = [greedy(plain, prompt(n, seed=n), 40)[0, n:].tolist() for n in lengths]
-    assert [request.generated for request in beside] != exact, "it is lossy"
 
 
 def tokens(requested: dict[str, Any]) -> int:

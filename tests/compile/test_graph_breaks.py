@@ -169,14 +169,13 @@ def test_parts_that_were_given_unlike_bits_say_so(llama: LlamaForCausalLM) -> No
         step(twin, prompt(1), cache)
 
 
-@pytest.mark.quick_for("in the prompt-verify")
-@pytest.mark.parametrize("requested", [{"verify": 3}, {"lookup": True}], ids=["verify", "lookup"])
+@pytest.mark.quick_for("in the prompt")
 @pytest.mark.parametrize("where", BREAKS)
 @pytest.mark.slow
-def test_parts_are_not_drafted_for_and_say_so(llama: LlamaForCausalLM, where: str, requested: dict[str, Any]) -> None:
+def test_parts_are_not_drafted_for_and_say_so(llama: LlamaForCausalLM, where: str) -> None:
     """A draft marks one session's steps: those of a cache in parts would go on exact, or half of them would."""
-    twin = compile_copy(hooked(llama, where), **requested)
-    ids = torch.cat([prompt(30), prompt(30)], 1)  # so that a draft is looked up
+    twin = compile_copy(hooked(llama, where), verify=3)
+    ids = prompt(60)
     with pytest.warns(sc.SpecacheWarning, match="a graph break in the model splits its cache into parts") as reported:
         tokens = greedy(twin, ids, 12)
     assert len([one for one in reported if "into parts" in str(one.message)]) == 1

@@ -54,11 +54,10 @@ def test_a_generation(llama: LlamaForCausalLM, ids: torch.Tensor, how: dict[str,
     [
         {"verify": 4},
         pytest.param({"verify": 4, "bits": 1, "top_k": 8}, marks=whole),
-        pytest.param({"lookup": True}, marks=whole),
         pytest.param({"verify": "auto"}, marks=whole),
         pytest.param({"verify": 4, "mode": "reduce-overhead"}, marks=whole),
     ],
-    ids=["drafts", "drafts of one bit", "look-ups", "as many as pay", "drafts, recorded"],
+    ids=["drafts", "drafts of one bit", "as many as pay", "drafts, recorded"],
 )
 def test_what_is_drafted_is_verified(llama: LlamaForCausalLM, ids: torch.Tensor, options: dict[str, Any]) -> None:
     twin = on_device(llama, **options)

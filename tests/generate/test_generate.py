@@ -83,16 +83,13 @@ def test_beams(llama: LlamaForCausalLM, compiled: LlamaForCausalLM, do_sample: b
     assert torch.equal(beams(compiled), beams(llama))
 
 
-def test_prompt_lookup_decoding(llama: LlamaForCausalLM, compiled: LlamaForCausalLM) -> None:
-    ids = prompt(12).repeat(1, 6)
-    expected = greedy(llama, ids, 40)
-    assert torch.equal(greedy(compiled, ids, 40, prompt_lookup_num_tokens=4), expected)
-
-
-def test_assisted_decoding_with_both_models_compiled(llama: LlamaForCausalLM, compiled: LlamaForCausalLM) -> None:
-    assistant = compile_copy(tiny_llama(seed=5, num_hidden_layers=1))
-    ids = prompt(70)
-    assert torch.equal(greedy(compiled, ids, 30, assistant_model=assistant), greedy(llama, ids, 30))
+@pytest.mark.parametrize("bits", [1, 16])
+def test_drafts_of_transformers(llama: LlamaForCausalLM, bits: int) -> None:
+    """By prompt lookup, and by an assistant, which is compiled too."""
+    twin, ids = compile_copy(llama, bits=bits), prompt(12).repeat(1, 6)
+    expected, assistant = greedy(llama, ids, 40), compile_copy(tiny_llama(seed=5, num_hidden_layers=1))
+    assert torch.equal(greedy(twin, ids, 40, prompt_lookup_num_tokens=4), expected)
+    assert torch.equal(greedy(twin, ids, 40, assistant_model=assistant), expected)
 
 
 def test_a_left_padded_batch_after_batches_of_other_sizes(llama: LlamaForCausalLM, compiled: LlamaForCausalLM) -> None:

@@ -37,7 +37,7 @@ from specache_compile.generate.compiled_calls import compiled_calls
 from specache_compile.methods import every_method, parse_options
 from specache_compile.runtime.draft_length import FIRST_ROUNDS, MOST, DraftLength
 from specache_compile.runtime.records import Statistics
-from specache_compile.runtime.session import Mode, Session, session_of
+from specache_compile.runtime.session import Session, session_of
 
 pytestmark = pytest.mark.one_process
 
@@ -142,7 +142,7 @@ def test_padding_processors_and_turns(llama: LlamaForCausalLM) -> None:
 def test_every_way_to_compile_is_seen(llama: LlamaForCausalLM) -> None:
     def sees(compiled: Any) -> bool:
         with compiled_calls(compiled) if compiled is not twin else contextlib.nullcontext():
-            return verify.drafting_options(twin) is not None
+            return verify.is_drafting(twin)
 
     for options, expected in (({"verify": 3}, True), ({}, False), (None, False)):
         how = {"backend": "specache", "options": options} if options is not None else {"backend": "eager"}
@@ -198,13 +198,12 @@ def test_a_generation_without_drafts_is_exact_and_warns(llama: LlamaForCausalLM)
         assert torch.equal(greedy(twin, prompt(80, 2), 12), greedy(llama, prompt(80, 2), 12))
 
 
-@pytest.mark.parametrize("given", [{"verify": 6}, {"lookup": True}], ids=str)
-def test_a_beam_search_is_not_drafted_and_warns(llama: LlamaForCausalLM, given: dict[str, Any]) -> None:
+def test_a_beam_search_is_not_drafted_and_warns(llama: LlamaForCausalLM) -> None:
     def beams(model: Any) -> Tensor:
         return greedy(model, prompt(50), 6, num_beams=2)
 
     with pytest.warns(sc.SpecacheWarning, match="drafted.*and a beam search several"):
-        assert torch.equal(beams(compile_copy(llama, **given)), beams(llama))
+        assert torch.equal(beams(verifying(llama)), beams(llama))
 
 
 @pytest.mark.slow
@@ -260,16 +259,16 @@ class Chain(LlamaForCausalLM):
         super().__init__(LlamaConfig(vocab_size=len(exact), bos_token_id=None, eos_token_id=None, **heads))
         self.exact, self.approximate = exact, approximate
         self.session: Any = types.SimpleNamespace(
-            mode=Mode.PLAIN, draft_length=None, options=parse_options({"verify": 2}), statistics=Statistics(None),
+            drafting=False, draft_length=None, options=parse_options({"verify": 2}), statistics=Statistics(None),
             tiers=types.SimpleNamespace(ranks=None, batch=1, host_bytes=lambda tokens: tokens),
         )  # fmt: skip
-        self.session.steps_for = functools.partial(Session.steps_for, self.session)
+        self.session.drafting_steps = functools.partial(Session.drafting_steps, self.session)
 
     def forward(self, input_ids: Tensor, **kwargs: Any) -> CausalLMOutputWithPast:  # type: ignore[override]
         pairs = torch.zeros(1, 1, input_ids.shape[1], 1)
         cache = kwargs[cache_name()]
         cache.update(pairs, pairs, 0)
-        table = self.approximate if self.session.mode is Mode.DRAFT else self.exact
+        table = self.approximate if self.session.drafting else self.exact
         return CausalLMOutputWithPast(logits=table[input_ids], **with_cache(cache))
 
 
@@ -283,7 +282,7 @@ def test_sampling_has_the_full_caches_distribution(monkeypatch: pytest.MonkeyPat
     chain.approximate = 0.6 * chain.exact + 0.6 * chain.approximate
     verify.route_verification()
     monkeypatch.setattr(drafts, "sessions_of", lambda cache: [chain.session])
-    monkeypatch.setattr(verify, "drafting_options", lambda model: parse_options({"verify": 2}))
+    monkeypatch.setattr(verify, "is_drafting", lambda model: True)
     given = {"do_sample": True, "temperature": 1.4, "top_k": 5, "top_p": 0.9}
     tokens = chain.generate(torch.zeros(1, 1, dtype=torch.long), max_new_tokens=draws, **given)[0]
     assert 0.2 < chain.session.statistics.verified.accepted / chain.session.statistics.verified.drafted < 0.9
@@ -361,7 +360,7 @@ def test_a_transformers_without_what_is_needed_is_refused(
 ) -> None:
     monkeypatch.delattr(GenerationMixin, "_assisted_decoding")
     twin = compile_copy(llama, verify=3)
-    with pytest.raises(sc.SpecacheError, match=r"require GenerationMixin\._assisted_decoding"):
+    with pytest.raises(sc.SpecacheError, match=r"requires GenerationMixin\._assisted_decoding"):
         twin(prompt(10))
 
 
@@ -380,7 +379,7 @@ def test_a_cache_of_an_unknown_name_is_an_error_and_turns_no_draft_off(
 ) -> None:
     monkeypatch.setattr(compat, "CACHE", None)
     twin = verifying(llama)
-    with pytest.raises(sc.SpecacheError, match="require cache argument of GenerationMixin"):
+    with pytest.raises(sc.SpecacheError, match="requires cache argument of GenerationMixin"):
         twin(prompt(60))
     with pytest.raises(sc.SpecacheError, match="takes its cache under a name that specache does not know"):
         with_cache(None)

@@ -159,10 +159,6 @@ def scored_inputs(i: Inputs) -> tuple[Any, ...]:
 
 
 GENERATORS: dict[str, Callable[[Inputs], tuple[Any, ...]]] = {
-    "few_rows": lambda i: (i.q[0, 0], i.new_k[0, 0], None if i.case.mask else i.new_k[0, 0, 0, :1].clone()),
-    "few_rows_each": lambda i: (
-        i.q[0, 0], [i.new_k[0, 0], i.new_k[-1, -1]], [None if i.case.mask else i.new_k[0, 0, 0, :1].clone(), None]
-    ),
     "decode_attention": decode_inputs,
     "score_low_bit": score_inputs,
     "correct": lambda i: (

@@ -45,7 +45,7 @@ def generated() -> Generated:
         loaded.setdefault(names[-1], progress.current.get() is not None)
         return compiled(names, *rest)
 
-    for library in (cpp_library.decode_library, cpp_library.rows_library, cpp_library.tiers_library):
+    for library in (cpp_library.decode_library, cpp_library.tiers_library):
         library.cache_clear()
     llama = tiny_llama()
     twin = compiled_with(llama, OPTIONS)
@@ -69,8 +69,8 @@ def code(generated: Generated) -> dict[str, list[str]]:
 @pytest.mark.slow
 def test_the_compiled_step_launches_in_the_order_that_overlap_chose(code: dict[str, list[str]]) -> None:
     order = names(code["decode"])
-    layer = ["work", "offload", "wait", "decode_attention", "select_topk", "prefetch", "append"]
-    rest = ["work"] * 3  # queries, keys and values are one product; gate and up are another
+    layer = ["work"] * 3 + ["offload", "wait", "decode_attention", "select_topk", "prefetch", "append"]
+    rest = ["work"] * 4
     assert order == [*layer, *rest, *layer, *rest, "work"]
 
 
@@ -92,7 +92,7 @@ def test_the_pre_decode_runs_op_by_op_with_the_kernels_of_the_compiled_step(gene
 
 def test_the_steps_cpp_is_compiled_under_a_progress_line(generated: Generated) -> None:
     """The C++ is not compiled in the first step."""
-    names = ("attention/cpp_decode.cpp", "few_rows/cpp_rows.cpp", "movement/cpp_tiers.cpp")
+    names = ("attention/cpp_decode.cpp", "movement/cpp_tiers.cpp")
     assert generated.loaded == dict.fromkeys(names, True)
 
 
@@ -153,7 +153,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "full": {"method": "full"},
     "h2o": {"method": "h2o", "budget": 1024},
     "two lanes": {"bits": 16, "speculate": True},
-    "lookup": {"bits": 16, "lookup": True},
 }
 
 

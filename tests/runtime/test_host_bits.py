@@ -25,7 +25,7 @@ SMALL = {"lowering": "eager", "group_size": 32, "residual_length": 32, "top_k": 
     ("options", "bits"),
     [
         ({}, 8), ({"bits": 1}, 8), ({"setting": "paper"}, 16), ({"bits": 16}, 16), ({"top_k": 0}, 16),
-        ({"verify": 16}, 16), ({"lookup": True}, 16), ({"method": "kivi"}, 16), ({"host_bits": 16}, 16),
+        ({"verify": 16}, 16), ({"method": "kivi"}, 16), ({"host_bits": 16}, 16),
         ({"setting": "paper", "host_bits": 8}, 8), ({"method": "kivi", "host_bits": 8}, 8), ({"method": "offload"}, 16),
     ],
     ids=str,

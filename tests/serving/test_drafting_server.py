@@ -1,4 +1,4 @@
-"""`specache serve` with drafts (--verify, --lookup): rows of one batch as without them."""
+"""`specache serve` with drafts (--verify): rows of one batch as without them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
-import pytest
 from transformers import LlamaForCausalLM
 
 from served import answer, chat_once, figures, grown, prompt_of, serving, write_checkpoint
@@ -20,9 +19,7 @@ SCHEMA = {
 }
 
 
-@pytest.mark.quick_for("verify")
-@pytest.mark.parametrize("flags", [("--verify", "4", "--top-k", "8"), ("--lookup",)], ids=["verify", "lookup"])
-def test_a_server_that_drafts_makes_answers_together(tmp_path: Path, flags: tuple[str, ...]) -> None:
+def test_a_server_that_drafts_makes_answers_together(tmp_path: Path) -> None:
     """Whose tokens come beside each other, and are the uncompiled model's, up to a stop string too; so are those of a
     conversation's next turn. Answers of a schema follow it."""
     checkpoint = write_checkpoint(tmp_path)
@@ -30,7 +27,7 @@ def test_a_server_that_drafts_makes_answers_together(tmp_path: Path, flags: tupl
     uncompiled = LlamaForCausalLM.from_pretrained(checkpoint).eval()
     prompt = "Once upon a time. " * 4
     expected = answer(uncompiled, prompt, 24)
-    with serving(checkpoint, *flags) as drafting:
+    with serving(checkpoint, "--verify", "4", "--top-k", "8") as drafting:
         ask: dict[str, Any] = {"model": drafting.name, "prompt": prompt, "max_tokens": 24, "temperature": 0}
         texts, order = [""] * 3, []
         for event in drafting.client.completions.create(**ask, n=3, stream=True, logprobs=1):

@@ -1,1 +1,0 @@
-"""Product of few rows and a weight."""
