@@ -27,13 +27,11 @@ from torch import Tensor
 from specache_compile.kernels.attention import hit_rate
 from specache_compile.kernels.attention.kept_logits import lse_of
 from specache_compile.kernels.memory.host_memory import makes_fakes
-from specache_compile.kernels.state.by_token import aligned, put, rows_of_pages, runs, tokens_of
+from specache_compile.kernels.state.by_token import aligned, rows_of_pages, runs, tokens_of
 from specache_compile.kernels.state.cursor import HostRecord, host_record, lengths_of
 from specache_compile.kernels.state.operands import KeptLogits, takes
 from specache_compile.kernels.state.page_table import PAGE, Pages, pairs_of
 from specache_compile.kernels.state.stored_pairs import ROUNDED, stored
-
-from . import tier_ops as tiers
 
 # More new tokens than this are copied by the DMA engines, through staging; fewer are written through by a kernel.
 WRITE_THROUGH = 64
@@ -92,9 +90,6 @@ def prefetch(
     record = host_record(cursor)
     if slots.data_ptr() in record.made_first:
         return
-    if not host.is_pinned():  # the GPU cannot read it, so the host copies synchronously
-        tiers.refill(selected, pairs_of(host, cursor), slots, slot_index, fetched)
-        return
     copy = stream_of(slots.device)
     copy.wait_stream(torch.cuda.current_stream(slots.device))
     with torch.cuda.stream(copy):
@@ -131,10 +126,6 @@ def correct(
         select_topk(scores[0], chosen, cursor)
     else:
         select(logits, base, lse_of(base, q), mask, cursor, chosen)
-    if not host.is_pinned():
-        join(slots.device)
-        tiers.refill(chosen, pairs_of(host, cursor), slots, slot_index, corrected)
-        return chosen
     corrections = correction_stream_of(slots.device)
     corrections.wait_stream(torch.cuda.current_stream(slots.device))
     with torch.cuda.stream(corrections):
@@ -233,26 +224,22 @@ def offload(k: Tensor, v: Tensor, padding: Tensor | None, cursor: Tensor, host: 
     """Run `tier_ops.offload`: write few pairs through directly, copy many through staging on the copy stream."""
     from .triton_copy import write_through
 
-    pinned = host.is_pinned()
-    if pinned and k.shape[2] <= WRITE_THROUGH:
+    if k.shape[2] <= WRITE_THROUGH:
         write_through(k, v, cursor, host)
         return
     rows = zip(rows_of_pages(pairs_of(host, cursor)), lengths_of(cursor), k.split(1), v.split(1), strict=True)
     for pages, length, *new in rows:
-        start, (keys, values) = max(0, length), (x[:, :, max(0, -length) :] for x in new)
-        if pinned:
-            staging_of(k.device).send(keys, values, start, pages)
-        else:
-            put(pages, start, stored(torch.stack([keys, values], dim=3).to(host.device), host))
+        keys, values = (x[:, :, max(0, -length) :] for x in new)
+        staging_of(k.device).send(keys, values, max(0, length), pages)
 
 
 def host_blocks(host: Pages, length: int, size: int, device: torch.device) -> Iterator[tuple[int, Tensor]]:
     """Yield the host tier's first `length` pairs in blocks [B, H, ≤ size, 2, d] on `device`, with their first tokens.
 
-    From pinned memory, the next block is copied while the caller uses this one.
+    On CUDA, the next block is copied while the caller uses this one.
     """
     starts = range(0, length, size)
-    if device.type != "cuda" or not host.is_pinned():
+    if device.type != "cuda":
         for first in starts:
             yield first, tokens_of(host, first, min(first + size, length)).to(device)
         return

@@ -116,7 +116,6 @@ class Session:
     rope_switch: of the model that prefilled; None if its frequencies are constant.
     one_length: why the model's graphs require rows of one length; None if they do not.
     half_evicted: a step that drops pairs has started and not finished.
-    capturable: steps may be recorded as CUDA graphs; False if the host makes the copies.
     cursors: one buffer for each page-table width, sized for all rows. Rows after the batch are zero (inactive).
     bindings: by rewritten graph and number of rows.
     queue: its copies, and the host's record of its steps.
@@ -146,7 +145,6 @@ class Session:
         self.half_evicted = False
         self.rope_switch: RopeSwitch | None = None
         self.one_length: str | None = None
-        self.capturable = True
         self.anchors = [torch.empty(1, dtype=layer.dtype, device=layer.device) for layer in layers]
         self.reset_runtime()
 
@@ -296,8 +294,6 @@ class Session:
             self.recorded_at = self.tiers.moved
         self.bindings.clear()
         fields, statistics = self.tiers.fields, self.statistics
-        # The host itself copies from and to unpinned memory, which a CUDA graph cannot record.
-        self.capturable = not self.cursor.is_cuda or all(host.is_pinned() for host in fields("host"))
         statistics.tallies = fields("tally")
         statistics.fetched, statistics.corrected = fields("fetched"), fields("corrected")
         stored = [state.get("host", state["slots"]) for state in self.state if "fetched" in state]

@@ -223,9 +223,6 @@ class Step:
         """Run one rewritten graph on the session's state, keep its speculative token, and return the other outputs."""
         session = self.session
         captures = rewritten.capture and rewritten not in graph.uncaptured
-        if captures and not session.capturable:
-            session.warn_once(not_pinned(graph.captured.mode))
-        captures = captures and session.capturable
         rows = self.rows_recorded(graph, rewritten, arguments) if captures else session.tiers.batch
         inputs = self.inputs_of(rewritten, arguments, rows)
         if rewritten.rows is not None:
@@ -372,11 +369,4 @@ def no_positions() -> SpecacheError:
     return SpecacheError(
         "the rows of this cache have different lengths, so the model cannot count their positions. Pass position_ids; "
         "for one new token: position_ids=specache_compile.lengths(cache)[:, None]"
-    )
-
-
-def not_pinned(mode: str | None) -> str:
-    return (
-        f"mode={mode!r}: the decode step runs without a CUDA graph: the host tier could not be pinned. Raise the limit "
-        "on locked memory (ulimit -l), or lower the batch or the context"
     )
