@@ -40,8 +40,6 @@ def captures_on(device: torch.device) -> bool:
 
 def reason_not_to_capture(graph_module: GraphModule, plan: RewritePlan) -> str | None:
     """Return the reason why a rewritten decode step cannot be captured, or None."""
-    if plan.hit_rate:
-        return "the hit rate is measured"
     for node in graph_module.graph.nodes:
         op = op_of(node.target)
         if op is not None and not op.capturable:

@@ -42,22 +42,6 @@ def prefetch(graph_module: GraphModule, plan: RewritePlan) -> tuple[GraphModule,
             after = site.q if site.q.op != "placeholder" else graph.find_nodes(op="placeholder")[-1]
             with graph.inserting_after(after):
                 call_op(graph_module, site, "wait", (site.q, cursor, slots, slot_index, state["selected"]))
-        if plan.hit_rate and plan.phase.stores:
-            sink_index, tally = (state_input(graph_module, plan, site.number, name) for name in ("sink_index", "tally"))
-            measured = (
-                site.q,
-                site.k,
-                site.v,
-                site.mask,
-                site.sinks,
-                cursor,
-                state["host"],
-                slot_index,
-                sink_index,
-                tally,
-            )
-            with graph.inserting_before(call):
-                call_op(graph_module, site, "measure", (*measured, site.scale, site.softcap))
         if not (plan.selects and plan.phase.one_token):
             continue
         prefetched += 1

@@ -24,7 +24,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specache_compile.kernels.attention import hit_rate
 from specache_compile.kernels.attention.kept_logits import lse_of
 from specache_compile.kernels.memory.host_memory import makes_fakes
 from specache_compile.kernels.state.by_token import aligned, rows_of_pages, runs, tokens_of
@@ -266,13 +265,6 @@ def host_blocks(host: Pages, length: int, size: int, device: torch.device) -> It
         following = load(number + 1) if number + 1 < len(starts) else None
         main.wait_event(loaded)
         yield first, torch.cat(pieces, 2) if len(pieces) > 1 else pieces[0]
-
-
-def measure(q: Tensor, *rest: Any) -> None:
-    """Run `hit_rate.measure` after all copies to the host, and after the correction of its slots."""
-    join(q.device)
-    torch.cuda.current_stream(q.device).wait_stream(correction_stream_of(q.device))
-    hit_rate.measure(q, *rest)
 
 
 class StreamCopies(HostRecord):

@@ -294,7 +294,6 @@ class Session:
             self.recorded_at = self.tiers.moved
         self.bindings.clear()
         fields, statistics = self.tiers.fields, self.statistics
-        statistics.tallies = fields("tally")
         statistics.fetched, statistics.corrected = fields("fetched"), fields("corrected")
         stored = [state.get("host", state["slots"]) for state in self.state if "fetched" in state]
         statistics.pair_bytes = [2 * x.shape[-1] * x.dtype.itemsize for x in stored]

@@ -81,11 +81,6 @@ FAULTS = [
         "corrections.wait_stream(torch.cuda.current_stream(slots.device))", "pass", ("early",), CORRECTED,
     ),
     Fault(
-        "a hit rate of slots that are being corrected", copy_stream.measure,
-        "torch.cuda.current_stream(q.device).wait_stream(correction_stream_of(q.device))", "pass", ("late",),
-        {**CORRECTED, "hit_rate": True},
-    ),
-    Fault(
         "the values of what the slots held left out", triton_scored.attend_scored,
         "hide(logits, chosen)", "hide(logits, slot_index)", ("late",), CORRECTED,
     ),

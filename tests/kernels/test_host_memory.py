@@ -473,7 +473,6 @@ def test_unwritten_parts_of_the_host_tier_are_never_read(
     """Reused memory holds an older cache, or bits that are NaN in this dtype."""
     options = {"method": method, "lowering": "eager"}
     options |= {"group_size": 32, "residual_length": 32} if method in ("specache", "kivi") else {}
-    options |= {"hit_rate": True} if method == "specache" else {}
 
     twin = copy.deepcopy(llama)
     twin.compile(backend="specache", options=options)
