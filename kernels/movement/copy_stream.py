@@ -10,9 +10,8 @@
 #
 # The copy streams access session state, or staging that this module owns, but no Inductor temporaries. A correction
 # also reads the chosen tokens, which the next attention keeps alive. No op here blocks the host in a decode step.
-# A captured CUDA graph contains the fork, and must end it by `join`, since it cannot wait for outside events. The last
-# layers' fetches would then have no time, and are deferred to the next replay (`deferred.py`). The capture stream is in
-# `lowering/cuda_graphs.py`.
+# A captured CUDA graph contains the fork, and must end it by `join_capture`, since it cannot wait for outside events.
+# The capture stream is in `lowering/cuda_graphs.py`.
 
 from __future__ import annotations
 
@@ -86,24 +85,18 @@ def prefetch(
     """Run `tier_ops.prefetch` on the copy stream, after all work that the main stream has so far."""
     from .triton_copy import gather
 
-    record = host_record(cursor)
-    if slots.data_ptr() in record.made_first:
-        return
     copy = stream_of(slots.device)
     copy.wait_stream(torch.cuda.current_stream(slots.device))
     with torch.cuda.stream(copy):
         gather(selected, cursor, host, slots, slot_index, fetched)
     if not torch.cuda.is_current_stream_capturing():
-        record.fetches[slots.data_ptr()] = copy.record_event()
+        host_record(cursor).fetches[slots.data_ptr()] = copy.record_event()
 
 
 def wait(after: Tensor, cursor: Tensor, slots: Tensor, slot_index: Tensor, selected: Tensor) -> None:
     """Run `tier_ops.wait`: later work on the main stream waits for the fetch; the host does not block."""
-    record = host_record(cursor)
-    fetch = record.fetches.pop(slots.data_ptr(), None)
-    if torch.cuda.is_current_stream_capturing():
-        fetch = record.made_first.get(slots.data_ptr())
-    if fetch is not None:
+    fetch = host_record(cursor).fetches.pop(slots.data_ptr(), None)
+    if fetch is not None and not torch.cuda.is_current_stream_capturing():
         torch.cuda.current_stream(slots.device).wait_event(fetch)
 
 

@@ -20,7 +20,6 @@ from torch.distributed import ProcessGroup
 from specache_compile.errors import RECOMPILE_LIMIT, HeldTensorError, SpecacheError, copy_failed, no_host_tier
 from specache_compile.kernels.movement import copy_stream
 from specache_compile.kernels.movement.copy_queue import CopyQueue
-from specache_compile.kernels.movement.deferred import Deferred, Fetch, deferrable
 from specache_compile.kernels.state.by_token import tokens_of
 from specache_compile.kernels.state.cursor import CURSOR_SIZE, QUEUE, attach, new_cursor, runs_of
 from specache_compile.kernels.state.stored_pairs import decoded
@@ -38,7 +37,6 @@ from .records import Statistics, record_of
 from .rewritten import BoundInputs, Rewritten, bind
 from .state import bytes_in_16_bits, fields_of, full_cache_bytes
 from .tiers import Tiers
-from .variant import selects
 
 
 class Mode(Enum):
@@ -159,7 +157,6 @@ class Session:
         self.bindings: dict[tuple[Rewritten, int], BoundInputs] = {}
         self.statistics = Statistics(self.queue)
         self.new_cursor()
-        self.deferred = self.new_deferred()
         self.recorded_at = self.tiers.moved
         self.tiers.belong_to(self)
 
@@ -207,18 +204,6 @@ class Session:
         self.cursor[:, CURSOR_SIZE:].copy_(staged(table, self.cursor), non_blocking=True)
         self.queue.table = table
         self.statistics.bytes_by_tier = self.tiers.bytes_by_tier()
-
-    def new_deferred(self) -> Deferred:
-        """The fetches that replayed steps defer. It refers weakly to the session, which must die with its cache."""
-        own = weakref.ref(self)
-
-        def fetches(rows: int | None) -> list[Fetch]:
-            session = own()
-            if session is None or not selects(session.options):
-                return []
-            return deferrable(*session.padded_to(session.tiers.batch if rows is None else rows))
-
-        return Deferred(fetches)
 
     @property
     def options(self) -> MethodOptions:
@@ -301,14 +286,13 @@ class Session:
         statistics.bytes_by_tier = self.tiers.bytes_by_tier()
 
     def drain(self) -> None:
-        """Wait for all copies, deferred ones included; SpecacheError if one has failed."""
+        """Wait for all copies; SpecacheError if one has failed."""
         self.settle()
         self.check_copies()
 
     def settle(self) -> None:
         """Wait for all copies, failed ones included. Another thread's step may wait for them too."""
         with self.tiers.lock:
-            self.deferred.make()
             self.queue.settle()
 
     def check_copies(self) -> None:

@@ -231,12 +231,9 @@ class Step:
         if captures:
             give_up = functools.partial(graph.stop_capturing, rewritten)
             device, shape = session.cursor.device, (rows, session.cursor.shape[1])
-            outputs = session.recorded.run(
-                rewritten.run, inputs, rewritten.stays, device, give_up, session.deferred, shape
-            )
+            outputs = session.recorded.run(rewritten.run, inputs, rewritten.stays, device, give_up, shape)
             session.statistics.replays = session.recorded.replays
         else:
-            session.deferred.make()
             outputs = list(rewritten.run(*inputs))
         self.inside += time.perf_counter() - start
         self.ran.append(rewritten.variant.phase)
@@ -313,7 +310,6 @@ class Step:
         session = self.session
         session.queue.settle()
         copy_stream.release_staging()
-        session.deferred.drop()
         session.forget_selection()
         session.tiers.undo_step(session.progress.lengths)
 
