@@ -145,7 +145,7 @@ def fill(state: LayerState, setting: KernelSetting, generator: torch.Generator) 
     for field, tensor in state.items():
         if tensor.dtype == torch.uint8:
             tensor.random_(0, 256 if field == "codes" else 120, generator=generator)  # scales are numbers then
-        elif tensor.is_floating_point() and field not in ("host", "tally"):
+        elif tensor.is_floating_point() and field != "host":
             tensor.normal_(generator=generator)
     state["host"].fill_(0.5)
     state["sink_index"].copy_(torch.arange(state["sink_index"].shape[2]))

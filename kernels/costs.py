@@ -236,8 +236,3 @@ def select_topk(arguments: Arguments, load: Workload, site: int) -> Cost:
 
 def prefetch(arguments: Arguments, load: Workload, site: int) -> Cost:
     return brought(load, site, 1 - load.reuse)
-
-
-def measure(arguments: Arguments, load: Workload, site: int) -> Cost:
-    keys = rows(load, site) * load.length * pair_bytes(load.options, load.layers[site]).exact / 2
-    return Cost(hbm=keys, to_device=keys)

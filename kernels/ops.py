@@ -11,7 +11,6 @@ from torch.utils._pytree import tree_leaves
 from . import costs
 from .attention import attention_ops as attention
 from .attention import cpp_decode, extend
-from .attention.hit_rate import measure
 from .attention.kept_logits import based_logits, whole_logits
 from .movement import cpp_tiers
 from .movement import tier_ops as tiers
@@ -130,12 +129,6 @@ DECLARED = (
         "Tensor(f!) recent, int key_bits, int value_bits, bool rotate, str zero_point, Tensor? frequencies=None) -> ()",
         tiers.append, fake_nothing, ".movement.triton_append:append",
         fused=cpp_tiers.append_fused, library=cpp_tiers.library_of_append, cost=costs.append, early=3,
-    ),
-    Op(
-        "measure(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? sinks, Tensor cursor, Tensor host, "
-        "Tensor slot_index, Tensor sink_index, Tensor(a!) tally, float scale, float? softcap) -> ()",
-        measure, fake_nothing, ".movement.copy_stream:measure",
-        cost=costs.measure, reads_host=True,
     ),
 )  # fmt: skip
 

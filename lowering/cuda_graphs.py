@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from specache_compile.kernels.movement import copy_stream
-from specache_compile.kernels.movement.deferred import Deferred, Fetch, made_first
 from specache_compile.kernels.op import op_of
 from specache_compile.passes.plan import RewritePlan
 from specache_compile.passes.reading.nodes import value_of
@@ -40,8 +39,6 @@ def captures_on(device: torch.device) -> bool:
 
 def reason_not_to_capture(graph_module: GraphModule, plan: RewritePlan) -> str | None:
     """Return the reason why a rewritten decode step cannot be captured, or None."""
-    if plan.hit_rate:
-        return "the hit rate is measured"
     for node in graph_module.graph.nodes:
         op = op_of(node.target)
         if op is not None and not op.capturable:
@@ -74,12 +71,11 @@ def capture_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def record(
-    step: Callable[[], Sequence[Any]], device: torch.device, first: Sequence[Fetch], memory: Any = None
+    step: Callable[[], Sequence[Any]], device: torch.device, memory: Any = None
 ) -> tuple[Callable[[], object], list[Any], Any]:
     """Record the launches of `step` on this device.
 
     Args:
-        first: the previous step's fetches, which the recorded step starts with.
         memory: memory pool of a live recorded step, since a pool without graphs cannot be reused; None for a new pool.
 
     Returns: the replay function, the outputs that each replay writes, and the memory pool.
@@ -90,8 +86,7 @@ def record(
     # A capture synchronizes the current device and empties its cache. A failed capture leaves its stream current.
     with torch.cuda.device(device), torch.cuda.stream(torch.cuda.current_stream(device)), capturing:
         try:
-            with made_first(first, lambda: copy_stream.stream_of(device).record_event()):
-                outputs = list(step())
+            outputs = list(step())
         finally:  # a capture that ends with a forked stream raises an error that hides the cause
             copy_stream.join_capture(device)
 
@@ -136,7 +131,6 @@ def capture(
     inputs: Sequence[Any],
     stays: Sequence[bool],
     device: torch.device,
-    first: Sequence[Fetch] = (),
     memory: Any = None,
 ) -> RecordedStep:
     """Record `lowered` on these inputs.
@@ -144,7 +138,7 @@ def capture(
     Args:
         stays: stays[i] is True if input i is state, or is written to, and keeps its address. Each replay copies small
             other inputs.
-        first, memory: as in `record`.
+        memory: as in `record`.
     """
     copied: dict[int, Tensor] = {}
     addresses: dict[int, int] = {}
@@ -156,7 +150,7 @@ def capture(
         else:
             copied[i] = own_copy(value)
     own = [copied.get(i, value) for i, value in enumerate(inputs)]
-    replay, outputs, memory = record(lambda: lowered(*own), device, first, memory)
+    replay, outputs, memory = record(lambda: lowered(*own), device, memory)
     return RecordedStep(replay, outputs, memory, copied, addresses)
 
 
@@ -186,7 +180,6 @@ class RecordedSteps:
         stays: Sequence[bool],
         device: torch.device,
         give_up: Callable[[int], object],
-        deferred: Deferred,
         shape: tuple[int, ...] = (1,),
     ) -> list[Any]:
         """Run a step: the first run warms up the kernels, the second is captured, later ones are replays.
@@ -194,13 +187,11 @@ class RecordedSteps:
         Args:
             give_up: called with the position of an input that moved in several steps in a row. It must stop further
                 runs of `lowered` here.
-            deferred: the fetches that a replay leaves to the next one.
             shape: shape of the cursor, on which launch grids depend.
         """
         key = lowered, shape
         again, self.last = key == self.last, key
         if key not in self.steps:
-            deferred.make()
             self.steps[key] = None
             return list(lowered(*inputs))
         step = self.steps[key]
@@ -208,14 +199,12 @@ class RecordedSteps:
         self.recaptures = 0 if moved is None else self.recaptures + 1 if again else 1
         if moved is not None and self.recaptures > RECAPTURES:
             del self.steps[key]
-            deferred.make()
             give_up(moved)
             return list(lowered(*inputs))
         if step is None or moved is not None:
             memory = next((known.memory for known in self.steps.values() if known is not None), None)
-            step = self.steps[key] = capture(lowered, inputs, stays, device, deferred.fetches(shape[0]), memory)
+            step = self.steps[key] = capture(lowered, inputs, stays, device, memory)
         self.replays += 1
-        deferred.owed = True
         return step(inputs)
 
     def clear(self) -> None:

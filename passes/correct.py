@@ -7,7 +7,7 @@ import operator
 import torch
 from torch.fx import GraphModule, Node
 
-from .plan import PassReport, RewritePlan, call_by_name, state_input, tag_of
+from .plan import PassReport, RewritePlan, call_by_name, state_input
 from .reading.nodes import arguments_of
 from .reading.sites import Site
 
@@ -39,10 +39,7 @@ def split_attention(graph_module: GraphModule, plan: RewritePlan, site: Site) ->
     call: Node = site.attention.args[0]  # type: ignore[assignment]
     state = {name: state_input(graph_module, plan, site.number, name) for name in ("host", "corrected")}
     given = {**arguments_of(call), **state}
-    # A measured hit rate describes the slots after the correction.
-    measures = graph.find_nodes(op="call_function", target=torch.ops.specache.measure.default)
-    first = next((node for node in measures if (tag := tag_of(node)) is not None and tag.site == site.number), call)
-    with graph.inserting_before(first):
+    with graph.inserting_before(call):
         # The next step's selection reads scores; else the correction may do without them.
         ranked = any(part.args[1] == 1 and part.users for part in call.users)
         scored = call_by_name(graph_module, site, "score_low_bit", {**given, "scores": ranked})
@@ -50,7 +47,6 @@ def split_attention(graph_module: GraphModule, plan: RewritePlan, site: Site) ->
         kept = {"logits": logits, "base": base}
         by = dict.fromkeys(("q", "logits", "base", "mask")) if ranked else kept
         chosen = call_by_name(graph_module, site, "correct", {**given, **by, "scores": scores})
-    with graph.inserting_before(call):
         out = call_by_name(graph_module, site, "attend_scored", {**given, **kept, "chosen": chosen})
         last = graph.call_function(torch.ops.aten.select.int, (scores, 0, -1)) if ranked else None
     out.meta.update({key: value for key, value in site.attention.meta.items() if key != "specache"})

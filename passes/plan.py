@@ -66,7 +66,6 @@ class RewritePlan:
 
     selects: the step selects pairs for the next step.
     speculate: a second lane selects them.
-    hit_rate: the step measures the hit rate.
     recipe: a function from a site's number to the method's recipe.
     state: the state tensors of each layer by field. They, cursor and padding are fakes in the graph's fake mode.
     padding: the session's padding; None where its stores take none.
@@ -82,7 +81,6 @@ class RewritePlan:
     sites: list[Site]
     selects: bool
     speculate: bool
-    hit_rate: bool
     recipe: RecipeOf
     state: Sequence[dict[str, Any]]
     cursor: Any

@@ -6,10 +6,11 @@ import operator
 
 from torch.fx import GraphModule, Node
 
-from specache_compile.kernels.movement.deferred import FETCH_STATE, fetch_arguments
+from .plan import PassReport, RewritePlan, call_op, session_input, state_input
+from .reading.nodes import output_node
 
-from .plan import PassReport, RewritePlan, call_by_name, call_op, session_input, state_input
-from .reading.nodes import arguments_of, output_node
+# The state tensors that a fetch takes, in the order of the op's operands.
+FETCH_STATE = ("selected", "host", "slots", "slot_index", "fetched")
 
 
 def prefetch(graph_module: GraphModule, plan: RewritePlan) -> tuple[GraphModule, PassReport]:
@@ -45,9 +46,6 @@ def prefetch(graph_module: GraphModule, plan: RewritePlan) -> tuple[GraphModule,
             with graph.inserting_before(output_node(graph_module)):
                 scores = graph.call_function(operator.getitem, (call, 1))
                 call_op(graph_module, site, selector.op, (scores, *selection, *selector.settings))
-                call_op(graph_module, site, "prefetch", fetch_arguments(state, cursor))
-        if plan.hit_rate and plan.phase.stores:
-            state |= {field: state_input(graph_module, plan, site.number, field) for field in ("sink_index", "tally")}
-            with graph.inserting_before(call):
-                call_by_name(graph_module, site, "measure", {**arguments_of(call), **state})
+                selected, *rest = state.values()
+                call_op(graph_module, site, "prefetch", (selected, cursor, *rest))
     return graph_module, PassReport("prefetch", {"prefetched": prefetched})

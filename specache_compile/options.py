@@ -111,11 +111,10 @@ class MethodOptions:
         metadata={"check": anything, "help": "config patches for Inductor", "flag": {"flag": False}},
     )  # fmt: skip
 
-    # Values for methods without an option of that name: nothing is selected, measured or verified, from the first
+    # Values for methods without an option of that name: nothing is selected or verified, from the first
     # token.
     top_k = 0
     correct = "never"
-    hit_rate = False
     min_context = cast("int | str", 0)
     verify = cast("int | str | None", None)
     host_tier = True

@@ -93,7 +93,7 @@ def plan_for(builder: GraphBuilder, phase: Phase, graph_module: GraphModule | No
         cursor = torch.empty(BATCH, 4, dtype=torch.int64)
     inputs = [Input("argument", argument=i) for i in range(len(builder.inputs))]
     recipe = partial(METHODS["specache"].recipe, options)
-    return RewritePlan(phase, sites, True, False, False, recipe, state, cursor, None, inputs)
+    return RewritePlan(phase, sites, True, False, recipe, state, cursor, None, inputs)
 
 
 def decode_graph(layers: int = 1) -> tuple[GraphModule, RewritePlan]:

@@ -1,12 +1,12 @@
 """Memory of the host tier: pinned for GPUs, within a budget, and reused by the next cache.
 
 A pinned tier reserves more addresses than memory, so that it grows in place. Addresses cost nothing until they are
-touched: new segments are pinned when new tokens need them. A thread pins the next segments of a growing cache ahead.
+touched: new pages are pinned when new tokens need them.
 """
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
 import math
 import mmap
 import sys
@@ -14,7 +14,6 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 import psutil
@@ -22,7 +21,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from specache_compile.errors import warn
+from specache_compile.errors import SpecacheError
 
 from .cgroup import remaining_memory
 
@@ -30,13 +29,10 @@ T = TypeVar("T")
 
 # cudaHostRegisterPortable | cudaHostRegisterMapped
 REGISTER_FLAGS = 3
-# Private: by default Linux uses no huge pages for shared memory (shmem_enabled). Without MAP_NORESERVE (0x4000, which
-# mmap does not define) it refuses to map more addresses than there is memory.
-MAP_FLAGS = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000} if hasattr(mmap, "MADV_HUGEPAGE") else {}
-# Linux's advice to populate pages for writing, since 5.14.
-POPULATE_WRITE = 23
+# Without MAP_NORESERVE, which mmap does not define, Linux refuses to map more addresses than there is memory.
+NO_RESERVE = 0x4000
 # Reserved addresses of a tier, in units of its first bucket; a tier that outgrows them moves.
-ROOM = 8 if MAP_FLAGS else 1
+ROOM = 8
 
 
 class PinnedMap(mmap.mmap):
@@ -44,16 +40,13 @@ class PinnedMap(mmap.mmap):
 
     pinned: number of registered bytes, from the start, until the memory is freed.
     registered: start address of each registration.
-    unit: bytes of a segment. No registration ends within a segment, since CUDA does not specify copies across two.
-    requested_ahead, ahead: total bytes that a thread pins ahead, and its result; 0 if pinning failed.
+    unit: bytes of a page of tokens. No registration ends within one, since CUDA does not specify copies across two.
     """
 
     pinned: int
     registered: list[int]
     device: torch.device
     unit: int = 1
-    requested_ahead: int = 0
-    ahead: Future[int] | None = None
 
     def __del__(self) -> None:
         if getattr(self, "registered", None) and not sys.is_finalizing():
@@ -64,29 +57,12 @@ class PinnedMap(mmap.mmap):
 
     def pin(self, size: int) -> bool:
         """Register the bytes from `pinned` to `size`; returns False if the driver refuses."""
-        if not self.register_to(size):
-            return False
-        self.pinned = size
-        return True
-
-    def register_to(self, size: int) -> bool:
         address = torch.frombuffer(self, dtype=torch.uint8).data_ptr() + self.pinned
         if not register(address, size - self.pinned, self.device):
             return False
         self.registered.append(address)
+        self.pinned = size
         return True
-
-    def pin_ahead(self, size: int) -> int:
-        """Populate and register the pages up to `size`, on a thread that does not block Python's other threads.
-
-        Returns: the size, or 0 if that failed.
-        """
-        address = torch.frombuffer(self, dtype=torch.uint8).data_ptr() + self.pinned
-        begin = address // mmap.PAGESIZE * mmap.PAGESIZE
-        end = address + size - self.pinned
-        if hasattr(mmap, "MADV_HUGEPAGE"):  # if this fails (older Linux, no memory), registering fails too
-            ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), POPULATE_WRITE)
-        return size if self.register_to(size) else 0
 
 
 class Pool:
@@ -103,7 +79,6 @@ class Pool:
         self.returned: deque[PinnedMap] = deque()
         self.leases: weakref.WeakValueDictionary[int, memoryview] = weakref.WeakValueDictionary()  # by address
         self.lent = self.peak = 0
-        self.ahead = 0  # bytes that a thread pins ahead and no map has taken over
         self.lock = threading.Lock()
 
     def idle_bytes(self) -> int:
@@ -123,14 +98,13 @@ class Pool:
         while self.returned:
             memory = self.returned.popleft()
             self.lent -= memory.pinned
-            self.take_ahead(memory)
             self.idle.append(memory)
         return sum(memory.pinned for memory in self.idle)
 
     def lend(self, size: int, addresses: int, unit: int, device: torch.device) -> memoryview | None:
         """Lend a map with at least `addresses` bytes of addresses; None if its first bytes cannot be pinned.
 
-        At least the first `size` bytes are pinned, with their previous content. unit: bytes of a segment.
+        At least the first `size` bytes are pinned, with their previous content. unit: as in `PinnedMap`.
         """
         size = min(whole_pages(size, unit), addresses * ROOM)
         with self.lock:
@@ -154,22 +128,17 @@ class Pool:
         with self.lock:
             return address in self.leases
 
-    def map_at(self, address: int) -> PinnedMap | None:
-        """Return the lent map at this address."""
-        lease = self.leases.get(address)
-        memory = None if lease is None else lease.obj
-        return memory if isinstance(memory, PinnedMap) else None
-
     def grow(self, address: int, size: int, addresses: int) -> memoryview | None:
         """Pin the map at this address up to `size` bytes, and return its lease.
 
-        None if there is no such map, if it has fewer than `addresses` bytes of addresses, or if pinning fails.
+        None if it has fewer than `addresses` bytes of addresses, or if pinning fails.
         """
         with self.lock:
-            lease, memory = self.leases.get(address), self.map_at(address)
-            if memory is None or addresses > len(memory):
+            lease = self.leases[address]
+            memory = lease.obj
+            assert isinstance(memory, PinnedMap)
+            if addresses > len(memory):
                 return None
-            self.note_lent(self.take_ahead(memory))
             before, size = memory.pinned, min(whole_pages(size, memory.unit), len(memory))
             if size > before:
                 self.make_room(size - before)
@@ -177,29 +146,6 @@ class Pool:
                     return None
                 self.note_lent(size - before)
             return lease
-
-    def grow_ahead(self, address: int, size: int) -> None:
-        """Start a thread that pins the map at this address up to `size` bytes; `grow` waits for the thread."""
-        with self.lock:
-            memory = self.map_at(address)
-            if memory is None or memory.ahead is not None:
-                return
-            size = whole_pages(size, memory.unit)
-            if not memory.pinned < size <= len(memory):
-                return
-            if memory.pinned % math.lcm(memory.unit, mmap.PAGESIZE) == 0:
-                self.make_room(size - memory.pinned)
-                self.ahead += size - memory.pinned
-                memory.requested_ahead, memory.ahead = size, _pinning.submit(memory.pin_ahead, size)
-
-    def take_ahead(self, memory: PinnedMap) -> int:
-        """Add to a map the bytes that a thread has pinned ahead; returns their number."""
-        if memory.ahead is None:
-            return 0
-        before, size = memory.pinned, memory.ahead.result()
-        self.ahead -= memory.requested_ahead - before
-        memory.pinned, memory.ahead = size or before, None
-        return memory.pinned - before
 
     def reuse(self, size: int, addresses: int, unit: int, device: torch.device) -> PinnedMap | None:
         """Return the smallest idle map with these addresses that holds `size` bytes and wastes at most an eighth."""
@@ -226,7 +172,7 @@ class Pool:
     def make_room(self, size: int) -> None:
         """Free idle maps until `size` new bytes respect the pool's limits."""
         while idle := self.collect():
-            if self.lent + self.ahead + size + idle <= self.peak and idle <= (free_memory() - size) // 2:
+            if self.lent + size + idle <= self.peak and idle <= (free_memory() - size) // 2:
                 break
             del self.idle[0]
 
@@ -240,7 +186,6 @@ class Pool:
 
 
 _pool = Pool()
-_pinning = ThreadPoolExecutor(1, "specache-pinning")
 
 
 def release_host_memory() -> None:
@@ -262,28 +207,25 @@ def makes_fakes() -> bool:
 def host_empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, backed: int | None = None) -> Tensor:
     """Allocate an uninitialised host tensor, whose first `backed` entries of dim 0 (default: all) `device` can read.
 
-    For a GPU the memory is pinned. If pinning fails, the memory is pageable, and a warning is raised once. Under a fake
-    mode nothing is pinned.
+    For a GPU the memory is pinned; SpecacheError if that fails. Under a fake mode nothing is pinned.
     """
-    if makes_fakes():
-        return torch.empty(shape, dtype=dtype, device="cpu")
     addresses, unit = math.prod(shape) * dtype.itemsize, math.prod(shape[1:]) * dtype.itemsize
     size = addresses if backed is None else backed * unit
-    lease = _pool.lend(size, addresses, unit, device) if device.type == "cuda" and size else None
-    if lease is not None:
-        return viewed(lease, shape, dtype)
-    if device.type == "cuda" and size:
-        warn(
-            "could not pin host memory: the host tier is pageable, and every fetch blocks the step. Raise the limit "
-            "on locked memory (ulimit -l unlimited), or lower the batch or the context"
+    if device.type != "cuda" or not size or makes_fakes():
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    lease = _pool.lend(size, addresses, unit, device)
+    if lease is None:
+        raise SpecacheError(
+            f"CUDA refused to pin {size} bytes of host memory for the host tier. Raise the limit on locked memory "
+            "(ulimit -l unlimited), lower host_memory, the batch or the context, or set host_tier=False"
         )
-    return torch.empty(shape, dtype=dtype, device="cpu")
+    return viewed(lease, shape, dtype)
 
 
 def whole_pages(size: int, unit: int) -> int:
     """Round the size up, so that the next registration can begin there.
 
-    Segments of `unit` bytes may not be whole pages, with 8-bit pairs of an odd number of heads.
+    `unit` may not be whole pages of the system, with 8-bit pairs of an odd number of heads.
     """
     step = math.lcm(unit, mmap.PAGESIZE) if unit > mmap.PAGESIZE else 1
     return -(-size // step) * step
@@ -304,15 +246,6 @@ def host_grown(old: Tensor, shape: tuple[int, ...], device: torch.device, backed
     return old if old.shape == shape else viewed(lease, shape, old.dtype)
 
 
-def grow_ahead(tensor: Tensor, backed: int) -> None:
-    """Start a thread that pins the first `backed` entries of dim 0 of a tier from `host_empty`, for `host_grown`.
-
-    Pageable memory needs no pinning.
-    """
-    if tensor.is_pinned():
-        _pool.grow_ahead(tensor.data_ptr(), tensor[0].nbytes * backed)
-
-
 def viewed(lease: memoryview, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Return the map's first addresses as a tensor, which keeps the lease alive."""
     count = math.prod(shape) * dtype.itemsize
@@ -321,54 +254,31 @@ def viewed(lease: memoryview, shape: tuple[int, ...], dtype: torch.dtype) -> Ten
 
 def pinned_map(size: int, addresses: int, device: torch.device) -> PinnedMap | None:
     """Map at least `addresses` bytes, with the first `size` bytes registered with CUDA; None if that fails."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE  # private: shared memory gets no huge pages by default
     try:
-        memory = PinnedMap(-1, addresses * ROOM, **MAP_FLAGS)
+        memory = PinnedMap(-1, addresses * ROOM, flags=flags)
     except OSError:  # too many addresses
-        memory = PinnedMap(-1, addresses, **MAP_FLAGS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-        # A child process would share the pages until a write, which copies them: the GPU has pinned the old pages.
-        memory.madvise(mmap.MADV_DONTFORK)
+        memory = PinnedMap(-1, addresses, flags=flags)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    # A child process would share the pages until a write, which copies them: the GPU has pinned the old pages.
+    memory.madvise(mmap.MADV_DONTFORK)
     memory.device, memory.pinned, memory.registered = device, 0, []
-    memory.pin(size)
-    return memory if torch.frombuffer(memory, dtype=torch.uint8).is_pinned() else None
+    return memory if memory.pin(size) else None
 
 
 def register(address: int, size: int, device: torch.device) -> bool:
-    """Pin the range for every device; returns False if the driver refuses, or maps it to another device address.
-
-    Kernels get the host's address. CUDA initialises the current device, which must be `device`.
-    """
+    """Pin the range for every device; returns False if the driver refuses."""
     with torch.cuda.device(device):
-        if int(torch.cuda.cudart().cudaHostRegister(address, size, REGISTER_FLAGS)) != 0:
-            clear_error()
-            return False
-        if address_on_device(address) == address:
+        if int(torch.cuda.cudart().cudaHostRegister(address, size, REGISTER_FLAGS)) == 0:
             return True
-        torch.cuda.cudart().cudaHostUnregister(address)
-    warn(
-        f"{device} has another address for pinned memory than the host, so the memory stays pageable. Use a GPU and a "
-        "driver with unified addressing"
-    )
-    return False
-
-
-def address_on_device(address: int) -> int | None:
-    """Return the current device's address of registered host memory at `address`; None if it is unknown.
-
-    This calls the driver that torch has loaded, since torch's runtime bindings lack this function.
-    """
-    driver, found = ctypes.CDLL("nvcuda" if sys.platform == "win32" else "libcuda.so.1"), ctypes.c_uint64()
-    error = driver.cuMemHostGetDevicePointer_v2(ctypes.byref(found), ctypes.c_void_p(address), 0)
-    return None if error else found.value
+        clear_error()
+        return False
 
 
 def clear_error() -> None:
     """Clear CUDA's error of a refused registration, which the next launch would report."""
-    try:
+    with contextlib.suppress(RuntimeError):
         torch.zeros(1, device="cuda")
-    except RuntimeError as error:
-        warn(f"CUDA refused to pin memory: {error}. Raise the limit on locked memory (ulimit -l)")
 
 
 def allowance(held: int, requested: int | None, ranks: int = 1) -> int:
@@ -376,8 +286,7 @@ def allowance(held: int, requested: int | None, ranks: int = 1) -> int:
 
     Idle maps count as free, since the pool frees them on demand. `ranks` processes of one model share the limit.
     """
-    own = _pool.idle_bytes() + _pool.ahead
-    return (free_memory() // ranks + own + held) // 2 if requested is None else requested // ranks
+    return (free_memory() // ranks + _pool.idle_bytes() + held) // 2 if requested is None else requested // ranks
 
 
 def free_memory() -> int:

@@ -10,9 +10,8 @@
 #
 # The copy streams access session state, or staging that this module owns, but no Inductor temporaries. A correction
 # also reads the chosen tokens, which the next attention keeps alive. No op here blocks the host in a decode step.
-# A captured CUDA graph contains the fork, and must end it by `join`, since it cannot wait for outside events. The last
-# layers' fetches would then have no time, and are deferred to the next replay (`deferred.py`). The capture stream is in
-# `lowering/cuda_graphs.py`.
+# A captured CUDA graph contains the fork, and must end it by `join_capture`, since it cannot wait for outside events.
+# The capture stream is in `lowering/cuda_graphs.py`.
 
 from __future__ import annotations
 
@@ -24,16 +23,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specache_compile.kernels.attention import hit_rate
 from specache_compile.kernels.attention.kept_logits import lse_of
 from specache_compile.kernels.memory.host_memory import makes_fakes
-from specache_compile.kernels.state.by_token import aligned, put, rows_of_pages, runs, tokens_of
+from specache_compile.kernels.state.by_token import aligned, rows_of_pages, runs, tokens_of
 from specache_compile.kernels.state.cursor import HostRecord, host_record, lengths_of
 from specache_compile.kernels.state.operands import KeptLogits, takes
 from specache_compile.kernels.state.page_table import PAGE, Pages, pairs_of
 from specache_compile.kernels.state.stored_pairs import ROUNDED, stored
-
-from . import tier_ops as tiers
 
 # More new tokens than this are copied by the DMA engines, through staging; fewer are written through by a kernel.
 WRITE_THROUGH = 64
@@ -89,27 +85,18 @@ def prefetch(
     """Run `tier_ops.prefetch` on the copy stream, after all work that the main stream has so far."""
     from .triton_copy import gather
 
-    record = host_record(cursor)
-    if slots.data_ptr() in record.made_first:
-        return
-    if not host.is_pinned():  # the GPU cannot read it, so the host copies synchronously
-        tiers.refill(selected, pairs_of(host, cursor), slots, slot_index, fetched)
-        return
     copy = stream_of(slots.device)
     copy.wait_stream(torch.cuda.current_stream(slots.device))
     with torch.cuda.stream(copy):
         gather(selected, cursor, host, slots, slot_index, fetched)
     if not torch.cuda.is_current_stream_capturing():
-        record.fetches[slots.data_ptr()] = copy.record_event()
+        host_record(cursor).fetches[slots.data_ptr()] = copy.record_event()
 
 
 def wait(after: Tensor, cursor: Tensor, slots: Tensor, slot_index: Tensor, selected: Tensor) -> None:
     """Run `tier_ops.wait`: later work on the main stream waits for the fetch; the host does not block."""
-    record = host_record(cursor)
-    fetch = record.fetches.pop(slots.data_ptr(), None)
-    if torch.cuda.is_current_stream_capturing():
-        fetch = record.made_first.get(slots.data_ptr())
-    if fetch is not None:
+    fetch = host_record(cursor).fetches.pop(slots.data_ptr(), None)
+    if fetch is not None and not torch.cuda.is_current_stream_capturing():
         torch.cuda.current_stream(slots.device).wait_event(fetch)
 
 
@@ -131,10 +118,6 @@ def correct(
         select_topk(scores[0], chosen, cursor)
     else:
         select(logits, base, lse_of(base, q), mask, cursor, chosen)
-    if not host.is_pinned():
-        join(slots.device)
-        tiers.refill(chosen, pairs_of(host, cursor), slots, slot_index, corrected)
-        return chosen
     corrections = correction_stream_of(slots.device)
     corrections.wait_stream(torch.cuda.current_stream(slots.device))
     with torch.cuda.stream(corrections):
@@ -233,26 +216,22 @@ def offload(k: Tensor, v: Tensor, padding: Tensor | None, cursor: Tensor, host: 
     """Run `tier_ops.offload`: write few pairs through directly, copy many through staging on the copy stream."""
     from .triton_copy import write_through
 
-    pinned = host.is_pinned()
-    if pinned and k.shape[2] <= WRITE_THROUGH:
+    if k.shape[2] <= WRITE_THROUGH:
         write_through(k, v, cursor, host)
         return
     rows = zip(rows_of_pages(pairs_of(host, cursor)), lengths_of(cursor), k.split(1), v.split(1), strict=True)
     for pages, length, *new in rows:
-        start, (keys, values) = max(0, length), (x[:, :, max(0, -length) :] for x in new)
-        if pinned:
-            staging_of(k.device).send(keys, values, start, pages)
-        else:
-            put(pages, start, stored(torch.stack([keys, values], dim=3).to(host.device), host))
+        keys, values = (x[:, :, max(0, -length) :] for x in new)
+        staging_of(k.device).send(keys, values, max(0, length), pages)
 
 
 def host_blocks(host: Pages, length: int, size: int, device: torch.device) -> Iterator[tuple[int, Tensor]]:
     """Yield the host tier's first `length` pairs in blocks [B, H, ≤ size, 2, d] on `device`, with their first tokens.
 
-    From pinned memory, the next block is copied while the caller uses this one.
+    On CUDA, the next block is copied while the caller uses this one.
     """
     starts = range(0, length, size)
-    if device.type != "cuda" or not host.is_pinned():
+    if device.type != "cuda":
         for first in starts:
             yield first, tokens_of(host, first, min(first + size, length)).to(device)
         return
@@ -279,13 +258,6 @@ def host_blocks(host: Pages, length: int, size: int, device: torch.device) -> It
         following = load(number + 1) if number + 1 < len(starts) else None
         main.wait_event(loaded)
         yield first, torch.cat(pieces, 2) if len(pieces) > 1 else pieces[0]
-
-
-def measure(q: Tensor, *rest: Any) -> None:
-    """Run `hit_rate.measure` after all copies to the host, and after the correction of its slots."""
-    join(q.device)
-    torch.cuda.current_stream(q.device).wait_stream(correction_stream_of(q.device))
-    hit_rate.measure(q, *rest)
 
 
 class StreamCopies(HostRecord):

@@ -15,7 +15,7 @@ from .page_table import LOW_BIT_TIER, PAGE, TIERS, Pages, rows_read, table_of, w
 from .stored_tiers import StoredTiers
 
 # Operands that have no batch.
-WITHOUT_ROWS = frozenset(("sinks", "fetched", "corrected", "tally", "frequencies", "weight"))
+WITHOUT_ROWS = frozenset(("sinks", "fetched", "corrected", "frequencies", "weight"))
 
 
 def by_rows(*returns: int, by_token: Sequence[str] = ("host",)) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

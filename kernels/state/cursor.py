@@ -43,7 +43,6 @@ class HostRecord:
     table: the page tables in that cursor. None: unknown, as for lengths.
     fetches: address of a layer's slots → the event after its last fetch.
     corrections: the same for a correction that nothing has waited for.
-    made_first: the same for the fetches that a step under capture makes first (`movement/deferred.py`).
     """
 
     def __init__(self, number: int = 0) -> None:
@@ -54,7 +53,6 @@ class HostRecord:
         self.table: Tensor | None = None
         self.fetches: dict[int, Any] = {}
         self.corrections: dict[int, Any] = {}
-        self.made_first: dict[int, Any] = {}
 
 
 # Records by number, and by the address of a cursor.

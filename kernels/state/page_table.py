@@ -53,9 +53,6 @@ class Pages:
     def device(self) -> torch.device:
         return self.pages.device
 
-    def is_pinned(self) -> bool:
-        return self.pages.is_pinned()
-
     @property
     def shape(self) -> torch.Size:
         """The shape of the contiguous rows."""

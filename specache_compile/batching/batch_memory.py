@@ -94,8 +94,6 @@ class BatchMemory:
         """Drop the caches of rows, and count the pool's pages again: an interrupted step may have left wrong counts."""
         for cache in caches:
             if cache is not None and self.tiers_of(cache) is not None:
-                for session in sessions_of(cache):
-                    session.deferred.drop()
                 drop(cache)
         if self.pool is not None:
             self.pool.recount()

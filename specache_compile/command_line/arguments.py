@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 DISTRIBUTION = "specache-compile"
 # Options with no value, one value and several values.
-SWITCHES = ("hit_rate", "host_tier", "speculate")
+SWITCHES = ("host_tier", "speculate")
 ONE_VALUE = (
     "ahead", "bits", "budget", "chunk", "correct", "eviction_block", "first", "group_size", "host_bits", "host_memory",
     "kept_layers", "kernel", "lowering", "memory", "method", "min_context", "mode", "page_size", "pooling",

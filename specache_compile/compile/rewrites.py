@@ -174,7 +174,6 @@ def plan_of(captured: Captured, variant: Variant, fakes: StateFakes, graph: Grap
         sites=[replace(site, padding=None) for site in sites] if variant.unpadded else sites,
         selects=selects(options),
         speculate=options.two_lanes,
-        hit_rate=options.hit_rate,
         recipe=functools.partial(METHODS[options.method].recipe, options),
         state=fakes.state,
         cursor=fakes.cursor,

@@ -20,7 +20,7 @@ from specache_compile.runtime.state import bytes_in_16_bits, device_total, full_
 from .one_layer import layer_text
 from .times.devices import Device
 from .times.node_costs import is_launch, launch_cost, operator_name
-from .times.step_kernels import Traced, captured, is_captured, kernels_of, over_tiers
+from .times.step_kernels import Traced, is_captured, kernels_of, over_tiers
 from .times.step_time import (
     ComputedStep,
     Span,
@@ -213,7 +213,7 @@ class Figures:
         """Each launch of a decode step with its start and end; none where the step is not timed."""
         if not self.is_timed:
             return []
-        kernels = captured(kernels_of(self.traced(), self.device, self.prompt_length, self.batch_size, over_tiers))
+        kernels = kernels_of(self.traced(), self.device, self.prompt_length, self.batch_size, over_tiers)
         return simulated(kernels, self.device)[0]
 
     def check_timed(self) -> None:

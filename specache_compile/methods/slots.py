@@ -24,7 +24,6 @@ SLOTS = Field("slots", "slots", pairs(lambda options: options.top_k))
 # The token in each slot, and the tokens that the next fetch copies.
 SLOT_INDEX = Field("slot_index", "slots", index_shape, always(torch.int32), empty=EMPTY, on_crop=empty_slots)
 SELECTED = Field("selected", "slots", index_shape, always(torch.int32), empty=EMPTY)
-# Bytes of prefetches and of corrections, and the sums of the hit rate (`hit_rate.py`).
+# Bytes of prefetches and of corrections.
 FETCHED = Field("fetched", "measure", lambda *_: (1,), always(torch.int64), by_row=False)
 CORRECTED = Field("corrected", "measure", lambda *_: (1,), always(torch.int64), by_row=False)
-TALLY = Field("tally", "measure", lambda *_: (3,), always(torch.float64), by_row=False)

@@ -14,7 +14,7 @@ from . import kivi
 from .field import Field, LayerShape
 from .kivi import KiviOptions, bits_or_memory
 from .method import Method
-from .slots import CORRECTED, FETCHED, SELECTED, TALLY
+from .slots import CORRECTED, FETCHED, SELECTED
 
 # The paper's settings. On a real checkpoint the defaults are much closer to the full cache (docs/evaluation.md).
 PAPER = {
@@ -56,7 +56,6 @@ class SpecacheOptions(KiviOptions):
         ("never", "always"),
         "fetch, within the step, the selected pairs that are not in the slots",
     )
-    hit_rate: bool = choice(False, (True, False), "measure the hit rate (slow: it computes the true attention)")
 
     def conflicts(self) -> Iterator[str]:
         yield from super().conflicts()
@@ -99,11 +98,11 @@ def defaults(given: Mapping[str, Any]) -> dict[str, Any]:
     return {**found, "correct": "never"} if given.get("top_k") == 0 else found
 
 
-FIELDS = (*kivi.FIELDS, SELECTED, FETCHED, CORRECTED, TALLY)
+FIELDS = (*kivi.FIELDS, SELECTED, FETCHED, CORRECTED)
 
 
 def fields_at(options: SpecacheOptions, layer: LayerShape) -> tuple[Field, ...]:
-    return (*kivi.fields_at(options, layer), SELECTED, FETCHED, CORRECTED, TALLY)
+    return (*kivi.fields_at(options, layer), SELECTED, FETCHED, CORRECTED)
 
 
 METHOD = Method("specache", SpecacheOptions, FIELDS, recipe, fields_at, defaults, rows_differ=True)

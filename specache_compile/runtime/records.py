@@ -71,14 +71,13 @@ class Statistics:
     """Counts of one session, which outlive the session.
 
     queue: counts the copies.
-    tallies, fetched, corrected: the session's tensors of the hit rate, and of bytes prefetched and corrected.
+    fetched, corrected: the session's tensors of bytes prefetched and corrected.
     steps: by phase.
     replays: steps that replayed recorded ones.
     python_seconds: the part of `seconds` outside of lowered graphs.
     """
 
     queue: CopyQueue | StreamCopies
-    tallies: list[Tensor] = field(default_factory=list)
     fetched: list[Tensor] = field(default_factory=list)
     corrected: list[Tensor] = field(default_factory=list)
     pair_bytes: list[int] = field(default_factory=list)

@@ -19,7 +19,6 @@ from torch.distributed import ProcessGroup
 from specache_compile.errors import RECOMPILE_LIMIT, HeldTensorError, SpecacheError, copy_failed, no_host_tier
 from specache_compile.kernels.movement import copy_stream
 from specache_compile.kernels.movement.copy_queue import CopyQueue
-from specache_compile.kernels.movement.deferred import Deferred, Fetch, deferrable
 from specache_compile.kernels.state.by_token import tokens_of
 from specache_compile.kernels.state.cursor import CURSOR_SIZE, QUEUE, attach, new_cursor, runs_of
 from specache_compile.kernels.state.stored_pairs import decoded
@@ -37,7 +36,6 @@ from .records import Statistics, record_of
 from .rewritten import BoundInputs, Rewritten, bind
 from .state import bytes_in_16_bits, fields_of, full_cache_bytes
 from .tiers import Tiers
-from .variant import selects
 
 UNKNOWN = sys.maxsize
 
@@ -106,7 +104,6 @@ class Session:
     rope_switch: of the model that prefilled; None if its frequencies are constant.
     one_length: why the model's graphs require rows of one length; None if they do not.
     half_evicted: a step that drops pairs has started and not finished.
-    capturable: steps may be recorded as CUDA graphs; False if the host makes the copies.
     cursors: one buffer for each page-table width, sized for all rows. Rows after the batch are zero (inactive).
     bindings: by rewritten graph and number of rows.
     queue: its copies, and the host's record of its steps.
@@ -135,7 +132,6 @@ class Session:
         self.half_evicted = False
         self.rope_switch: RopeSwitch | None = None
         self.one_length: str | None = None
-        self.capturable = True
         self.anchors = [torch.empty(1, dtype=layer.dtype, device=layer.device) for layer in layers]
         self.reset_runtime()
 
@@ -150,7 +146,6 @@ class Session:
         self.bindings: dict[tuple[Rewritten, int], BoundInputs] = {}
         self.statistics = Statistics(self.queue)
         self.new_cursor()
-        self.deferred = self.new_deferred()
         self.recorded_at = self.tiers.moved
         self.tiers.belong_to(self)
 
@@ -198,18 +193,6 @@ class Session:
         self.cursor[:, CURSOR_SIZE:].copy_(staged(table, self.cursor), non_blocking=True)
         self.queue.table = table
         self.statistics.bytes_by_tier = self.tiers.bytes_by_tier()
-
-    def new_deferred(self) -> Deferred:
-        """The fetches that replayed steps defer. It refers weakly to the session, which must die with its cache."""
-        own = weakref.ref(self)
-
-        def fetches(rows: int | None) -> list[Fetch]:
-            session = own()
-            if session is None or not selects(session.options):
-                return []
-            return deferrable(*session.padded_to(session.tiers.batch if rows is None else rows))
-
-        return Deferred(fetches)
 
     @property
     def options(self) -> MethodOptions:
@@ -284,9 +267,6 @@ class Session:
             self.recorded_at = self.tiers.moved
         self.bindings.clear()
         fields, statistics = self.tiers.fields, self.statistics
-        # The host itself copies from and to unpinned memory, which a CUDA graph cannot record.
-        self.capturable = not self.cursor.is_cuda or all(host.is_pinned() for host in fields("host"))
-        statistics.tallies = fields("tally")
         statistics.fetched, statistics.corrected = fields("fetched"), fields("corrected")
         stored = [state.get("host", state["slots"]) for state in self.state if "fetched" in state]
         statistics.pair_bytes = [2 * x.shape[-1] * x.dtype.itemsize for x in stored]
@@ -294,14 +274,13 @@ class Session:
         statistics.bytes_by_tier = self.tiers.bytes_by_tier()
 
     def drain(self) -> None:
-        """Wait for all copies, deferred ones included; SpecacheError if one has failed."""
+        """Wait for all copies; SpecacheError if one has failed."""
         self.settle()
         self.check_copies()
 
     def settle(self) -> None:
         """Wait for all copies, failed ones included. Another thread's step may wait for them too."""
         with self.tiers.lock:
-            self.deferred.make()
             self.queue.settle()
 
     def check_copies(self) -> None:

@@ -18,18 +18,6 @@ from .state import device_total
 
 
 @dataclass(frozen=True)
-class HitRate:
-    """How much of the output token's true attention was computed in 16 bits, averaged over KV heads.
-
-    mass: the share of the attention mass on slots, sinks, recent tier and new pair.
-    top_k: the share of the k highest-scoring tokens of the low-bit tier, without sinks, that the slots had.
-    """
-
-    mass: float
-    top_k: float
-
-
-@dataclass(frozen=True)
 class Verification:
     """Results of drafting and verification (option verify).
 
@@ -66,7 +54,6 @@ class Stats:
         bytes_to_host: bytes of pairs that were offloaded.
         bytes_by_tier, device_bytes, host_bytes: KV bytes now.
         kv_ratio: device KV bytes, as a share of a 16-bit cache of the same tokens.
-        hit_rate: None unless the option hit_rate is set.
         verification: None unless a draft was verified.
 
     Example:
@@ -99,7 +86,6 @@ class Stats:
     device_bytes: int
     host_bytes: int
     kv_ratio: float
-    hit_rate: HitRate | None
     verification: Verification | None
 
     def __str__(self) -> str:
@@ -156,8 +142,6 @@ def stats(model: torch.nn.Module) -> Stats:
     latest.queue.settle()
     tier = latest.bytes_by_tier
     device = device_total(tier)
-    tally = torch.stack([t.cpu() for t in latest.tallies]).sum(0) if latest.tallies else torch.zeros(3, device="cpu")
-    mass, recall, count = tally.tolist()
     fetched = sum(int(count) for count in [*latest.fetched, *latest.corrected])
     return Stats(
         prefills=latest.steps["prefill"],
@@ -181,7 +165,6 @@ def stats(model: torch.nn.Module) -> Stats:
         device_bytes=device,
         host_bytes=tier.get("host", 0),
         kv_ratio=device / max(1, latest.full_cache_bytes),
-        hit_rate=HitRate(mass / count, recall / count) if count else None,
         verification=verification(latest.verified, fetched) if latest.verified.drafted else None,
     )
 

@@ -217,9 +217,6 @@ class Step:
         """Run one rewritten graph on the session's state, keep its speculative token, and return the other outputs."""
         session = self.session
         captures = rewritten.capture and rewritten not in graph.uncaptured
-        if captures and not session.capturable:
-            session.warn_once(not_pinned(graph.captured.mode))
-        captures = captures and session.capturable
         rows = self.rows_recorded(graph, rewritten, arguments) if captures else session.tiers.batch
         inputs = self.inputs_of(rewritten, arguments, rows)
         if rewritten.rows is not None:
@@ -228,12 +225,9 @@ class Step:
         if captures:
             give_up = functools.partial(graph.stop_capturing, rewritten)
             device, shape = session.cursor.device, (rows, session.cursor.shape[1])
-            outputs = session.recorded.run(
-                rewritten.run, inputs, rewritten.stays, device, give_up, session.deferred, shape
-            )
+            outputs = session.recorded.run(rewritten.run, inputs, rewritten.stays, device, give_up, shape)
             session.statistics.replays = session.recorded.replays
         else:
-            session.deferred.make()
             outputs = list(rewritten.run(*inputs))
         self.inside += time.perf_counter() - start
         self.ran.append(rewritten.variant.phase)
@@ -301,7 +295,6 @@ class Step:
         session = self.session
         session.queue.settle()
         copy_stream.release_staging()
-        session.deferred.drop()
         session.forget_selection()
         session.tiers.undo_step(session.progress.lengths)
 
@@ -357,11 +350,4 @@ def no_positions() -> SpecacheError:
     return SpecacheError(
         "the rows of this cache have different lengths, so the model cannot count their positions. Pass position_ids; "
         "for one new token: position_ids=specache_compile.lengths(cache)[:, None]"
-    )
-
-
-def not_pinned(mode: str | None) -> str:
-    return (
-        f"mode={mode!r}: the decode step runs without a CUDA graph: the host tier could not be pinned. Raise the limit "
-        "on locked memory (ulimit -l), or lower the batch or the context"
     )

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import ProcessGroup
 
 from specache_compile.errors import SpecacheError
-from specache_compile.kernels.memory.host_memory import allowance, grow_ahead
+from specache_compile.kernels.memory.host_memory import allowance
 from specache_compile.kernels.state.cursor import runs_of
 from specache_compile.kernels.state.page_table import PAGE, Pages
 from specache_compile.kernels.state.sinks import find_sinks
@@ -336,8 +336,6 @@ class Tiers:
         pages, places = self.sizes(tokens, missing)
         self.check_host_memory(places, room(tokens))
         self.pool.grow_to(pages, places)
-        if self.layers[0].device.type == "cuda":
-            self.reserve_ahead(self.batch * room(places * PAGE // self.batch + 1) // PAGE)
 
     def grow_rows(self, capacity: int) -> None:
         """Allocate the rows' buffers, or move those whose size depends on the capacity to larger ones."""
@@ -398,17 +396,6 @@ class Tiers:
         writes = self.pages[row][self.first_written(row, length, masked=False) :]
         shared = sum(self.pool.counts[page] > 1 for page in writes)
         return max(0, pages_for(longest) - len(self.pages[row])) + shared
-
-    def reserve_ahead(self, places: int) -> None:
-        """Pin the host memory of so many pages on a thread.
-
-        Not if the tier would exceed its budget, nor if other ranks share the budget.
-        """
-        assert self.pool is not None
-        held, needed = (self.pool.page_bytes["host"] * count for count in (len(self.pool.counts), places))
-        if self.ranks is None and needed <= allowance(held, self.options.host_memory):
-            for host in self.fields("host"):
-                grow_ahead(host, places)
 
     def check_host_memory(self, places: int, tokens: int) -> None:
         """SpecacheError if the host tier would exceed its budget with so many pages, here or on another rank.

@@ -147,7 +147,7 @@ def live(batch: sc.Batch) -> Bytes:
     return Bytes(sum(tensor.nbytes for _, tensor in pages) - host + sum(x.nbytes for x in places), host)
 
 
-MEASURED = ("fetched", "corrected", "tally")
+MEASURED = ("fetched", "corrected")
 
 
 def test_bytes_stay_within_the_budget_and_are_those_predicted(model: Any) -> None:

@@ -250,24 +250,13 @@ def test_stats_of_a_model_that_never_ran_states_what_to_do() -> None:
 
 
 def test_stats_count_steps_and_bytes() -> None:
-    twin = compile_copy(tiny_llama(), top_k=16, hit_rate=True)
+    twin = compile_copy(tiny_llama(), top_k=16)
     greedy(twin, prompt(200), 20)
     stats = sc.stats(twin)
     assert (stats.prefills, stats.pre_decodes, stats.decodes, stats.extends) == (1, 1, 19, 0)
     pair = 2 * 2 * 16 * 4  # layers are counted one by one: K and V of 2 heads of 16 channels in float32
     assert stats.bytes_to_host == 2 * (200 + 19) * pair
     assert 0 < stats.bytes_to_device <= 2 * 20 * 16 * pair
-    assert 0 < stats.hit_rate.mass < 1
-    assert 0 < stats.hit_rate.top_k <= 1
-    assert "hit_rate" in str(stats)
-
-
-def test_hit_rate_is_one_when_everything_is_fetched(llama: LlamaForCausalLM) -> None:
-    twin = compile_copy(llama, hit_rate=True)
-    greedy(twin, prompt(120), 10)
-    hit_rate = sc.stats(twin).hit_rate
-    assert hit_rate.mass == pytest.approx(1.0)
-    assert hit_rate.top_k == pytest.approx(1.0)
 
 
 def test_k_zero_is_plain_kivi_in_one_lane(llama: LlamaForCausalLM) -> None:

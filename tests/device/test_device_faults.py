@@ -24,7 +24,7 @@ import specache_compile as sc
 from conftest import prompt
 from specache_compile.compat import cache_of
 from specache_compile.kernels.memory import host_memory
-from specache_compile.kernels.movement import copy_stream, deferred
+from specache_compile.kernels.movement import copy_stream
 from specache_compile.lowering import cuda_graphs
 from specache_compile.passes import prefetch
 from specache_compile.runtime.session import session_of
@@ -81,11 +81,6 @@ FAULTS = [
         "corrections.wait_stream(torch.cuda.current_stream(slots.device))", "pass", ("early",), CORRECTED,
     ),
     Fault(
-        "a hit rate of slots that are being corrected", copy_stream.measure,
-        "torch.cuda.current_stream(q.device).wait_stream(correction_stream_of(q.device))", "pass", ("late",),
-        {**CORRECTED, "hit_rate": True},
-    ),
-    Fault(
         "the values of what the slots held left out", triton_scored.attend_scored,
         "hide(logits, chosen)", "hide(logits, slot_index)", ("late",), CORRECTED,
     ),
@@ -107,10 +102,6 @@ FAULTS = [
     Fault(
         "a join left out of a capture", cuda_graphs.record,
         "copy_stream.join_capture(device)", "pass", ("eager",), RECORDED,
-    ),
-    Fault(
-        "a deferred fetch dropped", deferred.made_first,
-        "torch.ops.specache.prefetch(*fetch)", "pass", ("eager",), RECORDED,
     ),
     Fault(
         "selected chosen again before the gather has read it", prefetch.prefetch,

@@ -41,7 +41,7 @@ def test_every_access_of_two_steps_is_ordered(explained: sc.Explanation) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{"hit_rate": True}, {"speculate": False}, {"bits": 16}, {"top_k": 0}])
+@pytest.mark.parametrize("options", [{"speculate": False}, {"bits": 16}, {"top_k": 0}])
 def test_every_access_is_ordered_under_other_options(options: dict) -> None:
     other = sc.explain(tiny_llama(), prompt_length=200, options=options)
     assert check_order(schedule_of(other.graphs["decode"])) == []

@@ -14,7 +14,7 @@ from conftest import tiny_llama
 from specache_compile.explaining.times import op_launches
 from specache_compile.explaining.times.devices import Device, find_device
 from specache_compile.explaining.times.op_launches import COPY, CORRECTION, Kernel, LaunchedOp
-from specache_compile.explaining.times.step_kernels import Traced, captured, kernels_of, over_tiers
+from specache_compile.explaining.times.step_kernels import Traced, kernels_of, over_tiers
 from specache_compile.explaining.times.step_time import (
     AHEAD,
     AHEAD_UNCORRECTED,
@@ -195,18 +195,6 @@ def test_what_the_main_stream_waits_for_is_exposed() -> None:
     found = computed([of_seconds("a", 1), replace(fetch, stream=COPY)], DEVICE)
     assert (found.seconds - BETWEEN, found.exposed) == pytest.approx((4, 3))
     assert found.bound == "PCIe"
-
-
-def test_a_replay_begins_with_the_last_layers_fetches() -> None:
-    kernels = captured(kernels_of(traced("best"), DEVICES["H100"], 8_192, 1, over_tiers))
-    fetches = [kernel for kernel in kernels if kernel.op == "prefetch"]
-    assert len(fetches) == LAYERS
-    late = LAYERS // 4
-    assert kernels[:late] == fetches[:late]
-    assert all(not kernel.waits for kernel in fetches[:late])
-    assert all(kernel.waits for kernel in fetches[late:])
-    waited = {kernel.layer for kernel in kernels if kernel.op == "wait" and kernel.waits}
-    assert waited == {kernel.layer for kernel in fetches[:late]}
 
 
 def test_two_lanes_are_worth_it_where_a_correction_is_what_a_step_waits_for() -> None:

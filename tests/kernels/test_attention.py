@@ -649,47 +649,6 @@ def test_extend_takes_queries_and_keys_of_any_strides() -> None:
     torch.testing.assert_close(torch.ops.specache.extend_attention_fused(q, k, v, *given), expected)
 
 
-# Measure: the hit rate against the exact attention
-
-
-@pytest.mark.parametrize("sinks", [False, True])
-@pytest.mark.parametrize(("top_k", "filled"), [(0, 0), (5, 2), (24, 12), (200, 30)])
-@pytest.mark.parametrize("mask", ["none", "padding", "additive float32"])
-@pytest.mark.parametrize("sink_tokens", [0, 5])
-def test_measure_adds_the_covered_mass_and_the_covered_share_of_the_top_k(
-    mask: str, top_k: int, filled: int, sinks: bool, sink_tokens: int
-) -> None:
-    case = Case(length=150, top_k=top_k, filled=filled, mask=mask, sinks=sinks, sink_tokens=sink_tokens)
-    step = make_step(case)
-    if step.sinks is not None:
-        step.sinks[0] = 60.0
-    n, low_bit = case.length, case.low_bit(case.length)
-    host = torch.full((case.batch, case.heads, 256, 2, case.head_dim), math.nan)
-    host[:, :, :n] = torch.randn(host[:, :, :n].shape, generator=torch.Generator().manual_seed(1))
-    tally = torch.tensor([10.0, 20.0, 30.0], dtype=torch.float64)
-    slot_index, sink_index = step.state["slot_index"], step.state["sink_index"]
-    given = (step.q, step.k, step.v, step.mask, step.sinks, step.cursor, host, slot_index, sink_index, tally)
-    torch.ops.specache.measure(*given, case.head_dim**-0.5, None)
-
-    keys = torch.cat([host[:, :, :n, 0], step.k[:, :, :1]], 2)
-    everything = torch.ones(1, n + 1, dtype=torch.bool)
-    _, true = reference(step.q[:, :, :1], keys, torch.zeros_like(keys), step.mask, everything, step.sinks, None)
-    mass = recall = 0.0
-    for b in range(case.batch):
-        for h in range(case.heads):
-            attention = true[b, h * case.ratio : (h + 1) * case.ratio, 0].sum(0).tolist()
-            fetched, kept = (set(index.tolist()) - {-1} for index in (slot_index[b, h], sink_index[b, 0]))
-            mass += sum(attention[t] for t in range(n + 1) if t in fetched | kept or t >= low_bit) / sum(attention)
-            missable = (t for t in range(low_bit) if attention[t] > 0 and t not in kept)
-            best = sorted(missable, key=lambda t: -attention[t])[:top_k]
-            # If fewer than k tokens are visible, the others are no misses.
-            size = min(top_k, low_bit)
-            recall += 1 - len(set(best) - fetched) / size if size else 1.0
-    heads = case.batch * case.heads
-    expected = torch.tensor([10 + mass, 20 + recall, 30 + heads], dtype=torch.float64)
-    torch.testing.assert_close(tally, expected, rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize("default", [torch.bfloat16, torch.float64], ids=str)
 def test_another_default_dtype_changes_nothing(op: str, default: torch.dtype) -> None:
     step = make_step(Case())

@@ -228,7 +228,7 @@ def test_a_late_copy_changes_no_token(llama: LlamaForCausalLM, hold_up_gathers: 
 
 
 def test_a_late_copy_in_a_captured_step_changes_no_token(llama: LlamaForCausalLM, hold_up_gathers: HoldUp) -> None:
-    """The graph contains the delays: deferred fetches end long after the first layer, which waits for them."""
+    """The graph contains the delays, and ends after all fetches."""
     hold_up_gathers(10_000_000)
     model = llama.cuda()
     twin = copy.deepcopy(model)

@@ -19,6 +19,7 @@ from transformers import LlamaForCausalLM
 
 from conftest import prompt
 from specache_compile.compat import cache_of, with_cache
+from specache_compile.errors import SpecacheError
 from specache_compile.kernels.memory import cgroup, host_memory
 from specache_compile.kernels.state.cursor import HostRecord, attach, new_cursor
 from specache_compile.methods import parse_options
@@ -120,10 +121,8 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
 
     runtime = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=driver.note("unregister"))
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    monkeypatch.setattr(host_memory, "address_on_device", lambda address: address)
     monkeypatch.setattr(torch.cuda, "device", driver.device)
     monkeypatch.setattr(torch.cuda, "synchronize", driver.note("synchronize"))
-    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: True)
     monkeypatch.setattr(host_memory, "_pool", host_memory.Pool())
     yield driver
     host_memory.release_host_memory()
@@ -152,27 +151,16 @@ def test_a_tier_is_one_registration_however_large(driver: Driver) -> None:
     del tensor
 
 
-def test_memory_that_the_driver_refuses_is_pageable(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_the_driver_refuses_is_an_error(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     cleared: list[int] = []
     refusing = SimpleNamespace(cudaHostRegister=lambda *given: 2, cudaHostUnregister=driver.note("unregister"))
     monkeypatch.setattr(torch.cuda, "cudart", lambda: refusing)
-    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: False)
     monkeypatch.setattr(host_memory, "clear_error", lambda: cleared.append(1))
-    with pytest.warns(UserWarning, match="could not pin"):
+    with pytest.raises(SpecacheError, match=r"CUDA refused to pin 4000 bytes of host memory.*ulimit -l"):
         host_memory.host_empty((1000,), torch.float32, CUDA)
     assert cleared == [1]
     assert kinds(driver) == [], "what was not registered is not given back"
-
-
-def test_memory_with_another_device_address_is_pageable(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_memory, "address_on_device", lambda address: address + 4096)
-    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: False)
-    with (
-        pytest.warns(UserWarning, match="cuda:0 has another address for pinned memory"),
-        pytest.warns(UserWarning, match="could not pin"),
-    ):
-        host_memory.host_empty((1000,), torch.float32, CUDA)
-    assert driver.calls == [("register", CUDA), ("unregister", CUDA)]
+    assert (host_memory._pool.lent, host_memory._pool.idle_bytes()) == (0, 0)
 
 
 def test_a_freed_tensors_memory_is_reused_after_its_copies(driver: Driver) -> None:
@@ -222,20 +210,6 @@ def test_segments_without_tokens_are_only_addresses(driver: Driver) -> None:
     assert pool.lent == 5 * page
 
 
-def test_memory_that_a_thread_has_pinned_ahead_is_used_when_the_tier_grows(driver: Driver) -> None:
-    page, pool = mmap.PAGESIZE, host_memory._pool
-    tensor = host_memory.host_empty((8, page), torch.uint8, CUDA, 2)
-    place = tensor.data_ptr()
-    for _ in range(2):  # once is enough
-        host_memory.grow_ahead(tensor, 4)
-    assert pool.lent == 2 * page, "nothing counts before it is needed"
-    assert host_memory.host_grown(tensor, (8, page), CUDA, 3) is tensor
-    assert driver.given == [(place, 2 * page), (place + 2 * page, 2 * page)]
-    assert (pool.lent, pool.peak) == (4 * page, 4 * page)
-    assert host_memory.host_grown(tensor, (8, page), CUDA, 5) is tensor
-    assert driver.given[2:] == [(place + 4 * page, page)]
-
-
 def test_segments_of_partial_pages_are_pinned_in_groups_of_whole_pages(driver: Driver) -> None:
     """With 8 bits and an odd number of heads, the next registration could not begin within a page."""
     unit = 25 * mmap.PAGESIZE + mmap.PAGESIZE // 2
@@ -244,51 +218,8 @@ def test_segments_of_partial_pages_are_pinned_in_groups_of_whole_pages(driver: D
     for backed in (2, 3, 4, 5):
         assert host_memory.host_grown(tensor, (8, unit), CUDA, backed) is tensor
     assert driver.given == [(place + start * unit, 2 * unit) for start in (0, 2, 4)]
-    host_memory.grow_ahead(tensor, 7)
     assert host_memory.host_grown(tensor, (8, unit), CUDA, 8) is tensor
     assert driver.given[3:] == [(place + 6 * unit, 2 * unit)]
-
-
-def test_memory_pinned_ahead_belongs_to_the_cache(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory pinned ahead is neither free nor held by a tier; the tier's allowance is unchanged."""
-    page = mmap.PAGESIZE
-    tensor = host_memory.host_empty((8, page), torch.uint8, CUDA, 2)
-    free = [100 * page]
-    monkeypatch.setattr(host_memory, "free_memory", lambda: free[0])
-    before = host_memory.allowance(2 * page, None)
-    host_memory.grow_ahead(tensor, 4)
-    free[0] -= 2 * page
-    assert host_memory.allowance(2 * page, None) == before
-    host_memory.host_grown(tensor, (8, page), CUDA, 3)
-    assert host_memory._pool.ahead == 0
-    assert host_memory.allowance(4 * page, None) == before
-
-
-def test_memory_pinned_ahead_for_a_freed_tensor_is_lent_again(driver: Driver) -> None:
-    page, pool = mmap.PAGESIZE, host_memory._pool
-    tensors = [host_memory.host_empty((8, page), torch.uint8, CUDA, 2)]
-    place, pool.peak = tensors[0].data_ptr(), 100 * page
-    host_memory.grow_ahead(tensors.pop(), 3)
-    assert pool.idle_bytes() == 3 * page
-    assert pool.lent == 0
-    assert host_memory.host_empty((8, page), torch.uint8, CUDA, 3).data_ptr() == place
-    assert pool.idle_bytes() == 3 * page, "and given back again"
-    kinds(driver)
-    host_memory.release_host_memory()
-    assert kinds(driver) == ["synchronize", "unregister", "unregister"]
-
-
-def test_a_tier_whose_memory_could_not_be_pinned_ahead_tries_again(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    page, register = mmap.PAGESIZE, host_memory.register
-    tensor = host_memory.host_empty((8, page), torch.uint8, CUDA, 2)
-    monkeypatch.setattr(host_memory, "register", lambda *given: False)
-    host_memory.grow_ahead(tensor, 4)
-    host_memory._pinning.submit(lambda: None).result()
-    monkeypatch.setattr(host_memory, "register", register)
-    assert host_memory.host_grown(tensor, (8, page), CUDA, 3) is tensor
-    assert driver.given[1:] == [(tensor.data_ptr() + 2 * page, page)]
 
 
 def test_a_map_with_too_few_addresses_is_not_lent_again(driver: Driver) -> None:
@@ -448,17 +379,6 @@ def test_idle_memory_is_released_if_the_driver_refuses_to_pin(driver: Driver, mo
     assert pool.lent == 2000
 
 
-def test_memory_that_cannot_be_pinned_is_pageable_and_not_pooled(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: False)
-    with pytest.warns(UserWarning, match="could not pin"):
-        tensor = host_memory.host_empty((1000,), torch.float32, CUDA)
-    assert kinds(driver) == ["register", "synchronize", "unregister"]
-    del tensor
-    assert (host_memory._pool.lent, host_memory._pool.idle_bytes()) == (0, 0)
-
-
 def filled(shape: tuple[int, ...], dtype: torch.dtype, filling: float) -> torch.Tensor:
     """Return codes and scales whose bytes are those of a NaN, or zeros."""
     if dtype.is_floating_point:
@@ -473,7 +393,6 @@ def test_unwritten_parts_of_the_host_tier_are_never_read(
     """Reused memory holds an older cache, or bits that are NaN in this dtype."""
     options = {"method": method, "lowering": "eager"}
     options |= {"group_size": 32, "residual_length": 32} if method in ("specache", "kivi") else {}
-    options |= {"hit_rate": True} if method == "specache" else {}
 
     twin = copy.deepcopy(llama)
     twin.compile(backend="specache", options=options)

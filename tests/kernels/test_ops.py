@@ -108,7 +108,6 @@ class Inputs:
         self.lane_scores = torch.rand(case.lanes, *rows, CAPACITY) - 0.2
         self.logits, self.base = whole_logits(self.q, CAPACITY)
         self.logits.normal_()
-        self.tally = torch.ones(3, dtype=torch.float64)
         self.fetched, self.corrected = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
         self.scale = d**-0.5
         self.device_keys = self.normal(*rows, CAPACITY, d)
@@ -203,10 +202,6 @@ GENERATORS: dict[str, Callable[[Inputs], tuple[Any, ...]]] = {
     ),
     "keep_fp8": lambda i: (i.new_k, i.new_v, i.padding(), i.cursor, i.fp8_codes),
     "keep_keys": lambda i: (i.new_k, i.new_v, i.padding(), i.cursor, i.device_keys),
-    "measure": lambda i: (
-        i.q, i.k, i.v, i.mask(1), i.sinks, i.cursor, i.host, i.slot_index, i.sink_index, i.tally, i.scale,
-        i.case.softcap,
-    ),
 }  # fmt: skip
 
 # An op's C++ takes the op's arguments.

@@ -6,7 +6,6 @@ The capture itself is tested on a GPU (test_gpu.py).
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
@@ -23,16 +22,12 @@ import specache_compile as sc
 from conftest import compile_copy, greedy, greedy_unmasked, prompt, tiny_llama
 from families import BY_NAME
 from specache_compile.compat import cache_of, with_cache
-from specache_compile.kernels.movement import copy_stream, deferred, triton_copy
-from specache_compile.kernels.movement.copy_queue import CopyQueue
-from specache_compile.kernels.movement.deferred import Deferred, Fetch
-from specache_compile.kernels.state.cursor import host_record
+from specache_compile.kernels.movement import copy_stream
 from specache_compile.lowering import cuda_graphs
 from specache_compile.lowering.cuda_graphs import RecordedSteps, capture, reason_not_to_capture, record
 from specache_compile.passes.phase import DECODE
 from specache_compile.passes.plan import Input, RewritePlan
 from specache_compile.passes.reading.in_place import written_inputs
-from specache_compile.runtime.step import Step
 
 CPU = torch.device("cpu")
 
@@ -52,44 +47,33 @@ def two_layers() -> LlamaForCausalLM:
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Replace recording: it keeps the inputs' addresses by closure, like CUDA, and a replay rewrites the same outputs.
 
-    A replay starts with the deferred fetches, and the step skips them.
+    Returns: an entry for each recording.
     """
     recorded: list[int] = []
-    left_out: set[int] = set()
-    submit = CopyQueue.submit_prefetch
 
     def record(
-        step: Callable[[], Sequence[Any]], device: torch.device, first: Sequence[Fetch], memory: Any
+        step: Callable[[], Sequence[Any]], device: torch.device, memory: Any
     ) -> tuple[Callable[[], object], list[Any], Any]:
         outputs: list[Any] = []
 
         def replay() -> None:
-            for fetch in first:
-                torch.ops.specache.prefetch(*fetch)
-            left_out.update(fetch[3].data_ptr() for fetch in first)
             made = list(step())
-            left_out.clear()
             if not outputs:
                 outputs.extend(made)
             for old, new in zip(outputs, made, strict=True):
                 if isinstance(old, Tensor):
                     old.copy_(new)
 
-        recorded.append(len(first))
+        recorded.append(1)
         return replay, outputs, None
 
-    def submit_prefetch(queue: CopyQueue, slots: Tensor, job: Callable[[], None]) -> None:
-        if slots.data_ptr() not in left_out:
-            submit(queue, slots, job)
-
-    monkeypatch.setattr(CopyQueue, "submit_prefetch", submit_prefetch)
     monkeypatch.setattr(cuda_graphs, "record", record)
     return recorded
 
 
 @pytest.fixture
 def captures(stand_in: list[int], monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Let steps on the CPU be captured; returns the number of deferred fetches of each capture."""
+    """Let steps on the CPU be captured; returns an entry for each capture."""
     monkeypatch.setattr(cuda_graphs, "captures_on", lambda device: True)
     return stand_in
 
@@ -120,7 +104,7 @@ def test_a_step_is_captured_again_after_a_parameter_moved(stand_in: list[int]) -
     for value in (2.0, 3.0):
         weight = torch.nn.Parameter(torch.full((3,), value), requires_grad=False)
         for _ in range(3):
-            out = steps.run(step, [torch.ones(3), weight, state], [False, False, True], CPU, pytest.fail, Deferred())[0]
+            out = steps.run(step, [torch.ones(3), weight, state], [False, False, True], CPU, pytest.fail)[0]
         assert out.tolist() == [value + float(state[0])] * 3
     assert (len(stand_in), steps.replays) == (2, 5)
 
@@ -131,7 +115,7 @@ def test_an_input_that_moves_in_every_step_is_given_up_on_after_two_recaptures(s
     for number in range(5):
         x = torch.full((1 << 19,), float(number))  # 2 MiB at a new address, since the previous tensor is still alive
         calls.append((x, []))
-        out = steps.run(step, [x, weight, state], [False, False, True], CPU, calls[-1][1].append, Deferred())[0]
+        out = steps.run(step, [x, weight, state], [False, False, True], CPU, calls[-1][1].append)[0]
         assert out[0] == number + state[0]
     assert [given_up for _, given_up in calls] == [[], [], [], [], [0]]
     assert len(stand_in) == 3
@@ -143,7 +127,7 @@ def test_recaptures_with_replays_between_them_go_on(stand_in: list[int]) -> None
     for _ in range(6):
         kept.append(torch.nn.Parameter(torch.ones(1), requires_grad=False))
         for _ in range(2):
-            steps.run(step, [torch.ones(1), kept[-1], state], [False, False, True], CPU, pytest.fail, Deferred())
+            steps.run(step, [torch.ones(1), kept[-1], state], [False, False, True], CPU, pytest.fail)
     assert len(stand_in) == 6
 
 
@@ -154,7 +138,7 @@ def test_graphs_that_move_in_turn_go_on(stand_in: list[int]) -> None:
         for rows in (1, 2, 3):
             kept.append(torch.nn.Parameter(torch.ones(1), requires_grad=False))
             given = [torch.ones(1), kept[-1], state]
-            steps.run(step, given, [False, False, True], CPU, pytest.fail, Deferred(), (rows,))
+            steps.run(step, given, [False, False, True], CPU, pytest.fail, (rows,))
     assert len(stand_in) == 3 * 3
 
 
@@ -197,7 +181,7 @@ def symbolic(length: int, batch: int) -> tuple[Tensor, Tensor]:
 
 def plan_of_two_arguments(sites: list[Any], cursor: Tensor) -> RewritePlan:
     inputs = [Input("argument", argument=0), Input("argument", argument=1)]
-    return RewritePlan(DECODE, sites, True, False, False, None, [], cursor, None, inputs)
+    return RewritePlan(DECODE, sites, True, False, None, [], cursor, None, inputs)
 
 
 @pytest.mark.parametrize(("read", "reason"), [("keys", None), ("mask", "input mask changes its size")])
@@ -342,30 +326,6 @@ def untouched(part: Tensor) -> bool:
     return bool((part.contiguous().view(torch.uint8) == 0x7F).all())
 
 
-def test_a_session_with_an_unpinned_host_tier_runs_uncaptured_steps(
-    llama: LlamaForCausalLM, captures: list[int]
-) -> None:
-    twin = compile_copy(llama, lowering="eager", mode="reduce-overhead")
-    with torch.no_grad():
-        cache = cache_of(twin(prompt(40), use_cache=True))
-        session = cache.layers[0].keys.handle.session
-        session.capturable = False
-        reported = []
-        for place in range(40, 44):
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                twin(torch.tensor([[1]]), **with_cache(cache), position_ids=torch.tensor([[place]]))
-            reported.append(any("the host tier could not be pinned" in str(warning.message) for warning in caught))
-        assert reported == [True, False, False, False]
-        assert not captures
-        session.capturable = True
-        for place in range(44, 46):
-            twin(torch.tensor([[1]]), **with_cache(cache), position_ids=torch.tensor([[place]]))
-        assert len(captures) == 1
-    stats = sc.stats(twin)
-    assert (stats.decodes, stats.replays) == (6, 1)
-
-
 def test_a_batch_under_a_mask_beyond_padding_reports_why_it_is_not_captured(
     llama: LlamaForCausalLM, captures: list[int]
 ) -> None:
@@ -375,84 +335,6 @@ def test_a_batch_under_a_mask_beyond_padding_reports_why_it_is_not_captured(
         mask = torch.ones(2, 1, 1, 41, dtype=torch.bool)
         with pytest.warns(UserWarning, match="runs without a CUDA graph: input .*mask.* changes its size"):
             twin(prompt(1, 2), **with_cache(cache), attention_mask=mask)
-
-
-@torch.no_grad()
-def test_the_last_layers_fetch_is_left_to_the_next_replay(two_layers: LlamaForCausalLM, captures: list[int]) -> None:
-    twin = compile_copy(two_layers, top_k=8, mode="reduce-overhead")
-    cache = cache_of(twin(prompt(200), use_cache=True))
-    session = cache.layers[0].keys.handle.session
-
-    def pending() -> list[bool]:
-        session.queue.drain()
-        return [layer["selected"].sort().values.ne(layer["slot_index"].sort().values).any() for layer in session.state]
-
-    for token in range(6):
-        twin(prompt(1, 1, token), **with_cache(cache), position_ids=torch.tensor([[200 + token]]))
-    assert pending() == [False, True]
-    session.drain()
-    assert pending() == [False, False]
-    for token in range(2):
-        twin(prompt(1, 1, token), **with_cache(cache), position_ids=torch.tensor([[206 + token]]))
-    Step(session, 1).abandon()
-    session.drain()
-    assert all((layer["slot_index"] == -1).all() for layer in session.state), "a failed step leaves no deferred fetch"
-
-
-class Stream:
-    """Records which launches must end before the next launch."""
-
-    def __init__(self) -> None:
-        self.behind: set[str] = set()
-
-    def wait_event(self, event: set[str]) -> None:
-        self.behind |= event
-
-    def wait_stream(self, other: Stream) -> None:
-        self.behind |= other.behind
-
-    def record_event(self) -> set[str]:
-        return set(self.behind)
-
-
-def test_a_deferred_fetch_runs_during_the_first_layers_and_before_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two layers are captured on streams that record what each launch waits for."""
-    main, copies = Stream(), Stream()
-    current, launched = [main], {}
-
-    @contextmanager
-    def stream(other: Stream) -> Iterator[None]:
-        current.append(other)
-        yield
-        current.pop()
-
-    def launch(name: str) -> None:
-        assert name not in launched
-        launched[name] = set(current[-1].behind)
-        current[-1].behind.add(name)
-
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[-1])
-    monkeypatch.setattr(torch.cuda, "stream", stream)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    monkeypatch.setattr(copy_stream, "stream_of", lambda device: copies)
-    monkeypatch.setattr(copy_stream, "correction_stream_of", lambda device: copies)
-    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: True)
-    monkeypatch.setattr(triton_copy, "gather", lambda selected, *rest, **more: launch(f"gather {int(selected)}"))
-    cursor = torch.zeros(1, 4)
-    layers = [(torch.tensor(number), cursor, *(torch.zeros(1) for _ in range(4))) for number in range(2)]
-    monkeypatch.setattr(torch.ops.specache, "prefetch", copy_stream.prefetch)
-    with deferred.made_first(layers[1:], copies.record_event):
-        for number, fetch in enumerate(layers):
-            copy_stream.wait(cursor, cursor, *fetch[3:5], fetch[0])
-            launch(f"attend {number}")
-            copy_stream.prefetch(*fetch)
-    copy_stream.join_capture(CPU)
-    assert list(launched) == ["gather 1", "attend 0", "gather 0", "attend 1"]
-    assert launched["attend 0"] == set()
-    assert launched["gather 0"] == {"gather 1", "attend 0"}
-    assert launched["attend 1"] == {"gather 1", "attend 0"}, "it waits only for its own slots"
-    assert main.behind == {"gather 0", "gather 1", "attend 0", "attend 1"}, "all is joined before the capture ends"
-    assert not host_record(cursor).made_first
 
 
 def test_a_step_that_fails_during_capture_reports_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -330,7 +330,7 @@ def test_only_what_goes_to_the_host_is_counted_as_going_there(llama: LlamaForCau
 @pytest.mark.parametrize("method", [method for method in RECIPES if method != "fp8"])
 def test_a_step_that_reads_lengths_on_the_host_is_not_captured(method: str) -> None:
     graph = explained(method).graph("decode")
-    plan = type("Plan", (), {"hit_rate": False})
+    plan = type("Plan", (), {})
     assert "reads the cache's length on the host" in (reason_not_to_capture(graph, plan) or "")
 
 

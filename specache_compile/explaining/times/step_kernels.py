@@ -15,7 +15,6 @@ from torch.fx import GraphModule, Node
 from specache_compile.explaining.layers import layers_of
 from specache_compile.explaining.temporaries import VIEWS
 from specache_compile.kernels.costs import Workload, bytes_of, elements, pair_bytes, size_of
-from specache_compile.kernels.movement.deferred import last_quarter
 from specache_compile.kernels.op import Op, op_of
 from specache_compile.passes.plan import tag_of
 from specache_compile.passes.reading.nodes import is_weight, value_of
@@ -173,18 +172,3 @@ def repeated(kernels: Sequence[Kernel], layers: int | None) -> list[Kernel]:
         for kernel in own
     ]  # fmt: skip
     return [*kernels[:place], *copies, *kernels[place:]]
-
-
-def captured(kernels: Sequence[Kernel]) -> list[Kernel]:
-    """The step as a CUDA graph replays it: the last quarter of layers' fetches come first, and these layers wait for
-    them. The other layers' fetches have ended with the step before."""
-    late = last_quarter([kernel for kernel in kernels if kernel.op == "prefetch"])
-    made_first = {kernel.layer: kernel.name for kernel in late}
-    rest = [
-        replace(kernel, waits=(made_first[kernel.layer],))
-        if kernel.op == "wait" and kernel.layer in made_first
-        else kernel
-        for kernel in kernels
-        if kernel.name not in made_first.values()
-    ]
-    return [*(replace(kernel, waits=()) for kernel in late), *rest]

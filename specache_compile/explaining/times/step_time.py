@@ -18,7 +18,7 @@ from specache_compile.runtime.state import bytes_in_16_bits, device_total, predi
 
 from .devices import Device
 from .op_launches import ISSUED, MAIN, SCHEDULERS, STREAMS, Kernel
-from .step_kernels import Traced, captured, full_cache, kernels_of, over_tiers
+from .step_kernels import Traced, full_cache, kernels_of, over_tiers
 
 LENGTHS = (8_192, 32_768, 131_072)
 # Estimates: seconds between two replays of a step; bytes that a decode step and the driver need beside weights and
@@ -167,7 +167,7 @@ def computed(kernels: Sequence[Kernel], device: Device) -> ComputedStep:
 
 def step_of(traced: Traced, device: Device, length: int, batch: int) -> ComputedStep:
     """The method's own step."""
-    return computed(captured(kernels_of(traced, device, length, batch, over_tiers)), device)
+    return computed(kernels_of(traced, device, length, batch, over_tiers), device)
 
 
 def full_step_of(one_lane: Traced, device: Device, length: int, batch: int, itemsize: int = 2) -> ComputedStep:
