@@ -12,7 +12,7 @@ from specache_compile.passes.recipe import Recipe, Selector
 
 from . import kivi
 from .field import Field, LayerShape
-from .kivi import KiviOptions, bits_or_memory
+from .kivi import KiviOptions
 from .method import Method
 from .slots import CORRECTED, FETCHED, SELECTED, TALLY
 
@@ -108,7 +108,7 @@ def defaults(given: Mapping[str, Any]) -> dict[str, Any]:
 
     Without fetches nothing is corrected. With lookup every token is corrected, and none is speculative.
     """
-    found = bits_or_memory(given) | (PAPER if given.get("setting") == "paper" else {})
+    found: dict[str, Any] = dict(PAPER) if given.get("setting") == "paper" else {}
     if given.get("lookup"):
         found |= {"speculate": False, "correct": "always"}
     return {**found, "correct": "never"} if given.get("top_k") == 0 else found
