@@ -11,8 +11,6 @@ import transformers
 from transformers import Cache
 from transformers.generation.utils import GenerationMixin
 
-from specache_compile.errors import SpecacheError
-
 
 def release(module: Any) -> tuple[int, ...]:
     """(5, 18) of version 5.18.2."""
@@ -26,24 +24,12 @@ WINDOWS_TAKE_DRAFTS = release(transformers) >= (5, 18)
 # The C++ code of Inductor 2.11 checks an index before computing it, and does not compile.
 CHECKS_BOUNDS_TOO_EARLY = release(torch) < (2, 12)
 # Name of the cache argument of `forward`, and of the field in its output. `cache` from 5.24 on, which warns for the
-# earlier name; None where transformers has neither.
+# earlier name.
 CACHE = next(
-    (
-        name
-        for name in ("cache", "past_key_values")
-        if name in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
-    ),
-    None,
+    name
+    for name in ("cache", "past_key_values")
+    if name in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
 )
-# Methods that drafting (`verify.py`) calls or replaces, and the arguments that they must accept.
-GENERATION = {
-    "_sample": ("input_ids", "logits_processor", "stopping_criteria", "generation_config"),
-    "_assisted_decoding": ("input_ids", "logits_processor", "stopping_criteria", "generation_config"),
-    "_prefill": ("input_ids", "generation_config", "model_kwargs", "is_first_iteration"),
-    "prepare_inputs_for_generation": ("input_ids", "next_sequence_length", "is_first_iteration"),
-    "_get_candidate_generator": ("generation_config", "logits_processor"),
-    "_update_model_kwargs_for_generation": ("outputs", "model_kwargs"),
-}
 
 
 def model_of(local_scope: Mapping[str, Any]) -> torch.nn.Module | None:
@@ -66,9 +52,6 @@ def with_cache(cache: Cache | None) -> dict[str, Any]:
     Returns:
         A dict with one entry, to unpack in the call.
 
-    Raises:
-        SpecacheError: this version of transformers has neither name.
-
     Example:
         import specache_compile as sc
 
@@ -78,7 +61,7 @@ def with_cache(cache: Cache | None) -> dict[str, Any]:
         output = model.generate(**first, max_new_tokens=4, return_dict_in_generate=True)
         model.generate(output.sequences, **sc.with_cache(sc.cache_of(output)), max_new_tokens=4)  # continues the cache
     """
-    return {cache_name(): cache}
+    return {CACHE: cache}
 
 
 def cache_of(output: Any) -> Any:
@@ -90,9 +73,6 @@ def cache_of(output: Any) -> Any:
     Returns:
         The cache: `output.cache` from transformers 5.24 on, `output.past_key_values` before.
 
-    Raises:
-        SpecacheError: this version of transformers has neither name.
-
     Example:
         import specache_compile as sc
 
@@ -102,28 +82,4 @@ def cache_of(output: Any) -> Any:
         output = model.generate(**inputs, max_new_tokens=4, return_dict_in_generate=True)
         print(sc.cache_of(output).get_seq_length())
     """
-    return getattr(output, cache_name())
-
-
-def cache_name() -> str:
-    """`cache` or `past_key_values`. SpecacheError where transformers has neither."""
-    if CACHE is None:
-        raise SpecacheError(
-            f"transformers {transformers.__version__} takes its cache under a name that specache does not know: "
-            "install a version from 5.17 to 5.24"
-        )
-    return CACHE
-
-
-def missing_for_drafts() -> str | None:
-    """The part of `GENERATION` that this transformers lacks, or that has other arguments; None where all is there."""
-    from transformers.generation import CandidateGenerator
-
-    here = f"in transformers {transformers.__version__}"
-    for name, required in GENERATION.items():
-        method = getattr(GenerationMixin, name, None)
-        if method is None or not set(required) <= set(inspect.signature(method).parameters):
-            return f"GenerationMixin.{name}({', '.join(required)}) {here}"
-    if CACHE is None:
-        return f"cache argument of GenerationMixin.prepare_inputs_for_generation {here}"
-    return None if hasattr(CandidateGenerator, "requires_model_outputs") else f"requires_model_outputs {here}"
+    return getattr(output, CACHE)

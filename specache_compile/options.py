@@ -5,7 +5,6 @@ The checks, the command line's flags and the table in docs/options.md follow fro
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, cast
@@ -15,8 +14,6 @@ import torch
 from .errors import OptionError
 
 LOWERINGS = ("inductor", "eager")
-# Units of a size.
-UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 # The check of an option: (name, value) → OptionError if the value is not accepted.
 Check = Callable[[str, Any], object]
@@ -73,12 +70,6 @@ def number_or_auto(text: str) -> int | str:
     return int(text) if text.isdigit() else text
 
 
-def bytes_of_memory(size: int | str) -> int:
-    """Bytes of a size like "6 GiB", or of a number of bytes; 0 if it is neither."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]i?B)?", str(size).strip())
-    return 0 if found is None else int(float(found[1]) * UNITS[found[2] or ""])
-
-
 def anything(name: str, value: Any) -> None:
     """The check of an option that its consumer checks."""
 
@@ -117,9 +108,9 @@ class MethodOptions:
     correct = "never"
     min_context = cast("int | str", 0)
     verify = cast("int | str | None", None)
+    has_low_bit_tier = False
     host_tier = True
     host_memory = cast("int | None", None)
-    memory = cast("int | str | None", None)
 
     def __post_init__(self) -> None:
         for declared in fields(self):

@@ -192,7 +192,6 @@ def accepted(name: str, declared: Any) -> str:
 # The options that people set first, each with the case for it.
 OFTEN = {
     "bits": "you trade accuracy (more bits) against VRAM (fewer bits)",
-    "memory": "the prompt's tiers must fit into this much VRAM; replaces `bits`",
     "top_k": "you trade accuracy (more pairs) against copied bytes (fewer pairs)",
     "host_memory": "the host tier needs more RAM, or must leave RAM free",
     "host_bits": "you trade exact pairs (16) against half of the RAM (8)",

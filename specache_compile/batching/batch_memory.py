@@ -125,8 +125,6 @@ class BatchMemory:
         session = session_of(cache)
         if self.pool is None or session is None or reason_against([cache]) is not None:
             return cache
-        if session.final_options != self.pool.options:  # they depend on the prompt (option memory)
-            return cache
         return in_pages(cache, self.pool)
 
     def tiers_of(self, cache: DynamicCache | None) -> Tiers | None:

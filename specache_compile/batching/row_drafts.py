@@ -138,6 +138,6 @@ def note_round(
     """Count a round. before, after: tokens cached of each row. seconds: None if the round compiled."""
     for draft, had, now in zip(drafts, before, after, strict=True):
         if now > had:  # a failed row has generated nothing
-            note_draft(session, len(draft), now - had - 1, had, None)
+            note_draft(session, len(draft), now - had - 1, None)
     if session.draft_length is not None and seconds is not None and any(drafts):
         session.draft_length.took(max(map(len, drafts)), seconds)

@@ -246,14 +246,16 @@ def keep_rows(cache: DynamicCache, rows: Sequence[int]) -> bool:
 
 
 def crop_rows(cache: DynamicCache, kept: Sequence[int]) -> None:
-    """Keep the first tokens of each row. Several rows require that every layer is held."""
+    """Keep the first tokens of each row; SpecacheError if they lose different numbers of tokens, and a layer is not
+    held."""
     session = required_session(cache)
     gone = [length - keeps for length, keeps in zip(session.progress.lengths, kept, strict=True)]
     if not any(gone):
         return
     if not is_held_whole(cache):
-        (more,) = gone
-        cache.crop(-more)
+        if len(set(gone)) > 1:
+            raise refused("a layer that is not held cannot drop a different number of tokens in each row")
+        cache.crop(-gone[0])
         return
     session.crop_rows(kept)
     layers: list[Any] = cache.layers

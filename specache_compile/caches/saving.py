@@ -1,6 +1,6 @@
 """`save(cache, folder)` and `load(folder, model)`: a held cache on disk.
 
-`session.json` has the session's description and the sizes of its tensor files, in a folder like `tensors-3f9c21d0`.
+`session.json` has the session's description and the name of its folder of tensors, like `tensors-3f9c21d0`.
 `layer-000.safetensors` has a layer's state tensors, or plain keys and values, and recurrent states.
 `step.safetensors` has the speculative token and padding of the next step.
 """
@@ -15,7 +15,6 @@ import shutil
 import uuid
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +47,6 @@ from .recurrent import STATES, marks_of, restore, states_of
 FORMAT = 3
 HEADER = "session.json"
 STEP = "step.safetensors"
-PACKAGES = ("specache-compile", "torch", "transformers")
 # Options of the model, not of the cache: how its graphs run, and this machine's memory.
 OF_THE_MODEL = ("lowering", "mode", "inductor", "disable_passes", "host_memory", "speculate")
 # Layer classes without other contents than keys, values, a recurrent state and numbers.
@@ -68,18 +66,6 @@ KINDS = tuple(
 TENSORS_FOLDER = "tensors-" + "[0-9a-f]" * 8
 # Fields of a session's progress in the header.
 NUMBERS = ("length", "lengths", "longest_calls", "ready", "joined", "padded")
-# The header's parts and their JSON types.
-HEADER_PARTS = {
-    "weights": list,
-    "settings": list,
-    "options": dict,
-    "capacity": int,
-    "numbers": dict,
-    "shapes": list,
-    "layers": list,
-    "folder": str,
-    "files": dict,
-}
 
 
 def save(cache: DynamicCache, folder: str | os.PathLike[str]) -> None:
@@ -118,7 +104,6 @@ def save(cache: DynamicCache, folder: str | os.PathLike[str]) -> None:
     session.drain()
     header = {
         "format": FORMAT,
-        "versions": {name: version(name) for name in PACKAGES},
         **described_keys(progress.keys),
         "options": {
             "asked": described_options(session.requested),
@@ -143,7 +128,6 @@ def save(cache: DynamicCache, folder: str | os.PathLike[str]) -> None:
         starts_from = {"speculative": progress.speculative, "padding": progress.padding}
         write({name: tensor for name, tensor in starts_from.items() if tensor is not None}, tensors / STEP)
         header["folder"] = tensors.name
-        header["files"] = {path.name: path.stat().st_size for path in sorted(tensors.iterdir())}
         sync(tensors)
         new = root / f"{HEADER}.new"
         new.write_text(json.dumps(header, indent=1) + "\n")
@@ -210,30 +194,25 @@ def loaded(root: Path, model: torch.nn.Module, by_any_weights: bool) -> DynamicC
     device = device_of(model)
     if not by_any_weights:
         check_key(root, header, model)
-    files = checked_files(root, header)
     shapes = [restored_shape(shape, device) for shape in header["shapes"]]
-    numbers: dict[str, Any] = {}
-    for name, value in header["numbers"].items():
-        numbers[name] = tuple(value) if isinstance(value, list) else value
+    numbers = {name: tuple(x) if isinstance(x, list) else x for name, x in header["numbers"].items()}
     batch = len(numbers["lengths"])
     session = Session(requested, shapes, batch, numbers["length"])
     session.progress = progress = Progress(keys=(restored_key(header),) * batch, **numbers)
     tiers = session.tiers
     tiers.options, tiers.pending = options, pending
     tiers.check_host_memory(pages_of_rows(batch, progress.longest)[1], progress.longest)
-    return filled(session, model, header, files)
+    return filled(session, model, header, root / header["folder"])
 
 
 @torch.inference_mode(False)
-def filled(
-    session: Session, model: torch.nn.Module, header: Mapping[str, Any], files: Mapping[str, Path]
-) -> DynamicCache:
-    """The cache of a session, filled from the files. State is created outside of the caller's inference mode."""
+def filled(session: Session, model: torch.nn.Module, header: Mapping[str, Any], folder: Path) -> DynamicCache:
+    """The cache of a session, filled from a folder. State is created outside of the caller's inference mode."""
     cache = empty_cache(model, [layer["kind"] for layer in header["layers"]])
     device, states = session.layers[0].device, list[tuple[LayerState, LayerState]]()
     layers: list[Any] = list(cache.layers)
     for number, described in enumerate(tqdm(header["layers"], "loading", unit="layer", disable=None, leave=False)):
-        layer, path, site = layers[number], files[layer_file(number)], described["site"]
+        layer, path, site = layers[number], folder / layer_file(number), described["site"]
         own = {
             name: tensor.to(device, copy=True)
             for name, tensor in read(path).items()
@@ -249,7 +228,7 @@ def filled(
         for name, value in described["numbers"].items():
             setattr(layer, name, value)
     fill_tiers(session, states, header["capacity"])
-    starts_from = {name: tensor.to(device, copy=True) for name, tensor in read(files[STEP]).items()}
+    starts_from = {name: tensor.to(device, copy=True) for name, tensor in read(folder / STEP).items()}
     session.progress.speculative, session.progress.padding = starts_from.get("speculative"), starts_from.get("padding")
     set_model(session, model)
     session.update_memory()
@@ -436,22 +415,9 @@ def read_header(root: Path) -> dict[str, Any]:
         raise unreadable_session(path, f"it is not JSON ({error})") from error
     if not isinstance(header, dict) or header.get("format") != FORMAT:
         raise unreadable_session(path, f"it is not of format {FORMAT}")
-    for name, kind in HEADER_PARTS.items():
-        if not isinstance(header.get(name), kind):
-            raise unreadable_session(path, f"its {name!r} is not a {kind.__name__}")
     if not fnmatch.fnmatchcase(header["folder"], TENSORS_FOLDER):
         raise unreadable_session(path, f"its folder {header['folder']!r} was not created by save")
     return header
-
-
-def checked_files(root: Path, header: Mapping[str, Any]) -> dict[str, Path]:
-    """The files by name; SpecacheError if one is missing or has another size."""
-    files = {name: root / header["folder"] / name for name in header["files"]}
-    for name, size in header["files"].items():
-        there = files[name].stat().st_size if files[name].exists() else 0
-        if there != size:
-            raise unreadable_session(files[name], f"it has {there:,} bytes of {size:,}")
-    return files
 
 
 def layer_file(number: int) -> str:
@@ -461,7 +427,7 @@ def layer_file(number: int) -> str:
 def read(path: Path) -> LayerState:
     try:
         return load_file(path)
-    except SafetensorError as error:
+    except (OSError, SafetensorError) as error:
         raise unreadable_session(path, str(error)) from error
 
 

@@ -12,7 +12,6 @@ from typing import Any, NoReturn
 from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule
 
-from specache_compile.compat import missing_for_drafts
 from specache_compile.errors import OptionError, SpecacheError
 from specache_compile.lowering.lower import lower
 from specache_compile.lowering.progress import compiling
@@ -50,8 +49,6 @@ def specache(
             if name not in PASS_NAMES:
                 names = ", ".join(PASS_NAMES)
                 raise OptionError(f"option disable_passes: unknown pass {name!r}; accepted are {names}")
-        if parsed.drafts and (missing := missing_for_drafts()) is not None:
-            raise no_assisted_decoding(missing)
         return compile_graph(capture(graph_module, parsed, mode), example_inputs)
     except SpecacheError as error:
         return refusal(error)
@@ -160,10 +157,3 @@ def reasons(left_alone: Sequence[LeftAlone]) -> str:
     for item in left_alone:
         nodes.setdefault(item.reason, []).append(item.node)
     return "; ".join(f"{len(names)} ({names[0]}, ...): {reason}" for reason, names in nodes.items())
-
-
-def no_assisted_decoding(missing: str) -> SpecacheError:
-    return SpecacheError(
-        f"the option verify requires {missing}, which is missing. Install transformers 5.17 to 5.24, or leave the "
-        "option out"
-    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Mapping
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 from torch._dynamo.eval_frame import OptimizedModule
 
-from specache_compile.errors import SpecacheError, warn
+from specache_compile.errors import SpecacheError
 from specache_compile.methods import parse_options
 from specache_compile.options import MethodOptions
 
@@ -38,8 +37,6 @@ def compiled_options(function: Any) -> Mapping[str, Any] | None:
     if not hasattr(function, "get_compiler_config"):
         return None
     context = inspect.getclosurevars(function.get_compiler_config).nonlocals.get("self")
-    if context is None:
-        warn_unseen_options(torch.__version__)
     return options_given(context)
 
 
@@ -64,12 +61,4 @@ def not_compiled(what: str) -> SpecacheError:
     return SpecacheError(
         f"{what}: this model is not compiled with the backend 'specache'. Call model.compile(backend='specache', "
         "options=...) first"
-    )
-
-
-@functools.cache
-def warn_unseen_options(version: str) -> None:
-    warn(
-        f"torch {version} does not show the options of a compiled function, so nothing is drafted (option verify); "
-        "tokens stay correct. Install torch 2.11 to 2.15"
     )

@@ -35,7 +35,6 @@ from specache_compile.passes.phase import EXTEND
 from specache_compile.passes.pipeline import keeping_texts
 from specache_compile.passes.reading.sites import LeftAlone
 from specache_compile.runtime.break_even import min_context
-from specache_compile.runtime.memory_option import check_memory, within_memory
 from specache_compile.runtime.session import session_of
 
 from .explanation import Explanation
@@ -127,9 +126,6 @@ def explain(
         raise SpecacheError(f"explain captured no graph of {type(twin).__name__}: {reason(twin)}")
     captured = [graph for graph in captured if graph.is_recognised]
     name = getattr(config, "_name_or_path", "") or type(config).__name__
-    layers = next((graph.layers for graph in captured if graph.sites), [])
-    parsed = within_memory(parsed, layers, batch_size, prompt_length)
-    check_memory(parsed, layers, batch_size, prompt_length)
     graphs = [graph for graph in captured if graph.sites and graph.phase is not EXTEND]
     newest = graphs[-1] if graphs else (captured[-1] if captured else None)
     modules: dict[str, GraphModule] = {phase: module for made in rewrites for phase, module in made.modules.items()}

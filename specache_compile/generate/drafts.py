@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 from transformers.generation import CandidateGenerator, EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
 
-from specache_compile.compat import cache_name
+from specache_compile.compat import CACHE
 from specache_compile.runtime.draft_length import DraftLength
 from specache_compile.runtime.ranks import gather
 from specache_compile.runtime.records import find_record, record_of
@@ -47,7 +47,7 @@ class Drafts(CandidateGenerator):
         [1, γ, V], None without a draft.
         """
         kwargs = given["model_kwargs"]
-        self.cache = kwargs[cache_name()]
+        self.cache = kwargs[CACHE]
         self.confirmed = self.cache.get_seq_length()
         self.start, self.compiles, self.drafted = time.perf_counter(), rewritten_so_far(self.model), 0
         self.model_kwargs_overrides = {}
@@ -126,15 +126,15 @@ class Drafts(CandidateGenerator):
             compiled = rewritten_so_far(self.model) != self.compiles
             seconds = None if compiled else time.perf_counter() - self.start
             accepted = min(int(num_matches), self.drafted)
-            note_draft(self.session, self.drafted, accepted, self.confirmed, seconds)
+            note_draft(self.session, self.drafted, accepted, seconds)
 
 
-def note_draft(session: Session, drafted: int, accepted: int, cached: int, seconds: float | None) -> None:
-    """Record a row's round after so many cached tokens.
+def note_draft(session: Session, drafted: int, accepted: int, seconds: float | None) -> None:
+    """Record a row's round.
 
     seconds: None if the round compiled, or if its time is recorded with another row.
     """
-    session.statistics.verified.note(drafted, accepted, session.tiers.host_bytes(cached) // session.tiers.batch)
+    session.statistics.verified.note(drafted, accepted)
     if session.draft_length is not None and drafted:
         session.draft_length.note(drafted, accepted, seconds)
 

@@ -17,7 +17,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 from transformers.generation import UnbatchedClassifierFreeGuidanceLogitsProcessor
 from transformers.generation.utils import GenerationMixin
 
-from specache_compile.compat import WINDOWS_TAKE_DRAFTS, cache_name, missing_for_drafts
+from specache_compile.compat import CACHE, WINDOWS_TAKE_DRAFTS
 from specache_compile.compile.compiled_options import options_of
 from specache_compile.errors import SpecacheError
 from specache_compile.methods import parse_options
@@ -26,12 +26,9 @@ from .drafts import HANDLED, Drafts, warn_not_drafted
 
 
 def route_verification() -> None:
-    """Wrap `GenerationMixin._sample` and `_beam_search`, once in the process.
-
-    Only if transformers has all that is needed; else the backend rejects the options.
-    """
+    """Wrap `GenerationMixin._sample` and `_beam_search`, once in the process."""
     original: Any = GenerationMixin._sample
-    if getattr(original, "routes_verification", False) or missing_for_drafts() is not None:
+    if getattr(original, "routes_verification", False):
         return
 
     @functools.wraps(original)
@@ -71,7 +68,7 @@ def reason_not_to_draft(
 ) -> str | None:
     """Why a generation is not drafted, so that each step is exact; None if it is."""
     others = [type(c).__name__ for c in criteria if not isinstance(c, HANDLED)]
-    cache = kwargs.get(cache_name())
+    cache = kwargs.get(CACHE)
     if input_ids.shape[0] > 1:
         return f"assisted decoding requires a batch of one, and this batch has {input_ids.shape[0]}"
     if not isinstance(cache, DynamicCache) or not kwargs.get("use_cache"):

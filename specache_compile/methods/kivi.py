@@ -5,13 +5,12 @@ A host tier keeps extends and crops exact; with `host_tier=False` there is none,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Self
 
-from specache_compile.errors import OptionError
 from specache_compile.kernels.state.stored_tiers import StoredTiers
-from specache_compile.options import accepting, bytes_of_memory, choice, number_or_auto, option
+from specache_compile.options import accepting, choice, number_or_auto, option
 from specache_compile.passes.recipe import OpCall, Recipe
 
 from .field import Field, LayerShape
@@ -37,14 +36,6 @@ class KiviOptions(LowBitOptions):
         "bits of the pairs in host memory: 16, or 8 with a scale for each key and value, which halves the memory and "
         "the copied bytes. auto: 8 in the setting best",
         type=number_or_auto,
-    )  # fmt: skip
-    memory: int | str | None = option(
-        None, accepting(
-            lambda size: size is None or (type(size) in (int, str) and bytes_of_memory(size) > 0),
-            "accepted are a number of bytes, a size like '6 GiB', and None",
-        ),
-        "most bytes of the prompt's tiers on the device; selects the most bits that fit, instead of bits",
-        type=str, metavar="SIZE",
     )  # fmt: skip
     skip_below: float = option(
         0.0, accepting(
@@ -108,13 +99,6 @@ def recipe(options: KiviOptions, site: int) -> Recipe:
     return Recipe(attend, stores)
 
 
-def bits_or_memory(given: Mapping[str, Any]) -> dict[str, Any]:
-    """OptionError if both bits and memory are given. No defaults to override."""
-    if given.get("memory") is not None and given.get("bits") is not None:
-        raise OptionError("options memory and bits: pass one of them; memory selects the bits")
-    return {}
-
-
 # The attention's slots have no place here (top_k 0).
 FIELDS = (HOST, *STORED, SLOTS, SLOT_INDEX)
 
@@ -123,4 +107,4 @@ def fields_at(options: KiviOptions, layer: LayerShape) -> tuple[Field, ...]:
     return FIELDS if options.host_tier else tuple(field for field in FIELDS if field is not HOST)
 
 
-METHOD = Method("kivi", KiviOptions, FIELDS, recipe, fields_at, bits_or_memory, rows_differ=True)
+METHOD = Method("kivi", KiviOptions, FIELDS, recipe, fields_at, rows_differ=True)

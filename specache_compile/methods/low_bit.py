@@ -33,6 +33,7 @@ class LowBitOptions(DraftOptions):
     1: tokens are selected while they are in the window, which does not contain the newest one yet.
     """
 
+    has_low_bit_tier = True
     residual_length: int = whole(128, 1, "R: newest tokens to keep in 16 bits", metavar="R")
     sink_tokens: int = whole(
         0, 0,
@@ -93,8 +94,7 @@ class LowBitOptions(DraftOptions):
                 f"value_code='trellis' requires values of 1 bit, and they have {values}. Pass bits=1.5, or "
                 "value_code='levels'"
             )
-        chosen = self.memory is None  # memory selects the bits later
-        if self.key_code == "trellis" and chosen and self.layout.is_quantised and keys != 1:
+        if self.key_code == "trellis" and self.layout.is_quantised and keys != 1:
             yield f"key_code='trellis' requires keys of 1 bit, and they have {keys}. Pass bits=1, or key_code='levels'"
         if self.param_bits == 8 and 8 in (keys, values):
             yield (

@@ -12,7 +12,7 @@ from specache_compile.passes.recipe import Recipe, Selector
 
 from . import kivi
 from .field import Field, LayerShape
-from .kivi import KiviOptions, bits_or_memory
+from .kivi import KiviOptions
 from .method import Method
 from .slots import CORRECTED, FETCHED, SELECTED
 
@@ -94,7 +94,7 @@ def recipe(options: SpecacheOptions, site: int) -> Recipe:
 
 def defaults(given: Mapping[str, Any]) -> dict[str, Any]:
     """The defaults of the given setting. Without fetches nothing is corrected."""
-    found = bits_or_memory(given) | (PAPER if given.get("setting") == "paper" else {})
+    found: dict[str, Any] = dict(PAPER) if given.get("setting") == "paper" else {}
     return {**found, "correct": "never"} if given.get("top_k") == 0 else found
 
 

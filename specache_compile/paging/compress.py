@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +18,6 @@ from specache_compile.kernels.state.sinks import find_sinks
 from specache_compile.kernels.state.stored_pairs import stored
 from specache_compile.kernels.state.stored_tiers import StoredTiers
 from specache_compile.methods.field import LayerState
-from specache_compile.methods.low_bit import LowBitOptions
 from specache_compile.runtime.tiers import Tiers
 
 # Tokens to quantise at a time: a multiple of every group size.
@@ -31,7 +31,7 @@ def compressed(tiers: Tiers, lengths: Sequence[int], padding: Tensor | None) -> 
     lengths: of the rows. padding: as for `append`. A host tier that is not rounded, and belongs to these rows alone, is
     shared. The slots are empty.
     """
-    assert isinstance(tiers.pending, LowBitOptions)
+    assert tiers.pending is not None
     made = tiers.under(tiers.pending)
     for site in range(len(made.layers)):
         old, new = tiers.state[site], made.state[site]
@@ -52,8 +52,8 @@ def copy_host(tiers: Tiers, made: Tiers, site: int, tokens: int) -> None:
 
 def compress(tiers: Tiers, made: Tiers, site: int, rows: slice, length: int, there: Tensor | None) -> None:
     """Quantise one layer's tokens of rows of this length, block by block. there: their padding."""
-    options, frequencies = made.options, made.frequencies[site]
-    assert isinstance(options, LowBitOptions)
+    options: Any = made.options
+    frequencies = made.frequencies[site]
     low_bit, table = options.low_bit_length(length), made.table[rows]
     held, source = row_tiers(made.state[site], table, rows), Pages(tiers.state[site]["codes"], tiers.table[rows])
     if held.sink_index.shape[2]:

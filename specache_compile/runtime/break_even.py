@@ -30,11 +30,8 @@ COMPUTED: dict[str, tuple[int, int, int]] = {
 def min_context(options: MethodOptions, device: torch.device, rows: int = 1) -> int:
     """Tokens of each row from which the cache is compressed.
 
-    "auto" is the measured or computed value of this device, divided by the rows, and 0 for other devices. With the
-    option memory it is 0: that option selects 16 bits if they fit.
+    "auto" is the measured or computed value of this device, divided by the rows, and 0 for other devices.
     """
-    if options.memory is not None:
-        return 0
     if isinstance(options.min_context, int):
         return options.min_context
     return known(torch.cuda.get_device_name(device), options) // rows if device.type == "cuda" else 0

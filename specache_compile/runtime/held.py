@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,35 +43,18 @@ class SelectRows:
 Edit = Crop | SelectRows
 
 
-class Owner(Protocol):
-    """The owner of the pairs of held tensors (`session.py`).
-
-    version: counts the changes that make earlier views stale.
-    moved: layers that another owner has taken over, with that owner and their numbers there.
-    """
-
-    version: int
-    moved: dict[int, tuple[Any, int]]
-
-    def fork(self, handle: Handle) -> Owner:
-        """A second owner with copies of everything, for the view of `handle`, which keeps its version and edits."""
-
-    def to_plain(self, handle: Handle) -> Tensor:
-        """A plain copy [B, H, n, d] of the keys or values of `handle`."""
-
-
 @dataclass(frozen=True)
 class Handle:
     """The keys or values that a held tensor represents: those of one layer of a session.
 
-    session: an `Owner`.
+    session: a `session.py: Session`.
     version: the session's version when the tensor was created.
     site: the layer's number.
     part: keys or values.
     edits: edits of this tensor since then.
     """
 
-    session: Any  # an Owner
+    session: Any
     version: int
     site: int
     part: Part
@@ -122,8 +105,7 @@ class HeldTensor(Tensor):
         forks = memo.setdefault(id(HeldTensor), {})
         if key not in forks:
             forks[key] = handle.session.fork(handle)
-        fork: Owner = forks[key]
-        return HeldTensor(self.anchor, self.shape, replace(handle, session=fork))
+        return HeldTensor(self.anchor, self.shape, replace(handle, session=forks[key]))
 
     def __copy__(self) -> HeldTensor:
         return HeldTensor(self.anchor, self.shape, self.handle)

@@ -6,7 +6,7 @@ import threading
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,52 +18,22 @@ from specache_compile.kernels.movement.copy_stream import StreamCopies
 from specache_compile.passes.phase import PHASES, Phase
 
 
-class Graph(Protocol):
-    """A captured graph, as the runtime uses it: `compile/compiled_graph.py: CompiledGraph`.
-
-    captured: the facts about the graph.
-    rewrites: its variants.
-    uncaptured: variants whose steps are no longer captured, because an input has a new address in every step.
-    """
-
-    captured: Any
-    rewrites: Any
-    uncaptured: set[Any]
-
-    @property
-    def phase(self) -> str:
-        """The name of the captured phase."""
-
-    def stop_capturing(self, form: Any, position: int) -> None:
-        """Run the variant's steps uncaptured from here on, since the input at `position` has a new address in every
-        step."""
-
-
 @dataclass
 class Verified:
     """Counts of one session's rounds of drafting and verification. A round may have an empty draft.
 
-    drafted, accepted, tokens: numbers of tokens.
-    bytes_streamed: bytes of the host tier that the verifications streamed, once a round.
-    bytes_of_steps: bytes that exact steps of one token would have streamed for the same tokens.
+    drafted, accepted: numbers of tokens.
     """
 
     rounds: int = 0
     drafted: int = 0
     accepted: int = 0
-    tokens: int = 0
-    bytes_streamed: int = 0
-    bytes_of_steps: int = 0
 
-    def note(self, drafted: int, accepted: int, held: int) -> None:
-        """Count one round over a host tier of `held` bytes of cached tokens."""
-        generated = accepted + 1
+    def note(self, drafted: int, accepted: int) -> None:
+        """Count one round."""
         self.rounds += 1
         self.drafted += drafted
         self.accepted += accepted
-        self.tokens += generated
-        self.bytes_streamed += held
-        self.bytes_of_steps += generated * held
 
 
 @dataclass
@@ -103,6 +73,7 @@ class Statistics:
 class ModelRecord:
     """The captured graphs of one model, and its newest generation.
 
+    graphs: of `compile/compiled_graph.py: CompiledGraph`.
     latest: the statistics of its session; None if no rewritten graph has run.
     calls: graphs of this backend that ran, rewritten or not.
     unused: why no graph ran, if `generate` has found a reason.
@@ -110,7 +81,7 @@ class ModelRecord:
     warned: keys of the warnings about this model so far.
     """
 
-    graphs: list[Graph] = field(default_factory=list)
+    graphs: list[Any] = field(default_factory=list)
     latest: Statistics | None = None
     calls: int = 0
     unused: str | None = None
@@ -127,7 +98,7 @@ class ModelRecord:
             self.warned.add(key or message)
             warn(message)
 
-    def note(self, graph: Graph, statistics: Statistics) -> None:
+    def note(self, graph: Any, statistics: Statistics) -> None:
         if graph not in self.graphs:
             self.graphs.append(graph)
         self.calls += 1

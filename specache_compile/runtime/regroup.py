@@ -190,5 +190,5 @@ def mixed_caches() -> SpecacheError:
 def parts_differ(differences: str) -> SpecacheError:
     return SpecacheError(
         "a graph break splits this model's prefill but not its decode steps, and the parts of its cache have different "
-        f"options ({differences}). Pass bits instead of memory, or remove the break (TORCH_LOGS=graph_breaks prints it)"
+        f"options ({differences}). Remove the break (TORCH_LOGS=graph_breaks prints it)"
     )

@@ -38,6 +38,8 @@ from .state import bytes_in_16_bits, fields_of, full_cache_bytes
 from .tiers import Tiers
 
 UNKNOWN = sys.maxsize
+# A version of a session, and edits since then.
+View = tuple[int, tuple[Edit, ...]]
 
 
 @dataclass
@@ -125,7 +127,7 @@ class Session:
         self.warned = set[str]()
         self.from_elsewhere = False
         self.version = 0
-        self.view: tuple[int, tuple[Edit, ...]] | None = None
+        self.view: View | None = None
         self.moved: dict[int, tuple[Any, int]] = {}
         self.drafting = False
         self.draft_length: DraftLength | None = None
@@ -162,6 +164,7 @@ class Session:
                 attach(self.cursors[pages], self.queue)
         every = self.cursors[pages]
         every[self.tiers.batch :].zero_()
+        self.tiers.clear_inactive()
         every[:, QUEUE].fill_(self.queue.number)
         self.cursor, self.queue.table = every[: self.tiers.batch], None
         self.bindings.clear()
@@ -296,7 +299,7 @@ class Session:
         progress.longest_calls = tuple(map(max, progress.longest_calls, progress.lengths))
         self.version += 1
         self.view = None
-        self.statistics.bytes_to_host += self.tiers.host_bytes(sum(tokens)) // self.tiers.batch
+        self.statistics.bytes_to_host += self.tiers.host_bytes(sum(tokens))
         self.statistics.full_cache_bytes = bytes_in_16_bits(self.layers, self.tiers.batch, self.length)
 
     @torch.inference_mode(False)
@@ -310,12 +313,12 @@ class Session:
             self.view = None
         for number, edit in enumerate(edits[done:], done + 1):
             self.drain()
+            view = (version, edits[:number])
             if isinstance(edit, Crop):
-                self.crop(edit.length)
+                self.crop(edit.length)  # if it is interrupted, it is applied again
+                self.version, self.view = self.version + 1, view
             else:
-                self.select(edit.indices)
-            self.version += 1
-            self.view = (version, edits[:number])
+                self.select(edit.indices.tolist(), view)
 
     def edits_done(self, version: int, edits: tuple[Edit, ...]) -> int:
         """Number of a view's edits that the tiers already have; HeldTensorError if the cache has been continued
@@ -344,17 +347,22 @@ class Session:
         self.progress.length, self.progress.lengths = columns, tuple(lengths)
         self.forget_selection()
 
-    def select(self, rows: Tensor) -> None:
-        """Keep the batch rows `rows`, in that order: for reorder, repeat and select."""
-        if rows.numel() == self.tiers.batch and torch.equal(rows.cpu(), torch.arange(self.tiers.batch, device="cpu")):
+    def select(self, rows: list[int], view: View) -> None:
+        """Keep the batch rows `rows`, in that order, for reorder, repeat and select: the edit that leads to `view`."""
+        if rows == list(range(self.tiers.batch)):
+            self.version, self.view = self.version + 1, view
             return
-        self.tiers.select(rows)
-        before, padding = self.progress, self.progress.padding
-        self.progress = replace(
-            progress_of([(self, row) for row in rows.tolist()]),
+        before, tiers, padding = self.progress, self.tiers, self.progress.padding
+        progress = replace(
+            progress_of([(self, row) for row in rows]),
             length=before.length, padded=before.padded, joined=before.joined,
-            padding=None if padding is None else padding[rows.to(padding.device)],
+            padding=None if padding is None else padding[rows],
         )  # fmt: skip
+        made = tiers.selected(rows)
+        made.belong_to(self)
+        # In one statement: an interrupted selection has happened or not, and is not applied twice.
+        self.tiers, self.progress, self.version, self.view = made, progress, self.version + 1, view
+        tiers.release_state()
         self.new_cursor()
         self.update_memory()
 
@@ -396,7 +404,7 @@ class Session:
         self.drain()
         layer = self.layers[site]
         whole = next((field.name for field in fields_of(self.options, layer) if field.has_all_pairs), None)
-        if whole is None and self.tiers.has_no_host:
+        if whole is None and not self.options.host_tier:
             raise no_host_tier("a copy of its keys and values")
         if whole is None:
             raise evicted(self.options.method)

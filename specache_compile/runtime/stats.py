@@ -24,15 +24,11 @@ class Verification:
     acceptance: the share of the drafted tokens that verification accepted.
     tokens_per_verification: tokens that a round generates, the verification's own token included. A step without a
         draft counts as a round.
-    bytes_per_token: bytes from the host, streamed or fetched.
-    offload_bytes_per_token: bytes that the method `offload` would have streamed.
     """
 
     verifications: int
     acceptance: float
     tokens_per_verification: float
-    bytes_per_token: float
-    offload_bytes_per_token: float
 
 
 @dataclass(frozen=True)
@@ -47,8 +43,6 @@ class Stats:
         compiles: compiled graphs of the model so far.
         left_exact: number of attentions that are not rewritten, by reason (a sliding window, for example).
         python_seconds: the part of `seconds` that was spent outside of compiled graphs.
-        seconds_waited, seconds_corrected: waiting for prefetches and for corrections. None on CUDA, where the host
-            cannot measure them.
         pairs_ahead, pairs_corrected: pairs that prefetches and corrections (option correct) copied.
         bytes_to_device: bytes of these pairs, without reads of further turns and of the methods `offload` and `kcache`.
         bytes_to_host: bytes of pairs that were offloaded.
@@ -76,8 +70,6 @@ class Stats:
     left_exact: dict[str, int]
     seconds: float
     python_seconds: float
-    seconds_waited: float | None
-    seconds_corrected: float | None
     pairs_ahead: int
     pairs_corrected: int
     bytes_to_device: int
@@ -142,7 +134,6 @@ def stats(model: torch.nn.Module) -> Stats:
     latest.queue.settle()
     tier = latest.bytes_by_tier
     device = device_total(tier)
-    fetched = sum(int(count) for count in [*latest.fetched, *latest.corrected])
     return Stats(
         prefills=latest.steps["prefill"],
         extends=latest.steps["extend"],
@@ -155,17 +146,15 @@ def stats(model: torch.nn.Module) -> Stats:
         left_exact=left_exact(record),
         seconds=latest.seconds,
         python_seconds=latest.python_seconds,
-        seconds_waited=latest.queue.waited,
-        seconds_corrected=latest.queue.correcting,
         pairs_ahead=pairs(latest.fetched, latest.pair_bytes),
         pairs_corrected=pairs(latest.corrected, latest.pair_bytes),
-        bytes_to_device=fetched,
+        bytes_to_device=sum(int(count) for count in [*latest.fetched, *latest.corrected]),
         bytes_to_host=latest.bytes_to_host,
         bytes_by_tier=dict(tier),
         device_bytes=device,
         host_bytes=tier.get("host", 0),
         kv_ratio=device / max(1, latest.full_cache_bytes),
-        verification=verification(latest.verified, fetched) if latest.verified.drafted else None,
+        verification=verification(latest.verified) if latest.verified.drafted else None,
     )
 
 
@@ -175,15 +164,10 @@ def left_exact(record: ModelRecord) -> dict[str, int]:
     return dict(functools.reduce(operator.or_, counts, collections.Counter()))
 
 
-def verification(counts: Verified, fetched: int) -> Verification:
-    """The result from a session's counts and the bytes that its drafts fetched."""
-    return Verification(
-        verifications=counts.rounds,
-        acceptance=counts.accepted / counts.drafted,
-        tokens_per_verification=counts.tokens / counts.rounds,
-        bytes_per_token=(counts.bytes_streamed + fetched) / counts.tokens,
-        offload_bytes_per_token=counts.bytes_of_steps / counts.tokens,
-    )
+def verification(counts: Verified) -> Verification:
+    """The result from a session's counts."""
+    tokens = (counts.accepted + counts.rounds) / counts.rounds
+    return Verification(counts.rounds, counts.accepted / counts.drafted, tokens)
 
 
 def pairs(counts: Sequence[Tensor], pair_bytes: Sequence[int]) -> int:

@@ -26,7 +26,6 @@ from specache_compile.methods.field import LayerState
 from specache_compile.passes.phase import EXTEND, PREFILL, Phase
 from specache_compile.rope_switch import rows_apart
 
-from .records import Graph
 from .rewritten import Rewritten
 from .session import Progress, Session, staged
 from .variant import phases, selects, variant_of
@@ -139,12 +138,12 @@ class Step:
         With the option verify only a draft approximates: any other step of one token runs as an extend.
         """
         session, options = self.session, self.session.options
-        if captured is EXTEND and session.tiers.has_no_host:
+        if captured is EXTEND and not options.host_tier:
             raise no_host_tier("a call of several tokens after the prefill")
         exact = captured.one_token and options.drafts and not session.drafting
         return (EXTEND,) if exact else phases(captured, options)
 
-    def graphs_to_run(self, graph: Graph, arguments: Sequence[Any]) -> list[Rewritten]:
+    def graphs_to_run(self, graph: Any, arguments: Sequence[Any]) -> list[Rewritten]:
         """The rewritten graphs to run: that of the phase, after a pre-decode if slots or speculative token are
         missing."""
         captured, progress = graph.captured, self.session.progress
@@ -172,7 +171,7 @@ class Step:
         ):
             raise rows_apart(switch)
 
-    def run(self, graph: Graph, arguments: Sequence[Any]) -> list[Any]:
+    def run(self, graph: Any, arguments: Sequence[Any]) -> list[Any]:
         """The outputs of the captured graph, with held tensors for the cache."""
         graphs_to_run = self.graphs_to_run(graph, arguments)
         self.begin_phase(graphs_to_run[-1].variant.phase)
@@ -191,11 +190,11 @@ class Step:
         Everything that runs is compiled and checked before.
         """
         session, tiers = self.session, self.session.tiers
-        session.half_evicted = bool(tiers.fields("kept")) or tiers.has_no_host
+        session.half_evicted = bool(tiers.fields("kept")) or not session.options.host_tier
         if phase.one_token and session.options.top_k and not selects(session.options):
             session.queue.wait_for_offloads()  # pairs that the step will fetch may still be on the way to the host
 
-    def run_pre_decode(self, graph: Graph, rewritten: Rewritten, arguments: Sequence[Any]) -> None:
+    def run_pre_decode(self, graph: Any, rewritten: Rewritten, arguments: Sequence[Any]) -> None:
         """Run a pre-decode. Rows that already have slots and a speculative token keep these."""
         session, progress = self.session, self.session.progress
         whole = progress.speculative is not None or not rewritten.speculates  # a missing one is missing for every row
@@ -213,7 +212,7 @@ class Step:
             progress.speculative = progress.speculative.clone()
             progress.speculative[rows] = speculative[rows]
 
-    def run_graph(self, graph: Graph, rewritten: Rewritten, arguments: Sequence[Any]) -> list[Any]:
+    def run_graph(self, graph: Any, rewritten: Rewritten, arguments: Sequence[Any]) -> list[Any]:
         """Run one rewritten graph on the session's state, keep its speculative token, and return the other outputs."""
         session = self.session
         captures = rewritten.capture and rewritten not in graph.uncaptured
@@ -236,7 +235,7 @@ class Step:
         session.progress.speculative = outputs.pop() if rewritten.speculates else None
         return outputs
 
-    def rows_recorded(self, graph: Graph, rewritten: Rewritten, arguments: Sequence[Any]) -> int:
+    def rows_recorded(self, graph: Any, rewritten: Rewritten, arguments: Sequence[Any]) -> int:
         """Rows of the CUDA graph: those of the bucket if inactive rows may pad the batch, else the batch."""
         live, dims = self.session.tiers.batch, rewritten.rows
         if dims is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import itertools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -21,13 +22,11 @@ from specache_compile.kernels.state.cursor import runs_of
 from specache_compile.kernels.state.page_table import PAGE, Pages
 from specache_compile.kernels.state.sinks import find_sinks
 from specache_compile.methods.field import Cropped, LayerShape, LayerState
-from specache_compile.methods.low_bit import LowBitOptions
 from specache_compile.methods.low_bit_tier import window_from_host
 from specache_compile.options import MethodOptions
 from specache_compile.paging.pool import PagePool, pages_for
 
 from .break_even import stays_in_16_bits
-from .memory_option import check_memory, within_memory
 from .ranks import gather, ranks_here
 from .state import (
     bucket,
@@ -42,27 +41,27 @@ from .state import (
     row_state,
 )
 
+# Numbers of buffers.
+NUMBERS = itertools.count()
+
 
 def options_at(
     options: MethodOptions, layers: Sequence[LayerShape], batch: int, prompt: int, tokens: int
 ) -> MethodOptions:
     """The effective options of a cache of `tokens` tokens that began with a prompt of `prompt` tokens.
 
-    The prompt decides the budget and the bits that fit. Caches that are too short to be compressed have the 16-bit
-    options.
+    Caches that are too short to be compressed have the 16-bit options.
     """
-    return effective_options(fixed_options(options, layers, batch, prompt), layers, batch, tokens)
-
-
-def fixed_options(options: MethodOptions, layers: Sequence[LayerShape], batch: int, prompt: int) -> MethodOptions:
-    """The options that a prompt and its number of rows determine."""
-    return within_memory(options.for_prompt(prompt), layers, batch, prompt)
+    return effective_options(options.for_prompt(prompt), layers, batch, tokens)
 
 
 def effective_options(
     fixed: MethodOptions, layers: Sequence[LayerShape], batch: int, tokens: int, ranks: ProcessGroup | None = None
 ) -> MethodOptions:
-    """The effective options for so many tokens, from `fixed_options`. Ranks decide by lengths alone, so all agree."""
+    """The effective options for so many tokens. Ranks decide by lengths alone, so all agree.
+
+    fixed: from `MethodOptions.for_prompt`.
+    """
     return fixed.in_16_bits if stays_in_16_bits(fixed, layers, batch, tokens, room=ranks is None) else fixed
 
 
@@ -85,14 +84,13 @@ class Tiers:
     all_rows: of each layer, the buffers for all rows.
     views_by_rows: the state of the first rows, by their number.
     sinks_known: a length at which every row has all its sinks. None: some are still to be found.
-    moves: how often buffers of rows have moved.
+    moves: a number of the present buffers of rows.
     """
 
     def __init__(
         self, options: MethodOptions, layers: list[LayerShape], batch: int, prompt: int, ranks: ProcessGroup | None
     ) -> None:
-        fixed = fixed_options(options, layers, batch, prompt)
-        check_memory(fixed, layers, batch, prompt)
+        fixed = options.for_prompt(prompt)
         self.options = effective_options(fixed, layers, batch, prompt, ranks)
         self.pending: MethodOptions | None = fixed if fixed != self.options else None
         self.layers = layers
@@ -112,7 +110,7 @@ class Tiers:
         self.table = torch.zeros(self.batch, 0, dtype=torch.int64, device="cpu")
         self.is_written = True
         self.views_by_rows: dict[int, list[LayerState]] = {}
-        self.moves = 0
+        self.moves = next(NUMBERS)
 
     def join_pool(self, pool: PagePool) -> None:
         """Count as tiers of a pool. When they die, which may happen anywhere, their pages are only noted there."""
@@ -160,11 +158,6 @@ class Tiers:
         return self.padded_to(self.batch) if self.all_rows else []
 
     @property
-    def has_no_host(self) -> bool:
-        """Whether tokens that have left the window are only in the low-bit tier."""
-        return isinstance(self.options, LowBitOptions) and not self.options.host_tier
-
-    @property
     def is_alone(self) -> bool:
         """Whether the pool is that of these tiers: no other tiers have pages, and none has a null page."""
         assert self.pool is not None
@@ -188,7 +181,7 @@ class Tiers:
     def set_rows(self, rows: list[LayerState], places: int) -> None:
         """Use other buffers for all rows, with so many slices."""
         self.all_rows, self.most_rows, self.views_by_rows = rows, places, {}
-        self.moves += 1
+        self.moves = next(NUMBERS)
 
     def find_sinks(self, there: Tensor | None, lengths: Sequence[int], stops: Sequence[int]) -> None:
         """Set which tokens of each row are its sinks, among the cached and new ones up to its stop.
@@ -211,7 +204,7 @@ class Tiers:
     @property
     def moved(self) -> tuple[int, ...]:
         """Changes when a tensor has moved, by a step of these tiers or of others of the pool."""
-        return id(self), 0 if self.pool is None else self.pool.moves, self.moves
+        return self.moves, 0 if self.pool is None else self.pool.moves
 
     def views(self, site: int, rows: slice) -> LayerState:
         """A layer's state that a crop reads and writes, for rows of `runs_of`: what is not paged, and all pairs."""
@@ -248,8 +241,8 @@ class Tiers:
         return sizes
 
     def host_bytes(self, tokens: int) -> int:
-        """Bytes of so many tokens' pairs in the host tier, of all rows."""
-        return 0 if self.pool is None else self.pool.page_bytes["host"] // PAGE * self.batch * tokens
+        """Bytes of so many pairs in the host tier."""
+        return 0 if self.pool is None else self.pool.page_bytes["host"] // PAGE * tokens
 
     def compresses_at(self, tokens: int) -> bool:
         """Whether so many tokens are enough for a 16-bit cache to benefit from compression."""
@@ -378,7 +371,7 @@ class Tiers:
 
         cropped_from: the length before a crop that is still to come.
         """
-        if not isinstance(self.options, LowBitOptions):
+        if not self.options.has_low_bit_tier:
             return length // PAGE
         low_bit = self.options.low_bit_length(length)
         rounded = max(1, self.rounded_after(row, length, max(length, cropped_from)))
@@ -438,30 +431,22 @@ class Tiers:
                 self.pool.free_pages(gone)
         self.write_table()
 
-    def select(self, rows: Tensor) -> None:
-        """Keep these batch rows, in that order; they share pages. In a pool with a null page, rows that keep their
-        slice are not touched if no row moves to an earlier one that is still read."""
+    def selected(self, rows: Sequence[int]) -> Tiers:
+        """Tiers of these batch rows, in that order, which share the pages. In a pool with a null page they have the
+        same buffers if no row moves to an earlier slice that is still read."""
         assert self.pool is not None
-        kept = rows.tolist()
-        pages, rounded = [list(self.pages[row]) for row in kept], [self.rounded[row] for row in kept]
-        moved = [(place, row) for place, row in enumerate(kept) if place != row]
-        in_place = self.pool.first and len(kept) <= self.most_rows and all(row >= len(kept) for _, row in moved)
-        if in_place:
+        moves = list(enumerate(rows))
+        moved = [(place, row) for place, row in moves if place != row]
+        if self.pool.first and len(rows) <= self.most_rows and all(row >= len(rows) for _, row in moved):
             self.copy_rows(self.all_rows, self.all_rows, moved)
-            self.clear_rows(slice(len(kept), self.batch))
+            made = self.in_pool(self.pool, [], self.most_rows, self.all_rows)
+            made.moves = self.moves
         else:
-            made = self.more_rows(len(kept))
-            self.copy_rows(self.all_rows, made, list(enumerate(kept)))
-        with self.pool.lock:
-            self.is_written = False
-            for row in pages:
-                self.pool.share(row)
-            before, self.pages[:] = list(self.pages), pages
-            if not in_place:
-                self.set_rows(made, len(kept))
-            self.pool.release(before)
-        self.batch, self.rounded, self.views_by_rows = len(kept), rounded, {}
-        self.write_table()
+            made = self.in_pool(self.pool, [], len(rows), self.more_rows(len(rows)))
+            made.copy_rows(self.all_rows, made.all_rows, moves)
+        made.share([(self, row) for row in rows])
+        made.sinks_known = self.sinks_known
+        return made
 
     def more_rows(self, places: int) -> list[LayerState]:
         """Empty buffers for so many rows, with the counts over all rows."""
@@ -483,11 +468,13 @@ class Tiers:
                 places, rows = on(old[field.name].device)
                 new[field.name].index_copy_(0, places, old[field.name].index_select(0, rows))
 
-    def clear_rows(self, places: slice) -> None:
-        """Make slices without a row select no pairs: an inactive row has no page table to find them in."""
+    def clear_inactive(self) -> None:
+        """Make the slices after the batch select no pairs: an inactive row has no page table to find them in."""
+        if self.batch == self.most_rows:
+            return
         for layer, own in zip(self.layers, self.all_rows, strict=True):
             for field in row_fields(self.options, layer):
-                own[field.name][places].fill_(field.empty)
+                own[field.name][self.batch :].fill_(field.empty)
 
     def reserve_rows(self, rows: int) -> None:
         """Allocate buffers for so many rows, if there are fewer."""
@@ -498,18 +485,22 @@ class Tiers:
 
     def append_rows(self, rows: Sequence[tuple[Tiers, int]]) -> None:
         """Append rows of tiers of this pool, sharing their pages."""
+        self.reserve_rows(self.batch + len(rows))
+        for source in dict.fromkeys(others for others, _ in rows):
+            moves = [(place, row) for place, (others, row) in enumerate(rows, self.batch) if others is source]
+            self.copy_rows(source.all_rows, self.all_rows, moves)
+        self.share(rows)
+
+    def share(self, rows: Sequence[tuple[Tiers, int]]) -> None:
+        """Append the pages of rows whose buffers are there."""
         assert self.pool is not None
-        need = self.batch + len(rows)
-        self.reserve_rows(need)
-        for place, (others, row) in enumerate(rows, self.batch):
-            self.copy_rows(others.all_rows, self.all_rows, [(place, row)])
         with self.pool.lock:
             self.is_written = False
             for others, row in rows:
                 self.pool.share(others.pages[row])
                 self.pages.append(list(others.pages[row]))
                 self.rounded.append(others.rounded[row])
-        self.batch, self.sinks_known, self.views_by_rows = need, None, {}
+        self.batch, self.sinks_known, self.views_by_rows = len(self.pages), None, {}
         self.write_table()
 
     def copy(self) -> Tiers:
@@ -565,7 +556,7 @@ class Tiers:
         self.sinks_known = None
         for slot_index in self.fields("slot_index"):
             slot_index.fill_(-1)
-        if isinstance(self.options, LowBitOptions) and not self.has_no_host:
+        if self.options.has_low_bit_tier and self.options.host_tier:
             for site in range(len(self.state)):  # empty before the first step
                 for rows, length in runs_of(lengths):
                     window_from_host(self.views(site, rows), self.options.low_bit_length(length), length)

@@ -160,12 +160,12 @@ def interrupt(*arguments: Any) -> Any:
 
 @pytest.mark.slow
 def test_parts_that_were_given_unlike_bits_say_so(llama: LlamaForCausalLM) -> None:
-    """Each part of a prompt is fitted into the option memory by itself, and a larger one with fewer bits."""
+    """An eviction's budget may depend on the part."""
     twin = broken(llama, "in the prompt")
     cache = cache_of(step(twin, prompt(50)))
     part = cache.layers[1].keys.handle.session
     part.tiers.options = dataclasses.replace(part.options, bits=8)
-    with pytest.raises(sc.SpecacheError, match=r"have different options \(bits 1 and 8\). Pass bits instead of memory"):
+    with pytest.raises(sc.SpecacheError, match=r"have different options \(bits 1 and 8\). Remove the break"):
         step(twin, prompt(1), cache)
 
 

@@ -17,7 +17,6 @@ from torch._dynamo.utils import counters
 from transformers import (
     DynamicCache,
     GenerationConfig,
-    GenerationMixin,
     LlamaConfig,
     LlamaForCausalLM,
     LogitsProcessorList,
@@ -30,8 +29,7 @@ import specache_compile as sc
 from conftest import LOSSLESS, chatted, compile_copy, greedy, prompt
 from families import FAMILIES
 from held_tiers import at_hand, differences, held, interrupted_behind
-from specache_compile import compat
-from specache_compile.compat import WINDOWS_TAKE_DRAFTS, cache_name, cache_of, with_cache
+from specache_compile.compat import CACHE, WINDOWS_TAKE_DRAFTS, cache_of, with_cache
 from specache_compile.generate import drafts, verify
 from specache_compile.generate.compiled_calls import compiled_calls
 from specache_compile.methods import every_method, parse_options
@@ -260,13 +258,13 @@ class Chain(LlamaForCausalLM):
         self.exact, self.approximate = exact, approximate
         self.session: Any = types.SimpleNamespace(
             drafting=False, draft_length=None, options=parse_options({"verify": 2}), statistics=Statistics(None),
-            tiers=types.SimpleNamespace(ranks=None, batch=1, host_bytes=lambda tokens: tokens),
+            tiers=types.SimpleNamespace(ranks=None, batch=1),
         )  # fmt: skip
         self.session.drafting_steps = functools.partial(Session.drafting_steps, self.session)
 
     def forward(self, input_ids: Tensor, **kwargs: Any) -> CausalLMOutputWithPast:  # type: ignore[override]
         pairs = torch.zeros(1, 1, input_ids.shape[1], 1)
-        cache = kwargs[cache_name()]
+        cache = kwargs[CACHE]
         cache.update(pairs, pairs, 0)
         table = self.approximate if self.session.drafting else self.exact
         return CausalLMOutputWithPast(logits=table[input_ids], **with_cache(cache))
@@ -355,15 +353,6 @@ def test_methods_that_approximate_a_cache_that_is_whole_verify(method: str) -> N
         parse_options({"method": method, "verify": 8})
 
 
-def test_a_transformers_without_what_is_needed_is_refused(
-    llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delattr(GenerationMixin, "_assisted_decoding")
-    twin = compile_copy(llama, verify=3)
-    with pytest.raises(sc.SpecacheError, match=r"requires GenerationMixin\._assisted_decoding"):
-        twin(prompt(10))
-
-
 def test_a_cache_is_passed_and_read_without_a_warning_under_every_versions_name(llama: LlamaForCausalLM) -> None:
     cache, ids = DynamicCache(config=llama.config), prompt(9)
     with warnings.catch_warnings():
@@ -372,14 +361,3 @@ def test_a_cache_is_passed_and_read_without_a_warning_under_every_versions_name(
         out = greedy(llama, prompt(12), 3, **with_cache(cache), return_dict_in_generate=True)
     assert cache_of(out) is cache
     assert cache.get_seq_length() == 14
-
-
-def test_a_cache_of_an_unknown_name_is_an_error_and_turns_no_draft_off(
-    llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(compat, "CACHE", None)
-    twin = verifying(llama)
-    with pytest.raises(sc.SpecacheError, match="requires cache argument of GenerationMixin"):
-        twin(prompt(60))
-    with pytest.raises(sc.SpecacheError, match="takes its cache under a name that specache does not know"):
-        with_cache(None)

@@ -21,7 +21,7 @@ from transformers import LlamaForCausalLM
 from conftest import compile_copy, greedy, greedy_unmasked, prompt, tiny_llama
 from families import BY_NAME
 from graphs import GraphBuilder, text
-from specache_compile.compat import cache_name
+from specache_compile.compat import CACHE
 from specache_compile.passes.reading.plain_vmaps import plain_vmaps
 from specache_compile.runtime.records import find_record
 
@@ -118,7 +118,7 @@ class MaskedByVmap(torch.nn.Module):
         self.llama = llama
 
     def forward(self, ids: Tensor, **inputs: Any) -> Any:
-        if inputs.get(cache_name()) is None:
+        if inputs.get(CACHE) is None:
             tokens = torch.arange(ids.shape[1])
             inputs["attention_mask"] = torch.vmap(torch.vmap(no_later, (None, 0)), (0, None))(tokens, tokens)[
                 None, None

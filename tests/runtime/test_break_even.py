@@ -59,7 +59,6 @@ def test_what_was_measured_comes_first(gpu: dict[str, Any], monkeypatch: pytest.
     monkeypatch.setattr(break_even, "MEASURED", {H100: 1234})
     assert break_even.min_context(DEFAULT, CUDA) == 1234
     assert break_even.min_context(parse_options({"min_context": 7}), CUDA) == 7
-    assert break_even.min_context(parse_options({"memory": "1 GiB", "min_context": "auto"}), CUDA) == 0
 
 
 def test_rows_add_up(gpu: dict[str, Any]) -> None:

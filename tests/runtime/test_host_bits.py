@@ -12,7 +12,7 @@ import specache_compile as sc
 from conftest import compiled_with, greedy, prompt, tiny_llama
 from held_tiers import in_rows
 from specache_compile.compat import cache_of, with_cache
-from specache_compile.kernels.state.stored_pairs import ROUNDED, decoded
+from specache_compile.kernels.state.stored_pairs import decoded
 from specache_compile.methods import parse_options
 from specache_compile.runtime.session import session_of
 
@@ -32,15 +32,6 @@ SMALL = {"lowering": "eager", "group_size": 32, "residual_length": 32, "top_k": 
 )  # fmt: skip
 def test_auto_is_8_where_pairs_are_fetched_to_come_close(options: dict[str, Any], bits: int) -> None:
     assert parse_options(options).bits_on_host == bits
-
-
-def test_what_fits_into_memory_is_chosen_beside_it(llama: LlamaForCausalLM) -> None:
-    """16 bits on the device have 16 on the host."""
-    for memory, stored in (("1 GiB", torch.float32), ("60 KB", ROUNDED)):
-        twin = compiled_with(llama, {**SMALL, "host_bits": 8, "memory": memory})
-        with torch.no_grad():
-            cache = cache_of(twin(prompt(200), use_cache=True))
-        assert session_of(cache).state[0]["host"].dtype == stored
 
 
 @torch.no_grad()

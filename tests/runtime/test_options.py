@@ -26,9 +26,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"method": "kcache", "top_n": 0}, "top_n=0: accepted is an integer, 1 or more"),
     ({"correct": "always", "top_k": 0}, "correct='always' with top_k=0: without fetches"),
     ({"method": "full", "bits": 2}, "bits: method 'full' accepts only"),
-    ({"key_bits": 16}, "key_bits was removed: bits sets both"),
-    ({"selector": "pages"}, "selector was removed: method='pages'"),
-    ({"page_size": 4}, "page_size was removed: it is an option of method='pages'"),
     ({"method": "pages", "page_size": 32, "top_k": 16}, "page_size=32: a page does not fit top_k=16"),
     ({"method": "pages", "correct": "always"}, "correct='always': accepted are 'never'"),
     ({"correct": "sometimes"}, "correct='sometimes': accepted are 'never', 'always'"),
@@ -55,9 +52,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"method": "offload", "host_tier": False}, "'offload' accepts only"),
     ({"method": "kivi", "host_tier": 0.5}, "host_tier=0.5"),
     *(({"verify": n}, "1 to 1024 tokens, 'auto' and None") for n in (0, -1, 1025, True, 2.0, "often")),
-    ({"memory": "six"}, "like '6 GiB'"),
-    ({"memory": "6 GiB", "bits": 2}, "pass one of them"),
-    ({"method": "kivi", "memory": 0}, "like '6 GiB'"),
     *(({"min_context": value}, f"min_context={value!r}") for value in (-1, "yes", 2.0, None, True)),
 ]
 

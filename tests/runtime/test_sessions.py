@@ -10,6 +10,7 @@ import mmap
 import pickle
 import random
 import re
+import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -23,10 +24,12 @@ from transformers import DynamicCache, LlamaForCausalLM
 
 import specache_compile as sc
 from conftest import compile_copy, greedy, prompt, tiny_llama
-from held_tiers import in_rows
+from held_tiers import at_hand, differences, in_rows
+from specache_compile.caches.joining import in_pages
 from specache_compile.compat import cache_of, with_cache
 from specache_compile.kernels.memory import host_memory
 from specache_compile.kernels.movement import copy_queue, copy_stream
+from specache_compile.paging.pool import batch_pool
 from specache_compile.runtime import tiers
 from specache_compile.runtime.held import HeldTensor
 from specache_compile.runtime.step import Step
@@ -311,6 +314,55 @@ def test_an_interrupted_step_can_be_taken_again(
         with pytest.raises(KeyboardInterrupt):
             step(twin, tokens[:, 100:], cache)
     torch.testing.assert_close(step(twin, tokens[:, 100:], cache).logits, expected, atol=1e-3, rtol=1e-4)
+
+
+@contextlib.contextmanager
+def interrupted_after(lines: int | None) -> Iterator[list[str]]:
+    """Within it, so many lines of sessions and pools run before an interrupt; they are in the list."""
+    seen: list[str] = []
+
+    def trace(frame: Any, event: str, argument: Any) -> Any:
+        if event == "line":
+            seen.append(f"{frame.f_code.co_name} {frame.f_lineno}")
+            if len(seen) == lines:
+                raise KeyboardInterrupt
+        return trace
+
+    ours = ("specache_compile/runtime/", "specache_compile/paging/")
+    sys.settrace(lambda frame, *_: trace if any(part in frame.f_code.co_filename for part in ours) else None)
+    try:
+        yield seen
+    finally:
+        sys.settrace(None)
+
+
+@pytest.mark.parametrize("batched", [False, True], ids=["own pool", "pool of a batch"])
+def test_an_interrupted_selection_of_rows_happens_once(llama: LlamaForCausalLM, batched: bool) -> None:
+    """At any line, and the pages of the other rows are free afterwards."""
+    twin = compile_copy(llama, bits=1, group_size=32, residual_length=32)
+    cache = cache_of(step(twin, prompt(1, 3), cache_of(step(twin, prompt(270, 3)))))
+    if batched:
+        cache = in_pages(cache, batch_pool(session_of(cache).options, session_of(cache).layers))
+    pool = session_of(cache).tiers.pool
+    held = pool.held
+
+    def selected(moment: int | None) -> tuple[list[str], Any, Any]:
+        chosen = copy.deepcopy(cache)
+        chosen.reorder_cache(torch.tensor([0, 2]))
+        with contextlib.suppress(KeyboardInterrupt), interrupted_after(moment) as lines:
+            at_hand(chosen)
+        session = at_hand(chosen)
+        return lines, session, (session.progress.lengths, in_rows(session))
+
+    lines, _, expected = selected(None)
+    assert len(lines) > 100
+    for moment in range(1, len(lines), 3):
+        seen, session, found = selected(moment)
+        assert found[0] == expected[0], seen[-1]
+        assert not differences(found[1], expected[1]), seen[-1]
+        del session, found
+        pool.recount()
+        assert pool.held == held, seen[-1]
 
 
 @pytest.mark.slow
