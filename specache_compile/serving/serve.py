@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specache_compile.checkpoints.loaded import limit_of
-from specache_compile.checkpoints.names import print_origin
+from specache_compile.checkpoints.names import MODEL, print_origin
 from specache_compile.errors import SpecacheError
 
 if TYPE_CHECKING:
@@ -33,8 +33,9 @@ examples:
 
 
 def add_serve(command: argparse.ArgumentParser) -> None:
-    """The arguments of `specache serve`, except the checkpoint, the device and the backend's options."""
+    """The arguments of `specache serve`, except the device and the backend's options."""
     command.epilog = EPILOG
+    command.add_argument("model", metavar="MODEL", help=MODEL)
     command.add_argument(
         "--host", default="127.0.0.1", help="address to listen on; default: local connections only (%(default)s)"
     )
