@@ -1,6 +1,6 @@
 """The `specache` command and its subcommands.
 
-A subcommand's modules are imported after its arguments are parsed, because importing torch takes seconds.
+A subcommand's modules are imported when it is used, because importing torch takes seconds.
 """
 
 from __future__ import annotations
@@ -18,11 +18,7 @@ from .checkpoints.names import MODEL, check_name, print_origin
 from .command_line.arguments import (
     Parser,
     add_device,
-    add_option_names,
     add_options,
-    has_options,
-    has_other_methods,
-    is_help,
     options_of,
     suggestion,
 )
@@ -53,7 +49,6 @@ class Command:
     add, run: "module:function" that adds its arguments, and that runs it.
     shown: the flags that --help lists if --help-all lists more; empty if --help lists all.
     options: whether the backend's options are accepted.
-    checkpoint: whether `fill` adds the checkpoint argument.
     recorded: whether `run` gets the command line, which its results store.
     """
 
@@ -62,7 +57,6 @@ class Command:
     run: str
     shown: tuple[str, ...] = ()
     options: bool = False
-    checkpoint: bool = False
     recorded: bool = False
 
 
@@ -77,12 +71,6 @@ COMMANDS = {
         shown=("--prompt", "--prompt-file", "--chat", "--max-new-tokens", "--temperature", "--top-p", "--dtype",
                "--device", "--stats", "--bits", "--verify"),
     ),
-    "chat": Command(
-        "chat with a model in the terminal",
-        "command_line.chat:add_chat", "command_line.chat:run_chat", options=True,
-        shown=("--system", "--max-new-tokens", "--temperature", "--top-p", "--dtype", "--device", "--stats", "--bits",
-               "--verify"),
-    ),
     "bench": Command(
         "time decode steps and first tokens next to other KV caches",
         "command_line.bench:add_bench", "bench.run_bench:run_bench", recorded=True,
@@ -93,7 +81,7 @@ COMMANDS = {
     ),
     "serve": Command(
         "serve a model with the OpenAI API",
-        "serving.serve:add_serve", "serving.serve:run_serve", options=True, checkpoint=True,
+        "serving.serve:add_serve", "serving.serve:run_serve", options=True,
         shown=("--host", "--port", "--api-key", "--rows", "--session-host-gib", "--session-device-gib",
                "--session-folder", "--device", "--bits", "--method", "--verify"),
     ),
@@ -104,13 +92,8 @@ COMMANDS = {
 }  # fmt: skip
 
 
-def parser(words: Sequence[str], declared: bool) -> tuple[Parser, Parser | None]:
-    """The parser of the command line, and the parser of the command in `words`, which alone has its arguments.
-
-    Args:
-        words: the command line's words.
-        declared: whether the backend's options have their types and help, which imports torch.
-    """
+def parser(words: Sequence[str]) -> tuple[Parser, Parser | None]:
+    """The parser of the command line, and the parser of the command in `words`, which alone has its arguments."""
     top = Parser(prog="specache", description=DESCRIPTION, formatter_class=RAW)
     top.add_argument("--version", action="store_true", help="print the version")
     commands = top.add_subparsers(dest="command", required=True, metavar=f"{{{','.join(COMMANDS)}}}")
@@ -120,24 +103,19 @@ def parser(words: Sequence[str], declared: bool) -> tuple[Parser, Parser | None]
         sub = commands.add_parser(name, help=command.help, description=description, formatter_class=RAW)
         if name == words[0]:
             own = sub
-            fill(own, command, declared, whole="--help-all" in words)
+            fill(own, command, whole="--help-all" in words)
     return top, own
 
 
-def fill(own: Parser, command: Command, declared: bool, whole: bool) -> None:
+def fill(own: Parser, command: Command, whole: bool) -> None:
     """Add a command's arguments. whole: its help lists all of them."""
-    if command.checkpoint:
-        own.add_argument("model", metavar="MODEL", help=MODEL)
     function(command.add)(own)
     if not command.options:
         return
     if command.shown:
         add_device(own)
         own.add_argument("--help-all", action="help", help="show every option, also those of the backend")
-    if declared:
-        add_options(own, shown=bool(command.shown))
-    else:
-        add_option_names(own)
+    add_options(own, shown=bool(command.shown))
     if command.shown and not whole:
         own.shorten(command.shown)
 
@@ -148,22 +126,18 @@ def function(place: str) -> Callable[..., Any]:
 
 
 def parsed(words: Sequence[str]) -> argparse.Namespace:
-    """The arguments. A usage error ends the process with one line, usually before torch is imported."""
+    """The arguments. A usage error ends the process with one line."""
     if not words or (not words[0].startswith("-") and words[0] not in COMMANDS):
-        top, _ = parser([""], declared=False)
+        top, _ = parser([""])
         if not words:
             top.error(f"no command; the commands are {', '.join(COMMANDS)}")
         top.error(f"unknown command {words[0]}{suggestion(words[0], COMMANDS)}")
-    declared = is_help(words) or has_other_methods()
-    top, own = parser(words, declared)
+    top, own = parser(words)
     if own is None:
         top.check_flags(words)
     else:
         own.check_flags(words[1:])
-    args = top.parse_args(words)
-    if COMMANDS[args.command].options and has_options(args) and not declared:
-        args = parser(words, declared=True)[0].parse_args(words)
-    return args
+    return top.parse_args(words)
 
 
 def add_explain(command: Parser) -> None:

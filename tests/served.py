@@ -23,11 +23,10 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from conftest import LOSSLESS, byte_tokenizer, tiny_llama
 from specache_compile.cli import options_of, parsed
-from specache_compile.serving.answer import Answer, Question, Stopped, Ticket
+from specache_compile.serving.answer import Answer, Question
 from specache_compile.serving.calls import parser_of
-from specache_compile.serving.interface.replies import Reply
-from specache_compile.serving.interface.requests import Usage
 from specache_compile.serving.metrics import Metrics
+from specache_compile.serving.replies import Reply
 from specache_compile.serving.serve import bound, make_server, url_of
 
 TEMPLATE = (
@@ -92,25 +91,19 @@ def qwens_parser(prompt: str = "<|im_start|>assistant\n<think>\n") -> Any:
 
 
 def reply(
-    tokens: list[int], question: Question, tokenizer: Any, kind: type[Reply] = Reply, streamed: bool = False,
-    at_once: int = 1, usage: Usage = "last",
-) -> Any:  # fmt: skip
-    """Return the response, or its events, for a model that generates these tokens, `at_once` at a time."""
+    tokens: list[int], question: Question, tokenizer: Any, kind: type[Reply] = Reply, streamed: bool = False
+) -> Any:
+    """Return the response, or its events, for a model that generates these tokens."""
 
     async def said() -> Any:
-        answer = Answer(Ticket(), question, tokenizer, Metrics())
-        answer.put(question.inputs["input_ids"])
-        await asyncio.sleep(0)
-        assert answer.queue.empty(), "an event was sent before the first token"
-        try:
-            for some in torch.tensor(tokens).split(at_once):
-                answer.put(some)
-        except Stopped:
-            pass
-        answer.close()
+        answer = Answer(question, tokenizer, Metrics())
+        for token in tokens:
+            if answer.put(token):
+                break
+        answer.end()
         if not streamed:
-            return json.loads((await kind("tiny", [answer]).whole()).body)
-        return [event.removeprefix("data: ").strip() async for event in kind("tiny", [answer]).events(usage)]
+            return json.loads((await kind("tiny", answer).whole()).body)
+        return [event.removeprefix("data: ").strip() async for event in kind("tiny", answer).events(usage=True)]
 
     return asyncio.run(said())
 

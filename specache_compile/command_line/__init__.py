@@ -1,1 +1,1 @@
-"""The parts of the `specache` command that no other folder has: its arguments, `generate` and `chat`."""
+"""The parts of the `specache` command that no other folder has: its arguments, and `generate`."""

@@ -1,28 +1,13 @@
-"""Arguments that commands share: one-line errors, a short help, and the backend's options as flags.
-
-The names of the options are repeated here, so that a usage error does not import torch, which takes seconds.
-`tests/test_cli.py` compares them with the methods' declarations.
-"""
+"""Arguments that commands share: one-line errors, a short help, and the backend's options as flags."""
 
 from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from importlib.metadata import entry_points
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NoReturn
 
-DISTRIBUTION = "specache-compile"
-# Options with no value, one value and several values.
-SWITCHES = ("host_tier", "speculate")
-ONE_VALUE = (
-    "ahead", "bits", "budget", "chunk", "correct", "eviction_block", "first", "group_size", "host_bits", "host_memory",
-    "kept_layers", "kernel", "lowering", "method", "min_context", "mode", "page_size", "pooling",
-    "residual_length", "seed", "setting", "sink_tokens", "skip_below", "top_k", "top_n", "verify", "window",
-)  # fmt: skip
-SEVERAL_VALUES = ("exact_layers",)
 LOWERINGS = ("inductor", "eager")
-OPTIONS = (*SWITCHES, *ONE_VALUE, *SEVERAL_VALUES)
 
 
 class Parser(argparse.ArgumentParser):
@@ -64,27 +49,6 @@ def add_device(command: argparse.ArgumentParser) -> None:
     command.add_argument("--device", help="cpu, cuda or cuda:N (default: cuda if available, else cpu)")
 
 
-def add_option_names(command: Parser) -> None:
-    """Add the backend's options by name; any value is accepted."""
-    for name in SWITCHES:
-        command.add_argument(flag_of(name), action=argparse.BooleanOptionalAction, default=None)
-    for name in ONE_VALUE:
-        command.add_argument(flag_of(name))
-    for name in SEVERAL_VALUES:
-        command.add_argument(flag_of(name), nargs="+")
-
-
-def has_other_methods() -> bool:
-    """Whether another package with methods is installed. OPTIONS lacks their options."""
-    points = entry_points(group="specache_compile.methods")
-    return any(point.dist is None or point.dist.name != DISTRIBUTION for point in points)
-
-
-def has_options(args: argparse.Namespace) -> bool:
-    """Whether an option of the backend was given."""
-    return any(getattr(args, name, None) is not None for name in OPTIONS)
-
-
 def options_of(args: argparse.Namespace) -> dict[str, Any]:
     """The backend's options that were given."""
     from specache_compile.methods import declared_options
@@ -123,7 +87,3 @@ def defaults(declarations: Mapping[str, Any]) -> str:
     default, others = defaults_of(declarations)
     methods = "" if len(declarations) == len(every_method()) else f"{', '.join(declarations)}; "
     return methods + "; ".join([f"default: {default}", *(f"{method}: {value}" for method, value in others.items())])
-
-
-def is_help(words: Sequence[str]) -> bool:
-    return any(word in ("-h", "--help", "--help-all") for word in words)

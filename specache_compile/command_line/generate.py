@@ -30,15 +30,10 @@ def add_generate(command: argparse.ArgumentParser) -> None:
     source.add_argument("--prompt", metavar="TEXT", help="the prompt")
     source.add_argument("--prompt-file", metavar="FILE", help="a text file with the prompt; - for standard input")
     command.add_argument("--chat", action="store_true", help="apply the chat template to the prompt")
-    add_generation(command)
-
-
-def add_generation(command: argparse.ArgumentParser, tokens: int = 100) -> None:
-    """The arguments that `generate` and `chat` share. tokens: the default of --max-new-tokens."""
     command.add_argument(
         "--max-new-tokens",
         type=int,
-        default=tokens,
+        default=100,
         metavar="N",
         help="maximum number of generated tokens (default: %(default)s)",
     )

@@ -5,15 +5,13 @@ from __future__ import annotations
 import logging
 from functools import partial
 
-import torch
 from fastapi import HTTPException
 from transformers.cli.serving.utils import InferenceThread
 
 from specache_compile.batching.batch import Batch
 from specache_compile.batching.request import Request, Stage
 
-from .answer import Answer, ClientLeft, Question, Stopped, Ticket
-from .interface.questions import processors_of
+from .answer import Answer, Question
 from .metrics import Metrics
 from .served_model import ServedModel
 
@@ -47,11 +45,11 @@ class Generation:
             metrics.evicted.labels(place).set_function(partial(prefixes.evicted.__getitem__, place))
 
     def queued(self) -> int:
-        return sum(not answer.started and not answer.ticket.left.is_set() for answer in list(self.open))
+        return sum(not answer.started and not answer.left.is_set() for answer in list(self.open))
 
-    def begin(self, ticket: Ticket, question: Question) -> Answer:
+    def begin(self, question: Question) -> Answer:
         """Queue a request and return its answer. HTTPException if it is too long, or too many are waiting."""
-        config, prompt = question.config, question.tokens
+        config, prompt = question.config, len(question.ids)
         room, least = self.longest - prompt, config.max_new_tokens or config.min_new_tokens or 1
         if prompt == 0:
             raise HTTPException(400, "the prompt is empty")
@@ -63,19 +61,18 @@ class Generation:
         if self.queued() >= self.queue:
             raise HTTPException(503, f"{self.queue} requests are waiting. Retry later", headers={"Retry-After": "1"})
         config.max_new_tokens = config.max_new_tokens or max(least, min(ANSWER, room))
-        answer = Answer(ticket, question, self.tokenizer, self.metrics)
+        answer = Answer(question, self.tokenizer, self.metrics)
         self.open.add(answer)
-        self.thread.submit(partial(self.add, answer))
+        self.thread.submit(self.add, answer)
         return answer
 
     def add(self, answer: Answer) -> None:
         """Add an answer's request to the batch."""
-        ids, question = answer.question.inputs["input_ids"], answer.question
+        question = answer.question
         try:
-            answer.put(ids)
             request = self.batch.add(
-                ids, seed=question.seed, generation_config=question.config, logits_processor=processors_of(question),
-                logprobs=question.logprobs,
+                question.ids, seed=question.seed, generation_config=question.config,
+                logits_processor=question.processors,
             )  # fmt: skip
         except Exception as error:
             self.close(answer, error)
@@ -101,7 +98,7 @@ class Generation:
 
     def step(self) -> None:
         """End answers whose clients have left, and generate a token for each other one."""
-        for request in [request for request, answer in self.running.items() if answer.ticket.left.is_set()]:
+        for request in [request for request, answer in self.running.items() if answer.left.is_set()]:
             self.end(request)
         tokens = self.stepped()
         for request, answer in self.running.items():
@@ -126,13 +123,9 @@ class Generation:
         return self.batch.step()
 
     def deliver(self, request: Request, token: int) -> None:
-        answer = self.running[request]
         try:
-            if request.logprobs:
-                answer.note(token, request.logprobs[answer.generated])
-            answer.put(torch.tensor([token]))
-        except (Stopped, ClientLeft):
-            self.end(request)
+            if self.running[request].put(token):
+                self.end(request)
         except Exception as error:
             self.end(request, error)
 
@@ -146,22 +139,19 @@ class Generation:
             error = error or failed
         self.close(answer, error)
 
+    def close(self, answer: Answer, error: Exception | None = None) -> None:
+        self.open.discard(answer)
+        answer.end(error)
+
     def end_running(self, error: Exception | None = None) -> None:
         for request in list(self.running):
             self.end(request, error)
-
-    def close(self, answer: Answer, error: Exception | None = None) -> None:
-        self.open.discard(answer)
-        if error is None:
-            answer.close()
-        elif not isinstance(error, ClientLeft):
-            answer.fail(error)
 
     def end_all(self) -> None:
         """End all unfinished answers, on the event loop."""
         self.stopping = True
         for answer in list(self.open):
-            answer.fail(HTTPException(503, STOPPING))
+            answer.end(HTTPException(503, STOPPING))
 
     def stop(self) -> None:
         """Stop after the queued requests, and delete the spilled caches."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specache_compile.checkpoints.loaded import limit_of
-from specache_compile.checkpoints.names import print_origin
+from specache_compile.checkpoints.names import MODEL, print_origin
 from specache_compile.errors import SpecacheError
 
 if TYPE_CHECKING:
@@ -33,8 +33,9 @@ examples:
 
 
 def add_serve(command: argparse.ArgumentParser) -> None:
-    """The arguments of `specache serve`, except the checkpoint, the device and the backend's options."""
+    """The arguments of `specache serve`, except the device and the backend's options."""
     command.epilog = EPILOG
+    command.add_argument("model", metavar="MODEL", help=MODEL)
     command.add_argument(
         "--host", default="127.0.0.1", help="address to listen on; default: local connections only (%(default)s)"
     )
@@ -89,24 +90,14 @@ def log_requests() -> None:
 
 
 def bound(host: str, port: int) -> socket.socket:
-    """A bound socket that does not listen yet, so that a used port is reported before the model is loaded."""
+    """A listening socket. It is created before the model is loaded, so that a used port is reported at once."""
     if not 0 <= port < 1 << 16:  # getaddrinfo would use its lower bits
         raise SpecacheError(f"--port {port}: accepted are 0 to 65535")
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family)
+        return socket.create_server(address, family=family)
     except OSError as error:
-        raise cannot_listen(host, port, error) from error
-    try:
-        try:
-            listener.bind(address)
-        except OSError:  # used by another server, or by connections of an earlier one
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
-    except OSError as error:
-        listener.close()
-        raise cannot_listen(host, port, error) from error
-    return listener
+        raise SpecacheError(f"cannot listen at --host {host} --port {port} ({error.strerror}). Pass others") from error
 
 
 def url_of(listener: socket.socket) -> str:
@@ -154,8 +145,6 @@ def make_server(args: argparse.Namespace, options: dict[str, Any], listener: soc
     )  # fmt: skip
     generation = Generation(served, batch, metrics, limit_of(served.model), args.queue)
     app = application(served, generation, metrics, names_of(listener, args.host), key)
-    # Not earlier: two servers that load their models at the same time would both get the port.
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=2 * STOPPING)
     return StoppedInTime(config, generation)
 
@@ -166,7 +155,3 @@ def key_of(args: argparse.Namespace) -> str | None:
     if key is not None and not (key.isascii() and key.isprintable() and key.strip() == key != ""):
         raise SpecacheError("--api-key: accepted are printable ASCII characters, without spaces around them")
     return key
-
-
-def cannot_listen(host: str, port: int, error: OSError) -> SpecacheError:
-    return SpecacheError(f"cannot listen at --host {host} --port {port} ({error.strerror}). Pass others")

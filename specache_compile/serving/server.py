@@ -1,4 +1,4 @@
-"""The routes, and the handling of each request: its ticket, errors in OpenAI's format, and metrics."""
+"""The routes, and the handling of each request: its end, errors in OpenAI's format, and metrics."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.middleware.trustedhost import TrustedHostMiddleware
@@ -22,12 +22,12 @@ from uvicorn import Config, Server
 
 from specache_compile.errors import SpecacheError
 
-from .answer import Question, Ticket
+from .answer import Question
 from .generation import Generation
-from .interface.questions import chat, completion, numbered
-from .interface.replies import ChatReply, Reply, error_body
-from .interface.requests import Body, ChatBody, CompletionBody
 from .metrics import Metrics
+from .questions import chat, completion
+from .replies import ChatReply, Reply, error_body
+from .requests import Body, ChatBody, CompletionBody
 from .served_model import ServedModel
 
 log = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ def application(
         await asyncio.to_thread(generation.stop)
 
     app = FastAPI(title="specache", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
-    app.add_middleware(Tickets, metrics=metrics)
+    app.add_middleware(Requests, metrics=metrics)
     if key is not None:
         app.add_middleware(Keyed, key=key)
     if names is not None:
@@ -69,14 +69,13 @@ def application(
             raise HTTPException(404, f"model {requested!r} does not exist: this server has {name!r}")
 
     async def replied(request: Request, body: Body, question: Question, kind: type[Reply]) -> Any:
-        if body.ignored:
-            log.info("ignored: %s", ", ".join(body.ignored))
-        ticket, answers = request.state.ticket, body.n or 1
-        begun_answers = [generation.begin(ticket, numbered(question, index)) for index in range(answers)]
-        ticket.answers.extend(begun_answers)
-        reply = kind(name, begun_answers)
+        if body.model_extra:
+            log.info("ignored: %s", ", ".join(sorted(body.model_extra)))
+        request.state.answer = answer = generation.begin(question)
+        reply = kind(name, answer)
         if body.stream:
-            return reply.stream(body.stream_options.usage if body.stream_options else "none")
+            usage = body.stream_options is not None and bool(body.stream_options.include_usage)
+            return StreamingResponse(reply.events(usage), media_type="text/event-stream")
         return await while_waited_for(request, reply.whole())
 
     @app.post("/v1/chat/completions")
@@ -97,6 +96,11 @@ def application(
     def model(requested: str) -> dict[str, Any]:
         is_here(requested)
         return its_name
+
+    @app.post("/load_model")
+    def load_model() -> Response:
+        """What `transformers chat` requires before its first request."""
+        return Response('data: {"status": "ready", "cached": true}\n\n', media_type="text/event-stream")
 
     @app.api_route("/health", methods=["GET", "HEAD"])
     def health() -> dict[str, str]:
@@ -159,8 +163,8 @@ class Keyed:
         return await self.app(scope, receive, send)
 
 
-class Tickets:
-    """ASGI middleware: gives each request a ticket, which ends with the request, and limits its body."""
+class Requests:
+    """ASGI middleware: limits a request's body, ends its answer with it, and counts and logs it."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self.app, self.metrics = app, metrics
@@ -168,8 +172,7 @@ class Tickets:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] != "POST":
             return await self.app(scope, receive, send)
-        ticket = Ticket()
-        scope.setdefault("state", {})["ticket"] = ticket
+        state, came = scope.setdefault("state", {}), time.perf_counter()
         status, received, ended = 0, 0, False
 
         async def bounded() -> Message:
@@ -192,14 +195,15 @@ class Tickets:
             status, ended = 500, True
             raise
         finally:
-            ticket.left.set()
+            if (answer := state.get("answer")) is not None:
+                answer.left.set()
             if not ended or status == CLIENT_LEFT:
+                status = CLIENT_LEFT
                 self.metrics.left.inc()
             else:
                 self.metrics.requests.labels(status).inc()
-            shown, seconds = status if ended else CLIENT_LEFT, time.perf_counter() - ticket.came
-            tokens = sum(answer.generated for answer in ticket.answers)
-            log.info("%s %s %s %.2f s, %s tokens", scope["method"], scope["path"], shown, seconds, tokens)
+            tokens, seconds = 0 if answer is None else answer.generated, time.perf_counter() - came
+            log.info("%s %s %s %.2f s, %s tokens", scope["method"], scope["path"], status, seconds, tokens)
 
 
 async def refused(request: Request, exception: Any) -> JSONResponse:

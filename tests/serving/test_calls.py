@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,10 +19,10 @@ from transformers import GenerationConfig
 from conftest import byte_tokenizer, tiny_llama
 from served import reply
 from specache_compile.serving.calls import format_of
-from specache_compile.serving.interface.questions import chat, processors_of
-from specache_compile.serving.interface.replies import ChatReply
-from specache_compile.serving.interface.requests import ChatBody
 from specache_compile.serving.parts import Parts
+from specache_compile.serving.questions import chat
+from specache_compile.serving.replies import ChatReply
+from specache_compile.serving.requests import ChatBody
 
 END = "<|end_of_answer|>"
 SCHEMA: dict[str, Any] = {
@@ -195,7 +195,7 @@ def test_ids_of_calls_have_the_nine_letters_and_digits_that_mistrals_templates_r
     ]  # fmt: skip
     served = served_of(FAMILIES["mistral_list"], template)
     question = question_of(served, messages=messages)
-    ids = served.tokenizer.decode(question.inputs["input_ids"][0]).split(",")[:2]
+    ids = served.tokenizer.decode(question.ids).split(",")[:2]
     assert ids[0] == ids[1]
     assert re.fullmatch("[A-Za-z0-9]{9}", ids[0])
     tokens = served.tokenizer(f'[TOOL_CALLS][{{"name": "look", "arguments": {arguments(LOOK)}}}]{END}').input_ids
@@ -205,15 +205,15 @@ def test_ids_of_calls_have_the_nine_letters_and_digits_that_mistrals_templates_r
 
 def generated(question: Any, end: int, seed: int, begun: Sequence[int] = ()) -> list[int]:
     """The tokens of a model that begins so, draws each further token at random, and ends as soon as it may."""
-    (constraint,) = processors_of(replace(question, matcher=question.matcher.deep_copy()))
+    (constraint,) = question.processors
     draw = torch.Generator().manual_seed(seed)
-    ids = torch.cat([question.inputs["input_ids"], torch.tensor([begun], dtype=torch.int64)], 1)
+    ids = torch.tensor([[*question.ids, *begun]])
     while ids[0, -1] != end:
         scores = torch.zeros(1, end + 64)
         scores[0, end] = 100.0
         scores = constraint(ids, scores)
         ids = torch.cat([ids, torch.multinomial(scores.softmax(-1), 1, generator=draw)], 1)
-    return ids[0, question.tokens :].tolist()
+    return ids[0, len(question.ids) :].tolist()
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -256,7 +256,7 @@ def test_a_begun_call_of_a_strict_tool_follows_its_schema(name: str) -> None:
     texts = [text for text in family.answers if marker not in text]
     for text in texts:
         tokens = served.tokenizer(text + END, add_special_tokens=False).input_ids
-        assert ask().matcher.try_consume_tokens(tokens) == len(tokens)
+        assert ask().processors[0].matcher.try_consume_tokens(tokens) == len(tokens)
     assert texts
 
 

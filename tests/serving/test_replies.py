@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from tokenizers import Tokenizer, decoders, models
@@ -17,42 +15,33 @@ from transformers import GenerationConfig
 from conftest import byte_tokenizer
 from served import qwens_parser
 from served import reply as reply_of
-from specache_compile.serving.answer import Answer, Likely, Question, Ticket
-from specache_compile.serving.interface.replies import ChatReply, Reply, by_text
-from specache_compile.serving.interface.requests import StreamOptions, Usage
-from specache_compile.serving.metrics import Metrics
-from specache_compile.serving.stops import Stops
-from specache_compile.serving.token_bytes import TABLE, bytes_of
+from specache_compile.serving.answer import Question, Stops
+from specache_compile.serving.replies import ChatReply, Reply
 
 pytestmark = pytest.mark.one_process
 
 TOKENIZER = byte_tokenizer()
-PROMPT = torch.tensor([list(b"<user>Hi")])
+PROMPT = list(b"<user>Hi")
 CALLING = 'Hm.</think>\n\nI look.\n<tool_call>{"name": "look", "arguments": {"x": 1}}</tool_call>'
 
 
-def reply(
-    text: str, kind: type[Reply] = Reply, streamed: bool = False, at_once: int = 1, usage: Usage = "last", **given: Any
-) -> Any:
+def reply(text: str, kind: type[Reply] = Reply, streamed: bool = False, **given: Any) -> Any:
     """What a client receives where a model generates this text."""
     config = GenerationConfig(max_new_tokens=200, min_new_tokens=given.pop("min_tokens", None), eos_token_id=[7, 8])
-    question = Question({"input_ids": PROMPT}, config, **given)
-    return reply_of(list(text.encode()), question, TOKENIZER, kind, streamed, at_once, usage)
+    return reply_of(list(text.encode()), Question(PROMPT, config, **given), TOKENIZER, kind, streamed)
 
 
-@pytest.mark.parametrize("at_once", [1, 2, 5])
 @pytest.mark.parametrize(
     ("stop", "text", "tokens"),
     [(["lo"], "Hel", 5), (["o, w", "or"], "Hell", 8), (["x", "llo, worms"], "Hello, world", 12), (["H"], "", 1)],
 )
-def test_an_answer_ends_before_its_stop_string(stop: list[str], text: str, tokens: int, at_once: int) -> None:
-    """However its tokens come, whole or streamed."""
-    whole = reply("Hello, world", stop=stop, at_once=at_once)
+def test_an_answer_ends_before_its_stop_string(stop: list[str], text: str, tokens: int) -> None:
+    """Whole or streamed."""
+    whole = reply("Hello, world", stop=stop)
     choice = Completion.model_validate(whole).choices[0]
     assert choice.text == text
-    assert choice.finish_reason == "stop"
     assert whole["usage"]["completion_tokens"] == tokens
-    events = reply("Hello, world", streamed=True, stop=stop, at_once=at_once)
+    events = reply("Hello, world", streamed=True, stop=stop)
     assert "".join(choice["text"] for event in events[:-1] for choice in json.loads(event)["choices"]) == text
 
 
@@ -89,18 +78,6 @@ def test_a_stream_begins_with_its_first_token_and_ends_with_done() -> None:
     assert chunks[-1].usage.completion_tokens == 3
 
 
-@pytest.mark.parametrize("kind", [Reply, ChatReply])
-def test_every_event_of_a_stream_has_its_usage_if_requested(kind: type[Reply]) -> None:
-    """As load tools request it, and as vLLM responds."""
-    usage = StreamOptions(include_usage=True, continuous_usage_stats=True).usage
-    *events, _ = reply("Yes", kind, streamed=True, usage=usage)
-    usages = [json.loads(event)["usage"] for event in events]
-    assert {one["prompt_tokens"] for one in usages} == {PROMPT.numel()}
-    assert all(one["completion_tokens"] >= said for said, one in enumerate(usages[:-2], 1))
-    assert usages[-1]["completion_tokens"] == 3
-    assert StreamOptions(continuous_usage_stats=True).usage == "none"
-
-
 def test_an_answer_of_nothing_has_a_role_too() -> None:
     events = reply("x", ChatReply, streamed=True, stop=["x"])
     assert ChatCompletionChunk.model_validate_json(events[0]).choices[0].delta.role == "assistant"
@@ -135,46 +112,5 @@ def test_a_continuation_keeps_its_first_space(continued: bool, text: str) -> Non
     """Llama 2's tokenizer takes it from any text, as it has put it there."""
     rust = Tokenizer(models.BPE(vocab={"▁is": 0, "▁a": 1, "▁Here": 2}, merges=[]))
     rust.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
-    question = Question({"input_ids": torch.tensor([[2]])}, GenerationConfig(), continued=continued)
-
-    async def said() -> Any:
-        answer = Answer(Ticket(), question, SimpleNamespace(_tokenizer=rust), Metrics())
-        for token in (2, 0, 1):
-            answer.put(torch.tensor([[token]]))
-        answer.close()
-        return "".join([piece async for piece in answer.pieces()])
-
-    assert asyncio.run(said()) == text
-
-
-def test_the_bytes_of_a_part_of_a_character_are_its_own() -> None:
-    """Joined, they are the text."""
-    text = "naïve 😀"
-    table = {byte: letter for letter, byte in TABLE.items()}
-    letters = [table[byte] for byte in text.encode()]
-    rust = Tokenizer(models.WordLevel({letter: place for place, letter in enumerate(dict.fromkeys(letters))}, "?"))
-    rust.decoder = decoders.ByteLevel()
-    assert b"".join(bytes_of(rust, rust.token_to_id(letter), "\ufffd") for letter in letters) == text.encode()
-
-
-def test_the_bytes_of_byte_tokens_joined_are_the_text() -> None:
-    """Tokenizers of SentencePiece write a byte that no other token has as <0xNN>."""
-    pieces = ["▁na", "<0xC3>", "<0xAF>", "ve", "▁", "<0xF0>", "<0x9F>", "<0x98>", "<0x80>", "▁Here"]
-    rust = Tokenizer(models.BPE(vocab={piece: place for place, piece in enumerate(pieces)}, merges=[]))
-    rust.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
-    question = Question({"input_ids": torch.tensor([[9]])}, GenerationConfig(), logprobs=0)
-
-    async def joined() -> bytes:
-        answer, written = Answer(Ticket(), question, SimpleNamespace(_tokenizer=rust), Metrics()), b""
-        answer.put(torch.tensor([[9]]))
-        for token in range(9):
-            written += answer.likely(token, 0.0).bytes
-            answer.put(torch.tensor([[token]]))
-        return written
-
-    assert asyncio.run(joined()) == " naïve 😀".encode()
-
-
-def test_likeliest_tokens_of_one_text_are_all_reported() -> None:
-    likeliest = [Likely(5, "\ufffd", -0.1, b"\xc3"), Likely(7, "\ufffd", -2.0, b"\xc4"), Likely(9, "a", -3.0, b"a")]
-    assert by_text(likeliest) == {"\ufffd": -0.1, "token_id:7": -2.0, "a": -3.0}
+    question = Question([2], GenerationConfig(), continued=continued)
+    assert reply_of([0, 1], question, SimpleNamespace(_tokenizer=rust))["choices"][0]["text"] == text

@@ -7,6 +7,7 @@ import http.client
 import json
 import logging
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,8 +20,8 @@ from transformers import GenerationConfig, LlamaForCausalLM
 
 from conftest import byte_tokenizer, tiny_llama
 from served import TEMPLATE, Served, posted, serving, write_checkpoint
-from specache_compile.serving.interface.questions import Penalties, arguments_of, chat, config_of
-from specache_compile.serving.interface.requests import ChatBody, CompletionBody
+from specache_compile.serving.questions import Penalties, arguments_of, chat, config_of
+from specache_compile.serving.requests import ChatBody, CompletionBody
 
 pytestmark = pytest.mark.one_process
 
@@ -53,23 +54,27 @@ TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": 
         ({"messages": [{"content": "a"}]}, "messages.0.role"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "text"),
         ({"messages": [{"role": "critic", "content": "a"}]}, "no critics here"),
-        ({"messages": [{"role": "user", "content": "\ud800"}]}, "'messages' is not Unicode text"),
+        (
+            {"messages": [{"role": "user", "content": "\ud800"}]},
+            "surrogates not allowed",
+        ),
         ({"logit_bias": {"128": 1}}, "the model has no token 128"),
         ({"chat_template_kwargs": {"tokenize": False}}, "tokenize"),
         ({"chat_template_kwargs": {"messages": []}}, "messages"),
-        ({"chat_template_kwargs": {"thought": "\udc00"}}, "'chat_template_kwargs' is not Unicode text"),
+        (
+            {"chat_template_kwargs": {"thought": "\udc00"}},
+            "surrogates not allowed",
+        ),
         ({"max_completion_tokens": 0}, "max_completion_tokens"),
         ({"max_completion_tokens": 2, "max_tokens": 3}, "max_tokens differs from"),
-        ({"logprobs": 1}, "logprobs"),
-        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
-        ({"top_logprobs": 1}, "top_logprobs: only with logprobs"),
+        ({"logprobs": True, "top_logprobs": 0}, "logprobs, top_logprobs: not supported"),
         ({"tools": [{"x": 1}]}, "tools.0.type: Field required"),
         ({"tools": [TOOL]}, "tools: the chat template of"),
         ({"tools": [TOOL], "tool_choice": "some"}, "tool_choice"),
         ({"response_format": {"type": "json_schema"}}, "response_format"),
         ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "ignore_eos"),
         ({"functions": [{"name": "look"}]}, "functions: not supported"),
-        ({"structured_outputs": {"json": {}}}, "structured_outputs: not supported; use tools, or response_format"),
+        ({"structured_outputs": {"json": {}}}, "structured_outputs: not supported. Leave it out; use response_format"),
         ({"modalities": ["audio"]}, "modalities"),
     ],
 )
@@ -86,7 +91,7 @@ def test_an_unsupported_chat_is_rejected(served: Served, given: Any, message: st
         ({"logit_bias": {"5": 101}}, "logit_bias.5"),
         ({"prompt": ["a", "b"]}, "prompt"),
         ({"prompt": ""}, "the prompt is empty"),
-        ({"prompt": "a\ud800"}, "'prompt' is not Unicode text"),
+        ({"prompt": "a\ud800"}, "surrogates not allowed"),
         ({"stop": ""}, "stop"),
         ({"stop": list("abcde")}, "List should have at most 4 items"),
         ({"stop": ["x" * 65]}, "String should have at most 64 characters"),
@@ -98,11 +103,10 @@ def test_an_unsupported_chat_is_rejected(served: Served, given: Any, message: st
         ({"ignore_eos": 1}, "ignore_eos"),
         ({"stream": "yes"}, "stream"),
         ({"stream_options": {"include_usage": True}}, "stream_options: only with stream"),
-        ({"n": 17}, "n: Input should be less than or equal to 16"),
-        ({"n": True}, "n: "),
+        ({"n": 2}, "n: Input should be less than or equal to 1"),
         ({"best_of": 2}, "best_of"),
         ({"echo": True}, "echo"),
-        ({"logprobs": 6}, "logprobs"),
+        ({"logprobs": 0}, "logprobs: not supported"),
         ({"suffix": "!"}, "suffix"),
         ({"temperature": -1}, "temperature"),
         ({"temperature": "1"}, "temperature"),
@@ -124,7 +128,7 @@ def test_an_unsupported_completion_is_rejected(served: Served, given: Any, messa
     [
         ("v1/completions", {"prompt": "a", "model": "gpt-9"}, 404, "model 'gpt-9' does not exist"),
         ("v1/completions", b" " * ((16 << 20) + 1), 413, "16,777,216 bytes"),
-        ("load_model", {"model": "other"}, 404, "Not Found"),
+        ("other", {"model": "other"}, 404, "Not Found"),
     ],
 )
 def test_what_is_not_here_is_refused(served: Served, path: str, body: Any, status: int, message: str) -> None:
@@ -165,7 +169,7 @@ def test_ignored_fields_are_named_in_one_line_of_the_log(served: Served) -> None
 
 @pytest.mark.parametrize(
     "given",
-    [{"top_k": 1}, {"min_p": 1.0}, {"typical_p": 1e-6}, {"repetition_penalty": 1.5, "temperature": 0}],
+    [{"top_k": 1}, {"min_p": 1.0}, {"repetition_penalty": 1.5, "temperature": 0}],
     ids=lambda given: next(iter(given)),
 )
 def test_a_sampling_field_is_that_of_generate(served: Served, given: dict[str, Any]) -> None:
@@ -174,7 +178,7 @@ def test_a_sampling_field_is_that_of_generate(served: Served, given: dict[str, A
     ids, sampled = torch.tensor([list(b"Once. " * 8)]), {"do_sample": True, "top_k": 0}
     more = {name: value for name, value in given.items() if name != "temperature"}
     said = reference.generate(ids, max_new_tokens=12, **({} if "temperature" in given else sampled) | more)
-    body = {"prompt": "Once. " * 8, "max_tokens": 12, "skip_special_tokens": False, **given}
+    body = {"prompt": "Once. " * 8, "max_tokens": 12, **given}
     status, text = posted(served, "v1/completions", body)
     assert (status, json.loads(text)["choices"][0]["text"]) == (200, bytes(said[0, ids.shape[1] :].tolist()).decode())
 
@@ -187,17 +191,6 @@ def test_a_stop_token_ends_an_answer_and_is_no_part_of_it(served: Served) -> Non
     assert (choice.text, choice.finish_reason) == (whole[: whole.index(stop)], "stop")
 
 
-@pytest.mark.parametrize("path", ["v1/completions", "v1/chat/completions"])
-def test_special_tokens_are_text_where_they_are_not_skipped(served: Served, path: str) -> None:
-    body = {"max_tokens": 3, "temperature": 0, "logit_bias": {str(ord("~")): 100}}
-    body |= {"messages": [HELLO]} if "chat" in path else {"prompt": "a"}
-    texts = []
-    for more in ({}, {"skip_special_tokens": True}, {"skip_special_tokens": False}):
-        choice = json.loads(posted(served, path, body | more)[1])["choices"][0]
-        texts.append(choice["message"]["content"] if "chat" in path else choice["text"])
-    assert texts == ["", "", "~~~"]
-
-
 SCHEMA = {
     "type": "object",
     "properties": {"age": {"type": "integer", "maximum": 99}, "kind": {"enum": ["cat", "dog"]}},
@@ -207,20 +200,17 @@ SCHEMA = {
 FORMAT: Any = {"type": "json_schema", "json_schema": {"name": "pet", "schema": SCHEMA}}
 
 
-@pytest.mark.parametrize("streamed", [False, True])
-def test_every_answer_follows_its_schema(served: Served, streamed: bool) -> None:
+def test_every_answer_follows_its_schema(served: Served) -> None:
     """Several rows of one batch, of a model that answers at random otherwise."""
-    ask: dict[str, Any] = {"model": served.name, "messages": [HELLO], "max_tokens": 200, "seed": 1, "temperature": 1}
-    said = served.client.chat.completions.create(**ask, n=3, response_format=FORMAT, stream=streamed)
-    texts, ends = {}, []
-    for part in said if streamed else [said]:
-        for choice in part.choices:
-            text = choice.delta.content if streamed else choice.message.content
-            texts[choice.index] = texts.get(choice.index, "") + (text or "")
-            ends += [choice.finish_reason] if choice.finish_reason else []
-    assert ends == ["stop"] * 3
-    for text in texts.values():
-        jsonschema.validate(json.loads(text), SCHEMA)
+    ask: dict[str, Any] = {"model": served.name, "messages": [HELLO], "max_tokens": 200, "temperature": 1}
+
+    def answer(seed: int) -> Any:
+        return served.client.chat.completions.create(**ask, seed=seed, response_format=FORMAT).choices[0]
+
+    with ThreadPoolExecutor() as clients:
+        for choice in clients.map(answer, range(3)):
+            assert choice.finish_reason == "stop"
+            jsonschema.validate(json.loads(choice.message.content), SCHEMA)
 
 
 def test_a_replayed_call_may_have_no_arguments_or_cut_ones() -> None:
@@ -263,7 +253,7 @@ def prompt_of(template: str, **given: Any) -> str:
     tokenizer.chat_template = template
     served: Any = SimpleNamespace(name="tiny", tokenizer=tokenizer, model=tiny_llama(), vocabulary=128)
     question = chat(served, ChatBody(**{"messages": [HELLO], **given}))
-    prompt = bytes(question.inputs["input_ids"][0].tolist()).decode()
+    prompt = bytes(question.ids).decode()
     assert prompt.endswith("<assistant>")
     return prompt
 

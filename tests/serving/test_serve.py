@@ -26,7 +26,6 @@ from conftest import NEEDLE_LLAMA, compiled_with, tiny_llama
 from served import Served, answer, chat_once, figures, grown, prompt_of, serving, wait_for, write_checkpoint
 from specache_compile.batching.request import End
 from specache_compile.cli import main
-from specache_compile.serving.answer import Ticket
 from specache_compile.serving.generation import Generation
 from specache_compile.serving.metrics import Metrics
 
@@ -74,60 +73,6 @@ def test_a_next_turn_goes_on_from_its_session(served: Served, uncompiled: LlamaF
     assert grown(served, before, "specache_prompt_tokens_total computed") == len(prompt_of(messages)) - seen
     assert grown(served, before, "specache_generated_tokens_total") == 8
     assert grown(served, before, "specache_sessions memory") == 0
-
-
-def test_how_likely_tokens_are_is_what_the_uncompiled_model_finds(served: Served, uncompiled: LlamaForCausalLM) -> None:
-    """Before temperature and penalties; whole and streamed."""
-    prompt = "Once upon a time there was a lane. " * 3
-    ask: dict[str, Any] = {
-        "model": served.name, "prompt": prompt, "max_tokens": 6, "temperature": 0.5, "seed": 1, "presence_penalty": 1,
-    }  # fmt: skip
-    choice = served.client.completions.create(**ask, logprobs=2).choices[0]
-    ids = torch.tensor([list((prompt + choice.text).encode())])
-    with torch.no_grad():
-        known = uncompiled(ids).logits[0].log_softmax(-1)[len(prompt) - 1 : -1]
-    chosen = choice.logprobs
-    assert "".join(chosen.tokens) == choice.text
-    torch.testing.assert_close(torch.tensor(chosen.token_logprobs), known.gather(1, ids[0, len(prompt) :, None])[:, 0])
-    for place, likeliest in zip(known, chosen.top_logprobs, strict=True):
-        assert likeliest == pytest.approx({chr(i): float(place[i]) for i in place.topk(2).indices.tolist()}, abs=1e-5)
-
-    talk: dict[str, Any] = {
-        "model": served.name, "messages": [{"role": "user", "content": "Why? " * 9}], "max_tokens": 6,
-        "temperature": 0, "logprobs": True, "top_logprobs": 1,
-    }  # fmt: skip
-    whole = served.client.chat.completions.create(**talk).choices[0].logprobs.content
-    assert all(token.top_logprobs[0].logprob == token.logprob for token in whole)
-    events = [chunk.choices[0].logprobs.content for chunk in served.client.chat.completions.create(**talk, stream=True)]
-    assert [len(tokens) for tokens in events] == [1, 1, 1, 1, 1, 1, 0]
-    streamed = [token for tokens in events for token in tokens]
-    assert [token.token for token in streamed] == [token.token for token in whole]
-    assert [token.logprob for token in streamed] == pytest.approx([token.logprob for token in whole], abs=1e-4)
-
-
-def test_several_answers_are_each_its_seeds(served: Served) -> None:
-    """Whole, and streamed one beside the other."""
-    prompt = "Once upon a time there was a guess. " * 3
-    ask: dict[str, Any] = {"model": served.name, "prompt": prompt, "max_tokens": 7, "temperature": 1.5}
-    alone = [served.client.completions.create(**ask, seed=seed).choices[0].text for seed in (4, 5, 6)]
-    assert len(set(alone)) == 3
-    whole = served.client.completions.create(**ask, seed=4, n=3)
-    assert [(choice.index, choice.text) for choice in whole.choices] == list(enumerate(alone))
-    assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (len(prompt), 21)
-    streamed, ends = [""] * 3, 0
-    for event in served.client.completions.create(**ask, seed=4, n=3, stream=True):
-        streamed[event.choices[0].index] += event.choices[0].text
-        ends += event.choices[0].finish_reason is not None
-    assert (streamed, ends) == (alone, 3)
-
-
-def test_several_answers_may_wait_for_each_other(checkpoint: Path) -> None:
-    with serving(checkpoint, "--rows", "1") as one_by_one:
-        ask: dict[str, Any] = {"model": one_by_one.name, "prompt": "Once upon a time. " * 4, "max_tokens": 4}
-        texts = [choice.text for choice in one_by_one.client.completions.create(**ask, temperature=0, n=3).choices]
-        assert len(texts) == 3
-        assert len(set(texts)) == 1
-        assert figures(one_by_one)["specache_queue"] == 0
 
 
 def test_completions_stream_too(served: Served, uncompiled: LlamaForCausalLM) -> None:
@@ -289,9 +234,7 @@ def test_a_batch_that_fails_in_every_step_ends_its_answers_and_does_not_turn_for
     batch = sc.Batch(model, rows=2)
     generation = Generation(SimpleNamespace(tokenizer=None), batch, Metrics(), 100, 2)  # type: ignore[arg-type]
     generation.running = {
-        batch.add(torch.arange(10 + i)[None], max_new_tokens=4): Mock(
-            ticket=Ticket(), fail=failed.append, started=False
-        )
+        batch.add(torch.arange(10 + i), max_new_tokens=4): Mock(left=threading.Event(), end=failed.append)
         for i in range(2)
     }
     monkeypatch.setattr(batch, "step", iter_of([lost] * 4 + [list]))
@@ -309,7 +252,7 @@ def test_a_server_that_stops_writes_no_caches_to_disk(tmp_path: Path) -> None:
     batch = sc.Batch(model, sessions=1, spill_folder=tmp_path)
     generation = Generation(SimpleNamespace(tokenizer=None), batch, Metrics(), 100, 2)  # type: ignore[arg-type]
     requests = [batch.add(torch.arange(first, 30), max_new_tokens=9) for first in (0, 1)]
-    generation.running = {request: Mock(ticket=Ticket()) for request in requests}
+    generation.running = {request: Mock(left=threading.Event()) for request in requests}
     while len(batch.decoding) < 2:
         batch.step()
     evicted = Counter(batch.memory.prefixes.evicted)

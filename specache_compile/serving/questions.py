@@ -14,16 +14,15 @@ from jinja2 import TemplateError
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
-from specache_compile.serving.answer import Question
-from specache_compile.serving.calls import format_of, grammar_of_call, grammar_of_text, parser_of
-from specache_compile.serving.served_model import ServedModel
-from specache_compile.serving.structured import Constraint, matcher_of, of_schema
-
+from .answer import Question
+from .calls import format_of, grammar_of_call, grammar_of_text, parser_of
 from .requests import CALL_ID, Body, ChatBody, CompletionBody, Message, Tool
+from .served_model import ServedModel
+from .structured import Constraint, matcher_of, of_schema
 
 
 def completion(served: ServedModel, body: CompletionBody) -> Question:
-    return replace(question(served, body, served.tokenizer(body.prompt, return_tensors="pt")), continued=True)
+    return replace(question(served, body, served.tokenizer(body.prompt)["input_ids"]), continued=True)
 
 
 def chat(served: ServedModel, body: ChatBody) -> Question:
@@ -35,25 +34,28 @@ def chat(served: ServedModel, body: ChatBody) -> Question:
     messages = [template_message(message) for message in body.messages]
     offered = [] if body.tool_choice == "none" else body.tools or []
     tools = [tool.model_dump(exclude_none=True) for tool in offered] or None
+    more = dict(body.chat_template_kwargs or {})
+    if body.reasoning_effort:
+        more.setdefault("reasoning_effort", body.reasoning_effort)
 
     def text(answer: bool = True, tools: Any = tools) -> str:
-        effort = {"reasoning_effort": body.reasoning_effort} if body.reasoning_effort else {}
-        more = effort | (body.chat_template_kwargs or {})
         try:
+            # All of the server's arguments are passed, so that a request cannot.
             rendered = tokenizer.apply_chat_template(
-                messages, tools=tools, add_generation_prompt=answer, tokenize=False, **more
-            )
-        except (TemplateError, TypeError) as error:  # the template rejects the messages
+                messages, tools=tools, chat_template=None, add_generation_prompt=answer, continue_final_message=False,
+                tokenize=False, **more,
+            )  # fmt: skip
+            return str(rendered)
+        except (TemplateError, TypeError, ValueError) as error:  # the template rejects the messages
             raise HTTPException(400, f"the chat template: {error}") from error
-        return str(rendered)
 
     whole, without_opening = text(), text(answer=False)
     if tools is not None and text(tools=None) == whole:
         raise HTTPException(400, f"tools: the chat template of {served.name} ignores them. Leave tools out")
     opening = whole.removeprefix(without_opening) if whole.startswith(without_opening) else ""
-    inputs = tokenizer(whole, add_special_tokens=False, return_tensors="pt")
+    ids = tokenizer(whole, add_special_tokens=False)["input_ids"]
     parser = parser_of(tokenizer, served.model, whole, opening, tools)
-    return question(served, body, inputs, parser, called_of(served, body, opening))
+    return question(served, body, ids, parser, called_of(served, body, opening))
 
 
 def template_message(message: Message) -> dict[str, Any]:
@@ -83,28 +85,24 @@ def arguments_of(text: str) -> Any:
         return text
 
 
-def question(served: ServedModel, body: Body, inputs: Any, parser: Any = None, called: str | None = None) -> Question:
+def question(
+    served: ServedModel, body: Body, ids: list[int], parser: Any = None, called: str | None = None
+) -> Question:
     """A question. called: the grammar of an answer with tool calls; None: calls are not constrained."""
-    schema = schema_of(body)
-    grammar = called if called is not None or schema is None else of_schema(schema)
-    if grammar is not None and (body.ignore_eos or body.min_tokens):
-        raise HTTPException(400, "ignore_eos, min_tokens: not supported with a schema. Leave them out")
-    try:
-        matcher = None if grammar is None else matcher_of(served.grammar_tokenizer, grammar)
-    except ValueError as error:
-        raise HTTPException(400, f"the answer's schema: {error}") from error
-    return Question(
-        inputs.to(served.model.device),
-        config_of(served, body),
-        (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
-        body.seed,
-        (body.frequency_penalty or 0.0, body.presence_penalty or 0.0),
-        parser if matcher is None or called else None,  # an answer with a schema has one part
-        body.likeliest,
-        special=body.skip_special_tokens is False,
-        matcher=matcher,
-        words=0 if matcher is None else (served.grammar_tokenizer.vocab_size + 31) // 32,
-    )
+    schema, processors = schema_of(body), LogitsProcessorList()
+    if body.frequency_penalty or body.presence_penalty:
+        processors.append(Penalties(body.frequency_penalty or 0.0, body.presence_penalty or 0.0, len(ids)))
+    if called is not None or schema is not None:
+        if body.ignore_eos or body.min_tokens:
+            raise HTTPException(400, "ignore_eos, min_tokens: not supported with a schema. Leave them out")
+        try:
+            matcher = matcher_of(served.grammar_tokenizer, of_schema(schema) if called is None else called)
+        except ValueError as error:
+            raise HTTPException(400, f"the answer's schema: {error}") from error
+        processors.append(Constraint(matcher, len(ids), (served.grammar_tokenizer.vocab_size + 31) // 32))
+    stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+    one_part = called is None and schema is not None
+    return Question(ids, config_of(served, body), processors, stop, body.seed, None if one_part else parser)
 
 
 def schema_of(body: Body) -> dict[str, Any] | None:
@@ -128,24 +126,16 @@ def called_of(served: ServedModel, body: ChatBody, opening: str) -> str | None:
     return grammar_of_text(served.tokenizer, form, functions) if any(one.strict for one in offered) else None
 
 
-def numbered(question: Question, index: int) -> Question:
-    """The question of one of several answers to a request, with its own random numbers and parser state."""
-    seed = None if question.seed is None else question.seed + index
-    config, reader = copy.deepcopy(question.config), copy.deepcopy(question.parser)
-    matcher = None if question.matcher is None else question.matcher.deep_copy()
-    return replace(question, config=config, parser=reader, seed=seed, matcher=matcher)
-
-
 def config_of(served: ServedModel, body: Body) -> GenerationConfig:
     """The checkpoint's settings, overridden by the request's."""
     config = copy.deepcopy(served.model.generation_config)
     config.max_new_tokens, config.min_new_tokens = body.longest, body.min_tokens
-    sampling = {name: getattr(body, name) for name in ("temperature", "top_p", "top_k", "min_p", "typical_p")}
+    sampling = {name: getattr(body, name) for name in ("temperature", "top_p", "top_k", "min_p")}
     if any(value is not None for value in sampling.values()):
         config.do_sample = body.temperature != 0
         config.top_k = config.top_k or 0  # None would mean 50
     if not config.do_sample:
-        config.temperature = config.top_p = config.top_k = config.min_p = config.typical_p = None
+        config.temperature = config.top_p = config.top_k = config.min_p = None
     else:
         config.update(**{name: value for name, value in sampling.items() if value is not None})
         config.top_k = max(0, config.top_k or 0)  # -1 (vLLM) and 0 mean every token
@@ -166,14 +156,6 @@ def ends_of(served: ServedModel, body: Body, config: GenerationConfig) -> list[i
     own = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
     kept = [] if body.ignore_eos else [token for token in own if token is not None]
     return [*kept, *(body.stop_token_ids or ())] or [served.vocabulary]  # None would mean the checkpoint's
-
-
-def processors_of(question: Question) -> LogitsProcessorList:
-    """Logits processors for fields of a question that `generate` has no setting for."""
-    own: list[LogitsProcessor] = [Penalties(*question.penalties, question.tokens)] if any(question.penalties) else []
-    if question.matcher is not None:
-        own.append(Constraint(question.matcher, question.tokens, question.words))
-    return LogitsProcessorList(own)
 
 
 class Penalties(LogitsProcessor):

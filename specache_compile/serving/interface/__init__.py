@@ -1,1 +1,0 @@
-"""OpenAI's API: requests as questions to the model, and its answers in OpenAI's format."""
