@@ -339,7 +339,7 @@ def test_every_command_takes_a_gguf_file(own: Path, cache: Path, capsys: pytest.
     assert "converting" not in capsys.readouterr().err
     out = cache.parent / "eval"
     assert main(["eval", str(own), "--tasks", "perplexity", "--lengths", "64", "--samples", "1", "--methods",
-                 "uncompiled", "--no-plots", "--out", str(out)]) == 0  # fmt: skip
+                 "uncompiled", "--out", str(out)]) == 0  # fmt: skip
     assert "perplexity" in capsys.readouterr().out
 
 

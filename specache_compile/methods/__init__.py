@@ -40,8 +40,6 @@ def every_method() -> dict[str, Method]:
 GONE = {
     "key_bits": "bits sets both; bits=1.5 stores keys in 2 bits and values in 1",
     "value_bits": "bits sets both; bits=1.5 stores keys in 2 bits and values in 1",
-    "selector": "method='pages' fetches whole pages",
-    "page_size": "it is an option of method='pages'",
 }
 
 

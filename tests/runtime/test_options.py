@@ -10,7 +10,7 @@ from specache_compile.errors import OptionError
 from specache_compile.methods import parse_options
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"method": "pyramidkv"}, "method='pyramidkv': accepted are 'full', 'offload', 'kivi', 'specache', 'pages'"),
+    ({"method": "pyramidkv"}, "method='pyramidkv': accepted are 'full', 'offload', 'kivi', 'specache', 'fp8'"),
     ({"method": ["h2o"]}, "method=.*h2o.*: accepted are 'full'"),
     ({"method": "h2o", "bits": 1}, "option bits: method 'h2o' accepts only method, .*budget, eviction_block"),
     ({"method": "h2o", "seed": 1}, "option seed: method 'h2o' accepts only"),
@@ -26,10 +26,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"correct": "always", "top_k": 0}, "correct='always' with top_k=0: without fetches"),
     ({"method": "full", "bits": 2}, "bits: method 'full' accepts only"),
     ({"key_bits": 16}, "key_bits was removed: bits sets both"),
-    ({"selector": "pages"}, "selector was removed: method='pages'"),
-    ({"page_size": 4}, "page_size was removed: it is an option of method='pages'"),
-    ({"method": "pages", "page_size": 32, "top_k": 16}, "page_size=32: a page does not fit top_k=16"),
-    ({"method": "pages", "correct": "always"}, "correct='always': accepted are 'never'"),
     ({"correct": "sometimes"}, "correct='sometimes': accepted are 'never', 'always'"),
     ({"bits": 2, "value_code": "trellis"}, "value_code='trellis' requires values of 1 bit"),
     ({"key_code": "lattice"}, "key_code='lattice': accepted are 'levels', 'trellis', 'auto'"),
@@ -56,7 +52,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"method": "kivi", "host_tier": 0.5}, "host_tier=0.5"),
     ({"lookup": True, "speculate": True}, "Pass speculate=False"),
     ({"lookup": True, "correct": "never"}, "Pass correct='always'"),
-    ({"lookup": True, "method": "pages"}, "Pass correct='always'"),
     ({"lookup": True, "disable_passes": ("correct",)}, "Remove 'correct' from"),
     *(({"lookup": True, "method": m}, f"lookup: method '{m}' accepts only") for m in ("kcache", "full", "h2o")),
     ({"lookup": True, "verify": 4}, "lookup with verify=4: pass only one"),

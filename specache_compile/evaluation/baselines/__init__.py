@@ -8,11 +8,9 @@ from __future__ import annotations
 from specache_compile.kernels.op import register
 from specache_compile.methods import METHODS
 
-from . import eviction, expected_attention, fp8, kcache, kvzip, pages, snapkv
+from . import eviction, expected_attention, fp8, kcache, kvzip, snapkv
 
 ONCE = (snapkv, expected_attention, kvzip)
-for _op in (*fp8.OPS, *kcache.OPS, *(one.ATTENTION for one in ONCE), eviction.ATTENTION, pages.SELECT):
+for _op in (*fp8.OPS, *kcache.OPS, *(one.ATTENTION for one in ONCE), eviction.ATTENTION):
     register(_op)
-METHODS |= {
-    one.name: one for one in (pages.METHOD, fp8.METHOD, kcache.METHOD, *(one.METHOD for one in ONCE), *eviction.METHODS)
-}
+METHODS |= {one.name: one for one in (fp8.METHOD, kcache.METHOD, *(one.METHOD for one in ONCE), *eviction.METHODS)}
