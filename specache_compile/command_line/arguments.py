@@ -17,7 +17,7 @@ DISTRIBUTION = "specache-compile"
 SWITCHES = ("hit_rate", "host_tier", "lookup", "speculate")
 ONE_VALUE = (
     "ahead", "bits", "budget", "chunk", "correct", "eviction_block", "first", "group_size", "host_bits", "host_memory",
-    "kept_layers", "kernel", "lowering", "memory", "method", "min_context", "mode", "pooling",
+    "kept_layers", "kernel", "lowering", "memory", "method", "min_context", "mode",
     "residual_length", "seed", "setting", "sink_tokens", "skip_below", "top_k", "top_n", "verify", "window",
 )  # fmt: skip
 SEVERAL_VALUES = ("exact_layers",)

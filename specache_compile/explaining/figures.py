@@ -15,7 +15,7 @@ from specache_compile.methods.field import LayerShape
 from specache_compile.options import MethodOptions
 from specache_compile.passes.pipeline import Trace
 from specache_compile.passes.reading.sites import LeftAlone
-from specache_compile.runtime.state import bytes_in_16_bits, device_total, full_cache_bytes, predicted_bytes
+from specache_compile.runtime.state import bytes_in_16_bits, device_total, predicted_bytes
 
 from .outline import layer_text
 from .times.devices import Device
@@ -73,7 +73,6 @@ class Figures:
     lanes: int
     device: Device
     weight_bytes: int
-    working_bytes: Mapping[str, int]
     reuse: float | None = None
     corrected: float | None = None
     host_gib: float = 128.0
@@ -95,16 +94,6 @@ class Figures:
     def device_bytes(self) -> int:
         """KV bytes on the device: low-bit, recent and slots."""
         return device_total(self.bytes_by_tier)
-
-    @property
-    def prefill_bytes(self) -> int:
-        """The peak device memory of a prefill, without the weights.
-
-        It consists of the temporaries, with nothing fused, the tiers, and two staging buffers for a layer's pairs.
-        """
-        pairs = max((full_cache_bytes([x], self.batch_size, self.prompt_length) for x in self.layers), default=0)
-        staging = 2 * pairs if self.bytes_by_tier["host"] else 0
-        return self.working_bytes.get("prefill", 0) + self.device_bytes + staging
 
     @property
     def kv_ratio(self) -> float:

@@ -102,7 +102,7 @@ def memory_table(e: Figures) -> str:
                      disable_numparse=True)  # fmt: skip
     memory = e.options.memory
     chosen = "" if memory is None else f"\nmemory {memory}: bits {e.options.bits} fit"  # type: ignore[attr-defined]
-    return f"{table}{chosen}\nbesides: weights {size(e.weight_bytes)}; peak of the prefill {size(e.prefill_bytes)}"
+    return f"{table}{chosen}\nbesides: weights {size(e.weight_bytes)}"
 
 
 def time_text(e: Figures) -> str:

@@ -9,7 +9,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import specache_compile as sc
 from conftest import compile_copy, greedy, prompt, tiny_llama
 from specache_compile.compat import cache_of, with_cache
-from specache_compile.explaining.temporaries import temporaries
 from specache_compile.explaining.times.devices import DEVICES, find_device
 
 OPTIONS = {"setting": "paper", "bits": 2, "group_size": 32, "residual_length": 32, "top_k": 16}
@@ -122,18 +121,3 @@ def test_an_unknown_device_is_named_with_those_that_are_known() -> None:
         find_device("TPU")
     with pytest.raises(sc.SpecacheError, match="pcie_gbps=-1"):
         find_device("L4", pcie_gbps=-1)
-
-
-def test_temporaries_are_the_most_that_live_at_once() -> None:
-    class Chain(torch.nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            a = x + 1  # 400 bytes
-            b = a.view(100) * 2  # and 400 more; then a is dead
-            return b.sum()
-
-    graph = torch.fx.symbolic_trace(Chain())
-    for node in graph.graph.nodes:
-        value = {"x": (10, 10), "add": (10, 10), "view": (100,), "mul": (100,), "sum_1": ()}.get(node.name)
-        if value is not None:
-            node.meta["val"] = torch.zeros(value)
-    assert temporaries(graph) == 800

@@ -184,17 +184,9 @@ GENERATORS: dict[str, Callable[[Inputs], tuple[Any, ...]]] = {
         i.q, i.k, i.v, i.mask(i.case.lanes), i.sinks, i.cursor, i.kept, i.kept_token, i.history, "roco", 1, 0,
         i.scale, i.case.softcap,
     ),
-    "snapkv_attention": lambda i: (
-        i.q, i.k, i.v, i.mask(i.case.lanes), i.sinks, i.cursor, i.compressed, i.compressed_token, BUDGET, 8, 7, "max",
-        i.scale, i.case.softcap,
-    ),
-    "expected_attention": lambda i: (
-        i.q, i.k, i.v, i.mask(i.case.lanes), i.sinks, i.cursor, i.compressed, i.compressed_token, BUDGET, 4, 512,
-        i.scale, i.case.softcap, 0.7 ** torch.arange(i.q.shape[-1] // 2, dtype=torch.float32),
-    ),
-    "kvzip_attention": lambda i: (
-        i.q, i.k, i.v, i.mask(i.case.lanes), i.sinks, i.cursor, i.compressed, i.compressed_token, BUDGET, i.scale,
-        i.case.softcap,
+    "prompt_attention": lambda i: (
+        i.q, i.k, i.v, i.mask(i.case.lanes), i.sinks, i.cursor, i.compressed, i.compressed_token, "expected_attention",
+        BUDGET, [4, 512], i.scale, i.case.softcap, 0.7 ** torch.arange(i.q.shape[-1] // 2, dtype=torch.float32),
     ),
     "kcache_attention": lambda i: (
         i.q[:, :, :1].contiguous(), i.new_k, i.new_v, i.mask(1), i.sinks, i.cursor, i.device_keys, i.host, 8, i.scale,
