@@ -144,7 +144,7 @@ def explain(
         layers=tuple(graphs[0].layers) if graphs else (),
         lanes=max((form.lanes for made in rewrites for form in made.made.values()), default=1),
         device=chosen, weight_bytes=weights, host_gib=host_gib, reuse=reuse, corrected=corrected,
-        name=name, longest=getattr(config.get_text_config(), "max_position_embeddings", None),
+        name=name,
     )  # fmt: skip
 
 

@@ -57,9 +57,7 @@ class Figures:
     `device`.
 
     reuse, corrected: see `explain`; None: the defaults of `load`.
-    longest: the model's max_position_embeddings; None if its config lacks it.
     absorbed: the layers with absorbed latent attention, which use Hugging Face's cache.
-    command: the equivalent command line; "" for a call from Python.
     """
 
     options: MethodOptions
@@ -77,8 +75,6 @@ class Figures:
     corrected: float | None = None
     host_gib: float = 128.0
     name: str = ""
-    longest: int | None = None
-    command: str = ""
     absorbed: tuple[str, ...] = ()
 
     @functools.cached_property

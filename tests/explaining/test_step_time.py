@@ -19,7 +19,6 @@ from specache_compile.explaining.times.step_time import (
     AHEAD,
     AHEAD_UNCORRECTED,
     BETWEEN,
-    LENGTHS,
     break_even_context,
     computed,
     full_cache_batch,
@@ -103,16 +102,6 @@ def test_host_memory_sets_the_batch() -> None:
     assert largest_batch(best, device, 32_768, HOST) == (24, "host")
     assert largest_batch(best, device, 32_768, 512 * 2**30)[1] == "device"
     assert largest_batch(traced("k = 0"), device, 32_768, 0)[1] == "device"
-
-
-@pytest.mark.parametrize("length", LENGTHS)
-def test_a_rounded_host_tier_holds_twice_the_rows(length: int) -> None:
-    """A pair of 2 · (128 + 4) bytes instead of 2 · 2 · 128, where host memory sets the batch."""
-    device = DEVICES["H100"]
-    rows, limit = largest_batch(traced("default"), device, length, HOST)
-    fewer = largest_batch(traced("one lane"), device, length, HOST)[0]
-    assert limit == "host"
-    assert rows / fewer == pytest.approx(512 / 264, rel=0.06)
 
 
 def test_the_launches_of_a_layer_are_those_that_the_kernels_make() -> None:
@@ -207,20 +196,6 @@ def test_a_replay_begins_with_the_last_layers_fetches() -> None:
     assert all(kernel.waits for kernel in fetches[late:])
     waited = {kernel.layer for kernel in kernels if kernel.op == "wait" and kernel.waits}
     assert waited == {kernel.layer for kernel in fetches[:late]}
-
-
-def test_two_lanes_are_worth_it_where_a_correction_is_what_a_step_waits_for() -> None:
-    """A slow link, and so few rows that it carries both fetches within a step; and not where it does not."""
-    two, one = traced("best"), traced("one lane")
-
-    def shorter(device: Device, length: int, batch: int) -> bool:
-        return step_of(two, device, length, batch).seconds < step_of(one, device, length, batch).seconds
-
-    for device in DEVICES.values():
-        assert not shorter(device, 32_768, 8)
-    slow = replace(DEVICES["H100"], pcie_gbps=6)
-    assert shorter(slow, 8_192, 4)
-    assert not shorter(slow, 8_192, 64)
 
 
 def test_the_context_from_which_a_step_is_no_longer() -> None:
