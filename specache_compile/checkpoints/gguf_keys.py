@@ -1,8 +1,7 @@
 """Maps a GGUF file's metadata into the model's configuration, or rejects the file with the key's name.
 
 transformers maps some of a file's keys `ARCH.*` and silently ignores the others. This is an allow list: an ignored key
-must have the value that the configuration has anyway, or no influence on the model. RoPE scaling, linear and YaRN, is
-mapped here.
+must have the value that the configuration has anyway, or no influence on the model.
 """
 
 from __future__ import annotations
@@ -62,19 +61,12 @@ EXPECTED: dict[str, Callable[[Any], object]] = {
     "rope.dimension_count_swa": head_dim,
     "rope.freq_base": lambda config: full_rope(config).get("rope_theta"),
     "rope.freq_base_swa": lambda config: windowed_rope(config).get("rope_theta"),
+    "rope.scaling.factor": lambda config: 1.0,
 }
 
 
-# Keys that are written into the configuration, for model types whose layers all read that attribute.
-WRITTEN: dict[str, tuple[str, tuple[str, ...]]] = {
-    "attention.sliding_window": ("sliding_window", ("mistral", "phi3", "starcoder2")),
-    "attn_logit_softcapping": ("attn_logit_softcapping", ("gemma2",)),
-    "final_logit_softcapping": ("final_logit_softcapping", ("gemma2", "gemma3_text")),
-}
-# Keys of RoPE scaling; the second factor is llama.cpp's name of 2023.
-SCALES = ("rope.scaling.factor", "rope.scale_linear")
-BETAS = {"rope.scaling.yarn_beta_fast": "beta_fast", "rope.scaling.yarn_beta_slow": "beta_slow"}
-SCALING_KEYS = ("rope.scaling.type", "rope.scaling.original_context_length", *SCALES, *BETAS)
+# Model types whose layers all read `sliding_window`, which transformers does not read from the file.
+WINDOWED = ("mistral", "phi3", "starcoder2")
 
 
 def map_keys(path: Path, fields: Mapping[str, Any], config: Any) -> None:
@@ -89,14 +81,14 @@ def map_keys(path: Path, fields: Mapping[str, Any], config: Any) -> None:
         SpecacheError: keys would change the model and cannot be represented.
     """
     keys = unmapped(fields)
-    rope = rope_of(path, {key: keys.pop(key) for key in SCALING_KEYS if key in keys}, config)
-    for key, (name, kinds) in WRITTEN.items():
-        if key in keys and config.model_type in kinds:
-            setattr(config, name, keys.pop(key) or None)
+    if keys.get("rope.scaling.type") == "none":
+        del keys["rope.scaling.type"]
+        keys.pop("rope.scaling.factor", None)
+    if config.model_type in WINDOWED and "attention.sliding_window" in keys:
+        config.sliding_window = keys.pop("attention.sliding_window") or None
     refused = [f"{key} = {value!r}" for key, value in keys.items() if not is_represented(key, value, config)]
     if refused:
         raise unread_keys(path, refused)
-    full_rope(config).update(rope)
 
 
 def unmapped(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -108,21 +100,6 @@ def unmapped(fields: Mapping[str, Any]) -> dict[str, Any]:
     mapping = known.get(architecture.replace("_", "").replace("-", ""), {})
     keys = {key.removeprefix(f"{architecture}."): key for key in fields if key.startswith(f"{architecture}.")}
     return {name: fields[key].contents() for name, key in keys.items() if mapping.get(name) is None}
-
-
-def rope_of(path: Path, scaling: Mapping[str, Any], config: Any) -> dict[str, Any]:
-    """Hugging Face's parameters of a file's RoPE scaling; none where it scales nothing."""
-    kind = scaling.get("rope.scaling.type", "linear")  # llama.cpp's default
-    factor = next((float(scaling[key]) for key in SCALES if scaling.get(key)), 1.0)
-    if kind not in ("none", "linear", "yarn"):
-        raise unread_keys(path, [f"rope.scaling.type = {kind!r}"])
-    if kind == "none" or factor == 1.0:
-        return {}
-    if kind == "linear":
-        return {"rope_type": "linear", "factor": factor}
-    original = scaling.get("rope.scaling.original_context_length") or config.max_position_embeddings
-    betas = {name: float(scaling[key]) for key, name in BETAS.items() if key in scaling}
-    return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": int(original), **betas}
 
 
 def is_represented(key: str, value: Any, config: Any) -> bool:
