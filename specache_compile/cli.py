@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import shlex
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from .checkpoints.loaded import usable_device
@@ -77,7 +76,7 @@ COMMANDS = {
     ),
     "explain": Command(
         "predict memory and step times; needs no weights and no GPU",
-        "cli:add_explain", "cli:run_explain", options=True, recorded=True,
+        "cli:add_explain", "cli:run_explain", options=True,
     ),
     "serve": Command(
         "serve a model with the OpenAI API",
@@ -168,7 +167,7 @@ def add_explain(command: Parser) -> None:
     command.add_argument("--after", metavar="PASS", help="with --graph: print the graph after this pass")
 
 
-def run_explain(args: argparse.Namespace, options: dict[str, Any], words: Sequence[str]) -> None:
+def run_explain(args: argparse.Namespace, options: dict[str, Any]) -> None:
     from .explaining.explain import explain
     from .explaining.outline import readable_graph
     from .explaining.tables import nodes_table
@@ -182,7 +181,6 @@ def run_explain(args: argparse.Namespace, options: dict[str, Any], words: Sequen
         args.model, args.prompt_length, args.batch_size, options,
         device=find_device(args.device, *figures), host_gib=args.host_gib, reuse=args.reuse, corrected=args.corrected,
     )  # fmt: skip
-    explained = replace(explained, command=shlex.join(["specache", *words]))
     if args.nodes:
         print(nodes_table(explained))
     elif args.diff:

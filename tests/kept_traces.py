@@ -43,7 +43,7 @@ class Traces:
     def next_process(self) -> None:
         torch._dynamo.reset()
         hooks._loaded.clear()
-        trace_folder._warned.clear()
+        trace_folder.warn_once.cache_clear()
         gc.collect()  # this removes Dynamo's entries in modules, with their code
         self.count = 0
 

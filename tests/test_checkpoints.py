@@ -30,7 +30,6 @@ from specache_compile.checkpoints.gguf_keys import is_represented
 from specache_compile.checkpoints.loaded import load_model
 from specache_compile.cli import main
 from specache_compile.errors import SpecacheError
-from specache_compile.explaining.explain import load_config
 
 gguf = pytest.importorskip("gguf", reason="reading GGUF files needs the extra smollm2")
 
@@ -240,15 +239,6 @@ def test_lossless_settings_on_a_gpu_generate_its_float32_tokens_up_to_rounding(o
         assert gap <= 2 * (rounded - right).abs().max()
 
 
-@pytest.mark.slow
-def test_explain_takes_its_config_without_a_conversion(smollm2: Path, cache: Path) -> None:
-    config, expected = load_config(NAME), AutoConfig.from_pretrained(smollm2)
-    for name in ("num_hidden_layers", "hidden_size", "num_key_value_heads", "head_dim", "rope_parameters"):
-        assert getattr(config, name) == getattr(expected, name)
-    assert config.name_or_path == NAME
-    assert not cache.exists()
-
-
 def test_a_missing_wheel_is_one_line(
     cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -339,7 +329,7 @@ def test_every_command_takes_a_gguf_file(own: Path, cache: Path, capsys: pytest.
     assert "converting" not in capsys.readouterr().err
     out = cache.parent / "eval"
     assert main(["eval", str(own), "--tasks", "perplexity", "--lengths", "64", "--samples", "1", "--methods",
-                 "uncompiled", "--no-plots", "--out", str(out)]) == 0  # fmt: skip
+                 "uncompiled", "--out", str(out)]) == 0  # fmt: skip
     assert "perplexity" in capsys.readouterr().out
 
 
@@ -381,9 +371,6 @@ def cut(length: int) -> Callable[[Path, LlamaForCausalLM], None]:
 
 BAD = {
     "empty": (cut(0), "not a GGUF file, or truncated"),
-    "magic alone": (cut(4), "not a GGUF file, or truncated"),
-    "half a header": (cut(500), "not a GGUF file, or truncated"),
-    "half a vocabulary": (cut(4000), "not a GGUF file, or truncated"),
     "half the weights": (cut(200_000), "not a GGUF file, or truncated"),
     "all but a byte": (cut(-1), "not a GGUF file, or truncated"),
     "text": (lambda path, model: path.write_text("A text. " * 99), "not a GGUF file, or truncated"),
@@ -404,19 +391,13 @@ REFUSED: dict[str, Callable[[Any], object]] = {
     "attention.key_length = 16": lambda writer: (writer.add_rope_dimension_count(8), writer.add_key_length(16)),
     "attention.value_length = 32": lambda writer: writer.add_value_length(32),
     "attention.clamp_kqv = 8.0": lambda writer: writer.add_clamp_kqv(8.0),
-    "attention.scale = 0.5": lambda writer: writer.add_attention_scale(0.5),
     "logit_scale = 0.25": lambda writer: writer.add_logit_scale(0.25),
-    "embedding_scale = 2.0": lambda writer: writer.add_embedding_scale(2.0),
-    "residual_scale = 0.5": lambda writer: writer.add_residual_scale(0.5),
     "attn_logit_softcapping = 50.0": lambda writer: writer.add_attn_logit_softcapping(50.0),
-    "final_logit_softcapping = 30.0": lambda writer: writer.add_final_logit_softcapping(30.0),
     "expert_count = 8": lambda writer: writer.add_expert_count(8),
     "unheard_of = 3": lambda writer: writer.add_uint32("llama.unheard_of", 3),
     "rope.scaling.type = 'longrope'": lambda writer: writer.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE),
-    "rope.scaling.attn_factor = 2.0": lambda writer: (
-        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN), writer.add_rope_scaling_factor(4.0),
-        writer.add_rope_scaling_attn_factors(2.0),
-    ),
+    "rope.scaling.factor = 4.0": lambda writer: writer.add_rope_scaling_factor(4.0),  # llama.cpp's default is linear
+    "rope.scale_linear = 4.0": lambda writer: writer.add_float32("llama.rope.scale_linear", 4.0),  # of 2023
 }  # fmt: skip
 
 
@@ -450,49 +431,12 @@ def neutral(writer: Any) -> None:
     writer.add_string("llama.rope.scaling.finetuned", "true")
 
 
-def linear(writer: Any) -> None:
-    writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
-    writer.add_rope_scaling_factor(4.0)
-
-
-def yarn(writer: Any) -> None:
-    writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
-    writer.add_rope_scaling_factor(4.0)
-    writer.add_rope_scaling_orig_ctx_len(128)
-    writer.add_rope_scaling_yarn_beta_fast(16.0)
-
-
-SCALED: dict[str, tuple[Callable[[Any], object], dict[str, Any]]] = {
-    "neutral": (neutral, {"rope_type": "default"}),
-    "linear": (linear, {"rope_type": "linear", "factor": 4.0}),
-    "linear, by llama.cpp's default": (
-        lambda writer: writer.add_rope_scaling_factor(4.0), {"rope_type": "linear", "factor": 4.0},
-    ),
-    "linear, in a file of 2023": (
-        lambda writer: writer.add_float32("llama.rope.scale_linear", 4.0), {"rope_type": "linear", "factor": 4.0},
-    ),
-    "yarn": (
-        yarn, {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "beta_fast": 16.0},
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("kind", SCALED)
 @torch.no_grad()
-def test_rope_scaling_of_the_metadata_is_the_models(
-    kind: str, tiny: LlamaForCausalLM, tmp_path: Path, cache: Path
-) -> None:
-    """The logits equal those of a model with the scaling, also past its original context."""
-    more, rope = SCALED[kind]
-    path = write(tmp_path / "scaled.gguf", tiny, more=more)
-    rope = {"rope_theta": 10000.0, **rope}
-    assert load_config(path).rope_parameters == rope
+def test_keys_that_equal_the_models_change_nothing(tiny: LlamaForCausalLM, tmp_path: Path, cache: Path) -> None:
+    path = write(tmp_path / "neutral.gguf", tiny, more=neutral)
     model = AutoModelForCausalLM.from_pretrained(checkpoints.resolved(str(path)), dtype="auto")
-    expected = LlamaForCausalLM(LlamaConfig(**{**tiny.config.to_dict(), "rope_parameters": rope})).eval()
-    expected.load_state_dict(tiny.state_dict())
     ids = torch.arange(200)[None]
-    torch.testing.assert_close(model(ids).logits, expected(ids).logits, rtol=1e-5, atol=1e-5)
-    assert (rope["rope_type"] == "default") == torch.allclose(model(ids).logits, tiny(ids).logits, atol=1e-4)
+    torch.testing.assert_close(model(ids).logits, tiny(ids).logits)
 
 
 @pytest.mark.parametrize("kind", BAD)

@@ -17,33 +17,47 @@ NONE: Mapping[str, str] = MappingProxyType({})
 
 
 def steps_table(rows: Rows) -> str:
-    """The table of decode steps: a line for each method, context and batch size."""
+    """The table of decode steps: a line for each method, context and batch size, without columns that no row has."""
     compiled = {(row["context"], row["batch"]): row["step_ms"] for row in rows if row["method"] == "compiled"}
-    extended = any("extend_ms" in row for row in rows)
-    shared = any("of_16_bits" in row for row in rows)
-    peaks = any("prefill_peak_bytes" in row for row in rows)
-    lines = []
-    for row in sorted(rows, key=lambda row: (row["context"], row["batch"])):
-        plain = compiled.get((row["context"], row["batch"]))
+
+    def cell(row: dict[str, Any], name: str, digits: int, factor: float = 1.0) -> str:
+        return f"{factor * row[name]:,.{digits}f}" if name in row else ""
+
+    def line(row: dict[str, Any]) -> dict[str, str]:
         low, high = row["step_ms_half"]
-        lines.append((
-            f"{row['context']:,}", row["batch"], row["method"], f"{row['step_ms']:.1f}", f"{low:.1f} to {high:.1f}",
-            f"{row['step_ms'] / plain:.2f}" if plain else "",
-            f"{row['first_token_s']:.2f}" if "first_token_s" in row else "",
-            f"{1e3 * row['second_token_s']:.0f}" if "second_token_s" in row else "",
-            *([f"{row['extend_ms']:,.0f}" if "extend_ms" in row else ""] if extended else []),
-            *([f"{row['prefill_peak_bytes'] / MIB:,.0f}" if "prefill_peak_bytes" in row else ""] if peaks else []),
-            *([f"{row['of_16_bits']:.3f}" if "of_16_bits" in row else ""] if shared else []),
-            f"{row['device_bytes'] / MIB:.1f}", f"{row['host_bytes'] / MIB:.0f}",
-        ))  # fmt: skip
-    headers = (
-        "context", "batch", "", "ms a step", "middle half", "of compiled", "first token, s",
-        "second, ms", *(["several, ms"] if extended else []), *(["prefill peak, MiB"] if peaks else []),
-        *(["of 16 bits"] if shared else []),
-        "device MiB", "host MiB",
-    )  # fmt: skip
-    align = ("right", "right", "left", *["right"] * (len(headers) - 3))
-    return tabulate(lines, headers, colalign=align, disable_numparse=True)
+        plain = compiled.get((row["context"], row["batch"]))
+        return {
+            "context": f"{row['context']:,}",
+            "batch": str(row["batch"]),
+            "": row["method"],
+            "ms a step": cell(row, "step_ms", 1),
+            "middle half": f"{low:.1f} to {high:.1f}",
+            "of compiled": f"{row['step_ms'] / plain:.2f}" if plain else "",
+            "first token, s": cell(row, "first_token_s", 2),
+            "second, ms": cell(row, "second_token_s", 0, 1e3),
+            "several, ms": cell(row, "extend_ms", 0),
+            "prefill peak, MiB": cell(row, "prefill_peak_bytes", 0, 1 / MIB),
+            "of 16 bits": cell(row, "of_16_bits", 3),
+            "device MiB": cell(row, "device_bytes", 1, 1 / MIB),
+            "host MiB": cell(row, "host_bytes", 0, 1 / MIB),
+        }
+
+    lines = [line(row) for row in sorted(rows, key=lambda row: (row["context"], row["batch"]))]
+    kept = [name for name in lines[0] if any(one[name] for one in lines)]
+    align = ["left" if not name else "right" for name in kept]
+    return tabulate([[one[name] for name in kept] for one in lines], kept, colalign=align, disable_numparse=True)
+
+
+def pyplot() -> Any:
+    """Matplotlib without a window; SpecacheError where it is not installed."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise SpecacheError("plots require matplotlib. Run pip install matplotlib") from None
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt
 
 
 def draw(rows: Rows, path: Path, labels: Mapping[str, str] = NONE) -> None:
@@ -53,13 +67,7 @@ def draw(rows: Rows, path: Path, labels: Mapping[str, str] = NONE) -> None:
 
     labels: the methods' names in the plot.
     """
-    try:
-        import matplotlib
-    except ImportError:
-        raise SpecacheError("--plot: pip install matplotlib") from None
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+    plt = pyplot()
     methods = list(dict.fromkeys(row["method"] for row in rows))
     cells = sorted({(row["context"], row["batch"]) for row in rows})
     shares = all("of_16_bits" in row for row in rows)

@@ -1,8 +1,7 @@
 """Maps a GGUF file's metadata into the model's configuration, or rejects the file with the key's name.
 
 transformers maps some of a file's keys `ARCH.*` and silently ignores the others. This is an allow list: an ignored key
-must have the value that the configuration has anyway, or no influence on the model. RoPE scaling, linear and YaRN, is
-mapped here.
+must have the value that the configuration has anyway, or no influence on the model.
 """
 
 from __future__ import annotations
@@ -18,25 +17,12 @@ from specache_compile.errors import SpecacheError
 WITHOUT_INFLUENCE = {"context_length", "pooling_type", "rope.scaling.finetuned", "tensor_data_layout", "vocab_size"}
 
 
-def attribute(*names: str, default: object = None) -> Callable[[Any], object]:
-    """The first of these attributes that a configuration has."""
-
-    def value(config: Any) -> object:
-        found = (getattr(config, name) for name in names if getattr(config, name, None) is not None)
-        return next(found, default)
-
-    return value
-
-
 def head_dim(config: Any) -> int:
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def rotary_dim(config: Any) -> int:
     """Channels of a head that RoPE turns, in layers that attend to all tokens."""
-    whole = getattr(config, "rotary_dim", None) or getattr(config, "global_head_dim", None)
-    if whole:
-        return int(whole)
     share = full_rope(config).get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None) or 1.0
     return int(head_dim(config) * share)
 
@@ -54,64 +40,33 @@ def windowed_rope(config: Any) -> dict[str, Any]:
     return found
 
 
-def attention_scale(config: Any) -> float:
-    scalar = getattr(config, "query_pre_attn_scalar", None) or head_dim(config)
-    return float(getattr(config, "attention_multiplier", None) or scalar**-0.5)
+def windowed_layers(config: Any) -> list[bool]:
+    return [kind == "sliding_attention" for kind in getattr(config, "layer_types", None) or []]
 
 
-# The only accepted value of a key that transformers does not map, from the configuration.
+# The only accepted value of a key that transformers does not map, from the configuration. Keys of other families, such
+# as mixtures of experts, are missing: their files are refused.
 EXPECTED: dict[str, Callable[[Any], object]] = {
     "attention.causal": lambda config: True,
-    "attention.clamp_kqv": attribute("clip_qkv"),
     "attention.key_length": head_dim,
-    "attention.value_length": lambda config: getattr(config, "global_head_dim", None) or head_dim(config),
+    "attention.value_length": head_dim,
     "attention.key_length_swa": head_dim,
     "attention.value_length_swa": head_dim,
-    "attention.layer_norm_epsilon": attribute("layer_norm_epsilon", "layer_norm_eps", "norm_epsilon", "norm_eps"),
-    "attention.max_alibi_bias": lambda config: 8.0 if getattr(config, "model_type", "") == "bloom" else 0.0,
-    "attention.scale": attention_scale,
-    "attention.shared_kv_layers": attribute("num_kv_shared_layers"),
-    "attention.sliding_window": attribute("sliding_window"),
-    "attention.sliding_window_pattern": lambda config: [
-        kind == "sliding_attention" for kind in getattr(config, "layer_types", None) or []
-    ],
-    "attn_logit_softcapping": attribute("attn_logit_softcapping"),
-    "embedding_length_per_layer_input": attribute("hidden_size_per_layer_input"),
-    "embedding_scale": attribute("embedding_multiplier", default=1.0),
-    "expert_count": attribute("num_experts", "num_local_experts", default=0),
-    "expert_feed_forward_length": attribute("moe_intermediate_size"),
-    "expert_gating_func": lambda config: 1,
-    "expert_shared_feed_forward_length": attribute("shared_expert_intermediate_size"),
-    "expert_used_count": attribute("num_experts_per_tok", default=0),
-    "expert_weights_norm": attribute("norm_topk_prob", default=False),
-    "expert_weights_scale": attribute("routed_scaling_factor", default=1.0),
-    "feed_forward_length": attribute("intermediate_size", "n_inner", "ffn_hidden_size"),
-    "final_logit_softcapping": attribute("final_logit_softcapping"),
-    "logit_scale": attribute("logits_scaling", "logit_scale", default=1.0),
-    "residual_scale": attribute("residual_multiplier", default=1.0),
+    "attention.sliding_window": lambda config: getattr(config, "sliding_window", None),
+    "attention.sliding_window_pattern": windowed_layers,
+    "attn_logit_softcapping": lambda config: getattr(config, "attn_logit_softcapping", None),
+    "final_logit_softcapping": lambda config: getattr(config, "final_logit_softcapping", None),
+    "logit_scale": lambda config: 1.0,
     "rope.dimension_count": rotary_dim,
     "rope.dimension_count_swa": head_dim,
     "rope.freq_base": lambda config: full_rope(config).get("rope_theta"),
     "rope.freq_base_swa": lambda config: windowed_rope(config).get("rope_theta"),
-    "use_parallel_residual": attribute("use_parallel_residual"),
-    # Factors of llama.cpp's YaRN that Hugging Face's lacks.
-    "rope.scaling.attn_factor": lambda config: 1.0,
-    "rope.scaling.yarn_attn_factor": lambda config: 1.0,
-    "rope.scaling.yarn_ext_factor": lambda config: 1.0,
-    "rope.scaling.yarn_log_multiplier": lambda config: 0.0,
+    "rope.scaling.factor": lambda config: 1.0,
 }
 
 
-# Keys that are written into the configuration, for model types whose layers all read that attribute.
-WRITTEN: dict[str, tuple[str, tuple[str, ...]]] = {
-    "attention.sliding_window": ("sliding_window", ("mistral", "phi3", "starcoder2")),
-    "attn_logit_softcapping": ("attn_logit_softcapping", ("gemma2",)),
-    "final_logit_softcapping": ("final_logit_softcapping", ("gemma2", "gemma3_text", "gemma4_text")),
-}
-# Keys of RoPE scaling; the second factor is llama.cpp's name of 2023.
-SCALES = ("rope.scaling.factor", "rope.scale_linear")
-BETAS = {"rope.scaling.yarn_beta_fast": "beta_fast", "rope.scaling.yarn_beta_slow": "beta_slow"}
-SCALING_KEYS = ("rope.scaling.type", "rope.scaling.original_context_length", *SCALES, *BETAS)
+# Model types whose layers all read `sliding_window`, which transformers does not read from the file.
+WINDOWED = ("mistral", "phi3", "starcoder2")
 
 
 def map_keys(path: Path, fields: Mapping[str, Any], config: Any) -> None:
@@ -126,14 +81,14 @@ def map_keys(path: Path, fields: Mapping[str, Any], config: Any) -> None:
         SpecacheError: keys would change the model and cannot be represented.
     """
     keys = unmapped(fields)
-    rope = rope_of(path, {key: keys.pop(key) for key in SCALING_KEYS if key in keys}, config)
-    for key, (name, kinds) in WRITTEN.items():
-        if key in keys and config.model_type in kinds:
-            setattr(config, name, keys.pop(key) or None)
+    if keys.get("rope.scaling.type") == "none":
+        del keys["rope.scaling.type"]
+        keys.pop("rope.scaling.factor", None)
+    if config.model_type in WINDOWED and "attention.sliding_window" in keys:
+        config.sliding_window = keys.pop("attention.sliding_window") or None
     refused = [f"{key} = {value!r}" for key, value in keys.items() if not is_represented(key, value, config)]
     if refused:
         raise unread_keys(path, refused)
-    full_rope(config).update(rope)
 
 
 def unmapped(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -145,21 +100,6 @@ def unmapped(fields: Mapping[str, Any]) -> dict[str, Any]:
     mapping = known.get(architecture.replace("_", "").replace("-", ""), {})
     keys = {key.removeprefix(f"{architecture}."): key for key in fields if key.startswith(f"{architecture}.")}
     return {name: fields[key].contents() for name, key in keys.items() if mapping.get(name) is None}
-
-
-def rope_of(path: Path, scaling: Mapping[str, Any], config: Any) -> dict[str, Any]:
-    """Hugging Face's parameters of a file's RoPE scaling; none where it scales nothing."""
-    kind = scaling.get("rope.scaling.type", "linear")  # llama.cpp's default
-    factor = next((float(scaling[key]) for key in SCALES if scaling.get(key)), 1.0)
-    if kind not in ("none", "linear", "yarn"):
-        raise unread_keys(path, [f"rope.scaling.type = {kind!r}"])
-    if kind == "none" or factor == 1.0:
-        return {}
-    if kind == "linear":
-        return {"rope_type": "linear", "factor": factor}
-    original = scaling.get("rope.scaling.original_context_length") or config.max_position_embeddings
-    betas = {name: float(scaling[key]) for key, name in BETAS.items() if key in scaling}
-    return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": int(original), **betas}
 
 
 def is_represented(key: str, value: Any, config: Any) -> bool:

@@ -40,7 +40,6 @@ from specache_compile.runtime.session import session_of
 from .explanation import Explanation
 from .figures import SiteRow
 from .layers import layers_of
-from .temporaries import temporaries
 from .times.devices import Device, find_device
 
 # Nothing is allocated, so no budget applies.
@@ -140,9 +139,8 @@ def explain(
         graphs=modules,
         layers=tuple(graphs[0].layers) if graphs else (),
         lanes=max((form.lanes for made in rewrites for form in made.made.values()), default=1),
-        working_bytes={phase: temporaries(module) for phase, module in modules.items()},
         device=chosen, weight_bytes=weights, host_gib=host_gib, reuse=reuse, corrected=corrected,
-        name=name, longest=getattr(config.get_text_config(), "max_position_embeddings", None),
+        name=name,
     )  # fmt: skip
 
 

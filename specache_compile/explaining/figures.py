@@ -15,9 +15,9 @@ from specache_compile.methods.field import LayerShape
 from specache_compile.options import MethodOptions
 from specache_compile.passes.pipeline import Trace
 from specache_compile.passes.reading.sites import LeftAlone
-from specache_compile.runtime.state import bytes_in_16_bits, device_total, full_cache_bytes, predicted_bytes
+from specache_compile.runtime.state import bytes_in_16_bits, device_total, predicted_bytes
 
-from .one_layer import layer_text
+from .outline import layer_text
 from .times.devices import Device
 from .times.node_costs import is_launch, launch_cost, operator_name
 from .times.step_kernels import Traced, is_captured, kernels_of, over_tiers
@@ -32,9 +32,6 @@ from .times.step_time import (
     simulated,
     step_of,
 )
-
-# The most lines of a layer's text.
-SCREEN = 60
 
 
 @dataclass(frozen=True)
@@ -60,9 +57,7 @@ class Figures:
     `device`.
 
     reuse, corrected: see `explain`; None: the defaults of `load`.
-    longest: the model's max_position_embeddings; None if its config lacks it.
     absorbed: the layers with absorbed latent attention, which use Hugging Face's cache.
-    command: the equivalent command line; "" for a call from Python.
     """
 
     options: MethodOptions
@@ -76,13 +71,10 @@ class Figures:
     lanes: int
     device: Device
     weight_bytes: int
-    working_bytes: Mapping[str, int]
     reuse: float | None = None
     corrected: float | None = None
     host_gib: float = 128.0
     name: str = ""
-    longest: int | None = None
-    command: str = ""
     absorbed: tuple[str, ...] = ()
 
     @functools.cached_property
@@ -98,16 +90,6 @@ class Figures:
     def device_bytes(self) -> int:
         """KV bytes on the device: low-bit, recent and slots."""
         return device_total(self.bytes_by_tier)
-
-    @property
-    def prefill_bytes(self) -> int:
-        """The peak device memory of a prefill, without the weights.
-
-        It consists of the temporaries, with nothing fused, the tiers, and two staging buffers for a layer's pairs.
-        """
-        pairs = max((full_cache_bytes([x], self.batch_size, self.prompt_length) for x in self.layers), default=0)
-        staging = 2 * pairs if self.bytes_by_tier["host"] else 0
-        return self.working_bytes.get("prefill", 0) + self.device_bytes + staging
 
     @property
     def kv_ratio(self) -> float:
@@ -136,7 +118,7 @@ class Figures:
         Args:
             phase: "prefill", "decode", or another phase of `graphs`.
             after: the name of a pass, or "captured": return the graph's text as it was after that pass.
-            layer: return only this layer of the model, as short Python (`one_layer.py`).
+            layer: return only this layer of the model, with a line for each node.
         """
         trace = self.trace(phase)
         if after is not None and after not in trace.graphs:
@@ -151,29 +133,20 @@ class Figures:
         Args:
             phase: as for `graph`.
             pass_name: the pass; None: all passes together.
-            layer: compare only this layer of the model, as short Python.
+            layer: compare only this layer of the model, with a line for each node.
         """
         names = list(self.trace(phase).graphs)
         if pass_name is not None and pass_name not in names[1:]:
             raise SpecacheError(f"no pass {pass_name!r}: there are {', '.join(names[1:])}")
         new = pass_name or names[-1]
-        return self.compared(phase, names[names.index(new) - 1] if pass_name else names[0], new, layer)
+        old = names[names.index(new) - 1] if pass_name else names[0]
+        before, after = (str(self.graph(phase, name, layer)).splitlines(keepends=True) for name in (old, new))
+        lines = 1 if layer is None else 3
+        return "".join(difflib.unified_diff(before, after, f"{phase}/{old}", f"{phase}/{new}", n=lines))
 
     def layer(self, number: int, phase: str = "decode") -> str:
-        """One layer of the model before and after all passes, as a diff of short Python in at most `SCREEN` lines."""
-        first, *_, last = self.trace(phase).graphs
-        lines = self.compared(phase, first, last, number, context=SCREEN).splitlines()
-        if len(lines) > SCREEN:
-            lines = self.compared(phase, first, last, number, context=3).splitlines()
-        if len(lines) > SCREEN:
-            lines[SCREEN - 1 :] = [f"# {len(lines) - SCREEN + 1} more lines: --graph {phase} --layer {number}"]
-        return "\n".join([*lines, ""]) if lines else f"# left as it is\n{self.graph(phase, last, number)}"
-
-    def compared(self, phase: str, old: str, new: str, layer: int | None, context: int | None = None) -> str:
-        """A unified diff of a phase's graph after two passes. context: unchanged lines around a change."""
-        before, after = (str(self.graph(phase, name, layer)).splitlines(keepends=True) for name in (old, new))
-        lines = context or (1 if layer is None else 3)
-        return "".join(difflib.unified_diff(before, after, f"{phase}/{old}", f"{phase}/{new}", n=lines))
+        """What all passes together change in one layer of the model, as a diff."""
+        return self.diff(phase, layer=number) or f"# left as it is\n{self.graph(phase, 'captured', number)}"
 
     def load(self) -> Workload:
         """The workload of the explained decode step, with the assumed shares of the selected pairs that travel where

@@ -8,14 +8,13 @@ from typing import Any
 
 from tabulate import tabulate
 
-from specache_compile.kernels.codes.records import stored_dim
-
 from .figures import Figures
 from .outline import spans
 from .times.step_time import ComputedStep
 
 COMPUTED = "computed, not measured"
 WIDTH = 100
+FURTHER = "--layer {0}, --nodes or --graph decode; in Python e.layer({0}), e.spans or e.graph('decode')"
 ABSORBED = "latent attention, absorbed and exact; Hugging Face's own cache, nothing is compressed"
 
 
@@ -45,19 +44,16 @@ def text(e: Figures) -> str:
     """What an explanation comes to, on one screen."""
     parts = [title(e), attentions(e)]
     if e.sites:
-        parts += [memory_table(e), time_text(e), further(e)]
+        parts += [memory_table(e), time_text(e), f"Look further: {FURTHER.format(e.sites[0].model_layer)}"]
     return "\n\n".join(filter(None, parts))
 
 
 def title(e: Figures) -> str:
     rows = f"{e.batch_size} row{'s' if e.batch_size > 1 else ''}"
-    lines = [
+    return (
         f"{e.name[:60] or 'model'}, method {e.options.method}: {e.prompt_length:,} tokens, {rows}. "
         f"All figures are {COMPUTED}."
-    ]
-    if e.longest is not None and e.prompt_length > e.longest:
-        lines.append(f"Note: the model's context is {e.longest:,} tokens (max_position_embeddings).")
-    return "\n".join(lines)
+    )
 
 
 def attentions(e: Figures) -> str:
@@ -67,7 +63,7 @@ def attentions(e: Figures) -> str:
     lines = [f"{rewritten} of {every} attentions rewritten" + (f", {lanes} in decode" if e.sites else "")]
     shapes = ((site.model_layer, (site.query_heads, site.heads, site.head_dim)) for site in e.sites)
     for layers, heads, kv_heads, width in grouped(shapes):
-        lines.append(f"  layers {layers}: {heads} query heads, {kv_heads} KV heads of {width}{padding(e, width)}")
+        lines.append(f"  layers {layers}: {heads} query heads, {kv_heads} KV heads of {width}")
     if e.absorbed:
         lines.append(f"  layers {spans(e.absorbed)}: {ABSORBED}")
     reasons: dict[str, list[str]] = {}
@@ -77,14 +73,6 @@ def attentions(e: Figures) -> str:
         lines += textwrap.wrap(f"left exact, {len(where)} ({spans(where)}): {reason}", WIDTH,
                                initial_indent="  ", subsequent_indent="    ")  # fmt: skip
     return "\n".join(lines)
-
-
-def padding(e: Figures, head_dim: int) -> str:
-    """The padding of a head's codes, if there is any."""
-    layout, stored = getattr(e.options, "layout", None), stored_dim(head_dim)
-    if layout is None or not layout.is_quantised or stored == head_dim:
-        return ""
-    return f" (low-bit codes padded to {stored}: {stored / head_dim - 1:.0%} more bytes)"
 
 
 def memory_table(e: Figures) -> str:
@@ -100,7 +88,7 @@ def memory_table(e: Figures) -> str:
     rows += [row("16-bit cache", full)]
     table = tabulate(rows, ("KV memory", "bytes", "of a 16-bit cache"), colalign=("left", "right", "right"),
                      disable_numparse=True)  # fmt: skip
-    return f"{table}\nbesides: weights {size(e.weight_bytes)}; peak of the prefill {size(e.prefill_bytes)}"
+    return f"{table}\nbesides: weights {size(e.weight_bytes)}"
 
 
 def time_text(e: Figures) -> str:
@@ -132,16 +120,6 @@ def time_text(e: Figures) -> str:
 def time_row(name: str, step: ComputedStep, most: int, limit: str, largest: ComputedStep | None) -> tuple[str, ...]:
     last = ("-", "-") if largest is None else (duration(largest.seconds), f"{most / largest.seconds:,.0f}")
     return name, duration(step.seconds), step.bound, f"{most:,}", limit, *last
-
-
-def further(e: Figures) -> str:
-    """Three commands, or calls, to look further."""
-    layer = next(site.model_layer for site in e.sites)
-    commands = [f"{e.command} {flags}" for flags in (f"--layer {layer}", "--nodes", "--graph decode")]
-    calls = (f"print(e.layer({layer}))", "e.spans", 'e.graph("decode")')
-    what = ("one layer, before and after", "each launch of a decode step", "the whole rewritten graph")
-    lines = [f"  {way}  # {said}" for way, said in zip(commands if e.command else calls, what, strict=True)]
-    return "\n".join(["Look further:", *lines])
 
 
 def nodes_table(e: Figures) -> str:

@@ -36,6 +36,18 @@ def every_method() -> dict[str, Method]:
     return METHODS
 
 
+# Removed options, and their replacements.
+GONE = {
+    "key_bits": "bits sets both; bits=1.5 stores keys in 2 bits and values in 1",
+    "value_bits": "bits sets both; bits=1.5 stores keys in 2 bits and values in 1",
+    "selector": "method='pages' fetches whole pages",
+    "page_size": "it is an option of method='pages'",
+    "lookup": "pass prompt_lookup_num_tokens to generate",
+    "memory": "pass bits; `specache explain` prints the bytes of a cache",
+    "hit_rate": "`sc.stats(model).bytes_fetched` has the fetched bytes",
+}
+
+
 def parse_options(given: Mapping[str, Any] | None) -> MethodOptions:
     """The options that a user passed. OptionError for an unknown name or value, with the accepted ones."""
     given = dict(given or {})
@@ -45,6 +57,8 @@ def parse_options(given: Mapping[str, Any] | None) -> MethodOptions:
     one_of("method", name, tuple(METHODS))
     method = METHODS[name]
     for option in given:
+        if option in GONE and option not in method.accepted:
+            raise OptionError(f"option {option} was removed: {GONE[option]}")
         if option not in method.accepted:
             raise not_accepted(option, method)
     return method.options(**{**method.defaults(given), **given})

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import logging
 import os
 import pickle
 import platform
@@ -30,6 +31,7 @@ from specache_compile.errors import warn
 
 from .code import PLAIN, code_hash, hash_of
 
+log = logging.getLogger(__name__)
 TRACES, TRACE = "traces", "trace"
 # Traces of one call. A call has several where one process needed a phase that the stored trace lacks.
 MOST_TRACES = 8
@@ -40,7 +42,6 @@ CONFIGS = (
 )  # fmt: skip
 # Settings on which no graph depends: transformers sets the first two when it generates.
 IGNORED = ("recompile_limit", "accumulated_recompile_limit", "debug_dir_root")
-_warned: set[str] = set()
 OWN = ("specache_compile", "specache_compile.passes", "specache_compile.lowering", "specache_compile.kernels")
 
 
@@ -59,14 +60,12 @@ def traces_of(call: Path) -> list[Path]:
 
 
 def load(path: Path) -> Any:
-    """A file's value; None where there is no file, or, with one warning, a damaged one."""
+    """A file's value; None where there is no file, or a damaged one."""
     try:
         return pickle.loads(path.read_bytes())
     except Exception as error:  # unpickling a damaged file can raise any error
-        if not isinstance(error, OSError):
-            what = f"the stored trace {path.parent} is unusable ({type(error).__name__}: {error})"
-            warn_once(f"{what}, so the model is traced again. Delete that folder")
-    return None
+        log.info("%s is not loaded: %r", path, error)
+        return None
 
 
 def save(path: Path, value: Any) -> bool:
@@ -85,10 +84,9 @@ def save(path: Path, value: Any) -> bool:
     return True
 
 
+@functools.cache
 def warn_once(message: str) -> None:
-    if message not in _warned:
-        _warned.add(message)
-        warn(message)
+    warn(message)
 
 
 @contextlib.contextmanager

@@ -36,15 +36,6 @@ def test_only_windows_next_to_rewritten_attentions_need_no_warning() -> None:
 
 
 @pytest.mark.slow
-def test_a_family_that_is_left_alone_has_the_warnings_reason() -> None:
-    row = every_family.measured(BLOOM)
-    assert (row["rewritten"], row["attentions"], row["lanes"], row["finite"]) == (0, 4, None, None)
-    assert row["warned"]
-    assert row["equal"] == row["tokens"] == 12
-    assert any("none of the forms that are known" in reason for reason in row["reasons"])
-
-
-@pytest.mark.slow
 def test_a_process_that_hangs_or_dies_is_a_row() -> None:
     assert every_family.within(LLAMA, 0.01) == {"outcome": "failed", "why": "no answer in 0.01 seconds"}
     assert every_family.within(("llama", "NoSuchClass"), 60)["outcome"] == "not run"
@@ -100,27 +91,6 @@ def test_what_is_wrong_is_the_exit_status(
     out = capsys.readouterr().out
     assert "wrong or failed: 1" in out
     assert json.loads(out.splitlines()[0]).items() >= change.items()
-
-
-def test_ctrl_c_keeps_what_has_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    rows = iter([dict(RAN)])
-
-    def within(family: tuple[str, str], limit: float) -> dict[str, Any]:
-        for row in rows:
-            return row
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(every_family, "within", within)
-    every_family.main(["--only", "llama", "bloom", "gpt2", "--out", str(tmp_path / "rows.jsonl")])
-    assert "1 families with" in capsys.readouterr().out
-
-
-def test_a_name_that_there_is_not_is_refused_with_those_that_there_are(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        every_family.main(["--only", "lama"])
-    assert "llama" in capsys.readouterr().err
 
 
 def test_a_small_config_keeps_a_layer_of_each_kind() -> None:

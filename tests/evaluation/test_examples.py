@@ -63,23 +63,9 @@ def test_specache_brings_back_what_one_bit_alone_loses(model: Any) -> None:
     assert overall(compiled(model, bits=1, top_k=64)) >= full - 0.02
 
 
-@pytest.mark.slow
-def test_the_speculative_token_does_as_well_as_the_output_tokens_own_choice(model: Any) -> None:
-    one_lane = recalled(compiled(model, bits=1, top_k=64, speculate=False), 1024, 15)
-    assert recalled(compiled(model, bits=1, top_k=64), 1024, 15) >= one_lane - 0.07
-
-
 def test_training_and_evaluation_texts_do_not_overlap() -> None:
     assert len(library_source(held_out=False)) > 5_000_000
     assert len(library_source(held_out=True)) > 300_000
-
-
-@pytest.mark.parametrize("depth", [0.0, 0.5, 1.0])
-def test_a_sample_has_its_needle_and_its_length(depth: float) -> None:
-    one = sample(library_source(held_out=True), 300, depth, random.Random(0))
-    assert len(one.prompt) == 300
-    assert b"The pass key is " + one.answer + b". Remember it." in one.prompt
-    assert one.prompt.endswith(b"\nWhat is the pass key? The pass key is ")
 
 
 @pytest.fixture
@@ -115,10 +101,6 @@ def test_the_shipped_tokenizer_gives_byte_values() -> None:
     every = [*range(256), *b"\xe2\x82", *b"\xf0\x9f\x98"]
     assert tokenizer.decode(every) == bytes(every).decode(errors="replace")
     assert len(tokenizer) == 256
-
-
-def test_the_checkpoint_is_small() -> None:
-    assert sum(path.stat().st_size for path in (ROOT / "examples").rglob("*.safetensors")) < 5e6
 
 
 @pytest.mark.parametrize("name", TABLES)

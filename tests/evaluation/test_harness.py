@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -24,8 +22,6 @@ from harness import evaluate, harnessed, pass_keys, tokenizer_for  # noqa: E402
 MODEL = str(NEEDLE_LLAMA)
 LOSSLESS = {"bits": 1, "top_k": 64, "lowering": "eager"}
 # Finds some keys, not all: a question that is left out or repeated would change the figure.
-LOSSY = {"bits": 1, "setting": "paper", "top_k": 0, "lowering": "eager"}
-QUESTIONS, RANKS = 9, 2
 
 
 @pytest.fixture(autouse=True)
@@ -65,46 +61,3 @@ def test_a_longbench_task_of_the_harness_runs_on_a_local_file(tmp_path: Path) ->
     # The same context with each of the four letters as the right answer: one of them is the model's.
     assert evaluate(plain, [local]) == evaluate(compiled, [local]) == {"longbench2_many_shot": 0.25}
     assert sc.stats(compiled.model).compiles > 0
-
-
-RANK = """
-import json, sys
-from pathlib import Path
-from harness import evaluate, harnessed, tokenizer_for
-import specache_compile as sc
-
-model, (options, tasks), folder = sys.argv[1], map(json.loads, sys.argv[2:4]), Path(sys.argv[4])
-lm = harnessed(model, tokenizer_for(model), options)
-requested, generate = [], lm._model_generate
-
-def note_and_generate(context, **kwargs):
-    requested.append(lm.tok_decode(context[0]))
-    return generate(context, **kwargs)
-
-lm._model_generate = note_and_generate
-reported = {"figures": evaluate(lm, tasks), "requested": requested, "compiles": sc.stats(lm.model).compiles}
-(folder / f"rank{lm.rank}.json").write_text(json.dumps(reported, default=float))
-"""
-
-
-def test_the_harness_shares_its_questions_among_ranks(tmp_path: Path) -> None:
-    """Each rank asks a compiled model of its own; the figures are those of one process, some right and some wrong."""
-    tasks = pass_keys(tmp_path, 1000, QUESTIONS)
-    alone = evaluate(harnessed(MODEL, tokenizer_for(MODEL), LOSSY), tasks)
-    assert alone is not None
-    assert 0 < alone["pass_key_generate"] < 1
-
-    (tmp_path / "rank.py").write_text(RANK)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
-    command = [*launch, str(tmp_path / "rank.py"), MODEL, json.dumps(LOSSY), json.dumps(tasks), str(tmp_path)]
-    on_cpus = {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true", "PYTHONPATH": str(ROOT / "examples")}
-    environment = {**os.environ, **on_cpus}
-    ended = subprocess.run(command, env=environment, timeout=240, capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stderr[-4000:]
-
-    first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(RANKS))
-    assert first["figures"] == alone
-    assert second["figures"] is None
-    assert first["compiles"] > 0 < second["compiles"]
-    assert not set(first["requested"]) & set(second["requested"])
-    assert len({*first["requested"], *second["requested"]}) == QUESTIONS

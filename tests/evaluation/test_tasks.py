@@ -120,15 +120,6 @@ def test_a_prompt_too_short_for_its_needle_is_refused() -> None:
         TASKS["needle"](bench(lengths=(40,)))
 
 
-def test_forced_logits_are_those_of_one_whole_pass(model: Any) -> None:
-    """The plain model's own logits for each position, without a cache."""
-    ids = torch.randint(0, 256, (2, 90), generator=torch.Generator().manual_seed(0))
-    forced = Runner(model, BYTES).forced_logits(ids, 50)
-    with torch.no_grad():
-        whole = model(ids, use_cache=False).logits[:, 50:-1]
-    torch.testing.assert_close(forced, whole, atol=2e-4, rtol=1e-4)
-
-
 def test_perplexity_is_the_exponent_of_the_mean_loss(model: Any) -> None:
     rows = bench(samples=3).windows_apart(80)
     outcome = perplexity.measure(Runner(model, BYTES, batch_size=2), rows)

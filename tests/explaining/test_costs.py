@@ -9,22 +9,22 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import specache_compile as sc
 from conftest import compile_copy, greedy, prompt, tiny_llama
 from specache_compile.compat import cache_of, with_cache
-from specache_compile.explaining.temporaries import temporaries
 from specache_compile.explaining.times.devices import DEVICES, find_device
 
 OPTIONS = {"setting": "paper", "bits": 2, "group_size": 32, "residual_length": 32, "top_k": 16}
 
 
+# Two layers of a Llama-3-8B's width.
+CONFIG = LlamaConfig(
+    hidden_size=4096, intermediate_size=14336, num_hidden_layers=2, num_attention_heads=32, num_key_value_heads=8,
+    vocab_size=128256, max_position_embeddings=131072, dtype=torch.bfloat16,
+)  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def wide() -> sc.Explanation:
-    """Two layers of a Llama-3-8B's width, 32k tokens, four rows."""
-    config = LlamaConfig(
-        hidden_size=4096, intermediate_size=14336, num_hidden_layers=2, num_attention_heads=32, num_key_value_heads=8,
-        vocab_size=128256, max_position_embeddings=131072, dtype=torch.bfloat16,
-    )  # fmt: skip
-    return sc.explain(
-        config, prompt_length=32_768, batch_size=4, options={"setting": "paper"}, device="H200", reuse=0.0
-    )
+    """32k tokens, four rows."""
+    return sc.explain(CONFIG, 32_768, 4, {"setting": "paper"}, device="H200", reuse=0.0)
 
 
 def test_a_step_reads_the_weights_and_the_tiers_once(wide: sc.Explanation) -> None:
@@ -54,11 +54,7 @@ def test_a_step_fetches_k_pairs_a_head_less_those_it_has(wide: sc.Explanation) -
 @pytest.fixture(scope="module")
 def best() -> sc.Explanation:
     """The same under the default options, with two lanes."""
-    config = LlamaConfig(
-        hidden_size=4096, intermediate_size=14336, num_hidden_layers=2, num_attention_heads=32, num_key_value_heads=8,
-        vocab_size=128256, max_position_embeddings=131072, dtype=torch.bfloat16,
-    )  # fmt: skip
-    return sc.explain(config, 32_768, 4, {"speculate": True}, device="H200", reuse=0.0, corrected=0.25)
+    return sc.explain(CONFIG, 32_768, 4, {"speculate": True}, device="H200", reuse=0.0, corrected=0.25)
 
 
 @pytest.mark.slow
@@ -122,18 +118,3 @@ def test_an_unknown_device_is_named_with_those_that_are_known() -> None:
         find_device("TPU")
     with pytest.raises(sc.SpecacheError, match="pcie_gbps=-1"):
         find_device("L4", pcie_gbps=-1)
-
-
-def test_temporaries_are_the_most_that_live_at_once() -> None:
-    class Chain(torch.nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            a = x + 1  # 400 bytes
-            b = a.view(100) * 2  # and 400 more; then a is dead
-            return b.sum()
-
-    graph = torch.fx.symbolic_trace(Chain())
-    for node in graph.graph.nodes:
-        value = {"x": (10, 10), "add": (10, 10), "view": (100,), "mul": (100,), "sum_1": ()}.get(node.name)
-        if value is not None:
-            node.meta["val"] = torch.zeros(value)
-    assert temporaries(graph) == 800

@@ -9,7 +9,6 @@ import re
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -106,37 +105,6 @@ def test_a_large_model_explains_from_its_config_without_weights() -> None:
     assert explained.kv_ratio == pytest.approx(bits / 16 + 128 / 32_768, rel=0.15)
 
 
-@pytest.mark.slow
-def test_a_whole_large_model_explains_in_time_linear_in_its_layers_and_four_gigabytes() -> None:
-    """Llama-3-70B, in a process of its own, whose peak memory is what is asked about."""
-    code = """
-import resource, torch, time, specache_compile as sc
-from copy import deepcopy
-from transformers import LlamaConfig
-config = LlamaConfig(hidden_size=8192, intermediate_size=28672, num_hidden_layers=80,
-    num_attention_heads=64, num_key_value_heads=8, vocab_size=128256, max_position_embeddings=131072,
-    dtype=torch.bfloat16)
-seconds = []
-for layers in (2, 10, 80):
-    part, start = deepcopy(config), time.process_time()
-    part.num_hidden_layers = layers
-    explained = sc.explain(part, prompt_length=32768, device="H100", options={"setting": "paper", "bits": 1})
-    text = str(explained)
-    seconds.append(time.process_time() - start)
-assert len(explained.sites) == 80 and max(map(len, text.splitlines())) <= 100
-print(*seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, explained.weight_bytes)
-"""
-    # With Dynamo's cache of fake results, as a person has it.
-    theirs = {name: value for name, value in os.environ.items() if name != "TORCH_FAKE_TENSOR_DISPATCH_CACHE"}
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=theirs)
-    assert ran.returncode == 0, ran.stderr
-    two, ten, eighty, peak, weights = (float(number) for number in ran.stdout.split())
-    # The layers between are the unit, on any processor: 70 more are 9 times as many, and in the square 66 times.
-    assert eighty - ten < 30 * (ten - two), f"{two:.1f} s, {ten:.1f} and {eighty:.0f}"
-    assert peak < 4e9
-    assert weights == pytest.approx(141.1e9, rel=0.01)
-
-
 def test_it_tells_what_a_pass_changed() -> None:
     explained = of_64_tokens()
     diff = [line for line in explained.diff("decode", "rewrite_attention").splitlines() if "# File" not in line]
@@ -159,26 +127,7 @@ def test_the_text_fits_on_one_screen_and_compares_with_16_bits(llama: LlamaForCa
     assert llama.dtype == torch.float32
     assert explained.full_cache_bytes == 2 * 1000 * 2 * 16 * 2
     assert len(re.findall("decode step on", text)) == 1, "one estimate of time"
-    assert text.count("print(e.layer(1))") == 1
-
-
-def test_the_padding_of_a_head_is_reported() -> None:
-    assert "padded" not in str(sc.explain(tiny_llama(), prompt_length=100, options={"bits": 1}))
-    text = str(sc.explain(tiny_llama(head_dim=24), prompt_length=100, options={"bits": 1}))
-    assert "KV heads of 24 (low-bit codes padded to 32: 33% more bytes)" in text
-
-
-def test_a_prompt_longer_than_the_models_context_gets_a_note() -> None:
-    config = tiny_llama(num_hidden_layers=1).config
-    explained = sc.explain(config, prompt_length=64)
-    notes = [str(replace(explained, longest=longest)).count("max_position_embeddings") for longest in (63, 64, None)]
-    assert notes == [1, 0, 0]
-    assert explained.longest == config.max_position_embeddings
-
-
-# The op's results in the order in which it returns them.
-RESULTS = {"best": r"logits, base, scores = specache.score_low_bit\(q_embed,",
-           "paper": r"attention, scores = specache.decode_attention\("}  # fmt: skip
+    assert text.count("e.layer(1)") == 1
 
 
 @pytest.mark.parametrize(
@@ -186,41 +135,23 @@ RESULTS = {"best": r"logits, base, scores = specache.score_low_bit\(q_embed,",
     [("best", ("score_low_bit", "correct", "attend_scored", "append")),
      ("paper", ("wait", "decode_attention", "select_topk", "prefetch", "append"))],
 )  # fmt: skip
-def test_one_layer_is_python_of_at_most_60_lines(setting: str, ops: tuple[str, ...]) -> None:
+def test_one_layer_is_a_line_for_each_node(setting: str, ops: tuple[str, ...]) -> None:
     explained = sc.explain(tiny_llama(), prompt_length=64, options={"setting": setting})
-    text = explained.layer(1)
-    assert len(text.splitlines()) <= 60
-    assert max(map(len, text.splitlines())) <= 130
     before, after = (str(explained.graph("decode", stage, layer=1)) for stage in ("captured", None))
     for code in (before, after):
-        assert [type(part) for part in ast.parse(code).body] == [ast.FunctionDef]
+        assert {type(part) for part in ast.parse(code).body} == {ast.Assign}
         assert not re.search("l_(self|args)", code.lower())
         assert "self_attn.q_proj.weight" in code
-    assert before.count("scaled_dot_product_attention(") == 1
+    assert before.count(" = scaled_dot_product_attention(") == 1
     assert "specache." not in before
-    places = [after.index(f"specache.{op}(") for op in ops]
+    places = [after.index(f" = specache.{op}(") for op in ops]
     assert places == sorted(places)
-    assert re.search(RESULTS[setting], after)
-    diff = explained.diff("decode", layer=1)
-    assert "-    attn_output = scaled_dot_product_attention(" in diff
-    assert f"specache.{ops[-1]}(" in diff
+    text = explained.layer(1)
+    assert text == explained.diff("decode", layer=1)
+    assert "-attn_output" in text
+    assert f" = specache.{ops[-1]}(" in text
     with pytest.raises(sc.SpecacheError, match="layer=7: the graph has layers 0-1"):
         explained.graph("decode", layer=7)
-
-
-def test_the_values_of_a_layers_text_are_defined_before_they_are_used() -> None:
-    """Each name is an input, a weight, a function, or assigned above."""
-    for stage in ("captured", None):
-        code = str(of_64_tokens().graph("decode", stage, layer=1))
-        (function,) = ast.parse(code).body
-        assert isinstance(function, ast.FunctionDef)
-        known = {argument.arg for argument in function.args.args} | {"torch", "specache", "linear", "silu"}
-        known |= {"scaled_dot_product_attention", "self_attn", "mlp"}
-        for statement in function.body:
-            names = [node for node in ast.walk(statement) if isinstance(node, ast.Name)]
-            loaded = {node.id for node in names if isinstance(node.ctx, ast.Load)}
-            assert {name for name in loaded - known if "layernorm" not in name} == set()
-            known |= {node.id for node in names if isinstance(node.ctx, ast.Store)}
 
 
 def test_the_whole_graph_is_printed_without_the_list_of_its_inputs() -> None:

@@ -19,7 +19,6 @@ from specache_compile.explaining.times.step_time import (
     AHEAD,
     AHEAD_UNCORRECTED,
     BETWEEN,
-    LENGTHS,
     break_even_context,
     computed,
     full_cache_batch,
@@ -105,16 +104,6 @@ def test_host_memory_sets_the_batch() -> None:
     assert largest_batch(traced("k = 0"), device, 32_768, 0)[1] == "device"
 
 
-@pytest.mark.parametrize("length", LENGTHS)
-def test_a_rounded_host_tier_holds_twice_the_rows(length: int) -> None:
-    """A pair of 2 · (128 + 4) bytes instead of 2 · 2 · 128, where host memory sets the batch."""
-    device = DEVICES["H100"]
-    rows, limit = largest_batch(traced("default"), device, length, HOST)
-    fewer = largest_batch(traced("one lane"), device, length, HOST)[0]
-    assert limit == "host"
-    assert rows / fewer == pytest.approx(512 / 264, rel=0.06)
-
-
 def test_the_launches_of_a_layer_are_those_that_the_kernels_make() -> None:
     """As tools/compile_kernels.py lists them, without the copies of a chunked prefill."""
     device = DEVICES["H100"]
@@ -197,18 +186,6 @@ def test_what_the_main_stream_waits_for_is_exposed() -> None:
     assert found.bound == "PCIe"
 
 
-def test_two_lanes_are_worth_it_where_a_correction_is_what_a_step_waits_for() -> None:
-    """A slow link, and so few rows that it carries both fetches within a step; and not where it does not."""
-    two, one = traced("best"), traced("one lane")
-
-    def shorter(device: Device, length: int, batch: int) -> bool:
-        return step_of(two, device, length, batch).seconds < step_of(one, device, length, batch).seconds
-
-    for device in DEVICES.values():
-        assert not shorter(device, 32_768, 8)
-    slow = replace(DEVICES["H100"], pcie_gbps=6)
-    assert shorter(slow, 8_192, 4)
-    assert not shorter(slow, 8_192, 64)
 
 
 def test_the_context_from_which_a_step_is_no_longer() -> None:
@@ -227,19 +204,3 @@ def test_what_no_cuda_graph_holds_has_no_computed_step() -> None:
     assert "not computed, because a CUDA graph cannot hold" in str(explanation)
     with pytest.raises(sc.SpecacheError, match="method 'full': no time is computed"):
         explanation.step()
-
-
-def test_a_step_over_the_fp8_cache_reads_each_pair_once() -> None:
-    """It takes as long as the step computed for a full cache of 8 bits."""
-    explanation = sc.explain(llama(layers=1), 32_768, options={"method": "fp8"}, device="H100")
-    one = replace(explanation.traced(), weights=WEIGHTS, layers=LAYERS)
-    kernels = kernels_of(one, DEVICES["H100"], 32_768, 4, over_tiers)
-    attended = [kernel for kernel in kernels if kernel.op in ("fp8_attention", "keep_fp8")]
-    assert [kernel.name.rsplit(".")[-1] for kernel in attended[:3]] == ["attend_rows", "add_new_pair", "store_codes"]
-    assert len(attended) == 3 * LAYERS
-    assert sum(kernel.memory for kernel in attended) == LAYERS * 4 * 8 * 32_768 * 2 * 128
-    for batch in (1, 16):
-        own, computed = (made.seconds for made in (
-            step_of(one, DEVICES["H100"], 32_768, batch), full_step_of(one, DEVICES["H100"], 32_768, batch, 1)
-        ))  # fmt: skip
-        assert own == pytest.approx(computed, rel=0.05)

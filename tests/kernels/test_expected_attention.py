@@ -14,7 +14,7 @@ from transformers import CohereConfig, CohereForCausalLM
 from conftest import tiny_llama
 from specache_compile.compat import cache_of, with_cache
 from specache_compile.errors import SpecacheError
-from specache_compile.evaluation.baselines.expected_attention import expected_attention
+from specache_compile.evaluation.baselines.prompt_eviction import prompt_attention
 
 KVPRESS = load_file(Path(__file__).with_name("kvpress.safetensors"))
 FIRST, AHEAD = 4, 512
@@ -31,7 +31,8 @@ def kept_of(
         column = torch.arange(tokens)
         mask = (column >= torch.tensor(padding).view(-1, 1, 1, 1)) & (column <= column[:, None])
     cursor = torch.zeros(batch, 4, dtype=torch.int64)
-    expected_attention(q, k, v, mask, None, cursor, pairs, token, budget, FIRST, AHEAD, d**-0.5, None, frequencies)
+    settings = ("expected_attention", budget, [FIRST, AHEAD], d**-0.5, None, frequencies)
+    prompt_attention(q, k, v, mask, None, cursor, pairs, token, *settings)
     assert (token[:, :, budget:] == -1).all()
     kept = token[:, :, :budget].long()
     assert torch.equal(pairs[:, :, :budget, 1], v.gather(2, kept[..., None].expand(*kept.shape, d)))

@@ -173,31 +173,18 @@ GENERATORS: dict[str, Callable[[Inputs], tuple[Any, ...]]] = {
     ),
     "offload": lambda i: (i.new_k, i.new_v, i.padding(), i.cursor, i.host),
     "select_topk": lambda i: (i.scores, i.selected),
-    "select_pages": lambda i: (i.scores, i.selected, 5),
     "prefetch": lambda i: (i.selected, i.cursor, i.host, i.slots, i.slot_index, i.fetched),
     "wait": lambda i: (i.q, i.cursor, i.slots, i.slot_index, i.selected),
     "budget_attention": lambda i: (
         i.q, i.k, i.v, i.mask(i.case.lanes), i.sinks, i.cursor, i.kept, i.kept_token, i.history, "roco", 1, 0,
         i.scale, i.case.softcap,
     ),
-    "snapkv_attention": lambda i: (
-        i.q, i.k, i.v, i.mask(i.case.lanes), i.sinks, i.cursor, i.compressed, i.compressed_token, BUDGET, 8, 7, "max",
-        i.scale, i.case.softcap,
-    ),
-    "expected_attention": lambda i: (
-        i.q, i.k, i.v, i.mask(i.case.lanes), i.sinks, i.cursor, i.compressed, i.compressed_token, BUDGET, 4, 512,
-        i.scale, i.case.softcap, 0.7 ** torch.arange(i.q.shape[-1] // 2, dtype=torch.float32),
-    ),
-    "kvzip_attention": lambda i: (
-        i.q, i.k, i.v, i.mask(i.case.lanes), i.sinks, i.cursor, i.compressed, i.compressed_token, BUDGET, i.scale,
-        i.case.softcap,
+    "prompt_attention": lambda i: (
+        i.q, i.k, i.v, i.mask(i.case.lanes), i.sinks, i.cursor, i.compressed, i.compressed_token, "expected_attention",
+        BUDGET, [4, 512], i.scale, i.case.softcap, 0.7 ** torch.arange(i.q.shape[-1] // 2, dtype=torch.float32),
     ),
     "kcache_attention": lambda i: (
         i.q[:, :, :1].contiguous(), i.new_k, i.new_v, i.mask(1), i.sinks, i.cursor, i.device_keys, i.host, 8, i.scale,
-        i.case.softcap,
-    ),
-    "fp8_attention": lambda i: (
-        i.q[:, :, :1].contiguous(), i.new_k, i.new_v, i.mask(1), i.sinks, i.cursor, i.fp8_codes, i.scale,
         i.case.softcap,
     ),
     "keep_fp8": lambda i: (i.new_k, i.new_v, i.padding(), i.cursor, i.fp8_codes),

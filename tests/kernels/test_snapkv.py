@@ -18,7 +18,7 @@ BATCH, HEADS, GROUP, DIM = 2, 2, 2, 8
 BUDGET, WINDOW = 26, 6
 
 
-def plain_choice(queries: Tensor, keys: Tensor, kernel: int, pooling: str, hidden: int) -> list[int]:
+def plain_choice(queries: Tensor, keys: Tensor, kernel: int, hidden: int) -> list[int]:
     """Return the tokens that one KV head keeps of a prompt; queries [G, n, d], keys [n, d], `hidden` padding tokens."""
     tokens, scores = keys.shape[0], []
     before = tokens - WINDOW
@@ -30,7 +30,7 @@ def plain_choice(queries: Tensor, keys: Tensor, kernel: int, pooling: str, hidde
                 votes[t] += weights[t - hidden]
         half = kernel // 2
         around = [votes[max(0, t - half) : t + half + 1] for t in range(before)]
-        scores.append([max(near) if pooling == "max" else sum(near) / kernel for near in around])
+        scores.append([max(near) for near in around])
     mean = {t: -math.inf if t < hidden else sum(score[t] for score in scores) / GROUP for t in range(before)}
     best = sorted(mean, key=lambda t: (mean[t], t))[before - (BUDGET - WINDOW) :]
     return [*sorted(best), *range(before, tokens)]
@@ -39,8 +39,8 @@ def plain_choice(queries: Tensor, keys: Tensor, kernel: int, pooling: str, hidde
 class Cache:
     """The op's state, and its calls one after another."""
 
-    def __init__(self, kernel: int = 5, pooling: str = "max") -> None:
-        self.settings, self.length = (BUDGET, WINDOW, kernel, pooling), 0
+    def __init__(self, kernel: int = 5) -> None:
+        self.settings, self.length = ("snapkv", BUDGET, [WINDOW, kernel]), 0
         self.pairs = torch.full((BATCH, HEADS, 60, 2, DIM), float("nan"))
         self.token = torch.full((BATCH, HEADS, 60), -1, dtype=torch.int32)
 
@@ -50,7 +50,7 @@ class Cache:
         if padding is not None:
             column, row = torch.arange(self.length + tokens), torch.arange(self.length, self.length + tokens)
             mask = (column >= torch.tensor(padding).view(-1, 1, 1, 1)) & (column <= row[:, None])
-        out = torch.ops.specache.snapkv_attention(
+        out = torch.ops.specache.prompt_attention(
             q, k, v, mask, None, cursor, self.pairs, self.token, *self.settings, DIM**-0.5, None
         )
         self.length += tokens
@@ -80,13 +80,13 @@ def attention(kept: list[int], row: int, head: int, token: int, given: tuple[Ten
 
 
 @pytest.mark.parametrize("padding", [None, (7, 0)], ids=["unpadded", "left padding"])
-@pytest.mark.parametrize(("kernel", "pooling"), [(5, "max"), (7, "average"), (1, "max")])
+@pytest.mark.parametrize("kernel", [5, 1])
 def test_a_prefill_is_exact_and_keeps_the_pairs_that_its_last_queries_select(
-    kernel: int, pooling: str, padding: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
+    kernel: int, padding: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prompt_eviction, "BLOCK", 30)  # of queries that attend at a time
     given = q, k, v = tokens(73)
-    cache = Cache(kernel, pooling)
+    cache = Cache(kernel)
     out = cache.step(*given, padding)
     for row in range(BATCH):
         hidden = padding[row] if padding else 0
@@ -95,7 +95,7 @@ def test_a_prefill_is_exact_and_keeps_the_pairs_that_its_last_queries_select(
         torch.testing.assert_close(out[row, :, hidden:], full, atol=1e-5, rtol=1e-5)
         for head in range(HEADS):
             group = slice(head * GROUP, (head + 1) * GROUP)
-            expected = plain_choice(q[row, group].double(), k[row, head].double(), kernel, pooling, hidden)
+            expected = plain_choice(q[row, group].double(), k[row, head].double(), kernel, hidden)
             assert cache.kept(row, head) == expected
             assert torch.equal(cache.pairs[row, head, :BUDGET, 0], k[row, head, expected])
             assert torch.equal(cache.pairs[row, head, :BUDGET, 1], v[row, head, expected])

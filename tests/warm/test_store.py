@@ -4,58 +4,34 @@ from __future__ import annotations
 
 import errno
 import os
-import signal
-import subprocess
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import specache_compile as sc
-from conftest import LOSSLESS
-from kept_traces import ALL, TESTS, Traces, in_new_process, llama, run
+from kept_traces import ALL, Traces, llama, run
 from specache_compile import entry
 from specache_compile.cache_folder import VARIABLE, cache_folder
 from specache_compile.warm import hooks, trace_folder
 
-DAMAGE: dict[str, Callable[[bytes], bytes]] = {
-    "half": lambda data: data[: len(data) // 2],
-    "none": lambda data: b"",
-    "other bytes": lambda data: data[::-1],
-}
 
-
-@pytest.mark.parametrize("damage", DAMAGE)
-@pytest.mark.quick_for("half")
-def test_damaged_files_are_ignored_with_one_warning(kept: Traces, folder: Path, damage: str) -> None:
+def test_damaged_files_are_ignored(kept: Traces, folder: Path) -> None:
     for file in folder.glob("*/*/*/*"):
-        file.write_bytes(DAMAGE[damage](file.read_bytes()))
-    with pytest.warns(sc.SpecacheWarning, match="is unusable"):
-        assert run(llama(), kept) == 1
+        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    assert run(llama(), kept) == 1
     assert run(llama(), kept) == 0
-
-
-def no_space(*args: Any, **more: Any) -> Any:
-    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def read_only(*args: Any, **more: Any) -> Any:
     raise OSError(errno.EROFS, "Read-only file system")
 
 
-@pytest.mark.parametrize(
-    ("name", "refuse", "reason"),
-    [("replace", no_space, "No space left"), ("mkdir", read_only, "Read-only file system")],
-    ids=["full", "read-only"],
-)
-@pytest.mark.quick_for("read-only")
 def test_a_folder_that_takes_no_file_is_nothing_but_slower(
-    traces: Traces, folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, refuse: Any, reason: str
+    traces: Traces, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(os, name, refuse)
-    with pytest.warns(sc.SpecacheWarning, match=reason) as warned:
+    monkeypatch.setattr(os, "mkdir", read_only)
+    with pytest.warns(sc.SpecacheWarning, match="Read-only file system") as warned:
         assert run(llama(), traces, ALL) == 3
     monkeypatch.undo()
     assert sum("stored for later processes" in str(warning.message) for warning in warned) == 1
@@ -68,40 +44,6 @@ def test_a_folder_that_is_read_only_is_read(traces: Traces, monkeypatch: pytest.
     for name in ("mkdir", "replace"):
         monkeypatch.setattr(os, name, read_only)
     assert run(llama(), traces) == 0
-
-
-ONE_PROCESS = """
-import os, signal, sys
-sys.path[:0] = {paths!r}
-import pytest
-from kept_traces import ALL, counted, llama, run
-written, replace = 0, os.replace
-def kill_late(*paths):
-    global written
-    written += 1
-    if written == {killed}:
-        os.kill(os.getpid(), signal.SIGKILL)
-    replace(*paths)
-os.replace = kill_late
-with pytest.MonkeyPatch.context() as patch, counted(patch) as traces:
-    print(run(llama(), traces, ALL, options={options!r}))
-"""
-
-
-def code(killed: int = 0) -> str:
-    """A process that runs a model, and is killed while it writes its file of this number."""
-    return ONE_PROCESS.format(paths=[str(TESTS)], killed=killed, options=LOSSLESS)
-
-
-@pytest.mark.slow
-def test_a_writer_is_killed_and_two_write_at_once(folder: Path) -> None:
-    """Seven files: a prefill, a decode and its pre-decode, an extend, and the trace of each graph."""
-    killed = subprocess.run([sys.executable, "-c", code(killed=3)], capture_output=True, check=False)
-    assert killed.returncode == -signal.SIGKILL
-    both = [subprocess.Popen([sys.executable, "-c", code()], stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    counts = [int(process.communicate()[0]) for process in both]
-    assert all(2 <= count <= 3 for count in counts), "one trace was whole"
-    assert int(in_new_process(code())) == 0
 
 
 def test_a_call_has_a_limited_number_of_traces(kept: Traces, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

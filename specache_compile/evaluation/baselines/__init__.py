@@ -1,4 +1,4 @@
-"""The methods that SpeCache is compared with, one file each: op, state, options, recipe.
+"""The methods that SpeCache is compared with, one file each: options and a choice of pairs, or op, state and recipe.
 
 Importing this registers them. The entry point `specache_compile.methods` does.
 """
@@ -8,11 +8,9 @@ from __future__ import annotations
 from specache_compile.kernels.op import register
 from specache_compile.methods import METHODS
 
-from . import eviction, expected_attention, fp8, kcache, kvzip, pages, snapkv
+from . import eviction, expected_attention, fp8, kcache, kvzip, prompt_eviction, snapkv
 
-ONCE = (snapkv, expected_attention, kvzip)
-for _op in (*fp8.OPS, *kcache.OPS, *(one.ATTENTION for one in ONCE), eviction.ATTENTION, pages.SELECT):
+for _op in (*fp8.OPS, *kcache.OPS, prompt_eviction.ATTENTION, eviction.ATTENTION):
     register(_op)
-METHODS |= {
-    one.name: one for one in (pages.METHOD, fp8.METHOD, kcache.METHOD, *(one.METHOD for one in ONCE), *eviction.METHODS)
-}
+METHODS |= {one.METHOD.name: one.METHOD for one in (fp8, kcache, snapkv, expected_attention, kvzip)}
+METHODS |= {method.name: method for method in eviction.METHODS}

@@ -11,50 +11,27 @@ import torch
 from torch import Tensor
 
 from specache_compile.errors import SpecacheError
-from specache_compile.kernels.op import Op, fake_of_query
 from specache_compile.kernels.state.center import partners, quarter_turn
-from specache_compile.kernels.state.operands import AttentionInputs, takes
-from specache_compile.methods.method import Method
 from specache_compile.options import whole
-from specache_compile.passes.recipe import OpCall, Recipe
 
-from .prompt_eviction import FIELDS, Compressed, Prompt, PromptOptions, attend_and_keep, cost
+from .prompt_eviction import Prompt, PromptOptions, method_of
 
 
-@takes(new=AttentionInputs, kept=Compressed)
-def expected_attention(
-    new: AttentionInputs, kept: Compressed, budget: int, first: int, ahead: int, scale: float, softcap: float | None,
-    frequencies: Tensor | None,
-) -> Tensor:  # fmt: skip
-    """Exact attention over the kept pairs and the new ones, which join them (`attend_and_keep`). Of a prompt longer
-    than the budget b the b pairs stay that `chosen` names. frequencies [h]: RoPE's."""
-    if frequencies is None:
+def choose(prompt: Prompt, budget: int, first: int, ahead: int) -> Tensor:
+    """The first `first` seen pairs are kept, and those with the largest |v|·E[softmax(q·k)], averaged over the group.
+    Among equals the newest is evicted; pairs that the newest query does not see have no weight and are evicted first.
+
+    q is modelled as Gaussian, with the mean μ and covariance Σ of the prompt's queries before RoPE. Both are rotated by
+    the mean of RoPE's rotations at the next `ahead` positions: E[exp(q·k)] = exp(μ·k + k·Σ·k / 2) (section 3).
+    """
+    if prompt.frequencies is None:
         raise SpecacheError(
             "method='expected_attention': this model's graph turns no channels j and j + h by RoPE's frequencies [h], "
             "as Llama's does; take method='snapkv'"
         )
-
-    def choose(prompt: Prompt) -> Tensor:
-        tokens = prompt.pairs.shape[2]
-        _, seen = prompt.attention_of(tokens - 1, tokens)
-        return chosen(prompt, seen[:, :, 0], partners(frequencies, new.q.shape[-1]), budget, first, ahead)
-
-    return attend_and_keep(new, kept, budget, scale, softcap, choose)
-
-
-def chosen(prompt: Prompt, seen: Tensor, turning: tuple[Tensor, Tensor], budget: int, first: int, ahead: int) -> Tensor:
-    """The positions [B, H, b] of the kept pairs of a prompt of n tokens, in ascending order.
-
-    The first `first` seen pairs are kept, and those with the largest |v|·E[softmax(q·k)], averaged over the group.
-    Among equals the newest is evicted.
-
-    q is modelled as Gaussian, with the mean μ and covariance Σ of the prompt's queries before RoPE. Both are rotated by
-    the mean of RoPE's rotations at the next `ahead` positions: E[exp(q·k)] = exp(μ·k + k·Σ·k / 2) (section 3).
-
-    seen: bool [B, H, n]; unseen pairs have no weight and are evicted first.
-    turning: θ and partner of each channel (`partners`).
-    """
-    (theta, partner), tokens = turning, prompt.pairs.shape[2]
+    tokens = prompt.pairs.shape[2]
+    theta, partner = partners(prompt.frequencies, prompt.query.shape[-1])
+    seen = prompt.attention_of(tokens - 1, tokens)[1][:, :, 0]
     place = torch.arange(tokens + ahead, dtype=torch.float32, device=theta.device)
     cosine, sine = (place[:, None] * theta).cos(), (place[:, None] * theta).sin()
     unturned = prompt.query * cosine[:tokens] - quarter_turn(prompt.query, partner) * sine[:tokens]
@@ -78,15 +55,6 @@ def chosen(prompt: Prompt, seen: Tensor, turning: tuple[Tensor, Tensor], budget:
     return score.argsort(dim=-1, descending=True, stable=True)[..., :budget].sort(dim=-1).values
 
 
-ATTENTION = Op(
-    "expected_attention(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? sinks, Tensor cursor, "
-    "Tensor(a!) compressed, Tensor(b!) compressed_token, int budget, int first, int ahead, float scale, "
-    "float? softcap, Tensor? frequencies) -> Tensor",
-    expected_attention, fake_of_query, f"{__name__}:expected_attention",
-    cost=cost, is_work=True, capturable=False,
-)  # fmt: skip
-
-
 @dataclass(frozen=True)
 class ExpectedAttentionOptions(PromptOptions):
     """The defaults are kvpress'."""
@@ -96,10 +64,4 @@ class ExpectedAttentionOptions(PromptOptions):
     ahead: int = whole(512, 1, "places behind the prompt at which queries are expected", metavar="TOKENS")
 
 
-def recipe(options: ExpectedAttentionOptions, site: int) -> Recipe:
-    settings = (options.budget_in_tokens(options.prompt), options.first, options.ahead)
-    attend = OpCall("expected_attention", tuple(field.name for field in FIELDS), settings, turned=FIELDS[0].name)
-    return Recipe(dict.fromkeys(("prefill", "extend", "decode"), attend), ())
-
-
-METHOD = Method("expected_attention", ExpectedAttentionOptions, FIELDS, recipe)
+METHOD = method_of("expected_attention", ExpectedAttentionOptions, choose, ("first", "ahead"), turned=True)

@@ -22,15 +22,11 @@ from specache_compile.caches.holding import taken_over, twin
 from specache_compile.compat import with_cache
 from specache_compile.errors import SpecacheError
 from specache_compile.kernels.attention.attention_ops import BLOCK
-from specache_compile.kernels.op import Op, fake_of_query
-from specache_compile.kernels.state.operands import AttentionInputs, takes
 from specache_compile.kernels.state.stored_tiers import EMPTY
-from specache_compile.methods.method import Method
 from specache_compile.options import whole
-from specache_compile.passes.recipe import OpCall, Recipe
 from specache_compile.runtime.step import Step
 
-from .prompt_eviction import FIELDS, Compressed, Prompt, PromptOptions, attend_and_keep, cost
+from .prompt_eviction import Prompt, PromptOptions, method_of
 
 REPEAT = "\n\nRepeat the previous context exactly."
 REPEAT_PART = "\n\nRepeat the part of the previous context exactly, starting with"
@@ -40,14 +36,7 @@ NAMED = 8
 Encode = Callable[[str], list[int]]
 
 
-@takes(new=AttentionInputs, kept=Compressed)
-def kvzip_attention(new: AttentionInputs, kept: Compressed, budget: int, scale: float, softcap: float | None) -> Tensor:
-    """Exact attention over the kept pairs and the new ones, which join them (`attend_and_keep`). A prompt longer than
-    the budget is refused: what stays of it is chosen by a second reading (`chosen`)."""
-    return attend_and_keep(new, kept, budget, scale, softcap, refuse)
-
-
-def refuse(prompt: Prompt) -> Tensor:
+def refuse(prompt: Prompt, budget: int) -> Tensor:
     raise SpecacheError(
         "method='kvzip': its choice takes a second reading of the prompt, which only `specache eval --share-prefills` "
         "makes; take method='snapkv' or 'expected_attention'"
@@ -184,14 +173,6 @@ def rounded(most: int, length: int) -> int:
     return min(length, -(-most // step) * step)
 
 
-ATTENTION = Op(
-    "kvzip_attention(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? sinks, Tensor cursor, Tensor(a!) compressed, "
-    "Tensor(b!) compressed_token, int budget, float scale, float? softcap) -> Tensor",
-    kvzip_attention, fake_of_query, f"{__name__}:kvzip_attention",
-    cost=cost, is_work=True, capturable=False,
-)  # fmt: skip
-
-
 @dataclass(frozen=True)
 class KVzipOptions(PromptOptions):
     """The defaults are kvpress'."""
@@ -201,11 +182,4 @@ class KVzipOptions(PromptOptions):
     chunk: int = whole(2048, 1, "tokens of a prompt that are repeated at once", metavar="TOKENS")
 
 
-def recipe(options: KVzipOptions, site: int) -> Recipe:
-    attend = OpCall(
-        "kvzip_attention", tuple(field.name for field in FIELDS), (options.budget_in_tokens(options.prompt),)
-    )
-    return Recipe(dict.fromkeys(("prefill", "extend", "decode"), attend), ())
-
-
-METHOD = Method("kvzip", KVzipOptions, FIELDS, recipe)
+METHOD = method_of("kvzip", KVzipOptions, refuse)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -12,10 +12,13 @@ from torch import Tensor
 from specache_compile.kernels.attention.attention_ops import BLOCK, grouped_bias
 from specache_compile.kernels.costs import Arguments, Cost, Workload, bytes_of, elements, pair_bytes, size_of
 from specache_compile.kernels.costs import rows as heads_of
+from specache_compile.kernels.op import Op, fake_of_query
 from specache_compile.kernels.state.cursor import length_of
-from specache_compile.kernels.state.operands import AttentionInputs
+from specache_compile.kernels.state.operands import AttentionInputs, takes
 from specache_compile.kernels.state.stored_tiers import EMPTY
 from specache_compile.methods.field import Cropped, Field, LayerShape, LayerState, always
+from specache_compile.methods.method import Method
+from specache_compile.passes.recipe import OpCall, Recipe
 
 from .eviction import BudgetOptions, attention_over, drop_from, rows_of
 
@@ -28,15 +31,18 @@ class Prompt:
     pairs: [B, H, n, 2, d].
     attention_of: gives for the queries `first` to `stop` their attention [B, H, G, t, stop] and the pairs that each
     sees, bool [B, H, t, stop].
+    frequencies: RoPE's, [h]; None where the graph turns no channels by them.
     """
 
     query: Tensor
     pairs: Tensor
     attention_of: Callable[[int, int], tuple[Tensor, Tensor]]
+    frequencies: Tensor | None
 
 
-# The places [B, H, b] of the pairs that stay, in their order.
-Choose = Callable[[Prompt], Tensor]
+# (prompt, budget b, the method's settings) → the places [B, H, b] of the pairs that stay, in their order.
+Choose = Callable[..., Tensor]
+CHOICES: dict[str, Choose] = {}
 
 
 class Compressed(NamedTuple):
@@ -46,11 +52,13 @@ class Compressed(NamedTuple):
     compressed_token: Tensor
 
 
-def attend_and_keep(
-    new: AttentionInputs, kept: Compressed, budget: int, scale: float, softcap: float | None, choose: Choose
-) -> Tensor:
+@takes(new=AttentionInputs, kept=Compressed)
+def prompt_attention(
+    new: AttentionInputs, kept: Compressed, method: str, budget: int, settings: Sequence[int], scale: float,
+    softcap: float | None, frequencies: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Exact attention of T new tokens over the kept pairs and each other; the new pairs then join the kept ones. Of a
-    prompt (nothing is cached before it) longer than the budget b only the b pairs stay that `choose` names.
+    prompt (nothing is cached before it) longer than the budget b only the b pairs stay that CHOICES[method] names.
 
     Mutates kept, N at least b and the tokens behind the prompt. A step that failed half way may be taken again. Returns
     [B, Hq, T, d] in q's dtype.
@@ -84,7 +92,7 @@ def attend_and_keep(
             (attention.flatten(2, 3) @ every[:, :, : before + stop, 1].float()).unflatten(2, (-1, stop - first))
         )
     if length == 0 and tokens > budget:
-        stays = choose(Prompt(query, every, attention_of))
+        stays = CHOICES[method](Prompt(query, every, attention_of, frequencies), budget, *settings)
         compressed_token.fill_(EMPTY)
         compressed[:, :, :budget] = every.gather(2, stays[..., None, None].expand(*stays.shape, *every.shape[3:]))
         compressed_token[:, :, :budget] = token.gather(2, stays)
@@ -102,6 +110,14 @@ def cost(arguments: Arguments, load: Workload, site: int) -> Cost:
     read = heads_of(load, site) * kept * (pair.exact + 4)
     return Cost(4 * elements(q) * (kept + size_of(k.shape[2])), read + 2 * bytes_of(q) + 4 * bytes_of(k))
 
+
+ATTENTION = Op(
+    "prompt_attention(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? sinks, Tensor cursor, "
+    "Tensor(a!) compressed, Tensor(b!) compressed_token, str method, int budget, int[] settings, float scale, "
+    "float? softcap, Tensor? frequencies=None) -> Tensor",
+    prompt_attention, fake_of_query, f"{__name__}:prompt_attention",
+    cost=cost, is_work=True, capturable=False,
+)  # fmt: skip
 
 # Prompts whose lengths lie in one step share graphs, at the price of at most so many pairs of spare room.
 STEP = 32
@@ -139,3 +155,19 @@ def forget(state: LayerState, cropped: Cropped) -> None:
 COMPRESSED = Field("compressed", "kept", compressed_shape, on_crop=forget)
 COMPRESSED_TOKEN = Field("compressed_token", "kept", rows, always(torch.int32), empty=EMPTY)
 FIELDS = (COMPRESSED, COMPRESSED_TOKEN)
+
+
+def method_of(
+    name: str, options: type[PromptOptions], choose: Choose, settings: tuple[str, ...] = (), turned: bool = False
+) -> Method:
+    """The method that keeps what `choose` selects. settings: the options that it gets, integers; turned: whether it
+    reads RoPE's frequencies."""
+    CHOICES[name] = choose
+
+    def recipe(options: PromptOptions, site: int) -> Recipe:
+        given = (name, options.budget_in_tokens(options.prompt), [getattr(options, each) for each in settings])
+        state = tuple(field.name for field in FIELDS)
+        attend = OpCall("prompt_attention", state, given, turned=FIELDS[0].name if turned else "")
+        return Recipe(dict.fromkeys(("prefill", "extend", "decode"), attend), ())
+
+    return Method(name, options, FIELDS, recipe)

@@ -82,8 +82,4 @@ def find_device(
     for key, value in changed.items():
         if value <= 0:
             raise SpecacheError(f"{key}={value}: give a number above 0")
-    if changed and name is None:
-        title = "custom" if len(changed) > 2 else f"{base.name}, changed"
-    else:
-        title = f"{base.name}, changed" if changed else base.name
-    return replace(base, name=title, **changed)
+    return replace(base, name=f"{base.name}, changed" if changed else base.name, **changed)

@@ -18,6 +18,11 @@ from specache_compile.passes.plan import tag_of
 from specache_compile.passes.reading import nodes
 from specache_compile.passes.reading.nodes import value_of
 
+VIEWS = {
+    "_unsafe_view", "alias", "detach", "expand", "flatten", "getitem", "permute", "reshape", "select", "slice",
+    "squeeze", "t", "transpose", "unflatten", "unsqueeze", "view",
+}  # fmt: skip
+
 
 def operator_name(node: Node) -> str:
     """`mm` of aten.mm.default, `decode_attention` of specache.decode_attention.default, `linear` of F.linear."""

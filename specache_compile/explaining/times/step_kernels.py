@@ -13,14 +13,13 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from specache_compile.explaining.layers import layers_of
-from specache_compile.explaining.temporaries import VIEWS
 from specache_compile.kernels.costs import Workload, bytes_of, elements, pair_bytes, size_of
 from specache_compile.kernels.op import Op, op_of
 from specache_compile.passes.plan import tag_of
 from specache_compile.passes.reading.nodes import is_weight, value_of
 
 from .devices import Device
-from .node_costs import arguments_of, is_launch, launch_cost, operator_name
+from .node_costs import VIEWS, arguments_of, is_launch, launch_cost, operator_name
 from .op_launches import COPY, CORRECTION, LAUNCHES, MAIN, TAIL, Kernel, LaunchedOp, small
 
 # The speed of attention over a full cache as a share of long reads' speed, by bytes an element. Estimates.
