@@ -1,10 +1,11 @@
-"""Triton: attention over tiers that are rows of tokens: pairs in the model's dtype, codes of 8 bits.
+"""Triton: attention over tiers that are rows of tokens: pairs in the model's dtype, codes of 8 bits, e4m3 codes.
 
 Tokens are the columns of both products, query rows the rows, so that both tiles are loaded as they are stored.
 """
 
-# attend_rows (B·H, splits) has two modes: keys write kept logits (`kept_logits.py`), values read them. Numbers are
-# converted to a product's dtype, codes of 8 bits to code · scale + zero.
+# attend_rows (B·H, splits) has three modes: keys alone write kept logits (`kept_logits.py`), values alone read them,
+# both together need none. Numbers are converted to a product's dtype, codes of 8 bits to code · scale + zero. e4m3
+# codes are exact in float16, so bfloat16 models use it for them, and a query row is divided by a power of two.
 
 from __future__ import annotations
 
@@ -23,19 +24,39 @@ from specache_compile.kernels.codes.triton_levels import read_scale, read_zero
 from specache_compile.kernels.state.layout import Layout
 from specache_compile.kernels.state.page_table import shape_of_scores
 from specache_compile.kernels.state.triton_center import share_of_center
-from specache_compile.kernels.state.triton_cursor import AT_LOW_BIT, place_in_page
+from specache_compile.kernels.state.triton_cursor import AT_LENGTH, AT_LOW_BIT, place_in_page
 from specache_compile.kernels.state.triton_rotate import rotated
 from specache_compile.kernels.state.triton_sinks import sinks_among
 
 from .triton_decode import MASK_STRIDES, DecodeInputs, Sums, empty_sums, rows_of, splits_of
 
 TOKENS, BLOCK, LEAST = (tl.constexpr(size) for size in (RECORD, LOGIT_BLOCK, LOWEST))
-# Kinds of rows: pairs in q's dtype; 8-bit codes with parameters.
-PAIRS, LEVELS = (tl.constexpr(kind) for kind in range(2))
+# Kinds of rows: pairs in q's dtype; 8-bit codes with parameters; e4m3 codes, converted by arithmetic or natively.
+PAIRS, LEVELS, E4M3, NATIVE = (tl.constexpr(kind) for kind in range(4))
 # Weights are at most 1. Multiplied by this, those of a long context are normal numbers in float16.
 LIFT = tl.constexpr(2.0**15)
-# Warps of a program; programs of a multiprocessor.
-WARPS, PROGRAMS = 4, 3
+HAS_E4M3 = 8, 9  # the first devices that convert e4m3 codes
+# Warps of a program; programs of a multiprocessor; e4m3 pairs and channels of the largest tile.
+WARPS, PROGRAMS, E4M3_TILE, MOST_CHANNELS = 4, 3, 2 * RECORD, 128
+
+
+@triton.jit
+def from_e4m3(codes, TYPED: tl.constexpr):
+    """Convert e4m3 codes uint8 to float16, exactly. TYPED: the device has such a type."""
+    if TYPED:
+        numbers = codes.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    else:
+        signed = codes.to(tl.int8, bitcast=True).to(tl.int16)
+        numbers = ((signed << 7) & ~0x4000).to(tl.float16, bitcast=True) * 256.0
+        numbers = tl.where((codes & 0x7F) == 0x7F, float("nan"), numbers)
+    return numbers
+
+
+@triton.jit
+def power_below(x):
+    """Return the largest power of two up to x > 0, and 1 for 0."""
+    power = (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    return tl.where(power > 0.0, power, 1.0)
 
 
 @triton.jit
@@ -47,6 +68,8 @@ def load_keys(at, params, inside, kind: tl.constexpr, d: tl.constexpr, KIND: tl.
         scale = read_scale(tl.load(params + channel, inside, 0))
         zero = read_zero(tl.load(params + d + channel, inside, 0), scale)
         keys = keys.to(tl.float32) * scale[None, :] + zero[None, :]
+    elif KIND >= E4M3:
+        keys = from_e4m3(keys, KIND == NATIVE)
     return keys.to(kind)
 
 
@@ -63,6 +86,8 @@ def load_values(
         zero = read_zero(tl.load(params + groups + number, there[:, None], 0), scale)
         values = tl.reshape(values, [there.shape[0], groups, value_group]).to(tl.float32)
         values = tl.reshape(values * scale[:, :, None] + zero[:, :, None], [there.shape[0], d])
+    elif KIND >= E4M3:
+        values = from_e4m3(values, KIND == NATIVE)
     return values.to(kind)
 
 
@@ -89,39 +114,45 @@ def attend_rows(
     codes, key_params, value_params,
     # sink_index [B, 1, S] int32; shares of the center [B, Hq, lanes, C], if CENTERED; lse [B·H, R] in log2 units.
     sink_index, shares, lse,
-    # `kept_logits.based_logits`.
+    # `kept_logits.based_logits`, unused if KEYS and VALUES.
     kept, base,
-    # Written: partial [B·H, splits, ROWS, D] unless KEYS, peaks and totals [B·H, splits, ROWS]; float32, in log2 units.
+    # Written: partial [B·H, splits, ROWS, D] if VALUES, peaks and totals [B·H, splits, ROWS]; float32, in log2 units.
     partial, peaks, totals,
     m_batch, m_head, m_row, m_token, scale, softcap,
     # log2 of the weight below which a record's values are skipped, if SKIPS; H; C; columns of the cursor.
     cut, heads, capacity, columns, splits,
     d: tl.constexpr, D: tl.constexpr, group: tl.constexpr, value_group: tl.constexpr, lanes: tl.constexpr,
     rows: tl.constexpr, sink_tokens: tl.constexpr, record: tl.constexpr, width: tl.constexpr,
-    keys_first: tl.constexpr, KIND: tl.constexpr, KEYS: tl.constexpr,
+    keys_first: tl.constexpr, COUNT: tl.constexpr, KIND: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
     CENTERED: tl.constexpr, MASK: tl.constexpr, CAP: tl.constexpr, SKIPS: tl.constexpr, TILE: tl.constexpr,
     ROWS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: all query rows of a KV head, over a split of its tokens. Logits of sinks are -inf.
 
-    record, width: elements of a record and of a row. keys_first: a record's elements before its values. TILE: tokens
-    per product; keys are of one group. ROWS: R, padded; rows after the last repeat others. Bytes per token: half of
-    2·width, and kept logits. FLOPs: 2·ROWS·D.
+    record, width: elements of a record and of a row. keys_first: a record's elements before its values. COUNT: the
+    cursor's element with the number of tokens. TILE: tokens per product; keys are of one group. ROWS: R, padded; rows
+    after the last repeat others. Bytes per token: 2·width, or half of that and kept logits. FLOPs: 4·ROWS·D, or half.
     """
     bh, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     batch = bh // heads
     cursor += batch * columns
-    count = tl.load(cursor + AT_LOW_BIT).to(tl.int32)
+    count = tl.load(cursor + COUNT).to(tl.int32)
     row = tl.arange(0, ROWS) % rows
     channel = tl.arange(0, D)
     inside = channel < d
-    kind: tl.constexpr = q.dtype.element_ty
+    exact: tl.constexpr = q.dtype.element_ty
+    kind: tl.constexpr = tl.float16 if KIND >= E4M3 and exact == tl.bfloat16 else exact
     lift: tl.constexpr = LIFT if kind == tl.float16 else 1.0
     PAIRS: tl.constexpr = (rows + 1) // 2
     kept += bh * capacity * (2 * PAIRS)
     base += bh * (capacity // BLOCK) * (2 * PAIRS)
     if KEYS:
         query = tl.load(q + (bh * rows + row)[:, None] * d + channel[None, :], inside[None, :], 0.0)
+        worth = tl.full([ROWS], 1.0, tl.float32) * scale
+        if kind != exact:
+            unit = power_below(tl.max(tl.abs(query.to(tl.float32)), 1))
+            query, worth = query.to(tl.float32) / unit[:, None], worth * unit
+        query = query.to(kind)
         mask += batch * m_batch
         mask_row = (bh % heads * (rows // lanes) + row // lanes) * m_head + row % lanes * m_row
     else:
@@ -142,7 +173,7 @@ def attend_rows(
         shrink = tl.full([ROWS], 1.0, tl.float32)
         if KEYS:
             keys = load_keys(at, key_params + first // group * (2 * D), inside, kind=kind, d=D, KIND=KIND)
-            logits = tl.dot(query, tl.trans(keys), input_precision=PRECISION) * scale
+            logits = tl.dot(query, tl.trans(keys), input_precision=PRECISION) * worth[:, None]
             if CENTERED:
                 logits += tl.load(shares + (bh * rows + row)[:, None] * capacity + token[None, :])
             logits = capped(logits, softcap, CAP)
@@ -151,7 +182,8 @@ def attend_rows(
                 seen &= ~sinks_among(token, sink_index + batch * sink_tokens, sink_tokens=sink_tokens)
             seen = shown(seen, mask, token * m_token, MASK)[None, :] & (row >= 0)[:, None]
             logits = biased(logits, mask, mask_row[:, None] + (token * m_token)[None, :], seen, MASK) * LOG2E
-            keep(logits, kept, base, start, count, PAIRS=PAIRS)
+            if not VALUES:
+                keep(logits, kept, base, start, count, PAIRS=PAIRS)
             higher = tl.maximum(peak, tl.max(logits, 1))
             weights = tl.exp2(logits - finite(higher)[:, None])
             shrink = tl.exp2(peak - finite(higher))
@@ -167,7 +199,7 @@ def attend_rows(
             visited = tl.max(tl.max(logits, 1), 0) >= cut
         if visited:
             total = total * shrink + tl.sum(weights, 1)
-            if not KEYS:
+            if VALUES:
                 values = load_values(
                     at + keys_first, value_params + first * (2 * D // value_group), there, inside, kind=kind, d=D,
                     value_group=value_group, KIND=KIND,
@@ -175,7 +207,7 @@ def attend_rows(
                 lifted = (weights * lift).to(kind)
                 sums = tl.dot(lifted, values, sums * shrink[:, None], input_precision=PRECISION)
     at = (bh * splits + split) * ROWS + tl.arange(0, ROWS)
-    if not KEYS:
+    if VALUES:
         tl.store(partial + at[:, None] * D + channel[None, :], sums * (1.0 / lift))
     if not KEYS:
         peak = tl.where(total > 0.0, least, float("-inf"))
@@ -197,31 +229,34 @@ def rows_in(codes: Tensor, layout: Layout, d: int) -> Rows:
     dim, width = stored_dim(d), codes.shape[3]
     if layout.is_quantised:
         return Rows(LEVELS.value, dim, RECORD * width, dim, RECORD * dim * layout.key_bits // 8)
-    return Rows(PAIRS.value, dim, RECORD * width, width, d)
+    kind = E4M3 if codes.dtype.itemsize == 1 else PAIRS
+    if kind is E4M3 and codes.is_cuda and torch.cuda.get_device_capability(codes.device) >= HAS_E4M3:
+        kind = NATIVE
+    return Rows(kind.value, dim, RECORD * width, width, d)
 
 
 def launch(
-    inputs: DecodeInputs, q: Tensor, shares: Tensor, kept: tuple[Tensor, Tensor], lse: Tensor | None,
-    cut: float | None, keys: bool,
+    inputs: DecodeInputs, q: Tensor, shares: Tensor, kept: tuple[Tensor, Tensor] | None, lse: Tensor | None,
+    cut: float | None, keys: bool, values: bool,
 ) -> Sums:  # fmt: skip
     tiers, (batch, query_heads, lanes, d) = inputs.tiers, q.shape
     codes, key_params, value_params = tiers[:3]
     _, heads, capacity = shape_of_scores(codes, inputs.cursor)
     rows, padded, (mask_kind, mask, strides) = rows_in(codes, inputs.layout, d), rows_of(q, heads), inputs.mask
-    levels = rows.kind == LEVELS.value
+    levels, whole = rows.kind == LEVELS.value, rows.kind >= E4M3.value
     group = codes.shape[2] // key_params.shape[2] if levels else RECORD
-    tile = min(RECORD, group) if keys else RECORD
+    tile = E4M3_TILE if whole and rows.dim <= MOST_CHANNELS else RECORD if values else min(RECORD, group)
     splits = splits_of(batch * heads, capacity // tile, q.device, PROGRAMS)
-    sums = empty_sums(batch * heads, splits, padded, 0 if keys else rows.dim, q.device)
+    sums = empty_sums(batch * heads, splits, padded, rows.dim if values else 0, q.device)
     attend_rows[batch * heads, splits](
         q, q if mask is None else mask, inputs.cursor, codes, key_params, value_params, tiers.sink_index, shares,
-        q if lse is None else lse, *kept, *sums,
+        q if lse is None else lse, *(kept or (q, q)), *sums,
         **strides, scale=inputs.scale, softcap=inputs.softcap or 1.0, cut=cut or 0.0, heads=heads, capacity=capacity,
         columns=inputs.cursor.stride(0), splits=splits, d=d, D=rows.dim, group=group,
-        value_group=rows.dim // value_params.shape[-1] if levels and not keys else rows.dim, lanes=lanes,
+        value_group=rows.dim // value_params.shape[-1] if levels and values else rows.dim, lanes=lanes,
         rows=query_heads // heads * lanes, sink_tokens=tiers.sink_index.shape[2], record=rows.record,
-        width=rows.width, keys_first=rows.keys_first, KIND=rows.kind,
-        KEYS=keys, CENTERED=keys and tiers.center.shape[2] > 0, MASK=mask_kind,
+        width=rows.width, keys_first=rows.keys_first, COUNT=(AT_LENGTH if whole else AT_LOW_BIT).value, KIND=rows.kind,
+        KEYS=keys, VALUES=values, CENTERED=keys and tiers.center.shape[2] > 0, MASK=mask_kind,
         CAP=inputs.softcap is not None, SKIPS=cut is not None, TILE=tile, ROWS=padded,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=WARPS, num_stages=1,
     )  # fmt: skip
@@ -236,7 +271,7 @@ def attend_keys(inputs: DecodeInputs, logits: Tensor, base: Tensor) -> Sums:
         group = tiers.codes.shape[2] // tiers.key_params.shape[2]
         capacity = shape_of_scores(tiers.codes, inputs.cursor)[2]
         shares = share_of_center(q, tiers.center, inputs.cursor, capacity, group, inputs.scale)
-    return launch(inputs, turned, shares, (logits, base), None, None, keys=True)
+    return launch(inputs, turned, shares, (logits, base), None, None, keys=True, values=False)
 
 
 def attend_values(inputs: DecodeInputs, logits: Tensor, base: Tensor, lse: Tensor, cut: float | None) -> Sums:
@@ -244,4 +279,9 @@ def attend_values(inputs: DecodeInputs, logits: Tensor, base: Tensor, lse: Tenso
 
     cut: log2 of the weight below which a record is skipped if all its weights are; None to skip none.
     """
-    return launch(inputs, inputs.q, lse, (logits, base), lse, cut, keys=False)
+    return launch(inputs, inputs.q, lse, (logits, base), lse, cut, keys=False, values=True)
+
+
+def attend_pairs(inputs: DecodeInputs) -> Sums:
+    """Return the sums over all cached e4m3 pairs, codes [P, H, 256, 2·d], which are read once."""
+    return launch(inputs, inputs.q.contiguous(), inputs.q, None, None, None, keys=True, values=True)

@@ -1,4 +1,4 @@
-"""Triton's attention over rows of tokens against float64: codes of 8 bits, pairs in 16 bits or float32.
+"""Triton's attention over rows of tokens against float64: codes of 8 bits, pairs in 16 bits or float32, e4m3 codes.
 
 bfloat16 runs only on a GPU: the interpreter multiplies it as integers.
 """
