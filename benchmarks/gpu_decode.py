@@ -67,12 +67,13 @@ SPECACHE: dict[str, dict[str, Any]] = {
     "specache best, two lanes": {"speculate": True},
     "kivi 2-bit": {"method": "kivi", "bits": 2, "host_tier": False},
     "offload": {"method": "offload"},
+    "fp8": {"method": "fp8"},
 }
 # It reads lengths on the host, so that no mode makes a CUDA graph of its steps, and the whole cache in every step.
 NEVER_CAPTURED = ("offload",)
 METHODS = list(SPECACHE)
 # One of each kind, and what their figures are compared with.
-SMOKE_METHODS = ("16 bits, k = 0", "specache 2-bit", "specache best", "offload")
+SMOKE_METHODS = ("16 bits, k = 0", "specache 2-bit", "specache best", "offload", "fp8")
 # Bytes of VRAM beside the margin, in which the smoke model and three sequences fit, by their dtypes there.
 SMOKE_ROOM = {"cuda": 1 << 19, "cpu": 1 << 20}
 # Tokens that a forced context has room to grow by.

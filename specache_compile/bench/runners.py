@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, DynamicCache
+from transformers import Cache, DynamicCache, PreTrainedConfig, StaticCache
 
 import specache_compile as sc
 from specache_compile.command_line.bench import BASELINES
@@ -24,8 +24,13 @@ from specache_compile.runtime.held import HeldTensor
 from specache_compile.runtime.session import session_of
 from specache_compile.runtime.state import device_total, fields_of, tier_totals
 
-COMPILED = "compiled"
+COMPILED, STATIC = "compiled", "compiled-static"
 CHUNK = 512
+
+
+def can_extend(name: str) -> bool:
+    """Whether the runner's cache accepts several tokens after the context, and can be copied."""
+    return name != STATIC
 
 
 def check_name(name: str) -> None:
@@ -35,6 +40,13 @@ def check_name(name: str) -> None:
             parse_setting(name)
         except OptionError as error:
             raise OptionError(f"{error}; baselines are {', '.join(BASELINES)}") from None
+
+
+def why_not(name: str, config: PreTrainedConfig) -> str | None:
+    """The reason why a runner is unavailable on this machine; None if it is available."""
+    if name == STATIC and any(DynamicCache(config=config).is_sliding):
+        return "the model has sliding layers, whose cache can only be filled by a prefill"
+    return None
 
 
 @dataclass
@@ -107,11 +119,16 @@ def twin_of(model: Any, name: str, lowering: str) -> Any:
     """A model with the same weights, compiled for this runner."""
     twin = copy.copy(model)
     twin.__dict__ = dict(model.__dict__)
-    if name == COMPILED:
-        twin.compile(dynamic=True)
+    if name in (COMPILED, STATIC):
+        twin.compile(dynamic=name == COMPILED)
     elif name not in BASELINES:
         twin.compile(backend="specache", options={"lowering": lowering, **parse_setting(name).measured})
     return twin
+
+
+def empty_cache(name: str, config: PreTrainedConfig, room: int) -> Cache:
+    """An empty cache for this runner; a static cache has room for `room` tokens."""
+    return StaticCache(config=config, max_cache_len=room) if name == STATIC else DynamicCache(config=config)
 
 
 @dataclass(frozen=True)
@@ -149,6 +166,11 @@ def runner(name: str, twin: Any, context: Prefilled, room: int) -> Decoding:
     token, length = context.token.clone(memory_format=torch.contiguous_format), context.ids.shape[1]
     if name in (UNCOMPILED, COMPILED):
         return Decoding(twin, copy.deepcopy(context.cache), token, length)
+    if name == STATIC:
+        cache, layers = empty_cache(name, twin.config, length + room), list[Any](context.cache.layers)
+        for number, layer in enumerate(layers):
+            cache.update(layer.keys, layer.values, number)
+        return Decoding(twin, cache, token, length)
     try:
         held = sc.hold(context.cache, twin)
     except SpecacheError:  # the method's prefill does not keep all pairs
@@ -162,10 +184,11 @@ def runner(name: str, twin: Any, context: Prefilled, room: int) -> Decoding:
 
 
 @torch.no_grad()
-def first_tokens(model: Any, ids: Tensor) -> Sequence[Any]:
+def first_tokens(name: str, model: Any, ids: Tensor, room: int) -> Sequence[Any]:
     """Two calls to time: the first prefills `ids` [B, n] into an empty cache, the second decodes a token."""
+    cache = empty_cache(name, model.config, ids.shape[1] + room)
     positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-    given = {**with_cache(DynamicCache(config=model.config)), "use_cache": True}
+    given = {**with_cache(cache), "use_cache": True}
     return (
         lambda: model(ids, position_ids=positions, logits_to_keep=1, **given),
         lambda: model(ids[:, -1:], position_ids=positions[:, -1:] + 1, **given),

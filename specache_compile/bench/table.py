@@ -48,18 +48,6 @@ def steps_table(rows: Rows) -> str:
     return tabulate([[one[name] for name in kept] for one in lines], kept, colalign=align, disable_numparse=True)
 
 
-def pyplot() -> Any:
-    """Matplotlib without a window; SpecacheError where it is not installed."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise SpecacheError("plots require matplotlib. Run pip install matplotlib") from None
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    return plt
-
-
 def draw(rows: Rows, path: Path, labels: Mapping[str, str] = NONE) -> None:
     """Draw two panels: the cache's bytes on the device and the median decode step. Requires matplotlib.
 
@@ -67,7 +55,13 @@ def draw(rows: Rows, path: Path, labels: Mapping[str, str] = NONE) -> None:
 
     labels: the methods' names in the plot.
     """
-    plt = pyplot()
+    try:
+        import matplotlib
+    except ImportError:
+        raise SpecacheError("--plot: pip install matplotlib") from None
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
     methods = list(dict.fromkeys(row["method"] for row in rows))
     cells = sorted({(row["context"], row["batch"]) for row in rows})
     shares = all("of_16_bits" in row for row in rows)

@@ -13,6 +13,7 @@ from .arguments import LOWERINGS, add_device
 BASELINES = {
     "uncompiled": "Hugging Face without compilation, with a DynamicCache",
     "compiled": "torch.compile, with a DynamicCache",
+    "compiled-static": "torch.compile, with a StaticCache",
 }
 DEFAULT = (*BASELINES, "kivi:bits=2", "specache:bits=1", "specache")
 EXAMPLES = """\

@@ -77,3 +77,4 @@ def add_eval(command: argparse.ArgumentParser) -> None:
         "--dtype", choices=DTYPES, default="bfloat16", help="dtype of weights and cache (default: bfloat16)"
     )
     command.add_argument("--lowering", choices=LOWERINGS, help="default: inductor on a GPU, else eager")
+    command.add_argument("--no-plots", action="store_true", help="write tables without plots")

@@ -17,12 +17,19 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from specache_compile.caches.holding import whole_layers
 from specache_compile.checkpoints.loaded import limit_of, load_model
 from specache_compile.checkpoints.names import origin
+from specache_compile.compat import cache_of
 from specache_compile.errors import SpecacheError
+from specache_compile.kernels.memory.host_memory import allowance
+from specache_compile.methods import parse_options
+from specache_compile.methods.field import LayerShape
+from specache_compile.runtime.state import predicted_bytes
 from specache_compile.runtime.stats import stats
 
 from .cell_tables import table, write_json
+from .plots import draw
 from .prefills import Prefills, caches_plainly
 from .provenance import config_hash, model_hash, provenance
 from .reader import Reader
@@ -50,6 +57,7 @@ def run_eval(args: argparse.Namespace, command: Sequence[str]) -> None:
     cells = [(task, cell) for task in dict.fromkeys(args.tasks) for cell in TASKS[task](bench)]
     for task, cell in cells:
         check_cell(task, cell, bench.limit, settings)
+    check_host_budget(model, max(bench.lengths), settings, args)
     fingerprint = model_hash(model)
     line = provenance(
         shlex.join(["specache", *command]), fingerprint, args.device, str(model.dtype), args.seed, origin(args.model)
@@ -115,6 +123,25 @@ def check_cell(task: str, cell: Cell, limit: int, settings: Sequence[Setting]) -
         if budget is not None and budget > cell.context:
             raise SpecacheError(f"method {setting}: a budget of {budget:,} tokens is more than the context of "
                                 f"{task} {cell.name}, {cell.context:,} tokens")  # fmt: skip
+
+
+def check_host_budget(model: Any, length: int, settings: Sequence[Setting], args: argparse.Namespace) -> None:
+    """Raise SpecacheError if a method's host tier would exceed its budget once the shared prefills are stored."""
+    if not any(setting.options is not None for setting in settings):
+        return
+    ids = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+    cache = cache_of(model.generate(ids, max_new_tokens=1, do_sample=False, return_dict_in_generate=True))
+    keys = [cache.layers[number].keys for number in whole_layers(cache)]
+    layers = [LayerShape(one.shape[1], one.shape[3], one.dtype, one.device) for one in keys]
+    for options in [parse_options(setting.measured) for setting in settings if setting.options is not None]:
+        given = getattr(options, "host_memory", None)
+        needed = predicted_bytes(options, layers, min(args.batch_size, args.samples), length)["host"]
+        allowed = allowance(0, given) // (2 if args.share_prefills and given is None else 1)
+        if needed > allowed:
+            raise SpecacheError(
+                f"method {options.method!r}: its host tier would need {needed / 1e6:,.0f} MB for {length:,} tokens, "
+                f"and {allowed / 1e6:,.0f} MB are free for it: free memory, or lower --batch-size or --lengths"
+            )
 
 
 def load(name: str, device: str, dtype: str) -> tuple[Any, Reader]:
@@ -199,11 +226,17 @@ def kv_ratio(model: Any) -> float | None:
 
 
 def report(rows: Sequence[ResultRow], args: argparse.Namespace) -> None:
-    """Print the table; write table.txt and results.json."""
+    """Print the table; write table.txt, results.json and the plots."""
     if not rows:
         return
     print(table(rows))
     (args.out / "table.txt").write_text("\n".join((table(rows), "", *sources(rows), "")))
     write_json(args.out / "results.json", rows)
+    made = [args.out / name for name in ("rows.jsonl", "table.txt", "results.json")]
+    if not args.no_plots:
+        try:
+            made += draw(rows, args.out)
+        except ImportError:
+            print("no pictures: pip install matplotlib", file=sys.stderr)
     print("", *sources(rows), sep="\n", file=sys.stderr)
-    print(f"written: rows.jsonl, table.txt and results.json in {args.out}", file=sys.stderr)
+    print(f"written: {', '.join(map(str, made))}", file=sys.stderr)

@@ -44,7 +44,7 @@ GONE = {
     "page_size": "it is an option of method='pages'",
     "lookup": "pass prompt_lookup_num_tokens to generate",
     "memory": "pass bits; `specache explain` prints the bytes of a cache",
-    "hit_rate": "`sc.stats(model).bytes_fetched` has the fetched bytes",
+    "hit_rate": "stats(model).bytes_to_device has the bytes that were fetched",
 }
 
 

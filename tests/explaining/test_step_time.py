@@ -186,8 +186,6 @@ def test_what_the_main_stream_waits_for_is_exposed() -> None:
     assert found.bound == "PCIe"
 
 
-
-
 def test_the_context_from_which_a_step_is_no_longer() -> None:
     best, plain, device = traced("best"), one_lane(), DEVICES["RTX 4090"]
     found = break_even_context(best, plain, device)
@@ -204,3 +202,19 @@ def test_what_no_cuda_graph_holds_has_no_computed_step() -> None:
     assert "not computed, because a CUDA graph cannot hold" in str(explanation)
     with pytest.raises(sc.SpecacheError, match="method 'full': no time is computed"):
         explanation.step()
+
+
+def test_a_step_over_the_fp8_cache_reads_each_pair_once() -> None:
+    """It takes as long as the step computed for a full cache of 8 bits."""
+    explanation = sc.explain(llama(layers=1), 32_768, options={"method": "fp8"}, device="H100")
+    one = replace(explanation.traced(), weights=WEIGHTS, layers=LAYERS)
+    kernels = kernels_of(one, DEVICES["H100"], 32_768, 4, over_tiers)
+    attended = [kernel for kernel in kernels if kernel.op in ("fp8_attention", "keep_fp8")]
+    assert [kernel.name.rsplit(".")[-1] for kernel in attended[:3]] == ["attend_rows", "add_new_pair", "store_codes"]
+    assert len(attended) == 3 * LAYERS
+    assert sum(kernel.memory for kernel in attended) == LAYERS * 4 * 8 * 32_768 * 2 * 128
+    for batch in (1, 16):
+        own, computed = (made.seconds for made in (
+            step_of(one, DEVICES["H100"], 32_768, batch), full_step_of(one, DEVICES["H100"], 32_768, batch, 1)
+        ))  # fmt: skip
+        assert own == pytest.approx(computed, rel=0.05)

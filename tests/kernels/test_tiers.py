@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from held_tiers import adjacent, cursor_over, in_pages
+from specache_compile.evaluation.baselines import pages  # noqa: F401 - declares its op
 from specache_compile.kernels.codes.cpp_trellis import encoder
 from specache_compile.kernels.codes.params import stored_scale
 from specache_compile.kernels.codes.quantize import quantize_keys, quantize_values
@@ -249,6 +250,20 @@ def test_the_candidates_of_largest_score_are_selected(candidates: int, k: int) -
     ops.select_topk(scores, selected)
     for row, chosen in zip(scores.flatten(0, 1).tolist(), selected.flatten(0, 1).tolist(), strict=True):
         best = sorted((t for t in range(64) if row[t] >= 0), key=lambda t: -row[t])[:k]
+        assert sorted(chosen) == sorted(best + [-1] * (k - len(best)))
+
+
+@pytest.mark.parametrize(("k", "page"), [(16, 4), (18, 4), (64, 7), (5, 5), (4, 1)])
+def test_pages_go_by_their_best_token(k: int, page: int) -> None:
+    torch.manual_seed(k)
+    scores = torch.rand(*ROWS, 60).masked_fill(torch.rand(*ROWS, 60) < 0.4, -1.0)
+    scores[..., 50:] = -1.0
+    selected = torch.full((*ROWS, k), 7, dtype=torch.int32)
+    ops.select_pages(scores, selected, page)
+    for row, chosen in zip(scores.flatten(0, 1).tolist(), selected.flatten(0, 1).tolist(), strict=True):
+        runs = [range(60)[start : start + page] for start in range(0, 60, page)]
+        by_best = sorted(runs, key=lambda run: -max(row[t] for t in run))
+        best = [t for p in by_best[: k // page] for t in p if row[t] >= 0]
         assert sorted(chosen) == sorted(best + [-1] * (k - len(best)))
 
 

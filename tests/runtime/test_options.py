@@ -10,7 +10,7 @@ from specache_compile.errors import OptionError
 from specache_compile.methods import parse_options
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"method": "pyramidkv"}, "method='pyramidkv': accepted are 'full', 'offload', 'kivi', 'specache', 'fp8'"),
+    ({"method": "pyramidkv"}, "method='pyramidkv': accepted are 'full', 'offload', 'kivi', 'specache', 'pages'"),
     ({"method": ["h2o"]}, "method=.*h2o.*: accepted are 'full'"),
     ({"method": "h2o", "bits": 1}, "option bits: method 'h2o' accepts only method, .*budget, eviction_block"),
     ({"method": "h2o", "seed": 1}, "option seed: method 'h2o' accepts only"),
@@ -26,12 +26,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"method": "kcache", "top_n": 0}, "top_n=0: accepted is an integer, 1 or more"),
     ({"correct": "always", "top_k": 0}, "correct='always' with top_k=0: without fetches"),
     ({"method": "full", "bits": 2}, "bits: method 'full' accepts only"),
-    ({"method": "pages", "page_size": 32, "top_k": 16}, "page_size=32: a page does not fit top_k=16"),
-    ({"method": "pages", "correct": "always"}, "correct='always': accepted are 'never'"),
     ({"key_bits": 16}, "key_bits was removed: bits sets both"),
     ({"selector": "pages"}, "selector was removed: method='pages'"),
     ({"page_size": 4}, "page_size was removed: it is an option of method='pages'"),
     ({"lookup": True}, "lookup was removed: pass prompt_lookup_num_tokens"),
+    ({"method": "pages", "page_size": 32, "top_k": 16}, "page_size=32: a page does not fit top_k=16"),
+    ({"method": "pages", "correct": "always"}, "correct='always': accepted are 'never'"),
     ({"correct": "sometimes"}, "correct='sometimes': accepted are 'never', 'always'"),
     ({"bits": 2, "value_code": "trellis"}, "value_code='trellis' requires values of 1 bit"),
     ({"key_code": "lattice"}, "key_code='lattice': accepted are 'levels', 'trellis', 'auto'"),

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specache_compile.kernels.costs import Arguments, Cost, Workload, bytes_of, elements
-from specache_compile.kernels.op import Op, fake_nothing
+from specache_compile.kernels.attention.extend import extend_attention, extend_attention_fused
+from specache_compile.kernels.costs import Arguments, Cost, Workload, bytes_of, elements, rows
+from specache_compile.kernels.op import Op, fake_nothing, fake_of_query
 from specache_compile.kernels.state.by_rows import by_rows
 from specache_compile.kernels.state.by_token import put
 from specache_compile.kernels.state.cursor import length_of
@@ -43,11 +44,23 @@ def cost_of_keeping(arguments: Arguments, load: Workload, site: int) -> Cost:
     return Cost(hbm=2 * bytes_of(arguments["k"]) + 2 * elements(arguments["k"]))
 
 
+def cost_of_attention(arguments: Arguments, load: Workload, site: int) -> Cost:
+    """All cached pairs are read, one byte an element."""
+    q, pair = arguments["q"], 2 * load.layers[site].head_dim
+    return Cost(4 * elements(q) * (load.length + 1), rows(load, site) * load.length * pair + 2 * bytes_of(q))
+
+
 OPS = (
     Op(
         "keep_fp8(Tensor k, Tensor v, Tensor? padding, Tensor cursor, Tensor(a!) fp8_codes) -> ()",
-        keep_fp8, fake_nothing, f"{__name__}:keep_fp8",
-        cost=cost_of_keeping, early=4, capturable=False,
+        keep_fp8, fake_nothing, f"{__package__}.triton_fp8:keep_fp8",
+        cost=cost_of_keeping, early=4,
+    ),
+    Op(
+        "fp8_attention(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? sinks, Tensor cursor, Tensor fp8_codes, "
+        "float scale, float? softcap) -> Tensor",
+        extend_attention, fake_of_query, f"{__package__}.triton_fp8:fp8_attention",
+        fused=extend_attention_fused, cost=cost_of_attention, is_work=True,
     ),
 )  # fmt: skip
 
@@ -60,8 +73,8 @@ class Fp8Options(MethodOptions):
 def recipe(options: MethodOptions, site: int) -> Recipe:
     """As `full`'s, over the codes. A step's own pair is exact in its own attention and rounded from the next step
     on."""
-    attend = OpCall("extend_attention", ("fp8_codes",))
-    return Recipe({"extend": attend, "decode": attend}, (OpCall("keep_fp8", ("fp8_codes",)),))
+    attend = {"extend": OpCall("extend_attention", ("fp8_codes",)), "decode": OpCall("fp8_attention", ("fp8_codes",))}
+    return Recipe(attend, (OpCall("keep_fp8", ("fp8_codes",)),))
 
 
 FP8_CODES = Field("fp8_codes", "cache", whole_cache, always(torch.uint8), by_page=True, has_all_pairs=True)

@@ -48,6 +48,8 @@ BY_DIM: Mapping[str, Mapping[int, float]] = {
 }
 # For a stored number of keys, the share of its group's zero point: an estimate.
 OF_ZEROS = 0.07
+# For a number of the FP8 cache, in `triton_plain.attend_rows` (sm_90).
+OF_E4M3 = 3.1
 # A warp's instructions (sm_90): of a program of `keep_best`, some 12 turns of 80 (for sums of softmaxes of normal
 # logits) and 1,330 once; for a score of a token, KV head and lane; for a merged query head and lane.
 SELECTING, SCORING, MERGING = 12 * 80 + 1_330, 2.5, 1_800
@@ -278,6 +280,17 @@ def append(call: LaunchedOp) -> list[Kernel]:
     return [small(name) for name in (*names, "quantize_groups", "write_recent")]
 
 
+def fp8_attention(call: LaunchedOp) -> list[Kernel]:
+    """`triton_fp8`: every cached pair is read once, one byte a number."""
+    numbers = call.heads * call.load.length * 2 * call.load.layers[call.site].head_dim
+    attended = Kernel("attend_rows", memory=numbers, instructions=OF_E4M3 * numbers / WARP, tail=TAIL)
+    return [attended, small("add_new_pair")]
+
+
+def keep_fp8(call: LaunchedOp) -> list[Kernel]:
+    return [small("store_codes")]
+
+
 def wait(call: LaunchedOp) -> list[Kernel]:
     return [Kernel("wait", gap=0.0)]
 
@@ -285,4 +298,4 @@ def wait(call: LaunchedOp) -> list[Kernel]:
 LAUNCHES: Mapping[str, Callable[[LaunchedOp], list[Kernel]]] = {
     made.__name__: made
     for made in (decode_attention, score_low_bit, attend_scored, correct, prefetch, offload, append, wait)
-} | {"select_topk": select}
+} | {"select_topk": select, "fp8_attention": fp8_attention, "keep_fp8": keep_fp8}
