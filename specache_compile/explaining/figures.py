@@ -17,7 +17,7 @@ from specache_compile.passes.pipeline import Trace
 from specache_compile.passes.reading.sites import LeftAlone
 from specache_compile.runtime.state import bytes_in_16_bits, device_total, predicted_bytes
 
-from .outline import layer_text
+from .one_layer import layer_text
 from .times.devices import Device
 from .times.node_costs import is_launch, launch_cost, operator_name
 from .times.step_kernels import Traced, is_captured, kernels_of, over_tiers
@@ -32,6 +32,9 @@ from .times.step_time import (
     simulated,
     step_of,
 )
+
+# The most lines of a layer's text.
+SCREEN = 60
 
 
 @dataclass(frozen=True)
@@ -118,7 +121,7 @@ class Figures:
         Args:
             phase: "prefill", "decode", or another phase of `graphs`.
             after: the name of a pass, or "captured": return the graph's text as it was after that pass.
-            layer: return only this layer of the model, with a line for each node.
+            layer: return only this layer of the model, as short Python (`one_layer.py`).
         """
         trace = self.trace(phase)
         if after is not None and after not in trace.graphs:
@@ -133,20 +136,29 @@ class Figures:
         Args:
             phase: as for `graph`.
             pass_name: the pass; None: all passes together.
-            layer: compare only this layer of the model, with a line for each node.
+            layer: compare only this layer of the model, as short Python.
         """
         names = list(self.trace(phase).graphs)
         if pass_name is not None and pass_name not in names[1:]:
             raise SpecacheError(f"no pass {pass_name!r}: there are {', '.join(names[1:])}")
         new = pass_name or names[-1]
-        old = names[names.index(new) - 1] if pass_name else names[0]
-        before, after = (str(self.graph(phase, name, layer)).splitlines(keepends=True) for name in (old, new))
-        lines = 1 if layer is None else 3
-        return "".join(difflib.unified_diff(before, after, f"{phase}/{old}", f"{phase}/{new}", n=lines))
+        return self.compared(phase, names[names.index(new) - 1] if pass_name else names[0], new, layer)
 
     def layer(self, number: int, phase: str = "decode") -> str:
-        """What all passes together change in one layer of the model, as a diff."""
-        return self.diff(phase, layer=number) or f"# left as it is\n{self.graph(phase, 'captured', number)}"
+        """One layer of the model before and after all passes, as a diff of short Python in at most `SCREEN` lines."""
+        first, *_, last = self.trace(phase).graphs
+        lines = self.compared(phase, first, last, number, context=SCREEN).splitlines()
+        if len(lines) > SCREEN:
+            lines = self.compared(phase, first, last, number, context=3).splitlines()
+        if len(lines) > SCREEN:
+            lines[SCREEN - 1 :] = [f"# {len(lines) - SCREEN + 1} more lines: --graph {phase} --layer {number}"]
+        return "\n".join([*lines, ""]) if lines else f"# left as it is\n{self.graph(phase, last, number)}"
+
+    def compared(self, phase: str, old: str, new: str, layer: int | None, context: int | None = None) -> str:
+        """A unified diff of a phase's graph after two passes. context: unchanged lines around a change."""
+        before, after = (str(self.graph(phase, name, layer)).splitlines(keepends=True) for name in (old, new))
+        lines = context or (1 if layer is None else 3)
+        return "".join(difflib.unified_diff(before, after, f"{phase}/{old}", f"{phase}/{new}", n=lines))
 
     def load(self) -> Workload:
         """The workload of the explained decode step, with the assumed shares of the selected pairs that travel where

@@ -1,69 +1,87 @@
-"""A graph's text (`print_readable`) for people: whole, or one layer of it."""
+"""The nodes of a graph's text, each with its layer."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 from torch.fx import GraphModule
 
-from specache_compile.errors import SpecacheError
 from specache_compile.passes.reading.nodes import model_layer
 
-# `name: "f32[1, 4]" = call;  other = None`
-STATEMENT = re.compile(r"^\s+(\w+)(?:: \"([^\"]*)\")? = (.*?)(?:;\s.*)?$")
-WEIGHT = re.compile(r"\bl_\w*(?:parameters|buffers)_\w+", re.IGNORECASE)
+STATEMENT = re.compile(r"^\s+(\w+)(?:: \"([^\"]*)\")? = (.*)$")
+WEIGHT = re.compile(r"\b\w*(?:parameters|buffers)_\w+", re.IGNORECASE)
+CALL = re.compile(r"^(?:torch\.ops\.)?([\w.]+)\(")
+# A name, if it is not a function, a method or a keyword.
+VALUE = re.compile(r"(?<![\w.])[A-Za-z_]\w*\b(?!\s*\(|\s*=[^=])")
 ALIAS = re.compile(r"^\s+\w+ = L_\w+$")
-PREFIX = re.compile(r"\btorch\.(?:_C\._nn|nn\.functional|ops)\.")
-NOTES = {
-    "decode_attention": "attention over window and slots in 16 bits, and the rest in few bits; scores: per token",
-    "score_low_bit": "logits of all tokens, from keys in few bits; scores: how much attention each token gets",
-    "correct": "copy the k best pairs that are not in the slots from host memory, and wait for them",
-    "attend_scored": "the attention's output: window and slots in 16 bits, the rest in few bits",
-    "select_topk": "the k tokens of the highest scores",
-    "prefetch": "begin to copy their pairs into the slots, for the next step",
-    "wait": "wait for the copy that the last step began",
-    "offload": "copy the new pair to host memory",
-    "append": "add the new pair to the window; quantize the group of tokens that leaves it",
-}
+SUM = re.compile(r"^(?:torch\.ops\.aten\.add\.Tensor\(\w+, \w+\)|\w+ \+ \w+)$")
+WORK = {"mm", "addmm", "bmm", "linear", "matmul", "scaled_dot_product_attention", "embedding"}
 
 
-def statements(code: str) -> Iterator[tuple[str, str, str, str]]:
-    """The name, call and type of each node of a graph's text, and its layer's number.
+@dataclass(frozen=True)
+class OutlineRow:
+    """One node. section: its layer, "before" or "after"."""
 
-    A node without a weight belongs to the layer of the newest weight before it; "" where there is none, or where that
-    weight is in no layer.
-    """
-    layer = ""
+    name: str
+    type: str
+    call: str
+    inputs: tuple[str, ...]
+    section: str
+
+
+def rows_of(code: str) -> list[OutlineRow]:
+    """The nodes of `print_readable`'s text, in order."""
+    rows: list[OutlineRow] = []
+    known: set[str] = set()
+    section = "before"
     for line in code.splitlines():
         found = STATEMENT.match(line)
-        if found and not ALIAS.match(line):
-            name, kind, call = found.groups()
-            for weight in WEIGHT.findall(call):
-                layer = str(number) if (number := model_layer(weight)) is not None else ""
-            yield name, call, kind or "", layer
+        if ALIAS.match(line) or not (found or line.strip().startswith("return ")):
+            continue
+        name, kind_of_value, call = found.groups() if found else ("return", "", line.strip()[7:])
+        call = re.sub(r";\s.*$", "", call)
+        layer = next((n for word in WEIGHT.findall(call) if (n := model_layer(word)) is not None), None)
+        if layer is not None:
+            section = str(layer)
+        elif section != "before" and "parameters" in call:
+            section = "after"
+        words = VALUE.findall(call)
+        used = tuple(dict.fromkeys(w for w in words if w in known))
+        where = "after" if name == "return" else section
+        rows.append(OutlineRow(name, kind_of_value or "", call, used, where))
+        known.add(name)
+    return with_first_rows(rows)
 
 
-def layer_text(code: str, number: int) -> str:
-    """One layer of a graph's text: a line for each node, weights with their names in the layer, shapes in comments."""
-    found = list(statements(code))
-    own = [(name, call, kind) for name, call, kind, layer in found if layer == str(number)]
-    if not own:
-        raise SpecacheError(f"layer={number}: the graph has layers {spans(dict.fromkeys(s[3] for s in found if s[3]))}")
-    lines = []
-    for name, call, kind in own:
-        call = PREFIX.sub("", WEIGHT.sub(weight_name, call))
-        op = re.match(r"specache\.(\w+)\.default", call)
-        lines += [f"# {NOTES[op[1]]}"] if op and op[1] in NOTES else []
-        lines.append(f"{name} = {call.replace('.default(', '(', 1)}" + (f"  # {kind}" if kind else ""))
-    return "\n".join([*lines, ""])
+def with_first_rows(rows: list[OutlineRow]) -> list[OutlineRow]:
+    """Give each layer the rows before its first weight that only its norm uses."""
+    users: dict[str, list[int]] = {}
+    for place, row in enumerate(rows):
+        for name in row.inputs:
+            users.setdefault(name, []).append(place)
+    result = list(rows)
+    for first in (i for i in range(1, len(rows)) if rows[i].section != rows[i - 1].section):
+        section, before = rows[first].section, rows[first - 1].section
+        work = next((i for i in range(first, len(rows)) if is_work(rows[i].call)), first)
+        own = set(range(first, work + 1))
+        for place in range(first - 1, -1, -1):
+            if rows[place].section != before or "parameters" in rows[place].call:
+                break
+            used = users.get(rows[place].name, [])
+            is_sum = len(rows[place].inputs) == 2 and SUM.match(rows[place].call)  # the end of a layer
+            if used and own.issuperset(used) and not is_sum:
+                own.add(place)
+                result[place] = replace(rows[place], section=section)
+    return result
 
 
-def weight_name(weight: re.Match[str]) -> str:
-    """`self_attn.q_proj.weight` of a weight's whole name in the graph."""
-    parts = re.split(r"_?modules_", weight[0].strip("_"), flags=re.IGNORECASE)[1:]
-    first = next((place + 1 for place, part in enumerate(parts) if part.isdigit()), 0)
-    return re.sub(r"_(?:parameters|buffers)_", ".", ".".join(parts[first:]))
+def is_work(call: str) -> bool:
+    """Whether a call is a product, an attention or an embedding."""
+    found = CALL.match(call)
+    parts = found.group(1).split(".") if found else re.findall(r"\.(\w+)\(", call)[:1]
+    return "specache" not in parts and not WORK.isdisjoint(parts)
 
 
 def spans(numbers: Iterable[str]) -> str:

@@ -130,28 +130,51 @@ def test_the_text_fits_on_one_screen_and_compares_with_16_bits(llama: LlamaForCa
     assert text.count("e.layer(1)") == 1
 
 
+# The op's results in the order in which it returns them.
+RESULTS = {"best": r"logits, base, scores = specache.score_low_bit\(q_embed,",
+           "paper": r"attention, scores = specache.decode_attention\("}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("setting", "ops"),
     [("best", ("score_low_bit", "correct", "attend_scored", "append")),
      ("paper", ("wait", "decode_attention", "select_topk", "prefetch", "append"))],
 )  # fmt: skip
-def test_one_layer_is_a_line_for_each_node(setting: str, ops: tuple[str, ...]) -> None:
+def test_one_layer_is_python_of_at_most_60_lines(setting: str, ops: tuple[str, ...]) -> None:
     explained = sc.explain(tiny_llama(), prompt_length=64, options={"setting": setting})
+    text = explained.layer(1)
+    assert len(text.splitlines()) <= 60
+    assert max(map(len, text.splitlines())) <= 130
     before, after = (str(explained.graph("decode", stage, layer=1)) for stage in ("captured", None))
     for code in (before, after):
-        assert {type(part) for part in ast.parse(code).body} == {ast.Assign}
+        assert [type(part) for part in ast.parse(code).body] == [ast.FunctionDef]
         assert not re.search("l_(self|args)", code.lower())
         assert "self_attn.q_proj.weight" in code
-    assert before.count(" = scaled_dot_product_attention(") == 1
+    assert before.count("scaled_dot_product_attention(") == 1
     assert "specache." not in before
-    places = [after.index(f" = specache.{op}(") for op in ops]
+    places = [after.index(f"specache.{op}(") for op in ops]
     assert places == sorted(places)
-    text = explained.layer(1)
-    assert text == explained.diff("decode", layer=1)
-    assert "-attn_output" in text
-    assert f" = specache.{ops[-1]}(" in text
+    assert re.search(RESULTS[setting], after)
+    diff = explained.diff("decode", layer=1)
+    assert "-    attn_output = scaled_dot_product_attention(" in diff
+    assert f"specache.{ops[-1]}(" in diff
     with pytest.raises(sc.SpecacheError, match="layer=7: the graph has layers 0-1"):
         explained.graph("decode", layer=7)
+
+
+def test_the_values_of_a_layers_text_are_defined_before_they_are_used() -> None:
+    """Each name is an input, a weight, a function, or assigned above."""
+    for stage in ("captured", None):
+        code = str(of_64_tokens().graph("decode", stage, layer=1))
+        (function,) = ast.parse(code).body
+        assert isinstance(function, ast.FunctionDef)
+        known = {argument.arg for argument in function.args.args} | {"torch", "specache", "linear", "silu"}
+        known |= {"scaled_dot_product_attention", "self_attn", "mlp"}
+        for statement in function.body:
+            names = [node for node in ast.walk(statement) if isinstance(node, ast.Name)]
+            loaded = {node.id for node in names if isinstance(node.ctx, ast.Load)}
+            assert {name for name in loaded - known if "layernorm" not in name} == set()
+            known |= {node.id for node in names if isinstance(node.ctx, ast.Store)}
 
 
 def test_the_whole_graph_is_printed_without_the_list_of_its_inputs() -> None:
