@@ -23,13 +23,13 @@ from .state.page_table import shape_of_scores
 def fake_decode_attention(
     new: AttentionInputs, slots: Tensor, slot_index: Tensor, read: TierInputs, skip_below: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    scores = shape_of_scores(read.stored.codes, new.cursor)
+    scores = shape_of_scores(read.tiers.codes, new.cursor)
     return new.q.new_empty(new.q.shape), new.q.new_empty(scores, dtype=torch.float32)
 
 
 @takes(new=AttentionInputs, read=TierInputs)
 def fake_score_low_bit(new: AttentionInputs, read: TierInputs, scores: bool = True) -> tuple[Tensor, Tensor, Tensor]:
-    q, shape = new.q, shape_of_scores(read.stored.codes, new.cursor)
+    q, shape = new.q, shape_of_scores(read.tiers.codes, new.cursor)
     if q.device.type == "cpu":
         return *whole_logits(q, shape[2]), q.new_empty((q.shape[2], *shape), dtype=torch.float32)
     scored = (q.shape[2], *shape) if scores else (0,)
@@ -87,7 +87,7 @@ DECLARED = (
         "correct(Tensor scores, Tensor cursor, Tensor host, Tensor(a!) slots, Tensor(b!) slot_index, "
         "Tensor(c!) corrected, Tensor? q=None, Tensor? logits=None, Tensor? base=None, Tensor? mask=None) -> Tensor",
         tiers.correct, fake_correct, ".movement.copy_stream:correct",
-        fused=cpp_tiers.correct_fused, library=cpp_tiers.library_of, cost=costs.correct,
+        fused=cpp_tiers.correct_fused, library=cpp_tiers.library_of_slots, cost=costs.correct,
     ),
     Op(
         f"attend_scored(Tensor q, Tensor k, Tensor v, {NEW}, Tensor(a!) logits, Tensor base, Tensor chosen, {SLOTS}, "
@@ -105,13 +105,13 @@ DECLARED = (
     Op(
         "select_topk(Tensor scores, Tensor(a!) selected) -> ()",
         tiers.select_topk, fake_nothing, ".movement.triton_select:select_topk",
-        fused=cpp_tiers.select_topk_fused, library=cpp_tiers.library_of, cost=costs.select_topk, early=0,
+        fused=cpp_tiers.select_topk_fused, library=cpp_tiers.library_of_scores, cost=costs.select_topk, early=0,
     ),
     Op(
         "prefetch(Tensor selected, Tensor cursor, Tensor host, Tensor(a!) slots, Tensor(b!) slot_index, "
         "Tensor(c!) fetched) -> ()",
         tiers.prefetch, fake_nothing, ".movement.copy_stream:prefetch",
-        fused=cpp_tiers.prefetch_fused, library=cpp_tiers.library_of, cost=costs.prefetch, copies=True, early=1,
+        fused=cpp_tiers.prefetch_fused, library=cpp_tiers.library_of_slots, cost=costs.prefetch, copies=True, early=1,
     ),
     Op(
         "wait(Tensor after, Tensor cursor, Tensor(a!) slots, Tensor(b!) slot_index, Tensor(c!) selected) -> ()",
@@ -121,7 +121,7 @@ DECLARED = (
     Op(
         "offload(Tensor k, Tensor v, Tensor? padding, Tensor cursor, Tensor(a!) host) -> ()",
         tiers.offload, fake_nothing, ".movement.copy_stream:offload",
-        fused=cpp_tiers.offload_fused, library=cpp_tiers.library_of, cost=costs.offload, copies=True, early=2,
+        fused=cpp_tiers.offload_fused, library=cpp_tiers.library_of_pairs, cost=costs.offload, copies=True, early=2,
     ),
     Op(
         "append(Tensor k, Tensor v, Tensor? padding, Tensor cursor, Tensor(a!) codes, "

@@ -292,7 +292,7 @@ def decode_attention(
     attention, summed over the query group, to cached tokens that are in the low-bit tier after this step. Elsewhere,
     and without slots, they are -1.
     """
-    held, how = read.stored, read.how
+    held, how = read.tiers, read.layout
     at = query_of(new, read.scale, read.softcap)
     logits = without(low_bit_logits(at, held, how), slot_index)
     fetched = picked(at, slots, slot_index)
@@ -320,9 +320,9 @@ def score_low_bit(new: AttentionInputs, read: TierInputs, scores: bool = True) -
     tier, window and new pairs and summed over the query group, to the tokens that are in the low-bit tier after this
     step. Elsewhere they are -1.
     """
-    held = read.stored
+    held = read.tiers
     at = query_of(new, read.scale, read.softcap)
-    packed = low_bit_logits(at, held, read.how)
+    packed = low_bit_logits(at, held, read.layout)
     keys = ring_tokens(held.recent, at.low_bit, at.length)[..., 0, :]
     window = at.logits(keys, at.low_bit, at.length)
     sinks_apart, _ = picked(at, held.sink_pairs, sinks_of(held))
@@ -356,5 +356,5 @@ def attend_scored(
     at = query_of(new, read.scale, read.softcap)
     packed = without(logits[..., : at.low_bit].unflatten(1, (new.k.shape[1], -1)), chosen)
     fetched = picked(at, slots, slot_index)
-    out, _ = attended(at, new.k, new.v, packed, fetched, read.stored, read.how, skip_below)
+    out, _ = attended(at, new.k, new.v, packed, fetched, read.tiers, read.layout, skip_below)
     return out.to(new.q.dtype).contiguous()

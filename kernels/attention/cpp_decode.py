@@ -7,7 +7,6 @@ The kernel reads the codes once, in one call.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from ctypes import CDLL, byref
 from typing import Any
 
@@ -28,7 +27,7 @@ from .kept_logits import whole_logits
 
 @functools.lru_cache(1024)
 def shaped(
-    q: torch.Size, tiers: tuple[torch.Size, ...], columns: int, param_bits: int, top_k: int, layout: Sequence[int],
+    q: torch.Size, tiers: tuple[torch.Size, ...], columns: int, param_bits: int, top_k: int, layout: Layout,
     scale: float, softcap: float | None,
 ) -> StepArguments:  # fmt: skip
     """Return the kernels' argument without tensors, cached and copied in each step.
@@ -38,15 +37,14 @@ def shaped(
     codes, key_params, value_params, _, _, sink_index, recent = tiers
     batch, query_heads, lanes, d = q
     heads, pages = codes[1], columns - CURSOR_SIZE
-    how = Layout(*layout)
     return StepArguments(
         batch=batch, heads=heads, group_heads=query_heads // heads, lanes=lanes, d=d,
         dim=stored_dim(d), capacity=pages * PAGE, row_width=codes[3], window=recent[2], pages=pages,
-        group=codes[2] // key_params[2] if how.is_quantised else 0,
-        channels=stored_dim(d) // value_params[-1] if how.is_quantised else 0,
-        top_k=top_k, sink_tokens=sink_index[2], key_bits=how.key_bits, value_bits=how.value_bits, param_bits=param_bits,
-        key_trellis=key_params[3] == 1, value_trellis=value_params[3] == 1,
-        rotation=rotation_block(d) if how.is_rotated else 0, scale=scale, softcap=softcap or 0.0,
+        group=codes[2] // key_params[2] if layout.is_quantised else 0,
+        channels=stored_dim(d) // value_params[-1] if layout.is_quantised else 0,
+        top_k=top_k, sink_tokens=sink_index[2], key_bits=layout.key_bits, value_bits=layout.value_bits,
+        param_bits=param_bits, key_trellis=key_params[3] == 1, value_trellis=value_params[3] == 1,
+        rotation=rotation_block(d) if layout.is_rotated else 0, scale=scale, softcap=softcap or 0.0,
     )  # fmt: skip
 
 
@@ -57,7 +55,7 @@ def step_of(new: AttentionInputs, read: TierInputs, top_k: int, **tensors: Tenso
     codes, key_params, value_params, center, sink_pairs, sink_index, recent = tiers
     shapes, param_bits = tuple(tensor.shape for tensor in tiers), 8 * key_params.dtype.itemsize
     step = StepArguments.from_buffer_copy(
-        shaped(q.shape, shapes, cursor.shape[1], param_bits, top_k, tuple(layout), scale, softcap)
+        shaped(q.shape, shapes, cursor.shape[1], param_bits, top_k, layout, scale, softcap)
     )
     q, k = q.contiguous(), k.contiguous()
     step.held = [q, k]
@@ -107,7 +105,7 @@ def decode_attention_fused(
     new: AttentionInputs, slots: Tensor, slot_index: Tensor, read: TierInputs, skip_below: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """Compute `attention_ops.decode_attention` in one C++ kernel; same arguments and results."""
-    held, q = read.stored, new.q
+    held, q = read.tiers, new.q
     if not fits(held.codes, *new[:3], held.recent, slots):
         return decode_attention(*new, slots, slot_index, *read, skip_below)
     shape = shape_of_scores(held.codes, new.cursor)
@@ -124,7 +122,7 @@ def decode_attention_fused(
 @takes(new=AttentionInputs, read=TierInputs)
 def score_low_bit_fused(new: AttentionInputs, read: TierInputs, scores: bool = True) -> tuple[Tensor, Tensor, Tensor]:
     """Compute `attention_ops.score_low_bit` in one C++ kernel; same arguments and results."""
-    held, q = read.stored, new.q
+    held, q = read.tiers, new.q
     if not fits(held.codes, q, new.k, held.recent):
         return score_low_bit(*new, *read, scores)
     shape = shape_of_scores(held.codes, new.cursor)
@@ -141,7 +139,7 @@ def attend_scored_fused(
     read: TierInputs, skip_below: float = 0.0,
 ) -> Tensor:  # fmt: skip
     """Compute `attention_ops.attend_scored` in one C++ kernel; same arguments and results."""
-    held, q = read.stored, new.q
+    held, q = read.tiers, new.q
     if not fits(held.codes, *new[:3], held.recent, slots):
         return attend_scored(*new, logits, base, chosen, slots, slot_index, *read, skip_below)
     out, v = q.new_empty(q.shape), new.v.contiguous()

@@ -13,7 +13,6 @@
 from __future__ import annotations
 
 import functools
-import heapq
 from typing import NamedTuple
 
 import torch
@@ -259,7 +258,7 @@ def best_splits(rows: int, tiles: int, slots: int) -> int:
     most = max(1, min(tiles // 4, MOST_SPLITS, MOST_ROUNDS * slots // rows))
 
     def end(splits: int) -> float:
-        return makespan(slots, rows * splits * [PROLOGUE + triton.cdiv(tiles, splits)])
+        return triton.cdiv(rows * splits, slots) * (PROLOGUE + triton.cdiv(tiles, splits))
 
     return min(range(1, most + 1), key=end)
 
@@ -267,14 +266,6 @@ def best_splits(rows: int, tiles: int, slots: int) -> int:
 def exact_splits(rows: int, blocks: int, device: torch.device, programs: int) -> int:
     """Return the most splits of a head's 16-bit pairs in so many tiles: of three tiles each, all on the GPU at once."""
     return max(1, min(blocks // FEWEST_TILES, programs * multiprocessors(device) // rows, MOST_EXACT))
-
-
-def makespan(slots: int, programs: list[float]) -> float:
-    """Return the end time of programs of these lengths, started in order with `slots` running concurrently."""
-    ends = [0.0] * slots
-    for length in programs:
-        heapq.heapreplace(ends, ends[0] + length)
-    return max(ends)
 
 
 @functools.cache

@@ -77,20 +77,19 @@ def attend_scored(
     inputs, lse = inputs_of(new, read), lse_of(base, new.q)
     hide(logits, chosen)
     low_bit = attend_values(inputs, logits, base, lse, skip_below)
-    wait_for_correction(new.cursor, slots)
+    wait_for_correction(slots)
     exact = attend_exact(inputs, slots, slot_index, values=True, kept=None)
     return merged(inputs, new.sinks, low_bit, exact, torch.empty_like(lse))
 
 
 def inputs_of(new: AttentionInputs, read: TierInputs) -> DecodeInputs:
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in new[:3])
-    form = mask_form(new.mask, *q.shape[:3])
-    return DecodeInputs(q, k, v, form, new.cursor, read.stored, read.how, read.scale, read.softcap)
+    return DecodeInputs(q, k, v, mask_form(new.mask, *q.shape[:3]), new.cursor, *read)
 
 
 def kept_of(new: AttentionInputs, read: TierInputs) -> tuple[Tensor, Tensor, Tensor]:
     """Allocate the kept logits of the low-bit tier, their base, and the log-sum-exp in the base's memory."""
-    logits, base = based_logits(new.q, new.k.shape[1], shape_of_scores(read.stored.codes, new.cursor)[2])
+    logits, base = based_logits(new.q, new.k.shape[1], shape_of_scores(read.tiers.codes, new.cursor)[2])
     return logits, base, lse_of(base, new.q)
 
 

@@ -12,9 +12,6 @@ import mmap
 import sys
 import threading
 import weakref
-from collections import deque
-from collections.abc import Callable
-from typing import TypeVar
 
 import psutil
 import torch
@@ -24,8 +21,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from specache_compile.errors import SpecacheError
 
 from .cgroup import remaining_memory
-
-T = TypeVar("T")
 
 # cudaHostRegisterPortable | cudaHostRegisterMapped
 REGISTER_FLAGS = 3
@@ -66,40 +61,21 @@ class PinnedMap(mmap.mmap):
 
 
 class Pool:
-    """Pinned maps, lent to tensors. A map whose tensor was freed is idle, and reused for the next tensor of its size.
+    """Pinned maps, lent to tensors. A map whose tensor was freed is idle: the next tensor of its size reuses it.
 
-    The pool avoids registering memory in every prefill, about a second for a few gigabytes. Idle and lent maps never
-    exceed the largest amount lent at once (`peak`). When a new map is made, idle maps take at most half of the other
-    free memory. Freeing a tensor, which can happen on any thread, only appends its map to `returned`. Requests for
-    memory take locks and call CUDA.
+    The pool avoids registering memory in every prefill, about a second for a few gigabytes. A new map frees all idle
+    ones. Freeing a tensor, which can happen on any thread, only appends its map to `idle`. Requests for memory take
+    locks and call CUDA.
     """
 
     def __init__(self) -> None:
         self.idle: list[PinnedMap] = []
-        self.returned: deque[PinnedMap] = deque()
         self.leases: weakref.WeakValueDictionary[int, memoryview] = weakref.WeakValueDictionary()  # by address
-        self.lent = self.peak = 0
         self.lock = threading.Lock()
 
     def idle_bytes(self) -> int:
         """Return the bytes that no tensor uses."""
-        with self.lock:
-            return self.collect()
-
-    def release(self) -> None:
-        """Free idle maps, and reset the peak."""
-        with self.lock:
-            self.collect()
-            self.idle.clear()
-            self.peak = self.lent
-
-    def collect(self) -> int:
-        """Collect the maps of freed tensors; returns the idle bytes."""
-        while self.returned:
-            memory = self.returned.popleft()
-            self.lent -= memory.pinned
-            self.idle.append(memory)
-        return sum(memory.pinned for memory in self.idle)
+        return sum(memory.pinned for memory in list(self.idle))
 
     def lend(self, size: int, addresses: int, unit: int, device: torch.device) -> memoryview | None:
         """Lend a map with at least `addresses` bytes of addresses; None if its first bytes cannot be pinned.
@@ -108,20 +84,17 @@ class Pool:
         """
         size = min(whole_pages(size, unit), addresses * ROOM)
         with self.lock:
-            self.collect()
-            memory = self.reuse(size, addresses, unit, device) or self.make(size, addresses, device)
+            memory = self.reuse(size, addresses, unit, device)
+            if memory is None:
+                self.idle.clear()
+                memory = pinned_map(size, addresses, device)
             if memory is None:
                 return None
             memory.unit = unit
-            self.note_lent(memory.pinned)
             lease = memoryview(memory)
             self.leases[torch.frombuffer(memory, dtype=torch.uint8).data_ptr()] = lease
-        weakref.finalize(lease, self.returned.append, memory).atexit = False
+        weakref.finalize(lease, self.idle.append, memory).atexit = False
         return lease
-
-    def note_lent(self, size: int) -> None:
-        self.lent += size
-        self.peak = max(self.peak, self.lent)
 
     def lent_at(self, address: int) -> bool:
         """Return whether a lent map of this pool begins at this address."""
@@ -139,19 +112,21 @@ class Pool:
             assert isinstance(memory, PinnedMap)
             if addresses > len(memory):
                 return None
-            before, size = memory.pinned, min(whole_pages(size, memory.unit), len(memory))
-            if size > before:
-                self.make_room(size - before)
-                if before % math.lcm(memory.unit, mmap.PAGESIZE) or not self.insist(lambda: memory.pin(size)):
+            size = min(whole_pages(size, memory.unit), len(memory))
+            if size > memory.pinned:
+                if memory.pinned % math.lcm(memory.unit, mmap.PAGESIZE):
                     return None
-                self.note_lent(size - before)
+                if not memory.pin(size):
+                    self.idle.clear()  # the driver may have memory then
+                    if not memory.pin(size):
+                        return None
             return lease
 
     def reuse(self, size: int, addresses: int, unit: int, device: torch.device) -> PinnedMap | None:
         """Return the smallest idle map with these addresses that holds `size` bytes and wastes at most an eighth."""
         fitting = [
             memory
-            for memory in self.idle
+            for memory in list(self.idle)
             if size <= memory.pinned <= size + size // 8
             and addresses <= len(memory)
             and (len(memory.registered) == 1 or memory.unit == unit)
@@ -163,26 +138,6 @@ class Pool:
         torch.cuda.synchronize(memory.device)  # copies of the freed tensor may still run
         memory.device = device
         return memory
-
-    def make(self, size: int, addresses: int, device: torch.device) -> PinnedMap | None:
-        """Return a new map; None if it cannot be pinned."""
-        self.make_room(size)
-        return self.insist(lambda: pinned_map(size, addresses, device))
-
-    def make_room(self, size: int) -> None:
-        """Free idle maps until `size` new bytes respect the pool's limits."""
-        while idle := self.collect():
-            if self.lent + size + idle <= self.peak and idle <= (free_memory() - size) // 2:
-                break
-            del self.idle[0]
-
-    def insist(self, pin: Callable[[], T | None]) -> T | None:
-        """Return the result of `pin`; if the driver refuses, free all idle maps and try again."""
-        pinned = pin()
-        if not pinned and self.idle:
-            self.idle.clear()
-            pinned = pin()
-        return pinned
 
 
 _pool = Pool()
@@ -196,7 +151,7 @@ def release_host_memory() -> None:
 
         sc.release_host_memory()  # after the last cache is gone, before another program needs the memory
     """
-    _pool.release()
+    _pool.idle.clear()
 
 
 def makes_fakes() -> bool:

@@ -123,15 +123,13 @@ def correct(
     with torch.cuda.stream(corrections):
         programs = slot_index.shape[0] * slot_index.shape[1]
         gather(chosen, cursor, host, slots, slot_index, corrected, programs=programs)
-    host_record(cursor).corrections[slots.data_ptr()] = corrections.record_event()
     return chosen
 
 
-def wait_for_correction(cursor: Tensor, slots: Tensor) -> None:
-    """Let later work on the main stream wait for the correction of these slots."""
-    correction = host_record(cursor).corrections.pop(slots.data_ptr(), None)
-    if correction is not None:
-        torch.cuda.current_stream(slots.device).wait_event(correction)
+def wait_for_correction(slots: Tensor) -> None:
+    """Let later work on the main stream wait for the correction of these slots, the last one."""
+    if slots.is_cuda:
+        torch.cuda.current_stream(slots.device).wait_stream(correction_stream_of(slots.device))
 
 
 def copy_across(source: Tensor, target: Tensor) -> None:

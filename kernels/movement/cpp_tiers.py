@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from specache_compile.kernels.codes.trellis import is_trellis
-from specache_compile.kernels.cpp.library import address, tiers_library, trellis_library
+from specache_compile.kernels.cpp.library import DTYPES, address, tiers_library, trellis_library
 from specache_compile.kernels.state.by_rows import rows_of
 from specache_compile.kernels.state.cursor import LOW_BIT, QUEUE
 from specache_compile.kernels.state.stored_pairs import ROUNDED
@@ -30,11 +30,24 @@ WRITE_THROUGH = 16
 APPENDED = tuple(inspect.signature(tiers.append).parameters)
 
 
-def library_of(*arguments: Any) -> CDLL:
-    """Return the library for a call with these arguments: one for all calls, unless the host tier is rounded."""
-    tensors = [x for x in arguments if isinstance(x, Tensor)]
-    rounded = [x for x in tensors if x.dtype == ROUNDED]
-    return library_for([x for x in tensors if x.is_floating_point()][-1], rounded[0]) if rounded else tiers_library()
+def library_for(pairs: Tensor) -> CDLL:
+    """Return the library that copies pairs of this dtype; one of a dtype that C++ lacks is never rounded."""
+    return tiers_library(pairs.dtype if pairs.dtype in DTYPES else torch.float32)
+
+
+def library_of_scores(*operands: Any) -> CDLL:
+    """Return the library for an op whose only floating-point operand is scores."""
+    return tiers_library()
+
+
+def library_of_pairs(k: Tensor, *rest: Any) -> CDLL:
+    """Return the library for an op that writes new pairs."""
+    return library_for(k)
+
+
+def library_of_slots(by: Tensor, cursor: Tensor, host: Tensor, slots: Tensor, *rest: Any) -> CDLL:
+    """Return the library for an op that fills slots."""
+    return library_for(slots)
 
 
 def library_of_append(
@@ -44,12 +57,7 @@ def library_of_append(
     """Return the library for `append`, and compile the trellis encoder if the tier needs it."""
     if is_trellis(key_params) or is_trellis(value_params):
         trellis_library()
-    return tiers_library()
-
-
-def library_for(pairs: Tensor, host: Tensor) -> CDLL:
-    """Return the library that copies pairs of this dtype to and from a host tier."""
-    return tiers_library(pairs.dtype) if host.dtype == ROUNDED else tiers_library()
+    return library_for(k)
 
 
 def channels_of(slots: Tensor, host: Tensor) -> int:
@@ -71,7 +79,7 @@ def prefetch_fused(
     stored = (pair_bytes(host), channels_of(slots, host))
     sizes = (cursor.shape[1], *selected.shape, *stored)
     places = [address(tensor) for tensor in (selected, cursor, host, slots, slot_index)]
-    library = library_for(slots, host)
+    library = library_for(slots)
 
     def job() -> None:
         library.refill(*places, *sizes, address(fetched))
@@ -89,7 +97,7 @@ def correct_fused(
 ) -> Tensor:  # fmt: skip
     """Run `tier_ops.correct` in C++; same arguments and results."""
     chosen = torch.empty_like(slot_index)
-    scores, library = scores.contiguous(), library_for(slots, host)
+    scores, library = scores.contiguous(), library_for(slots)
     stored = (pair_bytes(host), channels_of(slots, host))
     sizes = (cursor.shape[1], *slots.shape[:2], scores.shape[-1], slots.shape[2], *stored)
     places = [address(tensor) for tensor in (scores, cursor, host, slots, slot_index)]
@@ -141,7 +149,7 @@ def write_pairs(k: Tensor, v: Tensor, cursor: Tensor, target: Tensor, ring: int 
     """
     k, v = k.contiguous(), v.contiguous()
     stored = (k.shape[3] * k.element_size(), pair_bytes(target) // 2, channels_of(k, target))
-    sizes, library = (cursor.shape[1], *k.shape[:3], ring, *stored), library_for(k, target)
+    sizes, library = (cursor.shape[1], *k.shape[:3], ring, *stored), library_for(k)
 
     def job() -> None:
         library.write_pairs(address(k), address(v), address(cursor), address(target), *sizes)

@@ -42,7 +42,6 @@ class HostRecord:
     lengths: each row's LENGTH in a device cursor from the next kernel on, since reading it would block the host.
     table: the page tables in that cursor. None: unknown, as for lengths.
     fetches: address of a layer's slots → the event after its last fetch.
-    corrections: the same for a correction that nothing has waited for.
     """
 
     def __init__(self, number: int = 0) -> None:
@@ -52,7 +51,6 @@ class HostRecord:
         self.lengths: tuple[int, ...] | None = None
         self.table: Tensor | None = None
         self.fetches: dict[int, Any] = {}
-        self.corrections: dict[int, Any] = {}
 
 
 # Records by number, and by the address of a cursor.

@@ -37,21 +37,17 @@ class AttentionInputs(NamedTuple):
 class TierInputs(NamedTuple):
     """How a decode attends over the tiers.
 
-    tiers, layout: the fields of `StoredTiers` and of `Layout`.
+    tiers, layout: lists among an op's operands.
     """
 
-    tiers: Sequence[Tensor]
-    layout: Sequence[int]
+    tiers: StoredTiers
+    layout: Layout
     scale: float
     softcap: float | None
 
-    @property
-    def stored(self) -> StoredTiers:
-        return StoredTiers(*self.tiers)
-
-    @property
-    def how(self) -> Layout:
-        return Layout(*self.layout)
+    @classmethod
+    def of(cls, tiers: Sequence[Tensor], layout: Sequence[int], scale: float, softcap: float | None) -> TierInputs:
+        return cls(StoredTiers(*tiers), Layout(*layout), scale, softcap)
 
 
 class KeptLogits(NamedTuple):
@@ -92,7 +88,7 @@ def takes(**kinds: Any) -> Callable[[Callable[..., R]], Callable[..., R]]:
                 if kind is None or not values:
                     arguments += values
                 else:
-                    arguments.append(kind(*values))
+                    arguments.append(getattr(kind, "of", kind)(*values))
             return run(*arguments)
 
         parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names]

@@ -65,8 +65,8 @@ FAULTS = [
     ),
     Fault(
         "an event recorded too early", copy_stream.prefetch,
-        "record.fetches[slots.data_ptr()] = copy.record_event()",
-        "record.fetches[slots.data_ptr()] = torch.cuda.current_stream(slots.device).record_event()", ("late",),
+        "fetches[slots.data_ptr()] = copy.record_event()",
+        "fetches[slots.data_ptr()] = torch.cuda.current_stream(slots.device).record_event()", ("late",),
     ),
     Fault(
         "slots rewritten while they are read", copy_stream.prefetch,
@@ -74,7 +74,8 @@ FAULTS = [
     ),
     Fault(
         "a correction not waited for", copy_stream.wait_for_correction,
-        "torch.cuda.current_stream(slots.device).wait_event(correction)", "pass", ("late",), CORRECTED,
+        "torch.cuda.current_stream(slots.device).wait_stream(correction_stream_of(slots.device))", "pass", ("late",),
+        CORRECTED,
     ),
     Fault(
         "slots corrected while they are read", copy_stream.correct,

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -160,7 +159,7 @@ def test_memory_that_the_driver_refuses_is_an_error(driver: Driver, monkeypatch:
         host_memory.host_empty((1000,), torch.float32, CUDA)
     assert cleared == [1]
     assert kinds(driver) == [], "what was not registered is not given back"
-    assert (host_memory._pool.lent, host_memory._pool.idle_bytes()) == (0, 0)
+    assert host_memory._pool.idle_bytes() == 0
 
 
 def test_a_freed_tensors_memory_is_reused_after_its_copies(driver: Driver) -> None:
@@ -174,7 +173,6 @@ def test_a_freed_tensors_memory_is_reused_after_its_copies(driver: Driver) -> No
     again = [host_memory.host_empty((2000,), torch.float16, OTHER) for _ in range(2)]
     assert place in [tensor.data_ptr() for tensor in again]
     assert kinds(driver) == ["synchronize", "synchronize"]
-    assert host_memory._pool.lent == host_memory._pool.peak == 8000
     assert host_memory._pool.idle_bytes() == 0
 
 
@@ -186,7 +184,7 @@ def test_a_tier_grows_in_place_and_pins_only_new_memory(driver: Driver) -> None:
     grown = host_memory.host_grown(tensor, (6, page), CUDA)
     assert grown is not None
     assert driver.given == [(place, 2 * page), (place + 2 * page, 4 * page)]
-    assert (grown.data_ptr(), grown.shape, pool.lent, pool.peak) == (place, (6, page), 6 * page, 6 * page)
+    assert (grown.data_ptr(), grown.shape) == (place, (6, page))
     assert torch.equal(grown[:2], tensor)
     del tensor
     assert pool.idle_bytes() == 0, "the larger one is there"
@@ -198,7 +196,7 @@ def test_a_tier_grows_in_place_and_pins_only_new_memory(driver: Driver) -> None:
 
 
 def test_segments_without_tokens_are_only_addresses(driver: Driver) -> None:
-    page, pool = mmap.PAGESIZE, host_memory._pool
+    page = mmap.PAGESIZE
     tensor = host_memory.host_empty((8, page), torch.uint8, CUDA, 2)
     place = tensor.data_ptr()
     assert host_memory.host_grown(tensor, (8, page), CUDA, 3) is tensor
@@ -207,7 +205,6 @@ def test_segments_without_tokens_are_only_addresses(driver: Driver) -> None:
     assert larger is not None
     assert (larger.data_ptr(), larger.shape) == (place, (10, page))
     assert driver.given == [(place, 2 * page), (place + 2 * page, page), (place + 3 * page, 2 * page)]
-    assert pool.lent == 5 * page
 
 
 def test_segments_of_partial_pages_are_pinned_in_groups_of_whole_pages(driver: Driver) -> None:
@@ -225,9 +222,14 @@ def test_segments_of_partial_pages_are_pinned_in_groups_of_whole_pages(driver: D
 def test_a_map_with_too_few_addresses_is_not_lent_again(driver: Driver) -> None:
     page = mmap.PAGESIZE
     kept = [host_memory.host_empty((2, page), torch.uint8, CUDA)]
-    place, host_memory._pool.peak = kept.pop().data_ptr(), 100 * page  # room for idle maps
-    assert host_memory.host_empty((2 * host_memory.ROOM + 1, page), torch.uint8, CUDA, 2).data_ptr() != place
-    assert host_memory.host_empty((2 * host_memory.ROOM, page), torch.uint8, CUDA, 2).data_ptr() == place
+    place = kept.pop().data_ptr()
+    again = host_memory.host_empty((2 * host_memory.ROOM, page), torch.uint8, CUDA, 2)
+    assert again.data_ptr() == place
+    del again
+    kinds(driver)
+    more = host_memory.host_empty((2 * host_memory.ROOM + 1, page), torch.uint8, CUDA, 2)
+    assert "register" in kinds(driver)
+    del more
 
 
 LAYER = LayerShape(2, 4, torch.float32, CUDA)
@@ -286,7 +288,6 @@ def test_a_tier_that_the_driver_pins_no_more_of_moves(driver: Driver, monkeypatc
     tensor = host_memory.host_empty((1, mmap.PAGESIZE), torch.uint8, CUDA)
     monkeypatch.setattr(host_memory, "register", lambda *given: False)
     assert host_memory.host_grown(tensor, (2, mmap.PAGESIZE), CUDA) is None
-    assert host_memory._pool.lent == mmap.PAGESIZE
 
 
 def test_pageable_memory_does_not_grow_in_place() -> None:
@@ -299,12 +300,14 @@ def test_no_registration_ends_within_a_segment(driver: Driver) -> None:
     page = mmap.PAGESIZE
     tensors = [host_memory.host_empty((2, page), torch.uint8, CUDA)]
     tensors.append(host_memory.host_grown(tensors[0], (3, page), CUDA))
-    place, host_memory._pool.peak = tensors[0].data_ptr(), 100 * page  # room for idle maps
+    place = tensors[0].data_ptr()
     tensors.clear()
-    tensors.append(host_memory.host_empty((1, 3 * page), torch.uint8, CUDA))
-    assert tensors[0].data_ptr() != place
     tensors.append(host_memory.host_empty((3, page), torch.uint8, CUDA))
-    assert tensors[1].data_ptr() == place
+    assert tensors[0].data_ptr() == place
+    tensors.clear()
+    kinds(driver)
+    tensors.append(host_memory.host_empty((1, 3 * page), torch.uint8, CUDA))
+    assert "register" in kinds(driver)
     tensors.clear()
     other = host_memory.host_empty((2, page + page // 2), torch.uint8, CUDA)
     assert host_memory.host_grown(other, (4, page + page // 2), CUDA) is not None, "3 pages are 2 of its segments"
@@ -330,53 +333,39 @@ def test_memory_of_about_the_right_size_is_used_again(driver: Driver, size: int,
     assert ("register" not in kinds(driver)) == fits
 
 
-def test_idle_and_lent_memory_never_exceed_the_largest_lent_memory(driver: Driver) -> None:
-    """The peak is ten sixths of the second cache's need, so four sixths of the first cache's memory may stay."""
+def test_new_memory_frees_all_idle_memory(driver: Driver) -> None:
     pool = host_memory._pool
     cache = [host_memory.host_empty((1 << 20,), torch.uint8, CUDA) for _ in range(10)]
     cache.clear()
     assert pool.idle_bytes() == 10 << 20
     cache = [host_memory.host_empty((1 << 19,), torch.uint8, CUDA) for _ in range(12)]
-    assert (pool.lent, pool.idle_bytes(), pool.peak) == (6 << 20, 4 << 20, 10 << 20)
-    cache.clear()
-    cache = [host_memory.host_empty((1 << 21,), torch.uint8, CUDA) for _ in range(12)]
-    assert pool.idle_bytes() == 0, "growth above the peak leaves no room"
+    assert pool.idle_bytes() == 0
     cache.clear()
     host_memory.release_host_memory()
-    assert (pool.lent, pool.idle_bytes(), pool.peak) == (0, 0, 0)
+    assert pool.idle_bytes() == 0
 
 
-def test_idle_memory_counts_as_free_and_is_released_if_memory_is_short(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pool = host_memory._pool
+def test_idle_memory_counts_as_free(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, lent = host_memory._pool, 8000
     cache = [host_memory.host_empty((1000,), torch.uint8, CUDA) for _ in range(8)]
-
-    def free() -> int:
-        return 10_000 - pool.lent - sum(memory.pinned for memory in pool.idle)
-
-    monkeypatch.setattr(host_memory, "free_memory", free)
+    monkeypatch.setattr(host_memory, "free_memory", lambda: 10_000 - lent)
     assert host_memory.allowance(8000, None) == 5000
     cache.clear()
     assert host_memory.allowance(0, None) == 5000
-    cache.append(host_memory.host_empty((2000,), torch.uint8, CUDA))
-    assert pool.idle_bytes() == 2000, "half of the 4,000 that are free then"
+    assert pool.idle_bytes() == lent
 
 
-def test_idle_memory_is_released_if_the_driver_refuses_to_pin(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    pool = host_memory._pool
-    cache = [host_memory.host_empty((1000,), torch.uint8, CUDA) for _ in range(8)]
+def test_idle_memory_is_released_if_the_driver_refuses_to_pin_more(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page, pool, register = mmap.PAGESIZE, host_memory._pool, host_memory.register
+    cache = [host_memory.host_empty((page,), torch.uint8, CUDA) for _ in range(8)]
+    tensor = cache.pop()
     cache.clear()
-    made, pinned_map = [], host_memory.pinned_map
-
-    def refusing(*given: Any) -> host_memory.PinnedMap | None:
-        made.append(len(pool.idle))
-        return None if pool.idle else pinned_map(*given)
-
-    monkeypatch.setattr(host_memory, "pinned_map", refusing)
-    cache.append(host_memory.host_empty((2000,), torch.uint8, CUDA))
-    assert made == [6, 0]
-    assert pool.lent == 2000
+    assert pool.idle_bytes() == 7 * page
+    monkeypatch.setattr(host_memory, "register", lambda *given: not pool.idle and register(*given))
+    assert host_memory.host_grown(tensor, (2 * page,), CUDA) is not None
+    assert pool.idle_bytes() == 0
 
 
 def filled(shape: tuple[int, ...], dtype: torch.dtype, filling: float) -> torch.Tensor:
