@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from .nodes import value_of
+from .nodes import called_name, value_of
 
 MATMULS = (torch.matmul, operator.matmul, "matmul", torch.bmm)
 SOFTMAXES = (F.softmax, torch.softmax, "softmax")
@@ -173,7 +173,7 @@ def step_back(node: Node, form: Form) -> tuple[int, object]:
 
 
 def unknown(node: Node) -> NoReturn:
-    raise NoMatch(f"its scores pass through {getattr(node.target, '__name__', node.target)}, which is not known")
+    raise NoMatch(f"its scores pass through {called_name(node)}, which is not known")
 
 
 def uncapped(tanh: Node, cap: float, form: Form) -> object:

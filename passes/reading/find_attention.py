@@ -13,10 +13,10 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from .attention_forms import Form, NoMatch, argument, is_attention, match_form
-from .in_place import memory_of, unknown_write, written
+from .in_place import memory_of, written
 from .latents import match_latents
 from .masks import read_mask
-from .nodes import ancestors_of, output_node, reached, value_of
+from .nodes import ancestors_of, called_name, output_node, reached, value_of
 from .sites import Found, LeftAlone, Site
 
 # The type of `read_mask`.
@@ -48,7 +48,7 @@ def find_attention(
         held: names of the placeholders that are held tensors.
         exact: numbers of attentions, in the graph's order, that the option exact_layers excludes.
     """
-    foreign = unknown_write(graph_module)
+    packed = next((node for node in graph_module.graph.nodes if called_name(node) == "set_"), None)
     masks = functools.cache(read_mask)  # layers share them
     found = Found()
     for number, attention in enumerate(filter(is_attention, graph_module.graph.nodes)):
@@ -61,8 +61,11 @@ def find_attention(
                 found = replace(found, latents=(*found.latents, latents))
                 continue
             site = match_site(attention, form, found, held, masks)
-            if foreign is not None:
-                raise NoMatch(written_twice(foreign))
+            if packed is not None:
+                raise NoMatch(
+                    "the graph replaces an input's memory (set_). Where that is a weight that is packed in its first "
+                    "call (bitsandbytes' 4-bit ones on a CPU), the next generation is rewritten"
+                )
             found = replace(found, sites=(*found.sites, site))
         except NoMatch as reason:
             left_alone = LeftAlone(attention.name, str(reason), reason.by_model)
@@ -70,17 +73,6 @@ def find_attention(
     if found.sites or found.left_alone or found.latents:
         return found
     return Found(left_alone=unread_updates(graph_module))
-
-
-def written_twice(write: Node) -> str:
-    """Return the reason why a graph with this write to one of its inputs is left alone."""
-    reason = f"the graph writes to its inputs in place ({write.name}), and lanes would write twice"
-    if getattr(write.target, "__name__", write.target) != "set_":
-        return reason
-    return (
-        f"{reason}. Where that is a weight that is packed in its first call (bitsandbytes' 4-bit ones on a CPU), the "
-        "next generation is rewritten"
-    )
 
 
 @dataclass(frozen=True)

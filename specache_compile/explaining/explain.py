@@ -130,7 +130,7 @@ def explain(
     layers = next((graph.layers for graph in captured if graph.sites), [])
     parsed = within_memory(parsed, layers, batch_size, prompt_length)
     check_memory(parsed, layers, batch_size, prompt_length)
-    graphs = [graph for graph in captured if graph.sites and graph.phase is not EXTEND]
+    graphs = [graph for graph in captured if graph.sites and graph.phase != EXTEND]
     newest = graphs[-1] if graphs else (captured[-1] if captured else None)
     modules: dict[str, GraphModule] = {phase: module for made in rewrites for phase, module in made.modules.items()}
     return Explanation(
