@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from specache_compile.errors import first_line
 
 from .plan import Input, PassReport, RewritePlan, Tag, tag_of
-from .reading.attention_forms import NoMatch, argument
-from .reading.find_attention import match_update
+from .reading.attention_forms import argument
+from .reading.find_attention import is_update
 from .reading.in_place import written_inputs
 from .reading.lane_rules import own_rules
 from .reading.nodes import arguments_of, output_node, reached, value_of
@@ -78,7 +78,7 @@ def reason_for_one_lane(graph_module: GraphModule) -> str | None:
     for node in graph_module.graph.nodes:
         if node.op == "placeholder" and is_traceable_wrapper_subclass(value_of(node)):
             return "its weights are quantised in a class that torch.vmap bypasses"
-        if is_cache_update(node):
+        if is_update(node):
             return "an attention stays exact, so a lane would not see the token before it"
         if node.target in ("topk", torch.topk) and isinstance(value_of(node.args[0]).shape[-1], torch.SymInt):
             return "it chooses by a top-k which tokens it sees, a choice for each lane"
@@ -87,14 +87,6 @@ def reason_for_one_lane(graph_module: GraphModule) -> str | None:
     if written_inputs(graph_module):
         return "it writes to its inputs in place (a recurrent state, or a rotary table that grows)"
     return None
-
-
-def is_cache_update(node: Node) -> bool:
-    try:
-        match_update(node)
-    except NoMatch:
-        return False
-    return True
 
 
 def one_lane(plan: RewritePlan, reason: str) -> PassReport:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
-from typing import NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -169,10 +168,6 @@ def step_back(node: Node, form: Form) -> tuple[int, object]:
     if node.target in (operator.truediv, torch.div, "div") and constant:
         form.scale /= second  # type: ignore[operator]
         return SCALE, first
-    unknown(node)
-
-
-def unknown(node: Node) -> NoReturn:
     raise NoMatch(f"its scores pass through {called_name(node)}, which is not known")
 
 

@@ -141,7 +141,7 @@ def check_read_as_cached(part: Node) -> None:
     """Require that an attention reads the cache update itself, not a value computed from it."""
     if is_window(part):
         raise NoMatch(WINDOW)
-    if part.target is not torch.cat and any(is_update(source) for source in sources_of(part)):
+    if part.target is not torch.cat and any(is_kept(source) for source in sources_of(part)):
         raise NoMatch(
             "its keys or values are computed from what the cache keeps (as in latent attention), and the form in which "
             "this model does so is not rewritten yet"
@@ -150,7 +150,7 @@ def check_read_as_cached(part: Node) -> None:
 
 def is_window(part: Node) -> bool:
     """Return whether a tensor [B, H, n, d] is a slice of tokens of a cache update that the cache keeps."""
-    return is_slice_of_tokens(part) and is_update(part.all_input_nodes[0])
+    return is_slice_of_tokens(part) and is_kept(part.all_input_nodes[0])
 
 
 def is_slice_of_tokens(node: Node) -> bool:
@@ -165,12 +165,17 @@ def is_slice_of_tokens(node: Node) -> bool:
 
 
 def is_update(node: Node) -> bool:
-    """Return whether a node is a cache update that the cache keeps."""
+    """Return whether a node is a cache update."""
     try:
         match_update(node)
     except NoMatch:
         return False
-    return any(user.op == "output" for user in node.users)
+    return True
+
+
+def is_kept(node: Node) -> bool:
+    """Return whether a node is a cache update that the cache keeps whole."""
+    return is_update(node) and any(user.op == "output" for user in node.users)
 
 
 def sources_of(node: Node) -> Iterator[Node]:
@@ -274,5 +279,5 @@ def has_bias(keys: Node) -> bool:
 
 def unread_updates(graph_module: GraphModule) -> tuple[LeftAlone, ...]:
     """Return the cache updates of a graph without recognised attentions: it has attentions in an unknown form."""
-    updates = [node for node in output_node(graph_module).all_input_nodes if is_update(node)]
+    updates = [node for node in output_node(graph_module).all_input_nodes if is_kept(node)]
     return tuple(LeftAlone(node.name, UNKNOWN_FORM) for node in updates)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import sys
+import traceback
 from collections.abc import Mapping
 from typing import Any
 
@@ -64,8 +66,7 @@ def warn_unused(record: ModelRecord, why: str) -> None:
 
 def compiled_outside(model: torch.nn.Module) -> str | None:
     """The reason, if a compiled module around `model`, such as a PeftModel, called `generate`."""
-    frame = sys._getframe(2)
-    for _ in range(CALLERS):
+    for frame, _ in itertools.islice(traceback.walk_stack(sys._getframe(2)), CALLERS):
         owner = frame.f_locals.get("self")
         if isinstance(owner, torch.nn.Module) and owner is not model and options_of(owner) is not None:
             inner, outer = type(model).__name__, type(owner).__name__
@@ -73,9 +74,6 @@ def compiled_outside(model: torch.nn.Module) -> str | None:
                 f"{outer} was compiled, but it generates with the {inner} inside, which was not. Compile that one "
                 "(of a PeftModel: model.get_base_model().compile(backend='specache', ...))"
             )
-        if frame.f_back is None:
-            return None
-        frame = frame.f_back
     return None
 
 
