@@ -1,7 +1,7 @@
 """Compile equal layers once: cut the graph at its layers' borders into regions that run in order.
 
 A part holds the nodes between two borders, in `overlap`'s order. Each kind of layer (sliding window, full attention)
-is a separate region. Adjacent parts that equal no other part are joined.
+is a separate region.
 """
 
 # embed; norm_0; q_0; ...; norm_1; q_1; ...; head      h, cos, sin = before(ids, table, ...)
@@ -90,7 +90,6 @@ def fold_layers(graph_module: GraphModule, inputs: Sequence[Any], compile_part: 
     kinds = kinds_of(graph_module, parts, values, mode)
     if kinds is None or len(kinds) - len(set(kinds)) < FEWEST_SAVED:
         return None
-    parts, kinds = merge_unlike(parts, kinds)
     calls = Counter(kinds)
     names = {kind: f"region_{number}" for number, kind in enumerate(calls)}
     regions: dict[str, Region] = {}
@@ -290,30 +289,6 @@ def description(value: Any) -> tuple[Any, ...]:
         return (str(value),)
     shape, stride = str(tuple(value.shape)), str(value.stride())
     return type(value), value.dtype, value.device, shape, stride, str(value.storage_offset()), value.requires_grad
-
-
-def merge_unlike(parts: list[GraphPart], kinds: list[Any]) -> tuple[list[GraphPart], list[Any]]:
-    """Join adjacent parts that equal no other part."""
-    count = Counter(kinds)
-    merged: list[list[GraphPart]] = []
-    names: list[Any] = []
-    for number, (part, kind) in enumerate(zip(parts, kinds, strict=True)):
-        if merged and count[kind] == 1 and isinstance(names[-1], int):
-            merged[-1].append(part)
-        else:
-            merged.append([part])
-            names.append(number if count[kind] == 1 else kind)
-    return [joined(several) for several in merged], names
-
-
-def joined(parts: Sequence[GraphPart]) -> GraphPart:
-    """Return adjacent parts as one part with their inputs from outside."""
-    if len(parts) == 1:
-        return parts[0]
-    whole = part_of(node for part in parts for node in part.nodes)
-    inside = {*whole.sizes, *whole.nodes}
-    inputs = dict.fromkeys(node for part in (whole, *parts) for node in part.inputs if node not in inside)
-    return dataclasses.replace(whole, inputs=tuple(inputs))
 
 
 def graph_of(graph_module: GraphModule, part: GraphPart, values: dict[Node, Any]) -> GraphModule:

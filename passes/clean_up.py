@@ -8,6 +8,7 @@ from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 
 from .plan import PassReport, RewritePlan
+from .reading.nodes import called_name
 
 OPERATORS = {
     operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.imod,
@@ -54,6 +55,6 @@ def writes(node: Node) -> bool:
         return bool(node.target._schema.is_mutable)
     if node.op not in ("call_method", "call_function"):
         return False
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    name = called_name(node)
     in_place = name.endswith("_") and not name.endswith("__") and name not in vars(operator)  # operator.and_
     return in_place or node.target in OPERATORS or bool(node.kwargs.get("inplace")) or "out" in node.kwargs

@@ -12,7 +12,7 @@ from torch.fx import GraphModule, Node
 from specache_compile.kernels.op import op_of
 
 from .plan import PassReport, RewritePlan
-from .reading.nodes import output_node
+from .reading.nodes import called_name, output_node
 
 # Torch's operators that take long enough to hide a copy. The project's ops declare this themselves.
 WORK = ("linear", "matmul", "mm", "bmm", "addmm", "scaled_dot_product_attention")
@@ -147,8 +147,7 @@ def is_work(node: Node) -> bool:
     op = op_of(node.target)
     if op is not None:
         return op.is_work
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
-    return name.split(".")[0] in WORK
+    return called_name(node).split(".")[0] in WORK
 
 
 def hidden_work(order: list[Node]) -> dict[Node, int]:

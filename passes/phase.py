@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 
 @dataclass(frozen=True)
@@ -26,14 +25,6 @@ class Phase:
 
     def __str__(self) -> str:
         return self.name
-
-    def __reduce__(self) -> Any:
-        """Pickle the name alone, since phases are compared by identity."""
-        return (phase_named, (self.name,)) if self in PHASES else super().__reduce__()
-
-
-def phase_named(name: str) -> Phase:
-    return next(phase for phase in PHASES if phase.name == name)
 
 
 PREFILL = Phase("prefill", has_past=False)

@@ -16,27 +16,21 @@ from torch._guards import detect_fake_mode
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from specache_compile.errors import SpecacheError, first_line
+from specache_compile.errors import first_line
 
 from .plan import Input, PassReport, RewritePlan, Tag, tag_of
 from .reading.attention_forms import argument
-from .reading.exact_lanes import show_first_lane
-from .reading.in_place import memory_of, take_writes, written
+from .reading.find_attention import is_update
+from .reading.in_place import written_inputs
 from .reading.lane_rules import own_rules
-from .reading.local_shards import whole_shape
 from .reading.nodes import arguments_of, output_node, reached, value_of
-from .reading.positions import has_no_positions
 
-aten = torch.ops.aten
 LANES = 2
-EMBEDDINGS = (F.embedding, aten.embedding.default)
 INTEGERS = (torch.int32, torch.int64)
 # Functions of RoPE's angles, which are products with positions.
 ANGLES = ("cos", "sin", torch.cos, torch.sin, torch.polar)
-OF_NOTHING = (torch.zeros, torch.ones, torch.empty, torch.full, "new_zeros", "new_ones", "new_empty", "new_full")
-# Nodes that `local_shards` inserts between token ids and a rank's part of the table.
-RANKS_OWN = (aten.view.default, aten.clone.default, aten.sub.Tensor, aten.masked_fill_.Scalar)
 
 
 def speculate(graph_module: GraphModule, plan: RewritePlan) -> tuple[GraphModule, PassReport]:
@@ -48,12 +42,12 @@ def speculate(graph_module: GraphModule, plan: RewritePlan) -> tuple[GraphModule
 
     The graph is vmapped over a lane axis and traced again (docs/design.md explains why its literals are not edited).
     A pre-decode keeps its one lane and returns its own speculative token. A graph without token ids, positions or
-    logits runs one lane, with the reason in the report. A model without positions needs none.
+    logits runs one lane, and so does one whose lanes depend on each other. The report has the reason.
     """
     applies = plan.speculate and plan.selects and plan.phase.one_token
     if not applies or not plan.sites:
         return graph_module, PassReport("speculate", {"lanes": 1})
-    found = find_tokens(graph_module)
+    found = reason_for_one_lane(graph_module) or find_tokens(graph_module)
     if isinstance(found, str):
         return graph_module, one_lane(plan, found)
     ids, logits = found
@@ -61,15 +55,13 @@ def speculate(graph_module: GraphModule, plan: RewritePlan) -> tuple[GraphModule
         append_speculative(graph_module, logits)
         plan.speculates = True
         return graph_module, PassReport("speculate", {"lanes": 1}, ("one lane, for the first speculative token",))
-    if any(chooses_tokens(node) for node in graph_module.graph.nodes):
-        return graph_module, one_lane(plan, "it chooses by a top-k which tokens it sees, a choice for each lane")
     sources = position_sources(graph_module, ids)
-    if not sources and not has_no_positions(graph_module, ids):
+    if not sources:
         return graph_module, one_lane(plan, "no position tensor was found")
     try:
-        widened = widen_copy(graph_module, ids, logits, sources)
+        widened = widen(graph_module, ids, logits, sources)
     except RuntimeError as error:
-        if isinstance(error, SpecacheError | GuardOnDataDependentSymNode):
+        if isinstance(error, GuardOnDataDependentSymNode):
             raise
         return graph_module, one_lane(plan, f"torch.vmap refuses its graph ({cause(error)})")
     plan.inputs.append(Input("speculative"))
@@ -78,10 +70,23 @@ def speculate(graph_module: GraphModule, plan: RewritePlan) -> tuple[GraphModule
     return widened, PassReport("speculate", {"lanes": LANES, "positions": len(sources)})
 
 
-def chooses_tokens(node: Node) -> bool:
-    """Return whether a node is a top-k over cached tokens (an indexer): torch's vmap makes its length a constant."""
-    top_k = node.target in ("topk", torch.topk)
-    return top_k and isinstance(value_of(node.args[0]).shape[-1], torch.SymInt)  # type: ignore[arg-type]
+def reason_for_one_lane(graph_module: GraphModule) -> str | None:
+    """Return why a graph cannot run two lanes, apart from what `find_tokens` and vmap need, or None.
+
+    Under vmap a lane has no pair of the lane before it, so each attention must be an op that adds this pair.
+    """
+    for node in graph_module.graph.nodes:
+        if node.op == "placeholder" and is_traceable_wrapper_subclass(value_of(node)):
+            return "its weights are quantised in a class that torch.vmap bypasses"
+        if is_update(node):
+            return "an attention stays exact, so a lane would not see the token before it"
+        if node.target in ("topk", torch.topk) and isinstance(value_of(node.args[0]).shape[-1], torch.SymInt):
+            return "it chooses by a top-k which tokens it sees, a choice for each lane"
+        if "c10d_functional" in str(node.target):
+            return "it is split over several processes"
+    if written_inputs(graph_module):
+        return "it writes to its inputs in place (a recurrent state, or a rotary table that grows)"
+    return None
 
 
 def one_lane(plan: RewritePlan, reason: str) -> PassReport:
@@ -93,39 +98,27 @@ def one_lane(plan: RewritePlan, reason: str) -> PassReport:
 def find_tokens(graph_module: GraphModule) -> tuple[Node, int] | str:
     """Return the token ids' placeholder and the output position of the logits, or a sentence about what is missing."""
     outputs = output_node(graph_module).args[0]
-    embeddings = [looked_up(node) for node in graph_module.graph.nodes if node.target in EMBEDDINGS]
-    for index, table in embeddings:
-        ids = unshaped(index)
+    embeddings = graph_module.graph.find_nodes(op="call_function", target=F.embedding)
+    for embedding in embeddings:
+        ids = unshaped(embedding.args[0])
         if ids.op != "placeholder" or value_of(ids).dim() != 2:
             continue
-        vocabulary = whole_shape(table)[0]
+        vocabulary = value_of(embedding.args[1]).shape[0]
         for position, output in enumerate(outputs):  # type: ignore[arg-type]
             value = value_of(output) if isinstance(output, Node) else None
-            if (
-                isinstance(value, Tensor)
-                and value.is_floating_point()
-                and value.dim() == 3
-                and value.shape[2] == vocabulary
-            ):
+            if isinstance(value, Tensor) and value.dim() == 3 and value.shape[2] == vocabulary:
                 return ids, position
     if embeddings:
         return "no logits over the vocabulary come out"
     return "no token ids come in (inputs_embeds, or a graph break before?)"
 
 
-def looked_up(embedding: Node) -> tuple[Node, Node]:
-    """Return the index and the table of an embedding."""
-    first, second = embedding.args[:2]
-    return (first, second) if embedding.target is F.embedding else (second, first)
-
-
 def unshaped(node: Node) -> Node:
     """Return the source of an embedding's index, before transformations of the token ids.
 
-    These are views, a rank's subtraction of its first id, and `where(is_picture, padding, ids)`, which replaces a
-    picture's tokens by padding.
+    These are views, and `where(is_picture, padding, ids)`, which replaces a picture's tokens by padding.
     """
-    while node.target in ("view", "reshape", "clone", torch.where, *RANKS_OWN):
+    while node.target in ("view", "reshape", "clone", torch.where):
         chosen = (argument(node, 1, "input"), argument(node, 2, "other"))
         sources = [x for x in (chosen if node.target is torch.where else node.args[:1]) if isinstance(x, Node)]
         if not sources:
@@ -140,8 +133,8 @@ def position_sources(graph_module: GraphModule, tokens: Node) -> list[Node]:
     for node in graph_module.graph.nodes:
         if node.target in ANGLES:
             sources.update(dict.fromkeys(integer_sources(node)))
-        if node.target in EMBEDDINGS and unshaped(looked_up(node)[0]) is not tokens:
-            sources[positions_of(looked_up(node)[0])] = None
+        if node.target is F.embedding and unshaped(node.args[0]) is not tokens:
+            sources[positions_of(node.args[0])] = None
     return [node for node in sources if value_of(node).shape[-1:] == (1,)]
 
 
@@ -176,13 +169,6 @@ def append_speculative(graph_module: GraphModule, logits: int) -> None:
     graph_module.recompile()
 
 
-def widen_copy(graph_module: GraphModule, ids: Node, logits: int, sources: list[Node]) -> GraphModule:
-    """Widen a copy of the graph, so that the graph is unchanged if vmap fails."""
-    copied = GraphModule(graph_module, copy.deepcopy(graph_module.graph))
-    twins = dict(zip(graph_module.graph.nodes, copied.graph.nodes, strict=True))
-    return widen(copied, twins[ids], logits, [twins[source] for source in sources])
-
-
 def cause(error: Exception) -> str:
     """Return an error's first line without the position in torch's sources."""
     line = re.sub(r"^\S+\.(cpp|h):\d+: ", "", first_line(error))
@@ -190,26 +176,23 @@ def cause(error: Exception) -> str:
 
 
 def widen(graph_module: GraphModule, ids: Node, logits: int, sources: list[Node]) -> GraphModule:
-    """Return the two-lane graph: a speculative token [B, 1] follows the inputs, and the next one lane 0's outputs."""
+    """Return the two-lane graph: a speculative token [B, 1] follows the inputs, and the next one lane 0's outputs.
+
+    The given graph is unchanged, also if vmap fails.
+    """
+    token_input = graph_module.graph.find_nodes(op="placeholder").index(ids)
+    graph_module, before = GraphModule(graph_module, copy.deepcopy(graph_module.graph)), graph_module
+    twins = dict(zip(before.graph.nodes, graph_module.graph.nodes, strict=True))
     placeholders = graph_module.graph.find_nodes(op="placeholder")
-    token_input = placeholders.index(ids)
-    lane = add_lane_to_positions(graph_module, placeholders[-1], sources)
-    spread_written(graph_module, lane)
-    show_first_lane(graph_module, lane)
+    add_lane_to_positions(graph_module, placeholders[-1], [twins[source] for source in sources])
     own_rules(graph_module)
-    taken = take_writes(graph_module)
-    output = output_node(graph_module)
-    outputs: tuple[Any, ...] = tuple(output.args[0])  # type: ignore[arg-type]
-    output.args = ((*outputs, *taken.values()),)
-    graph_module.recompile()
+    outputs: tuple[Any, ...] = tuple(output_node(graph_module).args[0])  # type: ignore[arg-type]
     present = [position for position, value in enumerate(outputs) if value is not None]
     fakes = [value_of(node) for node in placeholders]
 
     def two_lanes(*inputs: Any) -> tuple[Any, ...]:
         *arguments, speculative = inputs
         lanes = run_lanes(graph_module, arguments, token_input, speculative)
-        for node, value in zip(taken, lanes[len(outputs) :], strict=True):
-            arguments[placeholders.index(node)].copy_(value[0])
         next_speculative = lanes[logits][1][:, -1].argmax(-1, keepdim=True)
         return (*(first_lane(lanes[position]) for position in present), next_speculative)
 
@@ -217,9 +200,9 @@ def widen(graph_module: GraphModule, ids: Node, logits: int, sources: list[Node]
         widened = make_fx(two_lanes)(*fakes, torch.empty_like(fakes[token_input]))
     *inputs, speculative_input = widened.graph.find_nodes(op="placeholder")
     rename(speculative_input, "speculative")
-    for node, before in zip(inputs, placeholders, strict=True):
-        rename(node, before.name)
-        if (tag := tag_of(before)) is not None:
+    for node, named in zip(inputs, placeholders, strict=True):
+        rename(node, named.name)
+        if (tag := tag_of(named)) is not None:
             node.meta["specache"] = tag
     # Tracing omits outputs that are None; insert them again.
     *traced, next_speculative = output_node(widened).args[0]  # type: ignore[misc, str-unpack]
@@ -238,7 +221,7 @@ def first_lane(value: Any) -> Any:
     return value[0] if isinstance(value, Tensor) else value
 
 
-def add_lane_to_positions(graph_module: GraphModule, after: Node, sources: list[Node]) -> Node:
+def add_lane_to_positions(graph_module: GraphModule, after: Node, sources: list[Node]) -> None:
     graph = graph_module.graph
     with graph.inserting_after(after):
         lane = graph.placeholder("lane")
@@ -247,26 +230,6 @@ def add_lane_to_positions(graph_module: GraphModule, after: Node, sources: list[
         with graph.inserting_after(at):
             moved = graph.call_function(torch.add, (source, lane))
         source.replace_all_uses_with(moved, delete_user_cb=functools.partial(operator.is_not, moved))
-    return lane
-
-
-def spread_written(graph_module: GraphModule, lane: Node) -> None:
-    """Give each lane its own copy of every tensor that the graph allocates and writes to.
-
-    vmap does not allow writing a lane's value into a tensor without lanes.
-    """
-    memory = {written(node)[1] for node in graph_module.graph.nodes} - {None}
-    made = [node for node in graph_module.graph.nodes if node.target in OF_NOTHING and memory_of(node) in memory]
-    for node in made:
-        with graph_module.graph.inserting_after(node):
-            spread = graph_module.graph.call_function(by_lane, (node, lane))
-        spread.meta["example_value"] = value_of(node)
-        node.replace_all_uses_with(spread, delete_user_cb=functools.partial(operator.is_not, spread))
-
-
-def by_lane(x: Tensor, lane: Tensor) -> Tensor:
-    """Copy x for each lane."""
-    return x + torch.zeros_like(lane, dtype=x.dtype)
 
 
 def run_lanes(graph_module: GraphModule, arguments: list[Any], token_input: int, speculative: Tensor) -> list[Any]:

@@ -6,7 +6,6 @@ import torch
 from torch.fx import GraphModule, Node
 
 from .plan import PassReport, RewritePlan, call_op, frequencies_input, padding_input, session_input, state_input
-from .reading.in_place import take_writes
 from .reading.nodes import output_node
 
 
@@ -20,7 +19,6 @@ def store(graph_module: GraphModule, plan: RewritePlan) -> tuple[GraphModule, Pa
     The calls go to the end of the graph; `overlap` moves them to their earliest start.
     """
     if not plan.phase.stores:
-        take_writes(graph_module)
         return graph_module, PassReport("store", {"stored": 0})
     graph = graph_module.graph
     cursor = session_input(graph_module, plan, "cursor") if plan.sites else None

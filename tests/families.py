@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import transformers
-from packaging.version import Version
 
 WINDOW = 24  # smaller than every test's prompt, so that sliding layers really slide
 
@@ -64,8 +63,6 @@ LONG_ROPE = {
     "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0 + i / 10 for i in range(8)],
     "long_factor": [4.0 + i for i in range(8)], "original_max_position_embeddings": 128, "factor": 8.0,
 }  # fmt: skip
-# Before 5.21 an `if` on a tensor selects the factors: a graph break, after which no token ids are inputs.
-TRACES_LONG_ROPE = Version(transformers.__version__) >= Version("5.21")
 # Its frequencies change above the model's length (144 tokens below), which only tests that compare caches may exceed.
 DYNAMIC_ROPE = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
 GRANITE = {"attention_multiplier": 0.15, "embedding_multiplier": 2.0, "residual_multiplier": 0.7, "logits_scaling": 1.5}
@@ -144,42 +141,42 @@ FAMILIES = (
     Family("qwen3", "Qwen3Config"),
     Family("qwen3_moe", "Qwen3MoeConfig", EXPERTS),
     Family("gemma", "GemmaConfig"),
-    Family("gemma2", "Gemma2Config", {**ALTERNATE, "attn_logit_softcapping": 2.0}, 1, 1, note="softcap; " + SLIDING),
-    Family("gemma3_text", "Gemma3TextConfig", ALTERNATE, 1, 1, note=SLIDING),
+    Family("gemma2", "Gemma2Config", {**ALTERNATE, "attn_logit_softcapping": 2.0}, 1, 1, 1, note="softcap; " + SLIDING),
+    Family("gemma3_text", "Gemma3TextConfig", ALTERNATE, 1, 1, 1, note=SLIDING),
     Family("phi", "PhiConfig"),
     Family("phi3", "Phi3Config"),
     Family(
         "phi3, longrope",
         "Phi3Config",
         {"rope_parameters": LONG_ROPE},
-        lanes=2 if TRACES_LONG_ROPE else 1,
-        note="128k; one lane before transformers 5.21",
+        lanes=1,
+        note="128k",
     ),
     Family("granite", "GraniteConfig", GRANITE),
     Family("olmo2", "Olmo2Config"),
     Family("cohere", "CohereConfig", {"logit_scale": 1.0}),
-    Family("cohere2", "Cohere2Config", {**ALTERNATE, "logit_scale": 1.0}, 1, 1, note=SLIDING),
+    Family("cohere2", "Cohere2Config", {**ALTERNATE, "logit_scale": 1.0}, 1, 1, 1, note=SLIDING),
     Family("starcoder2", "Starcoder2Config", {"sliding_window": None}),
     Family("stablelm", "StableLmConfig"),
     Family("smollm3", "SmolLM3Config", {"no_rope_layers": [1, 0]}, note="one layer without positions"),
     Family("glm4", "Glm4Config"),
     Family("glm4_moe", "Glm4MoeConfig", GROUPED_EXPERTS, note="its router scatters in place"),
     Family("dots1", "Dots1Config", GROUPED_EXPERTS, note="its router scatters in place"),
-    Family("exaone4", "Exaone4Config", ALTERNATE, 1, 1, note=SLIDING),
+    Family("exaone4", "Exaone4Config", ALTERNATE, 1, 1, 1, note=SLIDING),
     Family("seed_oss", "SeedOssConfig"),
     Family("ernie4_5", "Ernie4_5Config"),
     Family("arcee", "ArceeConfig"),
     Family("gpt_neox", "GPTNeoXConfig"),
     Family("opt", "OPTConfig", {"ffn_dim": 96, "word_embed_proj_dim": 64}),
-    Family("gpt_oss", "GptOssConfig", {**EXPERTS, **ALTERNATE}, 1, 1, note="sinks; " + SLIDING),
+    Family("gpt_oss", "GptOssConfig", {**EXPERTS, **ALTERNATE}, 1, 1, 1, note="sinks; " + SLIDING),
     Family("olmo", "OlmoConfig"),
-    Family("olmo3", "Olmo3Config", ALTERNATE, 1, 1, note=SLIDING),
+    Family("olmo3", "Olmo3Config", ALTERNATE, 1, 1, 1, note=SLIDING),
     Family("olmoe", "OlmoeConfig", EXPERTS),
     Family("granitemoe", "GraniteMoeConfig", {**EXPERTS, **GRANITE}),
     Family("hunyuan_v1_dense", "HunYuanDenseV1Config"),
     Family("hunyuan_v1_moe", "HunYuanMoEV1Config", {**EXPERTS, "moe_topk": 2}),
     Family("minimax_m2", "MiniMaxM2Config", EXPERTS),
-    Family("gemma4_text", "Gemma4TextConfig", GEMMA4, 1, 1, note=SLIDING),
+    Family("gemma4_text", "Gemma4TextConfig", GEMMA4, 1, 1, 1, note=SLIDING),
     Family("gpt_bigcode", "GPTBigCodeConfig", {"n_inner": 96}, note="one KV head"),
     Family("biogpt", "BioGptConfig"),
     Family("gptj", "GPTJConfig", {"rotary_dim": 8}, lanes=1),
@@ -197,28 +194,30 @@ FAMILIES = (
     latent("axk1", "AXK1Config"),
     latent("kimi_linear", "KimiLinearConfig", {**LATENT, **KIMI}, 1, f"hybrid; {LATENTS}"),
     latent("deepseek_v32", "DeepseekV32Config", {**LATENT, **INDEXER}, note=f"an indexer; {LATENTS}"),
-    Family("qwen3_5_text", "Qwen3_5TextConfig", LINEAR, 1, note=HYBRID),
-    Family("qwen3_5_moe_text", "Qwen3_5MoeTextConfig", {**LINEAR, **SHARED_EXPERT}, 1, note=HYBRID),
-    Family("qwen3_next", "Qwen3NextConfig", {**LINEAR, **SHARED_EXPERT}, 1, note=HYBRID),
-    Family("olmo_hybrid", "OlmoHybridConfig", LINEAR, 1, note=HYBRID),
-    Family("lfm2", "Lfm2Config", {"layer_types": ["conv", "full_attention"]}, 1, note=HYBRID),
-    Family("falcon_h1", "FalconH1Config", MAMBA, note="hybrid: each layer has both"),
-    Family("zamba2", "Zamba2Config", ZAMBA, 1, note=NO_POSITIONS),
+    Family("qwen3_5_text", "Qwen3_5TextConfig", LINEAR, 1, lanes=1, note=HYBRID),
+    Family("qwen3_5_moe_text", "Qwen3_5MoeTextConfig", {**LINEAR, **SHARED_EXPERT}, 1, lanes=1, note=HYBRID),
+    Family("qwen3_next", "Qwen3NextConfig", {**LINEAR, **SHARED_EXPERT}, 1, lanes=1, note=HYBRID),
+    Family("olmo_hybrid", "OlmoHybridConfig", LINEAR, 1, lanes=1, note=HYBRID),
+    Family("lfm2", "Lfm2Config", {"layer_types": ["conv", "full_attention"]}, 1, lanes=1, note=HYBRID),
+    Family("falcon_h1", "FalconH1Config", MAMBA, lanes=1, note="hybrid: each layer has both"),
+    Family("zamba2", "Zamba2Config", ZAMBA, 1, lanes=1, note=NO_POSITIONS),
     Family(
         "granitemoehybrid",
         "GraniteMoeHybridConfig",
         {**EXPERTS, **MAMBA, "layer_types": ["mamba", "attention"], "shared_intermediate_size": 32},
         1,
+        lanes=1,
         note=NO_POSITIONS,
     ),
-    Family("nemotron_h", "NemotronHConfig", NEMOTRON, 1, note=NO_POSITIONS),
-    Family("jamba", "JambaConfig", JAMBA, 1, note=NO_POSITIONS),
-    Family("bamba", "BambaConfig", {**MAMBA, "attn_layer_indices": [1], "head_dim": LEFT_OUT}, 1, note=HYBRID),
+    Family("nemotron_h", "NemotronHConfig", NEMOTRON, 1, lanes=1, note=NO_POSITIONS),
+    Family("jamba", "JambaConfig", JAMBA, 1, lanes=1, note=NO_POSITIONS),
+    Family("bamba", "BambaConfig", {**MAMBA, "attn_layer_indices": [1], "head_dim": LEFT_OUT}, 1, lanes=1, note=HYBRID),
     Family(
         "lfm2_moe",
         "Lfm2MoeConfig",
         {**EXPERTS, "layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
         1,
+        lanes=1,
         note=HYBRID,
     ),
     Family(
@@ -226,6 +225,7 @@ FAMILIES = (
         "MiniMaxConfig",
         {**EXPERTS, "layer_types": ["full_attention", "linear_attention"], "block_size": 16},
         1,
+        lanes=1,
         note=HYBRID + "; its cache is of a class of its own",
     ),
 )

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
-from typing import NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +14,7 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from .nodes import value_of
+from .nodes import called_name, value_of
 
 MATMULS = (torch.matmul, operator.matmul, "matmul", torch.bmm)
 SOFTMAXES = (F.softmax, torch.softmax, "softmax")
@@ -169,11 +168,7 @@ def step_back(node: Node, form: Form) -> tuple[int, object]:
     if node.target in (operator.truediv, torch.div, "div") and constant:
         form.scale /= second  # type: ignore[operator]
         return SCALE, first
-    unknown(node)
-
-
-def unknown(node: Node) -> NoReturn:
-    raise NoMatch(f"its scores pass through {getattr(node.target, '__name__', node.target)}, which is not known")
+    raise NoMatch(f"its scores pass through {called_name(node)}, which is not known")
 
 
 def uncapped(tanh: Node, cap: float, form: Form) -> object:

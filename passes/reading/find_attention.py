@@ -13,10 +13,10 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from .attention_forms import Form, NoMatch, argument, is_attention, match_form
-from .in_place import memory_of, unknown_write, written
+from .in_place import memory_of, written
 from .latents import match_latents
 from .masks import read_mask
-from .nodes import ancestors_of, output_node, reached, value_of
+from .nodes import ancestors_of, called_name, output_node, reached, value_of
 from .sites import Found, LeftAlone, Site
 
 # The type of `read_mask`.
@@ -48,7 +48,7 @@ def find_attention(
         held: names of the placeholders that are held tensors.
         exact: numbers of attentions, in the graph's order, that the option exact_layers excludes.
     """
-    foreign = unknown_write(graph_module)
+    packed = next((node for node in graph_module.graph.nodes if called_name(node) == "set_"), None)
     masks = functools.cache(read_mask)  # layers share them
     found = Found()
     for number, attention in enumerate(filter(is_attention, graph_module.graph.nodes)):
@@ -61,8 +61,11 @@ def find_attention(
                 found = replace(found, latents=(*found.latents, latents))
                 continue
             site = match_site(attention, form, found, held, masks)
-            if foreign is not None:
-                raise NoMatch(written_twice(foreign))
+            if packed is not None:
+                raise NoMatch(
+                    "the graph replaces an input's memory (set_). Where that is a weight that is packed in its first "
+                    "call (bitsandbytes' 4-bit ones on a CPU), the next generation is rewritten"
+                )
             found = replace(found, sites=(*found.sites, site))
         except NoMatch as reason:
             left_alone = LeftAlone(attention.name, str(reason), reason.by_model)
@@ -70,17 +73,6 @@ def find_attention(
     if found.sites or found.left_alone or found.latents:
         return found
     return Found(left_alone=unread_updates(graph_module))
-
-
-def written_twice(write: Node) -> str:
-    """Return the reason why a graph with this write to one of its inputs is left alone."""
-    reason = f"the graph writes to its inputs in place ({write.name}), and lanes would write twice"
-    if getattr(write.target, "__name__", write.target) != "set_":
-        return reason
-    return (
-        f"{reason}. Where that is a weight that is packed in its first call (bitsandbytes' 4-bit ones on a CPU), the "
-        "next generation is rewritten"
-    )
 
 
 @dataclass(frozen=True)
@@ -149,7 +141,7 @@ def check_read_as_cached(part: Node) -> None:
     """Require that an attention reads the cache update itself, not a value computed from it."""
     if is_window(part):
         raise NoMatch(WINDOW)
-    if part.target is not torch.cat and any(is_update(source) for source in sources_of(part)):
+    if part.target is not torch.cat and any(is_kept(source) for source in sources_of(part)):
         raise NoMatch(
             "its keys or values are computed from what the cache keeps (as in latent attention), and the form in which "
             "this model does so is not rewritten yet"
@@ -158,7 +150,7 @@ def check_read_as_cached(part: Node) -> None:
 
 def is_window(part: Node) -> bool:
     """Return whether a tensor [B, H, n, d] is a slice of tokens of a cache update that the cache keeps."""
-    return is_slice_of_tokens(part) and is_update(part.all_input_nodes[0])
+    return is_slice_of_tokens(part) and is_kept(part.all_input_nodes[0])
 
 
 def is_slice_of_tokens(node: Node) -> bool:
@@ -173,12 +165,17 @@ def is_slice_of_tokens(node: Node) -> bool:
 
 
 def is_update(node: Node) -> bool:
-    """Return whether a node is a cache update that the cache keeps."""
+    """Return whether a node is a cache update."""
     try:
         match_update(node)
     except NoMatch:
         return False
-    return any(user.op == "output" for user in node.users)
+    return True
+
+
+def is_kept(node: Node) -> bool:
+    """Return whether a node is a cache update that the cache keeps whole."""
+    return is_update(node) and any(user.op == "output" for user in node.users)
 
 
 def sources_of(node: Node) -> Iterator[Node]:
@@ -282,5 +279,5 @@ def has_bias(keys: Node) -> bool:
 
 def unread_updates(graph_module: GraphModule) -> tuple[LeftAlone, ...]:
     """Return the cache updates of a graph without recognised attentions: it has attentions in an unknown form."""
-    updates = [node for node in output_node(graph_module).all_input_nodes if is_update(node)]
+    updates = [node for node in output_node(graph_module).all_input_nodes if is_kept(node)]
     return tuple(LeftAlone(node.name, UNKNOWN_FORM) for node in updates)

@@ -11,37 +11,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import GraphModule, Node
-from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode, track_tensor_tree
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-
-from specache_compile.errors import SpecacheError
 
 from .attention_forms import argument
 from .nodes import value_of
 
-c10d = torch.ops._c10d_functional
 Dims = tuple[int | None, ...]  # of the lanes in each argument
 PRODUCTS = (torch.matmul, operator.matmul, "matmul", torch.bmm, "bmm", torch.mm, "mm")
 
-# The dimension of the lanes in a tensor that ranks exchange. Gathering and scattering concatenate along dimension 0,
-# so the lanes must not be there.
-COLLECTIVES = {"all_reduce": 0, "all_gather_into_tensor": 1, "reduce_scatter_tensor": 1}
-
 
 def own_rules(graph_module: GraphModule) -> int:
-    """Give matrix products, concatenations and collectives our vmap rules; returns the number of replaced calls.
+    """Give matrix products and concatenations our vmap rules; returns the number of replaced calls.
 
         hidden = linear(x, weight, bias)           hidden = rows_times(x, weight, bias)
         angles = matmul(frequencies, positions)    angles = product(frequencies, positions)
         both = cat((angles, angles), dim=-1)       both = cat((angles, angles), -1)
-        total = all_reduce(parts, "sum", "0")      total = collective("all_reduce", parts, "sum", "0")
 
     Torch's vmap rules for products fail if the batch is a symbol, and they split a linear with bias into product and
-    sum, which rounds twice. Its rule for cat makes the symbol a constant. Collectives have no rule: torch calls them
-    lane by lane.
-
-    Raises: SpecacheError for a collective that is not in `COLLECTIVES`.
+    sum, which rounds twice. Its rule for cat makes the symbol a constant.
     """
     shown = 0
     for node in graph_module.graph.nodes:
@@ -53,10 +39,6 @@ def own_rules(graph_module: GraphModule) -> int:
             node.target, node.args = rows_times_transposed, (rows, weight, bias)
         elif node.target in PRODUCTS and not node.kwargs and all(value_of(x).dim() > 1 for x in node.args):
             node.op, node.target = "call_function", product
-        elif (name := collective_name(node)) is not None:
-            if name not in (*COLLECTIVES, "wait_tensor"):
-                raise no_lanes_for(name)
-            node.target, node.args = (wait, node.args) if name == "wait_tensor" else (collective, (name, *node.args))
         elif node.target in (torch.cat, torch.ops.aten.cat.default) and all(
             value_of(x).dim() == value_of(node).dim() for x in node.all_input_nodes
         ):
@@ -72,13 +54,6 @@ def own_rules(graph_module: GraphModule) -> int:
 def is_addmm_of_rows(node: Node) -> bool:
     """Return whether a call is addmm(bias [n], rows, weight), unscaled: the linear layer of GPT-2 and relatives."""
     return node.target is torch.addmm and not node.kwargs and len(node.args) == 3 and value_of(node.args[0]).dim() == 1
-
-
-def collective_name(node: Node) -> str | None:
-    """Return the name of a collective call; None for any other node."""
-    packet = getattr(node.target, "overloadpacket", node.target)
-    namespace, _, name = str(getattr(packet, "_qualified_op_name", "")).partition("::")
-    return name if "c10d" in namespace else None
 
 
 def with_lanes(
@@ -146,36 +121,6 @@ def cat_from_the_end(dim: int, *parts: Tensor) -> Tensor:
     return torch.cat(parts, dim)
 
 
-def collective_of_lanes(info: Any, in_dims: Dims, name: str, tensor: Tensor, *rest: Any) -> tuple[Tensor, int | None]:
-    if in_dims[1] is None:
-        return getattr(c10d, name)(tensor, *rest), None
-    at = COLLECTIVES[name]
-    return getattr(c10d, name)(tensor.movedim(in_dims[1], at).contiguous(), *rest), at
-
-
-@with_lanes(collective_of_lanes)
-def collective(name: str, tensor: Tensor, *rest: Any) -> Tensor:
-    """Call one collective for all lanes, which exchanges a wider tensor."""
-    return getattr(c10d, name)(tensor, *rest)
-
-
-def wait_of_lanes(info: Any, in_dims: Dims, tensor: Tensor) -> tuple[Tensor, int | None]:
-    there = c10d.wait_tensor(tensor)
-    return (there, None) if in_dims[0] is None else (there.movedim(in_dims[0], 0).contiguous(), 0)
-
-
-@with_lanes(wait_of_lanes)
-def wait(tensor: Tensor) -> Tensor:
-    """Wait for a collective before moving its result's lane axis: the wait needs that very tensor."""
-    return c10d.wait_tensor(tensor)
-
-
-@with_lanes(lambda info, in_dims, tensor: (tensor if in_dims[0] is None else tensor.select(in_dims[0], 0), None))
-def first_lane(tensor: Tensor) -> Tensor:
-    """Under vmap, give every lane lane 0's tensor."""
-    return tensor.clone()
-
-
 def lanes_first(factor: Tensor, dim: int | None, rank: int) -> Tensor:
     """Reshape to [lanes, 1, ..., l, m] with `rank` axes after the lanes; a factor without lanes is unchanged."""
     if dim is None:
@@ -187,25 +132,7 @@ def lanes_first(factor: Tensor, dim: int | None, rank: int) -> Tensor:
 # In torch 2.11, matmul and F.linear make a symbolic batch constant; mm and bmm do not.
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Compute x [..., m] · weightᵀ [m, n] + bias [n] as one product of rows."""
-    rows = x.reshape(-1, x.shape[-1])
-    product = linear_of_its_class if is_traceable_wrapper_subclass(weight) else F.linear
-    return product(rows, weight, bias).view(*x.shape[:-1], weight.shape[0])
-
-
-def linear_of_its_class(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Trace the linear layer of a quantised weight (torchao's) as one node.
-
-    Its class implements linear layers, but not the operations into which torch decomposes them. Inside a vmap rule
-    torch bypasses the class, and the weight's inner tensors are no graph inputs.
-    """
-    mode = get_proxy_mode()
-    with torch._C._EnableTorchFunction(), disable_proxy_modes_tracing():
-        out = F.linear(rows, weight, bias)
-    if mode is None:
-        return out
-    arguments = pytree.tree_map(mode.tracer.unwrap_proxy, (rows, weight, bias))
-    node = mode.tracer.create_proxy("call_function", F.linear, arguments, {})
-    return track_tensor_tree(out, node, constant=None, tracer=mode.tracer)
+    return F.linear(x.reshape(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], weight.shape[0])
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
@@ -223,10 +150,3 @@ def rows_times_transposed(rows: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 def cat(parts: Sequence[Tensor], dim: int) -> Tensor:
     return cat_from_the_end(dim if dim < 0 else dim - parts[0].dim(), *parts)
-
-
-def no_lanes_for(collective: str) -> SpecacheError:
-    return SpecacheError(
-        f"{collective}, which the ranks of this model call together, is not known for two tokens at once: compile with "
-        'options={"speculate": False}'
-    )

@@ -14,11 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from specache_compile.passes.clean_up import writes
 
-from .in_place import memory_of
 from .nodes import extract, output_node, reached, value_of
-
-# Meta key of an input that holds a rank's shard: the shape of the whole tensor.
-WHOLE = "specache_whole"
 
 
 def local_shards(graph_module: GraphModule) -> str | None:
@@ -29,7 +25,6 @@ def local_shards(graph_module: GraphModule) -> str | None:
         out = out.redistribute([Replicate()])          out = wait_tensor(all_reduce(rows * seen, "sum", "0"))
         out = out.to_local()
         y = linear(out, o_weight.to_local())           y = linear(out, o_weight)
-        y.copy_(wait_tensor(all_reduce(y, ...)))       y_1 = wait_tensor(all_reduce(y, ...))
 
     Hugging Face uses DTensors for the token embedding and for gathering logits. These are traced into each rank's
     operations. The rest of the graph has plain tensors already, so attention looks as in one process, with fewer heads.
@@ -49,12 +44,9 @@ def local_shards(graph_module: GraphModule) -> str | None:
     for node in reversed(list(graph.nodes)):
         value = value_of(node)
         if isinstance(value, DTensor) and node.op == "placeholder":
-            node.meta[WHOLE] = value.shape
             node.meta["example_value"] = local(value)
         elif is_sharded(node):
             graph.erase_node(node)
-    for node in list(graph.nodes):
-        take_sum(node)
     graph_module.recompile()
     return None
 
@@ -70,12 +62,6 @@ def local(value: Any) -> Any:
 def own_part(value: Any, fake: Any) -> Any:
     """Return the argument for an input with this fake: the shard, or the DTensor if the graph was left alone."""
     return value if isinstance(fake, DTensor) else local(value)
-
-
-def whole_shape(node: Node) -> torch.Size:
-    """Return the shape of a node's value, or of the whole tensor of a shard."""
-    shape: torch.Size = node.meta.get(WHOLE, value_of(node).shape)
-    return shape
 
 
 def is_sharded(node: Node) -> bool:
@@ -120,7 +106,7 @@ def make_local(graph_module: GraphModule, end: Node) -> None:
 
 
 def fill_masked(x: Tensor, indices: list[Tensor], values: Tensor, accumulate: bool = False) -> Tensor:
-    """Compute `x[mask] = number`, which masks other ranks' rows, in a form that vmap supports."""
+    """Compute `x[mask] = number`, which masks other ranks' rows, without a tensor for the number."""
     mask, *others = indices
     if others or mask.dtype != torch.bool or values.dim() or accumulate:
         return NotImplemented
@@ -145,23 +131,3 @@ def as_whole(part: Any, whole: Any) -> Any:
         return part
     placements, shape, stride = whole.placements, whole.shape, whole.stride()
     return DTensor.from_local(part, whole.device_mesh, placements, run_check=False, shape=shape, stride=stride)
-
-
-def take_sum(node: Node) -> None:
-    """Turn a sum over ranks that overwrites its input into a value, which widening requires."""
-    if node.target != "copy_" or node.args[1].target not in targets_of("wait_tensor"):
-        return
-    parts, total = node.args
-    sharing = [other for other in node.graph.nodes if memory_of(other) == memory_of(parts)]
-    if parts.op == "placeholder" or set(sharing) != {parts, node}:
-        return
-    order = {other: number for number, other in enumerate(node.graph.nodes)}
-    parts.replace_all_uses_with(total, delete_user_cb=lambda user: order[user] > order[node])
-    node.replace_all_uses_with(total)
-    node.graph.erase_node(node)
-
-
-def targets_of(name: str) -> tuple[Any, Any]:
-    """Return the two targets under which a graph calls a functional collective."""
-    packet = getattr(torch.ops._c10d_functional, name)
-    return packet, packet.default

@@ -14,7 +14,7 @@ from torch.fx.node import map_aggregate
 from specache_compile.kernels.attention.attention_ops import SEEN
 
 from .in_place import memory_of, written
-from .nodes import reached, value_of
+from .nodes import called_name, reached, value_of
 
 # Numbers of cached and new tokens at which a mask is evaluated: small, and distinct.
 PAST, NEW = 5, 3
@@ -63,8 +63,7 @@ def check_readable(nodes: list[Node]) -> None:
     if any(written(node)[1] in memory for node in nodes[0].graph.nodes):
         raise Unreadable
     for node in nodes:
-        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-        if name.strip("_") in ARITHMETIC and value_of(node).dtype != torch.bool:
+        if called_name(node).strip("_") in ARITHMETIC and value_of(node).dtype != torch.bool:
             raise Unreadable
 
 

@@ -20,6 +20,11 @@ def value_of(node: Node) -> Any:
     return node.meta["val"] if "val" in node.meta else node.meta.get("example_value")
 
 
+def called_name(node: Node) -> str:
+    """Return the name of the function or method that a node calls; "" if it has none."""
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+
+
 def model_layer(name: str) -> int | None:
     """Return the model layer in an input's name, the first number; None if there is none."""
     found = LAYER.search(name)

@@ -115,7 +115,7 @@ def rewrite(captured: Captured, variant: Variant, name: str) -> Rewritten:
     recorded = is_to_capture(captured.mode, graph_module, plan)
     return Rewritten(
         variant, run, graph_module, tuple(plan.inputs), plan.held_outputs, plan.speculates, plan.lanes, recorded, trace,
-        plan.one_lane, plan.counts_positions, writes=written_inputs(graph_module) if recorded else frozenset(),
+        plan.one_lane, plan.counts_positions, writes=written_inputs(graph_module),
         rows=rows_to_pad(captured, graph_module, plan) if recorded else None,
     )  # fmt: skip
 

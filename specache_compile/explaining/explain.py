@@ -125,7 +125,7 @@ def explain(
         raise SpecacheError(f"explain captured no graph of {type(twin).__name__}: {reason(twin)}")
     captured = [graph for graph in captured if graph.is_recognised]
     name = getattr(config, "_name_or_path", "") or type(config).__name__
-    graphs = [graph for graph in captured if graph.sites and graph.phase is not EXTEND]
+    graphs = [graph for graph in captured if graph.sites and graph.phase != EXTEND]
     newest = graphs[-1] if graphs else (captured[-1] if captured else None)
     modules: dict[str, GraphModule] = {phase: module for made in rewrites for phase, module in made.modules.items()}
     return Explanation(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import sys
+import traceback
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,17 +18,12 @@ from specache_compile.compile.recompile_limit import was_reached
 from specache_compile.errors import RECOMPILE_LIMIT, SpecacheError
 from specache_compile.runtime.records import ModelRecord, record_of
 
-# Marks a copy of a compiled model, pickled ones included: torch leaves out the compiled call.
-COPY = "_specache_copy"
 # Number of frames in which to look for a module around the model.
 CALLERS = 8
 
 
 def route_checks() -> None:
-    """Wrap `GenerationMixin.generate` and `Module.__getstate__`, once in the process.
-
-    Models of other backends are not affected.
-    """
+    """Wrap `GenerationMixin.generate`, once in the process. Models of other backends are not affected."""
     original: Any = GenerationMixin.generate
     if getattr(original, "is_checked", False):
         return
@@ -34,10 +31,8 @@ def route_checks() -> None:
     @functools.wraps(original)
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         if options_of(self) is None:
-            if self._compiled_call_impl is None:
-                why = COPIED if COPY in vars(self) else compiled_outside(self)
-                if why is not None:
-                    warn_unused(record_of([*self.parameters()]), why)
+            if self._compiled_call_impl is None and (why := compiled_outside(self)) is not None:
+                warn_unused(record_of([*self.parameters()]), why)
             return original(self, *args, **kwargs)
         check_cache(self, kwargs)
         record = record_of([*self.parameters()])
@@ -48,16 +43,8 @@ def route_checks() -> None:
             warn_unused(record, reason(self))
         return generated
 
-    state = torch.nn.Module.__getstate__
-
-    @functools.wraps(state)
-    def marked_state(self: torch.nn.Module) -> Any:
-        compiled = self._compiled_call_impl is not None and options_of(self) is not None
-        return {**state(self), COPY: True} if compiled else state(self)
-
     generate.is_checked = True  # type: ignore[attr-defined]
     GenerationMixin.generate = generate  # type: ignore[method-assign]
-    torch.nn.Module.__getstate__ = marked_state  # type: ignore[method-assign]
 
 
 def check_cache(model: Any, arguments: Mapping[str, Any]) -> None:
@@ -77,16 +64,9 @@ def warn_unused(record: ModelRecord, why: str) -> None:
     record.warn_once(f"this generation ran no compiled graph, so nothing was compressed: {why}")
 
 
-COPIED = (
-    "the model is a copy (copy.deepcopy, pickle) of a compiled one, and torch does not copy the compiled call. "
-    'Call model.compile(backend="specache", ...) on the copy'
-)
-
-
 def compiled_outside(model: torch.nn.Module) -> str | None:
     """The reason, if a compiled module around `model`, such as a PeftModel, called `generate`."""
-    frame = sys._getframe(2)
-    for _ in range(CALLERS):
+    for frame, _ in itertools.islice(traceback.walk_stack(sys._getframe(2)), CALLERS):
         owner = frame.f_locals.get("self")
         if isinstance(owner, torch.nn.Module) and owner is not model and options_of(owner) is not None:
             inner, outer = type(model).__name__, type(owner).__name__
@@ -94,9 +74,6 @@ def compiled_outside(model: torch.nn.Module) -> str | None:
                 f"{outer} was compiled, but it generates with the {inner} inside, which was not. Compile that one "
                 "(of a PeftModel: model.get_base_model().compile(backend='specache', ...))"
             )
-        if frame.f_back is None:
-            return None
-        frame = frame.f_back
     return None
 
 

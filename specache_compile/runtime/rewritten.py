@@ -30,7 +30,7 @@ class Rewritten:
     held_outputs: positions of outputs that become held tensors → site and part.
     speculates: the last output is the next speculative token.
     capture: record the callable as a CUDA graph.
-    writes: positions of inputs that the graph writes to; known if it is captured.
+    writes: positions of inputs that the graph writes to.
     rows: the dimensions of its rows, if inactive rows may pad them.
     one_lane: why the graph was not widened, although the options request it.
     counts_positions: the graph counts positions from the cache's length; else the caller passes them.

@@ -138,7 +138,7 @@ class Step:
         With the option verify only a draft approximates: any other step of one token runs as an extend.
         """
         session, options = self.session, self.session.options
-        if captured is EXTEND and not options.host_tier:
+        if captured == EXTEND and not options.host_tier:
             raise no_host_tier("a call of several tokens after the prefill")
         exact = captured.one_token and options.drafts and not session.drafting
         return (EXTEND,) if exact else phases(captured, options)
@@ -195,13 +195,21 @@ class Step:
             session.queue.wait_for_offloads()  # pairs that the step will fetch may still be on the way to the host
 
     def run_pre_decode(self, graph: Any, rewritten: Rewritten, arguments: Sequence[Any]) -> None:
-        """Run a pre-decode. Rows that already have slots and a speculative token keep these."""
+        """Run a pre-decode. Rows that already have slots and a speculative token keep these. The caller's tensors that
+        the graph writes to, such as a recurrent state, are afterwards as before."""
         session, progress = self.session, self.session.progress
         whole = progress.speculative is not None or not rewritten.speculates  # a missing one is missing for every row
         rows = [row for row, is_ready in enumerate(progress.ready) if is_ready and whole]
         chosen = [{name: state[name][rows] for name in CHOSEN} for state in session.state] if rows else []
         speculative = progress.speculative
-        self.run_graph(graph, rewritten, arguments)
+        sources = (rewritten.inputs[place] for place in rewritten.writes)
+        written = [arguments[source.argument] for source in sources if source.source == "argument"]
+        before = [value.clone() for value in written]
+        try:
+            self.run_graph(graph, rewritten, arguments)
+        finally:
+            for value, earlier in zip(written, before, strict=True):
+                value.copy_(earlier)
         if not rows:
             return
         session.drain()

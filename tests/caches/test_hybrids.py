@@ -70,12 +70,12 @@ def filled(models: tuple[Any, Any], rows: int = 1) -> tuple[DynamicCache, Dynami
     return assert_same(models, (None, None), prompt(60, rows))
 
 
-def test_of_two_lanes_one_writes_the_state(models: tuple[Any, Any]) -> None:
-    """Step by step, with the pre-decode of the first speculative token."""
+def test_each_token_writes_the_state_once(models: tuple[Any, Any]) -> None:
+    """Step by step, with the pre-decode of the first selection."""
     caches = assert_same(models, (None, None), prompt(60), 0)
     for seed in range(5):
         assert_same(models, caches, prompt(1, seed=seed), 0)
-    assert sc.stats(models[0]).lanes == 2
+    assert (sc.stats(models[0]).lanes, sc.stats(models[0]).pre_decodes) == (1, 1)
     assert_same(models, caches, prompt(7, seed=6), 2)
 
 

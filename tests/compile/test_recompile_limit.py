@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import pickle
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,7 +17,6 @@ from transformers import DynamicCache, MaxTimeCriteria
 import specache_compile as sc
 from conftest import prompt, tiny_llama
 from specache_compile.compile import recompile_limit
-from specache_compile.compile.compiled_options import options_of
 from specache_compile.runtime.held import HeldTensor
 
 OPTIONS = {"lowering": "eager", "bits": 16}
@@ -221,19 +219,6 @@ def test_a_generation_that_runs_no_graph_warns_once_at_the_callers_line(call: Ca
         torch._dynamo.reset()  # a frame that was skipped is compiled again
         assert is_held(generate(model, prompt(40)))
     assert sc.stats(model).decodes == 2
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_a_copy_of_a_compiled_model_warns_until_it_is_compiled(copied: Call) -> None:
-    twin = copied(compiled(small()))
-    with pytest.warns(sc.SpecacheWarning, match=r"is a copy .*model\.compile"):
-        assert not is_held(generate(twin, prompt(40)))
-    with pytest.raises(sc.SpecacheError, match="is a copy"):
-        sc.stats(twin)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", sc.SpecacheWarning)
-        assert options_of(compiled(twin)) is not None
-        generate(small(), prompt(40))
 
 
 class Wrapper(torch.nn.Module):

@@ -113,14 +113,6 @@ def test_chunked_prefill(llama: LlamaForCausalLM, compiled: LlamaForCausalLM) ->
     assert torch.equal(greedy(compiled, ids, 12, prefill_chunk_size=40), greedy(llama, ids, 12, prefill_chunk_size=40))
 
 
-def test_output_hidden_states(llama: LlamaForCausalLM, compiled: LlamaForCausalLM) -> None:
-    def run(model: LlamaForCausalLM) -> list[torch.Tensor]:
-        out = greedy(model, prompt(60), 12, output_hidden_states=True, output_scores=True, return_dict_in_generate=True)
-        return [*out.scores, *(h for step in out.hidden_states for h in step)]
-
-    torch.testing.assert_close(run(compiled), run(llama), atol=1e-3, rtol=1e-4)
-
-
 def test_bfloat16_logits_stay_within_rounding(llama: LlamaForCausalLM) -> None:
     """In bfloat16 ties are common, so tokens may differ. Logits agree as far as Hugging Face's own two paths do."""
     half = copy.deepcopy(llama).bfloat16()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -122,24 +122,19 @@ def test_an_input_that_moves_in_every_step_is_given_up_on_after_two_recaptures(s
     assert step not in steps.steps, "a graph that is not replayed again holds no memory"
 
 
-def test_recaptures_with_replays_between_them_go_on(stand_in: list[int]) -> None:
+@pytest.mark.parametrize(("moves", "rows", "runs"), [(6, (1,), 2), (4, (1, 2, 3), 1)], ids=["replayed", "in turn"])
+def test_graphs_that_move_between_replays_or_in_turn_go_on(
+    moves: int, rows: tuple[int, ...], runs: int, stand_in: list[int]
+) -> None:
+    """In turn: a hybrid's graphs of one, two and three rows, whose state moves with each joining row."""
     steps, state, kept = RecordedSteps(), torch.zeros(1), []
-    for _ in range(6):
-        kept.append(torch.nn.Parameter(torch.ones(1), requires_grad=False))
-        for _ in range(2):
-            steps.run(step, [torch.ones(1), kept[-1], state], [False, False, True], CPU, pytest.fail)
-    assert len(stand_in) == 6
-
-
-def test_graphs_that_move_in_turn_go_on(stand_in: list[int]) -> None:
-    """A hybrid's graphs of one, two and three rows, whose state moves with each joining row."""
-    steps, state, kept = RecordedSteps(), torch.zeros(1), []
-    for _ in range(4):
-        for rows in (1, 2, 3):
+    for _ in range(moves):
+        for count in rows:
             kept.append(torch.nn.Parameter(torch.ones(1), requires_grad=False))
             given = [torch.ones(1), kept[-1], state]
-            steps.run(step, given, [False, False, True], CPU, pytest.fail, (rows,))
-    assert len(stand_in) == 3 * 3
+            for _ in range(runs):
+                steps.run(step, given, [False, False, True], CPU, pytest.fail, (count,))
+    assert len(stand_in) == (6 if runs == 2 else 3 * 3)
 
 
 def test_a_large_argument_that_moves_costs_the_graph_and_one_warning_that_names_it(
@@ -337,44 +332,42 @@ def test_a_batch_under_a_mask_beyond_padding_reports_why_it_is_not_captured(
             twin(prompt(1, 2), **with_cache(cache), attention_mask=mask)
 
 
-def test_a_step_that_fails_during_capture_reports_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def entered(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Return the devices and streams that a capture enters, and the copy streams that join it."""
+    found: list[Any] = []
+
+    @contextmanager
+    def noted(*given: Any, **settings: Any) -> Iterator[None]:
+        found.append(settings.get("stream", given[0]))
+        yield
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(pool=lambda: "its memory"))
+    for name in ("graph", "device", "stream"):
+        monkeypatch.setattr(torch.cuda, name, noted)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"current stream of {device}")
+    monkeypatch.setattr(cuda_graphs, "capture_stream", lambda device: f"stream of {device}")
+    monkeypatch.setattr(copy_stream, "join_capture", lambda device: found.append(f"copies of {device}"))
+    return found
+
+
+def test_a_step_that_fails_during_capture_reports_the_cause(entered: list[Any]) -> None:
     """The copy stream joins first: otherwise CUDA cannot end the capture, and its error hides the cause."""
-    joined: list[torch.device] = []
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
-    monkeypatch.setattr(torch.cuda, "graph", lambda *given, **settings: nullcontext())
-    monkeypatch.setattr(torch.cuda, "device", nullcontext)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: device)
-    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
-    monkeypatch.setattr(cuda_graphs, "capture_stream", lambda device: None)
-    monkeypatch.setattr(copy_stream, "join_capture", joined.append)
 
     def failing() -> list[Tensor]:
         raise torch.OutOfMemoryError("the cause")
 
     with pytest.raises(torch.OutOfMemoryError, match="the cause"):
         record(failing, CPU, ())
-    assert joined == [CPU]
+    assert entered[-1] == "copies of cpu"
 
 
-def test_a_step_is_captured_on_a_stream_of_its_device_while_that_is_current(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_is_captured_on_a_stream_of_its_device_while_that_is_current(entered: list[Any]) -> None:
     """torch's capture stream belongs to the device that captured first. The current stream is entered before, so that
     it is current again after a failed capture."""
-    entered: list[Any] = []
-
-    @contextmanager
-    def noted(*given: Any, **settings: Any) -> Iterator[None]:
-        entered.append(settings.get("stream", given[0]))
-        yield
-
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(pool=lambda: "its memory"))
-    monkeypatch.setattr(torch.cuda, "graph", noted)
-    monkeypatch.setattr(torch.cuda, "device", noted)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"current stream of {device}")
-    monkeypatch.setattr(torch.cuda, "stream", noted)
-    monkeypatch.setattr(cuda_graphs, "capture_stream", lambda device: f"stream of {device}")
-    monkeypatch.setattr(copy_stream, "join_capture", lambda device: None)
     assert record(list, torch.device("cuda:1"), ())[1:] == ([], "its memory")
-    assert entered == [torch.device("cuda:1"), "current stream of cuda:1", "stream of cuda:1"]
+    streams = ["current stream of cuda:1", "stream of cuda:1", "copies of cuda:1"]
+    assert entered == [torch.device("cuda:1"), *streams]
 
 
 def test_a_step_with_an_argument_elsewhere_than_its_state_is_not_captured() -> None:

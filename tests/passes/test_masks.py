@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -11,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 from torch.fx import Node
+from transformers import LlamaForCausalLM
 
-from conftest import compile_copy, greedy, greedy_unmasked, prompt, tiny_llama
+from conftest import compile_copy, greedy, prompt
 from families import BY_NAME
 from specache_compile.compat import cache_of, with_cache
 from specache_compile.passes.reading.masks import read_mask
@@ -153,29 +153,6 @@ def test_padding_of_another_row_stays_a_mask() -> None:
     assert reading(of_the_first_row, 3, 4, dynamic=True) == (False, None)
 
 
-@pytest.mark.slow
-def test_a_model_that_makes_causal_masks_prefills_without_one() -> None:
-    """Versions before 5.23 do this without `generate`; here `make` does it."""
-    llama = tiny_llama()
-    twin = compile_copy(llama)
-    ids = prompt(40, 2)
-    with torch.no_grad():
-        mask = torch.ones(40, 40, dtype=torch.bool).tril()[None, None].expand(2, -1, -1, -1)
-        expected = llama(ids, attention_mask=mask).logits
-        torch.testing.assert_close(twin(ids, attention_mask=mask, use_cache=True).logits, expected, atol=1e-3, rtol=0)
-    assert torch.equal(greedy_unmasked(twin, ids, 4), greedy_unmasked(llama, ids, 4))
-    record = find_record(twin)
-    assert record is not None
-    prefills = [graph for graph in record.graphs if graph.phase == "prefill"]
-    for graph in prefills:
-        sdpa = graph.rewrites.modules["prefill"].graph.find_nodes(
-            op="call_function", target=torch.nn.functional.scaled_dot_product_attention
-        )
-        given = any(site.mask is not None for site in graph.captured.sites)  # a mask that is an input is unknown
-        assert all((node.kwargs.get("attn_mask") is None) != given for node in sdpa)
-        assert given or all(node.kwargs["is_causal"] and node.kwargs["enable_gqa"] for node in sdpa)
-
-
 def masks_of_prefills(model: Any) -> dict[bool, list[bool]]:
     """Return whether each SDPA has a mask, for graphs of padded prefills by whether the mask is all ones."""
     record = find_record(model)
@@ -210,54 +187,19 @@ def test_a_prefill_that_pads_nothing_takes_no_mask(name: str, exact: int, all: i
     assert {form: sum(masks) for form, masks in masks_of_prefills(twin).items()} == {True: exact, False: all}
 
 
-# Padding in lossy tiers
-
-GROUP, ROWS = 32, 64
-
-
-@functools.cache
-def distances(bits: int, pad: int) -> tuple[Tensor, Tensor]:
-    """Return the low-bit model's logits [rows, steps, vocabulary], and each row's distance to the uncompiled model's.
-
-    The steps are a whole group, so that the border of a group affects each padding equally.
-    """
-    llama = tiny_llama()
-    options = {"bits": bits, "group_size": GROUP, "residual_length": 32, "top_k": 2}
-    twin = compile_copy(llama, **options)
-    text = prompt(96 + GROUP, ROWS)
-    ids = torch.cat([torch.zeros(ROWS, pad, dtype=torch.int64), text], 1)
-    mask = torch.ones_like(ids)
-    mask[:, :pad] = 0
-    place = (mask.cumsum(1) - 1).clamp(min=0)
-
-    def forced(model: Any) -> Tensor:
-        cache, logits = None, []
-        for start, stop in ((0, pad + 96), *((t, t + 1) for t in range(pad + 96, ids.shape[1]))):
-            given = {"attention_mask": mask[:, :stop]} if pad else {}
-            out = model(
-                ids[:, start:stop], position_ids=place[:, start:stop], **with_cache(cache), use_cache=True, **given
-            )
+@pytest.mark.parametrize("pad", [5, 32])
+def test_left_padding_changes_nothing_in_lossy_tiers(llama: LlamaForCausalLM, pad: int) -> None:
+    """By whole groups, and by a part of one: each sequence has its own length, and padding is not stored."""
+    twin, text, logits = compile_copy(llama, top_k=2), prompt(128, 2), []
+    for front in (0, pad):
+        ids = torch.cat([torch.zeros(2, front, dtype=torch.int64), text], 1)
+        mask = torch.cat([torch.zeros(2, front), torch.ones(2, 128)], 1).long()
+        place, cache, steps = (mask.cumsum(1) - 1).clamp(min=0), None, []
+        for start, stop in ((0, front + 96), *((t, t + 1) for t in range(front + 96, front + 128))):
+            given = {"attention_mask": mask[:, :stop], "position_ids": place[:, start:stop]}
+            with torch.no_grad():
+                out = twin(ids[:, start:stop], **with_cache(cache), use_cache=True, **given)
             cache = cache_of(out)
-            logits.append(out.logits[:, -1:])
-        return torch.cat(logits[1:], 1)
-
-    with torch.no_grad():
-        ours, theirs = forced(twin), forced(llama)
-    return ours, (ours - theirs).abs().mean((1, 2))
-
-
-@pytest.mark.quick_for
-@pytest.mark.parametrize("bits", [1, 2])
-def test_padding_by_whole_groups_changes_nothing(bits: int) -> None:
-    torch.testing.assert_close(distances(bits, GROUP)[0], distances(bits, 0)[0], atol=1e-4, rtol=0)
-
-
-@pytest.mark.quick_for
-@pytest.mark.parametrize("bits", [1, 2])
-def test_padding_by_part_of_a_group_is_no_further_from_the_full_cache(bits: int) -> None:
-    """Over 64 paired rows, the 95 % interval of the mean difference includes zero."""
-    unpadded = distances(bits, 0)[1]
-    for pad in (5, 19):
-        further = distances(bits, pad)[1] - unpadded
-        assert further.mean() - 1.96 * further.std() / math.sqrt(ROWS) <= 0
-        assert further.mean().abs() < 0.05 * unpadded.mean()
+            steps.append(out.logits[:, -1])
+        logits.append(torch.stack(steps))
+    torch.testing.assert_close(*logits, atol=1e-4, rtol=0)

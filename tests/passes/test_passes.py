@@ -53,19 +53,6 @@ def run(graph_module: GraphModule, plan: RewritePlan, *passes: Any) -> GraphModu
 
 
 class TestSnapshots(expecttest.TestCase):
-    def test_captured(self) -> None:
-        graph_module, _ = decode_graph()
-        self.assertExpectedInline(
-            text(graph_module),
-            """\
-cat = cat([past_k0, k0])
-cat_1 = cat([past_v0, v0])
-scaled_dot_product_attention = scaled_dot_product_attention(q0, cat, cat_1)
-matmul = matmul(scaled_dot_product_attention, scaled_dot_product_attention)
-return (matmul, cat, cat_1)
-""",
-        )
-
     def test_own_cache(self) -> None:
         graph_module, plan = decode_graph()
         self.assertExpectedInline(
@@ -79,19 +66,6 @@ return (matmul, None, None)
 """,
         )
         assert plan.held_outputs == {1: (0, "keys"), 2: (0, "values")}
-
-    def test_rewrite_attention(self) -> None:
-        graph_module, plan = decode_graph()
-        self.assertExpectedInline(
-            text(run(graph_module, plan, own_cache, rewrite_attention)),
-            """\
-decode_attention_default = specache.decode_attention.default(q0, k0, v0, None, None, cursor, slots_0, slot_index_0, [codes_0, key_params_0, value_params_0, center_0, sink_pairs_0, sink_index_0, recent_0], [1, 1, 1], 0.25, None, 0.0)
-getitem = getitem(decode_attention_default, 0)
-matmul = matmul(getitem, getitem)
-return (matmul, None, None)
-""",  # noqa: E501
-        )
-        assert [source.source for source in plan.inputs] == ["argument"] * 3 + ["cursor"] + ["state"] * 9
 
     def test_own_rules(self) -> None:
         graph_module = products_graph(batch=3)
@@ -162,7 +136,7 @@ return (getitem, getitem_1, getitem_2, getitem_3)
 """,
         )
 
-    def test_store(self) -> None:
+    def test_rewrite_attention_and_store(self) -> None:
         graph_module, plan = decode_graph()
         self.assertExpectedInline(
             text(run(graph_module, plan, own_cache, rewrite_attention, store)),
@@ -175,6 +149,7 @@ offload_default = specache.offload.default(k0, v0, None, cursor, host_0)
 return (matmul, None, None)
 """,  # noqa: E501
         )
+        assert [source.source for source in plan.inputs] == ["argument"] * 3 + ["cursor"] + ["state"] * 10
 
     def test_prefetch_and_overlap(self) -> None:
         graph_module, plan = decode_graph(layers=2)
@@ -245,17 +220,13 @@ def test_find_attention_refuses_a_past_that_is_read_elsewhere() -> None:
     assert "read elsewhere" in read.left_alone[0].reason
 
 
-def test_find_attention_refuses_a_graph_that_writes_to_its_inputs() -> None:
-    """Two lanes, or a pre-decode and the decode, would write twice."""
+def test_find_attention_refuses_a_graph_that_replaces_an_inputs_memory() -> None:
     builder = GraphBuilder()
     out, keys, values = attention(builder, 0, 1, PAST)
-    table = builder.input("table", 3)
-    view = builder.graph.call_function(torch.ops.aten.view.default, (table, [3, 1]))
-    view.meta["example_value"] = table.meta["example_value"].view(3, 1)
-    builder.call(torch.Tensor.add_, (3, 1), view, 1)
+    builder.graph.call_method("set_", (builder.input("weight", 3), builder.input("packed", 3)))
     read = found(builder, builder.finish(out, keys, values))
     assert read.sites == ()
-    assert "writes to its inputs in place" in read.left_alone[0].reason
+    assert "packed in its first call" in read.left_alone[0].reason
 
 
 NEWEST = (slice(None), slice(None), slice(-8, None), slice(None))

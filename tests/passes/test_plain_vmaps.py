@@ -18,8 +18,7 @@ from torch._functorch.predispatch import (
 from torch.fx import GraphModule
 from transformers import LlamaForCausalLM
 
-from conftest import compile_copy, greedy, greedy_unmasked, prompt, tiny_llama
-from families import BY_NAME
+from conftest import compile_copy, greedy_unmasked, prompt, tiny_llama
 from graphs import GraphBuilder, text
 from specache_compile.compat import CACHE
 from specache_compile.passes.reading.plain_vmaps import plain_vmaps
@@ -135,13 +134,3 @@ def test_a_mask_made_with_vmap_is_read() -> None:
     assert record is not None
     assert {graph.phase for graph in record.graphs} == {"prefill", "decode"}
     assert all(graph.captured.sites and graph.captured.is_causal for graph in record.graphs)
-
-
-def test_jambas_scan_is_a_separate_vmap() -> None:
-    model = BY_NAME["jamba"].model()
-    expected = greedy(BY_NAME["jamba"].model(), prompt(6), 3)
-    model.compile(backend="specache", options={"lowering": "eager", "bits": 16})
-    assert torch.equal(greedy(model, prompt(6), 3), expected)
-    record = find_record(model)
-    assert record is not None
-    assert all(len(graph.captured.sites) == 1 for graph in record.graphs)

@@ -104,8 +104,8 @@ def test_tokens_equal_the_uncompiled_models(family: Family) -> None:
     assert_rewritten_as_listed(model, family, "prefill", "decode")
 
 
-@pytest.mark.quick_for("gpt_oss")
-@pytest.mark.parametrize("name", ["llama 3", "llama, eager attention", "gemma2", "gpt_oss"])
+@pytest.mark.quick_for("llama 3")
+@pytest.mark.parametrize("name", ["llama 3", "llama, eager attention"])
 def test_one_lane_gives_the_same_tokens(name: str) -> None:
     """Not widened: families differ only in what an attention computes."""
     family = BY_NAME[name]
@@ -114,10 +114,8 @@ def test_one_lane_gives_the_same_tokens(name: str) -> None:
         assert_same_generation(model, family.model(), input_ids=prompt(90), max_new_tokens=12)
 
 
-@pytest.mark.quick_for
-@pytest.mark.parametrize("name", ["llama 3", "gemma2"])
-def test_hidden_states_come_out_of_the_widened_graph(name: str) -> None:
-    family = BY_NAME[name]
+def test_hidden_states_come_out_of_the_widened_graph() -> None:
+    family = BY_NAME["llama 3"]
     inputs = {"input_ids": prompt(50), "max_new_tokens": 6, "output_hidden_states": True}
     with expected_warnings(family):
         assert_same_generation(compiled(family), family.model(), **inputs)

@@ -202,14 +202,16 @@ def lanes(compiled: Any, pictures: Pictures) -> set[int]:
 @pytest.mark.quick_for("llava")
 @pytest.mark.parametrize("name", MODELS)
 def test_the_text_behind_an_image_is_the_uncompiled_models(name: str) -> None:
-    """The text's attention is rewritten in two lanes."""
+    """The text's attention is rewritten, in two lanes without sliding windows."""
     pictures = MODELS[name]
     plain, model = pictures.model(), pictures.model()
     model.compile(backend="specache", options=LOSSLESS)
     with warnings.catch_warnings():
         warnings.simplefilter("error", SpecacheWarning)
+        if pictures.exact:
+            warnings.filterwarnings("ignore", "this model's decode runs one token at a time")
         assert_same_answers(pictures, model, plain)
-    assert lanes(model, pictures) == {2}
+    assert lanes(model, pictures) == {1 if pictures.exact else 2}
 
 
 @pytest.mark.quick_for
