@@ -72,8 +72,7 @@ def hold(cache: DynamicCache, model: torch.nn.Module, attention_mask: Tensor | N
         raise not_to_be_held(reason)
     if any(LATENTS.search(name) for name, _ in model.named_parameters()):
         return copy.deepcopy(cache)
-    frequencies = frequencies_of(model)
-    return taken_over(cache, model, options, attention_mask, lambda step, pairs: step.fill(pairs, frequencies))
+    return taken_over(cache, model, options, attention_mask, lambda step, pairs: step.fill(pairs))
 
 
 def taken_over(
@@ -190,7 +189,6 @@ def session_for(
 def set_model(session: Session, model: torch.nn.Module) -> None:
     """Set what a prefill graph would set from its arguments: the weights and RoPE's frequencies."""
     session.weights = [weakref.ref(weight) for weight in model.parameters()]
-    session.from_elsewhere = True
     session.tiers.frequencies = [frequencies_of(model)] * len(session.layers)
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 from transformers import DynamicCache
 
+from specache_compile.passes.reading.sites import PARTS
 from specache_compile.runtime.held import HeldTensor
-from specache_compile.runtime.regroup import required_session
+from specache_compile.runtime.session import plain_already, sessions_of
 
 from .holding import twin
 
@@ -36,12 +36,14 @@ def materialize(cache: DynamicCache) -> DynamicCache:
         output = model.generate(**inputs, max_new_tokens=4, return_dict_in_generate=True)
         print(sc.materialize(sc.cache_of(output)).layers[0].keys.shape)
     """
-    session = required_session(cache)
+    if not sessions_of(cache):
+        raise plain_already()
     plain = twin(cache)
-    held = itertools.count()
     for layer, copied in zip(list[Any](cache.layers), plain.layers, strict=True):
         if isinstance(getattr(layer, "keys", None), HeldTensor):
-            number = next(held)
-            copied.keys, copied.values = session.plain(number, "keys"), session.plain(number, "values")
-            layer.keys, layer.values = session.held(number, "keys"), session.held(number, "values")
+            for part in PARTS:
+                handle: Any = getattr(layer, part).handle
+                handle.session.replay(handle.version, handle.edits)
+                setattr(copied, part, handle.session.plain(handle.site, part))
+                setattr(layer, part, handle.session.held(handle.site, part))
     return plain

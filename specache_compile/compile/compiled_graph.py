@@ -17,8 +17,7 @@ from specache_compile.options import differences
 from specache_compile.passes.reading.local_shards import local
 from specache_compile.runtime.ranks import check_same, ranks_of
 from specache_compile.runtime.records import record_of
-from specache_compile.runtime.regroup import agreed_session
-from specache_compile.runtime.session import Session
+from specache_compile.runtime.session import Session, agreed_session
 from specache_compile.runtime.step import opened
 
 from .captured import Captured
@@ -74,7 +73,7 @@ class CompiledGraph:
             session.progress.keys = (prefill_key(calling_model(), weights),) * batch
         else:
             handles = [(site, arguments[i].handle) for site, past in enumerate(captured.pasts) for i in past]
-            session = agreed_session(handles, weights)
+            session = agreed_session(handles)
             self.check_layers(session)
             if session.requested != captured.options and (found := differences(session.requested, captured.options)):
                 session.warn_once(made_otherwise(found))
@@ -124,7 +123,7 @@ def made_otherwise(found: str) -> str:
 def other_shapes(cache: str, model: str) -> SpecacheError:
     return SpecacheError(
         f"this cache belongs to another model: the cache has {cache}, this model has {model}. Pass each model the "
-        "cache that it filled itself"
+        "cache that it filled itself. If this one did, remove the model's graph breaks (TORCH_LOGS=graph_breaks)"
     )
 
 
