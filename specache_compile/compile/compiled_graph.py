@@ -94,10 +94,8 @@ class CompiledGraph:
             raise other_shapes(f"{len(ours)} layers", str(len(graphs)))
         centers = getattr(session.options, "center", "never") == "auto"
         for layer, expected in zip(ours, graphs, strict=True):
-            if layer != replace(expected, biased_keys=layer.biased_keys):
+            if layer != (expected if centers else replace(expected, biased_keys=layer.biased_keys)):
                 raise other_shapes(f"{layer} in layer {layer.number}", str(expected))
-            if centers and layer != expected:
-                raise other_center(layer.biased_keys)
         self.fitting.add(session)
 
     def stop_capturing(self, rewritten: Rewritten, position: int) -> None:
@@ -124,12 +122,4 @@ def other_shapes(cache: str, model: str) -> SpecacheError:
     return SpecacheError(
         f"this cache belongs to another model: the cache has {cache}, this model has {model}. Pass each model the "
         "cache that it filled itself. If this one did, remove the model's graph breaks (TORCH_LOGS=graph_breaks)"
-    )
-
-
-def other_center(held_with: bool) -> SpecacheError:
-    names, graph = ("have", "none") if held_with else ("lack", "one")
-    return SpecacheError(
-        f"hold() and the graph disagree: the model's parameter names {names} a bias of the keys, and its graph has "
-        f"{graph}. Compile with center='always' or center='never', and call hold() again"
     )
