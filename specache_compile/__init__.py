@@ -13,10 +13,10 @@ from .errors import SpecacheWarning as SpecacheWarning
 if TYPE_CHECKING:
     from .batching.batch import Batch as Batch
     from .caches.holding import hold as hold
+    from .caches.holding import materialize as materialize
     from .caches.joining import join as join
     from .caches.joining import lengths as lengths
     from .caches.joining import split as split
-    from .caches.materialize import materialize as materialize
     from .caches.saving import load as load
     from .caches.saving import save as save
     from .checkpoints.loaded import load_model as load_model
@@ -40,7 +40,7 @@ _PLACES = {
     "lengths": "caches.joining:lengths",
     "load": "caches.saving:load",
     "load_model": "checkpoints.loaded:load_model",
-    "materialize": "caches.materialize:materialize",
+    "materialize": "caches.holding:materialize",
     "release_host_memory": "kernels.memory.host_memory:release_host_memory",
     "save": "caches.saving:save",
     "split": "caches.joining:split",

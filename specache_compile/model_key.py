@@ -46,11 +46,6 @@ class PrefillKey:
     weights: tuple[str, ...] = ()
     settings: tuple[tuple[str, str], ...] | None = None
 
-    def __or__(self, other: PrefillKey) -> PrefillKey:
-        """The key of a cache whose layers were filled in two parts."""
-        settings = other.settings if self.settings is None else self.settings
-        return PrefillKey(all_of([self.weights, other.weights]), settings)
-
 
 def model_key(model: torch.nn.Module) -> object:
     """A model's key within this process, for `==`. It also covers the number of writes to each weight, and the training

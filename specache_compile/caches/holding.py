@@ -1,4 +1,4 @@
-"""`hold(cache, model)`: convert a plain cache into one that the compiled model continues."""
+"""`hold(cache, model)` converts a plain cache into one that the compiled model continues; `materialize` the reverse."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from specache_compile.passes.reading.sites import PARTS
 from specache_compile.runtime.held import HeldTensor
 from specache_compile.runtime.ranks import ranks_of
 from specache_compile.runtime.records import find_record
-from specache_compile.runtime.session import UNKNOWN, Session
+from specache_compile.runtime.session import UNKNOWN, Session, plain_already, sessions_of
 from specache_compile.runtime.step import Step, opened
 
 from .recurrent import own_states
@@ -72,8 +72,43 @@ def hold(cache: DynamicCache, model: torch.nn.Module, attention_mask: Tensor | N
         raise not_to_be_held(reason)
     if any(LATENTS.search(name) for name, _ in model.named_parameters()):
         return copy.deepcopy(cache)
-    frequencies = frequencies_of(model)
-    return taken_over(cache, model, options, attention_mask, lambda step, pairs: step.fill(pairs, frequencies))
+    return taken_over(cache, model, options, attention_mask, lambda step, pairs: step.fill(pairs))
+
+
+def materialize(cache: DynamicCache) -> DynamicCache:
+    """Return a plain copy of a held cache, with real keys and values.
+
+    The copy has the cached values bit for bit; with `host_bits=8` they have been rounded once to 8 bits.
+
+    Args:
+        cache: a cache that the backend holds; it stays usable.
+
+    Returns:
+        A DynamicCache with keys and values [B, H, n, d] in the model's dtype, on the model's device.
+
+    Raises:
+        SpecacheError: the cache is plain already, or its method does not keep all pairs.
+
+    Example:
+        import specache_compile as sc
+
+        model, tokenizer = sc.load_model("examples/needle-llama")
+        model.compile(backend="specache")
+        inputs = tokenizer("Hello", return_tensors="pt").to(model.device)
+        output = model.generate(**inputs, max_new_tokens=4, return_dict_in_generate=True)
+        print(sc.materialize(sc.cache_of(output)).layers[0].keys.shape)
+    """
+    if not sessions_of(cache):
+        raise plain_already()
+    plain = twin(cache)
+    for layer, copied in zip(list[Any](cache.layers), plain.layers, strict=True):
+        if isinstance(getattr(layer, "keys", None), HeldTensor):
+            for part in PARTS:
+                handle: Any = getattr(layer, part).handle
+                handle.session.replay(handle.version, handle.edits)
+                setattr(copied, part, handle.session.plain(handle.site, part))
+                setattr(layer, part, handle.session.held(handle.site, part))
+    return plain
 
 
 def taken_over(
@@ -190,7 +225,6 @@ def session_for(
 def set_model(session: Session, model: torch.nn.Module) -> None:
     """Set what a prefill graph would set from its arguments: the weights and RoPE's frequencies."""
     session.weights = [weakref.ref(weight) for weight in model.parameters()]
-    session.from_elsewhere = True
     session.tiers.frequencies = [frequencies_of(model)] * len(session.layers)
 
 

@@ -15,8 +15,15 @@ from specache_compile.options import differences
 from specache_compile.paging.pool import PagePool
 from specache_compile.passes.reading.sites import PARTS
 from specache_compile.runtime.held import HeldTensor
-from specache_compile.runtime.regroup import required_session
-from specache_compile.runtime.session import Session, SessionRow, progress_of, session_of, sessions_of
+from specache_compile.runtime.session import (
+    Session,
+    SessionRow,
+    progress_of,
+    required_session,
+    session_of,
+    sessions_of,
+)
+from specache_compile.runtime.step import compress
 from specache_compile.runtime.tiers import joined
 
 from .holding import twin
@@ -175,14 +182,14 @@ def session_of_rows(rows: Sequence[SessionRow]) -> Session:
         raise refused(f"their options differ: {found}")
     for session in sessions:
         if session.tiers.pending is not None:
-            session.compress()
+            compress(session)
     tiers = {session: session.tiers for session in sessions}
     if len({id(session.tiers.pool) for session in sessions}) > 1:
         pages = sum(len(row) for session in sessions for row in session.tiers.pages)
         pool = PagePool(first, sessions[0].layers, 0)
         pool.check_room(pages)
         pool.grow_to(pages, pages)
-        tiers = {session: session.tiers.moved_to(pool) for session in sessions}
+        tiers = {session: session.tiers.copied_to(session.tiers.empty_in(pool)) for session in sessions}
     return sessions[0].derived(joined([(tiers[session], row) for session, row in rows]), progress_of(rows))
 
 
@@ -197,9 +204,10 @@ def in_pages(cache: DynamicCache, pool: PagePool) -> DynamicCache:
     if session.tiers.pool is pool:
         return cache
     if session.tiers.pending is not None:
-        session.compress()
+        compress(session)
     rows = [(session, row) for row in range(session.tiers.batch)]
-    made = cache_of(session.derived(session.tiers.moved_to(pool), progress_of(rows)), [cache])
+    tiers = session.tiers.copied_to(session.tiers.empty_in(pool))
+    made = cache_of(session.derived(tiers, progress_of(rows)), [cache])
     drop(cache)
     return made
 

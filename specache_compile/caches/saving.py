@@ -36,15 +36,14 @@ from specache_compile.options import MethodOptions, differences, own_options
 from specache_compile.paging.pool import PagePool, pages_for
 from specache_compile.passes.reading.sites import PARTS
 from specache_compile.runtime.ranks import ranks_of
-from specache_compile.runtime.regroup import required_session
-from specache_compile.runtime.session import Progress, Session
+from specache_compile.runtime.session import Progress, Session, required_session
 from specache_compile.runtime.state import MEASURE, adopt, empty, fields_of, paged_fields, pages_of_rows
 from specache_compile.runtime.tiers import Tiers
 
 from .holding import set_model
 from .recurrent import STATES, marks_of, restore, states_of
 
-FORMAT = 3
+FORMAT = 4
 HEADER = "session.json"
 STEP = "step.safetensors"
 # Options of the model, not of the cache: how its graphs run, and this machine's memory.
@@ -106,10 +105,10 @@ def save(cache: DynamicCache, folder: str | os.PathLike[str]) -> None:
         "format": FORMAT,
         **described_keys(progress.keys),
         "options": {
-            "asked": described_options(session.requested),
-            "options": described_options(tiers.options),
-            "pending_options": described_options(tiers.pending),
+            "requested": described_options(session.requested),
+            "final": described_options(session.final_options),
         },
+        "in_16_bits": tiers.pending is not None,
         "capacity": tiers.capacity,
         "numbers": {name: getattr(progress, name) for name in NUMBERS},
         "shapes": [described_shape(shape) for shape in session.layers],
@@ -179,11 +178,7 @@ def loaded(root: Path, model: torch.nn.Module, by_any_weights: bool) -> DynamicC
     """Load a cache. by_any_weights: skip the check of the model's key, for a cache that was swapped out."""
     header = read_header(root)
     compiled_with = required_options(model, "load")
-    requested, options, pending = (
-        restored_options(header["options"][name], compiled_with) for name in ("asked", "options", "pending_options")
-    )
-    assert requested is not None
-    assert options is not None
+    requested, final = (restored_options(header["options"][name], compiled_with) for name in ("requested", "final"))
     if found := differences(requested, compiled_with):
         raise SpecacheError(
             f"the session in {root} was made with other options: {found}. Compile the model with those, or prefill "
@@ -195,12 +190,14 @@ def loaded(root: Path, model: torch.nn.Module, by_any_weights: bool) -> DynamicC
     if not by_any_weights:
         check_key(root, header, model)
     shapes = [restored_shape(shape, device) for shape in header["shapes"]]
-    numbers = {name: tuple(x) if isinstance(x, list) else x for name, x in header["numbers"].items()}
+    numbers: dict[str, Any] = {}
+    for name, value in header["numbers"].items():
+        numbers[name] = tuple(value) if isinstance(value, list) else value
     batch = len(numbers["lengths"])
     session = Session(requested, shapes, batch, numbers["length"])
     session.progress = progress = Progress(keys=(restored_key(header),) * batch, **numbers)
     tiers = session.tiers
-    tiers.options, tiers.pending = options, pending
+    tiers.options, tiers.pending = (final.in_16_bits, final) if header["in_16_bits"] else (final, None)
     tiers.check_host_memory(pages_of_rows(batch, progress.longest)[1], progress.longest)
     return filled(session, model, header, root / header["folder"])
 
@@ -334,18 +331,14 @@ def restored_shape(described: Mapping[str, Any], device: torch.device) -> LayerS
     return LayerShape(**{**described, "dtype": getattr(torch, described["dtype"]), "device": device})
 
 
-def described_options(options: MethodOptions | None) -> dict[str, Any] | None:
-    """The options that determine a session's contents; None for None."""
-    if options is None:
-        return None
+def described_options(options: MethodOptions) -> dict[str, Any]:
+    """The options that determine a session's contents."""
     names = [name for name in own_options(type(options)) if name not in OF_THE_MODEL]
     return {"method": options.method, **{name: getattr(options, name) for name in names}}
 
 
-def restored_options(described: Mapping[str, Any] | None, given: MethodOptions) -> MethodOptions | None:
+def restored_options(described: Mapping[str, Any], given: MethodOptions) -> MethodOptions:
     """Options from their description, for a model compiled under `given`."""
-    if described is None:
-        return None
     method = every_method().get(described["method"])
     if method is None:
         raise OptionError(
@@ -354,8 +347,6 @@ def restored_options(described: Mapping[str, Any] | None, given: MethodOptions) 
     kind = method.options
     known = own_options(kind)
     own = {name: getattr(given, name, known[name].default) for name in OF_THE_MODEL if name in known}
-    if not described.get("top_k"):  # nothing is fetched, as in a cache in 16 bits
-        own.pop("speculate", None)
     return kind(**{**described, **own})
 
 

@@ -24,7 +24,7 @@ from specache_compile.runtime.held import HeldTensor
 from specache_compile.runtime.records import ModelRecord, parameters_in, record_of
 from specache_compile.runtime.state import bucket, predicted_bytes
 from specache_compile.runtime.step import is_ragged, padding_in_front
-from specache_compile.runtime.tiers import options_at
+from specache_compile.runtime.tiers import effective_options
 from specache_compile.runtime.variant import phases, variant_of
 
 from .captured import Captured, capture, drop_unread_held
@@ -102,8 +102,7 @@ def made_plain(value: Any, why: str) -> Any:
     reason."""
     if not isinstance(value, HeldTensor) or value.handle is None:
         return value
-    handle = value.handle.now
-    return handle.session.to_plain(handle, why)
+    return value.handle.session.to_plain(value.handle, why)
 
 
 def compile_sites(captured: Captured, example_inputs: Sequence[Any]) -> CompiledGraph:
@@ -113,7 +112,7 @@ def compile_sites(captured: Captured, example_inputs: Sequence[Any]) -> Compiled
     # Raises for head sizes that the options do not support, even if the first call is too short to be compressed.
     predicted_bytes(captured.options, captured.layers, 1, past + tokens)
     batch = captured.symbols.hint(captured.batch)
-    options = options_at(captured.options, captured.layers, batch, prompt=past or tokens, tokens=past + tokens)
+    options = effective_options(captured.options.for_prompt(past or tokens), captured.layers, batch, past + tokens)
     front = front_of(captured, example_inputs, past, tokens)
     ragged = front is not None and is_ragged(captured.phase, front)
     unpadded = (front is not None and not ragged) or captured.unpadded(example_inputs)
@@ -125,7 +124,7 @@ def compile_sites(captured: Captured, example_inputs: Sequence[Any]) -> Compiled
 def first_session(captured: Captured, example_inputs: Sequence[Any]) -> Any:
     """The session of the first call's cache; None if it has no cache."""
     handle = example_inputs[captured.held[0]].handle if captured.held else None
-    return None if handle is None else handle.now.session
+    return None if handle is None else handle.session
 
 
 def front_of(captured: Captured, example_inputs: Sequence[Any], past: int, tokens: int) -> tuple[int, ...] | None:

@@ -17,8 +17,7 @@ from specache_compile.options import differences
 from specache_compile.passes.reading.local_shards import local
 from specache_compile.runtime.ranks import check_same, ranks_of
 from specache_compile.runtime.records import record_of
-from specache_compile.runtime.regroup import agreed_session
-from specache_compile.runtime.session import Session
+from specache_compile.runtime.session import Session, agreed_session
 from specache_compile.runtime.step import opened
 
 from .captured import Captured
@@ -74,7 +73,7 @@ class CompiledGraph:
             session.progress.keys = (prefill_key(calling_model(), weights),) * batch
         else:
             handles = [(site, arguments[i].handle) for site, past in enumerate(captured.pasts) for i in past]
-            session = agreed_session(handles, weights)
+            session = agreed_session(handles)
             self.check_layers(session)
             if session.requested != captured.options and (found := differences(session.requested, captured.options)):
                 session.warn_once(made_otherwise(found))
@@ -95,10 +94,8 @@ class CompiledGraph:
             raise other_shapes(f"{len(ours)} layers", str(len(graphs)))
         centers = getattr(session.options, "center", "never") == "auto"
         for layer, expected in zip(ours, graphs, strict=True):
-            if layer != replace(expected, biased_keys=layer.biased_keys):
+            if layer != (expected if centers else replace(expected, biased_keys=layer.biased_keys)):
                 raise other_shapes(f"{layer} in layer {layer.number}", str(expected))
-            if centers and layer != expected:
-                raise other_center(layer.biased_keys)
         self.fitting.add(session)
 
     def stop_capturing(self, rewritten: Rewritten, position: int) -> None:
@@ -124,13 +121,5 @@ def made_otherwise(found: str) -> str:
 def other_shapes(cache: str, model: str) -> SpecacheError:
     return SpecacheError(
         f"this cache belongs to another model: the cache has {cache}, this model has {model}. Pass each model the "
-        "cache that it filled itself"
-    )
-
-
-def other_center(held_with: bool) -> SpecacheError:
-    names, graph = ("have", "none") if held_with else ("lack", "one")
-    return SpecacheError(
-        f"hold() and the graph disagree: the model's parameter names {names} a bias of the keys, and its graph has "
-        f"{graph}. Compile with center='always' or center='never', and call hold() again"
+        "cache that it filled itself. If this one did, remove the model's graph breaks (TORCH_LOGS=graph_breaks)"
     )

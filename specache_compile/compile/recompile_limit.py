@@ -7,21 +7,17 @@ chat, a batch, a padded batch and assisted generation need 12 graphs of one mode
 from __future__ import annotations
 
 import functools
-from types import CodeType
 from typing import Any
 
 import torch
 from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo import convert_frame
-from torch._dynamo.exc import Unsupported
 
 from .compiled_options import own_compiler
 
 # Graphs of one function. Forty kinds of calls of six model classes and settings need more than 64.
 LEAST = 256
 LIMITS = ("recompile_limit", "accumulated_recompile_limit")
-# Functions that reached the limit. Dynamo compiles no more graphs for them until `torch._dynamo.reset()`.
-_full: set[CodeType] = set()
 
 
 def raise_limit() -> None:
@@ -34,13 +30,8 @@ def raise_limit() -> None:
     @functools.wraps(convert)
     def with_own_limit(self: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:
         limits = {} if own_compiler(self) is None else raised_limits()
-        try:
-            with torch._dynamo.config.patch(limits):
-                return convert(self, frame, *args, **kwargs)
-        except Unsupported as error:
-            if "recompile limit" in (error.gb_type or ""):
-                _full.add(frame.f_code)
-            raise
+        with torch._dynamo.config.patch(limits):
+            return convert(self, frame, *args, **kwargs)
 
     with_own_limit.has_own_limit = True  # type: ignore[attr-defined]
     convert_frame.ConvertFrameAssert.__call__ = with_own_limit  # type: ignore[method-assign]
@@ -53,5 +44,5 @@ def raised_limits() -> dict[str, int]:
 
 def was_reached(model: torch.nn.Module) -> bool:
     """Whether the model's forward has as many graphs as the limit allows."""
-    code = type(model).forward.__code__
-    return code in _full and bool(_debug_get_cache_entry_list(code))  # none are left after torch._dynamo.reset()
+    graphs = _debug_get_cache_entry_list(type(model).forward.__code__)
+    return len(graphs) >= raised_limits()["recompile_limit"]

@@ -31,7 +31,8 @@ class LayerShape:
     biased_keys: bool = False
 
     def __str__(self) -> str:
-        return f"{self.heads} KV heads of {self.head_dim} channels, {self.dtype}, on {self.device}"
+        bias = ", whose keys have a bias" if self.biased_keys else ""
+        return f"{self.heads} KV heads of {self.head_dim} channels{bias}, {self.dtype}, on {self.device}"
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from specache_compile.kernels.state import center
 from specache_compile.kernels.state.layout import Layout
 from specache_compile.options import choice, one_of, option, whole
 
-from .drafting import DraftOptions
 from .field import LayerShape
+from .host_tier import DraftOptions
 
 BITS = (1, 2, 4, 8, 16)
 # Bits of keys and of values, by `bits`. Keys select the pairs, and attention exponentiates their errors.

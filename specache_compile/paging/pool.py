@@ -23,7 +23,7 @@ from specache_compile.kernels.memory.host_memory import allowance, host_grown
 from specache_compile.kernels.state.page_table import PAGE
 from specache_compile.methods.field import Field, LayerShape, LayerState
 from specache_compile.options import MethodOptions
-from specache_compile.runtime.state import empty, page_bytes, paged_fields
+from specache_compile.runtime.state import bucket, empty, page_bytes, paged_fields, room
 
 # First number of pages of an unbounded pool of a batch; each time the pool is full, it grows by half.
 FIRST = 32
@@ -66,12 +66,6 @@ class PagePool:
             for layer in layers
         ]
 
-    def twin(self, options: MethodOptions, layers: Sequence[LayerShape], state: list[LayerState]) -> PagePool:
-        """A pool of other tensors, of which the same pages are held."""
-        made = PagePool(options, layers, self.pages, len(self.counts), state=state)
-        made.counts, made.free = list(self.counts), list(self.free)
-        return made
-
     @property
     def held(self) -> int:
         """Pages that belong to rows."""
@@ -111,12 +105,17 @@ class PagePool:
         with self.lock:
             self.check_room(number)
             if missing := self.missing(number):
-                least = len(self.counts) + missing
-                pages = min(max(len(self.counts) * 3 // 2, least), self.room_on_host())
-                self.grow_to(pages, pages)
+                self.grow_to(*self.larger(missing))
             taken = [heapq.heappop(self.free) for _ in range(number)]
             self.share(taken)
             return taken
+
+    def larger(self, missing: int) -> tuple[int, int]:
+        """Pages after a growth by so many at least, and those with host memory. Each growth copies all pages, so the
+        pool grows by half if the host has room."""
+        least = len(self.counts) + missing
+        tokens = max(least, len(self.counts) * 3 // 2) * PAGE
+        return bucket(tokens) // PAGE, max(least, min(room(tokens) // PAGE, self.room_on_host()))
 
     def check_room(self, number: int) -> None:
         """SpecacheError if so many pages cannot be allocated."""

@@ -60,14 +60,6 @@ class Handle:
     part: Part
     edits: tuple[Edit, ...] = field(default=())
 
-    @property
-    def now(self) -> Handle:
-        """The same layer in the session that owns it now (`regroup.py`)."""
-        session, site = self.session, self.site
-        while site in session.moved:
-            session, site = session.moved[site]
-        return self if session is self.session else replace(self, session=session, site=site)
-
 
 class HeldTensor(Tensor):
     """Keys or values [B, H, n, d] of one layer, without storage.
@@ -100,7 +92,7 @@ class HeldTensor(Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> HeldTensor:
         if self.handle is None:
             raise held_read("copy.deepcopy")
-        handle = self.handle.now
+        handle = self.handle
         key = id(handle.session), handle.version
         forks = memo.setdefault(id(HeldTensor), {})
         if key not in forks:
@@ -170,8 +162,7 @@ def uncompiled_cat(parts: list[Tensor], dim: int = 0) -> Tensor:
     held, *new = parts
     if not isinstance(held, HeldTensor) or held.handle is None or dim not in (2, -2):
         raise held_read("a cat other than a cache update")
-    handle = held.handle.now
-    return torch.cat([handle.session.to_plain(handle), *new], dim)
+    return torch.cat([held.handle.session.to_plain(held.handle), *new], dim)
 
 
 def edited(held: HeldTensor, shape: Any, edit: Edit) -> HeldTensor:

@@ -26,7 +26,6 @@ from specache_compile.lowering.cuda_graphs import RecordedSteps
 from specache_compile.methods.field import LayerShape, LayerState
 from specache_compile.model_key import PrefillKey
 from specache_compile.options import MethodOptions
-from specache_compile.paging.compress import compressed
 from specache_compile.passes.reading.sites import PARTS, Part
 from specache_compile.rope_switch import RopeSwitch
 
@@ -87,7 +86,33 @@ def sessions_of(cache: Any) -> list[Session]:
     """The sessions of a held cache, in the order of its layers: several after a graph break, none for a plain cache."""
     keys = (getattr(layer, "keys", None) for layer in cache.layers)
     handles = (tensor.handle for tensor in keys if isinstance(tensor, HeldTensor))
-    return list(dict.fromkeys(handle.now.session for handle in handles if handle is not None))
+    return list(dict.fromkeys(handle.session for handle in handles if handle is not None))
+
+
+def agreed_session(handles: Sequence[tuple[int, Handle | None]]) -> Session:
+    """The session that all these keys and values, by layer, belong to, brought to their view; SpecacheError if they
+    differ in session, version or edits."""
+    first = handles[0][1]
+    if first is None:
+        raise mixed_caches()
+    for site, handle in handles:
+        if handle is None or handle.session is not first.session or handle.site != site:
+            raise mixed_caches()
+        if (handle.version, handle.edits) != (first.version, first.edits):
+            raise mixed_caches()
+    session: Session = first.session
+    session.replay(first.version, first.edits)
+    return session
+
+
+def required_session(cache: Any) -> Session:
+    """The session of a held cache, brought to the cache's view; SpecacheError if the cache is plain."""
+    held = [layer for layer in cache.layers if isinstance(getattr(layer, "keys", None), HeldTensor)]
+    if not held:
+        raise plain_already()
+    return agreed_session(
+        [(site, part.handle) for site, layer in enumerate(held) for part in (layer.keys, layer.values)]
+    )
 
 
 class Session:
@@ -98,11 +123,8 @@ class Session:
 
     requested: the options that the cache was made with; the effective ones are in `tiers`.
     weights: of the model.
-    warned: keys of the warnings that this cache has caused.
-    from_elsewhere: no graph has filled the session (`hold`, `load`).
     version: counts the changes that make earlier views stale.
     view: the edited view that the tiers were brought to, until the next step; it may be used again.
-    moved: layers that another session has taken over, with that session and their numbers there (`regroup.py`).
     rope_switch: of the model that prefilled; None if its frequencies are constant.
     one_length: why the model's graphs require rows of one length; None if they do not.
     half_evicted: a step that drops pairs has started and not finished.
@@ -124,11 +146,8 @@ class Session:
         self.tiers = Tiers(options, layers, batch, prompt, ranks)
         self.progress = Progress((0,) * batch, (False,) * batch, (PrefillKey(),) * batch, (0,) * batch)
         self.weights: list[weakref.ref[Tensor]] = []
-        self.warned = set[str]()
-        self.from_elsewhere = False
         self.version = 0
         self.view: View | None = None
-        self.moved: dict[int, tuple[Any, int]] = {}
         self.drafting = False
         self.draft_length: DraftLength | None = None
         self.half_evicted = False
@@ -232,22 +251,12 @@ class Session:
 
     @torch.inference_mode(False)
     def reserve(self, tokens: int, masked: bool = True) -> None:
-        """Compress and grow the tiers as `tokens` new tokens require. masked: whether the step hides some tokens."""
-        if self.tiers.compresses_at(self.progress.longest + tokens):
-            self.compress()
+        """Grow the tiers as `tokens` new tokens require. masked: whether the step hides some tokens."""
         self.tiers.reserve(self.progress.lengths, tokens, masked)
         self.check_copies()
         if self.tiers.moved != self.recorded_at:
             self.update_memory()
         self.update_page_table()
-
-    @torch.inference_mode(False)
-    def compress(self) -> None:
-        """Compress a 16-bit cache at any length."""
-        self.drain()
-        alone = self.tiers if self.tiers.is_alone else self.tiers.in_own_pool()
-        self.use(compressed(alone, self.progress.lengths, self.progress.padding))
-        self.forget_selection()
 
     def use(self, tiers: Tiers) -> None:
         """Continue with other tiers of the same tokens. No copy may be under way."""
@@ -380,7 +389,7 @@ class Session:
     def derived(self, tiers: Tiers, progress: Progress) -> Session:
         """A session like this one with other tiers and progress. It has no draft, and its counts start at zero."""
         made = copy.copy(self)
-        made.tiers, made.progress, made.moved = tiers, progress, {}
+        made.tiers, made.progress = tiers, progress
         made.drafting, made.draft_length = False, None
         made.reset_runtime()
         made.statistics.full_cache_bytes = bytes_in_16_bits(made.layers, tiers.batch, progress.length)
@@ -437,9 +446,6 @@ class Session:
 
     def warn_once(self, message: str, key: str = "") -> None:
         """Warn at the user's line, once for the model of this cache."""
-        if (key or message) in self.warned:
-            return  # before the weights are listed, which each step would repeat
-        self.warned.add(key or message)
         record_of([weight for ref in self.weights if (weight := ref()) is not None]).warn_once(message, key)
 
 
@@ -487,6 +493,20 @@ def went_exact(why: str, size: int, tokens: int, batch: int) -> str:
     return (
         f"a graph that uses this cache could not be rewritten ({why}), so {became_plain(size, tokens, batch)}. Call "
         "the model as in the prefill, or continue uncompiled from specache_compile.materialize(cache)"
+    )
+
+
+def plain_already() -> SpecacheError:
+    return SpecacheError(
+        "this cache has plain tensors already, which the specache backend does not hold. Call hold(cache, model) first"
+    )
+
+
+def mixed_caches() -> SpecacheError:
+    return SpecacheError(
+        "the keys and values in this cache come from different caches, from different states of one, or from a model "
+        "that a graph break splits. Edit a cache only by its methods crop, reorder_cache, batch_repeat_interleave and "
+        "batch_select_indices. Remove graph breaks (TORCH_LOGS=graph_breaks prints them)"
     )
 
 

@@ -2,7 +2,7 @@
 
 `with opened(session, tokens, padding) as step` reserves memory and writes cursor and padding.
 `step.run(graph, arguments)` runs a captured graph's variants on the session's state.
-`step.fill(pairs, frequencies)` stores pairs that were computed elsewhere.
+`step.fill(pairs)` stores pairs that were computed elsewhere.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,7 +20,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from specache_compile.errors import SpecacheError, copy_failed, no_host_tier
 from specache_compile.kernels.movement import copy_stream
-from specache_compile.kernels.state.cursor import CURSOR_SIZE, LENGTH
+from specache_compile.kernels.state.by_token import tokens_of
+from specache_compile.kernels.state.cursor import CURSOR_SIZE, LENGTH, runs_of
 from specache_compile.lowering.row_buckets import filled_up, first_rows, row_bucket
 from specache_compile.methods import METHODS
 from specache_compile.methods.field import LayerState
@@ -28,6 +30,7 @@ from specache_compile.rope_switch import rows_apart
 
 from .rewritten import Rewritten
 from .session import Progress, Session, staged
+from .tiers import Tiers
 from .variant import phases, selects, variant_of
 
 # What a pre-decode writes in a layer, and its fetch starts from.
@@ -76,6 +79,8 @@ class Step:
 
     @torch.inference_mode(False)
     def begin(self, padding: Tensor | None, causal: bool) -> None:
+        if self.session.tiers.compresses_at(self.session.progress.longest + self.tokens):
+            compress(self.session)
         self.session.reserve(self.tokens, masked=padding is not None)
         self.update_padding(padding, causal)
         self.write_cursor()
@@ -260,19 +265,16 @@ class Step:
         own = {"padding": progress.padding, "speculative": progress.speculative}
         return session.bound(rewritten, arguments, rows).of_call(arguments, own)
 
-    def fill(self, pairs: Sequence[tuple[Tensor, Tensor]], frequencies: Tensor | None) -> None:
-        """Store each site's new keys and values [B, H, T, d], with the ops of a prefill.
-
-        frequencies: of RoPE, if keys are centered.
-        """
-        session = self.session
+    def fill(self, pairs: Iterable[Sequence[Tensor]]) -> None:
+        """Store each site's new keys and values [B, H, T, d], with the ops of a prefill."""
+        session, frequencies = self.session, self.session.tiers.frequencies
         padding = session.progress.padding if session.progress.padded else None
         with self.filling() as states:
             for site, (keys, values) in enumerate(pairs):
                 state = states[site]
                 new = (keys.contiguous(), values.contiguous(), padding, session.cursor)
                 for call in METHODS[session.options.method].recipe(session.options, site).stores:
-                    turned = [frequencies] if call.turned and state[call.turned].shape[2] else []
+                    turned = [frequencies[site]] if call.turned and state[call.turned].shape[2] else []
                     op, tensors = getattr(torch.ops.specache, call.op), [state[name] for name in call.state]
                     op(*new, *tensors, *call.settings, *turned)
 
@@ -304,6 +306,44 @@ class Step:
         copy_stream.release_staging()
         session.forget_selection()
         session.tiers.undo_step(session.progress.lengths)
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def compress(session: Session) -> None:
+    """Compress a 16-bit cache at any length: its pairs are stored as a prefill stores them, in a new pool."""
+    session.drain()
+    tiers, progress = session.tiers, session.progress
+    assert tiers.pending is not None
+    made = tiers.under(tiers.pending)
+    made.pending = None
+    made.frequencies = [
+        None if each is None else each.to(layer.device)
+        for each, layer in zip(tiers.frequencies, tiers.layers, strict=True)
+    ]
+    padding, none = progress.padding, (0,) * tiers.batch
+    empty = replace(progress, length=0, lengths=none, padded=padding is not None)
+    step = Step(session.derived(made, empty), progress.length)
+    step.front = tuple(progress.length - length for length in progress.lengths)
+    step.write_cursor()
+    made.find_sinks(None if padding is None else padding[:, 0, 0], none, progress.lengths)
+    step.fill(exact_pairs(tiers, site, progress) for site in range(len(tiers.layers)))
+    step.session.drain()
+    session.use(made)
+    session.forget_selection()
+
+
+def exact_pairs(tiers: Tiers, site: int, progress: Progress) -> tuple[Tensor, ...]:
+    """A layer's keys and values [B, H, n, d] in 16-bit tiers (`in_16_bits`), which have no host tier perhaps. Shorter
+    rows have zeros in front."""
+    recent, found = tiers.state[site]["recent"], []
+    for rows, length in runs_of(progress.lengths):
+        low_bit = tiers.options.low_bit_length(length)
+        places = torch.arange(low_bit, length, device=recent.device) % recent.shape[2]
+        old = tokens_of(tiers.pairs(site, "codes", rows), 0, low_bit).unflatten(3, (2, -1))
+        pairs = torch.cat([old, recent[rows][:, :, places]], 2)
+        found.append(torch.nn.functional.pad(pairs, (0, 0, 0, 0, progress.length - length, 0)))
+    return torch.cat(found).unbind(3)
 
 
 def padding_in_front(padding: Tensor, lengths: Sequence[int], columns: int, tokens: int) -> tuple[int, ...] | None:

@@ -33,7 +33,6 @@ from .state import (
     empty,
     fields_of,
     page_bytes,
-    paged_fields,
     pages_of_rows,
     room,
     row_bytes,
@@ -43,16 +42,6 @@ from .state import (
 
 # Numbers of buffers.
 NUMBERS = itertools.count()
-
-
-def options_at(
-    options: MethodOptions, layers: Sequence[LayerShape], batch: int, prompt: int, tokens: int
-) -> MethodOptions:
-    """The effective options of a cache of `tokens` tokens that began with a prompt of `prompt` tokens.
-
-    Caches that are too short to be compressed have the 16-bit options.
-    """
-    return effective_options(options.for_prompt(prompt), layers, batch, tokens)
 
 
 def effective_options(
@@ -68,7 +57,7 @@ def effective_options(
 class Tiers:
     """All tiers of one cache. Tensors that grow with the tokens are in pages of a pool; others have a slice per row.
 
-    options: the effective options (`options_at`).
+    options: the effective options (`effective_options`).
     pending: the requested options, until a 16-bit cache is compressed; else None.
     frequencies: RoPE's frequencies of each layer, to center its keys when it is compressed; None if unknown.
     ranks: the process group that the model is split over; these are the KV heads of this rank.
@@ -172,10 +161,11 @@ class Tiers:
         """The state for so many rows, `most_rows` at most; the rows after the batch are inactive."""
         assert self.pool is not None
         if rows not in self.views_by_rows:
-            views = self.views_by_rows[rows] = []
+            views = list[LayerState]()
             for layer, own, pages in zip(self.layers, self.all_rows, self.pool.state, strict=True):
                 by_row = {field.name for field in row_fields(self.options, layer)}
                 views.append({**{name: x[:rows] if name in by_row else x for name, x in own.items()}, **pages})
+            self.views_by_rows[rows] = views  # whole, also after an interrupt
         return self.views_by_rows[rows]
 
     def set_rows(self, rows: list[LayerState], places: int) -> None:
@@ -300,35 +290,22 @@ class Tiers:
 
     def open_pool(self, tokens: int) -> None:
         """Create the pool, for rows of so many tokens."""
-        pages, places = self.sizes(tokens, 0)
+        pages, places = pages_of_rows(self.batch, tokens)
         self.check_host_memory(places, places * PAGE // self.batch)
         self.join_pool(PagePool(self.options, self.layers, pages, places))
 
-    def sizes(self, tokens: int, missing: int) -> tuple[int, int]:
-        """Pages of the pool, and those with host memory, for rows of so many tokens.
-
-        If others hold pages too, there are more, so that `missing` ones get free.
-        """
-        pages, places = pages_of_rows(self.batch, tokens)
-        if self.pool is None:
-            return pages, places
-        before = len(self.pool.counts)
-        least = before + missing
-        if least > places:
-            most = max(least, before * 3 // 2)  # each growth copies all pages
-            pages, places = (max(own, size(most * PAGE) // PAGE) for own, size in ((pages, bucket), (places, room)))
-            if self.ranks is None:  # ranks decide by lengths alone
-                places = max(least, min(places, self.pool.room_on_host()))
-        return max(pages, places, self.pool.pages), places
-
     def grow_pool(self, tokens: int, number: int) -> None:
-        """Grow a pool without null page if it lacks free pages. A batch's pool grows by itself."""
+        """Grow a pool without null page, if it lacks so many free pages, for rows of so many tokens. If others hold
+        pages too, there are more. A batch's pool grows by itself."""
         assert self.pool is not None
         if self.pool.first or not (missing := self.pool.missing(number)):
             return
-        pages, places = self.sizes(tokens, missing)
+        pages, places = pages_of_rows(self.batch, tokens)
+        if len(self.pool.counts) + missing > places:
+            more, places = self.pool.larger(missing)
+            pages = max(pages, more)
         self.check_host_memory(places, room(tokens))
-        self.pool.grow_to(pages, places)
+        self.pool.grow_to(max(pages, places), places)
 
     def grow_rows(self, capacity: int) -> None:
         """Allocate the rows' buffers, or move those whose size depends on the capacity to larger ones."""
@@ -511,40 +488,29 @@ class Tiers:
             made.reset([[] for _ in range(self.batch)], self.batch)
             return made
         if self.ranks is not None:
-            return self.in_own_pool()
+            return self.copied_to(self.under(self.options))
         return joined([(self, row) for row in range(self.batch)])
 
-    def in_own_pool(self) -> Tiers:
-        """The rows with copies of their pages in a new pool, where each row's pages are adjacent."""
+    def under(self, options: MethodOptions) -> Tiers:
+        """Empty tiers of the same rows under other options, with their own pool, where each row's pages are
+        adjacent."""
         longest = PAGE * max(map(len, self.pages), default=0)
-        return self.moved_to(PagePool(self.options, self.layers, *pages_of_rows(self.batch, longest)))
+        return self.empty_in(PagePool(options, self.layers, *pages_of_rows(self.batch, longest)))
 
-    def moved_to(self, pool: PagePool) -> Tiers:
-        """The rows with copies of their pages in another pool with the same options."""
-        with self.lock, pool.lock:
-            fresh = iter(pool.allocate(sum(map(len, self.pages))))
-            made = self.in_pool(pool, [[next(fresh) for _ in row] for row in self.pages], self.batch)
+    def empty_in(self, pool: PagePool) -> Tiers:
+        """Empty tiers of the same rows, with as many pages, in another pool."""
+        fresh = iter(pool.allocate(sum(map(len, self.pages))))
+        return self.in_pool(pool, [[next(fresh) for _ in row] for row in self.pages], self.batch)
+
+    def copied_to(self, made: Tiers) -> Tiers:
+        """Copy the rows to empty tiers of theirs with the same options; returns these."""
+        assert made.pool is not None
+        with self.lock, made.lock:
             made.rounded = list(self.rounded)
             made.copy_rows(self.all_rows, made.all_rows, [(row, row) for row in range(self.batch)])
             for ours, theirs in zip(self.pages, made.pages, strict=True):
                 for source, target in zip(ours, theirs, strict=True):
-                    pool.copy(source, target, self.pool)
-        return made
-
-    def under(self, options: MethodOptions) -> Tiers:
-        """Empty tiers of the same rows under other options, in a new pool with the same pages. A host tier whose format
-        stays is shared: no other tiers may have pages in this pool."""
-        pool, state = self.pool, list[LayerState]()
-        assert pool is not None
-        for layer, old in zip(self.layers, pool.state, strict=True):
-            state.append({})
-            for field in paged_fields(options, layer):
-                kept = old[field.name] if field.on_host else None
-                if kept is None or field.shape(options, layer, pool.pages, PAGE) != tuple(kept.shape):
-                    kept = empty(field, options, layer, pool.pages, PAGE, len(pool.counts))
-                state[-1][field.name] = kept
-        made = self.in_pool(pool.twin(options, self.layers, state), [list(row) for row in self.pages], self.batch)
-        made.pending = None
+                    made.pool.copy(source, target, self.pool)
         return made
 
     def undo_step(self, lengths: Sequence[int]) -> None:

@@ -19,7 +19,7 @@ from specache_compile.batching.batch_memory import unpaged_bytes, upper_bound
 from specache_compile.batching.request import Request, Stage
 from specache_compile.kernels.state.page_table import PAGE
 from specache_compile.paging.pool import PagePool, pages_for
-from specache_compile.runtime.regroup import required_session
+from specache_compile.runtime.session import required_session
 
 pytestmark = pytest.mark.one_process
 

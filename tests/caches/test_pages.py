@@ -18,7 +18,7 @@ from transformers import DynamicCache, LlamaForCausalLM
 
 import specache_compile as sc
 from conftest import compiled_with, prompt, tiny_llama
-from held_tiers import at_hand, differences, held, in_rows
+from held_tiers import at_hand, differences, held
 from specache_compile.caches.joining import crop_rows
 from specache_compile.compat import cache_of, with_cache
 from specache_compile.kernels.attention import extend
@@ -26,7 +26,6 @@ from specache_compile.kernels.state.page_table import PAGE
 from specache_compile.paging import pool as pools
 from specache_compile.paging.pool import PagePool
 from specache_compile.runtime import tiers as tiers_module
-from specache_compile.runtime.regroup import regrouped
 from specache_compile.runtime.session import Session, session_of
 from specache_compile.runtime.state import MEASURE, bytes_in_16_bits, device_total, fields_of, predicted_bytes
 from specache_compile.runtime.step import opened
@@ -141,7 +140,7 @@ def test_a_copy_of_32k_tokens_allocates_its_table_and_its_rows(method: str) -> N
     session = at_hand(cache)
     pairs = torch.randn(2, 1, session.layers[0].heads, 32_768 - 300, session.layers[0].head_dim)
     with opened(session, pairs.shape[3], None) as call:
-        call.fill([(pairs[0], pairs[1])], None)
+        call.fill([(pairs[0], pairs[1])])
     assert session.length == 32_768
     with Allocations() as counted:
         session.fork(session.held(0, "keys").handle)
@@ -394,54 +393,6 @@ def test_pages_of_ranks_depend_on_lengths_alone(model: LlamaForCausalLM, monkeyp
         assert torch.equal(ours["codes"][:2], theirs["codes"][:2])
 
 
-@pytest.mark.parametrize("shared", [False, True, "freed"])
-def test_a_session_is_taken_apart_whoever_shares_its_pages(shared: object) -> None:
-    """Without copies unless another cache has pages in its pool; one that has died has none."""
-    model = model_of("default", 2)
-    _, cache = step(model, prompt(300, 2))
-    _, other = step(model, prompt(300, 2))
-    twin = copy.deepcopy(cache) if shared else None
-    if shared:
-        go_on(model, cache, 1)  # has other pages than it would have alone
-        go_on(model, other, 1)
-    if shared == "freed":
-        twin = None
-        gc.collect()
-    session, expected = at_hand(cache), in_rows(at_hand(other))
-    address = session.state[1]["codes"].data_ptr()
-    part = regrouped([session], [(session, 1)])
-    assert (part.state[0]["codes"].data_ptr() == address) == (shared is not True)
-    found = in_rows(part)[0]
-    length = part.options.low_bit_length(part.length)
-    for name in ("codes", "value_params"):
-        assert torch.equal(found[name][:, :, :length], expected[1][name][:, :, :length])
-    assert torch.equal(found["host"][:, :, : part.length], expected[1]["host"][:, :, : part.length])
-    if twin is not None:
-        go_on(model, twin, 1)
-
-
-def test_sessions_with_other_page_numbers_are_put_together() -> None:
-    model = model_of("default", 2)
-    parts = []
-    for number in range(2):
-        _, cache = step(model, prompt(300, 2))
-        if number:  # its second row's last page gets a number of its own
-            twin = copy.deepcopy(cache)
-            go_on(model, cache, 1)
-            del twin
-        else:
-            go_on(model, cache, 1)
-        parts.append(at_hand(cache))
-    assert parts[0].tiers.pages != parts[1].tiers.pages
-    expected = [in_rows(parts[0])[0], in_rows(parts[1])[1]]
-    rests = [regrouped([parts[number]], [(parts[number], number)]) for number in range(2)]
-    rests[1].version = rests[0].version
-    whole = regrouped(rests, [(rests[0], 0), (rests[1], 0)])
-    for found, theirs in zip(in_rows(whole), expected, strict=True):
-        assert torch.equal(found["host"][:, :, : whole.length], theirs["host"][:, :, : whole.length])
-        assert torch.equal(found["recent"], theirs["recent"])
-
-
 def test_pages_are_counted_again_after_an_interrupt(model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """After an interrupt between allocating a page and giving it to a row."""
     _, cache = step(model, prompt(500))
@@ -480,16 +431,6 @@ def test_copies_with_the_same_pages_are_compressed_apart() -> None:
     assert at_hand(first).options.bits < 16
     ours, theirs = in_turns(model, first, twin), [in_turns(model, each)[0] for each in (second, other)]
     assert all(equal(a, b) for a, b in zip(ours, theirs, strict=True))
-
-
-@torch.inference_mode()
-def test_a_session_taken_apart_shares_no_tensor_with_a_copy_of_the_same_pages() -> None:
-    model = model_of("default", 2)
-    _, cache = step(model, prompt(300))
-    twin = copy.deepcopy(cache)
-    part, others = regrouped([at_hand(cache)], [(at_hand(cache), 1)]), at_hand(twin)
-    assert part.state[0]["host"].data_ptr() != others.state[1]["host"].data_ptr()
-    assert not any(tensor.is_inference() for tensor in part.state[0].values())
 
 
 @pytest.mark.parametrize("tokens", [200, 4350])

@@ -75,7 +75,7 @@ def test_a_session_of_a_method_that_is_not_installed_is_refused(llama: LlamaForC
     _, cache = step(model, prompt(150, 2))
     sc.save(cache, tmp_path)
     header = json.loads((tmp_path / "session.json").read_text())
-    header["options"]["asked"]["method"] = "of a package that is gone"
+    header["options"]["requested"]["method"] = "of a package that is gone"
     (tmp_path / "session.json").write_text(json.dumps(header))
     with pytest.raises(sc.OptionError, match="method 'of a package that is gone'"):
         sc.load(tmp_path, model)

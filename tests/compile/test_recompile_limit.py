@@ -33,10 +33,8 @@ Call = Callable[[Any], Any]
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
     torch._dynamo.reset()
-    recompile_limit._full.clear()
     yield
     torch._dynamo.reset()
-    recompile_limit._full.clear()
 
 
 def small(config: str = "Llama", seed: int = 0) -> Any:

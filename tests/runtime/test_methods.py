@@ -103,13 +103,6 @@ def test_a_step_attends_to_the_kept_pairs_and_itself(method: str) -> None:
         torch.testing.assert_close(mine, theirs, atol=2e-3, rtol=2e-3)
 
 
-def test_each_layer_evicts_by_its_own_attention(llama: LlamaForCausalLM) -> None:
-    cache = DynamicCache()
-    step(under(llama, "h2o", budget=24), prompt(120), cache)
-    first, second = (layer["kept_token"] for layer in state_of(cache))
-    assert not torch.equal(first, second)
-
-
 def test_snapkv_chooses_once_of_the_prompt_and_keeps_whatever_comes_later(llama: LlamaForCausalLM) -> None:
     """The prompt is read exactly. What follows it outgrows the first state tensors."""
     cache, twin, ids = DynamicCache(), under(llama, "snapkv", **LOSSY["snapkv"]), prompt(250, batch=2)
@@ -215,15 +208,6 @@ def test_what_was_evicted_cannot_be_given_back(llama: LlamaForCausalLM) -> None:
         sc.materialize(cache)
 
 
-@pytest.mark.parametrize("method", ["full", "offload", "kcache"])
-def test_what_was_kept_can(llama: LlamaForCausalLM, method: str) -> None:
-    models = under(llama, method, **LOSSY[method]), llama
-    ours, theirs = (cache_of(step(model, prompt(80, batch=2))) for model in models)
-    for a, b in zip(sc.materialize(ours).layers, theirs.layers, strict=True):
-        torch.testing.assert_close(a.keys, b.keys, atol=1e-4, rtol=1e-4)
-        torch.testing.assert_close(a.values, b.values, atol=1e-4, rtol=1e-4)
-
-
 # FP8, KCache and KIVI
 
 
@@ -273,13 +257,6 @@ def test_kivi_is_specache_that_fetches_nothing(llama: LlamaForCausalLM) -> None:
     same = under(llama, "specache", setting="paper", **settings, top_k=0, speculate=False, residual_length=128)
     assert torch.equal(greedy(ours, ids, 24), greedy(same, ids, 24))
     assert sc.stats(ours).bytes_to_device == 0
-
-
-def test_the_offloaded_cache_holds_nothing_on_the_device(llama: LlamaForCausalLM) -> None:
-    twin = under(llama, "offload")
-    greedy(twin, prompt(80, batch=2), 3)
-    assert sc.stats(twin).device_bytes == 0
-    assert sc.stats(twin).host_bytes > 0
 
 
 # Options
@@ -341,7 +318,3 @@ def test_no_op_of_an_fp8_step_reads_lengths_on_the_host() -> None:
 def test_the_docs_name_every_method() -> None:
     text = (Path(__file__).parents[2] / "docs" / "methods.md").read_text()
     assert [name for name in every_method() if f"`{name}`" not in text] == []
-
-
-def test_specache_is_the_default() -> None:
-    assert parse_options(None) == parse_options({"method": "specache"})

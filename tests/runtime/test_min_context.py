@@ -14,7 +14,7 @@ import specache_compile as sc
 from conftest import LOSSLESS, compile_copy, greedy, prompt, tiny_llama
 from held_tiers import in_rows
 from specache_compile.compat import cache_of, with_cache
-from specache_compile.paging import compress
+from specache_compile.runtime import step as step_module
 from specache_compile.runtime.session import Session
 
 pytestmark = [pytest.mark.one_process, pytest.mark.one_trace]
@@ -94,7 +94,7 @@ def test_a_move_that_was_interrupted_goes_on_with_the_next_step(
 ) -> None:
     twin, ids = compile_copy(llama, min_context=LEAST), prompt(120, 2)
     cache = cache_of(step(twin, ids[:, :100]))
-    moved, whole = [], compress.compress
+    moved, whole = [], step_module.exact_pairs
 
     def interrupted(*arguments: Any) -> Any:
         if len(moved) == 1:
@@ -103,7 +103,7 @@ def test_a_move_that_was_interrupted_goes_on_with_the_next_step(
         moved.append(1)
         return whole(*arguments)
 
-    monkeypatch.setattr(compress, "compress", interrupted)
+    monkeypatch.setattr(step_module, "exact_pairs", interrupted)
     with pytest.raises(KeyboardInterrupt):
         step(twin, ids[:, 100:], cache)
     again = step(twin, ids[:, 100:], cache)

@@ -151,16 +151,6 @@ def sixty_calls(plain: Any, compiled: Any) -> int:
     return limited
 
 
-@pytest.mark.slow
-def test_sixty_random_calls_under_dynamos_own_limit(llama: LlamaForCausalLM, compiled: LlamaForCausalLM) -> None:
-    """A graph for a batch of one and one for more, with a padding mask or none, in three phases, are twelve; Dynamo
-    makes eight. What comes after them runs uncompiled, and is right."""
-    counters.clear()
-    limited = sixty_calls(llama, compiled)
-    assert counters["stats"]["unique_graphs"] <= 8
-    assert limited < 20, f"most calls run compiled: {limited} did not"
-
-
 # Windows that are not full yet
 
 

@@ -61,16 +61,6 @@ def test_nothing_lies_on_the_host_as_explain_predicted(name: str, llama: Any) ->
     assert all("host" not in state for state in session_of(cache).state)
 
 
-@pytest.mark.slow
-def test_rows_and_forks_go_on_as_they_are(llama: Any) -> None:
-    model, cache = filled(WITHOUT["kivi"], llama)
-    twin = copy.deepcopy(cache)
-    cache.batch_repeat_interleave(2)
-    both = model(prompt(1).repeat(2, 1), **with_cache(cache), use_cache=True).logits
-    alone = model(prompt(1), **with_cache(twin), use_cache=True).logits
-    torch.testing.assert_close(both, alone.repeat(2, 1, 1))
-
-
 def test_a_crop_within_the_window_is_right(llama: Any) -> None:
     """100 tokens, of which 64 are rounded: what comes behind 98 is what came behind them before."""
     model, cache = filled(WITHOUT["kivi"], llama, 98)
@@ -79,18 +69,6 @@ def test_a_crop_within_the_window_is_right(llama: Any) -> None:
         model(prompt(1, seed=3), **with_cache(cache), use_cache=True)
     cache.crop(-2)
     assert torch.equal(model(prompt(1), **with_cache(cache), use_cache=True).logits, expected)
-
-
-@pytest.mark.slow
-def test_a_held_cache_and_one_that_was_saved_go_on(llama: Any, tmp_path: Any) -> None:
-    model, cache = filled(WITHOUT["kivi"], llama)
-    held = sc.hold(cache_of(llama(prompt(100), use_cache=True)), model)
-    sc.save(cache, tmp_path)
-    step = {"input_ids": prompt(1), "use_cache": True}
-    loaded = sc.load(tmp_path, model)
-    expected = model(**step, **with_cache(cache)).logits
-    assert torch.equal(model(**step, **with_cache(held)).logits, expected)
-    assert torch.equal(model(**step, **with_cache(loaded)).logits, expected)
 
 
 REFUSED: dict[str, Callable[[Any, Any], object]] = {

@@ -115,15 +115,6 @@ def is_held(cache: Any) -> list[bool]:
 WAYS = {"greedy": dict, "beams": lambda: {"num_beams": 3}, "padded": padded}
 
 
-@pytest.mark.quick_for("padded")
-@pytest.mark.parametrize("way", WAYS)
-def test_the_limit_before_the_first_step_changes_no_token(shallow: LlamaForCausalLM, way: str) -> None:
-    ids, settings = prompt(90, 3), WAYS[way]()
-    with limit(1), warned(1):
-        tokens = greedy(compile_copy(shallow), ids, 12, **settings)
-    assert torch.equal(tokens, greedy(shallow, ids, 12, **settings))
-
-
 @pytest.mark.quick_for("beams")
 @pytest.mark.parametrize("way", WAYS)
 def test_the_limit_half_way_changes_no_token(shallow: LlamaForCausalLM, way: str) -> None:
@@ -157,23 +148,6 @@ def test_beside_sliding_layers_and_graph_breaks(name: str) -> None:
             tokens = greedy(model, prompt(10), 30, logits_processor=[AfterTokens(after, run_uncompiled)])
         assert torch.equal(tokens, expected)
         torch.compiler.set_stance("default")
-
-
-def test_calls_after_the_limit_are_right_too(shallow: LlamaForCausalLM) -> None:
-    """Steps without a graph, after a prefill that has one; a prefill that may have none; cropped speculative tokens."""
-    twin = compile_copy(shallow)
-    repeated = prompt(20).repeat(1, 3)
-    with limit(1):
-        for ids, settings, times in (
-            (prompt(50), {}, (1,)),
-            (prompt(50, seed=2), {}, (1,)),
-            (prompt(31), {}, (0, 1)),
-            (prompt(50, 2), {"num_beams": 2}, (0, 1)),
-            (repeated, {"prompt_lookup_num_tokens": 4}, (0, 1)),
-        ):
-            with warned(*times):
-                tokens = greedy(twin, ids, **settings)
-            assert torch.equal(tokens, greedy(shallow, ids, **settings))
 
 
 def test_a_cache_that_became_plain_goes_on_in_a_second_turn(shallow: LlamaForCausalLM) -> None:
@@ -254,16 +228,6 @@ class TestOneGraph:
         torch.testing.assert_close(logits, step(llama, prompt(1, rows), plain).logits, atol=1e-3, rtol=1e-4)
         assert not any(is_held(held))
 
-    def test_gradients_flow_through_the_new_tokens(self, llama: LlamaForCausalLM, compiled: LlamaForCausalLM) -> None:
-        held = cache_of(step(compiled, prompt(50, 2)))
-        plain = cache_of(step(llama, prompt(50, 2)))
-        grads = []
-        for cache in (held, plain):
-            llama.zero_grad()
-            llama(prompt(3, 2), **with_cache(cache)).logits.square().mean().backward()
-            grads.append(llama.model.layers[0].self_attn.k_proj.weight.grad.clone())
-        torch.testing.assert_close(*grads, atol=1e-3, rtol=1e-3)
-
     def test_keys_and_values_are_copied_once_each_when_they_are_read(
         self, llama: LlamaForCausalLM, compiled: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -289,17 +253,6 @@ class TestOneGraph:
         step(llama, prompt(1, 2), cache)
         gc.collect()
         assert session() is None
-
-    def test_the_other_layers_can_still_be_read_half_way(
-        self, llama: LlamaForCausalLM, compiled: LlamaForCausalLM
-    ) -> None:
-        cache = cache_of(step(compiled, prompt(50, 2)))
-        expected = sc.materialize(cache)
-        new = torch.randn(2, 2, 1, 16)
-        for layer, whole in zip(cache.layers, expected.layers, strict=True):
-            keys, values = layer.update(new, -new)
-            assert torch.equal(keys, torch.cat([whole.keys, new], -2))
-            assert torch.equal(values, torch.cat([whole.values, -new], -2))
 
     def test_the_warning_has_the_reason_the_size_and_the_limit_to_raise(
         self, llama: LlamaForCausalLM, compiled: LlamaForCausalLM

@@ -18,9 +18,8 @@ from specache_compile.kernels.state.cursor import length_of
 from specache_compile.kernels.state.operands import AttentionInputs, takes
 from specache_compile.kernels.state.page_table import Pages
 from specache_compile.methods import full
-from specache_compile.methods.drafting import DraftOptions
 from specache_compile.methods.field import Field, LayerShape
-from specache_compile.methods.host_tier import HOST
+from specache_compile.methods.host_tier import HOST, DraftOptions
 from specache_compile.methods.method import Method
 from specache_compile.options import whole
 from specache_compile.passes.recipe import OpCall, Recipe
