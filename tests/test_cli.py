@@ -102,8 +102,6 @@ def test_generate_finds_the_pass_key_and_verifies(
         (["explain", MODEL, "--prompt-length", "64", "--graph", "decode", "--after", "sort"], "no pass 'sort'"),
         (["explain", MODEL, "--prompt-length", "0"], "prompt_length=0"),
         (["explain", MODEL, "--device", "TPU"], "unknown device 'TPU': known are A6000"),
-        (["explain", MODEL, "--reuse", "2"], "reuse=2.0"),
-        (["explain", MODEL, "--pcie-gbps", "0"], "pcie_gbps=0.0"),
         (["explain", MODEL, "--prompt-length", "64", "--diff", "decode", "sort"], "no pass 'sort'"),
         (["explain", str(Path(__file__))], "no usable config at"),
         (["explain", str(Path(__file__).parent)], "no usable config at"),

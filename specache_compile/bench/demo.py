@@ -26,7 +26,7 @@ from specache_compile.evaluation.tasks.task import TaskQuestion
 from .measurements import BenchPlan, measured
 from .results import Results
 from .runners import Decoding, prefill
-from .table import Rows, draw, pyplot
+from .table import Rows, draw, keys_found, pyplot
 
 MODEL = "smollm2-135m"
 # By the name in `specache bench`.
@@ -158,7 +158,7 @@ def summary_table(rows: Rows) -> str:
     lines = [
         (
             METHODS[row["method"]],
-            f"{sum(key['found'] for key in row['keys'])} of {len(row['keys'])}",
+            keys_found(row),
             f"{row['of_16_bits']:.3f}", f"{row['step_ms']:.0f}", f"{row['step_ms'] / full:.2f}",
         )
         for row in rows

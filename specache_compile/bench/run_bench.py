@@ -19,7 +19,7 @@ from specache_compile.errors import SpecacheError
 from .measurements import BenchPlan, cell, steps_behind
 from .results import Results
 from .runners import check_name
-from .table import draw, steps_table
+from .table import steps_table
 
 
 def run_bench(args: argparse.Namespace, command: Sequence[str]) -> None:
@@ -58,9 +58,8 @@ def check_arguments(args: argparse.Namespace) -> None:
                 raise SpecacheError(f"--{flag} {value}: give a whole number, 1 or more")
     if not 0 <= args.extend <= min(args.contexts):
         raise SpecacheError(f"--extend {args.extend}: give a whole number from 0 to the shortest of --contexts")
-    for path in (args.json, args.plot):
-        if path is not None and not path.parent.is_dir():
-            raise SpecacheError(f"{path}: folder {path.parent} does not exist; create it first")
+    if args.json is not None and not args.json.parent.is_dir():
+        raise SpecacheError(f"{args.json}: folder {args.json.parent} does not exist; create it first")
 
 
 def config_of(name: str, layers: int | None) -> Any:
@@ -120,12 +119,9 @@ def measure_missing(args: argparse.Namespace, methods: list[str], results: Resul
 
 
 def report(results: Results, args: argparse.Namespace) -> None:
-    """Print the tables and draw the plot."""
+    """Print the table."""
     rows, origin = results.rows, results.report["provenance"]
     if not rows:
         return
     print(steps_table(rows))
     print(f"\n{args.model}, {args.dtype}, {origin['device']}, {origin['threads']} threads, torch {origin['torch']}")
-    if args.plot:
-        draw(rows, args.plot)
-        print(f"written: {args.plot}", file=sys.stderr)

@@ -1,10 +1,9 @@
-"""The rows of `specache bench` as tables and as a plot."""
+"""The rows of `specache bench` as a table, and those of the demo as a plot."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from tabulate import tabulate
@@ -13,7 +12,6 @@ from specache_compile.errors import SpecacheError
 
 Rows = Sequence[dict[str, Any]]
 MIB = 1 << 20
-NONE: Mapping[str, str] = MappingProxyType({})
 
 
 def steps_table(rows: Rows) -> str:
@@ -60,53 +58,29 @@ def pyplot() -> Any:
     return plt
 
 
-def draw(rows: Rows, path: Path, labels: Mapping[str, str] = NONE) -> None:
-    """Draw two panels: the cache's bytes on the device and the median decode step. Requires matplotlib.
-
-    Each method has a bar for each context and batch size.
+def draw(rows: Rows, path: Path, labels: Mapping[str, str]) -> None:
+    """Draw the demo's plot: a bar for each method's bytes on the device, and one for its median decode step. Requires
+    matplotlib.
 
     labels: the methods' names in the plot.
     """
     plt = pyplot()
-    methods = list(dict.fromkeys(row["method"] for row in rows))
-    cells = sorted({(row["context"], row["batch"]) for row in rows})
-    shares = all("of_16_bits" in row for row in rows)
     panels = (
-        ("KV bytes on the device", "% of the full 16-bit cache" if shares else "MiB", share_or_mib(shares)),
-        ("a decode step", "ms, median", lambda row: float(row["step_ms"])),
+        ("KV bytes on the device", "% of the full 16-bit cache", [100 * row["of_16_bits"] for row in rows]),
+        ("a decode step", "ms, median", [row["step_ms"] for row in rows]),
     )
-    size = (8, 1.4 + len(methods) * (0.25 + 0.25 * len(cells)))
-    figure, axes = plt.subplots(1, 2, figsize=size, sharey=True, layout="constrained")
-    for axis, (title, unit, value) in zip(axes, panels, strict=True):
-        most = max(value(row) for row in rows)
-        for number, cell in enumerate(cells):
-            mine = [row for row in rows if (row["context"], row["batch"]) == cell]
-            height = 0.8 / len(cells)
-            places = [methods.index(row["method"]) + (number - (len(cells) - 1) / 2) * height for row in mine]
-            colour = plt.get_cmap("Blues")(0.5 + 0.4 * number / max(1, len(cells) - 1))
-            bars = axis.barh(places, [value(row) for row in mine], height, color=colour, label=cell_name(*cell))
-            axis.bar_label(bars, [f"{value(row):.{0 if most >= 10 else 1}f}" for row in mine], padding=3)
-        axis.set(title=title, xlabel=unit, xlim=(0, 1.2 * most))
+    figure, axes = plt.subplots(1, 2, figsize=(8, 1.4 + 0.5 * len(rows)), sharey=True, layout="constrained")
+    for axis, (title, unit, values) in zip(axes, panels, strict=True):
+        bars = axis.barh(range(len(rows)), values, color=plt.get_cmap("Blues")(0.5))
+        axis.bar_label(bars, [f"{value:.{0 if max(values) >= 10 else 1}f}" for value in values], padding=3)
+        axis.set(title=title, xlabel=unit, xlim=(0, 1.2 * max(values)))
         axis.spines[["top", "right"]].set_visible(False)
-    axes[0].set_yticks(range(len(methods)), [name_of(method, rows, labels) for method in methods])
+    axes[0].set_yticks(range(len(rows)), [f"{labels[row['method']]}\n{keys_found(row)} keys found" for row in rows])
     axes[0].invert_yaxis()
-    if len(cells) > 1:
-        figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(cells))
     figure.savefig(path, dpi=200)
     plt.close(figure)
 
 
-def share_or_mib(shares: bool) -> Callable[[dict[str, Any]], float]:
-    """A function from a row to its bytes on the device, in percent of a full 16-bit cache or in MiB."""
-    return lambda row: 100 * row["of_16_bits"] if shares else row["device_bytes"] / MIB
-
-
-def cell_name(context: int, batch: int) -> str:
-    return f"{context:,} tokens" + (f" × {batch}" if batch > 1 else "")
-
-
-def name_of(method: str, rows: Rows, labels: Mapping[str, str]) -> str:
-    """A method's label and the number of keys found."""
-    keys = next((row["keys"] for row in rows if row["method"] == method and "keys" in row), None)
-    found = f"\n{sum(key['found'] for key in keys)} of {len(keys)} keys found" if keys else ""
-    return labels.get(method, method) + found
+def keys_found(row: Mapping[str, Any]) -> str:
+    """The number of keys found, of all."""
+    return f"{sum(key['found'] for key in row['keys'])} of {len(row['keys'])}"

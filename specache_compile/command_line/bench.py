@@ -19,7 +19,7 @@ EXAMPLES = """\
 examples:
   specache bench smollm2-135m --contexts 512                             the quick form
   specache bench smollm2-135m --contexts 2048 8000
-  specache bench smollm2-135m --methods compiled specache kivi:bits=2 --json steps.json --plot steps.png
+  specache bench smollm2-135m --methods compiled specache kivi:bits=2 --json steps.json
   specache bench smollm2-135m --methods compiled specache --extend 512
   specache bench meta-llama/Llama-3.1-8B --layers 4 --contexts 8192      random weights of its shape
 
@@ -68,4 +68,3 @@ def add_bench(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--json", type=Path, metavar="FILE", help="store the results; the next call resumes from this file"
     )
-    command.add_argument("--plot", type=Path, metavar="FILE", help="plot step times against contexts")

@@ -17,7 +17,7 @@ from specache_compile.evaluation.reader import Reader
 from specache_compile.evaluation.runner import Runner
 from specache_compile.evaluation.settings import parse_setting, running
 from specache_compile.evaluation.tasks import long
-from specache_compile.evaluation.tasks.long import greedy, measure, own_text, repeated, sampled
+from specache_compile.evaluation.tasks.long import greedy, measure, own_text, sampled
 from specache_compile.evaluation.tasks.task import Bench, Outcome
 
 SMALL = "group_size=32,residual_length=32"
@@ -93,12 +93,6 @@ def test_stretches_cover_all_positions_and_texts_that_came_so_far() -> None:
     assert found["0"] == [4.5, 4.5]
     assert found["10"] == [14.5, 12.0]
     assert found["20"] == [24.5]
-
-
-def test_what_a_text_repeats() -> None:
-    assert repeated([1, 2, 3, 4, 5, 6]) == 0
-    assert repeated([1, 2, 3, 4] * 3) == pytest.approx(5 / 9)
-    assert repeated([1, 2]) == 0
 
 
 def test_a_context_no_longer_than_the_prompt_is_refused(tmp_path: Path) -> None:

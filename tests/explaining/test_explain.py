@@ -211,6 +211,8 @@ def test_a_path_and_a_meta_model_explain_as_the_config_does(tmp_path: Path) -> N
 def test_bad_sizes_are_named(llama: LlamaForCausalLM) -> None:
     with pytest.raises(sc.SpecacheError, match="prompt_length=0"):
         sc.explain(llama, prompt_length=0)
+    with pytest.raises(sc.SpecacheError, match="reuse=2"):
+        sc.explain(llama, reuse=2)
 
 
 @pytest.mark.parametrize("length", [1, 255, 256, 257, 2048, 2049, 5000, 40_000, 131_072])

@@ -33,7 +33,7 @@ LAYERS, WEIGHTS = 32, 2 * 8_030_261_248
 HOST = 100 * 2**30
 # An H200 limited to 75 GiB took these milliseconds for a step of so many sequences of 32k tokens, with the kernels of
 # before, whose instructions per number are FORMER (benchmarks/results/gpu_decode.json).
-H200 = find_device("H200", vram_gib=75)
+H200 = replace(find_device("H200"), vram_gib=75)
 MEASURED, MEASURED_IN_16_BITS = {47: 31.7}, {12: 17.3}
 FORMER = {"keys": {2: 3.36, "trellis": 3.4}, "values": {"trellis": 2.35}}
 LEVELS = {"value_code": "levels", "param_bits": 16}
@@ -45,7 +45,7 @@ OPTIONS = {
     "default": {},
 }
 DEVICES = {
-    name: find_device(name, vram_gib=size * 1e9 / 2**30)
+    name: replace(find_device(name), vram_gib=size * 1e9 / 2**30)
     for name, size in (("H100", 80), ("A100", 48), ("RTX 4090", 24))
 }
 

@@ -27,8 +27,6 @@ PROMPT = 128
 # Own tokens that the full cache reads at once.
 STRIDE = 64
 BUCKETS = 8
-# Tokens of a phrase that may be repeated.
-PHRASE = 4
 KINDS = ("sampled", "greedy")
 
 # (logits [rows, vocabulary], the first row's number, own tokens so far) → the next tokens [rows, 1].
@@ -83,7 +81,7 @@ def forced_at_once(model: Any, cache: Any, tokens: Tensor) -> Tensor:
 def measure(runner: Runner, rows: Sequence[Sequence[int]], tokens: int, choose: Choose) -> Outcome:
     """The score is the mean KL up to each text's end.
 
-    each: a text's KL, length, tokens, and share of repeated phrases.
+    each: a text's KL, length and tokens.
     by_position: the mean KL of each stretch of positions.
     intervals: their 95 % intervals over texts.
     """
@@ -97,8 +95,7 @@ def measure(runner: Runner, rows: Sequence[Sequence[int]], tokens: int, choose: 
             texts.append(text[:length])
             kls.append(distances[:length])
     each: list[dict[str, Any]] = [
-        {"kl": statistics.fmean(kl), "length": len(text), "repeated": repeated(text), "tokens": text}
-        for text, kl in zip(texts, kls, strict=True)
+        {"kl": statistics.fmean(kl), "length": len(text), "tokens": text} for text, kl in zip(texts, kls, strict=True)
     ]
     stretches = dict(by_stretch(kls, tokens))
     detail = {
@@ -116,12 +113,6 @@ def by_stretch(kls: Sequence[Sequence[float]], tokens: int) -> Iterator[tuple[st
         means = [statistics.fmean(kl[start:stop]) for kl in kls if kl[start:stop]]
         if means:
             yield str(start), means
-
-
-def repeated(text: Sequence[int]) -> float:
-    """The share of the text's phrases of PHRASE tokens that occurred before."""
-    phrases = list(zip(*(text[start:] for start in range(PHRASE)), strict=False))
-    return 1 - len(set(phrases)) / len(phrases) if phrases else 0.0
 
 
 def cells(bench: Bench) -> list[Cell]:
