@@ -125,17 +125,6 @@ def test_a_missing_library_is_one_line_before_the_model_is_loaded(
     assert not stubbed.exists()
 
 
-@pytest.mark.parametrize(("fast", "dtype"), [(True, "bfloat16"), (False, "float32")])
-def test_a_processor_without_bfloat16_products_runs_in_float32(
-    stubbed: Path, monkeypatch: pytest.MonkeyPatch, fast: bool, dtype: str
-) -> None:
-    loaded = []
-    monkeypatch.setattr(demo, "multiplies_bfloat16", lambda device: fast)
-    monkeypatch.setattr(demo, "load", lambda *given: loaded.append(given[2]) or (tiny_llama(), Words()))
-    assert main(["demo", "--eager", "--out", str(stubbed)]) == 0
-    assert loaded == [getattr(torch, dtype)]
-
-
 def test_the_prompts_are_introduced_and_the_file_has_a_row_a_method(
     stubbed: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -9,9 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig
-
-from conftest import tiny_llama
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 every_family = importlib.import_module("every_family")
@@ -91,14 +88,3 @@ def test_what_is_wrong_is_the_exit_status(
     out = capsys.readouterr().out
     assert "wrong or failed: 1" in out
     assert json.loads(out.splitlines()[0]).items() >= change.items()
-
-
-def test_a_small_config_keeps_a_layer_of_each_kind() -> None:
-    config = LlamaConfig(num_hidden_layers=4)
-    config.layer_types = ["a", "a", "b", "a"]
-    config.other = [1, 2, 3, 4]
-    made = tiny_families.small(config, {"rope_theta": 5.0})
-    assert (made["num_hidden_layers"], made["layer_types"], made["other"]) == (2, ["a", "b"], [1, 3])
-    assert made["rope_theta"] == 5.0
-    assert made["hidden_size"] == tiny_llama().config.hidden_size == 64
-    assert "kv_lora_rank" not in made

@@ -16,8 +16,6 @@ from specache_compile.explaining.times.devices import Device, find_device
 from specache_compile.explaining.times.op_launches import COPY, CORRECTION, Kernel, LaunchedOp
 from specache_compile.explaining.times.step_kernels import Traced, captured, kernels_of, over_tiers
 from specache_compile.explaining.times.step_time import (
-    AHEAD,
-    AHEAD_UNCORRECTED,
     BETWEEN,
     break_even_context,
     computed,
@@ -26,7 +24,6 @@ from specache_compile.explaining.times.step_time import (
     largest_batch,
     step_of,
 )
-from specache_compile.kernels.costs import CORRECTED
 
 # Llama-3-8B: its layers, and its bytes in 16 bits.
 LAYERS, WEIGHTS = 32, 2 * 8_030_261_248
@@ -138,16 +135,6 @@ def test_few_layers_stand_for_more_and_one_row_for_several() -> None:
         ours, theirs = (step_of(one, device, 32_768, batch) for one in (few, more))
         assert ours.seconds == pytest.approx(theirs.seconds, rel=1e-6)
         assert ours.bound == theirs.bound
-
-
-def test_what_travels_is_assumed_where_nothing_else_was_given() -> None:
-    load = explained("best").load()
-    assert (1 - load.reuse, load.corrected) == (AHEAD, CORRECTED[2])
-    load = explained("one lane").load()
-    assert (1 - load.reuse, load.corrected) == (0.0, CORRECTED[1])
-    assert 1 - explained("paper").load().reuse == AHEAD_UNCORRECTED
-    given = replace(explained("one lane"), reuse=0.25, corrected=0.1).load()
-    assert (given.reuse, given.corrected) == (0.25, 0.1)
 
 
 def of_seconds(name: str, seconds: float, stream: str = "main", **rest: float | tuple[str, ...]) -> Kernel:
