@@ -7,16 +7,19 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
+from transformers import DynamicCache
 
+from specache_compile.compat import with_cache
 from specache_compile.evaluation.settings import UNCOMPILED
 from specache_compile.runtime.records import forget
 
-from .runners import COMPILED, Decoding, Prefilled, first_tokens, prefill, runner, twin_of
+from .runners import COMPILED, Decoding, Prefilled, prefill, runner, twin_of
 
 # Steps before the timed ones. They compile graphs, also for the lengths that follow.
 WARM_UP = 6
@@ -174,20 +177,21 @@ def many_graphs() -> Any:
     return torch._dynamo.config.patch(recompile_limit=256, accumulated_recompile_limit=4096)
 
 
+@torch.no_grad()
 def first_and_second(twin: Any, ids: Tensor) -> dict[str, Any]:
-    """Seconds to the first token, and from the first to the second, after compilation.
+    """Seconds to the first token behind a prompt ids [B, n], and from the first to the second, after compilation.
 
     On a GPU also the peak of its memory in a prefill, beyond what was there before.
     """
-    on_gpu, peak = twin.device.type == "cuda", {}
-    with torch.no_grad():
-        for _ in range(2):
-            first, second = first_tokens(twin, ids)
-            if on_gpu:
-                torch.cuda.reset_peak_memory_stats(twin.device)
-                before = torch.cuda.memory_allocated(twin.device)
-            first_seconds = timed(first, twin.device)
-            if on_gpu:
-                peak = {"prefill_peak_bytes": torch.cuda.max_memory_allocated(twin.device) - before}
-            second_seconds = timed(second, twin.device)
-    return {"first_token_s": first_seconds, "second_token_s": second_seconds, **peak}
+    on_gpu, found = twin.device.type == "cuda", dict[str, Any]()
+    positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+    for _ in range(2):
+        run = partial(twin, **with_cache(DynamicCache(config=twin.config)), use_cache=True, logits_to_keep=1)
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats(twin.device)
+            before = torch.cuda.memory_allocated(twin.device)
+        found["first_token_s"] = timed(partial(run, ids, position_ids=positions), twin.device)
+        if on_gpu:
+            found["prefill_peak_bytes"] = torch.cuda.max_memory_allocated(twin.device) - before
+        found["second_token_s"] = timed(partial(run, ids[:, -1:], position_ids=positions[:, -1:] + 1), twin.device)
+    return found

@@ -38,9 +38,9 @@ from specache_compile.runtime.break_even import min_context
 from specache_compile.runtime.memory_option import check_memory, within_memory
 from specache_compile.runtime.session import Mode, session_of
 
-from .explanation import Explanation
 from .figures import SiteRow
 from .layers import layers_of
+from .tables import Explanation
 from .times.devices import Device, find_device
 
 # Nothing is allocated, so no budget applies.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from tabulate import tabulate
@@ -138,3 +139,19 @@ def nodes_table(e: Figures) -> str:
     return f"Launches of a decode step on {e.device.name} ({COMPUTED})\n" + tabulate(
         rows, headers=headers, colalign=aligned, disable_numparse=True
     )
+
+
+@dataclass(frozen=True)
+class Explanation(Figures):
+    """The result of `explain`: print it, query its figures, or compare passes.
+
+    Example:
+        import specache_compile as sc
+
+        explanation = sc.explain("examples/needle-llama", prompt_length=8192)
+        print(explanation.bytes_by_tier)
+        print(explanation.layer(0))  # one layer's graph, before and after
+    """
+
+    def __str__(self) -> str:
+        return text(self)

@@ -17,8 +17,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig
 
 import specache_compile as sc
 from conftest import compile_copy, greedy, prompt, tiny_llama
-from specache_compile.explaining.explanation import Explanation
 from specache_compile.explaining.outline import readable_graph
+from specache_compile.explaining.tables import Explanation
 from specache_compile.passes.pipeline import PASS_NAMES
 from specache_compile.passes.reading.fingerprint import graph_hash
 from specache_compile.runtime.records import find_record
