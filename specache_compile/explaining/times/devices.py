@@ -6,7 +6,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from specache_compile.errors import SpecacheError
-from specache_compile.runtime.break_even import word_of
 
 
 @dataclass(frozen=True)
@@ -53,13 +52,6 @@ DEVICES = {
     )
 }
 DEFAULT_DEVICE = "A100"
-
-
-def device_called(name: str) -> Device | None:
-    """The device of CUDA's name, if it is a whole one; None where its figures are not known."""
-    by_word = {key.split()[-1]: device for key, device in DEVICES.items()}
-    word = word_of(name, by_word)
-    return None if word is None else by_word[word]
 
 
 def find_device(name: str | None = None) -> Device:
