@@ -37,10 +37,8 @@ def run_bench(args: argparse.Namespace, command: Sequence[str]) -> None:
     try:
         measure_missing(args, methods, results)
     except KeyboardInterrupt:
-        kept = (
-            "--json FILE keeps finished contexts" if args.json is None else f"the same command resumes from {args.json}"
-        )
-        print(f"interrupted: {kept}", file=sys.stderr)
+        where = args.json or "--json FILE, which was not given"
+        print(f"interrupted: the same command resumes from {where}", file=sys.stderr)
         raise
     finally:
         report(results, args)
