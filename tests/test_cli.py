@@ -55,7 +55,7 @@ def test_explain_fits_on_one_screen_and_so_does_a_layer(capsys: pytest.CaptureFi
     out = capsys.readouterr().out
     assert "4 of 4 attentions rewritten" in out
     assert len(out.splitlines()) <= 40
-    assert "--layer 0, --nodes or --graph decode" in out
+    assert "--layer 0, --nodes, --graph decode" in out
     assert main(["explain", MODEL, "--prompt-length", "2048", "--bits", "1", "--layer", "0"]) == 0
     assert len(capsys.readouterr().out.splitlines()) <= 60
 

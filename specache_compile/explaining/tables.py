@@ -15,7 +15,7 @@ from .times.step_time import ComputedStep
 
 COMPUTED = "computed, not measured"
 WIDTH = 100
-FURTHER = "--layer {0}, --nodes or --graph decode; in Python e.layer({0}), e.spans or e.graph('decode')"
+FURTHER = "--layer {0}, --nodes, --graph decode; in Python e.layer({0}), e.spans, e.graph('decode')"
 ABSORBED = "latent attention, absorbed and exact; Hugging Face's own cache, nothing is compressed"
 
 
