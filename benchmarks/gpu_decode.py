@@ -32,7 +32,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import specache_compile as sc
 from specache_compile.bench.results import Results
 from specache_compile.compat import cache_of, with_cache
-from specache_compile.explaining.times.devices import Device, device_called
+from specache_compile.explaining.times.devices import DEVICES, Device
 from specache_compile.explaining.times.step_kernels import Traced
 from specache_compile.explaining.times.step_time import step_of
 from specache_compile.kernels.costs import CORRECTED
@@ -41,6 +41,7 @@ from specache_compile.lowering.cuda_graphs import MODES
 from specache_compile.methods import parse_options
 from specache_compile.methods.field import LayerShape
 from specache_compile.options import own_options
+from specache_compile.runtime.break_even import word_of
 from specache_compile.runtime.session import Session
 from specache_compile.runtime.state import device_total, full_cache_bytes, predicted_bytes
 
@@ -285,6 +286,13 @@ def roofline_share(model: LlamaForCausalLM, case: Case, row: dict[str, Any], lim
     hbm = weights + row["batch"] * sequence_bytes(model, case)[0]
     floor = max(hbm / limit["copy"], row.get("bytes to device", 0) / limit["to device"]) / 1e6
     return floor / row["ms"]
+
+
+def device_called(name: str) -> Device | None:
+    """The device of CUDA's name, if it is a whole one; None where its figures are not known."""
+    by_word = {key.split()[-1]: device for key, device in DEVICES.items()}
+    word = word_of(name, by_word)
+    return None if word is None else by_word[word]
 
 
 def simulated_ms(case: Case, batch: int, device: Device | None) -> float | None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import tempfile
 import warnings
@@ -70,24 +69,21 @@ def pass_keys(folder: Path, length: int, count: int, seed: int = 0) -> list[dict
 
 
 def harnessed(path: str, tokenizer: Any, options: dict[str, Any] | None = None, device: str = "cpu") -> Any:
-    """A checkpoint as the harness holds it, over ranks on each one's device; compiled with `options`, or None: as it
-    is."""
+    """A checkpoint as the harness holds it; compiled with `options`, or None: as it is."""
     from lm_eval.models.huggingface import HFLM
 
     lm = HFLM(pretrained=path, tokenizer=tokenizer, batch_size=1, device=device)
-    if hasattr(lm, "accelerator"):  # there are ranks: the harness numbers them itself where it sees several GPUs
-        lm._rank, lm._world_size = lm.accelerator.process_index, lm.accelerator.num_processes
     if options is not None:
         lm.model.compile(backend="specache", options=options)
     return lm
 
 
-def evaluate(lm: Any, tasks: list[Any], limit: int | None = None) -> dict[str, float] | None:
-    """The harness's figure for each task (its first metric), of all ranks; None on every rank but the first."""
+def evaluate(lm: Any, tasks: list[Any], limit: int | None = None) -> dict[str, float]:
+    """The harness's figure for each task (its first metric)."""
     from lm_eval import simple_evaluate
 
     found = simple_evaluate(model=lm, tasks=tasks, limit=limit, bootstrap_iters=0)
-    return found and {
+    return {
         name: next(value for key, value in metrics.items() if "," in key and "stderr" not in key)
         for name, metrics in found["results"].items()
     }
@@ -105,8 +101,6 @@ def main() -> None:
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", choices=("cuda", "cpu"), default=default, help=f"(default here: {default})")
     args = parser.parse_args()
-    if args.device == "cpu":
-        os.environ.setdefault("ACCELERATE_USE_CPU", "true")  # or accelerate sees no ranks
     warnings.filterwarnings("ignore", message=".*torch.jit.script_method.*")
     path = resolved(args.model)
     print_origin(args.model)
@@ -116,8 +110,7 @@ def main() -> None:
         tasks = args.tasks or pass_keys(Path(folder), args.length, args.samples)
         full = evaluate(harnessed(str(path), tokenizer, None, args.device), tasks, args.samples)
         ours = evaluate(harnessed(str(path), tokenizer, options, args.device), tasks, args.samples)
-    if full and ours:
-        print(tabulate([(name, full[name], ours[name]) for name in full], ("task", "full cache", "specache")))
+    print(tabulate([(name, full[name], ours[name]) for name in full], ("task", "full cache", "specache")))
 
 
 if __name__ == "__main__":

@@ -35,8 +35,7 @@ examples:
   specache explain smollm2-135m --prompt-length 8192 --layer 0
   specache explain meta-llama/Llama-3.1-8B --device H100 --bits 1
 
-The backend's options are accepted too: `specache generate --help-all` lists them. docs/explain.md describes further
-options: another device (--hbm-gbps, --pcie-gbps, --tflops, --vram-gib) and assumed rates (--reuse, --corrected).
+The backend's options are accepted too: `specache generate --help-all` lists them.
 """
 
 
@@ -147,8 +146,6 @@ def add_explain(command: Parser) -> None:
     command.add_argument("--batch-size", type=int, default=1, help="sequences (default: 1)")
     command.add_argument("--device", help="A6000, A100, H100, H200, RTX 4090 or L4 (default: A100)")
     command.add_argument("--host-gib", type=float, default=128.0, help="GiB of host memory (default: 128)")
-    for name in ("--hbm-gbps", "--pcie-gbps", "--tflops", "--vram-gib", "--reuse", "--corrected"):
-        command.add_argument(name, type=float, help=argparse.SUPPRESS)
     shown = command.add_mutually_exclusive_group()
     shown.add_argument("--nodes", action="store_true", help="print each launch of the decode step with its time")
     shown.add_argument("--graph", metavar="PHASE", help="print the rewritten graph: prefill, pre-decode or decode")
@@ -171,15 +168,13 @@ def run_explain(args: argparse.Namespace, options: dict[str, Any]) -> None:
     from .explaining.explain import explain
     from .explaining.outline import readable_graph
     from .explaining.tables import nodes_table
-    from .explaining.times.devices import find_device
 
     if args.after and not args.graph:
         raise SpecacheError("--after goes with --graph PHASE")
     print_origin(args.model)
-    figures = (args.hbm_gbps, args.pcie_gbps, args.tflops, args.vram_gib)
     explained = explain(
         args.model, args.prompt_length, args.batch_size, options,
-        device=find_device(args.device, *figures), host_gib=args.host_gib, reuse=args.reuse, corrected=args.corrected,
+        device=args.device, host_gib=args.host_gib,
     )  # fmt: skip
     if args.nodes:
         print(nodes_table(explained))

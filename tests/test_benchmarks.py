@@ -16,7 +16,6 @@ from unittest import mock
 
 import pytest
 import torch
-from transformers import AutoConfig
 
 from specache_compile.bench.results import Results
 from specache_compile.errors import SpecacheError
@@ -32,12 +31,6 @@ def run(script: str, *arguments: str) -> str:
     with mock.patch.object(sys, "argv", [script, *arguments]), contextlib.redirect_stdout(io.StringIO()) as printed:
         importlib.import_module(script).main()
     return printed.getvalue()
-
-
-@pytest.mark.parametrize("shape", ["llama-3-8b", "minicpm3", "deepseek-v2-lite"])
-def test_the_shapes_that_pages_time_are_configurations(shape: str) -> None:
-    config = AutoConfig.from_pretrained(BENCHMARKS / f"{shape}.json")
-    assert (config.bos_token_id, config.eos_token_id) == (None, None)
 
 
 @pytest.mark.slow
@@ -113,18 +106,6 @@ def test_a_forced_gather_brings_its_share_in_every_step(reuse: float, corrected:
     assert moved[2:] == [k * (1 - reuse), k * corrected] * 4
 
 
-def test_a_row_reports_which_pairs_its_steps_move() -> None:
-    """A correction moves more pairs if nothing is fetched ahead."""
-    from gpu_decode import case_of
-
-    cases = {
-        method: case_of("llama-3-8b", method, 8192, 0, 0.5, None)
-        for method in ("kivi 2-bit", "specache 2-bit", "specache best", "specache best, two lanes")
-    }
-    moves = [(case.reuse, case.corrected) for case in cases.values()]
-    assert moves == [(0.5, 0), (0.5, 0), (0.5, 0.44), (0.5, 0.34)]
-
-
 @pytest.mark.slow
 def test_computed_steps_equal_the_stored_ones(tmp_path: Path) -> None:
     import computed_steps
@@ -135,16 +116,6 @@ def test_computed_steps_equal_the_stored_ones(tmp_path: Path) -> None:
     assert found["break-even"]["RTX 4090"] == kept["break-even"]["RTX 4090"]
     theirs = [row for row in kept["rows"] if row["device"] == "RTX 4090"]
     assert [row["ms"] for row in found["rows"]] == pytest.approx([row["ms"] for row in theirs], rel=1e-6)
-
-
-@pytest.mark.parametrize("script", ["gpu_kernels", "gpu_decode"])
-def test_without_a_gpu_only_the_smoke_run_is_offered(script: str, capsys: pytest.CaptureFixture[str]) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    with pytest.raises(SystemExit) as stopped:
-        run(script)
-    assert stopped.value.code == 2
-    assert "no CUDA device: only --smoke runs here" in capsys.readouterr().err
 
 
 def test_the_break_even_is_the_shortest_context_from_which_on_steps_are_no_longer() -> None:

@@ -57,11 +57,6 @@ def interleaved(rows: np.ndarray, heads: int) -> np.ndarray:
     return rows.reshape(heads, 2, -1, rows.shape[-1]).swapaxes(1, 2).reshape(rows.shape)
 
 
-def halved(rows: np.ndarray, heads: int) -> np.ndarray:
-    """Permute llama.cpp's pairs back to halves."""
-    return rows.reshape(heads, -1, 2, rows.shape[-1]).swapaxes(1, 2).reshape(rows.shape)
-
-
 def rotary_heads(name: str, config: LlamaConfig) -> int:
     """Return the number of heads in a weight's rotary order; 0 for other weights."""
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
@@ -154,45 +149,6 @@ def smollm2() -> Path:
     except SpecacheError as error:
         pytest.skip(str(error))
     return Path(checkpoints.resolved(NAME))
-
-
-def dequantised(path: Path) -> LlamaForCausalLM:
-    """Return a Llama from a GGUF file's metadata, and from its blocks, dequantised by llama.cpp's reference."""
-    reader = gguf.GGUFReader(path)
-
-    def field(name: str) -> Any:
-        return reader.fields[f"llama.{name}"].contents()
-
-    config = LlamaConfig(
-        vocab_size=field("vocab_size"), hidden_size=field("embedding_length"),
-        intermediate_size=field("feed_forward_length"), num_hidden_layers=field("block_count"),
-        num_attention_heads=field("attention.head_count"), num_key_value_heads=field("attention.head_count_kv"),
-        max_position_embeddings=field("context_length"), rms_norm_eps=field("attention.layer_norm_rms_epsilon"),
-        rope_parameters={"rope_type": "default", "rope_theta": field("rope.freq_base")}, tie_word_embeddings=True,
-    )  # fmt: skip
-    with torch.device("meta"):
-        model = LlamaForCausalLM(config)
-    blocks = {tensor.name: tensor for tensor in reader.tensors}
-    weights = {}
-    for name in model.state_dict():
-        tensor = blocks["token_embd.weight" if name == "lm_head.weight" else gguf_name(name)]
-        rows, heads = gguf.quants.dequantize(tensor.data, tensor.tensor_type), rotary_heads(name, config)
-        weights[name] = torch.from_numpy((halved(rows, heads) if heads else rows).copy())
-    model.load_state_dict(weights, assign=True)
-    model.model.rotary_emb = type(model.model.rotary_emb)(config)
-    return model.eval()
-
-
-@pytest.mark.slow
-@torch.no_grad()
-def test_the_known_checkpoint_has_the_logits_of_its_file_dequantised(smollm2: Path) -> None:
-    ids = AutoTokenizer.from_pretrained(smollm2)("The capital of France is", return_tensors="pt")["input_ids"]
-    model = AutoModelForCausalLM.from_pretrained(smollm2, dtype="auto")
-    assert model.dtype == torch.float32
-    logits = model(ids).logits
-    del model
-    expected = dequantised(checkpoints.wheel_file(NAME))(ids).logits
-    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.slow
@@ -315,22 +271,6 @@ def test_a_gguf_file_is_converted_once_to_its_own_weights(
     assert tokenizer.decode(tokenizer("text, é")["input_ids"]) == "text, é"
     monkeypatch.setattr(conversion, "convert", lambda *arguments: pytest.fail("converted again"))
     assert checkpoints.resolved(str(own.rename(own.with_name("moved")).rename(own))) == folder
-
-
-@pytest.mark.slow
-def test_every_command_takes_a_gguf_file(own: Path, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["explain", str(own), "--prompt-length", "128"]) == 0
-    assert "2 attentions rewritten" in capsys.readouterr().out
-    assert held(cache) == []
-    assert generate(own) == 0
-    assert "converting own.gguf to safetensors in" in capsys.readouterr().err
-    assert len(held(cache)) == 1
-    assert generate(own) == 0
-    assert "converting" not in capsys.readouterr().err
-    out = cache.parent / "eval"
-    assert main(["eval", str(own), "--tasks", "perplexity", "--lengths", "64", "--samples", "1", "--methods",
-                 "uncompiled", "--out", str(out)]) == 0  # fmt: skip
-    assert "perplexity" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("family", [LlamaConfig, Qwen2Config])

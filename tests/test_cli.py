@@ -50,7 +50,7 @@ def test_explain_fits_on_one_screen_and_so_does_a_layer(capsys: pytest.CaptureFi
     out = capsys.readouterr().out
     assert "4 of 4 attentions rewritten" in out
     assert len(out.splitlines()) <= 40
-    assert "--layer 0, --nodes or --graph decode" in out
+    assert "--layer 0, --nodes, --graph decode" in out
     assert main(["explain", MODEL, "--prompt-length", "2048", "--bits", "1", "--layer", "0"]) == 0
     assert len(capsys.readouterr().out.splitlines()) <= 60
 
@@ -91,8 +91,6 @@ def test_generate_finds_the_pass_key_and_verifies(capsys: pytest.CaptureFixture[
         (["explain", MODEL, "--prompt-length", "64", "--graph", "decode", "--after", "sort"], "no pass 'sort'"),
         (["explain", MODEL, "--prompt-length", "0"], "prompt_length=0"),
         (["explain", MODEL, "--device", "TPU"], "unknown device 'TPU': known are A6000"),
-        (["explain", MODEL, "--reuse", "2"], "reuse=2.0"),
-        (["explain", MODEL, "--pcie-gbps", "0"], "pcie_gbps=0.0"),
         (["explain", MODEL, "--prompt-length", "64", "--diff", "decode", "sort"], "no pass 'sort'"),
         (["explain", str(Path(__file__))], "no usable config at"),
         (["explain", str(Path(__file__).parent)], "no usable config at"),

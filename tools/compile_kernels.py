@@ -235,7 +235,7 @@ def numbers_per_turn(launch: Launch) -> float:
     if launch.kernel.__name__ in ("score_keys", "sum_values"):
         return 64 * constants["form"].dim / (32 * warps)
     if launch.kernel.__name__ == "attend_rows":
-        return (constants["KEYS"] + constants["VALUES"]) * constants["TILE"] * constants["D"] / (32 * warps)
+        return constants["TILE"] * constants["D"] / (32 * warps)
     return 0.0
 
 

@@ -77,13 +77,13 @@ def figures(row: ResultRow) -> list[tuple[str, str]]:
         )]  # fmt: skip
     if "intervals" in detail:
         places = sorted(detail["by_position"], key=int)
-        again, length = (statistics.fmean(one[name] for one in detail["each"]) for name in ("repeated", "length"))
+        length = statistics.fmean(one["length"] for one in detail["each"])
         return [
             ("KL", f"{row.score:.4f}"), ("±", f"{interval(paired(row)):.4f}"),
             *(column for name, place in (("first", places[0]), ("last", places[-1])) for column in (
                 (f"{name} stretch", f"{detail['by_position'][place]:.4f}"), ("±", f"{detail['intervals'][place]:.4f}"),
             )),
-            ("repeated", f"{again:.1%}"), ("length", f"{length:,.0f}"),
+            ("length", f"{length:,.0f}"),
         ]  # fmt: skip
     if row.metric == "perplexity":
         return [("perplexity", f"{row.score:.3f}")]

@@ -37,9 +37,9 @@ from specache_compile.passes.reading.sites import LeftAlone
 from specache_compile.runtime.break_even import min_context
 from specache_compile.runtime.session import session_of
 
-from .explanation import Explanation
 from .figures import SiteRow
 from .layers import layers_of
+from .tables import Explanation
 from .times.devices import Device, find_device
 
 # Nothing is allocated, so no budget applies.

@@ -1,4 +1,4 @@
-"""What `explain` found about a model, as figures to query and compare; `explanation.py` prints them."""
+"""What `explain` found about a model, as figures to query and compare; `tables.py` prints them."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from tabulate import tabulate
@@ -14,7 +15,7 @@ from .times.step_time import ComputedStep
 
 COMPUTED = "computed, not measured"
 WIDTH = 100
-FURTHER = "--layer {0}, --nodes or --graph decode; in Python e.layer({0}), e.spans or e.graph('decode')"
+FURTHER = "--layer {0}, --nodes, --graph decode; in Python e.layer({0}), e.spans, e.graph('decode')"
 ABSORBED = "latent attention, absorbed and exact; Hugging Face's own cache, nothing is compressed"
 
 
@@ -136,3 +137,19 @@ def nodes_table(e: Figures) -> str:
     return f"Launches of a decode step on {e.device.name} ({COMPUTED})\n" + tabulate(
         rows, headers=headers, colalign=aligned, disable_numparse=True
     )
+
+
+@dataclass(frozen=True)
+class Explanation(Figures):
+    """The result of `explain`: print it, query its figures, or compare passes.
+
+    Example:
+        import specache_compile as sc
+
+        explanation = sc.explain("examples/needle-llama", prompt_length=8192)
+        print(explanation.bytes_by_tier)
+        print(explanation.layer(0))  # one layer's graph, before and after
+    """
+
+    def __str__(self) -> str:
+        return text(self)

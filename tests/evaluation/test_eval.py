@@ -192,7 +192,7 @@ def distant(method: str, task: str, each: list[float]) -> ResultRow:
     """Return a row of a distance from the full cache: `each` window's or text's."""
     kind = {"kl": sum(each) / len(each), "agreement": 0.5, "each": each}
     places = {"0": 0.1, "8": 0.2}
-    texts = [{"kl": kl, "length": 10, "repeated": 0.5, "tokens": [1]} for kl in each]
+    texts = [{"kl": kl, "length": 10, "tokens": [1]} for kl in each]
     detail: dict[str, Any] = {
         "closeness": {"kinds": {"forced": kind}},
         "long": {"each": texts, "by_position": places, "intervals": places},

@@ -17,8 +17,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig
 
 import specache_compile as sc
 from conftest import compile_copy, greedy, prompt, tiny_llama
-from specache_compile.explaining.explanation import Explanation
 from specache_compile.explaining.outline import readable_graph
+from specache_compile.explaining.tables import Explanation
 from specache_compile.passes.pipeline import PASS_NAMES
 from specache_compile.passes.reading.fingerprint import graph_hash
 from specache_compile.runtime.records import find_record
@@ -234,6 +234,8 @@ def test_a_path_and_a_meta_model_explain_as_the_config_does(tmp_path: Path) -> N
 def test_bad_sizes_are_named(llama: LlamaForCausalLM) -> None:
     with pytest.raises(sc.SpecacheError, match="prompt_length=0"):
         sc.explain(llama, prompt_length=0)
+    with pytest.raises(sc.SpecacheError, match="reuse=2"):
+        sc.explain(llama, reuse=2)
 
 
 @pytest.mark.parametrize("length", [1, 255, 256, 257, 2048, 2049, 5000, 40_000, 131_072])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,20 +27,11 @@ PROMPT = 128
 # Own tokens that the full cache reads at once.
 STRIDE = 64
 BUCKETS = 8
-# Tokens of a phrase that may be repeated.
-PHRASE = 4
-KINDS = ("sampled", "greedy")
-
-# (logits [rows, vocabulary], the first row's number, own tokens so far) → the next tokens [rows, 1].
-Choose = Callable[[Tensor, int, int], Tensor]
-
-
-def greedy(logits: Tensor, first: int, place: int) -> Tensor:
-    return logits.argmax(-1, keepdim=True)
 
 
 def sampled(logits: Tensor, first: int, place: int, seed: int) -> Tensor:
-    """Tokens at temperature 1, with the noise of `seed`, the row and the place."""
+    """The next tokens [rows, 1] at temperature 1 for logits [rows, vocabulary], with the noise of `seed`, the row and
+    the place. first: the number of the first row."""
     rows = []
     for row in range(first, first + len(logits)):
         generator = torch.Generator().manual_seed((seed * 1_000_003 + row) * 1_000_003 + place)
@@ -49,7 +40,7 @@ def sampled(logits: Tensor, first: int, place: int, seed: int) -> Tensor:
     return (logits + gumbel).argmax(-1, keepdim=True)
 
 
-def own_text(runner: Runner, ids: Tensor, tokens: int, choose: Choose, first: int = 0) -> tuple[Tensor, Tensor]:
+def own_text(runner: Runner, ids: Tensor, tokens: int, seed: int, first: int = 0) -> tuple[Tensor, Tensor]:
     """The method's tokens [rows, tokens] behind `ids` [rows, PROMPT], and KL(full || method) of each; first: the number
     of the first row."""
     cache, logits = runner.read(ids)
@@ -61,7 +52,7 @@ def own_text(runner: Runner, ids: Tensor, tokens: int, choose: Choose, first: in
         ours, drawn = [], []
         for place in places:
             ours.append(logits)
-            drawn.append(choose(logits[:, -1], first, place).to(ids.device))
+            drawn.append(sampled(logits[:, -1], first, place, seed).to(ids.device))
             if place + 1 < tokens:
                 logits = decode(runner.model, cache, drawn[-1])
         generated.append(torch.cat(drawn, 1))
@@ -80,10 +71,10 @@ def forced_at_once(model: Any, cache: Any, tokens: Tensor) -> Tensor:
     return model(tokens, **with_cache(cache), use_cache=True).logits.float().cpu()
 
 
-def measure(runner: Runner, rows: Sequence[Sequence[int]], tokens: int, choose: Choose) -> Outcome:
+def measure(runner: Runner, rows: Sequence[Sequence[int]], tokens: int, seed: int) -> Outcome:
     """The score is the mean KL up to each text's end.
 
-    each: a text's KL, length, tokens, and share of repeated phrases.
+    each: a text's KL, length and tokens.
     by_position: the mean KL of each stretch of positions.
     intervals: their 95 % intervals over texts.
     """
@@ -91,14 +82,13 @@ def measure(runner: Runner, rows: Sequence[Sequence[int]], tokens: int, choose: 
     kls: list[list[float]] = []
     ends = set(as_list(runner.model.generation_config.eos_token_id))
     for batch in chunks(rows, runner.batch_size):
-        generated, kl = own_text(runner, runner.ids(batch), tokens, choose, first=len(texts))
+        generated, kl = own_text(runner, runner.ids(batch), tokens, seed, first=len(texts))
         for text, distances in zip(generated.tolist(), kl.tolist(), strict=True):
             length = next((place + 1 for place, token in enumerate(text) if token in ends), len(text))
             texts.append(text[:length])
             kls.append(distances[:length])
     each: list[dict[str, Any]] = [
-        {"kl": statistics.fmean(kl), "length": len(text), "repeated": repeated(text), "tokens": text}
-        for text, kl in zip(texts, kls, strict=True)
+        {"kl": statistics.fmean(kl), "length": len(text), "tokens": text} for text, kl in zip(texts, kls, strict=True)
     ]
     stretches = dict(by_stretch(kls, tokens))
     detail = {
@@ -118,22 +108,14 @@ def by_stretch(kls: Sequence[Sequence[float]], tokens: int) -> Iterator[tuple[st
             yield str(start), means
 
 
-def repeated(text: Sequence[int]) -> float:
-    """The share of the text's phrases of PHRASE tokens that occurred before."""
-    phrases = list(zip(*(text[start:] for start in range(PHRASE)), strict=False))
-    return 1 - len(set(phrases)) / len(phrases) if phrases else 0.0
-
-
 def cells(bench: Bench) -> list[Cell]:
-    """Two cells for each length, sampled and greedy. All tokens but the prompt's are the method's own."""
-    choices: dict[str, Choose] = {"greedy": greedy, "sampled": functools.partial(sampled, seed=bench.seed)}
-
+    """One cell a length. All tokens but the prompt's are the method's own."""
     prompts = bench.windows_apart(PROMPT)
 
-    def cell(length: int, kind: str) -> Cell:
+    def cell(length: int) -> Cell:
         if length <= PROMPT:
             raise SpecacheError(f"task long: a context of {length} tokens is no more than its prompt's {PROMPT}")
-        work = functools.partial(measure, rows=prompts, tokens=length - PROMPT, choose=choices[kind])
-        return Cell(f"{length} {kind}", length, work, {"prompt": PROMPT})
+        work = functools.partial(measure, rows=prompts, tokens=length - PROMPT, seed=bench.seed)
+        return Cell(f"{length} sampled", length, work, {"prompt": PROMPT})
 
-    return [cell(length, kind) for length in bench.lengths for kind in KINDS]
+    return [cell(length) for length in bench.lengths]

@@ -3,11 +3,9 @@ measured."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 from specache_compile.errors import SpecacheError
-from specache_compile.runtime.break_even import word_of
 
 
 @dataclass(frozen=True)
@@ -56,30 +54,12 @@ DEVICES = {
 DEFAULT_DEVICE = "A100"
 
 
-def device_called(name: str) -> Device | None:
-    """The device of CUDA's name, if it is a whole one; None where its figures are not known."""
-    by_word = {key.split()[-1]: device for key, device in DEVICES.items()}
-    word = word_of(name, by_word)
-    return None if word is None else by_word[word]
-
-
-def find_device(
-    name: str | None = None,
-    hbm_gbps: float | None = None,
-    pcie_gbps: float | None = None,
-    tflops: float | None = None,
-    vram_gib: float | None = None,
-) -> Device:
-    """The device of that name (in any case, spaces optional); given figures replace those of its data sheet."""
+def find_device(name: str | None = None) -> Device:
+    """The device of that name (in any case, spaces optional)."""
     known = {key.replace(" ", "").lower(): device for key, device in DEVICES.items()}
-    base = known.get((name or DEFAULT_DEVICE).replace(" ", "").replace("-", "").lower())
-    if base is None:
+    found = known.get((name or DEFAULT_DEVICE).replace(" ", "").replace("-", "").lower())
+    if found is None:
         raise SpecacheError(
-            f"unknown device {name!r}: known are {', '.join(DEVICES)}, or give --hbm-gbps, --pcie-gbps and --tflops"
+            f"unknown device {name!r}: known are {', '.join(DEVICES)}. For another one pass a `Device` to sc.explain"
         )
-    given = {"hbm_gbps": hbm_gbps, "pcie_gbps": pcie_gbps, "tflops": tflops, "vram_gib": vram_gib}
-    changed: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
-    for key, value in changed.items():
-        if value <= 0:
-            raise SpecacheError(f"{key}={value}: give a number above 0")
-    return replace(base, name=f"{base.name}, changed" if changed else base.name, **changed)
+    return found
