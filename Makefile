@@ -44,7 +44,7 @@ test-device: .venv-oldest/ready  ## the CUDA side on a simulated GPU, or a part:
 # A day with a GPU, with a Python that has torch for CUDA. A test file that has passed does not run again, and a
 # benchmark resumes from its rows in build/gpu; TIMES="kernels" runs some of them.
 GPU_PYTHON ?= python3
-GPU_TESTS := $(patsubst tests/kernels/%.py,build/gpu/%.passed,$(wildcard tests/kernels/test_triton*.py) tests/kernels/test_gpu.py)
+GPU_TESTS := $(patsubst %,build/gpu/test_%.passed,attention fp8 gpu row_lengths stored_pairs tiers triton triton_select)
 TIMES ?= kernels decode
 
 build/gpu/%.passed: tests/kernels/%.py

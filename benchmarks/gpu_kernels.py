@@ -3,7 +3,7 @@
     python benchmarks/gpu_kernels.py    (--smoke: small shapes in Triton's interpreter; its figures mean nothing)
 
 Shapes are one layer of Llama-3-8B in bfloat16. The limit is a copy within the device, or over PCIe for kernels that
-access pinned memory. tests/kernels/test_triton.py compares each kernel with the PyTorch definition of its op.
+access pinned memory. tests/kernels compares each kernel with a float64 model.
 """
 
 from __future__ import annotations

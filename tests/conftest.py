@@ -52,7 +52,8 @@ NEEDLE_LLAMA = Path(__file__).parent.parent / "examples" / "needle-llama"
 LONGEST = (
     "runtime/test_families.py", "caches/test_rows.py", "generate/test_verify.py", "runtime/test_sessions.py",
     "compile/test_backend.py", "kernels/test_sanitized.py", "caches/test_saving.py",
-    "tests/test_checkpoints.py", "generate/test_generate.py", "kernels/test_triton.py", "runtime/test_methods.py",
+    "tests/test_checkpoints.py", "generate/test_generate.py", "kernels/test_attention.py", "kernels/test_tiers.py",
+    "runtime/test_methods.py",
     "warm/test_warm.py", "lowering/test_compiled_graph.py", "runtime/test_ranks.py", "tests/test_benchmarks.py",
     "lowering/test_fold_layers.py", "runtime/test_no_host_tier.py",
     "runtime/test_sink_tokens.py", "runtime/test_mixed_calls.py", "explaining/test_explain.py", "passes/test_masks.py",

@@ -11,11 +11,6 @@ import torch
 from torch import Tensor
 
 
-def dim_of(head_dim: int) -> int:
-    """Return the next power of two, at least 16."""
-    return next(2**power for power in range(4, 11) if 2**power >= head_dim)
-
-
 def key_place(token: Any, channel: Any, dim: int, bits: int) -> tuple[Any, Any]:
     """Return the word and the bit of a key's number: thread (g, q) owns tokens 8·g + j and channels 8·m + 2·q + k0."""
     fields, loads = 16 // bits, min(4, dim * bits // 16)
@@ -41,17 +36,6 @@ def param_place(channel: Any, dim: int) -> Any:
     block = min(dim, 64)
     m, q, k0 = channel % block // 8, channel % 8 // 2, channel % 2
     return channel // block * block + q * (block // 4) + m // 2 * 4 + k0 * 2 + m % 2
-
-
-def levels_of(part: Tensor, dim: int, bits: int, trellis: bool, values: bool) -> Tensor:
-    """Return the levels int64 [..., 64, D] of records' keys or values, bytes uint8 [..., 8 · D · bits]."""
-    words = part.contiguous().view(torch.int32).long() & 0xFFFFFFFF
-    place_of = value_place if values else key_place
-    word, bit = torch.broadcast_tensors(*place_of(torch.arange(64)[:, None], torch.arange(dim)[None, :], dim, bits))
-    if not trellis:
-        return words[..., word] >> bit & 2**bits - 1
-    b = [words[..., word] >> (bit - back) % 32 & 1 for back in range(4)]
-    return 2 * (b[0] ^ b[1] ^ b[3]) + b[2]
 
 
 def in_pages(x: Tensor, table: Tensor) -> Tensor:

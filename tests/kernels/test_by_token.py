@@ -6,10 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from held_tiers import cursor_over, in_pages
+from held_tiers import in_pages
 from specache_compile.evaluation.baselines import kcache
-from specache_compile.kernels.movement import copy_stream, cpp_tiers
-from specache_compile.kernels.movement import tier_ops as tiers
+from specache_compile.kernels.movement import copy_stream
 from specache_compile.kernels.state import by_token
 from specache_compile.kernels.state.page_table import Pages
 
@@ -83,30 +82,6 @@ def test_a_run_is_of_one_page(pairs: Tensor, start: int, stop: int) -> None:
         edges.append(end)
     assert edges[-1] == stop
     assert len(set(edges)) == len(edges)
-
-
-@pytest.mark.parametrize("refill", [tiers.refill, "C++"], ids=["reference", "C++"])
-def test_a_fetch_brings_the_pairs_of_the_tokens(pairs: Tensor, refill: object) -> None:
-    selected = torch.tensor([3, 255, 256, 700, 1023, -1], dtype=torch.int32).repeat(ROWS, HEADS, 1)
-    index, moved = torch.full_like(selected, -1), torch.zeros(1, dtype=torch.int64)
-    slots, pages = torch.zeros(ROWS, HEADS, 6, 2, CHANNELS), shuffled(pairs)
-    if refill == "C++":
-        cpp_tiers.prefetch_fused(selected, cursor_over(pages.table), pages.pages, slots, index, moved)
-    else:
-        tiers.refill(selected, pages, slots, index, moved)
-    assert torch.equal(index.sort(-1).values, selected.sort(-1).values)
-    for place, token in enumerate(index[0, 0].tolist()):
-        assert torch.equal(slots[:, :, place], pairs[:, :, token] if token >= 0 else torch.zeros(ROWS, HEADS, 2, 4))
-    assert moved.item() == 5 * ROWS * HEADS * 2 * CHANNELS * 4
-
-
-@pytest.mark.parametrize("first", [0, 250, 256, 1020])
-def test_new_pairs_are_written_by_their_tokens(pairs: Tensor, first: int) -> None:
-    host, new = shuffled(pairs), -torch.rand(ROWS, HEADS, 4, 2, CHANNELS)
-    cpp_tiers.write_pairs(*new.unbind(3), cursor_over(host.table, first), host.pages)()
-    expected = pairs.clone()
-    expected[:, :, first : first + 4] = new
-    assert torch.equal(whole(host), expected)
 
 
 def test_values_are_picked_for_each_query_head(pairs: Tensor) -> None:

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from decode_step import output, reference
+from eviction_fixture import BATCH, DIM, GROUP, HEADS, attention, part, step_of, tokens
 from torch import Tensor
 
 from specache_compile.evaluation.baselines import eviction as evict
@@ -16,7 +18,6 @@ from specache_compile.evaluation.baselines.policies import POLICIES
 
 pytestmark = pytest.mark.pairwise
 
-BATCH, HEADS, GROUP, DIM = 2, 2, 2, 8
 POLICY_NAMES = tuple(name for name in POLICIES if name != "random")
 
 
@@ -135,29 +136,16 @@ class Cache:
         self, q: Tensor, k: Tensor, v: Tensor, padding: list[int] | None = None, sinks: Tensor | None = None,
         mask: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        tokens = k.shape[2]
-        cursor = torch.tensor([[self.length, 0, 0, 0]]).repeat(k.shape[0], 1)
-        if padding is not None:
-            column, row = torch.arange(self.length + tokens), torch.arange(self.length, self.length + tokens)
-            hidden = torch.tensor(padding).view(-1, 1, 1, 1)
-            mask = (column >= hidden) & (column <= row[:, None])
+        cursor, padded = step_of(self.length, k.shape[2], padding)
         out = torch.ops.specache.budget_attention(
-            q, k, v, mask, sinks, cursor, self.kept, self.token, self.history, self.policy, self.block, self.seed,
-            DIM**-0.5, None,
+            q, k, v, padded if mask is None else mask, sinks, cursor, self.kept, self.token, self.history, self.policy,
+            self.block, self.seed, DIM**-0.5, None,
         )  # fmt: skip
-        self.length += tokens
+        self.length += k.shape[2]
         return out
 
     def kept_tokens(self, row: int, head: int) -> list[int]:
         return [token for token in self.token[row, head].tolist() if token >= 0]
-
-
-def tokens(count: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """Return queries and keys so large that attention is far from uniform."""
-    make = torch.Generator().manual_seed(seed)
-    q = torch.randn(BATCH, HEADS * GROUP, count, DIM, generator=make) * 2
-    k, v = (torch.randn(BATCH, HEADS, count, DIM, generator=make) for _ in range(2))
-    return q, k, v
 
 
 def doubles(*given: Tensor) -> tuple[Tensor, ...]:
@@ -179,7 +167,7 @@ def test_decode_keeps_step_by_step_what_the_formula_keeps(policy: str, padding: 
     cache = Cache(26, policy)
     expected, kept = plain(policy, *doubles(q, k, v), 26, [1] * 60, padding or [0, 0])
     for t in range(60):
-        out = cache.step(q[:, :, t : t + 1], k[:, :, t : t + 1], v[:, :, t : t + 1], padding)
+        out = cache.step(*part((q, k, v), t, t + 1), padding)
         torch.testing.assert_close(out.double(), expected[:, :, t : t + 1], atol=1e-5, rtol=1e-5)
         for row, head in kept:
             assert cache.kept_tokens(row, head) == kept[row, head][t], f"token {t}, row {row}, head {head}"
@@ -213,7 +201,7 @@ def test_a_prompt_in_pieces_ends_as_one_in_whole(policy: str) -> None:
     q, k, v = tokens(30, seed=2)
     whole, pieces = Cache(9, policy), Cache(9, policy)
     out = whole.step(q, k, v)
-    parts = [pieces.step(*(x[:, :, a:b] for x in (q, k, v))) for a, b in ((0, 4), (4, 17), (17, 18), (18, 30))]
+    parts = [pieces.step(*part((q, k, v), a, b)) for a, b in ((0, 4), (4, 17), (17, 18), (18, 30))]
     torch.testing.assert_close(torch.cat(parts, 2), out)
     assert torch.equal(pieces.token, whole.token)
     torch.testing.assert_close(pieces.history, whole.history)
@@ -224,30 +212,23 @@ def test_a_sink_takes_its_share() -> None:
     q, k, v = tokens(40, seed=6)
     sinks = torch.linspace(-2, 6, HEADS * GROUP)
     out = Cache(10, "h2o", WHOLE).step(q, k, v, sinks=sinks)
-    query, keys, values = q.double(), *(x.double().repeat_interleave(GROUP, 1) for x in (k, v))
-    hidden = torch.ones(40, 40).triu(1).bool()
-    logits = (query @ keys.mT / math.sqrt(DIM)).masked_fill(hidden, -math.inf)
-    total = logits.exp().sum(-1, keepdim=True) + sinks.double().exp().view(-1, 1, 1)
-    torch.testing.assert_close(out.double(), logits.exp() @ values / total, atol=1e-5, rtol=1e-5)
+    expected = output(reference(q, k, None, torch.ones(40, 40).tril().bool(), sinks, None), v)
+    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_a_head_that_sees_nothing_where_its_group_does_gives_zero() -> None:
     q, k, v = tokens(20, seed=7)
-    seen = torch.ones(20, 20).tril().bool().expand(1, HEADS * GROUP, 20, 20).clone()
-    blind_head, blind_row = 1, 12
-    seen[:, blind_head, blind_row] = False
+    causal = torch.ones(20, 20).tril().bool()
+    seen = causal.expand(BATCH, HEADS * GROUP, 20, 20).clone()
+    seen[:, 1, 12] = False
     cache = Cache(10, "h2o", WHOLE)
-    out = cache.step(q, k, v, mask=seen)
-    keys, values = (x.double().repeat_interleave(GROUP, 1) for x in (k, v))
-    weights = (q.double() @ keys.mT / math.sqrt(DIM)).masked_fill(~seen, -math.inf).softmax(-1).nan_to_num(0.0)
-    torch.testing.assert_close(out.double(), weights @ values, atol=1e-5, rtol=1e-5)
-    assert not out[:, blind_head, blind_row].any()
+    out, weights = cache.step(q, k, v, mask=seen), reference(q, k, seen, causal, None, None)
+    torch.testing.assert_close(out.double(), output(weights, v), atol=1e-5, rtol=1e-5)
+    assert not out[:, 1, 12].any()
     received = weights.unflatten(1, (HEADS, GROUP)).mean(2).sum(2)
     for row, head in ((r, h) for r in range(BATCH) for h in range(HEADS)):
-        kept = cache.kept_tokens(row, head)
-        torch.testing.assert_close(
-            cache.history[row, head, :, 0].double(), received[row, head, kept], atol=1e-5, rtol=1e-5
-        )
+        expected = received[row, head, cache.kept_tokens(row, head)]
+        torch.testing.assert_close(cache.history[row, head, :, 0].double(), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_random_eviction_follows_its_seed() -> None:
@@ -276,22 +257,17 @@ def test_forgetting_drops_the_newer_tokens_and_moves_the_rest_together(length: i
 
 def test_the_cache_continues_after_dropping_more_than_it_had() -> None:
     """Heads then hold different counts; empty entries get no attention, and are filled before any eviction."""
-    q, k, v = tokens(30, seed=7)
+    first, more = tokens(30, seed=7), tokens(3, seed=8)
+    given = tuple(torch.cat([x[:, :, :15], y], 2) for x, y in zip(first, more, strict=True))
     cache = Cache(10, "tova")
-    cache.step(q, k, v)
+    cache.step(*first)
     drop_from(cache.token, 15, cache.kept, cache.history)
     cache.length = 15
-    more_q, more_k, more_v = tokens(3, seed=8)
-    for t in range(3):
+    for token in range(15, 18):
         old = {(r, h): cache.kept_tokens(r, h) for r in range(BATCH) for h in range(HEADS)}
-        out = cache.step(*(x[:, :, t : t + 1] for x in (more_q, more_k, more_v)))
+        out = cache.step(*part(given, token, token + 1))
         for (row, head), kept in old.items():
-            keys = torch.stack([*(k[row, head, i] if i < 15 else more_k[row, head, i - 15] for i in kept),
-                                more_k[row, head, t]])  # fmt: skip
-            values = torch.stack([*(v[row, head, i] if i < 15 else more_v[row, head, i - 15] for i in kept),
-                                  more_v[row, head, t]])  # fmt: skip
-            group = slice(head * GROUP, (head + 1) * GROUP)
-            weights = (more_q[row, group, t] @ keys.T / math.sqrt(DIM)).softmax(-1)
-            torch.testing.assert_close(out[row, group, 0], weights @ values, atol=1e-5, rtol=1e-5)
+            found = out[row, head * GROUP : (head + 1) * GROUP, 0]
+            torch.testing.assert_close(found.double(), attention(kept, row, head, token, given), atol=1e-5, rtol=1e-5)
             if len(kept) < 10:
-                assert cache.kept_tokens(row, head) == [*kept, 15 + t]
+                assert cache.kept_tokens(row, head) == [*kept, token]

@@ -143,13 +143,6 @@ def test_memory_is_registered_and_freed_with_its_device_current(driver: Driver) 
     assert driver.calls[1:] == [("synchronize", OTHER), ("unregister", OTHER)]
 
 
-def test_a_tier_is_one_registration_however_large(driver: Driver) -> None:
-    """This reserves addresses, and touches no memory."""
-    tensor = host_memory.host_empty((3 << 30,), torch.uint8, CUDA)
-    assert kinds(driver) == ["register"]
-    del tensor
-
-
 def test_memory_that_the_driver_refuses_is_an_error(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     cleared: list[int] = []
     refusing = SimpleNamespace(cudaHostRegister=lambda *given: 2, cudaHostUnregister=driver.note("unregister"))
@@ -157,6 +150,7 @@ def test_memory_that_the_driver_refuses_is_an_error(driver: Driver, monkeypatch:
     monkeypatch.setattr(host_memory, "clear_error", lambda: cleared.append(1))
     with pytest.raises(SpecacheError, match=r"CUDA refused to pin 4000 bytes of host memory.*ulimit -l"):
         host_memory.host_empty((1000,), torch.float32, CUDA)
+    assert (host_memory._pool.lent, host_memory._pool.idle_bytes()) == (0, 0)
     assert cleared == [1]
     assert kinds(driver) == [], "what was not registered is not given back"
     assert host_memory._pool.idle_bytes() == 0
@@ -278,21 +272,18 @@ def test_a_host_tier_that_cannot_grow_in_place_moves_with_its_content(
     assert torch.equal(host[:2], before)
 
 
-def test_a_tier_that_outgrows_its_room_moves(driver: Driver) -> None:
-    tensor = host_memory.host_empty((1, mmap.PAGESIZE), torch.uint8, CUDA)
-    assert host_memory.host_grown(tensor, (host_memory.ROOM, mmap.PAGESIZE), CUDA) is not None
-    assert host_memory.host_grown(tensor, (host_memory.ROOM + 1, mmap.PAGESIZE), CUDA) is None
-
-
-def test_a_tier_that_the_driver_pins_no_more_of_moves(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    tensor = host_memory.host_empty((1, mmap.PAGESIZE), torch.uint8, CUDA)
+def test_a_tier_moves_if_it_cannot_grow_in_place(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond its reserved addresses, if the driver pins no more of it, and if it is pageable."""
+    page = mmap.PAGESIZE
+    tensor = host_memory.host_empty((1, page), torch.uint8, CUDA)
+    assert host_memory.host_grown(tensor, (host_memory.ROOM, page), CUDA) is not None
+    assert host_memory.host_grown(tensor, (host_memory.ROOM + 1, page), CUDA) is None
+    tensor, lent = host_memory.host_empty((1, page), torch.uint8, CUDA), host_memory._pool.lent
     monkeypatch.setattr(host_memory, "register", lambda *given: False)
-    assert host_memory.host_grown(tensor, (2, mmap.PAGESIZE), CUDA) is None
-
-
-def test_pageable_memory_does_not_grow_in_place() -> None:
-    assert host_memory.host_grown(torch.zeros(2, 8), (4, 8), torch.device("cpu")) is None
-    assert host_memory.host_grown(torch.zeros(2, 8), (4, 8), CUDA) is None
+    assert host_memory.host_grown(tensor, (2, page), CUDA) is None
+    assert host_memory._pool.lent == lent
+    for device in (torch.device("cpu"), CUDA):
+        assert host_memory.host_grown(torch.zeros(2, 8), (4, 8), device) is None
 
 
 def test_no_registration_ends_within_a_segment(driver: Driver) -> None:

@@ -23,7 +23,6 @@ from specache_compile.kernels.codes.quantize import (
 
 pytestmark = pytest.mark.pairwise
 
-BITS = (1, 2, 4, 8)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FORMATS = [(1, "midpoint"), (1, "minimum"), (2, "minimum"), (4, "minimum"), (8, "minimum")]
 GROUPS = (32, 64, 128)
@@ -111,7 +110,7 @@ def assert_same_levels(actual: Tensor, expected: Tensor, step: Tensor) -> None:
 
 @PROPERTY
 @given(
-    elements=st.lists(st.floats(-60000.0, 60000.0, width=16), min_size=2, max_size=64),
+    elements=st.lists(st.floats(-65504.0, 65504.0, width=16), min_size=2, max_size=64),
     dtype=st.sampled_from(DTYPES),
     form=st.sampled_from(FORMATS),
 )
@@ -155,11 +154,7 @@ def test_the_midpoints_of_the_two_halves_are_the_papers_one_bit_levels() -> None
     assert (float(scale), float(zero)) == ((6 + 2) / 2, (3 * -2 + 6) / 4)
     assert codes.tolist() == [0, 0, 1, 1]
     assert (codes * scale + zero).tolist() == [0.0, 0.0, 4.0, 4.0]
-
-
-def test_one_bit_with_kivis_zero_point_gives_the_extremes() -> None:
-    group = torch.tensor([-2.0, -1.0, 3.0, 6.0])
-    codes, scale, zero = encode(group, 0, 1, "minimum", torch.float32)
+    codes, scale, zero = encode(group, 0, 1, "minimum", torch.float32)  # KIVI's zero point: the extremes
     assert (codes * scale + zero).tolist() == [-2.0, -2.0, 6.0, 6.0]
 
 
@@ -191,6 +186,8 @@ def test_an_infinity_takes_an_end_of_its_group_and_spoils_nothing_else(
     clean = pairs(32, 64, dtype)
     broken = clean.clone()
     broken[0, 0, 3, 5], broken[0, 1, 4, 6], broken[1, 2, 5, 7] = math.inf, -math.inf, math.nan
+    broken[1, 0] = math.nan  # nothing finite
+    broken[1, 0, :, ::2] = math.inf
     finite = broken.isfinite()
     for round_trip, dim, groups in (
         (round_trip_keys, 2, broken),
@@ -207,14 +204,6 @@ def test_an_infinity_takes_an_end_of_its_group_and_spoils_nothing_else(
             assert rebuilt[place] == end(dim, True).expand_as(groups).reshape_as(broken)[place]
 
 
-@pytest.mark.parametrize("bits", BITS)
-def test_a_group_with_nothing_finite_gives_something_finite(bits: int) -> None:
-    x = torch.full((1, 1, 32, 32), math.nan)
-    x[..., ::2] = math.inf
-    assert round_trip_keys(x, 32, bits, "midpoint").isfinite().all()
-    assert round_trip_values(x, 32, bits, "midpoint").isfinite().all()
-
-
 @pytest.mark.parametrize(("bits", "zero_point"), FORMATS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("low", [-1.0, 0.0, 0.5])
@@ -229,13 +218,6 @@ def test_numbers_as_large_as_the_dtype_has_stay_finite(
         rebuilt = round_trip(x, 32, bits, zero_point)
         assert rebuilt.isfinite().all()
         assert (rebuilt.abs().double() <= largest * (1 + 2**bits * torch.finfo(dtype).eps)).all()
-
-
-@pytest.mark.parametrize("bits", BITS)
-def test_the_largest_float16_numbers_keep_the_bound(bits: int) -> None:
-    x = torch.linspace(-65504, 65504, 32 * 32, dtype=torch.float64).view(1, 1, 32, 32).half()
-    off = (round_trip_keys(x, 32, bits, "midpoint").double() - x.double()).abs()
-    assert (off <= bound(x.amin(2, True), x.amax(2, True), bits, "midpoint", torch.float16)).all()
 
 
 @pytest.mark.parametrize("bits", [1, 8])

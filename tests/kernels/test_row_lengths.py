@@ -7,18 +7,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from implementations import KINDS, Ops
 from torch import Tensor
 
 from held_tiers import adjacent, empty_state, low_bit_levels
-from specache_compile.kernels.attention import attention_ops, cpp_decode, extend
 from specache_compile.kernels.codes.records import RECORD
-from specache_compile.kernels.movement import cpp_tiers
 from specache_compile.kernels.movement import tier_ops as tiers
 from specache_compile.kernels.state.cursor import host_record
 from specache_compile.kernels.state.sinks import find_sinks
@@ -28,7 +25,6 @@ from specache_compile.methods.specache import SpecacheOptions
 from specache_compile.runtime.state import fields_of
 
 HEADS, QUERIES, DIM, LANES, TOP_K = 2, 2, 32, 2, 8
-CPU = torch.device("cpu")
 # Prompts with an empty low-bit tier, with some tokens in it, and with almost a window more, so that a step moves only
 # one row's group. Then the number of steps.
 PROMPTS, STEPS = (7, 150, 94, 300), 4
@@ -45,42 +41,9 @@ OPTIONS = {
 every_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 
 
-@dataclass(frozen=True)
-class Implementation:
-    """The ops of one kind by name, and their device. exact: rows of a batch equal single rows bit for bit."""
-
-    ops: Any
-    device: torch.device = CPU
-    exact: bool = True
-
-
-@functools.cache
-def implementation(name: str) -> Implementation:
-    if name == "Triton":
-        triton_append = pytest.importorskip(
-            "specache_compile.kernels.movement.triton_append", reason="Triton is for Linux alone"
-        )
-        from specache_compile.kernels.attention import triton_extend
-        from specache_compile.kernels.decode import triton_scored
-        from specache_compile.kernels.movement import triton_copy, triton_select
-
-        ops = SimpleNamespace(
-            append=triton_append.append, offload=lambda k, v, padding, *rest: triton_copy.write_through(k, v, *rest),
-            decode_attention=triton_scored.decode_attention, score_low_bit=triton_scored.score_low_bit,
-            attend_scored=triton_scored.attend_scored, extend_attention=triton_extend.extend_attention,
-            choose=lambda scores, cursor, index: triton_select.select_topk(scores[0], index, cursor),
-        )  # fmt: skip
-        return Implementation(ops, torch.device("cuda" if torch.cuda.is_available() else "cpu"), exact=False)
-    modules = (cpp_decode, cpp_tiers, extend) if name == "C++" else (attention_ops, extend, tiers)
-    found = {key: value for module in modules for key, value in vars(module).items() if callable(value)}
-    suffix = "_fused" if name == "C++" else ""
-    names = ("append", "offload", "decode_attention", "score_low_bit", "attend_scored", "extend_attention", "correct")
-    return Implementation(SimpleNamespace(**{op: found[op + suffix] for op in names}))
-
-
-@pytest.fixture(params=["definitions", "C++", "Triton"])
-def kind(request: pytest.FixtureRequest) -> Implementation:
-    return implementation(request.param)
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> Ops:
+    return Ops(request.param)
 
 
 @functools.cache
@@ -108,7 +71,7 @@ def cursor_of(
     return cursor
 
 
-def empty(kind: Implementation, options: SpecacheOptions, rows: int, capacity: int = 256) -> LayerState:
+def empty(kind: Ops, options: SpecacheOptions, rows: int, capacity: int = 256) -> LayerState:
     shape = LayerShape(HEADS, DIM, torch.float32, kind.device)
     state = empty_state(options, shape, rows, capacity)
     state["host"].view(torch.uint8).fill_(0x7F)  # elements that no op stores must stay so
@@ -116,7 +79,7 @@ def empty(kind: Implementation, options: SpecacheOptions, rows: int, capacity: i
 
 
 def filled(
-    kind: Implementation, options: SpecacheOptions, rows: Sequence[int], state: LayerState | None = None,
+    kind: Ops, options: SpecacheOptions, rows: Sequence[int], state: LayerState | None = None,
     table: Tensor | None = None,
 ) -> LayerState:  # fmt: skip
     """Return a layer's state for these rows, after a left-padded prompt and steps of one token."""
@@ -137,8 +100,8 @@ def filled(
             index = state["sink_index"][place : place + 1]
             find_sinks(index, None, options.low_bit_length(n), n + count)
         settings = (*options.layout, options.zero_point, frequencies)
-        kind.ops.append(k, v, None, cursor, *(state[name] for name in StoredTiers._fields), *settings)
-        kind.ops.offload(k, v, None, cursor, state["host"])
+        kind.append(k, v, None, cursor, *(state[name] for name in StoredTiers._fields), *settings)
+        kind.offload(k, v, None, cursor, state["host"])
         at = [n + count for n, count in zip(at, counts, strict=True)]
     for place, row in enumerate(rows):  # some slots, of which the first is empty
         low_bit = options.low_bit_length(LENGTHS[row])
@@ -154,20 +117,20 @@ def alone(options: SpecacheOptions, state: LayerState, row: int) -> LayerState:
     return {f.name: (state[f.name][row : row + 1] if f.by_row else state[f.name]).clone() for f in fields}
 
 
-def equal(kind: Implementation, ours: Any, theirs: Any) -> None:
-    if kind.exact or not ours.is_floating_point():
+def equal(kind: Ops, ours: Any, theirs: Any) -> None:
+    if kind.kind != "triton" or not ours.is_floating_point():
         assert torch.equal(ours.contiguous().view(torch.uint8), theirs.contiguous().view(torch.uint8))
     else:
         torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=2e-5)
 
 
 # Triton's interpreter is slow.
-ON_CPU = tuple(f"{what}-{layout}" for what in ("definitions", "C++") for layout in ("rotated", "centered", "16 bits"))
+ON_CPU = tuple(f"{what}-{layout}" for what in KINDS[:2] for layout in ("rotated", "centered", "16 bits"))
 
 
-@pytest.mark.quick_for(*ON_CPU, "Triton-centered")
+@pytest.mark.quick_for(*ON_CPU, "triton-centered")
 @every_option
-def test_a_row_is_stored_as_it_is_alone(kind: Implementation, options: SpecacheOptions) -> None:
+def test_a_row_is_stored_as_it_is_alone(kind: Ops, options: SpecacheOptions) -> None:
     """Bit for bit, and without the left padding."""
     together = filled(kind, options, EVERY)
     for row in EVERY:
@@ -184,24 +147,24 @@ def query(row: int, lanes: int = LANES) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def attended(
-    kind: Implementation, options: SpecacheOptions, state: LayerState, rows: Sequence[int], table: Tensor | None = None
+    kind: Ops, options: SpecacheOptions, state: LayerState, rows: Sequence[int], table: Tensor | None = None
 ) -> dict[str, Tensor]:
     """Return all attentions' results for these rows and one new token, batch first; logits only of the low-bit tier."""
     q, k, v = (torch.cat(parts).to(kind.device) for parts in zip(*map(query, rows), strict=True))
     cursor = cursor_of(options, [LENGTHS[row] for row in rows], [1 for _ in rows], 1, kind.device, table)
     read = ([state[name] for name in StoredTiers._fields], [int(x) for x in options.layout], DIM**-0.5, None)
     slots = (state["slots"], state["slot_index"])
-    out, scores = kind.ops.decode_attention(q, k, v, None, None, cursor, *slots, *read)
-    logits, base, selection = kind.ops.score_low_bit(q, k, v, None, None, cursor, *read)
-    second = kind.ops.attend_scored(q, k, v, None, None, cursor, logits, base, slots[1].flip(-1), *slots, *read)
-    exact = kind.ops.extend_attention(q, k, v, None, None, cursor, state["host"], DIM**-0.5, None)
+    out, scores = kind.decode_attention(q, k, v, None, None, cursor, *slots, *read)
+    logits, base, selection = kind.score_low_bit(q, k, v, None, None, cursor, *read)
+    second = kind.attend_scored(q, k, v, None, None, cursor, logits, base, slots[1].flip(-1), *slots, *read)
+    exact = kind.extend_attention(q, k, v, None, None, cursor, state["host"], DIM**-0.5, None)
     found = {"decode": out, "scores": scores, "selection": selection.movedim(1, 0), "corrected": second}
     return found if options.bits_on_host < 16 else {**found, "extend": exact}
 
 
-@pytest.mark.quick_for(*ON_CPU, "Triton-centered")
+@pytest.mark.quick_for(*ON_CPU, "triton-centered")
 @every_option
-def test_a_rows_attention_equals_that_of_the_row_alone(kind: Implementation, options: SpecacheOptions) -> None:
+def test_a_rows_attention_equals_that_of_the_row_alone(kind: Ops, options: SpecacheOptions) -> None:
     state = filled(kind, options, EVERY)
     together = attended(kind, options, state, EVERY)
     for row in EVERY:
@@ -209,8 +172,8 @@ def test_a_rows_attention_equals_that_of_the_row_alone(kind: Implementation, opt
             equal(kind, together[name][row : row + 1], expected)
 
 
-@pytest.mark.parametrize("kind", ["definitions", "C++"], indirect=True)
-def test_a_correction_copies_the_same_pairs_as_for_each_row_alone(kind: Implementation) -> None:
+@pytest.mark.parametrize("kind", KINDS[:2], indirect=True)
+def test_a_correction_copies_the_same_pairs_as_for_each_row_alone(kind: Ops) -> None:
     options = OPTIONS["rotated"]
     state, scores = filled(kind, options, EVERY), torch.rand(1, len(EVERY), HEADS, 256)
     separate = [alone(options, state, row) for row in EVERY]
@@ -218,7 +181,7 @@ def test_a_correction_copies_the_same_pairs_as_for_each_row_alone(kind: Implemen
     def correct(state: LayerState, rows: slice) -> Tensor:
         written = (state["slots"], state["slot_index"], state["corrected"])
         own = cursor_of(options, LENGTHS[: len(EVERY)][rows], [1 for _ in EVERY][rows], 1, "cpu")
-        return kind.ops.correct(scores[:, rows].contiguous(), own, state["host"], *written)
+        return kind.correct(scores[:, rows].contiguous(), own, state["host"], *written)
 
     together = correct(state, slice(None))
     for row in EVERY:
@@ -228,11 +191,11 @@ def test_a_correction_copies_the_same_pairs_as_for_each_row_alone(kind: Implemen
 
 
 def test_triton_chooses_among_the_low_bit_tier_of_each_row() -> None:
-    kind, options = implementation("Triton"), OPTIONS["16 bits"]
+    kind, options = Ops("triton"), OPTIONS["16 bits"]
     scores = torch.rand(1, len(EVERY), HEADS, 256, device=kind.device)
     cursor = cursor_of(options, LENGTHS[: len(EVERY)], [1 for _ in EVERY], 1, kind.device)
     chosen = torch.empty(len(EVERY), HEADS, TOP_K, dtype=torch.int32, device=kind.device)
-    kind.ops.choose(scores, cursor, chosen)
+    kind.select_topk(scores[0], chosen, cursor)
     for row, length in enumerate(LENGTHS[: len(EVERY)]):
         low_bit = options.low_bit_length(length)
         best = scores[0, row, :, :low_bit].topk(min(TOP_K, low_bit)).indices.sort().values
@@ -240,14 +203,14 @@ def test_triton_chooses_among_the_low_bit_tier_of_each_row() -> None:
         assert (chosen[row, :, best.shape[-1] :] == -1).all()
 
 
-def test_a_chunked_prefill_hides_left_padding(kind: Implementation) -> None:
+def test_a_chunked_prefill_hides_left_padding(kind: Ops) -> None:
     """In a chunked prefill, a row's first new tokens may be padding."""
     options = OPTIONS["16 bits"]
     state, lengths, front = filled(kind, options, [1, 1]), (0, 150), (3, 0)
     q, k, v = (torch.cat([x, x]).to(kind.device) for x in query(0, 5))
     k[0, :, :3] = v[0, :, :3] = torch.nan
     cursor = cursor_of(options, lengths, [5 - absent for absent in front], 5, kind.device)
-    out = kind.ops.extend_attention(q, k, v, None, None, cursor, state["host"], DIM**-0.5, None)
+    out = kind.extend_attention(q, k, v, None, None, cursor, state["host"], DIM**-0.5, None)
     for row, (length, absent) in enumerate(zip(lengths, front, strict=True)):
         keys, values = state["host"][row : row + 1, :, :length].to(kind.device).unbind(3)
         keys, values = (
@@ -280,7 +243,7 @@ PAGED, TABLE = (0, 1, LONG), torch.tensor([[5, 0], [2, 0], [7, 1]])
 IN_PAGES = ("codes", "key_params", "value_params", "host")
 
 
-def in_pages(kind: Implementation, options: SpecacheOptions) -> LayerState:
+def in_pages(kind: Ops, options: SpecacheOptions) -> LayerState:
     """Return an empty layer: rows, and eight pages filled with values that no op may read."""
     pages = empty(kind, options, 8)
     for name in IN_PAGES:
@@ -295,7 +258,7 @@ def untouched(tensor: Tensor) -> bool:
 
 @pytest.mark.quick_for(*ON_CPU)
 @every_option
-def test_tiers_are_the_same_in_any_order_of_pages(kind: Implementation, options: SpecacheOptions) -> None:
+def test_tiers_are_the_same_in_any_order_of_pages(kind: Ops, options: SpecacheOptions) -> None:
     """Bit for bit; unused pages are unchanged."""
     state = filled(kind, options, PAGED, in_pages(kind, options), TABLE)
     order = adjacent(len(PAGED), 512)
@@ -321,7 +284,7 @@ def test_tiers_are_the_same_in_any_order_of_pages(kind: Implementation, options:
 
 
 @every_option
-def test_a_padding_row_touches_page_0_alone(kind: Implementation, options: SpecacheOptions) -> None:
+def test_a_padding_row_touches_page_0_alone(kind: Ops, options: SpecacheOptions) -> None:
     """A row without tokens and pages, next to a real row."""
     state = in_pages(kind, options)
     k, v = (torch.full((2, HEADS, 1, DIM), 1.0, device=kind.device) for _ in range(2))
@@ -329,8 +292,8 @@ def test_a_padding_row_touches_page_0_alone(kind: Implementation, options: Speca
     cursor = cursor_of(options, [0, 0], [1, 1], 1, kind.device, table)
     rows = {name: tensor if name in IN_PAGES else tensor[:2] for name, tensor in state.items()}
     settings = (*options.layout, options.zero_point, None)
-    kind.ops.append(k, v, None, cursor, *(rows[name] for name in StoredTiers._fields), *settings)
-    kind.ops.offload(k, v, None, cursor, rows["host"])
+    kind.append(k, v, None, cursor, *(rows[name] for name in StoredTiers._fields), *settings)
+    kind.offload(k, v, None, cursor, rows["host"])
     touched = {page for page in range(8) if not untouched(state["host"][page])}
     assert touched == {0, 4}
     assert all(untouched(state[name]) for name in IN_PAGES[:3])

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from eviction_fixture import BATCH, DIM, GROUP, HEADS, attention, part, step_of, tokens
 from torch import Tensor
 
 from specache_compile.evaluation.baselines import prompt_eviction
@@ -14,7 +15,6 @@ from specache_compile.evaluation.baselines.eviction import drop_from
 
 pytestmark = pytest.mark.pairwise
 
-BATCH, HEADS, GROUP, DIM = 2, 2, 2, 8
 BUDGET, WINDOW = 26, 6
 
 
@@ -45,38 +45,15 @@ class Cache:
         self.token = torch.full((BATCH, HEADS, 60), -1, dtype=torch.int32)
 
     def step(self, q: Tensor, k: Tensor, v: Tensor, padding: Sequence[int] | None = None) -> Tensor:
-        tokens = k.shape[2]
-        cursor, mask = torch.tensor([[self.length, 0, 0, 0]]).repeat(k.shape[0], 1), None
-        if padding is not None:
-            column, row = torch.arange(self.length + tokens), torch.arange(self.length, self.length + tokens)
-            mask = (column >= torch.tensor(padding).view(-1, 1, 1, 1)) & (column <= row[:, None])
+        cursor, mask = step_of(self.length, k.shape[2], padding)
         out = torch.ops.specache.prompt_attention(
             q, k, v, mask, None, cursor, self.pairs, self.token, *self.settings, DIM**-0.5, None
         )
-        self.length += tokens
+        self.length += k.shape[2]
         return out
 
     def kept(self, row: int, head: int) -> list[int]:
         return [token for token in self.token[row, head].tolist() if token >= 0]
-
-
-def tokens(count: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    make = torch.Generator().manual_seed(seed)
-    q = torch.randn(BATCH, HEADS * GROUP, count, DIM, generator=make) * 2
-    k, v = (torch.randn(BATCH, HEADS, count, DIM, generator=make) for _ in range(2))
-    return q, k, v
-
-
-def part(given: tuple[Tensor, ...], start: int, stop: int) -> tuple[Tensor, ...]:
-    return tuple(x[:, :, start:stop] for x in given)
-
-
-def attention(kept: list[int], row: int, head: int, token: int, given: tuple[Tensor, ...]) -> Tensor:
-    """Return a token's outputs [G, d] over the kept tokens and itself, in float64."""
-    q, k, v = (x.double() for x in given)
-    group = slice(head * GROUP, (head + 1) * GROUP)
-    seen = [*kept, token]
-    return (q[row, group, token] @ k[row, head, seen].T / math.sqrt(DIM)).softmax(-1) @ v[row, head, seen]
 
 
 @pytest.mark.parametrize("padding", [None, (7, 0)], ids=["unpadded", "left padding"])

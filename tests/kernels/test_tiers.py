@@ -1,4 +1,4 @@
-"""The ops that move pairs between tiers, against plain Python models of each tier."""
+"""The ops that move pairs between tiers, against plain Python models of each tier, for every implementation."""
 
 from __future__ import annotations
 
@@ -8,46 +8,54 @@ import random
 import sys
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+from implementations import KINDS, Ops
+from kept_fixture import Named
+from record_fixture import in_pages
 from torch import Tensor
 
-from held_tiers import adjacent, cursor_over, in_pages
-from specache_compile.evaluation.baselines import pages  # noqa: F401 - declares its op
+import pairwise
+from held_tiers import adjacent, cursor_over
 from specache_compile.kernels.codes.cpp_trellis import encoder
-from specache_compile.kernels.codes.params import stored_scale
+from specache_compile.kernels.codes.params import read_params, read_scale, stored_scale
 from specache_compile.kernels.codes.quantize import quantize_keys, quantize_values
 from specache_compile.kernels.codes.records import by_token, in_thread_order, param_order, read_levels, stored_dim
 from specache_compile.kernels.codes.trellis import quantize
 from specache_compile.kernels.movement.copy_queue import CopyQueue
-from specache_compile.kernels.movement.tier_ops import padded, refill
-from specache_compile.kernels.op import op_of
+from specache_compile.kernels.movement.tier_ops import padded
+from specache_compile.kernels.state.center import centers, set_center
 from specache_compile.kernels.state.cursor import LENGTH, LOW_BIT, NEXT_LOW_BIT, QUEUE
-from specache_compile.kernels.state.layout import Layout, rotated
-from specache_compile.kernels.state.page_table import LOW_BIT_TIER, PAGE, Pages, rows_read
+from specache_compile.kernels.state.layout import Layout, rotated, rotation_block
+from specache_compile.kernels.state.page_table import LOW_BIT_TIER, PAGE, rows_read
 
 pytestmark = pytest.mark.pairwise
 
 BATCH, HEADS, HEAD_DIM, CAPACITY = 2, 2, 16, 1024
-ROWS, TABLE = (BATCH, HEADS), adjacent(BATCH, CAPACITY)
-ops = torch.ops.specache
+ROWS = (BATCH, HEADS)
+# Pages in any order; page 0 belongs to no row.
+TABLE = torch.tensor([[3, 8, 1, 6], [7, 2, 5, 4]])
+ops: Any = torch.ops.specache
+on_cpus = pytest.mark.parametrize("every_implementation", KINDS[:2], indirect=True)
+of_definitions = pytest.mark.parametrize("every_implementation", KINDS[:1], indirect=True)
 
 
-class Fused:
-    """The ops, in C++ if an op has C++."""
-
-    def __getattr__(self, name: str) -> Any:
-        found = torch.ops.specache
-        return getattr(found, f"{name}_fused" if op_of(getattr(found, name).default).fused else name)
-
-
-@pytest.fixture(autouse=True, params=[ops, Fused()], ids=["definitions", "C++"])
+@pytest.fixture(autouse=True, params=KINDS)
 def every_implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run each test with every implementation of the ops."""
-    monkeypatch.setattr(sys.modules[__name__], "ops", request.param)
+    monkeypatch.setattr(sys.modules[__name__], "ops", Ops(request.param))
+
+
+def run(name: str, *given: Any) -> None:
+    """Run an op on its implementation's device."""
+    moved = [x.to(ops.device) if isinstance(x, Tensor) else x for x in given]
+    getattr(ops, name)(*moved)
+    for x, there in zip(given, moved, strict=True):
+        if isinstance(x, Tensor) and x is not there:
+            x.copy_(there)
 
 
 def random_pairs(tokens: int, seed: int, head_dim: int = HEAD_DIM, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -55,211 +63,285 @@ def random_pairs(tokens: int, seed: int, head_dim: int = HEAD_DIM, dtype: torch.
     return torch.randn(*ROWS, tokens, 2, head_dim, generator=generator).to(dtype)
 
 
+def assert_same(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+
+
 # append and offload
 
 
-@dataclass
-class Cache:
-    """The tiers of a cache, and all pairs that were appended, in order."""
+@dataclass(frozen=True)
+class Case(Named):
+    """A cache's options. left_out: every fifth token is padding. odd: pairs that are not finite, or constant."""
 
-    bits: int
-    group: int
-    residual: int
+    bits: int = 2
+    value_bits: int | None = None
+    group: int = 32
+    residual: int = 32
     head_dim: int = HEAD_DIM
     dtype: torch.dtype = torch.float32
     zero_point: str = "midpoint"
-    value_bits: int | None = None
     rotate: bool = False
     sink_tokens: int = 0
     trellis: bool = False
     key_trellis: bool = False
     eight: bool = False
-    center: Tensor = field(default_factory=lambda: torch.zeros(*ROWS, 0, 1))
-    originals: list[Tensor] = field(default_factory=list)
+    center: bool = False
+    left_out: bool = False
+    odd: bool = False
 
-    def __post_init__(self) -> None:
-        d, quantized = self.head_dim, self.bits < 16
-        self.dim = stored_dim(d)
-        self.size = min(self.dim, self.group)
-        self.window = self.residual + self.group
-        self.cursor = cursor_over(TABLE)
-        self.recent = torch.full((*ROWS, self.window, 2, d), math.nan, dtype=self.dtype)
-        self.host = torch.full((*ROWS, CAPACITY, 2, d), math.nan, dtype=self.dtype)
-        self.layout = Layout(self.bits, self.value_bits or self.bits, self.rotate)
-        self.codes = torch.full((*ROWS, CAPACITY, 2 * d), math.nan, dtype=self.dtype)
-        if quantized:
-            self.codes = torch.full((*ROWS, CAPACITY, self.layout.width(d)), 255, dtype=torch.uint8)
-        groups, tokens = (CAPACITY // self.group, CAPACITY) if quantized else (0, 0)
-        dtype, nothing = (torch.uint8, 255) if self.eight else (self.dtype, math.nan)
-        self.key_params = torch.full((*ROWS, groups, 2, self.dim), nothing, dtype=dtype)
-        if self.key_trellis:
-            self.key_params = torch.full((*ROWS, groups, 1, self.group), nothing, dtype=dtype)
-            self.center = torch.zeros(*ROWS, 3, d)
-        of_values = (1, 1) if self.trellis else (2, self.dim // self.size)
-        self.value_params = torch.full((*ROWS, tokens, *of_values), nothing, dtype=dtype)
-        self.sink_pairs = torch.full((*ROWS, self.sink_tokens, 2, d), math.nan, dtype=self.dtype)
-        self.pages = {name: in_pages(getattr(self, name), CAPACITY).pages for name in (*LOW_BIT_TIER, "host")}
+    @property
+    def is_possible(self) -> bool:
+        key_bits, value_bits = self.bits, self.value_bits or self.bits
+        of_codes = self.value_bits or self.trellis or self.key_trellis or self.eight or self.center or self.left_out
+        return not (
+            (self.bits == 16 and of_codes)
+            or (self.trellis and value_bits > 1) or (self.key_trellis and key_bits > 1)
+            or (self.eight and 8 in (key_bits, value_bits)) or (self.center and self.head_dim < 16)
+            or (self.odd and (self.rotate or self.center or self.key_trellis or self.trellis))
+        )  # fmt: skip
+
+    def is_exact(self, kind: str) -> bool:
+        """Return whether levels are equal: sums of eighths are the same in any order, if the square root is exact."""
+        rotation = not self.rotate or kind != "triton" or rotation_block(self.head_dim) in (16, 64, 256)
+        return not self.center and rotation and not (kind == "triton" and (self.trellis or self.key_trellis))
+
+
+class Cache:
+    """The tiers of a cache, and all pairs that were appended, in order."""
+
+    def __init__(self, case: Case) -> None:
+        self.case, d, group = case, case.head_dim, case.group
+        self.dim, self.originals = stored_dim(d), list[Tensor]()
+        self.size, self.window = min(self.dim, group), case.residual + group
+        self.layout = Layout(case.bits, case.value_bits or case.bits, case.rotate)
+        self.cursor, rows, dtype, nothing = cursor_over(TABLE), (*ROWS, CAPACITY), case.dtype, math.nan
+        self.recent = torch.full((*ROWS, self.window, 2, d), nothing, dtype=dtype)
         # Row b's sinks begin at its token 2·b.
-        first = 2 * torch.arange(BATCH).view(-1, 1, 1)
-        self.sink_index = (torch.arange(self.sink_tokens) + first).int()
+        self.sink_index = (torch.arange(case.sink_tokens) + 2 * torch.arange(BATCH).view(-1, 1, 1)).int()
+        self.sink_pairs = torch.full((*ROWS, case.sink_tokens, 2, d), nothing, dtype=dtype)
+        self.center = torch.zeros(*ROWS, 3 if case.key_trellis else 4 if case.center else 0, d)
+        self.frequencies = 0.8 ** torch.arange(d // 2.0) if case.center else None
+        self.there = torch.arange(CAPACITY) % 5 > 0 if case.left_out else torch.ones(CAPACITY, dtype=torch.bool)
+        tiers = {"host": torch.full((*rows, 2, d), nothing, dtype=dtype)}
+        if case.bits == 16:
+            tiers["codes"] = torch.full((*rows, 2 * d), nothing, dtype=dtype)
+            tiers["key_params"], tiers["value_params"] = (torch.zeros(*ROWS, 0, 2, d, dtype=dtype) for _ in range(2))
+        else:
+            tiers["codes"] = torch.full((*rows, self.layout.width(d)), 255, dtype=torch.uint8)
+            key_shape = (1, group) if case.key_trellis else (2, self.dim)
+            value_shape = (1, 1) if case.trellis else (2, self.dim // self.size)
+            dtype, nothing = (torch.uint8, 255) if case.eight else (dtype, nothing)
+            tiers["key_params"] = torch.full((*ROWS, CAPACITY // group, *key_shape), nothing, dtype=dtype)
+            tiers["value_params"] = torch.full((*rows, *value_shape), nothing, dtype=dtype)
+        self.pages = {name: in_pages(x, TABLE) for name, x in tiers.items()}
 
     @property
     def length(self) -> int:
         return sum(pairs.shape[2] for pairs in self.originals)
 
     def low_bit(self, length: int) -> int:
-        return self.group * max(0, (length - self.residual) // self.group)
+        return self.case.group * max(0, (length - self.case.residual) // self.case.group)
 
     def put(self, tokens: int) -> None:
         """Append and offload random pairs, with a session's cursor."""
-        pairs = random_pairs(tokens, self.length, self.head_dim, self.dtype)
-        if self.rotate:  # of eighths, a rotation's sums are the same in any order, which is a processor's to choose
+        pairs = random_pairs(tokens, self.length, self.case.head_dim, torch.float32)
+        if (
+            self.case.rotate
+        ):  # of eighths, a rotation's sums are the same in any order, which is a processor's to choose
             pairs = (pairs * 8).round() / 8
+        if self.case.odd:
+            pairs[0, 0, ::3, 0, 5], pairs[0, 0, ::4, 1, 7], pairs[0, 0, ::8, :, 9] = math.inf, -math.inf, math.nan
+            pairs[0, 1], pairs[1, 0, :, 0, 3], pairs[1, 1, 0, 1] = 2.5, math.nan, 0.0
+        pairs = pairs.to(self.case.dtype)
         self.cursor[:, LENGTH] = self.length
         self.cursor[:, LOW_BIT] = self.low_bit(self.length)
         self.cursor[:, NEXT_LOW_BIT] = self.low_bit(self.length + tokens)
         k, v = pairs.unbind(3)
         low_bit_tier = (self.pages[name] for name in LOW_BIT_TIER)
-        ops.append(
-            k, v, None, self.cursor, *low_bit_tier, self.center, self.sink_pairs, self.sink_index, self.recent,
-            *self.layout, self.zero_point,
+        padding = self.there.expand(BATCH, 1, 1, -1).contiguous() if self.case.left_out else None
+        run(
+            "append", k, v, padding, self.cursor, *low_bit_tier, self.center, self.sink_pairs, self.sink_index,
+            self.recent, *self.layout, self.case.zero_point, self.frequencies,
         )  # fmt: skip
-        ops.offload(k, v, None, self.cursor, self.pages["host"])
-        for name, tier in self.pages.items():
-            setattr(self, name, rows_read(tier, TABLE))
+        run("offload", k, v, None, self.cursor, self.pages["host"])
         self.originals.append(pairs)
 
     def check(self) -> None:
-        n, low_bit = self.length, self.low_bit(self.length)
+        n, low_bit, case = self.length, self.low_bit(self.length), self.case
+        tiers = {name: rows_read(tier, TABLE) for name, tier in self.pages.items()}
+        codes, host = tiers["codes"], tiers["host"]
+        assert all((tier[0] == 3).all() for tier in self.pages.values()), "page 0 is no row's"
         truth = torch.cat(self.originals, 2)
-        assert torch.equal(self.host[:, :, :n], truth)
-        assert self.host[:, :, n:].isnan().all()
+        assert_same(host[:, :, :n], truth)
+        assert host[:, :, n:].isnan().all()
         newest = torch.arange(low_bit, n)
-        assert torch.equal(self.recent[:, :, newest % self.window], truth[:, :, newest])
-        if self.bits == 16:
-            assert torch.equal(self.codes[:, :, :low_bit].unflatten(3, (2, -1)), truth[:, :, :low_bit])
-            assert self.codes[:, :, low_bit:].isnan().all()
+        assert_same(self.recent[:, :, newest % self.window], truth[:, :, newest])
+        if case.bits == 16:
+            assert_same(codes[:, :, :low_bit].unflatten(3, (2, -1)), truth[:, :, :low_bit])
+            assert codes[:, :, low_bit:].isnan().all()
             return
-        if self.key_trellis:
-            truth = truth.clone()
-            truth[:, :, :, 0] -= self.mean_of_the_first(truth)
-        keys, values = (rotated(truth).to(self.dtype) if self.rotate else truth)[:, :, :low_bit].unbind(3)
-        others = torch.ones(*ROWS, low_bit, dtype=torch.bool)
+        keys, values = self.quantised(truth, low_bit).unbind(3)
+        others = self.there[:low_bit].repeat(*ROWS, 1)
         for row, tokens in enumerate(self.sink_index[:, 0].tolist()):
             for place, token in enumerate(tokens):
                 if token < low_bit:
-                    assert torch.equal(self.sink_pairs[row, :, place], self.host[row, :, token])
+                    assert_same(self.sink_pairs[row, :, place], host[row, :, token])
                     others[row, :, token] = False
-                    if not self.key_trellis:  # a key that is there twice changes no range
-                        keys[row, :, token] = keys[row, :, token // self.group * self.group + self.group - 1]
                 else:
                     assert self.sink_pairs[row, :, place].isnan().all()
-        dtype, key_bits, value_bits = self.key_params.dtype, self.layout.key_bits, self.layout.value_bits
-        if self.key_trellis:
+        if not case.key_trellis:  # a key that is there twice changes no range
+            for row, token in (~others[:, 0]).nonzero().tolist():
+                group = token // case.group * case.group
+                keys[row, :, token] = keys[
+                    row, :, group + int(others[row, 0, group : group + case.group].nonzero()[-1])
+                ]
+        dtype, key_bits, value_bits = tiers["key_params"].dtype, self.layout.key_bits, self.layout.value_bits
+        if case.key_trellis:
             key_levels, scales = self.in_trellis(keys, values=False)
-            key_params = stored_scale(scales, dtype).view(*ROWS, -1, 1, self.group)
+            key_params = stored_scale(scales, dtype).view(*ROWS, -1, 1, case.group)
         else:
-            key_levels, key_params = quantize_keys(padded(keys), self.group, key_bits, self.zero_point, dtype)
+            key_levels, key_params = quantize_keys(padded(keys), case.group, key_bits, case.zero_point, dtype)
             key_params = key_params[..., param_order(self.dim, key_bits)]
-        if self.trellis:
+        if case.trellis:
             value_levels, scales = self.in_trellis(values, values=True)
             value_params = stored_scale(in_thread_order(scales), dtype)[..., None, None]
         else:
-            value_levels, value_params = quantize_values(padded(values), self.size, value_bits, self.zero_point, dtype)
+            value_levels, value_params = quantize_values(padded(values), self.size, value_bits, case.zero_point, dtype)
         for levels, bits, of_values in ((key_levels, key_bits, False), (value_levels, value_bits, True)):
-            found = read_levels(self.codes, self.dim, bits, of_values)
-            assert torch.equal(found[:, :, :low_bit][others], levels[others])
+            found = read_levels(codes, self.dim, bits, of_values)
+            self.check_levels(
+                found[:, :, :low_bit][others], levels[others], case.trellis if of_values else case.key_trellis
+            )
             assert (found[:, :, low_bit:] == 2**bits - 1).all()
-        groups = low_bit // self.group
-        assert torch.equal(self.key_params[:, :, :groups], key_params)
-        assert torch.equal(self.value_params[:, :, :low_bit], value_params)
-        for untouched in (self.key_params[:, :, groups:], self.value_params[:, :, low_bit:]):
-            assert (untouched == 255).all() if self.eight else untouched.isnan().all()
+        groups = low_bit // case.group
+        for name, count, expected in (("key_params", groups, key_params), ("value_params", low_bit, value_params)):
+            found, untouched = tiers[name][:, :, :count], tiers[name][:, :, count:]
+            assert (untouched == 255).all() if case.eight else untouched.isnan().all()
+            if case.is_exact(ops.kind):
+                assert_same(found, expected)
+            else:
+                check_params(found, expected)
+
+    def quantised(self, truth: Tensor, low_bit: int) -> Tensor:
+        """Return the pairs [B, H, n, 2, d] that become codes: centered and rotated."""
+        case, truth = self.case, truth.clone()
+        lengths = itertools.accumulate(pairs.shape[2] for pairs in self.originals)
+        first = next(filter(None, map(self.low_bit, lengths)), 0)  # the low-bit tier's first keys, from one append
+        if case.key_trellis or case.center:
+            expected, there = torch.zeros_like(self.center), self.there[None, None, :first, None]
+            if first:
+                set_center(truth[:, :, :first, 0], there, self.frequencies, expected, case.group)
+            torch.testing.assert_close(self.center, expected, rtol=1e-4, atol=1e-5)
+            truth = truth[:, :, :low_bit].float()
+            truth[:, :, :, 0] -= centers(self.center, case.group, 0, low_bit // case.group)
+        return (rotated(truth.float()) if case.rotate else truth).to(case.dtype)[:, :, :low_bit]
 
     def in_trellis(self, x: Tensor, values: bool) -> tuple[Tensor, Tensor]:
         """Return the bits [B, H, n, D] of keys or values [B, H, n, d], and their scales [B, H, n]."""
         bits, scale = quantize(x, 0, self.dim, values, encoder(x.device))
         return by_token(bits, self.dim, 1, values)[:, :, : x.shape[2]], scale[..., 0, 0]
 
-    def mean_of_the_first(self, truth: Tensor) -> Tensor:
-        """Return the mean [B, H, 1, d] of the first keys of the low-bit tier, from one append."""
-        lengths = itertools.accumulate(pairs.shape[2] for pairs in self.originals)
-        first = next(filter(None, map(self.low_bit, lengths)), 0)
-        return truth[:, :, :first, 0].double().mean(2, keepdim=True).float() if first else torch.zeros(*ROWS, 1, 1)
+    def check_levels(self, found: Tensor, expected: Tensor, in_trellis: bool) -> None:
+        """Without exact sums a number may be at a border of levels, and a circle may have two paths as near."""
+        if self.case.is_exact(ops.kind):
+            assert torch.equal(found, expected)
+        elif found.numel():
+            away = (found.int() - expected.int()).abs()
+            assert away.max() <= 1
+            assert (away > 0).float().mean() < (0.1 if in_trellis else 2e-3)
 
 
-@pytest.mark.parametrize("residual", [0, 20, 32, 100])
-@pytest.mark.parametrize(("bits", "group"), [(1, 32), (2, 64), (4, 32), (8, 128), (16, 32)])
-def test_after_any_appends_each_tier_holds_what_it_should(bits: int, group: int, residual: int) -> None:
-    sizes = random.Random(f"{bits} {residual}")
-    cache = Cache(bits, group, residual)
-    for _ in range(15):
+def check_params(found: Tensor, expected: Tensor) -> None:
+    """Allow other roundings of parameters, and of a few trellis scales whose paths differ."""
+    if found.shape[3] == 1:
+        found, expected = (read_scale(x).float() for x in (found, expected))
+    else:
+        found, expected = (torch.stack(read_params(*x.unbind(3))).float() for x in (found, expected))
+    away = (found - expected).abs() > 0.01 * expected.abs() + 1e-3
+    assert away.float().mean() < 0.1 if found.numel() else True
+
+
+AXES: dict[str, list[Any]] = {
+    "bits": [1, 2, 4, 8, 16], "value_bits": [None, 1, 2, 4], "group": [32, 64, 128], "residual": [0, 20, 32, 100],
+    "head_dim": [16, 64, 80, 128], "dtype": [torch.float32, torch.float16, torch.bfloat16],
+    "zero_point": ["midpoint", "minimum", "middles"], "rotate": [False, True], "sink_tokens": [0, 1, 4, 20],
+    "trellis": [False, True], "key_trellis": [False, True], "eight": [False, True], "center": [False, True],
+    "left_out": [False, True], "odd": [False, False, True],
+}  # fmt: skip
+chance = random.Random(0)
+SAMPLE = [Case(**{name: chance.choice(values) for name, values in AXES.items()}) for _ in range(8_000)]
+SAMPLE = [case for case in SAMPLE if case.is_possible]
+CASES = [Case(), *(SAMPLE[place] for place in pairwise.chosen([{"case": case} for case in SAMPLE]))]
+FOR_TRITON = [case for case in CASES if case.dtype != torch.bfloat16 and case.group * case.head_dim <= 64 * 80]
+
+
+@on_cpus
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_after_any_appends_each_tier_holds_what_it_should(case: Case) -> None:
+    """Sinks are kept as they are and widen no group; a trellis of keys subtracts the mean of the first ones."""
+    sizes, cache = random.Random(str(case)), Cache(case)
+    for _ in range(8):
         tokens = sizes.choice([1, 1, 2, sizes.randint(3, 40), sizes.randint(41, 150)])
         if cache.length + tokens <= CAPACITY:
             cache.put(tokens)
             cache.check()
 
 
-TURNED: dict[str, Any] = {"rotate": True, "value_bits": 1}
-CACHES: tuple[dict[str, Any], ...] = (
-    *({"rotate": True, "bits": bits, "value_bits": value_bits} for bits, value_bits in ((2, 1), (1, 4), (2, 2))),
-    *({**TURNED, "bits": bits, "sink_tokens": sinks} for bits in (1, 2) for sinks in (1, 4, 20)),
-    *(
-        {**TURNED, "sink_tokens": 4, "trellis": True, "head_dim": head_dim, "eight": eight, **keys}
-        for head_dim in (64, 80) for eight in (False, True) for keys in ({"bits": 2}, {"bits": 1, "key_trellis": True})
-    ),
-    *(
-        {"bits": 1, "group": 64, "residual": 64, "head_dim": head_dim, "dtype": dtype, "zero_point": zero_point}
-        for zero_point, head_dim, dtype in (
-            ("midpoint", 80, torch.bfloat16), ("midpoint", 128, torch.float16), ("minimum", 80, torch.float16),
-            ("minimum", 128, torch.bfloat16), ("middles", 80, torch.bfloat16), ("middles", 128, torch.float16),
-        )
-    ),
-)  # fmt: skip
+@pytest.mark.parametrize("every_implementation", KINDS[2:], indirect=True)
+@pytest.mark.pairwise(1)
+@pytest.mark.parametrize("case", FOR_TRITON, ids=str)
+@pytest.mark.parametrize("launches", ["one", "several"])
+def test_after_tritons_appends_each_tier_holds_what_it_should(
+    case: Case, launches: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The groups of a long prompt are rotated and encoded in several launches."""
+    from specache_compile.kernels.movement import triton_append
 
-
-@pytest.mark.parametrize("options", CACHES, ids=str)
-def test_each_tier_holds_what_it_should_with_every_option(options: dict[str, Any]) -> None:
-    """Sinks are kept as they are and widen no group; a trellis of keys subtracts the mean of the first ones."""
-    cache = Cache(**{"group": 32, "residual": 32, **options})
-    for tokens in (3, 1, 59, 1, 1, 40, 64):
+    if launches == "several":
+        monkeypatch.setattr(triton_append, "SCRATCH", 1)
+    cache = Cache(case)
+    for tokens in (2 * case.group + 8, 1, case.group - 2):
         cache.put(tokens)
         cache.check()
 
 
+@on_cpus
 @pytest.mark.parametrize("first", [1, 100])
 def test_token_by_token_over_several_groups(first: int) -> None:
-    cache = Cache(bits=2, group=32, residual=32)
+    cache = Cache(Case())
     cache.put(first)
-    for _ in range(70):
+    for token in range(70):
         cache.put(1)
-        cache.check()
+        if token % 5 == 0 or cache.length % 32 < 2:
+            cache.check()
 
 
 # select_topk
 
 
-@pytest.mark.parametrize("k", [0, 1, 16, 64, 100])
-@pytest.mark.parametrize("candidates", [0, 1, 30, 64])
-def test_the_candidates_of_largest_score_are_selected(candidates: int, k: int) -> None:
+@pytest.mark.parametrize("k", [1, 16, 64, 100])
+@pytest.mark.parametrize(("capacity", "candidates"), [(64, 0), (64, 1), (64, 64), (300, 30), (5000, 4950), (9000, 99)])
+def test_the_candidates_of_largest_score_are_selected(capacity: int, candidates: int, k: int) -> None:
     torch.manual_seed(candidates)
-    scores = torch.full((*ROWS, 64), -1.0)
+    scores = torch.full((*ROWS, capacity), -1.0)
     for row in scores.flatten(0, 1):
-        row[torch.randperm(64)[:candidates]] = torch.rand(candidates)
+        row[torch.randperm(capacity)[:candidates]] = torch.rand(candidates).pow(20)
     selected = torch.full((*ROWS, k), 7, dtype=torch.int32)
-    ops.select_topk(scores, selected)
+    run("select_topk", scores, selected)
     for row, chosen in zip(scores.flatten(0, 1).tolist(), selected.flatten(0, 1).tolist(), strict=True):
-        best = sorted((t for t in range(64) if row[t] >= 0), key=lambda t: -row[t])[:k]
+        best = sorted((t for t in range(capacity) if row[t] >= 0), key=lambda t: -row[t])[:k]
         assert sorted(chosen) == sorted(best + [-1] * (k - len(best)))
 
 
+@of_definitions
 @pytest.mark.parametrize(("k", "page"), [(16, 4), (18, 4), (64, 7), (5, 5), (4, 1)])
 def test_pages_go_by_their_best_token(k: int, page: int) -> None:
     torch.manual_seed(k)
     scores = torch.rand(*ROWS, 60).masked_fill(torch.rand(*ROWS, 60) < 0.4, -1.0)
     scores[..., 50:] = -1.0
     selected = torch.full((*ROWS, k), 7, dtype=torch.int32)
-    ops.select_pages(scores, selected, page)
+    run("select_pages", scores, selected, page)
     for row, chosen in zip(scores.flatten(0, 1).tolist(), selected.flatten(0, 1).tolist(), strict=True):
         runs = [range(60)[start : start + page] for start in range(0, 60, page)]
         by_best = sorted(runs, key=lambda run: -max(row[t] for t in run))
@@ -268,9 +350,10 @@ def test_pages_go_by_their_best_token(k: int, page: int) -> None:
 
 
 def test_a_score_of_zero_is_a_candidate() -> None:
-    scores = torch.tensor([[[0.0, -1.0, 0.0]]])
+    """As of a share that underflows float32."""
+    scores = torch.tensor([[[0.0, -1.0, 0.0, *[-1.0] * 13]]])
     selected = torch.zeros(1, 1, 3, dtype=torch.int32)
-    ops.select_topk(scores, selected)
+    run("select_topk", scores, selected)
     assert sorted(selected.flatten().tolist()) == [-1, 0, 2]
 
 
@@ -280,23 +363,24 @@ def test_a_score_of_zero_is_a_candidate() -> None:
 class Slots:
     """Slots, and a plain Python model of them: the token in each slot, for each row and head."""
 
-    def __init__(self, k: int, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, k: int, dtype: torch.dtype = torch.float32, head_dim: int = HEAD_DIM) -> None:
         self.k = k
-        self.pairs = random_pairs(CAPACITY, 1, dtype=dtype)
-        self.host = in_pages(self.pairs).pages
-        self.slots = torch.full((*ROWS, k, 2, HEAD_DIM), math.nan, dtype=dtype)
+        self.pairs = random_pairs(CAPACITY, 1, head_dim, dtype)
+        self.host = in_pages(self.pairs, TABLE)
+        self.slots = torch.full((*ROWS, k, 2, head_dim), math.nan, dtype=dtype)
         self.slot_index = torch.full((*ROWS, k), -1, dtype=torch.int32)
         self.selected = torch.full((*ROWS, k), -1, dtype=torch.int32)
         self.fetched = torch.zeros(1, dtype=torch.int64)
         self.scores = torch.zeros(1)
-        self.pair_bytes = 2 * HEAD_DIM * dtype.itemsize
+        self.pair_bytes = 2 * head_dim * dtype.itemsize
 
     def held(self, b: int, h: int) -> dict[int, int]:
         """Return token → slot."""
         return {token: place for place, token in enumerate(self.slot_index[b, h].tolist()) if token >= 0}
 
     def refill(self) -> None:
-        refill(self.selected, Pages(self.host, TABLE), self.slots, self.slot_index, self.fetched)
+        """Prefetch without a queue, which is done when the op returns."""
+        run("prefetch", self.selected, cursor_over(TABLE, 20), self.host, self.slots, self.slot_index, self.fetched)
 
     def fetch(self, wishes: list[list[list[int]]]) -> None:
         """Refill with the selection, and check everything that a refill guarantees."""
@@ -321,14 +405,14 @@ class Slots:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("k", [1, 8, 32])
+@pytest.mark.parametrize(("k", "head_dim"), [(1, 16), (8, 16), (70, 80)])
 @pytest.mark.parametrize("candidates", [5, 40, CAPACITY])
 def test_slots_hold_the_selected_pairs_and_only_missing_ones_travel(
-    candidates: int, k: int, dtype: torch.dtype
+    candidates: int, k: int, head_dim: int, dtype: torch.dtype
 ) -> None:
     wishes = random.Random(f"{candidates} {k}")
-    slots = Slots(k, dtype)
-    for _ in range(8):
+    slots = Slots(k, dtype, head_dim)
+    for _ in range(6):
         slots.fetch(
             [
                 [wishes.sample(range(candidates), wishes.randint(0, min(k, candidates))) for _ in range(HEADS)]
@@ -355,13 +439,6 @@ def test_heads_fetch_apart() -> None:
     slots.fetch([[[1, 2, 3, 4, 5, 6], []], [[3, 9], [8]]])
 
 
-def test_prefetch_and_offload_without_a_queue_are_done_when_they_return() -> None:
-    slots = Slots(4)
-    slots.selected[...] = torch.tensor([3, 1, -1, 8])
-    ops.prefetch(slots.selected, cursor_over(TABLE, 20), slots.host, slots.slots, slots.slot_index, slots.fetched)
-    assert set(slots.held(1, 1)) == {1, 3, 8}
-
-
 # On the copy queue
 
 
@@ -384,7 +461,7 @@ def queue() -> Iterator[CopyQueue]:
     queue.settle()
 
 
-@pytest.mark.parametrize("every_implementation", [torch.ops.specache], ids=["definitions"], indirect=True)
+@of_definitions
 def test_a_wait_stands_between_a_prefetch_and_its_slots(queue: CopyQueue) -> None:
     cursor = cursor_over(TABLE, 20, queue=queue.number)
     slots = Slots(4)
@@ -398,7 +475,7 @@ def test_a_wait_stands_between_a_prefetch_and_its_slots(queue: CopyQueue) -> Non
     assert slots.fetched.item() == BATCH * HEADS * 3 * slots.pair_bytes
 
 
-@pytest.mark.parametrize("every_implementation", [torch.ops.specache], ids=["definitions"], indirect=True)
+@of_definitions
 def test_offloaded_pairs_are_there_for_a_later_prefetch(queue: CopyQueue) -> None:
     cursor = cursor_over(TABLE, 8, queue=queue.number)
     slots = Slots(4)
@@ -412,6 +489,7 @@ def test_offloaded_pairs_are_there_for_a_later_prefetch(queue: CopyQueue) -> Non
     assert torch.equal(slots.slots[0, 1, slots.held(0, 1)[8]], new[0, 1, 0])
 
 
+@on_cpus
 def test_a_fetch_in_cpp_waits_for_the_prompts_offload(queue: CopyQueue) -> None:
     """The fetch is synchronous, but waits until the worker has stored its pairs."""
     cursor = cursor_over(TABLE, queue=queue.number)
@@ -426,6 +504,7 @@ def test_a_fetch_in_cpp_waits_for_the_prompts_offload(queue: CopyQueue) -> None:
     assert torch.equal(slots.slots[0, 1, slots.held(0, 1)[30]], new[0, 1, 30])
 
 
+@on_cpus
 def test_an_offload_owns_its_memory_and_its_place(queue: CopyQueue) -> None:
     """Inductor reuses k and v, and the next step moves the cursor, before the copy runs."""
     cursor = cursor_over(adjacent(BATCH, PAGE), 8, queue=queue.number)
@@ -444,6 +523,7 @@ def test_an_offload_owns_its_memory_and_its_place(queue: CopyQueue) -> None:
     assert (host[:, :, 10:] == 0).all()
 
 
+@on_cpus
 def test_an_extend_reads_the_host_tier_only_after_the_offloads(queue: CopyQueue) -> None:
     host = torch.full((*ROWS, PAGE, 2, HEAD_DIM), math.nan)
     host[:, :, :8] = random_pairs(8, 3)

@@ -167,14 +167,3 @@ def test_tokens_whose_score_underflows_are_candidates() -> None:
     far[..., 100:110] = 0.0
     expected = [0, 1, *range(100, 110)]
     assert Kept(case, far).selected()[0].tolist() == [expected] * HEADS
-
-
-@pytest.mark.parametrize("count", [1, 6])
-def test_logits_of_tokens_in_the_slots_are_hidden(count: int) -> None:
-    kept = Kept(Case(queries=3, lengths=(256,), capacity=256))
-    tokens = torch.tensor([[[0, 200, -1, 7, 8, 255][:count], [-1, 3, 64, 63, 9, -1][:count]]], dtype=torch.int32)
-    expected = kept.by_token
-    for head in range(HEADS):
-        expected[0, head, :, [token for token in tokens[0, head].tolist() if token >= 0]] = -math.inf
-    select.hide(kept.logits, tokens.to(DEVICE))
-    assert torch.equal(kept.by_token, expected)
