@@ -14,7 +14,6 @@ from specache_compile.errors import OptionError, warn
 from specache_compile.options import MethodOptions, one_of, own_options
 
 from . import full, kivi, offload, specache
-from .field import Field
 from .method import Method
 
 METHODS: dict[str, Method] = {one.name: one for one in (full.METHOD, offload.METHOD, kivi.METHOD, specache.METHOD)}
@@ -96,16 +95,6 @@ def defaults_of(takers: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     return usual, {method: value for method, value in own.items() if value != usual}
 
 
-def declared_fields() -> dict[str, Field]:
-    """All state tensors that a method declares, by their unique names."""
-    found: dict[str, Field] = {}
-    for method in every_method().values():
-        for field in method.fields:
-            if found.setdefault(field.name, field) is not field:
-                raise ValueError(f"method {method.name}: another field is named {field.name!r}. Choose another name")
-    return found
-
-
 def nothing_to_verify(method: str, exact: bool) -> OptionError:
     why = "is exact" if exact else "keeps no exact copy of all pairs to verify with"
     return OptionError(f"option verify: method {method!r} {why}. Leave verify out, or use specache, kivi or kcache")
@@ -114,7 +103,6 @@ def nothing_to_verify(method: str, exact: bool) -> OptionError:
 __all__ = [
     "METHODS",
     "Method",
-    "declared_fields",
     "declared_options",
     "defaults_of",
     "every_method",

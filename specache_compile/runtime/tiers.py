@@ -146,13 +146,6 @@ class Tiers:
         """The state tensors of each layer; none before the first step."""
         return self.padded_to(self.batch) if self.all_rows else []
 
-    @property
-    def is_alone(self) -> bool:
-        """Whether the pool is that of these tiers: no other tiers have pages, and none has a null page."""
-        assert self.pool is not None
-        self.pool.collect()
-        return not self.pool.first and sum(self.pool.counts) == sum(map(len, self.pages))
-
     def fields(self, name: str) -> list[Tensor]:
         """The state tensor `name` of each layer that has it."""
         return [layer[name] for layer in self.state if name in layer]
@@ -223,7 +216,8 @@ class Tiers:
         if self.pool is None:
             return {}
         pages = places = sum(map(len, self.pages))
-        if self.is_alone:
+        self.pool.collect()
+        if not self.pool.first and sum(self.pool.counts) == pages:
             pages, places = self.pool.pages, len(self.pool.counts)
         sizes = {tier: (places if tier == "host" else pages) * size for tier, size in self.pool.page_bytes.items()}
         for tier, size in row_bytes(self.options, self.layers, self.capacity).items():
@@ -393,13 +387,8 @@ class Tiers:
                     for field in fields_of(self.options, layer):
                         if field.on_crop is not None:
                             field.on_crop(views, cropped)
-        every = enumerate(zip(lengths, before, strict=True))
-        self.rounded = [self.rounded_after(row, length, cached) for row, (length, cached) in every]
-        self.trim(lengths)
-
-    def trim(self, lengths: Sequence[int]) -> None:
-        """Free the pages after so many tokens of each row."""
-        with self.lock:
+            every = enumerate(zip(lengths, before, strict=True))
+            self.rounded = [self.rounded_after(row, length, cached) for row, (length, cached) in every]
             assert self.pool is not None
             self.is_written = False
             for row, length in zip(self.pages, lengths, strict=True):
@@ -483,10 +472,6 @@ class Tiers:
     def copy(self) -> Tiers:
         """A copy of the rows, which shares their pages; measurements start at zero. Ranks copy the pages: when a pool
         grows must depend on lengths alone."""
-        if self.pool is None:
-            made = copy.copy(self)
-            made.reset([[] for _ in range(self.batch)], self.batch)
-            return made
         if self.ranks is not None:
             return self.copied_to(self.under(self.options))
         return joined([(self, row) for row in range(self.batch)])
