@@ -225,7 +225,6 @@ FAMILIES = (
         "MiniMaxConfig",
         {**EXPERTS, "layer_types": ["full_attention", "linear_attention"], "block_size": 16},
         1,
-        lanes=1,
         note=HYBRID + "; its cache is of a class of its own",
     ),
 )

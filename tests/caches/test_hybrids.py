@@ -75,7 +75,7 @@ def test_each_token_writes_the_state_once(models: tuple[Any, Any]) -> None:
     caches = assert_same(models, (None, None), prompt(60), 0)
     for seed in range(5):
         assert_same(models, caches, prompt(1, seed=seed), 0)
-    assert (sc.stats(models[0]).lanes, sc.stats(models[0]).pre_decodes) == (1, 1)
+    assert sc.stats(models[0]).pre_decodes == 1
     assert_same(models, caches, prompt(7, seed=6), 2)
 
 
