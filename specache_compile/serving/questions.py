@@ -96,7 +96,7 @@ def question(
         if body.ignore_eos or body.min_tokens:
             raise HTTPException(400, "ignore_eos, min_tokens: not supported with a schema. Leave them out")
         try:
-            matcher = matcher_of(served.grammar_tokenizer, of_schema(schema) if called is None else called)
+            matcher = matcher_of(served.grammar_tokenizer, of_schema(schema or {}) if called is None else called)
         except ValueError as error:
             raise HTTPException(400, f"the answer's schema: {error}") from error
         processors.append(Constraint(matcher, len(ids), (served.grammar_tokenizer.vocab_size + 31) // 32))
