@@ -4,7 +4,6 @@
 #include <sys/mman.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cstdlib>
 #include <cstring>
 #include <map>
@@ -177,18 +176,9 @@ EXPORTED cudaError_t cudaMalloc(void **out, size_t bytes) {
   UNSAFE_IN_CAPTURES();
   return allocate(out, bytes, DEVICE, __func__);
 }
-EXPORTED cudaError_t cudaMallocAsync(void **out, size_t bytes, cudaStream_t) {
-  UNSAFE_IN_CAPTURES();
-  return allocate(out, bytes, DEVICE, __func__);
-}
 EXPORTED cudaError_t cudaFree(void *pointer) {  // waits for the device, as the real one does
   UNSAFE_IN_CAPTURES();
   cudaError_t failure = finish_all(__func__), released = release(pointer, DEVICE, __func__);
-  return failure ? failure : released;
-}
-EXPORTED cudaError_t cudaFreeAsync(void *pointer, cudaStream_t stream) {
-  UNSAFE_IN_CAPTURES();
-  cudaError_t failure = finish(stream, __func__), released = release(pointer, DEVICE, __func__);
   return failure ? failure : released;
 }
 EXPORTED cudaError_t cudaMemGetInfo(size_t *free_bytes, size_t *total) {
@@ -225,14 +215,11 @@ EXPORTED cudaError_t cudaPointerGetAttributes(cudaPointerAttributes *out, const 
   if (range && range->kind != DEVICE) out->hostPointer = (void *)pointer;
   return cudaSuccess;
 }
-// A device with other addresses for pinned memory, on request of a test.
-static std::atomic<bool> other_addresses{false};
-EXPORTED void simulated_other_addresses(int there) { other_addresses = there; }
 EXPORTED CUresult cuMemHostGetDevicePointer_v2(CUdeviceptr *out, void *pointer, unsigned) {
   Lock lock(books());
   const Range *range = range_of(pointer);
   if (!range || range->kind == DEVICE) return CUDA_ERROR_INVALID_VALUE;
-  *out = (CUdeviceptr)pointer + (other_addresses ? (CUdeviceptr)1 << 40 : 0);
+  *out = (CUdeviceptr)pointer;
   return CUDA_SUCCESS;
 }
 EXPORTED CUresult cuPointerGetAttribute(void *out, CUpointer_attribute which, CUdeviceptr pointer) {
@@ -292,20 +279,6 @@ EXPORTED cudaError_t cudaGetSymbolAddress(void **out, const void *) {
   *out = room;
   return cudaSuccess;
 }
-
-// What is shared between processes, and pools of the driver's own, are not simulated.
-EXPORTED cudaError_t cudaIpcCloseMemHandle(void *) { FAIL(cudaErrorNotSupported); }
-EXPORTED cudaError_t cudaIpcGetEventHandle(cudaIpcEventHandle_t *, cudaEvent_t) { FAIL(cudaErrorNotSupported); }
-EXPORTED cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t *, void *) { FAIL(cudaErrorNotSupported); }
-EXPORTED cudaError_t cudaIpcOpenEventHandle(cudaEvent_t *, cudaIpcEventHandle_t) { FAIL(cudaErrorNotSupported); }
-EXPORTED cudaError_t cudaIpcOpenMemHandle(void **, cudaIpcMemHandle_t, unsigned) { FAIL(cudaErrorNotSupported); }
-EXPORTED cudaError_t cudaDeviceGetDefaultMemPool(cudaMemPool_t *, int) { FAIL(cudaErrorNotSupported); }
-EXPORTED cudaError_t cudaMemPoolGetAttribute(cudaMemPool_t, cudaMemPoolAttr, void *) { FAIL(cudaErrorNotSupported); }
-EXPORTED cudaError_t cudaMemPoolSetAttribute(cudaMemPool_t, cudaMemPoolAttr, void *) { FAIL(cudaErrorNotSupported); }
-EXPORTED cudaError_t cudaMemPoolSetAccess(cudaMemPool_t, const cudaMemAccessDesc *, size_t) {
-  FAIL(cudaErrorNotSupported);
-}
-EXPORTED cudaError_t cudaMemPoolTrimTo(cudaMemPool_t, size_t) { FAIL(cudaErrorNotSupported); }
 
 // ---- for the Python side: what a kernel may touch
 EXPORTED long simulated_changes() {

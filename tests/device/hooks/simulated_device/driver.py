@@ -62,11 +62,6 @@ def set_schedule(name: str) -> None:
         raise RuntimeError(f"CUDA error {error}: queued work has failed")
 
 
-def set_other_addresses(there: bool) -> None:
-    """Set whether the device has pinned memory at other addresses than the host."""
-    _library.simulated_other_addresses(there)
-
-
 _known: tuple[int, np.ndarray, np.ndarray] = (-1, np.empty(0, np.uint64), np.empty(0, np.uint64))
 
 
