@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import functools
 import gc
@@ -99,8 +100,9 @@ def feed(model: Any, cache: Any, tokens: Tensor, places: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def run(schedule: str, layers: int = 2, more: int = 0, steps: int = 5, **options: Any) -> Result:
-    """Run a prompt, `more` tokens in one further call, and decode steps, with fixed tokens; read results at the end."""
+def run(schedule: str, layers: int = 2, more: int = 0, steps: int = 5, forks: int = 0, **options: Any) -> Result:
+    """Run a prompt, `more` tokens in one further call, and decode steps, with fixed tokens; read results at the end.
+    forks: copies of the cache after the prompt, which go on with other tokens."""
     set_schedule("eager")
     poison_free_memory()
     model = compiled(layers, tuple(sorted(options.items())))
@@ -111,9 +113,14 @@ def run(schedule: str, layers: int = 2, more: int = 0, steps: int = 5, **options
     cache, logits = cache_of(out), [out.logits[:, -1]]
     if more:
         logits.append(feed(model, cache, ids[:, PROMPT : PROMPT + more], places[:, PROMPT : PROMPT + more]))
+    caches = [cache, *(copy.deepcopy(cache) for _ in range(forks))]
     for step in range(PROMPT + more, ids.shape[1]):
-        logits.append(feed(model, cache, ids[:, step : step + 1], places[:, step : step + 1]))
+        for number, each in enumerate(caches):
+            tokens = (ids[:, step : step + 1] + number) % model.config.vocab_size
+            logits.append(feed(model, each, tokens, places[:, step : step + 1]))
     result = result_of(cache, logits)
+    for number, fork in enumerate(caches[1:]):
+        result |= {f"{name} of fork {number}": tensor for name, tensor in result_of(fork, []).items()}
     assert not options.get("mode") or sc.stats(model).replays > 0
     return result
 

@@ -26,8 +26,10 @@ from specache_compile.compat import cache_of
 from specache_compile.kernels.memory import host_memory
 from specache_compile.kernels.movement import copy_stream
 from specache_compile.lowering import cuda_graphs
+from specache_compile.paging.pool import PagePool
 from specache_compile.passes import prefetch
 from specache_compile.runtime.session import session_of
+from specache_compile.runtime.tiers import Tiers
 
 pytest.importorskip("triton", reason="Triton is for Linux alone")
 
@@ -108,6 +110,14 @@ FAULTS = [
         "selected chosen again before the gather has read it", prefetch.prefetch,
         '(site.q, cursor, slots, slot_index, state["selected"])', "(site.q, cursor, slots, slot_index, slots)",
         ("late",), {**CORRECTED, "speculate": True}, in_the_graph=True,
+    ),
+    Fault(
+        "a shared page written through a stale table", Tiers.take_pages,
+        "self.pages[row][number] = page", "pass", ("eager",), {"forks": 1},
+    ),
+    Fault(
+        "a page freed that other caches have", PagePool.free_pages,
+        "if not self.counts[page]:", "if True:", ("eager",), {"forks": 2},
     ),
 ]  # fmt: skip
 

@@ -100,14 +100,6 @@ def test_a_method_is_on_cuda_what_it_is_on_the_cpu(name: str, rows: int) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("heads", [(4, 4), (4, 1), (8, 1)], ids=["GQA 1", "GQA 4", "GQA 8"])
-@pytest.mark.parametrize("head_dim", [16, 64, 80, 128, 256])
-def test_heads_of_every_shape(head_dim: int, heads: tuple[int, int]) -> None:
-    shape = {"head_dim": head_dim, "num_attention_heads": heads[0], "num_key_value_heads": heads[1]}
-    check(model_of(num_hidden_layers=1, initializer_range=0.2, **shape), SETTINGS["specache"], 1, atol=5e-3)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_16_bits_are_as_far_from_float32_as_on_the_cpu(dtype: torch.dtype) -> None:
     """Rounding can change the selected pairs; if all pairs are fetched, it only changes logits."""

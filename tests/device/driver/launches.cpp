@@ -10,98 +10,25 @@
 #include <fstream>
 #include <iterator>
 #include <map>
-#include <string_view>
 #include <unordered_map>
 
 namespace device {
 
-// ---- images: ELF files for one architecture, with what each kernel needs
+// ---- images: ELF files for one architecture. Triton launches a kernel with the threads that it was compiled for, whose
+// registers the compiler has fitted, and with dynamic shared memory alone.
 struct Kernel {
   std::string name;
-  int architecture = 0;
-  int registers = 0;             // a thread
-  int static_shared = 0;         // bytes a block
-  int most_threads = MOST_THREADS;
+  int architecture;
   int most_dynamic_shared = SHARED_WITHOUT_OPT_IN;
 };
-using Module = std::map<std::string, Kernel>;
-
-struct Section {
-  std::string name;
-  const Elf64_Shdr *header;
-  const char *data;
+struct Module {
+  int architecture;
+  std::map<std::string, Kernel> kernels;  // those that were looked up
 };
-
-static std::vector<Section> sections_of(const char *image) {
-  const auto *header = (const Elf64_Ehdr *)image;
-  const auto *table = (const Elf64_Shdr *)(image + header->e_shoff);
-  const char *names = image + table[header->e_shstrndx].sh_offset;
-  std::vector<Section> sections;
-  for (int place = 0; place < header->e_shnum; place++)
-    sections.push_back({names + table[place].sh_name, &table[place], image + table[place].sh_offset});
-  return sections;
-}
 
 // 90 for sm_90: in the lowest byte of the flags, from version 8 of the format on in the next one.
 static int architecture_of(const Elf64_Ehdr *header) {
   return header->e_ident[EI_ABIVERSION] < 8 ? header->e_flags & 0xff : header->e_flags >> 8 & 0xff;
-}
-
-// An image of sm_XY runs on a device X.Z with Z at least Y.
-static bool runs_here(int architecture) {
-  return architecture / 10 == model().major && architecture % 10 <= model().minor;
-}
-
-// The records of a section .nv.info: a format, an attribute, and where the format is 4 a size and so many bytes.
-template <typename Visit>
-static void each_record(const Section &section, Visit visit) {
-  constexpr unsigned char WITH_SIZE = 4;
-  const auto *at = (const unsigned char *)section.data, *end = at + section.header->sh_size;
-  while (at + 4 <= end) {
-    uint16_t size = at[0] == WITH_SIZE ? *(const uint16_t *)(at + 2) : 0;
-    visit(at[1], (const uint32_t *)(at + 4));
-    at += 4 + size;
-  }
-}
-
-static bool after(std::string_view text, std::string_view start, std::string *rest) {
-  if (text.substr(0, start.size()) != start) return false;
-  *rest = text.substr(start.size());
-  return true;
-}
-
-constexpr int REGISTERS_OF_A_KERNEL = 0x2f, MOST_THREADS_OF_A_BLOCK = 0x05, THREADS_OF_A_BLOCK = 0x10;
-
-static Module kernels_of(const char *image) {
-  Module kernels;
-  std::map<uint32_t, std::string> by_symbol;
-  int architecture = architecture_of((const Elf64_Ehdr *)image);
-  const auto sections = sections_of(image);
-  std::string name;
-  for (const Section &section : sections)
-    if (after(section.name, ".text.", &name)) {
-      kernels[name].name = name;
-      kernels[name].architecture = architecture;
-      by_symbol[section.header->sh_info & 0xffffff] = name;
-    }
-  for (const Section &section : sections) {
-    if (section.name == ".nv.info")
-      each_record(section, [&](int attribute, const uint32_t *values) {
-        auto of = by_symbol.end();
-        if (attribute == REGISTERS_OF_A_KERNEL) of = by_symbol.find(values[0]);
-        if (of != by_symbol.end()) kernels[of->second].registers = values[1];
-      });
-    else if (after(section.name, ".nv.info.", &name) && kernels.count(name))
-      each_record(section, [&](int attribute, const uint32_t *values) {
-        if (attribute == MOST_THREADS_OF_A_BLOCK || attribute == THREADS_OF_A_BLOCK)
-          kernels[name].most_threads = values[0] * values[1] * values[2];
-      });
-    else if (after(section.name, ".nv.shared.", &name) && kernels.count(name)) {
-      int reserved = architecture >= 90 ? 1024 : 0;  // included in such an image, but not requested by the kernel
-      kernels[name].static_shared = std::max(0, (int)section.header->sh_size - reserved);
-    }
-  }
-  return kernels;
 }
 
 static CUresult load(CUmodule *out, const char *image) {
@@ -110,12 +37,13 @@ static CUresult load(CUmodule *out, const char *image) {
     return CUDA_ERROR_INVALID_IMAGE;
   }
   int architecture = architecture_of((const Elf64_Ehdr *)image);
-  if (!runs_here(architecture)) {
+  // An image of sm_XY runs on a device X.Z with Z at least Y.
+  if (architecture / 10 != model().major || architecture % 10 > model().minor) {
     log_line("an image for sm_%d does not run on a device of compute capability %d.%d", architecture, model().major,
         model().minor);
     return CUDA_ERROR_NO_BINARY_FOR_GPU;
   }
-  *out = (CUmodule) new Module(kernels_of(image));
+  *out = (CUmodule) new Module{architecture, {}};
   return CUDA_SUCCESS;
 }
 
@@ -136,30 +64,13 @@ static bool fits_any_device(const Shape &shape, const char *name) {
   return false;
 }
 
-// Registers are given to warps, in steps of 8 to a thread.
-static size_t registers_of_a_block(const Kernel &kernel, size_t threads) {
-  return (threads + 31) / 32 * 32 * ((kernel.registers + 7) / 8 * 8);
-}
-
 static CUresult refusal_of(const Kernel &kernel, const Shape &shape) {
   const char *name = kernel.name.c_str();
   if (!fits_any_device(shape, name)) return CUDA_ERROR_INVALID_VALUE;
-  size_t threads = (size_t)shape.block.x * shape.block.y * shape.block.z;
-  if (shape.dynamic_shared > (size_t)kernel.most_dynamic_shared ||
-      kernel.static_shared + shape.dynamic_shared > (size_t)model().shared_per_block) {
-    log_line("launch of %s: %zu bytes of shared memory, where it may have %d", name,
-        kernel.static_shared + shape.dynamic_shared,         kernel.most_dynamic_shared);
-    return CUDA_ERROR_INVALID_VALUE;
-  }
-  if (threads > (size_t)kernel.most_threads) {
-    log_line("launch of %s: %zu threads, and it was compiled for %d", name, threads, kernel.most_threads);
-    return CUDA_ERROR_INVALID_VALUE;
-  }
-  if (registers_of_a_block(kernel, threads) > REGISTERS) {
-    log_line("launch of %s: %zu threads with %d registers each", name, threads, kernel.registers);
-    return CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES;
-  }
-  return CUDA_SUCCESS;
+  if (shape.dynamic_shared <= (size_t)kernel.most_dynamic_shared) return CUDA_SUCCESS;
+  log_line("launch of %s: %zu bytes of shared memory, where it may have %d", name, shape.dynamic_shared,
+      kernel.most_dynamic_shared);
+  return CUDA_ERROR_INVALID_VALUE;
 }
 
 static CUresult launch(CUfunction function, const Shape &shape, CUstream handle) {
@@ -206,25 +117,16 @@ EXPORTED CUresult cuModuleLoad(CUmodule *out, const char *path) {
   return load(out, image.c_str());
 }
 EXPORTED CUresult cuModuleUnload(CUmodule) { return CUDA_SUCCESS; }  // its kernels may still be queued
-EXPORTED CUresult cuModuleGetFunction(CUfunction *out, CUmodule module, const char *name) {
-  auto &kernels = *(Module *)module;
-  auto found = kernels.find(name);
-  if (found == kernels.end()) return CUDA_ERROR_NOT_FOUND;
-  *out = (CUfunction)&found->second;
+EXPORTED CUresult cuModuleGetFunction(CUfunction *out, CUmodule handle, const char *name) {
+  auto *module = (Module *)handle;
+  *out = (CUfunction)&module->kernels.emplace(name, Kernel{name, module->architecture}).first->second;
   return CUDA_SUCCESS;
 }
-EXPORTED CUresult cuModuleGetGlobal_v2(CUdeviceptr *, size_t *, CUmodule, const char *) { return CUDA_ERROR_NOT_FOUND; }
 EXPORTED CUresult cuFuncGetAttribute(int *value, CUfunction_attribute which, CUfunction function) {
   const auto &kernel = *(Kernel *)function;
   switch (which) {
-    case CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK: {
-      int most = kernel.most_threads;
-      while (registers_of_a_block(kernel, most) > REGISTERS) most -= 32;
-      *value = most;
-      break;
-    }
-    case CU_FUNC_ATTRIBUTE_NUM_REGS: *value = kernel.registers; break;
-    case CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES: *value = kernel.static_shared; break;
+    case CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK: *value = MOST_THREADS; break;
+    case CU_FUNC_ATTRIBUTE_NUM_REGS: *value = 32; break;
     case CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES: *value = kernel.most_dynamic_shared; break;
     case CU_FUNC_ATTRIBUTE_BINARY_VERSION:
     case CU_FUNC_ATTRIBUTE_PTX_VERSION: *value = kernel.architecture; break;
@@ -235,7 +137,7 @@ EXPORTED CUresult cuFuncGetAttribute(int *value, CUfunction_attribute which, CUf
 EXPORTED CUresult cuFuncSetAttribute(CUfunction function, CUfunction_attribute which, int value) {
   if (which != CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES) return CUDA_SUCCESS;
   auto &kernel = *(Kernel *)function;
-  if (value + kernel.static_shared > model().shared_per_block) {
+  if (value > model().shared_per_block) {
     log_line("%s requests %d bytes of shared memory, of %d", kernel.name.c_str(), value, model().shared_per_block);
     return CUDA_ERROR_INVALID_VALUE;
   }
@@ -266,19 +168,6 @@ EXPORTED CUresult cuOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, CUfun
 EXPORTED CUresult cuOccupancyMaxActiveClusters(int *, CUfunction, const CUlaunchConfig *) {
   return CUDA_ERROR_NOT_SUPPORTED;
 }
-EXPORTED CUresult cuTensorMapEncodeTiled(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *, const cuuint64_t *,
-                                         const cuuint64_t *, const cuuint32_t *, const cuuint32_t *,
-                                         CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion,
-                                         CUtensorMapFloatOOBfill) {
-  return CUDA_ERROR_NOT_SUPPORTED;
-}
-EXPORTED CUresult cuLinkCreate_v2(unsigned, CUjit_option *, void **, CUlinkState *) { return CUDA_ERROR_NOT_SUPPORTED; }
-EXPORTED CUresult cuLinkAddData_v2(CUlinkState, CUjitInputType, void *, size_t, const char *, unsigned, CUjit_option *,
-                                   void **) {
-  return CUDA_ERROR_NOT_SUPPORTED;
-}
-EXPORTED CUresult cuLinkComplete(CUlinkState, void **, size_t *) { return CUDA_ERROR_NOT_SUPPORTED; }
-
 // ---- the runtime: kernels that libraries register when they are loaded
 EXPORTED void **__cudaRegisterFatBinary(void *) {
   static void *handle[1];

@@ -4,7 +4,6 @@
 #include <sys/mman.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cstdlib>
 #include <cstring>
 #include <map>
@@ -177,18 +176,9 @@ EXPORTED cudaError_t cudaMalloc(void **out, size_t bytes) {
   UNSAFE_IN_CAPTURES();
   return allocate(out, bytes, DEVICE, __func__);
 }
-EXPORTED cudaError_t cudaMallocAsync(void **out, size_t bytes, cudaStream_t) {
-  UNSAFE_IN_CAPTURES();
-  return allocate(out, bytes, DEVICE, __func__);
-}
 EXPORTED cudaError_t cudaFree(void *pointer) {  // waits for the device, as the real one does
   UNSAFE_IN_CAPTURES();
   cudaError_t failure = finish_all(__func__), released = release(pointer, DEVICE, __func__);
-  return failure ? failure : released;
-}
-EXPORTED cudaError_t cudaFreeAsync(void *pointer, cudaStream_t stream) {
-  UNSAFE_IN_CAPTURES();
-  cudaError_t failure = finish(stream, __func__), released = release(pointer, DEVICE, __func__);
   return failure ? failure : released;
 }
 EXPORTED cudaError_t cudaMemGetInfo(size_t *free_bytes, size_t *total) {
@@ -289,20 +279,6 @@ EXPORTED cudaError_t cudaGetSymbolAddress(void **out, const void *) {
   *out = room;
   return cudaSuccess;
 }
-
-// What is shared between processes, and pools of the driver's own, are not simulated.
-EXPORTED cudaError_t cudaIpcCloseMemHandle(void *) { FAIL(cudaErrorNotSupported); }
-EXPORTED cudaError_t cudaIpcGetEventHandle(cudaIpcEventHandle_t *, cudaEvent_t) { FAIL(cudaErrorNotSupported); }
-EXPORTED cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t *, void *) { FAIL(cudaErrorNotSupported); }
-EXPORTED cudaError_t cudaIpcOpenEventHandle(cudaEvent_t *, cudaIpcEventHandle_t) { FAIL(cudaErrorNotSupported); }
-EXPORTED cudaError_t cudaIpcOpenMemHandle(void **, cudaIpcMemHandle_t, unsigned) { FAIL(cudaErrorNotSupported); }
-EXPORTED cudaError_t cudaDeviceGetDefaultMemPool(cudaMemPool_t *, int) { FAIL(cudaErrorNotSupported); }
-EXPORTED cudaError_t cudaMemPoolGetAttribute(cudaMemPool_t, cudaMemPoolAttr, void *) { FAIL(cudaErrorNotSupported); }
-EXPORTED cudaError_t cudaMemPoolSetAttribute(cudaMemPool_t, cudaMemPoolAttr, void *) { FAIL(cudaErrorNotSupported); }
-EXPORTED cudaError_t cudaMemPoolSetAccess(cudaMemPool_t, const cudaMemAccessDesc *, size_t) {
-  FAIL(cudaErrorNotSupported);
-}
-EXPORTED cudaError_t cudaMemPoolTrimTo(cudaMemPool_t, size_t) { FAIL(cudaErrorNotSupported); }
 
 // ---- for the Python side: what a kernel may touch
 EXPORTED long simulated_changes() {

@@ -421,10 +421,6 @@ EXPORTED CUresult cuCtxSynchronize() { return (CUresult)cudaDeviceSynchronize();
 EXPORTED cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void *data) {
   return enqueue(stream, "host function", [=] { function(data); }, __func__);
 }
-EXPORTED cudaError_t cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t function, void *data, unsigned) {
-  return enqueue(stream, "callback", [=] { function(stream, cudaSuccess, data); }, __func__);
-}
-
 // ---- events
 EXPORTED cudaError_t cudaEventCreateWithFlags(cudaEvent_t *out, unsigned flags) {
   Lock lock(books());
@@ -597,7 +593,6 @@ EXPORTED cudaError_t cudaGraphNodeGetDependencies(cudaGraphNode_t, cudaGraphNode
   *count = 0;
   return cudaSuccess;
 }
-EXPORTED cudaError_t cudaGraphDebugDotPrint(cudaGraph_t, const char *, unsigned) { FAIL(cudaErrorNotSupported); }
 EXPORTED cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t *out, cudaGraph_t graph, unsigned long long) {
   UNSAFE_IN_CAPTURES();
   *out = (cudaGraphExec_t) new std::shared_ptr<Graph>(new Graph(*(Graph *)graph));
