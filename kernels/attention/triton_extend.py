@@ -112,7 +112,7 @@ def extend_attention(new: AttentionInputs, host: Tensor, scale: float, softcap: 
     pairs, lengths, settings = pairs_of(host, new.cursor), lengths_of(new.cursor), (scale, softcap)
     if len(lengths) == 1 and lengths[0] >= 0:
         return extend_rows(new, lengths[0], pairs, *settings)
-    out = torch.zeros_like(new.q)  # rows without tokens stay 0
+    out = new.q.new_zeros(new.q.shape)  # rows without tokens stay 0
     for number, (pages, length) in enumerate(zip(rows_of_pages(pairs), lengths, strict=True)):
         row, begin = slice(number, number + 1), max(0, -length)
         q, k, v = (x[row, :, begin:] for x in new[:3])
