@@ -11,7 +11,6 @@ import inspect
 import itertools
 import os
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -66,17 +65,13 @@ if hasattr(os, "register_at_fork"):
 
 
 class CopyQueue(HostRecord):
-    """A session's copies in flight, and the time that steps have waited for them.
+    """A session's copies in flight.
 
-    waited: seconds that steps waited for copies.
-    correcting: seconds that steps waited for corrections.
     error: the error of the first failed copy, after which the tiers are invalid.
     """
 
     def __init__(self) -> None:
         super().__init__(next(_numbers))
-        self.waited = 0.0
-        self.correcting = 0.0
         self.error: BaseException | None = None
         self._prefetches: dict[int, Future[None]] = {}
         self._offloads: deque[Future[None]] = deque()
@@ -96,15 +91,13 @@ class CopyQueue(HostRecord):
             self._offloads.popleft().result()
         self._offloads.append(hand_over(job))
 
-    def run_now(self, job: Callable[[], object]) -> float:
-        """Run `job` on the caller's thread, before queued copies. Returns: seconds. Raises: the job's error."""
-        start = time.perf_counter()
+    def run_now(self, job: Callable[[], object]) -> None:
+        """Run `job` on the caller's thread, before queued copies. Raises: the job's error."""
         try:
             run_job(job)
         except Exception as error:
             self.error = self.error or error
             raise
-        return time.perf_counter() - start
 
     def wait_for(self, slots: Tensor) -> None:
         """Block until the prefetch into `slots`, if any, is done. Raises: its error."""
@@ -143,9 +136,7 @@ class CopyQueue(HostRecord):
 
     def _wait(self, future: Future[None]) -> None:
         """Block until a copy is done; after an interrupt, the caller's list still contains the copy."""
-        start = time.perf_counter()
         self.error = self.error or future.exception()
-        self.waited += time.perf_counter() - start
 
 
 def run_job(job: Callable[[], object]) -> None:

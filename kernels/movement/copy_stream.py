@@ -261,10 +261,8 @@ def host_blocks(host: Pages, length: int, size: int, device: torch.device) -> It
 class StreamCopies(HostRecord):
     """Replaces `CopyQueue` on a CUDA device, where copies run on the device's copy stream."""
 
-    # A copy on a stream cannot fail alone, and the host cannot measure how long the main stream waits for it.
+    # A copy on a stream cannot fail alone.
     error: BaseException | None = None
-    waited: float | None = None
-    correcting: float | None = None
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()

@@ -89,7 +89,7 @@ def prefetch_fused(
         job()
     else:
         queue.wait_for_offloads()
-        queue.waited += queue.run_now(job)
+        queue.run_now(job)
 
 
 def correct_fused(
@@ -110,7 +110,7 @@ def correct_fused(
         job()
     else:
         queue.wait_for_offloads()
-        queue.correcting += queue.run_now(job)
+        queue.run_now(job)
     return chosen
 
 

@@ -221,7 +221,7 @@ def correct(
     if queue is None:
         job()
     else:
-        queue.correcting += queue.run_now(job)
+        queue.run_now(job)
     return chosen
 
 

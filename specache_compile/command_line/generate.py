@@ -51,7 +51,7 @@ def add_generate(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--dtype", choices=DTYPES, default="auto", help="dtype of weights and cache (default: the file's)"
     )
-    command.add_argument("--stats", action="store_true", help="print steps, bytes moved and time waited at the end")
+    command.add_argument("--stats", action="store_true", help="print steps and bytes moved at the end")
 
 
 def sampling_of(args: argparse.Namespace) -> dict[str, Any]:

@@ -134,16 +134,6 @@ def test_finishing_waits_for_every_copy(
     assert log == ["fetched", "0", "1", "2"]
 
 
-def test_waited_is_the_time_that_a_wait_stood_still(queue: CopyQueue, gate: threading.Event) -> None:
-    mine = slots()
-    queue.submit_prefetch(mine, lambda: None)
-    assert queue.waited == 0
-    start = time.perf_counter()
-    open_soon(gate)
-    queue.wait_for(mine)
-    assert 0.02 < queue.waited <= time.perf_counter() - start
-
-
 # Errors
 
 
