@@ -25,7 +25,7 @@ def prefetch(graph_module: GraphModule, plan: RewritePlan) -> tuple[GraphModule,
     Selection and fetch go to the end of the graph, and each wait after its query; `overlap` then moves them.
     Without a speculative token, where each token corrects its own selection, nothing is fetched ahead.
     """
-    if not (plan.phase.one_token and plan.sites):
+    if not (plan.phase.one_token and plan.sites and plan.selects):
         return graph_module, PassReport("prefetch", {"prefetched": 0})
     graph = graph_module.graph
     cursor = session_input(graph_module, plan, "cursor")
@@ -34,18 +34,17 @@ def prefetch(graph_module: GraphModule, plan: RewritePlan) -> tuple[GraphModule,
         selector = plan.recipe(site.number).selector
         if selector is None:
             continue
+        prefetched += 1
         state = {field: state_input(graph_module, plan, site.number, field) for field in FETCH_STATE}
         selection = [state_input(graph_module, plan, site.number, field) for field in selector.state]
         call: Node = site.attention.args[0]  # type: ignore[assignment]
-        if plan.selects:
-            prefetched += 1
-            after = site.q if site.q.op != "placeholder" else graph.find_nodes(op="placeholder")[-1]
-            with graph.inserting_after(after):
-                waited = (state[field] for field in ("slots", "slot_index", "selected"))
-                call_op(graph_module, site, "wait", (site.q, cursor, *waited))
-            with graph.inserting_before(output_node(graph_module)):
-                scores = graph.call_function(operator.getitem, (call, 1))
-                call_op(graph_module, site, selector.op, (scores, *selection, *selector.settings))
-                selected, *rest = state.values()
-                call_op(graph_module, site, "prefetch", (selected, cursor, *rest))
+        after = site.q if site.q.op != "placeholder" else graph.find_nodes(op="placeholder")[-1]
+        with graph.inserting_after(after):
+            waited = (state[field] for field in ("slots", "slot_index", "selected"))
+            call_op(graph_module, site, "wait", (site.q, cursor, *waited))
+        with graph.inserting_before(output_node(graph_module)):
+            scores = graph.call_function(operator.getitem, (call, 1))
+            call_op(graph_module, site, selector.op, (scores, *selection, *selector.settings))
+            selected, *rest = state.values()
+            call_op(graph_module, site, "prefetch", (selected, cursor, *rest))
     return graph_module, PassReport("prefetch", {"prefetched": prefetched})
