@@ -71,7 +71,7 @@ def test_commands_have_accepted_arguments(page: Path) -> None:
     for line in (line for text in blocks(page, "bash") for line in lines(text)):
         words = shlex.split(line.split(" & ")[0].split(" | ")[0].split(" > ")[0], comments=True)
         if words[0] == "specache" and "$" not in line:
-            top, _ = cli.parser(words[1:], declared=True)
+            top, _ = cli.parser(words[1:])
             assert top.parse_args(words[1:]), line
 
 

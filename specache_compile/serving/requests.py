@@ -93,7 +93,8 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def is_unicode(cls, given: Any) -> Any:
-        json.dumps(given, ensure_ascii=False).encode()  # half of a surrogate pair raises a ValueError
+        if isinstance(given, dict):  # bytes are a body of another content type
+            json.dumps(given, ensure_ascii=False).encode()  # half of a surrogate pair raises a ValueError
         return given
 
     @model_validator(mode="after")

@@ -15,7 +15,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"method": "h2o", "bits": 1}, "option bits: method 'h2o' accepts only method, .*budget, eviction_block"),
     ({"method": "h2o", "seed": 1}, "option seed: method 'h2o' accepts only"),
     ({"method": "kivi", "top_k": 8}, "option top_k: method 'kivi' accepts only"),
-    ({"lookup": True}, "unknown option 'lookup'"),
     ({"budget": 100}, "option budget: method 'specache' accepts only"),
     ({"method": "roco", "budget": 0}, "budget=0: give a number of pairs, or a rate"),
     ({"method": "roco", "budget": 1.5}, "budget=1.5: give a number of pairs, or a rate"),
