@@ -214,9 +214,8 @@ def main(arguments: list[str] | None = None) -> int:
 
         print(f"specache {__version__}")
         return 0
-    args = parsed(words)
     try:
-        run(args, words)
+        run(parsed(words), words)
     except (SpecacheError, OptionError, OSError, ValueError) as error:
         print(f"specache: {first_line(error)}", file=sys.stderr)
         return 2

@@ -63,9 +63,9 @@ class PinnedMap(mmap.mmap):
 class Pool:
     """Pinned maps, lent to tensors. A map whose tensor was freed is idle: the next tensor of its size reuses it.
 
-    The pool avoids registering memory in every prefill, about a second for a few gigabytes. A new map frees all idle
-    ones. Freeing a tensor, which can happen on any thread, only appends its map to `idle`. Requests for memory take
-    locks and call CUDA.
+    The pool avoids registering memory in every prefill, about a second for a few gigabytes. A new map, or the growth of
+    one, frees all idle ones. Freeing a tensor, which can happen on any thread, only appends its map to `idle`. Requests
+    for memory take locks and call CUDA.
     """
 
     def __init__(self) -> None:
@@ -116,10 +116,9 @@ class Pool:
             if size > memory.pinned:
                 if memory.pinned % math.lcm(memory.unit, mmap.PAGESIZE):
                     return None
+                self.idle.clear()  # `allowance` counts these maps as free
                 if not memory.pin(size):
-                    self.idle.clear()  # the driver may have memory then
-                    if not memory.pin(size):
-                        return None
+                    return None
             return lease
 
     def reuse(self, size: int, addresses: int, unit: int, device: torch.device) -> PinnedMap | None:
@@ -151,7 +150,8 @@ def release_host_memory() -> None:
 
         sc.release_host_memory()  # after the last cache is gone, before another program needs the memory
     """
-    _pool.idle.clear()
+    with _pool.lock:
+        _pool.idle.clear()
 
 
 def makes_fakes() -> bool:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
+from torch.utils._pytree import tree_leaves
 
 from specache_compile.passes.clean_up import writes
 
-from .nodes import value_of
+from .nodes import arguments_of, value_of
 
 
 def written(node: Node) -> tuple[Any, int | None]:
@@ -22,9 +24,20 @@ def written(node: Node) -> tuple[Any, int | None]:
     return target, memory_of(target) if isinstance(target, Node) else None
 
 
+def mutated(node: Node) -> list[Node]:
+    """Return the arguments that a call mutates: all that the schema of an op marks, else the first."""
+    if not isinstance(node.target, OpOverload):
+        return [target] if isinstance(target := written(node)[0], Node) else []
+    given = {**arguments_of(node), **node.kwargs}
+    marked = [
+        one.name for one in node.target._schema.arguments if one.alias_info is not None and one.alias_info.is_write
+    ]
+    return [leaf for leaf in tree_leaves([given.get(name) for name in marked]) if isinstance(leaf, Node)]
+
+
 def written_inputs(graph_module: GraphModule) -> frozenset[int]:
     """Return the positions of the inputs that a graph writes to, directly or through a view."""
-    memory = {written(node)[1] for node in graph_module.graph.nodes} - {None}
+    memory = {memory_of(node) for call in graph_module.graph.nodes for node in mutated(call)} - {None}
     inputs = graph_module.graph.find_nodes(op="placeholder")
     return frozenset(position for position, node in enumerate(inputs) if memory_of(node) in memory)
 

@@ -406,8 +406,8 @@ def read_header(root: Path) -> dict[str, Any]:
         raise unreadable_session(path, f"it is not JSON ({error})") from error
     if not isinstance(header, dict) or header.get("format") != FORMAT:
         raise unreadable_session(path, f"it is not of format {FORMAT}")
-    if not fnmatch.fnmatchcase(header["folder"], TENSORS_FOLDER):
-        raise unreadable_session(path, f"its folder {header['folder']!r} was not created by save")
+    if not fnmatch.fnmatchcase(str(header.get("folder")), TENSORS_FOLDER):
+        raise unreadable_session(path, f"its folder {header.get('folder')!r} was not created by save")
     return header
 
 

@@ -76,14 +76,19 @@ class PagePool:
     def grow_to(self, pages: int, places: int) -> None:
         """Grow to so many pages, layer by layer. The tensor objects stay the same, since sessions refer to them.
 
-        If it fails, some tensors are larger than `pages`, and the next call goes on from there.
+        If it fails, all tensors have `pages` pages as before, since graphs assume one number in all layers.
         """
         for tiers in list(self.tiers):
             tiers.settle()
         pages, before = max(pages, self.pages), len(self.counts)
-        for layer, state in zip(self.layers, self.state, strict=True):
-            for field in paged_fields(self.options, layer):
-                self.grow(field, layer, state[field.name], pages, places)
+        try:
+            for layer, state in zip(self.layers, self.state, strict=True):
+                for field in paged_fields(self.options, layer):
+                    self.grow(field, layer, state[field.name], pages, places)
+        except BaseException:
+            for tensor in (tensor for state in self.state for tensor in state.values() if len(tensor) > self.pages):
+                tensor.set_(tensor[: self.pages])  # type: ignore[call-overload]
+            raise
         self.pages = pages
         self.counts += [0] * (places - before)
         self.free += range(before, places)  # these are the largest, so the list stays a heap

@@ -311,7 +311,10 @@ class Step:
 @torch.inference_mode(False)
 @torch.no_grad()
 def compress(session: Session) -> None:
-    """Compress a 16-bit cache at any length: its pairs are stored as a prefill stores them, in a new pool."""
+    """Compress a 16-bit cache at any length: its pairs are stored as a prefill stores them, in a new pool.
+
+    Until they are, both pools are in memory, with a host tier each.
+    """
     session.drain()
     tiers, progress = session.tiers, session.progress
     assert tiers.pending is not None
@@ -321,7 +324,7 @@ def compress(session: Session) -> None:
         None if each is None else each.to(layer.device)
         for each, layer in zip(tiers.frequencies, tiers.layers, strict=True)
     ]
-    padding, none = progress.padding, (0,) * tiers.batch
+    padding, none = progress.padding if progress.padded else None, (0,) * tiers.batch
     empty = replace(progress, length=0, lengths=none, padded=padding is not None)
     step = Step(session.derived(made, empty), progress.length)
     step.front = tuple(progress.length - length for length in progress.lengths)

@@ -272,6 +272,9 @@ def test_growth_that_fails_can_be_repeated(
         with pytest.raises(error):
             step(model, prompt(300, seed=5), cache)
     assert len(calls) == 2
+    if module is pools:
+        pool = pool_of(cache)
+        assert {len(tensor) for state in pool.state for tensor in state.values()} == {pool.pages}
     found, expected = (step(model, prompt(300, seed=5), each)[0] for each in (cache, other))
     assert torch.equal(found, expected)
     assert equal(go_on(model, cache, 1, 1), go_on(model, other, 1, 1))

@@ -108,7 +108,7 @@ FAULTS = [
     ),
     Fault(
         "selected chosen again before the gather has read it", prefetch.prefetch,
-        '(site.q, cursor, slots, slot_index, state["selected"])', "(site.q, cursor, slots, slot_index, slots)",
+        "(site.q, cursor, *waited)", '(site.q, cursor, state["slots"], state["slot_index"], state["slots"])',
         ("late",), {**CORRECTED, "speculate": True}, in_the_graph=True,
     ),
     Fault(

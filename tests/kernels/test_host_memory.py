@@ -344,9 +344,7 @@ def test_idle_memory_counts_as_free(driver: Driver, monkeypatch: pytest.MonkeyPa
     assert pool.idle_bytes() == lent
 
 
-def test_idle_memory_is_released_if_the_driver_refuses_to_pin_more(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_idle_memory_is_released_before_a_tier_grows(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     page, pool, register = mmap.PAGESIZE, host_memory._pool, host_memory.register
     cache = [host_memory.host_empty((page,), torch.uint8, CUDA) for _ in range(8)]
     tensor = cache.pop()

@@ -385,11 +385,13 @@ def test_a_step_with_an_argument_elsewhere_than_its_state_is_not_captured() -> N
 
 def test_inputs_that_a_graph_writes_to_are_known_through_views() -> None:
     graph = torch.fx.Graph()
-    table, state, x = (graph.placeholder(name) for name in ("table", "state", "x"))
+    table, state, x, scores, selected = map(graph.placeholder, ("table", "state", "x", "scores", "selected"))
     part = graph.call_function(torch.select, (state, 0, 1))
     graph.call_method("copy_", (part, x))
+    graph.call_function(torch.ops.specache.select_topk.default, (scores, selected))  # writes to its second argument
     graph.output((graph.call_function(torch.neg, (table,)),))
     with FakeTensorMode():
         table.meta["val"], state.meta["val"], x.meta["val"] = torch.empty(2), torch.empty(2, 3), torch.empty(3)
+        scores.meta["val"], selected.meta["val"] = torch.empty(4), torch.empty(4)
         part.meta["val"] = state.meta["val"].select(0, 1)
-    assert written_inputs(torch.fx.GraphModule({}, graph)) == {1}
+    assert written_inputs(torch.fx.GraphModule({}, graph)) == {1, 4}

@@ -69,6 +69,25 @@ def test_the_tiers_moved_over_to_are_those_of_a_session_that_started_there(llama
             torch.testing.assert_close(one[name][:, :, :end], other[name][:, :, :end], atol=1e-5, rtol=1e-5)
 
 
+@torch.no_grad()
+def test_tokens_after_a_hole_that_a_later_call_no_longer_hides_are_compressed_as_others(
+    llama: LlamaForCausalLM,
+) -> None:
+    """Without a mask all tokens are visible: the range of a group includes the newest."""
+    ids, mask = prompt(260), torch.ones(1, 100, dtype=torch.int64)
+    mask[0, 40:50] = 0
+    states = []
+    for least in (0, 200):
+        twin = compile_copy(llama, bits=2, top_k=0, correct="never", min_context=least, host_bits=16)
+        cache = cache_of(twin(ids[:, :100], attention_mask=mask, use_cache=True))
+        for begin, end in ((100, 180), (180, 260)):
+            cache = cache_of(step(twin, ids[:, begin:end], cache))
+        session_of(cache).queue.drain()
+        states.append(in_rows(session_of(cache)))
+    for one, other in zip(*states, strict=True):
+        assert torch.equal(one["codes"][:, :, 96:128], other["codes"][:, :, 96:128])
+
+
 @pytest.mark.parametrize(
     ("biased", "options"),
     [(False, {"bits": 1}), (False, {"bits": 1, "center": "always"}), (True, {})],
