@@ -17,7 +17,6 @@ from specache_compile.evaluation.prefills import Prefill, Prefills
 from specache_compile.evaluation.reader import Reader
 from specache_compile.evaluation.runner import Runner
 from specache_compile.evaluation.settings import parse_setting, running
-from specache_compile.evaluation.tasks.closeness import KINDS, Continuations, measure
 from specache_compile.runtime.held import HeldTensor
 
 BYTES = Reader(byte_tokenizer())
@@ -64,16 +63,6 @@ def test_an_answer_that_ends_with_its_first_token_has_no_more(model: Any, shared
         assert shared.continued_from_prefills(torch.tensor(requested), 5) == [[first]]
     finally:
         model.generation_config.eos_token_id = before
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", METHODS[:2])
-def test_distances_are_those_behind_a_methods_own_prefill(model: Any, shared: Runner, method: str) -> None:
-    known = Continuations(prompts(140, 140), seed=0)
-    with running(model, parse_setting(method), "eager"):
-        kinds = [measure(runner, known).detail["kinds"] for runner in (shared, Runner(model, BYTES, batch_size=2))]
-    for kind in KINDS:
-        assert kinds[0][kind]["each"] == pytest.approx(kinds[1][kind]["each"], abs=1e-6)
 
 
 def test_a_prompt_is_read_once_for_all_methods_that_read_it_exactly(model: Any) -> None:

@@ -14,15 +14,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch._inductor.utils import run_and_get_code
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
-from conftest import LOSSLESS, greedy, greedy_unmasked, prompt, tiny_llama
+from conftest import LOSSLESS, greedy, prompt, tiny_llama
 from families import BY_NAME, Family
-from generated_code import compiled_phases, launches, names, state_left_alone
 from specache_compile.compat import GENERATE_MASKS_ALL, cache_of, with_cache
 from specache_compile.lowering import lower, progress
 from specache_compile.lowering.fold_layers import fold_layers
@@ -152,36 +150,6 @@ def test_the_ops_run_in_overlaps_order_on_their_layers_state(
     ]
     assert len(expected) == 4 * 5
     assert ran == expected
-
-
-@pytest.fixture(scope="module")
-def code() -> dict[str, list[list[str]]]:
-    """Return the launches of a folded graph of four layers by phase and part; the tokens must be right."""
-    torch._dynamo.reset()
-    plain = tiny_llama(num_hidden_layers=4)
-    model = compiled(copy.deepcopy(plain))
-    tokens, sources = run_and_get_code(lambda: greedy_unmasked(model, prompt(70), 30))
-    assert torch.equal(tokens, greedy(plain, prompt(70), 30))
-    phases = compiled_phases(model)
-    assert len(sources) == 3 * len(phases)
-    bodies = [launches(source) for source in sources]
-    return {phase: bodies[3 * i : 3 * i + 3] for i, phase in enumerate(phases)}
-
-
-@pytest.mark.slow
-def test_a_compiled_layer_launches_in_the_order_that_overlap_chose(code: dict[str, list[list[str]]]) -> None:
-    before, layer, after = map(names, code["decode"])
-    attention = ["offload", "wait", "decode_attention", "select_topk", "prefetch", "append"]
-    assert (before, layer, after) == ([], [*["work"] * 3, *attention, *["work"] * 4], ["work"])
-
-
-# Quick twins: the order of the ops on their state above, and test_compiled_graph.py for one compiled layer.
-@pytest.mark.slow
-@pytest.mark.parametrize("phase", ["prefill", "decode"])
-def test_no_state_tensor_is_cloned_or_copied(code: dict[str, list[list[str]]], phase: str) -> None:
-    before, layer, after = map(state_left_alone, code[phase])
-    assert (before, after) == (0, 0)
-    assert layer > 4
 
 
 def layers_of(count: int, change: Any = None) -> tuple[GraphModule, list[Any], FakeTensorMode]:

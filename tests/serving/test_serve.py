@@ -75,14 +75,6 @@ def test_a_next_turn_goes_on_from_its_session(served: Served, uncompiled: LlamaF
     assert grown(served, before, "specache_sessions memory") == 0
 
 
-def test_completions_stream_too(served: Served, uncompiled: LlamaForCausalLM) -> None:
-    prompt = "Once upon a time there was a tier. " * 3
-    ask: dict[str, Any] = {"model": served.name, "prompt": prompt, "max_tokens": 9, "temperature": 0}
-    expected = answer(uncompiled, prompt, 9)
-    assert served.client.completions.create(**ask).choices[0].text == expected
-    assert "".join(chunk.choices[0].text for chunk in served.client.completions.create(**ask, stream=True)) == expected
-
-
 def test_who_gives_no_seed_does_not_draw_on_from_anothers(served: Served) -> None:
     ask: dict[str, Any] = {"model": served.name, "prompt": "Draw. " * 8, "max_tokens": 12, "temperature": 2}
     drawn = set()

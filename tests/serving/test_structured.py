@@ -46,20 +46,15 @@ def test_only_tokens_of_the_schema_are_allowed_up_to_its_end(tokenizer: Any, con
     assert json.loads(tokenizer.decode(ids)) == {"city": "Rome"}
 
 
-@pytest.mark.parametrize("drafted", ["!", '{"town"'])
-def test_a_refused_draft_leaves_the_constraint_as_it_was(tokenizer: Any, constraint: Constraint, drafted: str) -> None:
+@pytest.mark.parametrize(("place", "drafted"), [(5, list(b"!")), (5, list(b'{"town"')), (len(ANSWER), [2, 2])])
+def test_a_refused_draft_leaves_the_constraint_as_it_was(
+    tokenizer: Any, constraint: Constraint, place: int, drafted: list[int]
+) -> None:
+    """Also one behind the end. A token's id is its byte."""
     ids = tokenizer(ANSWER, add_special_tokens=False)["input_ids"]
-    before = allowed(constraint, ids[:5], len(tokenizer))
+    before = allowed(constraint, ids[:place], len(tokenizer))
     with pytest.raises(RuntimeError, match="outside the grammar"):
-        allowed(constraint, ids[:5] + tokenizer(drafted, add_special_tokens=False)["input_ids"], len(tokenizer))
-    assert allowed(constraint, ids[:5], len(tokenizer)) == before
-    assert allowed(constraint, ids, len(tokenizer)) == [2]
-
-
-def test_tokens_behind_the_end_leave_the_constraint_as_it_was(tokenizer: Any, constraint: Constraint) -> None:
-    ids = tokenizer(ANSWER, add_special_tokens=False)["input_ids"]
-    assert allowed(constraint, ids, len(tokenizer)) == [2]
-    with pytest.raises(RuntimeError, match="outside the grammar"):
-        allowed(constraint, [*ids, 2, 2], len(tokenizer))
+        allowed(constraint, ids[:place] + drafted, len(tokenizer))
+    assert allowed(constraint, ids[:place], len(tokenizer)) == before
     assert allowed(constraint, ids[:-1], len(tokenizer)) == [ids[-1]]
     assert allowed(constraint, ids, len(tokenizer)) == [2]

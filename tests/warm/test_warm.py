@@ -19,6 +19,7 @@ from transformers import AttentionInterface, Qwen2Config, Qwen2ForCausalLM
 from transformers.models.llama import modeling_llama
 
 import specache_compile as sc
+from adapted import adapt
 from conftest import LOSSLESS
 from kept_traces import ALL, FULL, PROMPT, SIZES, STEPS, TESTS, Traces, attribute, in_new_process, llama, logits, run
 from specache_compile.methods import METHODS
@@ -84,23 +85,6 @@ def registered() -> Iterator[None]:
         del mapping["sdpa_before"]
 
 
-def with_adapter(model: Any) -> Any:
-    """A LoRA, as a library inserts it: another module in the place of a linear layer."""
-    for layer in model.model.layers:
-        layer.self_attn.q_proj = Adapted(layer.self_attn.q_proj)
-    return model
-
-
-class Adapted(nn.Module):
-    def __init__(self, base: nn.Linear) -> None:
-        super().__init__()
-        self.base = base
-        self.down, self.up = nn.Linear(base.in_features, 4, bias=False), nn.Linear(4, base.out_features, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + self.up(self.down(x))
-
-
 def with_hook(model: Any) -> Any:
     model.model.layers[0].mlp.register_forward_hook(lambda module, given, made: made * 1.5)
     return model
@@ -119,7 +103,7 @@ CHANGED: dict[str, Callable[[], Any]] = {
     "other heads": lambda: llama(num_key_value_heads=2),
     "another activation": lambda: llama(hidden_act="gelu"),
     "another class of the same shapes": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES)).eval(),
-    "an adapter": lambda: with_adapter(llama()),
+    "an adapter": lambda: adapt(llama()),
     "a hook": lambda: with_hook(llama()),
     "a forward of one module's own": lambda: with_own_forward(llama()),
     "a frozen weight": lambda: llama().requires_grad_(False),
