@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -169,18 +166,6 @@ def test_the_whole_graph_is_printed_without_the_list_of_its_inputs() -> None:
     assert max(map(len, code.splitlines())) < 1500
     assert re.search(r"def forward\(self, \.\.\.\):  # \d+ inputs", code)
     assert code.count("specache.decode_attention") + code.count("specache.attend_scored") == 2
-
-
-@pytest.mark.slow
-def test_each_pass_leaves_an_artifact_that_tlparse_shows(tmp_path: Path) -> None:
-    """In a process of its own: torch reads TORCH_TRACE when it is imported."""
-    code = "from conftest import *\ngreedy(compile_copy(tiny_llama()), prompt(70), 3)"
-    environment = {**os.environ, "TORCH_TRACE": str(tmp_path), "PYTHONPATH": "tests"}
-    subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], env=environment, check=True)
-    logs = "".join(log.read_text() for log in tmp_path.glob("*.log"))
-    for phase in ("prefill", "pre-decode", "decode"):
-        for number, name in enumerate(PASS_NAMES, start=1):
-            assert re.search(rf'"artifact": {{"name": "specache_graph\d+_{phase}_{number:02d}_{name}"', logs), name
 
 
 def test_a_model_of_which_nothing_is_rewritten_says_why() -> None:

@@ -15,18 +15,13 @@ from pydantic_ai import RunContext
 from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
-from served import TEMPLATE, Served, posted, serving, write_checkpoint
+from served import TEMPLATE, Served, one_of, posted, serving, write_checkpoint
 
 pytestmark = pytest.mark.one_process
 
 CHATML = TEMPLATE.replace("}<assistant>{", "}<|im_start|>assistant\n{")
 WITH_TOOLS = "{% if tools %}Call with <tool_call>: {{ tools | tojson }}{% endif %}" + CHATML
-PARAMETERS = {
-    "type": "object",
-    "properties": {"city": {"enum": ["Rome", "Oslo"]}},
-    "required": ["city"],
-    "additionalProperties": False,
-}
+PARAMETERS = one_of(city=["Rome", "Oslo"])
 TOOLS: Any = [
     {"type": "function", "function": {"name": "look", "parameters": PARAMETERS, "strict": True}},
     {"type": "function", "function": {"name": "go", "parameters": PARAMETERS}},
