@@ -7,7 +7,7 @@ import gc
 import itertools
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -264,6 +264,3 @@ def greedy_unmasked(model: Any, ids: torch.Tensor, tokens: int = 40) -> torch.Te
         position = torch.full_like(made[-1], place)
         out = model(made[-1], **with_cache(cache_of(out)), position_ids=position, use_cache=True)
     return torch.cat(made, 1)
-
-
-Compile = Callable[..., LlamaForCausalLM]

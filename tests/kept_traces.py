@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -71,15 +72,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / trace_folder.TRACES
 
 
-@contextlib.contextmanager
-def new_registry() -> Iterator[None]:
+def new_registry() -> Any:
     """Dynamo guards on transformers' registry of a process's model classes."""
-    registry = output_capturing._CAN_RECORD_REGISTRY
-    before = dict(registry)
-    registry.clear()
-    yield
-    registry.clear()
-    registry.update(before)
+    return mock.patch.dict(output_capturing._CAN_RECORD_REGISTRY, clear=True)
 
 
 @pytest.fixture
@@ -132,16 +127,6 @@ def run(
     compiled = torch.compile(model, backend="specache", options=options, **how)
     torch.testing.assert_close(logits(compiled, sizes, rows), logits(model, sizes, rows), atol=2e-5, rtol=2e-5)
     return int(traces.count)
-
-
-@contextlib.contextmanager
-def attribute(where: Any, name: str, value: Any) -> Iterator[None]:
-    before = getattr(where, name)
-    setattr(where, name, value)
-    try:
-        yield
-    finally:
-        setattr(where, name, before)
 
 
 def in_new_process(code: str) -> str:

@@ -108,6 +108,12 @@ def reply(
     return asyncio.run(said())
 
 
+def one_of(**fields: list[str]) -> dict[str, Any]:
+    """Return the schema of an object with these fields, each with one of its values."""
+    properties = {name: {"enum": values} for name, values in fields.items()}
+    return {"type": "object", "properties": properties, "required": [*fields], "additionalProperties": False}
+
+
 def prompt_of(messages: list[dict[str, str]]) -> str:
     return render_jinja_template([messages], chat_template=TEMPLATE, add_generation_prompt=True)[0][0]
 

@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -110,12 +109,6 @@ def test_ten_files_explain_the_whole_idea() -> None:
     listed = re.findall(r"^\d+\. `(\S+\.py)`", text.split("## An afternoon's reading")[1].split("\n## ")[0], re.M)
     assert len(listed) == READ_FILES
     assert sum(len((ROOT / name).read_text().splitlines()) for name in listed) <= READ_LINES
-
-
-def test_what_is_installed_is_every_folder() -> None:
-    """pyproject.toml lists them one by one."""
-    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
-    assert sorted(listed) == sorted(name for name, path in modules().items() if path.name == "__init__.py")
 
 
 def test_compiling_imports_no_explaining_and_takes_little_time() -> None:

@@ -6,7 +6,6 @@ import contextlib
 import importlib
 import io
 import json
-import random
 import re
 import sys
 from pathlib import Path
@@ -215,20 +214,6 @@ def test_a_soak_of_the_server_compares_each_answer(
     printed = capsys.readouterr()
     assert ("not '?'" in printed.err) == wrong
     assert wrong or "turn 2" in printed.out
-
-
-def test_the_operations_of_a_soak_are_those_of_its_seed(soak: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn: list[list[Any]] = []
-
-    def note(state: Any, draw: random.Random) -> int:
-        drawn[-1].append((state.now, draw.random()))
-        return 0
-
-    monkeypatch.setattr(soak, "OPERATIONS", [(name, weight, note) for name, weight, _ in soak.OPERATIONS])
-    for seed in ("5", "5", "6"):
-        drawn.append([])
-        assert soak.main(["--calls", "10", "--seed", seed]) == 0
-    assert drawn[0] == drawn[1] != drawn[2]
 
 
 def wrong_rows(monkeypatch: pytest.MonkeyPatch) -> None:

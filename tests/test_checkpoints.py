@@ -285,18 +285,6 @@ def test_a_checkpoint_without_a_tokenizer_is_one_line(
     assert error.endswith("copy tokenizer.json and tokenizer_config.json of examples/needle-llama")
 
 
-def test_a_prompt_above_the_context_is_one_line(own: Path, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert generate(own, "--max-new-tokens", "506") == 2
-    assert error_line(capsys).endswith(
-        "the prompt has 7 tokens and --max-new-tokens is 506; the model's context is 512: shorten one of them"
-    )
-
-
-def test_a_chat_needs_a_template(own: Path, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert generate(own, "--chat") == 2
-    assert "no chat template" in error_line(capsys)
-
-
 # What cannot be converted
 
 
@@ -402,12 +390,6 @@ def test_a_missing_gguf_reader_is_named(
     monkeypatch.setattr(conversion, "READERS", ("no-such-reader",))
     assert generate(own) == 2
     assert error_line(capsys) == "specache: reading a GGUF file requires no-such-reader. Run pip install no-such-reader"
-
-
-def test_a_path_that_is_not_there(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert generate("no-such-file.gguf") == 2
-    assert "no checkpoint at no-such-file.gguf. Pass" in error_line(capsys)
-    assert generate(str(cache.parent)) == 2  # a folder without a config
 
 
 def test_a_cache_folder_that_cannot_be_written(

@@ -32,21 +32,6 @@ def test_a_changed_table_is_noticed_and_put_right(page: Path, capsys: pytest.Cap
     assert page.read_text() == right
 
 
-def test_a_changed_declaration_is_noticed(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(doc_tables.DEVICES, "L4")
-    assert main(["--check"], [page]) == 1
-
-
-def test_a_changed_result_is_noticed(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page.write_text(between("demo", doc_tables.demo()))
-    result = doc_tables.load("demo.json")
-    result["rows"][0]["of_16_bits"] = 0.5
-    (tmp_path / "demo.json").write_text(json.dumps(result))
-    assert main(["--check"], [page]) == 0
-    monkeypatch.setattr(doc_tables, "RESULTS", tmp_path)
-    assert main(["--check"], [page]) == 1
-
-
 def test_a_result_with_other_options_than_its_method_has_today_is_refused(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -68,17 +68,3 @@ class Cache:
 
 def test_of_a_module_only_its_docstrings_are_prose(tmp_path: Path) -> None:
     assert found(tmp_path, SOURCE, "module.py") == ['1: "says"', '20: "wants"']
-
-
-def test_the_exit_code_and_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "good.md").write_text(SHORT)
-    assert prose.main([str(tmp_path)]) == 0
-    assert capsys.readouterr().out == ""
-    (tmp_path / "bad.py").write_text('"""It tells."""\n')
-    assert prose.main([str(tmp_path)]) == 1
-    assert capsys.readouterr().out == f'{tmp_path}/bad.py:1: "tells"\n'
-
-
-def test_a_path_that_does_not_exist_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match=r"gone\.md does not exist"):
-        prose.main([str(tmp_path / "gone.md")])

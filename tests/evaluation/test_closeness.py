@@ -15,7 +15,7 @@ from conftest import byte_tokenizer, greedy, prompt, tiny_llama
 from specache_compile.evaluation.reader import Reader
 from specache_compile.evaluation.runner import Runner
 from specache_compile.evaluation.settings import parse_setting, running
-from specache_compile.evaluation.tasks.closeness import KINDS, STEPS, Continuations, divergence, measure
+from specache_compile.evaluation.tasks.closeness import KINDS, STEPS, Continuations, measure
 from specache_compile.evaluation.tasks.task import Bench
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
@@ -65,14 +65,6 @@ def test_what_is_lossy_is_at_its_mean_distance(runner: Runner, known: Continuati
     assert forced["kl"] == pytest.approx(sum(forced["each"]) / 4)
     assert forced["kl"] > 0.01
     assert outcome.score == forced["agreement"] < 1
-
-
-def test_divergence_is_torchs_kl() -> None:
-    full, ours = torch.randn(2, 5, 11), torch.randn(2, 5, 11)
-    expected = torch.nn.functional.kl_div(
-        ours.log_softmax(-1), full.log_softmax(-1), log_target=True, reduction="none"
-    ).sum(-1)
-    torch.testing.assert_close(divergence(full, ours), expected)
 
 
 def test_the_unseen_text_is_the_release_notes_in_order() -> None:

@@ -20,7 +20,8 @@ from specache_compile.evaluation.cell_tables import table
 from specache_compile.evaluation.plots import draw
 from specache_compile.evaluation.provenance import config_hash
 from specache_compile.evaluation.result_rows import ResultRow, append_row, read_rows
-from specache_compile.evaluation.settings import parse_setting, running
+from specache_compile.evaluation.settings import Setting, parse_setting, running
+from specache_compile.evaluation.tasks.task import Cell
 
 MODEL = str(NEEDLE_LLAMA)
 QUICK = ("--lengths", "200", "--samples", "2", "--no-plots")
@@ -92,7 +93,8 @@ def test_an_interruption_loses_no_finished_row_and_the_same_command_goes_on(
 
 
 def test_other_defaults_are_another_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And an option that is off, as those are that a later version brings, is none."""
+    """And an option that is off, as those are that a later version brings, is none. A setting has one spelling."""
+    assert str(parse_setting("specache:top_k=16,bits=1")) == str(parse_setting("specache:bits=1,top_k=16"))
     now = parse_setting("specache").effective
     assert now["sink_tokens"] == 4
     assert parse_setting("specache:sink_tokens=4").effective == now
@@ -260,10 +262,6 @@ def test_a_model_under_a_setting_is_afterwards_as_it_was() -> None:
             sc.stats(model)
 
 
-def test_a_setting_has_one_spelling() -> None:
-    assert str(parse_setting("specache:top_k=16,bits=1")) == str(parse_setting("specache:bits=1,top_k=16"))
-
-
 @pytest.mark.parametrize(
     "text",
     ["uncompiled:bits=1", "specache:bits", "specache:=1", "specache:bits=1,bits=2", "specache:bits=3", "specache:[]=1"],
@@ -281,6 +279,7 @@ def test_a_bad_setting_is_named(text: str) -> None:
         (("--tasks", "perplexity", "--blind"), "task 'perplexity' asks no question that --blind could keep"),
         (("--text", "/no/such/file"), "--text /no/such/file: the file does not exist"),
         (("--text", MODEL + "/model.safetensors"), "is no UTF-8 text"),
+        (("--text", MODEL + "/generation_config.json", "--tasks", "perplexity"), "the text has "),
         (("--lengths", "4000"), "needle 4000: 4,000 tokens, and the model's context is 2,304"),
         (("--lengths", "0"), "--lengths 0"),
         (("--lengths", "50"), "this prompt needs at least"),
@@ -300,20 +299,10 @@ def test_bad_input_is_one_line_and_exit_status_2(
 
 
 def test_a_budget_beyond_the_context_is_refused_before_anything_runs() -> None:
-    from specache_compile.errors import SpecacheError
-    from specache_compile.evaluation.settings import Setting
-    from specache_compile.evaluation.tasks.task import Cell
-
     cell = Cell("256", 256, lambda runner: pytest.fail("it ran"))
     run_eval.check_cell("needle", cell, 2304, [Setting("h2o", (("budget", 256),)), Setting("h2o", (("budget", 0.5),))])
-    with pytest.raises(SpecacheError, match="a budget of 257 tokens is more than the context of needle 256"):
+    with pytest.raises(sc.SpecacheError, match="a budget of 257 tokens is more than the context of needle 256"):
         run_eval.check_cell("needle", cell, 2304, [Setting("h2o", (("budget", 257),))])
-
-
-def test_a_text_shorter_than_the_context_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "short.txt").write_text("short")
-    assert evaluate(tmp_path / "out", "--text", str(tmp_path / "short.txt"), "--tasks", "perplexity") == 2
-    assert "the text has 5 tokens" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -6,7 +6,6 @@ import copy
 import importlib
 import random
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -68,26 +67,14 @@ def test_training_and_evaluation_texts_do_not_overlap() -> None:
     assert len(library_source(held_out=True)) > 300_000
 
 
-@pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Runs a program in an empty folder; in this process: one of its own takes seconds to import what is here."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(script: str, *arguments: str) -> None:
-        monkeypatch.setattr(sys, "argv", [script, *arguments])
-        importlib.import_module(script).main()
-
-    return run
-
-
 @pytest.mark.slow
-def test_the_training_script_trains_and_saves(
-    run: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_training_script_trains_and_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = importlib.import_module("train_needle")
     monkeypatch.setattr(module, "STAGES", (module.TrainingStage(256, 1), module.TrainingStage(512, 1)))
     monkeypatch.setattr(module, "TOKENS_PER_STEP", 1024)
-    run("train_needle", "--out", "model", "--samples", "2")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["train_needle", "--out", "model", "--samples", "2"])
+    module.main()
     assert all((tmp_path / "model" / name).exists() for name in ("model.safetensors", "tokenizer.json"))
 
 

@@ -30,12 +30,6 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
 
-def test_the_shipped_tokenizer_ends_and_pads_with_byte_0() -> None:
-    tokenizer, text = tokenizer_for(MODEL), "def café():\n\treturn '\x00 two  spaces'"
-    assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (0, 0)
-    assert tokenizer(text)["input_ids"] == list(text.encode())
-
-
 def test_the_harness_scores_a_compiled_model_as_it_scores_the_model(tmp_path: Path) -> None:
     tasks = pass_keys(tmp_path, 400, 3)
     plain, compiled = (harnessed(MODEL, tokenizer_for(MODEL), options) for options in (None, LOSSLESS))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -64,12 +65,8 @@ def test_methods_that_agree_draw_the_same_tokens_at_no_distance(runner: Runner) 
 
 def test_a_text_ends_where_the_model_ends_it(runner: Runner) -> None:
     text = texts(outcome(runner, "uncompiled"))[0]
-    config = runner.model.generation_config
-    config.eos_token_id = text[10]
-    try:
+    with patch.object(runner.model.generation_config, "eos_token_id", text[10]):
         each = outcome(runner, "uncompiled").detail["each"]
-    finally:
-        config.eos_token_id = None
     assert each[0]["length"] == text.index(text[10]) + 1
     assert each[0]["tokens"] == text[: each[0]["length"]]
 

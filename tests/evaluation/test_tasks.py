@@ -115,11 +115,6 @@ def test_of_four_named_keys_one_is_requested_and_stands_at_its_depth(chat: bool)
     assert filler == pytest.approx(0.5 * text.count("\0"), abs=1)
 
 
-def test_a_prompt_too_short_for_its_needle_is_refused() -> None:
-    with pytest.raises(SpecacheError, match="needs at least"):
-        TASKS["needle"](bench(lengths=(40,)))
-
-
 def test_perplexity_is_the_exponent_of_the_mean_loss(model: Any) -> None:
     rows = bench(samples=3).windows_apart(80)
     outcome = perplexity.measure(Runner(model, BYTES, batch_size=2), rows)

@@ -36,6 +36,12 @@ def test_a_step_reads_the_weights_and_the_tiers_once(wide: sc.Explanation) -> No
     assert wide.step_cost().hbm == pytest.approx(matrices + tiers, rel=0.02)
 
 
+def test_a_large_model_explains_from_its_config_without_weights(wide: sc.Explanation) -> None:
+    """A group has 32 bits of parameters; k and R are 64; and up to an eighth of spare room in a bucket."""
+    assert wide.full_cache_bytes == 4 * 32_768 * 2 * 8 * 128 * 2 * 2
+    assert wide.kv_ratio == pytest.approx((2 + 32 / 64) / 16 + 128 / 32_768, rel=0.15)
+
+
 def test_a_step_computes_two_lanes_of_every_weight(wide: sc.Explanation) -> None:
     products = sum(cost.flops for op, cost in wide.launch_costs() if op == "mm")
     matrices = wide.weight_bytes / 2 - 128256 * 4096

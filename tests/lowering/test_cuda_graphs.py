@@ -38,11 +38,6 @@ def llama() -> LlamaForCausalLM:
     return tiny_llama(num_hidden_layers=1)
 
 
-@pytest.fixture
-def two_layers() -> LlamaForCausalLM:
-    return tiny_llama()
-
-
 @pytest.fixture(autouse=True)
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Replace recording: it keeps the inputs' addresses by closure, like CUDA, and a replay rewrites the same outputs.
@@ -221,15 +216,20 @@ def test_steps_of_calls_without_position_ids_are_captured(llama: LlamaForCausalL
 
 @pytest.mark.quick_for("two lanes")
 @pytest.mark.parametrize("speculate", [True, False], ids=["two lanes", "one lane"])
-def test_replayed_steps_make_the_uncompiled_models_tokens_across_buckets(
-    two_layers: LlamaForCausalLM, speculate: bool, captures: list[int]
-) -> None:
+def test_replayed_steps_make_the_uncompiled_models_tokens_across_buckets(speculate: bool, captures: list[int]) -> None:
     """From 250 to 515 tokens there are three buckets: each is warmed up, captured once, and replayed."""
+    two_layers = tiny_llama()
     twin = compile_copy(two_layers, mode="reduce-overhead", speculate=speculate)
     assert torch.equal(greedy_unmasked(twin, prompt(250), 265), greedy_unmasked(two_layers, prompt(250), 265))
     stats = sc.stats(twin)
     assert stats.replays == stats.decodes - 3, "the first step of each bucket runs as it is"
     assert len(captures) == 3
+
+
+def decode(model: LlamaForCausalLM, token: int, cache: Any, rows: int = 1) -> Tensor:
+    """Return the logits of a step at position 100 + token."""
+    place = torch.full((rows, 1), 100 + token)
+    return model(torch.full((rows, 1), token), **with_cache(cache), position_ids=place).logits
 
 
 def test_a_forks_steps_are_its_own(llama: LlamaForCausalLM, captures: list[int]) -> None:
@@ -239,13 +239,9 @@ def test_a_forks_steps_are_its_own(llama: LlamaForCausalLM, captures: list[int])
         with torch.no_grad():
             cache = cache_of(model(prompt(100), use_cache=True))
             for token in range(4):
-                decode(model, token, 100 + token, cache)
+                decode(model, token, cache)
             fork = copy.deepcopy(cache)
-            return torch.cat([decode(model, t, 104 + t, c) for t in range(4) for c in (cache, fork)])
-
-    def decode(model: LlamaForCausalLM, token: int, position: int, cache: Any) -> Tensor:
-        place = torch.tensor([[position]])
-        return model(torch.tensor([[token]]), **with_cache(cache), position_ids=place).logits
+            return torch.cat([decode(model, token, c) for token in range(4, 8) for c in (cache, fork)])
 
     torch.testing.assert_close(run(twin), run(llama), atol=1e-3, rtol=1e-3)
     assert len(captures) == 3, "the first page that one of them copies makes their pool grow, and the pages move"
@@ -263,10 +259,6 @@ def test_steps_after_a_selection_of_rows_write_to_no_page_of_another_row(
             logits = [decode(model, token, cache, 4) for token in range(3)]
             cache.batch_select_indices(torch.tensor([0, 1, 3]))
             return torch.cat([*logits, *(decode(model, token, cache, 3) for token in range(3, 8))])
-
-    def decode(model: LlamaForCausalLM, token: int, cache: Any, rows: int) -> Tensor:
-        place = torch.full((rows, 1), 100 + token)
-        return model(torch.full((rows, 1), token), **with_cache(cache), position_ids=place).logits
 
     torch.testing.assert_close(run(twin), run(llama), atol=1e-3, rtol=1e-3)
     assert captures

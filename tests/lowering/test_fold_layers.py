@@ -14,15 +14,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch._inductor.utils import run_and_get_code
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
-from conftest import LOSSLESS, greedy, greedy_unmasked, prompt, tiny_llama
+from conftest import LOSSLESS, greedy, prompt, tiny_llama
 from families import BY_NAME, Family
-from generated_code import compiled_phases, launches, names, state_left_alone
 from specache_compile.compat import GENERATE_MASKS_ALL, cache_of, with_cache
 from specache_compile.lowering import lower, progress
 from specache_compile.lowering.fold_layers import fold_layers
@@ -154,37 +152,7 @@ def test_the_ops_run_in_overlaps_order_on_their_layers_state(
     assert ran == expected
 
 
-@pytest.fixture(scope="module")
-def code() -> dict[str, list[list[str]]]:
-    """Return the launches of a folded graph of four layers by phase and part; the tokens must be right."""
-    torch._dynamo.reset()
-    plain = tiny_llama(num_hidden_layers=4)
-    model = compiled(copy.deepcopy(plain))
-    tokens, sources = run_and_get_code(lambda: greedy_unmasked(model, prompt(70), 30))
-    assert torch.equal(tokens, greedy(plain, prompt(70), 30))
-    phases = compiled_phases(model)
-    assert len(sources) == 3 * len(phases)
-    bodies = [launches(source) for source in sources]
-    return {phase: bodies[3 * i : 3 * i + 3] for i, phase in enumerate(phases)}
-
-
-@pytest.mark.slow
-def test_a_compiled_layer_launches_in_the_order_that_overlap_chose(code: dict[str, list[list[str]]]) -> None:
-    before, layer, after = map(names, code["decode"])
-    attention = ["offload", "wait", "decode_attention", "select_topk", "prefetch", "append"]
-    assert (before, layer, after) == ([], [*["work"] * 3, *attention, *["work"] * 4], ["work"])
-
-
-# Quick twins: the order of the ops on their state above, and test_compiled_graph.py for one compiled layer.
-@pytest.mark.slow
-@pytest.mark.parametrize("phase", ["prefill", "decode"])
-def test_no_state_tensor_is_cloned_or_copied(code: dict[str, list[list[str]]], phase: str) -> None:
-    before, layer, after = map(state_left_alone, code[phase])
-    assert (before, after) == (0, 0)
-    assert layer > 4
-
-
-def layers_of(count: int, change: Any = None) -> tuple[GraphModule, list[Any], FakeTensorMode]:
+def layers_of(count: int, change: Any = None) -> tuple[GraphModule, list[Any]]:
     """Return a graph of `count` layers h = relu(h + h @ w), with fakes of its inputs; `change` edits it."""
     mode = FakeTensorMode()
     graph = Graph()
@@ -201,33 +169,39 @@ def layers_of(count: int, change: Any = None) -> tuple[GraphModule, list[Any], F
     with mode, torch.set_grad_enabled(torch.is_grad_enabled()):  # a graph may switch it
         inputs = [torch.empty(3, 4), *(torch.empty(4, 4) for _ in weights)]
         FakeTensorProp(module, mode).propagate_dont_convert_inputs(*inputs)
-    return module, inputs, mode
+    return module, inputs
 
 
-def test_a_folded_graph_returns_what_the_whole_graph_does() -> None:
-    module, inputs, _ = layers_of(6)
-    parts: list[GraphModule] = []
-    folded = fold_layers(module, inputs, lambda part, fakes: parts.append(part) or part)
-    assert folded is not None
-    assert len(parts) == 1
-    values = [torch.randn(value.shape) for value in inputs]
-    torch.testing.assert_close(list(folded(*values)), list(module(*values)), atol=0, rtol=0)
+def values_of_several_layers(graph: Graph) -> None:
+    relus = graph.find_nodes(op="call_function", target=torch.relu)
+    output = next(iter(graph.find_nodes(op="output")))
+    with graph.inserting_before(output):
+        difference = graph.call_function(torch.sub, (relus[1], relus[3]))
+    output.args = ((difference,),)
 
 
-def test_values_of_several_layers_stay_apart() -> None:
+def sizes_that_are_returned_and_used(graph: Graph) -> None:
+    """A size that is an output, a size computed from it, and a tensor of that size before the layers."""
+    x = next(iter(graph.find_nodes(op="placeholder")))
+    first = next(iter(graph.find_nodes(op="call_function", target=torch.matmul)))
+    output = next(iter(graph.find_nodes(op="output")))
+    with graph.inserting_before(first):
+        size = graph.call_function(torch.ops.aten.sym_size.int, (x, 0))
+        more = graph.call_function(operator.add, (size, 1))
+        counted = graph.call_function(torch.arange, (size,))
+        moved = graph.call_function(torch.add, (x, size))
+    first.args = (moved, first.args[1])
+    output.args = ((more, size, counted, *output.args[0]),)
+
+
+@pytest.mark.parametrize("change", [None, values_of_several_layers, sizes_that_are_returned_and_used])
+def test_a_folded_graph_returns_what_the_whole_graph_does(change: Any) -> None:
     """Equal layers return equal fakes. If these were one object, a part with both inputs would read only one."""
-
-    def change(graph: Graph) -> None:
-        relus = graph.find_nodes(op="call_function", target=torch.relu)
-        output = next(iter(graph.find_nodes(op="output")))
-        with graph.inserting_before(output):
-            difference = graph.call_function(torch.sub, (relus[1], relus[3]))
-        output.args = ((difference,),)
-
-    module, inputs, _ = layers_of(6, change)
+    module, inputs = layers_of(6, change)
     taken: list[list[Any]] = []
     folded = fold_layers(module, inputs, lambda part, fakes: taken.append(fakes) or part)
     assert folded is not None
+    assert change is not None or len(taken) == 1
     assert all(len({id(fake) for fake in fakes}) == len(fakes) for fakes in taken)
     values = [torch.randn(value.shape) for value in inputs]
     torch.testing.assert_close(list(folded(*values)), list(module(*values)), atol=0, rtol=0)
@@ -272,31 +246,9 @@ def weights_of_two_layers_in_one_node(graph: Graph) -> None:
     ],
 )  # fmt: skip
 def test_a_graph_whose_parts_are_not_independent_is_not_cut(change: Any) -> None:
-    module, inputs, _ = layers_of(6, change)
+    module, inputs = layers_of(6, change)
     assert fold_layers(module, inputs, pytest.fail) is None
     assert not torch.is_autocast_enabled("cpu"), "looking at a graph leaves no mode behind"
-
-
-def test_sizes_are_returned_and_used() -> None:
-    """A size that is an output, a size computed from it, and a tensor of that size before the layers."""
-
-    def change(graph: Graph) -> None:
-        x = next(iter(graph.find_nodes(op="placeholder")))
-        first = next(iter(graph.find_nodes(op="call_function", target=torch.matmul)))
-        output = next(iter(graph.find_nodes(op="output")))
-        with graph.inserting_before(first):
-            size = graph.call_function(torch.ops.aten.sym_size.int, (x, 0))
-            more = graph.call_function(operator.add, (size, 1))
-            counted = graph.call_function(torch.arange, (size,))
-            moved = graph.call_function(torch.add, (x, size))
-        first.args = (moved, first.args[1])
-        output.args = ((more, size, counted, *output.args[0]),)
-
-    module, inputs, _ = layers_of(6, change)
-    folded = fold_layers(module, inputs, lambda part, fakes: part)
-    assert folded is not None
-    values = [torch.randn(value.shape) for value in inputs]
-    torch.testing.assert_close(list(folded(*values)), list(module(*values)), atol=0, rtol=0)
 
 
 def test_compiling_prints_each_phase_and_its_seconds(

@@ -117,24 +117,18 @@ def reading(make: Callable[..., Tensor], batch: int, new: int, dynamic: bool) ->
 UNREADABLE = [
     window, window_from_the_end, chunks, blocks, scaled, hidden_in_place, hidden_by_a_view, distance, of_the_tokens,
 ]  # fmt: skip
-SHAPES = pytest.mark.parametrize(
+
+
+@pytest.mark.parametrize(
     ("batch", "new", "dynamic"),
     [(1, 1, False), (3, 1, True), (1, 4, True), (3, 4, True), (3, 4, False)],
     ids=["decode of a row", "decode", "extend of a row", "extend", "extend of fixed sizes"],
 )
-
-
-@SHAPES
-def test_a_causal_mask_is_none(batch: int, new: int, dynamic: bool) -> None:
-    assert reading(causal, batch, new, dynamic) == (True, None)
-
-
-@SHAPES
-@pytest.mark.parametrize("make", [padded, additive])
-def test_padding_is_read_with_the_input_that_it_comes_from(
-    make: Callable[..., Tensor], batch: int, new: int, dynamic: bool
+@pytest.mark.parametrize(("make", "padding"), [(causal, None), (padded, "L_padding_"), (additive, "L_padding_")])
+def test_a_causal_mask_is_read_with_the_input_that_padding_comes_from(
+    make: Callable[..., Tensor], padding: str | None, batch: int, new: int, dynamic: bool
 ) -> None:
-    assert reading(make, batch, new, dynamic) == (True, "L_padding_")
+    assert reading(make, batch, new, dynamic) == (True, padding)
 
 
 @pytest.mark.parametrize("batch", [1, 3])

@@ -67,7 +67,10 @@ def test_an_end_token_is_no_text_and_an_end_at_the_longest_length_too(text: str,
 
 
 def test_a_stream_begins_with_its_first_token_and_ends_with_done() -> None:
-    """The role is not a separate event: it would come before the first token, and be counted as one."""
+    """The role is not a separate event: it would come before the first token, and be counted as one. An answer of
+    nothing has a role too."""
+    first, *_ = reply("x", ChatReply, streamed=True, stop=["x"])
+    assert ChatCompletionChunk.model_validate_json(first).choices[0].delta.role == "assistant"
     *events, done = reply("Yes", ChatReply, streamed=True)
     chunks = [ChatCompletionChunk.model_validate_json(event) for event in events]
     assert done == "[DONE]"
@@ -76,11 +79,6 @@ def test_a_stream_begins_with_its_first_token_and_ends_with_done() -> None:
     assert chunks[-2].choices[0].finish_reason == "stop"
     assert chunks[-1].choices == []
     assert chunks[-1].usage.completion_tokens == 3
-
-
-def test_an_answer_of_nothing_has_a_role_too() -> None:
-    events = reply("x", ChatReply, streamed=True, stop=["x"])
-    assert ChatCompletionChunk.model_validate_json(events[0]).choices[0].delta.role == "assistant"
 
 
 def test_reasoning_and_calls_of_tools_are_no_text() -> None:

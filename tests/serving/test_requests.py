@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
-import logging
+import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -54,17 +54,10 @@ TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": 
         ({"messages": [{"content": "a"}]}, "messages.0.role"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "text"),
         ({"messages": [{"role": "critic", "content": "a"}]}, "no critics here"),
-        (
-            {"messages": [{"role": "user", "content": "\ud800"}]},
-            "surrogates not allowed",
-        ),
-        ({"logit_bias": {"128": 1}}, "the model has no token 128"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, "surrogates not allowed"),
         ({"chat_template_kwargs": {"tokenize": False}}, "tokenize"),
         ({"chat_template_kwargs": {"messages": []}}, "messages"),
-        (
-            {"chat_template_kwargs": {"thought": "\udc00"}},
-            "surrogates not allowed",
-        ),
+        ({"chat_template_kwargs": {"thought": "\udc00"}}, "surrogates not allowed"),
         ({"max_completion_tokens": 0}, "max_completion_tokens"),
         ({"max_completion_tokens": 2, "max_tokens": 3}, "max_tokens differs from"),
         ({"logprobs": True, "top_logprobs": 0}, "logprobs, top_logprobs: not supported"),
@@ -151,20 +144,10 @@ def test_fields_without_effect_are_accepted(served: Served) -> None:
     assert served.client.chat.completions.create(**ask, **nothing).usage.completion_tokens == 3
 
 
-def test_ignored_fields_are_named_in_one_line_of_the_log(served: Served) -> None:
-    lines: list[str] = []
-    log, handler = logging.getLogger("specache_compile.serving.server"), logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    level = log.level
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
-    try:
-        body = {"prompt": "a", "max_tokens": 1, "keep_alive": "5m", "cache_prompt": True}
-        assert posted(served, "v1/completions", body)[0] == 200
-    finally:
-        log.removeHandler(handler)
-        log.setLevel(level)
-    assert [line for line in lines if "ignored" in line] == ["ignored: cache_prompt, keep_alive"]
+def test_ignored_fields_are_named_in_one_line_of_the_log(served: Served, logged: list[str]) -> None:
+    body = {"prompt": "a", "max_tokens": 1, "keep_alive": "5m", "cache_prompt": True}
+    assert posted(served, "v1/completions", body)[0] == 200
+    assert [line for line in logged if "ignored" in line] == ["ignored: cache_prompt, keep_alive"]
 
 
 @pytest.mark.parametrize(
@@ -287,17 +270,14 @@ def test_all_tokens_are_sampled_unless_checkpoint_or_request_restricts_them(
 
 
 def test_a_template_has_all_of_a_message() -> None:
+    """The text parts are its lines."""
     template = "{% for m in messages %}{{ m.name }}: {{ m.content }} {{ m.tool_calls[0].function.arguments.x }}"
     template += "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
     calls = [{"id": "1", "type": "function", "function": {"name": "look", "arguments": '{"x": 7}'}}]
-    message = {"role": "user", "name": "Ada", "content": [{"type": "text", "text": "See"}], "tool_calls": calls}
-    assert prompt_of(template, messages=[message]).startswith("Ada: See 7")
-
-
-def test_the_text_parts_of_a_message_are_its_lines() -> None:
     parts = [{"type": "text", "text": "See", "cache_control": {"type": "ephemeral"}}]
     parts += [{"type": "input_text", "text": "this"}]
-    assert prompt_of(TEMPLATE, messages=[{"role": "user", "content": parts}]).startswith("<user>See\nthis</user>")
+    message = {"role": "user", "name": "Ada", "content": parts, "tool_calls": calls}
+    assert prompt_of(template, messages=[message]).startswith("Ada: See\nthis 7")
 
 
 def test_messages_that_a_template_fails_at_are_refused() -> None:
@@ -314,7 +294,4 @@ def test_the_server_has_one_model_and_names_it(served: Served) -> None:
 
 
 def test_health_supports_head_requests(served: Served) -> None:
-    connection = http.client.HTTPConnection(served.url.removeprefix("http://"))
-    with contextlib.closing(connection):
-        connection.request("HEAD", "/health")
-        assert connection.getresponse().status == 200
+    assert urllib.request.urlopen(urllib.request.Request(f"{served.url}/health", method="HEAD")).status == 200

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
+import jsonschema
 import openai
 import pytest
 import torch
@@ -23,7 +24,7 @@ from transformers import LlamaForCausalLM
 
 import specache_compile as sc
 from conftest import NEEDLE_LLAMA, compiled_with, tiny_llama
-from served import Served, answer, chat_once, figures, grown, prompt_of, serving, wait_for, write_checkpoint
+from served import Served, answer, chat_once, figures, grown, one_of, prompt_of, serving, wait_for, write_checkpoint
 from specache_compile.batching.request import End
 from specache_compile.cli import main
 from specache_compile.serving.generation import Generation
@@ -73,14 +74,6 @@ def test_a_next_turn_goes_on_from_its_session(served: Served, uncompiled: LlamaF
     assert grown(served, before, "specache_prompt_tokens_total computed") == len(prompt_of(messages)) - seen
     assert grown(served, before, "specache_generated_tokens_total") == 8
     assert grown(served, before, "specache_sessions memory") == 0
-
-
-def test_completions_stream_too(served: Served, uncompiled: LlamaForCausalLM) -> None:
-    prompt = "Once upon a time there was a tier. " * 3
-    ask: dict[str, Any] = {"model": served.name, "prompt": prompt, "max_tokens": 9, "temperature": 0}
-    expected = answer(uncompiled, prompt, 9)
-    assert served.client.completions.create(**ask).choices[0].text == expected
-    assert "".join(chunk.choices[0].text for chunk in served.client.completions.create(**ask, stream=True)) == expected
 
 
 def test_who_gives_no_seed_does_not_draw_on_from_anothers(served: Served) -> None:
@@ -159,6 +152,36 @@ def test_answers_are_made_together_and_each_ends_by_itself(
     wait_for(served, "specache_running", 0)
 
 
+def test_a_server_that_drafts_makes_answers_together(tmp_path: Path) -> None:
+    """Whose tokens come beside each other, and are the uncompiled model's, up to a stop string too; so are those of a
+    conversation's next turn. Answers of a schema follow it."""
+    checkpoint = write_checkpoint(tmp_path)
+    (checkpoint / "generation_config.json").write_text(json.dumps({"eos_token_id": 3}))
+    uncompiled = LlamaForCausalLM.from_pretrained(checkpoint).eval()
+    prompt = "Once upon a time. " * 4
+    expected = answer(uncompiled, prompt, 24)
+    with serving(checkpoint, "--verify", "4", "--top-k", "8") as drafting:
+        ask: dict[str, Any] = {"model": drafting.name, "prompt": prompt, "max_tokens": 24, "temperature": 0}
+        with ThreadPoolExecutor() as clients:
+            together = clients.map(lambda _: drafting.client.completions.create(**ask).choices[0].text, range(3))
+            assert list(together) == [expected] * 3
+        stopped = drafting.client.completions.create(**ask, stop=expected[9:12]).choices[0].text
+        assert stopped == expected[: expected.index(expected[9:12])]
+        schema = one_of(kind=["cat", "dog"])
+        form: Any = {"type": "json_schema", "json_schema": {"name": "pet", "schema": schema}}
+        talk = [{"role": "user", "content": 'Pets: {"kind":"cat"} {"kind":"dog"} ' * 3}]
+        pet = drafting.client.chat.completions.create(
+            model=drafting.name, messages=talk, max_tokens=60, temperature=1, seed=1, response_format=form
+        ).choices[0]
+        assert pet.finish_reason == "stop"
+        jsonschema.validate(json.loads(pet.message.content), schema)
+        talk = [{"role": "user", "content": "Why? " * 9}]
+        talk += [{"role": "assistant", "content": chat_once(drafting, talk)}, {"role": "user", "content": "And?"}]
+        before = figures(drafting)
+        assert chat_once(drafting, talk) == answer(uncompiled, prompt_of(talk), 8)
+        assert grown(drafting, before, "specache_prompt_tokens_total reused") > 40
+
+
 def test_a_longest_answer_ends_at_the_models_context(served: Served) -> None:
     ask: dict[str, Any] = {"model": served.name, "prompt": "a" * 2040, "temperature": 0}
     assert served.client.completions.create(**ask).usage.completion_tokens == 8
@@ -217,12 +240,6 @@ def test_an_answer_that_fails_has_an_error_and_the_next_one_has_none(checkpoint:
         assert [one.usage.completion_tokens for one in answers] == [20] * 3
 
 
-def iter_of(functions: list[Any]) -> Any:
-    """A function that calls the next of these in each call."""
-    left = iter(functions)
-    return lambda: next(left)()
-
-
 def test_a_batch_that_fails_in_every_step_ends_its_answers_and_does_not_turn_for_ever(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -237,7 +254,7 @@ def test_a_batch_that_fails_in_every_step_ends_its_answers_and_does_not_turn_for
         batch.add(torch.arange(10 + i), max_new_tokens=4): Mock(left=threading.Event(), end=failed.append)
         for i in range(2)
     }
-    monkeypatch.setattr(batch, "step", iter_of([lost] * 4 + [list]))
+    monkeypatch.setattr(batch, "step", Mock(side_effect=[RuntimeError("the device is lost")] * 4 + [[]]))
     generation.step()  # each of two requests may fail twice, and the others go on
     assert failed == []
     for name in ("step", "remove"):

@@ -7,8 +7,10 @@ import logging
 import socket
 import threading
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -20,31 +22,34 @@ from specache_compile.serving.serve import bound
 pytestmark = pytest.mark.one_process
 
 
-@pytest.mark.parametrize("flag", ["--session-host-gib", "--session-device-gib", "--session-disk-gib"])
-def test_less_than_no_memory_is_refused(capsys: pytest.CaptureFixture[str], flag: str) -> None:
-    assert main(["serve", str(Path(__file__).parent), "--port", "0", flag, "-1"]) == 2
-    assert f"{flag} -1.0: accepted is" in capsys.readouterr().err
-
-
 def refused(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
     """The error of a server with these flags; without one, it would report that the model does not exist."""
     assert main(["serve", str(Path(__file__).parent), "--port", "0", *flags]) == 2
     return capsys.readouterr().err
 
 
-def test_a_used_port_is_reported_before_the_model_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
+@pytest.mark.parametrize("listening", [lambda: socket.create_server(("127.0.0.1", 0)), lambda: bound("127.0.0.1", 0)])
+def test_a_used_port_is_reported_before_the_model_is_loaded(
+    capsys: pytest.CaptureFixture[str], listening: Callable[[], Any]
+) -> None:
+    """Also the port of a server that still loads its model."""
+    with listening() as taken:
         message = refused(capsys, "--port", str(taken.getsockname()[1]))
     assert "cannot listen at --host 127.0.0.1" in message
 
 
-def test_so_is_one_of_a_server_that_still_loads_its_model(capsys: pytest.CaptureFixture[str]) -> None:
-    with bound("127.0.0.1", 0) as other:
-        assert "cannot listen at" in refused(capsys, "--port", str(other.getsockname()[1]))
-
-
-def test_a_key_that_no_header_can_have_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "--api-key: accepted are printable ASCII" in refused(capsys, "--api-key", "né")
+@pytest.mark.parametrize(
+    ("flag", "value", "message"),
+    [
+        (f"--session-{place}-gib", "-1", f"--session-{place}-gib -1.0: accepted is")
+        for place in ("host", "device", "disk")
+    ]
+    + [("--api-key", "né", "--api-key: accepted are printable ASCII")],
+)
+def test_a_flag_with_a_value_that_cannot_be_is_refused(
+    capsys: pytest.CaptureFixture[str], flag: str, value: str, message: str
+) -> None:
+    assert message in refused(capsys, flag, value)
 
 
 @pytest.mark.parametrize("flags", [[], ["--quiet"]])

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import llguidance.hf
 import pytest
 import torch
 
 from conftest import byte_tokenizer
+from served import one_of
 from specache_compile.serving.structured import Constraint, matcher_of, of_schema
 
-SCHEMA = {
-    "type": "object",
-    "properties": {"city": {"enum": ["Rome", "Oslo"]}},
-    "required": ["city"],
-    "additionalProperties": False,
-}
+TOKENIZER = byte_tokenizer()
 ANSWER = '{"city":"Rome"}'
 
 
@@ -28,38 +23,28 @@ def allowed(constraint: Constraint, ids: list[int], vocabulary: int) -> list[int
 
 
 @pytest.fixture
-def tokenizer() -> Any:
-    return byte_tokenizer()
+def constraint() -> Constraint:
+    grammar = llguidance.hf.from_tokenizer(TOKENIZER, n_vocab=len(TOKENIZER), eos_token=2)
+    return Constraint(matcher_of(grammar, of_schema(one_of(city=["Rome", "Oslo"]))), 0, -(-len(TOKENIZER) // 32))
 
 
-@pytest.fixture
-def constraint(tokenizer: Any) -> Constraint:
-    grammar = llguidance.hf.from_tokenizer(tokenizer, n_vocab=len(tokenizer), eos_token=2)
-    return Constraint(matcher_of(grammar, of_schema(SCHEMA)), 0, -(-len(tokenizer) // 32))
-
-
-def test_only_tokens_of_the_schema_are_allowed_up_to_its_end(tokenizer: Any, constraint: Constraint) -> None:
-    ids = tokenizer(ANSWER, add_special_tokens=False)["input_ids"]
+def test_only_tokens_of_the_schema_are_allowed_up_to_its_end(constraint: Constraint) -> None:
+    ids = TOKENIZER(ANSWER, add_special_tokens=False)["input_ids"]
     for place, token in enumerate(ids):
-        assert token in allowed(constraint, ids[:place], len(tokenizer))
-    assert allowed(constraint, ids, len(tokenizer)) == [2]
-    assert json.loads(tokenizer.decode(ids)) == {"city": "Rome"}
+        assert token in allowed(constraint, ids[:place], len(TOKENIZER))
+    assert allowed(constraint, ids, len(TOKENIZER)) == [2]
+    assert json.loads(TOKENIZER.decode(ids)) == {"city": "Rome"}
 
 
-@pytest.mark.parametrize("drafted", ["!", '{"town"'])
-def test_a_refused_draft_leaves_the_constraint_as_it_was(tokenizer: Any, constraint: Constraint, drafted: str) -> None:
-    ids = tokenizer(ANSWER, add_special_tokens=False)["input_ids"]
-    before = allowed(constraint, ids[:5], len(tokenizer))
+@pytest.mark.parametrize(("place", "drafted"), [(5, list(b"!")), (5, list(b'{"town"')), (len(ANSWER), [2, 2])])
+def test_a_refused_draft_leaves_the_constraint_as_it_was(
+    constraint: Constraint, place: int, drafted: list[int]
+) -> None:
+    """Also one behind the end. A token's id is its byte."""
+    ids = TOKENIZER(ANSWER, add_special_tokens=False)["input_ids"]
+    before = allowed(constraint, ids[:place], len(TOKENIZER))
     with pytest.raises(RuntimeError, match="outside the grammar"):
-        allowed(constraint, ids[:5] + tokenizer(drafted, add_special_tokens=False)["input_ids"], len(tokenizer))
-    assert allowed(constraint, ids[:5], len(tokenizer)) == before
-    assert allowed(constraint, ids, len(tokenizer)) == [2]
-
-
-def test_tokens_behind_the_end_leave_the_constraint_as_it_was(tokenizer: Any, constraint: Constraint) -> None:
-    ids = tokenizer(ANSWER, add_special_tokens=False)["input_ids"]
-    assert allowed(constraint, ids, len(tokenizer)) == [2]
-    with pytest.raises(RuntimeError, match="outside the grammar"):
-        allowed(constraint, [*ids, 2, 2], len(tokenizer))
-    assert allowed(constraint, ids[:-1], len(tokenizer)) == [ids[-1]]
-    assert allowed(constraint, ids, len(tokenizer)) == [2]
+        allowed(constraint, ids[:place] + drafted, len(TOKENIZER))
+    assert allowed(constraint, ids[:place], len(TOKENIZER)) == before
+    assert allowed(constraint, ids[:-1], len(TOKENIZER)) == [ids[-1]]
+    assert allowed(constraint, ids, len(TOKENIZER)) == [2]

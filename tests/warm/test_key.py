@@ -6,47 +6,46 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import transformers
 
-from kept_traces import Traces, attribute, llama, run
+from kept_traces import Traces, llama, run
 from specache_compile.warm import trace_folder
 
 Patch = pytest.MonkeyPatch
 
 
 @contextlib.contextmanager
-def other_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(before + 1)
+def other_state(change: Callable[[Any], None], now: Any, other: Any) -> Iterator[None]:
+    change(other)
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        change(now)
 
 
-@contextlib.contextmanager
-def other_precision() -> Iterator[None]:
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
+def other_threads() -> AbstractContextManager[None]:
+    return other_state(torch.set_num_threads, torch.get_num_threads(), torch.get_num_threads() + 1)
+
+
+def other_precision() -> AbstractContextManager[None]:
+    return other_state(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision(), "high")
 
 
 # What an environment is made of, and a change that only this part tells.
 ENVIRONMENT: dict[str, Callable[[], AbstractContextManager[object]]] = {
-    "python": lambda: attribute(sys, "version", "3.99"),
-    "torch": lambda: attribute(torch, "__version__", "2.99"),
-    "packages": lambda: attribute(transformers, "__version__", "5.99"),
-    "specache": lambda: attribute(trace_folder, "own_sources", lambda: "another"),
-    "processor": lambda: attribute(trace_folder, "processor", lambda: "another"),
-    "devices": lambda: attribute(trace_folder, "devices", lambda: ["another"]),
+    "python": lambda: patch.object(sys, "version", "3.99"),
+    "torch": lambda: patch.object(torch, "__version__", "2.99"),
+    "packages": lambda: patch.object(transformers, "__version__", "5.99"),
+    "specache": lambda: patch.object(trace_folder, "own_sources", lambda: "another"),
+    "processor": lambda: patch.object(trace_folder, "processor", lambda: "another"),
+    "devices": lambda: patch.object(trace_folder, "devices", lambda: ["another"]),
     "settings": lambda: torch._inductor.config.patch(max_autotune=True),
-    "kernels": lambda: attribute(torch.backends.cuda, "flash_sdp_enabled", lambda: "another"),
+    "kernels": lambda: patch.object(torch.backends.cuda, "flash_sdp_enabled", lambda: "another"),
 }
 
 

@@ -7,10 +7,11 @@ import contextlib
 import copy
 import functools
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,8 +20,9 @@ from transformers import AttentionInterface, Qwen2Config, Qwen2ForCausalLM
 from transformers.models.llama import modeling_llama
 
 import specache_compile as sc
+from adapted import adapt
 from conftest import LOSSLESS
-from kept_traces import ALL, FULL, PROMPT, SIZES, STEPS, TESTS, Traces, attribute, in_new_process, llama, logits, run
+from kept_traces import ALL, FULL, PROMPT, SIZES, STEPS, TESTS, Traces, in_new_process, llama, logits, run
 from specache_compile.methods import METHODS
 from specache_compile.passes.recipe import Recipe
 
@@ -71,34 +73,10 @@ def scaled_attention(
     return before(module, query, key, value, attention_mask, dropout, 0.3, is_causal, **given)
 
 
-@contextlib.contextmanager
-def registered() -> Iterator[None]:
+def registered() -> Any:
     """Another function under the name of the model's attention."""
     mapping = AttentionInterface._global_mapping
-    before = mapping["sdpa"]
-    mapping["sdpa_before"], mapping["sdpa"] = before, scaled_attention
-    try:
-        yield
-    finally:
-        mapping["sdpa"] = before
-        del mapping["sdpa_before"]
-
-
-def with_adapter(model: Any) -> Any:
-    """A LoRA, as a library inserts it: another module in the place of a linear layer."""
-    for layer in model.model.layers:
-        layer.self_attn.q_proj = Adapted(layer.self_attn.q_proj)
-    return model
-
-
-class Adapted(nn.Module):
-    def __init__(self, base: nn.Linear) -> None:
-        super().__init__()
-        self.base = base
-        self.down, self.up = nn.Linear(base.in_features, 4, bias=False), nn.Linear(4, base.out_features, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + self.up(self.down(x))
+    return patch.dict(mapping, sdpa_before=mapping["sdpa"], sdpa=scaled_attention)
 
 
 def with_hook(model: Any) -> Any:
@@ -119,7 +97,7 @@ CHANGED: dict[str, Callable[[], Any]] = {
     "other heads": lambda: llama(num_key_value_heads=2),
     "another activation": lambda: llama(hidden_act="gelu"),
     "another class of the same shapes": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES)).eval(),
-    "an adapter": lambda: with_adapter(llama()),
+    "an adapter": lambda: adapt(llama()),
     "a hook": lambda: with_hook(llama()),
     "a forward of one module's own": lambda: with_own_forward(llama()),
     "a frozen weight": lambda: llama().requires_grad_(False),
@@ -144,7 +122,7 @@ def test_another_model_is_traced(kept: Traces, change: str) -> None:
 @pytest.mark.quick_for("a method")
 def test_a_model_whose_code_is_another_is_traced_each_way(kept: Traces, where: Any, name: str, value: Any) -> None:
     """As after an edit of its file: and what it left is not taken for the code as it was."""
-    with attribute(where, name, value):
+    with patch.object(where, name, value):
         assert run(llama(), kept) == 1
         assert run(llama(), kept) == 0
     assert run(llama(), kept) == 0
@@ -152,7 +130,7 @@ def test_a_model_whose_code_is_another_is_traced_each_way(kept: Traces, where: A
 
 def own_builtin() -> contextlib.AbstractContextManager[None]:
     """Another function under a builtin's name, which no module's source or functions show."""
-    return attribute(builtins, "all", functools.partial(builtins.all))
+    return patch.object(builtins, "all", functools.partial(builtins.all))
 
 
 @pytest.mark.slow
@@ -180,11 +158,9 @@ def test_values_without_another_guard_are_checked_before_the_first_call(kept: Tr
     """A mapping of the instance's own hides that of its class, at which the guards of what it holds look."""
     functions = modeling_llama.ALL_ATTENTION_FUNCTIONS
     before = functions._global_mapping
-    vars(functions)["_global_mapping"] = {**before, "sdpa_before": before["sdpa"], "sdpa": scaled_attention}
-    try:
+    other = {**before, "sdpa_before": before["sdpa"], "sdpa": scaled_attention}
+    with patch.object(functions, "_global_mapping", other):
         assert run(llama(), kept) == 1
-    finally:
-        del vars(functions)["_global_mapping"]
 
 
 @pytest.mark.slow

@@ -56,12 +56,6 @@ def test_a_compiled_peft_model_generates_compressed(task: str | None) -> None:
     assert wrapped.get_base_model()._compiled_call_impl is None
 
 
-def test_the_base_model_compiled_in_place_generates_compressed() -> None:
-    wrapped = lora()
-    wrapped.get_base_model().compile(backend="specache", options=LOSSLESS)
-    assert_same(wrapped, lora())
-
-
 def test_a_model_compiled_before_it_is_wrapped_generates_compressed() -> None:
     import peft
 

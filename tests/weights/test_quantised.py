@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,62 +35,44 @@ def linears(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
 # Each imports its library itself, so that nobody pays for them who does not run these tests.
 
 
-def quanto_int8(model: nn.Module) -> None:
-    from optimum.quanto import freeze, qint8, quantize
+def quanto(model: nn.Module, weights: str) -> None:
+    from optimum import quanto as library
 
-    quantize(model, weights=qint8, exclude="lm_head")
-    freeze(model)
-
-
-def torchao_int4(model: nn.Module) -> None:
-    from torchao.quantization import IntxWeightOnlyConfig, PerGroup, quantize_
-
-    quantize_(model, IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(32)))
+    library.quantize(model, weights=getattr(library, weights), exclude="lm_head")
+    library.freeze(model)
 
 
-def torchao_int4_on_int8_activations(model: nn.Module) -> None:
-    from torchao.quantization import Int8DynamicActivationIntxWeightConfig, PerGroup, quantize_
+def torchao(model: nn.Module, config: str, **settings: Any) -> None:
+    from torchao import quantization
 
-    quantize_(model, Int8DynamicActivationIntxWeightConfig(weight_dtype=torch.int4, weight_granularity=PerGroup(32)))
-
-
-def torchao_fp8(model: nn.Module) -> None:
-    from torchao.quantization import Float8WeightOnlyConfig, quantize_
-
-    quantize_(model, Float8WeightOnlyConfig())
+    groups = {name: quantization.PerGroup(32) for name in settings.pop("in_groups", ())}
+    quantization.quantize_(model, getattr(quantization, config)(**settings, **groups))
 
 
-def quanto_fp8(model: nn.Module) -> None:
-    from optimum.quanto import freeze, qfloat8, quantize
-
-    quantize(model, weights=qfloat8, exclude="lm_head")
-    freeze(model)
-
-
-def hqq_2bit(model: nn.Module) -> None:
-    hqq(model, 2)
-
-
-def hqq_4bit(model: nn.Module) -> None:
-    hqq(model, 4)
-
-
-def hqq(model: nn.Module, bits: int) -> None:
+def hqq(model: nn.Module, nbits: int) -> None:
     from hqq.core.quantize import BaseQuantizeConfig, HQQLinear
 
-    config = BaseQuantizeConfig(nbits=bits, group_size=32)
+    config = BaseQuantizeConfig(nbits=nbits, group_size=32)
     for owner, place, layer in linears(model):
         setattr(owner, place, HQQLinear(layer, config, compute_dtype=torch.float32, device="cpu"))
 
 
+INT4 = {"weight_dtype": torch.int4}
+QUANTISED: dict[str, Callable[[nn.Module], None]] = {
+    "quanto_int8": partial(quanto, weights="qint8"),
+    "quanto_fp8": partial(quanto, weights="qfloat8"),
+    "hqq_2bit": partial(hqq, nbits=2),
+    "hqq_4bit": partial(hqq, nbits=4),
+    "torchao_int4": partial(torchao, config="IntxWeightOnlyConfig", in_groups=["granularity"], **INT4),
+    "torchao_int4_on_int8_activations": partial(
+        torchao, config="Int8DynamicActivationIntxWeightConfig", in_groups=["weight_granularity"], **INT4
+    ),
+    "torchao_fp8": partial(torchao, config="Float8WeightOnlyConfig"),
+}
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize(
-    "quantise",
-    [
-        quanto_int8, quanto_fp8, hqq_2bit, hqq_4bit, torchao_int4, torchao_int4_on_int8_activations, torchao_fp8,
-    ],
-    ids=lambda one: one.__name__,
-)  # fmt: skip
+@pytest.mark.parametrize("quantise", QUANTISED.values(), ids=QUANTISED)
 def test_tokens_equal_the_uncompiled_quantised_models(quantise: Callable[[nn.Module], None]) -> None:
     def quantised() -> Any:
         model = tiny_llama(num_hidden_layers=1)
@@ -123,10 +106,8 @@ def small() -> LlamaForCausalLM:
 )
 def test_torchaos_int8_weights_run_one_lane(config: str, lowering: str) -> None:
     """Inside a vmap rule torch bypasses their class."""
-    from torchao import quantization
-
     model = small()
-    quantization.quantize_(model, getattr(quantization, config)())
+    torchao(model, config)
     expected = greedy(model, prompt(40), 5)
     model.compile(backend="specache", options={**LOSSLESS, "lowering": lowering})
     assert torch.equal(greedy(model, prompt(40), 5), expected)
