@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, pipeline
 
 import specache_compile as sc
 from conftest import LOSSLESS, compile_copy, greedy, prompt, tiny_llama
@@ -142,3 +142,22 @@ def test_generation_from_embeddings_whose_positions_are_given(llama: LlamaForCau
         vectors = llama.get_input_embeddings()(prompt(length, rows)).detach()
         given = {"inputs_embeds": vectors, "max_new_tokens": 8, "do_sample": False}
         assert torch.equal(twin.generate(**given), llama.generate(**given))
+
+
+def test_a_pipeline_runs_the_rewritten_graphs(llama: LlamaForCausalLM) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"w{i}": i for i in range(128)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0", pad_token="w0")
+    text = " ".join(f"w{i}" for i in prompt(60)[0].tolist())
+
+    def complete(model: object) -> str:
+        generator = pipeline("text-generation", model=model, tokenizer=fast)
+        return generator(text, max_new_tokens=30, do_sample=False)[0]["generated_text"]
+
+    twin = copy.deepcopy(llama)
+    assert complete(torch.compile(twin, backend="specache", options=LOSSLESS)) == complete(llama)
+    assert sc.stats(twin).decodes > 0
