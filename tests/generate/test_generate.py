@@ -33,6 +33,17 @@ def uncompiled(length: int, tokens: int) -> torch.Tensor:
     return greedy(tiny_llama(), prompt(length), tokens)
 
 
+@pytest.mark.quick_for("settings0")
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"bits": 2, "group_size": 64}, {"bits": 16, "top_k": 0}, {"bits": 16, "top_k": 8}, {"speculate": False}],
+)
+def test_greedy_tokens_equal_for_200_tokens(llama: LlamaForCausalLM, settings: dict) -> None:
+    """In two lanes, and in one."""
+    twin = compile_copy(llama, **settings)
+    assert torch.equal(greedy(twin, prompt(75), 200), uncompiled(75, 200))
+
+
 @pytest.mark.quick_for("1", "63", "257")
 @pytest.mark.parametrize("length", [1, 2, 31, 32, 33, 63, 64, 65, 96, 257, 300])
 def test_prompts_of_any_length(llama: LlamaForCausalLM, compiled: LlamaForCausalLM, length: int) -> None:
