@@ -37,6 +37,7 @@ import pairwise
 from one_trace import compile_by_options
 from specache_compile.compat import cache_of, with_cache
 from specache_compile.runtime import records
+from specache_compile.runtime.held import HeldTensor
 
 # Fixtures for tests of consecutive processes.
 pytest_plugins = ["kept_traces"]
@@ -242,6 +243,24 @@ def prompt(length: int, batch: int = 1, seed: int = 1, vocabulary: int = 128) ->
 
 def greedy(model: Any, ids: torch.Tensor, tokens: int = 40, **kwargs: Any) -> torch.Tensor:
     return model.generate(ids, max_new_tokens=tokens, do_sample=False, **kwargs)
+
+
+def new_tokens(model: Any, ids: torch.Tensor, tokens: int, **kwargs: Any) -> list[int]:
+    """Return what `greedy` generates for one row, without its prompt."""
+    found: list[int] = greedy(model, ids, tokens, **kwargs)[0, ids.shape[1] :].tolist()
+    return found
+
+
+@torch.no_grad()
+def step(model: Any, ids: torch.Tensor, cache: Any = None, **given: Any) -> Any:
+    """Return the outputs of one call on a cache, by default a new one."""
+    return model(ids, **with_cache(cache), use_cache=True, **given)
+
+
+def is_held(cache: Any) -> bool:
+    """Return whether all keys and values are held; a mixture raises."""
+    (held,) = {isinstance(x, HeldTensor) for layer in cache.layers for x in (layer.keys, layer.values)}
+    return held
 
 
 def chatted(model: Any, tokens: int) -> torch.Tensor:

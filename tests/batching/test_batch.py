@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 
 import specache_compile as sc
-from conftest import compile_copy, compiled_with, greedy, prompt, tiny_llama
+from conftest import compile_copy, compiled_with, new_tokens, prompt, tiny_llama
 from specache_compile.batching.batch_memory import Bytes, upper_bound
 from specache_compile.batching.request import End, Request
 from specache_compile.caches.joining import drop
@@ -41,6 +41,20 @@ ASKED: list[tuple[int, dict[str, Any]]] = [
 ]
 
 
+def run_alone(model: Any, ids: Tensor, chunk: int = CHUNK, **requested: Any) -> Request:
+    """Return a request that has run in a batch of its own."""
+    batch = sc.Batch(model, chunk=chunk)
+    request = batch.add(ids, **requested)
+    batch.run()
+    return request
+
+
+def all_free(batch: sc.Batch) -> bool:
+    """Whether no page is anybody's, once no prefix is kept."""
+    batch.forget_prefixes()
+    return batch.memory.pool is not None and batch.memory.pool.held == 0
+
+
 def test_requested_logprobs_are_those_of_the_generated_tokens(model: Any) -> None:
     """As the full cache finds it, where nothing is lost."""
     batch = sc.Batch(model)
@@ -57,18 +71,14 @@ def test_requested_logprobs_are_those_of_the_generated_tokens(model: Any) -> Non
 
 
 def test_each_request_generates_what_it_generates_alone(model: Any) -> None:
-    """In the default setting, which is lossy: beside others that come, end and are removed at any time."""
-    alone = []
-    for length, requested in ASKED:
-        batch = sc.Batch(model, chunk=CHUNK)
-        request = batch.add(prompt(length, seed=length), **requested)
-        batch.run()
-        alone.append(request)
+    """In the default setting, which is lossy: beside others that come, end and are removed at any time, two of them
+    between two steps."""
+    alone = [run_alone(model, prompt(length, seed=length), **requested) for length, requested in ASKED]
     assert [request.end for request in alone] == [End.LENGTH, End.LENGTH, End.LENGTH, End.STOP, End.LENGTH]
     assert 3 <= len(alone[3].generated) < 30
 
     batch, chance, requests = sc.Batch(model, chunk=CHUNK), random.Random(1), list[Request]()
-    removed = batch.add(prompt(100, seed=50), max_new_tokens=100)
+    removed = [batch.add(prompt(100, seed=seed), max_new_tokens=100) for seed in (50, 51)]
     heard: dict[Request, list[int]] = {}
     while batch.open or len(requests) < len(ASKED):
         if len(requests) < len(ASKED) and chance.random() < 0.5:
@@ -76,9 +86,11 @@ def test_each_request_generates_what_it_generates_alone(model: Any) -> None:
             requests.append(batch.add(prompt(length, seed=length), **requested))
         for request, token in batch.step():
             heard.setdefault(request, []).append(token)
-        if len(removed.generated) == 6:
-            batch.remove(removed)
-    assert (removed.end, len(removed.generated)) == (End.REMOVED, 6)
+        if len(removed[1].generated) == 6:
+            for request in removed:
+                batch.remove(request)
+    assert [request.end for request in removed] == [End.REMOVED] * 2
+    assert len(removed[1].generated) == 6
     for request, expected in zip(requests, alone, strict=True):
         assert (request.generated, request.end) == (expected.generated, expected.end)
         assert heard[request] == request.generated
@@ -98,19 +110,6 @@ def test_rows_that_are_dropped_have_their_memory_no_more(model: Any) -> None:
     assert all(place() is not None for place in places)
     drop(kept.cache)
     assert all(place() is None for place in places)
-
-
-def test_several_may_leave_between_two_steps(model: Any) -> None:
-    batch, alone = sc.Batch(model, chunk=CHUNK), sc.Batch(model, chunk=CHUNK)
-    requests = [batch.add(prompt(40, seed=seed), max_new_tokens=20) for seed in range(4)]
-    while len(requests[3].generated) < 5:
-        batch.step()
-    batch.remove(requests[2])
-    batch.remove(requests[0])
-    expected = [alone.add(prompt(40, seed=seed), max_new_tokens=20) for seed in (1, 3)]
-    batch.run()
-    alone.run()
-    assert [request.generated for request in (requests[1], requests[3])] == [request.generated for request in expected]
 
 
 class Failing(LogitsProcessor):
@@ -133,7 +132,7 @@ def test_a_request_that_fails_ends_alone(model: Any, tokens: int) -> None:
     batch.run()
     assert (bad.end, len(bad.generated)) == (End.FAILED, tokens - 30)
     assert str(bad.error) == "no token is good enough"
-    assert good.generated == greedy(model, prompt(40), 6)[0, 40:].tolist()
+    assert good.generated == new_tokens(model, prompt(40), 6)
 
 
 def live(batch: sc.Batch) -> Bytes:
@@ -202,12 +201,7 @@ def test_a_beginning_that_was_read_once_is_shared_page_by_page(model: Any) -> No
     """By requests that come while it is there, and later; each generates what it generates alone, and no page leaks."""
     begins, chunk = prompt(600, seed=9)[0], 128
     prompts = [torch.cat([begins[:520], prompt(length, seed=length)[0]]) for length in (30, 90, 10)]
-    expected = []
-    for ids in prompts:
-        alone = sc.Batch(model, chunk=chunk, rows=1)
-        alone.memory.prefixes.most = 0
-        expected.append(alone.add(ids, max_new_tokens=6))
-        alone.run()
+    expected = [run_alone(model, ids, chunk, max_new_tokens=6) for ids in prompts]
     batch = sc.Batch(model, chunk=chunk)
     requests = [batch.add(prompts[0], max_new_tokens=6)]
     while not requests[0].generated:
@@ -223,8 +217,7 @@ def test_a_beginning_that_was_read_once_is_shared_page_by_page(model: Any) -> No
     batch.run()
     for request, other in zip(requests, expected, strict=True):
         assert request.generated == other.generated
-    batch.forget_prefixes()
-    assert pool.held == 0
+    assert all_free(batch)
 
 
 def test_unsupported_requests_raise(model: Any) -> None:
@@ -257,7 +250,7 @@ def test_rows_that_do_not_join_say_their_tokens_all_the_same(options: dict[str, 
     assert batch.memory.layers
     assert batch.memory.pool is None
     for length, request in zip((60, 20), requests, strict=True):
-        assert request.generated == greedy(alone, prompt(length, seed=length), 5)[0, length:].tolist()
+        assert request.generated == new_tokens(alone, prompt(length, seed=length), 5)
 
 
 def test_a_step_that_fails_after_some_rows_loses_none_of_their_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,8 +297,7 @@ def test_rows_whose_copies_have_failed_can_be_taken_out(model: Any, monkeypatch:
     assert not batch.open
     assert not batch.memory.prefixes.kept
     monkeypatch.undo()
-    assert batch.memory.pool is not None
-    assert batch.memory.pool.held == 0
+    assert all_free(batch)
 
 
 @torch.no_grad()

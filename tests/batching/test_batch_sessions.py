@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from test_batch import all_free
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
 import specache_compile as sc
-from conftest import compiled_with, greedy, prompt
-from families import FAMILIES
+from conftest import compiled_with, new_tokens, prompt
+from families import BY_NAME
 from specache_compile.batching import batch_memory
 from specache_compile.batching.batch_memory import unpaged_bytes, upper_bound
 from specache_compile.batching.request import Request, Stage
@@ -40,11 +41,6 @@ def turn(request: Request, seed: int = 9) -> Tensor:
     return torch.cat([request.ids[0], prompt(20, seed=seed)[0]])
 
 
-def expected(model: Any, request: Request) -> list[int]:
-    tokens: list[int] = greedy(model, request.prompt[None], NEW)[0, len(request.prompt) :].tolist()
-    return tokens
-
-
 def lengths(batch: sc.Batch) -> list[tuple[int, bool]]:
     """Of each session its tokens, and whether it is in memory."""
     return [(len(prefix.ids), prefix.cache is not None) for prefix in batch.memory.prefixes.kept]
@@ -64,11 +60,9 @@ def test_a_further_turn_computes_its_own_tokens_alone(
     third = answer(batch, turn(second), len(second.prompt) + NEW - 1)
     fourth = answer(batch, turn(other), len(other.prompt) + NEW - 1)
     for request in (first, second, again, other, third, fourth):
-        assert request.generated == expected(llama, request)
+        assert request.generated == new_tokens(llama, request.prompt[None], NEW)
     answer(batch, torch.cat([first.prompt[:20], prompt(40, seed=6)[0]]), 0)  # too few tokens for a copy
-    batch.forget_prefixes()
-    assert batch.memory.pool is not None
-    assert batch.memory.pool.held == 0
+    assert all_free(batch)
 
 
 def test_equal_prompts_of_waiting_requests_are_prefilled_once(
@@ -78,7 +72,7 @@ def test_equal_prompts_of_waiting_requests_are_prefilled_once(
     requests = [batch.add(prompt(PAGE + 50)[0], max_new_tokens=NEW) for _ in range(3)]
     batch.run()
     assert [request.reused for request in requests] == [0, PAGE + 49, PAGE + 49]
-    assert [request.generated for request in requests] == [expected(llama, requests[0])] * 3
+    assert [request.generated for request in requests] == [new_tokens(llama, requests[0].prompt[None], NEW)] * 3
 
 
 def test_a_removed_request_is_continued_too(compiled: LlamaForCausalLM, llama: LlamaForCausalLM) -> None:
@@ -93,7 +87,7 @@ def test_a_removed_request_is_continued_too(compiled: LlamaForCausalLM, llama: L
         again = answer(
             batch, torch.cat([prompt(100, seed=steps)[0], torch.tensor(request.generated, dtype=torch.int64)]), cached
         )
-        assert again.generated == expected(llama, again)
+        assert again.generated == new_tokens(llama, again.prompt[None], NEW)
 
 
 @pytest.mark.parametrize("kind", ["dropped pairs", "a window"])
@@ -101,13 +95,13 @@ def test_a_cache_that_cannot_be_cut_is_continued_whole_or_not_at_all(llama: Llam
     """Pairs of tokens that are still needed may be gone."""
     plain, options = llama, {"method": "h2o", "budget": 0.5, "lowering": "eager"}
     if kind == "a window":
-        plain, options = next(f for f in FAMILIES if f.name == "gemma2").model(), {"lowering": "eager"}
+        plain, options = BY_NAME["gemma2"].model(), {"lowering": "eager"}
     batch = sc.Batch(compiled_with(plain, options), sessions=4)
     first = answer(batch, prompt(60)[0], 0)
     answer(batch, first.prompt, 0)
     second = answer(batch, turn(first), 60 + NEW - 1)
     if kind == "a window":
-        assert second.generated == expected(plain, second)
+        assert second.generated == new_tokens(plain, second.prompt[None], NEW)
 
 
 def test_a_turn_that_fills_the_memory_continues_its_session(llama: LlamaForCausalLM) -> None:
@@ -134,7 +128,7 @@ def test_the_least_recently_used_session_is_evicted_first(
     first, second, third = (answer(batch, prompt(40 + seed, seed=seed)[0], 0) for seed in (1, 2, 3))
     assert lengths(batch) == [(44, False), (45, True), (46, True)]
     back = answer(batch, turn(first), 44)
-    assert back.generated == expected(llama, back)
+    assert back.generated == new_tokens(llama, back.prompt[None], NEW)
     assert lengths(batch) == [(45, False), (46, True), (68, True)]
     answer(batch, torch.cat([second.prompt[:30], prompt(9, seed=7)[0]]), 30)
     assert lengths(batch)[-2:] == [(45, False), (42, True)], "a part of it was read"
@@ -167,10 +161,10 @@ def test_sessions_give_their_pages_to_requests(
     assert pool.bound == 4
     long = batch.add(prompt(4 * PAGE - NEW, seed=2)[0], max_new_tokens=NEW)
     batch.run()
-    assert long.generated == expected(llama, long)
+    assert long.generated == new_tokens(llama, long.prompt[None], NEW)
     assert lengths(batch)[0] == (303, False)
     second = answer(batch, turn(first), 303)
-    assert second.generated == expected(llama, second)
+    assert second.generated == new_tokens(llama, second.prompt[None], NEW)
 
 
 @pytest.mark.parametrize("options", [{}, {"method": "h2o", "budget": 0.5, "lowering": "eager"}], ids=["pages", "none"])
@@ -200,7 +194,7 @@ def test_an_unreadable_session_is_prefilled_again(
     tensors = next(tmp_path.rglob("layer-000.safetensors"))
     tensors.write_bytes(tensors.read_bytes()[:-8])
     second = answer(batch, turn(first), 0)
-    assert second.generated == expected(llama, second)
+    assert second.generated == new_tokens(llama, second.prompt[None], NEW)
     assert "is prefilled again" in str(logged)
 
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from test_batch import Failing
+from test_batch import Failing, all_free
 from transformers import DynamicCache, LlamaForCausalLM, LogitsProcessorList
 
 import specache_compile as sc
-from conftest import compiled_with, greedy, prompt, tiny_llama
-from families import FAMILIES
+from conftest import compiled_with, greedy, new_tokens, prompt, tiny_llama
+from families import BY_NAME
 from specache_compile.batching.request import End, Request
 from specache_compile.errors import SpecacheWarning
 from specache_compile.generate import verify
@@ -42,13 +42,6 @@ def verifying(plain: LlamaForCausalLM) -> Any:
     return compiled_with(plain, VERIFY)
 
 
-def all_free(batch: sc.Batch) -> bool:
-    """Whether no page is anybody's, once no prefix is kept."""
-    batch.forget_prefixes()
-    assert batch.memory.pool is not None
-    return batch.memory.pool.held == 0
-
-
 def test_rows_that_come_and_go_say_the_uncompiled_models_tokens(plain: LlamaForCausalLM, verifying: Any) -> None:
     batch, chance = sc.Batch(verifying, chunk=CHUNK), random.Random(2)
     removed = batch.add(prompt(30, seed=50), max_new_tokens=200)
@@ -65,23 +58,12 @@ def test_rows_that_come_and_go_say_the_uncompiled_models_tokens(plain: LlamaForC
             batch.remove(removed)
     assert together > 2
     for request, (length, requested) in zip(requests, ASKED, strict=True):
-        assert (
-            request.generated
-            == reported[request]
-            == greedy(plain, prompt(length, seed=length), tokens(requested), **rest(requested))[0, length:].tolist()
-        )
+        alone = plain.generate(prompt(length, seed=length), do_sample=False, **requested)[0, length:].tolist()
+        assert request.generated == reported[request] == alone
     verification = sc.stats(batch.model).verification
     assert verification is not None
     assert 0 < verification.acceptance < 1
     assert all_free(batch)
-
-
-def tokens(requested: dict[str, Any]) -> int:
-    return int(requested["max_new_tokens"])
-
-
-def rest(requested: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in requested.items() if name != "max_new_tokens"}
 
 
 def test_a_seed_draws_what_it_draws_without_drafts(plain: LlamaForCausalLM, verifying: Any) -> None:
@@ -117,7 +99,7 @@ def test_a_draft_writes_no_page_that_others_have(plain: LlamaForCausalLM, verify
     batch.run()
     assert [request.reused for request in requests] == [PAGE + 30] * 2
     for request in requests:
-        assert request.generated == greedy(plain, request.prompt[None], 12)[0, len(request.prompt) :].tolist()
+        assert request.generated == new_tokens(plain, request.prompt[None], 12)
     for layer, (keys, values) in zip(sc.materialize(cache).layers, kept, strict=True):
         assert torch.equal(layer.keys, keys)
         assert torch.equal(layer.values, values)
@@ -133,15 +115,15 @@ def test_a_processor_that_fails_within_a_draft_ends_its_request_where_it_would_w
     bad = batch.add(prompt(30), max_new_tokens=20, logits_processor=LogitsProcessorList([Failing(37)]))
     batch.run()
     assert (bad.end, str(bad.error)) == (End.FAILED, "no token is good enough")
-    assert bad.generated == greedy(plain, prompt(30), 7)[0, 30:].tolist()
-    assert good.generated == greedy(plain, prompt(40), 8)[0, 40:].tolist()
+    assert bad.generated == new_tokens(plain, prompt(30), 7)
+    assert good.generated == new_tokens(plain, prompt(40), 8)
     assert all_free(batch)
 
 
 @pytest.mark.slow
 def test_a_processor_that_fails_beside_rows_that_cannot_draft_ends_its_request_alone() -> None:
     """A recurrence drops no tokens; the failed row leaves with a cached token that it never generated."""
-    hybrid = next(family for family in FAMILIES if family.name == "qwen3_5_text").model()
+    hybrid = BY_NAME["qwen3_5_text"].model()
     batch = sc.Batch(compiled_with(hybrid, VERIFY), chunk=CHUNK)
     failing = LogitsProcessorList([Failing(40 + 3)])
     first = batch.add(prompt(40, seed=1), max_new_tokens=9, logits_processor=failing)
@@ -174,14 +156,13 @@ def test_a_round_that_fails_half_way_can_be_taken_again(
             batch.step()
     batch.run()
     for length, request in zip((20, 50), requests, strict=True):
-        assert request.generated == greedy(plain, prompt(length, seed=length), 9)[0, length:].tolist()
+        assert request.generated == new_tokens(plain, prompt(length, seed=length), 9)
 
 
 def test_windows_that_cannot_take_back_drafts_are_refused_before_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """As of transformers 5.17."""
     monkeypatch.setattr(verify, "WINDOWS_TAKE_DRAFTS", False)
-    family = next(family for family in FAMILIES if family.name == "gemma2")
-    model = compiled_with(family.model(), VERIFY)
+    model = compiled_with(BY_NAME["gemma2"].model(), VERIFY)
     with pytest.raises(sc.SpecacheError, match=r"Install transformers 5\.18 or newer"):
         sc.Batch(model)
     reason = verify.forgetful(model, DynamicCache(config=model.config))

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
+from test_batch import all_free, run_alone
 
 import specache_compile as sc
-from conftest import compiled_with, greedy, prompt, tiny_llama
+from conftest import compiled_with, new_tokens, prompt, tiny_llama
 from families import LONG_ROPE
 from specache_compile.batching.request import End, Request
 from specache_compile.runtime.session import Session
@@ -41,13 +41,8 @@ class Interrupt(KeyboardInterrupt):
 
 @pytest.fixture(scope="module")
 def plain() -> Any:
-    torch.manual_seed(0)
-    settings = {
-        "vocab_size": 128, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "head_dim": 16,
-        "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 512, "initializer_range": 0.3,
-        "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
-    }  # fmt: skip
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings)).eval()
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+    return tiny_llama(hidden_size=32, intermediate_size=48, num_hidden_layers=1, **heads)
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +51,7 @@ def model(plain: Any) -> Any:
 
 
 def requests_of(batch: sc.Batch) -> list[Request]:
-    return [batch.add(prompt(length, seed=length), **dict(requested)) for length, requested in ASKED]
+    return [batch.add(prompt(length, seed=length), **requested) for length, requested in ASKED]
 
 
 @pytest.fixture(scope="module")
@@ -64,14 +59,10 @@ def expected(plain: Any, model: Any) -> list[list[int]]:
     """What each request generates alone; the greedy ones by the uncompiled model."""
     said = []
     for length, requested in ASKED:
-        batch = sc.Batch(model, chunk=CHUNK)
-        alone = batch.add(prompt(length, seed=length), **dict(requested))
-        batch.run()
-        said.append(alone.generated)
+        ids = prompt(length, seed=length)
+        said.append(run_alone(model, ids, **requested).generated)
         if "seed" not in requested:
-            assert (
-                alone.generated == greedy(plain, prompt(length, seed=length), len(alone.generated))[0, length:].tolist()
-            )
+            assert said[-1] == new_tokens(plain, ids, len(said[-1]))
     return said
 
 
@@ -100,8 +91,7 @@ def check(batch: sc.Batch, requests: list[Request], delivered: Delivered, expect
         assert request.generated == said
         assert delivered[request] == said
         assert request.top_logprobs is None or len(request.logprobs) == len(said)
-    batch.forget_prefixes()
-    assert batch.memory.pool is None or batch.memory.pool.held == 0
+    assert all_free(batch)
 
 
 # Modules in which the moments lie: all that a step runs of this package.
@@ -179,9 +169,7 @@ def test_an_interrupt_between_two_steps_leaves_no_request_behind(model: Any, nam
         assert stays.end is End.LENGTH
         # The first line of `remove` has not entered its `try`.
         assert leaves.end is (End.LENGTH if name == "add" or moment == 1 else End.REMOVED)
-        batch.forget_prefixes()
-        assert batch.memory.pool is not None
-        assert batch.memory.pool.held == 0
+        assert all_free(batch)
         return counter.lines
 
     lines = interrupted(None)
@@ -282,18 +270,16 @@ def test_an_interrupted_request_whose_rope_changes_generates_the_uncompiled_mode
     batch = sc.Batch(compiled_with(plain, {"lowering": "eager", "bits": 16}), chunk=32)
     request = batch.add(prompt(30), max_new_tokens=50)
     run_interrupted(batch, request, after, Interrupt())
-    assert request.generated == greedy(plain, prompt(30), 50)[0, 30:].tolist()
+    assert request.generated == new_tokens(plain, prompt(30), 50)
 
 
 def test_an_interrupted_request_generates_the_same_tokens_in_a_lossy_setting() -> None:
     """A prefill of the known tokens would store other pairs than their decode steps did."""
     options = {"lowering": "eager", "bits": 1, "min_context": 0, "method": "kivi"}
     model = compiled_with(tiny_llama(), options)
-    batch = sc.Batch(model)
-    expected = batch.add(prompt(400), max_new_tokens=40)
-    batch.run()
+    expected = run_alone(model, prompt(400), chunk=512, max_new_tokens=40)
     for after, error in ((1, Interrupt()), (20, TimeoutError()), (39, Interrupt())):
-        batch = sc.Batch(model)
+        batch = sc.Batch(model, chunk=512)
         request = batch.add(prompt(400), max_new_tokens=40)
         run_interrupted(batch, request, after, error)
         assert request.generated == expected.generated
@@ -316,9 +302,8 @@ def test_memory_stays_within_its_bound_after_an_interrupt() -> None:
     turn = batch.add(torch.cat([other.ids, prompt(20)], 1), max_new_tokens=4)
     batch.run()
     assert turn.reused == 304
-    assert turn.generated == greedy(model, turn.ids[:, :325], 4)[0, 325:].tolist()
-    batch.forget_prefixes()
-    assert pool.held == 0
+    assert turn.generated == new_tokens(model, turn.ids[:, :325], 4)
+    assert all_free(batch)
 
 
 @pytest.mark.parametrize("said", [0, 3])

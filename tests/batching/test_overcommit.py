@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from test_batch import SMALL, all_free, run_alone
 
 import specache_compile as sc
-from conftest import prompt, tiny_llama
+from conftest import compiled_with, prompt, tiny_llama
 from specache_compile.batching import spill
 from specache_compile.batching.batch_memory import upper_bound
 from specache_compile.batching.request import End, Request, Stage
@@ -29,20 +29,12 @@ ASKED: list[tuple[int, dict[str, Any]]] = [
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    made = tiny_llama()
-    options = {"lowering": "eager", "group_size": 32, "residual_length": 32, "top_k": 8}
-    made.compile(backend="specache", options=options)
-    return made
+    return compiled_with(tiny_llama(), SMALL)
 
 
 @pytest.fixture(scope="module")
 def alone(model: Any) -> list[Request]:
-    requests = []
-    for length, requested in ASKED:
-        batch = sc.Batch(model, chunk=CHUNK)
-        requests.append(batch.add(prompt(length, seed=length), **requested))
-        batch.run()
-    return requests
+    return [run_alone(model, prompt(length, seed=length), CHUNK, **requested) for length, requested in ASKED]
 
 
 def small(model: Any, pages: int, folder: Path | None) -> sc.Batch:
@@ -54,14 +46,6 @@ def small(model: Any, pages: int, folder: Path | None) -> sc.Batch:
     assert room.device is not None
     assert room.host is not None
     return sc.Batch(model, rows=ROWS, chunk=CHUNK, host_memory=room.device + room.host, spill_folder=folder)
-
-
-def until(batch: sc.Batch, came: Callable[[], bool]) -> None:
-    for _ in range(400):
-        if came():
-            return
-        batch.step()
-    pytest.fail("it never came")
 
 
 def test_a_preempted_request_generates_what_it_generates_alone(
@@ -81,16 +65,11 @@ def test_a_preempted_request_generates_what_it_generates_alone(
         assert [request.generated for request in requests] == [request.generated for request in alone]
         assert batch.memory.pool is not None
         assert batch.memory.pool.bound == 5
-        assert nothing_is_left(batch, tmp_path)
+        assert all_free(batch)
+        assert not list(tmp_path.glob("*/*"))
     assert most[None] == 2
     assert most[tmp_path] == 3
     assert gave_way
-
-
-def nothing_is_left(batch: sc.Batch, folder: Path) -> bool:
-    batch.forget_prefixes()
-    assert batch.memory.pool is not None
-    return batch.memory.pool.held == 0 and not list(folder.glob("*/*"))
 
 
 def test_the_last_to_begin_is_preempted_and_may_leave_meanwhile(
@@ -98,13 +77,15 @@ def test_the_last_to_begin_is_preempted_and_may_leave_meanwhile(
 ) -> None:
     batch = small(model, 5, tmp_path)
     requests = [batch.add(prompt(length, seed=length), **requested) for length, requested in ASKED[:3]]
-    until(batch, lambda: requests[2].swapped is not None)
+    while batch.open and requests[2].swapped is None:
+        batch.step()
     assert [request.stage for request in requests] == [Stage.DECODE, Stage.DECODE, Stage.WAITING]
     assert 0 < len(requests[2].generated) < 30
     batch.remove(requests[2])
     batch.run()
     assert [request.generated for request in requests[:2]] == [request.generated for request in alone[:2]]
-    assert nothing_is_left(batch, tmp_path)
+    assert all_free(batch)
+    assert not list(tmp_path.glob("*/*"))
     del batch
     gc.collect()  # torch does so after each compilation, since Dynamo's errors refer to the calling frames
     assert not list(tmp_path.iterdir())
@@ -134,4 +115,5 @@ def test_a_preempted_request_without_a_file_generates_its_tokens_all_the_same(
     batch.run()
     assert "No space left" in str(logged)
     assert [request.generated for request in requests] == [request.generated for request in alone]
-    assert nothing_is_left(batch, tmp_path)
+    assert all_free(batch)
+    assert not list(tmp_path.glob("*/*"))

@@ -10,13 +10,17 @@ import torch
 
 import specache_compile as sc
 from conftest import compiled_with, prompt
-from families import FAMILIES, Family
+from families import DYNAMIC_ROPE, FAMILIES, LONG_ROPE, Family
+from specache_compile.compat import cache_of
 from specache_compile.rope_switch import RopeSwitch
 
 OPTIONS = {"bits": 16, "lowering": "eager"}
 # RoPE that follows the length, masks of its own, positions by columns, an indexer, and one plain family.
 QUICK = ("llama 2", "llama, dynamic rope", "phi3, longrope", "falcon, alibi", "llama4_text", "deepseek_v32")
 SHORT, LONG, NEW = 20, 60, 4
+LONGROPE = {"rope_parameters": {**LONG_ROPE, "original_max_position_embeddings": 48}}
+LLAMA = Family("llama", "LlamaConfig", LONGROPE)
+PHI3 = Family("phi3", "Phi3Config", {**LONGROPE, "original_max_position_embeddings": 48})
 
 
 def alone(model: Any, ids: torch.Tensor, new: int) -> list[int]:
@@ -41,20 +45,10 @@ def test_a_short_row_beside_a_long_one_generates_what_it_does_alone(family: Fami
         assert request.generated == alone(plain, ids, NEW)
 
 
-LONGROPE = {
-    "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0 + i / 10 for i in range(8)],
-    "long_factor": [4.0 + i for i in range(8)], "original_max_position_embeddings": 48, "factor": 8.0,
-}  # fmt: skip
-DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
-
-
-@pytest.mark.parametrize("config", ["Phi3Config", "LlamaConfig"])
-def test_rows_on_both_sides_of_a_rope_switch_generate_what_each_does_alone(config: str) -> None:
+@pytest.mark.parametrize("family", [PHI3, LLAMA], ids=lambda family: family.name)
+def test_rows_on_both_sides_of_a_rope_switch_generate_what_each_does_alone(family: Family) -> None:
     """One below, one that crosses it, one beyond; Phi-3 prefills again where it crosses, Llama does not."""
-    settings: dict[str, Any] = {"rope_parameters": LONGROPE}
-    if config == "Phi3Config":
-        settings["original_max_position_embeddings"] = 48
-    plain = Family("longrope", config, settings).model()
+    plain = family.model()
     model = compiled_with(plain, OPTIONS)
     batch = sc.Batch(model, chunk=24, sessions=4)
     prompts = [prompt(length, seed=length) for length in (20, 44, 60)]
@@ -68,7 +62,7 @@ def test_rows_on_both_sides_of_a_rope_switch_generate_what_each_does_alone(confi
     prompts.append(torch.cat([prompts[2][:, :30], prompt(4, seed=6)], 1))
     turns = [batch.add(ids, max_new_tokens=16) for ids in prompts]
     batch.step()
-    assert turns[0].reused == (28 if config == "Phi3Config" else 0)  # until Phi-3 prefills it again
+    assert turns[0].reused == (28 if family is PHI3 else 0)  # until Phi-3 prefills it again
     batch.run()
     assert [turn.reused for turn in turns] == [0] * 4
     for ids, turn in zip(prompts, turns, strict=True):
@@ -76,9 +70,8 @@ def test_rows_on_both_sides_of_a_rope_switch_generate_what_each_does_alone(confi
 
 
 def test_requests_that_a_batch_cannot_reproduce_are_refused() -> None:
-    model = compiled_with(
-        Family("dynamic", "LlamaConfig", {"rope_parameters": DYNAMIC, "max_position_embeddings": 48}).model(), OPTIONS
-    )
+    family = Family("dynamic", "LlamaConfig", {"rope_parameters": DYNAMIC_ROPE, "max_position_embeddings": 48})
+    model = compiled_with(family.model(), OPTIONS)
     batch = sc.Batch(model)
     with pytest.raises(sc.SpecacheError, match=r"20 prompt and 40 new tokens: beyond 48 tokens .* \(dynamic\)"):
         batch.add(prompt(20), max_new_tokens=40)
@@ -87,14 +80,9 @@ def test_requests_that_a_batch_cannot_reproduce_are_refused() -> None:
 
 
 def test_join_refuses_rows_on_both_sides_of_a_rope_switch() -> None:
-    model = compiled_with(
-        Family("phi3", "Phi3Config", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 48}).model(),
-        OPTIONS,
-    )
+    model = compiled_with(PHI3.model(), OPTIONS)
     with torch.no_grad():
-        short, near, long = (
-            model(prompt(length), use_cache=True).past_key_values for length in (20, 47, 60)
-        )  # fmt: skip
+        short, near, long = (cache_of(model(prompt(length), use_cache=True)) for length in (20, 47, 60))
         with pytest.raises(sc.SpecacheError, match="some rows are longer than 48 tokens"):
             sc.join([short, long])
         joined = sc.join([short, near])

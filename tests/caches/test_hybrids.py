@@ -13,13 +13,12 @@ from transformers import DynamicCache
 
 import specache_compile as sc
 from conftest import LOSSLESS, greedy, prompt
-from families import FAMILIES, Family
+from families import BY_NAME, Family
 from specache_compile.caches.recurrent import states_of
 from specache_compile.compat import cache_of, with_cache
 
 pytestmark = pytest.mark.one_process
 
-BY_NAME = {family.name: family for family in FAMILIES}
 # A layer with attention and a recurrence beside it; a layer of each; convolutions alone; a cache of a class of its own.
 NAMES = [
     "falcon_h1",

@@ -5,22 +5,21 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache, MistralConfig, MistralForCausalLM
+from transformers import DynamicCache
 
 import specache_compile as sc
-from conftest import LOSSLESS, compiled_with, greedy, prompt, tiny_llama
+from conftest import LOSSLESS, compiled_with, prompt, tiny_llama
 from held_tiers import in_rows
 from specache_compile.caches.joining import append_rows, crop_rows, drop, in_pages, keep_rows, reserve_cache_rows
 from specache_compile.compat import cache_of, with_cache
 from specache_compile.errors import SpecacheError
 from specache_compile.paging.pool import PagePool, batch_pool
-from specache_compile.runtime.session import session_of
+from specache_compile.runtime.session import required_session
 
 pytestmark = pytest.mark.one_process
 
@@ -46,25 +45,6 @@ TINIEST = {
 LONG, SHORT, MIDDLE = 190, 9, 70
 
 
-MARKS = {
-    **{name: pytest.mark.slow for name in ("paper, one lane", "offload", "full")}, "default, fused": pytest.mark.slow,
-}  # fmt: skip
-
-
-@pytest.fixture(scope="module", params=[pytest.param(name, marks=MARKS.get(name, ())) for name in SETTINGS])
-def model(request: pytest.FixtureRequest) -> Any:
-    return compiled(request.param)
-
-
-@dataclass
-class Row:
-    """A prompt's row: its tokens, and its logits when run alone."""
-
-    given: list[int]
-    cache: DynamicCache | None = None
-    logits: list[Tensor] = field(default_factory=list)
-
-
 @torch.no_grad()
 def forward(model: Any, cache: DynamicCache | None, tokens: Tensor) -> tuple[DynamicCache, Tensor]:
     """Return the cache, and each row's last logits, after new tokens [B, T]."""
@@ -80,10 +60,11 @@ def close(ours: Tensor, theirs: Tensor) -> None:
 
 
 @pytest.mark.quick_for("default")
-def test_a_random_walk_of_rows_equals_each_row_alone(model: Any) -> None:
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_random_walk_of_rows_equals_each_row_alone(setting: str) -> None:
     """Joins, leaves, crops and steps of one or several tokens; each row has a twin that runs alone. Rows are appended
     within one pool; the last one is joined with them in a new pool."""
-    chance = random.Random(3)
+    model, chance = compiled(setting), random.Random(3)
     pool: PagePool | None = None
     apart: list[DynamicCache] = []
     together: DynamicCache | None = None
@@ -124,26 +105,15 @@ def test_a_random_walk_of_rows_equals_each_row_alone(model: Any) -> None:
     assert together is not None
     assert sc.lengths(together).tolist() == [int(sc.lengths(cache)) for cache in apart]
     assert len(set(sc.lengths(together).tolist())) == len(apart)
-    pool = session_of(together).tiers.pool
+    pool = required_session(together).tiers.pool
     assert pool.held == sum(-(-length // 256) for length in sc.lengths(together).tolist())
     drop(together)
     assert pool.held == 0
 
 
 def pool_of(cache: DynamicCache) -> PagePool:
-    session = session_of(cache)
-    assert session is not None
+    session = required_session(cache)
     return batch_pool(session.options, session.layers)
-
-
-@pytest.mark.quick_for
-@pytest.mark.parametrize("model", ["lossless", "default", "kivi"], indirect=True)
-def test_ragged_prompts_of_generate_equal_each_prompt_alone(model: Any) -> None:
-    prompts = [prompt(length, seed=length) for length in (LONG, SHORT, MIDDLE)]
-    ids, mask = left_padded(prompts)
-    together = model.generate(ids, attention_mask=mask, max_new_tokens=40, do_sample=False)[:, LONG:]
-    for ids, row in zip(prompts, together, strict=True):
-        assert row.tolist() == greedy(model, ids, 40)[0, ids.shape[1] :].tolist()
 
 
 def left_padded(prompts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -174,10 +144,7 @@ def test_a_split_cache_equals_the_joined_caches(default: Any) -> None:
     assert sc.lengths(cache).tolist() == [SHORT, LONG, MIDDLE]
     for length, part in zip((SHORT, LONG, MIDDLE), sc.split(cache), strict=True):
         before, _ = forward(default, None, prompt(length, seed=length))
-        ours, theirs = (session_of(held) for held in (part, before))
-        assert ours is not None
-        assert theirs is not None
-        for state, expected in zip(in_rows(ours), in_rows(theirs), strict=True):
+        for state, expected in zip(*(in_rows(required_session(held)) for held in (part, before)), strict=True):
             for name, tensor in expected.items():
                 if name != "host":  # which is undefined after its tokens
                     assert torch.equal(state[name], tensor), name
@@ -196,7 +163,7 @@ def test_a_copy_of_a_reordered_cache_in_use_has_that_order_too(default: Any) -> 
 def test_a_joined_cache_is_compressed_out_of_16_bits(default: Any) -> None:
     below = compiled_with(tiny_llama(num_hidden_layers=1), {**SETTINGS["default"], "min_context": 4096})
     caches = [joined(default), joined(below)]
-    assert [session_of(cache).tiers.pending for cache in caches] == [None, None]
+    assert [required_session(cache).tiers.pending for cache in caches] == [None, None]
     close(
         *(forward(model, cache, prompt(1, 3, seed=5))[1] for model, cache in zip((default, below), caches, strict=True))
     )
@@ -342,15 +309,3 @@ def test_rows_with_a_plain_layer_lose_equally_many_tokens() -> None:
     crop_rows(cache, [50, 50])
     assert sc.lengths(cache).tolist() == [50, 50]
     assert cache.layers[0].keys.shape[2] == 50
-
-
-def test_a_sliding_window_is_not_joined() -> None:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
-    config = MistralConfig(vocab_size=64, num_hidden_layers=1, sliding_window=16, **sizes)
-    model = MistralForCausalLM(config).eval()
-    model.compile(backend="specache", options=SMALL)
-    with pytest.warns(match="sliding window"):
-        cache = held(model, prompt(40, vocabulary=64))
-    with pytest.raises(SpecacheError, match="plain tensors already"):
-        sc.join([cache])

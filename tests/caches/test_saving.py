@@ -18,8 +18,7 @@ from transformers.cache_utils import LinearAttentionLayer
 import specache_compile as sc
 from adapted import adapt
 from conftest import compile_copy, compiled_with, prompt, tiny_llama
-from families import FAMILIES
-from held_tiers import in_rows
+from families import BY_NAME
 from specache_compile.caches import saving
 from specache_compile.compat import cache_of, with_cache
 from specache_compile.runtime.held import HeldTensor
@@ -51,10 +50,11 @@ def go_on(model: Any, cache: DynamicCache, steps: int = 34) -> torch.Tensor:
     return torch.stack(logits)
 
 
-@pytest.mark.quick_for("best")
+@pytest.mark.quick_for("best", "keys in a trellis")
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_loaded_session_continues_bit_for_bit(llama: LlamaForCausalLM, tmp_path: Path, name: str) -> None:
-    """From the middle of a generation, with slots and a speculative token; two rows; loaded under inference mode."""
+    """From the middle of a generation, with slots and a speculative token, or centered keys (those in a trellis); two
+    rows; loaded under inference mode."""
     model = compiled_with(llama, {**SETTINGS[name], "lowering": "eager"})
     logits, cache = step(model, prompt(150, 2))
     for _ in range(3):
@@ -70,17 +70,6 @@ def test_a_loaded_session_continues_bit_for_bit(llama: LlamaForCausalLM, tmp_pat
     assert torch.equal(go_on(model, again), go_on(model, cache))
 
 
-def test_a_session_of_a_method_that_is_not_installed_is_refused(llama: LlamaForCausalLM, tmp_path: Path) -> None:
-    model = compiled_with(llama, {"lowering": "eager"})
-    _, cache = step(model, prompt(150, 2))
-    sc.save(cache, tmp_path)
-    header = json.loads((tmp_path / "session.json").read_text())
-    header["options"]["requested"]["method"] = "of a package that is gone"
-    (tmp_path / "session.json").write_text(json.dumps(header))
-    with pytest.raises(sc.OptionError, match="method 'of a package that is gone'"):
-        sc.load(tmp_path, model)
-
-
 def test_a_rounded_host_tier_is_saved_in_a_byte_a_number_and_four_for_its_scale(tmp_path: Path) -> None:
     sizes, bfloat16 = {}, tiny_llama().bfloat16()
     for host_bits in (16, 8):
@@ -92,22 +81,11 @@ def test_a_rounded_host_tier_is_saved_in_a_byte_a_number_and_four_for_its_scale(
     assert sizes[8] == sizes[16] * (head_dim + 4) / (2 * head_dim)
 
 
-def test_centered_keys_are_centered_when_they_are_loaded(tmp_path: Path) -> None:
-    """By default, keys with a bias are centered."""
-    model = compiled_with(tiny_llama(attention_bias=True), {"lowering": "eager"})
-    _, cache = step(model, prompt(150))
-    assert session_of(cache).state[0]["center"].any()
-    sc.save(cache, tmp_path)
-    assert torch.equal(go_on(model, sc.load(tmp_path, model), 3), go_on(model, cache, 3))
-
-
 @pytest.mark.slow
 @torch.no_grad()
 def test_layers_that_stay_plain_are_saved_with_the_held_ones(tmp_path: Path) -> None:
     """gemma2: every other layer has a window, and keeps Hugging Face's form."""
-    model = compiled_with(
-        next(family for family in FAMILIES if family.name == "gemma2").model(), {"lowering": "eager", "bits": 1}
-    )
+    model = compiled_with(BY_NAME["gemma2"].model(), {"lowering": "eager", "bits": 1})
     cache = DynamicCache(config=model.config)
     step(model, prompt(60), cache)
     sc.save(cache, tmp_path)
@@ -115,19 +93,6 @@ def test_layers_that_stay_plain_are_saved_with_the_held_ones(tmp_path: Path) -> 
     assert [type(layer) for layer in again.layers] == [type(layer) for layer in cache.layers]
     assert any(not isinstance(layer.keys, HeldTensor) for layer in again.layers)
     assert torch.equal(go_on(model, again, 8), go_on(model, cache, 8))
-
-
-def test_bits_survive_a_hundred_saves_and_loads(compiled: LlamaForCausalLM, tmp_path: Path) -> None:
-    _, cache = step(compiled, prompt(100))
-    session_of(cache).drain()
-    first = [{name: x.clone() for name, x in state.items()} for state in in_rows(session_of(cache))]
-    for _ in range(100):
-        sc.save(cache, tmp_path)
-        cache = sc.load(tmp_path, compiled)
-    for before, after in zip(first, in_rows(session_of(cache)), strict=True):
-        before["host"], after["host"] = (x["host"][:, :, :100] for x in (before, after))
-        assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
-    assert len(list(tmp_path.glob("tensors-*"))) == 1
 
 
 PROCESS = """
@@ -279,6 +244,13 @@ class TestRefusals:
         header = json.loads((folder / "session.json").read_text())
         (folder / "session.json").write_text(json.dumps({**header, "folder": f"../session/{header['folder']}"}))
         with pytest.raises(sc.SpecacheError, match="was not created by save"):
+            sc.load(folder, compiled)
+
+    def test_a_method_that_is_not_installed(self, compiled: LlamaForCausalLM, folder: Path) -> None:
+        header = json.loads((folder / "session.json").read_text())
+        header["options"]["requested"]["method"] = "of a package that is gone"
+        (folder / "session.json").write_text(json.dumps(header))
+        with pytest.raises(sc.OptionError, match="method 'of a package that is gone'"):
             sc.load(folder, compiled)
 
     def test_layers_and_caches_with_more_than_is_known(self, compiled: LlamaForCausalLM, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -74,25 +75,18 @@ def test_passes_are_dumped_before_and_after_and_leave_structured_traces_for_tlpa
     assert all("def forward" in payload for _, payload in seen)
 
 
-@pytest.mark.parametrize("how", [{"cache_implementation": "static"}, {"use_cache": False}], ids=str)
-def test_a_static_and_an_absent_cache_are_left_alone_with_a_warning(
-    llama: LlamaForCausalLM, how: dict[str, Any]
-) -> None:
-    with pytest.warns(sc.SpecacheWarning, match="use DynamicCache"):
-        tokens = greedy(compile_copy(llama), prompt(60), 8, **how)
-    assert torch.equal(tokens, greedy(llama, prompt(60), 8))
-
-
-def test_quantised_cache_is_left_alone_with_a_warning(llama: LlamaForCausalLM) -> None:
-    if "fp8" not in (QuantizedCache.__doc__ or ""):
+@pytest.mark.parametrize("kind", ["static", "absent", "quantised"])
+def test_another_kind_of_cache_is_left_alone_with_a_warning(llama: LlamaForCausalLM, kind: str) -> None:
+    if kind == "quantised" and "fp8" not in (QuantizedCache.__doc__ or ""):
         pytest.skip("this transformers has no fp8 QuantizedCache, and quanto and hqq are not installed")
-
-    def run(model: LlamaForCausalLM) -> torch.Tensor:
-        return greedy(model, prompt(60), 20, **with_cache(QuantizedCache("fp8", model.config)))
-
+    how: dict[str, Callable[[], dict[str, Any]]] = {
+        "static": lambda: {"cache_implementation": "static"},
+        "absent": lambda: {"use_cache": False},
+        "quantised": lambda: with_cache(QuantizedCache("fp8", llama.config)),
+    }
     with pytest.warns(sc.SpecacheWarning, match="use DynamicCache"):
-        tokens = run(compile_copy(llama))
-    assert torch.equal(tokens, run(llama))
+        tokens = greedy(compile_copy(llama), prompt(60), 20, **how[kind]())
+    assert torch.equal(tokens, greedy(llama, prompt(60), 20, **(how[kind]() if kind == "quantised" else {})))
 
 
 def test_with_gradients_the_graph_is_left_alone_and_gradients_are_right(llama: LlamaForCausalLM) -> None:
@@ -131,19 +125,15 @@ def test_a_refusal_comes_as_it_is_in_every_call_and_costs_nothing(attention: str
         torch.testing.assert_close(twin(prompt(1), **with_cache(cache)).logits, expected, atol=1e-3, rtol=1e-4)
 
 
-@pytest.mark.quick_for("inference_mode")
-@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
-def test_no_grad_and_inference_mode(llama: LlamaForCausalLM, context: Any) -> None:
-    twin = compile_copy(llama)
-
-    def run(model: LlamaForCausalLM) -> torch.Tensor:
-        with context():
-            out = model(prompt(90), use_cache=True)
-            for _ in range(12):
-                out = model(out.logits[:, -1:].argmax(-1), **with_cache(cache_of(out)))
-            return out.logits
-
-    torch.testing.assert_close(run(twin), run(llama), atol=1e-3, rtol=1e-4)
+@torch.inference_mode()
+def test_inference_mode(llama: LlamaForCausalLM) -> None:
+    logits = []
+    for model in (compile_copy(llama), llama):
+        out = model(prompt(90), use_cache=True)
+        for _ in range(12):
+            out = model(out.logits[:, -1:].argmax(-1), **with_cache(cache_of(out)))
+        logits.append(out.logits)
+    torch.testing.assert_close(*logits, atol=1e-3, rtol=1e-4)
 
 
 def test_custom_4d_masks_are_applied(llama: LlamaForCausalLM) -> None:
@@ -226,15 +216,6 @@ def test_stats_count_steps_and_bytes() -> None:
     pair = 2 * 2 * 16 * 4  # layers are counted one by one: K and V of 2 heads of 16 channels in float32
     assert stats.bytes_to_host == 2 * (200 + 19) * pair
     assert 0 < stats.bytes_to_device <= 2 * 20 * 16 * pair
-
-
-def test_k_zero_is_plain_kivi_in_one_lane(llama: LlamaForCausalLM) -> None:
-    twin = compile_copy(llama, top_k=0)
-    greedy(twin, prompt(80), 10)
-    stats = sc.stats(twin)
-    assert (stats.pre_decodes, stats.bytes_to_device) == (0, 0)
-    assert {g.phase for g in find_record(twin).graphs} == {"prefill", "decode"}
-    assert all(form.lanes == 1 for g in find_record(twin).graphs for form in g.rewrites.made.values())
 
 
 def test_dynamic_false_is_accepted(llama: LlamaForCausalLM) -> None:

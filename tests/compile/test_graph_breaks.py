@@ -12,10 +12,9 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 import specache_compile as sc
-from conftest import compile_copy, greedy, prompt, tiny_llama
+from conftest import compile_copy, greedy, is_held, prompt, step, tiny_llama
 from families import Family
-from specache_compile.compat import cache_of, with_cache
-from specache_compile.runtime.held import HeldTensor
+from specache_compile.compat import cache_of
 
 # Of a layer's output [B, T, width]: whether it is to break the graph.
 BREAKS: dict[str, Callable[[Tensor], bool]] = {
@@ -39,15 +38,6 @@ def hooked(model: LlamaForCausalLM, where: str) -> LlamaForCausalLM:
 
     twin.model.layers[0].register_forward_hook(hook)
     return twin
-
-
-@torch.no_grad()
-def step(model: Any, ids: Tensor, cache: Any = None) -> Any:
-    return model(ids, **with_cache(cache), use_cache=True)
-
-
-def is_held(cache: Any) -> bool:
-    return all(isinstance(t, HeldTensor) for layer in cache.layers for t in (layer.keys, layer.values))
 
 
 def close(got: Any, expected: Any) -> None:

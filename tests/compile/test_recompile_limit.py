@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,9 +15,8 @@ from torch import Tensor
 from transformers import DynamicCache, MaxTimeCriteria
 
 import specache_compile as sc
-from conftest import prompt, tiny_llama
+from conftest import is_held, prompt, tiny_llama
 from specache_compile.compile import recompile_limit
-from specache_compile.runtime.held import HeldTensor
 
 OPTIONS = {"lowering": "eager", "bits": 16}
 SETTINGS = [{"bits": 1}, {"bits": 4}, {"setting": "paper"}, {"method": "kivi"}]
@@ -28,13 +27,6 @@ SIZES = {
     "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
 }  # fmt: skip
 Call = Callable[[Any], Any]
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def small(config: str = "Llama", seed: int = 0) -> Any:
@@ -103,10 +95,6 @@ KINDS: dict[str, Call] = {
 }  # fmt: skip
 
 
-def is_held(out: Any) -> bool:
-    return all(isinstance(layer.keys, HeldTensor) for layer in out.past_key_values.layers)
-
-
 def compiled(model: Any, **options: Any) -> Any:
     twin = copy.deepcopy(model)
     twin.compile(backend="specache", options={**OPTIONS, **options})
@@ -140,7 +128,7 @@ def test_all_kinds_of_calls_in_one_process_are_compressed(made: Callable[[], lis
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", sc.SpecacheWarning)
-            plain = [name for name, model, call in cases if not is_held(call(model))]
+            plain = [name for name, model, call in cases if not is_held(sc.cache_of(call(model)))]
     finally:
         log.removeHandler(handler)
     assert plain == []
@@ -207,7 +195,7 @@ def test_a_generation_that_runs_no_graph_warns_once_at_the_callers_line(call: Ca
     generate(model, prompt(40))
     with pytest.warns(sc.SpecacheWarning, match=reason) as warned:
         out = call(model)
-    assert not is_held(out)
+    assert not is_held(sc.cache_of(out))
     assert [warning.filename for warning in warned] == [__file__]
     with pytest.raises(sc.SpecacheError, match=reason):
         sc.stats(model)  # not those of the generation before
@@ -215,7 +203,7 @@ def test_a_generation_that_runs_no_graph_warns_once_at_the_callers_line(call: Ca
         warnings.simplefilter("error")
         call(model)
         torch._dynamo.reset()  # a frame that was skipped is compiled again
-        assert is_held(generate(model, prompt(40)))
+        assert is_held(sc.cache_of(generate(model, prompt(40))))
     assert sc.stats(model).decodes == 2
 
 

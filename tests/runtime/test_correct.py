@@ -169,33 +169,22 @@ def forced(model: LlamaForCausalLM, ids: Tensor, first: int) -> Tensor:
     return torch.cat(steps, 1)
 
 
-@pytest.mark.parametrize(
-    ("options", "codes", "sinks"),
-    [
-        ({"bits": 1}, Codes(key_bits=1, key_trellis=True), 4),
-        ({}, Codes(), 4),
-        ({"sink_tokens": 37}, Codes(), 37),
-        ({"sink_tokens": 0, **BEFORE}, Codes(middles=False, trellis=False, eight=False), 0),
-        ({"value_code": "levels"}, Codes(trellis=False), 4),
-        ({"param_bits": 16}, Codes(eight=False), 4),
-        ({"bits": 2, "rotate": False}, Codes(value_bits=2, rotate=False, trellis=False), 4),
-        ({"bits": 1, "key_code": "levels"}, Codes(key_bits=1), 4),
-    ],
-    ids=[
-        "1 bit",
-        "best",
-        "sinks of two groups",
-        "before",
-        "levels",
-        "16",
-        "2 bits, not rotated",
-        "1 bit, keys in levels",
-    ],
-)
-def test_each_steps_logits_are_the_formulas(
-    llama: LlamaForCausalLM, options: dict[str, Any], codes: Codes, sinks: int
-) -> None:
-    ids = prompt(170)
+# Options, the formula's codes, and the number of sinks.
+FORMULAS: dict[str, tuple[dict[str, Any], Codes, int]] = {
+    "1 bit": ({"bits": 1}, Codes(key_bits=1, key_trellis=True), 4),
+    "best": ({}, Codes(), 4),
+    "sinks of two groups": ({"sink_tokens": 37}, Codes(), 37),
+    "before": ({"sink_tokens": 0, **BEFORE}, Codes(middles=False, trellis=False, eight=False), 0),
+    "levels": ({"value_code": "levels"}, Codes(trellis=False), 4),
+    "16": ({"param_bits": 16}, Codes(eight=False), 4),
+    "2 bits, not rotated": ({"bits": 2, "rotate": False}, Codes(value_bits=2, rotate=False, trellis=False), 4),
+    "1 bit, keys in levels": ({"bits": 1, "key_code": "levels"}, Codes(key_bits=1), 4),
+}
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_each_steps_logits_are_the_formulas(llama: LlamaForCausalLM, name: str) -> None:
+    (options, codes, sinks), ids = FORMULAS[name], prompt(170)
     with attending(llama, simulated(codes, sinks=sinks)):
         expected = forced(llama, ids, 120)
     twin = compile_copy(llama, **SETTINGS, **{"setting": "best", "bits": 1.5, "rotate": True, **BEST, **options})

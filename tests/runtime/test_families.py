@@ -14,13 +14,12 @@ from torch._dynamo.utils import counters
 from transformers import DynamicCache, LogitsProcessor
 
 from conftest import LOSSLESS, forget_warnings, prompt
-from families import FAMILIES, Family
+from families import BY_NAME, FAMILIES, Family
 from specache_compile import SpecacheWarning
 from specache_compile.compat import with_cache
 from specache_compile.runtime.held import HeldTensor
 from specache_compile.runtime.records import find_record
 
-BY_NAME = {family.name: family for family in FAMILIES}
 WIDENED = [family for family in FAMILIES if family.rewritten and family.lanes == 2]
 # What differs behind the graph's words: positions, masks, softcap, sinks, experts, exact layers beside rewritten ones.
 DISTINCT = (
@@ -102,16 +101,6 @@ def test_tokens_equal_the_uncompiled_models(family: Family) -> None:
         ids, new = prompt(60, 2 if family.exact else 1), 90 if family.name in CHANGING_ROPE else 16
         assert_same_generation(model, family.model(), input_ids=ids, max_new_tokens=new)
     assert_rewritten_as_listed(model, family, "prefill", "decode")
-
-
-@pytest.mark.quick_for("llama 3")
-@pytest.mark.parametrize("name", ["llama 3", "llama, eager attention"])
-def test_one_lane_gives_the_same_tokens(name: str) -> None:
-    """Not widened: families differ only in what an attention computes."""
-    family = BY_NAME[name]
-    with expected_warnings(family):
-        model = compiled(family, speculate=False)
-        assert_same_generation(model, family.model(), input_ids=prompt(90), max_new_tokens=12)
 
 
 def test_hidden_states_come_out_of_the_widened_graph() -> None:

@@ -8,8 +8,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-import specache_compile as sc
-from conftest import compiled_with, greedy, prompt, tiny_llama
+from conftest import compiled_with, prompt
 from held_tiers import in_rows
 from specache_compile.compat import cache_of, with_cache
 from specache_compile.kernels.state.stored_pairs import decoded
@@ -61,11 +60,3 @@ def test_a_crop_leaves_the_window_that_is_still_there_exact(llama: LlamaForCausa
     assert torch.equal(state["recent"][:, :, :28], window[:, :, :28]), "tokens 64 to 91"
     host = decoded(state["host"], torch.float32, 16)
     assert torch.equal(state["recent"][:, :, 32:], host[:, :, 32:64]), "tokens 32 to 63 are in the window again"
-
-
-@pytest.mark.slow
-def test_a_model_of_double_precision_keeps_its_pairs() -> None:
-    model = tiny_llama().double()
-    twin = compiled_with(model, {**SMALL, "top_k": 1024, "lowering": "inductor"})
-    assert torch.equal(greedy(twin, prompt(90), 20), greedy(model, prompt(90), 20))
-    assert sc.stats(twin).bytes_by_tier["host"] == 2 * 2 * 256 * 2 * 16 * 8

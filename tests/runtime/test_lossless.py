@@ -90,3 +90,25 @@ def test_lossless_options_generate_what_the_uncompiled_model_generates(
 ) -> None:
     ours = WAYS[way](compiled_with(llama, {"lowering": "eager", **SETTINGS[name]}))
     torch.testing.assert_close(ours, uncompiled(way), rtol=1e-3, atol=1e-3)
+
+
+@torch.no_grad()
+def reordered(model: LlamaForCausalLM, ids: Tensor, rows: Tensor) -> Tensor:
+    """Logits of each token behind the first 70, with the rows in another order from the 80th on."""
+    cache, found = DynamicCache(), []
+    model(ids[:, :70], **with_cache(cache))
+    for place in range(70, ids.shape[1]):
+        if place == 80:
+            cache.reorder_cache(rows)
+        found.append(model(ids[:, place : place + 1], **with_cache(cache)).logits)
+    return torch.cat(found, 1)
+
+
+@pytest.mark.quick_for(DEFAULT, "roco")
+@pytest.mark.parametrize("name", [DEFAULT, "kcache", "roco"])
+def test_a_default_device_of_the_program_is_not_that_of_the_tiers(llama: LlamaForCausalLM, name: str) -> None:
+    """Nothing can be computed on the meta device, so a tensor that is created there by mistake is found."""
+    ids, rows = prompt(110, 2), torch.tensor([1, 1])
+    with torch.device("meta"):
+        found = reordered(compiled_with(llama, {"lowering": "eager", **SETTINGS[name]}), ids, rows)
+    torch.testing.assert_close(found, reordered(tiny_llama(), ids, rows), atol=1e-3, rtol=1e-3)

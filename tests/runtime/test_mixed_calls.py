@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import random
 import warnings
@@ -13,17 +12,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch._dynamo.utils import counters
 from transformers import DynamicCache, LlamaForCausalLM
 
 import specache_compile as sc
 from conftest import LOSSLESS, compile_copy, compiled_with, forget_warnings, greedy, prompt, tiny_llama
-from families import FAMILIES
 from specache_compile.compat import GENERATE_MASKS_ALL, cache_of, with_cache
 from specache_compile.passes.reading.nodes import value_of
 from specache_compile.runtime.records import find_record
-
-BY_NAME = {family.name: family for family in FAMILIES}
 
 
 def graphs(model: Any) -> Counter[tuple[str, bool]]:
@@ -149,35 +144,6 @@ def sixty_calls(plain: Any, compiled: Any) -> int:
         assert torch.equal(got, call(plain, ids, random.Random(seed))), f"call {number}: {ids.shape}"
         limited += any("recompile limit" in str(warning.message) for warning in reported)
     return limited
-
-
-# Windows that are not full yet
-
-
-def generated(model: Any, backend: str, ids: Tensor, tokens: int, **given: Any) -> tuple[int, Tensor]:
-    """Graphs that Dynamo makes for a generation, and its tokens."""
-    torch._dynamo.reset()
-    counters.clear()
-    model.compile(backend=backend, options=LOSSLESS if backend == "specache" else None)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", sc.SpecacheWarning)
-        tokens_made = greedy(model, ids, tokens, **given)
-    return counters["stats"]["unique_graphs"], tokens_made
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("pad", [False, True], ids=["whole", "padded"])
-def test_gpt_oss_far_below_its_window_makes_no_more_graphs_than_plain_dynamos(pad: bool) -> None:
-    """Three layers, sliding, full, sliding; window 128; a prompt of 45 and 20 new tokens: below it all along."""
-    types = ["sliding_attention", "full_attention", "sliding_attention"]
-    settings = {"num_hidden_layers": 3, "layer_types": types, "sliding_window": 128}
-    family = BY_NAME["gpt_oss"]
-    family, ids = dataclasses.replace(family, settings={**family.settings, **settings}), prompt(45, 2)
-    given = {"attention_mask": padded(ids, 0)} if pad else {}
-    ours, tokens = generated(family.model(), "specache", ids, 20, **given)
-    plain, expected = generated(family.model(), "eager", ids, 20, **given)
-    assert torch.equal(tokens, expected)
-    assert ours <= plain
 
 
 # Options

@@ -15,7 +15,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 import specache_compile as sc
-from conftest import compiled_with, greedy, prompt
+from conftest import compiled_with, greedy, prompt, step
 from held_tiers import interrupted_behind
 from specache_compile.compat import cache_of, with_cache
 from specache_compile.methods import parse_options
@@ -39,11 +39,6 @@ METHODS: dict[str, dict[str, Any]] = {
 @pytest.fixture(params=METHODS)
 def twin(request: pytest.FixtureRequest, llama: LlamaForCausalLM) -> LlamaForCausalLM:
     return compiled_with(llama, {**ALL_SINKS, **METHODS[request.param]})
-
-
-@torch.no_grad()
-def step(model: LlamaForCausalLM, ids: torch.Tensor, cache: Any = None, **given: Any) -> Any:
-    return cache_of(model(ids, **with_cache(cache), use_cache=True, **given))
 
 
 @pytest.mark.quick_for("kivi without a host tier-90", "corrected-3")
@@ -72,9 +67,9 @@ def test_they_outlive_chunks_crops_forks_rows_and_a_file(llama: LlamaForCausalLM
     ids = prompt(126, 2)
     cache = None
     for start, stop in ((0, 2), (2, 50), (50, 100)):
-        cache = step(twin, ids[:, start:stop], cache)
+        cache = cache_of(step(twin, ids[:, start:stop], cache))
     cache.crop(-60)
-    cache = step(twin, ids[:, 40:100], cache)
+    step(twin, ids[:, 40:100], cache)
     other = copy.deepcopy(cache)
     cache.batch_select_indices(torch.tensor([1, 0]))
     sc.save(cache, tmp_path)
@@ -103,9 +98,9 @@ def test_a_16_bit_cache_that_moves_over_finds_its_sinks(llama: LlamaForCausalLM)
 
 def test_what_is_fetched_is_no_sink(llama: LlamaForCausalLM) -> None:
     twin = compiled_with(llama, {**ALL_SINKS, "sink_tokens": 4, "top_k": 28})
-    cache = step(twin, prompt(66, 2))
+    cache = cache_of(step(twin, prompt(66, 2)))
     for token in prompt(30, 2, seed=2).split(1, 1):
-        cache = step(twin, token, cache)
+        step(twin, token, cache)
         session = session_of(cache)
         session.drain()
         for state in session.state:

@@ -17,12 +17,11 @@ from torch import Tensor
 from transformers import DynamicCache, LlamaForCausalLM, LogitsProcessor
 
 import specache_compile as sc
-from conftest import LOSSLESS, compile_copy, greedy, prompt, tiny_llama
+from conftest import LOSSLESS, compile_copy, greedy, is_held, prompt, tiny_llama
 from specache_compile import SpecacheWarning
 from specache_compile.compat import cache_of, with_cache
 from specache_compile.compile import rewrites
 from specache_compile.compile.compiled_options import options_of
-from specache_compile.runtime.held import HeldTensor
 
 PATIENCE = 60.0  # seconds after which a test that hangs fails instead
 
@@ -32,13 +31,8 @@ def plain() -> LlamaForCausalLM:
     return tiny_llama(num_hidden_layers=1)
 
 
-def compiled_as(form: str, model: LlamaForCausalLM, **options: Any) -> Any:
-    twin = copy.deepcopy(model)
-    how: dict[str, Any] = {"backend": "specache", "options": {**LOSSLESS, **options}}
-    if form == "torch.compile(model)":
-        return torch.compile(twin, **how)
-    twin.compile(**how)
-    return twin
+def wrap(model: LlamaForCausalLM) -> Any:
+    return torch.compile(copy.deepcopy(model), backend="specache", options=LOSSLESS)
 
 
 class Meet(LogitsProcessor):
@@ -73,23 +67,15 @@ def together(models: list[Any], tokens: list[int]) -> list[tuple[Tensor, Dynamic
         return list(threads.map(generate, range(len(models))))
 
 
-def is_held(cache: DynamicCache) -> bool:
-    return all(isinstance(layer.keys, HeldTensor) for layer in cache.layers)
-
-
-FORMS = pytest.mark.parametrize(
-    "form", ["torch.compile(model)", pytest.param("model.compile()", marks=pytest.mark.slow)]
-)
-
-
-@FORMS
-def test_two_threads_generate_with_one_model(plain: LlamaForCausalLM, form: str) -> None:
+@pytest.mark.quick_for("wrap")
+@pytest.mark.parametrize("compiled", [wrap, compile_copy])
+def test_two_threads_generate_with_one_model(plain: LlamaForCausalLM, compiled: Callable[[Any], Any]) -> None:
     """The one that ends first leaves the other's calls compiled."""
-    model, tokens = compiled_as(form, plain), [6, 24]
+    model, tokens = compiled(plain), [6, 24]
     for seed, (made, cache) in enumerate(together([model, model], tokens)):
         assert torch.equal(made, greedy(plain, prompt(60, seed=seed), tokens[seed]))
         assert is_held(cache)
-    if form == "torch.compile(model)":
+    if compiled is wrap:
         assert model._orig_mod._compiled_call_impl is None, "the wrapped model itself must stay uncompiled"
 
 
@@ -107,7 +93,7 @@ def test_a_thread_generates_with_the_options_of_its_compiled_module(plain: Llama
 
 
 def test_a_call_on_one_thread_is_compiled_while_another_thread_generates(plain: LlamaForCausalLM) -> None:
-    model = compiled_as("torch.compile(model)", plain)
+    model = wrap(plain)
     seen: list[Any] = []
 
     class Calls(LogitsProcessor):
@@ -130,7 +116,7 @@ def test_a_call_on_one_thread_is_compiled_while_another_thread_generates(plain: 
 
 
 def test_a_generation_that_fails_leaves_the_wrapped_model_uncompiled(plain: LlamaForCausalLM) -> None:
-    model = compiled_as("torch.compile(model)", plain)
+    model = wrap(plain)
 
     class Fails(LogitsProcessor):
         def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:

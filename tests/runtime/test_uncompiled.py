@@ -19,12 +19,11 @@ from torch import Tensor
 from transformers import LlamaForCausalLM, LogitsProcessor
 
 import specache_compile as sc
-from conftest import LOSSLESS, compile_copy, compiled_with, forget_warnings, greedy, prompt, tiny_llama
-from families import FAMILIES, Family
-from specache_compile.compat import cache_of, with_cache
+from conftest import LOSSLESS, compile_copy, compiled_with, forget_warnings, greedy, is_held, prompt, step, tiny_llama
+from families import BY_NAME
+from specache_compile.compat import cache_of
 from specache_compile.compile import recompile_limit
 from specache_compile.methods import every_method
-from specache_compile.runtime.held import HeldTensor
 from specache_compile.runtime.session import Session
 
 # Of methods that keep every pair; settings in which they lose nothing.
@@ -35,7 +34,6 @@ KEEP_ALL: dict[str, dict[str, Any]] = {
     "specache": {"bits": 1, "top_k": 1024},
     "kcache": {"top_n": 4096},
 }
-BY_NAME = {family.name: family for family in FAMILIES}
 
 
 @pytest.fixture(autouse=True)
@@ -103,15 +101,6 @@ def ask_for_another_graph() -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)
 
 
-@torch.no_grad()
-def step(model: Any, ids: Tensor, cache: Any = None) -> Any:
-    return model(ids, **with_cache(cache), use_cache=True)
-
-
-def is_held(cache: Any) -> list[bool]:
-    return [isinstance(t, HeldTensor) for layer in cache.layers for t in (layer.keys, layer.values)]
-
-
 WAYS = {"greedy": dict, "beams": lambda: {"num_beams": 3}, "padded": padded}
 
 
@@ -156,7 +145,7 @@ def test_a_cache_that_became_plain_goes_on_in_a_second_turn(shallow: LlamaForCau
         with limit(1):
             cache = cache_of(step(model, prompt(50)))
             logits.append([step(model, prompt(n, seed=n), cache).logits for n in (1, 9, 1)])
-    assert not any(is_held(cache))
+    assert not is_held(cache)
     for ours, theirs in zip(*logits, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=1e-4)
 
@@ -191,21 +180,15 @@ def edit(cache: Any) -> None:
     cache.batch_repeat_interleave(2)
 
 
-MINIMAX = Family(
-    "minimax",
-    "MiniMaxConfig",
-    {"layer_types": ["linear_attention", "full_attention"], "num_local_experts": 2, "num_experts_per_tok": 1},
-)
-
-
 @pytest.mark.slow
 def test_a_step_that_no_call_of_this_model_would_have_rewritten_makes_the_cache_plain() -> None:
     """MiniMax's prompt is rewritten; its padded steps have a mask [B, 1, 1, 1], without a column for each key."""
-    model, inputs = MINIMAX.model(), {"attention_mask": padded()["attention_mask"][:, 70:]}
+    family = BY_NAME["minimax"]
+    model, inputs = family.model(), {"attention_mask": padded()["attention_mask"][:, 70:]}
     model.compile(backend="specache", options=LOSSLESS)
     with warned(1) as messages:
         tokens = greedy(model, prompt(20, 3), 4, **inputs)
-    assert torch.equal(tokens, greedy(MINIMAX.model(), prompt(20, 3), 4, **inputs))
+    assert torch.equal(tokens, greedy(family.model(), prompt(20, 3), 4, **inputs))
     assert "has no column for each key" in messages[0]
     assert "no compiled graph" not in messages[0]
 
@@ -226,7 +209,7 @@ class TestOneGraph:
         with warned(1):
             logits = step(uncompiled(llama), prompt(1, rows), held).logits
         torch.testing.assert_close(logits, step(llama, prompt(1, rows), plain).logits, atol=1e-3, rtol=1e-4)
-        assert not any(is_held(held))
+        assert not is_held(held)
 
     def test_keys_and_values_are_copied_once_each_when_they_are_read(
         self, llama: LlamaForCausalLM, compiled: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
