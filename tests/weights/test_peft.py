@@ -134,7 +134,7 @@ def test_a_batch_forgets_what_another_adapter_has_computed() -> None:
     def generated() -> tuple[list[int], bool]:
         request = batch.add(ids, max_new_tokens=12)
         batch.step()
-        from_prefix = request.read > chunk
+        from_prefix = request.prefilled > chunk
         batch.run()
         return request.generated, from_prefix
 
