@@ -26,7 +26,7 @@ CEILINGS = {
     "product lines, C++ included": 30_990,
     "lines loaded by the backend": 13_580,
     "test lines, C++ included": 25_970,
-    "words in docs, without the generated api.md": 12_020,
+    "words in docs, without the generated api.md": 12_000,
 }
 
 
