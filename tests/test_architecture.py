@@ -23,7 +23,7 @@ PARTS = ("passes", "lowering", "kernels")
 QUICK = 0.06
 # The sizes that `python tools/count_lines.py` prints may not grow beyond these.
 CEILINGS = {
-    "product lines, C++ included": 30_990,
+    "product lines, C++ included": 31_000,
     "lines loaded by the backend": 13_580,
     "test lines, C++ included": 25_970,
     "words in docs, without the generated api.md": 12_000,

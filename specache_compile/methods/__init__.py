@@ -43,6 +43,7 @@ GONE = {
     "page_size": "it is an option of method='pages'",
     "lookup": "pass prompt_lookup_num_tokens to generate",
     "memory": "pass bits; `specache explain` prints the bytes of a cache",
+    "pooling": "snapkv takes the maximum of neighbouring scores",
     "hit_rate": "stats(model).bytes_to_device has the bytes that were fetched",
 }
 
