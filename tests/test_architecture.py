@@ -25,7 +25,7 @@ QUICK = 0.06
 CEILINGS = {
     "product lines, C++ included": 31_000,
     "lines loaded by the backend": 13_580,
-    "test lines, C++ included": 25_970,
+    "test lines, C++ included": 25_980,
     "words in docs, without the generated api.md": 12_000,
 }
 

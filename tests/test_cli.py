@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -251,3 +252,12 @@ def help_of(capsys: pytest.CaptureFixture[str], *command: str) -> str:
         main([*command, "--help"])
     assert stop.value.code == 0
     return capsys.readouterr().out
+
+
+def test_ctrl_c_ends_a_command_at_its_start_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Reading the arguments imports torch, which takes seconds."""
+    monkeypatch.setattr("specache_compile.cli.parsed", mock.Mock(side_effect=KeyboardInterrupt))
+    assert main(["explain", "smollm2-135m"]) == 130
+    assert capsys.readouterr().err == "\n"
