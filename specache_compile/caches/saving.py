@@ -45,6 +45,7 @@ from .recurrent import STATES, marks_of, restore, states_of
 
 FORMAT = 4
 HEADER = "session.json"
+HEADER_PARTS = {"capacity", "folder", "in_16_bits", "layers", "numbers", "options", "shapes"}
 STEP = "step.safetensors"
 # Options of the model, not of the cache: how its graphs run, and this machine's memory.
 OF_THE_MODEL = ("lowering", "mode", "inductor", "disable_passes", "host_memory", "speculate")
@@ -406,8 +407,10 @@ def read_header(root: Path) -> dict[str, Any]:
         raise unreadable_session(path, f"it is not JSON ({error})") from error
     if not isinstance(header, dict) or header.get("format") != FORMAT:
         raise unreadable_session(path, f"it is not of format {FORMAT}")
-    if not fnmatch.fnmatchcase(str(header.get("folder")), TENSORS_FOLDER):
-        raise unreadable_session(path, f"its folder {header.get('folder')!r} was not created by save")
+    if missing := HEADER_PARTS - header.keys():
+        raise unreadable_session(path, f"it lacks {', '.join(sorted(missing))}")
+    if not fnmatch.fnmatchcase(header["folder"], TENSORS_FOLDER):
+        raise unreadable_session(path, f"its folder {header['folder']!r} was not created by save")
     return header
 
 

@@ -234,7 +234,7 @@ class TestRefusals:
         with pytest.raises(sc.SpecacheError, match=r"layer-001.safetensors of a saved session cannot be read"):
             sc.load(folder, compiled)
 
-    @pytest.mark.parametrize("text", ["", "{", "[]", '{"format": 99}', '{"format": 1}'])
+    @pytest.mark.parametrize("text", ["", "{", "[]", '{"format": 99}', '{"format": 1}', '{"format": 4}'])
     def test_a_header_that_is_none(self, compiled: LlamaForCausalLM, folder: Path, text: str) -> None:
         (folder / "session.json").write_text(text)
         with pytest.raises(sc.SpecacheError, match=r"session\.json of a saved session cannot be read"):
