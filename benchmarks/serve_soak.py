@@ -31,7 +31,8 @@ from tabulate import tabulate
 from tqdm import tqdm
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-OPTIONS = {**LOSSLESS, "lowering": "eager"}
+# A second turn has up to 1,140 tokens; `top_k` must be at least that for equal tokens.
+OPTIONS = {**LOSSLESS, "top_k": 2048, "lowering": "eager"}
 # Characters that prompts share: about ends of groups, windows, pages and chunks.
 SHARED = [n + by for n in (32, 64, 256, 512, 1024) for by in (-40, -32, 0)]
 TALKS = 48
