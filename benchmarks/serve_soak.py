@@ -31,10 +31,9 @@ from tabulate import tabulate
 from tqdm import tqdm
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-# A second turn has up to 1,140 tokens; `top_k` must be at least that for equal tokens.
-OPTIONS = {**LOSSLESS, "top_k": 2048, "lowering": "eager"}
-# Characters that prompts share: about ends of groups, windows, pages and chunks.
-SHARED = [n + by for n in (32, 64, 256, 512, 1024) for by in (-40, -32, 0)]
+OPTIONS = {**LOSSLESS, "lowering": "eager"}
+# Characters that prompts share: about ends of groups, windows, pages and chunks. A second turn stays below `top_k`.
+SHARED = [n + by for n in (32, 64, 256, 512, 768) for by in (-40, -32, 0)]
 TALKS = 48
 # Of memory for all tiers: few rows' pages, so that rows give way, and conversations and beginnings too.
 MIB = 24
