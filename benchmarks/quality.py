@@ -97,6 +97,13 @@ TABLES = {
         ),
         (*UNSEEN, "--lengths", "2176", "--samples", "16", "--batch-size", "16"),
     ),
+    "long_gemma": Table(
+        "the same on a second model family",
+        ("long",),
+        ("uncompiled", "specache", "kivi:bits=4", "specache:bits=1", "kivi:bits=2", "fp8"),
+        (*UNSEEN, "--lengths", "2176", "--samples", "16", "--batch-size", "16"),
+        GEMMA,
+    ),
     "long_exact": Table(
         "the same in float32",
         ("long",),
@@ -135,10 +142,12 @@ TABLES = {
             f"closeness at {length:,} tokens on a second model family",
             ("closeness",),
             ("uncompiled", "specache", "kivi:bits=4", "specache:bits=1", "fp8", SKIPPING[0]),
-            (*UNSEEN_TEXT, *CHUNKED, "--batch-size", "4", "--lengths", str(length), "--samples", "16"),
+            (*UNSEEN_TEXT, *CHUNKED, "--batch-size", "4", "--lengths", str(length), "--samples", str(samples)),
             GEMMA,
         )
-        for name, length in (("closeness_gemma_8k", 8192), ("closeness_gemma_2k", 2048))
+        for name, length, samples in (
+            ("closeness_gemma_8k", 8192, 16), ("closeness_gemma_2k", 2048, 64), ("closeness_gemma_16k", 16384, 8)
+        )
     },
     "knobs_gemma": Table(
         "which option of the default matters on Gemma at 31,744 tokens; the text has four windows",
