@@ -538,6 +538,9 @@ class Batch:
         more: dict[str, Any] = {"logits_to_keep": 0 if every else 1} if self.model._supports_logits_to_keep() else {}
         if self.joins:
             more["position_ids"] = positions
+        if cache is None and self.model._supports_default_dynamic_cache():
+            # as in `generate`, so that both run one graph
+            cache = DynamicCache(config=self.model.config.get_text_config(decoder=True))
         out = self.model(input_ids=tokens, **with_cache(cache), use_cache=True, return_dict=True, **more)
         return cache_of(out), out.logits
 

@@ -16,7 +16,6 @@ from conftest import compile_copy, compiled_with, new_tokens, prompt, tiny_llama
 from specache_compile.batching.batch_memory import Bytes, upper_bound
 from specache_compile.batching.request import End, Request
 from specache_compile.caches.joining import drop
-from specache_compile.compat import cache_of, with_cache
 from specache_compile.errors import SpecacheError
 from specache_compile.runtime.session import Session
 
@@ -300,17 +299,15 @@ def test_rows_whose_copies_have_failed_can_be_taken_out(model: Any, monkeypatch:
     assert all_free(batch)
 
 
-@torch.no_grad()
-def test_a_batch_runs_the_graphs_that_plain_calls_have_compiled() -> None:
+def test_a_batch_runs_the_graphs_that_a_generation_has_compiled() -> None:
     """All caches have one layout, so each phase is compiled once."""
-    model, cache = compile_copy(tiny_llama(num_hidden_layers=1)), None
-    for tokens, start in ((300, 0), (1, 300), (1, 301), (1, 302)):
-        places = torch.arange(start, start + tokens)[None]
-        more = {"use_cache": True, "return_dict": True, "logits_to_keep": 1}
-        out = model(input_ids=prompt(tokens), **with_cache(cache), position_ids=places, **more)
-        cache = cache_of(out)
+    model = compile_copy(tiny_llama(num_hidden_layers=1))
+    model.generate(prompt(300), max_new_tokens=4, do_sample=False)
     compiles = sc.stats(model).compiles
     batch = sc.Batch(model)
     batch.add(prompt(280), max_new_tokens=5)
     batch.run()
-    assert sc.stats(model).compiles == compiles == 3
+    model.generate(prompt(290), max_new_tokens=4, do_sample=False)
+    assert sc.stats(model).compiles == compiles == 3, (
+        "a prefill, a decode before groups leave the window, and one after"
+    )
