@@ -32,6 +32,10 @@ class OptionError(SpecacheError, ValueError):
     """
 
 
+class BudgetError(SpecacheError):
+    """A request that the memory budget of a batch can never hold."""
+
+
 def first_line(error: BaseException) -> str:
     """The first line of another package's error, as part of a sentence."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -13,7 +13,7 @@ import torch
 from transformers import DynamicCache
 
 from specache_compile.caches.joining import drop, in_pages, reason_against
-from specache_compile.errors import SpecacheError
+from specache_compile.errors import BudgetError
 from specache_compile.kernels.memory.host_memory import allowance, free_memory
 from specache_compile.kernels.state.page_table import PAGE
 from specache_compile.methods.field import LayerShape
@@ -205,7 +205,7 @@ class BatchMemory:
             return 0 if request.stage is Stage.DECODE else pages_for(until)
         return tiers.pages_needed(row, request.cached, until)
 
-    def error_alone(self, request: Request) -> SpecacheError | None:
+    def error_alone(self, request: Request) -> BudgetError | None:
         """The error of a request that the budget could not hold alone; None if it could."""
         if not self.layers:
             return None
@@ -218,7 +218,7 @@ class BatchMemory:
             fits, needs = bound is None or pages <= bound, f"{pages} pages of {PAGE} tokens, and the pool has {bound}"
         if fits:
             return None
-        return SpecacheError(
+        return BudgetError(
             f"a request of {request.longest:,} tokens needs {needs}; the budget is device_memory={self.budget.device}, "
             f"host_memory={self.budget.host or self.options.host_memory} (bytes). Lower max_new_tokens, or raise the "
             "budget"

@@ -221,13 +221,13 @@ def test_an_answer_that_fails_has_an_error_and_the_next_one_has_none(checkpoint:
     as it was."""
     with serving(checkpoint, "--host-memory", "650000", "--session-folder", str(tmp_path)) as served:
         ask: dict[str, Any] = {"model": served.name, "prompt": "a" * 900, "max_tokens": 2}
-        with pytest.raises(openai.InternalServerError, match="a request of 902 tokens needs 4 pages"):
+        with pytest.raises(openai.BadRequestError, match="a request of 902 tokens needs 4 pages"):
             served.client.completions.create(**ask)
         with pytest.raises(openai.APIError, match="a request of 902 tokens needs 4 pages"):
             list(served.client.completions.create(**ask, stream=True))
-        assert figures(served)["specache_requests_total 500"] == 1
+        assert figures(served)["specache_requests_total 400"] == 1
         assert served.client.completions.create(**{**ask, "prompt": "a" * 90}).usage.completion_tokens == 2
-        with pytest.raises(openai.InternalServerError, match="a request of 902 tokens needs 4 pages"):
+        with pytest.raises(openai.BadRequestError, match="a request of 902 tokens needs 4 pages"):
             served.client.completions.create(**ask)
         before = figures(served)
         served.client.completions.create(**{**ask, "prompt": "a" * 100})
