@@ -1,6 +1,6 @@
 // A decode step's attention over the tiers on a CPU: `attention_ops.decode_attention`, and its two halves around a
 // correction. The work is split into jobs: chunks of each head's low-bit tier, and one job of its 16-bit pairs (slots,
-// window, new pairs).
+// window, new pairs). Jobs follow the pages, whose heads are adjacent in memory, so that a processor prefetches them.
 
 namespace {
 
@@ -9,7 +9,7 @@ void low_bit_logits(const Attention& a) {
   const int64_t jobs = a.pairs * a.chunks;
 #pragma omp parallel for schedule(static) num_threads(threads()) if (a.worth_threads())
   for (int64_t job = 0; job < jobs; ++job)
-    a.chunk_logits(job / a.chunks, job % a.chunks * kChunk);
+    a.chunk_logits(job % a.pairs, job / a.pairs * kChunk);
 }
 
 // Each lane's scores, independent of the slots.
@@ -20,7 +20,7 @@ void score(const StepArguments& step) {
   std::vector<float> peaks(a.pairs * a.rows), shares(a.pairs * a.rows);
 #pragma omp parallel for schedule(static) num_threads(threads()) if (a.worth_threads())
   for (int64_t job = 0; job < a.jobs(); ++job) {
-    const int64_t head = job / (a.chunks + 1), chunk = job % (a.chunks + 1), start = chunk * kChunk;
+    const int64_t head = job % a.pairs, chunk = job / a.pairs, start = chunk * kChunk;
     const float* logits = a.logits_of(head) + start;
     int64_t stride = step.capacity, count = std::min(a.low_bit(head) - start, kChunk);
     if (chunk == a.chunks) {
@@ -35,7 +35,7 @@ void score(const StepArguments& step) {
     } else {
       continue;  // the row is shorter
     }
-    Part part = parts[job];
+    Part part = parts[head * (a.chunks + 1) + chunk];
     for (int64_t m = 0; m < a.rows; ++m) {
       const float *row = logits + m * stride, top = largest(row, count), base = base_of(top);
       float total = 0.0f;
@@ -47,7 +47,7 @@ void score(const StepArguments& step) {
   for (int64_t head = 0; head < a.pairs; ++head) a.denominators(parts, head, &peaks[head * a.rows], &shares[head * a.rows]);
 #pragma omp parallel for schedule(static) num_threads(threads()) if (a.worth_threads())
   for (int64_t job = 0; job < a.jobs(); ++job) {
-    const int64_t head = job / (a.chunks + 1), chunk = job % (a.chunks + 1), start = chunk * kChunk;
+    const int64_t head = job % a.pairs, chunk = job / a.pairs, start = chunk * kChunk;
     const float *peak = &peaks[head * a.rows], *share = &shares[head * a.rows];
     for (int64_t lane = 0; lane < step.lanes; ++lane) {
       float* scores = a.scores_of(lane, head);
@@ -88,7 +88,7 @@ void attend(const Attention& a) {
   const int64_t jobs = a.pairs * a.chunks;
 #pragma omp parallel for schedule(static) num_threads(threads()) if (a.worth_threads())
   for (int64_t job = 0; job < jobs; ++job) {
-    const int64_t head = job / a.chunks, chunk = job % a.chunks;
+    const int64_t head = job % a.pairs, chunk = job / a.pairs;
     const float* cut = cuts.empty() ? nullptr : &cuts[head * a.rows];
     a.chunk_mix(head, chunk * kChunk, cut, parts[head * (a.chunks + 1) + chunk]);
   }
