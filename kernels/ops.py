@@ -85,7 +85,7 @@ DECLARED = (
     ),
     Op(
         "correct(Tensor scores, Tensor cursor, Tensor host, Tensor(a!) slots, Tensor(b!) slot_index, "
-        "Tensor(c!) corrected, Tensor? q=None, Tensor? logits=None, Tensor? base=None, Tensor? mask=None) -> Tensor",
+        "Tensor(c!) corrected, Tensor q, Tensor logits, Tensor base, Tensor? mask) -> Tensor",
         tiers.correct, fake_correct, ".movement.copy_stream:correct",
         fused=cpp_tiers.correct_fused, library=cpp_tiers.library_of_slots, cost=costs.correct,
     ),

@@ -26,7 +26,7 @@ from torch import Tensor
 from specache_compile.kernels.attention.kept_logits import lse_of
 from specache_compile.kernels.memory.host_memory import makes_fakes
 from specache_compile.kernels.state.by_token import aligned, rows_of_pages, runs, tokens_of
-from specache_compile.kernels.state.cursor import HostRecord, host_record, lengths_of
+from specache_compile.kernels.state.cursor import host_record, lengths_of
 from specache_compile.kernels.state.operands import KeptLogits, takes
 from specache_compile.kernels.state.page_table import PAGE, Pages, pairs_of
 from specache_compile.kernels.state.stored_pairs import ROUNDED, stored
@@ -62,9 +62,21 @@ def adopt(state: Mapping[str, Tensor]) -> None:
             state[field].record_stream(stream)
 
 
+def has_streams(device: torch.device) -> bool:
+    """Return whether copies run on streams: on a CPU each copy ends within its op, and fake tensors have no copies."""
+    return device.type == "cuda" and not makes_fakes()
+
+
 def join(device: torch.device) -> None:
     """Let the main stream wait for all submitted copies."""
-    torch.cuda.current_stream(device).wait_stream(stream_of(device))
+    if has_streams(device):
+        torch.cuda.current_stream(device).wait_stream(stream_of(device))
+
+
+def drain(device: torch.device) -> None:
+    """Block until all copies of launched steps have ended."""
+    if has_streams(device):
+        torch.cuda.synchronize(device)
 
 
 def join_capture(device: torch.device) -> None:
@@ -102,22 +114,15 @@ def wait(after: Tensor, cursor: Tensor, slots: Tensor, slot_index: Tensor, selec
 
 @takes(kept=KeptLogits)
 def correct(
-    scores: Tensor, cursor: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor, corrected: Tensor,
-    kept: KeptLogits | None = None,
-) -> Tensor:  # fmt: skip
-    """Run `tier_ops.correct`: select on the main stream, and gather concurrently until `wait_for_correction`.
-
-    Without scores it selects by the kept logits. No decision requires the host.
-    """
+    scores: Tensor, cursor: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor, corrected: Tensor, kept: KeptLogits
+) -> Tensor:
+    """Run `tier_ops.correct`: select by the kept logits on the main stream, and gather concurrently until
+    `wait_for_correction`. No decision requires the host."""
     from .triton_copy import gather
-    from .triton_select import select_topk
     from .triton_select_logits import select
 
-    chosen, (q, logits, base, mask) = torch.empty_like(slot_index), kept or KeptLogits()
-    if q is None or logits is None or base is None:
-        select_topk(scores[0], chosen, cursor)
-    else:
-        select(logits, base, lse_of(base, q), mask, cursor, chosen)
+    chosen, (q, logits, base, mask) = torch.empty_like(slot_index), kept
+    select(logits, base, lse_of(base, q), mask, cursor, chosen)
     corrections = correction_stream_of(slots.device)
     corrections.wait_stream(torch.cuda.current_stream(slots.device))
     with torch.cuda.stream(corrections):
@@ -256,25 +261,3 @@ def host_blocks(host: Pages, length: int, size: int, device: torch.device) -> It
         following = load(number + 1) if number + 1 < len(starts) else None
         main.wait_event(loaded)
         yield first, torch.cat(pieces, 2) if len(pieces) > 1 else pieces[0]
-
-
-class StreamCopies(HostRecord):
-    """Replaces `CopyQueue` on a CUDA device, where copies run on the device's copy stream."""
-
-    # A copy on a stream cannot fail alone.
-    error: BaseException | None = None
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        self.device = device
-
-    def drain(self) -> None:
-        """Block until all copies of launched steps have ended."""
-        torch.cuda.synchronize(self.device)
-
-    settle = drain
-
-    def wait_for_offloads(self) -> None:
-        """Let later work on the main stream wait for every submitted offload; fake tensors have none."""
-        if not makes_fakes():
-            join(self.device)

@@ -50,7 +50,7 @@ void choose(const float* scores, int64_t n, int64_t k, int32_t* selected) {
 }
 
 // The columns of a cursor before a row's table, and the tokens of a page: `page_table.py`.
-constexpr int64_t kTable = 4, kPage = 256;
+constexpr int64_t kTable = 3, kPage = 256;
 
 // A tier in the pages of a cursor [rows, columns], or a ring of so many tokens per head. heads: of all rows; row_heads: of
 // a row. pair: bytes of a pair; channels: d if it is rounded, else 0.

@@ -23,7 +23,7 @@ class AttentionInputs(NamedTuple):
     mask: bool (True: visible) or additive [B|1, Hq|1, T|1, ≥ n + T]; column t is token t of the cache, and in a decode
         column n is every new token. None: only causality.
     sinks: [Hq], or None.
-    cursor: int64 [B, 4 ...] (`cursor.py`).
+    cursor: int64 [B, 3 ...] (`cursor.py`).
     """
 
     q: Tensor
@@ -53,10 +53,10 @@ class TierInputs(NamedTuple):
 class KeptLogits(NamedTuple):
     """The query, the results of `score_low_bit` and the mask, by which a GPU corrects without scores."""
 
-    q: Tensor | None = None
-    logits: Tensor | None = None
-    base: Tensor | None = None
-    mask: Tensor | None = None
+    q: Tensor
+    logits: Tensor
+    base: Tensor
+    mask: Tensor | None
 
 
 def takes(**kinds: Any) -> Callable[[Callable[..., R]], Callable[..., R]]:

@@ -1,7 +1,7 @@
 """Pages of 256 tokens of all heads. A row's table lists its pages by number, so that rows can share pages.
 
 Token t of a row is token t mod 256 of page `table[t // 256]`. The table follows the row's lengths in the cursor, int64
-[rows, 4 + C/256].
+[rows, 3 + C/256].
 """
 
 # A tier in pages has the shape of P rows with 256 tokens each:

@@ -29,8 +29,6 @@ OPS = registered()
 BY_NAME = {op.name: op for op in OPS}
 WINDOW, GROUP, CAPACITY, TOP_K, BUDGET = 64, 32, 256, 12, 24
 SINKS = 5
-# The cursor's last element: without a queue, each op copies before it returns.
-NO_QUEUE = 0
 
 
 @dataclass(frozen=True)
@@ -78,7 +76,7 @@ class Inputs:
         rows, d = (case.batch, case.heads), case.head_dim
         n, low_bit = case.length, low_bit_length(case.length)
         query_heads = case.heads * case.ratio
-        self.cursor = cursor_over(adjacent(case.batch, CAPACITY), n, low_bit, low_bit_length(n + 1), NO_QUEUE)
+        self.cursor = cursor_over(adjacent(case.batch, CAPACITY), n, low_bit, low_bit_length(n + 1))
         self.q = self.normal(case.batch, query_heads, case.lanes, d)
         self.k, self.v = self.normal(*rows, case.lanes, d), self.normal(*rows, case.lanes, d)
         self.new_k, self.new_v = self.normal(*rows, 1, d), self.normal(*rows, 1, d)

@@ -114,7 +114,7 @@ def test_a_correction_in_cpp_is_the_definitions(dtype: torch.dtype, d: int) -> N
     def corrected(correct: Any) -> tuple[Tensor, ...]:
         slots, index = torch.zeros(B, H, 8, 2, d, dtype=dtype), torch.full((B, H, 8), -1, dtype=torch.int32)
         moved = torch.zeros(1, dtype=torch.int64)
-        chosen = correct(scores, cursor, host, slots, index, moved).sort(-1).values
+        chosen = correct(scores, cursor, host, slots, index, moved, *[None] * 4).sort(-1).values
         order = index.sort(-1).indices
         assert torch.equal(chosen, index.gather(-1, order))
         return chosen, slots.gather(2, order[..., None, None].expand(-1, -1, -1, 2, d)), moved
