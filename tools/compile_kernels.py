@@ -39,8 +39,8 @@ from specache_compile.kernels.movement import triton_append as append
 from specache_compile.kernels.movement import triton_copy as copy
 from specache_compile.kernels.movement import triton_select as select
 from specache_compile.kernels.movement import triton_select_logits as select_logits
+from specache_compile.kernels.state.layout import StoredTiers
 from specache_compile.kernels.state.page_table import PAGE
-from specache_compile.kernels.state.stored_tiers import StoredTiers
 from specache_compile.methods.field import LayerShape
 from specache_compile.methods.low_bit import LowBitOptions
 from specache_compile.methods.specache import PAPER, SpecacheOptions

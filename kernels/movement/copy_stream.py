@@ -16,7 +16,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -25,17 +24,13 @@ from torch import Tensor
 
 from specache_compile.kernels.attention.kept_logits import lse_of
 from specache_compile.kernels.memory.host_memory import makes_fakes
-from specache_compile.kernels.state.by_token import aligned, rows_of_pages, runs, tokens_of
 from specache_compile.kernels.state.cursor import host_record, lengths_of
 from specache_compile.kernels.state.operands import KeptLogits, takes
-from specache_compile.kernels.state.page_table import PAGE, Pages, pairs_of
-from specache_compile.kernels.state.stored_pairs import ROUNDED, stored
+from specache_compile.kernels.state.page_table import Pages, pairs_of, rows_of_pages, runs, tokens_of
+from specache_compile.kernels.state.stored_pairs import stored
 
 # More new tokens than this are copied by the DMA engines, through staging; fewer are written through by a kernel.
 WRITE_THROUGH = 64
-
-# Pages that are rounded at a time, which limits temporary memory.
-ROUNDED_AT_ONCE = 4
 
 
 @functools.cache
@@ -185,23 +180,15 @@ class Staging:
 
 
 def stage(k: Tensor, v: Tensor, start: int, host: Pages, buffer: Tensor) -> list[Tensor]:
-    """Write the new pairs k, v [B, H, T, d] to `buffer` in the host tier's layout, whole pages at once.
+    """Write the new pairs k, v [B, H, T, d] to `buffer` in the host tier's layout, page by page.
 
     Returns: a contiguous piece [B, H, n, 2, d or w] for each of the `runs` of the host tier's tokens from `start` on.
     """
-    stop, staged, used = start + k.shape[2], list[Tensor](), 0
-    for begin, end in aligned(start, stop):
-        size = min(end - begin, PAGE)
-        keys, values = (x[:, :, begin - start : end - start].unflatten(2, (-1, size)).movedim(2, 0) for x in (k, v))
-        shape = (*keys.shape[:4], 2, host.shape[-1])
-        pieces = buffer[used : used + math.prod(shape)].view(shape)
-        if host.dtype == ROUNDED:
-            for some in zip(*(x.split(ROUNDED_AT_ONCE) for x in (pieces, keys, values)), strict=True):
-                some[0].copy_(stored(torch.stack(some[1:], dim=4), host))
-        else:
-            torch.stack([keys, values], dim=4, out=pieces)
-        staged += pieces.unbind()
-        used += pieces.numel()
+    staged, used = list[Tensor](), 0
+    for target, begin, end in runs(host, start, start + k.shape[2]):
+        pairs = torch.stack([x[:, :, begin - start : end - start] for x in (k, v)], 3)
+        staged.append(buffer[used : used + target.numel()].view(target.shape).copy_(stored(pairs, host)))
+        used += target.numel()
     return staged
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from ctypes import CDLL
 from typing import Any
 
@@ -13,8 +14,8 @@ from specache_compile.kernels.codes.trellis import is_trellis
 from specache_compile.kernels.cpp.library import DTYPES, address, tiers_library, trellis_library
 from specache_compile.kernels.state.by_rows import rows_of
 from specache_compile.kernels.state.cursor import LOW_BIT, NEXT_LOW_BIT
+from specache_compile.kernels.state.layout import StoredTiers
 from specache_compile.kernels.state.stored_pairs import ROUNDED
-from specache_compile.kernels.state.stored_tiers import StoredTiers
 
 from . import tier_ops as tiers
 
@@ -29,19 +30,9 @@ def library_for(pairs: Tensor) -> CDLL:
     return tiers_library(pairs.dtype if pairs.dtype in DTYPES else torch.float32)
 
 
-def library_of_scores(*operands: Any) -> CDLL:
-    """Return the library for an op whose only floating-point operand is scores."""
-    return tiers_library()
-
-
-def library_of_pairs(k: Tensor, *rest: Any) -> CDLL:
-    """Return the library for an op that writes new pairs."""
-    return library_for(k)
-
-
-def library_of_slots(by: Tensor, cursor: Tensor, host: Tensor, slots: Tensor, *rest: Any) -> CDLL:
-    """Return the library for an op that fills slots."""
-    return library_for(slots)
+def library_of(place: int) -> Callable[..., CDLL]:
+    """Return `Op.library` of an op whose operand at this place has the pairs' dtype."""
+    return lambda *operands: library_for(operands[place])
 
 
 def library_of_append(

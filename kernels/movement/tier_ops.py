@@ -17,15 +17,13 @@ from specache_compile.kernels.codes.records import (
 )
 from specache_compile.kernels.codes.trellis import encoder, is_trellis, quantize
 from specache_compile.kernels.state.by_rows import by_rows
-from specache_compile.kernels.state.by_token import pairs_at, put
 from specache_compile.kernels.state.center import centers, is_found, set_center
 from specache_compile.kernels.state.cursor import LENGTH, LOW_BIT, NEXT_LOW_BIT, length_of
-from specache_compile.kernels.state.layout import Layout, rotated
+from specache_compile.kernels.state.layout import EMPTY, Layout, StoredTiers, rotated
 from specache_compile.kernels.state.operands import KeptLogits, takes
-from specache_compile.kernels.state.page_table import Pages, pairs_of
+from specache_compile.kernels.state.page_table import Pages, pairs_at, pairs_of, put
 from specache_compile.kernels.state.sinks import keep_sinks
 from specache_compile.kernels.state.stored_pairs import decoded, stored
-from specache_compile.kernels.state.stored_tiers import EMPTY, StoredTiers
 
 
 @by_rows()

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from .cursor import CURSOR_SIZE, LOW_BIT, runs_of
+from .layout import StoredTiers
 from .page_table import LOW_BIT_TIER, PAGE, TIERS, Pages, rows_read, table_of, write_rows
-from .stored_tiers import StoredTiers
 
 # Operands that have no batch.
 WITHOUT_ROWS = frozenset(("sinks", "fetched", "corrected", "frequencies", "weight"))
@@ -25,7 +25,7 @@ def by_rows(*returns: int, by_token: Sequence[str] = ("host",)) -> Callable[[Cal
     call, and written parts are copied back.
 
     returns: the batch dimension of each result.
-    by_token: operands that the definition accesses by token (`by_token.py`), as `Pages`.
+    by_token: operands that the definition accesses by token (`page_table.py`), as `Pages`.
     """
 
     def decorate(run: Callable[..., Any]) -> Callable[..., Any]:

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
-from .layout import Layout
-from .stored_tiers import StoredTiers
+from .layout import Layout, StoredTiers
 
 R = TypeVar("R")
 

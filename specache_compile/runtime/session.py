@@ -17,8 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import ProcessGroup
 
 from specache_compile.errors import RECOMPILE_LIMIT, HeldTensorError, SpecacheError, no_host_tier
-from specache_compile.kernels.state.by_token import tokens_of
 from specache_compile.kernels.state.cursor import CURSOR_SIZE, HostRecord, attach, new_cursor, runs_of
+from specache_compile.kernels.state.page_table import tokens_of
 from specache_compile.kernels.state.stored_pairs import decoded
 from specache_compile.lowering.cuda_graphs import RecordedSteps
 from specache_compile.methods.field import LayerShape, LayerState

@@ -20,8 +20,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from specache_compile.errors import SpecacheError, no_host_tier
 from specache_compile.kernels.movement import copy_stream
-from specache_compile.kernels.state.by_token import tokens_of
 from specache_compile.kernels.state.cursor import CURSOR_SIZE, LENGTH, runs_of
+from specache_compile.kernels.state.page_table import tokens_of
 from specache_compile.lowering.row_buckets import filled_up, first_rows, row_bucket
 from specache_compile.methods import METHODS
 from specache_compile.methods.field import LayerState

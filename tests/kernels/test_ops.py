@@ -19,9 +19,8 @@ from specache_compile.kernels.codes.records import stored_dim
 from specache_compile.kernels.movement import tier_ops as tiers
 from specache_compile.kernels.op import Op, loaded_on_first_use, registered
 from specache_compile.kernels.state.center import set_center
-from specache_compile.kernels.state.layout import Layout
+from specache_compile.kernels.state.layout import Layout, StoredTiers
 from specache_compile.kernels.state.operands import takes
-from specache_compile.kernels.state.stored_tiers import StoredTiers
 from specache_compile.methods import load_others
 
 load_others()  # the baselines' ops too

@@ -18,8 +18,8 @@ from held_tiers import adjacent, empty_state, low_bit_levels
 from specache_compile.kernels.codes.records import RECORD
 from specache_compile.kernels.movement import tier_ops as tiers
 from specache_compile.kernels.state.cursor import host_record
+from specache_compile.kernels.state.layout import StoredTiers
 from specache_compile.kernels.state.sinks import find_sinks
-from specache_compile.kernels.state.stored_tiers import StoredTiers
 from specache_compile.methods.field import LayerShape, LayerState
 from specache_compile.methods.specache import SpecacheOptions
 from specache_compile.runtime.state import fields_of
