@@ -176,7 +176,7 @@ def run_step(case: Case) -> None:
         _, scores = scored.decode_attention(q, k, v, mask, None, cursor, *slots, *read, options.skip_below)
     else:
         # As `passes/correct.py`: only several lanes need scores.
-        logits, base, by_lane = scored.score_low_bit(q, k, v, mask, None, cursor, *read, scores=lanes > 1)
+        logits, base, by_lane = scored.score_low_bit(q, k, v, mask, None, cursor, *read, lanes > 1)
         select_logits.select(logits, base, lse_of(base, q), mask, cursor, selected)
         copy.gather(*fetch)
         scored.attend_scored(q, k, v, mask, None, cursor, logits, base, selected, *slots, *read, options.skip_below)

@@ -45,11 +45,7 @@ def scale_and_zero(
 ) -> tuple[Tensor, Tensor]:
     """Return scale and zero of each group along `dim` (size 1 in the results), in float32.
 
-    Minimum and maximum exclude elements that are not finite, which would destroy their whole group.
-
-    Args:
-        zero_point: name of a quantiser.
-        there: bool, broadcast over `groups`, False for elements to exclude; None to include all.
+    Elements that are not finite, which would destroy their whole group, or not `there`, do not count.
     """
     low, high = ends(groups, dim, there)
     return QUANTISERS[zero_point](low.clamp(-LARGEST, LARGEST), high.clamp(-LARGEST, LARGEST), bits)
@@ -77,7 +73,7 @@ def encode(
     the group's largest and smallest level, NaN the smallest. A constant group decodes to its constant; with 8-bit
     parameters, approximately.
 
-    there: as in `scale_and_zero`.
+    there: bool, broadcast over `groups`, False for elements to exclude; None to include all.
     """
     groups = groups.float()
     scale, zero = stored_params(*scale_and_zero(groups, dim, bits, zero_point, there), dtype)

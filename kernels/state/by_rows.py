@@ -62,7 +62,7 @@ def run_alike(run: Callable[..., Any], by_token: Sequence[str], given: dict[str,
     written = {name: given[name] for name in LOW_BIT_TIER if name in given}
     first = int(cursor[0, LOW_BIT]) // PAGE if written else 0
     given |= {name: rows_read(tier, table, first) for name, tier in written.items()}
-    results = run(**given)
+    results = run(*given.values())
     for name, tier in written.items():
         write_rows(tier, table, given[name], cursor)
     return results

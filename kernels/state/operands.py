@@ -76,9 +76,7 @@ def takes(**kinds: Any) -> Callable[[Callable[..., R]], Callable[..., R]]:
             names += fields
 
         @functools.wraps(run)
-        def call(*operands: Any, **named: Any) -> R:
-            if named:  # they follow the others without a gap
-                operands += tuple(named[name] for name in names[len(operands) :][: len(named)])
+        def call(*operands: Any) -> R:
             if len(operands) > len(names):
                 raise TypeError(f"{len(operands)} operands for {names}")
             arguments: list[Any] = []

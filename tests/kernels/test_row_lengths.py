@@ -187,7 +187,14 @@ def test_a_correction_copies_the_same_pairs_as_for_each_row_alone(kind: Ops) -> 
     for row in EVERY:
         assert torch.equal(together[row], correct(separate[row], slice(row, row + 1))[0])
         assert torch.equal(state["slots"][row], separate[row]["slots"][0])
-        assert together[row].max() < max(options.low_bit_length(LENGTHS[row]), 1)
+        low_bit = options.low_bit_length(LENGTHS[row])
+        best = scores[0, row, :, :low_bit].topk(min(TOP_K, low_bit)).indices.sort(-1).values
+        chosen, index = together[row].sort(-1).values, state["slot_index"][row]
+        assert torch.equal(chosen[:, TOP_K - best.shape[-1] :], best.int())
+        assert torch.equal(chosen, index.sort(-1).values)
+        exact = pairs(row)[0].gather(1, index.long().clamp(0)[..., None, None].expand(-1, -1, 2, DIM))
+        step = exact.abs().amax(-1, keepdim=True) / 254  # half of a rounded number's
+        assert ((state["slots"][row] - exact).abs() <= step * 1.001)[index >= 0].all()
 
 
 def test_a_chunked_prefill_hides_left_padding(kind: Ops) -> None:
