@@ -103,7 +103,6 @@ def tiers_library(dtype: torch.dtype = torch.float32) -> CDLL:
     return compiled(("movement/cpp_tiers.cpp",), {
         "select_topk": [pointer, *[number] * 4, pointer],
         "refill": [*[pointer] * 5, *[number] * 6, pointer],
-        "correct": [*[pointer] * 5, *[number] * 7, pointer, pointer],
         "write_pairs": [*[pointer] * 4, *[number] * 8],
     }, dtype)  # fmt: skip
 

@@ -70,11 +70,12 @@ def correct_fused(
     scores: Tensor, cursor: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor, corrected: Tensor, *rest: Any,
 ) -> Tensor:  # fmt: skip
     """Run `tier_ops.correct` in C++; same arguments and results."""
-    chosen, scores = torch.empty_like(slot_index), scores.contiguous()
-    stored = (pair_bytes(host), channels_of(slots, host))
-    sizes = (cursor.shape[1], *slots.shape[:2], scores.shape[-1], slots.shape[2], *stored)
-    places = [address(tensor) for tensor in (scores, cursor, host, slots, slot_index)]
-    library_for(slots).correct(*places, *sizes, address(chosen), address(corrected))
+    chosen, scores, library = torch.empty_like(slot_index), scores.contiguous(), library_for(slots)
+    _, _, heads, capacity = scores.shape
+    for row, low_bit in enumerate(cursor[:, LOW_BIT].tolist()):
+        places = address(scores[0, row]), heads, capacity, low_bit, chosen.shape[2], address(chosen[row])
+        library.select_topk(*places)
+    prefetch_fused(chosen, cursor, host, slots, slot_index, corrected)
     return chosen
 
 
