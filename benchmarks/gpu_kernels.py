@@ -30,9 +30,9 @@ from specache_compile.kernels.decode import triton_scored
 from specache_compile.kernels.memory import host_memory
 from specache_compile.kernels.movement import cpp_tiers, triton_append, triton_copy, triton_select
 from specache_compile.kernels.state.cursor import CURSOR_SIZE, LENGTH, LOW_BIT, NEXT_LOW_BIT, new_cursor
+from specache_compile.kernels.state.layout import StoredTiers
 from specache_compile.kernels.state.page_table import PAGE
 from specache_compile.kernels.state.stored_pairs import ROUNDED, rounded_width
-from specache_compile.kernels.state.stored_tiers import StoredTiers
 from specache_compile.methods.field import LayerShape, LayerState
 from specache_compile.methods.specache import SpecacheOptions
 from specache_compile.paging.pool import pages_for

@@ -2,8 +2,8 @@
 
     python benchmarks/soak.py --minutes 10    (--seed 7 --calls 200, --min-context 96, --device cuda --small)
 
-A seed determines all operations and delays: generation, steps, edits, forks, interrupts, failing copies. The first
-difference ends the run with exit status 1 and prints the command that reproduces it.
+A seed determines all operations: generation, steps, edits, forks, interrupts, failing copies. The first difference ends
+the run with exit status 1 and prints the command that reproduces it.
 """
 
 from __future__ import annotations
@@ -17,17 +17,14 @@ import time
 import traceback
 import warnings
 from contextlib import nullcontext
-from unittest import mock
 
 import torch
 import transformers
 from soak_operations import OPERATIONS
-from soak_state import SMALL, VOCABULARY, Difference, Sizes, Soak, settle, some_text
+from soak_state import SMALL, VOCABULARY, Difference, Sizes, Soak, some_text
 from tabulate import tabulate
 from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM
-
-from specache_compile.kernels.movement import copy_queue
 
 # Every pair is fetched, so that the 1-bit tier never decides. The small group and window make tokens leave the window
 # early.
@@ -53,23 +50,14 @@ def compiled(model: LlamaForCausalLM, args: argparse.Namespace) -> LlamaForCausa
 
 
 def operate(soak: Soak, seed: int, number: int) -> None:
-    """Operation `number` of `seed`, one in three with delayed copies."""
+    """Operation `number` of `seed`."""
     draw = random.Random(f"{seed}, {number}")
-    possible = [entry for entry in OPERATIONS if can_happen(entry[0])]
-    name, _, function = draw.choices(possible, [weight for _, weight, _ in possible])[0]
+    name, _, function = draw.choices(OPERATIONS, [weight for _, weight, _ in OPERATIONS])[0]
     soak.now = f"operation {number} ({name})"
-    settle()
-    soak.weather.delay = draw.choice((0.0, 0.0, 0.004))
-    soak.weather.draw = random.Random(f"{seed}, {number}, delays")
     started = time.perf_counter()
     soak.calls[name] += 1
     soak.tokens[name] += function(soak, draw)
     soak.seconds[name] += time.perf_counter() - started
-
-
-def can_happen(operation: str) -> bool:
-    """A copy on a stream cannot fail by itself."""
-    return operation != "failing copy" or torch.get_default_device().type == "cpu"
 
 
 def last_look(soak: Soak) -> None:
@@ -140,7 +128,6 @@ def main(arguments: list[str] | None = None) -> int:
     with (
         nullcontext() if args.device == "cpu" else torch.device(args.device),
         torch._dynamo.config.patch(limits if args.recompile_limit else {}),
-        mock.patch.object(copy_queue, "run_job", soak.weather.run_job),
         warnings.catch_warnings(),
         tqdm(total=args.calls or round(60 * args.minutes), file=sys.stderr, unit="" if args.calls else "s") as bar,
     ):

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from soak_faults import failing_copy, interrupted_step
+from soak_faults import interrupted_step
 from soak_state import CachePair, Difference, Soak, a_prompt, some_text
 from torch import Tensor
 from transformers import DynamicCache, LlamaForCausalLM, LogitsProcessor
@@ -207,5 +207,4 @@ OPERATIONS: tuple[tuple[str, int, Callable[[Soak, random.Random], int]], ...] = 
     ("fork", 4, fork),
     ("drop", 3, drop),
     ("interrupted step", 4, interrupted_step),
-    ("failing copy", 2, failing_copy),
 )

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import gc
 import random
-import time
 import weakref
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -15,7 +13,6 @@ from torch import Tensor
 from transformers import DynamicCache, LlamaForCausalLM
 
 from specache_compile.compat import cache_of, with_cache
-from specache_compile.kernels.movement import copy_queue
 from specache_compile.runtime.held import HeldTensor
 from specache_compile.runtime.session import Session
 
@@ -62,23 +59,6 @@ class CachePair:
 
 
 @dataclass
-class Weather:
-    """What befalls every copy: a delay of up to `delay` seconds; the one that counts `failing` down to 0 fails."""
-
-    delay: float = 0.0
-    failing: int = -1
-    draw: random.Random = field(default_factory=random.Random)
-
-    def run_job(self, job: Callable[[], object]) -> None:
-        if self.delay:
-            time.sleep(self.draw.random() * self.delay)
-        self.failing -= 1
-        if self.failing == 0:
-            raise MemoryError("planted by the soak")
-        job()
-
-
-@dataclass
 class Soak:
     """Both models, the caches alive, and what has been counted.
 
@@ -90,7 +70,6 @@ class Soak:
     assistant: LlamaForCausalLM
     sizes: Sizes = Sizes()
     pool: list[CachePair] = field(default_factory=list)
-    weather: Weather = field(default_factory=Weather)
     dropped: list[weakref.ref[Session]] = field(default_factory=list)
     calls: Counter[str] = field(default_factory=Counter)
     tokens: Counter[str] = field(default_factory=Counter)
@@ -158,15 +137,9 @@ def live_sessions() -> list[Session]:
 
 def collect() -> None:
     """What no copy that is under way holds any more goes."""
-    settle()
-    gc.collect()
-
-
-def settle() -> None:
-    """Wait until all copies that were handed in are done."""
-    copy_queue.worker().submit(int).result()
     if torch.get_default_device().type == "cuda":
         torch.cuda.synchronize()
+    gc.collect()
 
 
 def some_text(draw: random.Random, batch: int, length: int) -> Tensor:

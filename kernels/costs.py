@@ -187,16 +187,10 @@ def attend_scored(arguments: Arguments, load: Workload, site: int) -> Cost:
 
 
 def correct(arguments: Arguments, load: Workload, site: int) -> Cost:
-    """Cost of fetching the pairs that lane 0 selects and that the slots lack.
-
-    The selection reads scores, or the logits' bases and the logits of the candidates.
-    """
-    low = load.options.low_bit_length(load.length)
-    read = 4.0 * rows(load, site) * low
-    q = arguments.get("q")
-    if q is not None:
-        each = 4 / LOGIT_BLOCK + CANDIDATES * kept_dtype(q.dtype).itemsize
-        read = each * low * load.batch * load.query_heads[site]
+    """Cost of fetching the pairs that lane 0 selects and that the slots lack. The selection reads the logits' bases and
+    the logits of the candidates."""
+    each = 4 / LOGIT_BLOCK + CANDIDATES * kept_dtype(arguments["q"].dtype).itemsize
+    read = each * load.options.low_bit_length(load.length) * load.batch * load.query_heads[site]
     return brought(load, site, load.corrected) + Cost(hbm=read)
 
 

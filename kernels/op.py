@@ -15,7 +15,6 @@ from torch import Tensor
 
 from . import costs
 from .costs import CostOf
-from .movement.copy_queue import after_offloads
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ class Op:
     is_work: the op takes long enough to hide a copy.
     early: the op starts as soon as possible, in the order of these numbers.
     is_wait: the op blocks until copies have ended, and starts as late as possible.
-    reads_host: the op reads the host tier; it starts after the offloads. `cuda` must see to this itself.
+    reads_host: the op reads the host tier; `cuda` starts after the offloads.
     capturable: a CUDA graph may contain the op, which reads no length on the host.
     """
 
@@ -93,7 +92,7 @@ _registry: dict[str, Op] = {}
 def register(op: Op) -> None:
     """Register an op, and the op `NAME_fused` of its fused implementation, with torch and the passes."""
     _library.define(op.schema)
-    _library.impl(op.name, after_offloads(op.run) if op.reads_host else op.run, "CPU")
+    _library.impl(op.name, op.run, "CPU")
     if op.cuda is not None:
         _library.impl(op.name, loaded_on_first_use(op.cuda), "CUDA")
     torch.library.register_fake(f"specache::{op.name}", op.fake, lib=_library)

@@ -85,9 +85,9 @@ DECLARED = (
     ),
     Op(
         "correct(Tensor scores, Tensor cursor, Tensor host, Tensor(a!) slots, Tensor(b!) slot_index, "
-        "Tensor(c!) corrected, Tensor? q=None, Tensor? logits=None, Tensor? base=None, Tensor? mask=None) -> Tensor",
+        "Tensor(c!) corrected, Tensor q, Tensor logits, Tensor base, Tensor? mask) -> Tensor",
         tiers.correct, fake_correct, ".movement.copy_stream:correct",
-        fused=cpp_tiers.correct_fused, library=cpp_tiers.library_of_slots, cost=costs.correct,
+        fused=cpp_tiers.correct_fused, library=cpp_tiers.library_of(3), cost=costs.correct,
     ),
     Op(
         f"attend_scored(Tensor q, Tensor k, Tensor v, {NEW}, Tensor(a!) logits, Tensor base, Tensor chosen, {SLOTS}, "
@@ -105,13 +105,13 @@ DECLARED = (
     Op(
         "select_topk(Tensor scores, Tensor(a!) selected) -> ()",
         tiers.select_topk, fake_nothing, ".movement.triton_select:select_topk",
-        fused=cpp_tiers.select_topk_fused, library=cpp_tiers.library_of_scores, cost=costs.select_topk, early=0,
+        fused=cpp_tiers.select_topk_fused, library=cpp_tiers.library_of(0), cost=costs.select_topk, early=0,
     ),
     Op(
         "prefetch(Tensor selected, Tensor cursor, Tensor host, Tensor(a!) slots, Tensor(b!) slot_index, "
         "Tensor(c!) fetched) -> ()",
         tiers.prefetch, fake_nothing, ".movement.copy_stream:prefetch",
-        fused=cpp_tiers.prefetch_fused, library=cpp_tiers.library_of_slots, cost=costs.prefetch, copies=True, early=1,
+        fused=cpp_tiers.prefetch_fused, library=cpp_tiers.library_of(3), cost=costs.prefetch, copies=True, early=1,
     ),
     Op(
         "wait(Tensor after, Tensor cursor, Tensor(a!) slots, Tensor(b!) slot_index, Tensor(c!) selected) -> ()",
@@ -121,7 +121,7 @@ DECLARED = (
     Op(
         "offload(Tensor k, Tensor v, Tensor? padding, Tensor cursor, Tensor(a!) host) -> ()",
         tiers.offload, fake_nothing, ".movement.copy_stream:offload",
-        fused=cpp_tiers.offload_fused, library=cpp_tiers.library_of_pairs, cost=costs.offload, copies=True, early=2,
+        fused=cpp_tiers.offload_fused, library=cpp_tiers.library_of(0), cost=costs.offload, copies=True, early=2,
     ),
     Op(
         "append(Tensor k, Tensor v, Tensor? padding, Tensor cursor, Tensor(a!) codes, "

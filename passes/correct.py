@@ -40,13 +40,12 @@ def split_attention(graph_module: GraphModule, plan: RewritePlan, site: Site) ->
     state = {name: state_input(graph_module, plan, site.number, name) for name in ("host", "corrected")}
     given = {**arguments_of(call), **state}
     with graph.inserting_before(call):
-        # The next step's selection reads scores; else the correction may do without them.
+        # The next step's selection reads scores; a correction on a GPU does without them.
         ranked = any(part.args[1] == 1 and part.users for part in call.users)
         scored = call_by_name(graph_module, site, "score_low_bit", {**given, "scores": ranked})
         logits, base, scores = (graph.call_function(operator.getitem, (scored, part)) for part in range(3))
         kept = {"logits": logits, "base": base}
-        by = dict.fromkeys(("q", "logits", "base", "mask")) if ranked else kept
-        chosen = call_by_name(graph_module, site, "correct", {**given, **by, "scores": scores})
+        chosen = call_by_name(graph_module, site, "correct", {**given, **kept, "scores": scores})
         out = call_by_name(graph_module, site, "attend_scored", {**given, **kept, "chosen": chosen})
         last = graph.call_function(torch.ops.aten.select.int, (scores, 0, -1)) if ranked else None
     out.meta.update({key: value for key, value in site.attention.meta.items() if key != "specache"})

@@ -104,13 +104,6 @@ RECOMPILE_LIMIT = (
 )
 
 
-def copy_failed(error: BaseException) -> SpecacheError:
-    return SpecacheError(
-        f"a copy between the host tier and the device failed ({error!r}), so this cache is no longer valid. Remove the "
-        "cause (usually too little host memory) and generate again with a new cache."
-    )
-
-
 def no_host_tier(what: str) -> SpecacheError:
     """The error for an operation that needs 16-bit pairs of a cache without a host tier."""
     return SpecacheError(

@@ -52,9 +52,9 @@ def in_pages(rows: Tensor, capacity: int | None = None) -> Pages:
     return Pages(rows.reshape(len(rows), heads, count, size // count, *rest).transpose(1, 2).flatten(0, 1), table)
 
 
-def cursor_over(table: Tensor, length: int = 0, low_bit: int = 0, next_low_bit: int = 0, queue: int = 0) -> Tensor:
+def cursor_over(table: Tensor, length: int = 0, low_bit: int = 0, next_low_bit: int = 0) -> Tensor:
     """Return a cursor with these numbers for each row of a page table."""
-    return torch.cat([torch.tensor([[length, low_bit, next_low_bit, queue]]).repeat(len(table), 1), table], 1)
+    return torch.cat([torch.tensor([[length, low_bit, next_low_bit]]).repeat(len(table), 1), table], 1)
 
 
 def low_bit_levels(layout: Layout, state: Any, head_dim: int, low_bit: int) -> dict[str, Tensor]:

@@ -183,13 +183,12 @@ def restrict(soak: Any, monkeypatch: pytest.MonkeyPatch, names: list[str]) -> No
 def test_a_soak_compares_its_calls_and_reports_what_it_did(
     soak: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    restrict(soak, monkeypatch, ["greedy", "decode steps", "crop", "fork", "interrupted step", "failing copy"])
+    restrict(soak, monkeypatch, ["greedy", "decode steps", "crop", "fork", "interrupted step"])
     assert soak.main(["--calls", "13", "--seed", "39", "--recompile-limit", "100"]) == 0
     printed = capsys.readouterr()
     assert "13 operations" in printed.err
     figures = {name.strip(): int(number) for name, number in re.findall(r"^([a-z ]+?) +(\d+)$", printed.out, re.M)}
     assert figures["sessions alive at the end"] == figures["caches in the pool"]
-    assert figures["copies failed"] > 0
     assert figures["steps interrupted"] > 0
     assert re.search(r"^all +13 ", printed.out, re.M)
 

@@ -39,8 +39,8 @@ from specache_compile.kernels.movement import triton_append as append
 from specache_compile.kernels.movement import triton_copy as copy
 from specache_compile.kernels.movement import triton_select as select
 from specache_compile.kernels.movement import triton_select_logits as select_logits
+from specache_compile.kernels.state.layout import StoredTiers
 from specache_compile.kernels.state.page_table import PAGE
-from specache_compile.kernels.state.stored_tiers import StoredTiers
 from specache_compile.methods.field import LayerShape
 from specache_compile.methods.low_bit import LowBitOptions
 from specache_compile.methods.specache import PAPER, SpecacheOptions
@@ -165,7 +165,7 @@ def run_step(case: Case) -> None:
     shape = LayerShape(8, d, case.dtype, torch.device("cpu"))
     sizes = {True: (TOKENS // PAGE, PAGE), False: (1, TOKENS)}
     at = {field.name: empty(field, options, shape, *sizes[field.by_page]) for field in fields_of(options, shape)}
-    cursor = torch.tensor([[TOKENS - 192, TOKENS - 256, TOKENS - 256, 0, *range(TOKENS // PAGE)]])
+    cursor = torch.tensor([[TOKENS - 192, TOKENS - 256, TOKENS - 256, *range(TOKENS // PAGE)]])
     q = torch.empty(1, 8 * case.queries, lanes, d, dtype=case.dtype)
     k, v = torch.empty(2, 1, 8, lanes, d, dtype=case.dtype)
     mask, new = mask_of(case), (k[:, :, :1], v[:, :, :1])
@@ -176,11 +176,8 @@ def run_step(case: Case) -> None:
         _, scores = scored.decode_attention(q, k, v, mask, None, cursor, *slots, *read, options.skip_below)
     else:
         # As `passes/correct.py`: only several lanes need scores.
-        logits, base, by_lane = scored.score_low_bit(q, k, v, mask, None, cursor, *read, scores=lanes > 1)
-        if lanes > 1:
-            select.select_topk(by_lane[0], selected, cursor)
-        else:
-            select_logits.select(logits, base, lse_of(base, q), mask, cursor, selected)
+        logits, base, by_lane = scored.score_low_bit(q, k, v, mask, None, cursor, *read, lanes > 1)
+        select_logits.select(logits, base, lse_of(base, q), mask, cursor, selected)
         copy.gather(*fetch)
         scored.attend_scored(q, k, v, mask, None, cursor, logits, base, selected, *slots, *read, options.skip_below)
         scores = by_lane[-1] if lanes > 1 else by_lane
@@ -203,7 +200,7 @@ def run_step(case: Case) -> None:
 def run_extend(dtype: torch.dtype, d: int) -> None:
     q, (k, v) = torch.empty(1, 32, 512, d, dtype=dtype), torch.empty(2, 1, 8, 512, d, dtype=dtype)
     host = torch.empty(TOKENS // PAGE, 8, PAGE, 2, d, dtype=dtype)
-    cursor = torch.tensor([[0, 0, 0, 0, *range(len(host))]])
+    cursor = torch.tensor([[0, 0, 0, *range(len(host))]])
     extend.extend_attention(q, k, v, None, None, cursor, host, 0.1, None)
 
 

@@ -24,9 +24,8 @@ from specache_compile.kernels.codes.records import (
 from specache_compile.kernels.state.by_rows import by_rows
 from specache_compile.kernels.state.center import share_of_center
 from specache_compile.kernels.state.cursor import LENGTH, LOW_BIT, NEXT_LOW_BIT
-from specache_compile.kernels.state.layout import Layout, rotated
+from specache_compile.kernels.state.layout import Layout, StoredTiers, rotated
 from specache_compile.kernels.state.operands import AttentionInputs, TierInputs, takes
-from specache_compile.kernels.state.stored_tiers import StoredTiers
 
 from .kept_logits import whole_logits
 

@@ -9,6 +9,8 @@ namespace {
 constexpr float kSeen = -65504.0f / 2;
 // Low-bit tokens per job; a multiple of every group size, and those of a page (`page_table.py`).
 constexpr int64_t kChunk = 256;
+// The columns of a cursor before a row's table (`cursor.py`).
+constexpr int64_t kTable = 3;
 // Multiply-adds below which a second thread costs more than it saves.
 constexpr int64_t kWorthThreads = 1 << 17;
 
@@ -47,18 +49,18 @@ struct ExactAttention {
   }
 
   // Lengths of each batch row, indexed by head; negative lengths (`cursor.py`) count as 0.
-  const int64_t* cursor(int64_t head) const { return s.cursor + head / s.heads * (4 + s.pages); }
+  const int64_t* cursor(int64_t head) const { return s.cursor + head / s.heads * (kTable + s.pages); }
   int64_t length(int64_t head) const { return std::max<int64_t>(cursor(head)[0], 0); }
   int64_t low_bit(int64_t head) const { return cursor(head)[1]; }
   int64_t candidates(int64_t head) const { return std::min(cursor(head)[2], length(head)); }
   static int64_t fullest(const StepArguments& s) {
     int64_t found = 0;
-    for (int64_t row = 0; row < s.batch; ++row) found = std::max(found, s.cursor[row * (4 + s.pages) + 1]);
+    for (int64_t row = 0; row < s.batch; ++row) found = std::max(found, s.cursor[row * (kTable + s.pages) + 1]);
     return found;
   }
   // Index of a head's token in the low-bit tier, among all heads' tokens; the tokens of one chunk are contiguous.
   int64_t place(int64_t head, int64_t token) const {
-    return (cursor(head)[4 + token / kChunk] * s.heads + head % s.heads) * kChunk + token % kChunk;
+    return (cursor(head)[kTable + token / kChunk] * s.heads + head % s.heads) * kChunk + token % kChunk;
   }
 
   int64_t jobs() const { return pairs * (chunks + 1); }

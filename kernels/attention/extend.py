@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from specache_compile.kernels.state.by_rows import by_rows
-from specache_compile.kernels.state.by_token import rows_of_pages, tokens_of
 from specache_compile.kernels.state.cursor import length_of, runs_of
 from specache_compile.kernels.state.operands import AttentionInputs, takes
-from specache_compile.kernels.state.page_table import PAGE, Pages
+from specache_compile.kernels.state.page_table import PAGE, Pages, rows_of_pages, tokens_of
 from specache_compile.kernels.state.stored_pairs import decoded
 
 from .attention_ops import BLOCK, as_bias, capped, check_covers, softmax
@@ -50,7 +49,7 @@ def extend_attention(new: AttentionInputs, host: Pages, scale: float, softcap: f
 
     Args:
         new: a mask may have one row of padding for all T. With one row or None, new tokens are causal.
-        host: all cached pairs (`by_token.py`), exact, rounded, or e4m3 codes.
+        host: all cached pairs (`page_table.py`), exact, rounded, or e4m3 codes.
 
     Returns: [B, Hq, T, d] in q's dtype.
     """

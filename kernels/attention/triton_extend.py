@@ -15,13 +15,13 @@ from torch import Tensor
 
 from specache_compile.kernels.decode.triton_decode import MASK_STRIDES, mask_form
 from specache_compile.kernels.movement import copy_stream
-from specache_compile.kernels.state.by_token import rows_of_pages
 from specache_compile.kernels.state.cursor import lengths_of
 from specache_compile.kernels.state.operands import AttentionInputs, takes
-from specache_compile.kernels.state.page_table import Pages, pairs_of
+from specache_compile.kernels.state.page_table import Pages, pairs_of, rows_of_pages
 from specache_compile.kernels.state.stored_pairs import decoded
 
-from .triton_softmax import biased, capped, grown, shown
+from .attention_ops import check_covers
+from .triton_softmax import LOG2E, biased, capped, finite, shown
 
 # Tokens of a host block: 8 MB per row with 8 heads and d = 128, large enough for full PCIe speed.
 HOST_BLOCK = 2048
@@ -96,7 +96,11 @@ def attend_block(
         if CAUSAL:
             seen = seen & (token[None, :] <= row[:, None])
         logits = biased(logits, mask, mask_row[:, None] + ((first + token) * m_token)[None, :], seen, MASK)
-        weights, shrink, peak, total = grown(logits, tl.max(logits, 1), peak, total)
+        higher = tl.maximum(peak, tl.max(logits, 1))
+        base = finite(higher)
+        # `tl.exp` needs four more instructions, for results below float32's smallest normal number.
+        weights, shrink = tl.exp2((logits - base[:, None]) * LOG2E), tl.exp2((peak - base) * LOG2E)
+        peak, total = higher, total * shrink + tl.sum(weights, 1)
         summed = tl.dot(weights.to(value.dtype), value, summed * shrink[:, None], input_precision=PRECISION)
     tl.store(peaks + at, peak, real)
     tl.store(totals + at, total, real)
@@ -128,10 +132,8 @@ def extend_rows(new: AttentionInputs, length: int, host: Pages, scale: float, so
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in new[:3])
     mask, sinks = new.mask, new.sinks
     batch, query_heads, count, d = q.shape
-    if mask is not None and mask.shape[-1] < length + count:
-        raise ValueError(
-            f"the attention mask covers {mask.shape[-1]} tokens, but the cache and the new ones are {length + count}"
-        )
+    if mask is not None:
+        check_covers(mask, length + count)
     causal = mask is None or mask.shape[2] == 1
     channels, tile = tile_of(d, q.dtype)
     kind, mask, mask_strides = mask_form(mask, batch, query_heads, count)

@@ -36,24 +36,6 @@ def capped(logits, softcap, CAP: tl.constexpr):
 
 
 @triton.jit
-def exponential(x):
-    """Return exp(x) for x ≤ 0, and 0 below float32's smallest normal number, for which `tl.exp` needs four more
-    instructions."""
-    return tl.exp2(x * LOG2E)
-
-
-@triton.jit
 def finite(highest):
     """Return the maximum to subtract from logits: 0 if no logit is finite."""
     return tl.where(highest == float("-inf"), 0.0, highest)
-
-
-@triton.jit
-def grown(logits, highest, peak, total):
-    """One step of the running softmax, from each row's highest logit; returns weights, the factor for earlier sums, and
-    the new peak and total."""
-    higher = tl.maximum(peak, highest)
-    base = finite(higher)
-    weights = exponential(logits - base[:, None])
-    shrink = exponential(peak - base)
-    return weights, shrink, higher, total * shrink + tl.sum(weights, 1)

@@ -6,14 +6,38 @@ levels.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from .params import read_params, stored_params
-from .quantisers import QUANTISERS
 
 # Quantisation saturates here, so that q·s + z and all intermediate values stay finite in float32.
 LARGEST = 2.0**126
+# (low, high, bits) → scale s and zero z in float32. A code q of 0 .. 2**bits - 1 decodes to q·s + z (KIVI, equation 2).
+Quantiser = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
+
+
+def minimum(low: Tensor, high: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """z = min, s = (max - min) / (2**bits - 1): minimum and maximum are levels (KIVI)."""
+    spread = high - low
+    # Divide by a tensor: for a number CUDA multiplies by the reciprocal, which may round differently.
+    return spread / spread.new_full((), (1 << bits) - 1), low
+
+
+def midpoint(low: Tensor, high: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """At 1 bit z = (3·min + max) / 4, s = (max - min) / 2: the midpoints of the two halves (SpeCache, section 3.4)."""
+    return ((high - low) / 2, low + (high - low) / 4) if bits == 1 else minimum(low, high, bits)
+
+
+def middles(low: Tensor, high: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """s = (max - min) / 2**bits, z = min + s / 2: the midpoints of 2**bits equal parts; at 1 bit as `midpoint`."""
+    scale = (high - low) / (1 << bits)
+    return scale, low + scale / 2
+
+
+QUANTISERS: dict[str, Quantiser] = {"midpoint": midpoint, "minimum": minimum, "middles": middles}
 
 
 def scale_and_zero(
@@ -21,11 +45,7 @@ def scale_and_zero(
 ) -> tuple[Tensor, Tensor]:
     """Return scale and zero of each group along `dim` (size 1 in the results), in float32.
 
-    Minimum and maximum exclude elements that are not finite, which would destroy their whole group.
-
-    Args:
-        zero_point: name of a quantiser.
-        there: bool, broadcast over `groups`, False for elements to exclude; None to include all.
+    Elements that are not finite, which would destroy their whole group, or not `there`, do not count.
     """
     low, high = ends(groups, dim, there)
     return QUANTISERS[zero_point](low.clamp(-LARGEST, LARGEST), high.clamp(-LARGEST, LARGEST), bits)
@@ -53,7 +73,7 @@ def encode(
     the group's largest and smallest level, NaN the smallest. A constant group decodes to its constant; with 8-bit
     parameters, approximately.
 
-    there: as in `scale_and_zero`.
+    there: bool, broadcast over `groups`, False for elements to exclude; None to include all.
     """
     groups = groups.float()
     scale, zero = stored_params(*scale_and_zero(groups, dim, bits, zero_point, there), dtype)

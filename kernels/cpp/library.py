@@ -29,7 +29,7 @@ FLAGS = (
 DTYPES = {torch.float32: "float", torch.bfloat16: "BFloat16", torch.float16: "Float16"}
 
 # The fields of a step's attention in C++ and Python. T: the pairs' dtype. Shapes: `attention_ops.decode_attention`.
-# cursor: [B, 4 + pages]; pages: length of a row's table.
+# cursor: [B, 3 + pages]; pages: length of a row's table.
 # dim: stored channels D of a low-bit key or value (`records.py`).
 # shares: `center.share_of_center` [B, H, Hq/H, lanes, n] for the fullest row's low-bit tier.
 # share_tokens: number of tokens with one share.
@@ -103,7 +103,6 @@ def tiers_library(dtype: torch.dtype = torch.float32) -> CDLL:
     return compiled(("movement/cpp_tiers.cpp",), {
         "select_topk": [pointer, *[number] * 4, pointer],
         "refill": [*[pointer] * 5, *[number] * 6, pointer],
-        "correct": [*[pointer] * 5, *[number] * 7, pointer, pointer],
         "write_pairs": [*[pointer] * 4, *[number] * 8],
     }, dtype)  # fmt: skip
 

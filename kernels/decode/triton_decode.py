@@ -24,11 +24,10 @@ from specache_compile.kernels.attention.kept_logits import LOGIT_BLOCK, row_pair
 from specache_compile.kernels.attention.triton_kept import block_scores
 from specache_compile.kernels.attention.triton_softmax import LOG2E, finite
 from specache_compile.kernels.codes.records import RECORD
-from specache_compile.kernels.state.layout import Layout, rotation_block
-from specache_compile.kernels.state.stored_tiers import StoredTiers
+from specache_compile.kernels.state.layout import Layout, StoredTiers, rotation_block
 from specache_compile.kernels.state.triton_cursor import AT_LENGTH, AT_NEXT_LOW_BIT
+from specache_compile.kernels.state.triton_pairs import sinks_among
 from specache_compile.kernels.state.triton_rotate import hadamard
-from specache_compile.kernels.state.triton_sinks import sinks_among
 
 PER_BASE = tl.constexpr(LOGIT_BLOCK)
 # Kinds of masks in a kernel; padding is a bool mask with one row for all heads and lanes.

@@ -144,13 +144,10 @@ def attend_exact(
     inputs: DecodeInputs, slots: Tensor | None, slot_index: Tensor | None, values: bool,
     kept: tuple[Tensor, Tensor] | None,
 ) -> Sums:  # fmt: skip
-    """Return the sums over the 16-bit pairs.
+    """Return the sums over the 16-bit pairs; without `values` neither slots nor values are read.
 
-    Args:
-        slots, slot_index: as in `attention_ops`; unused without `values`.
-        values: whether slots are attended to, and values summed.
-        kept: kept logits and their base, to which the logits of slots and of candidates in the ring are written. Slots
-            keep their base from the low-bit tier.
+    kept: kept logits and their base, to which the logits of slots and of candidates in the ring are written. Slots keep
+        their base from the low-bit tier.
     """
     q, k, v, (kind, mask, mask_strides), cursor, tiers = inputs[:6]
     batch, query_heads, lanes, d = q.shape

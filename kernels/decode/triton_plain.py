@@ -25,8 +25,8 @@ from specache_compile.kernels.state.layout import Layout
 from specache_compile.kernels.state.page_table import shape_of_scores
 from specache_compile.kernels.state.triton_center import share_of_center
 from specache_compile.kernels.state.triton_cursor import AT_LENGTH, AT_LOW_BIT, place_in_page
+from specache_compile.kernels.state.triton_pairs import sinks_among
 from specache_compile.kernels.state.triton_rotate import rotated
-from specache_compile.kernels.state.triton_sinks import sinks_among
 
 from .triton_decode import MASK_STRIDES, DecodeInputs, Sums, empty_sums, rows_of, splits_of
 

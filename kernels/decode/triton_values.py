@@ -249,14 +249,9 @@ def kind_of(dtype: torch.dtype) -> tl.dtype:
 
 
 def attend_values(inputs: DecodeInputs, logits: Tensor, base: Tensor, lse: Tensor, cut: float | None) -> Sums:
-    """Return the sums of the low-bit tier's values, weighted by kept logits.
+    """Return the sums of the low-bit tier's values, weighted by kept logits relative to lse [B, Hq, lanes].
 
-    Args:
-        logits, base: kept logits and their base (`kept_logits.py`), from `triton_keys.attend_keys`; logits of tokens in
-            the slots and of sinks are -inf.
-        lse: log-sum-exp of all tokens [B, Hq, lanes], in log2 units.
-        cut: log2 of the weight below which records are skipped; None or 0 skips none. Of n low-bit tokens, the output's
-            error is below 2 · n · 2^cut of the largest value.
+    cut: log2 of the weight below which records are skipped; None or 0 skips none.
     """
     q, cursor, tiers = inputs.q, inputs.cursor, inputs.tiers
     batch, query_heads, lanes, d = q.shape

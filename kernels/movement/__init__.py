@@ -1,1 +1,1 @@
-"""Movement of pairs between tiers: append, offload, select, fetch, correct; and the copy queue and streams."""
+"""Movement of pairs between tiers: append, offload, select, fetch, correct; and the copy streams."""

@@ -16,7 +16,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -25,17 +24,13 @@ from torch import Tensor
 
 from specache_compile.kernels.attention.kept_logits import lse_of
 from specache_compile.kernels.memory.host_memory import makes_fakes
-from specache_compile.kernels.state.by_token import aligned, rows_of_pages, runs, tokens_of
-from specache_compile.kernels.state.cursor import HostRecord, host_record, lengths_of
+from specache_compile.kernels.state.cursor import host_record, lengths_of
 from specache_compile.kernels.state.operands import KeptLogits, takes
-from specache_compile.kernels.state.page_table import PAGE, Pages, pairs_of
-from specache_compile.kernels.state.stored_pairs import ROUNDED, stored
+from specache_compile.kernels.state.page_table import Pages, pairs_of, rows_of_pages, runs, tokens_of
+from specache_compile.kernels.state.stored_pairs import stored
 
 # More new tokens than this are copied by the DMA engines, through staging; fewer are written through by a kernel.
 WRITE_THROUGH = 64
-
-# Pages that are rounded at a time, which limits temporary memory.
-ROUNDED_AT_ONCE = 4
 
 
 @functools.cache
@@ -62,9 +57,21 @@ def adopt(state: Mapping[str, Tensor]) -> None:
             state[field].record_stream(stream)
 
 
+def has_streams(device: torch.device) -> bool:
+    """Return whether copies run on streams: on a CPU each copy ends within its op, and fake tensors have no copies."""
+    return device.type == "cuda" and not makes_fakes()
+
+
 def join(device: torch.device) -> None:
     """Let the main stream wait for all submitted copies."""
-    torch.cuda.current_stream(device).wait_stream(stream_of(device))
+    if has_streams(device):
+        torch.cuda.current_stream(device).wait_stream(stream_of(device))
+
+
+def drain(device: torch.device) -> None:
+    """Block until all copies of launched steps have ended."""
+    if has_streams(device):
+        torch.cuda.synchronize(device)
 
 
 def join_capture(device: torch.device) -> None:
@@ -102,22 +109,15 @@ def wait(after: Tensor, cursor: Tensor, slots: Tensor, slot_index: Tensor, selec
 
 @takes(kept=KeptLogits)
 def correct(
-    scores: Tensor, cursor: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor, corrected: Tensor,
-    kept: KeptLogits | None = None,
-) -> Tensor:  # fmt: skip
-    """Run `tier_ops.correct`: select on the main stream, and gather concurrently until `wait_for_correction`.
-
-    Without scores it selects by the kept logits. No decision requires the host.
-    """
+    scores: Tensor, cursor: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor, corrected: Tensor, kept: KeptLogits
+) -> Tensor:
+    """Run `tier_ops.correct`: select by the kept logits on the main stream, and gather concurrently until
+    `wait_for_correction`. No decision requires the host."""
     from .triton_copy import gather
-    from .triton_select import select_topk
     from .triton_select_logits import select
 
-    chosen, (q, logits, base, mask) = torch.empty_like(slot_index), kept or KeptLogits()
-    if q is None or logits is None or base is None:
-        select_topk(scores[0], chosen, cursor)
-    else:
-        select(logits, base, lse_of(base, q), mask, cursor, chosen)
+    chosen, (q, logits, base, mask) = torch.empty_like(slot_index), kept
+    select(logits, base, lse_of(base, q), mask, cursor, chosen)
     corrections = correction_stream_of(slots.device)
     corrections.wait_stream(torch.cuda.current_stream(slots.device))
     with torch.cuda.stream(corrections):
@@ -180,23 +180,15 @@ class Staging:
 
 
 def stage(k: Tensor, v: Tensor, start: int, host: Pages, buffer: Tensor) -> list[Tensor]:
-    """Write the new pairs k, v [B, H, T, d] to `buffer` in the host tier's layout, whole pages at once.
+    """Write the new pairs k, v [B, H, T, d] to `buffer` in the host tier's layout, page by page.
 
     Returns: a contiguous piece [B, H, n, 2, d or w] for each of the `runs` of the host tier's tokens from `start` on.
     """
-    stop, staged, used = start + k.shape[2], list[Tensor](), 0
-    for begin, end in aligned(start, stop):
-        size = min(end - begin, PAGE)
-        keys, values = (x[:, :, begin - start : end - start].unflatten(2, (-1, size)).movedim(2, 0) for x in (k, v))
-        shape = (*keys.shape[:4], 2, host.shape[-1])
-        pieces = buffer[used : used + math.prod(shape)].view(shape)
-        if host.dtype == ROUNDED:
-            for some in zip(*(x.split(ROUNDED_AT_ONCE) for x in (pieces, keys, values)), strict=True):
-                some[0].copy_(stored(torch.stack(some[1:], dim=4), host))
-        else:
-            torch.stack([keys, values], dim=4, out=pieces)
-        staged += pieces.unbind()
-        used += pieces.numel()
+    staged, used = list[Tensor](), 0
+    for target, begin, end in runs(host, start, start + k.shape[2]):
+        pairs = torch.stack([x[:, :, begin - start : end - start] for x in (k, v)], 3)
+        staged.append(buffer[used : used + target.numel()].view(target.shape).copy_(stored(pairs, host)))
+        used += target.numel()
     return staged
 
 
@@ -256,25 +248,3 @@ def host_blocks(host: Pages, length: int, size: int, device: torch.device) -> It
         following = load(number + 1) if number + 1 < len(starts) else None
         main.wait_event(loaded)
         yield first, torch.cat(pieces, 2) if len(pieces) > 1 else pieces[0]
-
-
-class StreamCopies(HostRecord):
-    """Replaces `CopyQueue` on a CUDA device, where copies run on the device's copy stream."""
-
-    # A copy on a stream cannot fail alone.
-    error: BaseException | None = None
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        self.device = device
-
-    def drain(self) -> None:
-        """Block until all copies of launched steps have ended."""
-        torch.cuda.synchronize(self.device)
-
-    settle = drain
-
-    def wait_for_offloads(self) -> None:
-        """Let later work on the main stream wait for every submitted offload; fake tensors have none."""
-        if not makes_fakes():
-            join(self.device)

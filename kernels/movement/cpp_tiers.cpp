@@ -50,7 +50,7 @@ void choose(const float* scores, int64_t n, int64_t k, int32_t* selected) {
 }
 
 // The columns of a cursor before a row's table, and the tokens of a page: `page_table.py`.
-constexpr int64_t kTable = 4, kPage = 256;
+constexpr int64_t kTable = 3, kPage = 256;
 
 // A tier in the pages of a cursor [rows, columns], or a ring of so many tokens per head. heads: of all rows; row_heads: of
 // a row. pair: bytes of a pair; channels: d if it is rounded, else 0.
@@ -154,16 +154,6 @@ extern "C" void refill(const int32_t* selected, const int64_t* cursor, char* hos
                        int64_t* fetched) {
   const Tier tier = {host, rows * heads, pair, channels, cursor, columns, heads};
   *fetched += refill_heads(selected, tier, 0, tier.heads, slots, slot_index, k);
-}
-
-// Lane 0's selection in each batch row's low-bit tier: scores [lanes, rows * heads, stride], cursor [rows, columns] →
-// chosen [rows * heads, k], the new tokens of the slots.
-extern "C" void correct(const float* scores, const int64_t* cursor, char* host, char* slots, int32_t* slot_index,
-                        int64_t columns, int64_t rows, int64_t heads, int64_t stride, int64_t k, int64_t pair,
-                        int64_t channels, int32_t* chosen, int64_t* corrected) {
-  for (int64_t row = 0; row < rows; ++row)
-    select_topk(scores + row * heads * stride, heads, stride, cursor[row * columns + 1], k, chosen + row * heads * k);
-  refill(chosen, cursor, host, slots, slot_index, columns, rows, heads, k, pair, channels, corrected);
 }
 
 // Write the pairs of `count` new tokens to target from each row's length on; cursor [rows, columns]. keys and values

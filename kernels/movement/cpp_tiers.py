@@ -1,8 +1,4 @@
-"""The ops of `tier_ops.py` in C++: selection, fetches, and writes of a few tokens.
-
-On a CPU both tiers are in the same memory. A decode step copies so little that starting a worker would take longer, so
-these ops copy synchronously.
-"""
+"""The ops of `tier_ops.py` in C++: selection, fetches, and writes of a few tokens."""
 
 from __future__ import annotations
 
@@ -17,14 +13,13 @@ from torch import Tensor
 from specache_compile.kernels.codes.trellis import is_trellis
 from specache_compile.kernels.cpp.library import DTYPES, address, tiers_library, trellis_library
 from specache_compile.kernels.state.by_rows import rows_of
-from specache_compile.kernels.state.cursor import LOW_BIT, QUEUE
+from specache_compile.kernels.state.cursor import LOW_BIT, NEXT_LOW_BIT
+from specache_compile.kernels.state.layout import StoredTiers
 from specache_compile.kernels.state.stored_pairs import ROUNDED
-from specache_compile.kernels.state.stored_tiers import StoredTiers
 
 from . import tier_ops as tiers
-from .copy_queue import queue_of
 
-# The most new tokens whose pairs are written synchronously; the worker copies more.
+# The most new tokens whose pairs one thread writes; torch's threads copy more.
 WRITE_THROUGH = 16
 # The operands of `append`.
 APPENDED = tuple(inspect.signature(tiers.append).parameters)
@@ -35,19 +30,9 @@ def library_for(pairs: Tensor) -> CDLL:
     return tiers_library(pairs.dtype if pairs.dtype in DTYPES else torch.float32)
 
 
-def library_of_scores(*operands: Any) -> CDLL:
-    """Return the library for an op whose only floating-point operand is scores."""
-    return tiers_library()
-
-
-def library_of_pairs(k: Tensor, *rest: Any) -> CDLL:
-    """Return the library for an op that writes new pairs."""
-    return library_for(k)
-
-
-def library_of_slots(by: Tensor, cursor: Tensor, host: Tensor, slots: Tensor, *rest: Any) -> CDLL:
-    """Return the library for an op that fills slots."""
-    return library_for(slots)
+def library_of(place: int) -> Callable[..., CDLL]:
+    """Return `Op.library` of an op whose operand at this place has the pairs' dtype."""
+    return lambda *operands: library_for(operands[place])
 
 
 def library_of_append(
@@ -75,62 +60,37 @@ def select_topk_fused(scores: Tensor, selected: Tensor) -> None:
 def prefetch_fused(
     selected: Tensor, cursor: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor, fetched: Tensor
 ) -> None:
-    """Run `tier_ops.prefetch` synchronously in C++; same arguments and results."""
-    stored = (pair_bytes(host), channels_of(slots, host))
-    sizes = (cursor.shape[1], *selected.shape, *stored)
+    """Run `tier_ops.prefetch` in C++; same arguments and results."""
+    sizes = (cursor.shape[1], *selected.shape, pair_bytes(host), channels_of(slots, host))
     places = [address(tensor) for tensor in (selected, cursor, host, slots, slot_index)]
-    library = library_for(slots)
-
-    def job() -> None:
-        library.refill(*places, *sizes, address(fetched))
-
-    queue = queue_of(cursor)
-    if queue is None:
-        job()
-    else:
-        queue.wait_for_offloads()
-        queue.run_now(job)
+    library_for(slots).refill(*places, *sizes, address(fetched))
 
 
 def correct_fused(
     scores: Tensor, cursor: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor, corrected: Tensor, *rest: Any,
 ) -> Tensor:  # fmt: skip
     """Run `tier_ops.correct` in C++; same arguments and results."""
-    chosen = torch.empty_like(slot_index)
-    scores, library = scores.contiguous(), library_for(slots)
-    stored = (pair_bytes(host), channels_of(slots, host))
-    sizes = (cursor.shape[1], *slots.shape[:2], scores.shape[-1], slots.shape[2], *stored)
-    places = [address(tensor) for tensor in (scores, cursor, host, slots, slot_index)]
-
-    def job() -> None:
-        library.correct(*places, *sizes, address(chosen), address(corrected))
-
-    queue = queue_of(cursor)
-    if queue is None:
-        job()
-    else:
-        queue.wait_for_offloads()
-        queue.run_now(job)
+    chosen, scores, library = torch.empty_like(slot_index), scores.contiguous(), library_for(slots)
+    _, _, heads, capacity = scores.shape
+    for row, low_bit in enumerate(cursor[:, LOW_BIT].tolist()):
+        places = address(scores[0, row]), heads, capacity, low_bit, chosen.shape[2], address(chosen[row])
+        library.select_topk(*places)
+    prefetch_fused(chosen, cursor, host, slots, slot_index, corrected)
     return chosen
 
 
 def offload_fused(k: Tensor, v: Tensor, padding: Tensor | None, cursor: Tensor, host: Tensor) -> None:
-    """Run `tier_ops.offload`, for a few tokens synchronously in C++; same arguments and results."""
+    """Run `tier_ops.offload`, for a few tokens in C++; same arguments and results."""
     if k.shape[2] > WRITE_THROUGH or k.dtype != v.dtype or host.dtype not in (k.dtype, ROUNDED):
         tiers.offload(k, v, padding, cursor, host)
-        return
-    job = write_pairs(k, v, cursor, host)
-    queue = queue_of(cursor)
-    if queue is None:
-        job()
     else:
-        queue.run_now(job)
+        write_pairs(k, v, cursor, host)
 
 
 def append_fused(k: Tensor, v: Tensor, padding: Tensor | None, cursor: Tensor, *stored: Any) -> None:
     """Run `tier_ops.append`, in C++ for rows where no token leaves the window; same arguments and results."""
     recent: Tensor = stored[StoredTiers._fields.index("recent")]
-    leaves = [next_low_bit > low_bit for low_bit, next_low_bit in cursor[:, LOW_BIT:QUEUE].tolist()]
+    leaves = [next_low_bit > low_bit for low_bit, next_low_bit in cursor[:, [LOW_BIT, NEXT_LOW_BIT]].tolist()]
     one_token = k.shape[2] == 1  # the ring has space for it next to all tokens that leave
     if all(leaves) or (any(leaves) and not one_token) or not k.dtype == v.dtype == recent.dtype:
         tiers.append(k, v, padding, cursor, *stored)
@@ -139,22 +99,18 @@ def append_fused(k: Tensor, v: Tensor, padding: Tensor | None, cursor: Tensor, *
         row = slice(number, number + 1)
         given = zip(APPENDED, (k, v, padding, cursor, *stored), strict=False)
         tiers.append(*(rows_of(name, value, row) for name, value in given))
-    write_pairs(k, v, cursor, recent, ring=recent.shape[2])()
+    write_pairs(k, v, cursor, recent, ring=recent.shape[2])
 
 
-def write_pairs(k: Tensor, v: Tensor, cursor: Tensor, target: Tensor, ring: int = 0) -> Callable[[], None]:
-    """Return a job that writes k, v [B, H, T, d] to target, from each row's length on.
+def write_pairs(k: Tensor, v: Tensor, cursor: Tensor, target: Tensor, ring: int = 0) -> None:
+    """Write k, v [B, H, T, d] to target, from each row's length on.
 
     ring: token t goes to index t mod ring; 0: the target is in pages.
     """
     k, v = k.contiguous(), v.contiguous()
     stored = (k.shape[3] * k.element_size(), pair_bytes(target) // 2, channels_of(k, target))
-    sizes, library = (cursor.shape[1], *k.shape[:3], ring, *stored), library_for(k)
-
-    def job() -> None:
-        library.write_pairs(address(k), address(v), address(cursor), address(target), *sizes)
-
-    return job
+    places = [address(tensor) for tensor in (k, v, cursor, target)]
+    library_for(k).write_pairs(*places, cursor.shape[1], *k.shape[:3], ring, *stored)
 
 
 def pair_bytes(pairs: Tensor) -> int:

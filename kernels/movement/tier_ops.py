@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from specache_compile.kernels.attention.attention_ops import ring_tokens
-from specache_compile.kernels.codes.cpp_trellis import encoder
 from specache_compile.kernels.codes.params import stored_scale
 from specache_compile.kernels.codes.quantize import quantize_keys, quantize_values
 from specache_compile.kernels.codes.records import (
@@ -16,19 +15,15 @@ from specache_compile.kernels.codes.records import (
     write_fields,
     write_levels,
 )
-from specache_compile.kernels.codes.trellis import is_trellis, quantize
+from specache_compile.kernels.codes.trellis import encoder, is_trellis, quantize
 from specache_compile.kernels.state.by_rows import by_rows
-from specache_compile.kernels.state.by_token import pairs_at, put
 from specache_compile.kernels.state.center import centers, is_found, set_center
 from specache_compile.kernels.state.cursor import LENGTH, LOW_BIT, NEXT_LOW_BIT, length_of
-from specache_compile.kernels.state.layout import Layout, rotated
+from specache_compile.kernels.state.layout import EMPTY, Layout, StoredTiers, rotated
 from specache_compile.kernels.state.operands import KeptLogits, takes
-from specache_compile.kernels.state.page_table import Pages, pairs_of
+from specache_compile.kernels.state.page_table import Pages, pairs_at, pairs_of, put
 from specache_compile.kernels.state.sinks import keep_sinks
 from specache_compile.kernels.state.stored_pairs import decoded, stored
-from specache_compile.kernels.state.stored_tiers import EMPTY, StoredTiers
-
-from .copy_queue import queue_of
 
 
 @by_rows()
@@ -145,19 +140,11 @@ def padded(x: Tensor) -> Tensor:
 
 @by_rows()
 def offload(k: Tensor, v: Tensor, padding: Tensor | None, cursor: Tensor, host: Pages) -> None:
-    """Copy the new pairs k, v [B, H, T, d], padding included, to the host tier; the copy may end after the op."""
+    """Copy the new pairs k, v [B, H, T, d], padding included, to the host tier; on a GPU the copy may end after the
+    op."""
     start = length_of(cursor)
-    # The job needs its own memory, since k and v may be reused before it runs.
     pairs = torch.stack([k, v], dim=3)[:, :, max(0, -start) :]
-
-    def job() -> None:
-        put(host, max(0, start), stored(pairs, host))
-
-    queue = queue_of(cursor)
-    if queue is None:
-        job()
-    else:
-        queue.submit_offload(job)
+    put(host, max(0, start), stored(pairs, host))
 
 
 def select_topk(scores: Tensor, selected: Tensor) -> None:
@@ -176,52 +163,32 @@ def prefetch(
 ) -> None:
     """Copy the selected [B, H, k] pairs that are not in `slots` [B, H, k, 2, d] from the host tier to the slots.
 
-    The copy may end after the op: a `wait` must precede reading the slots. It mutates slots, slot_index [B, H, k] and
-    fetched int64 [1], the number of copied bytes.
+    On a GPU the copy may end after the op: a `wait` must precede reading the slots. It mutates slots, slot_index
+    [B, H, k] and fetched int64 [1], the number of copied bytes.
     """
-
-    pairs = pairs_of(host, cursor)
-
-    def job() -> None:
-        refill(selected, pairs, slots, slot_index, fetched)
-
-    queue = queue_of(cursor)
-    if queue is None:
-        job()
-    else:
-        queue.submit_prefetch(slots, job)
+    refill(selected, pairs_of(host, cursor), slots, slot_index, fetched)
 
 
 @by_rows(0)
 @takes(kept=KeptLogits)
 def correct(
-    scores: Tensor, cursor: Tensor, host: Pages, slots: Tensor, slot_index: Tensor, corrected: Tensor,
-    kept: KeptLogits | None = None,
-) -> Tensor:  # fmt: skip
+    scores: Tensor, cursor: Tensor, host: Pages, slots: Tensor, slot_index: Tensor, corrected: Tensor, kept: KeptLogits
+) -> Tensor:
     """Copy the pairs that lane 0 selects and that the slots lack to the slots.
 
     The offloads of all low-bit tokens must have ended: a `wait` on the slots, or the start of the step, ensures this.
 
     Args:
-        scores: [lanes, B, H, C], from `score_low_bit`.
+        scores: [lanes, B, H, C], from `score_low_bit`. A GPU reads `kept` instead.
         slots, slot_index: [B, H, k, 2, d] and [B, H, k], mutated.
         corrected: int64 [1], the number of copied bytes, mutated.
-        kept: for a GPU without scores.
 
     Returns: the slots' new tokens, int32 [B, H, k] in any order. On a GPU their pairs may arrive later, but before
     `attend_scored` reads them.
     """
     chosen, low_bit = torch.empty_like(slot_index), int(cursor[0, LOW_BIT])
-
-    def job() -> None:
-        select_topk(scores[0, :, :, :low_bit], chosen)
-        refill(chosen, host, slots, slot_index, corrected)
-
-    queue = queue_of(cursor)
-    if queue is None:
-        job()
-    else:
-        queue.run_now(job)
+    select_topk(scores[0, :, :, :low_bit], chosen)
+    refill(chosen, host, slots, slot_index, corrected)
     return chosen
 
 
@@ -244,11 +211,8 @@ def refill(selected: Tensor, host: Pages, slots: Tensor, slot_index: Tensor, fet
 
 
 def wait(after: Tensor, cursor: Tensor, slots: Tensor, slot_index: Tensor, selected: Tensor) -> None:
-    """Block until the prefetch of `selected` into `slots` has ended.
+    """Block until the prefetch of `selected` into `slots` has ended. On a CPU it ends within its op.
 
     The schema declares its operands as mutated, so that no op selects again during the fetch. `after` is not read: this
     edge in the graph keeps the wait after the work that overlaps the copy.
     """
-    queue = queue_of(cursor)
-    if queue is not None:
-        queue.wait_for(slots)

@@ -19,14 +19,12 @@ from specache_compile.kernels.codes.triton_levels import quantized, stored_scale
 from specache_compile.kernels.codes.triton_records import ROWS_FROM, packed, place_of_params, store_words
 from specache_compile.kernels.codes.triton_trellis import encode_vectors
 from specache_compile.kernels.state.center import is_found
-from specache_compile.kernels.state.layout import Layout, rotation_block
+from specache_compile.kernels.state.layout import Layout, StoredTiers, rotation_block
 from specache_compile.kernels.state.operands import takes
-from specache_compile.kernels.state.stored_tiers import StoredTiers
 from specache_compile.kernels.state.triton_center import STEPPED_ROWS, STEPS, load_group_center, set_center
 from specache_compile.kernels.state.triton_cursor import AT_LENGTH, AT_LOW_BIT, AT_NEXT_LOW_BIT, place_in_page
-from specache_compile.kernels.state.triton_pairs import load_pairs
+from specache_compile.kernels.state.triton_pairs import keep_sinks, load_pairs, sinks_among
 from specache_compile.kernels.state.triton_rotate import hadamard
-from specache_compile.kernels.state.triton_sinks import keep_sinks, sinks_among
 
 # Tokens per program of a ring write: 16 rows of K and V keep a warp's loads 16 bytes wide.
 RING_BLOCK = 16

@@ -14,8 +14,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specache_compile.kernels.state.triton_cursor import AT_LOW_BIT
-
 # Elements per program: 4,096 keys are 32 registers of each of 128 threads.
 TILE = 4096
 # Entries per step that are marked as empty.
@@ -62,19 +60,18 @@ def best_of(key, selected):
     return chosen
 
 
-@triton.jit(do_not_specialize=["tiles", "heads", "columns"])
+@triton.jit(do_not_specialize=["tiles"])
 def keep_best(
     # This round's list: scores [B·H, length] float32, and their tokens [B·H, length] int32; if FIRST, tokens are
-    # indices and not read. cursor int64 [B, columns], if LOW_BIT_ALONE.
-    scores, tokens, cursor,
+    # indices and not read.
+    scores, tokens,
     # Written, the next round's list: [B·H, tiles·selected] float32, except if LAST, and int32.
     kept_scores, kept_tokens,
-    # Elements of a list; elements to keep per tile; tiles; H; columns of the cursor.
-    length, selected, tiles, heads, columns,
-    FIRST: tl.constexpr, LAST: tl.constexpr, LOW_BIT_ALONE: tl.constexpr, BLOCK: tl.constexpr,
+    # Elements of a list; elements to keep per tile; tiles.
+    length, selected, tiles,
+    FIRST: tl.constexpr, LAST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program: one tile of one head's list. It writes the best `selected` by score, in the list's order, then -1.
-    LOW_BIT_ALONE: the first list includes only tokens that are in the low-bit tier before the step.
 
     Bytes per element: 4 read, 8·selected / BLOCK written and, for tokens, read. Integer operations: 2 per iteration of
     the bisection, of which attention scores need about 15 (at most 31).
@@ -83,8 +80,6 @@ def keep_best(
     within = tl.arange(0, BLOCK)
     at = tile * BLOCK + within
     score = tl.load(scores + row * length + at, at < length, -1.0)
-    if LOW_BIT_ALONE:
-        score = tl.where(at < tl.load(cursor + row // heads * columns + AT_LOW_BIT), score, -1.0)
     chosen = best_of(key_of(score), selected)
     place = (row * tiles + tile) * selected + tl.cumsum(chosen.to(tl.int32), 0) - 1
     token = at
@@ -102,15 +97,15 @@ def keep_best(
             tl.store(kept_scores + (row * tiles + tile) * selected + empty, -1.0, left)
 
 
-def select_topk(scores: Tensor, selected: Tensor, cursor: Tensor | None = None) -> None:
-    """Run `tier_ops.select_topk`, in ascending order of tokens; with a cursor, only over the low-bit tier."""
-    merge(scores, None, selected, cursor)
+def select_topk(scores: Tensor, selected: Tensor) -> None:
+    """Run `tier_ops.select_topk`, in ascending order of tokens."""
+    merge(scores, None, selected)
 
 
-def merge(scores: Tensor, tokens: Tensor | None, selected: Tensor, cursor: Tensor | None = None) -> None:
+def merge(scores: Tensor, tokens: Tensor | None, selected: Tensor) -> None:
     """Run `keep_best` in rounds until one tile holds the list of scores [B, H, n] and their int32 tokens [B, H, n].
 
-    With tokens None they are the indices; with a cursor, only those of the low-bit tier count.
+    tokens: None for the indices.
     """
     count = selected.shape[-1]
     if count == 0:
@@ -126,12 +121,10 @@ def merge(scores: Tensor, tokens: Tensor | None, selected: Tensor, cursor: Tenso
         kept_scores = scores if last else torch.empty(shape, dtype=torch.float32, device=scores.device)
         block = min(tile, max(128, triton.next_power_of_2(length)))
         keep_best[rows, tiles](
-            scores, selected if tokens is None else tokens, selected if cursor is None else cursor, kept_scores,
-            kept_tokens, length=length, selected=count, tiles=tiles, heads=scores.shape[1],
-            columns=0 if cursor is None else cursor.stride(0),
-            FIRST=tokens is None, LAST=last, LOW_BIT_ALONE=cursor is not None, BLOCK=block,
+            scores, selected if tokens is None else tokens, kept_scores, kept_tokens, length=length, selected=count,
+            tiles=tiles, FIRST=tokens is None, LAST=last, BLOCK=block,
             num_warps=max(1, min(8, block // 512)),
         )  # fmt: skip
         if last:
             return
-        scores, tokens, cursor = kept_scores, kept_tokens, None
+        scores, tokens = kept_scores, kept_tokens

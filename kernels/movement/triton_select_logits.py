@@ -138,16 +138,10 @@ def hide_tokens(
 def select(
     logits: Tensor, base: Tensor, lse: Tensor, mask: Tensor | None, cursor: Tensor, selected: Tensor
 ) -> None:  # fmt: skip
-    """Write the low-bit tokens of lane 0's largest scores to `selected`.
+    """Write the low-bit tokens of lane 0's largest scores to `selected` [B, H, k], in ascending order, then -1.
 
     One launch selects among 128k tokens. A score is the attention to a token, summed over the query group. Sinks and
     tokens that the mask hides from every query head are no candidates.
-
-    Args:
-        logits, base: of the low-bit tier, for all lanes (`kept_logits.py`); the logits of sinks are -inf.
-        lse: [B, Hq, lanes] float32, log-sum-exp in log2 units, inf for a fully masked row.
-        mask: as in `attention_ops.decode_attention`; only an additive one is read.
-        selected: [B, H, k] int32, in ascending order, then -1.
     """
     batch, heads, count = selected.shape
     if count == 0:

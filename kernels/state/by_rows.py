@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from .cursor import CURSOR_SIZE, LOW_BIT, runs_of
+from .layout import StoredTiers
 from .page_table import LOW_BIT_TIER, PAGE, TIERS, Pages, rows_read, table_of, write_rows
-from .stored_tiers import StoredTiers
 
 # Operands that have no batch.
 WITHOUT_ROWS = frozenset(("sinks", "fetched", "corrected", "frequencies", "weight"))
@@ -25,7 +25,7 @@ def by_rows(*returns: int, by_token: Sequence[str] = ("host",)) -> Callable[[Cal
     call, and written parts are copied back.
 
     returns: the batch dimension of each result.
-    by_token: operands that the definition accesses by token (`by_token.py`), as `Pages`.
+    by_token: operands that the definition accesses by token (`page_table.py`), as `Pages`.
     """
 
     def decorate(run: Callable[..., Any]) -> Callable[..., Any]:
@@ -62,7 +62,7 @@ def run_alike(run: Callable[..., Any], by_token: Sequence[str], given: dict[str,
     written = {name: given[name] for name in LOW_BIT_TIER if name in given}
     first = int(cursor[0, LOW_BIT]) // PAGE if written else 0
     given |= {name: rows_read(tier, table, first) for name, tier in written.items()}
-    results = run(**given)
+    results = run(*given.values())
     for name, tier in written.items():
         write_rows(tier, table, given[name], cursor)
     return results

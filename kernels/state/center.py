@@ -107,15 +107,10 @@ def tokens_of_one(rows: int, group: int) -> int:
     return group if rows == STEPPED else 1
 
 
-def steps(center: Tensor, first: int, stop: int) -> Tensor:
-    """Return a stepped center for the groups first..stop, [B, H, n, d]."""
-    return waves(center, 1, first, stop)[0][..., : center.shape[-1]]
-
-
 def centers(center: Tensor, group: int, first: int, stop: int) -> Tensor:
     """Return the centers of the keys of the groups first..stop, [B, H, (stop - first)·g, d]."""
     if center.shape[2] == STEPPED:
-        return steps(center, first, stop).repeat_interleave(group, 2)
+        return waves(center, 1, first, stop)[0][..., : center.shape[-1]].repeat_interleave(group, 2)
     groups, places = waves(center, group, first, stop)
     both = groups.unsqueeze(3) * places.unsqueeze(2)
     return both.unflatten(-1, (2, -1)).sum(-2).flatten(2, 3)

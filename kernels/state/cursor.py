@@ -1,4 +1,4 @@
-"""The cursor, int64 [rows, 4 ...]: the lengths of each row of a session's cache, an operand of every op.
+"""The cursor, int64 [rows, 3 ...]: the lengths of each row of a session's cache, an operand of every op.
 
 The session writes the cursor before a step, and nothing changes it during the step. A captured step therefore reads
 its lengths at a fixed address. The comment below has the layout.
@@ -8,7 +8,6 @@ its lengths at a fixed address. The comment below has the layout.
 #   0         LENGTH         tokens    cached before the step; new tokens have the indices LENGTH to LENGTH + T - 1
 #   1         LOW_BIT        tokens    in the low-bit tier before the step, whole groups
 #   2         NEXT_LOW_BIT   tokens    in the low-bit tier after the step, whole groups
-#   3         QUEUE          number    of the session's copy queue (`copy_queue`); 0: none
 #
 #   token     0           LOW_BIT          NEXT_LOW_BIT          LENGTH         LENGTH + T
 #             │  low-bit     │  leaves the      │  stays in the      │  new tokens,  │
@@ -16,13 +15,14 @@ its lengths at a fixed address. The comment below has the layout.
 #
 # A long prompt moves NEXT_LOW_BIT past LENGTH: some new tokens then leave the window at once. Rows of a left-padded
 # prompt start with p padding tokens. LENGTH is then -p; no op stores tokens with negative indices. A row's page table
-# follows its four numbers (`page_table.py`).
+# follows its three numbers (`page_table.py`).
 
 from __future__ import annotations
 
 import itertools
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -31,29 +31,25 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 T = TypeVar("T")
 
-CURSOR_SIZE = 4
-LENGTH, LOW_BIT, NEXT_LOW_BIT, QUEUE = range(CURSOR_SIZE)
+CURSOR_SIZE = 3
+LENGTH, LOW_BIT, NEXT_LOW_BIT = range(CURSOR_SIZE)
 
 
+@dataclass(eq=False)
 class HostRecord:
-    """The host's record of one session, which ops find by the session's cursor (`host_record`).
+    """The host's record of one session on a CUDA device, which ops find by the session's cursor (`host_record`).
 
-    number: the entry QUEUE of cursors on the host; 0: ops find the record by a cursor's address.
     lengths: each row's LENGTH in a device cursor from the next kernel on, since reading it would block the host.
     table: the page tables in that cursor. None: unknown, as for lengths.
     fetches: address of a layer's slots → the event after its last fetch.
     """
 
-    def __init__(self, number: int = 0) -> None:
-        self.number = number
-        if number:
-            _records[number] = self
-        self.lengths: tuple[int, ...] | None = None
-        self.table: Tensor | None = None
-        self.fetches: dict[int, Any] = {}
+    lengths: tuple[int, ...] | None = None
+    table: Tensor | None = None
+    fetches: dict[int, Any] = field(default_factory=dict)
 
 
-# Records by number, and by the address of a cursor.
+# Records by the address of a cursor.
 _records: weakref.WeakValueDictionary[int, HostRecord] = weakref.WeakValueDictionary()
 
 
@@ -71,10 +67,9 @@ def detach(address: int, record: HostRecord) -> None:
 
 def host_record(cursor: Tensor) -> HostRecord:
     """Return the record of a cursor's session; a cursor without a session gets its own."""
-    number = 0 if cursor.is_cuda else int(cursor[0, QUEUE])
-    if not number and cursor.data_ptr() not in _records:
+    if cursor.data_ptr() not in _records:
         attach(cursor, HostRecord())
-    return _records[number or cursor.data_ptr()]
+    return _records[cursor.data_ptr()]
 
 
 def new_cursor(device: torch.device, rows: int, pages: int = 0) -> Tensor:

@@ -1,4 +1,4 @@
-"""The low-bit tier's storage of a pair: bits of keys and values, and rotation."""
+"""The state tensors that `append` writes, and the low-bit tier's storage of a pair: bits, and rotation."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ import torch
 from torch import Tensor
 
 from specache_compile.kernels.codes.records import stored_dim
+
+# Entry of slot_index and sink_index without a token.
+EMPTY = -1
 
 
 class Layout(NamedTuple):
@@ -37,6 +40,31 @@ class Layout(NamedTuple):
         if not self.is_quantised:
             return 2 * head_dim
         return stored_dim(head_dim) * (self.key_bits + self.value_bits) // 8
+
+
+class StoredTiers(NamedTuple):
+    """The operand `tiers` of attention ops: the state tensors in a fixed order.
+
+    The slots are not included, since an op that takes them must wait for their fetch.
+
+    codes: [B, H, C, w] in the op's `Layout`.
+    key_params: [B, H, C/g, 2, d], scale and zero point of each group of keys (formats in `params.py`).
+        In the trellis code: [B, H, C/g, 1, g], the scale of each key.
+    value_params: [B, H, C, 2, d/gv], scale and zero point of each group of values.
+        In the trellis code: [B, H, C, 1, 1], the scale of each value.
+    center: [B, H, 4, d], or a stepped center [B, H, 3, d] (`center.py`), or no center [B, H, 0, d].
+    sink_pairs: [B, H, S, 2, d], the pairs of sink tokens (`sinks.py`).
+    sink_index: int32 [B, 1, S], the sink tokens; -1: none.
+    recent: [B, H, W, 2, d], the window.
+    """
+
+    codes: Tensor
+    key_params: Tensor
+    value_params: Tensor
+    center: Tensor
+    sink_pairs: Tensor
+    sink_index: Tensor
+    recent: Tensor
 
 
 def rotation_block(head_dim: int) -> int:

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
-from .layout import Layout
-from .stored_tiers import StoredTiers
+from .layout import Layout, StoredTiers
 
 R = TypeVar("R")
 
@@ -23,7 +22,7 @@ class AttentionInputs(NamedTuple):
     mask: bool (True: visible) or additive [B|1, Hq|1, T|1, ≥ n + T]; column t is token t of the cache, and in a decode
         column n is every new token. None: only causality.
     sinks: [Hq], or None.
-    cursor: int64 [B, 4 ...] (`cursor.py`).
+    cursor: int64 [B, 3 ...] (`cursor.py`).
     """
 
     q: Tensor
@@ -53,10 +52,10 @@ class TierInputs(NamedTuple):
 class KeptLogits(NamedTuple):
     """The query, the results of `score_low_bit` and the mask, by which a GPU corrects without scores."""
 
-    q: Tensor | None = None
-    logits: Tensor | None = None
-    base: Tensor | None = None
-    mask: Tensor | None = None
+    q: Tensor
+    logits: Tensor
+    base: Tensor
+    mask: Tensor | None
 
 
 def takes(**kinds: Any) -> Callable[[Callable[..., R]], Callable[..., R]]:
@@ -77,9 +76,7 @@ def takes(**kinds: Any) -> Callable[[Callable[..., R]], Callable[..., R]]:
             names += fields
 
         @functools.wraps(run)
-        def call(*operands: Any, **named: Any) -> R:
-            if named:  # they follow the others without a gap
-                operands += tuple(named[name] for name in names[len(operands) :][: len(named)])
+        def call(*operands: Any) -> R:
             if len(operands) > len(names):
                 raise TypeError(f"{len(operands)} operands for {names}")
             arguments: list[Any] = []

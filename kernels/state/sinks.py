@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .stored_tiers import EMPTY
+from .layout import EMPTY
 
 
 def find_sinks(sink_index: Tensor, there: Tensor | None, low_bit: int, stop: int) -> None:

@@ -279,7 +279,7 @@ def is_held_whole(cache: DynamicCache) -> bool:
 def drop(cache: DynamicCache) -> None:
     """Free a cache's memory now, before Python's garbage collection. The cache is stale afterwards."""
     for session in sessions_of(cache):
-        session.settle()
+        session.drain()
         session.tiers.release_state()
         session.bindings.clear()
         session.version += 1

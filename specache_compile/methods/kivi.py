@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Self
 
-from specache_compile.kernels.state.stored_tiers import StoredTiers
+from specache_compile.kernels.state.layout import StoredTiers
 from specache_compile.options import accepting, choice, number_or_auto, option
 from specache_compile.passes.recipe import OpCall, Recipe
 

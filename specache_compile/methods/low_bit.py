@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from specache_compile.kernels.codes.params import EIGHT_BITS
-from specache_compile.kernels.codes.quantisers import QUANTISERS
+from specache_compile.kernels.codes.quantize import QUANTISERS
 from specache_compile.kernels.state import center
 from specache_compile.kernels.state.layout import Layout
 from specache_compile.options import choice, one_of, option, whole

@@ -9,10 +9,9 @@ import torch
 
 from specache_compile.errors import OptionError, no_host_tier
 from specache_compile.kernels.codes.records import stored_dim
-from specache_compile.kernels.state.by_token import tokens_of
-from specache_compile.kernels.state.layout import Layout
+from specache_compile.kernels.state.layout import EMPTY, Layout
+from specache_compile.kernels.state.page_table import tokens_of
 from specache_compile.kernels.state.stored_pairs import decoded
-from specache_compile.kernels.state.stored_tiers import EMPTY
 
 from .field import Cropped, Field, LayerShape, LayerState, always, pairs
 from .low_bit import LowBitOptions

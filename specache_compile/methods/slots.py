@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from specache_compile.kernels.state.stored_tiers import EMPTY
+from specache_compile.kernels.state.layout import EMPTY
 
 from .field import Cropped, Field, LayerShape, LayerState, always, pairs
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from specache_compile.errors import SpecacheError
 from specache_compile.kernels.memory.host_memory import allowance, host_grown
+from specache_compile.kernels.movement import copy_stream
 from specache_compile.kernels.state.page_table import PAGE
 from specache_compile.methods.field import Field, LayerShape, LayerState
 from specache_compile.options import MethodOptions
@@ -42,7 +43,7 @@ class PagePool:
     free: the free pages, a heap.
     moves: how often a tensor has moved.
     tiers: all live tiers with pages. tables: the pages of their rows, and of tiers that have died until `collect`.
-    returned: pages of tiers that have died, and the queues that may still copy for them.
+    returned: pages of tiers that have died, to which copies may still be under way.
     lock: held by a step of any session of the pool, since pages may move in a step.
     """
 
@@ -56,7 +57,7 @@ class PagePool:
         self.page_bytes = page_bytes(options, layers)
         self.tiers: weakref.WeakSet[Any] = weakref.WeakSet()
         self.tables: dict[int, list[list[int]]] = {}
-        self.returned: deque[tuple[list[list[int]], list[Any]]] = deque()
+        self.returned: deque[list[list[int]]] = deque()
         self.lock = threading.RLock()
         self.pages, self.moves = pages, 0
         self.counts = [0] * places
@@ -78,8 +79,8 @@ class PagePool:
 
         If it fails, all tensors have `pages` pages as before, since graphs assume one number in all layers.
         """
-        for tiers in list(self.tiers):
-            tiers.settle()
+        with self.lock:
+            copy_stream.drain(self.layers[0].device)
         pages, before = max(pages, self.pages), len(self.counts)
         try:
             for layer, state in zip(self.layers, self.state, strict=True):
@@ -169,9 +170,8 @@ class PagePool:
         """Free the pages of tiers that have died."""
         with self.lock:
             while self.returned:
-                rows, queues = self.returned[0]
-                for queue in queues:
-                    queue.settle()
+                copy_stream.drain(self.layers[0].device)
+                rows = self.returned[0]
                 self.release(rows)
                 self.tables.pop(id(rows), None)
                 self.returned.popleft()

@@ -13,8 +13,6 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from specache_compile.errors import warn
-from specache_compile.kernels.movement.copy_queue import CopyQueue
-from specache_compile.kernels.movement.copy_stream import StreamCopies
 from specache_compile.passes.phase import PHASES, Phase
 
 
@@ -40,14 +38,14 @@ class Verified:
 class Statistics:
     """Counts of one session, which outlive the session.
 
-    queue: counts the copies.
+    device: of the session, whose copies the counts include.
     fetched, corrected: the session's tensors of bytes prefetched and corrected.
     steps: by phase.
     replays: steps that replayed recorded ones.
     python_seconds: the part of `seconds` outside of lowered graphs.
     """
 
-    queue: CopyQueue | StreamCopies
+    device: torch.device
     fetched: list[Tensor] = field(default_factory=list)
     corrected: list[Tensor] = field(default_factory=list)
     pair_bytes: list[int] = field(default_factory=list)

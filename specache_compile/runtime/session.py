@@ -16,11 +16,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import ProcessGroup
 
-from specache_compile.errors import RECOMPILE_LIMIT, HeldTensorError, SpecacheError, copy_failed, no_host_tier
-from specache_compile.kernels.movement import copy_stream
-from specache_compile.kernels.movement.copy_queue import CopyQueue
-from specache_compile.kernels.state.by_token import tokens_of
-from specache_compile.kernels.state.cursor import CURSOR_SIZE, QUEUE, attach, new_cursor, runs_of
+from specache_compile.errors import RECOMPILE_LIMIT, HeldTensorError, SpecacheError, no_host_tier
+from specache_compile.kernels.state.cursor import CURSOR_SIZE, HostRecord, attach, new_cursor, runs_of
+from specache_compile.kernels.state.page_table import tokens_of
 from specache_compile.kernels.state.stored_pairs import decoded
 from specache_compile.lowering.cuda_graphs import RecordedSteps
 from specache_compile.methods.field import LayerShape, LayerState
@@ -118,8 +116,7 @@ def required_session(cache: Any) -> Session:
 class Session:
     """The state of one cache.
 
-    State is never created in the caller's inference mode, since the copy queue's thread writes to it outside of that
-    mode.
+    State is never created in the caller's inference mode, since later steps write to it outside of that mode.
 
     requested: the options that the cache was made with; the effective ones are in `tiers`.
     weights: of the model.
@@ -130,7 +127,7 @@ class Session:
     half_evicted: a step that drops pairs has started and not finished.
     cursors: one buffer for each page-table width, sized for all rows. Rows after the batch are zero (inactive).
     bindings: by rewritten graph and number of rows.
-    queue: its copies, and the host's record of its steps.
+    host_record: the host's record of its steps.
     """
 
     @torch.inference_mode(False)
@@ -157,35 +154,30 @@ class Session:
         self.reset_runtime()
 
     def reset_runtime(self) -> None:
-        """Create the copy queue, the recorded steps and the counts of a new or copied session."""
-        device = self.layers[0].device
-        self.queue: CopyQueue | copy_stream.StreamCopies = (
-            copy_stream.StreamCopies(device) if device.type == "cuda" else CopyQueue()
-        )
+        """Create the host's record, the recorded steps and the counts of a new or copied session."""
+        self.host_record = HostRecord()
         self.recorded = RecordedSteps()
         self.cursors: dict[int, Tensor] = {}
         self.bindings: dict[tuple[Rewritten, int], BoundInputs] = {}
-        self.statistics = Statistics(self.queue)
+        self.statistics = Statistics(self.layers[0].device)
         self.new_cursor()
         self.recorded_at = self.tiers.moved
-        self.tiers.belong_to(self)
 
     def new_cursor(self) -> None:
-        """Select the cursor for the current rows and their pages, with the number of the copy queue."""
+        """Select the cursor for the current rows and their pages."""
         pages, most = self.tiers.table.shape[1], self.tiers.most_rows
         if any(cursor.shape[0] != most for cursor in self.cursors.values()):
-            self.queue.settle()  # recorded steps contain their addresses, and copies read them
+            self.drain()  # recorded steps contain their addresses, and copies read them
             self.recorded.clear()
             self.cursors.clear()
         if pages not in self.cursors:
             self.cursors[pages] = new_cursor(self.layers[0].device, most, pages)
             if self.cursors[pages].is_cuda:
-                attach(self.cursors[pages], self.queue)
+                attach(self.cursors[pages], self.host_record)
         every = self.cursors[pages]
         every[self.tiers.batch :].zero_()
         self.tiers.clear_inactive()
-        every[:, QUEUE].fill_(self.queue.number)
-        self.cursor, self.queue.table = every[: self.tiers.batch], None
+        self.cursor, self.host_record.table = every[: self.tiers.batch], None
         self.bindings.clear()
         self.update_page_table()
 
@@ -206,14 +198,14 @@ class Session:
     def update_page_table(self) -> None:
         """Write the current page table into the cursor."""
         table = self.tiers.table
-        if table is self.queue.table:
+        if table is self.host_record.table:
             return
         if self.cursor.shape != (self.tiers.batch, CURSOR_SIZE + table.shape[1]):
-            self.queue.settle()  # copies read the old cursor
+            self.drain()  # copies read the old cursor
             self.new_cursor()
             return
         self.cursor[:, CURSOR_SIZE:].copy_(staged(table, self.cursor), non_blocking=True)
-        self.queue.table = table
+        self.host_record.table = table
         self.statistics.bytes_by_tier = self.tiers.bytes_by_tier()
 
     @property
@@ -253,7 +245,6 @@ class Session:
     def reserve(self, tokens: int, masked: bool = True) -> None:
         """Grow the tiers as `tokens` new tokens require. masked: whether the step hides some tokens."""
         self.tiers.reserve(self.progress.lengths, tokens, masked)
-        self.check_copies()
         if self.tiers.moved != self.recorded_at:
             self.update_memory()
         self.update_page_table()
@@ -261,7 +252,6 @@ class Session:
     def use(self, tiers: Tiers) -> None:
         """Continue with other tiers of the same tokens. No copy may be under way."""
         self.tiers = tiers
-        tiers.belong_to(self)
         self.new_cursor()
         self.update_memory()
 
@@ -286,19 +276,8 @@ class Session:
         statistics.bytes_by_tier = self.tiers.bytes_by_tier()
 
     def drain(self) -> None:
-        """Wait for all copies; SpecacheError if one has failed."""
-        self.settle()
-        self.check_copies()
-
-    def settle(self) -> None:
-        """Wait for all copies, failed ones included. Another thread's step may wait for them too."""
-        with self.tiers.lock:
-            self.queue.settle()
-
-    def check_copies(self) -> None:
-        """SpecacheError if a copy of this session has failed."""
-        if self.queue.error is not None:
-            raise copy_failed(self.queue.error) from self.queue.error
+        """Wait for all copies, and for a step of another session that may move the pages."""
+        self.tiers.drain()
 
     def advance(self, columns: int, tokens: Sequence[int]) -> None:
         """Count `columns` new columns, and `tokens` new tokens of each row. Earlier views of the cache become stale."""
@@ -314,7 +293,6 @@ class Session:
     @torch.inference_mode(False)
     def replay(self, version: int, edits: tuple[Edit, ...]) -> None:
         """Apply the edits of the view (`version`, `edits`) that is now used to the tiers."""
-        self.check_copies()
         if self.half_evicted:
             raise evicted_half_way(self.options.method)
         done = self.edits_done(version, edits)
@@ -368,7 +346,6 @@ class Session:
             padding=None if padding is None else padding[rows],
         )  # fmt: skip
         made = tiers.selected(rows)
-        made.belong_to(self)
         # In one statement: an interrupted selection has happened or not, and is not applied twice.
         self.tiers, self.progress, self.version, self.view = made, progress, self.version + 1, view
         tiers.release_state()

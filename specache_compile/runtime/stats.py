@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from specache_compile.errors import SpecacheError
+from specache_compile.kernels.movement import copy_stream
 
 from .records import ModelRecord, Verified, find_record
 from .state import device_total
@@ -131,7 +132,7 @@ def stats(model: torch.nn.Module) -> Stats:
     if record is None or record.latest is None:
         raise no_statistics(record)
     latest = record.latest
-    latest.queue.settle()
+    copy_stream.drain(latest.device)
     tier = latest.bytes_by_tier
     device = device_total(tier)
     return Stats(

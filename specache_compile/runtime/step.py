@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from specache_compile.errors import SpecacheError, copy_failed, no_host_tier
+from specache_compile.errors import SpecacheError, no_host_tier
 from specache_compile.kernels.movement import copy_stream
-from specache_compile.kernels.state.by_token import tokens_of
 from specache_compile.kernels.state.cursor import CURSOR_SIZE, LENGTH, runs_of
+from specache_compile.kernels.state.page_table import tokens_of
 from specache_compile.lowering.row_buckets import filled_up, first_rows, row_bucket
 from specache_compile.methods import METHODS
 from specache_compile.methods.field import LayerState
@@ -52,12 +52,10 @@ def opened(session: Session, tokens: int, padding: Tensor | None, causal: bool =
         try:
             step.begin(padding, causal)
             yield step
-        except BaseException as error:
+        except BaseException:
             step.abandon()
             if session.tiers.pool is not None:
                 session.tiers.pool.recount()
-            if session.queue.error is not None and isinstance(error, Exception):
-                raise copy_failed(session.queue.error) from error
             raise
 
 
@@ -98,7 +96,7 @@ class Step:
         """Write the cursor."""
         session, lengths = self.session, self.session.progress.lengths
         rows = [
-            (length - absent, *map(session.options.low_bit_length, (length, length + new)), session.queue.number)
+            (length - absent, *map(session.options.low_bit_length, (length, length + new)))
             for length, absent, new in zip(lengths, self.front, self.new_tokens, strict=True)
         ]
         if len(set(rows)) > 1:
@@ -108,7 +106,7 @@ class Step:
             for place, value in enumerate(rows[0]):
                 session.cursor[:, place].fill_(value)  # an assignment would copy from host memory, and block the host
         if session.cursor.is_cuda:
-            session.queue.lengths = tuple(row[LENGTH] for row in rows)
+            session.host_record.lengths = tuple(row[LENGTH] for row in rows)
 
     def update_padding(self, padding: Tensor | None, causal: bool) -> None:
         """Write the padding mask into the session's buffer, at the address that recorded steps read.
@@ -197,7 +195,8 @@ class Step:
         session, tiers = self.session, self.session.tiers
         session.half_evicted = bool(tiers.fields("kept")) or not session.options.host_tier
         if phase.one_token and session.options.top_k and not selects(session.options):
-            session.queue.wait_for_offloads()  # pairs that the step will fetch may still be on the way to the host
+            # Pairs that the step will fetch may still be on the way to the host.
+            copy_stream.join(session.layers[0].device)
 
     def run_pre_decode(self, graph: Any, rewritten: Rewritten, arguments: Sequence[Any]) -> None:
         """Run a pre-decode. Rows that already have slots and a speculative token keep these. The caller's tensors that
@@ -302,7 +301,7 @@ class Step:
         Under eviction it cannot be undone: some layers have dropped pairs and counted the step's attention.
         """
         session = self.session
-        session.queue.settle()
+        session.drain()
         copy_stream.release_staging()
         session.forget_selection()
         session.tiers.undo_step(session.progress.lengths)

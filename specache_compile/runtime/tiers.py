@@ -8,7 +8,7 @@ import functools
 import itertools
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup
 
 from specache_compile.errors import SpecacheError
 from specache_compile.kernels.memory.host_memory import allowance
+from specache_compile.kernels.movement import copy_stream
 from specache_compile.kernels.state.cursor import runs_of
 from specache_compile.kernels.state.page_table import PAGE, Pages
 from specache_compile.kernels.state.sinks import find_sinks
@@ -92,8 +93,6 @@ class Tiers:
     def reset(self, pages: list[list[int]], most_rows: int) -> None:
         """Become tiers of rows with these pages."""
         self.pages, self.batch, self.most_rows, self.rounded = pages, len(pages), most_rows, [0] * len(pages)
-        self.queues: list[Any] = []
-        self.owner: Callable[[], Any] = lambda: None
         self.sinks_known: int | None = None
         self.capacity = 0
         self.table = torch.zeros(self.batch, 0, dtype=torch.int64, device="cpu")
@@ -107,7 +106,7 @@ class Tiers:
         with pool.lock:  # others may list the tiers
             pool.tiers.add(self)
             pool.tables[id(self.pages)] = self.pages
-        weakref.finalize(self, pool.returned.append, (self.pages, self.queues))
+        weakref.finalize(self, pool.returned.append, self.pages)
 
     @torch.inference_mode(False)
     def in_pool(
@@ -125,21 +124,15 @@ class Tiers:
         made.all_rows = rows or [row_state(pool.options, layer, places, made.capacity) for layer in made.layers]
         return made
 
-    def belong_to(self, session: Any) -> None:
-        """Register the session whose copies must end before a page moves or gets another owner."""
-        self.owner = weakref.ref(session)
-        self.queues.append(session.queue)
-
     @property
     def lock(self) -> contextlib.AbstractContextManager[object]:
         """Held while pages are accessed: a step of another session of the pool may move them."""
         return contextlib.nullcontext() if self.pool is None else self.pool.lock
 
-    def settle(self) -> None:
-        """Wait for all copies of the session."""
-        session = self.owner()
-        if session is not None:
-            session.settle()
+    def drain(self) -> None:
+        """Wait for all copies, and for a step of another session that may move the pages."""
+        with self.lock:
+            copy_stream.drain(self.layers[0].device)
 
     @property
     def state(self) -> list[LayerState]:
@@ -273,7 +266,7 @@ class Tiers:
         fresh = iter(self.pool.allocate(len(shared) + sum(taken)))
         self.is_written = False
         if shared:
-            self.settle()
+            self.drain()
         for row, number in shared:
             before, page = self.pages[row][number], next(fresh)
             self.pool.copy(before, page)
@@ -311,7 +304,7 @@ class Tiers:
             for field in row_fields(self.options, layer) if self.all_rows else ():
                 old = self.all_rows[number][field.name]
                 if field.shape(self.options, layer, self.most_rows, capacity) != tuple(old.shape):
-                    self.settle()
+                    self.drain()
                     larger = made[field.name] = empty(field, self.options, layer, self.most_rows, capacity)
                     larger[:, :, : old.shape[2]].copy_(old)
             grown.append(made)

@@ -22,11 +22,12 @@ from held_tiers import at_hand, differences, held
 from specache_compile.caches.joining import crop_rows
 from specache_compile.compat import cache_of, with_cache
 from specache_compile.kernels.attention import extend
+from specache_compile.kernels.movement import copy_stream
 from specache_compile.kernels.state.page_table import PAGE
 from specache_compile.paging import pool as pools
 from specache_compile.paging.pool import PagePool
 from specache_compile.runtime import tiers as tiers_module
-from specache_compile.runtime.session import Session, session_of
+from specache_compile.runtime.session import session_of
 from specache_compile.runtime.state import MEASURE, bytes_in_16_bits, device_total, fields_of, predicted_bytes
 from specache_compile.runtime.step import opened
 
@@ -333,16 +334,18 @@ def test_a_pool_waits_for_the_copies_of_each_cache(
     """Before its pages move, and before pages of a cache that has died are free."""
     cache = step(model, prompt(300))[1]
     made = derived(kind, model, cache, tmp_path)
-    session, pool, waited = session_of(made), pool_of(made), []
-    with monkeypatch.context() as patch:
-        patch.setattr(Session, "settle", lambda session: waited.append(session))
-        pool.grow_to(pool.pages, len(pool.counts))
-    assert session in waited
-    queue = at_hand(made).queue
+    pool, waited = pool_of(made), list[int]()
+    monkeypatch.setattr(copy_stream, "drain", lambda device: waited.append(len(pool.free)))
+    pool.grow_to(pool.pages, len(pool.counts))
+    assert len(waited) == 1
     waited.clear()
-    del made, session
+    free = len(pool.free)
+    del made
     gc.collect()
-    assert queue in pool.returned[-1][1]
+    assert pool.returned
+    pool.collect()
+    assert set(waited) == {free}
+    assert len(pool.free) >= free
 
 
 @pytest.mark.parametrize("work", ["copy", "materialize", "save", "crop", "split", "join"])

@@ -56,7 +56,7 @@ def set_schedule(name: str) -> None:
 
 
 def poison_free_memory() -> None:
-    """Fill the allocator's free memory with NaN, and integers with -1.
+    """Fill the allocator's free memory, and idle host memory, with NaN, and integers with -1.
 
     The previous run's values equal those that the next run writes, and would hide a read that is too early.
     """
@@ -65,6 +65,8 @@ def poison_free_memory() -> None:
         for block in segment["blocks"]:
             if block["state"] == "inactive" and tuple(segment["segment_pool_id"]) == (0, 0):
                 ctypes.memset(block["address"], 0xFF, block["size"])
+    for memory in host_memory._pool.idle:
+        torch.frombuffer(memory, dtype=torch.uint8)[: memory.pinned] = 0xFF
 
 
 @functools.cache

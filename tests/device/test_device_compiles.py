@@ -22,7 +22,7 @@ from specache_compile.kernels.attention import triton_extend
 from specache_compile.kernels.decode import triton_scored
 from specache_compile.kernels.movement import triton_append, triton_copy, triton_select
 from specache_compile.kernels.state.cursor import host_record
-from specache_compile.kernels.state.stored_tiers import StoredTiers
+from specache_compile.kernels.state.layout import StoredTiers
 from specache_compile.lowering import cuda_graphs
 from specache_compile.methods.field import LayerShape
 from specache_compile.methods.specache import SpecacheOptions

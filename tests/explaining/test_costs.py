@@ -91,7 +91,7 @@ def test_the_counted_bytes_of_steps_without_reuse_are_the_predicted_ones(llama: 
     explained = sc.explain(llama, prompt_length=302, batch_size=2, options=OPTIONS, reuse=0.0)
     cost = explained.step_cost()
     for _ in range(4):
-        session.queue.drain()
+        session.drain()
         for layer in session.state:
             layer["slot_index"].fill_(-1)
         before = sc.stats(twin)

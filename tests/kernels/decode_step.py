@@ -26,8 +26,8 @@ from specache_compile.kernels.codes.records import (
     read_levels,
     stored_dim,
 )
+from specache_compile.kernels.state.layout import StoredTiers
 from specache_compile.kernels.state.page_table import LOW_BIT_TIER, PAGE, shape_of_scores
-from specache_compile.kernels.state.stored_tiers import StoredTiers
 
 
 @dataclass(frozen=True)

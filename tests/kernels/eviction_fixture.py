@@ -24,7 +24,7 @@ def part(given: tuple[Tensor, ...], start: int, stop: int) -> tuple[Tensor, ...]
 
 def step_of(length: int, new: int, padding: Sequence[int] | None) -> tuple[Tensor, Tensor | None]:
     """Return the cursor and the mask of `new` tokens after `length`; the first tokens of each row are padding."""
-    cursor = torch.tensor([[length, 0, 0, 0]]).repeat(BATCH, 1)
+    cursor = torch.tensor([[length, 0, 0]]).repeat(BATCH, 1)
     if padding is None:
         return cursor, None
     column, row = torch.arange(length + new), torch.arange(length, length + new)

@@ -8,9 +8,8 @@ from torch import Tensor
 from held_tiers import adjacent, cursor_over, empty_state
 from specache_compile.kernels.attention.attention_ops import low_bit_keys
 from specache_compile.kernels.state.center import centers, set_center, share_of_center
-from specache_compile.kernels.state.layout import Layout
+from specache_compile.kernels.state.layout import Layout, StoredTiers
 from specache_compile.kernels.state.page_table import LOW_BIT_TIER, rows_read
-from specache_compile.kernels.state.stored_tiers import StoredTiers
 from specache_compile.methods.field import LayerShape
 from specache_compile.methods.kivi import KiviOptions
 

@@ -29,7 +29,7 @@ def kept_of(
     if padding is not None:
         column = torch.arange(tokens)
         mask = (column >= torch.tensor(padding).view(-1, 1, 1, 1)) & (column <= column[:, None])
-    cursor = torch.zeros(batch, 4, dtype=torch.int64)
+    cursor = torch.zeros(batch, 3, dtype=torch.int64)
     settings = ("expected_attention", budget, [FIRST, AHEAD], d**-0.5, None, frequencies)
     prompt_attention(q, k, v, mask, None, cursor, pairs, token, *settings)
     assert (token[:, :, budget:] == -1).all()

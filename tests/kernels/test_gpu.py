@@ -24,8 +24,8 @@ from held_tiers import cursor_over
 from specache_compile.compat import cache_of, with_cache
 from specache_compile.kernels.memory import host_memory
 from specache_compile.kernels.movement import copy_stream, triton_copy
+from specache_compile.kernels.state.layout import StoredTiers
 from specache_compile.kernels.state.page_table import LOW_BIT_TIER
-from specache_compile.kernels.state.stored_tiers import StoredTiers
 from specache_compile.lowering import cuda_graphs
 from specache_compile.methods import parse_options
 from specache_compile.methods.field import LayerShape

@@ -8,8 +8,6 @@ from record_fixture import key_place, param_place, value_place
 from torch import Tensor
 
 from specache_compile.kernels.codes.records import (
-    by_field,
-    by_token,
     fields_of,
     in_thread_order,
     order_of,
@@ -88,8 +86,3 @@ def test_tokens_are_written_where_they_belong_and_others_stay(start: int, tokens
     else:
         word, bit = (value_place if values else key_place)(token % 64, channel, dim, bits)
         assert int(words_of(part[1, token // 64])[word]) >> bit & 2**bits - 1 == expected
-
-
-def test_the_orders_undo_each_other() -> None:
-    x = torch.randn(1, 2, 128, 64)
-    assert torch.equal(by_token(by_field(x, 0, 2, True), 64, 2, True), x)

@@ -18,8 +18,8 @@ from held_tiers import adjacent, empty_state, low_bit_levels
 from specache_compile.kernels.codes.records import RECORD
 from specache_compile.kernels.movement import tier_ops as tiers
 from specache_compile.kernels.state.cursor import host_record
+from specache_compile.kernels.state.layout import StoredTiers
 from specache_compile.kernels.state.sinks import find_sinks
-from specache_compile.kernels.state.stored_tiers import StoredTiers
 from specache_compile.methods.field import LayerShape, LayerState
 from specache_compile.methods.specache import SpecacheOptions
 from specache_compile.runtime.state import fields_of
@@ -61,7 +61,7 @@ def cursor_of(
 ) -> Tensor:  # fmt: skip
     """Return the cursor of a step of `new` tokens, some of which are real in each row. table: None for a page each."""
     rows = [
-        [length + count - new, options.low_bit_length(length), options.low_bit_length(length + count), 0]
+        [length + count - new, options.low_bit_length(length), options.low_bit_length(length + count)]
         for length, count in zip(lengths, tokens, strict=True)
     ]
     table = adjacent(len(rows), 256) if table is None else table
@@ -181,26 +181,20 @@ def test_a_correction_copies_the_same_pairs_as_for_each_row_alone(kind: Ops) -> 
     def correct(state: LayerState, rows: slice) -> Tensor:
         written = (state["slots"], state["slot_index"], state["corrected"])
         own = cursor_of(options, LENGTHS[: len(EVERY)][rows], [1 for _ in EVERY][rows], 1, "cpu")
-        return kind.correct(scores[:, rows].contiguous(), own, state["host"], *written)
+        return kind.correct(scores[:, rows].contiguous(), own, state["host"], *written, *[None] * 4)
 
     together = correct(state, slice(None))
     for row in EVERY:
         assert torch.equal(together[row], correct(separate[row], slice(row, row + 1))[0])
         assert torch.equal(state["slots"][row], separate[row]["slots"][0])
-        assert together[row].max() < max(options.low_bit_length(LENGTHS[row]), 1)
-
-
-def test_triton_chooses_among_the_low_bit_tier_of_each_row() -> None:
-    kind, options = Ops("triton"), OPTIONS["16 bits"]
-    scores = torch.rand(1, len(EVERY), HEADS, 256, device=kind.device)
-    cursor = cursor_of(options, LENGTHS[: len(EVERY)], [1 for _ in EVERY], 1, kind.device)
-    chosen = torch.empty(len(EVERY), HEADS, TOP_K, dtype=torch.int32, device=kind.device)
-    kind.select_topk(scores[0], chosen, cursor)
-    for row, length in enumerate(LENGTHS[: len(EVERY)]):
-        low_bit = options.low_bit_length(length)
-        best = scores[0, row, :, :low_bit].topk(min(TOP_K, low_bit)).indices.sort().values
-        assert torch.equal(chosen[row, :, : best.shape[-1]].sort().values, best.int())
-        assert (chosen[row, :, best.shape[-1] :] == -1).all()
+        low_bit = options.low_bit_length(LENGTHS[row])
+        best = scores[0, row, :, :low_bit].topk(min(TOP_K, low_bit)).indices.sort(-1).values
+        chosen, index = together[row].sort(-1).values, state["slot_index"][row]
+        assert torch.equal(chosen[:, TOP_K - best.shape[-1] :], best.int())
+        assert torch.equal(chosen, index.sort(-1).values)
+        exact = pairs(row)[0].gather(1, index.long().clamp(0)[..., None, None].expand(-1, -1, 2, DIM))
+        step = exact.abs().amax(-1, keepdim=True) / 254  # half of a rounded number's
+        assert ((state["slots"][row] - exact).abs() <= step * 1.001)[index >= 0].all()
 
 
 def test_a_chunked_prefill_hides_left_padding(kind: Ops) -> None:
@@ -231,7 +225,7 @@ def test_a_definition_is_called_once_where_rows_are_alike() -> None:
         calls.append(k.shape[0])
 
     run: Callable[[list[int]], None] = lambda lengths: op(  # noqa: E731
-        torch.zeros(len(lengths), 1), torch.tensor([[n, 0, 0, 0, 0] for n in lengths]), torch.zeros(1, 1, 256)
+        torch.zeros(len(lengths), 1), torch.tensor([[n, 0, 0, 0] for n in lengths]), torch.zeros(1, 1, 256)
     )
     run([5, 5, 5])
     run([5, 5, 7])

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from implementations import GPU, KINDS, Ops
 from torch import Tensor
 
 from held_tiers import adjacent, cursor_over, in_pages
-from specache_compile.kernels.movement import cpp_tiers
 from specache_compile.kernels.movement import tier_ops as tiers
 from specache_compile.kernels.state.page_table import PAGE, rows_read
 from specache_compile.kernels.state.stored_pairs import ROUNDED, decoded, rounded_width, stored
@@ -101,23 +98,3 @@ def test_fetched_pairs_equal_the_hosts(dtype: torch.dtype, d: int, kind: str) ->
     # The interpreter does not round to bfloat16.
     cut_off = 2.0**-7 if dtype == torch.bfloat16 and kind == "triton" and GPU.type == "cpu" else 0.0
     torch.testing.assert_close(slots.cpu(), expected.gather(2, at), rtol=cut_off, atol=0.0)
-
-
-@DTYPES
-@WIDTHS
-def test_a_correction_in_cpp_is_the_definitions(dtype: torch.dtype, d: int) -> None:
-    k, v = torch.randn(2, B, H, C, d, generator=torch.Generator().manual_seed(0)).to(dtype)
-    host, cursor = empty_host(d), cursor_over(TABLE, C, C - 64, C)
-    tiers.offload(k, v, None, cursor_over(TABLE), host)
-    scores = torch.rand(1, B, H, C, generator=torch.Generator().manual_seed(1))
-
-    def corrected(correct: Any) -> tuple[Tensor, ...]:
-        slots, index = torch.zeros(B, H, 8, 2, d, dtype=dtype), torch.full((B, H, 8), -1, dtype=torch.int32)
-        moved = torch.zeros(1, dtype=torch.int64)
-        chosen = correct(scores, cursor, host, slots, index, moved).sort(-1).values
-        order = index.sort(-1).indices
-        assert torch.equal(chosen, index.gather(-1, order))
-        return chosen, slots.gather(2, order[..., None, None].expand(-1, -1, -1, 2, d)), moved
-
-    for one, other in zip(corrected(tiers.correct), corrected(cpp_tiers.correct_fused), strict=True):
-        assert torch.equal(one, other)

@@ -6,8 +6,6 @@ import itertools
 import math
 import random
 import sys
-import threading
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,18 +17,16 @@ from record_fixture import in_pages
 from torch import Tensor
 
 import pairwise
-from held_tiers import adjacent, cursor_over
-from specache_compile.kernels.codes.cpp_trellis import encoder
+from held_tiers import cursor_over
 from specache_compile.kernels.codes.params import read_params, read_scale, stored_scale
 from specache_compile.kernels.codes.quantize import quantize_keys, quantize_values
 from specache_compile.kernels.codes.records import by_token, in_thread_order, param_order, read_levels, stored_dim
-from specache_compile.kernels.codes.trellis import quantize
-from specache_compile.kernels.movement.copy_queue import CopyQueue
+from specache_compile.kernels.codes.trellis import encoder, quantize
 from specache_compile.kernels.movement.tier_ops import padded
 from specache_compile.kernels.state.center import centers, set_center
-from specache_compile.kernels.state.cursor import LENGTH, LOW_BIT, NEXT_LOW_BIT, QUEUE
+from specache_compile.kernels.state.cursor import LENGTH, LOW_BIT, NEXT_LOW_BIT
 from specache_compile.kernels.state.layout import Layout, rotated, rotation_block
-from specache_compile.kernels.state.page_table import LOW_BIT_TIER, PAGE, rows_read
+from specache_compile.kernels.state.page_table import LOW_BIT_TIER, rows_read
 
 pytestmark = pytest.mark.pairwise
 
@@ -304,17 +300,6 @@ def test_after_tritons_appends_each_tier_holds_what_it_should(
         cache.check()
 
 
-@on_cpus
-@pytest.mark.parametrize("first", [1, 100])
-def test_token_by_token_over_several_groups(first: int) -> None:
-    cache = Cache(Case())
-    cache.put(first)
-    for token in range(70):
-        cache.put(1)
-        if token % 5 == 0 or cache.length % 32 < 2:
-            cache.check()
-
-
 # select_topk
 
 
@@ -377,7 +362,7 @@ class Slots:
         return {token: place for place, token in enumerate(self.slot_index[b, h].tolist()) if token >= 0}
 
     def refill(self) -> None:
-        """Prefetch without a queue, which is done when the op returns."""
+        """Prefetch, which is done when the op returns."""
         run("prefetch", self.selected, cursor_over(TABLE, 20), self.host, self.slots, self.slot_index, self.fetched)
 
     def fetch(self, wishes: list[list[list[int]]]) -> None:
@@ -417,120 +402,3 @@ def test_slots_hold_the_selected_pairs_and_only_missing_ones_travel(
                 for _ in range(BATCH)
             ]
         )
-
-
-def test_the_same_selection_again_copies_nothing_in_any_order() -> None:
-    slots = Slots(8)
-    slots.fetch([[[4, 9, 1, 7]] * HEADS] * BATCH)
-    slots.host.fill_(math.nan)
-    slots.selected[..., :4] = torch.tensor([7, 1, 9, 4])
-    before = slots.fetched.item()
-    slots.refill()
-    assert slots.fetched.item() == before
-    assert slots.slots[slots.slot_index >= 0].isfinite().all()
-
-
-def test_heads_fetch_apart() -> None:
-    """One head selects nothing and another all slots: each head is independent."""
-    slots = Slots(6)
-    slots.fetch([[[], [1, 2, 3, 4, 5, 6]], [[3], [9, 8]]])
-    slots.fetch([[[1, 2, 3, 4, 5, 6], []], [[3, 9], [8]]])
-
-
-# On the copy queue
-
-
-class Gate:
-    """Blocks the worker thread until the gate opens."""
-
-    def __init__(self, queue: CopyQueue) -> None:
-        self.opened = threading.Event()
-        queue.submit_offload(self.job)
-
-    def job(self) -> int:
-        assert self.opened.wait(10)
-        return 0
-
-
-@pytest.fixture
-def queue() -> Iterator[CopyQueue]:
-    queue = CopyQueue()
-    yield queue
-    queue.settle()
-
-
-@of_definitions
-def test_a_wait_stands_between_a_prefetch_and_its_slots(queue: CopyQueue) -> None:
-    cursor = cursor_over(TABLE, 20, queue=queue.number)
-    slots = Slots(4)
-    slots.selected[...] = torch.tensor([3, 1, -1, 8])
-    gate = Gate(queue)
-    ops.prefetch(slots.selected, cursor, slots.host, slots.slots, slots.slot_index, slots.fetched)
-    assert (slots.slot_index == -1).all(), "the op must not wait for the copy"
-    gate.opened.set()
-    ops.wait(slots.scores, cursor, slots.slots, slots.slot_index, slots.selected)
-    assert set(slots.held(0, 0)) == {1, 3, 8}
-    assert slots.fetched.item() == BATCH * HEADS * 3 * slots.pair_bytes
-
-
-@of_definitions
-def test_offloaded_pairs_are_there_for_a_later_prefetch(queue: CopyQueue) -> None:
-    cursor = cursor_over(TABLE, 8, queue=queue.number)
-    slots = Slots(4)
-    new = random_pairs(1, 5)
-    slots.selected[...] = torch.tensor([8, 0, -1, -1])
-    gate = Gate(queue)
-    ops.offload(*new.unbind(3), None, cursor, slots.host)
-    ops.prefetch(slots.selected, cursor, slots.host, slots.slots, slots.slot_index, slots.fetched)
-    gate.opened.set()
-    ops.wait(slots.scores, cursor, slots.slots, slots.slot_index, slots.selected)
-    assert torch.equal(slots.slots[0, 1, slots.held(0, 1)[8]], new[0, 1, 0])
-
-
-@on_cpus
-def test_a_fetch_in_cpp_waits_for_the_prompts_offload(queue: CopyQueue) -> None:
-    """The fetch is synchronous, but waits until the worker has stored its pairs."""
-    cursor = cursor_over(TABLE, queue=queue.number)
-    slots = Slots(4)
-    new = random_pairs(40, 5)
-    slots.selected[...] = torch.tensor([30, 0, -1, -1])
-    gate = Gate(queue)
-    ops.offload(*new.unbind(3), None, cursor, slots.host)
-    threading.Timer(0.05, gate.opened.set).start()
-    ops.prefetch(slots.selected, cursor, slots.host, slots.slots, slots.slot_index, slots.fetched)
-    ops.wait(slots.scores, cursor, slots.slots, slots.slot_index, slots.selected)
-    assert torch.equal(slots.slots[0, 1, slots.held(0, 1)[30]], new[0, 1, 30])
-
-
-@on_cpus
-def test_an_offload_owns_its_memory_and_its_place(queue: CopyQueue) -> None:
-    """Inductor reuses k and v, and the next step moves the cursor, before the copy runs."""
-    cursor = cursor_over(adjacent(BATCH, PAGE), 8, queue=queue.number)
-    host = torch.zeros(*ROWS, PAGE, 2, HEAD_DIM)
-    new = random_pairs(2, 5)
-    k, v = (x.clone() for x in new.unbind(3))
-    gate = Gate(queue)
-    ops.offload(k, v, None, cursor, host)
-    k.fill_(math.nan)
-    v.fill_(math.nan)
-    cursor[:, LENGTH] = 0
-    gate.opened.set()
-    queue.wait_for_offloads()
-    assert torch.equal(host[:, :, 8:10], new)
-    assert (host[:, :, :8] == 0).all()
-    assert (host[:, :, 10:] == 0).all()
-
-
-@on_cpus
-def test_an_extend_reads_the_host_tier_only_after_the_offloads(queue: CopyQueue) -> None:
-    host = torch.full((*ROWS, PAGE, 2, HEAD_DIM), math.nan)
-    host[:, :, :8] = random_pairs(8, 3)
-    new, q = random_pairs(1, 5), random_pairs(1, 6)[:, :, :, 0]
-    cursor = cursor_over(adjacent(BATCH, PAGE), 8, queue=queue.number)
-    threading.Timer(0.05, Gate(queue).opened.set).start()
-    ops.offload(*new.unbind(3), None, cursor, host)
-    cursor[:, LENGTH] = 9
-    out = ops.extend_attention(q, q, q, None, None, cursor, host, 0.25, None)
-    cursor[:, QUEUE] = 0
-    assert torch.equal(out, ops.extend_attention(q, q, q, None, None, cursor, host, 0.25, None))
-    assert out.isfinite().all()

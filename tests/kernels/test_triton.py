@@ -18,13 +18,11 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from held_tiers import cursor_over, in_pages
 from specache_compile.kernels.decode import triton_decode, triton_exact, triton_scored
-from specache_compile.kernels.movement import copy_stream, triton_copy
+from specache_compile.kernels.movement import copy_stream, triton_copy, triton_select_logits
 from specache_compile.kernels.movement import tier_ops as tiers
 from specache_compile.kernels.movement import triton_select as select
 from specache_compile.kernels.state import center, layout, triton_center, triton_rotate
-from specache_compile.kernels.state.by_token import tokens_of
 
 BATCH = 2
 TRITON, DEFINITION = Ops("triton"), Ops("definition")
@@ -96,7 +94,7 @@ def test_a_share_of_the_center_is_that_of_double_precision(
     theta, partner = center.partners(0.8 ** torch.arange(d // 2 - 4, device=GPU), d)
     beta = 100 * torch.randn(BATCH, heads, d, device=GPU)
     rows = [beta, center.quarter_turn(beta, partner), theta.expand_as(beta), partner.expand_as(beta)]
-    cursor = torch.tensor([[low_bit + 40, low_bit, low_bit, 0]], device=GPU).repeat(BATCH, 1)
+    cursor = torch.tensor([[low_bit + 40, low_bit, low_bit]], device=GPU).repeat(BATCH, 1)
     shares = triton_center.share_of_center(q, torch.stack(rows, 2).contiguous(), cursor, capacity, group, d**-0.5)
 
     token = torch.arange(low_bit, device=GPU)
@@ -117,20 +115,13 @@ def test_shares_of_a_stepped_center_are_those_of_each_rows_own_frequencies(group
     stored[:, :, 2] = 3 * 0.8 ** torch.arange(d, device=GPU)
     stored[0, :, 1:] = 0
     low_bit = torch.tensor([1920, 640])
-    cursor = torch.stack([low_bit + 40, low_bit, low_bit, 0 * low_bit], 1).to(GPU)
+    cursor = torch.stack([low_bit + 40, low_bit, low_bit], 1).to(GPU)
     shares = triton_center.share_of_center(q, stored, cursor, capacity, group, d**-0.5)
     expected = center.share_of_groups(q.double().unflatten(1, (heads, 2)) * d**-0.5, stored.double(), capacity // group)
     for row, stop in enumerate((low_bit // group).tolist()):
         torch.testing.assert_close(
             shares[row, ..., :stop].double(), expected[row].flatten(0, 1)[..., :stop], atol=1e-4, rtol=0
         )
-
-
-@pytest.mark.parametrize(("dtype", "unit"), [(torch.float16, 2.0**-24), (torch.bfloat16, 2.0**-133)], ids=str)
-def test_a_byte_is_a_16_bit_float_without_exponent(dtype: torch.dtype, unit: float) -> None:
-    """The low-bit kernel unpacks codes this way, also in bfloat16, which the interpreter does not support."""
-    byte = torch.arange(256, dtype=torch.int16)
-    assert torch.equal(byte.view(dtype).double(), byte * unit)
 
 
 @pytest.mark.parametrize("in_halves", [False, True])
@@ -191,23 +182,22 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_correction_copies_the_low_bit_tokens_that_lane_0_selects(streams: None) -> None:
-    capacity, heads, k, low_bit = 5120, 2, 8, 4500
-    pages = in_pages(torch.randn(BATCH, heads, capacity, 2, 16))
-    host = pages.pages.pin_memory() if GPU.type == "cuda" else pages.pages
-    scores = torch.rand(2, BATCH, heads, capacity).to(GPU)
-    scores[..., low_bit : low_bit + 20] += 1.0  # the next step's candidates, not in the low-bit tier yet
-    cursor = cursor_over(pages.table, low_bit + 40, low_bit, low_bit + 20).to(GPU)
+    step = make_step(Case(length=703))  # in this step a group of candidates leaves the window
+    new, slots, read = step.operands(GPU)
+    logits, base, scores = TRITON.score_low_bit(*new, *read)
+    host = torch.randn(len(step.state["codes"]), 2, 256, 2, 16)
+    host = host.pin_memory() if GPU.type == "cuda" else host
+    assert scores[0].topk(24).indices.max() >= step.case.low_bit(703), "some candidates are not in the low-bit tier yet"
 
     def corrected(correct: Any) -> tuple[Tensor, ...]:
-        index = torch.arange(k, dtype=torch.int32, device=GPU).repeat(BATCH, heads, 1)
-        slots = tokens_of(pages, 0, k).to(GPU, copy=True)
+        pairs, index = (x.clone() for x in slots)
         moved = torch.zeros(1, dtype=torch.int64, device=GPU)
-        chosen = correct(scores, cursor, host, slots, index, moved)
-        copy_stream.wait_for_correction(slots)
+        chosen = correct(scores, new[5], host, pairs, index, moved, new[0], logits, base, None)
+        copy_stream.wait_for_correction(pairs)
         assert torch.equal(chosen.sort(-1).values, index.sort(-1).values)
         order = index.sort(-1).indices
         where = order[..., None, None].expand(-1, -1, -1, 2, 16)
-        return index.gather(-1, order), slots.gather(2, where), moved
+        return index.gather(-1, order), pairs.gather(2, where), moved
 
     ours, expected = corrected(copy_stream.correct), corrected(tiers.correct)
     assert all(torch.equal(one, other) for one, other in zip(ours, expected, strict=True))
@@ -217,10 +207,9 @@ def test_a_correction_copies_the_low_bit_tokens_that_lane_0_selects(streams: Non
 def test_a_corrections_gather_has_a_program_for_each_head(monkeypatch: pytest.MonkeyPatch, streams: None) -> None:
     grids = []
     monkeypatch.setattr(triton_copy, "gather", lambda *given, programs: grids.append(programs))
-    index = torch.zeros(BATCH, 24, 8, dtype=torch.int32, device=GPU)
-    scores = torch.rand(1, BATCH, 24, 64).to(GPU)
-    cursor = torch.tensor([[64, 64, 64, 0]], device=GPU).repeat(BATCH, 1)
-    copy_stream.correct(scores, cursor, index, index, index, index)
+    monkeypatch.setattr(triton_select_logits, "select", lambda *given: None)
+    index, q = torch.zeros(BATCH, 24, 8, dtype=torch.int32, device=GPU), torch.zeros(BATCH, 24, 1, 16, device=GPU)
+    copy_stream.correct(q, index, index, index, index, index, q, q, q.flatten(), None)
     assert grids == [BATCH * 24]
 
 

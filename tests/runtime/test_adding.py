@@ -17,7 +17,7 @@ from specache_compile.compat import cache_of, with_cache
 from specache_compile.evaluation.baselines.eviction import eviction
 from specache_compile.evaluation.baselines.policies import POLICIES, History
 from specache_compile.kernels import ops
-from specache_compile.kernels.codes.quantisers import QUANTISERS
+from specache_compile.kernels.codes.quantize import QUANTISERS
 from specache_compile.kernels.costs import Cost
 from specache_compile.kernels.op import Op, register
 from specache_compile.methods import METHODS, Method, specache

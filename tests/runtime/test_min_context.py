@@ -136,7 +136,7 @@ def test_tokens_after_a_hole_that_a_later_call_no_longer_hides_are_compressed_as
         cache = cache_of(twin(ids[:, :100], attention_mask=mask, use_cache=True))
         for begin, end in ((100, 180), (180, 260)):
             cache = cache_of(step(twin, ids[:, begin:end], cache))
-        session_of(cache).queue.drain()
+        session_of(cache).drain()
         states.append(in_rows(session_of(cache)))
     for one, other in zip(*states, strict=True):
         assert torch.equal(one["codes"][:, :, 96:128], other["codes"][:, :, 96:128])

@@ -11,7 +11,6 @@ import pickle
 import random
 import re
 import sys
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,7 +27,7 @@ from held_tiers import at_hand, differences, in_rows
 from specache_compile.caches.joining import in_pages
 from specache_compile.compat import cache_of, with_cache
 from specache_compile.kernels.memory import host_memory
-from specache_compile.kernels.movement import copy_queue, copy_stream
+from specache_compile.kernels.movement import copy_stream, tier_ops
 from specache_compile.paging.pool import batch_pool
 from specache_compile.runtime.held import HeldTensor
 from specache_compile.runtime.session import session_of
@@ -135,7 +134,6 @@ def test_memory_is_freed_with_the_cache(llama: LlamaForCausalLM) -> None:
     greedy(twin, prompt(20), 5)
 
     def live_bytes() -> int:
-        copy_queue.worker().submit(int).result()  # a copy under way keeps its tensors alive
         gc.collect()
         return sum(t.nbytes for t in gc.get_objects() if type(t) is torch.Tensor and t.device.type == "cpu")
 
@@ -149,70 +147,40 @@ def test_memory_is_freed_with_the_cache(llama: LlamaForCausalLM) -> None:
     assert live_bytes() - before < 0.02 * tiers
 
 
-def test_a_slow_worker_changes_no_token(llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    ids = prompt(150)
-    settings = {"top_k": 8, "bits": 1}
-    expected = greedy(compile_copy(llama, **settings), ids, 60)
-    rng = random.Random(1)
-    run_job = copy_queue.run_job
-
-    def late(job: Any) -> int:
-        time.sleep(rng.random() * 0.003)
-        return run_job(job)
-
-    monkeypatch.setattr(copy_queue, "run_job", late)
-    assert torch.equal(greedy(compile_copy(llama, **settings), ids, 60), expected)
-
-
-def test_a_correction_reads_the_host_tier_only_after_the_offloads(
-    llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("copies", ["put", "refill"])
+def test_a_step_whose_copy_fails_can_be_taken_again(
+    llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch, copies: str
 ) -> None:
-    """The definitions of the ops do not wait themselves: the step waits when it begins."""
-    twin = compile_copy(llama, top_k=8, bits=1, lowering="eager", correct="always")
-    run_job = copy_queue.run_job
+    """The error surfaces in the step. In every use the cache is as before the step, and it dies when dropped."""
 
-    def logits(seed: int) -> torch.Tensor:
-        cache = cache_of(step(twin, prompt(150, seed=seed)))
-        return step(twin, prompt(1), cache).logits
-
-    logits(1)  # compiles, which takes longer than the copies
-    monkeypatch.setattr(copy_queue, "run_job", lambda job: (time.sleep(0.2), run_job(job)))
-    late = logits(9)  # before the others with this prompt, so that reused memory does not hold its pairs
-    monkeypatch.undo()
-    assert torch.equal(late, logits(9))
-
-
-def test_a_cache_whose_copy_failed_is_refused_in_every_use_and_dies_when_dropped(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def failing(job: Any) -> None:
+    def failing(*given: Any) -> None:
+        whole(*given)
         raise MemoryError("no host memory left")
 
-    def step_after(edit: Callable[[DynamicCache], object]) -> Callable[[DynamicCache], object]:
-        return lambda cache: (edit(cache), step(twin, prompt(1, 2), cache))
+    def step_after(edit: Callable[[DynamicCache], object]) -> Callable[[DynamicCache], torch.Tensor]:
+        return lambda cache: (edit(cache), step(twin, prompt(1, 2), cache))[1].logits
 
-    uses: list[Callable[[DynamicCache], object]] = [
+    uses: list[Callable[[DynamicCache], torch.Tensor]] = [
         step_after(lambda cache: None),
         step_after(lambda cache: cache.crop(-2)),
         step_after(lambda cache: cache.reorder_cache(torch.tensor([1, 0]))),
-        copy.deepcopy,
-        sc.materialize,
+        lambda cache: step(twin, prompt(1, 2), copy.deepcopy(cache)).logits,
+        lambda cache: sc.materialize(copy.deepcopy(cache)).layers[1].values,
     ]
-    twin = compile_copy(tiny_llama(num_hidden_layers=1))  # one trace for all options would keep its first cache
+    whole, twin = getattr(tier_ops, copies), compile_copy(llama, lowering="eager")
+    cache = cache_of(step(twin, prompt(100, 2)))
+    step(twin, prompt(1, 2), cache)
+    expected = [use(copy.deepcopy(cache)) for use in uses]
     for number, use in enumerate(uses):
-        cache = cache_of(step(twin, prompt(100, 2)))
-        step(twin, prompt(1, 2), cache)
-        session = weakref.ref(session_of(cache))
+        again = copy.deepcopy(cache)
+        session = weakref.ref(session_of(again))
         with monkeypatch.context() as patch:
-            patch.setattr(copy_queue, "run_job", failing)
-            # Its copies fail behind it, and what comes next finds out, or its own last layer where they fail at once.
-            with contextlib.suppress(sc.SpecacheError):
-                step(twin, prompt(1, 2), cache)
-            copy_queue.worker().submit(int).result()
-        for _ in range(2):
-            with pytest.raises(sc.SpecacheError, match=r"no host memory left.*new cache"):
-                use(cache)
-        del cache
+            patch.setattr(tier_ops, copies, failing)
+            for _ in range(2):
+                with pytest.raises(MemoryError, match="no host memory left"):
+                    step(twin, prompt(1, 2, seed=7), again)
+        torch.testing.assert_close(use(again), expected[number], atol=1e-4, rtol=1e-4)
+        del again
         gc.collect()
         assert session() is None, f"use {number}"
 

@@ -18,8 +18,8 @@ from specache_compile.kernels.costs import Arguments, Cost, Workload, bytes_of, 
 from specache_compile.kernels.costs import rows as heads_of
 from specache_compile.kernels.op import Op, fake_of_query
 from specache_compile.kernels.state.cursor import length_of
+from specache_compile.kernels.state.layout import EMPTY
 from specache_compile.kernels.state.operands import AttentionInputs, takes
-from specache_compile.kernels.state.stored_tiers import EMPTY
 from specache_compile.methods.field import Cropped, Field, LayerShape, LayerState, always
 from specache_compile.methods.method import Method
 from specache_compile.options import MethodOptions, accepting, option, whole

@@ -14,9 +14,8 @@ from specache_compile.kernels.attention.extend import extend_attention, extend_a
 from specache_compile.kernels.costs import Arguments, Cost, Workload, bytes_of, elements, rows
 from specache_compile.kernels.op import Op, fake_nothing, fake_of_query
 from specache_compile.kernels.state.by_rows import by_rows
-from specache_compile.kernels.state.by_token import put
 from specache_compile.kernels.state.cursor import length_of
-from specache_compile.kernels.state.page_table import Pages
+from specache_compile.kernels.state.page_table import Pages, put
 from specache_compile.kernels.state.stored_pairs import FP8
 from specache_compile.methods.field import Field, always
 from specache_compile.methods.host_tier import whole_cache

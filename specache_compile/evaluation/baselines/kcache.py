@@ -13,10 +13,9 @@ from specache_compile.kernels.attention.attention_ops import grouped_bias, produ
 from specache_compile.kernels.costs import Arguments, Cost, Workload, bytes_of, elements, pair_bytes, rows
 from specache_compile.kernels.op import Op, fake_nothing, fake_of_query
 from specache_compile.kernels.state.by_rows import by_rows
-from specache_compile.kernels.state.by_token import pairs_at, put, tokens_of
 from specache_compile.kernels.state.cursor import length_of
 from specache_compile.kernels.state.operands import AttentionInputs, takes
-from specache_compile.kernels.state.page_table import Pages
+from specache_compile.kernels.state.page_table import Pages, pairs_at, put, tokens_of
 from specache_compile.methods import full
 from specache_compile.methods.field import Field, LayerShape
 from specache_compile.methods.host_tier import HOST, DraftOptions
@@ -32,7 +31,7 @@ def kcache_attention(
 ) -> Tensor:
     """S = softmax(q·Kᵀ/√d) over all tokens; each query head takes only the values of its N largest (equation 4).
 
-    new: of one token. device_keys: all keys, and host: all pairs (`by_token.py`). The weights are not normalised again.
+    new: of one token. device_keys: all keys, and host: all pairs. The weights are not normalised again.
     The step waits for its fetch. Returns [B, Hq, 1, d] in q's dtype.
     """
     q, k, v, mask, sinks, cursor = new

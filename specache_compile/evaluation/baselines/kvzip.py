@@ -22,7 +22,7 @@ from specache_compile.caches.holding import taken_over, twin
 from specache_compile.compat import with_cache
 from specache_compile.errors import SpecacheError
 from specache_compile.kernels.attention.attention_ops import BLOCK
-from specache_compile.kernels.state.stored_tiers import EMPTY
+from specache_compile.kernels.state.layout import EMPTY
 from specache_compile.options import whole
 from specache_compile.runtime.step import Step
 

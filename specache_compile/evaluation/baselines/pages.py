@@ -18,7 +18,7 @@ from torch import Tensor
 from specache_compile.errors import OptionError
 from specache_compile.kernels import costs
 from specache_compile.kernels.op import Op, fake_nothing
-from specache_compile.kernels.state.stored_tiers import EMPTY
+from specache_compile.kernels.state.layout import EMPTY
 from specache_compile.methods import specache
 from specache_compile.methods.specache import SpecacheOptions
 from specache_compile.options import choice, whole

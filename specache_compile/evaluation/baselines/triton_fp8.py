@@ -23,10 +23,9 @@ from specache_compile.kernels.decode.triton_decode import (
     sum_of,
 )
 from specache_compile.kernels.decode.triton_plain import attend_pairs
-from specache_compile.kernels.state.layout import Layout
+from specache_compile.kernels.state.layout import Layout, StoredTiers
 from specache_compile.kernels.state.operands import AttentionInputs, takes
 from specache_compile.kernels.state.stored_pairs import FP8
-from specache_compile.kernels.state.stored_tiers import StoredTiers
 from specache_compile.kernels.state.triton_cursor import AT_LENGTH, place_in_page
 
 LARGEST, SMALLEST_NORMAL = tl.constexpr(torch.finfo(FP8).max), tl.constexpr(2.0**-6)

@@ -255,8 +255,7 @@ def gather(call: LaunchedOp, pairs_of: costs.CostOf, programs: int, stream: str)
 
 
 def correct(call: LaunchedOp) -> list[Kernel]:
-    selected = select(call) if call.arguments.get("q") is None else select_kept(call)
-    return [*selected, gather(call, costs.correct, call.heads, CORRECTION)]
+    return [*select_kept(call), gather(call, costs.correct, call.heads, CORRECTION)]
 
 
 def prefetch(call: LaunchedOp) -> list[Kernel]:

@@ -9,7 +9,7 @@ from torch import Tensor
 from held_tiers import in_pages
 from specache_compile.evaluation.baselines import kcache
 from specache_compile.kernels.movement import copy_stream
-from specache_compile.kernels.state import by_token
+from specache_compile.kernels.state import page_table
 from specache_compile.kernels.state.page_table import Pages
 
 pytestmark = pytest.mark.pairwise
@@ -28,7 +28,7 @@ def pairs() -> Tensor:
 
 def whole(pages: Pages) -> Tensor:
     """Return all tokens [B, H, C, 2, d]."""
-    return by_token.tokens_of(pages, 0, CAPACITY)
+    return page_table.tokens_of(pages, 0, CAPACITY)
 
 
 def shuffled(pairs: Tensor) -> Pages:
@@ -48,8 +48,8 @@ def test_a_page_is_256_contiguous_tokens_of_all_heads(pairs: Tensor) -> None:
 @pytest.mark.parametrize(("start", "stop"), [*RANGES, *NOTHING])
 def test_tokens_are_found_and_put_wherever_they_lie(pairs: Tensor, start: int, stop: int) -> None:
     host = shuffled(pairs)
-    assert torch.equal(by_token.tokens_of(host, start, stop), pairs[:, :, start:stop])
-    by_token.put(host, start, -pairs[:, :, start:stop])
+    assert torch.equal(page_table.tokens_of(host, start, stop), pairs[:, :, start:stop])
+    page_table.put(host, start, -pairs[:, :, start:stop])
     expected = pairs.clone()
     expected[:, :, start:stop] *= -1
     assert torch.equal(whole(host), expected)
@@ -64,7 +64,7 @@ def test_staged_pairs_are_contiguous_pieces_that_go_to_the_hosts_runs(pairs: Ten
     staged = copy_stream.stage(*new.unbind(3), start, host, buffer)
     assert all(piece.is_contiguous() for piece in staged)
     assert (buffer >= 0).all()
-    for piece, (target, _, _) in zip(staged, by_token.runs(host, start, stop), strict=True):
+    for piece, (target, _, _) in zip(staged, page_table.runs(host, start, stop), strict=True):
         copy_stream.copy_across(piece, target)
     expected = torch.zeros_like(pairs)
     expected[:, :, start:stop] = new
@@ -75,7 +75,7 @@ def test_staged_pairs_are_contiguous_pieces_that_go_to_the_hosts_runs(pairs: Ten
 def test_a_run_is_of_one_page(pairs: Tensor, start: int, stop: int) -> None:
     """So a run never crosses the border of a registration."""
     edges = [start]
-    for view, begin, end in by_token.runs(shuffled(pairs[:1]), start, stop):
+    for view, begin, end in page_table.runs(shuffled(pairs[:1]), start, stop):
         assert begin // 256 == (end - 1) // 256
         assert torch.equal(view, pairs[:1, :, begin:end])
         assert begin == edges[-1]
