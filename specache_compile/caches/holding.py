@@ -27,8 +27,6 @@ from specache_compile.runtime.records import find_record
 from specache_compile.runtime.session import UNKNOWN, Session, plain_already, sessions_of
 from specache_compile.runtime.step import Step, opened
 
-from .recurrent import own_states
-
 Pairs = tuple[Tensor, Tensor]
 # Names of a bias of the key projection, and of RoPE's frequencies of layers that keep all pairs, in models.
 KEY_BIAS = re.compile(r"(k_proj|key|qkv|kv|c_attn)\w*(\.base_layer)?\.bias$")
@@ -147,7 +145,10 @@ def twin(cache: Any) -> Any:
             setattr(other, name, list(value))
     other.layers = [copy.copy(layer) for layer in cache.layers]
     for layer in other.layers:
-        own_states(layer)
+        for name, states in vars(layer).items():
+            if isinstance(states, dict):  # recurrent states by number, or their flags
+                copied = {n: state.clone() if isinstance(state, Tensor) else state for n, state in states.items()}
+                setattr(layer, name, copied)
     return other
 
 

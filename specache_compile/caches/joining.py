@@ -27,7 +27,6 @@ from specache_compile.runtime.step import compress
 from specache_compile.runtime.tiers import joined
 
 from .holding import twin
-from .recurrent import STATES
 from .saving import KINDS
 
 
@@ -253,29 +252,6 @@ def keep_rows(cache: DynamicCache, rows: Sequence[int]) -> bool:
     return True
 
 
-def crop_rows(cache: DynamicCache, kept: Sequence[int]) -> None:
-    """Keep the first tokens of each row; SpecacheError if they lose different numbers of tokens, and a layer is not
-    held."""
-    session = required_session(cache)
-    gone = [length - keeps for length, keeps in zip(session.progress.lengths, kept, strict=True)]
-    if not any(gone):
-        return
-    if not is_held_whole(cache):
-        if len(set(gone)) > 1:
-            raise refused("a layer that is not held cannot drop a different number of tokens in each row")
-        cache.crop(-gone[0])
-        return
-    session.crop_rows(kept)
-    layers: list[Any] = cache.layers
-    for site, layer in enumerate(layers):
-        layer.keys, layer.values = (session.held(site, part) for part in PARTS)
-
-
-def is_held_whole(cache: DynamicCache) -> bool:
-    """Whether every layer's keys and values are held."""
-    return all(isinstance(getattr(layer, "keys", None), HeldTensor) for layer in cache.layers)
-
-
 def drop(cache: DynamicCache) -> None:
     """Free a cache's memory now, before Python's garbage collection. The cache is stale afterwards."""
     for session in sessions_of(cache):
@@ -292,10 +268,10 @@ def cache_of(session: Session, caches: Sequence[Any], rows: slice = slice(None))
     site = 0
     for number, layer in enumerate(made.layers):
         sources = [cache.layers[number] for cache in caches]
-        for name in STATES:
-            for place, state in getattr(layer, name, {}).items():
-                if state is not None:
-                    getattr(layer, name)[place] = torch.cat([getattr(each, name)[place][rows] for each in sources])
+        for name, states in vars(layer).items():
+            for place, state in states.items() if isinstance(states, dict) else ():
+                if isinstance(state, Tensor):
+                    states[place] = torch.cat([getattr(each, name)[place][rows] for each in sources])
         if isinstance(getattr(layer, "keys", None), HeldTensor):
             layer.keys, layer.values = (session.held(site, part) for part in PARTS)
             site += 1

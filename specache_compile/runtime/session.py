@@ -29,7 +29,6 @@ from specache_compile.options import MethodOptions
 from specache_compile.passes.reading.sites import PARTS, Part
 from specache_compile.rope_switch import RopeSwitch
 
-from .draft_length import DraftLength
 from .held import Crop, Edit, Handle, HeldTensor, with_free_sizes
 from .records import Statistics, record_of
 from .rewritten import BoundInputs, Rewritten, bind
@@ -149,7 +148,6 @@ class Session:
         self.version = 0
         self.view: View | None = None
         self.drafting = False
-        self.draft_length: DraftLength | None = None
         self.half_evicted = False
         self.rope_switch: RopeSwitch | None = None
         self.one_length: str | None = None
@@ -341,19 +339,9 @@ class Session:
     def crop(self, length: int) -> None:
         """Keep the first `length` columns: each row loses as many of its newest tokens."""
         gone = self.length - length
-        self.crop_to(length, [max(0, tokens - gone) for tokens in self.progress.lengths])
-
-    @torch.inference_mode(False)
-    def crop_rows(self, lengths: Sequence[int]) -> None:
-        """Keep the first tokens of each row. Earlier views of the cache become stale."""
-        self.drain()
-        self.crop_to(max(lengths), lengths)
-        self.version += 1
-        self.view = None
-
-    def crop_to(self, columns: int, lengths: Sequence[int]) -> None:
-        self.tiers.crop(lengths, self.progress.lengths)
-        self.progress.length, self.progress.lengths = columns, tuple(lengths)
+        kept = tuple(max(0, tokens - gone) for tokens in self.progress.lengths)
+        self.tiers.crop(kept, self.progress.lengths)
+        self.progress.length, self.progress.lengths = length, kept
         self.forget_selection()
 
     def select(self, rows: list[int], view: View) -> None:
@@ -387,10 +375,9 @@ class Session:
 
     @torch.inference_mode(False)
     def derived(self, tiers: Tiers, progress: Progress) -> Session:
-        """A session like this one with other tiers and progress. It has no draft, and its counts start at zero."""
+        """A session like this one with other tiers and progress. Its counts start at zero."""
         made = copy.copy(self)
         made.tiers, made.progress = tiers, progress
-        made.drafting, made.draft_length = False, None
         made.reset_runtime()
         made.statistics.full_cache_bytes = bytes_in_16_bits(made.layers, tiers.batch, progress.length)
         made.update_memory()
