@@ -24,7 +24,7 @@ from specache_compile.passes.reading.sites import PARTS
 from specache_compile.runtime.held import HeldTensor
 from specache_compile.runtime.ranks import ranks_of
 from specache_compile.runtime.records import find_record
-from specache_compile.runtime.session import UNKNOWN, Session, plain_already, sessions_of
+from specache_compile.runtime.session import Session, plain_already, sessions_of
 from specache_compile.runtime.step import Step, opened
 
 Pairs = tuple[Tensor, Tensor]
@@ -217,7 +217,6 @@ def session_for(
     session = Session(options, layers, batch, tokens)
     set_model(session, model)
     session.progress.keys = (prefill_key(model, model.parameters()),) * batch
-    session.progress.longest_calls = (UNKNOWN,) * batch
     with opened(session, tokens, attention_mask, causal=masks_are_padding(model)) as step:
         fill(step, pairs)
     return session

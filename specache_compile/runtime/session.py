@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -35,7 +34,6 @@ from .rewritten import BoundInputs, Rewritten, bind
 from .state import bytes_in_16_bits, fields_of, full_cache_bytes
 from .tiers import Tiers
 
-UNKNOWN = sys.maxsize
 # A version of a session, and edits since then.
 View = tuple[int, tuple[Edit, ...]]
 
@@ -46,8 +44,6 @@ class Progress:
 
     lengths: cached tokens of each row; they are the last columns.
     keys: for each row, the key of the model that filled it, at that time.
-    longest_calls: for each row, its most tokens after any call, later crops ignored. Models whose RoPE depends on the
-        length of a call use it. UNKNOWN: a cache that this backend has not filled.
     length: columns that Hugging Face counts, padding in front of rows included.
     speculative: the speculative token [B, 1]; None if there is none.
     ready: for each row, whether its slots were selected for the next decode step.
@@ -59,7 +55,6 @@ class Progress:
     lengths: tuple[int, ...]
     ready: tuple[bool, ...]
     keys: tuple[PrefillKey, ...]
-    longest_calls: tuple[int, ...]
     length: int = 0
     speculative: Tensor | None = None
     padding: Tensor | None = None
@@ -143,7 +138,7 @@ class Session:
     ) -> None:
         self.requested = options
         self.tiers = Tiers(options, layers, batch, prompt, ranks)
-        self.progress = Progress((0,) * batch, (False,) * batch, (PrefillKey(),) * batch, (0,) * batch)
+        self.progress = Progress((0,) * batch, (False,) * batch, (PrefillKey(),) * batch)
         self.weights: list[weakref.ref[Tensor]] = []
         self.version = 0
         self.view: View | None = None
@@ -303,7 +298,6 @@ class Session:
         progress = self.progress
         progress.length += columns
         progress.lengths = tuple(length + new for length, new in zip(progress.lengths, tokens, strict=True))
-        progress.longest_calls = tuple(map(max, progress.longest_calls, progress.lengths))
         self.version += 1
         self.view = None
         self.statistics.bytes_to_host += self.tiers.host_bytes(sum(tokens))
@@ -458,8 +452,7 @@ def progress_of(rows: Sequence[SessionRow]) -> Progress:
         for (session, row), one in zip(rows, tokens, strict=True)
     )
     keys = tuple(session.progress.keys[row] for session, row in rows)
-    calls = tuple(session.progress.longest_calls[row] for session, row in rows)
-    return Progress(lengths, ready, keys, calls, max(lengths, default=0), speculative, joined=True)
+    return Progress(lengths, ready, keys, max(lengths, default=0), speculative, joined=True)
 
 
 def became_plain(size: int, tokens: int, batch: int) -> str:

@@ -30,14 +30,13 @@ from specache_compile.compat import cache_of, with_cache
 from specache_compile.kernels.memory import host_memory
 from specache_compile.kernels.movement import copy_queue, copy_stream
 from specache_compile.paging.pool import batch_pool
-from specache_compile.runtime.held import HeldTensor
 from specache_compile.runtime.session import session_of
 from specache_compile.runtime.step import Step
 
 pytestmark = [pytest.mark.one_process, pytest.mark.one_trace]
 
 
-def random_walk(model: LlamaForCausalLM, twin: LlamaForCausalLM, seed: int, tolerance: float) -> None:
+def random_walk(model: LlamaForCausalLM, twin: LlamaForCausalLM, seed: int) -> None:
     """Steps, extends, crops, reorders, repeats, selections and forks, in any order, on both models' caches; drafts that
     one of them alone makes, takes back, and verifies."""
     rng = random.Random(seed)
@@ -78,22 +77,15 @@ def random_walk(model: LlamaForCausalLM, twin: LlamaForCausalLM, seed: int, tole
                     cache.batch_repeat_interleave(2)
         assert caches[0].get_seq_length() == caches[1].get_seq_length()
         for ours, theirs in zip(sc.materialize(caches[1]).layers, caches[0].layers, strict=True):
-            torch.testing.assert_close(ours.keys, theirs.keys, atol=tolerance, rtol=tolerance)
-            torch.testing.assert_close(ours.values, theirs.values, atol=tolerance, rtol=tolerance)
+            assert torch.equal(ours.keys, theirs.keys)
+            assert torch.equal(ours.values, theirs.values)
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_host_tier_equals_hf_cache_bit_for_bit_after_a_random_walk(seed: int) -> None:
     """One layer, whose keys and values no attention has touched, in one lane: HF's own cache is the exact reference."""
     model = tiny_llama(num_hidden_layers=1)
-    random_walk(model, compile_copy(model, speculate=False, top_k=16), seed, 0.0)
-
-
-@pytest.mark.quick_for
-@pytest.mark.parametrize("seed", range(4, 6))
-def test_host_tier_of_deeper_layers_equals_hf_cache_after_a_random_walk(llama: LlamaForCausalLM, seed: int) -> None:
-    """Behind an attention the last bits differ: it sums in another order. Two lanes."""
-    random_walk(llama, compile_copy(llama), seed, 1e-3)
+    random_walk(model, compile_copy(model, speculate=False, top_k=16), seed)
 
 
 @pytest.mark.parametrize("length", [1, 31, 63, 64, 95, 96, 140, 169])
@@ -332,14 +324,6 @@ class TestHeldTensors:
     def cache(self) -> tuple[LlamaForCausalLM, DynamicCache]:
         twin = compile_copy(tiny_llama())
         return twin, cache_of(step(twin, prompt(50, 2)))
-
-    def test_shape_length_and_repr(self) -> None:
-        _, cache = self.cache()
-        keys = cache.layers[0].keys
-        assert isinstance(keys, HeldTensor)
-        assert keys.shape == (2, 2, 50, 16)
-        assert cache.get_seq_length() == 50
-        assert "HeldTensor(shape=(2, 2, 50, 16)" in repr(keys)
 
     @pytest.mark.parametrize(
         "read",
