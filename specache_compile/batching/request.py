@@ -197,7 +197,9 @@ def next_token(request: Request, logits: Tensor) -> int:
         return request.generated[request.reached]
     scores, place = logits.to(torch.float32, copy=True), len(request.generated)  # processors may write to them
     known = None if request.top_logprobs is None else scores[0].log_softmax(-1)
-    scores = request.processors(request.ids.to(scores.device), scores) if request.processors else scores
+    if request.processors:
+        ids: Any = request.ids.to(scores.device)
+        scores = request.processors(ids, scores)
     token = int(scores.argmax(-1))
     if request.generator is not None:
         request.generator.set_state(request.rng_states[place])

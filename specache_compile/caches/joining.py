@@ -173,8 +173,9 @@ def drained(caches: Sequence[DynamicCache]) -> list[Session]:
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def session_of_rows(rows: Sequence[SessionRow]) -> Session:
-    """A session of these rows, with the pages of their pool, or copies in a new one. Its counts start at zero."""
+def session_of_rows(rows: Sequence[SessionRow], pool: PagePool | None = None) -> Session:
+    """A session of these rows, whose counts start at zero. They share the pages of their pool. If they have several
+    pools, or another pool is given, they get copies there."""
     sessions = list(dict.fromkeys(session for session, _ in rows))
     first, *others = (session.final_options for session in sessions)
     if found := next(filter(None, (differences(other, first) for other in others)), None):
@@ -183,17 +184,17 @@ def session_of_rows(rows: Sequence[SessionRow]) -> Session:
         if session.tiers.pending is not None:
             compress(session)
     tiers = {session: session.tiers for session in sessions}
-    if len({id(session.tiers.pool) for session in sessions}) > 1:
+    pools = {id(each.pool) for each in tiers.values()}
+    if pool is None and len(pools) > 1:
         pages = sum(len(row) for session in sessions for row in session.tiers.pages)
         pool = PagePool(first, sessions[0].layers, 0)
         pool.check_room(pages)
         pool.grow_to(pages, pages)
+    if pool is not None:
         tiers = {session: session.tiers.copied_to(session.tiers.empty_in(pool)) for session in sessions}
     return sessions[0].derived(joined([(tiers[session], row) for session, row in rows]), progress_of(rows))
 
 
-@torch.inference_mode(False)
-@torch.no_grad()
 def in_pages(cache: DynamicCache, pool: PagePool) -> DynamicCache:
     """The cache in pages of `pool`, which has its final options. A cache in other pages is freed.
 
@@ -202,11 +203,7 @@ def in_pages(cache: DynamicCache, pool: PagePool) -> DynamicCache:
     (session,) = drained([cache])
     if session.tiers.pool is pool:
         return cache
-    if session.tiers.pending is not None:
-        compress(session)
-    rows = [(session, row) for row in range(session.tiers.batch)]
-    tiers = session.tiers.copied_to(session.tiers.empty_in(pool))
-    made = cache_of(session.derived(tiers, progress_of(rows)), [cache])
+    made = cache_of(session_of_rows([(session, row) for row in range(session.tiers.batch)], pool), [cache])
     drop(cache)
     return made
 
@@ -257,7 +254,6 @@ def drop(cache: DynamicCache) -> None:
     for session in sessions_of(cache):
         session.settle()
         session.tiers.release_state()
-        session.bindings.clear()
         session.version += 1
         session.view = None
 

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import pickle
 import shutil
@@ -29,12 +30,12 @@ from specache_compile.methods import every_method
 from specache_compile.methods.field import LayerShape, LayerState
 from specache_compile.model_key import PrefillKey, prefill_key
 from specache_compile.options import MethodOptions, differences, own_options
-from specache_compile.paging.pool import PagePool, pages_for
+from specache_compile.paging.pool import pages_for
 from specache_compile.passes.reading.sites import PARTS
 from specache_compile.runtime.held import HeldTensor
 from specache_compile.runtime.ranks import ranks_of
 from specache_compile.runtime.session import Progress, Session, required_session
-from specache_compile.runtime.state import MEASURE, adopt, empty, fields_of, paged_fields, pages_of_rows
+from specache_compile.runtime.state import MEASURE, fields_of, paged_fields
 from specache_compile.runtime.tiers import Tiers
 
 from .holding import set_model
@@ -133,7 +134,7 @@ def save(cache: DynamicCache, folder: str | os.PathLike[str]) -> None:
 def load(folder: str | os.PathLike[str], model: torch.nn.Module) -> DynamicCache:
     """Load a cache that `save` wrote.
 
-    On a CPU the host tier is mapped from its file and read when steps need it. The counts of `stats` start at 0.
+    The counts of `stats` start at 0.
 
     Args:
         folder: the folder that was passed to `save`.
@@ -185,26 +186,33 @@ def loaded(root: Path, model: torch.nn.Module, by_any_weights: bool) -> DynamicC
     session = Session(requested, shapes, len(keys), progress.length)
     session.progress, tiers = progress, session.tiers
     tiers.options, tiers.pending = (final.in_16_bits, final) if header["in_16_bits"] else (final, None)
-    tiers.check_host_memory(pages_of_rows(len(keys), progress.longest)[1], progress.longest)
-    return filled(session, model, header, root / header["folder"])
-
-
-def filled(session: Session, model: torch.nn.Module, header: Mapping[str, Any], folder: Path) -> DynamicCache:
-    """The cache of a session, filled from a folder."""
-    cache, states = empty_cache(model, header["layers"]), list[tuple[LayerState, LayerState]]()
+    tiers.capacity = header["capacity"]
+    session.reserve(0)
+    set_model(session, model)
+    cache, sites = empty_cache(model, header["layers"]), itertools.count()
     layers: list[Any] = list(cache.layers)
     for number, layer in enumerate(tqdm(layers, "loading", unit="layer", disable=None, leave=False)):
-        path = folder / layer_file(number)
+        path = root / header["folder"] / layer_file(number)
         found = read(path)
-        vars(layer).update(owned(found["layer"], session.layers[0].device))
+        vars(layer).update(owned(found["layer"], device))
         if found["state"] is not None:
-            site = len(states)
-            states.append(placed(session, site, found["state"], path, header["capacity"]))
+            site = next(sites)
+            fill(session, site, found["state"], path)
             layer.keys, layer.values = (session.held(site, part) for part in PARTS)
-    fill_tiers(session, states, header["capacity"])
-    set_model(session, model)
-    session.update_memory()
     return cache
+
+
+def fill(session: Session, site: int, found: LayerState, path: Path) -> None:
+    """Copy saved state tensors to a site's: rows, or pages, which are adjacent in a new pool. SpecacheError if a shape
+    or dtype does not match the options."""
+    pages = sum(map(len, session.tiers.pages))
+    for field in fields_of(session.options, session.layers[site]):
+        state, tensor = session.state[site][field.name], found.get(field.name)
+        expected = torch.Size((pages if field.by_page else len(state), *state.shape[1:]))
+        if tensor is None or tensor.shape != expected or tensor.dtype != state.dtype:
+            raise unreadable_session(path, f"its tensor {field.name!r} does not have the shape {tuple(expected)}")
+        if field.tier != MEASURE:
+            state[: len(tensor)].copy_(tensor)
 
 
 def check_layers(cache: DynamicCache) -> None:
@@ -263,45 +271,6 @@ def whole(tiers: Tiers, site: int, lengths: Sequence[int]) -> LayerState:
             if length % PAGE:
                 found[last, :, -(-(length % PAGE) // each) :] = 0
     return state
-
-
-def placed(session: Session, site: int, found: LayerState, path: Path, capacity: int) -> tuple[LayerState, LayerState]:
-    """A site's state tensors in pages and those of rows, on their devices. SpecacheError if a shape or dtype does not
-    match the options."""
-    shape, tiers, lengths = session.layers[site], session.tiers, session.progress.lengths
-    paged, rows = LayerState(), LayerState()
-    count, pages, places = sum(map(pages_for, lengths)), *sizes_of(session)
-    for field in fields_of(session.options, shape):
-        size = (count, PAGE) if field.by_page else (tiers.batch, capacity)
-        expected, tensor = torch.Size(field.shape(session.options, shape, *size)), found.get(field.name)
-        if tensor is None or tensor.shape != expected or tensor.dtype != field.dtype(session.options, shape):
-            raise unreadable_session(path, f"its tensor {field.name!r} does not have the shape {tuple(expected)}")
-        new = tensor
-        if not field.on_host or shape.device.type != "cpu":
-            more = (pages, PAGE, places) if field.by_page else size
-            new = empty(field, session.options, shape, *more)
-            if field.tier != MEASURE:
-                new[: len(tensor)].copy_(tensor)
-        (paged if field.by_page else rows)[field.name] = new
-    adopt(rows, shape)
-    return paged, rows
-
-
-def sizes_of(session: Session) -> tuple[int, int]:
-    """Pages of a loaded session, and those with host memory. A CPU has only the saved pages, mapped from their file."""
-    pages, places = pages_of_rows(session.tiers.batch, session.progress.longest)
-    mapped = any(field.on_host for layer in session.layers for field in fields_of(session.options, layer))
-    if mapped and session.layers[0].device.type == "cpu":
-        places = sum(map(pages_for, session.progress.lengths))
-    return pages, places
-
-
-def fill_tiers(session: Session, states: Sequence[tuple[LayerState, LayerState]], capacity: int) -> None:
-    """Use the state tensors that were read: of each layer those in pages and those of rows."""
-    pool = PagePool(session.options, session.layers, *sizes_of(session), state=[paged for paged, _ in states])
-    pages = [pool.allocate(pages_for(length)) for length in session.progress.lengths]
-    session.tiers.capacity = capacity
-    session.use(session.tiers.in_pool(pool, pages, len(pages), [rows for _, rows in states]))
 
 
 def described_shape(shape: LayerShape) -> dict[str, Any]:

@@ -30,7 +30,6 @@ from specache_compile.rope_switch import RopeSwitch
 
 from .held import Crop, Edit, Handle, HeldTensor, with_free_sizes
 from .records import Statistics, record_of
-from .rewritten import BoundInputs, Rewritten, bind
 from .state import bytes_in_16_bits, fields_of, full_cache_bytes
 from .tiers import Tiers
 
@@ -123,7 +122,6 @@ class Session:
     one_length: why the model's graphs require rows of one length; None if they do not.
     half_evicted: a step that drops pairs has started and not finished.
     cursors: one buffer for each page-table width, sized for all rows. Rows after the batch are zero (inactive).
-    bindings: by rewritten graph and number of rows.
     queue: its copies, and the host's record of its steps.
     """
 
@@ -157,7 +155,6 @@ class Session:
         )
         self.recorded = RecordedSteps()
         self.cursors: dict[int, Tensor] = {}
-        self.bindings: dict[tuple[Rewritten, int], BoundInputs] = {}
         self.statistics = Statistics(self.queue)
         self.new_cursor()
         self.recorded_at = self.tiers.moved
@@ -179,7 +176,6 @@ class Session:
         self.tiers.clear_inactive()
         every[:, QUEUE].fill_(self.queue.number)
         self.cursor, self.queue.table = every[: self.tiers.batch], None
-        self.bindings.clear()
         self.update_page_table()
 
     def padded_to(self, rows: int) -> tuple[list[LayerState], Tensor]:
@@ -188,13 +184,6 @@ class Session:
             return self.state, self.cursor
         pages = self.cursor.shape[1] - CURSOR_SIZE
         return self.tiers.padded_to(rows), self.cursors[pages][:rows]
-
-    def bound(self, rewritten: Rewritten, arguments: Sequence[Any], rows: int) -> BoundInputs:
-        """The inputs of a rewritten graph for so many rows, bound to the present state."""
-        known = self.bindings.get((rewritten, rows))
-        if known is None or known.state is not self.tiers.padded_to(rows):
-            known = self.bindings[rewritten, rows] = bind(rewritten.inputs, *self.padded_to(rows), arguments)
-        return known
 
     def update_page_table(self) -> None:
         """Write the current page table into the cursor."""
@@ -270,7 +259,6 @@ class Session:
         if self.tiers.moved != self.recorded_at:
             self.recorded.clear()
             self.recorded_at = self.tiers.moved
-        self.bindings.clear()
         fields, statistics = self.tiers.fields, self.statistics
         statistics.fetched, statistics.corrected = fields("fetched"), fields("corrected")
         stored = [state.get("host", state["slots"]) for state in self.state if "fetched" in state]

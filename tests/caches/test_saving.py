@@ -68,17 +68,6 @@ def test_a_loaded_session_continues_bit_for_bit(llama: LlamaForCausalLM, tmp_pat
     assert torch.equal(go_on(model, again), go_on(model, cache))
 
 
-def test_a_rounded_host_tier_is_saved_in_a_byte_a_number_and_four_for_its_scale(tmp_path: Path) -> None:
-    sizes, bfloat16 = {}, tiny_llama().bfloat16()
-    for host_bits in (16, 8):
-        model = compiled_with(bfloat16, {**SETTINGS["best"], "lowering": "eager", "host_bits": host_bits})
-        sc.save(step(model, prompt(300))[1], tmp_path / str(host_bits))
-        files = (tmp_path / str(host_bits)).glob("layers-*/*.pt")
-        sizes[host_bits] = sum(torch.load(file)["state"]["host"].nbytes for file in files)
-    head_dim = 16
-    assert sizes[8] == sizes[16] * (head_dim + 4) / (2 * head_dim)
-
-
 @pytest.mark.slow
 @torch.no_grad()
 def test_layers_that_stay_plain_are_saved_with_the_held_ones(tmp_path: Path) -> None:

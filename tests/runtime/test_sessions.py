@@ -487,28 +487,3 @@ def test_a_step_that_raised_leaves_no_staging_behind(compiled: LlamaForCausalLM)
     staging = copy_stream.staging_of(torch.device("cpu"))
     Step(session, 1).abandon()
     assert copy_stream.staging_of(torch.device("cpu")) is not staging
-
-
-@pytest.mark.parametrize("moves", ["grows", "reorders", "other weights"])
-def test_a_step_binds_its_inputs_again_after_a_tensor_has_moved(llama: LlamaForCausalLM, moves: str) -> None:
-    compiled, plain = compile_copy(llama, bits=16), copy.deepcopy(llama)
-    caches = [cache_of(step(model, prompt(250, 2))) for model in (compiled, plain)]
-
-    def bound() -> Any:
-        outs = [step(model, prompt(1, 2), cache) for model, cache in zip((compiled, plain), caches, strict=True)]
-        torch.testing.assert_close(outs[0].logits, outs[1].logits, atol=1e-4, rtol=1e-4)
-        graph = next(graph for graph, _ in session_of(caches[0]).bindings if graph.variant.phase.name == "decode")
-        return session_of(caches[0]).bindings[graph, 2]
-
-    before = bound()
-    assert bound() is before
-    if moves == "grows":
-        for cache, model in zip(caches, (compiled, plain), strict=True):
-            step(model, prompt(600, 2), cache)
-    elif moves == "reorders":
-        for cache in caches:
-            cache.reorder_cache(torch.tensor([1, 1]))
-    else:
-        for model in (compiled, plain):
-            model.lm_head.weight.data = model.lm_head.weight.data * 2
-    assert (bound() is before) == (moves == "other weights")
