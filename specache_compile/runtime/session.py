@@ -323,8 +323,8 @@ class Session:
         gone = self.length - length
         kept = tuple(max(0, tokens - gone) for tokens in self.progress.lengths)
         self.tiers.crop(kept, self.progress.lengths)
-        self.progress.length, self.progress.lengths = length, kept
-        self.forget_selection()
+        ready = (False,) * self.tiers.batch
+        self.progress = replace(self.progress, length=length, lengths=kept, ready=ready, speculative=None)
 
     def select(self, rows: list[int], view: View) -> None:
         """Keep the batch rows `rows`, in that order, for reorder, repeat and select: the edit that leads to `view`."""

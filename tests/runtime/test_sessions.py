@@ -10,10 +10,9 @@ import mmap
 import pickle
 import random
 import re
-import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from transformers import DynamicCache, LlamaForCausalLM
 
 import specache_compile as sc
 from conftest import compile_copy, greedy, prompt, step, tiny_llama
-from held_tiers import at_hand, differences, in_rows
+from held_tiers import AfterLines, at_hand, differences, in_rows
 from specache_compile.caches.joining import in_pages
 from specache_compile.compat import cache_of, with_cache
 from specache_compile.kernels.memory import host_memory
@@ -233,26 +232,6 @@ def test_an_interrupted_step_can_be_taken_again(
     torch.testing.assert_close(step(twin, tokens[:, 100:], cache).logits, expected, atol=1e-3, rtol=1e-4)
 
 
-@contextlib.contextmanager
-def interrupted_after(lines: int | None) -> Iterator[list[str]]:
-    """Within it, so many lines of sessions and pools run before an interrupt; they are in the list."""
-    seen: list[str] = []
-
-    def trace(frame: Any, event: str, argument: Any) -> Any:
-        if event == "line":
-            seen.append(f"{frame.f_code.co_name} {frame.f_lineno}")
-            if len(seen) == lines:
-                raise KeyboardInterrupt
-        return trace
-
-    ours = ("specache_compile/runtime/", "specache_compile/paging/")
-    sys.settrace(lambda frame, *_: trace if any(part in frame.f_code.co_filename for part in ours) else None)
-    try:
-        yield seen
-    finally:
-        sys.settrace(None)
-
-
 @pytest.mark.parametrize("batched", [False, True], ids=["own pool", "pool of a batch"])
 def test_an_interrupted_selection_of_rows_happens_once(batched: bool) -> None:
     """At any line, and the pages of the other rows are free afterwards."""
@@ -263,24 +242,24 @@ def test_an_interrupted_selection_of_rows_happens_once(batched: bool) -> None:
     pool = session_of(cache).tiers.pool
     held = pool.held
 
-    def selected(moment: int | None) -> tuple[list[str], Any, Any]:
+    def selected(moment: int | None) -> tuple[AfterLines, Any, Any]:
         chosen = copy.deepcopy(cache)
         chosen.reorder_cache(torch.tensor([0, 2]))
-        with contextlib.suppress(KeyboardInterrupt), interrupted_after(moment) as lines:
+        with contextlib.suppress(KeyboardInterrupt), AfterLines(moment) as lines:
             at_hand(chosen)
         session = at_hand(chosen)
         layers = [{**layer, "host": layer["host"][:, :, :271]} for layer in in_rows(session)]
         return lines, session, (session.progress.lengths, layers)
 
     lines, _, expected = selected(None)
-    assert len(lines) > 100
-    for moment in range(1, len(lines), 5):
+    assert lines.lines > 100
+    for moment in range(1, lines.lines, 5):
         seen, session, found = selected(moment)
-        assert found[0] == expected[0], seen[-1]
-        assert not differences(found[1], expected[1]), seen[-1]
+        assert found[0] == expected[0], seen.last
+        assert not differences(found[1], expected[1]), seen.last
         del session, found
         pool.recount()
-        assert pool.held == held, seen[-1]
+        assert pool.held == held, seen.last
 
 
 @pytest.mark.slow
@@ -426,6 +405,8 @@ def test_half_of_what_is_free_is_the_host_tiers_default_budget(monkeypatch: pyte
     assert host_memory.allowance(0, None) == 500
     assert host_memory.allowance(200, None) == 600  # what is held already is not free, and is its own
     assert host_memory.allowance(0, 12) == 12
+    # Four ranks of a machine share its memory; what is held is a rank's own.
+    assert [host_memory.allowance(*given, 4) for given in ((0, None), (100, None), (0, 400))] == [125, 175, 100]
     monkeypatch.setattr(host_memory, "remaining_memory", lambda: 400)
     assert host_memory.allowance(0, None) == 200  # a container's limit that is nearer
     monkeypatch.setattr(host_memory, "remaining_memory", lambda: 4000)
