@@ -262,7 +262,7 @@ class TestRefusals:
             (lambda llama: compile_copy(tiny_llama(seed=1)), "made with another model"),
             (lambda llama: compile_copy(llama, bits=2), r"made with other options: bits 1 \(the model's: 2\)"),
             (lambda llama: compile_copy(llama, exact_layers=[0]), r"made with other options: exact_layers \(\)"),
-            (lambda llama: compile_copy(llama, host_memory=10), r"host tier would need .* for 70 tokens"),
+            (lambda llama: compile_copy(llama, host_memory=10), r"host tier would need .* for 256 tokens"),
         ],
         ids=["uncompiled", "other weights", "other bits", "other layers", "over its budget"],
     )
