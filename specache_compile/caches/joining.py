@@ -184,8 +184,7 @@ def session_of_rows(rows: Sequence[SessionRow], pool: PagePool | None = None) ->
         if session.tiers.pending is not None:
             compress(session)
     tiers = {session: session.tiers for session in sessions}
-    pools = {id(each.pool) for each in tiers.values()}
-    if pool is None and len(pools) > 1:
+    if pool is None and len({id(each.pool) for each in tiers.values()}) > 1:
         pages = sum(len(row) for session in sessions for row in session.tiers.pages)
         pool = PagePool(first, sessions[0].layers, 0)
         pool.check_room(pages)

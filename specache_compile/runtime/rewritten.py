@@ -49,6 +49,10 @@ class Rewritten:
     rows: RowDims | None = None
 
     @functools.cached_property
+    def reads_speculative(self) -> bool:
+        return any(each.source == "speculative" for each in self.inputs)
+
+    @functools.cached_property
     def places(self) -> list[tuple[int, int | str]]:
         """The place of each input among the caller's arguments (0), the session's other tensors (1) and the state of
         each layer (2 and more), with its key there."""

@@ -167,7 +167,7 @@ class Step:
         if progress.differ or progress.joined:
             check_positions(progress, last)
             self.check_rope()
-        chosen = all(progress.ready) and not ((1, "speculative") in last.places and progress.speculative is None)
+        chosen = all(progress.ready) and not (last.reads_speculative and progress.speculative is None)
         return [*(rewritten(earlier) for earlier in before if not chosen), last]
 
     def check_rope(self) -> None:
