@@ -81,7 +81,7 @@ COMMANDS = {
         "serve a model with the OpenAI API",
         "serving.serve:add_serve", "serving.serve:run_serve", options=True,
         shown=("--host", "--port", "--api-key", "--rows", "--session-host-gib", "--session-device-gib",
-               "--session-folder", "--device", "--bits", "--method", "--verify"),
+               "--session-folder", "--device", "--bits", "--method"),
     ),
     "eval": Command(
         "compare methods on tasks; a stopped evaluation resumes",

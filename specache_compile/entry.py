@@ -10,7 +10,6 @@ from .compile.backend import specache as specache
 from .compile.recompile_limit import raise_limit
 from .generate.checks import route_checks
 from .generate.compiled_calls import route_generate
-from .generate.verify import route_verification
 
 log = logging.getLogger(__name__)
 
@@ -30,5 +29,4 @@ def keep_traces() -> None:
 raise_limit()
 route_generate()
 route_checks()
-route_verification()
 keep_traces()

@@ -8,11 +8,8 @@ value is not seen: call `Batch.forget_prefixes()` after it. A sum over all value
 from __future__ import annotations
 
 import copy
-import functools
 import hashlib
-import operator
 import sys
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from types import FrameType
@@ -101,12 +98,6 @@ def prefill_key(model: torch.nn.Module | None, weights: Iterable[Tensor]) -> Pre
 def weight_hashes(tensors: Iterable[Tensor]) -> tuple[str, ...]:
     """16 hex digits for each tensor, over its shape, dtype and sampled values; sorted."""
     return tuple(sorted(hash_of(f"{kind} {values.hex()}") for kind, values in sampled(tensors)))
-
-
-def all_of(hashes: Iterable[Iterable[str]]) -> tuple[str, ...]:
-    """The hashes of all weights that are in one of these collections."""
-    counts = functools.reduce(operator.or_, map(Counter, hashes), Counter[str]())
-    return tuple(sorted(counts.elements()))
 
 
 def hash_of(text: str) -> str:

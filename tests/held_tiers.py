@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import sys
 from collections.abc import Sequence
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -131,3 +134,43 @@ def interrupted_behind(steps: Sequence[int], twin: Any, plain: Any, ids: Tensor,
             torch.testing.assert_close(ours.values, theirs.values, atol=1e-3, rtol=1e-3)
         rest = greedy(twin, expected[:, : length + 1], ids.shape[1] + tokens - 1 - length, **with_cache(cache))
         assert torch.equal(rest, expected)
+
+
+class Interrupt(KeyboardInterrupt):
+    """An interrupt that no user sends."""
+
+
+class AfterLines:
+    """Raises after so many executed lines of steps, sessions, pools and batches, once. None: it counts them.
+
+    Tests thus interrupt at any moment without a signal.
+    """
+
+    OURS = tuple(f"specache_compile/{folder}/" for folder in ("batching", "caches", "paging", "runtime"))
+
+    def __init__(self, moment: int | None, error: type[BaseException] = Interrupt) -> None:
+        self.moment, self.error, self.lines, self.last = moment, error, 0, ""
+
+    def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
+        return self.line if is_ours(frame.f_code.co_filename) else None
+
+    def line(self, frame: FrameType, event: str, argument: Any) -> Any:
+        # The last lines of `Batch.step` return the tokens: Python calls no handler of a signal between them.
+        if event == "line" and not (frame.f_code.co_name == "step" and "batching" in frame.f_code.co_filename):
+            self.lines += 1
+            if self.lines == self.moment:
+                self.last = f"{frame.f_code.co_name} {frame.f_lineno}"
+                raise self.error
+        return self.line
+
+    def __enter__(self) -> AfterLines:
+        sys.settrace(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        sys.settrace(None)
+
+
+@functools.cache
+def is_ours(file: str) -> bool:
+    return any(part in file for part in AfterLines.OURS)

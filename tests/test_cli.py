@@ -90,6 +90,7 @@ def test_generate_finds_the_pass_key_and_verifies(capsys: pytest.CaptureFixture[
         (["generate", MODEL, "--prompt", "a", "--verify", "0"], "verify=0: accepted are 1 to 1024 tokens"),
         (["serve", "/no/such/model", "--port", "0"], "no checkpoint at /no/such/model"),
         (["serve", MODEL, "--port", "0", "--sessions", "0"], "--sessions 0: accepted is 1 or more"),
+        (["serve", MODEL, "--port", "0", "--verify", "8"], "option verify: a batch does not verify drafts"),
         (["serve", MODEL, "--port", "70000"], "--port 70000"),
         (["serve", MODEL, "--host", "no.such.host.invalid"], "no.such.host.invalid"),
     ],

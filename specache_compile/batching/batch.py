@@ -6,7 +6,6 @@ import contextlib
 import copy
 import functools
 import inspect
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,34 +15,15 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from specache_compile.caches.joining import (
-    append_rows,
-    crop_rows,
-    drop,
-    keep_rows,
-    reason_against,
-    reserve_cache_rows,
-    row_of,
-)  # fmt: skip
+from specache_compile.caches.joining import append_rows, drop, keep_rows, reason_against, reserve_cache_rows, row_of
 from specache_compile.compat import cache_of, with_cache
 from specache_compile.compile.compiled_options import required_options
-from specache_compile.generate.drafts import rewritten_so_far, warn_not_drafted
-from specache_compile.generate.verify import check_windows
-from specache_compile.runtime.session import Session, sessions_of
+from specache_compile.errors import SpecacheError
 
 from .batch_memory import BatchMemory, Bytes, Running
 from .batch_rope import BatchRope
 from .prefixes import can_crop
-from .request import End, Request, Stage, request_for
-from .row_drafts import (
-    accept,
-    decoded_for,
-    drafting_session,
-    fed,
-    most_drafted,
-    note_round,
-    reason_not_to_draft,
-)
+from .request import End, Request, Stage, append_next, request_for
 from .spill import SpillFolder, load, remove
 from .twice import FailedTwice, twice
 
@@ -65,16 +45,7 @@ class RowGroup:
 
     def row(self, request: Request) -> DynamicCache:
         """The cache of one request's row."""
-        self.crop()
         return row_of(self.cache, self.requests.index(request)) if self.paged else self.cache
-
-    def crop(self) -> None:
-        """Drop drafted tokens that were not accepted, also those of a round that failed. Rows of failed requests stay
-        as they are, since they leave."""
-        session = drafting_session(self.cache)
-        if session is not None and len(sessions_of(self.cache)) == 1:
-            there = zip(self.requests, session.progress.lengths, strict=True)
-            crop_rows(self.cache, [length if one.end is End.FAILED else one.cached for one, length in there])
 
     def keep_only(self, requests: list[Request]) -> bool:
         """Keep only these requests; whether the cache can still be used. The last row moves into the place of a row
@@ -94,8 +65,7 @@ class Batch:
 
     A step prefills one chunk of one prompt, and generates a token for every running request. A request's tokens do not
     depend on other requests. Models whose rows cannot be joined (sliding windows, methods that drop pairs) decode one
-    row after another. With `verify` one call of the model verifies the drafts of all rows, and a step may
-    generate several tokens for each.
+    row after another.
 
     Running requests keep their tokens in pages of 256, and share the pages of common prompt prefixes (`prefixes.py`). A
     batch belongs to the thread that calls `step`.
@@ -115,8 +85,8 @@ class Batch:
         spill_bytes: most bytes of evicted sessions in that folder; None is unbounded.
 
     Raises:
-        SpecacheError: the model is not compiled with this backend, the folder cannot be written, or the model's sliding
-            windows cannot drop rejected tokens.
+        SpecacheError: the model is not compiled with this backend, its options verify drafts, or the folder cannot be
+            written.
 
     Example:
         import specache_compile as sc
@@ -138,10 +108,10 @@ class Batch:
         spill_bytes: int | None = None,
     ) -> None:  # fmt: skip
         self.options = required_options(model, "Batch")
+        if self.options.drafts:
+            raise verifies_nothing()
         # Rows of different lengths require position_ids.
         wrapped = getattr(model, "_orig_mod", model)
-        if self.options.drafts:
-            check_windows(DynamicCache(config=wrapped.config))
         self.joins = "position_ids" in inspect.signature(wrapped.forward).parameters
         self.model, self.most_rows, self.chunk = model, rows, chunk
         self.rope = BatchRope(wrapped)
@@ -188,7 +158,7 @@ class Batch:
         if not len(prompt):
             raise ValueError("the prompt has 0 tokens: pass at least one")
         request = request_for(self.model, prompt, {**arguments, "seed": seed})
-        request.top_logprobs, request.ahead = logprobs, most_drafted(self.options)
+        request.top_logprobs = logprobs
         self.rope.prepare(request)
         if (error := self.memory.error_alone(request)) is not None:
             raise error
@@ -198,8 +168,8 @@ class Batch:
     def step(self) -> list[tuple[Request, int]]:
         """Run one step, and return the generated tokens as (request, token).
 
-        A step admits waiting requests, prefills one chunk of one prompt, and decodes a token for each running request,
-        or the accepted part of its draft. A request whose logits processor fails is finished, with its `error`.
+        A step admits waiting requests, prefills one chunk of one prompt, and decodes a token for each running request.
+        A request whose logits processor fails is finished, with its `error`.
 
         If the model fails or an interrupt (Ctrl-C) ends a step, `step` raises, and can be called again. The next step
         prefills all open requests again, decodes their known tokens again, and returns the tokens that the interrupted
@@ -399,7 +369,7 @@ class Batch:
     def next_tokens(self, request: Request) -> int:
         """Tokens that the next step caches for a running request."""
         if request.stage is Stage.DECODE:
-            return 1 + request.ahead
+            return 1
         left = self.rope.until_switch(request)
         return left if request.whole else min(self.chunk, left)
 
@@ -441,7 +411,7 @@ class Batch:
                 return
             group = self.start_decoding(request)
         self.prefilling.remove(request)
-        accept(request, [], logits[0, -1:])
+        append_next(request, logits[0, -1:])
         self.release_finished(group)
 
     def join_group(self, request: Request, cache: DynamicCache) -> RowGroup:
@@ -460,23 +430,15 @@ class Batch:
         return self.groups[-1]
 
     def decode_group(self, group: RowGroup) -> None:
-        """Decode one token of each row, and before it the accepted part of the row's draft."""
-        start, session = time.perf_counter(), self.drafting(group)
-        compiled = 0 if session is None else rewritten_so_far(self.model)
+        """Decode one token of each row."""
+        device = self.model.device
+        tokens = torch.tensor([[one.generated[one.reached - 1]] for one in group.requests], device=device)
+        positions = torch.tensor([[one.cached] for one in group.requests], device=device)
         with self.attempt(group.requests):
-            drafts = [[] for _ in group.requests] if session is None else self.drafts(group, session)
-            several = any(drafts)
-            logits = self.call_rows(group, *fed(group.requests, drafts), every=several)
-        before = [request.cached for request in group.requests]
-        for row, request in enumerate(group.requests):
-            accept(request, drafts[row], logits[row] if several else logits[row, -1:])
-        if session is not None:
-            seconds = None if rewritten_so_far(self.model) != compiled else time.perf_counter() - start
-            note_round(session, drafts, before, [request.cached for request in group.requests], seconds)
-        try:
-            group.crop()
-        finally:
-            self.release_finished(group)
+            group.cache, logits = self.call_model(tokens, positions, group.cache)
+        for request, row in zip(group.requests, logits, strict=True):
+            append_next(request, row[-1:])
+        self.release_finished(group)
 
     @contextlib.contextmanager
     def attempt(self, requests: Sequence[Request]) -> Iterator[None]:
@@ -495,33 +457,6 @@ class Batch:
         for request, place in places:
             request.failures.discard(place)
 
-    def drafting(self, group: RowGroup) -> Session | None:
-        """The session of rows that draft; None, with one warning, if the rows cannot draft."""
-        session = drafting_session(group.cache)
-        if session is None:
-            return None
-        group.crop()
-        reason = reason_not_to_draft(self.model, group.cache, len(group.requests))
-        if reason is None:
-            return session
-        warn_not_drafted(self.model, reason)
-        return None
-
-    def drafts(self, group: RowGroup, session: Session) -> list[list[int]]:
-        """The draft of each row; the cache is unchanged afterwards."""
-
-        def one_token(tokens: Tensor, positions: Tensor) -> Tensor:
-            return self.call_rows(group, tokens, positions)[:, -1]
-
-        drafts = decoded_for(group.requests, session, one_token)
-        group.crop()
-        return drafts
-
-    def call_rows(self, group: RowGroup, tokens: Tensor, positions: Tensor, every: bool = False) -> Tensor:
-        device = self.model.device
-        group.cache, logits = self.call_model(tokens.to(device), positions.to(device), group.cache, every)
-        return logits
-
     def release_finished(self, group: RowGroup) -> None:
         """Remove the rows of finished requests, and keep their caches with sessions."""
         for request in group.requests:
@@ -529,13 +464,10 @@ class Batch:
                 self.keep(request)
         self.keep_only(group, [request for request in group.requests if request.stage is not Stage.FINISHED])
 
-    def call_model(
-        self, tokens: Tensor, positions: Tensor, cache: DynamicCache | None, every: bool = False
-    ) -> tuple[DynamicCache, Tensor]:
-        """Run the model on new tokens [B, T]. Returns the cache and the logits of the last token [B, 1, V], or of all
-        tokens [B, T, V] with `every` or if the model has no logits_to_keep."""
-        # 0 means all: a number would compile a graph for each number of drafted tokens.
-        more: dict[str, Any] = {"logits_to_keep": 0 if every else 1} if self.model._supports_logits_to_keep() else {}
+    def call_model(self, tokens: Tensor, positions: Tensor, cache: DynamicCache | None) -> tuple[DynamicCache, Tensor]:
+        """Run the model on new tokens [B, T]. Returns the cache and the last token's logits [B, 1, V]; those of all
+        tokens if the model has no logits_to_keep."""
+        more: dict[str, Any] = {"logits_to_keep": 1} if self.model._supports_logits_to_keep() else {}
         if self.joins:
             more["position_ids"] = positions
         if cache is None and self.model._supports_default_dynamic_cache():
@@ -543,6 +475,13 @@ class Batch:
             cache = DynamicCache(config=self.model.config.get_text_config(decoder=True))
         out = self.model(input_ids=tokens, **with_cache(cache), use_cache=True, return_dict=True, **more)
         return cache_of(out), out.logits
+
+
+def verifies_nothing() -> SpecacheError:
+    return SpecacheError(
+        "option verify: a batch does not verify drafts. Compile with method='offload', whose tokens are exact too, or "
+        "call generate for one sequence"
+    )
 
 
 def token_ids(ids: Tensor | Sequence[int]) -> Tensor:

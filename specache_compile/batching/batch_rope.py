@@ -34,7 +34,7 @@ class BatchRope:
             return
         prompt, new = len(request.prompt), int(request.config.max_new_tokens or 0)
         beyond, crosses = prompt + new > self.switch.tokens, prompt <= self.switch.tokens < prompt + new
-        if beyond and (self.switch.grows or (crosses and request.ahead)):
+        if beyond and self.switch.grows:
             raise SpecacheError(
                 f"a request of {prompt:,} prompt and {new:,} new tokens: beyond {self.switch.tokens:,} tokens this "
                 f"model's RoPE ({self.switch.kind}) depends on the length of a call, which a batch cannot reproduce. "

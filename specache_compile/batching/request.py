@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, LogitsProcessorList
+
+from .twice import FailedTwice, twice
 
 
 class Stage(Enum):
@@ -62,7 +65,6 @@ class Request:
     changes: the batch's number of changes of weights when it started.
     started: its number in the order of starts.
     swapped: the folder with its cache, while it is preempted.
-    ahead: drafted tokens that may be cached during a verification.
     resumed: generated tokens that are prefilled again after the prompt, where the RoPE switches.
     reached: generated tokens that the current cache has reproduced. After an interrupt the known tokens are decoded
         again, since a prefill of them would differ with lossy options.
@@ -90,7 +92,6 @@ class Request:
     changes: int = 0
     started: int = 0
     swapped: Path | None = None
-    ahead: int = 0
     resumed: int = 0
     reached: int = 0
     whole: bool = False
@@ -107,7 +108,7 @@ class Request:
     @property
     def longest(self) -> int:
         """Most tokens that it may have cached."""
-        return len(self.prompt) + int(self.config.max_new_tokens or 0) + self.ahead
+        return len(self.prompt) + int(self.config.max_new_tokens or 0)
 
     @property
     def cached(self) -> int:
@@ -117,17 +118,12 @@ class Request:
     @property
     def due(self) -> int:
         """Most tokens cached after its next step."""
-        return max(len(self.prompt) + self.resumed, self.cached + 1) + self.ahead
+        return max(len(self.prompt) + self.resumed, self.cached + 1)
 
     @property
     def ids(self) -> Tensor:
         """Prompt and generated tokens, int64 [1, n]."""
         return self.ids_with(len(self.generated))
-
-    @property
-    def context(self) -> Tensor:
-        """Prompt and `reached` tokens, int64 [1, n]: the context of the next token."""
-        return self.ids_with(self.reached)
 
     def ids_with(self, count: int) -> Tensor:
         """Prompt and the first generated tokens, int64 [1, n]."""
@@ -187,27 +183,30 @@ def request_for(model: Any, prompt: Tensor, arguments: dict[str, Any]) -> Reques
     return Request(prompt, config, processors, named, generator, rng_states=rng_states)
 
 
+def append_next(request: Request, logits: Tensor) -> None:
+    """Append the next token of a request. One whose processor fails is finished."""
+    try:
+        request.append(twice(functools.partial(next_token, request, logits)))
+    except FailedTwice as failed:
+        request.finish(End.FAILED, failed.error)
+
+
 def next_token(request: Request, logits: Tensor) -> int:
     """The next token of a request, from its last logits [1, V]; the known token if a step was interrupted."""
     if request.reached < len(request.generated):
         return request.generated[request.reached]
     scores, place = logits.to(torch.float32, copy=True), len(request.generated)  # processors may write to them
     known = None if request.top_logprobs is None else scores[0].log_softmax(-1)
+    if request.processors:
+        ids: Any = request.ids.to(scores.device)
+        scores = request.processors(ids, scores)
+    token = int(scores.argmax(-1))
     if request.generator is not None:
         request.generator.set_state(request.rng_states[place])
-    token = chosen(request, request.ids, scores)
-    if request.generator is not None:
+        token = int(torch.multinomial(scores.softmax(-1), 1, generator=request.generator))
         request.rng_states = {place: request.rng_states[place], place + 1: request.generator.get_state()}
     if known is not None and request.top_logprobs is not None:
         values, tokens = known.topk(request.top_logprobs)
         likeliest = tuple(zip(tokens.tolist(), values.tolist(), strict=True))
         request.logprobs[place:] = [Logprobs(float(known[token]), likeliest)]
     return token
-
-
-def chosen(request: Request, ids: Any, scores: Any) -> int:
-    """The token that a request generates after ids [1, n], from float32 logits [1, V], which may be overwritten."""
-    scores = request.processors(ids.to(scores.device), scores) if request.processors else scores
-    if request.generator is None:
-        return int(scores.argmax(-1))
-    return int(torch.multinomial(scores.softmax(-1), 1, generator=request.generator))

@@ -24,10 +24,8 @@ from specache_compile.passes.reading.sites import PARTS
 from specache_compile.runtime.held import HeldTensor
 from specache_compile.runtime.ranks import ranks_of
 from specache_compile.runtime.records import find_record
-from specache_compile.runtime.session import UNKNOWN, Session, plain_already, sessions_of
+from specache_compile.runtime.session import Session, plain_already, sessions_of
 from specache_compile.runtime.step import Step, opened
-
-from .recurrent import own_states
 
 Pairs = tuple[Tensor, Tensor]
 # Names of a bias of the key projection, and of RoPE's frequencies of layers that keep all pairs, in models.
@@ -147,7 +145,10 @@ def twin(cache: Any) -> Any:
             setattr(other, name, list(value))
     other.layers = [copy.copy(layer) for layer in cache.layers]
     for layer in other.layers:
-        own_states(layer)
+        for name, states in vars(layer).items():
+            if isinstance(states, dict):  # recurrent states by number, or their flags
+                copied = {n: state.clone() if isinstance(state, Tensor) else state for n, state in states.items()}
+                setattr(layer, name, copied)
     return other
 
 
@@ -216,7 +217,6 @@ def session_for(
     session = Session(options, layers, batch, tokens)
     set_model(session, model)
     session.progress.keys = (prefill_key(model, model.parameters()),) * batch
-    session.progress.longest_calls = (UNKNOWN,) * batch
     with opened(session, tokens, attention_mask, causal=masks_are_padding(model)) as step:
         fill(step, pairs)
     return session

@@ -27,7 +27,6 @@ from specache_compile.runtime.step import compress
 from specache_compile.runtime.tiers import joined
 
 from .holding import twin
-from .recurrent import STATES
 from .saving import KINDS
 
 
@@ -174,8 +173,9 @@ def drained(caches: Sequence[DynamicCache]) -> list[Session]:
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def session_of_rows(rows: Sequence[SessionRow]) -> Session:
-    """A session of these rows, with the pages of their pool, or copies in a new one. Its counts start at zero."""
+def session_of_rows(rows: Sequence[SessionRow], pool: PagePool | None = None) -> Session:
+    """A session of these rows, whose counts start at zero. They share the pages of their pool. If they have several
+    pools, or another pool is given, they get copies there."""
     sessions = list(dict.fromkeys(session for session, _ in rows))
     first, *others = (session.final_options for session in sessions)
     if found := next(filter(None, (differences(other, first) for other in others)), None):
@@ -184,17 +184,16 @@ def session_of_rows(rows: Sequence[SessionRow]) -> Session:
         if session.tiers.pending is not None:
             compress(session)
     tiers = {session: session.tiers for session in sessions}
-    if len({id(session.tiers.pool) for session in sessions}) > 1:
+    if pool is None and len({id(each.pool) for each in tiers.values()}) > 1:
         pages = sum(len(row) for session in sessions for row in session.tiers.pages)
         pool = PagePool(first, sessions[0].layers, 0)
         pool.check_room(pages)
         pool.grow_to(pages, pages)
+    if pool is not None:
         tiers = {session: session.tiers.copied_to(session.tiers.empty_in(pool)) for session in sessions}
     return sessions[0].derived(joined([(tiers[session], row) for session, row in rows]), progress_of(rows))
 
 
-@torch.inference_mode(False)
-@torch.no_grad()
 def in_pages(cache: DynamicCache, pool: PagePool) -> DynamicCache:
     """The cache in pages of `pool`, which has its final options. A cache in other pages is freed.
 
@@ -203,11 +202,7 @@ def in_pages(cache: DynamicCache, pool: PagePool) -> DynamicCache:
     (session,) = drained([cache])
     if session.tiers.pool is pool:
         return cache
-    if session.tiers.pending is not None:
-        compress(session)
-    rows = [(session, row) for row in range(session.tiers.batch)]
-    tiers = session.tiers.copied_to(session.tiers.empty_in(pool))
-    made = cache_of(session.derived(tiers, progress_of(rows)), [cache])
+    made = cache_of(session_of_rows([(session, row) for row in range(session.tiers.batch)], pool), [cache])
     drop(cache)
     return made
 
@@ -253,35 +248,11 @@ def keep_rows(cache: DynamicCache, rows: Sequence[int]) -> bool:
     return True
 
 
-def crop_rows(cache: DynamicCache, kept: Sequence[int]) -> None:
-    """Keep the first tokens of each row; SpecacheError if they lose different numbers of tokens, and a layer is not
-    held."""
-    session = required_session(cache)
-    gone = [length - keeps for length, keeps in zip(session.progress.lengths, kept, strict=True)]
-    if not any(gone):
-        return
-    if not is_held_whole(cache):
-        if len(set(gone)) > 1:
-            raise refused("a layer that is not held cannot drop a different number of tokens in each row")
-        cache.crop(-gone[0])
-        return
-    session.crop_rows(kept)
-    layers: list[Any] = cache.layers
-    for site, layer in enumerate(layers):
-        layer.keys, layer.values = (session.held(site, part) for part in PARTS)
-
-
-def is_held_whole(cache: DynamicCache) -> bool:
-    """Whether every layer's keys and values are held."""
-    return all(isinstance(getattr(layer, "keys", None), HeldTensor) for layer in cache.layers)
-
-
 def drop(cache: DynamicCache) -> None:
     """Free a cache's memory now, before Python's garbage collection. The cache is stale afterwards."""
     for session in sessions_of(cache):
         session.drain()
         session.tiers.release_state()
-        session.bindings.clear()
         session.version += 1
         session.view = None
 
@@ -292,10 +263,10 @@ def cache_of(session: Session, caches: Sequence[Any], rows: slice = slice(None))
     site = 0
     for number, layer in enumerate(made.layers):
         sources = [cache.layers[number] for cache in caches]
-        for name in STATES:
-            for place, state in getattr(layer, name, {}).items():
-                if state is not None:
-                    getattr(layer, name)[place] = torch.cat([getattr(each, name)[place][rows] for each in sources])
+        for name, states in vars(layer).items():
+            for place, state in states.items() if isinstance(states, dict) else ():
+                if isinstance(state, Tensor):
+                    states[place] = torch.cat([getattr(each, name)[place][rows] for each in sources])
         if isinstance(getattr(layer, "keys", None), HeldTensor):
             layer.keys, layer.values = (session.held(site, part) for part in PARTS)
             site += 1

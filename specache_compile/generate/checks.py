@@ -16,6 +16,7 @@ from transformers.generation.utils import GenerationMixin
 from specache_compile.compile.compiled_options import options_of
 from specache_compile.compile.recompile_limit import was_reached
 from specache_compile.errors import RECOMPILE_LIMIT, SpecacheError
+from specache_compile.methods import parse_options
 from specache_compile.runtime.records import ModelRecord, record_of
 
 # Number of frames in which to look for a module around the model.
@@ -30,11 +31,16 @@ def route_checks() -> None:
 
     @functools.wraps(original)
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if options_of(self) is None:
+        options = options_of(self)
+        if options is None:
             if self._compiled_call_impl is None and (why := compiled_outside(self)) is not None:
                 warn_unused(record_of([*self.parameters()]), why)
             return original(self, *args, **kwargs)
         check_cache(self, kwargs)
+        if parse_options(options).drafts:
+            from .verify import route_verification
+
+            route_verification()
         record = record_of([*self.parameters()])
         record.begin_generation()
         before = record.calls

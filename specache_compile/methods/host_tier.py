@@ -35,7 +35,7 @@ class DraftOptions(HostOptions):
             f"accepted are 1 to {BLOCK} tokens, 'auto' and None",
         ),
         "tokens that the decode phase drafts and one exact pass over the host tier verifies, so that generate returns "
-        "the full cache's tokens. auto: the number with the most tokens per second", type=number_or_auto, metavar="N",
+        "the full cache's tokens. auto: more while all are accepted, else fewer", type=number_or_auto, metavar="N",
     )  # fmt: skip
 
 

@@ -51,7 +51,7 @@ class KiviOptions(LowBitOptions):
             lambda tokens: tokens == "auto" or (type(tokens) is int and tokens >= 0),
             "accepted are a number of tokens, 0 or more, and 'auto'",
         ),
-        "tokens below which a cache stays in 16 bits on the device; a longer one is compressed. auto: the measured or "
+        "tokens below which a cache stays in 16 bits on the device; a longer one is compressed. auto: the "
         'computed break-even of the GPU; 0 without one', type=number_or_auto, metavar="N",
     )  # fmt: skip
 

@@ -50,7 +50,7 @@ class PagePool:
     @torch.inference_mode(False)
     def __init__(
         self, options: MethodOptions, layers: Sequence[LayerShape], pages: int, places: int | None = None, *,
-        null_page: bool = False, bound: int | None = None, state: list[LayerState] | None = None,
+        null_page: bool = False, bound: int | None = None,
     ) -> None:  # fmt: skip
         places = pages if places is None else places
         self.options, self.layers, self.bound, self.first = options, list(layers), bound, int(null_page)
@@ -62,7 +62,7 @@ class PagePool:
         self.pages, self.moves = pages, 0
         self.counts = [0] * places
         self.free = list(range(self.first, places))
-        self.state = state or [
+        self.state: list[LayerState] = [
             {field.name: empty(field, options, layer, pages, PAGE, places) for field in paged_fields(options, layer)}
             for layer in layers
         ]

@@ -13,10 +13,8 @@ from specache_compile.options import MethodOptions
 
 from .state import full_cache_bytes
 
-# Tokens of one row, by CUDA's name of the device; only values that benchmarks/gpu_decode.py measured.
-MEASURED: dict[str, int] = {}
-# Unmeasured devices, by a word of that name, as benchmarks/computed_steps.py computes them for an 8B model: for a step
-# that fetches nothing, one that fetches ahead, and one that corrects.
+# Tokens of one row, by a word of CUDA's name of the device, as benchmarks/computed_steps.py computes them for an 8B
+# model: for a step that fetches nothing, one that fetches ahead, and one that corrects.
 COMPUTED: dict[str, tuple[int, int, int]] = {
     "A6000": (3904, 7232, 7360),
     "A100": (10112, 19776, 22272),
@@ -30,20 +28,13 @@ COMPUTED: dict[str, tuple[int, int, int]] = {
 def min_context(options: MethodOptions, device: torch.device, rows: int = 1) -> int:
     """Tokens of each row from which the cache is compressed.
 
-    "auto" is the measured or computed value of this device, divided by the rows, and 0 for other devices.
+    "auto" is the computed value of this device, divided by the rows, and 0 for other devices.
     """
     if isinstance(options.min_context, int):
         return options.min_context
-    return known(torch.cuda.get_device_name(device), options) // rows if device.type == "cuda" else 0
-
-
-def known(name: str, options: MethodOptions) -> int:
-    """Tokens that were measured or computed for a device name of CUDA; 0 if neither."""
-    if name in MEASURED:
-        return MEASURED[name]
+    word = word_of(torch.cuda.get_device_name(device), COMPUTED) if device.type == "cuda" else None
     kind = 0 if not options.top_k else 1 if options.correct == "never" else 2
-    word = word_of(name, COMPUTED)
-    return 0 if word is None else COMPUTED[word][kind]
+    return 0 if word is None else COMPUTED[word][kind] // rows
 
 
 def word_of(name: str, words: Iterable[str]) -> str | None:

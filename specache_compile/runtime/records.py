@@ -17,24 +17,6 @@ from specache_compile.passes.phase import PHASES, Phase
 
 
 @dataclass
-class Verified:
-    """Counts of one session's rounds of drafting and verification. A round may have an empty draft.
-
-    drafted, accepted: numbers of tokens.
-    """
-
-    rounds: int = 0
-    drafted: int = 0
-    accepted: int = 0
-
-    def note(self, drafted: int, accepted: int) -> None:
-        """Count one round."""
-        self.rounds += 1
-        self.drafted += drafted
-        self.accepted += accepted
-
-
-@dataclass
 class Statistics:
     """Counts of one session, which outlive the session.
 
@@ -43,6 +25,7 @@ class Statistics:
     steps: by phase.
     replays: steps that replayed recorded ones.
     python_seconds: the part of `seconds` outside of lowered graphs.
+    rounds, drafted, accepted: verifications, and their tokens. A round may have an empty draft.
     """
 
     device: torch.device
@@ -55,7 +38,9 @@ class Statistics:
     python_seconds: float = 0.0
     bytes_by_tier: dict[str, int] = field(default_factory=dict)
     full_cache_bytes: int = 0
-    verified: Verified = field(default_factory=Verified)
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
     replays: int = 0
     ranks: int = 1
 
@@ -65,6 +50,12 @@ class Statistics:
             self.steps[phase.name] += 1
         self.seconds += total
         self.python_seconds += total - inside
+
+    def note_round(self, drafted: int, accepted: int) -> None:
+        """Count one verification."""
+        self.rounds += 1
+        self.drafted += drafted
+        self.accepted += accepted
 
 
 @dataclass

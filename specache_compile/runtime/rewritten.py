@@ -1,22 +1,18 @@
-"""A rewritten graph, which `compile/` builds and a step runs, and its inputs, bound once to a session's tensors."""
+"""A rewritten graph, which `compile/` builds and a step runs."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import sympy
-from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule
 
 from specache_compile.lowering.row_buckets import RowDims
-from specache_compile.methods.field import LayerState
 from specache_compile.passes.pipeline import Trace
 from specache_compile.passes.plan import Input
-from specache_compile.passes.reading.local_shards import local
 from specache_compile.passes.reading.sites import Part
 
 from .variant import Variant
@@ -53,57 +49,22 @@ class Rewritten:
     rows: RowDims | None = None
 
     @functools.cached_property
-    def session_inputs(self) -> frozenset[str]:
-        """The kinds of the session's tensors among the inputs."""
-        return frozenset(source.source for source in self.inputs if source.source != "argument")
+    def reads_speculative(self) -> bool:
+        return any(each.source == "speculative" for each in self.inputs)
+
+    @functools.cached_property
+    def places(self) -> list[tuple[int, int | str]]:
+        """The place of each input among the caller's arguments (0), the session's other tensors (1) and the state of
+        each layer (2 and more), with its key there."""
+        return [
+            (0, each.argument) if each.source == "argument"
+            else (2 + each.site, each.field) if each.source == "state"
+            else (1, each.source)
+            for each in self.inputs
+        ]  # fmt: skip
 
     @functools.cached_property
     def stays(self) -> list[bool]:
         """Of each input of a captured graph, whether it is state or is written to, and so keeps its address."""
         owned = [source.source in ("state", "cursor", "padding") for source in self.inputs]
         return [own or position in self.writes for position, own in enumerate(owned)]
-
-
-@dataclass(frozen=True)
-class BoundInputs:
-    """Inputs of one rewritten graph for a session's state and cursor.
-
-    state: another list requires a new binding, as another cursor does.
-    values: the inputs; None at the places below.
-    arguments: (place, position among the caller's arguments). shards: those that are DTensors.
-    own: (place, name of a session's tensor that may be another one in each step).
-    """
-
-    state: list[LayerState]
-    values: list[Any]
-    arguments: tuple[tuple[int, int], ...]
-    shards: tuple[tuple[int, int], ...]
-    own: tuple[tuple[int, str], ...]
-
-    def of_call(self, arguments: Sequence[Any], own: Mapping[str, Any]) -> list[Any]:
-        """The inputs of one call, in a new list."""
-        values = self.values.copy()
-        for place, position in self.arguments:
-            values[place] = arguments[position]
-        for place, position in self.shards:
-            values[place] = local(arguments[position])
-        for place, name in self.own:
-            values[place] = own[name]
-        return values
-
-
-def bind(inputs: Sequence[Input], state: list[LayerState], cursor: Tensor, arguments: Sequence[Any]) -> BoundInputs:
-    """Bind a graph's inputs. arguments: of a call; Dynamo's guards keep the class of each."""
-    values: list[Any] = [None] * len(inputs)
-    own, given, shards = list[tuple[int, str]](), list[tuple[int, int]](), list[tuple[int, int]]()
-    for place, source in enumerate(inputs):
-        if source.source == "argument":
-            sharded = isinstance(arguments[source.argument], DTensor)
-            (shards if sharded else given).append((place, source.argument))
-        elif source.source == "state":
-            values[place] = state[source.site][source.field]
-        elif source.source == "cursor":
-            values[place] = cursor
-        else:
-            own.append((place, source.source))
-    return BoundInputs(state, values, tuple(given), tuple(shards), tuple(own))

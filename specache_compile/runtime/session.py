@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -27,14 +26,11 @@ from specache_compile.options import MethodOptions
 from specache_compile.passes.reading.sites import PARTS, Part
 from specache_compile.rope_switch import RopeSwitch
 
-from .draft_length import DraftLength
 from .held import Crop, Edit, Handle, HeldTensor, with_free_sizes
 from .records import Statistics, record_of
-from .rewritten import BoundInputs, Rewritten, bind
 from .state import bytes_in_16_bits, fields_of, full_cache_bytes
 from .tiers import Tiers
 
-UNKNOWN = sys.maxsize
 # A version of a session, and edits since then.
 View = tuple[int, tuple[Edit, ...]]
 
@@ -45,8 +41,6 @@ class Progress:
 
     lengths: cached tokens of each row; they are the last columns.
     keys: for each row, the key of the model that filled it, at that time.
-    longest_calls: for each row, its most tokens after any call, later crops ignored. Models whose RoPE depends on the
-        length of a call use it. UNKNOWN: a cache that this backend has not filled.
     length: columns that Hugging Face counts, padding in front of rows included.
     speculative: the speculative token [B, 1]; None if there is none.
     ready: for each row, whether its slots were selected for the next decode step.
@@ -58,7 +52,6 @@ class Progress:
     lengths: tuple[int, ...]
     ready: tuple[bool, ...]
     keys: tuple[PrefillKey, ...]
-    longest_calls: tuple[int, ...]
     length: int = 0
     speculative: Tensor | None = None
     padding: Tensor | None = None
@@ -126,7 +119,6 @@ class Session:
     one_length: why the model's graphs require rows of one length; None if they do not.
     half_evicted: a step that drops pairs has started and not finished.
     cursors: one buffer for each page-table width, sized for all rows. Rows after the batch are zero (inactive).
-    bindings: by rewritten graph and number of rows.
     host_record: the host's record of its steps.
     """
 
@@ -141,12 +133,11 @@ class Session:
     ) -> None:
         self.requested = options
         self.tiers = Tiers(options, layers, batch, prompt, ranks)
-        self.progress = Progress((0,) * batch, (False,) * batch, (PrefillKey(),) * batch, (0,) * batch)
+        self.progress = Progress((0,) * batch, (False,) * batch, (PrefillKey(),) * batch)
         self.weights: list[weakref.ref[Tensor]] = []
         self.version = 0
         self.view: View | None = None
         self.drafting = False
-        self.draft_length: DraftLength | None = None
         self.half_evicted = False
         self.rope_switch: RopeSwitch | None = None
         self.one_length: str | None = None
@@ -158,7 +149,6 @@ class Session:
         self.host_record = HostRecord()
         self.recorded = RecordedSteps()
         self.cursors: dict[int, Tensor] = {}
-        self.bindings: dict[tuple[Rewritten, int], BoundInputs] = {}
         self.statistics = Statistics(self.layers[0].device)
         self.new_cursor()
         self.recorded_at = self.tiers.moved
@@ -178,7 +168,6 @@ class Session:
         every[self.tiers.batch :].zero_()
         self.tiers.clear_inactive()
         self.cursor, self.host_record.table = every[: self.tiers.batch], None
-        self.bindings.clear()
         self.update_page_table()
 
     def padded_to(self, rows: int) -> tuple[list[LayerState], Tensor]:
@@ -187,13 +176,6 @@ class Session:
             return self.state, self.cursor
         pages = self.cursor.shape[1] - CURSOR_SIZE
         return self.tiers.padded_to(rows), self.cursors[pages][:rows]
-
-    def bound(self, rewritten: Rewritten, arguments: Sequence[Any], rows: int) -> BoundInputs:
-        """The inputs of a rewritten graph for so many rows, bound to the present state."""
-        known = self.bindings.get((rewritten, rows))
-        if known is None or known.state is not self.tiers.padded_to(rows):
-            known = self.bindings[rewritten, rows] = bind(rewritten.inputs, *self.padded_to(rows), arguments)
-        return known
 
     def update_page_table(self) -> None:
         """Write the current page table into the cursor."""
@@ -267,7 +249,6 @@ class Session:
         if self.tiers.moved != self.recorded_at:
             self.recorded.clear()
             self.recorded_at = self.tiers.moved
-        self.bindings.clear()
         fields, statistics = self.tiers.fields, self.statistics
         statistics.fetched, statistics.corrected = fields("fetched"), fields("corrected")
         stored = [state.get("host", state["slots"]) for state in self.state if "fetched" in state]
@@ -284,7 +265,6 @@ class Session:
         progress = self.progress
         progress.length += columns
         progress.lengths = tuple(length + new for length, new in zip(progress.lengths, tokens, strict=True))
-        progress.longest_calls = tuple(map(max, progress.longest_calls, progress.lengths))
         self.version += 1
         self.view = None
         self.statistics.bytes_to_host += self.tiers.host_bytes(sum(tokens))
@@ -319,20 +299,10 @@ class Session:
     def crop(self, length: int) -> None:
         """Keep the first `length` columns: each row loses as many of its newest tokens."""
         gone = self.length - length
-        self.crop_to(length, [max(0, tokens - gone) for tokens in self.progress.lengths])
-
-    @torch.inference_mode(False)
-    def crop_rows(self, lengths: Sequence[int]) -> None:
-        """Keep the first tokens of each row. Earlier views of the cache become stale."""
-        self.drain()
-        self.crop_to(max(lengths), lengths)
-        self.version += 1
-        self.view = None
-
-    def crop_to(self, columns: int, lengths: Sequence[int]) -> None:
-        self.tiers.crop(lengths, self.progress.lengths)
-        self.progress.length, self.progress.lengths = columns, tuple(lengths)
-        self.forget_selection()
+        kept = tuple(max(0, tokens - gone) for tokens in self.progress.lengths)
+        self.tiers.crop(kept, self.progress.lengths)
+        ready = (False,) * self.tiers.batch
+        self.progress = replace(self.progress, length=length, lengths=kept, ready=ready, speculative=None)
 
     def select(self, rows: list[int], view: View) -> None:
         """Keep the batch rows `rows`, in that order, for reorder, repeat and select: the edit that leads to `view`."""
@@ -364,10 +334,9 @@ class Session:
 
     @torch.inference_mode(False)
     def derived(self, tiers: Tiers, progress: Progress) -> Session:
-        """A session like this one with other tiers and progress. It has no draft, and its counts start at zero."""
+        """A session like this one with other tiers and progress. Its counts start at zero."""
         made = copy.copy(self)
         made.tiers, made.progress = tiers, progress
-        made.drafting, made.draft_length = False, None
         made.reset_runtime()
         made.statistics.full_cache_bytes = bytes_in_16_bits(made.layers, tiers.batch, progress.length)
         made.update_memory()
@@ -448,8 +417,7 @@ def progress_of(rows: Sequence[SessionRow]) -> Progress:
         for (session, row), one in zip(rows, tokens, strict=True)
     )
     keys = tuple(session.progress.keys[row] for session, row in rows)
-    calls = tuple(session.progress.longest_calls[row] for session, row in rows)
-    return Progress(lengths, ready, keys, calls, max(lengths, default=0), speculative, joined=True)
+    return Progress(lengths, ready, keys, max(lengths, default=0), speculative, joined=True)
 
 
 def became_plain(size: int, tokens: int, batch: int) -> str:

@@ -14,7 +14,7 @@ from torch import Tensor
 from specache_compile.errors import SpecacheError
 from specache_compile.kernels.movement import copy_stream
 
-from .records import ModelRecord, Verified, find_record
+from .records import ModelRecord, Statistics, find_record
 from .state import device_total
 
 
@@ -155,7 +155,7 @@ def stats(model: torch.nn.Module) -> Stats:
         device_bytes=device,
         host_bytes=tier.get("host", 0),
         kv_ratio=device / max(1, latest.full_cache_bytes),
-        verification=verification(latest.verified) if latest.verified.drafted else None,
+        verification=verification(latest) if latest.drafted else None,
     )
 
 
@@ -165,8 +165,7 @@ def left_exact(record: ModelRecord) -> dict[str, int]:
     return dict(functools.reduce(operator.or_, counts, collections.Counter()))
 
 
-def verification(counts: Verified) -> Verification:
-    """The result from a session's counts."""
+def verification(counts: Statistics) -> Verification:
     tokens = (counts.accepted + counts.rounds) / counts.rounds
     return Verification(counts.rounds, counts.accepted / counts.drafted, tokens)
 

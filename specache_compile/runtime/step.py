@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
 
 from specache_compile.errors import SpecacheError, no_host_tier
 from specache_compile.kernels.movement import copy_stream
@@ -26,6 +27,7 @@ from specache_compile.lowering.row_buckets import filled_up, first_rows, row_buc
 from specache_compile.methods import METHODS
 from specache_compile.methods.field import LayerState
 from specache_compile.passes.phase import EXTEND, PREFILL, Phase
+from specache_compile.passes.reading.local_shards import local
 from specache_compile.rope_switch import rows_apart
 
 from .rewritten import Rewritten
@@ -163,7 +165,7 @@ class Step:
         if progress.differ or progress.joined:
             check_positions(progress, last)
             self.check_rope()
-        chosen = all(progress.ready) and not ("speculative" in last.session_inputs and progress.speculative is None)
+        chosen = all(progress.ready) and not (last.reads_speculative and progress.speculative is None)
         return [*(rewritten(earlier) for earlier in before if not chosen), last]
 
     def check_rope(self) -> None:
@@ -260,9 +262,12 @@ class Step:
 
     def inputs_of(self, rewritten: Rewritten, arguments: Sequence[Any], rows: int) -> list[Any]:
         """The inputs of a rewritten graph: the caller's arguments, and the session's state for so many rows."""
-        session, progress = self.session, self.session.progress
-        own = {"padding": progress.padding, "speculative": progress.speculative}
-        return session.bound(rewritten, arguments, rows).of_call(arguments, own)
+        progress, (state, cursor) = self.session.progress, self.session.padded_to(rows)
+        own = {"cursor": cursor, "padding": progress.padding, "speculative": progress.speculative}
+        if DTensor in set(map(type, arguments)):
+            arguments = [local(value) for value in arguments]
+        every: list[Any] = [arguments, own, *state]
+        return [every[place][key] for place, key in rewritten.places]
 
     def fill(self, pairs: Iterable[Sequence[Tensor]]) -> None:
         """Store each site's new keys and values [B, H, T, d], with the ops of a prefill."""

@@ -289,10 +289,9 @@ class Tiers:
             return
         pages, places = pages_of_rows(self.batch, tokens)
         if len(self.pool.counts) + missing > places:
-            more, places = self.pool.larger(missing)
-            pages = max(pages, more)
+            pages, places = self.pool.larger(missing)
         self.check_host_memory(places, room(tokens))
-        self.pool.grow_to(max(pages, places), places)
+        self.pool.grow_to(pages, places)
 
     def grow_rows(self, capacity: int) -> None:
         """Allocate the rows' buffers, or move those whose size depends on the capacity to larger ones."""

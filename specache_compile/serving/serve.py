@@ -28,7 +28,7 @@ LOOPBACK = ("localhost", "127.0.0.1", "[::1]", "::1")
 EPILOG = """\
 examples:
   specache serve smollm2-135m
-  specache serve smollm2-135m --rows 16 --verify 8 --session-folder build/sessions
+  specache serve smollm2-135m --rows 16 --session-folder build/sessions
 """
 
 
@@ -126,7 +126,7 @@ def make_server(args: argparse.Namespace, options: dict[str, Any], listener: soc
     key = key_of(args)
     import uvicorn
 
-    from specache_compile.batching.batch import Batch
+    from specache_compile.batching.batch import Batch, verifies_nothing
     from specache_compile.batching.spill import SpillFolder
 
     from .generation import Generation
@@ -134,6 +134,8 @@ def make_server(args: argparse.Namespace, options: dict[str, Any], listener: soc
     from .served_model import ServedModel
     from .server import STOPPING, StoppedInTime, application
 
+    if options.get("verify") is not None:
+        raise verifies_nothing()
     if args.session_folder is not None:
         SpillFolder(args.session_folder)  # a bad folder is reported before the model is loaded
     print_origin(args.model)

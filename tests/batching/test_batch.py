@@ -229,6 +229,8 @@ def test_unsupported_requests_raise(model: Any) -> None:
         batch.add(prompt(8), max_new_tokens=3, stopping=1)
     with pytest.raises(ValueError, match="the prompt has 0 tokens"):
         batch.add(prompt(0), max_new_tokens=3)
+    with pytest.raises(SpecacheError, match=r"a batch does not verify drafts\. Compile with method='offload'"):
+        sc.Batch(compiled_with(tiny_llama(), {**SMALL, "verify": 4}))
     with pytest.raises(SpecacheError, match="not compiled with the backend"):
         sc.Batch(tiny_llama())
     assert not batch.open

@@ -3,14 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import itertools
 import random
-import signal
-import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -20,6 +14,7 @@ from test_batch import all_free, run_alone
 import specache_compile as sc
 from conftest import compiled_with, new_tokens, prompt, tiny_llama
 from families import LONG_ROPE
+from held_tiers import AfterLines, Interrupt
 from specache_compile.batching.request import End, Request
 from specache_compile.runtime.session import Session
 
@@ -33,10 +28,6 @@ ASKED: list[tuple[int, dict[str, Any]]] = [
     (40, {"max_new_tokens": 3, "logprobs": 2}),
 ]
 Delivered = dict[Request, list[int]]
-
-
-class Interrupt(KeyboardInterrupt):
-    """An interrupt that no user sends."""
 
 
 @pytest.fixture(scope="module")
@@ -94,58 +85,20 @@ def check(batch: sc.Batch, requests: list[Request], delivered: Delivered, expect
     assert all_free(batch)
 
 
-# Modules in which the moments lie: all that a step runs of this package.
-OURS = (
-    "specache_compile/batching",
-    "specache_compile/caches",
-    "specache_compile/paging",
-    "specache_compile/runtime/step",
-)
-
-
-@functools.cache
-def is_ours(file: str) -> bool:
-    return any(part in file for part in OURS)
-
-
-class AfterLines:
-    """Raises behind so many executed lines of the modules of `OURS`, once. None: it counts them."""
-
-    def __init__(self, moment: int | None, error: type[BaseException] = Interrupt) -> None:
-        self.moment, self.error, self.lines = moment, error, 0
-
-    def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
-        return self.line if is_ours(frame.f_code.co_filename) else None
-
-    def line(self, frame: FrameType, event: str, argument: Any) -> Any:
-        # The last lines of `step` hand the tokens over: Python calls no handler of a signal between them.
-        if event == "line" and not (frame.f_code.co_name == "step" and "batching" in frame.f_code.co_filename):
-            self.lines += 1
-            if self.lines == self.moment:
-                raise self.error
-        return self.line
-
-    def __enter__(self) -> AfterLines:
-        sys.settrace(self)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        sys.settrace(None)
-
-
-def lines_of(model: Any) -> int:
-    batch = sc.Batch(model, chunk=CHUNK)
-    requests_of(batch)
-    with AfterLines(None) as counter:
-        batch.run()
+def lines_of(batch: sc.Batch) -> int:
+    """Lines of a run, after a first one, which has more."""
+    for _ in range(2):
+        requests_of(batch)
+        with AfterLines(None) as counter:
+            batch.run()
     return counter.lines
 
 
 @pytest.mark.parametrize("sessions", [0, 2])
 def test_interrupts_at_a_hundred_moments_change_no_token(model: Any, expected: list[list[int]], sessions: int) -> None:
     """Of Ctrl-C, and of a signal's handler that raises an Exception."""
-    lines, numbers, raised = lines_of(model), random.Random(0), dict.fromkeys((Interrupt, TimeoutError), 0)
-    batch = sc.Batch(model, chunk=CHUNK, sessions=sessions)
+    batch, numbers = sc.Batch(model, chunk=CHUNK, sessions=sessions), random.Random(0)
+    lines, raised = lines_of(batch), dict.fromkeys((Interrupt, TimeoutError), 0)
     for error in [*raised] * 50:
         requests, delivered = requests_of(batch), defaultdict[Request, list[int]](list)
         with AfterLines(numbers.randrange(1, lines), error):
@@ -175,35 +128,6 @@ def test_an_interrupt_between_two_steps_leaves_no_request_behind(model: Any, nam
     lines = interrupted(None)
     for moment in range(1, lines + 1, 1 + lines // 10):
         interrupted(moment)
-
-
-@pytest.fixture
-def alarm() -> Iterator[Callable[[float], None]]:
-    """A signal whose handler raises, after some seconds: a KeyboardInterrupt and an Exception in turn."""
-    errors = itertools.cycle((Interrupt, TimeoutError))
-
-    def handle(*_: Any) -> None:
-        raise next(errors)
-
-    before = signal.signal(signal.SIGALRM, handle)
-    yield lambda seconds: (signal.setitimer(signal.ITIMER_REAL, seconds), None)[1]
-    signal.setitimer(signal.ITIMER_REAL, 0)
-    signal.signal(signal.SIGALRM, before)
-
-
-@pytest.mark.slow
-def test_a_signal_at_any_time_changes_no_token(
-    model: Any, expected: list[list[int]], alarm: Callable[[float], None]
-) -> None:
-    numbers, raised = random.Random(1), 0
-    for _ in range(200):
-        batch = sc.Batch(model, chunk=CHUNK)
-        requests, delivered = requests_of(batch), defaultdict[Request, list[int]](list)
-        alarm(numbers.uniform(0.001, 0.15))
-        raised += run(batch, delivered)
-        alarm(0)
-        check(batch, requests, delivered, expected)
-    assert raised > 50
 
 
 def test_a_copy_that_fails_once_costs_no_token(

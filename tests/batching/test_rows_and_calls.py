@@ -12,7 +12,6 @@ import specache_compile as sc
 from conftest import compiled_with, prompt
 from families import DYNAMIC_ROPE, FAMILIES, LONG_ROPE, Family
 from specache_compile.compat import cache_of
-from specache_compile.rope_switch import RopeSwitch
 
 OPTIONS = {"bits": 16, "lowering": "eager"}
 # RoPE that follows the length, masks of its own, positions by columns, an indexer, and one plain family.
@@ -90,20 +89,6 @@ def test_join_refuses_rows_on_both_sides_of_a_rope_switch() -> None:
         cache = model(ids, past_key_values=joined, position_ids=sc.lengths(joined)[:, None]).past_key_values
         with pytest.raises(sc.SpecacheError, match="cannot run in one call"):
             model(ids, past_key_values=cache, position_ids=sc.lengths(cache)[:, None])
-
-
-@pytest.mark.parametrize(
-    ("switch", "lengths", "misfit"),
-    [
-        (RopeSwitch("longrope", 48, False), [10, 48], False),
-        (RopeSwitch("longrope", 48, False), [10, 49], True),
-        (RopeSwitch("longrope", 48, False), [49, 90], False),
-        (RopeSwitch("dynamic", 48, True), [49, 90], True),
-        (RopeSwitch("dynamic", 48, True), [90], False),
-    ],
-)
-def test_which_rows_may_share_a_call(switch: RopeSwitch, lengths: list[int], misfit: bool) -> None:
-    assert switch.misfit(lengths) is misfit
 
 
 @pytest.mark.parametrize("given", [[5, 6, 7], [[5, 6, 7]], (5, 6, 7)], ids=["list", "nested", "tuple"])

@@ -228,9 +228,3 @@ def test_layers_that_keep_a_window_stay_plain(options: dict[str, Any]) -> None:
     )  # fmt: skip
     assert torch.equal(ours.sequences, theirs.sequences)
     assert torch.equal(torch.cat(ours.logits), torch.cat(theirs.logits))
-
-
-def test_a_host_tier_beyond_its_budget_is_refused_before_anything_is_copied() -> None:
-    llama = tiny_llama()
-    with pytest.raises(sc.SpecacheError, match="host_memory"):
-        sc.hold(filled(llama, prompt(100)), compiled_for(llama, host_memory=1000))

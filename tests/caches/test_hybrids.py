@@ -14,7 +14,6 @@ from transformers import DynamicCache
 import specache_compile as sc
 from conftest import LOSSLESS, greedy, prompt
 from families import BY_NAME, Family
-from specache_compile.caches.recurrent import states_of
 from specache_compile.compat import cache_of, with_cache
 
 pytestmark = pytest.mark.one_process
@@ -61,7 +60,9 @@ def assert_same(models: tuple[Any, Any], caches: Any, ids: Tensor, steps: int = 
 
 def recurrent(cache: Any) -> list[Tensor]:
     """Return every recurrent state of a cache: of its layers, and of MiniMax."""
-    states = [state for layer in cache.layers for state in states_of(layer).values()]
+    names = ("conv_states", "recurrent_states")
+    states = [state for layer in cache.layers for name in names for state in getattr(layer, name, {}).values()]
+    states = [state for state in states if state is not None]
     return states + [state for state in getattr(cache, "linear_cache", ()) if isinstance(state, Tensor)]
 
 

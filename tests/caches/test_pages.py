@@ -19,7 +19,6 @@ from transformers import DynamicCache, LlamaForCausalLM
 import specache_compile as sc
 from conftest import compiled_with, prompt, tiny_llama
 from held_tiers import at_hand, differences, held
-from specache_compile.caches.joining import crop_rows
 from specache_compile.compat import cache_of, with_cache
 from specache_compile.kernels.attention import extend
 from specache_compile.kernels.movement import copy_stream
@@ -287,8 +286,8 @@ def test_a_loaded_session_grows_over_its_pages_and_its_bucket(tmp_path: Path, me
 
 
 def test_a_row_without_tokens_is_copied_saved_and_loaded(model: LlamaForCausalLM, tmp_path: Path) -> None:
-    _, cache = step(model, prompt(300, 2))
-    crop_rows(cache, [0, 270])
+    cache = sc.join([step(model, prompt(length))[1] for length in (30, 300)])
+    cache.crop(-30)
     assert [len(row) for row in at_hand(cache).tiers.pages] == [0, 2]
     sc.save(cache, tmp_path)
     places = {"position_ids": torch.tensor([[0], [270]])}
@@ -359,7 +358,7 @@ def test_what_uses_pages_waits_for_the_step_of_another_cache(
         "copy": lambda: copy.deepcopy(cache),
         "materialize": lambda: sc.materialize(cache),
         "save": lambda: sc.save(cache, tmp_path),
-        "crop": lambda: crop_rows(cache, [200]),
+        "crop": lambda: (cache.crop(-100), sc.lengths(cache)),
         "split": lambda: sc.split(cache),
         "join": lambda: sc.join([cache, step(model, prompt(300))[1]]),
     }

@@ -15,7 +15,7 @@ from transformers import DynamicCache
 import specache_compile as sc
 from conftest import LOSSLESS, compiled_with, prompt, tiny_llama
 from held_tiers import in_rows
-from specache_compile.caches.joining import append_rows, crop_rows, drop, in_pages, keep_rows, reserve_cache_rows
+from specache_compile.caches.joining import append_rows, drop, in_pages, keep_rows, reserve_cache_rows
 from specache_compile.compat import cache_of, with_cache
 from specache_compile.errors import SpecacheError
 from specache_compile.paging.pool import PagePool, batch_pool
@@ -299,13 +299,3 @@ def test_caches_that_cannot_be_joined_are_refused_with_a_reason(default: Any) ->
     holes[0, 5:9] = 0
     with pytest.raises(SpecacheError, match="padding that is not in front"):
         sc.split(held(default, prompt(60, 2), attention_mask=holes))
-
-
-def test_rows_with_a_plain_layer_lose_equally_many_tokens() -> None:
-    model = compiled_with(tiny_llama(), {**SMALL, "exact_layers": (0,)})
-    cache = forward(model, None, prompt(60, 2))[0]
-    with pytest.raises(SpecacheError, match="a layer that is not held cannot drop"):
-        crop_rows(cache, [50, 49])
-    crop_rows(cache, [50, 50])
-    assert sc.lengths(cache).tolist() == [50, 50]
-    assert cache.layers[0].keys.shape[2] == 50

@@ -97,13 +97,6 @@ def test_a_move_that_was_interrupted_goes_on_with_the_next_step(
     torch.testing.assert_close(torch.cat(ours, 1), full, atol=1e-3, rtol=1e-3)
 
 
-def test_a_prompt_that_is_long_enough_starts_where_the_options_say(llama: LlamaForCausalLM) -> None:
-    twin = compile_copy(llama, min_context=LEAST)
-    cache = cache_of(step(twin, prompt(LEAST, 2)))
-    assert session_of(cache).options.bits == LOSSLESS["bits"]
-    assert session_of(cache).tiers.pending is None
-
-
 def test_a_fork_moves_over_by_itself(llama: LlamaForCausalLM) -> None:
     twin = compile_copy(llama, min_context=LEAST)
 

@@ -19,7 +19,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import LlamaConfig, LlamaForCausalLM, Olmo2Config, Olmo2ForCausalLM
 
 from specache_compile.errors import SpecacheError
-from specache_compile.kernels.memory import host_memory
 from specache_compile.methods import parse_options
 from specache_compile.methods.field import LayerShape
 from specache_compile.model_key import sampled
@@ -151,14 +150,6 @@ def test_what_one_rank_would_refuse_all_refuse(ranks: list[dict[str, Any]], diff
 def test_a_rank_that_dies_ends_the_others(ranks: list[dict[str, Any]]) -> None:
     assert ranks[0]["code"] == 1
     assert "SIGKILL" in ranks[0]["said"], "the one that was killed"
-
-
-def test_the_ranks_of_a_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_memory, "free_memory", lambda: 8000)
-    monkeypatch.setattr(host_memory, "_pool", host_memory.Pool())
-    assert host_memory.allowance(0, None, 4) == 1000, "half of what is free, by four"
-    assert host_memory.allowance(100, None, 4) == 1050, "what is held is a rank's own"
-    assert host_memory.allowance(0, 4000, 4) == 1000
 
 
 def test_processes_with_a_whole_model_each_have_a_budget_each(monkeypatch: pytest.MonkeyPatch) -> None:

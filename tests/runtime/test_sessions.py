@@ -10,9 +10,8 @@ import mmap
 import pickle
 import random
 import re
-import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +22,19 @@ from transformers import DynamicCache, LlamaForCausalLM
 
 import specache_compile as sc
 from conftest import compile_copy, greedy, prompt, step, tiny_llama
-from held_tiers import at_hand, differences, in_rows
+from held_tiers import AfterLines, at_hand, differences, in_rows
 from specache_compile.caches.joining import in_pages
 from specache_compile.compat import cache_of, with_cache
 from specache_compile.kernels.memory import host_memory
 from specache_compile.kernels.movement import copy_stream, tier_ops
 from specache_compile.paging.pool import batch_pool
-from specache_compile.runtime.held import HeldTensor
 from specache_compile.runtime.session import session_of
 from specache_compile.runtime.step import Step
 
 pytestmark = [pytest.mark.one_process, pytest.mark.one_trace]
 
 
-def random_walk(model: LlamaForCausalLM, twin: LlamaForCausalLM, seed: int, tolerance: float) -> None:
+def random_walk(model: LlamaForCausalLM, twin: LlamaForCausalLM, seed: int) -> None:
     """Steps, extends, crops, reorders, repeats, selections and forks, in any order, on both models' caches; drafts that
     one of them alone makes, takes back, and verifies."""
     rng = random.Random(seed)
@@ -77,22 +75,15 @@ def random_walk(model: LlamaForCausalLM, twin: LlamaForCausalLM, seed: int, tole
                     cache.batch_repeat_interleave(2)
         assert caches[0].get_seq_length() == caches[1].get_seq_length()
         for ours, theirs in zip(sc.materialize(caches[1]).layers, caches[0].layers, strict=True):
-            torch.testing.assert_close(ours.keys, theirs.keys, atol=tolerance, rtol=tolerance)
-            torch.testing.assert_close(ours.values, theirs.values, atol=tolerance, rtol=tolerance)
+            assert torch.equal(ours.keys, theirs.keys)
+            assert torch.equal(ours.values, theirs.values)
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_host_tier_equals_hf_cache_bit_for_bit_after_a_random_walk(seed: int) -> None:
     """One layer, whose keys and values no attention has touched, in one lane: HF's own cache is the exact reference."""
     model = tiny_llama(num_hidden_layers=1)
-    random_walk(model, compile_copy(model, speculate=False, top_k=16), seed, 0.0)
-
-
-@pytest.mark.quick_for
-@pytest.mark.parametrize("seed", range(4, 6))
-def test_host_tier_of_deeper_layers_equals_hf_cache_after_a_random_walk(llama: LlamaForCausalLM, seed: int) -> None:
-    """Behind an attention the last bits differ: it sums in another order. Two lanes."""
-    random_walk(llama, compile_copy(llama), seed, 1e-3)
+    random_walk(model, compile_copy(model, speculate=False, top_k=16), seed)
 
 
 @pytest.mark.parametrize("length", [1, 31, 63, 64, 95, 96, 140, 169])
@@ -209,26 +200,6 @@ def test_an_interrupted_step_can_be_taken_again(
     torch.testing.assert_close(step(twin, tokens[:, 100:], cache).logits, expected, atol=1e-3, rtol=1e-4)
 
 
-@contextlib.contextmanager
-def interrupted_after(lines: int | None) -> Iterator[list[str]]:
-    """Within it, so many lines of sessions and pools run before an interrupt; they are in the list."""
-    seen: list[str] = []
-
-    def trace(frame: Any, event: str, argument: Any) -> Any:
-        if event == "line":
-            seen.append(f"{frame.f_code.co_name} {frame.f_lineno}")
-            if len(seen) == lines:
-                raise KeyboardInterrupt
-        return trace
-
-    ours = ("specache_compile/runtime/", "specache_compile/paging/")
-    sys.settrace(lambda frame, *_: trace if any(part in frame.f_code.co_filename for part in ours) else None)
-    try:
-        yield seen
-    finally:
-        sys.settrace(None)
-
-
 @pytest.mark.parametrize("batched", [False, True], ids=["own pool", "pool of a batch"])
 def test_an_interrupted_selection_of_rows_happens_once(batched: bool) -> None:
     """At any line, and the pages of the other rows are free afterwards."""
@@ -239,24 +210,24 @@ def test_an_interrupted_selection_of_rows_happens_once(batched: bool) -> None:
     pool = session_of(cache).tiers.pool
     held = pool.held
 
-    def selected(moment: int | None) -> tuple[list[str], Any, Any]:
+    def selected(moment: int | None) -> tuple[AfterLines, Any, Any]:
         chosen = copy.deepcopy(cache)
         chosen.reorder_cache(torch.tensor([0, 2]))
-        with contextlib.suppress(KeyboardInterrupt), interrupted_after(moment) as lines:
+        with contextlib.suppress(KeyboardInterrupt), AfterLines(moment) as lines:
             at_hand(chosen)
         session = at_hand(chosen)
         layers = [{**layer, "host": layer["host"][:, :, :271]} for layer in in_rows(session)]
         return lines, session, (session.progress.lengths, layers)
 
     lines, _, expected = selected(None)
-    assert len(lines) > 100
-    for moment in range(1, len(lines), 5):
+    assert lines.lines > 100
+    for moment in range(1, lines.lines, 5):
         seen, session, found = selected(moment)
-        assert found[0] == expected[0], seen[-1]
-        assert not differences(found[1], expected[1]), seen[-1]
+        assert found[0] == expected[0], seen.last
+        assert not differences(found[1], expected[1]), seen.last
         del session, found
         pool.recount()
-        assert pool.held == held, seen[-1]
+        assert pool.held == held, seen.last
 
 
 @pytest.mark.slow
@@ -300,14 +271,6 @@ class TestHeldTensors:
     def cache(self) -> tuple[LlamaForCausalLM, DynamicCache]:
         twin = compile_copy(tiny_llama())
         return twin, cache_of(step(twin, prompt(50, 2)))
-
-    def test_shape_length_and_repr(self) -> None:
-        _, cache = self.cache()
-        keys = cache.layers[0].keys
-        assert isinstance(keys, HeldTensor)
-        assert keys.shape == (2, 2, 50, 16)
-        assert cache.get_seq_length() == 50
-        assert "HeldTensor(shape=(2, 2, 50, 16)" in repr(keys)
 
     @pytest.mark.parametrize(
         "read",
@@ -410,6 +373,8 @@ def test_half_of_what_is_free_is_the_host_tiers_default_budget(monkeypatch: pyte
     assert host_memory.allowance(0, None) == 500
     assert host_memory.allowance(200, None) == 600  # what is held already is not free, and is its own
     assert host_memory.allowance(0, 12) == 12
+    # Four ranks of a machine share its memory; what is held is a rank's own.
+    assert [host_memory.allowance(*given, 4) for given in ((0, None), (100, None), (0, 400))] == [125, 175, 100]
     monkeypatch.setattr(host_memory, "remaining_memory", lambda: 400)
     assert host_memory.allowance(0, None) == 200  # a container's limit that is nearer
     monkeypatch.setattr(host_memory, "remaining_memory", lambda: 4000)
@@ -471,28 +436,3 @@ def test_a_step_that_raised_leaves_no_staging_behind(compiled: LlamaForCausalLM)
     staging = copy_stream.staging_of(torch.device("cpu"))
     Step(session, 1).abandon()
     assert copy_stream.staging_of(torch.device("cpu")) is not staging
-
-
-@pytest.mark.parametrize("moves", ["grows", "reorders", "other weights"])
-def test_a_step_binds_its_inputs_again_after_a_tensor_has_moved(llama: LlamaForCausalLM, moves: str) -> None:
-    compiled, plain = compile_copy(llama, bits=16), copy.deepcopy(llama)
-    caches = [cache_of(step(model, prompt(250, 2))) for model in (compiled, plain)]
-
-    def bound() -> Any:
-        outs = [step(model, prompt(1, 2), cache) for model, cache in zip((compiled, plain), caches, strict=True)]
-        torch.testing.assert_close(outs[0].logits, outs[1].logits, atol=1e-4, rtol=1e-4)
-        graph = next(graph for graph, _ in session_of(caches[0]).bindings if graph.variant.phase.name == "decode")
-        return session_of(caches[0]).bindings[graph, 2]
-
-    before = bound()
-    assert bound() is before
-    if moves == "grows":
-        for cache, model in zip(caches, (compiled, plain), strict=True):
-            step(model, prompt(600, 2), cache)
-    elif moves == "reorders":
-        for cache in caches:
-            cache.reorder_cache(torch.tensor([1, 1]))
-    else:
-        for model in (compiled, plain):
-            model.lm_head.weight.data = model.lm_head.weight.data * 2
-    assert (bound() is before) == (moves == "other weights")

@@ -18,7 +18,6 @@ import specache_compile as sc
 from conftest import compiled_with, greedy, prompt, step
 from held_tiers import interrupted_behind
 from specache_compile.compat import cache_of, with_cache
-from specache_compile.methods import parse_options
 from specache_compile.runtime.session import session_of
 
 pytestmark = [pytest.mark.one_process, pytest.mark.one_trace]
@@ -106,12 +105,3 @@ def test_what_is_fetched_is_no_sink(llama: LlamaForCausalLM) -> None:
         for state in session.state:
             assert state["sink_index"][:, 0].tolist() == [[0, 1, 2, 3]] * 2
             assert not torch.isin(state["slot_index"], state["sink_index"]).any()
-
-
-@pytest.mark.parametrize(
-    ("options", "sinks"),
-    [({}, 4), ({"setting": "paper"}, 0), ({"method": "kivi"}, 0), ({"bits": 16}, 4), ({"sink_tokens": 16}, 16)],
-    ids=str,
-)
-def test_best_has_them_and_the_papers_have_not(options: dict[str, Any], sinks: int) -> None:
-    assert parse_options(options).sink_tokens == sinks
