@@ -35,7 +35,7 @@ from specache_compile.compat import cache_of, with_cache
 from specache_compile.explaining.times.devices import DEVICES, Device
 from specache_compile.explaining.times.step_kernels import Traced
 from specache_compile.explaining.times.step_time import step_of
-from specache_compile.kernels.costs import CORRECTED
+from specache_compile.explaining.times.workload import CORRECTED
 from specache_compile.kernels.state.page_table import PAGE
 from specache_compile.lowering.cuda_graphs import MODES
 from specache_compile.methods import parse_options

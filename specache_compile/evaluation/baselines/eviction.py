@@ -14,8 +14,6 @@ import torch
 from torch import Tensor
 
 from specache_compile.kernels.attention.attention_ops import SEEN, grouped_bias, product
-from specache_compile.kernels.costs import Arguments, Cost, Workload, bytes_of, elements, pair_bytes
-from specache_compile.kernels.costs import rows as heads_of
 from specache_compile.kernels.op import Op, fake_of_query
 from specache_compile.kernels.state.cursor import length_of
 from specache_compile.kernels.state.operands import AttentionInputs, takes
@@ -149,20 +147,12 @@ def drop_from(kept_token: Tensor, length: int, *along: Tensor) -> None:
         tensor.copy_(tensor.gather(2, index))
 
 
-def cost(arguments: Arguments, load: Workload, site: int) -> Cost:
-    """The kept pairs and their history are read, and written again without the evicted ones."""
-    q, pair = arguments["q"], pair_bytes(load.options, load.layers[site])
-    kept = min(load.options.budget_in_tokens(load.length), load.length)
-    moved = 2 * heads_of(load, site) * kept * (pair.exact + 4 * (HISTORY_SIZE + 1))
-    return Cost(4 * elements(q) * kept, moved + 2 * bytes_of(q))
-
-
 ATTENTION = Op(
     "budget_attention(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? sinks, Tensor cursor, Tensor(a!) kept, "
     "Tensor(b!) kept_token, Tensor(c!) history, str policy, int block, int seed, float scale, float? softcap) "
     "-> Tensor",
     budget_attention, fake_of_query, f"{__name__}:budget_attention",
-    cost=cost, is_work=True, capturable=False,
+    is_work=True, capturable=False,
 )  # fmt: skip
 
 # Between the random seeds of two sites; any large odd number will do.

@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 
 from specache_compile.kernels.attention.attention_ops import BLOCK, grouped_bias
-from specache_compile.kernels.costs import Arguments, Cost, Workload, bytes_of, elements, pair_bytes, size_of
-from specache_compile.kernels.costs import rows as heads_of
 from specache_compile.kernels.op import Op, fake_of_query
 from specache_compile.kernels.state.cursor import length_of
 from specache_compile.kernels.state.operands import AttentionInputs, takes
@@ -103,20 +101,12 @@ def prompt_attention(
     return torch.cat(outputs, 3).flatten(1, 2).to(q.dtype).contiguous()
 
 
-def cost(arguments: Arguments, load: Workload, site: int) -> Cost:
-    """The kept pairs are read, and the new ones are written."""
-    q, k, pair = arguments["q"], arguments["k"], pair_bytes(load.options, load.layers[site])
-    kept = min(load.options.budget_in_tokens(load.length), load.length)
-    read = heads_of(load, site) * kept * (pair.exact + 4)
-    return Cost(4 * elements(q) * (kept + size_of(k.shape[2])), read + 2 * bytes_of(q) + 4 * bytes_of(k))
-
-
 ATTENTION = Op(
     "prompt_attention(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? sinks, Tensor cursor, "
     "Tensor(a!) compressed, Tensor(b!) compressed_token, str method, int budget, int[] settings, float scale, "
     "float? softcap, Tensor? frequencies=None) -> Tensor",
     prompt_attention, fake_of_query, f"{__name__}:prompt_attention",
-    cost=cost, is_work=True, capturable=False,
+    is_work=True, capturable=False,
 )  # fmt: skip
 
 # Prompts whose lengths lie in one step share graphs, at the price of at most so many pairs of spare room.

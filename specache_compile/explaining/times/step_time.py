@@ -25,7 +25,7 @@ LENGTHS = (8_192, 32_768, 131_072)
 # tiers; a full cache's room over its tokens.
 BETWEEN, MARGIN, SPARE = 60e-6, 2.1e9, 1.07
 # The share of the selected pairs that travels ahead: with two lanes and correction (26 of 64 of SmolLM2 at 4,096
-# tokens, like `costs.CORRECTED`), and without correction (an estimate).
+# tokens, like `workload.CORRECTED`), and without correction (an estimate).
 AHEAD, AHEAD_UNCORRECTED = 26 / 64, 0.5
 EXPOSED = "exposed"
 RESOURCES = ("memory", "arithmetic", "instructions", "to_device", "to_host")
