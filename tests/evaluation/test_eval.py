@@ -20,8 +20,7 @@ from specache_compile.evaluation.cell_tables import table
 from specache_compile.evaluation.plots import draw
 from specache_compile.evaluation.provenance import config_hash
 from specache_compile.evaluation.result_rows import ResultRow, append_row, read_rows
-from specache_compile.evaluation.settings import Setting, parse_setting, running
-from specache_compile.evaluation.tasks.task import Cell
+from specache_compile.evaluation.settings import parse_setting, running
 
 MODEL = str(NEEDLE_LLAMA)
 QUICK = ("--lengths", "200", "--samples", "2", "--no-plots")
@@ -111,26 +110,6 @@ def test_a_model_is_its_configuration_and_its_chat_template_too() -> None:
     template = config_hash(model, tokenizer)
     model.config.rope_parameters = {**model.config.rope_parameters, "rope_theta": 5e5}
     assert len({before, template, config_hash(model, tokenizer)}) == 3
-
-
-def test_a_method_that_reads_a_prompt_twice_is_refused_before_anything_runs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert evaluate(tmp_path / "out", *QUICK, "--methods", "uncompiled", "kvzip:budget=0.5") == 2
-    assert "method 'kvzip:budget=0.5': its choice takes a second reading" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_host_tier_beyond_its_budget_is_refused_before_anything_is_prefilled(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    methods = ("--methods", "uncompiled", "kivi:host_tier=False", "specache")
-    monkeypatch.setattr(run_eval, "allowance", lambda held, given: 50_000)
-    monkeypatch.setattr(run_eval, "measure", Interrupted(run_eval.measure, before=1))
-    assert evaluate(tmp_path / "out", *QUICK, *methods) == 2
-    assert "method 'specache': its host tier would need 0 MB for 200 tokens" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
-    assert evaluate(tmp_path / "out", *QUICK, *methods[:3]) == 130
 
 
 @pytest.fixture
@@ -296,13 +275,6 @@ def test_bad_input_is_one_line_and_exit_status_2(
     assert message in error[-1]
     assert error[-1].startswith("specache: ")
     assert not (tmp_path / "out").exists()
-
-
-def test_a_budget_beyond_the_context_is_refused_before_anything_runs() -> None:
-    cell = Cell("256", 256, lambda runner: pytest.fail("it ran"))
-    run_eval.check_cell("needle", cell, 2304, [Setting("h2o", (("budget", 256),)), Setting("h2o", (("budget", 0.5),))])
-    with pytest.raises(sc.SpecacheError, match="a budget of 257 tokens is more than the context of needle 256"):
-        run_eval.check_cell("needle", cell, 2304, [Setting("h2o", (("budget", 257),))])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -193,6 +193,10 @@ class BudgetOptions(MethodOptions):
             return self.budget
         return max(1, math.ceil(round(self.budget * tokens, 6)))  # 0.07 of 100 is 7.000000000000001 in floats
 
+    def room(self, capacity: int) -> int:
+        """Pairs that each KV head has room for, in a cache of `capacity` tokens."""
+        return min(self.budget_in_tokens(capacity), capacity)
+
     def for_prompt(self, tokens: int) -> BudgetOptions:
         """A rate fixed to pairs: a cache keeps the budget that it started with."""
         return replace(self, budget=self.budget_in_tokens(tokens))
@@ -220,21 +224,21 @@ class RandomOptions(EvictionOptions):
     seed: int = whole(0, 0, "of the policy's random numbers", metavar="SEED")
 
 
-def rows(options: EvictionOptions, layer: LayerShape, batch: int, capacity: int) -> tuple[int, ...]:
-    return (batch, layer.heads, min(options.budget_in_tokens(capacity), capacity))
+def rows(options: BudgetOptions, layer: LayerShape, batch: int, capacity: int) -> tuple[int, ...]:
+    return (batch, layer.heads, options.room(capacity))
 
 
-def kept_shape(options: EvictionOptions, layer: LayerShape, batch: int, capacity: int) -> tuple[int, ...]:
+def kept_shape(options: BudgetOptions, layer: LayerShape, batch: int, capacity: int) -> tuple[int, ...]:
     return (*rows(options, layer, batch, capacity), 2, layer.head_dim)
 
 
-def history_shape(options: EvictionOptions, layer: LayerShape, batch: int, capacity: int) -> tuple[int, ...]:
+def history_shape(options: BudgetOptions, layer: LayerShape, batch: int, capacity: int) -> tuple[int, ...]:
     return (*rows(options, layer, batch, capacity), HISTORY_SIZE)
 
 
 def forget(state: LayerState, cropped: Cropped) -> None:
-    """Crop; the pairs that a policy has evicted before do not come back."""
-    drop_from(state["kept_token"], cropped.length, state["kept"], state["history"])
+    """Crop; the pairs that have been evicted before do not come back."""
+    drop_from(state["kept_token"], cropped.length, *(state[name] for name in ("kept", "history") if name in state))
 
 
 # The kept pairs, their tokens and their history; nothing is on the host.
