@@ -18,7 +18,7 @@ from tqdm import tqdm
 from specache_compile.checkpoints.gguf import READERS, is_installed
 from specache_compile.checkpoints.names import KNOWN
 from specache_compile.checkpoints.names import origin as checkpoint_origin
-from specache_compile.command_line.demo import CONTEXT, QUICK_CONTEXT
+from specache_compile.command_line.bench import CONTEXT, QUICK_CONTEXT
 from specache_compile.errors import SpecacheError
 from specache_compile.evaluation.reader import Reader
 from specache_compile.evaluation.run_eval import load

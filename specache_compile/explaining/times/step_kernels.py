@@ -12,14 +12,13 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from specache_compile.explaining.layers import layers_of
 from specache_compile.kernels.op import Op, op_of
 from specache_compile.passes.plan import tag_of
 from specache_compile.passes.reading.nodes import is_weight, value_of
 
 from .devices import Device
-from .node_costs import VIEWS, arguments_of, is_launch, operator_name, product_cost
 from .op_launches import COPY, CORRECTION, LAUNCHES, MAIN, TAIL, Kernel, LaunchedOp, small
+from .step_nodes import VIEWS, arguments_of, is_launch, layers_of, operator_name, product_cost
 from .workload import Workload, bytes_of, elements, size_of
 
 # The speed of attention over a full cache as a share of long reads' speed, by bytes an element. Estimates.
