@@ -217,8 +217,8 @@ def test_a_soak_of_the_server_compares_each_answer(
 
 
 def wrong_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    select = Tiers.select
-    monkeypatch.setattr(Tiers, "select", lambda self, rows: select(self, rows.flip(0)))
+    selected = Tiers.selected
+    monkeypatch.setattr(Tiers, "selected", lambda self, rows: selected(self, rows[::-1]))
 
 
 def kept_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
