@@ -30,27 +30,6 @@ def evaluate(out: Path, *more: str) -> int:
     return main(["eval", MODEL, "--out", str(out), *(more or QUICK)])
 
 
-@pytest.mark.slow
-def test_a_table_a_json_and_pictures_with_one_line_of_provenance(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = ("--tasks", "needle", "perplexity", "--methods", "uncompiled", "kivi:bits=1", "--lengths", "256")
-    assert evaluate(tmp_path, *arguments, "--samples", "3", "--seed", "5") == 0
-    captured = capsys.readouterr()
-    assert re.search(r"^uncompiled +256 +100\.0% +1\.000$", captured.out, re.MULTILINE)
-    assert re.search(r"^kivi:bits=1 +256 .* 0\.\d+$", captured.out, re.MULTILINE)
-    line = (tmp_path / "table.txt").read_text().splitlines()[-1]
-    for part in ("specache eval", "--seed 5", "torch 2.", "commit", "weights", "seed 5"):
-        assert part in line
-    results = json.loads((tmp_path / "results.json").read_text())
-    assert results["provenance"] == [line]
-    assert [(row["task"], row["method"], row["seed"], row["provenance"]) for row in results["rows"]] == [
-        (task, method, 5, line) for method in ("uncompiled", "kivi:bits=1") for task in ("needle", "perplexity")
-    ]
-    for task in ("needle", "perplexity"):
-        assert (tmp_path / f"{task}-kv.png").stat().st_size > 5_000
-
-
 class Interrupted:
     """`measure`, which a person interrupts before its n-th row."""
 
@@ -69,25 +48,38 @@ class Interrupted:
 def test_an_interruption_loses_no_finished_row_and_the_same_command_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """In the end there are a table, a JSON file and pictures with one line of provenance."""
+    command = ("--tasks", "needle", "perplexity", "--methods", "uncompiled", "kivi:bits=1", "--lengths", "256")
+    command += ("--samples", "3", "--seed", "5")
     original = run_eval.measure
     monkeypatch.setattr(run_eval, "measure", Interrupted(original, before=3))
-    assert evaluate(tmp_path) == 130
+    assert evaluate(tmp_path, *command) == 130
     captured = capsys.readouterr()
     assert "the same command goes on from here" in captured.err
-    assert "uncompiled" in captured.out  # the finished rows are shown
+    assert re.search(r"^uncompiled +256 +100\.0% +1\.000$", captured.out, re.MULTILINE)  # a finished row
     kept = read_rows(tmp_path / "rows.jsonl")
     assert len(kept) == 2
 
     again = Interrupted(original, before=0)
     monkeypatch.setattr(run_eval, "measure", again)
-    assert evaluate(tmp_path) == 0
-    assert again.calls == 4 - 2
+    for _ in range(2):
+        assert evaluate(tmp_path, *command) == 0
+        assert again.calls == 4 - 2
     every = read_rows(tmp_path / "rows.jsonl")
     assert {key: every[key] for key in kept} == kept
-    assert evaluate(tmp_path) == 0
-    assert again.calls == 2
-    # Other settings of the same evaluation are other rows.
-    assert evaluate(tmp_path, *QUICK, "--methods", "uncompiled", "--seed", "1") == 0
+    assert re.search(r"^kivi:bits=1 +256 .* 0\.\d+$", capsys.readouterr().out, re.MULTILINE)
+    line = (tmp_path / "table.txt").read_text().splitlines()[-1]
+    for part in ("specache eval", "--seed 5", "torch 2.", "commit", "weights", "seed 5"):
+        assert part in line
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["provenance"] == [line]
+    assert [(row["task"], row["method"], row["seed"], row["provenance"]) for row in results["rows"]] == [
+        (task, method, 5, line) for method in ("uncompiled", "kivi:bits=1") for task in ("needle", "perplexity")
+    ]
+    for task in ("needle", "perplexity"):
+        assert (tmp_path / f"{task}-kv.png").stat().st_size > 5_000
+    # Another seed is another row.
+    assert evaluate(tmp_path, "--lengths", "200", "--samples", "2", "--methods", "uncompiled", "--seed", "1") == 0
     assert again.calls == 3
 
 
