@@ -6,7 +6,6 @@ import ast
 import functools
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -29,12 +28,14 @@ def of_64_tokens() -> Explanation:
     return sc.explain(tiny_llama(), prompt_length=64, options={"speculate": True})
 
 
-def calls_of(graph_module: GraphModule) -> list[Any]:
-    """The ops of a graph in their order, with the shapes of their results and their constants."""
-    nodes = [node for node in graph_module.graph.nodes if node.op == "call_function"]
-    values = [[getattr(value, "shape", value) for value in tree_leaves(value_of(node))] for node in nodes]
-    constants = [[x for x in tree_leaves((node.args, node.kwargs)) if not isinstance(x, Node)] for node in nodes]
-    return [(str(node.target), *more) for node, *more in zip(nodes, map(str, values), map(str, constants), strict=True)]
+def calls_of(graph_module: GraphModule) -> str:
+    """The ops of a graph in their order, with the shapes of their results, their constants and numbered symbols."""
+    calls, symbols = [], dict[str, str]()
+    for node in (node for node in graph_module.graph.nodes if node.op == "call_function"):
+        shapes = [getattr(value, "shape", value) for value in tree_leaves(value_of(node))]
+        constants = [x for x in tree_leaves((node.args, node.kwargs)) if not isinstance(x, Node)]
+        calls.append(f"{node.target} {shapes} {constants}")
+    return re.sub(r"\bs\d+\b", lambda name: symbols.setdefault(name[0], f"s{len(symbols)}"), "\n".join(calls))
 
 
 def test_it_lists_sites_passes_and_bytes(llama: LlamaForCausalLM) -> None:
