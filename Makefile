@@ -8,7 +8,7 @@ NEWEST := .venv-newest/bin
 comma := ,
 export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/build/inductor
 
-.PHONY: demo test test-all test-ranks test-oldest test-newest test-device gpu lint prose tables bench quality train format clean
+.PHONY: demo test test-all test-oldest test-newest test-device gpu lint prose tables bench quality train format clean
 
 demo: .venv/demo           ## keys found, bytes and times of a real model, in one table and one picture
 	$(BIN)/specache demo --out build/demo
@@ -21,9 +21,6 @@ test: .venv/ready          ## the test suite: a quarter of an hour on two cores;
 
 test-all: .venv/weights    ## everything: whole grids, benchmarks, examples, checkpoints, weights; by hand
 	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST) -m '' $(TESTS)
-
-test-ranks: .venv/ready    ## six families over two and four ranks on the CPU, against one process (ten minutes on two cores)
-	for ranks in 2 4; do OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --nproc-per-node $$ranks tools/compare_ranks.py || exit 1; done
 
 test-oldest: export TORCHINDUCTOR_CACHE_DIR = $(CURDIR)/build/inductor-oldest
 test-oldest: .venv-oldest/ready  ## the suite on the oldest versions, or a part: TESTS="tests/passes/test_passes.py -k speculate"

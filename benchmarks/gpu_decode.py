@@ -35,7 +35,7 @@ from specache_compile.compat import cache_of, with_cache
 from specache_compile.explaining.times.devices import DEVICES, Device
 from specache_compile.explaining.times.step_kernels import Traced
 from specache_compile.explaining.times.step_time import step_of
-from specache_compile.kernels.costs import CORRECTED
+from specache_compile.explaining.times.workload import CORRECTED
 from specache_compile.kernels.state.page_table import PAGE
 from specache_compile.lowering.cuda_graphs import MODES
 from specache_compile.methods import parse_options
@@ -43,7 +43,7 @@ from specache_compile.methods.field import LayerShape
 from specache_compile.options import own_options
 from specache_compile.runtime.break_even import word_of
 from specache_compile.runtime.session import Session
-from specache_compile.runtime.state import device_total, full_cache_bytes, predicted_bytes
+from specache_compile.runtime.state import device_total, predicted_bytes
 
 GIB = 1 << 30
 LLAMA = {
@@ -57,30 +57,19 @@ MODELS = {
         "num_attention_heads": 4, "num_key_value_heads": 2,
     },
 }  # fmt: skip
-# What fetches nothing has no host tier, which would bound its batch.
-ON_DEVICE: dict[str, Any] = {"top_k": 0, "speculate": False, "host_tier": False}
 SPECACHE: dict[str, dict[str, Any]] = {
-    "16 bits, k = 0": {"setting": "paper", "bits": 16, **ON_DEVICE},
-    "2-bit, k = 0": {"setting": "paper", "bits": 2, **ON_DEVICE},
+    "16 bits, k = 0": {"setting": "paper", "bits": 16, "top_k": 0, "speculate": False, "host_tier": False},
     "specache 2-bit": {"setting": "paper", "bits": 2},
-    "best, k = 0": ON_DEVICE,
     "specache best": {},
     "specache best, two lanes": {"speculate": True},
     "kivi 2-bit": {"method": "kivi", "bits": 2, "host_tier": False},
-    "offload": {"method": "offload"},
     "fp8": {"method": "fp8"},
 }
-# It reads lengths on the host, so that no mode makes a CUDA graph of its steps, and the whole cache in every step.
-NEVER_CAPTURED = ("offload",)
 METHODS = list(SPECACHE)
-# One of each kind, and what their figures are compared with.
-SMOKE_METHODS = ("16 bits, k = 0", "specache 2-bit", "specache best", "offload", "fp8")
 # Bytes of VRAM beside the margin, in which the smoke model and three sequences fit, by their dtypes there.
 SMOKE_ROOM = {"cuda": 1 << 19, "cpu": 1 << 20}
 # Tokens that a forced context has room to grow by.
 STEPS = 80
-# One row, and as many as the method has room for.
-BATCHES = ("1", "largest")
 # What a step needs beside weights and cache: logits, activations, the allocator's slack.
 MARGIN = 2 * GIB
 
@@ -128,17 +117,12 @@ def largest_batch(model: LlamaForCausalLM, case: Case, host: float) -> int:
     """How many sequences fit beside the weights, in VRAM and in the host's budget; 0 if none does."""
     weights = sum(p.nbytes for p in model.parameters())
     device, pinned = sequence_bytes(model, case)
-    fit = (case.cap - weights - MARGIN) // max(1, device)  # `offload` keeps nothing there
+    fit = (case.cap - weights - MARGIN) // device
     return max(0, min(fit, int(host // pinned) if pinned else fit))
 
 
 class NotCaptured(Exception):
     """A step is not a CUDA graph although the mode requires one."""
-
-
-def requires_graphs(case: Case, mode: str, device: torch.device) -> bool:
-    """Whether the method's steps are to be CUDA graphs."""
-    return device.type == "cuda" and mode in MODES and case.method not in NEVER_CAPTURED
 
 
 class Decoder:
@@ -241,8 +225,8 @@ def two_turns(host: Tensor, slot_index: Tensor, corrects: bool, stays: float) ->
 
 def share_corrected(method: str, given: float | None) -> float:
     """The share of the slots that the method's corrections replace: the given one, or the measured one."""
-    options = parse_options(SPECACHE.get(method, {"top_k": 0}))
-    if getattr(options, "correct", "never") != "always" or options.top_k == 0:
+    options = parse_options(SPECACHE[method])
+    if getattr(options, "correct", "never") != "always":
         return 0.0
     return CORRECTED[1 + options.two_lanes] if given is None else given
 
@@ -252,7 +236,7 @@ def measure(model: LlamaForCausalLM, case: Case, batch: int, args: argparse.Name
     device = model.device
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    required = requires_graphs(case, args.mode, device)
+    required = device.type == "cuda" and args.mode in MODES
     with as_it_is_called(case, device), warnings.catch_warnings(record=True) as logged:
         warnings.simplefilter("always")
         decoder = Decoder(model, case, batch, args.mode, round(args.host_gib * GIB))
@@ -273,8 +257,6 @@ def measure(model: LlamaForCausalLM, case: Case, batch: int, args: argparse.Name
         "bytes to host": (after.bytes_to_host - before.bytes_to_host) / steps,
         "pinned bytes": after.host_bytes,
     }  # fmt: skip
-    if case.method == "offload":
-        row["bytes to device"] = full_cache_bytes(shapes_of(model), batch, case.context)
     if device.type == "cuda":
         row["peak bytes"] = torch.cuda.max_memory_allocated(device)
     return row
@@ -296,8 +278,8 @@ def device_called(name: str) -> Device | None:
 
 
 def simulated_ms(case: Case, batch: int, device: Device | None) -> float | None:
-    """What `explain` computes for a step of Llama-3-8B; None for other models and steps that are never captured."""
-    if device is None or case.model != "llama-3-8b" or case.method in NEVER_CAPTURED:
+    """What `explain` computes for a step of Llama-3-8B; None for other models."""
+    if device is None or case.model != "llama-3-8b":
         return None
     return 1e3 * step_of(traced_as(case.method), device, case.context, batch).seconds
 
@@ -318,7 +300,7 @@ def run_case(
         torch.cuda.set_per_process_memory_fraction(min(1.0, case.cap / total), device)
     batches = {"1": 1, "largest": largest_batch(model, case, args.host_gib * GIB)}
     for kind, batch in batches.items():
-        if kind not in args.at or results.has(**vars(case), at=kind):
+        if results.has(**vars(case), at=kind):
             continue
         while batch:
             had = results.find(**vars(case), batch=batch)
@@ -369,15 +351,11 @@ def break_even(rows: list[dict[str, Any]], method: str = "specache best") -> int
 def cases_of(args: argparse.Namespace, total: int) -> list[Case]:
     caps = dict.fromkeys(min(total, round(cap * 1e9)) if cap else total for cap in args.caps)
     return [
-        case_of(args.model, method, context, cap, args.reuse, args.corrected)
+        Case(args.model, method, context, cap, args.reuse, share_corrected(method, args.corrected))
         for context in args.contexts
         for cap in caps
         for method in args.methods
     ]
-
-
-def case_of(model: str, method: str, context: int, cap: int, reuse: float, corrected: float | None) -> Case:
-    return Case(model, method, context, cap, reuse, share_corrected(method, corrected))
 
 
 def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, torch.device]:
@@ -386,10 +364,7 @@ def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, torch.device
     parser.add_argument("--contexts", type=int, nargs="+", default=[32768, 8192, 131072], help="tokens")
     parser.add_argument("--caps", type=float, nargs="+", default=[48, 0], help="GB of VRAM; 0: all (48 0)")
     parser.add_argument(
-        "--methods", nargs="+", choices=METHODS, metavar="NAME", help=f"(all; some with --smoke) {'; '.join(METHODS)}"
-    )
-    parser.add_argument(
-        "--at", nargs="+", choices=BATCHES, default=BATCHES, help="which batches (all): one row, its largest"
+        "--methods", nargs="+", choices=METHODS, default=METHODS, metavar="NAME", help=f"(all) {'; '.join(METHODS)}"
     )
     parser.add_argument("--reuse", type=float, default=0.5, help="share of the slots that stay (0.5)")
     parser.add_argument(
@@ -402,7 +377,6 @@ def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, torch.device
     args, device = parsed(parser, "gpu_decode", arguments)
     if args.steps + args.warm_up + 4 > STEPS:
         parser.error(f"--steps and --warm-up together: at most {STEPS - 4}, for which the caches have room")
-    args.methods = args.methods or list(SMOKE_METHODS if args.smoke else METHODS)
     if args.smoke:
         args.model, args.contexts, args.caps = "smoke", [320], [0]
         args.steps, args.warm_up, args.host_gib = 2, 1, 1 / 1024

@@ -13,13 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import costs
-from .costs import CostOf
-
 
 @dataclass(frozen=True)
 class Op:
-    """One op, with its properties for passes, lowering and explain.
+    """One op, with its properties for passes and lowering.
 
     schema: torch schema that marks every mutated argument.
     run: the PyTorch code that defines the op.
@@ -28,7 +25,6 @@ class Op:
         ".folder.module" is relative to kernels/. None for an op that runs on CPUs only.
     fused: the CPU implementation, in C++ or by a torch kernel. Lowering replaces the op by the op `NAME_fused`.
     library: compiles the C++ for given arguments.
-    cost: see `costs.py`.
     lanes: the vmap rule, in which a mapped axis becomes the lanes.
     copies: the op runs on the copy stream.
     is_work: the op takes long enough to hide a copy.
@@ -44,7 +40,6 @@ class Op:
     cuda: str | None = None
     fused: Callable[..., Any] | None = None
     library: Callable[..., object] | None = None
-    cost: CostOf = costs.nothing
     lanes: Callable[..., Any] | None = None
     copies: bool = False
     is_work: bool = False

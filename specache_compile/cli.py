@@ -61,7 +61,7 @@ class Command:
 COMMANDS = {
     "demo": Command(
         "show the gain on a small model: keys found, memory and times; takes minutes",
-        "command_line.demo:add_demo", "bench.demo:run_demo", recorded=True,
+        "command_line.bench:add_demo", "bench.demo:run_demo", recorded=True,
     ),
     "generate": Command(
         "continue a prompt",

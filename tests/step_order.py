@@ -12,7 +12,7 @@ from typing import Any
 import networkx as nx
 from torch.fx import GraphModule, Node
 
-from specache_compile.explaining.times.node_costs import is_launch, operator_name
+from specache_compile.explaining.times.step_nodes import is_launch, operator_name
 from specache_compile.kernels.op import op_of
 from specache_compile.passes.overlap import mutated_arguments
 from specache_compile.passes.plan import tag_of

@@ -48,16 +48,6 @@ def test_a_result_with_other_options_than_its_method_has_today_is_refused(
     assert "needles_blind: specache was measured with top_k=7, and has 64 today" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("device", "smoke"), [("a GPU", True), ("a GPU (simulated)", False)])
-def test_what_measured_nothing_is_in_no_table(
-    device: str, smoke: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    report = {"provenance": {"device": device}, "settings": {"smoke": smoke}, "rows": []}
-    (tmp_path / "gpu_decode.json").write_text(json.dumps(report))
-    monkeypatch.setattr(doc_tables, "RESULTS", tmp_path)
-    assert doc_tables.gpu() == "Nothing has been measured on a GPU yet."
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [

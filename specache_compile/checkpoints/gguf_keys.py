@@ -7,7 +7,7 @@ must have the value that the configuration has anyway, or no influence on the mo
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +23,14 @@ def head_dim(config: Any) -> int:
 
 def rotary_dim(config: Any) -> int:
     """Channels of a head that RoPE turns, in layers that attend to all tokens."""
-    share = full_rope(config).get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None) or 1.0
+    share = rope_of(config).get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None) or 1.0
     return int(head_dim(config) * share)
 
 
-def full_rope(config: Any) -> dict[str, Any]:
-    """The RoPE parameters of layers that attend to all tokens."""
+def rope_of(config: Any, layers: str = "full_attention") -> dict[str, Any]:
+    """The RoPE parameters of one type of layers."""
     rope = getattr(config, "rope_parameters", None) or {}
-    found: dict[str, Any] = rope.get("full_attention", rope)
-    return found
-
-
-def windowed_rope(config: Any) -> dict[str, Any]:
-    rope = getattr(config, "rope_parameters", None) or {}
-    found: dict[str, Any] = rope.get("sliding_attention", rope)
+    found: dict[str, Any] = rope.get(layers, rope)
     return found
 
 
@@ -59,8 +53,8 @@ EXPECTED: dict[str, Callable[[Any], object]] = {
     "logit_scale": lambda config: 1.0,
     "rope.dimension_count": rotary_dim,
     "rope.dimension_count_swa": head_dim,
-    "rope.freq_base": lambda config: full_rope(config).get("rope_theta"),
-    "rope.freq_base_swa": lambda config: windowed_rope(config).get("rope_theta"),
+    "rope.freq_base": lambda config: rope_of(config).get("rope_theta"),
+    "rope.freq_base_swa": lambda config: rope_of(config, "sliding_attention").get("rope_theta"),
     "rope.scaling.factor": lambda config: 1.0,
 }
 
@@ -88,7 +82,10 @@ def map_keys(path: Path, fields: Mapping[str, Any], config: Any) -> None:
         config.sliding_window = keys.pop("attention.sliding_window") or None
     refused = [f"{key} = {value!r}" for key, value in keys.items() if not is_represented(key, value, config)]
     if refused:
-        raise unread_keys(path, refused)
+        raise SpecacheError(
+            f"{path}: transformers does not read {', '.join(refused)} from a GGUF file of this architecture, which "
+            "would change the model. Pass the model's safetensors folder or hub name"
+        )
 
 
 def unmapped(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -116,10 +113,3 @@ def is_represented(key: str, value: Any, config: Any) -> bool:
 def is_same(value: Any, expected: Any) -> bool:
     """Whether two numbers are equal in float32, which GGUF files have."""
     return math.isclose(value, expected, rel_tol=1e-6)
-
-
-def unread_keys(path: Path, keys: Sequence[str]) -> SpecacheError:
-    return SpecacheError(
-        f"{path}: transformers does not read {', '.join(keys)} from a GGUF file of this architecture, which would "
-        "change the model. Pass the model's safetensors folder or hub name"
-    )

@@ -23,16 +23,6 @@ from specache_compile.methods import parse_options
 from .baselines.kvzip import KVzipOptions
 
 
-def layer_kinds(model: Any) -> set[type]:
-    """The classes of the layers of the model's cache."""
-    return {type(layer) for layer in DynamicCache(config=model.config.get_text_config(decoder=True)).layers}
-
-
-def caches_plainly(model: Any) -> bool:
-    """Whether every layer stores every pair."""
-    return layer_kinds(model) == {DynamicLayer}
-
-
 @dataclass(frozen=True)
 class Prefill:
     """A prefill of the uncompiled model.
@@ -75,8 +65,10 @@ class Prefills:
         """Whether the model, as it is compiled now, can continue from such a prefill."""
         given = options_of(model)
         options = None if given is None else parse_options(given)
-        holds = options is None or isinstance(options, KVzipOptions) or reason_not_to_hold(options) is None
-        kinds = layer_kinds(model)
+        kinds = {type(layer) for layer in DynamicCache(config=model.config.get_text_config(decoder=True)).layers}
+        if isinstance(options, KVzipOptions):
+            return kinds == {DynamicLayer}  # all layers share its budget
+        holds = options is None or reason_not_to_hold(options) is None
         return holds and DynamicLayer in kinds and kinds <= {DynamicLayer, DynamicSlidingWindowLayer}
 
     def of(self, ids: Tensor, make: Callable[[], Prefill]) -> Prefill:

@@ -17,25 +17,19 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from specache_compile.caches.holding import whole_layers
 from specache_compile.checkpoints.loaded import limit_of, load_model
 from specache_compile.checkpoints.names import origin
-from specache_compile.compat import cache_of
 from specache_compile.errors import SpecacheError
-from specache_compile.kernels.memory.host_memory import allowance
-from specache_compile.methods import parse_options
-from specache_compile.methods.field import LayerShape
-from specache_compile.runtime.state import predicted_bytes
 from specache_compile.runtime.stats import stats
 
 from .cell_tables import table, write_json
 from .plots import draw
-from .prefills import Prefills, caches_plainly
+from .prefills import Prefills
 from .provenance import config_hash, model_hash, provenance
 from .reader import Reader
 from .result_rows import ResultRow, append_row, read_rows, sources
 from .runner import Runner
-from .settings import Setting, evicting_once, parse_setting, running, tokens_of_budget
+from .settings import Setting, evicting_once, parse_setting, running
 from .tasks import NO_QUESTION, TASKS
 from .tasks.task import Bench, Cell, Outcome
 
@@ -47,17 +41,17 @@ def run_eval(args: argparse.Namespace, command: Sequence[str]) -> None:
         settings = list(dict.fromkeys(evicting_once(setting) for setting in settings))
     check_arguments(args)
     args.lowering = args.lowering or ("eager" if args.device == "cpu" else "inductor")
-    check_readings(settings, args.share_prefills)
     model, reader = load(args.model, args.device, args.dtype)
-    check_readings(settings, caches_plainly(model))
     bench = Bench(
         reader, tuple(dict.fromkeys(args.lengths)), args.samples, args.seed, limit_of(model), tuple(args.text),
         args.chat, args.blind, args.keys,
     )  # fmt: skip
     cells = [(task, cell) for task in dict.fromkeys(args.tasks) for cell in TASKS[task](bench)]
     for task, cell in cells:
-        check_cell(task, cell, bench.limit, settings)
-    check_host_budget(model, max(bench.lengths), settings, args)
+        if cell.context > bench.limit:
+            raise SpecacheError(
+                f"{task} {cell.name}: {cell.context:,} tokens, and the model's context is {bench.limit:,}"
+            )
     fingerprint = model_hash(model)
     line = provenance(
         shlex.join(["specache", *command]), fingerprint, args.device, str(model.dtype), args.seed, origin(args.model)
@@ -102,46 +96,6 @@ def check_arguments(args: argparse.Namespace) -> None:
     for path in args.text:
         if not path.is_file():
             raise SpecacheError(f"--text {path}: the file does not exist")
-
-
-def check_readings(settings: Sequence[Setting], shares: bool) -> None:
-    """Raise SpecacheError for a method that prefills twice, unless prefills are shared."""
-    for setting in settings:
-        if not shares and setting.reads_twice:
-            raise SpecacheError(
-                f"method {str(setting)!r}: its choice takes a second reading of each prompt, which --share-prefills "
-                "makes, of models whose layers all keep every pair"
-            )
-
-
-def check_cell(task: str, cell: Cell, limit: int, settings: Sequence[Setting]) -> None:
-    """Raise SpecacheError for a context that exceeds the model's, or a budget that exceeds the context."""
-    if cell.context > limit:
-        raise SpecacheError(f"{task} {cell.name}: {cell.context:,} tokens, and the model's context is {limit:,}")
-    for setting in settings:
-        budget = tokens_of_budget(setting)
-        if budget is not None and budget > cell.context:
-            raise SpecacheError(f"method {setting}: a budget of {budget:,} tokens is more than the context of "
-                                f"{task} {cell.name}, {cell.context:,} tokens")  # fmt: skip
-
-
-def check_host_budget(model: Any, length: int, settings: Sequence[Setting], args: argparse.Namespace) -> None:
-    """Raise SpecacheError if a method's host tier would exceed its budget once the shared prefills are stored."""
-    if not any(setting.options is not None for setting in settings):
-        return
-    ids = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
-    cache = cache_of(model.generate(ids, max_new_tokens=1, do_sample=False, return_dict_in_generate=True))
-    keys = [cache.layers[number].keys for number in whole_layers(cache)]
-    layers = [LayerShape(one.shape[1], one.shape[3], one.dtype, one.device) for one in keys]
-    for options in [parse_options(setting.measured) for setting in settings if setting.options is not None]:
-        given = getattr(options, "host_memory", None)
-        needed = predicted_bytes(options, layers, min(args.batch_size, args.samples), length)["host"]
-        allowed = allowance(0, given) // (2 if args.share_prefills and given is None else 1)
-        if needed > allowed:
-            raise SpecacheError(
-                f"method {options.method!r}: its host tier would need {needed / 1e6:,.0f} MB for {length:,} tokens, "
-                f"and {allowed / 1e6:,.0f} MB are free for it: free memory, or lower --batch-size or --lengths"
-            )
 
 
 def load(name: str, device: str, dtype: str) -> tuple[Any, Reader]:

@@ -15,7 +15,6 @@ import torch
 
 from specache_compile.errors import OptionError
 from specache_compile.evaluation.baselines.eviction import PROMPT
-from specache_compile.evaluation.baselines.kvzip import KVzipOptions
 from specache_compile.methods import METHODS, parse_options
 from specache_compile.runtime.records import forget
 
@@ -41,11 +40,6 @@ class Setting:
         if self.name == UNCOMPILED:
             return None
         return {"method": self.name, **dict(self.given)}
-
-    @property
-    def reads_twice(self) -> bool:
-        """Whether the uncompiled model prefills a prompt twice, to select the kept pairs."""
-        return self.options is not None and isinstance(parse_options(self.options), KVzipOptions)
 
     @property
     def measured(self) -> dict[str, Any]:
@@ -117,9 +111,3 @@ def running(model: Any, setting: Setting, lowering: str) -> Iterator[Any]:
         model._compiled_call_impl = before
         forget(model)
         torch._dynamo.reset()
-
-
-def tokens_of_budget(setting: Setting) -> int | None:
-    """The setting's budget in tokens; None without a budget, or for a rate."""
-    budget = dict(setting.given).get("budget")
-    return budget if isinstance(budget, int) and not isinstance(budget, bool) else None

@@ -38,9 +38,9 @@ from specache_compile.runtime.break_even import min_context
 from specache_compile.runtime.session import session_of
 
 from .figures import SiteRow
-from .layers import layers_of
 from .tables import Explanation
 from .times.devices import Device, find_device
+from .times.step_nodes import layers_of
 
 # Nothing is allocated, so no budget applies.
 NO_LIMIT = sys.maxsize

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from torch.fx import GraphModule
 
 from specache_compile.errors import SpecacheError
-from specache_compile.kernels.costs import CORRECTED, Cost, Workload, fetched_pairs, pair_bytes
 from specache_compile.methods.field import LayerShape
 from specache_compile.options import MethodOptions
 from specache_compile.passes.pipeline import Trace
@@ -19,7 +18,6 @@ from specache_compile.runtime.state import bytes_in_16_bits, device_total, predi
 
 from .one_layer import layer_text
 from .times.devices import Device
-from .times.node_costs import is_launch, launch_cost, operator_name
 from .times.step_kernels import Traced, is_captured, kernels_of, over_tiers
 from .times.step_time import (
     ComputedStep,
@@ -32,6 +30,7 @@ from .times.step_time import (
     simulated,
     step_of,
 )
+from .times.workload import CORRECTED, Workload
 
 # The most lines of a layer's text.
 SCREEN = 60
@@ -99,17 +98,6 @@ class Figures:
         """Device KV bytes / bytes of the same tokens in a 16-bit cache."""
         return self.device_bytes / self.full_cache_bytes if self.full_cache_bytes else 1.0
 
-    @property
-    def bytes_fetched(self) -> int:
-        """Bytes that a decode step fetches from the host tier when no pair is in the slots already."""
-        pairs = self.batch_size * fetched_pairs(self.options, self.prompt_length)
-        return sum(pairs * layer.heads * pair_bytes(self.options, layer).on_host for layer in self.layers)
-
-    @property
-    def hashes(self) -> dict[str, str]:
-        """The hash of each phase's rewritten graph, as recorded for a compiled model."""
-        return {phase: trace.hash for phase, trace in self.traces.items()}
-
     def trace(self, phase: str) -> Trace:
         if phase not in self.traces:
             raise SpecacheError(f"no phase {phase!r}: there are {', '.join(self.traces) or 'none'}")
@@ -167,16 +155,6 @@ class Figures:
         reuse = 1 - share_ahead(self.options, self.lanes) if self.reuse is None else self.reuse
         corrected = CORRECTED[min(self.lanes, 2)] if self.corrected is None else self.corrected
         return Workload(self.options, self.layers, heads, self.batch_size, self.prompt_length, reuse, corrected)
-
-    def launch_costs(self) -> list[tuple[str, Cost]]:
-        """The op of each launch of a decode step, and what it computes and moves."""
-        self.trace("decode")
-        nodes, load = self.graphs["decode"].graph.nodes, self.load()
-        return [(operator_name(node), launch_cost(node, load)) for node in nodes if is_launch(node)]
-
-    def step_cost(self) -> Cost:
-        """All that a decode step reads, computes and moves."""
-        return sum((cost for _, cost in self.launch_costs()), Cost())
 
     def traced(self, phase: str = "decode") -> Traced:
         """A phase's graph with its workload, for `times/step_time.py`."""

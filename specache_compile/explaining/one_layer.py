@@ -73,7 +73,7 @@ def layer_text(code: str, number: int) -> str:
     inputs = [short for name, short in layer.names.items() if name not in layer.trees]
     head = textwrap.wrap(f"def layer_{number}({', '.join(inputs)}):", LONGEST, subsequent_indent="        ")
     lines = [f"    {line}" for statement in statements(layer, results) for line in statement]
-    ends = [f"    return {', '.join(layer.names[name] for name in results)}"] if results else []
+    ends = [f"    return {', '.join(layer.names.get(name, name) for name in results)}"] if results else []
     return "\n".join([*head, *lines, *ends, ""])
 
 

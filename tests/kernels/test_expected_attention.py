@@ -81,4 +81,4 @@ def test_a_model_keeps_the_budget_and_later_tokens() -> None:
         for _ in range(5):
             model(ids[:, :1], **with_cache(cache))
     state = cache.layers[0].keys.handle.session.state
-    assert [int((layer["compressed_token"][0, 0] >= 0).sum()) for layer in state] == [35, 35]
+    assert [int((layer["kept_token"][0, 0] >= 0).sum()) for layer in state] == [35, 35]

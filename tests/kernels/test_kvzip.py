@@ -138,6 +138,6 @@ def test_an_evaluation_reads_twice_and_keeps_the_budget() -> None:
             assert len(runner.answers_apart([(context, [1, 2]), (context, [3])], 3)) == 2
             cache, _ = runner.read(ids)
             state = cache.layers[0].keys.handle.session.state
-            kept = [int((layer["compressed_token"][0] >= 0).sum()) for layer in state]
+            kept = [int((layer["kept_token"][0] >= 0).sum()) for layer in state]
             assert len(kept) == 2 - len(exact)
             assert sum(kept) == len(kept) * 2 * 20, "no layer gets an exact layer's budget"

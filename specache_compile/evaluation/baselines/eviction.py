@@ -14,8 +14,6 @@ import torch
 from torch import Tensor
 
 from specache_compile.kernels.attention.attention_ops import SEEN, grouped_bias, product
-from specache_compile.kernels.costs import Arguments, Cost, Workload, bytes_of, elements, pair_bytes
-from specache_compile.kernels.costs import rows as heads_of
 from specache_compile.kernels.op import Op, fake_of_query
 from specache_compile.kernels.state.cursor import length_of
 from specache_compile.kernels.state.layout import EMPTY
@@ -149,20 +147,12 @@ def drop_from(kept_token: Tensor, length: int, *along: Tensor) -> None:
         tensor.copy_(tensor.gather(2, index))
 
 
-def cost(arguments: Arguments, load: Workload, site: int) -> Cost:
-    """The kept pairs and their history are read, and written again without the evicted ones."""
-    q, pair = arguments["q"], pair_bytes(load.options, load.layers[site])
-    kept = min(load.options.budget_in_tokens(load.length), load.length)
-    moved = 2 * heads_of(load, site) * kept * (pair.exact + 4 * (HISTORY_SIZE + 1))
-    return Cost(4 * elements(q) * kept, moved + 2 * bytes_of(q))
-
-
 ATTENTION = Op(
     "budget_attention(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? sinks, Tensor cursor, Tensor(a!) kept, "
     "Tensor(b!) kept_token, Tensor(c!) history, str policy, int block, int seed, float scale, float? softcap) "
     "-> Tensor",
     budget_attention, fake_of_query, f"{__name__}:budget_attention",
-    cost=cost, is_work=True, capturable=False,
+    is_work=True, capturable=False,
 )  # fmt: skip
 
 # Between the random seeds of two sites; any large odd number will do.
@@ -203,6 +193,10 @@ class BudgetOptions(MethodOptions):
             return self.budget
         return max(1, math.ceil(round(self.budget * tokens, 6)))  # 0.07 of 100 is 7.000000000000001 in floats
 
+    def room(self, capacity: int) -> int:
+        """Pairs that each KV head has room for, in a cache of `capacity` tokens."""
+        return min(self.budget_in_tokens(capacity), capacity)
+
     def for_prompt(self, tokens: int) -> BudgetOptions:
         """A rate fixed to pairs: a cache keeps the budget that it started with."""
         return replace(self, budget=self.budget_in_tokens(tokens))
@@ -230,21 +224,21 @@ class RandomOptions(EvictionOptions):
     seed: int = whole(0, 0, "of the policy's random numbers", metavar="SEED")
 
 
-def rows(options: EvictionOptions, layer: LayerShape, batch: int, capacity: int) -> tuple[int, ...]:
-    return (batch, layer.heads, min(options.budget_in_tokens(capacity), capacity))
+def rows(options: BudgetOptions, layer: LayerShape, batch: int, capacity: int) -> tuple[int, ...]:
+    return (batch, layer.heads, options.room(capacity))
 
 
-def kept_shape(options: EvictionOptions, layer: LayerShape, batch: int, capacity: int) -> tuple[int, ...]:
+def kept_shape(options: BudgetOptions, layer: LayerShape, batch: int, capacity: int) -> tuple[int, ...]:
     return (*rows(options, layer, batch, capacity), 2, layer.head_dim)
 
 
-def history_shape(options: EvictionOptions, layer: LayerShape, batch: int, capacity: int) -> tuple[int, ...]:
+def history_shape(options: BudgetOptions, layer: LayerShape, batch: int, capacity: int) -> tuple[int, ...]:
     return (*rows(options, layer, batch, capacity), HISTORY_SIZE)
 
 
 def forget(state: LayerState, cropped: Cropped) -> None:
-    """Crop; the pairs that a policy has evicted before do not come back."""
-    drop_from(state["kept_token"], cropped.length, state["kept"], state["history"])
+    """Crop; the pairs that have been evicted before do not come back."""
+    drop_from(state["kept_token"], cropped.length, *(state[name] for name in ("kept", "history") if name in state))
 
 
 # The kept pairs, their tokens and their history; nothing is on the host.

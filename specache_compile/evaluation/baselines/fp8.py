@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from specache_compile.kernels.attention.extend import extend_attention, extend_attention_fused
-from specache_compile.kernels.costs import Arguments, Cost, Workload, bytes_of, elements, rows
 from specache_compile.kernels.op import Op, fake_nothing, fake_of_query
 from specache_compile.kernels.state.by_rows import by_rows
 from specache_compile.kernels.state.cursor import length_of
@@ -38,28 +37,17 @@ def keep_fp8(k: Tensor, v: Tensor, padding: Tensor | None, cursor: Tensor, fp8_c
     put(fp8_codes, length_of(cursor), pairs.clamp(-LARGEST, LARGEST).to(FP8).view(torch.uint8))
 
 
-def cost_of_keeping(arguments: Arguments, load: Workload, site: int) -> Cost:
-    """The new pairs are read, and one byte an element is written."""
-    return Cost(hbm=2 * bytes_of(arguments["k"]) + 2 * elements(arguments["k"]))
-
-
-def cost_of_attention(arguments: Arguments, load: Workload, site: int) -> Cost:
-    """All cached pairs are read, one byte an element."""
-    q, pair = arguments["q"], 2 * load.layers[site].head_dim
-    return Cost(4 * elements(q) * (load.length + 1), rows(load, site) * load.length * pair + 2 * bytes_of(q))
-
-
 OPS = (
     Op(
         "keep_fp8(Tensor k, Tensor v, Tensor? padding, Tensor cursor, Tensor(a!) fp8_codes) -> ()",
         keep_fp8, fake_nothing, f"{__package__}.triton_fp8:keep_fp8",
-        cost=cost_of_keeping, early=4,
+        early=4,
     ),
     Op(
         "fp8_attention(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? sinks, Tensor cursor, Tensor fp8_codes, "
         "float scale, float? softcap) -> Tensor",
         extend_attention, fake_of_query, f"{__package__}.triton_fp8:fp8_attention",
-        fused=extend_attention_fused, cost=cost_of_attention, is_work=True,
+        fused=extend_attention_fused, is_work=True,
     ),
 )  # fmt: skip
 

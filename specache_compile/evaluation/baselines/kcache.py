@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from specache_compile.kernels.attention.attention_ops import grouped_bias, product, weights_of
-from specache_compile.kernels.costs import Arguments, Cost, Workload, bytes_of, elements, pair_bytes, rows
 from specache_compile.kernels.op import Op, fake_nothing, fake_of_query
 from specache_compile.kernels.state.by_rows import by_rows
 from specache_compile.kernels.state.cursor import length_of
@@ -74,29 +73,17 @@ def attention_behind_copies(q: Tensor, *rest: Any) -> Tensor:
     return kcache_attention(q, *rest)
 
 
-def cost_of_attention(arguments: Arguments, load: Workload, site: int) -> Cost:
-    """All keys are read on the device; the values that each query head picks cross PCIe."""
-    q, exact = arguments["q"], pair_bytes(load.options, load.layers[site]).exact
-    keys = rows(load, site) * load.length * exact / 2
-    picked = load.batch * load.query_heads[site] * min(load.options.top_n, load.length) * exact / 2
-    return Cost(2 * elements(q) * load.length, keys + picked + 2 * bytes_of(q), to_device=picked)
-
-
-def cost_of_keeping(arguments: Arguments, load: Workload, site: int) -> Cost:
-    return Cost(hbm=2 * bytes_of(arguments["k"]))
-
-
 OPS = (
     Op(
         "keep_keys(Tensor k, Tensor v, Tensor? padding, Tensor cursor, Tensor(a!) device_keys) -> ()",
         keep_keys, fake_nothing, f"{__name__}:keep_keys",
-        cost=cost_of_keeping, early=4, capturable=False,
+        early=4, capturable=False,
     ),
     Op(
         "kcache_attention(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? sinks, Tensor cursor, "
         "Tensor device_keys, Tensor host, int top_n, float scale, float? softcap) -> Tensor",
         kcache_attention, fake_of_query, f"{__name__}:attention_behind_copies",
-        cost=cost_of_attention, is_work=True, reads_host=True, capturable=False,
+        is_work=True, reads_host=True, capturable=False,
     ),
 )  # fmt: skip
 

@@ -39,7 +39,7 @@ Encode = Callable[[str], list[int]]
 def refuse(prompt: Prompt, budget: int) -> Tensor:
     raise SpecacheError(
         "method='kvzip': its choice takes a second reading of the prompt, which only `specache eval --share-prefills` "
-        "makes; take method='snapkv' or 'expected_attention'"
+        "makes, of models whose layers all keep every pair; take method='snapkv' or 'expected_attention'"
     )
 
 
@@ -161,8 +161,8 @@ def held(cache: Any, model: torch.nn.Module, options: KVzipOptions, chosen: Tens
             for (keys, values), here, token in zip(pairs, state, chosen, strict=True):
                 every = torch.stack([keys, values], 3)
                 place = token.long().clamp(0)[..., None, None].expand(*token.shape, *every.shape[3:])
-                here["compressed"][:, :, : token.shape[2]] = every.gather(2, place)
-                here["compressed_token"][:, :, : token.shape[2]] = token
+                here["kept"][:, :, : token.shape[2]] = every.gather(2, place)
+                here["kept_token"][:, :, : token.shape[2]] = token
 
     return taken_over(cache, model, replace(options, most=rounded(chosen.shape[3], length)), None, fill)
 

@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specache_compile.errors import OptionError
-from specache_compile.kernels import costs
 from specache_compile.kernels.op import Op, fake_nothing
 from specache_compile.kernels.state.layout import EMPTY
 from specache_compile.methods import specache
@@ -43,7 +42,7 @@ def select_pages(scores: Tensor, selected: Tensor, page: int) -> None:
 SELECT = Op(
     "select_pages(Tensor scores, Tensor(a!) selected, int page) -> ()",
     select_pages, fake_nothing, f"{__name__}:select_pages",
-    cost=costs.select_topk, early=0,
+    early=0,
 )  # fmt: skip
 
 

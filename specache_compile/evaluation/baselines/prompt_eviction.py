@@ -10,17 +10,14 @@ import torch
 from torch import Tensor
 
 from specache_compile.kernels.attention.attention_ops import BLOCK, grouped_bias
-from specache_compile.kernels.costs import Arguments, Cost, Workload, bytes_of, elements, pair_bytes, size_of
-from specache_compile.kernels.costs import rows as heads_of
 from specache_compile.kernels.op import Op, fake_of_query
 from specache_compile.kernels.state.cursor import length_of
 from specache_compile.kernels.state.layout import EMPTY
 from specache_compile.kernels.state.operands import AttentionInputs, takes
-from specache_compile.methods.field import Cropped, Field, LayerShape, LayerState, always
 from specache_compile.methods.method import Method
 from specache_compile.passes.recipe import OpCall, Recipe
 
-from .eviction import BudgetOptions, attention_over, drop_from, rows_of
+from .eviction import KEPT, KEPT_TOKEN, BudgetOptions, attention_over, rows_of
 
 
 @dataclass(frozen=True)
@@ -45,38 +42,38 @@ Choose = Callable[..., Tensor]
 CHOICES: dict[str, Choose] = {}
 
 
-class Compressed(NamedTuple):
+class Kept(NamedTuple):
     """The kept pairs [B, H, N, 2, d] and their tokens int32 [B, H, N] (-1: empty)."""
 
-    compressed: Tensor
-    compressed_token: Tensor
+    kept: Tensor
+    kept_token: Tensor
 
 
-@takes(new=AttentionInputs, kept=Compressed)
+@takes(new=AttentionInputs, state=Kept)
 def prompt_attention(
-    new: AttentionInputs, kept: Compressed, method: str, budget: int, settings: Sequence[int], scale: float,
+    new: AttentionInputs, state: Kept, method: str, budget: int, settings: Sequence[int], scale: float,
     softcap: float | None, frequencies: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Exact attention of T new tokens over the kept pairs and each other; the new pairs then join the kept ones. Of a
     prompt (nothing is cached before it) longer than the budget b only the b pairs stay that CHOICES[method] names.
 
-    Mutates kept, N at least b and the tokens behind the prompt. A step that failed half way may be taken again. Returns
-    [B, Hq, T, d] in q's dtype.
+    Mutates the state, N at least b and the tokens behind the prompt. A step that failed half way may be taken again.
+    Returns [B, Hq, T, d] in q's dtype.
     """
-    (q, k, v, mask, sinks, cursor), (compressed, compressed_token) = new, kept
+    (q, k, v, mask, sinks, cursor), (kept, kept_token) = new, state
     length, heads, tokens = length_of(cursor), k.shape[1], k.shape[2]
     query = q.float().unflatten(1, (heads, -1)) * scale
     bias = None if mask is None else grouped_bias(mask, heads, length + tokens)
     sink = None if sinks is None else sinks.float().view(heads, -1, 1, 1)
-    held = ((compressed_token >= 0) & (compressed_token < length)).sum(-1)  # [B, H]
+    held = ((kept_token >= 0) & (kept_token < length)).sum(-1)  # [B, H]
     before = int(held.max())
     place = torch.arange(before, device=q.device)
     there = place < held.unsqueeze(-1)
-    pairs = compressed[:, :, :before].masked_fill(~there[..., None, None], 0.0)
+    pairs = kept[:, :, :before].masked_fill(~there[..., None, None], 0.0)
     added = torch.stack([k, v], dim=3)
     number = torch.arange(length, length + tokens, dtype=torch.int32, device=q.device).expand(*k.shape[:3])
     every = torch.cat([pairs, added], 2)
-    token = torch.cat([compressed_token[:, :, :before].masked_fill(~there, EMPTY), number], 2)
+    token = torch.cat([kept_token[:, :, :before].masked_fill(~there, EMPTY), number], 2)
 
     def attention_of(first: int, stop: int) -> tuple[Tensor, Tensor]:
         """The attention of the new queries first..stop over all pairs before `stop`."""
@@ -93,30 +90,22 @@ def prompt_attention(
         )
     if length == 0 and tokens > budget:
         stays = CHOICES[method](Prompt(query, every, attention_of, frequencies), budget, *settings)
-        compressed_token.fill_(EMPTY)
-        compressed[:, :, :budget] = every.gather(2, stays[..., None, None].expand(*stays.shape, *every.shape[3:]))
-        compressed_token[:, :, :budget] = token.gather(2, stays)
+        kept_token.fill_(EMPTY)
+        kept[:, :, :budget] = every.gather(2, stays[..., None, None].expand(*stays.shape, *every.shape[3:]))
+        kept_token[:, :, :budget] = token.gather(2, stays)
     else:
         behind = held.unsqueeze(-1) + torch.arange(tokens, device=q.device)
-        compressed.scatter_(2, behind[..., None, None].expand(added.shape), added)
-        compressed_token.scatter_(2, behind, number)
+        kept.scatter_(2, behind[..., None, None].expand(added.shape), added)
+        kept_token.scatter_(2, behind, number)
     return torch.cat(outputs, 3).flatten(1, 2).to(q.dtype).contiguous()
-
-
-def cost(arguments: Arguments, load: Workload, site: int) -> Cost:
-    """The kept pairs are read, and the new ones are written."""
-    q, k, pair = arguments["q"], arguments["k"], pair_bytes(load.options, load.layers[site])
-    kept = min(load.options.budget_in_tokens(load.length), load.length)
-    read = heads_of(load, site) * kept * (pair.exact + 4)
-    return Cost(4 * elements(q) * (kept + size_of(k.shape[2])), read + 2 * bytes_of(q) + 4 * bytes_of(k))
 
 
 ATTENTION = Op(
     "prompt_attention(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? sinks, Tensor cursor, "
-    "Tensor(a!) compressed, Tensor(b!) compressed_token, str method, int budget, int[] settings, float scale, "
+    "Tensor(a!) kept, Tensor(b!) kept_token, str method, int budget, int[] settings, float scale, "
     "float? softcap, Tensor? frequencies=None) -> Tensor",
     prompt_attention, fake_of_query, f"{__name__}:prompt_attention",
-    cost=cost, is_work=True, capturable=False,
+    is_work=True, capturable=False,
 )  # fmt: skip
 
 # Prompts whose lengths lie in one step share graphs, at the price of at most so many pairs of spare room.
@@ -137,24 +126,9 @@ class PromptOptions(BudgetOptions):
     def for_prompt(self, tokens: int) -> PromptOptions:
         return replace(self, budget=self.budget_in_tokens(tokens), prompt=tokens - tokens % STEP)
 
-
-def rows(options: PromptOptions, layer: LayerShape, batch: int, capacity: int) -> tuple[int, ...]:
-    """The budget, or the most of a head, and room for all tokens behind the prompt."""
-    most = options.most or options.budget_in_tokens(capacity)
-    return (batch, layer.heads, min(capacity, most + capacity - options.prompt))
-
-
-def compressed_shape(options: PromptOptions, layer: LayerShape, batch: int, capacity: int) -> tuple[int, ...]:
-    return (*rows(options, layer, batch, capacity), 2, layer.head_dim)
-
-
-def forget(state: LayerState, cropped: Cropped) -> None:
-    drop_from(state["compressed_token"], cropped.length, state["compressed"])
-
-
-COMPRESSED = Field("compressed", "kept", compressed_shape, on_crop=forget)
-COMPRESSED_TOKEN = Field("compressed_token", "kept", rows, always(torch.int32), empty=EMPTY)
-FIELDS = (COMPRESSED, COMPRESSED_TOKEN)
+    def room(self, capacity: int) -> int:
+        """The budget, or the most of a head, and room for all tokens behind the prompt."""
+        return min(capacity, (self.most or self.budget_in_tokens(capacity)) + capacity - self.prompt)
 
 
 def method_of(
@@ -166,8 +140,7 @@ def method_of(
 
     def recipe(options: PromptOptions, site: int) -> Recipe:
         given = (name, options.budget_in_tokens(options.prompt), [getattr(options, each) for each in settings])
-        state = tuple(field.name for field in FIELDS)
-        attend = OpCall("prompt_attention", state, given, turned=FIELDS[0].name if turned else "")
+        attend = OpCall("prompt_attention", Kept._fields, given, turned=KEPT.name if turned else "")
         return Recipe(dict.fromkeys(("prefill", "extend", "decode"), attend), ())
 
-    return Method(name, options, FIELDS, recipe)
+    return Method(name, options, (KEPT, KEPT_TOKEN), recipe)

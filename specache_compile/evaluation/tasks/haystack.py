@@ -24,13 +24,6 @@ def too_short(tokens: int, required: int) -> SpecacheError:
     return SpecacheError(f"the text has {tokens:,} tokens, and {required:,} are required: give more --text")
 
 
-def overlapping(tokens: int, samples: int, size: int) -> str:
-    return (
-        f"{samples} windows of {size:,} tokens overlap in a text of {tokens:,}: their intervals are narrower than they "
-        f"should be; give more --text, or --samples {tokens // size}"
-    )
-
-
 def hide(
     haystack: Sequence[int], length: int, needles: Sequence[tuple[float, Sequence[int]]], question: Sequence[int],
     rng: random.Random,

@@ -14,7 +14,7 @@ from specache_compile.errors import SpecacheError
 from specache_compile.evaluation.reader import Reader
 from specache_compile.evaluation.runner import Runner
 
-from .haystack import library_source, overlapping, too_short
+from .haystack import library_source, too_short
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,12 @@ class Bench:
         if size >= len(self.haystack):
             raise too_short(len(self.haystack), size)
         if part < size:
-            warnings.warn(overlapping(len(self.haystack), self.samples, size), stacklevel=2)
+            warnings.warn(
+                f"{self.samples} windows of {size:,} tokens overlap in a text of {len(self.haystack):,}: their "
+                "intervals are narrower than they should be; give more --text, or --samples "
+                f"{len(self.haystack) // size}",
+                stacklevel=2,
+            )
         starts = [number * part + rng.random() * max(0.0, part - size) for number in range(self.samples)]
         last = len(self.haystack) - size
         return [[*begin, *self.haystack[(start := min(int(place), last)) : start + size]] for place in starts]

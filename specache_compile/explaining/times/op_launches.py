@@ -1,24 +1,25 @@
 """The launches that a tier op makes on a CUDA device, and the work of each.
 
-They follow the triton_*.py of kernels/ and kernels/movement/copy_stream.py, whose docstrings list their launches. Bytes
-and FLOPs are those of kernels/costs.py, divided among the launches; `step_time.py` computes times from them.
+They follow the triton_*.py of kernels/ and kernels/movement/copy_stream.py, whose docstrings list their launches.
+`step_time.py` computes times from them.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from specache_compile.kernels import costs
-from specache_compile.kernels.attention.kept_logits import bytes_of_logit
+from specache_compile.kernels.attention.kept_logits import LOGIT_BLOCK, bytes_of_logit, kept_dtype
 from specache_compile.kernels.codes.params import EIGHT_BITS
 from specache_compile.kernels.codes.records import ROWS_FROM, stored_dim
-from specache_compile.kernels.costs import Cost, Workload, size_of
+from specache_compile.kernels.state.center import tokens_of_one
+from specache_compile.methods.field import LayerShape
 from specache_compile.runtime.state import bucket
 
 from .devices import Device
+from .workload import Pair, Workload, bytes_of, pair_bytes, size_of
 
 STREAMS = MAIN, CORRECTION, COPY = "main", "correction", "copy"
 
@@ -56,6 +57,8 @@ SELECTING, SCORING, MERGING = 12 * 80 + 1_330, 2.5, 1_800
 # The same for a selection by kept logits, once for a KV head and for each of its low-bit tokens: estimates for eight
 # warps of 2,800 instructions, whose loops depend on the logits.
 SELECTING_KEPT, SELECTING_TOKEN = 30_000, 0.7
+# Share of the tokens whose logits a selection by kept logits reads: for normal logits of standard deviation 2.
+CANDIDATES = 0.1
 # Query rows of a tensor core instruction.
 WARP, ROWS = 32, 8
 
@@ -102,33 +105,56 @@ class LaunchedOp:
     device: Device
 
     @property
+    def layer(self) -> LayerShape:
+        return self.load.layers[self.site]
+
+    @property
     def heads(self) -> int:
         """KV heads of all rows."""
-        return self.load.batch * self.load.layers[self.site].heads
+        return self.load.batch * self.layer.heads
+
+    @property
+    def query_heads(self) -> int:
+        """Query heads of all rows."""
+        return self.load.batch * self.load.query_heads[self.site]
 
     @property
     def lanes(self) -> int:
         return size_of(self.arguments["q"].shape[2])
 
     @property
-    def center_rows(self) -> int:
-        return self.load.options.center_rows(self.load.layers[self.site])
+    def pair(self) -> Pair:
+        return pair_bytes(self.load.options, self.layer)
 
     @property
     def low(self) -> int:
+        """Tokens of the low-bit tier."""
         return self.load.options.low_bit_length(self.load.length)
+
+    @property
+    def fetched(self) -> int:
+        """Pairs that a head selects for its slots."""
+        return min(self.load.options.top_k, self.low)
+
+    @property
+    def exact(self) -> int:
+        """Pairs of a head's window and sinks."""
+        return self.load.length - self.low + min(self.load.options.sinks, self.low)
 
     @property
     def numbers(self) -> float:
         """Stored numbers of the low-bit tier's keys, or of its values."""
-        return self.heads * self.low * stored_dim(self.load.layers[self.site].head_dim)
+        return self.heads * self.low * stored_dim(self.layer.head_dim)
 
-    def cost(self, of: costs.CostOf) -> Cost:
-        """The cost for the rows of `load`; it is proportional to their number."""
-        given = self.arguments.get("q", self.arguments.get("k"))
-        traced = self.load.batch if given is None else size_of(given.shape[0])
-        cost = of(self.arguments, replace(self.load, batch=traced), self.site)
-        return Cost(*(value * self.load.batch / traced for value in vars(cost).values()))
+    @property
+    def logits(self) -> float:
+        """Bytes of the kept logits, one for every query head, lane and low-bit token."""
+        return bytes_of_logit(self.arguments["q"].dtype) * self.low * self.lanes * self.query_heads
+
+    def given(self, *names: str) -> float:
+        """Bytes of these arguments for the rows of `load`, to which they are proportional."""
+        tensors = [self.arguments[name] for name in names]
+        return sum(bytes_of(one) * self.load.batch / size_of(one.shape[0]) for one in tensors)
 
 
 def small(name: str) -> Kernel:
@@ -141,95 +167,96 @@ def instructions(call: LaunchedOp, part: str) -> float:
     layout = getattr(call.load.options, "layout", None)
     if layout is None or not layout.is_quantised:
         return 0.0
-    options, dim = call.load.options, stored_dim(call.load.layers[call.site].head_dim)
+    options, dim = call.load.options, stored_dim(call.layer.head_dim)
     in_trellis, bits = (
         (options.has_key_trellis, layout.key_bits) if part == "keys" else (options.has_trellis, layout.value_bits)
     )
     each = INSTRUCTIONS[part]["trellis" if in_trellis else bits] * BY_DIM[part][min(max(dim, 64), 256)]
     if part == "keys" and bits < ROWS_FROM and not in_trellis:
-        each += OF_LARGE_PARAMS * (options.param_dtype(call.load.layers[call.site].dtype) != EIGHT_BITS)
-    queries = call.load.query_heads[call.site] // call.load.layers[call.site].heads
+        each += OF_LARGE_PARAMS * (options.param_dtype(call.layer.dtype) != EIGHT_BITS)
+    queries = call.load.query_heads[call.site] // call.layer.heads
     return call.numbers * each * math.ceil(queries * call.lanes / ROWS) / WARP
 
 
 def prepared(call: LaunchedOp) -> list[Kernel]:
     """The launches before the low-bit tier is read: the query in fragment order, what a group's logits share."""
-    layout = getattr(call.load.options, "layout", None)
-    if layout is None or not layout.is_quantised:
+    options = call.load.options
+    if not options.layout.is_quantised:
         return []
-    made = []
-    if call.center_rows:
-        cost = call.cost(costs.share_of_center)
-        fused = cost.flops / 2 / WARP
-        shares = Kernel("add_shares", memory=cost.hbm, instructions=fused, floor=SMALLEST, tail=TAIL)
-        made += [small("write_angles"), shares]
-    zeros = 0.0 if call.load.options.has_key_trellis else OF_ZEROS
+    made, rows = [], options.center_rows(call.layer)
+    if rows:  # a number for each query row and each token or group, written and read
+        shares = call.query_heads * call.lanes * (call.low // tokens_of_one(rows, options.group_size))
+        fused = 2 * shares * call.layer.head_dim / WARP
+        made = [
+            small("write_angles"),
+            Kernel("add_shares", memory=8 * shares, instructions=fused, floor=SMALLEST, tail=TAIL),
+        ]
+    zeros = 0.0 if options.has_key_trellis else OF_ZEROS
     return [*made, Kernel("prepare_query", instructions=call.numbers * zeros / WARP, floor=SMALLEST)]
 
 
-def logit_bytes(call: LaunchedOp, lanes: int, each: float) -> float:
-    """Bytes of the logits, `each` for every query head, lane and low-bit token."""
-    return each * call.low * lanes * call.load.batch * call.load.query_heads[call.site]
-
-
 def merge(call: LaunchedOp) -> Kernel:
-    merged = MERGING * call.lanes * call.load.batch * call.load.query_heads[call.site]
-    return Kernel("merge_splits", instructions=merged, floor=SMALLEST)
+    return Kernel("merge_splits", instructions=MERGING * call.lanes * call.query_heads, floor=SMALLEST)
 
 
 def score(call: LaunchedOp, lanes: int, memory: float) -> Kernel:
     return Kernel("score_tokens", memory=memory, instructions=SCORING * call.heads * call.low * lanes)
 
 
-def keys_half(call: LaunchedOp, memory: float) -> list[Kernel]:
+def keys_half(call: LaunchedOp) -> list[Kernel]:
     """The launches that keep the low-bit tier's logits."""
+    memory = call.heads * call.low * call.pair.low_keys + call.logits
     return [*prepared(call), Kernel("score_keys", memory=memory, instructions=instructions(call, "keys"), tail=TAIL)]
 
 
+def sum_values(call: LaunchedOp, more: float = 0.0) -> Kernel:
+    """The low-bit tier's values by their kept logits. more: further bytes."""
+    memory = call.heads * call.low * call.pair.low_values + call.logits + more
+    return Kernel("sum_values", memory=memory, instructions=instructions(call, "values"), tail=TAIL)
+
+
+def attend_pairs(memory: float, waits: tuple[str, ...] = ()) -> Kernel:
+    return Kernel("attend_pairs", memory=memory, floor=SMALLEST, tail=TAIL, waits=waits)
+
+
 def decode_attention(call: LaunchedOp) -> list[Kernel]:
-    cost, load = call.cost(costs.decode_attention), call.load
-    pair, selects = costs.pair_bytes(load.options, load.layers[call.site]), bool(load.options.top_k)
-    scores = 4 * call.heads * call.low if selects else 0
-    logits = logit_bytes(call, call.lanes, bytes_of_logit(call.arguments["q"].dtype))
-    keys, values = call.heads * call.low * pair.low_keys, call.heads * call.low * pair.low_values
-    hidden = [small("hide_tokens")] if selects else []
+    selects, scores = bool(call.load.options.top_k), 4 * call.heads * call.low
+    pairs = call.heads * (call.exact + call.fetched) * call.pair.exact
     made = [
-        *keys_half(call, keys + logits), *hidden, small("merge_splits"),
-        Kernel("sum_values", memory=values + logits, instructions=instructions(call, "values"), tail=TAIL),
-        Kernel("attend_pairs", memory=cost.hbm - keys - values - scores, floor=SMALLEST, tail=TAIL), merge(call),
+        *keys_half(call), *([small("hide_tokens")] if selects else []), small("merge_splits"), sum_values(call),
+        attend_pairs(pairs + 2 * call.given("q", "k")), merge(call),
     ]  # fmt: skip
     if selects:
-        return [*made, score(call, 1, logits / call.lanes + scores)]
-    return [*made, Kernel("fill", memory=4 * call.heads * call.low, floor=SMALLEST)]  # unused scores
+        return [*made, score(call, 1, call.logits / call.lanes + scores)]
+    return [*made, Kernel("fill", memory=scores, floor=SMALLEST)]  # unused scores
 
 
 def score_low_bit(call: LaunchedOp) -> list[Kernel]:
-    cost, scored = call.cost(costs.score_low_bit), bool(call.arguments.get("scores", True))
-    load = call.load
-    keys = call.heads * call.low * costs.pair_bytes(load.options, load.layers[call.site]).low_keys
-    logits = logit_bytes(call, call.lanes, bytes_of_logit(call.arguments["q"].dtype))
-    read = logits + 4 * call.low * call.lanes * call.heads if scored else 0.0
-    exact = Kernel("attend_pairs", memory=max(0.0, cost.hbm - keys - logits - read), floor=SMALLEST, tail=TAIL)
-    made = [*keys_half(call, keys + logits), exact, merge(call)]
-    return [*made, score(call, call.lanes, read)] if scored else made
+    keys = attend_pairs(call.heads * call.exact * call.pair.exact / 2 + call.given("q"))
+    made = [*keys_half(call), keys, merge(call)]
+    if not call.arguments.get("scores", True):
+        return made
+    return [*made, score(call, call.lanes, call.logits + 4 * call.low * call.lanes * call.heads)]
 
 
 def attend_scored(call: LaunchedOp) -> list[Kernel]:
     """The pairs in 16 bits wait for the gather, during which the low-bit values are summed."""
-    cost, load = call.cost(costs.attend_scored), call.load
-    exact = costs.exact_pairs(load.options, load.length)
-    pairs = exact * call.heads * costs.pair_bytes(load.options, load.layers[call.site]).exact
-    low = Kernel("sum_values", memory=cost.hbm - pairs, instructions=instructions(call, "values"), tail=TAIL)
-    waiting = Kernel("attend_pairs", memory=pairs, floor=SMALLEST, tail=TAIL, waits=(CORRECTION,))
-    return [small("hide_tokens"), low, waiting, merge(call)]
+    pairs = call.heads * (call.exact + call.fetched) * call.pair.exact
+    low = sum_values(call, 2 * call.given("q"))
+    return [small("hide_tokens"), low, attend_pairs(pairs, (CORRECTION,)), merge(call)]
 
 
 def select_kept(call: LaunchedOp) -> list[Kernel]:
-    """`triton_select_logits`: one program for each KV head, of which a multiprocessor runs two."""
+    """`triton_select_logits`: one program for each KV head, of which a multiprocessor runs two.
+
+    It reads the bases and the candidates' logits. What fetched pairs grow by in 16 bits counts here too.
+    """
     each = SELECTING_KEPT + SELECTING_TOKEN * call.low
     alone = each / SCHEDULERS / (ISSUED * call.device.ghz * 1e9)
-    memory = call.cost(costs.correct).hbm - call.cost(costs.correct).to_device
-    return [Kernel("keep_best_of_logits", memory=max(0.0, memory), instructions=call.heads * each, floor=alone)]
+    of_token = 4 / LOGIT_BLOCK + CANDIDATES * kept_dtype(call.arguments["q"].dtype).itemsize
+    grown = call.heads * call.fetched * call.load.corrected * (call.pair.exact - call.pair.on_host)
+    memory = of_token * call.low * call.query_heads + max(0.0, grown)
+    return [Kernel("keep_best_of_logits", memory=memory, instructions=call.heads * each, floor=alone)]
 
 
 def select(call: LaunchedOp) -> list[Kernel]:
@@ -245,35 +272,37 @@ def select(call: LaunchedOp) -> list[Kernel]:
     return made
 
 
-def gather(call: LaunchedOp, pairs_of: costs.CostOf, programs: int, stream: str) -> Kernel:
-    """`triton_copy.gather`: each program takes one head after another."""
-    cost, turns = call.cost(pairs_of), math.ceil(call.heads / min(call.heads, programs))
+def gather(call: LaunchedOp, share: float, programs: int, stream: str) -> Kernel:
+    """`triton_copy.gather` of a share of the selected pairs: each program takes one head after another."""
+    turns = math.ceil(call.heads / min(call.heads, programs))
+    fetched = call.heads * call.fetched * share * call.pair.on_host
     return Kernel(
-        "fetch_missing", stream=stream, memory=cost.to_device, to_device=cost.to_device,
+        "fetch_missing", stream=stream, memory=fetched, to_device=fetched,
         floor=turns * (FIND + ROUND_TRIP) - ROUND_TRIP, tail=SMALLEST + ROUND_TRIP,
     )  # fmt: skip
 
 
 def correct(call: LaunchedOp) -> list[Kernel]:
-    return [*select_kept(call), gather(call, costs.correct, call.heads, CORRECTION)]
+    return [*select_kept(call), gather(call, call.load.corrected, call.heads, CORRECTION)]
 
 
 def prefetch(call: LaunchedOp) -> list[Kernel]:
-    return [gather(call, costs.prefetch, PROGRAMS, COPY)]
+    return [gather(call, 1 - call.load.reuse, PROGRAMS, COPY)]
 
 
 def offload(call: LaunchedOp) -> list[Kernel]:
     """The step's few pairs are written through on the main stream."""
-    cost = call.cost(costs.offload)
-    return [Kernel("write_host", memory=cost.hbm, to_host=cost.to_host, floor=SMALLEST)]
+    pairs = call.heads * size_of(call.arguments["k"].shape[2])
+    return [Kernel("write_host", memory=pairs * call.pair.exact, to_host=pairs * call.pair.on_host, floor=SMALLEST)]
 
 
 def append(call: LaunchedOp) -> list[Kernel]:
-    layout = getattr(call.load.options, "layout", None)
-    if layout is None or not layout.is_quantised:
+    options = call.load.options
+    layout = options.layout
+    if not layout.is_quantised:
         return [small("copy_groups"), small("write_recent")]
-    rows = call.center_rows
-    found = call.load.options.has_key_trellis or call.arguments.get("frequencies") is not None
+    rows = options.center_rows(call.layer)
+    found = options.has_key_trellis or call.arguments.get("frequencies") is not None
     names = ["find_center"] if rows and found else []
     names += ["copy_groups"] if layout.is_rotated or rows else []
     return [small(name) for name in (*names, "quantize_groups", "write_recent")]
@@ -281,7 +310,7 @@ def append(call: LaunchedOp) -> list[Kernel]:
 
 def fp8_attention(call: LaunchedOp) -> list[Kernel]:
     """`triton_fp8`: every cached pair is read once, one byte a number."""
-    numbers = call.heads * call.load.length * 2 * call.load.layers[call.site].head_dim
+    numbers = call.heads * call.load.length * 2 * call.layer.head_dim
     attended = Kernel("attend_rows", memory=numbers, instructions=OF_E4M3 * numbers / WARP, tail=TAIL)
     return [attended, small("add_new_pair")]
 

@@ -12,15 +12,14 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from specache_compile.explaining.layers import layers_of
-from specache_compile.kernels.costs import Workload, bytes_of, elements, pair_bytes, size_of
 from specache_compile.kernels.op import Op, op_of
 from specache_compile.passes.plan import tag_of
 from specache_compile.passes.reading.nodes import is_weight, value_of
 
 from .devices import Device
-from .node_costs import VIEWS, arguments_of, is_launch, launch_cost, operator_name
 from .op_launches import COPY, CORRECTION, LAUNCHES, MAIN, TAIL, Kernel, LaunchedOp, small
+from .step_nodes import VIEWS, arguments_of, is_launch, layers_of, operator_name, product_cost
+from .workload import Workload, bytes_of, elements, size_of
 
 # The speed of attention over a full cache as a share of long reads' speed, by bytes an element. Estimates.
 ATTENDED = {2: 0.95, 1: 0.92}
@@ -54,11 +53,8 @@ TierOp = Callable[[Op, LaunchedOp], list[Kernel]]
 
 
 def over_tiers(op: Op, call: LaunchedOp) -> list[Kernel]:
-    """The launches of a tier op; a single launch of its cost where `op_launches` does not know the op."""
-    if op.name in LAUNCHES:
-        return LAUNCHES[op.name](call)
-    cost = call.cost(op.cost)
-    return [Kernel(op.name, memory=cost.hbm, flops=cost.flops, to_device=cost.to_device, to_host=cost.to_host)]
+    """The launches of a tier op; a small one where `op_launches` does not list the op, such as another selector."""
+    return LAUNCHES[op.name](call) if op.name in LAUNCHES else [small(op.name)]
 
 
 def full_cache(itemsize: int) -> TierOp:
@@ -67,9 +63,7 @@ def full_cache(itemsize: int) -> TierOp:
     def attention(op: Op, call: LaunchedOp) -> list[Kernel]:
         if not op.is_work or op.name == "attend_scored":
             return []
-        layer = call.load.layers[call.site]
-        pair = pair_bytes(call.load.options, layer).exact * itemsize / layer.dtype.itemsize
-        read = call.heads * call.load.length * pair
+        read = call.heads * call.load.length * call.pair.exact * itemsize / call.layer.dtype.itemsize
         return [Kernel("attend", memory=read / ATTENDED[itemsize], tail=TAIL), small("merge")]
 
     return attention
@@ -89,7 +83,7 @@ def kernels_of(traced: Traced, device: Device, length: int, batch: int, tiers: T
         else:
             tag = tag_of(node)
             assert tag is not None, f"{node.name} is at no site"
-            call = LaunchedOp(arguments_of(node, load), load, tag.site, device)
+            call = LaunchedOp(arguments_of(node), load, tag.site, device)
             op, made = tier_op.name, tiers(tier_op, call)
         for number, kernel in enumerate(made):
             # So far waits name streams: each means the newest launch there. A launch on another stream starts after all
@@ -107,7 +101,7 @@ def product(node: Node, traced: Workload, load: Workload) -> Kernel:
 
     Its weights are read once; all else is proportional to the rows.
     """
-    cost, rows = launch_cost(node, traced), load.batch / traced.batch
+    (flops, moved), rows = product_cost(node), load.batch / traced.batch
     name, inputs = operator_name(node), [value_of(argument) for argument in node.all_input_nodes]
     weights = 0.0 if name == "embedding" else float(sum(map(weight_bytes, node.all_input_nodes)))
     before = now = weights
@@ -116,7 +110,7 @@ def product(node: Node, traced: Workload, load: Workload) -> Kernel:
         before, now = (weights * min(1.0, count / experts) for count in (tokens, tokens * rows))
     if name == "scaled_dot_product_attention" and size_of(inputs[1].shape[2]) >= traced.length:
         rows *= load.length / traced.length
-    return Kernel(name, memory=now + max(0.0, cost.hbm - before) * rows, flops=cost.flops * rows)
+    return Kernel(name, memory=now + max(0.0, moved - before) * rows, flops=flops * rows)
 
 
 def weight_bytes(node: Node) -> int:

@@ -25,10 +25,12 @@ LENGTHS = (8_192, 32_768, 131_072)
 # tiers; a full cache's room over its tokens.
 BETWEEN, MARGIN, SPARE = 60e-6, 2.1e9, 1.07
 # The share of the selected pairs that travels ahead: with two lanes and correction (26 of 64 of SmolLM2 at 4,096
-# tokens, like `costs.CORRECTED`), and without correction (an estimate).
+# tokens, like `workload.CORRECTED`), and without correction (an estimate).
 AHEAD, AHEAD_UNCORRECTED = 26 / 64, 0.5
 EXPOSED = "exposed"
 RESOURCES = ("memory", "arithmetic", "instructions", "to_device", "to_host")
+# The parts of a launch. Its work alone takes resources.
+GAP, WORK, TAIL = range(3)
 
 
 @dataclass(frozen=True)
@@ -50,21 +52,22 @@ class Running:
 
     needs: seconds of each resource alone.
     alone: seconds of the launch's work with nothing beside it.
-    gap, work, tail: the remaining seconds of each.
+    left: the remaining seconds of each part.
     """
 
     kernel: Kernel
     needs: dict[str, float]
     alone: float
-    gap: float
-    work: float
-    tail: float
+    left: list[float]
+
+    @property
+    def part(self) -> int:
+        return next((part for part, seconds in enumerate(self.left) if seconds > 0), TAIL)
 
     @property
     def loads(self) -> dict[str, float]:
         """The share of each resource that it takes now."""
-        working = self.gap <= 0 < self.work
-        return {name: seconds / self.alone for name, seconds in self.needs.items()} if working else {}
+        return {name: seconds / self.alone for name, seconds in self.needs.items()} if self.part == WORK else {}
 
     @property
     def limit(self) -> str:
@@ -77,7 +80,7 @@ class Running:
     @property
     def bound(self) -> str:
         """What the launch is doing at this moment."""
-        return "launches" if self.gap > 0 or self.work <= 0 else self.limit
+        return self.limit if self.part == WORK else "launches"
 
 
 @dataclass(frozen=True)
@@ -102,7 +105,7 @@ def begun(kernel: Kernel, rates: dict[str, float]) -> Running:
     amounts = (kernel.memory, kernel.flops, kernel.instructions, kernel.to_device, kernel.to_host)
     needs = {name: amount / rates[name] for name, amount in zip(RESOURCES, amounts, strict=True) if amount}
     alone = max(kernel.floor, *needs.values(), 0.0)
-    return Running(kernel, needs or {"memory": 0.0}, alone, kernel.gap, alone, kernel.tail)
+    return Running(kernel, needs or {"memory": 0.0}, alone, [kernel.gap, alone, kernel.tail])
 
 
 def simulated(kernels: Sequence[Kernel], device: Device) -> tuple[list[Span], dict[str, float]]:
@@ -123,14 +126,16 @@ def simulated(kernels: Sequence[Kernel], device: Device) -> tuple[list[Span], di
         for stream, queue in queues.items():
             if stream not in running and queue and ended.issuperset(queue[0].waits):
                 running[stream] = begun(queue.popleft(), rates)
-                started[stream] = now + running[stream].gap
+                started[stream] = now + running[stream].left[GAP]
         speeds = speeds_of(running)
-        step = min(next_event(launch, speeds[stream]) for stream, launch in running.items())
+        step = min(launch.left[launch.part] / speeds[stream] for stream, launch in running.items())
         main = running.get(MAIN)
         spent[EXPOSED if main is None else main.bound] += step
         now += step
         for stream, launch in list(running.items()):
-            if advanced(launch, step, speeds[stream]):
+            left = launch.left[launch.part] - step * speeds[stream]
+            launch.left[launch.part] = left if left > 1e-12 else 0.0
+            if not any(launch.left):
                 ended.add(launch.kernel.name)
                 spans.append(Span(launch.kernel, started[stream], now, launch.limit))
                 del running[stream]
@@ -138,23 +143,10 @@ def simulated(kernels: Sequence[Kernel], device: Device) -> tuple[list[Span], di
 
 
 def speeds_of(running: dict[str, Running]) -> dict[str, float]:
-    """Each launch's speed relative to its speed alone."""
+    """Each launch's speed relative to its speed alone; a gap and a tail always have full speed."""
     loads = {stream: launch.loads for stream, launch in running.items()}
     total = {name: sum(load.get(name, 0.0) for load in loads.values()) for name in RESOURCES}
     return {stream: 1 / max([1.0, *(total[name] for name in load)]) for stream, load in loads.items()}
-
-
-def next_event(launch: Running, speed: float) -> float:
-    """Seconds until a launch's present part has ended."""
-    return launch.gap if launch.gap > 0 else launch.work / speed if launch.work > 0 else launch.tail
-
-
-def advanced(launch: Running, seconds: float, speed: float) -> bool:
-    """Let time pass for a launch; return whether it has ended."""
-    part = "gap" if launch.gap > 0 else "work" if launch.work > 0 else "tail"
-    left = getattr(launch, part) - seconds * (speed if part == "work" else 1.0)
-    setattr(launch, part, left if left > 1e-12 else 0.0)
-    return launch.gap == launch.work == launch.tail == 0
 
 
 def computed(kernels: Sequence[Kernel], device: Device) -> ComputedStep:
