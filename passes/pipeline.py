@@ -8,7 +8,7 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,9 +41,6 @@ PIPELINE: tuple[Pass, ...] = (
     overlap,
     clean_up,
 )
-PASS_NAMES = tuple(p.__name__ for p in PIPELINE)
-# A graph needs all of these passes to own its cache; without one, Hugging Face's graph is kept.
-ESSENTIAL = ("own_cache", "rewrite_attention", "store")
 
 log = logging.getLogger(__name__)
 _keep_texts: ContextVar[bool] = ContextVar("_keep_texts", default=False)
@@ -65,10 +62,8 @@ class Trace:
     hash: str = ""
 
 
-def run_pipeline(
-    graph_module: GraphModule, plan: RewritePlan, passes: Sequence[Pass] = PIPELINE, name: str = "graph"
-) -> tuple[GraphModule, Trace]:
-    """Run `passes` in order on `graph_module`, which they may change, and check the graph after each.
+def run_pipeline(graph_module: GraphModule, plan: RewritePlan, name: str = "graph") -> tuple[GraphModule, Trace]:
+    """Run the passes in order on `graph_module`, which they may change, and check the graph after each.
 
     SPECACHE_DUMP=dir writes dir/<name>.<phase>/NN_<pass>.py before and after each pass. `tlparse` shows the same
     graphs from torch's structured trace.
@@ -77,7 +72,7 @@ def run_pipeline(
     """
     trace = Trace(plan.phase.name)
     show(name, trace, 0, "captured", graph_module)
-    for number, step in enumerate(passes, start=1):
+    for number, step in enumerate(PIPELINE, start=1):
         start = time.perf_counter()
         graph_module, report = step(graph_module, plan)
         graph_module.graph.lint()

@@ -41,7 +41,7 @@ def known(name: str, options: MethodOptions) -> int:
     """Tokens that were measured or computed for a device name of CUDA; 0 if neither."""
     if name in MEASURED:
         return MEASURED[name]
-    kind = 0 if not options.top_k else 1 if options.correct == "never" else 2
+    kind = 0 if not options.top_k else 2 if options.corrects else 1
     word = word_of(name, COMPUTED)
     return 0 if word is None else COMPUTED[word][kind]
 

@@ -15,7 +15,7 @@ import specache_compile as sc
 from conftest import compile_copy, greedy, prompt, tiny_llama
 from specache_compile.explaining.outline import readable_graph
 from specache_compile.explaining.tables import Explanation
-from specache_compile.passes.pipeline import PASS_NAMES
+from specache_compile.passes.pipeline import PIPELINE
 from specache_compile.passes.reading.fingerprint import graph_hash
 from specache_compile.runtime.records import find_record
 from specache_compile.runtime.state import bucket, room
@@ -32,7 +32,7 @@ def test_it_lists_sites_passes_and_bytes(llama: LlamaForCausalLM) -> None:
     assert explained.left_alone == ()
     assert explained.lanes == 2
     assert set(explained.traces) == {"prefill", "pre-decode", "decode"}
-    assert [r.name for r in explained.traces["decode"].reports] == list(PASS_NAMES)
+    assert [r.name for r in explained.traces["decode"].reports] == [each.__name__ for each in PIPELINE]
     assert 0 < explained.kv_ratio < 1
     text = str(explained)
     assert "device: low-bit" in text

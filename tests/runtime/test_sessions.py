@@ -168,7 +168,7 @@ def test_a_correction_reads_the_host_tier_only_after_the_offloads(
     llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The definitions of the ops do not wait themselves: the step waits when it begins."""
-    twin = compile_copy(llama, top_k=8, bits=1, lowering="eager", correct="always")
+    twin = compile_copy(llama, top_k=8, bits=1, lowering="eager", setting="best")
     run_job = copy_queue.run_job
 
     def logits(seed: int) -> torch.Tensor:

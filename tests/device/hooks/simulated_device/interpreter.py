@@ -99,23 +99,6 @@ class Libdevice:
         return tl.tensor(TensorHandle(powers, x.handle.dtype), x.type)
 
 
-# ---- inline assembly
-def permuted_bytes(
-    self: InterpreterBuilder, asm: str, constraints: str, values: list[TensorHandle], *_: Any
-) -> types.SimpleNamespace:
-    """Run `prmt.b32 $0, $1, 0, SELECTOR`: byte n of the result is the byte of $1 that nibble n selects, or 0 from 4."""
-    name, *operands, selector = asm.rstrip(";").replace(",", "").split()
-    if (name, operands) != ("prmt.b32", ["$0", "$1", "0"]):
-        raise NotImplementedError(f"the simulated device has no instruction {asm!r}")
-    words = values[0].data.view(np.uint32)
-    found = np.zeros_like(words)
-    for place in range(4):
-        source = int(selector, 16) >> 4 * place & 15
-        if source < 4:
-            found |= (words >> np.uint32(8 * source) & np.uint32(0xFF)) << np.uint32(8 * place)
-    return types.SimpleNamespace(get_result=lambda number: TensorHandle(found.view(np.int32), values[0].dtype))
-
-
 # ---- addresses
 def check_addresses(pointers: TensorHandle, mask: np.ndarray | None, what: str) -> None:
     """Require that every accessed address is in one device allocation, or in registered host memory."""
@@ -150,7 +133,6 @@ def install_checks() -> None:
     builder.create_masked_store = checked(builder.create_masked_store, "write", 0, 2)
     builder.create_atomic_rmw = checked(builder.create_atomic_rmw, "atomic", 1, 3)
     builder.create_atomic_cas = checked(builder.create_atomic_cas, "atomic", 0, None)
-    builder.create_inline_asm = permuted_bytes
 
 
 # ---- a launch
