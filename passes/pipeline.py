@@ -24,7 +24,6 @@ from .overlap import overlap
 from .own_cache import own_cache
 from .plan import Pass, PassReport, RewritePlan
 from .prefetch import prefetch
-from .reading.fingerprint import graph_hash
 from .rewrite_attention import rewrite_attention
 from .speculate import speculate
 from .store_pairs import store
@@ -53,13 +52,11 @@ class Trace:
     phase: the graph's phase.
     graphs: the readable graph before the run and after each pass, within `keeping_texts`.
     reports: one report per pass.
-    hash: hash of the final graph, which is lowered.
     """
 
     phase: str
     graphs: dict[str, str] = field(default_factory=dict)
     reports: list[PassReport] = field(default_factory=list)
-    hash: str = ""
 
 
 def run_pipeline(graph_module: GraphModule, plan: RewritePlan, name: str = "graph") -> tuple[GraphModule, Trace]:
@@ -80,7 +77,6 @@ def run_pipeline(graph_module: GraphModule, plan: RewritePlan, name: str = "grap
         trace.reports.append(report)
         show(name, trace, number, report.name, graph_module)
         log.debug("%s %s: %s %s", plan.phase, report.name, report.counts, "; ".join(report.remarks))
-    trace.hash = graph_hash(graph_module)
     return graph_module, trace
 
 

@@ -105,11 +105,6 @@ class Figures:
         pairs = self.batch_size * fetched_pairs(self.options, self.prompt_length)
         return sum(pairs * layer.heads * pair_bytes(self.options, layer).on_host for layer in self.layers)
 
-    @property
-    def hashes(self) -> dict[str, str]:
-        """The hash of each phase's rewritten graph, as recorded for a compiled model."""
-        return {phase: trace.hash for phase, trace in self.traces.items()}
-
     def trace(self, phase: str) -> Trace:
         if phase not in self.traces:
             raise SpecacheError(f"no phase {phase!r}: there are {', '.join(self.traces) or 'none'}")
