@@ -159,6 +159,18 @@ def test_a_capture_that_fails_leaves_the_stream_as_it_was() -> None:
     assert torch.cuda.current_stream() == torch.cuda.default_stream()
 
 
+def test_a_step_that_fails_during_capture_reports_the_cause() -> None:
+    """Its forked copy stream joins first: otherwise CUDA cannot end the capture, and its error hides the cause."""
+    device = torch.device("cuda", 0)
+
+    def failing() -> list[torch.Tensor]:
+        copy_stream.stream_of(device).wait_stream(torch.cuda.current_stream(device))
+        raise torch.OutOfMemoryError("the cause")
+
+    with pytest.raises(torch.OutOfMemoryError, match="the cause"):
+        cuda_graphs.record(failing, device)
+
+
 @torch.no_grad()
 def prefilled() -> Any:
     """Return a cache with copies in flight."""

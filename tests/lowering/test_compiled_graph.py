@@ -106,14 +106,6 @@ def code(generated: Generated) -> dict[str, list[str]]:
     return generated.code
 
 
-@pytest.mark.slow
-def test_the_compiled_step_launches_in_the_order_that_overlap_chose(code: dict[str, list[str]]) -> None:
-    order = names(code["decode"])
-    layer = ["work"] * 3 + ["offload", "wait", "decode_attention", "select_topk", "prefetch", "append"]
-    rest = ["work"] * 4
-    assert order == [*layer, *rest, *layer, *rest, "work"]
-
-
 def test_work_stands_between_a_prefetch_and_its_wait(code: dict[str, list[str]]) -> None:
     """From layer 0's prefetch to the end of the step, and to layer 0's wait in the next step."""
     order = names(code["decode"])
@@ -156,15 +148,6 @@ def test_inductor_gives_the_uncompiled_tokens(llama: LlamaForCausalLM, settings:
     inputs = {"input_ids": prompt(80, 2), "attention_mask": mask}
     expected = llama.generate(**inputs, max_new_tokens=40, do_sample=False)
     assert torch.equal(twin.generate(**inputs, max_new_tokens=40, do_sample=False), expected)
-
-
-@pytest.mark.slow
-def test_extends_and_new_buckets_through_inductor(llama: LlamaForCausalLM) -> None:
-    """Chunks of several lengths, and a generation that grows past a bucket while it runs."""
-    twin = compiled_with(llama, OPTIONS)
-    ids = prompt(235)
-    expected = greedy(llama, ids, 40, prefill_chunk_size=70)
-    assert torch.equal(greedy(twin, ids, 40, prefill_chunk_size=70), expected)
 
 
 def guards_on_capacity(rewrites: Rewrites) -> list[Any]:

@@ -231,7 +231,3 @@ def test_the_settings_are_what_they_are_called() -> None:
 def test_a_head_dim_that_cannot_be_rotated_is_one_clear_line() -> None:
     with pytest.raises(sc.OptionError, match=r"head_dim 65 is odd and cannot be rotated\. Pass setting='paper'"):
         check_head_dim(Layout(8, 8, True), 65)
-
-
-def test_where_nothing_is_fetched_nothing_is_corrected() -> None:
-    assert not parse_options({"top_k": 0}).corrects
