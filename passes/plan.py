@@ -31,22 +31,6 @@ class Input:
 
 
 @dataclass(frozen=True)
-class PassReport:
-    """The report of one pass.
-
-    name: the pass.
-    counts: what was counted → the number.
-    remarks: sentences for the user.
-    seconds: duration of the pass.
-    """
-
-    name: str
-    counts: dict[str, int] = field(default_factory=dict)
-    remarks: tuple[str, ...] = ()
-    seconds: float = 0.0
-
-
-@dataclass(frozen=True)
 class Tag:
     """Marks a node that a pass inserted: a state tensor of a site, or an op call at a site.
 
@@ -93,7 +77,7 @@ class RewritePlan:
     speculates: bool = False
 
 
-Pass = Callable[[GraphModule, RewritePlan], tuple[GraphModule, PassReport]]
+Pass = Callable[[GraphModule, RewritePlan], GraphModule]
 
 
 def tag_of(node: Any) -> Tag | None:

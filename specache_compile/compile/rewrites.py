@@ -22,7 +22,7 @@ from specache_compile.lowering.lower import lower
 from specache_compile.lowering.progress import compiling, show_step
 from specache_compile.lowering.row_buckets import RowDims, row_dims
 from specache_compile.methods import METHODS
-from specache_compile.passes.pipeline import Trace, run_pipeline
+from specache_compile.passes.pipeline import run_pipeline
 from specache_compile.passes.plan import Input, RewritePlan
 from specache_compile.passes.reading.in_place import written_inputs
 from specache_compile.runtime.records import record_of
@@ -94,10 +94,6 @@ class Rewrites:
         """The newest graph of each phase."""
         return {variant.phase.name: made.graph_module for variant, made in self.made.items()}
 
-    @property
-    def traces(self) -> list[Trace]:
-        return [made.trace for made in self.made.values()]
-
 
 def rewrite(captured: Captured, variant: Variant, name: str) -> Rewritten:
     """Run the passes on a copy of the captured graph, and lower the result."""
@@ -105,14 +101,14 @@ def rewrite(captured: Captured, variant: Variant, name: str) -> Rewritten:
     graph_module = GraphModule(captured.graph_module, copy.deepcopy(captured.graph_module.graph))
     plan = plan_of(captured, variant, fakes, graph_module.graph)
     show_step("passes")
-    graph_module, trace = run_pipeline(graph_module, plan, name)
+    graph_module, texts = run_pipeline(graph_module, plan, name)
     how = captured.options.lowering
     once = variant.phase.once and not variant.options.drafts  # otherwise it runs before each draft
     how = "op by op" if how == "inductor" and once else how
     run = lower(graph_module, [fakes.of(i) for i in plan.inputs], how, cuda_graphs.NO_TREES, captured.mode)
     recorded = is_to_capture(captured.mode, graph_module, plan)
     return Rewritten(
-        variant, run, graph_module, tuple(plan.inputs), plan.held_outputs, plan.speculates, plan.lanes, recorded, trace,
+        variant, run, graph_module, tuple(plan.inputs), plan.held_outputs, plan.speculates, plan.lanes, recorded, texts,
         plan.one_lane, plan.counts_positions, writes=written_inputs(graph_module),
         rows=rows_to_pad(captured, graph_module, plan) if recorded else None,
     )  # fmt: skip

@@ -13,7 +13,6 @@ from specache_compile.errors import SpecacheError
 from specache_compile.kernels.costs import CORRECTED, Cost, Workload, fetched_pairs, pair_bytes
 from specache_compile.methods.field import LayerShape
 from specache_compile.options import MethodOptions
-from specache_compile.passes.pipeline import Trace
 from specache_compile.passes.reading.sites import LeftAlone
 from specache_compile.runtime.state import bytes_in_16_bits, device_total, predicted_bytes
 
@@ -68,7 +67,7 @@ class Figures:
     batch_size: int
     sites: tuple[SiteRow, ...]
     left_alone: tuple[LeftAlone, ...]
-    traces: Mapping[str, Trace]
+    texts: Mapping[str, Mapping[str, str]]
     graphs: Mapping[str, GraphModule]
     layers: tuple[LayerShape, ...]
     lanes: int
@@ -105,10 +104,10 @@ class Figures:
         pairs = self.batch_size * fetched_pairs(self.options, self.prompt_length)
         return sum(pairs * layer.heads * pair_bytes(self.options, layer).on_host for layer in self.layers)
 
-    def trace(self, phase: str) -> Trace:
-        if phase not in self.traces:
-            raise SpecacheError(f"no phase {phase!r}: there are {', '.join(self.traces) or 'none'}")
-        return self.traces[phase]
+    def texts_of(self, phase: str) -> Mapping[str, str]:
+        if phase not in self.texts:
+            raise SpecacheError(f"no phase {phase!r}: there are {', '.join(self.texts) or 'none'}")
+        return self.texts[phase]
 
     def graph(self, phase: str, after: str | None = None, layer: int | None = None) -> GraphModule | str:
         """The rewritten graph of a phase.
@@ -118,12 +117,12 @@ class Figures:
             after: the name of a pass, or "captured": return the graph's text as it was after that pass.
             layer: return only this layer of the model, as short Python (`one_layer.py`).
         """
-        trace = self.trace(phase)
-        if after is not None and after not in trace.graphs:
-            raise SpecacheError(f"no pass {after!r}: there are {', '.join(trace.graphs)}")
+        texts = self.texts_of(phase)
+        if after is not None and after not in texts:
+            raise SpecacheError(f"no pass {after!r}: there are {', '.join(texts)}")
         if layer is not None:
-            return layer_text(trace.graphs[after or list(trace.graphs)[-1]], layer)
-        return self.graphs[phase] if after is None else trace.graphs[after]
+            return layer_text(texts[after or list(texts)[-1]], layer)
+        return self.graphs[phase] if after is None else texts[after]
 
     def diff(self, phase: str, pass_name: str | None = None, layer: int | None = None) -> str:
         """A unified diff of a phase's graph before and after one pass; empty where the pass changed nothing.
@@ -133,7 +132,7 @@ class Figures:
             pass_name: the pass; None: all passes together.
             layer: compare only this layer of the model, as short Python.
         """
-        names = list(self.trace(phase).graphs)
+        names = list(self.texts_of(phase))
         if pass_name is not None and pass_name not in names[1:]:
             raise SpecacheError(f"no pass {pass_name!r}: there are {', '.join(names[1:])}")
         new = pass_name or names[-1]
@@ -141,7 +140,7 @@ class Figures:
 
     def layer(self, number: int, phase: str = "decode") -> str:
         """One layer of the model before and after all passes, as a diff of short Python in at most `SCREEN` lines."""
-        first, *_, last = self.trace(phase).graphs
+        first, *_, last = self.texts_of(phase)
         lines = self.compared(phase, first, last, number, context=SCREEN).splitlines()
         if len(lines) > SCREEN:
             lines = self.compared(phase, first, last, number, context=3).splitlines()
@@ -165,7 +164,7 @@ class Figures:
 
     def launch_costs(self) -> list[tuple[str, Cost]]:
         """The op of each launch of a decode step, and what it computes and moves."""
-        self.trace("decode")
+        self.texts_of("decode")
         nodes, load = self.graphs["decode"].graph.nodes, self.load()
         return [(operator_name(node), launch_cost(node, load)) for node in nodes if is_launch(node)]
 
@@ -175,7 +174,7 @@ class Figures:
 
     def traced(self, phase: str = "decode") -> Traced:
         """A phase's graph with its workload, for `times/step_time.py`."""
-        self.trace(phase)
+        self.texts_of(phase)
         return Traced(self.graphs[phase], self.load(), self.weight_bytes)
 
     @property

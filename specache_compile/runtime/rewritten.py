@@ -14,7 +14,6 @@ from torch.fx import GraphModule
 
 from specache_compile.lowering.row_buckets import RowDims
 from specache_compile.methods.field import LayerState
-from specache_compile.passes.pipeline import Trace
 from specache_compile.passes.plan import Input
 from specache_compile.passes.reading.local_shards import local
 from specache_compile.passes.reading.sites import Part
@@ -45,7 +44,7 @@ class Rewritten:
     speculates: bool
     lanes: int
     capture: bool
-    trace: Trace
+    texts: Mapping[str, str]
     one_lane: str | None = None
     counts_positions: bool = False
     assumes: tuple[sympy.Basic, ...] = ()

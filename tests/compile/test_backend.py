@@ -152,8 +152,8 @@ def test_without_token_ids_one_lane_runs_and_report_and_warning_have_the_reason(
     (message,) = [str(warning.message) for warning in seen if warning.category is sc.SpecacheWarning]
     assert "one token at a time" in message
     assert "no token ids come in" in message
-    remarks = [r.remarks for g in find_record(twin).graphs for t in g.rewrites.traces for r in t.reports if r.remarks]
-    assert any("one lane: no token ids come in" in remark for (remark,) in remarks)
+    reasons = [made.one_lane for graph in find_record(twin).graphs for made in graph.rewrites.made.values()]
+    assert "no token ids come in" in str(reasons)
 
 
 def test_a_cache_that_an_uncompiled_model_filled_stays_plain(llama: LlamaForCausalLM) -> None:

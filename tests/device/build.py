@@ -1,6 +1,6 @@
 """The simulated device's two libraries, built once per version of their sources and of torch.
 
-`libcuda.so.1` is driver, runtime and cuBLAS; `aten_on_cpu.so` runs aten's ops. A compiler and what pip has installed
+`libcuda.so.1` is driver and runtime; `aten_on_cpu.so` runs aten's ops. A compiler and what pip has installed
 are enough: the wheels of torch's CUDA build and of Triton contain CUDA's headers.
 """
 
@@ -16,7 +16,7 @@ from pathlib import Path
 
 SOURCES = Path(__file__).parent / "driver"
 BUILT = Path(__file__).parents[2] / "build" / "device"
-DRIVER = [SOURCES / name for name in ("device.cpp", "memory.cpp", "streams.cpp", "launches.cpp", "cublas.cpp")]
+DRIVER = [SOURCES / name for name in ("device.cpp", "memory.cpp", "streams.cpp", "launches.cpp")]
 SUPPORTED = {"torch": "2.11", "triton": "3.6"}  # the ABI and the internals that are replaced here
 OPTIONS = ("-std=c++17", "-O1", "-fPIC", "-shared", "-fvisibility=hidden", "-w")
 

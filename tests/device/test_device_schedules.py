@@ -24,7 +24,7 @@ SCHEDULES = ["late", "early", "random:0", "random:1"]
 
 
 @pytest.fixture(autouse=True)
-def schedule() -> Iterator[None]:
+def eager_again() -> Iterator[None]:
     """Restore the eager schedule after each test."""
     with undisturbed():
         yield

@@ -32,8 +32,8 @@ def test_it_lists_sites_passes_and_bytes(llama: LlamaForCausalLM) -> None:
     assert [(s.layer, s.query_heads, s.heads, s.head_dim) for s in explained.sites] == [(0, 4, 2, 16), (1, 4, 2, 16)]
     assert explained.left_alone == ()
     assert explained.lanes == 2
-    assert set(explained.traces) == {"prefill", "pre-decode", "decode"}
-    assert [r.name for r in explained.traces["decode"].reports] == [each.__name__ for each in PIPELINE]
+    assert set(explained.texts) == {"prefill", "pre-decode", "decode"}
+    assert list(explained.texts["decode"]) == ["captured", *(each.__name__ for each in PIPELINE)]
     assert 0 < explained.kv_ratio < 1
     text = str(explained)
     assert "device: low-bit" in text

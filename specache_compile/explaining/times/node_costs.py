@@ -13,7 +13,6 @@ from torch.fx import Node
 from specache_compile.kernels.costs import Cost, Workload, bytes_of, elements, size_of
 from specache_compile.kernels.op import op_of
 from specache_compile.methods import METHODS
-from specache_compile.passes.overlap import is_work
 from specache_compile.passes.plan import tag_of
 from specache_compile.passes.reading import nodes
 from specache_compile.passes.reading.nodes import value_of
@@ -22,6 +21,10 @@ VIEWS = {
     "_unsafe_view", "alias", "detach", "expand", "flatten", "getitem", "permute", "reshape", "select", "slice",
     "squeeze", "t", "transpose", "unflatten", "unsqueeze", "view",
 }  # fmt: skip
+
+
+# Torch's operators that count as launches.
+WORK = ("linear", "matmul", "mm", "bmm", "addmm", "scaled_dot_product_attention", "embedding")
 
 
 def operator_name(node: Node) -> str:
@@ -37,9 +40,7 @@ def is_tier_op(node: Node) -> bool:
 def is_launch(node: Node) -> bool:
     """Whether a node is a launch that counts: a tier op, a matrix product, an attention or an embedding."""
     name = operator_name(node)
-    return node.op in ("call_function", "call_method") and (
-        is_tier_op(node) or is_work(node) or name == "embedding" or "grouped_mm" in name
-    )
+    return node.op in ("call_function", "call_method") and (is_tier_op(node) or name in WORK or "grouped_mm" in name)
 
 
 def launch_cost(node: Node, load: Workload) -> Cost:
