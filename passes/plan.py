@@ -36,12 +36,10 @@ class Tag:
 
     site: the site's number.
     field: the state tensor's name; "" for a call.
-    op: the op's name; "" for a state tensor.
     """
 
     site: int
     field: str = ""
-    op: str = ""
 
 
 @dataclass
@@ -88,7 +86,7 @@ def tag_of(node: Any) -> Tag | None:
 def call_op(graph_module: GraphModule, site: Site, op: str, arguments: tuple[Any, ...]) -> Node:
     """Insert a tagged call of a `specache::` op for a site at the graph's insertion point."""
     node = graph_module.graph.call_function(getattr(torch.ops.specache, op).default, arguments)
-    node.meta["specache"] = Tag(site.number, op=op)
+    node.meta["specache"] = Tag(site.number)
     return node
 
 

@@ -253,4 +253,4 @@ def follow_sites(graph_module: GraphModule, plan: RewritePlan) -> None:
         given = arguments_of(call)
         site.q, site.k, site.v, site.mask, site.sinks = (given[name] for name in ("q", "k", "v", "mask", "sinks"))
         site.attention = next(user for user in call.users if user.args[1] == 0)
-        call.meta["specache"] = Tag(site.number, op="decode_attention")
+        call.meta["specache"] = Tag(site.number)

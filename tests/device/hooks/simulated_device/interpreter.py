@@ -8,7 +8,6 @@ globals are copies too, and the language is patched only while a kernel runs.
 from __future__ import annotations
 
 import inspect
-import math
 import threading
 import types
 from collections.abc import Callable, Mapping
@@ -80,23 +79,6 @@ class Libdevice:
     )
     sqrt, sin, cos, tanh = (elementwise(f) for f in (np.sqrt, np.sin, np.cos, np.tanh))
     rsqrt = elementwise(lambda x: 1 / np.sqrt(x))
-    erf = elementwise(np.vectorize(math.erf, otypes=[np.float64]))
-
-    @staticmethod
-    def isnan(x: tl.tensor, **_: Any) -> tl.tensor:
-        return x != x
-
-    @staticmethod
-    def isinf(x: tl.tensor, **_: Any) -> tl.tensor:
-        return (x == float("inf")) | (x == float("-inf"))
-
-    @staticmethod
-    def pow(x: Any, y: Any, **_: Any) -> tl.tensor:
-        x, y = triton_interpreter.interpreter_semantic.binary_op_type_checking_impl(
-            *(triton_interpreter.interpreter_semantic.to_tensor(value) for value in (x, y))
-        )
-        powers = np.power(x.handle.data, y.handle.data).astype(x.handle.data.dtype)
-        return tl.tensor(TensorHandle(powers, x.handle.dtype), x.type)
 
 
 # ---- addresses
