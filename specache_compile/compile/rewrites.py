@@ -19,7 +19,7 @@ from specache_compile.kernels.state.page_table import PAGE
 from specache_compile.lowering import cuda_graphs
 from specache_compile.lowering.late import compile_lock, guards, made_late, made_within_tracing
 from specache_compile.lowering.lower import lower
-from specache_compile.lowering.progress import compiling, show_step
+from specache_compile.lowering.progress import compiling
 from specache_compile.lowering.row_buckets import RowDims, row_dims
 from specache_compile.methods import METHODS
 from specache_compile.passes.pipeline import run_pipeline
@@ -100,7 +100,6 @@ def rewrite(captured: Captured, variant: Variant, name: str) -> Rewritten:
     fakes = StateFakes(captured, variant)
     graph_module = GraphModule(captured.graph_module, copy.deepcopy(captured.graph_module.graph))
     plan = plan_of(captured, variant, fakes, graph_module.graph)
-    show_step("passes")
     graph_module, texts = run_pipeline(graph_module, plan, name)
     how = captured.options.lowering
     once = variant.phase.once and not variant.options.drafts  # otherwise it runs before each draft
