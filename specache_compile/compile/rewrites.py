@@ -33,7 +33,7 @@ from specache_compile.runtime.variant import Variant, selects
 from .captured import Captured
 
 _graph_numbers = itertools.count()
-# Called with each graph that was rewritten, and its variant; `entry.py` adds the dump.
+# Called with each graph that was rewritten, and its variant: `warm/hooks.py` stores it.
 observers: list[Callable[[Rewrites, Variant], object]] = []
 
 
