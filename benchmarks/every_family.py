@@ -113,12 +113,7 @@ def lanes_of(model: Any) -> tuple[int | None, str | None]:
     """The lanes of a model's decode, the fewest of its graphs, and why it has one; None where nothing is rewritten."""
     record = find_record(model)
     forms = [made for graph in (record.graphs if record else ()) for made in graph.rewrites.made.values()]
-    counts = [
-        report.counts["lanes"]
-        for made in forms
-        for report in made.trace.reports
-        if made.trace.phase == "decode" and report.name == "speculate"
-    ]
+    counts = [made.lanes for made in forms if made.variant.phase.name == "decode"]
     return min(counts, default=None), next((made.one_lane for made in forms if made.one_lane), None)
 
 

@@ -226,7 +226,7 @@ def two_turns(host: Tensor, slot_index: Tensor, corrects: bool, stays: float) ->
 def share_corrected(method: str, given: float | None) -> float:
     """The share of the slots that the method's corrections replace: the given one, or the measured one."""
     options = parse_options(SPECACHE[method])
-    if getattr(options, "correct", "never") != "always":
+    if not options.corrects:
         return 0.0
     return CORRECTED[1 + options.two_lanes] if given is None else given
 

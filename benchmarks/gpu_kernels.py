@@ -63,7 +63,7 @@ class KernelSetting:
     @property
     def options(self) -> SpecacheOptions:
         return SpecacheOptions(
-            bits=self.bits, value_bits=self.value_bits, rotate=self.rotate, top_k=self.top_k, correct="never",
+            setting="best" if self.rotate else "paper", bits=self.bits, value_bits=self.value_bits, top_k=self.top_k,
             key_code=self.key_code,
         )  # fmt: skip
 

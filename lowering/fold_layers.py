@@ -14,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import operator
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,8 +32,6 @@ from specache_compile.passes.overlap import mutated_arguments
 from specache_compile.passes.reading.in_place import memory_of
 from specache_compile.passes.reading.in_place import written as written_by
 from specache_compile.passes.reading.nodes import extract, output_node, value_of, weight_layer
-
-from .progress import show_step
 
 # With fewer layers, or fewer saved compilations, the graph is compiled whole: a border prevents fusion across it.
 FEWEST_LAYERS = 4
@@ -90,12 +87,10 @@ def fold_layers(graph_module: GraphModule, inputs: Sequence[Any], compile_part: 
     kinds = kinds_of(graph_module, parts, values, mode)
     if kinds is None or len(kinds) - len(set(kinds)) < FEWEST_SAVED:
         return None
-    calls = Counter(kinds)
-    names = {kind: f"region_{number}" for number, kind in enumerate(calls)}
+    names = {kind: f"region_{number}" for number, kind in enumerate(dict.fromkeys(kinds))}
     regions: dict[str, Region] = {}
     for part, kind in zip(parts, kinds, strict=True):
         if names[kind] not in regions:
-            show_step(f"part {len(regions) + 1} of {len(calls)}, for {calls[kind]} of {len(parts)}")
             part_inputs = [values[node] for node in part.inputs]
             regions[names[kind]] = Region(compile_part(graph_of(graph_module, part, values), part_inputs))
     return in_order(graph_module, parts, [names[kind] for kind in kinds], regions)

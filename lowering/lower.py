@@ -19,7 +19,6 @@ from specache_compile.passes.reading.nodes import value_of
 
 from .fold_layers import fold_layers
 from .kept import kept_by_inductor
-from .progress import show_step
 
 # By default Inductor moves a wait to right after its prefetch, so that nothing overlaps the copy.
 KEEP_ORDER = {"reorder_for_locality": False}
@@ -56,7 +55,6 @@ def lower(
     folded = fold_layers(own, inputs, compile_part)
     if folded is not None:
         return folded
-    show_step("whole")
     own.recompile()
     whole: Callable[..., Any] = compile_part(own, inputs)
     return whole
@@ -74,11 +72,10 @@ def use_fused_kernels(graph_module: GraphModule) -> None:
 
     This compiles the kernels here, under a progress line, instead of in the first step.
     """
-    ours = [(node, op) for node in graph_module.graph.nodes if (op := op_of(node.target)) is not None]
-    fused = [(node, op) for node, op in ours if op.fused is not None and devices_of(node) == {"cpu"}]
-    if fused:
-        show_step("C++ kernels")
-    for node, op in fused:
+    for node in graph_module.graph.nodes:
+        op = op_of(node.target)
+        if op is None or op.fused is None or devices_of(node) != {"cpu"}:
+            continue
         node.target = getattr(torch.ops.specache, f"{op.name}_fused").default
         if op.library is not None:
             op.library(*map_arg(node.args, value_of))

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch.fx import GraphModule
 
-from .plan import PassReport, RewritePlan, replace_attention
+from .plan import RewritePlan, replace_attention
 from .reading.sites import Site
 
 
-def causal_prefill(graph_module: GraphModule, plan: RewritePlan) -> tuple[GraphModule, PassReport]:
+def causal_prefill(graph_module: GraphModule, plan: RewritePlan) -> GraphModule:
     """Replace an SDPA with a purely causal mask by one without a mask, over unrepeated KV heads.
 
         mask = le(arange(T), arange(T)[:, None])
@@ -18,7 +18,6 @@ def causal_prefill(graph_module: GraphModule, plan: RewritePlan) -> tuple[GraphM
 
     Flash kernels support no mask, and at 32k tokens one row's mask is a gigabyte. A padded prefill keeps its mask.
     """
-    changed = 0
     for site in () if plan.phase.has_past else plan.sites:
         if is_masked_sdpa(site):
             settings = {"dropout_p": 0.0, "is_causal": True, "scale": site.scale, "enable_gqa": True}
@@ -26,8 +25,7 @@ def causal_prefill(graph_module: GraphModule, plan: RewritePlan) -> tuple[GraphM
                 given = (site.q, site.k, site.v)
                 new = graph_module.graph.call_function(F.scaled_dot_product_attention, given, settings)
             replace_attention(graph_module, site, new)
-            changed += 1
-    return graph_module, PassReport("causal_prefill", {"without a mask": changed})
+    return graph_module
 
 
 def is_masked_sdpa(site: Site) -> bool:

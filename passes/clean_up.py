@@ -7,7 +7,7 @@ import operator
 from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 
-from .plan import PassReport, RewritePlan
+from .plan import RewritePlan
 from .reading.nodes import called_name
 
 OPERATORS = {
@@ -16,21 +16,20 @@ OPERATORS = {
 }  # fmt: skip
 
 
-def clean_up(graph_module: GraphModule, plan: RewritePlan) -> tuple[GraphModule, PassReport]:
+def clean_up(graph_module: GraphModule, plan: RewritePlan) -> GraphModule:
     """Drop dead nodes and dead inputs; `plan.inputs` then lists the remaining arguments.
 
     keys = cat([past_k, k], -2)
     out = decode_attention(q, ...)     out = decode_attention(q, ...)
     return (out, None)                 return (out, None)
     """
-    nodes, inputs = drop_dead(graph_module, plan)
-    return graph_module, PassReport("clean_up", {"nodes": nodes, "inputs": inputs})
+    drop_dead(graph_module, plan)
+    return graph_module
 
 
-def drop_dead(graph_module: GraphModule, plan: RewritePlan) -> tuple[int, int]:
-    """Erase dead nodes, and unused placeholders with their entries in `plan.inputs`; returns the count of each."""
+def drop_dead(graph_module: GraphModule, plan: RewritePlan) -> None:
+    """Erase dead nodes, and unused placeholders with their entries in `plan.inputs`."""
     graph = graph_module.graph
-    before = len(graph.nodes)
     graph.eliminate_dead_code(is_impure_node=is_impure)
     placeholders = graph.find_nodes(op="placeholder")
     kept = []
@@ -39,9 +38,7 @@ def drop_dead(graph_module: GraphModule, plan: RewritePlan) -> tuple[int, int]:
             kept.append(source)
         else:
             graph.erase_node(node)
-    dropped = len(plan.inputs) - len(kept)
     plan.inputs[:] = kept
-    return before - len(graph.nodes) - dropped, dropped
 
 
 def is_impure(node: Node) -> bool:

@@ -7,12 +7,12 @@ import operator
 import torch
 from torch.fx import GraphModule, Node
 
-from .plan import PassReport, RewritePlan, call_by_name, state_input
+from .plan import RewritePlan, call_by_name, state_input
 from .reading.nodes import arguments_of
 from .reading.sites import Site
 
 
-def correct(graph_module: GraphModule, plan: RewritePlan) -> tuple[GraphModule, PassReport]:
+def correct(graph_module: GraphModule, plan: RewritePlan) -> GraphModule:
     """Split a decode attention into two halves, with lane 0's selection of pairs between them.
 
         wait(q, cursor, slots_0, ...)            scored = score_low_bit(q, k, ..., [codes_0, ...], ...)
@@ -25,12 +25,12 @@ def correct(graph_module: GraphModule, plan: RewritePlan) -> tuple[GraphModule, 
     token leaves nothing to correct; a wrong one costs time and no accuracy.
     """
     if not (plan.phase.stores and plan.phase.one_token):
-        return graph_module, PassReport("correct", {"corrected": 0})
-    selectors = [(site, plan.recipe(site.number).selector) for site in plan.sites]
-    corrected = [site for site, selector in selectors if selector is not None and selector.corrects]
-    for site in corrected:
-        split_attention(graph_module, plan, site)
-    return graph_module, PassReport("correct", {"corrected": len(corrected)})
+        return graph_module
+    for site in plan.sites:
+        selector = plan.recipe(site.number).selector
+        if selector is not None and selector.corrects:
+            split_attention(graph_module, plan, site)
+    return graph_module
 
 
 def split_attention(graph_module: GraphModule, plan: RewritePlan, site: Site) -> None:

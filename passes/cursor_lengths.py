@@ -11,11 +11,11 @@ from torch.fx import GraphModule, Node
 
 from specache_compile.kernels.state.cursor import LENGTH
 
-from .plan import PassReport, RewritePlan, session_input
+from .plan import RewritePlan, session_input
 from .reading.nodes import value_of
 
 
-def cursor_lengths(graph_module: GraphModule, plan: RewritePlan) -> tuple[GraphModule, PassReport]:
+def cursor_lengths(graph_module: GraphModule, plan: RewritePlan) -> GraphModule:
     """Replace the cache's length, from which a decode graph counts positions, by the longest length in the cursor.
 
         position = arange(1) + s53         position = arange(1) + cursor[:, 0].amax()
@@ -23,10 +23,9 @@ def cursor_lengths(graph_module: GraphModule, plan: RewritePlan) -> tuple[GraphM
     A symbol that grows from step to step prevents capturing; the cursor is a tensor at a fixed address. Only a model
     that is called without `position_ids` has such positions.
     """
-    found = 0
     past = past_of(plan)
     if past is None:
-        return graph_module, PassReport("cursor_lengths", {"read": 0})
+        return graph_module
     for node in list(graph_module.graph.nodes):
         length = counted_from(node, past)
         if length is None:
@@ -41,8 +40,7 @@ def cursor_lengths(graph_module: GraphModule, plan: RewritePlan) -> tuple[GraphM
         rows.meta["example_value"] = plan.cursor[:, LENGTH]
         read.meta["example_value"] = rows.meta["example_value"].amax(0)
         node.replace_input_with(length, read)
-        found += 1
-    return graph_module, PassReport("cursor_lengths", {"read": found})
+    return graph_module
 
 
 def past_of(plan: RewritePlan) -> Any:

@@ -11,33 +11,23 @@ from torch.fx import GraphModule, Node
 
 from specache_compile.kernels.op import op_of
 
-from .plan import PassReport, RewritePlan
-from .reading.nodes import called_name, output_node
-
-# Torch's operators that take long enough to hide a copy. The project's ops declare this themselves.
-WORK = ("linear", "matmul", "mm", "bmm", "addmm", "scaled_dot_product_attention")
+from .plan import RewritePlan
+from .reading.nodes import output_node
 
 
-def overlap(graph_module: GraphModule, plan: RewritePlan) -> tuple[GraphModule, PassReport]:
+def overlap(graph_module: GraphModule, plan: RewritePlan) -> GraphModule:
     """Find a stable topological order with the latest possible waits and the earliest possible copies.
 
-        wait_0; q1 = ...; wait_1           q0 = ...; wait_0; attend_0
-        attend_0; ...; attend_1            select_0; prefetch_0; ...; q1 = ...
-        select_0; prefetch_0; ...          wait_1; attend_1; ...
-
-    The report counts the work (matrix products and attentions) that overlaps the least hidden fetch. This work lies
-    between its prefetch and the end of this step, and between the start of the next step and its wait.
+    wait_0; q1 = ...; wait_1           q0 = ...; wait_0; attend_0
+    attend_0; ...; attend_1            select_0; prefetch_0; ...; q1 = ...
+    select_0; prefetch_0; ...          wait_1; attend_1; ...
     """
-    if not any(is_wait(node) or is_copy(node) for node in graph_module.graph.nodes):
-        return graph_module, PassReport("overlap", {"moved": 0})
-    before = list(graph_module.graph.nodes)
-    order = schedule(dependencies(before), before)
-    moved = place(graph_module, order)
-    counts = {"moved": moved}
-    hidden = hidden_work(order)
-    if hidden:
-        counts["work behind the least hidden fetch"] = min(hidden.values())
-    return graph_module, PassReport("overlap", counts)
+    before, end = list(graph_module.graph.nodes), output_node(graph_module)
+    if any(is_wait(node) or is_copy(node) for node in before):
+        for node in schedule(dependencies(before), before):
+            if node.op not in ("placeholder", "output"):
+                end.prepend(node)
+    return graph_module
 
 
 def mutated_arguments(node: Node) -> list[Node]:
@@ -130,35 +120,3 @@ def rank(node: Node) -> int:
     """Rank ready nodes: first the ops that prepare a fetch, then the fetches that the next step waits for."""
     op = op_of(node.target)
     return -1 if op is None or op.early is None else op.early
-
-
-def place(graph_module: GraphModule, order: list[Node]) -> int:
-    """Put the graph's nodes into `order`; returns how many copies and waits moved."""
-    graph = graph_module.graph
-    before = {node: i for i, node in enumerate(n for n in graph.nodes if n.op not in ("placeholder", "output"))}
-    body = [node for node in order if node.op not in ("placeholder", "output")]
-    end = output_node(graph_module)
-    for node in body:
-        end.prepend(node)
-    return sum(before[node] != i for i, node in enumerate(body) if is_wait(node) or is_copy(node))
-
-
-def is_work(node: Node) -> bool:
-    op = op_of(node.target)
-    if op is not None:
-        return op.is_work
-    return called_name(node).split(".")[0] in WORK
-
-
-def hidden_work(order: list[Node]) -> dict[Node, int]:
-    """Count, for each slots tensor, the work nodes between its prefetch and its wait in the next step."""
-    work = [0]
-    for node in order:
-        work.append(work[-1] + is_work(node))
-    waits = {node.args[2]: work[i] for i, node in enumerate(order) if is_wait(node)}
-    fetches = {
-        node.args[3]: work[-1] - work[i]
-        for i, node in enumerate(order)
-        if node.target is torch.ops.specache.prefetch.default
-    }
-    return {slots: fetches[slots] + waits[slots] for slots in fetches if slots in waits}  # type: ignore[misc]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from torch.fx import GraphModule, Node
 
-from .plan import PassReport, RewritePlan
+from .plan import RewritePlan
 from .reading.nodes import output_node
 from .reading.sites import Part
 
 
-def own_cache(graph_module: GraphModule, plan: RewritePlan) -> tuple[GraphModule, PassReport]:
+def own_cache(graph_module: GraphModule, plan: RewritePlan) -> GraphModule:
     """Remove the concatenated keys and values from the outputs; the caller returns held tensors in their place.
 
         keys = cat([past_k, k], -2)        keys = cat([past_k, k], -2)
@@ -32,4 +32,4 @@ def own_cache(graph_module: GraphModule, plan: RewritePlan) -> tuple[GraphModule
         for site in plan.sites:
             site.cat_k.replace_all_uses_with(site.k)
             site.cat_v.replace_all_uses_with(site.v)
-    return graph_module, PassReport("own_cache", {"outputs held": len(plan.held_outputs)})
+    return graph_module

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import logging
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from torch._logging import trace_structured
@@ -22,7 +20,7 @@ from .correct import correct
 from .cursor_lengths import cursor_lengths
 from .overlap import overlap
 from .own_cache import own_cache
-from .plan import Pass, PassReport, RewritePlan
+from .plan import Pass, RewritePlan
 from .prefetch import prefetch
 from .rewrite_attention import rewrite_attention
 from .speculate import speculate
@@ -40,54 +38,36 @@ PIPELINE: tuple[Pass, ...] = (
     overlap,
     clean_up,
 )
-PASS_NAMES = tuple(p.__name__ for p in PIPELINE)
-# A graph needs all of these passes to own its cache; without one, Hugging Face's graph is kept.
-ESSENTIAL = ("own_cache", "rewrite_attention", "store")
 
 log = logging.getLogger(__name__)
 _keep_texts: ContextVar[bool] = ContextVar("_keep_texts", default=False)
 
 
-@dataclass
-class Trace:
-    """One run of the pipeline.
-
-    phase: the graph's phase.
-    graphs: the readable graph before the run and after each pass, within `keeping_texts`.
-    reports: one report per pass.
-    """
-
-    phase: str
-    graphs: dict[str, str] = field(default_factory=dict)
-    reports: list[PassReport] = field(default_factory=list)
-
-
 def run_pipeline(
-    graph_module: GraphModule, plan: RewritePlan, passes: Sequence[Pass] = PIPELINE, name: str = "graph"
-) -> tuple[GraphModule, Trace]:
-    """Run `passes` in order on `graph_module`, which they may change, and check the graph after each.
+    graph_module: GraphModule, plan: RewritePlan, name: str = "graph"
+) -> tuple[GraphModule, dict[str, str]]:
+    """Run the passes in order on `graph_module`, which they may change, and check the graph after each.
 
     SPECACHE_DUMP=dir writes dir/<name>.<phase>/NN_<pass>.py before and after each pass. `tlparse` shows the same
     graphs from torch's structured trace.
 
-    Returns: the final graph, whose code is not generated yet (`recompile`), and the trace of the run.
+    Returns: the final graph, whose code is not generated yet (`recompile`); and, within `keeping_texts`, the readable
+        graph before the run ("captured") and after each pass.
     """
-    trace = Trace(plan.phase.name)
-    show(name, trace, 0, "captured", graph_module)
-    for number, step in enumerate(passes, start=1):
+    texts: dict[str, str] = {}
+    show(name, plan, texts, 0, "captured", graph_module)
+    for number, step in enumerate(PIPELINE, start=1):
         start = time.perf_counter()
-        graph_module, report = step(graph_module, plan)
+        graph_module = step(graph_module, plan)
         graph_module.graph.lint()
-        report = dataclasses.replace(report, seconds=time.perf_counter() - start)
-        trace.reports.append(report)
-        show(name, trace, number, report.name, graph_module)
-        log.debug("%s %s: %s %s", plan.phase, report.name, report.counts, "; ".join(report.remarks))
-    return graph_module, trace
+        log.debug("%s %s: %.3f s", plan.phase, step.__name__, time.perf_counter() - start)
+        show(name, plan, texts, number, step.__name__, graph_module)
+    return graph_module, texts
 
 
 @contextlib.contextmanager
 def keeping_texts() -> Iterator[None]:
-    """Within this context every trace keeps readable graphs. Printing a graph takes as long as running a pass."""
+    """Within this context every run keeps readable graphs. Printing a graph takes as long as running a pass."""
     before = _keep_texts.set(True)
     try:
         yield
@@ -99,15 +79,17 @@ def readable(graph_module: GraphModule) -> str:
     return graph_module.print_readable(print_output=False)
 
 
-def show(name: str, trace: Trace, number: int, step: str, graph_module: GraphModule) -> None:
-    """Record the graph after a pass in the trace, the SPECACHE_DUMP folder and torch's structured trace."""
-    label = f"specache_{name}_{trace.phase}_{number:02d}_{step}"
+def show(
+    name: str, plan: RewritePlan, texts: dict[str, str], number: int, step: str, graph_module: GraphModule
+) -> None:
+    """Record the graph after a pass in `texts`, the SPECACHE_DUMP folder and torch's structured trace."""
+    label = f"specache_{name}_{plan.phase}_{number:02d}_{step}"
     text = functools.cache(lambda: readable(graph_module))
     trace_structured("artifact", metadata_fn=lambda: {"name": label, "encoding": "string"}, payload_fn=text)
     folder = os.environ.get("SPECACHE_DUMP")
     if folder:
-        target = Path(folder) / f"{name}.{trace.phase}" / f"{number:02d}_{step}.py"
+        target = Path(folder) / f"{name}.{plan.phase}" / f"{number:02d}_{step}.py"
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(text())
     if folder or _keep_texts.get():
-        trace.graphs[step] = text()
+        texts[step] = text()

@@ -31,33 +31,15 @@ class Input:
 
 
 @dataclass(frozen=True)
-class PassReport:
-    """The report of one pass.
-
-    name: the pass.
-    counts: what was counted → the number.
-    remarks: sentences for the user.
-    seconds: duration of the pass.
-    """
-
-    name: str
-    counts: dict[str, int] = field(default_factory=dict)
-    remarks: tuple[str, ...] = ()
-    seconds: float = 0.0
-
-
-@dataclass(frozen=True)
 class Tag:
     """Marks a node that a pass inserted: a state tensor of a site, or an op call at a site.
 
     site: the site's number.
     field: the state tensor's name; "" for a call.
-    op: the op's name; "" for a state tensor.
     """
 
     site: int
     field: str = ""
-    op: str = ""
 
 
 @dataclass
@@ -93,7 +75,7 @@ class RewritePlan:
     speculates: bool = False
 
 
-Pass = Callable[[GraphModule, RewritePlan], tuple[GraphModule, PassReport]]
+Pass = Callable[[GraphModule, RewritePlan], GraphModule]
 
 
 def tag_of(node: Any) -> Tag | None:
@@ -104,7 +86,7 @@ def tag_of(node: Any) -> Tag | None:
 def call_op(graph_module: GraphModule, site: Site, op: str, arguments: tuple[Any, ...]) -> Node:
     """Insert a tagged call of a `specache::` op for a site at the graph's insertion point."""
     node = graph_module.graph.call_function(getattr(torch.ops.specache, op).default, arguments)
-    node.meta["specache"] = Tag(site.number, op=op)
+    node.meta["specache"] = Tag(site.number)
     return node
 
 

@@ -6,14 +6,14 @@ import operator
 
 from torch.fx import GraphModule, Node
 
-from .plan import PassReport, RewritePlan, call_op, session_input, state_input
+from .plan import RewritePlan, call_op, session_input, state_input
 from .reading.nodes import output_node
 
 # The state tensors that a fetch takes, in the order of the op's operands.
 FETCH_STATE = ("selected", "host", "slots", "slot_index", "fetched")
 
 
-def prefetch(graph_module: GraphModule, plan: RewritePlan) -> tuple[GraphModule, PassReport]:
+def prefetch(graph_module: GraphModule, plan: RewritePlan) -> GraphModule:
     """Select and fetch after a layer's attention; wait before the next step's attention.
 
         pair = decode_attention(q, ...)    specache.wait(q, cursor, slots_0, slot_index_0)
@@ -26,15 +26,13 @@ def prefetch(graph_module: GraphModule, plan: RewritePlan) -> tuple[GraphModule,
     Without a speculative token, where each token corrects its own selection, nothing is fetched ahead.
     """
     if not (plan.phase.one_token and plan.sites and plan.selects):
-        return graph_module, PassReport("prefetch", {"prefetched": 0})
+        return graph_module
     graph = graph_module.graph
     cursor = session_input(graph_module, plan, "cursor")
-    prefetched = 0
     for site in plan.sites:
         selector = plan.recipe(site.number).selector
         if selector is None:
             continue
-        prefetched += 1
         state = {field: state_input(graph_module, plan, site.number, field) for field in FETCH_STATE}
         selection = [state_input(graph_module, plan, site.number, field) for field in selector.state]
         call: Node = site.attention.args[0]  # type: ignore[assignment]
@@ -47,4 +45,4 @@ def prefetch(graph_module: GraphModule, plan: RewritePlan) -> tuple[GraphModule,
             call_op(graph_module, site, selector.op, (scores, *selection, *selector.settings))
             selected, *rest = state.values()
             call_op(graph_module, site, "prefetch", (selected, cursor, *rest))
-    return graph_module, PassReport("prefetch", {"prefetched": prefetched})
+    return graph_module

@@ -8,7 +8,6 @@ from torch.fx import GraphModule
 
 from .clean_up import drop_dead
 from .plan import (
-    PassReport,
     RewritePlan,
     call_by_name,
     call_op,
@@ -23,22 +22,20 @@ from .reading.sites import Site
 from .recipe import OpCall
 
 
-def rewrite_attention(graph_module: GraphModule, plan: RewritePlan) -> tuple[GraphModule, PassReport]:
+def rewrite_attention(graph_module: GraphModule, plan: RewritePlan) -> GraphModule:
     """Replace attentions of decodes and chunked prefills by tier ops; a prefill's attention is exact already.
 
     keys = cat([past_k, k], -2)        pair = specache.decode_attention(q, k, v, mask, ..., [codes_0, ...], ...)
     values = cat([past_v, v], -2)      out = pair[0]
     out = sdpa(q, keys, values)
     """
-    rewritten = 0
-    for site in plan.sites:
-        call = plan.recipe(site.number).attend.get(plan.phase.name)
+    calls = [(site, plan.recipe(site.number).attend.get(plan.phase.name)) for site in plan.sites]
+    for site, call in calls:
         if call is not None:
             replace_site(graph_module, plan, site, call)
-            rewritten += 1
-    if rewritten:
+    if any(call is not None for _, call in calls):
         drop_dead(graph_module, plan)  # drops the held inputs with their concatenations
-    return graph_module, PassReport("rewrite_attention", {"rewritten": rewritten})
+    return graph_module
 
 
 def replace_site(graph_module: GraphModule, plan: RewritePlan, site: Site, call: OpCall) -> None:

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from specache_compile.errors import first_line
 
-from .plan import Input, PassReport, RewritePlan, Tag, tag_of
+from .plan import Input, RewritePlan, Tag, tag_of
 from .reading.attention_forms import argument
 from .reading.find_attention import is_update
 from .reading.in_place import written_inputs
@@ -33,7 +33,7 @@ INTEGERS = (torch.int32, torch.int64)
 ANGLES = ("cos", "sin", torch.cos, torch.sin, torch.polar)
 
 
-def speculate(graph_module: GraphModule, plan: RewritePlan) -> tuple[GraphModule, PassReport]:
+def speculate(graph_module: GraphModule, plan: RewritePlan) -> GraphModule:
     """Run T_t and the speculative token T'_(t+1) side by side; lane 1's argmax is the next one (SpeCache section 3.3).
 
         out = decode_attention(q, ...)         ids = stack([input_ids, speculative])
@@ -42,32 +42,35 @@ def speculate(graph_module: GraphModule, plan: RewritePlan) -> tuple[GraphModule
 
     The graph is vmapped over a lane axis and traced again (docs/design.md explains why its literals are not edited).
     A pre-decode keeps its one lane and returns its own speculative token. A graph without token ids, positions or
-    logits runs one lane, and so does one whose lanes depend on each other. The report has the reason.
+    logits runs one lane, and so does one whose lanes depend on each other; the user sees the reason, `plan.one_lane`.
     """
     applies = plan.speculate and plan.selects and plan.phase.one_token
     if not applies or not plan.sites:
-        return graph_module, PassReport("speculate", {"lanes": 1})
+        return graph_module
     found = reason_for_one_lane(graph_module) or find_tokens(graph_module)
     if isinstance(found, str):
-        return graph_module, one_lane(plan, found)
+        plan.one_lane = found
+        return graph_module
     ids, logits = found
     if plan.phase.before is None:
         append_speculative(graph_module, logits)
         plan.speculates = True
-        return graph_module, PassReport("speculate", {"lanes": 1}, ("one lane, for the first speculative token",))
+        return graph_module
     sources = position_sources(graph_module, ids)
     if not sources:
-        return graph_module, one_lane(plan, "no position tensor was found")
+        plan.one_lane = "no position tensor was found"
+        return graph_module
     try:
         widened = widen(graph_module, ids, logits, sources)
     except RuntimeError as error:
         if isinstance(error, GuardOnDataDependentSymNode):
             raise
-        return graph_module, one_lane(plan, f"torch.vmap refuses its graph ({cause(error)})")
+        plan.one_lane = f"torch.vmap refuses its graph ({cause(error)})"
+        return graph_module
     plan.inputs.append(Input("speculative"))
     plan.lanes, plan.speculates = LANES, True
     follow_sites(widened, plan)
-    return widened, PassReport("speculate", {"lanes": LANES, "positions": len(sources)})
+    return widened
 
 
 def reason_for_one_lane(graph_module: GraphModule) -> str | None:
@@ -87,12 +90,6 @@ def reason_for_one_lane(graph_module: GraphModule) -> str | None:
     if written_inputs(graph_module):
         return "it writes to its inputs in place (a recurrent state, or a rotary table that grows)"
     return None
-
-
-def one_lane(plan: RewritePlan, reason: str) -> PassReport:
-    """Return the report of a graph that cannot be widened, and set `plan.one_lane`, which the user sees."""
-    plan.one_lane = reason
-    return PassReport("speculate", {"lanes": 1}, (f"one lane: {reason}",))
 
 
 def find_tokens(graph_module: GraphModule) -> tuple[Node, int] | str:
@@ -256,4 +253,4 @@ def follow_sites(graph_module: GraphModule, plan: RewritePlan) -> None:
         given = arguments_of(call)
         site.q, site.k, site.v, site.mask, site.sinks = (given[name] for name in ("q", "k", "v", "mask", "sinks"))
         site.attention = next(user for user in call.users if user.args[1] == 0)
-        call.meta["specache"] = Tag(site.number, op="decode_attention")
+        call.meta["specache"] = Tag(site.number)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule, Node
 
-from .plan import PassReport, RewritePlan, call_op, frequencies_input, padding_input, session_input, state_input
+from .plan import RewritePlan, call_op, frequencies_input, padding_input, session_input, state_input
 from .reading.nodes import output_node
 
 
-def store(graph_module: GraphModule, plan: RewritePlan) -> tuple[GraphModule, PassReport]:
+def store(graph_module: GraphModule, plan: RewritePlan) -> GraphModule:
     """Insert the recipe's store calls for each site's new pairs. Only lane 0 is stored; a pre-decode stores nothing.
 
         out = sdpa(q, k, v)                out = sdpa(q, k, v)
@@ -19,7 +19,7 @@ def store(graph_module: GraphModule, plan: RewritePlan) -> tuple[GraphModule, Pa
     The calls go to the end of the graph; `overlap` moves them to their earliest start.
     """
     if not plan.phase.stores:
-        return graph_module, PassReport("store", {"stored": 0})
+        return graph_module
     graph = graph_module.graph
     cursor = session_input(graph_module, plan, "cursor") if plan.sites else None
     for site in plan.sites:
@@ -31,7 +31,7 @@ def store(graph_module: GraphModule, plan: RewritePlan) -> tuple[GraphModule, Pa
             for call, tensors in zip(calls, state, strict=True):
                 turned = frequencies_input(graph_module, plan, site, call)
                 call_op(graph_module, site, call.op, (k, v, padding, cursor, *tensors, *call.settings, *turned))
-    return graph_module, PassReport("store", {"stored": len(plan.sites)})
+    return graph_module
 
 
 def first_lane(graph_module: GraphModule, pair: Node, lanes: int) -> Node:

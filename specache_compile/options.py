@@ -5,7 +5,7 @@ The checks, the command line's flags and the table in docs/options.md follow fro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any, cast
 
@@ -70,10 +70,6 @@ def number_or_auto(text: str) -> int | str:
     return int(text) if text.isdigit() else text
 
 
-def anything(name: str, value: Any) -> None:
-    """The check of an option that its consumer checks."""
-
-
 @dataclass(frozen=True)
 class MethodOptions:
     """The options of every method; a method's own are in a subclass. They are frozen and hashable, as keys of rewritten
@@ -81,10 +77,6 @@ class MethodOptions:
 
     method: str
     lowering: str = choice("inductor", LOWERINGS, "inductor, or eager to run the rewritten graph op by op")
-    disable_passes: tuple[str, ...] = option(
-        (), accepting(lambda names: not isinstance(names, str), "accepted is a list of pass names"),
-        "names of passes to leave out", flag=False,
-    )  # fmt: skip
     exact_layers: tuple[int, ...] = option(
         (), accepting(
             lambda given: not isinstance(given, (str, int)) and all(type(n) is int and n >= 0 for n in given),
@@ -97,15 +89,11 @@ class MethodOptions:
         "a mode of torch.compile, which does not accept mode= with options=",
         type=str, choices=tuple(torch._inductor.list_mode_options()),
     )  # fmt: skip
-    inductor: Mapping[str, Any] = field(
-        default_factory=dict, hash=False,
-        metadata={"check": anything, "help": "config patches for Inductor", "flag": {"flag": False}},
-    )  # fmt: skip
 
     # Values for methods without an option of that name: nothing is selected or verified, from the first
     # token.
     top_k = 0
-    correct = "never"
+    corrects = False
     min_context = cast("int | str", 0)
     verify = cast("int | str | None", None)
     has_low_bit_tier = False
@@ -116,8 +104,7 @@ class MethodOptions:
         for declared in fields(self):
             if "check" in declared.metadata:
                 declared.metadata["check"](declared.name, getattr(self, declared.name))
-        for name in ("disable_passes", "exact_layers"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
+        object.__setattr__(self, "exact_layers", tuple(self.exact_layers))
         for reason in self.conflicts():
             raise OptionError(f"option {reason}")
 

@@ -171,7 +171,7 @@ def run_step(case: Case) -> None:
     slots, selected = (at["slots"], at["slot_index"]), at["selected"]
     read = [at[name] for name in StoredTiers._fields], options.layout, 0.1, case.softcap
     fetch = (selected, cursor, *(at[name] for name in ("host", "slots", "slot_index", "fetched")))
-    if options.correct == "never":
+    if not options.corrects:
         _, scores = scored.decode_attention(q, k, v, mask, None, cursor, *slots, *read, options.skip_below)
     else:
         # As `passes/correct.py`: only several lanes need scores.
@@ -180,7 +180,7 @@ def run_step(case: Case) -> None:
         copy.gather(*fetch)
         scored.attend_scored(q, k, v, mask, None, cursor, logits, base, selected, *slots, *read, options.skip_below)
         scores = by_lane[-1] if lanes > 1 else by_lane
-    if options.correct == "never" or lanes > 1:
+    if not options.corrects or lanes > 1:
         select.select_topk(scores, selected)
         copy.gather(*fetch)
     frequencies = torch.empty(d // 2)

@@ -205,16 +205,11 @@ SETTING = {
     "residual_length": "newest tokens in 16 bits",
     "sink_tokens": "first tokens in 16 bits",
     "host_bits": "bits of the host tier",
-    "correct": "copies within the step",
-    "rotate": "Hadamard rotation before quantisation",
     "center": "mean key before RoPE subtracted before quantisation",
     "zero_point": "position of the levels of a group",
     "key_code": "levels, or a 1-bit trellis, for keys",
     "value_code": "levels, or a 1-bit trellis, for values",
-    "param_bits": "bits of scales and zero points",
 }
-# Options without a flag on the command line that are no part of `setting`.
-IN_PYTHON = ("disable_passes", "inductor")
 Takers = Mapping[str, Any]
 
 
@@ -243,7 +238,7 @@ def options() -> str:
     """The other options of the method specache; `setting` is explained with the options that it sets."""
     found = {
         name: takers for name, takers in declared_options().items()
-        if "specache" in takers and name not in (*OFTEN, "setting") and (name in IN_PYTHON or is_flag(takers))
+        if "specache" in takers and name not in (*OFTEN, "setting") and is_flag(takers)
     }  # fmt: skip
     rows = described(found, lambda _, declared: declared.metadata["help"].split("; ")[0])
     return markdown(("option", "default", "accepted values", "effect"), rows)

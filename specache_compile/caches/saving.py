@@ -43,7 +43,7 @@ from .holding import set_model
 FORMAT = 5
 HEADER = "session.pt"
 # Options of the model, not of the cache: how its graphs run, and this machine's memory.
-OF_THE_MODEL = ("lowering", "mode", "inductor", "disable_passes", "host_memory", "speculate")
+OF_THE_MODEL = ("lowering", "mode", "host_memory", "speculate")
 # Layer classes without other contents than keys, values, a recurrent state and numbers.
 KINDS = tuple(
     getattr(cache_utils, name)

@@ -12,11 +12,10 @@ from typing import Any, NoReturn
 from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule
 
-from specache_compile.errors import OptionError, SpecacheError
+from specache_compile.errors import SpecacheError
 from specache_compile.lowering.lower import lower
 from specache_compile.lowering.progress import compiling
 from specache_compile.methods import METHODS, parse_options
-from specache_compile.passes.pipeline import PASS_NAMES
 from specache_compile.passes.reading.find_attention import WINDOW
 from specache_compile.passes.reading.local_shards import own_part
 from specache_compile.passes.reading.sites import LeftAlone
@@ -44,12 +43,7 @@ def specache(
 ) -> Callable[..., Any]:
     """Compile one graph that Dynamo captured. Registered as the backend "specache"; docs/options.md lists `options`."""
     try:
-        parsed = parse_options(options)
-        for name in parsed.disable_passes:
-            if name not in PASS_NAMES:
-                names = ", ".join(PASS_NAMES)
-                raise OptionError(f"option disable_passes: unknown pass {name!r}; accepted are {names}")
-        return compile_graph(capture(graph_module, parsed, mode), example_inputs)
+        return compile_graph(capture(graph_module, parse_options(options), mode), example_inputs)
     except SpecacheError as error:
         return refusal(error)
 
@@ -85,7 +79,7 @@ def compile_graph(captured: Captured, example_inputs: Sequence[Any]) -> Callable
         if isinstance(held := captured.fakes[i], HeldTensor):
             examples[i] = node.meta["example_value"] = held.anchor.new_empty(held.shape)
     with compiling("a graph that stays exact", options.lowering):
-        lowered = lower(captured.graph_module, taken(examples), options.lowering, options.inductor, captured.mode)
+        lowered = lower(captured.graph_module, taken(examples), options.lowering, {}, captured.mode)
     as_they_are = not captured.held and not any(isinstance(value, DTensor) for value in example_inputs)
 
     def run_exact(*arguments: Any) -> Any:

@@ -22,7 +22,6 @@ from specache_compile.methods.field import LayerShape
 from specache_compile.options import MethodOptions
 from specache_compile.passes.absorb import absorb
 from specache_compile.passes.phase import DECODE, EXTEND, PREFILL, Phase
-from specache_compile.passes.pipeline import ESSENTIAL
 from specache_compile.passes.reading.find_attention import find_attention
 from specache_compile.passes.reading.joined_copies import joined_copies
 from specache_compile.passes.reading.known_sizes import fill_in_sizes
@@ -162,7 +161,7 @@ def capture(graph_module: GraphModule, options: MethodOptions, mode: str | None)
     """
     fill_in_sizes(graph_module)
     placeholders = graph_module.graph.find_nodes(op="placeholder")
-    reason = reason_to_leave_alone([value_of(node) for node in placeholders], options) or local_shards(graph_module)
+    reason = gradients([value_of(node) for node in placeholders]) or local_shards(graph_module)
     fakes = tuple(value_of(node) for node in placeholders)
     held = tuple(i for i, fake in enumerate(fakes) if isinstance(fake, HeldTensor))
     if reason is None:
@@ -218,7 +217,7 @@ def misfit(options: MethodOptions, site: Site) -> str | None:
     if ahead and site.mask is not None and follows(site.mask):
         return (
             "its mask depends on the token (an indexer), so prefetched pairs would be those of the token before. Use "
-            "the defaults of correct and speculate"
+            "the defaults of setting and speculate"
         )
     return None
 
@@ -244,11 +243,8 @@ def phase_of(sites: Sequence[Site]) -> Phase:
     return DECODE if isinstance(tokens, int) and tokens == 1 else EXTEND
 
 
-def reason_to_leave_alone(inputs: Sequence[Any], options: MethodOptions) -> str | None:
-    """Why no site of a graph may be rewritten, whatever it contains; None if they may."""
-    disabled = [name for name in ESSENTIAL if name in options.disable_passes]
-    if disabled:
-        return f"option disable_passes contains {disabled[0]!r}, without which nothing is rewritten. Leave it out"
+def gradients(inputs: Sequence[Any]) -> str | None:
+    """Why no site of a graph with gradients may be rewritten; None if it has none."""
     if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
         return "gradients are enabled. Call the model under torch.no_grad() or torch.inference_mode()"
     return None

@@ -19,10 +19,10 @@ from specache_compile.kernels.state.page_table import PAGE
 from specache_compile.lowering import cuda_graphs
 from specache_compile.lowering.late import compile_lock, guards, made_late, made_within_tracing
 from specache_compile.lowering.lower import lower
-from specache_compile.lowering.progress import compiling, show_step
+from specache_compile.lowering.progress import compiling
 from specache_compile.lowering.row_buckets import RowDims, row_dims
 from specache_compile.methods import METHODS
-from specache_compile.passes.pipeline import PIPELINE, Trace, run_pipeline
+from specache_compile.passes.pipeline import run_pipeline
 from specache_compile.passes.plan import Input, RewritePlan
 from specache_compile.passes.reading.in_place import written_inputs
 from specache_compile.runtime.records import record_of
@@ -33,7 +33,7 @@ from specache_compile.runtime.variant import Variant, selects
 from .captured import Captured
 
 _graph_numbers = itertools.count()
-# Called with each graph that was rewritten, and its variant; `entry.py` adds the dump.
+# Called with each graph that was rewritten, and its variant: `warm/hooks.py` stores it.
 observers: list[Callable[[Rewrites, Variant], object]] = []
 
 
@@ -94,27 +94,20 @@ class Rewrites:
         """The newest graph of each phase."""
         return {variant.phase.name: made.graph_module for variant, made in self.made.items()}
 
-    @property
-    def traces(self) -> list[Trace]:
-        return [made.trace for made in self.made.values()]
-
 
 def rewrite(captured: Captured, variant: Variant, name: str) -> Rewritten:
     """Run the passes on a copy of the captured graph, and lower the result."""
     fakes = StateFakes(captured, variant)
     graph_module = GraphModule(captured.graph_module, copy.deepcopy(captured.graph_module.graph))
     plan = plan_of(captured, variant, fakes, graph_module.graph)
-    show_step("passes")
-    passes = [p for p in PIPELINE if p.__name__ not in captured.options.disable_passes]
-    graph_module, trace = run_pipeline(graph_module, plan, passes, name)
-    patches = {**cuda_graphs.NO_TREES, **captured.options.inductor}
+    graph_module, texts = run_pipeline(graph_module, plan, name)
     how = captured.options.lowering
     once = variant.phase.once and not variant.options.drafts  # otherwise it runs before each draft
     how = "op by op" if how == "inductor" and once else how
-    run = lower(graph_module, [fakes.of(i) for i in plan.inputs], how, patches, captured.mode)
+    run = lower(graph_module, [fakes.of(i) for i in plan.inputs], how, cuda_graphs.NO_TREES, captured.mode)
     recorded = is_to_capture(captured.mode, graph_module, plan)
     return Rewritten(
-        variant, run, graph_module, tuple(plan.inputs), plan.held_outputs, plan.speculates, plan.lanes, recorded, trace,
+        variant, run, graph_module, tuple(plan.inputs), plan.held_outputs, plan.speculates, plan.lanes, recorded, texts,
         plan.one_lane, plan.counts_positions, writes=written_inputs(graph_module),
         rows=rows_to_pad(captured, graph_module, plan) if recorded else None,
     )  # fmt: skip

@@ -135,7 +135,7 @@ def explain(
         sites=tuple(site_rows(newest)) if newest is not None else (),
         left_alone=tuple(left_alone_rows(newest)) if newest is not None else (),
         absorbed=tuple(absorbed_layers(newest)) if newest is not None else (),
-        traces={trace.phase: trace for made in rewrites for trace in made.traces},
+        texts={variant.phase.name: each.texts for made in rewrites for variant, each in made.made.items()},
         graphs=modules,
         layers=tuple(graphs[0].layers) if graphs else (),
         lanes=max((form.lanes for made in rewrites for form in made.made.values()), default=1),

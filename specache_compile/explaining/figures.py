@@ -12,7 +12,6 @@ from torch.fx import GraphModule
 from specache_compile.errors import SpecacheError
 from specache_compile.methods.field import LayerShape
 from specache_compile.options import MethodOptions
-from specache_compile.passes.pipeline import Trace
 from specache_compile.passes.reading.sites import LeftAlone
 from specache_compile.runtime.state import bytes_in_16_bits, device_total, predicted_bytes
 
@@ -67,7 +66,7 @@ class Figures:
     batch_size: int
     sites: tuple[SiteRow, ...]
     left_alone: tuple[LeftAlone, ...]
-    traces: Mapping[str, Trace]
+    texts: Mapping[str, Mapping[str, str]]
     graphs: Mapping[str, GraphModule]
     layers: tuple[LayerShape, ...]
     lanes: int
@@ -98,10 +97,10 @@ class Figures:
         """Device KV bytes / bytes of the same tokens in a 16-bit cache."""
         return self.device_bytes / self.full_cache_bytes if self.full_cache_bytes else 1.0
 
-    def trace(self, phase: str) -> Trace:
-        if phase not in self.traces:
-            raise SpecacheError(f"no phase {phase!r}: there are {', '.join(self.traces) or 'none'}")
-        return self.traces[phase]
+    def texts_of(self, phase: str) -> Mapping[str, str]:
+        if phase not in self.texts:
+            raise SpecacheError(f"no phase {phase!r}: there are {', '.join(self.texts) or 'none'}")
+        return self.texts[phase]
 
     def graph(self, phase: str, after: str | None = None, layer: int | None = None) -> GraphModule | str:
         """The rewritten graph of a phase.
@@ -111,12 +110,12 @@ class Figures:
             after: the name of a pass, or "captured": return the graph's text as it was after that pass.
             layer: return only this layer of the model, as short Python (`one_layer.py`).
         """
-        trace = self.trace(phase)
-        if after is not None and after not in trace.graphs:
-            raise SpecacheError(f"no pass {after!r}: there are {', '.join(trace.graphs)}")
+        texts = self.texts_of(phase)
+        if after is not None and after not in texts:
+            raise SpecacheError(f"no pass {after!r}: there are {', '.join(texts)}")
         if layer is not None:
-            return layer_text(trace.graphs[after or list(trace.graphs)[-1]], layer)
-        return self.graphs[phase] if after is None else trace.graphs[after]
+            return layer_text(texts[after or list(texts)[-1]], layer)
+        return self.graphs[phase] if after is None else texts[after]
 
     def diff(self, phase: str, pass_name: str | None = None, layer: int | None = None) -> str:
         """A unified diff of a phase's graph before and after one pass; empty where the pass changed nothing.
@@ -126,7 +125,7 @@ class Figures:
             pass_name: the pass; None: all passes together.
             layer: compare only this layer of the model, as short Python.
         """
-        names = list(self.trace(phase).graphs)
+        names = list(self.texts_of(phase))
         if pass_name is not None and pass_name not in names[1:]:
             raise SpecacheError(f"no pass {pass_name!r}: there are {', '.join(names[1:])}")
         new = pass_name or names[-1]
@@ -134,7 +133,7 @@ class Figures:
 
     def layer(self, number: int, phase: str = "decode") -> str:
         """One layer of the model before and after all passes, as a diff of short Python in at most `SCREEN` lines."""
-        first, *_, last = self.trace(phase).graphs
+        first, *_, last = self.texts_of(phase)
         lines = self.compared(phase, first, last, number, context=SCREEN).splitlines()
         if len(lines) > SCREEN:
             lines = self.compared(phase, first, last, number, context=3).splitlines()
@@ -158,7 +157,7 @@ class Figures:
 
     def traced(self, phase: str = "decode") -> Traced:
         """A phase's graph with its workload, for `times/step_time.py`."""
-        self.trace(phase)
+        self.texts_of(phase)
         return Traced(self.graphs[phase], self.load(), self.weight_bytes)
 
     @property

@@ -34,6 +34,9 @@ class LowBitOptions(DraftOptions):
     """
 
     has_low_bit_tier = True
+    # Whether a Hadamard matrix rotates keys and values before quantisation, which spreads outlier channels, and scales
+    # of 1- and 2-bit codes have 8 bits.
+    rotates = False
     residual_length: int = whole(128, 1, "R: newest tokens to keep in 16 bits", metavar="R")
     sink_tokens: int = whole(
         0, 0,
@@ -45,11 +48,6 @@ class LowBitOptions(DraftOptions):
         type=number,
     )  # fmt: skip
     value_bits: int | None = None  # not an option: tests and kernel benchmarks set the bits of values separately
-    rotate: bool = choice(
-        False, (True, False),
-        "rotate keys and values by a Hadamard matrix before quantising, which spreads outlier channels",
-        flag=False,
-    )  # fmt: skip
     center: str = choice(
         "never", ("never", "auto", "always"),
         "subtract the keys' mean before RoPE when quantising, and add its exact share to the logits. auto: if the "
@@ -73,12 +71,6 @@ class LowBitOptions(DraftOptions):
         "subtracting a group's mean before RoPE. auto: the trellis at 1 bit",
         flag=False,
     )  # fmt: skip
-    param_bits: int | str = choice(
-        16, (16, 8, "auto"),
-        "bits of scales and zero points; 16: the model's dtype; 8 is coarse for channels whose keys are far from zero "
-        "and close together. auto: 8 if keys and values have 1 or 2 bits",
-        flag=False,
-    )  # fmt: skip
     group_size: int = choice(64, (32, 64, 128), "g: tokens (keys) or channels (values) that share a scale")
 
     def conflicts(self) -> Iterator[str]:
@@ -96,11 +88,6 @@ class LowBitOptions(DraftOptions):
             )
         if self.key_code == "trellis" and self.layout.is_quantised and keys != 1:
             yield f"key_code='trellis' requires keys of 1 bit, and they have {keys}. Pass bits=1, or key_code='levels'"
-        if self.param_bits == 8 and 8 in (keys, values):
-            yield (
-                "param_bits=8 with codes of 8 bits: a scale with 3 bits of mantissa is too coarse for them. Pass "
-                "param_bits=16"
-            )
 
     @property
     def window(self) -> int:
@@ -111,7 +98,7 @@ class LowBitOptions(DraftOptions):
     def layout(self) -> Layout:
         """The layout of a pair in the low-bit tier."""
         keys, values = BITS_OF_BOTH[self.bits]
-        return Layout(keys, values if self.value_bits is None else self.value_bits, self.rotate)
+        return Layout(keys, values if self.value_bits is None else self.value_bits, self.rotates)
 
     @property
     def has_trellis(self) -> bool:
@@ -132,9 +119,8 @@ class LowBitOptions(DraftOptions):
 
     def param_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype of scales and zero points, for pairs of `dtype`."""
-        few = max(self.layout.key_bits, self.layout.value_bits) <= 2
-        eight = self.param_bits == 8 or (self.param_bits == "auto" and few)
-        return EIGHT_BITS if eight and self.layout.is_quantised else dtype
+        eight = self.rotates and max(self.layout.key_bits, self.layout.value_bits) <= 2
+        return EIGHT_BITS if eight else dtype
 
     @property
     def sinks(self) -> int:

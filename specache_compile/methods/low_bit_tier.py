@@ -20,7 +20,7 @@ from .low_bit import LowBitOptions
 def check_head_dim(layout: Layout, head_dim: int) -> None:
     """OptionError if heads of this size cannot be stored in this layout."""
     if layout.is_rotated and head_dim % 2:
-        raise OptionError(f"option rotate: head_dim {head_dim} is odd and cannot be rotated. Pass rotate=False")
+        raise OptionError(f"option setting: head_dim {head_dim} is odd and cannot be rotated. Pass setting='paper'")
 
 
 def codes_shape(options: LowBitOptions, layer: LayerShape, batch: int, capacity: int) -> tuple[int, ...]:

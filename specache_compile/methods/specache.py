@@ -17,9 +17,9 @@ from .method import Method
 from .slots import CORRECTED, FETCHED, SELECTED
 
 # The paper's settings. On a real checkpoint the defaults are much closer to the full cache (docs/evaluation.md).
-PAPER = {
-    "bits": 2, "rotate": False, "center": "never", "correct": "never", "sink_tokens": 0, "zero_point": "midpoint",
-    "key_code": "levels", "value_code": "levels", "param_bits": 16,
+PAPER: dict[str, Any] = {
+    "bits": 2, "center": "never", "sink_tokens": 0, "zero_point": "midpoint", "key_code": "levels",
+    "value_code": "levels",
 }  # fmt: skip
 
 
@@ -31,41 +31,38 @@ class SpecacheOptions(KiviOptions):
     setting: str = choice(
         "best",
         ("best", "paper"),
-        "defaults of bits, rotate, center, sink_tokens, zero_point, key_code, value_code, param_bits and correct: "
-        "the best ones, or those of SpeCache's paper",
+        "best, or paper: the defaults of SpeCache's paper, without rotation, 8-bit scales and corrections (copies, "
+        "within the step, of selected pairs that are not in the slots)",
     )
     residual_length: int = inherited(KiviOptions, "residual_length", default=64)
     bits: int | float = inherited(KiviOptions, "bits", default=1.5)
-    rotate: bool = inherited(KiviOptions, "rotate", default=True)
     center: str = inherited(KiviOptions, "center", default="auto")
     sink_tokens: int = inherited(KiviOptions, "sink_tokens", default=4)
     zero_point: str = inherited(KiviOptions, "zero_point", default="middles")
     key_code: str = inherited(KiviOptions, "key_code", default="auto")
     value_code: str = inherited(KiviOptions, "value_code", default="auto")
-    param_bits: int | str = inherited(KiviOptions, "param_bits", default="auto")
     host_bits: int | str = inherited(KiviOptions, "host_bits", default="auto")
     top_k: int = whole(64, 0, "k: pairs to fetch for each layer and KV head; 0 is plain KIVI", metavar="K")
     speculate: bool | str = choice(
         "auto", (True, False, "auto"),
         "run the speculative token beside the output token, to select the pairs to prefetch. auto: unless the output "
-        "token selects them within the step (correct)",
+        "token selects them within the step (setting best)",
         type=None, choices=None, action=argparse.BooleanOptionalAction,
     )  # fmt: skip
-    correct: str = choice(
-        "always",
-        ("never", "always"),
-        "fetch, within the step, the selected pairs that are not in the slots",
-    )
 
     def conflicts(self) -> Iterator[str]:
         yield from super().conflicts()
         if self.top_k and not self.host_tier:
             yield f"host_tier=False with top_k={self.top_k}: pairs are fetched from the host tier. Pass top_k=0"
-        if self.correct != "never" and not self.top_k:
-            yield (
-                f"correct={self.correct!r} with top_k=0: without fetches there is nothing to correct. Pass "
-                "correct='never'"
-            )
+
+    @property
+    def rotates(self) -> bool:  # type: ignore[override]
+        return self.setting == "best"
+
+    @property
+    def corrects(self) -> bool:  # type: ignore[override]
+        """Whether a step also fetches the selected pairs that are not in the slots."""
+        return self.setting == "best" and self.top_k > 0
 
     @property
     def bits_on_host(self) -> int:
@@ -76,26 +73,25 @@ class SpecacheOptions(KiviOptions):
     @property
     def two_lanes(self) -> bool:
         """Whether the speculative token runs beside the output token."""
-        return self.correct != "always" if self.speculate == "auto" else bool(self.speculate)
+        return not self.corrects if self.speculate == "auto" else bool(self.speculate)
 
     @property
     def in_16_bits(self) -> SpecacheOptions:
         """Without fetches, speculative token and verification."""
         return replace(
-            self, bits=16, value_bits=None, host_bits=16, top_k=0, speculate=False, correct="never", verify=None,
+            self, bits=16, value_bits=None, host_bits=16, top_k=0, speculate=False, verify=None,
         )  # fmt: skip
 
 
 def recipe(options: SpecacheOptions, site: int) -> Recipe:
     """KIVI's, and a selector unless no pair is fetched. The passes `prefetch`, `correct` and `speculate` follow it."""
-    selector = Selector("select_topk", corrects=options.correct == "always") if options.top_k else None
+    selector = Selector("select_topk", corrects=options.corrects) if options.top_k else None
     return replace(kivi.recipe(options, site), selector=selector)
 
 
-def defaults(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The defaults of the given setting. Without fetches nothing is corrected."""
-    found: dict[str, Any] = dict(PAPER) if given.get("setting") == "paper" else {}
-    return {**found, "correct": "never"} if given.get("top_k") == 0 else found
+def defaults(given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The defaults of the given setting."""
+    return PAPER if given.get("setting") == "paper" else {}
 
 
 FIELDS = (*kivi.FIELDS, SELECTED, FETCHED, CORRECTED)

@@ -33,7 +33,7 @@ def min_context(options: MethodOptions, device: torch.device, rows: int = 1) -> 
     if isinstance(options.min_context, int):
         return options.min_context
     word = word_of(torch.cuda.get_device_name(device), COMPUTED) if device.type == "cuda" else None
-    kind = 0 if not options.top_k else 1 if options.correct == "never" else 2
+    kind = 0 if not options.top_k else 2 if options.corrects else 1
     return 0 if word is None else COMPUTED[word][kind] // rows
 
 

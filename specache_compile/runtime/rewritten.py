@@ -11,7 +11,6 @@ import sympy
 from torch.fx import GraphModule
 
 from specache_compile.lowering.row_buckets import RowDims
-from specache_compile.passes.pipeline import Trace
 from specache_compile.passes.plan import Input
 from specache_compile.passes.reading.sites import Part
 
@@ -41,7 +40,7 @@ class Rewritten:
     speculates: bool
     lanes: int
     capture: bool
-    trace: Trace
+    texts: Mapping[str, str]
     one_lane: str | None = None
     counts_positions: bool = False
     assumes: tuple[sympy.Basic, ...] = ()

@@ -44,7 +44,7 @@ class Stats:
         compiles: compiled graphs of the model so far.
         left_exact: number of attentions that are not rewritten, by reason (a sliding window, for example).
         python_seconds: the part of `seconds` that was spent outside of compiled graphs.
-        pairs_ahead, pairs_corrected: pairs that prefetches and corrections (option correct) copied.
+        pairs_ahead, pairs_corrected: pairs that prefetches and corrections copied.
         bytes_to_device: bytes of these pairs, without reads of further turns and of the methods `offload` and `kcache`.
         bytes_to_host: bytes of pairs that were offloaded.
         bytes_by_tier, device_bytes, host_bytes: KV bytes now.

@@ -32,9 +32,7 @@ def variant_of(phase: Phase, options: MethodOptions, unpadded: bool, ragged: boo
 def selects(options: MethodOptions) -> bool:
     """Whether a decode step selects pairs for the next step; not if each token selects its own and none is
     speculative."""
-    chooses_itself = options.correct == "always" and "correct" not in options.disable_passes
-    ahead = options.two_lanes or not chooses_itself
-    return bool(options.top_k) and ahead and "prefetch" not in options.disable_passes
+    return options.top_k > 0 and (options.two_lanes or not options.corrects)
 
 
 def phases(phase: Phase, options: MethodOptions) -> tuple[Phase, ...]:

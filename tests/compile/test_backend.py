@@ -16,7 +16,7 @@ import specache_compile as sc
 from conftest import LOSSLESS, compile_copy, greedy, prompt, tiny_llama
 from specache_compile.compat import cache_of, with_cache
 from specache_compile.passes import pipeline
-from specache_compile.passes.pipeline import ESSENTIAL, PASS_NAMES
+from specache_compile.passes.pipeline import PIPELINE
 from specache_compile.runtime.records import find_record
 
 
@@ -26,31 +26,9 @@ def llama() -> LlamaForCausalLM:
     return tiny_llama(num_hidden_layers=1)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [({"disable_passes": ["sort"]}, "unknown pass 'sort'; accepted are own_cache"), ({"bits": 3}, "bits=3")],
-)
-def test_a_bad_option_reaches_the_person_through_torch_compile(
-    llama: LlamaForCausalLM, options: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(sc.OptionError, match=message):
-        greedy(compile_copy(llama, **options), prompt(5), 2)
-
-
-@pytest.mark.quick_for("prefetch")
-@pytest.mark.parametrize("name", PASS_NAMES)
-def test_every_pass_can_be_switched_off(llama: LlamaForCausalLM, name: str) -> None:
-    """Without an essential pass nothing is rewritten; without another the tokens are still right at 16 bits."""
-    twin = compile_copy(llama, bits=16, disable_passes=[name])
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", sc.SpecacheWarning)
-        assert torch.equal(greedy(twin, prompt(90), 12), greedy(llama, prompt(90), 12))
-    record = find_record(twin)
-    assert (record is None) == (name in ESSENTIAL)
-    if record is not None:
-        assert sc.stats(twin).pre_decodes == (name != "prefetch"), "where nothing is fetched there is nothing to choose"
-        traces = [trace for graph in record.graphs for trace in graph.rewrites.traces]
-        assert all(name not in {report.name for report in trace.reports} for trace in traces)
+def test_a_bad_option_reaches_the_person_through_torch_compile(llama: LlamaForCausalLM) -> None:
+    with pytest.raises(sc.OptionError, match="bits=3"):
+        greedy(compile_copy(llama, bits=3), prompt(5), 2)
 
 
 def test_passes_are_dumped_before_and_after_and_leave_structured_traces_for_tlparse(
@@ -66,7 +44,7 @@ def test_passes_are_dumped_before_and_after_and_leave_structured_traces_for_tlpa
     greedy(compile_copy(llama), prompt(40), 3)
     phases = {folder.name.split(".")[1]: sorted(p.name for p in folder.iterdir()) for folder in tmp_path.glob("*.*")}
     assert set(phases) == {"prefill", "pre-decode", "decode"}
-    expected = ["00_captured.py", *(f"{i:02d}_{name}.py" for i, name in enumerate(PASS_NAMES, 1))]
+    expected = ["00_captured.py", *(f"{i:02d}_{step.__name__}.py" for i, step in enumerate(PIPELINE, 1))]
     assert all(files == expected for files in phases.values())
     decode = next(folder for folder in tmp_path.iterdir() if folder.name.endswith(".decode"))
     assert "scaled_dot_product_attention" in (decode / "00_captured.py").read_text()
@@ -174,8 +152,8 @@ def test_without_token_ids_one_lane_runs_and_report_and_warning_have_the_reason(
     (message,) = [str(warning.message) for warning in seen if warning.category is sc.SpecacheWarning]
     assert "one token at a time" in message
     assert "no token ids come in" in message
-    remarks = [r.remarks for g in find_record(twin).graphs for t in g.rewrites.traces for r in t.reports if r.remarks]
-    assert any("one lane: no token ids come in" in remark for (remark,) in remarks)
+    reasons = [made.one_lane for graph in find_record(twin).graphs for made in graph.rewrites.made.values()]
+    assert "no token ids come in" in str(reasons)
 
 
 def test_a_cache_that_an_uncompiled_model_filled_stays_plain(llama: LlamaForCausalLM) -> None:

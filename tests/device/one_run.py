@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import ctypes
 import functools
 import gc
@@ -24,7 +23,7 @@ from specache_compile.runtime.session import session_of
 
 # Settings without corrections, so that a late fetch, or a missing wait, changes the logits.
 NEVER = {
-    "lowering": "eager", "group_size": 32, "residual_length": 32, "top_k": 8, "min_context": 0, "correct": "never"
+    "lowering": "eager", "setting": "paper", "group_size": 32, "residual_length": 32, "top_k": 8, "min_context": 0,
 }  # fmt: skip
 PROMPT = 70  # tokens: more than are written through, and so many that two leave the window in the steps behind them
 
@@ -85,7 +84,7 @@ def compile_again() -> None:
 
 def result_of(cache: DynamicCache, logits: list[Tensor]) -> Result:
     """Return the logits of all steps, and each layer's tiers: the host tier's cached tokens, and whole device tiers."""
-    found = {"logits": torch.cat([torch.zeros(0), *(each.flatten().cpu() for each in logits)])}
+    found = {"logits": torch.cat([each.flatten().cpu() for each in logits])}
     session = session_of(cache)
     assert session is not None
     session.drain()
@@ -102,9 +101,8 @@ def feed(model: Any, cache: Any, tokens: Tensor, places: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def run(schedule: str, layers: int = 2, more: int = 0, steps: int = 5, forks: int = 0, **options: Any) -> Result:
-    """Run a prompt, `more` tokens in one further call, and decode steps, with fixed tokens; read results at the end.
-    forks: copies of the cache after the prompt, which go on with other tokens."""
+def run(schedule: str, layers: int = 2, more: int = 0, steps: int = 5, **options: Any) -> Result:
+    """Run a prompt, `more` tokens in one further call, and decode steps, with fixed tokens; read results at the end."""
     set_schedule("eager")
     poison_free_memory()
     model = compiled(layers, tuple(sorted(options.items())))
@@ -115,16 +113,10 @@ def run(schedule: str, layers: int = 2, more: int = 0, steps: int = 5, forks: in
     cache, logits = cache_of(out), [out.logits[:, -1]]
     if more:
         logits.append(feed(model, cache, ids[:, PROMPT : PROMPT + more], places[:, PROMPT : PROMPT + more]))
-    caches = [cache, *(copy.deepcopy(cache) for _ in range(forks))]
     for step in range(PROMPT + more, ids.shape[1]):
-        for number, each in enumerate(caches):
-            tokens = (ids[:, step : step + 1] + number) % model.config.vocab_size
-            logits.append(feed(model, each, tokens, places[:, step : step + 1]))
-    result = result_of(cache, logits)
-    for number, fork in enumerate(caches[1:]):
-        result |= {f"{name} of fork {number}": tensor for name, tensor in result_of(fork, []).items()}
+        logits.append(feed(model, cache, ids[:, step : step + 1], places[:, step : step + 1]))
     assert not options.get("mode") or sc.stats(model).replays > 0
-    return result
+    return result_of(cache, logits)
 
 
 def differences(some: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> list[str]:

@@ -24,7 +24,7 @@ SCHEDULES = ["late", "early", "random:0", "random:1"]
 
 
 @pytest.fixture(autouse=True)
-def schedule() -> Iterator[None]:
+def eager_again() -> Iterator[None]:
     """Restore the eager schedule after each test."""
     with undisturbed():
         yield
@@ -66,8 +66,8 @@ RUNS: dict[str, dict[str, Any]] = {
     "as it is": {},
     "recorded": {"mode": "reduce-overhead"},
     "five layers": {"layers": 5, "mode": "reduce-overhead", "steps": 3},
-    "corrected": {"correct": "always", "speculate": True, "steps": 3},
-    "corrected alone": {"correct": "always", "mode": "reduce-overhead", "steps": 4},
+    "corrected": {"setting": "best", "speculate": True, "steps": 3},
+    "corrected alone": {"setting": "best", "mode": "reduce-overhead", "steps": 4},
     "one lane": {"speculate": False, "steps": 3},
     "a second turn": {"more": 40, "steps": 2},
 }

@@ -36,29 +36,15 @@ def ids() -> torch.Tensor:
     return prompt(75)
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        {"num_beams": 3},
-        pytest.param({"num_beams": 2, "num_return_sequences": 2}, marks=whole),
-        {"prefill_chunk_size": 32},
-        pytest.param({"repetition_penalty": 1.3, "no_repeat_ngram_size": 2}, marks=whole),
-    ],
-    ids=["beams", "beams that are returned", "a prefill in chunks", "processors"],
-)
+@pytest.mark.parametrize("how", [{"num_beams": 3}, {"prefill_chunk_size": 32}], ids=["beams", "a prefill in chunks"])
 def test_a_generation(llama: LlamaForCausalLM, ids: torch.Tensor, how: dict[str, Any]) -> None:
     assert torch.equal(greedy(on_device(llama), ids.cuda(), TOKENS, **how).cpu(), greedy(llama, ids, TOKENS, **how))
 
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"verify": 4},
-        pytest.param({"verify": 4, "bits": 1, "top_k": 8}, marks=whole),
-        pytest.param({"verify": "auto"}, marks=whole),
-        pytest.param({"verify": 4, "mode": "reduce-overhead"}, marks=whole),
-    ],
-    ids=["drafts", "drafts of one bit", "as many as pay", "drafts, recorded"],
+    [{"verify": 4}, pytest.param({"verify": "auto", "top_k": 8, "mode": "reduce-overhead"}, marks=whole)],
+    ids=["drafts", "as many as pay, recorded"],
 )
 def test_what_is_drafted_is_verified(llama: LlamaForCausalLM, ids: torch.Tensor, options: dict[str, Any]) -> None:
     twin = on_device(llama, **options)
@@ -90,9 +76,8 @@ def test_crop_fork_save_load_and_materialize(llama: LlamaForCausalLM, tmp_path: 
         torch.testing.assert_close(continued(model, each, more.cuda()), expected, atol=1e-3, rtol=1e-3)
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 def test_a_copy_that_stops_loses_nothing(
-    llama: LlamaForCausalLM, ids: torch.Tensor, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+    llama: LlamaForCausalLM, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     twin, gather = on_device(llama), triton_copy.gather
     expected = greedy(llama, ids, TOKENS)
@@ -102,11 +87,11 @@ def test_a_copy_that_stops_loses_nothing(
     def stopping(*given: Any, **grid: int) -> None:
         calls.append(1)
         if len(calls) == 5:
-            raise error("stopped")
+            raise KeyboardInterrupt
         gather(*given, **grid)
 
     monkeypatch.setattr(triton_copy, "gather", stopping)
-    with pytest.raises(error):
+    with pytest.raises(KeyboardInterrupt):
         greedy(twin, ids.cuda(), TOKENS, **with_cache(cache))
     monkeypatch.undo()
     length = cache.get_seq_length()
@@ -120,11 +105,10 @@ two_devices = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs tw
 
 
 @two_devices
-@pytest.mark.parametrize("mode", [None, pytest.param("reduce-overhead", marks=whole)])
-def test_a_model_on_each_of_two_devices(llama: LlamaForCausalLM, ids: torch.Tensor, mode: str | None) -> None:
+def test_a_model_on_each_of_two_devices(llama: LlamaForCausalLM, ids: torch.Tensor) -> None:
     expected = greedy_unmasked(llama, ids, TOKENS)
     for device in ("cuda:1", "cuda:0"):
-        twin = on_device(llama, device, mode=mode)
+        twin = on_device(llama, device, mode="reduce-overhead")
         assert torch.equal(greedy_unmasked(twin, ids.to(device), TOKENS).cpu(), expected)
 
 
@@ -139,20 +123,6 @@ def test_a_model_over_two_devices(tmp_path: Path, ids: torch.Tensor) -> None:
     twin = LlamaForCausalLM.from_pretrained(tmp_path, device_map=places)
     twin.compile(backend="specache", options=OPTIONS)
     assert torch.equal(greedy(twin, ids.cuda(), TOKENS).cpu(), greedy(model, ids, TOKENS))
-
-
-@whole
-def test_the_command_line_generates(tmp_path: Path, ids: torch.Tensor) -> None:
-    from served import FLAGS, write_checkpoint
-
-    checkpoint = write_checkpoint(tmp_path)
-    command = [sys.executable, "-m", "specache_compile.cli", "generate", str(checkpoint), "--prompt", "Hello there"]
-    more = ["--max-new-tokens", "5", *FLAGS]
-    generated = [
-        subprocess.run([*command, "--device", device, *more], capture_output=True, text=True, check=True).stdout
-        for device in ("cuda", "cpu")
-    ]
-    assert generated[0] == generated[1]
 
 
 @pytest.mark.skipif("SIMULATED_DEVICE" not in os.environ, reason="a real device may not notice")

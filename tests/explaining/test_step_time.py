@@ -33,7 +33,7 @@ HOST = 100 * 2**30
 H200 = replace(find_device("H200"), vram_gib=75)
 MEASURED, MEASURED_IN_16_BITS = {47: 31.7}, {12: 17.3}
 FORMER = {"keys": {2: 3.36, "trellis": 3.4}, "values": {"trellis": 2.35}}
-LEVELS = {"value_code": "levels", "param_bits": 16}
+LEVELS = {"value_code": "levels"}
 OPTIONS = {
     "k = 0": {"setting": "paper", "top_k": 0, "host_tier": False},
     "paper": {"setting": "paper"},

@@ -33,7 +33,7 @@ LENGTHS = tuple(prompt + STEPS for prompt in PROMPTS)
 OPTIONS = {
     "rotated": SpecacheOptions(bits=1.5, group_size=32, residual_length=32, top_k=TOP_K, sink_tokens=3),
     "centered": SpecacheOptions(
-        bits=2, rotate=False, center="always", value_code="levels", group_size=32, residual_length=32, top_k=TOP_K
+        setting="paper", bits=2, center="always", value_code="levels", group_size=32, residual_length=32, top_k=TOP_K
     ),
     "keys in a trellis": SpecacheOptions(bits=1, group_size=32, residual_length=32, top_k=TOP_K, sink_tokens=3),
     "16 bits": SpecacheOptions(bits=16, group_size=32, residual_length=32, top_k=TOP_K),

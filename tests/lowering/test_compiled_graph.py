@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import pytest
@@ -13,14 +14,12 @@ from torch._inductor.utils import run_and_get_code
 from torch.fx import GraphModule
 from transformers import LlamaForCausalLM
 
-import specache_compile as sc
 from conftest import LOSSLESS, compiled_with, greedy, greedy_unmasked, prompt, tiny_llama
+from specache_compile.compile import rewrites
 from specache_compile.compile.rewrites import Rewrites
 from specache_compile.kernels.cpp import library as cpp_library
-from specache_compile.lowering import progress
 from specache_compile.lowering.late import guards
 from specache_compile.runtime.records import find_record
-from specache_compile.runtime.state import bucket
 
 OPTIONS = {**LOSSLESS, "lowering": "inductor"}
 
@@ -79,10 +78,17 @@ def generated() -> Generated:
     """Return what a generation leaves; the tokens must be right."""
     torch._dynamo.reset()
     loaded: dict[str, bool] = {}
-    compiled = cpp_library.compiled
+    compiled, compiling, running = cpp_library.compiled, rewrites.compiling, list[str]()
+
+    @contextmanager
+    def noted(graph: str, how: str) -> Iterator[None]:
+        running.append(graph)
+        with compiling(graph, how):
+            yield
+        running.clear()
 
     def load(names: Sequence[str], *rest: Any) -> Any:
-        loaded.setdefault(names[-1], progress.current.get() is not None)
+        loaded.setdefault(names[-1], bool(running))
         return compiled(names, *rest)
 
     for library in (cpp_library.decode_library, cpp_library.tiers_library):
@@ -91,6 +97,7 @@ def generated() -> Generated:
     twin = compiled_with(llama, OPTIONS)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpp_library, "compiled", load)
+        patch.setattr(rewrites, "compiling", noted)
         tokens, sources = run_and_get_code(lambda: greedy_unmasked(twin, prompt(70), 30))
     assert torch.equal(tokens, greedy(llama, prompt(70), 30))
     phases = compiled_phases(twin)
@@ -104,14 +111,6 @@ def generated() -> Generated:
 @pytest.fixture(scope="module")
 def code(generated: Generated) -> dict[str, list[str]]:
     return generated.code
-
-
-@pytest.mark.slow
-def test_the_compiled_step_launches_in_the_order_that_overlap_chose(code: dict[str, list[str]]) -> None:
-    order = names(code["decode"])
-    layer = ["work"] * 3 + ["offload", "wait", "decode_attention", "select_topk", "prefetch", "append"]
-    rest = ["work"] * 4
-    assert order == [*layer, *rest, *layer, *rest, "work"]
 
 
 def test_work_stands_between_a_prefetch_and_its_wait(code: dict[str, list[str]]) -> None:
@@ -158,31 +157,10 @@ def test_inductor_gives_the_uncompiled_tokens(llama: LlamaForCausalLM, settings:
     assert torch.equal(twin.generate(**inputs, max_new_tokens=40, do_sample=False), expected)
 
 
-@pytest.mark.slow
-def test_extends_and_new_buckets_through_inductor(llama: LlamaForCausalLM) -> None:
-    """Chunks of several lengths, and a generation that grows past a bucket while it runs."""
-    twin = compiled_with(llama, OPTIONS)
-    ids = prompt(235)
-    expected = greedy(llama, ids, 40, prefill_chunk_size=70)
-    assert torch.equal(greedy(twin, ids, 40, prefill_chunk_size=70), expected)
-
-
 def guards_on_capacity(rewrites: Rewrites) -> list[Any]:
     """Return guards on the symbols of a state's capacity."""
     capacities = {size.node.expr for size in rewrites.captured.sizes.values()}
     return [guard for guard in guards(rewrites.captured.fake_mode) if capacities & guard.free_symbols]
-
-
-@pytest.mark.slow
-def test_no_graph_is_compiled_again_as_the_cache_grows(llama: LlamaForCausalLM) -> None:
-    """Through three buckets, no guard depends on the capacity's symbol, which no argument of a call determines."""
-    twin = compiled_with(llama, {**OPTIONS, "lowering": "inductor"})
-    assert [bucket(tokens) for tokens in (250, 300, 600)] == [256, 512, 768]
-    assert torch.equal(greedy(twin, prompt(250), 350), greedy(llama, prompt(250), 350))
-    graphs = [graph.rewrites for graph in find_record(twin).graphs]
-    assert sum(len(rewrites.made) for rewrites in graphs) == sc.stats(twin).compiles <= 3
-    assert all(rewrites.captured.sizes for rewrites in graphs)
-    assert not any(guards_on_capacity(rewrites) for rewrites in graphs)
 
 
 SETTINGS: dict[str, dict[str, Any]] = {

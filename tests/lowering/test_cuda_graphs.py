@@ -6,8 +6,7 @@ The capture itself is tested on a GPU (test_gpu.py).
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,9 +21,8 @@ import specache_compile as sc
 from conftest import compile_copy, greedy, greedy_unmasked, prompt, tiny_llama
 from families import BY_NAME
 from specache_compile.compat import cache_of, with_cache
-from specache_compile.kernels.movement import copy_stream
 from specache_compile.lowering import cuda_graphs
-from specache_compile.lowering.cuda_graphs import RecordedSteps, capture, reason_not_to_capture, record
+from specache_compile.lowering.cuda_graphs import RecordedSteps, capture, reason_not_to_capture
 from specache_compile.passes.phase import DECODE
 from specache_compile.passes.plan import Input, RewritePlan
 from specache_compile.passes.reading.in_place import written_inputs
@@ -322,44 +320,6 @@ def test_a_batch_under_a_mask_beyond_padding_reports_why_it_is_not_captured(
         mask = torch.ones(2, 1, 1, 41, dtype=torch.bool)
         with pytest.warns(UserWarning, match="runs without a CUDA graph: input .*mask.* changes its size"):
             twin(prompt(1, 2), **with_cache(cache), attention_mask=mask)
-
-
-@pytest.fixture
-def entered(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Return the devices and streams that a capture enters, and the copy streams that join it."""
-    found: list[Any] = []
-
-    @contextmanager
-    def noted(*given: Any, **settings: Any) -> Iterator[None]:
-        found.append(settings.get("stream", given[0]))
-        yield
-
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(pool=lambda: "its memory"))
-    for name in ("graph", "device", "stream"):
-        monkeypatch.setattr(torch.cuda, name, noted)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"current stream of {device}")
-    monkeypatch.setattr(cuda_graphs, "capture_stream", lambda device: f"stream of {device}")
-    monkeypatch.setattr(copy_stream, "join_capture", lambda device: found.append(f"copies of {device}"))
-    return found
-
-
-def test_a_step_that_fails_during_capture_reports_the_cause(entered: list[Any]) -> None:
-    """The copy stream joins first: otherwise CUDA cannot end the capture, and its error hides the cause."""
-
-    def failing() -> list[Tensor]:
-        raise torch.OutOfMemoryError("the cause")
-
-    with pytest.raises(torch.OutOfMemoryError, match="the cause"):
-        record(failing, CPU, ())
-    assert entered[-1] == "copies of cpu"
-
-
-def test_a_step_is_captured_on_a_stream_of_its_device_while_that_is_current(entered: list[Any]) -> None:
-    """torch's capture stream belongs to the device that captured first. The current stream is entered before, so that
-    it is current again after a failed capture."""
-    assert record(list, torch.device("cuda:1"), ())[1:] == ([], "its memory")
-    streams = ["current stream of cuda:1", "stream of cuda:1", "copies of cuda:1"]
-    assert entered == [torch.device("cuda:1"), *streams]
 
 
 def test_a_step_with_an_argument_elsewhere_than_its_state_is_not_captured() -> None:

@@ -34,9 +34,7 @@ G, R, K = 32, 32, 8
 # Tokens that a prompt of 120 brings into the low-bit tier.
 FIRST = 64
 # Its pairs are exact: the formulas round nothing but the low-bit tier.
-BEST = {"sink_tokens": 4, "zero_point": "middles", "value_code": "auto", "param_bits": "auto"}
-BEFORE = {"zero_point": "midpoint", "value_code": "levels", "param_bits": 16}
-SETTINGS = {"group_size": G, "residual_length": R, "top_k": K, "correct": "always", "host_bits": 16}
+SETTINGS = {"setting": "best", "group_size": G, "residual_length": R, "top_k": K, "host_bits": 16}
 
 
 def hadamard(x: Tensor) -> Tensor:
@@ -48,7 +46,7 @@ def hadamard(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Codes:
-    """How the low-bit tier stores pairs: bits of keys and of values, rotation, and the code of each.
+    """How the low-bit tier stores rotated pairs: bits and code of keys and of values.
 
     At 2 bits the levels are the middles of equal parts, or the ends of a range. Values and keys may be in the trellis
     code. Scales and zero points have 8 bits.
@@ -56,11 +54,9 @@ class Codes:
 
     key_bits: int = 2
     value_bits: int = 1
-    rotate: bool = True
     middles: bool = True
     trellis: bool = True
     key_trellis: bool = False
-    eight: bool = True
 
 
 def quantised(groups: Tensor, bits: int, dim: int, counted: Tensor, codes: Codes) -> Tensor:
@@ -75,24 +71,24 @@ def quantised(groups: Tensor, bits: int, dim: int, counted: Tensor, codes: Codes
     if codes.middles or bits == 1:
         scale = (high - low) / 2**bits
         zero = low + scale / 2
-    if codes.eight:
-        scale = torch.maximum(scale, zero.abs() / 14).half().double()
-        power = scale.log2().floor().exp2()
-        scale = (scale / power * 8 + 0.5).floor() / 8 * power
-        zero = (zero / scale * 8).round() / 8 * scale
+    scale = in_8_bits(torch.maximum(scale, zero.abs() / 14))
+    zero = (zero / scale * 8).round() / 8 * scale
     return ((groups - zero) / scale).round().clamp(0, 2**bits - 1) * scale + zero
 
 
-def in_trellis(x: Tensor, codes: Codes, values: bool) -> Tensor:
+def in_8_bits(scale: Tensor) -> Tensor:
+    """Three bits of mantissa."""
+    scale = scale.half().double()
+    power = scale.log2().floor().exp2()
+    return (scale / power * 8 + 0.5).floor() / 8 * power
+
+
+def in_trellis(x: Tensor, values: bool) -> Tensor:
     """What the code makes of keys or values, which tests/kernels/test_trellis.py holds against its formula."""
     dim = stored_dim(x.shape[3])
     bits, scale = trellis.quantize(x, 0, dim, values)
     levels = trellis.levels_of_bits(bits, dim, values)[:, :, : x.shape[2], : x.shape[3]]
-    if codes.eight:
-        scale = scale.half().double()
-        power = scale.log2().floor().exp2()
-        scale = (scale / power * 8 + 0.5).floor() / 8 * power
-    return trellis.dequantize(levels, scale.double())
+    return trellis.dequantize(levels, in_8_bits(scale))
 
 
 def stepped(keys: Tensor, tokens: int, base: float) -> Tensor:
@@ -108,7 +104,6 @@ def stepped(keys: Tensor, tokens: int, base: float) -> Tensor:
 def simulated(codes: Codes, sinks: int = 0) -> Any:
     """An attention of transformers that is exact except for the last token, whose far pairs have low bits. Of those, k
     pairs with the highest scores and the first `sinks` are exact."""
-    turn = hadamard if codes.rotate else lambda x: x
 
     def attend(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, scaling: float, **rest: Any) -> Any:
         queries = q.shape[1] // k.shape[1]
@@ -117,15 +112,15 @@ def simulated(codes: Codes, sinks: int = 0) -> Any:
         far = G * max(0, (cached - R) // G) if q.shape[3] == 1 else 0
         first = min(sinks, far)
         counted = (torch.arange(far) >= first).view(-1, G, 1)
-        groups = turn(k[:, :, :far]).unflatten(2, (-1, G))
+        groups = hadamard(k[:, :, :far]).unflatten(2, (-1, G))
         center = stepped(k[:, :, :FIRST], far, module.config.rope_parameters["rope_theta"])
         low_k = (
-            center + turn(in_trellis(turn(k[:, :, :far] - center), codes, False)) if codes.key_trellis
-            else turn(quantised(groups, codes.key_bits, 3, counted, codes).flatten(2, 3))
+            center + hadamard(in_trellis(hadamard(k[:, :, :far] - center), False)) if codes.key_trellis
+            else hadamard(quantised(groups, codes.key_bits, 3, counted, codes).flatten(2, 3))
         )  # fmt: skip
-        values = turn(v[:, :, :far])
-        low_v = turn(
-            in_trellis(values, codes, True) if codes.trellis
+        values = hadamard(v[:, :, :far])
+        low_v = hadamard(
+            in_trellis(values, True) if codes.trellis
             else quantised(values, codes.value_bits, 3, torch.tensor(True), codes)
         )  # fmt: skip
         keys, values = (
@@ -174,10 +169,13 @@ FORMULAS: dict[str, tuple[dict[str, Any], Codes, int]] = {
     "1 bit": ({"bits": 1}, Codes(key_bits=1, key_trellis=True), 4),
     "best": ({}, Codes(), 4),
     "sinks of two groups": ({"sink_tokens": 37}, Codes(), 37),
-    "before": ({"sink_tokens": 0, **BEFORE}, Codes(middles=False, trellis=False, eight=False), 0),
+    "levels at the ends": (
+        {"sink_tokens": 0, "zero_point": "midpoint", "value_code": "levels"},
+        Codes(middles=False, trellis=False),
+        0,
+    ),
     "levels": ({"value_code": "levels"}, Codes(trellis=False), 4),
-    "16": ({"param_bits": 16}, Codes(eight=False), 4),
-    "2 bits, not rotated": ({"bits": 2, "rotate": False}, Codes(value_bits=2, rotate=False, trellis=False), 4),
+    "2 bits": ({"bits": 2}, Codes(value_bits=2, trellis=False), 4),
     "1 bit, keys in levels": ({"bits": 1, "key_code": "levels"}, Codes(key_bits=1), 4),
 }
 
@@ -187,7 +185,7 @@ def test_each_steps_logits_are_the_formulas(llama: LlamaForCausalLM, name: str) 
     (options, codes, sinks), ids = FORMULAS[name], prompt(170)
     with attending(llama, simulated(codes, sinks=sinks)):
         expected = forced(llama, ids, 120)
-    twin = compile_copy(llama, **SETTINGS, **{"setting": "best", "bits": 1.5, "rotate": True, **BEST, **options})
+    twin = compile_copy(llama, **SETTINGS, **{"bits": 1.5, **options})
     torch.testing.assert_close(forced(twin, ids, 120), expected, rtol=1e-3, atol=1e-3)
     assert sc.stats(twin).pairs_corrected > 0
 
@@ -225,15 +223,11 @@ def test_a_right_speculative_token_leaves_nothing_to_correct() -> None:
 
 def test_the_settings_are_what_they_are_called() -> None:
     paper, best = (parse_options({"setting": name}) for name in ("paper", "best"))
-    assert (paper.bits, paper.rotate, paper.correct) == (2, False, "never")
+    assert (paper.bits, paper.rotates, paper.corrects) == (2, False, False)
     assert best == parse_options({})
-    assert parse_options({"setting": "paper", "rotate": True}).rotate, "what is given goes before"
+    assert parse_options({"setting": "paper", "bits": 4}).bits == 4, "what is given goes before"
 
 
 def test_a_head_dim_that_cannot_be_rotated_is_one_clear_line() -> None:
-    with pytest.raises(sc.OptionError, match=r"head_dim 65 is odd and cannot be rotated\. Pass rotate=False"):
+    with pytest.raises(sc.OptionError, match=r"head_dim 65 is odd and cannot be rotated\. Pass setting='paper'"):
         check_head_dim(Layout(8, 8, True), 65)
-
-
-def test_where_nothing_is_fetched_nothing_is_corrected() -> None:
-    assert parse_options({"top_k": 0}).correct == "never"

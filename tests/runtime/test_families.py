@@ -80,13 +80,8 @@ def assert_rewritten_as_listed(model: Any, family: Family, *phases: str) -> None
     for graph in graphs:
         assert (len(graph.captured.sites), len(graph.captured.left_alone)) == (family.rewritten, family.exact)
     assert {graph.phase for graph in graphs} == (set(phases) if family.rewritten else set())
-    lanes = {
-        report.counts["lanes"]
-        for graph in graphs
-        for trace in graph.rewrites.traces
-        for report in trace.reports
-        if trace.phase == "decode" and report.name == "speculate"
-    }
+    made = [each for graph in graphs for each in graph.rewrites.made.values()]
+    lanes = {each.lanes for each in made if each.variant.phase.name == "decode"}
     assert lanes == ({family.lanes} if family.rewritten else set())
 
 

@@ -17,7 +17,7 @@ from specache_compile.compat import cache_of, with_cache
 pytestmark = [pytest.mark.one_process, pytest.mark.one_trace]
 
 SMALL = {"group_size": 32, "residual_length": 32, "top_k": 1024}
-BEST = {**SMALL, "setting": "best", "rotate": True, "host_bits": 16}
+BEST = {**SMALL, "setting": "best", "host_bits": 16}
 DEFAULT = "specache, corrected"
 SETTINGS: dict[str, dict[str, Any]] = {
     "full": {"method": "full"},

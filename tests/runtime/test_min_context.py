@@ -125,7 +125,7 @@ def test_tokens_after_a_hole_that_a_later_call_no_longer_hides_are_compressed_as
     mask[0, 40:50] = 0
     states = []
     for least in (0, 200):
-        twin = compile_copy(llama, bits=2, top_k=0, correct="never", min_context=least, host_bits=16)
+        twin = compile_copy(llama, bits=2, top_k=0, min_context=least, host_bits=16)
         cache = cache_of(twin(ids[:, :100], attention_mask=mask, use_cache=True))
         for begin, end in ((100, 180), (180, 260)):
             cache = cache_of(step(twin, ids[:, begin:end], cache))

@@ -194,8 +194,8 @@ def lanes(compiled: Any, pictures: Pictures) -> set[int]:
     assert {(g.phase, len(g.captured.sites), len(g.captured.left_alone)) for g in record.graphs} == {
         ("prefill", 1, pictures.exact), ("decode", 1, pictures.exact),
     }  # fmt: skip
-    traces = [trace for graph in record.graphs for trace in graph.rewrites.traces if trace.phase == "decode"]
-    return {report.counts["lanes"] for trace in traces for report in trace.reports if report.name == "speculate"}
+    made = [each for graph in record.graphs for each in graph.rewrites.made.values()]
+    return {each.lanes for each in made if each.variant.phase.name == "decode"}
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

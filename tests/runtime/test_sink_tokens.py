@@ -29,9 +29,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "kivi": {"method": "kivi"},
     "kivi without a host tier": {"method": "kivi", "host_tier": False},
     "corrected": {"top_k": 4, "host_bits": 16},
-    "two lanes": {
-        "top_k": 4, "host_bits": 16, "speculate": True, "correct": "never", "rotate": False, "key_code": "levels",
-    },
+    "two lanes": {"setting": "paper", "top_k": 4},
 }  # fmt: skip
 
 

@@ -7,9 +7,7 @@ keys, the most that a choice of whole pages can know.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +18,7 @@ from specache_compile.kernels.op import Op, fake_nothing
 from specache_compile.kernels.state.layout import EMPTY
 from specache_compile.methods import specache
 from specache_compile.methods.specache import SpecacheOptions
-from specache_compile.options import choice, whole
+from specache_compile.options import whole
 from specache_compile.passes.recipe import Recipe, Selector
 
 
@@ -52,7 +50,7 @@ class PagesOptions(SpecacheOptions):
 
     method: str = "pages"
     page_size: int = whole(16, 1, "tokens of a page", metavar="TOKENS")
-    correct: str = choice("never", ("never",), "pages are not corrected")
+    corrects = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -65,8 +63,4 @@ def recipe(options: PagesOptions, site: int) -> Recipe:
     return replace(specache.recipe(options, site), selector=selector)
 
 
-def defaults(given: Mapping[str, Any]) -> dict[str, Any]:
-    return {**specache.defaults(given), "correct": "never"}
-
-
-METHOD = replace(specache.METHOD, name="pages", options=PagesOptions, recipe=recipe, defaults=defaults)
+METHOD = replace(specache.METHOD, name="pages", options=PagesOptions, recipe=recipe)

@@ -8,7 +8,6 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from specache_compile.kernels.op import op_of
-from specache_compile.passes.overlap import is_work
 from specache_compile.passes.plan import tag_of
 from specache_compile.passes.reading import nodes
 from specache_compile.passes.reading.nodes import is_weight, model_layer, value_of
@@ -20,6 +19,8 @@ VIEWS = {
     "_unsafe_view", "alias", "detach", "expand", "flatten", "getitem", "permute", "reshape", "select", "slice",
     "squeeze", "t", "transpose", "unflatten", "unsqueeze", "view",
 }  # fmt: skip
+# Torch's operators that count as launches.
+WORK = ("linear", "matmul", "mm", "bmm", "addmm", "scaled_dot_product_attention", "embedding")
 
 
 def operator_name(node: Node) -> str:
@@ -35,7 +36,7 @@ def is_launch(node: Node) -> bool:
     """
     name = operator_name(node)
     return node.op in ("call_function", "call_method") and (
-        op_of(node.target) is not None or is_work(node) or name == "embedding" or "grouped_mm" in name
+        op_of(node.target) is not None or name in WORK or "grouped_mm" in name
     )
 
 

@@ -170,7 +170,7 @@ def full_step_of(one_lane: Traced, device: Device, length: int, batch: int, item
 
 def share_ahead(options: MethodOptions, lanes: int) -> float:
     """The share of the selected pairs that a fetch ahead brings, where the caller gives none."""
-    if options.correct == "never":
+    if not options.corrects:
         return AHEAD_UNCORRECTED
     return AHEAD if lanes > 1 else 0.0
 

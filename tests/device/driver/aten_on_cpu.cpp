@@ -341,7 +341,7 @@ at::Tensor &copy(at::Tensor &self, const at::Tensor &source, bool non_blocking) 
   return self;
 }
 
-// Attention, where it is not left to be written out: what CUDA's kernels return, by the CPU's plain formula.
+// Attention: what CUDA's kernel returns, by the CPU's plain formula.
 void attend(const at::Tensor &out, const at::Tensor &q, const at::Tensor &k, const at::Tensor &v,
             const std::optional<at::Tensor> &bias, bool causal, std::optional<double> scale) {
   at::Tensor to = alias_of(out), query = alias_of(q), key = alias_of(k), value = alias_of(v);
@@ -358,7 +358,7 @@ void attend(const at::Tensor &out, const at::Tensor &q, const at::Tensor &k, con
 }
 at::Tensor no_seed() { return at::scalar_tensor(0, at::TensorOptions(at::kLong)); }
 
-// Each as its kernel lays its output out: tokens before heads, or as the query lies.
+// As its kernel lays its output out: tokens before heads.
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> efficient_attention(
     const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, const std::optional<at::Tensor> &bias,
     bool with_sums, double, bool causal, std::optional<double> scale) {
@@ -368,29 +368,6 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> efficient_attention(
   attend(out, q, k, v, bias, causal, scale);
   return {out, sums, no_seed(), no_seed()};
 }
-using AttentionResults = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, c10::SymInt, c10::SymInt,
-                                    at::Tensor,                                     at::Tensor, at::Tensor>;
-AttentionResults flash_attention(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, double, bool causal,
-                                 bool, std::optional<double> scale) {
-  at::Tensor out = at::empty_like(q);
-  at::Tensor sums = at::empty({q.size(0), q.size(1), q.size(2)}, q.options().dtype(at::kFloat));
-  attend(out, q, k, v, std::nullopt, causal, scale);
-  return {out, sums, at::Tensor(), at::Tensor(), q.size(2), k.size(2), no_seed(), no_seed(),
-          at::empty({0}, q.options())};
-}
-AttentionResults cudnn_attention(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v,
-                                 const std::optional<at::Tensor> &bias, bool, double, bool causal, bool,
-                                 std::optional<double> scale) {
-  at::Tensor out = at::empty_like(q);
-  at::Tensor sums = at::empty({q.size(0), q.size(1), q.size(2), 1}, q.options().dtype(at::kFloat));
-  attend(out, q, k, v, bias, causal, scale);
-  return {out, sums, at::Tensor(), at::Tensor(), q.size(2), k.size(2), no_seed(), no_seed(), at::Tensor()};
-}
-int64_t written_out(const at::Tensor &, const at::Tensor &, const at::Tensor &, const std::optional<at::Tensor> &,
-                    double,                     bool, std::optional<double>, bool) {
-  return (int64_t)at::SDPBackend::math;
-}
-
 // Ops whose CUDA code does no arithmetic: memory, views, and reading one number.
 const Names KEPT = {"aten::empty.memory_format", "aten::empty_strided", "aten::as_strided", "aten::view",
                     "aten::_reshape_alias", "aten::alias", "aten::resize_", "aten::unfold", "aten::set_.source_Storage",
@@ -398,8 +375,7 @@ const Names KEPT = {"aten::empty.memory_format", "aten::empty_strided", "aten::a
                     "aten::record_stream", "aten::_local_scalar_dense", "aten::_pin_memory", "aten::is_pinned",
                     "aten::view_as_real", "aten::view_as_complex", "aten::_efficientzerotensor", "aten::is_set_to",
                     "aten::_fused_sdp_choice", "aten::_resize_output_", "aten::copy_",
-                    "aten::_scaled_dot_product_efficient_attention", "aten::_scaled_dot_product_flash_attention",
-                    "aten::_scaled_dot_product_cudnn_attention"};
+                    "aten::_scaled_dot_product_efficient_attention"};
 
 bool has_cpu_kernel(const c10::OperatorHandle &op) {
   return op.hasKernelForDispatchKey(DispatchKey::CPU) ||
@@ -422,10 +398,7 @@ void install() {
                                                nullptr, "the simulated device"));
   }
   library->impl("copy_", copy);
-  library->impl("_fused_sdp_choice", written_out);
   library->impl("_scaled_dot_product_efficient_attention", efficient_attention);
-  library->impl("_scaled_dot_product_flash_attention", flash_attention);
-  library->impl("_scaled_dot_product_cudnn_attention", cudnn_attention);
 }
 }  // namespace
 

@@ -11,11 +11,11 @@ namespace device {
 constexpr size_t MIB = 1 << 20;
 // Results have a device's name in their header: none may be taken for a real one's.
 const Model MODELS[] = {
-    {"h100", "NVIDIA H100 80GB HBM3 (simulated)", 9, 0, 132, 233472, 232448, 2048, 32, 52428800, 1980000, 2619000, 5120,
+    {"h100", "NVIDIA H100 80GB HBM3 (simulated)", 9, 0, 132, 233472, 232448, 2048, 52428800, 1980000, 2619000, 5120,
         81079 * MIB},
-    {"a100", "NVIDIA A100-SXM4-80GB (simulated)", 8, 0, 108, 167936, 166912, 2048, 32, 41943040, 1410000, 1593000, 5120,
+    {"a100", "NVIDIA A100-SXM4-80GB (simulated)", 8, 0, 108, 167936, 166912, 2048, 41943040, 1410000, 1593000, 5120,
         81154 * MIB},
-    {"rtx4090", "NVIDIA GeForce RTX 4090 (simulated)", 8, 9, 128, 102400, 101376, 1536, 24, 75497472, 2520000, 10501000, 384,
+    {"rtx4090", "NVIDIA GeForce RTX 4090 (simulated)", 8, 9, 128, 102400, 101376, 1536, 75497472, 2520000, 10501000, 384,
      24209 * MIB},
 };
 
@@ -60,49 +60,18 @@ int attribute(int which) {
     case cudaDevAttrMaxThreadsPerBlock:
     case cudaDevAttrMaxBlockDimX:
     case cudaDevAttrMaxBlockDimY: return MOST_THREADS;
-    case cudaDevAttrMaxBlockDimZ: return 64;
-    case cudaDevAttrMaxGridDimX: return INT32_MAX;
-    case cudaDevAttrMaxGridDimY:
-    case cudaDevAttrMaxGridDimZ: return MOST_BLOCKS_YZ;
-    case cudaDevAttrMaxSharedMemoryPerBlock: return SHARED_WITHOUT_OPT_IN;
-    case cudaDevAttrTotalConstantMemory: return 65536;
     case cudaDevAttrWarpSize: return 32;
-    case cudaDevAttrMaxPitch: return INT32_MAX;
     case cudaDevAttrMaxRegistersPerBlock:
     case cudaDevAttrMaxRegistersPerMultiprocessor: return REGISTERS;
     case cudaDevAttrClockRate: return m.clock_khz;
     case cudaDevAttrMemoryClockRate: return m.memory_clock_khz;
     case cudaDevAttrGlobalMemoryBusWidth: return m.memory_bits;
-    case cudaDevAttrTextureAlignment: return 512;
-    case cudaDevAttrTexturePitchAlignment: return 32;
     case cudaDevAttrMultiProcessorCount: return m.processors;
-    case cudaDevAttrL2CacheSize: return m.l2_bytes;
-    case cudaDevAttrMaxThreadsPerMultiProcessor: return m.threads_per_processor;
-    case cudaDevAttrMaxBlocksPerMultiprocessor: return m.blocks_per_processor;
     case cudaDevAttrMaxSharedMemoryPerMultiprocessor: return m.shared_per_processor;
     case cudaDevAttrMaxSharedMemoryPerBlockOptin: return m.shared_per_block;
     case cudaDevAttrReservedSharedMemoryPerBlock: return 1024;
     case cudaDevAttrComputeCapabilityMajor: return m.major;
     case cudaDevAttrComputeCapabilityMinor: return m.minor;
-    case cudaDevAttrPciBusId: return 26;
-    case cudaDevAttrAsyncEngineCount: return 3;
-    case cudaDevAttrSingleToDoublePrecisionPerfRatio: return 2;
-    case cudaDevAttrClusterLaunch: return m.major >= 9;
-    case cudaDevAttrCanMapHostMemory:
-    case cudaDevAttrConcurrentKernels:
-    case cudaDevAttrUnifiedAddressing:
-    case cudaDevAttrStreamPrioritiesSupported:
-    case cudaDevAttrGlobalL1CacheSupported:
-    case cudaDevAttrLocalL1CacheSupported:
-    case cudaDevAttrManagedMemory:
-    case cudaDevAttrHostNativeAtomicSupported:
-    case cudaDevAttrConcurrentManagedAccess:
-    case cudaDevAttrComputePreemptionSupported:
-    case cudaDevAttrCanUseHostPointerForRegisteredMem:
-    case cudaDevAttrCooperativeLaunch:
-    case cudaDevAttrCanFlushRemoteWrites:
-    case cudaDevAttrHostRegisterSupported:
-    case cudaDevAttrMemoryPoolsSupported: return 1;
     default: return 0;  // what a device need not have: virtual memory management and the like
   }
 }
@@ -115,12 +84,7 @@ EXPORTED cudaError_t cudaGetLastError() {
   last_error = cudaSuccess;
   return error;
 }
-EXPORTED cudaError_t cudaPeekAtLastError() { return last_error; }
-// The texts are those of CUDA's runtime, which needs no device for them; the driver's errors have the same numbers.
-EXPORTED CUresult cuGetErrorName(CUresult error, const char **text) {
-  *text = cudaGetErrorName((cudaError_t)error);
-  return CUDA_SUCCESS;
-}
+// The text is that of CUDA's runtime, which needs no device for it; the driver's errors have the same numbers.
 EXPORTED CUresult cuGetErrorString(CUresult error, const char **text) {
   *text = cudaGetErrorString((cudaError_t)error);
   return CUDA_SUCCESS;
@@ -144,7 +108,6 @@ EXPORTED cudaError_t cudaDriverGetVersion(int *version) {
   *version = CUDA_VERSION;
   return cudaSuccess;
 }
-EXPORTED cudaError_t cudaRuntimeGetVersion(int *version) { return cudaDriverGetVersion(version); }
 EXPORTED cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr which, int device) {
   if (device >= count()) FAIL(cudaErrorInvalidDevice);
   *value = attribute(which);
@@ -171,7 +134,6 @@ EXPORTED cudaError_t cudaGetDeviceProperties(cudaDeviceProp *p, int which) {
   p->maxGridSize[0] = INT32_MAX;
   p->maxGridSize[1] = p->maxGridSize[2] = MOST_BLOCKS_YZ;
   p->maxThreadsPerMultiProcessor = m.threads_per_processor;
-  p->maxBlocksPerMultiProcessor = m.blocks_per_processor;
   p->l2CacheSize = m.l2_bytes;
   p->memoryBusWidth = m.memory_bits;
   p->asyncEngineCount = 3;
@@ -182,43 +144,22 @@ EXPORTED cudaError_t cudaGetDeviceProperties(cudaDeviceProp *p, int which) {
   p->pciBusID = 1 + which;
   return cudaSuccess;
 }
-EXPORTED cudaError_t cudaDeviceCanAccessPeer(int *can, int, int) {
-  *can = 1;
-  return cudaSuccess;
-}
-EXPORTED cudaError_t cudaDeviceEnablePeerAccess(int, unsigned) { return cudaSuccess; }
-EXPORTED cudaError_t cudaDeviceGetPCIBusId(char *text, int room, int which) {
-  snprintf(text, room, "0000:%02x:00.0", which + 1);
-  return cudaSuccess;
-}
 EXPORTED cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *greatest) {
   if (least) *least = 0;
   if (greatest) *greatest = -5;
   return cudaSuccess;
 }
-EXPORTED cudaError_t cudaProfilerStart() { return cudaSuccess; }
-EXPORTED cudaError_t cudaProfilerStop() { return cudaSuccess; }
 
 // ---- the driver's
 static CUcontext context_of(int which) { return (CUcontext)(uintptr_t)(256 + which); }
 EXPORTED CUresult cuInit(unsigned) { return CUDA_SUCCESS; }
-EXPORTED CUresult cuDriverGetVersion(int *version) { return (CUresult)cudaDriverGetVersion(version); }
 EXPORTED CUresult cuDeviceGet(CUdevice *device, int which) {
   if (which >= count()) return CUDA_ERROR_INVALID_DEVICE;
   *device = which;
   return CUDA_SUCCESS;
 }
-EXPORTED CUresult cuDeviceGetCount(int *devices) { return (CUresult)cudaGetDeviceCount(devices); }
-EXPORTED CUresult cuDeviceGetName(char *text, int room, CUdevice) {
-  snprintf(text, room, "%s", model().name);
-  return CUDA_SUCCESS;
-}
 EXPORTED CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute which, CUdevice) {
   *value = attribute(which);
-  return CUDA_SUCCESS;
-}
-EXPORTED CUresult cuDeviceTotalMem_v2(size_t *bytes, CUdevice) {
-  *bytes = model().memory;
   return CUDA_SUCCESS;
 }
 EXPORTED CUresult cuDevicePrimaryCtxGetState(CUdevice, unsigned *flags, int *active) {
@@ -230,7 +171,6 @@ EXPORTED CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice which) {
   *context = context_of(which);
   return CUDA_SUCCESS;
 }
-EXPORTED CUresult cuDevicePrimaryCtxRelease_v2(CUdevice) { return CUDA_SUCCESS; }
 EXPORTED CUresult cuCtxGetCurrent(CUcontext *context) {
   *context = context_of(current);
   return CUDA_SUCCESS;
@@ -238,10 +178,6 @@ EXPORTED CUresult cuCtxGetCurrent(CUcontext *context) {
 EXPORTED CUresult cuCtxSetCurrent(CUcontext context) {
   for (int which = 0; which < count(); which++)
     if (context == context_of(which)) current = which;
-  return CUDA_SUCCESS;
-}
-EXPORTED CUresult cuCtxGetDevice(CUdevice *which) {
-  *which = current;
   return CUDA_SUCCESS;
 }
 EXPORTED CUresult cuCtxGetLimit(size_t *value, CUlimit) {

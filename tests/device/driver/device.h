@@ -28,7 +28,7 @@ struct Model {
   const char *key, *name;
   int major, minor, processors;
   int shared_per_processor, shared_per_block;  // bytes; a block's with the opt-in
-  int threads_per_processor, blocks_per_processor;
+  int threads_per_processor;
   int l2_bytes, clock_khz, memory_clock_khz, memory_bits;
   size_t memory;
 };
@@ -92,7 +92,7 @@ struct Item {
 struct Stream {
   int device;
   unsigned flags;
-  int priority, number;
+  int number;
   std::deque<Item> queue;
   bool busy = false;
   pthread_t runner;           // while busy: whose step it is

@@ -18,13 +18,9 @@ namespace device {
 // registers the compiler has fitted, and with dynamic shared memory alone.
 struct Kernel {
   std::string name;
-  int architecture;
   int most_dynamic_shared = SHARED_WITHOUT_OPT_IN;
 };
-struct Module {
-  int architecture;
-  std::map<std::string, Kernel> kernels;  // those that were looked up
-};
+using Module = std::map<std::string, Kernel>;  // those that were looked up
 
 // 90 for sm_90: in the lowest byte of the flags, from version 8 of the format on in the next one.
 static int architecture_of(const Elf64_Ehdr *header) {
@@ -43,7 +39,7 @@ static CUresult load(CUmodule *out, const char *image) {
         model().minor);
     return CUDA_ERROR_NO_BINARY_FOR_GPU;
   }
-  *out = (CUmodule) new Module{architecture, {}};
+  *out = (CUmodule) new Module;
   return CUDA_SUCCESS;
 }
 
@@ -91,14 +87,10 @@ static std::unordered_map<const void *, const char *> &kernels_of_libraries() {
   return *all;
 }
 
-static cudaError_t launch_of_a_library(const void *kernel, const Shape &shape, cudaStream_t stream, const char *where) {
+static cudaError_t refuse(const void *kernel, const char *where) {
   Lock lock(books());
   auto found = kernels_of_libraries().find(kernel);
-  std::string name = found == kernels_of_libraries().end() ? "an unknown kernel" : found->second;
-  if (!fits_any_device(shape, name.c_str())) return fail(cudaErrorInvalidConfiguration, where);
-  // It only passes time: `torch.cuda._sleep`.
-  if (name.find("spin_kernel") != std::string::npos) return enqueue(stream, "spin", [] {}, where);
-  log_line("nothing stands in for the CUDA kernel %s", name.c_str());
+  log_line("nothing stands in for the CUDA kernel %s", found == kernels_of_libraries().end() ? "?" : found->second);
   return fail(cudaErrorInvalidDeviceFunction, where);
 }
 }  // namespace device
@@ -107,31 +99,18 @@ using namespace device;
 
 // ---- the driver: modules and launches
 EXPORTED CUresult cuModuleLoadData(CUmodule *out, const void *image) { return load(out, (const char *)image); }
-EXPORTED CUresult cuModuleLoadDataEx(CUmodule *out, const void *image, unsigned, CUjit_option *, void **) {
-  return load(out, (const char *)image);
-}
 EXPORTED CUresult cuModuleLoad(CUmodule *out, const char *path) {
   std::ifstream file(path, std::ios::binary);
   if (!file) return CUDA_ERROR_FILE_NOT_FOUND;
   std::string image{std::istreambuf_iterator<char>(file), {}};
   return load(out, image.c_str());
 }
-EXPORTED CUresult cuModuleUnload(CUmodule) { return CUDA_SUCCESS; }  // its kernels may still be queued
 EXPORTED CUresult cuModuleGetFunction(CUfunction *out, CUmodule handle, const char *name) {
-  auto *module = (Module *)handle;
-  *out = (CUfunction)&module->kernels.emplace(name, Kernel{name, module->architecture}).first->second;
+  *out = (CUfunction)&((Module *)handle)->emplace(name, Kernel{name}).first->second;
   return CUDA_SUCCESS;
 }
-EXPORTED CUresult cuFuncGetAttribute(int *value, CUfunction_attribute which, CUfunction function) {
-  const auto &kernel = *(Kernel *)function;
-  switch (which) {
-    case CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK: *value = MOST_THREADS; break;
-    case CU_FUNC_ATTRIBUTE_NUM_REGS: *value = 32; break;
-    case CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES: *value = kernel.most_dynamic_shared; break;
-    case CU_FUNC_ATTRIBUTE_BINARY_VERSION:
-    case CU_FUNC_ATTRIBUTE_PTX_VERSION: *value = kernel.architecture; break;
-    default: *value = 0;
-  }
+EXPORTED CUresult cuFuncGetAttribute(int *value, CUfunction_attribute which, CUfunction) {
+  *value = which == CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK ? MOST_THREADS : which == CU_FUNC_ATTRIBUTE_NUM_REGS ? 32 : 0;
   return CUDA_SUCCESS;
 }
 EXPORTED CUresult cuFuncSetAttribute(CUfunction function, CUfunction_attribute which, int value) {
@@ -149,24 +128,9 @@ EXPORTED CUresult cuLaunchKernel(CUfunction function, unsigned gx, unsigned gy, 
                                  unsigned bz, unsigned shared, CUstream stream, void **, void **) {
   return launch(function, {{gx, gy, gz}, {bx, by, bz}, shared}, stream);
 }
-EXPORTED CUresult cuLaunchCooperativeKernel(CUfunction function, unsigned gx, unsigned gy, unsigned gz, unsigned bx,
-                                            unsigned by, unsigned bz, unsigned shared, CUstream stream, void **) {
-  return launch(function, {{gx, gy, gz}, {bx, by, bz}, shared}, stream);
-}
 EXPORTED CUresult cuLaunchKernelEx(const CUlaunchConfig *c, CUfunction function, void **, void **) {
   Shape shape{{c->gridDimX, c->gridDimY, c->gridDimZ}, {c->blockDimX, c->blockDimY, c->blockDimZ}, c->sharedMemBytes};
   return launch(function, shape, c->hStream);
-}
-static int blocks_at_once(size_t threads) {
-  int by_threads = threads ? model().threads_per_processor / (int)threads : model().blocks_per_processor;
-  return std::min(by_threads, model().blocks_per_processor);
-}
-EXPORTED CUresult cuOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, CUfunction, int threads, size_t) {
-  *blocks = blocks_at_once(threads);
-  return CUDA_SUCCESS;
-}
-EXPORTED CUresult cuOccupancyMaxActiveClusters(int *, CUfunction, const CUlaunchConfig *) {
-  return CUDA_ERROR_NOT_SUPPORTED;
 }
 // ---- the runtime: kernels that libraries register when they are loaded
 EXPORTED void **__cudaRegisterFatBinary(void *) {
@@ -186,56 +150,16 @@ EXPORTED cudaError_t __cudaGetKernel(cudaKernel_t *out, const void *kernel) {
   *out = (cudaKernel_t)kernel;
   return cudaSuccess;
 }
-struct Configuration {
-  Shape shape;
-  cudaStream_t stream;
-};
-static thread_local std::vector<Configuration> configurations;
-EXPORTED unsigned __cudaPushCallConfiguration(dim3 grid, dim3 block, size_t shared, CUstream_st *stream) {
-  configurations.push_back({{grid, block, shared}, stream});
-  return 0;
+EXPORTED unsigned __cudaPushCallConfiguration(dim3, dim3, size_t, CUstream_st *) { return 0; }
+EXPORTED cudaError_t __cudaPopCallConfiguration(dim3 *, dim3 *, size_t *, void *) { return cudaSuccess; }
+EXPORTED cudaError_t cudaLaunchKernel(const void *kernel, dim3, dim3, void **, size_t, cudaStream_t) {
+  return refuse(kernel, __func__);
 }
-EXPORTED cudaError_t __cudaPopCallConfiguration(dim3 *grid, dim3 *block, size_t *shared, void *stream) {
-  Configuration last = configurations.back();
-  configurations.pop_back();
-  *grid = last.shape.grid;
-  *block = last.shape.block;
-  *shared = last.shape.dynamic_shared;
-  *(cudaStream_t *)stream = last.stream;
-  return cudaSuccess;
+EXPORTED cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3, dim3, void **, size_t, cudaStream_t) {
+  return refuse((const void *)kernel, __func__);
 }
-EXPORTED cudaError_t cudaLaunchKernel(const void *kernel, dim3 grid, dim3 block, void **, size_t shared,
-                                      cudaStream_t stream) {
-  return launch_of_a_library(kernel, {grid, block, shared}, stream, __func__);
-}
-EXPORTED cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void **, size_t shared,
-                                        cudaStream_t stream) {
-  return launch_of_a_library((const void *)kernel, {grid, block, shared}, stream, __func__);
-}
-EXPORTED cudaError_t cudaLaunchCooperativeKernel(const void *kernel, dim3 grid, dim3 block, void **, size_t shared,
-                                                 cudaStream_t stream) {
-  return launch_of_a_library(kernel, {grid, block, shared}, stream, __func__);
-}
-EXPORTED cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t *c, const void *kernel, void **) {
-  return launch_of_a_library(kernel, {c->gridDim, c->blockDim, c->dynamicSmemBytes}, c->stream, __func__);
-}
-EXPORTED cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *out, const void *) {
-  memset(out, 0, sizeof *out);
-  out->maxThreadsPerBlock = MOST_THREADS;
-  out->numRegs = 32;
-  out->ptxVersion = out->binaryVersion = model().major * 10 + model().minor;
-  out->maxDynamicSharedSizeBytes = SHARED_WITHOUT_OPT_IN;
-  return cudaSuccess;
-}
-EXPORTED cudaError_t cudaFuncSetAttribute(const void *, cudaFuncAttribute, int) { return cudaSuccess; }
-EXPORTED cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, const void *, int threads, size_t) {
-  *blocks = blocks_at_once(threads);
-  return cudaSuccess;
-}
-EXPORTED cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *blocks, const void *, int threads,
-    size_t,                                                                             unsigned) {
-  *blocks = blocks_at_once(threads);
-  return cudaSuccess;
+EXPORTED cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t *, const void *kernel, void **) {
+  return refuse(kernel, __func__);
 }
 
 // ---- finding the driver's calls by name

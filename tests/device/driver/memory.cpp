@@ -215,28 +215,11 @@ EXPORTED cudaError_t cudaPointerGetAttributes(cudaPointerAttributes *out, const 
   if (range && range->kind != DEVICE) out->hostPointer = (void *)pointer;
   return cudaSuccess;
 }
-EXPORTED CUresult cuMemHostGetDevicePointer_v2(CUdeviceptr *out, void *pointer, unsigned) {
-  Lock lock(books());
-  const Range *range = range_of(pointer);
-  if (!range || range->kind == DEVICE) return CUDA_ERROR_INVALID_VALUE;
-  *out = (CUdeviceptr)pointer;
-  return CUDA_SUCCESS;
-}
 EXPORTED CUresult cuPointerGetAttribute(void *out, CUpointer_attribute which, CUdeviceptr pointer) {
   Lock lock(books());
-  uintptr_t start = 0;
-  const Range *range = range_of((void *)pointer, &start);
-  if (!range) return CUDA_ERROR_INVALID_VALUE;
-  switch (which) {
-    case CU_POINTER_ATTRIBUTE_DEVICE_POINTER: *(CUdeviceptr *)out = pointer; break;
-    case CU_POINTER_ATTRIBUTE_MEMORY_TYPE:
-      *(unsigned *)out = range->kind == DEVICE ? CU_MEMORYTYPE_DEVICE : CU_MEMORYTYPE_HOST;
-      break;
-    case CU_POINTER_ATTRIBUTE_RANGE_START_ADDR: *(CUdeviceptr *)out = start; break;
-    case CU_POINTER_ATTRIBUTE_RANGE_SIZE: *(size_t *)out = range->size; break;
-    case CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL: *(int *)out = range->device; break;
-    default: return CUDA_ERROR_NOT_SUPPORTED;
-  }
+  if (which != CU_POINTER_ATTRIBUTE_DEVICE_POINTER) return CUDA_ERROR_NOT_SUPPORTED;
+  if (!range_of((void *)pointer)) return CUDA_ERROR_INVALID_VALUE;
+  *(CUdeviceptr *)out = pointer;
   return CUDA_SUCCESS;
 }
 
@@ -248,38 +231,6 @@ EXPORTED cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, c
     cudaStream_t stream) {
   return copy(to, from, bytes, kind, stream, false, __func__);
 }
-EXPORTED cudaError_t cudaMemcpyPeerAsync(void *to, int, const void *from, int, size_t bytes, cudaStream_t stream) {
-  return copy(to, from, bytes, cudaMemcpyDeviceToDevice, stream, false, __func__);
-}
-EXPORTED cudaError_t cudaMemcpy2DAsync(void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width,
-                                       size_t height, cudaMemcpyKind kind, cudaStream_t stream) {
-  for (size_t row = 0; row < height; row++)
-    if (cudaError_t refused = copy((char *)to + row * to_pitch, (const char *)from + row * from_pitch, width, kind,
-        stream,                                    false, __func__))
-      return refused;
-  return cudaSuccess;
-}
-EXPORTED cudaError_t cudaMemsetAsync(void *to, int value, size_t bytes, cudaStream_t stream) {
-  Lock lock(books());
-  if (cudaError_t refused = check_side(to, bytes, true, __func__)) return refused;
-  return enqueue(stream, "memset", [=] { memset(to, value, bytes); }, __func__);
-}
-EXPORTED cudaError_t cudaMemset(void *to, int value, size_t bytes) {
-  UNSAFE_IN_CAPTURES();
-  if (cudaError_t refused = cudaMemsetAsync(to, value, bytes, nullptr)) return refused;
-  return finish(nullptr, __func__);
-}
-
-// Constants of aten's own kernels, which do not run here.
-EXPORTED cudaError_t cudaMemcpyToSymbol(const void *, const void *, size_t, size_t, cudaMemcpyKind) {
-  return cudaSuccess;
-}
-EXPORTED cudaError_t cudaGetSymbolAddress(void **out, const void *) {
-  static char room[1 << 20];
-  *out = room;
-  return cudaSuccess;
-}
-
 // ---- for the Python side: what a kernel may touch
 EXPORTED long simulated_changes() {
   Lock lock(books());

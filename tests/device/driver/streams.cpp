@@ -42,7 +42,7 @@ std::set<Capture *> &captures() { return living<Capture>(); }
 bool is_default(const Stream *stream) { return stream->number < 0; }
 
 static Stream *default_of(int device) {
-  if (!defaults[device]) defaults[device] = new Stream{device, 0, 0, -1 - device};
+  if (!defaults[device]) defaults[device] = new Stream{device, 0, -1 - device};
   return defaults[device];
 }
 
@@ -374,26 +374,12 @@ static bool all_joined(const Graph &graph, std::vector<int> places) {
 using namespace device;
 
 // ---- streams
-EXPORTED cudaError_t cudaStreamCreateWithPriority(cudaStream_t *out, unsigned flags, int priority) {
+EXPORTED cudaError_t cudaStreamCreateWithPriority(cudaStream_t *out, unsigned flags, int) {
   Lock lock(books());
   static int number = 1;
-  auto *stream = new Stream{current, flags, priority, number++};
+  auto *stream = new Stream{current, flags, number++};
   living<Stream>().insert(stream);
   *out = (cudaStream_t)stream;
-  return cudaSuccess;
-}
-EXPORTED cudaError_t cudaStreamCreate(cudaStream_t *out) { return cudaStreamCreateWithPriority(out, 0, 0); }
-EXPORTED cudaError_t cudaStreamDestroy(cudaStream_t handle) {
-  if (!stream_of(handle)) FAIL(cudaErrorInvalidResourceHandle);
-  cudaError_t failure = finish(handle, __func__);
-  Lock lock(books());
-  living<Stream>().erase((Stream *)handle);
-  return failure;
-}
-EXPORTED cudaError_t cudaStreamGetPriority(cudaStream_t handle, int *priority) {
-  Stream *stream = stream_of(handle);
-  if (!stream) FAIL(cudaErrorInvalidResourceHandle);
-  *priority = stream->priority;
   return cudaSuccess;
 }
 static cudaError_t may_be_waited_for(cudaStream_t handle, const char *where) {
@@ -417,10 +403,6 @@ EXPORTED cudaError_t cudaDeviceSynchronize() {
   UNSAFE_IN_CAPTURES();
   return finish_all(__func__);
 }
-EXPORTED CUresult cuCtxSynchronize() { return (CUresult)cudaDeviceSynchronize(); }
-EXPORTED cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void *data) {
-  return enqueue(stream, "host function", [=] { function(data); }, __func__);
-}
 // ---- events
 EXPORTED cudaError_t cudaEventCreateWithFlags(cudaEvent_t *out, unsigned flags) {
   Lock lock(books());
@@ -429,7 +411,6 @@ EXPORTED cudaError_t cudaEventCreateWithFlags(cudaEvent_t *out, unsigned flags) 
   *out = (cudaEvent_t)event;
   return cudaSuccess;
 }
-EXPORTED cudaError_t cudaEventCreate(cudaEvent_t *out) { return cudaEventCreateWithFlags(out, 0); }
 EXPORTED cudaError_t cudaEventDestroy(cudaEvent_t event) {
   Lock lock(books());
   living<Event>().erase((Event *)event);
@@ -586,11 +567,6 @@ EXPORTED cudaError_t cudaStreamGetCaptureInfo(cudaStream_t handle, cudaStreamCap
 }
 EXPORTED cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t *, size_t *count) {
   *count = ((Graph *)graph)->nodes.size();
-  return cudaSuccess;
-}
-EXPORTED cudaError_t cudaGraphNodeGetDependencies(cudaGraphNode_t, cudaGraphNode_t *, cudaGraphEdgeData *,
-    size_t *count) {
-  *count = 0;
   return cudaSuccess;
 }
 EXPORTED cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t *out, cudaGraph_t graph, unsigned long long) {

@@ -8,7 +8,6 @@ globals are copies too, and the language is patched only while a kernel runs.
 from __future__ import annotations
 
 import inspect
-import math
 import threading
 import types
 from collections.abc import Callable, Mapping
@@ -80,40 +79,6 @@ class Libdevice:
     )
     sqrt, sin, cos, tanh = (elementwise(f) for f in (np.sqrt, np.sin, np.cos, np.tanh))
     rsqrt = elementwise(lambda x: 1 / np.sqrt(x))
-    erf = elementwise(np.vectorize(math.erf, otypes=[np.float64]))
-
-    @staticmethod
-    def isnan(x: tl.tensor, **_: Any) -> tl.tensor:
-        return x != x
-
-    @staticmethod
-    def isinf(x: tl.tensor, **_: Any) -> tl.tensor:
-        return (x == float("inf")) | (x == float("-inf"))
-
-    @staticmethod
-    def pow(x: Any, y: Any, **_: Any) -> tl.tensor:
-        x, y = triton_interpreter.interpreter_semantic.binary_op_type_checking_impl(
-            *(triton_interpreter.interpreter_semantic.to_tensor(value) for value in (x, y))
-        )
-        powers = np.power(x.handle.data, y.handle.data).astype(x.handle.data.dtype)
-        return tl.tensor(TensorHandle(powers, x.handle.dtype), x.type)
-
-
-# ---- inline assembly
-def permuted_bytes(
-    self: InterpreterBuilder, asm: str, constraints: str, values: list[TensorHandle], *_: Any
-) -> types.SimpleNamespace:
-    """Run `prmt.b32 $0, $1, 0, SELECTOR`: byte n of the result is the byte of $1 that nibble n selects, or 0 from 4."""
-    name, *operands, selector = asm.rstrip(";").replace(",", "").split()
-    if (name, operands) != ("prmt.b32", ["$0", "$1", "0"]):
-        raise NotImplementedError(f"the simulated device has no instruction {asm!r}")
-    words = values[0].data.view(np.uint32)
-    found = np.zeros_like(words)
-    for place in range(4):
-        source = int(selector, 16) >> 4 * place & 15
-        if source < 4:
-            found |= (words >> np.uint32(8 * source) & np.uint32(0xFF)) << np.uint32(8 * place)
-    return types.SimpleNamespace(get_result=lambda number: TensorHandle(found.view(np.int32), values[0].dtype))
 
 
 # ---- addresses
@@ -150,7 +115,6 @@ def install_checks() -> None:
     builder.create_masked_store = checked(builder.create_masked_store, "write", 0, 2)
     builder.create_atomic_rmw = checked(builder.create_atomic_rmw, "atomic", 1, 3)
     builder.create_atomic_cas = checked(builder.create_atomic_cas, "atomic", 0, None)
-    builder.create_inline_asm = permuted_bytes
 
 
 # ---- a launch
