@@ -29,7 +29,6 @@ from specache_compile.lowering import cuda_graphs
 from specache_compile.paging.pool import PagePool
 from specache_compile.passes import prefetch
 from specache_compile.runtime.session import session_of
-from specache_compile.runtime.step import Step
 from specache_compile.runtime.tiers import Tiers
 
 pytest.importorskip("triton", reason="Triton is for Linux alone")
@@ -79,10 +78,6 @@ FAULTS = [
         "a correction not waited for", copy_stream.wait_for_correction,
         "torch.cuda.current_stream(slots.device).wait_stream(correction_stream_of(slots.device))", "pass", ("late",),
         CORRECTED,
-    ),
-    Fault(
-        "a correction before the offloads", Step.begin_phase,
-        "copy_stream.join(session.layers[0].device)", "pass", ("late",), CORRECTED,
     ),
     Fault(
         "slots corrected while they are read", copy_stream.correct,
