@@ -28,7 +28,6 @@ from specache_compile.kernels.movement import copy_stream
 from specache_compile.lowering import cuda_graphs
 from specache_compile.passes import prefetch
 from specache_compile.runtime.session import session_of
-from specache_compile.runtime.step import Step
 
 pytest.importorskip("triton", reason="Triton is for Linux alone")
 
@@ -71,10 +70,6 @@ FAULTS = [
         "a correction not waited for", copy_stream.wait_for_correction,
         "torch.cuda.current_stream(slots.device).wait_stream(correction_stream_of(slots.device))", "pass", "late",
         CORRECTED,
-    ),
-    Fault(
-        "a correction before the offloads", Step.begin_phase,
-        "copy_stream.join(session.layers[0].device)", "pass", "late", CORRECTED,
     ),
     Fault(
         "slots corrected while they are read", copy_stream.correct,
