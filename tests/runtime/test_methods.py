@@ -35,6 +35,7 @@ LOSSY: dict[str, dict[str, Any]] = {
     "fp8": {},
     "kivi": {"bits": 1},
     "specache": {"bits": 1, "top_k": 8, "host_bits": 16},
+    "pages": {"bits": 1, "top_k": 16, "host_bits": 16},
     "kcache": {"top_n": 8},
     "snapkv": {"budget": 24, "window": 8},
     "expected_attention": {"budget": 24},
