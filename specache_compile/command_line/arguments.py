@@ -21,11 +21,16 @@ class Parser(argparse.ArgumentParser):
 
     def check_flags(self, words: Iterable[str]) -> None:
         """End with an error that names the first unknown flag, before argparse reports what is missing."""
+        from specache_compile.methods import GONE
+
         for word in words:
             if word == "--":
                 return
             flag = word.partition("=")[0]
             if flag.startswith("--") and " " not in word and flag not in self._option_string_actions:
+                option = flag.removeprefix("--").removeprefix("no-").replace("-", "_")
+                if option in GONE:
+                    self.error(f"{flag} was removed: {GONE[option]}")
                 self.error(f"unknown option {flag}{suggestion(flag, self._option_string_actions)}")
 
     def shorten(self, shown: Collection[str]) -> None:

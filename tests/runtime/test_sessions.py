@@ -141,7 +141,7 @@ def test_memory_is_freed_with_the_cache(llama: LlamaForCausalLM) -> None:
 def test_a_step_that_only_corrects_waits_for_the_offloads_when_it_begins(
     llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    twin, order, run = compile_copy(llama, top_k=8, bits=1, correct="always"), list[str](), Step.run_graph
+    twin, order, run = compile_copy(llama, top_k=8, bits=1, setting="best"), list[str](), Step.run_graph
     cache = cache_of(step(twin, prompt(150)))
     monkeypatch.setattr(copy_stream, "join", lambda device: order.append("join"))
     monkeypatch.setattr(Step, "run_graph", lambda *given: order.append("graph") or run(*given))
