@@ -23,10 +23,10 @@ PARTS = ("passes", "lowering", "kernels")
 QUICK = 0.06
 # The sizes that `python tools/count_lines.py` prints may not grow beyond these.
 CEILINGS = {
-    "product lines, C++ included": 31_000,
-    "lines loaded by the backend": 13_580,
-    "test lines, C++ included": 25_980,
-    "words in docs, without the generated api.md": 12_000,
+    "product lines, C++ included": 29_420,
+    "lines loaded by the backend": 12_290,
+    "test lines, C++ included": 24_380,
+    "words in docs, without the generated api.md": 11_900,
 }
 
 

@@ -279,18 +279,18 @@ def test_a_step_that_fails_after_some_rows_loses_none_of_their_tokens(monkeypatc
         assert [token for whose, token in reported if whose is request] == request.generated
 
 
-def test_rows_whose_copies_have_failed_can_be_taken_out(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_cannot_take_a_step_can_be_taken_out(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is kept of them; and nobody waits for ever."""
 
-    def failed(session: Session) -> None:
-        raise SpecacheError("a copy failed")
+    def failed(*given: Any, **named: Any) -> None:
+        raise SpecacheError("no memory is left")
 
     batch = sc.Batch(model, chunk=CHUNK, sessions=4)
     requests = [batch.add(prompt(40, seed=seed), max_new_tokens=9) for seed in (1, 2, 3)]
     while len(batch.decoding) < 3:
         batch.step()
-    monkeypatch.setattr(Session, "check_copies", failed)
-    with pytest.raises(SpecacheError, match="a copy failed"):
+    monkeypatch.setattr(Session, "reserve", failed)
+    with pytest.raises(SpecacheError, match="no memory is left"):
         batch.step()
     batch.forget_prefixes()
     for request in requests:

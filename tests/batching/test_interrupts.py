@@ -16,7 +16,6 @@ from conftest import compiled_with, new_tokens, prompt, tiny_llama
 from families import LONG_ROPE
 from held_tiers import AfterLines, Interrupt
 from specache_compile.batching.request import End, Request
-from specache_compile.runtime.session import Session
 
 pytestmark = pytest.mark.one_process
 
@@ -128,26 +127,6 @@ def test_an_interrupt_between_two_steps_leaves_no_request_behind(model: Any, nam
     lines = interrupted(None)
     for moment in range(1, lines + 1, 1 + lines // 10):
         interrupted(moment)
-
-
-def test_a_copy_that_fails_once_costs_no_token(
-    model: Any, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    batch = sc.Batch(model, chunk=CHUNK)
-    requests, delivered = requests_of(batch), defaultdict[Request, list[int]](list)
-    while len(batch.decoding) < 2:
-        for request, token in batch.step():
-            delivered[request].append(token)
-
-    def fail(session: Session) -> None:
-        raise sc.SpecacheError("a copy failed")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Session, "check_copies", fail)
-        with pytest.raises(sc.SpecacheError, match="a copy failed"):
-            batch.step()
-    run(batch, delivered)
-    check(batch, requests, delivered, expected)
 
 
 def test_rows_over_which_the_model_always_fails_end_with_their_error(
