@@ -26,7 +26,7 @@ CEILINGS = {
     "product lines, C++ included": 29_420,
     "lines loaded by the backend": 12_290,
     "test lines, C++ included": 24_380,
-    "words in docs, without the generated api.md": 11_900,
+    "words in docs, without the generated api.md": 12_000,
 }
 
 

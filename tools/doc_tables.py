@@ -388,7 +388,7 @@ def costs() -> str:
     """What caches lose on two models: pass keys found, and the distance to the full cache, by share of its bytes."""
     names = {"uncompiled": "16-bit cache", "fp8": "FP8 cache", "kivi:bits=4": "KIVI, 4 bits", "specache": "specache"}
     keys, smollm2, gemma = ({row.method: row for row in quality(folder)}
-                            for folder in ("needles_gemma_16k", "closeness_4k", "closeness_gemma_8k"))  # fmt: skip
+                            for folder in ("needles_gemma_16k", "closeness_8k", "closeness_gemma_8k"))  # fmt: skip
 
     def kl(rows: Mapping[str, ResultRow]) -> Callable[[str], str]:
         return lambda method: f"{rows[method].detail['kinds']['forced']['kl']:.4f}" if method in rows else "–"
@@ -397,7 +397,7 @@ def costs() -> str:
         "": names.__getitem__,
         "keys, Gemma, 16k": lambda method: f"{keys_found(keys[method]):.0f} of {keys[method].samples}",
         f"KL, Gemma, 8k, {gemma['specache'].samples} windows": kl(gemma),
-        f"KL, SmolLM2, 4k, {smollm2['specache'].samples} windows": kl(smollm2),
+        f"KL, SmolLM2, 8k, {smollm2['specache'].samples} windows": kl(smollm2),
         "GPU bytes, Gemma, 16k": lambda method: f"{keys[method].kv_ratio:.2f}",
     })  # fmt: skip
 
