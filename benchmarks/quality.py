@@ -146,7 +146,7 @@ TABLES = {
             GEMMA,
         )
         for name, length, samples in (
-            ("closeness_gemma_8k", 8192, 16), ("closeness_gemma_2k", 2048, 64), ("closeness_gemma_16k", 16384, 8)
+            ("closeness_gemma_8k", 8192, 16), ("closeness_gemma_2k", 2048, 16), ("closeness_gemma_16k", 16384, 8)
         )
     },
     "knobs_gemma": Table(
