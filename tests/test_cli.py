@@ -149,7 +149,7 @@ USAGE_ERRORS = {
     "--versoin": "specache: unknown option --versoin (did you mean --version?)",
     "generate m --promt hi": "specache generate: unknown option --promt (did you mean --prompt?); see",
     "generate m --prompt hi --bit 3": "specache generate: unknown option --bit (did you mean --bits?)",
-    "generate m --prompt hi --no-rotate": "specache generate: --no-rotate was removed: setting='paper' does not rotate",
+    "generate m --prompt hi --no-rotate": "specache generate: --no-rotate was removed: method='specache'",
     "generate m --bits 1": "specache generate: one of the arguments --prompt --prompt-file is required",
     "generate m --prompt a --max-new-tokens x": "specache generate: argument --max-new-tokens: invalid int value: 'x'",
     "serve": "specache serve: the following arguments are required: MODEL; see specache serve --help",

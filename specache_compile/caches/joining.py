@@ -173,9 +173,9 @@ def drained(caches: Sequence[DynamicCache]) -> list[Session]:
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def session_of_rows(rows: Sequence[SessionRow], pool: PagePool | None = None) -> Session:
-    """A session of these rows, whose counts start at zero. They share the pages of their pool. If they have several
-    pools, or another pool is given, they get copies there."""
+def session_of_rows(rows: Sequence[SessionRow]) -> Session:
+    """A session of these rows, whose counts start at zero. They share the pages of their pool; of several pools they
+    get copies in a new one."""
     sessions = list(dict.fromkeys(session for session, _ in rows))
     first, *others = (session.final_options for session in sessions)
     if found := next(filter(None, (differences(other, first) for other in others)), None):
@@ -184,16 +184,17 @@ def session_of_rows(rows: Sequence[SessionRow], pool: PagePool | None = None) ->
         if session.tiers.pending is not None:
             compress(session)
     tiers = {session: session.tiers for session in sessions}
-    if pool is None and len({id(each.pool) for each in tiers.values()}) > 1:
+    if len({id(each.pool) for each in tiers.values()}) > 1:
         pages = sum(len(row) for session in sessions for row in session.tiers.pages)
         pool = PagePool(first, sessions[0].layers, 0)
         pool.check_room(pages)
         pool.grow_to(pages, pages)
-    if pool is not None:
         tiers = {session: session.tiers.copied_to(session.tiers.empty_in(pool)) for session in sessions}
     return sessions[0].derived(joined([(tiers[session], row) for session, row in rows]), progress_of(rows))
 
 
+@torch.inference_mode(False)
+@torch.no_grad()
 def in_pages(cache: DynamicCache, pool: PagePool) -> DynamicCache:
     """The cache in pages of `pool`, which has its final options. A cache in other pages is freed.
 
@@ -202,7 +203,11 @@ def in_pages(cache: DynamicCache, pool: PagePool) -> DynamicCache:
     (session,) = drained([cache])
     if session.tiers.pool is pool:
         return cache
-    made = cache_of(session_of_rows([(session, row) for row in range(session.tiers.batch)], pool), [cache])
+    if session.tiers.pending is not None:
+        compress(session)
+    tiers = session.tiers.copied_to(session.tiers.empty_in(pool))
+    rows = [(session, row) for row in range(tiers.batch)]
+    made = cache_of(session.derived(tiers, progress_of(rows)), [cache])
     drop(cache)
     return made
 
@@ -237,8 +242,8 @@ def append_rows(cache: DynamicCache, newcomer: DynamicCache) -> DynamicCache:
 
 
 def keep_rows(cache: DynamicCache, rows: Sequence[int]) -> bool:
-    """Keep only these rows, in this order, and free the pages of the others. False if a copy has failed: then the next
-    use of the cache raises too."""
+    """Keep only these rows, in this order, and free the pages of the others. False if a step was interrupted after it
+    had dropped pairs: then the next use of the cache raises too."""
     indices: Any = torch.tensor(rows, dtype=torch.int64)
     cache.reorder_cache(indices)
     try:

@@ -343,8 +343,10 @@ def read(path: Path) -> Any:
     """The contents of a file, whose tensors are mapped."""
     try:
         return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
+    except OSError as error:
         raise unreadable_session(path, first_line(error)) from error
+    except (RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
+        raise unreadable_session(path, "it is damaged, or `save` did not write it") from error
 
 
 def write(contents: Mapping[str, Any], path: Path) -> None:

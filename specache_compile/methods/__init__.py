@@ -45,9 +45,9 @@ GONE = {
     "memory": "pass bits; `specache explain` prints the bytes of a cache",
     "pooling": "snapkv takes the maximum of neighbouring scores",
     "hit_rate": "stats(model).bytes_to_device has the bytes that were fetched",
-    "correct": "setting='paper' prefetches only; setting='best' also corrects",
-    "rotate": "setting='paper' does not rotate; setting='best' does",
-    "param_bits": "setting='paper' stores scales in 16 bits; setting='best' stores them in 8 at 1 and 2 bits",
+    "correct": "method='specache' corrects, except with setting='paper'",
+    "rotate": "method='specache' rotates, except with setting='paper'",
+    "param_bits": "method='specache' stores scales of 1- and 2-bit numbers in 8 bits, except with setting='paper'",
     "disable_passes": "lowering='eager' runs the rewritten graph op by op; method='full' keeps the cache in 16 bits",
     "inductor": "set torch._inductor.config, or pass mode",
 }

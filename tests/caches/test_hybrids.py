@@ -70,6 +70,19 @@ def filled(models: tuple[Any, Any], rows: int = 1) -> tuple[DynamicCache, Dynami
     return assert_same(models, (None, None), prompt(60, rows))
 
 
+def test_a_batch_prefills_in_inference_mode_and_goes_on_without() -> None:
+    """The state in pages is no inference tensor, which later steps could not write to."""
+    model = BY_NAME["falcon_h1"].one_layer.model()
+    expected = greedy(model, prompt(39), 6)[0, 39:].tolist()
+    model.compile(backend="specache", options=LOSSLESS)
+    batch = sc.Batch(model, rows=2)
+    request = batch.add(prompt(39), max_new_tokens=6)
+    with torch.inference_mode():
+        batch.step()
+    batch.run()
+    assert request.generated == expected
+
+
 def test_each_token_writes_the_state_once(models: tuple[Any, Any]) -> None:
     """Step by step, with the pre-decode of the first selection."""
     caches = assert_same(models, (None, None), prompt(60), 0)

@@ -35,7 +35,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"residual_length": 0}, "residual_length=0: accepted is an integer, 1 or more"),
     ({"zero_point": "mid"}, "zero_point='mid': accepted are 'midpoint', 'minimum', 'middles'"),
     ({"speculate": 1}, "speculate=1: accepted are True, False"),
-    ({"rotate": False}, "rotate was removed: setting='paper' does not rotate"),
+    ({"rotate": False}, "rotate was removed: method='specache' rotates, except with setting='paper'"),
     ({"bits": 2, "value_code": "trellis"}, "value_code='trellis' requires values of 1 bit"),
     ({"key_code": "lattice"}, "key_code='lattice': accepted are 'levels', 'trellis', 'auto'"),
     ({"key_code": "trellis"}, "key_code='trellis' requires keys of 1 bit, and they have 2"),
