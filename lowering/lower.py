@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import copy
+import functools
+import hashlib
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch._inductor.compile_fx import compile_fx
+from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
+import specache_compile.kernels.ops
 from specache_compile.compat import CHECKS_BOUNDS_TOO_EARLY
 from specache_compile.kernels.op import op_of
 from specache_compile.passes.reading.masks import subgraph
@@ -22,6 +27,27 @@ from .kept import kept_by_inductor
 
 # By default Inductor moves a wait to right after its prefetch, so that nothing overlaps the copy.
 KEEP_ORDER = {"reorder_for_locality": False}
+
+
+class KeyOfOps(CustomGraphPass):
+    """Changes no graph, and adds the ops' definitions to the keys of Inductor's cache.
+
+    The cached code contains the shapes of the ops' results, but Inductor's key has only the ops' names.
+    """
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        pass
+
+    def uuid(self) -> str:
+        return hash_of_ops()
+
+
+@functools.cache
+def hash_of_ops() -> str:
+    """Return a hash of the files that declare the ops and the layout of their operands."""
+    ops = Path(specache_compile.kernels.ops.__file__)
+    files = [ops, ops.with_name("op.py"), *sorted(ops.with_name("state").glob("*.py"))]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 def lower(
@@ -46,7 +72,7 @@ def lower(
     use_fused_kernels(own)
     if CHECKS_BOUNDS_TOO_EARLY:
         trust_indices(own)
-    config = {**settings, **KEEP_ORDER, **patches}
+    config = {**settings, **KEEP_ORDER, "post_grad_custom_post_pass": KeyOfOps(), **patches}
 
     def compile_part(part: GraphModule, part_inputs: list[Any]) -> Any:
         with kept_by_inductor():

@@ -10,14 +10,19 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch._inductor.utils import run_and_get_code
-from torch.fx import GraphModule
+from torch._dynamo.utils import counters
+from torch._guards import TracingContext, tracing
+from torch._inductor.utils import fresh_cache, run_and_get_code
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import GraphModule, symbolic_trace
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from transformers import LlamaForCausalLM
 
 from conftest import LOSSLESS, compiled_with, greedy, greedy_unmasked, prompt, tiny_llama
 from specache_compile.compile import rewrites
 from specache_compile.compile.rewrites import Rewrites
 from specache_compile.kernels.cpp import library as cpp_library
+from specache_compile.lowering import lower
 from specache_compile.lowering.late import guards
 from specache_compile.runtime.records import find_record
 
@@ -111,6 +116,21 @@ def generated() -> Generated:
 @pytest.fixture(scope="module")
 def code(generated: Generated) -> dict[str, list[str]]:
     return generated.code
+
+
+def test_code_that_inductor_cached_for_other_ops_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cached code contains the shapes that the ops' fakes had when it was made."""
+    misses, mode = [], FakeTensorMode(shape_env=ShapeEnv())
+    with fresh_cache():
+        for version in ("one", "one", "another"):
+            monkeypatch.setattr(lower, "hash_of_ops", lambda version=version: version)
+            counters.clear()
+            graph = symbolic_trace(lambda x: (torch.sin(x),))
+            with tracing(TracingContext(mode)):
+                run = lower.lower(graph, [mode.from_tensor(torch.ones(3))], "inductor", {}, None)
+            torch.testing.assert_close(run(torch.ones(3))[0], torch.ones(3).sin())
+            misses.append(counters["inductor"]["fxgraph_cache_miss"])
+    assert misses == [1, 0, 1]
 
 
 def test_work_stands_between_a_prefetch_and_its_wait(code: dict[str, list[str]]) -> None:
