@@ -20,6 +20,7 @@ from specache_compile.compat import cache_of, with_cache
 from specache_compile.kernels.codes.records import read_levels, stored_dim
 from specache_compile.kernels.state.layout import Layout
 from specache_compile.kernels.state.page_table import PAGE, Pages, rows_read
+from specache_compile.kernels.state.stored_pairs import joined, parts_of
 from specache_compile.methods.field import LayerShape
 from specache_compile.runtime.session import session_of
 from specache_compile.runtime.state import empty, fields_of, paged_fields
@@ -30,8 +31,12 @@ def in_rows(session: Any) -> list[dict[str, Tensor]]:
     """Return each layer's state tensors, those in pages as copies [B, H, n, ...] of the rows' whole pages."""
     session.drain()
     table = session.tiers.table[:, : max(map(len, session.tiers.pages))]
+
+    def rows(pages: Tensor) -> Tensor:
+        return joined([rows_read(part, table) for part in parts_of(pages)])
+
     return [
-        {name: rows_read(x, table) if name in names else x for name, x in state.items()}
+        {name: rows(x) if name in names else x for name, x in state.items()}
         for layer, state in zip(session.layers, session.state, strict=True)
         for names in [{field.name for field in paged_fields(session.options, layer)}]
     ]

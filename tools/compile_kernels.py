@@ -216,7 +216,10 @@ def compile_launch(launch: Launch, label: str) -> None:
             cubin.flush()
             used = dict(re.findall(r"\b(REG|STACK):(\d+)", tool("cuobjdump", "-res-usage", cubin.name)))
             numbers = numbers_per_turn(launch)
-            counted = f", {per_number(tool('nvdisasm', '-c', cubin.name), numbers)}" if numbers else ""
+            sass = tool("nvdisasm", "-c", cubin.name)
+            counted = f", {per_number(sass, numbers)}" if numbers else ""
+            if launch.kernel is copy.fetch_missing:
+                counted = f", {loads(sass)}"
         print(
             f"{target} {launch.kernel.__name__:18} {label:40} {used['REG']:>3} registers, {used['STACK']:>5} B "
             f"spilled, {made.metadata.shared:6,} B shared{counted}"
@@ -238,6 +241,13 @@ def numbers_per_turn(launch: Launch) -> float:
 def tool(name: str, *arguments: str) -> str:
     done = subprocess.run([TOOLS / name, *arguments], capture_output=True, text=True, check=True)
     return done.stdout
+
+
+def loads(code: str) -> str:
+    """Describe the loads from global memory by their bits; 8-bit pairs also load their scales."""
+    found = (re.search(r"\.U?(8|16|64|128)\b", load) for load in re.findall(r"\bLDG\S*", code))
+    widths = Counter(int(bits[1]) if bits else 32 for bits in found)
+    return ", ".join(f"{count} loads of {width} bits" for width, count in sorted(widths.items()))
 
 
 def instructions(sass: list[str]) -> Counter[str]:

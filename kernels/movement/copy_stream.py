@@ -26,8 +26,8 @@ from specache_compile.kernels.attention.kept_logits import lse_of
 from specache_compile.kernels.memory.host_memory import makes_fakes
 from specache_compile.kernels.state.cursor import host_record, lengths_of
 from specache_compile.kernels.state.operands import KeptLogits, takes
-from specache_compile.kernels.state.page_table import Pages, pairs_of, rows_of_pages, runs, tokens_of
-from specache_compile.kernels.state.stored_pairs import stored
+from specache_compile.kernels.state.page_table import PAGE, Pages, pairs_of, rows_of_pages, runs, tokens_of, views
+from specache_compile.kernels.state.stored_pairs import parts_of, stored, write
 
 # More new tokens than this are copied by the DMA engines, through staging; fewer are written through by a kernel.
 WRITE_THROUGH = 64
@@ -132,19 +132,6 @@ def wait_for_correction(slots: Tensor) -> None:
         torch.cuda.current_stream(slots.device).wait_stream(correction_stream_of(slots.device))
 
 
-def copy_across(source: Tensor, target: Tensor) -> None:
-    """Copy pairs [B, H, n, 2, d] to the same shape across PCIe.
-
-    If both are contiguous, like whole pages, this is one copy; else one copy per row and head, which are contiguous.
-    """
-    if source.is_contiguous() and target.is_contiguous():
-        target.copy_(source, non_blocking=True)
-        return
-    for row in range(source.shape[0]):
-        for head in range(source.shape[1]):
-            target[row, head].copy_(source[row, head], non_blocking=True)
-
-
 class Staging:
     """Two buffers on one device, through which a long prefill copies its pairs to the host, layer by layer.
 
@@ -168,8 +155,8 @@ class Staging:
         staged = stage(k, v, start, host, self.buffer(number, size).view(host.dtype))
         copy.wait_stream(main)
         with torch.cuda.stream(copy):
-            for pairs, (target, _, _) in zip(staged, runs(host, start, start + k.shape[2]), strict=True):
-                copy_across(pairs, target)
+            for piece, run in zip(staged, runs(host, start, start + k.shape[2]), strict=True):
+                send_piece(piece, *run)
         self.copied[number] = copy.record_event()
 
     def buffer(self, number: int, size: int) -> Tensor:
@@ -180,16 +167,29 @@ class Staging:
 
 
 def stage(k: Tensor, v: Tensor, start: int, host: Pages, buffer: Tensor) -> list[Tensor]:
-    """Write the new pairs k, v [B, H, T, d] to `buffer` in the host tier's layout, page by page.
+    """Write the new pairs k, v [1, H, T, d] to `buffer` in the host tier's layout, page by page.
 
-    Returns: a contiguous piece [B, H, n, 2, d or w] for each of the `runs` of the host tier's tokens from `start` on.
+    Returns: a block [1, H, n, 2, d or w] for each of the `runs` of the host tier's tokens from `start` on.
     """
     staged, used = list[Tensor](), 0
-    for target, begin, end in runs(host, start, start + k.shape[2]):
-        pairs = torch.stack([x[:, :, begin - start : end - start] for x in (k, v)], 3)
-        staged.append(buffer[used : used + target.numel()].view(target.shape).copy_(stored(pairs, host)))
-        used += target.numel()
+    for _, begin, end in runs(host, start, start + k.shape[2]):
+        new = torch.stack([x[:, :, begin - start : end - start] for x in (k, v)], 3)
+        pairs = stored(new, host.dtype, host.shape[-1])
+        staged.append(buffer[used : used + pairs.numel()].view(pairs.shape))
+        write(pairs, parts_of(staged[-1]))
+        used += pairs.numel()
     return staged
+
+
+def send_piece(block: Tensor, page: Tensor, begin: int, end: int) -> None:
+    """Copy a staged block [1, H, n, 2, d or w] across PCIe to tokens of a host page: a whole page at once, else the
+    contiguous parts of each head."""
+    if block.shape == page.shape:
+        page.copy_(block, non_blocking=True)
+        return
+    for source, target in zip(parts_of(block), views(page, begin, end), strict=True):
+        for head in range(block.shape[1]):
+            target[0, head].copy_(source[0, head], non_blocking=True)
 
 
 @functools.cache
@@ -216,9 +216,11 @@ def offload(k: Tensor, v: Tensor, padding: Tensor | None, cursor: Tensor, host: 
 
 
 def host_blocks(host: Pages, length: int, size: int, device: torch.device) -> Iterator[tuple[int, Tensor]]:
-    """Yield the host tier's first `length` pairs in blocks [B, H, ≤ size, 2, d] on `device`, with their first tokens.
+    """Yield one row's first `length` host pairs in blocks [1, H, ≤ size, 2, d or w] on `device`, with their first
+    tokens.
 
-    On CUDA, the next block is copied while the caller uses this one.
+    On CUDA the pages of the next block, which are copied whole, arrive while the caller uses this one. size: a multiple
+    of 256.
     """
     starts = range(0, length, size)
     if device.type != "cuda":
@@ -226,25 +228,22 @@ def host_blocks(host: Pages, length: int, size: int, device: torch.device) -> It
             yield first, tokens_of(host, first, min(first + size, length)).to(device)
         return
     main, copy = torch.cuda.current_stream(device), stream_of(device)
-    pair = tokens_of(host, 0, 1).numel()
-    buffers = [torch.empty(min(size, length) * pair, dtype=host.dtype, device=device) for _ in range(2)]
+    count = -(-min(size, length) // PAGE)
+    buffers = [Pages(host.pages.new_empty(count, *host.pages.shape[1:], device=device), torch.arange(count)[None])
+               for _ in range(2)]  # fmt: skip
     for buffer in buffers:
-        buffer.record_stream(copy)
+        buffer.pages.record_stream(copy)
 
-    def load(number: int) -> tuple[list[Tensor], Any]:
-        pieces, used = list[Tensor](), 0
+    def load(number: int) -> Any:
         copy.wait_stream(main)  # the attention to the buffer's last block is already launched
         with torch.cuda.stream(copy):
-            for source, _, _ in runs(host, starts[number], min(starts[number] + size, length)):
-                pieces.append(buffers[number % 2][used : used + source.numel()].view(source.shape))
-                copy_across(source, pieces[-1])
-                used += source.numel()
-        return pieces, copy.record_event()
+            loaded = runs(host, starts[number], min(starts[number] + size, length))
+            for target, (page, _, _) in zip(buffers[number % 2].pages.split(1), loaded, strict=False):
+                target.copy_(page, non_blocking=True)
+        return copy.record_event()
 
     following = load(0) if len(starts) else None
     for number, first in enumerate(starts):
-        assert following is not None
-        pieces, loaded = following
-        following = load(number + 1) if number + 1 < len(starts) else None
+        loaded, following = following, load(number + 1) if number + 1 < len(starts) else None
         main.wait_event(loaded)
-        yield first, torch.cat(pieces, 2) if len(pieces) > 1 else pieces[0]
+        yield first, tokens_of(buffers[number % 2], 0, min(size, length - first))

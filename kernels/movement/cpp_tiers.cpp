@@ -1,6 +1,5 @@
 // The ops of `tier_ops.py` on a CPU: selection of pairs, refill of the slots, writes of new pairs. A pair is bytes here:
-// 2·d elements, key first. In a rounded host tier it has the format of `stored_pairs.py`, and is converted from and to
-// DTYPE.
+// 2·d elements, key first. A rounded host tier has the format of `stored_pairs.py`, converted from and to DTYPE.
 
 #include <algorithm>
 #include <cmath>
@@ -59,17 +58,26 @@ struct Tier {
   int64_t heads, pair, channels;
   const int64_t* cursor;
   int64_t columns, row_heads, ring = 0;
+  // A head's part of a token's page.
+  char* block(int64_t head, int64_t token) const {
+    const int64_t page = cursor[head / row_heads * columns + kTable + token / kPage];
+    return pairs + (page * row_heads + head % row_heads) * kPage * pair;
+  }
+  // A pair, without the scales of a rounded one.
   char* at(int64_t head, int64_t token) const {
     if (ring) return pairs + (head * ring + token % ring) * pair;
-    const int64_t page = cursor[head / row_heads * columns + kTable + token / kPage];
-    return pairs + ((page * row_heads + head % row_heads) * kPage + token % kPage) * pair;
+    return block(head, token) + token % kPage * (pair - scales());
   }
+  char* scales_at(int64_t head, int64_t token) const {
+    return block(head, token) + kPage * (pair - scales()) + token % kPage * scales();
+  }
+  int64_t scales() const { return channels ? 2 * sizeof(float) : 0; }
 };
 
 constexpr float kLargest = 127.0f;
 
-// One key or value of d channels, rounded to `width` bytes, and back.
-void round_to(const DTYPE* from, int64_t d, int64_t width, char* to) {
+// One key or value of d channels, rounded to codes and a scale, and back.
+void round_to(const DTYPE* from, int64_t d, char* to, char* its_scale) {
   float largest = 0.0f;
   bool finite = true;
   for (int64_t i = 0; i < d; ++i) {
@@ -81,12 +89,12 @@ void round_to(const DTYPE* from, int64_t d, int64_t width, char* to) {
   for (int64_t i = 0; i < d; ++i) {
     to[i] = scale > 0.0f ? static_cast<int8_t>(std::nearbyint(static_cast<float>(from[i]) / scale)) : 0;
   }
-  std::memcpy(to + width - sizeof scale, &scale, sizeof scale);
+  std::memcpy(its_scale, &scale, sizeof scale);
 }
 
-void widen(const char* from, int64_t d, int64_t width, DTYPE* to) {
+void widen(const char* from, const char* its_scale, int64_t d, DTYPE* to) {
   float scale;
-  std::memcpy(&scale, from + width - sizeof scale, sizeof scale);
+  std::memcpy(&scale, its_scale, sizeof scale);
   for (int64_t i = 0; i < d; ++i) store(scale * static_cast<int8_t>(from[i]), to + i);
 }
 
@@ -95,14 +103,15 @@ int64_t slot_bytes(const Tier& host) { return host.channels ? 2 * host.channels 
 // Copy a pair of the host tier to a slot.
 void bring(const Tier& host, int64_t head, int64_t token, char* slot) {
   const char* pair = host.at(head, token);
-  const int64_t d = host.channels, width = host.pair / 2;
+  const int64_t d = host.channels, half = (host.pair - host.scales()) / 2;
   if (!d) {
     std::memcpy(slot, pair, host.pair);
     return;
   }
+  const char* scales = host.scales_at(head, token);
   DTYPE* to = reinterpret_cast<DTYPE*>(slot);
-  widen(pair, d, width, to);
-  widen(pair + width, d, width, to + d);
+  widen(pair, scales, d, to);
+  widen(pair + half, scales + sizeof(float), d, to + d);
 }
 
 // Copy one head's selected pairs that its slots lack to its slots; returns their number.
@@ -163,16 +172,16 @@ extern "C" void write_pairs(const char* keys, const char* values, const int64_t*
                             int64_t rows, int64_t heads, int64_t count, int64_t ring, int64_t half, int64_t width,
                             int64_t channels) {
   const Tier tier = {target, rows * heads, 2 * width, channels, cursor, columns, heads, ring};
-  const auto write = [&](const char* from, char* to) {
-    if (channels) round_to(reinterpret_cast<const DTYPE*>(from), channels, width, to);
-    else std::memcpy(to, from, half);
-  };
   for (int64_t head = 0; head < tier.heads; ++head)
     for (int64_t t = 0; t < count; ++t) {
       const int64_t token = cursor[head / heads * columns] + t;
       if (token < 0) continue;  // no token (`cursor.py`)
-      char* pair = tier.at(head, token);
-      write(keys + (head * count + t) * half, pair);
-      write(values + (head * count + t) * half, pair + width);
+      const auto write = [&](const char* from, int64_t value) {
+        char* to = tier.at(head, token) + value * (tier.pair - tier.scales()) / 2;
+        if (!channels) std::memcpy(to, from, half);
+        else round_to(reinterpret_cast<const DTYPE*>(from), channels, to, tier.scales_at(head, token) + value * sizeof(float));
+      };
+      write(keys + (head * count + t) * half, 0);
+      write(values + (head * count + t) * half, 1);
     }
 }

@@ -144,7 +144,7 @@ def offload(k: Tensor, v: Tensor, padding: Tensor | None, cursor: Tensor, host: 
     op."""
     start = length_of(cursor)
     pairs = torch.stack([k, v], dim=3)[:, :, max(0, -start) :]
-    put(host, max(0, start), stored(pairs, host))
+    put(host, max(0, start), stored(pairs, host.dtype, host.shape[-1]))
 
 
 def select_topk(scores: Tensor, selected: Tensor) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from specache_compile.kernels.codes.triton_levels import ROUND
 from specache_compile.kernels.state import stored_pairs
-from specache_compile.kernels.state.triton_cursor import AT_LENGTH, place_in_page
+from specache_compile.kernels.state.triton_cursor import AT_LENGTH, PAGE_TOKENS, place_in_page
 
 LARGEST = tl.constexpr(stored_pairs.LARGEST)
 # Slots per step that are compared with all selected tokens.
@@ -43,7 +43,8 @@ def fetch_missing(
     """One program: a strided part of the KV heads. Pairs that stay keep their slots; the i-th missing pair goes to the
     i-th free slot.
 
-    width: elements of a stored key: d, or the bytes of a ROUNDED key (`stored_pairs.py`), which is widened here.
+    width: elements of a stored key: d, or the bytes of a ROUNDED key and its scale (`stored_pairs.py`), which is
+    widened here.
     SELECTED: k, padded. CHUNK: slots compared per step. COLUMNS: elements of a pair copied per step. Bytes per missing
     pair: the stored pair over PCIe, 4·d written, 16·k for its indices. FLOPs: 2·d per rounded pair; 3·k² comparisons.
     """
@@ -76,18 +77,17 @@ def fetch_missing(
         tl.debug_barrier()  # mark empty slots before writing the indices of filled ones
         tl.store(slot_index + bh * top_k + place, token, missing)
         run = place_in_page(cursor + bh // heads * columns, bh % heads, token, heads, missing)
-        source = host + run * (2 * width)
+        source, scales = stored_at(host, run, width, ROUNDED)
         target = slots + (bh * top_k + place) * pair
         if ROUNDED:  # once per pair: with the columns, scales would be most of the loads over PCIe
-            scales = source.to(tl.pointer_type(tl.float32), bitcast=True) + width // 4 - 1
             key_scale = tl.load(scales, missing, 0.0)
-            value_scale = tl.load(scales + width // 4, missing, 0.0)
+            value_scale = tl.load(scales + 1, missing, 0.0)
         for start in range(0, pair, COLUMNS):
             column = start + tl.arange(0, COLUMNS)
             there = missing[:, None] & (column < pair)[None, :]
             if ROUNDED:
                 is_key = (column < d)[None, :]
-                at = tl.where(column < d, column, column + (width - d))
+                at = column if width == d + 4 else tl.where(column < d, column, column + (width - 4 - d))
                 codes = tl.load(source[:, None] + at[None, :], there, 0)
                 scale = tl.where(is_key, key_scale[:, None], value_scale[:, None])
                 row = (codes.to(tl.float32) * scale).to(slots.dtype.element_ty)
@@ -96,6 +96,22 @@ def fetch_missing(
             tl.store(target[:, None] + column[None, :], row, there)
         moved += tl.sum(missing.to(tl.int64), 0)
     tl.atomic_add(traffic, moved * row_bytes, sem="relaxed")  # read only after the stream has ended
+
+
+@triton.jit
+def stored_at(host, run, width: tl.constexpr, ROUNDED: tl.constexpr):
+    """Return pointers to the elements and to the key's scale of pairs, whose value's scale is the next one.
+
+    run: the pairs' indices among all heads' tokens in pages. Pairs that are not ROUNDED have no scales.
+    """
+    if ROUNDED:
+        block, token = host + run // PAGE_TOKENS * (PAGE_TOKENS * 2 * width), run % PAGE_TOKENS
+        scales = (block + PAGE_TOKENS * 2 * (width - 4)).to(tl.pointer_type(tl.float32), bitcast=True) + 2 * token
+        elements = block + token * (2 * (width - 4))
+    else:
+        elements = host + run * (2 * width)
+        scales = elements
+    return elements, scales
 
 
 @triton.jit
@@ -140,16 +156,15 @@ def write_host(
     key = tl.load(k + new[:, None] * k_strides[2] + channel[None, :], inside, 0.0)
     value = tl.load(v + new[:, None] * v_strides[2] + channel[None, :], inside, 0.0)
     run = place_in_page(cursor + batch * columns, head, token, heads, real)
-    place = host + run[:, None] * (2 * width) + channel[None, :]
+    row, scales = stored_at(host, run, width, ROUNDED)
     if ROUNDED:
-        row = host + run * (2 * width)
-        scales = row.to(tl.pointer_type(tl.float32), bitcast=True) + width // 4 - 1
         key, key_scale = rounded(key)
         value, value_scale = rounded(value)
         tl.store(scales, key_scale, real)
-        tl.store(scales + width // 4, value_scale, real)
+        tl.store(scales + 1, value_scale, real)
+    place = row[:, None] + channel[None, :]
     tl.store(place, key, inside)
-    tl.store(place + width, value, inside)
+    tl.store(place + (width - 4 if ROUNDED else width), value, inside)
 
 
 def gather(

@@ -21,6 +21,7 @@ from torch import Tensor
 from specache_compile.kernels.codes.records import RECORD
 
 from .cursor import CURSOR_SIZE, LOW_BIT, NEXT_LOW_BIT, host_record
+from .stored_pairs import joined, parts_of, write
 
 # Tokens in a page; every capacity is a multiple.
 PAGE = 256
@@ -99,13 +100,18 @@ def write_rows(tier: Tensor, table: Tensor, rows: Tensor, cursor: Tensor) -> Non
 
 
 def runs(pairs: Pages, start: int, stop: int) -> Iterator[tuple[Tensor, int, int]]:
-    """Yield tokens `start` to `stop` of one row as views [1, H, n, 2, d] of one page each, with first and last token
-    + 1."""
+    """Yield the pages [1, H, 256, 2, d] of tokens `start` to `stop` of one row, with the first token and the last one
+    + 1 of each."""
     (table,) = pairs.table.tolist()
     for number in range(start // PAGE, -(-stop // PAGE)):
-        first, page = number * PAGE, table[number]
-        begin, end = max(start, first), min(stop, first + PAGE)
-        yield pairs.pages[page : page + 1, :, begin - first : end - first], begin, end
+        page = table[number]
+        yield pairs.pages[page : page + 1], max(start, number * PAGE), min(stop, (number + 1) * PAGE)
+
+
+def views(page: Tensor, begin: int, end: int) -> list[Tensor]:
+    """Return the parts [1, H, n, ...] of a page's tokens `begin` to `end` of a row (`stored_pairs.parts_of`)."""
+    first = begin // PAGE * PAGE
+    return [part[:, :, begin - first : end - first] for part in parts_of(page)]
 
 
 def rows_of_pages(pairs: Pages) -> Iterator[Pages]:
@@ -115,26 +121,27 @@ def rows_of_pages(pairs: Pages) -> Iterator[Pages]:
 
 
 def tokens_of(pairs: Pages, start: int, stop: int) -> Tensor:
-    """Return tokens `start` to `stop` [B, H, n, 2, d], as a view if one row has them in one page, else as a copy."""
+    """Return tokens `start` to `stop` [B, H, n, 2, d or w], as a view if one row has them in one page, else as a
+    copy."""
     found = []
     for row in rows_of_pages(pairs):
-        views = [view for view, _, _ in runs(row, start, stop)] or [pairs.pages[:1, :, :0]]
-        found.append(views[0] if len(views) == 1 else torch.cat(views, 2))
+        pieces = [views(*run) for run in runs(row, start, stop)] or [views(pairs.pages[:1], 0, 0)]
+        found.append(joined(pieces[0]) if len(pieces) == 1 else torch.cat([joined(piece) for piece in pieces], 2))
     return found[0] if len(found) == 1 else torch.cat(found)
 
 
 def put(pairs: Pages, start: int, new: Tensor) -> None:
-    """Write the pairs `new` [B, H, n, 2, d] to the tokens from `start` on."""
+    """Write the pairs `new` [B, H, n, 2, d or w] to the tokens from `start` on."""
     for row, source in zip(rows_of_pages(pairs), new.split(1), strict=True):
-        for view, begin, end in runs(row, start, start + new.shape[2]):
-            view.copy_(source[:, :, begin - start : end - start])
+        for page, begin, end in runs(row, start, start + new.shape[2]):
+            write(source[:, :, begin - start : end - start], views(page, begin, end))
 
 
 def pairs_at(pairs: Pages, row: Tensor, head: Tensor, token: Tensor, which: int | slice = slice(None)) -> Tensor:
-    """Return the pairs [..., 2, d] of the tokens at integer tensors' indices, on the tier's device.
+    """Return the pairs [..., 2, d or w] of the tokens at integer tensors' indices, on the tier's device.
 
     which: 0 for keys alone, 1 for values alone, [..., d].
     """
     row, head, token = (x.to(pairs.device) for x in (row, head, token))
     page = pairs.table.to(pairs.device)[row, token // PAGE]
-    return pairs.pages[page, head, token % PAGE, which]
+    return joined([part[page, head, token % PAGE, which] for part in parts_of(pairs.pages)])

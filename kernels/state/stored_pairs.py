@@ -3,14 +3,19 @@
 A rounded key or value of d channels has d codes, padding to a multiple of four bytes, and its scale in float32:
 
     int8 [..., 2, w]    c_0 ... c_(d-1), padding, s          x_i = s·c_i,   s = max |x| / 127
+
+A block of a rounded tier, such as a head's part of a page, has the scales of its n tokens behind their codes. So the
+codes of a pair are contiguous and aligned: 256 bytes at d = 128.
+
+    int8 [n, 2, w - 4], then float32 [n, 2]
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
-
-from .page_table import Pages
 
 FP8 = torch.float8_e4m3fn
 ROUNDED, LARGEST = torch.int8, 127
@@ -27,17 +32,39 @@ def rounded_width(head_dim: int) -> int:
     return -(-head_dim // SCALE.itemsize) * SCALE.itemsize + SCALE.itemsize
 
 
-def stored(pairs: Tensor, target: Tensor | Pages) -> Tensor:
-    """Return pairs [..., 2, d] in the format of `target`: unchanged, or rounded [..., 2, w].
+def parts_of(blocks: Tensor) -> tuple[Tensor, ...]:
+    """Return the views of blocks [..., n, 2, d or w] that have a contiguous row for each token: the pairs, or codes
+    [..., n, 2, w - 4] and scales int8 [..., n, 2, 4]."""
+    if blocks.dtype != ROUNDED:
+        return (blocks,)
+    *several, tokens, both, width = blocks.shape
+    edge = tokens * both * (width - SCALE.itemsize)
+    codes, scales = blocks.view(*several, -1).tensor_split([edge], -1)
+    return codes.unflatten(-1, (tokens, both, -1)), scales.unflatten(-1, (tokens, both, SCALE.itemsize))
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """Return pairs [..., 2, d or w] from their parts, as a view of a single part."""
+    return parts[0] if len(parts) == 1 else torch.cat([*parts], -1)
+
+
+def write(pairs: Tensor, parts: Sequence[Tensor]) -> None:
+    """Copy pairs [..., 2, d or w] to these parts."""
+    for part, piece in zip(parts, pairs.split([part.shape[-1] for part in parts], -1), strict=True):
+        part.copy_(piece)
+
+
+def stored(pairs: Tensor, dtype: torch.dtype, width: int) -> Tensor:
+    """Return pairs [..., 2, d] in a tier's format: unchanged, or rounded [..., 2, width].
 
     An element that is not finite makes its whole vector not finite.
     """
-    if target.dtype != ROUNDED:
+    if dtype != ROUNDED:
         return pairs
     exact = pairs.float()
     scale = exact.abs().amax(-1, keepdim=True) / LARGEST
     codes = (exact / scale).nan_to_num(0.0).round()
-    rows = codes.new_zeros((*pairs.shape[:-1], target.shape[-1]), dtype=ROUNDED)
+    rows = codes.new_zeros((*pairs.shape[:-1], width), dtype=ROUNDED)
     rows[..., : pairs.shape[-1]] = codes.to(ROUNDED)
     rows[..., -SCALE.itemsize :] = scale.view(ROUNDED)
     return rows

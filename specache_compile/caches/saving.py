@@ -26,6 +26,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 from specache_compile.compile.compiled_options import required_options
 from specache_compile.errors import OptionError, SpecacheError, first_line, split_session
 from specache_compile.kernels.state.page_table import PAGE
+from specache_compile.kernels.state.stored_pairs import parts_of
 from specache_compile.methods import every_method
 from specache_compile.methods.field import LayerShape, LayerState
 from specache_compile.model_key import PrefillKey, prefill_key
@@ -40,7 +41,7 @@ from specache_compile.runtime.tiers import Tiers
 
 from .holding import set_model
 
-FORMAT = 5
+FORMAT = 6
 HEADER = "session.pt"
 # Options of the model, not of the cache: how its graphs run, and this machine's memory.
 OF_THE_MODEL = ("lowering", "mode", "host_memory", "speculate")
@@ -269,7 +270,8 @@ def whole(tiers: Tiers, site: int, lengths: Sequence[int]) -> LayerState:
         for length in lengths:
             last += pages_for(length)
             if length % PAGE:
-                found[last, :, -(-(length % PAGE) // each) :] = 0
+                for part in parts_of(found):
+                    part[last, :, -(-(length % PAGE) // each) :] = 0
     return state
 
 
