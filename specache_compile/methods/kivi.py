@@ -39,8 +39,8 @@ class KiviOptions(LowBitOptions):
     )  # fmt: skip
     skip_below: float = option(
         0.0, accepting(
-            lambda weight: type(weight) in (int, float) and 0 <= weight < 1,
-            "accepted is a number from 0 to below 1, such as 1e-4",
+            lambda weight: type(weight) in (int, float) and 0 <= weight <= 0.01,
+            "accepted is a number from 0 to 0.01, such as 1e-4",
         ),
         "skip the low-bit values of 64 tokens whose attention weights are all below this number, such as 1e-4. The "
         "weights left out sum to less than this number times the tokens. 0: skip nothing",

@@ -46,6 +46,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"sink_tokens": 64, "group_size": 32, "residual_length": 8},
         r"sink_tokens=64: more than the window of 40 tokens \(residual_length 8 \+ group_size 32\). Pass fewer",
     ),
+    ({"skip_below": 0.1}, "skip_below=0.1: accepted is a number from 0 to 0.01"),
     ({"host_bits": 4}, "host_bits=4: accepted are 16, 8, 'auto'"),
     ({"host_bits": 8, "verify": 16}, "verification needs exact pairs. Pass host_bits=16"),
     ({"host_bits": 8, "bits": 16}, "pairs must be exact. Pass host_bits=16"),
