@@ -182,8 +182,10 @@ def stage(k: Tensor, v: Tensor, start: int, host: Pages, buffer: Tensor) -> list
 
 
 def send_piece(block: Tensor, page: Tensor, begin: int, end: int) -> None:
-    """Copy a staged block [1, H, n, 2, d or w] across PCIe to tokens of a host page: a whole page at once, else the
-    contiguous parts of each head."""
+    """Copy a staged block [1, H, n, 2, d or w] across PCIe to tokens of a host page.
+
+    A whole page is one copy. Otherwise each head's parts are copied, which are contiguous.
+    """
     if block.shape == page.shape:
         page.copy_(block, non_blocking=True)
         return

@@ -33,8 +33,10 @@ def rounded_width(head_dim: int) -> int:
 
 
 def parts_of(blocks: Tensor) -> tuple[Tensor, ...]:
-    """Return the views of blocks [..., n, 2, d or w] that have a contiguous row for each token: the pairs, or codes
-    [..., n, 2, w - 4] and scales int8 [..., n, 2, 4]."""
+    """Return views of blocks [..., n, 2, d or w], which have a contiguous row for each token.
+
+    They are the pairs, or the codes [..., n, 2, w - 4] and the scales' bytes [..., n, 2, 4].
+    """
     if blocks.dtype != ROUNDED:
         return (blocks,)
     *several, tokens, both, width = blocks.shape
