@@ -14,12 +14,13 @@ from typing import Any
 
 import pytest
 import torch
-from decode_step import Case, expected_of, make_mask, make_step, output, reference
+from decode_step import Case, Step, expected_of, make_mask, make_step, output, reference
 from implementations import GPU, KINDS, WAYS, Ops, Way
+from record_fixture import in_pages
 from torch import Tensor
 
 import pairwise
-from held_tiers import adjacent, cursor_over, in_pages
+from held_tiers import adjacent, cursor_over
 from specache_compile.kernels.attention.attention_ops import BLOCK
 from specache_compile.kernels.state.page_table import LOW_BIT_TIER
 
@@ -79,28 +80,27 @@ HALF = [Case(dtype=torch.float16), replace(IN_TRELLIS, dtype=torch.float16, mask
 TRITON = [*CASES, *HALF, Case(heads=1, length=1000), replace(IN_TRELLIS, heads=1, length=1000, rotate=False)]
 
 
-def check(way: Way, case: Case, close: dict[str, float]) -> None:
-    step = make_step(case)
+def check(way: Way, step: Step, close: dict[str, float], close_scores: dict[str, float] | None = None) -> None:
     out, scores = step.run(way)
     expected, expected_scores = expected_of(step, way.in_halves)
-    assert out.dtype == case.dtype
+    assert (out.dtype, scores.dtype) == (step.case.dtype, torch.float32)
     assert out.is_contiguous()
     torch.testing.assert_close(out.double(), expected, **close)
-    torch.testing.assert_close(scores.double(), expected_scores, **close)
+    torch.testing.assert_close(scores.double(), expected_scores, **(close_scores or close))
     assert torch.equal(scores == -1, expected_scores == -1)
 
 
 @pytest.mark.parametrize("way", ON_CPU, ids=str)
 @pytest.mark.parametrize("case", [*CASES, *LONG], ids=str)
 def test_output_and_scores_are_the_references(way: Way, case: Case) -> None:
-    check(way, case, CLOSE)
+    check(way, make_step(case), CLOSE)
 
 
 @pytest.mark.pairwise(1)
 @pytest.mark.parametrize("way", ON_GPU, ids=str)
 @pytest.mark.parametrize("case", TRITON, ids=str)
 def test_tritons_output_and_scores_are_the_references(way: Way, case: Case) -> None:
-    check(way, case, TOLERANCE[case.dtype])
+    check(way, make_step(case), TOLERANCE[case.dtype])
 
 
 @pytest.fixture
@@ -127,7 +127,7 @@ def bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     ids=str,
 )
 def test_triton_in_bfloat16(way: Way, case: Case) -> None:
-    check(way, case, TOLERANCE[torch.bfloat16])
+    check(way, make_step(case), TOLERANCE[torch.bfloat16])
 
 
 def test_a_slot_of_a_token_still_in_the_recent_tier_is_not_read(way: Way) -> None:
@@ -147,12 +147,8 @@ def test_large_numbers_do_not_overflow(way: Way, size: float, sink: float) -> No
     assert step.sinks is not None
     step.q *= size
     step.sinks += sink
-    out, scores = step.run(way)
-    expected, expected_scores = expected_of(step, way.in_halves)
     # Logits of a few thousand have a float32 error of about 1e-3, which is the weights' relative error.
-    close = {"rtol": 2e-2, "atol": 2e-2} if size > 1 else CLOSE
-    torch.testing.assert_close(out.double(), expected, **close)
-    torch.testing.assert_close(scores.double(), expected_scores, **close)
+    check(way, step, {"rtol": 2e-2, "atol": 2e-2} if size > 1 else CLOSE)
 
 
 @pytest.mark.parametrize("way", ON_CPU, ids=str)
@@ -161,11 +157,7 @@ def test_large_numbers_do_not_overflow(way: Way, size: float, sink: float) -> No
 def test_half_precision_inputs_cost_one_rounding_of_the_output(way: Way, bits: int, dtype: torch.dtype) -> None:
     """Sums are float32, and the reference has the same rounded inputs, so half an ulp of the output's dtype remains."""
     step = make_step(Case(dtype=dtype, bits=bits, mask="padding", sinks=True, head_dim=64))
-    out, scores = step.run(way)
-    expected, expected_scores = expected_of(step, way.in_halves)
-    assert (out.dtype, scores.dtype) == (dtype, torch.float32)
-    torch.testing.assert_close(out.double(), expected, rtol=torch.finfo(dtype).eps / 2 + 1e-4, atol=2e-5)
-    torch.testing.assert_close(scores.double(), expected_scores, **CLOSE)
+    check(way, step, {"rtol": torch.finfo(dtype).eps / 2 + 1e-4, "atol": 2e-5}, CLOSE)
 
 
 @pytest.mark.parametrize("way", ON_CPU, ids=str)
@@ -279,10 +271,10 @@ def test_extend_is_the_references(ops: Ops, case: Extend) -> None:
     if given is not None:  # Hugging Face's masks are causal themselves
         causal_too = given & causal if given.dtype == torch.bool else given.masked_fill(~causal, -math.inf)
         given = causal_too[..., : length + tokens]
-    pages = in_pages(host)
+    table = 1 + torch.randperm(host.shape[2] // 256 * batch, generator=generator).view(batch, -1)
     keys, values = torch.cat([host[:, :, :length, 0], k], 2), torch.cat([host[:, :, :length, 1], v], 2)
     expected = output(reference(q, keys, given, causal, sink, softcap), values)
-    out = extended(ops, q, k, v, given, sink, cursor_over(pages.table, length), pages.pages, softcap)
+    out = extended(ops, q, k, v, given, sink, cursor_over(table, length), in_pages(host, table), softcap)
     # torch's kernel rounds weights too.
     eps, roundings = torch.finfo(dtype).eps, 0.5 if ops.kind == "definition" else 2
     rounding = {"rtol": roundings * eps + 1e-4, "atol": 2e-5 + (roundings > 1) * eps}
@@ -374,13 +366,9 @@ def before_no_mans_land(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("head_dim", [16, 64, 80])
 def test_nothing_past_a_full_tier_is_read(way: Way, head_dim: int, bits: int) -> None:
     """The kernel reads whole vectors of codes; a read past the last one ends the process."""
-    case = Case(length=256, residual=0, head_dim=head_dim, bits=bits)
-    step = make_step(case)
+    step = make_step(Case(length=256, residual=0, head_dim=head_dim, bits=bits))
     for name in LOW_BIT_TIER:
         kept = step.state[name][:-1]  # without the last page of the last row, which has no tokens
         step.state[name] = before_no_mans_land(kept.contiguous()) if kept.numel() else kept
     step.cursor[-1, -1] = 0
-    expected, expected_scores = expected_of(make_step(case), way.in_halves)
-    out, scores = step.run(way)
-    torch.testing.assert_close(out.double(), expected, **CLOSE)
-    torch.testing.assert_close(scores.double(), expected_scores, **CLOSE)
+    check(way, step, CLOSE)
