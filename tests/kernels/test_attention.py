@@ -8,7 +8,7 @@ import math
 import mmap
 import random
 import sys
-from dataclasses import astuple, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -203,33 +203,22 @@ def test_what_is_left_is_normalised_however_little_it_is(way: Way) -> None:
 # Chunked prefill: exact attention over the host tier
 
 
-@dataclass(frozen=True)
-class Extend:
-    """Shapes of a chunked prefill of `tokens` new tokens after `length` cached ones."""
-
-    length: int = 100
-    tokens: int = 12
-    mask: str = "none"
-    batch: int = 2
-    heads: int = 2
-    ratio: int = 2
-    head_dim: int = 16
-    softcap: float | None = None
-    sinks: bool = False
-    dtype: torch.dtype = torch.float32
+def extend(length: int = 100, tokens: int = 12, mask: str = "none", **changes: Any) -> Case:
+    """Return the shapes of a chunked prefill of `tokens` new tokens after `length` cached ones."""
+    return Case(length=length, lanes=tokens, mask=mask, **changes)
 
 
 EXTENDS = (
-    *(Extend(length, tokens) for length in (0, 1, 100) for tokens in (1, 2, 37)),
-    *(Extend(BLOCK * blocks + more, 9, mask) for blocks, more in ((1, -1), (1, 0), (1, 1), (2, 5))
+    *(extend(length, tokens) for length in (0, 1, 100) for tokens in (1, 2, 37)),
+    *(extend(BLOCK * blocks + more, 9, mask) for blocks, more in ((1, -1), (1, 0), (1, 1), (2, 5))
       for mask in ("none", "padding", "additive float32")),
-    *(Extend(mask=mask, batch=3) for mask in MASKS if mask not in ("padding each lane", "longer than the cache")),
-    *(Extend(70, 5, ratio=ratio, head_dim=head_dim) for ratio in (1, 2, 4) for head_dim in (16, 64, 80, 96)),
-    *(Extend(70, 5, mask, softcap=softcap, sinks=sinks) for mask in ("none", "padding")
+    *(extend(mask=mask, batch=3) for mask in MASKS if mask not in ("padding each lane", "longer than the cache")),
+    *(extend(70, 5, ratio=ratio, head_dim=head_dim) for ratio in (1, 2, 4) for head_dim in (16, 64, 80, 96)),
+    *(extend(70, 5, mask, softcap=softcap, sinks=sinks) for mask in ("none", "padding")
       for softcap, sinks in ((None, True), (2.0, False), (2.0, True))),
-    *(Extend(mask="padding", sinks=True, dtype=dtype) for dtype in (torch.bfloat16, torch.float16)),
+    *(extend(mask="padding", sinks=True, dtype=dtype) for dtype in (torch.bfloat16, torch.float16)),
     # Left padding causes rows that see nothing: a chunk's padded queries see no key.
-    *(Extend(length, 4, "nothing is seen") for length in (0, 100)),
+    *(extend(length, 4, "nothing is seen") for length in (0, 100)),
 )  # fmt: skip
 
 
@@ -252,8 +241,9 @@ def extended(
 
 
 @pytest.mark.parametrize("case", EXTENDS, ids=str)
-def test_extend_is_the_references(ops: Ops, case: Extend) -> None:
-    length, tokens, mask, batch, heads, ratio, head_dim, softcap, sinks, dtype = astuple(case)
+def test_extend_is_the_references(ops: Ops, case: Case) -> None:
+    length, tokens, batch, heads, ratio = case.length, case.lanes, case.batch, case.heads, case.ratio
+    head_dim, softcap, dtype = case.head_dim, case.softcap, case.dtype
     if ops.kind == "triton" and GPU.type == "cpu" and (dtype == torch.bfloat16 or length > 500):
         pytest.skip("the interpreter is slow, and multiplies bfloat16 as integers")
     generator = torch.Generator().manual_seed(0)
@@ -265,9 +255,9 @@ def test_extend_is_the_references(ops: Ops, case: Extend) -> None:
     host[:, :, :length] = normal(batch, heads, length, 2, head_dim)
     # Of any strides.
     q, k, v = (normal(batch, n, head_dim, tokens).mT for n in (heads * ratio, heads, heads))
-    sink = normal(heads * ratio) if sinks else None
+    sink = normal(heads * ratio) if case.sinks else None
     causal = torch.ones(tokens, length + tokens, dtype=torch.bool).tril(length)
-    given = make_mask(mask, batch, heads * ratio, tokens, length, tokens, generator)
+    given = make_mask(case.mask, batch, heads * ratio, tokens, length, tokens, generator)
     if given is not None:  # Hugging Face's masks are causal themselves
         causal_too = given & causal if given.dtype == torch.bool else given.masked_fill(~causal, -math.inf)
         given = causal_too[..., : length + tokens]

@@ -118,18 +118,10 @@ EXPORTED cudaError_t cudaGetDeviceProperties(cudaDeviceProp *p, int which) {
   p->reservedSharedMemPerBlock = 1024;
   p->regsPerBlock = p->regsPerMultiprocessor = REGISTERS;
   p->warpSize = 32;
-  p->maxThreadsPerBlock = p->maxThreadsDim[0] = p->maxThreadsDim[1] = MOST_THREADS;
-  p->maxThreadsDim[2] = 64;
-  p->maxGridSize[0] = INT32_MAX;
-  p->maxGridSize[1] = p->maxGridSize[2] = MOST_BLOCKS_YZ;
+  p->maxThreadsPerBlock = MOST_THREADS;
   p->maxThreadsPerMultiProcessor = m.threads_per_processor;
   p->l2CacheSize = m.l2_bytes;
   p->memoryBusWidth = m.memory_bits;
-  p->asyncEngineCount = 3;
-  p->canMapHostMemory = p->concurrentKernels = p->unifiedAddressing = p->streamPrioritiesSupported = 1;
-  p->managedMemory = p->canUseHostPointerForRegisteredMem = p->hostRegisterSupported = 1;
-  p->cooperativeLaunch = p->memoryPoolsSupported = 1;
-  p->clusterLaunch = m.major >= 9;
   p->pciBusID = 1 + which;
   return cudaSuccess;
 }
