@@ -65,6 +65,7 @@ LONG_ROPE = {
 }  # fmt: skip
 # Its frequencies change above the model's length (144 tokens below), which only tests that compare caches may exceed.
 DYNAMIC_ROPE = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+DYNAMIC = {"rope_parameters": DYNAMIC_ROPE, "max_position_embeddings": 144}
 GRANITE = {"attention_multiplier": 0.15, "embedding_multiplier": 2.0, "residual_multiplier": 0.7, "logits_scaling": 1.5}
 EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 GROUPED_EXPERTS = {
@@ -83,6 +84,10 @@ MAMBA = {
     "mamba_d_state": 16, "mamba_d_head": 16, "mamba_n_heads": 8, "mamba_expand": 2, "mamba_d_ssm": 128,
     "mamba_n_groups": 1, "mamba_chunk_size": 16,
 }  # fmt: skip
+GRANITE_HYBRID = {**EXPERTS, **MAMBA, "layer_types": ["mamba", "attention"], "shared_intermediate_size": 32}
+CONVOLUTION = {"layer_types": ["conv", "full_attention"]}
+MINIMAX = {**EXPERTS, "layer_types": ["full_attention", "linear_attention"], "block_size": 16}
+ROBERTA = {"is_decoder": True, "type_vocab_size": 1}
 ZAMBA = {
     "layers_block_type": ["mamba", "hybrid"], "num_mem_blocks": 1, "attention_head_dim": 32,
     "attention_hidden_size": 128, "adapter_rank": 8, "mamba_d_state": 16, "mamba_headdim": 16, "n_mamba_heads": 8,
@@ -125,13 +130,7 @@ FAMILIES = (
     Family("llama 2", "LlamaConfig", {"num_key_value_heads": 4}),
     Family("llama 3", "LlamaConfig", {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}),
     Family("llama 3.x", "LlamaConfig", {"rope_parameters": LLAMA3_ROPE}, note="llama3 rope scaling"),
-    Family(
-        "llama, dynamic rope",
-        "LlamaConfig",
-        {"rope_parameters": DYNAMIC_ROPE, "max_position_embeddings": 144},
-        lanes=1,
-        note="its rotary table is a graph break",
-    ),
+    Family("llama, dynamic rope", "LlamaConfig", DYNAMIC, lanes=1, note="its rotary table is a graph break"),
     Family("llama, eager attention", "LlamaConfig", {"attn_implementation": "eager"}),
     Family("mistral", "MistralConfig", {"sliding_window": None}, note="v0.2 and later"),
     Family("mistral, sliding", "MistralConfig", {"sliding_window": WINDOW}, 0, 2, 1, "v0.1: " + SLIDING),
@@ -174,9 +173,7 @@ FAMILIES = (
     Family("gpt_bigcode", "GPTBigCodeConfig", {"n_inner": 96}, note="one KV head"),
     Family("biogpt", "BioGptConfig"),
     Family("gptj", "GPTJConfig", {"rotary_dim": 8}, lanes=1),
-    Family(
-        "roberta", "RobertaConfig", {"is_decoder": True, "type_vocab_size": 1}, note="token types gathered by positions"
-    ),
+    Family("roberta", "RobertaConfig", ROBERTA, note="token types gathered by positions"),
     Family("codegen", "CodeGenConfig", {"rotary_dim": 8}, lanes=1, note="its mask is scaled with its scores"),
     Family("falcon, alibi", "FalconConfig", {"alibi": True, "head_dim": LEFT_OUT}, lanes=1),
     Family("llama4_text", "Llama4TextConfig", LLAMA4, lanes=1),
@@ -192,34 +189,14 @@ FAMILIES = (
     Family("qwen3_5_moe_text", "Qwen3_5MoeTextConfig", {**LINEAR, **SHARED_EXPERT}, 1, lanes=1, note=HYBRID),
     Family("qwen3_next", "Qwen3NextConfig", {**LINEAR, **SHARED_EXPERT}, 1, lanes=1, note=HYBRID),
     Family("olmo_hybrid", "OlmoHybridConfig", LINEAR, 1, lanes=1, note=HYBRID),
-    Family("lfm2", "Lfm2Config", {"layer_types": ["conv", "full_attention"]}, 1, lanes=1, note=HYBRID),
+    Family("lfm2", "Lfm2Config", CONVOLUTION, 1, lanes=1, note=HYBRID),
     Family("falcon_h1", "FalconH1Config", MAMBA, lanes=1, note="hybrid: each layer has both"),
     Family("zamba2", "Zamba2Config", ZAMBA, 1, lanes=1, note=NO_POSITIONS),
-    Family(
-        "granitemoehybrid",
-        "GraniteMoeHybridConfig",
-        {**EXPERTS, **MAMBA, "layer_types": ["mamba", "attention"], "shared_intermediate_size": 32},
-        1,
-        lanes=1,
-        note=NO_POSITIONS,
-    ),
+    Family("granitemoehybrid", "GraniteMoeHybridConfig", GRANITE_HYBRID, 1, lanes=1, note=NO_POSITIONS),
     Family("nemotron_h", "NemotronHConfig", NEMOTRON, 1, lanes=1, note=NO_POSITIONS),
     Family("jamba", "JambaConfig", JAMBA, 1, lanes=1, note=NO_POSITIONS),
     Family("bamba", "BambaConfig", {**MAMBA, "attn_layer_indices": [1], "head_dim": LEFT_OUT}, 1, lanes=1, note=HYBRID),
-    Family(
-        "lfm2_moe",
-        "Lfm2MoeConfig",
-        {**EXPERTS, "layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
-        1,
-        lanes=1,
-        note=HYBRID,
-    ),
-    Family(
-        "minimax",
-        "MiniMaxConfig",
-        {**EXPERTS, "layer_types": ["full_attention", "linear_attention"], "block_size": 16},
-        1,
-        note=HYBRID + "; its cache is of a class of its own",
-    ),
+    Family("lfm2_moe", "Lfm2MoeConfig", {**EXPERTS, **CONVOLUTION, "num_dense_layers": 1}, 1, lanes=1, note=HYBRID),
+    Family("minimax", "MiniMaxConfig", MINIMAX, 1, note=HYBRID + "; its cache is of a class of its own"),
 )
 BY_NAME = {family.name: family for family in FAMILIES}

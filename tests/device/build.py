@@ -1,7 +1,7 @@
-"""The simulated device's two libraries, built once per version of their sources and of torch.
+"""The simulated device's library, built once per version of its sources and of torch.
 
-`libcuda.so.1` is driver and runtime; `aten_on_cpu.so` runs aten's ops. A compiler and what pip has installed
-are enough: the wheels of torch's CUDA build and of Triton contain CUDA's headers.
+`libcuda.so.1` is driver and runtime. A compiler and what pip has installed are enough: the wheels of torch's CUDA
+build and of Triton contain CUDA's headers.
 """
 
 from __future__ import annotations
@@ -59,30 +59,19 @@ def fingerprint() -> str:
     return state.hexdigest()[:16]
 
 
-def compile_library(sources: list[Path], out: Path, *options: str) -> None:
-    torch = folder_of("torch")
-    includes = (
-        torch / "include",
-        torch / "include/torch/csrc/api/include",
-        torch.parent / "nvidia/cu13/include",
-        folder_of("triton") / "backends/nvidia/include",  # CUDA's crt/, which none of torch's wheels has
-    )
-    command = [compiler(), *OPTIONS, *(f"-I{folder}" for folder in includes), *map(str, sources), "-o", str(out)]
-    done = subprocess.run([*command, *options], capture_output=True, text=True)
-    if done.returncode:
-        raise Unusable(f"{out.name} cannot be compiled:\n{done.stderr}")
-
-
 def build(folder: Path) -> None:
-    compile_library(DRIVER, folder / "libcuda.so.1", "-Wl,-soname,libcuda.so.1", "-ldl", "-lpthread")
-    libraries = folder_of("torch") / "lib"
-    linked = [f"-l{name}" for name in ("torch", "torch_cpu", "torch_cuda", "c10", "c10_cuda")]
-    options = [f"-L{libraries}", *linked, f"-Wl,-rpath,{libraries}"]
-    compile_library([SOURCES / "aten_on_cpu.cpp"], folder / "aten_on_cpu.so", *options)
+    packages = folder_of("torch").parent
+    # The second folder has CUDA's crt/, which none of torch's wheels has.
+    includes = (packages / "nvidia/cu13/include", folder_of("triton") / "backends/nvidia/include")
+    command = [compiler(), *OPTIONS, *(f"-I{include}" for include in includes), *map(str, DRIVER)]
+    command += ["-o", str(folder / "libcuda.so.1"), "-Wl,-soname,libcuda.so.1", "-ldl", "-lpthread"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise Unusable(f"libcuda.so.1 cannot be compiled:\n{done.stderr}")
 
 
-def built_libraries() -> Path:
-    """Return the folder with both libraries, and build them if they do not exist."""
+def built_library() -> Path:
+    """Return the folder with the library, and build it if it does not exist."""
     check_versions()
     folder = BUILT / fingerprint()
     if not folder.exists():

@@ -11,7 +11,7 @@ import os
 import sys
 from pathlib import Path
 
-from build import BUILT, Unusable, built_libraries
+from build import BUILT, Unusable, built_library
 
 HOOKS = Path(__file__).parent / "hooks"
 
@@ -30,15 +30,14 @@ def before(folder: object, name: str) -> str:
     return os.pathsep.join(filter(None, [str(folder), os.environ.get(name)]))
 
 
-def environment(given: argparse.Namespace, libraries: Path) -> dict[str, str]:
+def environment(given: argparse.Namespace, library: Path) -> dict[str, str]:
     return {
         **os.environ,
         "SIMULATED_DEVICE": given.device,
         "SIMULATED_DEVICES": str(given.devices),
         "SIMULATED_SCHEDULE": given.schedule,
-        "SIMULATED_ATEN": str(libraries / "aten_on_cpu.so"),
-        "LD_PRELOAD": before(libraries / "libcuda.so.1", "LD_PRELOAD"),
-        "TRITON_LIBCUDA_PATH": str(libraries),
+        "LD_PRELOAD": before(library / "libcuda.so.1", "LD_PRELOAD"),
+        "TRITON_LIBCUDA_PATH": str(library),
         "PYTHONPATH": before(HOOKS, "PYTHONPATH"),
         "PATH": before(Path(sys.executable).parent, "PATH"),
         # Compiled kernels of simulated devices have a separate cache, and compile in this process.
@@ -51,10 +50,10 @@ def environment(given: argparse.Namespace, libraries: Path) -> dict[str, str]:
 def main(arguments: list[str]) -> None:
     given = parsed(arguments)
     try:
-        libraries = built_libraries()
+        library = built_library()
     except Unusable as error:
         sys.exit(f"no simulated device: {error}")
-    os.execvpe(given.command[0], given.command, environment(given, libraries))
+    os.execvpe(given.command[0], given.command, environment(given, library))
 
 
 if __name__ == "__main__":

@@ -65,17 +65,9 @@ def step(capacity: int, options: SpecacheOptions, length: int) -> None:
     q = torch.randn(1, QUERY_HEADS, LANES, D, device=CUDA)
     k, v = torch.randn(2, 1, HEADS, LANES, D, device=CUDA)
     mask = torch.ones(1, 1, LANES, length + LANES + capacity // 256, dtype=torch.bool, device=CUDA)
-    slots = state["slots"], state["slot_index"]
-    read = [state[name] for name in StoredTiers._fields], options.layout, D**-0.5, None
-    triton_append.append(
-        k[:, :, :1],
-        v[:, :, :1],
-        None,
-        cursor,
-        *(state[name] for name in StoredTiers._fields),
-        *options.layout,
-        options.zero_point,
-    )
+    slots, tiers = (state["slots"], state["slot_index"]), [state[name] for name in StoredTiers._fields]
+    read = tiers, options.layout, D**-0.5, None
+    triton_append.append(k[:, :, :1], v[:, :, :1], None, cursor, *tiers, *options.layout, options.zero_point)
     triton_scored.decode_attention(q, k, v, mask, None, cursor, *slots, *read)
     logits, base, scores = triton_scored.score_low_bit(q, k, v, mask, None, cursor, *read)
     triton_scored.attend_scored(q, k, v, mask, None, cursor, logits, base, slots[1], *slots, *read)

@@ -29,16 +29,3 @@ def test_every_access_of_two_steps_is_ordered(explained: sc.Explanation) -> None
 def test_every_access_is_ordered_under_other_options(options: dict) -> None:
     other = sc.explain(tiny_llama(), prompt_length=200, options=options)
     assert check_order(schedule_of(other.graphs["decode"])) == []
-
-
-@pytest.mark.parametrize("kind", ["wait", "launch"])
-def test_no_edge_of_these_kinds_can_be_spared(explained: sc.Explanation, kind: str) -> None:
-    dag = schedule_of(explained.graphs["decode"])
-    edges = [(a, b) for a, b, k in dag.edges(data="kind") if k == kind and dag.nodes[b]["op"] != "offload"]
-    assert edges
-    for edge in edges:
-        fewer = dag.copy()
-        fewer.remove_edge(*edge)
-        # A launch whose neighbour on the copy stream was issued at the same place is ordered by that one too.
-        if not nx.has_path(fewer, *edge):
-            assert check_order(fewer), edge

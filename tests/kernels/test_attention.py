@@ -8,18 +8,19 @@ import math
 import mmap
 import random
 import sys
-from dataclasses import astuple, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from decode_step import Case, expected_of, make_mask, make_step, output, reference
+from decode_step import Case, Step, expected_of, make_mask, make_step, output, reference
 from implementations import GPU, KINDS, WAYS, Ops, Way
+from record_fixture import in_pages
 from torch import Tensor
 
 import pairwise
-from held_tiers import adjacent, cursor_over, in_pages
+from held_tiers import adjacent, cursor_over
 from specache_compile.kernels.attention.attention_ops import BLOCK
 from specache_compile.kernels.state.page_table import LOW_BIT_TIER
 
@@ -79,28 +80,27 @@ HALF = [Case(dtype=torch.float16), replace(IN_TRELLIS, dtype=torch.float16, mask
 TRITON = [*CASES, *HALF, Case(heads=1, length=1000), replace(IN_TRELLIS, heads=1, length=1000, rotate=False)]
 
 
-def check(way: Way, case: Case, close: dict[str, float]) -> None:
-    step = make_step(case)
+def check(way: Way, step: Step, close: dict[str, float], close_scores: dict[str, float] | None = None) -> None:
     out, scores = step.run(way)
     expected, expected_scores = expected_of(step, way.in_halves)
-    assert out.dtype == case.dtype
+    assert (out.dtype, scores.dtype) == (step.case.dtype, torch.float32)
     assert out.is_contiguous()
     torch.testing.assert_close(out.double(), expected, **close)
-    torch.testing.assert_close(scores.double(), expected_scores, **close)
+    torch.testing.assert_close(scores.double(), expected_scores, **(close_scores or close))
     assert torch.equal(scores == -1, expected_scores == -1)
 
 
 @pytest.mark.parametrize("way", ON_CPU, ids=str)
 @pytest.mark.parametrize("case", [*CASES, *LONG], ids=str)
 def test_output_and_scores_are_the_references(way: Way, case: Case) -> None:
-    check(way, case, CLOSE)
+    check(way, make_step(case), CLOSE)
 
 
 @pytest.mark.pairwise(1)
 @pytest.mark.parametrize("way", ON_GPU, ids=str)
 @pytest.mark.parametrize("case", TRITON, ids=str)
 def test_tritons_output_and_scores_are_the_references(way: Way, case: Case) -> None:
-    check(way, case, TOLERANCE[case.dtype])
+    check(way, make_step(case), TOLERANCE[case.dtype])
 
 
 @pytest.fixture
@@ -127,7 +127,7 @@ def bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     ids=str,
 )
 def test_triton_in_bfloat16(way: Way, case: Case) -> None:
-    check(way, case, TOLERANCE[torch.bfloat16])
+    check(way, make_step(case), TOLERANCE[torch.bfloat16])
 
 
 def test_a_slot_of_a_token_still_in_the_recent_tier_is_not_read(way: Way) -> None:
@@ -147,12 +147,8 @@ def test_large_numbers_do_not_overflow(way: Way, size: float, sink: float) -> No
     assert step.sinks is not None
     step.q *= size
     step.sinks += sink
-    out, scores = step.run(way)
-    expected, expected_scores = expected_of(step, way.in_halves)
     # Logits of a few thousand have a float32 error of about 1e-3, which is the weights' relative error.
-    close = {"rtol": 2e-2, "atol": 2e-2} if size > 1 else CLOSE
-    torch.testing.assert_close(out.double(), expected, **close)
-    torch.testing.assert_close(scores.double(), expected_scores, **close)
+    check(way, step, {"rtol": 2e-2, "atol": 2e-2} if size > 1 else CLOSE)
 
 
 @pytest.mark.parametrize("way", ON_CPU, ids=str)
@@ -161,11 +157,7 @@ def test_large_numbers_do_not_overflow(way: Way, size: float, sink: float) -> No
 def test_half_precision_inputs_cost_one_rounding_of_the_output(way: Way, bits: int, dtype: torch.dtype) -> None:
     """Sums are float32, and the reference has the same rounded inputs, so half an ulp of the output's dtype remains."""
     step = make_step(Case(dtype=dtype, bits=bits, mask="padding", sinks=True, head_dim=64))
-    out, scores = step.run(way)
-    expected, expected_scores = expected_of(step, way.in_halves)
-    assert (out.dtype, scores.dtype) == (dtype, torch.float32)
-    torch.testing.assert_close(out.double(), expected, rtol=torch.finfo(dtype).eps / 2 + 1e-4, atol=2e-5)
-    torch.testing.assert_close(scores.double(), expected_scores, **CLOSE)
+    check(way, step, {"rtol": torch.finfo(dtype).eps / 2 + 1e-4, "atol": 2e-5}, CLOSE)
 
 
 @pytest.mark.parametrize("way", ON_CPU, ids=str)
@@ -211,33 +203,22 @@ def test_what_is_left_is_normalised_however_little_it_is(way: Way) -> None:
 # Chunked prefill: exact attention over the host tier
 
 
-@dataclass(frozen=True)
-class Extend:
-    """Shapes of a chunked prefill of `tokens` new tokens after `length` cached ones."""
-
-    length: int = 100
-    tokens: int = 12
-    mask: str = "none"
-    batch: int = 2
-    heads: int = 2
-    ratio: int = 2
-    head_dim: int = 16
-    softcap: float | None = None
-    sinks: bool = False
-    dtype: torch.dtype = torch.float32
+def extend(length: int = 100, tokens: int = 12, mask: str = "none", **changes: Any) -> Case:
+    """Return the shapes of a chunked prefill of `tokens` new tokens after `length` cached ones."""
+    return Case(length=length, lanes=tokens, mask=mask, **changes)
 
 
 EXTENDS = (
-    *(Extend(length, tokens) for length in (0, 1, 100) for tokens in (1, 2, 37)),
-    *(Extend(BLOCK * blocks + more, 9, mask) for blocks, more in ((1, -1), (1, 0), (1, 1), (2, 5))
+    *(extend(length, tokens) for length in (0, 1, 100) for tokens in (1, 2, 37)),
+    *(extend(BLOCK * blocks + more, 9, mask) for blocks, more in ((1, -1), (1, 0), (1, 1), (2, 5))
       for mask in ("none", "padding", "additive float32")),
-    *(Extend(mask=mask, batch=3) for mask in MASKS if mask not in ("padding each lane", "longer than the cache")),
-    *(Extend(70, 5, ratio=ratio, head_dim=head_dim) for ratio in (1, 2, 4) for head_dim in (16, 64, 80, 96)),
-    *(Extend(70, 5, mask, softcap=softcap, sinks=sinks) for mask in ("none", "padding")
+    *(extend(mask=mask, batch=3) for mask in MASKS if mask not in ("padding each lane", "longer than the cache")),
+    *(extend(70, 5, ratio=ratio, head_dim=head_dim) for ratio in (1, 2, 4) for head_dim in (16, 64, 80, 96)),
+    *(extend(70, 5, mask, softcap=softcap, sinks=sinks) for mask in ("none", "padding")
       for softcap, sinks in ((None, True), (2.0, False), (2.0, True))),
-    *(Extend(mask="padding", sinks=True, dtype=dtype) for dtype in (torch.bfloat16, torch.float16)),
+    *(extend(mask="padding", sinks=True, dtype=dtype) for dtype in (torch.bfloat16, torch.float16)),
     # Left padding causes rows that see nothing: a chunk's padded queries see no key.
-    *(Extend(length, 4, "nothing is seen") for length in (0, 100)),
+    *(extend(length, 4, "nothing is seen") for length in (0, 100)),
 )  # fmt: skip
 
 
@@ -260,8 +241,9 @@ def extended(
 
 
 @pytest.mark.parametrize("case", EXTENDS, ids=str)
-def test_extend_is_the_references(ops: Ops, case: Extend) -> None:
-    length, tokens, mask, batch, heads, ratio, head_dim, softcap, sinks, dtype = astuple(case)
+def test_extend_is_the_references(ops: Ops, case: Case) -> None:
+    length, tokens, batch, heads, ratio = case.length, case.lanes, case.batch, case.heads, case.ratio
+    head_dim, softcap, dtype = case.head_dim, case.softcap, case.dtype
     if ops.kind == "triton" and GPU.type == "cpu" and (dtype == torch.bfloat16 or length > 500):
         pytest.skip("the interpreter is slow, and multiplies bfloat16 as integers")
     generator = torch.Generator().manual_seed(0)
@@ -273,16 +255,16 @@ def test_extend_is_the_references(ops: Ops, case: Extend) -> None:
     host[:, :, :length] = normal(batch, heads, length, 2, head_dim)
     # Of any strides.
     q, k, v = (normal(batch, n, head_dim, tokens).mT for n in (heads * ratio, heads, heads))
-    sink = normal(heads * ratio) if sinks else None
+    sink = normal(heads * ratio) if case.sinks else None
     causal = torch.ones(tokens, length + tokens, dtype=torch.bool).tril(length)
-    given = make_mask(mask, batch, heads * ratio, tokens, length, tokens, generator)
+    given = make_mask(case.mask, batch, heads * ratio, tokens, length, tokens, generator)
     if given is not None:  # Hugging Face's masks are causal themselves
         causal_too = given & causal if given.dtype == torch.bool else given.masked_fill(~causal, -math.inf)
         given = causal_too[..., : length + tokens]
-    pages = in_pages(host)
+    table = 1 + torch.randperm(host.shape[2] // 256 * batch, generator=generator).view(batch, -1)
     keys, values = torch.cat([host[:, :, :length, 0], k], 2), torch.cat([host[:, :, :length, 1], v], 2)
     expected = output(reference(q, keys, given, causal, sink, softcap), values)
-    out = extended(ops, q, k, v, given, sink, cursor_over(pages.table, length), pages.pages, softcap)
+    out = extended(ops, q, k, v, given, sink, cursor_over(table, length), in_pages(host, table), softcap)
     # torch's kernel rounds weights too.
     eps, roundings = torch.finfo(dtype).eps, 0.5 if ops.kind == "definition" else 2
     rounding = {"rtol": roundings * eps + 1e-4, "atol": 2e-5 + (roundings > 1) * eps}
@@ -374,13 +356,9 @@ def before_no_mans_land(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("head_dim", [16, 64, 80])
 def test_nothing_past_a_full_tier_is_read(way: Way, head_dim: int, bits: int) -> None:
     """The kernel reads whole vectors of codes; a read past the last one ends the process."""
-    case = Case(length=256, residual=0, head_dim=head_dim, bits=bits)
-    step = make_step(case)
+    step = make_step(Case(length=256, residual=0, head_dim=head_dim, bits=bits))
     for name in LOW_BIT_TIER:
         kept = step.state[name][:-1]  # without the last page of the last row, which has no tokens
         step.state[name] = before_no_mans_land(kept.contiguous()) if kept.numel() else kept
     step.cursor[-1, -1] = 0
-    expected, expected_scores = expected_of(make_step(case), way.in_halves)
-    out, scores = step.run(way)
-    torch.testing.assert_close(out.double(), expected, **CLOSE)
-    torch.testing.assert_close(scores.double(), expected_scores, **CLOSE)
+    check(way, step, CLOSE)

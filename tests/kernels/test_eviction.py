@@ -160,19 +160,6 @@ def blocks(count: int, budget: int, block: int) -> list[int]:
     return sizes
 
 
-@pytest.mark.parametrize("padding", [None, [5, 0]], ids=["unpadded", "left padding"])
-@pytest.mark.parametrize("policy", POLICY_NAMES)
-def test_decode_keeps_step_by_step_what_the_formula_keeps(policy: str, padding: list[int] | None) -> None:
-    q, k, v = tokens(60)
-    cache = Cache(26, policy)
-    expected, kept = plain(policy, *doubles(q, k, v), 26, [1] * 60, padding or [0, 0])
-    for t in range(60):
-        out = cache.step(*part((q, k, v), t, t + 1), padding)
-        torch.testing.assert_close(out.double(), expected[:, :, t : t + 1], atol=1e-5, rtol=1e-5)
-        for row, head in kept:
-            assert cache.kept_tokens(row, head) == kept[row, head][t], f"token {t}, row {row}, head {head}"
-
-
 @pytest.mark.parametrize("padding", [None, [35, 0]], ids=["unpadded", "left padding"])
 @pytest.mark.parametrize("block", [1, 5, WHOLE])
 @pytest.mark.parametrize("policy", POLICY_NAMES)

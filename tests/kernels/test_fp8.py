@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import replace
 
 import pytest
 import torch
+from decode_step import Case, make_mask
 from implementations import GPU, Ops
-from torch import Tensor
 
 from held_tiers import adjacent, cursor_over, in_pages
 from specache_compile.kernels.attention.extend import extend_attention
@@ -52,50 +52,31 @@ def test_a_pair_is_stored_as_its_nearest_codes_after_earlier_pairs(kind: str, dt
     assert (cache[:, :, 9:] == 85).all()
 
 
-@dataclass(frozen=True)
-class Case:
-    """One step over the FP8 cache."""
-
-    d: int = 64
-    queries: int = 2
-    tokens: int = 300
-    mask: str = ""
-    dtype: torch.dtype = torch.float16
-    softcap: float | None = None
-    sinks: bool = False
-
-
+STEP = Case(length=300, head_dim=64, dtype=torch.float16)
 CASES = [
-    Case(),
-    Case(d=8, queries=1, tokens=0),
-    Case(d=80, queries=5, mask="padding", softcap=5.0),
-    Case(mask="bool", tokens=129, sinks=True),
-    Case(d=16, mask="additive", tokens=130, dtype=torch.float32, queries=9, softcap=5.0),
-    *([Case(d=128, queries=4, dtype=torch.bfloat16)] if GPU.type == "cuda" else []),
+    STEP,
+    replace(STEP, head_dim=8, ratio=1, length=0),
+    replace(STEP, head_dim=80, ratio=5, mask="padding", softcap=5.0),
+    replace(STEP, mask="random", length=129, sinks=True),
+    replace(STEP, head_dim=16, mask="position bias", length=130, dtype=torch.float32, ratio=9, softcap=5.0),
+    *([replace(STEP, head_dim=128, ratio=4, dtype=torch.bfloat16)] if GPU.type == "cuda" else []),
 ]
 ACCURACY = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 1e-2}
-
-
-def mask_of(case: Case) -> Tensor | None:
-    tokens = case.tokens + 1
-    if case.mask == "padding":
-        return (torch.arange(tokens) >= torch.tensor([0, 70]).view(-1, 1, 1, 1)).to(GPU)
-    if case.mask == "bool":
-        return (torch.rand(2, 2 * case.queries, 1, tokens) > 0.3).to(GPU)
-    return torch.randn(2, 1, 1, tokens).to(GPU, case.dtype) if case.mask else None
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_triton_attends_over_codes_as_the_definition_does(case: Case) -> None:
     torch.manual_seed(0)
-    new = torch.randn(4, 2, 1, 2, case.d).to(GPU, case.dtype).transpose(2, 3)
-    q, (k, v) = torch.randn(2, 1, 2 * case.queries, case.d).to(GPU, case.dtype).transpose(1, 2), new[:2].unbind()
-    codes = torch.randn(2, 2, 512, 2, case.d).to(FP8).view(torch.uint8).to(GPU)
-    codes[:, :, case.tokens :] = 0x7F  # NaN, as unwritten memory may be
+    d, heads = case.head_dim, 2 * case.ratio
+    k, v = torch.randn(2, 2, 1, 2, d).to(GPU, case.dtype).transpose(2, 3)
+    q = torch.randn(2, 1, heads, d).to(GPU, case.dtype).transpose(1, 2)
+    codes = torch.randn(2, 2, 512, 2, d).to(FP8).view(torch.uint8).to(GPU)
+    codes[:, :, case.length :] = 0x7F  # NaN, as unwritten memory may be
     pages = in_pages(codes)
-    cursor = cursor_over(pages.table, case.tokens).to(GPU)
-    sinks = torch.randn(2 * case.queries).to(GPU, case.dtype) if case.sinks else None
-    read = (mask_of(case), sinks, cursor, pages.pages, case.d**-0.5, case.softcap)
+    cursor = cursor_over(pages.table, case.length).to(GPU)
+    sinks = torch.randn(heads).to(GPU, case.dtype) if case.sinks else None
+    mask = make_mask(case.mask, 2, heads, 1, case.length, 1, torch.Generator().manual_seed(0))
+    read = (None if mask is None else mask.to(GPU), sinks, cursor, pages.pages, d**-0.5, case.softcap)
     out = Ops("triton").fp8_attention(q, k, v, *read)
     expected = extend_attention(q.float(), k.float(), v.float(), *read)
     torch.testing.assert_close(out.float(), expected, atol=ACCURACY[case.dtype], rtol=ACCURACY[case.dtype])

@@ -30,7 +30,6 @@ from specache_compile.lowering import cuda_graphs
 from specache_compile.methods import parse_options
 from specache_compile.methods.field import LayerShape
 from specache_compile.methods.specache import FIELDS
-from specache_compile.runtime.records import find_record
 
 pytestmark = pytest.mark.gpu
 
@@ -57,26 +56,19 @@ PAUSE = 200_000_000
 LOSSLESS = {**conftest.LOSSLESS, "top_k": as_many(1024, 128)}
 
 
+def compiled_twin(model: LlamaForCausalLM, **options: Any) -> LlamaForCausalLM:
+    return conftest.compiled_with(model, {**LOSSLESS, **options})
+
+
 @quick_there("two lanes-eager")
 @pytest.mark.parametrize("lowering", ["eager", "inductor"])
 @pytest.mark.parametrize("speculate", [True, False], ids=["two lanes", "one lane"])
 def test_greedy_tokens_equal_the_uncompiled_models(llama: LlamaForCausalLM, lowering: str, speculate: bool) -> None:
     model = llama.cuda()
-    twin = copy.deepcopy(model)
-    twin.compile(backend="specache", options={**LOSSLESS, "lowering": lowering, "speculate": speculate})
+    twin = compiled_twin(model, lowering=lowering, speculate=speculate)
     length, tokens = as_many((75, 120), (90, 8))  # a group leaves the window on the way
     ids = prompt(length, 2).cuda()
     assert torch.equal(greedy(twin, ids, tokens), greedy(model, ids, tokens))
-
-
-def test_the_host_tier_is_pinned_and_the_rest_is_on_the_device(llama: LlamaForCausalLM) -> None:
-    twin = llama.cuda()
-    twin.compile(backend="specache", options=LOSSLESS)
-    with torch.no_grad():
-        cache = cache_of(twin(prompt(100).cuda(), use_cache=True))
-    for layer in cache.layers[0].keys.handle.session.state:
-        assert layer["host"].is_pinned()
-        assert all(tensor.is_cuda for name, tensor in layer.items() if name != "host")
 
 
 @quick_there("reduce-overhead")
@@ -84,8 +76,7 @@ def test_the_host_tier_is_pinned_and_the_rest_is_on_the_device(llama: LlamaForCa
 def test_turns_crops_and_forks(llama: LlamaForCausalLM, mode: str | None) -> None:
     """A captured step defers the last layer's fetch to the next replay, or to an earlier reader of the slots."""
     model = llama.cuda()
-    twin = copy.deepcopy(model)
-    twin.compile(backend="specache", options={**LOSSLESS, "mode": mode})
+    twin = compiled_twin(model, mode=mode)
     steps = as_many(5, 3)
 
     def run(m: LlamaForCausalLM) -> torch.Tensor:
@@ -101,17 +92,6 @@ def test_turns_crops_and_forks(llama: LlamaForCausalLM, mode: str | None) -> Non
             return torch.stack([m(prompt(1).cuda(), **with_cache(c)).logits for c in (cache, fork)])
 
     torch.testing.assert_close(run(twin), run(model), atol=1e-3, rtol=1e-3)
-
-
-@long_there
-def test_device_memory_for_kv_is_what_explain_predicted(llama: LlamaForCausalLM) -> None:
-    twin = llama.cuda()
-    twin.compile(backend="specache", options=LOSSLESS)
-    length = as_many(600, 300)
-    greedy(twin, prompt(length).cuda(), 3)
-    predicted = sc.explain(llama, length + 2, 1, LOSSLESS).device_bytes
-    assert sc.stats(twin).device_bytes == pytest.approx(predicted, rel=0.02)
-    assert find_record(twin) is not None
 
 
 @contextmanager
@@ -142,9 +122,7 @@ def test_captured_steps_make_the_uncompiled_models_tokens_across_buckets(
     captures, record = [], cuda_graphs.record
     monkeypatch.setattr(cuda_graphs, "record", lambda *given: captures.append(1) or record(*given))
     model = llama.cuda()
-    twin = copy.deepcopy(model)
-    options = {**LOSSLESS, "top_k": as_many(1024, 256), "lowering": lowering, "mode": "reduce-overhead"}
-    twin.compile(backend="specache", options=options)
+    twin = compiled_twin(model, top_k=as_many(1024, 256), lowering=lowering, mode="reduce-overhead")
     length, tokens, buckets = as_many((200, 320, [256, 512, 768]), (252, 8, [256, 512]))
     ids = prompt(length).cuda()
     assert torch.equal(greedy_unmasked(twin, ids, tokens), greedy_unmasked(model, ids, tokens))
@@ -161,24 +139,10 @@ def test_a_step_without_fetches_is_captured_too(llama: LlamaForCausalLM) -> None
     assert torch.equal(greedy_unmasked(twin, ids, tokens), greedy_unmasked(model, ids, tokens))
 
 
-def test_a_step_runs_uncaptured_if_a_large_argument_moves_every_time(
-    llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cuda_graphs, "COPIED_BYTES", 4)  # each step's token is larger, and all are kept
-    model = llama.cuda()
-    twin = copy.deepcopy(model)
-    twin.compile(backend="specache", options={**LOSSLESS, "mode": "reduce-overhead"})
-    ids, tokens = prompt(100).cuda(), as_many(30, 12)
-    expected = greedy_unmasked(model, ids, tokens)
-    with pytest.warns(UserWarning, match="has a new address in every step"):
-        assert torch.equal(greedy_unmasked(twin, ids, tokens), expected)
-
-
 @quick_there("reduce-overhead")
 @pytest.mark.parametrize("mode", [None, "reduce-overhead"])
 def test_a_steady_decode_step_never_stops_the_host(llama: LlamaForCausalLM, mode: str | None) -> None:
-    twin = llama.cuda()
-    twin.compile(backend="specache", options={**LOSSLESS, "lowering": "inductor", "mode": mode})
+    twin = compiled_twin(llama.cuda(), lowering="inductor", mode=mode)
     with torch.no_grad():
         cache = cache_of(twin(prompt(100).cuda(), use_cache=True))
     decode(twin, cache, as_many(5, 3))
@@ -207,22 +171,9 @@ def late_gathers(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_late_copy_changes_no_token(llama: LlamaForCausalLM, mode: str | None) -> None:
     """A step without waits would read stale slots. A graph contains the delays, and ends after all fetches."""
     model = llama.cuda()
-    twin = copy.deepcopy(model)
-    twin.compile(backend="specache", options={**LOSSLESS, "mode": mode})
+    twin = compiled_twin(model, mode=mode)
     ids = prompt(90, 2).cuda()
     assert torch.equal(greedy_unmasked(twin, ids, 30), greedy_unmasked(model, ids, 30))
-
-
-@in_time
-@pytest.mark.usefixtures("late_gathers")
-def test_without_waits_a_late_copy_changes_tokens(llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test above can fail: without waits, the same delay changes the pairs that a step reads."""
-    monkeypatch.setattr(copy_stream, "wait", lambda *given: None)
-    model = llama.cuda()
-    twin = copy.deepcopy(model)
-    twin.compile(backend="specache", options=LOSSLESS)
-    ids = prompt(90, 2).cuda()
-    assert not torch.equal(greedy(twin, ids, 30), greedy(model, ids, 30))
 
 
 @pytest.mark.skipif(SIMULATED, reason="the simulated device has no times: its profiler sees no kernel")
@@ -273,8 +224,7 @@ def test_peak_memory_of_a_cache_is_what_explain_predicted() -> None:
 
 @long_there
 def test_a_hundred_generations_leak_nothing(llama: LlamaForCausalLM) -> None:
-    twin = llama.cuda()
-    twin.compile(backend="specache", options={**LOSSLESS, "mode": "reduce-overhead"})
+    twin = compiled_twin(llama.cuda(), mode="reduce-overhead")
     tokens = as_many(8, 3)
 
     def allocated() -> int:
@@ -300,8 +250,7 @@ def test_a_tier_that_grows_stays_in_place_and_is_accessed_past_its_first_registr
 ) -> None:
     """16 bits are exact at any length; at one bit k would have to exceed the number of tokens."""
     model = llama.cuda()
-    twin = copy.deepcopy(model)
-    twin.compile(backend="specache", options={**LOSSLESS, "bits": 16, "top_k": 64})
+    twin = compiled_twin(model, bits=16, top_k=64)
     ids = prompt(tokens).cuda()
     with torch.no_grad():
         cache = cache_of(twin(ids, use_cache=True))

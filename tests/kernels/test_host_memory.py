@@ -178,18 +178,6 @@ def test_a_tier_grows_in_place_and_pins_only_new_memory(driver: Driver) -> None:
     assert kinds(driver) == ["synchronize", "unregister", "unregister"]
 
 
-def test_segments_without_tokens_are_only_addresses(driver: Driver) -> None:
-    page = mmap.PAGESIZE
-    tensor = host_memory.host_empty((8, page), torch.uint8, CUDA, 2)
-    place = tensor.data_ptr()
-    assert host_memory.host_grown(tensor, (8, page), CUDA, 3) is tensor
-    assert host_memory.host_grown(tensor, (8, page), CUDA, 3) is tensor
-    larger = host_memory.host_grown(tensor, (10, page), CUDA, 5)
-    assert larger is not None
-    assert (larger.data_ptr(), larger.shape) == (place, (10, page))
-    assert driver.given == [(place, 2 * page), (place + 2 * page, page), (place + 3 * page, 2 * page)]
-
-
 def test_segments_of_partial_pages_are_pinned_in_groups_of_whole_pages(driver: Driver) -> None:
     """With 8 bits and an odd number of heads, the next registration could not begin within a page."""
     unit = 25 * mmap.PAGESIZE + mmap.PAGESIZE // 2

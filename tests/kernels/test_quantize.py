@@ -126,16 +126,6 @@ def test_an_element_is_off_by_half_a_step_and_the_rounding_of_what_is_stored(
     assert ((rebuilt - group.double()).abs() <= bound(group.amin(), group.amax(), bits, zero_point, dtype)).all()
 
 
-def test_the_midpoints_of_the_two_halves_are_the_papers_one_bit_levels() -> None:
-    group = torch.tensor([-2.0, -1.0, 3.0, 6.0])
-    codes, scale, zero = encode(group, 0, 1, "midpoint", torch.float32)
-    assert (float(scale), float(zero)) == ((6 + 2) / 2, (3 * -2 + 6) / 4)
-    assert codes.tolist() == [0, 0, 1, 1]
-    assert (codes * scale + zero).tolist() == [0.0, 0.0, 4.0, 4.0]
-    codes, scale, zero = encode(group, 0, 1, "minimum", torch.float32)  # KIVI's zero point: the extremes
-    assert (codes * scale + zero).tolist() == [-2.0, -2.0, 6.0, 6.0]
-
-
 # Edges
 
 

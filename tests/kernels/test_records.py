@@ -34,16 +34,6 @@ def test_a_number_is_in_the_word_and_at_the_bit_of_its_formula(dim: int, bits: i
         assert place_of(number // dim, number % dim, dim, bits) == expected
 
 
-def test_the_worked_example() -> None:
-    keys, values = order_of(128, 2, False), order_of(128, 1, True)
-    assert [divmod(n, 128) for n in keys[37 * 16 : 38 * 16].tolist()] == [
-        (16, first + 8 * f) for first in (66, 67) for f in range(8)
-    ]
-    assert [divmod(n, 128) for n in values[37 * 32 : 38 * 32].tolist()] == [
-        (token, 2 + 8 * c) for token in (18, 19) for c in range(16)
-    ]
-
-
 @pytest.mark.parametrize(("head_dim", "stored"), [(1, 16), (16, 16), (17, 32), (80, 128), (96, 128), (128, 128)])
 def test_a_head_is_stored_in_the_next_power_of_two(head_dim: int, stored: int) -> None:
     assert stored_dim(head_dim) == stored

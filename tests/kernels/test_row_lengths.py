@@ -14,8 +14,7 @@ import torch
 from implementations import KINDS, Ops
 from torch import Tensor
 
-from held_tiers import adjacent, empty_state, low_bit_levels
-from specache_compile.kernels.codes.records import RECORD
+from held_tiers import adjacent, empty_state
 from specache_compile.kernels.movement import tier_ops as tiers
 from specache_compile.kernels.state.cursor import host_record
 from specache_compile.kernels.state.layout import StoredTiers
@@ -27,8 +26,8 @@ from specache_compile.runtime.state import fields_of
 HEADS, QUERIES, DIM, LANES, TOP_K = 2, 2, 32, 2, 8
 # Prompts with an empty low-bit tier, with some tokens in it, and with almost a window more, so that a step moves only
 # one row's group. Then the number of steps.
-PROMPTS, STEPS = (7, 150, 94, 300), 4
-EVERY, LONG = range(3), 3  # the last row has a second page, and is only in tests of pages
+PROMPTS, STEPS = (7, 150, 94), 4
+EVERY = range(3)
 LENGTHS = tuple(prompt + STEPS for prompt in PROMPTS)
 OPTIONS = {
     "rotated": SpecacheOptions(bits=1.5, group_size=32, residual_length=32, top_k=TOP_K, sink_tokens=3),
@@ -78,12 +77,9 @@ def empty(kind: Ops, options: SpecacheOptions, rows: int, capacity: int = 256) -
     return state
 
 
-def filled(
-    kind: Ops, options: SpecacheOptions, rows: Sequence[int], state: LayerState | None = None,
-    table: Tensor | None = None,
-) -> LayerState:  # fmt: skip
+def filled(kind: Ops, options: SpecacheOptions, rows: Sequence[int]) -> LayerState:
     """Return a layer's state for these rows, after a left-padded prompt and steps of one token."""
-    state = empty(kind, options, len(rows)) if state is None else state
+    state = empty(kind, options, len(rows))
     longest = max(PROMPTS[row] for row in rows)
     frequencies = (0.9 ** torch.arange(DIM // 2)).to(kind.device)
     at = [0 for _ in rows]
@@ -95,7 +91,7 @@ def filled(
             for row, n, count in zip(rows, at, counts, strict=True)
         ]
         k, v = torch.cat(padded).to(kind.device).unbind(3)
-        cursor = cursor_of(options, at, counts, new, kind.device, table)
+        cursor = cursor_of(options, at, counts, new, kind.device)
         for place, (n, count) in enumerate(zip(at, counts, strict=True)):
             index = state["sink_index"][place : place + 1]
             find_sinks(index, None, options.low_bit_length(n), n + count)
@@ -146,12 +142,10 @@ def query(row: int, lanes: int = LANES) -> tuple[Tensor, Tensor, Tensor]:
     return q, *torch.randn(2, 1, HEADS, lanes, DIM, generator=generator)
 
 
-def attended(
-    kind: Ops, options: SpecacheOptions, state: LayerState, rows: Sequence[int], table: Tensor | None = None
-) -> dict[str, Tensor]:
+def attended(kind: Ops, options: SpecacheOptions, state: LayerState, rows: Sequence[int]) -> dict[str, Tensor]:
     """Return all attentions' results for these rows and one new token, batch first; logits only of the low-bit tier."""
     q, k, v = (torch.cat(parts).to(kind.device) for parts in zip(*map(query, rows), strict=True))
-    cursor = cursor_of(options, [LENGTHS[row] for row in rows], [1 for _ in rows], 1, kind.device, table)
+    cursor = cursor_of(options, [LENGTHS[row] for row in rows], [1 for _ in rows], 1, kind.device)
     read = ([state[name] for name in StoredTiers._fields], [int(x) for x in options.layout], DIM**-0.5, None)
     slots = (state["slots"], state["slot_index"])
     out, scores = kind.decode_attention(q, k, v, None, None, cursor, *slots, *read)
@@ -232,55 +226,19 @@ def test_a_definition_is_called_once_where_rows_are_alike() -> None:
     assert calls == [3, 2, 1]
 
 
-# Eight pages, two for each of three rows; page 0 is the null page, and two pages are unused.
-PAGED, TABLE = (0, 1, LONG), torch.tensor([[5, 0], [2, 0], [7, 1]])
 IN_PAGES = ("codes", "key_params", "value_params", "host")
-
-
-def in_pages(kind: Ops, options: SpecacheOptions) -> LayerState:
-    """Return an empty layer: rows, and eight pages filled with values that no op may read."""
-    pages = empty(kind, options, 8)
-    for name in IN_PAGES:
-        pages[name].view(torch.uint8).fill_(0x7F)
-    rows = empty(kind, options, len(PAGED), 512)
-    return {name: pages[name] if name in IN_PAGES else tensor for name, tensor in rows.items()}
 
 
 def untouched(tensor: Tensor) -> bool:
     return bool((tensor.contiguous().view(torch.uint8) == 0x7F).all())
 
 
-@pytest.mark.quick_for(*ON_CPU)
-@every_option
-def test_tiers_are_the_same_in_any_order_of_pages(kind: Ops, options: SpecacheOptions) -> None:
-    """Bit for bit; unused pages are unchanged."""
-    state = filled(kind, options, PAGED, in_pages(kind, options), TABLE)
-    order = adjacent(len(PAGED), 512)
-    others = filled(kind, options, PAGED, empty(kind, options, len(PAGED), 512), order)
-    for place, row in enumerate(PAGED):
-        stored = {"host": LENGTHS[row], **dict.fromkeys(IN_PAGES[:3], options.low_bit_length(LENGTHS[row]))}
-        for name, tokens in stored.items():
-            for number, (page, other) in enumerate(zip(TABLE[place].tolist(), order[place].tolist(), strict=True)):
-                ours, theirs = state[name][page], others[name][other]
-                each = 256 // ours.shape[1] if ours.shape[1] else 1  # tokens per entry
-                here = max(0, min(256, tokens - 256 * number)) // each
-                if name == "codes" and options.layout.is_quantised:  # the last record may have other tokens too
-                    levels = [low_bit_levels(options.layout, {name: x[None]}, DIM, here) for x in (ours, theirs)]
-                    assert all(torch.equal(levels[0][part], levels[1][part]) for part in levels[0]), name
-                    here = -(-here // RECORD) * RECORD
-                else:
-                    assert torch.equal(ours[:, :here].view(torch.uint8), theirs[:, :here].view(torch.uint8)), name
-                assert untouched(ours[:, here:]), name
-    for page in (0, 3, 4, 6):
-        assert all(untouched(state[name][page]) for name in IN_PAGES)
-    for name, expected in attended(kind, options, others, PAGED, order).items():
-        equal(kind, attended(kind, options, state, PAGED, TABLE)[name], expected)
-
-
 @every_option
 def test_a_padding_row_touches_page_0_alone(kind: Ops, options: SpecacheOptions) -> None:
     """A row without tokens and pages, next to a real row."""
-    state = in_pages(kind, options)
+    state = empty(kind, options, 8)
+    for name in IN_PAGES:
+        state[name].view(torch.uint8).fill_(0x7F)
     k, v = (torch.full((2, HEADS, 1, DIM), 1.0, device=kind.device) for _ in range(2))
     table = torch.tensor([[0, 0], [4, 3]])
     cursor = cursor_of(options, [0, 0], [1, 1], 1, kind.device, table)

@@ -332,14 +332,6 @@ def test_pages_go_by_their_best_token(k: int, page: int) -> None:
         assert sorted(chosen) == sorted(best + [-1] * (k - len(best)))
 
 
-def test_a_score_of_zero_is_a_candidate() -> None:
-    """As of a share that underflows float32."""
-    scores = torch.tensor([[[0.0, -1.0, 0.0, *[-1.0] * 13]]])
-    selected = torch.zeros(1, 1, 3, dtype=torch.int32)
-    run("select_topk", scores, selected)
-    assert sorted(selected.flatten().tolist()) == [-1, 0, 2]
-
-
 # prefetch
 
 

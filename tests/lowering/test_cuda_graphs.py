@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from transformers import LlamaForCausalLM
 
 import specache_compile as sc
@@ -156,32 +154,9 @@ def test_a_large_argument_that_moves_costs_the_graph_and_one_warning_that_names_
     torch.testing.assert_close(generations, [run(llama)] * 2, atol=1e-3, rtol=1e-3)
 
 
-def symbolic(length: int, batch: int) -> tuple[Tensor, Tensor]:
-    """Return fakes of new keys [B, H, 1, d] and of a mask [B, 1, 1, n], with symbols for B and n."""
-    mode, dynamic = FakeTensorMode(shape_env=ShapeEnv()), DimDynamic.DYNAMIC
-    static = DimDynamic.STATIC
-    keys, mask = torch.empty(batch, 2, 1, 8), torch.empty(batch, 1, 1, length)
-    return (
-        mode.from_tensor(keys, symbolic_context=StatelessSymbolicContext([dynamic, static, static, static])),
-        mode.from_tensor(mask, symbolic_context=StatelessSymbolicContext([static, static, static, dynamic])),
-    )
-
-
 def plan_of_two_arguments(sites: list[Any], cursor: Tensor) -> RewritePlan:
     inputs = [Input("argument", argument=0), Input("argument", argument=1)]
     return RewritePlan(DECODE, sites, True, False, None, [], cursor, None, inputs)
-
-
-@pytest.mark.parametrize(("read", "reason"), [("keys", None), ("mask", "input mask changes its size")])
-def test_a_symbolic_batch_is_distinguished_from_a_growing_length(read: str, reason: str | None) -> None:
-    """A session has one batch size, even if its graph has a symbolic batch."""
-    graph = torch.fx.Graph()
-    nodes = {name: graph.placeholder(name) for name in ("keys", "mask")}
-    graph.output((graph.call_function(torch.neg, (nodes[read],)),))
-    nodes["keys"].meta["val"], nodes["mask"].meta["val"] = symbolic(40, 3)
-    plan = plan_of_two_arguments([SimpleNamespace(k=nodes["keys"])], torch.empty(1, 4))
-    actual = reason_not_to_capture(torch.fx.GraphModule({}, graph), plan)
-    assert actual is None if reason is None else str(actual).startswith(reason)
 
 
 @pytest.mark.quick_for("1")

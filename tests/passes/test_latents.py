@@ -170,18 +170,6 @@ def test_turns_of_a_padded_batch_give_the_uncompiled_models_logits(family: Famil
     assert find_record(model).absorbed == family.absorbed
 
 
-def test_the_cache_is_hugging_faces_own() -> None:
-    ids, plain, cache = prompt(90), DynamicCache(), DynamicCache()
-    model = compiled()
-    with torch.no_grad():
-        for one, kept in ((MODEL.model(), plain), (model, cache)):
-            one(ids, **with_cache(kept), use_cache=True)
-            one(ids[:, :1], **with_cache(kept), use_cache=True)
-    for ours, theirs in zip(cache.layers, plain.layers, strict=True):
-        assert type(ours.keys) is torch.Tensor
-        torch.testing.assert_close((ours.keys, ours.values), (theirs.keys, theirs.values))
-
-
 def test_hold_copies_a_cache_of_latents() -> None:
     ids, plain = prompt(90), DynamicCache()
     with torch.no_grad():

@@ -86,32 +86,21 @@ EXPORTED cudaError_t cudaGetLastError() {
 }
 // The text is that of CUDA's runtime, which needs no device for it; the driver's errors have the same numbers.
 EXPORTED CUresult cuGetErrorString(CUresult error, const char **text) {
-  *text = cudaGetErrorString((cudaError_t)error);
-  return CUDA_SUCCESS;
+  return give<CUresult>(text, cudaGetErrorString((cudaError_t)error));
 }
 
 // ---- the runtime's questions
-EXPORTED cudaError_t cudaGetDeviceCount(int *devices) {
-  *devices = count();
-  return cudaSuccess;
-}
-EXPORTED cudaError_t cudaGetDevice(int *which) {
-  *which = current;
-  return cudaSuccess;
-}
+EXPORTED cudaError_t cudaGetDeviceCount(int *devices) { return give(devices, count()); }
+EXPORTED cudaError_t cudaGetDevice(int *which) { return give(which, current); }
 EXPORTED cudaError_t cudaSetDevice(int which) {
   if (which < 0 || which >= count()) FAIL(cudaErrorInvalidDevice);
   current = which;
   return cudaSuccess;
 }
-EXPORTED cudaError_t cudaDriverGetVersion(int *version) {
-  *version = CUDA_VERSION;
-  return cudaSuccess;
-}
+EXPORTED cudaError_t cudaDriverGetVersion(int *version) { return give(version, CUDA_VERSION); }
 EXPORTED cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr which, int device) {
   if (device >= count()) FAIL(cudaErrorInvalidDevice);
-  *value = attribute(which);
-  return cudaSuccess;
+  return give(value, attribute(which));
 }
 EXPORTED cudaError_t cudaGetDeviceProperties(cudaDeviceProp *p, int which) {
   if (which >= count()) FAIL(cudaErrorInvalidDevice);
@@ -129,18 +118,10 @@ EXPORTED cudaError_t cudaGetDeviceProperties(cudaDeviceProp *p, int which) {
   p->reservedSharedMemPerBlock = 1024;
   p->regsPerBlock = p->regsPerMultiprocessor = REGISTERS;
   p->warpSize = 32;
-  p->maxThreadsPerBlock = p->maxThreadsDim[0] = p->maxThreadsDim[1] = MOST_THREADS;
-  p->maxThreadsDim[2] = 64;
-  p->maxGridSize[0] = INT32_MAX;
-  p->maxGridSize[1] = p->maxGridSize[2] = MOST_BLOCKS_YZ;
+  p->maxThreadsPerBlock = MOST_THREADS;
   p->maxThreadsPerMultiProcessor = m.threads_per_processor;
   p->l2CacheSize = m.l2_bytes;
   p->memoryBusWidth = m.memory_bits;
-  p->asyncEngineCount = 3;
-  p->canMapHostMemory = p->concurrentKernels = p->unifiedAddressing = p->streamPrioritiesSupported = 1;
-  p->managedMemory = p->canUseHostPointerForRegisteredMem = p->hostRegisterSupported = 1;
-  p->cooperativeLaunch = p->memoryPoolsSupported = 1;
-  p->clusterLaunch = m.major >= 9;
   p->pciBusID = 1 + which;
   return cudaSuccess;
 }
@@ -154,34 +135,23 @@ EXPORTED cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *greatest)
 static CUcontext context_of(int which) { return (CUcontext)(uintptr_t)(256 + which); }
 EXPORTED CUresult cuInit(unsigned) { return CUDA_SUCCESS; }
 EXPORTED CUresult cuDeviceGet(CUdevice *device, int which) {
-  if (which >= count()) return CUDA_ERROR_INVALID_DEVICE;
-  *device = which;
-  return CUDA_SUCCESS;
+  return which < count() ? give<CUresult>(device, which) : CUDA_ERROR_INVALID_DEVICE;
 }
 EXPORTED CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute which, CUdevice) {
-  *value = attribute(which);
-  return CUDA_SUCCESS;
+  return give<CUresult>(value, attribute(which));
 }
 EXPORTED CUresult cuDevicePrimaryCtxGetState(CUdevice, unsigned *flags, int *active) {
   if (flags) *flags = 0;
-  *active = 1;
-  return CUDA_SUCCESS;
+  return give<CUresult>(active, 1);
 }
 EXPORTED CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice which) {
-  *context = context_of(which);
-  return CUDA_SUCCESS;
+  return give<CUresult>(context, context_of(which));
 }
-EXPORTED CUresult cuCtxGetCurrent(CUcontext *context) {
-  *context = context_of(current);
-  return CUDA_SUCCESS;
-}
+EXPORTED CUresult cuCtxGetCurrent(CUcontext *context) { return give<CUresult>(context, context_of(current)); }
 EXPORTED CUresult cuCtxSetCurrent(CUcontext context) {
   for (int which = 0; which < count(); which++)
     if (context == context_of(which)) current = which;
   return CUDA_SUCCESS;
 }
-EXPORTED CUresult cuCtxGetLimit(size_t *value, CUlimit) {
-  *value = MIB;
-  return CUDA_SUCCESS;
-}
+EXPORTED CUresult cuCtxGetLimit(size_t *value, CUlimit) { return give<CUresult>(value, MIB); }
 EXPORTED CUresult cuCtxSetLimit(CUlimit, size_t) { return CUDA_SUCCESS; }

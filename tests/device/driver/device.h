@@ -40,6 +40,11 @@ extern thread_local int current;  // the device that this thread has set
 
 void log_line(const char *format, ...);                      // one line on stderr: why something was refused
 cudaError_t fail(cudaError_t error, const char *where);  // the thread's last error from now on
+template <typename Error = cudaError_t, typename To, typename Value>
+Error give(To *to, Value value) {
+  *to = (To)value;
+  return (Error)cudaSuccess;
+}
 
 // ---- memory.cpp
 enum Kind { DEVICE = 1, REGISTERED = 2, PINNED = 3 };

@@ -1,5 +1,5 @@
 // Launches: what a device of this model would refuse is refused, with its reason on stderr. Nothing is computed here: a
-// Triton kernel is interpreted by the Python side behind its launch, and aten's kernels by aten_on_cpu.cpp.
+// Triton kernel is interpreted by the Python side behind its launch, and aten's kernels by its aten.py.
 #include "device.h"
 
 #include <dlfcn.h>
@@ -39,8 +39,7 @@ static CUresult load(CUmodule *out, const char *image) {
         model().minor);
     return CUDA_ERROR_NO_BINARY_FOR_GPU;
   }
-  *out = (CUmodule) new Module;
-  return CUDA_SUCCESS;
+  return give<CUresult>(out, new Module);
 }
 
 // ---- limits of a launch
@@ -106,12 +105,11 @@ EXPORTED CUresult cuModuleLoad(CUmodule *out, const char *path) {
   return load(out, image.c_str());
 }
 EXPORTED CUresult cuModuleGetFunction(CUfunction *out, CUmodule handle, const char *name) {
-  *out = (CUfunction)&((Module *)handle)->emplace(name, Kernel{name}).first->second;
-  return CUDA_SUCCESS;
+  return give<CUresult>(out, &((Module *)handle)->emplace(name, Kernel{name}).first->second);
 }
 EXPORTED CUresult cuFuncGetAttribute(int *value, CUfunction_attribute which, CUfunction) {
-  *value = which == CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK ? MOST_THREADS : which == CU_FUNC_ATTRIBUTE_NUM_REGS ? 32 : 0;
-  return CUDA_SUCCESS;
+  bool threads = which == CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK, registers = which == CU_FUNC_ATTRIBUTE_NUM_REGS;
+  return give<CUresult>(value, threads ? MOST_THREADS : registers ? 32 : 0);
 }
 EXPORTED CUresult cuFuncSetAttribute(CUfunction function, CUfunction_attribute which, int value) {
   if (which != CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES) return CUDA_SUCCESS;
@@ -146,10 +144,7 @@ EXPORTED void __cudaRegisterFunction(void **, const char *kernel, char *, const 
   Lock lock(books());
   kernels_of_libraries()[kernel] = name;
 }
-EXPORTED cudaError_t __cudaGetKernel(cudaKernel_t *out, const void *kernel) {
-  *out = (cudaKernel_t)kernel;
-  return cudaSuccess;
-}
+EXPORTED cudaError_t __cudaGetKernel(cudaKernel_t *out, const void *kernel) { return give(out, kernel); }
 EXPORTED unsigned __cudaPushCallConfiguration(dim3, dim3, size_t, CUstream_st *) { return 0; }
 EXPORTED cudaError_t __cudaPopCallConfiguration(dim3 *, dim3 *, size_t *, void *) { return cudaSuccess; }
 EXPORTED cudaError_t cudaLaunchKernel(const void *kernel, dim3, dim3, void **, size_t, cudaStream_t) {

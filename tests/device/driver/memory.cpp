@@ -184,8 +184,7 @@ EXPORTED cudaError_t cudaFree(void *pointer) {  // waits for the device, as the 
 EXPORTED cudaError_t cudaMemGetInfo(size_t *free_bytes, size_t *total) {
   Lock lock(books());
   *total = model().memory;
-  *free_bytes = *total - used[current] - DRIVERS_OWN;
-  return cudaSuccess;
+  return give(free_bytes, *total - used[current] - DRIVERS_OWN);
 }
 EXPORTED cudaError_t cudaHostAlloc(void **out, size_t bytes, unsigned) {
   UNSAFE_IN_CAPTURES();
@@ -219,8 +218,7 @@ EXPORTED CUresult cuPointerGetAttribute(void *out, CUpointer_attribute which, CU
   Lock lock(books());
   if (which != CU_POINTER_ATTRIBUTE_DEVICE_POINTER) return CUDA_ERROR_NOT_SUPPORTED;
   if (!range_of((void *)pointer)) return CUDA_ERROR_INVALID_VALUE;
-  *(CUdeviceptr *)out = pointer;
-  return CUDA_SUCCESS;
+  return give<CUresult>((CUdeviceptr *)out, pointer);
 }
 
 EXPORTED cudaError_t cudaMemcpy(void *to, const void *from, size_t bytes, cudaMemcpyKind kind) {

@@ -379,8 +379,7 @@ EXPORTED cudaError_t cudaStreamCreateWithPriority(cudaStream_t *out, unsigned fl
   static int number = 1;
   auto *stream = new Stream{current, flags, number++};
   living<Stream>().insert(stream);
-  *out = (cudaStream_t)stream;
-  return cudaSuccess;
+  return give(out, stream);
 }
 static cudaError_t may_be_waited_for(cudaStream_t handle, const char *where) {
   Lock lock(books());
@@ -408,8 +407,7 @@ EXPORTED cudaError_t cudaEventCreateWithFlags(cudaEvent_t *out, unsigned flags) 
   Lock lock(books());
   auto *event = new Event{flags, current};
   living<Event>().insert(event);
-  *out = (cudaEvent_t)event;
-  return cudaSuccess;
+  return give(out, event);
 }
 EXPORTED cudaError_t cudaEventDestroy(cudaEvent_t event) {
   Lock lock(books());
@@ -501,8 +499,7 @@ EXPORTED cudaError_t cudaEventElapsedTime(float *out, cudaEvent_t from, cudaEven
     if (!event->recorded || (event->flags & cudaEventDisableTiming)) FAIL(cudaErrorInvalidResourceHandle);
     if (!event->mark->reached) FAIL(cudaErrorNotReady);
   }
-  *out = std::max(0.001f, (float)(b->when - a->when));  // the host's time: it means nothing
-  return cudaSuccess;
+  return give(out, std::max(0.001, b->when - a->when));  // the host's time: it means nothing
 }
 
 // ---- captures and graphs
@@ -539,18 +536,16 @@ EXPORTED cudaError_t cudaStreamEndCapture(cudaStream_t handle, cudaGraph_t *out)
   captures().erase(capture);
   if (capture->invalid) FAIL(cudaErrorStreamCaptureInvalidated);
   if (!joined) FAIL(cudaErrorStreamCaptureUnjoined);
-  *out = (cudaGraph_t)capture->graph;
-  return cudaSuccess;
+  return give(out, capture->graph);
 }
 EXPORTED cudaError_t cudaStreamIsCapturing(cudaStream_t handle, cudaStreamCaptureStatus *status) {
   Lock lock(books());
   Stream *stream = stream_of(handle);
   if (!stream) FAIL(cudaErrorInvalidResourceHandle);
   if (is_default(stream) && capture_that_blocks_the_default()) FAIL(cudaErrorStreamCaptureImplicit);
-  *status = !stream->capture            ? cudaStreamCaptureStatusNone
-            : stream->capture->invalid ? cudaStreamCaptureStatusInvalidated
-                                       : cudaStreamCaptureStatusActive;
-  return cudaSuccess;
+  return give(status, !stream->capture           ? cudaStreamCaptureStatusNone
+                      : stream->capture->invalid ? cudaStreamCaptureStatusInvalidated
+                                                 : cudaStreamCaptureStatusActive);
 }
 EXPORTED cudaError_t cudaStreamGetCaptureInfo(cudaStream_t handle, cudaStreamCaptureStatus *status,
                                               unsigned long long *id, cudaGraph_t *graph, const cudaGraphNode_t **after,
@@ -566,13 +561,11 @@ EXPORTED cudaError_t cudaStreamGetCaptureInfo(cudaStream_t handle, cudaStreamCap
   return cudaSuccess;
 }
 EXPORTED cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t *, size_t *count) {
-  *count = ((Graph *)graph)->nodes.size();
-  return cudaSuccess;
+  return give(count, ((Graph *)graph)->nodes.size());
 }
 EXPORTED cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t *out, cudaGraph_t graph, unsigned long long) {
   UNSAFE_IN_CAPTURES();
-  *out = (cudaGraphExec_t) new std::shared_ptr<Graph>(new Graph(*(Graph *)graph));
-  return cudaSuccess;
+  return give(out, new std::shared_ptr<Graph>(new Graph(*(Graph *)graph)));
 }
 EXPORTED cudaError_t cudaGraphLaunch(cudaGraphExec_t executable, cudaStream_t stream) {
   cudaError_t error = enqueue_replay(stream, *(std::shared_ptr<Graph> *)executable, __func__);

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
+import operator
 import traceback
 from collections.abc import Callable
 
@@ -18,6 +20,10 @@ _library.simulated_ranges.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c
 _library.simulated_ranges.restype = _library.simulated_changes.restype = ctypes.c_long
 
 Run = Callable[[], None]
+# The work does not belong to the transforms and traces of the thread that happens to wait for it.
+_KEYS = ("Python", "PythonTLSSnapshot", "PythonDispatcher", "FuncTorchDynamicLayerFrontMode",
+         "FuncTorchDynamicLayerBackMode", "Functionalize")  # fmt: skip
+_OUTSIDE = functools.reduce(operator.or_, (torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, k)) for k in _KEYS))
 
 # Work of streams and graphs by number, and whether it runs once. A graph's work stays, since there is no notification
 # when a graph is freed.
@@ -32,23 +38,30 @@ def _called(number: int) -> None:
     if once:
         del _work[number]
     try:
-        with _disable_current_modes(), torch.no_grad():
+        with _disable_current_modes(), torch.no_grad(), torch._C._ExcludeDispatchKeyGuard(_OUTSIDE):
             run()
     except BaseException as error:  # an error that leaves this function is lost, since the caller is C++
         traceback.print_exc()
         _library.simulated_fault(f"{name}: {error!r}".encode())
 
 
+def capturing() -> bool:
+    return bool(_library.simulated_is_capturing(torch.cuda.current_stream().cuda_stream))
+
+
+def deferred() -> bool:
+    """Return whether work that is queued now runs later."""
+    return bool(_library.simulated_is_scheduled()) or capturing()
+
+
 def enqueue(name: str, run: Run) -> None:
     """Queue work on the current stream: it runs now, later, or in each replay of a captured graph."""
-    stream = torch.cuda.current_stream().cuda_stream
-    captured = bool(_library.simulated_is_capturing(stream))
-    if not captured and not _library.simulated_is_scheduled():
+    if not deferred():
         run()
         return
     number = next(_numbers)
-    _work[number] = name, run, not captured
-    error = _library.simulated_enqueue(stream, name.encode(), _called, number)
+    _work[number] = name, run, not capturing()
+    error = _library.simulated_enqueue(torch.cuda.current_stream().cuda_stream, name.encode(), _called, number)
     if error:
         raise RuntimeError(f"CUDA error {error} at the launch of {name}")
 
