@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import specache_compile as sc
-from conftest import LOSSLESS, compiled_with, prompt, tiny_llama
+from conftest import LOSSLESS, compiled_with, prompt, step, tiny_llama
 from held_tiers import in_rows
 from specache_compile.caches.joining import append_rows, drop, in_pages, keep_rows, reserve_cache_rows
 from specache_compile.compat import cache_of, with_cache
@@ -153,13 +153,6 @@ def test_a_split_cache_equals_the_joined_caches(default: Any) -> None:
             assert torch.equal(got.values, expected.values)
 
 
-def test_a_copy_of_a_reordered_cache_in_use_has_that_order_too(default: Any) -> None:
-    cache = joined(default)
-    cache.reorder_cache(torch.tensor([1, 2, 0]))
-    assert sc.lengths(cache).tolist() == [LONG, MIDDLE, SHORT]
-    assert sc.lengths(copy.deepcopy(cache)).tolist() == [LONG, MIDDLE, SHORT]
-
-
 def test_a_joined_cache_is_compressed_out_of_16_bits(default: Any) -> None:
     below = compiled_with(tiny_llama(num_hidden_layers=1), {**SETTINGS["default"], "min_context": 4096})
     caches = [joined(default), joined(below)]
@@ -180,23 +173,6 @@ def test_a_join_over_the_budget_of_the_host_tier_is_refused() -> None:
     assert sc.lengths(sc.join(caches[:2])).tolist() == [SHORT, MIDDLE]
     with pytest.raises(SpecacheError, match="3 more pages of 256 tokens are needed"):
         sc.join(caches)
-
-
-@torch.no_grad()
-def test_a_mask_hides_tokens_in_pages() -> None:
-    model, plain = compiled("lossless"), tiny_llama(num_hidden_layers=1)
-    ids, more, mask = prompt(MIDDLE, 2), prompt(1, 2, seed=5), torch.ones(2, MIDDLE + 1, dtype=torch.long)
-    mask[0, 5:9] = 0
-    caches = [
-        sc.join([forward(model, None, ids[row : row + 1])[0] for row in range(2)]),
-        cache_of(plain(ids, use_cache=True)),
-    ]
-    where = torch.full((2, 1), MIDDLE)
-    ours, theirs = (
-        each(more, attention_mask=mask, position_ids=where, **with_cache(cache)).logits[:, -1]
-        for each, cache in zip((model, plain), caches, strict=True)
-    )
-    close(ours, theirs)
 
 
 def test_plain_copies_are_left_padded_like_a_batch() -> None:
@@ -277,25 +253,20 @@ def test_a_mask_that_contradicts_the_cache_is_refused(default: Any) -> None:
         default(prompt(1, 3), attention_mask=mask, **with_cache(cache), position_ids=lengths[:, None])
 
 
-def held(model: Any, ids: Tensor, **more: Any) -> DynamicCache:
-    with torch.no_grad():
-        return cache_of(model(ids, use_cache=True, **more))
-
-
 def test_caches_that_cannot_be_joined_are_refused_with_a_reason(default: Any) -> None:
     first = forward(default, None, prompt(60))[0]
     with pytest.raises(SpecacheError, match="the list of caches is empty"):
         sc.join([])
     with pytest.raises(SpecacheError, match="plain tensors already"):
-        sc.join([first, held(tiny_llama(num_hidden_layers=1), prompt(60))])
+        sc.join([first, cache_of(step(tiny_llama(num_hidden_layers=1), prompt(60)))])
     with pytest.raises(SpecacheError, match="different models"):
         sc.join([first, forward(compiled("default"), None, prompt(60))[0]])
     dropping = compiled_with(
         tiny_llama(num_hidden_layers=1), {"method": "snapkv", "budget": 48, "window": 16, "lowering": "eager"}
     )
     with pytest.raises(SpecacheError, match="'snapkv' requires rows of one length"):
-        sc.split(held(dropping, prompt(60, 2)))
+        sc.split(cache_of(step(dropping, prompt(60, 2))))
     holes = torch.ones(2, 60, dtype=torch.long)
     holes[0, 5:9] = 0
     with pytest.raises(SpecacheError, match="padding that is not in front"):
-        sc.split(held(default, prompt(60, 2), attention_mask=holes))
+        sc.split(cache_of(step(default, prompt(60, 2), attention_mask=holes)))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ import specache_compile as sc
 from adapted import adapt
 from conftest import compile_copy, compiled_with, prompt, tiny_llama
 from families import BY_NAME
+from kept_traces import TESTS, in_new_process
 from specache_compile.compat import cache_of, with_cache
 from specache_compile.runtime.held import HeldTensor
 from specache_compile.runtime.session import session_of
@@ -84,37 +83,23 @@ def test_layers_that_stay_plain_are_saved_with_the_held_ones(tmp_path: Path) -> 
 
 PROCESS = """
 import sys, torch
-sys.path[:0] = sys.argv[3:]
+sys.path[:0] = [{tests!r}]
 import specache_compile as sc
-from adapted import adapt
-from conftest import prompt, tiny_llama
-torch.manual_seed(0)
+from conftest import compiled_with, prompt, step, tiny_llama
 torch.set_num_threads(1)
-torch.set_grad_enabled(False)
-model = tiny_llama()
-model.compile(backend="specache", options={"bits": 1, "top_k": 16, "lowering": "eager"})
-folder, tokens = sys.argv[1], int(sys.argv[2])
-cache = None if tokens == 0 else sc.load(folder, model)
-out = model(prompt(150) if cache is None else prompt(1, seed=tokens), **sc.with_cache(cache), use_cache=True)
-sc.save(sc.cache_of(out), folder)
-print(out.logits[0, -1].tolist())
+model = compiled_with(tiny_llama(), {options!r})
+print(step(model, prompt(1), sc.load({folder!r}, model)).logits[0, -1].tolist())
 """
 
 
 @pytest.mark.slow
 def test_a_session_outlives_its_process(tmp_path: Path) -> None:
-    """Each step runs in a separate process, and equals the same step in this process."""
-    outputs = []
-    for tokens in range(2):
-        command = [sys.executable, "-c", PROCESS, str(tmp_path), str(tokens), str(Path(__file__).parents[1])]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-        assert done.returncode == 0, done.stderr
-        outputs.append(torch.tensor(json.loads(done.stdout.splitlines()[-1])))
-    model = compiled_with(tiny_llama(), {"bits": 1, "top_k": 16, "lowering": "eager"})
-    logits, cache = step(model, prompt(150))
-    for tokens in range(2):
-        assert torch.equal(logits[0, -1], outputs[tokens])
-        logits, cache = step(model, prompt(1, seed=tokens + 1), cache)
+    options = {"bits": 1, "top_k": 16, "lowering": "eager"}
+    model = compiled_with(tiny_llama(), options)
+    _, cache = step(model, prompt(150))
+    sc.save(cache, tmp_path)
+    printed = in_new_process(PROCESS.format(tests=str(TESTS), options=options, folder=str(tmp_path)))
+    assert step(model, prompt(1), cache)[0][0, -1].tolist() == json.loads(printed.splitlines()[-1])
 
 
 @pytest.mark.parametrize("when", ["before", "after"])

@@ -12,15 +12,12 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
-from transformers import DynamicCache
 
 import specache_compile as sc
 from conftest import is_held, prompt, tiny_llama
 from specache_compile.compile import recompile_limit
 
 OPTIONS = {"lowering": "eager", "bits": 16}
-SETTINGS = [{"bits": 1}, {"bits": 4}, {"setting": "paper"}, {"method": "kivi"}]
-CLASSES = ["Qwen2", "Qwen3", "Granite"]
 SIZES = {
     "vocab_size": 128, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2,
     "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 512, "initializer_range": 0.3,
@@ -59,32 +56,11 @@ def several(rows: int, tokens: int = 30) -> Tensor:
 
 
 KINDS: dict[str, Call] = {
-    "one row": lambda m: generate(m, prompt(40)),
     "a further turn": lambda m: further_turn(m, 9),
-    "a further turn of one token": lambda m: further_turn(m, 1),
-    "a mask": lambda m: generate(m, prompt(40), attention_mask=torch.ones(1, 40, dtype=torch.long)),
     "three rows": lambda m: generate(m, several(3)),
     "padded rows": lambda m: generate(m, several(3), attention_mask=padded(3, 30), pad_token_id=0),
-    "one padded row": lambda m: generate(m, prompt(40), attention_mask=padded(1, 40), pad_token_id=0),
-    "beams": lambda m: generate(m, prompt(40), num_beams=2),
-    "beams of two rows": lambda m: generate(m, several(2), num_beams=2),
-    "three samples": lambda m: generate(m, prompt(40), do_sample=True, num_return_sequences=3),
-    "assisted": lambda m: generate(m, prompt(40), assistant_model=small(seed=3)),
-    "prompt lookup": lambda m: generate(m, prompt(20).repeat(1, 2), prompt_lookup_num_tokens=3),
     "hidden states": lambda m: generate(m, prompt(40), output_hidden_states=True),
-    "embeddings": lambda m: generate(m, None, inputs_embeds=m.get_input_embeddings()(prompt(40)).detach()),
-    "a prompt in chunks": lambda m: generate(m, prompt(40), prefill_chunk_size=16),
-    "a prompt of one token": lambda m: generate(m, prompt(1)),
-    "inference mode": lambda m: torch.inference_mode()(generate)(m, prompt(40)),
-    "further turns of rows": lambda m: further_turn(m, 9, rows=2),
-    "gradients enabled": lambda m: torch.enable_grad()(generate)(m, prompt(40)),
-    "calls of forward": lambda m: torch.no_grad()(m)(prompt(40), use_cache=True),
-    "calls with positions": lambda m: torch.no_grad()(m)(prompt(40), position_ids=torch.arange(40)[None]),
-    "calls with all logits": lambda m: torch.no_grad()(m)(prompt(40), use_cache=True, logits_to_keep=0),
-    "a cache given": lambda m: generate(m, prompt(40), past_key_values=DynamicCache()),
-    "a batch after the others": lambda m: generate(m, several(5)),
-    "one row after the others": lambda m: generate(m, prompt(33)),
-}  # fmt: skip
+}
 
 
 def compiled(model: Any, **options: Any) -> Any:
@@ -93,25 +69,9 @@ def compiled(model: Any, **options: Any) -> Any:
     return twin
 
 
-def all_cases() -> list[tuple[str, Any, Call]]:
-    base = small()
-    cases = [(name, compiled(base), call) for name, call in KINDS.items()]
-    cases += [(str(settings), compiled(base, **settings), KINDS["one row"]) for settings in SETTINGS]
-    cases += [(name, compiled(small(name)), KINDS["one row"]) for name in CLASSES]
-    assert len(cases) >= 32
-    return cases
-
-
-def some_cases() -> list[tuple[str, Any, Call]]:
-    """More graphs than Dynamo's limit of 8."""
+def test_all_kinds_of_calls_in_one_process_are_compressed() -> None:
+    """They need more graphs than Dynamo's limit of 8."""
     model = compiled(small())
-    return [(name, model, KINDS[name]) for name in ("a further turn", "three rows", "padded rows", "hidden states")]
-
-
-@pytest.mark.quick_for("session")
-@pytest.mark.parametrize("made", [some_cases, all_cases], ids=["session", "all"])
-def test_all_kinds_of_calls_in_one_process_are_compressed(made: Callable[[], list[tuple[str, Any, Call]]]) -> None:
-    cases = made()
     messages: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
@@ -120,7 +80,7 @@ def test_all_kinds_of_calls_in_one_process_are_compressed(made: Callable[[], lis
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", sc.SpecacheWarning)
-            plain = [name for name, model, call in cases if not is_held(sc.cache_of(call(model)))]
+            plain = [name for name, call in KINDS.items() if not is_held(sc.cache_of(call(model)))]
     finally:
         log.removeHandler(handler)
     assert plain == []

@@ -114,14 +114,6 @@ def test_a_prompt_of_another_length_compiles_nothing_new(llama: LlamaForCausalLM
     assert compiles[1] == compiles[2] == compiles[3]
 
 
-def test_an_eviction_budget_bounds_the_device_and_the_host_holds_nothing(llama: LlamaForCausalLM) -> None:
-    twin, sizes = under(llama, "roco", budget=24), []
-    for length in (100, 3000):
-        step(twin, prompt(length, batch=2))
-        sizes.append(sc.stats(twin).bytes_by_tier)
-    assert sizes[0] == sizes[1] == {"host": 0, "kept": 2 * 2 * 2 * 24 * (2 * 16 * 4 + 4 + 16)}
-
-
 def test_a_crop_under_eviction_drops_the_newer_pairs(llama: LlamaForCausalLM) -> None:
     cache, twin = DynamicCache(), under(llama, "h2o", budget=24)
     step(twin, prompt(80), cache)
@@ -156,14 +148,6 @@ def test_a_step_that_stopped_half_way_had_evicted_and_cannot_be_taken_again(
     with pytest.raises(sc.SpecacheError, match=r"method 'h2o' had started to drop pairs .*"):
         step(twin, prompt(1), cache)
     assert cache_of(step(twin, prompt(1), before)).get_seq_length() == 82
-
-
-def test_what_was_evicted_cannot_be_given_back(llama: LlamaForCausalLM) -> None:
-    cache = cache_of(step(under(llama, "h2o", budget=24), prompt(80)))
-    with pytest.raises(
-        sc.SpecacheError, match=r"method 'h2o' keeps only the pairs .* Use a method that keeps all pairs"
-    ):
-        sc.materialize(cache)
 
 
 # FP8, KCache and KIVI

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import LlamaForCausalLM
 
 import specache_compile as sc
@@ -95,18 +93,6 @@ def test_a_move_that_was_interrupted_goes_on_with_the_next_step(
     ours = [again.logits[:, -1:], step(twin, ids[:, :1], cache).logits]
     full = step(llama, torch.cat([ids, ids[:, :1]], 1)).logits[:, -2:]
     torch.testing.assert_close(torch.cat(ours, 1), full, atol=1e-3, rtol=1e-3)
-
-
-def test_a_fork_moves_over_by_itself(llama: LlamaForCausalLM) -> None:
-    twin = compile_copy(llama, min_context=LEAST)
-
-    def run(model: LlamaForCausalLM) -> Tensor:
-        cache = cache_of(step(model, prompt(100, 2)))
-        fork = copy.deepcopy(cache)
-        step(model, prompt(20, 2), fork)
-        return torch.cat([step(model, prompt(1, 2), c).logits for c in (cache, fork)])
-
-    torch.testing.assert_close(run(twin), run(llama), atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.slow

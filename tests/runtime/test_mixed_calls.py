@@ -6,7 +6,6 @@ import itertools
 import random
 import warnings
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from torch import Tensor
 from transformers import DynamicCache, LlamaForCausalLM
 
 import specache_compile as sc
-from conftest import LOSSLESS, compile_copy, compiled_with, forget_warnings, greedy, prompt, tiny_llama
+from conftest import LOSSLESS, compile_copy, compiled_with, greedy, prompt, tiny_llama
 from specache_compile.compat import GENERATE_MASKS_ALL, cache_of, with_cache
 from specache_compile.passes.reading.nodes import value_of
 from specache_compile.runtime.records import find_record
@@ -84,68 +83,6 @@ def test_the_callers_tensors_are_as_they_were() -> None:
     assert [vars(tensor) for tensor in (ids, mask)] == before
 
 
-# Sixty calls
-
-
-def sampled(model: Any, ids: Tensor, rng: random.Random) -> Tensor:
-    torch.manual_seed(rng.randrange(1000))
-    return model.generate(ids, max_new_tokens=12, do_sample=True, temperature=1.3, top_k=20)
-
-
-def with_beams(model: Any, ids: Tensor, rng: random.Random) -> Tensor:
-    return greedy(model, ids[:4], 8, num_beams=rng.choice((2, 3)))
-
-
-def with_padding(model: Any, ids: Tensor, rng: random.Random) -> Tensor:
-    return greedy(model, ids, 12, attention_mask=padded(ids, rng.randrange(1000)))
-
-
-def in_turns(model: Any, ids: Tensor, rng: random.Random) -> Tensor:
-    cache = DynamicCache()
-    for _ in range(3):
-        ids = torch.cat([greedy(model, ids, 6, **with_cache(cache)), prompt(rng.randrange(2, 9), len(ids))], 1)
-    return ids
-
-
-def cropped(model: Any, ids: Tensor, rng: random.Random) -> Tensor:
-    cache = DynamicCache()
-    whole = greedy(model, ids, 12, **with_cache(cache))
-    back = rng.randrange(1, 8)
-    cache.crop(-back)
-    return greedy(model, whole[:, : cache.get_seq_length() + 1], 6, **with_cache(cache))
-
-
-def looked_up(model: Any, ids: Tensor, rng: random.Random) -> Tensor:
-    return greedy(model, ids[:1], 12, prompt_lookup_num_tokens=3)
-
-
-CALLS: tuple[Callable[[Any, Tensor, random.Random], Tensor], ...] = (
-    lambda model, ids, rng: greedy(model, ids, 16),
-    sampled,
-    with_beams,
-    with_padding,
-    in_turns,
-    cropped,
-    looked_up,
-)
-
-
-def sixty_calls(plain: Any, compiled: Any) -> int:
-    """Random calls of a model and of its compiled copy, which must generate the same; returns how many ran
-    uncompiled."""
-    rng, limited = random.Random(0), 0
-    for number in range(60):
-        call, seed = rng.choice(CALLS), rng.randrange(1 << 30)
-        ids = prompt(rng.randrange(1, 301), rng.randrange(1, 13), seed=number)
-        forget_warnings()
-        with warnings.catch_warnings(record=True) as reported:
-            warnings.simplefilter("always")
-            got = call(compiled, ids, random.Random(seed))
-        assert torch.equal(got, call(plain, ids, random.Random(seed))), f"call {number}: {ids.shape}"
-        limited += any("recompile limit" in str(warning.message) for warning in reported)
-    return limited
-
-
 # Options
 
 # One of each kind of state: low-bit tiers with and without slots, the whole cache on either side, keys apart, evicted.
@@ -157,9 +94,6 @@ MADE_UNDER = {
     "kcache": {"top_n": 1024},
     "h2o": {"budget": 1024},
 }
-# Found silent: 16 bits, then offload (whose graph appends to no window), then 16 bits again.
-SILENT = ("specache", "offload")
-PAIRS = sorted(itertools.permutations(MADE_UNDER, 2), key=lambda pair: pair != SILENT)
 
 
 def under(model: LlamaForCausalLM, method: str, **more: Any) -> LlamaForCausalLM:
@@ -176,7 +110,7 @@ def test_a_cache_goes_on_as_it_was_made_whichever_copy_it_comes_to() -> None:
     ids, plain = prompt(100), DynamicCache()
     spans = ((0, 90), (90, 91), (91, 92), (92, 93), (93, 99), (99, 100))
     expected = [model(ids[:, a:b], **with_cache(plain), use_cache=True).logits for a, b in spans]
-    for first, second in PAIRS:
+    for first, second in itertools.permutations(MADE_UNDER, 2):
         cache, reported = DynamicCache(), []
         for method, (start, stop), right in zip(
             (first, first, second, first, second, first), spans, expected, strict=True

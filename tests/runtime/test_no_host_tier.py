@@ -14,6 +14,7 @@ from conftest import compiled_with, prompt
 from specache_compile.compat import cache_of, with_cache
 from specache_compile.errors import SpecacheError
 from specache_compile.runtime.session import session_of
+from specache_compile.runtime.step import Step
 
 pytestmark = [pytest.mark.one_process, pytest.mark.one_trace]
 
@@ -88,8 +89,6 @@ def test_operations_that_need_every_pair_raise(what: str, llama: Any) -> None:
 
 
 def test_an_interrupted_step_is_not_gone_on_from(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from specache_compile.runtime.step import Step
-
     def interrupted(*given: Any) -> Any:
         raise KeyboardInterrupt
 

@@ -212,17 +212,3 @@ def test_the_text_behind_an_image_is_the_uncompiled_models(name: str) -> None:
             warnings.filterwarnings("ignore", "this model's decode runs one token at a time")
         assert_same_answers(pictures, model, plain)
     assert lanes(model, pictures) == {1 if pictures.exact else 2}
-
-
-@pytest.mark.quick_for
-@pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("name", ["llava", "qwen2_vl", "gemma3"])
-def test_a_language_model_that_is_compiled_alone_runs_one_lane(name: str) -> None:
-    """What comes in is embedded already."""
-    pictures = MODELS[name]
-    plain, model = pictures.model(), pictures.model()
-    text = model.model.language_model
-    text.compile(backend="specache", options=LOSSLESS)
-    with pytest.warns(SpecacheWarning, match="no token ids come in"):
-        assert_same_answers(pictures, model, plain)
-    assert lanes(text, pictures) == {1}

@@ -86,13 +86,6 @@ def test_an_interrupted_step_leaves_them(llama: LlamaForCausalLM, method: str) -
     interrupted_behind([1, 4, 5], twin, llama, prompt(60, 2), 50)
 
 
-def test_a_16_bit_cache_that_moves_over_finds_its_sinks(llama: LlamaForCausalLM) -> None:
-    twin = compiled_with(llama, {**ALL_SINKS, **METHODS["corrected"], "min_context": 100})
-    ids = prompt(90, 2)
-    assert torch.equal(greedy(twin, ids, 36), greedy(llama, ids, 36))
-    assert sc.stats(twin).bytes_by_tier["sinks"] > 0
-
-
 def test_what_is_fetched_is_no_sink(llama: LlamaForCausalLM) -> None:
     twin = compiled_with(llama, {**ALL_SINKS, "sink_tokens": 4, "top_k": 28})
     cache = cache_of(step(twin, prompt(66, 2)))

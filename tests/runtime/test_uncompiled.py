@@ -26,15 +26,6 @@ from specache_compile.compile import recompile_limit
 from specache_compile.methods import every_method
 from specache_compile.runtime.session import Session
 
-# Of methods that keep every pair; settings in which they lose nothing.
-KEEP_ALL: dict[str, dict[str, Any]] = {
-    "full": {},
-    "offload": {},
-    "kivi": {"bits": 16},
-    "specache": {"bits": 1, "top_k": 1024},
-    "kcache": {"top_n": 4096},
-}
-
 
 @pytest.fixture(autouse=True)
 def dynamo_as_before() -> Iterator[None]:
@@ -115,15 +106,6 @@ def test_the_limit_half_way_changes_no_token(shallow: LlamaForCausalLM, way: str
     assert torch.equal(tokens, greedy(shallow, ids, 20, **settings))
 
 
-@pytest.mark.quick_for("kivi")
-@pytest.mark.parametrize("method", KEEP_ALL)
-def test_with_every_method_that_keeps_all_pairs(shallow: LlamaForCausalLM, method: str) -> None:
-    twin = compiled_with(shallow, {"lowering": "eager", "method": method, **KEEP_ALL[method]})
-    with warned(1):
-        tokens = greedy(twin, prompt(90), 16, logits_processor=[AfterTokens(10, run_uncompiled)])
-    assert torch.equal(tokens, greedy(shallow, prompt(90), 16))
-
-
 @pytest.mark.quick_for("gpt_oss")
 @pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "llama, dynamic rope"])
 def test_beside_sliding_layers_and_graph_breaks(name: str) -> None:
@@ -137,17 +119,6 @@ def test_beside_sliding_layers_and_graph_breaks(name: str) -> None:
             tokens = greedy(model, prompt(10), 30, logits_processor=[AfterTokens(after, run_uncompiled)])
         assert torch.equal(tokens, expected)
         torch.compiler.set_stance("default")
-
-
-def test_a_cache_that_became_plain_goes_on_in_a_second_turn(shallow: LlamaForCausalLM) -> None:
-    logits = []
-    for model in (compile_copy(shallow), shallow):
-        with limit(1):
-            cache = cache_of(step(model, prompt(50)))
-            logits.append([step(model, prompt(n, seed=n), cache).logits for n in (1, 9, 1)])
-    assert not is_held(cache)
-    for ours, theirs in zip(*logits, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=1e-4)
 
 
 @pytest.mark.quick_for("h2o")

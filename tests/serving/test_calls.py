@@ -283,6 +283,9 @@ def test_a_required_call_closes_the_reasoning_that_the_template_opens() -> None:
     tokens = generated(question_of(served, tool_choice="required"), served.tokenizer.eos_token_id, 0)
     reasoning, content, calls = parsed(served, lambda: question_of(served, tool_choice="required"), tokens)
     assert (reasoning, content, len(calls)) == ("", "", 1)
+    text = f'Hm.</think>\n\nI look.\n<tool_call>{{"name": "look", "arguments": {arguments(LOOK)}}}</tool_call>{END}'
+    tokens = served.tokenizer(text, add_special_tokens=False).input_ids
+    assert parsed(served, lambda: question_of(served), tokens) == ("Hm.", "I look.", [LOOK])
 
 
 def test_a_call_without_tools_is_text() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from openai.types import Completion
-from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from openai.types.chat import ChatCompletionChunk
 from tokenizers import Tokenizer, decoders, models
 from transformers import GenerationConfig
 
@@ -22,7 +22,6 @@ pytestmark = pytest.mark.one_process
 
 TOKENIZER = byte_tokenizer()
 PROMPT = list(b"<user>Hi")
-CALLING = 'Hm.</think>\n\nI look.\n<tool_call>{"name": "look", "arguments": {"x": 1}}</tool_call>'
 
 
 def reply(text: str, kind: type[Reply] = Reply, streamed: bool = False, **given: Any) -> Any:
@@ -79,18 +78,6 @@ def test_a_stream_begins_with_its_first_token_and_ends_with_done() -> None:
     assert chunks[-2].choices[0].finish_reason == "stop"
     assert chunks[-1].choices == []
     assert chunks[-1].usage.completion_tokens == 3
-
-
-def test_reasoning_and_calls_of_tools_are_no_text() -> None:
-    choice = ChatCompletion.model_validate(reply(CALLING, ChatReply, parser=qwens_parser())).choices[0]
-    assert choice.finish_reason == "tool_calls"
-    assert (choice.message.reasoning_content, choice.message.content) == ("Hm.", "I look.")
-    assert [call.function.arguments for call in choice.message.tool_calls] == ['{"x": 1}']
-    *events, _, _ = reply(CALLING, ChatReply, streamed=True, parser=qwens_parser())
-    deltas = [ChatCompletionChunk.model_validate_json(event).choices[0].delta for event in events]
-    assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas).strip() == "Hm."
-    assert "".join(delta.content or "" for delta in deltas).strip() == "I look."
-    assert [call.function.name for delta in deltas for call in delta.tool_calls or []] == ["look"]
 
 
 @pytest.mark.parametrize("call", ['{"name": "look", "arguments": {x}}', "[1]", '{"name": "look"}', '{"name": "lo'])

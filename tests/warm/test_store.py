@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import specache_compile as sc
-from conftest import LOSSLESS
-from kept_traces import ALL, TESTS, Traces, in_new_process, llama, run
+from kept_traces import ALL, Traces, llama, run
 from specache_compile import entry
 from specache_compile.cache_folder import VARIABLE, cache_folder
 from specache_compile.warm import hooks, trace_folder
@@ -76,37 +72,3 @@ def test_without_a_folder_nothing_is_stored(traces: Traces, folder: Path, monkey
     assert cache_folder() == folder.parent / "specache-compile", "a converted checkpoint needs a folder"
     assert run(llama(), traces) == 1
     assert [file for file in folder.parent.rglob("*") if file.is_file()] == []
-
-
-ONE_PROCESS = """
-import os, signal, sys
-sys.path[:0] = {paths!r}
-import pytest
-from kept_traces import ALL, counted, llama, run
-written, replace = 0, os.replace
-def kill_late(*paths):
-    global written
-    written += 1
-    if written == {killed}:
-        os.kill(os.getpid(), signal.SIGKILL)
-    replace(*paths)
-os.replace = kill_late
-with pytest.MonkeyPatch.context() as patch, counted(patch) as traces:
-    print(run(llama(), traces, ALL, options={options!r}))
-"""
-
-
-def code(killed: int = 0) -> str:
-    """A process that runs a model, and is killed while it writes its file of this number."""
-    return ONE_PROCESS.format(paths=[str(TESTS)], killed=killed, options=LOSSLESS)
-
-
-@pytest.mark.slow
-def test_a_writer_is_killed_and_two_write_at_once(folder: Path) -> None:
-    """Seven files: a prefill, a decode and its pre-decode, an extend, and the trace of each graph."""
-    killed = subprocess.run([sys.executable, "-c", code(killed=3)], capture_output=True, check=False)
-    assert killed.returncode == -signal.SIGKILL
-    both = [subprocess.Popen([sys.executable, "-c", code()], stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    counts = [int(process.communicate()[0]) for process in both]
-    assert all(2 <= count <= 3 for count in counts), "one trace was whole"
-    assert int(in_new_process(code())) == 0

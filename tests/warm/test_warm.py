@@ -22,7 +22,7 @@ from transformers.models.llama import modeling_llama
 import specache_compile as sc
 from adapted import adapt
 from conftest import LOSSLESS
-from kept_traces import ALL, FULL, PROMPT, SIZES, STEPS, TESTS, Traces, in_new_process, llama, logits, run
+from kept_traces import ALL, FULL, PROMPT, SIZES, STEPS, Traces, llama, logits, run
 from specache_compile.methods import METHODS
 from specache_compile.passes.recipe import Recipe
 
@@ -163,13 +163,6 @@ def test_values_without_another_guard_are_checked_before_the_first_call(kept: Tr
         assert run(llama(), kept) == 1
 
 
-@pytest.mark.slow
-def test_other_options_are_compiled_for(kept: Traces) -> None:
-    assert run(llama(), kept, options=LOSSLESS) == 1
-    assert run(llama(), kept, options={**FULL, "exact_layers": [1]}) == 1
-    assert run(llama(), kept, fullgraph=True) == 1
-
-
 def test_two_models_of_one_class_with_other_options_in_one_process(kept: Traces) -> None:
     """Each has its own graphs: Dynamo compares the backend's options in every call."""
     kept.next_process()
@@ -210,27 +203,3 @@ def test_a_phase_that_was_not_kept_is_traced_and_kept_behind_it(traces: Traces, 
         file.unlink()
     assert run(llama(), traces, sizes, options=LOSSLESS) == 1
     assert run(llama(), traces, sizes, options=LOSSLESS) == 0
-
-
-SIXTY = """
-import os, sys
-sys.path[:0] = {paths!r}
-from torch._dynamo.utils import counters
-from conftest import compile_copy, tiny_llama
-from test_mixed_calls import sixty_calls
-os.environ["SPECACHE_CACHE"] = {cache!r}  # which conftest has turned off
-model = tiny_llama()
-limited = sixty_calls(model, compile_copy(model))
-print(counters["stats"]["unique_graphs"], limited)
-"""
-
-
-@pytest.mark.slow
-def test_sixty_random_calls_over_two_processes(folder: Path) -> None:
-    """The second process loads what the first has stored: it traces nothing, and generates what the uncompiled model
-    does."""
-    code = SIXTY.format(paths=[str(TESTS), str(TESTS / "runtime")], cache=str(folder.parent))
-    (graphs, limited), (graphs_again, limited_again) = (map(int, in_new_process(code).split()) for _ in range(2))
-    assert 4 <= graphs <= 8
-    assert graphs_again == 0
-    assert limited_again <= limited < 20

@@ -11,8 +11,8 @@ from transformers import DynamicCache
 
 import specache_compile as sc
 from conftest import LOSSLESS, greedy, prompt, tiny_llama
-from kept_traces import Traces
 from specache_compile.compat import with_cache
+from specache_compile.model_key import Watch, model_key
 from specache_compile.runtime.held import HeldTensor
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::FutureWarning")]
@@ -85,74 +85,20 @@ def test_adapters_are_switched_disabled_and_merged() -> None:
     assert_same(compiled(wrapped.merge_and_unload()), plain.merge_and_unload())
 
 
-def test_an_adapter_is_switched_in_the_midst_of_a_cache() -> None:
-    wrapped, plain = lora(), lora()
-    model, ours, theirs = compiled(wrapped), DynamicCache(), DynamicCache()
-    text = said(model, ours)
-    assert torch.equal(text, said(plain, theirs))
-    for one in (wrapped, plain):
-        one.set_adapter("other")
-    turn = torch.cat([text, prompt(5, seed=3)], 1)
-    assert torch.equal(said(model, ours, turn), said(plain, theirs, turn))
-    assert isinstance(ours.layers[0].keys, HeldTensor)
-
-
-def test_the_next_process_takes_the_traces_of_an_adapted_model(traces: Traces) -> None:
-    """And of no other: the base model, one of another rank, and one whose adapter is off are traced."""
-    assert_same(compiled(lora()), lora())
-    traces.next_process()
-    wrapped, plain = lora(), lora()
-    assert_same(compiled(wrapped), plain)
-    assert traces.count == 0
-    with wrapped.disable_adapter(), plain.disable_adapter():
-        assert_same(compiled(wrapped), plain)
-    assert traces.count >= 2
-    for other in (tiny_llama(num_hidden_layers=1), lora(rank=8)):
-        traces.next_process()
-        expected = said(other)
-        assert torch.equal(said(compiled(other)), expected)
-        assert traces.count >= 2
-
-
-def scale(model: Any) -> None:
-    for module in model.modules():
-        if isinstance(getattr(module, "scaling", None), dict):
-            module.scaling["other"] *= 5
-
-
-def merge(model: Any) -> None:
-    model.set_adapter("default")
-    model.merge_adapter()
-
-
-@torch._dynamo.config.patch(recompile_limit=64)
-def test_a_batch_forgets_what_another_adapter_has_computed() -> None:
+def test_each_switch_changes_the_models_key() -> None:
+    """So a batch forgets what another adapter has computed (tests/batching/test_changed_weights.py)."""
     wrapped = lora()
-    wrapped.get_base_model().compile(backend="specache", options={"bits": 16, "lowering": "eager"})
-    batch, ids, chunk = sc.Batch(wrapped.get_base_model(), chunk=128), prompt(300, seed=9), 128
-
-    def generated() -> tuple[list[int], bool]:
-        request = batch.add(ids, max_new_tokens=12)
-        batch.step()
-        from_prefix = request.prefilled > chunk
-        batch.run()
-        return request.generated, from_prefix
-
-    twin = lora()
+    layers = [module for module in wrapped.modules() if isinstance(getattr(module, "scaling", None), dict)]
     switches = {
-        "as made": lambda model: None,
-        "another adapter": lambda model: model.set_adapter("other"),
-        "scaled": scale,
-        "disabled": lambda model: model.base_model.disable_adapter_layers(),
-        "enabled": lambda model: model.base_model.enable_adapter_layers(),
-        "the first adapter again, merged": merge,
+        "another adapter": lambda: wrapped.set_adapter("other"),
+        "scaled": lambda: [layer.scaling.update(other=9.0) for layer in layers],
+        "disabled": wrapped.base_model.disable_adapter_layers,
+        "enabled": wrapped.base_model.enable_adapter_layers,
+        "the first adapter again, merged": lambda: (wrapped.set_adapter("default"), wrapped.merge_adapter()),
     }
-    before: list[int] = []
     for name, switch in switches.items():
-        for model in (wrapped, twin):
-            switch(model)
-        expected = said(twin, None, ids)[0, ids.shape[1] :].tolist()
-        assert expected != before, name
-        assert generated() == (expected, False), name
-        assert generated() == (expected, True), name
-        before = expected
+        model = wrapped.get_base_model()
+        before, watch = model_key(model), Watch(model)
+        switch()
+        assert model_key(model) != before, name
+        assert not watch.holds(), name
