@@ -1,6 +1,6 @@
 """Generate from a compiled model and compare the bytes of its cache.
 
-python examples/generate.py [MODEL]        a hub name, a folder or a .gguf file; SmolLM2-135M by default
+python examples/generate.py [MODEL]        a hub name or a folder; SmolLM2-135M by default
 """
 
 from __future__ import annotations

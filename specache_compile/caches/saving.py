@@ -43,6 +43,7 @@ from .holding import set_model
 
 FORMAT = 6
 HEADER = "session.pt"
+NOT_WRITTEN = "it is damaged, or `save` did not write it"
 # Options of the model, not of the cache: how its graphs run, and this machine's memory.
 OF_THE_MODEL = ("lowering", "mode", "host_memory", "speculate")
 # Layer classes without other contents than keys, values, a recurrent state and numbers.
@@ -168,39 +169,45 @@ def loaded(root: Path, model: torch.nn.Module, by_any_weights: bool) -> DynamicC
 
     by_any_weights: skip the check of the model's key, for a cache that was swapped out.
     """
-    header = read_header(root)
-    compiled_with = required_options(model, "load")
-    requested, final = (restored_options(each, compiled_with) for each in header["options"])
-    if found := differences(requested, compiled_with):
-        raise SpecacheError(
-            f"the session in {root} was made with other options: {found}. Compile the model with those, or prefill "
-            "again"
-        )
-    if ranks_of(list(model.parameters())) is not None:
-        raise split_session()
-    device, keys = device_of(model), tuple(PrefillKey(*key) for key in header["keys"])
-    if not by_any_weights:
-        for key in set(keys):
-            check_key(root, key, prefill_key(model, model.parameters()))
-    progress = Progress(keys=keys, **owned(header["progress"], device))
-    shapes = [LayerShape(**shape, device=device) for shape in header["shapes"]]
-    session = Session(requested, shapes, len(keys), progress.length)
-    session.progress, tiers = progress, session.tiers
-    tiers.options, tiers.pending = (final.in_16_bits, final) if header["in_16_bits"] else (final, None)
-    tiers.capacity = header["capacity"]
-    session.reserve(0)
-    set_model(session, model)
-    cache, sites = empty_cache(model, header["layers"]), itertools.count()
-    layers: list[Any] = list(cache.layers)
-    for number, layer in enumerate(tqdm(layers, "loading", unit="layer", disable=None, leave=False)):
-        path = root / header["folder"] / layer_file(number)
-        found = read(path)
-        vars(layer).update(owned(found["layer"], device))
-        if found["state"] is not None:
-            site = next(sites)
-            fill(session, site, found["state"], path)
-            layer.keys, layer.values = (session.held(site, part) for part in PARTS)
-    return cache
+    path = root / HEADER
+    header = read_header(path)
+    try:
+        compiled_with = required_options(model, "load")
+        requested, final = (restored_options(each, compiled_with) for each in header["options"])
+        if found := differences(requested, compiled_with):
+            raise SpecacheError(
+                f"the session in {root} was made with other options: {found}. Compile the model with those, or prefill "
+                "again"
+            )
+        if ranks_of(list(model.parameters())) is not None:
+            raise split_session()
+        device, keys = device_of(model), tuple(PrefillKey(*key) for key in header["keys"])
+        if not by_any_weights:
+            for key in set(keys):
+                check_key(root, key, prefill_key(model, model.parameters()))
+        progress = Progress(keys=keys, **owned(header["progress"], device))
+        shapes = [LayerShape(**shape, device=device) for shape in header["shapes"]]
+        session = Session(requested, shapes, len(keys), progress.length)
+        session.progress, tiers = progress, session.tiers
+        tiers.options, tiers.pending = (final.in_16_bits, final) if header["in_16_bits"] else (final, None)
+        tiers.capacity = header["capacity"]
+        session.reserve(0)
+        set_model(session, model)
+        cache, sites = empty_cache(model, header["layers"]), itertools.count()
+        layers: list[Any] = list(cache.layers)
+        for number, layer in enumerate(tqdm(layers, "loading", unit="layer", disable=None, leave=False)):
+            path = root / header["folder"] / layer_file(number)
+            found = read(path)
+            vars(layer).update(owned(found["layer"], device))
+            if found["state"] is not None:
+                site = next(sites)
+                fill(session, site, found["state"], path)
+                layer.keys, layer.values = (session.held(site, part) for part in PARTS)
+        return cache
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        if isinstance(error, SpecacheError):
+            raise
+        raise unreadable_session(path, f"a part is missing or has another type ({first_line(error)})") from error
 
 
 def fill(session: Session, site: int, found: LayerState, path: Path) -> None:
@@ -327,13 +334,16 @@ def check_key(root: Path, key: PrefillKey, ours: PrefillKey) -> None:
         )
 
 
-def read_header(root: Path) -> dict[str, Any]:
-    path = root / HEADER
+def read_header(path: Path) -> dict[str, Any]:
     if not path.exists():
-        raise SpecacheError(f"{root} has no saved session. Create one with specache_compile.save(cache, folder)")
+        if (older := path.with_suffix(".json")).exists():
+            raise unreadable_session(older, f"it is of format 4 or older, and this version reads format {FORMAT}")
+        raise SpecacheError(f"{path.parent} has no saved session. Create one with specache_compile.save(cache, folder)")
     header = read(path)
-    if not isinstance(header, dict) or header.get("format") != FORMAT:
-        raise unreadable_session(path, f"it is not of format {FORMAT}")
+    if not isinstance(header, dict) or "format" not in header:
+        raise unreadable_session(path, NOT_WRITTEN)
+    if header["format"] != FORMAT:
+        raise unreadable_session(path, f"it is of format {header['format']}, and this version reads format {FORMAT}")
     return header
 
 
@@ -348,7 +358,7 @@ def read(path: Path) -> Any:
     except OSError as error:
         raise unreadable_session(path, first_line(error)) from error
     except (RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
-        raise unreadable_session(path, "it is damaged, or `save` did not write it") from error
+        raise unreadable_session(path, NOT_WRITTEN) from error
 
 
 def write(contents: Mapping[str, Any], path: Path) -> None:

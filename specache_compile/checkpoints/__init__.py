@@ -1,3 +1,1 @@
-"""Checkpoints: names of models, and reading of GGUF files."""
-
-from .names import resolved as resolved
+"""Checkpoints: names of models, and the GGUF files of known names."""

@@ -26,7 +26,7 @@ class Checkpoint:
 
 
 def open_checkpoint(name: str) -> Checkpoint:
-    """The config and tokenizer of a checkpoint; a GGUF file is converted. Prints the origin of a known name."""
+    """The config and tokenizer of a checkpoint; a known name is converted. Prints the origin of a known name."""
     from transformers import AutoConfig
 
     folder = resolved(name)
@@ -40,7 +40,7 @@ def load_model(
     """Load a model and its tokenizer.
 
     Args:
-        checkpoint: a known name ("smollm2-135m"), a folder, a .gguf file, or a hub name.
+        checkpoint: a known name ("smollm2-135m"), a folder, or a hub name.
         dtype: of the weights; "auto" is the checkpoint's own dtype.
         device: "cpu", "cuda" or "cuda:1", for example; None uses CUDA if there is a device, else the CPU.
 

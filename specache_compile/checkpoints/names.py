@@ -1,4 +1,4 @@
-"""Resolves a model's name: a local folder, a hub name, a GGUF file, or a checkpoint with a short name."""
+"""Resolves a model's name: a local folder, a hub name, or a checkpoint with a short name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from specache_compile.cache_folder import cache_folder
 from specache_compile.errors import SpecacheError
 
 from .gguf import config_of as gguf_config_of
-from .gguf import converted, folder_of, writing
+from .gguf import converted, writing
 
 # Similarity above which an unknown name is taken for a misspelt known one, and not looked up on the hub.
 ALIKE = 0.65
@@ -49,28 +49,22 @@ KNOWN = {
 }
 
 
-MODEL = f"a checkpoint folder, a .gguf file, a hub name, or {', '.join(KNOWN)}"
+MODEL = f"a checkpoint folder, a hub name, or {', '.join(KNOWN)}"
 
 
 def resolved(model: str) -> str:
-    """The folder or hub name for transformers: a known name and a GGUF file are converted if needed, others unchanged.
+    """The folder or hub name for transformers: the folder of a known name, converted if needed; others unchanged.
 
-    A known name takes precedence over a path. SpecacheError for a path that does not exist, and for a misspelt known
-    name.
+    A known name takes precedence over a path. SpecacheError as for `checked`.
     """
-    gguf = gguf_of(model)
-    return checked(model) if gguf is None else str(converted(gguf))
+    return str(converted(wheel_file(model))) if model in KNOWN else checked(model)
 
 
 def config_of(model: str) -> Any:
-    """The configuration of a model. A GGUF file is not converted for it."""
+    """The configuration of a model. A known name is not converted for it."""
     from transformers import AutoConfig
 
-    gguf = gguf_of(model)
-    if gguf is None:
-        return AutoConfig.from_pretrained(checked(model))
-    folder = folder_of(gguf)
-    return AutoConfig.from_pretrained(folder) if folder.exists() else gguf_config_of(gguf)
+    return gguf_config_of(wheel_file(model)) if model in KNOWN else AutoConfig.from_pretrained(checked(model))
 
 
 def origin(model: str) -> str:
@@ -84,13 +78,13 @@ def print_origin(model: str) -> None:
 
 
 def check_name(model: str) -> None:
-    """SpecacheError for a path that does not exist, and for a misspelt known name."""
+    """SpecacheError as for `checked`."""
     if model not in KNOWN:
         checked(model)
 
 
 def checked(model: str) -> str:
-    """The path or hub name; SpecacheError where the path does not exist."""
+    """The path or hub name. SpecacheError for a path that does not exist, a GGUF file, or a misspelt known name."""
     looks_local = model.startswith((".", "/", "~")) or model.endswith((".json", ".gguf"))
     path = Path(model).expanduser()
     if not looks_local and "/" not in model and not path.exists():
@@ -100,18 +94,15 @@ def checked(model: str) -> str:
     if looks_local and not path.exists():
         names = ", ".join(KNOWN)
         raise SpecacheError(
-            f"there is no checkpoint at {model}. Pass a folder with config.json, a config.json, a .gguf file, a hub "
-            f"name, or a known name: {names}"
+            f"there is no checkpoint at {model}. Pass a folder with config.json, a config.json, a hub name, or "
+            f"a known name: {names}"
+        )
+    if model.endswith(".gguf") and path.is_file():
+        raise SpecacheError(
+            f"{model}: only the GGUF files of known names are read. Load this file by transformers with gguf_file= and "
+            "quantization_config=GgufConfig(dequantize=True), and pass the folder that save_pretrained writes"
         )
     return str(path) if looks_local else model
-
-
-def gguf_of(model: str) -> Path | None:
-    """The GGUF file of a known name or a path; None for others."""
-    if model in KNOWN:
-        return wheel_file(model)
-    path = Path(checked(model))
-    return path if model.endswith(".gguf") and path.is_file() else None
 
 
 def wheel_file(name: str) -> Path:

@@ -166,7 +166,7 @@ def left_alone_rows(graph: Captured) -> list[LeftAlone]:
 
 
 def load_config(path: str | Path) -> Any:
-    """The config of a checkpoint folder, a config.json, a GGUF file, a hub name or a known name."""
+    """The config of a checkpoint folder, a config.json, a hub name or a known name."""
     try:
         config = config_of(str(path))
     except SpecacheError:

@@ -200,6 +200,24 @@ class TestRefusals:
         with pytest.raises(sc.SpecacheError, match="has no saved session"):
             sc.load(tmp_path / "nowhere", compiled)
 
+    def test_a_session_of_another_format(self, compiled: LlamaForCausalLM, folder: Path) -> None:
+        """Format 4 had a header in JSON."""
+        torch.save({"format": 6}, folder / "session.pt")
+        with pytest.raises(sc.SpecacheError, match=r"it is of format 6, and this version reads format 5\. Prefill"):
+            sc.load(folder, compiled)
+        (folder / "session.pt").rename(folder / "session.json")
+        with pytest.raises(sc.SpecacheError, match=r"session\.json of a saved session .* it is of format 4 or older"):
+            sc.load(folder, compiled)
+
+    def test_a_header_whose_part_is_lost_or_changed(self, compiled: LlamaForCausalLM, folder: Path) -> None:
+        header = torch.load(folder / "session.pt")
+        lost = [{name: value for name, value in header.items() if name != part} for part in header if part != "format"]
+        changed = [{**header, part: 7} for part in ("folder", "keys", "options", "progress", "shapes", "layers")]
+        for damaged in (*lost, *changed):
+            torch.save(damaged, folder / "session.pt")
+            with pytest.raises(sc.SpecacheError, match=r"session\.pt of a saved session cannot be read: a part is"):
+                sc.load(folder, compiled)
+
     @pytest.mark.parametrize("damage", [lambda file: os.truncate(file, file.stat().st_size - 10), Path.unlink])
     def test_a_file_that_is_cut_short_or_missing(self, compiled: LlamaForCausalLM, folder: Path, damage: Any) -> None:
         damage(next(folder.glob("layers-*/001.pt")))
