@@ -131,6 +131,7 @@ def save(cache: DynamicCache, folder: str | os.PathLike[str]) -> None:
             shutil.rmtree(other, ignore_errors=True)
 
 
+@torch.inference_mode(False)  # the state is written later, outside of the caller's inference mode
 def load(folder: str | os.PathLike[str], model: torch.nn.Module) -> DynamicCache:
     """Load a cache that `save` wrote.
 
@@ -158,15 +159,7 @@ def load(folder: str | os.PathLike[str], model: torch.nn.Module) -> DynamicCache
         sc.save(sc.cache_of(output), "build/session")
         print(sc.load("build/session", model).get_seq_length())
     """
-    return loaded(Path(folder), model, by_any_weights=False)
-
-
-@torch.inference_mode(False)
-def loaded(root: Path, model: torch.nn.Module, by_any_weights: bool) -> DynamicCache:
-    """Load a cache. State is created outside of the caller's inference mode.
-
-    by_any_weights: skip the check of the model's key, for a cache that was swapped out.
-    """
+    root = Path(folder)
     header = read_header(root)
     compiled_with = required_options(model, "load")
     requested, final = (restored_options(each, compiled_with) for each in header["options"])
@@ -178,9 +171,8 @@ def loaded(root: Path, model: torch.nn.Module, by_any_weights: bool) -> DynamicC
     if ranks_of(list(model.parameters())) is not None:
         raise split_session()
     device, keys = device_of(model), tuple(PrefillKey(*key) for key in header["keys"])
-    if not by_any_weights:
-        for key in set(keys):
-            check_key(root, key, prefill_key(model, model.parameters()))
+    for key in set(keys):
+        check_key(root, key, prefill_key(model, model.parameters()))
     progress = Progress(keys=keys, **owned(header["progress"], device))
     shapes = [LayerShape(**shape, device=device) for shape in header["shapes"]]
     session = Session(requested, shapes, len(keys), progress.length)
