@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -230,6 +231,8 @@ def test_unsupported_requests_raise(model: Any) -> None:
         batch.add(prompt(0), max_new_tokens=3)
     with pytest.raises(SpecacheError, match=r"a batch does not verify drafts\. Compile with method='offload'"):
         sc.Batch(compiled_with(tiny_llama(), {**SMALL, "verify": 4}))
+    with pytest.raises(SpecacheError, match="sessions is 0. Pass sessions too"):
+        sc.Batch(model, spill_folder=Path("build"))
     with pytest.raises(SpecacheError, match="not compiled with the backend"):
         sc.Batch(tiny_llama())
     assert not batch.open
