@@ -35,7 +35,7 @@ OPTIONS = {**LOSSLESS, "lowering": "eager"}
 # Characters that prompts share: about ends of groups, windows, pages and chunks. A second turn stays below `top_k`.
 SHARED = [n + by for n in (32, 64, 256, 512, 768) for by in (-40, -32, 0)]
 TALKS = 48
-# Of memory for all tiers: few rows' pages, so that rows give way, and conversations and beginnings too.
+# Of memory for all tiers: few rows' pages, so that requests wait, and sessions are evicted.
 MIB = 24
 ANSWER = 24
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>{% endfor %}<assistant>"

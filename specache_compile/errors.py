@@ -32,8 +32,8 @@ class OptionError(SpecacheError, ValueError):
     """
 
 
-class BudgetError(SpecacheError):
-    """A request that the memory budget of a batch can never hold."""
+class RequestError(SpecacheError):
+    """A request that a batch can never run: its memory budget is too small, or the model's RoPE changes within it."""
 
 
 def first_line(error: BaseException) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ import torch
 from transformers import DynamicCache
 
 from specache_compile.caches.joining import drop, in_pages, reason_against
-from specache_compile.errors import BudgetError
+from specache_compile.errors import RequestError
 from specache_compile.kernels.memory.host_memory import allowance, free_memory
 from specache_compile.kernels.state.page_table import PAGE
 from specache_compile.methods.field import LayerShape
@@ -25,7 +24,7 @@ from specache_compile.runtime.state import device_total, page_bytes, predicted_b
 from specache_compile.runtime.tiers import Tiers
 
 from .prefixes import Prefix, Prefixes, can_crop
-from .request import Request, Stage
+from .request import Request
 from .spill import SpillFolder, load
 
 # A running request, its cache, and its row there.
@@ -36,29 +35,32 @@ MOST_PREFIXES = 8
 
 @dataclass(frozen=True)
 class Bytes:
-    """Bytes of tiers on the device and on the host. In a budget, None is unbounded."""
+    """Bytes of tiers on the device and on the host. In a budget, inf is unbounded."""
 
-    device: int | None = None
-    host: int | None = None
+    device: float = 0
+    host: float = 0
 
     def __add__(self, other: Bytes) -> Bytes:
-        return Bytes((self.device or 0) + (other.device or 0), (self.host or 0) + (other.host or 0))
+        return Bytes(self.device + other.device, self.host + other.host)
 
-    def times(self, count: int) -> Bytes:
-        return Bytes((self.device or 0) * count, (self.host or 0) * count)
+    def __mul__(self, count: int) -> Bytes:
+        return Bytes(self.device * count, self.host * count)
 
     def holds(self, other: Bytes) -> bool:
-        pairs = ((self.device, other.device), (self.host, other.host))
-        return all(most is None or (size or 0) <= most for most, size in pairs)
+        return other.device <= self.device and other.host <= self.host
+
+
+def bytes_or_inf(given: int | None) -> float:
+    return math.inf if given is None else given
 
 
 class BatchMemory:
     """The memory that a batch uses and may use.
 
+    budget: most bytes of the tiers.
     layers: shapes of the model's layers; empty until the first prompt chunk has run.
-    pool: None until then, and for models whose rows cannot be paged.
+    pool: None until then, and for models whose rows cannot be paged. Their requests run one after another.
     sessions: the largest number of finished requests that are kept as prefixes.
-    overcommits: whether a request reserves only its next step's pages (`spill.py`).
     key: the key of the model's weights and settings. changes: how often it has changed.
     watch: of the model, while requests run.
     """
@@ -68,12 +70,11 @@ class BatchMemory:
         spill_bytes: int | None,
     ) -> None:  # fmt: skip
         self.options, self.budget, self.rows, self.chunk, self.sessions = options, budget, rows, chunk, sessions
-        self.overcommits = spill is not None
         self.layers: list[LayerShape] = []
         self.pool: PagePool | None = None
-        unbounded = budget == Bytes() and options.host_memory is None
+        unbounded = budget == Bytes(math.inf, math.inf) and options.host_memory is None
         most = sessions or (rows if unbounded else min(rows, MOST_PREFIXES))
-        self.prefixes = Prefixes(most, spill if sessions else None, math.inf if spill_bytes is None else spill_bytes)
+        self.prefixes = Prefixes(most, spill, bytes_or_inf(spill_bytes))
         self.key: object = None
         self.watch: Watch | None = None
         self.changes = 0
@@ -134,51 +135,52 @@ class BatchMemory:
         return tiers if tiers is not None and self.pool is not None and tiers.pool is self.pool else None
 
     def fits(self, request: Request, running: Sequence[Running]) -> bool:
-        """Whether a request fits beside the running ones; cached prefixes are dropped if needed."""
-        if not self.layers:
-            return not running
+        """Whether a request fits beside the running ones, each up to its last token; cached prefixes are dropped if
+        needed. Without running ones, a request with too little memory tries."""
         if self.pool is None:
-            used = unpaged_bytes(
-                self.options, self.layers, (one.longest for one in (*(other for other, _, _ in running), request))
-            )
-            while self.budget.holds(used):  # else prefixes would be dropped in vain
-                tokens, prefix = self.prefix_of(request)
-                kept = [p for p in self.prefixes.in_memory if p is not prefix or tokens < len(p.ids)]  # it moves
-                if self.budget.holds(used + self.bytes_of_prefixes(kept)) and (not kept or self.fits_on_host(request)):
-                    return True
+            while not running and self.layers and not self.fits_beside_prefixes(request):
                 self.prefixes.drop_oldest()
-            return False
+            return not running
 
         def need() -> int:
-            promised = sum(self.pages_needed(*other, self.until(other[0])) for other in running)
-            spare = len(running) if self.overcommits else 0  # so that none is preempted soon
-            return promised + pages_for(self.until(request)) - len(self.shared_pages(request)) + spare
+            return self.promised(running) + pages_for(request.longest) - len(self.shared_pages(request))
 
         held = set(self.shared_pages(request))
         for _, cache, row in running:
             held.update(tiers.pages[row] if (tiers := self.tiers_of(cache)) else [])
-        # Otherwise prefixes would be dropped in vain.
-        return (self.pool.bound is None or len(held) + need() <= self.pool.bound) and self.has(need)
+        if self.pool.bound is not None and len(held) + need() > self.pool.bound:
+            return False  # prefixes would be dropped in vain
+        return self.make_room(need) or not running
 
-    def has(self, need: Callable[[], int]) -> bool:
-        """Whether so many pages can be allocated; cached prefixes are dropped if needed. An unbounded pool tries."""
-        assert self.pool is not None
-        while not self.pool.can_allocate(need()):
+    def promised(self, running: Sequence[Running]) -> int:
+        """Pages that running requests may still allocate, copies of shared pages included."""
+        return sum(self.pages_needed(*each) for each in running)
+
+    def pages_needed(self, request: Request, cache: DynamicCache | None, row: int) -> int:
+        tiers = self.tiers_of(cache)
+        if tiers is not None:
+            return tiers.pages_needed(row, request.cached, request.longest)
+        return pages_for(request.longest) if cache is None else 0
+
+    def make_room(self, need: Callable[[], int]) -> bool:
+        """Whether so many pages can be allocated; cached prefixes are dropped if needed."""
+        while self.pool is not None and not self.pool.can_allocate(need()):
             if not self.prefixes.drop_oldest():
-                return self.pool.bound is None
+                return False
         return True
 
-    def fits_on_host(self, request: Request) -> bool:
-        """Whether the host has free memory for a request that is not in pages."""
-        needed = unpaged_bytes(self.options, self.layers, [request.longest])
-        used = (needed.host or 0) + (needed.device or 0) * (self.layers[0].device.type == "cpu")
-        return self.options.host_memory is not None or used <= allowance(0, None)
+    def fits_beside_prefixes(self, request: Request) -> bool:
+        """Whether there is memory for a request that is not in pages, beside the prefixes that it does not continue."""
+        needed = self.unpaged([request.longest])
+        tokens, own = self.prefix_of(request)
+        kept = [len(one.ids) for one in self.prefixes.in_memory if one is not own or tokens < len(one.ids)]
+        on_host = needed.host + needed.device * (self.layers[0].device.type == "cpu")
+        is_free = self.options.host_memory is not None or on_host <= allowance(0, None)
+        return not kept or (is_free and self.budget.holds(needed + self.unpaged(kept)))
 
     def prefix_of(self, request: Request) -> tuple[int, Prefix | None]:
         """The longest cached prefix of a request that has nothing cached."""
-        if request.swapped is not None or request.whole or request.crosses:
-            return 0, None
-        return self.prefixes.longest(request.text)
+        return (0, None) if request.whole else self.prefixes.longest(request.prompt)
 
     def shared_pages(self, request: Request) -> list[int]:
         """The pages of its prefix that a request shares, and will not write to."""
@@ -188,29 +190,16 @@ class BatchMemory:
             return []
         return tiers.pages[0][: tiers.first_written(0, tokens, masked=False, cropped_from=len(prefix.ids))]
 
-    def bytes_of_prefixes(self, prefixes: Iterable[Prefix]) -> Bytes:
-        """Bytes of prefixes that are not in pages."""
-        return unpaged_bytes(self.options, self.layers, (len(prefix.ids) for prefix in prefixes))
+    def unpaged(self, lengths: Iterable[int]) -> Bytes:
+        """Bytes of rows of these lengths that are not in pages of the pool."""
+        return sum((bytes_of(predicted_bytes(self.options, self.layers, 1, n)) for n in lengths), Bytes())
 
-    def until(self, request: Request) -> int:
-        """Tokens whose pages a request is promised. An unbounded pool promises those of the next step."""
-        unbounded = self.pool is not None and self.pool.bound is None
-        return request.due if self.overcommits or unbounded else request.longest
-
-    def pages_needed(self, request: Request, cache: DynamicCache | None, row: int, until: int) -> int:
-        """Pages that a request may still allocate until it has `until` tokens, copies of shared pages included. A row
-        that is not paged needs none."""
-        tiers = self.tiers_of(cache)
-        if tiers is None:
-            return 0 if request.stage is Stage.DECODE else pages_for(until)
-        return tiers.pages_needed(row, request.cached, until)
-
-    def error_alone(self, request: Request) -> BudgetError | None:
+    def error_alone(self, request: Request) -> RequestError | None:
         """The error of a request that the budget could not hold alone; None if it could."""
         if not self.layers:
             return None
         if self.pool is None:
-            needed = unpaged_bytes(self.options, self.layers, [request.longest])
+            needed = self.unpaged([request.longest])
             fits = self.budget.holds(needed)
             needs = f"{needed.device:,} bytes on the device and {needed.host:,} on the host"
         else:
@@ -218,10 +207,10 @@ class BatchMemory:
             fits, needs = bound is None or pages <= bound, f"{pages} pages of {PAGE} tokens, and the pool has {bound}"
         if fits:
             return None
-        return BudgetError(
-            f"a request of {request.longest:,} tokens needs {needs}; the budget is device_memory={self.budget.device}, "
-            f"host_memory={self.budget.host or self.options.host_memory} (bytes). Lower max_new_tokens, or raise the "
-            "budget"
+        device, host = self.budget.device, min(self.budget.host, bytes_or_inf(self.options.host_memory))
+        return RequestError(
+            f"a request of {request.longest:,} tokens needs {needs}; the budget is device_memory={device}, "
+            f"host_memory={host} (bytes). Lower max_new_tokens, or raise the budget"
         )
 
     def attach_prefix(self, request: Request, model: Any) -> None:
@@ -252,13 +241,13 @@ class BatchMemory:
         if cache is None or self.tiers_of(cache) is None:
             return
         aligned = read % math.lcm(self.chunk, PAGE) == 0
-        if (read == len(request.text) and can_crop(cache)) if self.sessions else aligned:
-            self.keep(request, functools.partial(copy.deepcopy, cache), crops=bool(self.sessions))
+        if (read == len(request.prompt) and can_crop(cache)) if self.sessions else aligned:
+            self.keep(request, lambda: copy.deepcopy(cache), crops=bool(self.sessions))
 
     def keep(self, request: Request, copied: Callable[[], DynamicCache], crops: bool) -> None:
         """Cache a request's tokens as a prefix, unless their pairs depend on other tokens of a call, or on weights of
         before."""
-        if request.cached and request.changes == self.changes and not (request.whole or request.crosses):
+        if request.cached and request.changes == self.changes and not request.whole:
             self.prefixes.put(request.ids[0, : request.cached], copied, crops)
             while self.sessions and self.layers and not self.has_free_memory():
                 self.prefixes.drop_oldest()
@@ -267,20 +256,15 @@ class BatchMemory:
         """Whether the sessions have at most half of the memory, if each has its own. Pages of a bounded pool do not
         count."""
         bounded = self.pool is not None and self.pool.bound is not None
-        own = (prefix for prefix in self.prefixes.in_memory if not (bounded and self.tiers_of(prefix.cache)))
-        device, used = self.layers[0].device, self.bytes_of_prefixes(own)
+        own = (len(prefix.ids) for prefix in self.prefixes.in_memory if not (bounded and self.tiers_of(prefix.cache)))
+        device, used = self.layers[0].device, self.unpaged(own)
         if device.type == "cuda":
             return Bytes(torch.cuda.mem_get_info(device)[0], free_memory()).holds(used)
-        return (used.device or 0) + (used.host or 0) <= free_memory()
+        return used.device + used.host <= free_memory()
 
 
 def bytes_of(tiers: Mapping[str, int]) -> Bytes:
     return Bytes(device_total(tiers), tiers["host"])
-
-
-def unpaged_bytes(options: MethodOptions, layers: Sequence[LayerShape], lengths: Iterable[int]) -> Bytes:
-    """Bytes of rows of these final lengths, each with its own pool."""
-    return sum((bytes_of(predicted_bytes(options, layers, 1, length)) for length in lengths), Bytes(0, 0))
 
 
 def upper_bound(
@@ -292,22 +276,22 @@ def upper_bound(
     It counts the pages of all final lengths and the null page, and the tiers of a first prompt chunk. It also counts
     the fixed state of every row, of the prefill and of each prefix.
     """
-    pages = bytes_of(page_bytes(options, layers)).times(1 + sum(map(pages_for, lengths)))
+    pages = bytes_of(page_bytes(options, layers)) * (1 + sum(map(pages_for, lengths)))
     places = rows + 1 + (min(rows, MOST_PREFIXES) if prefixes is None else prefixes)
-    fixed = bytes_of(row_bytes(options, layers)).times(places)
-    return pages + fixed + unpaged_bytes(options, layers, [chunk])
+    fixed = bytes_of(row_bytes(options, layers)) * places
+    return pages + fixed + bytes_of(predicted_bytes(options, layers, 1, chunk))
 
 
 def bound(options: MethodOptions, layers: Sequence[LayerShape], budget: Bytes, fixed: Bytes) -> int | None:
     """Pages that fit into a budget after the bytes `fixed`, and into the option host_memory; None: unbounded. On a CPU
     a budget without device bytes covers all tiers."""
     page = bytes_of(page_bytes(options, layers))
-    if layers[0].device.type == "cpu" and budget.device is None:
-        page, fixed = (Bytes(0, (size.device or 0) + (size.host or 0)) for size in (page, fixed))
-    on_host = page_bytes(options, layers)["host"]
-    pairs = (
+    on_host = page.host
+    if layers[0].device.type == "cpu" and budget.device == math.inf:
+        page, fixed = (Bytes(0, size.device + size.host) for size in (page, fixed))
+    parts = (
         (budget.device, fixed.device, page.device), (budget.host, fixed.host, page.host),
-        (options.host_memory, on_host, on_host),
+        (bytes_or_inf(options.host_memory), on_host, on_host),
     )  # fmt: skip
-    limits = [max(0, most - (used or 0)) // size for most, used, size in pairs if most is not None and size]
+    limits = [max(0, int((most - used) // size)) for most, used, size in parts if most < math.inf and size]
     return min(limits) if limits else None

@@ -7,7 +7,7 @@ too, cut to the tokens that they share with a prompt.
 
 from __future__ import annotations
 
-import contextlib
+import logging
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,7 +23,8 @@ from specache_compile.runtime.session import session_of
 from specache_compile.runtime.state import fields_of
 
 from .spill import SpillFolder, remove, size_of
-from .twice import FailedTwice, twice
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -83,8 +84,10 @@ class Prefixes:
             self.remove(shorter)
         while len(self.in_memory) >= self.most:
             self.drop_oldest()
-        with contextlib.suppress(FailedTwice):  # the request is complete without it
-            self.kept.append(Prefix(ids, twice(copied), crops))
+        try:
+            self.kept.append(Prefix(ids, copied(), crops))
+        except Exception as error:  # the request is complete without it
+            log.warning("a prefix is not kept, since its cache cannot be copied: %s", error)
 
     def drop_oldest(self) -> bool:
         """Evict the least recently used prefix from memory; whether there was one."""

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, field
 from enum import Enum
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, LogitsProcessorList
 
-from .twice import FailedTwice, twice
-
 
 class Stage(Enum):
-    """The stage of a request. A request goes through them in this order; a preempted one waits again."""
+    """The stage of a request. A request goes through them in this order; after an interrupted step it waits again."""
 
     WAITING = "waits for memory, a row, or the end of another prefill"
-    PREFILL = "its prompt is prefilled"
+    PREFILL = "its prompt is prefilled, or waits for rows that it cannot join"
     DECODE = "it has a row of the batch"
     FINISHED = "it is finished"
 
@@ -56,22 +52,16 @@ class Request:
     generator: its random numbers; None if it is greedy.
     cache: of its row alone, while its prompt is prefilled.
     reused: tokens of the prompt that a cached prefix had.
-    prefilled: tokens of the text (prompt and resumed tokens) that were prefilled.
+    prefilled: tokens of the prompt that were prefilled.
     generated: token ids so far; a stop token is the last.
     end: why it is finished; None before.
     error: the error that it failed with.
     top_logprobs: number of likeliest tokens in `logprobs`; None: `logprobs` stays empty.
     logprobs: of each generated token.
     changes: the batch's number of changes of weights when it started.
-    started: its number in the order of starts.
-    swapped: the folder with its cache, while it is preempted.
-    resumed: generated tokens that are prefilled again after the prompt, where the RoPE switches.
     reached: generated tokens that the current cache has reproduced. After an interrupt the known tokens are decoded
         again, since a prefill of them would differ with lossy options.
-    whole: its text is prefilled in one call, without a cached prefix.
-    alone: it never joins other rows.
-    crosses: its RoPE switches while it generates, and its cache stays as it is (`batch_rope.py`).
-    failures: stages and cached lengths at which a call has failed and not yet succeeded.
+    whole: its prompt is prefilled in one call, without a cached prefix.
     rng_states: state of the random numbers by the number of the token, so that a draw can be repeated.
     """
 
@@ -90,20 +80,9 @@ class Request:
     top_logprobs: int | None = None
     logprobs: list[Logprobs] = field(default_factory=list)
     changes: int = 0
-    started: int = 0
-    swapped: Path | None = None
-    resumed: int = 0
     reached: int = 0
     whole: bool = False
-    alone: bool = False
-    crosses: bool = False
-    failures: set[tuple[Stage, int]] = field(default_factory=set)
     rng_states: dict[int, Tensor] = field(default_factory=dict)
-
-    @property
-    def text(self) -> Tensor:
-        """Token ids to prefill before its next token, int64 [n]."""
-        return self.ids_with(self.resumed)[0]
 
     @property
     def longest(self) -> int:
@@ -113,24 +92,15 @@ class Request:
     @property
     def cached(self) -> int:
         """Cached tokens; the last generated token is not cached."""
-        return self.prefilled + max(0, self.reached - 1 - self.resumed)
-
-    @property
-    def due(self) -> int:
-        """Most tokens cached after its next step."""
-        return max(len(self.prompt) + self.resumed, self.cached + 1)
+        return self.prefilled + max(0, self.reached - 1)
 
     @property
     def ids(self) -> Tensor:
         """Prompt and generated tokens, int64 [1, n]."""
-        return self.ids_with(len(self.generated))
-
-    def ids_with(self, count: int) -> Tensor:
-        """Prompt and the first generated tokens, int64 [1, n]."""
-        return torch.cat([self.prompt, torch.tensor(self.generated[:count], dtype=torch.int64)])[None]
+        return torch.cat([self.prompt, torch.tensor(self.generated, dtype=torch.int64)])[None]
 
     def finish(self, end: End, error: Exception | None = None) -> None:
-        self.stage, self.end, self.error, self.cache = Stage.FINISHED, end, error, None
+        self.stage, self.end, self.error = Stage.FINISHED, end, error
 
     def append(self, token: int) -> None:
         """Append a generated token, or count a known one as reached."""
@@ -146,11 +116,12 @@ class Request:
             self.finish(End.LENGTH)
 
     def restart(self) -> None:
-        """Wait without a cache: the text is prefilled, and the known tokens are decoded, again."""
-        self.end_if_done()  # an interrupt may have come before this check
+        """Lose the cache. An open request waits for a new prefill, after which its known tokens are decoded again."""
+        self.cache = None
         if self.stage is not Stage.FINISHED:
-            self.stage, self.cache, self.prefilled = Stage.WAITING, None, 0
-            self.reached = self.resumed
+            self.end_if_done()  # an interrupt may have come before this check
+        if self.stage is not Stage.FINISHED:
+            self.stage, self.prefilled, self.reached = Stage.WAITING, 0, 0
 
 
 def request_for(model: Any, prompt: Tensor, arguments: dict[str, Any]) -> Request:
@@ -186,9 +157,9 @@ def request_for(model: Any, prompt: Tensor, arguments: dict[str, Any]) -> Reques
 def append_next(request: Request, logits: Tensor) -> None:
     """Append the next token of a request. One whose processor fails is finished."""
     try:
-        request.append(twice(functools.partial(next_token, request, logits)))
-    except FailedTwice as failed:
-        request.finish(End.FAILED, failed.error)
+        request.append(next_token(request, logits))
+    except Exception as error:
+        request.finish(End.FAILED, error)
 
 
 def next_token(request: Request, logits: Tensor) -> int:

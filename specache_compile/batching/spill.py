@@ -1,8 +1,7 @@
-"""The spill folder of a batch: the caches of preempted requests and of evicted prefixes, bit for bit."""
+"""The spill folder of a batch: the caches of evicted sessions, bit for bit."""
 
 from __future__ import annotations
 
-import functools
 import logging
 import shutil
 import tempfile
@@ -13,10 +12,8 @@ from typing import Any
 
 from transformers import DynamicCache
 
-from specache_compile.caches.saving import loaded, save
+from specache_compile.caches import saving
 from specache_compile.errors import SpecacheError
-
-from .twice import FailedTwice, twice
 
 log = logging.getLogger(__name__)
 
@@ -37,26 +34,20 @@ class SpillFolder:
         """Write a cache of one row. None, with a warning in the log, if it cannot be written."""
         place = self.folder / uuid.uuid4().hex
         try:
-            twice(functools.partial(save, cache, place))
-        except FailedTwice as failed:
+            saving.save(cache, place)
+        except Exception as error:
             remove(place)
-            log.warning("a cache is dropped, since it cannot be written: %s", failed)
+            log.warning("a session is dropped, since it cannot be written: %s", error)
             return None
-        except BaseException:
-            remove(place)
-            raise
         return place
 
 
 def load(place: Path, model: Any) -> DynamicCache | None:
-    """Read a cache. None, with a warning in the log, if it cannot be read.
-
-    Like a cache in memory, it stays valid for a running request when the model's weights change.
-    """
+    """Read a cache. None, with a warning in the log, if it cannot be read."""
     try:
-        return twice(functools.partial(loaded, place, model, by_any_weights=True))
-    except FailedTwice as failed:
-        log.warning("a cache is prefilled again, since it cannot be read: %s", failed)
+        return saving.load(place, model)
+    except Exception as error:
+        log.warning("a session is prefilled again, since it cannot be read: %s", error)
         return None
 
 

@@ -241,16 +241,11 @@ def append_rows(cache: DynamicCache, newcomer: DynamicCache) -> DynamicCache:
     return made
 
 
-def keep_rows(cache: DynamicCache, rows: Sequence[int]) -> bool:
-    """Keep only these rows, in this order, and free the pages of the others. False if a step was interrupted after it
-    had dropped pairs: then the next use of the cache raises too."""
+def keep_rows(cache: DynamicCache, rows: Sequence[int]) -> None:
+    """Keep only these rows, in this order, and free the pages of the others."""
     indices: Any = torch.tensor(rows, dtype=torch.int64)
     cache.reorder_cache(indices)
-    try:
-        required_session(cache)
-    except SpecacheError:
-        return False
-    return True
+    required_session(cache)
 
 
 def drop(cache: DynamicCache) -> None:

@@ -133,6 +133,7 @@ def save(cache: DynamicCache, folder: str | os.PathLike[str]) -> None:
             shutil.rmtree(other, ignore_errors=True)
 
 
+@torch.inference_mode(False)  # the state is written later, outside of the caller's inference mode
 def load(folder: str | os.PathLike[str], model: torch.nn.Module) -> DynamicCache:
     """Load a cache that `save` wrote.
 
@@ -160,54 +161,51 @@ def load(folder: str | os.PathLike[str], model: torch.nn.Module) -> DynamicCache
         sc.save(sc.cache_of(output), "build/session")
         print(sc.load("build/session", model).get_seq_length())
     """
-    return loaded(Path(folder), model, by_any_weights=False)
-
-
-@torch.inference_mode(False)
-def loaded(root: Path, model: torch.nn.Module, by_any_weights: bool) -> DynamicCache:
-    """Load a cache. State is created outside of the caller's inference mode.
-
-    by_any_weights: skip the check of the model's key, for a cache that was swapped out.
-    """
-    path = root / HEADER
-    header = read_header(path)
+    root = Path(folder)
+    header = read_header(root)
     try:
-        compiled_with = required_options(model, "load")
-        requested, final = (restored_options(each, compiled_with) for each in header["options"])
-        if found := differences(requested, compiled_with):
-            raise SpecacheError(
-                f"the session in {root} was made with other options: {found}. Compile the model with those, or prefill "
-                "again"
-            )
-        if ranks_of(list(model.parameters())) is not None:
-            raise split_session()
-        device, keys = device_of(model), tuple(PrefillKey(*key) for key in header["keys"])
-        if not by_any_weights:
-            for key in set(keys):
-                check_key(root, key, prefill_key(model, model.parameters()))
-        progress = Progress(keys=keys, **owned(header["progress"], device))
-        shapes = [LayerShape(**shape, device=device) for shape in header["shapes"]]
-        session = Session(requested, shapes, len(keys), progress.length)
-        session.progress, tiers = progress, session.tiers
-        tiers.options, tiers.pending = (final.in_16_bits, final) if header["in_16_bits"] else (final, None)
-        tiers.capacity = header["capacity"]
-        session.reserve(0)
-        set_model(session, model)
-        cache, sites = empty_cache(model, header["layers"]), itertools.count()
-        layers: list[Any] = list(cache.layers)
-        for number, layer in enumerate(tqdm(layers, "loading", unit="layer", disable=None, leave=False)):
-            path = root / header["folder"] / layer_file(number)
-            found = read(path)
-            vars(layer).update(owned(found["layer"], device))
-            if found["state"] is not None:
-                site = next(sites)
-                fill(session, site, found["state"], path)
-                layer.keys, layer.values = (session.held(site, part) for part in PARTS)
-        return cache
+        return restored(root, header, model)
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         if isinstance(error, SpecacheError):
             raise
-        raise unreadable_session(path, f"a part is missing or has another type ({first_line(error)})") from error
+        raise unreadable_session(
+            root / HEADER, f"a part is missing or has another type ({first_line(error)})"
+        ) from error
+
+
+def restored(root: Path, header: Mapping[str, Any], model: torch.nn.Module) -> DynamicCache:
+    """The cache of a folder with this header."""
+    compiled_with = required_options(model, "load")
+    requested, final = (restored_options(each, compiled_with) for each in header["options"])
+    if found := differences(requested, compiled_with):
+        raise SpecacheError(
+            f"the session in {root} was made with other options: {found}. Compile the model with those, or prefill "
+            "again"
+        )
+    if ranks_of(list(model.parameters())) is not None:
+        raise split_session()
+    device, keys = device_of(model), tuple(PrefillKey(*key) for key in header["keys"])
+    for key in set(keys):
+        check_key(root, key, prefill_key(model, model.parameters()))
+    progress = Progress(keys=keys, **owned(header["progress"], device))
+    shapes = [LayerShape(**shape, device=device) for shape in header["shapes"]]
+    session = Session(requested, shapes, len(keys), progress.length)
+    session.progress, tiers = progress, session.tiers
+    tiers.options, tiers.pending = (final.in_16_bits, final) if header["in_16_bits"] else (final, None)
+    tiers.capacity = header["capacity"]
+    session.reserve(0)
+    set_model(session, model)
+    cache, sites = empty_cache(model, header["layers"]), itertools.count()
+    layers: list[Any] = list(cache.layers)
+    for number, layer in enumerate(tqdm(layers, "loading", unit="layer", disable=None, leave=False)):
+        path = root / header["folder"] / layer_file(number)
+        found = read(path)
+        vars(layer).update(owned(found["layer"], device))
+        if found["state"] is not None:
+            site = next(sites)
+            fill(session, site, found["state"], path)
+            layer.keys, layer.values = (session.held(site, part) for part in PARTS)
+    return cache
 
 
 def fill(session: Session, site: int, found: LayerState, path: Path) -> None:
@@ -334,11 +332,10 @@ def check_key(root: Path, key: PrefillKey, ours: PrefillKey) -> None:
         )
 
 
-def read_header(path: Path) -> dict[str, Any]:
+def read_header(root: Path) -> dict[str, Any]:
+    path = root / HEADER
     if not path.exists():
-        if (older := path.with_suffix(".json")).exists():
-            raise unreadable_session(older, f"it is of format 4 or older, and this version reads format {FORMAT}")
-        raise SpecacheError(f"{path.parent} has no saved session. Create one with specache_compile.save(cache, folder)")
+        raise SpecacheError(f"{root} has no saved session. Create one with specache_compile.save(cache, folder)")
     header = read(path)
     if not isinstance(header, dict) or "format" not in header:
         raise unreadable_session(path, NOT_WRITTEN)

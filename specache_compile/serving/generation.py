@@ -60,7 +60,8 @@ class Generation:
             raise HTTPException(503, STOPPING)
         if self.queued() >= self.queue:
             raise HTTPException(503, f"{self.queue} requests are waiting. Retry later", headers={"Retry-After": "1"})
-        config.max_new_tokens = config.max_new_tokens or max(least, min(ANSWER, room))
+        most = min(ANSWER, room, self.batch.longest_from(prompt) - prompt)
+        config.max_new_tokens = config.max_new_tokens or max(least, int(most))
         answer = Answer(question, self.tokenizer, self.metrics)
         self.open.add(answer)
         self.thread.submit(self.add, answer)
@@ -100,7 +101,7 @@ class Generation:
         """End answers whose clients have left, and generate a token for each other one."""
         for request in [request for request, answer in self.running.items() if answer.left.is_set()]:
             self.end(request)
-        tokens = self.stepped()
+        tokens = self.batch.step()
         for request, answer in self.running.items():
             if not answer.started and request.stage is not Stage.WAITING:
                 answer.started, answer.reused = True, request.reused
@@ -111,16 +112,6 @@ class Generation:
                 self.deliver(request, token)
         for request in [request for request in self.running if request.stage is Stage.FINISHED]:
             self.end(request, request.error)
-
-    def stepped(self) -> list[tuple[Request, int]]:
-        """The tokens of a step. A failed step is repeated, since memory may be free the next time. A request that fails
-        twice is finished by then; no other one is."""
-        for _ in range(2 * len(self.running)):
-            try:
-                return self.batch.step()
-            except Exception:
-                log.warning("a step failed and is repeated", exc_info=True)
-        return self.batch.step()
 
     def deliver(self, request: Request, token: int) -> None:
         try:

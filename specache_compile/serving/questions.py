@@ -89,20 +89,20 @@ def question(
     served: ServedModel, body: Body, ids: list[int], parser: Any = None, called: str | None = None
 ) -> Question:
     """A question. called: the grammar of an answer with tool calls; None: calls are not constrained."""
-    schema, processors = schema_of(body), LogitsProcessorList()
+    schema, processors = schema_of(body) if called is None else None, LogitsProcessorList()
     if body.frequency_penalty or body.presence_penalty:
         processors.append(Penalties(body.frequency_penalty or 0.0, body.presence_penalty or 0.0, len(ids)))
     if called is not None or schema is not None:
         if body.ignore_eos or body.min_tokens:
             raise HTTPException(400, "ignore_eos, min_tokens: not supported with a schema. Leave them out")
         try:
-            matcher = matcher_of(served.grammar_tokenizer, of_schema(schema or {}) if called is None else called)
+            matcher = matcher_of(served.grammar_tokenizer, called or of_schema(schema or {}))
         except ValueError as error:
             raise HTTPException(400, f"the answer's schema: {error}") from error
         processors.append(Constraint(matcher, len(ids), (served.grammar_tokenizer.vocab_size + 31) // 32))
     stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
-    one_part = called is None and schema is not None
-    return Question(ids, config_of(served, body), processors, stop, body.seed, None if one_part else parser)
+    parser = None if schema is not None else parser  # an answer with a schema has one part
+    return Question(ids, config_of(served, body), processors, stop, body.seed, parser)
 
 
 def schema_of(body: Body) -> dict[str, Any] | None:

@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from transformers.cli.serving.utils import ReasoningText, ToolCall
 
-from specache_compile.errors import BudgetError
+from specache_compile.errors import RequestError
 
 from .answer import Answer
 from .requests import CALL_ID
@@ -111,7 +111,7 @@ def error_body(error: Exception) -> tuple[int, dict[str, Any]]:
     status, message = 500, str(error) or type(error).__name__
     if isinstance(error, HTTPException):
         status, message = error.status_code, str(error.detail)
-    elif isinstance(error, BudgetError):
+    elif isinstance(error, RequestError):
         status = 400
     kind = "invalid_request_error" if status < 500 else "server_error"
     return status, {"error": {"message": message, "type": kind, "code": status}}

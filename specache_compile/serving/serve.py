@@ -61,12 +61,10 @@ def add_serve(command: argparse.ArgumentParser) -> None:
     group.add_argument("--session-host-gib", type=float, metavar="GIB", help="limit of host memory (default: none)")
     group.add_argument("--session-device-gib", type=float, metavar="GIB", help="limit of device memory (default: none)")
     group.add_argument(
-        "--session-folder", type=Path, metavar="DIR",
-        help="folder for evicted sessions, until the server stops. Then a request starts when its prompt fits; if "
-        "memory runs out, the newest one moves there",
-    )  # fmt: skip
+        "--session-folder", type=Path, metavar="DIR", help="folder for evicted sessions, until the server stops"
+    )
     group.add_argument(
-        "--session-disk-gib", type=float, default=64.0, metavar="GIB", help="limit of conversations there (%(default)s)"
+        "--session-disk-gib", type=float, default=64.0, metavar="GIB", help="limit of sessions there (%(default)s)"
     )
 
 

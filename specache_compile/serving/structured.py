@@ -31,20 +31,20 @@ def matcher_of(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
 
 
 class Constraint(LogitsProcessor):
-    """Allows only the tokens of the grammar. It may be called again with fewer tokens, since drafts may be rejected.
-
-    Tokens outside the grammar, or after its end, raise a RuntimeError and leave the matcher unchanged.
+    """Allows only the tokens of the grammar.
 
     prompt: number of tokens before the answer.
     words: 32-bit words in a mask of all tokens.
+    read: number of tokens of the answer that the matcher has read.
     """
 
     def __init__(self, matcher: LLMatcher, prompt: int, words: int) -> None:
-        self.matcher, self.prompt, self.words = matcher, prompt, words
-        self.read: list[int] = []
+        self.matcher, self.prompt, self.words, self.read = matcher, prompt, words, 0
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # type: ignore[override]
-        self.advance(input_ids[0, self.prompt :].tolist())
+        tokens = input_ids[0, self.prompt + self.read :].tolist()
+        self.matcher.consume_tokens(tokens)
+        self.read += len(tokens)
         size = scores.shape[-1]
         mask = torch.zeros(1, self.words, dtype=torch.int32)
         fill_next_token_bitmask(self.matcher, mask)
@@ -53,15 +53,3 @@ class Constraint(LogitsProcessor):
         allowed = (mask[0, :, None] >> torch.arange(32, dtype=torch.int32) & 1).flatten().bool()
         allowed = torch.nn.functional.pad(allowed, (0, max(0, size - len(allowed))))[:size]
         return scores.masked_fill(~allowed.to(scores.device), -torch.inf)
-
-    def advance(self, tokens: list[int]) -> None:
-        """Bring the matcher to these tokens of the answer."""
-        pairs = zip(tokens, self.read, strict=False)
-        same = next((place for place, (new, old) in enumerate(pairs) if new != old), min(len(tokens), len(self.read)))
-        if same < len(self.read):
-            self.matcher.rollback(len(self.read) - same)
-        # consume_tokens would leave the matcher in an error that no rollback ends.
-        consumed = self.matcher.try_consume_tokens(tokens[same:])
-        self.read = tokens[: same + consumed]
-        if self.read != tokens:
-            raise RuntimeError(f"token {tokens[len(self.read)]} is outside the grammar, after {len(self.read)} others")

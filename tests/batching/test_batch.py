@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -189,7 +190,6 @@ def test_sessions_are_within_the_budget(model: Any, monkeypatch: pytest.MonkeyPa
     requests = [batch.add(prompt(300, seed=seed), max_new_tokens=2) for seed in range(2 * rows)]
     while batch.open:
         batch.step()
-        assert len(batch.prefilling) <= 1
         assert room.holds(live(batch))
     assert [len(prefix.ids) for prefix in batch.memory.prefixes.kept] == [301] * sessions
     assert batch.memory.prefixes.evicted["nowhere"] >= 2 * rows - sessions
@@ -231,6 +231,8 @@ def test_unsupported_requests_raise(model: Any) -> None:
         batch.add(prompt(0), max_new_tokens=3)
     with pytest.raises(SpecacheError, match=r"a batch does not verify drafts\. Compile with method='offload'"):
         sc.Batch(compiled_with(tiny_llama(), {**SMALL, "verify": 4}))
+    with pytest.raises(SpecacheError, match="Pass sessions too"):
+        sc.Batch(model, spill_folder=Path("build"))
     with pytest.raises(SpecacheError, match="not compiled with the backend"):
         sc.Batch(tiny_llama())
     assert not batch.open
@@ -242,45 +244,22 @@ def test_unsupported_requests_raise(model: Any) -> None:
     [{"method": "snapkv", "budget": 48, "window": 16, "lowering": "eager"}, {**SMALL, "exact_layers": (0,)}],
     ids=["pairs are dropped", "a layer is not held"],
 )
-def test_rows_that_do_not_join_say_their_tokens_all_the_same(options: dict[str, Any]) -> None:
+def test_rows_that_do_not_join_run_one_after_another(options: dict[str, Any]) -> None:
     """Each has contiguous tiers, and no pages."""
     alone = compiled_with(tiny_llama(), options)
     batch = sc.Batch(alone)
     requests = [batch.add(prompt(length, seed=length), max_new_tokens=5) for length in (60, 20)]
-    batch.run()
+    while batch.open:
+        batch.step()
+        assert len(batch.running) <= 1
     assert batch.memory.layers
     assert batch.memory.pool is None
     for length, request in zip((60, 20), requests, strict=True):
         assert request.generated == new_tokens(alone, prompt(length, seed=length), 5)
 
 
-def test_a_step_that_fails_after_some_rows_loses_none_of_their_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    dropping = compiled_with(tiny_llama(), {"method": "snapkv", "budget": 48, "window": 16, "lowering": "eager"})
-    batch = sc.Batch(dropping)
-    requests = [batch.add(prompt(length, seed=length), max_new_tokens=5) for length in (60, 20)]
-    reported: list[tuple[Any, int]] = []
-    while len(batch.groups) < 2:
-        reported += batch.step()
-    ask, group = batch.call_model, batch.groups[1]
-
-    def fail(tokens: Tensor, positions: Tensor, cache: Any, *more: Any) -> Any:
-        if cache is group.cache:
-            raise RuntimeError("planted")
-        return ask(tokens, positions, cache, *more)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(batch, "call_model", fail)
-        with pytest.raises(RuntimeError, match="planted"):
-            batch.step()
-    while batch.open:
-        reported += batch.step()
-    for request in requests:
-        assert request.end is End.LENGTH
-        assert [token for whose, token in reported if whose is request] == request.generated
-
-
-def test_rows_that_cannot_take_a_step_can_be_taken_out(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is kept of them; and nobody waits for ever."""
+def test_rows_that_cannot_take_a_step_end_with_its_error(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is kept of them, and requests that come later are not affected."""
 
     def failed(*given: Any, **named: Any) -> None:
         raise SpecacheError("no memory is left")
@@ -289,15 +268,14 @@ def test_rows_that_cannot_take_a_step_can_be_taken_out(model: Any, monkeypatch: 
     requests = [batch.add(prompt(40, seed=seed), max_new_tokens=9) for seed in (1, 2, 3)]
     while len(batch.decoding) < 3:
         batch.step()
-    monkeypatch.setattr(Session, "reserve", failed)
-    with pytest.raises(SpecacheError, match="no memory is left"):
-        batch.step()
     batch.forget_prefixes()
-    for request in requests:
-        batch.remove(request)
+    with monkeypatch.context() as patch:
+        patch.setattr(Session, "reserve", failed)
+        batch.step()
+    assert [(request.end, str(request.error)) for request in requests] == [(End.FAILED, "no memory is left")] * 3
     assert not batch.open
     assert not batch.memory.prefixes.kept
-    monkeypatch.undo()
+    assert run_alone(model, prompt(40, seed=1), max_new_tokens=2).generated == requests[0].generated[:2]
     assert all_free(batch)
 
 

@@ -16,7 +16,7 @@ import specache_compile as sc
 from conftest import compiled_with, new_tokens, prompt
 from families import BY_NAME
 from specache_compile.batching import batch_memory
-from specache_compile.batching.batch_memory import unpaged_bytes, upper_bound
+from specache_compile.batching.batch_memory import upper_bound
 from specache_compile.batching.request import Request, Stage
 from specache_compile.kernels.state.page_table import PAGE
 from specache_compile.paging.pool import PagePool, pages_for
@@ -109,7 +109,7 @@ def test_a_turn_that_fills_the_memory_continues_its_session(llama: LlamaForCausa
     model = compiled_with(llama, {"method": "h2o", "budget": 0.5, "lowering": "eager"})
     probe = sc.Batch(model)
     answer(probe, prompt(5)[0])
-    room = unpaged_bytes(probe.options, probe.memory.layers, [60 + 20 + 2 * NEW])
+    room = probe.memory.unpaged([60 + 20 + 2 * NEW])
     batch = sc.Batch(model, sessions=4, host_memory=room.host, device_memory=room.device)
     first = answer(batch, prompt(60)[0], 0)
     running, waiting = (batch.add(ids, max_new_tokens=NEW) for ids in (turn(first), prompt(60, seed=2)))
@@ -153,8 +153,7 @@ def test_sessions_give_their_pages_to_requests(
     probe = sc.Batch(compiled)
     answer(probe, prompt(40)[0])
     room = upper_bound(probe.options, probe.memory.layers, 2, 512, [4 * PAGE], prefixes=4)
-    bytes_in_all = (room.device or 0) + (room.host or 0)
-    batch = sc.Batch(compiled, rows=2, sessions=4, spill_folder=tmp_path, host_memory=bytes_in_all)
+    batch = sc.Batch(compiled, rows=2, sessions=4, spill_folder=tmp_path, host_memory=int(room.device + room.host))
     first = answer(batch, prompt(300)[0], 0)
     pool = batch.memory.pool
     assert pool is not None
@@ -204,7 +203,7 @@ def test_a_session_that_cannot_be_written_is_dropped_with_a_warning(
     def fail(*given: Any) -> None:
         raise RuntimeError("can't allocate memory")
 
-    monkeypatch.setattr("specache_compile.batching.spill.save", fail)
+    monkeypatch.setattr("specache_compile.caches.saving.save", fail)
     batch = sc.Batch(compiled, sessions=1, spill_folder=tmp_path)
     for seed in (1, 2):
         answer(batch, prompt(40, seed=seed)[0])
@@ -246,4 +245,4 @@ def test_the_pages_that_admission_counts_are_those_that_a_request_needs(
     memory.attach_prefix(request, model)
     required_session(request.cache)
     assert request.reused == shared
-    assert memory.pages_needed(request, request.cache, 0, request.longest) == counted
+    assert memory.pages_needed(request, request.cache, 0) == counted

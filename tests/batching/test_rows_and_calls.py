@@ -20,6 +20,7 @@ SHORT, LONG, NEW = 20, 60, 4
 LONGROPE = {"rope_parameters": {**LONG_ROPE, "original_max_position_embeddings": 48}}
 LLAMA = Family("llama", "LlamaConfig", LONGROPE)
 PHI3 = Family("phi3", "Phi3Config", {**LONGROPE, "original_max_position_embeddings": 48})
+DYNAMIC = Family("dynamic", "LlamaConfig", {"rope_parameters": DYNAMIC_ROPE, "max_position_embeddings": 48})
 
 
 def alone(model: Any, ids: torch.Tensor, new: int) -> list[int]:
@@ -46,36 +47,33 @@ def test_a_short_row_beside_a_long_one_generates_what_it_does_alone(family: Fami
 
 @pytest.mark.parametrize("family", [PHI3, LLAMA], ids=lambda family: family.name)
 def test_rows_on_both_sides_of_a_rope_switch_generate_what_each_does_alone(family: Family) -> None:
-    """One below, one that crosses it, one beyond; Phi-3 prefills again where it crosses, Llama does not."""
+    """Those beyond it run when the others are finished, and prompts there continue no cache."""
     plain = family.model()
-    model = compiled_with(plain, OPTIONS)
-    batch = sc.Batch(model, chunk=24, sessions=4)
-    prompts = [prompt(length, seed=length) for length in (20, 44, 60)]
+    batch = sc.Batch(compiled_with(plain, OPTIONS), chunk=24, sessions=4)
+    prompts = [prompt(length, seed=length) for length in (20, 60, 39, 49)]
     requests = [batch.add(ids, max_new_tokens=9) for ids in prompts]
+    while batch.open:
+        batch.step()
+        assert len({len(request.prompt) > 48 for request in batch.decoding}) <= 1
+    further = torch.cat([requests[0].ids, prompt(5, seed=5)], 1)
+    beyond = torch.cat([requests[1].ids, prompt(5, seed=5)], 1)
+    turns = [batch.add(ids, max_new_tokens=9) for ids in (further, beyond)]
     batch.run()
-    for ids, request in zip(prompts, requests, strict=True):
+    assert [turn.reused for turn in turns] == [28, 0]
+    for ids, request in zip([*prompts, further, beyond], [*requests, *turns], strict=True):
         assert request.generated == alone(plain, ids, 9)
 
-    # Further turns, of which the first crosses the switch. No cache with the other frequencies is continued.
-    prompts = [torch.cat([request.ids, prompt(5, seed=5)], 1) for request in requests]
-    prompts.append(torch.cat([prompts[2][:, :30], prompt(4, seed=6)], 1))
-    turns = [batch.add(ids, max_new_tokens=16) for ids in prompts]
-    batch.step()
-    assert turns[0].reused == (28 if family is PHI3 else 0)  # until Phi-3 prefills it again
-    batch.run()
-    assert [turn.reused for turn in turns] == [0] * 4
-    for ids, turn in zip(prompts, turns, strict=True):
-        assert turn.generated == alone(plain, ids, 16)
 
-
-def test_requests_that_a_batch_cannot_reproduce_are_refused() -> None:
-    family = Family("dynamic", "LlamaConfig", {"rope_parameters": DYNAMIC_ROPE, "max_position_embeddings": 48})
-    model = compiled_with(family.model(), OPTIONS)
-    batch = sc.Batch(model)
-    with pytest.raises(sc.SpecacheError, match=r"20 prompt and 40 new tokens: beyond 48 tokens .* \(dynamic\)"):
-        batch.add(prompt(20), max_new_tokens=40)
+@pytest.mark.parametrize(
+    ("family", "tokens"), [(PHI3, (40, 9)), (LLAMA, (48, 1)), (DYNAMIC, (20, 40)), (DYNAMIC, (49, 1))]
+)
+def test_requests_whose_rope_changes_are_refused(family: Family, tokens: tuple[int, int]) -> None:
+    batch = sc.Batch(compiled_with(family.model(), OPTIONS))
+    message = r"{} prompt and {} new tokens: beyond 48 tokens .* Lower max_new_tokens, or call model\.generate"
+    with pytest.raises(sc.SpecacheError, match=message.format(*tokens)):
+        batch.add(prompt(tokens[0]), max_new_tokens=tokens[1])
     assert not batch.open
-    assert batch.add(prompt(20), max_new_tokens=4) in batch.open
+    assert batch.add(prompt(20), max_new_tokens=28) in batch.open
 
 
 def test_join_refuses_rows_on_both_sides_of_a_rope_switch() -> None:

@@ -201,12 +201,8 @@ class TestRefusals:
             sc.load(tmp_path / "nowhere", compiled)
 
     def test_a_session_of_another_format(self, compiled: LlamaForCausalLM, folder: Path) -> None:
-        """Format 4 had a header in JSON."""
-        torch.save({"format": 6}, folder / "session.pt")
-        with pytest.raises(sc.SpecacheError, match=r"it is of format 6, and this version reads format 5\. Prefill"):
-            sc.load(folder, compiled)
-        (folder / "session.pt").rename(folder / "session.json")
-        with pytest.raises(sc.SpecacheError, match=r"session\.json of a saved session .* it is of format 4 or older"):
+        torch.save({"format": 5}, folder / "session.pt")
+        with pytest.raises(sc.SpecacheError, match=r"it is of format 5, and this version reads format 6\. Prefill"):
             sc.load(folder, compiled)
 
     def test_a_header_whose_part_is_lost_or_changed(self, compiled: LlamaForCausalLM, folder: Path) -> None:
@@ -224,7 +220,7 @@ class TestRefusals:
         with pytest.raises(sc.SpecacheError, match=r"001\.pt of a saved session cannot be read"):
             sc.load(folder, compiled)
 
-    @pytest.mark.parametrize("header", [b"", b"{", {"format": 99}, []])
+    @pytest.mark.parametrize("header", [b"", b"{", []])
     def test_a_header_that_is_none(self, compiled: LlamaForCausalLM, folder: Path, header: Any) -> None:
         file = folder / "session.pt"
         file.write_bytes(header) if isinstance(header, bytes) else torch.save(header, file)

@@ -266,8 +266,7 @@ def test_padding_rows_touch_only_page_0_and_the_state_of_future_rows(
         batch.step()
     batch.remove(requests[1])
     batch.step()
-    (group,), pool = batch.groups, batch.memory.pool
-    tiers = batch.memory.tiers_of(group.cache)
+    pool, tiers = batch.memory.pool, batch.memory.tiers_of(batch.cache)
     assert pool is not None
     assert tiers is not None
     nobodys = [layer["host"][0] for layer in pool.state]
