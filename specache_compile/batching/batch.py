@@ -185,7 +185,7 @@ class Batch:
         if self.decoding:
             self.attempt(self.decode, self.decoding)
         if (request := self.prefilling) is not None:
-            self.attempt(lambda: self.prefill(request), [request])
+            self.attempt(functools.partial(self.prefill, request), [request])
         if not self.running:
             self.memory.watch = None  # it would keep replaced weights alive
 
@@ -247,7 +247,7 @@ class Batch:
             return
         while self.memory.fits(first, self.running):
             if not self.memory.notice_weights(self.model):  # else it is checked again, without the prefixes
-                return self.attempt(lambda: self.start(first), [first])
+                return self.attempt(functools.partial(self.start, first), [first])
 
     def start(self, request: Request) -> None:
         self.memory.attach_prefix(request, self.model)

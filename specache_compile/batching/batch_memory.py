@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -242,7 +243,7 @@ class BatchMemory:
             return
         aligned = read % math.lcm(self.chunk, PAGE) == 0
         if (read == len(request.prompt) and can_crop(cache)) if self.sessions else aligned:
-            self.keep(request, lambda: copy.deepcopy(cache), crops=bool(self.sessions))
+            self.keep(request, functools.partial(copy.deepcopy, cache), crops=bool(self.sessions))
 
     def keep(self, request: Request, copied: Callable[[], DynamicCache], crops: bool) -> None:
         """Cache a request's tokens as a prefix, unless their pairs depend on other tokens of a call, or on weights of
