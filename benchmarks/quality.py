@@ -46,9 +46,10 @@ UNSEEN = (*UNSEEN_TEXT, *FAST)
 LICENCES = tuple(
     f"/usr/share/common-licenses/{name}" for name in ("GPL-3", "GPL-2", "Apache-2.0", "LGPL-2.1", "MPL-2.0", "GFDL-1.3")
 )
+MORE_LICENCES = (*LICENCES, *(f"/usr/share/common-licenses/{name}" for name in ("MPL-1.1", "CC0-1.0", "Artistic")))
 NEEDLES = ("--chat", "--text", *LICENCES, *FAST, "--samples", "66")
 # Gemma's sliding layers make a prefill of one piece slow. Compiling takes longer than it saves in so few steps.
-KEYS = ("--keys", "1", "--text", *LICENCES, "--samples", "11")
+KEYS = ("--keys", "1", "--samples", "11", "--text")
 CHUNKED = ("--share-prefills", "--prefill-chunk", "1024")
 TABLES = {
     "closeness": Table(
@@ -130,11 +131,12 @@ TABLES = {
                 "uncompiled", "specache", "specache:bits=1", "kivi:bits=2", "fp8", "kivi:bits=1", "kivi:bits=4",
                 *reversed(SPECACHE), f"h2o:budget={budget},eviction_block=1024",
             ),
-            (*KEYS, *CHUNKED, "--batch-size", "1", "--lengths", str(length)),
+            (*KEYS, *texts, *CHUNKED, "--batch-size", "1", "--lengths", str(length)),
             GEMMA,
         )
-        for name, length, budget in (
-            ("needles_gemma_16k", 16384, 2048), ("needles_gemma_8k", 8192, 1216), ("needles_gemma_31k", 31744, 3712)
+        for name, length, budget, texts in (
+            ("needles_gemma_8k", 8192, 1216, LICENCES), ("needles_gemma_16k", 16384, 2048, LICENCES),
+            ("needles_gemma_31k", 31744, 3712, MORE_LICENCES),
         )
     },
     **{
