@@ -473,7 +473,7 @@ def by_lengths(folders: Sequence[str], what: str, cell: Callable[[ResultRow], st
         columns["difference to `uncompiled`, points"] = lambda own: difference(list(own.values()), full)[0]
         columns["95 % interval, ±"] = lambda own: difference(list(own.values()), full)[1]
     shown = slice(-1, None) if paired else slice(None)
-    columns["device KV"] = lambda own: " / ".join(f"{own[length].kv_ratio:.3f}" for length in sorted(own)[shown])
+    columns["device KV"] = lambda own: "/".join(f"{own[length].kv_ratio:.3f}" for length in sorted(own)[shown])
     lines = [(f"`{method}`", *(column(own) for column in columns.values())) for method, own in methods.items()]
     return markdown(("method", *columns), lines, right=len(columns))
 
@@ -507,7 +507,7 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "needles_gemma": partial(by_lengths, [f"needles_gemma_{n}" for n in ("8k", "16k", "31k")], FOUND, share_of_keys),
     "closeness_long": partial(by_lengths, ["closeness_4k", "closeness_8k"], KL, forced_kl),
     "fetched_gemma": partial(by_lengths, ["fetched_gemma"], KL, forced_kl),
-    "closeness_gemma": partial(by_lengths, ["closeness_gemma_2k", "closeness_gemma_8k"], KL, forced_kl),
+    "closeness_gemma": partial(by_lengths, [f"closeness_gemma_{n}" for n in ("2k", "8k", "16k")], KL, forced_kl),
 }  # fmt: skip
 
 
