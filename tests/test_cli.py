@@ -21,29 +21,11 @@ from conftest import NEEDLE_LLAMA
 from specache_compile.checkpoints.names import check_name
 from specache_compile.cli import main
 from specache_compile.command_line import arguments
-from specache_compile.explaining import explain as explaining
 from specache_compile.methods import declared_options
 from specache_compile.options import LOWERINGS
 from specache_compile.serving import serve as serving
 
 MODEL = str(NEEDLE_LLAMA)
-
-
-_explained: dict[str, Any] = {}
-
-
-@pytest.fixture(autouse=True)
-def explanations_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cache calls of `explain` that several tests share."""
-    explain = explaining.explain
-
-    def explain_once(*given: Any, **more: Any) -> Any:
-        selected = repr((given, more))
-        if selected not in _explained:
-            _explained[selected] = explain(*given, **more)
-        return _explained[selected]
-
-    monkeypatch.setattr(explaining, "explain", explain_once)
 
 
 def test_explain_fits_on_one_screen_and_so_does_a_layer(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ import torch
 from transformers import DynamicCache, LlamaForCausalLM
 
 import specache_compile as sc
-from conftest import LOSSLESS, greedy, greedy_unmasked, prompt, tiny_llama
+from conftest import LOSSLESS, compiled_with, greedy, greedy_unmasked, prompt, tiny_llama
 from specache_compile.compat import cache_of, with_cache
 from specache_compile.kernels.movement import triton_copy
 
@@ -26,9 +26,7 @@ whole = pytest.mark.slow
 
 
 def on_device(model: LlamaForCausalLM, device: str = "cuda", **options: Any) -> Any:
-    twin = copy.deepcopy(model).to(device)
-    twin.compile(backend="specache", options={**OPTIONS, **options})
-    return twin
+    return compiled_with(copy.deepcopy(model).to(device), {**OPTIONS, **options})
 
 
 @pytest.fixture

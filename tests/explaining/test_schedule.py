@@ -22,10 +22,3 @@ def test_every_access_of_two_steps_is_ordered(explained: sc.Explanation) -> None
     assert {step for step, _ in dag.nodes} == {0, 1}
     assert {stream for _, stream in dag.nodes(data="stream")} == {"compute", "copy"}
     assert sum(kind == "wait" for _, _, kind in dag.edges(data="kind")) == 2  # the second step's, one a layer
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [{"speculate": False}, {"bits": 16}, {"top_k": 0}])
-def test_every_access_is_ordered_under_other_options(options: dict) -> None:
-    other = sc.explain(tiny_llama(), prompt_length=200, options=options)
-    assert check_order(schedule_of(other.graphs["decode"])) == []

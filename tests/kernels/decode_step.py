@@ -299,7 +299,6 @@ def make_mask(
     """Return a mask [B|1, Hq|1, Q|1, past + new]; padding hides each row's first tokens, more in later rows."""
     columns = past + new
     padding = torch.arange(columns) >= (torch.arange(batch) * max(past // 3, 1)).view(-1, 1, 1, 1)
-    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     if kind == "none":
         return None
     if kind == "padding":
@@ -317,7 +316,7 @@ def make_mask(
         return slope * (torch.arange(columns) - past)
     if kind == "nothing is seen":
         return torch.zeros(batch, 1, 1, columns, dtype=torch.bool)
-    dtype = dtypes[kind.removeprefix("additive ")]
+    dtype = getattr(torch, kind.removeprefix("additive "))
     return torch.zeros(padding.shape, dtype=dtype).masked_fill(~padding, torch.finfo(dtype).min)
 
 

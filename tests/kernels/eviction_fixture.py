@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,13 +23,30 @@ def part(given: tuple[Tensor, ...], start: int, stop: int) -> tuple[Tensor, ...]
     return tuple(x[:, :, start:stop] for x in given)
 
 
-def step_of(length: int, new: int, padding: Sequence[int] | None) -> tuple[Tensor, Tensor | None]:
-    """Return the cursor and the mask of `new` tokens after `length`; the first tokens of each row are padding."""
-    cursor = torch.tensor([[length, 0, 0]]).repeat(BATCH, 1)
-    if padding is None:
-        return cursor, None
-    column, row = torch.arange(length + new), torch.arange(length, length + new)
-    return cursor, (column >= torch.tensor(padding).view(-1, 1, 1, 1)) & (column <= row[:, None])
+class Cache:
+    """The kept pairs of an op, and its calls one after another."""
+
+    def __init__(self, op: Any, pairs: int, settings: tuple[Any, ...], *state: Tensor) -> None:
+        self.op, self.settings, self.state, self.length = op, settings, state, 0
+        self.pairs = torch.full((BATCH, HEADS, pairs, 2, DIM), float("nan"))
+        self.token = torch.full((BATCH, HEADS, pairs), -1, dtype=torch.int32)
+
+    def step(
+        self, q: Tensor, k: Tensor, v: Tensor, padding: Sequence[int] | None = None, sinks: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Encode new tokens; the first tokens of each row are padding."""
+        start, stop = self.length, self.length + k.shape[2]
+        self.length = stop
+        if padding is not None:
+            column, row = torch.arange(stop), torch.arange(start, stop)
+            mask = (column >= torch.tensor(padding).view(-1, 1, 1, 1)) & (column <= row[:, None])
+        given = (q, k, v, mask, sinks, torch.tensor([[start, 0, 0]]).repeat(BATCH, 1))
+        out: Tensor = self.op(*given, self.pairs, self.token, *self.state, *self.settings, DIM**-0.5, None)
+        return out
+
+    def kept(self, row: int, head: int) -> list[int]:
+        return [token for token in self.token[row, head].tolist() if token >= 0]
 
 
 def attention(kept: list[int], row: int, head: int, token: int, given: tuple[Tensor, ...]) -> Tensor:

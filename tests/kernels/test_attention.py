@@ -273,10 +273,16 @@ def test_extend_is_the_references(ops: Ops, case: Case) -> None:
 
 @pytest.mark.parametrize("padding", [3, 5, 9], ids=["a part of the chunk", "the whole chunk", "more than the chunk"])
 def test_new_tokens_of_padding_attend_to_nothing(ops: Ops, padding: int) -> None:
-    q, k, v = torch.randn(1, 2, 5, 16), torch.randn(1, 1, 5, 16), torch.randn(1, 1, 5, 16)
-    host = torch.full((1, 1, 256, 2, 16), math.nan)
-    out = extended(ops, q, k, v, None, None, cursor_over(adjacent(1, 256), -padding), host)
-    assert not out[:, :, :padding].any()
+    """Next to a row with cached tokens and without padding, which may hold any numbers."""
+    q, k, v = torch.randn(2, 2, 5, 16), torch.randn(2, 1, 5, 16), torch.randn(2, 1, 5, 16)
+    host, table = torch.full((2, 1, 256, 2, 16), math.nan), adjacent(2, 256)
+    host[1, :, :100], k[0, :, :padding], v[0, :, :padding] = torch.randn(100, 2, 16), math.nan, math.nan
+    cursor = torch.cat([cursor_over(table[:1], -padding), cursor_over(table[1:], 100)])
+    out = extended(ops, q, k, v, None, None, cursor, host)
+    keys, values = (torch.cat([host[1:, :, :100, part], x[1:]], 2) for part, x in enumerate((k, v)))
+    expected = output(reference(q[1:], keys, None, torch.ones(5, 105).bool().tril(100), None, None), values)
+    torch.testing.assert_close(out[1:].double(), expected, **CLOSE)
+    assert not out[0, :, :padding].any()
     for row in range(padding, 5):
         weights = (q[0, :, row] @ k[0, 0, padding : row + 1].T * 0.25).softmax(-1)
         torch.testing.assert_close(out[0, :, row], weights @ v[0, 0, padding : row + 1])

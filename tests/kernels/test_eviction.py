@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from decode_step import output, reference
-from eviction_fixture import BATCH, DIM, GROUP, HEADS, attention, part, step_of, tokens
+from eviction_fixture import BATCH, DIM, GROUP, HEADS, Cache, attention, part, tokens
 from torch import Tensor
 
 from specache_compile.evaluation.baselines import eviction as evict
@@ -116,36 +116,9 @@ def plain(policy: str, q: Tensor, k: Tensor, v: Tensor, budget: int, steps: list
     return out, kept
 
 
-@dataclass
-class Cache:
-    """The op's state, and its calls one after another."""
-
-    budget: int
-    policy: str
-    block: int = 1
-    seed: int = 0
-    length: int = 0
-
-    def __post_init__(self) -> None:
-        rows = (BATCH, HEADS, self.budget)
-        self.kept = torch.full((*rows, 2, DIM), float("nan"))
-        self.token = torch.full(rows, -1, dtype=torch.int32)
-        self.history = torch.zeros(*rows, 4)
-
-    def step(
-        self, q: Tensor, k: Tensor, v: Tensor, padding: list[int] | None = None, sinks: Tensor | None = None,
-        mask: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
-        cursor, padded = step_of(self.length, k.shape[2], padding)
-        out = torch.ops.specache.budget_attention(
-            q, k, v, padded if mask is None else mask, sinks, cursor, self.kept, self.token, self.history, self.policy,
-            self.block, self.seed, DIM**-0.5, None,
-        )  # fmt: skip
-        self.length += k.shape[2]
-        return out
-
-    def kept_tokens(self, row: int, head: int) -> list[int]:
-        return [token for token in self.token[row, head].tolist() if token >= 0]
+def cache_of(budget: int, policy: str, block: int = 1, seed: int = 0) -> Cache:
+    history = torch.zeros(BATCH, HEADS, budget, 4)
+    return Cache(torch.ops.specache.budget_attention, budget, (policy, block, seed), history)
 
 
 def doubles(*given: Tensor) -> tuple[Tensor, ...]:
@@ -169,7 +142,7 @@ def test_a_prompt_is_evicted_block_by_block(
     """Or once, after the whole prompt, whose attention is then the full attention."""
     monkeypatch.setattr(evict, "ROWS", 30)  # of queries that attend at a time
     q, k, v = tokens(73, seed=1)
-    cache = Cache(26, policy, block)
+    cache = cache_of(26, policy, block)
     out = cache.step(q, k, v, padding)
     expected, kept = plain(policy, *doubles(q, k, v), 26, blocks(73, 26, block or 73), padding or [0, 0])
     if block == WHOLE and padding is None:
@@ -177,28 +150,28 @@ def test_a_prompt_is_evicted_block_by_block(
         torch.testing.assert_close(out, full, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
     for row, head in kept:
-        assert cache.kept_tokens(row, head) == kept[row, head][-1]
-        assert torch.equal(cache.kept[row, head, :, 0], k[row, head, kept[row, head][-1]])
-        assert torch.equal(cache.kept[row, head, :, 1], v[row, head, kept[row, head][-1]])
+        assert cache.kept(row, head) == kept[row, head][-1]
+        assert torch.equal(cache.pairs[row, head, :, 0], k[row, head, kept[row, head][-1]])
+        assert torch.equal(cache.pairs[row, head, :, 1], v[row, head, kept[row, head][-1]])
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_prompt_in_pieces_ends_as_one_in_whole(policy: str) -> None:
     """A prefill, a chunk and decode steps; with blocks of one token, the cuts make no difference."""
     q, k, v = tokens(30, seed=2)
-    whole, pieces = Cache(9, policy), Cache(9, policy)
+    whole, pieces = cache_of(9, policy), cache_of(9, policy)
     out = whole.step(q, k, v)
     parts = [pieces.step(*part((q, k, v), a, b)) for a, b in ((0, 4), (4, 17), (17, 18), (18, 30))]
     torch.testing.assert_close(torch.cat(parts, 2), out)
     assert torch.equal(pieces.token, whole.token)
-    torch.testing.assert_close(pieces.history, whole.history)
+    torch.testing.assert_close(pieces.state[0], whole.state[0])
 
 
 def test_a_sink_takes_its_share() -> None:
     """A sink is a logit of each head without a pair (gpt-oss)."""
     q, k, v = tokens(40, seed=6)
     sinks = torch.linspace(-2, 6, HEADS * GROUP)
-    out = Cache(10, "h2o", WHOLE).step(q, k, v, sinks=sinks)
+    out = cache_of(10, "h2o", WHOLE).step(q, k, v, sinks=sinks)
     expected = output(reference(q, k, None, torch.ones(40, 40).tril().bool(), sinks, None), v)
     torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
 
@@ -208,53 +181,39 @@ def test_a_head_that_sees_nothing_where_its_group_does_gives_zero() -> None:
     causal = torch.ones(20, 20).tril().bool()
     seen = causal.expand(BATCH, HEADS * GROUP, 20, 20).clone()
     seen[:, 1, 12] = False
-    cache = Cache(10, "h2o", WHOLE)
+    cache = cache_of(10, "h2o", WHOLE)
     out, weights = cache.step(q, k, v, mask=seen), reference(q, k, seen, causal, None, None)
     torch.testing.assert_close(out.double(), output(weights, v), atol=1e-5, rtol=1e-5)
     assert not out[:, 1, 12].any()
     received = weights.unflatten(1, (HEADS, GROUP)).mean(2).sum(2)
     for row, head in ((r, h) for r in range(BATCH) for h in range(HEADS)):
-        expected = received[row, head, cache.kept_tokens(row, head)]
-        torch.testing.assert_close(cache.history[row, head, :, 0].double(), expected, atol=1e-5, rtol=1e-5)
+        expected = received[row, head, cache.kept(row, head)]
+        torch.testing.assert_close(cache.state[0][row, head, :, 0].double(), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_random_eviction_follows_its_seed() -> None:
     q, k, v = tokens(60, seed=4)
-    caches = [Cache(20, "random", seed=seed) for seed in (0, 0, 1)]
+    caches = [cache_of(20, "random", seed=seed) for seed in (0, 0, 1)]
     for cache in caches:
         cache.step(q, k, v)
     assert torch.equal(caches[0].token, caches[1].token)
     assert not torch.equal(caches[0].token, caches[2].token)
-    assert len({tuple(cache.kept_tokens(0, head)) for cache in caches[:1] for head in range(HEADS)}) == HEADS
-
-
-@pytest.mark.parametrize("length", [25, 12, 3, 0])
-def test_forgetting_drops_the_newer_tokens_and_moves_the_rest_together(length: int) -> None:
-    q, k, v = tokens(30, seed=6)
-    cache = Cache(10, "h2o")
-    cache.step(q, k, v)
-    before = [cache.kept_tokens(row, head) for row in range(BATCH) for head in range(HEADS)]
-    drop_from(cache.token, length, cache.kept, cache.history)
-    for i, old in enumerate(before):
-        row, head = divmod(i, HEADS)
-        stays = [token for token in old if token < length]
-        assert cache.token[row, head].tolist() == stays + [-1] * (10 - len(stays))
-        assert torch.equal(cache.kept[row, head, : len(stays), 0], k[row, head, stays])
+    assert len({tuple(cache.kept(0, head)) for cache in caches[:1] for head in range(HEADS)}) == HEADS
 
 
 def test_the_cache_continues_after_dropping_more_than_it_had() -> None:
     """Heads then hold different counts; empty entries get no attention, and are filled before any eviction."""
     first, more = tokens(30, seed=7), tokens(3, seed=8)
     given = tuple(torch.cat([x[:, :, :15], y], 2) for x, y in zip(first, more, strict=True))
-    cache = Cache(10, "tova")
+    cache = cache_of(10, "tova")
     cache.step(*first)
-    drop_from(cache.token, 15, cache.kept, cache.history)
+    drop_from(cache.token, 15, cache.pairs, cache.state[0])
     cache.length = 15
     for token in range(15, 18):
-        old = {(r, h): cache.kept_tokens(r, h) for r in range(BATCH) for h in range(HEADS)}
+        old = {(r, h): cache.kept(r, h) for r in range(BATCH) for h in range(HEADS)}
         out = cache.step(*part(given, token, token + 1))
         for (row, head), kept in old.items():
             found = out[row, head * GROUP : (head + 1) * GROUP, 0]
             torch.testing.assert_close(found.double(), attention(kept, row, head, token, given), atol=1e-5, rtol=1e-5)
             if len(kept) < 10:
-                assert cache.kept_tokens(row, head) == [*kept, token]
+                assert cache.kept(row, head) == [*kept, token]

@@ -10,8 +10,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import CohereConfig, CohereForCausalLM
 
-from conftest import tiny_llama
-from specache_compile.compat import cache_of, with_cache
 from specache_compile.errors import SpecacheError
 from specache_compile.evaluation.baselines.prompt_eviction import prompt_attention
 
@@ -69,16 +67,3 @@ def test_a_model_whose_rope_turns_neighbours_is_refused() -> None:
     model.compile(backend="specache", options={"method": "expected_attention", "budget": 30, "lowering": "eager"})
     with torch.no_grad(), pytest.raises(SpecacheError, match=r"turns no channels j and j \+ h .* take method='snapkv'"):
         model(torch.randint(0, 64, (1, 90)), use_cache=True)
-
-
-def test_a_model_keeps_the_budget_and_later_tokens() -> None:
-    """In the graph, with the model's frequencies."""
-    model = tiny_llama()
-    model.compile(backend="specache", options={"method": "expected_attention", "budget": 30, "lowering": "eager"})
-    ids = torch.randint(0, model.config.vocab_size, (2, 90))
-    with torch.no_grad():
-        cache = cache_of(model(ids, use_cache=True))
-        for _ in range(5):
-            model(ids[:, :1], **with_cache(cache))
-    state = cache.layers[0].keys.handle.session.state
-    assert [int((layer["kept_token"][0, 0] >= 0).sum()) for layer in state] == [35, 35]

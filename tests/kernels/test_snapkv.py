@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import pytest
 import torch
-from eviction_fixture import BATCH, DIM, GROUP, HEADS, attention, part, step_of, tokens
+from eviction_fixture import BATCH, DIM, GROUP, HEADS, Cache, attention, part, tokens
 from torch import Tensor
 
 from specache_compile.evaluation.baselines import prompt_eviction
@@ -36,24 +35,8 @@ def plain_choice(queries: Tensor, keys: Tensor, kernel: int, hidden: int) -> lis
     return [*sorted(best), *range(before, tokens)]
 
 
-class Cache:
-    """The op's state, and its calls one after another."""
-
-    def __init__(self, kernel: int = 5) -> None:
-        self.settings, self.length = ("snapkv", BUDGET, [WINDOW, kernel]), 0
-        self.pairs = torch.full((BATCH, HEADS, 60, 2, DIM), float("nan"))
-        self.token = torch.full((BATCH, HEADS, 60), -1, dtype=torch.int32)
-
-    def step(self, q: Tensor, k: Tensor, v: Tensor, padding: Sequence[int] | None = None) -> Tensor:
-        cursor, mask = step_of(self.length, k.shape[2], padding)
-        out = torch.ops.specache.prompt_attention(
-            q, k, v, mask, None, cursor, self.pairs, self.token, *self.settings, DIM**-0.5, None
-        )
-        self.length += k.shape[2]
-        return out
-
-    def kept(self, row: int, head: int) -> list[int]:
-        return [token for token in self.token[row, head].tolist() if token >= 0]
+def cache_of(kernel: int = 5) -> Cache:
+    return Cache(torch.ops.specache.prompt_attention, 60, ("snapkv", BUDGET, [WINDOW, kernel]))
 
 
 @pytest.mark.parametrize("padding", [None, (7, 0)], ids=["unpadded", "left padding"])
@@ -63,7 +46,7 @@ def test_a_prefill_is_exact_and_keeps_the_pairs_that_its_last_queries_select(
 ) -> None:
     monkeypatch.setattr(prompt_eviction, "BLOCK", 30)  # of queries that attend at a time
     given = q, k, v = tokens(73)
-    cache = Cache(kernel)
+    cache = cache_of(kernel)
     out = cache.step(*given, padding)
     for row in range(BATCH):
         hidden = padding[row] if padding else 0
@@ -79,7 +62,7 @@ def test_a_prefill_is_exact_and_keeps_the_pairs_that_its_last_queries_select(
 
 
 def test_tokens_after_the_prompt_stay_and_a_step_may_be_repeated() -> None:
-    given, cache = tokens(80), Cache()
+    given, cache = tokens(80), cache_of()
     cache.step(*part(given, 0, 73))
     chosen = {(row, head): cache.kept(row, head) for row in range(BATCH) for head in range(HEADS)}
     assert len({tuple(kept) for kept in chosen.values()}) == BATCH * HEADS
@@ -96,7 +79,7 @@ def test_tokens_after_the_prompt_stay_and_a_step_may_be_repeated() -> None:
 
 def test_after_a_crop_into_the_prompt_each_head_goes_on_with_what_it_has() -> None:
     """Heads then hold different counts; a crop to length 0 empties the cache."""
-    given, cache = tokens(73), Cache()
+    given, cache = tokens(73), cache_of()
     cache.step(*given)
     chosen = {
         (row, head): [t for t in cache.kept(row, head) if t < 40] for row in range(BATCH) for head in range(HEADS)
@@ -112,13 +95,13 @@ def test_after_a_crop_into_the_prompt_each_head_goes_on_with_what_it_has() -> No
         )
         assert cache.kept(row, head) == [*kept, 40]
     drop_from(cache.token, 0, cache.pairs)
-    cache.length, again = 0, Cache()
+    cache.length, again = 0, cache_of()
     torch.testing.assert_close(cache.step(*given), again.step(*given))
     assert torch.equal(cache.token, again.token)
 
 
 @pytest.mark.parametrize("count", [5, BUDGET, BUDGET + 1])
 def test_a_prompt_may_exceed_the_budget_before_eviction(count: int) -> None:
-    cache = Cache()
+    cache = cache_of()
     cache.step(*tokens(count))
     assert len(cache.kept(0, 0)) == min(count, BUDGET)

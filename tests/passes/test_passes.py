@@ -251,11 +251,6 @@ def test_a_pass_leaves_a_graph_without_sites_as_it_is(step: Any) -> None:
     assert text(run(graph_module, plan_for(builder, DECODE), step)) == before
 
 
-def rewritten(layers: int = 3) -> tuple[GraphModule, RewritePlan]:
-    graph_module, plan = decode_graph(layers)
-    return run(graph_module, plan, own_cache, rewrite_attention, store, prefetch), plan
-
-
 def test_lanes_of_a_batch_that_is_a_symbol() -> None:
     """The batch stays a symbol. On torch 2.11 vmap's rules for products fail, and torch.matmul makes it constant."""
     graph_module = products_graph(batch=3)
@@ -316,7 +311,8 @@ def test_clean_up_drops_dead_nodes_and_inputs_but_nothing_that_writes() -> None:
     plan = plan_for(builder, DECODE)
     run(graph_module, plan, clean_up)
     assert plan.inputs == [Input("argument", argument=0)]
-    graph_module, plan = rewritten(layers=1)
+    graph_module, plan = decode_graph()
+    graph_module = run(graph_module, plan, own_cache, rewrite_attention, store, prefetch)
     copies = [n.target for n in graph_module.graph.nodes if is_copy(n) or is_wait(n)]
     run(graph_module, plan, clean_up)
     assert [n.target for n in graph_module.graph.nodes if is_copy(n) or is_wait(n)] == copies

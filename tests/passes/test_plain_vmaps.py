@@ -81,14 +81,6 @@ def test_a_failed_trace_leaves_no_level_open() -> None:
     assert _functorch.maybe_current_level() == before
 
 
-def test_a_graph_without_vmap_stays_as_it_is() -> None:
-    builder = GraphBuilder()
-    graph_module = builder.finish(builder.call(torch.neg, (3,), builder.input("x", 3)))
-    before = text(graph_module)
-    assert plain_vmaps(graph_module) == 0
-    assert text(graph_module) == before
-
-
 def no_later(i: Tensor, j: Tensor) -> Tensor:
     return j <= i
 

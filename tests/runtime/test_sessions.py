@@ -239,7 +239,7 @@ def test_an_interrupted_selection_of_rows_happens_once(batched: bool) -> None:
         assert pool.held == held, seen.last
 
 
-@pytest.mark.slow
+@pytest.mark.quick_for("itself")
 @pytest.mark.parametrize("fork", [False, True], ids=["itself", "its fork"])
 @torch.no_grad()
 def test_a_token_that_a_mask_hid_and_no_mask_hides_any_more_is_chosen_for_the_slots(

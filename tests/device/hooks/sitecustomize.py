@@ -13,20 +13,6 @@ from types import ModuleType
 from typing import Any
 
 
-class LoaderOfTorch(importlib.abc.Loader):
-    def __init__(self, loader: importlib.abc.Loader) -> None:
-        self.loader = loader
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self.loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        self.loader.exec_module(module)
-        import simulated_device
-
-        simulated_device.install()
-
-
 class FinderOfTorch(importlib.abc.MetaPathFinder):
     def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
         if name != "torch":
@@ -34,7 +20,15 @@ class FinderOfTorch(importlib.abc.MetaPathFinder):
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec("torch")
         if spec is not None and spec.loader is not None:
-            spec.loader = LoaderOfTorch(spec.loader)
+            execute = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                import simulated_device
+
+                simulated_device.install()
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
 
