@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -89,3 +90,10 @@ def test_the_installed_command_and_backend_are_those_of_the_wheel(installed: Pat
     file, backend = output(installed / "python", "-c", code, cwd=tmp_path).splitlines()
     assert Path(file).is_relative_to(installed.parent)
     assert backend == "specache_compile.entry:specache"
+
+
+@pytest.mark.slow
+def test_the_readmes_first_script_runs_with_the_wheel_alone(installed: Path, tmp_path: Path) -> None:
+    script = re.search(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
+    assert script
+    assert "71432" in output(installed / "python", "-c", script[1], cwd=tmp_path)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import functools
+from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, pipeline
 
 import specache_compile as sc
 from conftest import LOSSLESS, compile_copy, greedy, prompt, tiny_llama
@@ -44,6 +45,15 @@ def test_prompts_of_any_length(llama: LlamaForCausalLM, compiled: LlamaForCausal
     assert torch.equal(greedy(compiled, ids, new), greedy(llama, ids, new))
 
 
+@pytest.mark.parametrize("how", [{"temperature": 1.5, "top_k": 20}, {"num_beams": 3}], ids=["tokens", "beams"])
+def test_sampling_with_a_seed(llama: LlamaForCausalLM, compiled: LlamaForCausalLM, how: dict[str, Any]) -> None:
+    def sample(model: LlamaForCausalLM) -> torch.Tensor:
+        torch.manual_seed(7)
+        return model.generate(prompt(40, 2), max_new_tokens=30, do_sample=True, **how)
+
+    assert torch.equal(sample(compiled), sample(llama))
+
+
 @pytest.mark.parametrize("bits", [1, 16])
 def test_drafts_of_transformers(llama: LlamaForCausalLM, bits: int) -> None:
     """By prompt lookup, and by an assistant, which is compiled too."""
@@ -62,6 +72,13 @@ def test_a_left_padded_batch_after_batches_of_other_sizes(llama: LlamaForCausalL
         inputs["attention_mask"][row, :padding] = 0
     expected = llama.generate(**inputs, max_new_tokens=40, do_sample=False)
     assert torch.equal(compiled.generate(**inputs, max_new_tokens=40, do_sample=False), expected)
+
+
+def test_a_row_of_lossy_settings_does_not_depend_on_its_neighbours(llama: LlamaForCausalLM) -> None:
+    twin = compile_copy(llama, top_k=8)
+    alone = greedy(twin, prompt(90, 1, seed=11), 40)
+    together = greedy(twin, torch.cat([prompt(90, 2, seed=12), prompt(90, 1, seed=11)]), 40)
+    assert torch.equal(together[2:], alone)
 
 
 def test_chunked_prefill(llama: LlamaForCausalLM, compiled: LlamaForCausalLM) -> None:
@@ -122,3 +139,22 @@ def test_generation_from_embeddings_whose_positions_are_given(llama: LlamaForCau
         vectors = llama.get_input_embeddings()(prompt(length, rows)).detach()
         given = {"inputs_embeds": vectors, "max_new_tokens": 8, "do_sample": False}
         assert torch.equal(twin.generate(**given), llama.generate(**given))
+
+
+def test_a_pipeline_runs_the_rewritten_graphs(llama: LlamaForCausalLM) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"w{i}": i for i in range(128)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0", pad_token="w0")
+    text = " ".join(f"w{i}" for i in prompt(60)[0].tolist())
+
+    def complete(model: object) -> str:
+        generator = pipeline("text-generation", model=model, tokenizer=fast)
+        return generator(text, max_new_tokens=30, do_sample=False)[0]["generated_text"]
+
+    twin = copy.deepcopy(llama)
+    assert complete(torch.compile(twin, backend="specache", options=LOSSLESS)) == complete(llama)
+    assert sc.stats(twin).decodes > 0

@@ -26,7 +26,7 @@ from transformers import (
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import specache_compile as sc
-from conftest import LOSSLESS, compile_copy, greedy, prompt
+from conftest import LOSSLESS, chatted, compile_copy, greedy, prompt
 from families import FAMILIES
 from held_tiers import at_hand, differences, held, interrupted_behind
 from specache_compile.compat import CACHE, WINDOWS_TAKE_DRAFTS, cache_of, with_cache
@@ -70,6 +70,36 @@ def test_greedy_tokens_are_the_uncompiled_models(llama: LlamaForCausalLM, option
     assert counters["stats"]["unique_graphs"] == 3, "prefill, decode, extend, whatever the number of drafted tokens"
 
 
+@pytest.mark.slow
+@torch.no_grad()
+def test_in_bfloat16_they_part_at_ties_alone(llama: LlamaForCausalLM) -> None:
+    """Where the uncompiled model has two tokens within four steps of bfloat16 of each other."""
+    half = copy.deepcopy(llama).bfloat16()
+    twin = verifying(half)
+    for seed in range(4):
+        ids = prompt(75, seed=seed)
+        expected, got = greedy(half, ids, 60), greedy(twin, ids, 60)
+        apart = (expected != got)[0].nonzero().flatten().tolist()
+        if apart:
+            logits = half(expected[:, : apart[0]]).logits[0, -1].float()
+            two = logits[torch.stack([expected[0, apart[0]], got[0, apart[0]]])]
+            assert (two[0] - two[1]).abs() <= 4 * torch.finfo(torch.bfloat16).eps * two.abs().max()
+    stats = sc.stats(twin).verification
+    assert stats is not None
+    assert stats.acceptance < 1
+
+
+@pytest.mark.slow
+def test_kcache_drafts_too(llama: LlamaForCausalLM) -> None:
+    twin = copy.deepcopy(llama)
+    options = {"method": "kcache", "top_n": 4, "verify": 4, "lowering": "eager"}
+    twin.compile(backend="specache", options=options)
+    assert torch.equal(greedy(twin, prompt(90), 40), greedy(llama, prompt(90), 40))
+    stats = sc.stats(twin).verification
+    assert stats is not None
+    assert stats.acceptance < 1
+
+
 @pytest.mark.quick_for
 @pytest.mark.parametrize(
     ("length", "settings"),
@@ -88,6 +118,18 @@ def test_a_layer_that_slides_gets_back_what_a_draft_pushed_out_of_its_window(
         warnings.simplefilter("ignore", sc.SpecacheWarning)
         assert torch.equal(greedy(model, prompt(length), 40), greedy(plain, prompt(length), 40))
     assert (sc.stats(model).verification is not None) == WINDOWS_TAKE_DRAFTS
+
+
+@pytest.mark.slow
+def test_padding_processors_and_turns(llama: LlamaForCausalLM) -> None:
+    twin, ids = verifying(llama), prompt(75)
+    mask = torch.ones_like(ids)
+    mask[:, :9] = 0
+    processed = {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3}
+    for given in ({"attention_mask": mask}, processed):
+        assert torch.equal(greedy(twin, ids, 25, **given), greedy(llama, ids, 25, **given)), given
+
+    assert torch.equal(chatted(twin, 20), chatted(llama, 20))
 
 
 def test_every_way_to_compile_is_seen(llama: LlamaForCausalLM) -> None:

@@ -10,6 +10,10 @@ from typing import Any, Literal
 import openai
 import pytest
 from agents import Agent, ModelSettings, OpenAIChatCompletionsModel, RunConfig, Runner, function_tool
+from pydantic_ai import Agent as PydanticAgent
+from pydantic_ai import RunContext
+from pydantic_ai.models.openai import OpenAIChatModel
+from pydantic_ai.providers.openai import OpenAIProvider
 
 from served import TEMPLATE, Served, one_of, posted, serving, write_checkpoint
 
@@ -55,14 +59,21 @@ def test_a_function_that_is_not_offered_cannot_be_required(served: Served) -> No
     assert (status, "tools has no fly" in reply) == (400, True), reply
 
 
+class Seen:
+    """What a tool was called with."""
+
+    def __init__(self) -> None:
+        self.cities: list[str] = []
+
+    def look(self, city: Literal["Rome", "Oslo"]) -> str:
+        """Return the weather of a city."""
+        self.cities.append(city)
+        return f"Sun in {city}"
+
+
 def test_the_agents_sdk_calls_a_tool_and_ends_with_a_text(served: Served) -> None:
     """The SDK requires the call in its first request alone, and sends `strict: true`."""
-    cities: list[str] = []
-
-    def look(city: Literal["Rome", "Oslo"]) -> str:
-        """Return the weather of a city."""
-        cities.append(city)
-        return f"Sun in {city}"
+    seen = Seen()
 
     async def run() -> Any:
         async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
@@ -70,7 +81,7 @@ def test_the_agents_sdk_calls_a_tool_and_ends_with_a_text(served: Served) -> Non
                 name="weather",
                 instructions="Look.",
                 model=OpenAIChatCompletionsModel(served.name, client),
-                tools=[function_tool(look)],
+                tools=[function_tool(seen.look)],
                 model_settings=ModelSettings(tool_choice="required", max_tokens=80, temperature=0),
             )
             return await Runner.run(agent, "Where?", run_config=RunConfig(tracing_disabled=True))
@@ -79,5 +90,24 @@ def test_the_agents_sdk_calls_a_tool_and_ends_with_a_text(served: Served) -> Non
     assert [type(item).__name__ for item in result.new_items] == [
         "ToolCallItem", "ToolCallOutputItem", "MessageOutputItem",
     ]  # fmt: skip
-    assert [item.output for item in result.new_items[1:2]] == [f"Sun in {cities[0]}"]
+    assert [item.output for item in result.new_items[1:2]] == [f"Sun in {seen.cities[0]}"]
     assert result.final_output
+
+
+def test_pydantic_ai_calls_a_tool_and_ends_with_a_text(served: Served) -> None:
+    seen = Seen()
+
+    def first_a_call(context: RunContext[Any]) -> Any:
+        choice, tokens = ("required", 80) if context.run_step <= 1 else ("none", 8)
+        return {"tool_choice": choice, "max_tokens": tokens, "temperature": 0}
+
+    async def run() -> Any:
+        async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
+            model = OpenAIChatModel(served.name, provider=OpenAIProvider(openai_client=client))
+            return await PydanticAgent(model, tools=[seen.look], model_settings=first_a_call).run("Where?")
+
+    result = asyncio.run(run())
+    parts = [part for message in result.all_messages() for part in message.parts]
+    assert [part.part_kind for part in parts] == ["user-prompt", "tool-call", "tool-return", "text"]
+    assert parts[2].content == f"Sun in {seen.cities[0]}"
+    assert result.output == parts[-1].content
