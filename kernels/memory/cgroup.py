@@ -1,4 +1,4 @@
-"""Memory available under a control group's limit (version 2), which is often far below the free memory of the machine."""
+"""Memory available under a control group's limit (version 2), often far below the free memory of the machine."""
 
 from __future__ import annotations
 

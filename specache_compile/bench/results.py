@@ -79,10 +79,6 @@ class Results:
         rows: list[dict[str, Any]] = self.report["rows"]
         return rows
 
-    def has(self, **key: Any) -> bool:
-        """Whether a row has these values."""
-        return bool(self.find(**key))
-
     def find(self, **key: Any) -> list[dict[str, Any]]:
         """The rows with these values."""
         return [row for row in self.rows if key.items() <= row.items()]

@@ -86,6 +86,7 @@ def draw(rows: Rows, path: Path, labels: Mapping[str, str] = NONE) -> None:
     axes[0].invert_yaxis()
     if len(cells) > 1:
         figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(cells))
+    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=200)
     plt.close(figure)
 
