@@ -42,11 +42,9 @@ def run_bench(args: argparse.Namespace, command: Sequence[str]) -> None:
     try:
         measure_missing(args, methods, results)
     except KeyboardInterrupt:
-        kept = "--json FILE keeps finished contexts"
-        if args.json is not None and results.rows:
-            kept = f"the same command resumes from {args.json}"
-        elif args.json is not None:
-            kept = "no context is finished"
+        kept = (
+            "--json FILE keeps finished contexts" if args.json is None else f"the same command resumes from {args.json}"
+        )
         print(f"interrupted: {kept}", file=sys.stderr)
         raise
     finally:

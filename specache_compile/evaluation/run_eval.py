@@ -10,7 +10,6 @@ import sys
 import time
 import warnings
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -103,22 +102,18 @@ def load(name: str, device: str, dtype: str) -> tuple[Any, Reader]:
     return model, Reader(tokenizer)
 
 
-def text_identity(texts: Sequence[Path]) -> list[str] | str:
-    """The identity of the texts: their hashes, or the version of the library source."""
-    hashes = [hashlib.sha256(path.read_bytes()).hexdigest()[:12] for path in texts]
-    return hashes or f"library of python {platform.python_version()}"
-
-
 def key_of(setting: Setting, task: str, cell: Cell, bench: Bench, model: str, args: argparse.Namespace) -> str:
     """The key of a row: all inputs of its figures except the code, including the effective options.
 
     model: the model's hashes.
     """
+    hashes = [hashlib.sha256(path.read_bytes()).hexdigest()[:12] for path in bench.texts]
+    texts = hashes or f"library of python {platform.python_version()}"
     return json.dumps(
         {
             "task": task, "cell": cell.name, "context": cell.context, "method": str(setting), "samples": bench.samples,
             "seed": bench.seed, "model": model, "dtype": args.dtype, "device": args.device,
-            "lowering": args.lowering, "texts": text_identity(bench.texts), "batch_size": args.batch_size,
+            "lowering": args.lowering, "texts": texts, "batch_size": args.batch_size,
             "options": setting.effective, **cell.facts,
             **({"blind": True} if bench.blind else {}),
             **({"prefills": "shared"} if args.share_prefills else {}),

@@ -77,7 +77,8 @@ def test_an_interruption_keeps_the_contexts_that_are_finished(
     file = tmp_path / "steps.json"
     command = ["bench", config, *SMALL[:-1], "--json", str(file), "--no-first-tokens", "--contexts"]
     assert main([*command, "200"]) == 130
-    assert "interrupted: no context is finished" in capsys.readouterr().err
+    assert not file.exists()
+    capsys.readouterr()
     assert main([*command, "100", "200"]) == 130
     assert f"the same command resumes from {file}" in capsys.readouterr().err
     assert [row["context"] for row in json.loads(file.read_text())["rows"]] == [100]

@@ -245,7 +245,7 @@ def test_a_bad_setting_is_named(text: str) -> None:
         (("--methods", "specache:bits=3"), "option bits=3: accepted are"),
         (("--tasks", "perplexity", "--blind"), "task 'perplexity' asks no question that --blind could keep"),
         (("--text", "/no/such/file"), "No such file or directory: '/no/such/file'"),
-        (("--text", MODEL + "/model.safetensors"), "is no UTF-8 text"),
+        (("--text", MODEL + "/model.safetensors"), "codec can't decode byte"),
         (("--text", MODEL + "/generation_config.json", "--tasks", "perplexity"), "the text has "),
         (("--lengths", "4000"), "needle 4000: 4,000 tokens, and the model's context is 2,304"),
         (("--lengths", "50"), "this prompt needs at least"),
