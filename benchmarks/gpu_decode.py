@@ -300,7 +300,7 @@ def run_case(
         torch.cuda.set_per_process_memory_fraction(min(1.0, case.cap / total), device)
     batches = {"1": 1, "largest": largest_batch(model, case, args.host_gib * GIB)}
     for kind, batch in batches.items():
-        if results.has(**vars(case), at=kind):
+        if results.find(**vars(case), at=kind):
             continue
         while batch:
             had = results.find(**vars(case), batch=batch)

@@ -334,7 +334,7 @@ def main(arguments: list[str] | None = None) -> None:
     rotated_ones = [variant for c in args.contexts for n in args.batches for variant in variants(c, n, dtype)]
     settings += rotated_ones[: 1 if args.smoke else None]
     try:
-        for setting in tqdm([setting for setting in settings if not results.has(**setting.names)], unit="setting"):
+        for setting in tqdm([setting for setting in settings if not results.find(**setting.names)], unit="setting"):
             rows = list(rows_of(setting, device, args.repeats, limit))
             if setting.bits < 16:
                 rows.append(quantise_row(setting, device, args.repeats, limit))

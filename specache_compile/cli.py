@@ -149,17 +149,9 @@ def add_explain(command: Parser) -> None:
     shown = command.add_mutually_exclusive_group()
     shown.add_argument("--nodes", action="store_true", help="print each launch of the decode step with its time")
     shown.add_argument("--graph", metavar="PHASE", help="print the rewritten graph: prefill, pre-decode or decode")
-    shown.add_argument(
-        "--diff",
-        nargs=2,
-        metavar=("PHASE", "PASS"),
-        help="print what a pass changed in a phase's graph, as a unified diff",
-    )
+    shown.add_argument("--diff", nargs=2, metavar=("PHASE", "PASS"), help="print what a pass changed in a graph")
     command.add_argument(
-        "--layer",
-        type=int,
-        metavar="N",
-        help="print layer N before and after the rewrite; with --graph or --diff: only layer N",
+        "--layer", type=int, metavar="N", help="print layer N before and after; with --graph or --diff: only layer N"
     )
     command.add_argument("--after", metavar="PASS", help="with --graph: print the graph after this pass")
 

@@ -160,7 +160,7 @@ def test_results_are_there_after_every_row_and_belong_to_one_device(
     first.add({"context": 5, "ms": 1.0})
     again = Results(out, "a benchmark", cpu, resume=True)
     assert again.once("limits", lambda: 8) == 7
-    assert (again.has(context=5), again.has(context=6)) == (True, False)
+    assert (len(again.find(context=5)), again.find(context=6)) == (1, [])
     assert not Results(out, "a benchmark", cpu, resume=False).rows
     monkeypatch.setattr(torch, "__version__", "0.0")
     with pytest.raises(SpecacheError, match=r"torch .*, not 0\.0; name another file"):

@@ -95,7 +95,8 @@ def measured(
     twins = {name: twin_of(model, name, plan.lowering) for name in plan.methods}
     runners: dict[str, Decoding] = {}
     answers: dict[str, list[dict[str, Any]]] = {}
-    with many_graphs():
+    # Dynamo traces the model's code once for each runner.
+    with torch._dynamo.config.patch(recompile_limit=256, accumulated_recompile_limit=4096):
         for number, name in enumerate(plan.methods, 1):
             bar.set_postfix_str(f"{name} ({number} of {len(plan.methods)}) at {context:,} tokens, compiling")
             runners[name] = runner(name, twins[name], first, room)
@@ -168,11 +169,6 @@ def row_of(one: Decoding, steps: list[float]) -> dict[str, Any]:
     return {
         "step_ms": middle, "step_ms_half": half, "steps": len(steps), "device_bytes": on_device, "host_bytes": on_host,
     }  # fmt: skip
-
-
-def many_graphs() -> Any:
-    """A context in which Dynamo traces the model's code once for each runner."""
-    return torch._dynamo.config.patch(recompile_limit=256, accumulated_recompile_limit=4096)
 
 
 def first_and_second(name: str, twin: Any, ids: Tensor, room: int) -> dict[str, Any]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import importlib.metadata
 import json
 import platform
 import shlex
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -32,6 +34,7 @@ def provenance(device: torch.device, program: str, given: Sequence[str] | None =
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else processor(),
         "threads": torch.get_num_threads(), "torch": torch.__version__, "cuda": torch.version.cuda,
         "triton": version_of("triton"), "transformers": transformers.__version__, "python": platform.python_version(),
+        "specache-compile": version_of("specache-compile"), "commit": commit(),
     }  # fmt: skip
 
 
@@ -48,6 +51,25 @@ def processor() -> str:
     lines = info.read_text().splitlines() if info.exists() else []
     model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "")
     return model or platform.processor() or f"{platform.machine()} CPU"
+
+
+@functools.cache
+def commit() -> str | None:
+    """The commit of the checkout that contains this code, with a + if files differ; None outside a checkout."""
+    here = Path(__file__).parents[2]
+    if not (here / ".git").exists():  # installed: an enclosing checkout is another project
+        return None
+    try:
+        head = subprocess.run(
+            ["git", "rev-parse", "--short=12", "HEAD"], cwd=here, capture_output=True, text=True, check=True
+        ).stdout.strip()
+        changed = subprocess.run(
+            ["git", "status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results"],
+            cwd=here, capture_output=True, text=True,
+        ).stdout  # fmt: skip
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return head + ("+" if changed.strip() else "")
 
 
 class Results:
@@ -79,10 +101,6 @@ class Results:
         rows: list[dict[str, Any]] = self.report["rows"]
         return rows
 
-    def has(self, **key: Any) -> bool:
-        """Whether a row has these values."""
-        return bool(self.find(**key))
-
     def find(self, **key: Any) -> list[dict[str, Any]]:
         """The rows with these values."""
         return [row for row in self.rows if key.items() <= row.items()]
@@ -102,13 +120,17 @@ class Results:
         return self.report[name]
 
     def write(self) -> None:
-        """Write atomically, so that a killed process leaves the old file. Without a file, do nothing."""
-        if self.out is None:
-            return
-        self.out.parent.mkdir(parents=True, exist_ok=True)
-        part = self.out.with_suffix(".part")
-        part.write_text(json.dumps(self.report, indent=1) + "\n")
-        part.replace(self.out)
+        """Write the file, if there is one."""
+        if self.out is not None:
+            write_whole(self.out, json.dumps(self.report, indent=1) + "\n")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file atomically, so that a killed process leaves the old one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part")
+    part.write_text(text)
+    part.replace(path)
 
 
 # Provenance that is equal for all rows of a table.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -66,7 +66,11 @@ def draw(rows: Rows, path: Path, labels: Mapping[str, str] = NONE) -> None:
     cells = sorted({(row["context"], row["batch"]) for row in rows})
     shares = all("of_16_bits" in row for row in rows)
     panels = (
-        ("KV bytes on the device", "% of the full 16-bit cache" if shares else "MiB", share_or_mib(shares)),
+        (
+            "KV bytes on the device",
+            "% of the full 16-bit cache" if shares else "MiB",
+            lambda row: 100 * row["of_16_bits"] if shares else row["device_bytes"] / MIB,
+        ),
         ("a decode step", "ms, median", lambda row: float(row["step_ms"])),
     )
     size = (8, 1.4 + len(methods) * (0.25 + 0.25 * len(cells)))
@@ -86,13 +90,9 @@ def draw(rows: Rows, path: Path, labels: Mapping[str, str] = NONE) -> None:
     axes[0].invert_yaxis()
     if len(cells) > 1:
         figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(cells))
+    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=200)
     plt.close(figure)
-
-
-def share_or_mib(shares: bool) -> Callable[[dict[str, Any]], float]:
-    """A function from a row to its bytes on the device, in percent of a full 16-bit cache or in MiB."""
-    return lambda row: 100 * row["of_16_bits"] if shares else row["device_bytes"] / MIB
 
 
 def cell_name(context: int, batch: int) -> str:

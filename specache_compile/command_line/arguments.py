@@ -7,6 +7,8 @@ import difflib
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NoReturn
 
+from specache_compile.checkpoints.loaded import DTYPES
+
 LOWERINGS = ("inductor", "eager")
 
 
@@ -48,6 +50,19 @@ def suggestion(name: str, known: Iterable[str]) -> str:
 
 def flag_of(option: str) -> str:
     return "--" + option.replace("_", "-")
+
+
+def whole(text: str) -> int:
+    """A whole number from 1 on, as argparse's type of an argument."""
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r}: give a whole number, 1 or more")
+    return int(text)
+
+
+def add_dtype(command: argparse.ArgumentParser, default: str) -> None:
+    command.add_argument(
+        "--dtype", choices=DTYPES, default=default, help="dtype of weights and cache; auto is the file's (%(default)s)"
+    )
 
 
 def add_device(command: argparse.ArgumentParser) -> None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from specache_compile.checkpoints.loaded import DTYPES
 from specache_compile.checkpoints.names import MODEL
 
-from .arguments import LOWERINGS, add_device
+from .arguments import LOWERINGS, add_device, add_dtype, whole
 
 BASELINES = {
     "uncompiled": "Hugging Face without compilation, with a DynamicCache",
@@ -38,37 +37,24 @@ def add_bench(command: argparse.ArgumentParser) -> None:
     command.epilog = EPILOG
     command.add_argument("model", help=f"{MODEL}; or a config.json, with random weights")
     command.add_argument(
-        "--contexts",
-        nargs="+",
-        type=int,
-        default=[2048, 8000],
-        metavar="N",
-        help="context lengths in tokens (default: 2048 8000)",
+        "--contexts", nargs="+", type=whole, default=[2048, 8000], metavar="N", help="tokens (default: 2048 8000)"
     )
     command.add_argument(
-        "--batch-sizes", nargs="+", type=int, default=[1], metavar="N", help="numbers of sequences (default: 1)"
+        "--batch-sizes", nargs="+", type=whole, default=[1], metavar="N", help="numbers of sequences (default: 1)"
     )
     command.add_argument(
-        "--methods",
-        nargs="+",
-        default=list(DEFAULT),
-        metavar="NAME",
-        help="baselines and methods, see below (default: all)",
+        "--methods", nargs="+", default=list(DEFAULT), metavar="NAME", help="baselines and methods (default: all below)"
     )
-    command.add_argument(
-        "--dtype", choices=DTYPES, default="bfloat16", help="dtype of weights and cache (default: bfloat16)"
-    )
+    add_dtype(command, "bfloat16")
     add_device(command)
-    command.add_argument("--layers", type=int, help="use this number of layers, with random weights")
-    command.add_argument("--rounds", type=int, default=8, help=argparse.SUPPRESS)
+    command.add_argument("--layers", type=whole, help="use this number of layers, with random weights")
+    command.add_argument("--rounds", type=whole, default=8, help=argparse.SUPPRESS)
     command.add_argument("--lowering", choices=LOWERINGS, default="inductor", help=argparse.SUPPRESS)
     command.add_argument(
-        "--extend", type=int, default=0, metavar="N", help="also time a call of N tokens after the context"
+        "--extend", type=whole, default=0, metavar="N", help="also time a call of N tokens after the context"
     )
     command.add_argument("--no-first-tokens", action="store_true", help="do not time the first and second token")
-    command.add_argument(
-        "--json", type=Path, metavar="FILE", help="store the results; the next call resumes from this file"
-    )
+    command.add_argument("--json", type=Path, metavar="FILE", help="store results; the next call resumes from here")
     command.add_argument("--plot", type=Path, metavar="FILE", help="plot step times against contexts")
 
 
@@ -90,9 +76,8 @@ def add_demo(command: argparse.ArgumentParser) -> None:
     """The arguments of `specache demo`."""
     command.epilog = DEMO_EPILOG
     command.add_argument(
-        "--out", type=Path, default=Path("specache-demo"), metavar="FOLDER",
-        help="folder of the plot and the JSON file (default: %(default)s)",
-    )  # fmt: skip
+        "--out", type=Path, default=Path("specache-demo"), help="folder of the plot and the JSON file (%(default)s)"
+    )
     command.add_argument("--quick", action="store_true", help=f"two methods, {QUICK_CONTEXT:,} tokens")
     command.add_argument("--eager", action="store_true", help="run without compilation; requires no C++ compiler")
     add_device(command)

@@ -5,14 +5,12 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from specache_compile.checkpoints.loaded import DTYPES
 from specache_compile.checkpoints.names import MODEL
 
-from .arguments import LOWERINGS, add_device
+from .arguments import LOWERINGS, add_device, add_dtype, whole
 
 TASKS = ("needle", "perplexity", "closeness", "long")
 METHODS = ("uncompiled", "kivi:bits=1", "specache:bits=1,setting=paper", "specache")
-
 
 EPILOG = """\
 examples:
@@ -26,24 +24,18 @@ def add_eval(command: argparse.ArgumentParser) -> None:
     command.epilog = EPILOG
     command.add_argument("model", help=MODEL)
     command.add_argument(
-        "--tasks",
-        nargs="+",
-        choices=TASKS,
-        default=["needle"],
-        metavar="TASK",
+        "--tasks", nargs="+", choices=TASKS, default=["needle"], metavar="TASK",
         help=f"{', '.join(TASKS)} (default: needle); examples/harness.py runs LongBench and RULER",
-    )
+    )  # fmt: skip
     command.add_argument(
         "--methods", nargs="+", default=list(METHODS), metavar="NAME[:option=value,...]",
         help=f"uncompiled, or a method with its options (default: {' '.join(METHODS)})",
     )  # fmt: skip
     command.add_argument(
-        "--lengths", nargs="+", type=int, default=[512, 1024], metavar="N",
+        "--lengths", nargs="+", type=whole, default=[512, 1024], metavar="N",
         help="context lengths in tokens, including the answer (default: 512 1024)",
     )  # fmt: skip
-    command.add_argument(
-        "--samples", type=int, default=22, help="questions or text windows per table cell (default: 22)"
-    )
+    command.add_argument("--samples", type=whole, default=22, help="questions or windows per table cell (%(default)s)")
     command.add_argument("--seed", type=int, default=0, help="random seed (default: 0)")
     command.add_argument(
         "--text", nargs="+", type=Path, default=[], metavar="FILE",
@@ -65,16 +57,12 @@ def add_eval(command: argparse.ArgumentParser) -> None:
         "stores the caches of a cell (at most half of the free memory)",
     )  # fmt: skip
     command.add_argument(
-        "--prefill-chunk", type=int, metavar="N",
+        "--prefill-chunk", type=whole, metavar="N",
         help="tokens of a prompt that are prefilled together; bounds the time and memory of sliding layers",
     )  # fmt: skip
-    command.add_argument(
-        "--out", type=Path, default=Path("build/eval"), help="folder of the results (default: %(default)s)"
-    )
-    command.add_argument("--batch-size", type=int, default=8, help="maximum number of prompts in a batch (default: 8)")
+    command.add_argument("--out", type=Path, default=Path("build/eval"), help="folder of the results (%(default)s)")
+    command.add_argument("--batch-size", type=whole, default=8, help="most prompts in a batch (%(default)s)")
     add_device(command)
-    command.add_argument(
-        "--dtype", choices=DTYPES, default="bfloat16", help="dtype of weights and cache (default: bfloat16)"
-    )
+    add_dtype(command, "bfloat16")
     command.add_argument("--lowering", choices=LOWERINGS, help="default: inductor on a GPU, else eager")
     command.add_argument("--no-plots", action="store_true", help="write tables without plots")

@@ -7,9 +7,11 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specache_compile.checkpoints.loaded import DTYPES, limit_of, load_model, open_checkpoint
+from specache_compile.checkpoints.loaded import limit_of, load_model, open_checkpoint
 from specache_compile.checkpoints.names import MODEL
 from specache_compile.errors import SpecacheError
+
+from .arguments import add_dtype, whole
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -31,11 +33,7 @@ def add_generate(command: argparse.ArgumentParser) -> None:
     source.add_argument("--prompt-file", metavar="FILE", help="a text file with the prompt; - for standard input")
     command.add_argument("--chat", action="store_true", help="apply the chat template to the prompt")
     command.add_argument(
-        "--max-new-tokens",
-        type=int,
-        default=100,
-        metavar="N",
-        help="maximum number of generated tokens (default: %(default)s)",
+        "--max-new-tokens", type=whole, default=100, metavar="N", help="most generated tokens (default: %(default)s)"
     )
     command.add_argument(
         "--temperature", type=float, metavar="T",
@@ -45,12 +43,10 @@ def add_generate(command: argparse.ArgumentParser) -> None:
         "--top-p", type=float, metavar="P", help="sample from the smallest set of tokens with this total probability"
     )
     command.add_argument(
-        "--sample-top-k", type=int, metavar="K", help="sample from the K likeliest tokens (--top-k counts KV pairs)"
+        "--sample-top-k", type=whole, metavar="K", help="sample from the K likeliest tokens (--top-k counts KV pairs)"
     )
     command.add_argument("--sample-seed", type=int, metavar="N", help="random seed of sampling")
-    command.add_argument(
-        "--dtype", choices=DTYPES, default="auto", help="dtype of weights and cache (default: the file's)"
-    )
+    add_dtype(command, "auto")
     command.add_argument("--stats", action="store_true", help="print steps and bytes moved at the end")
 
 
@@ -60,8 +56,6 @@ def sampling_of(args: argparse.Namespace) -> dict[str, Any]:
     for flag, value, fits, accepted in (
         ("--temperature", args.temperature, lambda t: 0 <= t < float("inf"), "a number, 0 or more"),
         ("--top-p", args.top_p, lambda p: 0 < p <= 1, "a number above 0, at most 1"),
-        ("--sample-top-k", args.sample_top_k, lambda k: k >= 1, "a whole number, 1 or more"),
-        ("--max-new-tokens", args.max_new_tokens, lambda n: n >= 1, "a whole number, 1 or more"),
     ):
         if value is not None and not fits(value):
             raise SpecacheError(f"{flag} {value}: give {accepted}")

@@ -1,18 +1,15 @@
-"""Rows as a table and a JSON file."""
+"""Rows as a table."""
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
-from pathlib import Path
 
 from tabulate import tabulate
 
 from .intervals import interval
-from .result_rows import ResultRow, sources
+from .result_rows import ResultRow
 from .settings import UNCOMPILED
 from .tasks import NO_QUESTION
 
@@ -122,9 +119,3 @@ def difference(rows: Sequence[ResultRow], others: Mapping[str, ResultRow]) -> tu
 def failed_cells(rows: Sequence[ResultRow]) -> set[str]:
     """The cells of one task in which the uncompiled model itself finds too little to be evidence."""
     return {row.cell for row in rows if row.method == UNCOMPILED and row.task not in NO_QUESTION and row.score < GATE}
-
-
-def write_json(path: Path, rows: Sequence[ResultRow]) -> None:
-    """Everything, a row a line; each carries the provenance of the run that measured it."""
-    lines = ",\n".join(json.dumps(asdict(row)) for row in rows)
-    path.write_text(f'{{"provenance": {json.dumps(sources(rows))},\n"rows": [\n{lines}\n]}}\n')

@@ -5,21 +5,15 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from .cell_tables import failed_cells, is_distance
 from .intervals import interval
 from .result_rows import ResultRow, sources
 from .settings import UNCOMPILED
 
-MARKERS = "os^Dv"
-
 
 def draw(rows: Sequence[ResultRow], folder: Path) -> list[Path]:
     """Draw a plot for each task, and return their paths. Requires matplotlib."""
-    import matplotlib
-
-    matplotlib.use("Agg")
     made = []
     for task in dict.fromkeys(row.task for row in rows):
         mine = [row for row in rows if row.task == task]
@@ -29,44 +23,34 @@ def draw(rows: Sequence[ResultRow], folder: Path) -> list[Path]:
         shown = [row for row in shown if row.method != UNCOMPILED or not is_distance(row)]
         if shown:
             made.append(folder / f"{task}-kv.png")
-            save(against_kv(shown), shown, made[-1])
+            draw_task(shown, made[-1])
     return made
 
 
-def save(figure: Any, rows: Sequence[ResultRow], path: Path) -> None:
-    """Write a figure with its rows' provenance at its foot."""
-    import matplotlib.pyplot as plt
+def draw_task(rows: Sequence[ResultRow], path: Path) -> None:
+    """Plot the score, or the distance, against the device's share of the full cache's bytes.
 
-    width = int(figure.get_size_inches()[0] * 24)
-    foot = "\n".join(textwrap.fill(line, width) for line in sources(rows))
-    figure.text(0.005, -0.01, foot, fontsize=5, va="top", color="gray")
-    figure.savefig(path, dpi=100, bbox_inches="tight")
-    plt.close(figure)
-
-
-def against_kv(rows: Sequence[ResultRow]) -> Any:
-    """A plot of the score, or the distance, against the device's share of the full cache's bytes.
-
-    It has a panel for each kind of continuation, and a line over the cells for each method.
+    The plot has a panel for each kind of continuation, and a line over the cells for each method.
     """
+    import matplotlib
+
+    matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     panels = list(rows[0].detail.get("kinds", [rows[0].metric]))
     figure, axes = plt.subplots(1, len(panels), figsize=(4 * len(panels) + 2, 3.8), squeeze=False, sharey=True)
     for axis, panel in zip(axes.flat, panels, strict=True):
-        for i, method in enumerate(dict.fromkeys(row.method for row in rows)):
+        for number, method in enumerate(dict.fromkeys(row.method for row in rows)):
             points = sorted((row.kv_ratio or 0.0, *point_of(row, panel)) for row in rows if row.method == method)
-            ratios, values, halves = zip(*points, strict=True)
-            marker = MARKERS[i // 10 % len(MARKERS)]
-            axis.errorbar(ratios, values, halves, color=f"C{i % 10}", label=method, marker=marker, capsize=2)
-        axis.set_yscale("log" if is_distance(rows[0]) else "linear")
-        axis.set_title(panel, fontsize=9)
-        axis.set_xlabel("device KV / full cache", fontsize=8)
+            axis.errorbar(*zip(*points, strict=True), label=method, marker="os^Dv"[number // 10 % 5], capsize=2)
+        axis.set(title=panel, xlabel="device KV / full cache", yscale="log" if is_distance(rows[0]) else "linear")
         axis.grid(alpha=0.3)
-    axes.flat[0].set_ylabel("KL to the full cache, nats" if is_distance(rows[0]) else rows[0].metric, fontsize=8)
+    axes.flat[0].set_ylabel("KL to the full cache, nats" if is_distance(rows[0]) else rows[0].metric)
     axes.flat[-1].legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
-    figure.tight_layout()
-    return figure
+    foot = "\n".join(textwrap.fill(line, int(figure.get_size_inches()[0] * 24)) for line in sources(rows))
+    figure.text(0.005, -0.01, foot, fontsize=5, va="top", color="gray")
+    figure.savefig(path, bbox_inches="tight")
+    plt.close(figure)
 
 
 def point_of(row: ResultRow, panel: str) -> tuple[float, float]:

@@ -1,17 +1,40 @@
-"""Finished rows on disk: one JSON object per line, appended and flushed at once.
+"""The file of an evaluation's rows, each with its provenance, and the hashes of a model.
 
-A row's key names all inputs of its figures. A line that an interruption cut short is skipped, and its row is measured
-again.
+A row's key names all inputs of its figures.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-import os
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+import torch
+
+from specache_compile.bench.results import write_whole
+
+# Parts of a configuration that do not change the model.
+ELSEWHERE = ("transformers_version", "_name_or_path")
+
+
+def model_hash(model: Any) -> str:
+    """Twelve hex digits over the names, shapes and values of a model's weights."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:12]
+
+
+def config_hash(model: Any, tokenizer: Any) -> str:
+    """Twelve hex digits over a model's configurations and its tokenizer's chat template."""
+    parts = [model.config.to_diff_dict(), model.generation_config.to_diff_dict()]
+    configurations = [{name: value for name, value in part.items() if name not in ELSEWHERE} for part in parts]
+    text = json.dumps([*configurations, tokenizer.chat_template], sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 @dataclass
@@ -40,28 +63,20 @@ class ResultRow:
 
 
 def read_rows(path: Path) -> dict[str, ResultRow]:
-    """The finished rows of a file by key; the newest row of a key counts, an incomplete last line does not."""
-    if not path.exists():
-        return {}
-    rows = {}
-    for line in path.read_text().splitlines():
-        try:
-            row = ResultRow(**json.loads(line))
-        except (json.JSONDecodeError, TypeError):
-            continue
-        rows[row.key] = row
-    return rows
+    """The finished rows of a file by key; none without the file."""
+    found = json.loads(path.read_text()) if path.exists() else {}
+    return {row["key"]: ResultRow(**row) for row in [*found.get("rows", ()), *found.get("others", ())]}
+
+
+def write_rows(path: Path, done: Mapping[str, ResultRow], requested: Collection[str]) -> None:
+    """Write the finished rows, a line each: those of the requested keys in their order, and those of earlier calls."""
+    rows = [done[key] for key in requested if key in done]
+    others = [row for key, row in done.items() if key not in requested]
+    lines, more = (",\n".join(json.dumps(asdict(row)) for row in some) for some in (rows, others))
+    given = json.dumps(sources(rows))
+    write_whole(path, f'{{"provenance": {given},\n"rows": [\n{lines}\n],\n"others": [\n{more}\n]}}\n')
 
 
 def sources(rows: Iterable[ResultRow]) -> list[str]:
     """The provenance of these rows, one line for each run."""
     return list(dict.fromkeys(row.provenance for row in rows))
-
-
-def append_row(path: Path, row: ResultRow) -> None:
-    """Append one line and flush it to the disk; an incomplete last line is ended first."""
-    torn = path.exists() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
-    with path.open("a") as file:
-        file.write(("\n" if torn else "") + json.dumps(asdict(row)) + "\n")
-        file.flush()
-        os.fsync(file.fileno())

@@ -6,28 +6,26 @@ import argparse
 import hashlib
 import json
 import platform
-import shlex
 import sys
 import time
 import warnings
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
+from specache_compile.bench.results import provenance
 from specache_compile.checkpoints.loaded import limit_of, load_model
 from specache_compile.checkpoints.names import origin
 from specache_compile.errors import SpecacheError
 from specache_compile.runtime.stats import stats
 
-from .cell_tables import table, write_json
+from .cell_tables import table
 from .plots import draw
 from .prefills import Prefills
-from .provenance import config_hash, model_hash, provenance
 from .reader import Reader
-from .result_rows import ResultRow, append_row, read_rows, sources
+from .result_rows import ResultRow, config_hash, model_hash, read_rows, sources, write_rows
 from .runner import Runner
 from .settings import Setting, evicting_once, parse_setting, running
 from .tasks import NO_QUESTION, TASKS
@@ -53,11 +51,10 @@ def run_eval(args: argparse.Namespace, command: Sequence[str]) -> None:
                 f"{task} {cell.name}: {cell.context:,} tokens, and the model's context is {bench.limit:,}"
             )
     fingerprint = model_hash(model)
-    line = provenance(
-        shlex.join(["specache", *command]), fingerprint, args.device, str(model.dtype), args.seed, origin(args.model)
-    )
-    args.out.mkdir(parents=True, exist_ok=True)
-    path = args.out / "rows.jsonl"
+    made_by = provenance(torch.device(args.device), "specache", command)
+    made_by |= {"weights": fingerprint, "model": origin(args.model), "dtype": model.dtype, "seed": args.seed}
+    line = "; ".join(f"{name} {value}" for name, value in made_by.items() if value not in (None, ""))
+    path = args.out / "results.json"
     whole = f"{fingerprint} {config_hash(model, reader.tokenizer)}"
     keys = {
         (setting, task, cell.name): key_of(setting, task, cell, bench, whole, args)
@@ -65,19 +62,28 @@ def run_eval(args: argparse.Namespace, command: Sequence[str]) -> None:
         for task, cell in cells
     }
     prefills = Prefills(model.device, chunk=args.prefill_chunk) if args.share_prefills else None
-    runner = Runner(model, reader, args.batch_size, prefills)
+    runner, done = Runner(model, reader, args.batch_size, prefills), read_rows(path)
+    # Cell by cell, so that only one cell's prefills are in memory.
+    order = [(keys[s, task, cell.name], s, task, cell) for task, cell in cells for s in settings]
+    missing = [each for each in order if each[0] not in done]
     try:
-        measure_missing(runner, settings, cells, keys, path, args, line)
+        with tqdm(missing, file=sys.stderr, desc="specache eval", unit="row") as bar:
+            for key, setting, task, cell in bar:
+                if prefills is not None:
+                    prefills.begin(f"{task} {cell.name}")
+                bar.set_postfix_str(f"{setting}, {task} {cell.name}")
+                done[key] = measure(runner, setting, task, cell, key, args, line)
+                write_rows(path, done, keys.values())
     except KeyboardInterrupt:
         print("interrupted: finished rows are kept; the same command goes on from here", file=sys.stderr)
         raise
     finally:
-        done = read_rows(path)
+        write_rows(path, done, keys.values())
         report([done[key] for key in keys.values() if key in done], args)
 
 
 def check_arguments(args: argparse.Namespace) -> None:
-    """Raise SpecacheError for bad arguments; no model is needed."""
+    """Raise SpecacheError for arguments that do not go together; no model is needed."""
     for task in args.tasks:
         if args.blind and task in NO_QUESTION:
             raise SpecacheError(
@@ -85,17 +91,6 @@ def check_arguments(args: argparse.Namespace) -> None:
             )
     if args.prefill_chunk is not None and not args.share_prefills:
         raise SpecacheError("--prefill-chunk needs --share-prefills: a method takes a first chunk for the prompt")
-    for name, value in (
-        ("samples", args.samples),
-        ("batch-size", args.batch_size),
-        *([("prefill-chunk", args.prefill_chunk)] if args.prefill_chunk is not None else []),
-        *(("lengths", n) for n in args.lengths),
-    ):
-        if value < 1:
-            raise SpecacheError(f"--{name} {value}: give a whole number, 1 or more")
-    for path in args.text:
-        if not path.is_file():
-            raise SpecacheError(f"--text {path}: the file does not exist")
 
 
 def load(name: str, device: str, dtype: str) -> tuple[Any, Reader]:
@@ -107,22 +102,18 @@ def load(name: str, device: str, dtype: str) -> tuple[Any, Reader]:
     return model, Reader(tokenizer)
 
 
-def text_identity(texts: Sequence[Path]) -> list[str] | str:
-    """The identity of the texts: their hashes, or the version of the library source."""
-    hashes = [hashlib.sha256(path.read_bytes()).hexdigest()[:12] for path in texts]
-    return hashes or f"library of python {platform.python_version()}"
-
-
 def key_of(setting: Setting, task: str, cell: Cell, bench: Bench, model: str, args: argparse.Namespace) -> str:
     """The key of a row: all inputs of its figures except the code, including the effective options.
 
     model: the model's hashes.
     """
+    hashes = [hashlib.sha256(path.read_bytes()).hexdigest()[:12] for path in bench.texts]
+    texts = hashes or f"library of python {platform.python_version()}"
     return json.dumps(
         {
             "task": task, "cell": cell.name, "context": cell.context, "method": str(setting), "samples": bench.samples,
             "seed": bench.seed, "model": model, "dtype": args.dtype, "device": args.device,
-            "lowering": args.lowering, "texts": text_identity(bench.texts), "batch_size": args.batch_size,
+            "lowering": args.lowering, "texts": texts, "batch_size": args.batch_size,
             "options": setting.effective, **cell.facts,
             **({"blind": True} if bench.blind else {}),
             **({"prefills": "shared"} if args.share_prefills else {}),
@@ -130,28 +121,6 @@ def key_of(setting: Setting, task: str, cell: Cell, bench: Bench, model: str, ar
         },
         sort_keys=True,
     )  # fmt: skip
-
-
-def measure_missing(
-    runner: Runner, settings: Sequence[Setting], cells: Sequence[tuple[str, Cell]], keys: dict[Any, str], path: Path,
-    args: argparse.Namespace, line: str,
-) -> None:  # fmt: skip
-    """Measure the rows that are missing; write each when it is finished.
-
-    The order is setting by setting, or cell by cell if prefills are shared.
-    """
-    order = [(s, task, cell) for s in settings for task, cell in cells]
-    if runner.prefills is not None:
-        order = [(s, task, cell) for task, cell in cells for s in settings]
-    done = read_rows(path)
-    missing = [(keys[s, task, cell.name], s, task, cell) for s, task, cell in order]
-    missing = [one for one in missing if one[0] not in done]
-    with tqdm(missing, file=sys.stderr, desc="specache eval", unit="row") as bar:
-        for key, setting, task, cell in bar:
-            if runner.prefills is not None:
-                runner.prefills.begin(f"{task} {cell.name}")
-            bar.set_postfix_str(f"{setting}, {task} {cell.name}")
-            append_row(path, measure(runner, setting, task, cell, key, args, line))
 
 
 def measure(
@@ -180,13 +149,12 @@ def kv_ratio(model: Any) -> float | None:
 
 
 def report(rows: Sequence[ResultRow], args: argparse.Namespace) -> None:
-    """Print the table; write table.txt, results.json and the plots."""
+    """Print the table; write table.txt and the plots."""
     if not rows:
         return
     print(table(rows))
     (args.out / "table.txt").write_text("\n".join((table(rows), "", *sources(rows), "")))
-    write_json(args.out / "results.json", rows)
-    made = [args.out / name for name in ("rows.jsonl", "table.txt", "results.json")]
+    made = [args.out / name for name in ("results.json", "table.txt")]
     if not args.no_plots:
         try:
             made += draw(rows, args.out)

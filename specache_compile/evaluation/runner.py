@@ -90,10 +90,8 @@ class Runner:
     def answers(self, prompts: Sequence[Prompt], new_tokens: int) -> list[str]:
         """One answer per prompt. Neighbours of one length share a batch, so that no row is padded."""
         answer = self.continued_from_prefills if self.shares and new_tokens > 1 else self.continued
-        found: list[list[int]] = []
-        for batch in self.batches_alike(prompts, len):
-            found += answer(self.ids(batch), new_tokens)
-        return [self.reader.decode(tokens) for tokens in found]
+        batches = self.batches_alike(prompts, len)
+        return [self.reader.decode(one) for batch in batches for one in answer(self.ids(batch), new_tokens)]
 
     def answers_apart(self, prompts: Sequence[tuple[Prompt, Prompt]], new_tokens: int) -> list[str]:
         """One answer per context and question. The question is prefilled after its context's cache is complete.

@@ -132,9 +132,7 @@ def explain(
         options=parsed,
         prompt_length=prompt_length,
         batch_size=batch_size,
-        sites=tuple(site_rows(newest)) if newest is not None else (),
-        left_alone=tuple(left_alone_rows(newest)) if newest is not None else (),
-        absorbed=tuple(absorbed_layers(newest)) if newest is not None else (),
+        **attentions_of(newest),
         texts={variant.phase.name: each.texts for made in rewrites for variant, each in made.made.items()},
         graphs=modules,
         layers=tuple(graphs[0].layers) if graphs else (),
@@ -144,25 +142,18 @@ def explain(
     )  # fmt: skip
 
 
-def site_rows(graph: Captured) -> list[SiteRow]:
-    layers = layers_of(graph.graph_module)
-    return [
-        SiteRow(site.number, layers[site.attention], site.query_heads, site.heads, site.head_dim)
-        for site in graph.sites
-    ]
-
-
-def absorbed_layers(graph: Captured) -> list[str]:
-    """The layer's number in the model of each latent attention that is absorbed."""
-    layers = layers_of(graph.graph_module)
-    return [layers[node] for node in graph.absorbed]
-
-
-def left_alone_rows(graph: Captured) -> list[LeftAlone]:
-    """The attentions left alone, each with its layer's number in the model where it has one."""
-    layers = {node.name: layer for node, layer in layers_of(graph.graph_module).items()}
-    rows = graph.left_alone
-    return [LeftAlone(f"layer {layers[r.node]}: {r.node}" if r.node in layers else r.node, r.reason) for r in rows]
+def attentions_of(graph: Captured | None) -> dict[str, Any]:
+    """The rewritten, left and absorbed attentions of a graph, each with the number of its layer in the model."""
+    if graph is None:
+        return {"sites": (), "left_alone": (), "absorbed": ()}
+    layers, left = layers_of(graph.graph_module), graph.left_alone
+    names = {node.name: f"layer {layer}: {node.name}" for node, layer in layers.items()}
+    sites = [(s.number, layers[s.attention], s.query_heads, s.heads, s.head_dim) for s in graph.sites]
+    return {
+        "sites": tuple(SiteRow(*site) for site in sites),
+        "left_alone": tuple(LeftAlone(names.get(row.node, row.node), row.reason) for row in left),
+        "absorbed": tuple(layers[node] for node in graph.absorbed),
+    }
 
 
 def load_config(path: str | Path) -> Any:

@@ -21,10 +21,6 @@ from .times.step_kernels import Traced, is_captured, kernels_of, over_tiers
 from .times.step_time import (
     ComputedStep,
     Span,
-    break_even_context,
-    full_cache_batch,
-    full_step_of,
-    largest_batch,
     share_ahead,
     simulated,
     step_of,
@@ -134,17 +130,15 @@ class Figures:
     def layer(self, number: int, phase: str = "decode") -> str:
         """One layer of the model before and after all passes, as a diff of short Python in at most `SCREEN` lines."""
         first, *_, last = self.texts_of(phase)
-        lines = self.compared(phase, first, last, number, context=SCREEN).splitlines()
-        if len(lines) > SCREEN:
-            lines = self.compared(phase, first, last, number, context=3).splitlines()
+        lines = self.compared(phase, first, last, number).splitlines()
         if len(lines) > SCREEN:
             lines[SCREEN - 1 :] = [f"# {len(lines) - SCREEN + 1} more lines: --graph {phase} --layer {number}"]
         return "\n".join([*lines, ""]) if lines else f"# left as it is\n{self.graph(phase, last, number)}"
 
-    def compared(self, phase: str, old: str, new: str, layer: int | None, context: int | None = None) -> str:
-        """A unified diff of a phase's graph after two passes. context: unchanged lines around a change."""
+    def compared(self, phase: str, old: str, new: str, layer: int | None) -> str:
+        """A unified diff of a phase's graph after two passes."""
         before, after = (str(self.graph(phase, name, layer)).splitlines(keepends=True) for name in (old, new))
-        lines = context or (1 if layer is None else 3)
+        lines = 1 if layer is None else 3
         return "".join(difflib.unified_diff(before, after, f"{phase}/{old}", f"{phase}/{new}", n=lines))
 
     def load(self) -> Workload:
@@ -190,22 +184,3 @@ class Figures:
         """The decode step. batch: rows, if not `batch_size`."""
         self.check_timed()
         return step_of(self.traced(), self.device, self.prompt_length, batch or self.batch_size)
-
-    def full_step(self, batch: int | None = None) -> ComputedStep:
-        """The same step on a full 16-bit cache in device memory, which may not fit there."""
-        self.check_timed()
-        return full_step_of(self.traced_one_lane, self.device, self.prompt_length, batch or self.batch_size)
-
-    def break_even(self) -> int | None:
-        """The tokens of context from which a step of one row takes no longer than on a 16-bit cache; None: more than
-        128k tokens."""
-        self.check_timed()
-        return break_even_context(self.traced(), self.traced_one_lane, self.device)
-
-    def largest_batch(self) -> tuple[int, str]:
-        """The rows of this context that fit, and the memory that limits them: "device" or "host"."""
-        return largest_batch(self.traced(), self.device, self.prompt_length, self.host_gib * 2**30)
-
-    def full_cache_batch(self) -> int:
-        """The rows of this context that fit with a full 16-bit cache in device memory."""
-        return full_cache_batch(self.traced_one_lane, self.device, self.prompt_length)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from tabulate import tabulate
 
 from .figures import Figures
 from .outline import spans
-from .times.step_time import ComputedStep
+from .times.step_time import ComputedStep, break_even_context, full_cache_batch, full_step_of, largest_batch
 
 COMPUTED = "computed, not measured"
 WIDTH = 100
@@ -98,10 +99,12 @@ def time_text(e: Figures) -> str:
         return ""
     if not e.is_timed:
         return "Time of a decode step: not computed, because a CUDA graph cannot hold this method's step"
-    (most, limit), full_most = e.largest_batch(), e.full_cache_batch()
+    traced, plain, length = e.traced(), e.traced_one_lane, e.prompt_length
+    most, limit = largest_batch(traced, e.device, length, e.host_gib * 2**30)
+    full, full_most = partial(full_step_of, plain, e.device, length), full_cache_batch(plain, e.device, length)
     rows = [
         time_row(e.options.method, e.step(), most, limit, e.step(most) if most else None),
-        time_row("16-bit cache", e.full_step(), full_most, "device", e.full_step(full_most) if full_most else None),
+        time_row("16-bit cache", full(e.batch_size), full_most, "device", full(full_most) if full_most else None),
     ]
     headers = (
         f"decode step on {e.device.name}", "time", "bound by", "largest batch", "limited by", "its step",
@@ -109,7 +112,7 @@ def time_text(e: Figures) -> str:
     )  # fmt: skip
     aligned = ("left", "right", "left", "right", "left", "right", "right")
     table = tabulate(rows, headers, colalign=aligned, disable_numparse=True)
-    even = e.break_even()
+    even = break_even_context(traced, plain, e.device)
     where = "at no context up to 128k tokens" if even is None else f"from {even:,} tokens of context on"
     return (
         f"{table}\nOne row is no slower than on a 16-bit cache {where}.\n"

@@ -41,11 +41,7 @@ def add_serve(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--port", type=int, default=8000, help="0 selects a free port (default: %(default)s)")
     command.add_argument(
-        "--queue",
-        type=int,
-        default=64,
-        metavar="N",
-        help="most waiting requests; further ones get status 503 (%(default)s)",
+        "--queue", type=int, default=64, metavar="N", help="most waiting requests; others get status 503 (%(default)s)"
     )
     command.add_argument(
         "--api-key", metavar="KEY", help="key that requests must contain; also read from SPECACHE_API_KEY"

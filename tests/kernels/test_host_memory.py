@@ -37,37 +37,27 @@ def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def limit(folder: Path, files: cgroup.Files, most: int | str, used: int, cache: int) -> None:
+def limit(folder: Path, most: int | str, used: int, cache: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / files.limit).write_text(f"{most}\n")
-    (folder / files.usage).write_text(f"{used}\n")
-    (folder / "memory.stat").write_text(f"anon 7\n{files.cache} {cache}\n")
+    (folder / "memory.max").write_text(f"{most}\n")
+    (folder / "memory.current").write_text(f"{used}\n")
+    (folder / "memory.stat").write_text(f"anon 7\ninactive_file {cache}\n")
 
 
-@pytest.mark.parametrize(
-    ("files", "mount", "membership"),
-    [
-        (cgroup.VERSION_2, "", "0::/pod/box\n"),
-        (cgroup.VERSION_2, "unified", "5:cpu:/\n0::/pod/box\n"),
-        (cgroup.VERSION_1, "memory", "5:cpu:/\n4:memory,hugetlb:/pod/box\n0::/\n"),
-    ],
-    ids=["version 2", "both, 2 has memory", "version 1"],
-)
-def test_the_nearest_limit_of_all_groups_around_counts(
-    system: Path, files: cgroup.Files, mount: str, membership: str
-) -> None:
+@pytest.mark.parametrize("membership", ["0::/pod/box\n", "5:cpu:/\n0::/pod/box\n"], ids=["version 2", "both"])
+def test_the_nearest_limit_of_all_groups_around_counts(system: Path, membership: str) -> None:
     (system / "membership").write_text(membership)
-    limit(system / mount / "pod/box", files, 1000, 300, 50)
+    limit(system / "pod/box", 1000, 300, 50)
     assert cgroup.remaining_memory() == 750  # pages of files can be had back
-    limit(system / mount / "pod", files, 2000, 1500, 0)
+    limit(system / "pod", 2000, 1500, 0)
     assert cgroup.remaining_memory() == 500
-    limit(system / mount / "pod", files, 2000, 2300, 0)
+    limit(system / "pod", 2000, 2300, 0)
     assert cgroup.remaining_memory() == 0
 
 
 def test_a_container_that_sees_its_own_group_as_the_root(system: Path) -> None:
-    (system / "membership").write_text("4:memory:/docker/0123\n")
-    limit(system / "memory", cgroup.VERSION_1, 900, 100, 0)
+    (system / "membership").write_text("0::/docker/0123\n")
+    limit(system, 900, 100, 0)
     assert cgroup.remaining_memory() == 800
 
 
@@ -75,7 +65,7 @@ def test_no_limit_is_none(system: Path) -> None:
     assert cgroup.remaining_memory() is None  # no Linux
     (system / "membership").write_text("0::/box\n")
     assert cgroup.remaining_memory() is None  # no memory controller
-    limit(system / "box", cgroup.VERSION_2, "max", 100, 0)
+    limit(system / "box", "max", 100, 0)
     assert cgroup.remaining_memory() is None
 
 
