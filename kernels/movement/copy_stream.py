@@ -244,7 +244,7 @@ def host_blocks(host: Pages, length: int, size: int, device: torch.device) -> It
                 target.copy_(page, non_blocking=True)
         return copy.record_event()
 
-    following = load(0) if len(starts) else None
+    following: Any = load(0) if len(starts) else None
     for number, first in enumerate(starts):
         loaded, following = following, load(number + 1) if number + 1 < len(starts) else None
         main.wait_event(loaded)
