@@ -6,7 +6,9 @@ import argparse
 import importlib.metadata
 import random
 import sys
+import sysconfig
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from specache_compile.evaluation.run_eval import load
 from specache_compile.evaluation.runner import as_list
 from specache_compile.evaluation.tasks.needle import CHAT_ANSWER, CHAT_QUESTION, NEEDLE, key_question
 from specache_compile.evaluation.tasks.task import TaskQuestion
+from specache_compile.kernels.cpp.library import has_compiler
 
 from .measurements import BenchPlan, measured
 from .results import Results
@@ -37,15 +40,17 @@ METHODS = {
     "specache:setting=paper": "SpeCache as in its paper, 2 bits",
     "specache": "specache, 1.5 bits (the default)",
 }
+ANSWER = 24  # shown characters of an answer
 DEPTHS = (0.1, 0.5, 0.9)
 ROUNDS = 4
 
 
 def run_demo(args: argparse.Namespace, command: Sequence[str]) -> None:
-    """Search for keys, time decode steps, print the table, and draw the plot."""
+    """Search for keys, time decode steps, print the answers and the table, and draw the plot."""
     check_installed()
     text = licence()
     args.out.mkdir(parents=True, exist_ok=True)
+    why_eager = "--eager" if args.eager else why_not_compiled()
     dtype = "bfloat16" if multiplies_bfloat16(args.device) else "float32"
     model, reader = load(MODEL, args.device, getattr(torch, dtype))
     context = QUICK_CONTEXT if args.quick else CONTEXT
@@ -53,7 +58,7 @@ def run_demo(args: argparse.Namespace, command: Sequence[str]) -> None:
     print(introduction(questions), flush=True)
     results = Results(
         args.out / "demo.json", "specache", torch.device(args.device), resume=False, given=command,
-        model=checkpoint_origin(MODEL), dtype=dtype, lowering="eager" if args.eager else "inductor",
+        model=checkpoint_origin(MODEL), dtype=dtype, lowering="eager" if why_eager else "inductor",
     )  # fmt: skip
     methods = list(METHODS)[:: 3 if args.quick else 1]
     plan = BenchPlan(tuple(methods), ROUNDS, results.report["settings"]["lowering"])
@@ -61,7 +66,7 @@ def run_demo(args: argparse.Namespace, command: Sequence[str]) -> None:
         total=len(questions) + 2 * len(methods) + ROUNDS, file=sys.stderr, desc="specache demo", unit="turn"
     ) as bar:
         results.add(*key_search(model, reader, questions, plan, bar))
-    show(results, args)
+    show(results, args, why_eager)
 
 
 def questions_of(reader: Reader, text: Sequence[int], length: int, depths: Sequence[float]) -> list[TaskQuestion]:
@@ -120,6 +125,15 @@ def multiplies_bfloat16(device: str) -> bool:
     return not on_cpu or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
+def why_not_compiled() -> str | None:
+    """The reason why steps cannot be compiled; None if they can."""
+    if not Path(sysconfig.get_path("include"), "Python.h").exists():
+        return "compiled code needs Python's headers, which are not installed (apt install python3-dev)"
+    if not has_compiler():
+        return "Inductor finds no C++ compiler (apt install g++)"
+    return None
+
+
 def introduction(questions: Sequence[TaskQuestion]) -> str:
     """A description of the prompts."""
     depths = ", ".join(f"{depth:.0%}" for depth in DEPTHS)
@@ -131,18 +145,33 @@ def introduction(questions: Sequence[TaskQuestion]) -> str:
     )
 
 
-def show(results: Results, args: argparse.Namespace) -> None:
-    """Print the table with a legend, and draw the plot."""
+def show(results: Results, args: argparse.Namespace, why_eager: str | None) -> None:
+    """Print the tables with a legend, and draw the plot."""
     origin, settings, rows = (results.report[name] for name in ("provenance", "settings", "rows"))
+    print(answers_table(rows))
     print(summary_table(rows), end="\n\n")
     print("KV bytes: with 16 bits a number, also where the model computes in float32"
           + ("; on a CPU the host's copy lies in the same memory" * (args.device == "cpu")))  # fmt: skip
     print(f"a decode step: of one sequence, the median of {rows[0]['steps']} steps, and its ratio to the full cache's")
-    if args.eager:
-        print("nothing was compiled (--eager), so that these times show little")
+    if why_eager:
+        print(f"nothing was compiled, so that these times show little: {why_eager}")
     print(f"{settings['dtype']}, {origin['device']}, {origin['threads']} threads, torch {origin['torch']}")
     draw(rows, args.out / "demo.png", METHODS)
     print(f"picture: {args.out / 'demo.png'}   data: {args.out / 'demo.json'}")
+
+
+def answers_table(rows: Rows) -> str:
+    """A line for each method, a column for each key."""
+    keys = rows[0]["keys"]
+    hidden = ("the hidden key", *(key["key"] for key in keys))
+    answers = [(METHODS[row["method"]], *(first_line(key["answer"]) for key in row["keys"])) for row in rows]
+    names = ("answers", *(f"key at {key['depth']:.0%}" for key in keys))
+    return tabulate([hidden, *answers], names, disable_numparse=True) + "\n"
+
+
+def first_line(answer: str) -> str:
+    line = next(iter(answer.splitlines()), "")
+    return line if len(line) <= ANSWER else f"{line[: ANSWER - 1]}…"
 
 
 def summary_table(rows: Rows) -> str:

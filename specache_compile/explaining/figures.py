@@ -130,15 +130,17 @@ class Figures:
     def layer(self, number: int, phase: str = "decode") -> str:
         """One layer of the model before and after all passes, as a diff of short Python in at most `SCREEN` lines."""
         first, *_, last = self.texts_of(phase)
-        lines = self.compared(phase, first, last, number).splitlines()
+        lines = self.compared(phase, first, last, number, context=SCREEN).splitlines()
+        if len(lines) > SCREEN:
+            lines = self.compared(phase, first, last, number).splitlines()
         if len(lines) > SCREEN:
             lines[SCREEN - 1 :] = [f"# {len(lines) - SCREEN + 1} more lines: --graph {phase} --layer {number}"]
         return "\n".join([*lines, ""]) if lines else f"# left as it is\n{self.graph(phase, last, number)}"
 
-    def compared(self, phase: str, old: str, new: str, layer: int | None) -> str:
-        """A unified diff of a phase's graph after two passes."""
+    def compared(self, phase: str, old: str, new: str, layer: int | None, context: int | None = None) -> str:
+        """A unified diff of a phase's graph after two passes. context: unchanged lines around a change."""
         before, after = (str(self.graph(phase, name, layer)).splitlines(keepends=True) for name in (old, new))
-        lines = 1 if layer is None else 3
+        lines = context or (1 if layer is None else 3)
         return "".join(difflib.unified_diff(before, after, f"{phase}/{old}", f"{phase}/{new}", n=lines))
 
     def load(self) -> Workload:

@@ -40,6 +40,8 @@ NOTES = {
 }
 GENERATED = ("linear", "mm", "mul", "view", "transpose", "reshape", "add")  # names of nodes after their op
 PREFIXES = ("torch._C._nn.", "torch.nn.functional.", "torch.ops.")
+INFIX = {"add": ast.Add, "sub": ast.Sub, "mul": ast.Mult, "div": ast.Div}
+FUNCTIONS = {"cat": "torch.cat", "stack": "torch.stack", "rsqrt": "torch.rsqrt", "silu": "silu", "gelu": "gelu"}
 COPIES = ("to", "view", "reshape", "contiguous", "_to_copy", "expand")
 DEFAULTS = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None}
 
@@ -87,13 +89,18 @@ def layer_of(code: str, number: int) -> Layer:
     same: dict[str, ast.expr] = {}
     for row in own:
         tree = Readable(layer, row, same).visit(ast.parse(row.call, mode="eval").body)
-        if row.name not in later and isinstance(tree, (ast.Name, ast.Attribute)):
+        if row.name not in later and (isinstance(tree, (ast.Name, ast.Attribute)) or is_flattened(tree)):
             same[row.name] = tree
         else:
             layer.trees[row.name] = tree
     while unused := set(layer.trees) - used_names(layer.trees) - set(later) - tier_rows(layer.trees):
         layer.trees = {name: tree for name, tree in layer.trees.items() if name not in unused}
     return layer
+
+
+def is_flattened(tree: ast.expr) -> bool:
+    """Whether an expression lines up the rows of a tensor for a product."""
+    return isinstance(tree, ast.Call) and bool(re.fullmatch(r"[\w.]+\.view\(\[-1, \d+\]\)", ast.unparse(tree)))
 
 
 def used_names(trees: dict[str, ast.expr]) -> set[str]:
@@ -121,7 +128,7 @@ def tier_op(tree: ast.expr) -> str | None:
 
 
 class Readable(ast.NodeTransformer):
-    """Shorten one node's expression. Calls of aten become methods."""
+    """Shorten one node's expression. Calls of aten become operators and methods."""
 
     def __init__(self, layer: Layer, row: OutlineRow, same: dict[str, ast.expr]) -> None:
         self.layer, self.row, self.same = layer, row, same
@@ -156,9 +163,39 @@ class Readable(ast.NodeTransformer):
         return self.operand(tree) or tree
 
     def of_aten(self, op: str, call: ast.Call) -> ast.expr:
-        """A call of an aten op as a method of its first operand, or as torch's function of a list."""
-        owner = ast.Name("torch") if isinstance(call.args[0], ast.List) else call.args.pop(0)
-        return ast.Call(ast.Attribute(owner, op), call.args, call.keywords)
+        """A call of an aten op as Python writes it."""
+        first, rest = call.args[0], call.args[1:]
+        if op in INFIX and len(rest) == 1:
+            return ast.BinOp(first, INFIX[op](), rest[0])
+        if op == "neg":
+            return ast.UnaryOp(ast.USub(), first)
+        if op == "t":
+            return ast.Attribute(first, "T")
+        if op == "mm":
+            return self.product(first, rest[0])
+        if op == "slice" and len(rest) == 3:
+            return self.sliced(first, *rest)
+        if op in FUNCTIONS:
+            return ast.Call(ast.Name(FUNCTIONS[op]), call.args, call.keywords)
+        if op == "clone":
+            op, call.keywords = "contiguous", []
+        return ast.Call(ast.Attribute(first, op), rest, call.keywords)
+
+    def product(self, x: ast.expr, weight: ast.expr) -> ast.expr:
+        """`linear(x, weight)` where a product of matrices is one."""
+        rows = isinstance(x, ast.Call) and ast.unparse(x.func).endswith(".view") and ast.unparse(x.args[0])
+        if not (isinstance(weight, ast.Attribute) and rows and rows.startswith("[-1, ")):
+            return ast.BinOp(x, ast.MatMult(), weight)
+        x = x.func.value  # type: ignore[attr-defined]
+        given, width = self.layer.types.get(ast.unparse(x), ""), self.row.type.rpartition(", ")[2]
+        self.layer.types[self.row.name] = f"{given.rpartition(', ')[0]}, {width}" if given else ""
+        return ast.Call(ast.Name("linear"), [x, weight.value], [])
+
+    def sliced(self, x: ast.expr, dim: ast.expr, start: ast.expr, stop: ast.expr) -> ast.expr:
+        part = ast.Slice(*(bound if 0 < ast.literal_eval(bound) < 2**62 else None for bound in (start, stop)))
+        place, last = ast.literal_eval(dim), self.row.type.count(",")
+        before = [ast.Constant(...)] if place == last else [ast.Slice() for _ in range(place)]
+        return ast.Subscript(x, ast.Tuple([*before, part]))
 
     def operand(self, tree: ast.expr) -> ast.expr | None:
         """The operand of a call that gives its operand itself, seen by both types; None for any other."""
@@ -182,10 +219,11 @@ def is_none(node: ast.expr) -> bool:
 
 def name_arguments(node: ast.Call, op: str) -> None:
     """A tier op's tensors stay in their places up to the first that is None; what follows has its argument's name."""
-    given = named_arguments(node, op)
-    places = next((i for i, (_, value) in enumerate(given) if is_none(value)), len(node.args))
+    schema = getattr(torch.ops.specache, op).default._schema.arguments
+    given = list(zip(schema, node.args, strict=False))
+    places = next((i for i, (_, value) in enumerate(given) if is_none(value)), len(given))
     node.args = [value for _, value in given[:places]]
-    node.keywords = [ast.keyword(name, value) for name, value in given[places:] if not is_none(value)]
+    node.keywords = [ast.keyword(each.name, value) for each, value in given[places:] if not is_none(value)]
 
 
 def merged(trees: dict[str, ast.expr], results: list[str]) -> dict[str, ast.expr]:
@@ -247,7 +285,9 @@ def short_name(name: str, tree: ast.expr | None, arguments: dict[str, str]) -> s
     base = re.sub(r"(_default|_tensor)?(_\d+)*_?$", "", name)
     if tree is None:
         return base
-    if tier_op(tree) or name.startswith("getitem"):
+    if tier_op(tree):
+        return arguments.get(name, "attention")
+    if name.startswith("getitem"):
         return arguments.get(name, "attention")
     while isinstance(tree, ast.Call) and isinstance(tree.func, ast.Attribute):
         tree = tree.func.value

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch.fx import GraphModule
 
@@ -12,9 +12,12 @@ from specache_compile.passes.reading.nodes import model_layer
 
 STATEMENT = re.compile(r"^\s+(\w+)(?:: \"([^\"]*)\")? = (.*)$")
 WEIGHT = re.compile(r"\b\w*(?:parameters|buffers)_\w+", re.IGNORECASE)
+CALL = re.compile(r"^(?:torch\.ops\.)?([\w.]+)\(")
 # A name, if it is not a function, a method or a keyword.
 VALUE = re.compile(r"(?<![\w.])[A-Za-z_]\w*\b(?!\s*\(|\s*=[^=])")
 ALIAS = re.compile(r"^\s+\w+ = L_\w+$")
+SUM = re.compile(r"^(?:torch\.ops\.aten\.add\.Tensor\(\w+, \w+\)|\w+ \+ \w+)$")
+WORK = {"mm", "addmm", "bmm", "linear", "matmul", "scaled_dot_product_attention", "embedding"}
 
 
 @dataclass(frozen=True)
@@ -29,7 +32,7 @@ class OutlineRow:
 
 
 def rows_of(code: str) -> list[OutlineRow]:
-    """The nodes of `print_readable`'s text, in order. Those before a layer's first weight count to the layer before."""
+    """The nodes of `print_readable`'s text, in order."""
     rows: list[OutlineRow] = []
     known: set[str] = set()
     section = "before"
@@ -49,7 +52,36 @@ def rows_of(code: str) -> list[OutlineRow]:
         where = "after" if name == "return" else section
         rows.append(OutlineRow(name, kind_of_value or "", call, used, where))
         known.add(name)
-    return rows
+    return with_first_rows(rows)
+
+
+def with_first_rows(rows: list[OutlineRow]) -> list[OutlineRow]:
+    """Give each layer the rows before its first weight that only its norm uses."""
+    users: dict[str, list[int]] = {}
+    for place, row in enumerate(rows):
+        for name in row.inputs:
+            users.setdefault(name, []).append(place)
+    result = list(rows)
+    for first in (i for i in range(1, len(rows)) if rows[i].section != rows[i - 1].section):
+        section, before = rows[first].section, rows[first - 1].section
+        work = next((i for i in range(first, len(rows)) if is_work(rows[i].call)), first)
+        own = set(range(first, work + 1))
+        for place in range(first - 1, -1, -1):
+            if rows[place].section != before or "parameters" in rows[place].call:
+                break
+            used = users.get(rows[place].name, [])
+            is_sum = len(rows[place].inputs) == 2 and SUM.match(rows[place].call)  # the end of a layer
+            if used and own.issuperset(used) and not is_sum:
+                own.add(place)
+                result[place] = replace(rows[place], section=section)
+    return result
+
+
+def is_work(call: str) -> bool:
+    """Whether a call is a product, an attention or an embedding."""
+    found = CALL.match(call)
+    parts = found.group(1).split(".") if found else re.findall(r"\.(\w+)\(", call)[:1]
+    return "specache" not in parts and not WORK.isdisjoint(parts)
 
 
 def spans(numbers: Iterable[str]) -> str:

@@ -42,7 +42,7 @@ class KiviOptions(LowBitOptions):
             lambda weight: type(weight) in (int, float) and 0 <= weight <= 0.01,
             "accepted is a number from 0 to 0.01, such as 1e-4",
         ),
-        "skip the low-bit values of 64 tokens whose attention weights are all below this number, such as 1e-4. The "
+        "skip the low-bit values of 64 tokens whose attention weights are all below this number. The "
         "weights left out sum to less than this number times the tokens. 0: skip nothing",
         type=float, metavar="WEIGHT",
     )  # fmt: skip

@@ -125,6 +125,15 @@ def test_a_missing_wheel_or_library_is_one_line_with_the_commands(
     assert not (tmp_path / "out").exists()
 
 
+def test_without_a_compiler_steps_run_uncompiled_with_a_reason(
+    stubbed: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(demo, "has_compiler", lambda: False)
+    assert main(["demo", "--out", str(stubbed)]) == 0
+    assert json.loads((stubbed / "demo.json").read_text())["settings"]["lowering"] == "eager"
+    assert "nothing was compiled, so that these times show little: Inductor finds no C++" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(("fast", "dtype"), [(True, "bfloat16"), (False, "float32")])
 def test_a_processor_without_bfloat16_products_runs_in_float32(
     stubbed: Path, monkeypatch: pytest.MonkeyPatch, fast: bool, dtype: str
