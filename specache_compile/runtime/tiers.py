@@ -103,10 +103,10 @@ class Tiers:
     def join_pool(self, pool: PagePool) -> None:
         """Count as tiers of a pool. When they die, which may happen anywhere, their pages are only noted there."""
         self.pool = pool
+        weakref.finalize(self, pool.returned.append, self.pages)  # first: after an interruption no table stays
         with pool.lock:  # others may list the tiers
             pool.tiers.add(self)
             pool.tables[id(self.pages)] = self.pages
-        weakref.finalize(self, pool.returned.append, self.pages)
 
     @torch.inference_mode(False)
     def in_pool(

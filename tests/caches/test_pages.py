@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import gc
@@ -16,7 +17,7 @@ from transformers import DynamicCache, LlamaForCausalLM
 
 import specache_compile as sc
 from conftest import compiled_with, prompt, tiny_llama
-from held_tiers import at_hand, differences, held
+from held_tiers import AfterLines, Interrupt, at_hand, differences, held
 from specache_compile.compat import cache_of, with_cache
 from specache_compile.kernels.attention import extend
 from specache_compile.kernels.movement import copy_stream
@@ -333,6 +334,20 @@ def test_pages_are_counted_again_after_an_interrupt(model: LlamaForCausalLM, mon
     assert pool.held == 2
     go_on(model, copied, 300, 1)
     assert pool.held == len({page for each in (cache, copied) for row in at_hand(each).tiers.pages for page in row})
+
+
+def test_tiers_that_are_interrupted_at_any_line_leave_no_page(model: LlamaForCausalLM) -> None:
+    _, cache = step(model, prompt(500))
+    tiers, pool = at_hand(cache).tiers, pool_of(cache)
+    with AfterLines(None) as counter:
+        tiers.empty_in(pool)
+    assert counter.lines > 20
+    for moment in range(1, counter.lines + 1):
+        with contextlib.suppress(Interrupt), AfterLines(moment) as interrupted:
+            tiers.empty_in(pool)
+        gc.collect()
+        pool.recount()
+        assert pool.held == 2, interrupted.last
 
 
 def interrupt(*given: Any, **more: Any) -> Any:
