@@ -31,7 +31,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import pairwise
 from one_trace import compile_by_options
@@ -261,6 +261,14 @@ def is_held(cache: Any) -> bool:
     """Return whether all keys and values are held; a mixture raises."""
     (held,) = {isinstance(x, HeldTensor) for layer in cache.layers for x in (layer.keys, layer.values)}
     return held
+
+
+def chatted(model: Any, tokens: int) -> torch.Tensor:
+    """Return the whole text of three turns on one cache, `tokens` tokens per reply; the second turn is one token."""
+    cache, spoken = DynamicCache(), prompt(0)
+    for turn, length in enumerate((60, 1, 20)):
+        spoken = greedy(model, torch.cat([spoken, prompt(length, seed=20 + turn)], 1), tokens, **with_cache(cache))
+    return spoken
 
 
 @torch.no_grad()

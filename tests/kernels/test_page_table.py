@@ -9,7 +9,7 @@ from torch import Tensor
 from held_tiers import in_pages
 from specache_compile.evaluation.baselines import kcache
 from specache_compile.kernels.movement import copy_stream
-from specache_compile.kernels.state import page_table
+from specache_compile.kernels.state import page_table, stored_pairs
 from specache_compile.kernels.state.page_table import Pages
 
 pytestmark = pytest.mark.pairwise
@@ -49,19 +49,21 @@ def test_tokens_are_found_and_put_wherever_they_lie(pairs: Tensor, start: int, s
     assert torch.equal(whole(host), expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, stored_pairs.ROUNDED], ids=str)
 @pytest.mark.parametrize(("start", "stop"), RANGES)
-def test_staged_pairs_are_contiguous_pieces_that_go_to_the_hosts_runs(pairs: Tensor, start: int, stop: int) -> None:
-    pairs = pairs[:1]
-    host = in_pages(torch.zeros_like(pairs))
-    new = pairs[:, :, start:stop]
-    buffer = torch.full((new.numel(),), -1.0)
+def test_staged_pairs_are_contiguous_pieces_that_go_to_the_hosts_runs(
+    pairs: Tensor, start: int, stop: int, dtype: torch.dtype
+) -> None:
+    width = CHANNELS if dtype == torch.float32 else stored_pairs.rounded_width(CHANNELS)
+    new = pairs[:1, :, start:stop]
+    expected = torch.zeros(1, HEADS, CAPACITY, 2, width, dtype=dtype)
+    host = in_pages(expected.clone())
+    expected[:, :, start:stop] = stored_pairs.stored(new, dtype, width)
+    buffer = torch.empty(expected[:, :, start:stop].numel(), dtype=dtype)
     staged = copy_stream.stage(*new.unbind(3), start, host, buffer)
     assert all(piece.is_contiguous() for piece in staged)
-    assert (buffer >= 0).all()
-    for piece, (target, _, _) in zip(staged, page_table.runs(host, start, stop), strict=True):
-        copy_stream.copy_across(piece, target)
-    expected = torch.zeros_like(pairs)
-    expected[:, :, start:stop] = new
+    for piece, run in zip(staged, page_table.runs(host, start, stop), strict=True):
+        copy_stream.send_piece(piece, *run)
     assert torch.equal(whole(host), expected)
 
 
@@ -69,8 +71,9 @@ def test_staged_pairs_are_contiguous_pieces_that_go_to_the_hosts_runs(pairs: Ten
 def test_a_run_is_of_one_page(pairs: Tensor, start: int, stop: int) -> None:
     """So a run never crosses the border of a registration."""
     edges = [start]
-    for view, begin, end in page_table.runs(shuffled(pairs[:1]), start, stop):
+    for page, begin, end in page_table.runs(shuffled(pairs[:1]), start, stop):
         assert begin // 256 == (end - 1) // 256
+        (view,) = page_table.views(page, begin, end)
         assert torch.equal(view, pairs[:1, :, begin:end])
         assert begin == edges[-1]
         edges.append(end)
