@@ -6,6 +6,7 @@ import functools
 import inspect
 import logging
 import math
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -136,7 +137,8 @@ class Batch:
         request = request_for(self.model, prompt, {**arguments, "seed": seed})
         request.top_logprobs = logprobs
         switch = self.switch
-        if switch is not None and request.longest > self.longest_from(len(prompt)):
+        # The last generated token is not cached.
+        if switch is not None and request.longest - 1 > self.longest_from(len(prompt)):
             raise changes_its_rope(request, switch)
         request.whole = self.indexed or (switch is not None and len(prompt) > switch.tokens)
         if (error := self.memory.error_alone(request)) is not None:
@@ -192,13 +194,14 @@ class Batch:
     def attempt(self, call: Callable[[], None], requests: Sequence[Request]) -> None:
         """Make a call for these requests. If it fails, they are finished, and all others start again."""
         try:
-            call()
+            return call()
         except Exception as error:
             log.warning("a call for %d requests has failed", len(requests), exc_info=True)
+            free_frames(error)
             for request in requests:
                 if request.stage is not Stage.FINISHED:
                     request.finish(End.FAILED, error)
-            self.restart()
+        self.restart()
 
     def recover(self) -> None:
         """Restart after a step that did not return."""
@@ -265,7 +268,7 @@ class Batch:
                 self.memory.set_layers(cache, self.joins)
                 self.refuse_too_long()
             if request.stage is Stage.FINISHED:
-                return
+                return self.release([request])
             request.cache, request.prefilled = self.memory.paged_or_same(cache), end
             self.memory.keep_prefill(request)
             if end < last:
@@ -356,6 +359,14 @@ class Batch:
         tokens = tokens.to(self.model.device)
         out = self.model(input_ids=tokens, **with_cache(cache), use_cache=True, return_dict=True, **more)
         return cache_of(out), out.logits
+
+
+def free_frames(error: BaseException | None) -> None:
+    """Free what the frames of an error and of its causes hold: tensors of a failed call, for example."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
 
 
 def verifies_nothing() -> SpecacheError:

@@ -39,6 +39,9 @@ class SpillFolder:
             remove(place)
             log.warning("a session is dropped, since it cannot be written: %s", error)
             return None
+        except BaseException:
+            remove(place)
+            raise
         return place
 
 

@@ -7,6 +7,7 @@ import datetime
 import functools
 import importlib.metadata
 import json
+import os
 import platform
 import shlex
 import subprocess
@@ -128,7 +129,7 @@ class Results:
 def write_whole(path: Path, text: str) -> None:
     """Write a file atomically, so that a killed process leaves the old one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
     part.write_text(text)
     part.replace(path)
 

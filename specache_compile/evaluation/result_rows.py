@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from specache_compile.bench.results import write_whole
+from specache_compile.errors import SpecacheError
 
 # Parts of a configuration that do not change the model.
 ELSEWHERE = ("transformers_version", "_name_or_path")
@@ -63,13 +64,20 @@ class ResultRow:
 
 
 def read_rows(path: Path) -> dict[str, ResultRow]:
-    """The finished rows of a file by key; none without the file."""
-    found = json.loads(path.read_text()) if path.exists() else {}
-    return {row["key"]: ResultRow(**row) for row in [*found.get("rows", ()), *found.get("others", ())]}
+    """The finished rows of a file by key; none without the file. SpecacheError if it has something else."""
+    if not path.exists():
+        return {}
+    try:
+        found = json.loads(path.read_text())
+        return {row["key"]: ResultRow(**row) for row in [*found["rows"], *found.get("others", ())]}
+    except (ValueError, TypeError, LookupError) as error:
+        raise SpecacheError(f"{path} has no rows of an evaluation. Move the file, or pass another --out") from error
 
 
 def write_rows(path: Path, done: Mapping[str, ResultRow], requested: Collection[str]) -> None:
-    """Write the finished rows, a line each: those of the requested keys in their order, and those of earlier calls."""
+    """Write the finished rows, a line each: those of the requested keys in their order, and those of other calls, which
+    may have written meanwhile."""
+    done = {**read_rows(path), **done}
     rows = [done[key] for key in requested if key in done]
     others = [row for key, row in done.items() if key not in requested]
     lines, more = (",\n".join(json.dumps(asdict(row)) for row in some) for some in (rows, others))

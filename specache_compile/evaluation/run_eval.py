@@ -91,6 +91,10 @@ def check_arguments(args: argparse.Namespace) -> None:
             )
     if args.prefill_chunk is not None and not args.share_prefills:
         raise SpecacheError("--prefill-chunk needs --share-prefills: a method takes a first chunk for the prompt")
+    for path in args.text:
+        if not path.is_file():
+            raise SpecacheError(f"--text {path}: the file does not exist")
+    read_rows(args.out / "results.json")
 
 
 def load(name: str, device: str, dtype: str) -> tuple[Any, Reader]:

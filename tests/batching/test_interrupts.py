@@ -157,6 +157,7 @@ def test_a_call_that_fails_ends_its_requests_and_no_others(
     batch.call_model = failing  # type: ignore[method-assign]
     batch.run()
     assert logged == [f"a call for {len(failed)} requests has failed"]
+    assert all(getattr(requests[number].error, "__traceback__", 1) is None for number in failed), "it holds tensors"
     for number, (request, said) in enumerate(zip(requests, expected, strict=True)):
         if number in failed:
             assert (request.end, str(request.error)) == (End.FAILED, "planted")

@@ -14,7 +14,7 @@ import torch
 import specache_compile as sc
 from conftest import NEEDLE_LLAMA, byte_tokenizer, greedy, prompt, tiny_llama
 from specache_compile.cli import main
-from specache_compile.errors import OptionError
+from specache_compile.errors import OptionError, SpecacheError
 from specache_compile.evaluation import run_eval
 from specache_compile.evaluation.cell_tables import table
 from specache_compile.evaluation.plots import draw
@@ -189,6 +189,12 @@ def test_rows_that_this_call_does_not_request_stay_in_the_file(tmp_path: Path) -
     write_rows(path, done, ["c", "a", "d"])
     assert read_rows(path) == done
     assert [row["key"] for row in json.loads(path.read_text())["rows"]] == ["c", "a"]
+    write_rows(path, {"e": replace(row, key="e")}, ["e"])  # by another call at the same time
+    assert read_rows(path).keys() == {*done, "e"}
+    for damage in ("{", "[]", '{"rows": [{}]}'):
+        path.write_text(damage)
+        with pytest.raises(SpecacheError, match=r"results\.json has no rows of an evaluation"):
+            read_rows(path)
 
 
 def test_perplexities_are_compared_window_by_window() -> None:
@@ -244,8 +250,8 @@ def test_a_bad_setting_is_named(text: str) -> None:
         (("--methods", "lru"), "method 'lru': "),
         (("--methods", "specache:bits=3"), "option bits=3: accepted are"),
         (("--tasks", "perplexity", "--blind"), "task 'perplexity' asks no question that --blind could keep"),
-        (("--text", "/no/such/file"), "No such file or directory: '/no/such/file'"),
-        (("--text", MODEL + "/model.safetensors"), "codec can't decode byte"),
+        (("--text", "/no/such/file"), "--text /no/such/file: the file does not exist"),
+        (("--text", MODEL + "/model.safetensors"), "is no UTF-8 text"),
         (("--text", MODEL + "/generation_config.json", "--tasks", "perplexity"), "the text has "),
         (("--lengths", "4000"), "needle 4000: 4,000 tokens, and the model's context is 2,304"),
         (("--lengths", "50"), "this prompt needs at least"),

@@ -45,7 +45,7 @@ class Bench:
         """Token ids of the text that needles hide in and perplexity is measured on."""
         if not self.texts:
             return self.reader.encode(library_source(held_out=True).decode(errors="replace"))
-        return [token for path in self.texts for token in self.reader.encode(path.read_text())]
+        return [token for path in self.texts for token in self.reader.encode(read_text(path))]
 
     def windows_apart(self, length: int) -> list[list[int]]:
         """`samples` windows of `length` tokens, one from each of as many equal parts of the text.
@@ -114,3 +114,14 @@ class TaskQuestion:
         """Context and question."""
         cut = len(self.prompt) - self.question
         return self.prompt[:cut], self.prompt[cut:]
+
+
+def read_text(path: Path) -> str:
+    """A text file's contents; SpecacheError where it cannot be read."""
+    try:
+        text = path.read_text()
+    except UnicodeDecodeError as error:
+        raise SpecacheError(f"{path} is no UTF-8 text ({error.reason} at byte {error.start})") from None
+    if not text.strip():
+        raise SpecacheError(f"{path} is empty")
+    return text
