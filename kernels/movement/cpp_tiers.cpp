@@ -72,6 +72,8 @@ struct Tier {
     return block(head, token) + kPage * (pair - scales()) + token % kPage * scales();
   }
   int64_t scales() const { return channels ? 2 * sizeof(float) : 0; }
+  // Bytes of a key, without its scale.
+  int64_t half() const { return (pair - scales()) / 2; }
 };
 
 constexpr float kLargest = 127.0f;
@@ -103,7 +105,7 @@ int64_t slot_bytes(const Tier& host) { return host.channels ? 2 * host.channels 
 // Copy a pair of the host tier to a slot.
 void bring(const Tier& host, int64_t head, int64_t token, char* slot) {
   const char* pair = host.at(head, token);
-  const int64_t d = host.channels, half = (host.pair - host.scales()) / 2;
+  const int64_t d = host.channels;
   if (!d) {
     std::memcpy(slot, pair, host.pair);
     return;
@@ -111,7 +113,7 @@ void bring(const Tier& host, int64_t head, int64_t token, char* slot) {
   const char* scales = host.scales_at(head, token);
   DTYPE* to = reinterpret_cast<DTYPE*>(slot);
   widen(pair, scales, d, to);
-  widen(pair + half, scales + sizeof(float), d, to + d);
+  widen(pair + host.half(), scales + sizeof(float), d, to + d);
 }
 
 // Copy one head's selected pairs that its slots lack to its slots; returns their number.
@@ -176,12 +178,15 @@ extern "C" void write_pairs(const char* keys, const char* values, const int64_t*
     for (int64_t t = 0; t < count; ++t) {
       const int64_t token = cursor[head / heads * columns] + t;
       if (token < 0) continue;  // no token (`cursor.py`)
-      const auto write = [&](const char* from, int64_t value) {
-        char* to = tier.at(head, token) + value * (tier.pair - tier.scales()) / 2;
-        if (!channels) std::memcpy(to, from, half);
-        else round_to(reinterpret_cast<const DTYPE*>(from), channels, to, tier.scales_at(head, token) + value * sizeof(float));
-      };
-      write(keys + (head * count + t) * half, 0);
-      write(values + (head * count + t) * half, 1);
+      const char *key = keys + (head * count + t) * half, *value = values + (head * count + t) * half;
+      char* to = tier.at(head, token);
+      if (channels) {
+        char* scales = tier.scales_at(head, token);
+        round_to(reinterpret_cast<const DTYPE*>(key), channels, to, scales);
+        round_to(reinterpret_cast<const DTYPE*>(value), channels, to + tier.half(), scales + sizeof(float));
+      } else {
+        std::memcpy(to, key, half);
+        std::memcpy(to + tier.half(), value, half);
+      }
     }
 }
