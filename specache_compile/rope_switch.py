@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,6 +27,10 @@ class RopeSwitch:
         """Whether rows of these lengths would have other frequencies in one call than each row alone."""
         beyond = [length > self.tokens for length in lengths]
         return len(beyond) > 1 and any(beyond) and (self.grows or not all(beyond))
+
+    def longest_from(self, prompt: int) -> float:
+        """Most tokens of a row that begins with so many, if its frequencies may not change."""
+        return math.inf if prompt > self.tokens and not self.grows else self.tokens
 
     def reason(self) -> str:
         return (

@@ -23,7 +23,7 @@ PARTS = ("passes", "lowering", "kernels")
 QUICK = 0.06
 # The sizes that `python tools/count_lines.py` prints may not grow beyond these.
 CEILINGS = {
-    "product lines, C++ included": 28_811,
+    "product lines, C++ included": 28_830,
     "lines loaded by the backend": 12_310,
     "test lines, C++ included": 22_720,
     "words in docs, without the generated api.md": 12_000,

@@ -148,9 +148,7 @@ class Batch:
 
     def longest_from(self, prompt: int) -> float:
         """Most tokens of a text whose prompt has so many; no request may cross a change of the model's RoPE."""
-        if self.switch is None or (prompt > self.switch.tokens and not self.switch.grows):
-            return math.inf
-        return self.switch.tokens
+        return math.inf if self.switch is None else self.switch.longest_from(prompt)
 
     def step(self) -> list[tuple[Request, int]]:
         """Run one step, and return the generated tokens as (request, token).
@@ -181,7 +179,7 @@ class Batch:
             if one.stage is not Stage.FINISHED or len(one.generated) > self.returned.get(one, 0)
         ]  # fmt: skip
         self.admit()
-        self.memory.make_room(lambda: self.memory.promised(self.running))
+        self.memory.make_room_for_step(self.running)
         keeps = self.prefilling is not None or bool(self.decoding and self.memory.sessions)
         self.memory.notice_before_step(self.model, keeps)
         if self.decoding:

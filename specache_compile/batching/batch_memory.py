@@ -25,7 +25,7 @@ from specache_compile.runtime.state import device_total, page_bytes, predicted_b
 from specache_compile.runtime.tiers import Tiers
 
 from .prefixes import Prefix, Prefixes, can_crop
-from .request import Request
+from .request import Request, Stage
 from .spill import SpillFolder, load
 
 # A running request, its cache, and its row there.
@@ -155,13 +155,23 @@ class BatchMemory:
 
     def promised(self, running: Sequence[Running]) -> int:
         """Pages that running requests may still allocate, copies of shared pages included."""
-        return sum(self.pages_needed(*each) for each in running)
+        return sum(self.pages_needed(*each, each[0].longest) for each in running)
 
-    def pages_needed(self, request: Request, cache: DynamicCache | None, row: int) -> int:
+    def pages_needed(self, request: Request, cache: DynamicCache | None, row: int, until: int) -> int:
+        """Pages that a request may still allocate until it has so many tokens; none outside of the pool."""
+        if cache is None:
+            return pages_for(until)
         tiers = self.tiers_of(cache)
-        if tiers is not None:
-            return tiers.pages_needed(row, request.cached, request.longest)
-        return pages_for(request.longest) if cache is None else 0
+        return 0 if tiers is None else tiers.pages_needed(row, request.cached, until)
+
+    def make_room_for_step(self, running: Sequence[Running]) -> None:
+        """Drop the cached prefixes whose pages the next step needs: requests had them reserved when they began."""
+
+        def until(request: Request) -> int:
+            new = 1 if request.stage is Stage.DECODE else request.longest if request.whole else self.chunk
+            return min(request.longest, request.cached + new)
+
+        self.make_room(lambda: sum(self.pages_needed(*each, until(each[0])) for each in running))
 
     def make_room(self, need: Callable[[], int]) -> bool:
         """Whether so many pages can be allocated; cached prefixes are dropped if needed."""

@@ -245,4 +245,4 @@ def test_the_pages_that_admission_counts_are_those_that_a_request_needs(
     memory.attach_prefix(request, model)
     required_session(request.cache)
     assert request.reused == shared
-    assert memory.pages_needed(request, request.cache, 0) == counted
+    assert memory.pages_needed(request, request.cache, 0, request.longest) == counted
