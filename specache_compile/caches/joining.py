@@ -245,7 +245,7 @@ def keep_rows(cache: DynamicCache, rows: Sequence[int]) -> None:
     """Keep only these rows, in this order, and free the pages of the others."""
     indices: Any = torch.tensor(rows, dtype=torch.int64)
     cache.reorder_cache(indices)
-    required_session(cache)
+    required_session(cache)  # applies the order, which frees the pages
 
 
 def drop(cache: DynamicCache) -> None:

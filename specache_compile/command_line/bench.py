@@ -33,7 +33,7 @@ form. Most of the time is compilation: fewer --methods and shorter --contexts re
 
 
 def add_bench(command: argparse.ArgumentParser) -> None:
-    """The arguments of `specache bench` and `specache demo`."""
+    """The arguments of `specache bench`."""
     command.epilog = EPILOG
     command.add_argument("model", help=f"{MODEL}; or a config.json, with random weights")
     command.add_argument(

@@ -68,9 +68,9 @@ def repetitions(
     [B, t]."""
     for first in range(start, ids.shape[1], chunk):
         places = slice(first, min(first + chunk, ids.shape[1]))
-        asked = encode(REPEAT if first == start else REPEAT_PART)
+        repeat = encode(REPEAT if first == start else REPEAT_PART)
         request, answer = (torch.tensor([part] * len(ids), dtype=ids.dtype, device=ids.device)
-                           for part in (asked, list(behind)))  # fmt: skip
+                           for part in (repeat, list(behind)))  # fmt: skip
         yield places, torch.cat([request, ids[:, max(start, first - NAMED) : first], answer, ids[:, places]], 1)
 
 
