@@ -28,9 +28,7 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.fx.node import map_arg
 
-from specache_compile.passes.overlap import mutated_arguments
-from specache_compile.passes.reading.in_place import memory_of
-from specache_compile.passes.reading.in_place import written as written_by
+from specache_compile.passes.reading.in_place import memory_of, mutated
 from specache_compile.passes.reading.nodes import extract, output_node, value_of, weight_layer
 
 # With fewer layers, or fewer saved compilations, the graph is compiled whole: a border prevents fusion across it.
@@ -199,14 +197,9 @@ def may_be_cut(graph_module: GraphModule, parts: Sequence[GraphPart]) -> bool:
     for node in body(graph_module):
         if node.op == "get_attr" or node.target in SETS_A_MODE:
             return False
-        written |= {memory_of(target) for target in targets_of_writes(node)}
+        written |= {memory_of(target) for target in mutated(node)}
     crossed = (node for part in parts for node in part.outputs)
     return not any(memory_of(node) in written - {None} for node in crossed)
-
-
-def targets_of_writes(node: Node) -> list[Node]:
-    target, _ = written_by(node)
-    return mutated_arguments(node) or ([target] if isinstance(target, Node) else [])
 
 
 def kinds_of(

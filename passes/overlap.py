@@ -6,12 +6,12 @@ import heapq
 from collections.abc import Iterable
 
 import networkx as nx
-import torch
 from torch.fx import GraphModule, Node
 
 from specache_compile.kernels.op import op_of
 
 from .plan import RewritePlan
+from .reading.in_place import mutated
 from .reading.nodes import output_node
 
 
@@ -30,18 +30,6 @@ def overlap(graph_module: GraphModule, plan: RewritePlan) -> GraphModule:
     return graph_module
 
 
-def mutated_arguments(node: Node) -> list[Node]:
-    """Return the tensors that an op's schema declares as mutated."""
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return []
-    schema = node.target._schema.arguments
-    return [
-        value
-        for argument, value in zip(schema, node.args, strict=False)
-        if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, Node)
-    ]
-
-
 def dependencies(nodes: Iterable[Node]) -> nx.DiGraph:
     """Return the step as a DAG, with an edge for each use of a value and each ordered access to a state tensor."""
     dag: nx.DiGraph = nx.DiGraph()
@@ -49,7 +37,7 @@ def dependencies(nodes: Iterable[Node]) -> nx.DiGraph:
     readers: dict[Node, list[Node]] = {}
     for node in nodes:
         dag.add_node(node)
-        written = mutated_arguments(node)
+        written = mutated(node)
         for used in node.all_input_nodes:
             dag.add_edge(used, node)
             if used in last_write:

@@ -14,8 +14,8 @@ from torch.fx import GraphModule, Node
 
 from specache_compile.explaining.times.step_nodes import is_launch, operator_name
 from specache_compile.kernels.op import op_of
-from specache_compile.passes.overlap import mutated_arguments
 from specache_compile.passes.plan import tag_of
+from specache_compile.passes.reading.in_place import mutated
 
 Key = tuple[int, str]
 
@@ -48,7 +48,7 @@ def launch_of(node: Node) -> Launch:
     slots = next((value.name for value, field in state.items() if field == "slots"), "")
     if op.is_wait:  # it only declares to mutate what it guards, for the order
         return Launch(node.name, name, guards=slots)
-    written = mutated_arguments(node)
+    written = mutated(node)
     brings = slots if op.copies and any(state[value] == "slots" for value in written) else ""
     # A fetch also reads its slots: only missing pairs travel.
     reads = tuple(value.name for value in state if value not in written or brings)

@@ -20,7 +20,7 @@ from families import BY_NAME, Family
 from specache_compile.compat import GENERATE_MASKS_ALL, cache_of, with_cache
 from specache_compile.lowering import lower
 from specache_compile.lowering.fold_layers import fold_layers
-from specache_compile.passes.overlap import mutated_arguments
+from specache_compile.passes.reading.in_place import mutated
 from specache_compile.runtime.records import find_record
 
 # Family → number of kinds of layers.
@@ -109,7 +109,7 @@ def test_the_ops_run_in_overlaps_order_on_their_layers_state(
     run_node = Interpreter.run_node
 
     def note(self: Interpreter, node: Node) -> Any:
-        for written in mutated_arguments(node)[:1]:
+        for written in mutated(node)[:1]:
             if not isinstance(self.env[written], FakeTensor):
                 ran.append((node.target.name().removesuffix("_fused"), self.env[written].data_ptr()))
         return run_node(self, node)
@@ -125,9 +125,9 @@ def test_the_ops_run_in_overlaps_order_on_their_layers_state(
     session = cache_of(out).layers[0].keys.handle.session
     state = {f"{field}_{layer}": value for layer, fields in enumerate(session.state) for field, value in fields.items()}
     expected = [
-        (node.target.name(), state[mutated_arguments(node)[0].name].data_ptr())
+        (node.target.name(), state[mutated(node)[0].name].data_ptr())
         for node in graph.rewrites.modules["decode"].graph.nodes
-        if mutated_arguments(node)
+        if mutated(node)
     ]
     assert len(expected) == 4 * 5
     assert ran == expected
