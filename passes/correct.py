@@ -7,7 +7,7 @@ import operator
 import torch
 from torch.fx import GraphModule, Node
 
-from .plan import RewritePlan, call_by_name, state_input
+from .plan import RewritePlan, call_op, state_input
 from .reading.nodes import arguments_of
 from .reading.sites import Site
 
@@ -27,8 +27,7 @@ def correct(graph_module: GraphModule, plan: RewritePlan) -> GraphModule:
     if not (plan.phase.stores and plan.phase.one_token):
         return graph_module
     for site in plan.sites:
-        selector = plan.recipe(site.number).selector
-        if selector is not None and selector.corrects:
+        if plan.recipe(site.number).corrects:
             split_attention(graph_module, plan, site)
     return graph_module
 
@@ -42,11 +41,11 @@ def split_attention(graph_module: GraphModule, plan: RewritePlan, site: Site) ->
     with graph.inserting_before(call):
         # The next step's selection reads scores; a correction on a GPU does without them.
         ranked = any(part.args[1] == 1 and part.users for part in call.users)
-        scored = call_by_name(graph_module, site, "score_low_bit", {**given, "scores": ranked})
+        scored = call_op(graph_module, site, "score_low_bit", {**given, "scores": ranked})
         logits, base, scores = (graph.call_function(operator.getitem, (scored, part)) for part in range(3))
         kept = {"logits": logits, "base": base}
-        chosen = call_by_name(graph_module, site, "correct", {**given, **kept, "scores": scores})
-        out = call_by_name(graph_module, site, "attend_scored", {**given, **kept, "chosen": chosen})
+        chosen = call_op(graph_module, site, "correct", {**given, **kept, "scores": scores})
+        out = call_op(graph_module, site, "attend_scored", {**given, **kept, "chosen": chosen})
         last = graph.call_function(torch.ops.aten.select.int, (scores, 0, -1)) if ranked else None
     out.meta.update({key: value for key, value in site.attention.meta.items() if key != "specache"})
     for part in list(call.users):

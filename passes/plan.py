@@ -12,7 +12,7 @@ from torch.fx import GraphModule, Node
 from .phase import Phase
 from .reading.nodes import value_of
 from .reading.sites import Part, Site
-from .recipe import OpCall, RecipeOf
+from .recipe import OpCall, RecipeOf, operands
 
 
 @dataclass(frozen=True)
@@ -83,32 +83,21 @@ def tag_of(node: Any) -> Tag | None:
     return node.meta.get("specache") if isinstance(node, Node) else None
 
 
-def call_op(graph_module: GraphModule, site: Site, op: str, arguments: tuple[Any, ...]) -> Node:
+def call_op(graph_module: GraphModule, site: Site, op: str, given: Mapping[str, Any]) -> Node:
     """Insert a tagged call of a `specache::` op for a site at the graph's insertion point."""
-    node = graph_module.graph.call_function(getattr(torch.ops.specache, op).default, arguments)
+    node = graph_module.graph.call_function(getattr(torch.ops.specache, op).default, operands(op, given))
     node.meta["specache"] = Tag(site.number)
     return node
 
 
-def with_tiers(op: str, state: Mapping[str, Node], settings: tuple[Any, ...]) -> dict[str, Any] | None:
-    """Map an op's operands to state tensors and settings; None for an op without the operand `tiers`.
-
-    The list `tiers` takes the state tensors that the op's schema does not name. The settings are the fields of the
-    op's `layout`, and `skip_below`.
-    """
-    names = {argument.name for argument in getattr(torch.ops.specache, op).default._schema.arguments}
-    if "tiers" not in names:
-        return None
-    listed = [node for field, node in state.items() if field not in names]
-    *layout, skip_below = settings
-    return {**state, "tiers": listed, "layout": [int(value) for value in layout], "skip_below": float(skip_below)}
-
-
-def call_by_name(graph_module: GraphModule, site: Site, op: str, given: Mapping[str, Any]) -> Node:
-    """Insert `call_op` with the values that the op's schema names; KeyError where one without default is missing."""
-    schema = getattr(torch.ops.specache, op).default._schema.arguments
-    named = [argument.name for argument in schema if argument.name in given or not argument.has_default_value()]
-    return call_op(graph_module, site, op, tuple(given[name] for name in named))
+def call_of(graph_module: GraphModule, plan: RewritePlan, site: Site, call: OpCall, given: Mapping[str, Any]) -> Node:
+    """Insert a recipe's call, with the given operands, the site's state tensors and the recipe's settings."""
+    state = {operand: state_input(graph_module, plan, site.number, field) for operand, field in call.state.items()}
+    turned = {}
+    if call.turned and plan.state[site.number][call.turned].shape[2]:
+        inputs = graph_module.graph.find_nodes(op="placeholder")
+        turned["frequencies"] = next((node for node in inputs if node.name == site.turned_by), None)
+    return call_op(graph_module, site, call.op, {**given, **state, **call.settings, **turned})
 
 
 def add_input(graph_module: GraphModule, plan: RewritePlan, name: str, source: Input, value: Any) -> Node:
@@ -140,16 +129,6 @@ def session_input(graph_module: GraphModule, plan: RewritePlan, name: Literal["c
 def padding_input(graph_module: GraphModule, plan: RewritePlan, site: Site) -> Node | None:
     """Return the placeholder of the session's padding, bool [B, 1, 1, C], True for real tokens; else None."""
     return None if site.padding is None or plan.padding is None else session_input(graph_module, plan, "padding")
-
-
-def frequencies_input(
-    graph_module: GraphModule, plan: RewritePlan, site: Site, call: OpCall
-) -> tuple[Node | None, ...]:
-    """Return the last argument of a call that takes RoPE's frequencies: their input, or None; () for any other call."""
-    if not call.turned or not plan.state[site.number][call.turned].shape[2]:
-        return ()
-    turned_by, inputs = site.turned_by, graph_module.graph.find_nodes(op="placeholder")
-    return (next((node for node in inputs if node.name == turned_by), None),)
 
 
 def replace_attention(graph_module: GraphModule, site: Site, new: Node) -> None:

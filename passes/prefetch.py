@@ -6,10 +6,10 @@ import operator
 
 from torch.fx import GraphModule, Node
 
-from .plan import RewritePlan, call_op, session_input, state_input
+from .plan import RewritePlan, call_of, call_op, session_input, state_input
 from .reading.nodes import output_node
 
-# The state tensors that a fetch takes, in the order of the op's operands.
+# The state tensors that a fetch takes.
 FETCH_STATE = ("selected", "host", "slots", "slot_index", "fetched")
 
 
@@ -34,15 +34,12 @@ def prefetch(graph_module: GraphModule, plan: RewritePlan) -> GraphModule:
         if selector is None:
             continue
         state = {field: state_input(graph_module, plan, site.number, field) for field in FETCH_STATE}
-        selection = [state_input(graph_module, plan, site.number, field) for field in selector.state]
         call: Node = site.attention.args[0]  # type: ignore[assignment]
         after = site.q if site.q.op != "placeholder" else graph.find_nodes(op="placeholder")[-1]
         with graph.inserting_after(after):
-            waited = (state[field] for field in ("slots", "slot_index", "selected"))
-            call_op(graph_module, site, "wait", (site.q, cursor, *waited))
+            call_op(graph_module, site, "wait", {"after": site.q, "cursor": cursor, **state})
         with graph.inserting_before(output_node(graph_module)):
             scores = graph.call_function(operator.getitem, (call, 1))
-            call_op(graph_module, site, selector.op, (scores, *selection, *selector.settings))
-            selected, *rest = state.values()
-            call_op(graph_module, site, "prefetch", (selected, cursor, *rest))
+            call_of(graph_module, plan, site, selector, {"scores": scores})
+            call_op(graph_module, site, "prefetch", {"cursor": cursor, **state})
     return graph_module

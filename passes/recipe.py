@@ -3,48 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+import torch
+
+from specache_compile.kernels.state.layout import StoredTiers
 
 
 @dataclass(frozen=True)
 class OpCall:
-    """One call of an op at a site.
+    """One call of an op at a site. The op gets each operand by the name in its schema.
 
     op: name of the op.
-    state: names of the state tensors that the op takes.
-    settings: the arguments after the state tensors.
+    state: operand → name of the state tensor.
+    settings: operand → value.
     scores: an attention op returns (out, selection scores) instead of out.
-    turned: name of a state tensor [B, H, n, ...]. If that tensor is not empty, the op's last argument is RoPE's
+    turned: name of a state tensor [B, H, n, ...]. If that tensor is not empty, the operand `frequencies` is RoPE's
         frequencies [h], or None if none were found.
 
-    An attention is op(q, k, v, mask, sinks, cursor, *state, *settings, scale, softcap); a mask of one row is padding,
-    to which the op adds causality. A store is op(k, v, padding, cursor, *state, *settings).
+    The other operands are the site's. An attention's are q, k, v, mask, sinks, cursor, scale and softcap; a mask of one
+    row is padding, to which the op adds causality. A store's are k, v, padding and cursor. A selector's is scores
+    float32 [B, H, C]: the last lane's attention weight of each token; below 0 for tokens that are no candidates.
     """
 
     op: str
-    state: tuple[str, ...]
-    settings: tuple[Any, ...] = ()
+    state: Mapping[str, str]
+    settings: Mapping[str, Any] = field(default_factory=dict)
     scores: bool = False
     turned: str = ""
 
 
-@dataclass(frozen=True)
-class Selector:
-    """Selects the pairs for the next step's slots: op(scores, *state, *settings) writes `selected`.
+def named(*fields: str) -> dict[str, str]:
+    """Return `OpCall.state` of state tensors that have the names of their operands."""
+    return dict(zip(fields, fields, strict=True))
 
-    op: name of the op.
-    state: names of the state tensors that the op takes. One is `selected` int32 [B, H, k]: tokens, or -1 for none.
-    settings: the arguments after the state tensors.
-    corrects: each step selects again, by its own token, before its attention.
 
-    scores float32 [B, H, C]: the last lane's attention weight of each token; below 0 for tokens that are no candidates.
+def operands(op: str, given: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return an op's operands in the order of its schema; KeyError where one without default is missing.
+
+    The operand `tiers` is a list of the state tensors in `StoredTiers`.
     """
-
-    op: str
-    state: tuple[str, ...] = ("selected",)
-    settings: tuple[Any, ...] = ()
-    corrects: bool = False
+    schema = getattr(torch.ops.specache, op).default._schema.arguments
+    given = {"tiers": [given[name] for name in StoredTiers._fields if name in given], **given}
+    return tuple(given[each.name] for each in schema if each.name in given or not each.has_default_value())
 
 
 @dataclass(frozen=True)
@@ -54,12 +56,15 @@ class Recipe:
     attend: name of a phase → its attention. A missing phase keeps Hugging Face's exact attention over the new pairs
         alone, as in a prefill.
     stores: the calls that store the new pairs.
-    selector: None for a method that fetches nothing.
+    selector: selects the pairs for the next step's slots: writes `selected` int32 [B, H, k], tokens, or -1 for none.
+        None for a method that fetches nothing.
+    corrects: each step selects again, by its own token, before its attention.
     """
 
     attend: Mapping[str, OpCall]
     stores: tuple[OpCall, ...]
-    selector: Selector | None = None
+    selector: OpCall | None = None
+    corrects: bool = False
 
 
 # A function from a site's number to its recipe.

@@ -7,17 +7,7 @@ import operator
 from torch.fx import GraphModule
 
 from .clean_up import drop_dead
-from .plan import (
-    RewritePlan,
-    call_by_name,
-    call_op,
-    frequencies_input,
-    padding_input,
-    replace_attention,
-    session_input,
-    state_input,
-    with_tiers,
-)
+from .plan import RewritePlan, call_of, padding_input, replace_attention, session_input
 from .reading.sites import Site
 from .recipe import OpCall
 
@@ -39,21 +29,12 @@ def rewrite_attention(graph_module: GraphModule, plan: RewritePlan) -> GraphModu
 
 
 def replace_site(graph_module: GraphModule, plan: RewritePlan, site: Site, call: OpCall) -> None:
-    graph = graph_module.graph
     if site.mask is None:
         site.mask = padding_input(graph_module, plan, site)
-    cursor = session_input(graph_module, plan, "cursor")
-    state = {field: state_input(graph_module, plan, site.number, field) for field in call.state}
-    pairs = {"q": site.q, "k": site.k, "v": site.v, "mask": site.mask, "sinks": site.sinks, "cursor": cursor}
-    last = {"scale": site.scale, "softcap": site.softcap}
-    named = with_tiers(call.op, state, call.settings)
-    with graph.inserting_before(site.attention):
-        if named is None:
-            turned = frequencies_input(graph_module, plan, site, call)
-            given = (*pairs.values(), *state.values(), *call.settings, *last.values(), *turned)
-            new = call_op(graph_module, site, call.op, given)
-        else:
-            new = call_by_name(graph_module, site, call.op, {**pairs, **named, **last})
+    given = {name: getattr(site, name) for name in ("q", "k", "v", "mask", "sinks", "scale", "softcap")}
+    given["cursor"] = session_input(graph_module, plan, "cursor")
+    with graph_module.graph.inserting_before(site.attention):
+        new = call_of(graph_module, plan, site, call, given)
         if call.scores:
-            new = graph.call_function(operator.getitem, (new, 0))
+            new = graph_module.graph.call_function(operator.getitem, (new, 0))
     replace_attention(graph_module, site, new)

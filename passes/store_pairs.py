@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule, Node
 
-from .plan import RewritePlan, call_op, frequencies_input, padding_input, session_input, state_input
+from .plan import RewritePlan, call_of, padding_input, session_input
 from .reading.nodes import output_node
 
 
@@ -23,14 +23,11 @@ def store(graph_module: GraphModule, plan: RewritePlan) -> GraphModule:
     graph = graph_module.graph
     cursor = session_input(graph_module, plan, "cursor") if plan.sites else None
     for site in plan.sites:
-        calls = plan.recipe(site.number).stores
         padding = padding_input(graph_module, plan, site)
-        state = [[state_input(graph_module, plan, site.number, field) for field in call.state] for call in calls]
         with graph.inserting_before(output_node(graph_module)):
             k, v = (first_lane(graph_module, node, plan.lanes) for node in (site.k, site.v))
-            for call, tensors in zip(calls, state, strict=True):
-                turned = frequencies_input(graph_module, plan, site, call)
-                call_op(graph_module, site, call.op, (k, v, padding, cursor, *tensors, *call.settings, *turned))
+            for call in plan.recipe(site.number).stores:
+                call_of(graph_module, plan, site, call, {"k": k, "v": v, "padding": padding, "cursor": cursor})
     return graph_module
 
 

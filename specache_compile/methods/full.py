@@ -20,8 +20,8 @@ class FullOptions(MethodOptions):
 def recipe(options: MethodOptions, site: int) -> Recipe:
     """An extend and a decode use the op that reads the host tier in other methods, over the cache, which stores new
     pairs."""
-    exact = OpCall("extend_attention", ("full_cache",))
-    return Recipe({"extend": exact, "decode": exact}, (OpCall("offload", ("full_cache",)),))
+    exact = OpCall("extend_attention", {"host": "full_cache"})
+    return Recipe({"extend": exact, "decode": exact}, (OpCall("offload", {"host": "full_cache"}),))
 
 
 FULL_CACHE = Field("full_cache", "cache", whole_cache, by_page=True, has_all_pairs=True)

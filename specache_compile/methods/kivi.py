@@ -11,7 +11,7 @@ from typing import Self
 
 from specache_compile.kernels.state.layout import StoredTiers
 from specache_compile.options import accepting, choice, number_or_auto, option
-from specache_compile.passes.recipe import OpCall, Recipe
+from specache_compile.passes.recipe import OpCall, Recipe, named
 
 from .field import Field, LayerShape
 from .host_tier import HOST
@@ -85,17 +85,16 @@ def recipe(options: KiviOptions, site: int) -> Recipe:
     """A decode attends over the tiers, an extend over the host tier."""
     over_tiers = OpCall(
         "decode_attention",
-        (*StoredTiers._fields, "slots", "slot_index"),
-        (*options.layout, options.skip_below),
+        named(*StoredTiers._fields, "slots", "slot_index"),
+        {"layout": [*map(int, options.layout)], "skip_below": float(options.skip_below)},
         scores=True,
     )
     attend = dict.fromkeys(("pre-decode", "decode"), over_tiers)
-    stores: tuple[OpCall, ...] = (
-        OpCall("append", StoredTiers._fields, (*options.layout, options.zero_point), turned="center"),
-    )
+    stored = {**options.layout._asdict(), "zero_point": options.zero_point}
+    stores: tuple[OpCall, ...] = (OpCall("append", named(*StoredTiers._fields), stored, turned="center"),)
     if options.host_tier:
-        attend |= {"extend": OpCall("extend_attention", ("host",))}
-        stores += (OpCall("offload", ("host",)),)
+        attend |= {"extend": OpCall("extend_attention", named("host"))}
+        stores += (OpCall("offload", named("host")),)
     return Recipe(attend, stores)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from specache_compile.options import choice, inherited, whole
-from specache_compile.passes.recipe import Recipe, Selector
+from specache_compile.passes.recipe import OpCall, Recipe, named
 
 from . import kivi
 from .field import Field, LayerShape
@@ -85,8 +85,8 @@ class SpecacheOptions(KiviOptions):
 
 def recipe(options: SpecacheOptions, site: int) -> Recipe:
     """KIVI's, and a selector unless no pair is fetched. The passes `prefetch`, `correct` and `speculate` follow it."""
-    selector = Selector("select_topk", corrects=options.corrects) if options.top_k else None
-    return replace(kivi.recipe(options, site), selector=selector)
+    selector = OpCall("select_topk", named("selected")) if options.top_k else None
+    return replace(kivi.recipe(options, site), selector=selector, corrects=options.corrects)
 
 
 def defaults(given: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -28,6 +28,7 @@ from specache_compile.methods import METHODS
 from specache_compile.methods.field import LayerState
 from specache_compile.passes.phase import EXTEND, PREFILL, Phase
 from specache_compile.passes.reading.local_shards import local
+from specache_compile.passes.recipe import operands
 from specache_compile.rope_switch import rows_apart
 
 from .rewritten import Rewritten
@@ -276,11 +277,13 @@ class Step:
         with self.filling() as states:
             for site, (keys, values) in enumerate(pairs):
                 state = states[site]
-                new = (keys.contiguous(), values.contiguous(), padding, session.cursor)
+                given = {"k": keys.contiguous(), "v": values.contiguous(), "padding": padding, "cursor": session.cursor}
                 for call in METHODS[session.options.method].recipe(session.options, site).stores:
-                    turned = [frequencies[site]] if call.turned and state[call.turned].shape[2] else []
-                    op, tensors = getattr(torch.ops.specache, call.op), [state[name] for name in call.state]
-                    op(*new, *tensors, *call.settings, *turned)
+                    tensors = {operand: state[field] for operand, field in call.state.items()}
+                    if call.turned and state[call.turned].shape[2]:
+                        tensors["frequencies"] = frequencies[site]
+                    op = getattr(torch.ops.specache, call.op)
+                    op(*operands(call.op, {**given, **tensors, **call.settings}))
 
     @contextlib.contextmanager
     def filling(self) -> Iterator[list[LayerState]]:

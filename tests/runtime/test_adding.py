@@ -26,7 +26,7 @@ from specache_compile.methods.specache import SpecacheOptions
 from specache_compile.options import whole
 from specache_compile.passes.phase import Phase
 from specache_compile.passes.pipeline import run_pipeline
-from specache_compile.passes.recipe import OpCall, Recipe, Selector
+from specache_compile.passes.recipe import OpCall, Recipe, named
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -86,7 +86,7 @@ def test_a_quantiser_is_a_function_from_a_groups_ends_to_its_levels(monkeypatch:
 
 def test_a_selector_is_an_op_that_a_recipe_names(monkeypatch: pytest.MonkeyPatch) -> None:
     def recipe(options: SpecacheOptions, site: int) -> Recipe:
-        return replace(specache.recipe(options, site), selector=Selector("select_oldest"))
+        return replace(specache.recipe(options, site), selector=OpCall("select_oldest", named("selected")))
 
     monkeypatch.setitem(METHODS, "oldest", replace(specache.METHOD, name="oldest", recipe=recipe))
     settings = {
@@ -120,7 +120,7 @@ def test_a_tiers_field_and_a_method_with_an_option_of_its_own(monkeypatch: pytes
 
     def recipe(options: CountingOptions, site: int) -> Recipe:
         found = offload.recipe(options, site)
-        return replace(found, stores=(*found.stores, OpCall("count", ("counted",), (options.each,))))
+        return replace(found, stores=(*found.stores, OpCall("count", named("counted"), {"each": options.each})))
 
     monkeypatch.setitem(METHODS, "counting", Method("counting", CountingOptions, (*offload.fields, counted), recipe))
     assert [int(layer["counted"]) for layer in state_after("counting")] == [101, 101]

@@ -21,7 +21,7 @@ from specache_compile.kernels.state.operands import AttentionInputs, takes
 from specache_compile.methods.field import Cropped, Field, LayerShape, LayerState, always
 from specache_compile.methods.method import Method
 from specache_compile.options import MethodOptions, accepting, option, whole
-from specache_compile.passes.recipe import OpCall, Recipe
+from specache_compile.passes.recipe import OpCall, Recipe, named
 
 from .policies import POLICIES, History
 
@@ -255,7 +255,8 @@ def eviction(policy: str) -> Method:
         block = WHOLE if options.eviction_block == PROMPT else options.eviction_block
         # Where nothing is drawn all layers get the same seed, so that they are alike and one is compiled for all.
         seed = options.seed + SITE_STRIDE * site if policy == "random" else 0
-        attend = OpCall("budget_attention", tuple(field.name for field in FIELDS), (policy, block, seed))
+        settings = {"policy": policy, "block": block, "seed": seed}
+        attend = OpCall("budget_attention", named(*(field.name for field in FIELDS)), settings)
         return Recipe(dict.fromkeys(("prefill", "extend", "decode"), attend), ())
 
     options = RandomOptions if policy == "random" else EvictionOptions

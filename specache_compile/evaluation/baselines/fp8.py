@@ -20,7 +20,7 @@ from specache_compile.methods.field import Field, always
 from specache_compile.methods.host_tier import whole_cache
 from specache_compile.methods.method import Method
 from specache_compile.options import MethodOptions
-from specache_compile.passes.recipe import OpCall, Recipe
+from specache_compile.passes.recipe import OpCall, Recipe, named
 
 LARGEST = torch.finfo(FP8).max  # 448
 
@@ -60,8 +60,9 @@ class Fp8Options(MethodOptions):
 def recipe(options: MethodOptions, site: int) -> Recipe:
     """As `full`'s, over the codes. A step's own pair is exact in its own attention and rounded from the next step
     on."""
-    attend = {"extend": OpCall("extend_attention", ("fp8_codes",)), "decode": OpCall("fp8_attention", ("fp8_codes",))}
-    return Recipe(attend, (OpCall("keep_fp8", ("fp8_codes",)),))
+    codes = named("fp8_codes")
+    extend = OpCall("extend_attention", {"host": "fp8_codes"})
+    return Recipe({"extend": extend, "decode": OpCall("fp8_attention", codes)}, (OpCall("keep_fp8", codes),))
 
 
 FP8_CODES = Field("fp8_codes", "cache", whole_cache, always(torch.uint8), by_page=True, has_all_pairs=True)

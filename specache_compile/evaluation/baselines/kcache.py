@@ -20,7 +20,7 @@ from specache_compile.methods.field import Field, LayerShape
 from specache_compile.methods.host_tier import HOST, DraftOptions
 from specache_compile.methods.method import Method
 from specache_compile.options import whole
-from specache_compile.passes.recipe import OpCall, Recipe
+from specache_compile.passes.recipe import OpCall, Recipe, named
 
 
 @by_rows(0, by_token=("device_keys", "host"))
@@ -112,10 +112,10 @@ def recipe(options: KCacheOptions, site: int) -> Recipe:
         return full.recipe(options, site)
     return Recipe(
         {
-            "extend": OpCall("extend_attention", ("host",)),
-            "decode": OpCall("kcache_attention", ("device_keys", "host"), (options.top_n,)),
+            "extend": OpCall("extend_attention", named("host")),
+            "decode": OpCall("kcache_attention", named("device_keys", "host"), {"top_n": options.top_n}),
         },
-        (OpCall("keep_keys", ("device_keys",)), OpCall("offload", ("host",))),
+        (OpCall("keep_keys", named("device_keys")), OpCall("offload", named("host"))),
     )
 
 

@@ -19,7 +19,7 @@ from specache_compile.kernels.state.layout import EMPTY
 from specache_compile.methods import specache
 from specache_compile.methods.specache import SpecacheOptions
 from specache_compile.options import whole
-from specache_compile.passes.recipe import Recipe, Selector
+from specache_compile.passes.recipe import OpCall, Recipe, named
 
 
 def select_pages(scores: Tensor, selected: Tensor, page: int) -> None:
@@ -59,7 +59,7 @@ class PagesOptions(SpecacheOptions):
 
 
 def recipe(options: PagesOptions, site: int) -> Recipe:
-    selector = Selector("select_pages", settings=(options.page_size,)) if options.top_k else None
+    selector = OpCall("select_pages", named("selected"), {"page": options.page_size}) if options.top_k else None
     return replace(specache.recipe(options, site), selector=selector)
 
 

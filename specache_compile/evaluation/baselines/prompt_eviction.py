@@ -15,7 +15,7 @@ from specache_compile.kernels.state.cursor import length_of
 from specache_compile.kernels.state.layout import EMPTY
 from specache_compile.kernels.state.operands import AttentionInputs, takes
 from specache_compile.methods.method import Method
-from specache_compile.passes.recipe import OpCall, Recipe
+from specache_compile.passes.recipe import OpCall, Recipe, named
 
 from .eviction import KEPT, KEPT_TOKEN, BudgetOptions, attention_over, rows_of
 
@@ -139,8 +139,9 @@ def method_of(
     CHOICES[name] = choose
 
     def recipe(options: PromptOptions, site: int) -> Recipe:
-        given = (name, options.budget_in_tokens(options.prompt), [getattr(options, each) for each in settings])
-        attend = OpCall("prompt_attention", Kept._fields, given, turned=KEPT.name if turned else "")
+        own = [getattr(options, each) for each in settings]
+        given = {"method": name, "budget": options.budget_in_tokens(options.prompt), "settings": own}
+        attend = OpCall("prompt_attention", named(*Kept._fields), given, turned=KEPT.name if turned else "")
         return Recipe(dict.fromkeys(("prefill", "extend", "decode"), attend), ())
 
     return Method(name, options, (KEPT, KEPT_TOKEN), recipe)
