@@ -28,6 +28,7 @@ from specache_compile.kernels.movement import copy_stream
 from specache_compile.lowering import cuda_graphs
 from specache_compile.passes import prefetch
 from specache_compile.runtime.session import session_of
+from specache_compile.runtime.step import Step
 
 pytest.importorskip("triton", reason="Triton is for Linux alone")
 
@@ -72,6 +73,10 @@ FAULTS = [
         CORRECTED,
     ),
     Fault(
+        "a correction before the prompt's pairs are on the host", Step.begin_phase,
+        "copy_stream.join(session.layers[0].device)", "pass", "late", CORRECTED,
+    ),
+    Fault(
         "slots corrected while they are read", copy_stream.correct,
         "corrections.wait_stream(torch.cuda.current_stream(slots.device))", "pass", "early", CORRECTED,
     ),
@@ -96,7 +101,8 @@ FAULTS = [
     ),
     Fault(
         "selected chosen again before the gather has read it", prefetch.prefetch,
-        "(site.q, cursor, *waited)", '(site.q, cursor, state["slots"], state["slot_index"], state["slots"])',
+        '"wait", {"after": site.q, "cursor": cursor, **state}',
+        '"wait", {"after": site.q, "cursor": cursor, **state, "selected": state["slots"]}',
         "late", {**CORRECTED, "speculate": True}, in_the_graph=True,
     ),
 ]  # fmt: skip
