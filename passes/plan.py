@@ -29,6 +29,12 @@ class Input:
     site: int = -1
     field: str = ""
 
+    def of(self, arguments: Sequence[Any], state: Sequence[Mapping[str, Any]], own: Mapping[str, Any]) -> Any:
+        """Return the input's value, from the caller's arguments, the state of each layer, or the session's tensors."""
+        if self.source == "argument":
+            return arguments[self.argument]
+        return state[self.site][self.field] if self.source == "state" else own[self.source]
+
 
 @dataclass(frozen=True)
 class Tag:

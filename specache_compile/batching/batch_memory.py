@@ -93,12 +93,10 @@ class BatchMemory:
         self.layers = layers
 
     def restart(self, caches: Iterable[DynamicCache | None]) -> None:
-        """Drop the caches of rows, and count the pool's pages again: an interrupted step may have left wrong counts."""
+        """Drop the caches of rows."""
         for cache in caches:
             if cache is not None and self.tiers_of(cache) is not None:
                 drop(cache)
-        if self.pool is not None:
-            self.pool.recount()
 
     def notice_weights(self, model: torch.nn.Module) -> bool:
         """Drop the prefixes if the model's weights or settings have changed. True if there were some."""

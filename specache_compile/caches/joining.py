@@ -167,7 +167,7 @@ def drained(caches: Sequence[DynamicCache]) -> list[Session]:
         raise refused(reason)
     sessions = [required_session(cache) for cache in caches]
     for session in sessions:
-        session.drain()
+        session.tiers.drain()
     return sessions
 
 
@@ -183,14 +183,9 @@ def session_of_rows(rows: Sequence[SessionRow]) -> Session:
     for session in sessions:
         if session.tiers.pending is not None:
             compress(session)
-    tiers = {session: session.tiers for session in sessions}
-    if len({id(each.pool) for each in tiers.values()}) > 1:
-        pages = sum(len(row) for session in sessions for row in session.tiers.pages)
-        pool = PagePool(first, sessions[0].layers, 0)
-        pool.check_room(pages)
-        pool.grow_to(pages, pages)
-        tiers = {session: session.tiers.copied_to(session.tiers.empty_in(pool)) for session in sessions}
-    return sessions[0].derived(joined([(tiers[session], row) for session, row in rows]), progress_of(rows))
+    several = len({id(session.tiers.pool) for session in sessions}) > 1
+    pool = PagePool(first, sessions[0].layers, 0) if several else None
+    return sessions[0].derived(joined([(session.tiers, row) for session, row in rows], pool), progress_of(rows))
 
 
 @torch.inference_mode(False)
@@ -205,8 +200,8 @@ def in_pages(cache: DynamicCache, pool: PagePool) -> DynamicCache:
         return cache
     if session.tiers.pending is not None:
         compress(session)
-    tiers = session.tiers.copied_to(session.tiers.empty_in(pool))
-    rows = [(session, row) for row in range(tiers.batch)]
+    rows = [(session, row) for row in range(session.tiers.batch)]
+    tiers = joined([(session.tiers, row) for _, row in rows], pool)
     made = cache_of(session.derived(tiers, progress_of(rows)), [cache])
     drop(cache)
     return made
@@ -218,8 +213,7 @@ def reserve_cache_rows(cache: DynamicCache, rows: int) -> DynamicCache:
     """Reserve buffers for so many rows; `append_rows` adds the others."""
     (session,) = drained([cache])
     session.tiers.reserve_rows(rows)
-    session.new_cursor()
-    session.update_memory()
+    session.refresh()
     return cache
 
 
@@ -234,8 +228,7 @@ def append_rows(cache: DynamicCache, newcomer: DynamicCache) -> DynamicCache:
     tiers.append_rows([(new, row) for row in range(new.batch)])
     session.progress, session.view = progress, None
     session.version += 1
-    session.new_cursor()
-    session.update_memory()
+    session.refresh()
     made = cache_of(session, caches)
     drop(newcomer)
     return made
@@ -251,7 +244,7 @@ def keep_rows(cache: DynamicCache, rows: Sequence[int]) -> None:
 def drop(cache: DynamicCache) -> None:
     """Free a cache's memory now, before Python's garbage collection. The cache is stale afterwards."""
     for session in sessions_of(cache):
-        session.drain()
+        session.tiers.drain()
         session.tiers.release_state()
         session.version += 1
         session.view = None

@@ -28,7 +28,7 @@ from specache_compile.errors import OptionError, SpecacheError, first_line, spli
 from specache_compile.kernels.state.page_table import PAGE
 from specache_compile.kernels.state.stored_pairs import parts_of
 from specache_compile.methods import every_method
-from specache_compile.methods.field import LayerShape, LayerState
+from specache_compile.methods.field import MEASURE, LayerShape, LayerState
 from specache_compile.model_key import PrefillKey, prefill_key
 from specache_compile.options import MethodOptions, differences, own_options
 from specache_compile.paging.pool import pages_for
@@ -36,7 +36,7 @@ from specache_compile.passes.reading.sites import PARTS
 from specache_compile.runtime.held import HeldTensor
 from specache_compile.runtime.ranks import ranks_of
 from specache_compile.runtime.session import Progress, Session, required_session
-from specache_compile.runtime.state import MEASURE, fields_of, paged_fields
+from specache_compile.runtime.state import fields_of, paged_fields
 from specache_compile.runtime.tiers import Tiers
 
 from .holding import set_model
@@ -98,7 +98,7 @@ def save(cache: DynamicCache, folder: str | os.PathLike[str]) -> None:
     tiers, progress = session.tiers, session.progress
     if tiers.ranks is not None:
         raise split_session()
-    session.drain()
+    session.tiers.drain()
     root = Path(folder)
     root.mkdir(parents=True, exist_ok=True)
     layers = root / f"layers-{uuid.uuid4().hex[:8]}"

@@ -16,8 +16,6 @@ from torch.fx import GraphModule, Node
 
 from specache_compile.compat import model_of
 from specache_compile.errors import SpecacheError
-from specache_compile.kernels.state.cursor import CURSOR_SIZE
-from specache_compile.kernels.state.page_table import PAGE
 from specache_compile.methods.field import LayerShape
 from specache_compile.options import MethodOptions
 from specache_compile.passes.absorb import absorb
@@ -31,7 +29,6 @@ from specache_compile.passes.reading.plain_vmaps import plain_vmaps
 from specache_compile.passes.reading.sites import Found, LeftAlone, Site
 from specache_compile.rope_switch import RopeSwitch, rope_switch
 from specache_compile.runtime.held import HeldTensor
-from specache_compile.runtime.state import bucket
 from specache_compile.runtime.symbols import SymbolReader, new_size
 from specache_compile.runtime.variant import selects
 
@@ -91,7 +88,7 @@ class Captured:
     def fake_mode(self) -> Any:
         return next((fake.fake_mode for fake in self.fakes if isinstance(fake, FakeTensor)), None)
 
-    @property
+    @functools.cached_property
     def layers(self) -> list[LayerShape]:
         """Shape of each site's KV heads."""
         keys = [value_of(site.k) for site in self.sites]
@@ -111,37 +108,13 @@ class Captured:
         return all(site.mask is None for site in self.sites)
 
     def free_size(self, name: str, hint: int, least: int = 2) -> torch.SymInt:
-        """A size symbol of the graph's own."""
+        """A size symbol of the graph's own.
+
+        It lets one rewrite serve every size. No argument of a call shows it, so nothing may be guarded on it.
+        """
         if name not in self.sizes:
             self.sizes[name] = new_size(self.fake_mode.shape_env, name, hint, least)
         return self.sizes[name]
-
-    @property
-    def bucket(self) -> int:
-        """Capacity in tokens of the first call's state."""
-        return bucket(self.symbols.hint(self.past) + self.symbols.hint(self.tokens))
-
-    def free_columns(self) -> torch.SymInt:
-        """A symbol for the columns of a cursor with any number of pages.
-
-        It lets one rewrite serve every capacity. No argument of a call shows it, so nothing may be guarded on it
-        (`capacity_is_free`); a lowered graph reads it from the cursor.
-        """
-        return self.free_size("columns", CURSOR_SIZE + self.bucket // PAGE, CURSOR_SIZE + 1)
-
-    def free_pages(self) -> torch.SymInt:
-        """A symbol for the number of pages of any session's pool."""
-        return self.free_size("pages", 32)
-
-    def unpadded(self, arguments: Sequence[Any]) -> bool:
-        """Whether a prefill has a padding mask of ones, which transformers before 5.18 passes to every prefill.
-
-        The host waits for the device, once a generation. A fake mask, as in `explain`, counts as ones.
-        """
-        if self.phase.has_past or self.padding is None:
-            return False
-        padding = arguments[self.padding]
-        return isinstance(padding, FakeTensor) or bool(padding.all())
 
     @property
     def tokens(self) -> Any:
@@ -250,22 +223,21 @@ def gradients(inputs: Sequence[Any]) -> str | None:
     return None
 
 
-def drop_unread_held(captured: Captured) -> list[int]:
-    """Drop held inputs that a graph without sites reads only the length of; returns the positions of the others.
+def unread_held(captured: Captured) -> set[int]:
+    """The held inputs that a graph without sites reads only the length of.
 
     Graph breaks produce such graphs. If a held input is read, the cache becomes plain when no call of the model would
     be rewritten. Otherwise it is an error, which keeps the cache for a call that is.
     """
     graph, placeholders = captured.graph_module.graph, captured.placeholders
-    dropped = [i for i in captured.held if not any(u.users or u.op == "output" for u in placeholders[i].users)]
+    unread = {i for i in captured.held if not any(u.users or u.op == "output" for u in placeholders[i].users)}
     lasting = bool(captured.left_alone) and all(item.by_model for item in captured.left_alone)
-    if len(dropped) < len(captured.held) and not lasting:
+    if len(unread) < len(captured.held) and not lasting:
         raise unmatched_held(captured.left_alone)
-    for node in (placeholders[i] for i in dropped):
-        for dead in (*node.users, node):
-            graph.erase_node(dead)
+    for dead in [user for i in unread for user in placeholders[i].users]:
+        graph.erase_node(dead)
     captured.graph_module.recompile()
-    return [i for i in range(len(placeholders)) if i not in dropped]
+    return unread
 
 
 def unmatched_held(left_alone: Sequence[Any]) -> SpecacheError:

@@ -30,14 +30,12 @@ class CompiledGraph:
 
     weights: positions of the model's parameters among the arguments; known from the first call on.
     uncaptured: variants whose steps are no longer captured, because an input has a new address in every step.
-    fitting: sessions whose layers have been compared with this graph's.
     """
 
     def __init__(self, captured: Captured, rewrites: Rewrites) -> None:
         self.captured, self.rewrites = captured, rewrites
         self.weights: list[int] | None = None
         self.uncaptured: set[Rewritten] = set()
-        self.fitting: weakref.WeakSet[Session] = weakref.WeakSet()
 
     @property
     def phase(self) -> str:
@@ -87,16 +85,13 @@ class CompiledGraph:
 
     def check_layers(self, session: Session) -> None:
         """SpecacheError if the layers of a cache from elsewhere, or of another model, differ from this graph's."""
-        if session in self.fitting:
-            return
         ours, graphs = session.layers, self.captured.layers
         if len(ours) != len(graphs):
             raise other_shapes(f"{len(ours)} layers", str(len(graphs)))
         centers = getattr(session.options, "center", "never") == "auto"
         for layer, expected in zip(ours, graphs, strict=True):
-            if layer != (expected if centers else replace(expected, biased_keys=layer.biased_keys)):
+            if layer != expected and (centers or layer != replace(expected, biased_keys=layer.biased_keys)):
                 raise other_shapes(f"{layer} in layer {layer.number}", str(expected))
-        self.fitting.add(session)
 
     def stop_capturing(self, rewritten: Rewritten, position: int) -> None:
         """Run a variant's steps uncaptured from here on, since the input at `position` has a new address in

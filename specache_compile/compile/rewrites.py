@@ -27,7 +27,7 @@ from specache_compile.passes.plan import Input, RewritePlan
 from specache_compile.passes.reading.in_place import written_inputs
 from specache_compile.runtime.records import record_of
 from specache_compile.runtime.rewritten import Rewritten
-from specache_compile.runtime.state import fields_of
+from specache_compile.runtime.state import bucket, fields_of
 from specache_compile.runtime.variant import Variant, selects
 
 from .captured import Captured
@@ -104,7 +104,8 @@ def rewrite(captured: Captured, variant: Variant, name: str) -> Rewritten:
     how = captured.options.lowering
     once = variant.phase.once and not variant.options.drafts  # otherwise it runs before each draft
     how = "op by op" if how == "inductor" and once else how
-    run = lower(graph_module, [fakes.of(i) for i in plan.inputs], how, cuda_graphs.NO_TREES, captured.mode)
+    inputs = [each.of(captured.fakes, fakes.state, fakes.own) for each in plan.inputs]
+    run = lower(graph_module, inputs, how, cuda_graphs.NO_TREES, captured.mode)
     recorded = is_to_capture(captured.mode, graph_module, plan)
     return Rewritten(
         variant, run, graph_module, tuple(plan.inputs), plan.held_outputs, plan.speculates, plan.lanes, recorded, texts,
@@ -122,17 +123,19 @@ def rows_to_pad(captured: Captured, graph_module: GraphModule, plan: RewritePlan
 class StateFakes:
     """Fake tensors of a session's state, in Dynamo's fake mode, with its symbol for the batch.
 
-    arguments: of the graph's caller.
     state: each layer's state tensors, by field.
+    own: the session's other tensors, by the source of an `Input`.
     """
 
     def __init__(self, captured: Captured, variant: Variant) -> None:
         batch, layers = captured.batch, captured.layers
         device, options = layers[0].device, variant.options
-        fixed, pages = variant.capacity, captured.free_pages()
-        columns: Any = captured.free_columns() if fixed is None else CURSOR_SIZE + fixed // PAGE
+        fixed, pages = variant.capacity, captured.free_size("pages", 32)
+        tokens = captured.symbols.hint(captured.past) + captured.symbols.hint(captured.tokens)
+        columns: Any = captured.free_size("columns", CURSOR_SIZE + bucket(tokens) // PAGE, CURSOR_SIZE + 1)
+        if fixed is not None:  # not `capacity_is_free`
+            columns = CURSOR_SIZE + fixed // PAGE
         capacity = (columns - CURSOR_SIZE) * PAGE
-        self.arguments = captured.fakes
         with captured.fake_mode:
             self.state = [
                 {
@@ -144,17 +147,11 @@ class StateFakes:
                 }
                 for layer in layers
             ]  # fmt: skip
-            self.cursor = new_cursor(device, batch, columns - CURSOR_SIZE)
-            self.speculative = torch.empty(batch, 1, dtype=torch.int64, device=device)
-            self.padding = torch.empty(batch, 1, 1, capacity, dtype=torch.bool, device=device)
-
-    def of(self, source: Input) -> Any:
-        """The fake tensor of one graph input."""
-        if source.source == "argument":
-            return self.arguments[source.argument]
-        if source.source == "state":
-            return self.state[source.site][source.field]
-        return getattr(self, source.source)
+            self.own = {
+                "cursor": new_cursor(device, batch, columns - CURSOR_SIZE),
+                "speculative": torch.empty(batch, 1, dtype=torch.int64, device=device),
+                "padding": torch.empty(batch, 1, 1, capacity, dtype=torch.bool, device=device),
+            }
 
 
 def plan_of(captured: Captured, variant: Variant, fakes: StateFakes, graph: Graph) -> RewritePlan:
@@ -169,8 +166,8 @@ def plan_of(captured: Captured, variant: Variant, fakes: StateFakes, graph: Grap
         speculate=options.two_lanes,
         recipe=functools.partial(METHODS[options.method].recipe, options),
         state=fakes.state,
-        cursor=fakes.cursor,
-        padding=None if variant.ragged else fakes.padding,
+        cursor=fakes.own["cursor"],
+        padding=None if variant.ragged else fakes.own["padding"],
         inputs=[Input("argument", argument=i) for i in range(len(captured.placeholders))],
     )
 

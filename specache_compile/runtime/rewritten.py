@@ -52,17 +52,6 @@ class Rewritten:
         return any(each.source == "speculative" for each in self.inputs)
 
     @functools.cached_property
-    def places(self) -> list[tuple[int, int | str]]:
-        """The place of each input among the caller's arguments (0), the session's other tensors (1) and the state of
-        each layer (2 and more), with its key there."""
-        return [
-            (0, each.argument) if each.source == "argument"
-            else (2 + each.site, each.field) if each.source == "state"
-            else (1, each.source)
-            for each in self.inputs
-        ]  # fmt: skip
-
-    @functools.cached_property
     def stays(self) -> list[bool]:
         """Of each input of a captured graph, whether it is state or is written to, and so keeps its address."""
         owned = [source.source in ("state", "cursor", "padding") for source in self.inputs]

@@ -21,8 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from specache_compile.errors import SpecacheError, no_host_tier
 from specache_compile.kernels.movement import copy_stream
-from specache_compile.kernels.state.cursor import CURSOR_SIZE, LENGTH, runs_of
-from specache_compile.kernels.state.page_table import tokens_of
+from specache_compile.kernels.state.cursor import CURSOR_SIZE, LENGTH
 from specache_compile.lowering.row_buckets import filled_up, first_rows, row_bucket
 from specache_compile.methods import METHODS
 from specache_compile.methods.field import LayerState
@@ -32,7 +31,6 @@ from specache_compile.rope_switch import rows_apart
 
 from .rewritten import Rewritten
 from .session import Progress, Session, staged
-from .tiers import Tiers
 from .variant import phases, selects, variant_of
 
 # What a pre-decode writes in a layer, and its fetch starts from.
@@ -56,8 +54,6 @@ def opened(session: Session, tokens: int, padding: Tensor | None, causal: bool =
             yield step
         except BaseException:
             step.abandon()
-            if session.tiers.pool is not None:
-                session.tiers.pool.recount()
             raise
 
 
@@ -151,12 +147,11 @@ class Step:
     def graphs_to_run(self, graph: Any, arguments: Sequence[Any]) -> list[Rewritten]:
         """The rewritten graphs to run: that of the phase, after a pre-decode if slots or speculative token are
         missing."""
-        captured, progress = graph.captured, self.session.progress
-        ragged = is_ragged(captured.phase, self.front)
-        unpadded = (self.by_lengths and not ragged) or captured.unpadded(arguments)
+        captured, progress, tiers = graph.captured, self.session.progress, self.session.tiers
+        front = self.front if self.by_lengths else None
 
         def rewritten(phase: Phase) -> Rewritten:
-            variant = variant_of(phase, self.session.options, unpadded, ragged, self.session.tiers.capacity)
+            variant = variant_of(captured, phase, tiers.options, front, arguments, tiers.capacity)
             return graph.rewrites.compiled_for(variant, arguments)
 
         *before, phase = self.phases(captured.phase)
@@ -218,7 +213,7 @@ class Step:
                 value.copy_(earlier)
         if not rows:
             return
-        session.drain()
+        session.tiers.drain()
         for state, kept in zip(session.state, chosen, strict=True):
             for name, value in kept.items():
                 state[name][rows] = value
@@ -266,8 +261,7 @@ class Step:
         own = {"cursor": cursor, "padding": progress.padding, "speculative": progress.speculative}
         if DTensor in set(map(type, arguments)):
             arguments = [local(value) for value in arguments]
-        every: list[Any] = [arguments, own, *state]
-        return [every[place][key] for place, key in rewritten.places]
+        return [each.of(arguments, state, own) for each in rewritten.inputs]
 
     def fill(self, pairs: Iterable[Sequence[Tensor]]) -> None:
         """Store each site's new keys and values [B, H, T, d], with the ops of a prefill."""
@@ -306,7 +300,7 @@ class Step:
         Under eviction it cannot be undone: some layers have dropped pairs and counted the step's attention.
         """
         session = self.session
-        session.drain()
+        session.tiers.drain()
         copy_stream.release_staging()
         session.forget_selection()
         session.tiers.undo_step(session.progress.lengths)
@@ -319,10 +313,10 @@ def compress(session: Session) -> None:
 
     Until they are, both pools are in memory, with a host tier each.
     """
-    session.drain()
+    session.tiers.drain()
     tiers, progress = session.tiers, session.progress
     assert tiers.pending is not None
-    made = tiers.under(tiers.pending)
+    made = tiers.under(tiers.pending, progress.lengths)
     made.pending = None
     made.frequencies = [
         None if each is None else each.to(layer.device)
@@ -334,23 +328,12 @@ def compress(session: Session) -> None:
     step.front = tuple(progress.length - length for length in progress.lengths)
     step.write_cursor()
     made.find_sinks(None if padding is None else padding[:, 0, 0], none, progress.lengths)
-    step.fill(exact_pairs(tiers, site, progress) for site in range(len(tiers.layers)))
-    step.session.drain()
-    session.use(made)
+    every = (tiers.all_pairs(site, progress.lengths, progress.length) for site in range(len(tiers.layers)))
+    step.fill(pairs.unbind(3) for pairs in every)
+    made.drain()
+    session.tiers = made
+    session.refresh()
     session.forget_selection()
-
-
-def exact_pairs(tiers: Tiers, site: int, progress: Progress) -> tuple[Tensor, ...]:
-    """A layer's keys and values [B, H, n, d] in 16-bit tiers (`in_16_bits`), which have no host tier perhaps. Shorter
-    rows have zeros in front."""
-    recent, found = tiers.state[site]["recent"], []
-    for rows, length in runs_of(progress.lengths):
-        low_bit = tiers.options.low_bit_length(length)
-        places = torch.arange(low_bit, length, device=recent.device) % recent.shape[2]
-        old = tokens_of(tiers.pairs(site, "codes", rows), 0, low_bit).unflatten(3, (2, -1))
-        pairs = torch.cat([old, recent[rows][:, :, places]], 2)
-        found.append(torch.nn.functional.pad(pairs, (0, 0, 0, 0, progress.length - length, 0)))
-    return torch.cat(found).unbind(3)
 
 
 def padding_in_front(padding: Tensor, lengths: Sequence[int], columns: int, tokens: int) -> tuple[int, ...] | None:
@@ -369,11 +352,6 @@ def padding_in_front(padding: Tensor, lengths: Sequence[int], columns: int, toke
     front = tuple(length + tokens - count for length, count in zip(lengths, counts.tolist(), strict=True))
     possible = all(0 <= absent <= (0 if length else tokens) for absent, length in zip(front, lengths, strict=True))
     return front if possible else None
-
-
-def is_ragged(phase: Phase, front: Sequence[int]) -> bool:
-    """Whether a phase's attention must mask padding that is not stored: only in a prefill."""
-    return not phase.has_past and any(front)
 
 
 def reason_for_one_length(causal: bool, rewritten: Rewritten) -> str | None:

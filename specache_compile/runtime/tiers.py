@@ -15,13 +15,15 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import ProcessGroup
+from torch.nn.functional import pad
 
-from specache_compile.errors import SpecacheError
+from specache_compile.errors import RECOMPILE_LIMIT, SpecacheError, no_host_tier
 from specache_compile.kernels.memory.host_memory import allowance
 from specache_compile.kernels.movement import copy_stream
 from specache_compile.kernels.state.cursor import runs_of
-from specache_compile.kernels.state.page_table import PAGE, Pages
+from specache_compile.kernels.state.page_table import PAGE, Pages, tokens_of
 from specache_compile.kernels.state.sinks import find_sinks
+from specache_compile.kernels.state.stored_pairs import decoded
 from specache_compile.methods.field import Cropped, LayerShape, LayerState
 from specache_compile.methods.low_bit_tier import window_from_host
 from specache_compile.options import MethodOptions
@@ -36,9 +38,9 @@ from .state import (
     page_bytes,
     pages_of_rows,
     room,
-    row_bytes,
     row_fields,
     row_state,
+    tier_bytes,
 )
 
 # Numbers of buffers.
@@ -67,7 +69,6 @@ class Tiers:
     rounded: for each row, the tokens up to which its codes may differ from those of rows that share its pages. A crop
         makes the next steps compute them again, perhaps from rounded pairs or without an earlier step's mask.
     table: page table of the rows, int64 [B, C/256] on the CPU; entries without tokens are 0.
-    is_written: whether the table has the rows' pages; not after an interrupted change of these.
     capacity: C, tokens that the table has entries for.
     most_rows: rows that the buffers are allocated for, just the batch without a null page. Row b has slice b; slices
         without a row select no pairs.
@@ -86,43 +87,46 @@ class Tiers:
         self.layers = layers
         self.frequencies: list[Tensor | None] = [None] * len(layers)
         self.ranks = ranks
-        self.pool: PagePool | None = None
-        self.all_rows: list[LayerState] = []
-        self.reset([[] for _ in range(batch)], batch)
+        self.reset(batch)
 
-    def reset(self, pages: list[list[int]], most_rows: int) -> None:
-        """Become tiers of rows with these pages."""
-        self.pages, self.batch, self.most_rows, self.rounded = pages, len(pages), most_rows, [0] * len(pages)
+    def reset(self, batch: int) -> None:
+        """Become tiers of so many rows without pages, outside of a pool."""
+        self.pool: PagePool | None = None
+        self.pages: list[list[int]] = [[] for _ in range(batch)]
+        self.batch, self.most_rows, self.rounded = batch, batch, [0] * batch
         self.sinks_known: int | None = None
         self.capacity = 0
-        self.table = torch.zeros(self.batch, 0, dtype=torch.int64, device="cpu")
-        self.is_written = True
+        self.table = torch.zeros(batch, 0, dtype=torch.int64, device="cpu")
         self.views_by_rows: dict[int, list[LayerState]] = {}
-        self.moves = next(NUMBERS)
+        self.set_rows([], batch)
 
     def join_pool(self, pool: PagePool) -> None:
-        """Count as tiers of a pool. When they die, which may happen anywhere, their pages are only noted there."""
+        """Count as tiers of a pool. When they die, which may happen anywhere, that is only noted there."""
         self.pool = pool
-        weakref.finalize(self, pool.returned.append, self.pages)  # first: after an interruption no table stays
+        weakref.finalize(self, pool.died.append, None)
         with pool.lock:  # others may list the tiers
             pool.tiers.add(self)
-            pool.tables[id(self.pages)] = self.pages
 
     @torch.inference_mode(False)
-    def in_pool(
-        self, pool: PagePool, pages: list[list[int]], places: int, rows: list[LayerState] | None = None
-    ) -> Tiers:
-        """Other tiers of a pool, with its options and layers. Their rows have these pages.
+    def in_pool(self, pool: PagePool, places: int, rows: list[LayerState] | None = None) -> Tiers:
+        """Other tiers of a pool, with its options and layers, that have no rows yet.
 
         rows: their buffers, for `places` rows; None: empty ones.
         """
-        made, before = copy.copy(self), self.capacity
-        made.reset(pages, places)
+        made = copy.copy(self)
+        made.reset(0)
         made.options, made.layers = pool.options, pool.layers
         made.join_pool(pool)
-        made.write_table(0 if pool.first else before)
-        made.all_rows = rows or [row_state(pool.options, layer, places, made.capacity) for layer in made.layers]
+        made.set_pages([], [], 0 if pool.first else self.capacity)
+        made.set_rows(rows or [row_state(pool.options, layer, places, made.capacity) for layer in made.layers], places)
         return made
+
+    def set_pages(self, pages: list[list[int]], rounded: list[int], capacity: int = 0) -> None:
+        """Replace the rows' pages, in one statement: an interrupted change has happened or not."""
+        capacity = max(capacity, self.capacity_for(max(map(len, pages), default=0)))
+        rows = [[*row, *[0] * (capacity // PAGE - len(row))] for row in pages]
+        table = torch.tensor(rows, dtype=torch.int64, device="cpu").view(len(rows), capacity // PAGE)
+        self.pages, self.rounded, self.table, self.capacity, self.batch = pages, rounded, table, capacity, len(pages)
 
     @property
     def lock(self) -> contextlib.AbstractContextManager[object]:
@@ -156,8 +160,7 @@ class Tiers:
 
     def set_rows(self, rows: list[LayerState], places: int) -> None:
         """Use other buffers for all rows, with so many slices."""
-        self.all_rows, self.most_rows, self.views_by_rows = rows, places, {}
-        self.moves = next(NUMBERS)
+        self.all_rows, self.most_rows, self.views_by_rows, self.moves = rows, places, {}, next(NUMBERS)
 
     def find_sinks(self, there: Tensor | None, lengths: Sequence[int], stops: Sequence[int]) -> None:
         """Set which tokens of each row are its sinks, among the cached and new ones up to its stop.
@@ -196,12 +199,31 @@ class Tiers:
         """A field that is in pages, of these rows."""
         return Pages(self.state[site][name], self.table[rows])
 
+    def all_pairs(self, site: int, lengths: Sequence[int], columns: int) -> Tensor:
+        """A layer's pairs by Hugging Face's columns [B, H, n, 2, d]; shorter rows have zeros in front.
+
+        They are on the device if the low-bit tier has 16 bits, else where the method has all pairs.
+        """
+        layer, found = self.layers[site], list[Tensor]()
+        options: Any = self.options
+        whole = next((field.name for field in fields_of(options, layer) if field.has_all_pairs), "")
+        exact = options.has_low_bit_tier and not options.layout.is_quantised
+        if not whole and not exact:
+            raise evicted(options.method) if options.host_tier else no_host_tier("a copy of its keys and values")
+        for rows, length in runs_of(lengths):
+            if exact:
+                recent, low_bit = self.state[site]["recent"][rows], options.low_bit_length(length)
+                places = torch.arange(low_bit, length, device=recent.device) % recent.shape[2]
+                old = tokens_of(self.pairs(site, "codes", rows), 0, low_bit).unflatten(3, (2, -1))
+                pairs = torch.cat([old, recent[:, :, places]], 2)
+            else:
+                pairs = decoded(tokens_of(self.pairs(site, whole, rows), 0, length), layer.dtype, layer.head_dim)
+            found.append(pairs if length == columns else pad(pairs, (0, 0, 0, 0, columns - length, 0)))
+        return found[0] if len(found) == 1 else torch.cat(found)
+
     def release_state(self) -> None:
         """Release all tensors. No copy may be under way."""
-        if self.pool is not None:
-            self.pool.release(self.pages)
-        self.set_rows([], 0)
-        self.pool = None
+        self.reset(self.batch)
 
     def bytes_by_tier(self) -> dict[str, int]:
         """Bytes of each tier: of the whole pool, if its pages are of these rows alone; else of the rows' pages, where a
@@ -209,13 +231,9 @@ class Tiers:
         if self.pool is None:
             return {}
         pages = places = sum(map(len, self.pages))
-        self.pool.collect()
-        if not self.pool.first and sum(self.pool.counts) == pages:
-            pages, places = self.pool.pages, len(self.pool.counts)
-        sizes = {tier: (places if tier == "host" else pages) * size for tier, size in self.pool.page_bytes.items()}
-        for tier, size in row_bytes(self.options, self.layers, self.capacity).items():
-            sizes[tier] = sizes.get(tier, 0) + self.most_rows * size
-        return sizes
+        if not self.pool.first and self.pool.counts.total() == pages:
+            pages, places = self.pool.pages, self.pool.places
+        return tier_bytes(self.options, self.layers, pages, places, self.most_rows, self.capacity)
 
     def host_bytes(self, tokens: int) -> int:
         """Bytes of so many pairs in the host tier."""
@@ -234,20 +252,27 @@ class Tiers:
         masked: whether the step hides some tokens. SpecacheError, before anything has changed, if the host tier would
         exceed its budget or the pool has too few pages.
         """
-        taken = [max(0, pages_for(n + new) - len(row)) for n, row in zip(lengths, self.pages, strict=True)]
+        missing = [max(0, pages_for(n + new) - len(row)) for n, row in zip(lengths, self.pages, strict=True)]
         if self.pool is None:
             self.open_pool(max(lengths) + new)
         assert self.pool is not None
         with self.pool.lock:
-            self.pool.collect()  # else pages of tiers that have died count as shared
             shared = self.shared_pages(lengths, masked)
-            if self.is_written and not shared and not any(taken) and self.all_rows:
+            if not shared and not any(missing) and self.all_rows:
                 return
-            capacity = self.capacity_for(max(len(row) + more for row, more in zip(self.pages, taken, strict=True)))
-            self.grow_pool(max(lengths) + new, len(shared) + sum(taken))
+            capacity = self.capacity_for(max(len(row) + more for row, more in zip(self.pages, missing, strict=True)))
+            self.grow_pool(max(lengths) + new, len(shared) + sum(missing))
             self.grow_rows(capacity)
-            self.take_pages(shared, taken)
-            self.write_table(capacity)
+            fresh = iter(self.pool.allocate(len(shared) + sum(missing)))
+            pages = [list(row) for row in self.pages]
+            if shared:
+                self.drain()
+            for row, number in shared:
+                pages[row][number] = next(fresh)
+                self.pool.copy(self.pages[row][number], pages[row][number])
+            for own, more in zip(pages, missing, strict=True):
+                own.extend(itertools.islice(fresh, more))
+            self.set_pages(pages, self.rounded, capacity)
 
     def shared_pages(self, lengths: Sequence[int], masked: bool) -> list[tuple[int, int]]:
         """The shared pages (row, number) that rows will write to. The last row that has a page keeps it."""
@@ -259,21 +284,6 @@ class Tiers:
                     copied[pages[number]] += 1
                     found.append((row, number))
         return found
-
-    def take_pages(self, shared: Sequence[tuple[int, int]], taken: Sequence[int]) -> None:
-        """Copy shared pages (row, number), and append new ones to each row."""
-        assert self.pool is not None
-        fresh = iter(self.pool.allocate(len(shared) + sum(taken)))
-        self.is_written = False
-        if shared:
-            self.drain()
-        for row, number in shared:
-            before, page = self.pages[row][number], next(fresh)
-            self.pool.copy(before, page)
-            self.pages[row][number] = page
-            self.pool.free_pages([before])
-        for row, number in enumerate(taken):
-            self.pages[row].extend(next(fresh) for _ in range(number))
 
     def open_pool(self, tokens: int) -> None:
         """Create the pool, for rows of so many tokens."""
@@ -288,7 +298,7 @@ class Tiers:
         if self.pool.first or not (missing := self.pool.missing(number)):
             return
         pages, places = pages_of_rows(self.batch, tokens)
-        if len(self.pool.counts) + missing > places:
+        if self.pool.places + missing > places:
             pages, places = self.pool.larger(missing)
         self.check_host_memory(places, room(tokens))
         self.pool.grow_to(pages, places)
@@ -319,14 +329,6 @@ class Tiers:
         if self.pool.first:
             return PAGE << max(pages - 1, 0).bit_length()
         return max(self.capacity, bucket(pages * PAGE))
-
-    def write_table(self, capacity: int = 0) -> None:
-        """Write the page table."""
-        self.capacity = max(capacity, self.capacity_for(max(map(len, self.pages), default=0)))
-        width = self.capacity // PAGE
-        rows = [[*row, *[0] * (width - len(row))] for row in self.pages]
-        self.table = torch.tensor(rows, dtype=torch.int64, device="cpu").view(len(rows), width)
-        self.is_written = True
 
     def first_written(self, row: int, length: int, masked: bool, cropped_from: int = 0) -> int:
         """The first page in which a row writes something that other rows with its tokens do not have. The low-bit codes
@@ -359,7 +361,7 @@ class Tiers:
         tokens: the number that the error names.
         """
         page = page_bytes(self.options, self.layers)["host"]
-        held, needed = (0 if self.pool is None else len(self.pool.counts)) * page, places * page
+        held, needed = (0 if self.pool is None else self.pool.places) * page, places * page
         given = self.options.host_memory
         here = ranks_here(self.ranks)
         every = gather(self.ranks, (needed, allowance(held, given, here), here))
@@ -380,14 +382,8 @@ class Tiers:
                         if field.on_crop is not None:
                             field.on_crop(views, cropped)
             every = enumerate(zip(lengths, before, strict=True))
-            self.rounded = [self.rounded_after(row, length, cached) for row, (length, cached) in every]
-            assert self.pool is not None
-            self.is_written = False
-            for row, length in zip(self.pages, lengths, strict=True):
-                gone = row[pages_for(length) :]
-                del row[pages_for(length) :]
-                self.pool.free_pages(gone)
-        self.write_table()
+            rounded = [self.rounded_after(row, length, cached) for row, (length, cached) in every]
+            self.set_pages([row[: pages_for(n)] for row, n in zip(self.pages, lengths, strict=True)], rounded)
 
     def selected(self, rows: Sequence[int]) -> Tiers:
         """Tiers of these batch rows, in that order, which share the pages. In a pool with a null page they have the
@@ -397,12 +393,12 @@ class Tiers:
         moved = [(place, row) for place, row in moves if place != row]
         if self.pool.first and len(rows) <= self.most_rows and all(row >= len(rows) for _, row in moved):
             self.copy_rows(self.all_rows, self.all_rows, moved)
-            made = self.in_pool(self.pool, [], self.most_rows, self.all_rows)
+            made = self.in_pool(self.pool, self.most_rows, self.all_rows)
             made.moves = self.moves
         else:
-            made = self.in_pool(self.pool, [], len(rows), self.more_rows(len(rows)))
+            made = self.in_pool(self.pool, len(rows), self.more_rows(len(rows)))
             made.copy_rows(self.all_rows, made.all_rows, moves)
-        made.share([(self, row) for row in rows])
+        made.append_pages([(self, row) for row in rows])
         made.sinks_known = self.sinks_known
         return made
 
@@ -442,52 +438,45 @@ class Tiers:
             self.set_rows(made, rows)
 
     def append_rows(self, rows: Sequence[tuple[Tiers, int]]) -> None:
-        """Append rows of tiers of this pool, sharing their pages."""
+        """Append rows of other tiers with the same options."""
         self.reserve_rows(self.batch + len(rows))
         for source in dict.fromkeys(others for others, _ in rows):
             moves = [(place, row) for place, (others, row) in enumerate(rows, self.batch) if others is source]
             self.copy_rows(source.all_rows, self.all_rows, moves)
-        self.share(rows)
+        self.append_pages(rows)
 
-    def share(self, rows: Sequence[tuple[Tiers, int]]) -> None:
-        """Append the pages of rows whose buffers are there."""
+    def append_pages(self, rows: Sequence[tuple[Tiers, int]]) -> None:
+        """Append rows whose buffers are there. They share their pages of this pool; those of another are copied."""
         assert self.pool is not None
         with self.pool.lock:
-            self.is_written = False
+            fresh = iter(self.pool.allocate(sum(len(x.pages[row]) for x, row in rows if x.pool is not self.pool)))
+            pages = list(self.pages)
             for others, row in rows:
-                self.pool.share(others.pages[row])
-                self.pages.append(list(others.pages[row]))
-                self.rounded.append(others.rounded[row])
-        self.batch, self.sinks_known, self.views_by_rows = len(self.pages), None, {}
-        self.write_table()
+                pages.append(others.pages[row])
+                if others.pool is not self.pool:
+                    pages[-1] = list(itertools.islice(fresh, len(others.pages[row])))
+                    with others.lock:
+                        for source, target in zip(others.pages[row], pages[-1], strict=True):
+                            self.pool.copy(source, target, others.pool)
+            self.set_pages(pages, [*self.rounded, *(others.rounded[row] for others, row in rows)])
+        self.sinks_known = None
 
     def copy(self) -> Tiers:
         """A copy of the rows, which shares their pages; measurements start at zero. Ranks copy the pages: when a pool
         grows must depend on lengths alone."""
-        if self.ranks is not None:
-            return self.copied_to(self.under(self.options))
-        return joined([(self, row) for row in range(self.batch)])
+        rows = [(self, row) for row in range(self.batch)]
+        return joined(rows, None if self.ranks is None else self.own_pool(self.options))
 
-    def under(self, options: MethodOptions) -> Tiers:
-        """Empty tiers of the same rows under other options, with their own pool, where each row's pages are
-        adjacent."""
+    def own_pool(self, options: MethodOptions) -> PagePool:
+        """A new pool for these rows under such options."""
         longest = PAGE * max(map(len, self.pages), default=0)
-        return self.empty_in(PagePool(options, self.layers, *pages_of_rows(self.batch, longest)))
+        return PagePool(options, self.layers, *pages_of_rows(self.batch, longest))
 
-    def empty_in(self, pool: PagePool) -> Tiers:
-        """Empty tiers of the same rows, with as many pages, in another pool."""
-        fresh = iter(pool.allocate(sum(map(len, self.pages))))
-        return self.in_pool(pool, [[next(fresh) for _ in row] for row in self.pages], self.batch)
-
-    def copied_to(self, made: Tiers) -> Tiers:
-        """Copy the rows to empty tiers of theirs with the same options; returns these."""
-        assert made.pool is not None
-        with self.lock, made.lock:
-            made.rounded = list(self.rounded)
-            made.copy_rows(self.all_rows, made.all_rows, [(row, row) for row in range(self.batch)])
-            for ours, theirs in zip(self.pages, made.pages, strict=True):
-                for source, target in zip(ours, theirs, strict=True):
-                    made.pool.copy(source, target, self.pool)
+    def under(self, options: MethodOptions, lengths: Sequence[int]) -> Tiers:
+        """Empty tiers of the same rows, of these lengths, under other options, with their own pool."""
+        made = self.in_pool(self.own_pool(options), self.batch)
+        made.set_pages([[] for _ in lengths], [0] * self.batch)
+        made.reserve(lengths, 0)
         return made
 
     def undo_step(self, lengths: Sequence[int]) -> None:
@@ -507,13 +496,22 @@ class Tiers:
             self.rounded = list(lengths)
 
 
-def joined(rows: Sequence[tuple[Tiers, int]]) -> Tiers:
-    """Tiers of these rows of one pool, which share their pages."""
+def joined(rows: Sequence[tuple[Tiers, int]], pool: PagePool | None = None) -> Tiers:
+    """Tiers of these rows in a pool; None: the pool of the first row."""
     first = rows[0][0]
-    assert first.pool is not None
-    made = first.in_pool(first.pool, [], len(rows))
+    pool = pool or first.pool
+    assert pool is not None
+    made = first.in_pool(pool, len(rows))
     made.append_rows(rows)
     return made
+
+
+def evicted(method: str) -> SpecacheError:
+    return SpecacheError(
+        f"method {method!r} keeps only the pairs that its policy chose, different ones for each head, so the cache has "
+        "no plain copy and cannot be continued uncompiled. Use a method that keeps all pairs: specache, kivi, kcache, "
+        f"offload or full. In the middle of a generation: {RECOMPILE_LIMIT}."
+    )
 
 
 def no_host_memory(needed: int, allowed: int, tokens: int, batch: int, given: int | None, ranks: int) -> SpecacheError:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
+
+from torch._subclasses.fake_tensor import FakeTensor
 
 from specache_compile.options import MethodOptions
 from specache_compile.passes.phase import Phase
@@ -24,8 +28,23 @@ class Variant:
     capacity: int | None = None
 
 
-def variant_of(phase: Phase, options: MethodOptions, unpadded: bool, ragged: bool, capacity: int) -> Variant:
-    """The variant for a state with room for `capacity` tokens."""
+def variant_of(
+    graph: Any, phase: Phase, options: MethodOptions, front: Sequence[int] | None, arguments: Sequence[Any],
+    capacity: int,
+) -> Variant:  # fmt: skip
+    """The variant for a call.
+
+    graph: its `compile/captured.py: Captured`.
+    front: padding in front of each row's new tokens; None: no mask, or one that hides anything else.
+    capacity: tokens that the state has room for.
+    """
+    is_prefill = not graph.phase.has_past
+    ragged = is_prefill and front is not None and any(front)
+    unpadded = front is not None and not ragged
+    if is_prefill and front is None and graph.padding is not None:
+        # transformers before 5.18 passes a mask of ones to every prefill. Here the host waits for the device.
+        mask = arguments[graph.padding]
+        unpadded = isinstance(mask, FakeTensor) or bool(mask.all())
     return Variant(phase, options, unpadded, ragged, None if options.capacity_is_free else capacity)
 
 

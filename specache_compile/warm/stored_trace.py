@@ -49,8 +49,6 @@ class NotKept(Exception):
 class StoredFacts:
     """The facts of `compile/captured.py: Captured` that a call reads, without the graph."""
 
-    unpadded = Captured.unpadded
-
     def __init__(self, captured: Captured) -> None:
         options = captured.options
         if not METHODS[options.method].recipe.__module__.startswith("specache_compile."):
