@@ -115,7 +115,8 @@ def taken_over(
 ) -> DynamicCache:  # fmt: skip
     """Convert a plain cache under these options; `fill` stores the sites' pairs in the tiers."""
     pairs = [pairs_of(number, layer) for number, layer in enumerate(cache.layers)]
-    sites = [number for number in whole_layers(cache) if number not in options.exact_layers]
+    whole = [number for number, layer in enumerate(cache.layers) if type(layer) is DynamicLayer]  # keep every pair
+    sites = [number for number in whole if number not in options.exact_layers]
     if ranks_of(list(model.parameters())) is not None:
         raise split_session()
     lengths = [cache.get_seq_length(number) for number in range(len(pairs))]
@@ -129,11 +130,6 @@ def taken_over(
     for site, number in enumerate(sites):
         held.layers[number].keys, held.layers[number].values = (session.held(site, part) for part in PARTS)
     return held
-
-
-def whole_layers(cache: Any) -> list[int]:
-    """The numbers of the layers that keep every pair."""
-    return [number for number, layer in enumerate(cache.layers) if type(layer) is DynamicLayer]
 
 
 def twin(cache: Any) -> Any:

@@ -152,7 +152,7 @@ def reason_against(caches: Sequence[Any], apart: bool = False) -> str | None:
 
 def reason_of_layer(layer: Any, apart: bool) -> str | None:
     """Why one layer of a cache cannot be joined with others; None if it can. apart: the rows' lengths differ."""
-    if type(layer) not in KINDS:
+    if type(layer).__name__ not in KINDS:
         return "has other contents than keys, values and a recurrent state"
     if getattr(layer, "is_sliding", False):
         return "is a sliding window, which requires rows of one length"

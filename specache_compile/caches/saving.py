@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import os
 import pickle
@@ -20,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from tqdm import tqdm
-from transformers import cache_utils
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from specache_compile.compile.compiled_options import required_options
@@ -46,19 +44,11 @@ HEADER = "session.pt"
 NOT_WRITTEN = "it is damaged, or `save` did not write it"
 # Options of the model, not of the cache: how its graphs run, and this machine's memory.
 OF_THE_MODEL = ("lowering", "mode", "host_memory", "speculate")
-# Layer classes without other contents than keys, values, a recurrent state and numbers.
-KINDS = tuple(
-    getattr(cache_utils, name)
-    for name in (
-        "DynamicLayer",
-        "DynamicSlidingWindowLayer",
-        "LinearAttentionLayer",
-        "LinearAttentionAndFullAttentionLayer",
-        "LinearAttentionAndSlidingWindowAttentionLayer",
-        "DummyLayer",
-    )
-    if hasattr(cache_utils, name)
-)
+# Transformers' layer classes without other contents than keys, values, a recurrent state and numbers.
+KINDS = (
+    "DynamicLayer", "DynamicSlidingWindowLayer", "LinearAttentionLayer", "LinearAttentionAndFullAttentionLayer",
+    "LinearAttentionAndSlidingWindowAttentionLayer", "DummyLayer",
+)  # fmt: skip
 # Matches folders of layers only.
 LAYERS_FOLDER = "layers-" + "[0-9a-f]" * 8
 # Types of a layer's attributes that are saved; tensors may be in dictionaries.
@@ -110,7 +100,8 @@ def save(cache: DynamicCache, folder: str | os.PathLike[str]) -> None:
         "in_16_bits": tiers.pending is not None,
         "capacity": tiers.capacity,
         "progress": owned({name: value for name, value in vars(progress).items() if name != "keys"}, "cpu"),
-        "shapes": [described_shape(shape) for shape in session.layers],
+        # The device is that of the loading model.
+        "shapes": [{name: x for name, x in vars(shape).items() if name != "device"} for shape in session.layers],
         "layers": [type(layer).__name__ for layer in cache.layers],
     }
     layers.mkdir()
@@ -224,7 +215,7 @@ def fill(session: Session, site: int, found: LayerState, path: Path) -> None:
 def check_layers(cache: DynamicCache) -> None:
     """SpecacheError if a layer has more than is saved."""
     for number, layer in enumerate(cache.layers):
-        if type(layer) not in KINDS or not getattr(layer, "is_initialized", True):
+        if type(layer).__name__ not in KINDS or not getattr(layer, "is_initialized", True):
             raise SpecacheError(
                 f"save: layer {number} of this cache, a {type(layer).__name__}, has other contents than keys, values "
                 "and a recurrent state. Prefill again instead"
@@ -278,11 +269,6 @@ def whole(tiers: Tiers, site: int, lengths: Sequence[int]) -> LayerState:
                 for part in parts_of(found):
                     part[last, :, -(-(length % PAGE) // each) :] = 0
     return state
-
-
-def described_shape(shape: LayerShape) -> dict[str, Any]:
-    """A layer's shape without the device, which is that of the loading model."""
-    return {field.name: getattr(shape, field.name) for field in dataclasses.fields(shape) if field.name != "device"}
 
 
 def described_options(options: MethodOptions) -> dict[str, Any]:

@@ -21,10 +21,10 @@ from specache_compile.passes.reading.local_shards import own_part
 from specache_compile.passes.reading.sites import LeftAlone
 from specache_compile.runtime.held import HeldTensor
 from specache_compile.runtime.records import ModelRecord, parameters_in, record_of
+from specache_compile.runtime.rewritten import phases, variant_of
 from specache_compile.runtime.state import bucket, predicted_bytes
 from specache_compile.runtime.step import padding_in_front
 from specache_compile.runtime.tiers import effective_options
-from specache_compile.runtime.variant import phases, variant_of
 
 from .captured import Captured, capture, unread_held
 from .compiled_graph import CompiledGraph

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,8 +29,8 @@ from specache_compile.passes.reading.plain_vmaps import plain_vmaps
 from specache_compile.passes.reading.sites import Found, LeftAlone, Site
 from specache_compile.rope_switch import RopeSwitch, rope_switch
 from specache_compile.runtime.held import HeldTensor
+from specache_compile.runtime.rewritten import selects
 from specache_compile.runtime.symbols import SymbolReader, new_size
-from specache_compile.runtime.variant import selects
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ def capture(graph_module: GraphModule, options: MethodOptions, mode: str | None)
         joined_copies(graph_module)
         names = frozenset(placeholders[i].name for i in held)
         found = find_attention(graph_module, names, frozenset(options.exact_layers))
-        found = without(found, functools.partial(misfit, options))
+        found = without_misfits(found, options)
         absorbed = absorb(graph_module, found.latents)
     else:
         found, absorbed = Found(left_alone=(LeftAlone("every site", reason),)), ()
@@ -171,28 +171,21 @@ def switch_of_traced() -> RopeSwitch | None:
     return None if config is None else rope_switch(config)
 
 
-def without(found: Found, misfit: Callable[[Site], str | None]) -> Found:
-    """Leave the sites alone for which `misfit` returns a reason."""
-    checked = [(site, misfit(site)) for site in found.sites]
-    kept = (site for site, reason in checked if reason is None)
-    left_alone = (LeftAlone(site.attention.name, why, by_model=True) for site, why in checked if why is not None)
-    return Found(
-        tuple(replace(site, number=number) for number, site in enumerate(kept)),
-        (*found.left_alone, *left_alone),
-        found.latents,
-    )
-
-
-def misfit(options: MethodOptions, site: Site) -> str | None:
-    """Why a method cannot serve a site; None if it can."""
+def without_misfits(found: Found, options: MethodOptions) -> Found:
+    """Leave the sites alone that the method cannot serve."""
     layout = getattr(options, "layout", None)
     ahead = layout is not None and layout.is_quantised and selects(options)
-    if ahead and site.mask is not None and follows(site.mask):
-        return (
-            "its mask depends on the token (an indexer), so prefetched pairs would be those of the token before. Use "
-            "the defaults of setting and speculate"
-        )
-    return None
+    misfits = [site for site in found.sites if ahead and site.mask is not None and follows(site.mask)]
+    why = (
+        "its mask depends on the token (an indexer), so prefetched pairs would be those of the token before. Use the "
+        "defaults of setting and speculate"
+    )
+    kept = [site for site in found.sites if site not in misfits]
+    return Found(
+        tuple(replace(site, number=number) for number, site in enumerate(kept)),
+        (*found.left_alone, *(LeftAlone(site.attention.name, why, by_model=True) for site in misfits)),
+        found.latents,
+    )
 
 
 def follows(mask: Node) -> bool:
@@ -201,12 +194,9 @@ def follows(mask: Node) -> bool:
     sources = [mask, *ancestors_of(mask)]
     of_one = isinstance(value_of(mask).shape[2], int)
     is_part = of_one and not any(node.target is F.embedding for node in mask.graph.nodes)
-    made_before = any(node.op == "placeholder" and is_float_mask(value_of(node)) for node in sources)
+    inputs = [value_of(node) for node in sources if node.op == "placeholder"]
+    made_before = any(isinstance(x, Tensor) and x.dim() == 4 and x.is_floating_point() for x in inputs)
     return (is_part and made_before) or any(node.target is F.linear for node in sources)
-
-
-def is_float_mask(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dim() == 4 and value.is_floating_point()
 
 
 def phase_of(sites: Sequence[Site]) -> Phase:

@@ -74,7 +74,10 @@ class CompiledGraph:
             session = agreed_session(handles)
             self.check_layers(session)
             if session.requested != captured.options and (found := differences(session.requested, captured.options)):
-                session.warn_once(made_otherwise(found))
+                session.warn_once(
+                    f"this cache was made with other options than the model's, and keeps its own: {found}. Prefill "
+                    "again to use the model's options, or compile the model with the cache's"
+                )
         if session.tiers.pending is not None:
             known = session.tiers.frequencies
             session.tiers.frequencies = [
@@ -104,13 +107,6 @@ class CompiledGraph:
             "address in every step. Pass the same tensor each time, or one of at most "
             f"{cuda_graphs.COPIED_BYTES >> 20} MiB, which is copied"
         )
-
-
-def made_otherwise(found: str) -> str:
-    return (
-        f"this cache was made with other options than the model's, and keeps its own: {found}. Prefill again to use "
-        "the model's options, or compile the model with the cache's"
-    )
 
 
 def other_shapes(cache: str, model: str) -> SpecacheError:

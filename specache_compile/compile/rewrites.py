@@ -20,15 +20,14 @@ from specache_compile.lowering import cuda_graphs
 from specache_compile.lowering.late import compile_lock, guards, made_late, made_within_tracing
 from specache_compile.lowering.lower import lower
 from specache_compile.lowering.progress import compiling
-from specache_compile.lowering.row_buckets import RowDims, row_dims
+from specache_compile.lowering.row_buckets import row_dims
 from specache_compile.methods import METHODS
 from specache_compile.passes.pipeline import run_pipeline
 from specache_compile.passes.plan import Input, RewritePlan
 from specache_compile.passes.reading.in_place import written_inputs
 from specache_compile.runtime.records import record_of
-from specache_compile.runtime.rewritten import Rewritten
+from specache_compile.runtime.rewritten import Rewritten, Variant, selects
 from specache_compile.runtime.state import bucket, fields_of
-from specache_compile.runtime.variant import Variant, selects
 
 from .captured import Captured
 
@@ -58,7 +57,11 @@ class Rewrites:
         rewritten = self.get(variant)
         for assumed in rewritten.assumes:
             if not self.captured.symbols.holds(assumed, arguments):
-                raise other_sizes(assumed)
+                raise SpecacheError(
+                    f"this call needs a graph that was compiled during a generation and is valid only for {assumed} "
+                    "(symbols of Dynamo's sizes). Call torch._dynamo.reset(), which compiles the next call for its own "
+                    "sizes"
+                )
         return rewritten
 
     def get(self, variant: Variant, ahead: bool = False) -> Rewritten:
@@ -86,7 +89,11 @@ class Rewrites:
         assumed = tuple(dict.fromkeys(guards(self.captured.fake_mode)[self.guarded :]))
         for statement in assumed:
             if not self.captured.symbols.can_read(statement):
-                raise unchecked_sizes(statement)
+                raise SpecacheError(
+                    f"a graph that this generation needs is valid only for {statement}, which no argument of a call "
+                    "shows. Call torch._dynamo.reset() before the next generation, and please report this error with "
+                    "the model's config"
+                )
         return replace(rewritten, assumes=assumed)
 
     @property
@@ -107,17 +114,13 @@ def rewrite(captured: Captured, variant: Variant, name: str) -> Rewritten:
     inputs = [each.of(captured.fakes, fakes.state, fakes.own) for each in plan.inputs]
     run = lower(graph_module, inputs, how, cuda_graphs.NO_TREES, captured.mode)
     recorded = is_to_capture(captured.mode, graph_module, plan)
+    rows = row_dims(graph_module, plan) if recorded else None
+    if rows is not None and not all(map(captured.symbols.can_read, rows.assumed)):
+        rows = None
     return Rewritten(
         variant, run, graph_module, tuple(plan.inputs), plan.held_outputs, plan.speculates, plan.lanes, recorded, texts,
-        plan.one_lane, plan.counts_positions, writes=written_inputs(graph_module),
-        rows=rows_to_pad(captured, graph_module, plan) if recorded else None,
+        plan.one_lane, plan.counts_positions, writes=written_inputs(graph_module), rows=rows,
     )  # fmt: skip
-
-
-def rows_to_pad(captured: Captured, graph_module: GraphModule, plan: RewritePlan) -> RowDims | None:
-    """The dimensions of rows in a recorded step; None if inactive rows may not pad the batch."""
-    dims = row_dims(graph_module, plan)
-    return dims if dims is not None and all(map(captured.symbols.can_read, dims.assumed)) else None
 
 
 class StateFakes:
@@ -186,26 +189,9 @@ def is_to_capture(mode: str | None, graph_module: GraphModule, plan: RewritePlan
 def warn_of_one_lane(made: Rewritten) -> None:
     """Warn, once for the running model, that its decode lacks the speculative token that the options request."""
     if made.one_lane is not None:
-        record_of(()).warn_once(one_lane(made.one_lane), "one lane")
-
-
-def other_sizes(assumed: object) -> SpecacheError:
-    return SpecacheError(
-        f"this call needs a graph that was compiled during a generation and is valid only for {assumed} (symbols of "
-        "Dynamo's sizes). Call torch._dynamo.reset(), which compiles the next call for its own sizes"
-    )
-
-
-def unchecked_sizes(assumed: object) -> SpecacheError:
-    return SpecacheError(
-        f"a graph that this generation needs is valid only for {assumed}, which no argument of a call shows. Call "
-        "torch._dynamo.reset() before the next generation, and please report this error with the model's config"
-    )
-
-
-def one_lane(reason: str) -> str:
-    return (
-        f"this model's decode runs one token at a time, without the speculative token: {reason}. The cache is "
-        "compressed as usual, and each step fetches the pairs of the token before. Pass speculate=False, which does "
-        "the same"
-    )
+        text = (
+            f"this model's decode runs one token at a time, without the speculative token: {made.one_lane}. The cache "
+            "is compressed as usual, and each step fetches the pairs of the token before. Pass speculate=False, which "
+            "does the same"
+        )
+        record_of(()).warn_once(text, "one lane")

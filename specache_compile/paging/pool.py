@@ -69,7 +69,7 @@ class PagePool:
     def counts(self) -> Counter[int]:
         """Number of rows of each page that has some."""
         with self.lock:
-            tables = [tiers.pages for tiers in self.tiers]
+            tables = [tiers.pages for tiers in self.tiers if tiers.pool is self]
             if tables != self.counted[0]:
                 self.counted = tables, Counter(page for rows in tables for pages in rows for page in pages)
             return self.counted[1]
@@ -122,7 +122,13 @@ class PagePool:
         SpecacheError, before anything has changed, if there are too few.
         """
         with self.lock:
-            self.check_room(number)
+            if not self.can_allocate(number):
+                most = self.room_on_host() - self.first if self.bound is None else self.bound
+                raise SpecacheError(
+                    f"{number} more pages of {PAGE} tokens are needed, and {len(self.free)} of {most} are free. The "
+                    "cache is unchanged. Drop caches that are not needed, or raise host_memory, or device_memory of "
+                    "the Batch"
+                )
             if missing := self.missing(number):
                 self.grow_to(*self.larger(missing))
             if number and (died := len(self.died)):
@@ -136,15 +142,6 @@ class PagePool:
         least = self.places + missing
         tokens = max(least, self.places * 3 // 2) * PAGE
         return bucket(tokens) // PAGE, max(least, min(room(tokens) // PAGE, self.room_on_host()))
-
-    def check_room(self, number: int) -> None:
-        """SpecacheError if so many pages cannot be allocated."""
-        if not self.can_allocate(number):
-            most = self.room_on_host() - self.first if self.bound is None else self.bound
-            raise SpecacheError(
-                f"{number} more pages of {PAGE} tokens are needed, and {len(self.free)} of {most} are free. The cache "
-                "is unchanged. Drop caches that are not needed, or raise host_memory, or device_memory of the Batch"
-            )
 
     def can_allocate(self, number: int) -> bool:
         """Whether so many pages are free, or an unbounded pool may grow by the missing ones."""

@@ -266,7 +266,11 @@ class Session:
     def replay(self, version: int, edits: tuple[Edit, ...]) -> None:
         """Apply the edits of the view (`version`, `edits`) that is now used to the tiers."""
         if self.half_evicted:
-            raise evicted_half_way(self.options.method)
+            raise SpecacheError(
+                f"a step of this cache failed or was interrupted after method {self.options.method!r} had started to "
+                "drop pairs for it, so the cache is no longer valid. Generate again with a new cache, or call "
+                "copy.deepcopy(cache) before a step that may fail."
+            )
         done = self.edits_done(version, edits)
         if not edits:
             self.view = None
@@ -285,7 +289,10 @@ class Session:
         if self.view is not None and self.view == (version, edits[: len(self.view[1])]):
             return len(self.view[1])
         if version != self.version:
-            raise stale_cache()
+            raise HeldTensorError(
+                "these keys and values are stale: their cache has been continued or edited since they were read from "
+                "it. To continue one prefix in two ways, call copy.deepcopy(cache) before the first continuation."
+            )
         return 0
 
     def crop(self, length: int) -> None:
@@ -416,19 +423,4 @@ def mixed_caches() -> SpecacheError:
         "the keys and values in this cache come from different caches, from different states of one, or from a model "
         "that a graph break splits. Edit a cache only by its methods crop, reorder_cache, batch_repeat_interleave and "
         "batch_select_indices. Remove graph breaks (TORCH_LOGS=graph_breaks prints them)"
-    )
-
-
-def stale_cache() -> HeldTensorError:
-    return HeldTensorError(
-        "these keys and values are stale: their cache has been continued or edited since they were read from it. To "
-        "continue one prefix in two ways, call copy.deepcopy(cache) before the first continuation."
-    )
-
-
-def evicted_half_way(method: str) -> SpecacheError:
-    return SpecacheError(
-        f"a step of this cache failed or was interrupted after method {method!r} had started to drop pairs for it, so "
-        "the cache is no longer valid. Generate again with a new cache, or call copy.deepcopy(cache) before a step "
-        "that may fail."
     )

@@ -14,7 +14,7 @@ from torch import Tensor
 from specache_compile.errors import SpecacheError
 from specache_compile.kernels.movement import copy_stream
 
-from .records import ModelRecord, Statistics, find_record
+from .records import ModelRecord, find_record
 from .state import device_total
 
 
@@ -134,7 +134,10 @@ def stats(model: torch.nn.Module) -> Stats:
     latest = record.latest
     copy_stream.drain(latest.device)
     tier = latest.bytes_by_tier
-    device = device_total(tier)
+    device, verification = device_total(tier), None
+    if latest.drafted:
+        tokens = (latest.accepted + latest.rounds) / latest.rounds
+        verification = Verification(latest.rounds, latest.accepted / latest.drafted, tokens)
     return Stats(
         prefills=latest.steps["prefill"],
         extends=latest.steps["extend"],
@@ -155,7 +158,7 @@ def stats(model: torch.nn.Module) -> Stats:
         device_bytes=device,
         host_bytes=tier.get("host", 0),
         kv_ratio=device / max(1, latest.full_cache_bytes),
-        verification=verification(latest) if latest.drafted else None,
+        verification=verification,
     )
 
 
@@ -163,11 +166,6 @@ def left_exact(record: ModelRecord) -> dict[str, int]:
     """The number of attentions that stay exact, by reason: the most in any graph of the model."""
     counts = [collections.Counter(item.reason for item in graph.captured.left_alone) for graph in record.graphs]
     return dict(functools.reduce(operator.or_, counts, collections.Counter()))
-
-
-def verification(counts: Statistics) -> Verification:
-    tokens = (counts.accepted + counts.rounds) / counts.rounds
-    return Verification(counts.rounds, counts.accepted / counts.drafted, tokens)
 
 
 def pairs(counts: Sequence[Tensor], pair_bytes: Sequence[int]) -> int:

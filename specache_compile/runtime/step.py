@@ -29,9 +29,8 @@ from specache_compile.passes.phase import EXTEND, PREFILL, Phase
 from specache_compile.passes.reading.local_shards import local
 from specache_compile.rope_switch import rows_apart
 
-from .rewritten import Rewritten
+from .rewritten import Rewritten, phases, selects, variant_of
 from .session import Progress, Session, staged
-from .variant import phases, selects, variant_of
 
 # What a pre-decode writes in a layer, and its fetch starts from.
 CHOSEN = ("slots", "slot_index", "selected")
@@ -367,7 +366,10 @@ def check_positions(progress: Progress, rewritten: Rewritten) -> None:
     """SpecacheError if a graph counts positions by columns, and the rows have different positions."""
     apart = progress.joined or (rewritten.variant.phase.one_token and progress.longest != progress.length)
     if rewritten.counts_positions and apart and progress.differ:
-        raise no_positions()
+        raise SpecacheError(
+            "the rows of this cache have different lengths, so the model cannot count their positions. Pass "
+            "position_ids; for one new token: position_ids=specache_compile.lengths(cache)[:, None]"
+        )
 
 
 def other_mask() -> SpecacheError:
@@ -375,11 +377,4 @@ def other_mask() -> SpecacheError:
         "the attention mask differs from the lengths of this cache's rows (specache_compile.lengths(cache)). Leave the "
         "mask out, or pass one that is 0 before each row's first token and 1 from there on. Rows of different lengths "
         "require a model whose masks hide only padding"
-    )
-
-
-def no_positions() -> SpecacheError:
-    return SpecacheError(
-        "the rows of this cache have different lengths, so the model cannot count their positions. Pass position_ids; "
-        "for one new token: position_ids=specache_compile.lengths(cache)[:, None]"
     )

@@ -33,7 +33,6 @@ from .break_even import stays_in_16_bits
 from .ranks import gather, ranks_here
 from .state import (
     bucket,
-    empty,
     fields_of,
     page_bytes,
     pages_of_rows,
@@ -251,15 +250,13 @@ class Tiers:
         pages.
         """
         missing = [max(0, pages_for(n + new) - len(row)) for n, row in zip(lengths, self.pages, strict=True)]
-        if self.pool is None:
-            self.open_pool(max(lengths) + new)
-        assert self.pool is not None
-        with self.pool.lock:
+        with self.lock:
             shared = self.shared_pages(lengths)
             if not shared and not any(missing) and self.all_rows:
                 return
-            capacity = self.capacity_for(max(len(row) + more for row, more in zip(self.pages, missing, strict=True)))
             self.grow_pool(max(lengths) + new, len(shared) + sum(missing))
+            assert self.pool is not None
+            capacity = self.capacity_for(max(len(row) + more for row, more in zip(self.pages, missing, strict=True)))
             self.grow_rows(capacity)
             fresh = iter(self.pool.allocate(len(shared) + sum(missing)))
             pages = [list(row) for row in self.pages]
@@ -274,8 +271,8 @@ class Tiers:
 
     def shared_pages(self, lengths: Sequence[int]) -> list[tuple[int, int]]:
         """The shared pages (row, number) that rows will write to. The last row that has a page keeps it."""
-        assert self.pool is not None
-        found, copied, counts = list[tuple[int, int]](), Counter[int](), self.pool.counts
+        counts = Counter[int]() if self.pool is None else self.pool.counts
+        found, copied = list[tuple[int, int]](), Counter[int]()
         for row, (length, pages) in enumerate(zip(lengths, self.pages, strict=True)):
             for number in range(self.first_written(length), len(pages)):
                 if counts[pages[number]] - copied[pages[number]] > 1:
@@ -283,42 +280,30 @@ class Tiers:
                     found.append((row, number))
         return found
 
-    def open_pool(self, tokens: int) -> None:
-        """Create the pool, for rows of so many tokens."""
-        pages, places = pages_of_rows(self.batch, tokens)
-        self.check_host_memory(places, places * PAGE // self.batch)
-        self.join_pool(PagePool(self.options, self.layers, pages, places))
-
     def grow_pool(self, tokens: int, number: int) -> None:
-        """Grow a pool without null page, if it lacks so many free pages, for rows of so many tokens. If others hold
-        pages too, there are more. A batch's pool grows by itself."""
-        assert self.pool is not None
-        if self.pool.first or not (missing := self.pool.missing(number)):
-            return
-        pages, places = pages_of_rows(self.batch, tokens)
-        if self.pool.places + missing > places:
-            pages, places = self.pool.larger(missing)
-        self.check_host_memory(places, room(tokens))
-        self.pool.grow_to(pages, places)
+        """Create the pool for rows of so many tokens, or grow it if it lacks so many free pages. If others hold pages
+        too, there are more. A batch's pool grows by itself."""
+        pool, (pages, places) = self.pool, pages_of_rows(self.batch, tokens)
+        if pool is None:
+            self.check_host_memory(places, room(tokens))
+            self.join_pool(PagePool(self.options, self.layers, pages, places))
+        elif not pool.first and (missing := pool.missing(number)):
+            if pool.places + missing > places:
+                pages, places = pool.larger(missing)
+            self.check_host_memory(places, room(tokens))
+            pool.grow_to(pages, places)
 
     def grow_rows(self, capacity: int) -> None:
-        """Allocate the rows' buffers, or move those whose size depends on the capacity to larger ones."""
-        if self.all_rows and capacity <= self.capacity:
+        """Allocate the rows' buffers, or move them to larger ones if their size depends on the capacity."""
+        if self.all_rows and (self.options.capacity_is_free or capacity <= self.capacity):
             return
-        grown = []
-        for number, layer in enumerate(self.layers):
-            made = {} if self.all_rows else row_state(self.options, layer, self.most_rows, capacity)
-            for field in row_fields(self.options, layer) if self.all_rows else ():
-                old = self.all_rows[number][field.name]
-                if field.shape(self.options, layer, self.most_rows, capacity) != tuple(old.shape):
-                    self.drain()
-                    larger = made[field.name] = empty(field, self.options, layer, self.most_rows, capacity)
-                    larger[:, :, : old.shape[2]].copy_(old)
-            grown.append(made)
-        if not self.all_rows:
-            self.set_rows(grown, self.most_rows)
-        elif any(grown):
-            self.set_rows([{**old, **new} for old, new in zip(self.all_rows, grown, strict=True)], self.most_rows)
+        grown = [row_state(self.options, layer, self.most_rows, capacity) for layer in self.layers]
+        if self.all_rows:
+            self.drain()
+            for old, new in zip(self.all_rows, grown, strict=True):
+                for name, tensor in old.items():
+                    new[name][tuple(map(slice, tensor.shape))].copy_(tensor)
+        self.set_rows(grown, self.most_rows)
 
     def capacity_for(self, pages: int) -> int:
         """Tokens in the table of a row with so many pages. A batch records a step for each power of two; the table of
@@ -352,7 +337,14 @@ class Tiers:
         every = gather(self.ranks, (needed, allowance(held, given, here), here))
         needed, allowed, here = max(every, key=lambda rank: rank[0] - rank[1])
         if needed > allowed:
-            raise no_host_memory(needed, allowed, tokens, self.batch, given, here)
+            limit = "half of what is free" if given is None else "option host_memory"
+            if here > 1:
+                limit += f", shared by the {here} ranks of this machine"
+            raise SpecacheError(
+                f"the host tier would need {needed / 2**30:.2f} GiB for {tokens:,} tokens x batch {self.batch}, more "
+                f"than its budget of {allowed / 2**30:.2f} GiB ({limit}). The cache is unchanged. Lower the batch or "
+                "the context, free host memory, or raise host_memory (bytes)."
+            )
 
     def crop(self, lengths: Sequence[int], before: Sequence[int]) -> None:
         """Keep the first tokens of each row, of `before`, by each field's `on_crop`, and free pages without tokens."""
@@ -389,9 +381,8 @@ class Tiers:
         """Empty buffers for so many rows, with the counts over all rows."""
         made = [row_state(self.options, layer, places, self.capacity) for layer in self.layers]
         for layer, old, new in zip(self.layers, self.all_rows, made, strict=True):
-            for field in fields_of(self.options, layer):
-                if not field.by_page and not field.by_row:
-                    new[field.name].copy_(old[field.name])
+            by_row = {field.name for field in row_fields(self.options, layer)}
+            new.update({name: count for name, count in old.items() if name not in by_row})
         return made
 
     def copy_rows(self, source: list[LayerState], target: list[LayerState], moves: Sequence[tuple[int, int]]) -> None:
@@ -492,15 +483,4 @@ def evicted(method: str) -> SpecacheError:
         f"method {method!r} keeps only the pairs that its policy chose, different ones for each head, so the cache has "
         "no plain copy and cannot be continued uncompiled. Use a method that keeps all pairs: specache, kivi, kcache, "
         f"offload or full. In the middle of a generation: {RECOMPILE_LIMIT}."
-    )
-
-
-def no_host_memory(needed: int, allowed: int, tokens: int, batch: int, given: int | None, ranks: int) -> SpecacheError:
-    limit = "half of what is free" if given is None else "option host_memory"
-    if ranks > 1:
-        limit += f", shared by the {ranks} ranks of this machine"
-    return SpecacheError(
-        f"the host tier would need {needed / 2**30:.2f} GiB for {tokens:,} tokens x batch {batch}, more than its "
-        f"budget of {allowed / 2**30:.2f} GiB ({limit}). The cache is unchanged. Lower the batch or the context, free "
-        "host memory, or raise host_memory (bytes)."
     )

@@ -205,8 +205,8 @@ def test_growth_that_fails_can_be_repeated(
     """In the middle of a pool's tensors, or of the buffers of rows that grow (h2o)."""
     model, ids = model_of(method, 2), prompt(250)
     cache, other = (step(model, ids)[1] for _ in range(2))
-    module: Any = tiers_module if method == "h2o" else pools
-    whole, calls = module.empty, list[Any]()
+    module, name = (tiers_module, "row_state") if method == "h2o" else (pools, "empty")
+    whole, calls = getattr(module, name), list[Any]()
 
     def failing(*given: Any, **more: Any) -> Any:
         calls.append(given)
@@ -215,7 +215,7 @@ def test_growth_that_fails_can_be_repeated(
         return whole(*given, **more)
 
     with monkeypatch.context() as patch:
-        patch.setattr(module, "empty", failing)
+        patch.setattr(module, name, failing)
         with pytest.raises(error):
             step(model, prompt(300, seed=5), cache)
     assert len(calls) == 2
