@@ -29,11 +29,13 @@ class Input:
     site: int = -1
     field: str = ""
 
-    def of(self, arguments: Sequence[Any], state: Sequence[Mapping[str, Any]], own: Mapping[str, Any]) -> Any:
-        """Return the input's value, from the caller's arguments, the state of each layer, or the session's tensors."""
+    @property
+    def place(self) -> tuple[int, int | str]:
+        """Among the caller's arguments (0), the session's other tensors (1) and the state of each layer (2 and more),
+        with the key there."""
         if self.source == "argument":
-            return arguments[self.argument]
-        return state[self.site][self.field] if self.source == "state" else own[self.source]
+            return 0, self.argument
+        return (2 + self.site, self.field) if self.source == "state" else (1, self.source)
 
 
 @dataclass(frozen=True)

@@ -173,9 +173,11 @@ def drained(caches: Sequence[DynamicCache]) -> list[Session]:
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def session_of_rows(rows: Sequence[SessionRow]) -> Session:
-    """A session of these rows, whose counts start at zero. They share the pages of their pool; of several pools they
-    get copies in a new one."""
+def session_of_rows(rows: Sequence[SessionRow], pool: PagePool | None = None) -> Session:
+    """A session of these rows, whose counts start at zero.
+
+    pool: for its pages. None: that of the rows, which share its pages; of several pools they get copies in a new one.
+    """
     sessions = list(dict.fromkeys(session for session, _ in rows))
     first, *others = (session.final_options for session in sessions)
     if found := next(filter(None, (differences(other, first) for other in others)), None):
@@ -183,13 +185,11 @@ def session_of_rows(rows: Sequence[SessionRow]) -> Session:
     for session in sessions:
         if session.tiers.pending is not None:
             compress(session)
-    several = len({id(session.tiers.pool) for session in sessions}) > 1
-    pool = PagePool(first, sessions[0].layers, 0) if several else None
+    if pool is None and len({id(session.tiers.pool) for session in sessions}) > 1:
+        pool = PagePool(first, sessions[0].layers, 0)
     return sessions[0].derived(joined([(session.tiers, row) for session, row in rows], pool), progress_of(rows))
 
 
-@torch.inference_mode(False)
-@torch.no_grad()
 def in_pages(cache: DynamicCache, pool: PagePool) -> DynamicCache:
     """The cache in pages of `pool`, which has its final options. A cache in other pages is freed.
 
@@ -198,11 +198,7 @@ def in_pages(cache: DynamicCache, pool: PagePool) -> DynamicCache:
     (session,) = drained([cache])
     if session.tiers.pool is pool:
         return cache
-    if session.tiers.pending is not None:
-        compress(session)
-    rows = [(session, row) for row in range(session.tiers.batch)]
-    tiers = joined([(session.tiers, row) for _, row in rows], pool)
-    made = cache_of(session.derived(tiers, progress_of(rows)), [cache])
+    made = cache_of(session_of_rows([(session, row) for row in range(session.tiers.batch)], pool), [cache])
     drop(cache)
     return made
 

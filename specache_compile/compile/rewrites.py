@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -104,14 +104,15 @@ class Rewrites:
 
 def rewrite(captured: Captured, variant: Variant, name: str) -> Rewritten:
     """Run the passes on a copy of the captured graph, and lower the result."""
-    fakes = StateFakes(captured, variant)
+    state, own = state_fakes(captured, variant)
     graph_module = GraphModule(captured.graph_module, copy.deepcopy(captured.graph_module.graph))
-    plan = plan_of(captured, variant, fakes, graph_module.graph)
+    plan = plan_of(captured, variant, state, own, graph_module.graph)
     graph_module, texts = run_pipeline(graph_module, plan, name)
     how = captured.options.lowering
     once = variant.phase.once and not variant.options.drafts  # otherwise it runs before each draft
     how = "op by op" if how == "inductor" and once else how
-    inputs = [each.of(captured.fakes, fakes.state, fakes.own) for each in plan.inputs]
+    every: list[Any] = [captured.fakes, own, *state]
+    inputs = [every[place][key] for place, key in (each.place for each in plan.inputs)]
     run = lower(graph_module, inputs, how, cuda_graphs.NO_TREES, captured.mode)
     recorded = is_to_capture(captured.mode, graph_module, plan)
     rows = row_dims(graph_module, plan) if recorded else None
@@ -123,42 +124,38 @@ def rewrite(captured: Captured, variant: Variant, name: str) -> Rewritten:
     )  # fmt: skip
 
 
-class StateFakes:
-    """Fake tensors of a session's state, in Dynamo's fake mode, with its symbol for the batch.
-
-    state: each layer's state tensors, by field.
-    own: the session's other tensors, by the source of an `Input`.
-    """
-
-    def __init__(self, captured: Captured, variant: Variant) -> None:
-        batch, layers = captured.batch, captured.layers
-        device, options = layers[0].device, variant.options
-        fixed, pages = variant.capacity, captured.free_size("pages", 32)
-        tokens = captured.symbols.hint(captured.past) + captured.symbols.hint(captured.tokens)
-        columns: Any = captured.free_size("columns", CURSOR_SIZE + bucket(tokens) // PAGE, CURSOR_SIZE + 1)
-        if fixed is not None:  # not `capacity_is_free`
-            columns = CURSOR_SIZE + fixed // PAGE
-        capacity = (columns - CURSOR_SIZE) * PAGE
-        with captured.fake_mode:
-            self.state = [
-                {
-                    field.name: torch.empty(
-                        field.shape(options, layer, *((pages, PAGE) if field.by_page else (batch, capacity))),
-                        dtype=field.dtype(options, layer), device=field.device(layer),
-                    )
-                    for field in fields_of(options, layer)
-                }
-                for layer in layers
-            ]  # fmt: skip
-            self.own = {
-                "cursor": new_cursor(device, batch, columns - CURSOR_SIZE),
-                "speculative": torch.empty(batch, 1, dtype=torch.int64, device=device),
-                "padding": torch.empty(batch, 1, 1, capacity, dtype=torch.bool, device=device),
+def state_fakes(captured: Captured, variant: Variant) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Fake tensors in Dynamo's fake mode, with its symbol for the batch: each layer's state tensors by field, and the
+    session's other tensors by the source of an `Input`."""
+    batch, layers, options, fixed = captured.batch, captured.layers, variant.options, variant.capacity
+    tokens = captured.symbols.hint(captured.past) + captured.symbols.hint(captured.tokens)
+    pages: Any = captured.free_size("pages", 32)
+    columns: Any = CURSOR_SIZE + (bucket(tokens) if fixed is None else fixed) // PAGE
+    if fixed is None:
+        columns = captured.free_size("columns", columns, CURSOR_SIZE + 1)
+    capacity = (columns - CURSOR_SIZE) * PAGE
+    with captured.fake_mode:
+        state = [
+            {
+                field.name: torch.empty(
+                    field.shape(options, layer, *((pages, PAGE) if field.by_page else (batch, capacity))),
+                    dtype=field.dtype(options, layer), device=field.device(layer),
+                )
+                for field in fields_of(options, layer)
             }
+            for layer in layers
+        ]  # fmt: skip
+        return state, {
+            "cursor": new_cursor(layers[0].device, batch, columns - CURSOR_SIZE),
+            "speculative": torch.empty(batch, 1, dtype=torch.int64, device=layers[0].device),
+            "padding": torch.empty(batch, 1, 1, capacity, dtype=torch.bool, device=layers[0].device),
+        }
 
 
-def plan_of(captured: Captured, variant: Variant, fakes: StateFakes, graph: Graph) -> RewritePlan:
-    """The plan for `graph`, a copy of the captured graph."""
+def plan_of(
+    captured: Captured, variant: Variant, state: list[dict[str, Any]], own: Mapping[str, Any], graph: Graph
+) -> RewritePlan:
+    """The plan for `graph`, a copy of the captured graph, over the fakes of `state_fakes`."""
     options = variant.options
     copies = dict(zip(captured.graph_module.graph.nodes, graph.nodes, strict=True))
     sites = [site.moved(copies) for site in captured.sites]
@@ -168,9 +165,9 @@ def plan_of(captured: Captured, variant: Variant, fakes: StateFakes, graph: Grap
         selects=selects(options),
         speculate=options.two_lanes,
         recipe=functools.partial(METHODS[options.method].recipe, options),
-        state=fakes.state,
-        cursor=fakes.own["cursor"],
-        padding=None if variant.ragged else fakes.own["padding"],
+        state=state,
+        cursor=own["cursor"],
+        padding=None if variant.ragged else own["padding"],
         inputs=[Input("argument", argument=i) for i in range(len(captured.placeholders))],
     )
 

@@ -100,6 +100,10 @@ class Rewritten:
         return any(each.source == "speculative" for each in self.inputs)
 
     @functools.cached_property
+    def places(self) -> list[tuple[int, int | str]]:
+        return [each.place for each in self.inputs]
+
+    @functools.cached_property
     def stays(self) -> list[bool]:
         """Of each input of a captured graph, whether it is state or is written to, and so keeps its address."""
         owned = [source.source in ("state", "cursor", "padding") for source in self.inputs]

@@ -60,6 +60,11 @@ class Progress:
         return max(self.lengths)
 
     @property
+    def mask(self) -> Tensor | None:
+        """`padding`, if the last step had such a mask."""
+        return self.padding if self.padded else None
+
+    @property
     def differ(self) -> bool:
         """Whether a row has fewer tokens than columns."""
         return any(length != self.length for length in self.lengths)
@@ -251,16 +256,6 @@ class Session:
         statistics.pair_bytes = [2 * x.shape[-1] * x.dtype.itemsize for x in stored]
         statistics.ranks = 1 if self.tiers.ranks is None else self.tiers.ranks.size()
         statistics.bytes_by_tier = self.tiers.bytes_by_tier()
-
-    def advance(self, columns: int, tokens: Sequence[int]) -> None:
-        """Count `columns` new columns, and `tokens` new tokens of each row. Earlier views of the cache become stale."""
-        progress = self.progress
-        progress.length += columns
-        progress.lengths = tuple(length + new for length, new in zip(progress.lengths, tokens, strict=True))
-        self.version += 1
-        self.view = None
-        self.statistics.bytes_to_host += self.tiers.host_bytes(sum(tokens))
-        self.statistics.full_cache_bytes = full_cache_bytes(self.layers, self.tiers.batch, self.length, itemsize=2)
 
     @torch.inference_mode(False)
     def replay(self, version: int, edits: tuple[Edit, ...]) -> None:

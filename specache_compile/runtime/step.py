@@ -31,6 +31,7 @@ from specache_compile.rope_switch import rows_apart
 
 from .rewritten import Rewritten, phases, selects, variant_of
 from .session import Progress, Session, staged
+from .state import full_cache_bytes
 
 # What a pre-decode writes in a layer, and its fetch starts from.
 CHOSEN = ("slots", "slot_index", "selected")
@@ -79,22 +80,25 @@ class Step:
         self.session.reserve(self.tokens)
         self.update_padding(padding, causal)
         self.write_cursor()
-        session, progress = self.session, self.session.progress
-        there = progress.padding[:, 0, 0] if progress.padding is not None and progress.padded else None
-        stops = [length + new for length, new in zip(progress.lengths, self.new_tokens, strict=True)]
-        session.tiers.find_sinks(there, progress.lengths, stops)
+        progress = self.session.progress
+        self.session.tiers.find_sinks(progress.mask, progress.lengths, self.stops)
 
     @property
     def new_tokens(self) -> list[int]:
         """New tokens of each row, without padding."""
         return [self.tokens - absent for absent in self.front]
 
+    @property
+    def stops(self) -> list[int]:
+        """Tokens of each row after the step."""
+        return [length + new for length, new in zip(self.session.progress.lengths, self.new_tokens, strict=True)]
+
     def write_cursor(self) -> None:
         """Write the cursor."""
         session, lengths = self.session, self.session.progress.lengths
         rows = [
-            (length - absent, *map(session.options.low_bit_length, (length, length + new)))
-            for length, absent, new in zip(lengths, self.front, self.new_tokens, strict=True)
+            (length - absent, *map(session.options.low_bit_length, (length, stop)))
+            for length, absent, stop in zip(lengths, self.front, self.stops, strict=True)
         ]
         if len(set(rows)) > 1:
             values = staged(torch.tensor(rows), session.cursor)
@@ -164,22 +168,19 @@ class Step:
 
     def check_rope(self) -> None:
         """SpecacheError if joined rows would have other RoPE frequencies than each row alone."""
-        switch, lengths = self.session.rope_switch, self.session.progress.lengths
-        if switch is not None and switch.misfit(
-            [length + new for length, new in zip(lengths, self.new_tokens, strict=True)]
-        ):
+        switch = self.session.rope_switch
+        if switch is not None and switch.misfit(self.stops):
             raise rows_apart(switch)
 
     def run(self, graph: Any, arguments: Sequence[Any]) -> list[Any]:
         """The outputs of the captured graph, with held tensors for the cache."""
-        graphs_to_run = self.graphs_to_run(graph, arguments)
-        self.begin_phase(graphs_to_run[-1].variant.phase)
-        *before, last = graphs_to_run
+        *before, last = self.graphs_to_run(graph, arguments)
+        self.begin_phase(last.variant.phase)
         for rewritten in before:
             self.run_pre_decode(graph, rewritten, arguments)
         outputs = self.run_graph(graph, last, arguments)
         self.finish()
-        for position, (site, part) in graphs_to_run[-1].held_outputs.items():
+        for position, (site, part) in last.held_outputs.items():
             outputs[position] = self.session.held(site, part)
         return outputs
 
@@ -245,14 +246,11 @@ class Step:
 
     def rows_recorded(self, graph: Any, rewritten: Rewritten, arguments: Sequence[Any]) -> int:
         """Rows of the CUDA graph: those of the bucket if inactive rows may pad the batch, else the batch."""
-        live, dims = self.session.tiers.batch, rewritten.rows
-        if dims is None:
+        live, dims, holds = self.session.tiers.batch, rewritten.rows, graph.captured.symbols.holds
+        rows = live if dims is None else row_bucket(live, self.session.tiers.most_rows)
+        if dims is None or not all(holds(each, arguments, {dims.number: rows}) for each in dims.assumed):
             return live
-        rows = row_bucket(live, self.session.tiers.most_rows)
-        if rows == live:
-            return live
-        holds = graph.captured.symbols.holds
-        return rows if all(holds(each, arguments, {dims.number: rows}) for each in dims.assumed) else live
+        return rows
 
     def inputs_of(self, rewritten: Rewritten, arguments: Sequence[Any], rows: int) -> list[Any]:
         """The inputs of a rewritten graph: the caller's arguments, and the session's state for so many rows."""
@@ -260,12 +258,13 @@ class Step:
         own = {"cursor": cursor, "padding": progress.padding, "speculative": progress.speculative}
         if DTensor in set(map(type, arguments)):
             arguments = [local(value) for value in arguments]
-        return [each.of(arguments, state, own) for each in rewritten.inputs]
+        every: list[Any] = [arguments, own, *state]
+        return [every[place][key] for place, key in rewritten.places]
 
     def fill(self, pairs: Iterable[Sequence[Tensor]]) -> None:
         """Store each site's new keys and values [B, H, T, d], with the ops of a prefill."""
         session, frequencies = self.session, self.session.tiers.frequencies
-        padding = session.progress.padding if session.progress.padded else None
+        padding = session.progress.mask
         with self.filling() as states:
             for site, (keys, values) in enumerate(pairs):
                 state = states[site]
@@ -285,10 +284,15 @@ class Step:
 
     def finish(self) -> None:
         """Count the tokens as cached. Earlier views of the cache become stale."""
-        session = self.session
+        session, progress, tiers = self.session, self.session.progress, self.session.tiers
         chosen = self.ran[-1].before is not None and selects(session.options)
-        session.progress.ready = (chosen,) * session.tiers.batch
-        session.advance(self.tokens, self.new_tokens)
+        progress.ready = (chosen,) * tiers.batch
+        session.statistics.bytes_to_host += tiers.host_bytes(sum(self.new_tokens))
+        # In one statement: an interrupted step has happened or not.
+        progress.lengths, progress.length, session.version, session.view = (
+            tuple(self.stops), progress.length + self.tokens, session.version + 1, None
+        )  # fmt: skip
+        session.statistics.full_cache_bytes = full_cache_bytes(tiers.layers, tiers.batch, progress.length, itemsize=2)
         session.half_evicted = False
         if session.cursor.is_cuda and self.tokens > copy_stream.WRITE_THROUGH:
             copy_stream.release_staging()
@@ -321,12 +325,12 @@ def compress(session: Session) -> None:
         None if each is None else each.to(layer.device)
         for each, layer in zip(tiers.frequencies, tiers.layers, strict=True)
     ]
-    padding, none = progress.padding if progress.padded else None, (0,) * tiers.batch
-    empty = replace(progress, length=0, lengths=none, padded=padding is not None)
+    none = (0,) * tiers.batch
+    empty = replace(progress, length=0, lengths=none)
     step = Step(session.derived(made, empty), progress.length)
     step.front = tuple(progress.length - length for length in progress.lengths)
     step.write_cursor()
-    made.find_sinks(None if padding is None else padding[:, 0, 0], none, progress.lengths)
+    made.find_sinks(progress.mask, none, progress.lengths)
     every = (tiers.all_pairs(site, progress.lengths, progress.length) for site in range(len(tiers.layers)))
     step.fill(pairs.unbind(3) for pairs in every)
     made.drain()

@@ -159,19 +159,19 @@ class Tiers:
         """Use other buffers for all rows, with so many slices."""
         self.all_rows, self.most_rows, self.views_by_rows, self.moves = rows, places, {}, next(NUMBERS)
 
-    def find_sinks(self, there: Tensor | None, lengths: Sequence[int], stops: Sequence[int]) -> None:
+    def find_sinks(self, padding: Tensor | None, lengths: Sequence[int], stops: Sequence[int]) -> None:
         """Set which tokens of each row are its sinks, among the cached and new ones up to its stop.
 
-        there: as for `sinks.find_sinks`.
+        padding: [B, 1, 1, C], True for tokens; None if there is none.
         """
         indices = [] if self.sinks_known is not None else [x for x in self.fields("sink_index") if x.shape[2]]
         if not indices:
             return
-        follows = there is None
+        follows = padding is None
         for rows, (length, stop) in runs_of(list(zip(lengths, stops, strict=True))):
             low_bit = self.options.low_bit_length(length)
             for index in indices:
-                find_sinks(index[rows], None if there is None else there[rows], low_bit, stop)
+                find_sinks(index[rows], None if padding is None else padding[rows, 0, 0], low_bit, stop)
             follows = follows and stop - low_bit >= indices[0].shape[2]
         # Lengths alone decide without a device sync; a fake tensor has no values.
         if follows or isinstance(indices[0], FakeTensor) or all(bool((index >= 0).all()) for index in indices):
