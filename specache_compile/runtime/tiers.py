@@ -321,8 +321,8 @@ class Tiers:
         """Pages that a row of `length` tokens may still allocate until it has `longest`, copies of shared ones
         included."""
         assert self.pool is not None
-        writes = self.pages[row][self.first_written(length) :]
-        shared = sum(self.pool.counts[page] > 1 for page in writes)
+        counts, writes = self.pool.counts, self.pages[row][self.first_written(length) :]
+        shared = sum(counts[page] > 1 for page in writes)
         return max(0, pages_for(longest) - len(self.pages[row])) + shared
 
     def check_host_memory(self, places: int, tokens: int) -> None:
