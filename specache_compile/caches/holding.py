@@ -21,6 +21,7 @@ from specache_compile.model_key import decoder_of, prefill_key
 from specache_compile.options import MethodOptions
 from specache_compile.passes.phase import PREFILL
 from specache_compile.passes.reading.sites import PARTS
+from specache_compile.rope_switch import rope_switch
 from specache_compile.runtime.held import HeldTensor
 from specache_compile.runtime.ranks import ranks_of
 from specache_compile.runtime.records import find_record
@@ -219,8 +220,9 @@ def session_for(
 
 
 def set_model(session: Session, model: torch.nn.Module) -> None:
-    """Set what a prefill graph would set from its arguments: the weights and RoPE's frequencies."""
+    """Set what a prefill graph would set: the weights and RoPE's frequencies, with their switch."""
     session.weights = [weakref.ref(weight) for weight in model.parameters()]
+    session.rope_switch = rope_switch(model.config)
     session.tiers.frequencies = [frequencies_of(model)] * len(session.layers)
 
 

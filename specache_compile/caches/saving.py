@@ -13,6 +13,7 @@ import shutil
 import uuid
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,9 @@ from tqdm import tqdm
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from specache_compile.compile.compiled_options import required_options
-from specache_compile.errors import OptionError, SpecacheError, first_line, split_session
+from specache_compile.errors import SpecacheError, first_line, split_session
 from specache_compile.kernels.state.page_table import PAGE
 from specache_compile.kernels.state.stored_pairs import parts_of
-from specache_compile.methods import every_method
 from specache_compile.methods.field import MEASURE, LayerShape, LayerState
 from specache_compile.model_key import PrefillKey, prefill_key
 from specache_compile.options import MethodOptions, differences, own_options
@@ -166,9 +166,11 @@ def load(folder: str | os.PathLike[str], model: torch.nn.Module) -> DynamicCache
 
 def restored(root: Path, header: Mapping[str, Any], model: torch.nn.Module) -> DynamicCache:
     """The cache of a folder with this header."""
-    compiled_with = required_options(model, "load")
-    requested, final = (restored_options(each, compiled_with) for each in header["options"])
-    if found := differences(requested, compiled_with):
+    options, (requested, final) = required_options(model, "load"), header["options"]
+    found = f"method {requested['method']!r} (the model's: {options.method!r})"
+    if requested["method"] == options.method:
+        found = differences(replace(options, **requested), options)
+    if found:
         raise SpecacheError(
             f"the session in {root} was made with other options: {found}. Compile the model with those, or prefill "
             "again"
@@ -180,9 +182,10 @@ def restored(root: Path, header: Mapping[str, Any], model: torch.nn.Module) -> D
         check_key(root, key, prefill_key(model, model.parameters()))
     progress = Progress(keys=keys, **owned(header["progress"], device))
     shapes = [LayerShape(**shape, device=device) for shape in header["shapes"]]
-    session = Session(requested, shapes, len(keys), progress.length)
+    session = Session(options, shapes, len(keys), progress.length)
     session.progress, tiers = progress, session.tiers
-    tiers.options, tiers.pending = (final.in_16_bits, final) if header["in_16_bits"] else (final, None)
+    last = replace(options, **final)
+    tiers.options, tiers.pending = (last.in_16_bits, last) if header["in_16_bits"] else (last, None)
     tiers.capacity = header["capacity"]
     session.reserve(0)
     set_model(session, model)
@@ -275,19 +278,6 @@ def described_options(options: MethodOptions) -> dict[str, Any]:
     """The options that determine a session's contents."""
     names = [name for name in own_options(type(options)) if name not in OF_THE_MODEL]
     return {"method": options.method, **{name: getattr(options, name) for name in names}}
-
-
-def restored_options(described: Mapping[str, Any], given: MethodOptions) -> MethodOptions:
-    """Options from their description, for a model compiled under `given`."""
-    method = every_method().get(described["method"])
-    if method is None:
-        raise OptionError(
-            f"the session was saved with method {described['method']!r}. Install its package, or prefill again"
-        )
-    kind = method.options
-    known = own_options(kind)
-    own = {name: getattr(given, name, known[name].default) for name in OF_THE_MODEL if name in known}
-    return kind(**{**described, **own})
 
 
 def device_of(model: torch.nn.Module) -> torch.device:
