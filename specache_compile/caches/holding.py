@@ -110,6 +110,8 @@ def materialize(cache: DynamicCache) -> DynamicCache:
     return plain
 
 
+@torch.inference_mode(False)
+@torch.no_grad()
 def taken_over(
     cache: DynamicCache, model: torch.nn.Module, options: MethodOptions, attention_mask: Tensor | None,
     fill: Callable[[Step, Sequence[Pairs]], object],
@@ -124,7 +126,20 @@ def taken_over(
     reason = reason_of_shapes(pairs, lengths, sites, attention_mask, model)
     if reason is not None:
         raise not_to_be_held(reason)
-    session = session_for(options, [pairs[number] for number in sites], attention_mask, model, fill)
+    biased = frequencies_of(model) is not None and any(
+        KEY_BIAS.search(name) for name, _ in decoder_of(model).named_parameters()
+    )
+    kept = [pairs[number] for number in sites]
+    layers = [
+        LayerShape(keys.shape[1], keys.shape[3], keys.dtype, keys.device, site, biased)
+        for site, (keys, _) in enumerate(kept)
+    ]
+    batch, tokens = kept[0][0].shape[0], kept[0][0].shape[2]
+    session = Session(options, layers, batch, tokens)
+    set_model(session, model)
+    session.progress.keys = (prefill_key(model, model.parameters()),) * batch
+    with opened(session, tokens, attention_mask, causal=masks_are_padding(model)) as step:
+        fill(step, kept)
     held = twin(cache)
     for number in set(range(len(pairs))) - set(sites):
         held.layers[number].keys, held.layers[number].values = (part.clone() for part in pairs[number])
@@ -194,29 +209,6 @@ def reason_of_shapes(
     if mask is not None and (mask.dim() != 2 or mask.shape[0] != shape[0] or mask.shape[1] < shape[1]):
         return f"attention_mask has shape {tuple(mask.shape)} for {shape[0]} rows of {shape[1]} tokens"
     return None
-
-
-@torch.inference_mode(False)
-@torch.no_grad()
-def session_for(
-    options: MethodOptions, pairs: Sequence[Pairs], attention_mask: Tensor | None, model: torch.nn.Module,
-    fill: Callable[[Step, Sequence[Pairs]], object],
-) -> Session:  # fmt: skip
-    """A session with these pairs; `fill` stores what the method's prefill would."""
-    biased = frequencies_of(model) is not None and any(
-        KEY_BIAS.search(name) for name, _ in decoder_of(model).named_parameters()
-    )
-    layers = [
-        LayerShape(keys.shape[1], keys.shape[3], keys.dtype, keys.device, site, biased)
-        for site, (keys, _) in enumerate(pairs)
-    ]
-    batch, _, tokens, _ = pairs[0][0].shape
-    session = Session(options, layers, batch, tokens)
-    set_model(session, model)
-    session.progress.keys = (prefill_key(model, model.parameters()),) * batch
-    with opened(session, tokens, attention_mask, causal=masks_are_padding(model)) as step:
-        fill(step, pairs)
-    return session
 
 
 def set_model(session: Session, model: torch.nn.Module) -> None:

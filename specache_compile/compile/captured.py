@@ -10,9 +10,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._dynamo.source import ConstantSource
 from torch._dynamo.symbolic_convert import tls
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import DimDynamic
+from torch.utils._sympy.numbers import int_oo
 
 from specache_compile.compat import model_of
 from specache_compile.errors import SpecacheError
@@ -30,7 +33,7 @@ from specache_compile.passes.reading.sites import Found, LeftAlone, Site
 from specache_compile.rope_switch import RopeSwitch, rope_switch
 from specache_compile.runtime.held import HeldTensor
 from specache_compile.runtime.rewritten import selects
-from specache_compile.runtime.symbols import SymbolReader, new_size
+from specache_compile.runtime.symbols import SymbolReader
 
 
 @dataclass(frozen=True)
@@ -108,12 +111,16 @@ class Captured:
         return all(site.mask is None for site in self.sites)
 
     def free_size(self, name: str, hint: int, least: int = 2) -> torch.SymInt:
-        """A size symbol of the graph's own.
+        """A symbol for a size that no argument shows, 2 or more: torch treats 0 and 1 as constants.
 
-        It lets one rewrite serve every size. No argument of a call shows it, so nothing may be guarded on it.
+        It lets one rewrite serve every size, so nothing may be guarded on it.
         """
         if name not in self.sizes:
-            self.sizes[name] = new_size(self.fake_mode.shape_env, name, hint, least)
+            shape_env, source = self.fake_mode.shape_env, ConstantSource(name)
+            symbol = shape_env.create_symbol(max(hint, least), source, DimDynamic.DYNAMIC)
+            if least > 2:
+                shape_env.constrain_symbol_range(symbol, compiler_min=least, compiler_max=int_oo)
+            self.sizes[name] = shape_env.create_symintnode(symbol, hint=max(hint, least), source=source)
         return self.sizes[name]
 
     @property

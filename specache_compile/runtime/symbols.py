@@ -9,20 +9,6 @@ from typing import Any
 import sympy
 import torch
 from torch import Tensor
-from torch._dynamo.source import ConstantSource
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
-from torch.utils._sympy.numbers import int_oo
-
-
-def new_size(shape_env: ShapeEnv, name: str, hint: int, least: int = 2) -> torch.SymInt:
-    """A symbol for a size that no argument of the graph has, 2 or more: torch treats 0 and 1 as constants."""
-    source = ConstantSource(name)
-    symbol = shape_env.create_symbol(max(hint, least), source, DimDynamic.DYNAMIC)
-    if least > 2:
-        shape_env.constrain_symbol_range(symbol, compiler_min=least, compiler_max=int_oo)
-    size = shape_env.create_symintnode(symbol, hint=max(hint, least), source=source)
-    assert isinstance(size, torch.SymInt)
-    return size
 
 
 class SymbolReader:
