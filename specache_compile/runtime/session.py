@@ -157,25 +157,32 @@ class Session:
 
     def refresh(self) -> None:
         """Update cursor and statistics after a change of the tiers' rows."""
-        self.new_cursor()
+        self.update_cursor(rows_changed=True)
         self.update_memory()
 
-    def new_cursor(self) -> None:
-        """Select the cursor for the current rows and their pages."""
-        pages, most = self.tiers.table.shape[1], self.tiers.most_rows
-        if any(cursor.shape[0] != most for cursor in self.cursors.values()):
-            self.tiers.drain()  # recorded steps contain their addresses, and copies read them
-            self.recorded.clear()
-            self.cursors.clear()
-        if pages not in self.cursors:
-            self.cursors[pages] = new_cursor(self.layers[0].device, most, pages)
-            if self.cursors[pages].is_cuda:
-                attach(self.cursors[pages], self.host_record)
-        every = self.cursors[pages]
-        every[self.tiers.batch :].zero_()
-        self.tiers.clear_inactive()
-        self.cursor, self.host_record.table = every[: self.tiers.batch], None
-        self.update_page_table()
+    def update_cursor(self, rows_changed: bool = False) -> None:
+        """Write the page table into the cursor of the current rows and pages."""
+        tiers, table = self.tiers, self.tiers.table
+        width, most = table.shape[1], tiers.most_rows
+        if table is self.host_record.table and not rows_changed:
+            return
+        if rows_changed or self.cursor.shape != (tiers.batch, CURSOR_SIZE + width):
+            if self.cursors:
+                tiers.drain()  # copies read the old cursor, and recorded steps contain its address
+            if any(cursor.shape[0] != most for cursor in self.cursors.values()):
+                self.recorded.clear()
+                self.cursors.clear()
+            if width not in self.cursors:
+                self.cursors[width] = new_cursor(self.layers[0].device, most, width)
+                if self.cursors[width].is_cuda:
+                    attach(self.cursors[width], self.host_record)
+            every = self.cursors[width]
+            every[tiers.batch :].zero_()
+            tiers.clear_inactive()
+            self.cursor, self.host_record.table = every[: tiers.batch], None
+        self.cursor[:, CURSOR_SIZE:].copy_(staged(table, self.cursor), non_blocking=True)
+        self.host_record.table = table
+        self.statistics.bytes_by_tier = tiers.bytes_by_tier()
 
     def padded_to(self, rows: int) -> tuple[list[LayerState], Tensor]:
         """State and cursor of so many rows; those after the batch are inactive."""
@@ -183,19 +190,6 @@ class Session:
             return self.state, self.cursor
         pages = self.cursor.shape[1] - CURSOR_SIZE
         return self.tiers.padded_to(rows), self.cursors[pages][:rows]
-
-    def update_page_table(self) -> None:
-        """Write the current page table into the cursor."""
-        table = self.tiers.table
-        if table is self.host_record.table:
-            return
-        if self.cursor.shape != (self.tiers.batch, CURSOR_SIZE + table.shape[1]):
-            self.tiers.drain()  # copies read the old cursor
-            self.new_cursor()
-            return
-        self.cursor[:, CURSOR_SIZE:].copy_(staged(table, self.cursor), non_blocking=True)
-        self.host_record.table = table
-        self.statistics.bytes_by_tier = self.tiers.bytes_by_tier()
 
     @property
     def options(self) -> MethodOptions:
@@ -236,7 +230,7 @@ class Session:
         self.tiers.reserve(self.progress.lengths, tokens)
         if self.tiers.moved != self.recorded_at:
             self.update_memory()
-        self.update_page_table()
+        self.update_cursor()
 
     def forget_selection(self) -> None:
         """Forget the selected slots and the speculative token of the next step."""
