@@ -21,7 +21,7 @@ from specache_compile.model_key import Watch, model_key
 from specache_compile.options import MethodOptions
 from specache_compile.paging.pool import PagePool, batch_pool, pages_for
 from specache_compile.runtime.session import session_of, sessions_of
-from specache_compile.runtime.state import device_total, page_bytes, predicted_bytes, row_bytes
+from specache_compile.runtime.state import device_total, page_bytes, predicted_bytes, tier_bytes
 from specache_compile.runtime.tiers import Tiers
 
 from .prefixes import Prefix, Prefixes, can_crop
@@ -43,9 +43,6 @@ class Bytes:
 
     def __add__(self, other: Bytes) -> Bytes:
         return Bytes(self.device + other.device, self.host + other.host)
-
-    def __mul__(self, count: int) -> Bytes:
-        return Bytes(self.device * count, self.host * count)
 
     def holds(self, other: Bytes) -> bool:
         return other.device <= self.device and other.host <= self.host
@@ -285,10 +282,10 @@ def upper_bound(
     It counts the pages of all final lengths and the null page, and the tiers of a first prompt chunk. It also counts
     the fixed state of every row, of the prefill and of each prefix.
     """
-    pages = bytes_of(page_bytes(options, layers)) * (1 + sum(map(pages_for, lengths)))
+    pages = 1 + sum(map(pages_for, lengths))
     places = rows + 1 + (min(rows, MOST_PREFIXES) if prefixes is None else prefixes)
-    fixed = bytes_of(row_bytes(options, layers)) * places
-    return pages + fixed + bytes_of(predicted_bytes(options, layers, 1, chunk))
+    held = tier_bytes(options, layers, pages, pages, places, PAGE)
+    return bytes_of(held) + bytes_of(predicted_bytes(options, layers, 1, chunk))
 
 
 def bound(options: MethodOptions, layers: Sequence[LayerShape], budget: Bytes, fixed: Bytes) -> int | None:

@@ -138,7 +138,9 @@ def taken_over(
     session = Session(options, layers, batch, tokens)
     set_model(session, model)
     session.progress.keys = (prefill_key(model, model.parameters()),) * batch
-    with opened(session, tokens, attention_mask, causal=masks_are_padding(model)) as step:
+    record = find_record(model)
+    is_causal = record is None or all(graph.captured.is_causal for graph in record.graphs)  # as far as they have shown
+    with opened(session, tokens, attention_mask, is_causal) as step:
         fill(step, kept)
     held = twin(cache)
     for number in set(range(len(pairs))) - set(sites):
@@ -221,12 +223,6 @@ def set_model(session: Session, model: torch.nn.Module) -> None:
 def frequencies_of(model: torch.nn.Module) -> Tensor | None:
     """RoPE's frequencies, a buffer of the model."""
     return next((buffer for name, buffer in decoder_of(model).named_buffers() if FREQUENCIES.search(name)), None)
-
-
-def masks_are_padding(model: torch.nn.Module) -> bool:
-    """Whether the model's masks hide only padding and later tokens, as far as its graphs have shown."""
-    record = find_record(model)
-    return record is None or all(graph.captured.is_causal for graph in record.graphs)
 
 
 def not_to_be_held(why: str) -> SpecacheError:

@@ -241,7 +241,7 @@ def drop(cache: DynamicCache) -> None:
     """Free a cache's memory now, before Python's garbage collection. The cache is stale afterwards."""
     for session in sessions_of(cache):
         session.tiers.drain()
-        session.tiers.release_state()
+        session.tiers.reset(session.tiers.batch)
         session.version += 1
         session.view = None
 

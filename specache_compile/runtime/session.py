@@ -306,7 +306,7 @@ class Session:
         made = tiers.selected(rows)
         # In one statement: an interrupted selection has happened or not, and is not applied twice.
         self.tiers, self.progress, self.version, self.view = made, progress, self.version + 1, view
-        tiers.release_state()
+        tiers.reset(tiers.batch)
         self.refresh()
 
     @torch.inference_mode(False)

@@ -121,11 +121,6 @@ def page_bytes(options: MethodOptions, layers: Sequence[LayerShape]) -> dict[str
     return tier_bytes(options, layers, 1, 1, 0, 0)
 
 
-def row_bytes(options: MethodOptions, layers: Sequence[LayerShape]) -> dict[str, int]:
-    """Bytes of a row's buffers outside of its pages, by tier."""
-    return tier_bytes(options, layers, 0, 0, 1, PAGE)
-
-
 def full_cache_bytes(layers: Sequence[LayerShape], batch: int, length: int, itemsize: int = 0) -> int:
     """Bytes of the same tokens in Hugging Face's cache.
 

@@ -87,7 +87,8 @@ class Tiers:
         self.reset(batch)
 
     def reset(self, batch: int) -> None:
-        """Become tiers of so many rows without pages, outside of a pool."""
+        """Become tiers of so many rows without pages, outside of a pool, and release all tensors. No copy may be under
+        way."""
         self.pool: PagePool | None = None
         self.pages: list[list[int]] = [[] for _ in range(batch)]
         self.batch = batch
@@ -217,10 +218,6 @@ class Tiers:
                 pairs = decoded(tokens_of(self.pairs(site, whole, rows), 0, length), layer.dtype, layer.head_dim)
             found.append(pairs if length == columns else pad(pairs, (0, 0, 0, 0, columns - length, 0)))
         return found[0] if len(found) == 1 else torch.cat(found)
-
-    def release_state(self) -> None:
-        """Release all tensors. No copy may be under way."""
-        self.reset(self.batch)
 
     def bytes_by_tier(self) -> dict[str, int]:
         """Bytes of each tier: of the whole pool, if its pages are of these rows alone; else of the rows' pages, where a
