@@ -197,17 +197,14 @@ def take(held: HeldTensor, dim: int, part: Any) -> HeldTensor:
     if isinstance(part, slice) and part.indices(held.shape[dim]) == (0, held.shape[dim], 1):
         return held
     if dim == 2 and isinstance(part, slice):
-        return crop(held, *part.indices(held.shape[2]))
+        start, stop, step = part.indices(held.shape[2])
+        if (start, step) != (0, 1):
+            raise held_read("a slice that does not start at the first token")
+        return edited(held, (*held.shape[:2], stop, held.shape[3]), Crop(stop))
     if dim != 0:
         raise held_read("indexing other than by batch rows and a crop")
     rows = torch.arange(held.shape[0], device="cpu")
     return select_rows(held, 0, rows[part.cpu() if isinstance(part, Tensor) else part, ...])
-
-
-def crop(held: HeldTensor, start: int, stop: int, step: int) -> HeldTensor:
-    if (start, step) != (0, 1):
-        raise held_read("a slice that does not start at the first token")
-    return edited(held, (*held.shape[:2], stop, held.shape[3]), Crop(stop))
 
 
 def select_rows(held: HeldTensor, dim: int | None, rows: Tensor) -> HeldTensor:
