@@ -29,6 +29,14 @@ class Input:
     site: int = -1
     field: str = ""
 
+    @property
+    def place(self) -> tuple[int, int | str]:
+        """Among the caller's arguments (0), the session's other tensors (1) and the state of each layer (2 and more),
+        with the key there."""
+        if self.source == "argument":
+            return 0, self.argument
+        return (2 + self.site, self.field) if self.source == "state" else (1, self.source)
+
 
 @dataclass(frozen=True)
 class Tag:

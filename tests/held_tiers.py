@@ -29,7 +29,7 @@ from specache_compile.runtime.step import Step
 
 def in_rows(session: Any) -> list[dict[str, Tensor]]:
     """Return each layer's state tensors, those in pages as copies [B, H, n, ...] of the rows' whole pages."""
-    session.drain()
+    session.tiers.drain()
     table = session.tiers.table[:, : max(map(len, session.tiers.pages))]
 
     def rows(pages: Tensor) -> Tensor:

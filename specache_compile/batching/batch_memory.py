@@ -21,7 +21,7 @@ from specache_compile.model_key import Watch, model_key
 from specache_compile.options import MethodOptions
 from specache_compile.paging.pool import PagePool, batch_pool, pages_for
 from specache_compile.runtime.session import session_of, sessions_of
-from specache_compile.runtime.state import device_total, page_bytes, predicted_bytes, row_bytes
+from specache_compile.runtime.state import device_total, page_bytes, predicted_bytes, tier_bytes
 from specache_compile.runtime.tiers import Tiers
 
 from .prefixes import Prefix, Prefixes, can_crop
@@ -43,9 +43,6 @@ class Bytes:
 
     def __add__(self, other: Bytes) -> Bytes:
         return Bytes(self.device + other.device, self.host + other.host)
-
-    def __mul__(self, count: int) -> Bytes:
-        return Bytes(self.device * count, self.host * count)
 
     def holds(self, other: Bytes) -> bool:
         return other.device <= self.device and other.host <= self.host
@@ -93,12 +90,10 @@ class BatchMemory:
         self.layers = layers
 
     def restart(self, caches: Iterable[DynamicCache | None]) -> None:
-        """Drop the caches of rows, and count the pool's pages again: an interrupted step may have left wrong counts."""
+        """Drop the caches of rows."""
         for cache in caches:
             if cache is not None and self.tiers_of(cache) is not None:
                 drop(cache)
-        if self.pool is not None:
-            self.pool.recount()
 
     def notice_weights(self, model: torch.nn.Module) -> bool:
         """Drop the prefixes if the model's weights or settings have changed. True if there were some."""
@@ -199,7 +194,7 @@ class BatchMemory:
         tiers = None if prefix is None else self.tiers_of(prefix.cache)
         if prefix is None or tiers is None:
             return []
-        return tiers.pages[0][: tiers.first_written(0, tokens, masked=False, cropped_from=len(prefix.ids))]
+        return tiers.pages[0][: tiers.first_written(tokens)]
 
     def unpaged(self, lengths: Iterable[int]) -> Bytes:
         """Bytes of rows of these lengths that are not in pages of the pool."""
@@ -287,10 +282,10 @@ def upper_bound(
     It counts the pages of all final lengths and the null page, and the tiers of a first prompt chunk. It also counts
     the fixed state of every row, of the prefill and of each prefix.
     """
-    pages = bytes_of(page_bytes(options, layers)) * (1 + sum(map(pages_for, lengths)))
+    pages = 1 + sum(map(pages_for, lengths))
     places = rows + 1 + (min(rows, MOST_PREFIXES) if prefixes is None else prefixes)
-    fixed = bytes_of(row_bytes(options, layers)) * places
-    return pages + fixed + bytes_of(predicted_bytes(options, layers, 1, chunk))
+    held = tier_bytes(options, layers, pages, pages, places, PAGE)
+    return bytes_of(held) + bytes_of(predicted_bytes(options, layers, 1, chunk))
 
 
 def bound(options: MethodOptions, layers: Sequence[LayerShape], budget: Bytes, fixed: Bytes) -> int | None:

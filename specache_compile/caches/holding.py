@@ -21,6 +21,7 @@ from specache_compile.model_key import decoder_of, prefill_key
 from specache_compile.options import MethodOptions
 from specache_compile.passes.phase import PREFILL
 from specache_compile.passes.reading.sites import PARTS
+from specache_compile.rope_switch import rope_switch
 from specache_compile.runtime.held import HeldTensor
 from specache_compile.runtime.ranks import ranks_of
 from specache_compile.runtime.records import find_record
@@ -109,31 +110,44 @@ def materialize(cache: DynamicCache) -> DynamicCache:
     return plain
 
 
+@torch.inference_mode(False)
+@torch.no_grad()
 def taken_over(
     cache: DynamicCache, model: torch.nn.Module, options: MethodOptions, attention_mask: Tensor | None,
     fill: Callable[[Step, Sequence[Pairs]], object],
 ) -> DynamicCache:  # fmt: skip
     """Convert a plain cache under these options; `fill` stores the sites' pairs in the tiers."""
     pairs = [pairs_of(number, layer) for number, layer in enumerate(cache.layers)]
-    sites = [number for number in whole_layers(cache) if number not in options.exact_layers]
+    whole = [number for number, layer in enumerate(cache.layers) if type(layer) is DynamicLayer]  # keep every pair
+    sites = [number for number in whole if number not in options.exact_layers]
     if ranks_of(list(model.parameters())) is not None:
         raise split_session()
     lengths = [cache.get_seq_length(number) for number in range(len(pairs))]
     reason = reason_of_shapes(pairs, lengths, sites, attention_mask, model)
     if reason is not None:
         raise not_to_be_held(reason)
-    session = session_for(options, [pairs[number] for number in sites], attention_mask, model, fill)
+    biased = frequencies_of(model) is not None and any(
+        KEY_BIAS.search(name) for name, _ in decoder_of(model).named_parameters()
+    )
+    kept = [pairs[number] for number in sites]
+    layers = [
+        LayerShape(keys.shape[1], keys.shape[3], keys.dtype, keys.device, site, biased)
+        for site, (keys, _) in enumerate(kept)
+    ]
+    batch, tokens = kept[0][0].shape[0], kept[0][0].shape[2]
+    session = Session(options, layers, batch, tokens)
+    set_model(session, model)
+    session.progress.keys = (prefill_key(model, model.parameters()),) * batch
+    record = find_record(model)
+    is_causal = record is None or all(graph.captured.is_causal for graph in record.graphs)  # as far as they have shown
+    with opened(session, tokens, attention_mask, is_causal) as step:
+        fill(step, kept)
     held = twin(cache)
     for number in set(range(len(pairs))) - set(sites):
         held.layers[number].keys, held.layers[number].values = (part.clone() for part in pairs[number])
     for site, number in enumerate(sites):
         held.layers[number].keys, held.layers[number].values = (session.held(site, part) for part in PARTS)
     return held
-
-
-def whole_layers(cache: Any) -> list[int]:
-    """The numbers of the layers that keep every pair."""
-    return [number for number, layer in enumerate(cache.layers) if type(layer) is DynamicLayer]
 
 
 def twin(cache: Any) -> Any:
@@ -199,44 +213,16 @@ def reason_of_shapes(
     return None
 
 
-@torch.inference_mode(False)
-@torch.no_grad()
-def session_for(
-    options: MethodOptions, pairs: Sequence[Pairs], attention_mask: Tensor | None, model: torch.nn.Module,
-    fill: Callable[[Step, Sequence[Pairs]], object],
-) -> Session:  # fmt: skip
-    """A session with these pairs; `fill` stores what the method's prefill would."""
-    biased = frequencies_of(model) is not None and any(
-        KEY_BIAS.search(name) for name, _ in decoder_of(model).named_parameters()
-    )
-    layers = [
-        LayerShape(keys.shape[1], keys.shape[3], keys.dtype, keys.device, site, biased)
-        for site, (keys, _) in enumerate(pairs)
-    ]
-    batch, _, tokens, _ = pairs[0][0].shape
-    session = Session(options, layers, batch, tokens)
-    set_model(session, model)
-    session.progress.keys = (prefill_key(model, model.parameters()),) * batch
-    with opened(session, tokens, attention_mask, causal=masks_are_padding(model)) as step:
-        fill(step, pairs)
-    return session
-
-
 def set_model(session: Session, model: torch.nn.Module) -> None:
-    """Set what a prefill graph would set from its arguments: the weights and RoPE's frequencies."""
+    """Set what a prefill graph would set: the weights and RoPE's frequencies, with their switch."""
     session.weights = [weakref.ref(weight) for weight in model.parameters()]
+    session.rope_switch = rope_switch(model.config)
     session.tiers.frequencies = [frequencies_of(model)] * len(session.layers)
 
 
 def frequencies_of(model: torch.nn.Module) -> Tensor | None:
     """RoPE's frequencies, a buffer of the model."""
     return next((buffer for name, buffer in decoder_of(model).named_buffers() if FREQUENCIES.search(name)), None)
-
-
-def masks_are_padding(model: torch.nn.Module) -> bool:
-    """Whether the model's masks hide only padding and later tokens, as far as its graphs have shown."""
-    record = find_record(model)
-    return record is None or all(graph.captured.is_causal for graph in record.graphs)
 
 
 def not_to_be_held(why: str) -> SpecacheError:

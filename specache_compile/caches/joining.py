@@ -152,7 +152,7 @@ def reason_against(caches: Sequence[Any], apart: bool = False) -> str | None:
 
 def reason_of_layer(layer: Any, apart: bool) -> str | None:
     """Why one layer of a cache cannot be joined with others; None if it can. apart: the rows' lengths differ."""
-    if type(layer) not in KINDS:
+    if type(layer).__name__ not in KINDS:
         return "has other contents than keys, values and a recurrent state"
     if getattr(layer, "is_sliding", False):
         return "is a sliding window, which requires rows of one length"
@@ -167,15 +167,17 @@ def drained(caches: Sequence[DynamicCache]) -> list[Session]:
         raise refused(reason)
     sessions = [required_session(cache) for cache in caches]
     for session in sessions:
-        session.drain()
+        session.tiers.drain()
     return sessions
 
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def session_of_rows(rows: Sequence[SessionRow]) -> Session:
-    """A session of these rows, whose counts start at zero. They share the pages of their pool; of several pools they
-    get copies in a new one."""
+def session_of_rows(rows: Sequence[SessionRow], pool: PagePool | None = None) -> Session:
+    """A session of these rows, whose counts start at zero.
+
+    pool: for its pages. None: that of the rows, which share its pages; of several pools they get copies in a new one.
+    """
     sessions = list(dict.fromkeys(session for session, _ in rows))
     first, *others = (session.final_options for session in sessions)
     if found := next(filter(None, (differences(other, first) for other in others)), None):
@@ -183,18 +185,11 @@ def session_of_rows(rows: Sequence[SessionRow]) -> Session:
     for session in sessions:
         if session.tiers.pending is not None:
             compress(session)
-    tiers = {session: session.tiers for session in sessions}
-    if len({id(each.pool) for each in tiers.values()}) > 1:
-        pages = sum(len(row) for session in sessions for row in session.tiers.pages)
+    if pool is None and len({id(session.tiers.pool) for session in sessions}) > 1:
         pool = PagePool(first, sessions[0].layers, 0)
-        pool.check_room(pages)
-        pool.grow_to(pages, pages)
-        tiers = {session: session.tiers.copied_to(session.tiers.empty_in(pool)) for session in sessions}
-    return sessions[0].derived(joined([(tiers[session], row) for session, row in rows]), progress_of(rows))
+    return sessions[0].derived(joined([(session.tiers, row) for session, row in rows], pool), progress_of(rows))
 
 
-@torch.inference_mode(False)
-@torch.no_grad()
 def in_pages(cache: DynamicCache, pool: PagePool) -> DynamicCache:
     """The cache in pages of `pool`, which has its final options. A cache in other pages is freed.
 
@@ -203,11 +198,7 @@ def in_pages(cache: DynamicCache, pool: PagePool) -> DynamicCache:
     (session,) = drained([cache])
     if session.tiers.pool is pool:
         return cache
-    if session.tiers.pending is not None:
-        compress(session)
-    tiers = session.tiers.copied_to(session.tiers.empty_in(pool))
-    rows = [(session, row) for row in range(tiers.batch)]
-    made = cache_of(session.derived(tiers, progress_of(rows)), [cache])
+    made = cache_of(session_of_rows([(session, row) for row in range(session.tiers.batch)], pool), [cache])
     drop(cache)
     return made
 
@@ -218,8 +209,7 @@ def reserve_cache_rows(cache: DynamicCache, rows: int) -> DynamicCache:
     """Reserve buffers for so many rows; `append_rows` adds the others."""
     (session,) = drained([cache])
     session.tiers.reserve_rows(rows)
-    session.new_cursor()
-    session.update_memory()
+    session.refresh()
     return cache
 
 
@@ -234,8 +224,7 @@ def append_rows(cache: DynamicCache, newcomer: DynamicCache) -> DynamicCache:
     tiers.append_rows([(new, row) for row in range(new.batch)])
     session.progress, session.view = progress, None
     session.version += 1
-    session.new_cursor()
-    session.update_memory()
+    session.refresh()
     made = cache_of(session, caches)
     drop(newcomer)
     return made
@@ -251,8 +240,8 @@ def keep_rows(cache: DynamicCache, rows: Sequence[int]) -> None:
 def drop(cache: DynamicCache) -> None:
     """Free a cache's memory now, before Python's garbage collection. The cache is stale afterwards."""
     for session in sessions_of(cache):
-        session.drain()
-        session.tiers.release_state()
+        session.tiers.drain()
+        session.tiers.reset(session.tiers.batch)
         session.version += 1
         session.view = None
 

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import os
 import pickle
@@ -14,21 +13,20 @@ import shutil
 import uuid
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
-from transformers import cache_utils
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from specache_compile.compile.compiled_options import required_options
-from specache_compile.errors import OptionError, SpecacheError, first_line, split_session
+from specache_compile.errors import SpecacheError, first_line, split_session
 from specache_compile.kernels.state.page_table import PAGE
 from specache_compile.kernels.state.stored_pairs import parts_of
-from specache_compile.methods import every_method
-from specache_compile.methods.field import LayerShape, LayerState
+from specache_compile.methods.field import MEASURE, LayerShape, LayerState
 from specache_compile.model_key import PrefillKey, prefill_key
 from specache_compile.options import MethodOptions, differences, own_options
 from specache_compile.paging.pool import pages_for
@@ -36,7 +34,7 @@ from specache_compile.passes.reading.sites import PARTS
 from specache_compile.runtime.held import HeldTensor
 from specache_compile.runtime.ranks import ranks_of
 from specache_compile.runtime.session import Progress, Session, required_session
-from specache_compile.runtime.state import MEASURE, fields_of, paged_fields
+from specache_compile.runtime.state import fields_of, paged_fields
 from specache_compile.runtime.tiers import Tiers
 
 from .holding import set_model
@@ -46,19 +44,11 @@ HEADER = "session.pt"
 NOT_WRITTEN = "it is damaged, or `save` did not write it"
 # Options of the model, not of the cache: how its graphs run, and this machine's memory.
 OF_THE_MODEL = ("lowering", "mode", "host_memory", "speculate")
-# Layer classes without other contents than keys, values, a recurrent state and numbers.
-KINDS = tuple(
-    getattr(cache_utils, name)
-    for name in (
-        "DynamicLayer",
-        "DynamicSlidingWindowLayer",
-        "LinearAttentionLayer",
-        "LinearAttentionAndFullAttentionLayer",
-        "LinearAttentionAndSlidingWindowAttentionLayer",
-        "DummyLayer",
-    )
-    if hasattr(cache_utils, name)
-)
+# Transformers' layer classes without other contents than keys, values, a recurrent state and numbers.
+KINDS = (
+    "DynamicLayer", "DynamicSlidingWindowLayer", "LinearAttentionLayer", "LinearAttentionAndFullAttentionLayer",
+    "LinearAttentionAndSlidingWindowAttentionLayer", "DummyLayer",
+)  # fmt: skip
 # Matches folders of layers only.
 LAYERS_FOLDER = "layers-" + "[0-9a-f]" * 8
 # Types of a layer's attributes that are saved; tensors may be in dictionaries.
@@ -98,7 +88,7 @@ def save(cache: DynamicCache, folder: str | os.PathLike[str]) -> None:
     tiers, progress = session.tiers, session.progress
     if tiers.ranks is not None:
         raise split_session()
-    session.drain()
+    session.tiers.drain()
     root = Path(folder)
     root.mkdir(parents=True, exist_ok=True)
     layers = root / f"layers-{uuid.uuid4().hex[:8]}"
@@ -110,7 +100,8 @@ def save(cache: DynamicCache, folder: str | os.PathLike[str]) -> None:
         "in_16_bits": tiers.pending is not None,
         "capacity": tiers.capacity,
         "progress": owned({name: value for name, value in vars(progress).items() if name != "keys"}, "cpu"),
-        "shapes": [described_shape(shape) for shape in session.layers],
+        # The device is that of the loading model.
+        "shapes": [{name: x for name, x in vars(shape).items() if name != "device"} for shape in session.layers],
         "layers": [type(layer).__name__ for layer in cache.layers],
     }
     layers.mkdir()
@@ -118,16 +109,13 @@ def save(cache: DynamicCache, folder: str | os.PathLike[str]) -> None:
     try:
         for number, layer in enumerate(tqdm(cache.layers, "saving", unit="layer", disable=None, leave=False)):
             with tiers.lock:
-                write(contents(layer, tiers, progress.lengths), layers / layer_file(number))
-        sync(layers)
-        write(header, new)
-        sync(root)
+                torch.save(contents(layer, tiers, progress.lengths), layers / layer_file(number))
+        torch.save(header, new)
     except BaseException:
         shutil.rmtree(layers, ignore_errors=True)
         raise
     # The header is replaced in one move, so an interrupted save leaves the old session. The next save deletes the rest.
     os.replace(new, root / HEADER)
-    sync(root)
     for other in root.glob(LAYERS_FOLDER):
         if other != layers:
             shutil.rmtree(other, ignore_errors=True)
@@ -175,9 +163,11 @@ def load(folder: str | os.PathLike[str], model: torch.nn.Module) -> DynamicCache
 
 def restored(root: Path, header: Mapping[str, Any], model: torch.nn.Module) -> DynamicCache:
     """The cache of a folder with this header."""
-    compiled_with = required_options(model, "load")
-    requested, final = (restored_options(each, compiled_with) for each in header["options"])
-    if found := differences(requested, compiled_with):
+    options, (requested, final) = required_options(model, "load"), header["options"]
+    found = f"method {requested['method']!r} (the model's: {options.method!r})"
+    if requested["method"] == options.method:
+        found = differences(replace(options, **requested), options)
+    if found:
         raise SpecacheError(
             f"the session in {root} was made with other options: {found}. Compile the model with those, or prefill "
             "again"
@@ -189,9 +179,10 @@ def restored(root: Path, header: Mapping[str, Any], model: torch.nn.Module) -> D
         check_key(root, key, prefill_key(model, model.parameters()))
     progress = Progress(keys=keys, **owned(header["progress"], device))
     shapes = [LayerShape(**shape, device=device) for shape in header["shapes"]]
-    session = Session(requested, shapes, len(keys), progress.length)
+    session = Session(options, shapes, len(keys), progress.length)
     session.progress, tiers = progress, session.tiers
-    tiers.options, tiers.pending = (final.in_16_bits, final) if header["in_16_bits"] else (final, None)
+    last = replace(options, **final)
+    tiers.options, tiers.pending = (last.in_16_bits, last) if header["in_16_bits"] else (last, None)
     tiers.capacity = header["capacity"]
     session.reserve(0)
     set_model(session, model)
@@ -224,7 +215,7 @@ def fill(session: Session, site: int, found: LayerState, path: Path) -> None:
 def check_layers(cache: DynamicCache) -> None:
     """SpecacheError if a layer has more than is saved."""
     for number, layer in enumerate(cache.layers):
-        if type(layer) not in KINDS or not getattr(layer, "is_initialized", True):
+        if type(layer).__name__ not in KINDS or not getattr(layer, "is_initialized", True):
             raise SpecacheError(
                 f"save: layer {number} of this cache, a {type(layer).__name__}, has other contents than keys, values "
                 "and a recurrent state. Prefill again instead"
@@ -280,28 +271,10 @@ def whole(tiers: Tiers, site: int, lengths: Sequence[int]) -> LayerState:
     return state
 
 
-def described_shape(shape: LayerShape) -> dict[str, Any]:
-    """A layer's shape without the device, which is that of the loading model."""
-    return {field.name: getattr(shape, field.name) for field in dataclasses.fields(shape) if field.name != "device"}
-
-
 def described_options(options: MethodOptions) -> dict[str, Any]:
     """The options that determine a session's contents."""
     names = [name for name in own_options(type(options)) if name not in OF_THE_MODEL]
     return {"method": options.method, **{name: getattr(options, name) for name in names}}
-
-
-def restored_options(described: Mapping[str, Any], given: MethodOptions) -> MethodOptions:
-    """Options from their description, for a model compiled under `given`."""
-    method = every_method().get(described["method"])
-    if method is None:
-        raise OptionError(
-            f"the session was saved with method {described['method']!r}. Install its package, or prefill again"
-        )
-    kind = method.options
-    known = own_options(kind)
-    own = {name: getattr(given, name, known[name].default) for name in OF_THE_MODEL if name in known}
-    return kind(**{**described, **own})
 
 
 def device_of(model: torch.nn.Module) -> torch.device:
@@ -356,20 +329,6 @@ def read(path: Path) -> Any:
         raise unreadable_session(path, first_line(error)) from error
     except (RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
         raise unreadable_session(path, NOT_WRITTEN) from error
-
-
-def write(contents: Mapping[str, Any], path: Path) -> None:
-    torch.save(contents, path)
-    sync(path)
-
-
-def sync(path: Path) -> None:
-    """Force a file to disk, so that it survives a crash of the machine."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def unreadable_session(path: Path, why: str) -> SpecacheError:

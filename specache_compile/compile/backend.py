@@ -21,12 +21,12 @@ from specache_compile.passes.reading.local_shards import own_part
 from specache_compile.passes.reading.sites import LeftAlone
 from specache_compile.runtime.held import HeldTensor
 from specache_compile.runtime.records import ModelRecord, parameters_in, record_of
+from specache_compile.runtime.rewritten import phases, variant_of
 from specache_compile.runtime.state import bucket, predicted_bytes
-from specache_compile.runtime.step import is_ragged, padding_in_front
+from specache_compile.runtime.step import padding_in_front
 from specache_compile.runtime.tiers import effective_options
-from specache_compile.runtime.variant import phases, variant_of
 
-from .captured import Captured, capture, drop_unread_held
+from .captured import Captured, capture, unread_held
 from .compiled_graph import CompiledGraph
 from .free_sizes import free_sizes
 from .rewrites import Rewrites
@@ -66,18 +66,17 @@ def compile_graph(captured: Captured, example_inputs: Sequence[Any]) -> Callable
     report_left_alone(record_of(parameters_in(example_inputs)), captured.left_alone, len(captured.sites))
     if captured.sites:
         return compile_sites(captured, example_inputs)
-    kept = drop_unread_held(captured)
-    why = reasons(captured.left_alone)
+    unread, why = unread_held(captured), reasons(captured.left_alone)
 
     def taken(arguments: Sequence[Any]) -> list[Any]:
-        """The kept arguments, plain: calls pass only these, the example inputs are all of them."""
-        given = arguments if len(arguments) == len(kept) else [arguments[i] for i in kept]
-        return [made_plain(own_part(value, captured.fakes[i]), why) for value, i in zip(given, kept, strict=True)]
+        """The arguments, with plain tensors for held ones."""
+        given = map(own_part, arguments, captured.fakes)
+        return [made_plain(value, why, i in unread) for i, value in enumerate(given)]
 
     options, examples = captured.options, [*example_inputs]
-    for node, i in zip(captured.placeholders, kept, strict=True):
-        if isinstance(held := captured.fakes[i], HeldTensor):
-            examples[i] = node.meta["example_value"] = held.anchor.new_empty(held.shape)
+    for i in captured.held:
+        examples[i] = made_plain(captured.fakes[i], why, i in unread)
+        captured.placeholders[i].meta["example_value"] = examples[i]
     with compiling("a graph that stays exact", options.lowering):
         lowered = lower(captured.graph_module, taken(examples), options.lowering, {}, captured.mode)
     as_they_are = not captured.held and not any(isinstance(value, DTensor) for value in example_inputs)
@@ -91,12 +90,20 @@ def compile_graph(captured: Captured, example_inputs: Sequence[Any]) -> Callable
     return run_exact
 
 
-def made_plain(value: Any, why: str) -> Any:
-    """The plain keys or values that a graph which could not be rewritten reads instead of held ones. why: the
-    reason."""
-    if not isinstance(value, HeldTensor) or value.handle is None:
+def made_plain(value: Any, why: str, unread: bool) -> Any:
+    """The plain keys or values that a graph which could not be rewritten reads instead of held ones.
+
+    why: the reason. unread: it reads the shape alone, for which no memory is needed.
+    """
+    if not isinstance(value, HeldTensor):
         return value
-    return value.handle.session.to_plain(value.handle, why)
+    if unread:
+        return value.anchor.expand(value.shape)
+    return (
+        value.anchor.new_empty(value.shape)
+        if value.handle is None
+        else value.handle.session.to_plain(value.handle, why)
+    )
 
 
 def compile_sites(captured: Captured, example_inputs: Sequence[Any]) -> CompiledGraph:
@@ -108,17 +115,10 @@ def compile_sites(captured: Captured, example_inputs: Sequence[Any]) -> Compiled
     batch = captured.symbols.hint(captured.batch)
     options = effective_options(captured.options.for_prompt(past or tokens), captured.layers, batch, past + tokens)
     front = front_of(captured, example_inputs, past, tokens)
-    ragged = front is not None and is_ragged(captured.phase, front)
-    unpadded = (front is not None and not ragged) or captured.unpadded(example_inputs)
     for phase in phases(captured.phase, options):
-        rewrites.get(variant_of(phase, options, unpadded, ragged, bucket(past + tokens)), ahead=True)
+        variant = variant_of(captured, phase, options, front, example_inputs, bucket(past + tokens))
+        rewrites.get(variant, ahead=True)
     return CompiledGraph(captured, rewrites)
-
-
-def first_session(captured: Captured, example_inputs: Sequence[Any]) -> Any:
-    """The session of the first call's cache; None if it has no cache."""
-    handle = example_inputs[captured.held[0]].handle if captured.held else None
-    return None if handle is None else handle.session
 
 
 def front_of(captured: Captured, example_inputs: Sequence[Any], past: int, tokens: int) -> tuple[int, ...] | None:
@@ -126,8 +126,8 @@ def front_of(captured: Captured, example_inputs: Sequence[Any], past: int, token
     if captured.padding is None or not (captured.is_causal and METHODS[captured.options.method].rows_differ):
         return None
     padding = example_inputs[captured.padding]
-    session = first_session(captured, example_inputs)
-    lengths = (0,) * padding.shape[0] if session is None else session.progress.lengths
+    handle = example_inputs[captured.held[0]].handle if captured.held else None
+    lengths = (0,) * padding.shape[0] if handle is None else handle.session.progress.lengths
     return padding_in_front(padding, lengths, past, tokens) if len(lengths) == padding.shape[0] else None
 
 

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._dynamo.source import ConstantSource
 from torch._dynamo.symbolic_convert import tls
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import DimDynamic
+from torch.utils._sympy.numbers import int_oo
 
 from specache_compile.compat import model_of
 from specache_compile.errors import SpecacheError
-from specache_compile.kernels.state.cursor import CURSOR_SIZE
-from specache_compile.kernels.state.page_table import PAGE
 from specache_compile.methods.field import LayerShape
 from specache_compile.options import MethodOptions
 from specache_compile.passes.absorb import absorb
@@ -31,9 +32,8 @@ from specache_compile.passes.reading.plain_vmaps import plain_vmaps
 from specache_compile.passes.reading.sites import Found, LeftAlone, Site
 from specache_compile.rope_switch import RopeSwitch, rope_switch
 from specache_compile.runtime.held import HeldTensor
-from specache_compile.runtime.state import bucket
-from specache_compile.runtime.symbols import SymbolReader, new_size
-from specache_compile.runtime.variant import selects
+from specache_compile.runtime.rewritten import selects
+from specache_compile.runtime.symbols import SymbolReader
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Captured:
     def fake_mode(self) -> Any:
         return next((fake.fake_mode for fake in self.fakes if isinstance(fake, FakeTensor)), None)
 
-    @property
+    @functools.cached_property
     def layers(self) -> list[LayerShape]:
         """Shape of each site's KV heads."""
         keys = [value_of(site.k) for site in self.sites]
@@ -111,37 +111,17 @@ class Captured:
         return all(site.mask is None for site in self.sites)
 
     def free_size(self, name: str, hint: int, least: int = 2) -> torch.SymInt:
-        """A size symbol of the graph's own."""
+        """A symbol for a size that no argument shows, 2 or more: torch treats 0 and 1 as constants.
+
+        It lets one rewrite serve every size, so nothing may be guarded on it.
+        """
         if name not in self.sizes:
-            self.sizes[name] = new_size(self.fake_mode.shape_env, name, hint, least)
+            shape_env, source = self.fake_mode.shape_env, ConstantSource(name)
+            symbol = shape_env.create_symbol(max(hint, least), source, DimDynamic.DYNAMIC)
+            if least > 2:
+                shape_env.constrain_symbol_range(symbol, compiler_min=least, compiler_max=int_oo)
+            self.sizes[name] = shape_env.create_symintnode(symbol, hint=max(hint, least), source=source)
         return self.sizes[name]
-
-    @property
-    def bucket(self) -> int:
-        """Capacity in tokens of the first call's state."""
-        return bucket(self.symbols.hint(self.past) + self.symbols.hint(self.tokens))
-
-    def free_columns(self) -> torch.SymInt:
-        """A symbol for the columns of a cursor with any number of pages.
-
-        It lets one rewrite serve every capacity. No argument of a call shows it, so nothing may be guarded on it
-        (`capacity_is_free`); a lowered graph reads it from the cursor.
-        """
-        return self.free_size("columns", CURSOR_SIZE + self.bucket // PAGE, CURSOR_SIZE + 1)
-
-    def free_pages(self) -> torch.SymInt:
-        """A symbol for the number of pages of any session's pool."""
-        return self.free_size("pages", 32)
-
-    def unpadded(self, arguments: Sequence[Any]) -> bool:
-        """Whether a prefill has a padding mask of ones, which transformers before 5.18 passes to every prefill.
-
-        The host waits for the device, once a generation. A fake mask, as in `explain`, counts as ones.
-        """
-        if self.phase.has_past or self.padding is None:
-            return False
-        padding = arguments[self.padding]
-        return isinstance(padding, FakeTensor) or bool(padding.all())
 
     @property
     def tokens(self) -> Any:
@@ -169,7 +149,7 @@ def capture(graph_module: GraphModule, options: MethodOptions, mode: str | None)
         joined_copies(graph_module)
         names = frozenset(placeholders[i].name for i in held)
         found = find_attention(graph_module, names, frozenset(options.exact_layers))
-        found = without(found, functools.partial(misfit, options))
+        found = without_misfits(found, options)
         absorbed = absorb(graph_module, found.latents)
     else:
         found, absorbed = Found(left_alone=(LeftAlone("every site", reason),)), ()
@@ -198,28 +178,21 @@ def switch_of_traced() -> RopeSwitch | None:
     return None if config is None else rope_switch(config)
 
 
-def without(found: Found, misfit: Callable[[Site], str | None]) -> Found:
-    """Leave the sites alone for which `misfit` returns a reason."""
-    checked = [(site, misfit(site)) for site in found.sites]
-    kept = (site for site, reason in checked if reason is None)
-    left_alone = (LeftAlone(site.attention.name, why, by_model=True) for site, why in checked if why is not None)
-    return Found(
-        tuple(replace(site, number=number) for number, site in enumerate(kept)),
-        (*found.left_alone, *left_alone),
-        found.latents,
-    )
-
-
-def misfit(options: MethodOptions, site: Site) -> str | None:
-    """Why a method cannot serve a site; None if it can."""
+def without_misfits(found: Found, options: MethodOptions) -> Found:
+    """Leave the sites alone that the method cannot serve."""
     layout = getattr(options, "layout", None)
     ahead = layout is not None and layout.is_quantised and selects(options)
-    if ahead and site.mask is not None and follows(site.mask):
-        return (
-            "its mask depends on the token (an indexer), so prefetched pairs would be those of the token before. Use "
-            "the defaults of setting and speculate"
-        )
-    return None
+    misfits = [site for site in found.sites if ahead and site.mask is not None and follows(site.mask)]
+    why = (
+        "its mask depends on the token (an indexer), so prefetched pairs would be those of the token before. Use the "
+        "defaults of setting and speculate"
+    )
+    kept = [site for site in found.sites if site not in misfits]
+    return Found(
+        tuple(replace(site, number=number) for number, site in enumerate(kept)),
+        (*found.left_alone, *(LeftAlone(site.attention.name, why, by_model=True) for site in misfits)),
+        found.latents,
+    )
 
 
 def follows(mask: Node) -> bool:
@@ -228,12 +201,9 @@ def follows(mask: Node) -> bool:
     sources = [mask, *ancestors_of(mask)]
     of_one = isinstance(value_of(mask).shape[2], int)
     is_part = of_one and not any(node.target is F.embedding for node in mask.graph.nodes)
-    made_before = any(node.op == "placeholder" and is_float_mask(value_of(node)) for node in sources)
+    inputs = [value_of(node) for node in sources if node.op == "placeholder"]
+    made_before = any(isinstance(x, Tensor) and x.dim() == 4 and x.is_floating_point() for x in inputs)
     return (is_part and made_before) or any(node.target is F.linear for node in sources)
-
-
-def is_float_mask(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dim() == 4 and value.is_floating_point()
 
 
 def phase_of(sites: Sequence[Site]) -> Phase:
@@ -250,22 +220,21 @@ def gradients(inputs: Sequence[Any]) -> str | None:
     return None
 
 
-def drop_unread_held(captured: Captured) -> list[int]:
-    """Drop held inputs that a graph without sites reads only the length of; returns the positions of the others.
+def unread_held(captured: Captured) -> set[int]:
+    """The held inputs that a graph without sites reads only the length of.
 
     Graph breaks produce such graphs. If a held input is read, the cache becomes plain when no call of the model would
     be rewritten. Otherwise it is an error, which keeps the cache for a call that is.
     """
     graph, placeholders = captured.graph_module.graph, captured.placeholders
-    dropped = [i for i in captured.held if not any(u.users or u.op == "output" for u in placeholders[i].users)]
+    unread = {i for i in captured.held if not any(u.users or u.op == "output" for u in placeholders[i].users)}
     lasting = bool(captured.left_alone) and all(item.by_model for item in captured.left_alone)
-    if len(dropped) < len(captured.held) and not lasting:
+    if len(unread) < len(captured.held) and not lasting:
         raise unmatched_held(captured.left_alone)
-    for node in (placeholders[i] for i in dropped):
-        for dead in (*node.users, node):
-            graph.erase_node(dead)
+    for dead in [user for i in unread for user in placeholders[i].users]:
+        graph.erase_node(dead)
     captured.graph_module.recompile()
-    return [i for i in range(len(placeholders)) if i not in dropped]
+    return unread
 
 
 def unmatched_held(left_alone: Sequence[Any]) -> SpecacheError:

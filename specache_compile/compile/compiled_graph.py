@@ -30,14 +30,12 @@ class CompiledGraph:
 
     weights: positions of the model's parameters among the arguments; known from the first call on.
     uncaptured: variants whose steps are no longer captured, because an input has a new address in every step.
-    fitting: sessions whose layers have been compared with this graph's.
     """
 
     def __init__(self, captured: Captured, rewrites: Rewrites) -> None:
         self.captured, self.rewrites = captured, rewrites
         self.weights: list[int] | None = None
         self.uncaptured: set[Rewritten] = set()
-        self.fitting: weakref.WeakSet[Session] = weakref.WeakSet()
 
     @property
     def phase(self) -> str:
@@ -50,7 +48,7 @@ class CompiledGraph:
         tokens = self.captured.symbols.value(self.captured.tokens, arguments)
         with opened(session, tokens, padding, self.captured.is_causal) as step:
             outputs = step.run(self, arguments)
-        session.statistics.count(step.ran, time.perf_counter() - start, step.inside)
+        session.statistics.count(step.ran, time.perf_counter() - start)
         record.note(self, session.statistics)
         return outputs
 
@@ -76,7 +74,10 @@ class CompiledGraph:
             session = agreed_session(handles)
             self.check_layers(session)
             if session.requested != captured.options and (found := differences(session.requested, captured.options)):
-                session.warn_once(made_otherwise(found))
+                session.warn_once(
+                    f"this cache was made with other options than the model's, and keeps its own: {found}. Prefill "
+                    "again to use the model's options, or compile the model with the cache's"
+                )
         if session.tiers.pending is not None:
             known = session.tiers.frequencies
             session.tiers.frequencies = [
@@ -87,16 +88,13 @@ class CompiledGraph:
 
     def check_layers(self, session: Session) -> None:
         """SpecacheError if the layers of a cache from elsewhere, or of another model, differ from this graph's."""
-        if session in self.fitting:
-            return
         ours, graphs = session.layers, self.captured.layers
         if len(ours) != len(graphs):
             raise other_shapes(f"{len(ours)} layers", str(len(graphs)))
         centers = getattr(session.options, "center", "never") == "auto"
         for layer, expected in zip(ours, graphs, strict=True):
-            if layer != (expected if centers else replace(expected, biased_keys=layer.biased_keys)):
+            if layer != expected and (centers or layer != replace(expected, biased_keys=layer.biased_keys)):
                 raise other_shapes(f"{layer} in layer {layer.number}", str(expected))
-        self.fitting.add(session)
 
     def stop_capturing(self, rewritten: Rewritten, position: int) -> None:
         """Run a variant's steps uncaptured from here on, since the input at `position` has a new address in
@@ -109,13 +107,6 @@ class CompiledGraph:
             "address in every step. Pass the same tensor each time, or one of at most "
             f"{cuda_graphs.COPIED_BYTES >> 20} MiB, which is copied"
         )
-
-
-def made_otherwise(found: str) -> str:
-    return (
-        f"this cache was made with other options than the model's, and keeps its own: {found}. Prefill again to use "
-        "the model's options, or compile the model with the cache's"
-    )
 
 
 def other_shapes(cache: str, model: str) -> SpecacheError:

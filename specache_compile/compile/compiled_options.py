@@ -19,7 +19,10 @@ def required_options(model: torch.nn.Module, what: str) -> MethodOptions:
     compiled it."""
     given = options_of(model)
     if given is None:
-        raise not_compiled(what)
+        raise SpecacheError(
+            f"{what}: this model is not compiled with the backend 'specache'. Call model.compile(backend='specache', "
+            "options=...) first"
+        )
     return parse_options(given)
 
 
@@ -55,10 +58,3 @@ def own_compiler(compiler: Any) -> Any:
             return compiler
         compiler = getattr(compiler, "_torchdynamo_orig_backend", None)
     return None
-
-
-def not_compiled(what: str) -> SpecacheError:
-    return SpecacheError(
-        f"{what}: this model is not compiled with the backend 'specache'. Call model.compile(backend='specache', "
-        "options=...) first"
-    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,15 +20,14 @@ from specache_compile.lowering import cuda_graphs
 from specache_compile.lowering.late import compile_lock, guards, made_late, made_within_tracing
 from specache_compile.lowering.lower import lower
 from specache_compile.lowering.progress import compiling
-from specache_compile.lowering.row_buckets import RowDims, row_dims
+from specache_compile.lowering.row_buckets import row_dims
 from specache_compile.methods import METHODS
 from specache_compile.passes.pipeline import run_pipeline
 from specache_compile.passes.plan import Input, RewritePlan
 from specache_compile.passes.reading.in_place import written_inputs
 from specache_compile.runtime.records import record_of
-from specache_compile.runtime.rewritten import Rewritten
-from specache_compile.runtime.state import fields_of
-from specache_compile.runtime.variant import Variant, selects
+from specache_compile.runtime.rewritten import Rewritten, Variant, selects
+from specache_compile.runtime.state import bucket, fields_of
 
 from .captured import Captured
 
@@ -58,7 +57,11 @@ class Rewrites:
         rewritten = self.get(variant)
         for assumed in rewritten.assumes:
             if not self.captured.symbols.holds(assumed, arguments):
-                raise other_sizes(assumed)
+                raise SpecacheError(
+                    f"this call needs a graph that was compiled during a generation and is valid only for {assumed} "
+                    "(symbols of Dynamo's sizes). Call torch._dynamo.reset(), which compiles the next call for its own "
+                    "sizes"
+                )
         return rewritten
 
     def get(self, variant: Variant, ahead: bool = False) -> Rewritten:
@@ -86,7 +89,11 @@ class Rewrites:
         assumed = tuple(dict.fromkeys(guards(self.captured.fake_mode)[self.guarded :]))
         for statement in assumed:
             if not self.captured.symbols.can_read(statement):
-                raise unchecked_sizes(statement)
+                raise SpecacheError(
+                    f"a graph that this generation needs is valid only for {statement}, which no argument of a call "
+                    "shows. Call torch._dynamo.reset() before the next generation, and please report this error with "
+                    "the model's config"
+                )
         return replace(rewritten, assumes=assumed)
 
     @property
@@ -97,68 +104,58 @@ class Rewrites:
 
 def rewrite(captured: Captured, variant: Variant, name: str) -> Rewritten:
     """Run the passes on a copy of the captured graph, and lower the result."""
-    fakes = StateFakes(captured, variant)
+    state, own = state_fakes(captured, variant)
     graph_module = GraphModule(captured.graph_module, copy.deepcopy(captured.graph_module.graph))
-    plan = plan_of(captured, variant, fakes, graph_module.graph)
+    plan = plan_of(captured, variant, state, own, graph_module.graph)
     graph_module, texts = run_pipeline(graph_module, plan, name)
     how = captured.options.lowering
     once = variant.phase.once and not variant.options.drafts  # otherwise it runs before each draft
     how = "op by op" if how == "inductor" and once else how
-    run = lower(graph_module, [fakes.of(i) for i in plan.inputs], how, cuda_graphs.NO_TREES, captured.mode)
+    every: list[Any] = [captured.fakes, own, *state]
+    inputs = [every[place][key] for place, key in (each.place for each in plan.inputs)]
+    run = lower(graph_module, inputs, how, cuda_graphs.NO_TREES, captured.mode)
     recorded = is_to_capture(captured.mode, graph_module, plan)
+    rows = row_dims(graph_module, plan) if recorded else None
+    if rows is not None and not all(map(captured.symbols.can_read, rows.assumed)):
+        rows = None
     return Rewritten(
         variant, run, graph_module, tuple(plan.inputs), plan.held_outputs, plan.speculates, plan.lanes, recorded, texts,
-        plan.one_lane, plan.counts_positions, writes=written_inputs(graph_module),
-        rows=rows_to_pad(captured, graph_module, plan) if recorded else None,
+        plan.one_lane, plan.counts_positions, writes=written_inputs(graph_module), rows=rows,
     )  # fmt: skip
 
 
-def rows_to_pad(captured: Captured, graph_module: GraphModule, plan: RewritePlan) -> RowDims | None:
-    """The dimensions of rows in a recorded step; None if inactive rows may not pad the batch."""
-    dims = row_dims(graph_module, plan)
-    return dims if dims is not None and all(map(captured.symbols.can_read, dims.assumed)) else None
+def state_fakes(captured: Captured, variant: Variant) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Fake tensors in Dynamo's fake mode, with its symbol for the batch: each layer's state tensors by field, and the
+    session's other tensors by the source of an `Input`."""
+    batch, layers, options, fixed = captured.batch, captured.layers, variant.options, variant.capacity
+    tokens = captured.symbols.hint(captured.past) + captured.symbols.hint(captured.tokens)
+    pages: Any = captured.free_size("pages", 32)
+    columns: Any = CURSOR_SIZE + (bucket(tokens) if fixed is None else fixed) // PAGE
+    if fixed is None:
+        columns = captured.free_size("columns", columns, CURSOR_SIZE + 1)
+    capacity = (columns - CURSOR_SIZE) * PAGE
+    with captured.fake_mode:
+        state = [
+            {
+                field.name: torch.empty(
+                    field.shape(options, layer, *((pages, PAGE) if field.by_page else (batch, capacity))),
+                    dtype=field.dtype(options, layer), device=field.device(layer),
+                )
+                for field in fields_of(options, layer)
+            }
+            for layer in layers
+        ]  # fmt: skip
+        return state, {
+            "cursor": new_cursor(layers[0].device, batch, columns - CURSOR_SIZE),
+            "speculative": torch.empty(batch, 1, dtype=torch.int64, device=layers[0].device),
+            "padding": torch.empty(batch, 1, 1, capacity, dtype=torch.bool, device=layers[0].device),
+        }
 
 
-class StateFakes:
-    """Fake tensors of a session's state, in Dynamo's fake mode, with its symbol for the batch.
-
-    arguments: of the graph's caller.
-    state: each layer's state tensors, by field.
-    """
-
-    def __init__(self, captured: Captured, variant: Variant) -> None:
-        batch, layers = captured.batch, captured.layers
-        device, options = layers[0].device, variant.options
-        fixed, pages = variant.capacity, captured.free_pages()
-        columns: Any = captured.free_columns() if fixed is None else CURSOR_SIZE + fixed // PAGE
-        capacity = (columns - CURSOR_SIZE) * PAGE
-        self.arguments = captured.fakes
-        with captured.fake_mode:
-            self.state = [
-                {
-                    field.name: torch.empty(
-                        field.shape(options, layer, *((pages, PAGE) if field.by_page else (batch, capacity))),
-                        dtype=field.dtype(options, layer), device=field.device(layer),
-                    )
-                    for field in fields_of(options, layer)
-                }
-                for layer in layers
-            ]  # fmt: skip
-            self.cursor = new_cursor(device, batch, columns - CURSOR_SIZE)
-            self.speculative = torch.empty(batch, 1, dtype=torch.int64, device=device)
-            self.padding = torch.empty(batch, 1, 1, capacity, dtype=torch.bool, device=device)
-
-    def of(self, source: Input) -> Any:
-        """The fake tensor of one graph input."""
-        if source.source == "argument":
-            return self.arguments[source.argument]
-        if source.source == "state":
-            return self.state[source.site][source.field]
-        return getattr(self, source.source)
-
-
-def plan_of(captured: Captured, variant: Variant, fakes: StateFakes, graph: Graph) -> RewritePlan:
-    """The plan for `graph`, a copy of the captured graph."""
+def plan_of(
+    captured: Captured, variant: Variant, state: list[dict[str, Any]], own: Mapping[str, Any], graph: Graph
+) -> RewritePlan:
+    """The plan for `graph`, a copy of the captured graph, over the fakes of `state_fakes`."""
     options = variant.options
     copies = dict(zip(captured.graph_module.graph.nodes, graph.nodes, strict=True))
     sites = [site.moved(copies) for site in captured.sites]
@@ -168,9 +165,9 @@ def plan_of(captured: Captured, variant: Variant, fakes: StateFakes, graph: Grap
         selects=selects(options),
         speculate=options.two_lanes,
         recipe=functools.partial(METHODS[options.method].recipe, options),
-        state=fakes.state,
-        cursor=fakes.cursor,
-        padding=None if variant.ragged else fakes.padding,
+        state=state,
+        cursor=own["cursor"],
+        padding=None if variant.ragged else own["padding"],
         inputs=[Input("argument", argument=i) for i in range(len(captured.placeholders))],
     )
 
@@ -189,26 +186,9 @@ def is_to_capture(mode: str | None, graph_module: GraphModule, plan: RewritePlan
 def warn_of_one_lane(made: Rewritten) -> None:
     """Warn, once for the running model, that its decode lacks the speculative token that the options request."""
     if made.one_lane is not None:
-        record_of(()).warn_once(one_lane(made.one_lane), "one lane")
-
-
-def other_sizes(assumed: object) -> SpecacheError:
-    return SpecacheError(
-        f"this call needs a graph that was compiled during a generation and is valid only for {assumed} (symbols of "
-        "Dynamo's sizes). Call torch._dynamo.reset(), which compiles the next call for its own sizes"
-    )
-
-
-def unchecked_sizes(assumed: object) -> SpecacheError:
-    return SpecacheError(
-        f"a graph that this generation needs is valid only for {assumed}, which no argument of a call shows. Call "
-        "torch._dynamo.reset() before the next generation, and please report this error with the model's config"
-    )
-
-
-def one_lane(reason: str) -> str:
-    return (
-        f"this model's decode runs one token at a time, without the speculative token: {reason}. The cache is "
-        "compressed as usual, and each step fetches the pairs of the token before. Pass speculate=False, which does "
-        "the same"
-    )
+        text = (
+            f"this model's decode runs one token at a time, without the speculative token: {made.one_lane}. The cache "
+            "is compressed as usual, and each step fetches the pairs of the token before. Pass speculate=False, which "
+            "does the same"
+        )
+        record_of(()).warn_once(text, "one lane")

@@ -13,7 +13,7 @@ from specache_compile.errors import SpecacheError
 from specache_compile.methods.field import LayerShape
 from specache_compile.options import MethodOptions
 from specache_compile.passes.reading.sites import LeftAlone
-from specache_compile.runtime.state import bytes_in_16_bits, device_total, predicted_bytes
+from specache_compile.runtime.state import device_total, full_cache_bytes, predicted_bytes
 
 from .one_layer import layer_text
 from .times.devices import Device
@@ -81,7 +81,7 @@ class Figures:
     @property
     def full_cache_bytes(self) -> int:
         """Bytes of the same tokens in a 16-bit cache, whatever the model's dtype is."""
-        return bytes_in_16_bits(self.layers, self.batch_size, self.prompt_length)
+        return full_cache_bytes(self.layers, self.batch_size, self.prompt_length, itemsize=2)
 
     @property
     def device_bytes(self) -> int:

@@ -75,7 +75,11 @@ def not_accepted(option: str, method: Method) -> OptionError:
     if option not in known:
         return OptionError(f"unknown option {option!r}: accepted are {', '.join(known)}")
     if option == "verify":
-        return nothing_to_verify(method.name, exact=any(field.is_the_cache for field in method.fields))
+        is_exact = any(field.is_the_cache for field in method.fields)
+        why = "is exact" if is_exact else "keeps no exact copy of all pairs to verify with"
+        return OptionError(
+            f"option verify: method {method.name!r} {why}. Leave verify out, or use specache, kivi or kcache"
+        )
     return OptionError(f"option {option}: method {method.name!r} accepts only {', '.join(method.accepted)}")
 
 
@@ -99,11 +103,6 @@ def defaults_of(takers: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     }
     usual = own.get("specache", next(iter(own.values())))
     return usual, {method: value for method, value in own.items() if value != usual}
-
-
-def nothing_to_verify(method: str, exact: bool) -> OptionError:
-    why = "is exact" if exact else "keeps no exact copy of all pairs to verify with"
-    return OptionError(f"option verify: method {method!r} {why}. Leave verify out, or use specache, kivi or kcache")
 
 
 __all__ = [

@@ -11,6 +11,8 @@ from torch import Tensor
 
 # The state tensors of one layer, by field name.
 LayerState = dict[str, Tensor]
+# The tier of fields whose bytes are not counted: measurements.
+MEASURE = "measure"
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ def of_the_model(options: Any, layer: LayerShape) -> torch.dtype:
 class Field:
     """One state tensor of a layer. Its graph input has the same name, which no model's input may have.
 
-    tier: the tier that its bytes count for; "measure": none.
+    tier: the tier that its bytes count for, or MEASURE.
     shape: (options, layer, batch, capacity in tokens) → [B, H, n, ...], where n may grow with the capacity.
     dtype: (options, layer) → dtype.
     on_host: in host memory, and pinned if there is a GPU.

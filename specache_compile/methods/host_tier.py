@@ -40,12 +40,7 @@ class DraftOptions(HostOptions):
 
 
 def whole_cache(options: Any, layer: LayerShape, batch: int, capacity: int) -> tuple[int, ...]:
-    """[B, H, C, K|V, d]: a pair is one contiguous read."""
-    return (batch, layer.heads, capacity, 2, layer.head_dim)
-
-
-def as_stored_pairs(options: Any, layer: LayerShape, batch: int, capacity: int) -> tuple[int, ...]:
-    """[B, H, C, K|V, d], or w bytes of a rounded key instead of d."""
+    """[B, H, C, K|V, d], where a pair is one contiguous read; w bytes of a rounded key instead of d."""
     rounded = rounds(options.bits_on_host, layer.dtype)
     return (batch, layer.heads, capacity, 2, rounded_width(layer.head_dim) if rounded else layer.head_dim)
 
@@ -54,4 +49,4 @@ def as_stored(options: Any, layer: LayerShape) -> torch.dtype:
     return ROUNDED if rounds(options.bits_on_host, layer.dtype) else layer.dtype
 
 
-HOST = Field("host", "host", as_stored_pairs, as_stored, on_host=True, by_page=True, has_all_pairs=True)
+HOST = Field("host", "host", whole_cache, as_stored, on_host=True, by_page=True, has_all_pairs=True)

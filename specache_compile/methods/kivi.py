@@ -13,7 +13,6 @@ from specache_compile.kernels.state.layout import StoredTiers
 from specache_compile.options import accepting, choice, number_or_auto, option
 from specache_compile.passes.recipe import OpCall, Recipe, named
 
-from .field import Field, LayerShape
 from .host_tier import HOST
 from .low_bit import LowBitOptions
 from .low_bit_tier import STORED
@@ -100,10 +99,4 @@ def recipe(options: KiviOptions, site: int) -> Recipe:
 
 # The attention's slots have no place here (top_k 0).
 FIELDS = (HOST, *STORED, SLOTS, SLOT_INDEX)
-
-
-def fields_at(options: KiviOptions, layer: LayerShape) -> tuple[Field, ...]:
-    return FIELDS if options.host_tier else tuple(field for field in FIELDS if field is not HOST)
-
-
-METHOD = Method("kivi", KiviOptions, FIELDS, recipe, fields_at, rows_differ=True)
+METHOD = Method("kivi", KiviOptions, FIELDS, recipe, rows_differ=True)

@@ -9,7 +9,7 @@ from typing import Any
 from specache_compile.options import MethodOptions, own_options
 from specache_compile.passes.recipe import Recipe
 
-from .field import Field, LayerShape
+from .field import MEASURE, Field, LayerShape
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class Method:
     """A method, as a recipe over common passes and tiers.
 
     options: its class of options.
-    fields: the state tensors of a layer; if layers differ, `fields_at` selects those of one.
+    fields: its state tensors; a layer has those that its recipe names, and the counts.
     recipe: (options, site's number) → the ops there.
     rows_differ: whether the rows of a cache may have different lengths.
     defaults: a function from the user's options to overrides of the declared defaults.
@@ -27,7 +27,6 @@ class Method:
     options: type[MethodOptions]
     fields: tuple[Field, ...]
     recipe: Callable[[Any, int], Recipe]
-    fields_at: Callable[[Any, LayerShape], tuple[Field, ...]] | None = None
     defaults: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda given: {}
     rows_differ: bool = False
 
@@ -39,4 +38,7 @@ class Method:
 
     def fields_of(self, options: MethodOptions, layer: LayerShape) -> tuple[Field, ...]:
         """The state tensors of one layer."""
-        return self.fields if self.fields_at is None else self.fields_at(options, layer)
+        recipe = self.recipe(options, layer.number)
+        calls: list[Any] = [*recipe.attend.values(), *recipe.stores, *filter(None, [recipe.selector])]
+        named = {name for call in calls for name in call.state}
+        return tuple(field for field in self.fields if field.name in named or field.tier == MEASURE)

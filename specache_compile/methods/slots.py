@@ -8,7 +8,7 @@ import torch
 
 from specache_compile.kernels.state.layout import EMPTY
 
-from .field import Cropped, Field, LayerShape, LayerState, always, pairs
+from .field import MEASURE, Cropped, Field, LayerShape, LayerState, always, pairs
 
 
 def index_shape(options: Any, layer: LayerShape, batch: int, capacity: int) -> tuple[int, ...]:
@@ -25,5 +25,5 @@ SLOTS = Field("slots", "slots", pairs(lambda options: options.top_k))
 SLOT_INDEX = Field("slot_index", "slots", index_shape, always(torch.int32), empty=EMPTY, on_crop=empty_slots)
 SELECTED = Field("selected", "slots", index_shape, always(torch.int32), empty=EMPTY)
 # Bytes of prefetches and of corrections.
-FETCHED = Field("fetched", "measure", lambda *_: (1,), always(torch.int64), by_row=False)
-CORRECTED = Field("corrected", "measure", lambda *_: (1,), always(torch.int64), by_row=False)
+FETCHED = Field("fetched", MEASURE, lambda *_: (1,), always(torch.int64), by_row=False)
+CORRECTED = Field("corrected", MEASURE, lambda *_: (1,), always(torch.int64), by_row=False)

@@ -11,7 +11,6 @@ from specache_compile.options import choice, inherited, whole
 from specache_compile.passes.recipe import OpCall, Recipe, named
 
 from . import kivi
-from .field import Field, LayerShape
 from .kivi import KiviOptions
 from .method import Method
 from .slots import CORRECTED, FETCHED, SELECTED
@@ -95,10 +94,4 @@ def defaults(given: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 FIELDS = (*kivi.FIELDS, SELECTED, FETCHED, CORRECTED)
-
-
-def fields_at(options: SpecacheOptions, layer: LayerShape) -> tuple[Field, ...]:
-    return (*kivi.fields_at(options, layer), SELECTED, FETCHED, CORRECTED)
-
-
-METHOD = Method("specache", SpecacheOptions, FIELDS, recipe, fields_at, defaults, rows_differ=True)
+METHOD = Method("specache", SpecacheOptions, FIELDS, recipe, defaults, rows_differ=True)

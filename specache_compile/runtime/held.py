@@ -105,7 +105,10 @@ class HeldTensor(Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         if self.anchor.device.type == "meta":
             return HeldTensor, (self.anchor, tuple(self.shape))
-        raise held_saved()
+        raise HeldTensorError(
+            "a held cache cannot be pickled. Use specache_compile.save(cache, folder) and load(folder, model) for "
+            "another process, materialize(cache) for a plain copy, and copy.deepcopy(cache) for a held copy."
+        )
 
     def numpy(self, *args: Any, **kwargs: Any) -> Any:
         raise held_read("numpy()")
@@ -138,15 +141,13 @@ class HeldTensor(Tensor):
         raise."""
         kwargs = kwargs or {}
         if func is aten.cat.default:
-            return (traced_cat if is_being_traced(args[0]) else uncompiled_cat)(*args, **kwargs)
+            anchors = [part.anchor if isinstance(part, HeldTensor) else part for part in args[0]]
+            is_traced = any(isinstance(anchor, FakeTensor) for anchor in anchors)
+            return (traced_cat if is_traced else uncompiled_cat)(*args, **kwargs)
         rule = EDITS.get(func)
         if rule is None or not isinstance(args[0], HeldTensor):
             raise held_read(f"{func}")
         return rule(*args, **kwargs)
-
-
-def is_being_traced(parts: list[Tensor]) -> bool:
-    return any(isinstance(p.anchor if isinstance(p, HeldTensor) else p, FakeTensor) for p in parts)
 
 
 def traced_cat(parts: list[Tensor], dim: int = 0) -> Tensor:
@@ -196,17 +197,14 @@ def take(held: HeldTensor, dim: int, part: Any) -> HeldTensor:
     if isinstance(part, slice) and part.indices(held.shape[dim]) == (0, held.shape[dim], 1):
         return held
     if dim == 2 and isinstance(part, slice):
-        return crop(held, *part.indices(held.shape[2]))
+        start, stop, step = part.indices(held.shape[2])
+        if (start, step) != (0, 1):
+            raise held_read("a slice that does not start at the first token")
+        return edited(held, (*held.shape[:2], stop, held.shape[3]), Crop(stop))
     if dim != 0:
         raise held_read("indexing other than by batch rows and a crop")
     rows = torch.arange(held.shape[0], device="cpu")
     return select_rows(held, 0, rows[part.cpu() if isinstance(part, Tensor) else part, ...])
-
-
-def crop(held: HeldTensor, start: int, stop: int, step: int) -> HeldTensor:
-    if (start, step) != (0, 1):
-        raise held_read("a slice that does not start at the first token")
-    return edited(held, (*held.shape[:2], stop, held.shape[3]), Crop(stop))
 
 
 def select_rows(held: HeldTensor, dim: int | None, rows: Tensor) -> HeldTensor:
@@ -242,11 +240,4 @@ def held_read(operation: str) -> HeldTensorError:
     return HeldTensorError(
         f"{operation} cannot read a held tensor: the specache backend keeps these keys and values in its own tiers. "
         "Read specache_compile.materialize(cache), a plain copy of the cache."
-    )
-
-
-def held_saved() -> HeldTensorError:
-    return HeldTensorError(
-        "a held cache cannot be pickled. Use specache_compile.save(cache, folder) and load(folder, model) for another "
-        "process, materialize(cache) for a plain copy, and copy.deepcopy(cache) for a held copy."
     )

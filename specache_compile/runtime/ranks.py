@@ -7,7 +7,7 @@ alone might raise is raised on all ranks, with the same text.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, TypeVar
 
@@ -54,7 +54,11 @@ def check_same(ranks: dist.ProcessGroup | None, options: MethodOptions, sizes: d
     for rank, other in enumerate(others, start=1):
         names = [name for name in {**first, **other} if first.get(name) != other.get(name)]
         if names:
-            raise ranks_differ(rank, {name: (first.get(name), other.get(name)) for name in names})
+            found = ", ".join(f"{n}: {first.get(n)} on rank 0, {other.get(n)} on rank {rank}" for n in names)
+            raise SpecacheError(
+                f"the ranks of this model have different arguments ({found}) and would block each other. Compile with "
+                "the same options and generate from the same prompt on every rank"
+            )
 
 
 def check_heads(model: Any) -> None:
@@ -65,13 +69,3 @@ def check_heads(model: Any) -> None:
     heads = getattr(model.config.get_text_config(), "num_key_value_heads", None)
     if isinstance(heads, int) and heads % ranks:
         raise split_heads(heads, ranks)
-
-
-def ranks_differ(rank: int, differences: Mapping[str, tuple[Any, Any]]) -> SpecacheError:
-    found = ", ".join(
-        f"{name}: {first} on rank 0, {other} on rank {rank}" for name, (first, other) in differences.items()
-    )
-    return SpecacheError(
-        f"the ranks of this model have different arguments ({found}) and would block each other. Compile with the same "
-        "options and generate from the same prompt on every rank"
-    )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -15,10 +14,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import ProcessGroup
 
-from specache_compile.errors import RECOMPILE_LIMIT, HeldTensorError, SpecacheError, no_host_tier
-from specache_compile.kernels.state.cursor import CURSOR_SIZE, HostRecord, attach, new_cursor, runs_of
-from specache_compile.kernels.state.page_table import tokens_of
-from specache_compile.kernels.state.stored_pairs import decoded
+from specache_compile.errors import RECOMPILE_LIMIT, HeldTensorError, SpecacheError
+from specache_compile.kernels.state.cursor import CURSOR_SIZE, HostRecord, attach, new_cursor
 from specache_compile.lowering.cuda_graphs import RecordedSteps
 from specache_compile.methods.field import LayerShape, LayerState
 from specache_compile.model_key import PrefillKey
@@ -28,7 +25,7 @@ from specache_compile.rope_switch import RopeSwitch
 
 from .held import Crop, Edit, Handle, HeldTensor, with_free_sizes
 from .records import Statistics, record_of
-from .state import bytes_in_16_bits, fields_of, full_cache_bytes
+from .state import full_cache_bytes
 from .tiers import Tiers
 
 # A version of a session, and edits since then.
@@ -61,6 +58,11 @@ class Progress:
     @property
     def longest(self) -> int:
         return max(self.lengths)
+
+    @property
+    def mask(self) -> Tensor | None:
+        """`padding`, if the last step had such a mask."""
+        return self.padding if self.padded else None
 
     @property
     def differ(self) -> bool:
@@ -150,25 +152,37 @@ class Session:
         self.recorded = RecordedSteps()
         self.cursors: dict[int, Tensor] = {}
         self.statistics = Statistics(self.layers[0].device)
-        self.new_cursor()
         self.recorded_at = self.tiers.moved
+        self.refresh()
 
-    def new_cursor(self) -> None:
-        """Select the cursor for the current rows and their pages."""
-        pages, most = self.tiers.table.shape[1], self.tiers.most_rows
-        if any(cursor.shape[0] != most for cursor in self.cursors.values()):
-            self.drain()  # recorded steps contain their addresses, and copies read them
-            self.recorded.clear()
-            self.cursors.clear()
-        if pages not in self.cursors:
-            self.cursors[pages] = new_cursor(self.layers[0].device, most, pages)
-            if self.cursors[pages].is_cuda:
-                attach(self.cursors[pages], self.host_record)
-        every = self.cursors[pages]
-        every[self.tiers.batch :].zero_()
-        self.tiers.clear_inactive()
-        self.cursor, self.host_record.table = every[: self.tiers.batch], None
-        self.update_page_table()
+    def refresh(self) -> None:
+        """Update cursor and statistics after a change of the tiers' rows."""
+        self.update_cursor(rows_changed=True)
+        self.update_memory()
+
+    def update_cursor(self, rows_changed: bool = False) -> None:
+        """Write the page table into the cursor of the current rows and pages."""
+        tiers, table = self.tiers, self.tiers.table
+        width, most = table.shape[1], tiers.most_rows
+        if table is self.host_record.table and not rows_changed:
+            return
+        if rows_changed or self.cursor.shape != (tiers.batch, CURSOR_SIZE + width):
+            if self.cursors:
+                tiers.drain()  # copies read the old cursor, and recorded steps contain its address
+            if any(cursor.shape[0] != most for cursor in self.cursors.values()):
+                self.recorded.clear()
+                self.cursors.clear()
+            if width not in self.cursors:
+                self.cursors[width] = new_cursor(self.layers[0].device, most, width)
+                if self.cursors[width].is_cuda:
+                    attach(self.cursors[width], self.host_record)
+            every = self.cursors[width]
+            every[tiers.batch :].zero_()
+            tiers.clear_inactive()
+            self.cursor, self.host_record.table = every[: tiers.batch], None
+        self.cursor[:, CURSOR_SIZE:].copy_(staged(table, self.cursor), non_blocking=True)
+        self.host_record.table = table
+        self.statistics.bytes_by_tier = tiers.bytes_by_tier()
 
     def padded_to(self, rows: int) -> tuple[list[LayerState], Tensor]:
         """State and cursor of so many rows; those after the batch are inactive."""
@@ -176,19 +190,6 @@ class Session:
             return self.state, self.cursor
         pages = self.cursor.shape[1] - CURSOR_SIZE
         return self.tiers.padded_to(rows), self.cursors[pages][:rows]
-
-    def update_page_table(self) -> None:
-        """Write the current page table into the cursor."""
-        table = self.tiers.table
-        if table is self.host_record.table:
-            return
-        if self.cursor.shape != (self.tiers.batch, CURSOR_SIZE + table.shape[1]):
-            self.drain()  # copies read the old cursor
-            self.new_cursor()
-            return
-        self.cursor[:, CURSOR_SIZE:].copy_(staged(table, self.cursor), non_blocking=True)
-        self.host_record.table = table
-        self.statistics.bytes_by_tier = self.tiers.bytes_by_tier()
 
     @property
     def options(self) -> MethodOptions:
@@ -224,18 +225,12 @@ class Session:
             self.drafting = False
 
     @torch.inference_mode(False)
-    def reserve(self, tokens: int, masked: bool = True) -> None:
-        """Grow the tiers as `tokens` new tokens require. masked: whether the step hides some tokens."""
-        self.tiers.reserve(self.progress.lengths, tokens, masked)
+    def reserve(self, tokens: int) -> None:
+        """Grow the tiers as `tokens` new tokens require."""
+        self.tiers.reserve(self.progress.lengths, tokens)
         if self.tiers.moved != self.recorded_at:
             self.update_memory()
-        self.update_page_table()
-
-    def use(self, tiers: Tiers) -> None:
-        """Continue with other tiers of the same tokens. No copy may be under way."""
-        self.tiers = tiers
-        self.new_cursor()
-        self.update_memory()
+        self.update_cursor()
 
     def forget_selection(self) -> None:
         """Forget the selected slots and the speculative token of the next step."""
@@ -256,30 +251,20 @@ class Session:
         statistics.ranks = 1 if self.tiers.ranks is None else self.tiers.ranks.size()
         statistics.bytes_by_tier = self.tiers.bytes_by_tier()
 
-    def drain(self) -> None:
-        """Wait for all copies, and for a step of another session that may move the pages."""
-        self.tiers.drain()
-
-    def advance(self, columns: int, tokens: Sequence[int]) -> None:
-        """Count `columns` new columns, and `tokens` new tokens of each row. Earlier views of the cache become stale."""
-        progress = self.progress
-        progress.length += columns
-        progress.lengths = tuple(length + new for length, new in zip(progress.lengths, tokens, strict=True))
-        self.version += 1
-        self.view = None
-        self.statistics.bytes_to_host += self.tiers.host_bytes(sum(tokens))
-        self.statistics.full_cache_bytes = bytes_in_16_bits(self.layers, self.tiers.batch, self.length)
-
     @torch.inference_mode(False)
     def replay(self, version: int, edits: tuple[Edit, ...]) -> None:
         """Apply the edits of the view (`version`, `edits`) that is now used to the tiers."""
         if self.half_evicted:
-            raise evicted_half_way(self.options.method)
+            raise SpecacheError(
+                f"a step of this cache failed or was interrupted after method {self.options.method!r} had started to "
+                "drop pairs for it, so the cache is no longer valid. Generate again with a new cache, or call "
+                "copy.deepcopy(cache) before a step that may fail."
+            )
         done = self.edits_done(version, edits)
         if not edits:
             self.view = None
         for number, edit in enumerate(edits[done:], done + 1):
-            self.drain()
+            self.tiers.drain()
             view = (version, edits[:number])
             if isinstance(edit, Crop):
                 self.crop(edit.length)  # if it is interrupted, it is applied again
@@ -293,7 +278,10 @@ class Session:
         if self.view is not None and self.view == (version, edits[: len(self.view[1])]):
             return len(self.view[1])
         if version != self.version:
-            raise stale_cache()
+            raise HeldTensorError(
+                "these keys and values are stale: their cache has been continued or edited since they were read from "
+                "it. To continue one prefix in two ways, call copy.deepcopy(cache) before the first continuation."
+            )
         return 0
 
     def crop(self, length: int) -> None:
@@ -318,15 +306,14 @@ class Session:
         made = tiers.selected(rows)
         # In one statement: an interrupted selection has happened or not, and is not applied twice.
         self.tiers, self.progress, self.version, self.view = made, progress, self.version + 1, view
-        tiers.release_state()
-        self.new_cursor()
-        self.update_memory()
+        tiers.reset(tiers.batch)
+        self.refresh()
 
     @torch.inference_mode(False)
     def fork(self, handle: Handle) -> Session:
         """A second session for the view of `handle`, which shares the pages and has copies of all other state."""
         self.edits_done(handle.version, handle.edits)
-        self.drain()
+        self.tiers.drain()
         padding = self.progress.padding
         return self.derived(
             self.tiers.copy(), replace(self.progress, padding=None if padding is None else padding.clone())
@@ -338,8 +325,7 @@ class Session:
         made = copy.copy(self)
         made.tiers, made.progress = tiers, progress
         made.reset_runtime()
-        made.statistics.full_cache_bytes = bytes_in_16_bits(made.layers, tiers.batch, progress.length)
-        made.update_memory()
+        made.statistics.full_cache_bytes = full_cache_bytes(made.layers, tiers.batch, progress.length, itemsize=2)
         return made
 
     def held(self, site: int, part: Part) -> HeldTensor:
@@ -354,29 +340,11 @@ class Session:
         return with_free_sizes(held)
 
     def plain(self, site: int, part: Part) -> Tensor:
-        """A plain copy of one site's keys or values [B, H, n, d], from the tier that has all pairs. Shorter rows have
-        zeros in front."""
-        self.drain()
-        layer = self.layers[site]
-        whole = next((field.name for field in fields_of(self.options, layer) if field.has_all_pairs), None)
-        if whole is None and not self.options.host_tier:
-            raise no_host_tier("a copy of its keys and values")
-        if whole is None:
-            raise evicted(self.options.method)
+        """A plain copy of one site's keys or values [B, H, n, d]. Shorter rows have zeros in front."""
+        self.tiers.drain()
         with self.tiers.lock:
-            found = decoded(self.columns(site, whole), layer.dtype, layer.head_dim)
-            return found[:, :, :, PARTS.index(part)].to(layer.device, copy=True)
-
-    def columns(self, site: int, name: str) -> Tensor:
-        """The pairs of a field by Hugging Face's columns: [B, H, n, 2, d]."""
-        pairs = self.tiers.pairs
-        if not self.progress.differ:
-            return tokens_of(pairs(site, name), 0, self.length)
-        rows = [
-            torch.nn.functional.pad(tokens_of(pairs(site, name, rows), 0, n), (0, 0, 0, 0, self.length - n, 0))
-            for rows, n in runs_of(self.progress.lengths)
-        ]
-        return torch.cat(rows)
+            found = self.tiers.all_pairs(site, self.progress.lengths, self.length)
+            return found[:, :, :, PARTS.index(part)].to(self.layers[site].device, copy=True)
 
     def to_plain(self, handle: Handle, why: str | None = None) -> Tensor:
         """A plain copy of the view of `handle`, for an uncompiled call or a graph that could not be rewritten; warns.
@@ -386,8 +354,7 @@ class Session:
         self.replay(handle.version, handle.edits)
         plain = self.plain(handle.site, handle.part)
         size = full_cache_bytes(self.layers, self.tiers.batch, self.length)
-        message = went_uncompiled if why is None else functools.partial(went_exact, why)
-        self.warn_once(message(size, self.length, self.tiers.batch), "cache became plain")
+        self.warn_once(became_plain(why, size, self.length, self.tiers.batch), "cache became plain")
         return plain
 
     def warn_once(self, message: str, key: str = "") -> None:
@@ -420,24 +387,17 @@ def progress_of(rows: Sequence[SessionRow]) -> Progress:
     return Progress(lengths, ready, keys, max(lengths, default=0), speculative, joined=True)
 
 
-def became_plain(size: int, tokens: int, batch: int) -> str:
-    return (
-        f"the cache became plain keys and values, {size / 2**20:,.2f} MiB on the device for {tokens:,} tokens x batch "
-        f"{batch}. No pair is lost, but the cache is no longer compressed"
+def became_plain(why: str | None, size: int, tokens: int, batch: int) -> str:
+    cause, advice = (
+        "no compiled graph ran this call",
+        f"Pass the cache to the compiled model only. If you did: {RECOMPILE_LIMIT}",
     )
-
-
-def went_uncompiled(size: int, tokens: int, batch: int) -> str:
+    if why is not None:
+        cause = f"a graph that uses this cache could not be rewritten ({why})"
+        advice = "Call the model as in the prefill, or continue uncompiled from specache_compile.materialize(cache)"
     return (
-        f"no compiled graph ran this call, so {became_plain(size, tokens, batch)}. Pass the cache to the compiled "
-        f"model only. If you did: {RECOMPILE_LIMIT}"
-    )
-
-
-def went_exact(why: str, size: int, tokens: int, batch: int) -> str:
-    return (
-        f"a graph that uses this cache could not be rewritten ({why}), so {became_plain(size, tokens, batch)}. Call "
-        "the model as in the prefill, or continue uncompiled from specache_compile.materialize(cache)"
+        f"{cause}, so the cache became plain keys and values, {size / 2**20:,.2f} MiB on the device for {tokens:,} "
+        f"tokens x batch {batch}. No pair is lost, but the cache is no longer compressed. {advice}"
     )
 
 
@@ -452,27 +412,4 @@ def mixed_caches() -> SpecacheError:
         "the keys and values in this cache come from different caches, from different states of one, or from a model "
         "that a graph break splits. Edit a cache only by its methods crop, reorder_cache, batch_repeat_interleave and "
         "batch_select_indices. Remove graph breaks (TORCH_LOGS=graph_breaks prints them)"
-    )
-
-
-def stale_cache() -> HeldTensorError:
-    return HeldTensorError(
-        "these keys and values are stale: their cache has been continued or edited since they were read from it. To "
-        "continue one prefix in two ways, call copy.deepcopy(cache) before the first continuation."
-    )
-
-
-def evicted(method: str) -> SpecacheError:
-    return SpecacheError(
-        f"method {method!r} keeps only the pairs that its policy chose, different ones for each head, so the cache has "
-        "no plain copy and cannot be continued uncompiled. Use a method that keeps all pairs: specache, kivi, kcache, "
-        f"offload or full. In the middle of a generation: {RECOMPILE_LIMIT}."
-    )
-
-
-def evicted_half_way(method: str) -> SpecacheError:
-    return SpecacheError(
-        f"a step of this cache failed or was interrupted after method {method!r} had started to drop pairs for it, so "
-        "the cache is no longer valid. Generate again with a new cache, or call copy.deepcopy(cache) before a step "
-        "that may fail."
     )

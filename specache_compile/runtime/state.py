@@ -15,11 +15,8 @@ from specache_compile.kernels.memory.host_memory import host_empty
 from specache_compile.kernels.movement import copy_stream
 from specache_compile.kernels.state.page_table import PAGE
 from specache_compile.methods import METHODS
-from specache_compile.methods.field import Field, LayerShape, LayerState
+from specache_compile.methods.field import MEASURE, Field, LayerShape, LayerState
 from specache_compile.options import MethodOptions
-
-# The tier of fields whose bytes are not counted.
-MEASURE = "measure"
 
 
 def bucket(length: int) -> int:
@@ -84,14 +81,9 @@ def row_state(options: MethodOptions, layer: LayerShape, rows: int, capacity: in
     """Empty buffers for so many rows, and the counts over all rows."""
     fields = [field for field in fields_of(options, layer) if not field.by_page]
     made = {field.name: empty(field, options, layer, rows, capacity) for field in fields}
-    adopt(made, layer)
+    if layer.device.type == "cuda" and "slots" in made and not isinstance(made["slots"], FakeTensor):
+        copy_stream.adopt(made)  # registers the copy stream's use of the slots
     return made
-
-
-def adopt(state: LayerState, layer: LayerShape) -> None:
-    """On CUDA, register the copy stream's use of a layer's slots; not for fake tensors."""
-    if layer.device.type == "cuda" and "slots" in state and not isinstance(state["slots"], FakeTensor):
-        copy_stream.adopt(state)
 
 
 def tier_totals(sizes: Iterable[tuple[Field, int]]) -> dict[str, int]:
@@ -103,6 +95,17 @@ def tier_totals(sizes: Iterable[tuple[Field, int]]) -> dict[str, int]:
     return total
 
 
+def tier_bytes(
+    options: MethodOptions, layers: Sequence[LayerShape], pages: int, places: int, rows: int, capacity: int
+) -> dict[str, int]:
+    """Bytes of each tier: of so many pages, of which `places` have host memory, and of the buffers of so many rows."""
+    return tier_totals(
+        (field, field.nbytes(options, layer, places if field.on_host else pages, PAGE) if field.by_page
+         else field.nbytes(options, layer, rows, capacity))
+        for layer in layers for field in fields_of(options, layer)
+    )  # fmt: skip
+
+
 def device_total(tiers: Mapping[str, int]) -> int:
     """KV bytes on the device: all tiers except the host tier."""
     return sum(size for tier, size in tiers.items() if tier != "host")
@@ -110,33 +113,19 @@ def device_total(tiers: Mapping[str, int]) -> int:
 
 def predicted_bytes(options: MethodOptions, layers: Sequence[LayerShape], batch: int, length: int) -> dict[str, int]:
     """Bytes of each tier for `length` tokens, without allocating anything."""
-    options = options.for_prompt(length)
-    return tier_totals(
-        (field, field.nbytes(options, layer, batch, (room if field.on_host else bucket)(length)))
-        for layer in layers
-        for field in fields_of(options, layer)
-    )
+    return tier_bytes(options.for_prompt(length), layers, *pages_of_rows(batch, length), batch, bucket(length))
 
 
 def page_bytes(options: MethodOptions, layers: Sequence[LayerShape]) -> dict[str, int]:
     """Bytes of a page, by tier."""
-    return tier_totals(
-        (field, field.nbytes(options, layer, 1, PAGE)) for layer in layers for field in paged_fields(options, layer)
+    return tier_bytes(options, layers, 1, 1, 0, 0)
+
+
+def full_cache_bytes(layers: Sequence[LayerShape], batch: int, length: int, itemsize: int = 0) -> int:
+    """Bytes of the same tokens in Hugging Face's cache.
+
+    itemsize: 2 for a 16-bit cache, the baseline of `kv_ratio` for every dtype of a model; 0: that of the model's dtype.
+    """
+    return sum(
+        2 * batch * layer.heads * length * layer.head_dim * (itemsize or layer.dtype.itemsize) for layer in layers
     )
-
-
-def row_bytes(options: MethodOptions, layers: Sequence[LayerShape], capacity: int = PAGE) -> dict[str, int]:
-    """Bytes of a row's buffers outside of its pages, by tier."""
-    return tier_totals(
-        (field, field.nbytes(options, layer, 1, capacity)) for layer in layers for field in row_fields(options, layer)
-    )
-
-
-def full_cache_bytes(layers: Sequence[LayerShape], batch: int, length: int) -> int:
-    """Bytes of the same tokens in Hugging Face's cache, in the model's dtype."""
-    return sum(2 * batch * layer.heads * length * layer.head_dim * layer.dtype.itemsize for layer in layers)
-
-
-def bytes_in_16_bits(layers: Sequence[LayerShape], batch: int, length: int) -> int:
-    """Bytes of the same tokens in a 16-bit cache, the baseline of `kv_ratio` for every dtype of a model."""
-    return sum(2 * batch * layer.heads * length * layer.head_dim * 2 for layer in layers)

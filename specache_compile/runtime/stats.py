@@ -14,7 +14,7 @@ from torch import Tensor
 from specache_compile.errors import SpecacheError
 from specache_compile.kernels.movement import copy_stream
 
-from .records import ModelRecord, Statistics, find_record
+from .records import ModelRecord, find_record
 from .state import device_total
 
 
@@ -43,7 +43,7 @@ class Stats:
         ranks: processes that the model is split over; all other figures are of this rank alone.
         compiles: compiled graphs of the model so far.
         left_exact: number of attentions that are not rewritten, by reason (a sliding window, for example).
-        python_seconds: the part of `seconds` that was spent outside of compiled graphs.
+        seconds: time of all steps.
         pairs_ahead, pairs_corrected: pairs that prefetches and corrections copied.
         bytes_to_device: bytes of these pairs, without reads of further turns and of the methods `offload` and `kcache`.
         bytes_to_host: bytes of pairs that were offloaded.
@@ -70,7 +70,6 @@ class Stats:
     compiles: int
     left_exact: dict[str, int]
     seconds: float
-    python_seconds: float
     pairs_ahead: int
     pairs_corrected: int
     bytes_to_device: int
@@ -134,7 +133,10 @@ def stats(model: torch.nn.Module) -> Stats:
     latest = record.latest
     copy_stream.drain(latest.device)
     tier = latest.bytes_by_tier
-    device = device_total(tier)
+    device, verification = device_total(tier), None
+    if latest.drafted:
+        tokens = (latest.accepted + latest.rounds) / latest.rounds
+        verification = Verification(latest.rounds, latest.accepted / latest.drafted, tokens)
     return Stats(
         prefills=latest.steps["prefill"],
         extends=latest.steps["extend"],
@@ -146,7 +148,6 @@ def stats(model: torch.nn.Module) -> Stats:
         compiles=sum(len(graph.rewrites.made) for graph in record.graphs),
         left_exact=left_exact(record),
         seconds=latest.seconds,
-        python_seconds=latest.python_seconds,
         pairs_ahead=pairs(latest.fetched, latest.pair_bytes),
         pairs_corrected=pairs(latest.corrected, latest.pair_bytes),
         bytes_to_device=sum(int(count) for count in [*latest.fetched, *latest.corrected]),
@@ -155,7 +156,7 @@ def stats(model: torch.nn.Module) -> Stats:
         device_bytes=device,
         host_bytes=tier.get("host", 0),
         kv_ratio=device / max(1, latest.full_cache_bytes),
-        verification=verification(latest) if latest.drafted else None,
+        verification=verification,
     )
 
 
@@ -163,11 +164,6 @@ def left_exact(record: ModelRecord) -> dict[str, int]:
     """The number of attentions that stay exact, by reason: the most in any graph of the model."""
     counts = [collections.Counter(item.reason for item in graph.captured.left_alone) for graph in record.graphs]
     return dict(functools.reduce(operator.or_, counts, collections.Counter()))
-
-
-def verification(counts: Statistics) -> Verification:
-    tokens = (counts.accepted + counts.rounds) / counts.rounds
-    return Verification(counts.rounds, counts.accepted / counts.drafted, tokens)
 
 
 def pairs(counts: Sequence[Tensor], pair_bytes: Sequence[int]) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -21,8 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from specache_compile.errors import SpecacheError, no_host_tier
 from specache_compile.kernels.movement import copy_stream
-from specache_compile.kernels.state.cursor import CURSOR_SIZE, LENGTH, runs_of
-from specache_compile.kernels.state.page_table import tokens_of
+from specache_compile.kernels.state.cursor import CURSOR_SIZE, LENGTH
 from specache_compile.lowering.row_buckets import filled_up, first_rows, row_bucket
 from specache_compile.methods import METHODS
 from specache_compile.methods.field import LayerState
@@ -31,10 +29,9 @@ from specache_compile.passes.reading.local_shards import local
 from specache_compile.passes.recipe import operands
 from specache_compile.rope_switch import rows_apart
 
-from .rewritten import Rewritten
+from .rewritten import Rewritten, phases, selects, variant_of
 from .session import Progress, Session, staged
-from .tiers import Tiers
-from .variant import phases, selects, variant_of
+from .state import full_cache_bytes
 
 # What a pre-decode writes in a layer, and its fetch starts from.
 CHOSEN = ("slots", "slot_index", "selected")
@@ -57,8 +54,6 @@ def opened(session: Session, tokens: int, padding: Tensor | None, causal: bool =
             yield step
         except BaseException:
             step.abandon()
-            if session.tiers.pool is not None:
-                session.tiers.pool.recount()
             raise
 
 
@@ -68,7 +63,6 @@ class Step:
     front: for each row, the new tokens that are padding in front of its first token.
     by_lengths: the padding mask equals the rows' lengths.
     ran: the phases that have run.
-    inside: seconds spent in lowered graphs so far.
     """
 
     def __init__(self, session: Session, tokens: int) -> None:
@@ -76,31 +70,33 @@ class Step:
         self.front = (0,) * session.tiers.batch
         self.by_lengths = False
         self.ran: list[Phase] = []
-        self.inside = 0.0
 
     @torch.inference_mode(False)
     def begin(self, padding: Tensor | None, causal: bool) -> None:
         if self.session.tiers.compresses_at(self.session.progress.longest + self.tokens):
             compress(self.session)
-        self.session.reserve(self.tokens, masked=padding is not None)
+        self.session.reserve(self.tokens)
         self.update_padding(padding, causal)
         self.write_cursor()
-        session, progress = self.session, self.session.progress
-        there = progress.padding[:, 0, 0] if progress.padding is not None and progress.padded else None
-        stops = [length + new for length, new in zip(progress.lengths, self.new_tokens, strict=True)]
-        session.tiers.find_sinks(there, progress.lengths, stops)
+        progress = self.session.progress
+        self.session.tiers.find_sinks(progress.mask, progress.lengths, self.stops)
 
     @property
     def new_tokens(self) -> list[int]:
         """New tokens of each row, without padding."""
         return [self.tokens - absent for absent in self.front]
 
+    @property
+    def stops(self) -> list[int]:
+        """Tokens of each row after the step."""
+        return [length + new for length, new in zip(self.session.progress.lengths, self.new_tokens, strict=True)]
+
     def write_cursor(self) -> None:
         """Write the cursor."""
         session, lengths = self.session, self.session.progress.lengths
         rows = [
-            (length - absent, *map(session.options.low_bit_length, (length, length + new)))
-            for length, absent, new in zip(lengths, self.front, self.new_tokens, strict=True)
+            (length - absent, *map(session.options.low_bit_length, (length, stop)))
+            for length, absent, stop in zip(lengths, self.front, self.stops, strict=True)
         ]
         if len(set(rows)) > 1:
             values = staged(torch.tensor(rows), session.cursor)
@@ -152,12 +148,11 @@ class Step:
     def graphs_to_run(self, graph: Any, arguments: Sequence[Any]) -> list[Rewritten]:
         """The rewritten graphs to run: that of the phase, after a pre-decode if slots or speculative token are
         missing."""
-        captured, progress = graph.captured, self.session.progress
-        ragged = is_ragged(captured.phase, self.front)
-        unpadded = (self.by_lengths and not ragged) or captured.unpadded(arguments)
+        captured, progress, tiers = graph.captured, self.session.progress, self.session.tiers
+        front = self.front if self.by_lengths else None
 
         def rewritten(phase: Phase) -> Rewritten:
-            variant = variant_of(phase, self.session.options, unpadded, ragged, self.session.tiers.capacity)
+            variant = variant_of(captured, phase, tiers.options, front, arguments, tiers.capacity)
             return graph.rewrites.compiled_for(variant, arguments)
 
         *before, phase = self.phases(captured.phase)
@@ -171,22 +166,19 @@ class Step:
 
     def check_rope(self) -> None:
         """SpecacheError if joined rows would have other RoPE frequencies than each row alone."""
-        switch, lengths = self.session.rope_switch, self.session.progress.lengths
-        if switch is not None and switch.misfit(
-            [length + new for length, new in zip(lengths, self.new_tokens, strict=True)]
-        ):
+        switch = self.session.rope_switch
+        if switch is not None and switch.misfit(self.stops):
             raise rows_apart(switch)
 
     def run(self, graph: Any, arguments: Sequence[Any]) -> list[Any]:
         """The outputs of the captured graph, with held tensors for the cache."""
-        graphs_to_run = self.graphs_to_run(graph, arguments)
-        self.begin_phase(graphs_to_run[-1].variant.phase)
-        *before, last = graphs_to_run
+        *before, last = self.graphs_to_run(graph, arguments)
+        self.begin_phase(last.variant.phase)
         for rewritten in before:
             self.run_pre_decode(graph, rewritten, arguments)
         outputs = self.run_graph(graph, last, arguments)
         self.finish()
-        for position, (site, part) in graphs_to_run[-1].held_outputs.items():
+        for position, (site, part) in last.held_outputs.items():
             outputs[position] = self.session.held(site, part)
         return outputs
 
@@ -219,7 +211,7 @@ class Step:
                 value.copy_(earlier)
         if not rows:
             return
-        session.drain()
+        session.tiers.drain()
         for state, kept in zip(session.state, chosen, strict=True):
             for name, value in kept.items():
                 state[name][rows] = value
@@ -235,7 +227,6 @@ class Step:
         inputs = self.inputs_of(rewritten, arguments, rows)
         if rewritten.rows is not None:
             inputs = filled_up(inputs, rewritten.rows, session.tiers.batch, rows)
-        start = time.perf_counter()
         if captures:
             give_up = functools.partial(graph.stop_capturing, rewritten)
             device, shape = session.cursor.device, (rows, session.cursor.shape[1])
@@ -243,7 +234,6 @@ class Step:
             session.statistics.replays = session.recorded.replays
         else:
             outputs = list(rewritten.run(*inputs))
-        self.inside += time.perf_counter() - start
         self.ran.append(rewritten.variant.phase)
         if rewritten.rows is not None:
             outputs = first_rows(outputs, rewritten.rows, session.tiers.batch)
@@ -252,14 +242,11 @@ class Step:
 
     def rows_recorded(self, graph: Any, rewritten: Rewritten, arguments: Sequence[Any]) -> int:
         """Rows of the CUDA graph: those of the bucket if inactive rows may pad the batch, else the batch."""
-        live, dims = self.session.tiers.batch, rewritten.rows
-        if dims is None:
+        live, dims, holds = self.session.tiers.batch, rewritten.rows, graph.captured.symbols.holds
+        rows = live if dims is None else row_bucket(live, self.session.tiers.most_rows)
+        if dims is None or not all(holds(each, arguments, {dims.number: rows}) for each in dims.assumed):
             return live
-        rows = row_bucket(live, self.session.tiers.most_rows)
-        if rows == live:
-            return live
-        holds = graph.captured.symbols.holds
-        return rows if all(holds(each, arguments, {dims.number: rows}) for each in dims.assumed) else live
+        return rows
 
     def inputs_of(self, rewritten: Rewritten, arguments: Sequence[Any], rows: int) -> list[Any]:
         """The inputs of a rewritten graph: the caller's arguments, and the session's state for so many rows."""
@@ -273,7 +260,7 @@ class Step:
     def fill(self, pairs: Iterable[Sequence[Tensor]]) -> None:
         """Store each site's new keys and values [B, H, T, d], with the ops of a prefill."""
         session, frequencies = self.session, self.session.tiers.frequencies
-        padding = session.progress.padding if session.progress.padded else None
+        padding = session.progress.mask
         with self.filling() as states:
             for site, (keys, values) in enumerate(pairs):
                 state = states[site]
@@ -295,10 +282,15 @@ class Step:
 
     def finish(self) -> None:
         """Count the tokens as cached. Earlier views of the cache become stale."""
-        session = self.session
+        session, progress, tiers = self.session, self.session.progress, self.session.tiers
         chosen = self.ran[-1].before is not None and selects(session.options)
-        session.progress.ready = (chosen,) * session.tiers.batch
-        session.advance(self.tokens, self.new_tokens)
+        progress.ready = (chosen,) * tiers.batch
+        session.statistics.bytes_to_host += tiers.host_bytes(sum(self.new_tokens))
+        # In one statement: an interrupted step has happened or not.
+        progress.lengths, progress.length, session.version, session.view = (
+            tuple(self.stops), progress.length + self.tokens, session.version + 1, None
+        )  # fmt: skip
+        session.statistics.full_cache_bytes = full_cache_bytes(tiers.layers, tiers.batch, progress.length, itemsize=2)
         session.half_evicted = False
         if session.cursor.is_cuda and self.tokens > copy_stream.WRITE_THROUGH:
             copy_stream.release_staging()
@@ -309,7 +301,7 @@ class Step:
         Under eviction it cannot be undone: some layers have dropped pairs and counted the step's attention.
         """
         session = self.session
-        session.drain()
+        session.tiers.drain()
         copy_stream.release_staging()
         session.forget_selection()
         session.tiers.undo_step(session.progress.lengths)
@@ -322,38 +314,27 @@ def compress(session: Session) -> None:
 
     Until they are, both pools are in memory, with a host tier each.
     """
-    session.drain()
+    session.tiers.drain()
     tiers, progress = session.tiers, session.progress
     assert tiers.pending is not None
-    made = tiers.under(tiers.pending)
+    made = tiers.under(tiers.pending, progress.lengths)
     made.pending = None
     made.frequencies = [
         None if each is None else each.to(layer.device)
         for each, layer in zip(tiers.frequencies, tiers.layers, strict=True)
     ]
-    padding, none = progress.padding if progress.padded else None, (0,) * tiers.batch
-    empty = replace(progress, length=0, lengths=none, padded=padding is not None)
+    none = (0,) * tiers.batch
+    empty = replace(progress, length=0, lengths=none)
     step = Step(session.derived(made, empty), progress.length)
     step.front = tuple(progress.length - length for length in progress.lengths)
     step.write_cursor()
-    made.find_sinks(None if padding is None else padding[:, 0, 0], none, progress.lengths)
-    step.fill(exact_pairs(tiers, site, progress) for site in range(len(tiers.layers)))
-    step.session.drain()
-    session.use(made)
+    made.find_sinks(progress.mask, none, progress.lengths)
+    every = (tiers.all_pairs(site, progress.lengths, progress.length) for site in range(len(tiers.layers)))
+    step.fill(pairs.unbind(3) for pairs in every)
+    made.drain()
+    session.tiers = made
+    session.refresh()
     session.forget_selection()
-
-
-def exact_pairs(tiers: Tiers, site: int, progress: Progress) -> tuple[Tensor, ...]:
-    """A layer's keys and values [B, H, n, d] in 16-bit tiers (`in_16_bits`), which have no host tier perhaps. Shorter
-    rows have zeros in front."""
-    recent, found = tiers.state[site]["recent"], []
-    for rows, length in runs_of(progress.lengths):
-        low_bit = tiers.options.low_bit_length(length)
-        places = torch.arange(low_bit, length, device=recent.device) % recent.shape[2]
-        old = tokens_of(tiers.pairs(site, "codes", rows), 0, low_bit).unflatten(3, (2, -1))
-        pairs = torch.cat([old, recent[rows][:, :, places]], 2)
-        found.append(torch.nn.functional.pad(pairs, (0, 0, 0, 0, progress.length - length, 0)))
-    return torch.cat(found).unbind(3)
 
 
 def padding_in_front(padding: Tensor, lengths: Sequence[int], columns: int, tokens: int) -> tuple[int, ...] | None:
@@ -374,11 +355,6 @@ def padding_in_front(padding: Tensor, lengths: Sequence[int], columns: int, toke
     return front if possible else None
 
 
-def is_ragged(phase: Phase, front: Sequence[int]) -> bool:
-    """Whether a phase's attention must mask padding that is not stored: only in a prefill."""
-    return not phase.has_past and any(front)
-
-
 def reason_for_one_length(causal: bool, rewritten: Rewritten) -> str | None:
     """Why the graph requires rows of one length, whatever a call passes; None if it does not."""
     if not causal:
@@ -392,7 +368,10 @@ def check_positions(progress: Progress, rewritten: Rewritten) -> None:
     """SpecacheError if a graph counts positions by columns, and the rows have different positions."""
     apart = progress.joined or (rewritten.variant.phase.one_token and progress.longest != progress.length)
     if rewritten.counts_positions and apart and progress.differ:
-        raise no_positions()
+        raise SpecacheError(
+            "the rows of this cache have different lengths, so the model cannot count their positions. Pass "
+            "position_ids; for one new token: position_ids=specache_compile.lengths(cache)[:, None]"
+        )
 
 
 def other_mask() -> SpecacheError:
@@ -400,11 +379,4 @@ def other_mask() -> SpecacheError:
         "the attention mask differs from the lengths of this cache's rows (specache_compile.lengths(cache)). Leave the "
         "mask out, or pass one that is 0 before each row's first token and 1 from there on. Rows of different lengths "
         "require a model whose masks hide only padding"
-    )
-
-
-def no_positions() -> SpecacheError:
-    return SpecacheError(
-        "the rows of this cache have different lengths, so the model cannot count their positions. Pass position_ids; "
-        "for one new token: position_ids=specache_compile.lengths(cache)[:, None]"
     )

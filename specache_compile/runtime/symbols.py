@@ -3,51 +3,39 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import sympy
 import torch
 from torch import Tensor
-from torch._dynamo.source import ConstantSource
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
-from torch.utils._sympy.numbers import int_oo
-
-
-def new_size(shape_env: ShapeEnv, name: str, hint: int, least: int = 2) -> torch.SymInt:
-    """A symbol for a size that no argument of the graph has, 2 or more: torch treats 0 and 1 as constants."""
-    source = ConstantSource(name)
-    symbol = shape_env.create_symbol(max(hint, least), source, DimDynamic.DYNAMIC)
-    if least > 2:
-        shape_env.constrain_symbol_range(symbol, compiler_min=least, compiler_max=int_oo)
-    size = shape_env.create_symintnode(symbol, hint=max(hint, least), source=source)
-    assert isinstance(size, torch.SymInt)
-    return size
 
 
 class SymbolReader:
     """Finds the value of each symbol of a captured graph in its arguments: in a size, stride or offset."""
 
     def __init__(self, fakes: Sequence[Any]) -> None:
-        self.places: dict[sympy.Symbol, tuple[int, Callable[[Any], int]]] = {}
+        self.places: dict[sympy.Symbol, tuple[Any, ...]] = {}
         tensors = [(position, fake) for position, fake in enumerate(fakes) if isinstance(fake, Tensor)]
         for position, fake in enumerate(fakes):
-            if isinstance(fake, torch.SymInt):
-                self.add(fake, position, int)
+            self.add(fake, position, "__int__")
         for position, fake in tensors:
             for dim, size in enumerate(fake.shape):
-                self.add(size, position, functools.partial(size_of, dim=dim))
+                self.add(size, position, "size", dim)
         for position, fake in tensors:
             for dim, stride in enumerate(fake.stride()):
-                self.add(stride, position, functools.partial(stride_of, dim=dim))
-            self.add(fake.storage_offset(), position, offset_of)
+                self.add(stride, position, "stride", dim)
+            self.add(fake.storage_offset(), position, "storage_offset")
 
-    def add(self, size: Any, position: int, read: Callable[[Any], int]) -> None:
-        """Note the place of a symbol, under its traced name and under the symbol that Dynamo found it equal to."""
+    def add(self, size: Any, *place: Any) -> None:
+        """Note the place of a symbol, under its traced name and under the symbol that Dynamo found it equal to.
+
+        place: position of an argument, the name of its method that returns the size, and the dimension.
+        """
         if isinstance(size, torch.SymInt):
             for symbol in (size.node._expr, size.node.expr):
                 if isinstance(symbol, sympy.Symbol):
-                    self.places.setdefault(symbol, (position, read))
+                    self.places.setdefault(symbol, place)
 
     def hint(self, size: int | torch.SymInt) -> int:
         """The value that a size had when Dynamo traced it; adds no guard."""
@@ -75,25 +63,13 @@ class SymbolReader:
         return statement.free_symbols <= self.places.keys()
 
     def read(self, symbol: sympy.Symbol, arguments: Sequence[Any]) -> int:
-        position, read = self.places[symbol]
-        return int(read(arguments[position]))
+        position, method, *dim = self.places[symbol]
+        return int(getattr(arguments[position], method)(*dim))
 
 
 def as_traced(size: int | torch.SymInt | sympy.Expr) -> int | sympy.Expr:
     """A size without the facts that Dynamo has derived: what a late graph assumes is valid for that graph only."""
     return size.node._expr if isinstance(size, torch.SymInt) else size
-
-
-def size_of(tensor: Tensor, dim: int) -> int:
-    return tensor.shape[dim]
-
-
-def stride_of(tensor: Tensor, dim: int) -> int:
-    return tensor.stride(dim)
-
-
-def offset_of(tensor: Tensor) -> int:
-    return int(tensor.storage_offset())
 
 
 @functools.lru_cache(maxsize=1024)

@@ -15,13 +15,15 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import ProcessGroup
+from torch.nn.functional import pad
 
-from specache_compile.errors import SpecacheError
+from specache_compile.errors import RECOMPILE_LIMIT, SpecacheError, no_host_tier
 from specache_compile.kernels.memory.host_memory import allowance
 from specache_compile.kernels.movement import copy_stream
 from specache_compile.kernels.state.cursor import runs_of
-from specache_compile.kernels.state.page_table import PAGE, Pages
+from specache_compile.kernels.state.page_table import PAGE, Pages, tokens_of
 from specache_compile.kernels.state.sinks import find_sinks
+from specache_compile.kernels.state.stored_pairs import decoded
 from specache_compile.methods.field import Cropped, LayerShape, LayerState
 from specache_compile.methods.low_bit_tier import window_from_host
 from specache_compile.options import MethodOptions
@@ -31,14 +33,13 @@ from .break_even import stays_in_16_bits
 from .ranks import gather, ranks_here
 from .state import (
     bucket,
-    empty,
     fields_of,
     page_bytes,
     pages_of_rows,
     room,
-    row_bytes,
     row_fields,
     row_state,
+    tier_bytes,
 )
 
 # Numbers of buffers.
@@ -64,10 +65,7 @@ class Tiers:
     ranks: the process group that the model is split over; these are the KV heads of this rank.
     pool: its pages; None before the first step.
     pages: page numbers of each row. Copy-on-write: a row that writes to a shared page first gets its own copy.
-    rounded: for each row, the tokens up to which its codes may differ from those of rows that share its pages. A crop
-        makes the next steps compute them again, perhaps from rounded pairs or without an earlier step's mask.
     table: page table of the rows, int64 [B, C/256] on the CPU; entries without tokens are 0.
-    is_written: whether the table has the rows' pages; not after an interrupted change of these.
     capacity: C, tokens that the table has entries for.
     most_rows: rows that the buffers are allocated for, just the batch without a null page. Row b has slice b; slices
         without a row select no pairs.
@@ -86,43 +84,47 @@ class Tiers:
         self.layers = layers
         self.frequencies: list[Tensor | None] = [None] * len(layers)
         self.ranks = ranks
-        self.pool: PagePool | None = None
-        self.all_rows: list[LayerState] = []
-        self.reset([[] for _ in range(batch)], batch)
+        self.reset(batch)
 
-    def reset(self, pages: list[list[int]], most_rows: int) -> None:
-        """Become tiers of rows with these pages."""
-        self.pages, self.batch, self.most_rows, self.rounded = pages, len(pages), most_rows, [0] * len(pages)
+    def reset(self, batch: int) -> None:
+        """Become tiers of so many rows without pages, outside of a pool, and release all tensors. No copy may be under
+        way."""
+        self.pool: PagePool | None = None
+        self.pages: list[list[int]] = [[] for _ in range(batch)]
+        self.batch = batch
         self.sinks_known: int | None = None
         self.capacity = 0
-        self.table = torch.zeros(self.batch, 0, dtype=torch.int64, device="cpu")
-        self.is_written = True
+        self.table = torch.zeros(batch, 0, dtype=torch.int64, device="cpu")
         self.views_by_rows: dict[int, list[LayerState]] = {}
-        self.moves = next(NUMBERS)
+        self.set_rows([], batch)
 
     def join_pool(self, pool: PagePool) -> None:
-        """Count as tiers of a pool. When they die, which may happen anywhere, their pages are only noted there."""
+        """Count as tiers of a pool. When they die, which may happen anywhere, that is only noted there."""
         self.pool = pool
-        weakref.finalize(self, pool.returned.append, self.pages)  # first: after an interruption no table stays
+        weakref.finalize(self, pool.died.append, None)
         with pool.lock:  # others may list the tiers
             pool.tiers.add(self)
-            pool.tables[id(self.pages)] = self.pages
 
     @torch.inference_mode(False)
-    def in_pool(
-        self, pool: PagePool, pages: list[list[int]], places: int, rows: list[LayerState] | None = None
-    ) -> Tiers:
-        """Other tiers of a pool, with its options and layers. Their rows have these pages.
+    def in_pool(self, pool: PagePool, places: int, rows: list[LayerState] | None = None) -> Tiers:
+        """Other tiers of a pool, with its options and layers, that have no rows yet.
 
         rows: their buffers, for `places` rows; None: empty ones.
         """
-        made, before = copy.copy(self), self.capacity
-        made.reset(pages, places)
+        made = copy.copy(self)
+        made.reset(0)
         made.options, made.layers = pool.options, pool.layers
         made.join_pool(pool)
-        made.write_table(0 if pool.first else before)
-        made.all_rows = rows or [row_state(pool.options, layer, places, made.capacity) for layer in made.layers]
+        made.set_pages([], 0 if pool.first else self.capacity)
+        made.set_rows(rows or [row_state(pool.options, layer, places, made.capacity) for layer in made.layers], places)
         return made
+
+    def set_pages(self, pages: list[list[int]], capacity: int = 0) -> None:
+        """Replace the rows' pages, in one statement: an interrupted change has happened or not."""
+        capacity = max(capacity, self.capacity_for(max(map(len, pages), default=0)))
+        rows = [[*row, *[0] * (capacity // PAGE - len(row))] for row in pages]
+        table = torch.tensor(rows, dtype=torch.int64, device="cpu").view(len(rows), capacity // PAGE)
+        self.pages, self.table, self.capacity, self.batch = pages, table, capacity, len(pages)
 
     @property
     def lock(self) -> contextlib.AbstractContextManager[object]:
@@ -156,22 +158,21 @@ class Tiers:
 
     def set_rows(self, rows: list[LayerState], places: int) -> None:
         """Use other buffers for all rows, with so many slices."""
-        self.all_rows, self.most_rows, self.views_by_rows = rows, places, {}
-        self.moves = next(NUMBERS)
+        self.all_rows, self.most_rows, self.views_by_rows, self.moves = rows, places, {}, next(NUMBERS)
 
-    def find_sinks(self, there: Tensor | None, lengths: Sequence[int], stops: Sequence[int]) -> None:
+    def find_sinks(self, padding: Tensor | None, lengths: Sequence[int], stops: Sequence[int]) -> None:
         """Set which tokens of each row are its sinks, among the cached and new ones up to its stop.
 
-        there: as for `sinks.find_sinks`.
+        padding: [B, 1, 1, C], True for tokens; None if there is none.
         """
         indices = [] if self.sinks_known is not None else [x for x in self.fields("sink_index") if x.shape[2]]
         if not indices:
             return
-        follows = there is None
+        follows = padding is None
         for rows, (length, stop) in runs_of(list(zip(lengths, stops, strict=True))):
             low_bit = self.options.low_bit_length(length)
             for index in indices:
-                find_sinks(index[rows], None if there is None else there[rows], low_bit, stop)
+                find_sinks(index[rows], None if padding is None else padding[rows, 0, 0], low_bit, stop)
             follows = follows and stop - low_bit >= indices[0].shape[2]
         # Lengths alone decide without a device sync; a fake tensor has no values.
         if follows or isinstance(indices[0], FakeTensor) or all(bool((index >= 0).all()) for index in indices):
@@ -196,12 +197,27 @@ class Tiers:
         """A field that is in pages, of these rows."""
         return Pages(self.state[site][name], self.table[rows])
 
-    def release_state(self) -> None:
-        """Release all tensors. No copy may be under way."""
-        if self.pool is not None:
-            self.pool.release(self.pages)
-        self.set_rows([], 0)
-        self.pool = None
+    def all_pairs(self, site: int, lengths: Sequence[int], columns: int) -> Tensor:
+        """A layer's pairs by Hugging Face's columns [B, H, n, 2, d]; shorter rows have zeros in front.
+
+        They are on the device if the low-bit tier has 16 bits, else where the method has all pairs.
+        """
+        layer, found = self.layers[site], list[Tensor]()
+        options: Any = self.options
+        whole = next((field.name for field in fields_of(options, layer) if field.has_all_pairs), "")
+        exact = options.has_low_bit_tier and not options.layout.is_quantised
+        if not whole and not exact:
+            raise evicted(options.method) if options.host_tier else no_host_tier("a copy of its keys and values")
+        for rows, length in runs_of(lengths):
+            if exact:
+                recent, low_bit = self.state[site]["recent"][rows], options.low_bit_length(length)
+                places = torch.arange(low_bit, length, device=recent.device) % recent.shape[2]
+                old = tokens_of(self.pairs(site, "codes", rows), 0, low_bit).unflatten(3, (2, -1))
+                pairs = torch.cat([old, recent[:, :, places]], 2)
+            else:
+                pairs = decoded(tokens_of(self.pairs(site, whole, rows), 0, length), layer.dtype, layer.head_dim)
+            found.append(pairs if length == columns else pad(pairs, (0, 0, 0, 0, columns - length, 0)))
+        return found[0] if len(found) == 1 else torch.cat(found)
 
     def bytes_by_tier(self) -> dict[str, int]:
         """Bytes of each tier: of the whole pool, if its pages are of these rows alone; else of the rows' pages, where a
@@ -209,13 +225,9 @@ class Tiers:
         if self.pool is None:
             return {}
         pages = places = sum(map(len, self.pages))
-        self.pool.collect()
-        if not self.pool.first and sum(self.pool.counts) == pages:
-            pages, places = self.pool.pages, len(self.pool.counts)
-        sizes = {tier: (places if tier == "host" else pages) * size for tier, size in self.pool.page_bytes.items()}
-        for tier, size in row_bytes(self.options, self.layers, self.capacity).items():
-            sizes[tier] = sizes.get(tier, 0) + self.most_rows * size
-        return sizes
+        if not self.pool.first and self.pool.counts.total() == pages:
+            pages, places = self.pool.pages, self.pool.places
+        return tier_bytes(self.options, self.layers, pages, places, self.most_rows, self.capacity)
 
     def host_bytes(self, tokens: int) -> int:
         """Bytes of so many pairs in the host tier."""
@@ -228,89 +240,67 @@ class Tiers:
         grows = tokens > self.capacity and self.ranks is None  # ranks decide by lengths alone
         return not stays_in_16_bits(self.pending, self.layers, self.batch, tokens, room=grows)
 
-    def reserve(self, lengths: Sequence[int], new: int, masked: bool = True) -> None:
+    def reserve(self, lengths: Sequence[int], new: int) -> None:
         """Allocate the pages that each row's new tokens need, and copies of shared pages that it will write to.
 
-        masked: whether the step hides some tokens. SpecacheError, before anything has changed, if the host tier would
-        exceed its budget or the pool has too few pages.
+        SpecacheError, before anything has changed, if the host tier would exceed its budget or the pool has too few
+        pages.
         """
-        taken = [max(0, pages_for(n + new) - len(row)) for n, row in zip(lengths, self.pages, strict=True)]
-        if self.pool is None:
-            self.open_pool(max(lengths) + new)
-        assert self.pool is not None
-        with self.pool.lock:
-            self.pool.collect()  # else pages of tiers that have died count as shared
-            shared = self.shared_pages(lengths, masked)
-            if self.is_written and not shared and not any(taken) and self.all_rows:
+        missing = [max(0, pages_for(n + new) - len(row)) for n, row in zip(lengths, self.pages, strict=True)]
+        with self.lock:
+            shared = self.shared_pages(lengths)
+            if not shared and not any(missing) and self.all_rows:
                 return
-            capacity = self.capacity_for(max(len(row) + more for row, more in zip(self.pages, taken, strict=True)))
-            self.grow_pool(max(lengths) + new, len(shared) + sum(taken))
+            self.grow_pool(max(lengths) + new, len(shared) + sum(missing))
+            assert self.pool is not None
+            capacity = self.capacity_for(max(len(row) + more for row, more in zip(self.pages, missing, strict=True)))
             self.grow_rows(capacity)
-            self.take_pages(shared, taken)
-            self.write_table(capacity)
+            fresh = iter(self.pool.allocate(len(shared) + sum(missing)))
+            pages = [list(row) for row in self.pages]
+            if shared:
+                self.drain()
+            for row, number in shared:
+                pages[row][number] = next(fresh)
+                self.pool.copy(self.pages[row][number], pages[row][number])
+            for own, more in zip(pages, missing, strict=True):
+                own.extend(itertools.islice(fresh, more))
+            self.set_pages(pages, capacity)
 
-    def shared_pages(self, lengths: Sequence[int], masked: bool) -> list[tuple[int, int]]:
+    def shared_pages(self, lengths: Sequence[int]) -> list[tuple[int, int]]:
         """The shared pages (row, number) that rows will write to. The last row that has a page keeps it."""
-        assert self.pool is not None
-        found, copied, counts = list[tuple[int, int]](), Counter[int](), self.pool.counts
+        counts = Counter[int]() if self.pool is None else self.pool.counts
+        found, copied = list[tuple[int, int]](), Counter[int]()
         for row, (length, pages) in enumerate(zip(lengths, self.pages, strict=True)):
-            for number in range(self.first_written(row, length, masked), len(pages)):
+            for number in range(self.first_written(length), len(pages)):
                 if counts[pages[number]] - copied[pages[number]] > 1:
                     copied[pages[number]] += 1
                     found.append((row, number))
         return found
 
-    def take_pages(self, shared: Sequence[tuple[int, int]], taken: Sequence[int]) -> None:
-        """Copy shared pages (row, number), and append new ones to each row."""
-        assert self.pool is not None
-        fresh = iter(self.pool.allocate(len(shared) + sum(taken)))
-        self.is_written = False
-        if shared:
-            self.drain()
-        for row, number in shared:
-            before, page = self.pages[row][number], next(fresh)
-            self.pool.copy(before, page)
-            self.pages[row][number] = page
-            self.pool.free_pages([before])
-        for row, number in enumerate(taken):
-            self.pages[row].extend(next(fresh) for _ in range(number))
-
-    def open_pool(self, tokens: int) -> None:
-        """Create the pool, for rows of so many tokens."""
-        pages, places = pages_of_rows(self.batch, tokens)
-        self.check_host_memory(places, places * PAGE // self.batch)
-        self.join_pool(PagePool(self.options, self.layers, pages, places))
-
     def grow_pool(self, tokens: int, number: int) -> None:
-        """Grow a pool without null page, if it lacks so many free pages, for rows of so many tokens. If others hold
-        pages too, there are more. A batch's pool grows by itself."""
-        assert self.pool is not None
-        if self.pool.first or not (missing := self.pool.missing(number)):
-            return
-        pages, places = pages_of_rows(self.batch, tokens)
-        if len(self.pool.counts) + missing > places:
-            pages, places = self.pool.larger(missing)
-        self.check_host_memory(places, room(tokens))
-        self.pool.grow_to(pages, places)
+        """Create the pool for rows of so many tokens, or grow it if it lacks so many free pages. If others hold pages
+        too, there are more. A batch's pool grows by itself."""
+        pool, (pages, places) = self.pool, pages_of_rows(self.batch, tokens)
+        if pool is None:
+            self.check_host_memory(places, room(tokens))
+            self.join_pool(PagePool(self.options, self.layers, pages, places))
+        elif not pool.first and (missing := pool.missing(number)):
+            if pool.places + missing > places:
+                pages, places = pool.larger(missing)
+            self.check_host_memory(places, room(tokens))
+            pool.grow_to(pages, places)
 
     def grow_rows(self, capacity: int) -> None:
-        """Allocate the rows' buffers, or move those whose size depends on the capacity to larger ones."""
-        if self.all_rows and capacity <= self.capacity:
+        """Allocate the rows' buffers, or move them to larger ones if their size depends on the capacity."""
+        if self.all_rows and (self.options.capacity_is_free or capacity <= self.capacity):
             return
-        grown = []
-        for number, layer in enumerate(self.layers):
-            made = {} if self.all_rows else row_state(self.options, layer, self.most_rows, capacity)
-            for field in row_fields(self.options, layer) if self.all_rows else ():
-                old = self.all_rows[number][field.name]
-                if field.shape(self.options, layer, self.most_rows, capacity) != tuple(old.shape):
-                    self.drain()
-                    larger = made[field.name] = empty(field, self.options, layer, self.most_rows, capacity)
-                    larger[:, :, : old.shape[2]].copy_(old)
-            grown.append(made)
-        if not self.all_rows:
-            self.set_rows(grown, self.most_rows)
-        elif any(grown):
-            self.set_rows([{**old, **new} for old, new in zip(self.all_rows, grown, strict=True)], self.most_rows)
+        grown = [row_state(self.options, layer, self.most_rows, capacity) for layer in self.layers]
+        if self.all_rows:
+            self.drain()
+            for old, new in zip(self.all_rows, grown, strict=True):
+                for name, tensor in old.items():
+                    new[name][tuple(map(slice, tensor.shape))].copy_(tensor)
+        self.set_rows(grown, self.most_rows)
 
     def capacity_for(self, pages: int) -> int:
         """Tokens in the table of a row with so many pages. A batch records a step for each power of two; the table of
@@ -320,37 +310,16 @@ class Tiers:
             return PAGE << max(pages - 1, 0).bit_length()
         return max(self.capacity, bucket(pages * PAGE))
 
-    def write_table(self, capacity: int = 0) -> None:
-        """Write the page table."""
-        self.capacity = max(capacity, self.capacity_for(max(map(len, self.pages), default=0)))
-        width = self.capacity // PAGE
-        rows = [[*row, *[0] * (width - len(row))] for row in self.pages]
-        self.table = torch.tensor(rows, dtype=torch.int64, device="cpu").view(len(rows), width)
-        self.is_written = True
-
-    def first_written(self, row: int, length: int, masked: bool, cropped_from: int = 0) -> int:
-        """The first page in which a row writes something that other rows with its tokens do not have. The low-bit codes
-        of a full page are the same for all of them, once the center is set, unless a step hides tokens.
-
-        cropped_from: the length before a crop that is still to come.
-        """
-        if not self.options.has_low_bit_tier:
-            return length // PAGE
-        low_bit = self.options.low_bit_length(length)
-        rounded = max(1, self.rounded_after(row, length, max(length, cropped_from)))
-        return (low_bit if masked or low_bit < rounded else length) // PAGE
-
-    def rounded_after(self, row: int, length: int, cached: int) -> int:
-        """`rounded` of a row after a crop from `cached` tokens to `length`."""
-        low_bit, was = (self.options.low_bit_length(n) for n in (length, cached))
-        return min(length, max(was, self.rounded[row])) if low_bit < was else self.rounded[row]
+    def first_written(self, length: int) -> int:
+        """The first page to which the next step of a row writes pairs or codes."""
+        return (self.options.low_bit_length(length) if self.options.has_low_bit_tier else length) // PAGE
 
     def pages_needed(self, row: int, length: int, longest: int) -> int:
         """Pages that a row of `length` tokens may still allocate until it has `longest`, copies of shared ones
         included."""
         assert self.pool is not None
-        writes = self.pages[row][self.first_written(row, length, masked=False) :]
-        shared = sum(self.pool.counts[page] > 1 for page in writes)
+        counts, writes = self.pool.counts, self.pages[row][self.first_written(length) :]
+        shared = sum(counts[page] > 1 for page in writes)
         return max(0, pages_for(longest) - len(self.pages[row])) + shared
 
     def check_host_memory(self, places: int, tokens: int) -> None:
@@ -359,13 +328,20 @@ class Tiers:
         tokens: the number that the error names.
         """
         page = page_bytes(self.options, self.layers)["host"]
-        held, needed = (0 if self.pool is None else len(self.pool.counts)) * page, places * page
+        held, needed = (0 if self.pool is None else self.pool.places) * page, places * page
         given = self.options.host_memory
         here = ranks_here(self.ranks)
         every = gather(self.ranks, (needed, allowance(held, given, here), here))
         needed, allowed, here = max(every, key=lambda rank: rank[0] - rank[1])
         if needed > allowed:
-            raise no_host_memory(needed, allowed, tokens, self.batch, given, here)
+            limit = "half of what is free" if given is None else "option host_memory"
+            if here > 1:
+                limit += f", shared by the {here} ranks of this machine"
+            raise SpecacheError(
+                f"the host tier would need {needed / 2**30:.2f} GiB for {tokens:,} tokens x batch {self.batch}, more "
+                f"than its budget of {allowed / 2**30:.2f} GiB ({limit}). The cache is unchanged. Lower the batch or "
+                "the context, free host memory, or raise host_memory (bytes)."
+            )
 
     def crop(self, lengths: Sequence[int], before: Sequence[int]) -> None:
         """Keep the first tokens of each row, of `before`, by each field's `on_crop`, and free pages without tokens."""
@@ -379,15 +355,7 @@ class Tiers:
                     for field in fields_of(self.options, layer):
                         if field.on_crop is not None:
                             field.on_crop(views, cropped)
-            every = enumerate(zip(lengths, before, strict=True))
-            self.rounded = [self.rounded_after(row, length, cached) for row, (length, cached) in every]
-            assert self.pool is not None
-            self.is_written = False
-            for row, length in zip(self.pages, lengths, strict=True):
-                gone = row[pages_for(length) :]
-                del row[pages_for(length) :]
-                self.pool.free_pages(gone)
-        self.write_table()
+            self.set_pages([row[: pages_for(length)] for row, length in zip(self.pages, lengths, strict=True)])
 
     def selected(self, rows: Sequence[int]) -> Tiers:
         """Tiers of these batch rows, in that order, which share the pages. In a pool with a null page they have the
@@ -397,12 +365,12 @@ class Tiers:
         moved = [(place, row) for place, row in moves if place != row]
         if self.pool.first and len(rows) <= self.most_rows and all(row >= len(rows) for _, row in moved):
             self.copy_rows(self.all_rows, self.all_rows, moved)
-            made = self.in_pool(self.pool, [], self.most_rows, self.all_rows)
+            made = self.in_pool(self.pool, self.most_rows, self.all_rows)
             made.moves = self.moves
         else:
-            made = self.in_pool(self.pool, [], len(rows), self.more_rows(len(rows)))
+            made = self.in_pool(self.pool, len(rows), self.more_rows(len(rows)))
             made.copy_rows(self.all_rows, made.all_rows, moves)
-        made.share([(self, row) for row in rows])
+        made.append_pages([(self, row) for row in rows])
         made.sinks_known = self.sinks_known
         return made
 
@@ -410,9 +378,8 @@ class Tiers:
         """Empty buffers for so many rows, with the counts over all rows."""
         made = [row_state(self.options, layer, places, self.capacity) for layer in self.layers]
         for layer, old, new in zip(self.layers, self.all_rows, made, strict=True):
-            for field in fields_of(self.options, layer):
-                if not field.by_page and not field.by_row:
-                    new[field.name].copy_(old[field.name])
+            by_row = {field.name for field in row_fields(self.options, layer)}
+            new.update({name: count for name, count in old.items() if name not in by_row})
         return made
 
     def copy_rows(self, source: list[LayerState], target: list[LayerState], moves: Sequence[tuple[int, int]]) -> None:
@@ -442,52 +409,45 @@ class Tiers:
             self.set_rows(made, rows)
 
     def append_rows(self, rows: Sequence[tuple[Tiers, int]]) -> None:
-        """Append rows of tiers of this pool, sharing their pages."""
+        """Append rows of other tiers with the same options."""
         self.reserve_rows(self.batch + len(rows))
         for source in dict.fromkeys(others for others, _ in rows):
             moves = [(place, row) for place, (others, row) in enumerate(rows, self.batch) if others is source]
             self.copy_rows(source.all_rows, self.all_rows, moves)
-        self.share(rows)
+        self.append_pages(rows)
 
-    def share(self, rows: Sequence[tuple[Tiers, int]]) -> None:
-        """Append the pages of rows whose buffers are there."""
+    def append_pages(self, rows: Sequence[tuple[Tiers, int]]) -> None:
+        """Append rows whose buffers are there. They share their pages of this pool; those of another are copied."""
         assert self.pool is not None
         with self.pool.lock:
-            self.is_written = False
+            fresh = iter(self.pool.allocate(sum(len(x.pages[row]) for x, row in rows if x.pool is not self.pool)))
+            pages = list(self.pages)
             for others, row in rows:
-                self.pool.share(others.pages[row])
-                self.pages.append(list(others.pages[row]))
-                self.rounded.append(others.rounded[row])
-        self.batch, self.sinks_known, self.views_by_rows = len(self.pages), None, {}
-        self.write_table()
+                pages.append(others.pages[row])
+                if others.pool is not self.pool:
+                    pages[-1] = list(itertools.islice(fresh, len(others.pages[row])))
+                    with others.lock:
+                        for source, target in zip(others.pages[row], pages[-1], strict=True):
+                            self.pool.copy(source, target, others.pool)
+            self.set_pages(pages)
+        self.sinks_known = None
 
     def copy(self) -> Tiers:
         """A copy of the rows, which shares their pages; measurements start at zero. Ranks copy the pages: when a pool
         grows must depend on lengths alone."""
-        if self.ranks is not None:
-            return self.copied_to(self.under(self.options))
-        return joined([(self, row) for row in range(self.batch)])
+        rows = [(self, row) for row in range(self.batch)]
+        return joined(rows, None if self.ranks is None else self.own_pool(self.options))
 
-    def under(self, options: MethodOptions) -> Tiers:
-        """Empty tiers of the same rows under other options, with their own pool, where each row's pages are
-        adjacent."""
+    def own_pool(self, options: MethodOptions) -> PagePool:
+        """A new pool for these rows under such options."""
         longest = PAGE * max(map(len, self.pages), default=0)
-        return self.empty_in(PagePool(options, self.layers, *pages_of_rows(self.batch, longest)))
+        return PagePool(options, self.layers, *pages_of_rows(self.batch, longest))
 
-    def empty_in(self, pool: PagePool) -> Tiers:
-        """Empty tiers of the same rows, with as many pages, in another pool."""
-        fresh = iter(pool.allocate(sum(map(len, self.pages))))
-        return self.in_pool(pool, [[next(fresh) for _ in row] for row in self.pages], self.batch)
-
-    def copied_to(self, made: Tiers) -> Tiers:
-        """Copy the rows to empty tiers of theirs with the same options; returns these."""
-        assert made.pool is not None
-        with self.lock, made.lock:
-            made.rounded = list(self.rounded)
-            made.copy_rows(self.all_rows, made.all_rows, [(row, row) for row in range(self.batch)])
-            for ours, theirs in zip(self.pages, made.pages, strict=True):
-                for source, target in zip(ours, theirs, strict=True):
-                    made.pool.copy(source, target, self.pool)
+    def under(self, options: MethodOptions, lengths: Sequence[int]) -> Tiers:
+        """Empty tiers of the same rows, of these lengths, under other options, with their own pool."""
+        made = self.in_pool(self.own_pool(options), self.batch)
+        made.set_pages([[] for _ in lengths])
+        made.reserve(lengths, 0)
         return made
 
     def undo_step(self, lengths: Sequence[int]) -> None:
@@ -503,25 +463,21 @@ class Tiers:
             for site in range(len(self.state)):  # empty before the first step
                 for rows, length in runs_of(lengths):
                     window_from_host(self.views(site, rows), self.options.low_bit_length(length), length)
-        if self.options.bits_on_host < 16:
-            self.rounded = list(lengths)
 
 
-def joined(rows: Sequence[tuple[Tiers, int]]) -> Tiers:
-    """Tiers of these rows of one pool, which share their pages."""
+def joined(rows: Sequence[tuple[Tiers, int]], pool: PagePool | None = None) -> Tiers:
+    """Tiers of these rows in a pool; None: the pool of the first row."""
     first = rows[0][0]
-    assert first.pool is not None
-    made = first.in_pool(first.pool, [], len(rows))
+    pool = pool or first.pool
+    assert pool is not None
+    made = first.in_pool(pool, len(rows))
     made.append_rows(rows)
     return made
 
 
-def no_host_memory(needed: int, allowed: int, tokens: int, batch: int, given: int | None, ranks: int) -> SpecacheError:
-    limit = "half of what is free" if given is None else "option host_memory"
-    if ranks > 1:
-        limit += f", shared by the {ranks} ranks of this machine"
+def evicted(method: str) -> SpecacheError:
     return SpecacheError(
-        f"the host tier would need {needed / 2**30:.2f} GiB for {tokens:,} tokens x batch {batch}, more than its "
-        f"budget of {allowed / 2**30:.2f} GiB ({limit}). The cache is unchanged. Lower the batch or the context, free "
-        "host memory, or raise host_memory (bytes)."
+        f"method {method!r} keeps only the pairs that its policy chose, different ones for each head, so the cache has "
+        "no plain copy and cannot be continued uncompiled. Use a method that keeps all pairs: specache, kivi, kcache, "
+        f"offload or full. In the middle of a generation: {RECOMPILE_LIMIT}."
     )

@@ -30,9 +30,8 @@ from specache_compile.lowering.kept import NotKeepable, data_of, lowered_from
 from specache_compile.methods import METHODS
 from specache_compile.runtime.held import HeldTensor
 from specache_compile.runtime.records import record_of
-from specache_compile.runtime.rewritten import Rewritten
+from specache_compile.runtime.rewritten import Rewritten, Variant
 from specache_compile.runtime.symbols import as_traced
-from specache_compile.runtime.variant import Variant
 
 from . import trace_folder
 from .code import hash_of, module_hash, modules_of
@@ -48,8 +47,6 @@ class NotKept(Exception):
 
 class StoredFacts:
     """The facts of `compile/captured.py: Captured` that a call reads, without the graph."""
-
-    unpadded = Captured.unpadded
 
     def __init__(self, captured: Captured) -> None:
         options = captured.options

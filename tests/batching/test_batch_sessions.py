@@ -175,9 +175,8 @@ def test_sessions_give_their_host_memory_to_requests_where_there_is_no_budget(
     for seed in range(3):
         answer(batch, prompt(20 + 10 * seed, seed=seed)[0])
     if (pool := batch.memory.pool) is not None:
-        monkeypatch.setattr(PagePool, "room_on_host", lambda pool: len(pool.counts))
-        monkeypatch.setattr(PagePool, "recount", lambda pool: None)
-        monkeypatch.setattr(pool, "free", pool.free[:1])
+        monkeypatch.setattr(PagePool, "room_on_host", lambda pool: pool.places)
+        monkeypatch.setattr(PagePool, "held", pool.places - pool.first - 1)
     monkeypatch.setattr(batch_memory, "allowance", lambda *_: (1 << 30) * (len(lengths(batch)) < 3))
     batch.add(prompt(300, seed=7)[0], max_new_tokens=NEW)
     batch.step()

@@ -84,8 +84,9 @@ def test_join_refuses_rows_on_both_sides_of_a_rope_switch() -> None:
     model = compiled_with(PHI3.model(), OPTIONS)
     with torch.no_grad():
         short, near, long = (cache_of(model(prompt(length), use_cache=True)) for length in (20, 47, 60))
-        with pytest.raises(sc.SpecacheError, match="some rows are longer than 48 tokens"):
-            sc.join([short, long])
+        for caches in ([short, long], [sc.hold(sc.materialize(each), model) for each in (short, long)]):
+            with pytest.raises(sc.SpecacheError, match="some rows are longer than 48 tokens"):
+                sc.join(caches)
         joined = sc.join([short, near])
         ids = torch.tensor([[5], [6]])
         cache = model(ids, past_key_values=joined, position_ids=sc.lengths(joined)[:, None]).past_key_values

@@ -16,8 +16,9 @@ from conftest import LOSSLESS, compiled_with, greedy, prompt, tiny_llama
 from families import BY_NAME
 from held_tiers import in_rows
 from specache_compile.compat import with_cache
+from specache_compile.methods.field import MEASURE
 from specache_compile.runtime.session import session_of
-from specache_compile.runtime.state import MEASURE, fields_of
+from specache_compile.runtime.state import fields_of
 
 pytestmark = [pytest.mark.one_process, pytest.mark.one_trace]
 
@@ -51,7 +52,7 @@ def tiers(cache: DynamicCache) -> list[dict[str, torch.Tensor]]:
     """Return each layer's fields, restricted to the cached tokens."""
     session = session_of(cache)
     assert session is not None
-    session.drain()
+    session.tiers.drain()
     kept = [{f.name for f in fields_of(session.options, layer) if f.tier != MEASURE} for layer in session.layers]
     states = zip(kept, in_rows(session), strict=True)
     lengths = session.progress.lengths

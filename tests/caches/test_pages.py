@@ -109,11 +109,11 @@ def test_a_copy_costs_its_table_and_the_buffers_of_its_rows(model: LlamaForCausa
     copies = [copy.deepcopy(cache) for _ in range(8)]
     assert all(pool_of(each) is pool for each in copies)
     assert (pool.pages, pool.held) == (before, held_before)
-    assert max(pool.counts) == 9
+    assert max(pool.counts.values()) == 9
     del copies
     gc.collect()
     assert pool.held == held_before
-    assert max(pool.counts) == 1
+    assert max(pool.counts.values()) == 1
 
 
 @pytest.mark.parametrize("method", ["full", "offload", "default"])
@@ -205,8 +205,8 @@ def test_growth_that_fails_can_be_repeated(
     """In the middle of a pool's tensors, or of the buffers of rows that grow (h2o)."""
     model, ids = model_of(method, 2), prompt(250)
     cache, other = (step(model, ids)[1] for _ in range(2))
-    module: Any = tiers_module if method == "h2o" else pools
-    whole, calls = module.empty, list[Any]()
+    module, name = (tiers_module, "row_state") if method == "h2o" else (pools, "empty")
+    whole, calls = getattr(module, name), list[Any]()
 
     def failing(*given: Any, **more: Any) -> Any:
         calls.append(given)
@@ -215,7 +215,7 @@ def test_growth_that_fails_can_be_repeated(
         return whole(*given, **more)
 
     with monkeypatch.context() as patch:
-        patch.setattr(module, "empty", failing)
+        patch.setattr(module, name, failing)
         with pytest.raises(error):
             step(model, prompt(300, seed=5), cache)
     assert len(calls) == 2
@@ -269,21 +269,20 @@ def test_threads_continue_copies_that_share_a_pool_which_grows(model: LlamaForCa
 
 
 def test_a_pool_waits_for_the_copies_of_each_cache(model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before its pages move, and before pages of a cache that has died are free."""
+    """Before its pages move, and before pages of a cache that has died are allocated."""
     cache = step(model, prompt(300))[1]
     made = copy.deepcopy(cache)
     pool, waited = pool_of(made), list[int]()
     monkeypatch.setattr(copy_stream, "drain", lambda device: waited.append(len(pool.free)))
-    pool.grow_to(pool.pages, len(pool.counts))
+    pool.grow_to(pool.pages, pool.places)
     assert len(waited) == 1
-    waited.clear()
-    free = len(pool.free)
+    pool.grow_to(pool.pages + 1, pool.places + 1)
     del made
     gc.collect()
-    assert pool.returned
-    pool.collect()
-    assert set(waited) == {free}
-    assert len(pool.free) >= free
+    for expected in (1, 0):
+        waited.clear()
+        assert pool.allocate(1)
+        assert len(waited) == expected
 
 
 @pytest.mark.parametrize("work", ["copy", "materialize", "save", "crop", "split", "join"])
@@ -339,14 +338,15 @@ def test_pages_are_counted_again_after_an_interrupt(model: LlamaForCausalLM, mon
 def test_tiers_that_are_interrupted_at_any_line_leave_no_page(model: LlamaForCausalLM) -> None:
     _, cache = step(model, prompt(500))
     tiers, pool = at_hand(cache).tiers, pool_of(cache)
+    other = at_hand(step(model, prompt(300))[1]).tiers
+    rows = [(tiers, 0), (other, 0)]
     with AfterLines(None) as counter:
-        tiers.empty_in(pool)
+        tiers_module.joined(rows)
     assert counter.lines > 20
     for moment in range(1, counter.lines + 1):
         with contextlib.suppress(Interrupt), AfterLines(moment) as interrupted:
-            tiers.empty_in(pool)
+            tiers_module.joined(rows)
         gc.collect()
-        pool.recount()
         assert pool.held == 2, interrupted.last
 
 
@@ -382,28 +382,12 @@ def test_a_table_whose_writing_is_interrupted_is_written_by_the_next_step(
     _, other = step(model, prompt(tokens))
     twin = copy.deepcopy(cache)
     with monkeypatch.context() as patch:
-        patch.setattr(tiers_module.Tiers, "write_table", interrupt)
+        patch.setattr(tiers_module.Tiers, "set_pages", interrupt)
         with pytest.raises(KeyboardInterrupt):
             step(model, prompt(3), cache)
     expected = go_on(model, other, 3, 3, 100)
     assert equal(go_on(model, cache, 3, 3, 100), expected)
     assert equal(go_on(model, twin, 3, 3, 100), expected)
-
-
-def test_no_page_is_freed_twice_after_an_interrupt(model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, cache = step(model, prompt(900))
-    pool, twin = pool_of(cache), copy.deepcopy(cache)
-    step(model, prompt(1), twin)
-    del twin
-    gc.collect()
-    with monkeypatch.context() as patch:
-        patch.setattr(pools.heapq, "heappush", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            pool.collect()
-    pool.collect()
-    (pages,) = at_hand(cache).tiers.pages
-    assert [pool.counts[page] for page in pages] == [1] * len(pages)
-    assert not set(pool.free) & set(pages)
 
 
 def test_a_copy_needs_the_host_memory_of_the_pages_it_writes() -> None:

@@ -231,7 +231,7 @@ class TestRefusals:
         header = torch.load(folder / "session.pt")
         header["options"][0]["method"] = "of a package that is gone"
         torch.save(header, folder / "session.pt")
-        with pytest.raises(sc.OptionError, match="method 'of a package that is gone'"):
+        with pytest.raises(sc.SpecacheError, match="other options: method 'of a package that is gone'"):
             sc.load(folder, compiled)
 
     def test_layers_and_caches_with_more_than_is_known(self, compiled: LlamaForCausalLM, tmp_path: Path) -> None:

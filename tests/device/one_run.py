@@ -87,7 +87,7 @@ def result_of(cache: DynamicCache, logits: list[Tensor]) -> Result:
     found = {"logits": torch.cat([each.flatten().cpu() for each in logits])}
     session = session_of(cache)
     assert session is not None
-    session.drain()
+    session.tiers.drain()
     for number, state in enumerate(in_rows(session)):
         for name, tensor in state.items():
             whole = tensor[:, :, : session.length] if name == "host" else tensor

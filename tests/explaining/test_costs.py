@@ -84,7 +84,7 @@ def test_the_counted_bytes_of_steps_without_reuse_are_the_predicted_ones(llama: 
     session = cache.layers[0].keys.handle.session
     explained = sc.explain(llama, prompt_length=302, batch_size=2, options=OPTIONS, reuse=0.0)
     for _ in range(4):
-        session.drain()
+        session.tiers.drain()
         for layer in session.state:
             layer["slot_index"].fill_(-1)
         before = sc.stats(twin)

@@ -209,7 +209,7 @@ def test_a_layers_host_tier_has_memory_for_its_pages_and_addresses_for_its_bucke
     assert pool.allocate(3) == [0, 1, 2]
     pool.grow_to(16, 4)
     assert pool.state[0]["host"] is host
-    assert (host.shape[0], host.data_ptr(), pool.free) == (16, address, [3])
+    assert (host.shape[0], host.data_ptr(), pool.free) == (16, address, [0, 1, 2, 3])
 
 
 def test_under_a_fake_mode_nothing_is_registered_and_no_address_is_read(driver: Driver) -> None:

@@ -39,7 +39,7 @@ def test_the_host_holds_what_the_full_cache_holds_rounded_once(llama: LlamaForCa
     ids = prompt(150)
     cache = cache_of(twin(ids, use_cache=True))
     session = session_of(cache)
-    session.drain()
+    session.tiers.drain()
     exact = cache_of(llama(ids, use_cache=True)).layers[0]
     found = decoded(in_rows(session)[0]["host"][:, :, :150], torch.float32, 16)
     for part, pairs in ((0, exact.keys), (1, exact.values)):
@@ -55,7 +55,7 @@ def test_a_crop_leaves_the_window_that_is_still_there_exact(llama: LlamaForCausa
     window = session_of(cache).state[0]["recent"].clone()  # of W = 64 places tokens 64 to 99, at t mod 64
     cache.crop(-8)
     twin(prompt(1), **with_cache(cache))
-    session_of(cache).drain()
+    session_of(cache).tiers.drain()
     state = in_rows(session_of(cache))[0]
     assert torch.equal(state["recent"][:, :, :28], window[:, :, :28]), "tokens 64 to 91"
     host = decoded(state["host"], torch.float32, 16)

@@ -12,8 +12,8 @@ import specache_compile as sc
 from conftest import LOSSLESS, compile_copy, greedy, prompt, step, tiny_llama
 from held_tiers import in_rows
 from specache_compile.compat import cache_of
-from specache_compile.runtime import step as step_module
 from specache_compile.runtime.session import session_of
+from specache_compile.runtime.tiers import Tiers
 
 pytestmark = [pytest.mark.one_process, pytest.mark.one_trace]
 
@@ -76,7 +76,7 @@ def test_a_move_that_was_interrupted_goes_on_with_the_next_step(
 ) -> None:
     twin, ids = compile_copy(llama, min_context=LEAST), prompt(120, 2)
     cache = cache_of(step(twin, ids[:, :100]))
-    moved, whole = [], step_module.exact_pairs
+    moved, whole = [], Tiers.all_pairs
 
     def interrupted(*arguments: Any) -> Any:
         if len(moved) == 1:
@@ -85,7 +85,7 @@ def test_a_move_that_was_interrupted_goes_on_with_the_next_step(
         moved.append(1)
         return whole(*arguments)
 
-    monkeypatch.setattr(step_module, "exact_pairs", interrupted)
+    monkeypatch.setattr(Tiers, "all_pairs", interrupted)
     with pytest.raises(KeyboardInterrupt):
         step(twin, ids[:, 100:], cache)
     again = step(twin, ids[:, 100:], cache)
@@ -115,7 +115,7 @@ def test_tokens_after_a_hole_that_a_later_call_no_longer_hides_are_compressed_as
         cache = cache_of(twin(ids[:, :100], attention_mask=mask, use_cache=True))
         for begin, end in ((100, 180), (180, 260)):
             cache = cache_of(step(twin, ids[:, begin:end], cache))
-        session_of(cache).drain()
+        session_of(cache).tiers.drain()
         states.append(in_rows(session_of(cache)))
     for one, other in zip(*states, strict=True):
         assert torch.equal(one["codes"][:, :, 96:128], other["codes"][:, :, 96:128])

@@ -92,7 +92,7 @@ def test_what_is_fetched_is_no_sink(llama: LlamaForCausalLM) -> None:
     for token in prompt(30, 2, seed=2).split(1, 1):
         step(twin, token, cache)
         session = session_of(cache)
-        session.drain()
+        session.tiers.drain()
         for state in session.state:
             assert state["sink_index"][:, 0].tolist() == [[0, 1, 2, 3]] * 2
             assert not torch.isin(state["slot_index"], state["sink_index"]).any()

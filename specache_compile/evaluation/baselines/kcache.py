@@ -102,12 +102,8 @@ def keys_shape(options: KCacheOptions, layer: LayerShape, batch: int, capacity: 
 DEVICE_KEYS = Field("device_keys", "keys", keys_shape, by_page=True)
 
 
-def fields_at(options: KCacheOptions, layer: LayerShape) -> tuple[Field, ...]:
-    """Keys on the device and whole pairs on the host, where extends read them; a kept layer has its full cache."""
-    return (full.FULL_CACHE,) if layer.number < options.kept_layers else (HOST, DEVICE_KEYS)
-
-
 def recipe(options: KCacheOptions, site: int) -> Recipe:
+    """Keys on the device and whole pairs on the host, where extends read them; a kept layer has its full cache."""
     if site < options.kept_layers:
         return full.recipe(options, site)
     return Recipe(
@@ -119,4 +115,4 @@ def recipe(options: KCacheOptions, site: int) -> Recipe:
     )
 
 
-METHOD = Method("kcache", KCacheOptions, (HOST, DEVICE_KEYS, full.FULL_CACHE), recipe, fields_at)
+METHOD = Method("kcache", KCacheOptions, (HOST, DEVICE_KEYS, full.FULL_CACHE), recipe)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from specache_compile.methods.field import LayerShape
 from specache_compile.options import MethodOptions
-from specache_compile.runtime.state import bytes_in_16_bits, device_total, predicted_bytes
+from specache_compile.runtime.state import device_total, full_cache_bytes, predicted_bytes
 
 from .devices import Device
 from .op_launches import ISSUED, MAIN, SCHEDULERS, STREAMS, Kernel
@@ -191,7 +191,7 @@ def largest_batch(traced: Traced, device: Device, length: int, host: float) -> t
 
 def full_cache_batch(traced: Traced, device: Device, length: int, itemsize: int = 2) -> int:
     """The rows that fit with a full cache of `itemsize` bytes an element."""
-    row = bytes_in_16_bits(shapes_of(traced), 1, length) * SPARE * itemsize / 2
+    row = full_cache_bytes(shapes_of(traced), 1, length, itemsize=2) * SPARE * itemsize / 2
     return max(0, int((device.vram - traced.weights - MARGIN) / row))
 
 
