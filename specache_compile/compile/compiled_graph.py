@@ -48,7 +48,7 @@ class CompiledGraph:
         tokens = self.captured.symbols.value(self.captured.tokens, arguments)
         with opened(session, tokens, padding, self.captured.is_causal) as step:
             outputs = step.run(self, arguments)
-        session.statistics.count(step.ran, time.perf_counter() - start)
+        session.statistics.count(step.ran, time.perf_counter() - start, step.inside)
         record.note(self, session.statistics)
         return outputs
 

@@ -24,6 +24,7 @@ class Statistics:
     fetched, corrected: the session's tensors of bytes prefetched and corrected.
     steps: by phase.
     replays: steps that replayed recorded ones.
+    python_seconds: the part of `seconds` outside of lowered graphs.
     rounds, drafted, accepted: verifications, and their tokens. A round may have an empty draft.
     """
 
@@ -34,6 +35,7 @@ class Statistics:
     bytes_to_host: int = 0
     steps: dict[str, int] = field(default_factory=lambda: dict.fromkeys((phase.name for phase in PHASES), 0))
     seconds: float = 0.0
+    python_seconds: float = 0.0
     bytes_by_tier: dict[str, int] = field(default_factory=dict)
     full_cache_bytes: int = 0
     rounds: int = 0
@@ -42,11 +44,12 @@ class Statistics:
     replays: int = 0
     ranks: int = 1
 
-    def count(self, ran: Sequence[Phase], seconds: float) -> None:
-        """Count one step that ran these phases in so many seconds."""
+    def count(self, ran: Sequence[Phase], total: float, inside: float) -> None:
+        """Count one step that ran these phases in `total` seconds, `inside` of them in lowered graphs."""
         for phase in ran:
             self.steps[phase.name] += 1
-        self.seconds += seconds
+        self.seconds += total
+        self.python_seconds += total - inside
 
     def note_round(self, drafted: int, accepted: int) -> None:
         """Count one verification."""

@@ -43,7 +43,7 @@ class Stats:
         ranks: processes that the model is split over; all other figures are of this rank alone.
         compiles: compiled graphs of the model so far.
         left_exact: number of attentions that are not rewritten, by reason (a sliding window, for example).
-        seconds: time of all steps.
+        python_seconds: the part of `seconds` that was spent outside of compiled graphs.
         pairs_ahead, pairs_corrected: pairs that prefetches and corrections copied.
         bytes_to_device: bytes of these pairs, without reads of further turns and of the methods `offload` and `kcache`.
         bytes_to_host: bytes of pairs that were offloaded.
@@ -70,6 +70,7 @@ class Stats:
     compiles: int
     left_exact: dict[str, int]
     seconds: float
+    python_seconds: float
     pairs_ahead: int
     pairs_corrected: int
     bytes_to_device: int
@@ -148,6 +149,7 @@ def stats(model: torch.nn.Module) -> Stats:
         compiles=sum(len(graph.rewrites.made) for graph in record.graphs),
         left_exact=left_exact(record),
         seconds=latest.seconds,
+        python_seconds=latest.python_seconds,
         pairs_ahead=pairs(latest.fetched, latest.pair_bytes),
         pairs_corrected=pairs(latest.corrected, latest.pair_bytes),
         bytes_to_device=sum(int(count) for count in [*latest.fetched, *latest.corrected]),

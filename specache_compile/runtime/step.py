@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -63,6 +64,7 @@ class Step:
     front: for each row, the new tokens that are padding in front of its first token.
     by_lengths: the padding mask equals the rows' lengths.
     ran: the phases that have run.
+    inside: seconds spent in lowered graphs so far.
     """
 
     def __init__(self, session: Session, tokens: int) -> None:
@@ -70,6 +72,7 @@ class Step:
         self.front = (0,) * session.tiers.batch
         self.by_lengths = False
         self.ran: list[Phase] = []
+        self.inside = 0.0
 
     @torch.inference_mode(False)
     def begin(self, padding: Tensor | None, causal: bool) -> None:
@@ -227,6 +230,7 @@ class Step:
         inputs = self.inputs_of(rewritten, arguments, rows)
         if rewritten.rows is not None:
             inputs = filled_up(inputs, rewritten.rows, session.tiers.batch, rows)
+        start = time.perf_counter()
         if captures:
             give_up = functools.partial(graph.stop_capturing, rewritten)
             device, shape = session.cursor.device, (rows, session.cursor.shape[1])
@@ -234,6 +238,7 @@ class Step:
             session.statistics.replays = session.recorded.replays
         else:
             outputs = list(rewritten.run(*inputs))
+        self.inside += time.perf_counter() - start
         self.ran.append(rewritten.variant.phase)
         if rewritten.rows is not None:
             outputs = first_rows(outputs, rewritten.rows, session.tiers.batch)
