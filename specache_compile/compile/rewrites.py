@@ -100,15 +100,15 @@ def rewrite(captured: Captured, variant: Variant, name: str) -> Rewritten:
     fakes = StateFakes(captured, variant)
     graph_module = GraphModule(captured.graph_module, copy.deepcopy(captured.graph_module.graph))
     plan = plan_of(captured, variant, fakes, graph_module.graph)
-    graph_module, texts = run_pipeline(graph_module, plan, name)
+    graph_module, stages = run_pipeline(graph_module, plan, name)
     how = captured.options.lowering
     once = variant.phase.once and not variant.options.drafts  # otherwise it runs before each draft
     how = "op by op" if how == "inductor" and once else how
     run = lower(graph_module, [fakes.of(i) for i in plan.inputs], how, cuda_graphs.NO_TREES, captured.mode)
     recorded = is_to_capture(captured.mode, graph_module, plan)
     return Rewritten(
-        variant, run, graph_module, tuple(plan.inputs), plan.held_outputs, plan.speculates, plan.lanes, recorded, texts,
-        plan.one_lane, plan.counts_positions, writes=written_inputs(graph_module),
+        variant, run, graph_module, tuple(plan.inputs), plan.held_outputs, plan.speculates, plan.lanes, recorded,
+        stages, plan.one_lane, plan.counts_positions, writes=written_inputs(graph_module),
         rows=rows_to_pad(captured, graph_module, plan) if recorded else None,
     )  # fmt: skip
 
