@@ -7,16 +7,18 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from specache_compile.compat import with_cache
 from specache_compile.evaluation.settings import UNCOMPILED
 from specache_compile.runtime.records import forget
 
-from .runners import COMPILED, Decoding, Prefilled, can_extend, first_tokens, prefill, runner, twin_of
+from .runners import COMPILED, Decoding, Prefilled, can_extend, empty_cache, prefill, runner, twin_of
 
 # Steps before the timed ones. They compile graphs, also for the lengths that follow.
 WARM_UP = 6
@@ -67,8 +69,6 @@ def timed(run: Callable[[], Any], device: torch.device) -> float:
 
 def spread(values: Sequence[float]) -> tuple[float, list[float]]:
     """The median, and the ends of the middle half."""
-    if len(values) < 2:
-        return values[0], [values[0], values[0]]
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
     return middle, [low, high]
 
@@ -171,20 +171,22 @@ def row_of(one: Decoding, steps: list[float]) -> dict[str, Any]:
     }  # fmt: skip
 
 
+@torch.no_grad()
 def first_and_second(name: str, twin: Any, ids: Tensor, room: int) -> dict[str, Any]:
-    """Seconds to the first token, and from the first to the second, after compilation.
+    """Seconds to prefill `ids` [B, n] into an empty cache, and to decode a token after it, once both are compiled.
 
-    On a GPU also the peak of its memory in a prefill, beyond what was there before.
+    On a GPU also the peak of its memory in the prefill, beyond what was there before.
     """
-    on_gpu, peak = twin.device.type == "cuda", {}
-    with torch.no_grad():
-        for _ in range(2):
-            first, second = first_tokens(name, twin, ids, room)
-            if on_gpu:
-                torch.cuda.reset_peak_memory_stats(twin.device)
-                before = torch.cuda.memory_allocated(twin.device)
-            first_seconds = timed(first, twin.device)
-            if on_gpu:
-                peak = {"prefill_peak_bytes": torch.cuda.max_memory_allocated(twin.device) - before}
-            second_seconds = timed(second, twin.device)
-    return {"first_token_s": first_seconds, "second_token_s": second_seconds, **peak}
+    device, found = twin.device, dict[str, Any]()
+    places = torch.arange(ids.shape[1] + 1, device=ids.device).expand(len(ids), -1)
+    for _ in range(2):
+        call = partial(twin, **with_cache(empty_cache(name, twin.config, ids.shape[1] + room)), use_cache=True)
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+            before = torch.cuda.memory_allocated(device)
+        first = partial(call, ids, position_ids=places[:, :-1], logits_to_keep=1)
+        found["first_token_s"] = timed(first, device)
+        if device.type == "cuda":
+            found["prefill_peak_bytes"] = torch.cuda.max_memory_allocated(device) - before
+        found["second_token_s"] = timed(partial(call, ids[:, -1:], position_ids=places[:, -1:]), device)
+    return found

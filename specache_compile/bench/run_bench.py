@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from specache_compile.checkpoints import names
 from specache_compile.checkpoints.loaded import limit_of, placed
@@ -18,7 +18,7 @@ from specache_compile.errors import SpecacheError
 
 from .measurements import BenchPlan, cell, steps_behind
 from .results import Results
-from .runners import can_extend, check_name, why_not
+from .runners import STATIC, can_extend, check_name
 from .table import draw, steps_table
 
 
@@ -74,14 +74,13 @@ def open_model(name: str, layers: int | None, dtype: str, device: str) -> Any:
 
 
 def usable(methods: Sequence[str], config: Any) -> list[str]:
-    """The available methods. Unavailable methods are printed with the reason."""
-    reasons = {name: why_not(name, config) for name in methods}
-    for name, reason in reasons.items():
-        if reason is not None:
-            print(f"{name}: left out: {reason}", file=sys.stderr)
-    kept = [name for name, reason in reasons.items() if reason is None]
+    """The methods without a static cache of a model with sliding layers, which is printed."""
+    if STATIC not in methods or not any(DynamicCache(config=config).is_sliding):
+        return list(methods)
+    print(f"{STATIC}: left out: the model has sliding layers, whose cache only a prefill can fill", file=sys.stderr)
+    kept = [name for name in methods if name != STATIC]
     if not kept:
-        raise SpecacheError("--methods: none of them is available on this machine, for the reasons above")
+        raise SpecacheError("--methods: none of them is available on this machine, for the reason above")
     return kept
 
 

@@ -7,12 +7,13 @@ Weights are shared.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from transformers import Cache, DynamicCache, PreTrainedConfig, StaticCache
 
 import specache_compile as sc
@@ -40,13 +41,6 @@ def check_name(name: str) -> None:
             parse_setting(name)
         except OptionError as error:
             raise OptionError(f"{error}; baselines are {', '.join(BASELINES)}") from None
-
-
-def why_not(name: str, config: PreTrainedConfig) -> str | None:
-    """The reason why a runner is unavailable on this machine; None if it is available."""
-    if name == STATIC and any(DynamicCache(config=config).is_sliding):
-        return "the model has sliding layers, whose cache can only be filled by a prefill"
-    return None
 
 
 @dataclass
@@ -89,7 +83,7 @@ class Decoding:
         """The bytes of the layers without a session."""
         layers: list[Any] = self.cache.layers
         plain = [layer for layer in layers if not isinstance(getattr(layer, "keys", None), HeldTensor)]
-        return sum(t.nbytes for layer in plain for t in tensors_of(vars(layer)))
+        return sum(x.nbytes for layer in plain for x in tree_leaves(vars(layer)) if isinstance(x, Tensor))
 
     def bytes_in_16_bits(self) -> int:
         """The bytes on the device if the numbers of the model's dtype had 16 bits. The cache must be a DynamicCache."""
@@ -104,15 +98,6 @@ class Decoding:
             for layer in layers
             for field in fields_of(tiers.options, layer)
         ))  # fmt: skip
-
-
-def tensors_of(value: Any) -> list[Tensor]:
-    """The tensors of a cache layer."""
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, dict | list | tuple):
-        return [t for item in (value.values() if isinstance(value, dict) else value) for t in tensors_of(item)]
-    return []
 
 
 def twin_of(model: Any, name: str, lowering: str) -> Any:
@@ -181,15 +166,3 @@ def runner(name: str, twin: Any, context: Prefilled, room: int) -> Decoding:
     if session is not None:
         session.reserve(room)  # no bucket grows, and no graph is compiled, in the timed steps
     return Decoding(twin, held, token, length)
-
-
-@torch.no_grad()
-def first_tokens(name: str, model: Any, ids: Tensor, room: int) -> Sequence[Any]:
-    """Two calls to time: the first prefills `ids` [B, n] into an empty cache, the second decodes a token."""
-    cache = empty_cache(name, model.config, ids.shape[1] + room)
-    positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-    given = {**with_cache(cache), "use_cache": True}
-    return (
-        lambda: model(ids, position_ids=positions, logits_to_keep=1, **given),
-        lambda: model(ids[:, -1:], position_ids=positions[:, -1:] + 1, **given),
-    )

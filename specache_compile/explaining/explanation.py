@@ -23,13 +23,12 @@ from specache_compile.runtime.state import bytes_in_16_bits, device_total, predi
 
 from .graph_text import layer_text, spans
 from .times.devices import Device
-from .times.step_kernels import Traced, is_captured, kernels_of, over_tiers
+from .times.step_kernels import Traced, is_captured, kernels_of
 from .times.step_time import (
     ComputedStep,
     Span,
     break_even_context,
     full_cache_batch,
-    full_step_of,
     largest_batch,
     share_ahead,
     simulated,
@@ -190,7 +189,7 @@ class Explanation:
         """Each launch of a decode step with its start and end; none where the step is not timed."""
         if not self.is_timed:
             return []
-        kernels = kernels_of(self.traced(), self.device, self.prompt_length, self.batch_size, over_tiers)
+        kernels = kernels_of(self.traced(), self.device, self.prompt_length, self.batch_size)
         return simulated(kernels, self.device)[0]
 
     def check_timed(self) -> None:
@@ -291,7 +290,7 @@ def time_text(e: Explanation) -> str:
         return "Time of a decode step: not computed, because a CUDA graph cannot hold this method's step"
     traced, plain, length = e.traced(), e.traced_one_lane, e.prompt_length
     most, limit = largest_batch(traced, e.device, length, e.host_gib * 2**30)
-    full, full_most = partial(full_step_of, plain, e.device, length), full_cache_batch(plain, e.device, length)
+    full, full_most = partial(step_of, plain, e.device, length, full=2), full_cache_batch(plain, e.device, length)
     rows = [
         time_row(e.options.method, e.step(), most, limit, e.step(most) if most else None),
         time_row("16-bit cache", full(e.batch_size), full_most, "device", full(full_most) if full_most else None),

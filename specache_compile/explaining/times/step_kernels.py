@@ -6,7 +6,7 @@ of a few layers stands for one of many that are alike.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -39,39 +39,31 @@ class Traced:
     weights: int
     layers: int | None = None
 
-    def at(self, length: int, batch: int) -> Workload:
-        """The load of that many tokens and rows."""
-        return replace(self.load, length=length, batch=batch)
-
 
 def is_captured(graph_module: GraphModule) -> bool:
     """Whether a CUDA graph may hold the step."""
     return all(op.capturable for node in graph_module.graph.nodes if (op := op_of(node.target)) is not None)
 
 
-TierOp = Callable[[Op, LaunchedOp], list[Kernel]]
-
-
-def over_tiers(op: Op, call: LaunchedOp) -> list[Kernel]:
+def launches_of(op: Op, call: LaunchedOp) -> list[Kernel]:
     """The launches of a tier op; a small one where `op_launches` does not list the op, such as another selector."""
     return LAUNCHES[op.name](call) if op.name in LAUNCHES else [small(op.name)]
 
 
-def full_cache(itemsize: int) -> TierOp:
-    """Replaces a site's tier ops by an attention that reads a full cache of `itemsize` bytes an element once."""
-
-    def attention(op: Op, call: LaunchedOp) -> list[Kernel]:
-        if not op.is_work or op.name == "attend_scored":
-            return []
-        read = call.heads * call.load.length * call.pair.exact * itemsize / call.layer.dtype.itemsize
-        return [Kernel("attend", memory=read / ATTENDED[itemsize], tail=TAIL), small("merge")]
-
-    return attention
+def full_cache_launches(op: Op, call: LaunchedOp, itemsize: int) -> list[Kernel]:
+    """Instead of a site's tier ops, an attention that reads a full cache of `itemsize` bytes an element once."""
+    if not op.is_work or op.name == "attend_scored":
+        return []
+    read = call.heads * call.load.length * call.pair.exact * itemsize / call.layer.dtype.itemsize
+    return [Kernel("attend", memory=read / ATTENDED[itemsize], tail=TAIL), small("merge")]
 
 
-def kernels_of(traced: Traced, device: Device, length: int, batch: int, tiers: TierOp) -> list[Kernel]:
-    """The launches of a step of that many tokens and rows, in the order of issue."""
-    load = traced.at(length, batch)
+def kernels_of(traced: Traced, device: Device, length: int, batch: int, full: int = 0) -> list[Kernel]:
+    """The launches of a step of that many tokens and rows, in the order of issue.
+
+    full: bytes an element of a full cache that replaces the method's tiers; 0: none does.
+    """
+    load = replace(traced.load, length=length, batch=batch)
     layers, fused = layers_of(traced.graph), last_of_fused(traced.graph)
     newest = dict.fromkeys((MAIN, COPY, CORRECTION), "")
     kernels = []
@@ -85,7 +77,7 @@ def kernels_of(traced: Traced, device: Device, length: int, batch: int, tiers: T
             assert tag is not None, f"{node.name} is at no site"
             given = {name: value_of(x) if isinstance(x, Node) else x for name, x in arguments_of(node).items()}
             call = LaunchedOp(given, load, tag.site, device)
-            op, made = tier_op.name, tiers(tier_op, call)
+            op, made = tier_op.name, full_cache_launches(tier_op, call, full) if full else launches_of(tier_op, call)
         for number, kernel in enumerate(made):
             # So far waits name streams: each means the newest launch there. A launch on another stream starts after all
             # that the main stream issued before.

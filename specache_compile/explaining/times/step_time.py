@@ -18,7 +18,7 @@ from specache_compile.runtime.state import bytes_in_16_bits, device_total, predi
 
 from .devices import Device
 from .op_launches import ISSUED, MAIN, SCHEDULERS, STREAMS, Kernel
-from .step_kernels import Traced, full_cache, kernels_of, over_tiers
+from .step_kernels import Traced, kernels_of
 
 LENGTHS = (8_192, 32_768, 131_072)
 # Estimates: seconds between two replays of a step; bytes that a decode step and the driver need beside weights and
@@ -148,15 +148,12 @@ def computed(kernels: Sequence[Kernel], device: Device) -> ComputedStep:
     return ComputedStep(spans[-1].end + BETWEEN, exposed, max(bounds, key=bounds.__getitem__))
 
 
-def step_of(traced: Traced, device: Device, length: int, batch: int) -> ComputedStep:
-    """The method's own step."""
-    return computed(kernels_of(traced, device, length, batch, over_tiers), device)
+def step_of(traced: Traced, device: Device, length: int, batch: int, full: int = 0) -> ComputedStep:
+    """The method's own step, or the step on a full cache of `full` bytes an element, which it reads once.
 
-
-def full_step_of(one_lane: Traced, device: Device, length: int, batch: int, itemsize: int = 2) -> ComputedStep:
-    """The step of the same model on a full cache of `itemsize` bytes an element, read once: the products of a one-lane
-    graph, and plain attention."""
-    return computed(kernels_of(one_lane, device, length, batch, full_cache(itemsize)), device)
+    For a full cache, `traced` is a one-lane graph, whose products are the same.
+    """
+    return computed(kernels_of(traced, device, length, batch, full), device)
 
 
 def share_ahead(options: MethodOptions, lanes: int) -> float:
@@ -193,7 +190,7 @@ def break_even_context(traced: Traced, one_lane: Traced, device: Device) -> int 
     """
 
     def is_no_longer(length: int) -> bool:
-        full = full_step_of(one_lane, device, length, 1)
+        full = step_of(one_lane, device, length, 1, full=2)
         return step_of(traced, device, length, 1).seconds <= full.seconds
 
     high = 64
