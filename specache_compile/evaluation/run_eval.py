@@ -29,7 +29,7 @@ from .result_rows import ResultRow, config_hash, model_hash, read_rows, sources,
 from .runner import Runner
 from .settings import Setting, evicting_once, parse_setting, running
 from .tasks import NO_QUESTION, TASKS
-from .tasks.task import Bench, Cell, Outcome
+from .tasks.task import Bench, Cell
 
 
 def run_eval(args: argparse.Namespace, command: Sequence[str]) -> None:
@@ -40,16 +40,12 @@ def run_eval(args: argparse.Namespace, command: Sequence[str]) -> None:
     check_arguments(args)
     args.lowering = args.lowering or ("eager" if args.device == "cpu" else "inductor")
     model, reader = load(args.model, args.device, args.dtype)
-    bench = Bench(
-        reader, tuple(dict.fromkeys(args.lengths)), args.samples, args.seed, limit_of(model), tuple(args.text),
-        args.chat, args.blind, args.keys,
-    )  # fmt: skip
-    cells = [(task, cell) for task in dict.fromkeys(args.tasks) for cell in TASKS[task](bench)]
+    bench = Bench(reader, args.samples, args.seed, tuple(args.text), args.chat, args.blind, args.keys)
+    tasks, lengths, limit = dict.fromkeys(args.tasks), dict.fromkeys(args.lengths), limit_of(model)
+    cells = [(task, TASKS[task](bench, length)) for task in tasks for length in lengths]
     for task, cell in cells:
-        if cell.context > bench.limit:
-            raise SpecacheError(
-                f"{task} {cell.name}: {cell.context:,} tokens, and the model's context is {bench.limit:,}"
-            )
+        if cell.context > limit:
+            raise SpecacheError(f"{task} {cell.name}: {cell.context:,} tokens, and the model's context is {limit:,}")
     fingerprint = model_hash(model)
     made_by = provenance(torch.device(args.device), "specache", command)
     made_by |= {"weights": fingerprint, "model": origin(args.model), "dtype": model.dtype, "seed": args.seed}
@@ -134,12 +130,11 @@ def measure(
     torch.manual_seed(args.seed)
     start = time.perf_counter()
     with running(runner.model, setting, args.lowering):
-        outcome: Outcome = cell.measure(runner)
+        outcome = cell.measure(runner)
         ratio = 1.0 if setting.options is None else kv_ratio(runner.model)
     return ResultRow(
-        key=key, task=task, method=str(setting), cell=cell.name, context=cell.context, score=outcome.score,
-        metric=outcome.metric, samples=outcome.samples, seed=args.seed, kv_ratio=ratio,
-        seconds=round(time.perf_counter() - start, 2), detail=outcome.detail, provenance=line,
+        key=key, task=task, method=str(setting), cell=cell.name, context=cell.context, **vars(outcome),
+        seed=args.seed, kv_ratio=ratio, seconds=round(time.perf_counter() - start, 2), provenance=line,
     )  # fmt: skip
 
 

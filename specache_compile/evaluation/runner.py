@@ -56,8 +56,8 @@ class Runner:
     def prefilled(self, ids: Tensor) -> Prefill:
         """The shared prefill of `ids`."""
         assert self.prefills is not None
-        with self.uncompiled(), in_chunks(self.model, self.prefills.chunk):
-            return self.prefills.of(ids, functools.partial(exact_prefill, self.model, ids))
+        with self.uncompiled():
+            return self.prefills.of(ids, functools.partial(exact_prefill, self.model, ids, self.prefills.chunk))
 
     def going_on(self, ids: Tensor, prefill: Prefill) -> Any:
         """The cache of a prefill of `ids`, compressed if the model is compiled."""
@@ -130,23 +130,15 @@ class Runner:
             self.model._compiled_call_impl = before
 
 
-@contextlib.contextmanager
-def in_chunks(model: Any, tokens: int | None) -> Iterator[None]:
-    """Within it, the model prefills so many tokens at a time; None: all at once."""
-    before = model.generation_config.prefill_chunk_size
-    model.generation_config.prefill_chunk_size = tokens or before
-    try:
-        yield
-    finally:
-        model.generation_config.prefill_chunk_size = before
-
-
 @torch.inference_mode()
-def exact_prefill(model: Any, ids: Tensor) -> Prefill:
-    """A prefill of `ids` [rows, tokens] by `generate`, so that the first tokens follow the model's configuration."""
+def exact_prefill(model: Any, ids: Tensor, chunk: int | None) -> Prefill:
+    """A prefill of `ids` [rows, tokens] by `generate`, so that the first tokens follow the model's configuration.
+
+    chunk: tokens at a time; None: as many as the configuration says.
+    """
     out = model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=1, do_sample=False, output_logits=True,
-        return_dict_in_generate=True,
+        return_dict_in_generate=True, prefill_chunk_size=chunk or model.generation_config.prefill_chunk_size,
     )  # fmt: skip
     cache = cache_of(out)
     for layer in cache.layers:

@@ -1,8 +1,8 @@
 """A graph as text: as a whole, or one layer as Python that a reader can follow.
 
 A layer's weights have their names in the layer, and a value that is used once stands in its user. Casts to the same
-dtype and arguments with default values are left out. Arguments of tier ops have their names. The text is for reading;
-it does not run.
+dtype and arguments with default values are left out. Arguments of tier ops have their names, and the first sentence of
+an op's docstring stands above its call. The text is for reading; it does not run.
 """
 
 from __future__ import annotations
@@ -30,20 +30,6 @@ from .times.step_nodes import layers_of, operator_name
 WIDTH, LONGEST, LONGEST_VALUE = 106, 116, 88  # columns of code, of a head, and of a statement's right side
 PAST = re.compile(r"^l_\w*_layers_(?:modules_)?\d+_(keys|values)_?$", re.IGNORECASE)
 ALIAS = re.compile(r"^\s+\w+ = L_\w+$")
-NOTES = {
-    "decode_attention": "attention over window and slots in 16 bits, and the rest in few bits; scores: per token",
-    "score_low_bit": "logits of all tokens, from keys in few bits; scores: how much attention each token gets",
-    "correct": "copy the k best pairs that are not in the slots from host memory, and wait for them",
-    "attend_scored": "the attention's output: window and slots in 16 bits, the rest in few bits",
-    "select_topk": "the k tokens of the highest scores",
-    "prefetch": "begin to copy their pairs into the slots, for the next step",
-    "wait": "wait for the copy that the last step began",
-    "offload": "copy the new pair to host memory",
-    "append": "add the new pair to the window; quantize the group of tokens that leaves it",
-    "fp8_attention": "attention over all pairs in 8 bits, and the new one",
-    "keep_fp8": "add the new pair in 8 bits",
-    "extend_attention": "exact attention over all pairs, read from host memory, and the new tokens",
-}
 GENERATED = ("linear", "mm", "mul", "view", "transpose", "reshape", "add")  # names of nodes after their op
 COPIES = ("to", "view", "reshape", "contiguous", "clone", "_to_copy", "expand", "alias", "permute")
 VIEWS = ("view", "reshape", "transpose", "unsqueeze")
@@ -116,8 +102,9 @@ class LayerText:
         code = f"{target} = {text}" if target else text
         lines = textwrap.wrap(code, WIDTH, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
         lines[-1] += f"  # {kind}" if (kind := kind_of(node)) else ""
-        note = NOTES.get(operator_name(node)) if is_tier_op(node) else None
-        self.lines += [f"# {note}", *lines] if note else lines
+        if tier_op := op_of(node.target):
+            self.lines.append(f"# {' '.join(str(tier_op.run.__doc__).split()).split('. ')[0].removesuffix('.')}")
+        self.lines += lines
 
     def expression(self, node: Node) -> str:
         """A node's call as Python writes it, with no more brackets than are necessary."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,8 +24,7 @@ from specache_compile.passes.recipe import OpCall, Recipe
 
 from .policies import POLICIES, History
 
-# The order of what `history` holds of a pair: see `History`.
-TOTAL, SQUARES, ABOVE, COUNT = range(4)
+# What `history` holds of a pair: the last four figures of `History`, in their order.
 HISTORY_SIZE = 4
 # A block of all tokens.
 WHOLE = 0
@@ -34,30 +32,23 @@ WHOLE = 0
 ROWS = 256
 
 
-class Budget(NamedTuple):
-    """The kept pairs [B, H, b, 2, d], their tokens int32 [B, H, b] (-1: empty), and float32 [B, H, b, 4]."""
-
-    kept: Tensor
-    kept_token: Tensor
-    history: Tensor
-
-
-@takes(new=AttentionInputs, budgeted=Budget)
+@takes(new=AttentionInputs)
 def budget_attention(
-    new: AttentionInputs, budgeted: Budget, policy: str, block: int, seed: int, scale: float, softcap: float | None
-) -> Tensor:
+    new: AttentionInputs, kept: Tensor, kept_token: Tensor, history: Tensor, policy: str, block: int, seed: int,
+    scale: float, softcap: float | None,
+) -> Tensor:  # fmt: skip
     """Attention of T new tokens over the kept pairs and each other. The new pairs join the kept ones; pairs beyond b
     go.
 
-    Mutates `budgeted`. Returns [B, Hq, T, d] in q's dtype.
+    Mutates the kept pairs [B, H, b, 2, d], their tokens int32 [B, H, b] (-1: empty), and float32 history [B, H, b, 4].
+    Returns [B, Hq, T, d] in q's dtype.
 
     Nothing goes while there is room. Then `block` tokens are encoded before as many pairs go (RoCo section 5.3,
     block-wise eviction); a decode step encodes one. Block 0 encodes all given tokens, with exact attention over the
     pairs kept before, and evicts once.
     """
-    (kept, kept_token, history), asked = budgeted, asking(new, scale, softcap)
-    length, tokens, budget = asked.length, new.k.shape[2], kept.shape[2]
-    filled = min(length, budget)
+    asked, tokens, budget = asking(new, scale, softcap), new.k.shape[2], kept.shape[2]
+    filled = min(asked.length, budget)
     pairs, token, past = kept[:, :, :filled], kept_token[:, :, :filled], history[:, :, :filled]
     added, numbers = asked.added(new)
     outputs, start = [], 0
@@ -74,7 +65,7 @@ def budget_attention(
             mean = attention.mean(2)  # over the query group (RoCo section 5.3)
             past[:, :, :known] += received(mean, seen)
         if pairs.shape[2] > budget:
-            random = torch.Generator().manual_seed(hash((seed, length + stop)) % 2**63)
+            random = torch.Generator().manual_seed(hash((seed, asked.length + stop)) % 2**63)
             stays = survivors(policy, token, past, mean[:, :, -1], seen[:, :, -1], budget, random)
             pairs = pairs.take_along_dim(stays[..., None, None], 2)
             token, past = token.gather(2, stays), past.take_along_dim(stays[..., None], 2)
@@ -141,7 +132,7 @@ def survivors(
     policy: str, token: Tensor, past: Tensor, last: Tensor, seen: Tensor, budget: int, random: torch.Generator
 ) -> Tensor:
     """The places [B, H, b] of the pairs that stay, in the order of their tokens. Pairs that no query sees go first."""
-    history = History(token, last, past[..., TOTAL], past[..., SQUARES], past[..., ABOVE], past[..., COUNT])
+    history = History(token, last, *past.unbind(-1))
     importance = POLICIES[policy](history, budget, random).masked_fill(~seen, -math.inf)
     order = importance.argsort(dim=-1, stable=True)
     return order[..., token.shape[-1] - budget :].sort(dim=-1).values

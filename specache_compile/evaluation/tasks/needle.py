@@ -70,11 +70,6 @@ def depths_of(bench: Bench) -> list[float]:
     return sorted(i % depths / max(1, depths - 1) for i in range(bench.samples))
 
 
-def question_at(bench: Bench, length: int, depth: float, rng: random.Random) -> TaskQuestion:
-    around = bench.reader.around() if bench.chat else (bench.reader.begin(), [])
-    return key_question(bench.haystack, length, depth, rng, bench.reader.encode, bench.keys, around, bench.chat)
-
-
 def is_right(answer: str, key: str, chat: bool) -> bool:
     """Whether the answer begins with the key; whether a chat model's contains it."""
     return key in answer if chat else answer.lstrip().startswith(key)
@@ -94,15 +89,14 @@ def measure(runner: Runner, questions: Sequence[TaskQuestion], new_tokens: int, 
     return Outcome(statistics.fmean(one["score"] for one in each), metric, len(each), {"each": each})
 
 
-def cells(bench: Bench) -> list[Cell]:
-    """One cell a length."""
+def cell(bench: Bench, length: int) -> Cell:
     answer = CHAT_ANSWER if bench.chat else len(bench.reader.encode("9" * KEY_DIGITS))
-
-    def cell(length: int) -> Cell:
-        rng = random.Random(f"{bench.seed}/{length}")
-        questions = [question_at(bench, length - answer, depth, rng) for depth in depths_of(bench)]
-        work = functools.partial(measure, questions=questions, new_tokens=answer, bench=bench)
-        facts = {**({"chat": True} if bench.chat else {}), **({"keys": bench.keys} if bench.keys else {})}
-        return Cell(str(length), length, work, facts)
-
-    return [cell(length) for length in bench.lengths]
+    around = bench.reader.around() if bench.chat else (bench.reader.begin(), [])
+    rng = random.Random(f"{bench.seed}/{length}")
+    questions = [
+        key_question(bench.haystack, length - answer, depth, rng, bench.reader.encode, bench.keys, around, bench.chat)
+        for depth in depths_of(bench)
+    ]
+    work = functools.partial(measure, questions=questions, new_tokens=answer, bench=bench)
+    facts = {**({"chat": True} if bench.chat else {}), **({"keys": bench.keys} if bench.keys else {})}
+    return Cell(str(length), length, work, facts)
