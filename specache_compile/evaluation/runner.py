@@ -134,7 +134,7 @@ class Runner:
 def exact_prefill(model: Any, ids: Tensor, chunk: int | None) -> Prefill:
     """A prefill of `ids` [rows, tokens] by `generate`, so that the first tokens follow the model's configuration.
 
-    chunk: tokens at a time; None: as many as the configuration says.
+    chunk: tokens at a time; None: as in the model's configuration.
     """
     out = model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=1, do_sample=False, output_logits=True,

@@ -92,8 +92,10 @@ class Asking:
     length: int
 
     def attention(self, rows: slice, keys: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
-        """The attention [B, H, G, t, N] of some new tokens over keys [B, H, N, d] of the numbers `token` [B, H, N], and
-        which token sees which pair of a KV head, [B, H, t, N]."""
+        """The attention [B, H, G, t, N] of some new tokens, and which of them sees which pair of a KV head, [B, H, t, N].
+
+        keys, token: [B, H, N, d] and their tokens' numbers [B, H, N].
+        """
         logits = product(self.query[:, :, :, rows], keys, self.softcap)
         number = torch.arange(self.length + rows.start, self.length + rows.stop, device=token.device)
         seen = (token[:, :, None] <= number[:, None]) & (token[:, :, None] >= 0)
