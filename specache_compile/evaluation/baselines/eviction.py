@@ -92,7 +92,7 @@ class Asking:
     length: int
 
     def attention(self, rows: slice, keys: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
-        """The attention [B, H, G, t, N] of some new tokens, and which of them sees which pair of a KV head, [B, H, t, N].
+        """The attention [B, H, G, t, N] of some new tokens, and which of them sees a pair of a KV head, [B, H, t, N].
 
         keys, token: [B, H, N, d] and their tokens' numbers [B, H, N].
         """
