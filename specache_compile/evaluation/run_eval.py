@@ -22,10 +22,9 @@ from specache_compile.errors import SpecacheError
 from specache_compile.runtime.stats import stats
 
 from .cell_tables import table
-from .prefills import Prefills
 from .reader import Reader
 from .result_rows import ResultRow, config_hash, model_hash, read_rows, sources, write_rows
-from .runner import Runner
+from .runner import Prefills, Runner
 from .settings import Setting, evicting_once, parse_setting, running
 from .tasks import NO_QUESTION, TASKS
 from .tasks.task import Bench, Cell

@@ -29,6 +29,7 @@ from .times.step_nodes import layers_of, operator_name
 
 WIDTH, LONGEST, LONGEST_VALUE = 106, 116, 88  # columns of code, of a head, and of a statement's right side
 PAST = re.compile(r"^l_\w*_layers_(?:modules_)?\d+_(keys|values)_?$", re.IGNORECASE)
+HEAD, INPUT = re.compile(r"def forward\(self, (.*)\):"), re.compile(r"\w+: \"")
 ALIAS = re.compile(r"^\s+\w+ = L_\w+$")
 GENERATED = ("linear", "mm", "mul", "view", "transpose", "reshape", "add")  # names of nodes after their op
 COPIES = ("to", "view", "reshape", "contiguous", "clone", "_to_copy", "expand", "alias", "permute")
@@ -262,13 +263,8 @@ def spans(numbers: Iterable[str]) -> str:
 
 
 def readable_graph(graph: GraphModule | str) -> str:
-    """A whole graph's text without the names and files of its inputs."""
+    """A whole graph's text, with the number of its inputs instead of their names and files."""
     code = readable(graph) if isinstance(graph, GraphModule) else graph
-    code = re.sub(r"def forward\(self, (.*)\):", lambda head: f"def forward(self, ...):  # {inputs_of(head)}", code)
+    code = HEAD.sub(lambda head: f"def forward(self, ...):  # {len(INPUT.findall(head[1]))} inputs", code)
     lines = [line for line in code.splitlines() if not ALIAS.match(line) and "# File:" not in line]
     return re.sub(r"\n\s*\n+", "\n\n", "\n".join(lines)).strip("\n") + "\n"
-
-
-def inputs_of(head: re.Match[str]) -> str:
-    names = len(re.findall(r"\w+: \"", head.group(1)))
-    return f"{names} inputs"

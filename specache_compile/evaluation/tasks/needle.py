@@ -42,26 +42,14 @@ def key_question(
     around: tokens before and after text, needles and question, such as those of a chat model's turn.
     chat: whether the question is one to a chat model.
     """
-    key, name, needles = needles_at(depth, keys, rng, encode)
+    key, names = random_key(rng), rng.sample(NAMES, keys) if keys else [""]
+    placed = [(depth, key), *((rng.random(), random_key(rng)) for _ in names[1:])]
+    needle = NAMED_NEEDLE if keys else NEEDLE
+    needles = [(at, encode(needle.format(name=name, key=one))) for name, (at, one) in zip(names, placed, strict=True)]
     texts = (CHAT_QUESTION, CHAT_NAMED_QUESTION) if chat else (QUESTION, NAMED_QUESTION)
-    question, (before, behind) = encode(texts[bool(keys)].format(name=name)), around
+    question, (before, behind) = encode(texts[bool(keys)].format(name=names[0])), around
     words = hide(haystack, length - len(before) - len(behind), needles, question, rng)
     return TaskQuestion([*before, *words, *behind], key, depth, len(question) + len(behind))
-
-
-def needles_at(
-    depth: float, keys: int, rng: random.Random, encode: Callable[[str], Sequence[int]]
-) -> tuple[str, str, list[tuple[float, Sequence[int]]]]:
-    """The requested key, its name, and the needles with their depths; the requested one is first."""
-    key = random_key(rng)
-    if not keys:
-        return key, "", [(depth, encode(NEEDLE.format(key=key)))]
-    names = rng.sample(NAMES, keys)
-    placed = [(depth, key), *((rng.random(), random_key(rng)) for _ in range(keys - 1))]
-    needles = [
-        (at, encode(NAMED_NEEDLE.format(name=name, key=one))) for name, (at, one) in zip(names, placed, strict=True)
-    ]
-    return key, names[0], needles
 
 
 def depths_of(bench: Bench) -> list[float]:
