@@ -29,7 +29,6 @@ from specache_compile.explaining.times.step_time import (
     LENGTHS,
     break_even_context,
     full_cache_batch,
-    full_step_of,
     largest_batch,
     step_of,
 )
@@ -68,11 +67,7 @@ def rows_of(device: Device, steps: Mapping[str, Traced], host: float) -> Iterato
             for batch in dict.fromkeys((1, most)):
                 if not 0 < batch <= most:
                     continue
-                step = (
-                    full_step_of(plain, device, length, batch, FULL[cache])
-                    if cache in FULL
-                    else step_of(steps[cache], device, length, batch)
-                )
+                step = step_of(steps.get(cache, plain), device, length, batch, FULL.get(cache, 0))
                 yield {
                     "device": device.name, "length": length, "cache": cache, "batch": batch, "limit": limit,
                     "ms": 1e3 * step.seconds, "exposed ms": 1e3 * step.exposed, "bound": step.bound,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import logging
 import os
@@ -40,39 +41,39 @@ PIPELINE: tuple[Pass, ...] = (
 )
 
 log = logging.getLogger(__name__)
-_keep_texts: ContextVar[bool] = ContextVar("_keep_texts", default=False)
+_keep_stages: ContextVar[bool] = ContextVar("_keep_stages", default=False)
 
 
 def run_pipeline(
     graph_module: GraphModule, plan: RewritePlan, name: str = "graph"
-) -> tuple[GraphModule, dict[str, str]]:
+) -> tuple[GraphModule, dict[str, GraphModule]]:
     """Run the passes in order on `graph_module`, which they may change, and check the graph after each.
 
     SPECACHE_DUMP=dir writes dir/<name>.<phase>/NN_<pass>.py before and after each pass. `tlparse` shows the same
     graphs from torch's structured trace.
 
-    Returns: the final graph, whose code is not generated yet (`recompile`); and, within `keeping_texts`, the readable
-        graph before the run ("captured") and after each pass.
+    Returns: the final graph, whose code is not generated yet (`recompile`); and, within `keeping_stages`, copies of
+        the graph before the run ("captured") and after each pass.
     """
-    texts: dict[str, str] = {}
-    show(name, plan, texts, 0, "captured", graph_module)
+    stages: dict[str, GraphModule] = {}
+    show(name, plan, stages, 0, "captured", graph_module)
     for number, step in enumerate(PIPELINE, start=1):
         start = time.perf_counter()
         graph_module = step(graph_module, plan)
         graph_module.graph.lint()
         log.debug("%s %s: %.3f s", plan.phase, step.__name__, time.perf_counter() - start)
-        show(name, plan, texts, number, step.__name__, graph_module)
-    return graph_module, texts
+        show(name, plan, stages, number, step.__name__, graph_module)
+    return graph_module, stages
 
 
 @contextlib.contextmanager
-def keeping_texts() -> Iterator[None]:
-    """Within this context every run keeps readable graphs. Printing a graph takes as long as running a pass."""
-    before = _keep_texts.set(True)
+def keeping_stages() -> Iterator[None]:
+    """Within this context every run keeps a copy of the graph after each pass."""
+    before = _keep_stages.set(True)
     try:
         yield
     finally:
-        _keep_texts.reset(before)
+        _keep_stages.reset(before)
 
 
 def readable(graph_module: GraphModule) -> str:
@@ -80,9 +81,9 @@ def readable(graph_module: GraphModule) -> str:
 
 
 def show(
-    name: str, plan: RewritePlan, texts: dict[str, str], number: int, step: str, graph_module: GraphModule
+    name: str, plan: RewritePlan, stages: dict[str, GraphModule], number: int, step: str, graph_module: GraphModule
 ) -> None:
-    """Record the graph after a pass in `texts`, the SPECACHE_DUMP folder and torch's structured trace."""
+    """Record the graph after a pass in `stages`, the SPECACHE_DUMP folder and torch's structured trace."""
     label = f"specache_{name}_{plan.phase}_{number:02d}_{step}"
     text = functools.cache(lambda: readable(graph_module))
     trace_structured("artifact", metadata_fn=lambda: {"name": label, "encoding": "string"}, payload_fn=text)
@@ -91,5 +92,5 @@ def show(
         target = Path(folder) / f"{name}.{plan.phase}" / f"{number:02d}_{step}.py"
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(text())
-    if folder or _keep_texts.get():
-        texts[step] = text()
+    if _keep_stages.get():
+        stages[step] = GraphModule(graph_module, copy.deepcopy(graph_module.graph))

@@ -158,8 +158,8 @@ def add_explain(command: Parser) -> None:
 
 def run_explain(args: argparse.Namespace, options: dict[str, Any]) -> None:
     from .explaining.explain import explain
-    from .explaining.outline import readable_graph
-    from .explaining.tables import nodes_table
+    from .explaining.explanation import nodes_table
+    from .explaining.graph_text import readable_graph
 
     if args.after and not args.graph:
         raise SpecacheError("--after goes with --graph PHASE")

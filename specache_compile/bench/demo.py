@@ -7,7 +7,9 @@ import importlib.metadata
 import random
 import sys
 import sysconfig
+import textwrap
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -162,16 +164,11 @@ def show(results: Results, args: argparse.Namespace, why_eager: str | None) -> N
 
 def answers_table(rows: Rows) -> str:
     """A line for each method, a column for each key."""
-    keys = rows[0]["keys"]
+    keys, shortened = rows[0]["keys"], partial(textwrap.shorten, width=ANSWER, placeholder="…")
     hidden = ("the hidden key", *(key["key"] for key in keys))
-    answers = [(METHODS[row["method"]], *(first_line(key["answer"]) for key in row["keys"])) for row in rows]
+    answers = [(METHODS[row["method"]], *(shortened(key["answer"]) for key in row["keys"])) for row in rows]
     names = ("answers", *(f"key at {key['depth']:.0%}" for key in keys))
     return tabulate([hidden, *answers], names, disable_numparse=True) + "\n"
-
-
-def first_line(answer: str) -> str:
-    line = next(iter(answer.splitlines()), "")
-    return line if len(line) <= ANSWER else f"{line[: ANSWER - 1]}…"
 
 
 def summary_table(rows: Rows) -> str:

@@ -7,16 +7,19 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
+from transformers import DynamicCache
 
+from specache_compile.compat import with_cache
 from specache_compile.evaluation.settings import UNCOMPILED
 from specache_compile.runtime.records import forget
 
-from .runners import COMPILED, Decoding, Prefilled, can_extend, first_tokens, prefill, runner, twin_of
+from .runners import COMPILED, Decoding, Prefilled, prefill, runner, twin_of
 
 # Steps before the timed ones. They compile graphs, also for the lengths that follow.
 WARM_UP = 6
@@ -67,8 +70,6 @@ def timed(run: Callable[[], Any], device: torch.device) -> float:
 
 def spread(values: Sequence[float]) -> tuple[float, list[float]]:
     """The median, and the ends of the middle half."""
-    if len(values) < 2:
-        return values[0], [values[0], values[0]]
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
     return middle, [low, high]
 
@@ -122,7 +123,7 @@ def measured(
         gc.collect()
         for name in plan.methods if plan.prompts else ():
             bar.set_postfix_str(f"{name} at {context:,} tokens, the first token")
-            rows[name] |= first_and_second(name, twins[name], prompt, room)
+            rows[name] |= first_and_second(twins[name], prompt)
             bar.update()
     torch._dynamo.reset()
     forget(model)
@@ -133,7 +134,7 @@ def add_shares(rows: Mapping[str, dict[str, Any]], runners: Mapping[str, Decodin
     """Add each cache's share of the full 16-bit cache's bytes, if both are known."""
     whole = next((runners[name] for name in FULL if name in runners), None)
     for name, one in runners.items():
-        if whole is not None and can_extend(name):
+        if whole is not None:
             rows[name]["of_16_bits"] = one.bytes_in_16_bits() / whole.bytes_in_16_bits()
 
 
@@ -152,15 +153,13 @@ def steps_in_turn(
 
 
 def extensions_in_turn(runners: Mapping[str, Decoding], ids: Tensor, bar: tqdm) -> dict[str, float]:
-    """Median seconds to append `ids` [B, T] to the context, for runners that support it. The first call compiles."""
-    found: dict[str, list[float]] = {}
-    for number in range(1 + EXTENSIONS):
+    """Median seconds to append `ids` [B, T] to the context. The first call compiles."""
+    found: dict[str, list[float]] = {name: [] for name in runners}
+    for _ in range(1 + EXTENSIONS):
         for name, one in runners.items():
-            if can_extend(name):
-                bar.set_postfix_str(f"{name}, {ids.shape[1]:,} tokens more")
-                seconds = timed(one.extension(ids), ids.device)
-                found.setdefault(name, []).extend([seconds] if number else [])
-    return {name: statistics.median(seconds) for name, seconds in found.items()}
+            bar.set_postfix_str(f"{name}, {ids.shape[1]:,} tokens more")
+            found[name].append(timed(one.extension(ids), ids.device))
+    return {name: statistics.median(seconds[1:]) for name, seconds in found.items()}
 
 
 def row_of(one: Decoding, steps: list[float]) -> dict[str, Any]:
@@ -171,20 +170,22 @@ def row_of(one: Decoding, steps: list[float]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def first_and_second(name: str, twin: Any, ids: Tensor, room: int) -> dict[str, Any]:
-    """Seconds to the first token, and from the first to the second, after compilation.
+@torch.no_grad()
+def first_and_second(twin: Any, ids: Tensor) -> dict[str, Any]:
+    """Seconds to prefill `ids` [B, n] into an empty cache, and to decode a token after it, once both are compiled.
 
-    On a GPU also the peak of its memory in a prefill, beyond what was there before.
+    On a GPU also the peak of its memory in the prefill, beyond what was there before.
     """
-    on_gpu, peak = twin.device.type == "cuda", {}
-    with torch.no_grad():
-        for _ in range(2):
-            first, second = first_tokens(name, twin, ids, room)
-            if on_gpu:
-                torch.cuda.reset_peak_memory_stats(twin.device)
-                before = torch.cuda.memory_allocated(twin.device)
-            first_seconds = timed(first, twin.device)
-            if on_gpu:
-                peak = {"prefill_peak_bytes": torch.cuda.max_memory_allocated(twin.device) - before}
-            second_seconds = timed(second, twin.device)
-    return {"first_token_s": first_seconds, "second_token_s": second_seconds, **peak}
+    device, found = twin.device, dict[str, Any]()
+    places = torch.arange(ids.shape[1] + 1, device=ids.device).expand(len(ids), -1)
+    for _ in range(2):
+        call = partial(twin, **with_cache(DynamicCache(config=twin.config)), use_cache=True)
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+            before = torch.cuda.memory_allocated(device)
+        first = partial(call, ids, position_ids=places[:, :-1], logits_to_keep=1)
+        found["first_token_s"] = timed(first, device)
+        if device.type == "cuda":
+            found["prefill_peak_bytes"] = torch.cuda.max_memory_allocated(device) - before
+        found["second_token_s"] = timed(partial(call, ids[:, -1:], position_ids=places[:, -1:]), device)
+    return found

@@ -1,36 +1,32 @@
 """The runners of the benchmark: each is a model and a cache that already holds the context.
 
-The uncompiled model prefills a context once. Every runner whose cache accepts them starts from these keys and values.
+The uncompiled model prefills a context once. Every runner that keeps all pairs starts from these keys and values.
 Weights are shared.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, DynamicCache, PreTrainedConfig, StaticCache
+from torch.utils._pytree import tree_leaves
+from transformers import DynamicCache
 
 import specache_compile as sc
 from specache_compile.command_line.bench import BASELINES
 from specache_compile.compat import with_cache
 from specache_compile.errors import OptionError, SpecacheError
-from specache_compile.evaluation.settings import UNCOMPILED, parse_setting
+from specache_compile.evaluation.settings import parse_setting
 from specache_compile.runtime.held import HeldTensor
 from specache_compile.runtime.session import session_of
 from specache_compile.runtime.state import device_total, fields_of, tier_totals
 
-COMPILED, STATIC = "compiled", "compiled-static"
+COMPILED = "compiled"
 CHUNK = 512
-
-
-def can_extend(name: str) -> bool:
-    """Whether the runner's cache accepts several tokens after the context, and can be copied."""
-    return name != STATIC
 
 
 def check_name(name: str) -> None:
@@ -42,13 +38,6 @@ def check_name(name: str) -> None:
             raise OptionError(f"{error}; baselines are {', '.join(BASELINES)}") from None
 
 
-def why_not(name: str, config: PreTrainedConfig) -> str | None:
-    """The reason why a runner is unavailable on this machine; None if it is available."""
-    if name == STATIC and any(DynamicCache(config=config).is_sliding):
-        return "the model has sliding layers, whose cache can only be filled by a prefill"
-    return None
-
-
 @dataclass
 class Decoding:
     """A model and its cache.
@@ -58,7 +47,7 @@ class Decoding:
     """
 
     model: Any
-    cache: Cache
+    cache: DynamicCache
     token: Tensor
     position: int
 
@@ -89,10 +78,10 @@ class Decoding:
         """The bytes of the layers without a session."""
         layers: list[Any] = self.cache.layers
         plain = [layer for layer in layers if not isinstance(getattr(layer, "keys", None), HeldTensor)]
-        return sum(t.nbytes for layer in plain for t in tensors_of(vars(layer)))
+        return sum(x.nbytes for layer in plain for x in tree_leaves(vars(layer)) if isinstance(x, Tensor))
 
     def bytes_in_16_bits(self) -> int:
-        """The bytes on the device if the numbers of the model's dtype had 16 bits. The cache must be a DynamicCache."""
+        """The bytes on the device if the numbers of the model's dtype had 16 bits."""
         plain = self.plain_bytes() * 2 // self.model.dtype.itemsize
         session = session_of(self.cache)
         if session is None:
@@ -106,29 +95,15 @@ class Decoding:
         ))  # fmt: skip
 
 
-def tensors_of(value: Any) -> list[Tensor]:
-    """The tensors of a cache layer."""
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, dict | list | tuple):
-        return [t for item in (value.values() if isinstance(value, dict) else value) for t in tensors_of(item)]
-    return []
-
-
 def twin_of(model: Any, name: str, lowering: str) -> Any:
     """A model with the same weights, compiled for this runner."""
     twin = copy.copy(model)
     twin.__dict__ = dict(model.__dict__)
-    if name in (COMPILED, STATIC):
-        twin.compile(dynamic=name == COMPILED)
+    if name == COMPILED:
+        twin.compile(dynamic=True)
     elif name not in BASELINES:
         twin.compile(backend="specache", options={"lowering": lowering, **parse_setting(name).measured})
     return twin
-
-
-def empty_cache(name: str, config: PreTrainedConfig, room: int) -> Cache:
-    """An empty cache for this runner; a static cache has room for `room` tokens."""
-    return StaticCache(config=config, max_cache_len=room) if name == STATIC else DynamicCache(config=config)
 
 
 @dataclass(frozen=True)
@@ -164,13 +139,8 @@ def runner(name: str, twin: Any, context: Prefilled, room: int) -> Decoding:
     """
     # A contiguous copy: otherwise Dynamo takes a row's stride for the cache's length, and traces again when it grows.
     token, length = context.token.clone(memory_format=torch.contiguous_format), context.ids.shape[1]
-    if name in (UNCOMPILED, COMPILED):
+    if name in BASELINES:
         return Decoding(twin, copy.deepcopy(context.cache), token, length)
-    if name == STATIC:
-        cache, layers = empty_cache(name, twin.config, length + room), list[Any](context.cache.layers)
-        for number, layer in enumerate(layers):
-            cache.update(layer.keys, layer.values, number)
-        return Decoding(twin, cache, token, length)
     try:
         held = sc.hold(context.cache, twin)
     except SpecacheError:  # the method's prefill does not keep all pairs
@@ -181,15 +151,3 @@ def runner(name: str, twin: Any, context: Prefilled, room: int) -> Decoding:
     if session is not None:
         session.reserve(room)  # no bucket grows, and no graph is compiled, in the timed steps
     return Decoding(twin, held, token, length)
-
-
-@torch.no_grad()
-def first_tokens(name: str, model: Any, ids: Tensor, room: int) -> Sequence[Any]:
-    """Two calls to time: the first prefills `ids` [B, n] into an empty cache, the second decodes a token."""
-    cache = empty_cache(name, model.config, ids.shape[1] + room)
-    positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-    given = {**with_cache(cache), "use_cache": True}
-    return (
-        lambda: model(ids, position_ids=positions, logits_to_keep=1, **given),
-        lambda: model(ids[:, -1:], position_ids=positions[:, -1:] + 1, **given),
-    )

@@ -107,7 +107,7 @@ def rewrite(captured: Captured, variant: Variant, name: str) -> Rewritten:
     state, own = state_fakes(captured, variant)
     graph_module = GraphModule(captured.graph_module, copy.deepcopy(captured.graph_module.graph))
     plan = plan_of(captured, variant, state, own, graph_module.graph)
-    graph_module, texts = run_pipeline(graph_module, plan, name)
+    graph_module, stages = run_pipeline(graph_module, plan, name)
     how = captured.options.lowering
     once = variant.phase.once and not variant.options.drafts  # otherwise it runs before each draft
     how = "op by op" if how == "inductor" and once else how
@@ -119,8 +119,8 @@ def rewrite(captured: Captured, variant: Variant, name: str) -> Rewritten:
     if rows is not None and not all(map(captured.symbols.can_read, rows.assumed)):
         rows = None
     return Rewritten(
-        variant, run, graph_module, tuple(plan.inputs), plan.held_outputs, plan.speculates, plan.lanes, recorded, texts,
-        plan.one_lane, plan.counts_positions, writes=written_inputs(graph_module), rows=rows,
+        variant, run, graph_module, tuple(plan.inputs), plan.held_outputs, plan.speculates, plan.lanes, recorded,
+        stages, plan.one_lane, plan.counts_positions, writes=written_inputs(graph_module), rows=rows,
     )  # fmt: skip
 
 

@@ -22,14 +22,12 @@ from specache_compile.errors import SpecacheError
 from specache_compile.runtime.stats import stats
 
 from .cell_tables import table
-from .plots import draw
-from .prefills import Prefills
 from .reader import Reader
 from .result_rows import ResultRow, config_hash, model_hash, read_rows, sources, write_rows
-from .runner import Runner
+from .runner import Prefills, Runner
 from .settings import Setting, evicting_once, parse_setting, running
 from .tasks import NO_QUESTION, TASKS
-from .tasks.task import Bench, Cell, Outcome
+from .tasks.task import Bench, Cell
 
 
 def run_eval(args: argparse.Namespace, command: Sequence[str]) -> None:
@@ -40,16 +38,12 @@ def run_eval(args: argparse.Namespace, command: Sequence[str]) -> None:
     check_arguments(args)
     args.lowering = args.lowering or ("eager" if args.device == "cpu" else "inductor")
     model, reader = load(args.model, args.device, args.dtype)
-    bench = Bench(
-        reader, tuple(dict.fromkeys(args.lengths)), args.samples, args.seed, limit_of(model), tuple(args.text),
-        args.chat, args.blind, args.keys,
-    )  # fmt: skip
-    cells = [(task, cell) for task in dict.fromkeys(args.tasks) for cell in TASKS[task](bench)]
+    bench = Bench(reader, args.samples, args.seed, tuple(args.text), args.chat, args.blind, args.keys)
+    tasks, lengths, limit = dict.fromkeys(args.tasks), dict.fromkeys(args.lengths), limit_of(model)
+    cells = [(task, TASKS[task](bench, length)) for task in tasks for length in lengths]
     for task, cell in cells:
-        if cell.context > bench.limit:
-            raise SpecacheError(
-                f"{task} {cell.name}: {cell.context:,} tokens, and the model's context is {bench.limit:,}"
-            )
+        if cell.context > limit:
+            raise SpecacheError(f"{task} {cell.name}: {cell.context:,} tokens, and the model's context is {limit:,}")
     fingerprint = model_hash(model)
     made_by = provenance(torch.device(args.device), "specache", command)
     made_by |= {"weights": fingerprint, "model": origin(args.model), "dtype": model.dtype, "seed": args.seed}
@@ -134,12 +128,11 @@ def measure(
     torch.manual_seed(args.seed)
     start = time.perf_counter()
     with running(runner.model, setting, args.lowering):
-        outcome: Outcome = cell.measure(runner)
+        outcome = cell.measure(runner)
         ratio = 1.0 if setting.options is None else kv_ratio(runner.model)
     return ResultRow(
-        key=key, task=task, method=str(setting), cell=cell.name, context=cell.context, score=outcome.score,
-        metric=outcome.metric, samples=outcome.samples, seed=args.seed, kv_ratio=ratio,
-        seconds=round(time.perf_counter() - start, 2), detail=outcome.detail, provenance=line,
+        key=key, task=task, method=str(setting), cell=cell.name, context=cell.context, **vars(outcome),
+        seed=args.seed, kv_ratio=ratio, seconds=round(time.perf_counter() - start, 2), provenance=line,
     )  # fmt: skip
 
 
@@ -153,16 +146,10 @@ def kv_ratio(model: Any) -> float | None:
 
 
 def report(rows: Sequence[ResultRow], args: argparse.Namespace) -> None:
-    """Print the table; write table.txt and the plots."""
+    """Print the table, and write it with its sources to table.txt."""
     if not rows:
         return
     print(table(rows))
     (args.out / "table.txt").write_text("\n".join((table(rows), "", *sources(rows), "")))
-    made = [args.out / name for name in ("results.json", "table.txt")]
-    if not args.no_plots:
-        try:
-            made += draw(rows, args.out)
-        except ImportError:
-            print("no pictures: pip install matplotlib", file=sys.stderr)
     print("", *sources(rows), sep="\n", file=sys.stderr)
-    print(f"written: {', '.join(map(str, made))}", file=sys.stderr)
+    print(f"written: {args.out / 'results.json'}, {args.out / 'table.txt'}", file=sys.stderr)

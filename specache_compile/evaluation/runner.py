@@ -6,23 +6,86 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from specache_compile.caches.holding import hold
+from specache_compile.caches.holding import hold, reason_not_to_hold, twin
 from specache_compile.compat import cache_of, with_cache
 from specache_compile.compile.compiled_options import options_of
+from specache_compile.kernels.memory.host_memory import free_memory
 from specache_compile.methods import parse_options
 
 from .baselines import kvzip
-from .prefills import Prefill, Prefills
 from .reader import Reader
 
 Prompt = Sequence[int]
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """A prefill of the uncompiled model.
+
+    cache: a plain cache of the prompts.
+    logits: the next logits, float32 [rows, 1, vocabulary], on the host.
+    first: the greedy tokens [rows, 1] of `generate` for these logits.
+    """
+
+    cache: Any
+    logits: Tensor
+    first: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.cache.layers)
+
+
+class Prefills:
+    """Exact prefills of one cell's prompts on the model's device, each computed once by the uncompiled model.
+
+    A prefill is most of the work of a short answer to a long prompt. `specache_compile.hold` fills a method's tiers
+    from it, with the same result as the method's own prefill (tests/caches/test_hold.py).
+
+    most: a limit in bytes, by default half of the free memory; further prefills are computed again.
+    chunk: tokens to prefill at a time; None: all.
+    """
+
+    def __init__(self, device: torch.device | str = "cpu", most: int | None = None, chunk: int | None = None) -> None:
+        self.chunk = chunk
+        on_cuda = torch.device(device).type == "cuda"
+        free = torch.cuda.mem_get_info(device)[0] if on_cuda else free_memory()
+        self.most = free // 2 if most is None else most
+        self.cell = ""
+        self.made: dict[str, Prefill] = {}
+
+    def begin(self, cell: str) -> None:
+        if cell != self.cell:
+            self.cell = cell
+            self.made.clear()
+
+    def serve(self, model: Any) -> bool:
+        """Whether the model, as it is compiled now, can continue from such a prefill."""
+        given = options_of(model)
+        options = None if given is None else parse_options(given)
+        kinds = {type(layer) for layer in DynamicCache(config=model.config.get_text_config(decoder=True)).layers}
+        if isinstance(options, kvzip.KVzipOptions):
+            return kinds == {DynamicLayer}  # all layers share its budget
+        holds = options is None or reason_not_to_hold(options) is None
+        return holds and DynamicLayer in kinds and kinds <= {DynamicLayer, DynamicSlidingWindowLayer}
+
+    def of(self, ids: Tensor, make: Callable[[], Prefill]) -> Prefill:
+        """The prefill of `ids` [rows, tokens], for one use. A missing one is computed by `make`."""
+        found = self.made.get(key := str(ids.tolist()))
+        if found is None:
+            found = make()
+            if found.nbytes + sum(other.nbytes for other in self.made.values()) <= self.most:
+                self.made[key] = found
+        return replace(found, cache=twin(found.cache))
 
 
 @dataclass
@@ -56,8 +119,8 @@ class Runner:
     def prefilled(self, ids: Tensor) -> Prefill:
         """The shared prefill of `ids`."""
         assert self.prefills is not None
-        with self.uncompiled(), in_chunks(self.model, self.prefills.chunk):
-            return self.prefills.of(ids, functools.partial(exact_prefill, self.model, ids))
+        with self.uncompiled():
+            return self.prefills.of(ids, functools.partial(exact_prefill, self.model, ids, self.prefills.chunk))
 
     def going_on(self, ids: Tensor, prefill: Prefill) -> Any:
         """The cache of a prefill of `ids`, compressed if the model is compiled."""
@@ -130,23 +193,15 @@ class Runner:
             self.model._compiled_call_impl = before
 
 
-@contextlib.contextmanager
-def in_chunks(model: Any, tokens: int | None) -> Iterator[None]:
-    """Within it, the model prefills so many tokens at a time; None: all at once."""
-    before = model.generation_config.prefill_chunk_size
-    model.generation_config.prefill_chunk_size = tokens or before
-    try:
-        yield
-    finally:
-        model.generation_config.prefill_chunk_size = before
-
-
 @torch.inference_mode()
-def exact_prefill(model: Any, ids: Tensor) -> Prefill:
-    """A prefill of `ids` [rows, tokens] by `generate`, so that the first tokens follow the model's configuration."""
+def exact_prefill(model: Any, ids: Tensor, chunk: int | None) -> Prefill:
+    """A prefill of `ids` [rows, tokens] by `generate`, so that the first tokens follow the model's configuration.
+
+    chunk: tokens at a time; None: as in the model's configuration.
+    """
     out = model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=1, do_sample=False, output_logits=True,
-        return_dict_in_generate=True,
+        return_dict_in_generate=True, prefill_chunk_size=chunk or model.generation_config.prefill_chunk_size,
     )  # fmt: skip
     cache = cache_of(out)
     for layer in cache.layers:
@@ -158,8 +213,6 @@ def exact_prefill(model: Any, ids: Tensor) -> Prefill:
 @torch.inference_mode()
 def read(model: Any, ids: Tensor) -> tuple[Any, Tensor]:
     """A new cache filled by `ids` [rows, tokens], and the next logits, float32 [rows, 1, vocabulary] on the host."""
-    from transformers import DynamicCache
-
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
     for chunk in ids.split(model.generation_config.prefill_chunk_size or ids.shape[1], 1):
         out = model(chunk, **with_cache(cache), use_cache=True, logits_to_keep=1)

@@ -32,13 +32,12 @@ from specache_compile.methods import parse_options
 from specache_compile.methods.host_tier import HostOptions
 from specache_compile.options import MethodOptions
 from specache_compile.passes.phase import EXTEND
-from specache_compile.passes.pipeline import keeping_texts
+from specache_compile.passes.pipeline import keeping_stages
 from specache_compile.passes.reading.sites import LeftAlone
 from specache_compile.runtime.break_even import min_context
 from specache_compile.runtime.session import session_of
 
-from .figures import SiteRow
-from .tables import Explanation
+from .explanation import Explanation, SiteRow
 from .times.devices import Device, find_device
 from .times.step_nodes import layers_of
 
@@ -106,7 +105,7 @@ def explain(
             recompile_limit=1024, accumulated_recompile_limit=4096, automatic_dynamic_shapes=False
         ),
         FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True),
-        keeping_texts(),
+        keeping_stages(),
     ):
         twin = twin_of(model, config)
         try:
@@ -133,7 +132,7 @@ def explain(
         prompt_length=prompt_length,
         batch_size=batch_size,
         **attentions_of(newest),
-        texts={variant.phase.name: each.texts for made in rewrites for variant, each in made.made.items()},
+        stages={variant.phase.name: each.stages for made in rewrites for variant, each in made.made.items()},
         graphs=modules,
         layers=tuple(graphs[0].layers) if graphs else (),
         lanes=max((form.lanes for made in rewrites for form in made.made.values()), default=1),

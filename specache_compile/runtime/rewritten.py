@@ -88,7 +88,7 @@ class Rewritten:
     speculates: bool
     lanes: int
     capture: bool
-    texts: Mapping[str, str]
+    stages: Mapping[str, GraphModule]
     one_lane: str | None = None
     counts_positions: bool = False
     assumes: tuple[sympy.Basic, ...] = ()

@@ -89,7 +89,7 @@ def keep_rewritten(folder: Path, made: Rewritten) -> bool:
     """Store a rewritten graph; NotKeepable if it cannot be serialised, or assumes sizes that its calls must check."""
     if made.assumes:
         raise NotKeepable("a graph that is valid for some sizes only")
-    facts = dataclasses.replace(made, run=None, graph_module=None, texts={}, held_outputs=dict(made.held_outputs))  # type: ignore[arg-type]
+    facts = dataclasses.replace(made, run=None, graph_module=None, stages={}, held_outputs=dict(made.held_outputs))  # type: ignore[arg-type]
     instructions = list(map(str, valid_vec_isa_list())) if valid_vec_isa_list.cache_info().currsize else []
     return trace_folder.save(folder / variant_name(made.variant), (facts, instructions, data_of(made.run)))
 

@@ -95,7 +95,7 @@ def test_windows_that_must_overlap_are_spread_and_told() -> None:
 
 def windows(samples: int) -> list[list[int]]:
     """Of 200 tokens from a text of 1,024, the same whenever they are drawn."""
-    bench = Bench(Reader(byte_tokenizer()), (200,), samples, 0, 1 << 20)
+    bench = Bench(Reader(byte_tokenizer()), samples, 0)
     vars(bench)["haystack"] = list(range(1024))
     rows = bench.windows_apart(200)
     assert all(row == list(range(row[0], row[0] + 200)) for row in rows)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -83,8 +82,7 @@ def test_stretches_cover_all_positions_and_texts_that_came_so_far() -> None:
 def test_a_context_no_longer_than_the_prompt_is_refused(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("abcdefgh" * 200)
-    bench = Bench(Reader(byte_tokenizer()), (128,), 2, 0, 4096, (text,))
+    bench = Bench(Reader(byte_tokenizer()), 2, 0, (text,))
     with pytest.raises(SpecacheError, match="a context of 128 tokens is no more than its prompt's 128"):
-        long.cells(bench)
-    names = [cell.name for cell in long.cells(replace(bench, lengths=(192, 256)))]
-    assert names == ["192 sampled", "256 sampled"]
+        long.cell(bench, 128)
+    assert [long.cell(bench, length).name for length in (192, 256)] == ["192 sampled", "256 sampled"]

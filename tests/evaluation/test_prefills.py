@@ -14,9 +14,8 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from conftest import byte_tokenizer, tiny_llama
 from families import ALTERNATE, BY_NAME
-from specache_compile.evaluation.prefills import Prefill, Prefills
 from specache_compile.evaluation.reader import Reader
-from specache_compile.evaluation.runner import Runner
+from specache_compile.evaluation.runner import Prefill, Prefills, Runner
 from specache_compile.evaluation.settings import parse_setting, running
 from specache_compile.runtime.held import HeldTensor
 

@@ -27,7 +27,7 @@ def test_the_command_line_names_every_task() -> None:
 
 
 def bench(**changes: Any) -> Bench:
-    return Bench(**{"reader": BYTES, "lengths": (400, 600), "samples": 6, "seed": 3, "limit": 2304, **changes})
+    return Bench(**{"reader": BYTES, "samples": 6, "seed": 3, **changes})
 
 
 @pytest.fixture(scope="module")
@@ -53,11 +53,11 @@ class Recorder(Runner):
 
 
 def test_prompt_and_answer_fill_the_asked_length_and_no_more() -> None:
-    for cell in TASKS["needle"](bench()):
-        runner = Recorder()
+    for length in (400, 600):
+        cell, runner = TASKS["needle"](bench(), length), Recorder()
         assert cell.measure(runner).score == 0.0
         assert len(runner.prompts_seen) == 6
-        assert runner.longest == cell.context == int(cell.name)
+        assert runner.longest == cell.context == int(cell.name) == length
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_prompt_and_answer_fill_the_asked_length_and_no_more() -> None:
 )  # fmt: skip
 def test_a_context_without_room_for_its_text_is_refused(task: str, length: int, reason: str) -> None:
     with pytest.raises(SpecacheError, match=reason):
-        TASKS[task](bench(lengths=(length,)))
+        TASKS[task](bench(), length)
 
 
 @pytest.mark.quick_for("needle")
@@ -77,7 +77,7 @@ def test_draws_are_a_function_of_the_seed(task: str) -> None:
         if task == "perplexity":
             return bench(seed=seed).windows_apart(400)
         runner = Recorder()
-        TASKS[task](bench(seed=seed))[0].measure(runner)
+        TASKS[task](bench(seed=seed), 400).measure(runner)
         return runner.prompts_seen
 
     assert prompts(1) == prompts(1)
@@ -141,8 +141,8 @@ def test_a_context_is_read_before_its_question_is_known(model: Any) -> None:
 
 def test_a_blind_prompt_is_the_same_in_two_parts() -> None:
     joined, parted, short = Recorder(), Recorder(), {"texts": (Path(__file__),)}
-    assert "blind" not in TASKS["needle"](bench(**short))[0].measure(joined).metric
-    assert TASKS["needle"](bench(**short, blind=True))[0].measure(parted).metric.endswith(", blind")
+    assert "blind" not in TASKS["needle"](bench(**short), 400).measure(joined).metric
+    assert TASKS["needle"](bench(**short, blind=True), 400).measure(parted).metric.endswith(", blind")
     assert [prompt.replace(b"\0", b"", 1) for prompt in parted.prompts_seen] == joined.prompts_seen
     assert all(prompt.split(b"\0")[1].startswith(needle.QUESTION.encode()) for prompt in parted.prompts_seen)
 
@@ -168,7 +168,7 @@ def test_a_tokenizers_bos_stands_once_before_a_prompt() -> None:
     assert reader.begin() == [1]
     assert reader.decode(reader.encode("abc")) == "abc"
     runner = Recorder()
-    TASKS["needle"](bench(reader=reader, lengths=(300,)))[0].measure(runner)
+    TASKS["needle"](bench(reader=reader), 300).measure(runner)
     assert all(prompt[0] == 1 and prompt.count(b"\x01") == 1 for prompt in runner.prompts_seen)
 
 

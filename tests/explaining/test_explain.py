@@ -15,8 +15,8 @@ from transformers import LlamaForCausalLM, MistralConfig
 
 import specache_compile as sc
 from conftest import compile_copy, greedy, prompt, tiny_llama
-from specache_compile.explaining.outline import readable_graph
-from specache_compile.explaining.tables import Explanation
+from specache_compile.explaining.explanation import Explanation
+from specache_compile.explaining.graph_text import readable_graph
 from specache_compile.passes.pipeline import PIPELINE
 from specache_compile.passes.reading.nodes import value_of
 from specache_compile.runtime.records import find_record
@@ -43,8 +43,8 @@ def test_it_lists_sites_passes_and_bytes(llama: LlamaForCausalLM) -> None:
     assert [(s.layer, s.query_heads, s.heads, s.head_dim) for s in explained.sites] == [(0, 4, 2, 16), (1, 4, 2, 16)]
     assert explained.left_alone == ()
     assert explained.lanes == 2
-    assert set(explained.texts) == {"prefill", "pre-decode", "decode"}
-    assert list(explained.texts["decode"]) == ["captured", *(each.__name__ for each in PIPELINE)]
+    assert set(explained.stages) == {"prefill", "pre-decode", "decode"}
+    assert list(explained.stages["decode"]) == ["captured", *(each.__name__ for each in PIPELINE)]
     assert 0 < explained.kv_ratio < 1
     text = str(explained)
     assert "device: low-bit" in text
@@ -116,7 +116,7 @@ def test_one_layer_is_python_of_at_most_60_lines(setting: str, ops: tuple[str, .
     text = explained.layer(1)
     assert len(text.splitlines()) <= 60
     assert max(map(len, text.splitlines())) <= 130
-    texts = {stage: str(explained.graph("decode", stage, layer=1)) for stage in explained.texts_of("decode")}
+    texts = {stage: str(explained.graph("decode", stage, layer=1)) for stage in explained.stages_of("decode")}
     before, *_, after = texts.values()
     for code in (before, after):
         assert [type(part) for part in ast.parse(code).body] == [ast.FunctionDef]

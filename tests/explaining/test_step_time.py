@@ -14,13 +14,12 @@ from conftest import tiny_llama
 from specache_compile.explaining.times import op_launches
 from specache_compile.explaining.times.devices import Device, find_device
 from specache_compile.explaining.times.op_launches import COPY, CORRECTION, Kernel, LaunchedOp
-from specache_compile.explaining.times.step_kernels import Traced, kernels_of, over_tiers
+from specache_compile.explaining.times.step_kernels import Traced, kernels_of
 from specache_compile.explaining.times.step_time import (
     BETWEEN,
     break_even_context,
     computed,
     full_cache_batch,
-    full_step_of,
     largest_batch,
     step_of,
 )
@@ -70,7 +69,9 @@ def one_lane() -> Traced:
 
 
 def test_a_step_on_a_full_cache_is_the_measured_one() -> None:
-    assert full_step_of(one_lane(), H200, 32_768, 12).seconds * 1e3 == pytest.approx(MEASURED_IN_16_BITS[12], rel=0.1)
+    assert step_of(one_lane(), H200, 32_768, 12, full=2).seconds * 1e3 == pytest.approx(
+        MEASURED_IN_16_BITS[12], rel=0.1
+    )
 
 
 def test_a_step_with_the_former_instructions_is_the_measured_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +91,7 @@ def test_the_goals_of_the_kernels() -> None:
     assert default.seconds < 17e-3
     for size, times in ((1, 2.0), (2, 3.95)):
         most = full_cache_batch(one_lane(), H200, 32_768, size)
-        assert 47 / default.seconds > times * most / full_step_of(one_lane(), H200, 32_768, most, size).seconds
+        assert 47 / default.seconds > times * most / step_of(one_lane(), H200, 32_768, most, size).seconds
 
 
 def test_host_memory_sets_the_batch() -> None:
@@ -106,7 +107,7 @@ def test_the_launches_of_a_layer_are_those_that_the_kernels_make() -> None:
     device = DEVICES["H100"]
 
     def own(column: str) -> list[str]:
-        middle = [k for k in kernels_of(traced(column), device, 8_192, 1, over_tiers) if k.layer == "1"]
+        middle = [k for k in kernels_of(traced(column), device, 8_192, 1) if k.layer == "1"]
         return [k.name.split(".")[-1] for k in middle if k.op not in ("mm", "linear", "fused", "wait")]
 
     halves = ["prepare_query", "score_keys", "attend_pairs", "merge_splits"]
@@ -178,7 +179,7 @@ def test_the_context_from_which_a_step_is_no_longer() -> None:
     found = break_even_context(best, plain, device)
     assert found is not None
     for length, shorter in ((found, True), (found - 128, False)):
-        ours, full = step_of(best, device, length, 1).seconds, full_step_of(plain, device, length, 1).seconds
+        ours, full = step_of(best, device, length, 1).seconds, step_of(plain, device, length, 1, full=2).seconds
         assert (ours <= full) == shorter
     assert break_even_context(best, plain, replace(device, pcie_gbps=0.1)) is None
 
@@ -195,13 +196,13 @@ def test_a_step_over_the_fp8_cache_reads_each_pair_once() -> None:
     """It takes as long as the step computed for a full cache of 8 bits."""
     explanation = sc.explain(llama(layers=1), 32_768, options={"method": "fp8"}, device="H100")
     one = replace(explanation.traced(), weights=WEIGHTS, layers=LAYERS)
-    kernels = kernels_of(one, DEVICES["H100"], 32_768, 4, over_tiers)
+    kernels = kernels_of(one, DEVICES["H100"], 32_768, 4)
     attended = [kernel for kernel in kernels if kernel.op in ("fp8_attention", "keep_fp8")]
     assert [kernel.name.rsplit(".")[-1] for kernel in attended[:3]] == ["attend_rows", "add_new_pair", "store_codes"]
     assert len(attended) == 3 * LAYERS
     assert sum(kernel.memory for kernel in attended) == LAYERS * 4 * 8 * 32_768 * 2 * 128
     for batch in (1, 16):
         own, computed = (made.seconds for made in (
-            step_of(one, DEVICES["H100"], 32_768, batch), full_step_of(one, DEVICES["H100"], 32_768, batch, 1)
+            step_of(one, DEVICES["H100"], 32_768, batch), step_of(one, DEVICES["H100"], 32_768, batch, full=1)
         ))  # fmt: skip
         assert own == pytest.approx(computed, rel=0.05)

@@ -16,9 +16,8 @@ from conftest import byte_tokenizer, compiled_with, tiny_llama
 from specache_compile.compat import cache_of, with_cache
 from specache_compile.errors import SpecacheError
 from specache_compile.evaluation.baselines import kvzip
-from specache_compile.evaluation.prefills import Prefills
 from specache_compile.evaluation.reader import Reader
-from specache_compile.evaluation.runner import Runner
+from specache_compile.evaluation.runner import Prefills, Runner
 from specache_compile.evaluation.settings import Setting, running
 
 KVPRESS = load_file(Path(__file__).with_name("kvzip.safetensors"))

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from specache_compile.kernels.attention.attention_ops import SEEN, grouped_bias, product
+from specache_compile.kernels.attention.attention_ops import SEEN, grouped_bias, product, weighted, weights_of
 from specache_compile.kernels.op import Op, fake_of_query
 from specache_compile.kernels.state.cursor import length_of
 from specache_compile.kernels.state.layout import EMPTY
@@ -25,8 +24,7 @@ from specache_compile.passes.recipe import OpCall, Recipe, named
 
 from .policies import POLICIES, History
 
-# The order of what `history` holds of a pair: see `History`.
-TOTAL, SQUARES, ABOVE, COUNT = range(4)
+# What `history` holds of a pair: the last four figures of `History`, in their order.
 HISTORY_SIZE = 4
 # A block of all tokens.
 WHOLE = 0
@@ -34,36 +32,25 @@ WHOLE = 0
 ROWS = 256
 
 
-class Budget(NamedTuple):
-    """The kept pairs [B, H, b, 2, d], their tokens int32 [B, H, b] (-1: empty), and float32 [B, H, b, 4]."""
-
-    kept: Tensor
-    kept_token: Tensor
-    history: Tensor
-
-
-@takes(new=AttentionInputs, budgeted=Budget)
+@takes(new=AttentionInputs)
 def budget_attention(
-    new: AttentionInputs, budgeted: Budget, policy: str, block: int, seed: int, scale: float, softcap: float | None
-) -> Tensor:
+    new: AttentionInputs, kept: Tensor, kept_token: Tensor, history: Tensor, policy: str, block: int, seed: int,
+    scale: float, softcap: float | None,
+) -> Tensor:  # fmt: skip
     """Attention of T new tokens over the kept pairs and each other. The new pairs join the kept ones; pairs beyond b
     go.
 
-    Mutates `budgeted`. Returns [B, Hq, T, d] in q's dtype.
+    Mutates the kept pairs [B, H, b, 2, d], their tokens int32 [B, H, b] (-1: empty), and float32 history [B, H, b, 4].
+    Returns [B, Hq, T, d] in q's dtype.
 
     Nothing goes while there is room. Then `block` tokens are encoded before as many pairs go (RoCo section 5.3,
     block-wise eviction); a decode step encodes one. Block 0 encodes all given tokens, with exact attention over the
     pairs kept before, and evicts once.
     """
-    (q, k, v, mask, sinks, cursor), (kept, kept_token, history) = new, budgeted
-    length, tokens, budget = length_of(cursor), k.shape[2], kept.shape[2]
-    heads, filled = k.shape[1], min(length, budget)
-    query = q.float().unflatten(1, (heads, -1)) * scale
-    bias = None if mask is None else grouped_bias(mask, heads, length + tokens)
-    sink = None if sinks is None else sinks.float().view(heads, -1, 1, 1)
+    asked, tokens, budget = asking(new, scale, softcap), new.k.shape[2], kept.shape[2]
+    filled = min(asked.length, budget)
     pairs, token, past = kept[:, :, :filled], kept_token[:, :, :filled], history[:, :, :filled]
-    added = torch.stack([k, v], dim=3)
-    numbers = torch.arange(length, length + tokens, dtype=torch.int32, device=q.device).expand(*k.shape[:3])
+    added, numbers = asked.added(new)
     outputs, start = [], 0
     while start < tokens:
         stop = min(tokens, start + (budget - pairs.shape[2] or block or tokens))
@@ -73,50 +60,67 @@ def budget_attention(
         for first in range(start, stop, ROWS):
             rows = slice(first, min(stop, first + ROWS))
             known = pairs.shape[2] - (stop - rows.stop)  # pairs are in the order of tokens: no row sees later ones
-            attention, seen = attention_over(query[:, :, :, rows], pairs[:, :, :known, 0], token[:, :, :known],
-                                             length + first, rows_of(bias, rows), sink, softcap)  # fmt: skip
-            outputs.append(attention.flatten(2, 3) @ pairs[:, :, :known, 1].float())
+            attention, seen = asked.attention(rows, pairs[:, :, :known, 0], token[:, :, :known])
+            outputs.append(weighted(attention, pairs[:, :, :known, 1]))
             mean = attention.mean(2)  # over the query group (RoCo section 5.3)
             past[:, :, :known] += received(mean, seen)
         if pairs.shape[2] > budget:
-            random = torch.Generator().manual_seed(hash((seed, length + stop)) % 2**63)
+            random = torch.Generator().manual_seed(hash((seed, asked.length + stop)) % 2**63)
             stays = survivors(policy, token, past, mean[:, :, -1], seen[:, :, -1], budget, random)
-            pairs = pairs.gather(2, stays[..., None, None].expand(*stays.shape, *pairs.shape[3:]))
-            token, past = token.gather(2, stays), past.gather(2, stays[..., None].expand(*stays.shape, HISTORY_SIZE))
+            pairs = pairs.take_along_dim(stays[..., None, None], 2)
+            token, past = token.gather(2, stays), past.take_along_dim(stays[..., None], 2)
         start = stop
     count = pairs.shape[2]
     kept[:, :, :count], kept_token[:, :, :count], history[:, :, :count] = pairs, token, past
-    out = torch.cat([part.unflatten(2, (query.shape[2], -1)) for part in outputs], 3)
-    return out.flatten(1, 2).to(q.dtype).contiguous()
+    return torch.cat(outputs, 3).flatten(1, 2).to(new.q.dtype).contiguous()
 
 
-def rows_of(bias: Tensor | None, rows: slice) -> Tensor | None:
-    """The rows of a bias [B, H, G, T, n] for some queries; a single row is for all queries."""
-    return bias if bias is None or bias.shape[3] == 1 else bias[:, :, :, rows]
+@dataclass(frozen=True)
+class Asking:
+    """T new tokens that attend over the pairs kept before and each other.
 
-
-def attention_over(
-    query: Tensor, keys: Tensor, token: Tensor, first: int, bias: Tensor | None, sinks: Tensor | None,
-    softcap: float | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Attention [B, H, G, t, n] over keys [B, H, n, d], and which query of a KV head sees which pair, [B, H, t, n].
-
-    The scaled query [B, H, G, t, d] begins with token number `first`; token [B, H, n] has the keys' token numbers.
+    query: [B, H, G, T, d], scaled.
+    bias: the additive mask [B|1, H|1, G|1, T|1, n + T], or None.
+    sink: [H, G, 1, 1], or None.
+    length: n, the number of earlier tokens, which are kept or not.
     """
-    logits = product(query, keys, softcap)
-    number = torch.arange(first, first + query.shape[3], device=token.device)
-    seen = (token[:, :, None] <= number[:, None]) & (token[:, :, None] >= 0)
-    if bias is not None:
-        bias = bias.expand(*logits.shape[:2], *bias.shape[2:])
-        column = token.long().clamp(0)[:, :, None, None].expand(*bias.shape[:4], -1)
-        shown = bias.gather(-1, column)
-        logits += shown
-        seen = seen & (shown > SEEN).any(2)
-    logits.masked_fill_(~seen[:, :, None], -math.inf)
-    if sinks is not None:
-        logits = torch.cat([logits, sinks.expand(*logits.shape[:4], 1)], -1)
-    blind = logits.amax(-1, keepdim=True) == -math.inf  # softmax of such a row is NaN
-    return logits.softmax(-1).masked_fill_(blind, 0.0)[..., : keys.shape[2]], seen
+
+    query: Tensor
+    bias: Tensor | None
+    sink: Tensor | None
+    softcap: float | None
+    length: int
+
+    def attention(self, rows: slice, keys: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
+        """The attention [B, H, G, t, N] of some new tokens, and which of them sees a pair of a KV head, [B, H, t, N].
+
+        keys, token: [B, H, N, d] and their tokens' numbers [B, H, N].
+        """
+        logits = product(self.query[:, :, :, rows], keys, self.softcap)
+        number = torch.arange(self.length + rows.start, self.length + rows.stop, device=token.device)
+        seen = (token[:, :, None] <= number[:, None]) & (token[:, :, None] >= 0)
+        if self.bias is not None:
+            bias = self.bias if self.bias.shape[3] == 1 else self.bias[:, :, :, rows]
+            shown = bias.take_along_dim(token.long().clamp(0)[:, :, None, None], -1)
+            logits += shown
+            seen = seen & (shown > SEEN).any(2)
+        (weights,) = weights_of([logits.masked_fill_(~seen[:, :, None], -math.inf)], self.sink)
+        return weights, seen
+
+    def added(self, new: AttentionInputs) -> tuple[Tensor, Tensor]:
+        """The new pairs [B, H, T, 2, d] and their tokens' numbers [B, H, T]."""
+        numbers = torch.arange(self.length, self.length + new.k.shape[2], dtype=torch.int32, device=new.k.device)
+        return torch.stack([new.k, new.v], dim=3), numbers.expand(*new.k.shape[:3])
+
+
+def asking(new: AttentionInputs, scale: float, softcap: float | None) -> Asking:
+    length, heads = length_of(new.cursor), new.k.shape[1]
+    return Asking(
+        new.q.float().unflatten(1, (heads, -1)) * scale,
+        None if new.mask is None else grouped_bias(new.mask, heads, length + new.k.shape[2]),
+        None if new.sinks is None else new.sinks.float().view(heads, -1, 1, 1),
+        softcap, length,
+    )  # fmt: skip
 
 
 def received(attention: Tensor, seen: Tensor) -> Tensor:
@@ -130,7 +134,7 @@ def survivors(
     policy: str, token: Tensor, past: Tensor, last: Tensor, seen: Tensor, budget: int, random: torch.Generator
 ) -> Tensor:
     """The places [B, H, b] of the pairs that stay, in the order of their tokens. Pairs that no query sees go first."""
-    history = History(token, last, past[..., TOTAL], past[..., SQUARES], past[..., ABOVE], past[..., COUNT])
+    history = History(token, last, *past.unbind(-1))
     importance = POLICIES[policy](history, budget, random).masked_fill(~seen, -math.inf)
     order = importance.argsort(dim=-1, stable=True)
     return order[..., token.shape[-1] - budget :].sort(dim=-1).values
@@ -143,8 +147,7 @@ def drop_from(kept_token: Tensor, length: int, *along: Tensor) -> None:
     order = (gone | (kept_token < 0)).to(torch.int8).argsort(dim=-1, stable=True)
     kept_token.masked_fill_(gone, EMPTY)
     for tensor in (kept_token, *along):
-        index = order.reshape(*order.shape, *(1,) * (tensor.dim() - 3)).expand(tensor.shape)
-        tensor.copy_(tensor.gather(2, index))
+        tensor.copy_(tensor.take_along_dim(order.reshape(*order.shape, *(1,) * (tensor.dim() - 3)), 2))
 
 
 ATTENTION = Op(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specache_compile.kernels.attention.attention_ops import grouped_bias, product, weights_of
+from specache_compile.kernels.attention.attention_ops import query_of, weights_of
 from specache_compile.kernels.op import Op, fake_nothing, fake_of_query
 from specache_compile.kernels.state.by_rows import by_rows
 from specache_compile.kernels.state.cursor import length_of
@@ -33,18 +33,14 @@ def kcache_attention(
     new: of one token. device_keys: all keys, and host: all pairs. The weights are not normalised again.
     The step waits for its fetch. Returns [B, Hq, 1, d] in q's dtype.
     """
-    q, k, v, mask, sinks, cursor = new
-    length, heads = length_of(cursor), k.shape[1]
-    query = q.float().unflatten(1, (heads, -1)) * scale
-    logits = product(query, torch.cat([tokens_of(device_keys, 0, length), k], 2), softcap)
-    if mask is not None:
-        logits = logits + grouped_bias(mask, heads, length + 1)
-    sink = None if sinks is None else sinks.float().view(heads, -1, 1, 1)
-    (weights,) = weights_of([logits], sink)
+    at = query_of(new, scale, softcap)
+    length = at.length
+    logits = at.logits(torch.cat([tokens_of(device_keys, 0, length), new.k], 2), 0, length + 1)
+    (weights,) = weights_of([logits], at.sink)
     best, index = weights[:, :, :, 0].topk(min(top_n, length + 1), dim=-1)  # [B, H, G, N]
-    fetched = values_of(host, index.clamp(max=max(length - 1, 0)), length).to(q.device)
-    fetched = torch.where((index == length).unsqueeze(-1), v[:, :, None], fetched)
-    return (best.unsqueeze(-2) @ fetched.float()).flatten(1, 2).to(q.dtype).contiguous()
+    fetched = values_of(host, index.clamp(max=max(length - 1, 0)), length).to(new.q.device)
+    fetched = torch.where((index == length).unsqueeze(-1), new.v[:, :, None], fetched)
+    return (best.unsqueeze(-2) @ fetched.float()).flatten(1, 2).to(new.q.dtype).contiguous()
 
 
 def values_of(host: Pages, index: Tensor, length: int) -> Tensor:

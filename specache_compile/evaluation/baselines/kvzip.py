@@ -160,8 +160,8 @@ def held(cache: Any, model: torch.nn.Module, options: KVzipOptions, chosen: Tens
         with step.filling() as state:
             for (keys, values), here, token in zip(pairs, state, chosen, strict=True):
                 every = torch.stack([keys, values], 3)
-                place = token.long().clamp(0)[..., None, None].expand(*token.shape, *every.shape[3:])
-                here["kept"][:, :, : token.shape[2]] = every.gather(2, place)
+                place = token.long().clamp(0)[..., None, None]
+                here["kept"][:, :, : token.shape[2]] = every.take_along_dim(place, 2)
                 here["kept_token"][:, :, : token.shape[2]] = token
 
     return taken_over(cache, model, replace(options, most=rounded(chosen.shape[3], length)), None, fill)

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from specache_compile.kernels.attention.attention_ops import BLOCK, grouped_bias
+from specache_compile.kernels.attention.attention_ops import BLOCK, weighted
 from specache_compile.kernels.op import Op, fake_of_query
-from specache_compile.kernels.state.cursor import length_of
 from specache_compile.kernels.state.layout import EMPTY
 from specache_compile.kernels.state.operands import AttentionInputs, takes
 from specache_compile.methods.method import Method
 from specache_compile.passes.recipe import OpCall, Recipe, named
 
-from .eviction import KEPT, KEPT_TOKEN, BudgetOptions, attention_over, rows_of
+from .eviction import KEPT, KEPT_TOKEN, BudgetOptions, asking
 
 
 @dataclass(frozen=True)
@@ -42,62 +40,47 @@ Choose = Callable[..., Tensor]
 CHOICES: dict[str, Choose] = {}
 
 
-class Kept(NamedTuple):
-    """The kept pairs [B, H, N, 2, d] and their tokens int32 [B, H, N] (-1: empty)."""
-
-    kept: Tensor
-    kept_token: Tensor
-
-
-@takes(new=AttentionInputs, state=Kept)
+@takes(new=AttentionInputs)
 def prompt_attention(
-    new: AttentionInputs, state: Kept, method: str, budget: int, settings: Sequence[int], scale: float,
-    softcap: float | None, frequencies: Tensor | None = None,
+    new: AttentionInputs, kept: Tensor, kept_token: Tensor, method: str, budget: int, settings: Sequence[int],
+    scale: float, softcap: float | None, frequencies: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Exact attention of T new tokens over the kept pairs and each other; the new pairs then join the kept ones. Of a
     prompt (nothing is cached before it) longer than the budget b only the b pairs stay that CHOICES[method] names.
 
-    Mutates the state, N at least b and the tokens behind the prompt. A step that failed half way may be taken again.
-    Returns [B, Hq, T, d] in q's dtype.
+    Mutates the kept pairs [B, H, N, 2, d] and their tokens int32 [B, H, N] (-1: empty), with room for b pairs and the
+    tokens behind the prompt. A step that failed half way may be taken again. Returns [B, Hq, T, d] in q's dtype.
     """
-    (q, k, v, mask, sinks, cursor), (kept, kept_token) = new, state
-    length, heads, tokens = length_of(cursor), k.shape[1], k.shape[2]
-    query = q.float().unflatten(1, (heads, -1)) * scale
-    bias = None if mask is None else grouped_bias(mask, heads, length + tokens)
-    sink = None if sinks is None else sinks.float().view(heads, -1, 1, 1)
+    asked, tokens = asking(new, scale, softcap), new.k.shape[2]
+    length = asked.length
     held = ((kept_token >= 0) & (kept_token < length)).sum(-1)  # [B, H]
     before = int(held.max())
-    place = torch.arange(before, device=q.device)
-    there = place < held.unsqueeze(-1)
+    there = torch.arange(before, device=held.device) < held.unsqueeze(-1)
     pairs = kept[:, :, :before].masked_fill(~there[..., None, None], 0.0)
-    added = torch.stack([k, v], dim=3)
-    number = torch.arange(length, length + tokens, dtype=torch.int32, device=q.device).expand(*k.shape[:3])
+    added, number = asked.added(new)
     every = torch.cat([pairs, added], 2)
     token = torch.cat([kept_token[:, :, :before].masked_fill(~there, EMPTY), number], 2)
 
     def attention_of(first: int, stop: int) -> tuple[Tensor, Tensor]:
         """The attention of the new queries first..stop over all pairs before `stop`."""
-        keys, rows = slice(before + stop), slice(first, stop)
-        return attention_over(query[:, :, :, rows], every[:, :, keys, 0], token[:, :, keys], length + first,
-                              rows_of(bias, rows), sink, softcap)  # fmt: skip
+        keys = slice(before + stop)
+        return asked.attention(slice(first, stop), every[:, :, keys, 0], token[:, :, keys])
 
     outputs = []
     for first in range(0, tokens, BLOCK):
         stop = min(tokens, first + BLOCK)
         attention, _ = attention_of(first, stop)
-        outputs.append(
-            (attention.flatten(2, 3) @ every[:, :, : before + stop, 1].float()).unflatten(2, (-1, stop - first))
-        )
+        outputs.append(weighted(attention, every[:, :, : before + stop, 1]))
     if length == 0 and tokens > budget:
-        stays = CHOICES[method](Prompt(query, every, attention_of, frequencies), budget, *settings)
+        stays = CHOICES[method](Prompt(asked.query, every, attention_of, frequencies), budget, *settings)
         kept_token.fill_(EMPTY)
-        kept[:, :, :budget] = every.gather(2, stays[..., None, None].expand(*stays.shape, *every.shape[3:]))
+        kept[:, :, :budget] = every.take_along_dim(stays[..., None, None], 2)
         kept_token[:, :, :budget] = token.gather(2, stays)
     else:
-        behind = held.unsqueeze(-1) + torch.arange(tokens, device=q.device)
+        behind = held.unsqueeze(-1) + torch.arange(tokens, device=held.device)
         kept.scatter_(2, behind[..., None, None].expand(added.shape), added)
         kept_token.scatter_(2, behind, number)
-    return torch.cat(outputs, 3).flatten(1, 2).to(q.dtype).contiguous()
+    return torch.cat(outputs, 3).flatten(1, 2).to(new.q.dtype).contiguous()
 
 
 ATTENTION = Op(
@@ -141,7 +124,9 @@ def method_of(
     def recipe(options: PromptOptions, site: int) -> Recipe:
         own = [getattr(options, each) for each in settings]
         given = {"method": name, "budget": options.budget_in_tokens(options.prompt), "settings": own}
-        attend = OpCall("prompt_attention", named(*Kept._fields), given, turned=KEPT.name if turned else "")
+        attend = OpCall(
+            "prompt_attention", named(KEPT.name, KEPT_TOKEN.name), given, turned=KEPT.name if turned else ""
+        )
         return Recipe(dict.fromkeys(("prefill", "extend", "decode"), attend), ())
 
     return Method(name, options, (KEPT, KEPT_TOKEN), recipe)

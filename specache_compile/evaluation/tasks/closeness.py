@@ -116,15 +116,11 @@ def divergence(full: Tensor, ours: Tensor) -> Tensor:
     return (log_full.exp() * (log_full - log_ours)).sum(-1)
 
 
-def cells(bench: Bench) -> list[Cell]:
-    """One cell a length, its continuation included."""
-
-    def cell(length: int) -> Cell:
-        if length < STEPS + 2:
-            raise SpecacheError(
-                f"task closeness: a context of {length} tokens is no more than a continuation of {STEPS} and a token"
-            )
-        known = Continuations(bench.windows_apart(length), bench.seed)
-        return Cell(str(length), length, functools.partial(measure, known=known), {"steps": STEPS})
-
-    return [cell(length) for length in bench.lengths]
+def cell(bench: Bench, length: int) -> Cell:
+    """The length has the continuation in it."""
+    if length < STEPS + 2:
+        raise SpecacheError(
+            f"task closeness: a context of {length} tokens is no more than a continuation of {STEPS} and a token"
+        )
+    known = Continuations(bench.windows_apart(length), bench.seed)
+    return Cell(str(length), length, functools.partial(measure, known=known), {"steps": STEPS})

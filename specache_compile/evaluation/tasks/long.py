@@ -108,14 +108,10 @@ def by_stretch(kls: Sequence[Sequence[float]], tokens: int) -> Iterator[tuple[st
             yield str(start), means
 
 
-def cells(bench: Bench) -> list[Cell]:
-    """One cell a length. All tokens but the prompt's are the method's own."""
+def cell(bench: Bench, length: int) -> Cell:
+    """All tokens but the prompt's are the method's own."""
+    if length <= PROMPT:
+        raise SpecacheError(f"task long: a context of {length} tokens is no more than its prompt's {PROMPT}")
     prompts = bench.windows_apart(PROMPT)
-
-    def cell(length: int) -> Cell:
-        if length <= PROMPT:
-            raise SpecacheError(f"task long: a context of {length} tokens is no more than its prompt's {PROMPT}")
-        work = functools.partial(measure, rows=prompts, tokens=length - PROMPT, seed=bench.seed)
-        return Cell(f"{length} sampled", length, work, {"prompt": PROMPT})
-
-    return [cell(length) for length in bench.lengths]
+    work = functools.partial(measure, rows=prompts, tokens=length - PROMPT, seed=bench.seed)
+    return Cell(f"{length} sampled", length, work, {"prompt": PROMPT})

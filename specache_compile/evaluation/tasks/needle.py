@@ -42,37 +42,20 @@ def key_question(
     around: tokens before and after text, needles and question, such as those of a chat model's turn.
     chat: whether the question is one to a chat model.
     """
-    key, name, needles = needles_at(depth, keys, rng, encode)
+    key, names = random_key(rng), rng.sample(NAMES, keys) if keys else [""]
+    placed = [(depth, key), *((rng.random(), random_key(rng)) for _ in names[1:])]
+    needle = NAMED_NEEDLE if keys else NEEDLE
+    needles = [(at, encode(needle.format(name=name, key=one))) for name, (at, one) in zip(names, placed, strict=True)]
     texts = (CHAT_QUESTION, CHAT_NAMED_QUESTION) if chat else (QUESTION, NAMED_QUESTION)
-    question, (before, behind) = encode(texts[bool(keys)].format(name=name)), around
+    question, (before, behind) = encode(texts[bool(keys)].format(name=names[0])), around
     words = hide(haystack, length - len(before) - len(behind), needles, question, rng)
     return TaskQuestion([*before, *words, *behind], key, depth, len(question) + len(behind))
-
-
-def needles_at(
-    depth: float, keys: int, rng: random.Random, encode: Callable[[str], Sequence[int]]
-) -> tuple[str, str, list[tuple[float, Sequence[int]]]]:
-    """The requested key, its name, and the needles with their depths; the requested one is first."""
-    key = random_key(rng)
-    if not keys:
-        return key, "", [(depth, encode(NEEDLE.format(key=key)))]
-    names = rng.sample(NAMES, keys)
-    placed = [(depth, key), *((rng.random(), random_key(rng)) for _ in range(keys - 1))]
-    needles = [
-        (at, encode(NAMED_NEEDLE.format(name=name, key=one))) for name, (at, one) in zip(names, placed, strict=True)
-    ]
-    return key, names[0], needles
 
 
 def depths_of(bench: Bench) -> list[float]:
     """A depth for each sample, spread evenly over eleven depths, or fewer if there are fewer samples."""
     depths = min(DEPTHS, bench.samples)
     return sorted(i % depths / max(1, depths - 1) for i in range(bench.samples))
-
-
-def question_at(bench: Bench, length: int, depth: float, rng: random.Random) -> TaskQuestion:
-    around = bench.reader.around() if bench.chat else (bench.reader.begin(), [])
-    return key_question(bench.haystack, length, depth, rng, bench.reader.encode, bench.keys, around, bench.chat)
 
 
 def is_right(answer: str, key: str, chat: bool) -> bool:
@@ -94,15 +77,14 @@ def measure(runner: Runner, questions: Sequence[TaskQuestion], new_tokens: int, 
     return Outcome(statistics.fmean(one["score"] for one in each), metric, len(each), {"each": each})
 
 
-def cells(bench: Bench) -> list[Cell]:
-    """One cell a length."""
+def cell(bench: Bench, length: int) -> Cell:
     answer = CHAT_ANSWER if bench.chat else len(bench.reader.encode("9" * KEY_DIGITS))
-
-    def cell(length: int) -> Cell:
-        rng = random.Random(f"{bench.seed}/{length}")
-        questions = [question_at(bench, length - answer, depth, rng) for depth in depths_of(bench)]
-        work = functools.partial(measure, questions=questions, new_tokens=answer, bench=bench)
-        facts = {**({"chat": True} if bench.chat else {}), **({"keys": bench.keys} if bench.keys else {})}
-        return Cell(str(length), length, work, facts)
-
-    return [cell(length) for length in bench.lengths]
+    around = bench.reader.around() if bench.chat else (bench.reader.begin(), [])
+    rng = random.Random(f"{bench.seed}/{length}")
+    questions = [
+        key_question(bench.haystack, length - answer, depth, rng, bench.reader.encode, bench.keys, around, bench.chat)
+        for depth in depths_of(bench)
+    ]
+    work = functools.partial(measure, questions=questions, new_tokens=answer, bench=bench)
+    facts = {**({"chat": True} if bench.chat else {}), **({"keys": bench.keys} if bench.keys else {})}
+    return Cell(str(length), length, work, facts)

@@ -41,11 +41,6 @@ def measure(runner: Runner, rows: Sequence[Sequence[int]]) -> Outcome:
     return Outcome(math.exp(mean), "perplexity", nats.numel(), {"nats": nats.mean(1).tolist()})
 
 
-def cells(bench: Bench) -> list[Cell]:
-    """One cell a length."""
-
-    def cell(length: int) -> Cell:
-        rows = bench.windows_apart(length)
-        return Cell(str(length), length, lambda runner: measure(runner, rows), {"steps": MOST_STEPS})
-
-    return [cell(length) for length in bench.lengths]
+def cell(bench: Bench, length: int) -> Cell:
+    rows = bench.windows_apart(length)
+    return Cell(str(length), length, lambda runner: measure(runner, rows), {"steps": MOST_STEPS})

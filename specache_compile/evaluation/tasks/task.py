@@ -1,4 +1,4 @@
-"""A task is a function from the bench (the user's settings) to cells; each cell is one row of the results."""
+"""A task is a function from the bench (the user's settings) and a length to a cell: one row of the results."""
 
 from __future__ import annotations
 
@@ -21,9 +21,7 @@ from .haystack import library_source, too_short
 class Bench:
     """The user's settings of an evaluation.
 
-    lengths: contexts in tokens.
     samples: questions or text windows per cell.
-    limit: the model's longest context.
     texts: files that replace the held-out library source.
     chat: whether the chat template is applied to the needles' prompts.
     blind: whether the context is prefilled before the question.
@@ -31,10 +29,8 @@ class Bench:
     """
 
     reader: Reader
-    lengths: tuple[int, ...]
     samples: int
     seed: int
-    limit: int
     texts: tuple[Path, ...] = ()
     chat: bool = False
     blind: bool = False

@@ -6,7 +6,7 @@ of a few layers stands for one of many that are alike.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -14,11 +14,11 @@ from torch.fx import GraphModule, Node
 
 from specache_compile.kernels.op import Op, op_of
 from specache_compile.passes.plan import tag_of
-from specache_compile.passes.reading.nodes import is_weight, value_of
+from specache_compile.passes.reading.nodes import arguments_of, value_of
 
 from .devices import Device
 from .op_launches import COPY, CORRECTION, LAUNCHES, MAIN, TAIL, Kernel, LaunchedOp, small
-from .step_nodes import VIEWS, arguments_of, is_launch, layers_of, operator_name, product_cost
+from .step_nodes import VIEWS, is_launch, layers_of, operator_name, weight_behind
 from .workload import Workload, bytes_of, elements, size_of
 
 # The speed of attention over a full cache as a share of long reads' speed, by bytes an element. Estimates.
@@ -39,39 +39,31 @@ class Traced:
     weights: int
     layers: int | None = None
 
-    def at(self, length: int, batch: int) -> Workload:
-        """The load of that many tokens and rows."""
-        return replace(self.load, length=length, batch=batch)
-
 
 def is_captured(graph_module: GraphModule) -> bool:
     """Whether a CUDA graph may hold the step."""
     return all(op.capturable for node in graph_module.graph.nodes if (op := op_of(node.target)) is not None)
 
 
-TierOp = Callable[[Op, LaunchedOp], list[Kernel]]
-
-
-def over_tiers(op: Op, call: LaunchedOp) -> list[Kernel]:
+def launches_of(op: Op, call: LaunchedOp) -> list[Kernel]:
     """The launches of a tier op; a small one where `op_launches` does not list the op, such as another selector."""
     return LAUNCHES[op.name](call) if op.name in LAUNCHES else [small(op.name)]
 
 
-def full_cache(itemsize: int) -> TierOp:
-    """Replaces a site's tier ops by an attention that reads a full cache of `itemsize` bytes an element once."""
-
-    def attention(op: Op, call: LaunchedOp) -> list[Kernel]:
-        if not op.is_work or op.name == "attend_scored":
-            return []
-        read = call.heads * call.load.length * call.pair.exact * itemsize / call.layer.dtype.itemsize
-        return [Kernel("attend", memory=read / ATTENDED[itemsize], tail=TAIL), small("merge")]
-
-    return attention
+def full_cache_launches(op: Op, call: LaunchedOp, itemsize: int) -> list[Kernel]:
+    """Instead of a site's tier ops, an attention that reads a full cache of `itemsize` bytes an element once."""
+    if not op.is_work or op.name == "attend_scored":
+        return []
+    read = call.heads * call.load.length * call.pair.exact * itemsize / call.layer.dtype.itemsize
+    return [Kernel("attend", memory=read / ATTENDED[itemsize], tail=TAIL), small("merge")]
 
 
-def kernels_of(traced: Traced, device: Device, length: int, batch: int, tiers: TierOp) -> list[Kernel]:
-    """The launches of a step of that many tokens and rows, in the order of issue."""
-    load = traced.at(length, batch)
+def kernels_of(traced: Traced, device: Device, length: int, batch: int, full: int = 0) -> list[Kernel]:
+    """The launches of a step of that many tokens and rows, in the order of issue.
+
+    full: bytes an element of a full cache that replaces the method's tiers; 0: none does.
+    """
+    load = replace(traced.load, length=length, batch=batch)
     layers, fused = layers_of(traced.graph), last_of_fused(traced.graph)
     newest = dict.fromkeys((MAIN, COPY, CORRECTION), "")
     kernels = []
@@ -83,8 +75,9 @@ def kernels_of(traced: Traced, device: Device, length: int, batch: int, tiers: T
         else:
             tag = tag_of(node)
             assert tag is not None, f"{node.name} is at no site"
-            call = LaunchedOp(arguments_of(node), load, tag.site, device)
-            op, made = tier_op.name, tiers(tier_op, call)
+            given = {name: value_of(x) if isinstance(x, Node) else x for name, x in arguments_of(node).items()}
+            call = LaunchedOp(given, load, tag.site, device)
+            op, made = tier_op.name, full_cache_launches(tier_op, call, full) if full else launches_of(tier_op, call)
         for number, kernel in enumerate(made):
             # So far waits name streams: each means the newest launch there. A launch on another stream starts after all
             # that the main stream issued before.
@@ -101,23 +94,24 @@ def product(node: Node, traced: Workload, load: Workload) -> Kernel:
 
     Its weights are read once; all else is proportional to the rows.
     """
-    (flops, moved), rows = product_cost(node), load.batch / traced.batch
-    name, inputs = operator_name(node), [value_of(argument) for argument in node.all_input_nodes]
-    weights = 0.0 if name == "embedding" else float(sum(map(weight_bytes, node.all_input_nodes)))
-    before = now = weights
+    name, rows, result = operator_name(node), load.batch / traced.batch, value_of(node)
+    inputs = [value_of(argument) for argument in node.all_input_nodes]
+    out = result if isinstance(result, Tensor) else next(each for each in result if isinstance(each, Tensor))
+    if name == "embedding":
+        return Kernel(name, memory=2 * bytes_of(out) * rows)
+    found = filter(None, map(weight_behind, node.all_input_nodes))
+    weights = float(sum(bytes_of(value_of(weight)) for weight in found))
+    others = sum(map(bytes_of, inputs)) + bytes_of(out) - weights
+    factor = inputs[1 if name == "addmm" else 0]
+    flops = 2 * elements(out) * size_of(factor.shape[-1])
     if "grouped_mm" in name:  # a row reads its own experts'
-        tokens, experts = elements(inputs[0]) / size_of(inputs[0].shape[-1]), size_of(inputs[1].shape[0])
-        before, now = (weights * min(1.0, count / experts) for count in (tokens, tokens * rows))
-    if name == "scaled_dot_product_attention" and size_of(inputs[1].shape[2]) >= traced.length:
-        rows *= load.length / traced.length
-    return Kernel(name, memory=now + max(0.0, moved - before) * rows, flops=flops * rows)
-
-
-def weight_bytes(node: Node) -> int:
-    """Bytes of a weight, or of its transpose; 0 for any other node."""
-    while len(node.all_input_nodes) == 1 and operator_name(node) in VIEWS:
-        node = node.all_input_nodes[0]
-    return bytes_of(value_of(node)) if is_weight(node) else 0
+        tokens, experts = elements(factor) / size_of(factor.shape[-1]), size_of(inputs[1].shape[0])
+        weights *= min(1.0, tokens * rows / experts)
+    if name == "scaled_dot_product_attention":
+        tokens, seen = size_of(factor.shape[2]), size_of(inputs[1].shape[2])
+        flops = (2 if tokens == seen and tokens > 1 else 4) * elements(factor) * seen  # half of it is causal
+        rows *= load.length / traced.length if seen >= traced.length else 1
+    return Kernel(name, memory=weights + others * rows, flops=flops * rows)
 
 
 def last_of_fused(graph_module: GraphModule) -> set[Node]:

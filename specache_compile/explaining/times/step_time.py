@@ -18,7 +18,7 @@ from specache_compile.runtime.state import device_total, full_cache_bytes, predi
 
 from .devices import Device
 from .op_launches import ISSUED, MAIN, SCHEDULERS, STREAMS, Kernel
-from .step_kernels import Traced, full_cache, kernels_of, over_tiers
+from .step_kernels import Traced, kernels_of
 
 LENGTHS = (8_192, 32_768, 131_072)
 # Estimates: seconds between two replays of a step; bytes that a decode step and the driver need beside weights and
@@ -28,9 +28,10 @@ BETWEEN, MARGIN, SPARE = 60e-6, 2.1e9, 1.07
 # tokens, like `workload.CORRECTED`), and without correction (an estimate).
 AHEAD, AHEAD_UNCORRECTED = 26 / 64, 0.5
 EXPOSED = "exposed"
-RESOURCES = ("memory", "arithmetic", "instructions", "to_device", "to_host")
-# The parts of a launch. Its work alone takes resources.
-GAP, WORK, TAIL = range(3)
+# What bounds a launch, where it is not called as the amount in a `Kernel` is.
+WORDS = {"flops": "arithmetic", "to_device": "PCIe", "to_host": "PCIe"}
+# The parts of a launch: gap, work and tail. Its work alone takes resources.
+WORK, TAIL = 1, 2
 
 
 @dataclass(frozen=True)
@@ -47,18 +48,21 @@ class ComputedStep:
 
 
 @dataclass
-class Running:
-    """A launch under way.
+class Span:
+    """A launch under way, or ended.
 
     needs: seconds of each resource alone.
     alone: seconds of the launch's work with nothing beside it.
     left: the remaining seconds of each part.
+    start, end: seconds from the step's beginning; the gap before the launch is not in it.
     """
 
     kernel: Kernel
     needs: dict[str, float]
     alone: float
     left: list[float]
+    start: float
+    end: float = 0.0
 
     @property
     def part(self) -> int:
@@ -70,42 +74,28 @@ class Running:
         return {name: seconds / self.alone for name, seconds in self.needs.items()} if self.part == WORK else {}
 
     @property
-    def limit(self) -> str:
-        """The resource that its work takes longest on; "launches" where that is less than its least time."""
-        if max(self.needs.values()) < self.alone:
-            return "launches"
-        name = max(self.needs, key=self.needs.__getitem__)
-        return "PCIe" if name in ("to_device", "to_host") else name
-
-    @property
     def bound(self) -> str:
-        """What the launch is doing at this moment."""
-        return self.limit if self.part == WORK else "launches"
-
-
-@dataclass(frozen=True)
-class Span:
-    """A launch with the seconds from the step's beginning at which it starts and ends, and what bounds it."""
-
-    kernel: Kernel
-    start: float
-    end: float
-    bound: str
+        """What its work takes longest on; "launches" where that is less than its least time."""
+        name = max(self.needs, key=self.needs.__getitem__)
+        return "launches" if self.needs[name] < self.alone else WORDS.get(name, name)
 
 
 def rates_of(device: Device) -> dict[str, float]:
-    """The rate of each resource per second: bytes, FLOPs, warp instructions."""
+    """What a second can do of each amount of a `Kernel`."""
     link = device.pcie_gbps * 1e9
-    issued = device.sms * SCHEDULERS * device.ghz * 1e9 * ISSUED
-    reached = (device.hbm_gbps * 1e9 * device.hbm_share, device.tflops * 1e12 * device.tflops_share)
-    return dict(zip(RESOURCES, (*reached, issued, link, link), strict=True))
+    return {
+        "memory": device.hbm_gbps * 1e9 * device.hbm_share,
+        "flops": device.tflops * 1e12 * device.tflops_share,
+        "instructions": device.sms * SCHEDULERS * device.ghz * 1e9 * ISSUED,
+        "to_device": link,
+        "to_host": link,
+    }
 
 
-def begun(kernel: Kernel, rates: dict[str, float]) -> Running:
-    amounts = (kernel.memory, kernel.flops, kernel.instructions, kernel.to_device, kernel.to_host)
-    needs = {name: amount / rates[name] for name, amount in zip(RESOURCES, amounts, strict=True) if amount}
+def begun(kernel: Kernel, rates: dict[str, float], now: float) -> Span:
+    needs = {name: amount / rate for name, rate in rates.items() if (amount := getattr(kernel, name))}
     alone = max(kernel.floor, *needs.values(), 0.0)
-    return Running(kernel, needs or {"memory": 0.0}, alone, [kernel.gap, alone, kernel.tail])
+    return Span(kernel, needs or {"memory": 0.0}, alone, [kernel.gap, alone, kernel.tail], now + kernel.gap)
 
 
 def simulated(kernels: Sequence[Kernel], device: Device) -> tuple[list[Span], dict[str, float]]:
@@ -118,35 +108,36 @@ def simulated(kernels: Sequence[Kernel], device: Device) -> tuple[list[Span], di
     queues: dict[str, deque[Kernel]] = {stream: deque() for stream in STREAMS}
     for kernel in kernels:
         queues[kernel.stream].append(kernel)
-    running: dict[str, Running] = {}
+    running: dict[str, Span] = {}
     ended: set[str] = set()
-    started: dict[str, float] = {}
     spans = []
     while running or any(queues.values()):
         for stream, queue in queues.items():
             if stream not in running and queue and ended.issuperset(queue[0].waits):
-                running[stream] = begun(queue.popleft(), rates)
-                started[stream] = now + running[stream].left[GAP]
+                running[stream] = begun(queue.popleft(), rates, now)
         speeds = speeds_of(running)
         step = min(launch.left[launch.part] / speeds[stream] for stream, launch in running.items())
         main = running.get(MAIN)
-        spent[EXPOSED if main is None else main.bound] += step
+        spent[EXPOSED if main is None else main.bound if main.part == WORK else "launches"] += step
         now += step
         for stream, launch in list(running.items()):
             left = launch.left[launch.part] - step * speeds[stream]
             launch.left[launch.part] = left if left > 1e-12 else 0.0
             if not any(launch.left):
                 ended.add(launch.kernel.name)
-                spans.append(Span(launch.kernel, started[stream], now, launch.limit))
-                del running[stream]
+                launch.end = now
+                spans.append(running.pop(stream))
     return spans, spent
 
 
-def speeds_of(running: dict[str, Running]) -> dict[str, float]:
+def speeds_of(running: dict[str, Span]) -> dict[str, float]:
     """Each launch's speed relative to its speed alone; a gap and a tail always have full speed."""
     loads = {stream: launch.loads for stream, launch in running.items()}
-    total = {name: sum(load.get(name, 0.0) for load in loads.values()) for name in RESOURCES}
-    return {stream: 1 / max([1.0, *(total[name] for name in load)]) for stream, load in loads.items()}
+
+    def total(resource: str) -> float:
+        return sum(load.get(resource, 0.0) for load in loads.values())
+
+    return {stream: 1 / max([1.0, *map(total, load)]) for stream, load in loads.items()}
 
 
 def computed(kernels: Sequence[Kernel], device: Device) -> ComputedStep:
@@ -157,15 +148,12 @@ def computed(kernels: Sequence[Kernel], device: Device) -> ComputedStep:
     return ComputedStep(spans[-1].end + BETWEEN, exposed, max(bounds, key=bounds.__getitem__))
 
 
-def step_of(traced: Traced, device: Device, length: int, batch: int) -> ComputedStep:
-    """The method's own step."""
-    return computed(kernels_of(traced, device, length, batch, over_tiers), device)
+def step_of(traced: Traced, device: Device, length: int, batch: int, full: int = 0) -> ComputedStep:
+    """The method's own step, or the step on a full cache of `full` bytes an element, which it reads once.
 
-
-def full_step_of(one_lane: Traced, device: Device, length: int, batch: int, itemsize: int = 2) -> ComputedStep:
-    """The step of the same model on a full cache of `itemsize` bytes an element, read once: the products of a one-lane
-    graph, and plain attention."""
-    return computed(kernels_of(one_lane, device, length, batch, full_cache(itemsize)), device)
+    For a full cache, `traced` is a one-lane graph, whose products are the same.
+    """
+    return computed(kernels_of(traced, device, length, batch, full), device)
 
 
 def share_ahead(options: MethodOptions, lanes: int) -> float:
@@ -202,7 +190,7 @@ def break_even_context(traced: Traced, one_lane: Traced, device: Device) -> int 
     """
 
     def is_no_longer(length: int) -> bool:
-        full = full_step_of(one_lane, device, length, 1)
+        full = step_of(one_lane, device, length, 1, full=2)
         return step_of(traced, device, length, 1).seconds <= full.seconds
 
     high = 64

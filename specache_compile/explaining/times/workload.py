@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,10 +72,7 @@ def size_of(size: int | SymInt) -> int:
 
 
 def elements(value: Any) -> int:
-    count = 1
-    for size in value.shape:
-        count *= size_of(size)
-    return count
+    return math.prod(map(size_of, value.shape))
 
 
 def bytes_of(value: Any) -> int:
