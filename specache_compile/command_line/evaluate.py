@@ -65,3 +65,4 @@ def add_eval(command: argparse.ArgumentParser) -> None:
     add_device(command)
     add_dtype(command, "bfloat16")
     command.add_argument("--lowering", choices=LOWERINGS, help="default: inductor on a GPU, else eager")
+    command.add_argument("--no-plots", action="store_true", help="write tables without plots")

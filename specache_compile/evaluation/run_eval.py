@@ -22,6 +22,7 @@ from specache_compile.errors import SpecacheError
 from specache_compile.runtime.stats import stats
 
 from .cell_tables import table
+from .plots import draw
 from .reader import Reader
 from .result_rows import ResultRow, config_hash, model_hash, read_rows, sources, write_rows
 from .runner import Prefills, Runner
@@ -146,10 +147,16 @@ def kv_ratio(model: Any) -> float | None:
 
 
 def report(rows: Sequence[ResultRow], args: argparse.Namespace) -> None:
-    """Print the table, and write it with its sources to table.txt."""
+    """Print the table; write table.txt and the plots."""
     if not rows:
         return
     print(table(rows))
     (args.out / "table.txt").write_text("\n".join((table(rows), "", *sources(rows), "")))
+    made = [args.out / name for name in ("results.json", "table.txt")]
+    if not args.no_plots:
+        try:
+            made += draw(rows, args.out)
+        except ImportError:
+            print("no pictures: pip install matplotlib", file=sys.stderr)
     print("", *sources(rows), sep="\n", file=sys.stderr)
-    print(f"written: {args.out / 'results.json'}, {args.out / 'table.txt'}", file=sys.stderr)
+    print(f"written: {', '.join(map(str, made))}", file=sys.stderr)

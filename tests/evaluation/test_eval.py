@@ -17,11 +17,12 @@ from specache_compile.cli import main
 from specache_compile.errors import OptionError, SpecacheError
 from specache_compile.evaluation import run_eval
 from specache_compile.evaluation.cell_tables import table
+from specache_compile.evaluation.plots import draw
 from specache_compile.evaluation.result_rows import ResultRow, config_hash, read_rows, write_rows
 from specache_compile.evaluation.settings import parse_setting, running
 
 MODEL = str(NEEDLE_LLAMA)
-QUICK = ("--lengths", "200", "--samples", "2")
+QUICK = ("--lengths", "200", "--samples", "2", "--no-plots")
 
 
 def evaluate(out: Path, *more: str) -> int:
@@ -46,7 +47,7 @@ class Interrupted:
 def test_an_interruption_loses_no_finished_row_and_the_same_command_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the end there are a table and a JSON file with one line of provenance."""
+    """In the end there are a table, a JSON file and pictures with one line of provenance."""
     command = ("--tasks", "needle", "perplexity", "--methods", "uncompiled", "kivi:bits=1", "--lengths", "256")
     command += ("--samples", "3", "--seed", "5")
     original = run_eval.measure
@@ -74,6 +75,8 @@ def test_an_interruption_loses_no_finished_row_and_the_same_command_goes_on(
     assert [(row["task"], row["method"], row["seed"], row["provenance"]) for row in results["rows"]] == [
         (task, method, 5, line) for method in ("uncompiled", "kivi:bits=1") for task in ("needle", "perplexity")
     ]
+    for task in ("needle", "perplexity"):
+        assert (tmp_path / f"{task}-kv.png").stat().st_size > 5_000
     # Another seed is another row.
     assert evaluate(tmp_path, "--lengths", "200", "--samples", "2", "--methods", "uncompiled", "--seed", "1") == 0
     assert again.calls == 3
@@ -117,7 +120,7 @@ def test_a_blind_run_has_rows_of_its_own(tmp_path: Path, measured: list[tuple[st
     """Its eviction policies read the context exactly and evict once, unless their options set a block."""
     methods = ("uncompiled", "snapkv", "h2o", "roco:eviction_block=4")
     for more in ((), ("--blind",), ("--blind",)):
-        assert evaluate(tmp_path, "--lengths", "200", "--samples", "3", "--methods", *methods, *more) == 0
+        assert evaluate(tmp_path, "--lengths", "200", "--samples", "3", "--no-plots", "--methods", *methods, *more) == 0
     blind = ["uncompiled", "snapkv", "h2o:eviction_block=prompt", "roco:eviction_block=4"]
     assert [method for method, _ in measured] == [*methods, *blind]
 
@@ -126,7 +129,7 @@ def test_shared_prefills_are_rows_of_their_own_and_go_cell_by_cell(
     tmp_path: Path, measured: list[tuple[str, str]]
 ) -> None:
     """So that one cell's prefills alone are in memory; the table has the same order as without."""
-    requested = ("--lengths", "200", "300", "--samples", "3", "--methods", "uncompiled", "kivi:bits=1")
+    requested = ("--lengths", "200", "300", "--samples", "3", "--no-plots", "--methods", "uncompiled", "kivi:bits=1")
     tables = []
     for more in ((), ("--share-prefills",)):
         assert evaluate(tmp_path, *requested, *more) == 0
@@ -170,13 +173,14 @@ def distant(method: str, task: str, each: list[float]) -> ResultRow:
 
 
 @pytest.mark.parametrize("task", ["closeness", "long"])
-def test_distances_are_paired_with_the_last_methods(task: str) -> None:
+def test_distances_are_paired_with_the_last_methods(task: str, tmp_path: Path) -> None:
     """Two methods that differ by the same in every window differ for certain, however far the windows are apart."""
     far, near = distant("fp8", task, [1.1, 2.1, 9.1]), distant("kivi:bits=2", task, [1.0, 2.0, 9.0])
     head, _, first, second = table([far, near]).splitlines()
     assert "above kivi:bits=2, nats" in head
     assert first.split()[-4:] == ["+0.1000", "0.0000", "3", "0.200"]
     assert "+" not in second
+    assert [path.name for path in draw([far, near], tmp_path)] == [f"{task}-kv.png"]
 
 
 def test_rows_that_this_call_does_not_request_stay_in_the_file(tmp_path: Path) -> None:
