@@ -13,13 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from tqdm import tqdm
-from transformers import DynamicCache
 
 from specache_compile.compat import with_cache
 from specache_compile.evaluation.settings import UNCOMPILED
 from specache_compile.runtime.records import forget
 
-from .runners import COMPILED, Decoding, Prefilled, prefill, runner, twin_of
+from .runners import COMPILED, Decoding, Prefilled, can_extend, empty_cache, prefill, runner, twin_of
 
 # Steps before the timed ones. They compile graphs, also for the lengths that follow.
 WARM_UP = 6
@@ -123,7 +122,7 @@ def measured(
         gc.collect()
         for name in plan.methods if plan.prompts else ():
             bar.set_postfix_str(f"{name} at {context:,} tokens, the first token")
-            rows[name] |= first_and_second(twins[name], prompt)
+            rows[name] |= first_and_second(name, twins[name], prompt, room)
             bar.update()
     torch._dynamo.reset()
     forget(model)
@@ -134,7 +133,7 @@ def add_shares(rows: Mapping[str, dict[str, Any]], runners: Mapping[str, Decodin
     """Add each cache's share of the full 16-bit cache's bytes, if both are known."""
     whole = next((runners[name] for name in FULL if name in runners), None)
     for name, one in runners.items():
-        if whole is not None:
+        if whole is not None and can_extend(name):
             rows[name]["of_16_bits"] = one.bytes_in_16_bits() / whole.bytes_in_16_bits()
 
 
@@ -153,13 +152,15 @@ def steps_in_turn(
 
 
 def extensions_in_turn(runners: Mapping[str, Decoding], ids: Tensor, bar: tqdm) -> dict[str, float]:
-    """Median seconds to append `ids` [B, T] to the context. The first call compiles."""
-    found: dict[str, list[float]] = {name: [] for name in runners}
-    for _ in range(1 + EXTENSIONS):
+    """Median seconds to append `ids` [B, T] to the context, for runners that support it. The first call compiles."""
+    found: dict[str, list[float]] = {}
+    for number in range(1 + EXTENSIONS):
         for name, one in runners.items():
-            bar.set_postfix_str(f"{name}, {ids.shape[1]:,} tokens more")
-            found[name].append(timed(one.extension(ids), ids.device))
-    return {name: statistics.median(seconds[1:]) for name, seconds in found.items()}
+            if can_extend(name):
+                bar.set_postfix_str(f"{name}, {ids.shape[1]:,} tokens more")
+                seconds = timed(one.extension(ids), ids.device)
+                found.setdefault(name, []).extend([seconds] if number else [])
+    return {name: statistics.median(seconds) for name, seconds in found.items()}
 
 
 def row_of(one: Decoding, steps: list[float]) -> dict[str, Any]:
@@ -171,7 +172,7 @@ def row_of(one: Decoding, steps: list[float]) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def first_and_second(twin: Any, ids: Tensor) -> dict[str, Any]:
+def first_and_second(name: str, twin: Any, ids: Tensor, room: int) -> dict[str, Any]:
     """Seconds to prefill `ids` [B, n] into an empty cache, and to decode a token after it, once both are compiled.
 
     On a GPU also the peak of its memory in the prefill, beyond what was there before.
@@ -179,7 +180,7 @@ def first_and_second(twin: Any, ids: Tensor) -> dict[str, Any]:
     device, found = twin.device, dict[str, Any]()
     places = torch.arange(ids.shape[1] + 1, device=ids.device).expand(len(ids), -1)
     for _ in range(2):
-        call = partial(twin, **with_cache(DynamicCache(config=twin.config)), use_cache=True)
+        call = partial(twin, **with_cache(empty_cache(name, twin.config, ids.shape[1] + room)), use_cache=True)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
             before = torch.cuda.memory_allocated(device)

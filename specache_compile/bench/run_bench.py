@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from specache_compile.checkpoints import names
 from specache_compile.checkpoints.loaded import limit_of, placed
@@ -18,7 +18,7 @@ from specache_compile.errors import SpecacheError
 
 from .measurements import BenchPlan, cell, steps_behind
 from .results import Results
-from .runners import check_name
+from .runners import STATIC, can_extend, check_name
 from .table import draw, steps_table
 
 
@@ -29,6 +29,7 @@ def run_bench(args: argparse.Namespace, command: Sequence[str]) -> None:
     if args.extend > min(args.contexts):
         raise SpecacheError(f"--extend {args.extend}: give at most the shortest of --contexts")
     config = config_of(args.model, args.layers)
+    methods = usable(args.methods, config)
     steps, limit = steps_behind(args.rounds), limit_of(config)
     if max(args.contexts) + steps > limit:
         raise SpecacheError(
@@ -39,7 +40,7 @@ def run_bench(args: argparse.Namespace, command: Sequence[str]) -> None:
     settings["threads"] = torch.get_num_threads()
     results = Results(args.json, "specache", device, resume=True, given=command, **settings)
     try:
-        measure_missing(args, results)
+        measure_missing(args, methods, results)
     except KeyboardInterrupt:
         kept = (
             "--json FILE keeps finished contexts" if args.json is None else f"the same command resumes from {args.json}"
@@ -72,7 +73,18 @@ def open_model(name: str, layers: int | None, dtype: str, device: str) -> Any:
     return placed(AutoModelForCausalLM.from_config(config_of(name, layers), dtype=dtype), device)
 
 
-def measure_missing(args: argparse.Namespace, results: Results) -> None:
+def usable(methods: Sequence[str], config: Any) -> list[str]:
+    """The methods without a static cache of a model with sliding layers, which is printed."""
+    if STATIC not in methods or not any(DynamicCache(config=config).is_sliding):
+        return list(methods)
+    print(f"{STATIC}: left out: the model has sliding layers, whose cache only a prefill can fill", file=sys.stderr)
+    kept = [name for name in methods if name != STATIC]
+    if not kept:
+        raise SpecacheError("--methods: none of them is available on this machine, for the reason above")
+    return kept
+
+
+def measure_missing(args: argparse.Namespace, methods: list[str], results: Results) -> None:
     """Measure the cells that are incomplete in the file."""
 
     def had(context: int, batch: int) -> dict[str, dict[str, Any]]:
@@ -80,8 +92,8 @@ def measure_missing(args: argparse.Namespace, results: Results) -> None:
 
     def is_whole(rows: dict[str, dict[str, Any]]) -> bool:
         whole = args.no_first_tokens or all("first_token_s" in row for row in rows.values())
-        extended = all(row.get("extend") == args.extend for row in rows.values())
-        return rows.keys() >= set(args.methods) and whole and (extended or not args.extend)
+        extended = all(row.get("extend") == args.extend or not can_extend(name) for name, row in rows.items())
+        return rows.keys() >= set(methods) and whole and (extended or not args.extend)
 
     pairs = itertools.product(dict.fromkeys(args.contexts), dict.fromkeys(args.batch_sizes))
     cells = [pair for pair in pairs if not is_whole(had(*pair))]
@@ -90,7 +102,7 @@ def measure_missing(args: argparse.Namespace, results: Results) -> None:
     model = open_model(args.model, args.layers, args.dtype, args.device)
     # The methods of a cell are measured in turn, so an incomplete cell is measured again as a whole.
     rest = (args.rounds, args.lowering, not args.no_first_tokens, args.extend)
-    plans = [BenchPlan(tuple(dict.fromkeys([*had(*pair), *args.methods])), *rest) for pair in cells]
+    plans = [BenchPlan(tuple(dict.fromkeys([*had(*pair), *methods])), *rest) for pair in cells]
     turns = sum(len(plan.methods) * (2 if plan.prompts else 1) + args.rounds for plan in plans)
     with tqdm(total=turns, file=sys.stderr, desc="specache bench", unit="turn") as bar:
         for (context, batch), plan in zip(cells, plans, strict=True):

@@ -1,6 +1,6 @@
 """The runners of the benchmark: each is a model and a cache that already holds the context.
 
-The uncompiled model prefills a context once. Every runner that keeps all pairs starts from these keys and values.
+The uncompiled model prefills a context once. Every runner whose cache accepts them starts from these keys and values.
 Weights are shared.
 """
 
@@ -14,19 +14,24 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
-from transformers import DynamicCache
+from transformers import Cache, DynamicCache, PreTrainedConfig, StaticCache
 
 import specache_compile as sc
 from specache_compile.command_line.bench import BASELINES
 from specache_compile.compat import with_cache
 from specache_compile.errors import OptionError, SpecacheError
-from specache_compile.evaluation.settings import parse_setting
+from specache_compile.evaluation.settings import UNCOMPILED, parse_setting
 from specache_compile.runtime.held import HeldTensor
 from specache_compile.runtime.session import session_of
 from specache_compile.runtime.state import device_total, fields_of, tier_totals
 
-COMPILED = "compiled"
+COMPILED, STATIC = "compiled", "compiled-static"
 CHUNK = 512
+
+
+def can_extend(name: str) -> bool:
+    """Whether the runner's cache accepts several tokens after the context, and can be copied."""
+    return name != STATIC
 
 
 def check_name(name: str) -> None:
@@ -47,7 +52,7 @@ class Decoding:
     """
 
     model: Any
-    cache: DynamicCache
+    cache: Cache
     token: Tensor
     position: int
 
@@ -81,7 +86,7 @@ class Decoding:
         return sum(x.nbytes for layer in plain for x in tree_leaves(vars(layer)) if isinstance(x, Tensor))
 
     def bytes_in_16_bits(self) -> int:
-        """The bytes on the device if the numbers of the model's dtype had 16 bits."""
+        """The bytes on the device if the numbers of the model's dtype had 16 bits. The cache must be a DynamicCache."""
         plain = self.plain_bytes() * 2 // self.model.dtype.itemsize
         session = session_of(self.cache)
         if session is None:
@@ -99,11 +104,16 @@ def twin_of(model: Any, name: str, lowering: str) -> Any:
     """A model with the same weights, compiled for this runner."""
     twin = copy.copy(model)
     twin.__dict__ = dict(model.__dict__)
-    if name == COMPILED:
-        twin.compile(dynamic=True)
+    if name in (COMPILED, STATIC):
+        twin.compile(dynamic=name == COMPILED)
     elif name not in BASELINES:
         twin.compile(backend="specache", options={"lowering": lowering, **parse_setting(name).measured})
     return twin
+
+
+def empty_cache(name: str, config: PreTrainedConfig, room: int) -> Cache:
+    """An empty cache for this runner; a static cache has room for `room` tokens."""
+    return StaticCache(config=config, max_cache_len=room) if name == STATIC else DynamicCache(config=config)
 
 
 @dataclass(frozen=True)
@@ -139,8 +149,13 @@ def runner(name: str, twin: Any, context: Prefilled, room: int) -> Decoding:
     """
     # A contiguous copy: otherwise Dynamo takes a row's stride for the cache's length, and traces again when it grows.
     token, length = context.token.clone(memory_format=torch.contiguous_format), context.ids.shape[1]
-    if name in BASELINES:
+    if name in (UNCOMPILED, COMPILED):
         return Decoding(twin, copy.deepcopy(context.cache), token, length)
+    if name == STATIC:
+        cache, layers = empty_cache(name, twin.config, length + room), list[Any](context.cache.layers)
+        for number, layer in enumerate(layers):
+            cache.update(layer.keys, layer.values, number)
+        return Decoding(twin, cache, token, length)
     try:
         held = sc.hold(context.cache, twin)
     except SpecacheError:  # the method's prefill does not keep all pairs

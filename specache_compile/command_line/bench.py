@@ -12,6 +12,7 @@ from .arguments import LOWERINGS, add_device, add_dtype, whole
 BASELINES = {
     "uncompiled": "Hugging Face without compilation, with a DynamicCache",
     "compiled": "torch.compile, with a DynamicCache",
+    "compiled-static": "torch.compile, with a StaticCache",
 }
 DEFAULT = (*BASELINES, "kivi:bits=2", "specache:bits=1", "specache")
 EXAMPLES = """\

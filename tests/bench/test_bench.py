@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import Gemma2Config
 
 from conftest import prompt, tiny_llama
-from specache_compile.bench import measurements, runners
+from specache_compile.bench import measurements, run_bench, runners
 from specache_compile.cli import main
+from specache_compile.errors import SpecacheError
 
 SMALL = ("--rounds", "1", "--lowering", "eager", "--extend", "20", "--methods", "uncompiled", "specache")
 
@@ -113,11 +115,19 @@ def test_every_way_starts_behind_the_context(name: str) -> None:
     assert torch.equal(one.token, expected)
 
 
+def test_a_cache_that_no_window_fits_into_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    """A layer that slides has kept its window alone, where these caches hold a prompt whole."""
+    config = Gemma2Config(num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"])
+    with pytest.raises(SpecacheError, match="none of them is available on this machine"):
+        run_bench.usable(["compiled-static"], config)
+    assert "compiled-static: left out: the model has sliding layers" in capsys.readouterr().err
+
+
 @pytest.mark.slow
-def test_the_baselines_and_a_batch(config: str, tmp_path: Path) -> None:
+def test_compiled_baselines_and_a_batch(config: str, tmp_path: Path) -> None:
     file = tmp_path / "steps.json"
     given = ("--contexts", "100", "--batch-sizes", "2", "--rounds", "1", "--no-first-tokens")
-    methods = ("--methods", "compiled", "uncompiled")
+    methods = ("--methods", "compiled", "compiled-static")
     assert main(["bench", config, *given, *methods, "--json", str(file)]) == 0
     assert [row["batch"] for row in json.loads(file.read_text())["rows"]] == [2, 2]
 
