@@ -71,7 +71,6 @@ def test_generate_finds_the_pass_key_and_verifies(capsys: pytest.CaptureFixture[
         (["generate", MODEL, "--prompt-file", "/no/such/file"], "/no/such/file"),
         (["generate", MODEL, "--prompt", "a", "--verify", "0"], "verify=0: accepted are 1 to 1024 tokens"),
         (["serve", "/no/such/model", "--port", "0"], "no checkpoint at /no/such/model"),
-        (["serve", MODEL, "--port", "0", "--sessions", "0"], "--sessions 0: accepted is 1 or more"),
         (["serve", MODEL, "--port", "0", "--verify", "8"], "option verify: a batch does not verify drafts"),
         (["serve", MODEL, "--port", "70000"], "--port 70000"),
         (["serve", MODEL, "--host", "no.such.host.invalid"], "no.such.host.invalid"),
@@ -138,6 +137,12 @@ USAGE_ERRORS = {
     "eval m --samples -1": "specache eval: argument --samples: '-1': give a whole number, 1 or more; see",
     "serve": "specache serve: the following arguments are required: MODEL; see specache serve --help",
     "explain m --nodez": "specache explain: unknown option --nodez (did you mean --nodes?)",
+    "serve m --api-key né": "specache serve: argument --api-key: accepted are printable ASCII",
+    "serve m --sessions 0": "specache serve: argument --sessions: '0': give a whole number, 1 or more; see",
+    **{
+        f"serve m --session-{place}-gib -1": f"specache serve: argument --session-{place}-gib: '-1': give a number of"
+        for place in ("host", "device", "disk")
+    },
     "serve m --por 3": "specache serve: unknown option --por (did you mean --port?)",
     "demo --quik": "specache demo: unknown option --quik (did you mean --quick?)",
     "bench m --round 3": "specache bench: unknown option --round (did you mean --rounds?)",
