@@ -112,15 +112,12 @@ class Batch:
         rows: list[Running] = [(request, self.cache, row) for row, request in enumerate(self.decoding)]
         return rows if (prefilling := self.prefilling) is None else [*rows, (prefilling, prefilling.cache, 0)]
 
-    def add(
-        self, ids: Tensor | Sequence[int], *, seed: int | None = None, logprobs: int | None = None, **arguments: Any
-    ) -> Request:
+    def add(self, ids: Tensor | Sequence[int], *, seed: int | None = None, **arguments: Any) -> Request:
         """Add a request.
 
         Args:
             ids: token ids of one prompt: a list of ints, or int64 [n] or [1, n].
             seed: of its random numbers; None is a different one each time.
-            logprobs: report in `request.logprobs` the log-probability of each token, and this many of the likeliest.
             arguments: generation settings as for `generate`: max_new_tokens (required) or generation_config, do_sample,
                 temperature, top_p, eos_token_id, logits_processor.
 
@@ -135,7 +132,6 @@ class Batch:
         if not len(prompt):
             raise ValueError("the prompt has 0 tokens: pass at least one")
         request = request_for(self.model, prompt, {**arguments, "seed": seed})
-        request.top_logprobs = logprobs
         switch = self.switch
         # The last generated token is not cached.
         if switch is not None and request.longest - 1 > self.longest_from(len(prompt)):

@@ -29,18 +29,6 @@ class End(Enum):
     FAILED = "its prompt, one of its decode steps or one of its processors failed"
 
 
-@dataclass(frozen=True)
-class Logprobs:
-    """Natural log-probabilities of the model for one token, before temperature and processors.
-
-    chosen: of the generated token.
-    likeliest: the likeliest tokens with theirs, in descending order.
-    """
-
-    chosen: float
-    likeliest: tuple[tuple[int, float], ...]
-
-
 @dataclass(eq=False)
 class Request:
     """A request, as `Batch.add` returns it. Read its fields; only the batch changes them.
@@ -56,8 +44,6 @@ class Request:
     generated: token ids so far; a stop token is the last.
     end: why it is finished; None before.
     error: the error that it failed with.
-    top_logprobs: number of likeliest tokens in `logprobs`; None: `logprobs` stays empty.
-    logprobs: of each generated token.
     changes: the batch's number of changes of weights when it started.
     reached: generated tokens that the current cache has reproduced. After an interrupt the known tokens are decoded
         again, since a prefill of them would differ with lossy options.
@@ -77,8 +63,6 @@ class Request:
     stage: Stage = Stage.WAITING
     end: End | None = None
     error: Exception | None = None
-    top_logprobs: int | None = None
-    logprobs: list[Logprobs] = field(default_factory=list)
     changes: int = 0
     reached: int = 0
     whole: bool = False
@@ -167,7 +151,6 @@ def next_token(request: Request, logits: Tensor) -> int:
     if request.reached < len(request.generated):
         return request.generated[request.reached]
     scores, place = logits.to(torch.float32, copy=True), len(request.generated)  # processors may write to them
-    known = None if request.top_logprobs is None else scores[0].log_softmax(-1)
     if request.processors:
         ids: Any = request.ids.to(scores.device)
         scores = request.processors(ids, scores)
@@ -176,8 +159,4 @@ def next_token(request: Request, logits: Tensor) -> int:
         request.generator.set_state(request.rng_states[place])
         token = int(torch.multinomial(scores.softmax(-1), 1, generator=request.generator))
         request.rng_states = {place: request.rng_states[place], place + 1: request.generator.get_state()}
-    if known is not None and request.top_logprobs is not None:
-        values, tokens = known.topk(request.top_logprobs)
-        likeliest = tuple(zip(tokens.tolist(), values.tolist(), strict=True))
-        request.logprobs[place:] = [Logprobs(float(known[token]), likeliest)]
     return token
