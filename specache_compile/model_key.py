@@ -152,29 +152,24 @@ def settings_of(model: torch.nn.Module) -> dict[str, list[object]]:
         for name, value in vars(module).items():
             if name in NO_SETTINGS or (loaded and name.startswith("_")):
                 continue
-            if type(value) in PLAIN or is_plain(value):
-                found.setdefault(name, []).append(plain(value))
+            try:
+                setting = plain(value)
+            except TypeError:
+                continue
+            found.setdefault(name, []).append(setting)
     return found
 
 
-def is_plain(value: object) -> bool:
-    """Whether a value is a number, a text, or a non-empty container of these. An empty container may be a cache."""
-    if isinstance(value, dict):
-        return bool(value) and all(is_plain(key) and is_plain(item) for key, item in value.items())
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return bool(value) and all(map(is_plain, value))
-    return isinstance(value, PLAIN)
-
-
 def plain(value: Any) -> object:
-    """A plain value in a form that compares and prints the same in every process."""
+    """A number, a text, or a non-empty container of these, in a form that compares and prints the same in every
+    process. TypeError for any other value; an empty container may be a cache."""
+    if isinstance(value, PLAIN):
+        return str(value) if isinstance(value, (str, torch.dtype)) else value
+    if not isinstance(value, (dict, list, tuple, set, frozenset)) or not value:
+        raise TypeError(f"{type(value).__name__} is not plain")
     if isinstance(value, dict):
-        return sorted((repr(key), plain(item)) for key, item in value.items())
-    if isinstance(value, (set, frozenset)):
-        return sorted(map(repr, value))
-    if isinstance(value, (list, tuple)):
-        return list(map(plain, value))
-    return str(value) if isinstance(value, (str, torch.dtype)) else value
+        return sorted((repr(plain(key)), plain(item)) for key, item in value.items())
+    return list(map(plain, value)) if isinstance(value, (list, tuple)) else sorted(repr(plain(x)) for x in value)
 
 
 def follows_length(module: torch.nn.Module) -> bool:

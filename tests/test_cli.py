@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 import specache_compile as sc
 from conftest import NEEDLE_LLAMA
-from specache_compile.checkpoints.names import check_name
+from specache_compile.checkpoints.names import checked
 from specache_compile.cli import main
 from specache_compile.command_line import arguments
 from specache_compile.methods import declared_options
@@ -133,6 +133,9 @@ USAGE_ERRORS = {
     "generate m --prompt hi --no-rotate": "specache generate: --no-rotate was removed: method='specache'",
     "generate m --bits 1": "specache generate: one of the arguments --prompt --prompt-file is required",
     "generate m --prompt a --max-new-tokens x": "specache generate: argument --max-new-tokens: 'x': give a whole",
+    "generate m --prompt a --top-p 1.5": "specache generate: argument --top-p: '1.5': give a number above 0, at most 1",
+    "generate m --prompt a --top-p x": "specache generate: argument --top-p: invalid number value: 'x'",
+    "generate m --prompt a --temperature -1": "specache generate: argument --temperature: '-1': give a number, 0 or",
     "bench m --contexts 0": "specache bench: argument --contexts: '0': give a whole number, 1 or more; see",
     "eval m --samples -1": "specache eval: argument --samples: '-1': give a whole number, 1 or more; see",
     "serve": "specache serve: the following arguments are required: MODEL; see specache serve --help",
@@ -178,7 +181,7 @@ def test_the_version_takes_at_most_three_tenths_of_a_second() -> None:
 
 @pytest.mark.parametrize("name", ["gpt2", "distilgpt2", "bert-base-uncased", "opt-125m", "meta-llama/Llama-3.1-8B"])
 def test_a_name_of_the_hub_is_taken_for_no_misspelt_one(name: str) -> None:
-    check_name(name)
+    assert checked(name) == name
 
 
 # Errors before weights load
@@ -200,8 +203,6 @@ def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--prompt-file", os.devnull], f"specache: --prompt-file {os.devnull}: the prompt is empty"),
         (["--prompt", "a", "--device", "cuda:99"], "specache: device cuda:99: "),
         (["--prompt", "a", "--max-new-tokens", "100000"], "specache: the prompt has 1 tokens and --max-new-tokens"),
-        (["--prompt", "a", "--top-p", "1.5"], "specache: --top-p 1.5: give a number above 0, at most 1"),
-        (["--prompt", "a", "--temperature", "-1"], "specache: --temperature -1.0: give a number, 0 or more"),
         (["--prompt", "a", "--chat"], "specache: this checkpoint's tokenizer has no chat template"),
     ],
 )

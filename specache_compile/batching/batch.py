@@ -22,9 +22,8 @@ from specache_compile.errors import RequestError, SpecacheError
 from specache_compile.rope_switch import RopeSwitch, rope_switch
 
 from .batch_memory import BatchMemory, Bytes, Running, bytes_or_inf
-from .prefixes import can_crop
+from .prefixes import SpillFolder, can_crop
 from .request import End, Request, Stage, append_next, request_for
-from .spill import SpillFolder
 
 log = logging.getLogger(__name__)
 
@@ -89,18 +88,21 @@ class Batch:
         self.switch = rope_switch(wrapped.config)
         self.indexed = hasattr(wrapped.config.get_text_config(), "index_topk")
         budget = Bytes(bytes_or_inf(device_memory), bytes_or_inf(host_memory))
-        self.spill = None if spill_folder is None else SpillFolder(spill_folder)
-        self.memory = BatchMemory(self.options, budget, rows, chunk, sessions, self.spill, spill_bytes)
+        self.spill = None if spill_folder is None else SpillFolder(spill_folder, bytes_or_inf(spill_bytes))
+        self.memory = BatchMemory(self.options, budget, rows, chunk, sessions, self.spill)
         self.cache: DynamicCache | None = None  # of the rows; one in pages stays when all rows are finished
         self.decoding: list[Request] = []  # by row
-        self.requests: list[Request] = []  # open ones, and finished ones with tokens that no step has returned
+        self.requests: list[Request] = []  # those that are open, and those that the last step has finished
         self.returned: dict[Request, int] = {}  # tokens that steps have returned
         self.unfinished = False  # the last step did not return
 
     @property
     def open(self) -> list[Request]:
-        """The requests that are not finished."""
-        return [request for request in self.requests if request.stage is not Stage.FINISHED]
+        """The requests that are not finished, and those with tokens that no step has returned."""
+        return [
+            request for request in self.requests
+            if request.stage is not Stage.FINISHED or len(request.generated) > self.returned.get(request, 0)
+        ]  # fmt: skip
 
     @property
     def prefilling(self) -> Request | None:
@@ -156,7 +158,8 @@ class Batch:
         After an interrupt (Ctrl-C) `step` can be called again. It prefills all open requests again, decodes their known
         tokens again, and returns the tokens that the interrupted step could not.
         """
-        self.recover()
+        if self.unfinished:
+            self.restart()
         self.unfinished = True
         self.run_step()
         new_tokens = [
@@ -170,10 +173,7 @@ class Batch:
 
     @torch.no_grad()
     def run_step(self) -> None:
-        self.requests = [
-            one for one in self.requests
-            if one.stage is not Stage.FINISHED or len(one.generated) > self.returned.get(one, 0)
-        ]  # fmt: skip
+        self.requests = self.open
         self.admit()
         self.memory.make_room_for_step(self.running)
         keeps = self.prefilling is not None or bool(self.decoding and self.memory.sessions)
@@ -197,11 +197,6 @@ class Batch:
                     request.finish(End.FAILED, error)
         self.restart()
 
-    def recover(self) -> None:
-        """Restart after a step that did not return."""
-        if self.unfinished:
-            self.restart()
-
     def restart(self) -> None:
         """Rebuild the state from the requests: only they are sure to be complete."""
         self.memory.restart([self.cache, *(request.cache for request in self.requests)])
@@ -218,7 +213,8 @@ class Batch:
         """End a request in any stage; it has no row in the next step. With sessions its cache is kept. It has ended
         even if `remove` raises."""
         try:
-            self.recover()
+            if self.unfinished:
+                self.restart()
             self.unfinished = True
             if request.stage is not Stage.FINISHED:
                 request.finish(End.REMOVED)

@@ -24,9 +24,8 @@ from specache_compile.runtime.session import session_of, sessions_of
 from specache_compile.runtime.state import device_total, page_bytes, predicted_bytes, row_bytes
 from specache_compile.runtime.tiers import Tiers
 
-from .prefixes import Prefix, Prefixes, can_crop
+from .prefixes import Prefix, Prefixes, SpillFolder, can_crop
 from .request import Request, Stage
-from .spill import SpillFolder, load
 
 # A running request, its cache, and its row there.
 Running = tuple[Request, DynamicCache | None, int]
@@ -67,15 +66,14 @@ class BatchMemory:
     """
 
     def __init__(
-        self, options: MethodOptions, budget: Bytes, rows: int, chunk: int, sessions: int, spill: SpillFolder | None,
-        spill_bytes: int | None,
-    ) -> None:  # fmt: skip
+        self, options: MethodOptions, budget: Bytes, rows: int, chunk: int, sessions: int, spill: SpillFolder | None
+    ) -> None:
         self.options, self.budget, self.rows, self.chunk, self.sessions = options, budget, rows, chunk, sessions
         self.layers: list[LayerShape] = []
         self.pool: PagePool | None = None
         unbounded = budget == Bytes(math.inf, math.inf) and options.host_memory is None
         most = sessions or (rows if unbounded else min(rows, MOST_PREFIXES))
-        self.prefixes = Prefixes(most, spill, bytes_or_inf(spill_bytes))
+        self.prefixes = Prefixes(most, spill)
         self.key: object = None
         self.watch: Watch | None = None
         self.changes = 0
@@ -144,7 +142,9 @@ class BatchMemory:
             return not running
 
         def need() -> int:
-            return self.promised(running) + pages_for(request.longest) - len(self.shared_pages(request))
+            # Running requests may still allocate pages up to their last tokens, copies of shared pages included.
+            promised = sum(self.pages_needed(*each, each[0].longest) for each in running)
+            return promised + pages_for(request.longest) - len(self.shared_pages(request))
 
         held = set(self.shared_pages(request))
         for _, cache, row in running:
@@ -152,10 +152,6 @@ class BatchMemory:
         if self.pool.bound is not None and len(held) + need() > self.pool.bound:
             return False  # prefixes would be dropped in vain
         return self.make_room(need) or not running
-
-    def promised(self, running: Sequence[Running]) -> int:
-        """Pages that running requests may still allocate, copies of shared pages included."""
-        return sum(self.pages_needed(*each, each[0].longest) for each in running)
 
     def pages_needed(self, request: Request, cache: DynamicCache | None, row: int, until: int) -> int:
         """Pages that a request may still allocate until it has so many tokens; none outside of the pool."""
@@ -218,10 +214,12 @@ class BatchMemory:
             fits, needs = bound is None or pages <= bound, f"{pages} pages of {PAGE} tokens, and the pool has {bound}"
         if fits:
             return None
-        device, host = self.budget.device, min(self.budget.host, bytes_or_inf(self.options.host_memory))
+        host = min(self.budget.host, bytes_or_inf(self.options.host_memory))
+        limits = {"device_memory": self.budget.device, "host_memory": host}
+        budget = ", ".join(f"{name}={most:,} bytes" for name, most in limits.items() if most < math.inf)
         return RequestError(
-            f"a request of {request.longest:,} tokens needs {needs}; the budget is device_memory={device}, "
-            f"host_memory={host} (bytes). Lower max_new_tokens, or raise the budget"
+            f"a request of {request.longest:,} tokens needs {needs}; the budget is {budget}. Lower max_new_tokens, or "
+            "raise the budget"
         )
 
     def attach_prefix(self, request: Request, model: Any) -> None:
@@ -232,7 +230,7 @@ class BatchMemory:
         if prefix is None:
             return
         whole = request.reused == len(prefix.ids)
-        cache = load(prefix.folder, model) if prefix.folder is not None else prefix.cache
+        cache = prefix.loaded(model)
         if (whole and self.tiers_of(cache) is None) or cache is None:
             prefix.cache = None
             self.prefixes.remove(prefix)
@@ -279,17 +277,15 @@ def bytes_of(tiers: Mapping[str, int]) -> Bytes:
 
 
 def upper_bound(
-    options: MethodOptions, layers: Sequence[LayerShape], rows: int, chunk: int, lengths: Iterable[int],
-    prefixes: int | None = None,
-) -> Bytes:  # fmt: skip
+    options: MethodOptions, layers: Sequence[LayerShape], rows: int, chunk: int, lengths: Iterable[int], prefixes: int
+) -> Bytes:
     """An upper bound on the batch's bytes.
 
     It counts the pages of all final lengths and the null page, and the tiers of a first prompt chunk. It also counts
     the fixed state of every row, of the prefill and of each prefix.
     """
     pages = bytes_of(page_bytes(options, layers)) * (1 + sum(map(pages_for, lengths)))
-    places = rows + 1 + (min(rows, MOST_PREFIXES) if prefixes is None else prefixes)
-    fixed = bytes_of(row_bytes(options, layers)) * places
+    fixed = bytes_of(row_bytes(options, layers)) * (rows + 1 + prefixes)
     return pages + fixed + bytes_of(predicted_bytes(options, layers, 1, chunk))
 
 

@@ -86,13 +86,6 @@ class Request:
     def finish(self, end: End, error: Exception | None = None) -> None:
         self.stage, self.end, self.error = Stage.FINISHED, end, error
 
-    def append(self, token: int) -> None:
-        """Append a generated token, or count a known one as reached."""
-        if self.reached == len(self.generated):
-            self.generated.append(token)
-        self.reached += 1
-        self.end_if_done()
-
     def end_if_done(self) -> None:
         if self.generated and self.generated[-1] in self.ends:
             self.finish(End.STOP)
@@ -139,24 +132,26 @@ def request_for(model: Any, prompt: Tensor, arguments: dict[str, Any]) -> Reques
 
 
 def append_next(request: Request, logits: Tensor) -> None:
-    """Append the next token of a request. One whose processor fails is finished."""
-    try:
-        request.append(next_token(request, logits))
-    except Exception as error:
-        request.finish(End.FAILED, error)
+    """Append the next token of a request, or count a known one as reached. A request whose processor fails is
+    finished."""
+    if request.reached == len(request.generated):
+        try:
+            request.generated.append(next_token(request, logits))
+        except Exception as error:
+            return request.finish(End.FAILED, error)
+    request.reached += 1
+    request.end_if_done()
 
 
 def next_token(request: Request, logits: Tensor) -> int:
-    """The next token of a request, from its last logits [1, V]; the known token if a step was interrupted."""
-    if request.reached < len(request.generated):
-        return request.generated[request.reached]
+    """The next token of a request, from its last logits [1, V]."""
     scores, place = logits.to(torch.float32, copy=True), len(request.generated)  # processors may write to them
     if request.processors:
         ids: Any = request.ids.to(scores.device)
         scores = request.processors(ids, scores)
-    token = int(scores.argmax(-1))
-    if request.generator is not None:
-        request.generator.set_state(request.rng_states[place])
-        token = int(torch.multinomial(scores.softmax(-1), 1, generator=request.generator))
-        request.rng_states = {place: request.rng_states[place], place + 1: request.generator.get_state()}
+    if request.generator is None:
+        return int(scores.argmax(-1))
+    request.generator.set_state(request.rng_states[place])
+    token = int(torch.multinomial(scores.softmax(-1), 1, generator=request.generator))
+    request.rng_states = {place: request.rng_states[place], place + 1: request.generator.get_state()}
     return token

@@ -77,14 +77,11 @@ def print_origin(model: str) -> None:
         print(f"{model}: {origin(model)}", file=sys.stderr)
 
 
-def check_name(model: str) -> None:
-    """SpecacheError as for `checked`."""
-    if model not in KNOWN:
-        checked(model)
-
-
 def checked(model: str) -> str:
-    """The path or hub name. SpecacheError for a path that does not exist, a GGUF file, or a misspelt known name."""
+    """The path, hub name or known name. SpecacheError for a path that does not exist, a GGUF file, or a misspelt known
+    name."""
+    if model in KNOWN:
+        return model
     looks_local = model.startswith((".", "/", "~")) or model.endswith((".json", ".gguf"))
     path = Path(model).expanduser()
     if not looks_local and "/" not in model and not path.exists():

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from specache_compile.checkpoints.loaded import limit_of
 from specache_compile.checkpoints.names import MODEL, print_origin
-from specache_compile.command_line.arguments import whole
+from specache_compile.command_line.arguments import number, whole
 from specache_compile.errors import SpecacheError
 
 if TYPE_CHECKING:
@@ -30,13 +30,6 @@ examples:
   specache serve smollm2-135m
   specache serve smollm2-135m --rows 16 --session-folder build/sessions
 """
-
-
-def gib(text: str) -> int:
-    """The bytes of a number of GiB, as argparse's type of an argument."""
-    if not 0 < float(text) < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r}: give a number of GiB above 0")
-    return int(float(text) * (1 << 30))
 
 
 def api_key(text: str) -> str:
@@ -69,18 +62,15 @@ def add_serve(command: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--sessions", type=whole, default=16, metavar="N", help="most sessions in memory; the oldest goes (%(default)s)"
     )
-    for place in ("host", "device"):
-        group.add_argument(
-            f"--session-{place}-gib", dest=f"{place}_bytes", type=gib, metavar="GIB",
-            help=f"limit of {place} memory (default: none)",
-        )  # fmt: skip
+    gib = number(lambda given: 0 < given < math.inf, "a number of GiB above 0")
+    group.add_argument("--session-host-gib", type=gib, metavar="GIB", help="limit of host memory (default: none)")
+    group.add_argument("--session-device-gib", type=gib, metavar="GIB", help="limit of device memory (default: none)")
     group.add_argument(
         "--session-folder", type=Path, metavar="DIR", help="folder for evicted sessions, until the server stops"
     )
     group.add_argument(
-        "--session-disk-gib", dest="disk_bytes", type=gib, default="64", metavar="GIB",
-        help="limit of sessions there (%(default)s)",
-    )  # fmt: skip
+        "--session-disk-gib", type=gib, default=64.0, metavar="GIB", help="limit of sessions there (%(default)s)"
+    )
 
 
 def run_serve(args: argparse.Namespace, options: dict[str, Any]) -> None:
@@ -132,7 +122,7 @@ def make_server(args: argparse.Namespace, options: dict[str, Any], listener: soc
     import uvicorn
 
     from specache_compile.batching.batch import Batch, verifies_nothing
-    from specache_compile.batching.spill import SpillFolder
+    from specache_compile.batching.prefixes import SpillFolder
 
     from .generation import Generation
     from .metrics import Metrics
@@ -145,9 +135,11 @@ def make_server(args: argparse.Namespace, options: dict[str, Any], listener: soc
         SpillFolder(args.session_folder)  # a bad folder is reported before the model is loaded
     print_origin(args.model)
     served, metrics = ServedModel(args.model, args.device, options), Metrics()
+    given = args.session_host_gib, args.session_device_gib, args.session_disk_gib
+    host, device, disk = (None if gib is None else int(gib * (1 << 30)) for gib in given)
     batch = Batch(
-        served.model, rows=args.rows, host_memory=args.host_bytes, device_memory=args.device_bytes,
-        sessions=args.sessions, spill_folder=args.session_folder, spill_bytes=args.disk_bytes,
+        served.model, rows=args.rows, host_memory=host, device_memory=device, sessions=args.sessions,
+        spill_folder=args.session_folder, spill_bytes=disk,
     )  # fmt: skip
     generation = Generation(served.tokenizer, batch, metrics, limit_of(served.model), args.queue)
     app = application(served, generation, metrics, names_of(listener, args.host), args.api_key)

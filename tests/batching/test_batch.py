@@ -139,7 +139,7 @@ def test_bytes_stay_within_the_budget_and_are_those_predicted(model: Any) -> Non
     first.add(prompt(40), max_new_tokens=1)
     first.step()
     ends, rows = [600, 300, 300, 900], 4
-    room = upper_bound(first.options, first.memory.layers, rows, CHUNK, ends[:2])
+    room = upper_bound(first.options, first.memory.layers, rows, CHUNK, ends[:2], prefixes=rows)
     batch = sc.Batch(model, rows=rows, chunk=CHUNK, device_memory=room.device, host_memory=room.host)
     requests = [batch.add(prompt(20, seed=end), max_new_tokens=end - 20) for end in ends]
     for turn in range(12):

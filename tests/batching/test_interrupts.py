@@ -60,14 +60,12 @@ def run(batch: sc.Batch, delivered: Delivered) -> int:
     raised = 0
     for _ in range(200):
         try:
-            was_open = bool(batch.open)
-            for request, token in batch.step():  # once more behind the last: tokens of an interrupted one
+            if not batch.open:
+                break
+            for request, token in batch.step():
                 delivered[request].append(token)
         except Interrupt:
             raised += 1
-        else:
-            if not was_open:
-                break
     return raised
 
 
