@@ -59,32 +59,16 @@ def writing(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def check_readers() -> None:
-    """SpecacheError if a package that reads a GGUF file is missing."""
+def convert(gguf: Path, folder: Path) -> None:
+    """Write a GGUF file's dequantised weights, config and tokenizer to `folder`, all or nothing.
+
+    transformers shows a progress bar. SpecacheError if a package that reads the file is missing.
+    """
     missing = [name for name in READERS if importlib.util.find_spec(name) is None]
     if missing:
         raise SpecacheError(
             f"reading a GGUF file requires {' and '.join(missing)}. Run pip install {' '.join(missing)}"
         )
-
-
-def config_of(gguf: Path) -> Any:
-    """The configuration of a GGUF file, which is not converted for it."""
-    from transformers import AutoConfig
-
-    folder = folder_of(gguf)
-    if folder.exists():
-        return AutoConfig.from_pretrained(folder)
-    check_readers()
-    return AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name)
-
-
-def convert(gguf: Path, folder: Path) -> None:
-    """Write a GGUF file's dequantised weights, config and tokenizer to `folder`, all or nothing.
-
-    transformers shows a progress bar.
-    """
-    check_readers()
     from unittest import mock
 
     import torch

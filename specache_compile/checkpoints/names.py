@@ -14,7 +14,6 @@ from typing import Any
 from specache_compile.cache_folder import cache_folder
 from specache_compile.errors import SpecacheError
 
-from .gguf import config_of as gguf_config_of
 from .gguf import converted, writing
 
 # Similarity above which an unknown name is taken for a misspelt known one, and not looked up on the hub.
@@ -61,10 +60,10 @@ def resolved(model: str) -> str:
 
 
 def config_of(model: str) -> Any:
-    """The configuration of a model. A known name is not converted for it."""
+    """The configuration of a model; a known name is converted."""
     from transformers import AutoConfig
 
-    return gguf_config_of(wheel_file(model)) if model in KNOWN else AutoConfig.from_pretrained(checked(model))
+    return AutoConfig.from_pretrained(resolved(model))
 
 
 def origin(model: str) -> str:
