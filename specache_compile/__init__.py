@@ -29,24 +29,18 @@ if TYPE_CHECKING:
     from .runtime.stats import stats as stats
 
 # Names are loaded at first use, so `import specache_compile` does not import torch.
-_PLACES = {
-    "Batch": "batching.batch:Batch",
-    "Explanation": "explaining.explain:Explanation",
-    "Stats": "runtime.stats:Stats",
-    "cache_of": "compat:cache_of",
-    "explain": "explaining.explain:explain",
-    "hold": "caches.holding:hold",
-    "join": "caches.joining:join",
-    "lengths": "caches.joining:lengths",
-    "load": "caches.saving:load",
-    "load_model": "checkpoints.loaded:load_model",
-    "materialize": "caches.holding:materialize",
-    "release_host_memory": "kernels.memory.host_memory:release_host_memory",
-    "save": "caches.saving:save",
-    "split": "caches.joining:split",
-    "stats": "runtime.stats:stats",
-    "with_cache": "compat:with_cache",
+_MODULES = {
+    "batching.batch": ["Batch"],
+    "caches.holding": ["hold", "materialize"],
+    "caches.joining": ["join", "lengths", "split"],
+    "caches.saving": ["load", "save"],
+    "checkpoints.loaded": ["load_model"],
+    "compat": ["cache_of", "with_cache"],
+    "explaining.explain": ["Explanation", "explain"],
+    "kernels.memory.host_memory": ["release_host_memory"],
+    "runtime.stats": ["Stats", "stats"],
 }
+_PLACES = {name: module for module, names in _MODULES.items() for name in names}
 __all__ = sorted(
     [*_PLACES, *(error.__name__ for error in (HeldTensorError, OptionError, SpecacheError, SpecacheWarning))]
 )
@@ -57,8 +51,7 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module("importlib.metadata").version("specache-compile")
     if name not in _PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module, attribute = _PLACES[name].split(":")
-    return getattr(importlib.import_module(f".{module}", __name__), attribute)
+    return getattr(importlib.import_module(f".{_PLACES[name]}", __name__), name)
 
 
 def __dir__() -> list[str]:

@@ -13,14 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from .checkpoints.loaded import usable_device
-from .checkpoints.names import MODEL, check_name, print_origin
-from .command_line.arguments import (
-    Parser,
-    add_device,
-    add_options,
-    options_of,
-    suggestion,
-)
+from .checkpoints.names import MODEL, checked, print_origin
+from .command_line.arguments import Parser, add_device, add_options, options_of, suggestion
 from .errors import OptionError, SpecacheError, first_line
 
 RAW = argparse.RawDescriptionHelpFormatter
@@ -184,7 +178,7 @@ def run(args: argparse.Namespace, words: Sequence[str]) -> None:
     """Run the command that the arguments name."""
     command = COMMANDS[args.command]
     if hasattr(args, "model"):
-        check_name(args.model)
+        checked(args.model)
     if hasattr(args, "device") and args.command != "explain":  # whose device is the name of a GPU
         args.device = usable_device(args.device)
     given: list[Any] = [args]

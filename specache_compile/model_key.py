@@ -7,7 +7,6 @@ value is not seen: call `Batch.forget_prefixes()` after it. A sum over all value
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import sys
 from collections.abc import Iterable, Iterator
@@ -52,38 +51,6 @@ def model_key(model: torch.nn.Module) -> object:
     buffers = [buffer for module in model.modules() if not follows_length(module) for buffer in module.buffers(False)]
     values = sampled([*model.parameters(), *buffers])
     return written, values, settings_of(model), [module.training for module in model.modules()]
-
-
-class Watch:
-    """Compares a model before every step with an earlier state: `model_key` would take too long.
-
-    It compares all attributes, the number of writes to each tensor, and one value of it. It keeps replaced tensors
-    alive.
-    """
-
-    @torch.inference_mode(False)
-    def __init__(self, model: torch.nn.Module) -> None:
-        self.attributes = [
-            (vars(m), {name: copy.copy(x) if type(x) in (dict, list, set) else x for name, x in vars(m).items()})
-            for m in model.modules()
-        ]
-        tensors = [*model.parameters(), *model.buffers()]
-        self.tensors = [tensor for tensor in tensors if not is_traceable_wrapper_subclass(tensor)]
-        first = [part.as_strided((1,), (1,)).view(torch.uint8) for tensor in tensors for part in parts_of(tensor)]
-        self.first = [[x for x in first if x.device == device] for device in {x.device for x in first}]
-        self.before = self.written()
-
-    @torch.inference_mode(False)
-    def written(self) -> object:
-        counts = [(0 if x.is_inference() else x._version, x.data_ptr()) for x in self.tensors]
-        return counts, [torch.cat(values).tolist() for values in self.first]
-
-    def holds(self) -> bool:
-        """Whether nothing has changed, as far as it compares."""
-        try:
-            return all(now == before for now, before in self.attributes) and self.written() == self.before
-        except (RuntimeError, ValueError):  # `==` of two tensors or arrays
-            return False
 
 
 def prefill_key(model: torch.nn.Module | None, weights: Iterable[Tensor]) -> PrefillKey:
@@ -152,29 +119,24 @@ def settings_of(model: torch.nn.Module) -> dict[str, list[object]]:
         for name, value in vars(module).items():
             if name in NO_SETTINGS or (loaded and name.startswith("_")):
                 continue
-            if type(value) in PLAIN or is_plain(value):
-                found.setdefault(name, []).append(plain(value))
+            try:
+                setting = plain(value)
+            except TypeError:
+                continue
+            found.setdefault(name, []).append(setting)
     return found
 
 
-def is_plain(value: object) -> bool:
-    """Whether a value is a number, a text, or a non-empty container of these. An empty container may be a cache."""
-    if isinstance(value, dict):
-        return bool(value) and all(is_plain(key) and is_plain(item) for key, item in value.items())
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return bool(value) and all(map(is_plain, value))
-    return isinstance(value, PLAIN)
-
-
 def plain(value: Any) -> object:
-    """A plain value in a form that compares and prints the same in every process."""
+    """A number, a text, or a non-empty container of these, in a form that compares and prints the same in every
+    process. TypeError for any other value; an empty container may be a cache."""
+    if isinstance(value, PLAIN):
+        return str(value) if isinstance(value, (str, torch.dtype)) else value
+    if not isinstance(value, (dict, list, tuple, set, frozenset)) or not value:
+        raise TypeError(f"{type(value).__name__} is not plain")
     if isinstance(value, dict):
-        return sorted((repr(key), plain(item)) for key, item in value.items())
-    if isinstance(value, (set, frozenset)):
-        return sorted(map(repr, value))
-    if isinstance(value, (list, tuple)):
-        return list(map(plain, value))
-    return str(value) if isinstance(value, (str, torch.dtype)) else value
+        return sorted((repr(plain(key)), plain(item)) for key, item in value.items())
+    return list(map(plain, value)) if isinstance(value, (list, tuple)) else sorted(repr(plain(x)) for x in value)
 
 
 def follows_length(module: torch.nn.Module) -> bool:

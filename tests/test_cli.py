@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 import specache_compile as sc
 from conftest import NEEDLE_LLAMA
-from specache_compile.checkpoints.names import check_name
+from specache_compile.checkpoints.names import checked
 from specache_compile.cli import main
 from specache_compile.command_line import arguments
 from specache_compile.methods import declared_options
@@ -71,7 +71,6 @@ def test_generate_finds_the_pass_key_and_verifies(capsys: pytest.CaptureFixture[
         (["generate", MODEL, "--prompt-file", "/no/such/file"], "/no/such/file"),
         (["generate", MODEL, "--prompt", "a", "--verify", "0"], "verify=0: accepted are 1 to 1024 tokens"),
         (["serve", "/no/such/model", "--port", "0"], "no checkpoint at /no/such/model"),
-        (["serve", MODEL, "--port", "0", "--sessions", "0"], "--sessions 0: accepted is 1 or more"),
         (["serve", MODEL, "--port", "0", "--verify", "8"], "option verify: a batch does not verify drafts"),
         (["serve", MODEL, "--port", "70000"], "--port 70000"),
         (["serve", MODEL, "--host", "no.such.host.invalid"], "no.such.host.invalid"),
@@ -134,10 +133,19 @@ USAGE_ERRORS = {
     "generate m --prompt hi --no-rotate": "specache generate: --no-rotate was removed: method='specache'",
     "generate m --bits 1": "specache generate: one of the arguments --prompt --prompt-file is required",
     "generate m --prompt a --max-new-tokens x": "specache generate: argument --max-new-tokens: 'x': give a whole",
+    "generate m --prompt a --top-p 1.5": "specache generate: argument --top-p: '1.5': give a number above 0, at most 1",
+    "generate m --prompt a --top-p x": "specache generate: argument --top-p: invalid number value: 'x'",
+    "generate m --prompt a --temperature -1": "specache generate: argument --temperature: '-1': give a number, 0 or",
     "bench m --contexts 0": "specache bench: argument --contexts: '0': give a whole number, 1 or more; see",
     "eval m --samples -1": "specache eval: argument --samples: '-1': give a whole number, 1 or more; see",
     "serve": "specache serve: the following arguments are required: MODEL; see specache serve --help",
     "explain m --nodez": "specache explain: unknown option --nodez (did you mean --nodes?)",
+    "serve m --api-key né": "specache serve: argument --api-key: accepted are printable ASCII",
+    "serve m --sessions 0": "specache serve: argument --sessions: '0': give a whole number, 1 or more; see",
+    **{
+        f"serve m --session-{place}-gib -1": f"specache serve: argument --session-{place}-gib: '-1': give a number of"
+        for place in ("host", "device", "disk")
+    },
     "serve m --por 3": "specache serve: unknown option --por (did you mean --port?)",
     "demo --quik": "specache demo: unknown option --quik (did you mean --quick?)",
     "bench m --round 3": "specache bench: unknown option --round (did you mean --rounds?)",
@@ -173,7 +181,7 @@ def test_the_version_takes_at_most_three_tenths_of_a_second() -> None:
 
 @pytest.mark.parametrize("name", ["gpt2", "distilgpt2", "bert-base-uncased", "opt-125m", "meta-llama/Llama-3.1-8B"])
 def test_a_name_of_the_hub_is_taken_for_no_misspelt_one(name: str) -> None:
-    check_name(name)
+    assert checked(name) == name
 
 
 # Errors before weights load
@@ -195,8 +203,6 @@ def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--prompt-file", os.devnull], f"specache: --prompt-file {os.devnull}: the prompt is empty"),
         (["--prompt", "a", "--device", "cuda:99"], "specache: device cuda:99: "),
         (["--prompt", "a", "--max-new-tokens", "100000"], "specache: the prompt has 1 tokens and --max-new-tokens"),
-        (["--prompt", "a", "--top-p", "1.5"], "specache: --top-p 1.5: give a number above 0, at most 1"),
-        (["--prompt", "a", "--temperature", "-1"], "specache: --temperature -1.0: give a number, 0 or more"),
         (["--prompt", "a", "--chat"], "specache: this checkpoint's tokenizer has no chat template"),
     ],
 )

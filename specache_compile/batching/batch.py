@@ -22,9 +22,8 @@ from specache_compile.errors import RequestError, SpecacheError
 from specache_compile.rope_switch import RopeSwitch, rope_switch
 
 from .batch_memory import BatchMemory, Bytes, Running, bytes_or_inf
-from .prefixes import can_crop
+from .prefixes import SpillFolder, can_crop
 from .request import End, Request, Stage, append_next, request_for
-from .spill import SpillFolder
 
 log = logging.getLogger(__name__)
 
@@ -89,18 +88,21 @@ class Batch:
         self.switch = rope_switch(wrapped.config)
         self.indexed = hasattr(wrapped.config.get_text_config(), "index_topk")
         budget = Bytes(bytes_or_inf(device_memory), bytes_or_inf(host_memory))
-        self.spill = None if spill_folder is None else SpillFolder(spill_folder)
-        self.memory = BatchMemory(self.options, budget, rows, chunk, sessions, self.spill, spill_bytes)
+        self.spill = None if spill_folder is None else SpillFolder(spill_folder, bytes_or_inf(spill_bytes))
+        self.memory = BatchMemory(self.options, budget, rows, chunk, sessions, self.spill)
         self.cache: DynamicCache | None = None  # of the rows; one in pages stays when all rows are finished
         self.decoding: list[Request] = []  # by row
-        self.requests: list[Request] = []  # open ones, and finished ones with tokens that no step has returned
+        self.requests: list[Request] = []  # those that are open, and those that the last step has finished
         self.returned: dict[Request, int] = {}  # tokens that steps have returned
         self.unfinished = False  # the last step did not return
 
     @property
     def open(self) -> list[Request]:
-        """The requests that are not finished."""
-        return [request for request in self.requests if request.stage is not Stage.FINISHED]
+        """The requests that are not finished, and those with tokens that no step has returned."""
+        return [
+            request for request in self.requests
+            if request.stage is not Stage.FINISHED or len(request.generated) > self.returned.get(request, 0)
+        ]  # fmt: skip
 
     @property
     def prefilling(self) -> Request | None:
@@ -112,15 +114,12 @@ class Batch:
         rows: list[Running] = [(request, self.cache, row) for row, request in enumerate(self.decoding)]
         return rows if (prefilling := self.prefilling) is None else [*rows, (prefilling, prefilling.cache, 0)]
 
-    def add(
-        self, ids: Tensor | Sequence[int], *, seed: int | None = None, logprobs: int | None = None, **arguments: Any
-    ) -> Request:
+    def add(self, ids: Tensor | Sequence[int], *, seed: int | None = None, **arguments: Any) -> Request:
         """Add a request.
 
         Args:
             ids: token ids of one prompt: a list of ints, or int64 [n] or [1, n].
             seed: of its random numbers; None is a different one each time.
-            logprobs: report in `request.logprobs` the log-probability of each token, and this many of the likeliest.
             arguments: generation settings as for `generate`: max_new_tokens (required) or generation_config, do_sample,
                 temperature, top_p, eos_token_id, logits_processor.
 
@@ -135,7 +134,6 @@ class Batch:
         if not len(prompt):
             raise ValueError("the prompt has 0 tokens: pass at least one")
         request = request_for(self.model, prompt, {**arguments, "seed": seed})
-        request.top_logprobs = logprobs
         switch = self.switch
         # The last generated token is not cached.
         if switch is not None and request.longest - 1 > self.longest_from(len(prompt)):
@@ -160,7 +158,8 @@ class Batch:
         After an interrupt (Ctrl-C) `step` can be called again. It prefills all open requests again, decodes their known
         tokens again, and returns the tokens that the interrupted step could not.
         """
-        self.recover()
+        if self.unfinished:
+            self.restart()
         self.unfinished = True
         self.run_step()
         new_tokens = [
@@ -174,20 +173,13 @@ class Batch:
 
     @torch.no_grad()
     def run_step(self) -> None:
-        self.requests = [
-            one for one in self.requests
-            if one.stage is not Stage.FINISHED or len(one.generated) > self.returned.get(one, 0)
-        ]  # fmt: skip
+        self.requests = self.open
         self.admit()
         self.memory.make_room_for_step(self.running)
-        keeps = self.prefilling is not None or bool(self.decoding and self.memory.sessions)
-        self.memory.notice_before_step(self.model, keeps)
         if self.decoding:
             self.attempt(self.decode, self.decoding)
         if (request := self.prefilling) is not None:
             self.attempt(functools.partial(self.prefill, request), [request])
-        if not self.running:
-            self.memory.watch = None  # it would keep replaced weights alive
 
     def attempt(self, call: Callable[[], None], requests: Sequence[Request]) -> None:
         """Make a call for these requests. If it fails, they are finished, and all others start again."""
@@ -200,11 +192,6 @@ class Batch:
                 if request.stage is not Stage.FINISHED:
                     request.finish(End.FAILED, error)
         self.restart()
-
-    def recover(self) -> None:
-        """Restart after a step that did not return."""
-        if self.unfinished:
-            self.restart()
 
     def restart(self) -> None:
         """Rebuild the state from the requests: only they are sure to be complete."""
@@ -222,7 +209,8 @@ class Batch:
         """End a request in any stage; it has no row in the next step. With sessions its cache is kept. It has ended
         even if `remove` raises."""
         try:
-            self.recover()
+            if self.unfinished:
+                self.restart()
             self.unfinished = True
             if request.stage is not Stage.FINISHED:
                 request.finish(End.REMOVED)
@@ -235,9 +223,10 @@ class Batch:
     def forget_prefixes(self) -> None:
         """Drop the cached prefixes and sessions.
 
-        A batch does so itself when it sees that the model's weights or settings have changed. It samples the weights
-        when a request starts, and one value of each weight before each step whose pairs it may keep. Call this after
-        writes through `.data` or numpy that change only a few values. Running requests continue with their caches.
+        A batch does so itself when it sees that the model's weights or settings have changed. It compares samples of
+        them when a request starts and before it keeps a cache. Call this after writes through `.data` or numpy that
+        change only a few values, and after a change that is undone while a request runs. Running requests continue
+        with their caches.
         """
         self.memory.forget_prefixes()
 
@@ -268,7 +257,7 @@ class Batch:
             if request.stage is Stage.FINISHED:
                 return self.release([request])
             request.cache, request.prefilled = self.memory.paged_or_same(cache), end
-            self.memory.keep_prefill(request)
+            self.memory.keep_prefill(request, self.model)
             if end < last:
                 return
             append_next(request, logits[0, -1:])
@@ -318,7 +307,7 @@ class Batch:
         for request in finished:
             cache = self.cache if request in self.decoding else request.cache
             if self.memory.sessions and cache is not None and request.end is not End.FAILED:
-                self.memory.keep(request, functools.partial(self.taken, request), can_crop(cache))
+                self.memory.keep(request, self.model, functools.partial(self.taken, request), can_crop(cache))
             if request.cache is not None:
                 drop(request.cache)
                 request.cache = None

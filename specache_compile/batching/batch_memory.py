@@ -17,16 +17,15 @@ from specache_compile.errors import RequestError
 from specache_compile.kernels.memory.host_memory import allowance, free_memory
 from specache_compile.kernels.state.page_table import PAGE
 from specache_compile.methods.field import LayerShape
-from specache_compile.model_key import Watch, model_key
+from specache_compile.model_key import model_key
 from specache_compile.options import MethodOptions
 from specache_compile.paging.pool import PagePool, batch_pool, pages_for
 from specache_compile.runtime.session import session_of, sessions_of
 from specache_compile.runtime.state import device_total, page_bytes, predicted_bytes, tier_bytes
 from specache_compile.runtime.tiers import Tiers
 
-from .prefixes import Prefix, Prefixes, can_crop
+from .prefixes import Prefix, Prefixes, SpillFolder, can_crop
 from .request import Request, Stage
-from .spill import SpillFolder, load
 
 # A running request, its cache, and its row there.
 Running = tuple[Request, DynamicCache | None, int]
@@ -60,21 +59,18 @@ class BatchMemory:
     pool: None until then, and for models whose rows cannot be paged. Their requests run one after another.
     sessions: the largest number of finished requests that are kept as prefixes.
     key: the key of the model's weights and settings. changes: how often it has changed.
-    watch: of the model, while requests run.
     """
 
     def __init__(
-        self, options: MethodOptions, budget: Bytes, rows: int, chunk: int, sessions: int, spill: SpillFolder | None,
-        spill_bytes: int | None,
-    ) -> None:  # fmt: skip
+        self, options: MethodOptions, budget: Bytes, rows: int, chunk: int, sessions: int, spill: SpillFolder | None
+    ) -> None:
         self.options, self.budget, self.rows, self.chunk, self.sessions = options, budget, rows, chunk, sessions
         self.layers: list[LayerShape] = []
         self.pool: PagePool | None = None
         unbounded = budget == Bytes(math.inf, math.inf) and options.host_memory is None
         most = sessions or (rows if unbounded else min(rows, MOST_PREFIXES))
-        self.prefixes = Prefixes(most, spill, bytes_or_inf(spill_bytes))
+        self.prefixes = Prefixes(most, spill)
         self.key: object = None
-        self.watch: Watch | None = None
         self.changes = 0
 
     def set_layers(self, cache: DynamicCache, joins: bool) -> None:
@@ -99,18 +95,10 @@ class BatchMemory:
         """Drop the prefixes if the model's weights or settings have changed. True if there were some."""
         if self.layers and self.pool is None and not self.sessions:  # no prefix is cached
             return False
-        watch, key = Watch(model), model_key(model)
+        key = model_key(model)
         had = key != self.key and self.forget_prefixes()
-        self.key, self.watch = key, watch
+        self.key = key
         return had
-
-    def notice_before_step(self, model: torch.nn.Module, keeps: bool) -> None:
-        """Notice a change before each step. keeps: pairs of the step may be kept. A change that is undone before the
-        next request starts would else leave a prefix of both weights."""
-        if not keeps:
-            self.watch = None
-        elif self.watch is None or not self.watch.holds():
-            self.notice_weights(model)
 
     def forget_prefixes(self) -> bool:
         """Drop all prefixes, and keep none of the requests that run. True if there were some."""
@@ -139,7 +127,9 @@ class BatchMemory:
             return not running
 
         def need() -> int:
-            return self.promised(running) + pages_for(request.longest) - len(self.shared_pages(request))
+            # Running requests may still allocate pages up to their last tokens, copies of shared pages included.
+            promised = sum(self.pages_needed(*each, each[0].longest) for each in running)
+            return promised + pages_for(request.longest) - len(self.shared_pages(request))
 
         held = set(self.shared_pages(request))
         for _, cache, row in running:
@@ -147,10 +137,6 @@ class BatchMemory:
         if self.pool.bound is not None and len(held) + need() > self.pool.bound:
             return False  # prefixes would be dropped in vain
         return self.make_room(need) or not running
-
-    def promised(self, running: Sequence[Running]) -> int:
-        """Pages that running requests may still allocate, copies of shared pages included."""
-        return sum(self.pages_needed(*each, each[0].longest) for each in running)
 
     def pages_needed(self, request: Request, cache: DynamicCache | None, row: int, until: int) -> int:
         """Pages that a request may still allocate until it has so many tokens; none outside of the pool."""
@@ -213,10 +199,12 @@ class BatchMemory:
             fits, needs = bound is None or pages <= bound, f"{pages} pages of {PAGE} tokens, and the pool has {bound}"
         if fits:
             return None
-        device, host = self.budget.device, min(self.budget.host, bytes_or_inf(self.options.host_memory))
+        host = min(self.budget.host, bytes_or_inf(self.options.host_memory))
+        limits = {"device_memory": self.budget.device, "host_memory": host}
+        budget = ", ".join(f"{name}={most:,} bytes" for name, most in limits.items() if most < math.inf)
         return RequestError(
-            f"a request of {request.longest:,} tokens needs {needs}; the budget is device_memory={device}, "
-            f"host_memory={host} (bytes). Lower max_new_tokens, or raise the budget"
+            f"a request of {request.longest:,} tokens needs {needs}; the budget is {budget}. Lower max_new_tokens, or "
+            "raise the budget"
         )
 
     def attach_prefix(self, request: Request, model: Any) -> None:
@@ -227,7 +215,7 @@ class BatchMemory:
         if prefix is None:
             return
         whole = request.reused == len(prefix.ids)
-        cache = load(prefix.folder, model) if prefix.folder is not None else prefix.cache
+        cache = prefix.loaded(model)
         if (whole and self.tiers_of(cache) is None) or cache is None:
             prefix.cache = None
             self.prefixes.remove(prefix)
@@ -240,7 +228,7 @@ class BatchMemory:
             cache.crop(request.reused - len(prefix.ids))
         request.cache, request.prefilled = self.paged_or_same(cache), request.reused
 
-    def keep_prefill(self, request: Request) -> None:
+    def keep_prefill(self, request: Request, model: torch.nn.Module) -> None:
         """Cache the prefilled part of a prompt as a prefix: with sessions the whole prompt, else a part that ends with
         a page."""
         cache, read = request.cache, request.prefilled
@@ -248,11 +236,12 @@ class BatchMemory:
             return
         aligned = read % math.lcm(self.chunk, PAGE) == 0
         if (read == len(request.prompt) and can_crop(cache)) if self.sessions else aligned:
-            self.keep(request, functools.partial(copy.deepcopy, cache), crops=bool(self.sessions))
+            self.keep(request, model, functools.partial(copy.deepcopy, cache), crops=bool(self.sessions))
 
-    def keep(self, request: Request, copied: Callable[[], DynamicCache], crops: bool) -> None:
+    def keep(self, request: Request, model: torch.nn.Module, copied: Callable[[], DynamicCache], crops: bool) -> None:
         """Cache a request's tokens as a prefix, unless their pairs depend on other tokens of a call, or on weights of
         before."""
+        self.notice_weights(model)
         if request.cached and request.changes == self.changes and not request.whole:
             self.prefixes.put(request.ids[0, : request.cached], copied, crops)
             while self.sessions and self.layers and not self.has_free_memory():
@@ -274,17 +263,15 @@ def bytes_of(tiers: Mapping[str, int]) -> Bytes:
 
 
 def upper_bound(
-    options: MethodOptions, layers: Sequence[LayerShape], rows: int, chunk: int, lengths: Iterable[int],
-    prefixes: int | None = None,
-) -> Bytes:  # fmt: skip
+    options: MethodOptions, layers: Sequence[LayerShape], rows: int, chunk: int, lengths: Iterable[int], prefixes: int
+) -> Bytes:
     """An upper bound on the batch's bytes.
 
     It counts the pages of all final lengths and the null page, and the tiers of a first prompt chunk. It also counts
     the fixed state of every row, of the prefill and of each prefix.
     """
     pages = 1 + sum(map(pages_for, lengths))
-    places = rows + 1 + (min(rows, MOST_PREFIXES) if prefixes is None else prefixes)
-    held = tier_bytes(options, layers, pages, pages, places, PAGE)
+    held = tier_bytes(options, layers, pages, pages, rows + 1 + prefixes, PAGE)
     return bytes_of(held) + bytes_of(predicted_bytes(options, layers, 1, chunk))
 
 

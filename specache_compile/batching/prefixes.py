@@ -8,21 +8,27 @@ too, cut to the tokens that they share with a prompt.
 from __future__ import annotations
 
 import logging
+import math
+import shutil
+import tempfile
+import uuid
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
+from specache_compile.caches import saving
 from specache_compile.caches.joining import drop
+from specache_compile.errors import SpecacheError
 from specache_compile.kernels.state.page_table import PAGE
 from specache_compile.runtime.session import session_of
 from specache_compile.runtime.state import fields_of
-
-from .spill import SpillFolder, remove, size_of
 
 log = logging.getLogger(__name__)
 
@@ -47,18 +53,56 @@ class Prefix:
         n = min(shared(self.ids, prompt), len(prompt) - 1)
         return n if n == len(self.ids) or (self.crops and n >= min(PAGE, len(self.ids) // 2)) else 0
 
+    def loaded(self, model: Any) -> DynamicCache | None:
+        """Its cache, read if it is in the folder. None, with a warning in the log, if it cannot be read."""
+        try:
+            return self.cache if self.folder is None else saving.load(self.folder, model)
+        except Exception as error:
+            log.warning("a session is prefilled again, since it cannot be read: %s", error)
+            return None
+
+
+class SpillFolder:
+    """A temporary folder inside a given one; it is deleted with the batch. SpecacheError if it cannot be written.
+
+    most_bytes: the limit of its size.
+    """
+
+    def __init__(self, folder: Path, most_bytes: float = math.inf) -> None:
+        self.most_bytes = most_bytes
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self.folder = Path(tempfile.mkdtemp(prefix="specache-", dir=folder))
+        except OSError as error:
+            why = f"the spill folder {folder} cannot be written ({error.strerror}). Give another one"
+            raise SpecacheError(why) from error
+        self.close = weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
+
+    def put(self, cache: DynamicCache) -> Path | None:
+        """Write a cache of one row. None, with a warning in the log, if it cannot be written."""
+        place = self.folder / uuid.uuid4().hex
+        try:
+            saving.save(cache, place)
+        except Exception as error:
+            shutil.rmtree(place, ignore_errors=True)
+            log.warning("a session is dropped, since it cannot be written: %s", error)
+            return None
+        return place
+
+    def is_full(self) -> bool:
+        return sum(path.stat().st_size for path in self.folder.rglob("*") if path.is_file()) > self.most_bytes
+
 
 class Prefixes:
     """The most recently used prefixes, evicted to a folder if there is one.
 
     most: the limit of their number in memory.
-    spill, most_bytes: the folder, and the limit of the prefixes' bytes there.
     kept: the least recently used first.
     evicted: number of evictions to "disk" and to "nowhere".
     """
 
-    def __init__(self, most: int, spill: SpillFolder | None, most_bytes: float) -> None:
-        self.most, self.spill, self.most_bytes = most, spill, most_bytes
+    def __init__(self, most: int, spill: SpillFolder | None) -> None:
+        self.most, self.spill = most, spill
         self.kept: list[Prefix] = []
         self.evicted: Counter[str] = Counter()
 
@@ -96,19 +140,21 @@ class Prefixes:
             return False
         folder = None if self.spill is None else self.spill.put(oldest.cache)
         self.evicted["nowhere" if folder is None else "disk"] += 1
-        if folder is None:
+        if self.spill is None or folder is None:
             self.remove(oldest)
             return True
         cache, oldest.folder, oldest.cache = oldest.cache, folder, None
         drop(cache)
-        while sum(size_of(prefix.folder) for prefix in self.kept if prefix.folder is not None) > self.most_bytes:
-            self.remove(next(prefix for prefix in self.kept if prefix.folder is not None))
+        on_disk = [prefix for prefix in self.kept if prefix.folder is not None]
+        while on_disk and self.spill.is_full():
+            self.remove(on_disk.pop(0))
         return True
 
     def remove(self, prefix: Prefix) -> None:
         """Forget a prefix, and free its memory."""
         self.kept.remove(prefix)
-        remove(prefix.folder)
+        if prefix.folder is not None:
+            shutil.rmtree(prefix.folder, ignore_errors=True)
         if prefix.cache is not None:
             drop(prefix.cache)
 

@@ -29,18 +29,6 @@ class End(Enum):
     FAILED = "its prompt, one of its decode steps or one of its processors failed"
 
 
-@dataclass(frozen=True)
-class Logprobs:
-    """Natural log-probabilities of the model for one token, before temperature and processors.
-
-    chosen: of the generated token.
-    likeliest: the likeliest tokens with theirs, in descending order.
-    """
-
-    chosen: float
-    likeliest: tuple[tuple[int, float], ...]
-
-
 @dataclass(eq=False)
 class Request:
     """A request, as `Batch.add` returns it. Read its fields; only the batch changes them.
@@ -56,8 +44,6 @@ class Request:
     generated: token ids so far; a stop token is the last.
     end: why it is finished; None before.
     error: the error that it failed with.
-    top_logprobs: number of likeliest tokens in `logprobs`; None: `logprobs` stays empty.
-    logprobs: of each generated token.
     changes: the batch's number of changes of weights when it started.
     reached: generated tokens that the current cache has reproduced. After an interrupt the known tokens are decoded
         again, since a prefill of them would differ with lossy options.
@@ -77,8 +63,6 @@ class Request:
     stage: Stage = Stage.WAITING
     end: End | None = None
     error: Exception | None = None
-    top_logprobs: int | None = None
-    logprobs: list[Logprobs] = field(default_factory=list)
     changes: int = 0
     reached: int = 0
     whole: bool = False
@@ -101,13 +85,6 @@ class Request:
 
     def finish(self, end: End, error: Exception | None = None) -> None:
         self.stage, self.end, self.error = Stage.FINISHED, end, error
-
-    def append(self, token: int) -> None:
-        """Append a generated token, or count a known one as reached."""
-        if self.reached == len(self.generated):
-            self.generated.append(token)
-        self.reached += 1
-        self.end_if_done()
 
     def end_if_done(self) -> None:
         if self.generated and self.generated[-1] in self.ends:
@@ -155,29 +132,26 @@ def request_for(model: Any, prompt: Tensor, arguments: dict[str, Any]) -> Reques
 
 
 def append_next(request: Request, logits: Tensor) -> None:
-    """Append the next token of a request. One whose processor fails is finished."""
-    try:
-        request.append(next_token(request, logits))
-    except Exception as error:
-        request.finish(End.FAILED, error)
+    """Append the next token of a request, or count a known one as reached. A request whose processor fails is
+    finished."""
+    if request.reached == len(request.generated):
+        try:
+            request.generated.append(next_token(request, logits))
+        except Exception as error:
+            return request.finish(End.FAILED, error)
+    request.reached += 1
+    request.end_if_done()
 
 
 def next_token(request: Request, logits: Tensor) -> int:
-    """The next token of a request, from its last logits [1, V]; the known token if a step was interrupted."""
-    if request.reached < len(request.generated):
-        return request.generated[request.reached]
+    """The next token of a request, from its last logits [1, V]."""
     scores, place = logits.to(torch.float32, copy=True), len(request.generated)  # processors may write to them
-    known = None if request.top_logprobs is None else scores[0].log_softmax(-1)
     if request.processors:
         ids: Any = request.ids.to(scores.device)
         scores = request.processors(ids, scores)
-    token = int(scores.argmax(-1))
-    if request.generator is not None:
-        request.generator.set_state(request.rng_states[place])
-        token = int(torch.multinomial(scores.softmax(-1), 1, generator=request.generator))
-        request.rng_states = {place: request.rng_states[place], place + 1: request.generator.get_state()}
-    if known is not None and request.top_logprobs is not None:
-        values, tokens = known.topk(request.top_logprobs)
-        likeliest = tuple(zip(tokens.tolist(), values.tolist(), strict=True))
-        request.logprobs[place:] = [Logprobs(float(known[token]), likeliest)]
+    if request.generator is None:
+        return int(scores.argmax(-1))
+    request.generator.set_state(request.rng_states[place])
+    token = int(torch.multinomial(scores.softmax(-1), 1, generator=request.generator))
+    request.rng_states = {place: request.rng_states[place], place + 1: request.generator.get_state()}
     return token

@@ -9,7 +9,7 @@ import contextlib
 import functools
 import hashlib
 import importlib
-import importlib.metadata
+import importlib.util
 import shutil
 import sys
 from collections.abc import Iterator
@@ -59,47 +59,18 @@ def writing(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def check_readers() -> None:
-    """SpecacheError if a package that reads a GGUF file is missing."""
-    missing = [name for name in READERS if not is_installed(name)]
+def convert(gguf: Path, folder: Path) -> None:
+    """Write a GGUF file's dequantised weights, config and tokenizer to `folder`, all or nothing.
+
+    transformers shows a progress bar. SpecacheError if a package that reads the file is missing.
+    """
+    missing = [name for name in READERS if importlib.util.find_spec(name) is None]
     if missing:
         raise SpecacheError(
             f"reading a GGUF file requires {' and '.join(missing)}. Run pip install {' '.join(missing)}"
         )
+    from unittest import mock
 
-
-def config_of(gguf: Path) -> Any:
-    """The configuration of a GGUF file, which is not converted for it."""
-    from transformers import AutoConfig
-
-    folder = folder_of(gguf)
-    if folder.exists():
-        return AutoConfig.from_pretrained(folder)
-    check_readers()
-    return AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name)
-
-
-@contextlib.contextmanager
-def parsed_once() -> Iterator[Any]:
-    """Within it, a GGUF file is parsed once for config, tokenizer and weights. Yields the function that parses it.
-
-    Each parse of Gemma's 262,144 pieces takes ten seconds.
-    """
-    library: Any = importlib.import_module("gguf")
-    parse = library.GGUFReader
-    once = library.GGUFReader = functools.cache(parse)
-    try:
-        yield once
-    finally:
-        library.GGUFReader = parse
-
-
-def convert(gguf: Path, folder: Path) -> None:
-    """Write a GGUF file's dequantised weights, config and tokenizer to `folder`, all or nothing.
-
-    transformers shows a progress bar.
-    """
-    check_readers()
     import torch
     from tokenizers.pre_tokenizers import Digits, Sequence
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
@@ -107,7 +78,9 @@ def convert(gguf: Path, folder: Path) -> None:
     partial = folder.with_name(f"{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
     print(f"converting {gguf.name} to safetensors in {folder}, once", file=sys.stderr)
-    with parsed_once() as parse:
+    library = importlib.import_module("gguf")
+    # The file is parsed once for tokenizer, config and weights: a parse of Gemma's 262,144 pieces takes ten seconds.
+    with mock.patch.object(library, "GGUFReader", functools.cache(library.GGUFReader)) as parse:
         tokenizer: Any = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
         split = parse(str(gguf)).fields.get("tokenizer.ggml.pre")
         loader: Any = AutoModelForCausalLM
@@ -124,11 +97,3 @@ def convert(gguf: Path, folder: Path) -> None:
         partial.rename(folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-
-
-def is_installed(distribution: str) -> bool:
-    try:
-        importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True

@@ -14,7 +14,6 @@ from typing import Any
 from specache_compile.cache_folder import cache_folder
 from specache_compile.errors import SpecacheError
 
-from .gguf import config_of as gguf_config_of
 from .gguf import converted, writing
 
 # Similarity above which an unknown name is taken for a misspelt known one, and not looked up on the hub.
@@ -61,10 +60,10 @@ def resolved(model: str) -> str:
 
 
 def config_of(model: str) -> Any:
-    """The configuration of a model. A known name is not converted for it."""
+    """The configuration of a model; a known name is converted."""
     from transformers import AutoConfig
 
-    return gguf_config_of(wheel_file(model)) if model in KNOWN else AutoConfig.from_pretrained(checked(model))
+    return AutoConfig.from_pretrained(resolved(model))
 
 
 def origin(model: str) -> str:
@@ -77,14 +76,11 @@ def print_origin(model: str) -> None:
         print(f"{model}: {origin(model)}", file=sys.stderr)
 
 
-def check_name(model: str) -> None:
-    """SpecacheError as for `checked`."""
-    if model not in KNOWN:
-        checked(model)
-
-
 def checked(model: str) -> str:
-    """The path or hub name. SpecacheError for a path that does not exist, a GGUF file, or a misspelt known name."""
+    """The path, hub name or known name. SpecacheError for a path that does not exist, a GGUF file, or a misspelt known
+    name."""
+    if model in KNOWN:
+        return model
     looks_local = model.startswith((".", "/", "~")) or model.endswith((".json", ".gguf"))
     path = Path(model).expanduser()
     if not looks_local and "/" not in model and not path.exists():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NoReturn
 
 from specache_compile.checkpoints.loaded import DTYPES
@@ -57,6 +57,17 @@ def whole(text: str) -> int:
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"{text!r}: give a whole number, 1 or more")
     return int(text)
+
+
+def number(fits: Callable[[float], bool], accepted: str) -> Callable[[str], float]:
+    """The type, for argparse, of an argument whose number must fit. accepted: the error's text."""
+
+    def number(text: str) -> float:  # argparse prints this name if the text is no number
+        if not fits(float(text)):
+            raise argparse.ArgumentTypeError(f"{text!r}: give {accepted}")
+        return float(text)
+
+    return number
 
 
 def add_dtype(command: argparse.ArgumentParser, default: str) -> None:

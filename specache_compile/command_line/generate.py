@@ -11,7 +11,7 @@ from specache_compile.checkpoints.loaded import limit_of, load_model, open_check
 from specache_compile.checkpoints.names import MODEL
 from specache_compile.errors import SpecacheError
 
-from .arguments import add_dtype, whole
+from .arguments import add_dtype, number, whole
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -36,12 +36,13 @@ def add_generate(command: argparse.ArgumentParser) -> None:
         "--max-new-tokens", type=whole, default=100, metavar="N", help="most generated tokens (default: %(default)s)"
     )
     command.add_argument(
-        "--temperature", type=float, metavar="T",
+        "--temperature", type=number(lambda t: 0 <= t < float("inf"), "a number, 0 or more"), metavar="T",
         help="sample at this temperature; without a sampling option decoding is greedy",
     )  # fmt: skip
     command.add_argument(
-        "--top-p", type=float, metavar="P", help="sample from the smallest set of tokens with this total probability"
-    )
+        "--top-p", type=number(lambda p: 0 < p <= 1, "a number above 0, at most 1"), metavar="P",
+        help="sample from the smallest set of tokens with this total probability",
+    )  # fmt: skip
     command.add_argument(
         "--sample-top-k", type=whole, metavar="K", help="sample from the K likeliest tokens (--top-k counts KV pairs)"
     )
@@ -51,14 +52,8 @@ def add_generate(command: argparse.ArgumentParser) -> None:
 
 
 def sampling_of(args: argparse.Namespace) -> dict[str, Any]:
-    """The sampling arguments of `model.generate`. SpecacheError for a value out of range."""
+    """The sampling arguments of `model.generate`."""
     given = {"temperature": args.temperature, "top_p": args.top_p, "top_k": args.sample_top_k}
-    for flag, value, fits, accepted in (
-        ("--temperature", args.temperature, lambda t: 0 <= t < float("inf"), "a number, 0 or more"),
-        ("--top-p", args.top_p, lambda p: 0 < p <= 1, "a number above 0, at most 1"),
-    ):
-        if value is not None and not fits(value):
-            raise SpecacheError(f"{flag} {value}: give {accepted}")
     given = {name: value for name, value in given.items() if value is not None}
     if not given or args.temperature == 0:
         return {"do_sample": False}
@@ -94,7 +89,12 @@ def run_generate(args: argparse.Namespace, options: dict[str, Any]) -> None:
     sampling, text = sampling_of(args), prompt_of(args)
     checkpoint = open_checkpoint(args.model)
     inputs = ids_of(checkpoint.tokenizer, text, args.chat)
-    check_room(inputs["input_ids"].shape[1], args.max_new_tokens, limit_of(checkpoint.config))
+    tokens, limit = inputs["input_ids"].shape[1], limit_of(checkpoint.config)
+    if tokens + args.max_new_tokens > limit:
+        raise SpecacheError(
+            f"the prompt has {tokens:,} tokens and --max-new-tokens is {args.max_new_tokens:,}; the model's context is "
+            f"{limit:,}: shorten one of them"
+        )
     import torch
     from transformers import TextStreamer
 
@@ -109,12 +109,3 @@ def run_generate(args: argparse.Namespace, options: dict[str, Any]) -> None:
     model.generate(**inputs.to(model.device), max_new_tokens=args.max_new_tokens, streamer=streamer, **sampling)
     if args.stats:
         print(stats(model), file=sys.stderr)
-
-
-def check_room(prompt: int, added: int, limit: int) -> None:
-    """SpecacheError if a prompt and its continuation exceed the model's context."""
-    if prompt + added > limit:
-        raise SpecacheError(
-            f"the prompt has {prompt:,} tokens and --max-new-tokens is {added:,}; the model's context is {limit:,}: "
-            "shorten one of them"
-        )

@@ -20,12 +20,11 @@ LEAST = 256
 LIMITS = ("recompile_limit", "accumulated_recompile_limit")
 
 
+@functools.cache
 def raise_limit() -> None:
     """Wrap `ConvertFrameAssert.__call__`, once in the process, so that this backend's compilations have the higher
     limit."""
     convert = convert_frame.ConvertFrameAssert.__call__
-    if getattr(convert, "has_own_limit", False):
-        return
 
     @functools.wraps(convert)
     def with_own_limit(self: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:
@@ -33,7 +32,6 @@ def raise_limit() -> None:
         with torch._dynamo.config.patch(limits):
             return convert(self, frame, *args, **kwargs)
 
-    with_own_limit.has_own_limit = True  # type: ignore[attr-defined]
     convert_frame.ConvertFrameAssert.__call__ = with_own_limit  # type: ignore[method-assign]
 
 

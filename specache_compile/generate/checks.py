@@ -23,11 +23,10 @@ from specache_compile.runtime.records import ModelRecord, record_of
 CALLERS = 8
 
 
+@functools.cache
 def route_checks() -> None:
     """Wrap `GenerationMixin.generate`, once in the process. Models of other backends are not affected."""
     original: Any = GenerationMixin.generate
-    if getattr(original, "is_checked", False):
-        return
 
     @functools.wraps(original)
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -49,7 +48,6 @@ def route_checks() -> None:
             warn_unused(record, reason(self))
         return generated
 
-    generate.is_checked = True  # type: ignore[attr-defined]
     GenerationMixin.generate = generate  # type: ignore[method-assign]
 
 

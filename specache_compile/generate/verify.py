@@ -34,11 +34,10 @@ HANDLED = (MaxLengthCriteria, MaxTimeCriteria, EosTokenCriteria)
 FIRST, MOST = 8, 64
 
 
+@functools.cache
 def route_verification() -> None:
     """Wrap `GenerationMixin._sample` and `_beam_search`, once in the process."""
     original: Any = GenerationMixin._sample
-    if getattr(original, "routes_verification", False):
-        return
 
     @functools.wraps(original)
     def sample(
@@ -61,7 +60,6 @@ def route_verification() -> None:
             warn_not_drafted(self, "assisted decoding generates one sequence, and a beam search several")
         return beam_search(self, *args, **kwargs)
 
-    sample.routes_verification = True  # type: ignore[attr-defined]
     GenerationMixin._sample = sample  # type: ignore[method-assign, assignment]
     GenerationMixin._beam_search = search  # type: ignore[method-assign, assignment]
 
@@ -163,7 +161,6 @@ class Drafts(CandidateGenerator):
         self.session: Session | None = None
         self.confirmed = self.drafted = 0
         self.auto = FIRST
-        self.parted = False
 
     def get_candidates(self, input_ids: Tensor, **given: Any) -> tuple[Tensor, Tensor | None]:  # type: ignore[override]
         """Draft γ tokens; γ may be 0.
@@ -192,13 +189,13 @@ class Drafts(CandidateGenerator):
         return ids, logits
 
     def is_parted(self) -> bool:
-        """Whether several sessions share or shared the cache; a draft would mark only one of them. Warns if so."""
-        if not self.parted and sessions_of(self.cache) != [self.session]:
-            self.parted = True
+        """Whether several sessions share the cache; a draft would mark only one of them. Warns if so."""
+        parted = sessions_of(self.cache) != [self.session]
+        if parted:
             warn_not_drafted(
                 self.model, "a graph break in the model splits its cache into parts, each with its own step"
             )
-        return self.parted
+        return parted
 
     def draft(self, ids: Tensor, kwargs: Mapping[str, Any], tokens: int) -> tuple[Tensor, Tensor | None]:
         """Append at most `tokens` tokens of the decode phase to ids [1, n]. Returns the same as `get_candidates`; the

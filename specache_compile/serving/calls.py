@@ -10,8 +10,10 @@ from typing import Any
 from transformers.cli.serving.utils import get_response_template
 from transformers.utils.chat_parsing import ResponseParser
 
-from .structured import COMPACT, SPACED
-
+# JSON without optional spaces, which a model could generate without end.
+COMPACT = {"whitespace_flexible": False}
+# The spaces in the calls that models are trained on: those of json.dumps.
+SPACED = {**COMPACT, "item_separator": ", ", "key_separator": ": "}
 REASONING = {"<think>": "</think>\n\n", "[THINK]": "[/THINK]"}
 # A template's text before an answer is not part of the answer, except the marker that opens its reasoning.
 ANCHOR = {"start_anchor_pattern": r"\A(?:(?!<think>|\[THINK\]).)*"}

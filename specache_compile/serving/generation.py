@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from functools import partial
+from typing import Any
 
 from fastapi import HTTPException
 from transformers.cli.serving.utils import InferenceThread
@@ -13,7 +14,6 @@ from specache_compile.batching.request import Request, Stage
 
 from .answer import Answer, Question
 from .metrics import Metrics
-from .served_model import ServedModel
 
 log = logging.getLogger(__name__)
 
@@ -29,13 +29,13 @@ class Generation:
     running: those that the batch has, by their requests.
     """
 
-    def __init__(self, served: ServedModel, batch: Batch, metrics: Metrics, longest: int, queue: int) -> None:
-        self.tokenizer, self.batch, self.metrics = served.tokenizer, batch, metrics
+    def __init__(self, tokenizer: Any, batch: Batch, metrics: Metrics, longest: int, queue: int) -> None:
+        self.tokenizer, self.batch, self.metrics = tokenizer, batch, metrics
         self.longest, self.queue = longest, queue
         self.thread = InferenceThread()
         self.open: set[Answer] = set()
         self.running: dict[Request, Answer] = {}
-        self.stopping = self.under_way = False
+        self.stopping = False
         prefixes = batch.memory.prefixes
         metrics.queue.set_function(self.queued)
         metrics.running.set_function(lambda: sum(answer.started for answer in list(self.open)))
@@ -79,23 +79,18 @@ class Generation:
             self.close(answer, error)
         else:
             self.running[request] = answer
-            self.submit_turn()
-
-    def submit_turn(self) -> None:
-        """Submit the next turn, so that other work of the thread runs between turns."""
-        if self.running and not self.under_way:
-            self.under_way = True
-            self.thread.submit(self.turn)
+            if len(self.running) == 1:
+                self.thread.submit(self.turn)
 
     def turn(self) -> None:
+        """Run a step, and submit the next turn, so that other work of the thread runs between steps."""
         try:
             self.step()
         except Exception as error:
             log.exception("a turn failed: all running answers end with its error")
             self.end_running(error)
-        finally:
-            self.under_way = False
-            self.submit_turn()
+        if self.running:
+            self.thread.submit(self.turn)
 
     def step(self) -> None:
         """End answers whose clients have left, and generate a token for each other one."""

@@ -1,24 +1,48 @@
-"""Converts a request's fields to a question: token ids of the prompt, and settings of `generate`."""
+"""The served model, and the conversion of a request's fields to a question for it."""
 
 from __future__ import annotations
 
 import copy
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
 from fastapi import HTTPException
 from jinja2 import TemplateError
-from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+from llguidance import LLMatcher, LLTokenizer
+from llguidance.hf import from_tokenizer
+from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessorList
+
+from specache_compile.checkpoints.loaded import placed, tokenizer_of
+from specache_compile.checkpoints.names import resolved
 
 from .answer import Question
-from .calls import format_of, grammar_of_call, grammar_of_text, parser_of
+from .calls import COMPACT, format_of, grammar_of_call, grammar_of_text, parser_of
+from .processors import Constraint, Penalties
 from .requests import CALL_ID, Body, ChatBody, CompletionBody, Message, Tool
-from .served_model import ServedModel
-from .structured import Constraint, matcher_of, of_schema
+
+
+class ServedModel:
+    """The compiled model and its tokenizer, under the name that the user typed. No code of the checkpoint runs."""
+
+    def __init__(self, checkpoint: str, device: str, options: Mapping[str, Any]) -> None:
+        self.name, folder = checkpoint, resolved(checkpoint)
+        self.tokenizer = tokenizer_of(folder, trust_remote_code=False)
+        loader: Any = AutoModelForCausalLM
+        model = loader.from_pretrained(folder, dtype="auto", trust_remote_code=False, use_safetensors=True)
+        self.model: Any = placed(model, device)
+        self.model.compile(backend="specache", options=dict(options))
+        # For answers with a grammar. It takes a second, so it is created before the first request.
+        size = max(self.vocabulary, len(self.tokenizer))
+        ends = self.model.generation_config.eos_token_id
+        self.grammar_tokenizer: LLTokenizer = from_tokenizer(self.tokenizer, size, ends)
+
+    @property
+    def vocabulary(self) -> int:
+        """The number of tokens that the model has."""
+        return int(self.model.config.get_text_config().vocab_size)
 
 
 def completion(served: ServedModel, body: CompletionBody) -> Question:
@@ -85,33 +109,28 @@ def arguments_of(text: str) -> Any:
         return text
 
 
-def question(
-    served: ServedModel, body: Body, ids: list[int], parser: Any = None, called: str | None = None
-) -> Question:
-    """A question. called: the grammar of an answer with tool calls; None: calls are not constrained."""
-    schema, processors = schema_of(body) if called is None else None, LogitsProcessorList()
+def question(served: ServedModel, body: Body, ids: list[int], parser: Any = None, calls: str | None = None) -> Question:
+    """A question. calls: the grammar of an answer with tool calls; None: calls are not constrained."""
+    grammar, schema, processors = calls, body.answer_schema, LogitsProcessorList()
     if body.frequency_penalty or body.presence_penalty:
         processors.append(Penalties(body.frequency_penalty or 0.0, body.presence_penalty or 0.0, len(ids)))
-    if called is not None or schema is not None:
+    if grammar is None and schema is not None:
+        grammar = LLMatcher.grammar_from_json_schema({"x-guidance": COMPACT, **schema})
+        parser = None  # the answer has one part
+    if grammar is not None:
         if body.ignore_eos or body.min_tokens:
             raise HTTPException(400, "ignore_eos, min_tokens: not supported with a schema. Leave them out")
         try:
-            matcher = matcher_of(served.grammar_tokenizer, called or of_schema(schema or {}))
+            processors.append(Constraint(served.grammar_tokenizer, grammar, len(ids)))
         except ValueError as error:
             raise HTTPException(400, f"the answer's schema: {error}") from error
-        processors.append(Constraint(matcher, len(ids), (served.grammar_tokenizer.vocab_size + 31) // 32))
     stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
-    parser = None if schema is not None else parser  # an answer with a schema has one part
     return Question(ids, config_of(served, body), processors, stop, body.seed, parser)
-
-
-def schema_of(body: Body) -> dict[str, Any] | None:
-    return None if body.response_format is None else body.response_format.schema_of_answer
 
 
 def called_of(served: ServedModel, body: ChatBody, opening: str) -> str | None:
     """The grammar of an answer with tool calls; None: calls are not constrained."""
-    choice, form, schema = body.tool_choice or "auto", format_of(served.tokenizer), schema_of(body)
+    choice, form, schema = body.tool_choice or "auto", format_of(served.tokenizer), body.answer_schema
     named = choice.function.name if isinstance(choice, Tool) else None
     offered = [tool.function for tool in body.tools or [] if named in (None, tool.function.name)]
     functions = [function.model_dump() for function in offered]
@@ -156,16 +175,3 @@ def ends_of(served: ServedModel, body: Body, config: GenerationConfig) -> list[i
     own = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
     kept = [] if body.ignore_eos else [token for token in own if token is not None]
     return [*kept, *(body.stop_token_ids or ())] or [served.vocabulary]  # None would mean the checkpoint's
-
-
-class Penalties(LogitsProcessor):
-    """OpenAI's frequency penalty, for each occurrence of a generated token, and presence penalty, once for each
-    generated token. Prompt tokens do not count."""
-
-    def __init__(self, frequency: float, presence: float, prompt: int) -> None:
-        self.frequency, self.presence, self.prompt = frequency, presence, prompt
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # type: ignore[override]
-        generated = input_ids[:, self.prompt :]
-        counts = torch.zeros_like(scores).scatter_add_(1, generated, torch.ones_like(generated, dtype=scores.dtype))
-        return scores - self.frequency * counts - self.presence * (counts > 0)

@@ -39,7 +39,7 @@ class Reply:
                 yield event(self.framed(self.part_object, self.part(piece, first)))
                 first = False
         except Exception as error:  # the stream has begun, so the status cannot report the error
-            yield event(error_body(error)[1])
+            yield event(error_body(error))
             return
         last = self.framed(self.part_object, self.part("", first), self.finish())
         yield event(last)
@@ -106,12 +106,17 @@ def event(content: dict[str, Any]) -> str:
     return f"data: {json.dumps(content)}\n\n"
 
 
-def error_body(error: Exception) -> tuple[int, dict[str, Any]]:
-    """The status, and the error in OpenAI's format."""
+def refusal(error: Exception) -> JSONResponse:
+    body = error_body(error)
+    return JSONResponse(body, body["error"]["code"], getattr(error, "headers", None))
+
+
+def error_body(error: Exception) -> dict[str, Any]:
+    """An error in OpenAI's format. Its code is the status."""
     status, message = 500, str(error) or type(error).__name__
     if isinstance(error, HTTPException):
         status, message = error.status_code, str(error.detail)
     elif isinstance(error, RequestError):
         status = 400
     kind = "invalid_request_error" if status < 500 else "server_error"
-    return status, {"error": {"message": message, "type": kind, "code": status}}
+    return {"error": {"message": message, "type": kind, "code": status}}

@@ -8,8 +8,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-# Below this temperature the likeliest token has probability 1; far below it logits overflow.
-COLDEST = 1e-5
 # Unsupported fields that would change the answer. Other unknown fields are ignored.
 REFUSED = (
     "functions", "function_call", "suffix", "echo", "logprobs", "top_logprobs", "continue_final_message", "bad_words",
@@ -18,16 +16,14 @@ REFUSED = (
 )  # fmt: skip
 
 
-def warm_enough(temperature: float) -> float:
-    return temperature if temperature >= COLDEST else 0.0
-
-
 # Strict: "1", 1.0 and true are not the number 1.
 Count = Annotated[int, Field(strict=True, ge=1)]
 One = Annotated[int, Field(strict=True, ge=1, le=1)]
 Number = Annotated[float, Field(strict=True)]
 Flag = Annotated[bool, Field(strict=True)]
 Penalty = Annotated[Number, Field(ge=-2, le=2)]
+# Below 1e-5 the likeliest token has probability 1, as at 0; far below it logits overflow.
+Temperature = Annotated[Number, Field(ge=0, le=2), AfterValidator(lambda given: given if given >= 1e-5 else 0.0)]
 # Bounded, because each token's text is searched for all stop strings.
 Stop = Annotated[str, Field(min_length=1, max_length=64)]
 
@@ -37,8 +33,6 @@ class StreamOptions(BaseModel):
 
 
 class JsonSchema(BaseModel):
-    model_config = ConfigDict(populate_by_name=True)
-
     rules: Annotated[dict[str, Any], Field(alias="schema")]
 
 
@@ -52,13 +46,6 @@ class ResponseFormat(BaseModel):
             raise ValueError("json_schema is missing: type json_schema requires it")
         return self
 
-    @property
-    def schema_of_answer(self) -> dict[str, Any] | None:
-        """The JSON schema of the answer; None: any text."""
-        if self.json_schema is not None:
-            return self.json_schema.rules
-        return {"type": "object"} if self.type == "json_object" else None
-
 
 class Body(BaseModel):
     """The fields of both endpoints."""
@@ -69,13 +56,14 @@ class Body(BaseModel):
     stream: Flag | None = None
     stream_options: StreamOptions | None = None
     max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
     min_tokens: Annotated[int, Field(strict=True, ge=0)] | None = None
     ignore_eos: Flag | None = None
     top_k: Annotated[int, Field(strict=True, ge=-1)] | None = None
     min_p: Annotated[Number, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[Number, Field(gt=0)] | None = None
     stop_token_ids: list[Annotated[int, Field(strict=True, ge=0)]] | None = None
-    temperature: Annotated[Number, Field(ge=0, le=2), AfterValidator(warm_enough)] | None = None
+    temperature: Temperature | None = None
     top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
@@ -88,7 +76,15 @@ class Body(BaseModel):
 
     @property
     def longest(self) -> int | None:
-        return self.max_tokens
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def answer_schema(self) -> dict[str, Any] | None:
+        """The JSON schema of the answer; None: any text."""
+        form = self.response_format
+        if form is not None and form.json_schema is not None:
+            return form.json_schema.rules
+        return {"type": "object"} if form is not None and form.type == "json_object" else None
 
     @model_validator(mode="before")
     @classmethod
@@ -105,6 +101,8 @@ class Body(BaseModel):
             raise ValueError(f"{', '.join(refused)}: not supported. Leave it out; use response_format for a schema")
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options: only with stream")
+        if self.max_tokens not in (None, self.longest):
+            raise ValueError("max_tokens differs from max_completion_tokens. Pass one of them")
         if self.min_tokens is not None and self.longest is not None and self.min_tokens > self.longest:
             raise ValueError(f"min_tokens: {self.min_tokens} is more than max_tokens, {self.longest}")
         return self
@@ -164,19 +162,8 @@ class Tool(BaseModel):
 
 class ChatBody(Body):
     messages: list[Message] = Field(min_length=1)
-    max_completion_tokens: Count | None = None
     modalities: list[Literal["text"]] | None = None
     tools: list[Tool] | None = None
     tool_choice: Literal["auto", "none", "required"] | Tool | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-
-    @property
-    def longest(self) -> int | None:
-        return self.max_completion_tokens or self.max_tokens
-
-    @model_validator(mode="after")
-    def asks_for_one_thing(self) -> ChatBody:
-        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
-            raise ValueError("max_tokens differs from max_completion_tokens. Pass one of them")
-        return self

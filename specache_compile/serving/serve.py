@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 from specache_compile.checkpoints.loaded import limit_of
 from specache_compile.checkpoints.names import MODEL, print_origin
+from specache_compile.command_line.arguments import number, whole
 from specache_compile.errors import SpecacheError
 
 if TYPE_CHECKING:
     from uvicorn import Server
 
 NEEDED = ("fastapi", "uvicorn", "prometheus_client", "llguidance")
-GIB = 1 << 30
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]", "::1")
 
 
@@ -30,6 +30,13 @@ examples:
   specache serve smollm2-135m
   specache serve smollm2-135m --rows 16 --session-folder build/sessions
 """
+
+
+def api_key(text: str) -> str:
+    """A key that a header can contain, as argparse's type of an argument."""
+    if not (text.isascii() and text.isprintable() and text.strip() == text != ""):
+        raise argparse.ArgumentTypeError("accepted are printable ASCII characters, without spaces around them")
+    return text
 
 
 def add_serve(command: argparse.ArgumentParser) -> None:
@@ -41,26 +48,28 @@ def add_serve(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--port", type=int, default=8000, help="0 selects a free port (default: %(default)s)")
     command.add_argument(
-        "--queue", type=int, default=64, metavar="N", help="most waiting requests; others get status 503 (%(default)s)"
+        "--queue", type=whole, default=64, metavar="N", help="most waiting requests; others get 503 (%(default)s)"
     )
     command.add_argument(
-        "--api-key", metavar="KEY", help="key that requests must contain; also read from SPECACHE_API_KEY"
-    )
+        "--api-key", metavar="KEY", type=api_key, default=os.environ.get("SPECACHE_API_KEY"),
+        help="key that requests must contain; also read from SPECACHE_API_KEY",
+    )  # fmt: skip
     command.add_argument("--quiet", action="store_true", help="do not log requests")
     command.add_argument(
-        "--rows", type=int, default=8, metavar="N", help="maximum number of sequences in a batch (default: %(default)s)"
+        "--rows", type=whole, default=8, metavar="N", help="most sequences in a batch (default: %(default)s)"
     )
     group = command.add_argument_group("memory", "caches of running requests, and of sessions for their next turns")
     group.add_argument(
-        "--sessions", type=int, default=16, metavar="N", help="most sessions in memory; the oldest goes (%(default)s)"
+        "--sessions", type=whole, default=16, metavar="N", help="most sessions in memory; the oldest goes (%(default)s)"
     )
-    group.add_argument("--session-host-gib", type=float, metavar="GIB", help="limit of host memory (default: none)")
-    group.add_argument("--session-device-gib", type=float, metavar="GIB", help="limit of device memory (default: none)")
+    gib = number(lambda given: 0 < given < math.inf, "a number of GiB above 0")
+    group.add_argument("--session-host-gib", type=gib, metavar="GIB", help="limit of host memory (default: none)")
+    group.add_argument("--session-device-gib", type=gib, metavar="GIB", help="limit of device memory (default: none)")
     group.add_argument(
         "--session-folder", type=Path, metavar="DIR", help="folder for evicted sessions, until the server stops"
     )
     group.add_argument(
-        "--session-disk-gib", type=float, default=64.0, metavar="GIB", help="limit of sessions there (%(default)s)"
+        "--session-disk-gib", type=gib, default=64.0, metavar="GIB", help="limit of sessions there (%(default)s)"
     )
 
 
@@ -110,22 +119,14 @@ def make_server(args: argparse.Namespace, options: dict[str, Any], listener: soc
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise SpecacheError(f"{', '.join(missing)}: not installed. Run pip install 'specache-compile[serve]'")
-    for name in ("queue", "rows", "sessions"):
-        if getattr(args, name) < 1:
-            raise SpecacheError(f"--{name} {getattr(args, name)}: accepted is 1 or more")
-    limits = {name: getattr(args, f"session_{name}_gib") for name in ("host", "device", "disk")}
-    for name, given in limits.items():
-        if given is not None and not 0 < given < math.inf:
-            raise SpecacheError(f"--session-{name}-gib {given}: accepted is more than 0")
-    key = key_of(args)
     import uvicorn
 
     from specache_compile.batching.batch import Batch, verifies_nothing
-    from specache_compile.batching.spill import SpillFolder
+    from specache_compile.batching.prefixes import SpillFolder
 
     from .generation import Generation
     from .metrics import Metrics
-    from .served_model import ServedModel
+    from .questions import ServedModel
     from .server import STOPPING, StoppedInTime, application
 
     if options.get("verify") is not None:
@@ -134,20 +135,13 @@ def make_server(args: argparse.Namespace, options: dict[str, Any], listener: soc
         SpillFolder(args.session_folder)  # a bad folder is reported before the model is loaded
     print_origin(args.model)
     served, metrics = ServedModel(args.model, args.device, options), Metrics()
-    host, device, disk = (None if given is None else int(given * GIB) for given in limits.values())
+    given = args.session_host_gib, args.session_device_gib, args.session_disk_gib
+    host, device, disk = (None if gib is None else int(gib * (1 << 30)) for gib in given)
     batch = Batch(
         served.model, rows=args.rows, host_memory=host, device_memory=device, sessions=args.sessions,
         spill_folder=args.session_folder, spill_bytes=disk,
     )  # fmt: skip
-    generation = Generation(served, batch, metrics, limit_of(served.model), args.queue)
-    app = application(served, generation, metrics, names_of(listener, args.host), key)
+    generation = Generation(served.tokenizer, batch, metrics, limit_of(served.model), args.queue)
+    app = application(served, generation, metrics, names_of(listener, args.host), args.api_key)
     config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=2 * STOPPING)
     return StoppedInTime(config, generation)
-
-
-def key_of(args: argparse.Namespace) -> str | None:
-    """The API key that requests must send; SpecacheError if a header cannot contain it."""
-    key = args.api_key if args.api_key is not None else os.environ.get("SPECACHE_API_KEY")
-    if key is not None and not (key.isascii() and key.isprintable() and key.strip() == key != ""):
-        raise SpecacheError("--api-key: accepted are printable ASCII characters, without spaces around them")
-    return key

@@ -7,8 +7,7 @@ import hmac
 import logging
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Sequence
 from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request, Response
@@ -25,10 +24,9 @@ from specache_compile.errors import SpecacheError
 from .answer import Question
 from .generation import Generation
 from .metrics import Metrics
-from .questions import chat, completion
-from .replies import ChatReply, Reply, error_body
+from .questions import ServedModel, chat, completion
+from .replies import ChatReply, Reply, refusal
 from .requests import Body, ChatBody, CompletionBody
-from .served_model import ServedModel
 
 log = logging.getLogger(__name__)
 # Bytes of a request's body, enough for a text of a million tokens.
@@ -37,6 +35,7 @@ LARGEST_BODY = 16 << 20
 CLIENT_LEFT = 499
 # Seconds that requests may take to end when the server stops.
 STOPPING = 5
+NO_KEY = "this server requires its API key. Send Authorization: Bearer KEY"
 
 
 def application(
@@ -49,16 +48,9 @@ def application(
     names: host names that requests may use, if the server listens for this machine only; None: any. A web page whose
         own name resolves to this machine uses another name, and is rejected.
     """
-
-    @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        yield
-        await asyncio.to_thread(generation.stop)
-
-    app = FastAPI(title="specache", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
-    app.add_middleware(Requests, metrics=metrics)
-    if key is not None:
-        app.add_middleware(Keyed, key=key)
+    refusals = {kind: refused for kind in (StarletteHTTPException, SpecacheError, Exception)}
+    app = FastAPI(openapi_url=None, exception_handlers={**refusals, RequestValidationError: malformed})
+    app.add_middleware(Requests, metrics=metrics, key=key)
     if names is not None:
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=names)
     name, began = served.name, int(time.time())
@@ -110,10 +102,6 @@ def application(
     def current_metrics() -> Response:
         return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
-    app.add_exception_handler(StarletteHTTPException, refused)
-    app.add_exception_handler(RequestValidationError, malformed)
-    app.add_exception_handler(SpecacheError, refused)  # without a traceback, since the message is enough
-    app.add_exception_handler(Exception, refused)
     return app
 
 
@@ -144,32 +132,26 @@ class StoppedInTime(Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         asyncio.get_running_loop().call_later(STOPPING, self.generation.end_all)
         await super().shutdown(sockets)
-
-
-class Keyed:
-    """ASGI middleware: requests under /v1 without the server's key get status 401."""
-
-    def __init__(self, app: ASGIApp, key: str) -> None:
-        self.app, self.expected = app, f"Bearer {key}".encode()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"].startswith("/v1/"):
-            given = dict(scope["headers"]).get(b"authorization", b"")
-            if not hmac.compare_digest(given, self.expected):
-                status, error = error_body(
-                    HTTPException(401, "this server requires its API key. Send Authorization: Bearer KEY")
-                )
-                return await JSONResponse(error, status)(scope, receive, send)
-        return await self.app(scope, receive, send)
+        if not self.force_exit:
+            await asyncio.to_thread(self.generation.stop)
 
 
 class Requests:
-    """ASGI middleware: limits a request's body, ends its answer with it, and counts and logs it."""
+    """ASGI middleware: requires the key under /v1, limits a request's body, ends its answer with it, and counts and
+    logs it."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
-        self.app, self.metrics = app, metrics
+    def __init__(self, app: ASGIApp, metrics: Metrics, key: str | None) -> None:
+        self.app, self.metrics, self.key = app, metrics, key
+
+    def is_allowed(self, scope: Scope) -> bool:
+        if self.key is None or not scope.get("path", "").startswith("/v1/"):
+            return True
+        given = dict(scope["headers"]).get(b"authorization", b"")
+        return hmac.compare_digest(given, f"Bearer {self.key}".encode())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if not self.is_allowed(scope):
+            return await refusal(HTTPException(401, NO_KEY))(scope, receive, send)
         if scope["type"] != "http" or scope["method"] != "POST":
             return await self.app(scope, receive, send)
         state, came = scope.setdefault("state", {}), time.perf_counter()
@@ -206,12 +188,11 @@ class Requests:
             log.info("%s %s %s %.2f s, %s tokens", scope["method"], scope["path"], status, seconds, tokens)
 
 
-async def refused(request: Request, exception: Any) -> JSONResponse:
-    status, error = error_body(exception)
-    return JSONResponse(error, status, getattr(exception, "headers", None))
+async def refused(request: Request, exception: Exception) -> JSONResponse:
+    return refusal(exception)
 
 
 async def malformed(request: Request, exception: Any) -> JSONResponse:
     """The error for a body that is not JSON or has wrong fields, each with its place."""
     faults = (f"{'.'.join(map(str, fault['loc'][1:])) or 'body'}: {fault['msg']}" for fault in exception.errors())
-    return await refused(request, HTTPException(400, "; ".join(faults)))
+    return refusal(HTTPException(400, "; ".join(faults)))

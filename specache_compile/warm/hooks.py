@@ -37,6 +37,7 @@ _tracing = threading.local()
 _loaded: dict[Path, LoadedTrace] = {}
 
 
+@functools.cache
 def route_traces() -> None:
     """Wrap `ConvertFrameAssert.__call__` and `DynamoOutput.build_guards`, once in the process."""
     convert = convert_frame.ConvertFrameAssert.__call__
@@ -44,8 +45,6 @@ def route_traces() -> None:
     # A torch without one of these names raises here, before anything is patched.
     functorch = torch._functorch.config
     _ = functorch.bundled_autograd_cache, functorch.bypass_autograd_cache_key, convert_frame.get_compile_id
-    if getattr(convert, "loads_traces", False):
-        return
 
     @functools.wraps(convert)
     def convert_or_recall(self: Any, frame: Any, cache_entry: Any, hooks: Any, frame_state: Any, **rest: Any) -> Any:
@@ -65,7 +64,6 @@ def route_traces() -> None:
             or_none(keep, _tracing.call, code, self)
         return made
 
-    convert_or_recall.loads_traces = True  # type: ignore[attr-defined]
     convert_frame.ConvertFrameAssert.__call__ = convert_or_recall  # type: ignore[method-assign]
     convert_frame.DynamoOutput.build_guards = build_and_keep  # type: ignore[method-assign]
     # Later, a generation needs further graphs of a stored trace.

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten
 
 from specache_compile.cache_folder import VARIABLE, cache_folder
 from specache_compile.errors import warn
@@ -150,8 +151,8 @@ def own_sources() -> str:
 
 def call_key(code: CodeType, local_scope: Mapping[str, Any], compiled: Any) -> str:
     """A hash of a frame's code, its arguments' kinds and the arguments of torch.compile."""
-    arguments = [(name, kind_of(value)) for name, value in sorted(local_scope.items())]
-    return hash_of((code_hash(code), arguments, compiled), 24)
+    arguments, structure = tree_flatten(dict(local_scope))
+    return hash_of((code_hash(code), str(structure), [*map(kind_of, arguments)], compiled), 24)
 
 
 def kind_of(value: Any) -> Any:
@@ -164,10 +165,6 @@ def kind_of(value: Any) -> Any:
         return hash_of((modules, weights))
     if isinstance(value, PLAIN):
         return repr(value)
-    if isinstance(value, Mapping):
-        return [(str(key), kind_of(item)) for key, item in value.items()]
-    if isinstance(value, (tuple, list)):
-        return [kind_of(item) for item in value]
     layers = getattr(value, "layers", None)
     keys = [getattr(layer, "keys", None) for layer in layers] if isinstance(layers, list) else []
     return type(value).__qualname__, [(type(each).__name__, getattr(each, "ndim", 0)) for each in keys]

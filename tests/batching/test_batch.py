@@ -55,21 +55,6 @@ def all_free(batch: sc.Batch) -> bool:
     return batch.memory.pool is not None and batch.memory.pool.held == 0
 
 
-def test_requested_logprobs_are_those_of_the_generated_tokens(model: Any) -> None:
-    """As the full cache finds it, where nothing is lost."""
-    batch = sc.Batch(model)
-    reported, silent = (batch.add(prompt(20, seed=1), max_new_tokens=4, logprobs=n) for n in (3, None))
-    batch.run()
-    assert not silent.logprobs
-    with torch.no_grad():
-        known = tiny_llama()(reported.ids).logits[0].log_softmax(-1)[19:-1]
-    for place, token, one in zip(known, reported.generated, reported.logprobs, strict=True):
-        assert one.chosen == pytest.approx(float(place[token]), abs=1e-5)
-        assert dict(one.likeliest) == pytest.approx(
-            {i: float(place[i]) for i in place.topk(3).indices.tolist()}, abs=1e-5
-        )
-
-
 def test_each_request_generates_what_it_generates_alone(model: Any) -> None:
     """In the default setting, which is lossy: beside others that come, end and are removed at any time, two of them
     between two steps."""
@@ -154,7 +139,7 @@ def test_bytes_stay_within_the_budget_and_are_those_predicted(model: Any) -> Non
     first.add(prompt(40), max_new_tokens=1)
     first.step()
     ends, rows = [600, 300, 300, 900], 4
-    room = upper_bound(first.options, first.memory.layers, rows, CHUNK, ends[:2])
+    room = upper_bound(first.options, first.memory.layers, rows, CHUNK, ends[:2], prefixes=rows)
     batch = sc.Batch(model, rows=rows, chunk=CHUNK, device_memory=room.device, host_memory=room.host)
     requests = [batch.add(prompt(20, seed=end), max_new_tokens=end - 20) for end in ends]
     for turn in range(12):

@@ -132,7 +132,8 @@ def test_the_least_recently_used_session_is_evicted_first(
     assert lengths(batch) == [(45, False), (46, True), (68, True)]
     answer(batch, torch.cat([second.prompt[:30], prompt(9, seed=7)[0]]), 30)
     assert lengths(batch)[-2:] == [(45, False), (42, True)], "a part of it was read"
-    batch.memory.prefixes.most_bytes = 0
+    assert batch.spill is not None
+    batch.spill.most_bytes = 0
     answer(batch, turn(third), 46)
     assert all(in_memory for _, in_memory in lengths(batch))
     assert batch.memory.prefixes.evicted["disk"] >= 3

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import types
@@ -31,7 +30,7 @@ from families import FAMILIES
 from held_tiers import at_hand, differences, held, interrupted_behind
 from specache_compile.compat import CACHE, WINDOWS_TAKE_DRAFTS, cache_of, with_cache
 from specache_compile.generate import verify
-from specache_compile.generate.compiled_calls import compiled_calls
+from specache_compile.generate.compiled_calls import with_compiled_calls
 from specache_compile.methods import every_method, parse_options
 from specache_compile.runtime.records import Statistics
 from specache_compile.runtime.session import Session, session_of
@@ -134,8 +133,9 @@ def test_padding_processors_and_turns(llama: LlamaForCausalLM) -> None:
 
 def test_every_way_to_compile_is_seen(llama: LlamaForCausalLM) -> None:
     def sees(compiled: Any) -> bool:
-        with compiled_calls(compiled) if compiled is not twin else contextlib.nullcontext():
-            return verify.is_drafting(twin)
+        if compiled is not twin:
+            compiled = with_compiled_calls(compiled._orig_mod, compiled.dynamo_ctx)
+        return verify.is_drafting(compiled)
 
     for options, expected in (({"verify": 3}, True), ({}, False), (None, False)):
         how = {"backend": "specache", "options": options} if options is not None else {"backend": "eager"}

@@ -18,8 +18,8 @@ from transformers import GenerationConfig
 
 from conftest import byte_tokenizer, tiny_llama
 from served import reply
+from specache_compile.serving.answer import Parts
 from specache_compile.serving.calls import format_of
-from specache_compile.serving.parts import Parts
 from specache_compile.serving.questions import chat
 from specache_compile.serving.replies import ChatReply
 from specache_compile.serving.requests import ChatBody

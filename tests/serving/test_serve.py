@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -231,7 +230,7 @@ def test_a_batch_that_fails_in_every_step_ends_its_answers_and_does_not_turn_for
     failed: list[Exception] = []
     model = compiled_with(tiny_llama(), {"lowering": "eager"})
     batch = sc.Batch(model, rows=2)
-    generation = Generation(SimpleNamespace(tokenizer=None), batch, Metrics(), 100, 2)  # type: ignore[arg-type]
+    generation = Generation(None, batch, Metrics(), 100, 2)
     generation.running = {
         batch.add(torch.arange(10 + i), max_new_tokens=4): Mock(left=threading.Event(), end=failed.append)
         for i in range(2)
@@ -246,7 +245,7 @@ def test_a_batch_that_fails_in_every_step_ends_its_answers_and_does_not_turn_for
 def test_a_server_that_stops_writes_no_caches_to_disk(tmp_path: Path) -> None:
     model = compiled_with(tiny_llama(num_hidden_layers=1), {"lowering": "eager"})
     batch = sc.Batch(model, sessions=1, spill_folder=tmp_path)
-    generation = Generation(SimpleNamespace(tokenizer=None), batch, Metrics(), 100, 2)  # type: ignore[arg-type]
+    generation = Generation(None, batch, Metrics(), 100, 2)
     requests = [batch.add(torch.arange(first, 30), max_new_tokens=9) for first in (0, 1)]
     generation.running = {request: Mock(left=threading.Event()) for request in requests}
     while len(batch.decoding) < 2:

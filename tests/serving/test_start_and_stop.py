@@ -38,20 +38,6 @@ def test_a_used_port_is_reported_before_the_model_is_loaded(
     assert "cannot listen at --host 127.0.0.1" in message
 
 
-@pytest.mark.parametrize(
-    ("flag", "value", "message"),
-    [
-        (f"--session-{place}-gib", "-1", f"--session-{place}-gib -1.0: accepted is")
-        for place in ("host", "device", "disk")
-    ]
-    + [("--api-key", "né", "--api-key: accepted are printable ASCII")],
-)
-def test_a_flag_with_a_value_that_cannot_be_is_refused(
-    capsys: pytest.CaptureFixture[str], flag: str, value: str, message: str
-) -> None:
-    assert message in refused(capsys, flag, value)
-
-
 @pytest.mark.parametrize("flags", [[], ["--quiet"]])
 def test_a_quiet_server_prints_no_line_for_a_request(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, flags: list[str]

@@ -10,7 +10,7 @@ import torch
 
 from conftest import byte_tokenizer
 from served import one_of
-from specache_compile.serving.structured import Constraint, matcher_of, of_schema
+from specache_compile.serving.processors import Constraint
 
 TOKENIZER = byte_tokenizer()
 ANSWER = '{"city":"Rome"}'
@@ -25,7 +25,8 @@ def allowed(constraint: Constraint, ids: list[int], vocabulary: int) -> list[int
 @pytest.fixture
 def constraint() -> Constraint:
     grammar = llguidance.hf.from_tokenizer(TOKENIZER, n_vocab=len(TOKENIZER), eos_token=2)
-    return Constraint(matcher_of(grammar, of_schema(one_of(city=["Rome", "Oslo"]))), 0, -(-len(TOKENIZER) // 32))
+    schema = {"x-guidance": {"whitespace_flexible": False}, **one_of(city=["Rome", "Oslo"])}
+    return Constraint(grammar, llguidance.LLMatcher.grammar_from_json_schema(schema), 0)
 
 
 def test_only_tokens_of_the_schema_are_allowed_up_to_its_end(constraint: Constraint) -> None:
