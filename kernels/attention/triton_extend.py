@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specache_compile.kernels.decode.triton_decode import MASK_STRIDES, mask_form
+from specache_compile.kernels.decode.triton_decode import MASK_STRIDES, contiguous_channels, mask_form
 from specache_compile.kernels.movement import copy_stream
 from specache_compile.kernels.state.cursor import lengths_of
 from specache_compile.kernels.state.operands import AttentionInputs, takes
@@ -129,14 +129,14 @@ def extend_attention(new: AttentionInputs, host: Tensor, scale: float, softcap: 
 
 def extend_rows(new: AttentionInputs, length: int, host: Pages, scale: float, softcap: float | None) -> Tensor:
     """Run `extend_attention` for rows with `length` cached tokens each."""
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in new[:3])
-    mask, sinks = new.mask, new.sinks
+    q, k, v, given, sinks, _ = contiguous_channels(new)
     batch, query_heads, count, d = q.shape
-    if mask is not None:
-        check_covers(mask, length + count)
-    causal = mask is None or mask.shape[2] == 1
-    channels, tile = tile_of(d, q.dtype)
-    kind, mask, mask_strides = mask_form(mask, batch, query_heads, count)
+    if given is not None:
+        check_covers(given, length + count)
+    causal = given is None or given.shape[2] == 1
+    channels = max(16, triton.next_power_of_2(d))
+    tile = TILES[max(min(TILES), channels * q.dtype.itemsize)]
+    kind, mask, mask_strides = mask_form(given, q)
     rows = (batch, query_heads, count)
     out = torch.zeros(*rows, d, dtype=torch.float32, device=q.device)
     peak = torch.full(rows, float("-inf"), dtype=torch.float32, device=q.device)
@@ -147,7 +147,7 @@ def extend_rows(new: AttentionInputs, length: int, host: Pages, scale: float, so
 
     def attend(keys: Tensor, values: Tensor, first: int, causal: bool) -> None:
         attend_block[batch * query_heads, triton.cdiv(count, tile.rows)](
-            q, keys, values, q if mask is None else mask, out, peak, total,
+            q, keys, values, mask, out, peak, total,
             q.stride()[:3], keys.stride()[:3], values.stride()[:3], **mask_strides, scale=scale, softcap=softcap or 1.0,
             query_heads=query_heads, heads=k.shape[1], count=count, size=keys.shape[2], first=first,
             d=d, CAUSAL=causal, MASK=kind, CAP=softcap is not None, ROWS=tile.rows, KEYS=tile.keys,
@@ -159,9 +159,3 @@ def extend_rows(new: AttentionInputs, length: int, host: Pages, scale: float, so
         attend(*decoded(block, q.dtype, d).unbind(3), first, False)
     attend(k, v, length, causal)
     return (out / total.masked_fill(total == 0, 1.0).unsqueeze(-1)).to(q.dtype)
-
-
-def tile_of(d: int, dtype: torch.dtype) -> tuple[int, Tile]:
-    """Return the padded channels, and the tile of `attend_block` for them."""
-    channels = max(16, triton.next_power_of_2(d))
-    return channels, TILES[max(min(TILES), channels * dtype.itemsize)]

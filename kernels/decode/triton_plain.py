@@ -22,13 +22,14 @@ from specache_compile.kernels.attention.triton_softmax import LOG2E, biased, cap
 from specache_compile.kernels.codes.records import RECORD, stored_dim
 from specache_compile.kernels.codes.triton_levels import read_scale, read_zero
 from specache_compile.kernels.state.layout import Layout
+from specache_compile.kernels.state.operands import AttentionInputs, TierInputs
 from specache_compile.kernels.state.page_table import shape_of_scores
 from specache_compile.kernels.state.triton_center import share_of_center
 from specache_compile.kernels.state.triton_cursor import AT_LENGTH, AT_LOW_BIT, place_in_page
 from specache_compile.kernels.state.triton_pairs import sinks_among
 from specache_compile.kernels.state.triton_rotate import rotated
 
-from .triton_decode import MASK_STRIDES, DecodeInputs, Sums, empty_sums, rows_of, splits_of
+from .triton_decode import MASK_STRIDES, Sums, empty_sums, group_of, mask_form, rows_of, splits_of
 
 TOKENS, BLOCK, LEAST = (tl.constexpr(size) for size in (RECORD, LOGIT_BLOCK, LOWEST))
 # Kinds of rows: pairs in q's dtype; 8-bit codes with parameters; e4m3 codes, converted by arithmetic or natively.
@@ -236,52 +237,54 @@ def rows_in(codes: Tensor, layout: Layout, d: int) -> Rows:
 
 
 def launch(
-    inputs: DecodeInputs, q: Tensor, shares: Tensor, kept: tuple[Tensor, Tensor] | None, lse: Tensor | None,
+    new: AttentionInputs, read: TierInputs, shares: Tensor, kept: tuple[Tensor, Tensor] | None, lse: Tensor | None,
     cut: float | None, keys: bool, values: bool,
 ) -> Sums:  # fmt: skip
-    tiers, (batch, query_heads, lanes, d) = inputs.tiers, q.shape
-    codes, key_params, value_params = tiers[:3]
-    _, heads, capacity = shape_of_scores(codes, inputs.cursor)
-    rows, padded, (mask_kind, mask, strides) = rows_in(codes, inputs.layout, d), rows_of(q, heads), inputs.mask
+    """Launch `attend_rows`; q is contiguous, and rotated if the rows are."""
+    q, cursor, tiers, (mask_kind, mask, strides) = new.q, new.cursor, read.tiers, mask_form(new.mask, new.q)
+    (batch, query_heads, lanes, d), (codes, key_params, value_params) = q.shape, tiers[:3]
+    _, heads, capacity = shape_of_scores(codes, cursor)
+    rows, padded = rows_in(codes, read.layout, d), rows_of(q, heads)
     levels, whole = rows.kind == LEVELS.value, rows.kind >= E4M3.value
-    group = codes.shape[2] // key_params.shape[2] if levels else RECORD
+    group = group_of(tiers) if levels else RECORD
     tile = E4M3_TILE if whole and rows.dim <= MOST_CHANNELS else RECORD if values else min(RECORD, group)
     splits = splits_of(batch * heads, capacity // tile, q.device, PROGRAMS)
     sums = empty_sums(batch * heads, splits, padded, rows.dim if values else 0, q.device)
     attend_rows[batch * heads, splits](
-        q, q if mask is None else mask, inputs.cursor, codes, key_params, value_params, tiers.sink_index, shares,
+        q, mask, cursor, codes, key_params, value_params, tiers.sink_index, shares,
         q if lse is None else lse, *(kept or (q, q)), *sums,
-        **strides, scale=inputs.scale, softcap=inputs.softcap or 1.0, cut=cut or 0.0, heads=heads, capacity=capacity,
-        columns=inputs.cursor.stride(0), splits=splits, d=d, D=rows.dim, group=group,
+        **strides, scale=read.scale, softcap=read.softcap or 1.0, cut=cut or 0.0, heads=heads, capacity=capacity,
+        columns=cursor.stride(0), splits=splits, d=d, D=rows.dim, group=group,
         value_group=rows.dim // value_params.shape[-1] if levels and values else rows.dim, lanes=lanes,
         rows=query_heads // heads * lanes, sink_tokens=tiers.sink_index.shape[2], record=rows.record,
         width=rows.width, keys_first=rows.keys_first, COUNT=(AT_LENGTH if whole else AT_LOW_BIT).value, KIND=rows.kind,
         KEYS=keys, VALUES=values, CENTERED=keys and tiers.center.shape[2] > 0, MASK=mask_kind,
-        CAP=inputs.softcap is not None, SKIPS=cut is not None, TILE=tile, ROWS=padded,
+        CAP=read.softcap is not None, SKIPS=cut is not None, TILE=tile, ROWS=padded,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=WARPS, num_stages=1,
     )  # fmt: skip
     return sums
 
 
-def attend_keys(inputs: DecodeInputs, logits: Tensor, base: Tensor) -> Sums:
+def attend_keys(new: AttentionInputs, read: TierInputs, logits: Tensor, base: Tensor) -> Sums:
     """Write the kept logits of the low-bit tier's tokens, without sinks; returns their sums, which have no values."""
-    q, tiers = inputs.q, inputs.tiers
-    turned, shares = rotated(q) if inputs.layout.is_rotated else q.contiguous(), q
+    q, tiers = new.q, read.tiers
+    turned, shares = rotated(q) if read.layout.is_rotated else q.contiguous(), q
     if tiers.center.shape[2]:
-        group = tiers.codes.shape[2] // tiers.key_params.shape[2]
-        capacity = shape_of_scores(tiers.codes, inputs.cursor)[2]
-        shares = share_of_center(q, tiers.center, inputs.cursor, capacity, group, inputs.scale)
-    return launch(inputs, turned, shares, (logits, base), None, None, keys=True, values=False)
+        capacity = shape_of_scores(tiers.codes, new.cursor)[2]
+        shares = share_of_center(q, tiers.center, new.cursor, capacity, group_of(tiers), read.scale)
+    return launch(new._replace(q=turned), read, shares, (logits, base), None, None, keys=True, values=False)
 
 
-def attend_values(inputs: DecodeInputs, logits: Tensor, base: Tensor, lse: Tensor, cut: float | None) -> Sums:
+def attend_values(
+    new: AttentionInputs, read: TierInputs, logits: Tensor, base: Tensor, lse: Tensor, cut: float | None
+) -> Sums:
     """Return the sums of the low-bit tier's values, weighted by kept logits relative to lse [B, Hq, lanes].
 
     cut: log2 of the weight below which a record is skipped if all its weights are; None to skip none.
     """
-    return launch(inputs, inputs.q, lse, (logits, base), lse, cut, keys=False, values=True)
+    return launch(new, read, lse, (logits, base), lse, cut, keys=False, values=True)
 
 
-def attend_pairs(inputs: DecodeInputs) -> Sums:
+def attend_pairs(new: AttentionInputs, read: TierInputs) -> Sums:
     """Return the sums over all cached e4m3 pairs, codes [P, H, 256, 2·d], which are read once."""
-    return launch(inputs, inputs.q.contiguous(), inputs.q, None, None, None, keys=True, values=True)
+    return launch(new, read, new.q, None, None, None, keys=True, values=True)

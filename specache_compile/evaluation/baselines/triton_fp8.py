@@ -16,7 +16,7 @@ from specache_compile.kernels.codes.records import stored_dim
 from specache_compile.kernels.codes.triton_levels import ROUND
 from specache_compile.kernels.decode.triton_decode import (
     MASK_STRIDES,
-    DecodeInputs,
+    contiguous_channels,
     load_parts,
     mask_form,
     part_size,
@@ -24,7 +24,7 @@ from specache_compile.kernels.decode.triton_decode import (
 )
 from specache_compile.kernels.decode.triton_plain import attend_pairs
 from specache_compile.kernels.state.layout import Layout, StoredTiers
-from specache_compile.kernels.state.operands import AttentionInputs, takes
+from specache_compile.kernels.state.operands import AttentionInputs, TierInputs, takes
 from specache_compile.kernels.state.stored_pairs import FP8
 from specache_compile.kernels.state.triton_cursor import AT_LENGTH, place_in_page
 
@@ -126,18 +126,17 @@ def keep_fp8(k: Tensor, v: Tensor, padding: Tensor | None, cursor: Tensor, fp8_c
 @takes(new=AttentionInputs)
 def fp8_attention(new: AttentionInputs, fp8_codes: Tensor, scale: float, softcap: float | None) -> Tensor:
     """Compute `extend_attention` of one new token over e4m3 pairs; the device reads the length."""
-    _, _, _, mask, sinks, cursor = new
-    q = new.q.contiguous()
-    k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (new.k, new.v))
+    new = contiguous_channels(new._replace(q=new.q.contiguous()))
+    q, k, v, _, sinks, cursor = new
     batch, query_heads, _, d = q.shape
-    form = kind, read_mask, strides = mask_form(mask, batch, query_heads, 1)
+    kind, mask, strides = mask_form(new.mask, q)
     none = q.new_empty((0, 0, 0))
     tiers = StoredTiers(fp8_codes.flatten(3), none, none, none, none, none, none)
-    sums = attend_pairs(DecodeInputs(q, k, v, form, cursor, tiers, WHOLE, scale, softcap))
+    sums = attend_pairs(new, TierInputs(tiers, WHOLE, scale, softcap))
     out = torch.empty_like(q)
     parts, rows = sums.peaks.shape[1:]
     add_new_pair[(batch * query_heads,)](
-        q, k, v, q if read_mask is None else read_mask, q if sinks is None else sinks, cursor, *sums, out,
+        q, k, v, mask, q if sinks is None else sinks, cursor, *sums, out,
         k_batch=k.stride(0), k_head=k.stride(1), v_batch=v.stride(0), v_head=v.stride(1), **strides,
         scale=scale, softcap=softcap or 1.0, query_heads=query_heads, columns=cursor.stride(0), parts=parts,
         width=sums.partial.shape[3], d=d, queries=query_heads // k.shape[1], MASK=kind, CAP=softcap is not None,
