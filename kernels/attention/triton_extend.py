@@ -6,8 +6,6 @@ keeps its state on the device. FLOPs: 4·T·n·Hq·d; PCIe: 4·n·H·d bytes per
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -27,24 +25,14 @@ from .triton_softmax import LOG2E, biased, capped, finite, shown
 HOST_BLOCK = 2048
 
 
-class Tile(NamedTuple):
-    """Tile sizes of `attend_block`.
-
-    rows: new tokens per product.
-    keys: pairs per product.
-    warps: warps per program.
-    stages: tiles of pairs in flight (`num_stages`).
-    """
-
-    rows: int
-    keys: int
-    warps: int
-    stages: int
-
-
-# Bytes of a padded row of channels → tile. Each fits in 99 KiB, the most shared memory of a program on an A6000 or a
-# 4090 (tools/compile_kernels.py checks it).
-TILES = {256: Tile(64, 32, 4, 3), 512: Tile(64, 32, 8, 2), 1024: Tile(32, 16, 8, 2), 2048: Tile(16, 16, 8, 1)}
+# Bytes of a padded row of channels → options of `attend_block`. Each tile fits in 99 KiB, the most shared memory of a
+# program on an A6000 or a 4090 (tools/compile_kernels.py checks it).
+TILES = {
+    256: dict(ROWS=64, KEYS=32, num_warps=4, num_stages=3),
+    512: dict(ROWS=64, KEYS=32, num_warps=8, num_stages=2),
+    1024: dict(ROWS=32, KEYS=16, num_warps=8, num_stages=2),
+    2048: dict(ROWS=16, KEYS=16, num_warps=8, num_stages=1),
+}
 
 
 @triton.jit(do_not_specialize=[*MASK_STRIDES, "count", "size", "first"])
@@ -63,8 +51,9 @@ def attend_block(
 ):  # fmt: skip
     """One program: ROWS new tokens of one query head over `size` pairs, which begin at token `first`.
 
-    CHANNELS: d, padded. Bytes: 4·size·d of pairs, which programs of one KV head share in the L2 cache, 2·ROWS·d of q,
-    and 4·ROWS·(d + 2) of the state, read and written. FLOPs: 4·ROWS·size·d, half of that with CAUSAL.
+    KEYS: pairs per product. CHANNELS: d, padded. Bytes: 4·size·d of pairs, which programs of one KV head share in the
+    L2 cache, 2·ROWS·d of q, and 4·ROWS·(d + 2) of the state, read and written. FLOPs: 4·ROWS·size·d, half of that with
+    CAUSAL.
     """
     number = tl.program_id(0).to(tl.int64)
     batch, query_head = number // query_heads, number % query_heads
@@ -146,13 +135,12 @@ def extend_rows(new: AttentionInputs, length: int, host: Pages, scale: float, so
         total.fill_(1.0)
 
     def attend(keys: Tensor, values: Tensor, first: int, causal: bool) -> None:
-        attend_block[batch * query_heads, triton.cdiv(count, tile.rows)](
+        attend_block[batch * query_heads, triton.cdiv(count, tile["ROWS"])](
             q, keys, values, mask, out, peak, total,
             q.stride()[:3], keys.stride()[:3], values.stride()[:3], **mask_strides, scale=scale, softcap=softcap or 1.0,
             query_heads=query_heads, heads=k.shape[1], count=count, size=keys.shape[2], first=first,
-            d=d, CAUSAL=causal, MASK=kind, CAP=softcap is not None, ROWS=tile.rows, KEYS=tile.keys,
-            CHANNELS=channels, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-            num_warps=tile.warps, num_stages=tile.stages,
+            d=d, CAUSAL=causal, MASK=kind, CAP=softcap is not None, CHANNELS=channels,
+            PRECISION="ieee" if q.dtype == torch.float32 else "tf32", **tile,
         )  # fmt: skip
 
     for first, block in copy_stream.host_blocks(host, length, HOST_BLOCK, q.device):
