@@ -60,7 +60,9 @@ struct Attention : ExactAttention {
   // Multiply a head's query by the scales of the group of keys that begins at `row`, and by its zero points.
   void scale_query(int64_t head, int64_t row, float* scaled, std::vector<float>& base) const {
     std::vector<float> scales(s.dim), zeros(s.dim);
-    Params{s.key_params, row / s.group * 2 * s.dim, s.param_bits == 8}.read(s.dim, scales.data(), zeros.data());
+    const Params params{s.key_params, row / s.group * 2 * s.dim, s.param_bits == 8};
+    for (int64_t c = 0; c < s.dim; ++c) scales[c] = params.scale(c);
+    for (int64_t c = 0; c < s.dim; ++c) zeros[c] = params.zero(s.dim + c, scales[c]);
     const float* q = &in_params_order[head * rows * s.dim];
     for (int64_t m = 0; m < rows; ++m) {
       float sum = 0.0f;
@@ -88,7 +90,8 @@ struct Attention : ExactAttention {
     const uint32_t* words = k.whole(reinterpret_cast<const uint32_t*>(record_at(row)), memory.data());
     const int first = row % kRecord / 8, stop = first + count / 8, shares = k.per_token;
     for (int64_t m = 0; m < rows; m += kRows) {
-      score_rows_of(k, words, first, stop, scaled + m * param_of_lane.size(), std::min(kRows, rows - m), sums.data());
+      const float* queries = scaled + m * param_of_lane.size();
+      with_rows(rows - m, [&](auto R) { score_words<R>(k, words, first, stop, queries, sums.data()); });
       for (int64_t r = m; r < std::min(m + kRows, rows); ++r) {
         const float* from = sums.data() + ((r - m) * kQuads + first) * k.sums();
         float* to = products + r * count;
@@ -219,7 +222,9 @@ struct Attention : ExactAttention {
             zero[r] += sum;
             v.deal(weighed, block * kLanes, dealt.data() + i * lanes * block + r * kLanes);
           }
-        mix_rows_of(v, words.data(), records, dealt.data(), block, first / 8, (stop + 7) / 8, sums.data());
+        with_rows(block, [&](auto R) {
+          mix_words<R>(v, words.data(), records, dealt.data(), first / 8, (stop + 7) / 8, sums.data());
+        });
         for (int64_t r = 0; r < block; ++r)
           for (int64_t c = first; c < stop; ++c) part.out[(m + r) * s.d + c] = sums[r * s.dim + c] + zero[r];
       }
