@@ -35,40 +35,27 @@ BLOCK = 1024
 SEEN = torch.finfo(torch.float16).min / 2
 
 
-def low_bit_keys(tiers: StoredTiers, layout: Layout, head_dim: int, start: int, stop: int) -> Tensor:
-    """Return the low-bit tier's keys [B, H, stop - start, d] of tokens start..stop, in float32, rotated if stored so.
+def low_bit_rows(tiers: StoredTiers, layout: Layout, head_dim: int, length: int, values: bool) -> Tensor:
+    """Return the keys or values [B, H, length, d] of the low-bit tier's first tokens, in float32, rotated if stored so.
 
-    `start` must be a multiple of the group size and of a record.
+    length: whole groups.
     """
-    codes, params = tiers.codes, tiers.key_params
+    codes, given = tiers.codes, tiers.value_params if values else tiers.key_params
+    if not length:
+        return codes.new_empty((*codes.shape[:2], 0, head_dim), dtype=torch.float32)
     if not layout.is_quantised:
-        return codes[:, :, start:stop, :head_dim].float()
-    dim, group = stored_dim(head_dim), codes.shape[2] // params.shape[2]
-    whole = codes[:, :, start : rounded_up(stop, RECORD)]
-    params = params[:, :, start // group : -(-stop // group)]
+        return codes[:, :, :length].unflatten(3, (2, head_dim))[..., int(values), :].float()
+    dim, bits = stored_dim(head_dim), layout.value_bits if values else layout.key_bits
+    whole = codes[:, :, : -(-length // RECORD) * RECORD]
+    params = given[:, :, : length * given.shape[2] // codes.shape[2]]
     if trellis.is_trellis(params):
-        levels = trellis.read_levels(whole, dim, values=False)[:, :, : stop - start, :head_dim]
-        return trellis.dequantize(levels, read_scale(params).reshape(*levels.shape[:3], 1, 1))
-    levels = read_levels(whole, dim, layout.key_bits, values=False)[:, :, : stop - start]
-    params = params[..., param_order(dim, layout.key_bits).argsort().to(params.device)]
-    return dequantize_keys(levels, params)[..., :head_dim]
-
-
-def low_bit_values(tiers: StoredTiers, layout: Layout, head_dim: int, start: int, stop: int) -> Tensor:
-    """Return values, as `low_bit_keys` returns keys."""
-    if not layout.is_quantised:
-        return tiers.codes[:, :, start:stop, head_dim:].float()
-    dim, params = stored_dim(head_dim), tiers.value_params[:, :, start:stop]
-    whole = tiers.codes[:, :, start : rounded_up(stop, RECORD)]
-    if trellis.is_trellis(params):
-        levels = trellis.read_levels(whole, dim, values=True)[:, :, : stop - start, :head_dim]
-        return trellis.dequantize(levels, in_thread_order(read_scale(params[..., 0, 0]))[..., None, None])
-    levels = read_levels(whole, dim, layout.value_bits, values=True)[:, :, : stop - start]
-    return dequantize_values(levels, params)[..., :head_dim]
-
-
-def rounded_up(tokens: int, size: int) -> int:
-    return -(-tokens // size) * size
+        levels, scale = trellis.read_levels(whole, dim, values), read_scale(params).flatten(2)
+        scale = in_thread_order(scale) if values else scale
+        return trellis.dequantize(levels[:, :, :length, :head_dim], scale[..., None, None])
+    levels = read_levels(whole, dim, bits, values)[:, :, :length]
+    if values:
+        return dequantize_values(levels, params)[..., :head_dim]
+    return dequantize_keys(levels, params[..., param_order(dim, bits).argsort().to(params.device)])[..., :head_dim]
 
 
 def ring_tokens(recent: Tensor, start: int, stop: int) -> Tensor:
@@ -105,10 +92,8 @@ def grouped_bias(mask: Tensor, heads: int, tokens: int) -> Tensor:
 def low_bit_logits(at: Query, tiers: StoredTiers, layout: Layout) -> Tensor:
     """Return the logits [B, H, G, lanes, n] of the n tokens of the low-bit tier; -inf for sinks."""
     length = at.low_bit
-    if not length:
-        return at.query.new_empty((*at.query.shape[:4], 0))
     query = rotated(at.query) if layout.is_rotated else at.query
-    logits = product(query, low_bit_keys(tiers, layout, query.shape[-1], 0, length), None)
+    logits = product(query, low_bit_rows(tiers, layout, query.shape[-1], length, values=False), None)
     if tiers.center.shape[2]:
         group = tiers.codes.shape[2] // tiers.key_params.shape[2]
         logits = logits + share_of_center(at.query, tiers.center, group, length)
@@ -182,12 +167,14 @@ class Query:
         lanes = k.shape[2]
         return logits.masked_fill(torch.ones(lanes, lanes, dtype=torch.bool, device=k.device).triu(1), -math.inf)
 
-    def hide_unseen(self, scores: Tensor, lanes: slice) -> None:
-        """Set scores [B, H, lanes, C] to -1 for candidates that the mask hides from every query head of a group."""
+    def hide(self, scores: Tensor, lanes: slice, sinks: Tensor) -> None:
+        """Set scores [B, H, lanes, C] of candidates to -1 that are sinks, whose pairs are never fetched, or that the
+        mask hides from every query head of a group."""
+        scores = scores[..., : self.candidates]
+        scores.masked_fill_(hidden_by(sinks, self.candidates).unsqueeze(2), -1.0)
         if self.bias is not None:
             seen = (self.bias[..., : self.candidates] > SEEN).any(2)
-            seen = seen.expand(-1, -1, self.query.shape[3], -1)[:, :, lanes]
-            scores[..., : self.candidates].masked_fill_(~seen, -1.0)
+            scores.masked_fill_(~seen.expand(-1, -1, self.query.shape[3], -1)[:, :, lanes], -1.0)
 
 
 def query_of(new: AttentionInputs, scale: float, softcap: float | None) -> Query:
@@ -237,9 +224,8 @@ def attended(
         skipped = negligible(weights[0], skip_below)[:, :, None, None]
         weights = weights_of([logits.masked_fill(skipped, -math.inf), *others], at.sink)
     out = torch.stack([weighted(each, pairs[1]) for each, pairs in zip(weights[1:], exact, strict=True)]).sum(0)
-    if at.low_bit:
-        packed = weighted(weights[0], low_bit_values(tiers, layout, k.shape[-1], 0, at.low_bit))
-        out = out + (rotated(packed) if layout.is_rotated else packed)
+    packed = weighted(weights[0], low_bit_rows(tiers, layout, k.shape[-1], at.low_bit, values=True))
+    out = out + (rotated(packed) if layout.is_rotated else packed)
     return out.flatten(1, 2), scores
 
 
@@ -250,16 +236,11 @@ def picked(at: Query, pairs: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
     """
     there, position = in_slots(index, at.low_bit)
     logits = product(at.query, pairs[..., 0, :], at.softcap)
-    if at.bias is not None and at.low_bit:
+    if at.bias is not None:
         where = position[:, :, None, None].expand(*at.query.shape[:-1], -1)
         logits = logits + at.bias.expand(*at.query.shape[:-1], -1).gather(-1, where)
     logits = logits.masked_fill(~there[:, :, None, None], -math.inf)
     return logits, pairs[..., 1, :].masked_fill(~there.unsqueeze(-1), 0.0)
-
-
-def hide_sinks(at: Query, scores: Tensor, tiers: StoredTiers) -> None:
-    """Set scores [B, H, lanes, C] of sinks to -1, since their pairs are never fetched."""
-    scores[..., : at.candidates].masked_fill_(hidden_by(sinks_of(tiers), at.candidates).unsqueeze(2), -1.0)
 
 
 def negligible(weights: Tensor, skip_below: float) -> Tensor:
@@ -301,8 +282,7 @@ def decode_attention(
         if at.low_bit:
             scores[:, :, : at.low_bit] = packed.scatter_add_(-1, in_slots(slot_index, at.low_bit)[1], exact)
         scores[:, :, at.low_bit : at.candidates] = window[..., : at.candidates - at.low_bit]
-        at.hide_unseen(scores.unsqueeze(2), slice(-1, None))
-        hide_sinks(at, scores.unsqueeze(2), held)
+        at.hide(scores.unsqueeze(2), slice(-1, None), sinks_of(held))
     return out.to(new.q.dtype).contiguous(), scores
 
 
@@ -329,8 +309,7 @@ def score_low_bit(new: AttentionInputs, read: TierInputs, scores: bool = True) -
     found = torch.full((new.q.shape[2], *held.codes.shape[:3]), -1.0, dtype=torch.float32, device=new.q.device)
     by_lane = found.permute(1, 2, 0, 3)
     by_lane[..., : at.candidates] = torch.cat(weights[:2], -1)[..., : at.candidates].sum(2)
-    at.hide_unseen(by_lane, slice(None))
-    hide_sinks(at, by_lane, held)
+    at.hide(by_lane, slice(None), sinks_of(held))
     logits, base = whole_logits(new.q, held.codes.shape[2])
     logits[..., : at.low_bit] = packed.flatten(1, 2)
     logits[..., at.low_bit :] = -math.inf

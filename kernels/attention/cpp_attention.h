@@ -60,7 +60,9 @@ struct Attention : ExactAttention {
   // Multiply a head's query by the scales of the group of keys that begins at `row`, and by its zero points.
   void scale_query(int64_t head, int64_t row, float* scaled, std::vector<float>& base) const {
     std::vector<float> scales(s.dim), zeros(s.dim);
-    Params{s.key_params, row / s.group * 2 * s.dim, s.param_bits == 8}.read(s.dim, scales.data(), zeros.data());
+    const Params params{s.key_params, row / s.group * 2 * s.dim, s.param_bits == 8};
+    for (int64_t c = 0; c < s.dim; ++c) scales[c] = params.scale(c);
+    for (int64_t c = 0; c < s.dim; ++c) zeros[c] = params.zero(s.dim + c, scales[c]);
     const float* q = &in_params_order[head * rows * s.dim];
     for (int64_t m = 0; m < rows; ++m) {
       float sum = 0.0f;
@@ -88,7 +90,8 @@ struct Attention : ExactAttention {
     const uint32_t* words = k.whole(reinterpret_cast<const uint32_t*>(record_at(row)), memory.data());
     const int first = row % kRecord / 8, stop = first + count / 8, shares = k.per_token;
     for (int64_t m = 0; m < rows; m += kRows) {
-      score_rows_of(k, words, first, stop, scaled + m * param_of_lane.size(), std::min(kRows, rows - m), sums.data());
+      const float* queries = scaled + m * param_of_lane.size();
+      with_rows(rows - m, [&](auto R) { score_words<R>(k, words, first, stop, queries, sums.data()); });
       for (int64_t r = m; r < std::min(m + kRows, rows); ++r) {
         const float* from = sums.data() + ((r - m) * kQuads + first) * k.sums();
         float* to = products + r * count;
@@ -219,7 +222,9 @@ struct Attention : ExactAttention {
             zero[r] += sum;
             v.deal(weighed, block * kLanes, dealt.data() + i * lanes * block + r * kLanes);
           }
-        mix_rows_of(v, words.data(), records, dealt.data(), block, first / 8, (stop + 7) / 8, sums.data());
+        with_rows(block, [&](auto R) {
+          mix_words<R>(v, words.data(), records, dealt.data(), first / 8, (stop + 7) / 8, sums.data());
+        });
         for (int64_t r = 0; r < block; ++r)
           for (int64_t c = first; c < stop; ++c) part.out[(m + r) * s.d + c] = sums[r * s.dim + c] + zero[r];
       }
@@ -255,39 +260,36 @@ struct Attention : ExactAttention {
     else mix_tokens(place(head, start), count, kept, weights.data(), part);
   }
 
-  // A row's maximum and 1/Σ exp over all its head's parts and its sink; a fully masked row gives 0.
-  void denominator(const Parts& parts, int64_t head, int64_t m, float* peak, float* share) const {
-    const int64_t first = head * (chunks + 1);
-    const float sink = s.sinks ? s.sinks[head % s.heads * s.group_heads + m / s.lanes] : kNothing;
-    float top = sink, total = 0.0f;
-    for (int64_t i = 0; i <= chunks; ++i) top = std::max(top, parts.peaks[(first + i) * rows + m]);
-    const float base = base_of(top);
-    for (int64_t i = 0; i <= chunks; ++i)
-      total += parts.totals[(first + i) * rows + m] * weight_of(parts.peaks[(first + i) * rows + m], base);
-    total += weight_of(sink, base);
-    *peak = base;
-    *share = total == 0.0f ? 0.0f : 1.0f / total;
-  }
-
+  // Each row's maximum and 1/Σ exp over all its head's parts and its sink; a fully masked row gives 0.
   void denominators(const Parts& parts, int64_t head, float* peaks, float* shares) const {
-    for (int64_t m = 0; m < rows; ++m) denominator(parts, head, m, peaks + m, shares + m);
+    const int64_t first = head * (chunks + 1);
+    for (int64_t m = 0; m < rows; ++m) {
+      const float sink = s.sinks ? s.sinks[head % s.heads * s.group_heads + m / s.lanes] : kNothing;
+      float top = sink;
+      for (int64_t i = 0; i <= chunks; ++i) top = std::max(top, parts.peaks[(first + i) * rows + m]);
+      peaks[m] = base_of(top);
+      float total = weight_of(sink, peaks[m]);
+      for (int64_t i = 0; i <= chunks; ++i)
+        total += parts.totals[(first + i) * rows + m] * weight_of(parts.peaks[(first + i) * rows + m], peaks[m]);
+      shares[m] = total == 0.0f ? 0.0f : 1.0f / total;
+    }
   }
 
   // All parts of a head, merged, into s.out.
   void merge(Parts& parts, int64_t head) const {
-    std::vector<float> sum(s.d);
-    float *out = sum.data(), peak, share;
+    std::vector<float> sum(s.d), peaks(rows), shares(rows);
+    denominators(parts, head, peaks.data(), shares.data());
+    float* out = sum.data();
     for (int64_t m = 0; m < rows; ++m) {
-      denominator(parts, head, m, &peak, &share);
       std::fill_n(out, s.d, 0.0f);
       for (int64_t i = 0; i <= chunks; ++i) {
         Part part = parts[head * (chunks + 1) + i];
         if (i == chunks && s.rotation) rotate(out, s.d, s.rotation);  // the sum of the low-bit tier's parts
         if (part.total[m] == 0.0f) continue;
-        const float shrink = weight_of(part.peak[m], peak) * share;
+        const float shrink = weight_of(part.peak[m], peaks[m]) * shares[m];
         for (int64_t c = 0; c < s.d; ++c) out[c] += part.out[m * s.d + c] * shrink;
       }
-      for (int64_t c = 0; c < s.d; ++c) store(out[c], static_cast<T*>(s.out) + (head * rows + m) * s.d + c);
+      std::copy_n(out, s.d, static_cast<T*>(s.out) + (head * rows + m) * s.d);
     }
   }
 

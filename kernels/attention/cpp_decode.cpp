@@ -4,14 +4,6 @@
 
 namespace {
 
-// The low-bit tier's logits.
-void low_bit_logits(const Attention& a) {
-  const int64_t jobs = a.pairs * a.chunks;
-#pragma omp parallel for schedule(static) num_threads(threads()) if (a.worth_threads())
-  for (int64_t job = 0; job < jobs; ++job)
-    a.chunk_logits(job % a.pairs, job / a.pairs * kChunk);
-}
-
 // Each lane's scores, independent of the slots.
 void score(const StepArguments& step) {
   const Attention a(step);
@@ -26,10 +18,9 @@ void score(const StepArguments& step) {
     if (chunk == a.chunks) {
       for (int64_t m = 0; m < a.rows; ++m)
         std::fill(a.logits_of(head) + m * stride + a.low_bit(head), a.logits_of(head) + (m + 1) * stride, kNothing);
-      const std::vector<Pair> recent = a.recent_pairs(head);
-      count = stride = recent.size();
-      exact[head] = a.exact_logits(head, recent, stride);
+      exact[head] = a.exact_logits(head, a.recent_pairs(head));
       logits = exact[head].data();
+      count = stride = exact[head].size() / a.rows;
     } else if (count > 0) {
       a.chunk_logits(head, start);
     } else {
@@ -55,8 +46,7 @@ void score(const StepArguments& step) {
         const int64_t stop = std::min(a.low_bit(head), start + kChunk);
         a.candidate_scores(head, lane, a.logits_of(head) + start, step.capacity, start, stop, peak, share, scores + start);
       } else {
-        const int64_t stride = exact[head].size() / a.rows;
-        const int64_t low_bit = a.low_bit(head);
+        const int64_t stride = exact[head].size() / a.rows, low_bit = a.low_bit(head);
         a.candidate_scores(head, lane, exact[head].data(), stride, low_bit, a.length(head), peak, share, scores + low_bit);
         std::fill(scores + a.candidates(head), scores + step.capacity, -1.0f);
       }
@@ -117,7 +107,10 @@ void attend(const Attention& a) {
 
 extern "C" void decode_attention(const StepArguments* step) {
   const Attention a(*step);
-  low_bit_logits(a);
+  const int64_t jobs = a.pairs * a.chunks;
+#pragma omp parallel for schedule(static) num_threads(threads()) if (a.worth_threads())
+  for (int64_t job = 0; job < jobs; ++job)
+    a.chunk_logits(job % a.pairs, job / a.pairs * kChunk);
   attend(a);
 }
 

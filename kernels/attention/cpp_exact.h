@@ -99,7 +99,7 @@ struct ExactAttention {
     const T *k = static_cast<const T*>(s.k), *v = static_cast<const T*>(s.v);
     for (int64_t l = 0; l < s.lanes; ++l) {
       const int64_t at = (head * s.lanes + l) * s.d;
-      found.push_back({k + at, v ? v + at : nullptr, length(head), l});
+      found.push_back({k + at, v + at, length(head), l});
     }
     const T* sinks = static_cast<const T*>(s.sink_pairs) + head * s.sink_tokens * pair_size();
     each_sink(head, 0, low_bit(head),
@@ -130,10 +130,10 @@ struct ExactAttention {
     }
   }
 
-  // Logits [rows][stride] of a head's query rows and some pairs in 16 bits; stride: their number, in whole tiles.
-  std::vector<float> exact_logits(int64_t head, const std::vector<Pair>& of, int64_t stride) const {
+  // Logits [rows][stride] of a head's query rows and some pairs in 16 bits; stride: their number, up to a whole tile.
+  std::vector<float> exact_logits(int64_t head, const std::vector<Pair>& of) const {
+    const int64_t count = of.size(), stride = (count + kLanes - 1) / kLanes * kLanes;
     std::vector<float> logits(rows * stride, kNothing);
-    const int64_t count = of.size();
     const auto load = [&](int64_t t, float* x) { for (int64_t c = 0; c < s.d; ++c) x[c * kLanes] = of[t].key[c]; };
     each_tile(&query[head * rows * s.d], count, load, [&](int64_t t, int64_t m, Floats product) {
       const Floats x = capped(product);
@@ -145,8 +145,8 @@ struct ExactAttention {
 
   // Attention over 16-bit pairs. A weight of 0 does not remove values that are not finite, so tails of tiles are zeros.
   std::vector<float> exact_mix(int64_t head, const std::vector<Pair>& of, Part part) const {
-    const int64_t count = of.size(), stride = (count + kLanes - 1) / kLanes * kLanes;
-    const std::vector<float> logits = exact_logits(head, of, stride);
+    const std::vector<float> logits = exact_logits(head, of);
+    const int64_t count = of.size(), stride = logits.size() / rows;
     std::vector<float> weights(logits), values(kLanes * s.d);
     for (int64_t m = 0; m < rows; ++m) softmax(&weights[m * stride], stride, part.peak + m, part.total + m);
     for (int64_t t = 0; t < stride; t += kLanes) {

@@ -88,11 +88,6 @@ __attribute__((noinline)) void score_words(const KeyOrder& k, const uint32_t* wo
       }
 }
 
-void score_rows_of(const KeyOrder& k, const uint32_t* words, int first, int stop, const float* query, int64_t rows,
-                   float* sums) {
-  with_rows(rows, [&](auto R) { score_words<R>(k, words, first, stop, query, sums); });
-}
-
 // Values. `shares`: numbers of a channel in a field's place, for tokens 8 apart and of other words of a load.
 struct ValueOrder : Order {
   const int shares;
@@ -123,17 +118,8 @@ struct ValueOrder : Order {
 
   // Bring a row's weights [64] and a zero into the order of lanes, vectors `stride` apart.
   void deal(const float* weights, int64_t stride, float* to) const {
-    if (loads == 4)
-      for (int share = 0; share < 2; ++share)
-        for (int q = 0; q < 4; ++q) {
-          float* at = to + (share * vectors + 4 * q / kLanes) * 2 * stride + 4 * q % kLanes;
-          for (int pair = 0; pair < 4; ++pair) {
-            at[pair] = weights[16 * q + 8 * share + 2 * pair];
-            at[stride + pair] = weights[16 * q + 8 * share + 2 * pair + 1];
-          }
-        }
-    else
-      for (size_t i = 0; i < token.size(); ++i) to[i / kLanes * stride + i % kLanes] = weights[token[i]];
+    for (size_t i = 0; i < token.size(); i += kLanes, to += stride)
+      for (int lane = 0; lane < kLanes; ++lane) to[lane] = weights[token[i + lane]];
   }
 };
 
@@ -176,11 +162,6 @@ __attribute__((noinline)) void mix_words(const ValueOrder& v, const uint32_t* co
           out[r * v.dim + 8 * (c + i) + g] = (four[0] + four[1] + four[2] + four[3]) / (1 << v.first_bit[c + i]);
         }
     }
-}
-
-void mix_rows_of(const ValueOrder& v, const uint32_t* const* records, int count, const float* weights, int64_t rows,
-                 int first, int stop, float* out) {
-  with_rows(rows, [&](auto R) { mix_words<R>(v, records, count, weights, first, stop, out); });
 }
 
 }  // namespace

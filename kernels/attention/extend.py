@@ -8,8 +8,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -35,13 +34,6 @@ Part = tuple[Tensor, Tensor]
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Part]
 
 
-class Parts(NamedTuple):
-    """How to attend over a part of the tokens, and the most tokens of a part of the host tier."""
-
-    attend: Attend
-    block: int
-
-
 @by_rows(0)
 @takes(new=AttentionInputs)
 def extend_attention(new: AttentionInputs, host: Pages, scale: float, softcap: float | None) -> Tensor:
@@ -53,18 +45,17 @@ def extend_attention(new: AttentionInputs, host: Pages, scale: float, softcap: f
 
     Returns: [B, Hq, T, d] in q's dtype.
     """
-    return extended(Parts(functools.partial(plain, scale=scale, softcap=softcap), BLOCK), new, host)
+    return extended(functools.partial(plain, scale=scale, softcap=softcap), BLOCK, new, host)
 
 
 @by_rows(0)
 @takes(new=AttentionInputs)
 def extend_attention_fused(new: AttentionInputs, host: Pages, scale: float, softcap: float | None) -> Tensor:
     """Compute `extend_attention` by torch's flash kernel; same arguments and results."""
-    how = Parts(functools.partial(plain, scale=scale, softcap=softcap), BLOCK)
-    if softcap is None and new.q.dtype in FLASH_DTYPES and new.q.dtype == new.k.dtype:
-        block = FLASH_BLOCK if new.mask is None or new.mask.shape[2] == 1 else BLOCK
-        how = Parts(functools.partial(flash, scale=scale), block)
-    return extended(how, new, host)
+    if softcap is not None or new.q.dtype not in FLASH_DTYPES or new.q.dtype != new.k.dtype:
+        return extended(functools.partial(plain, scale=scale, softcap=softcap), BLOCK, new, host)
+    block = FLASH_BLOCK if new.mask is None or new.mask.shape[2] == 1 else BLOCK
+    return extended(functools.partial(flash, scale=scale), block, new, host)
 
 
 def plain(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, softcap: float | None) -> Part:
@@ -94,8 +85,8 @@ def merged(one: Part, other: Part) -> Part:
     return one[0] * first + other[0] * second, torch.logaddexp(one[1], other[1])
 
 
-def extended(how: Parts, new: AttentionInputs, host: Pages) -> Tensor:
-    """Attend over all parts: the new tokens, then blocks of the host tier."""
+def extended(attend: Attend, block: int, new: AttentionInputs, host: Pages) -> Tensor:
+    """Attend over all parts: the new tokens, then blocks of the host tier with at most `block` tokens."""
     q, k, v, mask, sinks, cursor = new
     length, padding = max(length_of(cursor), 0), max(-length_of(cursor), 0)
     if padding >= q.shape[2]:  # all new tokens are padding, and torch's kernel divides by the number of rows
@@ -103,39 +94,34 @@ def extended(how: Parts, new: AttentionInputs, host: Pages) -> Tensor:
     q, k, v = (x[:, :, padding:] for x in (q, k, v))
     rows = Rows(q, k.shape[1], mask, length + q.shape[2])
     if host.dtype == q.dtype and q.shape[2] <= IN_PLACE and length >= PAGE:
-        parts = [over_pages(how, *row, length, sinks) for row in each_row(rows, host, k, v)]
-        return rows.back(torch.cat(parts), q.dtype)
-    part = how.attend(rows.q, k, v, rows.new_columns(length, length))
-    for start in range(0, length, how.block):
-        stop = min(start + how.block, length)
+        each_row = zip(map(rows.of, range(len(k))), rows_of_pages(host), k.split(1), v.split(1), strict=True)
+        return rows.back(torch.cat([over_pages(attend, *row, length, sinks) for row in each_row]), q.dtype)
+    part = attend(rows.q, k, v, rows.new_columns(length, length))
+    for start in range(0, length, block):
+        stop = min(start + block, length)
         keys, values = decoded(tokens_of(host, start, stop).to(q.device), q.dtype, q.shape[-1]).unbind(-2)
-        part = merged(part, how.attend(rows.q, keys, values, rows.columns(start, stop)))
+        part = merged(part, attend(rows.q, keys, values, rows.columns(start, stop)))
     if sinks is not None:
         part = merged(part, (torch.zeros_like(part[0]), rows.sinks(sinks)))
     out = rows.back(part[0], q.dtype)
     return torch.nn.functional.pad(out, (0, 0, padding, 0)) if padding else out
 
 
-def each_row(rows: Rows, host: Pages, k: Tensor, v: Tensor) -> Iterator[tuple[Rows, Pages, Tensor, Tensor]]:
-    """Yield each batch row's queries, pages and new pairs, which are views."""
-    for number, pages in enumerate(rows_of_pages(host)):
-        one = slice(number, number + 1)
-        yield rows.of(one), pages, k[one], v[one]
-
-
-def over_pages(how: Parts, rows: Rows, host: Pages, k: Tensor, v: Tensor, length: int, sinks: Tensor | None) -> Tensor:
+def over_pages(
+    attend: Attend, rows: Rows, host: Pages, k: Tensor, v: Tensor, length: int, sinks: Tensor | None
+) -> Tensor:
     """Attend over one row's pages in place, adjacent ones as one batch; the last page's tokens are copied before the
     new ones. Returns the output [B, H, rows, d]."""
     (table,), whole = host.table.tolist(), length // PAGE
     rest = tokens_of(host, whole * PAGE, length)
     keys, values = (torch.cat([rest[..., which, :], x], 2) for which, x in enumerate((k, v)))
-    parts = [how.attend(rows.q, keys, values, rows.new_columns(whole * PAGE, length))]
+    parts = [attend(rows.q, keys, values, rows.new_columns(whole * PAGE, length))]
     for numbers, _ in runs_of([page - number for number, page in enumerate(table[:whole])]):
         size = numbers.stop - numbers.start
         keys, values = host.pages.narrow(0, table[numbers.start], size).unbind(-2)
         mask = rows.columns(numbers.start * PAGE, numbers.stop * PAGE)
         mask = None if mask is None else mask.unflatten(-1, (size, PAGE)).movedim(-2, 0).squeeze(1)
-        parts.append(how.attend(rows.q.expand(size, -1, -1, -1), keys, values, mask))
+        parts.append(attend(rows.q.expand(size, -1, -1, -1), keys, values, mask))
     outs, totals = (torch.cat(part) for part in zip(*parts, strict=True))
     totals = totals if sinks is None else torch.cat([totals, rows.sinks(sinks)[None]])
     weights = totals.softmax(0).nan_to_num_(0.0)[: len(outs), ..., None]  # NaN: a row without visible tokens
@@ -152,13 +138,13 @@ class Rows:
         self.q, self.mask = q.unflatten(1, (heads, -1)).flatten(2, 3), mask
         self.heads, self.group, self.tokens = heads, q.shape[1] // heads, q.shape[2]
 
-    def of(self, batch_rows: slice) -> Rows:
-        """Return some rows of the batch."""
-        some = copy.copy(self)
-        some.q = self.q[batch_rows]
+    def of(self, number: int) -> Rows:
+        """Return one row of the batch."""
+        one, row = copy.copy(self), slice(number, number + 1)
+        one.q = self.q[row]
         if self.mask is not None and self.mask.shape[0] > 1:
-            some.mask = self.mask[batch_rows]
-        return some
+            one.mask = self.mask[row]
+        return one
 
     def columns(self, start: int, stop: int) -> Tensor | None:
         """Return the columns start..stop of the mask [B|1, Hq|1, T|1, n] as [B|1, H|1, G·T|1, stop - start]."""

@@ -6,14 +6,12 @@ keeps its state on the device. FLOPs: 4·T·n·Hq·d; PCIe: 4·n·H·d bytes per
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from specache_compile.kernels.decode.triton_decode import MASK_STRIDES, mask_form
+from specache_compile.kernels.decode.triton_decode import MASK_STRIDES, contiguous_channels, mask_form
 from specache_compile.kernels.movement import copy_stream
 from specache_compile.kernels.state.cursor import lengths_of
 from specache_compile.kernels.state.operands import AttentionInputs, takes
@@ -27,24 +25,14 @@ from .triton_softmax import LOG2E, biased, capped, finite, shown
 HOST_BLOCK = 2048
 
 
-class Tile(NamedTuple):
-    """Tile sizes of `attend_block`.
-
-    rows: new tokens per product.
-    keys: pairs per product.
-    warps: warps per program.
-    stages: tiles of pairs in flight (`num_stages`).
-    """
-
-    rows: int
-    keys: int
-    warps: int
-    stages: int
-
-
-# Bytes of a padded row of channels → tile. Each fits in 99 KiB, the most shared memory of a program on an A6000 or a
-# 4090 (tools/compile_kernels.py checks it).
-TILES = {256: Tile(64, 32, 4, 3), 512: Tile(64, 32, 8, 2), 1024: Tile(32, 16, 8, 2), 2048: Tile(16, 16, 8, 1)}
+# Bytes of a padded row of channels → options of `attend_block`. Each tile fits in 99 KiB, the most shared memory of a
+# program on an A6000 or a 4090 (tools/compile_kernels.py checks it).
+TILES = {
+    256: dict(ROWS=64, KEYS=32, num_warps=4, num_stages=3),
+    512: dict(ROWS=64, KEYS=32, num_warps=8, num_stages=2),
+    1024: dict(ROWS=32, KEYS=16, num_warps=8, num_stages=2),
+    2048: dict(ROWS=16, KEYS=16, num_warps=8, num_stages=1),
+}
 
 
 @triton.jit(do_not_specialize=[*MASK_STRIDES, "count", "size", "first"])
@@ -63,8 +51,9 @@ def attend_block(
 ):  # fmt: skip
     """One program: ROWS new tokens of one query head over `size` pairs, which begin at token `first`.
 
-    CHANNELS: d, padded. Bytes: 4·size·d of pairs, which programs of one KV head share in the L2 cache, 2·ROWS·d of q,
-    and 4·ROWS·(d + 2) of the state, read and written. FLOPs: 4·ROWS·size·d, half of that with CAUSAL.
+    KEYS: pairs per product. CHANNELS: d, padded. Bytes: 4·size·d of pairs, which programs of one KV head share in the
+    L2 cache, 2·ROWS·d of q, and 4·ROWS·(d + 2) of the state, read and written. FLOPs: 4·ROWS·size·d, half of that with
+    CAUSAL.
     """
     number = tl.program_id(0).to(tl.int64)
     batch, query_head = number // query_heads, number % query_heads
@@ -129,14 +118,14 @@ def extend_attention(new: AttentionInputs, host: Tensor, scale: float, softcap: 
 
 def extend_rows(new: AttentionInputs, length: int, host: Pages, scale: float, softcap: float | None) -> Tensor:
     """Run `extend_attention` for rows with `length` cached tokens each."""
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in new[:3])
-    mask, sinks = new.mask, new.sinks
+    q, k, v, given, sinks, _ = contiguous_channels(new)
     batch, query_heads, count, d = q.shape
-    if mask is not None:
-        check_covers(mask, length + count)
-    causal = mask is None or mask.shape[2] == 1
-    channels, tile = tile_of(d, q.dtype)
-    kind, mask, mask_strides = mask_form(mask, batch, query_heads, count)
+    if given is not None:
+        check_covers(given, length + count)
+    causal = given is None or given.shape[2] == 1
+    channels = max(16, triton.next_power_of_2(d))
+    tile = TILES[max(min(TILES), channels * q.dtype.itemsize)]
+    kind, mask, mask_strides = mask_form(given, q)
     rows = (batch, query_heads, count)
     out = torch.zeros(*rows, d, dtype=torch.float32, device=q.device)
     peak = torch.full(rows, float("-inf"), dtype=torch.float32, device=q.device)
@@ -146,22 +135,15 @@ def extend_rows(new: AttentionInputs, length: int, host: Pages, scale: float, so
         total.fill_(1.0)
 
     def attend(keys: Tensor, values: Tensor, first: int, causal: bool) -> None:
-        attend_block[batch * query_heads, triton.cdiv(count, tile.rows)](
-            q, keys, values, q if mask is None else mask, out, peak, total,
+        attend_block[batch * query_heads, triton.cdiv(count, tile["ROWS"])](
+            q, keys, values, mask, out, peak, total,
             q.stride()[:3], keys.stride()[:3], values.stride()[:3], **mask_strides, scale=scale, softcap=softcap or 1.0,
             query_heads=query_heads, heads=k.shape[1], count=count, size=keys.shape[2], first=first,
-            d=d, CAUSAL=causal, MASK=kind, CAP=softcap is not None, ROWS=tile.rows, KEYS=tile.keys,
-            CHANNELS=channels, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-            num_warps=tile.warps, num_stages=tile.stages,
+            d=d, CAUSAL=causal, MASK=kind, CAP=softcap is not None, CHANNELS=channels,
+            PRECISION="ieee" if q.dtype == torch.float32 else "tf32", **tile,
         )  # fmt: skip
 
     for first, block in copy_stream.host_blocks(host, length, HOST_BLOCK, q.device):
         attend(*decoded(block, q.dtype, d).unbind(3), first, False)
     attend(k, v, length, causal)
     return (out / total.masked_fill(total == 0, 1.0).unsqueeze(-1)).to(q.dtype)
-
-
-def tile_of(d: int, dtype: torch.dtype) -> tuple[int, Tile]:
-    """Return the padded channels, and the tile of `attend_block` for them."""
-    channels = max(16, triton.next_power_of_2(d))
-    return channels, TILES[max(min(TILES), channels * dtype.itemsize)]

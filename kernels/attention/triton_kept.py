@@ -57,18 +57,11 @@ def block_scores(
         offset, peak = load_kept(logits, base, block, there, row, PAIRS)
         score += tl.exp2(offset + (peak - tl.load(lse + row))[:, None])
         highest = tl.maximum(highest, offset)
-    seen = seen_by_any(mask, token, there, highest, m_head, m_token, queries=queries, ADDITIVE=ADDITIVE)
-    return tl.where(seen, score, -1.0)
-
-
-@triton.jit
-def seen_by_any(mask, tokens, there, highest, m_head, m_token, queries: tl.constexpr, ADDITIVE: tl.constexpr):
-    """Return which tokens a query head of the group sees. mask: of the first head; highest: their largest offset."""
     seen = highest > float("-inf")
     if ADDITIVE:
-        visible = tokens < 0
+        visible = token < 0
         for query in tl.static_range(queries):
-            bias = tl.load(mask + query * m_head + tokens * m_token, there[:, None], float("-inf"))
+            bias = tl.load(mask + query * m_head + token * m_token, there[:, None], float("-inf"))
             visible |= bias.to(tl.float32) > HIDDEN
         seen &= visible
-    return seen
+    return tl.where(seen, score, -1.0)

@@ -23,12 +23,6 @@ struct Params {
     return eight ? static_cast<const int8_t*>(of)[first + i] * 0.125f * scale
                  : static_cast<float>(static_cast<const T*>(of)[first + i]);
   }
-
-  // `count` scales, followed by the zero points.
-  void read(int64_t count, float* scales, float* zeros) const {
-    for (int64_t i = 0; i < count; ++i) scales[i] = scale(i);
-    for (int64_t i = 0; i < count; ++i) zeros[i] = zero(count + i, scales[i]);
-  }
 };
 
 constexpr int kRecord = 64, kQuads = 8;  // tokens of a record; values of g in a thread (g, q)

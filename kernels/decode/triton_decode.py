@@ -25,6 +25,7 @@ from specache_compile.kernels.attention.triton_kept import block_scores
 from specache_compile.kernels.attention.triton_softmax import LOG2E, finite
 from specache_compile.kernels.codes.records import RECORD
 from specache_compile.kernels.state.layout import Layout, StoredTiers, rotation_block
+from specache_compile.kernels.state.operands import AttentionInputs
 from specache_compile.kernels.state.triton_cursor import AT_LENGTH, AT_NEXT_LOW_BIT
 from specache_compile.kernels.state.triton_pairs import sinks_among
 from specache_compile.kernels.state.triton_rotate import hadamard
@@ -45,30 +46,6 @@ PART_SIZES = (8, 32, 128)
 MOST_SPLITS, MOST_EXACT, MOST_ROUNDS, FEWEST_TILES = 96, 32, 4, 3
 # Instructions of a program's prologue and epilogue, in units of a record's (tools/compile_kernels.py).
 PROLOGUE = 1.5
-
-# A mask's kind, the tensor that a kernel loads, and its strides: see `mask_form`.
-MaskForm = tuple[int, Tensor | None, dict[str, int]]
-
-
-class DecodeInputs(NamedTuple):
-    """What all kernels of a decode step read.
-
-    q: [B, Hq, lanes, d] with contiguous channels.
-    k, v: [B, H, lanes, d], the new tokens' pairs, with contiguous channels.
-    mask: of `mask_form`.
-    cursor: int64 [B, 4 ...].
-    tiers, layout: as in `attention_ops`.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    mask: MaskForm
-    cursor: Tensor
-    tiers: StoredTiers
-    layout: Layout
-    scale: float
-    softcap: float | None
 
 
 class Sums(NamedTuple):
@@ -176,11 +153,11 @@ def score_tokens(
 
 
 def merged(
-    inputs: DecodeInputs, sinks: Tensor | None, low_bit: Sums, exact: Sums, lse: Tensor, values: bool = True
+    new: AttentionInputs, layout: Layout, low_bit: Sums, exact: Sums, lse: Tensor, values: bool = True
 ) -> Tensor:
     """Launch `merge_splits`; returns the output [B, Hq, lanes, d] in q's dtype (empty without `values`), and writes the
     log-sum-exp [B, Hq, lanes] in log2 units."""
-    q, heads = inputs.q, inputs.k.shape[1]
+    q, sinks, heads = new.q, new.sinks, new.k.shape[1]
     batch, query_heads, lanes, d = q.shape
     (_, parts, rows), exact_parts = low_bit.peaks.shape, exact.peaks.shape[1]
     out = torch.empty(q.shape if values else (0,), dtype=q.dtype, device=q.device)
@@ -190,34 +167,41 @@ def merged(
         queries=query_heads // heads, VALUES=values, SINKS=sinks is not None, ROWS=rows,
         PARTS=part_size(parts), EXACT=part_size(exact_parts),
         CHANNELS=max(FEWEST_CHANNELS, triton.next_power_of_2(d)),
-        TURNED=rotation_block(d) if inputs.layout.is_rotated else 1, num_warps=4,
+        TURNED=rotation_block(d) if layout.is_rotated else 1, num_warps=4,
     )  # fmt: skip
     return out
 
 
-def scores_of(inputs: DecodeInputs, logits: Tensor, base: Tensor, lse: Tensor, last: int) -> Tensor:
+def scores_of(new: AttentionInputs, sink_index: Tensor, logits: Tensor, base: Tensor, lse: Tensor, last: int) -> Tensor:
     """Launch `score_tokens`; returns [last, B, H, C], the scores of the last lanes."""
-    kind, mask, mask_strides = inputs.mask
-    cursor, sink_index, (batch, query_heads, lanes, _) = inputs.cursor, inputs.tiers.sink_index, inputs.q.shape
+    cursor, (batch, query_heads, lanes, _) = new.cursor, new.q.shape
+    kind, mask, mask_strides = mask_form(new.mask, new.q)
     heads, capacity = logits.shape[1], logits.shape[2] * RECORD
     scores = logits.new_empty((last, batch, heads, capacity), dtype=torch.float32)
     score_tokens[batch * heads, triton.cdiv(capacity, SCORE_BLOCK), last](
-        logits, base, lse, lse if mask is None else mask, cursor, sink_index, scores,
+        logits, base, lse, mask, cursor, sink_index, scores,
         **mask_strides, heads=heads, capacity=capacity, columns=cursor.stride(0), lanes=lanes,
         queries=query_heads // heads, sink_tokens=sink_index.shape[2], MASK=kind, BLOCK=SCORE_BLOCK, num_warps=4,
     )  # fmt: skip
     return scores
 
 
-def mask_form(mask: Tensor | None, batch: int, query_heads: int, rows: int) -> MaskForm:
-    """Return the mask's kind, the tensor that the kernel loads, and the mask's strides by the kernels' parameter names.
+def contiguous_channels(new: AttentionInputs) -> AttentionInputs:
+    """Return the inputs with a stride of 1 in the channels of q, k and v."""
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in new[:3])
+    return new._replace(q=q, k=k, v=v)
 
-    Strides are over [B, Hq, rows, n], 0 for broadcast dimensions. rows: number of lanes, or of new tokens.
+
+def mask_form(mask: Tensor | None, q: Tensor) -> tuple[int, Tensor, dict[str, int]]:
+    """Return the mask's kind, the tensor that a kernel loads, and the mask's strides by the kernels' parameter names.
+
+    Strides are over [B, Hq, T, n] for a query [B, Hq, T, d], 0 for broadcast dimensions. Without a mask the tensor is
+    the query, which no kernel reads as a mask.
     """
     names = ("m_batch", "m_head", "m_row", "m_token")
     if mask is None:
-        return NO_MASK, None, dict.fromkeys(names, 0)
-    strides = dict(zip(names, mask.expand(batch, query_heads, rows, mask.shape[-1]).stride(), strict=True))
+        return NO_MASK, q, dict.fromkeys(names, 0)
+    strides = dict(zip(names, mask.expand(*q.shape[:3], mask.shape[-1]).stride(), strict=True))
     if mask.dtype == torch.bool:
         return PADDING if mask.shape[1] == mask.shape[2] == 1 else BOOL_MASK, mask.view(torch.uint8), strides
     return ADDITIVE_MASK, mask, strides

@@ -10,6 +10,7 @@ from torch import Tensor
 from specache_compile.kernels.attention.kept_logits import LOWEST
 from specache_compile.kernels.attention.triton_kept import place_of_base, place_of_logit
 from specache_compile.kernels.attention.triton_softmax import LOG2E, biased, capped, finite, shown
+from specache_compile.kernels.state.operands import AttentionInputs, TierInputs
 from specache_compile.kernels.state.page_table import shape_of_scores
 from specache_compile.kernels.state.triton_cursor import AT_LENGTH, AT_LOW_BIT, AT_NEXT_LOW_BIT
 
@@ -17,10 +18,10 @@ from .triton_decode import (
     EXACT_BLOCK,
     FEWEST_CHANNELS,
     MASK_STRIDES,
-    DecodeInputs,
     Sums,
     empty_sums,
     exact_splits,
+    mask_form,
     rows_of,
 )
 
@@ -141,7 +142,7 @@ def attend_pairs(
 
 
 def attend_exact(
-    inputs: DecodeInputs, slots: Tensor | None, slot_index: Tensor | None, values: bool,
+    new: AttentionInputs, read: TierInputs, slots: Tensor | None, slot_index: Tensor | None, values: bool,
     kept: tuple[Tensor, Tensor] | None,
 ) -> Sums:  # fmt: skip
     """Return the sums over the 16-bit pairs; without `values` neither slots nor values are read.
@@ -149,7 +150,8 @@ def attend_exact(
     kept: kept logits and their base, to which the logits of slots and of candidates in the ring are written. Slots keep
         their base from the low-bit tier.
     """
-    q, k, v, (kind, mask, mask_strides), cursor, tiers = inputs[:6]
+    q, k, v, cursor, tiers = *new[:3], new.cursor, read.tiers
+    kind, mask, mask_strides = mask_form(new.mask, q)
     batch, query_heads, lanes, d = q.shape
     _, heads, capacity = shape_of_scores(tiers.codes, cursor)
     rows, window, sink_tokens = rows_of(q, heads), tiers.recent.shape[2], tiers.sink_index.shape[2]
@@ -160,12 +162,12 @@ def attend_exact(
     splits = exact_splits(batch * heads, blocks, q.device, PROGRAMS)
     sums = empty_sums(batch * heads, splits, rows, d if values else 0, q.device)
     attend_pairs[batch * heads, splits](
-        q, k, v, q if mask is None else mask, cursor, tiers.recent, tiers.sink_pairs, slots, tiers.sink_index,
+        q, k, v, mask, cursor, tiers.recent, tiers.sink_pairs, slots, tiers.sink_index,
         slot_index, *(kept or sums[1:]), *sums, (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3]),
-        **mask_strides, scale=inputs.scale, softcap=inputs.softcap or 1.0, heads=heads, capacity=capacity,
+        **mask_strides, scale=read.scale, softcap=read.softcap or 1.0, heads=heads, capacity=capacity,
         columns=cursor.stride(0), d=d, window=window, top_k=top_k, sink_tokens=sink_tokens, lanes=lanes,
         rows=query_heads // heads * lanes, KEPT=kept is not None, VALUES=values, MASK=kind,
-        CAP=inputs.softcap is not None, ROWS=rows, CHANNELS=max(FEWEST_CHANNELS, triton.next_power_of_2(d)),
+        CAP=read.softcap is not None, ROWS=rows, CHANNELS=max(FEWEST_CHANNELS, triton.next_power_of_2(d)),
         EXACT=EXACT_BLOCK, PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=1,
     )  # fmt: skip
     return sums

@@ -43,11 +43,12 @@ from specache_compile.kernels.decode.triton_query import (
 from specache_compile.kernels.state.center import ROWS as CENTER_ROWS
 from specache_compile.kernels.state.center import STEPPED
 from specache_compile.kernels.state.layout import rotation_block
+from specache_compile.kernels.state.operands import AttentionInputs, TierInputs
 from specache_compile.kernels.state.page_table import shape_of_scores
 from specache_compile.kernels.state.triton_center import share_of_center
 from specache_compile.kernels.state.triton_cursor import AT_LOW_BIT, record_in_page
 
-from .triton_decode import MASK_STRIDES, DecodeInputs, Sums, empty_sums, group_of, rows_of, splits_of
+from .triton_decode import MASK_STRIDES, Sums, empty_sums, group_of, mask_form, rows_of, splits_of
 
 NOTHING_SEEN, BLOCK, PER_TOKEN = tl.constexpr(LOWEST), tl.constexpr(PARAM_BLOCK), tl.constexpr(CENTER_ROWS)
 # Programs per multiprocessor that the registers allow.
@@ -215,26 +216,26 @@ def score_keys(
     tl.store(totals + at, total)
 
 
-def attend_keys(inputs: DecodeInputs, logits: Tensor, base: Tensor) -> Sums:
+def attend_keys(new: AttentionInputs, read: TierInputs, logits: Tensor, base: Tensor) -> Sums:
     """Write the low-bit tier's kept logits of all rows, without sinks; returns their sums, which have no values."""
-    q, cursor, layout, tiers = inputs.q, inputs.cursor, inputs.layout, inputs.tiers
+    q, cursor, (tiers, layout, scale, softcap) = new.q, new.cursor, read
     codes, key_params, keys_center = tiers.codes, tiers.key_params, tiers.center
     batch, query_heads, lanes, d = q.shape
     _, heads, capacity = shape_of_scores(codes, cursor)
     group, dim, centered = group_of(tiers), stored_dim(d), keys_center.shape[2]
     in_trellis, padded = is_trellis(key_params), rows_of(q, heads)
     splits = splits_of(batch * heads, triton.cdiv(capacity, RECORD), q.device, PROGRAMS)
-    new = functools.partial(torch.empty, device=q.device)
+    empty = functools.partial(torch.empty, device=q.device)
     kind = torch.float32 if q.dtype == torch.float32 else torch.float16
-    query, unit = new((batch * heads, padded * dim), dtype=kind), new((batch * heads, 2, padded))
-    shares = new((batch * heads, capacity // group, padded))
+    query, unit = empty((batch * heads, padded * dim), dtype=kind), empty((batch * heads, 2, padded))
+    shares = empty((batch * heads, capacity // group, padded))
     center_shares = unit
     if centered:
-        center_shares = share_of_center(q, keys_center, cursor, capacity, group, inputs.scale)
-    kind_of_mask, mask, strides = inputs.mask
+        center_shares = share_of_center(q, keys_center, cursor, capacity, group, scale)
+    kind_of_mask, mask, strides = mask_form(new.mask, q)
     form = Form(
         dim, layout.key_bits, group, codes.shape[3], lanes, query_heads // heads * lanes, padded,
-        tiers.sink_index.shape[2], centered, kind_of_mask, inputs.softcap is not None, in_trellis,
+        tiers.sink_index.shape[2], centered, kind_of_mask, softcap is not None, in_trellis,
         # Codes stay at their place in a byte if it is the same for all tokens.
         dim // 8 >= (8 if in_trellis else 8 // layout.key_bits),
     )  # fmt: skip
@@ -243,13 +244,13 @@ def attend_keys(inputs: DecodeInputs, logits: Tensor, base: Tensor) -> Sums:
     )
     chunks = triton.cdiv(capacity // group, GROUPS) if centered == STEPPED or not in_trellis else 1
     prepare_query[batch * heads, chunks](
-        q, key_params, center_shares, cursor, query, unit, shares, q.stride()[:3], scale=inputs.scale, d=d,
+        q, key_params, center_shares, cursor, query, unit, shares, q.stride()[:3], scale=scale, d=d,
         TURNED=rotation_block(d) if layout.is_rotated else 1, GROUPS=GROUPS, **common, num_warps=max(4, padded // 2),
     )  # fmt: skip
     sums = empty_sums(batch * heads, splits, padded, 0, q.device)
     score_keys[batch * heads, splits](
-        query, unit, shares, center_shares, codes, key_params, q if mask is None else mask, cursor, tiers.sink_index,
-        logits, base, sums.peaks, sums.totals, **strides, softcap=inputs.softcap or 1.0, splits=splits, **common,
+        query, unit, shares, center_shares, codes, key_params, mask, cursor, tiers.sink_index,
+        logits, base, sums.peaks, sums.totals, **strides, softcap=softcap or 1.0, splits=splits, **common,
         num_warps=1, num_stages=1,
     )  # fmt: skip
     return sums

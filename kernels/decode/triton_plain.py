@@ -9,8 +9,6 @@ Tokens are the columns of both products, query rows the rows, so that both tiles
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -21,14 +19,14 @@ from specache_compile.kernels.attention.triton_kept import place_of_base, place_
 from specache_compile.kernels.attention.triton_softmax import LOG2E, biased, capped, finite, shown
 from specache_compile.kernels.codes.records import RECORD, stored_dim
 from specache_compile.kernels.codes.triton_levels import read_scale, read_zero
-from specache_compile.kernels.state.layout import Layout
+from specache_compile.kernels.state.operands import AttentionInputs, TierInputs
 from specache_compile.kernels.state.page_table import shape_of_scores
 from specache_compile.kernels.state.triton_center import share_of_center
 from specache_compile.kernels.state.triton_cursor import AT_LENGTH, AT_LOW_BIT, place_in_page
 from specache_compile.kernels.state.triton_pairs import sinks_among
 from specache_compile.kernels.state.triton_rotate import rotated
 
-from .triton_decode import MASK_STRIDES, DecodeInputs, Sums, empty_sums, rows_of, splits_of
+from .triton_decode import MASK_STRIDES, Sums, empty_sums, group_of, mask_form, rows_of, splits_of
 
 TOKENS, BLOCK, LEAST = (tl.constexpr(size) for size in (RECORD, LOGIT_BLOCK, LOWEST))
 # Kinds of rows: pairs in q's dtype; 8-bit codes with parameters; e4m3 codes, converted by arithmetic or natively.
@@ -110,7 +108,8 @@ def attend_rows(
     # q [B, Hq, lanes, d], rotated if the rows are; mask [B, Hq, lanes, > n] uint8 or additive, or none; cursor int64
     # [B, columns].
     q, mask, cursor,
-    # codes [P, H, 256, w]; key_params [P, H, 256/g, 2, D], value_params [P, H, 256, 2, D/gv], for LEVELS alone.
+    # codes [P, H, 256, w]; for LEVELS, key_params [P, H, 256/g, 2, D] and value_params [P, H, 256, 2, D/gv]; for e4m3
+    # codes, the key and the value of the new pair [B, H, 1, d] instead.
     codes, key_params, value_params,
     # sink_index [B, 1, S] int32; shares of the center [B, Hq, lanes, C], if CENTERED; lse [B·H, R] in log2 units.
     sink_index, shares, lse,
@@ -127,7 +126,8 @@ def attend_rows(
     CENTERED: tl.constexpr, MASK: tl.constexpr, CAP: tl.constexpr, SKIPS: tl.constexpr, TILE: tl.constexpr,
     ROWS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program: all query rows of a KV head, over a split of its tokens. Logits of sinks are -inf.
+    """One program: all query rows of a KV head, over a split of its tokens, and in the first split of e4m3 codes over
+    the new pair. Logits of sinks are -inf.
 
     record, width: elements of a record and of a row. keys_first: a record's elements before its values. COUNT: the
     cursor's element with the number of tokens. TILE: tokens per product; keys are of one group. ROWS: R, padded; rows
@@ -160,6 +160,15 @@ def attend_rows(
     sums = tl.zeros([ROWS, D], tl.float32)
     peak = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
+    if KIND >= E4M3:
+        own = tl.load(key_params + bh * d + channel, inside, 0.0).to(tl.float32)
+        logits = capped(tl.sum(query.to(tl.float32) * own[None, :], 1) * worth, softcap, CAP)
+        column = (row * 0 + count) * m_token
+        seen = shown(row + split * ROWS < ROWS, mask, column, MASK)
+        peak = biased(logits, mask, mask_row + column, seen, MASK) * LOG2E
+        total = tl.where(peak > float("-inf"), 1.0, 0.0)
+        own = tl.load(value_params + bh * d + channel, inside, 0.0).to(tl.float32)
+        sums = total[:, None] * (own * lift)[None, :]
     tiles = (count + TILE - 1) // TILE
     share = tl.cdiv(tiles, splits)
     for tile in range(split * share, tl.minimum(tiles, (split + 1) * share)):
@@ -215,73 +224,61 @@ def attend_rows(
     tl.store(totals + at, total)
 
 
-class Rows(NamedTuple):
-    """How a tier's rows lie in memory: KIND, D, and further constants of `attend_rows`."""
-
-    kind: int
-    dim: int
-    record: int
-    width: int
-    keys_first: int
-
-
-def rows_in(codes: Tensor, layout: Layout, d: int) -> Rows:
-    dim, width = stored_dim(d), codes.shape[3]
-    if layout.is_quantised:
-        return Rows(LEVELS.value, dim, RECORD * width, dim, RECORD * dim * layout.key_bits // 8)
-    kind = E4M3 if codes.dtype.itemsize == 1 else PAIRS
-    if kind is E4M3 and codes.is_cuda and torch.cuda.get_device_capability(codes.device) >= HAS_E4M3:
-        kind = NATIVE
-    return Rows(kind.value, dim, RECORD * width, width, d)
-
-
 def launch(
-    inputs: DecodeInputs, q: Tensor, shares: Tensor, kept: tuple[Tensor, Tensor] | None, lse: Tensor | None,
+    new: AttentionInputs, read: TierInputs, shares: Tensor, kept: tuple[Tensor, Tensor] | None, lse: Tensor | None,
     cut: float | None, keys: bool, values: bool,
 ) -> Sums:  # fmt: skip
-    tiers, (batch, query_heads, lanes, d) = inputs.tiers, q.shape
-    codes, key_params, value_params = tiers[:3]
-    _, heads, capacity = shape_of_scores(codes, inputs.cursor)
-    rows, padded, (mask_kind, mask, strides) = rows_in(codes, inputs.layout, d), rows_of(q, heads), inputs.mask
-    levels, whole = rows.kind == LEVELS.value, rows.kind >= E4M3.value
-    group = codes.shape[2] // key_params.shape[2] if levels else RECORD
-    tile = E4M3_TILE if whole and rows.dim <= MOST_CHANNELS else RECORD if values else min(RECORD, group)
+    """Launch `attend_rows`; q is contiguous, and rotated if the rows are."""
+    q, cursor, tiers, (mask_kind, mask, strides) = new.q, new.cursor, read.tiers, mask_form(new.mask, new.q)
+    (batch, query_heads, lanes, d), (codes, key_params, value_params) = q.shape, tiers[:3]
+    _, heads, capacity = shape_of_scores(codes, cursor)
+    dim, width, padded, levels = stored_dim(d), codes.shape[3], rows_of(q, heads), read.layout.is_quantised
+    whole = not levels and codes.dtype.itemsize == 1
+    native = whole and codes.is_cuda and torch.cuda.get_device_capability(codes.device) >= HAS_E4M3
+    row_kind = LEVELS if levels else NATIVE if native else E4M3 if whole else PAIRS
+    group = group_of(tiers) if levels else RECORD
+    tile = E4M3_TILE if whole and dim <= MOST_CHANNELS else RECORD if values else min(RECORD, group)
     splits = splits_of(batch * heads, capacity // tile, q.device, PROGRAMS)
-    sums = empty_sums(batch * heads, splits, padded, rows.dim if values else 0, q.device)
+    sums = empty_sums(batch * heads, splits, padded, dim if values else 0, q.device)
     attend_rows[batch * heads, splits](
-        q, q if mask is None else mask, inputs.cursor, codes, key_params, value_params, tiers.sink_index, shares,
+        q, mask, cursor, codes, key_params, value_params, tiers.sink_index, shares,
         q if lse is None else lse, *(kept or (q, q)), *sums,
-        **strides, scale=inputs.scale, softcap=inputs.softcap or 1.0, cut=cut or 0.0, heads=heads, capacity=capacity,
-        columns=inputs.cursor.stride(0), splits=splits, d=d, D=rows.dim, group=group,
-        value_group=rows.dim // value_params.shape[-1] if levels and values else rows.dim, lanes=lanes,
-        rows=query_heads // heads * lanes, sink_tokens=tiers.sink_index.shape[2], record=rows.record,
-        width=rows.width, keys_first=rows.keys_first, COUNT=(AT_LENGTH if whole else AT_LOW_BIT).value, KIND=rows.kind,
-        KEYS=keys, VALUES=values, CENTERED=keys and tiers.center.shape[2] > 0, MASK=mask_kind,
-        CAP=inputs.softcap is not None, SKIPS=cut is not None, TILE=tile, ROWS=padded,
+        **strides, scale=read.scale, softcap=read.softcap or 1.0, cut=cut or 0.0, heads=heads, capacity=capacity,
+        columns=cursor.stride(0), splits=splits, d=d, D=dim, group=group,
+        value_group=dim // value_params.shape[-1] if levels and values else dim, lanes=lanes,
+        rows=query_heads // heads * lanes, sink_tokens=tiers.sink_index.shape[2], record=RECORD * width,
+        width=dim if levels else width, keys_first=RECORD * dim * read.layout.key_bits // 8 if levels else d,
+        COUNT=(AT_LENGTH if whole else AT_LOW_BIT).value, KIND=row_kind.value, KEYS=keys, VALUES=values,
+        CENTERED=keys and tiers.center.shape[2] > 0, MASK=mask_kind, CAP=read.softcap is not None,
+        SKIPS=cut is not None, TILE=tile, ROWS=padded,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=WARPS, num_stages=1,
     )  # fmt: skip
     return sums
 
 
-def attend_keys(inputs: DecodeInputs, logits: Tensor, base: Tensor) -> Sums:
+def attend_keys(new: AttentionInputs, read: TierInputs, logits: Tensor, base: Tensor) -> Sums:
     """Write the kept logits of the low-bit tier's tokens, without sinks; returns their sums, which have no values."""
-    q, tiers = inputs.q, inputs.tiers
-    turned, shares = rotated(q) if inputs.layout.is_rotated else q.contiguous(), q
+    q, tiers = new.q, read.tiers
+    turned, shares = rotated(q) if read.layout.is_rotated else q.contiguous(), q
     if tiers.center.shape[2]:
-        group = tiers.codes.shape[2] // tiers.key_params.shape[2]
-        capacity = shape_of_scores(tiers.codes, inputs.cursor)[2]
-        shares = share_of_center(q, tiers.center, inputs.cursor, capacity, group, inputs.scale)
-    return launch(inputs, turned, shares, (logits, base), None, None, keys=True, values=False)
+        capacity = shape_of_scores(tiers.codes, new.cursor)[2]
+        shares = share_of_center(q, tiers.center, new.cursor, capacity, group_of(tiers), read.scale)
+    return launch(new._replace(q=turned), read, shares, (logits, base), None, None, keys=True, values=False)
 
 
-def attend_values(inputs: DecodeInputs, logits: Tensor, base: Tensor, lse: Tensor, cut: float | None) -> Sums:
+def attend_values(
+    new: AttentionInputs, read: TierInputs, logits: Tensor, base: Tensor, lse: Tensor, cut: float | None
+) -> Sums:
     """Return the sums of the low-bit tier's values, weighted by kept logits relative to lse [B, Hq, lanes].
 
     cut: log2 of the weight below which a record is skipped if all its weights are; None to skip none.
     """
-    return launch(inputs, inputs.q, lse, (logits, base), lse, cut, keys=False, values=True)
+    return launch(new, read, lse, (logits, base), lse, cut, keys=False, values=True)
 
 
-def attend_pairs(inputs: DecodeInputs) -> Sums:
-    """Return the sums over all cached e4m3 pairs, codes [P, H, 256, 2·d], which are read once."""
-    return launch(inputs, inputs.q.contiguous(), inputs.q, None, None, None, keys=True, values=True)
+def attend_pairs(new: AttentionInputs, read: TierInputs) -> Sums:
+    """Return the sums over all cached e4m3 pairs, codes [P, H, 256, 2·d], which are read once, and the new pair.
+
+    The new pairs, one for each head and contiguous, take the place of parameters in `read`.
+    """
+    return launch(new, read, new.q, None, None, None, keys=True, values=True)

@@ -24,7 +24,7 @@ from specache_compile.kernels.state.operands import AttentionInputs, TierInputs,
 from specache_compile.kernels.state.page_table import shape_of_scores
 
 from . import triton_keys, triton_plain, triton_values
-from .triton_decode import DecodeInputs, Sums, empty_sums, mask_form, merged, scores_of
+from .triton_decode import Sums, contiguous_channels, empty_sums, merged, scores_of
 from .triton_exact import attend_exact
 
 
@@ -36,17 +36,18 @@ def decode_attention(
 
     Per low-bit token and KV head, it reads the key and value, and writes and reads `bytes_of_logit`·G·lanes bytes.
     """
-    inputs, (logits, base, lse) = inputs_of(new, read), kept_of(new, read)
-    low_bit = attend_keys(inputs, logits, base)
+    new, (logits, base, lse) = contiguous_channels(new), kept_of(new, read)
+    low_bit = attend_keys(new, read, logits, base)
     hide(logits, slot_index)
     rows, _, padded = low_bit.peaks.shape
-    merged(inputs, None, low_bit, empty_sums(rows, 0, padded, 0, logits.device), lse, values=False)
-    low_bit = attend_values(inputs, logits, base, lse, skip_below)
-    exact = attend_exact(inputs, slots, slot_index, values=True, kept=(logits, base))
-    out = merged(inputs, new.sinks, low_bit, exact, lse)
+    nothing = empty_sums(rows, 0, padded, 0, logits.device)
+    merged(new._replace(sinks=None), read.layout, low_bit, nothing, lse, values=False)
+    low_bit = attend_values(new, read, logits, base, lse, skip_below)
+    exact = attend_exact(new, read, slots, slot_index, values=True, kept=(logits, base))
+    out = merged(new, read.layout, low_bit, exact, lse)
     if not slots.shape[2]:
-        return out, torch.full(shape_of_scores(inputs.tiers.codes, new.cursor), -1.0, device=out.device)
-    return out, scores_of(inputs, logits, base, lse, 1)[0]
+        return out, torch.full(shape_of_scores(read.tiers.codes, new.cursor), -1.0, device=out.device)
+    return out, scores_of(new, read.tiers.sink_index, logits, base, lse, 1)[0]
 
 
 @takes(new=AttentionInputs, read=TierInputs)
@@ -56,13 +57,13 @@ def score_low_bit(new: AttentionInputs, read: TierInputs, scores: bool = True) -
     Per low-bit token and KV head, it reads the key, writes and reads `bytes_of_logit`·G·lanes bytes, and writes
     4·lanes bytes of scores.
     """
-    inputs, (logits, base, lse) = inputs_of(new, read), kept_of(new, read)
-    low_bit = attend_keys(inputs, logits, base)
-    exact = attend_exact(inputs, None, None, values=False, kept=(logits, base))
-    merged(inputs, new.sinks, low_bit, exact, lse, values=False)
+    new, (logits, base, lse) = contiguous_channels(new), kept_of(new, read)
+    low_bit = attend_keys(new, read, logits, base)
+    exact = attend_exact(new, read, None, None, values=False, kept=(logits, base))
+    merged(new, read.layout, low_bit, exact, lse, values=False)
     if not scores:
         return logits, base, logits.new_empty(0, dtype=torch.float32)
-    return logits, base, scores_of(inputs, logits, base, lse, new.q.shape[2])
+    return logits, base, scores_of(new, read.tiers.sink_index, logits, base, lse, new.q.shape[2])
 
 
 @takes(new=AttentionInputs, read=TierInputs)
@@ -74,17 +75,12 @@ def attend_scored(
 
     Per low-bit token and KV head, it reads the value and `bytes_of_logit`·G·lanes bytes.
     """
-    inputs, lse = inputs_of(new, read), lse_of(base, new.q)
+    new, lse = contiguous_channels(new), lse_of(base, new.q)
     hide(logits, chosen)
-    low_bit = attend_values(inputs, logits, base, lse, skip_below)
+    low_bit = attend_values(new, read, logits, base, lse, skip_below)
     wait_for_correction(slots)
-    exact = attend_exact(inputs, slots, slot_index, values=True, kept=None)
-    return merged(inputs, new.sinks, low_bit, exact, torch.empty_like(lse))
-
-
-def inputs_of(new: AttentionInputs, read: TierInputs) -> DecodeInputs:
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in new[:3])
-    return DecodeInputs(q, k, v, mask_form(new.mask, *q.shape[:3]), new.cursor, *read)
+    exact = attend_exact(new, read, slots, slot_index, values=True, kept=None)
+    return merged(new, read.layout, low_bit, exact, torch.empty_like(lse))
 
 
 def kept_of(new: AttentionInputs, read: TierInputs) -> tuple[Tensor, Tensor, Tensor]:
@@ -93,13 +89,15 @@ def kept_of(new: AttentionInputs, read: TierInputs) -> tuple[Tensor, Tensor, Ten
     return logits, base, lse_of(base, new.q)
 
 
-def attend_keys(inputs: DecodeInputs, logits: Tensor, base: Tensor) -> Sums:
+def attend_keys(new: AttentionInputs, read: TierInputs, logits: Tensor, base: Tensor) -> Sums:
     """Write the kept logits of the low-bit tier; returns their sums without values."""
-    half = triton_keys if inputs.layout.key_bits < ROWS_FROM else triton_plain
-    return half.attend_keys(inputs, logits, base)
+    half = triton_keys if read.layout.key_bits < ROWS_FROM else triton_plain
+    return half.attend_keys(new, read, logits, base)
 
 
-def attend_values(inputs: DecodeInputs, logits: Tensor, base: Tensor, lse: Tensor, skip_below: float) -> Sums:
+def attend_values(
+    new: AttentionInputs, read: TierInputs, logits: Tensor, base: Tensor, lse: Tensor, skip_below: float
+) -> Sums:
     """Return the sums of the low-bit tier's values, weighted by kept logits relative to lse [B, Hq, lanes]."""
-    half = triton_values if inputs.layout.value_bits < ROWS_FROM else triton_plain
-    return half.attend_values(inputs, logits, base, lse, math.log2(skip_below) if skip_below else None)
+    half = triton_values if read.layout.value_bits < ROWS_FROM else triton_plain
+    return half.attend_values(new, read, logits, base, lse, math.log2(skip_below) if skip_below else None)

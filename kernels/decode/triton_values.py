@@ -43,10 +43,11 @@ from specache_compile.kernels.decode.triton_value_words import (
     token_scales,
     unpacked_values,
 )
+from specache_compile.kernels.state.operands import AttentionInputs, TierInputs
 from specache_compile.kernels.state.page_table import shape_of_scores
 from specache_compile.kernels.state.triton_cursor import AT_LOW_BIT, record_in_page
 
-from .triton_decode import DecodeInputs, Sums, empty_sums, group_of, rows_of, splits_of
+from .triton_decode import Sums, empty_sums, group_of, rows_of, splits_of
 
 # Registers hold D · ROWS sums; a program has fewer rows at D = 256.
 MOST_SUMS = 4096
@@ -248,15 +249,17 @@ def kind_of(dtype: torch.dtype) -> tl.dtype:
     return tl.float32 if whole else tl.bfloat16
 
 
-def attend_values(inputs: DecodeInputs, logits: Tensor, base: Tensor, lse: Tensor, cut: float | None) -> Sums:
+def attend_values(
+    new: AttentionInputs, read: TierInputs, logits: Tensor, base: Tensor, lse: Tensor, cut: float | None
+) -> Sums:
     """Return the sums of the low-bit tier's values, weighted by kept logits relative to lse [B, Hq, lanes].
 
     cut: log2 of the weight below which records are skipped; None or 0 skips none.
     """
-    q, cursor, tiers = inputs.q, inputs.cursor, inputs.tiers
+    q, cursor, tiers = new.q, new.cursor, read.tiers
     batch, query_heads, lanes, d = q.shape
     _, heads, capacity = shape_of_scores(tiers.codes, cursor)
-    dim, bits, all_rows = stored_dim(d), inputs.layout.value_bits, rows_of(q, heads)
+    dim, bits, all_rows = stored_dim(d), read.layout.value_bits, rows_of(q, heads)
     in_trellis = is_trellis(tiers.value_params)
     rows = min(all_rows, MOST_SUMS // dim)
     parts, groups = all_rows // rows, tiers.value_params.shape[4]

@@ -198,7 +198,7 @@ def test_a_step_over_the_fp8_cache_reads_each_pair_once() -> None:
     one = replace(explanation.traced(), weights=WEIGHTS, layers=LAYERS)
     kernels = kernels_of(one, DEVICES["H100"], 32_768, 4)
     attended = [kernel for kernel in kernels if kernel.op in ("fp8_attention", "keep_fp8")]
-    assert [kernel.name.rsplit(".")[-1] for kernel in attended[:3]] == ["attend_rows", "add_new_pair", "store_codes"]
+    assert [kernel.name.rsplit(".")[-1] for kernel in attended[:3]] == ["attend_rows", "merge_splits", "store_codes"]
     assert len(attended) == 3 * LAYERS
     assert sum(kernel.memory for kernel in attended) == LAYERS * 4 * 8 * 32_768 * 2 * 128
     for batch in (1, 16):

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from held_tiers import adjacent, cursor_over, empty_state
-from specache_compile.kernels.attention.attention_ops import low_bit_keys
+from specache_compile.kernels.attention.attention_ops import low_bit_rows
 from specache_compile.kernels.state.center import centers, set_center, share_of_center
 from specache_compile.kernels.state.layout import Layout, StoredTiers
 from specache_compile.kernels.state.page_table import LOW_BIT_TIER, rows_read
@@ -38,7 +38,7 @@ def error_of(keys: Tensor, center: bool, padding: Tensor | None) -> Tensor:
     torch.ops.specache.append(*arguments, *options.layout, "midpoint", frequencies)
     state |= {name: rows_read(state[name], table) for name in LOW_BIT_TIER}
     tiers = StoredTiers(*(state[name] for name in StoredTiers._fields))
-    stored = low_bit_keys(tiers, Layout(2, 2, False), DIM, 0, low_bit)
+    stored = low_bit_rows(tiers, Layout(2, 2, False), DIM, low_bit, values=False)
     if center:
         stored = stored + centers(state["center"], GROUP, 0, low_bit // GROUP)
     seen = torch.ones(batch, 1, low_bit, 1) if padding is None else padding[..., :low_bit].mT.float()

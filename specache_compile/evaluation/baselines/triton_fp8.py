@@ -1,8 +1,8 @@
 """Triton: the FP8 cache's decode step, in three launches that a CUDA graph can contain."""
 
 # store_codes     (B·H, T / 16)   the new pairs, as e4m3 codes
-# attend_rows     (B·H, splits)   attention over the codes (`triton_plain`)
-# add_new_pair    (B·Hq)          merges the splits with the step's own pair, which is exact
+# attend_rows     (B·H, splits)   attention over the codes and the step's own pair, which is exact (`triton_plain`)
+# merge_splits    (B·Hq)          the output (`triton_decode`)
 
 from __future__ import annotations
 
@@ -11,20 +11,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specache_compile.kernels.attention.triton_softmax import LOG2E, biased, capped, finite, shown
 from specache_compile.kernels.codes.records import stored_dim
 from specache_compile.kernels.codes.triton_levels import ROUND
-from specache_compile.kernels.decode.triton_decode import (
-    MASK_STRIDES,
-    DecodeInputs,
-    load_parts,
-    mask_form,
-    part_size,
-    sum_of,
-)
+from specache_compile.kernels.decode.triton_decode import empty_sums, merged
 from specache_compile.kernels.decode.triton_plain import attend_pairs
 from specache_compile.kernels.state.layout import Layout, StoredTiers
-from specache_compile.kernels.state.operands import AttentionInputs, takes
+from specache_compile.kernels.state.operands import AttentionInputs, TierInputs, takes
 from specache_compile.kernels.state.stored_pairs import FP8
 from specache_compile.kernels.state.triton_cursor import AT_LENGTH, place_in_page
 
@@ -69,47 +61,6 @@ def store_codes(
     tl.store(at + d, to_e4m3(value.to(tl.float32)), there)
 
 
-@triton.jit(do_not_specialize=[*MASK_STRIDES, "columns", "parts", "width"])
-def add_new_pair(
-    # q [B, Hq, 1, d], contiguous; k and v [B, H, 1, d] with contiguous channels; mask [B, Hq, 1, > n] uint8 or
-    # additive, unused without a mask; sinks [Hq]; cursor int64 [B, columns]; the sums of `attend_rows`.
-    q, k, v, mask, sinks, cursor, partial, peaks, totals,
-    # Written: out [B, Hq, 1, d].
-    out,
-    k_batch, k_head, v_batch, v_head, m_batch, m_head, m_row, m_token, scale, softcap,
-    # Hq, columns of the cursor, number of splits, channels of partial.
-    query_heads, columns, parts, width,
-    d: tl.constexpr, queries: tl.constexpr, MASK: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr,
-    ROWS: tl.constexpr, PARTS: tl.constexpr, CHANNELS: tl.constexpr,
-):  # fmt: skip
-    """One program: one query head. Bytes: 4·(d + 2) read per split, 8·d of q, k, v and out."""
-    number = tl.program_id(0).to(tl.int64)
-    batch, query_head = number // query_heads, number % query_heads
-    head, channel = query_head // queries, tl.arange(0, CHANNELS)
-    inside = channel < d
-    query = tl.load(q + number * d + channel, inside, 0.0).to(tl.float32)
-    key = tl.load(k + batch * k_batch + head * k_head + channel, inside, 0.0).to(tl.float32)
-    value = tl.load(v + batch * v_batch + head * v_head + channel, inside, 0.0).to(tl.float32)
-    length = tl.load(cursor + batch * columns + AT_LENGTH)
-    mask += batch * m_batch
-    logit = capped(tl.sum(query * key, 0) * scale, softcap, CAP)
-    seen = shown(length >= 0, mask, length * m_token, MASK)
-    logit = biased(logit, mask, query_head * m_head + length * m_token, seen, MASK) * LOG2E
-    at, peak, total = load_parts(peaks, totals, number // queries, query_head % queries, parts, ROWS, PARTS)
-    highest = tl.maximum(tl.max(peak, 0), logit)
-    if SINKS:
-        sink = tl.load(sinks + query_head).to(tl.float32) * LOG2E
-        highest = tl.maximum(highest, sink)
-    base = finite(highest)
-    shrink, weight = tl.exp2(peak - base), tl.exp2(logit - base)
-    whole = tl.sum(total * shrink, 0) + weight
-    if SINKS:
-        whole += tl.exp2(sink - base)
-    summed = sum_of(partial, at, parts, shrink, d, width, CHANNELS) + weight * value
-    result = tl.where(whole > 0, summed / whole, 0.0)
-    tl.store(out + number * d + channel, result.to(out.dtype.element_ty), inside)
-
-
 def keep_fp8(k: Tensor, v: Tensor, padding: Tensor | None, cursor: Tensor, fp8_codes: Tensor) -> None:
     """Compute `fp8.keep_fp8`; the device reads the length."""
     k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
@@ -126,21 +77,10 @@ def keep_fp8(k: Tensor, v: Tensor, padding: Tensor | None, cursor: Tensor, fp8_c
 @takes(new=AttentionInputs)
 def fp8_attention(new: AttentionInputs, fp8_codes: Tensor, scale: float, softcap: float | None) -> Tensor:
     """Compute `extend_attention` of one new token over e4m3 pairs; the device reads the length."""
-    _, _, _, mask, sinks, cursor = new
-    q = new.q.contiguous()
-    k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (new.k, new.v))
-    batch, query_heads, _, d = q.shape
-    form = kind, read_mask, strides = mask_form(mask, batch, query_heads, 1)
+    q, k, v = (x.contiguous() for x in new[:3])
     none = q.new_empty((0, 0, 0))
-    tiers = StoredTiers(fp8_codes.flatten(3), none, none, none, none, none, none)
-    sums = attend_pairs(DecodeInputs(q, k, v, form, cursor, tiers, WHOLE, scale, softcap))
-    out = torch.empty_like(q)
-    parts, rows = sums.peaks.shape[1:]
-    add_new_pair[(batch * query_heads,)](
-        q, k, v, q if read_mask is None else read_mask, q if sinks is None else sinks, cursor, *sums, out,
-        k_batch=k.stride(0), k_head=k.stride(1), v_batch=v.stride(0), v_head=v.stride(1), **strides,
-        scale=scale, softcap=softcap or 1.0, query_heads=query_heads, columns=cursor.stride(0), parts=parts,
-        width=sums.partial.shape[3], d=d, queries=query_heads // k.shape[1], MASK=kind, CAP=softcap is not None,
-        SINKS=sinks is not None, ROWS=rows, PARTS=part_size(parts), CHANNELS=stored_dim(d), num_warps=1,
-    )  # fmt: skip
-    return out
+    read = TierInputs(StoredTiers(fp8_codes.flatten(3), k, v, none, none, none, none), WHOLE, scale, softcap)
+    sums = attend_pairs(new._replace(q=q), read)
+    rows, _, padded = sums.peaks.shape
+    nothing = empty_sums(rows, 0, padded, 0, q.device)
+    return merged(new, WHOLE, sums, nothing, q.new_empty(q.shape[:3], dtype=torch.float32))

@@ -312,7 +312,7 @@ def fp8_attention(call: LaunchedOp) -> list[Kernel]:
     """`triton_fp8`: every cached pair is read once, one byte a number."""
     numbers = call.heads * call.load.length * 2 * call.layer.head_dim
     attended = Kernel("attend_rows", memory=numbers, instructions=OF_E4M3 * numbers / WARP, tail=TAIL)
-    return [attended, small("add_new_pair")]
+    return [attended, small("merge_splits")]
 
 
 def keep_fp8(call: LaunchedOp) -> list[Kernel]:
