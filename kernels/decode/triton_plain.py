@@ -21,12 +21,11 @@ from specache_compile.kernels.attention.triton_kept import place_of_base, place_
 from specache_compile.kernels.attention.triton_softmax import LOG2E, biased, capped, finite, shown
 from specache_compile.kernels.codes.records import RECORD, stored_dim
 from specache_compile.kernels.codes.triton_levels import read_scale, read_zero
-from specache_compile.kernels.state.layout import Layout
+from specache_compile.kernels.state.layout import Layout, rotated
 from specache_compile.kernels.state.page_table import shape_of_scores
 from specache_compile.kernels.state.triton_center import share_of_center
 from specache_compile.kernels.state.triton_cursor import AT_LENGTH, AT_LOW_BIT, place_in_page
 from specache_compile.kernels.state.triton_pairs import sinks_among
-from specache_compile.kernels.state.triton_rotate import rotated
 
 from .triton_decode import MASK_STRIDES, DecodeInputs, Sums, empty_sums, rows_of, splits_of
 
@@ -266,7 +265,7 @@ def launch(
 def attend_keys(inputs: DecodeInputs, logits: Tensor, base: Tensor) -> Sums:
     """Write the kept logits of the low-bit tier's tokens, without sinks; returns their sums, which have no values."""
     q, tiers = inputs.q, inputs.tiers
-    turned, shares = rotated(q) if inputs.layout.is_rotated else q.contiguous(), q
+    turned, shares = rotated(q).to(q.dtype) if inputs.layout.is_rotated else q.contiguous(), q
     if tiers.center.shape[2]:
         group = tiers.codes.shape[2] // tiers.key_params.shape[2]
         capacity = shape_of_scores(tiers.codes, inputs.cursor)[2]

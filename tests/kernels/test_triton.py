@@ -21,18 +21,10 @@ pytest.importorskip("triton")
 from specache_compile.kernels.decode import triton_decode, triton_exact, triton_scored
 from specache_compile.kernels.movement import copy_stream, triton_copy, triton_select_logits
 from specache_compile.kernels.movement import tier_ops as tiers
-from specache_compile.kernels.state import center, layout, triton_center, triton_rotate
+from specache_compile.kernels.state import center, triton_center
 
 BATCH = 2
 TRITON, DEFINITION = Ops("triton"), Ops("definition")
-
-
-@pytest.mark.parametrize("d", [2, 16, 65, 72, 80, 96, 128, 256])
-def test_rows_are_rotated(d: int) -> None:
-    x = torch.randn(3, BATCH, 5, d, generator=torch.Generator().manual_seed(2)).to(GPU).movedim(0, 2)
-    turned = triton_rotate.rotated(x)
-    assert turned.is_contiguous()
-    torch.testing.assert_close(turned, layout.rotated(x), atol=1e-6, rtol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
