@@ -25,7 +25,6 @@ from torch import Tensor
 from specache_compile.kernels.attention.kept_logits import lse_of
 from specache_compile.kernels.memory.host_memory import makes_fakes
 from specache_compile.kernels.state.cursor import host_record, lengths_of
-from specache_compile.kernels.state.operands import KeptLogits, takes
 from specache_compile.kernels.state.page_table import PAGE, Pages, pairs_of, rows_of_pages, runs, tokens_of, views
 from specache_compile.kernels.state.stored_pairs import parts_of, stored, write
 
@@ -107,9 +106,8 @@ def wait(after: Tensor, cursor: Tensor, slots: Tensor, slot_index: Tensor, selec
         torch.cuda.current_stream(slots.device).wait_event(fetch)
 
 
-@takes(kept=KeptLogits)
 def correct(
-    scores: Tensor, cursor: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor, corrected: Tensor, kept: KeptLogits
+    scores: Tensor, cursor: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor, corrected: Tensor, *kept: Any
 ) -> Tensor:
     """Run `tier_ops.correct`: select by the kept logits on the main stream, and gather concurrently until
     `wait_for_correction`. No decision requires the host."""
