@@ -151,7 +151,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace streams, which the interpreter does not have; it reads any memory."""
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: True)
     if GPU.type == "cpu":
-        monkeypatch.setattr(copy_stream, "correction_stream_of", lambda device: mock.MagicMock())
+        monkeypatch.setattr(copy_stream, "stream_of", lambda device: mock.MagicMock())
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: mock.MagicMock())
         monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
 

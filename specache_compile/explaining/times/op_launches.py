@@ -21,7 +21,7 @@ from specache_compile.runtime.state import bucket
 from .devices import Device
 from .workload import Pair, Workload, bytes_of, pair_bytes, size_of
 
-STREAMS = MAIN, CORRECTION, COPY = "main", "correction", "copy"
+STREAMS = MAIN, COPY = "main", "copy"
 
 # Seconds, all estimates: between a launch's end and the next one's beginning in a CUDA graph; of the smallest kernel;
 # by which a large kernel's last programs exceed their even share.
@@ -244,7 +244,7 @@ def attend_scored(call: LaunchedOp) -> list[Kernel]:
     """The pairs in 16 bits wait for the gather, during which the low-bit values are summed."""
     pairs = call.heads * (call.exact + call.fetched) * call.pair.exact
     low = sum_values(call, 2 * call.given("q"))
-    return [small("hide_tokens"), low, attend_pairs(pairs, (CORRECTION,)), merge(call)]
+    return [small("hide_tokens"), low, attend_pairs(pairs, (COPY,)), merge(call)]
 
 
 def select_kept(call: LaunchedOp) -> list[Kernel]:
@@ -277,7 +277,7 @@ def gather(call: LaunchedOp, share: float, programs: int, stream: str) -> Kernel
 
 
 def correct(call: LaunchedOp) -> list[Kernel]:
-    return [*select_kept(call), gather(call, call.load.corrected, call.heads, CORRECTION)]
+    return [*select_kept(call), gather(call, call.load.corrected, call.heads, COPY)]
 
 
 def prefetch(call: LaunchedOp) -> list[Kernel]:
