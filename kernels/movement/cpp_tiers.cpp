@@ -10,11 +10,7 @@
 namespace {
 
 // Scores from 0 on sort like their bits; scores below 0 are no candidates.
-inline int32_t order_of(float score) {
-  int32_t bits;
-  std::memcpy(&bits, &score, sizeof bits);
-  return bits;
-}
+inline int32_t order_of(float score) { return bits_of<int32_t>(score); }
 
 // Buckets by exponent and the first bits of the mantissa: counting finds the lowest bucket with a selected score, and
 // only scores in this bucket are compared.

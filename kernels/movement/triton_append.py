@@ -114,6 +114,7 @@ def quantize_groups(
     D: tl.constexpr = group.dim
     key_bits: tl.constexpr = group.key_bits
     value_bits: tl.constexpr = group.value_bits
+    zero_point: tl.constexpr = group.zero_point  # Triton 3.6 passes no string of a tuple on
     kind: tl.constexpr = k.dtype.element_ty
     bh = tl.program_id(0).to(tl.int64)
     cursor += (bh // heads) * columns
@@ -138,7 +139,7 @@ def quantize_groups(
         present = ~sinks_among(tokens, sink_index + bh // heads * group.sink_tokens, sink_tokens=group.sink_tokens)
         if group.padded:
             present = present & (tl.load(padding + (bh // heads) * p_batch + tokens) != 0)
-        levels, scale, zero = quantized(key, present, 0, key_bits, group.zero_point, limit, key_params.dtype.element_ty)
+        levels, scale, zero = quantized(key, present, 0, key_bits, zero_point, limit, key_params.dtype.element_ty)
         place = place_of_params(channel, D) if key_bits < ROWS_FROM else channel
         params = key_params + first // g * 2 * D + place
         tl.store(params, scale)
@@ -158,7 +159,7 @@ def quantize_groups(
         parts: tl.constexpr = D // group.value_group
         value = tl.reshape(value, [g, parts, group.value_group])
         levels, scale, zero = quantized(
-            value, value == value, 2, value_bits, group.zero_point, limit, value_params.dtype.element_ty
+            value, value == value, 2, value_bits, zero_point, limit, value_params.dtype.element_ty
         )
         params = value_params + places[:, None, None] * (2 * parts) + tl.arange(0, parts)[None, :, None]
         tl.store(params, scale)

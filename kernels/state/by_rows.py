@@ -77,4 +77,4 @@ def rows_of(name: str, value: Any, rows: slice, by_token: Sequence[str] = ()) ->
         return value
     if name in ("mask", "padding") and value.shape[0] == 1:
         return value
-    return value[:, rows] if name == "scores" else value[rows]  # scores are [lanes, B, ...]
+    return value[rows]
