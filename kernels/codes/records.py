@@ -107,16 +107,12 @@ def in_thread_order(scales: Tensor) -> Tensor:
 
 def packed(fields: Tensor, bits: int) -> Tensor:
     """Pack fields uint8 [..., n] of so many bits, the first in a byte's lowest bits: uint8 [..., n · bits / 8]."""
-    if bits == 8:
-        return fields
     parts = fields.unflatten(-1, (-1, 8 // bits))
     return (parts << torch.arange(0, 8, bits, dtype=torch.uint8, device=parts.device)).sum(-1, dtype=torch.uint8)
 
 
 def unpacked(codes: Tensor, bits: int) -> Tensor:
     """Unpack uint8 [..., n · bits / 8] to fields uint8 [..., n], the inverse of `packed`."""
-    if bits == 8:
-        return codes
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=codes.device)
     return (codes.unsqueeze(-1) >> shifts & (1 << bits) - 1).flatten(-2)
 

@@ -148,15 +148,10 @@ def quantize(x: Tensor, start: int, dim: int, values: bool, encode: Encoder = en
     fields = by_field(steps, start, 1, values)
     bits = unpacked(encode(fields.reshape(-1, CIRCLE)), 1).view(fields.shape)
     first = start % RECORD
-    levels = levels_of_bits(bits, dim, values)[:, :, first : first + x.shape[2], : x.shape[-1]]
-    return bits, unbiased(unit, levels - 1.5, square, peak).unsqueeze(-1)
-
-
-def unbiased(x: Tensor, levels: Tensor, square: Tensor, peak: Tensor) -> Tensor:
-    """Return the unbiased scale peak · x·x / r·x [..., 1] of x and levels r [..., d]; square: x·x."""
+    levels = levels_of_bits(bits, dim, values)[:, :, first : first + x.shape[2], : x.shape[-1]] - 1.5
     least = LEAST_COSINE * (square * (levels * levels).sum(-1, keepdim=True)).sqrt()
-    along = torch.maximum((x * levels).sum(-1, keepdim=True), least)
-    return torch.where(square > 0, peak * (square / along), 0.0)
+    along = torch.maximum((unit * levels).sum(-1, keepdim=True), least)
+    return bits, torch.where(square > 0, peak * (square / along), 0.0).unsqueeze(-1)
 
 
 def dequantize(levels: Tensor, scale: Tensor) -> Tensor:

@@ -19,12 +19,12 @@ from specache_compile.kernels.attention.triton_kept import place_of_base, place_
 from specache_compile.kernels.attention.triton_softmax import LOG2E, biased, capped, finite, shown
 from specache_compile.kernels.codes.records import RECORD, stored_dim
 from specache_compile.kernels.codes.triton_levels import read_scale, read_zero
+from specache_compile.kernels.state.layout import rotated
 from specache_compile.kernels.state.operands import AttentionInputs, TierInputs
 from specache_compile.kernels.state.page_table import shape_of_scores
 from specache_compile.kernels.state.triton_center import share_of_center
 from specache_compile.kernels.state.triton_cursor import AT_LENGTH, AT_LOW_BIT, place_in_page
 from specache_compile.kernels.state.triton_pairs import sinks_among
-from specache_compile.kernels.state.triton_rotate import rotated
 
 from .triton_decode import MASK_STRIDES, Sums, empty_sums, group_of, mask_form, rows_of, splits_of
 
@@ -259,7 +259,7 @@ def launch(
 def attend_keys(new: AttentionInputs, read: TierInputs, logits: Tensor, base: Tensor) -> Sums:
     """Write the kept logits of the low-bit tier's tokens, without sinks; returns their sums, which have no values."""
     q, tiers = new.q, read.tiers
-    turned, shares = rotated(q) if read.layout.is_rotated else q.contiguous(), q
+    turned, shares = rotated(q).to(q.dtype) if read.layout.is_rotated else q.contiguous(), q
     if tiers.center.shape[2]:
         capacity = shape_of_scores(tiers.codes, new.cursor)[2]
         shares = share_of_center(q, tiers.center, new.cursor, capacity, group_of(tiers), read.scale)

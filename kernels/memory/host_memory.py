@@ -96,30 +96,21 @@ class Pool:
         weakref.finalize(lease, self.idle.append, memory).atexit = False
         return lease
 
-    def lent_at(self, address: int) -> bool:
-        """Return whether a lent map of this pool begins at this address."""
-        with self.lock:
-            return address in self.leases
+    def grow(self, memory: PinnedMap, size: int, addresses: int) -> bool:
+        """Pin a lent map up to `size` bytes.
 
-    def grow(self, address: int, size: int, addresses: int) -> memoryview | None:
-        """Pin the map at this address up to `size` bytes, and return its lease.
-
-        None if it has fewer than `addresses` bytes of addresses, or if pinning fails.
+        Returns False if it has fewer than `addresses` bytes of addresses, or if pinning fails.
         """
         with self.lock:
-            lease = self.leases[address]
-            memory = lease.obj
-            assert isinstance(memory, PinnedMap)
-            if addresses > len(memory):
-                return None
             size = min(whole_pages(size, memory.unit), len(memory))
-            if size > memory.pinned:
-                if memory.pinned % math.lcm(memory.unit, mmap.PAGESIZE):
-                    return None
-                self.idle.clear()  # `allowance` counts these maps as free
-                if not memory.pin(size):
-                    return None
-            return lease
+            if addresses > len(memory):
+                return False
+            if size <= memory.pinned:
+                return True
+            if memory.pinned % math.lcm(memory.unit, mmap.PAGESIZE):
+                return False
+            self.idle.clear()  # `allowance` counts these maps as free
+            return memory.pin(size)
 
     def reuse(self, size: int, addresses: int, unit: int, device: torch.device) -> PinnedMap | None:
         """Return the smallest idle map with these addresses that holds `size` bytes and wastes at most an eighth."""
@@ -193,10 +184,12 @@ def host_grown(old: Tensor, shape: tuple[int, ...], device: torch.device, backed
     returned unchanged.
     """
     unit = math.prod(shape[1:]) * old.dtype.itemsize
-    if device.type != "cuda" or isinstance(old, FakeTensor) or not _pool.lent_at(old.data_ptr()):
-        return old if old.shape == shape else None
-    lease = _pool.grow(old.data_ptr(), unit * (shape[0] if backed is None else backed), unit * shape[0])
+    lease = None if device.type != "cuda" or isinstance(old, FakeTensor) else _pool.leases.get(old.data_ptr())
     if lease is None:
+        return old if old.shape == shape else None
+    memory, backed = lease.obj, shape[0] if backed is None else backed
+    assert isinstance(memory, PinnedMap)
+    if not _pool.grow(memory, backed * unit, shape[0] * unit):
         return None
     return old if old.shape == shape else viewed(lease, shape, old.dtype)
 

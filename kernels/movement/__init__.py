@@ -1,1 +1,1 @@
-"""Movement of pairs between tiers: append, offload, select, fetch, correct; and the copy streams."""
+"""Movement of pairs between tiers: append, offload, select, fetch, correct; and the copy stream."""

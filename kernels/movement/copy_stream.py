@@ -1,14 +1,12 @@
-"""The copy streams of a CUDA device, which run fetches, offloads and corrections concurrently with compute."""
+"""The copy stream of a CUDA device, which runs fetches, offloads and corrections concurrently with compute."""
 
 #   main stream    ... select_0 ─┐   layer 1, 2, ...        wait_0 ── attend_0 (next step) ...
 #   copy stream                  └── gather_0, gather_1 ... ──┘
 #
 #   main stream    score_0 ── choose_0 ─┬─ low-bit values_0 ─┬─ slots_0, recent_0, new_0 ── merge_0 ...
-#   corrections                         └─ gather_0 ─────────┘
+#   copy stream                         └─ gather_0 ─────────┘
 #
-# A correction has a separate stream: the step waits for it, and it waits for no other layer's fetch.
-#
-# The copy streams access session state, or staging that this module owns, but no Inductor temporaries. A correction
+# The copy stream accesses session state, or staging that this module owns, but no Inductor temporaries. A correction
 # also reads the chosen tokens, which the next attention keeps alive. No op here blocks the host in a decode step.
 # A captured CUDA graph contains the fork, and must end it by `join_capture`, since it cannot wait for outside events.
 # The capture stream is in `lowering/cuda_graphs.py`.
@@ -25,7 +23,6 @@ from torch import Tensor
 from specache_compile.kernels.attention.kept_logits import lse_of
 from specache_compile.kernels.memory.host_memory import makes_fakes
 from specache_compile.kernels.state.cursor import host_record, lengths_of
-from specache_compile.kernels.state.operands import KeptLogits, takes
 from specache_compile.kernels.state.page_table import PAGE, Pages, pairs_of, rows_of_pages, runs, tokens_of, views
 from specache_compile.kernels.state.stored_pairs import parts_of, stored, write
 
@@ -39,22 +36,10 @@ def stream_of(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device, priority=-1)
 
 
-@functools.cache
-def correction_stream_of(device: torch.device) -> torch.cuda.Stream:
-    """Return the stream of a device's corrections, also of high priority."""
-    return torch.cuda.Stream(device, priority=-1)
-
-
 def adopt(state: Mapping[str, Tensor]) -> None:
-    """Record in the allocator that both streams use these tensors, so that it does not reuse their memory too soon."""
-    device = state["slots"].device
-    used = {
-        stream_of(device): ("selected", "slots", "slot_index", "fetched"),
-        correction_stream_of(device): ("slots", "slot_index", "corrected"),
-    }
-    for stream, fields in used.items():
-        for field in fields:
-            state[field].record_stream(stream)
+    """Record in the allocator that copies use these tensors, so that it does not reuse their memory too soon."""
+    for field in ("selected", "slots", "slot_index", "fetched", "corrected"):
+        state[field].record_stream(stream_of(state["slots"].device))
 
 
 def has_streams(device: torch.device) -> bool:
@@ -75,15 +60,11 @@ def drain(device: torch.device) -> None:
 
 
 def join_capture(device: torch.device) -> None:
-    """Join the streams that fetches, or corrections of a failed step, have forked, before a capture ends.
-
-    A capture must not wait for a stream that was not forked, whose events are outside the capture.
-    """
-    for stream in (stream_of(device), correction_stream_of(device)):
-        with torch.cuda.stream(stream):
-            forked = torch.cuda.is_current_stream_capturing()
-        if forked:
-            torch.cuda.current_stream(device).wait_stream(stream)
+    """Join the copy stream before a capture ends, if a copy has forked it: events of others are outside the capture."""
+    with torch.cuda.stream(stream_of(device)):
+        forked = torch.cuda.is_current_stream_capturing()
+    if forked:
+        join(device)
 
 
 def prefetch(
@@ -107,9 +88,8 @@ def wait(after: Tensor, cursor: Tensor, slots: Tensor, slot_index: Tensor, selec
         torch.cuda.current_stream(slots.device).wait_event(fetch)
 
 
-@takes(kept=KeptLogits)
 def correct(
-    scores: Tensor, cursor: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor, corrected: Tensor, kept: KeptLogits
+    scores: Tensor, cursor: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor, corrected: Tensor, *kept: Any
 ) -> Tensor:
     """Run `tier_ops.correct`: select by the kept logits on the main stream, and gather concurrently until
     `wait_for_correction`. No decision requires the host."""
@@ -118,18 +98,17 @@ def correct(
 
     chosen, (q, logits, base, mask) = torch.empty_like(slot_index), kept
     select(logits, base, lse_of(base, q), mask, cursor, chosen)
-    corrections = correction_stream_of(slots.device)
-    corrections.wait_stream(torch.cuda.current_stream(slots.device))
-    with torch.cuda.stream(corrections):
+    copy = stream_of(slots.device)
+    copy.wait_stream(torch.cuda.current_stream(slots.device))
+    with torch.cuda.stream(copy):
         programs = slot_index.shape[0] * slot_index.shape[1]
         gather(chosen, cursor, host, slots, slot_index, corrected, programs=programs)
     return chosen
 
 
 def wait_for_correction(slots: Tensor) -> None:
-    """Let later work on the main stream wait for the correction of these slots, the last one."""
-    if slots.is_cuda:
-        torch.cuda.current_stream(slots.device).wait_stream(correction_stream_of(slots.device))
+    """Let later work on the main stream wait for the correction of these slots, the last copy."""
+    join(slots.device)
 
 
 class Staging:

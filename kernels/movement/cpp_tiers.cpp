@@ -10,11 +10,7 @@
 namespace {
 
 // Scores from 0 on sort like their bits; scores below 0 are no candidates.
-inline int32_t order_of(float score) {
-  int32_t bits;
-  std::memcpy(&bits, &score, sizeof bits);
-  return bits;
-}
+inline int32_t order_of(float score) { return bits_of<int32_t>(score); }
 
 // Buckets by exponent and the first bits of the mantissa: counting finds the lowest bucket with a selected score, and
 // only scores in this bucket are compared.
@@ -140,17 +136,6 @@ int64_t refill_head(const int32_t* selected, const Tier& host, int64_t head, cha
   return missing.size();
 }
 
-// Do the same for the heads `first` to `stop`; selected, slots and index are the first head's. Returns the copied bytes.
-int64_t refill_heads(const int32_t* selected, const Tier& host, int64_t first, int64_t stop, char* slots, int32_t* index,
-                     int64_t k) {
-  int64_t moved = 0;
-  for (int64_t head = first; head < stop; ++head) {
-    const int64_t at = (head - first) * k;
-    moved += host.pair * refill_head(selected + at, host, head, slots + at * slot_bytes(host), index + at, k);
-  }
-  return moved;
-}
-
 }  // namespace
 
 // scores [heads, stride], of which `n` a head count → selected [heads, k].
@@ -164,7 +149,10 @@ extern "C" void refill(const int32_t* selected, const int64_t* cursor, char* hos
                        int64_t columns, int64_t rows, int64_t heads, int64_t k, int64_t pair, int64_t channels,
                        int64_t* fetched) {
   const Tier tier = {host, rows * heads, pair, channels, cursor, columns, heads};
-  *fetched += refill_heads(selected, tier, 0, tier.heads, slots, slot_index, k);
+  for (int64_t head = 0; head < tier.heads; ++head) {
+    char* own = slots + head * k * slot_bytes(tier);
+    *fetched += pair * refill_head(selected + head * k, tier, head, own, slot_index + head * k, k);
+  }
 }
 
 // Write the pairs of `count` new tokens to target from each row's length on; cursor [rows, columns]. keys and values

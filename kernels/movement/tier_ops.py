@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -20,7 +22,7 @@ from specache_compile.kernels.state.by_rows import by_rows
 from specache_compile.kernels.state.center import centers, is_found, set_center
 from specache_compile.kernels.state.cursor import LENGTH, LOW_BIT, NEXT_LOW_BIT, length_of
 from specache_compile.kernels.state.layout import EMPTY, Layout, StoredTiers, rotated
-from specache_compile.kernels.state.operands import KeptLogits, takes
+from specache_compile.kernels.state.operands import takes
 from specache_compile.kernels.state.page_table import Pages, pairs_at, pairs_of, put
 from specache_compile.kernels.state.sinks import keep_sinks
 from specache_compile.kernels.state.stored_pairs import decoded, stored
@@ -163,37 +165,9 @@ def prefetch(
 ) -> None:
     """Copy the selected [B, H, k] pairs that are not in `slots` [B, H, k, 2, d] from the host tier to the slots.
 
-    On a GPU the copy may end after the op: a `wait` must precede reading the slots. It mutates slots, slot_index
-    [B, H, k] and fetched int64 [1], the number of copied bytes.
+    Pairs that stay keep their slots. On a GPU the copy may end after the op: a `wait` must precede reading the slots.
+    It mutates slots, slot_index [B, H, k] and fetched int64 [1], the number of copied bytes.
     """
-    refill(selected, pairs_of(host, cursor), slots, slot_index, fetched)
-
-
-@by_rows(0)
-@takes(kept=KeptLogits)
-def correct(
-    scores: Tensor, cursor: Tensor, host: Pages, slots: Tensor, slot_index: Tensor, corrected: Tensor, kept: KeptLogits
-) -> Tensor:
-    """Copy the pairs that lane 0 selects and that the slots lack to the slots.
-
-    The offloads of all low-bit tokens must have ended: a `wait` on the slots, or the start of the step, ensures this.
-
-    Args:
-        scores: [lanes, B, H, C], from `score_low_bit`. A GPU reads `kept` instead.
-        slots, slot_index: [B, H, k, 2, d] and [B, H, k], mutated.
-        corrected: int64 [1], the number of copied bytes, mutated.
-
-    Returns: the slots' new tokens, int32 [B, H, k] in any order. On a GPU their pairs may arrive later, but before
-    `attend_scored` reads them.
-    """
-    chosen, low_bit = torch.empty_like(slot_index), int(cursor[0, LOW_BIT])
-    select_topk(scores[0, :, :, :low_bit], chosen)
-    refill(chosen, host, slots, slot_index, corrected)
-    return chosen
-
-
-def refill(selected: Tensor, host: Pages, slots: Tensor, slot_index: Tensor, fetched: Tensor) -> None:
-    """Copy the missing selected pairs, for `prefetch` and `correct`; pairs that stay keep their slots."""
     same = selected.unsqueeze(-1) == slot_index.unsqueeze(-2)  # [B, H, selected, slot]
     stays = same.any(-2) & (slot_index >= 0)
     missing = (selected >= 0) & ~same.any(-1)
@@ -204,10 +178,32 @@ def refill(selected: Tensor, host: Pages, slots: Tensor, slot_index: Tensor, fet
     order = stays.to(torch.int8).argsort(dim=-1, stable=True)
     slot = order[row, head, rank]
     token = selected[row, head, entry]
-    pairs = pairs_at(host, row, head, token.long())
+    pairs = pairs_at(pairs_of(host, cursor), row, head, token.long())
     slots[row, head, slot] = decoded(pairs.to(slots.device), slots.dtype, slots.shape[-1])
     slot_index[row, head, slot] = token
     fetched += pairs.nbytes
+
+
+def correct(
+    scores: Tensor, cursor: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor, corrected: Tensor, *kept: Any
+) -> Tensor:
+    """Copy the pairs that lane 0 selects and that the slots lack to the slots.
+
+    The offloads of all low-bit tokens must have ended: a `wait` on the slots, or the start of the step, ensures this.
+
+    Args:
+        scores: [lanes, B, H, C], from `score_low_bit`.
+        slots, slot_index: [B, H, k, 2, d] and [B, H, k], mutated.
+        corrected: int64 [1], the number of copied bytes, mutated.
+        kept: the query, the logits and the base of `score_low_bit`, and the mask. A GPU reads them instead of scores.
+
+    Returns: the slots' new tokens, int32 [B, H, k] in any order. On a GPU their pairs may arrive later, but before
+    `attend_scored` reads them.
+    """
+    chosen, token = torch.empty_like(slot_index), torch.arange(scores.shape[-1], device=scores.device)
+    select_topk(scores[0].masked_fill(token >= cursor[:, LOW_BIT, None, None], EMPTY), chosen)
+    prefetch(chosen, cursor, host, slots, slot_index, corrected)
+    return chosen
 
 
 def wait(after: Tensor, cursor: Tensor, slots: Tensor, slot_index: Tensor, selected: Tensor) -> None:

@@ -15,7 +15,7 @@ from .layout import StoredTiers
 from .page_table import LOW_BIT_TIER, PAGE, TIERS, Pages, rows_read, table_of, write_rows
 
 # Operands that have no batch.
-WITHOUT_ROWS = frozenset(("sinks", "fetched", "corrected", "frequencies", "weight"))
+WITHOUT_ROWS = frozenset(("sinks", "frequencies", "weight"))
 
 
 def by_rows(*returns: int, by_token: Sequence[str] = ("host",)) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -77,4 +77,4 @@ def rows_of(name: str, value: Any, rows: slice, by_token: Sequence[str] = ()) ->
         return value
     if name in ("mask", "padding") and value.shape[0] == 1:
         return value
-    return value[:, rows] if name == "scores" else value[rows]  # scores are [lanes, B, ...]
+    return value[rows]

@@ -49,15 +49,6 @@ class TierInputs(NamedTuple):
         return cls(StoredTiers(*tiers), Layout(*layout), scale, softcap)
 
 
-class KeptLogits(NamedTuple):
-    """The query, the results of `score_low_bit` and the mask, by which a GPU corrects without scores."""
-
-    q: Tensor
-    logits: Tensor
-    base: Tensor
-    mask: Tensor | None
-
-
 def takes(**kinds: Any) -> Callable[[Callable[..., R]], Callable[..., R]]:
     """Decorate an implementation, to call it with an op's operands one by one.
 

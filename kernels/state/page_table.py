@@ -80,9 +80,7 @@ def rows_read(tier: Tensor, table: Tensor, first: int = 0) -> Tensor:
     rows, pages = table.shape
     _, heads, each, *rest = tier.shape
     copied = tier.new_empty(rows, heads, pages, each, *rest)
-    for row, numbers in enumerate(table.tolist()):
-        for number in range(first, pages):
-            copied[row, :, number] = tier[numbers[number]]
+    copied[:, :, first:] = tier[table[:, first:]].transpose(1, 2)
     return copied.flatten(2, 3)
 
 

@@ -19,13 +19,11 @@ from .triton_pairs import load_pairs
 
 AT_BETA, AT_GAMMA, AT_THETA, AT_PARTNER = (tl.constexpr(row) for row in (BETA, GAMMA, THETA, PARTNER))
 NEWEST, STEPPED_ROWS = tl.constexpr(MEAN_OF), tl.constexpr(STEPPED)
-TOKEN_BLOCK, CHANNEL_BLOCK, ANGLE_BLOCK = 16, 32, 8
+TOKEN_BLOCK, CHANNEL_BLOCK, ANGLE_BLOCK = 16, 16, 8
 # `add_shares` treats 16 groups of a stepped center as one group, the smallest number of columns of a product.
 STEPS = tl.constexpr(16)
 # Sums of a program: 64 registers of each of 128 threads; and the rows of a product.
 SUMS, MOST_ROWS = 8192, 128
-# Unit of shares, so that a channel's share may be a million before it overflows float16.
-UNIT = tl.constexpr(1 / 16)
 
 
 @triton.jit(do_not_specialize=["heads", "columns"])
@@ -140,29 +138,11 @@ def write_angles(
 
 
 @triton.jit
-def halves(x):
-    """Split float32 into a sum of two float16, with relative error 2⁻²², or absolute error 2⁻²⁵."""
-    high = x.to(tl.float16)
-    return high, (x - high.to(tl.float32)).to(tl.float16)
-
-
-@triton.jit
-def add_waves(sums, factor, query, wave, EXACT: tl.constexpr):
-    """Add Σ over channels of factor [groups, c] · query [ROWS, c] · wave [g, c] to sums [groups · ROWS, g], in float32.
-
-    Tensor cores take 16 bits. Three products of halves have an error below the rounding of a float32 sum. EXACT: all
-    products, for queries with more than 16 bits.
-    """
+def add_waves(sums, factor, query, wave):
+    """Add Σ over channels of factor [groups, c] · query [ROWS, c] · wave [g, c] to sums [groups · ROWS, g]."""
     rows = tl.reshape(factor[:, None, :] * query[None, :, :], [factor.shape[0] * query.shape[0], query.shape[1]])
-    if EXACT:
-        sums = tl.dot(rows, tl.trans(wave), sums, input_precision="ieee")
-    else:
-        high, low = halves(rows)
-        wave_high, wave_low = halves(wave)
-        sums = tl.dot(high, tl.trans(wave_low), sums)
-        sums = tl.dot(low, tl.trans(wave_high), sums)
-        sums = tl.dot(high, tl.trans(wave_high), sums)
-    return sums
+    # Three products of 19 bits have an error below the rounding of a float32 sum.
+    return tl.dot(rows, tl.trans(wave), sums, input_precision="tf32x3")
 
 
 @triton.jit(do_not_specialize=["columns"])
@@ -180,8 +160,7 @@ def add_shares(
     """One program: GROUPS groups of tokens of one KV head, for all its query heads and lanes.
 
     STEP: as in `write_angles`. ROWS: G·lanes, padded. CHANNELS: channels per step of the products. Bytes read from the
-    cache: 8·d·(g + GROUPS) of the table; written: 4·G·lanes per token. FLOPs: 4·G·lanes·d per token, and three times
-    that in 16 bits.
+    cache: 8·d·(g + GROUPS) of the table; written: 4·G·lanes per token. FLOPs: 12·G·lanes·d per token.
     """
     bh, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * GROUPS
     low_bit = tl.load(cursor + (bh // heads) * columns + AT_LOW_BIT) // STEP
@@ -194,24 +173,23 @@ def add_shares(
     number, place = first + tl.arange(0, GROUPS), tl.arange(0, group)
     known = (number * group < low_bit)[:, None]
     sums = tl.zeros([GROUPS * ROWS, group], tl.float32)
-    exact: tl.constexpr = q.dtype.element_ty == tl.float32
-    for start in tl.static_range(0, d, CHANNELS):
+    for start in range(0, d, CHANNELS):
         channel = start + tl.arange(0, CHANNELS)
         inside = (channel < d)[None, :]
         query = tl.load(q_row[:, None] + channel[None, :], (row < queries * lanes)[:, None] & inside, 0.0)
-        query = query.to(tl.float32) * (scale * UNIT)
+        query = query.to(tl.float32) * scale
         at = center + bh * center_rows * d + channel[None, :]
         beta, gamma = tl.load(at + AT_BETA * d, inside, 0.0), tl.load(at + AT_GAMMA * d, inside, 0.0)
         at = angles + (group + number)[:, None] * (2 * d) + channel[None, :]
         cos, sin = tl.load(at, known & inside, 0.0), tl.load(at + d, known & inside, 0.0)
         wave = angles + place[:, None] * (2 * d) + channel[None, :]
-        sums = add_waves(sums, cos * beta + sin * gamma, query, tl.load(wave, inside, 0.0), EXACT=exact)
-        sums = add_waves(sums, cos * gamma - sin * beta, query, tl.load(wave + d, inside, 0.0), EXACT=exact)
+        sums = add_waves(sums, cos * beta + sin * gamma, query, tl.load(wave, inside, 0.0))
+        sums = add_waves(sums, cos * gamma - sin * beta, query, tl.load(wave + d, inside, 0.0))
     both = tl.arange(0, GROUPS * ROWS)
     number, row = first + both // ROWS, both % ROWS
     real = (row < queries * lanes) & (number * group < low_bit)
     out = shares + ((bh * queries + row // lanes) * lanes + row % lanes) * capacity + number * group
-    tl.store(out[:, None] + place[None, :], sums * (1 / UNIT), real[:, None])
+    tl.store(out[:, None] + place[None, :], sums, real[:, None])
 
 
 def set_center(

@@ -69,8 +69,7 @@ FAULTS = [
     ),
     Fault(
         "a correction not waited for", copy_stream.wait_for_correction,
-        "torch.cuda.current_stream(slots.device).wait_stream(correction_stream_of(slots.device))", "pass", "late",
-        CORRECTED,
+        "join(slots.device)", "pass", "late", CORRECTED,
     ),
     Fault(
         "a correction before the prompt's pairs are on the host", Step.begin_phase,
@@ -78,7 +77,7 @@ FAULTS = [
     ),
     Fault(
         "slots corrected while they are read", copy_stream.correct,
-        "corrections.wait_stream(torch.cuda.current_stream(slots.device))", "pass", "early", CORRECTED,
+        "copy.wait_stream(torch.cuda.current_stream(slots.device))", "pass", "early", CORRECTED,
     ),
     Fault(
         "the values of what the slots held left out", triton_scored.attend_scored,

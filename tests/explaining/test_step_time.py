@@ -13,7 +13,7 @@ import specache_compile as sc
 from conftest import tiny_llama
 from specache_compile.explaining.times import op_launches
 from specache_compile.explaining.times.devices import Device, find_device
-from specache_compile.explaining.times.op_launches import COPY, CORRECTION, Kernel, LaunchedOp
+from specache_compile.explaining.times.op_launches import COPY, MAIN, Kernel, LaunchedOp
 from specache_compile.explaining.times.step_kernels import Traced, kernels_of
 from specache_compile.explaining.times.step_time import (
     BETWEEN,
@@ -111,7 +111,7 @@ def test_the_launches_of_a_layer_are_those_that_the_kernels_make() -> None:
         return [k.name.split(".")[-1] for k in middle if k.op not in ("mm", "linear", "fused", "wait")]
 
     halves = ["prepare_query", "score_keys", "attend_pairs", "merge_splits"]
-    stored = ["write_host", "copy_groups", "quantize_groups", "write_recent"]
+    stored = ["write_host", "quantize_groups", "copy_pairs"]
     assert sorted(own("default")) == sorted(
         [*halves, "keep_best_of_logits", "fetch_missing", "hide_tokens", "sum_values", "attend_pairs", "merge_splits",
          *stored]
@@ -119,12 +119,10 @@ def test_the_launches_of_a_layer_are_those_that_the_kernels_make() -> None:
 
 
 def test_what_is_said_of_the_kernels_is_what_they_have() -> None:
-    triton_select = pytest.importorskip(
-        "specache_compile.kernels.movement.triton_select", reason="Triton is for Linux alone"
+    triton_copy = pytest.importorskip(
+        "specache_compile.kernels.movement.triton_copy", reason="Triton is for Linux alone"
     )
-    from specache_compile.kernels.movement import triton_copy
-
-    assert (op_launches.TILE, op_launches.PROGRAMS) == (triton_select.TILE, triton_copy.PROGRAMS)
+    assert op_launches.PROGRAMS == triton_copy.PROGRAMS
 
 
 @pytest.mark.slow
@@ -160,16 +158,16 @@ def test_streams_share_what_both_need() -> None:
     assert seconds_of(of_seconds("a", 1), of_seconds("b", 2, COPY)) == pytest.approx(3)
     over_link = Kernel("b", stream=COPY, to_device=2e9, gap=0.0)
     assert seconds_of(of_seconds("a", 1), over_link) == pytest.approx(2)
-    assert seconds_of(over_link, replace(over_link, name="c", stream=CORRECTION)) == pytest.approx(4)
+    assert seconds_of(over_link, replace(over_link, name="c", stream=MAIN)) == pytest.approx(4)
 
 
 def test_what_the_main_stream_waits_for_is_exposed() -> None:
-    fetch = Kernel("f", stream=CORRECTION, to_device=3e9, gap=0.0, waits=("a",))
+    fetch = Kernel("f", stream=COPY, to_device=3e9, gap=0.0, waits=("a",))
     found = computed([of_seconds("a", 1), fetch, of_seconds("b", 1), of_seconds("c", 1, waits=("f",))], DEVICE)
     assert (found.seconds - BETWEEN, found.exposed) == pytest.approx((5, 2))
     assert found.bound == "memory"
     # Behind its last launch it waits for the copies' end.
-    found = computed([of_seconds("a", 1), replace(fetch, stream=COPY)], DEVICE)
+    found = computed([of_seconds("a", 1), fetch], DEVICE)
     assert (found.seconds - BETWEEN, found.exposed) == pytest.approx((4, 3))
     assert found.bound == "PCIe"
 

@@ -21,19 +21,10 @@ pytest.importorskip("triton")
 from specache_compile.kernels.decode import triton_decode, triton_exact, triton_scored
 from specache_compile.kernels.movement import copy_stream, triton_copy, triton_select_logits
 from specache_compile.kernels.movement import tier_ops as tiers
-from specache_compile.kernels.movement import triton_select as select
-from specache_compile.kernels.state import center, layout, triton_center, triton_rotate
+from specache_compile.kernels.state import center, triton_center
 
 BATCH = 2
 TRITON, DEFINITION = Ops("triton"), Ops("definition")
-
-
-@pytest.mark.parametrize("d", [2, 16, 65, 72, 80, 96, 128, 256])
-def test_rows_are_rotated(d: int) -> None:
-    x = torch.randn(3, BATCH, 5, d, generator=torch.Generator().manual_seed(2)).to(GPU).movedim(0, 2)
-    turned = triton_rotate.rotated(x)
-    assert turned.is_contiguous()
-    torch.testing.assert_close(turned, layout.rotated(x), atol=1e-6, rtol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
@@ -155,28 +146,12 @@ def test_splits_fill_the_gpu_and_end_together() -> None:
         assert -(-rows * splits // slots) * share <= 1.25 * least + 4
 
 
-def chosen(scores: Tensor, k: int) -> list[list[int]]:
-    selected = torch.full((*scores.shape[:2], k), 7, dtype=torch.int32, device=GPU)
-    select.select_topk(scores.to(GPU), selected)
-    return [[token for token in row if token >= 0] for row in selected.flatten(0, 1).tolist()]
-
-
-def test_selection_breaks_ties_by_position_and_takes_no_token_that_is_hidden() -> None:
-    scores = torch.full((1, 1, 5000), -1.0)
-    scores[0, 0, 100:4900:7] = 0.25
-    scores[0, 0, 4898] = 0.5
-    assert chosen(scores, 4) == [[100, 107, 114, 4898]]
-    scores[scores > 0] = 0.0  # a share that underflows float32 is still a candidate
-    assert chosen(scores, 2) == [[100, 107]]
-    assert chosen(torch.full((1, 1, 300), -1.0), 3) == [[]]
-
-
 @pytest.fixture
 def streams(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace streams, which the interpreter does not have; it reads any memory."""
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: True)
     if GPU.type == "cpu":
-        monkeypatch.setattr(copy_stream, "correction_stream_of", lambda device: mock.MagicMock())
+        monkeypatch.setattr(copy_stream, "stream_of", lambda device: mock.MagicMock())
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: mock.MagicMock())
         monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
 

@@ -17,7 +17,7 @@ from specache_compile.passes.plan import tag_of
 from specache_compile.passes.reading.nodes import arguments_of, value_of
 
 from .devices import Device
-from .op_launches import COPY, CORRECTION, LAUNCHES, MAIN, TAIL, Kernel, LaunchedOp, small
+from .op_launches import COPY, LAUNCHES, MAIN, TAIL, Kernel, LaunchedOp, small
 from .step_nodes import VIEWS, is_launch, layers_of, operator_name, weight_behind
 from .workload import Workload, bytes_of, elements, size_of
 
@@ -65,7 +65,7 @@ def kernels_of(traced: Traced, device: Device, length: int, batch: int, full: in
     """
     load = replace(traced.load, length=length, batch=batch)
     layers, fused = layers_of(traced.graph), last_of_fused(traced.graph)
-    newest = dict.fromkeys((MAIN, COPY, CORRECTION), "")
+    newest = dict.fromkeys((MAIN, COPY), "")
     kernels = []
     for node in traced.graph.graph.nodes:
         if not is_launch(node):
