@@ -62,8 +62,6 @@ def schedule_of(graph_module: GraphModule) -> nx.DiGraph:
     Each launch is a node (step, name) with its `Launch`'s fields. The edges have a `kind`: order, launch or wait.
     """
     launches = [launch_of(node) for node in graph_module.graph.nodes if is_launch(node)]
-    # A step that fetches only in its own course waits at its beginning for the step before (`Step.begin_phase`).
-    waits_first = any(launch.op == "correct" for launch in launches) and not any(x.guards for x in launches)
     dag: nx.DiGraph = nx.DiGraph()
     newest: dict[str, Key] = {}  # of each stream
     fetches: dict[str, Key] = {}  # of each slots tensor
@@ -77,8 +75,8 @@ def schedule_of(graph_module: GraphModule) -> nx.DiGraph:
                 dag.add_edge(newest["compute"], key, kind="launch")
             if launch.guards in fetches:
                 dag.add_edge(fetches[launch.guards], key, kind="wait")
-            begins = waits_first and step > 0 and launch is launches[0]
-            if (launch.reads_host or begins) and "copy" in newest:
+            # A correction's gather is on the copy stream, and the step waits for it.
+            if (launch.reads_host or launch.op == "correct") and "copy" in newest:
                 dag.add_edge(newest["copy"], key, kind="wait")
             newest[launch.stream] = key
             if launch.brings:

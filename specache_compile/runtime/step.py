@@ -176,7 +176,7 @@ class Step:
     def run(self, graph: Any, arguments: Sequence[Any]) -> list[Any]:
         """The outputs of the captured graph, with held tensors for the cache."""
         *before, last = self.graphs_to_run(graph, arguments)
-        self.begin_phase(last.variant.phase)
+        self.begin_run()
         for rewritten in before:
             self.run_pre_decode(graph, rewritten, arguments)
         outputs = self.run_graph(graph, last, arguments)
@@ -185,16 +185,13 @@ class Step:
             outputs[position] = self.session.held(site, part)
         return outputs
 
-    def begin_phase(self, phase: Phase) -> None:
+    def begin_run(self) -> None:
         """Note that from here on a policy may drop pairs, and rounding loses them without a host tier.
 
         Everything that runs is compiled and checked before.
         """
-        session, tiers = self.session, self.session.tiers
-        session.half_evicted = bool(tiers.fields("kept")) or not session.options.host_tier
-        if phase.one_token and session.options.top_k and not selects(session.options):
-            # Pairs that the step will fetch may still be on the way to the host.
-            copy_stream.join(session.layers[0].device)
+        session = self.session
+        session.half_evicted = bool(session.tiers.fields("kept")) or not session.options.host_tier
 
     def run_pre_decode(self, graph: Any, rewritten: Rewritten, arguments: Sequence[Any]) -> None:
         """Run a pre-decode. Rows that already have slots and a speculative token keep these. The caller's tensors that
@@ -280,7 +277,7 @@ class Step:
     @contextlib.contextmanager
     def filling(self) -> Iterator[list[LayerState]]:
         """Within it, other code writes to the layers' state what a prefill would."""
-        self.begin_phase(PREFILL)
+        self.begin_run()
         yield self.session.state
         self.ran.append(PREFILL)
         self.finish()

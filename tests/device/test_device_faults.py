@@ -28,7 +28,6 @@ from specache_compile.kernels.movement import copy_stream
 from specache_compile.lowering import cuda_graphs
 from specache_compile.passes import prefetch
 from specache_compile.runtime.session import session_of
-from specache_compile.runtime.step import Step
 
 pytest.importorskip("triton", reason="Triton is for Linux alone")
 
@@ -72,8 +71,8 @@ FAULTS = [
         "join(slots.device)", "pass", "late", CORRECTED,
     ),
     Fault(
-        "a correction before the prompt's pairs are on the host", Step.begin_phase,
-        "copy_stream.join(session.layers[0].device)", "pass", "late", CORRECTED,
+        "a correction on a stream of its own", copy_stream.correct,
+        "copy = stream_of(slots.device)", "copy = torch.cuda.Stream(slots.device)", "late", CORRECTED,
     ),
     Fault(
         "slots corrected while they are read", copy_stream.correct,

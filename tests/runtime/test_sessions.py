@@ -139,17 +139,6 @@ def test_memory_is_freed_with_the_cache() -> None:
     assert live_bytes() - before < 0.02 * tiers
 
 
-def test_a_step_that_only_corrects_waits_for_the_offloads_when_it_begins(
-    llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    twin, order, run = compile_copy(llama, top_k=8, bits=1, setting="best"), list[str](), Step.run_graph
-    cache = cache_of(step(twin, prompt(150)))
-    monkeypatch.setattr(copy_stream, "join", lambda device: order.append("join"))
-    monkeypatch.setattr(Step, "run_graph", lambda *given: order.append("graph") or run(*given))
-    step(twin, prompt(1), cache)
-    assert order == ["join", "graph"]
-
-
 @pytest.mark.parametrize("copies", ["put", "refill"])
 def test_a_step_whose_copy_fails_can_be_taken_again(
     llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch, copies: str

@@ -151,7 +151,7 @@ static Stream *choose(const std::vector<Stream *> &ready) {
   }
   for (Stream *stream : ready)
     if (is_default(stream) == (schedule() == LATE)) return stream;
-  return schedule() == LATE ? ready.back() : ready[0];  // late: a correction before the copies that it does not await
+  return ready[0];
 }
 
 static int choose_node(const Replay &replay) {
