@@ -124,6 +124,8 @@ class Session:
     host_record: the host's record of its steps.
     """
 
+    cursor: Tensor
+
     @torch.inference_mode(False)
     def __init__(
         self,
