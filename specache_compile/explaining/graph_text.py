@@ -8,6 +8,7 @@ an op's docstring stands above its call. The text is for reading; it does not ru
 from __future__ import annotations
 
 import ast
+import keyword
 import re
 import textwrap
 from collections import Counter
@@ -23,7 +24,7 @@ from torch.utils._dtype_abbrs import dtype_abbrs
 from specache_compile.errors import SpecacheError
 from specache_compile.kernels.op import op_of
 from specache_compile.passes.pipeline import readable
-from specache_compile.passes.reading.nodes import arguments_of, is_weight, value_of
+from specache_compile.passes.reading.nodes import arguments_of, value_of
 
 from .times.step_nodes import layers_of, operator_name
 
@@ -33,6 +34,7 @@ HEAD, INPUT = re.compile(r"def forward\(self, (.*)\):"), re.compile(r"\w+: \"")
 ALIAS = re.compile(r"^\s+\w+ = L_\w+$")
 GENERATED = ("linear", "mm", "mul", "view", "transpose", "reshape", "add")  # names of nodes after their op
 COPIES = ("to", "view", "reshape", "contiguous", "clone", "_to_copy", "expand", "alias", "permute")
+DEFAULTS = ("None", "False", "0.0")  # of keyword arguments, which are left out
 VIEWS = ("view", "reshape", "transpose", "unsqueeze")
 
 
@@ -94,7 +96,7 @@ class LayerText:
 
     def write(self, node: Node, text: str) -> None:
         """A statement as its lines; a tier op assigns all of its results that are used."""
-        parts = {user.args[1]: self.name(user) for user in node.users if is_part(user) and user in self.own}
+        parts = {args_of(user)[1]: self.name(user) for user in node.users if is_part(user) and user in self.own}
         target = ", ".join(parts.get(place, "_") for place in range(max(parts) + 1)) if parts else ""
         if not parts and (self.uses[node] or node in self.results):
             target = self.name(node)
@@ -112,29 +114,28 @@ class LayerText:
         return ast.unparse(ast.parse(self.call(node), mode="eval"))
 
     def call(self, node: Node) -> str:
-        op, args = operator_name(node), node.args
+        op, args = operator_name(node), args_of(node)
         if is_tier_op(node):
             return f"specache.{op}({', '.join(self.tier_arguments(node))})"
-        first, *rest = map(self.text, args)
+        texts = list(map(self.text, args))
         if op == "getitem" and isinstance(args[1], tuple):
-            return f"{first}[{', '.join(map(self.text, args[1]))}]"
+            return f"{texts[0]}[{', '.join(map(self.text, args[1]))}]"
         if op in magic_methods and magic_methods[op].count("{}") == len(args):
-            return magic_methods[op].format(first, *rest)
+            return magic_methods[op].format(*texts)
         if op == "t":
-            return f"{first}.T"
-        if weight := linear_weight(node):
-            return f"linear({first}, {self.text(weight)})"
+            return f"{texts[0]}.T"
         if op == "mm":
-            return f"{first} @ {rest[0]}"
+            weight = linear_weight(node)
+            return " @ ".join(texts) if weight is None else f"linear({texts[0]}, {self.text(weight)})"
         if op == "slice" and len(args) == 4:
-            return f"{first}[{sliced(node, *args[1:])}]"
-        given = [f"{name}={self.text(value)}" for name, value in node.kwargs.items() if value not in (None, False, 0.0)]
-        while rest and rest[-1] == "None":
-            rest.pop()
-        if isinstance(args[0], Node) and (node.op == "call_method" or (is_aten(node) and hasattr(Tensor, op))):
-            return f"{first}.{op}({', '.join([*rest, *given])})"
-        name = f"torch.{op}" if is_aten(node) or getattr(torch, op, None) is node.target else op
-        return f"{name if hasattr(torch, op) else op}({', '.join([first, *rest, *given])})"
+            return f"{texts[0]}[{sliced(node, *args[1:])}]"
+        while texts and texts[-1] == "None":
+            texts.pop()
+        texts += [f"{name}={self.text(value)}" for name, value in node.kwargs.items() if repr(value) not in DEFAULTS]
+        if node.op == "call_method" or (is_aten(node) and isinstance(args[0], Node) and hasattr(Tensor, op)):
+            return f"{texts[0]}.{op}({', '.join(texts[1:])})"
+        is_in_torch = hasattr(torch, op) and (is_aten(node) or getattr(torch, op) is node.target)
+        return f"{'torch.' if is_in_torch else ''}{op}({', '.join(texts)})"
 
     def tier_arguments(self, node: Node) -> list[str]:
         """Arguments stay in their places up to the first that is None; what follows has its name."""
@@ -148,7 +149,7 @@ class LayerText:
         if isinstance(value, Node):
             node = origin(value)
             if is_weight(node) or is_turned_weight(node):
-                return weight_path(node) if is_weight(node) else f"{weight_path(node.all_input_nodes[0])}.T"
+                return weight_path(node) if is_weight(node) else f"{weight_path(args_of(node)[0])}.T"
             return f"({self.waiting[node]})" if node in self.waiting else self.name(node)
         if isinstance(value, slice):
             bounds = ("" if bound is None else self.text(bound) for bound in (value.start, value.stop))
@@ -175,44 +176,52 @@ def base_name(node: Node) -> str:
         return next((name for taken in takers for name, value in taken if value is node), "attention")
     base = re.sub(r"(_default|_tensor)?(_\d+)*_?$", "", node.name)
     inner = node
-    while operator_name(inner) in VIEWS and isinstance(inner.args[0], Node):
-        inner = inner.args[0]
-    weight = linear_weight(inner) or next((used for used in inner.all_input_nodes if is_weight(used)), None)
+    while operator_name(inner) in VIEWS:
+        inner = args_of(inner)[0]
+    weight = linear_weight(inner) or next(filter(is_weight, inner.all_input_nodes), None)
     if base in GENERATED and weight is not None:
         return weight_path(weight).split(".")[-2]
     is_function = node.op == "call_function" and not hasattr(Tensor, base) and base not in ("slice", "getitem")
-    return f"{base}_out" if is_function and base == operator_name(node) else base
+    return f"{base}_out" if keyword.iskeyword(base) or (is_function and base == operator_name(node)) else base
 
 
 def origin(node: Node) -> Node:
     """The value that a node is: its operand's where the call changes nothing, or lines up rows for a product."""
-    while operator_name(node) in COPIES and isinstance(given := node.args[0], Node):
-        order = node.args[1] if operator_name(node) == "permute" else ()
-        is_same = kind_of(given) == kind_of(node) != "" and list(order) == sorted(order)  # type: ignore[arg-type]
+    while operator_name(node) in COPIES:
+        given, *order = args_of(node)
+        is_same = kind_of(given) == kind_of(node) != "" and (operator_name(node) != "permute" or is_sorted(order))
         if not (is_same or is_flattened(node)):
             break
         node = given
     return node
 
 
+def is_sorted(order: list[Any]) -> bool:
+    dims = list(order[0] if isinstance(order[0], list | tuple) else order)
+    return dims == sorted(dims)
+
+
 def is_flattened(node: Node) -> bool:
     """Whether a node lines up the rows of a tensor for products of matrices."""
-    is_matrix = operator_name(node) == "view" and node.args[1][0] == -1 and len(node.args[1]) == 2  # type: ignore
-    return is_matrix and all(operator_name(user) == "mm" for user in node.users)
+    is_view = operator_name(node) == "view" and all(operator_name(user) == "mm" for user in node.users)
+    return is_view and value_of(node).dim() == 2
 
 
 def linear_weight(node: Node) -> Node | None:
-    """The weight of a product that is a linear layer's."""
-    if operator_name(node) == "linear":
-        return node.args[1] if len(node.args) == 2 else None  # type: ignore[return-value]
-    if operator_name(node) != "mm" or not is_flattened(node.args[0]):  # type: ignore[arg-type]
+    """The weight of a product of lined up rows, which is a linear layer's."""
+    if operator_name(node) != "mm" or not is_flattened(args_of(node)[0]):
         return None
-    turned = node.all_input_nodes[1]
-    return turned.all_input_nodes[0] if is_turned_weight(turned) else None
+    turned = args_of(node)[1]
+    return args_of(turned)[0] if is_turned_weight(turned) else None
 
 
 def is_turned_weight(node: Node) -> bool:
-    return operator_name(node) == "t" and is_weight(node.all_input_nodes[0])
+    return operator_name(node) == "t" and is_weight(args_of(node)[0])
+
+
+def is_weight(node: Node) -> bool:
+    """Whether a node is a parameter or a buffer of a module."""
+    return node.op == "placeholder" and re.search("_(parameters|buffers)_", node.name, re.IGNORECASE) is not None
 
 
 def kind_of(node: Node) -> str:
@@ -222,7 +231,7 @@ def kind_of(node: Node) -> str:
         return ""
     shape = list(value.shape)
     if operator_name(node) == "mm" and linear_weight(node) is not None:
-        shape = [*value_of(node.args[0].args[0]).shape[:-1], shape[-1]]
+        shape = [*value_of(args_of(args_of(node)[0])[0]).shape[:-1], shape[-1]]
     return f"{dtype_abbrs[value.dtype]}[{', '.join(map(str, shape))}]"
 
 
@@ -244,7 +253,12 @@ def is_tier_op(node: Node) -> bool:
 
 def is_part(node: Node) -> bool:
     """Whether a node is one of the results of a tier op."""
-    return operator_name(node) == "getitem" and is_tier_op(node.args[0])  # type: ignore[arg-type]
+    return operator_name(node) == "getitem" and is_tier_op(args_of(node)[0])
+
+
+def args_of(node: Node) -> tuple[Any, ...]:
+    """A node's arguments, without their types."""
+    return node.args
 
 
 def is_aten(node: Node) -> bool:
