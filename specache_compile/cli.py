@@ -85,7 +85,7 @@ COMMANDS = {
 
 
 def parser(words: Sequence[str]) -> tuple[Parser, Parser | None]:
-    """The parser of the command line, and the parser of the command in `words`, which alone has its arguments."""
+    """The parser of the command line, and that of the command in `words`, if there is one; it alone has arguments."""
     top = Parser(prog="specache", description=DESCRIPTION, formatter_class=RAW)
     top.add_argument("--version", action="store_true", help="print the version")
     commands = top.add_subparsers(dest="command", required=True, metavar=f"{{{','.join(COMMANDS)}}}")
@@ -93,7 +93,7 @@ def parser(words: Sequence[str]) -> tuple[Parser, Parser | None]:
     for name, command in COMMANDS.items():
         description = command.help[0].upper() + command.help[1:] + "."
         sub = commands.add_parser(name, help=command.help, description=description, formatter_class=RAW)
-        if name == words[0]:
+        if [name] == words[:1]:
             own = sub
             fill(own, command, whole="--help-all" in words)
     return top, own
@@ -119,16 +119,12 @@ def function(place: str) -> Callable[..., Any]:
 
 def parsed(words: Sequence[str]) -> argparse.Namespace:
     """The arguments. A usage error ends the process with one line."""
-    if not words or (not words[0].startswith("-") and words[0] not in COMMANDS):
-        top, _ = parser([""])
-        if not words:
-            top.error(f"no command; the commands are {', '.join(COMMANDS)}")
-        top.error(f"unknown command {words[0]}{suggestion(words[0], COMMANDS)}")
     top, own = parser(words)
-    if own is None:
-        top.check_flags(words)
-    else:
-        own.check_flags(words[1:])
+    if not words:
+        top.error(f"no command; the commands are {', '.join(COMMANDS)}")
+    if own is None and not words[0].startswith("-"):
+        top.error(f"unknown command {words[0]}{suggestion(words[0], COMMANDS)}")
+    (own or top).check_flags(words[1:] if own else words)
     return top.parse_args(words)
 
 

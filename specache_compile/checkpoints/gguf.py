@@ -9,7 +9,7 @@ import contextlib
 import functools
 import hashlib
 import importlib
-import importlib.util
+import importlib.metadata
 import shutil
 import sys
 from collections.abc import Iterator
@@ -64,7 +64,7 @@ def convert(gguf: Path, folder: Path) -> None:
 
     transformers shows a progress bar. SpecacheError if a package that reads the file is missing.
     """
-    missing = [name for name in READERS if importlib.util.find_spec(name) is None]
+    missing = [name for name in READERS if not is_installed(name)]
     if missing:
         raise SpecacheError(
             f"reading a GGUF file requires {' and '.join(missing)}. Run pip install {' '.join(missing)}"
@@ -97,3 +97,11 @@ def convert(gguf: Path, folder: Path) -> None:
         partial.rename(folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def is_installed(distribution: str) -> bool:
+    try:
+        importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True

@@ -18,12 +18,12 @@ from specache_compile.compile.compiled_options import options_given
 from specache_compile.runtime.ranks import check_heads
 
 
-def with_compiled_calls(module: torch.nn.Module, dynamo_ctx: Any) -> torch.nn.Module:
+def with_compiled_calls(module: torch.nn.Module, dynamo_ctx: Any) -> Any:
     """A copy with the weights and submodules of `module`; each call of the copy is compiled by `dynamo_ctx`.
 
     If the module that generates is inside wrappers such as PEFT's, these are copied too: each step calls the inner one.
     """
-    copied = copy.copy(module)
+    copied: Any = copy.copy(module)
     if isinstance(module, GenerationMixin):
         copied._compiled_call_impl = dynamo_ctx(copied._call_impl)
     else:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -21,7 +19,7 @@ from specache_compile.checkpoints.names import resolved
 from .answer import Question
 from .calls import COMPACT, format_of, grammar_of_call, grammar_of_text, parser_of
 from .processors import Constraint, Penalties
-from .requests import CALL_ID, Body, ChatBody, CompletionBody, Message, Tool
+from .requests import Body, ChatBody, CompletionBody, Tool
 
 
 class ServedModel:
@@ -55,7 +53,7 @@ def chat(served: ServedModel, body: ChatBody) -> Question:
     tokenizer = served.tokenizer
     if not getattr(tokenizer, "chat_template", None):
         raise HTTPException(400, f"{served.name} has no chat template. Use /v1/completions")
-    messages = [template_message(message) for message in body.messages]
+    messages = [message.model_dump(exclude_none=True) for message in body.messages]
     offered = [] if body.tool_choice == "none" else body.tools or []
     tools = [tool.model_dump(exclude_none=True) for tool in offered] or None
     more = dict(body.chat_template_kwargs or {})
@@ -80,33 +78,6 @@ def chat(served: ServedModel, body: ChatBody) -> Question:
     ids = tokenizer(whole, add_special_tokens=False)["input_ids"]
     parser = parser_of(tokenizer, served.model, whole, opening, tools)
     return question(served, body, ids, parser, called_of(served, body, opening))
-
-
-def template_message(message: Message) -> dict[str, Any]:
-    """A message with its text as one string and a call's arguments as an object, as templates expect."""
-    given = message.model_dump(exclude_none=True)
-    text = given.get("content", "")
-    given["content"] = text if isinstance(text, str) else "\n".join(part["text"] for part in text)
-    if "tool_call_id" in given:
-        given["tool_call_id"] = call_id(given["tool_call_id"])
-    for call in given.get("tool_calls", []):
-        if "id" in call:
-            call["id"] = call_id(call["id"])
-        call["function"]["arguments"] = arguments_of(call["function"]["arguments"])
-    return given
-
-
-def call_id(given: str) -> str:
-    """An id of nine letters and digits, which Mistral's templates require: `given`, or its hash."""
-    return given if len(given) == CALL_ID and given.isalnum() else hashlib.sha256(given.encode()).hexdigest()[:CALL_ID]
-
-
-def arguments_of(text: str) -> Any:
-    """A replayed call's arguments: an object, or the text if it is not JSON."""
-    try:
-        return json.loads(text) if text.strip() else {}
-    except ValueError:
-        return text
 
 
 def question(served: ServedModel, body: Body, ids: list[int], parser: Any = None, calls: str | None = None) -> Question:

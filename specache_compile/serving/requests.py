@@ -3,10 +3,11 @@ and logged."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 # Unsupported fields that would change the answer. Other unknown fields are ignored.
 REFUSED = (
@@ -117,31 +118,52 @@ class TextPart(BaseModel):
     text: str
 
 
-class Called(BaseModel):
-    name: str
-    arguments: str
+def joined(content: str | list[TextPart] | None) -> str:
+    return content if isinstance(content, str) else "\n".join(part.text for part in content or ())
+
+
+def arguments_of(given: Any) -> Any:
+    """A replayed call's arguments: an object, or the text if it is not JSON."""
+    try:
+        return (json.loads(given) if given.strip() else {}) if isinstance(given, str) else given
+    except ValueError:
+        return given
 
 
 # Letters and digits of a call's id; Mistral's templates accept no other number.
 CALL_ID = 9
 
 
+def call_id(given: str) -> str:
+    """An id of nine letters and digits: `given`, or its hash."""
+    return given if len(given) == CALL_ID and given.isalnum() else hashlib.sha256(given.encode()).hexdigest()[:CALL_ID]
+
+
+CallId = Annotated[str, AfterValidator(call_id)]
+
+
+class Called(BaseModel):
+    name: str
+    arguments: Annotated[Any, BeforeValidator(arguments_of)]
+
+
 class ToolCall(BaseModel):
     model_config = ConfigDict(extra="allow")
 
-    id: str | None = None
+    id: CallId | None = None
     function: Called
 
 
 class Message(BaseModel):
-    """A message. Further fields are passed to the template."""
+    """A message as templates expect it: its text is one string, and a call's arguments are an object. Further fields
+    are passed on."""
 
     model_config = ConfigDict(extra="allow")
 
     role: str
-    content: str | list[TextPart] | None = None
+    content: Annotated[str | list[TextPart] | None, AfterValidator(joined)] = ""
     tool_calls: list[ToolCall] | None = None
-    tool_call_id: str | None = None
+    tool_call_id: CallId | None = None
 
 
 class Function(BaseModel):

@@ -48,8 +48,8 @@ def application(
     names: host names that requests may use, if the server listens for this machine only; None: any. A web page whose
         own name resolves to this machine uses another name, and is rejected.
     """
-    refusals = {kind: refused for kind in (StarletteHTTPException, SpecacheError, Exception)}
-    app = FastAPI(openapi_url=None, exception_handlers={**refusals, RequestValidationError: malformed})
+    handlers: dict[Any, Any] = dict.fromkeys((StarletteHTTPException, SpecacheError, Exception), refused)
+    app = FastAPI(openapi_url=None, exception_handlers={**handlers, RequestValidationError: malformed})
     app.add_middleware(Requests, metrics=metrics, key=key)
     if names is not None:
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=names)

@@ -21,8 +21,8 @@ from transformers import GenerationConfig, LlamaForCausalLM
 from conftest import byte_tokenizer, tiny_llama
 from served import TEMPLATE, Served, posted, serving, write_checkpoint
 from specache_compile.serving.processors import Penalties
-from specache_compile.serving.questions import arguments_of, chat, config_of
-from specache_compile.serving.requests import ChatBody, CompletionBody
+from specache_compile.serving.questions import chat, config_of
+from specache_compile.serving.requests import ChatBody, CompletionBody, arguments_of
 
 pytestmark = pytest.mark.one_process
 
