@@ -67,10 +67,7 @@ def step_of(new: AttentionInputs, read: TierInputs, **tensors: Tensor) -> StepAr
 
 def fits(codes: Tensor, q: Tensor, *pairs: Tensor) -> bool:
     """Return whether the kernels support these tiers, query and pairs (of one dtype); else the definitions run."""
-    for x in pairs:
-        if x.dtype != q.dtype:
-            return False
-    return q.dtype in DTYPES and codes.is_contiguous()
+    return q.dtype in DTYPES and codes.is_contiguous() and all(x.dtype == q.dtype for x in pairs)
 
 
 def library_of(q: Tensor, k: Tensor, *rest: Any) -> CDLL | None:

@@ -153,13 +153,15 @@ def score_tokens(
 
 
 def merged(
-    new: AttentionInputs, layout: Layout, low_bit: Sums, exact: Sums, lse: Tensor, values: bool = True
+    new: AttentionInputs, layout: Layout, low_bit: Sums, exact: Sums | None, lse: Tensor, values: bool = True
 ) -> Tensor:
     """Launch `merge_splits`; returns the output [B, Hq, lanes, d] in q's dtype (empty without `values`), and writes the
     log-sum-exp [B, Hq, lanes] in log2 units."""
     q, sinks, heads = new.q, new.sinks, new.k.shape[1]
     batch, query_heads, lanes, d = q.shape
-    (_, parts, rows), exact_parts = low_bit.peaks.shape, exact.peaks.shape[1]
+    all_heads, parts, rows = low_bit.peaks.shape
+    exact = empty_sums(all_heads, 0, rows, 0, q.device) if exact is None else exact
+    exact_parts = exact.peaks.shape[1]
     out = torch.empty(q.shape if values else (0,), dtype=q.dtype, device=q.device)
     merge_splits[(batch * query_heads * lanes,)](
         *low_bit, *exact, q if sinks is None else sinks, out, lse,

@@ -161,14 +161,14 @@ def attend_rows(
     peak = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     if KIND >= E4M3:
-        own = tl.load(key_params + bh * d + channel, inside, 0.0).to(tl.float32)
-        logits = capped(tl.sum(query.to(tl.float32) * own[None, :], 1) * worth, softcap, CAP)
+        new_key = tl.load(key_params + bh * d + channel, inside, 0.0).to(tl.float32)
+        new_value = tl.load(value_params + bh * d + channel, inside, 0.0).to(tl.float32)
+        new_logit = capped(tl.sum(query.to(tl.float32) * new_key[None, :], 1) * worth, softcap, CAP)
         column = (row * 0 + count) * m_token
-        seen = shown(row + split * ROWS < ROWS, mask, column, MASK)
-        peak = biased(logits, mask, mask_row + column, seen, MASK) * LOG2E
+        new_seen = shown(row + split * ROWS < ROWS, mask, column, MASK)
+        peak = biased(new_logit, mask, mask_row + column, new_seen, MASK) * LOG2E
         total = tl.where(peak > float("-inf"), 1.0, 0.0)
-        own = tl.load(value_params + bh * d + channel, inside, 0.0).to(tl.float32)
-        sums = total[:, None] * (own * lift)[None, :]
+        sums = total[:, None] * (new_value * lift)[None, :]
     tiles = (count + TILE - 1) // TILE
     share = tl.cdiv(tiles, splits)
     for tile in range(split * share, tl.minimum(tiles, (split + 1) * share)):

@@ -24,7 +24,7 @@ from specache_compile.kernels.state.operands import AttentionInputs, TierInputs,
 from specache_compile.kernels.state.page_table import shape_of_scores
 
 from . import triton_keys, triton_plain, triton_values
-from .triton_decode import Sums, contiguous_channels, empty_sums, merged, scores_of
+from .triton_decode import Sums, contiguous_channels, merged, scores_of
 from .triton_exact import attend_exact
 
 
@@ -39,9 +39,7 @@ def decode_attention(
     new, (logits, base, lse) = contiguous_channels(new), kept_of(new, read)
     low_bit = attend_keys(new, read, logits, base)
     hide(logits, slot_index)
-    rows, _, padded = low_bit.peaks.shape
-    nothing = empty_sums(rows, 0, padded, 0, logits.device)
-    merged(new._replace(sinks=None), read.layout, low_bit, nothing, lse, values=False)
+    merged(new._replace(sinks=None), read.layout, low_bit, None, lse, values=False)
     low_bit = attend_values(new, read, logits, base, lse, skip_below)
     exact = attend_exact(new, read, slots, slot_index, values=True, kept=(logits, base))
     out = merged(new, read.layout, low_bit, exact, lse)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from specache_compile.kernels.codes.records import stored_dim
 from specache_compile.kernels.codes.triton_levels import ROUND
-from specache_compile.kernels.decode.triton_decode import empty_sums, merged
+from specache_compile.kernels.decode.triton_decode import merged
 from specache_compile.kernels.decode.triton_plain import attend_pairs
 from specache_compile.kernels.state.layout import Layout, StoredTiers
 from specache_compile.kernels.state.operands import AttentionInputs, TierInputs, takes
@@ -81,6 +81,4 @@ def fp8_attention(new: AttentionInputs, fp8_codes: Tensor, scale: float, softcap
     none = q.new_empty((0, 0, 0))
     read = TierInputs(StoredTiers(fp8_codes.flatten(3), k, v, none, none, none, none), WHOLE, scale, softcap)
     sums = attend_pairs(new._replace(q=q), read)
-    rows, _, padded = sums.peaks.shape
-    nothing = empty_sums(rows, 0, padded, 0, q.device)
-    return merged(new, WHOLE, sums, nothing, q.new_empty(q.shape[:3], dtype=torch.float32))
+    return merged(new, WHOLE, sums, None, q.new_empty(q.shape[:3], dtype=torch.float32))
