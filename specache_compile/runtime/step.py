@@ -268,7 +268,7 @@ class Step:
                 state = states[site]
                 given = {"k": keys.contiguous(), "v": values.contiguous(), "padding": padding, "cursor": session.cursor}
                 for call in METHODS[session.options.method].recipe(session.options, site).stores:
-                    tensors = {operand: state[field] for operand, field in call.state.items()}
+                    tensors: dict[str, Any] = {operand: state[field] for operand, field in call.state.items()}
                     if call.turned and state[call.turned].shape[2]:
                         tensors["frequencies"] = frequencies[site]
                     op = getattr(torch.ops.specache, call.op)
