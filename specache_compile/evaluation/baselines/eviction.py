@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,22 +33,29 @@ WHOLE = 0
 ROWS = 256
 
 
-@takes(new=AttentionInputs)
+class Kept(NamedTuple):
+    """The kept pairs [B, H, N, 2, d] and their tokens int32 [B, H, N] (-1: empty)."""
+
+    kept: Tensor
+    kept_token: Tensor
+
+
+@takes(new=AttentionInputs, state=Kept)
 def budget_attention(
-    new: AttentionInputs, kept: Tensor, kept_token: Tensor, history: Tensor, policy: str, block: int, seed: int,
-    scale: float, softcap: float | None,
+    new: AttentionInputs, state: Kept, history: Tensor, policy: str, block: int, seed: int, scale: float,
+    softcap: float | None,
 ) -> Tensor:  # fmt: skip
     """Attention of T new tokens over the kept pairs and each other. The new pairs join the kept ones; pairs beyond b
     go.
 
-    Mutates the kept pairs [B, H, b, 2, d], their tokens int32 [B, H, b] (-1: empty), and float32 history [B, H, b, 4].
-    Returns [B, Hq, T, d] in q's dtype.
+    Mutates the state of b pairs, and float32 history [B, H, b, 4]. Returns [B, Hq, T, d] in q's dtype.
 
     Nothing goes while there is room. Then `block` tokens are encoded before as many pairs go (RoCo section 5.3,
     block-wise eviction); a decode step encodes one. Block 0 encodes all given tokens, with exact attention over the
     pairs kept before, and evicts once.
     """
-    asked, tokens, budget = asking(new, scale, softcap), new.k.shape[2], kept.shape[2]
+    (kept, kept_token), asked = state, asking(new, scale, softcap)
+    tokens, budget = new.k.shape[2], kept.shape[2]
     filled = min(asked.length, budget)
     pairs, token, past = kept[:, :, :filled], kept_token[:, :, :filled], history[:, :, :filled]
     added, numbers = asked.added(new)

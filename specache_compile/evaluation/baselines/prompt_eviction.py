@@ -15,7 +15,7 @@ from specache_compile.kernels.state.operands import AttentionInputs, takes
 from specache_compile.methods.method import Method
 from specache_compile.passes.recipe import OpCall, Recipe, named
 
-from .eviction import KEPT, KEPT_TOKEN, BudgetOptions, asking
+from .eviction import KEPT, KEPT_TOKEN, BudgetOptions, Kept, asking
 
 
 @dataclass(frozen=True)
@@ -40,19 +40,19 @@ Choose = Callable[..., Tensor]
 CHOICES: dict[str, Choose] = {}
 
 
-@takes(new=AttentionInputs)
+@takes(new=AttentionInputs, state=Kept)
 def prompt_attention(
-    new: AttentionInputs, kept: Tensor, kept_token: Tensor, method: str, budget: int, settings: Sequence[int],
-    scale: float, softcap: float | None, frequencies: Tensor | None = None,
+    new: AttentionInputs, state: Kept, method: str, budget: int, settings: Sequence[int], scale: float,
+    softcap: float | None, frequencies: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Exact attention of T new tokens over the kept pairs and each other; the new pairs then join the kept ones. Of a
     prompt (nothing is cached before it) longer than the budget b only the b pairs stay that CHOICES[method] names.
 
-    Mutates the kept pairs [B, H, N, 2, d] and their tokens int32 [B, H, N] (-1: empty), with room for b pairs and the
-    tokens behind the prompt. A step that failed half way may be taken again. Returns [B, Hq, T, d] in q's dtype.
+    Mutates the state, with room for b pairs and the tokens behind the prompt. A step that failed half way may be taken
+    again. Returns [B, Hq, T, d] in q's dtype.
     """
-    asked, tokens = asking(new, scale, softcap), new.k.shape[2]
-    length = asked.length
+    (kept, kept_token), asked = state, asking(new, scale, softcap)
+    length, tokens = asked.length, new.k.shape[2]
     held = ((kept_token >= 0) & (kept_token < length)).sum(-1)  # [B, H]
     before = int(held.max())
     there = torch.arange(before, device=held.device) < held.unsqueeze(-1)
@@ -124,9 +124,7 @@ def method_of(
     def recipe(options: PromptOptions, site: int) -> Recipe:
         own = [getattr(options, each) for each in settings]
         given = {"method": name, "budget": options.budget_in_tokens(options.prompt), "settings": own}
-        attend = OpCall(
-            "prompt_attention", named(KEPT.name, KEPT_TOKEN.name), given, turned=KEPT.name if turned else ""
-        )
+        attend = OpCall("prompt_attention", named(*Kept._fields), given, turned=KEPT.name if turned else "")
         return Recipe(dict.fromkeys(("prefill", "extend", "decode"), attend), ())
 
     return Method(name, options, (KEPT, KEPT_TOKEN), recipe)
