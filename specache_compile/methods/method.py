@@ -40,5 +40,5 @@ class Method:
         """The state tensors of one layer."""
         recipe = self.recipe(options, layer.number)
         calls: list[Any] = [*recipe.attend.values(), *recipe.stores, *filter(None, [recipe.selector])]
-        named = {name for call in calls for name in call.state}
+        named = {name for call in calls for name in call.state.values()}
         return tuple(field for field in self.fields if field.name in named or field.tier == MEASURE)
