@@ -7,6 +7,7 @@ value is not seen: call `Batch.forget_prefixes()` after it. A sum over all value
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import sys
 from collections.abc import Iterable, Iterator
@@ -51,6 +52,38 @@ def model_key(model: torch.nn.Module) -> object:
     buffers = [buffer for module in model.modules() if not follows_length(module) for buffer in module.buffers(False)]
     values = sampled([*model.parameters(), *buffers])
     return written, values, settings_of(model), [module.training for module in model.modules()]
+
+
+class Watch:
+    """Compares a model before every step with an earlier state: `model_key` would take too long.
+
+    It compares all attributes, the number of writes to each tensor, and one value of it. It keeps replaced tensors
+    alive.
+    """
+
+    @torch.inference_mode(False)
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.attributes = [
+            (vars(m), {name: copy.copy(x) if type(x) in (dict, list, set) else x for name, x in vars(m).items()})
+            for m in model.modules()
+        ]
+        tensors = [*model.parameters(), *model.buffers()]
+        self.tensors = [tensor for tensor in tensors if not is_traceable_wrapper_subclass(tensor)]
+        first = [part.as_strided((1,), (1,)).view(torch.uint8) for tensor in tensors for part in parts_of(tensor)]
+        self.first = [[x for x in first if x.device == device] for device in {x.device for x in first}]
+        self.before = self.written()
+
+    @torch.inference_mode(False)
+    def written(self) -> object:
+        counts = [(0 if x.is_inference() else x._version, x.data_ptr()) for x in self.tensors]
+        return counts, [torch.cat(values).tolist() for values in self.first]
+
+    def holds(self) -> bool:
+        """Whether nothing has changed, as far as it compares."""
+        try:
+            return all(now == before for now, before in self.attributes) and self.written() == self.before
+        except (RuntimeError, ValueError):  # `==` of two tensors or arrays
+            return False
 
 
 def prefill_key(model: torch.nn.Module | None, weights: Iterable[Tensor]) -> PrefillKey:

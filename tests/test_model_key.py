@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from adapted import Adapted, adapt
 from conftest import prompt, tiny_llama
 from families import FAMILIES, Family
-from specache_compile.model_key import model_key, prefill_key, sampled
+from specache_compile.model_key import Watch, model_key, prefill_key, sampled
 
 
 def new_parameter(model: Any) -> None:
@@ -56,18 +56,21 @@ def adapted(model: Any) -> list[Adapted]:
 @torch.no_grad()
 def test_a_write_to_one_tensor_changes_the_key(write: str) -> None:
     model = tiny_llama()
-    before = model_key(model)
+    before, watch = model_key(model), Watch(model)
     assert model_key(model) == before
+    assert watch.holds()
     WRITES[write](model)
     assert model_key(model) != before
+    assert not watch.holds()
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_a_setting_of_the_modules_changes_the_key(setting: str) -> None:
     model = adapt(tiny_llama())
-    before, prefill = model_key(model), prefill_key(model, model.parameters())
+    before, prefill, watch = model_key(model), prefill_key(model, model.parameters()), Watch(model)
     SETTINGS[setting](model)
     assert model_key(model) != before
+    assert not watch.holds()
     after = prefill_key(model, model.parameters())
     assert after.weights == prefill.weights
     assert after.settings != prefill.settings

@@ -176,10 +176,14 @@ class Batch:
         self.requests = self.open
         self.admit()
         self.memory.make_room_for_step(self.running)
+        keeps = self.prefilling is not None or bool(self.decoding and self.memory.sessions)
+        self.memory.notice_before_step(self.model, keeps)
         if self.decoding:
             self.attempt(self.decode, self.decoding)
         if (request := self.prefilling) is not None:
             self.attempt(functools.partial(self.prefill, request), [request])
+        if not self.running:
+            self.memory.watch = None  # it would keep replaced weights alive
 
     def attempt(self, call: Callable[[], None], requests: Sequence[Request]) -> None:
         """Make a call for these requests. If it fails, they are finished, and all others start again."""
@@ -223,10 +227,9 @@ class Batch:
     def forget_prefixes(self) -> None:
         """Drop the cached prefixes and sessions.
 
-        A batch does so itself when it sees that the model's weights or settings have changed. It compares samples of
-        them when a request starts and before it keeps a cache. Call this after writes through `.data` or numpy that
-        change only a few values, and after a change that is undone while a request runs. Running requests continue
-        with their caches.
+        A batch does so itself when it sees that the model's weights or settings have changed. It samples the weights
+        when a request starts, and one value of each weight before each step whose pairs it may keep. Call this after
+        writes through `.data` or numpy that change only a few values. Running requests continue with their caches.
         """
         self.memory.forget_prefixes()
 
@@ -257,7 +260,7 @@ class Batch:
             if request.stage is Stage.FINISHED:
                 return self.release([request])
             request.cache, request.prefilled = self.memory.paged_or_same(cache), end
-            self.memory.keep_prefill(request, self.model)
+            self.memory.keep_prefill(request)
             if end < last:
                 return
             append_next(request, logits[0, -1:])
@@ -307,7 +310,7 @@ class Batch:
         for request in finished:
             cache = self.cache if request in self.decoding else request.cache
             if self.memory.sessions and cache is not None and request.end is not End.FAILED:
-                self.memory.keep(request, self.model, functools.partial(self.taken, request), can_crop(cache))
+                self.memory.keep(request, functools.partial(self.taken, request), can_crop(cache))
             if request.cache is not None:
                 drop(request.cache)
                 request.cache = None

@@ -17,7 +17,7 @@ from specache_compile.errors import RequestError
 from specache_compile.kernels.memory.host_memory import allowance, free_memory
 from specache_compile.kernels.state.page_table import PAGE
 from specache_compile.methods.field import LayerShape
-from specache_compile.model_key import model_key
+from specache_compile.model_key import Watch, model_key
 from specache_compile.options import MethodOptions
 from specache_compile.paging.pool import PagePool, batch_pool, pages_for
 from specache_compile.runtime.session import session_of, sessions_of
@@ -59,6 +59,7 @@ class BatchMemory:
     pool: None until then, and for models whose rows cannot be paged. Their requests run one after another.
     sessions: the largest number of finished requests that are kept as prefixes.
     key: the key of the model's weights and settings. changes: how often it has changed.
+    watch: of the model, while requests run.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class BatchMemory:
         most = sessions or (rows if unbounded else min(rows, MOST_PREFIXES))
         self.prefixes = Prefixes(most, spill)
         self.key: object = None
+        self.watch: Watch | None = None
         self.changes = 0
 
     def set_layers(self, cache: DynamicCache, joins: bool) -> None:
@@ -95,10 +97,18 @@ class BatchMemory:
         """Drop the prefixes if the model's weights or settings have changed. True if there were some."""
         if self.layers and self.pool is None and not self.sessions:  # no prefix is cached
             return False
-        key = model_key(model)
+        watch, key = Watch(model), model_key(model)
         had = key != self.key and self.forget_prefixes()
-        self.key = key
+        self.key, self.watch = key, watch
         return had
+
+    def notice_before_step(self, model: torch.nn.Module, keeps: bool) -> None:
+        """Notice a change before each step. keeps: pairs of the step may be kept. A change that is undone before the
+        next request starts would else leave a prefix of both weights."""
+        if not keeps:
+            self.watch = None
+        elif self.watch is None or not self.watch.holds():
+            self.notice_weights(model)
 
     def forget_prefixes(self) -> bool:
         """Drop all prefixes, and keep none of the requests that run. True if there were some."""
@@ -228,7 +238,7 @@ class BatchMemory:
             cache.crop(request.reused - len(prefix.ids))
         request.cache, request.prefilled = self.paged_or_same(cache), request.reused
 
-    def keep_prefill(self, request: Request, model: torch.nn.Module) -> None:
+    def keep_prefill(self, request: Request) -> None:
         """Cache the prefilled part of a prompt as a prefix: with sessions the whole prompt, else a part that ends with
         a page."""
         cache, read = request.cache, request.prefilled
@@ -236,12 +246,11 @@ class BatchMemory:
             return
         aligned = read % math.lcm(self.chunk, PAGE) == 0
         if (read == len(request.prompt) and can_crop(cache)) if self.sessions else aligned:
-            self.keep(request, model, functools.partial(copy.deepcopy, cache), crops=bool(self.sessions))
+            self.keep(request, functools.partial(copy.deepcopy, cache), crops=bool(self.sessions))
 
-    def keep(self, request: Request, model: torch.nn.Module, copied: Callable[[], DynamicCache], crops: bool) -> None:
+    def keep(self, request: Request, copied: Callable[[], DynamicCache], crops: bool) -> None:
         """Cache a request's tokens as a prefix, unless their pairs depend on other tokens of a call, or on weights of
         before."""
-        self.notice_weights(model)
         if request.cached and request.changes == self.changes and not request.whole:
             self.prefixes.put(request.ids[0, : request.cached], copied, crops)
             while self.sessions and self.layers and not self.has_free_memory():

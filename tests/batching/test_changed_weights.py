@@ -62,9 +62,11 @@ def test_no_write_to_the_weights_and_no_switch_of_adapters_leaves_a_prefix(model
 
 @torch.no_grad()
 @pytest.mark.parametrize("sessions", [0, 1])
-def test_a_write_that_is_undone_while_a_request_runs_leaves_no_prefix(model: Any, sessions: int) -> None:
-    """In the second chunk of a prompt, or in a decode step of a session."""
-    weight = model.model.layers[0].self_attn.v_proj.base_layer.weight
+def test_a_change_that_is_undone_while_a_request_runs_leaves_no_prefix(model: Any, sessions: int) -> None:
+    """A write in the second chunk of a prompt, or another adapter in a decode step of a session."""
+    projection = model.model.layers[0].self_attn.v_proj
+    weight, (active,) = projection.base_layer.weight.data, projection._active_adapter
+    other = {"one": "two", "two": "one"}[active]
     batch = sc.Batch(model, chunk=CHUNK, sessions=sessions)
     batch.add(IDS[:5], max_new_tokens=1)
     batch.run()
@@ -72,9 +74,9 @@ def test_a_write_that_is_undone_while_a_request_runs_leaves_no_prefix(model: Any
     for _ in range(5 if sessions else 1):
         batch.step()
     assert len(request.generated) == (3 if sessions else 0)
-    weight.mul_(2.0)
+    projection.set_adapter(other) if sessions else weight.mul_(2.0)
     batch.step()
-    weight.mul_(0.5)
+    projection.set_adapter(active) if sessions else weight.mul_(0.5)
     batch.run()
     further = batch.add(torch.cat([request.ids[0] if sessions else IDS, IDS[:3]]), max_new_tokens=2)
     batch.run()

@@ -12,7 +12,7 @@ from transformers import DynamicCache
 import specache_compile as sc
 from conftest import LOSSLESS, greedy, prompt, tiny_llama
 from specache_compile.compat import with_cache
-from specache_compile.model_key import model_key
+from specache_compile.model_key import Watch, model_key
 from specache_compile.runtime.held import HeldTensor
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::FutureWarning")]
@@ -98,6 +98,7 @@ def test_each_switch_changes_the_models_key() -> None:
     }
     for name, switch in switches.items():
         model = wrapped.get_base_model()
-        before = model_key(model)
+        before, watch = model_key(model), Watch(model)
         switch()
         assert model_key(model) != before, name
+        assert not watch.holds(), name
