@@ -139,7 +139,7 @@ def test_memory_is_freed_with_the_cache() -> None:
     assert live_bytes() - before < 0.02 * tiers
 
 
-@pytest.mark.parametrize("copies", ["put", "refill"])
+@pytest.mark.parametrize("copies", ["put", "pairs_at"])
 def test_a_step_whose_copy_fails_can_be_taken_again(
     llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch, copies: str
 ) -> None:
