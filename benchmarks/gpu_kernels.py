@@ -28,7 +28,7 @@ from specache_compile.bench.results import Results
 from specache_compile.kernels.codes.records import stored_dim
 from specache_compile.kernels.decode import triton_scored
 from specache_compile.kernels.memory import host_memory
-from specache_compile.kernels.movement import cpp_tiers, tier_ops, triton_append, triton_copy
+from specache_compile.kernels.movement import cpp_tiers, triton_append, triton_copy, triton_select
 from specache_compile.kernels.state.cursor import CURSOR_SIZE, LENGTH, LOW_BIT, NEXT_LOW_BIT, new_cursor
 from specache_compile.kernels.state.layout import StoredTiers
 from specache_compile.kernels.state.page_table import PAGE
@@ -237,7 +237,9 @@ def rows_of(
     if setting.rotate:  # what follows knows nothing of the layout
         return
     scores = sets[0].scores.nbytes
-    yield row("selection", "copy", scores, lambda i: tier_ops.select_topk(turn(i).scores, turn(i).state["selected"]))
+    yield row(
+        "selection", "copy", scores, lambda i: triton_select.select_topk(turn(i).scores, turn(i).state["selected"])
+    )
     for reuse in (0.0, 0.5, 0.75, 1.0):
         kept_slots = round(reuse * setting.top_k)
 

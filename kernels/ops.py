@@ -103,7 +103,7 @@ DECLARED = (
     ),
     Op(
         "select_topk(Tensor scores, Tensor(a!) selected) -> ()",
-        tiers.select_topk, fake_nothing, ".movement.tier_ops:select_topk",
+        tiers.select_topk, fake_nothing, ".movement.triton_select:select_topk",
         fused=cpp_tiers.select_topk_fused, library=cpp_tiers.library_of(0), early=0,
     ),
     Op(

@@ -37,6 +37,7 @@ from specache_compile.kernels.attention.kept_logits import lse_of
 from specache_compile.kernels.decode import triton_scored as scored
 from specache_compile.kernels.movement import triton_append as append
 from specache_compile.kernels.movement import triton_copy as copy
+from specache_compile.kernels.movement import triton_select as select
 from specache_compile.kernels.movement import triton_select_logits as select_logits
 from specache_compile.kernels.state.layout import StoredTiers
 from specache_compile.kernels.state.page_table import PAGE
@@ -171,14 +172,16 @@ def run_step(case: Case) -> None:
     read = [at[name] for name in StoredTiers._fields], options.layout, 0.1, case.softcap
     fetch = (selected, cursor, *(at[name] for name in ("host", "slots", "slot_index", "fetched")))
     if not options.corrects:
-        scored.decode_attention(q, k, v, mask, None, cursor, *slots, *read, options.skip_below)
+        _, scores = scored.decode_attention(q, k, v, mask, None, cursor, *slots, *read, options.skip_below)
     else:
         # As `passes/correct.py`: only several lanes need scores.
-        logits, base, _ = scored.score_low_bit(q, k, v, mask, None, cursor, *read, lanes > 1)
+        logits, base, by_lane = scored.score_low_bit(q, k, v, mask, None, cursor, *read, lanes > 1)
         select_logits.select(logits, base, lse_of(base, q), mask, cursor, selected)
         copy.gather(*fetch)
         scored.attend_scored(q, k, v, mask, None, cursor, logits, base, selected, *slots, *read, options.skip_below)
+        scores = by_lane[-1] if lanes > 1 else by_lane
     if not options.corrects or lanes > 1:
+        select.select_topk(scores, selected)
         copy.gather(*fetch)
     frequencies = torch.empty(d // 2)
     append.append(

@@ -9,9 +9,6 @@
 #     the best blocks    those of largest bound; their tokens' k-th best score bounds the head's from below
 #     candidates         the blocks whose bound reaches it; the tokens of all others score less
 #     the best k         of the candidates' tokens, in chunks that are merged with those kept before
-#
-# The k-th largest key is found by bisection, with one comparison per element and one count per iteration. This starts
-# with the sixteen octaves below the largest key, and ends as soon as k keys are separated.
 
 from __future__ import annotations
 
@@ -27,51 +24,13 @@ from specache_compile.kernels.attention.triton_kept import block_scores, place_o
 from specache_compile.kernels.codes.records import RECORD
 from specache_compile.kernels.state.triton_cursor import AT_LOW_BIT
 
+from .triton_select import best_of, key_of, merge, threshold
+
 BLOCK_TOKENS = tl.constexpr(LOGIT_BLOCK)
 # Blocks per program, 16 for each of 512 threads. Blocks that are scored together, 8 tokens for each of 256 threads.
 MOST_BLOCKS, MOST_SCORED = 8192, 128
 # Registers per thread of a program of 8 warps, so that a multiprocessor has two.
 REGISTERS = 128
-# Difference between the bits of a float and of its 2**-16th: sixteen exponents.
-OCTAVES = tl.constexpr(16 << 23)
-
-
-@triton.jit
-def key_of(score):
-    """Return int32 keys in the order of scores; non-negative floats have the order of their bits. -1: no candidate."""
-    return tl.where(score >= 0.0, score.to(tl.int32, bitcast=True), -1)
-
-
-@triton.jit
-def threshold(key, selected, most):
-    """Return a key that at least `selected` and at most `most` elements reach, and their number.
-
-    With fewer candidates the key is 0; equal keys can make the number larger than `most`.
-    """
-    # Enough elements (or all candidates) are at least `low`; too few are at least `high`.
-    low, reach = tl.zeros([], tl.int32), tl.sum((key >= 0).to(tl.int32), 0)
-    high = tl.max(key, 0) + 1
-    middle = tl.maximum(high - OCTAVES, 1)
-    while (reach > most) & (high - low > 1):
-        count = tl.sum((key >= middle).to(tl.int32), 0)
-        enough = count >= selected
-        reach = tl.where(enough, count, reach)
-        low = tl.where(enough, middle, low)
-        high = tl.where(enough, high, middle)
-        middle = low + (high - low) // 2
-    return low, reach
-
-
-@triton.jit
-def best_of(key, selected):
-    """Return which elements are the `selected` largest keys; among equal keys at the border, the first ones."""
-    low, reach = threshold(key, selected, selected)
-    chosen = key >= low
-    if reach > selected:
-        above, tied = key > low, key == low
-        room = selected - tl.sum(above.to(tl.int32), 0)
-        chosen = above | (tied & (tl.cumsum(tied.to(tl.int32), 0) <= room))
-    return chosen
 
 
 @triton.jit
@@ -179,8 +138,7 @@ def hide_tokens(
 def select(
     logits: Tensor, base: Tensor, lse: Tensor, mask: Tensor | None, cursor: Tensor, selected: Tensor
 ) -> None:  # fmt: skip
-    """Write the low-bit tokens of lane 0's largest scores to `selected` [B, H, k], in ascending order, and -1 if fewer
-    are left.
+    """Write the low-bit tokens of lane 0's largest scores to `selected` [B, H, k], in ascending order, then -1.
 
     One launch selects among 128k tokens. A score is the attention to a token, summed over the query group. Sinks and
     tokens that the mask hides from every query head are no candidates.
@@ -208,8 +166,7 @@ def select(
         num_warps=max(1, min(16, max(scored // 16, blocks // 512))), maxnreg=REGISTERS,
     )  # fmt: skip
     if tiles > 1:
-        order = kept_scores.sort(dim=-1, descending=True, stable=True).indices[..., :count]
-        selected.copy_(kept_tokens.gather(-1, order.sort(-1).values))
+        merge(kept_scores, kept_tokens, selected)
 
 
 def hide(logits: Tensor, tokens: Tensor) -> None:

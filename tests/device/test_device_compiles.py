@@ -20,7 +20,7 @@ from specache_compile.compat import cache_of, with_cache
 from specache_compile.compile import rewrites
 from specache_compile.kernels.attention import triton_extend
 from specache_compile.kernels.decode import triton_scored
-from specache_compile.kernels.movement import triton_append, triton_copy
+from specache_compile.kernels.movement import triton_append, triton_copy, triton_select
 from specache_compile.kernels.state.cursor import host_record
 from specache_compile.kernels.state.layout import StoredTiers
 from specache_compile.lowering import cuda_graphs
@@ -69,8 +69,9 @@ def step(capacity: int, options: SpecacheOptions, length: int) -> None:
     read = tiers, options.layout, D**-0.5, None
     triton_append.append(k[:, :, :1], v[:, :, :1], None, cursor, *tiers, *options.layout, options.zero_point)
     triton_scored.decode_attention(q, k, v, mask, None, cursor, *slots, *read)
-    logits, base, _ = triton_scored.score_low_bit(q, k, v, mask, None, cursor, *read)
+    logits, base, scores = triton_scored.score_low_bit(q, k, v, mask, None, cursor, *read)
     triton_scored.attend_scored(q, k, v, mask, None, cursor, logits, base, slots[1], *slots, *read)
+    triton_select.select_topk(scores[0], state["selected"])
     moved = torch.zeros(1, dtype=torch.int64).cuda()
     triton_copy.gather(state["selected"].fill_(0), cursor, state["host"], *slots, moved)
     triton_copy.write_through(k, v, cursor, state["host"])
@@ -78,11 +79,13 @@ def step(capacity: int, options: SpecacheOptions, length: int) -> None:
 
 
 def test_a_kernel_is_compiled_once_however_large_a_cache_grows(compiled_forms: list[Form]) -> None:
-    """1, 2, 4, 16, 28, 32 and 36 shares of the low-bit tier."""
+    """1, 2, 4, 16, 28, 32 and 36 shares of the low-bit tier; lists of 1 to 3 tiles, and of 16."""
     options = SpecacheOptions(bits=2, group_size=64, residual_length=64, top_k=16)
     for number, capacity in enumerate((256, 512, 1024, 4096, 7168, 8192, 9216)):
         assert bucket(capacity) == capacity
         step(capacity, options, length=140 + 3 * number)  # lengths are in the cursor, and are no arguments of launches
+    scores, selected = torch.zeros(1, HEADS, 65536, device=CUDA), torch.empty(1, HEADS, 16, dtype=torch.int32).cuda()
+    triton_select.select_topk(scores, selected)
     again = [form for number, form in enumerate(compiled_forms) if form in compiled_forms[:number]]
     assert again == []
     kernels = Counter(name for name, _ in compiled_forms)

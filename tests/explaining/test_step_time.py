@@ -119,10 +119,12 @@ def test_the_launches_of_a_layer_are_those_that_the_kernels_make() -> None:
 
 
 def test_what_is_said_of_the_kernels_is_what_they_have() -> None:
-    triton_copy = pytest.importorskip(
-        "specache_compile.kernels.movement.triton_copy", reason="Triton is for Linux alone"
+    triton_select = pytest.importorskip(
+        "specache_compile.kernels.movement.triton_select", reason="Triton is for Linux alone"
     )
-    assert op_launches.PROGRAMS == triton_copy.PROGRAMS
+    from specache_compile.kernels.movement import triton_copy
+
+    assert (op_launches.TILE, op_launches.PROGRAMS) == (triton_select.TILE, triton_copy.PROGRAMS)
 
 
 @pytest.mark.slow

@@ -317,14 +317,6 @@ def test_the_candidates_of_largest_score_are_selected(capacity: int, candidates:
         assert sorted(chosen) == sorted(best + [-1] * (k - len(best)))
 
 
-def test_a_score_that_underflows_is_still_a_candidate() -> None:
-    scores = torch.full((*ROWS, 300), -1.0)
-    scores[..., 100:110] = 0.0
-    selected = torch.full((*ROWS, 12), 7, dtype=torch.int32)
-    run("select_topk", scores, selected)
-    assert selected.sort(-1).values.tolist() == [[[-1, -1, *range(100, 110)]] * HEADS] * BATCH
-
-
 @of_definitions
 @pytest.mark.parametrize(("k", "page"), [(16, 4), (18, 4), (64, 7), (5, 5), (4, 1)])
 def test_pages_go_by_their_best_token(k: int, page: int) -> None:

@@ -21,6 +21,7 @@ pytest.importorskip("triton")
 from specache_compile.kernels.decode import triton_decode, triton_exact, triton_scored
 from specache_compile.kernels.movement import copy_stream, triton_copy, triton_select_logits
 from specache_compile.kernels.movement import tier_ops as tiers
+from specache_compile.kernels.movement import triton_select as select
 from specache_compile.kernels.state import center, triton_center
 
 BATCH = 2
@@ -144,6 +145,22 @@ def test_splits_fill_the_gpu_and_end_together() -> None:
         share = -(-tiles // splits)
         least = max(rows * splits * share / slots, share)
         assert -(-rows * splits // slots) * share <= 1.25 * least + 4
+
+
+def chosen(scores: Tensor, k: int) -> list[list[int]]:
+    selected = torch.full((*scores.shape[:2], k), 7, dtype=torch.int32, device=GPU)
+    select.select_topk(scores.to(GPU), selected)
+    return [[token for token in row if token >= 0] for row in selected.flatten(0, 1).tolist()]
+
+
+def test_selection_breaks_ties_by_position_and_takes_no_token_that_is_hidden() -> None:
+    scores = torch.full((1, 1, 5000), -1.0)
+    scores[0, 0, 100:4900:7] = 0.25
+    scores[0, 0, 4898] = 0.5
+    assert chosen(scores, 4) == [[100, 107, 114, 4898]]
+    scores[scores > 0] = 0.0  # a share that underflows float32 is still a candidate
+    assert chosen(scores, 2) == [[100, 107]]
+    assert chosen(torch.full((1, 1, 300), -1.0), 3) == [[]]
 
 
 @pytest.fixture

@@ -28,11 +28,9 @@ STREAMS = MAIN, COPY = "main", "copy"
 GAP, SMALLEST, TAIL = 1.3e-6, 1.3e-6, 1.5e-6
 # Seconds of a gather: a program finds one head's missing pairs; a read over the link is answered.
 FIND, ROUND_TRIP = 4.2e-6, 2.0e-6
-# Launches of `torch.topk`, and how often they read the scores: estimates.
-TOPK_LAUNCHES, TOPK_READS = 12, 6
-# `triton_copy`: programs of a gather beside compute. Written again here, because that module needs Triton and
-# explaining does not.
-PROGRAMS = 16
+# `triton_select`: elements of a tile and of a warp, and its most warps. `triton_copy`: programs of a gather beside
+# compute. Written again here, because those modules need Triton and explaining does not.
+TILE, OF_A_WARP, MOST_WARPS, PROGRAMS = 4096, 512, 8, 16
 # Instructions that a scheduler issues in a cycle, and schedulers of a multiprocessor. The first is 0.52 to 0.55 by the
 # measured time of attention over low bits on an H200 (benchmarks/results/gpu_kernels.json) and its instructions.
 ISSUED, SCHEDULERS = 0.52, 4
@@ -53,8 +51,9 @@ BY_DIM: Mapping[str, Mapping[int, float]] = {
 OF_ZEROS = 0.07
 # For a number of the FP8 cache, in `triton_plain.attend_rows` (sm_90).
 OF_E4M3 = 3.1
-# A warp's instructions (sm_90): for a score of a token, KV head and lane; for a merged query head and lane.
-SCORING, MERGING = 2.5, 1_800
+# A warp's instructions (sm_90): of a program of `keep_best`, some 12 turns of 80 (for sums of softmaxes of normal
+# logits) and 1,330 once; for a score of a token, KV head and lane; for a merged query head and lane.
+SELECTING, SCORING, MERGING = 12 * 80 + 1_330, 2.5, 1_800
 # The same for a selection by kept logits, once for a KV head and for each of its low-bit tokens: estimates for eight
 # warps of 2,800 instructions, whose loops depend on the logits.
 SELECTING_KEPT, SELECTING_TOKEN = 30_000, 0.7
@@ -261,9 +260,16 @@ def select_kept(call: LaunchedOp) -> list[Kernel]:
 
 
 def select(call: LaunchedOp) -> list[Kernel]:
-    """`torch.topk` over the capacity."""
-    scores = 4 * call.heads * bucket(call.load.length + 1)
-    return [Kernel("topk", memory=TOPK_READS * scores, floor=TOPK_LAUNCHES * SMALLEST + (TOPK_LAUNCHES - 1) * GAP)]
+    """`triton_select`: rounds over tiles, each of which keeps k, until one tile holds the rest. A single program takes
+    as long as its warps' instructions, at least those of one warp on each scheduler."""
+    length, made, last = bucket(call.load.length + 1), list[Kernel](), False
+    while not last:
+        tiles = math.ceil(length / TILE)
+        warps = max(1, min(MOST_WARPS, math.ceil(length / OF_A_WARP)))
+        alone = SELECTING * max(1.0, warps / SCHEDULERS) / (ISSUED * call.device.ghz * 1e9)
+        made.append(Kernel("keep_best", instructions=call.heads * tiles * warps * SELECTING, floor=alone))
+        length, last = tiles * call.load.options.top_k, tiles == 1
+    return made
 
 
 def gather(call: LaunchedOp, share: float, programs: int, stream: str) -> Kernel:
