@@ -22,7 +22,7 @@ class CopyError(MemoryError):
     """The error of a copy."""
 
 
-PLACES = ((Step, "run_graph"), (tier_ops, "put"), (tier_ops, "refill"))
+PLACES = ((Step, "run_graph"), (tier_ops, "put"), (tier_ops, "pairs_at"))
 
 
 @contextlib.contextmanager

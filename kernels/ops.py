@@ -104,7 +104,7 @@ DECLARED = (
     Op(
         "select_topk(Tensor scores, Tensor(a!) selected) -> ()",
         tiers.select_topk, fake_nothing, ".movement.triton_select:select_topk",
-        fused=cpp_tiers.select_topk_fused, library=cpp_tiers.library_of(0), early=0,
+        fused=cpp_tiers.select_topk_fused, library=cpp_tiers.library_of_scores, early=0,
     ),
     Op(
         "prefetch(Tensor selected, Tensor cursor, Tensor host, Tensor(a!) slots, Tensor(b!) slot_index, "

@@ -82,14 +82,15 @@ def test_a_forced_gather_brings_its_share_in_every_step(reuse: float, corrected:
     from gpu_decode import forced_gather
 
     from held_tiers import in_pages
-    from specache_compile.kernels.movement.tier_ops import refill
-    from specache_compile.kernels.state.page_table import Pages
+    from specache_compile.kernels.movement.tier_ops import prefetch
+    from specache_compile.kernels.state.cursor import CURSOR_SIZE
 
     k, pairs = 8, torch.randn(2, 3, 512, 2, 4)
     host, slots = in_pages(pairs), torch.zeros(2, 3, k, 2, 4)
+    cursor = torch.cat([torch.zeros(2, CURSOR_SIZE, dtype=torch.int64), host.table], 1)
 
-    def gather(selected: torch.Tensor, cursor: None, pages: torch.Tensor, *rest: torch.Tensor, **grid: int) -> None:
-        refill(selected, Pages(pages, host.table), *rest)
+    def gather(*operands: torch.Tensor, **grid: int) -> None:
+        prefetch(*operands)
 
     index = torch.full((2, 3, k), -1, dtype=torch.int32)
     forced = forced_gather(gather, reuse, corrected)
@@ -97,7 +98,7 @@ def test_a_forced_gather_brings_its_share_in_every_step(reuse: float, corrected:
     for _ in range(5):
         for grid in ({}, {"programs": 6}):
             traffic = torch.zeros(1, dtype=torch.int64)
-            forced(index, None, host.pages, slots, index, traffic, **grid)
+            forced(index, cursor, host.pages, slots, index, traffic, **grid)
             moved.append(traffic.item() / (6 * 2 * 4 * 4))
             assert torch.equal(slots[1, 2], pairs[1, 2, index[1, 2].long()])
     assert moved[2:] == [k * (1 - reuse), k * corrected] * 4

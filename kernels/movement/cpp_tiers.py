@@ -35,6 +35,11 @@ def library_of(place: int) -> Callable[..., CDLL]:
     return lambda *operands: library_for(operands[place])
 
 
+def library_of_scores(*operands: Any) -> CDLL:
+    """Return the library for `select_topk`, whose scores are in float32 in every graph."""
+    return tiers_library()
+
+
 def library_of_append(
     k: Tensor, v: Tensor, padding: Tensor | None, cursor: Tensor, codes: Tensor, key_params: Tensor,
     value_params: Tensor, *rest: Any,
