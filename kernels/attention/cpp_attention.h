@@ -260,36 +260,39 @@ struct Attention : ExactAttention {
     else mix_tokens(place(head, start), count, kept, weights.data(), part);
   }
 
-  // Each row's maximum and 1/Σ exp over all its head's parts and its sink; a fully masked row gives 0.
-  void denominators(const Parts& parts, int64_t head, float* peaks, float* shares) const {
+  // A row's maximum and 1/Σ exp over all its head's parts and its sink; a fully masked row gives 0.
+  void denominator(const Parts& parts, int64_t head, int64_t m, float* peak, float* share) const {
     const int64_t first = head * (chunks + 1);
-    for (int64_t m = 0; m < rows; ++m) {
-      const float sink = s.sinks ? s.sinks[head % s.heads * s.group_heads + m / s.lanes] : kNothing;
-      float top = sink;
-      for (int64_t i = 0; i <= chunks; ++i) top = std::max(top, parts.peaks[(first + i) * rows + m]);
-      peaks[m] = base_of(top);
-      float total = weight_of(sink, peaks[m]);
-      for (int64_t i = 0; i <= chunks; ++i)
-        total += parts.totals[(first + i) * rows + m] * weight_of(parts.peaks[(first + i) * rows + m], peaks[m]);
-      shares[m] = total == 0.0f ? 0.0f : 1.0f / total;
-    }
+    const float sink = s.sinks ? s.sinks[head % s.heads * s.group_heads + m / s.lanes] : kNothing;
+    float top = sink, total = 0.0f;
+    for (int64_t i = 0; i <= chunks; ++i) top = std::max(top, parts.peaks[(first + i) * rows + m]);
+    const float base = base_of(top);
+    for (int64_t i = 0; i <= chunks; ++i)
+      total += parts.totals[(first + i) * rows + m] * weight_of(parts.peaks[(first + i) * rows + m], base);
+    total += weight_of(sink, base);
+    *peak = base;
+    *share = total == 0.0f ? 0.0f : 1.0f / total;
+  }
+
+  void denominators(const Parts& parts, int64_t head, float* peaks, float* shares) const {
+    for (int64_t m = 0; m < rows; ++m) denominator(parts, head, m, peaks + m, shares + m);
   }
 
   // All parts of a head, merged, into s.out.
   void merge(Parts& parts, int64_t head) const {
-    std::vector<float> sum(s.d), peaks(rows), shares(rows);
-    denominators(parts, head, peaks.data(), shares.data());
-    float* out = sum.data();
+    std::vector<float> sum(s.d);
+    float *out = sum.data(), peak, share;
     for (int64_t m = 0; m < rows; ++m) {
+      denominator(parts, head, m, &peak, &share);
       std::fill_n(out, s.d, 0.0f);
       for (int64_t i = 0; i <= chunks; ++i) {
         Part part = parts[head * (chunks + 1) + i];
         if (i == chunks && s.rotation) rotate(out, s.d, s.rotation);  // the sum of the low-bit tier's parts
         if (part.total[m] == 0.0f) continue;
-        const float shrink = weight_of(part.peak[m], peaks[m]) * shares[m];
+        const float shrink = weight_of(part.peak[m], peak) * share;
         for (int64_t c = 0; c < s.d; ++c) out[c] += part.out[m * s.d + c] * shrink;
       }
-      std::copy_n(out, s.d, static_cast<T*>(s.out) + (head * rows + m) * s.d);
+      for (int64_t c = 0; c < s.d; ++c) store(out[c], static_cast<T*>(s.out) + (head * rows + m) * s.d + c);
     }
   }
 

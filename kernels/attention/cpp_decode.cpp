@@ -4,6 +4,14 @@
 
 namespace {
 
+// The low-bit tier's logits.
+void low_bit_logits(const Attention& a) {
+  const int64_t jobs = a.pairs * a.chunks;
+#pragma omp parallel for schedule(static) num_threads(threads()) if (a.worth_threads())
+  for (int64_t job = 0; job < jobs; ++job)
+    a.chunk_logits(job % a.pairs, job / a.pairs * kChunk);
+}
+
 // Each lane's scores, independent of the slots.
 void score(const StepArguments& step) {
   const Attention a(step);
@@ -107,10 +115,7 @@ void attend(const Attention& a) {
 
 extern "C" void decode_attention(const StepArguments* step) {
   const Attention a(*step);
-  const int64_t jobs = a.pairs * a.chunks;
-#pragma omp parallel for schedule(static) num_threads(threads()) if (a.worth_threads())
-  for (int64_t job = 0; job < jobs; ++job)
-    a.chunk_logits(job % a.pairs, job / a.pairs * kChunk);
+  low_bit_logits(a);
   attend(a);
 }
 

@@ -6,6 +6,7 @@ The kernel reads the codes once, in one call.
 
 from __future__ import annotations
 
+import functools
 from ctypes import CDLL, byref
 from typing import Any
 
@@ -13,11 +14,10 @@ import torch
 from torch import Tensor
 
 from specache_compile.kernels.codes.records import stored_dim
-from specache_compile.kernels.codes.trellis import is_trellis
 from specache_compile.kernels.cpp.library import DTYPES, STRIDES, StepArguments, decode_library
 from specache_compile.kernels.state.center import share_of_center, share_of_groups, tokens_of_one
-from specache_compile.kernels.state.cursor import LENGTH, LOW_BIT
-from specache_compile.kernels.state.layout import rotation_block
+from specache_compile.kernels.state.cursor import CURSOR_SIZE, LENGTH, LOW_BIT
+from specache_compile.kernels.state.layout import Layout, rotation_block
 from specache_compile.kernels.state.operands import AttentionInputs, TierInputs, takes
 from specache_compile.kernels.state.page_table import PAGE, shape_of_scores
 
@@ -25,43 +25,65 @@ from .attention_ops import attend_scored, decode_attention, grouped_bias, score_
 from .kept_logits import whole_logits
 
 
-def step_of(new: AttentionInputs, read: TierInputs, **tensors: Tensor) -> StepArguments:
-    """Return the kernels' argument, which keeps its tensors alive.
+@functools.lru_cache(1024)
+def shaped(
+    q: torch.Size, tiers: tuple[torch.Size, ...], columns: int, param_bits: int, top_k: int, layout: Layout,
+    scale: float, softcap: float | None,
+) -> StepArguments:  # fmt: skip
+    """Return the kernels' argument without tensors, cached and copied in each step.
 
-    tensors: further fields, by name.
+    tiers: shapes of `StoredTiers`. columns: columns of the cursor.
     """
-    tiers, layout, scale, softcap = read
-    given = {**new._asdict(), **tiers._asdict(), **tensors}
-    mask, sinks, center = (given.pop(name) for name in ("mask", "sinks", "center"))
-    for name in ("q", "k", "v"):
-        given[name] = given[name].contiguous()
-    codes, key_params, (batch, query_heads, lanes, d) = tiers.codes, tiers.key_params, new.q.shape
-    _, heads, capacity = shape_of_scores(codes, new.cursor)
-    group = codes.shape[2] // key_params.shape[2] if layout.is_quantised else 0
-    step = StepArguments(
-        batch=batch, heads=heads, group_heads=query_heads // heads, lanes=lanes, d=d, dim=stored_dim(d),
-        capacity=capacity, row_width=codes.shape[3], window=tiers.recent.shape[2], pages=capacity // PAGE, group=group,
-        channels=stored_dim(d) // tiers.value_params.shape[4] if layout.is_quantised else 0,
-        top_k=given["slots"].shape[2] if "slots" in given else 0, sink_tokens=tiers.sink_index.shape[2],
-        key_bits=layout.key_bits, value_bits=layout.value_bits, param_bits=8 * key_params.element_size(),
-        key_trellis=is_trellis(key_params), value_trellis=is_trellis(tiers.value_params),
+    codes, key_params, value_params, _, _, sink_index, recent = tiers
+    batch, query_heads, lanes, d = q
+    heads, pages = codes[1], columns - CURSOR_SIZE
+    return StepArguments(
+        batch=batch, heads=heads, group_heads=query_heads // heads, lanes=lanes, d=d,
+        dim=stored_dim(d), capacity=pages * PAGE, row_width=codes[3], window=recent[2], pages=pages,
+        group=codes[2] // key_params[2] if layout.is_quantised else 0,
+        channels=stored_dim(d) // value_params[-1] if layout.is_quantised else 0,
+        top_k=top_k, sink_tokens=sink_index[2], key_bits=layout.key_bits, value_bits=layout.value_bits,
+        param_bits=param_bits, key_trellis=key_params[3] == 1, value_trellis=value_params[3] == 1,
         rotation=rotation_block(d) if layout.is_rotated else 0, scale=scale, softcap=softcap or 0.0,
     )  # fmt: skip
-    if mask is not None:
-        bias = given["bias"] = grouped_bias(mask, heads, int(new.cursor[:, LENGTH].max()) + 1)
-        step.bias_strides[:STRIDES] = bias.expand(batch, heads, step.group_heads, lanes, -1).stride()
-    if sinks is not None:
-        given["sinks"] = sinks.float().contiguous()
-    if center.shape[2]:
-        query = new.q.float().unflatten(1, (heads, -1)) * scale
-        tokens, step.share_tokens = int(new.cursor[:, LOW_BIT].max()), tokens_of_one(center.shape[2], group)
-        if step.share_tokens > 1:
-            given["shares"] = share_of_groups(query, center, tokens // group)
-        else:
-            given["shares"] = share_of_center(query, center, group, tokens)
-    for name, tensor in given.items():
+
+
+def step_of(new: AttentionInputs, read: TierInputs, top_k: int, **tensors: Tensor) -> StepArguments:
+    """Return the kernels' argument, which keeps its new tensors alive; the caller keeps the others."""
+    q, k, _, mask, sinks, cursor = new
+    tiers, layout, scale, softcap = read
+    codes, key_params, value_params, center, sink_pairs, sink_index, recent = tiers
+    shapes, param_bits = tuple(tensor.shape for tensor in tiers), 8 * key_params.dtype.itemsize
+    step = StepArguments.from_buffer_copy(
+        shaped(q.shape, shapes, cursor.shape[1], param_bits, top_k, layout, scale, softcap)
+    )
+    q, k = q.contiguous(), k.contiguous()
+    step.held = [q, k]
+    step.q, step.k, step.cursor = q.data_ptr(), k.data_ptr(), cursor.data_ptr()
+    step.codes, step.recent = codes.data_ptr(), recent.data_ptr()
+    step.key_params, step.value_params = key_params.data_ptr(), value_params.data_ptr()
+    step.sink_pairs, step.sink_index = sink_pairs.data_ptr(), sink_index.data_ptr()
+    for name, tensor in tensors.items():
         setattr(step, name, tensor.data_ptr())
-    step.held = given
+    if mask is not None:
+        bias = grouped_bias(mask, codes.shape[1], int(cursor[:, LENGTH].max()) + 1)
+        strides = bias.expand(step.batch, step.heads, step.group_heads, step.lanes, -1).stride()
+        step.bias, step.bias_strides[:STRIDES] = bias.data_ptr(), strides
+        step.held.append(bias)
+    if sinks is not None:
+        sinks = sinks.float().contiguous()
+        step.sinks = sinks.data_ptr()
+        step.held.append(sinks)
+    if center.shape[2]:
+        query = q.float().unflatten(1, (codes.shape[1], -1)) * scale
+        tokens, group = int(cursor[:, LOW_BIT].max()), codes.shape[2] // key_params.shape[2]
+        step.share_tokens = tokens_of_one(center.shape[2], group)
+        if step.share_tokens > 1:
+            shares = share_of_groups(query, center, tokens // group)
+        else:
+            shares = share_of_center(query, center, group, tokens)
+        step.shares = shares.data_ptr()
+        step.held.append(shares)
     return step
 
 
@@ -85,8 +107,10 @@ def decode_attention_fused(
         return decode_attention(*new, slots, slot_index, *read, skip_below)
     shape = shape_of_scores(held.codes, new.cursor)
     logits, _ = whole_logits(q, shape[2])
-    out, scores = q.new_empty(q.shape), q.new_empty(shape, dtype=torch.float32)
-    step = step_of(new, read, slots=slots, slot_index=slot_index, logits=logits, scores=scores, out=out)
+    out, scores, v = q.new_empty(q.shape), q.new_empty(shape, dtype=torch.float32), new.v.contiguous()
+    step = step_of(
+        new, read, slots.shape[2], v=v, slots=slots, slot_index=slot_index, logits=logits, scores=scores, out=out
+    )
     step.skip_below = skip_below
     decode_library(q.dtype).decode_attention(byref(step))
     return out, scores
@@ -101,7 +125,7 @@ def score_low_bit_fused(new: AttentionInputs, read: TierInputs, scores: bool = T
     shape = shape_of_scores(held.codes, new.cursor)
     logits, base = whole_logits(q, shape[2])
     found = q.new_empty((q.shape[2], *shape), dtype=torch.float32)
-    step = step_of(new, read, logits=logits, scores=found)
+    step = step_of(new, read, 0, logits=logits, scores=found)
     decode_library(q.dtype).score_low_bit(byref(step))
     return logits, base, found
 
@@ -115,9 +139,9 @@ def attend_scored_fused(
     held, q = read.tiers, new.q
     if not fits(held.codes, *new[:3], held.recent, slots):
         return attend_scored(*new, logits, base, chosen, slots, slot_index, *read, skip_below)
-    out = q.new_empty(q.shape)
+    out, v = q.new_empty(q.shape), new.v.contiguous()
     read = read._replace(tiers=held._replace(center=held.center[:, :, :0]))
-    step = step_of(new, read, slots=slots, slot_index=slot_index, logits=logits, out=out)
+    step = step_of(new, read, slots.shape[2], v=v, slots=slots, slot_index=slot_index, logits=logits, out=out)
     step.skip_below = skip_below
     decode_library(q.dtype).attend_scored(byref(step))
     return out

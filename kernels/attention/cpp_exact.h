@@ -99,7 +99,7 @@ struct ExactAttention {
     const T *k = static_cast<const T*>(s.k), *v = static_cast<const T*>(s.v);
     for (int64_t l = 0; l < s.lanes; ++l) {
       const int64_t at = (head * s.lanes + l) * s.d;
-      found.push_back({k + at, v + at, length(head), l});
+      found.push_back({k + at, v ? v + at : nullptr, length(head), l});
     }
     const T* sinks = static_cast<const T*>(s.sink_pairs) + head * s.sink_tokens * pair_size();
     each_sink(head, 0, low_bit(head),

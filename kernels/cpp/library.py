@@ -26,7 +26,7 @@ FLAGS = (
     "-fno-math-errno",
 )
 # The dtypes that tensors may have, and the name of each in C++; each library has a build for each dtype.
-DTYPES = {torch.float32: "float", torch.bfloat16: "c10::BFloat16", torch.float16: "c10::Half"}
+DTYPES = {torch.float32: "float", torch.bfloat16: "BFloat16", torch.float16: "Float16"}
 
 # The fields of a step's attention in C++ and Python. T: the pairs' dtype. Shapes: `attention_ops.decode_attention`.
 # cursor: [B, 3 + pages]; pages: length of a row's table.
@@ -55,12 +55,7 @@ STRIDES = 5
 
 
 class StepArguments(Structure):
-    """The arguments of the C++ kernels, by address.
-
-    held: the tensors, which must stay alive.
-    """
-
-    held: dict[str, Tensor]
+    """The arguments of the C++ kernels, by address: the caller must keep the tensors alive."""
 
     _fields_ = (
         *((name, c_void_p) for name in (*POINTERS, *RESULTS)),

@@ -93,7 +93,7 @@ void round_to(const DTYPE* from, int64_t d, char* to, char* its_scale) {
 void widen(const char* from, const char* its_scale, int64_t d, DTYPE* to) {
   float scale;
   std::memcpy(&scale, its_scale, sizeof scale);
-  for (int64_t i = 0; i < d; ++i) to[i] = scale * static_cast<int8_t>(from[i]);
+  for (int64_t i = 0; i < d; ++i) store(scale * static_cast<int8_t>(from[i]), to + i);
 }
 
 int64_t slot_bytes(const Tier& host) { return host.channels ? 2 * host.channels * sizeof(DTYPE) : host.pair; }
