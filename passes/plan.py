@@ -12,7 +12,7 @@ from torch.fx import GraphModule, Node
 from .phase import Phase
 from .reading.nodes import value_of
 from .reading.sites import Part, Site
-from .recipe import OpCall, RecipeOf, operands
+from .recipe import OpCall, RecipeOf, check_names, operands
 
 
 @dataclass(frozen=True)
@@ -100,6 +100,7 @@ def call_op(graph_module: GraphModule, site: Site, op: str, given: Mapping[str, 
 
 def call_of(graph_module: GraphModule, plan: RewritePlan, site: Site, call: OpCall, given: Mapping[str, Any]) -> Node:
     """Insert a recipe's call, with the given operands, the site's state tensors and the recipe's settings."""
+    check_names(call)
     state = {operand: state_input(graph_module, plan, site.number, field) for operand, field in call.state.items()}
     turned = {}
     if call.turned and plan.state[site.number][call.turned].shape[2]:

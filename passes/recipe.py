@@ -49,6 +49,14 @@ def operands(op: str, given: Mapping[str, Any]) -> tuple[Any, ...]:
     return tuple(given[each.name] for each in schema if each.name in given or not each.has_default_value())
 
 
+def check_names(call: OpCall) -> None:
+    """TypeError if the op has no operand of a name that a recipe gives."""
+    schema = getattr(torch.ops.specache, call.op).default._schema.arguments
+    unknown = {*call.state, *call.settings}.difference(StoredTiers._fields, (each.name for each in schema))
+    if unknown:
+        raise TypeError(f"{call.op} has no operand {', '.join(sorted(unknown))}")
+
+
 @dataclass(frozen=True)
 class Recipe:
     """A method at one site.

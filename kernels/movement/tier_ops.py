@@ -189,7 +189,7 @@ def correct(
 ) -> Tensor:
     """Copy the pairs that lane 0 selects and that the slots lack to the slots.
 
-    The offloads of all low-bit tokens must have ended: a `wait` on the slots, or the start of the step, ensures this.
+    The offloads of all low-bit tokens end before: the copies follow them on the copy stream, or on a CPU their op.
 
     Args:
         scores: [lanes, B, H, C], from `score_low_bit`.

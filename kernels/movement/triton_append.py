@@ -8,8 +8,6 @@ It is limited by copy bandwidth. The device reads all lengths, so that a decode 
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -28,74 +26,86 @@ from specache_compile.kernels.state.triton_cursor import AT_LENGTH, AT_LOW_BIT, 
 from specache_compile.kernels.state.triton_pairs import keep_sinks, load_pairs, sinks_among
 from specache_compile.kernels.state.triton_rotate import hadamard
 
-# Tokens per program of a copy: 16 rows of K and V keep a warp's loads 16 bytes wide.
-COPY_BLOCK = 16
+# Tokens per program of a ring write: 16 rows of K and V keep a warp's loads 16 bytes wide.
+RING_BLOCK = 16
+# Tokens per program of an unquantised group, and of a rotated group; both divide every group size.
+COPY_BLOCK, ROTATED_BLOCK = 32, 16
 # Numbers of keys per warp of `quantize_groups`, which hold 128 registers a thread.
 NUMBERS = 1024
-# Bytes for the trellis code's numbers in one launch; at least one group per head.
+# Bytes for the rotated pairs of one launch, and for the trellis code's numbers; at least one group per head.
 SCRATCH = 32 << 20
 
 
-class Group(NamedTuple):
-    """What `quantize_groups` is compiled for.
-
-    dim: D, the stored channels of d. size: g. value_group: gv. zero_point: name of a quantiser. sink_tokens: S.
-    padded: there is padding. center_rows: rows of the keys' center, or 0. turned: channels that are rotated together,
-    or 1. key_trellis, value_trellis: keys, values are in the trellis code.
-    """
-
-    d: int
-    dim: int
-    size: int
-    value_group: int
-    key_bits: int
-    value_bits: int
-    zero_point: str
-    sink_tokens: int
-    padded: bool
-    center_rows: int
-    turned: int
-    key_trellis: bool
-    value_trellis: bool
-
-
 @triton.jit
-def load_group(
-    # As in `quantize_groups`: k or v with its strides; the group's tokens [g, 1], of which `start` is the first.
-    new, strides, recent, center, sink_index, sink_pairs, start, tokens, channel, bh, heads, length, kind: tl.constexpr,
-    WHICH: tl.constexpr, window: tl.constexpr, group: tl.constexpr,
+def load_leaving(
+    # As in `load_pairs`; sink_pairs [B, H, S, 2, d] and sink_index [B, 1, S] int32.
+    new, strides, recent, sink_pairs, sink_index, tokens, channel, bh, heads, length,
+    WHICH: tl.constexpr, window: tl.constexpr, sink_tokens: tl.constexpr, d: tl.constexpr, APART: tl.constexpr = False,
 ):  # fmt: skip
-    """Load a group's keys or values float32 [g, D], NaN after d, centered and rotated, and rounded to `kind` then.
+    """Load keys or values of `tokens`; those of sinks go unchanged to sink_pairs, except if APART."""
+    inside = channel < d
+    found = load_pairs(new, strides, recent, tokens, channel, inside, bh, heads, length, WHICH, window, d, APART)
+    if not APART:
+        head_sinks, sink_row = sink_pairs + bh * (sink_tokens * 2 * d), sink_index + bh // heads * sink_tokens
+        keep_sinks(found, tokens, channel, inside, head_sinks, sink_row, WHICH=WHICH, sink_tokens=sink_tokens, d=d)
+    return found
 
-    Those of sinks go unchanged to sink_pairs.
+
+@triton.jit(do_not_specialize=["heads", "columns", "done"])
+def copy_groups(
+    # k and v [B, H, T, d]; cursor [B, columns]; recent [B, H, W, 2, d]; center float32 [B, H, CENTERED, d], unused if
+    # keys are not centered; sink_index [B, 1, S] int32. Written: pairs, a ring [B, H, room, 2, d] or a low-bit tier of
+    # 16 bits in pages; sink_pairs [B, H, S, 2, d].
+    k, v, cursor, recent, center, sink_index, pairs, sink_pairs, k_strides, v_strides,
+    # H; columns of the cursor; tokens that have left the window in earlier launches.
+    heads, columns, done,
+    d: tl.constexpr, window: tl.constexpr, group: tl.constexpr, room: tl.constexpr, block: tl.constexpr,
+    sink_tokens: tl.constexpr, TURNED: tl.constexpr, CENTERED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK tokens of one head that leave the window, `block` channels of keys and values. Token t goes to
+    t mod room of the ring, or if room is 0 to its place in the tier. sink_tokens: S. TURNED: rotate the pairs.
+    CENTERED: rows of the center, which is subtracted from the keys first; 0 for none.
+
+    Bytes a pair: 4·d read, 4·d written. FLOPs: 2·d·log2(block) if TURNED.
     """
-    inside = channel < group.d
-    found = load_pairs(new, strides, recent, tokens, channel, inside, bh, heads, length, WHICH, window, group.d)
-    keep_sinks(
-        found, tokens, channel, inside, sink_pairs + bh * (group.sink_tokens * 2 * group.d),
-        sink_index + bh // heads * group.sink_tokens, WHICH=WHICH, sink_tokens=group.sink_tokens, d=group.d,
+    bh = tl.program_id(0).to(tl.int64)
+    cursor += (bh // heads) * columns
+    length = tl.load(cursor + AT_LENGTH)
+    start = tl.load(cursor + AT_LOW_BIT) + done + tl.program_id(1) * BLOCK
+    if start >= tl.load(cursor + AT_NEXT_LOW_BIT):
+        return
+    tokens = (start + tl.arange(0, BLOCK))[:, None]
+    channel = (tl.program_id(2) * block + tl.arange(0, block))[None, :]
+    key = load_leaving(
+        k, k_strides, recent, sink_pairs, sink_index, tokens, channel, bh, heads, length,
+        WHICH=0, window=window, sink_tokens=sink_tokens, d=d,
     )  # fmt: skip
-    if WHICH == 0 and group.center_rows > 0:
-        first, places = start, tokens - start
-        if group.center_rows == STEPPED_ROWS:
-            first, places = start // group.size // STEPS * STEPS, start // group.size % STEPS
-        one, other, theta = load_group_center(center, bh, first, channel, inside, d=group.d, rows=group.center_rows)
+    value = load_leaving(
+        v, v_strides, recent, sink_pairs, sink_index, tokens, channel, bh, heads, length,
+        WHICH=1, window=window, sink_tokens=sink_tokens, d=d,
+    )  # fmt: skip
+    if CENTERED:
+        # A group is a multiple of blocks.
+        first, places = start // group * group, tokens - start // group * group
+        if CENTERED == STEPPED_ROWS:
+            first, places = start // group // STEPS * STEPS, start // group % STEPS
+        one, other, theta = load_group_center(center, bh, first, channel, channel < d, d=d, rows=CENTERED)
         angle = places.to(tl.float32) * theta
-        found -= tl.cos(angle) * one + tl.sin(angle) * other
-    if group.turned > 1:
-        blocks = tl.reshape(found, [group.size * group.dim // group.turned, group.turned])
-        found = tl.reshape(hadamard(blocks), [group.size, group.dim])
-    if (WHICH == 0 and group.center_rows > 0) or group.turned > 1:
-        found = found.to(kind).to(tl.float32)
-    return tl.where(inside, found, float("nan"))
+        key -= tl.cos(angle) * one + tl.sin(angle) * other
+    if TURNED:
+        key, value = hadamard(key), hadamard(value)
+    place = bh * room + tokens % room if room > 0 else place_in_page(cursor, bh % heads, tokens, heads, tokens >= 0)
+    at = pairs + place * 2 * d + channel
+    tl.store(at, key.to(pairs.dtype.element_ty), channel < d)
+    tl.store(at + d, value.to(pairs.dtype.element_ty), channel < d)
 
 
 @triton.jit(do_not_specialize=["heads", "columns", "done"])
 def quantize_groups(
-    # k and v [B, H, T, d]; padding [B, 1, 1, C] uint8, 0: not there; cursor [B, columns]; recent [B, H, W, 2, d];
-    # center float32 [B, H, rows, d]; sink_index [B, 1, S] int32.
-    k, v, padding, cursor, recent, center, sink_index,
-    # Written: codes, key_params and value_params, in pages; sink_pairs [B, H, S, 2, d].
+    # k and v [B, H, T, d]; padding [B, 1, 1, C] uint8, 0: not there; cursor [B, columns]; recent [B, H, W, 2, d], or
+    # what `copy_groups` made of all three; sink_index [B, 1, S] int32.
+    k, v, padding, cursor, recent, sink_index,
+    # Written: codes, key_params and value_params, in pages; sink_pairs [B, H, S, 2, d], except if APART.
     # steps: memory of `encode_vectors`, float32 [B·H, groups, 33·g·D/32]; anything where no code is a trellis.
     codes, key_params, value_params, sink_pairs, steps, k_strides, v_strides,
     # Stride of the padding's rows.
@@ -103,99 +113,97 @@ def quantize_groups(
     # The largest number of the model's dtype; H; columns of the cursor; tokens that have left the window in earlier
     # launches.
     limit, heads, columns, done,
-    window: tl.constexpr, group: tl.constexpr,
+    d: tl.constexpr, D: tl.constexpr, window: tl.constexpr, group: tl.constexpr, value_group: tl.constexpr,
+    key_bits: tl.constexpr, value_bits: tl.constexpr, zero_point: tl.constexpr, sink_tokens: tl.constexpr,
+    PADDED: tl.constexpr, APART: tl.constexpr, KEY_TRELLIS: tl.constexpr, TRELLIS: tl.constexpr,
 ):  # fmt: skip
     """One program: one group of g tokens of one head, if the group leaves the window.
 
+    D: d, padded. zero_point: name of a quantiser. sink_tokens: S. PADDED: there is padding. APART: `recent` is the
+    output of `copy_groups`. KEY_TRELLIS, TRELLIS: keys, values are in the trellis code; keys in this code have a
+    center, and so are APART.
     Bytes: 4·g·d read, g·w + 4·D + 4·g·D/gv written; in the trellis code `steps` too, in the cache. FLOPs: about 10 a
-    number, 60 in the trellis code; and log2(turned).
+    number, 60 in the trellis code.
     """
-    g: tl.constexpr = group.size
-    D: tl.constexpr = group.dim
-    key_bits: tl.constexpr = group.key_bits
-    value_bits: tl.constexpr = group.value_bits
-    zero_point: tl.constexpr = group.zero_point  # Triton 3.6 passes no string of a tuple on
-    kind: tl.constexpr = k.dtype.element_ty
     bh = tl.program_id(0).to(tl.int64)
     cursor += (bh // heads) * columns
     length, low_bit = tl.load(cursor + AT_LENGTH), tl.load(cursor + AT_LOW_BIT)
-    start = low_bit + done + tl.program_id(1) * g
-    if start + g > tl.load(cursor + AT_NEXT_LOW_BIT):
+    start = low_bit + done + tl.program_id(1) * group
+    if start + group > tl.load(cursor + AT_NEXT_LOW_BIT):
         return
-    tokens, channel = (start + tl.arange(0, g))[:, None], tl.arange(0, D)[None, :]
+    tokens, channel = (start + tl.arange(0, group))[:, None], tl.arange(0, D)[None, :]
+    inside = channel < d
     width: tl.constexpr = D * (key_bits + value_bits) // 8
     first = place_in_page(cursor, bh % heads, start, heads, start >= 0)
-    places = first + tl.arange(0, g)
-    steps += (bh * tl.num_programs(1) + tl.program_id(1)) * (33 * g * D // 32)
+    places = first + tl.arange(0, group)
+    steps += (bh * tl.num_programs(1) + tl.program_id(1)) * (33 * group * D // 32)
 
-    key = load_group(
-        k, k_strides, recent, center, sink_index, sink_pairs, start, tokens, channel, bh, heads, length, kind,
-        WHICH=0, window=window, group=group,
+    key = load_leaving(
+        k, k_strides, recent, sink_pairs, sink_index, tokens, channel, bh, heads, length,
+        WHICH=0, window=window, sink_tokens=sink_tokens, d=d, APART=APART,
     )  # fmt: skip
-    if group.key_trellis:
-        words, scale = encode_vectors(key, steps, group.d, 0)
+    key = tl.where(inside, key, float("nan"))
+    if KEY_TRELLIS:
+        words, scale = encode_vectors(key, steps, d, 0)
         tl.store(key_params + places, stored_scale(scale, limit, key_params.dtype.element_ty))
     else:
-        present = ~sinks_among(tokens, sink_index + bh // heads * group.sink_tokens, sink_tokens=group.sink_tokens)
-        if group.padded:
+        present = ~sinks_among(tokens, sink_index + bh // heads * sink_tokens, sink_tokens=sink_tokens)
+        if PADDED:
             present = present & (tl.load(padding + (bh // heads) * p_batch + tokens) != 0)
         levels, scale, zero = quantized(key, present, 0, key_bits, zero_point, limit, key_params.dtype.element_ty)
         place = place_of_params(channel, D) if key_bits < ROWS_FROM else channel
-        params = key_params + first // g * 2 * D + place
+        params = key_params + first // group * 2 * D + place
         tl.store(params, scale)
         tl.store(params + D, zero)
         words = packed(levels, key_bits, 0)
-    store_words(words, codes, first, width, g, D, key_bits, 0)
+    store_words(words, codes, first, width, group, D, key_bits, 0)
 
-    value = load_group(
-        v, v_strides, recent, center, sink_index, sink_pairs, start, tokens, channel, bh, heads, length, kind,
-        WHICH=1, window=window, group=group,
+    value = load_leaving(
+        v, v_strides, recent, sink_pairs, sink_index, tokens, channel, bh, heads, length,
+        WHICH=1, window=window, sink_tokens=sink_tokens, d=d, APART=APART,
     )  # fmt: skip
-    if group.value_trellis:
-        words, scale = encode_vectors(value, steps, group.d, 1)
+    value = tl.where(inside, value, float("nan"))
+    if TRELLIS:
+        words, scale = encode_vectors(value, steps, d, 1)
         swapped = places - places % 4 + places % 2 * 2 + places // 2 % 2
         tl.store(value_params + swapped, stored_scale(scale, limit, value_params.dtype.element_ty))
     else:
-        parts: tl.constexpr = D // group.value_group
-        value = tl.reshape(value, [g, parts, group.value_group])
+        parts: tl.constexpr = D // value_group
+        value = tl.reshape(value, [group, parts, value_group])
         levels, scale, zero = quantized(
             value, value == value, 2, value_bits, zero_point, limit, value_params.dtype.element_ty
         )
         params = value_params + places[:, None, None] * (2 * parts) + tl.arange(0, parts)[None, :, None]
         tl.store(params, scale)
         tl.store(params + parts, zero)
-        words = packed(tl.reshape(levels, [g, D]), value_bits, 1)
-    store_words(words, codes, first, width, g, D, value_bits, 1)
+        words = packed(tl.reshape(levels, [group, D]), value_bits, 1)
+    store_words(words, codes, first, width, group, D, value_bits, 1)
 
 
 @triton.jit(do_not_specialize=["heads", "columns", "count"])
-def copy_pairs(
-    # k and v [B, H, T, d]; cursor [B, columns]; recent [B, H, W, 2, d]; written: `to`, recent or a tier in pages.
-    k, v, cursor, recent, to, k_strides, v_strides,
+def write_recent(
+    # k and v [B, H, T, d]; cursor [B, columns]; written: recent [B, H, W, 2, d].
+    k, v, cursor, recent, k_strides, v_strides,
     # H, columns of the cursor, T new tokens.
     heads, columns, count,
-    d: tl.constexpr, window: tl.constexpr, LEAVING: tl.constexpr, BLOCK: tl.constexpr, CHANNELS: tl.constexpr,
+    d: tl.constexpr, window: tl.constexpr, BLOCK: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """One program: copy BLOCK tokens. LEAVING: those that leave the window, to a tier of 16 bits. Otherwise the new
-    tokens that stay, to the ring (token t at t mod W).
+    """One program: copy BLOCK new tokens that stay in the window to the ring (token t at t mod W).
 
     CHANNELS: d, padded. Bytes: 4·d per token read, 4·d written. No FLOPs.
     """
     bh = tl.program_id(0).to(tl.int64)
     cursor += (bh // heads) * columns
-    length, next_low_bit = tl.load(cursor + AT_LENGTH), tl.load(cursor + AT_NEXT_LOW_BIT)
-    first = tl.load(cursor + AT_LOW_BIT) if LEAVING else tl.maximum(length, next_low_bit)
-    stop = next_low_bit if LEAVING else length + count
+    length = tl.load(cursor + AT_LENGTH)
+    first = tl.maximum(length, tl.load(cursor + AT_NEXT_LOW_BIT))
     tokens = (first + tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[:, None]
     channel = tl.arange(0, CHANNELS)[None, :]
-    there = tokens < stop
-    inside = (channel < d) & there
-    key = load_pairs(k, k_strides, recent, tokens, channel, inside, bh, heads, length, 0, window, d)
-    value = load_pairs(v, v_strides, recent, tokens, channel, inside, bh, heads, length, 1, window, d)
-    place = place_in_page(cursor, bh % heads, tokens, heads, there) if LEAVING else bh * window + tokens % window
-    at = to + place * 2 * d + channel
-    tl.store(at, key.to(to.dtype.element_ty), inside)
-    tl.store(at + d, value.to(to.dtype.element_ty), inside)
+    inside = (channel < d) & (tokens < length + count)
+    k += (bh // heads) * k_strides[0] + (bh % heads) * k_strides[1]
+    v += (bh // heads) * v_strides[0] + (bh % heads) * v_strides[1]
+    place = recent + ((bh * window + tokens % window) * 2) * d + channel
+    tl.store(place, tl.load(k + (tokens - length) * k_strides[2] + channel, inside), inside)
+    tl.store(place + d, tl.load(v + (tokens - length) * v_strides[2] + channel, inside), inside)
 
 
 @takes(tiers=StoredTiers, layout=Layout)
@@ -204,42 +212,60 @@ def append(
     frequencies: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Run `tier_ops.append` with lengths on the device: at most T // g + 1 groups can leave the window at once."""
-    if zero_point not in ("midpoint", "minimum", "middles"):
-        raise NotImplementedError(f"quantiser {zero_point!r} has no CUDA kernel: `scale_and_zero` here supports three")
     k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
     batch, heads, count, d = k.shape
     codes, key_params, value_params, center, sink_pairs, sink_index, recent = tiers
-    window, strides = recent.shape[2], (k.stride()[:3], v.stride()[:3])
-    common = {"heads": heads, "columns": cursor.stride(0), "window": window}
+    window = recent.shape[2]
+    if zero_point not in ("midpoint", "minimum", "middles"):
+        raise NotImplementedError(f"quantiser {zero_point!r} has no CUDA kernel: `scale_and_zero` here supports three")
+    strides = k.stride()[:3], v.stride()[:3]
+    padded = triton.next_power_of_2(d)
+    common = {"heads": heads, "columns": cursor.stride(0), "d": d}
 
-    def copy(to: Tensor, tokens: int, leaving: bool) -> None:
-        copy_pairs[batch * heads, triton.cdiv(tokens, COPY_BLOCK)](
-            k, v, cursor, recent, to, *strides, **common, count=count, d=d, LEAVING=leaving, BLOCK=COPY_BLOCK,
-            CHANNELS=triton.next_power_of_2(d),
+    def copy(pairs: Tensor, tokens: int, done: int, room: int, block: int, tile: int) -> None:
+        """Launch `copy_groups` for so many tokens after the first `done`."""
+        copy_groups[batch * heads, triton.cdiv(tokens, tile), triton.cdiv(d, block)](
+            k, v, cursor, recent, center, sink_index, pairs, sink_pairs, *strides, done=done, **common, window=window,
+            group=group, room=room, block=block, sink_tokens=sink_index.shape[2], TURNED=layout.is_rotated,
+            CENTERED=center.shape[2] * layout.is_quantised, BLOCK=tile, num_warps=4,
         )  # fmt: skip
 
     if not layout.is_quantised:
-        copy(codes, count + window, True)
+        # Without quantisation any step that divides every group size is correct.
+        group = COPY_BLOCK
+        copy(codes, count + window, 0, 0, padded, COPY_BLOCK)
     else:
-        dim, size = stored_dim(d), codes.shape[2] // key_params.shape[2]
+        dim, group = stored_dim(d), codes.shape[2] // key_params.shape[2]
         in_trellis = [is_trellis(params) for params in (key_params, value_params)]
-        if is_found(center, frequencies, in_trellis[0]):
-            set_center(k, padding, frequencies, cursor, recent, center, size)
-        group = Group(
-            d, dim, size, dim // value_params.shape[-1], layout.key_bits, layout.value_bits, zero_point,
-            sink_index.shape[2], padding is not None, center.shape[2], rotation_block(d) if layout.is_rotated else 1,
-            *in_trellis,
-        )  # fmt: skip
         there = k if padding is None else padding.view(torch.uint8)
-        steps, numbers = codes, 33 * size * dim // 32
-        at_once = groups = count // size + 1
+        pairs, steps = recent, codes
+        step = groups = count // group + 1
+        if is_found(center, frequencies, in_trellis[0]):
+            set_center(k, padding, frequencies, cursor, recent, center, group)
+        apart = layout.is_rotated or center.shape[2] > 0
+        if apart or any(in_trellis):
+            step = groups_of_a_launch(batch * heads * group * 2 * dim * k.element_size(), groups)
+        if apart:
+            pairs = k.new_empty((batch, heads, step * group, 2, d))
         if any(in_trellis):
-            at_once = min(groups, max(1, SCRATCH // (4 * batch * heads * numbers)))
-            steps = k.new_empty((batch * heads, at_once, numbers), dtype=torch.float32)
-        for done in range(0, groups * size, at_once * size):
-            quantize_groups[batch * heads, at_once](
-                k, v, there, cursor, recent, center, sink_index, codes, key_params, value_params, sink_pairs, steps,
-                *strides, p_batch=there.stride(0), limit=torch.finfo(k.dtype).max, done=done, **common, group=group,
-                num_warps=min(max(4, size * dim // NUMBERS), 16),
+            steps = k.new_empty((batch * heads, step, 33 * group * dim // 32), dtype=torch.float32)
+        for done in range(0, groups * group, step * group):
+            if apart:
+                copy(pairs, step * group, done, step * group, rotation_block(d), ROTATED_BLOCK)
+            quantize_groups[batch * heads, step](
+                k, v, there, cursor, pairs, sink_index, codes, key_params, value_params, sink_pairs, steps, *strides,
+                p_batch=there.stride(0), limit=torch.finfo(k.dtype).max, done=done, **common, D=dim,
+                window=pairs.shape[2], group=group, value_group=dim // value_params.shape[-1], key_bits=layout.key_bits,
+                value_bits=layout.value_bits, zero_point=zero_point, sink_tokens=sink_index.shape[2],
+                PADDED=padding is not None, APART=apart, KEY_TRELLIS=in_trellis[0], TRELLIS=in_trellis[1],
+                num_warps=min(max(4, group * dim // NUMBERS), 16),
             )  # fmt: skip
-    copy(recent, min(count, window), False)
+    write_recent[batch * heads, triton.cdiv(min(count, window), RING_BLOCK)](
+        k, v, cursor, recent, *strides, **common, count=count, window=window, BLOCK=RING_BLOCK, CHANNELS=padded,
+    )  # fmt: skip
+
+
+def groups_of_a_launch(size: int, groups: int) -> int:
+    """Return the groups, `size` bytes each, of one launch: a power of two, so that few kernels are compiled."""
+    fit = max(1, SCRATCH // size)
+    return min(1 << fit.bit_length() - 1, triton.next_power_of_2(groups))

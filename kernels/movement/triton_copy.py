@@ -171,7 +171,7 @@ def gather(
     selected: Tensor, cursor: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor, traffic: Tensor,
     programs: int = PROGRAMS,
 ) -> None:  # fmt: skip
-    """Run `tier_ops.refill` on the current stream, with at most this many `programs`.
+    """Run `tier_ops.prefetch` on the current stream, with at most this many `programs`.
 
     `host` is in memory that the GPU can read.
     """

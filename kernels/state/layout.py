@@ -74,11 +74,11 @@ def rotation_block(head_dim: int) -> int:
 
 @functools.cache
 def hadamard(size: int, device: torch.device) -> Tensor:
-    """Return the orthonormal Hadamard matrix [size, size] in Sylvester's order, float32; it is its own inverse."""
+    """Return the Hadamard matrix [size, size] of ±1 in Sylvester's order, float32."""
     matrix = torch.ones(1, 1, dtype=torch.float32, device="cpu")
     while matrix.shape[0] < size:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
-    return (matrix / size**0.5).to(device)
+    return matrix.to(device)
 
 
 def rotated(x: Tensor) -> Tensor:
@@ -88,4 +88,5 @@ def rotated(x: Tensor) -> Tensor:
     An element that is not finite makes its token's whole block not finite.
     """
     block = rotation_block(x.shape[-1])
-    return (x.float().unflatten(-1, (-1, block)) @ hadamard(block, x.device)).flatten(-2)
+    # The norm is apart from the matrix: ±1 is exact in TF32.
+    return ((x.float().unflatten(-1, (-1, block)) @ hadamard(block, x.device)) * block**-0.5).flatten(-2)

@@ -15,16 +15,20 @@ def load_pairs(
     tokens, channels, mask,
     # The KV head's index in [B, H], H, and the cached tokens.
     bh, heads, length,
-    # WHICH: 0 for keys, 1 for values.
-    WHICH: tl.constexpr, window, d,
+    # WHICH: 0 for keys, 1 for values. APART: the ring is `copy_groups`' output and has all tokens.
+    WHICH: tl.constexpr, window, d, APART: tl.constexpr = False,
 ):  # fmt: skip
     """Load keys or values of `tokens` in float32: cached tokens from the ring, others from the new tokens."""
-    cached = tokens < length
     ring = recent + ((bh * window + tokens % window) * 2 + WHICH) * d + channels
-    head_base = bh // heads * strides[0] + bh % heads * strides[1]
-    fresh = new + head_base + (tokens - length) * strides[2] + channels
-    old = tl.load(ring, mask & cached, 0.0).to(tl.float32)
-    return tl.where(cached, old, tl.load(fresh, mask & (tokens >= length), 0.0).to(tl.float32))
+    if APART:
+        found = tl.load(ring, mask, 0.0).to(tl.float32)
+    else:
+        cached = tokens < length
+        head_base = bh // heads * strides[0] + bh % heads * strides[1]
+        fresh = new + head_base + (tokens - length) * strides[2] + channels
+        old = tl.load(ring, mask & cached, 0.0).to(tl.float32)
+        found = tl.where(cached, old, tl.load(fresh, mask & (tokens >= length), 0.0).to(tl.float32))
+    return found
 
 
 @triton.jit

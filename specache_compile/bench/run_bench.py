@@ -74,7 +74,7 @@ def open_model(name: str, layers: int | None, dtype: str, device: str) -> Any:
 
 
 def usable(methods: Sequence[str], config: Any) -> list[str]:
-    """The methods without a static cache of a model with sliding layers, which is printed."""
+    """The methods. A static cache is left out if the model has sliding layers, and the reason is printed."""
     if STATIC not in methods or not any(DynamicCache(config=config).is_sliding):
         return list(methods)
     print(f"{STATIC}: left out: the model has sliding layers, whose cache only a prefill can fill", file=sys.stderr)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from tqdm import tqdm
+from transformers import cache_utils
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from specache_compile.compile.compiled_options import required_options
@@ -212,10 +213,16 @@ def fill(session: Session, site: int, found: LayerState, path: Path) -> None:
             state[: len(tensor)].copy_(tensor)
 
 
+def is_known(layer: Any) -> bool:
+    """Whether a layer is of one of KINDS, not of a class of the same name."""
+    name = type(layer).__name__
+    return name in KINDS and type(layer) is getattr(cache_utils, name, None)
+
+
 def check_layers(cache: DynamicCache) -> None:
     """SpecacheError if a layer has more than is saved."""
     for number, layer in enumerate(cache.layers):
-        if type(layer).__name__ not in KINDS or not getattr(layer, "is_initialized", True):
+        if not is_known(layer) or not getattr(layer, "is_initialized", True):
             raise SpecacheError(
                 f"save: layer {number} of this cache, a {type(layer).__name__}, has other contents than keys, values "
                 "and a recurrent state. Prefill again instead"

@@ -75,7 +75,8 @@ def compile_graph(captured: Captured, example_inputs: Sequence[Any]) -> Callable
 
     options, examples = captured.options, [*example_inputs]
     for i in captured.held:
-        examples[i] = made_plain(captured.fakes[i], why, i in unread)
+        anchor, shape = captured.fakes[i].anchor, captured.fakes[i].shape
+        examples[i] = anchor.expand(shape) if i in unread else anchor.new_empty(shape)
         captured.placeholders[i].meta["example_value"] = examples[i]
     with compiling("a graph that stays exact", options.lowering):
         lowered = lower(captured.graph_module, taken(examples), options.lowering, {}, captured.mode)
@@ -99,11 +100,7 @@ def made_plain(value: Any, why: str, unread: bool) -> Any:
         return value
     if unread:
         return value.anchor.expand(value.shape)
-    return (
-        value.anchor.new_empty(value.shape)
-        if value.handle is None
-        else value.handle.session.to_plain(value.handle, why)
-    )
+    return value if value.handle is None else value.handle.session.to_plain(value.handle, why)
 
 
 def compile_sites(captured: Captured, example_inputs: Sequence[Any]) -> CompiledGraph:

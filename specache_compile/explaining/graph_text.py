@@ -105,7 +105,7 @@ class LayerText:
         code = f"{target} = {text}" if target else text
         lines = textwrap.wrap(code, WIDTH, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
         lines[-1] += f"  # {kind}" if (kind := kind_of(node)) else ""
-        if tier_op := op_of(node.target):
+        if (tier_op := op_of(node.target)) and tier_op.run.__doc__:
             self.lines.append(f"# {' '.join(str(tier_op.run.__doc__).split()).split('. ')[0].removesuffix('.')}")
         self.lines += lines
 

@@ -12,7 +12,7 @@ from specache_compile.passes.recipe import Recipe
 from .field import MEASURE, Field, LayerShape
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Method:
     """A method, as a recipe over common passes and tiers.
 

@@ -39,7 +39,7 @@ class PagePool:
     state: of each layer, the state tensors that are in pages (`kernels/state/page_table.py`).
     page_bytes: bytes of a page in each tier.
     moves: how often a tensor has moved.
-    tiers: all live tiers with pages, which are replaced and never changed (`Tiers.set_pages`).
+    tiers: all live tiers of the pool. Their lists of pages are replaced, never changed (`Tiers.set_pages`).
     died: an entry for each tiers that have died, to whose pages copies may still be under way.
     counted: the pages of all tiers, and the number of rows of each page.
     lock: held by a step of any session of the pool, since pages may move in a step.
@@ -131,10 +131,11 @@ class PagePool:
                 )
             if missing := self.missing(number):
                 self.grow_to(*self.larger(missing))
+            pages = self.free[:number]
             if number and (died := len(self.died)):
                 copy_stream.drain(self.layers[0].device)
                 del self.died[:died]
-            return self.free[:number]
+            return pages
 
     def larger(self, missing: int) -> tuple[int, int]:
         """Pages after a growth by so many at least, and those with host memory. Each growth copies all pages, so the

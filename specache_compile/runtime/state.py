@@ -5,6 +5,7 @@ Everything here depends only on options, lengths and shapes, so `explain` and a 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -16,6 +17,7 @@ from specache_compile.kernels.movement import copy_stream
 from specache_compile.kernels.state.page_table import PAGE
 from specache_compile.methods import METHODS
 from specache_compile.methods.field import MEASURE, Field, LayerShape, LayerState
+from specache_compile.methods.method import Method
 from specache_compile.options import MethodOptions
 
 
@@ -51,7 +53,12 @@ def rounded_up(length: int, parts: int) -> int:
 
 def fields_of(options: MethodOptions, layer: LayerShape) -> tuple[Field, ...]:
     """The state tensors of a layer in the method of these options."""
-    return METHODS[options.method].fields_of(options, layer)
+    return fields_in(METHODS[options.method], options, layer)
+
+
+@functools.lru_cache(4096)
+def fields_in(method: Method, options: MethodOptions, layer: LayerShape) -> tuple[Field, ...]:
+    return method.fields_of(options, layer)
 
 
 def paged_fields(options: MethodOptions, layer: LayerShape) -> list[Field]:

@@ -100,10 +100,10 @@ class Tiers:
 
     def join_pool(self, pool: PagePool) -> None:
         """Count as tiers of a pool. When they die, which may happen anywhere, that is only noted there."""
-        self.pool = pool
         weakref.finalize(self, pool.died.append, None)
         with pool.lock:  # others may list the tiers
             pool.tiers.add(self)
+        self.pool = pool
 
     @torch.inference_mode(False)
     def in_pool(self, pool: PagePool, places: int, rows: list[LayerState] | None = None) -> Tiers:

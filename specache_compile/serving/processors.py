@@ -24,9 +24,10 @@ class Constraint(LogitsProcessor):
         tokens = input_ids[0, self.prompt + self.read :].tolist()
         self.matcher.consume_tokens(tokens)
         self.read += len(tokens)
+        bias = self.matcher.compute_logit_bias()  # an error leaves a mask of the end alone
         if self.matcher.is_error():
             raise RuntimeError(f"llguidance: {self.matcher.get_error()}")
-        allowed = torch.frombuffer(bytearray(self.matcher.compute_logit_bias()), dtype=torch.uint8)
+        allowed = torch.frombuffer(bytearray(bias), dtype=torch.uint8)
         allowed = torch.nn.functional.pad(allowed.bool(), (0, scores.shape[-1] - len(allowed)))
         return scores.masked_fill(~allowed.to(scores.device), -torch.inf)
 

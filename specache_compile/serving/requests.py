@@ -123,11 +123,12 @@ def joined(content: str | list[TextPart] | None) -> str:
 
 
 def arguments_of(given: Any) -> Any:
-    """A replayed call's arguments: an object, or the text if it is not JSON."""
+    """A replayed call's arguments: an object, or the text if it is not one."""
     try:
-        return (json.loads(given) if given.strip() else {}) if isinstance(given, str) else given
+        found = (json.loads(given) if given.strip() else {}) if isinstance(given, str) else given
     except ValueError:
         return given
+    return found if isinstance(found, dict) else given
 
 
 # Letters and digits of a call's id; Mistral's templates accept no other number.
@@ -144,7 +145,7 @@ CallId = Annotated[str, AfterValidator(call_id)]
 
 class Called(BaseModel):
     name: str
-    arguments: Annotated[Any, BeforeValidator(arguments_of)]
+    arguments: Annotated[dict[str, Any] | str, BeforeValidator(arguments_of)]
 
 
 class ToolCall(BaseModel):

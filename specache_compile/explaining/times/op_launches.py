@@ -298,11 +298,14 @@ def offload(call: LaunchedOp) -> list[Kernel]:
 
 def append(call: LaunchedOp) -> list[Kernel]:
     options = call.load.options
-    if not options.layout.is_quantised:
-        return [small("copy_pairs"), small("copy_pairs")]
+    layout = options.layout
+    if not layout.is_quantised:
+        return [small("copy_groups"), small("write_recent")]
+    rows = options.center_rows(call.layer)
     found = options.has_key_trellis or call.arguments.get("frequencies") is not None
-    names = ["find_center"] if options.center_rows(call.layer) and found else []
-    return [small(name) for name in (*names, "quantize_groups", "copy_pairs")]
+    names = ["find_center"] if rows and found else []
+    names += ["copy_groups"] if layout.is_rotated or rows else []
+    return [small(name) for name in (*names, "quantize_groups", "write_recent")]
 
 
 def fp8_attention(call: LaunchedOp) -> list[Kernel]:

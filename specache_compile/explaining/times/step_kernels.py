@@ -101,7 +101,7 @@ def product(node: Node, traced: Workload, load: Workload) -> Kernel:
         return Kernel(name, memory=2 * bytes_of(out) * rows)
     found = filter(None, map(weight_behind, node.all_input_nodes))
     weights = float(sum(bytes_of(value_of(weight)) for weight in found))
-    others = sum(map(bytes_of, inputs)) + bytes_of(out) - weights
+    others = max(0.0, sum(map(bytes_of, inputs)) + bytes_of(out) - weights)  # a product may read a part of a weight
     factor = inputs[1 if name == "addmm" else 0]
     flops = 2 * elements(out) * size_of(factor.shape[-1])
     if "grouped_mm" in name:  # a row reads its own experts'
