@@ -190,7 +190,7 @@ class BatchMemory:
         tiers = None if prefix is None else self.tiers_of(prefix.cache)
         if prefix is None or tiers is None:
             return []
-        return tiers.pages[0][: tiers.first_written(tokens)]
+        return tiers.pages[0][: tiers.first_written(0, tokens, masked=False, cropped_from=len(prefix.ids))]
 
     def unpaged(self, lengths: Iterable[int]) -> Bytes:
         """Bytes of rows of these lengths that are not in pages of the pool."""

@@ -227,9 +227,9 @@ class Session:
             self.drafting = False
 
     @torch.inference_mode(False)
-    def reserve(self, tokens: int) -> None:
-        """Grow the tiers as `tokens` new tokens require."""
-        self.tiers.reserve(self.progress.lengths, tokens)
+    def reserve(self, tokens: int, masked: bool = True) -> None:
+        """Grow the tiers as `tokens` new tokens require. masked: whether the step hides some tokens."""
+        self.tiers.reserve(self.progress.lengths, tokens, masked)
         if self.tiers.moved != self.recorded_at:
             self.update_memory()
         self.update_cursor()

@@ -78,7 +78,7 @@ class Step:
     def begin(self, padding: Tensor | None, causal: bool) -> None:
         if self.session.tiers.compresses_at(self.session.progress.longest + self.tokens):
             compress(self.session)
-        self.session.reserve(self.tokens)
+        self.session.reserve(self.tokens, masked=padding is not None)
         self.update_padding(padding, causal)
         self.write_cursor()
         progress = self.session.progress

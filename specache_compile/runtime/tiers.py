@@ -65,6 +65,8 @@ class Tiers:
     ranks: the process group that the model is split over; these are the KV heads of this rank.
     pool: its pages; None before the first step.
     pages: page numbers of each row. Copy-on-write: a row that writes to a shared page first gets its own copy.
+    rounded: for each row, the tokens up to which its codes may differ from those of rows that share its pages. A crop
+        makes the next steps compute them again, perhaps from rounded pairs or without an earlier step's mask.
     table: page table of the rows, int64 [B, C/256] on the CPU; entries without tokens are 0.
     capacity: C, tokens that the table has entries for.
     most_rows: rows that the buffers are allocated for, just the batch without a null page. Row b has slice b; slices
@@ -91,7 +93,7 @@ class Tiers:
         way."""
         self.pool: PagePool | None = None
         self.pages: list[list[int]] = [[] for _ in range(batch)]
-        self.batch = batch
+        self.batch, self.rounded = batch, [0] * batch
         self.sinks_known: int | None = None
         self.capacity = 0
         self.table = torch.zeros(batch, 0, dtype=torch.int64, device="cpu")
@@ -115,16 +117,16 @@ class Tiers:
         made.reset(0)
         made.options, made.layers = pool.options, pool.layers
         made.join_pool(pool)
-        made.set_pages([], 0 if pool.first else self.capacity)
+        made.set_pages([], [], 0 if pool.first else self.capacity)
         made.set_rows(rows or [row_state(pool.options, layer, places, made.capacity) for layer in made.layers], places)
         return made
 
-    def set_pages(self, pages: list[list[int]], capacity: int = 0) -> None:
+    def set_pages(self, pages: list[list[int]], rounded: list[int], capacity: int = 0) -> None:
         """Replace the rows' pages, in one statement: an interrupted change has happened or not."""
         capacity = max(capacity, self.capacity_for(max(map(len, pages), default=0)))
         rows = [[*row, *[0] * (capacity // PAGE - len(row))] for row in pages]
         table = torch.tensor(rows, dtype=torch.int64, device="cpu").view(len(rows), capacity // PAGE)
-        self.pages, self.table, self.capacity, self.batch = pages, table, capacity, len(pages)
+        self.pages, self.rounded, self.table, self.capacity, self.batch = pages, rounded, table, capacity, len(pages)
 
     @property
     def lock(self) -> contextlib.AbstractContextManager[object]:
@@ -240,15 +242,15 @@ class Tiers:
         grows = tokens > self.capacity and self.ranks is None  # ranks decide by lengths alone
         return not stays_in_16_bits(self.pending, self.layers, self.batch, tokens, room=grows)
 
-    def reserve(self, lengths: Sequence[int], new: int) -> None:
+    def reserve(self, lengths: Sequence[int], new: int, masked: bool = True) -> None:
         """Allocate the pages that each row's new tokens need, and copies of shared pages that it will write to.
 
-        SpecacheError, before anything has changed, if the host tier would exceed its budget or the pool has too few
-        pages.
+        masked: whether the step hides some tokens. SpecacheError, before anything has changed, if the host tier would
+        exceed its budget or the pool has too few pages.
         """
         missing = [max(0, pages_for(n + new) - len(row)) for n, row in zip(lengths, self.pages, strict=True)]
         with self.lock:
-            shared = self.shared_pages(lengths)
+            shared = self.shared_pages(lengths, masked)
             if not shared and not any(missing) and self.all_rows:
                 return
             self.grow_pool(max(lengths) + new, len(shared) + sum(missing))
@@ -264,14 +266,14 @@ class Tiers:
                 self.pool.copy(self.pages[row][number], pages[row][number])
             for own, more in zip(pages, missing, strict=True):
                 own.extend(itertools.islice(fresh, more))
-            self.set_pages(pages, capacity)
+            self.set_pages(pages, self.rounded, capacity)
 
-    def shared_pages(self, lengths: Sequence[int]) -> list[tuple[int, int]]:
+    def shared_pages(self, lengths: Sequence[int], masked: bool) -> list[tuple[int, int]]:
         """The shared pages (row, number) that rows will write to. The last row that has a page keeps it."""
         counts = Counter[int]() if self.pool is None else self.pool.counts
         found, copied = list[tuple[int, int]](), Counter[int]()
         for row, (length, pages) in enumerate(zip(lengths, self.pages, strict=True)):
-            for number in range(self.first_written(length), len(pages)):
+            for number in range(self.first_written(row, length, masked), len(pages)):
                 if counts[pages[number]] - copied[pages[number]] > 1:
                     copied[pages[number]] += 1
                     found.append((row, number))
@@ -310,15 +312,28 @@ class Tiers:
             return PAGE << max(pages - 1, 0).bit_length()
         return max(self.capacity, bucket(pages * PAGE))
 
-    def first_written(self, length: int) -> int:
-        """The first page to which the next step of a row writes pairs or codes."""
-        return (self.options.low_bit_length(length) if self.options.has_low_bit_tier else length) // PAGE
+    def first_written(self, row: int, length: int, masked: bool, cropped_from: int = 0) -> int:
+        """The first page in which a row writes something that other rows with its tokens do not have. The low-bit codes
+        of a full page are the same for all of them, once the center is set, unless a step hides tokens.
+
+        cropped_from: the length before a crop that is still to come.
+        """
+        if not self.options.has_low_bit_tier:
+            return length // PAGE
+        low_bit = self.options.low_bit_length(length)
+        rounded = max(1, self.rounded_after(row, length, max(length, cropped_from)))
+        return (low_bit if masked or low_bit < rounded else length) // PAGE
+
+    def rounded_after(self, row: int, length: int, cached: int) -> int:
+        """`rounded` of a row after a crop from `cached` tokens to `length`."""
+        low_bit, was = (self.options.low_bit_length(n) for n in (length, cached))
+        return min(length, max(was, self.rounded[row])) if low_bit < was else self.rounded[row]
 
     def pages_needed(self, row: int, length: int, longest: int) -> int:
         """Pages that a row of `length` tokens may still allocate until it has `longest`, copies of shared ones
         included."""
         assert self.pool is not None
-        counts, writes = self.pool.counts, self.pages[row][self.first_written(length) :]
+        counts, writes = self.pool.counts, self.pages[row][self.first_written(row, length, masked=False) :]
         shared = sum(counts[page] > 1 for page in writes)
         return max(0, pages_for(longest) - len(self.pages[row])) + shared
 
@@ -355,7 +370,9 @@ class Tiers:
                     for field in fields_of(self.options, layer):
                         if field.on_crop is not None:
                             field.on_crop(views, cropped)
-            self.set_pages([row[: pages_for(length)] for row, length in zip(self.pages, lengths, strict=True)])
+            every = enumerate(zip(lengths, before, strict=True))
+            rounded = [self.rounded_after(row, length, cached) for row, (length, cached) in every]
+            self.set_pages([row[: pages_for(n)] for row, n in zip(self.pages, lengths, strict=True)], rounded)
 
     def selected(self, rows: Sequence[int]) -> Tiers:
         """Tiers of these batch rows, in that order, which share the pages. In a pool with a null page they have the
@@ -429,7 +446,7 @@ class Tiers:
                     with others.lock:
                         for source, target in zip(others.pages[row], pages[-1], strict=True):
                             self.pool.copy(source, target, others.pool)
-            self.set_pages(pages)
+            self.set_pages(pages, [*self.rounded, *(others.rounded[row] for others, row in rows)])
         self.sinks_known = None
 
     def copy(self) -> Tiers:
@@ -446,7 +463,7 @@ class Tiers:
     def under(self, options: MethodOptions, lengths: Sequence[int]) -> Tiers:
         """Empty tiers of the same rows, of these lengths, under other options, with their own pool."""
         made = self.in_pool(self.own_pool(options), self.batch)
-        made.set_pages([[] for _ in lengths])
+        made.set_pages([[] for _ in lengths], [0] * self.batch)
         made.reserve(lengths, 0)
         return made
 
@@ -463,6 +480,8 @@ class Tiers:
             for site in range(len(self.state)):  # empty before the first step
                 for rows, length in runs_of(lengths):
                     window_from_host(self.views(site, rows), self.options.low_bit_length(length), length)
+        if self.options.bits_on_host < 16:
+            self.rounded = list(lengths)
 
 
 def joined(rows: Sequence[tuple[Tiers, int]], pool: PagePool | None = None) -> Tiers:
