@@ -9,6 +9,7 @@
 # The copy stream accesses session state, or staging that this module owns, but no Inductor temporaries. A correction
 # also reads the chosen tokens, which the next attention keeps alive. No op here blocks the host in a decode step.
 # A captured CUDA graph contains the fork, and must end it by `join_capture`, since it cannot wait for outside events.
+# While a thread captures, no other thread may copy on the same device.
 # The capture stream is in `lowering/cuda_graphs.py`.
 
 from __future__ import annotations

@@ -7,9 +7,7 @@ import importlib.metadata
 import random
 import sys
 import sysconfig
-import textwrap
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -164,8 +162,13 @@ def show(results: Results, args: argparse.Namespace, why_eager: str | None) -> N
 
 def answers_table(rows: Rows) -> str:
     """A line for each method, a column for each key."""
-    keys, shortened = rows[0]["keys"], partial(textwrap.shorten, width=ANSWER, placeholder="…")
+    keys = rows[0]["keys"]
     hidden = ("the hidden key", *(key["key"] for key in keys))
+
+    def shortened(answer: str) -> str:
+        line = " ".join(answer.split())
+        return line if len(line) <= ANSWER else line[: ANSWER - 1] + "…"
+
     answers = [(METHODS[row["method"]], *(shortened(key["answer"]) for key in row["keys"])) for row in rows]
     names = ("answers", *(f"key at {key['depth']:.0%}" for key in keys))
     return tabulate([hidden, *answers], names, disable_numparse=True) + "\n"

@@ -190,6 +190,8 @@ def session_of_rows(rows: Sequence[SessionRow], pool: PagePool | None = None) ->
     return sessions[0].derived(joined([(session.tiers, row) for session, row in rows], pool), progress_of(rows))
 
 
+@torch.inference_mode(False)
+@torch.no_grad()
 def in_pages(cache: DynamicCache, pool: PagePool) -> DynamicCache:
     """The cache in pages of `pool`, which has its final options. A cache in other pages is freed.
 

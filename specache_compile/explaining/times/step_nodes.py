@@ -60,7 +60,7 @@ def layers_of(graph_module: GraphModule) -> dict[Node, str]:
             sites_layer.setdefault(tag.site, found[node])
     for node in reversed(list(found)):
         if node.op.startswith("call") and not is_launch(node) and not is_sum(node):
-            later = {found[user] for user in node.users}
+            later = {found[user] for user in node.users if user.op != "output"}
             found[node] = later.pop() if len(later) == 1 else found[node]
     return {node: "before" if n < 0 else "after" if n == AFTER else str(n) for node, n in found.items()}
 
