@@ -71,7 +71,7 @@ FAULTS = [
         "join(slots.device)", "pass", "late", CORRECTED,
     ),
     Fault(
-        "a correction on a stream of its own", copy_stream.correct,
+        "a correction on another stream", copy_stream.correct,
         "copy = stream_of(slots.device)", "copy = torch.cuda.Stream(slots.device)", "late", CORRECTED,
     ),
     Fault(
