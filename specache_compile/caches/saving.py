@@ -110,13 +110,16 @@ def save(cache: DynamicCache, folder: str | os.PathLike[str]) -> None:
     try:
         for number, layer in enumerate(tqdm(cache.layers, "saving", unit="layer", disable=None, leave=False)):
             with tiers.lock:
-                torch.save(contents(layer, tiers, progress.lengths), layers / layer_file(number))
-        torch.save(header, new)
+                write(contents(layer, tiers, progress.lengths), layers / layer_file(number))
+        sync(layers)
+        write(header, new)
+        sync(root)
     except BaseException:
         shutil.rmtree(layers, ignore_errors=True)
         raise
     # The header is replaced in one move, so an interrupted save leaves the old session. The next save deletes the rest.
     os.replace(new, root / HEADER)
+    sync(root)
     for other in root.glob(LAYERS_FOLDER):
         if other != layers:
             shutil.rmtree(other, ignore_errors=True)
@@ -336,6 +339,20 @@ def read(path: Path) -> Any:
         raise unreadable_session(path, first_line(error)) from error
     except (RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
         raise unreadable_session(path, NOT_WRITTEN) from error
+
+
+def write(contents: Mapping[str, Any], path: Path) -> None:
+    torch.save(contents, path)
+    sync(path)
+
+
+def sync(path: Path) -> None:
+    """Force a file to disk, so that it survives a crash of the machine."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def unreadable_session(path: Path, why: str) -> SpecacheError:
