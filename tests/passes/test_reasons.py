@@ -15,7 +15,7 @@ from conftest import LOSSLESS, greedy, prompt
 from families import BY_NAME, Family
 from graphs import BATCH, DIM, HEADS, PAST, GraphBuilder, attention, found
 from specache_compile.compat import release
-from specache_compile.compile.captured import misfit
+from specache_compile.compile.captured import without_misfits
 from specache_compile.methods import parse_options
 from specache_compile.passes import speculate
 from specache_compile.passes.reading.attention_forms import NoMatch, match_form
@@ -180,6 +180,8 @@ def test_a_mask_that_selects_pairs_by_token_needs_the_tokens_own_selection() -> 
     with builder.graph.inserting_before(out):
         mask = builder.call(F.linear, (BATCH, 1, 1, PAST + 1), hidden, weight)
     out.kwargs = {**out.kwargs, "attn_mask": mask}
-    (site,) = found(builder, builder.finish(out, keys, values)).sites
-    assert "(an indexer)" in str(misfit(parse_options({"setting": "paper"}), site))
-    assert misfit(parse_options({"bits": 16}), site) is None
+    read = found(builder, builder.finish(out, keys, values))
+    served = without_misfits(read, parse_options({"setting": "paper"}))
+    assert not served.sites
+    assert "(an indexer)" in served.left_alone[-1].reason
+    assert without_misfits(read, parse_options({"bits": 16})).sites == read.sites
