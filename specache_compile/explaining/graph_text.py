@@ -148,8 +148,8 @@ class LayerText:
         """An argument: the name of a value or a weight, the expression of a value that waits, or a constant."""
         if isinstance(value, Node):
             node = origin(value)
-            if is_weight(node) or is_turned_weight(node):
-                return weight_path(node) if is_weight(node) else f"{weight_path(args_of(node)[0])}.T"
+            if is_module_tensor(node) or is_turned_weight(node):
+                return weight_path(node) if is_module_tensor(node) else f"{weight_path(args_of(node)[0])}.T"
             return f"({self.waiting[node]})" if node in self.waiting else self.name(node)
         if isinstance(value, slice):
             bounds = ("" if bound is None else self.text(bound) for bound in (value.start, value.stop))
@@ -178,7 +178,7 @@ def base_name(node: Node) -> str:
     inner = node
     while operator_name(inner) in VIEWS:
         inner = args_of(inner)[0]
-    weight = linear_weight(inner) or next(filter(is_weight, inner.all_input_nodes), None)
+    weight = linear_weight(inner) or next(filter(is_module_tensor, inner.all_input_nodes), None)
     if base in GENERATED and weight is not None:
         return weight_path(weight).split(".")[-2]
     is_function = node.op == "call_function" and not hasattr(Tensor, base) and base not in ("slice", "getitem")
@@ -216,10 +216,10 @@ def linear_weight(node: Node) -> Node | None:
 
 
 def is_turned_weight(node: Node) -> bool:
-    return operator_name(node) == "t" and is_weight(args_of(node)[0])
+    return operator_name(node) == "t" and is_module_tensor(args_of(node)[0])
 
 
-def is_weight(node: Node) -> bool:
+def is_module_tensor(node: Node) -> bool:
     """Whether a node is a parameter or a buffer of a module."""
     return node.op == "placeholder" and re.search("_(parameters|buffers)_", node.name, re.IGNORECASE) is not None
 

@@ -54,11 +54,11 @@ def budget_attention(
     block-wise eviction); a decode step encodes one. Block 0 encodes all given tokens, with exact attention over the
     pairs kept before, and evicts once.
     """
-    (kept, kept_token), asked = state, asking(new, scale, softcap)
+    (kept, kept_token), queries = state, queries_of(new, scale, softcap)
     tokens, budget = new.k.shape[2], kept.shape[2]
-    filled = min(asked.length, budget)
+    filled = min(queries.length, budget)
     pairs, token, past = kept[:, :, :filled], kept_token[:, :, :filled], history[:, :, :filled]
-    added, numbers = asked.added(new)
+    added, numbers = queries.added(new)
     outputs, start = [], 0
     while start < tokens:
         stop = min(tokens, start + (budget - pairs.shape[2] or block or tokens))
@@ -68,12 +68,12 @@ def budget_attention(
         for first in range(start, stop, ROWS):
             rows = slice(first, min(stop, first + ROWS))
             known = pairs.shape[2] - (stop - rows.stop)  # pairs are in the order of tokens: no row sees later ones
-            attention, seen = asked.attention(rows, pairs[:, :, :known, 0], token[:, :, :known])
+            attention, seen = queries.attention(rows, pairs[:, :, :known, 0], token[:, :, :known])
             outputs.append(weighted(attention, pairs[:, :, :known, 1]))
             mean = attention.mean(2)  # over the query group (RoCo section 5.3)
             past[:, :, :known] += received(mean, seen)
         if pairs.shape[2] > budget:
-            random = torch.Generator().manual_seed(hash((seed, asked.length + stop)) % 2**63)
+            random = torch.Generator().manual_seed(hash((seed, queries.length + stop)) % 2**63)
             stays = survivors(policy, token, past, mean[:, :, -1], seen[:, :, -1], budget, random)
             pairs = pairs.take_along_dim(stays[..., None, None], 2)
             token, past = token.gather(2, stays), past.take_along_dim(stays[..., None], 2)
@@ -84,7 +84,7 @@ def budget_attention(
 
 
 @dataclass(frozen=True)
-class Asking:
+class NewQueries:
     """T new tokens that attend over the pairs kept before and each other.
 
     query: [B, H, G, T, d], scaled.
@@ -121,9 +121,9 @@ class Asking:
         return torch.stack([new.k, new.v], dim=3), numbers.expand(*new.k.shape[:3])
 
 
-def asking(new: AttentionInputs, scale: float, softcap: float | None) -> Asking:
+def queries_of(new: AttentionInputs, scale: float, softcap: float | None) -> NewQueries:
     length, heads = length_of(new.cursor), new.k.shape[1]
-    return Asking(
+    return NewQueries(
         new.q.float().unflatten(1, (heads, -1)) * scale,
         None if new.mask is None else grouped_bias(new.mask, heads, length + new.k.shape[2]),
         None if new.sinks is None else new.sinks.float().view(heads, -1, 1, 1),

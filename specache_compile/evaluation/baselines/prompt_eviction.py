@@ -15,7 +15,7 @@ from specache_compile.kernels.state.operands import AttentionInputs, takes
 from specache_compile.methods.method import Method
 from specache_compile.passes.recipe import OpCall, Recipe, named
 
-from .eviction import KEPT, KEPT_TOKEN, BudgetOptions, Kept, asking
+from .eviction import KEPT, KEPT_TOKEN, BudgetOptions, Kept, queries_of
 
 
 @dataclass(frozen=True)
@@ -51,20 +51,20 @@ def prompt_attention(
     Mutates the state, with room for b pairs and the tokens behind the prompt. A step that failed half way may be taken
     again. Returns [B, Hq, T, d] in q's dtype.
     """
-    (kept, kept_token), asked = state, asking(new, scale, softcap)
-    length, tokens = asked.length, new.k.shape[2]
+    (kept, kept_token), queries = state, queries_of(new, scale, softcap)
+    length, tokens = queries.length, new.k.shape[2]
     held = ((kept_token >= 0) & (kept_token < length)).sum(-1)  # [B, H]
     before = int(held.max())
     there = torch.arange(before, device=held.device) < held.unsqueeze(-1)
     pairs = kept[:, :, :before].masked_fill(~there[..., None, None], 0.0)
-    added, number = asked.added(new)
+    added, number = queries.added(new)
     every = torch.cat([pairs, added], 2)
     token = torch.cat([kept_token[:, :, :before].masked_fill(~there, EMPTY), number], 2)
 
     def attention_of(first: int, stop: int) -> tuple[Tensor, Tensor]:
         """The attention of the new queries first..stop over all pairs before `stop`."""
         keys = slice(before + stop)
-        return asked.attention(slice(first, stop), every[:, :, keys, 0], token[:, :, keys])
+        return queries.attention(slice(first, stop), every[:, :, keys, 0], token[:, :, keys])
 
     outputs = []
     for first in range(0, tokens, BLOCK):
@@ -72,7 +72,7 @@ def prompt_attention(
         attention, _ = attention_of(first, stop)
         outputs.append(weighted(attention, every[:, :, : before + stop, 1]))
     if length == 0 and tokens > budget:
-        stays = CHOICES[method](Prompt(asked.query, every, attention_of, frequencies), budget, *settings)
+        stays = CHOICES[method](Prompt(queries.query, every, attention_of, frequencies), budget, *settings)
         kept_token.fill_(EMPTY)
         kept[:, :, :budget] = every.take_along_dim(stays[..., None, None], 2)
         kept_token[:, :, :budget] = token.gather(2, stays)
