@@ -7,21 +7,15 @@
 namespace {
 
 struct Attention : ExactAttention {
-  const KeyOrder key_order;
-  const ValueOrder value_order;
+  const KeyOrder& key_order;
+  const ValueOrder& value_order;
   // Queries [B·H, rows, d] as keys are stored; [B·H, rows, dim] as params are stored; and as `score_words` requires.
   std::vector<float> turned, in_params_order;
   Aligned<float> in_lanes;
-  std::vector<uint16_t> param_place, param_of_lane;  // of a channel, and of the query's lanes
 
   explicit Attention(const StepArguments& step)
-      : ExactAttention(step), key_order(s.dim, std::min<int64_t>(s.key_bits, 4), s.key_trellis),
-        value_order(s.dim, std::min<int64_t>(s.value_bits, 4), s.value_trellis), turned(query),
-        in_params_order(pairs * rows * s.dim), in_lanes(pairs * rows * key_order.channel.size()) {
-    if (s.rotation)
-      for (int64_t row = 0; row < pairs * rows; ++row) rotate(turned.data() + row * s.d, s.d, s.rotation);
-    arrange_query();
-  }
+      : ExactAttention(step), key_order(order_of<KeyOrder>(s.dim, std::min<int64_t>(s.key_bits, 4), s.key_trellis)),
+        value_order(order_of<ValueOrder>(s.dim, std::min<int64_t>(s.value_bits, 4), s.value_trellis)) {}
 
   // The codes of a token's record, by the token's number `row` among all heads'.
   const uint8_t* record_at(int64_t row) const {
@@ -29,32 +23,25 @@ struct Attention : ExactAttention {
   }
   const T* pair_in_16_bits(int64_t row) const { return static_cast<const T*>(s.codes) + row * s.row_width; }
 
-  // Bring the turned query into the order of params and, for fragments, of lanes.
+  // Rotate the query, and bring it into the order of params and, for fragments, of lanes. The keys' half requires it.
   void arrange_query() {
-    const int64_t block = std::min<int64_t>(s.dim, 64);
-    for (int64_t c = 0; c < s.dim; ++c) {
-      const int64_t i = c % block, place = c - i + i % 8 / 2 * (block / 4) + i / 16 * 4 + i % 2 * 2 + i / 8 % 2;
-      param_place.push_back(s.key_bits < 8 ? place : c);
+    turned = query;
+    in_params_order.resize(pairs * rows * s.dim);
+    in_lanes = Aligned<float>(pairs * rows * key_order.param.size());
+    for (int64_t row = 0; row < pairs * rows; ++row) {
+      float* q = turned.data() + row * s.d;
+      if (s.rotation) rotate(q, s.d, s.rotation);
+      for (int64_t c = 0; c < s.d; ++c)
+        in_params_order[row * s.dim + (s.key_bits < 8 ? key_order.param_of(c) : c)] = q[c];
     }
-    for (int64_t row = 0; row < pairs * rows; ++row)
-      for (int64_t c = 0; c < s.d; ++c) in_params_order[row * s.dim + param_place[c]] = turned[row * s.d + c];
     if (s.key_bits >= 8) return;
-    for (const uint16_t channel : key_order.channel) param_of_lane.push_back(param_place[channel]);
     float* to = in_lanes.data();
     for (int64_t head = 0; head < pairs; ++head)
-      for_lanes([&](int64_t row, int64_t i) {
-        const int first_bit = i / kLanes / 2 % key_order.run * key_order.bits;
-        *to++ = in_params_order[(head * rows + row) * s.dim + param_of_lane[i]] / (1 << first_bit);
-      });
-  }
-
-  // Call what(row, i) for the lanes i of a head's query, in the order of `score_words` and in blocks of kRows rows.
-  template <typename Do>
-  void for_lanes(Do&& what) const {
-    for (int64_t first = 0; first < rows; first += kRows)
-      for (size_t i = 0; i < param_of_lane.size(); i += kLanes)
-        for (int64_t row = first; row < std::min(first + kRows, rows); ++row)
-          for (int64_t lane = 0; lane < kLanes; ++lane) what(row, i + lane);
+      for (int64_t first = 0; first < rows; first += kRows)  // as `score_words` reads them
+        for (size_t i = 0; i < key_order.param.size(); i += kLanes)
+          for (int64_t row = first; row < std::min(first + kRows, rows); ++row)
+            for (size_t lane = i; lane < i + kLanes; ++lane)
+              *to++ = in_params_order[(head * rows + row) * s.dim + key_order.param[lane]] * key_order.factor[lane];
   }
 
   // Multiply a head's query by the scales of the group of keys that begins at `row`, and by its zero points.
@@ -69,14 +56,17 @@ struct Attention : ExactAttention {
       for (int64_t c = 0; c < s.dim; ++c) sum += q[m * s.dim + c] * zeros[c];
       base[m] = sum;
     }
-    if (s.key_bits == 8)
-      for (int64_t i = 0; i < rows * s.d; ++i) scaled[i] = turned[head * rows * s.d + i] * scales[i % s.d];
-    const float* from = in_lanes.data() + head * rows * param_of_lane.size();
+    if (s.key_bits == 8) {
+      for (int64_t m = 0; m < rows; ++m)
+        for (int64_t c = 0; c < s.d; ++c) scaled[m * s.d + c] = turned[(head * rows + m) * s.d + c] * scales[c];
+      return;
+    }
+    const float* from = in_lanes.data() + head * rows * key_order.param.size();
     float* to = scaled;
     for (int64_t first = 0; first < rows; first += kRows)
-      for (size_t i = 0; i < param_of_lane.size(); i += kLanes) {
+      for (size_t i = 0; i < key_order.param.size(); i += kLanes) {
         Floats by;
-        for (int lane = 0; lane < kLanes; ++lane) by[lane] = scales[param_of_lane[i + lane]];
+        for (int lane = 0; lane < kLanes; ++lane) by[lane] = scales[key_order.param[i + lane]];
         for (int64_t row = first; row < std::min(first + kRows, rows); ++row, from += kLanes, to += kLanes)
           *reinterpret_cast<Floats*>(to) = load(from) * by;
       }
@@ -90,7 +80,7 @@ struct Attention : ExactAttention {
     const uint32_t* words = k.whole(reinterpret_cast<const uint32_t*>(record_at(row)), memory.data());
     const int first = row % kRecord / 8, stop = first + count / 8, shares = k.per_token;
     for (int64_t m = 0; m < rows; m += kRows) {
-      const float* queries = scaled + m * param_of_lane.size();
+      const float* queries = scaled + m * key_order.param.size();
       with_rows(rows - m, [&](auto R) { score_words<R>(k, words, first, stop, queries, sums.data()); });
       for (int64_t r = m; r < std::min(m + kRows, rows); ++r) {
         const float* from = sums.data() + ((r - m) * kQuads + first) * k.sums();
@@ -122,10 +112,10 @@ struct Attention : ExactAttention {
   void chunk_logits(int64_t head, int64_t start) const {
     const int64_t stop = std::min(low_bit(head), start + kChunk), first_place = place(head, start) - start;
     const int64_t step = s.group && s.group % kRecord == 0 ? kRecord : kRecord / 2;
-    Aligned<float> scaled(rows * std::max<int64_t>(s.d, param_of_lane.size()));
+    Aligned<float> scaled(rows * std::max<int64_t>(s.d, key_order.param.size()));
     std::vector<float> base(rows), products(rows * step), scales(step, 1.0f);
     if (s.key_trellis) {
-      std::copy_n(in_lanes.data() + head * rows * param_of_lane.size(), rows * param_of_lane.size(), scaled.data());
+      std::copy_n(in_lanes.data() + head * rows * key_order.param.size(), rows * key_order.param.size(), scaled.data());
       for (int64_t i = 0; i < rows * s.d; ++i) base[i / s.d] -= 1.5f * turned[head * rows * s.d + i];
     } else if (s.key_bits == 16) {
       std::copy_n(&turned[head * rows * s.d], rows * s.d, scaled.data());

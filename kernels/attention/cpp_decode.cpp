@@ -14,7 +14,8 @@ void low_bit_logits(const Attention& a) {
 
 // Each lane's scores, independent of the slots.
 void score(const StepArguments& step) {
-  const Attention a(step);
+  Attention a(step);
+  a.arrange_query();
   Parts parts(a.jobs(), a.rows, 0);
   std::vector<std::vector<float>> exact(a.pairs);
   std::vector<float> peaks(a.pairs * a.rows), shares(a.pairs * a.rows);
@@ -114,7 +115,8 @@ void attend(const Attention& a) {
 }  // namespace
 
 extern "C" void decode_attention(const StepArguments* step) {
-  const Attention a(*step);
+  Attention a(*step);
+  a.arrange_query();
   low_bit_logits(a);
   attend(a);
 }

@@ -137,8 +137,10 @@ struct ExactAttention {
     const auto load = [&](int64_t t, float* x) { for (int64_t c = 0; c < s.d; ++c) x[c * kLanes] = of[t].key[c]; };
     each_tile(&query[head * rows * s.d], count, load, [&](int64_t t, int64_t m, Floats product) {
       const Floats x = capped(product);
+      const int64_t lane = m % s.lanes;
+      float* row = &logits[m * stride + t];
       for (int64_t i = 0; i < kLanes && t + i < count; ++i)
-        if (m % s.lanes >= of[t + i].first_lane) logits[m * stride + t + i] = x[i] + bias(head, m, of[t + i].token);
+        if (lane >= of[t + i].first_lane) row[i] = s.bias ? x[i] + bias(head, m, of[t + i].token) : x[i];
     });
     return logits;
   }

@@ -20,7 +20,10 @@ inline void add_fours(Floats x, float* to) {
 // Keys. A word holds numbers of one of `per_token` words of a token, or of `tokens` tokens.
 struct KeyOrder : Order {
   const int tokens, per_token, run, variants, entries;
-  std::vector<uint16_t> channel;  // of a query's lanes [variants][entries][kLanes]; entries: [plane][vector][field][half]
+  // Of a query's lanes [variants][entries][kLanes]: the parameter's place, and what the place of the field requires.
+  // entries: [plane][vector][field][half].
+  std::vector<uint16_t> param;
+  std::vector<float> factor;
 
   KeyOrder(int dim, int stored, bool trellis)
       : Order(dim, stored, trellis), tokens(std::max(1, fields * 8 / dim)),
@@ -30,8 +33,15 @@ struct KeyOrder : Order {
       const int lane = at % kLanes, entry = at / kLanes % entries, half = entry % 2, field = entry / 2 % run;
       const int vector = entry / 2 / run % vectors, plane = entry / 2 / run / vectors;
       const int q = thread(vector, lane), number = (at / kLanes / entries * loads + word(lane)) * fields;
-      channel.push_back(q < 4 ? (number + planes * field + plane) % (dim / 8) * 8 + 2 * q + half : 0);
+      param.push_back(q < 4 ? param_of((number + planes * field + plane) % (dim / 8) * 8 + 2 * q + half) : 0);
+      factor.push_back(1.0f / (1 << field * bits));
     }
+  }
+
+  // The place of a channel's scale and zero point (`records.py`).
+  int param_of(int c) const {
+    const int block = std::min(dim, 64), i = c % block;
+    return c - i + i % 8 / 2 * (block / 4) + i / 16 * 4 + i % 2 * 2 + i / 8 % 2;
   }
 
   // Partial sums of each g: `per_token` for each token.
@@ -122,6 +132,13 @@ struct ValueOrder : Order {
       for (int lane = 0; lane < kLanes; ++lane) to[lane] = weights[token[i + lane]];
   }
 };
+
+// The order of records like these. A step's kernels are too short to derive it anew.
+template <typename Kind>
+const Kind& order_of(int dim, int stored, bool trellis) {
+  static thread_local std::map<std::tuple<int, int, bool>, Kind> made;
+  return made.try_emplace({dim, stored, trellis}, dim, stored, trellis).first->second;
+}
 
 // out[r][8·c + g] = Σ_t weights[r][t]·level[t][8·c + g] for first <= c < stop, over `count` records.
 template <int R>

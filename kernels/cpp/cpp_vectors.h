@@ -54,7 +54,7 @@ struct Aligned {
     Number of[64 / sizeof(Number)];
   };
   std::vector<Line> lines;
-  explicit Aligned(int64_t count) : lines(count * sizeof(Number) / 64 + 1) {}
+  explicit Aligned(int64_t count = 0) : lines(count * sizeof(Number) / 64 + 1) {}
   Number* data() { return lines[0].of; }
   const Number* data() const { return lines[0].of; }
 };
