@@ -92,7 +92,7 @@ class MethodOptions:
 
     # Values for methods without an option of that name: nothing is selected or verified, from the first
     # token.
-    top_k = 0
+    top_k = cast("int | str", 0)
     corrects = False
     min_context = cast("int | str", 0)
     verify = cast("int | str | None", None)
@@ -140,6 +140,10 @@ class MethodOptions:
     def for_prompt(self, tokens: int) -> MethodOptions:
         """The options that a prompt of `tokens` tokens determines."""
         return self
+
+    def pairs_to_fetch(self, heads: int) -> int:
+        """Pairs that a step selects for each KV head of a layer with so many."""
+        return 0
 
     def low_bit_length(self, length: int) -> int:
         """Tokens of `length` cached ones in the low-bit tier."""

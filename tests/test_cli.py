@@ -63,7 +63,7 @@ def test_generate_finds_the_pass_key_and_verifies(capsys: pytest.CaptureFixture[
     ("arguments", "message"),
     [
         (["explain", "/no/such/model"], "no checkpoint at /no/such/model"),
-        (["explain", MODEL, "--top-k", "-3"], "top_k=-3: accepted is an integer"),
+        (["explain", MODEL, "--top-k", "-3"], "top_k=-3: accepted are an integer"),
         (["explain", MODEL, "--prompt-length", "0"], "prompt_length=0"),
         (["explain", MODEL, "--device", "TPU"], "unknown device 'TPU': known are A6000"),
         (["explain", MODEL, "--prompt-length", "64", "--diff", "decode", "sort"], "no pass 'sort'"),

@@ -8,11 +8,11 @@ import torch
 
 from specache_compile.kernels.state.layout import EMPTY
 
-from .field import MEASURE, Cropped, Field, LayerShape, LayerState, always, pairs
+from .field import MEASURE, Cropped, Field, LayerShape, LayerState, always
 
 
 def index_shape(options: Any, layer: LayerShape, batch: int, capacity: int) -> tuple[int, ...]:
-    return (batch, layer.heads, options.top_k)
+    return (batch, layer.heads, options.pairs_to_fetch(layer.heads))
 
 
 def empty_slots(state: LayerState, cropped: Cropped) -> None:
@@ -20,7 +20,7 @@ def empty_slots(state: LayerState, cropped: Cropped) -> None:
     state["slot_index"].masked_fill_(state["slot_index"] >= cropped.low_bit, EMPTY)
 
 
-SLOTS = Field("slots", "slots", pairs(lambda options: options.top_k))
+SLOTS = Field("slots", "slots", lambda o, layer, *size: (*index_shape(o, layer, *size), 2, layer.head_dim))
 # The token in each slot, and the tokens that the next fetch copies.
 SLOT_INDEX = Field("slot_index", "slots", index_shape, always(torch.int32), empty=EMPTY, on_crop=empty_slots)
 SELECTED = Field("selected", "slots", index_shape, always(torch.int32), empty=EMPTY)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from specache_compile.options import choice, inherited, whole
+from specache_compile.options import accepting, choice, inherited, number_or_auto, option
 from specache_compile.passes.recipe import OpCall, Recipe, named
 
 from . import kivi
@@ -17,7 +17,7 @@ from .slots import CORRECTED, FETCHED, SELECTED
 
 # The paper's settings. On a real checkpoint the defaults are much closer to the full cache (docs/evaluation.md).
 PAPER: dict[str, Any] = {
-    "bits": 2, "center": "never", "sink_tokens": 0, "zero_point": "midpoint", "key_code": "levels",
+    "bits": 2, "top_k": 64, "center": "never", "sink_tokens": 0, "zero_point": "midpoint", "key_code": "levels",
     "value_code": "levels",
 }  # fmt: skip
 
@@ -41,7 +41,13 @@ class SpecacheOptions(KiviOptions):
     key_code: str = inherited(KiviOptions, "key_code", default="auto")
     value_code: str = inherited(KiviOptions, "value_code", default="auto")
     host_bits: int | str = inherited(KiviOptions, "host_bits", default="auto")
-    top_k: int = whole(64, 0, "k: pairs to fetch for each layer and KV head; 0 is plain KIVI", metavar="K")
+    top_k: int | str = option(
+        "auto", accepting(
+            lambda k: k == "auto" or (type(k) is int and k >= 0), "accepted are an integer, 0 or more, and 'auto'"
+        ),
+        "k: pairs to fetch for each layer and KV head; 0 is plain KIVI. auto: 64; with two KV heads 128, with one 256",
+        type=number_or_auto, metavar="K",
+    )  # fmt: skip
     speculate: bool | str = choice(
         "auto", (True, False, "auto"),
         "run the speculative token beside the output token, to select the pairs to prefetch. auto: unless the output "
@@ -61,7 +67,11 @@ class SpecacheOptions(KiviOptions):
     @property
     def corrects(self) -> bool:  # type: ignore[override]
         """Whether a step also fetches the selected pairs that are not in the slots."""
-        return self.setting == "best" and self.top_k > 0
+        return self.setting == "best" and bool(self.top_k)
+
+    def pairs_to_fetch(self, heads: int) -> int:
+        """top_k; "auto" is 64, with two KV heads 128 and with one 256: few heads select too few for a layer."""
+        return max(64, 256 >> (heads - 1)) if self.top_k == "auto" else int(self.top_k)
 
     @property
     def bits_on_host(self) -> int:

@@ -57,7 +57,7 @@ def variant_of(
 def selects(options: MethodOptions) -> bool:
     """Whether a decode step selects pairs for the next step; not if each token selects its own and none is
     speculative."""
-    return options.top_k > 0 and (options.two_lanes or not options.corrects)
+    return bool(options.top_k) and (options.two_lanes or not options.corrects)
 
 
 def phases(phase: Phase, options: MethodOptions) -> tuple[Phase, ...]:

@@ -51,7 +51,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"host_bits": 8, "verify": 16}, "verification needs exact pairs. Pass host_bits=16"),
     ({"host_bits": 8, "bits": 16}, "pairs must be exact. Pass host_bits=16"),
     ({"host_bits": 8, "top_k": 0, "host_tier": False}, "there is no host tier. Leave"),
-    ({"host_tier": False}, "host_tier=False with top_k=64.*top_k=0"),
+    ({"host_tier": False}, "host_tier=False with top_k=auto.*top_k=0"),
     ({"host_tier": False, "top_k": 0, "verify": 4}, "host_tier=False with verify=4"),
     ({"method": "kivi", "host_tier": 0.5}, "host_tier=0.5"),
     *(({"verify": n}, "1 to 1024 tokens, 'auto' and None") for n in (0, -1, 1025, True, 2.0, "often")),
