@@ -5,7 +5,7 @@ The checks, the command line's flags and the table in docs/options.md follow fro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any, cast
 
@@ -15,50 +15,48 @@ from .errors import OptionError
 
 LOWERINGS = ("inductor", "eager")
 
-# The check of an option: (name, value) → OptionError if the value is not accepted.
-Check = Callable[[str, Any], object]
+
+def is_one_of(value: object, accepted: Iterable[object]) -> bool:
+    """Whether `value` equals one of `accepted` in value and type: True is not 1."""
+    return any(value is option or (type(value) is type(option) and value == option) for option in accepted)
 
 
-def one_of(name: str, value: object, accepted: tuple[object, ...]) -> None:
-    """OptionError unless `value` equals one of `accepted` in value and type: True is not 1."""
-    if not any(value is option or (type(value) is type(option) and value == option) for option in accepted):
-        raise OptionError(f"option {name}={value!r}: accepted are {', '.join(map(repr, accepted))}")
+def names_of(accepted: Iterable[object]) -> str:
+    return f"accepted are {', '.join(map(repr, accepted))}"
 
 
-def accepting(fits: Callable[[Any], object], accepted: str) -> Check:
-    """The check of an option whose values fit. accepted: the error's text."""
+def option(default: Any, fits: Callable[[Any], object], accepted: str, help: str, **flag: Any) -> Any:
+    """A field of an options class.
+
+    fits: whether a value is accepted. accepted: the error's text if it is not.
+    help: one line for the command line and the docs.
+    flag: arguments for argparse; `flag=False`: not on the command line.
+    """
 
     def check(name: str, value: Any) -> None:
         if not fits(value):
             raise OptionError(f"option {name}={value!r}: {accepted}")
 
-    return check
-
-
-def option(default: Any, check: Check, help: str, **flag: Any) -> Any:
-    """A field of an options class.
-
-    help: one line for the command line and the docs.
-    flag: arguments for argparse; `flag=False`: not on the command line.
-    """
     return field(default=default, metadata={"check": check, "help": help, "flag": flag})
 
 
-def choice(default: Any, accepted: tuple[Any, ...], help: str, **flag: Any) -> Any:
+def choice(default: Any, accepted: Collection[Any], help: str, **flag: Any) -> Any:
     """An option with a few accepted values."""
-    flag = {"choices": accepted, "type": type(default), **flag} if not isinstance(default, bool) else flag
-    return option(default, lambda name, value: one_of(name, value, accepted), help, **flag)
+    flag = {"choices": tuple(accepted), "type": type(default), **flag} if not isinstance(default, bool) else flag
+    return option(default, lambda value: is_one_of(value, accepted), names_of(accepted), help, **flag)
 
 
-def whole(default: int, least: int, help: str, most: int | None = None, **flag: Any) -> Any:
-    """An option that is an integer from `least` to `most`."""
+def whole(
+    default: Any, least: int, help: str, most: int | None = None, words: tuple[Any, ...] = (), **flag: Any
+) -> Any:  # fmt: skip
+    """An option that is an integer from `least` to `most`, or one of `words`."""
     accepted = f"{least} or more" if most is None else f"{least} to {most}"
 
     def fits(value: Any) -> bool:
-        integer = isinstance(value, int) and not isinstance(value, bool)
-        return integer and least <= value and (most is None or value <= most)
+        return value in words or (type(value) is int and least <= value and (most is None or value <= most))
 
-    return option(default, accepting(fits, f"accepted is an integer, {accepted}"), help, **{"type": int, **flag})
+    accepted = ", or ".join((f"accepted is an integer, {accepted}", *map(repr, words)))
+    return option(default, fits, accepted, help, **{"type": number_or_auto if words else int, **flag})
 
 
 def inherited(options: type[MethodOptions], name: str, default: Any) -> Any:
@@ -67,7 +65,7 @@ def inherited(options: type[MethodOptions], name: str, default: Any) -> Any:
 
 
 def number_or_auto(text: str) -> int | str:
-    return int(text) if text.isdigit() else text
+    return int(text) if text.removeprefix("-").isdigit() else text
 
 
 @dataclass(frozen=True)
@@ -78,10 +76,8 @@ class MethodOptions:
     method: str
     lowering: str = choice("inductor", LOWERINGS, "inductor, or eager to run the rewritten graph op by op")
     exact_layers: tuple[int, ...] = option(
-        (), accepting(
-            lambda given: not isinstance(given, (str, int)) and all(type(n) is int and n >= 0 for n in given),
-            "accepted is a list of layer numbers, counted from 0",
-        ),
+        (), lambda given: not isinstance(given, (str, int)) and all(type(n) is int and n >= 0 for n in given),
+        "accepted is a list of layer numbers, counted from 0",
         "numbers of attentions, from 0, that are not rewritten", type=int, nargs="+",
     )  # fmt: skip
     mode: str | None = choice(

@@ -9,7 +9,7 @@ import torch
 
 from specache_compile.kernels.attention.attention_ops import BLOCK
 from specache_compile.kernels.state.stored_pairs import ROUNDED, rounded_width, rounds
-from specache_compile.options import MethodOptions, accepting, number_or_auto, option
+from specache_compile.options import MethodOptions, whole
 
 from .field import Field, LayerShape
 
@@ -18,9 +18,8 @@ from .field import Field, LayerShape
 class HostOptions(MethodOptions):
     """Options of the methods with a host tier."""
 
-    host_memory: int | None = option(
-        None, accepting(lambda n: n is None or (type(n) is int and n >= 0), "accepted are a number of bytes and None"),
-        "most bytes of a cache's host tier; default: half of the free host memory", type=int,
+    host_memory: int | None = whole(
+        None, 0, "most bytes of a cache's host tier; default: half of the free host memory", words=(None,), type=int,
     )  # fmt: skip
 
 
@@ -29,13 +28,11 @@ class DraftOptions(HostOptions):
     """Options of the methods with a host tier whose decode step is approximate: it may draft, and an exact pass over
     the host tier verifies (arXiv 2404.11912)."""
 
-    verify: int | str | None = option(
-        None, accepting(
-            lambda n: n in (None, "auto") or (type(n) is int and 1 <= n <= BLOCK),
-            f"accepted are 1 to {BLOCK} tokens, 'auto' and None",
-        ),
+    verify: int | str | None = whole(
+        None, 1,
         "tokens that the decode phase drafts and one exact pass over the host tier verifies, so that generate returns "
-        "the full cache's tokens. auto: more while all are accepted, else fewer", type=number_or_auto, metavar="N",
+        "the full cache's tokens. auto: more while all are accepted, else fewer",
+        most=BLOCK, words=("auto", None), metavar="N",
     )  # fmt: skip
 
 

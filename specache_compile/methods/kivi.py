@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from specache_compile.kernels.state.layout import StoredTiers
-from specache_compile.options import accepting, choice, number_or_auto, option
+from specache_compile.options import choice, number_or_auto, option, whole
 from specache_compile.passes.recipe import OpCall, Recipe, named
 
 from .host_tier import HOST
@@ -37,21 +37,16 @@ class KiviOptions(LowBitOptions):
         type=number_or_auto,
     )  # fmt: skip
     skip_below: float = option(
-        0.0, accepting(
-            lambda weight: type(weight) in (int, float) and 0 <= weight <= 0.01,
-            "accepted is a number from 0 to 0.01, such as 1e-4",
-        ),
+        0.0, lambda weight: type(weight) in (int, float) and 0 <= weight <= 0.01,
+        "accepted is a number from 0 to 0.01, such as 1e-4",
         "skip the low-bit values of 64 tokens whose attention weights are all below this number. The "
         "weights left out sum to less than this number times the tokens. 0: skip nothing",
         type=float, metavar="WEIGHT",
     )  # fmt: skip
-    min_context: int | str = option(
-        "auto", accepting(
-            lambda tokens: tokens == "auto" or (type(tokens) is int and tokens >= 0),
-            "accepted are a number of tokens, 0 or more, and 'auto'",
-        ),
+    min_context: int | str = whole(
+        "auto", 0,
         "tokens below which a cache stays in 16 bits on the device; a longer one is compressed. auto: the "
-        'computed break-even of the GPU; 0 without one', type=number_or_auto, metavar="N",
+        "computed break-even of the GPU; 0 without one", words=("auto",), metavar="N",
     )  # fmt: skip
 
     def conflicts(self) -> Iterator[str]:

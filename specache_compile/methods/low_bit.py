@@ -11,7 +11,7 @@ from specache_compile.kernels.codes.params import EIGHT_BITS
 from specache_compile.kernels.codes.quantize import QUANTISERS
 from specache_compile.kernels.state import center
 from specache_compile.kernels.state.layout import Layout
-from specache_compile.options import choice, one_of, option, whole
+from specache_compile.options import choice, whole
 
 from .field import LayerShape
 from .host_tier import DraftOptions
@@ -54,8 +54,8 @@ class LowBitOptions(DraftOptions):
         "model adds a bias to its keys",
         flag=False,
     )  # fmt: skip
-    zero_point: str = option(
-        "midpoint", lambda name, value: one_of(name, value, tuple(QUANTISERS)),
+    zero_point: str = choice(
+        "midpoint", QUANTISERS,
         "levels of a group: minimum, from its minimum to its maximum (KIVI); midpoint, at 1 bit the middles of its "
         "halves (SpeCache), else as minimum; middles, the middles of equal parts at any bits", flag=False,
     )  # fmt: skip

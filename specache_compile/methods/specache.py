@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from specache_compile.options import accepting, choice, inherited, number_or_auto, option
+from specache_compile.options import choice, inherited, whole
 from specache_compile.passes.recipe import OpCall, Recipe, named
 
 from . import kivi
@@ -41,12 +41,10 @@ class SpecacheOptions(KiviOptions):
     key_code: str = inherited(KiviOptions, "key_code", default="auto")
     value_code: str = inherited(KiviOptions, "value_code", default="auto")
     host_bits: int | str = inherited(KiviOptions, "host_bits", default="auto")
-    top_k: int | str = option(
-        "auto", accepting(
-            lambda k: k == "auto" or (type(k) is int and k >= 0), "accepted are an integer, 0 or more, and 'auto'"
-        ),
+    top_k: int | str = whole(
+        "auto", 0,
         "k: pairs to fetch for each layer and KV head; 0 is plain KIVI. auto: 64; with two KV heads 128, with one 256",
-        type=number_or_auto, metavar="K",
+        words=("auto",), metavar="K",
     )  # fmt: skip
     speculate: bool | str = choice(
         "auto", (True, False, "auto"),

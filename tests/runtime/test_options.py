@@ -18,7 +18,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"method": "roco", "budget": 0}, "budget=0: give a number of pairs, or a rate"),
     ({"method": "roco", "budget": 1.5}, "budget=1.5: give a number of pairs, or a rate"),
     ({"method": "roco", "budget": "8"}, "budget='8': give a number of pairs, or a rate"),
-    ({"method": "roco", "eviction_block": 0}, "eviction_block=0: give a number of tokens, 1 or more, or 'prompt'"),
+    ({"method": "roco", "eviction_block": 0}, "eviction_block=0: accepted is an integer, 1 or more, or 'prompt'"),
     ({"method": "snapkv", "kernel": 4}, "kernel=4: give an odd number of tokens, 1 or more"),
     ({"method": "snapkv", "prompt": 32}, "unknown option 'prompt'"),
     ({"method": "kcache", "top_n": 0}, "top_n=0: accepted is an integer, 1 or more"),
@@ -54,7 +54,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"host_tier": False}, "host_tier=False with top_k=auto.*top_k=0"),
     ({"host_tier": False, "top_k": 0, "verify": 4}, "host_tier=False with verify=4"),
     ({"method": "kivi", "host_tier": 0.5}, "host_tier=0.5"),
-    *(({"verify": n}, "1 to 1024 tokens, 'auto' and None") for n in (0, -1, 1025, True, 2.0, "often")),
+    *(({"verify": n}, "1 to 1024, or 'auto', or None") for n in (0, -1, 1025, True, 2.0, "often")),
     *(({"min_context": value}, f"min_context={value!r}") for value in (-1, "yes", 2.0, None, True)),
 ]
 

@@ -20,7 +20,7 @@ from specache_compile.kernels.state.layout import EMPTY
 from specache_compile.kernels.state.operands import AttentionInputs, takes
 from specache_compile.methods.field import Cropped, Field, LayerShape, LayerState, always
 from specache_compile.methods.method import Method
-from specache_compile.options import MethodOptions, accepting, option, whole
+from specache_compile.options import MethodOptions, option, whole
 from specache_compile.passes.recipe import OpCall, Recipe, named
 
 from .policies import POLICIES, History
@@ -176,19 +176,13 @@ def pairs_or_rate(text: str) -> int | float:
     return float(text) if "." in text else int(text)
 
 
-def tokens_or_prompt(text: str) -> int | str:
-    return int(text) if text.isdigit() else text
-
-
 @dataclass(frozen=True)
 class BudgetOptions(MethodOptions):
     """The options of a method that keeps only some pairs."""
 
     budget: int | float = option(
-        0.25, accepting(
-            lambda budget: budget >= 1 if type(budget) is int else type(budget) is float and 0 < budget <= 1,
-            "give a number of pairs, or a rate above 0.0, at most 1.0",
-        ),
+        0.25, lambda budget: budget >= 1 if type(budget) is int else type(budget) is float and 0 < budget <= 1,
+        "give a number of pairs, or a rate above 0.0, at most 1.0",
         "pairs that each KV head keeps, or a rate like 0.25 of the prompt's tokens",
         type=pairs_or_rate, metavar="B",
     )  # fmt: skip
@@ -217,13 +211,10 @@ class BudgetOptions(MethodOptions):
 class EvictionOptions(BudgetOptions):
     """The options of every policy."""
 
-    eviction_block: int | str = option(
-        1, accepting(
-            lambda tokens: tokens == PROMPT or (type(tokens) is int and tokens >= 1),
-            f"give a number of tokens, 1 or more, or {PROMPT!r}",
-        ),
+    eviction_block: int | str = whole(
+        1, 1,
         "tokens encoded before as many pairs go, where a prompt is past the budget; prompt: all of it is read exactly, "
-        "and evicted from once", type=tokens_or_prompt, metavar="TOKENS",
+        "and evicted from once", words=(PROMPT,), metavar="TOKENS",
     )  # fmt: skip
     seed = 0
 

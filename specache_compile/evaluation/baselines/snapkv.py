@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specache_compile.options import accepting, option, whole
+from specache_compile.options import option, whole
 
 from .prompt_eviction import Prompt, PromptOptions, method_of
 
@@ -23,7 +23,8 @@ class SnapKVOptions(PromptOptions):
     window: int = whole(32, 1, "w: last queries of the prompt, which choose, and whose own pairs stay", metavar="W")
     kernel: int = option(
         7,
-        accepting(lambda n: type(n) is int and n >= 1 and n % 2, "give an odd number of tokens, 1 or more"),
+        lambda n: type(n) is int and n >= 1 and n % 2,
+        "give an odd number of tokens, 1 or more",
         "neighbours over which a token's votes are pooled",
         type=int,
         metavar="TOKENS",
