@@ -158,7 +158,7 @@ TABLES = {
         ("closeness",),
         (
             "uncompiled", "specache",
-            *(f"specache:{knob}" for knob in ("top_k=256", "top_k=1024", "bits=2", "residual_length=256",
+            *(f"specache:{knob}" for knob in ("top_k=64", "top_k=1024", "bits=2", "residual_length=256",
               "sink_tokens=16", "skip_below=0.0003")),
             "kivi:bits=4", "fp8",
         ),
@@ -168,7 +168,7 @@ TABLES = {
     "fetched_gemma": Table(
         "how many fetched pairs Gemma needs at 8,192 tokens",
         ("closeness",),
-        ("uncompiled", "specache", *(f"specache:top_k={k}" for k in (256, 128, 512))),
+        ("uncompiled", "specache", *(f"specache:top_k={k}" for k in (64, 128, 512))),
         (*UNSEEN_TEXT, *CHUNKED, "--batch-size", "4", "--lengths", "8192", "--samples", "8"),
         GEMMA,
     ),

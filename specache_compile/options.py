@@ -5,7 +5,7 @@ The checks, the command line's flags and the table in docs/options.md follow fro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any, cast
 
@@ -14,15 +14,6 @@ import torch
 from .errors import OptionError
 
 LOWERINGS = ("inductor", "eager")
-
-
-def is_one_of(value: object, accepted: Iterable[object]) -> bool:
-    """Whether `value` equals one of `accepted` in value and type: True is not 1."""
-    return any(value is option or (type(value) is type(option) and value == option) for option in accepted)
-
-
-def names_of(accepted: Iterable[object]) -> str:
-    return f"accepted are {', '.join(map(repr, accepted))}"
 
 
 def option(default: Any, fits: Callable[[Any], object], accepted: str, help: str, **flag: Any) -> Any:
@@ -41,9 +32,13 @@ def option(default: Any, fits: Callable[[Any], object], accepted: str, help: str
 
 
 def choice(default: Any, accepted: Collection[Any], help: str, **flag: Any) -> Any:
-    """An option with a few accepted values."""
+    """An option with a few accepted values, each with its type: True is not 1."""
+
+    def fits(value: Any) -> bool:
+        return any(value is each or (type(value) is type(each) and value == each) for each in accepted)
+
     flag = {"choices": tuple(accepted), "type": type(default), **flag} if not isinstance(default, bool) else flag
-    return option(default, lambda value: is_one_of(value, accepted), names_of(accepted), help, **flag)
+    return option(default, fits, f"accepted are {', '.join(map(repr, accepted))}", help, **flag)
 
 
 def whole(
@@ -137,8 +132,8 @@ class MethodOptions:
         """The options that a prompt of `tokens` tokens determines."""
         return self
 
-    def pairs_to_fetch(self, heads: int) -> int:
-        """Pairs that a step selects for each KV head of a layer with so many."""
+    def pairs_to_fetch(self, layer: Any) -> int:
+        """Pairs that a step selects for each KV head of a `LayerShape`."""
         return 0
 
     def low_bit_length(self, length: int) -> int:

@@ -32,6 +32,7 @@ from specache_compile.passes.reading.plain_vmaps import plain_vmaps
 from specache_compile.passes.reading.sites import Found, LeftAlone, Site
 from specache_compile.rope_switch import RopeSwitch, rope_switch
 from specache_compile.runtime.held import HeldTensor
+from specache_compile.runtime.ranks import ranks_of
 from specache_compile.runtime.rewritten import selects
 from specache_compile.runtime.symbols import SymbolReader
 
@@ -47,6 +48,7 @@ class Captured:
     frequencies: position of the RoPE frequencies that turn each site's keys; None if there are none.
     rope_switch: of the model's RoPE; None if its frequencies are constant.
     absorbed: latent attentions over Hugging Face's cache of latents.
+    ranks: the ranks that the model is split over.
     """
 
     graph_module: GraphModule
@@ -62,6 +64,7 @@ class Captured:
     symbols: SymbolReader
     rope_switch: RopeSwitch | None = None
     absorbed: tuple[Node, ...] = ()
+    ranks: int = 1
     # The graph's own size symbols, by name.
     sizes: dict[str, torch.SymInt] = field(default_factory=dict)
 
@@ -96,7 +99,7 @@ class Captured:
         """Shape of each site's KV heads."""
         keys = [value_of(site.k) for site in self.sites]
         return [
-            LayerShape(site.heads, site.head_dim, k.dtype, k.device, site.number, site.biased_keys)
+            LayerShape(site.heads, site.head_dim, k.dtype, k.device, site.number, site.biased_keys, self.ranks)
             for site, k in zip(self.sites, keys, strict=True)
         ]
 
@@ -141,7 +144,9 @@ def capture(graph_module: GraphModule, options: MethodOptions, mode: str | None)
     """
     fill_in_sizes(graph_module)
     placeholders = graph_module.graph.find_nodes(op="placeholder")
-    reason = gradients([value_of(node) for node in placeholders]) or local_shards(graph_module)
+    values = [value_of(node) for node in placeholders]
+    ranks = ranks_of(values)
+    reason = gradients(values) or local_shards(graph_module)
     fakes = tuple(value_of(node) for node in placeholders)
     held = tuple(i for i, fake in enumerate(fakes) if isinstance(fake, HeldTensor))
     if reason is None:
@@ -167,6 +172,7 @@ def capture(graph_module: GraphModule, options: MethodOptions, mode: str | None)
         pasts=tuple((index[s.past_k], index[s.past_v]) for s in sites if s.past_k is not None and s.past_v is not None),
         frequencies=tuple(named.get(site.turned_by or "") for site in sites),
         symbols=SymbolReader(fakes), rope_switch=switch_of_traced(), absorbed=absorbed,
+        ranks=1 if ranks is None else ranks.size(),
     )  # fmt: skip
 
 

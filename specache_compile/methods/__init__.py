@@ -11,7 +11,7 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from specache_compile.errors import OptionError, warn
-from specache_compile.options import MethodOptions, is_one_of, names_of, own_options
+from specache_compile.options import MethodOptions, own_options
 
 from . import full, kivi, offload, specache
 from .method import Method
@@ -59,8 +59,8 @@ def parse_options(given: Mapping[str, Any] | None) -> MethodOptions:
     name = given.setdefault("method", "specache")
     if name not in tuple(METHODS):
         load_others()
-    if not is_one_of(name, METHODS):
-        raise OptionError(f"option method={name!r}: {names_of(METHODS)}")
+    if name not in tuple(METHODS):
+        raise OptionError(f"option method={name!r}: accepted are {', '.join(map(repr, METHODS))}")
     method = METHODS[name]
     for option in given:
         if option in GONE and option not in method.accepted:

@@ -23,6 +23,7 @@ class LayerShape:
     head_dim: channels of a key, and of a value.
     number: the site's number.
     biased_keys: a bias is added to the keys before RoPE.
+    ranks: the ranks that the model's KV heads are split over; `heads` are those of one.
     """
 
     heads: int
@@ -31,6 +32,7 @@ class LayerShape:
     device: torch.device
     number: int = 0
     biased_keys: bool = False
+    ranks: int = 1
 
     def __str__(self) -> str:
         bias = ", whose keys have a bias" if self.biased_keys else ""

@@ -81,13 +81,9 @@ class LowBitOptions(DraftOptions):
                 f"sink_tokens={self.sink_tokens}: more than the window of {self.window} tokens (residual_length "
                 f"{self.residual_length} + group_size {self.group_size}). Pass fewer"
             )
-        if self.value_code == "trellis" and self.layout.is_quantised and values != 1:
-            yield (
-                f"value_code='trellis' requires values of 1 bit, and they have {values}. Pass bits=1.5, or "
-                "value_code='levels'"
-            )
-        if self.key_code == "trellis" and self.layout.is_quantised and keys != 1:
-            yield f"key_code='trellis' requires keys of 1 bit, and they have {keys}. Pass bits=1, or key_code='levels'"
+        for code, of, bits, least in (("value_code", "values", values, 1.5), ("key_code", "keys", keys, 1)):
+            if getattr(self, code) == "trellis" and self.layout.is_quantised and bits != 1:
+                yield f"{code}='trellis' requires {of} of 1 bit, not {bits}. Pass bits={least}, or {code}='levels'"
 
     @property
     def window(self) -> int:

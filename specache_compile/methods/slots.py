@@ -12,7 +12,7 @@ from .field import MEASURE, Cropped, Field, LayerShape, LayerState, always
 
 
 def index_shape(options: Any, layer: LayerShape, batch: int, capacity: int) -> tuple[int, ...]:
-    return (batch, layer.heads, options.pairs_to_fetch(layer.heads))
+    return (batch, layer.heads, options.pairs_to_fetch(layer))
 
 
 def empty_slots(state: LayerState, cropped: Cropped) -> None:

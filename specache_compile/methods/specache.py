@@ -11,6 +11,7 @@ from specache_compile.options import choice, inherited, whole
 from specache_compile.passes.recipe import OpCall, Recipe, named
 
 from . import kivi
+from .field import LayerShape
 from .kivi import KiviOptions
 from .method import Method
 from .slots import CORRECTED, FETCHED, SELECTED
@@ -43,7 +44,7 @@ class SpecacheOptions(KiviOptions):
     host_bits: int | str = inherited(KiviOptions, "host_bits", default="auto")
     top_k: int | str = whole(
         "auto", 0,
-        "k: pairs to fetch for each layer and KV head; 0 is plain KIVI. auto: 64; with two KV heads 128, with one 256",
+        "k: pairs to fetch for each layer and KV head; 0: none. auto: 64; with two KV heads 128, with one 256",
         words=("auto",), metavar="K",
     )  # fmt: skip
     speculate: bool | str = choice(
@@ -67,9 +68,9 @@ class SpecacheOptions(KiviOptions):
         """Whether a step also fetches the selected pairs that are not in the slots."""
         return self.setting == "best" and bool(self.top_k)
 
-    def pairs_to_fetch(self, heads: int) -> int:
-        """top_k; "auto" is 64, with two KV heads 128 and with one 256: few heads select too few for a layer."""
-        return max(64, 256 >> (heads - 1)) if self.top_k == "auto" else int(self.top_k)
+    def pairs_to_fetch(self, layer: LayerShape) -> int:
+        """top_k; "auto" is 64, for a layer of two KV heads 128 and of one 256: few heads select too few pairs."""
+        return max(64, 256 >> (layer.heads * layer.ranks - 1)) if self.top_k == "auto" else int(self.top_k)
 
     @property
     def bits_on_host(self) -> int:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from specache_compile.errors import OptionError
 from specache_compile.methods import parse_options
+from specache_compile.methods.field import LayerShape
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"method": "pyramidkv"}, "method='pyramidkv': accepted are 'full', 'offload', 'kivi', 'specache', 'pages'"),
@@ -15,14 +17,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"method": "h2o", "bits": 1}, "option bits: method 'h2o' accepts only method, .*budget, eviction_block"),
     ({"method": "kivi", "top_k": 8}, "option top_k: method 'kivi' accepts only"),
     ({"budget": 100}, "option budget: method 'specache' accepts only"),
-    ({"method": "roco", "budget": 0}, "budget=0: give a number of pairs, or a rate"),
-    ({"method": "roco", "budget": 1.5}, "budget=1.5: give a number of pairs, or a rate"),
-    ({"method": "roco", "budget": "8"}, "budget='8': give a number of pairs, or a rate"),
+    *(({"method": "roco", "budget": n}, f"budget={n!r}: give a number of pairs, or a rate") for n in (0, 1.5, "8")),
     ({"method": "roco", "eviction_block": 0}, "eviction_block=0: accepted is an integer, 1 or more, or 'prompt'"),
     ({"method": "snapkv", "kernel": 4}, "kernel=4: give an odd number of tokens, 1 or more"),
-    ({"method": "snapkv", "prompt": 32}, "unknown option 'prompt'"),
-    ({"method": "kcache", "top_n": 0}, "top_n=0: accepted is an integer, 1 or more"),
-    ({"method": "full", "bits": 2}, "bits: method 'full' accepts only"),
     ({"key_bits": 16}, "key_bits was removed: bits sets both"),
     ({"selector": "pages"}, "selector was removed: method='pages'"),
     ({"page_size": 4}, "page_size was removed: it is an option of method='pages'"),
@@ -38,10 +35,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"rotate": False}, "rotate was removed: method='specache' rotates, except with setting='paper'"),
     ({"bits": 2, "value_code": "trellis"}, "value_code='trellis' requires values of 1 bit"),
     ({"key_code": "lattice"}, "key_code='lattice': accepted are 'levels', 'trellis', 'auto'"),
-    ({"key_code": "trellis"}, "key_code='trellis' requires keys of 1 bit, and they have 2"),
-    ({"sink_tokens": -1}, "sink_tokens=-1: accepted is an integer, 0 to 64"),
-    ({"sink_tokens": 65}, "sink_tokens=65: accepted is an integer, 0 to 64"),
-    ({"sink_tokens": True}, "sink_tokens=True: accepted is an integer, 0 to 64"),
+    ({"key_code": "trellis"}, "key_code='trellis' requires keys of 1 bit, not 2"),
+    *(({"sink_tokens": n}, f"sink_tokens={n}: accepted is an integer, 0 to 64") for n in (-1, 65, True)),
     (
         {"sink_tokens": 64, "group_size": 32, "residual_length": 8},
         r"sink_tokens=64: more than the window of 40 tokens \(residual_length 8 \+ group_size 32\). Pass fewer",
@@ -64,3 +59,9 @@ def test_bad_options_are_refused_in_a_line(options: dict[str, Any], message: str
     with pytest.raises(OptionError, match=message) as error:
         parse_options(options)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("heads", "pairs"), [(1, 256), (2, 128), (3, 64), (8, 64)])
+def test_few_kv_heads_select_more_pairs_each_on_any_number_of_ranks(heads: int, pairs: int) -> None:
+    shapes = (LayerShape(heads // n, 64, torch.float32, torch.device("cpu"), ranks=n) for n in (1, heads))
+    assert {parse_options({}).pairs_to_fetch(shape) for shape in shapes} == {pairs}

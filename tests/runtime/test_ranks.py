@@ -62,8 +62,8 @@ def generated(model: Any) -> dict[str, Any]:
     graphs = (decode.rewrites.modules["decode"], decode.captured.graph_module)
     stats = sc.stats(model)
     return {
-        "tokens": tokens, "lanes": stats.lanes, "ranks": stats.ranks, "bytes": (stats.device_bytes, stats.host_bytes),
-        "collectives": [collectives(graph) for graph in graphs],
+        "tokens": tokens, "lanes": stats.lanes, "ranks": (stats.ranks, decode.captured.layers[0].ranks),
+        "bytes": (stats.device_bytes, stats.host_bytes), "collectives": [collectives(graph) for graph in graphs],
     }  # fmt: skip
 
 
@@ -130,7 +130,7 @@ def test_ranks_generate_what_one_process_generates_and_each_holds_its_part(ranks
     whole = ranks[0]["whole"]
     for case in (rank["split"] for rank in ranks):
         assert case["tokens"] == whole["tokens"]
-        assert (case["lanes"], case["ranks"]) == (1, RANKS)
+        assert (case["lanes"], *case["ranks"]) == (1, RANKS, RANKS)
         shares = [own / size for own, size in zip(case["bytes"], whole["bytes"], strict=True)]
         assert all(share <= 1 / RANKS + 0.01 for share in shares), "device and host bytes over one process's"
 

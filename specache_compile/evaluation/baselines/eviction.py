@@ -19,6 +19,7 @@ from specache_compile.kernels.state.cursor import length_of
 from specache_compile.kernels.state.layout import EMPTY
 from specache_compile.kernels.state.operands import AttentionInputs, takes
 from specache_compile.methods.field import Cropped, Field, LayerShape, LayerState, always
+from specache_compile.methods.low_bit import number
 from specache_compile.methods.method import Method
 from specache_compile.options import MethodOptions, option, whole
 from specache_compile.passes.recipe import OpCall, Recipe, named
@@ -172,10 +173,6 @@ SITE_STRIDE = 1_000_003
 PROMPT = "prompt"
 
 
-def pairs_or_rate(text: str) -> int | float:
-    return float(text) if "." in text else int(text)
-
-
 @dataclass(frozen=True)
 class BudgetOptions(MethodOptions):
     """The options of a method that keeps only some pairs."""
@@ -184,7 +181,7 @@ class BudgetOptions(MethodOptions):
         0.25, lambda budget: budget >= 1 if type(budget) is int else type(budget) is float and 0 < budget <= 1,
         "give a number of pairs, or a rate above 0.0, at most 1.0",
         "pairs that each KV head keeps, or a rate like 0.25 of the prompt's tokens",
-        type=pairs_or_rate, metavar="B",
+        type=number, metavar="B",
     )  # fmt: skip
 
     @property

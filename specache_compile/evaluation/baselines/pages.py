@@ -49,7 +49,7 @@ class PagesOptions(SpecacheOptions):
     """Those of `specache`, with k the tokens of all fetched pages."""
 
     method: str = "pages"
-    top_k: int = whole(64, 0, "k: pairs to fetch for each layer and KV head; 0 is plain KIVI", metavar="K")
+    top_k: int = whole(64, 0, "k: pairs to fetch for each layer and KV head; 0: none", metavar="K")
     page_size: int = whole(16, 1, "tokens of a page", metavar="TOKENS")
     corrects = False
 

@@ -134,7 +134,7 @@ class LaunchedOp:
     @property
     def fetched(self) -> int:
         """Pairs that a head selects for its slots."""
-        return min(self.load.options.pairs_to_fetch(self.layer.heads), self.low)
+        return min(self.load.options.pairs_to_fetch(self.layer), self.low)
 
     @property
     def exact(self) -> int:
@@ -268,7 +268,7 @@ def select(call: LaunchedOp) -> list[Kernel]:
         warps = max(1, min(MOST_WARPS, math.ceil(length / OF_A_WARP)))
         alone = SELECTING * max(1.0, warps / SCHEDULERS) / (ISSUED * call.device.ghz * 1e9)
         made.append(Kernel("keep_best", instructions=call.heads * tiles * warps * SELECTING, floor=alone))
-        length, last = tiles * call.load.options.pairs_to_fetch(call.layer.heads), tiles == 1
+        length, last = tiles * call.load.options.pairs_to_fetch(call.layer), tiles == 1
     return made
 
 
