@@ -20,7 +20,7 @@ inline void add_fours(Floats x, float* to) {
 // Keys. A word holds numbers of one of `per_token` words of a token, or of `tokens` tokens.
 struct KeyOrder : Order {
   const int tokens, per_token, run, variants, entries;
-  // Of a query's lanes [variants][entries][kLanes]: the parameter's place, and what the place of the field requires.
+  // Of a query's lanes [variants][entries][kLanes]: the parameter's index, and the factor that cancels the field's bit offset.
   // entries: [plane][vector][field][half].
   std::vector<uint16_t> param;
   std::vector<float> factor;
@@ -133,7 +133,7 @@ struct ValueOrder : Order {
   }
 };
 
-// The order of records like these. A step's kernels are too short to derive it anew.
+// The lane order of a record format, cached: deriving it in each step costs too much.
 template <typename Kind>
 const Kind& order_of(int dim, int stored, bool trellis) {
   static thread_local std::map<std::tuple<int, int, bool>, Kind> made;

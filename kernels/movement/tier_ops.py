@@ -187,9 +187,9 @@ def prefetch(
 def correct(
     scores: Tensor, cursor: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor, corrected: Tensor, *kept: Any
 ) -> Tensor:
-    """Copy the pairs that lane 0 selects and that the slots lack to the slots.
+    """Copy to the slots the pairs that lane 0 selects and they lack.
 
-    The offloads of all low-bit tokens end before: the copies follow them on the copy stream, or on a CPU their op.
+    All offloads of low-bit tokens end before these copies: by stream order on a GPU, by op order on a CPU.
 
     Args:
         scores: [lanes, B, H, C], from `score_low_bit`.

@@ -175,7 +175,7 @@ def row_of(one: Decoding, steps: list[float]) -> dict[str, Any]:
 def first_and_second(name: str, twin: Any, ids: Tensor, room: int) -> dict[str, Any]:
     """Seconds to prefill `ids` [B, n] into an empty cache, and to decode a token after it, once both are compiled.
 
-    On a GPU also the peak of its memory in the prefill, beyond what was there before.
+    On a GPU also the prefill's peak memory above what was allocated before.
     """
     device, found = twin.device, dict[str, Any]()
     places = torch.arange(ids.shape[1] + 1, device=ids.device).expand(len(ids), -1)

@@ -188,7 +188,7 @@ def warn_of_one_lane(made: Rewritten) -> None:
     if made.one_lane is not None:
         text = (
             f"this model's decode runs one token at a time, without the speculative token: {made.one_lane}. The cache "
-            "is compressed as usual, and each step fetches the pairs of the token before. Pass speculate=False, which "
-            "does the same"
+            "is compressed as usual, and each step prefetches the pairs that the previous token selects. Pass "
+            "speculate=False to silence this warning"
         )
         record_of(()).warn_once(text, "one lane")

@@ -44,7 +44,8 @@ def run_eval(args: argparse.Namespace, command: Sequence[str]) -> None:
     cells = [(task, TASKS[task](bench, length)) for task in tasks for length in lengths]
     for task, cell in cells:
         if cell.context > limit:
-            raise SpecacheError(f"{task} {cell.name}: {cell.context:,} tokens, and the model's context is {limit:,}")
+            tokens = f"{task} {cell.name}: {cell.context:,} tokens"
+            raise SpecacheError(f"{tokens} exceed the model's context of {limit:,}. Lower --lengths")
     fingerprint = model_hash(model)
     made_by = provenance(torch.device(args.device), "specache", command)
     made_by |= {"weights": fingerprint, "model": origin(args.model), "dtype": model.dtype, "seed": args.seed}

@@ -304,7 +304,7 @@ def time_text(e: Explanation) -> str:
     even = break_even_context(traced, plain, e.device)
     where = "at no context up to 128k tokens" if even is None else f"from {even:,} tokens of context on"
     return (
-        f"{table}\nOne row is no slower than on a 16-bit cache {where}.\n"
+        f"{table}\nA step of one sequence is no slower than on a 16-bit cache {where}.\n"
         f"Simulated launch by launch, right to some 30 %; {e.device.vram_gib:.0f} GiB of device memory, "
         f"{e.host_gib:.0f} GiB of host memory"
     )

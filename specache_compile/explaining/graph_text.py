@@ -1,6 +1,6 @@
 """A graph as text: as a whole, or one layer as Python that a reader can follow.
 
-A layer's weights have their names in the layer, and a value that is used once stands in its user. Casts to the same
+A layer's weights have their names in the layer, and a value that is used once is inlined. Casts to the same
 dtype and arguments with default values are left out. Arguments of tier ops have their names, and the first sentence of
 an op's docstring stands above its call. The text is for reading; it does not run.
 """
@@ -159,7 +159,7 @@ class LayerText:
         return "..." if value is ... else repr(float(f"{value:.6g}")) if isinstance(value, float) else repr(value)
 
     def name(self, node: Node) -> str:
-        """A value's name: once each, with a number behind all but the first."""
+        """A value's unique name; repeated names get a number."""
         if node not in self.names:
             base = base_name(node)
             self.names[node] = f"{base}_{self.taken[base]}" if self.taken[base] else base

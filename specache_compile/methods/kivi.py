@@ -27,8 +27,8 @@ class KiviOptions(LowBitOptions):
     method: str = "kivi"
     host_tier: bool = choice(
         True, (True, False),
-        "also keep all pairs in host memory, for fetches, further turns, crops and drafts. False: nothing is fetched, "
-        "and a cache grows only token by token, as in KIVI",
+        "also keep all pairs in host memory, for fetches, further turns, crops and drafts. False (requires top_k=0): a "
+        "cache grows only token by token, as in KIVI",
     )  # fmt: skip
     host_bits: int | str = choice(
         16, (16, 8, "auto"),

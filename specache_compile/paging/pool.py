@@ -1,8 +1,8 @@
 """The pool of pages, on the device and on the host together.
 
-A page is 256 tokens of every layer: codes and parameters on the device, pairs on the host. A page that is not full
-belongs to one row; a full page is never written again, and may be shared. A page is in use while live tiers list it,
-so an interrupted call can leave no wrong count.
+A page is 256 tokens of every layer: codes and parameters on the device, pairs on the host. Rows may share pages; a
+row that would change a shared page first gets its own copy. A page is in use while live tiers list it, so an
+interrupted call can leave no wrong count.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class PagePool:
     page_bytes: bytes of a page in each tier.
     moves: how often a tensor has moved.
     tiers: all live tiers of the pool. Their lists of pages are replaced, never changed (`Tiers.set_pages`).
-    died: an entry for each tiers that have died, to whose pages copies may still be under way.
+    died: one entry per deleted `Tiers` whose pages copies may still use.
     counted: the pages of all tiers, and the number of rows of each page.
     lock: held by a step of any session of the pool, since pages may move in a step.
     """

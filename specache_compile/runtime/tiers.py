@@ -89,7 +89,7 @@ class Tiers:
         self.reset(batch)
 
     def reset(self, batch: int) -> None:
-        """Become tiers of so many rows without pages, outside of a pool, and release all tensors. No copy may be under
+        """Reset to `batch` rows without pages or pool, and release all tensors. No copy may be under
         way."""
         self.pool: PagePool | None = None
         self.pages: list[list[int]] = [[] for _ in range(batch)]
@@ -101,7 +101,7 @@ class Tiers:
         self.set_rows([], batch)
 
     def join_pool(self, pool: PagePool) -> None:
-        """Count as tiers of a pool. When they die, which may happen anywhere, that is only noted there."""
+        """Register with a pool. The finaliser only appends to `pool.died`, since any thread may run it."""
         weakref.finalize(self, pool.died.append, None)
         with pool.lock:  # others may list the tiers
             pool.tiers.add(self)
@@ -109,7 +109,7 @@ class Tiers:
 
     @torch.inference_mode(False)
     def in_pool(self, pool: PagePool, places: int, rows: list[LayerState] | None = None) -> Tiers:
-        """Other tiers of a pool, with its options and layers, that have no rows yet.
+        """Return tiers without rows, with the pool's options and layers.
 
         rows: their buffers, for `places` rows; None: empty ones.
         """

@@ -60,7 +60,7 @@ def add_serve(command: argparse.ArgumentParser) -> None:
     )
     group = command.add_argument_group("memory", "caches of running requests, and of sessions for their next turns")
     group.add_argument(
-        "--sessions", type=whole, default=16, metavar="N", help="most sessions in memory; the oldest goes (%(default)s)"
+        "--sessions", type=whole, default=16, metavar="N", help="most sessions in memory, by last use (%(default)s)"
     )
     gib = number(lambda given: 0 < given < math.inf, "a number of GiB above 0")
     group.add_argument("--session-host-gib", type=gib, metavar="GIB", help="limit of host memory (default: none)")

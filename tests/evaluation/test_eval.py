@@ -253,7 +253,7 @@ def test_a_bad_setting_is_named(text: str) -> None:
         (("--text", "/no/such/file"), "--text /no/such/file: the file does not exist"),
         (("--text", MODEL + "/model.safetensors"), "is no UTF-8 text"),
         (("--text", MODEL + "/generation_config.json", "--tasks", "perplexity"), "the text has "),
-        (("--lengths", "4000"), "needle 4000: 4,000 tokens, and the model's context is 2,304"),
+        (("--lengths", "4000"), "needle 4000: 4,000 tokens exceed the model's context of 2,304"),
         (("--lengths", "50"), "this prompt needs at least"),
         (("--prefill-chunk", "64"), "--prefill-chunk needs --share-prefills"),
     ],

@@ -62,7 +62,7 @@ def test_prompt_and_answer_fill_the_asked_length_and_no_more() -> None:
 
 @pytest.mark.parametrize(
     ("task", "length", "reason"),
-    [("closeness", 25, "is no more than a continuation of 24 and a token"),
+    [("closeness", 25, "25 tokens are too few. Pass --lengths of 26 or more"),
      ("perplexity", 0, "too short, 0 tokens are left")],
 )  # fmt: skip
 def test_a_context_without_room_for_its_text_is_refused(task: str, length: int, reason: str) -> None:

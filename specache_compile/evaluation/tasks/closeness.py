@@ -117,10 +117,8 @@ def divergence(full: Tensor, ours: Tensor) -> Tensor:
 
 
 def cell(bench: Bench, length: int) -> Cell:
-    """The length has the continuation in it."""
+    """`length` includes the continuation."""
     if length < STEPS + 2:
-        raise SpecacheError(
-            f"task closeness: a context of {length} tokens is no more than a continuation of {STEPS} and a token"
-        )
+        raise SpecacheError(f"task closeness: {length} tokens are too few. Pass --lengths of {STEPS + 2} or more")
     known = Continuations(bench.windows_apart(length), bench.seed)
     return Cell(str(length), length, functools.partial(measure, known=known), {"steps": STEPS})

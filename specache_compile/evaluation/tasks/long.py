@@ -109,9 +109,9 @@ def by_stretch(kls: Sequence[Sequence[float]], tokens: int) -> Iterator[tuple[st
 
 
 def cell(bench: Bench, length: int) -> Cell:
-    """All tokens but the prompt's are the method's own."""
+    """The method generates all tokens after the prompt."""
     if length <= PROMPT:
-        raise SpecacheError(f"task long: a context of {length} tokens is no more than its prompt's {PROMPT}")
+        raise SpecacheError(f"task long: {length} tokens are too few. Pass --lengths above {PROMPT}")
     prompts = bench.windows_apart(PROMPT)
     work = functools.partial(measure, rows=prompts, tokens=length - PROMPT, seed=bench.seed)
     return Cell(f"{length} sampled", length, work, {"prompt": PROMPT})
