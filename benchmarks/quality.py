@@ -157,9 +157,10 @@ TABLES = {
         "which option of the default matters on Gemma at 31,744 tokens; the text has four windows",
         ("closeness",),
         (
-            "uncompiled", "specache",
-            *(f"specache:{knob}" for knob in ("top_k=64", "top_k=1024", "bits=2", "residual_length=256",
-              "sink_tokens=16", "skip_below=0.0003")),
+            "uncompiled", "specache", "specache:top_k=64", "specache:top_k=1024",
+            *(f"specache:top_k=64,{knob}" for knob in (
+                "bits=2", "residual_length=256", "sink_tokens=16", "skip_below=0.0003",
+            )),
             "kivi:bits=4", "fp8",
         ),
         (*UNSEEN_TEXT, *CHUNKED, "--batch-size", "1", "--lengths", "31744", "--samples", "4"),

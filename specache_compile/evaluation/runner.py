@@ -68,7 +68,7 @@ class Prefills:
             self.cell = cell
             self.made.clear()
 
-    def serve(self, model: Any) -> bool:
+    def can_continue(self, model: Any) -> bool:
         """Whether the model, as it is compiled now, can continue from such a prefill."""
         given = options_of(model)
         options = None if given is None else parse_options(given)
@@ -107,7 +107,7 @@ class Runner:
     @property
     def shares(self) -> bool:
         """Whether prompts are prefilled by `prefills`."""
-        return self.prefills is not None and self.prefills.serve(self.model)
+        return self.prefills is not None and self.prefills.can_continue(self.model)
 
     def read(self, ids: Tensor) -> tuple[Any, Tensor]:
         """A new cache filled by `ids` [rows, tokens], and the next logits [rows, 1, vocabulary] on the host."""

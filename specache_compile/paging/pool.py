@@ -32,7 +32,7 @@ FIRST = 32
 class PagePool:
     """The pages of one model's rows, under one set of options.
 
-    pages: number of pages. places: those that have host memory too, and can be allocated.
+    pages: number of pages. backed: those that have host memory too, and can be allocated.
     null_page: page 0 belongs to no row, and padding rows write to it.
     bound: the most pages, all allocated at the start, so that none ever moves. None: unbounded.
     first: the first page of a row.
@@ -47,7 +47,7 @@ class PagePool:
 
     @torch.inference_mode(False)
     def __init__(
-        self, options: MethodOptions, layers: Sequence[LayerShape], pages: int, places: int | None = None, *,
+        self, options: MethodOptions, layers: Sequence[LayerShape], pages: int, backed: int | None = None, *,
         null_page: bool = False, bound: int | None = None,
     ) -> None:  # fmt: skip
         self.options, self.layers, self.bound, self.first = options, list(layers), bound, int(null_page)
@@ -56,10 +56,10 @@ class PagePool:
         self.died: list[None] = []
         self.counted: tuple[list[list[list[int]]], Counter[int]] = [], Counter()
         self.lock = threading.RLock()
-        self.pages, self.places, self.moves = pages, pages if places is None else places, 0
+        self.pages, self.backed, self.moves = pages, pages if backed is None else backed, 0
         self.state: list[LayerState] = [
             {
-                field.name: empty(field, options, layer, pages, PAGE, self.places)
+                field.name: empty(field, options, layer, pages, PAGE, self.backed)
                 for field in paged_fields(options, layer)
             }
             for layer in layers
@@ -78,7 +78,7 @@ class PagePool:
     def free(self) -> list[int]:
         """The free pages."""
         counts = self.counts
-        return [page for page in range(self.first, self.places) if page not in counts]
+        return [page for page in range(self.first, self.backed) if page not in counts]
 
     @property
     def held(self) -> int:
@@ -86,7 +86,7 @@ class PagePool:
         return len(self.counts)
 
     @torch.inference_mode(False)
-    def grow_to(self, pages: int, places: int) -> None:
+    def grow_to(self, pages: int, backed: int) -> None:
         """Grow to so many pages, layer by layer. The tensor objects stay the same, since sessions refer to them.
 
         If it fails, all tensors have `pages` pages as before, since graphs assume one number in all layers.
@@ -97,22 +97,22 @@ class PagePool:
         try:
             for layer, state in zip(self.layers, self.state, strict=True):
                 for field in paged_fields(self.options, layer):
-                    self.grow(field, layer, state[field.name], pages, places)
+                    self.grow(field, layer, state[field.name], pages, backed)
         except BaseException:
             for tensor in (tensor for state in self.state for tensor in state.values() if len(tensor) > self.pages):
                 tensor.set_(tensor[: self.pages])  # type: ignore[call-overload]
             raise
-        self.pages, self.places = pages, places
+        self.pages, self.backed = pages, backed
 
-    def grow(self, field: Field, layer: LayerShape, tensor: Tensor, pages: int, places: int) -> None:
+    def grow(self, field: Field, layer: LayerShape, tensor: Tensor, pages: int, backed: int) -> None:
         """Grow one tensor in place if possible, else move it."""
         shape = (pages, *tensor.shape[1:])
-        larger = host_grown(tensor, shape, layer.device, places) if field.on_host else None
+        larger = host_grown(tensor, shape, layer.device, backed) if field.on_host else None
         if larger is tensor or (larger is None and not field.on_host and len(tensor) >= pages):
             return
         if larger is None:
-            larger = empty(field, self.options, layer, pages, PAGE, places)
-            larger[: self.places].copy_(tensor[: self.places])
+            larger = empty(field, self.options, layer, pages, PAGE, backed)
+            larger[: self.backed].copy_(tensor[: self.backed])
         tensor.set_(larger)  # type: ignore[call-overload]
         self.moves += 1
 
@@ -140,25 +140,25 @@ class PagePool:
     def larger(self, missing: int) -> tuple[int, int]:
         """Pages after a growth by so many at least, and those with host memory. Each growth copies all pages, so the
         pool grows by half if the host has room."""
-        least = self.places + missing
-        tokens = max(least, self.places * 3 // 2) * PAGE
+        least = self.backed + missing
+        tokens = max(least, self.backed * 3 // 2) * PAGE
         return bucket(tokens) // PAGE, max(least, min(room(tokens) // PAGE, self.room_on_host()))
 
     def can_allocate(self, number: int) -> bool:
         """Whether so many pages are free, or an unbounded pool may grow by the missing ones."""
         missing = self.missing(number)
-        return not missing or (self.bound is None and self.places + missing <= self.room_on_host())
+        return not missing or (self.bound is None and self.backed + missing <= self.room_on_host())
 
     def missing(self, number: int) -> int:
         """How many of so many pages are not free."""
-        return max(0, number - (self.places - self.first - self.held))
+        return max(0, number - (self.backed - self.first - self.held))
 
     def room_on_host(self) -> int:
         """Most pages of an unbounded pool, from the option host_memory or the free host memory."""
         given = self.options.host_memory
         whole = given is None and self.layers[0].device.type == "cpu"
         page = sum(self.page_bytes.values()) if whole else self.page_bytes["host"]
-        return self.first + allowance(page * self.places, given) // page if page else sys.maxsize
+        return self.first + allowance(page * self.backed, given) // page if page else sys.maxsize
 
     def copy(self, source: int, target: int, other: PagePool | None = None) -> None:
         """Copy one page, from another pool with the same fields if given. No copy of it may be under way."""

@@ -108,17 +108,17 @@ class Tiers:
         self.pool = pool
 
     @torch.inference_mode(False)
-    def in_pool(self, pool: PagePool, places: int, rows: list[LayerState] | None = None) -> Tiers:
+    def in_pool(self, pool: PagePool, slices: int, rows: list[LayerState] | None = None) -> Tiers:
         """Return tiers without rows, with the pool's options and layers.
 
-        rows: their buffers, for `places` rows; None: empty ones.
+        rows: their buffers, for `slices` rows; None: empty ones.
         """
         made = copy.copy(self)
         made.reset(0)
         made.options, made.layers = pool.options, pool.layers
         made.join_pool(pool)
         made.set_pages([], [], 0 if pool.first else self.capacity)
-        made.set_rows(rows or [row_state(pool.options, layer, places, made.capacity) for layer in made.layers], places)
+        made.set_rows(rows or [row_state(pool.options, layer, slices, made.capacity) for layer in made.layers], slices)
         return made
 
     def set_pages(self, pages: list[list[int]], rounded: list[int], capacity: int = 0) -> None:
@@ -158,9 +158,9 @@ class Tiers:
             self.views_by_rows[rows] = views  # whole, also after an interrupt
         return self.views_by_rows[rows]
 
-    def set_rows(self, rows: list[LayerState], places: int) -> None:
+    def set_rows(self, rows: list[LayerState], slices: int) -> None:
         """Use other buffers for all rows, with so many slices."""
-        self.all_rows, self.most_rows, self.views_by_rows, self.moves = rows, places, {}, next(NUMBERS)
+        self.all_rows, self.most_rows, self.views_by_rows, self.moves = rows, slices, {}, next(NUMBERS)
 
     def find_sinks(self, padding: Tensor | None, lengths: Sequence[int], stops: Sequence[int]) -> None:
         """Set which tokens of each row are its sinks, among the cached and new ones up to its stop.
@@ -226,10 +226,10 @@ class Tiers:
         shared page counts once for each row."""
         if self.pool is None:
             return {}
-        pages = places = sum(map(len, self.pages))
+        pages = backed = sum(map(len, self.pages))
         if not self.pool.first and self.pool.counts.total() == pages:
-            pages, places = self.pool.pages, self.pool.places
-        return tier_bytes(self.options, self.layers, pages, places, self.most_rows, self.capacity)
+            pages, backed = self.pool.pages, self.pool.backed
+        return tier_bytes(self.options, self.layers, pages, backed, self.most_rows, self.capacity)
 
     def host_bytes(self, tokens: int) -> int:
         """Bytes of so many pairs in the host tier."""
@@ -282,15 +282,15 @@ class Tiers:
     def grow_pool(self, tokens: int, number: int) -> None:
         """Create the pool for rows of so many tokens, or grow it if it lacks so many free pages. If others hold pages
         too, there are more. A batch's pool grows by itself."""
-        pool, (pages, places) = self.pool, pages_of_rows(self.batch, tokens)
+        pool, (pages, backed) = self.pool, pages_of_rows(self.batch, tokens)
         if pool is None:
-            self.check_host_memory(places, room(tokens))
-            self.join_pool(PagePool(self.options, self.layers, pages, places))
+            self.check_host_memory(backed, room(tokens))
+            self.join_pool(PagePool(self.options, self.layers, pages, backed))
         elif not pool.first and (missing := pool.missing(number)):
-            if pool.places + missing > places:
-                pages, places = pool.larger(missing)
-            self.check_host_memory(places, room(tokens))
-            pool.grow_to(pages, places)
+            if pool.backed + missing > backed:
+                pages, backed = pool.larger(missing)
+            self.check_host_memory(backed, room(tokens))
+            pool.grow_to(pages, backed)
 
     def grow_rows(self, capacity: int) -> None:
         """Allocate the rows' buffers, or move them to larger ones if their size depends on the capacity."""
@@ -337,13 +337,13 @@ class Tiers:
         shared = sum(counts[page] > 1 for page in writes)
         return max(0, pages_for(longest) - len(self.pages[row])) + shared
 
-    def check_host_memory(self, places: int, tokens: int) -> None:
+    def check_host_memory(self, backed: int, tokens: int) -> None:
         """SpecacheError if the host tier would exceed its budget with so many pages, here or on another rank.
 
         tokens: the number that the error names.
         """
         page = page_bytes(self.options, self.layers)["host"]
-        held, needed = (0 if self.pool is None else self.pool.places) * page, places * page
+        held, needed = (0 if self.pool is None else self.pool.backed) * page, backed * page
         given = self.options.host_memory
         here = ranks_here(self.ranks)
         every = gather(self.ranks, (needed, allowance(held, given, here), here))
@@ -391,9 +391,9 @@ class Tiers:
         made.sinks_known = self.sinks_known
         return made
 
-    def more_rows(self, places: int) -> list[LayerState]:
+    def more_rows(self, slices: int) -> list[LayerState]:
         """Empty buffers for so many rows, with the counts over all rows."""
-        made = [row_state(self.options, layer, places, self.capacity) for layer in self.layers]
+        made = [row_state(self.options, layer, slices, self.capacity) for layer in self.layers]
         for layer, old, new in zip(self.layers, self.all_rows, made, strict=True):
             by_row = {field.name for field in row_fields(self.options, layer)}
             new.update({name: count for name, count in old.items() if name not in by_row})

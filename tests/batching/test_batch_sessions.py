@@ -176,8 +176,8 @@ def test_sessions_give_their_host_memory_to_requests_where_there_is_no_budget(
     for seed in range(3):
         answer(batch, prompt(20 + 10 * seed, seed=seed)[0])
     if (pool := batch.memory.pool) is not None:
-        monkeypatch.setattr(PagePool, "room_on_host", lambda pool: pool.places)
-        others = pool.places - pool.first - 1 - pool.held  # one page is free
+        monkeypatch.setattr(PagePool, "room_on_host", lambda pool: pool.backed)
+        others = pool.backed - pool.first - 1 - pool.held  # one page is free
         monkeypatch.setattr(PagePool, "held", property(lambda pool: len(pool.counts) + others))
     monkeypatch.setattr(batch_memory, "allowance", lambda *_: (1 << 30) * (len(lengths(batch)) < 3))
     batch.add(prompt(300, seed=7)[0], max_new_tokens=NEW)

@@ -274,9 +274,9 @@ def test_a_pool_waits_for_the_copies_of_each_cache(model: LlamaForCausalLM, monk
     made = copy.deepcopy(cache)
     pool, waited = pool_of(made), list[int]()
     monkeypatch.setattr(copy_stream, "drain", lambda device: waited.append(len(pool.free)))
-    pool.grow_to(pool.pages, pool.places)
+    pool.grow_to(pool.pages, pool.backed)
     assert len(waited) == 1
-    pool.grow_to(pool.pages + 1, pool.places + 1)
+    pool.grow_to(pool.pages + 1, pool.backed + 1)
     del made
     gc.collect()
     for expected in (1, 0):

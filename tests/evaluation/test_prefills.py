@@ -107,9 +107,9 @@ def test_a_model_of_sliding_windows_alone_reads_for_itself() -> None:
     torch.manual_seed(0)
     config = MistralConfig(vocab_size=256, hidden_size=64, intermediate_size=64, num_hidden_layers=1,
                            num_attention_heads=4, num_key_value_heads=2, sliding_window=64)  # fmt: skip
-    assert not Prefills().serve(MistralForCausalLM(config))
+    assert not Prefills().can_continue(MistralForCausalLM(config))
     config.sliding_window = None
-    assert Prefills().serve(MistralForCausalLM(config))
+    assert Prefills().can_continue(MistralForCausalLM(config))
 
 
 @pytest.mark.quick_for("uncompiled", f"specache:bits=1,{GROUPS},top_k=8")

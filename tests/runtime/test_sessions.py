@@ -357,7 +357,7 @@ def test_the_host_tier_has_memory_in_finer_steps_than_buckets_and_a_step_stays_r
     assert session.recorded.steps == {None: recorded}
     with pytest.raises(sc.SpecacheError, match=r"the host tier would need .* 4,864 tokens"):
         step(twin, ids[:, 4353:4609], cache)
-    assert (session.tiers.capacity, session.tiers.pool.places) == (4608, 18)
+    assert (session.tiers.capacity, session.tiers.pool.backed) == (4608, 18)
 
 
 def test_the_cursor_is_written_without_copies_from_the_host(compiled: LlamaForCausalLM) -> None:
