@@ -160,7 +160,7 @@ def forced_session(model: LlamaForCausalLM, token: Tensor, context: int) -> Any:
             if tensor.dtype == torch.uint8:
                 tensor.random_(0, 256 if field == "codes" else 120)  # scales are numbers then, up to 1
             elif field == "host":  # what is fetched must be numbers; of these there are too many to draw
-                tensor[: session.tiers.pool.places].fill_(0.5)
+                tensor[: session.tiers.pool.backed].fill_(0.5)
             elif field == "sink_index":
                 tensor.copy_(torch.arange(tensor.shape[2]))
             elif field in ("codes", "key_params", "value_params", "sink_pairs", "recent"):

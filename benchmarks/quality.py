@@ -158,7 +158,7 @@ TABLES = {
         ("closeness",),
         (
             "uncompiled", "specache", "specache:top_k=64", "specache:top_k=1024",
-            *(f"specache:top_k=64,{knob}" for knob in (
+            *(f"specache:{knob},top_k=64" for knob in (
                 "bits=2", "residual_length=256", "sink_tokens=16", "skip_below=0.0003",
             )),
             "kivi:bits=4", "fp8",

@@ -24,6 +24,7 @@ from specache_compile.checkpoints.loaded import tokenizer_of
 from specache_compile.checkpoints.names import print_origin, resolved
 from specache_compile.evaluation.tasks.haystack import library_source
 from specache_compile.evaluation.tasks.needle import KEY_DIGITS
+from specache_compile.options import number_or_word
 
 HERE = Path(__file__).parent
 
@@ -96,7 +97,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=1024, help="tokens of a pass-key prompt (default: 1024)")
     parser.add_argument("--samples", type=int, default=20, help="questions a task (default: 20)")
     parser.add_argument("--bits", type=int, default=1)
-    parser.add_argument("--top-k", type=int, default=64)
+    parser.add_argument("--top-k", type=number_or_word, default="auto")
     parser.add_argument("--lowering", choices=("eager", "inductor"), default="eager")
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", choices=("cuda", "cpu"), default=default, help=f"(default here: {default})")

@@ -42,16 +42,17 @@ def choice(default: Any, accepted: Collection[Any], help: str, **flag: Any) -> A
 
 
 def whole(
-    default: Any, least: int, help: str, most: int | None = None, words: tuple[Any, ...] = (), **flag: Any
+    default: Any, least: int, help: str, most: int | None = None, words: tuple[Any, ...] = (),
+    unit: str = "an integer", **flag: Any,
 ) -> Any:  # fmt: skip
-    """An option that is an integer from `least` to `most`, or one of `words`."""
+    """An option that is an integer from `least` to `most`, or one of `words`. unit: its name in errors."""
     accepted = f"{least} or more" if most is None else f"{least} to {most}"
 
     def fits(value: Any) -> bool:
         return value in words or (type(value) is int and least <= value and (most is None or value <= most))
 
-    accepted = ", or ".join((f"accepted is an integer, {accepted}", *map(repr, words)))
-    return option(default, fits, accepted, help, **{"type": number_or_auto if words else int, **flag})
+    accepted = ", or ".join((f"accepted is {unit}, {accepted}", *map(repr, words)))
+    return option(default, fits, accepted, help, **{"type": number_or_word if words else int, **flag})
 
 
 def inherited(options: type[MethodOptions], name: str, default: Any) -> Any:
@@ -59,7 +60,7 @@ def inherited(options: type[MethodOptions], name: str, default: Any) -> Any:
     return field(default=default, metadata=own_options(options)[name].metadata)
 
 
-def number_or_auto(text: str) -> int | str:
+def number_or_word(text: str) -> int | str:
     return int(text) if text.removeprefix("-").isdigit() else text
 
 
@@ -131,10 +132,6 @@ class MethodOptions:
     def for_prompt(self, tokens: int) -> MethodOptions:
         """The options that a prompt of `tokens` tokens determines."""
         return self
-
-    def pairs_to_fetch(self, layer: Any) -> int:
-        """Pairs that a step selects for each KV head of a `LayerShape`."""
-        return 0
 
     def low_bit_length(self, length: int) -> int:
         """Tokens of `length` cached ones in the low-bit tier."""

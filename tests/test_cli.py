@@ -69,7 +69,7 @@ def test_generate_finds_the_pass_key_and_verifies(capsys: pytest.CaptureFixture[
         (["explain", MODEL, "--prompt-length", "64", "--diff", "decode", "sort"], "no pass 'sort'"),
         (["explain", str(Path(__file__).parent)], "no usable config at"),
         (["generate", MODEL, "--prompt-file", "/no/such/file"], "/no/such/file"),
-        (["generate", MODEL, "--prompt", "a", "--verify", "0"], "verify=0: accepted is an integer, 1 to 1024"),
+        (["generate", MODEL, "--prompt", "a", "--verify", "0"], "verify=0: accepted is a number of tokens, 1 to 1024"),
         (["serve", "/no/such/model", "--port", "0"], "no checkpoint at /no/such/model"),
         (["serve", MODEL, "--port", "0", "--verify", "8"], "option verify: a batch does not verify drafts"),
         (["serve", MODEL, "--port", "70000"], "--port 70000"),

@@ -69,7 +69,7 @@ def quality(folder: str) -> list[ResultRow]:
     rows = [ResultRow(**row) for row in load(f"quality/{folder}/results.json")["rows"]]
     for row in rows:
         stated, measured = parse_setting(row.method).effective, json.loads(row.key).get("options", {})
-        if stated.get("top_k") == "auto" != measured["top_k"]:  # measured with the number that it is for this model
+        if stated.get("top_k") == "auto" != measured.get("top_k", "auto"):  # it was the number for this model
             stated = stated | {"top_k": 256 if "gemma" in folder else 64}
         for name in stated.keys() & measured.keys():
             if stated[name] != measured[name]:

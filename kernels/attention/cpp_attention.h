@@ -27,7 +27,6 @@ struct Attention : ExactAttention {
   void arrange_query() {
     turned = query;
     in_params_order.resize(pairs * rows * s.dim);
-    in_lanes = Aligned<float>(pairs * rows * key_order.param.size());
     for (int64_t row = 0; row < pairs * rows; ++row) {
       float* q = turned.data() + row * s.d;
       if (s.rotation) rotate(q, s.d, s.rotation);
@@ -35,6 +34,7 @@ struct Attention : ExactAttention {
         in_params_order[row * s.dim + (s.key_bits < 8 ? key_order.param_of(c) : c)] = q[c];
     }
     if (s.key_bits >= 8) return;
+    in_lanes = Aligned<float>(pairs * rows * key_order.param.size());
     float* to = in_lanes.data();
     for (int64_t head = 0; head < pairs; ++head)
       for (int64_t first = 0; first < rows; first += kRows)  // as `score_words` reads them

@@ -5,6 +5,9 @@
 // row. Fields are not shifted: the query, or the sum of values, has the factor that the place of the field requires.
 // Sums across lanes follow once for a record of keys, and once for a chunk of values.
 
+#include <map>
+#include <tuple>
+
 namespace {
 
 // The four sums of lanes i, i + 4, ...

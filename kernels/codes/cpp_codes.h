@@ -1,7 +1,5 @@
 // Decode stored parameters and the words of a record: `params.py`, `records.py` and `trellis.py`.
 
-#include <map>
-#include <tuple>
 #include <vector>
 
 namespace {

@@ -187,7 +187,7 @@ def prefetch(
 def correct(
     scores: Tensor, cursor: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor, corrected: Tensor, *kept: Any
 ) -> Tensor:
-    """Copy to the slots the pairs that lane 0 selects and they lack.
+    """Copy the selected pairs that the slots lack to the slots.
 
     All offloads of low-bit tokens end before these copies: by stream order on a GPU, by op order on a CPU.
 

@@ -145,7 +145,7 @@ def capture(graph_module: GraphModule, options: MethodOptions, mode: str | None)
     fill_in_sizes(graph_module)
     placeholders = graph_module.graph.find_nodes(op="placeholder")
     values = [value_of(node) for node in placeholders]
-    ranks = ranks_of(values)
+    ranks = ranks_of(values)  # before `local_shards` replaces the DTensors
     reason = gradients(values) or local_shards(graph_module)
     fakes = tuple(value_of(node) for node in placeholders)
     held = tuple(i for i, fake in enumerate(fakes) if isinstance(fake, HeldTensor))

@@ -98,9 +98,9 @@ class Field:
         return shape.numel() * self.dtype(options, layer).itemsize
 
 
-def pairs(count: Callable[[Any], int]) -> Callable[[Any, LayerShape, int, int], tuple[int, ...]]:
-    """The shape of `count(options)` pairs of each head, [B, H, n, 2, d]."""
-    return lambda options, layer, batch, capacity: (batch, layer.heads, count(options), 2, layer.head_dim)
+def pairs(count: Callable[[Any, LayerShape], int]) -> Callable[[Any, LayerShape, int, int], tuple[int, ...]]:
+    """The shape of `count(options, layer)` pairs of each head, [B, H, n, 2, d]."""
+    return lambda options, layer, batch, capacity: (batch, layer.heads, count(options, layer), 2, layer.head_dim)
 
 
 def always(dtype: torch.dtype) -> Callable[[Any, LayerShape], torch.dtype]:

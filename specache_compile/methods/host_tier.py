@@ -19,7 +19,8 @@ class HostOptions(MethodOptions):
     """Options of the methods with a host tier."""
 
     host_memory: int | None = whole(
-        None, 0, "most bytes of a cache's host tier; default: half of the free host memory", words=(None,), type=int,
+        None, 0, "most bytes of a cache's host tier; default: half of the free host memory", words=(None,),
+        unit="a number of bytes",
     )  # fmt: skip
 
 
@@ -32,7 +33,7 @@ class DraftOptions(HostOptions):
         None, 1,
         "tokens that the decode phase drafts and one exact pass over the host tier verifies, so that generate returns "
         "the full cache's tokens. auto: more while all are accepted, else fewer",
-        most=BLOCK, words=("auto", None), metavar="N",
+        most=BLOCK, words=("auto", None), unit="a number of tokens", metavar="N",
     )  # fmt: skip
 
 

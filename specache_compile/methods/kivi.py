@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from specache_compile.kernels.state.layout import StoredTiers
-from specache_compile.options import choice, number_or_auto, option, whole
+from specache_compile.options import choice, number_or_word, option, whole
 from specache_compile.passes.recipe import OpCall, Recipe, named
 
 from .host_tier import HOST
@@ -27,14 +27,14 @@ class KiviOptions(LowBitOptions):
     method: str = "kivi"
     host_tier: bool = choice(
         True, (True, False),
-        "also keep all pairs in host memory, for fetches, further turns, crops and drafts. False (requires top_k=0): a "
-        "cache grows only token by token, as in KIVI",
+        "also keep all pairs in host memory, for fetches, further turns, crops and drafts. False (specache: with "
+        "top_k=0): a cache grows only token by token, as in KIVI",
     )  # fmt: skip
     host_bits: int | str = choice(
         16, (16, 8, "auto"),
         "bits of the pairs in host memory: 16, or 8 with a scale for each key and value, which halves the memory and "
         "the copied bytes. auto: 8 in the setting best",
-        type=number_or_auto,
+        type=number_or_word,
     )  # fmt: skip
     skip_below: float = option(
         0.0, lambda weight: type(weight) in (int, float) and 0 <= weight <= 0.01,
@@ -46,7 +46,8 @@ class KiviOptions(LowBitOptions):
     min_context: int | str = whole(
         "auto", 0,
         "tokens below which a cache stays in 16 bits on the device; a longer one is compressed. auto: the "
-        "computed break-even of the GPU; 0 without one", words=("auto",), metavar="N",
+        "computed break-even of the GPU; 0 without one", words=("auto",), unit="a number of tokens",
+        metavar="N",
     )  # fmt: skip
 
     def conflicts(self) -> Iterator[str]:

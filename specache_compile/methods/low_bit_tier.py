@@ -86,8 +86,8 @@ KEY_PARAMS = Field("key_params", "low-bit", key_params_shape, params_dtype, by_p
 VALUE_PARAMS = Field("value_params", "low-bit", value_params_shape, params_dtype, by_page=True)
 CENTER = Field("center", "low-bit", center_shape, always(torch.float32))
 # The sinks' pairs and token numbers (`kernels/state/sinks.py`).
-SINK_PAIRS = Field("sink_pairs", "sinks", pairs(lambda options: options.sinks))
+SINK_PAIRS = Field("sink_pairs", "sinks", pairs(lambda options, layer: options.sinks))
 SINK_INDEX = Field("sink_index", "sinks", sink_index_shape, always(torch.int32), empty=EMPTY)
 # A ring buffer: token t is at t mod W.
-RECENT = Field("recent", "recent", pairs(lambda options: options.window), on_crop=refill_recent)
+RECENT = Field("recent", "recent", pairs(lambda options, layer: options.window), on_crop=refill_recent)
 STORED = (CODES, KEY_PARAMS, VALUE_PARAMS, CENTER, SINK_PAIRS, SINK_INDEX, RECENT)

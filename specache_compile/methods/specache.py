@@ -11,7 +11,6 @@ from specache_compile.options import choice, inherited, whole
 from specache_compile.passes.recipe import OpCall, Recipe, named
 
 from . import kivi
-from .field import LayerShape
 from .kivi import KiviOptions
 from .method import Method
 from .slots import CORRECTED, FETCHED, SELECTED
@@ -67,10 +66,6 @@ class SpecacheOptions(KiviOptions):
     def corrects(self) -> bool:  # type: ignore[override]
         """Whether a step also fetches the selected pairs that are not in the slots."""
         return self.setting == "best" and bool(self.top_k)
-
-    def pairs_to_fetch(self, layer: LayerShape) -> int:
-        """top_k; "auto" is 64, for a layer of two KV heads 128 and of one 256: few heads select too few pairs."""
-        return max(64, 256 >> (layer.heads * layer.ranks - 1)) if self.top_k == "auto" else int(self.top_k)
 
     @property
     def bits_on_host(self) -> int:

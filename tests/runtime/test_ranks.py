@@ -27,6 +27,7 @@ from specache_compile.compat import cache_of
 from specache_compile.errors import SpecacheError
 from specache_compile.methods import parse_options
 from specache_compile.methods.field import LayerShape
+from specache_compile.methods.slots import pairs_to_fetch
 from specache_compile.model_key import sampled
 from specache_compile.passes.reading.local_shards import local_shards
 from specache_compile.runtime import tiers
@@ -60,9 +61,9 @@ def generated(model: Any) -> dict[str, Any]:
     tokens = greedy(model, prompt(70), 16).tolist()
     decode = next(graph for graph in find_record(model).graphs if graph.phase == "decode")
     graphs = (decode.rewrites.modules["decode"], decode.captured.graph_module)
-    stats = sc.stats(model)
+    stats, few = sc.stats(model), pairs_to_fetch(parse_options({}), decode.captured.layers[0])
     return {
-        "tokens": tokens, "lanes": stats.lanes, "ranks": (stats.ranks, decode.captured.layers[0].ranks),
+        "tokens": tokens, "lanes": stats.lanes, "ranks": (stats.ranks, few),
         "bytes": (stats.device_bytes, stats.host_bytes), "collectives": [collectives(graph) for graph in graphs],
     }  # fmt: skip
 
@@ -130,7 +131,7 @@ def test_ranks_generate_what_one_process_generates_and_each_holds_its_part(ranks
     whole = ranks[0]["whole"]
     for case in (rank["split"] for rank in ranks):
         assert case["tokens"] == whole["tokens"]
-        assert (case["lanes"], *case["ranks"]) == (1, RANKS, RANKS)
+        assert (case["lanes"], *case["ranks"]) == (1, RANKS, 128)
         shares = [own / size for own, size in zip(case["bytes"], whole["bytes"], strict=True)]
         assert all(share <= 1 / RANKS + 0.01 for share in shares), "device and host bytes over one process's"
 

@@ -16,6 +16,7 @@ from specache_compile.kernels.codes.params import EIGHT_BITS
 from specache_compile.kernels.codes.records import ROWS_FROM, stored_dim
 from specache_compile.kernels.state.center import tokens_of_one
 from specache_compile.methods.field import LayerShape
+from specache_compile.methods.slots import pairs_to_fetch
 from specache_compile.runtime.state import bucket
 
 from .devices import Device
@@ -134,7 +135,7 @@ class LaunchedOp:
     @property
     def fetched(self) -> int:
         """Pairs that a head selects for its slots."""
-        return min(self.load.options.pairs_to_fetch(self.layer), self.low)
+        return min(pairs_to_fetch(self.load.options, self.layer), self.low)
 
     @property
     def exact(self) -> int:
@@ -268,7 +269,7 @@ def select(call: LaunchedOp) -> list[Kernel]:
         warps = max(1, min(MOST_WARPS, math.ceil(length / OF_A_WARP)))
         alone = SELECTING * max(1.0, warps / SCHEDULERS) / (ISSUED * call.device.ghz * 1e9)
         made.append(Kernel("keep_best", instructions=call.heads * tiles * warps * SELECTING, floor=alone))
-        length, last = tiles * call.load.options.pairs_to_fetch(call.layer), tiles == 1
+        length, last = tiles * pairs_to_fetch(call.load.options, call.layer), tiles == 1
     return made
 
 
