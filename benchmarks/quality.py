@@ -20,7 +20,6 @@ ROOT = Path(__file__).parent.parent
 RESULTS = Path("benchmarks/results/quality")
 
 PAPER = "specache:bits=1,setting=paper"
-ONE_BIT = "bits=1,key_code=levels"  # 1 bit of before, which most tables have; `codes` has today's
 SPECACHE = (PAPER, "specache:bits=2,setting=paper")
 KIVI = ("kivi:bits=1", "kivi:bits=2")
 SKIPPING = ("specache:skip_below=0.0003", "specache:skip_below=0.0001")
@@ -57,7 +56,7 @@ TABLES = {
     "closeness": Table(
         "how close the next tokens are to the full cache's on a real checkpoint (text: benchmarks/unseen_text.py)",
         ("closeness",),
-        ("uncompiled", "fp8", *KIVI, "kivi:bits=4", *SPECACHE, f"specache:{ONE_BIT}", "specache"),
+        ("uncompiled", "fp8", *KIVI, "kivi:bits=4", *SPECACHE, "specache"),
         (*UNSEEN, "--lengths", "2048", "--samples", "64"),
     ),
     **{
@@ -72,7 +71,7 @@ TABLES = {
     "host": Table(
         "the same of a host tier of 8 bits, the default's, and of 16",
         ("closeness",),
-        ("uncompiled", *(f"specache:{bits}host_bits={on_host}" for bits in ("", f"{ONE_BIT},") for on_host in (16, 8))),
+        ("uncompiled", "specache:host_bits=16", "specache:host_bits=8"),
         (*UNSEEN, "--lengths", "2048", "--samples", "64"),
     ),
     "codes": Table(
@@ -83,7 +82,7 @@ TABLES = {
             "specache",
             "specache:value_code=levels",
             "specache:top_k=32",
-            f"specache:{ONE_BIT}",
+            "specache:bits=1,key_code=levels",
             "specache:bits=1",
             "specache:bits=1,center=always",
             "kivi:bits=2",
@@ -95,7 +94,7 @@ TABLES = {
         "own texts of 2,048 tokens behind 128: how far from the full cache, as errors feed on themselves",
         ("long",),
         (
-            "uncompiled", "specache", f"specache:{ONE_BIT}", "kivi:bits=4", "kivi:bits=2", PAPER,
+            "uncompiled", "specache", "kivi:bits=4", "kivi:bits=2", PAPER,
             "h2o:budget=512", "streaming_llm:budget=512", "fp8",
         ),
         (*UNSEEN, "--lengths", "2176", "--samples", "16", "--batch-size", "16"),
@@ -103,7 +102,7 @@ TABLES = {
     "long_gemma": Table(
         "the same on a second model family",
         ("long",),
-        ("uncompiled", "specache", "kivi:bits=4", "specache:bits=1", "kivi:bits=2", "fp8"),
+        ("uncompiled", "specache", "kivi:bits=4", "kivi:bits=2"),
         (*UNSEEN, "--lengths", "2176", "--samples", "16", "--batch-size", "16"),
         GEMMA,
     ),
@@ -116,13 +115,13 @@ TABLES = {
     "perplexity_smollm2": Table(
         "perplexity on a real checkpoint, where it gains from a long context",
         ("perplexity",),
-        ("uncompiled", *KIVI, PAPER, f"specache:{ONE_BIT}", "specache"),
+        ("uncompiled", *KIVI, PAPER, "specache"),
         (*UNSEEN, *EXACT, "--lengths", "2048", "--samples", "64"),
     ),
     "needles_smollm2": Table(
         "pass keys on a real checkpoint: depth × length (SpeCache, Figure 4)",
         ("needle",),
-        ("uncompiled", "fp8", *KIVI, PAPER, f"specache:{ONE_BIT}", "specache"),
+        ("uncompiled", "fp8", *KIVI, PAPER, "specache"),
         (*NEEDLES, "--lengths", "2048", "4096"),  # at 8,192 the model itself finds two keys of three
     ),
     **{
