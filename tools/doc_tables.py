@@ -205,6 +205,7 @@ OFTEN = {
 SETTING = {
     "bits": "bits of the low-bit tier",
     "residual_length": "newest tokens in 16 bits",
+    "top_k": "pairs to fetch",
     "sink_tokens": "first tokens in 16 bits",
     "host_bits": "bits of the host tier",
     "center": "mean key before RoPE subtracted before quantisation",
