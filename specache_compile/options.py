@@ -46,12 +46,12 @@ def whole(
     unit: str = "an integer", **flag: Any,
 ) -> Any:  # fmt: skip
     """An option that is an integer from `least` to `most`, or one of `words`. unit: its name in errors."""
-    accepted = f"{least} or more" if most is None else f"{least} to {most}"
+    bounds = f"{least} or more" if most is None else f"{least} to {most}"
 
     def fits(value: Any) -> bool:
         return value in words or (type(value) is int and least <= value and (most is None or value <= most))
 
-    accepted = ", or ".join((f"accepted is {unit}, {accepted}", *map(repr, words)))
+    accepted = ", or ".join((f"accepted is {unit}, {bounds}", *map(repr, words)))
     return option(default, fits, accepted, help, **{"type": number_or_word if words else int, **flag})
 
 

@@ -14,6 +14,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -36,6 +37,7 @@ from specache_compile.evaluation.settings import parse_setting
 from specache_compile.explaining.times.devices import DEVICES
 from specache_compile.methods import declared_options, defaults_of, every_method, parse_options
 from specache_compile.methods.field import LayerShape
+from specache_compile.methods.slots import pairs_to_fetch
 from specache_compile.passes.pipeline import PIPELINE
 from specache_compile.runtime.state import full_cache_bytes, predicted_bytes
 
@@ -70,7 +72,8 @@ def quality(folder: str) -> list[ResultRow]:
     for row in rows:
         stated, measured = parse_setting(row.method).effective, json.loads(row.key).get("options", {})
         if stated.get("top_k") == "auto" != measured.get("top_k", "auto"):  # it was the number for this model
-            stated = stated | {"top_k": 256 if "gemma" in folder else 64}
+            layer = replace(SHAPE[0], heads=1 if "gemma" in folder else 3)
+            stated = stated | {"top_k": pairs_to_fetch(parse_options({}), layer)}
         for name in stated.keys() & measured.keys():
             if stated[name] != measured[name]:
                 raise ValueError(

@@ -23,8 +23,8 @@ inline void add_fours(Floats x, float* to) {
 // Keys. A word holds numbers of one of `per_token` words of a token, or of `tokens` tokens.
 struct KeyOrder : Order {
   const int tokens, per_token, run, variants, entries;
-  // Of a query's lanes [variants][entries][kLanes]: the parameter's index, and the factor that cancels the field's bit offset.
-  // entries: [plane][vector][field][half].
+  // Of a query's lanes [variants][entries][kLanes]: the parameter's index, and the factor that cancels the field's bit
+  // offset. entries: [plane][vector][field][half].
   std::vector<uint16_t> param;
   std::vector<float> factor;
 
