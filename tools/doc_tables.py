@@ -18,6 +18,7 @@ from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import torch
@@ -151,9 +152,10 @@ def family_counts() -> str:
     rows = tested_families()
     rewritten = sum(bool(row.get("rewritten")) for row in rows)
     ran, not_run = (sum(row["outcome"] == outcome for row in rows) for outcome in ("ran", "not run"))
+    unfinished = f", and {failed} did not finish" if (failed := len(rows) - ran - not_run) else ""
     return (
         f"transformers {rows[0]['transformers']} has {len(rows)} families of causal models: {rewritten} are rewritten, "
-        f"{ran - rewritten} stay exact, {not_run} do not run uncompiled and {len(rows) - ran - not_run} did not finish."
+        f"{ran - rewritten} stay exact, {not_run} do not run uncompiled{unfinished}."
     )
 
 
@@ -397,7 +399,7 @@ def costs() -> str:
                             for folder in ("needles_gemma_16k", "closeness_8k", "closeness_gemma_8k"))  # fmt: skip
 
     def kl(rows: Mapping[str, ResultRow]) -> Callable[[str], str]:
-        return lambda method: f"{rows[method].detail['kinds']['forced']['kl']:.4f}" if method in rows else "–"
+        return lambda method: f"{mean(forced(rows[method])):.4f}" if method in rows else "–"
 
     return selected(names, 1, {
         "": names.__getitem__,
@@ -433,10 +435,43 @@ def closeness() -> str:
     """Each method's distance to the full cache on forced text."""
     return selected(quality("closeness"), 1, {
         "method": lambda row: f"`{row.method}`",
-        "mean KL, nats": lambda row: f"{row.detail['kinds']['forced']['kl']:.4f}",
-        "95 % interval, ±": lambda row: f"{interval(row.detail['kinds']['forced']['each']):.4f}",
+        "mean KL, nats": lambda row: f"{mean(forced(row)):.4f}",
+        "95 % interval, ±": lambda row: f"{interval(forced(row)):.4f}",
         "top token unchanged": lambda row: f"{row.detail['kinds']['forced']['agreement']:.1%}",
         "device KV": lambda row: f"{row.kv_ratio:.3f}",
+    })  # fmt: skip
+
+
+# The closeness tables, by what their windows are.
+WINDOWS = {
+    "SmolLM2, 2,048": "closeness", "SmolLM2, 4,096": "closeness_4k", "SmolLM2, 8,192": "closeness_8k",
+    "Gemma, 2,048": "closeness_gemma_2k", "Gemma, 8,192": "closeness_gemma_8k", "Gemma, 16,384": "closeness_gemma_16k",
+}  # fmt: skip
+
+
+def forced(row: ResultRow) -> list[float]:
+    """The distance to the full cache in each window of forced text."""
+    each: list[float] = row.detail["kinds"]["forced"]["each"]
+    return each
+
+
+def beyond(row: ResultRow, other: ResultRow) -> str:
+    """How much farther a row is from the full cache than another, over the same windows; and its share of the bytes."""
+    apart = [own - others for own, others in zip(forced(row), forced(other), strict=True)]
+    return f"{mean(apart):+.4f} ± {interval(apart):.4f} ({row.kv_ratio / other.kv_ratio:.2f})"
+
+
+def paired() -> str:
+    """The default's distance to the full cache beyond that of other methods."""
+    rows = {name: {row.method: row for row in quality(folder)} for name, folder in WINDOWS.items()}
+    return selected(WINDOWS, 1, {
+        "model, tokens": str,
+        "windows": lambda name: f"{rows[name]['specache'].samples}",
+        **{
+            f"KL beyond `{other}` (share of its bytes)":
+                lambda name, other=other: beyond(rows[name]["specache"], rows[name][other])
+            for other in ("kivi:bits=4", "fp8")
+        },
     })  # fmt: skip
 
 
@@ -455,12 +490,11 @@ def keys_found(row: ResultRow) -> int:
 def share_of_keys(row: ResultRow) -> str:
     """Keys found, and the 95 % interval of their share in percent."""
     low, high = wilson(keys_found(row), row.samples)
-    return f"{keys_found(row):.0f} ({100 * low:.0f} to {100 * high:.0f} %)"
+    return f"{keys_found(row):.0f} ({100 * low:.0f}–{100 * high:.0f} %)"
 
 
 def forced_kl(row: ResultRow) -> str:
-    forced = row.detail["kinds"]["forced"]
-    return f"{forced['kl']:.4f} ± {interval(forced['each']):.4f}"
+    return f"{mean(forced(row)):.4f} ± {interval(forced(row)):.4f}"
 
 
 def by_lengths(folders: Sequence[str], what: str, cell: Callable[[ResultRow], str], paired: bool = False) -> str:
@@ -507,7 +541,7 @@ GENERATORS: dict[str, Callable[[], str]] = {
         for made in (
             models, family_counts, every_family, versions, options_often, options, options_setting,
             options_baselines, methods, api, demo, gpu, gains, costs, computed_steps, devices, passes, bench,
-            cold_start, latents, closeness, batching,
+            cold_start, latents, closeness, paired, batching,
         )
     },
     "needles_smollm2": partial(by_lengths, ["needles_smollm2"], FOUND, lambda row: f"{keys_found(row):.0f}", True),

@@ -203,12 +203,13 @@ def without_misfits(found: Found, options: MethodOptions) -> Found:
 
 def follows(mask: Node) -> bool:
     """Whether a mask depends on the tokens' contents, like an indexer's: it comes from a linear layer or, before a
-    graph break, as a float mask. Boolean masks from there are padding."""
+    graph break, as a float mask or as two masks. A single Boolean mask from there is padding."""
     sources = [mask, *ancestors_of(mask)]
     of_one = isinstance(value_of(mask).shape[2], int)
     is_part = of_one and not any(node.target is F.embedding for node in mask.graph.nodes)
     inputs = [value_of(node) for node in sources if node.op == "placeholder"]
-    made_before = any(isinstance(x, Tensor) and x.dim() == 4 and x.is_floating_point() for x in inputs)
+    masks = [x for x in inputs if isinstance(x, Tensor) and x.dim() == 4]
+    made_before = len(masks) > 1 or any(x.is_floating_point() for x in masks)
     return (is_part and made_before) or any(node.target is F.linear for node in sources)
 
 

@@ -172,13 +172,18 @@ def test_a_graph_that_vmap_refuses_runs_one_lane_with_a_reason(monkeypatch: pyte
     assert "torch.vmap refuses its graph (vmap: no such thing)" in message
 
 
-def test_a_mask_that_selects_pairs_by_token_needs_the_tokens_own_selection() -> None:
+@pytest.mark.parametrize("before_a_graph_break", [False, True])
+def test_a_mask_that_selects_pairs_by_token_needs_the_tokens_own_selection(before_a_graph_break: bool) -> None:
     """An indexer adds its selection to the mask, and the previous token's selection differs."""
-    builder = GraphBuilder()
+    builder, shape = GraphBuilder(), (BATCH, 1, 1, PAST + 1)
     out, keys, values = attention(builder, 0, 1, PAST)
+    masks = [builder.input(name, *shape) for name in ("mask", "selected")]
+    for mask in masks:
+        mask.meta["example_value"] = mask.meta["example_value"].bool()
     hidden, weight = builder.input("hidden", BATCH, 1, 1, DIM), builder.input("weight", PAST + 1, DIM)
     with builder.graph.inserting_before(out):
-        mask = builder.call(F.linear, (BATCH, 1, 1, PAST + 1), hidden, weight)
+        linear = F.linear, shape, hidden, weight
+        mask = builder.call(*((operator.and_, shape, *masks) if before_a_graph_break else linear))
     out.kwargs = {**out.kwargs, "attn_mask": mask}
     read = found(builder, builder.finish(out, keys, values))
     served = without_misfits(read, parse_options({"setting": "paper"}))
