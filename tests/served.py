@@ -47,10 +47,12 @@ class Served:
 
 
 @contextlib.contextmanager
-def running(args: argparse.Namespace, options: dict[str, Any]) -> Iterator[str]:
+def running(args: argparse.Namespace, options: dict[str, Any], warm: bool = False) -> Iterator[str]:
     """Serve in a thread of this process; yield the server's URL when it responds."""
     with bound(args.host, args.port) as listener:
         server = make_server(args, options, listener)
+        if warm:
+            server.generation.warm_up()
         thread = threading.Thread(target=server.run, args=([listener],))
         thread.start()
         try:
@@ -64,11 +66,11 @@ def running(args: argparse.Namespace, options: dict[str, Any]) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def serving(checkpoint: Path, *flags: str) -> Iterator[Served]:
+def serving(checkpoint: Path, *flags: str, warm: bool = False) -> Iterator[Served]:
     """Run `specache serve checkpoint ...`."""
     args = parsed(["serve", str(checkpoint), "--port", "0", "--device", "cpu", *FLAGS, *flags])
     with (
-        running(args, options_of(args)) as url,
+        running(args, options_of(args), warm) as url,
         openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
     ):
         yield Served(url, str(checkpoint), client)

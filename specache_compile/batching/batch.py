@@ -252,7 +252,7 @@ class Batch:
         if first < last:
             end = last if request.whole else min(last, first + self.chunk)
             cache, logits = self.call_model(
-                request.prompt[None, first:end], torch.arange(first, end)[None], request.cache
+                request.prompt[first:end][None], torch.arange(first, end)[None], request.cache
             )
             if not self.memory.layers:
                 self.memory.set_layers(cache, self.joins)

@@ -78,6 +78,7 @@ class HeldTensor(Tensor):
     def __init__(self, anchor: Tensor, shape: Any, handle: Handle | None = None) -> None:
         self.anchor = anchor
         self.handle = handle
+        self.__dict__.update(free_sizes())
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         return ["anchor"], None
@@ -169,19 +170,13 @@ def uncompiled_cat(parts: list[Tensor], dim: int = 0) -> Tensor:
 def edited(held: HeldTensor, shape: Any, edit: Edit) -> HeldTensor:
     if held.handle is None:
         raise held_read("an edit inside the compiled model")
-    result = HeldTensor(held.anchor, shape, replace(held.handle, edits=(*held.handle.edits, edit)))
-    return with_free_sizes(result)
-
-
-def with_free_sizes(held: HeldTensor) -> HeldTensor:
-    """Mark the rows and tokens of a held tensor as free sizes for Dynamo."""
-    held.__dict__.update(marks())
-    return held
+    return HeldTensor(held.anchor, shape, replace(held.handle, edits=(*held.handle.edits, edit)))
 
 
 @functools.cache
-def marks() -> dict[str, Any]:
-    """The attributes that `maybe_mark_dynamic` sets. Each step marks two tensors a layer, and copying is faster."""
+def free_sizes() -> dict[str, Any]:
+    """The attributes by which `maybe_mark_dynamic` frees the sizes of rows and tokens. Each step creates two tensors a
+    layer, and copying is faster."""
     marked = torch.empty(1, 1, 1, 1, device="meta")
     before = set(vars(marked))
     torch._dynamo.maybe_mark_dynamic(marked, (0, 2))

@@ -23,7 +23,7 @@ from specache_compile.options import MethodOptions
 from specache_compile.passes.reading.sites import PARTS, Part
 from specache_compile.rope_switch import RopeSwitch
 
-from .held import Crop, Edit, Handle, HeldTensor, with_free_sizes
+from .held import Crop, Edit, Handle, HeldTensor
 from .records import Statistics, record_of
 from .state import full_cache_bytes
 from .tiers import Tiers
@@ -334,12 +334,11 @@ class Session:
         """The held tensor of one site's keys or values for Hugging Face's cache: shape [B, H, n, d], without
         storage."""
         shape = self.layers[site]
-        held = HeldTensor(
+        return HeldTensor(
             self.anchors[site],
             (self.tiers.batch, shape.heads, self.length, shape.head_dim),
             Handle(self, self.version, site, part),
         )
-        return with_free_sizes(held)
 
     def plain(self, site: int, part: Part) -> Tensor:
         """A plain copy of one site's keys or values [B, H, n, d]. Shorter rows have zeros in front."""

@@ -44,6 +44,21 @@ class Generation:
         for place in ("disk", "nowhere"):
             metrics.evicted.labels(place).set_function(partial(prefixes.evicted.__getitem__, place))
 
+    def warm_up(self) -> None:
+        """Compile for prompts of one and two chunks, and for one and two rows. Raises the error of a failed request."""
+        self.thread.submit(self.compile).result()
+
+    def compile(self) -> None:
+        lengths = min(self.batch.chunk + 2, self.longest - 3), 2
+        requests = [
+            self.batch.add([0] * length, max_new_tokens=3, do_sample=False, eos_token_id=None) for length in lengths
+        ]
+        self.batch.run()
+        self.batch.forget_prefixes()
+        for request in requests:
+            if request.error is not None:
+                raise request.error
+
     def queued(self) -> int:
         return sum(not answer.started and not answer.left.is_set() for answer in list(self.open))
 

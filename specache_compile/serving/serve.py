@@ -19,7 +19,7 @@ from specache_compile.command_line.arguments import number, whole
 from specache_compile.errors import SpecacheError
 
 if TYPE_CHECKING:
-    from uvicorn import Server
+    from .server import StoppedInTime
 
 NEEDED = ("fastapi", "uvicorn", "prometheus_client", "llguidance")
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]", "::1")
@@ -77,6 +77,8 @@ def run_serve(args: argparse.Namespace, options: dict[str, Any]) -> None:
     """Serve until interrupted."""
     with bound(args.host, args.port) as listener:
         server = make_server(args, options, listener)
+        print(f"{args.model}: compiling; Ctrl+C stops", file=sys.stderr)
+        server.generation.warm_up()
         print(f"{args.model} at {url_of(listener)}/v1; Ctrl+C stops", file=sys.stderr)
         if not args.quiet:
             log_requests()
@@ -114,7 +116,7 @@ def names_of(listener: socket.socket, host: str) -> list[str] | None:
     return [*LOOPBACK, host, address] if ipaddress.ip_address(address).is_loopback else None
 
 
-def make_server(args: argparse.Namespace, options: dict[str, Any], listener: socket.socket) -> Server:
+def make_server(args: argparse.Namespace, options: dict[str, Any], listener: socket.socket) -> StoppedInTime:
     """The server for that socket, with its model loaded. SpecacheError where the extra `serve` is not installed."""
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:

@@ -26,7 +26,6 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import TensorWeakRef
 
 from specache_compile.lowering.kept import NotKeepable
-from specache_compile.runtime.held import HeldTensor, with_free_sizes
 
 from .code import described
 
@@ -151,12 +150,7 @@ def arguments_of(local_scope: Mapping[str, Any]) -> list[Any]:
 
 def state_of(data: bytes) -> Any:
     with tracing(TracingContext(None)):  # a guard's name of an import requires an active trace
-        state = UNPICKLER(io.BytesIO(data)).load()
-    # Guards compare the marks of held tensors, which torch does not trace_folder.
-    layers = [layer for value in arguments_of(state.output_graph.local_scope) for layer in getattr(value, "layers", ())]
-    for tensor in (value for layer in layers for value in vars(layer).values() if isinstance(value, HeldTensor)):
-        with_free_sizes(tensor)
-    return state
+        return UNPICKLER(io.BytesIO(data)).load()
 
 
 def others_of(data: bytes) -> list[tuple[Guard, str]]:

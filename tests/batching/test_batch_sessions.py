@@ -10,6 +10,7 @@ import pytest
 import torch
 from test_batch import all_free
 from torch import Tensor
+from torch._dynamo.utils import counters
 from transformers import LlamaForCausalLM
 
 import specache_compile as sc
@@ -55,7 +56,9 @@ def test_a_further_turn_computes_its_own_tokens_alone(
     first = answer(batch, prompt(length)[0], 0)
     second = answer(batch, turn(first), length + NEW - 1)
     assert lengths(batch) == [(length + 20 + 2 * NEW - 1, True)], "it has replaced the first turn's"
+    graphs = counters["stats"]["unique_graphs"]
     again = answer(batch, second.prompt, len(second.prompt) - 1)
+    assert counters["stats"]["unique_graphs"] == graphs, "its last token takes the graph of a decode step"
     other = answer(batch, torch.cat([first.prompt[: length - 9], prompt(20, seed=5)[0]]), length - 9)
     third = answer(batch, turn(second), len(second.prompt) + NEW - 1)
     fourth = answer(batch, turn(other), len(other.prompt) + NEW - 1)

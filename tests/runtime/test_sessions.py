@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch._dynamo.utils import counters
 from transformers import DynamicCache, LlamaForCausalLM
 
 import specache_compile as sc
@@ -249,6 +250,15 @@ class TestHeldTensors:
     def cache(self) -> tuple[LlamaForCausalLM, DynamicCache]:
         twin = compile_copy(tiny_llama())
         return twin, cache_of(step(twin, prompt(50, 2)))
+
+    @torch.no_grad()
+    def test_a_copy_and_its_original_are_continued_by_one_graph(self) -> None:
+        twin, cache = self.cache()
+        graphs = []
+        for continued in (copy.deepcopy(cache), cache):
+            step(twin, prompt(1, 2), continued)
+            graphs.append(counters["stats"]["unique_graphs"])
+        assert graphs[0] == graphs[1]
 
     @pytest.mark.parametrize(
         "read",

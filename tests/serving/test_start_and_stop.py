@@ -8,13 +8,17 @@ import socket
 import threading
 import urllib.request
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch._dynamo.utils import counters
 
 from served import figures, posted, serving, wait_for, write_checkpoint
+from specache_compile.batching.batch import CHUNK
 from specache_compile.cli import main
 from specache_compile.serving import serve, server
 from specache_compile.serving.serve import bound
@@ -44,7 +48,9 @@ def test_a_quiet_server_prints_no_line_for_a_request(
 ) -> None:
     package = logging.getLogger("specache_compile.serving")
     handlers, level = list(package.handlers), package.level
-    answering = SimpleNamespace(run=lambda sockets: server.log.info("POST /v1/completions 200"))
+    answering = SimpleNamespace(
+        run=lambda sockets: server.log.info("POST /v1/completions 200"), generation=SimpleNamespace(warm_up=list)
+    )
     monkeypatch.setattr(serve, "make_server", lambda *given: answering)
     try:
         assert main(["serve", "smollm2-135m", "--port", "0", *flags]) == 0
@@ -52,6 +58,16 @@ def test_a_quiet_server_prints_no_line_for_a_request(
         package.handlers[:] = handlers
         package.setLevel(level)
     assert ("POST /v1/completions 200" in capsys.readouterr().err) == (not flags)
+
+
+def test_after_its_start_a_server_compiles_for_no_request(tmp_path: Path) -> None:
+    prompts = ["ab", "c" * 30, "d" * (CHUNK + 30), "ef", "g" * 40]
+    with serving(write_checkpoint(tmp_path), warm=True) as served, ThreadPoolExecutor() as clients:
+        assert figures(served)["specache_sessions memory"] == 0
+        graphs = counters["stats"]["unique_graphs"]
+        sent = [{"prompt": prompt, "max_tokens": 9, "ignore_eos": True} for prompt in prompts]
+        assert {status for status, _ in clients.map(partial(posted, served, "v1/completions"), sent)} == {200}
+        assert counters["stats"]["unique_graphs"] == graphs > 0
 
 
 def test_requests_without_the_api_key_are_rejected(tmp_path: Path) -> None:
