@@ -48,7 +48,7 @@ LICENCES = tuple(
 MORE_LICENCES = (*LICENCES, *(f"/usr/share/common-licenses/{name}" for name in ("MPL-1.1", "CC0-1.0", "Artistic")))
 NEEDLES = ("--chat", "--text", *LICENCES, *FAST, "--samples", "66")
 # Gemma's sliding layers make a prefill of one piece slow. Compiling takes longer than it saves in so few steps.
-KEYS = ("--keys", "1", "--samples", "11", "--text")
+KEYS = ("--keys", "1", "--text")
 # As many bytes as the default. Its prefill, which evicts, takes 21 minutes at 8,192 tokens, and longer contexts hours.
 H2O = "h2o:budget=1216,eviction_block=1024"
 CHUNKED = ("--share-prefills", "--prefill-chunk", "1024")
@@ -132,14 +132,21 @@ TABLES = {
                 "uncompiled", "specache", "specache:bits=1", "kivi:bits=2", "fp8", "kivi:bits=1", "kivi:bits=4",
                 *reversed(SPECACHE), *others,
             ),
-            (*KEYS, *texts, *CHUNKED, "--batch-size", "1", "--lengths", str(length)),
+            (*KEYS, *texts, *CHUNKED, "--batch-size", "1", "--lengths", str(length), "--samples", str(samples)),
             GEMMA,
         )
-        for name, length, texts, others in (
-            ("needles_gemma_8k", 8192, LICENCES, (H2O,)), ("needles_gemma_16k", 16384, LICENCES, ()),
-            ("needles_gemma_31k", 31744, MORE_LICENCES, ()),
+        for name, length, samples, texts, others in (
+            ("needles_gemma_8k", 8192, 11, LICENCES, (H2O,)), ("needles_gemma_16k", 16384, 33, LICENCES, ()),
+            ("needles_gemma_31k", 31744, 11, MORE_LICENCES, ()),
         )
     },
+    "needles_gemma_blind": Table(
+        "the same at 8,192 tokens, the question unknown while the context is read",
+        ("needle",),
+        ("uncompiled", "specache", "specache:bits=1", "kivi:bits=2", "kivi:bits=1", "snapkv:budget=0.15"),
+        ("--blind", *KEYS, *LICENCES, *CHUNKED, "--batch-size", "1", "--lengths", "8192", "--samples", "11"),
+        GEMMA,
+    ),
     **{
         name: Table(
             f"closeness at {length:,} tokens on a second model family",
