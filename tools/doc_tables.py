@@ -490,7 +490,7 @@ def keys_found(row: ResultRow) -> int:
 def share_of_keys(row: ResultRow) -> str:
     """Keys found, and the 95 % interval of their share in percent."""
     low, high = wilson(keys_found(row), row.samples)
-    return f"{keys_found(row):.0f} ({100 * low:.0f}–{100 * high:.0f} %)"
+    return f"{keys_found(row):.0f} ({100 * low:.0f}–{100 * high:.0f})"
 
 
 def forced_kl(row: ResultRow) -> str:
@@ -545,7 +545,7 @@ GENERATORS: dict[str, Callable[[], str]] = {
         )
     },
     "needles_smollm2": partial(by_lengths, ["needles_smollm2"], FOUND, lambda row: f"{keys_found(row):.0f}", True),
-    "needles_blind": partial(by_lengths, ["needles_blind"], FOUND, lambda row: f"{keys_found(row):.0f}", True),
+    "needles_blind": partial(by_lengths, ["needles_blind", "needles_gemma_blind"], FOUND, share_of_keys),
     "needles_gemma": partial(by_lengths, [f"needles_gemma_{n}" for n in ("8k", "16k", "31k")], FOUND, share_of_keys),
     "closeness_long": partial(by_lengths, ["closeness_4k", "closeness_8k"], KL, forced_kl),
     "fetched_gemma": partial(by_lengths, ["fetched_gemma", "knobs_gemma"], KL, forced_kl),
