@@ -98,8 +98,6 @@ class ModelRecord:
 
 # Keyed by a parameter of the model, which both the model and a captured graph's arguments contain.
 _records: WeakIdKeyDictionary = WeakIdKeyDictionary()
-
-
 # A parameter of the graph that this thread ran last.
 _newest = threading.local()
 
