@@ -49,6 +49,7 @@ def run_demo(args: argparse.Namespace, command: Sequence[str]) -> None:
     """Search for keys, time decode steps, print the answers and the table, and draw the plot."""
     check_installed()
     text = licence()
+    args.out.mkdir(parents=True, exist_ok=True)
     why_eager = "--eager" if args.eager else why_not_compiled()
     dtype = "bfloat16" if multiplies_bfloat16(args.device) else "float32"
     model, reader = load(MODEL, args.device, getattr(torch, dtype))
