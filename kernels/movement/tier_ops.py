@@ -168,9 +168,9 @@ def prefetch(
     Pairs that stay keep their slots. On a GPU the copy may end after the op: a `wait` must precede reading the slots.
     It mutates slots, slot_index [B, H, k] and fetched int64 [1], the number of copied bytes.
     """
-    same = selected.unsqueeze(-1) == slot_index.unsqueeze(-2)  # [B, H, selected, slot]
-    stays = same.any(-2) & (slot_index >= 0)
-    missing = (selected >= 0) & ~same.any(-1)
+    heads = torch.arange(slot_index[..., :1].numel(), device=selected.device).view_as(slot_index[..., :1]) << 32
+    stays = (slot_index >= 0) & torch.isin(slot_index + heads, selected + heads)
+    missing = (selected >= 0) & ~torch.isin(selected + heads, slot_index + heads)
     slot_index.masked_fill_(~stays, EMPTY)
     # A head's i-th missing pair goes to its i-th free slot; there are never more missing pairs than free slots.
     row, head, entry = missing.nonzero(as_tuple=True)

@@ -12,6 +12,7 @@ import platform
 import shlex
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,9 @@ class Results:
         **settings: Any,
     ) -> None:  # fmt: skip
         self.out = out
+        if out is not None:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=out.parent).close()  # an error of --json comes before the first row
         origin = provenance(device, program, given)
         self.report: dict[str, Any] = {"provenance": origin, "settings": settings, "rows": []}
         if resume and out is not None and out.exists():

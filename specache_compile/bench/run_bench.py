@@ -42,9 +42,7 @@ def run_bench(args: argparse.Namespace, command: Sequence[str]) -> None:
     try:
         measure_missing(args, methods, results)
     except KeyboardInterrupt:
-        kept = (
-            "--json FILE keeps finished contexts" if args.json is None else f"the same command resumes from {args.json}"
-        )
+        kept = f"the same command resumes from {args.json}" if args.json else "--json FILE keeps finished contexts"
         print(f"interrupted: {kept}", file=sys.stderr)
         raise
     finally:

@@ -86,6 +86,7 @@ def compile_graph(captured: Captured, example_inputs: Sequence[Any]) -> Callable
         record = record_of(parameters_in(arguments))
         record.calls += 1
         record.absorbed = max(record.absorbed, len(captured.absorbed))
+        record.exact = why or record.exact
         return lowered(*(arguments if as_they_are else taken(arguments)))
 
     return run_exact

@@ -21,6 +21,7 @@ from specache_compile.checkpoints.names import origin
 from specache_compile.errors import SpecacheError
 from specache_compile.runtime.stats import stats
 
+from .baselines import kvzip
 from .cell_tables import table
 from .plots import draw
 from .reader import Reader
@@ -59,9 +60,14 @@ def run_eval(args: argparse.Namespace, command: Sequence[str]) -> None:
     }
     prefills = Prefills(model.device, chunk=args.prefill_chunk) if args.share_prefills else None
     runner, done = Runner(model, reader, args.batch_size, prefills), read_rows(path)
+    for setting in settings:
+        with running(model, setting, args.lowering):
+            if setting.name == "kvzip" and setting.effective["budget"] < 1 and not runner.shares:
+                kvzip.refuse()  # before the rows of other methods
     # Cell by cell, so that only one cell's prefills are in memory.
     order = [(keys[s, task, cell.name], s, task, cell) for task, cell in cells for s in settings]
     missing = [each for each in order if each[0] not in done]
+    write_rows(path, done, keys.values())  # an error of --out comes before the first row
     try:
         with tqdm(missing, file=sys.stderr, desc="specache eval", unit="row") as bar:
             for key, setting, task, cell in bar:
@@ -74,7 +80,6 @@ def run_eval(args: argparse.Namespace, command: Sequence[str]) -> None:
         print("interrupted: finished rows are kept; the same command goes on from here", file=sys.stderr)
         raise
     finally:
-        write_rows(path, done, keys.values())
         report([done[key] for key in keys.values() if key in done], args)
 
 
@@ -82,9 +87,7 @@ def check_arguments(args: argparse.Namespace) -> None:
     """Raise SpecacheError for arguments that do not go together; no model is needed."""
     for task in args.tasks:
         if args.blind and task in NO_QUESTION:
-            raise SpecacheError(
-                f"task {task!r} asks no question that --blind could keep from its context: leave one out"
-            )
+            raise SpecacheError(f"task {task!r} asks no question that --blind could keep from its context: drop one")
     if args.prefill_chunk is not None and not args.share_prefills:
         raise SpecacheError("--prefill-chunk needs --share-prefills: a method takes a first chunk for the prompt")
     for path in args.text:

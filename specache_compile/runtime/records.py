@@ -67,6 +67,7 @@ class ModelRecord:
     calls: graphs of this backend that ran, rewritten or not.
     unused: why no graph ran, if `generate` has found a reason.
     absorbed: latent attentions that read Hugging Face's own cache, in a graph without held layers.
+    exact: why the newest graph without rewritten attentions has none.
     warned: keys of the warnings about this model so far.
     """
 
@@ -75,11 +76,12 @@ class ModelRecord:
     calls: int = 0
     unused: str | None = None
     absorbed: int = 0
+    exact: str = ""
     warned: set[str] = field(default_factory=set)
 
     def begin_generation(self) -> None:
         """Drop the statistics of the last generation."""
-        self.latest, self.unused = None, None
+        self.latest, self.unused, self.exact = None, None, ""
 
     def warn_once(self, message: str, key: str = "") -> None:
         """Warn at the user's line, once for each key; without a key, once for each message."""
@@ -96,8 +98,6 @@ class ModelRecord:
 
 # Keyed by a parameter of the model, which both the model and a captured graph's arguments contain.
 _records: WeakIdKeyDictionary = WeakIdKeyDictionary()
-
-
 # A parameter of the graph that this thread ran last.
 _newest = threading.local()
 

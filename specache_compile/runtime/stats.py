@@ -128,8 +128,8 @@ def stats(model: torch.nn.Module) -> Stats:
         model.generate(**tokenizer("Hello", return_tensors="pt").to(model.device), max_new_tokens=4)
         print(sc.stats(model))
     """
-    record = find_record(model)
-    if record is None or record.latest is None:
+    record = find_record(model) or ModelRecord()
+    if record.latest is None:
         raise no_statistics(record)
     latest = record.latest
     copy_stream.drain(latest.device)
@@ -173,17 +173,15 @@ def pairs(counts: Sequence[Tensor], pair_bytes: Sequence[int]) -> int:
     return sum(int(count) // size for count, size in zip(counts, pair_bytes, strict=True))
 
 
-def no_statistics(record: ModelRecord | None) -> SpecacheError:
-    if record is not None and record.unused is not None:
-        return SpecacheError(
-            f"there are no statistics, because the newest generation ran no compiled graph: {record.unused}"
+def no_statistics(record: ModelRecord) -> SpecacheError:
+    why = "this model has run no graph of this backend. Call model.compile(backend='specache') and generate first"
+    if record.unused is not None:
+        why = f"the newest generation ran no compiled graph: {record.unused}"
+    elif record.absorbed:
+        why = (
+            f"the {record.absorbed} latent attentions of this model are rewritten (absorbed), but read Hugging Face's "
+            "own cache, which is not compressed. Choose another model to compress its cache"
         )
-    if record is not None and record.absorbed:
-        return SpecacheError(
-            f"there are no statistics: the {record.absorbed} latent attentions of this model are rewritten (absorbed), "
-            "but read Hugging Face's own cache, which is not compressed. Choose another model to compress its cache"
-        )
-    return SpecacheError(
-        "there are no statistics: this model has run no graph that specache rewrote. Call "
-        "model.compile(backend='specache') and generate first"
-    )
+    elif record.exact:
+        why = f"every attention stays exact: {record.exact}"
+    return SpecacheError(f"there are no statistics: {why}")

@@ -91,14 +91,17 @@ def test_an_interruption_keeps_the_contexts_that_are_finished(
         (["--contexts", "9000"], "--contexts 9000: the model has 8,192 tokens"),
         (["--extend", "9000"], "--extend 9000: give at most the shortest of --contexts"),
         (["--layers", "3"], "--layers 3: the model has 2"),
+        (["--json", f"{__file__}/steps.json"], f"File exists: '{__file__}'"),
+        (["--contexts", "100", *SMALL, "--json", "{file}", "--rounds", "2"], "was measured with rounds 1, not 2"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
 def test_bad_input_is_one_line_before_anything_is_measured(
-    config: str, given: list[str], reason: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    config: str, file: Path, given: list[str], reason: str, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
     monkeypatch.setattr(measurements, "prefill", lambda *given: pytest.fail("too late"))
-    assert main(["bench", config, "--methods", "uncompiled", *given]) == 2
+    assert main(["bench", config, "--methods", "uncompiled", *(word.format(file=file) for word in given)]) == 2
     assert reason in capsys.readouterr().err.splitlines()[-1]
 
 
@@ -127,8 +130,7 @@ def test_a_cache_that_no_window_fits_into_is_left_out(capsys: pytest.CaptureFixt
 def test_compiled_baselines_and_a_batch(config: str, tmp_path: Path) -> None:
     file = tmp_path / "steps.json"
     given = ("--contexts", "100", "--batch-sizes", "2", "--rounds", "1", "--no-first-tokens")
-    methods = ("--methods", "compiled", "compiled-static")
-    assert main(["bench", config, *given, *methods, "--json", str(file)]) == 0
+    assert main(["bench", config, *given, "--methods", "compiled", "compiled-static", "--json", str(file)]) == 0
     assert [row["batch"] for row in json.loads(file.read_text())["rows"]] == [2, 2]
 
 
@@ -138,11 +140,3 @@ def test_other_methods_are_measured_beside_those_that_the_file_has(config: str, 
         given = ("--contexts", "100", "--rounds", "1", "--no-first-tokens", "--methods", *methods)
         assert main(["bench", config, *given, "--json", str(file)]) == 0
     assert [row["method"] for row in json.loads(file.read_text())["rows"]] == ["uncompiled", "full"]
-
-
-def test_what_was_measured_otherwise_is_no_part_of_the_table(
-    file: Path, config: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    command = ["bench", config, "--contexts", "100", *SMALL, "--json", str(file), "--rounds", "2"]
-    assert main(command) == 2
-    assert "was measured with rounds 1, not 2" in capsys.readouterr().err

@@ -62,8 +62,11 @@ def test_another_kind_of_cache_is_left_alone_with_a_warning(llama: LlamaForCausa
         "absent": lambda: {"use_cache": False},
         "quantised": lambda: with_cache(QuantizedCache("fp8", llama.config)),
     }
+    twin = compile_copy(llama)
     with pytest.warns(sc.SpecacheWarning, match="use DynamicCache"):
-        tokens = greedy(compile_copy(llama), prompt(60), 20, **how[kind]())
+        tokens = greedy(twin, prompt(60), 20, **how[kind]())
+    with pytest.raises(sc.SpecacheError, match=r"every attention stays exact: 1 .* its keys or values"):
+        sc.stats(twin)
     assert torch.equal(tokens, greedy(llama, prompt(60), 20, **(how[kind]() if kind == "quantised" else {})))
 
 
@@ -174,13 +177,10 @@ def test_a_graph_that_serves_two_models_counts_for_each(llama: LlamaForCausalLM)
     assert (sc.stats(one).decodes, sc.stats(two).decodes) == (2, 5)
 
 
-def test_stats_of_a_model_that_never_ran_states_what_to_do() -> None:
-    with pytest.raises(sc.SpecacheError, match=r"compile\(backend='specache'\)"):
-        sc.stats(tiny_llama())
-
-
-def test_stats_count_steps_and_bytes() -> None:
+def test_stats_count_steps_and_bytes_and_before_the_first_step_state_what_to_do() -> None:
     twin = compile_copy(tiny_llama(), top_k=16)
+    with pytest.raises(sc.SpecacheError, match=r"compile\(backend='specache'\)"):
+        sc.stats(twin)
     greedy(twin, prompt(200), 20)
     stats = sc.stats(twin)
     assert (stats.prefills, stats.pre_decodes, stats.decodes, stats.extends) == (1, 1, 19, 0)

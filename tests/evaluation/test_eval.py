@@ -256,6 +256,8 @@ def test_a_bad_setting_is_named(text: str) -> None:
         (("--lengths", "4000"), "needle 4000: 4,000 tokens exceed the model's context of 2,304"),
         (("--lengths", "50"), "this prompt needs at least"),
         (("--prefill-chunk", "64"), "--prefill-chunk needs --share-prefills"),
+        (("--out", MODEL + "/config.json"), "File exists: "),
+        (("--methods", "uncompiled", "kvzip"), "method='kvzip': its choice takes a second reading"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_status_2(
@@ -265,6 +267,7 @@ def test_bad_input_is_one_line_and_exit_status_2(
     error = capsys.readouterr().err.strip().splitlines()
     assert message in error[-1]
     assert error[-1].startswith("specache: ")
+    assert not any("row" in line for line in error[:-1])  # the progress bar's unit
     assert not (tmp_path / "out").exists()
 
 

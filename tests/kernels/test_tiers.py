@@ -388,9 +388,10 @@ def test_slots_hold_the_selected_pairs_and_only_missing_ones_travel(
     wishes = random.Random(f"{candidates} {k}")
     slots = Slots(k, dtype, head_dim)
     for _ in range(6):
-        slots.fetch(
-            [
-                [wishes.sample(range(candidates), wishes.randint(0, min(k, candidates))) for _ in range(HEADS)]
-                for _ in range(BATCH)
-            ]
-        )
+        drawn = [wishes.sample(range(candidates), wishes.randint(0, min(k, candidates))) for _ in range(BATCH * HEADS)]
+        slots.fetch([drawn[row * HEADS : (row + 1) * HEADS] for row in range(BATCH)])
+
+
+@on_cpus
+def test_slots_for_more_pairs_than_there_are_need_memory_in_proportion_to_their_number() -> None:
+    Slots(200_000).fetch([[list(range(CAPACITY))] * HEADS] * BATCH)  # 160 GB for each slot and each selected token

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +26,7 @@ from specache_compile.kernels.state.layout import EMPTY
 from specache_compile.options import whole
 from specache_compile.runtime.step import Step
 
-from .prompt_eviction import Prompt, PromptOptions, method_of
+from .prompt_eviction import PromptOptions, method_of
 
 REPEAT = "\n\nRepeat the previous context exactly."
 REPEAT_PART = "\n\nRepeat the part of the previous context exactly, starting with"
@@ -36,7 +36,7 @@ NAMED = 8
 Encode = Callable[[str], list[int]]
 
 
-def refuse(prompt: Prompt, budget: int) -> Tensor:
+def refuse(*given: object) -> NoReturn:
     raise SpecacheError(
         "method='kvzip': its choice takes a second reading of the prompt, which only `specache eval --share-prefills` "
         "makes, of models whose layers all keep every pair; take method='snapkv' or 'expected_attention'"
