@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,7 +16,7 @@ from typing import Any
 
 from .checkpoints.loaded import usable_device
 from .checkpoints.names import MODEL, checked, print_origin
-from .command_line.arguments import Parser, add_device, add_options, options_of, suggestion
+from .command_line.arguments import Parser, add_device, add_options, gib, options_of, suggestion
 from .errors import OptionError, SpecacheError, first_line
 
 RAW = argparse.RawDescriptionHelpFormatter
@@ -135,7 +137,7 @@ def add_explain(command: Parser) -> None:
     command.add_argument("--prompt-length", type=int, default=4096, help="tokens of context (default: 4096)")
     command.add_argument("--batch-size", type=int, default=1, help="sequences (default: 1)")
     command.add_argument("--device", help="A6000, A100, H100, H200, RTX 4090 or L4 (default: A100)")
-    command.add_argument("--host-gib", type=float, default=128.0, help="GiB of host memory (default: 128)")
+    command.add_argument("--host-gib", type=gib, default=128.0, help="GiB of host memory (default: 128)")
     shown = command.add_mutually_exclusive_group()
     shown.add_argument("--nodes", action="store_true", help="print each launch of the decode step with its time")
     shown.add_argument("--graph", metavar="PHASE", help="print the rewritten graph: prefill, pre-decode or decode")
@@ -198,6 +200,10 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     try:
         run(parsed(words), words)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader of standard output has left, for example `head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except (SpecacheError, OptionError, OSError, ValueError) as error:
         print(f"specache: {first_line(error)}", file=sys.stderr)
         return 2

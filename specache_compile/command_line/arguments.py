@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NoReturn
 
@@ -68,6 +69,9 @@ def number(fits: Callable[[float], bool], accepted: str) -> Callable[[str], floa
         return float(text)
 
     return number
+
+
+gib = number(lambda given: 0 < given < math.inf, "a number of GiB above 0")
 
 
 def add_dtype(command: argparse.ArgumentParser, default: str) -> None:

@@ -67,7 +67,11 @@ def prompt_of(args: argparse.Namespace) -> str:
     elif args.prompt_file == "-":
         text, source = sys.stdin.read(), "standard input"
     else:
-        text, source = Path(args.prompt_file).read_text(), f"--prompt-file {args.prompt_file}"
+        source = f"--prompt-file {args.prompt_file}"
+        try:
+            text = Path(args.prompt_file).read_text()
+        except UnicodeDecodeError as error:
+            raise SpecacheError(f"{source}: {error}; give a text file") from error
     if not text:
         raise SpecacheError(f"{source}: the prompt is empty; give at least one word")
     return text

@@ -6,7 +6,6 @@ import argparse
 import importlib.util
 import ipaddress
 import logging
-import math
 import os
 import socket
 import sys
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from specache_compile.checkpoints.loaded import limit_of
 from specache_compile.checkpoints.names import MODEL, print_origin
-from specache_compile.command_line.arguments import number, whole
+from specache_compile.command_line.arguments import gib, whole
 from specache_compile.errors import SpecacheError
 
 if TYPE_CHECKING:
@@ -62,7 +61,6 @@ def add_serve(command: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--sessions", type=whole, default=16, metavar="N", help="most sessions in memory, by last use (%(default)s)"
     )
-    gib = number(lambda given: 0 < given < math.inf, "a number of GiB above 0")
     group.add_argument("--session-host-gib", type=gib, metavar="GIB", help="limit of host memory (default: none)")
     group.add_argument("--session-device-gib", type=gib, metavar="GIB", help="limit of device memory (default: none)")
     group.add_argument(
