@@ -16,17 +16,13 @@ It uses Ungerboeck's code of eight states (IEEE Trans. Inf. Theory 28, 1982, Tab
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from specache_compile.kernels.cpp.library import address, has_compiler, trellis_library
+from specache_compile.kernels.cpp.library import has_compiler, tiers_library
 
 from .records import CIRCLE, RECORD, by_field, by_token, fields_of, packed, unpacked
-
-# Numbers [n, t] of unit step, t whole bytes → codes, uint8 [n, t / 8].
-Encoder = Callable[[Tensor], Tensor]
 
 MEMORY = 3
 STATES = 1 << MEMORY
@@ -102,13 +98,8 @@ def encode_fused(circles: Tensor) -> Tensor:
     """
     circles = circles.contiguous()
     codes = torch.empty((circles.shape[0], circles.shape[1] // 8), dtype=torch.uint8)
-    trellis_library().encode(address(circles), *circles.shape, address(codes))
+    tiers_library().encode(circles.data_ptr(), *circles.shape, codes.data_ptr())
     return codes
-
-
-def encoder(device: torch.device) -> Encoder:
-    """Return the C++ encoder on a CPU with a compiler, else `encode`."""
-    return encode_fused if device.type == "cpu" and has_compiler() else encode
 
 
 def expanded(bits: Tensor) -> Tensor:
@@ -128,7 +119,7 @@ def read_levels(codes: Tensor, dim: int, values: bool) -> Tensor:
     return levels_of_bits(fields_of(codes, dim, 1, values), dim, values)
 
 
-def quantize(x: Tensor, start: int, dim: int, values: bool, encode: Encoder = encode) -> tuple[Tensor, Tensor]:
+def quantize(x: Tensor, start: int, dim: int, values: bool) -> tuple[Tensor, Tensor]:
     """Quantise keys or values [B, H, T, d] of tokens from `start` on; elements that are not finite count as 0.
 
     Args:
@@ -146,7 +137,8 @@ def quantize(x: Tensor, start: int, dim: int, values: bool, encode: Encoder = en
     step = (square / unit.shape[-1]).sqrt() * STEP
     steps = torch.nn.functional.pad(torch.where(step > 0, unit / step, 0.0), (0, dim - x.shape[-1]))
     fields = by_field(steps, start, 1, values)
-    bits = unpacked(encode(fields.reshape(-1, CIRCLE)), 1).view(fields.shape)
+    run = encode_fused if x.device.type == "cpu" and has_compiler() else encode
+    bits = unpacked(run(fields.reshape(-1, CIRCLE)), 1).view(fields.shape)
     first = start % RECORD
     levels = levels_of_bits(bits, dim, values)[:, :, first : first + x.shape[2], : x.shape[-1]] - 1.5
     least = LEAST_COSINE * (square * (levels * levels).sum(-1, keepdim=True)).sqrt()

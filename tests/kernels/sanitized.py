@@ -21,7 +21,8 @@ SANITIZED = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-
 
 def overrun() -> None:
     made = CppCodeCache.load('extern "C" float last(const float* x) { return x[64]; }', extra_flags=SANITIZED)
-    made.last(library.c_void_p(library.address(torch.zeros(64))))
+    x = torch.zeros(64)
+    made.last(library.c_void_p(x.data_ptr()))
 
 
 if __name__ == "__main__":
