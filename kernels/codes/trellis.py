@@ -42,8 +42,9 @@ def levels_of(window: Tensor) -> Tensor:
     return 2 * ((window ^ (window >> 1) ^ (window >> 3)) & 1) + (window >> 2 & 1)
 
 
-def nearest_paths(circles: Tensor) -> Tensor:
-    """Return the bits uint8 [n, t] of numbers [n, t] of unit step with the nearest levels (Viterbi, 1967).
+def encode(circles: Tensor) -> Tensor:
+    """Encode numbers [n, t] of unit step, t whole bytes, as bits uint8 [n, t / 8] with the nearest levels (Viterbi,
+    1967); the first bit is a byte's lowest.
 
     A circular path must end in its start state. A first walk from half a circle to half a circle determines that state,
     since it reads equally much before and after the start. The result is not always the nearest circular path.
@@ -54,7 +55,7 @@ def nearest_paths(circles: Tensor) -> Tensor:
     _, edge = followed(choices[half:], costs.argmin(1, keepdim=True))
     costs, choices = walked(circles, torch.full_like(free, math.inf).scatter_(1, edge, 0.0))
     bits, _ = followed(choices, edge)
-    return bits
+    return packed(bits, 1)
 
 
 def followed(choices: list[Tensor], state: Tensor) -> tuple[Tensor, Tensor]:
@@ -84,11 +85,6 @@ def walked(circles: Tensor, costs: Tensor) -> tuple[Tensor, list[Tensor]]:
         choices.append(second < first)
         costs = torch.minimum(first, second)
     return costs, choices
-
-
-def encode(circles: Tensor) -> Tensor:
-    """Encode numbers [n, t] of unit step, t whole bytes, as uint8 [n, t / 8]; the first bit is a byte's lowest."""
-    return packed(nearest_paths(circles), 1)
 
 
 def encode_fused(circles: Tensor) -> Tensor:

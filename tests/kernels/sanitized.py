@@ -21,8 +21,7 @@ SANITIZED = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-
 
 def overrun() -> None:
     made = CppCodeCache.load('extern "C" float last(const float* x) { return x[64]; }', extra_flags=SANITIZED)
-    x = torch.zeros(64)
-    made.last(library.c_void_p(x.data_ptr()))
+    made.last(torch.zeros(64).numpy().ctypes)
 
 
 if __name__ == "__main__":
