@@ -245,8 +245,8 @@ def free_memory() -> int:
 
 
 def remaining_memory() -> int | None:
-    """Return the bytes that this process may still allocate under the limits of all its control groups, which are often
-    far below the free memory of the machine; None without a limit."""
+    """Return the bytes that this process may still allocate under the limits of all its control groups; None without a
+    limit. A container's limit is often far below the free memory of the machine."""
     lines = MEMBERSHIP.read_text().splitlines() if MEMBERSHIP.exists() else []
     own = next((Path(line.removeprefix("0::/")) for line in lines if line.startswith("0::/")), Path())
     left = [bytes_left(GROUPS / group) for group in (own, *own.parents)]
