@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 from .attention import attention_ops as attention
 from .attention import cpp_decode, extend
 from .attention.kept_logits import based_logits, whole_logits
+from .cpp.library import decode_library, tiers_library
 from .movement import cpp_tiers
 from .movement import tier_ops as tiers
 from .op import Op, fake_nothing, fake_of_query, register
@@ -37,6 +38,15 @@ def fake_score_low_bit(new: AttentionInputs, read: TierInputs, scores: bool = Tr
 
 def fake_correct(scores: Tensor, cursor: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor, *rest: Any) -> Tensor:
     return torch.empty_like(slot_index)
+
+
+def compile_decode(q: Tensor) -> object:
+    return decode_library(q.dtype)
+
+
+def compile_tiers(first: Any) -> object:
+    """Compile the tiers' C++, which has one build for all dtypes."""
+    return tiers_library()
 
 
 # The last operands of all decode attentions: the state tensors (`StoredTiers`) and the layout of codes (`Layout`).
@@ -74,25 +84,25 @@ DECLARED = (
     Op(
         f"decode_attention(Tensor q, Tensor k, Tensor v, {NEW}, {SLOTS}, {READ}, {SKIP}) -> (Tensor, Tensor)",
         attention.decode_attention, fake_decode_attention, ".decode.triton_scored:decode_attention",
-        fused=cpp_decode.decode_attention_fused, library=cpp_decode.library_of,
+        fused=cpp_decode.decode_attention_fused, library=compile_decode,
         lanes=widened_decode_attention, is_work=True,
     ),
     Op(
         f"score_low_bit(Tensor q, Tensor k, Tensor v, {NEW}, {READ}, bool scores=True) -> (Tensor, Tensor, Tensor)",
         attention.score_low_bit, fake_score_low_bit, ".decode.triton_scored:score_low_bit",
-        fused=cpp_decode.score_low_bit_fused, library=cpp_decode.library_of, is_work=True,
+        fused=cpp_decode.score_low_bit_fused, library=compile_decode, is_work=True,
     ),
     Op(
         "correct(Tensor scores, Tensor cursor, Tensor host, Tensor(a!) slots, Tensor(b!) slot_index, "
         "Tensor(c!) corrected, Tensor q, Tensor logits, Tensor base, Tensor? mask) -> Tensor",
         tiers.correct, fake_correct, ".movement.copy_stream:correct",
-        fused=cpp_tiers.correct_fused, library=cpp_tiers.library_of(3),
+        fused=cpp_tiers.correct_fused, library=compile_tiers,
     ),
     Op(
         f"attend_scored(Tensor q, Tensor k, Tensor v, {NEW}, Tensor(a!) logits, Tensor base, Tensor chosen, {SLOTS}, "
         f"{READ}, {SKIP}) -> Tensor",
         attention.attend_scored, fake_of_query, ".decode.triton_scored:attend_scored",
-        fused=cpp_decode.attend_scored_fused, library=cpp_decode.library_of, is_work=True,
+        fused=cpp_decode.attend_scored_fused, library=compile_decode, is_work=True,
     ),
     Op(
         "extend_attention(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? sinks, Tensor cursor, Tensor host, "
@@ -104,13 +114,13 @@ DECLARED = (
     Op(
         "select_topk(Tensor scores, Tensor(a!) selected) -> ()",
         tiers.select_topk, fake_nothing, ".movement.triton_select:select_topk",
-        fused=cpp_tiers.select_topk_fused, library=cpp_tiers.library_of_scores, early=0,
+        fused=cpp_tiers.select_topk_fused, library=compile_tiers, early=0,
     ),
     Op(
         "prefetch(Tensor selected, Tensor cursor, Tensor host, Tensor(a!) slots, Tensor(b!) slot_index, "
         "Tensor(c!) fetched) -> ()",
         tiers.prefetch, fake_nothing, ".movement.copy_stream:prefetch",
-        fused=cpp_tiers.prefetch_fused, library=cpp_tiers.library_of(3), copies=True, early=1,
+        fused=cpp_tiers.prefetch_fused, library=compile_tiers, copies=True, early=1,
     ),
     Op(
         "wait(Tensor after, Tensor cursor, Tensor(a!) slots, Tensor(b!) slot_index, Tensor(c!) selected) -> ()",
@@ -120,14 +130,14 @@ DECLARED = (
     Op(
         "offload(Tensor k, Tensor v, Tensor? padding, Tensor cursor, Tensor(a!) host) -> ()",
         tiers.offload, fake_nothing, ".movement.copy_stream:offload",
-        fused=cpp_tiers.offload_fused, library=cpp_tiers.library_of(0), copies=True, early=2,
+        fused=cpp_tiers.offload_fused, library=compile_tiers, copies=True, early=2,
     ),
     Op(
         "append(Tensor k, Tensor v, Tensor? padding, Tensor cursor, Tensor(a!) codes, "
         "Tensor(b!) key_params, Tensor(c!) value_params, Tensor(d!) center, Tensor(e!) sink_pairs, Tensor sink_index, "
         "Tensor(f!) recent, int key_bits, int value_bits, bool rotate, str zero_point, Tensor? frequencies=None) -> ()",
         tiers.append, fake_nothing, ".movement.triton_append:append",
-        fused=cpp_tiers.append_fused, library=cpp_tiers.library_of_append, early=3,
+        fused=cpp_tiers.append_fused, library=compile_tiers, early=3,
     ),
 )  # fmt: skip
 

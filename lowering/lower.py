@@ -14,7 +14,6 @@ import torch
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import GraphModule, Node
-from torch.fx.node import map_arg
 
 import specache_compile.kernels.ops
 from specache_compile.compat import CHECKS_BOUNDS_TOO_EARLY
@@ -104,7 +103,7 @@ def use_fused_kernels(graph_module: GraphModule) -> None:
             continue
         node.target = getattr(torch.ops.specache, f"{op.name}_fused").default
         if op.library is not None:
-            op.library(*map_arg(node.args, value_of))
+            op.library(value_of(node.args[0]))
 
 
 def devices_of(node: Node) -> set[str]:

@@ -17,18 +17,12 @@ OPERATORS = {
 
 
 def clean_up(graph_module: GraphModule, plan: RewritePlan) -> GraphModule:
-    """Drop dead nodes and dead inputs; `plan.inputs` then lists the remaining arguments.
+    """Drop dead nodes, and unused placeholders with their entries in `plan.inputs`.
 
     keys = cat([past_k, k], -2)
     out = decode_attention(q, ...)     out = decode_attention(q, ...)
     return (out, None)                 return (out, None)
     """
-    drop_dead(graph_module, plan)
-    return graph_module
-
-
-def drop_dead(graph_module: GraphModule, plan: RewritePlan) -> None:
-    """Erase dead nodes, and unused placeholders with their entries in `plan.inputs`."""
     graph = graph_module.graph
     graph.eliminate_dead_code(is_impure_node=is_impure)
     placeholders = graph.find_nodes(op="placeholder")
@@ -39,6 +33,7 @@ def drop_dead(graph_module: GraphModule, plan: RewritePlan) -> None:
         else:
             graph.erase_node(node)
     plan.inputs[:] = kept
+    return graph_module
 
 
 def is_impure(node: Node) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterable
 
 import networkx as nx
@@ -53,39 +52,17 @@ def dependencies(nodes: Iterable[Node]) -> nx.DiGraph:
 
 def schedule(dag: nx.DiGraph, nodes: list[Node]) -> list[Node]:
     """Keep the order of compute nodes; move waits to their first dependant, and copies to their earliest start."""
-    order: dict[Node, None] = {}
     place_of = {node: place for place, node in enumerate(nodes)}
-    early = sorted((n for n in nodes if is_early(n)), key=rank)
-    turn = {node: number for number, node in enumerate(early)}
-    missing = {node: dag.in_degree(node) for node in early}
-    ready = [turn[node] for node in early if not missing[node]]
 
-    def append(node: Node) -> None:
-        order[node] = None
-        for user in dag.successors(node):
-            if user in missing:
-                missing[user] -= 1
-                if not missing[user]:
-                    heapq.heappush(ready, turn[user])
+    def priority(node: Node) -> tuple[int, float, int]:
+        place = place_of[node]
+        if is_early(node):
+            return 0, rank(node), place
+        if is_wait(node):
+            return 1, min((place_of[user] for user in dag.successors(node)), default=place) - 0.5, place
+        return 1, place, place
 
-    def emit(node: Node) -> None:
-        if node in order:
-            return
-        for needed in sorted(dag.predecessors(node), key=place_of.__getitem__):
-            emit(needed)
-        append(node)
-
-    for node in nodes:
-        if is_wait(node) or node in turn or node.op == "output":
-            continue
-        emit(node)
-        while ready:
-            copy = early[heapq.heappop(ready)]
-            if copy not in order:
-                append(copy)
-    for node in nodes:
-        emit(node)
-    return list(order)
+    return list(nx.lexicographical_topological_sort(dag, priority))
 
 
 def is_wait(node: Node) -> bool:

@@ -6,7 +6,7 @@ import operator
 
 from torch.fx import GraphModule
 
-from .clean_up import drop_dead
+from .clean_up import clean_up
 from .plan import RewritePlan, call_of, padding_input, replace_attention, session_input
 from .reading.sites import Site
 from .recipe import OpCall
@@ -24,7 +24,7 @@ def rewrite_attention(graph_module: GraphModule, plan: RewritePlan) -> GraphModu
         if call is not None:
             replace_site(graph_module, plan, site, call)
     if any(call is not None for _, call in calls):
-        drop_dead(graph_module, plan)  # drops the held inputs with their concatenations
+        clean_up(graph_module, plan)  # drops the held inputs with their concatenations
     return graph_module
 
 

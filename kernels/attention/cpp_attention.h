@@ -243,46 +243,54 @@ struct Attention : ExactAttention {
   // Attention over one chunk of the low-bit tier from its logits; cut as in `chunk_weights`.
   void chunk_mix(int64_t head, int64_t start, const float* cut, Part part) const {
     const int64_t count = std::min(low_bit(head) - start, kChunk);
-    if (count <= 0) return;  // of a shorter row
     std::vector<float> weights(rows * kChunk);
     const std::vector<int> kept = chunk_weights(head, start, cut, weights.data(), part);
     if (s.value_bits < 8) mix_fragments(place(head, start), count, kept, weights.data(), part);
     else mix_tokens(place(head, start), count, kept, weights.data(), part);
   }
 
-  // A row's maximum and 1/Σ exp over all its head's parts and its sink; a fully masked row gives 0.
-  void denominator(const Parts& parts, int64_t head, int64_t m, float* peak, float* share) const {
-    const int64_t first = head * (chunks + 1);
-    const float sink = s.sinks ? s.sinks[head % s.heads * s.group_heads + m / s.lanes] : kNothing;
-    float top = sink, total = 0.0f;
-    for (int64_t i = 0; i <= chunks; ++i) top = std::max(top, parts.peaks[(first + i) * rows + m]);
-    const float base = base_of(top);
-    for (int64_t i = 0; i <= chunks; ++i)
-      total += parts.totals[(first + i) * rows + m] * weight_of(parts.peaks[(first + i) * rows + m], base);
-    total += weight_of(sink, base);
-    *peak = base;
-    *share = total == 0.0f ? 0.0f : 1.0f / total;
+  // Peaks and totals of the first `count` logits of each row, which are `stride` apart.
+  void totals(const float* logits, int64_t stride, int64_t count, Part part) const {
+    for (int64_t m = 0; m < rows; ++m) {
+      const float *row = logits + m * stride, top = largest(row, count), base = base_of(top);
+      float total = 0.0f;
+      for (int64_t t = 0; t < count; ++t) total += weight_of(row[t], base);
+      part.peak[m] = top;
+      part.total[m] = total;
+    }
   }
 
+  // Each row's maximum, and 1/Σ exp, over all its head's parts and its sink; a fully masked row gives 0.
   void denominators(const Parts& parts, int64_t head, float* peaks, float* shares) const {
-    for (int64_t m = 0; m < rows; ++m) denominator(parts, head, m, peaks + m, shares + m);
+    const int64_t first = head * (chunks + 1);
+    for (int64_t m = 0; m < rows; ++m) {
+      const float sink = s.sinks ? s.sinks[head % s.heads * s.group_heads + m / s.lanes] : kNothing;
+      float top = sink, total = 0.0f;
+      for (int64_t i = 0; i <= chunks; ++i) top = std::max(top, parts.peaks[(first + i) * rows + m]);
+      const float base = base_of(top);
+      for (int64_t i = 0; i <= chunks; ++i)
+        total += parts.totals[(first + i) * rows + m] * weight_of(parts.peaks[(first + i) * rows + m], base);
+      total += weight_of(sink, base);
+      peaks[m] = base;
+      shares[m] = total == 0.0f ? 0.0f : 1.0f / total;
+    }
   }
 
   // All parts of a head, merged, into s.out.
   void merge(Parts& parts, int64_t head) const {
-    std::vector<float> sum(s.d);
-    float *out = sum.data(), peak, share;
+    std::vector<float> sum(s.d), peaks(rows), shares(rows);
+    denominators(parts, head, peaks.data(), shares.data());
+    float* out = sum.data();
     for (int64_t m = 0; m < rows; ++m) {
-      denominator(parts, head, m, &peak, &share);
       std::fill_n(out, s.d, 0.0f);
       for (int64_t i = 0; i <= chunks; ++i) {
         Part part = parts[head * (chunks + 1) + i];
         if (i == chunks && s.rotation) rotate(out, s.d, s.rotation);  // the sum of the low-bit tier's parts
         if (part.total[m] == 0.0f) continue;
-        const float shrink = weight_of(part.peak[m], peak) * share;
+        const float shrink = weight_of(part.peak[m], peaks[m]) * shares[m];
         for (int64_t c = 0; c < s.d; ++c) out[c] += part.out[m * s.d + c] * shrink;
       }
-      for (int64_t c = 0; c < s.d; ++c) store(out[c], static_cast<T*>(s.out) + (head * rows + m) * s.d + c);
+      for (int64_t c = 0; c < s.d; ++c) static_cast<T*>(s.out)[(head * rows + m) * s.d + c] = out[c];
     }
   }
 
@@ -306,8 +314,6 @@ struct Attention : ExactAttention {
     }
     each_sink(head, first, first + count, [&](int64_t, int64_t token) { scores[token - first] = -1.0f; });
   }
-
-  float* scores_of(int64_t lane, int64_t head) const { return s.scores + (lane * pairs + head) * s.capacity; }
 };
 
 }  // namespace

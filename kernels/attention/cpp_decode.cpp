@@ -4,63 +4,52 @@
 
 namespace {
 
-// The low-bit tier's logits.
-void low_bit_logits(const Attention& a) {
-  const int64_t jobs = a.pairs * a.chunks;
+template <typename Do>
+void each_job(const Attention& a, int64_t jobs, Do&& what) {
 #pragma omp parallel for schedule(static) num_threads(threads()) if (a.worth_threads())
-  for (int64_t job = 0; job < jobs; ++job)
-    a.chunk_logits(job % a.pairs, job / a.pairs * kChunk);
+  for (int64_t job = 0; job < jobs; ++job) what(job);
+}
+
+// Call what(head, first token, part) for each chunk of the low-bit tiers.
+template <typename Do>
+void each_chunk(const Attention& a, Parts& parts, Do&& what) {
+  each_job(a, a.pairs * a.chunks, [&](int64_t job) {
+    const int64_t head = job % a.pairs, chunk = job / a.pairs;
+    if (chunk * kChunk < a.low_bit(head)) what(head, chunk * kChunk, parts[head * (a.chunks + 1) + chunk]);
+  });
+}
+
+// A head's scores for one lane: from the low-bit tier's logits, and from those of 16-bit pairs, which begin with `slots`.
+void write_scores(const Attention& a, int64_t head, int64_t lane, const std::vector<Pair>& slots,
+                  const std::vector<float>& exact, const float* peak, const float* share, float* scores) {
+  const int64_t stride = exact.size() / a.rows, low_bit = a.low_bit(head), count = slots.size();
+  std::fill_n(scores, a.s.capacity, -1.0f);
+  a.candidate_scores(head, lane, a.logits_of(head), a.s.capacity, 0, low_bit, peak, share, scores);
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t token = slots[i].token;
+    a.candidate_scores(head, lane, exact.data() + i, stride, token, token + 1, peak, share, scores + token);
+  }
+  a.candidate_scores(head, lane, exact.data() + count, stride, low_bit, a.length(head), peak, share, scores + low_bit);
 }
 
 // Each lane's scores, independent of the slots.
-void score(const StepArguments& step) {
-  Attention a(step);
-  a.arrange_query();
+void score(const Attention& a) {
+  const StepArguments& s = a.s;
   Parts parts(a.jobs(), a.rows, 0);
-  std::vector<std::vector<float>> exact(a.pairs);
-  std::vector<float> peaks(a.pairs * a.rows), shares(a.pairs * a.rows);
-#pragma omp parallel for schedule(static) num_threads(threads()) if (a.worth_threads())
-  for (int64_t job = 0; job < a.jobs(); ++job) {
-    const int64_t head = job % a.pairs, chunk = job / a.pairs, start = chunk * kChunk;
-    const float* logits = a.logits_of(head) + start;
-    int64_t stride = step.capacity, count = std::min(a.low_bit(head) - start, kChunk);
-    if (chunk == a.chunks) {
-      for (int64_t m = 0; m < a.rows; ++m)
-        std::fill(a.logits_of(head) + m * stride + a.low_bit(head), a.logits_of(head) + (m + 1) * stride, kNothing);
-      exact[head] = a.exact_logits(head, a.recent_pairs(head));
-      logits = exact[head].data();
-      count = stride = exact[head].size() / a.rows;
-    } else if (count > 0) {
-      a.chunk_logits(head, start);
-    } else {
-      continue;  // the row is shorter
-    }
-    Part part = parts[head * (a.chunks + 1) + chunk];
-    for (int64_t m = 0; m < a.rows; ++m) {
-      const float *row = logits + m * stride, top = largest(row, count), base = base_of(top);
-      float total = 0.0f;
-      for (int64_t t = 0; t < count; ++t) total += weight_of(row[t], base);
-      part.peak[m] = top;
-      part.total[m] = total;
-    }
-  }
-  for (int64_t head = 0; head < a.pairs; ++head) a.denominators(parts, head, &peaks[head * a.rows], &shares[head * a.rows]);
-#pragma omp parallel for schedule(static) num_threads(threads()) if (a.worth_threads())
-  for (int64_t job = 0; job < a.jobs(); ++job) {
-    const int64_t head = job % a.pairs, chunk = job / a.pairs, start = chunk * kChunk;
-    const float *peak = &peaks[head * a.rows], *share = &shares[head * a.rows];
-    for (int64_t lane = 0; lane < step.lanes; ++lane) {
-      float* scores = a.scores_of(lane, head);
-      if (chunk < a.chunks) {
-        const int64_t stop = std::min(a.low_bit(head), start + kChunk);
-        a.candidate_scores(head, lane, a.logits_of(head) + start, step.capacity, start, stop, peak, share, scores + start);
-      } else {
-        const int64_t stride = exact[head].size() / a.rows, low_bit = a.low_bit(head);
-        a.candidate_scores(head, lane, exact[head].data(), stride, low_bit, a.length(head), peak, share, scores + low_bit);
-        std::fill(scores + a.candidates(head), scores + step.capacity, -1.0f);
-      }
-    }
-  }
+  each_chunk(a, parts, [&](int64_t head, int64_t start, Part part) {
+    a.chunk_logits(head, start);
+    a.totals(a.logits_of(head) + start, s.capacity, std::min(a.low_bit(head) - start, kChunk), part);
+  });
+  each_job(a, a.pairs, [&](int64_t head) {
+    std::vector<float> peak(a.rows), share(a.rows);
+    const std::vector<float> exact = a.exact_logits(head, a.recent_pairs(head));
+    a.totals(exact.data(), exact.size() / a.rows, exact.size() / a.rows, parts[head * (a.chunks + 1) + a.chunks]);
+    a.denominators(parts, head, peak.data(), share.data());
+    for (int64_t lane = 0; lane < s.lanes; ++lane)
+      write_scores(a, head, lane, {}, exact, peak.data(), share.data(), s.scores + (lane * a.pairs + head) * s.capacity);
+    for (int64_t m = 0; m < a.rows; ++m)
+      std::fill_n(a.logits_of(head) + m * s.capacity + a.low_bit(head), s.capacity - a.low_bit(head), kNothing);
+  });
 }
 
 // The output, and the last lane's scores if step.scores is given.
@@ -69,47 +58,30 @@ void attend(const Attention& a) {
   Parts parts(a.jobs(), a.rows, s.d);
   std::vector<float> peaks(a.rows * a.pairs), shares(a.rows * a.pairs), cuts(s.skip_below > 0 ? a.rows * a.pairs : 0);
   std::vector<std::vector<float>> exact(a.pairs);
-  std::vector<int64_t> in_slots(a.pairs);
-#pragma omp parallel for schedule(static) num_threads(threads()) if (a.worth_threads())
-  for (int64_t head = 0; head < a.pairs; ++head) {
+  each_job(a, a.pairs, [&](int64_t head) {
     std::vector<Pair> pairs = a.slot_pairs(head);
     const std::vector<Pair> recent = a.recent_pairs(head);
-    in_slots[head] = pairs.size();
     pairs.insert(pairs.end(), recent.begin(), recent.end());
     exact[head] = a.exact_mix(head, pairs, parts[head * (a.chunks + 1) + a.chunks]);
-    if (cuts.empty()) continue;
+    if (cuts.empty()) return;
     std::vector<float> weights(a.rows * kChunk);
     for (int64_t start = 0; start < a.low_bit(head); start += kChunk)
       a.chunk_weights(head, start, nullptr, weights.data(), parts[head * (a.chunks + 1) + start / kChunk]);
     a.denominators(parts, head, &peaks[head * a.rows], &shares[head * a.rows]);
     for (int64_t i = head * a.rows; i < (head + 1) * a.rows; ++i) cuts[i] = peaks[i] + std::log(s.skip_below / shares[i]);
-  }
-  const int64_t jobs = a.pairs * a.chunks;
-#pragma omp parallel for schedule(static) num_threads(threads()) if (a.worth_threads())
-  for (int64_t job = 0; job < jobs; ++job) {
-    const int64_t head = job % a.pairs, chunk = job / a.pairs;
-    const float* cut = cuts.empty() ? nullptr : &cuts[head * a.rows];
-    a.chunk_mix(head, chunk * kChunk, cut, parts[head * (a.chunks + 1) + chunk]);
-  }
-#pragma omp parallel for schedule(static) num_threads(threads()) if (a.worth_threads())
-  for (int64_t head = 0; head < a.pairs; ++head) {
+  });
+  each_chunk(a, parts, [&](int64_t head, int64_t start, Part part) {
+    a.chunk_mix(head, start, cuts.empty() ? nullptr : &cuts[head * a.rows], part);
+  });
+  each_job(a, a.pairs, [&](int64_t head) {
     float *peak = &peaks[head * a.rows], *share = &shares[head * a.rows];
     if (cuts.empty()) a.denominators(parts, head, peak, share);
     a.merge(parts, head);
-    if (!s.scores) continue;
-    const int64_t lane = s.lanes - 1, stride = exact[head].size() / a.rows;
+    if (!s.scores) return;
     float* scores = s.scores + head * s.capacity;
-    std::fill_n(scores, s.capacity, -1.0f);
-    if (!s.top_k) continue;
-    const int64_t low_bit = a.low_bit(head);
-    a.candidate_scores(head, lane, a.logits_of(head), s.capacity, 0, low_bit, peak, share, scores);
-    const std::vector<Pair> slots = a.slot_pairs(head);
-    for (int64_t i = 0; i < in_slots[head]; ++i)
-      a.candidate_scores(head, lane, exact[head].data() + i, stride, slots[i].token, slots[i].token + 1, peak, share,
-                         scores + slots[i].token);
-    a.candidate_scores(head, lane, exact[head].data() + in_slots[head], stride, low_bit, a.length(head), peak, share,
-                       scores + low_bit);
-  }
+    if (s.top_k) write_scores(a, head, s.lanes - 1, a.slot_pairs(head), exact[head], peak, share, scores);
+    else std::fill_n(scores, s.capacity, -1.0f);
+  });
 }
 
 }  // namespace
@@ -117,10 +89,15 @@ void attend(const Attention& a) {
 extern "C" void decode_attention(const StepArguments* step) {
   Attention a(*step);
   a.arrange_query();
-  low_bit_logits(a);
+  Parts none(a.jobs(), a.rows, 0);
+  each_chunk(a, none, [&](int64_t head, int64_t start, Part) { a.chunk_logits(head, start); });
   attend(a);
 }
 
-extern "C" void score_low_bit(const StepArguments* step) { score(*step); }
+extern "C" void score_low_bit(const StepArguments* step) {
+  Attention a(*step);
+  a.arrange_query();
+  score(a);
+}
 
 extern "C" void attend_scored(const StepArguments* step) { attend(Attention(*step)); }

@@ -6,9 +6,7 @@ The kernel reads the codes once, in one call.
 
 from __future__ import annotations
 
-import functools
-from ctypes import CDLL, byref
-from typing import Any
+from ctypes import byref
 
 import torch
 from torch import Tensor
@@ -17,7 +15,7 @@ from specache_compile.kernels.codes.records import stored_dim
 from specache_compile.kernels.cpp.library import DTYPES, STRIDES, StepArguments, decode_library
 from specache_compile.kernels.state.center import share_of_center, share_of_groups, tokens_of_one
 from specache_compile.kernels.state.cursor import CURSOR_SIZE, LENGTH, LOW_BIT
-from specache_compile.kernels.state.layout import Layout, rotation_block
+from specache_compile.kernels.state.layout import rotation_block
 from specache_compile.kernels.state.operands import AttentionInputs, TierInputs, takes
 from specache_compile.kernels.state.page_table import PAGE, shape_of_scores
 
@@ -25,48 +23,28 @@ from .attention_ops import attend_scored, decode_attention, grouped_bias, score_
 from .kept_logits import whole_logits
 
 
-@functools.lru_cache(1024)
-def shaped(
-    q: torch.Size, tiers: tuple[torch.Size, ...], columns: int, param_bits: int, top_k: int, layout: Layout,
-    scale: float, softcap: float | None,
-) -> StepArguments:  # fmt: skip
-    """Return the kernels' argument without tensors, cached and copied in each step.
-
-    tiers: shapes of `StoredTiers`. columns: columns of the cursor.
-    """
-    codes, key_params, value_params, _, _, sink_index, recent = tiers
-    batch, query_heads, lanes, d = q
-    heads, pages = codes[1], columns - CURSOR_SIZE
-    return StepArguments(
-        batch=batch, heads=heads, group_heads=query_heads // heads, lanes=lanes, d=d,
-        dim=stored_dim(d), capacity=pages * PAGE, row_width=codes[3], window=recent[2], pages=pages,
-        group=codes[2] // key_params[2] if layout.is_quantised else 0,
-        channels=stored_dim(d) // value_params[-1] if layout.is_quantised else 0,
-        top_k=top_k, sink_tokens=sink_index[2], key_bits=layout.key_bits, value_bits=layout.value_bits,
-        param_bits=param_bits, key_trellis=key_params[3] == 1, value_trellis=value_params[3] == 1,
-        rotation=rotation_block(d) if layout.is_rotated else 0, scale=scale, softcap=softcap or 0.0,
-    )  # fmt: skip
-
-
 def step_of(new: AttentionInputs, read: TierInputs, top_k: int, **tensors: Tensor) -> StepArguments:
     """Return the kernels' argument, which keeps its new tensors alive; the caller keeps the others."""
     q, k, _, mask, sinks, cursor = new
     tiers, layout, scale, softcap = read
     codes, key_params, value_params, center, sink_pairs, sink_index, recent = tiers
-    shapes, param_bits = tuple(tensor.shape for tensor in tiers), 8 * key_params.dtype.itemsize
-    step = StepArguments.from_buffer_copy(
-        shaped(q.shape, shapes, cursor.shape[1], param_bits, top_k, layout, scale, softcap)
-    )
-    q, k = q.contiguous(), k.contiguous()
+    (batch, query_heads, lanes, d), (_, heads, page, width) = q.shape, codes.shape
+    q, k, dim, pages = q.contiguous(), k.contiguous(), stored_dim(d), cursor.shape[1] - CURSOR_SIZE
+    (_, _, groups, key_rows, _), (_, _, _, value_rows, parts) = key_params.shape, value_params.shape
+    step = StepArguments(
+        batch=batch, heads=heads, group_heads=query_heads // heads, lanes=lanes, d=d, dim=dim, capacity=pages * PAGE,
+        row_width=width, window=recent.shape[2], pages=pages, group=page // groups if groups else 0,
+        channels=dim // parts, top_k=top_k, sink_tokens=sink_index.shape[2], key_bits=layout.key_bits,
+        value_bits=layout.value_bits, param_bits=8 * key_params.itemsize, key_trellis=key_rows == 1,
+        value_trellis=value_rows == 1, rotation=rotation_block(d) if layout.is_rotated else 0, scale=scale,
+        softcap=softcap or 0.0, q=q.data_ptr(), k=k.data_ptr(), cursor=cursor.data_ptr(),
+        codes=codes.data_ptr(), key_params=key_params.data_ptr(), value_params=value_params.data_ptr(),
+        sink_pairs=sink_pairs.data_ptr(), sink_index=sink_index.data_ptr(), recent=recent.data_ptr(),
+        **{name: tensor.data_ptr() for name, tensor in tensors.items()},
+    )  # fmt: skip
     step.held = [q, k]
-    step.q, step.k, step.cursor = q.data_ptr(), k.data_ptr(), cursor.data_ptr()
-    step.codes, step.recent = codes.data_ptr(), recent.data_ptr()
-    step.key_params, step.value_params = key_params.data_ptr(), value_params.data_ptr()
-    step.sink_pairs, step.sink_index = sink_pairs.data_ptr(), sink_index.data_ptr()
-    for name, tensor in tensors.items():
-        setattr(step, name, tensor.data_ptr())
     if mask is not None:
-        bias = grouped_bias(mask, codes.shape[1], int(cursor[:, LENGTH].max()) + 1)
+        bias = grouped_bias(mask, heads, int(cursor[:, LENGTH].max()) + 1)
         strides = bias.expand(step.batch, step.heads, step.group_heads, step.lanes, -1).stride()
         step.bias, step.bias_strides[:STRIDES] = bias.data_ptr(), strides
         step.held.append(bias)
@@ -74,14 +52,13 @@ def step_of(new: AttentionInputs, read: TierInputs, top_k: int, **tensors: Tenso
         sinks = sinks.float().contiguous()
         step.sinks = sinks.data_ptr()
         step.held.append(sinks)
-    if center.shape[2]:
-        query = q.float().unflatten(1, (codes.shape[1], -1)) * scale
-        tokens, group = int(cursor[:, LOW_BIT].max()), codes.shape[2] // key_params.shape[2]
-        step.share_tokens = tokens_of_one(center.shape[2], group)
+    if center.shape[2] and "scores" in tensors:  # `attend_scored` takes logits that have their shares
+        query = q.float().unflatten(1, (heads, -1)) * scale
+        tokens, step.share_tokens = int(cursor[:, LOW_BIT].max()), tokens_of_one(center.shape[2], step.group)
         if step.share_tokens > 1:
-            shares = share_of_groups(query, center, tokens // group)
+            shares = share_of_groups(query, center, tokens // step.group)
         else:
-            shares = share_of_center(query, center, group, tokens)
+            shares = share_of_center(query, center, step.group, tokens)
         step.shares = shares.data_ptr()
         step.held.append(shares)
     return step
@@ -90,11 +67,6 @@ def step_of(new: AttentionInputs, read: TierInputs, top_k: int, **tensors: Tenso
 def fits(codes: Tensor, q: Tensor, *pairs: Tensor) -> bool:
     """Return whether the kernels support these tiers, query and pairs (of one dtype); else the definitions run."""
     return q.dtype in DTYPES and codes.is_contiguous() and all(x.dtype == q.dtype for x in pairs)
-
-
-def library_of(q: Tensor, k: Tensor, *rest: Any) -> CDLL | None:
-    """Return the library for a call with these arguments; None if the definition runs."""
-    return decode_library(k.dtype) if k.dtype in DTYPES else None
 
 
 @takes(new=AttentionInputs, read=TierInputs)
@@ -106,7 +78,7 @@ def decode_attention_fused(
     if not fits(held.codes, *new[:3], held.recent, slots):
         return decode_attention(*new, slots, slot_index, *read, skip_below)
     shape = shape_of_scores(held.codes, new.cursor)
-    logits, _ = whole_logits(q, shape[2])
+    logits = q.new_empty((*q.shape[:3], shape[2]), dtype=torch.float32)
     out, scores, v = q.new_empty(q.shape), q.new_empty(shape, dtype=torch.float32), new.v.contiguous()
     step = step_of(
         new, read, slots.shape[2], v=v, slots=slots, slot_index=slot_index, logits=logits, scores=scores, out=out
@@ -140,7 +112,6 @@ def attend_scored_fused(
     if not fits(held.codes, *new[:3], held.recent, slots):
         return attend_scored(*new, logits, base, chosen, slots, slot_index, *read, skip_below)
     out, v = q.new_empty(q.shape), new.v.contiguous()
-    read = read._replace(tiers=held._replace(center=held.center[:, :, :0]))
     step = step_of(new, read, slots.shape[2], v=v, slots=slots, slot_index=slot_index, logits=logits, out=out)
     step.skip_below = skip_below
     decode_library(q.dtype).attend_scored(byref(step))

@@ -145,7 +145,8 @@ struct ExactAttention {
     return logits;
   }
 
-  // Attention over 16-bit pairs. A weight of 0 does not remove values that are not finite, so tails of tiles are zeros.
+  // Attention over 16-bit pairs; returns their logits. A weight of 0 does not remove values that are not finite, so
+  // tails of tiles are zeros.
   std::vector<float> exact_mix(int64_t head, const std::vector<Pair>& of, Part part) const {
     const std::vector<float> logits = exact_logits(head, of);
     const int64_t count = of.size(), stride = logits.size() / rows;

@@ -4,10 +4,7 @@
 
 namespace {
 
-// The dtype of exact pairs, and of scales that are not rounded; each dtype has a separate build.
-typedef DTYPE T;
-
-// Scales and zero points from number `first` of `of` on, in T or in 8 bits each.
+// Scales and zero points from number `first` of `of` on, in T (`library.py`: the pairs' dtype) or in 8 bits each.
 struct Params {
   const void* of;
   int64_t first;

@@ -40,17 +40,6 @@ def middles(low: Tensor, high: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 QUANTISERS: dict[str, Quantiser] = {"midpoint": midpoint, "minimum": minimum, "middles": middles}
 
 
-def scale_and_zero(
-    groups: Tensor, dim: int, bits: int, zero_point: str, there: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Return scale and zero of each group along `dim` (size 1 in the results), in float32.
-
-    Elements that are not finite, which would destroy their whole group, or not `there`, do not count.
-    """
-    low, high = ends(groups, dim, there)
-    return QUANTISERS[zero_point](low.clamp(-LARGEST, LARGEST), high.clamp(-LARGEST, LARGEST), bits)
-
-
 def ends(groups: Tensor, dim: int, there: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return the smallest and the largest finite included element of each group; both are 0 if there is none."""
     if there is None and groups.device.type == "cpu":
@@ -73,10 +62,12 @@ def encode(
     the group's largest and smallest level, NaN the smallest. A constant group decodes to its constant; with 8-bit
     parameters, approximately.
 
-    there: bool, broadcast over `groups`, False for elements to exclude; None to include all.
+    there: bool, broadcast over `groups`, False for elements to exclude; None to include all. Elements that are not
+        finite, which would destroy their whole group, are excluded too.
     """
     groups = groups.float()
-    scale, zero = stored_params(*scale_and_zero(groups, dim, bits, zero_point, there), dtype)
+    low, high = (end.clamp(-LARGEST, LARGEST) for end in ends(groups, dim, there))
+    scale, zero = stored_params(*QUANTISERS[zero_point](low, high, bits), dtype)
     step, first = read_params(scale, zero)
     levels = (groups - first).div_(step)  # not finite at scale 0, where any code is correct
     codes = levels.nan_to_num_(nan=0.0).round_().clamp_(0, (1 << bits) - 1).to(torch.uint8)

@@ -39,47 +39,26 @@ def stored_dim(head_dim: int) -> int:
     return max(SMALLEST_DIM, 1 << (head_dim - 1).bit_length())
 
 
-def ordered(number: Tensor, lane: Tensor, half: Tensor, load: Tensor, loads: int, fields: int) -> Tensor:
-    """Return the numbers' order: element p is the number in field p of a part's words.
-
-    Args:
-        number, lane, half, load: int64 [64, D], each number's count in its thread, thread, half of a word, and word of
-            a load.
-        loads: words of a load.
-        fields: numbers in half a word.
-    """
-    word = (number // fields * 32 + lane) * loads + load
-    place = (word * 2 + half) * fields + number % fields
-    return place.flatten().argsort()
-
-
 @functools.cache
-def key_order(dim: int, bits: int) -> Tensor:
-    """Return the keys' order, int64 [64 · D] of token · D + channel."""
-    token, channel = torch.arange(RECORD, device="cpu")[:, None], torch.arange(dim, device="cpu")[None, :]
-    fields = 16 // bits
-    number = channel // 8 + dim // 8 * (token % 8)
-    loads = min(VECTOR, dim * bits // 16)
-    lane, half = token // 8 * 4 + channel % 8 // 2, (channel % 2).expand(RECORD, -1)
-    word = number // fields
-    return ordered(word // loads * fields + number % fields, lane, half, word % loads, loads, fields)
-
-
-@functools.cache
-def value_order(dim: int, bits: int) -> Tensor:
-    """Return the values' order, int64 [64 · D] of token · D + channel."""
-    token, channel = torch.arange(RECORD, device="cpu")[:, None], torch.arange(dim, device="cpu")[None, :]
-    loads = min(VECTOR, dim * bits // 16)
-    pair = token % 8 // 2
-    number = channel // 8 + dim // 8 * (token % 16 // 8) + dim // 4 * (pair % (VECTOR // loads))
-    lane, half = channel % 8 * 4 + token // 16, (token % 2).expand(-1, dim)
-    return ordered(number, lane, half, (pair // (VECTOR // loads)).expand(-1, dim), loads, 16 // bits)
-
-
 def order_of(dim: int, bits: int, values: bool) -> Tensor:
+    """Return the order of the keys or values, int64 [64 · D] of token · D + channel: element p is the number in field p
+    of the part's words."""
+    element = torch.arange(RECORD * dim, device="cpu")
     if bits >= ROWS_FROM:
-        return torch.arange(RECORD * dim, device="cpu")
-    return value_order(dim, bits) if values else key_order(dim, bits)
+        return element
+    token, channel = element // dim, element % dim
+    fields, loads = 16 // bits, min(VECTOR, dim * bits // 16)
+    if values:
+        pair = token % 8 // 2
+        number = channel // 8 + dim // 8 * (token % 16 // 8) + dim // 4 * (pair % (VECTOR // loads))
+        block, load, half = number // fields, pair // (VECTOR // loads), token % 2
+        lane = channel % 8 * 4 + token // 16
+    else:
+        number = channel // 8 + dim // 8 * (token % 8)
+        block, load, half = number // fields // loads, number // fields % loads, channel % 2
+        lane = token // 8 * 4 + channel % 8 // 2
+    word = (block * 32 + lane) * loads + load
+    return ((word * 2 + half) * fields + number % fields).argsort()
 
 
 @functools.cache

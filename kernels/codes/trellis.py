@@ -16,17 +16,13 @@ It uses Ungerboeck's code of eight states (IEEE Trans. Inf. Theory 28, 1982, Tab
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from specache_compile.kernels.cpp.library import address, has_compiler, trellis_library
+from specache_compile.kernels.cpp.library import has_compiler, tiers_library
 
 from .records import CIRCLE, RECORD, by_field, by_token, fields_of, packed, unpacked
-
-# Numbers [n, t] of unit step, t whole bytes → codes, uint8 [n, t / 8].
-Encoder = Callable[[Tensor], Tensor]
 
 MEMORY = 3
 STATES = 1 << MEMORY
@@ -46,8 +42,9 @@ def levels_of(window: Tensor) -> Tensor:
     return 2 * ((window ^ (window >> 1) ^ (window >> 3)) & 1) + (window >> 2 & 1)
 
 
-def nearest_paths(circles: Tensor) -> Tensor:
-    """Return the bits uint8 [n, t] of numbers [n, t] of unit step with the nearest levels (Viterbi, 1967).
+def encode(circles: Tensor) -> Tensor:
+    """Encode numbers [n, t] of unit step, t whole bytes, as bits uint8 [n, t / 8] with the nearest levels (Viterbi,
+    1967); the first bit is a byte's lowest.
 
     A circular path must end in its start state. A first walk from half a circle to half a circle determines that state,
     since it reads equally much before and after the start. The result is not always the nearest circular path.
@@ -58,7 +55,7 @@ def nearest_paths(circles: Tensor) -> Tensor:
     _, edge = followed(choices[half:], costs.argmin(1, keepdim=True))
     costs, choices = walked(circles, torch.full_like(free, math.inf).scatter_(1, edge, 0.0))
     bits, _ = followed(choices, edge)
-    return bits
+    return packed(bits, 1)
 
 
 def followed(choices: list[Tensor], state: Tensor) -> tuple[Tensor, Tensor]:
@@ -90,11 +87,6 @@ def walked(circles: Tensor, costs: Tensor) -> tuple[Tensor, list[Tensor]]:
     return costs, choices
 
 
-def encode(circles: Tensor) -> Tensor:
-    """Encode numbers [n, t] of unit step, t whole bytes, as uint8 [n, t / 8]; the first bit is a byte's lowest."""
-    return packed(nearest_paths(circles), 1)
-
-
 def encode_fused(circles: Tensor) -> Tensor:
     """Compute `encode` in C++; in PyTorch it needs about twenty launches per number, and a sixth of a prefill's time.
 
@@ -102,13 +94,8 @@ def encode_fused(circles: Tensor) -> Tensor:
     """
     circles = circles.contiguous()
     codes = torch.empty((circles.shape[0], circles.shape[1] // 8), dtype=torch.uint8)
-    trellis_library().encode(address(circles), *circles.shape, address(codes))
+    tiers_library().encode(circles.data_ptr(), *circles.shape, codes.data_ptr())
     return codes
-
-
-def encoder(device: torch.device) -> Encoder:
-    """Return the C++ encoder on a CPU with a compiler, else `encode`."""
-    return encode_fused if device.type == "cpu" and has_compiler() else encode
 
 
 def expanded(bits: Tensor) -> Tensor:
@@ -128,7 +115,7 @@ def read_levels(codes: Tensor, dim: int, values: bool) -> Tensor:
     return levels_of_bits(fields_of(codes, dim, 1, values), dim, values)
 
 
-def quantize(x: Tensor, start: int, dim: int, values: bool, encode: Encoder = encode) -> tuple[Tensor, Tensor]:
+def quantize(x: Tensor, start: int, dim: int, values: bool) -> tuple[Tensor, Tensor]:
     """Quantise keys or values [B, H, T, d] of tokens from `start` on; elements that are not finite count as 0.
 
     Args:
@@ -146,7 +133,8 @@ def quantize(x: Tensor, start: int, dim: int, values: bool, encode: Encoder = en
     step = (square / unit.shape[-1]).sqrt() * STEP
     steps = torch.nn.functional.pad(torch.where(step > 0, unit / step, 0.0), (0, dim - x.shape[-1]))
     fields = by_field(steps, start, 1, values)
-    bits = unpacked(encode(fields.reshape(-1, CIRCLE)), 1).view(fields.shape)
+    run = encode_fused if x.device.type == "cpu" and has_compiler() else encode
+    bits = unpacked(run(fields.reshape(-1, CIRCLE)), 1).view(fields.shape)
     first = start % RECORD
     levels = levels_of_bits(bits, dim, values)[:, :, first : first + x.shape[2], : x.shape[-1]] - 1.5
     least = LEAST_COSINE * (square * (levels * levels).sum(-1, keepdim=True)).sqrt()

@@ -1,10 +1,13 @@
-// Vectors, the 16-bit dtypes and the number of threads, in front of every C++ kernel.
+// Vectors and the number of threads, in front of every C++ kernel.
 
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <thread>
 #include <vector>
+
+#include <torch/headeronly/util/BFloat16.h>
+#include <torch/headeronly/util/Half.h>
 #ifdef _OPENMP
 #include <omp.h>
 #endif
@@ -75,47 +78,9 @@ inline To bits_of(From from) {
   return to;
 }
 
-struct BFloat16 {
-  uint16_t bits;
-  operator float() const { return bits_of<float>(static_cast<uint32_t>(bits) << 16); }
-};
-
-struct Float16 {
-  uint16_t bits;
-  operator float() const {
-    // The exponent moves from a bias of 15 to one of 127 by a multiplication, which subnormals survive too.
-    const uint32_t magnitude = static_cast<uint32_t>(bits & 0x7fff) << 13;
-    const float finite = bits_of<float>(magnitude) * 0x1p112f;
-    const float value = magnitude >= 0x0f800000 ? bits_of<float>(magnitude | 0x7f800000u) : finite;
-    return bits & 0x8000 ? -value : value;
-  }
-};
-
 typedef uint32_t Words __attribute__((vector_size(kLanes * sizeof(uint32_t)), aligned(4)));
-typedef uint16_t Halves __attribute__((vector_size(kLanes * sizeof(uint16_t)), aligned(2)));
 
 inline Floats load(const float* from) { return *reinterpret_cast<const Floats*>(from); }
-
-inline Floats load(const BFloat16* from) {
-  return bits_of<Floats>(__builtin_convertvector(*reinterpret_cast<const Halves*>(from), Words) << 16);
-}
-
-inline void store(float value, float* to) { *to = value; }
-
-// To the nearest, of two the even one.
-inline void store(float value, BFloat16* to) {
-  const uint32_t bits = bits_of<uint32_t>(value);
-  to->bits = value == value ? (bits + 0x7fff + ((bits >> 16) & 1)) >> 16 : 0x7fc0;
-}
-
-inline void store(float value, Float16* to) {
-  const uint32_t bits = bits_of<uint32_t>(value), magnitude = bits & 0x7fffffff;
-  uint32_t half;
-  if (magnitude >= 0x47800000) half = magnitude > 0x7f800000 ? 0x7e00 : 0x7c00;
-  else if (magnitude >= 0x38800000) half = (magnitude + 0xc8000fff + ((magnitude >> 13) & 1)) >> 13;
-  else half = bits_of<uint32_t>(bits_of<float>(magnitude) + 0.5f) - 0x3f000000;  // a subnormal's last place is a 0.5's
-  to->bits = half | (bits >> 16 & 0x8000);
-}
 
 }  // namespace
 

@@ -5,19 +5,19 @@ from __future__ import annotations
 import functools
 import platform
 from collections.abc import Sequence
-from ctypes import CDLL, POINTER, Structure, c_float, c_int64, c_void_p
+from ctypes import CDLL, Structure, c_float, c_int64, c_void_p
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch._inductor.codecache import CppCodeCache
 from torch._inductor.cpp_builder import get_cpp_compiler, is_gcc
 from torch._inductor.exc import InvalidCxxCompiler
 
 # Inductor disables these for its kernels, which it vectorises itself. They allow reordering sums, and keep infinities.
+# Without alignment the speed of a loop varies by 5 % with the code before it.
 FLAGS = (
-    *(("-ftree-loop-vectorize",) if is_gcc() else ()),
+    *(("-ftree-loop-vectorize", "-falign-functions=64", "-falign-loops=64") if is_gcc() else ()),
     *(("-mprefer-vector-width=512",) if platform.machine() in ("x86_64", "AMD64") else ()),
     "-ffp-contract=fast",
     "-fno-signed-zeros",
@@ -25,32 +25,39 @@ FLAGS = (
     "-fassociative-math",
     "-fno-math-errno",
 )
-# The dtypes that tensors may have, and the name of each in C++; each library has a build for each dtype.
-DTYPES = {torch.float32: "float", torch.bfloat16: "BFloat16", torch.float16: "Float16"}
+# The dtypes that pairs may have in the C++ kernels, and the name of each there.
+DTYPES = {torch.float32: "float", torch.bfloat16: "c10::BFloat16", torch.float16: "c10::Half"}
 
-# The fields of a step's attention in C++ and Python. T: the pairs' dtype. Shapes: `attention_ops.decode_attention`.
+# The fields of a step's attention in C++ and Python. Shapes: `attention_ops.decode_attention`. The pairs, `q` and `out`
+# have the pairs' dtype.
 # cursor: [B, 3 + pages]; pages: length of a row's table.
 # dim: stored channels D of a low-bit key or value (`records.py`).
 # shares: `center.share_of_center` [B, H, Hq/H, lanes, n] for the fullest row's low-bit tier.
 # share_tokens: number of tokens with one share.
 # scores: scores of all lanes, or of the last lane.
 # row_width: elements of a token's codes, on average over a record.
-# param_bits: bits of a scale, 8 or those of T (`params.py`).
+# param_bits: bits of a scale, 8 or those of the pairs' dtype (`params.py`).
 # key_trellis, value_trellis: 1 for a trellis code, else 0.
 # skip_below: records of smaller weights are skipped.
 # rotation: channels that are rotated together; 0 without rotation.
-# bias_strides: strides of [B, H, Hq/H, lanes, column].
-POINTERS = {
-    "q": "T", "k": "T", "v": "T", "bias": "float", "sinks": "float", "codes": "void",
-    "key_params": "void", "value_params": "void", "recent": "T", "slots": "T",
-    "slot_index": "int32_t", "cursor": "int64_t", "shares": "float", "sink_pairs": "T", "sink_index": "int32_t",
+FIELDS = {
+    "const void*": (
+        "q", "k", "v", "codes", "key_params", "value_params", "recent", "slots", "sink_pairs",
+    ),
+    "const float*": ("bias", "sinks", "shares"),
+    "const int32_t*": ("slot_index", "sink_index"),
+    "const int64_t*": ("cursor",),
+    "void*": ("out",),
+    "float*": ("logits", "scores"),
+    "int64_t": (
+        "batch", "heads", "group_heads", "lanes", "d", "capacity", "row_width", "group", "channels", "window",
+        "top_k", "sink_tokens", "key_bits", "value_bits", "param_bits", "key_trellis", "value_trellis",
+        "rotation", "share_tokens", "pages", "dim",
+    ),
+    "float": ("scale", "softcap", "skip_below"),
 }  # fmt: skip
-RESULTS = {"logits": "float", "scores": "float", "out": "T"}
-SIZES = (
-    "batch", "heads", "group_heads", "lanes", "d", "capacity", "row_width", "group", "channels", "window",
-    "top_k", "sink_tokens", "key_bits", "value_bits", "param_bits", "key_trellis", "value_trellis",
-    "rotation", "share_tokens", "pages", "dim",
-)  # fmt: skip
+NUMBERS: dict[str, Any] = {"int64_t": c_int64, "float": c_float}
+# bias_strides: strides of [B, H, Hq/H, lanes, column].
 STRIDES = 5
 
 
@@ -58,60 +65,38 @@ class StepArguments(Structure):
     """The arguments of the C++ kernels, by address: the caller must keep the tensors alive."""
 
     _fields_ = (
-        *((name, c_void_p) for name in (*POINTERS, *RESULTS)),
-        *((name, c_int64) for name in SIZES),
+        *((name, NUMBERS.get(kind, c_void_p)) for kind, names in FIELDS.items() for name in names),
         ("bias_strides", c_int64 * STRIDES),
-        ("scale", c_float),
-        ("softcap", c_float),
-        ("skip_below", c_float),
     )
 
 
 def declaration() -> str:
     """Return the C++ declaration of `StepArguments`."""
-    lines = [
-        "struct StepArguments {",
-        *(f"  const {kind.replace('T', 'void')}* {name};" for name, kind in POINTERS.items()),
-        *(f"  {kind.replace('T', 'void')}* {name};" for name, kind in RESULTS.items()),
-        *(f"  int64_t {name};" for name in SIZES),
-        f"  int64_t bias_strides[{STRIDES}];",
-        "  float scale, softcap, skip_below;",
-        "};",
-    ]
-    return "\n".join(lines) + "\n"
+    fields = "".join(f"  {kind} {name};\n" for kind, names in FIELDS.items() for name in names)
+    return f"struct StepArguments {{\n{fields}  int64_t bias_strides[{STRIDES}];\n}};\n"
 
 
 @functools.cache
-def decode_library(dtype: torch.dtype) -> CDLL:
-    """Return cpp_decode.cpp, compiled for pairs of this dtype."""
-    functions = {name: [POINTER(StepArguments)] for name in ("decode_attention", "score_low_bit", "attend_scored")}
-    return compiled(
-        (
-            "cpp/cpp_tiles.h", "codes/cpp_codes.h", "attention/cpp_fragments.h", "attention/cpp_exact.h",
-            "attention/cpp_attention.h", "attention/cpp_decode.cpp",
-        ),
-        functions,
-        dtype,
-        declaration(),
+def decode_library(dtype: torch.dtype) -> Any:
+    """Return cpp_decode.cpp, compiled for pairs of this dtype; None for a dtype that it does not support."""
+    if dtype not in DTYPES:
+        return None
+    names = (
+        "cpp/cpp_tiles.h", "codes/cpp_codes.h", "attention/cpp_fragments.h", "attention/cpp_exact.h",
+        "attention/cpp_attention.h", "attention/cpp_decode.cpp",
     )  # fmt: skip
+    return compiled(names, f"typedef {DTYPES[dtype]} T;\n{declaration()}")
 
 
 @functools.cache
-def tiers_library(dtype: torch.dtype = torch.float32) -> CDLL:
-    """Return cpp_tiers.cpp for pairs of any dtype; a rounded host tier requires the pairs' dtype."""
-    pointer, number = c_void_p, c_int64
-    return compiled(("movement/cpp_tiers.cpp",), {
-        "select_topk": [pointer, *[number] * 4, pointer],
-        "refill": [*[pointer] * 5, *[number] * 6, pointer],
-        "write_pairs": [*[pointer] * 4, *[number] * 8],
-    }, dtype)  # fmt: skip
-
-
-@functools.cache
-def trellis_library() -> CDLL:
-    """Return cpp_trellis.cpp, for float32."""
-    pointer, number = c_void_p, c_int64
-    return compiled(("codes/cpp_trellis.cpp",), {"encode": [pointer, number, number, pointer]})
+def tiers_library() -> CDLL:
+    """Return cpp_tiers.cpp and cpp_trellis.cpp, for all dtypes."""
+    library, pointer, number = compiled(("codes/cpp_trellis.cpp", "movement/cpp_tiers.cpp")), c_void_p, c_int64
+    library.encode.argtypes = [pointer, number, number, pointer]
+    library.select_topk.argtypes = [pointer, *[number] * 4, pointer]
+    library.refill.argtypes = [*[pointer] * 5, *[number] * 7, pointer]
+    library.write_pairs.argtypes = [*[pointer] * 4, *[number] * 8]
+    return library
 
 
 @functools.cache
@@ -124,19 +109,12 @@ def has_compiler() -> bool:
     return True
 
 
-def compiled(
-    names: Sequence[str], functions: dict[str, list[Any]], dtype: torch.dtype = torch.float32, before: str = ""
-) -> CDLL:
-    """Compile these C++ files of kernels/, concatenated, with Inductor's C++ compiler."""
+def compiled(names: Sequence[str], before: str = "") -> CDLL:
+    """Compile these C++ files of kernels/, concatenated, with Inductor's C++ compiler.
+
+    before: code before the files, which may use the types of cpp_vectors.h.
+    """
     here = Path(__file__).parents[1]
-    files = [(here / name).read_text("utf-8") for name in ("cpp/cpp_vectors.h", *names)]
-    text = "".join((f"#define DTYPE {DTYPES[dtype]}\n", files[0], before, *files[1:]))
-    library: Any = CppCodeCache.load(text, extra_flags=FLAGS)
-    for function, arguments in functions.items():
-        getattr(library, function).argtypes = arguments
-        getattr(library, function).restype = None
-    return library  # type: ignore[no-any-return]
-
-
-def address(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
+    first, *files = ((here / name).read_text("utf-8") for name in ("cpp/cpp_vectors.h", *names))
+    library: CDLL = CppCodeCache.load("".join((first, before, *files)), extra_flags=FLAGS)
+    return library

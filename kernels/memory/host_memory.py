@@ -12,6 +12,7 @@ import mmap
 import sys
 import threading
 import weakref
+from pathlib import Path
 
 import psutil
 import torch
@@ -20,14 +21,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from specache_compile.errors import SpecacheError
 
-from .cgroup import remaining_memory
-
 # cudaHostRegisterPortable | cudaHostRegisterMapped
 REGISTER_FLAGS = 3
 # Without MAP_NORESERVE, which mmap does not define, Linux refuses to map more addresses than there is memory.
 NO_RESERVE = 0x4000
 # Reserved addresses of a tier, in units of its first bucket; a tier that outgrows them moves.
 ROOM = 8
+# Control groups (version 2), and the file with those of this process.
+GROUPS, MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 class PinnedMap(mmap.mmap):
@@ -241,3 +242,24 @@ def free_memory() -> int:
     """Return the bytes of memory that the machine and this process's container have free."""
     free, left = int(psutil.virtual_memory().available), remaining_memory()
     return free if left is None else min(free, left)
+
+
+def remaining_memory() -> int | None:
+    """Return the bytes that this process may still allocate under the limits of all its control groups; None without a
+    limit. A container's limit is often far below the free memory of the machine."""
+    lines = MEMBERSHIP.read_text().splitlines() if MEMBERSHIP.exists() else []
+    own = next((Path(line.removeprefix("0::/")) for line in lines if line.startswith("0::/")), Path())
+    left = [bytes_left(GROUPS / group) for group in (own, *own.parents)]
+    return min((size for size in left if size is not None), default=None)
+
+
+def bytes_left(folder: Path) -> int | None:
+    """Return the limit of one group minus its usage, of which file pages can be dropped; None without a limit."""
+    try:
+        limit, usage, stat = ((folder / f"memory.{name}").read_text() for name in ("max", "current", "stat"))
+    except OSError:  # no such group, or no memory controller
+        return None
+    if limit.strip() == "max":
+        return None
+    statistics = dict(line.split() for line in stat.splitlines())
+    return max(0, int(limit) - int(usage) + int(statistics["inactive_file"]))

@@ -1,11 +1,7 @@
 // The ops of `tier_ops.py` on a CPU: selection of pairs, refill of the slots, writes of new pairs. A pair is bytes here:
-// 2·d elements, key first. A rounded host tier has the format of `stored_pairs.py`, converted from and to DTYPE.
+// 2·d elements, key first. A rounded host tier has the format of `stored_pairs.py`.
 
-#include <algorithm>
 #include <cmath>
-#include <cstdint>
-#include <cstring>
-#include <vector>
 
 namespace {
 
@@ -48,10 +44,11 @@ void choose(const float* scores, int64_t n, int64_t k, int32_t* selected) {
 constexpr int64_t kTable = 3, kPage = 256;
 
 // A tier in the pages of a cursor [rows, columns], or a ring of so many tokens per head. heads: of all rows; row_heads: of
-// a row. pair: bytes of a pair; channels: d if it is rounded, else 0.
+// a row. pair, exact: bytes of a pair, here and in the model's dtype. dtype: that dtype's number (`library.DTYPES`) if
+// pairs are rounded here, else -1.
 struct Tier {
   char* pairs;
-  int64_t heads, pair, channels;
+  int64_t heads, pair, exact, dtype;
   const int64_t* cursor;
   int64_t columns, row_heads, ring = 0;
   // A head's part of a token's page.
@@ -59,23 +56,22 @@ struct Tier {
     const int64_t page = cursor[head / row_heads * columns + kTable + token / kPage];
     return pairs + (page * row_heads + head % row_heads) * kPage * pair;
   }
-  // A pair, without the scales of a rounded one.
-  char* at(int64_t head, int64_t token) const {
-    if (ring) return pairs + (head * ring + token % ring) * pair;
-    return block(head, token) + token % kPage * (pair - scales());
+  // A key (0) or value (1), without the scale of a rounded one.
+  char* at(int64_t head, int64_t token, int64_t which) const {
+    if (ring) return pairs + (head * ring + token % ring) * pair + which * pair / 2;
+    return block(head, token) + token % kPage * (pair - scales()) + which * (pair - scales()) / 2;
   }
-  char* scales_at(int64_t head, int64_t token) const {
-    return block(head, token) + kPage * (pair - scales()) + token % kPage * scales();
+  char* scale_at(int64_t head, int64_t token, int64_t which) const {
+    return block(head, token) + kPage * (pair - scales()) + token % kPage * scales() + which * sizeof(float);
   }
-  int64_t scales() const { return channels ? 2 * sizeof(float) : 0; }
-  // Bytes of a key, without its scale.
-  int64_t half() const { return (pair - scales()) / 2; }
+  int64_t scales() const { return dtype < 0 ? 0 : 2 * sizeof(float); }
 };
 
 constexpr float kLargest = 127.0f;
 
-// One key or value of d channels, rounded to codes and a scale, and back.
-void round_to(const DTYPE* from, int64_t d, char* to, char* its_scale) {
+// Round a key or value of d channels to codes and a scale.
+template <typename T>
+void round_to(const T* from, int64_t d, char* to, char* its_scale) {
   float largest = 0.0f;
   bool finite = true;
   for (int64_t i = 0; i < d; ++i) {
@@ -90,31 +86,44 @@ void round_to(const DTYPE* from, int64_t d, char* to, char* its_scale) {
   std::memcpy(its_scale, &scale, sizeof scale);
 }
 
-void widen(const char* from, const char* its_scale, int64_t d, DTYPE* to) {
+template <typename T>
+void widen(const char* from, const char* its_scale, int64_t d, T* to) {
   float scale;
   std::memcpy(&scale, its_scale, sizeof scale);
-  for (int64_t i = 0; i < d; ++i) store(scale * static_cast<int8_t>(from[i]), to + i);
+  for (int64_t i = 0; i < d; ++i) to[i] = scale * static_cast<int8_t>(from[i]);
 }
 
-int64_t slot_bytes(const Tier& host) { return host.channels ? 2 * host.channels * sizeof(DTYPE) : host.pair; }
+// Call what(a number of the dtype with this number).
+template <typename Do>
+void with_dtype(int64_t dtype, Do&& what) {
+  if (dtype == 0) what(float{});
+  else if (dtype == 1) what(c10::BFloat16{});
+  else what(c10::Half{});
+}
+
+// Copy a key or value of the model to the tier.
+void keep(const Tier& tier, int64_t head, int64_t token, int64_t which, const char* from) {
+  char* to = tier.at(head, token, which);
+  if (tier.dtype < 0) std::memcpy(to, from, tier.exact / 2);
+  else with_dtype(tier.dtype, [&](auto number) {
+    const auto* numbers = reinterpret_cast<const decltype(number)*>(from);
+    round_to(numbers, tier.exact / 2 / sizeof number, to, tier.scale_at(head, token, which));
+  });
+}
 
 // Copy a pair of the host tier to a slot.
 void bring(const Tier& host, int64_t head, int64_t token, char* slot) {
-  const char* pair = host.at(head, token);
-  const int64_t d = host.channels;
-  if (!d) {
-    std::memcpy(slot, pair, host.pair);
-    return;
-  }
-  const char* scales = host.scales_at(head, token);
-  DTYPE* to = reinterpret_cast<DTYPE*>(slot);
-  widen(pair, scales, d, to);
-  widen(pair + host.half(), scales + sizeof(float), d, to + d);
+  if (host.dtype < 0) std::memcpy(slot, host.at(head, token, 0), host.pair);
+  else with_dtype(host.dtype, [&](auto number) {
+    const int64_t d = host.exact / 2 / sizeof number;
+    auto* to = reinterpret_cast<decltype(number)*>(slot);
+    for (int64_t which = 0; which < 2; ++which)
+      widen(host.at(head, token, which), host.scale_at(head, token, which), d, to + which * d);
+  });
 }
 
 // Copy one head's selected pairs that its slots lack to its slots; returns their number.
 int64_t refill_head(const int32_t* selected, const Tier& host, int64_t head, char* slots, int32_t* index, int64_t k) {
-  const int64_t slot = slot_bytes(host);
   std::vector<int32_t> missing;
   std::vector<uint8_t> stays(k);
   for (int64_t i = 0; i < k; ++i) {
@@ -131,7 +140,7 @@ int64_t refill_head(const int32_t* selected, const Tier& host, int64_t head, cha
     index[j] = -1;
     if (next == missing.size()) continue;
     index[j] = missing[next++];
-    bring(host, head, index[j], slots + j * slot);
+    bring(host, head, index[j], slots + j * host.exact);
   }
   return missing.size();
 }
@@ -143,38 +152,29 @@ extern "C" void select_topk(const float* scores, int64_t heads, int64_t stride, 
   for (int64_t head = 0; head < heads; ++head) choose(scores + head * stride, n, k, selected + head * k);
 }
 
-// selected and slot_index [rows * heads, k], slots [rows * heads, k] of pairs, cursor [rows, columns], host a tier in
+// selected and slot_index [rows * heads, k], slots [rows * heads, k] of pairs, cursor [rows, columns], host a `Tier` in
 // pages; fetched: copied bytes are added to it.
 extern "C" void refill(const int32_t* selected, const int64_t* cursor, char* host, char* slots, int32_t* slot_index,
-                       int64_t columns, int64_t rows, int64_t heads, int64_t k, int64_t pair, int64_t channels,
-                       int64_t* fetched) {
-  const Tier tier = {host, rows * heads, pair, channels, cursor, columns, heads};
+                       int64_t columns, int64_t rows, int64_t heads, int64_t k, int64_t pair, int64_t exact,
+                       int64_t dtype, int64_t* fetched) {
+  const Tier tier = {host, rows * heads, pair, exact, dtype, cursor, columns, heads};
   for (int64_t head = 0; head < tier.heads; ++head) {
-    char* own = slots + head * k * slot_bytes(tier);
+    char* own = slots + head * k * exact;
     *fetched += pair * refill_head(selected + head * k, tier, head, own, slot_index + head * k, k);
   }
 }
 
-// Write the pairs of `count` new tokens to target from each row's length on; cursor [rows, columns]. keys and values
-// [rows * heads, count] have `half` bytes each, and `width` bytes in the target: rounded if these have `channels`.
-// ring: as in `Tier`.
+// Write the pairs of `count` new tokens, keys and values [rows * heads, count], to the `Tier` target from each row's
+// length on; cursor [rows, columns].
 extern "C" void write_pairs(const char* keys, const char* values, const int64_t* cursor, char* target, int64_t columns,
-                            int64_t rows, int64_t heads, int64_t count, int64_t ring, int64_t half, int64_t width,
-                            int64_t channels) {
-  const Tier tier = {target, rows * heads, 2 * width, channels, cursor, columns, heads, ring};
+                            int64_t rows, int64_t heads, int64_t count, int64_t ring, int64_t pair, int64_t exact,
+                            int64_t dtype) {
+  const Tier tier = {target, rows * heads, pair, exact, dtype, cursor, columns, heads, ring};
   for (int64_t head = 0; head < tier.heads; ++head)
     for (int64_t t = 0; t < count; ++t) {
-      const int64_t token = cursor[head / heads * columns] + t;
+      const int64_t token = cursor[head / heads * columns] + t, from = (head * count + t) * exact / 2;
       if (token < 0) continue;  // no token (`cursor.py`)
-      const char *key = keys + (head * count + t) * half, *value = values + (head * count + t) * half;
-      char* to = tier.at(head, token);
-      if (channels) {
-        char* scales = tier.scales_at(head, token);
-        round_to(reinterpret_cast<const DTYPE*>(key), channels, to, scales);
-        round_to(reinterpret_cast<const DTYPE*>(value), channels, to + tier.half(), scales + sizeof(float));
-      } else {
-        std::memcpy(to, key, half);
-        std::memcpy(to + tier.half(), value, half);
-      }
+      keep(tier, head, token, 0, keys + from);
+      keep(tier, head, token, 1, values + from);
     }
 }

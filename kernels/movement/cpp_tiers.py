@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from ctypes import CDLL
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from specache_compile.kernels.codes.trellis import is_trellis
-from specache_compile.kernels.cpp.library import DTYPES, address, tiers_library, trellis_library
+from specache_compile.kernels.cpp.library import DTYPES, tiers_library
 from specache_compile.kernels.state.by_rows import rows_of
 from specache_compile.kernels.state.cursor import LOW_BIT, NEXT_LOW_BIT
 from specache_compile.kernels.state.layout import StoredTiers
@@ -25,61 +22,36 @@ WRITE_THROUGH = 16
 APPENDED = tuple(inspect.signature(tiers.append).parameters)
 
 
-def library_for(pairs: Tensor) -> CDLL:
-    """Return the library that copies pairs of this dtype; one of a dtype that C++ lacks is never rounded."""
-    return tiers_library(pairs.dtype if pairs.dtype in DTYPES else torch.float32)
-
-
-def library_of(place: int) -> Callable[..., CDLL]:
-    """Return `Op.library` of an op whose operand at this place has the pairs' dtype."""
-    return lambda *operands: library_for(operands[place])
-
-
-def library_of_scores(*operands: Any) -> CDLL:
-    """Return the library for `select_topk`, whose scores are in float32 in every graph."""
-    return tiers_library()
-
-
-def library_of_append(
-    k: Tensor, v: Tensor, padding: Tensor | None, cursor: Tensor, codes: Tensor, key_params: Tensor,
-    value_params: Tensor, *rest: Any,
-) -> CDLL:  # fmt: skip
-    """Return the library for `append`, and compile the trellis encoder if the tier needs it."""
-    if is_trellis(key_params) or is_trellis(value_params):
-        trellis_library()
-    return library_for(k)
-
-
-def channels_of(slots: Tensor, host: Tensor) -> int:
-    """Return d if the host tier is rounded, else 0."""
-    return slots.shape[-1] if host.dtype == ROUNDED else 0
+def rounding(pairs: Tensor, host: Tensor) -> int:
+    """Return the number of the pairs' dtype among `DTYPES` if the host tier is rounded, else -1."""
+    return [*DTYPES].index(pairs.dtype) if host.dtype == ROUNDED else -1
 
 
 def select_topk_fused(scores: Tensor, selected: Tensor) -> None:
     """Compute `tier_ops.select_topk` in C++; same arguments and results."""
     scores = scores.contiguous()
     heads, capacity, k = selected.shape[0] * selected.shape[1], scores.shape[-1], selected.shape[-1]
-    tiers_library().select_topk(address(scores), heads, capacity, capacity, k, address(selected))
+    tiers_library().select_topk(scores.data_ptr(), heads, capacity, capacity, k, selected.data_ptr())
 
 
 def prefetch_fused(
     selected: Tensor, cursor: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor, fetched: Tensor
 ) -> None:
     """Run `tier_ops.prefetch` in C++; same arguments and results."""
-    sizes = (cursor.shape[1], *selected.shape, pair_bytes(host), channels_of(slots, host))
-    places = [address(tensor) for tensor in (selected, cursor, host, slots, slot_index)]
-    library_for(slots).refill(*places, *sizes, address(fetched))
+    sizes = (cursor.shape[1], *selected.shape, pair_bytes(host), pair_bytes(slots), rounding(slots, host))
+    places = [tensor.data_ptr() for tensor in (selected, cursor, host, slots, slot_index)]
+    tiers_library().refill(*places, *sizes, fetched.data_ptr())
 
 
 def correct_fused(
     scores: Tensor, cursor: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor, corrected: Tensor, *rest: Any,
 ) -> Tensor:  # fmt: skip
     """Run `tier_ops.correct` in C++; same arguments and results."""
-    chosen, scores, library = torch.empty_like(slot_index), scores.contiguous(), library_for(slots)
+    chosen, scores = torch.empty_like(slot_index), scores.contiguous()
     _, _, heads, capacity = scores.shape
     for row, low_bit in enumerate(cursor[:, LOW_BIT].tolist()):
-        places = address(scores[0, row]), heads, capacity, low_bit, chosen.shape[2], address(chosen[row])
-        library.select_topk(*places)
+        sizes = heads, capacity, low_bit, chosen.shape[2]
+        tiers_library().select_topk(scores[0, row].data_ptr(), *sizes, chosen[row].data_ptr())
     prefetch_fused(chosen, cursor, host, slots, slot_index, corrected)
     return chosen
 
@@ -113,10 +85,11 @@ def write_pairs(k: Tensor, v: Tensor, cursor: Tensor, target: Tensor, ring: int 
     ring: token t goes to index t mod ring; 0: the target is in pages.
     """
     k, v = k.contiguous(), v.contiguous()
-    stored = (k.shape[3] * k.element_size(), pair_bytes(target) // 2, channels_of(k, target))
-    places = [address(tensor) for tensor in (k, v, cursor, target)]
-    library_for(k).write_pairs(*places, cursor.shape[1], *k.shape[:3], ring, *stored)
+    stored = (pair_bytes(target), pair_bytes(k), rounding(k, target))
+    places = [tensor.data_ptr() for tensor in (k, v, cursor, target)]
+    tiers_library().write_pairs(*places, cursor.shape[1], *k.shape[:3], ring, *stored)
 
 
 def pair_bytes(pairs: Tensor) -> int:
+    """Return the bytes of a pair of keys or values [..., d or w]."""
     return 2 * pairs.shape[-1] * pairs.element_size()

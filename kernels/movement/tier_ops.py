@@ -17,7 +17,7 @@ from specache_compile.kernels.codes.records import (
     write_fields,
     write_levels,
 )
-from specache_compile.kernels.codes.trellis import encoder, is_trellis, quantize
+from specache_compile.kernels.codes.trellis import is_trellis, quantize
 from specache_compile.kernels.state.by_rows import by_rows
 from specache_compile.kernels.state.center import centers, is_found, set_center
 from specache_compile.kernels.state.cursor import LENGTH, LOW_BIT, NEXT_LOW_BIT, length_of
@@ -97,7 +97,7 @@ def store_low_bit(
 def store_in_trellis(x: Tensor, start: int, codes: Tensor, values: bool) -> Tensor:
     """Encode keys or values [B, H, T, d] in the trellis code; returns their scales float32 [B, H, T]."""
     dim, stop = stored_dim(x.shape[3]), start + x.shape[2]
-    fields, scale = quantize(x, start, dim, values, encoder(x.device))
+    fields, scale = quantize(x, start, dim, values)
     write_fields(fields, start, stop, codes, dim, 1, values)
     return scale[..., 0, 0]
 

@@ -18,8 +18,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specache_compile.kernels.codes.records import RECORD
-
 from .cursor import CURSOR_SIZE, LOW_BIT, NEXT_LOW_BIT, host_record
 from .stored_pairs import joined, parts_of, write
 
@@ -85,16 +83,13 @@ def rows_read(tier: Tensor, table: Tensor, first: int = 0) -> Tensor:
 
 
 def write_rows(tier: Tensor, table: Tensor, rows: Tensor, cursor: Tensor) -> None:
-    """Copy the records with the tokens that a step has added to the low-bit tier from `rows` to their pages.
+    """Copy the pages with the tokens that a step has added to the low-bit tier from `rows` to the tier.
 
     cursor: that of these rows, which are equal but for their tables.
     """
-    start, stop = int(cursor[0, LOW_BIT]) // RECORD * RECORD, -(-int(cursor[0, NEXT_LOW_BIT]) // RECORD) * RECORD
-    tokens = PAGE // tier.shape[2] if tier.shape[2] else 1  # per element of dimension 2
-    for number in range(start // PAGE, -(-stop // PAGE)):
-        begin, end = (max(0, min(PAGE, at - number * PAGE)) // tokens for at in (start, stop))
-        places = rows[:, :, number * PAGE // tokens :]
-        tier[table[:, number], :, begin:end] = places[:, :, begin:end]
+    pages = rows.unflatten(2, (table.shape[1], tier.shape[2]))
+    for number in range(int(cursor[0, LOW_BIT]) // PAGE, -(-int(cursor[0, NEXT_LOW_BIT]) // PAGE)):
+        tier[table[:, number]] = pages[:, :, number]
 
 
 def runs(pairs: Pages, start: int, stop: int) -> Iterator[tuple[Tensor, int, int]]:

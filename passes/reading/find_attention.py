@@ -90,7 +90,9 @@ class Update:
 
 def match_site(attention: Node, form: Form, before: Found, held: frozenset[str], masks: ReadMask) -> Site:
     """Return the site of an attention, numbered after the sites in `before`."""
-    keys, values = as_cached(form)
+    for part in (form.keys, form.values):
+        check_read_as_cached(part)
+    keys, values = match_update(form.keys), match_update(form.values)
     if (keys.past is None) != (values.past is None):
         raise NoMatch("its keys and its values have different pasts")
     check_mask(form, (keys.node, values.node))
@@ -130,27 +132,15 @@ def carried_mask(form: Form, known: str | None, masks: ReadMask) -> tuple[Node |
     return form.mask, None
 
 
-def as_cached(form: Form) -> tuple[Update, Update]:
-    """Return the cache updates that an attention's keys and values are."""
-    for part in (form.keys, form.values):
-        check_read_as_cached(part)
-    return match_update(form.keys), match_update(form.values)
-
-
 def check_read_as_cached(part: Node) -> None:
     """Require that an attention reads the cache update itself, not a value computed from it."""
-    if is_window(part):
+    if is_slice_of_tokens(part) and is_kept(part.all_input_nodes[0]):
         raise NoMatch(WINDOW)
     if part.target is not torch.cat and any(is_kept(source) for source in sources_of(part)):
         raise NoMatch(
             "its keys or values are computed from what the cache keeps (as in latent attention), and the form in which "
             "this model does so is not rewritten yet"
         )
-
-
-def is_window(part: Node) -> bool:
-    """Return whether a tensor [B, H, n, d] is a slice of tokens of a cache update that the cache keeps."""
-    return is_slice_of_tokens(part) and is_kept(part.all_input_nodes[0])
 
 
 def is_slice_of_tokens(node: Node) -> bool:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
@@ -32,31 +35,17 @@ def joined_copies(graph_module: GraphModule) -> int:
 
 
 def parts_of(empty: Node) -> list[Node] | None:
-    """Return the `view.copy_(source)` calls that fill a tensor, in order along the last dimension. None if it is filled
-    in another way, or read before it is full."""
-    copies: dict[int, Node] = {}
-    width, read = value_of(empty).shape[-1], False
-    for user in sorted(empty.users):
-        copy = copy_into(user, empty)
-        if copy is None:
-            read = True
-        elif read:
-            return None
-        else:
-            view: Node = copy.args[0]  # type: ignore[assignment]
-            start = view.args[1][1].start or 0  # type: ignore[index, union-attr]
-            if start in copies:
-                return None
-            copies[start] = copy
-    if copies and writes_between(list(copies.values())):
+    """Return the `view.copy_(source)` calls that fill a tensor from left to right. None if it is filled in another way,
+    or read before it is full."""
+    users = sorted(empty.users)
+    copies = [copy for user in users if (copy := copy_into(user, empty)) is not None]
+    views: list[Any] = [copy.args[0] for copy in copies]
+    ends = list(itertools.accumulate(value_of(view).shape[-1] for view in views))
+    starts = [view.args[1][1].start or 0 for view in views]
+    if starts != [0, *ends][: len(starts)] or ends[-1:] != [value_of(empty).shape[-1]]:
         return None
-    sources = [(start, value_of(copies[start].args[1])) for start in sorted(copies)]  # type: ignore[arg-type]
-    at = 0
-    for start, source in sources:
-        if start != at:
-            return None
-        at += source.shape[-1]
-    return [copies[start] for start, _ in sources] if copies and at == width else None
+    early = any(user < max(copies) for user in users if user not in views)
+    return None if early or writes_between(copies) else copies
 
 
 def writes_between(copies: list[Node]) -> bool:

@@ -19,7 +19,7 @@ from transformers import LlamaForCausalLM
 from conftest import prompt
 from specache_compile.compat import cache_of, with_cache
 from specache_compile.errors import SpecacheError
-from specache_compile.kernels.memory import cgroup, host_memory
+from specache_compile.kernels.memory import host_memory
 from specache_compile.kernels.state.cursor import HostRecord, attach, new_cursor
 from specache_compile.methods import parse_options
 from specache_compile.methods.field import LayerShape
@@ -32,8 +32,8 @@ pytestmark = pytest.mark.pairwise
 @pytest.fixture
 def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Replace /sys/fs/cgroup by a folder, and /proc/self/cgroup by a file in it."""
-    monkeypatch.setattr(cgroup, "ROOT", tmp_path)
-    monkeypatch.setattr(cgroup, "MEMBERSHIP", tmp_path / "membership")
+    monkeypatch.setattr(host_memory, "GROUPS", tmp_path)
+    monkeypatch.setattr(host_memory, "MEMBERSHIP", tmp_path / "membership")
     return tmp_path
 
 
@@ -48,25 +48,25 @@ def limit(folder: Path, most: int | str, used: int, cache: int) -> None:
 def test_the_nearest_limit_of_all_groups_around_counts(system: Path, membership: str) -> None:
     (system / "membership").write_text(membership)
     limit(system / "pod/box", 1000, 300, 50)
-    assert cgroup.remaining_memory() == 750  # pages of files can be had back
+    assert host_memory.remaining_memory() == 750  # pages of files can be had back
     limit(system / "pod", 2000, 1500, 0)
-    assert cgroup.remaining_memory() == 500
+    assert host_memory.remaining_memory() == 500
     limit(system / "pod", 2000, 2300, 0)
-    assert cgroup.remaining_memory() == 0
+    assert host_memory.remaining_memory() == 0
 
 
 def test_a_container_that_sees_its_own_group_as_the_root(system: Path) -> None:
     (system / "membership").write_text("0::/docker/0123\n")
     limit(system, 900, 100, 0)
-    assert cgroup.remaining_memory() == 800
+    assert host_memory.remaining_memory() == 800
 
 
 def test_no_limit_is_none(system: Path) -> None:
-    assert cgroup.remaining_memory() is None  # no Linux
+    assert host_memory.remaining_memory() is None  # no Linux
     (system / "membership").write_text("0::/box\n")
-    assert cgroup.remaining_memory() is None  # no memory controller
+    assert host_memory.remaining_memory() is None  # no memory controller
     limit(system / "box", "max", 100, 0)
-    assert cgroup.remaining_memory() is None
+    assert host_memory.remaining_memory() is None
 
 
 # Pinning, with a substitute for CUDA

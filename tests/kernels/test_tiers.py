@@ -21,7 +21,7 @@ from held_tiers import cursor_over
 from specache_compile.kernels.codes.params import read_params, read_scale, stored_scale
 from specache_compile.kernels.codes.quantize import quantize_keys, quantize_values
 from specache_compile.kernels.codes.records import by_token, in_thread_order, param_order, read_levels, stored_dim
-from specache_compile.kernels.codes.trellis import encoder, quantize
+from specache_compile.kernels.codes.trellis import quantize
 from specache_compile.kernels.movement.tier_ops import padded
 from specache_compile.kernels.state.center import centers, set_center
 from specache_compile.kernels.state.cursor import LENGTH, LOW_BIT, NEXT_LOW_BIT
@@ -233,7 +233,7 @@ class Cache:
 
     def in_trellis(self, x: Tensor, values: bool) -> tuple[Tensor, Tensor]:
         """Return the bits [B, H, n, D] of keys or values [B, H, n, d], and their scales [B, H, n]."""
-        bits, scale = quantize(x, 0, self.dim, values, encoder(x.device))
+        bits, scale = quantize(x, 0, self.dim, values)
         return by_token(bits, self.dim, 1, values)[:, :, : x.shape[2]], scale[..., 0, 0]
 
     def check_levels(self, found: Tensor, expected: Tensor, in_trellis: bool) -> None:
