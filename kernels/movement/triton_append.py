@@ -26,8 +26,8 @@ from specache_compile.kernels.state.triton_cursor import AT_LENGTH, AT_LOW_BIT, 
 from specache_compile.kernels.state.triton_pairs import keep_sinks, load_pairs, sinks_among
 from specache_compile.kernels.state.triton_rotate import hadamard
 
-# Tokens per program of a ring write: 16 rows of K and V keep a warp's loads 16 bytes wide.
-RING_BLOCK = 16
+from .triton_copy import write_through
+
 # Tokens per program of an unquantised group, and of a rotated group; both divide every group size.
 COPY_BLOCK, ROTATED_BLOCK = 32, 16
 # Numbers of keys per warp of `quantize_groups`, which hold 128 registers a thread.
@@ -180,32 +180,6 @@ def quantize_groups(
     store_words(words, codes, first, width, group, D, value_bits, 1)
 
 
-@triton.jit(do_not_specialize=["heads", "columns", "count"])
-def write_recent(
-    # k and v [B, H, T, d]; cursor [B, columns]; written: recent [B, H, W, 2, d].
-    k, v, cursor, recent, k_strides, v_strides,
-    # H, columns of the cursor, T new tokens.
-    heads, columns, count,
-    d: tl.constexpr, window: tl.constexpr, BLOCK: tl.constexpr, CHANNELS: tl.constexpr,
-):  # fmt: skip
-    """One program: copy BLOCK new tokens that stay in the window to the ring (token t at t mod W).
-
-    CHANNELS: d, padded. Bytes: 4·d per token read, 4·d written. No FLOPs.
-    """
-    bh = tl.program_id(0).to(tl.int64)
-    cursor += (bh // heads) * columns
-    length = tl.load(cursor + AT_LENGTH)
-    first = tl.maximum(length, tl.load(cursor + AT_NEXT_LOW_BIT))
-    tokens = (first + tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[:, None]
-    channel = tl.arange(0, CHANNELS)[None, :]
-    inside = (channel < d) & (tokens < length + count)
-    k += (bh // heads) * k_strides[0] + (bh % heads) * k_strides[1]
-    v += (bh // heads) * v_strides[0] + (bh % heads) * v_strides[1]
-    place = recent + ((bh * window + tokens % window) * 2) * d + channel
-    tl.store(place, tl.load(k + (tokens - length) * k_strides[2] + channel, inside), inside)
-    tl.store(place + d, tl.load(v + (tokens - length) * v_strides[2] + channel, inside), inside)
-
-
 @takes(tiers=StoredTiers, layout=Layout)
 def append(
     k: Tensor, v: Tensor, padding: Tensor | None, cursor: Tensor, tiers: StoredTiers, layout: Layout, zero_point: str,
@@ -260,9 +234,7 @@ def append(
                 PADDED=padding is not None, APART=apart, KEY_TRELLIS=in_trellis[0], TRELLIS=in_trellis[1],
                 num_warps=min(max(4, group * dim // NUMBERS), 16),
             )  # fmt: skip
-    write_recent[batch * heads, triton.cdiv(min(count, window), RING_BLOCK)](
-        k, v, cursor, recent, *strides, **common, count=count, window=window, BLOCK=RING_BLOCK, CHANNELS=padded,
-    )  # fmt: skip
+    write_through(k, v, cursor, recent, ring=window)
 
 
 def groups_of_a_launch(size: int, groups: int) -> int:
