@@ -56,18 +56,17 @@ def test_tokens_are_found_and_put_wherever_they_lie(pairs: Tensor, start: int, s
 def test_staged_pairs_go_to_the_hosts_tokens(
     pairs: Tensor, start: int, stop: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each copy reads a contiguous tensor."""
     width = CHANNELS if dtype == torch.float32 else stored_pairs.rounded_width(CHANNELS)
     new = pairs[:1, :, start:stop]
     expected = torch.zeros(1, HEADS, CAPACITY, 2, width, dtype=dtype)
     host = in_pages(expected.clone())
     expected[:, :, start:stop] = stored_pairs.stored(new, dtype, width)
+    copy = Tensor.copy_
 
     def copied(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         assert not non_blocking or source.is_contiguous()
         return copy(target, source)
 
-    copy = Tensor.copy_
     for name in ("stream_of", "torch.cuda.current_stream", "torch.cuda.stream"):
         monkeypatch.setattr(f"{copy_stream.__name__}.{name}", mock.MagicMock())
     monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: None)
