@@ -299,14 +299,11 @@ def offload(call: LaunchedOp) -> list[Kernel]:
 
 def append(call: LaunchedOp) -> list[Kernel]:
     options = call.load.options
-    layout = options.layout
-    if not layout.is_quantised:
+    if not options.layout.is_quantised:
         return [small("copy_groups"), small("write_pairs")]
-    rows = options.center_rows(call.layer)
     found = options.has_key_trellis or call.arguments.get("frequencies") is not None
-    names = ["find_center"] if rows and found else []
-    names += ["copy_groups"] if layout.is_rotated or rows else []
-    return [small(name) for name in (*names, "quantize_groups", "write_pairs")]
+    names = ["find_center"] if options.center_rows(call.layer) and found else []
+    return [small(name) for name in (*names, "copy_groups", "quantize_groups", "write_pairs")]
 
 
 def fp8_attention(call: LaunchedOp) -> list[Kernel]:
