@@ -163,9 +163,7 @@ def send_tokens(page: Tensor, target: Tensor, begin: int, end: int) -> None:
             other[0, head].copy_(one[0, head], non_blocking=True)
 
 
-@functools.cache
-def staging_of(device: torch.device) -> Staging:
-    return Staging(device)
+staging_of = functools.cache(Staging)
 
 
 def release_staging() -> None:
