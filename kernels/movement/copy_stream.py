@@ -38,9 +38,12 @@ def stream_of(device: torch.device) -> torch.cuda.Stream:
 
 
 def adopt(state: Mapping[str, Tensor]) -> None:
-    """Record in the allocator that copies use these tensors, so that it does not reuse their memory too soon."""
-    for field in ("selected", "slots", "slot_index", "fetched", "corrected"):
-        state[field].record_stream(stream_of(state["slots"].device))
+    """Record in the allocator that copies use these tensors, so that it does not reuse their memory too soon.
+
+    A state without fetches lacks some of them.
+    """
+    for field in {"selected", "slots", "slot_index", "fetched", "corrected"} & state.keys():
+        state[field].record_stream(stream_of(state[field].device))
 
 
 def has_streams(device: torch.device) -> bool:
