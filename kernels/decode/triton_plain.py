@@ -175,20 +175,11 @@ def attend_rows(
     tl.store(totals + at, total)
 
 
-def attend(
-    new: AttentionInputs, read: TierInputs, kept: tuple[Tensor, Tensor] | None = None, lse: Tensor | None = None,
-    cut: float | None = None,
+def launch(
+    new: AttentionInputs, read: TierInputs, kept: tuple[Tensor, Tensor] | None, lse: Tensor | None, cut: float | None,
+    keys: bool, values: bool,
 ) -> Sums:  # fmt: skip
-    """Return the sums over the tier's tokens; those over keys alone have no values.
-
-    Args:
-        read: for e4m3 codes with the new pairs, contiguous and one for each head, in place of parameters; for these
-            codes, keys and values are read at once.
-        kept: kept logits and their base, which keys alone write. None for e4m3 codes.
-        lse: [B, Hq, lanes], to which the kept logits weight the values. None for keys alone.
-        cut: log2 of the weight below which a record's values are skipped if all its weights are; None skips none.
-    """
-    keys, values = lse is None, kept is None or lse is not None
+    """Launch `attend_rows`; only keys are multiplied by q."""
     q, cursor, (mask_kind, mask, strides) = new.q, new.cursor, mask_form(new.mask, new.q)
     (batch, query_heads, lanes, d), (codes, new_key, new_value) = q.shape, read.tiers[:3]
     _, heads, capacity = shape_of_scores(codes, cursor)
@@ -207,3 +198,26 @@ def attend(
         ROWS=padded, PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=WARPS, num_stages=1,
     )  # fmt: skip
     return sums
+
+
+def attend_keys(new: AttentionInputs, read: TierInputs, logits: Tensor, base: Tensor) -> Sums:
+    """Write the kept logits of the low-bit tier's tokens; returns their sums, which have no values."""
+    return launch(new, read, (logits, base), None, None, keys=True, values=False)
+
+
+def attend_values(
+    new: AttentionInputs, read: TierInputs, logits: Tensor, base: Tensor, lse: Tensor, cut: float | None
+) -> Sums:
+    """Return the sums of the low-bit tier's values, weighted by kept logits relative to lse [B, Hq, lanes].
+
+    cut: log2 of the weight below which a record is skipped if all its weights are; None to skip none.
+    """
+    return launch(new, read, (logits, base), lse, cut, keys=False, values=True)
+
+
+def attend_pairs(new: AttentionInputs, read: TierInputs) -> Sums:
+    """Return the sums over all cached e4m3 pairs, codes [P, H, 256, 2·d], which are read once, and the new pair.
+
+    The new pairs, one for each head and contiguous, take the place of parameters in `read`.
+    """
+    return launch(new, read, None, None, None, keys=True, values=True)

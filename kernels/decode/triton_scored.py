@@ -88,16 +88,13 @@ def kept_of(new: AttentionInputs, read: TierInputs) -> tuple[Tensor, Tensor, Ten
 
 def attend_keys(new: AttentionInputs, read: TierInputs, logits: Tensor, base: Tensor) -> Sums:
     """Write the kept logits of the low-bit tier; returns their sums without values."""
-    if read.layout.is_quantised:
-        return triton_keys.attend_keys(new, read, logits, base)
-    return triton_plain.attend(new, read, (logits, base))
+    half = triton_keys if read.layout.is_quantised else triton_plain
+    return half.attend_keys(new, read, logits, base)
 
 
 def attend_values(
     new: AttentionInputs, read: TierInputs, logits: Tensor, base: Tensor, lse: Tensor, skip_below: float
 ) -> Sums:
     """Return the sums of the low-bit tier's values, weighted by kept logits relative to lse [B, Hq, lanes]."""
-    cut = math.log2(skip_below) if skip_below else None
-    if read.layout.is_quantised:
-        return triton_values.attend_values(new, read, logits, base, lse, cut)
-    return triton_plain.attend(new, read, (logits, base), lse, cut)
+    half = triton_values if read.layout.is_quantised else triton_plain
+    return half.attend_values(new, read, logits, base, lse, math.log2(skip_below) if skip_below else None)

@@ -166,7 +166,9 @@ def send_tokens(page: Tensor, target: Tensor, begin: int, end: int) -> None:
             other[0, head].copy_(one[0, head], non_blocking=True)
 
 
-staging_of = functools.cache(Staging)
+@functools.cache
+def staging_of(device: torch.device) -> Staging:
+    return Staging(device)
 
 
 def release_staging() -> None:
