@@ -314,7 +314,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--contexts", type=int, nargs="+", default=[8192, 32768], help="tokens (8192 32768)")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16], help="rows (1 16)")
-    parser.add_argument("--bits", type=int, nargs="+", default=[16, 2, 1], choices=(1, 2, 4, 16), help="(16 2 1)")
+    parser.add_argument("--bits", type=int, nargs="+", default=[16, 2, 1], choices=(1, 2, 4, 8, 16), help="(16 2 1)")
     parser.add_argument("--repeats", type=int, default=50, help="timed runs of each kernel (default: 50)")
     parser.add_argument("--tier-gib", type=float, metavar="GIB", help="only time gathers over so much host memory")
     args, device = parsed(parser, "gpu_kernels", arguments)

@@ -97,6 +97,7 @@ CASES = {
         SpecacheOptions(bits=4, group_size=128), softcap=50.0, queries=8, lanes=2, mask="additive"
     ),
     "4 bits": Case(SpecacheOptions(bits=4)),
+    "8 bits": Case(SpecacheOptions(bits=8)),
     "16 bits": Case(SpecacheOptions(bits=16)),
     "fp32, 2 bits": Case(SpecacheOptions(**PAPER), torch.float32, d=64),
     "fp32, 1 bit, d 16": Case(SpecacheOptions(**PAPER | {"bits": 1, "group_size": 32}), torch.float32, d=16),

@@ -12,7 +12,8 @@ import triton.language as tl
 
 from . import records
 
-RECORD, PARAM_BLOCK = tl.constexpr(records.RECORD), tl.constexpr(records.PARAM_BLOCK)
+RECORD, ROWS_FROM = tl.constexpr(records.RECORD), tl.constexpr(records.ROWS_FROM)
+PARAM_BLOCK = tl.constexpr(records.PARAM_BLOCK)
 
 
 @triton.jit
@@ -23,11 +24,11 @@ def by_word(x, BITS: tl.constexpr, WHICH: tl.constexpr):
     RECORDS: tl.constexpr = g // RECORD if g > RECORD else 1
     FIELDS: tl.constexpr = 16 // BITS
     LOADS: tl.constexpr = 4 if D * BITS >= 64 else D * BITS // 16
-    if WHICH == 0:
+    if BITS < ROWS_FROM and WHICH == 0:
         # record, g, word // V, word % V, field, q, k0
         x = tl.reshape(x, [RECORDS, g // RECORDS // 8, D // FIELDS // LOADS, LOADS, FIELDS, 4, 2])
         x = tl.permute(x, (0, 2, 1, 5, 3, 6, 4))
-    else:
+    elif BITS < ROWS_FROM:
         # record, q, o, word of the load, e % s, k0, c, g
         x = tl.reshape(x, [RECORDS, g // RECORDS // 16, 2, LOADS, 4 // LOADS, 2, D // 8, 8])
         x = tl.permute(x, (0, 4, 2, 6, 7, 1, 3, 5))
@@ -71,7 +72,7 @@ def store_words(
     PART: tl.constexpr = RECORD * D * BITS // 32
     LOADS: tl.constexpr = 4 if D * BITS >= 64 else D * BITS // 16
     # Words that are adjacent in both halves of a record.
-    RUN: tl.constexpr = (2 if WHICH == 1 else 16) * LOADS
+    RUN: tl.constexpr = PART // 2 if BITS == ROWS_FROM else (2 if WHICH == 1 else 16) * LOADS
     word = tl.arange(0, words.shape[0])
     if g < RECORD:
         place = word // RUN * (2 * RUN) + first % RECORD // g * RUN + word % RUN

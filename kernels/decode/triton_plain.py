@@ -1,11 +1,11 @@
-"""Triton: attention over tiers that are rows of tokens: pairs in the model's dtype, or e4m3 codes.
+"""Triton: attention over tiers that are rows of tokens: pairs in the model's dtype, codes of 8 bits, e4m3 codes.
 
 Tokens are the columns of both products, query rows the rows, so that both tiles are loaded as they are stored.
 """
 
 # attend_rows (B·H, splits) has three modes: keys alone write kept logits (`kept_logits.py`), values alone read them,
-# both together need none. e4m3 codes are exact in float16, so bfloat16 models use it for their products, and a query
-# row is divided by a power of two.
+# both together need none. Numbers are converted to a product's dtype, codes of 8 bits to code · scale + zero. e4m3
+# codes are exact in float16, so bfloat16 models use it for them, and a query row is divided by a power of two.
 
 from __future__ import annotations
 
@@ -18,15 +18,19 @@ from specache_compile.kernels.attention.kept_logits import LOGIT_BLOCK, LOWEST
 from specache_compile.kernels.attention.triton_kept import place_of_base, place_of_logit
 from specache_compile.kernels.attention.triton_softmax import LOG2E, biased, capped, finite, shown
 from specache_compile.kernels.codes.records import RECORD, stored_dim
+from specache_compile.kernels.codes.triton_levels import read_scale, read_zero
+from specache_compile.kernels.state.layout import rotated
 from specache_compile.kernels.state.operands import AttentionInputs, TierInputs
 from specache_compile.kernels.state.page_table import shape_of_scores
+from specache_compile.kernels.state.triton_center import share_of_center
 from specache_compile.kernels.state.triton_cursor import AT_LENGTH, AT_LOW_BIT, place_in_page
+from specache_compile.kernels.state.triton_pairs import sinks_among
 
-from .triton_decode import MASK_STRIDES, Sums, empty_sums, mask_form, rows_of, splits_of
+from .triton_decode import MASK_STRIDES, Sums, empty_sums, group_of, mask_form, rows_of, splits_of
 
-BLOCK, LEAST = tl.constexpr(LOGIT_BLOCK), tl.constexpr(LOWEST)
-# Kinds of rows: pairs in q's dtype; e4m3 codes, converted by arithmetic or natively.
-PAIRS, E4M3, NATIVE = (tl.constexpr(kind) for kind in range(3))
+TOKENS, BLOCK, LEAST = (tl.constexpr(size) for size in (RECORD, LOGIT_BLOCK, LOWEST))
+# Kinds of rows: pairs in q's dtype; 8-bit codes with parameters; e4m3 codes, converted by arithmetic or natively.
+PAIRS, LEVELS, E4M3, NATIVE = (tl.constexpr(kind) for kind in range(4))
 # Weights are at most 1. Multiplied by this, those of a long context are normal numbers in float16.
 LIFT = tl.constexpr(2.0**15)
 HAS_E4M3 = 8, 9  # the first devices that convert e4m3 codes
@@ -54,6 +58,38 @@ def power_below(x):
 
 
 @triton.jit
+def load_keys(at, params, inside, kind: tl.constexpr, d: tl.constexpr, KIND: tl.constexpr):
+    """Load keys [tokens, d] of one group in `kind`. at: pointers; params: the group's scale|zero [2, d]."""
+    keys = tl.load(at, inside[None, :], 0)
+    if KIND == LEVELS:
+        channel = tl.arange(0, d)
+        scale = read_scale(tl.load(params + channel, inside, 0))
+        zero = read_zero(tl.load(params + d + channel, inside, 0), scale)
+        keys = keys.to(tl.float32) * scale[None, :] + zero[None, :]
+    elif KIND >= E4M3:
+        keys = from_e4m3(keys, KIND == NATIVE)
+    return keys.to(kind)
+
+
+@triton.jit
+def load_values(
+    at, params, there, inside, kind: tl.constexpr, d: tl.constexpr, value_group: tl.constexpr, KIND: tl.constexpr
+):  # fmt: skip
+    """Load values [tokens, d] in `kind`, 0 for tokens that are not `there`. params: their scale|zero [tokens, 2, n]."""
+    values = tl.load(at, there[:, None] & inside[None, :], 0)
+    if KIND == LEVELS:
+        groups: tl.constexpr = d // value_group
+        number = tl.arange(0, there.shape[0])[:, None] * (2 * groups) + tl.arange(0, groups)[None, :]
+        scale = read_scale(tl.load(params + number, there[:, None], 0))
+        zero = read_zero(tl.load(params + groups + number, there[:, None], 0), scale)
+        values = tl.reshape(values, [there.shape[0], groups, value_group]).to(tl.float32)
+        values = tl.reshape(values * scale[:, :, None] + zero[:, :, None], [there.shape[0], d])
+    elif KIND >= E4M3:
+        values = from_e4m3(values, KIND == NATIVE)
+    return values.to(kind)
+
+
+@triton.jit
 def keep(logits, kept, base, start, low_bit, PAIRS: tl.constexpr):
     """Store a head's logits [ROWS, tokens] from token `start` on, above the largest of each 16."""
     blocks: tl.constexpr = logits.shape[1] // BLOCK
@@ -69,11 +105,14 @@ def keep(logits, kept, base, start, low_bit, PAIRS: tl.constexpr):
 
 @triton.jit(do_not_specialize=[*MASK_STRIDES, "capacity", "columns", "splits"])
 def attend_rows(
-    # q [B, Hq, lanes, d]; mask [B, Hq, lanes, > n] uint8 or additive, or none; cursor int64 [B, columns].
+    # q [B, Hq, lanes, d], rotated if the rows are; mask [B, Hq, lanes, > n] uint8 or additive, or none; cursor int64
+    # [B, columns].
     q, mask, cursor,
-    # codes [P, H, 256, 2·d]; for e4m3 codes, the key and the value of the new pair [B, H, 1, d]; lse [B·H, R] in log2
-    # units.
-    codes, new_key, new_value, lse,
+    # codes [P, H, 256, w]; for LEVELS, key_params [P, H, 256/g, 2, D] and value_params [P, H, 256, 2, D/gv]; for e4m3
+    # codes, the key and the value of the new pair [B, H, 1, d] instead.
+    codes, key_params, value_params,
+    # sink_index [B, 1, S] int32; shares of the center [B, Hq, lanes, C], if CENTERED; lse [B·H, R] in log2 units.
+    sink_index, shares, lse,
     # `kept_logits.based_logits`, unused if KEYS and VALUES.
     kept, base,
     # Written: partial [B·H, splits, ROWS, D] if VALUES, peaks and totals [B·H, splits, ROWS]; float32, in log2 units.
@@ -81,15 +120,18 @@ def attend_rows(
     m_batch, m_head, m_row, m_token, scale, softcap,
     # log2 of the weight below which a record's values are skipped, if SKIPS; H; C; columns of the cursor.
     cut, heads, capacity, columns, splits,
-    d: tl.constexpr, D: tl.constexpr, lanes: tl.constexpr, rows: tl.constexpr, COUNT: tl.constexpr,
-    KIND: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, MASK: tl.constexpr, CAP: tl.constexpr,
-    SKIPS: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, PRECISION: tl.constexpr,
+    d: tl.constexpr, D: tl.constexpr, group: tl.constexpr, value_group: tl.constexpr, lanes: tl.constexpr,
+    rows: tl.constexpr, sink_tokens: tl.constexpr, record: tl.constexpr, width: tl.constexpr,
+    keys_first: tl.constexpr, COUNT: tl.constexpr, KIND: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
+    CENTERED: tl.constexpr, MASK: tl.constexpr, CAP: tl.constexpr, SKIPS: tl.constexpr, TILE: tl.constexpr,
+    ROWS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: all query rows of a KV head, over a split of its tokens, and in the first split of e4m3 codes over
-    the new pair.
+    the new pair. Logits of sinks are -inf.
 
-    COUNT: the cursor's element with the number of tokens. TILE: tokens per product. ROWS: R, padded; rows after the
-    last repeat others. Bytes per token: a pair, or half of it and kept logits. FLOPs: 4·ROWS·D, or half.
+    record, width: elements of a record and of a row. keys_first: a record's elements before its values. COUNT: the
+    cursor's element with the number of tokens. TILE: tokens per product; keys are of one group. ROWS: R, padded; rows
+    after the last repeat others. Bytes per token: 2·width, or half of that and kept logits. FLOPs: 4·ROWS·D, or half.
     """
     bh, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     batch = bh // heads
@@ -119,14 +161,14 @@ def attend_rows(
     peak = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     if KIND >= E4M3:
-        key = tl.load(new_key + bh * d + channel, inside, 0.0).to(tl.float32)
-        value = tl.load(new_value + bh * d + channel, inside, 0.0).to(tl.float32)
-        new_logit = capped(tl.sum(query.to(tl.float32) * key[None, :], 1) * worth, softcap, CAP)
+        new_key = tl.load(key_params + bh * d + channel, inside, 0.0).to(tl.float32)
+        new_value = tl.load(value_params + bh * d + channel, inside, 0.0).to(tl.float32)
+        new_logit = capped(tl.sum(query.to(tl.float32) * new_key[None, :], 1) * worth, softcap, CAP)
         column = (row * 0 + count) * m_token
         new_seen = shown(row + split * ROWS < ROWS, mask, column, MASK)
         peak = biased(new_logit, mask, mask_row + column, new_seen, MASK) * LOG2E
         total = tl.where(peak > float("-inf"), 1.0, 0.0)
-        sums = total[:, None] * (value * lift)[None, :]
+        sums = total[:, None] * (new_value * lift)[None, :]
     tiles = (count + TILE - 1) // TILE
     share = tl.cdiv(tiles, splits)
     for tile in range(split * share, tl.minimum(tiles, (split + 1) * share)):
@@ -135,14 +177,19 @@ def attend_rows(
         there = token < count
         place = tl.zeros([], tl.int64) + start
         first = place_in_page(cursor, bh % heads, place, heads, place >= 0)
-        at = codes + first * (2 * d) + tl.arange(0, TILE)[:, None] * (2 * d) + channel[None, :]
+        at = codes + first // TOKENS * record + (first % TOKENS + tl.arange(0, TILE))[:, None] * width
+        at += channel[None, :]
         shrink = tl.full([ROWS], 1.0, tl.float32)
         if KEYS:
-            keys = tl.load(at, inside[None, :], 0)
-            keys = from_e4m3(keys, KIND == NATIVE).to(kind) if KIND >= E4M3 else keys
+            keys = load_keys(at, key_params + first // group * (2 * D), inside, kind=kind, d=D, KIND=KIND)
             logits = tl.dot(query, tl.trans(keys), input_precision=PRECISION) * worth[:, None]
+            if CENTERED:
+                logits += tl.load(shares + (bh * rows + row)[:, None] * capacity + token[None, :])
             logits = capped(logits, softcap, CAP)
-            seen = shown(there, mask, token * m_token, MASK)[None, :] & (row >= 0)[:, None]
+            seen = there
+            if sink_tokens > 0:
+                seen &= ~sinks_among(token, sink_index + batch * sink_tokens, sink_tokens=sink_tokens)
+            seen = shown(seen, mask, token * m_token, MASK)[None, :] & (row >= 0)[:, None]
             logits = biased(logits, mask, mask_row[:, None] + (token * m_token)[None, :], seen, MASK) * LOG2E
             if not VALUES:
                 keep(logits, kept, base, start, count, PAIRS=PAIRS)
@@ -162,8 +209,10 @@ def attend_rows(
         if visited:
             total = total * shrink + tl.sum(weights, 1)
             if VALUES:
-                values = tl.load(at + d, there[:, None] & inside[None, :], 0)
-                values = from_e4m3(values, KIND == NATIVE).to(kind) if KIND >= E4M3 else values
+                values = load_values(
+                    at + keys_first, value_params + first * (2 * D // value_group), there, inside, kind=kind, d=D,
+                    value_group=value_group, KIND=KIND,
+                )  # fmt: skip
                 lifted = (weights * lift).to(kind)
                 sums = tl.dot(lifted, values, sums * shrink[:, None], input_precision=PRECISION)
     at = (bh * splits + split) * ROWS + tl.arange(0, ROWS)
@@ -176,33 +225,45 @@ def attend_rows(
 
 
 def launch(
-    new: AttentionInputs, read: TierInputs, kept: tuple[Tensor, Tensor] | None, lse: Tensor | None, cut: float | None,
-    keys: bool, values: bool,
+    new: AttentionInputs, read: TierInputs, shares: Tensor, kept: tuple[Tensor, Tensor] | None, lse: Tensor | None,
+    cut: float | None, keys: bool, values: bool,
 ) -> Sums:  # fmt: skip
-    """Launch `attend_rows`; only keys are multiplied by q."""
-    q, cursor, (mask_kind, mask, strides) = new.q, new.cursor, mask_form(new.mask, new.q)
-    (batch, query_heads, lanes, d), (codes, new_key, new_value) = q.shape, read.tiers[:3]
+    """Launch `attend_rows`; q is contiguous, and rotated if the rows are."""
+    q, cursor, tiers, (mask_kind, mask, strides) = new.q, new.cursor, read.tiers, mask_form(new.mask, new.q)
+    (batch, query_heads, lanes, d), (codes, key_params, value_params) = q.shape, tiers[:3]
     _, heads, capacity = shape_of_scores(codes, cursor)
-    dim, padded, whole = stored_dim(d), rows_of(q, heads), codes.dtype.itemsize == 1
+    dim, width, padded, levels = stored_dim(d), codes.shape[3], rows_of(q, heads), read.layout.is_quantised
+    whole = not levels and codes.dtype.itemsize == 1
     native = whole and codes.is_cuda and torch.cuda.get_device_capability(codes.device) >= HAS_E4M3
-    row_kind = NATIVE if native else E4M3 if whole else PAIRS
-    tile = E4M3_TILE if whole and dim <= MOST_CHANNELS else RECORD
+    row_kind = LEVELS if levels else NATIVE if native else E4M3 if whole else PAIRS
+    group = group_of(tiers) if levels else RECORD
+    tile = E4M3_TILE if whole and dim <= MOST_CHANNELS else RECORD if values else min(RECORD, group)
     splits = splits_of(batch * heads, capacity // tile, q.device, PROGRAMS)
     sums = empty_sums(batch * heads, splits, padded, dim if values else 0, q.device)
     attend_rows[batch * heads, splits](
-        q.contiguous() if keys else q, mask, cursor, codes, new_key, new_value, q if lse is None else lse,
-        *(kept or (q, q)), *sums, **strides, scale=read.scale, softcap=read.softcap or 1.0, cut=cut or 0.0,
-        heads=heads, capacity=capacity, columns=cursor.stride(0), splits=splits, d=d, D=dim, lanes=lanes,
-        rows=query_heads // heads * lanes, COUNT=(AT_LENGTH if whole else AT_LOW_BIT).value, KIND=row_kind.value,
-        KEYS=keys, VALUES=values, MASK=mask_kind, CAP=read.softcap is not None, SKIPS=cut is not None, TILE=tile,
-        ROWS=padded, PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=WARPS, num_stages=1,
+        q, mask, cursor, codes, key_params, value_params, tiers.sink_index, shares,
+        q if lse is None else lse, *(kept or (q, q)), *sums,
+        **strides, scale=read.scale, softcap=read.softcap or 1.0, cut=cut or 0.0, heads=heads, capacity=capacity,
+        columns=cursor.stride(0), splits=splits, d=d, D=dim, group=group,
+        value_group=dim // value_params.shape[-1] if levels and values else dim, lanes=lanes,
+        rows=query_heads // heads * lanes, sink_tokens=tiers.sink_index.shape[2], record=RECORD * width,
+        width=dim if levels else width, keys_first=RECORD * dim * read.layout.key_bits // 8 if levels else d,
+        COUNT=(AT_LENGTH if whole else AT_LOW_BIT).value, KIND=row_kind.value, KEYS=keys, VALUES=values,
+        CENTERED=keys and tiers.center.shape[2] > 0, MASK=mask_kind, CAP=read.softcap is not None,
+        SKIPS=cut is not None, TILE=tile, ROWS=padded,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=WARPS, num_stages=1,
     )  # fmt: skip
     return sums
 
 
 def attend_keys(new: AttentionInputs, read: TierInputs, logits: Tensor, base: Tensor) -> Sums:
-    """Write the kept logits of the low-bit tier's tokens; returns their sums, which have no values."""
-    return launch(new, read, (logits, base), None, None, keys=True, values=False)
+    """Write the kept logits of the low-bit tier's tokens, without sinks; returns their sums, which have no values."""
+    q, tiers = new.q, read.tiers
+    turned, shares = rotated(q).to(q.dtype) if read.layout.is_rotated else q.contiguous(), q
+    if tiers.center.shape[2]:
+        capacity = shape_of_scores(tiers.codes, new.cursor)[2]
+        shares = share_of_center(q, tiers.center, new.cursor, capacity, group_of(tiers), read.scale)
+    return launch(new._replace(q=turned), read, shares, (logits, base), None, None, keys=True, values=False)
 
 
 def attend_values(
@@ -212,7 +273,7 @@ def attend_values(
 
     cut: log2 of the weight below which a record is skipped if all its weights are; None to skip none.
     """
-    return launch(new, read, (logits, base), lse, cut, keys=False, values=True)
+    return launch(new, read, lse, (logits, base), lse, cut, keys=False, values=True)
 
 
 def attend_pairs(new: AttentionInputs, read: TierInputs) -> Sums:
@@ -220,4 +281,4 @@ def attend_pairs(new: AttentionInputs, read: TierInputs) -> Sums:
 
     The new pairs, one for each head and contiguous, take the place of parameters in `read`.
     """
-    return launch(new, read, None, None, None, keys=True, values=True)
+    return launch(new, read, new.q, None, None, None, keys=True, values=True)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from specache_compile.kernels.attention.kept_logits import based_logits, lse_of
+from specache_compile.kernels.codes.records import ROWS_FROM
 from specache_compile.kernels.movement.copy_stream import wait_for_correction
 from specache_compile.kernels.movement.triton_select_logits import hide
 from specache_compile.kernels.state.operands import AttentionInputs, TierInputs, takes
@@ -88,7 +89,7 @@ def kept_of(new: AttentionInputs, read: TierInputs) -> tuple[Tensor, Tensor, Ten
 
 def attend_keys(new: AttentionInputs, read: TierInputs, logits: Tensor, base: Tensor) -> Sums:
     """Write the kept logits of the low-bit tier; returns their sums without values."""
-    half = triton_keys if read.layout.is_quantised else triton_plain
+    half = triton_keys if read.layout.key_bits < ROWS_FROM else triton_plain
     return half.attend_keys(new, read, logits, base)
 
 
@@ -96,5 +97,5 @@ def attend_values(
     new: AttentionInputs, read: TierInputs, logits: Tensor, base: Tensor, lse: Tensor, skip_below: float
 ) -> Sums:
     """Return the sums of the low-bit tier's values, weighted by kept logits relative to lse [B, Hq, lanes]."""
-    half = triton_values if read.layout.is_quantised else triton_plain
+    half = triton_values if read.layout.value_bits < ROWS_FROM else triton_plain
     return half.attend_values(new, read, logits, base, lse, math.log2(skip_below) if skip_below else None)

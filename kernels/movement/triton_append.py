@@ -20,7 +20,7 @@ from torch import Tensor
 from specache_compile.kernels.codes.records import stored_dim
 from specache_compile.kernels.codes.trellis import is_trellis
 from specache_compile.kernels.codes.triton_levels import quantized, stored_scale
-from specache_compile.kernels.codes.triton_records import packed, place_of_params, store_words
+from specache_compile.kernels.codes.triton_records import ROWS_FROM, packed, place_of_params, store_words
 from specache_compile.kernels.codes.triton_trellis import encode_vectors
 from specache_compile.kernels.state.center import is_found
 from specache_compile.kernels.state.layout import Layout, StoredTiers, rotation_block
@@ -135,7 +135,8 @@ def quantize_groups(
         if PADDED:
             present = present & (tl.load(padding + (bh // heads) * p_batch + tokens) != 0)
         levels, scale, zero = quantized(key, present, 0, key_bits, zero_point, limit, key_params.dtype.element_ty)
-        params = key_params + first // group * 2 * D + place_of_params(channel, D)
+        place = place_of_params(channel, D) if key_bits < ROWS_FROM else channel
+        params = key_params + first // group * 2 * D + place
         tl.store(params, scale)
         tl.store(params + D, zero)
         words = packed(levels, key_bits, 0)

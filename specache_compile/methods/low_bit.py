@@ -16,7 +16,7 @@ from specache_compile.options import choice, whole
 from .field import LayerShape
 from .host_tier import DraftOptions
 
-BITS = (1, 2, 4, 16)
+BITS = (1, 2, 4, 8, 16)
 # Bits of keys and of values, by `bits`. Keys select the pairs, and attention exponentiates their errors.
 BITS_OF_BOTH: dict[float, tuple[int, int]] = {1.5: (2, 1), **{bits: (bits, bits) for bits in BITS}}
 

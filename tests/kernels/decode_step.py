@@ -65,10 +65,10 @@ class Case(Named):
     def is_possible(self) -> bool:
         """Return whether the options exist, and Triton's interpreter takes seconds."""
         rows, bits = self.heads * self.ratio * self.lanes, self.layout[:2]
-        coded = self.trellis or self.key_trellis or self.eight or self.center or self.value_bits or self.sink_tokens
+        plain = not (self.trellis or self.key_trellis or self.eight or self.center or self.value_bits)
         return (
             rows <= 24 and rows * self.head_dim <= 1024 and self.filled <= self.top_k
-            and not (coded and self.bits == 16)
+            and (plain or self.bits < 16) and not (self.eight and 8 in bits)
             and not (self.trellis and bits[1] > 1) and not (self.key_trellis and bits[0] > 1)
         )  # fmt: skip
 

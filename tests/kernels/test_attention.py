@@ -54,7 +54,7 @@ AXES: dict[str, list[Any]] = {
     "length": [1, 20, 31, 40, 63, 64, 65, 70, 96, 127, 128, 150, 200, 350], "lanes": [1, 2, 11],
     # 8: fewer channels than a product's smallest side; 72: an odd number of bytes a plane; 80, 96: planes straddle.
     "heads": [1, 3], "ratio": [1, 2, 7, 12], "head_dim": [8, 16, 64, 72, 80, 96, 128, 256],
-    "bits": [1, 2, 4, 2, 16], "value_bits": [None, 1, 2, 4], "rotate": [False, True], "trellis": [False, True],
+    "bits": [1, 2, 4, 8, 16], "value_bits": [None, 1, 2, 8], "rotate": [False, True], "trellis": [False, True],
     # A trellis of keys subtracts a stepped center, or one of waves.
     "key_trellis": [False, True], "eight": [False, True], "center": [False, True], "group": [32, 64, 128],
     "residual": [0, 20, 32, 45], "top_k": [0, 24, 80], "filled": [0, 1, 20, 80], "sink_tokens": [0, 1, 5, 40],
@@ -122,7 +122,7 @@ def bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
         replace(IN_TRELLIS, dtype=torch.bfloat16),
         replace(IN_TRELLIS, dtype=torch.bfloat16, eight=False, key_trellis=False, head_dim=64, group=64),
         *(Case(dtype=torch.bfloat16, bits=bits, eight=bits < 4, head_dim=64) for bits in (1, 2, 4)),
-        Case(dtype=torch.bfloat16, bits=16),
+        *(Case(dtype=torch.bfloat16, bits=bits) for bits in (8, 16)),
     ],
     ids=str,
 )
@@ -171,7 +171,9 @@ def test_a_mask_shorter_than_the_cache_is_refused(way: Way) -> None:
 # Skipped values
 
 
-@pytest.mark.parametrize("bits", [{}, {"bits": 1, "trellis": True}, {"bits": 4}, {"bits": 16}], ids=str)
+@pytest.mark.parametrize(
+    "bits", [{}, {"bits": 1, "trellis": True}, {"bits": 4, "value_bits": 8}, {"bits": 16}], ids=str
+)
 def test_records_of_small_weights_are_left_out(way: Way, bits: dict[str, Any]) -> None:
     """The error is within its bound, and scores do not change. Three records of ten are hidden but for a trace."""
     case = Case(**{**bits, "length": 700, "heads": 1, "group": 64, "top_k": 8, "filled": 8})

@@ -93,7 +93,7 @@ class Case(Named):
         return not (
             (self.bits == 16 and of_codes)
             or (self.trellis and value_bits > 1) or (self.key_trellis and key_bits > 1)
-            or (self.center and self.head_dim < 16)
+            or (self.eight and 8 in (key_bits, value_bits)) or (self.center and self.head_dim < 16)
             or (self.odd and (self.rotate or self.center or self.key_trellis or self.trellis))
         )  # fmt: skip
 
@@ -257,7 +257,7 @@ def check_params(found: Tensor, expected: Tensor) -> None:
 
 
 AXES: dict[str, list[Any]] = {
-    "bits": [1, 2, 4, 16], "value_bits": [None, 1, 2, 4], "group": [32, 64, 128], "residual": [0, 20, 32, 100],
+    "bits": [1, 2, 4, 8, 16], "value_bits": [None, 1, 2, 4], "group": [32, 64, 128], "residual": [0, 20, 32, 100],
     "head_dim": [16, 64, 80, 128], "dtype": [torch.float32, torch.float16, torch.bfloat16],
     "zero_point": ["midpoint", "minimum", "middles"], "rotate": [False, True], "sink_tokens": [0, 1, 4, 20],
     "trellis": [False, True], "key_trellis": [False, True], "eight": [False, True], "center": [False, True],

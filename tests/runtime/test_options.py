@@ -27,7 +27,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"lookup": True}, "lookup was removed: pass prompt_lookup_num_tokens"),
     ({"method": "pages", "page_size": 32, "top_k": 16}, "page_size=32: a page does not fit top_k=16"),
     ({"bitz": 2}, "unknown option 'bitz': accepted are method, .*bits, .*center, .*group_size"),
-    ({"bits": True}, "bits=True: accepted are 1, 1.5, 2, 4, 16"),
+    ({"bits": True}, "bits=True: accepted are 1, 1.5, 2, 4, 8, 16"),
     ({"top_k": 1.5}, "top_k=1.5: accepted is an integer, 0"),
     ({"zero_point": "mid"}, "zero_point='mid': accepted are 'midpoint', 'minimum', 'middles'"),
     ({"speculate": 1}, "speculate=1: accepted are True, False"),

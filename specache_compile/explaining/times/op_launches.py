@@ -13,7 +13,7 @@ from typing import Any
 
 from specache_compile.kernels.attention.kept_logits import LOGIT_BLOCK, bytes_of_logit, kept_dtype
 from specache_compile.kernels.codes.params import EIGHT_BITS
-from specache_compile.kernels.codes.records import stored_dim
+from specache_compile.kernels.codes.records import ROWS_FROM, stored_dim
 from specache_compile.kernels.state.center import tokens_of_one
 from specache_compile.methods.field import LayerShape
 from specache_compile.methods.slots import pairs_to_fetch
@@ -38,10 +38,10 @@ ISSUED, SCHEDULERS = 0.52, 4
 # A warp's instructions for a stored number of the low-bit tier, for at most eight query rows and d 128, by the code of
 # keys and of values: bits of levels, or the trellis. tools/compile_kernels.py counts them, here for sm_90.
 INSTRUCTIONS: Mapping[str, Mapping[int | str, float]] = {
-    "keys": {1: 1.38, 2: 1.42, 4: 1.91, "trellis": 1.66},
-    "values": {1: 2.19, 2: 2.19, 4: 2.22, "trellis": 1.32},
+    "keys": {1: 1.38, 2: 1.42, 4: 1.91, 8: 10.0, "trellis": 1.66},
+    "values": {1: 2.19, 2: 2.19, 4: 2.22, 8: 13.0, "trellis": 1.32},
 }
-# Further ones for keys whose scales have the model's dtype.
+# Further ones for keys of 1 to 4 bits whose scales have the model's dtype.
 OF_LARGE_PARAMS = 0.24
 # Those of other head_dims relative to d 128: what a token costs is shared by fewer or more numbers.
 BY_DIM: Mapping[str, Mapping[int, float]] = {
@@ -173,7 +173,7 @@ def instructions(call: LaunchedOp, part: str) -> float:
         (options.has_key_trellis, layout.key_bits) if part == "keys" else (options.has_trellis, layout.value_bits)
     )
     each = INSTRUCTIONS[part]["trellis" if in_trellis else bits] * BY_DIM[part][min(max(dim, 64), 256)]
-    if part == "keys" and not in_trellis:
+    if part == "keys" and bits < ROWS_FROM and not in_trellis:
         each += OF_LARGE_PARAMS * (options.param_dtype(call.layer.dtype) != EIGHT_BITS)
     queries = call.load.query_heads[call.site] // call.layer.heads
     return call.numbers * each * math.ceil(queries * call.lanes / ROWS) / WARP
