@@ -25,7 +25,7 @@ from specache_compile.kernels.attention.kept_logits import lse_of
 from specache_compile.kernels.memory.host_memory import makes_fakes
 from specache_compile.kernels.state.cursor import host_record, lengths_of
 from specache_compile.kernels.state.page_table import PAGE, Pages, pairs_of, rows_of_pages, runs, tokens_of, views
-from specache_compile.kernels.state.stored_pairs import parts_of, stored, write
+from specache_compile.kernels.state.stored_pairs import stored, write
 
 # More new tokens than this are copied by the DMA engines, through staging; fewer are written through by a kernel.
 WRITE_THROUGH = 64
@@ -38,9 +38,12 @@ def stream_of(device: torch.device) -> torch.cuda.Stream:
 
 
 def adopt(state: Mapping[str, Tensor]) -> None:
-    """Record in the allocator that copies use these tensors, so that it does not reuse their memory too soon."""
-    for field in ("selected", "slots", "slot_index", "fetched", "corrected"):
-        state[field].record_stream(stream_of(state["slots"].device))
+    """Record in the allocator that copies use these tensors, so that it does not reuse their memory too soon.
+
+    A state without fetches lacks some of them.
+    """
+    for field in {"selected", "slots", "slot_index", "fetched", "corrected"} & state.keys():
+        state[field].record_stream(stream_of(state[field].device))
 
 
 def has_streams(device: torch.device) -> bool:
@@ -125,53 +128,42 @@ class Staging:
         self.next = 0
 
     def send(self, k: Tensor, v: Tensor, start: int, host: Pages) -> None:
-        """Copy the new pairs k, v [B, H, T, d] to the host tier's tokens from `start` on, staged in its layout."""
+        """Copy the new pairs k, v [1, H, T, d] to the host tier's tokens from `start` on, staged in pages like it."""
         main, copy = torch.cuda.current_stream(self.device), stream_of(self.device)
         number, self.next = self.next, 1 - self.next
         copied = self.copied[number]
         if copied is not None:
             main.wait_event(copied)
-        size = 2 * k[..., 0].numel() * host.shape[-1] * host.dtype.itemsize
-        staged = stage(k, v, start, host, self.buffer(number, size).view(host.dtype))
-        copy.wait_stream(main)
-        with torch.cuda.stream(copy):
-            for piece, run in zip(staged, runs(host, start, start + k.shape[2]), strict=True):
-                send_piece(piece, *run)
+        first, stop = start // PAGE * PAGE, start + k.shape[2]
+        staged = self.buffer(number, host, -(-(stop - first) // PAGE))
+        for page, (target, begin, end) in zip(staged.split(1), runs(host, start, stop), strict=True):
+            new = torch.stack([x[:, :, begin - start : end - start] for x in (k, v)], 3)
+            write(stored(new, host.dtype, host.shape[-1]), views(page, begin, end))
+            copy.wait_stream(main)
+            with torch.cuda.stream(copy):
+                send_tokens(page, target, begin, end)
         self.copied[number] = copy.record_event()
 
-    def buffer(self, number: int, size: int) -> Tensor:
+    def buffer(self, number: int, host: Pages, count: int) -> Tensor:
+        """Return so many pages of a buffer, of the host tier's shape."""
+        size = count * host.pages[0].nbytes
         if self.buffers[number].numel() < size:
             self.buffers[number] = torch.empty(size, dtype=torch.uint8, device=self.device)
             self.buffers[number].record_stream(stream_of(self.device))
-        return self.buffers[number][:size]
+        return self.buffers[number][:size].view(host.dtype).view(count, *host.pages.shape[1:])
 
 
-def stage(k: Tensor, v: Tensor, start: int, host: Pages, buffer: Tensor) -> list[Tensor]:
-    """Write the new pairs k, v [1, H, T, d] to `buffer` in the host tier's layout, page by page.
-
-    Returns: a block [1, H, n, 2, d or w] for each of the `runs` of the host tier's tokens from `start` on.
-    """
-    staged, used = list[Tensor](), 0
-    for _, begin, end in runs(host, start, start + k.shape[2]):
-        new = torch.stack([x[:, :, begin - start : end - start] for x in (k, v)], 3)
-        pairs = stored(new, host.dtype, host.shape[-1])
-        staged.append(buffer[used : used + pairs.numel()].view(pairs.shape))
-        write(pairs, parts_of(staged[-1]))
-        used += pairs.numel()
-    return staged
-
-
-def send_piece(block: Tensor, page: Tensor, begin: int, end: int) -> None:
-    """Copy a staged block [1, H, n, 2, d or w] across PCIe to tokens of a host page.
+def send_tokens(page: Tensor, target: Tensor, begin: int, end: int) -> None:
+    """Copy a row's tokens `begin` to `end` of a page [1, H, 256, 2, d or w] across PCIe to a host page.
 
     A whole page is one copy. Otherwise each head's parts are copied, which are contiguous.
     """
-    if block.shape == page.shape:
-        page.copy_(block, non_blocking=True)
+    if end - begin == PAGE:
+        target.copy_(page, non_blocking=True)
         return
-    for source, target in zip(parts_of(block), views(page, begin, end), strict=True):
-        for head in range(block.shape[1]):
-            target[0, head].copy_(source[0, head], non_blocking=True)
+    for one, other in zip(views(page, begin, end), views(target, begin, end), strict=True):
+        for head in range(page.shape[1]):
+            other[0, head].copy_(one[0, head], non_blocking=True)
 
 
 @functools.cache

@@ -3,6 +3,10 @@
 It is limited by copy bandwidth. The device reads all lengths, so that a decode step can be captured.
 """
 
+# copy_groups       (B·H, tokens / 16, d / block)   the pairs that leave the window, centered and rotated
+# quantize_groups   (B·H, groups)                   their codes and parameters
+# write_pairs       (B·H, T / 16)                   `triton_copy`: the new pairs that stay in the window
+#
 # k_strides are the first three strides of k [B, H, T, d] in elements, v_strides those of v; channels and tiers are
 # contiguous. d channels, groups of g tokens or gv channels, capacity of C tokens, window of W tokens.
 
@@ -26,29 +30,14 @@ from specache_compile.kernels.state.triton_cursor import AT_LENGTH, AT_LOW_BIT, 
 from specache_compile.kernels.state.triton_pairs import keep_sinks, load_pairs, sinks_among
 from specache_compile.kernels.state.triton_rotate import hadamard
 
-# Tokens per program of a ring write: 16 rows of K and V keep a warp's loads 16 bytes wide.
-RING_BLOCK = 16
-# Tokens per program of an unquantised group, and of a rotated group; both divide every group size.
-COPY_BLOCK, ROTATED_BLOCK = 32, 16
+from .triton_copy import write_through
+
+# Tokens per program of `copy_groups`; it divides every group size.
+BLOCK = 16
 # Numbers of keys per warp of `quantize_groups`, which hold 128 registers a thread.
 NUMBERS = 1024
-# Bytes for the rotated pairs of one launch, and for the trellis code's numbers; at least one group per head.
+# Bytes for the pairs that leave in one launch, and for the trellis code's numbers; at least one group per head.
 SCRATCH = 32 << 20
-
-
-@triton.jit
-def load_leaving(
-    # As in `load_pairs`; sink_pairs [B, H, S, 2, d] and sink_index [B, 1, S] int32.
-    new, strides, recent, sink_pairs, sink_index, tokens, channel, bh, heads, length,
-    WHICH: tl.constexpr, window: tl.constexpr, sink_tokens: tl.constexpr, d: tl.constexpr, APART: tl.constexpr = False,
-):  # fmt: skip
-    """Load keys or values of `tokens`; those of sinks go unchanged to sink_pairs, except if APART."""
-    inside = channel < d
-    found = load_pairs(new, strides, recent, tokens, channel, inside, bh, heads, length, WHICH, window, d, APART)
-    if not APART:
-        head_sinks, sink_row = sink_pairs + bh * (sink_tokens * 2 * d), sink_index + bh // heads * sink_tokens
-        keep_sinks(found, tokens, channel, inside, head_sinks, sink_row, WHICH=WHICH, sink_tokens=sink_tokens, d=d)
-    return found
 
 
 @triton.jit(do_not_specialize=["heads", "columns", "done"])
@@ -63,8 +52,9 @@ def copy_groups(
     sink_tokens: tl.constexpr, TURNED: tl.constexpr, CENTERED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK tokens of one head that leave the window, `block` channels of keys and values. Token t goes to
-    t mod room of the ring, or if room is 0 to its place in the tier. sink_tokens: S. TURNED: rotate the pairs.
-    CENTERED: rows of the center, which is subtracted from the keys first; 0 for none.
+    t mod room of the ring, or if room is 0 to its place in the tier. sink_tokens: S, whose pairs go unchanged to
+    sink_pairs. TURNED: rotate the pairs. CENTERED: rows of the center, which is subtracted from the keys first; 0 for
+    none.
 
     Bytes a pair: 4·d read, 4·d written. FLOPs: 2·d·log2(block) if TURNED.
     """
@@ -76,59 +66,56 @@ def copy_groups(
         return
     tokens = (start + tl.arange(0, BLOCK))[:, None]
     channel = (tl.program_id(2) * block + tl.arange(0, block))[None, :]
-    key = load_leaving(
-        k, k_strides, recent, sink_pairs, sink_index, tokens, channel, bh, heads, length,
-        WHICH=0, window=window, sink_tokens=sink_tokens, d=d,
-    )  # fmt: skip
-    value = load_leaving(
-        v, v_strides, recent, sink_pairs, sink_index, tokens, channel, bh, heads, length,
-        WHICH=1, window=window, sink_tokens=sink_tokens, d=d,
+    inside = channel < d
+    key = load_pairs(k, k_strides, recent, tokens, channel, inside, bh, heads, length, 0, window, d)
+    value = load_pairs(v, v_strides, recent, tokens, channel, inside, bh, heads, length, 1, window, d)
+    keep_sinks(
+        key, value, tokens, channel, inside, sink_pairs + bh * (sink_tokens * 2 * d),
+        sink_index + bh // heads * sink_tokens, sink_tokens=sink_tokens, d=d,
     )  # fmt: skip
     if CENTERED:
         # A group is a multiple of blocks.
         first, places = start // group * group, tokens - start // group * group
         if CENTERED == STEPPED_ROWS:
             first, places = start // group // STEPS * STEPS, start // group % STEPS
-        one, other, theta = load_group_center(center, bh, first, channel, channel < d, d=d, rows=CENTERED)
+        one, other, theta = load_group_center(center, bh, first, channel, inside, d=d, rows=CENTERED)
         angle = places.to(tl.float32) * theta
         key -= tl.cos(angle) * one + tl.sin(angle) * other
     if TURNED:
         key, value = hadamard(key), hadamard(value)
     place = bh * room + tokens % room if room > 0 else place_in_page(cursor, bh % heads, tokens, heads, tokens >= 0)
     at = pairs + place * 2 * d + channel
-    tl.store(at, key.to(pairs.dtype.element_ty), channel < d)
-    tl.store(at + d, value.to(pairs.dtype.element_ty), channel < d)
+    tl.store(at, key.to(pairs.dtype.element_ty), inside)
+    tl.store(at + d, value.to(pairs.dtype.element_ty), inside)
 
 
 @triton.jit(do_not_specialize=["heads", "columns", "done"])
 def quantize_groups(
-    # k and v [B, H, T, d]; padding [B, 1, 1, C] uint8, 0: not there; cursor [B, columns]; recent [B, H, W, 2, d], or
-    # what `copy_groups` made of all three; sink_index [B, 1, S] int32.
-    k, v, padding, cursor, recent, sink_index,
-    # Written: codes, key_params and value_params, in pages; sink_pairs [B, H, S, 2, d], except if APART.
+    # pairs [B, H, room, 2, d], the output of `copy_groups`; padding [B, 1, 1, C] uint8, 0: not there; cursor
+    # [B, columns]; sink_index [B, 1, S] int32.
+    pairs, padding, cursor, sink_index,
+    # Written: codes, key_params and value_params, in pages.
     # steps: memory of `encode_vectors`, float32 [B·H, groups, 33·g·D/32]; anything where no code is a trellis.
-    codes, key_params, value_params, sink_pairs, steps, k_strides, v_strides,
+    codes, key_params, value_params, steps,
     # Stride of the padding's rows.
     p_batch,
     # The largest number of the model's dtype; H; columns of the cursor; tokens that have left the window in earlier
     # launches.
     limit, heads, columns, done,
-    d: tl.constexpr, D: tl.constexpr, window: tl.constexpr, group: tl.constexpr, value_group: tl.constexpr,
+    d: tl.constexpr, D: tl.constexpr, room: tl.constexpr, group: tl.constexpr, value_group: tl.constexpr,
     key_bits: tl.constexpr, value_bits: tl.constexpr, zero_point: tl.constexpr, sink_tokens: tl.constexpr,
-    PADDED: tl.constexpr, APART: tl.constexpr, KEY_TRELLIS: tl.constexpr, TRELLIS: tl.constexpr,
+    PADDED: tl.constexpr, KEY_TRELLIS: tl.constexpr, TRELLIS: tl.constexpr,
 ):  # fmt: skip
     """One program: one group of g tokens of one head, if the group leaves the window.
 
-    D: d, padded. zero_point: name of a quantiser. sink_tokens: S. PADDED: there is padding. APART: `recent` is the
-    output of `copy_groups`. KEY_TRELLIS, TRELLIS: keys, values are in the trellis code; keys in this code have a
-    center, and so are APART.
+    D: d, padded. zero_point: name of a quantiser. sink_tokens: S. PADDED: there is padding. KEY_TRELLIS, TRELLIS: keys,
+    values are in the trellis code.
     Bytes: 4·g·d read, g·w + 4·D + 4·g·D/gv written; in the trellis code `steps` too, in the cache. FLOPs: about 10 a
     number, 60 in the trellis code.
     """
     bh = tl.program_id(0).to(tl.int64)
     cursor += (bh // heads) * columns
-    length, low_bit = tl.load(cursor + AT_LENGTH), tl.load(cursor + AT_LOW_BIT)
-    start = low_bit + done + tl.program_id(1) * group
+    start = tl.load(cursor + AT_LOW_BIT) + done + tl.program_id(1) * group
     if start + group > tl.load(cursor + AT_NEXT_LOW_BIT):
         return
     tokens, channel = (start + tl.arange(0, group))[:, None], tl.arange(0, D)[None, :]
@@ -137,12 +124,9 @@ def quantize_groups(
     first = place_in_page(cursor, bh % heads, start, heads, start >= 0)
     places = first + tl.arange(0, group)
     steps += (bh * tl.num_programs(1) + tl.program_id(1)) * (33 * group * D // 32)
+    pairs += (bh * room + tokens % room) * 2 * d + channel
 
-    key = load_leaving(
-        k, k_strides, recent, sink_pairs, sink_index, tokens, channel, bh, heads, length,
-        WHICH=0, window=window, sink_tokens=sink_tokens, d=d, APART=APART,
-    )  # fmt: skip
-    key = tl.where(inside, key, float("nan"))
+    key = tl.load(pairs, inside, float("nan")).to(tl.float32)
     if KEY_TRELLIS:
         words, scale = encode_vectors(key, steps, d, 0)
         tl.store(key_params + places, stored_scale(scale, limit, key_params.dtype.element_ty))
@@ -158,11 +142,7 @@ def quantize_groups(
         words = packed(levels, key_bits, 0)
     store_words(words, codes, first, width, group, D, key_bits, 0)
 
-    value = load_leaving(
-        v, v_strides, recent, sink_pairs, sink_index, tokens, channel, bh, heads, length,
-        WHICH=1, window=window, sink_tokens=sink_tokens, d=d, APART=APART,
-    )  # fmt: skip
-    value = tl.where(inside, value, float("nan"))
+    value = tl.load(pairs + d, inside, float("nan")).to(tl.float32)
     if TRELLIS:
         words, scale = encode_vectors(value, steps, d, 1)
         swapped = places - places % 4 + places % 2 * 2 + places // 2 % 2
@@ -180,32 +160,6 @@ def quantize_groups(
     store_words(words, codes, first, width, group, D, value_bits, 1)
 
 
-@triton.jit(do_not_specialize=["heads", "columns", "count"])
-def write_recent(
-    # k and v [B, H, T, d]; cursor [B, columns]; written: recent [B, H, W, 2, d].
-    k, v, cursor, recent, k_strides, v_strides,
-    # H, columns of the cursor, T new tokens.
-    heads, columns, count,
-    d: tl.constexpr, window: tl.constexpr, BLOCK: tl.constexpr, CHANNELS: tl.constexpr,
-):  # fmt: skip
-    """One program: copy BLOCK new tokens that stay in the window to the ring (token t at t mod W).
-
-    CHANNELS: d, padded. Bytes: 4·d per token read, 4·d written. No FLOPs.
-    """
-    bh = tl.program_id(0).to(tl.int64)
-    cursor += (bh // heads) * columns
-    length = tl.load(cursor + AT_LENGTH)
-    first = tl.maximum(length, tl.load(cursor + AT_NEXT_LOW_BIT))
-    tokens = (first + tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[:, None]
-    channel = tl.arange(0, CHANNELS)[None, :]
-    inside = (channel < d) & (tokens < length + count)
-    k += (bh // heads) * k_strides[0] + (bh % heads) * k_strides[1]
-    v += (bh // heads) * v_strides[0] + (bh % heads) * v_strides[1]
-    place = recent + ((bh * window + tokens % window) * 2) * d + channel
-    tl.store(place, tl.load(k + (tokens - length) * k_strides[2] + channel, inside), inside)
-    tl.store(place + d, tl.load(v + (tokens - length) * v_strides[2] + channel, inside), inside)
-
-
 @takes(tiers=StoredTiers, layout=Layout)
 def append(
     k: Tensor, v: Tensor, padding: Tensor | None, cursor: Tensor, tiers: StoredTiers, layout: Layout, zero_point: str,
@@ -215,54 +169,44 @@ def append(
     k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
     batch, heads, count, d = k.shape
     codes, key_params, value_params, center, sink_pairs, sink_index, recent = tiers
-    window = recent.shape[2]
+    window, sink_tokens = recent.shape[2], sink_index.shape[2]
     if zero_point not in ("midpoint", "minimum", "middles"):
         raise NotImplementedError(f"quantiser {zero_point!r} has no CUDA kernel: `scale_and_zero` here supports three")
-    strides = k.stride()[:3], v.stride()[:3]
-    padded = triton.next_power_of_2(d)
-    common = {"heads": heads, "columns": cursor.stride(0), "d": d}
+    # Without quantisation any step that divides every group size is correct.
+    group = codes.shape[2] // key_params.shape[2] if layout.is_quantised else BLOCK
+    common = {"heads": heads, "columns": cursor.stride(0), "d": d, "group": group, "sink_tokens": sink_tokens}
 
-    def copy(pairs: Tensor, tokens: int, done: int, room: int, block: int, tile: int) -> None:
+    def copy(pairs: Tensor, tokens: int, done: int, room: int) -> None:
         """Launch `copy_groups` for so many tokens after the first `done`."""
-        copy_groups[batch * heads, triton.cdiv(tokens, tile), triton.cdiv(d, block)](
-            k, v, cursor, recent, center, sink_index, pairs, sink_pairs, *strides, done=done, **common, window=window,
-            group=group, room=room, block=block, sink_tokens=sink_index.shape[2], TURNED=layout.is_rotated,
-            CENTERED=center.shape[2] * layout.is_quantised, BLOCK=tile, num_warps=4,
+        block = rotation_block(d) if layout.is_rotated else triton.next_power_of_2(d)
+        copy_groups[batch * heads, triton.cdiv(tokens, BLOCK), triton.cdiv(d, block)](
+            k, v, cursor, recent, center, sink_index, pairs, sink_pairs, k.stride()[:3], v.stride()[:3], done=done,
+            **common, window=window, room=room, block=block, TURNED=layout.is_rotated,
+            CENTERED=center.shape[2] * layout.is_quantised, BLOCK=BLOCK, num_warps=4,
         )  # fmt: skip
 
     if not layout.is_quantised:
-        # Without quantisation any step that divides every group size is correct.
-        group = COPY_BLOCK
-        copy(codes, count + window, 0, 0, padded, COPY_BLOCK)
+        copy(codes, count + window, 0, 0)
     else:
-        dim, group = stored_dim(d), codes.shape[2] // key_params.shape[2]
-        in_trellis = [is_trellis(params) for params in (key_params, value_params)]
+        dim, in_trellis = stored_dim(d), [is_trellis(params) for params in (key_params, value_params)]
         there = k if padding is None else padding.view(torch.uint8)
-        pairs, steps = recent, codes
-        step = groups = count // group + 1
         if is_found(center, frequencies, in_trellis[0]):
             set_center(k, padding, frequencies, cursor, recent, center, group)
-        apart = layout.is_rotated or center.shape[2] > 0
-        if apart or any(in_trellis):
-            step = groups_of_a_launch(batch * heads * group * 2 * dim * k.element_size(), groups)
-        if apart:
-            pairs = k.new_empty((batch, heads, step * group, 2, d))
+        groups = count // group + 1
+        step = groups_of_a_launch(batch * heads * group * 2 * dim * k.element_size(), groups)
+        pairs, steps = k.new_empty((batch, heads, step * group, 2, d)), codes
         if any(in_trellis):
             steps = k.new_empty((batch * heads, step, 33 * group * dim // 32), dtype=torch.float32)
         for done in range(0, groups * group, step * group):
-            if apart:
-                copy(pairs, step * group, done, step * group, rotation_block(d), ROTATED_BLOCK)
+            copy(pairs, step * group, done, step * group)
             quantize_groups[batch * heads, step](
-                k, v, there, cursor, pairs, sink_index, codes, key_params, value_params, sink_pairs, steps, *strides,
-                p_batch=there.stride(0), limit=torch.finfo(k.dtype).max, done=done, **common, D=dim,
-                window=pairs.shape[2], group=group, value_group=dim // value_params.shape[-1], key_bits=layout.key_bits,
-                value_bits=layout.value_bits, zero_point=zero_point, sink_tokens=sink_index.shape[2],
-                PADDED=padding is not None, APART=apart, KEY_TRELLIS=in_trellis[0], TRELLIS=in_trellis[1],
+                pairs, there, cursor, sink_index, codes, key_params, value_params, steps, p_batch=there.stride(0),
+                limit=torch.finfo(k.dtype).max, done=done, **common, D=dim, room=step * group,
+                value_group=dim // value_params.shape[-1], key_bits=layout.key_bits, value_bits=layout.value_bits,
+                zero_point=zero_point, PADDED=padding is not None, KEY_TRELLIS=in_trellis[0], TRELLIS=in_trellis[1],
                 num_warps=min(max(4, group * dim // NUMBERS), 16),
             )  # fmt: skip
-    write_recent[batch * heads, triton.cdiv(min(count, window), RING_BLOCK)](
-        k, v, cursor, recent, *strides, **common, count=count, window=window, BLOCK=RING_BLOCK, CHANNELS=padded,
-    )  # fmt: skip
+    write_through(k, v, cursor, recent, ring=window)
 
 
 def groups_of_a_launch(size: int, groups: int) -> int:

@@ -1,7 +1,7 @@
 """Triton: copy pairs between the device and pinned host memory, accessed directly over PCIe.
 
-These are the copies of `tier_ops.prefetch`, and of `tier_ops.offload` in a decode step. Indices never leave the device,
-so that the step can be captured.
+These are the copies of `tier_ops.prefetch`, and of `tier_ops.offload` in a decode step. New pairs reach tiers on the
+device by the same kernel. Indices never leave the device, so that the step can be captured.
 """
 
 # A host pair (K and V) is one contiguous read of 2·d elements (512 B at d = 128), and a program has all k pairs of a
@@ -10,15 +10,19 @@ so that the step can be captured.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from specache_compile.kernels.codes.triton_levels import ROUND
 from specache_compile.kernels.state import stored_pairs
-from specache_compile.kernels.state.triton_cursor import AT_LENGTH, PAGE_TOKENS, place_in_page
+from specache_compile.kernels.state.triton_cursor import AT_LENGTH, AT_NEXT_LOW_BIT, PAGE_TOKENS, place_in_page
 
 LARGEST = tl.constexpr(stored_pairs.LARGEST)
+LARGEST_E4M3, SMALLEST_NORMAL = tl.constexpr(torch.finfo(stored_pairs.FP8).max), tl.constexpr(2.0**-6)
+# e4m3 codes of numbers below the smallest normal one count in these.
+E4M3_STEPS = tl.constexpr(2.0**9)
 # Slots per step that are compared with all selected tokens.
 CHUNK = 32
 # Programs of a gather concurrent with compute: 16 programs of 64 pairs are five times the 200 pairs that a link of
@@ -37,17 +41,17 @@ def fetch_missing(
     slots, slot_index, traffic,
     # B·H and H; columns of the cursor; k; bytes of a pair.
     count, heads, columns, top_k, row_bytes,
-    d: tl.constexpr, width: tl.constexpr, ROUNDED: tl.constexpr, SELECTED: tl.constexpr, CHUNK: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    d: tl.constexpr, width: tl.constexpr, SELECTED: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """One program: a strided part of the KV heads. Pairs that stay keep their slots; the i-th missing pair goes to the
     i-th free slot.
 
-    width: elements of a stored key: d, or the bytes of a ROUNDED key and its scale (`stored_pairs.py`), which is
+    width: elements of a stored key: d, or the bytes of a rounded key and its scale (`stored_pairs.py`), which is
     widened here.
     SELECTED: k, padded. CHUNK: slots compared per step. COLUMNS: elements of a pair copied per step. Bytes per missing
     pair: the stored pair over PCIe, 4·d written, 16·k for its indices. FLOPs: 2·d per rounded pair; 3·k² comparisons.
     """
+    ROUNDED: tl.constexpr = host.dtype.element_ty == tl.int8
     pair: tl.constexpr = 2 * d
     number, within = tl.arange(0, SELECTED), tl.arange(0, CHUNK)
     moved = tl.zeros([], tl.int64)
@@ -77,7 +81,7 @@ def fetch_missing(
         tl.debug_barrier()  # mark empty slots before writing the indices of filled ones
         tl.store(slot_index + bh * top_k + place, token, missing)
         run = place_in_page(cursor + bh // heads * columns, bh % heads, token, heads, missing)
-        source, scales = stored_at(host, run, width, ROUNDED)
+        source, scales = stored_at(host, run, width)
         target = slots + (bh * top_k + place) * pair
         if ROUNDED:  # once per pair: with the columns, scales would be most of the loads over PCIe
             key_scale = tl.load(scales, missing, 0.0)
@@ -99,17 +103,17 @@ def fetch_missing(
 
 
 @triton.jit
-def stored_at(host, run, width: tl.constexpr, ROUNDED: tl.constexpr):
+def stored_at(tier, run, width: tl.constexpr):
     """Return pointers to the elements and to the key's scale of pairs, whose value's scale is the next one.
 
-    run: the pairs' indices among all heads' tokens in pages. Pairs that are not ROUNDED have no scales.
+    run: the pairs' indices among all heads' tokens. Pairs that are not rounded have no scales.
     """
-    if ROUNDED:
-        block, token = host + run // PAGE_TOKENS * (PAGE_TOKENS * 2 * width), run % PAGE_TOKENS
+    if tier.dtype.element_ty == tl.int8:
+        block, token = tier + run // PAGE_TOKENS * (PAGE_TOKENS * 2 * width), run % PAGE_TOKENS
         scales = (block + PAGE_TOKENS * 2 * (width - 4)).to(tl.pointer_type(tl.float32), bitcast=True) + 2 * token
         elements = block + token * (2 * (width - 4))
     else:
-        elements = host + run * (2 * width)
+        elements = tier + run * (2 * width)
         scales = elements
     return elements, scales
 
@@ -129,42 +133,63 @@ def rounded(x):
     return codes.to(tl.int8), scale
 
 
+@triton.jit
+def to_e4m3(x):
+    """Return the code of the nearest number to x, with even mantissa in a tie, at most ±448; NaN stays NaN."""
+    x = x.to(tl.float32)
+    size = tl.where(x == x, tl.minimum(tl.abs(x), LARGEST_E4M3), 0.0)
+    bits = size.to(tl.int32, bitcast=True)
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (127 - 7) * 8
+    small = ((size * E4M3_STEPS + ROUND) - ROUND).to(tl.int32)
+    code = tl.where(size < SMALLEST_NORMAL, small, normal)
+    code = tl.where(x == x, code, 0x7F) | ((x.to(tl.int32, bitcast=True) >> 24) & 0x80)
+    return code.to(tl.uint8)
+
+
 @triton.jit(do_not_specialize=["count", "columns"])
-def write_host(
-    # k and v [B, H, T, d]; cursor int64 [B, columns]; written: host, a tier in pages, pinned, contiguous.
-    k, v, cursor, host,
+def write_pairs(
+    # k and v [B, H, T, d]; cursor int64 [B, columns]; written: tier, in pages or a ring, contiguous.
+    k, v, cursor, tier,
     # The first three strides of k and of v in elements, with contiguous channels.
     k_strides, v_strides,
     # H, T new tokens; columns of the cursor.
     heads, count, columns,
-    d: tl.constexpr, width: tl.constexpr, ROUNDED: tl.constexpr, BLOCK: tl.constexpr, CHANNELS: tl.constexpr,
+    d: tl.constexpr, width: tl.constexpr, RING: tl.constexpr, BLOCK: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """One program: write BLOCK new pairs of one head to the host tier.
+    """One program: write BLOCK new pairs of one head to a tier, in the format of its dtype (`stored_pairs.py`).
 
-    width, ROUNDED: as in `fetch_missing`. CHANNELS: d, padded. Bytes per pair: 4·d read, the stored pair written over
-    PCIe. FLOPs: 6·d per rounded pair.
+    width: as in `fetch_missing`. RING: W of a tier [B, H, W, 2, d], where token t goes to t mod W if it stays in the
+    window; 0 for pages. CHANNELS: d, padded. Bytes per pair: 4·d read, the stored pair written. FLOPs: 6·d per rounded
+    pair.
     """
+    kind: tl.constexpr = tier.dtype.element_ty
     bh = tl.program_id(0).to(tl.int64)
     new = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     channel = tl.arange(0, CHANNELS)
     batch, head = bh // heads, bh % heads
-    token = tl.load(cursor + batch * columns + AT_LENGTH) + new
+    cursor += batch * columns
+    length = tl.load(cursor + AT_LENGTH)
+    if RING > 0:
+        new += tl.maximum(tl.load(cursor + AT_NEXT_LOW_BIT) - length, 0)
+    token = length + new
     real = (new < count) & (token >= 0)
     inside = real[:, None] & (channel < d)[None, :]
     k += batch * k_strides[0] + head * k_strides[1]
     v += batch * v_strides[0] + head * v_strides[1]
     key = tl.load(k + new[:, None] * k_strides[2] + channel[None, :], inside, 0.0)
     value = tl.load(v + new[:, None] * v_strides[2] + channel[None, :], inside, 0.0)
-    run = place_in_page(cursor + batch * columns, head, token, heads, real)
-    row, scales = stored_at(host, run, width, ROUNDED)
-    if ROUNDED:
+    run = bh * RING + token % RING if RING > 0 else place_in_page(cursor, head, token, heads, real)
+    row, scales = stored_at(tier, run, width)
+    if kind == tl.int8:
         key, key_scale = rounded(key)
         value, value_scale = rounded(value)
         tl.store(scales, key_scale, real)
         tl.store(scales + 1, value_scale, real)
+    elif kind == tl.uint8:
+        key, value = to_e4m3(key), to_e4m3(value)
     place = row[:, None] + channel[None, :]
     tl.store(place, key, inside)
-    tl.store(place + (width - 4 if ROUNDED else width), value, inside)
+    tl.store(place + (width - 4 if kind == tl.int8 else width), value, inside)
 
 
 def gather(
@@ -185,19 +210,22 @@ def gather(
     fetch_missing[(min(batch * heads, programs),)](
         selected, cursor, host, slots, slot_index, traffic,
         count=batch * heads, heads=heads, columns=cursor.stride(0), top_k=top_k,
-        row_bytes=2 * width * host.element_size(), d=d, width=width, ROUNDED=host.dtype == stored_pairs.ROUNDED,
-        SELECTED=rows, CHUNK=min(CHUNK, rows), COLUMNS=columns, num_warps=8,
+        row_bytes=2 * width * host.element_size(), d=d, width=width, SELECTED=rows, CHUNK=min(CHUNK, rows),
+        COLUMNS=columns, num_warps=8,
     )  # fmt: skip
 
 
-def write_through(k: Tensor, v: Tensor, cursor: Tensor, host: Tensor) -> None:
-    """Write the new pairs k, v [B, H, T, d] directly to the host tier, on the current stream."""
+def write_through(k: Tensor, v: Tensor, cursor: Tensor, tier: Tensor, ring: int = 0) -> None:
+    """Write the new pairs k, v [B, H, T, d] directly to a tier in pages, on the current stream.
+
+    ring: W; write those that stay in the window to the ring [B, H, W, 2, d] instead.
+    """
     k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
     batch, heads, count, d = k.shape
-    block = min(16, triton.next_power_of_2(count))
-    write_host[batch * heads, triton.cdiv(count, block)](
-        k, v, cursor, host, k.stride()[:3], v.stride()[:3],
-        heads=heads, count=count, columns=cursor.stride(0), d=d, width=host.shape[-1],
-        ROUNDED=host.dtype == stored_pairs.ROUNDED, BLOCK=block, CHANNELS=triton.next_power_of_2(d),
-        num_warps=1 if count == 1 else 4,
+    most = min(count, ring or count)
+    block = min(16, triton.next_power_of_2(most))
+    write_pairs[batch * heads, triton.cdiv(most, block)](
+        k, v, cursor, tier, k.stride()[:3], v.stride()[:3],
+        heads=heads, count=count, columns=cursor.stride(0), d=d, width=tier.shape[-1], RING=ring, BLOCK=block,
+        CHANNELS=triton.next_power_of_2(d), num_warps=1 if count == 1 else 4,
     )  # fmt: skip

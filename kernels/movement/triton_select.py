@@ -16,8 +16,6 @@ from torch import Tensor
 
 # Elements per program: 4,096 keys are 32 registers of each of 128 threads.
 TILE = 4096
-# Entries per step that are marked as empty.
-EMPTY = tl.constexpr(128)
 # Difference between the bits of a float and of its 2**-16th: sixteen exponents.
 OCTAVES = tl.constexpr(16 << 23)
 
@@ -65,36 +63,37 @@ def keep_best(
     # This round's list: scores [B·H, length] float32, and their tokens [B·H, length] int32; if FIRST, tokens are
     # indices and not read.
     scores, tokens,
-    # Written, the next round's list: [B·H, tiles·selected] float32, except if LAST, and int32.
+    # Written, the next round's list: [B·H, tiles·selected] float32 and int32.
     kept_scores, kept_tokens,
     # Elements of a list; elements to keep per tile; tiles.
     length, selected, tiles,
-    FIRST: tl.constexpr, LAST: tl.constexpr, BLOCK: tl.constexpr,
+    FIRST: tl.constexpr, BLOCK: tl.constexpr, SELECTED: tl.constexpr,
 ):  # fmt: skip
     """One program: one tile of one head's list. It writes the best `selected` by score, in the list's order, then -1.
 
-    Bytes per element: 4 read, 8·selected / BLOCK written and, for tokens, read. Integer operations: 2 per iteration of
-    the bisection, of which attention scores need about 15 (at most 31).
+    SELECTED: selected, padded. Bytes per element: 4 read, 8·selected / BLOCK written and, for tokens, read. Integer
+    operations: 2 per iteration of the bisection, of which attention scores need about 15 (at most 31).
     """
     row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    within = tl.arange(0, BLOCK)
-    at = tile * BLOCK + within
+    at = tile * BLOCK + tl.arange(0, BLOCK)
     score = tl.load(scores + row * length + at, at < length, -1.0)
     chosen = best_of(key_of(score), selected)
-    place = (row * tiles + tile) * selected + tl.cumsum(chosen.to(tl.int32), 0) - 1
     token = at
     if not FIRST:
         token = tl.load(tokens + row * length + at, chosen, -1)
+    kept = (row * tiles + tile) * selected
+    place = kept + tl.cumsum(chosen.to(tl.int32), 0) - 1
     tl.store(kept_tokens + place, token, chosen)
-    count = tl.sum(chosen.to(tl.int32), 0)
-    if not LAST:
-        tl.store(kept_scores + place, score, chosen)
-    for start in range(0, selected, EMPTY):
-        empty = start + tl.arange(0, EMPTY)
-        left = (empty >= count) & (empty < selected)
-        tl.store(kept_tokens + (row * tiles + tile) * selected + empty, -1, left)
-        if not LAST:
-            tl.store(kept_scores + (row * tiles + tile) * selected + empty, -1.0, left)
+    tl.store(kept_scores + place, score, chosen)
+    fill_up(kept_scores + kept, kept_tokens + kept, tl.sum(chosen.to(tl.int32), 0), selected, SELECTED=SELECTED)
+
+
+@triton.jit
+def fill_up(kept_scores, kept_tokens, count, selected, SELECTED: tl.constexpr):
+    """Write -1 to the elements of a list of `selected` after the first `count`."""
+    left = tl.arange(0, SELECTED)
+    tl.store(kept_scores + left, -1.0, (left >= count) & (left < selected))
+    tl.store(kept_tokens + left, -1, (left >= count) & (left < selected))
 
 
 def select_topk(scores: Tensor, selected: Tensor) -> None:
@@ -115,16 +114,15 @@ def merge(scores: Tensor, tokens: Tensor | None, selected: Tensor) -> None:
     while True:
         length = scores.shape[-1]
         tiles = triton.cdiv(length, tile)
-        last = tiles == 1
         shape = (*selected.shape[:2], tiles * count)
-        kept_tokens = selected if last else torch.empty(shape, dtype=torch.int32, device=scores.device)
-        kept_scores = scores if last else torch.empty(shape, dtype=torch.float32, device=scores.device)
+        kept_tokens = selected if tiles == 1 else torch.empty(shape, dtype=torch.int32, device=scores.device)
+        kept_scores = torch.empty(shape, dtype=torch.float32, device=scores.device)
         block = min(tile, max(128, triton.next_power_of_2(length)))
         keep_best[rows, tiles](
             scores, selected if tokens is None else tokens, kept_scores, kept_tokens, length=length, selected=count,
-            tiles=tiles, FIRST=tokens is None, LAST=last, BLOCK=block,
+            tiles=tiles, FIRST=tokens is None, BLOCK=block, SELECTED=triton.next_power_of_2(count),
             num_warps=max(1, min(8, block // 512)),
         )  # fmt: skip
-        if last:
+        if tiles == 1:
             return
         scores, tokens = kept_scores, kept_tokens

@@ -24,7 +24,7 @@ from specache_compile.kernels.attention.triton_kept import block_scores, place_o
 from specache_compile.kernels.codes.records import RECORD
 from specache_compile.kernels.state.triton_cursor import AT_LOW_BIT
 
-from .triton_select import best_of, key_of, merge, threshold
+from .triton_select import best_of, fill_up, key_of, merge, threshold
 
 BLOCK_TOKENS = tl.constexpr(LOGIT_BLOCK)
 # Blocks per program, 16 for each of 512 threads. Blocks that are scored together, 8 tokens for each of 256 threads.
@@ -117,9 +117,7 @@ def keep_best_of_logits(
         tl.store(kept_tokens + rank, tl.reshape(token, [SCORED * BLOCK_TOKENS]), chosen)
         held = tl.sum(chosen.to(tl.int32), 0)
         tl.debug_barrier()
-    left = tl.arange(0, SELECTED)
-    tl.store(kept_scores + left, -1.0, (left >= held) & (left < selected))
-    tl.store(kept_tokens + left, -1, (left >= held) & (left < selected))
+    fill_up(kept_scores, kept_tokens, held, selected, SELECTED=SELECTED)
 
 
 @triton.jit

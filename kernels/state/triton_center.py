@@ -39,8 +39,8 @@ def find_center(
     """One program: one head, in the step in which the first tokens enter the low-bit tier.
 
     turning: half the number of channels that RoPE rotates; if 0, θ and γ are 0. STEP: tokens that share one center.
-    CHANNELS: d, padded. Bytes: 4·d per token of the newest `MEAN_OF`, half of it from the cache, or 2·d. FLOPs: about
-    60·d per token, for sine and cosine, or d.
+    CHANNELS: d, padded. Bytes: 4·d per token of the newest `MEAN_OF`, half of it from the cache. FLOPs: about 60·d per
+    token, for sine and cosine.
     """
     bh = tl.program_id(0).to(tl.int64)
     cursor += (bh // heads) * columns
@@ -48,14 +48,10 @@ def find_center(
     if (tl.load(cursor + AT_LOW_BIT) > 0) | (stop == 0):
         return
     channel = tl.arange(0, CHANNELS)
-    theta, partner, sign = tl.zeros([CHANNELS], tl.float32), channel, tl.zeros([CHANNELS], tl.float32)
-    if turning > 0:
-        turns = channel < 2 * turning
-        theta = tl.load(frequencies + channel % turning, turns, 0.0).to(tl.float32)
-        first_half = channel < turning
-        partner = tl.where(first_half, channel + turning, channel - turning)
-        sign = tl.where(turns, tl.where(first_half, -1.0, 1.0), 0.0)
-        partner = tl.where(turns, partner, 0)
+    turns, first_half = channel < 2 * turning, channel < turning
+    theta = tl.load(frequencies + tl.where(first_half, channel, channel - turning), turns, 0.0).to(tl.float32)
+    partner = tl.where(turns, tl.where(first_half, channel + turning, channel - turning), 0)
+    sign = tl.where(turns, tl.where(first_half, -1.0, 1.0), 0.0)
     inside = (channel < d)[None, :]
     beta, gamma = tl.zeros([CHANNELS], tl.float32), tl.zeros([CHANNELS], tl.float32)
     count = 0.0
@@ -68,18 +64,13 @@ def find_center(
         x = load_pairs(k, k_strides, recent, token[:, None], channel[None, :], mask, bh, heads, length, 0, window, d)
         there &= tl.min((tl.abs(x) < float("inf")).to(tl.int32), 1) != 0
         x = tl.where(there[:, None], x, 0.0)
-        if turning > 0:
-            y = load_pairs(
-                k, k_strides, recent, token[:, None], partner[None, :], mask, bh, heads, length, 0, window, d
-            )
-            y = tl.where(there[:, None], y * sign[None, :], 0.0)
-            angle = token.to(tl.float32)[:, None] * theta[None, :]
-            cos, sin = tl.cos(angle), tl.sin(angle)
-            beta += tl.sum(x * cos - y * sin, 0)
-            # A quarter turn; channels that do not rotate add 0.
-            gamma += tl.sum(tl.where(turns[None, :], y * cos + x * sin, 0.0), 0)
-        else:
-            beta += tl.sum(x, 0)
+        y = load_pairs(k, k_strides, recent, token[:, None], partner[None, :], mask, bh, heads, length, 0, window, d)
+        y = tl.where(there[:, None], y * sign[None, :], 0.0)
+        angle = token.to(tl.float32)[:, None] * theta[None, :]
+        cos, sin = tl.cos(angle), tl.sin(angle)
+        beta += tl.sum(x * cos - y * sin, 0)
+        # A quarter turn; channels that do not rotate add 0.
+        gamma += tl.sum(tl.where(turns[None, :], y * cos + x * sin, 0.0), 0)
         count += tl.sum(there.to(tl.float32), 0)
     count = tl.maximum(count, 1.0)
     row = center + bh * rows * d + channel

@@ -13,22 +13,16 @@ def load_pairs(
     new, strides, recent,
     # Indices of tokens and channels, broadcast over each other; mask of valid elements.
     tokens, channels, mask,
-    # The KV head's index in [B, H], H, and the cached tokens.
-    bh, heads, length,
-    # WHICH: 0 for keys, 1 for values. APART: the ring is `copy_groups`' output and has all tokens.
-    WHICH: tl.constexpr, window, d, APART: tl.constexpr = False,
+    # The KV head's index in [B, H], H, and the cached tokens. WHICH: 0 for keys, 1 for values.
+    bh, heads, length, WHICH: tl.constexpr, window, d,
 ):  # fmt: skip
     """Load keys or values of `tokens` in float32: cached tokens from the ring, others from the new tokens."""
     ring = recent + ((bh * window + tokens % window) * 2 + WHICH) * d + channels
-    if APART:
-        found = tl.load(ring, mask, 0.0).to(tl.float32)
-    else:
-        cached = tokens < length
-        head_base = bh // heads * strides[0] + bh % heads * strides[1]
-        fresh = new + head_base + (tokens - length) * strides[2] + channels
-        old = tl.load(ring, mask & cached, 0.0).to(tl.float32)
-        found = tl.where(cached, old, tl.load(fresh, mask & (tokens >= length), 0.0).to(tl.float32))
-    return found
+    cached = tokens < length
+    head_base = bh // heads * strides[0] + bh % heads * strides[1]
+    fresh = new + head_base + (tokens - length) * strides[2] + channels
+    old = tl.load(ring, mask & cached, 0.0).to(tl.float32)
+    return tl.where(cached, old, tl.load(fresh, mask & (tokens >= length), 0.0).to(tl.float32))
 
 
 @triton.jit
@@ -42,13 +36,13 @@ def sinks_among(tokens, sink_row, sink_tokens: tl.constexpr):
 
 @triton.jit
 def keep_sinks(
-    # Keys or values of `tokens` [n, 1], broadcast over channels; pointers to the head's part of sink_pairs
+    # Keys and values of `tokens` [n, 1], broadcast over channels; pointers to the head's part of sink_pairs
     # [B, H, S, 2, d] and to the row's sink_index [S].
-    x, tokens, channels, mask, head_sinks, sink_row,
-    WHICH: tl.constexpr, sink_tokens: tl.constexpr, d: tl.constexpr,
+    key, value, tokens, channels, mask, head_sinks, sink_row, sink_tokens: tl.constexpr, d: tl.constexpr,
 ):  # fmt: skip
-    """Store the keys or values of sinks. WHICH: 0 for keys, 1 for values."""
+    """Store the pairs of sinks."""
     for place in range(sink_tokens):
         here = mask & (tokens == tl.load(sink_row + place))
-        at = head_sinks + (place * 2 + WHICH) * d + channels + tl.zeros_like(tokens)
-        tl.store(at, x.to(head_sinks.dtype.element_ty), here)
+        at = head_sinks + place * 2 * d + channels + tl.zeros_like(tokens)
+        tl.store(at, key.to(head_sinks.dtype.element_ty), here)
+        tl.store(at + d, value.to(head_sinks.dtype.element_ty), here)

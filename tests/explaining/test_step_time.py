@@ -111,7 +111,7 @@ def test_the_launches_of_a_layer_are_those_that_the_kernels_make() -> None:
         return [k.name.split(".")[-1] for k in middle if k.op not in ("mm", "linear", "fused", "wait")]
 
     halves = ["prepare_query", "score_keys", "attend_pairs", "merge_splits"]
-    stored = ["write_host", "copy_groups", "quantize_groups", "write_recent"]
+    stored = ["write_pairs", "copy_groups", "quantize_groups", "write_pairs"]
     assert sorted(own("default")) == sorted(
         [*halves, "keep_best_of_logits", "fetch_missing", "hide_tokens", "sum_values", "attend_pairs", "merge_splits",
          *stored]
@@ -198,7 +198,7 @@ def test_a_step_over_the_fp8_cache_reads_each_pair_once() -> None:
     one = replace(explanation.traced(), weights=WEIGHTS, layers=LAYERS)
     kernels = kernels_of(one, DEVICES["H100"], 32_768, 4)
     attended = [kernel for kernel in kernels if kernel.op in ("fp8_attention", "keep_fp8")]
-    assert [kernel.name.rsplit(".")[-1] for kernel in attended[:3]] == ["attend_rows", "merge_splits", "store_codes"]
+    assert [kernel.name.rsplit(".")[-1] for kernel in attended[:3]] == ["attend_rows", "merge_splits", "write_pairs"]
     assert len(attended) == 3 * LAYERS
     assert sum(kernel.memory for kernel in attended) == LAYERS * 4 * 8 * 32_768 * 2 * 128
     for batch in (1, 16):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 from torch import Tensor
@@ -51,19 +53,25 @@ def test_tokens_are_found_and_put_wherever_they_lie(pairs: Tensor, start: int, s
 
 @pytest.mark.parametrize("dtype", [torch.float32, stored_pairs.ROUNDED], ids=str)
 @pytest.mark.parametrize(("start", "stop"), RANGES)
-def test_staged_pairs_are_contiguous_pieces_that_go_to_the_hosts_runs(
-    pairs: Tensor, start: int, stop: int, dtype: torch.dtype
+def test_staged_pairs_go_to_the_hosts_tokens(
+    pairs: Tensor, start: int, stop: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     width = CHANNELS if dtype == torch.float32 else stored_pairs.rounded_width(CHANNELS)
     new = pairs[:1, :, start:stop]
     expected = torch.zeros(1, HEADS, CAPACITY, 2, width, dtype=dtype)
     host = in_pages(expected.clone())
     expected[:, :, start:stop] = stored_pairs.stored(new, dtype, width)
-    buffer = torch.empty(expected[:, :, start:stop].numel(), dtype=dtype)
-    staged = copy_stream.stage(*new.unbind(3), start, host, buffer)
-    assert all(piece.is_contiguous() for piece in staged)
-    for piece, run in zip(staged, page_table.runs(host, start, stop), strict=True):
-        copy_stream.send_piece(piece, *run)
+    copy = Tensor.copy_
+
+    def copied(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+        assert not non_blocking or source.is_contiguous()
+        return copy(target, source)
+
+    for name in ("stream_of", "torch.cuda.current_stream", "torch.cuda.stream"):
+        monkeypatch.setattr(f"{copy_stream.__name__}.{name}", mock.MagicMock())
+    monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: None)
+    monkeypatch.setattr(Tensor, "copy_", copied)
+    copy_stream.Staging(torch.device("cpu")).send(*new.unbind(3), start, host)
     assert torch.equal(whole(host), expected)
 
 

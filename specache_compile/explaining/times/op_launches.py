@@ -294,19 +294,16 @@ def prefetch(call: LaunchedOp) -> list[Kernel]:
 def offload(call: LaunchedOp) -> list[Kernel]:
     """The step's few pairs are written through on the main stream."""
     pairs = call.heads * size_of(call.arguments["k"].shape[2])
-    return [Kernel("write_host", memory=pairs * call.pair.exact, to_host=pairs * call.pair.on_host, floor=SMALLEST)]
+    return [Kernel("write_pairs", memory=pairs * call.pair.exact, to_host=pairs * call.pair.on_host, floor=SMALLEST)]
 
 
 def append(call: LaunchedOp) -> list[Kernel]:
     options = call.load.options
-    layout = options.layout
-    if not layout.is_quantised:
-        return [small("copy_groups"), small("write_recent")]
-    rows = options.center_rows(call.layer)
+    if not options.layout.is_quantised:
+        return [small("copy_groups"), small("write_pairs")]
     found = options.has_key_trellis or call.arguments.get("frequencies") is not None
-    names = ["find_center"] if rows and found else []
-    names += ["copy_groups"] if layout.is_rotated or rows else []
-    return [small(name) for name in (*names, "quantize_groups", "write_recent")]
+    names = ["find_center"] if options.center_rows(call.layer) and found else []
+    return [small(name) for name in (*names, "copy_groups", "quantize_groups", "write_pairs")]
 
 
 def fp8_attention(call: LaunchedOp) -> list[Kernel]:
@@ -317,7 +314,7 @@ def fp8_attention(call: LaunchedOp) -> list[Kernel]:
 
 
 def keep_fp8(call: LaunchedOp) -> list[Kernel]:
-    return [small("store_codes")]
+    return [small("write_pairs")]
 
 
 def wait(call: LaunchedOp) -> list[Kernel]:
