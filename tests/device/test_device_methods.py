@@ -45,7 +45,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 QUICK = (
     "fp8-padded rows", "fp8, recorded-a row", "offload-a row", "kcache-a row", "h2o-padded rows", "specache-a row",
     "specache-padded rows", "specache, in the paper-a row", "specache, recorded-a row",
-    "specache, keys in a trellis-a row",
+    "specache, keys in a trellis-a row", "kivi-a row",
 )  # fmt: skip
 
 
