@@ -44,5 +44,5 @@ def chat_turn(tokenizer: Any, text: str, **more: Any) -> Any:
     SpecacheError if the tokenizer has no chat template.
     """
     if not tokenizer.chat_template:
-        raise SpecacheError("this checkpoint's tokenizer has no chat template")
+        raise SpecacheError("this checkpoint's tokenizer has no chat template: leave out --chat, or use a chat model")
     return tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True, **more)

@@ -353,9 +353,9 @@ class Tiers:
             if here > 1:
                 limit += f", shared by the {here} ranks of this machine"
             raise SpecacheError(
-                f"the host tier would need {needed / 2**30:.2f} GiB for {tokens:,} tokens x batch {self.batch}, more "
-                f"than its budget of {allowed / 2**30:.2f} GiB ({limit}). The cache is unchanged. Lower the batch or "
-                "the context, free host memory, or raise host_memory (bytes)."
+                f"the host tier would need {needed:,} bytes for {tokens:,} tokens x batch {self.batch}, more "
+                f"than its budget of {allowed:,} bytes ({limit}). The cache is unchanged. Lower the batch or "
+                "the context, free host memory, or raise host_memory."
             )
 
     def crop(self, lengths: Sequence[int], before: Sequence[int]) -> None:

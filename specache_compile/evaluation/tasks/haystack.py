@@ -34,7 +34,7 @@ def hide(
     """
     room = length - len(question) - sum(len(needle) for _, needle in needles)
     if room < 0:
-        raise SpecacheError(f"this prompt needs at least {length - room} tokens, not {length}")
+        raise SpecacheError(f"this prompt needs at least {length - room} tokens, not {length}: raise --lengths")
     if room >= len(haystack):
         raise too_short(len(haystack), room)
     start = rng.randrange(len(haystack) - room)
