@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM, LogitsProcessor
 
 import specache_compile as sc
-from conftest import LOSSLESS, compile_copy, compiled_with, forget_warnings, greedy, is_held, prompt, step, tiny_llama
+from conftest import compile_copy, compiled_with, forget_warnings, greedy, is_held, prompt, step, tiny_llama
 from families import BY_NAME
 from specache_compile.compat import cache_of
 from specache_compile.compile import recompile_limit
@@ -110,10 +110,8 @@ def test_the_limit_half_way_changes_no_token(shallow: LlamaForCausalLM, way: str
 @pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "llama, dynamic rope"])
 def test_beside_sliding_layers_and_graph_breaks(name: str) -> None:
     """Before the window (24 tokens) is full, and after."""
-    family = BY_NAME[name]
-    model = family.model()
-    model.compile(backend="specache", options=LOSSLESS)
-    expected = greedy(family.model(), prompt(10), 30)
+    plain = BY_NAME[name].model()
+    model, expected = compile_copy(plain), greedy(copy.deepcopy(plain), prompt(10), 30)
     for after in (6, 25) if name == "gemma2" else (6,):
         with warned(1):
             tokens = greedy(model, prompt(10), 30, logits_processor=[AfterTokens(after, run_uncompiled)])
@@ -154,12 +152,10 @@ def edit(cache: Any) -> None:
 @pytest.mark.slow
 def test_a_step_that_no_call_of_this_model_would_have_rewritten_makes_the_cache_plain() -> None:
     """MiniMax's prompt is rewritten; its padded steps have a mask [B, 1, 1, 1], without a column for each key."""
-    family = BY_NAME["minimax"]
-    model, inputs = family.model(), {"attention_mask": padded()["attention_mask"][:, 70:]}
-    model.compile(backend="specache", options=LOSSLESS)
+    plain, inputs = BY_NAME["minimax"].model(), {"attention_mask": padded()["attention_mask"][:, 70:]}
     with warned(1) as messages:
-        tokens = greedy(model, prompt(20, 3), 4, **inputs)
-    assert torch.equal(tokens, greedy(family.model(), prompt(20, 3), 4, **inputs))
+        tokens = greedy(compile_copy(plain), prompt(20, 3), 4, **inputs)
+    assert torch.equal(tokens, greedy(plain, prompt(20, 3), 4, **inputs))
     assert "has no column for each key" in messages[0]
     assert "no compiled graph" not in messages[0]
 
