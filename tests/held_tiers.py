@@ -60,6 +60,11 @@ def in_pages(rows: Tensor, capacity: int | None = None) -> Pages:
     return Pages(rows.reshape(len(rows), heads, count, size // count, *rest).transpose(1, 2).flatten(0, 1), table)
 
 
+def untouched(tensor: Tensor) -> bool:
+    """Return whether all bytes are still the 0x7F that a test has filled in."""
+    return bool((tensor.contiguous().view(torch.uint8) == 0x7F).all())
+
+
 def cursor_over(table: Tensor, length: int = 0, low_bit: int = 0, next_low_bit: int = 0) -> Tensor:
     """Return a cursor with these numbers for each row of a page table."""
     return torch.cat([torch.tensor([[length, low_bit, next_low_bit]]).repeat(len(table), 1), table], 1)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import errno
 import shutil
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -255,7 +255,7 @@ def test_a_checkpoint_without_a_tokenizer_is_one_line(
     """transformers creates no tokenizer for one file, and an empty one for the other."""
     family(vocab_size=256).save_pretrained(tmp_path)
     assert main(["generate", str(tmp_path), "--prompt", "a"]) == 2
-    error = capsys.readouterr().err.strip().splitlines()[-1]
+    error = error_line(capsys)
     assert error.startswith(f"specache: {tmp_path} has no readable tokenizer (")
     assert error.endswith("copy tokenizer.json and tokenizer_config.json of examples/needle-llama")
 
@@ -334,9 +334,6 @@ def test_two_processes_convert_one_after_the_other(own: Path, cache: Path, monke
         convert(gguf, folder)
 
     monkeypatch.setattr(conversion, "convert", slow)
-    both = [threading.Thread(target=checkpoints.resolved, args=("tiny",)) for _ in range(2)]
-    for one in both:
-        one.start()
-    for one in both:
-        one.join(60)
+    with ThreadPoolExecutor(2) as both:
+        assert len(set(both.map(checkpoints.resolved, ("tiny", "tiny")))) == 1
     assert made == [cache / "checkpoints" / held(cache)[0]]

@@ -118,10 +118,7 @@ def test_a_help_shows_a_dozen_options_and_where_the_rest_stands(
 
 
 def test_help_all_lists_every_option_of_the_backend(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        main(["generate", "--help-all"])
-    assert stop.value.code == 0
-    printed = capsys.readouterr().out
+    printed = help_of(capsys, "generate", flag="--help-all")
     for name, declarations in declared_options().items():
         declared = next(iter(declarations.values()))
         listed = re.search(rf"^  {arguments.flag_of(name)}[ ,]", printed, re.MULTILINE)
@@ -199,10 +196,8 @@ def test_a_name_of_the_hub_is_taken_for_no_misspelt_one(name: str) -> None:
 
 @pytest.fixture
 def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    def load(*given: Any, **more: Any) -> Any:
-        raise AssertionError("weights are loaded")
-
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", load)
+    loads = mock.Mock(side_effect=AssertionError("weights are loaded"))
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", loads)
 
 
 @pytest.mark.parametrize(
@@ -249,9 +244,9 @@ def test_generate_samples_as_the_uncompiled_model_does(
     assert capsys.readouterr().out.rstrip("\n") == expected.rstrip("\n")
 
 
-def help_of(capsys: pytest.CaptureFixture[str], *command: str) -> str:
+def help_of(capsys: pytest.CaptureFixture[str], *command: str, flag: str = "--help") -> str:
     with pytest.raises(SystemExit) as stop:
-        main([*command, "--help"])
+        main([*command, flag])
     assert stop.value.code == 0
     return capsys.readouterr().out
 

@@ -6,6 +6,7 @@ import random
 import weakref
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -245,17 +246,13 @@ def test_rows_that_do_not_join_run_one_after_another(options: dict[str, Any]) ->
 
 def test_rows_that_cannot_take_a_step_end_with_its_error(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is kept of them, and requests that come later are not affected."""
-
-    def failed(*given: Any, **named: Any) -> None:
-        raise SpecacheError("no memory is left")
-
     batch = sc.Batch(model, chunk=CHUNK, sessions=4)
     requests = [batch.add(prompt(40, seed=seed), max_new_tokens=9) for seed in (1, 2, 3)]
     while len(batch.decoding) < 3:
         batch.step()
     batch.forget_prefixes()
     with monkeypatch.context() as patch:
-        patch.setattr(Session, "reserve", failed)
+        patch.setattr(Session, "reserve", Mock(side_effect=SpecacheError("no memory is left")))
         batch.step()
     assert [(request.end, str(request.error)) for request in requests] == [(End.FAILED, "no memory is left")] * 3
     assert not batch.open

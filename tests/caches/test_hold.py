@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM
+from transformers import DynamicCache
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 import specache_compile as sc
 from conftest import LOSSLESS, compiled_with, greedy, prompt, tiny_llama
-from families import BY_NAME
+from families import BY_NAME, Family
 from held_tiers import in_rows
 from specache_compile.compat import with_cache
 from specache_compile.methods.field import MEASURE
@@ -145,14 +145,8 @@ def test_layers_that_stay_exact_stay_plain(llama: Any) -> None:
     assert torch.equal(greedy(model, whole, **with_cache(taken)), greedy(llama, whole))
 
 
-def biased(**more: Any) -> Qwen2ForCausalLM:
-    torch.manual_seed(0)
-    return Qwen2ForCausalLM(
-        Qwen2Config(
-            vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4,
-            num_key_value_heads=2, **more,
-        )
-    ).eval()  # fmt: skip
+def biased(**more: Any) -> Any:
+    return Family("biased", "Qwen2Config", {"num_hidden_layers": 1, **more}).model()
 
 
 def test_unsupported_caches_are_refused_with_a_reason(llama: Any) -> None:

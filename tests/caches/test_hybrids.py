@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import specache_compile as sc
-from conftest import LOSSLESS, greedy, prompt
-from families import BY_NAME, Family
+from conftest import compile_copy, greedy, new_tokens, prompt
+from families import BY_NAME
 from specache_compile.compat import cache_of, with_cache
 
 pytestmark = pytest.mark.one_process
@@ -30,10 +30,8 @@ NAMES = [
 @pytest.fixture(scope="module", params=NAMES)
 def models(request: pytest.FixtureRequest) -> tuple[Any, Any]:
     """Return a hybrid compiled with lossless settings, and the uncompiled model."""
-    family: Family = BY_NAME[request.param].one_layer
-    model, plain = family.model(), family.model()
-    model.compile(backend="specache", options=LOSSLESS)
-    return model, plain
+    plain = BY_NAME[request.param].one_layer.model()
+    return compile_copy(plain), plain
 
 
 @torch.no_grad()
@@ -73,14 +71,12 @@ def filled(models: tuple[Any, Any], rows: int = 1) -> tuple[DynamicCache, Dynami
 def test_a_batch_prefills_in_inference_mode_and_goes_on_without() -> None:
     """The state in pages is no inference tensor, which later steps could not write to."""
     model = BY_NAME["falcon_h1"].one_layer.model()
-    expected = greedy(model, prompt(39), 6)[0, 39:].tolist()
-    model.compile(backend="specache", options=LOSSLESS)
-    batch = sc.Batch(model, rows=2)
+    batch = sc.Batch(compile_copy(model), rows=2)
     request = batch.add(prompt(39), max_new_tokens=6)
     with torch.inference_mode():
         batch.step()
     batch.run()
-    assert request.generated == expected
+    assert request.generated == new_tokens(model, prompt(39), 6)
 
 
 def test_each_token_writes_the_state_once(models: tuple[Any, Any]) -> None:

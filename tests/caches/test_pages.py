@@ -7,8 +7,10 @@ import copy
 import functools
 import gc
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -183,7 +185,7 @@ def test_a_selection_that_runs_out_of_memory_changes_nothing(monkeypatch: pytest
     before = held(at_hand(cache))
     cache.reorder_cache(torch.tensor([1, 1, 0, 2]))
     with monkeypatch.context() as patch:
-        patch.setattr(tiers_module, "row_state", out_of_memory)
+        patch.setattr(tiers_module, "row_state", Mock(side_effect=torch.OutOfMemoryError))
         with pytest.raises(torch.OutOfMemoryError):
             step(model, prompt(1, 4), cache)
     session = session_of(cache)
@@ -191,10 +193,6 @@ def test_a_selection_that_runs_out_of_memory_changes_nothing(monkeypatch: pytest
     assert not differences(before, held(session))
     other.reorder_cache(torch.tensor([1, 1, 0, 2]))
     assert equal(go_on(model, cache, 1, 1), go_on(model, other, 1, 1))
-
-
-def out_of_memory(*given: Any, **more: Any) -> Any:
-    raise torch.OutOfMemoryError
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])
@@ -254,17 +252,10 @@ def test_a_row_without_tokens_is_copied_saved_and_loaded(model: LlamaForCausalLM
 def test_threads_continue_copies_that_share_a_pool_which_grows(model: LlamaForCausalLM) -> None:
     _, cache = step(model, prompt(250))
     expected = go_on(model, copy.deepcopy(cache), *[40] * 12)
-    caches, found = [copy.deepcopy(cache) for _ in range(4)], dict[int, list[Tensor]]()
-
-    def run(number: int) -> None:
-        found[number] = go_on(model, caches[number], *[40] * 12)
-
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert all(equal(found[number], expected) for number in range(4))
+    caches = [copy.deepcopy(cache) for _ in range(4)]
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(lambda each: go_on(model, each, *[40] * 12), caches))
+    assert all(equal(logits, expected) for logits in found)
     assert len({id(pool_of(each)) for each in caches}) == 1
 
 
@@ -327,7 +318,7 @@ def test_pages_are_counted_again_after_an_interrupt(model: LlamaForCausalLM, mon
     _, cache = step(model, prompt(500))
     pool, copied = pool_of(cache), copy.deepcopy(cache)
     with monkeypatch.context() as patch:
-        patch.setattr(PagePool, "copy", lambda *given: out_of_memory())
+        patch.setattr(PagePool, "copy", Mock(side_effect=torch.OutOfMemoryError))
         with pytest.raises(torch.OutOfMemoryError):
             step(model, prompt(1), copied)
     assert pool.held == 2
@@ -348,10 +339,6 @@ def test_tiers_that_are_interrupted_at_any_line_leave_no_page(model: LlamaForCau
             tiers_module.joined(rows)
         gc.collect()
         assert pool.held == 2, interrupted.last
-
-
-def interrupt(*given: Any, **more: Any) -> Any:
-    raise KeyboardInterrupt
 
 
 def test_copies_with_the_same_pages_are_compressed_apart() -> None:
@@ -382,7 +369,7 @@ def test_a_table_whose_writing_is_interrupted_is_written_by_the_next_step(
     _, other = step(model, prompt(tokens))
     twin = copy.deepcopy(cache)
     with monkeypatch.context() as patch:
-        patch.setattr(tiers_module.Tiers, "set_pages", interrupt)
+        patch.setattr(tiers_module.Tiers, "set_pages", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             step(model, prompt(3), cache)
     expected = go_on(model, other, 3, 3, 100)

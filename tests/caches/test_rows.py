@@ -165,10 +165,8 @@ def test_a_joined_cache_is_compressed_out_of_16_bits(default: Any) -> None:
 def test_a_join_over_the_budget_of_the_host_tier_is_refused() -> None:
     model = compiled("offload", **TINIEST)
     cache = forward(model, None, prompt(SHORT, vocabulary=64))[0]
-    limited = tiny_llama(**TINIEST)
-    limited.compile(
-        backend="specache", options={**SETTINGS["offload"], "host_memory": 2 * pool_of(cache).page_bytes["host"]}
-    )
+    memory = 2 * pool_of(cache).page_bytes["host"]
+    limited = compiled_with(tiny_llama(**TINIEST), {**SETTINGS["offload"], "host_memory": memory})
     caches = [forward(limited, None, prompt(length, vocabulary=64))[0] for length in (SHORT, MIDDLE, LONG)]
     assert sc.lengths(sc.join(caches[:2])).tolist() == [SHORT, MIDDLE]
     with pytest.raises(SpecacheError, match="3 more pages of 256 tokens are needed"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import warnings
 from collections.abc import Callable
@@ -10,28 +9,19 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import Tensor
 
 import specache_compile as sc
-from conftest import is_held, prompt, tiny_llama
+from conftest import compiled_with, is_held, prompt, tiny_llama
+from families import Family
 from specache_compile.compile import recompile_limit
 
 OPTIONS = {"lowering": "eager", "bits": 16}
-SIZES = {
-    "vocab_size": 128, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2,
-    "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 512, "initializer_range": 0.3,
-    "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
-}  # fmt: skip
 Call = Callable[[Any], Any]
 
 
-def small(config: str = "Llama", seed: int = 0) -> Any:
-    torch.manual_seed(seed)
-    made = getattr(transformers, f"{config}Config")(**SIZES)
-    for token in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        setattr(made, token, None)
-    return transformers.AutoModelForCausalLM.from_config(made, dtype=torch.float32).eval()
+def small(config: str = "Llama") -> Any:
+    return Family("small", f"{config}Config", {"num_hidden_layers": 1}).model()
 
 
 def generate(model: Any, ids: Tensor | None, **given: Any) -> Any:
@@ -64,9 +54,7 @@ KINDS: dict[str, Call] = {
 
 
 def compiled(model: Any, **options: Any) -> Any:
-    twin = copy.deepcopy(model)
-    twin.compile(backend="specache", options={**OPTIONS, **options})
-    return twin
+    return compiled_with(model, {**OPTIONS, **options})
 
 
 def test_all_kinds_of_calls_in_one_process_are_compressed() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import importlib
 import random
 import sys
@@ -13,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from conftest import NEEDLE_LLAMA, byte_tokenizer
+from conftest import NEEDLE_LLAMA, byte_tokenizer, compiled_with
 
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "benchmarks")]
@@ -34,9 +33,7 @@ def model() -> Any:
 
 
 def compiled(model: Any, **options: Any) -> Any:
-    twin = copy.deepcopy(model)
-    twin.compile(backend="specache", options={"lowering": "eager", "setting": "paper", **options})
-    return twin
+    return compiled_with(model, {"lowering": "eager", "setting": "paper", **options})
 
 
 def recalled(runner: Any, length: int, count: int) -> float:

@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from transformers import DynamicCache, MistralConfig, MistralForCausalLM
+from transformers import DynamicCache
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from conftest import byte_tokenizer, tiny_llama
@@ -63,15 +63,12 @@ def test_an_answer_that_ends_with_its_first_token_has_no_more(model: Any, shared
 
 def test_a_prompt_is_read_once_for_all_methods_that_read_it_exactly(model: Any) -> None:
     runner, read = Runner(model, BYTES, prefills=Prefills()), []
-    hook = model.register_forward_pre_hook(
+    with model.register_forward_pre_hook(
         lambda _, args, given: read.append((args[0] if args else given["input_ids"]).shape[1]), with_kwargs=True
-    )
-    try:
+    ):
         for method in METHODS:
             with running(model, parse_setting(method), "eager"):
                 runner.answers(prompts(100), 2)
-    finally:
-        hook.remove()
     assert read.count(100) == 2, "once, and once by the method that drops pairs as it reads"
 
 
@@ -104,12 +101,8 @@ def test_a_first_token_is_what_the_models_configuration_makes_of_the_logits(mode
 
 
 def test_a_model_of_sliding_windows_alone_reads_for_itself() -> None:
-    torch.manual_seed(0)
-    config = MistralConfig(vocab_size=256, hidden_size=64, intermediate_size=64, num_hidden_layers=1,
-                           num_attention_heads=4, num_key_value_heads=2, sliding_window=64)  # fmt: skip
-    assert not Prefills().can_continue(MistralForCausalLM(config))
-    config.sliding_window = None
-    assert Prefills().can_continue(MistralForCausalLM(config))
+    assert not Prefills().can_continue(BY_NAME["mistral, sliding"].model())
+    assert Prefills().can_continue(BY_NAME["mistral"].model())
 
 
 @pytest.mark.quick_for("uncompiled", f"specache:bits=1,{GROUPS},top_k=8")

@@ -129,13 +129,10 @@ def test_perplexity_is_the_exponent_of_the_mean_loss(model: Any) -> None:
 def test_a_context_is_read_before_its_question_is_known(model: Any) -> None:
     """Two of the same lengths in one batch."""
     read: list[tuple[int, ...]] = []
-    hook = model.register_forward_pre_hook(
+    with model.register_forward_pre_hook(
         lambda _, args, given: read.append(tuple((args[0] if args else given["input_ids"]).shape)), with_kwargs=True
-    )
-    try:
+    ):
         Runner(model, BYTES).answers_apart([(b"a" * 40, b"why?"), (b"b" * 40, b"who?"), (b"c" * 30, b"what?")], 2)
-    finally:
-        hook.remove()
     assert read == [(2, 40), (2, 4), (2, 1), (1, 30), (1, 5), (1, 1)]
 
 

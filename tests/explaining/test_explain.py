@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
-from transformers import LlamaForCausalLM, MistralConfig
+from transformers import LlamaForCausalLM
 
 import specache_compile as sc
 from conftest import compile_copy, greedy, prompt, tiny_llama
+from families import BY_NAME, DYNAMIC
 from specache_compile.explaining.explanation import Explanation
 from specache_compile.explaining.graph_text import readable_graph
 from specache_compile.passes.pipeline import PIPELINE
@@ -157,19 +158,14 @@ def test_the_whole_graph_is_printed_without_the_list_of_its_inputs() -> None:
 
 
 def test_a_model_of_which_nothing_is_rewritten_says_why() -> None:
-    config = MistralConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, sliding_window=16,
-    )  # fmt: skip
-    explained = sc.explain(config, prompt_length=64)
+    explained = sc.explain(BY_NAME["mistral, sliding"].model(), prompt_length=64)
     assert (explained.sites, len(explained.left_alone)) == ((), 2)
     assert "sliding window" in str(explained)
 
 
 def test_a_model_that_decides_by_values_is_refused_in_words() -> None:
-    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
     with pytest.raises(sc.SpecacheError, match="decides by the values of a tensor"):
-        sc.explain(tiny_llama(rope_parameters=rope, max_position_embeddings=144), prompt_length=64)
+        sc.explain(tiny_llama(**DYNAMIC), prompt_length=64)
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ from transformers import (
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import specache_compile as sc
-from conftest import LOSSLESS, chatted, compile_copy, greedy, prompt
+from conftest import chatted, compile_copy, compiled_with, greedy, prompt
 from families import FAMILIES
 from held_tiers import at_hand, differences, held, interrupted_behind
 from specache_compile.compat import CACHE, WINDOWS_TAKE_DRAFTS, cache_of, with_cache
@@ -90,9 +90,7 @@ def test_in_bfloat16_they_part_at_ties_alone(llama: LlamaForCausalLM) -> None:
 
 @pytest.mark.slow
 def test_kcache_drafts_too(llama: LlamaForCausalLM) -> None:
-    twin = copy.deepcopy(llama)
-    options = {"method": "kcache", "top_n": 4, "verify": 4, "lowering": "eager"}
-    twin.compile(backend="specache", options=options)
+    twin = compiled_with(llama, {"method": "kcache", "top_n": 4, "verify": 4, "lowering": "eager"})
     assert torch.equal(greedy(twin, prompt(90), 40), greedy(llama, prompt(90), 40))
     stats = sc.stats(twin).verification
     assert stats is not None
@@ -111,8 +109,8 @@ def test_a_layer_that_slides_gets_back_what_a_draft_pushed_out_of_its_window(
     """With torch's own settings: its cache of fake tensors has further requirements of late compilations."""
     family = next(family for family in FAMILIES if family.name == "gemma2")
     family = replace(family, settings={**family.settings, **settings})
-    plain, model = family.model(), family.model()
-    model.compile(backend="specache", options={**LOSSLESS, **LOSSY, "verify": 5})
+    plain = family.model()
+    model = compile_copy(plain, **LOSSY, verify=5)
     with warnings.catch_warnings(), torch._dynamo.config.patch(fake_tensor_cache_enabled=True):
         warnings.simplefilter("ignore", sc.SpecacheWarning)
         assert torch.equal(greedy(model, prompt(length), 40), greedy(plain, prompt(length), 40))

@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import CohereConfig, CohereForCausalLM
 
+from families import Family
 from specache_compile.errors import SpecacheError
 from specache_compile.evaluation.baselines.prompt_eviction import prompt_attention
 
@@ -62,8 +62,7 @@ def test_a_budget_of_fewer_than_the_first_tokens_keeps_the_first_of_them() -> No
 
 def test_a_model_whose_rope_turns_neighbours_is_refused() -> None:
     """Cohere has frequencies, but for other pairs of channels."""
-    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
-    model = CohereForCausalLM(CohereConfig(vocab_size=64, num_hidden_layers=1, **sizes)).eval()
+    model = Family("cohere", "CohereConfig", {"num_hidden_layers": 1}).model()
     model.compile(backend="specache", options={"method": "expected_attention", "budget": 30, "lowering": "eager"})
     with torch.no_grad(), pytest.raises(SpecacheError, match=r"turns no channels j and j \+ h .* take method='snapkv'"):
         model(torch.randint(0, 64, (1, 90)), use_cache=True)

@@ -14,7 +14,7 @@ import torch
 from implementations import KINDS, Ops
 from torch import Tensor
 
-from held_tiers import adjacent, empty_state
+from held_tiers import adjacent, empty_state, untouched
 from specache_compile.kernels.movement import tier_ops as tiers
 from specache_compile.kernels.state.cursor import host_record
 from specache_compile.kernels.state.layout import StoredTiers
@@ -207,10 +207,6 @@ def test_a_definition_is_called_once_where_rows_are_alike() -> None:
 
 
 IN_PAGES = ("codes", "key_params", "value_params", "host")
-
-
-def untouched(tensor: Tensor) -> bool:
-    return bool((tensor.contiguous().view(torch.uint8) == 0x7F).all())
 
 
 @every_option

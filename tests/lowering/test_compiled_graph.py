@@ -113,11 +113,6 @@ def generated() -> Generated:
     return Generated(code, pre_decode, loaded)
 
 
-@pytest.fixture(scope="module")
-def code(generated: Generated) -> dict[str, list[str]]:
-    return generated.code
-
-
 def test_code_that_inductor_cached_for_other_ops_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """The cached code contains the shapes that the ops' fakes had when it was made."""
     misses, mode = [], FakeTensorMode(shape_env=ShapeEnv())
@@ -133,9 +128,9 @@ def test_code_that_inductor_cached_for_other_ops_is_not_used(monkeypatch: pytest
     assert misses == [1, 0, 1]
 
 
-def test_work_stands_between_a_prefetch_and_its_wait(code: dict[str, list[str]]) -> None:
+def test_work_stands_between_a_prefetch_and_its_wait(generated: Generated) -> None:
     """From layer 0's prefetch to the end of the step, and to layer 0's wait in the next step."""
-    order = names(code["decode"])
+    order = names(generated.code["decode"])
     behind = order[order.index("prefetch") :].count("work") + order[: order.index("wait")].count("work")
     assert behind == order.count("work")
 
@@ -155,15 +150,15 @@ def test_the_steps_cpp_is_compiled_under_a_progress_line(generated: Generated) -
     assert generated.loaded == dict.fromkeys(names, True)
 
 
-def test_the_prefill_stores_each_layer_as_soon_as_possible(code: dict[str, list[str]]) -> None:
+def test_the_prefill_stores_each_layer_as_soon_as_possible(generated: Generated) -> None:
     # torch 2.11 makes a batched product of the rotary table's angles, later versions a multiplication.
-    order = names([line for line in code["prefill"] if "extern_kernels.bmm" not in line])
+    order = names([line for line in generated.code["prefill"] if "extern_kernels.bmm" not in line])
     assert order[:5] == ["work", "work", "work", "offload", "append"]
 
 
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
-def test_no_state_tensor_is_cloned_or_copied(code: dict[str, list[str]], phase: str) -> None:
-    assert state_left_alone(code[phase]) > 8
+def test_no_state_tensor_is_cloned_or_copied(generated: Generated, phase: str) -> None:
+    assert state_left_alone(generated.code[phase]) > 8
 
 
 @pytest.mark.quick_for

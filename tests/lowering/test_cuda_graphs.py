@@ -18,6 +18,7 @@ from transformers import LlamaForCausalLM
 import specache_compile as sc
 from conftest import compile_copy, greedy, greedy_unmasked, prompt, tiny_llama
 from families import BY_NAME
+from held_tiers import untouched
 from specache_compile.compat import cache_of, with_cache
 from specache_compile.lowering import cuda_graphs
 from specache_compile.lowering.cuda_graphs import RecordedSteps, capture, reason_not_to_capture
@@ -129,10 +130,9 @@ def test_graphs_that_move_between_replays_or_in_turn_go_on(
 
 
 def test_a_large_argument_that_moves_costs_the_graph_and_one_warning_that_names_it(
-    captures: list[int], monkeypatch: pytest.MonkeyPatch
+    llama: LlamaForCausalLM, captures: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cuda_graphs, "COPIED_BYTES", 16)
-    llama = tiny_llama(num_hidden_layers=1)
     twin = compile_copy(llama, mode="reduce-overhead")
     vectors, kept = llama.get_input_embeddings().weight.detach(), []
 
@@ -152,11 +152,6 @@ def test_a_large_argument_that_moves_costs_the_graph_and_one_warning_that_names_
     assert len([w for w in warned if "new address" in str(w.message)]) == 1
     assert len(captures) == 3, "one capture, two more, and none in the second generation"
     torch.testing.assert_close(generations, [run(llama)] * 2, atol=1e-3, rtol=1e-3)
-
-
-def plan_of_two_arguments(sites: list[Any], cursor: Tensor) -> RewritePlan:
-    inputs = [Input("argument", argument=0), Input("argument", argument=1)]
-    return RewritePlan(DECODE, sites, True, False, None, [], cursor, None, inputs)
 
 
 @pytest.mark.quick_for("1")
@@ -281,10 +276,6 @@ def test_padding_rows_touch_only_page_0_and_the_state_of_future_rows(
     assert all(untouched(part) for part in (*free, *behind))
 
 
-def untouched(part: Tensor) -> bool:
-    return bool((part.contiguous().view(torch.uint8) == 0x7F).all())
-
-
 def test_a_batch_under_a_mask_beyond_padding_reports_why_it_is_not_captured(
     llama: LlamaForCausalLM, captures: list[int]
 ) -> None:
@@ -302,7 +293,8 @@ def test_a_step_with_an_argument_elsewhere_than_its_state_is_not_captured() -> N
     x, factor = (graph.placeholder(name) for name in ("x", "factor"))
     graph.output((graph.call_function(torch.mul, (x, factor)),))
     x.meta["val"], factor.meta["val"] = torch.empty(3, device="meta"), torch.empty(())
-    plan = plan_of_two_arguments([], torch.empty(1, 4, device="meta"))
+    inputs = [Input("argument", argument=0), Input("argument", argument=1)]
+    plan = RewritePlan(DECODE, [], True, False, None, [], torch.empty(1, 4, device="meta"), None, inputs)
     step = torch.fx.GraphModule({}, graph)
     assert "input factor is on cpu" in str(reason_not_to_capture(step, plan))
     factor.meta["val"] = torch.empty((), device="meta")

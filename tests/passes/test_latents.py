@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 from transformers import DynamicCache
 
 import specache_compile as sc
-from conftest import greedy, prompt
+from conftest import compiled_with, greedy, prompt
 from families import BY_NAME, FAMILIES, Family
 from graphs import BATCH, PAST, GraphBuilder, found, text
 from specache_compile.compat import with_cache
@@ -142,9 +142,7 @@ def test_keys_of_two_parts_that_are_no_latents_are_reported_without_a_crash() ->
 
 
 def compiled(family: Family = MODEL, **options: Any) -> Any:
-    model = family.model()
-    model.compile(backend="specache", options={"lowering": "eager", **options})
-    return model
+    return compiled_with(family.model(), {"lowering": "eager", **options})
 
 
 @pytest.mark.quick_for("deepseek_v2")

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from transformers import DynamicCache, LogitsProcessor
 
-from conftest import LOSSLESS, forget_warnings, prompt
+from conftest import compile_copy, forget_warnings, prompt
 from families import BY_NAME, FAMILIES, Family
 from specache_compile import SpecacheWarning
 from specache_compile.compat import with_cache
@@ -35,9 +35,7 @@ OTHERS = [family for family in FAMILIES if family.name not in DISTINCT or family
 
 
 def compiled(family: Family, **options: Any) -> Any:
-    model = family.model()
-    model.compile(backend="specache", options={**LOSSLESS, **options})
-    return model
+    return compile_copy(family.model(), **options)
 
 
 @contextlib.contextmanager

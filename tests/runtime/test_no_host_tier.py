@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -89,13 +90,10 @@ def test_operations_that_need_every_pair_raise(what: str, llama: Any) -> None:
 
 
 def test_an_interrupted_step_is_not_gone_on_from(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*given: Any) -> Any:
-        raise KeyboardInterrupt
-
     model, cache = filled(WITHOUT["kivi"], llama)
     model(prompt(1), **with_cache(cache), use_cache=True)
     with monkeypatch.context() as patch:
-        patch.setattr(Step, "run_graph", interrupted)
+        patch.setattr(Step, "run_graph", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             model(prompt(1), **with_cache(cache), use_cache=True)
     with pytest.raises(SpecacheError, match="interrupted"):

@@ -13,16 +13,14 @@ import torch
 import transformers
 from torch import Tensor
 
-from conftest import LOSSLESS, prompt
+from conftest import compile_copy, prompt
+from families import COMMON
 from specache_compile import SpecacheWarning
 from specache_compile.runtime.records import find_record
 
 IMAGE, VIDEO, START, END = 124, 125, 126, 127  # tokens that the prompts have nowhere else
 NO_TOKENS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-TEXT = {
-    "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 1024, "initializer_range": 0.2, **NO_TOKENS,
-}  # fmt: skip
+TEXT = {name: value for name, value in COMMON.items() if name != "tie_word_embeddings"} | {"num_hidden_layers": 1}
 MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}}
 QWEN = {
     "text_config": {**TEXT, **MROPE}, "image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": START,
@@ -204,8 +202,8 @@ def lanes(compiled: Any, pictures: Pictures) -> set[int]:
 def test_the_text_behind_an_image_is_the_uncompiled_models(name: str) -> None:
     """The text's attention is rewritten, in two lanes without sliding windows."""
     pictures = MODELS[name]
-    plain, model = pictures.model(), pictures.model()
-    model.compile(backend="specache", options=LOSSLESS)
+    plain = pictures.model()
+    model = compile_copy(plain)
     with warnings.catch_warnings():
         warnings.simplefilter("error", SpecacheWarning)
         if pictures.exact:

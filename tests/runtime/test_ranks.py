@@ -18,11 +18,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.fx import GraphModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Olmo2Config, Olmo2ForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from transformers.distributed import DistributedConfig
 
 import specache_compile as sc
 from conftest import compiled_with, greedy, prompt, tiny_llama
+from families import Family
 from specache_compile.compat import cache_of
 from specache_compile.errors import SpecacheError
 from specache_compile.methods import parse_options
@@ -153,14 +154,9 @@ def four_alone() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def two_kv_heads(config: type, model: type, sizes: tuple[int, ...] = (4,), names: tuple[str, ...] = ("tp",)) -> Any:
+def two_kv_heads(config: str, sizes: tuple[int, ...] = (4,), names: tuple[str, ...] = ("tp",)) -> Any:
     """A model of two KV heads whose key projections lie on a mesh."""
-    made = model(
-        config(
-            vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
-            num_key_value_heads=2, pad_token_id=None, eos_token_id=None,
-        )
-    )  # fmt: skip
+    made = Family("two KV heads", config, {"num_hidden_layers": 1}).model()
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
     projection = made.model.layers[0].self_attn.k_proj
     weight = distribute_tensor(projection.weight.detach(), mesh, [Shard(0)] * mesh.ndim, src_data_rank=None)
@@ -172,10 +168,10 @@ def two_kv_heads(config: type, model: type, sizes: tuple[int, ...] = (4,), names
 def test_heads_need_not_divide_where_each_rank_has_all_of_them(four_alone: None) -> None:
     """Where a plan gathers keys before they are heads, and where weights alone are split (FSDP)."""
     with pytest.raises(SpecacheError, match="2 KV heads cannot be split over 4 ranks"):
-        check_heads(two_kv_heads(LlamaConfig, LlamaForCausalLM))
-    check_heads(two_kv_heads(Olmo2Config, Olmo2ForCausalLM))
-    check_heads(two_kv_heads(LlamaConfig, LlamaForCausalLM, names=("fsdp",)))
-    replicas = two_kv_heads(LlamaConfig, LlamaForCausalLM, (2, 2), ("dp_replicate", "fsdp"))
+        check_heads(two_kv_heads("LlamaConfig"))
+    check_heads(two_kv_heads("Olmo2Config"))
+    check_heads(two_kv_heads("LlamaConfig", names=("fsdp",)))
+    replicas = two_kv_heads("LlamaConfig", (2, 2), ("dp_replicate", "fsdp"))
     check_heads(replicas)
     assert ranks_of(list(replicas.parameters())) is None
 

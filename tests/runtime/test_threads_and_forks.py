@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -117,13 +118,8 @@ def test_a_call_on_one_thread_is_compiled_while_another_thread_generates(plain: 
 
 def test_a_generation_that_fails_leaves_the_wrapped_model_uncompiled(plain: LlamaForCausalLM) -> None:
     model = wrap(plain)
-
-    class Fails(LogitsProcessor):
-        def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-            raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        greedy(model, prompt(60), 8, logits_processor=[Fails()])
+        greedy(model, prompt(60), 8, logits_processor=[Mock(side_effect=KeyboardInterrupt)])
     assert model._orig_mod._compiled_call_impl is None
 
 

@@ -224,9 +224,6 @@ def test_an_answer_ends_before_the_models_rope_changes(tmp_path: Path) -> None:
 def test_a_batch_that_fails_in_every_step_ends_its_answers_and_does_not_turn_for_ever(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def lost(*_: Any) -> Any:
-        raise RuntimeError("the device is lost")
-
     failed: list[Exception] = []
     model = compiled_with(tiny_llama(), {"lowering": "eager"})
     batch = sc.Batch(model, rows=2)
@@ -236,7 +233,7 @@ def test_a_batch_that_fails_in_every_step_ends_its_answers_and_does_not_turn_for
         for i in range(2)
     }
     for name in ("step", "remove"):
-        monkeypatch.setattr(batch, name, lost)
+        monkeypatch.setattr(batch, name, Mock(side_effect=RuntimeError("the device is lost")))
     generation.turn()
     assert [str(error) for error in failed] == ["the device is lost"] * 2
     assert not generation.running

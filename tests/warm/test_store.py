@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from pathlib import Path
-from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -23,14 +23,13 @@ def test_damaged_files_are_ignored(kept: Traces, folder: Path) -> None:
     assert run(llama(), kept) == 0
 
 
-def read_only(*args: Any, **more: Any) -> Any:
-    raise OSError(errno.EROFS, "Read-only file system")
+READ_ONLY = Mock(side_effect=OSError(errno.EROFS, "Read-only file system"))
 
 
 def test_a_folder_that_takes_no_file_is_nothing_but_slower(
     traces: Traces, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(os, "mkdir", read_only)
+    monkeypatch.setattr(os, "mkdir", READ_ONLY)
     with pytest.warns(sc.SpecacheWarning, match="Read-only file system") as warned:
         assert run(llama(), traces, ALL) == 3
     monkeypatch.undo()
@@ -42,7 +41,7 @@ def test_a_folder_that_is_read_only_is_read(traces: Traces, monkeypatch: pytest.
     """As in a container, whose image contains the folder."""
     assert run(llama(), traces, ALL) == 3
     for name in ("mkdir", "replace"):
-        monkeypatch.setattr(os, name, read_only)
+        monkeypatch.setattr(os, name, READ_ONLY)
     assert run(llama(), traces) == 0
 
 

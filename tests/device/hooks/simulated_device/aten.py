@@ -5,6 +5,7 @@ It runs at the place in the current stream where CUDA would launch its own kerne
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
 from collections.abc import Callable
@@ -186,16 +187,12 @@ def efficient_attention(
     return out, sums, *(torch.scalar_tensor(0, dtype=torch.int64) for _ in range(2))
 
 
+op_on_cpu = functools.cache(OnCpu)
+
+
 def kernel_of(name: str) -> Callable[..., Any]:
     """Return a function whose first use reads the op's schema."""
-    made: list[OnCpu] = []
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        if not made:
-            made.append(OnCpu(name))
-        return made[0](*args, **kwargs)
-
-    return torch._disable_dynamo(run)
+    return torch._disable_dynamo(lambda *args, **kwargs: op_on_cpu(name)(*args, **kwargs))
 
 
 def copying() -> Callable[..., Tensor]:
