@@ -59,7 +59,7 @@ def schedule(dag: nx.DiGraph, nodes: list[Node]) -> list[Node]:
         if is_early(node):
             return 0, rank(node), place
         if is_wait(node):
-            return 1, min((place_of[user] for user in dag.successors(node)), default=place) - 0.5, place
+            return 1, min((place_of[user] for user in dag.successors(node)), default=len(nodes)) - 0.5, place
         return 1, place, place
 
     return list(nx.lexicographical_topological_sort(dag, priority))

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
-import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -203,7 +202,7 @@ def main(arguments: list[str] | None = None) -> int:
         sys.stdout.flush()
     except BrokenPipeError:  # the reader of standard output has left, for example `head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
+        return 141  # as a shell reports SIGPIPE
     except (SpecacheError, OptionError, OSError, ValueError) as error:
         print(f"specache: {first_line(error)}", file=sys.stderr)
         return 2

@@ -6,7 +6,6 @@ import importlib.metadata
 import io
 import os
 import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -70,7 +69,7 @@ def test_generate_finds_the_pass_key_and_verifies(capsys: pytest.CaptureFixture[
         (["explain", MODEL, "--prompt-length", "64", "--diff", "decode", "sort"], "no pass 'sort'"),
         (["explain", str(Path(__file__).parent)], "no usable config at"),
         (["generate", MODEL, "--prompt-file", "/no/such/file"], "/no/such/file"),
-        (["generate", MODEL, "--prompt-file", f"{MODEL}/model.safetensors"], "safetensors: 'utf-8' codec can't decode"),
+        (["generate", MODEL, "--prompt-file", f"{MODEL}/model.safetensors"], "safetensors is not UTF-8 text"),
         (["generate", MODEL, "--prompt", "a", "--verify", "0"], "verify=0: accepted is a number of tokens, 1 to 1024"),
         (["serve", "/no/such/model", "--port", "0"], "no checkpoint at /no/such/model"),
         (["serve", MODEL, "--port", "0", "--verify", "8"], "option verify: a batch does not verify drafts"),
@@ -92,7 +91,7 @@ def test_a_reader_that_leaves_ends_a_command_without_an_error() -> None:
     os.close(reader)
     command = [sys.executable, "-m", "specache_compile.cli", "explain", MODEL]
     run = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
-    assert (run.returncode, "Broken pipe" in run.stderr) == (128 + signal.SIGPIPE, False)
+    assert (run.returncode, "Broken pipe" in run.stderr) == (141, False)
 
 
 def test_serve_names_what_is_not_installed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

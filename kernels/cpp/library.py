@@ -25,7 +25,7 @@ FLAGS = (
     "-fassociative-math",
     "-fno-math-errno",
 )
-# The dtypes that pairs may have in the C++ kernels, and the name of each there.
+# The dtypes that pairs may have in the C++ kernels, and the name of each there, in the order of `with_dtype`.
 DTYPES = {torch.float32: "float", torch.bfloat16: "c10::BFloat16", torch.float16: "c10::Half"}
 
 # The fields of a step's attention in C++ and Python. Shapes: `attention_ops.decode_attention`. The pairs, `q` and `out`

@@ -128,7 +128,7 @@ class Staging:
         self.next = 0
 
     def send(self, k: Tensor, v: Tensor, start: int, host: Pages) -> None:
-        """Copy the new pairs k, v [1, H, T, d] to the host tier's tokens from `start` on, staged in pages like it."""
+        """Copy new pairs k, v [1, H, T, d] to the host tier's tokens from `start` on, staged in pages of its layout."""
         main, copy = torch.cuda.current_stream(self.device), stream_of(self.device)
         number, self.next = self.next, 1 - self.next
         copied = self.copied[number]
@@ -136,12 +136,14 @@ class Staging:
             main.wait_event(copied)
         first, stop = start // PAGE * PAGE, start + k.shape[2]
         staged = self.buffer(number, host, -(-(stop - first) // PAGE))
-        for page, (target, begin, end) in zip(staged.split(1), runs(host, start, stop), strict=True):
+        pieces = list(zip(staged[:, None], runs(host, start, stop), strict=True))
+        for page, (_, begin, end) in pieces:
             new = torch.stack([x[:, :, begin - start : end - start] for x in (k, v)], 3)
             write(stored(new, host.dtype, host.shape[-1]), views(page, begin, end))
-            copy.wait_stream(main)
-            with torch.cuda.stream(copy):
-                send_tokens(page, target, begin, end)
+        copy.wait_stream(main)
+        with torch.cuda.stream(copy):
+            for page, run in pieces:
+                send_tokens(page, *run)
         self.copied[number] = copy.record_event()
 
     def buffer(self, number: int, host: Pages, count: int) -> Tensor:

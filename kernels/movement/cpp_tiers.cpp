@@ -93,7 +93,7 @@ void widen(const char* from, const char* its_scale, int64_t d, T* to) {
   for (int64_t i = 0; i < d; ++i) to[i] = scale * static_cast<int8_t>(from[i]);
 }
 
-// Call what(a number of the dtype with this number).
+// Call what(0), with the 0 of the dtype at this index of `DTYPES` (`library.py`).
 template <typename Do>
 void with_dtype(int64_t dtype, Do&& what) {
   if (dtype == 0) what(float{});

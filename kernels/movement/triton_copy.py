@@ -218,7 +218,7 @@ def gather(
 def write_through(k: Tensor, v: Tensor, cursor: Tensor, tier: Tensor, ring: int = 0) -> None:
     """Write the new pairs k, v [B, H, T, d] directly to a tier in pages, on the current stream.
 
-    ring: W; write those that stay in the window to the ring [B, H, W, 2, d] instead.
+    ring: the window W of a ring tier [B, H, W, 2, d], for pairs that stay in it; 0 for pages.
     """
     k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
     batch, heads, count, d = k.shape

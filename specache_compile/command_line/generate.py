@@ -71,7 +71,7 @@ def prompt_of(args: argparse.Namespace) -> str:
         try:
             text = Path(args.prompt_file).read_text()
         except UnicodeDecodeError as error:
-            raise SpecacheError(f"{source}: {error}; give a text file") from error
+            raise SpecacheError(f"{source} is not UTF-8 text ({error}). Pass a text file") from error
     if not text:
         raise SpecacheError(f"{source}: the prompt is empty; give at least one word")
     return text

@@ -19,6 +19,7 @@ from specache_compile.bench.results import provenance
 from specache_compile.checkpoints.loaded import limit_of, load_model
 from specache_compile.checkpoints.names import origin
 from specache_compile.errors import SpecacheError
+from specache_compile.methods import parse_options
 from specache_compile.runtime.stats import stats
 
 from .baselines import kvzip
@@ -60,9 +61,10 @@ def run_eval(args: argparse.Namespace, command: Sequence[str]) -> None:
     }
     prefills = Prefills(model.device, chunk=args.prefill_chunk) if args.share_prefills else None
     runner, done = Runner(model, reader, args.batch_size, prefills), read_rows(path)
-    for setting in settings:
+    for setting in (one for one in settings if one.name == "kvzip"):
+        options: Any = parse_options(setting.measured)
         with running(model, setting, args.lowering):
-            if setting.name == "kvzip" and setting.effective["budget"] < 1 and not runner.shares:
+            if not runner.shares and any(options.budget_in_tokens(c.context) < c.context for _, c in cells):
                 kvzip.refuse()  # before the rows of other methods
     # Cell by cell, so that only one cell's prefills are in memory.
     order = [(keys[s, task, cell.name], s, task, cell) for task, cell in cells for s in settings]
@@ -87,7 +89,7 @@ def check_arguments(args: argparse.Namespace) -> None:
     """Raise SpecacheError for arguments that do not go together; no model is needed."""
     for task in args.tasks:
         if args.blind and task in NO_QUESTION:
-            raise SpecacheError(f"task {task!r} asks no question that --blind could keep from its context: drop one")
+            raise SpecacheError(f"task {task!r} has no question for --blind to hide: remove the task or --blind")
     if args.prefill_chunk is not None and not args.share_prefills:
         raise SpecacheError("--prefill-chunk needs --share-prefills: a method takes a first chunk for the prompt")
     for path in args.text:

@@ -67,7 +67,7 @@ class ModelRecord:
     calls: graphs of this backend that ran, rewritten or not.
     unused: why no graph ran, if `generate` has found a reason.
     absorbed: latent attentions that read Hugging Face's own cache, in a graph without held layers.
-    exact: why the newest graph without rewritten attentions has none.
+    exact: the reason why the newest exact graph has no rewritten attention.
     warned: keys of the warnings about this model so far.
     """
 

@@ -184,4 +184,6 @@ def no_statistics(record: ModelRecord) -> SpecacheError:
         )
     elif record.exact:
         why = f"every attention stays exact: {record.exact}"
+    elif record.calls:
+        why = "no attention was found in the graphs of this model"
     return SpecacheError(f"there are no statistics: {why}")

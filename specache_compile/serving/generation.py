@@ -11,6 +11,7 @@ from transformers.cli.serving.utils import InferenceThread
 
 from specache_compile.batching.batch import Batch
 from specache_compile.batching.request import Request, Stage
+from specache_compile.errors import RequestError
 
 from .answer import Answer, Question
 from .metrics import Metrics
@@ -45,7 +46,10 @@ class Generation:
             metrics.evicted.labels(place).set_function(partial(prefixes.evicted.__getitem__, place))
 
     def warm_up(self) -> None:
-        """Compile for prompts of one and two chunks, and for one and two rows. Raises the error of a failed request."""
+        """Compile for prompts of two tokens or more, of one and two chunks, and for one and two rows.
+
+        Raises the error of a failed request. A prompt for which the memory budget has no room is left out.
+        """
         self.thread.submit(self.compile).result()
 
     def compile(self) -> None:
@@ -56,7 +60,7 @@ class Generation:
         self.batch.run()
         self.batch.forget_prefixes()
         for request in requests:
-            if request.error is not None:
+            if request.error is not None and not isinstance(request.error, RequestError):
                 raise request.error
 
     def queued(self) -> int:

@@ -249,7 +249,7 @@ def test_a_bad_setting_is_named(text: str) -> None:
     [
         (("--methods", "lru"), "method 'lru': "),
         (("--methods", "specache:bits=3"), "option bits=3: accepted are"),
-        (("--tasks", "perplexity", "--blind"), "task 'perplexity' asks no question that --blind could keep"),
+        (("--tasks", "perplexity", "--blind"), "task 'perplexity' has no question for --blind to hide"),
         (("--text", "/no/such/file"), "--text /no/such/file: the file does not exist"),
         (("--text", MODEL + "/model.safetensors"), "is no UTF-8 text"),
         (("--text", MODEL + "/generation_config.json", "--tasks", "perplexity"), "the text has "),

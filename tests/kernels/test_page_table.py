@@ -52,7 +52,7 @@ def test_tokens_are_found_and_put_wherever_they_lie(pairs: Tensor, start: int, s
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, stored_pairs.ROUNDED], ids=str)
-@pytest.mark.parametrize(("start", "stop"), RANGES)
+@pytest.mark.parametrize(("start", "stop"), [*RANGES, (0, 0)])
 def test_staged_pairs_go_to_the_hosts_tokens(
     pairs: Tensor, start: int, stop: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
