@@ -51,6 +51,8 @@ def given(option: str, default: str) -> str:
     return next((x.removeprefix(f"--{option}=") for x in sys.argv[1:] if x.startswith(f"--{option}=")), default)
 
 
+if unknown := [word for word in sys.argv[1:] if not word.startswith(("--for=", "--only="))]:
+    sys.exit(str(__doc__) if unknown[0] in ("-h", "--help") else f"unknown argument {unknown[0]}; see --help")
 TARGETS = {f"sm_{number}": GPUTarget("cuda", int(number), 32) for number in given("for", "80,90").split(",")}
 ONLY = given("only", "")
 # The largest shared memory of a program on an A6000, a 4090 or an L4; other GPUs have more.
