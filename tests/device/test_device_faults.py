@@ -218,5 +218,5 @@ def what_a_dead_caches_fetches_write() -> float:
 
 def test_an_allocation_reused_without_record_stream_is_found() -> None:
     assert what_a_dead_caches_fetches_write() == 0
-    with planted(copy_stream.adopt, 'state[field].record_stream(stream_of(state[field].device))', "pass"):
+    with planted(copy_stream.adopt, "state[field].record_stream(stream_of(state[field].device))", "pass"):
         assert what_a_dead_caches_fetches_write() > 0
