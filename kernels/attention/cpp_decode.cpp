@@ -10,12 +10,12 @@ void each_job(const Attention& a, int64_t jobs, Do&& what) {
   for (int64_t job = 0; job < jobs; ++job) what(job);
 }
 
-// Call what(head, first token, part) for each chunk of the low-bit tiers.
+// Call what(head, first token) for each chunk of the low-bit tiers.
 template <typename Do>
-void each_chunk(const Attention& a, Parts& parts, Do&& what) {
+void each_chunk(const Attention& a, Do&& what) {
   each_job(a, a.pairs * a.chunks, [&](int64_t job) {
-    const int64_t head = job % a.pairs, chunk = job / a.pairs;
-    if (chunk * kChunk < a.low_bit(head)) what(head, chunk * kChunk, parts[head * (a.chunks + 1) + chunk]);
+    const int64_t head = job % a.pairs, start = job / a.pairs * kChunk;
+    if (start < a.low_bit(head)) what(head, start);
   });
 }
 
@@ -36,9 +36,10 @@ void write_scores(const Attention& a, int64_t head, int64_t lane, const std::vec
 void score(const Attention& a) {
   const StepArguments& s = a.s;
   Parts parts(a.jobs(), a.rows, 0);
-  each_chunk(a, parts, [&](int64_t head, int64_t start, Part part) {
+  each_chunk(a, [&](int64_t head, int64_t start) {
     a.chunk_logits(head, start);
-    a.totals(a.logits_of(head) + start, s.capacity, std::min(a.low_bit(head) - start, kChunk), part);
+    const int64_t count = std::min(a.low_bit(head) - start, kChunk);
+    a.totals(a.logits_of(head) + start, s.capacity, count, parts[head * (a.chunks + 1) + start / kChunk]);
   });
   each_job(a, a.pairs, [&](int64_t head) {
     std::vector<float> peak(a.rows), share(a.rows);
@@ -70,8 +71,9 @@ void attend(const Attention& a) {
     a.denominators(parts, head, &peaks[head * a.rows], &shares[head * a.rows]);
     for (int64_t i = head * a.rows; i < (head + 1) * a.rows; ++i) cuts[i] = peaks[i] + std::log(s.skip_below / shares[i]);
   });
-  each_chunk(a, parts, [&](int64_t head, int64_t start, Part part) {
-    a.chunk_mix(head, start, cuts.empty() ? nullptr : &cuts[head * a.rows], part);
+  each_chunk(a, [&](int64_t head, int64_t start) {
+    const float* cut = cuts.empty() ? nullptr : &cuts[head * a.rows];
+    a.chunk_mix(head, start, cut, parts[head * (a.chunks + 1) + start / kChunk]);
   });
   each_job(a, a.pairs, [&](int64_t head) {
     float *peak = &peaks[head * a.rows], *share = &shares[head * a.rows];
@@ -89,8 +91,7 @@ void attend(const Attention& a) {
 extern "C" void decode_attention(const StepArguments* step) {
   Attention a(*step);
   a.arrange_query();
-  Parts none(a.jobs(), a.rows, 0);
-  each_chunk(a, none, [&](int64_t head, int64_t start, Part) { a.chunk_logits(head, start); });
+  each_chunk(a, [&](int64_t head, int64_t start) { a.chunk_logits(head, start); });
   attend(a);
 }
 

@@ -171,7 +171,7 @@ def append(
     codes, key_params, value_params, center, sink_pairs, sink_index, recent = tiers
     window, sink_tokens = recent.shape[2], sink_index.shape[2]
     if zero_point not in ("midpoint", "minimum", "middles"):
-        raise NotImplementedError(f"quantiser {zero_point!r} has no CUDA kernel: `scale_and_zero` here supports three")
+        raise NotImplementedError(f"quantiser {zero_point!r} has no branch in `triton_levels.scale_and_zero`")
     # Without quantisation any step that divides every group size is correct.
     group = codes.shape[2] // key_params.shape[2] if layout.is_quantised else BLOCK
     common = {"heads": heads, "columns": cursor.stride(0), "d": d, "group": group, "sink_tokens": sink_tokens}
