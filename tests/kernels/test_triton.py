@@ -209,9 +209,7 @@ def compiled(*given: str) -> str:
     """Return the output of compiling the kernels without a GPU, in a separate process, since a process that interprets
     kernels cannot compile them."""
     script = Path(__file__).parents[2] / "tools" / "compile_kernels.py"
-    done = subprocess.run(
-        [sys.executable, str(script), "--in-turn", *given], capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, str(script), *given], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
