@@ -102,7 +102,7 @@ TABLES = {
     "long_gemma": Table(
         "the same on a second model family",
         ("long",),
-        ("uncompiled", "specache", "kivi:bits=4", "kivi:bits=2"),
+        ("uncompiled", "specache", "kivi:bits=4", "kivi:bits=2", "fp8", "specache:bits=1"),
         (*UNSEEN, "--lengths", "2176", "--samples", "16", "--batch-size", "16"),
         GEMMA,
     ),
@@ -136,8 +136,8 @@ TABLES = {
             GEMMA,
         )
         for name, length, samples, texts, others in (
-            ("needles_gemma_8k", 8192, 11, LICENCES, (H2O,)), ("needles_gemma_16k", 16384, 33, LICENCES, ()),
-            ("needles_gemma_31k", 31744, 11, MORE_LICENCES, ()),
+            ("needles_gemma_8k", 8192, 33, LICENCES, (H2O,)), ("needles_gemma_16k", 16384, 33, LICENCES, ()),
+            ("needles_gemma_31k", 31744, 33, MORE_LICENCES, ()),
         )
     },
     "needles_gemma_blind": Table(
