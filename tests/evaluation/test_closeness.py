@@ -68,17 +68,17 @@ def test_what_is_lossy_is_at_its_mean_distance(runner: Runner, known: Continuati
 
 
 def test_the_unseen_text_is_the_release_notes_in_order() -> None:
+    files = {f"docs/releases/{name}.txt": f"notes of {name}" for name in ("6.1", "5.2.10", "5.2", "5.1", "5.2.2")}
+    files["CHANGELOG.md"] = f"newest\n{SOURCES['mypy'].older}\nold"
     archive = io.BytesIO()
     with tarfile.open(fileobj=archive, mode="w:gz") as tar:
-        for name in ("6.1", "5.2.10", "5.2", "5.1", "5.2.2"):
-            data = f"notes of {name}".encode()
-            member = tarfile.TarInfo(f"django-6.1.3/docs/releases/{name}.txt")
-            member.size = len(data)
-            tar.addfile(member, io.BytesIO(data))
-    assert (
-        release_notes(archive.getvalue(), SOURCES["django"].notes)
-        == "notes of 5.2\nnotes of 5.2.2\nnotes of 5.2.10\nnotes of 6.1"
-    )
+        for name, text in files.items():
+            member = tarfile.TarInfo(f"django-6.1.3/{name}")
+            member.size = len(text)
+            tar.addfile(member, io.BytesIO(text.encode()))
+    notes = release_notes(archive.getvalue(), SOURCES["django"].notes)
+    assert notes == "notes of 5.2\nnotes of 5.2.2\nnotes of 5.2.10\nnotes of 6.1"
+    assert release_notes(archive.getvalue(), *SOURCES["mypy"][2:]) == "newest"
 
 
 @pytest.mark.filterwarnings("error")
