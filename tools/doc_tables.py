@@ -31,7 +31,6 @@ from specache_compile.bench.demo import METHODS, summary_table
 from specache_compile.bench.table import MIB, draw
 from specache_compile.errors import OptionError
 from specache_compile.evaluation.baselines.policies import POLICIES
-from specache_compile.evaluation.cell_tables import difference
 from specache_compile.evaluation.intervals import interval, wilson
 from specache_compile.evaluation.result_rows import ResultRow
 from specache_compile.evaluation.settings import parse_setting
@@ -398,14 +397,14 @@ def costs() -> str:
     keys, smollm2, gemma = ({row.method: row for row in quality(folder)}
                             for folder in ("needles_gemma_16k", "closeness_8k", "closeness_gemma_8k"))  # fmt: skip
 
-    def kl(rows: Mapping[str, ResultRow]) -> Callable[[str], str]:
-        return lambda method: f"{mean(forced(rows[method])):.4f}" if method in rows else "–"
+    def divergence(rows: Mapping[str, ResultRow]) -> Callable[[str], str]:
+        return lambda method: f"{mean(distances(rows[method])):.4f}" if method in rows else "–"
 
     return selected(names, 1, {
         "": names.__getitem__,
         "keys, Gemma, 16k": lambda method: f"{keys_found(keys[method]):.0f} of {keys[method].samples}",
-        f"KL, Gemma, 8k, {gemma['specache'].samples} windows": kl(gemma),
-        f"KL, SmolLM2, 8k, {smollm2['specache'].samples} windows": kl(smollm2),
+        f"KL, Gemma, 8k, {gemma['specache'].samples} windows": divergence(gemma),
+        f"KL, SmolLM2, 8k, {smollm2['specache'].samples} windows": divergence(smollm2),
         "GPU bytes, Gemma, 16k": lambda method: f"{keys[method].kv_ratio:.2f}",
     })  # fmt: skip
 
@@ -431,17 +430,6 @@ def computed_steps() -> str:
     })  # fmt: skip
 
 
-def closeness() -> str:
-    """Each method's distance to the full cache on forced text."""
-    return selected(quality("closeness"), 1, {
-        "method": lambda row: f"`{row.method}`",
-        "mean KL, nats": lambda row: f"{mean(forced(row)):.4f}",
-        "95 % interval, ±": lambda row: f"{interval(forced(row)):.4f}",
-        "top token unchanged": lambda row: f"{row.detail['kinds']['forced']['agreement']:.1%}",
-        "device KV": lambda row: f"{row.kv_ratio:.3f}",
-    })  # fmt: skip
-
-
 # The closeness tables, by what their windows are.
 WINDOWS = {
     "SmolLM2, 2,048": "closeness", "SmolLM2, 4,096": "closeness_4k", "SmolLM2, 8,192": "closeness_8k",
@@ -449,15 +437,17 @@ WINDOWS = {
 }  # fmt: skip
 
 
-def forced(row: ResultRow) -> list[float]:
-    """The distance to the full cache in each window of forced text."""
+def distances(row: ResultRow) -> list[float]:
+    """The distance to the full cache in each window of forced text, or in each generated text."""
+    if row.task == "long":
+        return [each["kl"] for each in row.detail["each"]]
     each: list[float] = row.detail["kinds"]["forced"]["each"]
     return each
 
 
 def beyond(row: ResultRow, other: ResultRow) -> str:
     """How much farther a row is from the full cache than another, over the same windows; and its share of the bytes."""
-    apart = [own - others for own, others in zip(forced(row), forced(other), strict=True)]
+    apart = [own - others for own, others in zip(distances(row), distances(other), strict=True)]
     return f"{mean(apart):+.4f} ± {interval(apart):.4f} ({row.kv_ratio / other.kv_ratio:.2f})"
 
 
@@ -475,12 +465,12 @@ def paired() -> str:
     })  # fmt: skip
 
 
-def by_length(rows: Iterable[ResultRow]) -> dict[str, dict[int, ResultRow]]:
-    """The rows of each method by length; a budget in pairs, which has the default's bytes, is left out of its name."""
-    found: dict[str, dict[int, ResultRow]] = {}
-    for row in rows:
-        found.setdefault(re.sub(r"(?<=budget)=\d+(?![.\d])", "", row.method), {})[row.context] = row
-    return found
+def at_length(folder: str, row: ResultRow) -> str:
+    return f"at {row.context:,} tokens"
+
+
+def on_model(folder: str, row: ResultRow) -> str:
+    return "on Gemma" if "gemma" in folder else "on SmolLM2"
 
 
 def keys_found(row: ResultRow) -> int:
@@ -493,31 +483,37 @@ def share_of_keys(row: ResultRow) -> str:
     return f"{keys_found(row):.0f} ({100 * low:.0f}–{100 * high:.0f})"
 
 
-def forced_kl(row: ResultRow) -> str:
-    return f"{mean(forced(row)):.4f} ± {interval(forced(row)):.4f}"
+def kl(row: ResultRow) -> str:
+    return f"{mean(distances(row)):.4f} ± {interval(distances(row)):.4f}"
 
 
-def by_lengths(folders: Sequence[str], what: str, cell: Callable[[ResultRow], str], paired: bool = False) -> str:
-    """A column for each length: what is counted, and of how many; and the device's share of the cache at each.
+def by_columns(
+    folders: Sequence[str], what: str, cell: Callable[[ResultRow], str],
+    column: Callable[[str, ResultRow], str] = at_length,
+) -> str:  # fmt: skip
+    """A column for each length or model: what is counted, and of how many; and the device's share of the cache at each.
 
-    paired: also the difference to the uncompiled model's; the share is that at the longest length alone.
+    The last line is the time of all methods. A budget in pairs, which has the default's bytes, is left out of a name.
     """
-    rows = [row for folder in folders if (RESULTS / "quality" / folder).exists() for row in quality(folder)]
-    methods, columns = by_length(rows), dict[str, Callable[[dict[int, ResultRow]], str]]()
-    for row in rows:
-        columns[f"{what.format(row.samples)} at {row.context:,} tokens"] = lambda own, length=row.context: (
-            cell(own[length]) if length in own else "–"
-        )
-    if paired:
-        full = {row.cell: row for row in methods["uncompiled"].values()}
-        columns["difference to `uncompiled`, points"] = lambda own: difference(list(own.values()), full)[0]
-        columns["95 % interval, ±"] = lambda own: difference(list(own.values()), full)[1]
-    shown = slice(-1, None) if paired else slice(None)
-    columns["device KV"] = lambda own: "/".join(f"{own[length].kv_ratio:.3f}" for length in sorted(own)[shown])
-    if cell is forced_kl:  # the full cache is at no distance from itself
+    methods: dict[str, dict[str, ResultRow]] = {}
+    counted: dict[str, int] = {}
+    for folder in folders:
+        for row in quality(folder):
+            methods.setdefault(re.sub(r"(?<=budget)=\d+(?![.\d])", "", row.method), {})[column(folder, row)] = row
+            counted[column(folder, row)] = row.samples
+    seconds = [sum(own[name].seconds for own in methods.values() if name in own) for name in counted]
+    if cell is kl and column is at_length:  # the full cache is at no distance from itself
         del methods["uncompiled"]
-    lines = [(f"`{method}`", *(column(own) for column in columns.values())) for method, own in methods.items()]
-    return markdown(("method", *columns), lines, right=len(columns))
+    lines = [
+        [
+            f"`{method}`", *(cell(own[name]) if name in own else "–" for name in counted),
+            "/".join(f"{own[name].kv_ratio:.3f}" for name in counted if name in own),
+        ]
+        for method, own in methods.items()
+    ]  # fmt: skip
+    lines.append(["minutes", *(f"{each / 60:.0f}" for each in seconds), ""])
+    headers = ("method", *(f"{what.format(count)} {name}" for name, count in counted.items()), "device KV")
+    return markdown(headers, lines, right=len(headers) - 1)
 
 
 def devices() -> str:
@@ -534,22 +530,23 @@ def passes() -> str:
     return markdown(("pass", "effect"), [(f"`{p.__name__}`", summary_of(sys.modules[p.__module__])) for p in PIPELINE])
 
 
-KL, FOUND = "KL of {} windows", "keys found of {}"
+KL, FOUND = "KL, {} windows", "keys of {}"
 GENERATORS: dict[str, Callable[[], str]] = {
     **{
         made.__name__: made
         for made in (
             models, family_counts, every_family, versions, options_often, options, options_setting,
             options_baselines, methods, api, demo, gpu, gains, costs, computed_steps, devices, passes, bench,
-            cold_start, latents, closeness, paired, batching,
+            cold_start, latents, paired, batching,
         )
     },
-    "needles_smollm2": partial(by_lengths, ["needles_smollm2"], FOUND, lambda row: f"{keys_found(row):.0f}", True),
-    "needles_blind": partial(by_lengths, ["needles_blind", "needles_gemma_blind"], FOUND, share_of_keys),
-    "needles_gemma": partial(by_lengths, [f"needles_gemma_{n}" for n in ("8k", "16k", "31k")], FOUND, share_of_keys),
-    "closeness_long": partial(by_lengths, ["closeness_4k", "closeness_8k"], KL, forced_kl),
-    "fetched_gemma": partial(by_lengths, ["fetched_gemma", "knobs_gemma"], KL, forced_kl),
-    "closeness_gemma": partial(by_lengths, [f"closeness_gemma_{n}" for n in ("2k", "8k", "16k")], KL, forced_kl),
+    "needles_smollm2": partial(by_columns, ["needles_smollm2"], FOUND, share_of_keys),
+    "needles_blind": partial(by_columns, ["needles_blind", "needles_gemma_blind"], FOUND, share_of_keys),
+    "needles_gemma": partial(by_columns, [f"needles_gemma_{n}" for n in ("8k", "16k", "31k")], FOUND, share_of_keys),
+    "closeness": partial(by_columns, ["closeness", "closeness_4k", "closeness_8k"], KL, kl),
+    "fetched_gemma": partial(by_columns, ["fetched_gemma", "knobs_gemma"], KL, kl),
+    "closeness_gemma": partial(by_columns, [f"closeness_gemma_{n}" for n in ("2k", "8k", "16k")], KL, kl),
+    "long": partial(by_columns, ["long", "long_gemma"], "KL, {} texts", kl, on_model),
 }  # fmt: skip
 
 
