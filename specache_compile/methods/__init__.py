@@ -55,6 +55,8 @@ GONE = {
 
 def parse_options(given: Mapping[str, Any] | None) -> MethodOptions:
     """The options that a user passed. OptionError for an unknown name or value, with the accepted ones."""
+    if not isinstance(given or {}, Mapping):
+        raise OptionError(f"options={given!r}: pass a dict, such as {{'bits': 2}}")
     given = dict(given or {})
     name = given.setdefault("method", "specache")
     if name not in tuple(METHODS):
@@ -104,13 +106,3 @@ def defaults_of(takers: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     }
     usual = own.get("specache", next(iter(own.values())))
     return usual, {method: value for method, value in own.items() if value != usual}
-
-
-__all__ = [
-    "METHODS",
-    "Method",
-    "declared_options",
-    "defaults_of",
-    "every_method",
-    "parse_options",
-]
