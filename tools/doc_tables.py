@@ -497,10 +497,10 @@ def forced_kl(row: ResultRow) -> str:
     return f"{mean(forced(row)):.4f} ± {interval(forced(row)):.4f}"
 
 
-def by_lengths(folders: Sequence[str], what: str, cell: Callable[[ResultRow], str], paired: bool = False) -> str:
+def by_lengths(folders: Sequence[str], what: str, cell: Callable[[ResultRow], str], compared: bool = False) -> str:
     """A column for each length: what is counted, and of how many; and the device's share of the cache at each.
 
-    paired: also the difference to the uncompiled model's; the share is that at the longest length alone.
+    compared: also the difference to the uncompiled model's; the share is that at the longest length alone.
     """
     rows = [row for folder in folders if (RESULTS / "quality" / folder).exists() for row in quality(folder)]
     methods, columns = by_length(rows), dict[str, Callable[[dict[int, ResultRow]], str]]()
@@ -508,11 +508,11 @@ def by_lengths(folders: Sequence[str], what: str, cell: Callable[[ResultRow], st
         columns[f"{what.format(row.samples)} at {row.context:,} tokens"] = lambda own, length=row.context: (
             cell(own[length]) if length in own else "–"
         )
-    if paired:
+    if compared:
         full = {row.cell: row for row in methods["uncompiled"].values()}
         columns["difference to `uncompiled`, points"] = lambda own: difference(list(own.values()), full)[0]
         columns["95 % interval, ±"] = lambda own: difference(list(own.values()), full)[1]
-    shown = slice(-1, None) if paired else slice(None)
+    shown = slice(-1, None) if compared else slice(None)
     columns["device KV"] = lambda own: "/".join(f"{own[length].kv_ratio:.3f}" for length in sorted(own)[shown])
     if cell is forced_kl:  # the full cache is at no distance from itself
         del methods["uncompiled"]
