@@ -166,6 +166,8 @@ def test_results_are_there_after_every_row_and_belong_to_one_device(
     monkeypatch.setattr(torch, "__version__", "0.0")
     with pytest.raises(SpecacheError, match=r"torch .*, not 0\.0; name another file"):
         Results(out, "a benchmark", cpu, resume=True)
+    with pytest.raises(SpecacheError, match="is a folder; name a file in it"):
+        Results(tmp_path, "a benchmark", cpu, resume=False)
 
 
 def test_a_soak_compares_its_calls_and_reports_what_it_did(

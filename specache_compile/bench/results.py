@@ -87,6 +87,8 @@ class Results:
     ) -> None:  # fmt: skip
         self.out = out
         if out is not None:
+            if out.is_dir():
+                raise SpecacheError(f"{out} is a folder; name a file in it")
             out.parent.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=out.parent).close()  # an error of --json comes before the first row
         origin = provenance(device, program, given)
