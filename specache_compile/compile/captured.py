@@ -32,7 +32,7 @@ from specache_compile.passes.reading.plain_vmaps import plain_vmaps
 from specache_compile.passes.reading.sites import Found, LeftAlone, Site
 from specache_compile.rope_switch import RopeSwitch, rope_switch
 from specache_compile.runtime.held import HeldTensor
-from specache_compile.runtime.ranks import ranks_of
+from specache_compile.runtime.ranks import ranks_of_heads
 from specache_compile.runtime.rewritten import selects
 from specache_compile.runtime.symbols import SymbolReader
 
@@ -48,7 +48,7 @@ class Captured:
     frequencies: position of the RoPE frequencies that turn each site's keys; None if there are none.
     rope_switch: of the model's RoPE; None if its frequencies are constant.
     absorbed: latent attentions over Hugging Face's cache of latents.
-    ranks: the ranks that the model is split over.
+    ranks: the ranks that the model's KV heads are split over.
     """
 
     graph_module: GraphModule
@@ -145,7 +145,6 @@ def capture(graph_module: GraphModule, options: MethodOptions, mode: str | None)
     fill_in_sizes(graph_module)
     placeholders = graph_module.graph.find_nodes(op="placeholder")
     values = [value_of(node) for node in placeholders]
-    ranks = ranks_of(values)  # before `local_shards` replaces the DTensors
     reason = gradients(values) or local_shards(graph_module)
     fakes = tuple(value_of(node) for node in placeholders)
     held = tuple(i for i, fake in enumerate(fakes) if isinstance(fake, HeldTensor))
@@ -166,22 +165,22 @@ def capture(graph_module: GraphModule, options: MethodOptions, mode: str | None)
         raise unmatched_held(found.left_alone)
     index = {node: i for i, node in enumerate(placeholders)}
     named = {node.name: i for node, i in index.items()}
+    model = traced_model()
+    config = getattr(model, "config", None)
     return Captured(
         graph_module, options, mode or options.mode, phase_of(sites), fakes, held, found,
         padding=named.get(found.padding or ""),
         pasts=tuple((index[s.past_k], index[s.past_v]) for s in sites if s.past_k is not None and s.past_v is not None),
         frequencies=tuple(named.get(site.turned_by or "") for site in sites),
-        symbols=SymbolReader(fakes), rope_switch=switch_of_traced(), absorbed=absorbed,
-        ranks=1 if ranks is None else ranks.size(),
+        symbols=SymbolReader(fakes), rope_switch=None if config is None else rope_switch(config), absorbed=absorbed,
+        ranks=ranks_of_heads(model),
     )  # fmt: skip
 
 
-def switch_of_traced() -> RopeSwitch | None:
-    """The RoPE switch of the model that Dynamo is tracing; None if there is none."""
+def traced_model() -> torch.nn.Module | None:
+    """The model that Dynamo is tracing; None if there is none."""
     translator = getattr(tls, "current_tx", None)
-    model = None if translator is None else model_of(translator.output.root_tx.f_locals)
-    config = getattr(model, "config", None)
-    return None if config is None else rope_switch(config)
+    return None if translator is None else model_of(translator.output.root_tx.f_locals)
 
 
 def without_misfits(found: Found, options: MethodOptions) -> Found:
