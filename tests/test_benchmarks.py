@@ -144,11 +144,8 @@ def test_a_batch_that_does_not_fit_is_made_smaller_until_each_kind_has_its_row(
     monkeypatch.setattr(gpu_decode, "roofline_share", lambda *given: 0.5)
     cpu = torch.device("cpu")
     results = Results(tmp_path / "out.json", "a benchmark", cpu, resume=False)
-    case, args = (
-        gpu_decode.Case("smoke", "specache best", 300, 0, 0.5),
-        SimpleNamespace(host_gib=1),
-    )
-    gpu_decode.run_case(SimpleNamespace(device=cpu), case, args, {}, results)
+    case = gpu_decode.Case("smoke", "specache best", 300, 0, 0.5)
+    gpu_decode.run_case(SimpleNamespace(device=cpu), case, SimpleNamespace(host_gib=1), {}, results)
     assert [(row["at"], row["batch"]) for row in results.rows] == [("1", 1), ("largest", 16)]
 
 

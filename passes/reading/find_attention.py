@@ -74,8 +74,7 @@ def find_attention(
             left_alone = LeftAlone(attention.name, str(reason), reason.by_model)
             found = replace(found, left_alone=(*found.left_alone, left_alone))
     if (found.sites or found.latents) and max(exact, default=0) >= len(attentions):
-        last, count = len(attentions) - 1, f"attention layers of this model: {len(attentions)}"
-        raise OptionError(f"option exact_layers={sorted(exact)}: accepted are 0 to {last}; {count}")
+        raise OptionError(f"option exact_layers={sorted(exact)}: attentions in this model: {len(attentions)}, from 0")
     if found.sites or found.left_alone or found.latents:
         return found
     return Found(left_alone=unread_updates(graph_module))

@@ -105,8 +105,7 @@ class Results:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        rows: list[dict[str, Any]] = self.report["rows"]
-        return rows
+        return self.report["rows"]
 
     def find(self, **key: Any) -> list[dict[str, Any]]:
         """The rows with these values."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -144,8 +144,7 @@ def capture(graph_module: GraphModule, options: MethodOptions, mode: str | None)
     """
     fill_in_sizes(graph_module)
     placeholders = graph_module.graph.find_nodes(op="placeholder")
-    values = [value_of(node) for node in placeholders]
-    reason = gradients(values) or local_shards(graph_module)
+    reason = gradients(map(value_of, placeholders)) or local_shards(graph_module)
     fakes = tuple(value_of(node) for node in placeholders)
     held = tuple(i for i, fake in enumerate(fakes) if isinstance(fake, HeldTensor))
     if reason is None:
@@ -163,16 +162,14 @@ def capture(graph_module: GraphModule, options: MethodOptions, mode: str | None)
         raise SpecacheError("some layers of this cache are filled and others are empty. Use one cache for one model")
     if sites and len(pasts) != len(held):
         raise unmatched_held(found.left_alone)
-    index = {node: i for i, node in enumerate(placeholders)}
-    named = {node.name: i for node, i in index.items()}
+    named = {node.name: i for i, node in enumerate(placeholders)}
     model = traced_model()
-    config = getattr(model, "config", None)
     return Captured(
         graph_module, options, mode or options.mode, phase_of(sites), fakes, held, found,
         padding=named.get(found.padding or ""),
-        pasts=tuple((index[s.past_k], index[s.past_v]) for s in sites if s.past_k is not None and s.past_v is not None),
+        pasts=tuple((named[s.past_k.name], named[s.past_v.name]) for s in sites if s.past_k and s.past_v),
         frequencies=tuple(named.get(site.turned_by or "") for site in sites),
-        symbols=SymbolReader(fakes), rope_switch=None if config is None else rope_switch(config), absorbed=absorbed,
+        symbols=SymbolReader(fakes), rope_switch=rope_switch(getattr(model, "config", None)), absorbed=absorbed,
         ranks=ranks_of_heads(model),
     )  # fmt: skip
 
@@ -219,7 +216,7 @@ def phase_of(sites: Sequence[Site]) -> Phase:
     return DECODE if isinstance(tokens, int) and tokens == 1 else EXTEND
 
 
-def gradients(inputs: Sequence[Any]) -> str | None:
+def gradients(inputs: Iterable[Any]) -> str | None:
     """Why no site of a graph with gradients may be rewritten; None if it has none."""
     if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
         return "gradients are enabled. Call the model under torch.no_grad() or torch.inference_mode()"

@@ -59,9 +59,7 @@ def parse_options(given: Mapping[str, Any] | None) -> MethodOptions:
         raise OptionError(f"options={given!r}: pass a dict, such as {{'bits': 2}}")
     given = dict(given or {})
     name = given.setdefault("method", "specache")
-    if name not in tuple(METHODS):
-        load_others()
-    if name not in tuple(METHODS):
+    if name not in tuple(METHODS) and name not in tuple(every_method()):
         raise OptionError(f"option method={name!r}: accepted are {', '.join(map(repr, METHODS))}")
     method = METHODS[name]
     for option in given:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from specache_compile.errors import SpecacheError, split_heads
+from specache_compile.errors import SpecacheError
 from specache_compile.options import MethodOptions
 
 T = TypeVar("T")
@@ -69,5 +69,8 @@ def ranks_of_heads(model: Any) -> int:
         return 1
     heads = getattr(model.config.get_text_config(), "num_key_value_heads", None)
     if isinstance(heads, int) and heads % ranks:
-        raise split_heads(heads, ranks)
+        raise SpecacheError(
+            f"{heads} KV heads cannot be split over {ranks} ranks: each rank needs whole heads. Use a number of ranks "
+            f"that divides {heads}, or a DistributedConfig whose tp_plan does not split the attention"
+        )
     return ranks
