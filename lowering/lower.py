@@ -81,8 +81,7 @@ def lower(
     if folded is not None:
         return folded
     own.recompile()
-    whole: Callable[..., Any] = compile_part(own, inputs)
-    return whole
+    return compile_part(own, inputs)
 
 
 def op_by_op(graph_module: GraphModule) -> GraphModule:

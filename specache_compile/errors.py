@@ -41,13 +41,6 @@ def first_line(error: BaseException) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
-def split_heads(heads: int, ranks: int) -> SpecacheError:
-    return SpecacheError(
-        f"{heads} KV heads cannot be split over {ranks} ranks: each rank needs whole heads. Use a number of ranks "
-        f"that divides {heads}, or a DistributedConfig whose tp_plan does not split the attention"
-    )
-
-
 def split_session() -> SpecacheError:
     return SpecacheError(
         "save, load and hold do not support a cache that is split over ranks (tensor parallel). Prefill again, or use "

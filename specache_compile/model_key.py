@@ -200,5 +200,4 @@ def calling_model() -> torch.nn.Module | None:
 
 def decoder_of(model: torch.nn.Module) -> torch.nn.Module:
     """The model without a vision tower, for example."""
-    decoder: torch.nn.Module = getattr(model, "get_decoder", lambda: model)()
-    return decoder
+    return getattr(model, "get_decoder", lambda: model)()

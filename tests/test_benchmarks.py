@@ -144,11 +144,8 @@ def test_a_batch_that_does_not_fit_is_made_smaller_until_each_kind_has_its_row(
     monkeypatch.setattr(gpu_decode, "roofline_share", lambda *given: 0.5)
     cpu = torch.device("cpu")
     results = Results(tmp_path / "out.json", "a benchmark", cpu, resume=False)
-    case, args = (
-        gpu_decode.Case("smoke", "specache best", 300, 0, 0.5),
-        SimpleNamespace(host_gib=1),
-    )
-    gpu_decode.run_case(SimpleNamespace(device=cpu), case, args, {}, results)
+    case = gpu_decode.Case("smoke", "specache best", 300, 0, 0.5)
+    gpu_decode.run_case(SimpleNamespace(device=cpu), case, SimpleNamespace(host_gib=1), {}, results)
     assert [(row["at"], row["batch"]) for row in results.rows] == [("1", 1), ("largest", 16)]
 
 
@@ -166,6 +163,8 @@ def test_results_are_there_after_every_row_and_belong_to_one_device(
     monkeypatch.setattr(torch, "__version__", "0.0")
     with pytest.raises(SpecacheError, match=r"torch .*, not 0\.0; name another file"):
         Results(out, "a benchmark", cpu, resume=True)
+    with pytest.raises(SpecacheError, match="is a folder; name a file in it"):
+        Results(tmp_path, "a benchmark", cpu, resume=False)
 
 
 def test_a_soak_compares_its_calls_and_reports_what_it_did(

@@ -116,5 +116,4 @@ def compiled(names: Sequence[str], before: str = "") -> CDLL:
     """
     here = Path(__file__).parents[1]
     first, *files = ((here / name).read_text("utf-8") for name in ("cpp/cpp_vectors.h", *names))
-    library: CDLL = CppCodeCache.load("".join((first, before, *files)), extra_flags=FLAGS)
-    return library
+    return CppCodeCache.load("".join((first, before, *files)), extra_flags=FLAGS)

@@ -87,6 +87,8 @@ class Results:
     ) -> None:  # fmt: skip
         self.out = out
         if out is not None:
+            if out.is_dir():
+                raise SpecacheError(f"{out} is a folder; name a file in it")
             out.parent.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=out.parent).close()  # an error of --json comes before the first row
         origin = provenance(device, program, given)
@@ -103,8 +105,7 @@ class Results:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        rows: list[dict[str, Any]] = self.report["rows"]
-        return rows
+        return self.report["rows"]
 
     def find(self, **key: Any) -> list[dict[str, Any]]:
         """The rows with these values."""

@@ -19,7 +19,7 @@ from specache_compile.errors import SpecacheError
 from .measurements import BenchPlan, cell, steps_behind
 from .results import Results
 from .runners import STATIC, can_extend, check_name
-from .table import draw, steps_table
+from .table import check_plot, draw, steps_table
 
 
 def run_bench(args: argparse.Namespace, command: Sequence[str]) -> None:
@@ -28,6 +28,8 @@ def run_bench(args: argparse.Namespace, command: Sequence[str]) -> None:
         check_name(name)
     if args.extend > min(args.contexts):
         raise SpecacheError(f"--extend {args.extend}: give at most the shortest of --contexts")
+    if args.plot:
+        check_plot(args.plot)
     config = config_of(args.model, args.layers)
     methods = usable(args.methods, config)
     steps, limit = steps_behind(args.rounds), limit_of(config)

@@ -48,6 +48,16 @@ def steps_table(rows: Rows) -> str:
     return tabulate([[one[name] for name in kept] for one in lines], kept, colalign=align, disable_numparse=True)
 
 
+def check_plot(path: Path) -> None:
+    """SpecacheError if `draw` cannot write a file of this name."""
+    try:
+        from matplotlib.backend_bases import FigureCanvasBase
+    except ImportError:
+        raise SpecacheError("--plot: pip install matplotlib") from None
+    if path.suffix[1:].lower() not in FigureCanvasBase.get_supported_filetypes():
+        raise SpecacheError(f"--plot {path}: matplotlib writes no such file. Use a suffix like .png, .pdf or .svg")
+
+
 def draw(rows: Rows, path: Path, labels: Mapping[str, str] = NONE) -> None:
     """Draw two panels: the cache's bytes on the device and the median decode step. Requires matplotlib.
 
@@ -55,10 +65,8 @@ def draw(rows: Rows, path: Path, labels: Mapping[str, str] = NONE) -> None:
 
     labels: the methods' names in the plot.
     """
-    try:
-        import matplotlib
-    except ImportError:
-        raise SpecacheError("--plot: pip install matplotlib") from None
+    import matplotlib
+
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -32,7 +32,7 @@ from specache_compile.passes.reading.plain_vmaps import plain_vmaps
 from specache_compile.passes.reading.sites import Found, LeftAlone, Site
 from specache_compile.rope_switch import RopeSwitch, rope_switch
 from specache_compile.runtime.held import HeldTensor
-from specache_compile.runtime.ranks import ranks_of
+from specache_compile.runtime.ranks import ranks_of_heads
 from specache_compile.runtime.rewritten import selects
 from specache_compile.runtime.symbols import SymbolReader
 
@@ -48,7 +48,7 @@ class Captured:
     frequencies: position of the RoPE frequencies that turn each site's keys; None if there are none.
     rope_switch: of the model's RoPE; None if its frequencies are constant.
     absorbed: latent attentions over Hugging Face's cache of latents.
-    ranks: the ranks that the model is split over.
+    ranks: the ranks that the model's KV heads are split over.
     """
 
     graph_module: GraphModule
@@ -144,9 +144,7 @@ def capture(graph_module: GraphModule, options: MethodOptions, mode: str | None)
     """
     fill_in_sizes(graph_module)
     placeholders = graph_module.graph.find_nodes(op="placeholder")
-    values = [value_of(node) for node in placeholders]
-    ranks = ranks_of(values)  # before `local_shards` replaces the DTensors
-    reason = gradients(values) or local_shards(graph_module)
+    reason = gradients(map(value_of, placeholders)) or local_shards(graph_module)
     fakes = tuple(value_of(node) for node in placeholders)
     held = tuple(i for i, fake in enumerate(fakes) if isinstance(fake, HeldTensor))
     if reason is None:
@@ -164,24 +162,22 @@ def capture(graph_module: GraphModule, options: MethodOptions, mode: str | None)
         raise SpecacheError("some layers of this cache are filled and others are empty. Use one cache for one model")
     if sites and len(pasts) != len(held):
         raise unmatched_held(found.left_alone)
-    index = {node: i for i, node in enumerate(placeholders)}
-    named = {node.name: i for node, i in index.items()}
+    named = {node.name: i for i, node in enumerate(placeholders)}
+    model = traced_model()
     return Captured(
         graph_module, options, mode or options.mode, phase_of(sites), fakes, held, found,
         padding=named.get(found.padding or ""),
-        pasts=tuple((index[s.past_k], index[s.past_v]) for s in sites if s.past_k is not None and s.past_v is not None),
+        pasts=tuple((named[s.past_k.name], named[s.past_v.name]) for s in sites if s.past_k and s.past_v),
         frequencies=tuple(named.get(site.turned_by or "") for site in sites),
-        symbols=SymbolReader(fakes), rope_switch=switch_of_traced(), absorbed=absorbed,
-        ranks=1 if ranks is None else ranks.size(),
+        symbols=SymbolReader(fakes), rope_switch=rope_switch(getattr(model, "config", None)), absorbed=absorbed,
+        ranks=ranks_of_heads(model),
     )  # fmt: skip
 
 
-def switch_of_traced() -> RopeSwitch | None:
-    """The RoPE switch of the model that Dynamo is tracing; None if there is none."""
+def traced_model() -> torch.nn.Module | None:
+    """The model that Dynamo is tracing; None if there is none."""
     translator = getattr(tls, "current_tx", None)
-    model = None if translator is None else model_of(translator.output.root_tx.f_locals)
-    config = getattr(model, "config", None)
-    return None if config is None else rope_switch(config)
+    return None if translator is None else model_of(translator.output.root_tx.f_locals)
 
 
 def without_misfits(found: Found, options: MethodOptions) -> Found:
@@ -220,7 +216,7 @@ def phase_of(sites: Sequence[Site]) -> Phase:
     return DECODE if isinstance(tokens, int) and tokens == 1 else EXTEND
 
 
-def gradients(inputs: Sequence[Any]) -> str | None:
+def gradients(inputs: Iterable[Any]) -> str | None:
     """Why no site of a graph with gradients may be rewritten; None if it has none."""
     if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
         return "gradients are enabled. Call the model under torch.no_grad() or torch.inference_mode()"

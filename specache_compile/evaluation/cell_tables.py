@@ -90,8 +90,7 @@ def figures(row: ResultRow) -> list[tuple[str, str]]:
 def paired(row: ResultRow) -> list[float]:
     """What is paired with another method's: each window's distance or nats per token, or each answer's points."""
     if "kinds" in row.detail:
-        each: list[float] = row.detail["kinds"]["forced"]["each"]
-        return each
+        return row.detail["kinds"]["forced"]["each"]
     return row.detail.get("nats") or [
         one["kl"] if "kl" in one else 100 * one["score"] for one in row.detail.get("each", [])
     ]

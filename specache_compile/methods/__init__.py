@@ -55,11 +55,11 @@ GONE = {
 
 def parse_options(given: Mapping[str, Any] | None) -> MethodOptions:
     """The options that a user passed. OptionError for an unknown name or value, with the accepted ones."""
+    if not isinstance(given or {}, Mapping):
+        raise OptionError(f"options={given!r}: pass a dict, such as {{'bits': 2}}")
     given = dict(given or {})
     name = given.setdefault("method", "specache")
-    if name not in tuple(METHODS):
-        load_others()
-    if name not in tuple(METHODS):
+    if name not in tuple(METHODS) and name not in tuple(every_method()):
         raise OptionError(f"option method={name!r}: accepted are {', '.join(map(repr, METHODS))}")
     method = METHODS[name]
     for option in given:
@@ -104,13 +104,3 @@ def defaults_of(takers: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     }
     usual = own.get("specache", next(iter(own.values())))
     return usual, {method: value for method, value in own.items() if value != usual}
-
-
-__all__ = [
-    "METHODS",
-    "Method",
-    "declared_options",
-    "defaults_of",
-    "every_method",
-    "parse_options",
-]

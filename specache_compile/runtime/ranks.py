@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from specache_compile.errors import SpecacheError, split_heads
+from specache_compile.errors import SpecacheError
 from specache_compile.options import MethodOptions
 
 T = TypeVar("T")
@@ -61,11 +61,16 @@ def check_same(ranks: dist.ProcessGroup | None, options: MethodOptions, sizes: d
             )
 
 
-def check_heads(model: Any) -> None:
-    """SpecacheError if a model's KV heads do not divide by the ranks that its key projections are split over."""
+def ranks_of_heads(model: Any) -> int:
+    """The ranks that a model's KV heads are split over; 1 if each rank has all. SpecacheError if they do not divide."""
     ranks = getattr(model, "tp_size", None) or 1  # Hugging Face's attribute; its FSDP splits weights but no heads
-    if ranks == 1 or not any(name.endswith("k_proj") and style == "colwise" for name, style in model.tp_plan.items()):
-        return
+    keys = ("k_proj", "query_key_value")
+    if ranks == 1 or not any(name.endswith(keys) and style == "colwise" for name, style in model.tp_plan.items()):
+        return 1
     heads = getattr(model.config.get_text_config(), "num_key_value_heads", None)
     if isinstance(heads, int) and heads % ranks:
-        raise split_heads(heads, ranks)
+        raise SpecacheError(
+            f"{heads} KV heads cannot be split over {ranks} ranks: each rank needs whole heads. Use a number of ranks "
+            f"that divides {heads}, or a DistributedConfig whose tp_plan does not split the attention"
+        )
+    return ranks

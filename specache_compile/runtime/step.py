@@ -306,7 +306,7 @@ class Step:
         session.tiers.drain()
         copy_stream.release_staging()
         session.forget_selection()
-        session.tiers.undo_step(session.progress.lengths)
+        session.tiers.undo_step(session.progress.lengths, self.tokens)
 
 
 @torch.inference_mode(False)

@@ -467,19 +467,21 @@ class Tiers:
         made.reserve(lengths, 0)
         return made
 
-    def undo_step(self, lengths: Sequence[int]) -> None:
-        """Undo an unfinished step after these tokens of each row.
+    def undo_step(self, lengths: Sequence[int], new: int) -> None:
+        """Undo an unfinished step of at most `new` tokens after these tokens of each row.
 
-        Slots are emptied, and tokens that the step moved out of the window come back from the host. Sinks are found
-        again, since the step may have set wrong ones.
+        Slots are emptied. Window tokens that the new ones overwrite come back from the host: none for one new token.
+        Sinks are found again, since the step may have set wrong ones.
         """
         self.sinks_known = None
         for slot_index in self.fields("slot_index"):
             slot_index.fill_(-1)
-        if self.options.has_low_bit_tier and self.options.host_tier:
+        options: Any = self.options
+        if options.has_low_bit_tier and options.host_tier:
             for site in range(len(self.state)):  # empty before the first step
                 for rows, length in runs_of(lengths):
-                    window_from_host(self.views(site, rows), self.options.low_bit_length(length), length)
+                    low_bit, overwritten = options.low_bit_length(length), min(length, length + new - options.window)
+                    window_from_host(self.views(site, rows), low_bit, max(low_bit, overwritten))
         if self.options.bits_on_host < 16:
             self.rounded = list(lengths)
 

@@ -89,9 +89,7 @@ def test_rows_that_are_dropped_have_their_memory_no_more(model: Any) -> None:
     batch.add(prompt(40), max_new_tokens=4)
     batch.run()
     (kept,) = batch.memory.prefixes.kept
-    assert kept.cache is not None
     tiers = batch.memory.tiers_of(kept.cache)
-    assert tiers is not None
     places = [weakref.ref(x) for own in tiers.all_rows for name, x in own.items() if name not in MEASURED]
     assert all(place() is not None for place in places)
     drop(kept.cache)
@@ -124,7 +122,6 @@ def test_a_request_that_fails_ends_alone(model: Any, tokens: int) -> None:
 def live(batch: sc.Batch) -> Bytes:
     """What is there of the rows' tiers: the pool's pages, and the places of every session."""
     pool = batch.memory.pool
-    assert pool is not None
     pages = [(name, tensor) for state in pool.state for name, tensor in state.items()]
     tiers = [each.all_rows for each in pool.tiers]
     places = [x for layers in tiers for layer in layers for name, x in layer.items() if name not in MEASURED]
@@ -146,7 +143,6 @@ def test_bytes_stay_within_the_budget_and_are_those_predicted(model: Any) -> Non
     for turn in range(12):
         batch.step()
         pool = batch.memory.pool
-        assert pool is not None
         assert pool.bound == 5  # of 256 tokens
         assert pool.held <= 5
         assert room.holds(live(batch))
@@ -194,9 +190,7 @@ def test_a_beginning_that_was_read_once_is_shared_page_by_page(model: Any) -> No
     requests.append(batch.add(prompts[1], max_new_tokens=6))
     batch.step()
     assert requests[1].prefilled == 512 + 98  # the last tokens alone have been read
-    pool = batch.memory.pool
-    assert pool is not None
-    assert pool.held == 2 + 1 + 1  # of three pages each, two are shared
+    assert batch.memory.pool.held == 2 + 1 + 1  # of three pages each, two are shared
     batch.run()
     requests.append(batch.add(prompts[2], max_new_tokens=6))
     batch.run()

@@ -198,7 +198,6 @@ def test_memory_stays_within_its_bound_after_an_interrupt() -> None:
     first = batch.add(prompt(300), max_new_tokens=4)
     batch.run()
     pool = batch.memory.pool
-    assert pool is not None
     tensors = [tensor.data_ptr() for state in pool.state for tensor in state.values()]
     other = batch.add(torch.cat([prompt(290), first.ids[:, :9]], 1), max_new_tokens=6)
     run_interrupted(batch, other, 2)

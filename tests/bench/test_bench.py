@@ -92,6 +92,7 @@ def test_an_interruption_keeps_the_contexts_that_are_finished(
         (["--extend", "9000"], "--extend 9000: give at most the shortest of --contexts"),
         (["--layers", "3"], "--layers 3: the model has 2"),
         (["--json", f"{__file__}/steps.json"], f"File exists: '{__file__}'"),
+        (["--plot", "steps.unknown"], "--plot steps.unknown: matplotlib writes no such file"),
         (["--contexts", "100", *SMALL, "--json", "{file}", "--rounds", "2"], "was measured with rounds 1, not 2"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,

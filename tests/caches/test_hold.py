@@ -51,7 +51,6 @@ def compiled_for(model: Any, **options: Any) -> Any:
 def tiers(cache: DynamicCache) -> list[dict[str, torch.Tensor]]:
     """Return each layer's fields, restricted to the cached tokens."""
     session = session_of(cache)
-    assert session is not None
     session.tiers.drain()
     kept = [{f.name for f in fields_of(session.options, layer) if f.tier != MEASURE} for layer in session.layers]
     states = zip(kept, in_rows(session), strict=True)

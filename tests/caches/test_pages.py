@@ -188,9 +188,7 @@ def test_a_selection_that_runs_out_of_memory_changes_nothing(monkeypatch: pytest
         patch.setattr(tiers_module, "row_state", Mock(side_effect=torch.OutOfMemoryError))
         with pytest.raises(torch.OutOfMemoryError):
             step(model, prompt(1, 4), cache)
-    session = session_of(cache)
-    assert session is not None
-    assert not differences(before, held(session))
+    assert not differences(before, held(session_of(cache)))
     other.reorder_cache(torch.tensor([1, 1, 0, 2]))
     assert equal(go_on(model, cache, 1, 1), go_on(model, other, 1, 1))
 

@@ -86,7 +86,6 @@ def result_of(cache: DynamicCache, logits: list[Tensor]) -> Result:
     """Return the logits of all steps, and each layer's tiers: the host tier's cached tokens, and whole device tiers."""
     found = {"logits": torch.cat([each.flatten().cpu() for each in logits])}
     session = session_of(cache)
-    assert session is not None
     session.tiers.drain()
     for number, state in enumerate(in_rows(session)):
         for name, tensor in state.items():

@@ -206,7 +206,6 @@ def what_a_dead_caches_fetches_write() -> float:
     with torch.no_grad():
         one_run.feed(one_run.compiled(2, ()), cache, prompt(1).cuda(), torch.full((1, 1), one_run.PROMPT).cuda())
     session = session_of(cache)
-    assert session is not None
     places = [range(slots.data_ptr(), slots.data_ptr() + slots.nbytes) for slots in (s["slots"] for s in session.state)]
     del cache, session
     gc.collect()

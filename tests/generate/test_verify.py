@@ -62,7 +62,6 @@ def test_greedy_tokens_are_the_uncompiled_models(llama: LlamaForCausalLM, option
     counters.clear()
     assert torch.equal(greedy(twin, ids, 120), greedy(llama, ids, 120))
     stats = sc.stats(twin)
-    assert stats.verification is not None
     assert stats.verification.verifications == stats.extends, "each exact pass verified a draft, or was the last token"
     assert said(stats.verification) == 119, "all but the prefill's"
     assert (stats.verification.acceptance == 1) == (options is RIGHT)
@@ -83,18 +82,14 @@ def test_in_bfloat16_they_part_at_ties_alone(llama: LlamaForCausalLM) -> None:
             logits = half(expected[:, : apart[0]]).logits[0, -1].float()
             two = logits[torch.stack([expected[0, apart[0]], got[0, apart[0]]])]
             assert (two[0] - two[1]).abs() <= 4 * torch.finfo(torch.bfloat16).eps * two.abs().max()
-    stats = sc.stats(twin).verification
-    assert stats is not None
-    assert stats.acceptance < 1
+    assert sc.stats(twin).verification.acceptance < 1
 
 
 @pytest.mark.slow
 def test_kcache_drafts_too(llama: LlamaForCausalLM) -> None:
     twin = compiled_with(llama, {"method": "kcache", "top_n": 4, "verify": 4, "lowering": "eager"})
     assert torch.equal(greedy(twin, prompt(90), 40), greedy(llama, prompt(90), 40))
-    stats = sc.stats(twin).verification
-    assert stats is not None
-    assert stats.acceptance < 1
+    assert sc.stats(twin).verification.acceptance < 1
 
 
 @pytest.mark.quick_for
@@ -196,7 +191,6 @@ def test_a_cache_still_in_16_bits_is_not_drafted_for(llama: LlamaForCausalLM) ->
     twin = verifying(llama, min_context=100)
     assert torch.equal(greedy(twin, prompt(80), 45), greedy(llama, prompt(80), 45))
     stats = sc.stats(twin)
-    assert stats.verification is not None
     # 80 tokens of prompt; then a step each, of which the twentieth moves the cache over.
     assert said(stats.verification) == 24
     assert stats.decodes > 19
@@ -294,9 +288,7 @@ def test_sampling_on_a_compiled_model(llama: LlamaForCausalLM) -> None:
     torch.manual_seed(3)
     given = {"do_sample": True, "temperature": 1.2, "top_k": 20, "top_p": 0.95}
     tokens = twin.generate(ids, max_new_tokens=60, **given)
-    stats = sc.stats(twin).verification
-    assert stats is not None
-    assert stats.acceptance > 0.99
+    assert sc.stats(twin).verification.acceptance > 0.99
     with torch.no_grad():
         best = llama(tokens).logits[0, 74:-1].topk(20).indices
     assert (best == tokens[0, 75:, None]).any(1).all(), "each of the exact pass's twenty best"

@@ -144,7 +144,6 @@ def test_a_slot_of_a_token_still_in_the_recent_tier_is_not_read(way: Way) -> Non
 @pytest.mark.parametrize(("size", "sink"), [(3e3, 0.0), (1.0, 200.0)], ids=["logits", "sinks"])
 def test_large_numbers_do_not_overflow(way: Way, size: float, sink: float) -> None:
     step = make_step(Case(filled=4, sinks=True))
-    assert step.sinks is not None
     step.q *= size
     step.sinks += sink
     # Logits of a few thousand have a float32 error of about 1e-3, which is the weights' relative error.

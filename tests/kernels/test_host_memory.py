@@ -155,7 +155,6 @@ def test_a_tier_grows_in_place_and_pins_only_new_memory(driver: Driver) -> None:
     tensor[:] = torch.arange(2)[:, None]
     place, pool = tensor.data_ptr(), host_memory._pool
     grown = host_memory.host_grown(tensor, (6, page), CUDA)
-    assert grown is not None
     assert driver.given == [(place, 2 * page), (place + 2 * page, 4 * page)]
     assert (grown.data_ptr(), grown.shape) == (place, (6, page))
     assert torch.equal(grown[:2], tensor)

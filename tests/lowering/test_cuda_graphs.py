@@ -262,8 +262,6 @@ def test_padding_rows_touch_only_page_0_and_the_state_of_future_rows(
     batch.remove(requests[1])
     batch.step()
     pool, tiers = batch.memory.pool, batch.memory.tiers_of(batch.cache)
-    assert pool is not None
-    assert tiers is not None
     nobodys = [layer["host"][0] for layer in pool.state]
     free = [x[page] for layer in pool.state for x in layer.values() for page in pool.free]
     behind = [x[4:] for layer in tiers.all_rows for name, x in layer.items() if len(x) == 6]

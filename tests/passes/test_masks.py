@@ -150,7 +150,6 @@ def test_padding_of_another_row_stays_a_mask() -> None:
 def masks_of_prefills(model: Any) -> dict[bool, list[bool]]:
     """Return whether each SDPA has a mask, for graphs of padded prefills by whether the mask is all ones."""
     record = find_record(model)
-    assert record is not None
     return {
         made.variant.unpadded: [node.kwargs.get("attn_mask") is not None for node in made.graph_module.graph.nodes
                                 if node.target is torch.nn.functional.scaled_dot_product_attention]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from specache_compile.compat import cache_of, with_cache
 from specache_compile.kernels.state.stored_pairs import decoded
 from specache_compile.methods import parse_options
 from specache_compile.runtime.session import session_of
+from specache_compile.runtime.step import Step
 
 pytestmark = [pytest.mark.one_process, pytest.mark.one_trace]
 
@@ -60,3 +62,18 @@ def test_a_crop_leaves_the_window_that_is_still_there_exact(llama: LlamaForCausa
     assert torch.equal(state["recent"][:, :, :28], window[:, :, :28]), "tokens 64 to 91"
     host = decoded(state["host"], torch.float32, 16)
     assert torch.equal(state["recent"][:, :, 32:], host[:, :, 32:64]), "tokens 32 to 63 are in the window again"
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("tokens", "lost"), [(1, 0), (40, 12)])
+def test_an_interrupted_step_rounds_only_tokens_that_it_overwrote(
+    llama: LlamaForCausalLM, tokens: int, lost: int
+) -> None:
+    """40 tokens overwrite the places of tokens 36 to 75, of which the window has 64 to 75."""
+    twin = compiled_with(llama, SMALL)
+    cache = cache_of(twin(prompt(100), use_cache=True))
+    window = session_of(cache).state[0]["recent"][:, :, :36].clone()  # tokens 64 to 99
+    with patch.object(Step, "finish", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        twin(prompt(tokens), **with_cache(cache))
+    same = (session_of(cache).state[0]["recent"][:, :, :36] == window).all(-1).all(-1).all(1)
+    assert same[0].tolist() == [False] * lost + [True] * (36 - lost)

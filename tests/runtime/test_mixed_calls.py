@@ -23,7 +23,6 @@ from specache_compile.runtime.records import find_record
 def graphs(model: Any) -> Counter[tuple[str, bool]]:
     """Rewritten graphs by phase, and by whether they are for padded batches; prompts of one token apart."""
     record = find_record(model)
-    assert record is not None
     read = [graph.captured for graph in record.graphs]
     one_token = [not graph.phase.has_past and value_of(graph.sites[0].q).shape[2] == 1 for graph in read]
     return Counter(

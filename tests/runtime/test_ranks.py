@@ -25,14 +25,15 @@ import specache_compile as sc
 from conftest import compiled_with, greedy, prompt, tiny_llama
 from families import Family
 from specache_compile.compat import cache_of
+from specache_compile.compile.captured import capture
 from specache_compile.errors import SpecacheError
 from specache_compile.methods import parse_options
 from specache_compile.methods.field import LayerShape
 from specache_compile.methods.slots import pairs_to_fetch
 from specache_compile.model_key import sampled
-from specache_compile.passes.reading.local_shards import local_shards
+from specache_compile.passes.reading.local_shards import local, local_shards
 from specache_compile.runtime import tiers
-from specache_compile.runtime.ranks import check_heads, check_same, ranks_of
+from specache_compile.runtime.ranks import check_same, ranks_of, ranks_of_heads
 from specache_compile.runtime.records import find_record
 from specache_compile.runtime.session import Session
 from specache_compile.runtime.state import page_bytes, room
@@ -168,19 +169,30 @@ def two_kv_heads(config: str, sizes: tuple[int, ...] = (4,), names: tuple[str, .
 def test_heads_need_not_divide_where_each_rank_has_all_of_them(four_alone: None) -> None:
     """Where a plan gathers keys before they are heads, and where weights alone are split (FSDP)."""
     with pytest.raises(SpecacheError, match="2 KV heads cannot be split over 4 ranks"):
-        check_heads(two_kv_heads("LlamaConfig"))
-    check_heads(two_kv_heads("Olmo2Config"))
-    check_heads(two_kv_heads("LlamaConfig", names=("fsdp",)))
+        ranks_of_heads(two_kv_heads("LlamaConfig"))
+    gathered = two_kv_heads("Olmo2Config")
+    assert (ranks_of_heads(gathered), ranks_of_heads(two_kv_heads("LlamaConfig", names=("fsdp",)))) == (1, 1)
     replicas = two_kv_heads("LlamaConfig", (2, 2), ("dp_replicate", "fsdp"))
-    check_heads(replicas)
+    assert ranks_of_heads(replicas) == 1
     assert ranks_of(list(replicas.parameters())) is None
+    found: list[int] = []
+
+    def backend(graph_module: GraphModule, inputs: Any) -> Any:
+        found.append(capture(graph_module, parse_options({}), None).layers[0].ranks)
+        return lambda *arguments: graph_module(*map(local, arguments))
+
+    keys = gathered.model.layers[0].self_attn.k_proj
+    keys.forward = lambda x: torch.nn.functional.linear(x, keys.weight.full_tensor())
+    with torch.no_grad():
+        torch.compile(gathered, backend=backend)(prompt(20))
+    assert found == [1], "top_k of two heads, not of eight"
 
 
 def test_a_distributed_tensor_is_sampled_by_its_local_shard(four_alone: None) -> None:
     """Newer versions of torch list the mesh among its parts."""
-    local = torch.arange(8.0)
-    whole = DTensor.from_local(local, init_device_mesh("cpu", (4,)), [Replicate()])
-    assert sampled([whole]) == sampled([local])
+    own = torch.arange(8.0)
+    whole = DTensor.from_local(own, init_device_mesh("cpu", (4,)), [Replicate()])
+    assert sampled([whole]) == sampled([own])
 
 
 def test_writes_to_distributed_tensors_are_not_lost(four_alone: None) -> None:

@@ -384,9 +384,8 @@ def test_the_cursor_is_written_without_copies_from_the_host(compiled: LlamaForCa
 @pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="only Linux has huge pages")
 def test_the_host_tier_lies_in_huge_pages_and_in_no_child(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel's own account of the mapping: hg, huge pages advised; dc, not copied on fork; not sh, shared."""
-    monkeypatch.setattr(host_memory, "register", lambda *given: True)
+    monkeypatch.setattr(host_memory.PinnedMap, "pin", lambda *given: True)
     monkeypatch.setattr(host_memory, "_pool", host_memory.Pool())
-    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: True)
     tensor = host_memory.host_empty((1 << 22,), torch.float32, torch.device("cuda"))
     areas = re.split(r"(?m)^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text())
     flags = next(
