@@ -27,7 +27,7 @@ from specache_compile.runtime.step import compress
 from specache_compile.runtime.tiers import joined
 
 from .holding import twin
-from .saving import is_known
+from .saving import KINDS
 
 
 def join(caches: Sequence[DynamicCache]) -> DynamicCache:
@@ -152,7 +152,7 @@ def reason_against(caches: Sequence[Any], apart: bool = False) -> str | None:
 
 def reason_of_layer(layer: Any, apart: bool) -> str | None:
     """Why one layer of a cache cannot be joined with others; None if it can. apart: the rows' lengths differ."""
-    if not is_known(layer):
+    if type(layer) not in KINDS:
         return "has other contents than keys, values and a recurrent state"
     if getattr(layer, "is_sliding", False):
         return "is a sliding window, which requires rows of one length"

@@ -46,10 +46,10 @@ NOT_WRITTEN = "it is damaged, or `save` did not write it"
 # Options of the model, not of the cache: how its graphs run, and this machine's memory.
 OF_THE_MODEL = ("lowering", "mode", "host_memory", "speculate")
 # Transformers' layer classes without other contents than keys, values, a recurrent state and numbers.
-KINDS = (
+KINDS = [getattr(cache_utils, name, None) for name in (
     "DynamicLayer", "DynamicSlidingWindowLayer", "LinearAttentionLayer", "LinearAttentionAndFullAttentionLayer",
     "LinearAttentionAndSlidingWindowAttentionLayer", "DummyLayer",
-)  # fmt: skip
+)]  # fmt: skip
 # Matches folders of layers only.
 LAYERS_FOLDER = "layers-" + "[0-9a-f]" * 8
 # Types of a layer's attributes that are saved; tensors may be in dictionaries.
@@ -67,7 +67,7 @@ def save(cache: DynamicCache, folder: str | os.PathLike[str]) -> None:
 
     Raises:
         SpecacheError: the cache is plain, is split over ranks, is no DynamicCache, or has a layer with other contents
-            than keys, values and a recurrent state.
+            than keys, values and a recurrent state. Also if a file cannot be written.
 
     Example:
         import specache_compile as sc
@@ -216,16 +216,10 @@ def fill(session: Session, site: int, found: LayerState, path: Path) -> None:
             state[: len(tensor)].copy_(tensor)
 
 
-def is_known(layer: Any) -> bool:
-    """Whether a layer is of one of KINDS, not of a class of the same name."""
-    name = type(layer).__name__
-    return name in KINDS and type(layer) is getattr(cache_utils, name, None)
-
-
 def check_layers(cache: DynamicCache) -> None:
     """SpecacheError if a layer has more than is saved."""
     for number, layer in enumerate(cache.layers):
-        if not is_known(layer) or not getattr(layer, "is_initialized", True):
+        if type(layer) not in KINDS or not getattr(layer, "is_initialized", True):
             raise SpecacheError(
                 f"save: layer {number} of this cache, a {type(layer).__name__}, has other contents than keys, values "
                 "and a recurrent state. Prefill again instead"
@@ -342,8 +336,13 @@ def read(path: Path) -> Any:
 
 
 def write(contents: Mapping[str, Any], path: Path) -> None:
-    torch.save(contents, path)
-    sync(path)
+    """Write a file, and force it to disk. SpecacheError if this fails, for example because the disk is full."""
+    try:
+        torch.save(contents, path)
+        sync(path)
+    except (OSError, RuntimeError) as error:
+        why = f"save: {path} cannot be written ({first_line(error)}). Free disk space, or pass another folder"
+        raise SpecacheError(why) from error
 
 
 def sync(path: Path) -> None:

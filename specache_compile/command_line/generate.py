@@ -69,7 +69,7 @@ def prompt_of(args: argparse.Namespace) -> str:
     else:
         source = f"--prompt-file {args.prompt_file}"
         try:
-            text = Path(args.prompt_file).read_text()
+            text = Path(args.prompt_file).read_text("utf-8")
         except UnicodeDecodeError as error:
             raise SpecacheError(f"{source} is not UTF-8 text ({error}). Pass a text file") from error
     if not text:

@@ -16,7 +16,6 @@ REFUSED = (
     "guided_grammar",
 )  # fmt: skip
 
-
 # Strict: "1", 1.0 and true are not the number 1.
 Count = Annotated[int, Field(strict=True, ge=1)]
 One = Annotated[int, Field(strict=True, ge=1, le=1)]
@@ -25,6 +24,8 @@ Flag = Annotated[bool, Field(strict=True)]
 Penalty = Annotated[Number, Field(ge=-2, le=2)]
 # Below 1e-5 the likeliest token has probability 1, as at 0; far below it logits overflow.
 Temperature = Annotated[Number, Field(ge=0, le=2), AfterValidator(lambda given: given if given >= 1e-5 else 0.0)]
+# Langchain sends a list of one text.
+Prompt = Annotated[str, BeforeValidator(lambda x: x[0] if isinstance(x, list) and len(x) == 1 else x)]
 # Bounded, because each token's text is searched for all stop strings.
 Stop = Annotated[str, Field(min_length=1, max_length=64)]
 
@@ -110,7 +111,7 @@ class Body(BaseModel):
 
 
 class CompletionBody(Body):
-    prompt: str
+    prompt: Prompt
 
 
 class TextPart(BaseModel):

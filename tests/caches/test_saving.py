@@ -17,6 +17,7 @@ from adapted import adapt
 from conftest import compile_copy, compiled_with, prompt, tiny_llama
 from families import BY_NAME
 from kept_traces import TESTS, in_new_process
+from specache_compile.caches import saving
 from specache_compile.compat import cache_of, with_cache
 from specache_compile.runtime.held import HeldTensor
 from specache_compile.runtime.session import session_of
@@ -200,11 +201,6 @@ class TestRefusals:
         with pytest.raises(sc.SpecacheError, match="has no saved session"):
             sc.load(tmp_path / "nowhere", compiled)
 
-    def test_a_session_of_another_format(self, compiled: LlamaForCausalLM, folder: Path) -> None:
-        torch.save({"format": 5}, folder / "session.pt")
-        with pytest.raises(sc.SpecacheError, match=r"it is of format 5, and this version reads format 6\. Prefill"):
-            sc.load(folder, compiled)
-
     def test_a_header_whose_part_is_lost_or_changed(self, compiled: LlamaForCausalLM, folder: Path) -> None:
         header = torch.load(folder / "session.pt")
         lost = [{name: value for name, value in header.items() if name != part} for part in header if part != "format"]
@@ -220,12 +216,17 @@ class TestRefusals:
         with pytest.raises(sc.SpecacheError, match=r"001\.pt of a saved session cannot be read"):
             sc.load(folder, compiled)
 
-    @pytest.mark.parametrize("header", [b"", b"{", []])
-    def test_a_header_that_is_none(self, compiled: LlamaForCausalLM, folder: Path, header: Any) -> None:
+    @pytest.mark.parametrize("header", [b"", b"{", [], {"format": 5}])
+    def test_a_header_that_cannot_be_read(self, compiled: LlamaForCausalLM, folder: Path, header: Any) -> None:
         file = folder / "session.pt"
         file.write_bytes(header) if isinstance(header, bytes) else torch.save(header, file)
-        with pytest.raises(sc.SpecacheError, match=r"session\.pt of a saved session cannot be read"):
+        why = "it is damaged" if not header or header == b"{" else "it is of format 5, and this version reads format 6"
+        with pytest.raises(sc.SpecacheError, match=rf"session\.pt of a saved session cannot be read: {why}"):
             sc.load(folder, compiled)
+
+    def test_a_full_disk(self) -> None:
+        with pytest.raises(sc.SpecacheError, match=r"save: /dev/full cannot be written \(.*\)\. Free disk space"):
+            saving.write({"keys": torch.zeros(1 << 16)}, Path("/dev/full"))
 
     def test_a_method_that_is_not_installed(self, compiled: LlamaForCausalLM, folder: Path) -> None:
         header = torch.load(folder / "session.pt")

@@ -142,7 +142,7 @@ def test_a_sampling_field_is_that_of_generate(served: Served, given: dict[str, A
     ids, sampled = torch.tensor([list(b"Once. " * 8)]), {"do_sample": True, "top_k": 0}
     more = {name: value for name, value in given.items() if name != "temperature"}
     said = reference.generate(ids, max_new_tokens=12, **({} if "temperature" in given else sampled) | more)
-    body = {"prompt": "Once. " * 8, "max_tokens": 12, **given}
+    body = {"prompt": ["Once. " * 8], "max_tokens": 12, **given}
     status, text = posted(served, "v1/completions", body)
     assert (status, json.loads(text)["choices"][0]["text"]) == (200, bytes(said[0, ids.shape[1] :].tolist()).decode())
 

@@ -115,7 +115,7 @@ class TaskQuestion:
 def read_text(path: Path) -> str:
     """A text file's contents; SpecacheError where it cannot be read."""
     try:
-        text = path.read_text()
+        text = path.read_text("utf-8")
     except UnicodeDecodeError as error:
         raise SpecacheError(f"{path} is no UTF-8 text ({error.reason} at byte {error.start})") from None
     if not text.strip():
