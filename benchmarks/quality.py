@@ -137,7 +137,7 @@ TABLES = {
             GEMMA,
         )
         for name, length, samples, texts, others in (
-            ("needles_gemma_8k", 8192, 33, LICENCES, (H2O,)), ("needles_gemma_16k", 16384, 33, LICENCES, ()),
+            ("needles_gemma_8k", 8192, 11, LICENCES, (H2O,)), ("needles_gemma_16k", 16384, 33, LICENCES, ()),
             ("needles_gemma_31k", 31744, 33, MORE_LICENCES, ()),
         )
     },
