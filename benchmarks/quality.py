@@ -14,6 +14,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from unseen_text import TEXTS, write_text
+
 from specache_compile.cli import main as specache
 
 ROOT = Path(__file__).parent.parent
@@ -55,7 +57,7 @@ H2O = "h2o:budget=1216,eviction_block=1024"
 CHUNKED = ("--share-prefills", "--prefill-chunk", "1024")
 TABLES = {
     "closeness": Table(
-        "how close the next tokens are to the full cache's on a real checkpoint (text: benchmarks/unseen_text.py)",
+        "how close the next tokens are to the full cache's on a real checkpoint, of unseen text",
         ("closeness",),
         ("uncompiled", "fp8", *KIVI, "kivi:bits=4", *SPECACHE, "specache"),
         (*UNSEEN, "--lengths", "2048", "--samples", "64"),
@@ -228,6 +230,9 @@ def main() -> int:
     for name in args.tables or TABLES:
         print(f"\n{name}: {TABLES[name].what}\n$ {shlex.join(['specache', *arguments(name)])}\n", flush=True)
         if not args.list:
+            for text in TEXTS:
+                if text in TABLES[name].more and not Path(text).exists():
+                    write_text(Path(text), TEXTS[text])
             status = specache(arguments(name))
             if status:
                 return status

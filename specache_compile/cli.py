@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
-import select
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from typing import Any
 from .checkpoints.loaded import usable_device
 from .checkpoints.names import MODEL, checked, print_origin
 from .command_line.arguments import Parser, add_device, add_options, gib, options_of, suggestion
-from .errors import SpecacheError, first_line
+from .errors import OptionError, SpecacheError, first_line
 
 RAW = argparse.RawDescriptionHelpFormatter
 DESCRIPTION = """\
@@ -190,13 +189,6 @@ def run(args: argparse.Namespace, words: Sequence[str]) -> None:
     function(command.run)(*given)
 
 
-def has_reader(output: Any) -> bool:
-    """Whether the reader of a pipe is still there; `head`, for example, leaves early."""
-    poll = select.poll()
-    poll.register(output, 0)
-    return not poll.poll(0)
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Entry point. A usage error, a bad path, option or phase prints one line on stderr and returns 2."""
     words = sys.argv[1:] if arguments is None else arguments
@@ -208,10 +200,10 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         run(parsed(words), words)
         sys.stdout.flush()
-    except (SpecacheError, OSError, ValueError) as error:
-        if isinstance(error, BrokenPipeError) and not has_reader(sys.stdout):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 141  # as a shell reports SIGPIPE
+    except BrokenPipeError:  # the reader of standard output has left, for example `head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141  # as a shell reports SIGPIPE
+    except (SpecacheError, OptionError, OSError, ValueError) as error:
         print(f"specache: {first_line(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

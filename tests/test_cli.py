@@ -94,12 +94,6 @@ def test_a_reader_that_leaves_ends_a_command_without_an_error() -> None:
     assert (run.returncode, "Broken pipe" in run.stderr) == (141, False)
 
 
-def test_another_broken_pipe_is_an_error(capfd: pytest.CaptureFixture[str]) -> None:
-    with mock.patch("specache_compile.cli.run", side_effect=BrokenPipeError("Broken pipe")):
-        assert main(["explain", MODEL]) == 2
-    assert capfd.readouterr().err == "specache: Broken pipe\n"
-
-
 def test_serve_names_what_is_not_installed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serving, "NEEDED", ("no_such_module",))
     assert main(["serve", MODEL, "--port", "0"]) == 2

@@ -441,8 +441,7 @@ def distances(row: ResultRow) -> list[float]:
     """The distance to the full cache in each window of forced text, or in each generated text."""
     if row.task == "long":
         return [each["kl"] for each in row.detail["each"]]
-    each: list[float] = row.detail["kinds"]["forced"]["each"]
-    return each
+    return row.detail["kinds"]["forced"]["each"]
 
 
 def beyond(row: ResultRow, other: ResultRow) -> str:
@@ -493,27 +492,26 @@ def by_columns(
 ) -> str:  # fmt: skip
     """A column for each length or model: what is counted, and of how many; and the device's share of the cache at each.
 
-    The last line is the time of all methods. A budget in pairs, which has the default's bytes, is left out of a name.
+    The last line is the time of all methods.
     """
     methods: dict[str, dict[str, ResultRow]] = {}
-    counted: dict[str, int] = {}
+    seconds: dict[str, float] = {}
     for folder in folders:
         for row in quality(folder):
-            methods.setdefault(re.sub(r"(?<=budget)=\d+(?![.\d])", "", row.method), {})[column(folder, row)] = row
-            counted[column(folder, row)] = row.samples
-    seconds = [sum(own[name].seconds for own in methods.values() if name in own) for name in counted]
+            name = f"{what.format(row.samples)} {column(folder, row)}"
+            methods.setdefault(row.method, {})[name] = row
+            seconds[name] = seconds.get(name, 0) + row.seconds
     if cell is kl and column is at_length:  # the full cache is at no distance from itself
         del methods["uncompiled"]
     lines = [
         [
-            f"`{method}`", *(cell(own[name]) if name in own else "–" for name in counted),
-            "/".join(f"{own[name].kv_ratio:.3f}" for name in counted if name in own),
+            f"`{method}`", *(cell(own[name]) if name in own else "–" for name in seconds),
+            "/".join(f"{own[name].kv_ratio:.3f}" for name in seconds if name in own),
         ]
         for method, own in methods.items()
     ]  # fmt: skip
-    lines.append(["minutes", *(f"{each / 60:.0f}" for each in seconds), ""])
-    headers = ("method", *(f"{what.format(count)} {name}" for name, count in counted.items()), "device KV")
-    return markdown(headers, lines, right=len(headers) - 1)
+    lines.append(["minutes", *(f"{each / 60:.0f}" for each in seconds.values()), ""])
+    return markdown(("method", *seconds, "device KV"), lines, right=len(seconds) + 1)
 
 
 def devices() -> str:

@@ -12,8 +12,6 @@ import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from specache_compile.errors import OptionError
-
 from .attention_forms import Form, NoMatch, argument, is_attention, match_form
 from .in_place import memory_of, written
 from .latents import match_latents
@@ -48,13 +46,12 @@ def find_attention(
 
     Args:
         held: names of the placeholders that are held tensors.
-        exact: numbers of attentions, in the graph's order, that the option exact_layers excludes; OptionError for a
-            number that the graph lacks.
+        exact: numbers of attentions, in the graph's order, that the option exact_layers excludes.
     """
     packed = next((node for node in graph_module.graph.nodes if called_name(node) == "set_"), None)
     masks = functools.cache(read_mask)  # layers share them
-    found, attentions = Found(), list(filter(is_attention, graph_module.graph.nodes))
-    for number, attention in enumerate(attentions):
+    found = Found()
+    for number, attention in enumerate(filter(is_attention, graph_module.graph.nodes)):
         try:
             if number in exact:
                 raise NoMatch(f"option exact_layers lists attention {number}")
@@ -73,8 +70,6 @@ def find_attention(
         except NoMatch as reason:
             left_alone = LeftAlone(attention.name, str(reason), reason.by_model)
             found = replace(found, left_alone=(*found.left_alone, left_alone))
-    if (found.sites or found.latents) and max(exact, default=0) >= len(attentions):
-        raise OptionError(f"option exact_layers={sorted(exact)}: attentions in this model: {len(attentions)}, from 0")
     if found.sites or found.left_alone or found.latents:
         return found
     return Found(left_alone=unread_updates(graph_module))

@@ -54,7 +54,7 @@ def check_plot(path: Path) -> None:
         from matplotlib.backend_bases import FigureCanvasBase
     except ImportError:
         raise SpecacheError("--plot: pip install matplotlib") from None
-    if path.suffix[1:].lower() not in FigureCanvasBase.get_supported_filetypes():
+    if path.suffix and path.suffix[1:].lower() not in FigureCanvasBase.get_supported_filetypes():
         raise SpecacheError(f"--plot {path}: matplotlib writes no such file. Use a suffix like .png, .pdf or .svg")
 
 
@@ -65,10 +65,8 @@ def draw(rows: Rows, path: Path, labels: Mapping[str, str] = NONE) -> None:
 
     labels: the methods' names in the plot.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
 
     methods = list(dict.fromkeys(row["method"] for row in rows))
     cells = sorted({(row["context"], row["batch"]) for row in rows})
@@ -82,14 +80,15 @@ def draw(rows: Rows, path: Path, labels: Mapping[str, str] = NONE) -> None:
         ("a decode step", "ms, median", lambda row: float(row["step_ms"])),
     )
     size = (8, 1.4 + len(methods) * (0.25 + 0.25 * len(cells)))
-    figure, axes = plt.subplots(1, 2, figsize=size, sharey=True, layout="constrained")
+    figure = Figure(figsize=size, layout="constrained")
+    axes = figure.subplots(1, 2, sharey=True)
     for axis, (title, unit, value) in zip(axes, panels, strict=True):
         most = max(value(row) for row in rows)
         for number, cell in enumerate(cells):
             mine = [row for row in rows if (row["context"], row["batch"]) == cell]
             height = 0.8 / len(cells)
             places = [methods.index(row["method"]) + (number - (len(cells) - 1) / 2) * height for row in mine]
-            colour = plt.get_cmap("Blues")(0.5 + 0.4 * number / max(1, len(cells) - 1))
+            colour = colormaps["Blues"](0.5 + 0.4 * number / max(1, len(cells) - 1))
             bars = axis.barh(places, [value(row) for row in mine], height, color=colour, label=cell_name(*cell))
             axis.bar_label(bars, [f"{value(row):.{0 if most >= 10 else 1}f}" for row in mine], padding=3)
         axis.set(title=title, xlabel=unit, xlim=(0, 1.2 * most))
@@ -100,7 +99,6 @@ def draw(rows: Rows, path: Path, labels: Mapping[str, str] = NONE) -> None:
         figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(cells))
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=200)
-    plt.close(figure)
 
 
 def cell_name(context: int, batch: int) -> str:

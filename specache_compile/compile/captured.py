@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic
 from torch.utils._sympy.numbers import int_oo
 
 from specache_compile.compat import model_of
-from specache_compile.errors import SpecacheError
+from specache_compile.errors import OptionError, SpecacheError
 from specache_compile.methods.field import LayerShape
 from specache_compile.options import MethodOptions
 from specache_compile.passes.absorb import absorb
@@ -32,7 +32,7 @@ from specache_compile.passes.reading.plain_vmaps import plain_vmaps
 from specache_compile.passes.reading.sites import Found, LeftAlone, Site
 from specache_compile.rope_switch import RopeSwitch, rope_switch
 from specache_compile.runtime.held import HeldTensor
-from specache_compile.runtime.ranks import ranks_of_heads
+from specache_compile.runtime.ranks import ranks_of, splits_heads
 from specache_compile.runtime.rewritten import selects
 from specache_compile.runtime.symbols import SymbolReader
 
@@ -144,7 +144,9 @@ def capture(graph_module: GraphModule, options: MethodOptions, mode: str | None)
     """
     fill_in_sizes(graph_module)
     placeholders = graph_module.graph.find_nodes(op="placeholder")
-    reason = gradients(map(value_of, placeholders)) or local_shards(graph_module)
+    values, model = [value_of(node) for node in placeholders], traced_model()
+    ranks = ranks_of(values) if splits_heads(model) else None  # before `local_shards` replaces the DTensors
+    reason = gradients(values) or local_shards(graph_module)
     fakes = tuple(value_of(node) for node in placeholders)
     held = tuple(i for i, fake in enumerate(fakes) if isinstance(fake, HeldTensor))
     if reason is None:
@@ -163,14 +165,14 @@ def capture(graph_module: GraphModule, options: MethodOptions, mode: str | None)
     if sites and len(pasts) != len(held):
         raise unmatched_held(found.left_alone)
     named = {node.name: i for i, node in enumerate(placeholders)}
-    model = traced_model()
+    check_numbers(options.exact_layers, found, model)
     return Captured(
         graph_module, options, mode or options.mode, phase_of(sites), fakes, held, found,
         padding=named.get(found.padding or ""),
         pasts=tuple((named[s.past_k.name], named[s.past_v.name]) for s in sites if s.past_k and s.past_v),
         frequencies=tuple(named.get(site.turned_by or "") for site in sites),
         symbols=SymbolReader(fakes), rope_switch=rope_switch(getattr(model, "config", None)), absorbed=absorbed,
-        ranks=ranks_of_heads(model),
+        ranks=1 if ranks is None else ranks.size(),
     )  # fmt: skip
 
 
@@ -178,6 +180,15 @@ def traced_model() -> torch.nn.Module | None:
     """The model that Dynamo is tracing; None if there is none."""
     translator = getattr(tls, "current_tx", None)
     return None if translator is None else model_of(translator.output.root_tx.f_locals)
+
+
+def check_numbers(exact: Sequence[int], found: Found, model: Any) -> None:
+    """OptionError if exact_layers lists a number beyond this graph's attentions and the whole model's layers."""
+    text = getattr(getattr(model, "config", None), "get_text_config", lambda: None)()
+    layers = getattr(text, "num_hidden_layers", None)
+    attentions = len(found.sites) + len(found.latents) + len(found.left_alone)
+    if isinstance(layers, int) and max(exact, default=-1) >= max(layers, attentions):
+        raise OptionError(f"option exact_layers={[*exact]}: the model has {layers} layers, from 0")
 
 
 def without_misfits(found: Found, options: MethodOptions) -> Found:
@@ -216,7 +227,7 @@ def phase_of(sites: Sequence[Site]) -> Phase:
     return DECODE if isinstance(tokens, int) and tokens == 1 else EXTEND
 
 
-def gradients(inputs: Iterable[Any]) -> str | None:
+def gradients(inputs: Sequence[Any]) -> str | None:
     """Why no site of a graph with gradients may be rewritten; None if it has none."""
     if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
         return "gradients are enabled. Call the model under torch.no_grad() or torch.inference_mode()"

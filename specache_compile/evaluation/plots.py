@@ -32,13 +32,11 @@ def draw_task(rows: Sequence[ResultRow], path: Path) -> None:
 
     The plot has a panel for each kind of continuation, and a line over the cells for each method.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
 
     panels = list(rows[0].detail.get("kinds", [rows[0].metric]))
-    figure, axes = plt.subplots(1, len(panels), figsize=(4 * len(panels) + 2, 3.8), squeeze=False, sharey=True)
+    figure = Figure(figsize=(4 * len(panels) + 2, 3.8))
+    axes = figure.subplots(1, len(panels), squeeze=False, sharey=True)
     for axis, panel in zip(axes.flat, panels, strict=True):
         for number, method in enumerate(dict.fromkeys(row.method for row in rows)):
             points = sorted((row.kv_ratio or 0.0, *point_of(row, panel)) for row in rows if row.method == method)
@@ -50,7 +48,6 @@ def draw_task(rows: Sequence[ResultRow], path: Path) -> None:
     foot = "\n".join(textwrap.fill(line, int(figure.get_size_inches()[0] * 24)) for line in sources(rows))
     figure.text(0.005, -0.01, foot, fontsize=5, va="top", color="gray")
     figure.savefig(path, bbox_inches="tight")
-    plt.close(figure)
 
 
 def point_of(row: ResultRow, panel: str) -> tuple[float, float]:

@@ -15,7 +15,7 @@ from torch._dynamo.eval_frame import OptimizedModule
 from transformers.generation.utils import GenerationMixin
 
 from specache_compile.compile.compiled_options import options_given
-from specache_compile.runtime.ranks import ranks_of_heads
+from specache_compile.runtime.ranks import check_heads
 
 
 def with_compiled_calls(module: torch.nn.Module, dynamo_ctx: Any) -> Any:
@@ -48,7 +48,7 @@ def route_generate() -> None:
 
         @functools.wraps(value)
         def generate(*args: Any, **kwargs: Any) -> Any:
-            ranks_of_heads(self._orig_mod)  # raises an error that Dynamo would wrap
+            check_heads(self._orig_mod)
             return with_compiled_calls(self._orig_mod, self.dynamo_ctx).generate(*args, **kwargs)
 
         return generate

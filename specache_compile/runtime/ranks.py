@@ -18,6 +18,8 @@ from specache_compile.errors import SpecacheError
 from specache_compile.options import MethodOptions
 
 T = TypeVar("T")
+# Ends of the names of key projections in plans.
+KEYS = ("k_proj", "kv_b_proj", "query_key_value")
 
 
 def ranks_of(tensors: Sequence[Any]) -> dist.ProcessGroup | None:
@@ -61,16 +63,20 @@ def check_same(ranks: dist.ProcessGroup | None, options: MethodOptions, sizes: d
             )
 
 
-def ranks_of_heads(model: Any) -> int:
-    """The ranks that a model's KV heads are split over; 1 if each rank has all. SpecacheError if they do not divide."""
+def splits_heads(model: Any) -> bool:
+    """Whether tensor parallelism splits a model's KV heads, by its plan; without a plan it is assumed to."""
+    plan = getattr(model, "tp_plan", None) or {}
+    return not plan or any(name.endswith(KEYS) and style == "colwise" for name, style in plan.items())
+
+
+def check_heads(model: Any) -> None:
+    """SpecacheError if a model's KV heads do not divide by the ranks that its key projections are split over."""
     ranks = getattr(model, "tp_size", None) or 1  # Hugging Face's attribute; its FSDP splits weights but no heads
-    keys = ("k_proj", "query_key_value")
-    if ranks == 1 or not any(name.endswith(keys) and style == "colwise" for name, style in model.tp_plan.items()):
-        return 1
+    if ranks == 1 or not splits_heads(model):
+        return
     heads = getattr(model.config.get_text_config(), "num_key_value_heads", None)
     if isinstance(heads, int) and heads % ranks:
         raise SpecacheError(
             f"{heads} KV heads cannot be split over {ranks} ranks: each rank needs whole heads. Use a number of ranks "
             f"that divides {heads}, or a DistributedConfig whose tp_plan does not split the attention"
         )
-    return ranks

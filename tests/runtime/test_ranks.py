@@ -33,7 +33,7 @@ from specache_compile.methods.slots import pairs_to_fetch
 from specache_compile.model_key import sampled
 from specache_compile.passes.reading.local_shards import local, local_shards
 from specache_compile.runtime import tiers
-from specache_compile.runtime.ranks import check_same, ranks_of, ranks_of_heads
+from specache_compile.runtime.ranks import check_heads, check_same, ranks_of
 from specache_compile.runtime.records import find_record
 from specache_compile.runtime.session import Session
 from specache_compile.runtime.state import page_bytes, room
@@ -169,11 +169,12 @@ def two_kv_heads(config: str, sizes: tuple[int, ...] = (4,), names: tuple[str, .
 def test_heads_need_not_divide_where_each_rank_has_all_of_them(four_alone: None) -> None:
     """Where a plan gathers keys before they are heads, and where weights alone are split (FSDP)."""
     with pytest.raises(SpecacheError, match="2 KV heads cannot be split over 4 ranks"):
-        ranks_of_heads(two_kv_heads("LlamaConfig"))
+        check_heads(two_kv_heads("LlamaConfig"))
     gathered = two_kv_heads("Olmo2Config")
-    assert (ranks_of_heads(gathered), ranks_of_heads(two_kv_heads("LlamaConfig", names=("fsdp",)))) == (1, 1)
+    check_heads(gathered)
+    check_heads(two_kv_heads("LlamaConfig", names=("fsdp",)))
     replicas = two_kv_heads("LlamaConfig", (2, 2), ("dp_replicate", "fsdp"))
-    assert ranks_of_heads(replicas) == 1
+    check_heads(replicas)
     assert ranks_of(list(replicas.parameters())) is None
     found: list[int] = []
 
