@@ -100,25 +100,31 @@ def fetched(source: Source) -> bytes:
     return data
 
 
-def release_notes(sdist: bytes, wanted: str, older: str = "") -> str:
-    """The notes of an archive in the order of their versions; of a changelog, the entries before `older`."""
+def release_notes(sdist: bytes, source: Source) -> str:
+    """The notes of a source's archive in the order of their versions; of a changelog, the entries before `older`."""
     with tarfile.open(fileobj=io.BytesIO(sdist)) as archive:
         notes = {
             (tuple(map(int, re.findall(r"\d+", found[1]))), member.name): archive.extractfile(member).read().decode()  # type: ignore[union-attr]
             for member in archive.getmembers()
-            if (found := re.fullmatch(wanted, member.name))
+            if (found := re.fullmatch(source.notes, member.name))
         }
     text = "\n".join(notes[place] for place in sorted(notes))
-    if older and f"\n{older}" not in text:
-        raise OSError(f"a changelog has no heading {older!r}")
-    return text.partition(f"\n{older}")[0] if older else text
+    if not source.older:
+        return text
+    newer, heading, _ = text.partition(f"\n{source.older}")
+    if not heading:
+        raise OSError(f"a changelog has no heading {source.older!r}")
+    return newer
 
 
 def write_text(out: Path, projects: Sequence[str]) -> None:
-    chosen = [SOURCES[name] for name in projects]
-    text = "\n".join(release_notes(fetched(source), source.notes, source.older) for source in chosen)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(text)
+    """Write these projects' notes to a file; exits with one line if the network or the file fails."""
+    try:
+        text = "\n".join(release_notes(fetched(SOURCES[name]), SOURCES[name]) for name in projects)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(text, "utf-8")
+    except OSError as error:  # urllib's errors are of its kind
+        sys.exit(f"unseen_text.py: {error}")
 
 
 def main() -> None:
@@ -127,10 +133,7 @@ def main() -> None:
     parser.add_argument("out", type=Path, help="the file to write")
     parser.add_argument("--projects", nargs="+", choices=SOURCES, default=usual, help=f"({' '.join(usual)})")
     args = parser.parse_args()
-    try:
-        write_text(args.out, args.projects)
-    except OSError as error:  # urllib's errors are of its kind
-        sys.exit(f"unseen_text.py: {error}")
+    write_text(args.out, args.projects)
 
 
 if __name__ == "__main__":

@@ -157,7 +157,7 @@ def report(rows: Sequence[ResultRow], args: argparse.Namespace) -> None:
     if not rows:
         return
     print(table(rows))
-    (args.out / "table.txt").write_text("\n".join((table(rows), "", *sources(rows), "")))
+    (args.out / "table.txt").write_text("\n".join((table(rows), "", *sources(rows), "")), "utf-8")
     made = [args.out / name for name in ("results.json", "table.txt")]
     if not args.no_plots:
         try:

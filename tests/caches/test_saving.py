@@ -220,7 +220,8 @@ class TestRefusals:
     def test_a_header_that_cannot_be_read(self, compiled: LlamaForCausalLM, folder: Path, header: Any) -> None:
         file = folder / "session.pt"
         file.write_bytes(header) if isinstance(header, bytes) else torch.save(header, file)
-        why = "it is damaged" if not header or header == b"{" else "it is of format 5, and this version reads format 6"
+        other = header == {"format": 5}
+        why = r"it is of format 5, and this version reads format 6\. Prefill" if other else "it is damaged"
         with pytest.raises(sc.SpecacheError, match=rf"session\.pt of a saved session cannot be read: {why}"):
             sc.load(folder, compiled)
 

@@ -76,9 +76,9 @@ def test_the_unseen_text_is_the_release_notes_in_order() -> None:
             member = tarfile.TarInfo(f"django-6.1.3/{name}")
             member.size = len(text)
             tar.addfile(member, io.BytesIO(text.encode()))
-    notes = release_notes(archive.getvalue(), SOURCES["django"].notes)
+    notes = release_notes(archive.getvalue(), SOURCES["django"])
     assert notes == "notes of 5.2\nnotes of 5.2.2\nnotes of 5.2.10\nnotes of 6.1"
-    assert release_notes(archive.getvalue(), *SOURCES["mypy"][2:]) == "newest"
+    assert release_notes(archive.getvalue(), SOURCES["mypy"]) == "newest"
 
 
 @pytest.mark.filterwarnings("error")
