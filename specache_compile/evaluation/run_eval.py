@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import itertools
 import json
 import platform
 import sys
@@ -54,11 +55,6 @@ def run_eval(args: argparse.Namespace, command: Sequence[str]) -> None:
     line = "; ".join(f"{name} {value}" for name, value in made_by.items() if value not in (None, ""))
     path = args.out / "results.json"
     whole = f"{fingerprint} {config_hash(model, reader.tokenizer)}"
-    keys = {
-        (setting, task, cell.name): key_of(setting, task, cell, bench, whole, args)
-        for setting in settings
-        for task, cell in cells
-    }
     prefills = Prefills(model.device, chunk=args.prefill_chunk) if args.share_prefills else None
     runner, done = Runner(model, reader, args.batch_size, prefills), read_rows(path)
     for setting in (one for one in settings if one.name == "kvzip"):
@@ -67,22 +63,24 @@ def run_eval(args: argparse.Namespace, command: Sequence[str]) -> None:
             if not runner.shares and any(options.budget_in_tokens(c.context) < c.context for _, c in cells):
                 kvzip.refuse()  # before the rows of other methods
     # Cell by cell, so that only one cell's prefills are in memory.
-    order = [(keys[s, task, cell.name], s, task, cell) for task, cell in cells for s in settings]
+    order = [(key_of(s, task, cell, bench, whole, args), s, task, cell) for task, cell in cells for s in settings]
+    keys = [key for key, *_ in sorted(order, key=lambda each: settings.index(each[1]))]
     missing = [each for each in order if each[0] not in done]
-    write_rows(path, done, keys.values())  # an error of --out comes before the first row
+    write_rows(path, done, keys)  # an error of --out comes before the first row
     try:
         with tqdm(missing, file=sys.stderr, desc="specache eval", unit="row") as bar:
-            for key, setting, task, cell in bar:
+            for _, rows in itertools.groupby(bar, lambda each: each[2:]):
                 if prefills is not None:
-                    prefills.begin(f"{task} {cell.name}")
-                bar.set_postfix_str(f"{setting}, {task} {cell.name}")
-                done[key] = measure(runner, setting, task, cell, key, args, line)
-                write_rows(path, done, keys.values())
+                    prefills.made.clear()
+                for key, setting, task, cell in rows:
+                    bar.set_postfix_str(f"{setting}, {task} {cell.name}")
+                    done[key] = measure(runner, setting, task, cell, key, args, line)
+                    write_rows(path, done, keys)
     except KeyboardInterrupt:
         print("interrupted: finished rows are kept; the same command goes on from here", file=sys.stderr)
         raise
     finally:
-        report([done[key] for key in keys.values() if key in done], args)
+        report([done[key] for key in keys if key in done], args)
 
 
 def check_arguments(args: argparse.Namespace) -> None:

@@ -60,13 +60,7 @@ class Prefills:
         on_cuda = torch.device(device).type == "cuda"
         free = torch.cuda.mem_get_info(device)[0] if on_cuda else free_memory()
         self.most = free // 2 if most is None else most
-        self.cell = ""
         self.made: dict[str, Prefill] = {}
-
-    def begin(self, cell: str) -> None:
-        if cell != self.cell:
-            self.cell = cell
-            self.made.clear()
 
     def can_continue(self, model: Any) -> bool:
         """Whether the model, as it is compiled now, can continue from such a prefill."""
@@ -109,10 +103,18 @@ class Runner:
         """Whether prompts are prefilled by `prefills`."""
         return self.prefills is not None and self.prefills.can_continue(self.model)
 
+    @property
+    def chunk(self) -> int | None:
+        """Tokens at a time of a method's own prefill: those of `prefills` if it evicts block by block; None: all."""
+        given = options_of(self.model) or {}
+        if self.prefills and type(given.get("budget")) is int and type(given.get("eviction_block")) is int:
+            return self.prefills.chunk
+        return self.model.generation_config.prefill_chunk_size
+
     def read(self, ids: Tensor) -> tuple[Any, Tensor]:
         """A new cache filled by `ids` [rows, tokens], and the next logits [rows, 1, vocabulary] on the host."""
         if not self.shares:
-            return read(self.model, ids)
+            return read(self.model, ids, self.chunk)
         prefill = self.prefilled(ids)
         return self.going_on(ids, prefill), prefill.logits
 
@@ -138,9 +140,8 @@ class Runner:
 
     def continued(self, ids: Tensor, new_tokens: int, **more: Any) -> list[list[int]]:
         """The new tokens of greedy continuations of `ids` [rows, tokens]."""
-        mask = torch.ones_like(ids)
-        out = self.model.generate(ids, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False, **more)
-        return out[:, ids.shape[1] :].tolist()
+        more = {"attention_mask": torch.ones_like(ids), "max_new_tokens": new_tokens, "do_sample": False, **more}
+        return self.model.generate(ids, **more)[:, ids.shape[1] :].tolist()
 
     def continued_from_prefills(self, ids: Tensor, new_tokens: int) -> list[list[int]]:
         """As `continued`, from a shared prefill. new_tokens: 2 or more."""
@@ -152,7 +153,8 @@ class Runner:
 
     def answers(self, prompts: Sequence[Prompt], new_tokens: int) -> list[str]:
         """One answer per prompt. Neighbours of one length share a batch, so that no row is padded."""
-        answer = self.continued_from_prefills if self.shares and new_tokens > 1 else self.continued
+        own = functools.partial(self.continued, prefill_chunk_size=self.chunk)
+        answer = self.continued_from_prefills if self.shares and new_tokens > 1 else own
         batches = self.batches_alike(prompts, len)
         return [self.reader.decode(one) for batch in batches for one in answer(self.ids(batch), new_tokens)]
 
@@ -211,11 +213,11 @@ def exact_prefill(model: Any, ids: Tensor, chunk: int | None) -> Prefill:
 
 
 @torch.inference_mode()
-def read(model: Any, ids: Tensor) -> tuple[Any, Tensor]:
+def read(model: Any, ids: Tensor, chunk: int | None = None) -> tuple[Any, Tensor]:
     """A new cache filled by `ids` [rows, tokens], and the next logits, float32 [rows, 1, vocabulary] on the host."""
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-    for chunk in ids.split(model.generation_config.prefill_chunk_size or ids.shape[1], 1):
-        out = model(chunk, **with_cache(cache), use_cache=True, logits_to_keep=1)
+    for tokens in ids.split(chunk or ids.shape[1], 1):
+        out = model(tokens, **with_cache(cache), use_cache=True, logits_to_keep=1)
     return cache, out.logits[:, -1:].float().cpu()
 
 

@@ -52,8 +52,7 @@ class Setting:
         """The given options and the other options' defaults, without options that are off."""
         if self.options is None:
             return {}
-        options = vars(parse_options(self.measured))
-        return {name: value for name, value in options.items() if value}
+        return {name: value for name, value in vars(parse_options(self.measured)).items() if value}
 
 
 def parse_setting(text: str) -> Setting:

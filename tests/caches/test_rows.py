@@ -163,8 +163,7 @@ def test_a_joined_cache_is_compressed_out_of_16_bits(default: Any) -> None:
 
 
 def test_a_join_over_the_budget_of_the_host_tier_is_refused() -> None:
-    model = compiled("offload", **TINIEST)
-    cache = forward(model, None, prompt(SHORT, vocabulary=64))[0]
+    cache = forward(compiled("offload", **TINIEST), None, prompt(SHORT, vocabulary=64))[0]
     memory = 2 * pool_of(cache).page_bytes["host"]
     limited = compiled_with(tiny_llama(**TINIEST), {**SETTINGS["offload"], "host_memory": memory})
     caches = [forward(limited, None, prompt(length, vocabulary=64))[0] for length in (SHORT, MIDDLE, LONG)]

@@ -169,8 +169,7 @@ def test_a_session_is_saved_with_the_adapter_that_filled_it(tmp_path: Path) -> N
         sc.load(tmp_path, model)
     layer.set_adapter("one")
     layer.scaling["two"] = 2.0
-    again = sc.load(tmp_path, model)
-    sc.save(again, tmp_path)
+    sc.save(sc.load(tmp_path, model), tmp_path)
     layer._disable_adapters = True
     with pytest.raises(sc.SpecacheError, match="other settings of the model's modules: _disable_adapters"):
         sc.load(tmp_path, model)

@@ -72,25 +72,19 @@ def test_a_prompt_is_read_once_for_all_methods_that_read_it_exactly(model: Any) 
     assert read.count(100) == 2, "once, and once by the method that drops pairs as it reads"
 
 
-def made(tokens: int) -> Prefill:
-    """One of zeros: a row, a layer, 64 bytes a token."""
-    cache = DynamicCache()
-    cache.update(torch.zeros(1, 1, tokens, 8), torch.zeros(1, 1, tokens, 8), 0)
-    return Prefill(cache, torch.zeros(1, 1, 4), torch.zeros(1, 1, dtype=torch.int64))
-
-
-def test_the_next_cell_begins_with_none_and_no_more_are_kept_than_fit() -> None:
+def test_no_more_are_kept_than_fit() -> None:
     prefills, read = Prefills(most=64 * 10), []
 
     def make(ids: torch.Tensor) -> Prefill:
-        read.append(ids.shape[1])
-        return made(ids.shape[1])
+        """Return one of a row and a layer, 64 bytes a token."""
+        read.append(tokens := ids.shape[1])
+        cache = DynamicCache()
+        cache.update(torch.zeros(1, 1, tokens, 8), torch.zeros(1, 1, tokens, 8), 0)
+        return Prefill(cache, torch.zeros(1, 1, 4), torch.zeros(1, 1, dtype=torch.int64))
 
-    for cell in ("needle 512", "needle 512", "needle 1024"):
-        prefills.begin(cell)
-        for length in (8, 3, 2):
-            prefills.of(ids := torch.zeros(1, length, dtype=torch.int64), lambda ids=ids: make(ids))
-    assert read == [8, 3, 2, 3, 8, 3, 2], "three tokens beside eight are too many"
+    for length in (8, 3, 2, 8, 3, 2):
+        prefills.of(ids := torch.zeros(1, length, dtype=torch.int64), lambda ids=ids: make(ids))
+    assert read == [8, 3, 2, 3], "three tokens beside eight are too many"
 
 
 def test_a_first_token_is_what_the_models_configuration_makes_of_the_logits(model: Any, shared: Runner) -> None:
@@ -130,3 +124,17 @@ def test_a_prefill_in_chunks_is_that_of_the_whole_prompt(gemma: Any) -> None:
         for layer, expected in zip(other.layers, whole.cache.layers, strict=True):
             torch.testing.assert_close(layer.keys, expected.keys)
     torch.testing.assert_close(chunked.logits, whole.logits)
+
+
+def test_a_policy_that_evicts_block_by_block_prefills_in_chunks(model: Any) -> None:
+    requested, results = torch.tensor(prompts(150)), []
+    for block, chunk in ((24, None), (60, 24)):
+        runner = Runner(model, BYTES, prefills=Prefills(chunk=chunk))
+        with running(model, parse_setting(f"h2o:budget=48,eviction_block={block}"), "eager"):
+            results.append((runner.forced_logits(requested, 130), runner.answers(requested.tolist(), 12)))
+    torch.testing.assert_close(*[logits for logits, _ in results])
+    assert results[0][1] == results[1][1]
+    whole = "h2o:budget=48,eviction_block=prompt", "h2o:budget=0.5,eviction_block=9", "snapkv:budget=48"
+    for method in whole:
+        with running(model, parse_setting(method), "eager"):
+            assert runner.chunk is None, "a first chunk would be taken for the prompt"
