@@ -85,13 +85,11 @@ struct Attention : ExactAttention {
       for (int64_t r = m; r < std::min(m + kRows, rows); ++r) {
         const float* from = sums.data() + ((r - m) * kQuads + first) * k.sums();
         float* to = products + r * count;
-        if (shares == 2)
+        if (shares == 1) std::copy_n(from, count, to);  // gcc makes vectors of this form and of the next one
+        else if (shares == 2)
           for (int64_t i = 0; i < count; ++i) to[i] = from[2 * i] + from[2 * i + 1];
         else
-          for (int64_t i = 0; i < count; ++i) {
-            to[i] = 0.0f;
-            for (int share = 0; share < shares; ++share) to[i] += from[i * shares + share];
-          }
+          for (int64_t i = 0; i < count; ++i) to[i] = std::accumulate(from + i * shares, from + (i + 1) * shares, 0.0f);
       }
     }
   }

@@ -6,6 +6,7 @@
 // Sums across lanes follow once for a record of keys, and once for a chunk of values.
 
 #include <map>
+#include <numeric>
 #include <tuple>
 
 namespace {
@@ -63,7 +64,8 @@ struct KeyOrder : Order {
 template <int R>
 __attribute__((noinline)) void score_words(const KeyOrder& k, const uint32_t* words, int first, int stop,
                                            const float* query, float* sums) {
-  constexpr int U = R <= 2 ? 4 : 2;  // values of g at once: enough sums to hide a multiply-add's latency
+  // Values of g at once: enough sums to hide a multiply-add's latency, as registers allow.
+  constexpr int U = R <= (kLanes == 16 ? 4 : 2) ? 4 : 2;
   const bool fours = k.loads == 4 && k.tokens == 1;
   for (int l = 0; l < k.blocks / kQuads; ++l)
     for (int g = first; g < stop; g += U)
