@@ -68,7 +68,7 @@ tables: .venv/ready        ## the tables of README.md and docs/, from the code a
 	$(BIN)/python tools/notebook.py
 
 bench: .venv/ready         ## a decode step and first tokens on this machine, into build/; goes on where it was
-	for dtype in bfloat16 float32; do $(BIN)/specache bench smollm2-135m --extend 512 --dtype $$dtype --json build/bench_$$dtype.json || exit 1; done
+	for dtype in bfloat16 float32; do $(BIN)/specache bench smollm2-135m --methods uncompiled compiled specache --extend 512 --dtype $$dtype --json build/bench_$$dtype.json || exit 1; done
 
 quality: .venv/ready       ## the quality tables, method by method; goes on where it was
 	$(BIN)/python benchmarks/quality.py
