@@ -115,8 +115,12 @@ def request_for(model: Any, prompt: Tensor, arguments: dict[str, Any]) -> Reques
             raise ValueError(
                 f"{name}={getattr(config, name)}: a request is one row. Add the prompt once for each answer"
             )
+    for name in ("stop_strings", "max_time"):
+        if getattr(config, name) not in (None, getattr(model.generation_config, name)):
+            raise ValueError(f"{name}={getattr(config, name)!r}: no request stops there. Call Batch.remove(request)")
     if not config.max_new_tokens:
         raise ValueError("max_new_tokens is missing: pass it, since memory is reserved for so many tokens")
+    config.max_length = len(prompt) + config.max_new_tokens  # for forced_eos_token_id
     model._prepare_special_tokens(config, device=model.device)
     processors = model._get_logits_processor(
         generation_config=config, input_ids_seq_length=len(prompt), logits_processor=more, device=model.device

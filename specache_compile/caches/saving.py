@@ -91,7 +91,6 @@ def save(cache: DynamicCache, folder: str | os.PathLike[str]) -> None:
         raise split_session()
     session.tiers.drain()
     root = Path(folder)
-    root.mkdir(parents=True, exist_ok=True)
     layers = root / f"layers-{uuid.uuid4().hex[:8]}"
     header = {
         "format": FORMAT,
@@ -105,7 +104,6 @@ def save(cache: DynamicCache, folder: str | os.PathLike[str]) -> None:
         "shapes": [{name: x for name, x in vars(shape).items() if name != "device"} for shape in session.layers],
         "layers": [type(layer).__name__ for layer in cache.layers],
     }
-    layers.mkdir()
     new = root / f"{HEADER}.new"
     try:
         for number, layer in enumerate(tqdm(cache.layers, "saving", unit="layer", disable=None, leave=False)):
@@ -336,8 +334,9 @@ def read(path: Path) -> Any:
 
 
 def write(contents: Mapping[str, Any], path: Path) -> None:
-    """Write a file, and force it to disk. SpecacheError if this fails, for example because the disk is full."""
+    """Write a file in a folder that may be new, and force it to disk. SpecacheError if this fails."""
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         torch.save(contents, path)
         sync(path)
     except (OSError, RuntimeError) as error:

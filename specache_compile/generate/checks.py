@@ -41,7 +41,7 @@ def route_checks() -> None:
 
             route_verification()
         record = record_of([*self.parameters()])
-        record.begin_generation()
+        record.latest, record.unused, record.exact = None, None, ""  # those of the last generation
         before = record.calls
         generated = original(self, *args, **kwargs)
         if record.calls == before:
@@ -72,7 +72,7 @@ def compiled_outside(model: torch.nn.Module) -> str | None:
     """The reason, if a compiled module around `model`, such as a PeftModel, called `generate`."""
     for frame, _ in itertools.islice(traceback.walk_stack(sys._getframe(2)), CALLERS):
         owner = frame.f_locals.get("self")
-        if isinstance(owner, torch.nn.Module) and owner is not model and options_of(owner) is not None:
+        if isinstance(owner, torch.nn.Module) and options_of(owner) is not None and model in list(owner.modules())[1:]:
             inner, outer = type(model).__name__, type(owner).__name__
             return (
                 f"{outer} was compiled, but it generates with the {inner} inside, which was not. Compile that one "

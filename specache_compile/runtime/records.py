@@ -62,7 +62,7 @@ class Statistics:
 class ModelRecord:
     """The captured graphs of one model, and its newest generation.
 
-    graphs: of `compile/compiled_graph.py: CompiledGraph`.
+    graphs: of `compile/compiled_graph.py: CompiledGraph`, with the options of the newest one.
     latest: the statistics of its session; None if no rewritten graph has run.
     calls: graphs of this backend that ran, rewritten or not.
     unused: why no graph ran, if `generate` has found a reason.
@@ -79,10 +79,6 @@ class ModelRecord:
     exact: str = ""
     warned: set[str] = field(default_factory=set)
 
-    def begin_generation(self) -> None:
-        """Drop the statistics of the last generation."""
-        self.latest, self.unused, self.exact = None, None, ""
-
     def warn_once(self, message: str, key: str = "") -> None:
         """Warn at the user's line, once for each key; without a key, once for each message."""
         if (key or message) not in self.warned:
@@ -91,7 +87,8 @@ class ModelRecord:
 
     def note(self, graph: Any, statistics: Statistics) -> None:
         if graph not in self.graphs:
-            self.graphs.append(graph)
+            alike = [other for other in self.graphs if other.captured.options == graph.captured.options]
+            self.graphs = [*alike, graph]
         self.calls += 1
         self.latest = statistics
 

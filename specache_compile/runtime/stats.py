@@ -41,7 +41,7 @@ class Stats:
         replays: decode steps that replayed a recorded CUDA graph (option mode).
         lanes: tokens that run in a decode step.
         ranks: processes that the model is split over; all other figures are of this rank alone.
-        compiles: compiled graphs of the model so far.
+        compiles: compiled graphs of the model with its newest options.
         left_exact: number of attentions that are not rewritten, by reason (a sliding window, for example).
         python_seconds: the part of `seconds` that was spent outside of compiled graphs.
         pairs_ahead, pairs_corrected: pairs that prefetches and corrections copied.

@@ -130,6 +130,10 @@ class Step:
             return
         if progress.differ:
             raise other_mask()
+        before = progress.mask if any(progress.ready) else None  # under which slots were selected
+        known = padding[:, None, None, : progress.length]
+        if before is not None and not torch.equal(before[..., : progress.length], known.to(before)):
+            self.session.forget_selection()
         progress.padded = True
         shape = (tiers.batch, 1, 1, tiers.capacity)
         if progress.padding is None or progress.padding.shape != shape:
@@ -163,15 +167,10 @@ class Step:
         self.session.one_length = reason_for_one_length(captured.is_causal, last)
         if progress.differ or progress.joined:
             check_positions(progress, last)
-            self.check_rope()
+            if (switch := self.session.rope_switch) is not None and switch.misfit(self.stops):
+                raise rows_apart(switch)
         chosen = all(progress.ready) and not (last.reads_speculative and progress.speculative is None)
         return [*(rewritten(earlier) for earlier in before if not chosen), last]
-
-    def check_rope(self) -> None:
-        """SpecacheError if joined rows would have other RoPE frequencies than each row alone."""
-        switch = self.session.rope_switch
-        if switch is not None and switch.misfit(self.stops):
-            raise rows_apart(switch)
 
     def run(self, graph: Any, arguments: Sequence[Any]) -> list[Any]:
         """The outputs of the captured graph, with held tensors for the cache."""

@@ -62,6 +62,7 @@ def test_each_request_generates_what_it_generates_alone(model: Any) -> None:
     alone = [run_alone(model, prompt(length, seed=length), **requested) for length, requested in ASKED]
     assert [request.end for request in alone] == [End.LENGTH, End.LENGTH, End.LENGTH, End.STOP, End.LENGTH]
     assert 3 <= len(alone[3].generated) < 30
+    assert run_alone(model, prompt(5), max_new_tokens=4, forced_eos_token_id=7).generated[-1] == 7
 
     batch, chance, requests = sc.Batch(model, chunk=CHUNK), random.Random(1), list[Request]()
     removed = [batch.add(prompt(100, seed=seed), max_new_tokens=100) for seed in (50, 51)]
@@ -199,7 +200,9 @@ def test_a_beginning_that_was_read_once_is_shared_page_by_page(model: Any) -> No
     assert all_free(batch)
 
 
-def test_unsupported_requests_raise(model: Any) -> None:
+def test_lists_of_token_ids_are_accepted_and_unsupported_requests_raise(model: Any) -> None:
+    for ids in ([5, 6, 7], [[5, 6, 7]], (5, 6, 7)):
+        assert sc.Batch(model).add(ids, max_new_tokens=2).prompt.tolist() == [5, 6, 7]
     batch = sc.Batch(model)
     with pytest.raises(ValueError, match="max_new_tokens is missing"):
         batch.add(prompt(8))
@@ -207,6 +210,8 @@ def test_unsupported_requests_raise(model: Any) -> None:
         batch.add(prompt(8), max_new_tokens=3, num_beams=4)
     with pytest.raises(ValueError, match="unknown arguments: stopping"):
         batch.add(prompt(8), max_new_tokens=3, stopping=1)
+    with pytest.raises(ValueError, match=r"stop_strings='\.': no request stops there. Call Batch\.remove"):
+        batch.add(prompt(8), max_new_tokens=3, stop_strings=".")
     with pytest.raises(ValueError, match="the prompt has 0 tokens"):
         batch.add(prompt(0), max_new_tokens=3)
     with pytest.raises(SpecacheError, match=r"a batch does not verify drafts\. Compile with method='offload'"):

@@ -10,7 +10,7 @@ import torch
 
 import specache_compile as sc
 from adapted import adapt
-from conftest import compiled_with, prompt, tiny_llama
+from conftest import compiled_with, new_tokens, prompt, tiny_llama
 
 pytestmark = pytest.mark.one_process
 
@@ -37,8 +37,7 @@ def generated(batch: sc.Batch) -> tuple[list[int], bool]:
 def uncompiled(model: Any) -> list[int]:
     plain = copy.deepcopy(model)
     plain._compiled_call_impl = None
-    tokens: list[int] = plain.generate(IDS[None], max_new_tokens=8, do_sample=False)[0, len(IDS) :].tolist()
-    return tokens
+    return new_tokens(plain, IDS[None], 8)
 
 
 @torch.no_grad()

@@ -92,10 +92,3 @@ def test_join_refuses_rows_on_both_sides_of_a_rope_switch() -> None:
         cache = model(ids, past_key_values=joined, position_ids=sc.lengths(joined)[:, None]).past_key_values
         with pytest.raises(sc.SpecacheError, match="cannot run in one call"):
             model(ids, past_key_values=cache, position_ids=sc.lengths(cache)[:, None])
-
-
-@pytest.mark.parametrize("given", [[5, 6, 7], [[5, 6, 7]], (5, 6, 7)], ids=["list", "nested", "tuple"])
-def test_add_takes_lists_of_token_ids(given: Any) -> None:
-    model = compiled_with(Family("llama", "LlamaConfig").model(), OPTIONS)
-    request = sc.Batch(model).add(given, max_new_tokens=2)
-    assert request.prompt.tolist() == [5, 6, 7]

@@ -224,9 +224,11 @@ class TestRefusals:
         with pytest.raises(sc.SpecacheError, match=rf"session\.pt of a saved session cannot be read: {why}"):
             sc.load(folder, compiled)
 
-    def test_a_full_disk(self) -> None:
+    def test_a_full_disk_and_a_file_in_place_of_a_folder(self, compiled: LlamaForCausalLM, folder: Path) -> None:
         with pytest.raises(sc.SpecacheError, match=r"save: /dev/full cannot be written \(.*\)\. Free disk space"):
             saving.write({"keys": torch.zeros(1 << 16)}, Path("/dev/full"))
+        with pytest.raises(sc.SpecacheError, match=r"session\.pt/layers-.*/000\.pt cannot be written .* folder"):
+            sc.save(sc.load(folder, compiled), folder / "session.pt")
 
     def test_a_method_that_is_not_installed(self, compiled: LlamaForCausalLM, folder: Path) -> None:
         header = torch.load(folder / "session.pt")

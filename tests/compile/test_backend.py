@@ -13,7 +13,7 @@ import torch
 from transformers import LlamaForCausalLM, QuantizedCache
 
 import specache_compile as sc
-from conftest import compile_copy, greedy, prompt, step, tiny_llama
+from conftest import LOSSLESS, compile_copy, greedy, prompt, step, tiny_llama
 from specache_compile.compat import cache_of, with_cache
 from specache_compile.passes import pipeline
 from specache_compile.passes.pipeline import PIPELINE
@@ -175,6 +175,17 @@ def test_a_graph_that_serves_two_models_counts_for_each(llama: LlamaForCausalLM)
     greedy(one, prompt(40), 3)
     greedy(two, prompt(40), 6)
     assert (sc.stats(one).decodes, sc.stats(two).decodes) == (2, 5)
+
+
+def test_stats_are_those_of_the_newest_options_and_report_a_cache_larger_than_in_16_bits() -> None:
+    model = tiny_llama()
+    for exact in ([0], []):
+        model.compile(backend="specache", options={**LOSSLESS, "exact_layers": exact})
+        greedy(model, prompt(40), 3)
+        stats = sc.stats(model)
+        assert sum(stats.left_exact.values()) == len(exact)
+    assert stats.kv_ratio > 1
+    assert "more device memory than a 16-bit cache" in str(stats)
 
 
 def test_stats_count_steps_and_bytes_and_before_the_first_step_state_what_to_do() -> None:

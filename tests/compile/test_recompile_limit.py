@@ -171,14 +171,6 @@ def test_a_compiled_wrapper_around_a_model_that_is_not_compiled_warns() -> None:
     assert sc.stats(wrapper.model).decodes > 0
 
 
-def test_stats_reports_a_cache_that_is_larger_than_one_in_16_bits() -> None:
-    model = compiled(small(), bits=1)
-    generate(model, prompt(40))
-    stats = sc.stats(model)
-    assert stats.kv_ratio > 1
-    assert "more device memory than a 16-bit cache" in str(stats)
-
-
 def test_the_offloaded_cache_is_refused() -> None:
     with pytest.raises(sc.SpecacheError, match="cache_implementation='offloaded'"):
         generate(compiled(tiny_llama()), prompt(40), cache_implementation="offloaded")

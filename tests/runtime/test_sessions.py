@@ -231,19 +231,21 @@ def test_an_interrupted_selection_of_rows_happens_once(batched: bool) -> None:
 @pytest.mark.quick_for("itself")
 @pytest.mark.parametrize("fork", [False, True], ids=["itself", "its fork"])
 @torch.no_grad()
-def test_a_token_that_a_mask_hid_and_no_mask_hides_any_more_is_chosen_for_the_slots(
+def test_a_token_that_a_mask_hid_and_the_next_one_or_no_mask_shows_is_chosen_for_the_slots(
     llama: LlamaForCausalLM, fork: bool
 ) -> None:
-    ids, mask = prompt(103, 2), torch.ones(2, 102, dtype=torch.int64)
-    mask[0, 50] = 0
+    ids, mask, other = prompt(103, 2), *torch.ones(2, 2, 103, dtype=torch.int64)
+    mask[0, 50] = other[1, 20] = 0
 
-    def last(model: LlamaForCausalLM) -> torch.Tensor:
+    def last(model: LlamaForCausalLM, later: torch.Tensor | None) -> torch.Tensor:
         cache = cache_of(step(model, ids[:, :100], attention_mask=mask[:, :100]))
         for n in (101, 102):
             step(model, ids[:, n - 1 : n], cache, attention_mask=mask[:, :n])
-        return step(model, ids[:, 102:], copy.deepcopy(cache) if fork else cache).logits
+        return step(model, ids[:, 102:], copy.deepcopy(cache) if fork else cache, attention_mask=later).logits
 
-    torch.testing.assert_close(last(compile_copy(llama)), last(llama), atol=1e-3, rtol=1e-4)
+    twin = compile_copy(llama)
+    for later in (None, other):
+        torch.testing.assert_close(last(twin, later), last(llama, later), atol=1e-3, rtol=1e-4)
 
 
 class TestHeldTensors:
