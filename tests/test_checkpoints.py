@@ -11,17 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen2Config,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, Qwen2Config
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from conftest import greedy, tiny_llama
+from conftest import NEEDLE_LLAMA, greedy, tiny_llama
 from specache_compile.checkpoints import gguf as conversion
 from specache_compile.checkpoints import names as checkpoints
 from specache_compile.checkpoints.loaded import load_model
@@ -258,6 +251,13 @@ def test_a_checkpoint_without_a_tokenizer_is_one_line(
     error = error_line(capsys)
     assert error.startswith(f"specache: {tmp_path} has no readable tokenizer (")
     assert error.endswith("copy tokenizer.json and tokenizer_config.json of examples/needle-llama")
+
+
+def test_damaged_weights_are_one_line_with_a_remedy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(NEEDLE_LLAMA, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "model.safetensors").write_bytes(b"cut off")
+    assert generate(str(tmp_path)) == 2
+    assert error_line(capsys).startswith(f"specache: {tmp_path}: the weights are damaged (")
 
 
 # What cannot be converted

@@ -13,7 +13,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from specache_compile.checkpoints import names
-from specache_compile.checkpoints.loaded import limit_of, placed
+from specache_compile.checkpoints.loaded import limit_of, placed, with_weights
 from specache_compile.errors import SpecacheError
 
 from .measurements import BenchPlan, cell, steps_behind
@@ -68,7 +68,7 @@ def open_model(name: str, layers: int | None, dtype: str, device: str) -> Any:
     """The model on its device, in `dtype`, for inference; with random weights for a config, or with fewer layers."""
     if not name.endswith(".json") and layers is None:
         names.print_origin(name)
-        return placed(AutoModelForCausalLM.from_pretrained(names.resolved(name), dtype=dtype), device)
+        return placed(with_weights(names.resolved(name), dtype=dtype), device)
     torch.manual_seed(0)
     return placed(AutoModelForCausalLM.from_config(config_of(name, layers), dtype=dtype), device)
 

@@ -48,7 +48,7 @@ def load_model(
         The model, for inference and not compiled, and its tokenizer.
 
     Raises:
-        SpecacheError: there is no such checkpoint, tokenizer or device.
+        SpecacheError: there is no such checkpoint, tokenizer or device, or the weights are damaged.
 
     Example:
         import specache_compile as sc
@@ -58,12 +58,20 @@ def load_model(
         inputs = tokenizer("Hello", return_tensors="pt").to(model.device)
         print(tokenizer.decode(model.generate(**inputs, max_new_tokens=8)[0]))
     """
-    from transformers import AutoModelForCausalLM
-
     device = usable_device(device)
     opened = open_checkpoint(checkpoint) if isinstance(checkpoint, str) else checkpoint
-    model = AutoModelForCausalLM.from_pretrained(opened.folder, dtype=dtype)
-    return placed(model, device), opened.tokenizer
+    return placed(with_weights(opened.folder, dtype=dtype), device), opened.tokenizer
+
+
+def with_weights(folder: str, **how: Any) -> Any:
+    """The model of a resolved checkpoint. how: as for `from_pretrained`. SpecacheError if its weights are damaged."""
+    from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM
+
+    try:
+        return AutoModelForCausalLM.from_pretrained(folder, **how)
+    except SafetensorError as error:
+        raise SpecacheError(f"{folder}: the weights are damaged ({error}). Copy or download them again") from error
 
 
 def usable_device(name: str | None) -> str:
@@ -104,17 +112,14 @@ def tokenizer_of(folder: str, **how: Any) -> Any:
     """
     from transformers import AutoTokenizer
 
+    why = "it would have no words"
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, **how)
+        if len(tokenizer) > len(tokenizer.all_special_tokens):
+            return tokenizer
     except ValueError as error:
-        raise no_tokenizer(folder, first_line(error)) from error
-    if len(tokenizer) <= len(tokenizer.all_special_tokens):
-        raise no_tokenizer(folder, "it would have no words")
-    return tokenizer
-
-
-def no_tokenizer(folder: str, why: str) -> SpecacheError:
-    return SpecacheError(
+        why = first_line(error)
+    raise SpecacheError(
         f"{folder} has no readable tokenizer ({why}). Save one beside the weights; for a byte-level model copy "
         "tokenizer.json and tokenizer_config.json of examples/needle-llama"
     )

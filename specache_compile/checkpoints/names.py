@@ -88,11 +88,7 @@ def checked(model: str) -> str:
         if meant:
             raise SpecacheError(f"{model!r} is neither a known checkpoint nor a folder. Did you mean {meant[0]}?")
     if looks_local and not path.exists():
-        names = ", ".join(KNOWN)
-        raise SpecacheError(
-            f"there is no checkpoint at {model}. Pass a folder with config.json, a config.json, a hub name, or "
-            f"a known name: {names}"
-        )
+        raise SpecacheError(f"there is no checkpoint at {model}. Pass a config.json, {MODEL}")
     if model.endswith(".gguf") and path.is_file():
         raise SpecacheError(
             f"{model}: only the GGUF files of known names are read. Load this file by transformers with gguf_file= and "

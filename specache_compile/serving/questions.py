@@ -11,9 +11,9 @@ from fastapi import HTTPException
 from jinja2 import TemplateError
 from llguidance import LLMatcher, LLTokenizer
 from llguidance.hf import from_tokenizer
-from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessorList
+from transformers import GenerationConfig, LogitsProcessorList
 
-from specache_compile.checkpoints.loaded import placed, tokenizer_of
+from specache_compile.checkpoints.loaded import placed, tokenizer_of, with_weights
 from specache_compile.checkpoints.names import resolved
 
 from .answer import Question
@@ -28,8 +28,7 @@ class ServedModel:
     def __init__(self, checkpoint: str, device: str, options: Mapping[str, Any]) -> None:
         self.name, folder = checkpoint, resolved(checkpoint)
         self.tokenizer = tokenizer_of(folder, trust_remote_code=False)
-        loader: Any = AutoModelForCausalLM
-        model = loader.from_pretrained(folder, dtype="auto", trust_remote_code=False, use_safetensors=True)
+        model = with_weights(folder, dtype="auto", trust_remote_code=False, use_safetensors=True)
         self.model: Any = placed(model, device)
         self.model.compile(backend="specache", options=dict(options))
         # For answers with a grammar. It takes a second, so it is created before the first request.
