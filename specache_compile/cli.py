@@ -192,14 +192,14 @@ def run(args: argparse.Namespace, words: Sequence[str]) -> None:
 def main(arguments: list[str] | None = None) -> int:
     """Entry point. A usage error, a bad path, option or phase prints one line on stderr and returns 2."""
     words = sys.argv[1:] if arguments is None else arguments
-    if words[:1] == ["--version"]:
-        from . import __version__
-
-        print(f"specache {__version__}")
-        return 0
     try:
-        run(parsed(words), words)
-        sys.stdout.flush()
+        if words[:1] == ["--version"]:
+            from . import __version__
+
+            print(f"specache {__version__}")
+        else:
+            run(parsed(words), words)
+        print(end="", flush=True)  # not sys.stdout.flush(), because a closed standard output is None
     except BrokenPipeError:  # the reader of standard output has left, for example `head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141  # as a shell reports SIGPIPE

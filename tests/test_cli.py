@@ -86,10 +86,11 @@ def test_bad_input_is_one_line_and_exit_status_2(
     assert error[-1].startswith("specache: ")
 
 
-def test_a_reader_that_leaves_ends_a_command_without_an_error() -> None:
+@pytest.mark.parametrize("words", [["explain", MODEL], ["--version"]], ids=["explain", "version"])
+def test_a_reader_that_leaves_ends_a_command_without_an_error(words: list[str]) -> None:
     reader, writer = os.pipe()
     os.close(reader)
-    command = [sys.executable, "-m", "specache_compile.cli", "explain", MODEL]
+    command = [sys.executable, "-m", "specache_compile.cli", *words]
     run = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
     assert (run.returncode, "Broken pipe" in run.stderr) == (141, False)
 

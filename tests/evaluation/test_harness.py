@@ -12,8 +12,7 @@ import yaml
 import specache_compile as sc
 from conftest import NEEDLE_LLAMA
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "examples"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 lm_eval = pytest.importorskip("lm_eval", reason="needs lm-evaluation-harness: pip install 'specache-compile[harness]'")
 
