@@ -20,7 +20,6 @@ from harness import evaluate, harnessed, pass_keys, tokenizer_for  # noqa: E402
 
 MODEL = str(NEEDLE_LLAMA)
 LOSSLESS = {"bits": 1, "top_k": 64, "lowering": "eager"}
-# Finds some keys, not all: a question that is left out or repeated would change the figure.
 
 
 @pytest.fixture(autouse=True)

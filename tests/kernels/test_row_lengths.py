@@ -222,6 +222,5 @@ def test_a_padding_row_touches_page_0_alone(kind: Ops, options: SpecacheOptions)
     settings = (*options.layout, options.zero_point, None)
     kind.append(k, v, None, cursor, *(rows[name] for name in StoredTiers._fields), *settings)
     kind.offload(k, v, None, cursor, rows["host"])
-    touched = {page for page in range(8) if not untouched(state["host"][page])}
-    assert touched == {0, 4}
+    assert {page for page in range(8) if not untouched(state["host"][page])} == {0, 4}
     assert all(untouched(state[name]) for name in IN_PAGES[:3])

@@ -165,5 +165,4 @@ def test_tokens_whose_score_underflows_are_candidates() -> None:
     case = Case(spread=0.0, lengths=(128,), capacity=256, k=12)
     far = torch.full((1, HEADS, 1, case.capacity), -300.0)
     far[..., 100:110] = 0.0
-    expected = [0, 1, *range(100, 110)]
-    assert Kept(case, far).selected()[0].tolist() == [expected] * HEADS
+    assert Kept(case, far).selected()[0].tolist() == [[0, 1, *range(100, 110)]] * HEADS

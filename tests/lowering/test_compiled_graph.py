@@ -146,8 +146,7 @@ def test_the_pre_decode_runs_op_by_op_with_the_kernels_of_the_compiled_step(gene
 
 def test_the_steps_cpp_is_compiled_under_a_progress_line(generated: Generated) -> None:
     """The C++ is not compiled in the first step."""
-    names = ("attention/cpp_decode.cpp", "movement/cpp_tiers.cpp")
-    assert generated.loaded == dict.fromkeys(names, True)
+    assert generated.loaded == {"attention/cpp_decode.cpp": True, "movement/cpp_tiers.cpp": True}
 
 
 def test_the_prefill_stores_each_layer_as_soon_as_possible(generated: Generated) -> None:

@@ -175,8 +175,7 @@ def test_an_answer_is_parsed_in_its_familys_format(name: str, text: str) -> None
 
 @pytest.mark.parametrize("cut", ['{"name": "go_to", "argum', "{broken}</tool_call>"])
 def test_a_call_before_a_broken_one_is_returned_once_when_both_come_at_once(cut: str) -> None:
-    served = served_of(FAMILIES["hermes"])
-    parts = Parts(question_of(served).parser)
+    parts = Parts(question_of(served_of(FAMILIES["hermes"])).parser)
     first = f'{{"name": "look", "arguments": {arguments(LOOK)}}}'
     call, *text = parts.feed(f"<tool_call>{first}</tool_call>\n<tool_call>{cut}", last=True)
     assert (call.name, json.loads(call.arguments)) == LOOK

@@ -216,8 +216,7 @@ def prompt_of(template: str, **given: Any) -> str:
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = template
     served: Any = SimpleNamespace(name="tiny", tokenizer=tokenizer, model=tiny_llama(), vocabulary=128)
-    question = chat(served, ChatBody(**{"messages": [HELLO], **given}))
-    prompt = bytes(question.ids).decode()
+    prompt = bytes(chat(served, ChatBody(**{"messages": [HELLO], **given})).ids).decode()
     assert prompt.endswith("<assistant>")
     return prompt
 
