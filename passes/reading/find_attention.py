@@ -27,7 +27,7 @@ KEPT_CHANGED = "its cache keeps values computed from its keys and values: use Dy
 NOT_KEPT = "its cache does not keep its new keys and values: use DynamicCache, the default"
 UNKNOWN_FORM = (
     "the attention that reads this cache update is in none of the forms that are known: 'sdpa', and 'eager' as most "
-    "models write it. With another attn_implementation, use 'sdpa' where this model has it"
+    "models write it. Leave out output_attentions, and use attn_implementation='sdpa' where this model has it"
 )
 
 
