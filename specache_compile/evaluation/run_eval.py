@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import itertools
 import json
 import platform
 import sys
@@ -69,13 +68,12 @@ def run_eval(args: argparse.Namespace, command: Sequence[str]) -> None:
     write_rows(path, done, keys)  # an error of --out comes before the first row
     try:
         with tqdm(missing, file=sys.stderr, desc="specache eval", unit="row") as bar:
-            for _, rows in itertools.groupby(bar, lambda each: each[2:]):
+            for key, setting, task, cell in bar:
                 if prefills is not None:
-                    prefills.made.clear()
-                for key, setting, task, cell in rows:
-                    bar.set_postfix_str(f"{setting}, {task} {cell.name}")
-                    done[key] = measure(runner, setting, task, cell, key, args, line)
-                    write_rows(path, done, keys)
+                    prefills.begin(f"{task} {cell.name}")
+                bar.set_postfix_str(f"{setting}, {task} {cell.name}")
+                done[key] = measure(runner, setting, task, cell, key, args, line)
+                write_rows(path, done, keys)
     except KeyboardInterrupt:
         print("interrupted: finished rows are kept; the same command goes on from here", file=sys.stderr)
         raise

@@ -60,7 +60,13 @@ class Prefills:
         on_cuda = torch.device(device).type == "cuda"
         free = torch.cuda.mem_get_info(device)[0] if on_cuda else free_memory()
         self.most = free // 2 if most is None else most
+        self.cell = ""
         self.made: dict[str, Prefill] = {}
+
+    def begin(self, cell: str) -> None:
+        if cell != self.cell:
+            self.cell = cell
+            self.made.clear()
 
     def can_continue(self, model: Any) -> bool:
         """Whether the model, as it is compiled now, can continue from such a prefill."""

@@ -118,8 +118,7 @@ def test_a_bias_that_no_graph_finds_matters_to_no_method_that_does_not_center(op
     """A rotary table that depends on the length causes a graph break, after which keys and RoPE cannot be separated."""
     plain = biased(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0})
     ids, model = prompt(100), compiled_for(plain, **options)
-    taken = sc.hold(filled(plain, ids), model)
-    greedy(model, torch.cat([ids, prompt(1)], 1), 4, **with_cache(taken))
+    greedy(model, torch.cat([ids, prompt(1)], 1), 4, **with_cache(sc.hold(filled(plain, ids), model)))
     assert sc.stats(model).decodes > 0
 
 

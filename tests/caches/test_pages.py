@@ -232,8 +232,7 @@ def test_a_loaded_session_grows_over_its_pages_and_its_bucket(tmp_path: Path, me
     if cropped:
         cache.crop(-cropped)
     sc.save(cache, tmp_path)
-    again = sc.load(tmp_path, model)
-    assert equal(go_on(model, again, 100, 1, 600, 1), go_on(model, cache, 100, 1, 600, 1))
+    assert equal(go_on(model, sc.load(tmp_path, model), 100, 1, 600, 1), go_on(model, cache, 100, 1, 600, 1))
 
 
 def test_a_row_without_tokens_is_copied_saved_and_loaded(model: LlamaForCausalLM, tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def test_a_prompt_is_read_once_for_all_methods_that_read_it_exactly(model: Any) 
     assert read.count(100) == 2, "once, and once by the method that drops pairs as it reads"
 
 
-def test_no_more_are_kept_than_fit() -> None:
+def test_the_next_cell_begins_with_none_and_no_more_are_kept_than_fit() -> None:
     prefills, read = Prefills(most=64 * 10), []
 
     def make(ids: torch.Tensor) -> Prefill:
@@ -82,9 +82,11 @@ def test_no_more_are_kept_than_fit() -> None:
         cache.update(torch.zeros(1, 1, tokens, 8), torch.zeros(1, 1, tokens, 8), 0)
         return Prefill(cache, torch.zeros(1, 1, 4), torch.zeros(1, 1, dtype=torch.int64))
 
-    for length in (8, 3, 2, 8, 3, 2):
-        prefills.of(ids := torch.zeros(1, length, dtype=torch.int64), lambda ids=ids: make(ids))
-    assert read == [8, 3, 2, 3], "three tokens beside eight are too many"
+    for cell in ("needle 512", "needle 512", "needle 1024"):
+        prefills.begin(cell)
+        for length in (8, 3, 2):
+            prefills.of(ids := torch.zeros(1, length, dtype=torch.int64), lambda ids=ids: make(ids))
+    assert read == [8, 3, 2, 3, 8, 3, 2], "three tokens beside eight are too many"
 
 
 def test_a_first_token_is_what_the_models_configuration_makes_of_the_logits(model: Any, shared: Runner) -> None:
