@@ -65,9 +65,9 @@ TABLES = {
             f"the same at {length:,} tokens, of as many windows as the text has, and with low-bit values skipped",
             ("closeness",),
             ("uncompiled", "specache", SKIPPING, "kivi:bits=4", "fp8"),
-            (*UNSEEN, "--lengths", str(length), "--samples", str(samples)),
+            (*texts, *FAST, "--lengths", str(length), "--samples", "32"),
         )
-        for name, length, samples in (("closeness_4k", 4096, 32), ("closeness_8k", 8192, 16))
+        for name, length, texts in (("closeness_4k", 4096, UNSEEN_TEXT), ("closeness_8k", 8192, MORE_UNSEEN_TEXT))
     },
     "host": Table(
         "the same of a host tier of 8 bits, the default's, and of 16",
@@ -103,7 +103,7 @@ TABLES = {
     "long_gemma": Table(
         "the same on a second model family",
         ("long",),
-        ("uncompiled", "specache", "kivi:bits=4", "kivi:bits=2"),
+        ("uncompiled", "specache", "kivi:bits=4", "kivi:bits=2", "specache:bits=1", "fp8"),
         (*UNSEEN, "--lengths", "2176", "--samples", "16", "--batch-size", "16"),
         GEMMA,
     ),
@@ -139,16 +139,22 @@ TABLES = {
         for name, length, texts, evicting in (  # with these budgets, H2O has the default's bytes
             ("needles_gemma_8k", 8192, LICENCES, ("h2o:budget=1216,eviction_block=1024",)),
             ("needles_gemma_16k", 16384, LICENCES, ("h2o:budget=2030,eviction_block=1024",)),
-            ("needles_gemma_31k", 31744, MORE_LICENCES, ()),
+            ("needles_gemma_31k", 31744, MORE_LICENCES, ("h2o:budget=3680,eviction_block=1024",)),
         )
     },
-    "needles_gemma_blind": Table(
-        "the same at 8,192 tokens, the question unknown while the context is read",
-        ("needle",),
-        ("uncompiled", "specache", "specache:bits=1", "kivi:bits=2", "kivi:bits=1", "snapkv:budget=0.15"),
-        ("--blind", *KEYS, *LICENCES, *CHUNKED, "--batch-size", "1", "--lengths", "8192", "--samples", "11"),
-        GEMMA,
-    ),
+    **{
+        name: Table(
+            f"the same at {length:,} tokens, the question unknown while the context is read",
+            ("needle",),
+            ("uncompiled", "specache", "specache:bits=1", "kivi:bits=2", "kivi:bits=1", "snapkv:budget=0.15"),
+            ("--blind", *KEYS, *texts, *CHUNKED, "--batch-size", "1", "--lengths", str(length), "--samples", "11"),
+            GEMMA,
+        )
+        for name, length, texts in (
+            ("needles_gemma_blind", 8192, LICENCES), ("needles_gemma_blind_16k", 16384, LICENCES),
+            ("needles_gemma_blind_31k", 31744, MORE_LICENCES),
+        )
+    },
     **{
         name: Table(
             f"closeness at {length:,} tokens on a second model family",
