@@ -117,26 +117,36 @@ class Launch:
     options: tuple[tuple[str, Any], ...]
 
 
+def is_size(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def type_of(value: object) -> str:
+    return f"*{TYPES[value.dtype]}" if isinstance(value, Tensor) else "i32" if is_size(value) else "fp32"
+
+
+def is_aligned(value: Any) -> bool:
+    """Return whether Triton may assume a pointer or size to be a multiple of 16."""
+    return (value.data_ptr() if isinstance(value, Tensor) else value if is_size(value) else 1) % 16 == 0
+
+
 def launch_of(kernel: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Launch:
     """Return a launch as Triton specialises it: sizes of 1 are constant, pointers and multiples of 16 aligned."""
     values = dict(zip(kernel.arg_names, args, strict=False)) | named
     options = {name: values.pop(name) for name in list(values) if name not in kernel.arg_names}
     signature, constants, aligned = {}, {}, []
     for param in kernel.params:
-        value = values[param.name]
-        is_size, special = isinstance(value, int) and not isinstance(value, bool), not param.do_not_specialize
-        if param.is_constexpr or (is_size and special and value == 1):
+        value, special = values[param.name], not param.do_not_specialize
+        if param.is_constexpr or value is None or (is_size(value) and special and value == 1):
             signature[param.name] = "constexpr"
             constants[param.name] = getattr(value, "value", value)
-        elif isinstance(value, tuple):  # strides
-            signature[param.name] = ("i32",) * len(value)
-            aligned += [(param.name, at) for at, size in enumerate(value) if size % 16 == 0]
-        elif isinstance(value, Tensor):
-            signature[param.name] = f"*{TYPES[value.dtype]}"
-            aligned += [(param.name,)] * (value.data_ptr() % 16 == 0)
+        elif isinstance(value, tuple):  # strides, or a `Sums`
+            kinds = [type_of(each) for each in value]
+            signature[param.name] = type(value)(*kinds) if hasattr(value, "_fields") else tuple(kinds)
+            aligned += [(param.name, at) for at, each in enumerate(value) if is_aligned(each)]
         else:
-            signature[param.name] = "i32" if is_size else "fp32"
-            aligned += [(param.name,)] * (is_size and special and value % 16 == 0)
+            signature[param.name] = type_of(value)
+            aligned += [(param.name,)] * (is_aligned(value) and (special or isinstance(value, Tensor)))
     kept = {name: value for name, value in options.items() if name in ("num_warps", "num_stages", "maxnreg")}
     return Launch(kernel, *(tuple(x.items()) for x in (signature, constants)), tuple(aligned), tuple(kept.items()))
 
@@ -236,7 +246,7 @@ def numbers_per_turn(launch: Launch) -> float:
     if launch.kernel.__name__ in ("score_keys", "sum_values"):
         return 64 * constants["form"].dim / (32 * warps)
     if launch.kernel.__name__ == "attend_rows":
-        return constants["TILE"] * constants["D"] / (32 * warps)
+        return constants["form"].tile * constants["form"].dim / (32 * warps)
     return 0.0
 
 

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specache_compile.kernels.decode.triton_decode import MASK_STRIDES, contiguous_channels, mask_form
+from specache_compile.kernels.decode.triton_decode import MASK_STRIDES, Sums, contiguous_channels, mask_form
 from specache_compile.kernels.movement import copy_stream
 from specache_compile.kernels.state.cursor import lengths_of
 from specache_compile.kernels.state.operands import AttentionInputs, takes
@@ -23,7 +23,6 @@ from .triton_softmax import LOG2E, biased, capped, finite, shown
 
 # Tokens of a host block: 8 MB per row with 8 heads and d = 128, large enough for full PCIe speed.
 HOST_BLOCK = 2048
-
 
 # Bytes of a padded row of channels → options of `attend_block`. Each tile fits in 99 KiB, the most shared memory of a
 # program on an A6000 or a 4090 (tools/compile_kernels.py checks it).
@@ -39,15 +38,15 @@ TILES = {
 def attend_block(
     # q [B, Hq, T, d]; keys and values [B, H, size, d], of q's dtype; mask [B, Hq, T, ≥ first + size] uint8 or additive.
     q, keys, values, mask,
-    # The running softmax, read and written: out [B, Hq, T, d], peaks and totals [B, Hq, T], float32, contiguous.
-    out, peaks, totals,
-    # The first three strides of q, keys and values in elements, with contiguous channels; m_batch, ...: of the mask, 0
-    # for broadcast dimensions.
-    q_strides, k_strides, v_strides, m_batch, m_head, m_row, m_token, scale, softcap,
+    # The running softmax, read and written: a `Sums` of partial [B, Hq, T, d], peaks and totals [B, Hq, T], contiguous.
+    sums,
+    # Strides in elements: the first three of q, of keys and of values, whose channels are contiguous; m_batch, ...: of
+    # the mask, 0 for broadcast dimensions.
+    strides, m_batch, m_head, m_row, m_token, scale, softcap,
     # Hq, H, T new tokens, tokens in the block, and the index of the block's first token.
     query_heads, heads, count, size, first,
     d: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, CAP: tl.constexpr, ROWS: tl.constexpr,
-    KEYS: tl.constexpr, CHANNELS: tl.constexpr, PRECISION: tl.constexpr,
+    KEYS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
     """One program: ROWS new tokens of one query head over `size` pairs, which begin at token `first`.
 
@@ -62,13 +61,14 @@ def attend_block(
     channel = tl.arange(0, CHANNELS)
     real, inside = row < count, channel < d
     at = number * count + row
-    q_at = q + batch * q_strides[0] + query_head * q_strides[1] + row.to(tl.int64) * q_strides[2]
-    keys += batch * k_strides[0] + head * k_strides[1]
-    values += batch * v_strides[0] + head * v_strides[1]
+    q_at = q + batch * strides[0] + query_head * strides[1] + row.to(tl.int64) * strides[2]
+    keys += batch * strides[3] + head * strides[4]
+    values += batch * strides[6] + head * strides[7]
+    precision: tl.constexpr = "ieee" if q.dtype.element_ty == tl.float32 else "tf32"
     query = tl.load(q_at[:, None] + channel[None, :], real[:, None] & inside[None, :], 0.0)
-    peak = tl.load(peaks + at, real, float("-inf"))
-    total = tl.load(totals + at, real, 0.0)
-    summed = tl.load(out + at[:, None] * d + channel[None, :], real[:, None] & inside[None, :], 0.0)
+    peak = tl.load(sums.peaks + at, real, float("-inf"))
+    total = tl.load(sums.totals + at, real, 0.0)
+    summed = tl.load(sums.partial + at[:, None] * d + channel[None, :], real[:, None] & inside[None, :], 0.0)
     mask_row = batch * m_batch + query_head * m_head + row.to(tl.int64) * m_row
     stop = size
     if CAUSAL:
@@ -77,9 +77,9 @@ def attend_block(
         token = (start + tl.arange(0, KEYS)).to(tl.int64)
         there = token < size
         loaded = there[:, None] & inside[None, :]
-        key = tl.load(keys + token[:, None] * k_strides[2] + channel[None, :], loaded, 0.0)
-        value = tl.load(values + token[:, None] * v_strides[2] + channel[None, :], loaded, 0.0)
-        logits = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
+        key = tl.load(keys + token[:, None] * strides[5] + channel[None, :], loaded, 0.0)
+        value = tl.load(values + token[:, None] * strides[8] + channel[None, :], loaded, 0.0)
+        logits = tl.dot(query, tl.trans(key), input_precision=precision) * scale
         logits = capped(logits, softcap, CAP)
         seen = real[:, None] & shown(there, mask + batch * m_batch, (first + token) * m_token, MASK)[None, :]
         if CAUSAL:
@@ -90,10 +90,10 @@ def attend_block(
         # `tl.exp` needs four more instructions, for results below float32's smallest normal number.
         weights, shrink = tl.exp2((logits - base[:, None]) * LOG2E), tl.exp2((peak - base) * LOG2E)
         peak, total = higher, total * shrink + tl.sum(weights, 1)
-        summed = tl.dot(weights.to(value.dtype), value, summed * shrink[:, None], input_precision=PRECISION)
-    tl.store(peaks + at, peak, real)
-    tl.store(totals + at, total, real)
-    tl.store(out + at[:, None] * d + channel[None, :], summed, real[:, None] & inside[None, :])
+        summed = tl.dot(weights.to(value.dtype), value, summed * shrink[:, None], input_precision=precision)
+    tl.store(sums.peaks + at, peak, real)
+    tl.store(sums.totals + at, total, real)
+    tl.store(sums.partial + at[:, None] * d + channel[None, :], summed, real[:, None] & inside[None, :])
 
 
 @takes(new=AttentionInputs)
@@ -136,11 +136,10 @@ def extend_rows(new: AttentionInputs, length: int, host: Pages, scale: float, so
 
     def attend(keys: Tensor, values: Tensor, first: int, causal: bool) -> None:
         attend_block[batch * query_heads, triton.cdiv(count, tile["ROWS"])](
-            q, keys, values, mask, out, peak, total,
-            q.stride()[:3], keys.stride()[:3], values.stride()[:3], **mask_strides, scale=scale, softcap=softcap or 1.0,
-            query_heads=query_heads, heads=k.shape[1], count=count, size=keys.shape[2], first=first,
-            d=d, CAUSAL=causal, MASK=kind, CAP=softcap is not None, CHANNELS=channels,
-            PRECISION="ieee" if q.dtype == torch.float32 else "tf32", **tile,
+            q, keys, values, mask, Sums(out, peak, total),
+            (*q.stride()[:3], *keys.stride()[:3], *values.stride()[:3]), **mask_strides, scale=scale,
+            softcap=softcap or 1.0, query_heads=query_heads, heads=k.shape[1], count=count, size=keys.shape[2],
+            first=first, d=d, CAUSAL=causal, MASK=kind, CAP=softcap is not None, CHANNELS=channels, **tile,
         )  # fmt: skip
 
     for first, block in copy_stream.host_blocks(host, length, HOST_BLOCK, q.device):

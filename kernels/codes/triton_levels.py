@@ -1,4 +1,4 @@
-"""Triton: the levels of a group, as in `quantize.py`, and the stored scale and zero point, as in `params.py`."""
+"""Triton: the levels of a group, as in `quantize.py`, scale and zero point, as in `params.py`, and e4m3 codes."""
 
 from __future__ import annotations
 
@@ -108,3 +108,15 @@ def quantized(x, seen, axis: tl.constexpr, bits: tl.constexpr, zero_point: tl.co
     scale, zero = stored_params(scale, zero, limit, kind)
     step = read_scale(scale)
     return encode(x, step, read_zero(zero, step), bits), scale, zero
+
+
+@triton.jit
+def from_e4m3(codes, TYPED: tl.constexpr):
+    """Convert e4m3 codes uint8 to float16, exactly. TYPED: the device has such a type."""
+    if TYPED:
+        numbers = codes.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    else:
+        signed = codes.to(tl.int8, bitcast=True).to(tl.int16)
+        numbers = ((signed << 7) & ~0x4000).to(tl.float16, bitcast=True) * 256.0
+        numbers = tl.where((codes & 0x7F) == 0x7F, float("nan"), numbers)
+    return numbers

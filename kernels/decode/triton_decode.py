@@ -61,11 +61,11 @@ class Sums(NamedTuple):
 
 
 @triton.jit
-def load_parts(peaks, totals, bh, row, parts, ROWS: tl.constexpr, PARTS: tl.constexpr):
+def load_parts(sums, bh, row, parts, ROWS: tl.constexpr, PARTS: tl.constexpr):
     """Return the places, peaks and totals [PARTS] of a query row's splits."""
     part = tl.arange(0, PARTS)
     at = (bh * parts + part) * ROWS + row
-    return at, tl.load(peaks + at, part < parts, float("-inf")), tl.load(totals + at, part < parts, 0.0)
+    return at, tl.load(sums.peaks + at, part < parts, float("-inf")), tl.load(sums.totals + at, part < parts, 0.0)
 
 
 @triton.jit
@@ -76,14 +76,13 @@ def sum_of(partial, at, parts, shrink, d: tl.constexpr, width, CHANNELS: tl.cons
     return tl.sum(tl.load(partial + at[:, None] * width + channel[None, :], there, 0.0) * shrink[:, None], 0)
 
 
-@triton.jit(do_not_specialize=["parts", "exact", "width"])
+@triton.jit(do_not_specialize=["parts", "exact_parts", "width"])
 def merge_splits(
-    # Sums of the low-bit tier and of the 16-bit pairs: partial [B·H, parts, ROWS, width], peaks and totals
-    # [B·H, parts, ROWS]; partial if VALUES. sinks [Hq].
-    partial, peaks, totals, exact_partial, exact_peaks, exact_totals, sinks,
+    # `Sums` of the low-bit tier and of the 16-bit pairs, with d channels; sinks [Hq].
+    low_bit, exact, sinks,
     # Written: out [B, Hq, lanes, d] in q's dtype if VALUES; lse [B, Hq, lanes] float32, inf for a masked row.
     out, lse,
-    parts, exact, width, query_heads,  # numbers of splits; channels of partial; Hq
+    parts, exact_parts, width, query_heads,  # numbers of splits; channels of the low-bit tier's sums; Hq
     d: tl.constexpr, lanes: tl.constexpr, queries: tl.constexpr, VALUES: tl.constexpr, SINKS: tl.constexpr,
     ROWS: tl.constexpr, PARTS: tl.constexpr, EXACT: tl.constexpr, CHANNELS: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
@@ -94,8 +93,8 @@ def merge_splits(
     """
     number = tl.program_id(0).to(tl.int64)
     bh, row = number // (queries * lanes), number % (queries * lanes)
-    at, peak, total = load_parts(peaks, totals, bh, row, parts, ROWS, PARTS)
-    exact_at, exact_peak, exact_total = load_parts(exact_peaks, exact_totals, bh, row, exact, ROWS, EXACT)
+    at, peak, total = load_parts(low_bit, bh, row, parts, ROWS, PARTS)
+    exact_at, exact_peak, exact_total = load_parts(exact, bh, row, exact_parts, ROWS, EXACT)
     highest = tl.maximum(tl.max(peak, 0), tl.max(exact_peak, 0))
     if SINKS:
         sink = tl.load(sinks + (bh * queries + row // lanes) % query_heads).to(tl.float32) * LOG2E
@@ -106,10 +105,10 @@ def merge_splits(
     if SINKS:
         whole += tl.exp2(sink - base)
     if VALUES:
-        summed = sum_of(partial, at, parts, shrink, d, width, CHANNELS)
+        summed = sum_of(low_bit.partial, at, parts, shrink, d, width, CHANNELS)
         if TURNED > 1:
             summed = tl.reshape(hadamard(tl.reshape(summed, [CHANNELS // TURNED, TURNED])), [CHANNELS])
-        summed += sum_of(exact_partial, exact_at, exact, exact_shrink, d, d, CHANNELS)
+        summed += sum_of(exact.partial, exact_at, exact_parts, exact_shrink, d, d, CHANNELS)
         channel = tl.arange(0, CHANNELS)
         result = tl.where(whole > 0, summed / whole, 0.0)
         tl.store(out + number * d + channel, result.to(out.dtype.element_ty), channel < d)
@@ -160,12 +159,12 @@ def merged(
     q, sinks, heads = new.q, new.sinks, new.k.shape[1]
     batch, query_heads, lanes, d = q.shape
     all_heads, parts, rows = low_bit.peaks.shape
-    exact = empty_sums(all_heads, 0, rows, 0, q.device) if exact is None else exact
+    exact = exact or empty_sums(all_heads, 0, rows, 0, q.device)
     exact_parts = exact.peaks.shape[1]
     out = torch.empty(q.shape if values else (0,), dtype=q.dtype, device=q.device)
     merge_splits[(batch * query_heads * lanes,)](
-        *low_bit, *exact, q if sinks is None else sinks, out, lse,
-        parts=parts, exact=exact_parts, width=low_bit.partial.shape[3], query_heads=query_heads, d=d, lanes=lanes,
+        low_bit, exact, q if sinks is None else sinks, out, lse,
+        parts=parts, exact_parts=exact_parts, width=low_bit.partial.shape[3], query_heads=query_heads, d=d, lanes=lanes,
         queries=query_heads // heads, VALUES=values, SINKS=sinks is not None, ROWS=rows,
         PARTS=part_size(parts), EXACT=part_size(exact_parts),
         CHANNELS=max(FEWEST_CHANNELS, triton.next_power_of_2(d)),

@@ -9,6 +9,8 @@ Tokens are the columns of both products, query rows the rows, so that both tiles
 
 from __future__ import annotations
 
+from collections import namedtuple
+
 import torch
 import triton
 import triton.language as tl
@@ -18,7 +20,7 @@ from specache_compile.kernels.attention.kept_logits import LOGIT_BLOCK, LOWEST
 from specache_compile.kernels.attention.triton_kept import place_of_base, place_of_logit
 from specache_compile.kernels.attention.triton_softmax import LOG2E, biased, capped, finite, shown
 from specache_compile.kernels.codes.records import RECORD, stored_dim
-from specache_compile.kernels.codes.triton_levels import read_scale, read_zero
+from specache_compile.kernels.codes.triton_levels import from_e4m3, read_scale, read_zero
 from specache_compile.kernels.state.layout import rotated
 from specache_compile.kernels.state.operands import AttentionInputs, TierInputs
 from specache_compile.kernels.state.page_table import shape_of_scores
@@ -38,16 +40,13 @@ HAS_E4M3 = 8, 9  # the first devices that convert e4m3 codes
 WARPS, PROGRAMS, E4M3_TILE, MOST_CHANNELS = 4, 3, 2 * RECORD, 128
 
 
-@triton.jit
-def from_e4m3(codes, TYPED: tl.constexpr):
-    """Convert e4m3 codes uint8 to float16, exactly. TYPED: the device has such a type."""
-    if TYPED:
-        numbers = codes.to(tl.float8e4nv, bitcast=True).to(tl.float16)
-    else:
-        signed = codes.to(tl.int8, bitcast=True).to(tl.int16)
-        numbers = ((signed << 7) & ~0x4000).to(tl.float16, bitcast=True) * 256.0
-        numbers = tl.where((codes & 0x7F) == 0x7F, float("nan"), numbers)
-    return numbers
+# What `attend_rows` is compiled for. dim, group, value_group: D, g and gv. rows: R; later ones of the `padded` rows
+# repeat them. width: elements of a token in a record. kind: one of the kinds above. tile: tokens per product; keys
+# are of one group. mask, is_capped: as MASK and CAP in `triton_softmax`.
+Form = namedtuple(
+    "Form",
+    "d dim group value_group lanes rows padded sink_tokens width kind tile has_values mask is_capped",
+)
 
 
 @triton.jit
@@ -111,42 +110,47 @@ def attend_rows(
     # codes [P, H, 256, w]; for LEVELS, key_params [P, H, 256/g, 2, D] and value_params [P, H, 256, 2, D/gv]; for e4m3
     # codes, the key and the value of the new pair [B, H, 1, d] instead.
     codes, key_params, value_params,
-    # sink_index [B, 1, S] int32; shares of the center [B, Hq, lanes, C], if CENTERED; lse [B·H, R] in log2 units.
-    sink_index, shares, lse,
-    # `kept_logits.based_logits`, unused if KEYS and VALUES.
-    kept, base,
-    # Written: partial [B·H, splits, ROWS, D] if VALUES, peaks and totals [B·H, splits, ROWS]; float32, in log2 units.
-    partial, peaks, totals,
+    # sink_index [B, 1, S] int32; shares of the center [B, Hq, lanes, C], or None; lse [B·H, R] in log2 units, or None
+    # with keys; `kept_logits.based_logits`, or None with keys and values.
+    sink_index, shares, lse, kept, base,
+    # Written: a `Sums`, in log2 units.
+    sums,
     m_batch, m_head, m_row, m_token, scale, softcap,
-    # log2 of the weight below which a record's values are skipped, if SKIPS; H; C; columns of the cursor.
+    # log2 of the weight below which a record's values are skipped, or None; H; C; columns of the cursor.
     cut, heads, capacity, columns, splits,
-    d: tl.constexpr, D: tl.constexpr, group: tl.constexpr, value_group: tl.constexpr, lanes: tl.constexpr,
-    rows: tl.constexpr, sink_tokens: tl.constexpr, record: tl.constexpr, width: tl.constexpr,
-    keys_first: tl.constexpr, COUNT: tl.constexpr, KIND: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
-    CENTERED: tl.constexpr, MASK: tl.constexpr, CAP: tl.constexpr, SKIPS: tl.constexpr, TILE: tl.constexpr,
-    ROWS: tl.constexpr, PRECISION: tl.constexpr,
+    form: tl.constexpr,
 ):  # fmt: skip
     """One program: all query rows of a KV head, over a split of its tokens, and in the first split of e4m3 codes over
     the new pair. Logits of sinks are -inf.
 
-    record, width: elements of a record and of a row. keys_first: a record's elements before its values. COUNT: the
-    cursor's element with the number of tokens. TILE: tokens per product; keys are of one group. ROWS: R, padded; rows
-    after the last repeat others. Bytes per token: 2·width, or half of that and kept logits. FLOPs: 4·ROWS·D, or half.
+    Bytes per token: 2·width, or half of that and kept logits. FLOPs: 4·ROWS·D, or half.
     """
+    d: tl.constexpr = form.d
+    D: tl.constexpr = form.dim
+    KIND: tl.constexpr = form.kind
+    TILE: tl.constexpr = form.tile
+    ROWS: tl.constexpr = form.padded
+    lanes: tl.constexpr = form.lanes
+    rows: tl.constexpr = form.rows
+    # Elements of a row, and from a key to its value.
+    WIDTH: tl.constexpr = D if KIND == LEVELS else form.width
+    TO_VALUE: tl.constexpr = TOKENS * (form.width - D) if KIND == LEVELS else d
     bh, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     batch = bh // heads
     cursor += batch * columns
-    count = tl.load(cursor + COUNT).to(tl.int32)
+    count = tl.load(cursor + (AT_LENGTH if KIND >= E4M3 else AT_LOW_BIT)).to(tl.int32)
     row = tl.arange(0, ROWS) % rows
     channel = tl.arange(0, D)
     inside = channel < d
     exact: tl.constexpr = q.dtype.element_ty
+    precision: tl.constexpr = "ieee" if exact == tl.float32 else "tf32"
     kind: tl.constexpr = tl.float16 if KIND >= E4M3 and exact == tl.bfloat16 else exact
     lift: tl.constexpr = LIFT if kind == tl.float16 else 1.0
     PAIRS: tl.constexpr = (rows + 1) // 2
-    kept += bh * capacity * (2 * PAIRS)
-    base += bh * (capacity // BLOCK) * (2 * PAIRS)
-    if KEYS:
+    if kept is not None:
+        kept += bh * capacity * (2 * PAIRS)
+        base += bh * (capacity // BLOCK) * (2 * PAIRS)
+    if lse is None:
         query = tl.load(q + (bh * rows + row)[:, None] * d + channel[None, :], inside[None, :], 0.0)
         worth = tl.full([ROWS], 1.0, tl.float32) * scale
         if kind != exact:
@@ -157,18 +161,18 @@ def attend_rows(
         mask_row = (bh % heads * (rows // lanes) + row // lanes) * m_head + row % lanes * m_row
     else:
         least = tl.load(lse + bh * rows + row)
-    sums = tl.zeros([ROWS, D], tl.float32)
+    summed = tl.zeros([ROWS, D], tl.float32)
     peak = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     if KIND >= E4M3:
         new_key = tl.load(key_params + bh * d + channel, inside, 0.0).to(tl.float32)
         new_value = tl.load(value_params + bh * d + channel, inside, 0.0).to(tl.float32)
-        new_logit = capped(tl.sum(query.to(tl.float32) * new_key[None, :], 1) * worth, softcap, CAP)
+        new_logit = capped(tl.sum(query.to(tl.float32) * new_key[None, :], 1) * worth, softcap, form.is_capped)
         column = (row * 0 + count) * m_token
-        new_seen = shown(row + split * ROWS < ROWS, mask, column, MASK)
-        peak = biased(new_logit, mask, mask_row + column, new_seen, MASK) * LOG2E
+        new_seen = shown(row + split * ROWS < ROWS, mask, column, form.mask)
+        peak = biased(new_logit, mask, mask_row + column, new_seen, form.mask) * LOG2E
         total = tl.where(peak > float("-inf"), 1.0, 0.0)
-        sums = total[:, None] * (new_value * lift)[None, :]
+        summed = total[:, None] * (new_value * lift)[None, :]
     tiles = (count + TILE - 1) // TILE
     share = tl.cdiv(tiles, splits)
     for tile in range(split * share, tl.minimum(tiles, (split + 1) * share)):
@@ -177,21 +181,21 @@ def attend_rows(
         there = token < count
         place = tl.zeros([], tl.int64) + start
         first = place_in_page(cursor, bh % heads, place, heads, place >= 0)
-        at = codes + first // TOKENS * record + (first % TOKENS + tl.arange(0, TILE))[:, None] * width
+        at = codes + first // TOKENS * (TOKENS * form.width) + (first % TOKENS + tl.arange(0, TILE))[:, None] * WIDTH
         at += channel[None, :]
         shrink = tl.full([ROWS], 1.0, tl.float32)
-        if KEYS:
-            keys = load_keys(at, key_params + first // group * (2 * D), inside, kind=kind, d=D, KIND=KIND)
-            logits = tl.dot(query, tl.trans(keys), input_precision=PRECISION) * worth[:, None]
-            if CENTERED:
+        if lse is None:
+            keys = load_keys(at, key_params + first // form.group * (2 * D), inside, kind=kind, d=D, KIND=KIND)
+            logits = tl.dot(query, tl.trans(keys), input_precision=precision) * worth[:, None]
+            if shares is not None:
                 logits += tl.load(shares + (bh * rows + row)[:, None] * capacity + token[None, :])
-            logits = capped(logits, softcap, CAP)
+            logits = capped(logits, softcap, form.is_capped)
             seen = there
-            if sink_tokens > 0:
-                seen &= ~sinks_among(token, sink_index + batch * sink_tokens, sink_tokens=sink_tokens)
-            seen = shown(seen, mask, token * m_token, MASK)[None, :] & (row >= 0)[:, None]
-            logits = biased(logits, mask, mask_row[:, None] + (token * m_token)[None, :], seen, MASK) * LOG2E
-            if not VALUES:
+            if form.sink_tokens > 0:
+                seen &= ~sinks_among(token, sink_index + batch * form.sink_tokens, sink_tokens=form.sink_tokens)
+            seen = shown(seen, mask, token * m_token, form.mask)[None, :] & (row >= 0)[:, None]
+            logits = biased(logits, mask, mask_row[:, None] + (token * m_token)[None, :], seen, form.mask) * LOG2E
+            if kept is not None:
                 keep(logits, kept, base, start, count, PAIRS=PAIRS)
             higher = tl.maximum(peak, tl.max(logits, 1))
             weights = tl.exp2(logits - finite(higher)[:, None])
@@ -204,29 +208,29 @@ def attend_rows(
             logits = above.to(tl.float32) + (bases - least[:, None])
             weights = tl.exp2(logits)
         visited = True
-        if SKIPS:
+        if cut is not None:
             visited = tl.max(tl.max(logits, 1), 0) >= cut
         if visited:
             total = total * shrink + tl.sum(weights, 1)
-            if VALUES:
+            if form.has_values:
                 values = load_values(
-                    at + keys_first, value_params + first * (2 * D // value_group), there, inside, kind=kind, d=D,
-                    value_group=value_group, KIND=KIND,
+                    at + TO_VALUE, value_params + first * (2 * D // form.value_group), there, inside, kind=kind,
+                    d=D, value_group=form.value_group, KIND=KIND,
                 )  # fmt: skip
                 lifted = (weights * lift).to(kind)
-                sums = tl.dot(lifted, values, sums * shrink[:, None], input_precision=PRECISION)
+                summed = tl.dot(lifted, values, summed * shrink[:, None], input_precision=precision)
     at = (bh * splits + split) * ROWS + tl.arange(0, ROWS)
-    if VALUES:
-        tl.store(partial + at[:, None] * D + channel[None, :], sums * (1.0 / lift))
-    if not KEYS:
+    if form.has_values:
+        tl.store(sums.partial + at[:, None] * D + channel[None, :], summed * (1.0 / lift))
+    if lse is not None:
         peak = tl.where(total > 0.0, least, float("-inf"))
-    tl.store(peaks + at, peak)
-    tl.store(totals + at, total)
+    tl.store(sums.peaks + at, peak)
+    tl.store(sums.totals + at, total)
 
 
 def launch(
-    new: AttentionInputs, read: TierInputs, shares: Tensor, kept: tuple[Tensor, Tensor] | None, lse: Tensor | None,
-    cut: float | None, keys: bool, values: bool,
+    new: AttentionInputs, read: TierInputs, kept: tuple[Tensor, Tensor] | None, values: bool,
+    shares: Tensor | None = None, lse: Tensor | None = None, cut: float | None = None,
 ) -> Sums:  # fmt: skip
     """Launch `attend_rows`; q is contiguous, and rotated if the rows are."""
     q, cursor, tiers, (mask_kind, mask, strides) = new.q, new.cursor, read.tiers, mask_form(new.mask, new.q)
@@ -240,18 +244,15 @@ def launch(
     tile = E4M3_TILE if whole and dim <= MOST_CHANNELS else RECORD if values else min(RECORD, group)
     splits = splits_of(batch * heads, capacity // tile, q.device, PROGRAMS)
     sums = empty_sums(batch * heads, splits, padded, dim if values else 0, q.device)
+    form = Form(
+        d=d, dim=dim, group=group, value_group=dim // value_params.shape[-1] if levels and values else dim, lanes=lanes,
+        rows=query_heads // heads * lanes, padded=padded, sink_tokens=tiers.sink_index.shape[2], width=width,
+        kind=row_kind.value, tile=tile, has_values=values, mask=mask_kind, is_capped=read.softcap is not None,
+    )  # fmt: skip
     attend_rows[batch * heads, splits](
-        q, mask, cursor, codes, key_params, value_params, tiers.sink_index, shares,
-        q if lse is None else lse, *(kept or (q, q)), *sums,
-        **strides, scale=read.scale, softcap=read.softcap or 1.0, cut=cut or 0.0, heads=heads, capacity=capacity,
-        columns=cursor.stride(0), splits=splits, d=d, D=dim, group=group,
-        value_group=dim // value_params.shape[-1] if levels and values else dim, lanes=lanes,
-        rows=query_heads // heads * lanes, sink_tokens=tiers.sink_index.shape[2], record=RECORD * width,
-        width=dim if levels else width, keys_first=RECORD * dim * read.layout.key_bits // 8 if levels else d,
-        COUNT=(AT_LENGTH if whole else AT_LOW_BIT).value, KIND=row_kind.value, KEYS=keys, VALUES=values,
-        CENTERED=keys and tiers.center.shape[2] > 0, MASK=mask_kind, CAP=read.softcap is not None,
-        SKIPS=cut is not None, TILE=tile, ROWS=padded,
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=WARPS, num_stages=1,
+        q, mask, cursor, codes, key_params, value_params, tiers.sink_index, shares, lse, *(kept or (None, None)), sums,
+        **strides, scale=read.scale, softcap=read.softcap or 1.0, cut=cut, heads=heads, capacity=capacity,
+        columns=cursor.stride(0), splits=splits, form=form, num_warps=WARPS, num_stages=1,
     )  # fmt: skip
     return sums
 
@@ -259,11 +260,11 @@ def launch(
 def attend_keys(new: AttentionInputs, read: TierInputs, logits: Tensor, base: Tensor) -> Sums:
     """Write the kept logits of the low-bit tier's tokens, without sinks; returns their sums, which have no values."""
     q, tiers = new.q, read.tiers
-    turned, shares = rotated(q).to(q.dtype) if read.layout.is_rotated else q.contiguous(), q
+    turned, shares = rotated(q).to(q.dtype) if read.layout.is_rotated else q.contiguous(), None
     if tiers.center.shape[2]:
         capacity = shape_of_scores(tiers.codes, new.cursor)[2]
         shares = share_of_center(q, tiers.center, new.cursor, capacity, group_of(tiers), read.scale)
-    return launch(new._replace(q=turned), read, shares, (logits, base), None, None, keys=True, values=False)
+    return launch(new._replace(q=turned), read, (logits, base), values=False, shares=shares)
 
 
 def attend_values(
@@ -273,7 +274,7 @@ def attend_values(
 
     cut: log2 of the weight below which a record is skipped if all its weights are; None to skip none.
     """
-    return launch(new, read, lse, (logits, base), lse, cut, keys=False, values=True)
+    return launch(new, read, (logits, base), values=True, lse=lse, cut=cut)
 
 
 def attend_pairs(new: AttentionInputs, read: TierInputs) -> Sums:
@@ -281,4 +282,4 @@ def attend_pairs(new: AttentionInputs, read: TierInputs) -> Sums:
 
     The new pairs, one for each head and contiguous, take the place of parameters in `read`.
     """
-    return launch(new, read, new.q, None, None, None, keys=True, values=True)
+    return launch(new, read, None, values=True)

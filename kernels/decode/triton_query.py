@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections import namedtuple
 
 import triton
 import triton.language as tl
@@ -22,27 +22,13 @@ LOWEST_BIT = tl.constexpr(2.0**-24)
 GROUPS = 64
 
 
-class Form(NamedTuple):
-    """What `prepare_query` and `score_keys` are compiled for.
-
-    dim: D. width: bytes of a token's codes. rows: R; later ones of the `padded` rows repeat them.
-    center_rows: rows of the keys' center, or 0. mask, is_capped: as MASK and CAP in `triton_softmax`.
-    in_place: as in `fields_of`.
-    """
-
-    dim: int
-    bits: int
-    group: int
-    width: int
-    lanes: int
-    rows: int
-    padded: int
-    sink_tokens: int
-    center_rows: int
-    mask: int
-    is_capped: bool
-    in_trellis: bool
-    in_place: bool
+# What `prepare_query` and `score_keys` are compiled for. dim: D. width: bytes of a token's codes. rows: R; later ones
+# of the `padded` rows repeat them. center_rows: rows of the keys' center, or 0. mask, is_capped: as MASK and CAP in
+# `triton_softmax`. in_place: as in `fields_of`.
+Form = namedtuple(
+    "Form",
+    "dim bits group width lanes rows padded sink_tokens center_rows mask is_capped in_trellis in_place",
+)
 
 
 @triton.jit

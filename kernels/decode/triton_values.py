@@ -25,7 +25,7 @@ memory, no barrier, and no layout conversion.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections import namedtuple
 
 import torch
 import triton
@@ -57,24 +57,10 @@ PROGRAMS = 20
 LOOK = 16
 
 
-class Form(NamedTuple):
-    """What `sum_values` is compiled for.
-
-    dim: D. width: bytes of a token's codes. groups: D / gv. rows: query rows of a program. pairs: R'/2.
-    nest: see `nested_fields`; 0: one field at a time. is_partial: the last record may be half full.
-    has_prmt: the device has the instruction of `upper_bytes`.
-    """
-
-    dim: int
-    width: int
-    bits: int
-    groups: int
-    rows: int
-    pairs: int
-    nest: int
-    in_trellis: bool
-    is_partial: bool
-    has_prmt: bool
+# What `sum_values` is compiled for. dim: D. width: bytes of a token's codes. groups: D / gv. rows: query rows of a
+# program. pairs: R'/2. nest: see `nested_fields`; 0: one field at a time. is_partial: the last record may be half
+# full. has_prmt: the device has the instruction of `upper_bytes`.
+Form = namedtuple("Form", "dim width bits groups rows pairs nest in_trellis is_partial has_prmt")
 
 
 @triton.jit

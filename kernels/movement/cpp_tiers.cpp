@@ -40,8 +40,8 @@ void choose(const float* scores, int64_t n, int64_t k, int32_t* selected) {
   std::fill(selected + chosen + left, selected + k, -1);
 }
 
-// The columns of a cursor before a row's table, and the tokens of a page: `page_table.py`.
-constexpr int64_t kTable = 3, kPage = 256;
+// A cursor's number of low-bit tokens, and its columns before a row's table; the tokens of a page: `page_table.py`.
+constexpr int64_t kLowBit = 1, kTable = 3, kPage = 256;
 
 // A tier in the pages of a cursor [rows, columns], or a ring of so many tokens per head. heads: of all rows; row_heads: of
 // a row. pair, exact: bytes of a pair, here and in the model's dtype. dtype: that dtype's number (`library.DTYPES`) if
@@ -147,9 +147,14 @@ int64_t refill_head(const int32_t* selected, const Tier& host, int64_t head, cha
 
 }  // namespace
 
-// scores [heads, stride], of which `n` a head count → selected [heads, k].
-extern "C" void select_topk(const float* scores, int64_t heads, int64_t stride, int64_t n, int64_t k, int32_t* selected) {
-  for (int64_t head = 0; head < heads; ++head) choose(scores + head * stride, n, k, selected + head * k);
+// scores [heads, capacity] → selected [heads, k]. cursor [rows, columns]: of each row, only tokens that were in the
+// low-bit tier before the step; null: all.
+extern "C" void select_topk(const float* scores, int64_t heads, int64_t capacity, int64_t k, const int64_t* cursor,
+                            int64_t columns, int64_t row_heads, int32_t* selected) {
+  for (int64_t head = 0; head < heads; ++head) {
+    const int64_t n = cursor ? cursor[head / row_heads * columns + kLowBit] : capacity;
+    choose(scores + head * capacity, n, k, selected + head * k);
+  }
 }
 
 // selected and slot_index [rows * heads, k], slots [rows * heads, k] of pairs, cursor [rows, columns], host a `Tier` in

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from specache_compile.kernels.cpp.library import DTYPES, tiers_library
 from specache_compile.kernels.state.by_rows import rows_of
-from specache_compile.kernels.state.cursor import LOW_BIT, NEXT_LOW_BIT
+from specache_compile.kernels.state.cursor import CURSOR_SIZE, LOW_BIT
 from specache_compile.kernels.state.layout import StoredTiers
 from specache_compile.kernels.state.stored_pairs import ROUNDED
 
@@ -31,7 +31,7 @@ def select_topk_fused(scores: Tensor, selected: Tensor) -> None:
     """Compute `tier_ops.select_topk` in C++; same arguments and results."""
     scores = scores.contiguous()
     heads, capacity, k = selected.shape[0] * selected.shape[1], scores.shape[-1], selected.shape[-1]
-    tiers_library().select_topk(scores.data_ptr(), heads, capacity, capacity, k, selected.data_ptr())
+    tiers_library().select_topk(scores.data_ptr(), heads, capacity, k, None, 0, 1, selected.data_ptr())
 
 
 def prefetch_fused(
@@ -48,10 +48,9 @@ def correct_fused(
 ) -> Tensor:  # fmt: skip
     """Run `tier_ops.correct` in C++; same arguments and results."""
     chosen, scores = torch.empty_like(slot_index), scores.contiguous()
-    _, _, heads, capacity = scores.shape
-    for row, low_bit in enumerate(cursor[:, LOW_BIT].tolist()):
-        sizes = heads, capacity, low_bit, chosen.shape[2]
-        tiers_library().select_topk(scores[0, row].data_ptr(), *sizes, chosen[row].data_ptr())
+    rows, heads, k = chosen.shape
+    sizes = (rows * heads, scores.shape[3], k, cursor.data_ptr(), cursor.shape[1], heads)
+    tiers_library().select_topk(scores.data_ptr(), *sizes, chosen.data_ptr())
     prefetch_fused(chosen, cursor, host, slots, slot_index, corrected)
     return chosen
 
@@ -67,7 +66,7 @@ def offload_fused(k: Tensor, v: Tensor, padding: Tensor | None, cursor: Tensor, 
 def append_fused(k: Tensor, v: Tensor, padding: Tensor | None, cursor: Tensor, *stored: Any) -> None:
     """Run `tier_ops.append`, in C++ for rows where no token leaves the window; same arguments and results."""
     recent: Tensor = stored[StoredTiers._fields.index("recent")]
-    leaves = [next_low_bit > low_bit for low_bit, next_low_bit in cursor[:, [LOW_BIT, NEXT_LOW_BIT]].tolist()]
+    leaves = [next_low_bit > low_bit for low_bit, next_low_bit in cursor[:, LOW_BIT:CURSOR_SIZE].tolist()]
     one_token = k.shape[2] == 1  # the ring has space for it next to all tokens that leave
     if all(leaves) or (any(leaves) and not one_token) or not k.dtype == v.dtype == recent.dtype:
         tiers.append(k, v, padding, cursor, *stored)
