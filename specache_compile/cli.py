@@ -120,6 +120,8 @@ def function(place: str) -> Callable[..., Any]:
 
 def parsed(words: Sequence[str]) -> argparse.Namespace:
     """The arguments. A usage error ends the process with one line."""
+    if words[:1] == ["help"]:
+        words = [*words[1:], "--help"]
     top, own = parser(words)
     if not words:
         top.error(f"no command; the commands are {', '.join(COMMANDS)}")

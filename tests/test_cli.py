@@ -68,6 +68,7 @@ def test_generate_finds_the_pass_key_and_verifies(capsys: pytest.CaptureFixture[
         (["explain", MODEL, "--device", "TPU"], "unknown device 'TPU': known are A6000"),
         (["explain", MODEL, "--prompt-length", "64", "--diff", "decode", "sort"], "no pass 'sort'"),
         (["explain", str(Path(__file__).parent)], "no usable config at"),
+        (["generate", str(Path(__file__).parent), "--prompt", "a"], "in its config.json. Pass a checkpoint folder, a"),
         (["generate", MODEL, "--prompt-file", "/no/such/file"], "/no/such/file"),
         (["generate", MODEL, "--prompt-file", f"{MODEL}/model.safetensors"], "safetensors is not UTF-8 text"),
         (["generate", MODEL, "--prompt", "a", "--verify", "0"], "verify=0: accepted is a number of tokens, 1 to 1024"),
@@ -103,6 +104,7 @@ def test_serve_names_what_is_not_installed(capsys: pytest.CaptureFixture[str], m
 
 def test_commands_are_listed_in_the_order_of_use(capsys: pytest.CaptureFixture[str]) -> None:
     assert "{demo,generate,bench,explain,serve,eval}" in help_of(capsys)
+    assert help_of(capsys, "help", flag="bench") == help_of(capsys, "bench")
 
 
 @pytest.mark.parametrize("command", ["explain", "bench", "demo", "generate", "serve"])

@@ -188,7 +188,7 @@ def match_update(node: Node) -> Update:
     if not isinstance(parts, (list, tuple)) or len(parts) != 2 or dim not in (-2, 2) or value_of(node).dim() != 4:
         raise NoMatch("its cache update is not cat([past, new], -2)")
     past, new = parts
-    if past.target is torch.tensor and value_of(past).shape == (0,):
+    if statically_known_true(value_of(past).numel() == 0):
         return Update(node, None, new)
     if past.op != "placeholder":
         raise NoMatch("its past is computed in the graph")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from specache_compile.errors import SpecacheError, first_line
 
-from .names import print_origin, resolved
+from .names import config_of, print_origin, resolved
 
 if TYPE_CHECKING:
     import torch
@@ -27,11 +27,9 @@ class Checkpoint:
 
 def open_checkpoint(name: str) -> Checkpoint:
     """The config and tokenizer of a checkpoint; a known name is converted. Prints the origin of a known name."""
-    from transformers import AutoConfig
-
-    folder = resolved(name)
+    config, folder = config_of(name), resolved(name)
     print_origin(name)
-    return Checkpoint(folder, AutoConfig.from_pretrained(folder), tokenizer_of(folder))
+    return Checkpoint(folder, config, tokenizer_of(folder))
 
 
 def load_model(

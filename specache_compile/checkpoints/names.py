@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from specache_compile.cache_folder import cache_folder
-from specache_compile.errors import SpecacheError
+from specache_compile.errors import SpecacheError, first_line
 
 from .gguf import converted, writing
 
@@ -60,10 +60,14 @@ def resolved(model: str) -> str:
 
 
 def config_of(model: str) -> Any:
-    """The configuration of a model; a known name is converted."""
+    """The configuration of a model; a known name is converted. SpecacheError if it cannot be read."""
     from transformers import AutoConfig
 
-    return AutoConfig.from_pretrained(resolved(model))
+    folder = resolved(model)
+    try:
+        return AutoConfig.from_pretrained(folder)
+    except Exception as error:  # transformers raises many types for bad configs
+        raise SpecacheError(f"no usable config at {model}: {first_line(error).rstrip('.')}. Pass {MODEL}") from error
 
 
 def origin(model: str) -> str:

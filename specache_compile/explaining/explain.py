@@ -157,12 +157,7 @@ def attentions_of(graph: Captured | None) -> dict[str, Any]:
 
 def load_config(path: str | Path) -> Any:
     """The config of a checkpoint folder, a config.json, a hub name or a known name."""
-    try:
-        config = config_of(str(path))
-    except SpecacheError:
-        raise
-    except Exception as error:  # transformers raises many types for bad configs
-        raise SpecacheError(f"no usable config at {path}: {first_line(error)}") from error
+    config = config_of(str(path))
     config.name_or_path = str(path)
     return config
 

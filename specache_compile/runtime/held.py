@@ -187,15 +187,17 @@ def keep(held: HeldTensor, *args: Any, **kwargs: Any) -> HeldTensor:
     return held
 
 
-def take(held: HeldTensor, dim: int, part: Any) -> HeldTensor:
-    """Apply one dimension's part of an index: for rows like a plain tensor, errors included; for tokens a crop."""
+def take(held: Any, dim: int, part: Any) -> Any:
+    """Apply one dimension's part of an index: for rows like a plain tensor, errors included; for tokens a crop. If
+    no token is left, the result is a plain tensor, so that the next call is a prefill."""
     if isinstance(part, slice) and part.indices(held.shape[dim]) == (0, held.shape[dim], 1):
         return held
     if dim == 2 and isinstance(part, slice):
         start, stop, step = part.indices(held.shape[2])
         if (start, step) != (0, 1):
             raise held_read("a slice that does not start at the first token")
-        return edited(held, (*held.shape[:2], stop, held.shape[3]), Crop(stop))
+        cropped = edited(held, (*held.shape[:2], stop, held.shape[3]), Crop(stop))
+        return cropped if stop else held.anchor.new_empty(cropped.shape)
     if dim != 0:
         raise held_read("indexing other than by batch rows and a crop")
     rows = torch.arange(held.shape[0], device="cpu")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +11,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from specache_compile.errors import warn
+from specache_compile.model_key import calling_model, decoder_of
 from specache_compile.passes.phase import PHASES, Phase
 
 
@@ -93,10 +92,8 @@ class ModelRecord:
         self.latest = statistics
 
 
-# Keyed by a parameter of the model, which both the model and a captured graph's arguments contain.
+# Keyed by the parameters of a model, which both the model and a captured graph's arguments contain, and by its decoder.
 _records: WeakIdKeyDictionary = WeakIdKeyDictionary()
-# A parameter of the graph that this thread ran last.
-_newest = threading.local()
 
 
 def parameters_in(arguments: Sequence[Any]) -> list[torch.nn.Parameter]:
@@ -104,31 +101,32 @@ def parameters_in(arguments: Sequence[Any]) -> list[torch.nn.Parameter]:
     return [argument for argument in arguments if isinstance(argument, torch.nn.Parameter)]
 
 
+def keys_of(model: torch.nn.Module | None) -> list[Any]:
+    return [] if model is None else [*model.parameters(), decoder_of(model)]
+
+
 def record_of(parameters: Sequence[torch.Tensor]) -> ModelRecord:
-    """The record of the model with these parameters; a new one if there is none.
+    """The record of the model with these parameters, or of the model that is running; a new one if there is none.
 
     Dynamo uses one graph for every model of one class and shape, so each call may belong to another model. A graph
-    between graph breaks may have no parameters: it belongs to the model whose graphs this thread ran last.
+    between graph breaks may have no parameters, and accelerate loads offloaded layers as new parameters in each call.
     """
-    before = getattr(_newest, "parameter", lambda: None)()
-    parameters = parameters or ([] if before is None else [before])
-    if parameters:
-        _newest.parameter = weakref.ref(parameters[0])
     known = next((_records[parameter] for parameter in parameters if parameter in _records), None)
     if known is not None:
         return known
-    record = ModelRecord()
-    for parameter in parameters:
-        _records[parameter] = record
+    keys = keys_of(calling_model())
+    record = next((_records[key] for key in keys if key in _records), None) or ModelRecord()
+    for key in (*parameters, *keys):
+        _records[key] = record
     return record
 
 
 def find_record(model: torch.nn.Module) -> ModelRecord | None:
     """The record of a compiled model; None if it has not run yet."""
-    return next((_records[p] for p in model.parameters() if p in _records), None)
+    return next((_records[key] for key in keys_of(model) if key in _records), None)
 
 
 def forget(model: torch.nn.Module) -> None:
     """Drop the record of a model with its compiled graphs, before it is compiled with other options."""
-    for parameter in model.parameters():
-        _records.pop(parameter, None)
+    for key in keys_of(model):
+        _records.pop(key, None)

@@ -135,9 +135,7 @@ def test_custom_4d_masks_are_applied(llama: LlamaForCausalLM) -> None:
     torch.testing.assert_close(run(compile_copy(llama)), run(llama), atol=1e-3, rtol=1e-4)
 
 
-def test_without_token_ids_one_lane_runs_and_report_and_warning_have_the_reason(
-    llama: LlamaForCausalLM,
-) -> None:
+def test_without_token_ids_one_lane_runs_and_report_and_warning_have_the_reason(llama: LlamaForCausalLM) -> None:
     """A step on vectors makes no speculative token; the next step on ids needs one, and makes it first."""
     twin = compile_copy(llama)
     vectors = llama.get_input_embeddings().weight.detach()[prompt(62)]

@@ -6,13 +6,14 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import accelerate
 import pytest
 import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
 import specache_compile as sc
-from conftest import compile_copy, greedy, is_held, prompt, step, tiny_llama
+from conftest import LOSSLESS, compile_copy, greedy, is_held, prompt, step, tiny_llama
 from families import Family
 from specache_compile.compat import cache_of
 
@@ -115,12 +116,7 @@ def attention_alone(model: LlamaForCausalLM) -> LlamaForCausalLM:
     """A copy whose products with weights no graph has, as bitsandbytes' 8-bit ones."""
     twin = copy.deepcopy(model)
     for layer in twin.model.layers:
-        for projection in (
-            layer.self_attn.q_proj,
-            layer.self_attn.k_proj,
-            layer.self_attn.v_proj,
-            layer.self_attn.o_proj,
-        ):
+        for projection in layer.self_attn.children():
             projection.forward = torch.compiler.disable(projection.forward)
     return twin
 
@@ -131,3 +127,13 @@ def test_a_graph_of_attention_alone_is_counted_with_its_model() -> None:
     assert torch.equal(greedy(first, prompt(40), 4), greedy(llama, prompt(40), 4))
     greedy(second, prompt(40), 6)
     assert (sc.stats(first).decodes, sc.stats(second).decodes) == (3, 5)
+
+
+@pytest.mark.filterwarnings("error::specache_compile.SpecacheWarning")
+def test_a_model_that_accelerate_offloads_is_counted() -> None:
+    """Each call receives new parameters."""
+    llama = tiny_llama(num_hidden_layers=1)
+    twin = accelerate.cpu_offload(copy.deepcopy(llama), "cpu")
+    twin.compile(backend="specache", options={**LOSSLESS, "speculate": False})
+    assert torch.equal(greedy(twin, prompt(40), 4), greedy(llama, prompt(40), 4))
+    assert sc.stats(twin).decodes == 3

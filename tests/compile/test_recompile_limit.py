@@ -57,6 +57,7 @@ def compiled(model: Any, **options: Any) -> Any:
     return compiled_with(model, {**OPTIONS, **options})
 
 
+@pytest.mark.filterwarnings("error::specache_compile.SpecacheWarning")
 def test_all_kinds_of_calls_in_one_process_are_compressed() -> None:
     """They need more graphs than Dynamo's limit of 8."""
     model = compiled(small())
@@ -66,9 +67,7 @@ def test_all_kinds_of_calls_in_one_process_are_compressed() -> None:
     log = logging.getLogger("torch._dynamo")
     log.addHandler(handler)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", sc.SpecacheWarning)
-            plain = [name for name, call in KINDS.items() if not is_held(sc.cache_of(call(model)))]
+        plain = [name for name, call in KINDS.items() if not is_held(sc.cache_of(call(model)))]
     finally:
         log.removeHandler(handler)
     assert plain == []
@@ -158,6 +157,7 @@ class Wrapper(torch.nn.Module):
         return self.model.generate(*args, **kwargs)
 
 
+@pytest.mark.filterwarnings("error::specache_compile.SpecacheWarning")
 def test_a_compiled_wrapper_around_a_model_that_is_not_compiled_warns() -> None:
     wrapper = Wrapper(small())
     generate(wrapper, prompt(40))
@@ -165,9 +165,7 @@ def test_a_compiled_wrapper_around_a_model_that_is_not_compiled_warns() -> None:
     with pytest.warns(sc.SpecacheWarning, match=r"Wrapper was compiled, but it generates with the LlamaForCausalLM"):
         generate(wrapper, prompt(40))
     wrapper.model.compile(backend="specache", options=OPTIONS)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", sc.SpecacheWarning)
-        assert sc.cache_of(generate(wrapper, prompt(40))) is not None
+    assert sc.cache_of(generate(wrapper, prompt(40))) is not None
     assert sc.stats(wrapper.model).decodes > 0
 
 

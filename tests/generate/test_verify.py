@@ -322,11 +322,10 @@ def test_methods_that_approximate_a_cache_that_is_whole_verify(method: str) -> N
         parse_options({"method": method, "verify": 8})
 
 
+@pytest.mark.filterwarnings("error")
 def test_a_cache_is_passed_and_read_without_a_warning_under_every_versions_name(llama: LlamaForCausalLM) -> None:
     cache, ids = DynamicCache(config=llama.config), prompt(9)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert cache_of(llama(ids, **with_cache(cache), use_cache=True)) is cache
-        out = greedy(llama, prompt(12), 3, **with_cache(cache), return_dict_in_generate=True)
+    assert cache_of(llama(ids, **with_cache(cache), use_cache=True)) is cache
+    out = greedy(llama, prompt(12), 3, **with_cache(cache), return_dict_in_generate=True)
     assert cache_of(out) is cache
     assert cache.get_seq_length() == 14

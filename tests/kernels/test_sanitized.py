@@ -29,10 +29,7 @@ def sanitizer(name: str) -> str | None:
 
 
 LIBRARIES = [sanitizer("libasan.so"), sanitizer("libubsan.so")]
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(None in LIBRARIES, reason="gcc has no libasan and libubsan here"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(None in LIBRARIES, reason="gcc has no libasan and libubsan here")]
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:

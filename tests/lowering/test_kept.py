@@ -30,9 +30,7 @@ def graph_of(function: Callable[..., Tensor], count: int) -> GraphModule:
     return GraphModule(torch.nn.Module(), graph)
 
 
-def test_graphs_with_equal_random_states_are_not_confused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_graphs_with_equal_random_states_are_not_confused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPECACHE_CACHE", "/a/folder")
     x = torch.arange(4.0)
     state = random.getstate()

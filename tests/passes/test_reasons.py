@@ -63,12 +63,11 @@ def test_a_model_of_sliding_windows_alone_warns_once_and_at_the_callers_line() -
     assert warning.filename == __file__
 
 
+@pytest.mark.filterwarnings("error::specache_compile.SpecacheWarning")
 def test_a_sliding_window_beside_a_rewritten_attention_is_information(logged: list[str]) -> None:
     model = Family("gemma2", "Gemma2Config", {**WINDOW, **TYPES}).model()
     model.compile(backend="specache", options={**LOSSLESS, "speculate": False})
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", sc.SpecacheWarning)
-        greedy(model, prompt(20), 3)
+    greedy(model, prompt(20), 3)
     assert "rewrote 1 attentions of a graph and left 1 exact" in str(logged)
     ((reason, count),) = sc.stats(model).left_exact.items()
     assert "sliding window" in reason

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, LlamaForCausalLM
 
-from conftest import compiled_with, greedy, prompt, tiny_llama
+from conftest import compiled_with, greedy, is_held, prompt, tiny_llama
 from specache_compile.compat import cache_of, with_cache
 
 pytestmark = [pytest.mark.one_process, pytest.mark.one_trace]
@@ -62,7 +62,7 @@ def turns(model: LlamaForCausalLM) -> Tensor:
 
 @torch.no_grad()
 def copies(model: LlamaForCausalLM) -> Tensor:
-    """A cache is cropped and copied; it and the copy go on."""
+    """A cache is cropped and copied; it and the copy go on. Then the copy is cropped to nothing, and filled again."""
     out = model(prompt(90, 2), use_cache=True)
     for token in prompt(12, 2, seed=4).split(1, 1):
         out = model(token, **with_cache(cache_of(out)), use_cache=True)
@@ -71,6 +71,9 @@ def copies(model: LlamaForCausalLM) -> Tensor:
     for kept in (cache_of(out), copy.deepcopy(cache_of(out))):
         for given in (prompt(9, 2, seed=6), *prompt(8, 2, seed=7).split(1, 1)):
             logits.append(model(given, **with_cache(kept), use_cache=True).logits)
+    kept.crop(-kept.get_seq_length())
+    logits.append(model(prompt(30, 2, seed=8), **with_cache(kept), use_cache=True).logits)
+    assert is_held(kept) == is_held(cache_of(out))
     return torch.cat(logits, 1)
 
 
