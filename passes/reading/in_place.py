@@ -29,10 +29,8 @@ def mutated(node: Node) -> list[Node]:
     if not isinstance(node.target, OpOverload):
         return [target] if isinstance(target := written(node)[0], Node) else []
     given = {**arguments_of(node), **node.kwargs}
-    marked = [
-        one.name for one in node.target._schema.arguments if one.alias_info is not None and one.alias_info.is_write
-    ]
-    return [leaf for leaf in tree_leaves([given.get(name) for name in marked]) if isinstance(leaf, Node)]
+    marked = [given.get(argument.name) for argument in node.target._schema.arguments if argument.is_write]
+    return [leaf for leaf in tree_leaves(marked) if isinstance(leaf, Node)]
 
 
 def written_inputs(graph_module: GraphModule) -> frozenset[int]:

@@ -9,6 +9,7 @@ import sympy
 import torch
 from torch import Tensor
 from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import free_symbols
 from torch.fx.node import map_aggregate
 
 from specache_compile.kernels.attention.attention_ops import SEEN
@@ -87,17 +88,17 @@ def scenes(mask: Node, padding: Node | None, nodes: list[Node]) -> Iterator[Size
         sizes: Sizes = {}
         rows, columns = value_of(mask).shape[2:]
         for size, value in ((rows, NEW + extra), (columns, PAST + extra)):
-            for symbol in free(size):
+            for symbol in free_symbols(size):
                 sizes.setdefault(symbol, value)
         # A constant batch of the mask or of its padding is the batch of both.
         batches = [value_of(node).shape[0] for node in (mask, padding) if node is not None]
         batch = max((size for size in batches if isinstance(size, int) and size > 1), default=2)
         for size in (*batches, *value_of(mask).shape):
-            for symbol in free(size):
+            for symbol in free_symbols(size):
                 sizes.setdefault(symbol, batch)
         if padding is not None:
             width = value_of(padding).shape[1]
-            for symbol in free(width):
+            for symbol in free_symbols(width):
                 sizes.setdefault(symbol, at(columns, sizes) + hint(width) - hint(columns))
         elements = torch.Size(at(size, sizes) for size in value_of(mask).shape).numel()
         if elements > MOST_ELEMENTS:
@@ -117,11 +118,6 @@ def whole_numbers(node: Node) -> list[int]:
 
     map_aggregate((node.args, node.kwargs), look)
     return found
-
-
-def free(size: Any) -> list[Any]:
-    """Return the symbols of a size, in a fixed order."""
-    return sorted(size.node.expr.free_symbols, key=str) if isinstance(size, torch.SymInt) else []
 
 
 def hint(size: Any) -> int:
