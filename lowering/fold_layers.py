@@ -77,7 +77,7 @@ def fold_layers(graph_module: GraphModule, inputs: Sequence[Any], compile_part: 
     Returns: a callable over the graph's inputs. None if too few layers are equal, or if cutting could change results.
     """
     mode = next((value.fake_mode for value in inputs if isinstance(value, FakeTensor)), None)
-    parts = [] if mode is None else cut(graph_module)
+    parts = cut(graph_module)
     if mode is None or not parts or not may_be_cut(graph_module, parts):
         return None
     placeholders = graph_module.graph.find_nodes(op="placeholder")

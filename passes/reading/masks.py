@@ -14,7 +14,7 @@ from torch.fx.node import map_aggregate
 
 from specache_compile.kernels.attention.attention_ops import SEEN
 
-from .in_place import memory_of, written
+from .in_place import memory_of, mutated
 from .nodes import called_name, reached, value_of
 
 # Numbers of cached and new tokens at which a mask is evaluated: small, and distinct.
@@ -61,7 +61,7 @@ def subgraph(mask: Node) -> list[Node]:
 def check_readable(nodes: list[Node]) -> None:
     """Require that no tensor is mutated, and that no arithmetic on positions hides the width of a window."""
     memory = {memory_of(node) for node in nodes} - {None}
-    if any(written(node)[1] in memory for node in nodes[0].graph.nodes):
+    if any(memory_of(target) in memory for node in nodes[0].graph.nodes for target in mutated(node)):
         raise Unreadable
     for node in nodes:
         if called_name(node).strip("_") in ARITHMETIC and value_of(node).dtype != torch.bool:
