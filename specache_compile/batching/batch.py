@@ -194,7 +194,7 @@ class Batch:
     def restart(self) -> None:
         """Rebuild the state from the requests: only they are sure to be complete."""
         for cache in (self.cache, *(request.cache for request in self.requests)):
-            if self.memory.tiers_of(cache) is not None:
+            if cache is not None and self.memory.tiers_of(cache) is not None:
                 drop(cache)
         self.cache, self.decoding = None, []
         for request in self.requests:

@@ -96,6 +96,11 @@ class Rewrites:
                 )
         return replace(rewritten, assumes=assumed)
 
+    @property
+    def modules(self) -> dict[str, GraphModule]:
+        """The newest graph of each phase."""
+        return {variant.phase.name: made.graph_module for variant, made in self.made.items()}
+
 
 def rewrite(captured: Captured, variant: Variant, name: str) -> Rewritten:
     """Run the passes on a copy of the captured graph, and lower the result."""

@@ -62,8 +62,7 @@ def generated(model: Any) -> dict[str, Any]:
 
     tokens = greedy(model, prompt(70), 16).tolist()
     decode = next(graph for graph in find_record(model).graphs if graph.captured.phase.name == "decode")
-    *_, made = (made for made in decode.rewrites.made.values() if str(made.variant.phase) == "decode")
-    graphs = (made.graph_module, decode.captured.graph_module)
+    graphs = (decode.rewrites.modules["decode"], decode.captured.graph_module)
     stats, few = sc.stats(model), pairs_to_fetch(parse_options({}), decode.captured.layers[0])
     return {
         "tokens": tokens, "lanes": stats.lanes, "ranks": (stats.ranks, few),
