@@ -15,11 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
+from torch.fx.experimental.symbolic_shapes import free_symbols
 
 from specache_compile.kernels.movement import copy_stream
 from specache_compile.kernels.op import op_of
 from specache_compile.passes.plan import RewritePlan
 from specache_compile.passes.reading.nodes import value_of
+
+from .fold_layers import Lowered
 
 MODES = ("reduce-overhead", "max-autotune")
 # Inductor's own CUDA graphs would split the step into pieces.
@@ -28,8 +31,6 @@ NO_TREES = {"triton.cudagraphs": False}
 COPIED_BYTES = 1 << 20
 # Recaptures in a row after an input moved: a weight moves once, a caller's tensor in every step.
 RECAPTURES = 2
-
-Lowered = Callable[..., Sequence[Any]]
 
 
 def captures_on(device: torch.device) -> bool:
@@ -44,24 +45,16 @@ def reason_not_to_capture(graph_module: GraphModule, plan: RewritePlan) -> str |
         if op is not None and not op.capturable:
             return f"{node.target} reads the cache's length on the host"
     placeholders = graph_module.graph.find_nodes(op="placeholder")
-    batch = batch_symbols(plan)  # a session's batch size is one number
+    batch = free_symbols([value_of(site.k).shape[0] for site in plan.sites])  # a session's batch size is one number
     for node, source in zip(placeholders, plan.inputs, strict=True):
         if source.source != "argument" or not node.users:
             continue  # a session's tensors change size only when they move, and moving clears the recorded steps
         value = value_of(node)
         if isinstance(value, Tensor) and value.device != plan.cursor.device:
             return f"input {node.name} is on {value.device}, and a replay would not read it again"
-        sizes = value.shape if isinstance(value, Tensor) else (value,)
-        free = {symbol for size in sizes if isinstance(size, torch.SymInt) for symbol in size.node.expr.free_symbols}
-        if free - batch:
+        if free_symbols(value.shape if isinstance(value, Tensor) else value) - batch:
             return f"input {node.name} changes its size from step to step (as a mask of more than padding does)"
     return None
-
-
-def batch_symbols(plan: RewritePlan) -> set[Any]:
-    """Return the symbols in the new keys' batch size."""
-    sizes = [value_of(site.k).shape[0] for site in plan.sites]
-    return {symbol for size in sizes if isinstance(size, torch.SymInt) for symbol in size.node.expr.free_symbols}
 
 
 @functools.cache
@@ -148,16 +141,11 @@ def capture(
         if state or isinstance(value, torch.nn.Parameter) or value.nbytes > COPIED_BYTES:
             addresses[i] = value.data_ptr()
         else:
-            copied[i] = own_copy(value)
+            with torch.inference_mode(False):  # every grad and inference mode may write to the copy
+                copied[i] = value.clone()
     own = [copied.get(i, value) for i, value in enumerate(inputs)]
     replay, outputs, memory = record(lambda: lowered(*own), device, memory)
     return RecordedStep(replay, outputs, memory, copied, addresses)
-
-
-@torch.inference_mode(False)
-def own_copy(value: Tensor) -> Tensor:
-    """Return a copy that can be written to in any grad or inference mode."""
-    return value.clone()
 
 
 class RecordedSteps:

@@ -77,7 +77,7 @@ def fold_layers(graph_module: GraphModule, inputs: Sequence[Any], compile_part: 
     Returns: a callable over the graph's inputs. None if too few layers are equal, or if cutting could change results.
     """
     mode = next((value.fake_mode for value in inputs if isinstance(value, FakeTensor)), None)
-    parts = [] if mode is None else cut(graph_module)
+    parts = cut(graph_module)
     if mode is None or not parts or not may_be_cut(graph_module, parts):
         return None
     placeholders = graph_module.graph.find_nodes(op="placeholder")
@@ -169,14 +169,10 @@ def part_of(nodes: Iterable[Node]) -> GraphPart:
 def is_size(node: Node) -> bool:
     """Return whether a node computes with integers that are inputs or sizes of inputs."""
     value = value_of(node) if node.op in ("call_function", "call_method") else None
-    if not isinstance(value, (int, torch.SymInt, torch.Size)) or not is_backed(value):
+    # An unbacked size comes from a tensor's contents.
+    if not isinstance(value, (int, torch.SymInt, torch.Size)) or free_unbacked_symbols(value):
         return False
     return all(used.op == "placeholder" or is_size(used) for used in node.all_input_nodes)
-
-
-def is_backed(value: Any) -> bool:
-    """Return whether all sizes of a value come from the graph's inputs, not from a tensor's contents."""
-    return not free_unbacked_symbols(value)
 
 
 def add_sizes(sizes: dict[Node, None], node: Node) -> None:
@@ -223,7 +219,8 @@ def kinds_of(
         if kind not in made:
             with enable_python_dispatcher(), mode, torch.no_grad():  # the dispatcher handles symbolic sizes
                 made[kind] = Interpreter(graph_of(graph_module, part, values)).run(*(values[n] for n in part.inputs))
-        if not all(isinstance(value, (Tensor, int, torch.SymInt)) and is_backed(value) for value in made[kind]):
+        can_pass = all(isinstance(value, (Tensor, int, torch.SymInt)) for value in made[kind])
+        if not can_pass or free_unbacked_symbols(made[kind]):
             return None
         # Separate objects: if two inputs were one object, AOTAutograd would read only the first.
         with mode, torch.no_grad():
@@ -258,17 +255,10 @@ def sizes_of(value: Any) -> set[sympy.Expr]:
 def kind_of(part: GraphPart, values: dict[Node, Any]) -> Any:
     """Describe a part's operations, with values numbered by first use."""
     nodes = (*part.sizes, *part.nodes)
-    names: dict[Node, Any] = {node: Name(number) for number, node in enumerate((*part.inputs, *nodes))}
+    names: dict[Node, Any] = {node: f"node {number}" for number, node in enumerate((*part.inputs, *nodes))}
     calls = tuple((node.op, node.target, repr(map_arg((node.args, node.kwargs), names.__getitem__))) for node in nodes)
     inputs = tuple(description(values[node]) for node in part.inputs)
-    return calls, inputs, tuple(names[node].number for node in part.outputs)
-
-
-@dataclass(frozen=True)
-class Name:
-    """Represents a node among arguments that are compared as text."""
-
-    number: int
+    return calls, inputs, tuple(names[node] for node in part.outputs)
 
 
 def description(value: Any) -> tuple[Any, ...]:

@@ -63,14 +63,13 @@ def lower(
     if how == "eager":
         graph_module.recompile()
         return graph_module
-    if how == "op by op":
-        return op_by_op(graph_module)
-    settings = dict(torch._inductor.list_mode_options(mode)) if mode else {}
-    # compile_fx mutates its graph; reports show the caller's graph.
-    own = GraphModule(graph_module, copy.deepcopy(graph_module.graph))
+    own = GraphModule(graph_module, copy.deepcopy(graph_module.graph))  # reports show the unchanged original
     use_fused_kernels(own)
+    if how == "op by op":
+        return own
     if CHECKS_BOUNDS_TOO_EARLY:
         trust_indices(own)
+    settings = dict(torch._inductor.list_mode_options(mode)) if mode else {}
     config = {**settings, **KEEP_ORDER, "post_grad_custom_post_pass": KeyOfOps(), **patches}
 
     def compile_part(part: GraphModule, part_inputs: list[Any]) -> Any:
@@ -78,17 +77,7 @@ def lower(
             return compile_fx(part, part_inputs, config_patches=config)
 
     folded = fold_layers(own, inputs, compile_part)
-    if folded is not None:
-        return folded
-    own.recompile()
-    return compile_part(own, inputs)
-
-
-def op_by_op(graph_module: GraphModule) -> GraphModule:
-    """Return a copy that runs node by node with the C++ kernels; reports show the unchanged original."""
-    own = GraphModule(graph_module, copy.deepcopy(graph_module.graph))
-    use_fused_kernels(own)
-    return own
+    return compile_part(own, inputs) if folded is None else folded
 
 
 def use_fused_kernels(graph_module: GraphModule) -> None:
@@ -103,6 +92,7 @@ def use_fused_kernels(graph_module: GraphModule) -> None:
         node.target = getattr(torch.ops.specache, f"{op.name}_fused").default
         if op.library is not None:
             op.library(value_of(node.args[0]))
+    graph_module.recompile()
 
 
 def devices_of(node: Node) -> set[str]:

@@ -59,7 +59,8 @@ def row_dims(graph_module: GraphModule, plan: RewritePlan) -> RowDims | None:
     given = {
         position: node
         for position, (node, source) in enumerate(zip(placeholders, plan.inputs, strict=True))
-        if source.source not in OF_THE_SESSION and is_read(node)
+        # A size may be read without a user.
+        if source.source not in OF_THE_SESSION and (node.users or isinstance(value_of(node), torch.SymInt))
     }
     results: Any = enumerate(output_node(graph_module).args[0])  # type: ignore[arg-type]
     made = {
@@ -79,11 +80,6 @@ def row_dims(graph_module: GraphModule, plan: RewritePlan) -> RowDims | None:
     )
     assumed = [rows.node.shape_env.replace(guard.expr) for guard in rows.node.shape_env.guards]
     return RowDims(inputs, outputs, number, tuple(dict.fromkeys(x for x in assumed if number in x.free_symbols)))
-
-
-def is_read(node: Node) -> bool:
-    """Return whether a graph reads an input; sizes may be read without a user."""
-    return bool(node.users) or isinstance(value_of(node), torch.SymInt)
 
 
 def sizes_by_rows(node: Node, number: sympy.Symbol) -> dict[int, sympy.Basic]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from .clean_up import is_impure
 from .reading.latents import Latents
 from .reading.nodes import value_of
 
@@ -35,9 +36,9 @@ def absorb(graph_module: GraphModule, latents: tuple[Latents, ...]) -> tuple[Nod
             new = attend(each)
         new.meta["example_value"] = value_of(each.attention)
         each.attention.replace_all_uses_with(new)
-        erase_unused(each.attention)
         absorbed.append(new)
     if absorbed:
+        graph_module.graph.eliminate_dead_code(is_impure_node=is_impure)
         graph_module.recompile()
     return tuple(absorbed)
 
@@ -77,13 +78,3 @@ def insert(before: Node, function: Callable[..., Any], *arguments: Any) -> Node:
     with torch.no_grad(), value_of(before).fake_mode:
         node.meta["example_value"] = function(*values)
     return node
-
-
-def erase_unused(node: Node) -> None:
-    """Erase a node without users, and the inputs that only this node used."""
-    if node.users or node.op == "placeholder":
-        return
-    inputs = node.all_input_nodes
-    node.graph.erase_node(node)
-    for source in inputs:
-        erase_unused(source)

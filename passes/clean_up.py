@@ -6,14 +6,12 @@ import operator
 
 from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
+from torch.fx.graph import inplace_methods
 
 from .plan import RewritePlan
 from .reading.nodes import called_name
 
-OPERATORS = {
-    operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.imod,
-    operator.ipow, operator.iand, operator.ior, operator.ixor, operator.imatmul,
-}  # fmt: skip
+OPERATORS = {getattr(operator, name) for name in inplace_methods}  # setitem, iadd, ...
 
 
 def clean_up(graph_module: GraphModule, plan: RewritePlan) -> GraphModule:

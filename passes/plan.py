@@ -12,7 +12,7 @@ from torch.fx import GraphModule, Node
 from .phase import Phase
 from .reading.nodes import value_of
 from .reading.sites import Part, Site
-from .recipe import OpCall, RecipeOf, check_names, operands
+from .recipe import OpCall, Recipe, check_names, operands
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class RewritePlan:
     sites: list[Site]
     selects: bool
     speculate: bool
-    recipe: RecipeOf
+    recipe: Callable[[int], Recipe]
     state: Sequence[dict[str, Any]]
     cursor: Any
     padding: Any

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,7 +73,3 @@ class Recipe:
     stores: tuple[OpCall, ...]
     selector: OpCall | None = None
     corrects: bool = False
-
-
-# A function from a site's number to its recipe.
-RecipeOf = Callable[[int], Recipe]

@@ -183,15 +183,13 @@ def widen(graph_module: GraphModule, ids: Node, logits: int, sources: list[Node]
     placeholders = graph_module.graph.find_nodes(op="placeholder")
     add_lane_to_positions(graph_module, placeholders[-1], [twins[source] for source in sources])
     own_rules(graph_module)
-    outputs: tuple[Any, ...] = tuple(output_node(graph_module).args[0])  # type: ignore[arg-type]
-    present = [position for position, value in enumerate(outputs) if value is not None]
     fakes = [value_of(node) for node in placeholders]
 
     def two_lanes(*inputs: Any) -> tuple[Any, ...]:
         *arguments, speculative = inputs
         lanes = run_lanes(graph_module, arguments, token_input, speculative)
         next_speculative = lanes[logits][1][:, -1].argmax(-1, keepdim=True)
-        return (*(first_lane(lanes[position]) for position in present), next_speculative)
+        return (*map(first_lane, lanes), next_speculative)
 
     with torch.no_grad(), detect_fake_mode(fakes) or contextlib.nullcontext():
         widened = make_fx(two_lanes)(*fakes, torch.empty_like(fakes[token_input]))
@@ -201,10 +199,6 @@ def widen(graph_module: GraphModule, ids: Node, logits: int, sources: list[Node]
         rename(node, named.name)
         if (tag := tag_of(named)) is not None:
             node.meta["specache"] = tag
-    # Tracing omits outputs that are None; insert them again.
-    *traced, next_speculative = output_node(widened).args[0]  # type: ignore[misc, str-unpack]
-    there = dict(zip(present, traced, strict=True))
-    output_node(widened).args = ((*(there.get(position) for position in range(len(outputs))), next_speculative),)
     widened.recompile()
     return widened
 

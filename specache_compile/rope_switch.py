@@ -7,21 +7,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from specache_compile.errors import SpecacheError
-
 
 @dataclass(frozen=True)
 class RopeSwitch:
     """The length at which a call's frequencies change.
 
     kind: transformers' rope_type.
-    tokens: the longest row, in tokens, of a call with the first frequencies.
+    tokens: the longest row, in tokens, of a call with the first frequencies; inf if they are constant.
     grows: above it, each length has its own frequencies (dynamic NTK).
     """
 
-    kind: str
-    tokens: int
-    grows: bool
+    kind: str = "default"
+    tokens: float = math.inf
+    grows: bool = False
 
     def misfit(self, lengths: Sequence[int]) -> bool:
         """Whether rows of these lengths would have other frequencies in one call than each row alone."""
@@ -39,29 +37,21 @@ class RopeSwitch:
         )
 
 
-def rope_switch(config: Any) -> RopeSwitch | None:
-    """The switch of a model with this config; None if its frequencies are constant."""
+def rope_switch(config: Any) -> RopeSwitch:
+    """The switch of a model with this config."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     given = getattr(text, "rope_parameters", None) or {}
     layers = [value for value in given.values() if isinstance(value, Mapping)]
-    switches = [switch for each in layers or [given] if (switch := switch_of(each, text)) is not None]
-    if not switches:
-        return None
+    switches = [switch_of(each, text) for each in layers or [given]]
     first = min(switches, key=lambda switch: switch.tokens)
     return replace(first, grows=any(switch.grows for switch in switches))
 
 
-def switch_of(parameters: Mapping[str, Any], config: Any) -> RopeSwitch | None:
+def switch_of(parameters: Mapping[str, Any], config: Any) -> RopeSwitch:
     kind = str(parameters.get("rope_type", "default"))
     if "dynamic" in kind:
         return RopeSwitch(kind, config.max_position_embeddings, grows=True)
     if kind == "longrope":
         original = parameters.get("original_max_position_embeddings")
-        return RopeSwitch(kind, original or config.original_max_position_embeddings, grows=False)
-    return None
-
-
-def rows_apart(switch: RopeSwitch) -> SpecacheError:
-    return SpecacheError(
-        f"these rows cannot run in one call: {switch.reason()}. Separate them with specache_compile.split(cache)"
-    )
+        return RopeSwitch(kind, original or config.original_max_position_embeddings)
+    return RopeSwitch()

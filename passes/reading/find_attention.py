@@ -13,7 +13,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from .attention_forms import Form, NoMatch, argument, is_attention, match_form
-from .in_place import memory_of, written
+from .in_place import memory_of, mutated
 from .latents import match_latents
 from .masks import read_mask
 from .nodes import ancestors_of, called_name, output_node, reached, value_of
@@ -172,9 +172,9 @@ def sources_of(node: Node) -> Iterator[Node]:
     """Yield every node that this one depends on, in-place writes to its memory included."""
     writers: dict[int | None, list[Node]] = {}
     for other in node.graph.nodes:
-        _, memory = written(other)
-        if memory is not None:
-            writers.setdefault(memory, []).append(other)
+        for target in mutated(other):
+            if (memory := memory_of(target)) is not None:
+                writers.setdefault(memory, []).append(other)
     return reached([node], lambda at: (*at.all_input_nodes, *writers.get(memory_of(at), ())))
 
 

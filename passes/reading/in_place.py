@@ -18,21 +18,15 @@ from specache_compile.passes.clean_up import writes
 from .nodes import arguments_of, value_of
 
 
-def written(node: Node) -> tuple[Any, int | None]:
-    """Return the argument that a call mutates, and its memory; None for each that is unknown."""
-    target = node.kwargs.get("out", node.args[0] if node.args else None) if writes(node) else None
-    return target, memory_of(target) if isinstance(target, Node) else None
-
-
 def mutated(node: Node) -> list[Node]:
-    """Return the arguments that a call mutates: all that the schema of an op marks, else the first."""
-    if not isinstance(node.target, OpOverload):
-        return [target] if isinstance(target := written(node)[0], Node) else []
-    given = {**arguments_of(node), **node.kwargs}
-    marked = [
-        one.name for one in node.target._schema.arguments if one.alias_info is not None and one.alias_info.is_write
-    ]
-    return [leaf for leaf in tree_leaves([given.get(name) for name in marked]) if isinstance(leaf, Node)]
+    """Return the arguments that a call mutates: all that the schema of an op marks, else `out` or the first."""
+    if not writes(node):
+        return []
+    targets: Any = node.kwargs.get("out", node.args[:1])
+    if isinstance(node.target, OpOverload):
+        given = {**arguments_of(node), **node.kwargs}
+        targets = [given.get(argument.name) for argument in node.target._schema.arguments if argument.is_write]
+    return [leaf for leaf in tree_leaves(targets) if isinstance(leaf, Node)]
 
 
 def written_inputs(graph_module: GraphModule) -> frozenset[int]:

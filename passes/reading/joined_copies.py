@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from .in_place import written
+from .in_place import mutated
 from .nodes import value_of
 
 
@@ -52,7 +52,7 @@ def writes_between(copies: list[Node]) -> bool:
     """Return whether another write lies between the copies, which could change a source."""
     at, last = min(copies), max(copies)
     while at is not last:
-        if at not in copies and written(at)[0] is not None:
+        if at not in copies and mutated(at):
             return True
         at = at.next
     return False

@@ -39,7 +39,8 @@ def local_shards(graph_module: GraphModule) -> str | None:
     escaped = next(filter(is_sharded, output_node(graph_module).all_input_nodes), None)
     if escaped is not None:
         return f"a distributed tensor leaves the graph ({escaped.name}): a graph break within a sharded layer"
-    for end in [node for node in graph.nodes if is_end(node)]:
+    plain = (node for node in graph.nodes if not is_sharded(node))
+    for end in [node for node in plain if any(map(is_sharded, node.all_input_nodes))]:
         make_local(graph_module, end)
     for node in reversed(list(graph.nodes)):
         value = value_of(node)
@@ -68,11 +69,6 @@ def is_sharded(node: Node) -> bool:
     """Return whether a node's value has a DTensor."""
     value = value_of(node)
     return any(isinstance(part, DTensor) for part in (value if isinstance(value, (tuple, list)) else (value,)))
-
-
-def is_end(node: Node) -> bool:
-    """Return whether a plain value is computed from DTensors."""
-    return any(map(is_sharded, node.all_input_nodes)) and not is_sharded(node)
 
 
 def make_local(graph_module: GraphModule, end: Node) -> None:

@@ -9,11 +9,12 @@ import sympy
 import torch
 from torch import Tensor
 from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import free_symbols
 from torch.fx.node import map_aggregate
 
 from specache_compile.kernels.attention.attention_ops import SEEN
 
-from .in_place import memory_of, written
+from .in_place import memory_of, mutated
 from .nodes import called_name, reached, value_of
 
 # Numbers of cached and new tokens at which a mask is evaluated: small, and distinct.
@@ -60,7 +61,7 @@ def subgraph(mask: Node) -> list[Node]:
 def check_readable(nodes: list[Node]) -> None:
     """Require that no tensor is mutated, and that no arithmetic on positions hides the width of a window."""
     memory = {memory_of(node) for node in nodes} - {None}
-    if any(written(node)[1] in memory for node in nodes[0].graph.nodes):
+    if any(memory_of(target) in memory for node in nodes[0].graph.nodes for target in mutated(node)):
         raise Unreadable
     for node in nodes:
         if called_name(node).strip("_") in ARITHMETIC and value_of(node).dtype != torch.bool:
@@ -87,17 +88,17 @@ def scenes(mask: Node, padding: Node | None, nodes: list[Node]) -> Iterator[Size
         sizes: Sizes = {}
         rows, columns = value_of(mask).shape[2:]
         for size, value in ((rows, NEW + extra), (columns, PAST + extra)):
-            for symbol in free(size):
+            for symbol in free_symbols(size):
                 sizes.setdefault(symbol, value)
         # A constant batch of the mask or of its padding is the batch of both.
         batches = [value_of(node).shape[0] for node in (mask, padding) if node is not None]
         batch = max((size for size in batches if isinstance(size, int) and size > 1), default=2)
         for size in (*batches, *value_of(mask).shape):
-            for symbol in free(size):
+            for symbol in free_symbols(size):
                 sizes.setdefault(symbol, batch)
         if padding is not None:
             width = value_of(padding).shape[1]
-            for symbol in free(width):
+            for symbol in free_symbols(width):
                 sizes.setdefault(symbol, at(columns, sizes) + hint(width) - hint(columns))
         elements = torch.Size(at(size, sizes) for size in value_of(mask).shape).numel()
         if elements > MOST_ELEMENTS:
@@ -117,11 +118,6 @@ def whole_numbers(node: Node) -> list[int]:
 
     map_aggregate((node.args, node.kwargs), look)
     return found
-
-
-def free(size: Any) -> list[Any]:
-    """Return the symbols of a size, in a fixed order."""
-    return sorted(size.node.expr.free_symbols, key=str) if isinstance(size, torch.SymInt) else []
 
 
 def hint(size: Any) -> int:

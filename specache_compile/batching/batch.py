@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-import math
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -134,19 +133,14 @@ class Batch:
         if not len(prompt):
             raise ValueError("the prompt has 0 tokens: pass at least one")
         request = request_for(self.model, prompt, {**arguments, "seed": seed})
-        switch = self.switch
         # The last generated token is not cached.
-        if switch is not None and request.longest - 1 > self.longest_from(len(prompt)):
-            raise changes_its_rope(request, switch)
-        request.whole = self.indexed or (switch is not None and len(prompt) > switch.tokens)
+        if request.longest - 1 > self.switch.longest_from(len(prompt)):
+            raise changes_its_rope(request, self.switch)
+        request.whole = self.indexed or len(prompt) > self.switch.tokens
         if (error := self.memory.error_alone(request)) is not None:
             raise error
         self.requests.append(request)
         return request
-
-    def longest_from(self, prompt: int) -> float:
-        """Most tokens of a text whose prompt has so many; no request may cross a change of the model's RoPE."""
-        return math.inf if self.switch is None else self.switch.longest_from(prompt)
 
     def step(self) -> list[tuple[Request, int]]:
         """Run one step, and return the generated tokens as (request, token).
@@ -199,7 +193,9 @@ class Batch:
 
     def restart(self) -> None:
         """Rebuild the state from the requests: only they are sure to be complete."""
-        self.memory.restart([self.cache, *(request.cache for request in self.requests)])
+        for cache in (self.cache, *(request.cache for request in self.requests)):
+            if cache is not None and self.memory.tiers_of(cache) is not None:
+                drop(cache)
         self.cache, self.decoding = None, []
         for request in self.requests:
             request.restart()

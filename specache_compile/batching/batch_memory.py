@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from specache_compile.caches.joining import drop, in_pages, reason_against
+from specache_compile.caches.joining import in_pages, reason_against
 from specache_compile.errors import RequestError
 from specache_compile.kernels.memory.host_memory import allowance, free_memory
 from specache_compile.kernels.state.page_table import PAGE
@@ -86,12 +86,6 @@ class BatchMemory:
             fixed = upper_bound(options, layers, self.rows, self.chunk, [], self.prefixes.most)
             self.pool = batch_pool(options, layers, bound(options, layers, self.budget, fixed))
         self.layers = layers
-
-    def restart(self, caches: Iterable[DynamicCache | None]) -> None:
-        """Drop the caches of rows."""
-        for cache in caches:
-            if cache is not None and self.tiers_of(cache) is not None:
-                drop(cache)
 
     def notice_weights(self, model: torch.nn.Module) -> bool:
         """Drop the prefixes if the model's weights or settings have changed. True if there were some."""

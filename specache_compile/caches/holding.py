@@ -25,7 +25,7 @@ from specache_compile.rope_switch import rope_switch
 from specache_compile.runtime.held import HeldTensor
 from specache_compile.runtime.ranks import ranks_of
 from specache_compile.runtime.records import find_record
-from specache_compile.runtime.session import Session, plain_already, sessions_of
+from specache_compile.runtime.session import Session, held_layers, plain_already, sessions_of
 from specache_compile.runtime.step import Step, opened
 
 Pairs = tuple[Tensor, Tensor]
@@ -66,8 +66,7 @@ def hold(cache: DynamicCache, model: torch.nn.Module, attention_mask: Tensor | N
         model.generate(output.sequences, **sc.with_cache(cache), max_new_tokens=4)
     """
     options = required_options(model, "hold")
-    reason = reason_not_to_hold(options)
-    if reason is not None:
+    if reason := reason_not_to_hold(options):
         raise not_to_be_held(reason)
     if any(LATENTS.search(name) for name, _ in model.named_parameters()):
         return copy.deepcopy(cache)
@@ -100,13 +99,12 @@ def materialize(cache: DynamicCache) -> DynamicCache:
     if not sessions_of(cache):
         raise plain_already()
     plain = twin(cache)
-    for layer, copied in zip(list[Any](cache.layers), plain.layers, strict=True):
-        if isinstance(getattr(layer, "keys", None), HeldTensor):
-            for part in PARTS:
-                handle: Any = getattr(layer, part).handle
-                handle.session.replay(handle.version, handle.edits)
-                setattr(copied, part, handle.session.plain(handle.site, part))
-                setattr(layer, part, handle.session.held(handle.site, part))
+    for layer, copied in zip(held_layers(cache), held_layers(plain), strict=True):
+        for part in PARTS:
+            handle = getattr(layer, part).handle
+            handle.session.replay(handle.version, handle.edits)
+            setattr(copied, part, handle.session.plain(handle.site, part))
+            setattr(layer, part, handle.session.held(handle.site, part))
     return plain
 
 
@@ -123,8 +121,7 @@ def taken_over(
     if ranks_of(list(model.parameters())) is not None:
         raise split_session()
     lengths = [cache.get_seq_length(number) for number in range(len(pairs))]
-    reason = reason_of_shapes(pairs, lengths, sites, attention_mask, model)
-    if reason is not None:
+    if reason := reason_of_shapes(pairs, lengths, sites, attention_mask, model):
         raise not_to_be_held(reason)
     biased = frequencies_of(model) is not None and any(
         KEY_BIAS.search(name) for name, _ in decoder_of(model).named_parameters()

@@ -139,7 +139,7 @@ def reason_against(caches: Sequence[Any], apart: bool = False) -> str | None:
         if found := differences(session.requested, first.requested):
             return f"their options differ: {found}"
     lengths = [length for session in sessions for length in session.progress.lengths]
-    if first.rope_switch is not None and first.rope_switch.misfit([length + 1 for length in lengths]):
+    if first.rope_switch.misfit([length + 1 for length in lengths]):
         return first.rope_switch.reason()
     apart = apart or len(set(lengths)) > 1
     if apart and (reason := next(filter(None, (session.one_length for session in sessions)), None)):

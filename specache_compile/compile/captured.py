@@ -46,7 +46,6 @@ class Captured:
     padding: position of the padding mask.
     pasts: positions of each site's cached keys and values.
     frequencies: position of the RoPE frequencies that turn each site's keys; None if there are none.
-    rope_switch: of the model's RoPE; None if its frequencies are constant.
     absorbed: latent attentions over Hugging Face's cache of latents.
     ranks: the ranks that the model's KV heads are split over.
     """
@@ -62,9 +61,9 @@ class Captured:
     pasts: tuple[tuple[int, int], ...]
     frequencies: tuple[int | None, ...]
     symbols: SymbolReader
-    rope_switch: RopeSwitch | None = None
-    absorbed: tuple[Node, ...] = ()
-    ranks: int = 1
+    rope_switch: RopeSwitch
+    absorbed: tuple[Node, ...]
+    ranks: int
     # The graph's own size symbols, by name.
     sizes: dict[str, torch.SymInt] = field(default_factory=dict)
 

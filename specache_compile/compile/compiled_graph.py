@@ -37,10 +37,6 @@ class CompiledGraph:
         self.weights: list[int] | None = None
         self.uncaptured: set[Rewritten] = set()
 
-    @property
-    def phase(self) -> str:
-        return self.captured.phase.name
-
     def __call__(self, *arguments: Any) -> list[Any]:
         start, weights = time.perf_counter(), self.weights_of(arguments)
         record, session = record_of(weights), self.session_for(arguments, weights)

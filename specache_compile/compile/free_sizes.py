@@ -54,7 +54,6 @@ def mark_dynamic(node: Node, dims: int) -> bool:
     """Mark an input's free dimensions as dynamic; whether they were not marked before."""
     translator = InstructionTranslator.current_tx().output.root_tx
     name = node.meta["grapharg"].source.name
-    name = name() if callable(name) else name  # a method in older versions
     free = FREE_DIMS[dims]
     known = process_automatic_dynamic(translator, name, FrameStateSizeEntry())
     if all(known.is_size_dynamic(dim) for dim in free):

@@ -26,7 +26,7 @@ from specache_compile.compat import CACHE, WINDOWS_TAKE_DRAFTS
 from specache_compile.compile.compiled_options import options_of
 from specache_compile.methods import parse_options
 from specache_compile.runtime.records import record_of
-from specache_compile.runtime.session import Session, sessions_of
+from specache_compile.runtime.session import Session, session_of, sessions_of
 
 # Criteria that do not depend on the last token, and the one that Hugging Face's loop applies to each token.
 HANDLED = (MaxLengthCriteria, MaxTimeCriteria, EosTokenCriteria)
@@ -172,7 +172,7 @@ class Drafts(CandidateGenerator):
         self.cache = kwargs[CACHE]
         self.confirmed, self.drafted = self.cache.get_seq_length(), 0
         self.model_kwargs_overrides = {}
-        self.session = None if given["is_first_iteration"] else next(iter(sessions_of(self.cache)), None)
+        self.session = None if given["is_first_iteration"] else session_of(self.cache)
         if self.session is None or not self.session.options.drafts or self.is_parted():
             self.session = None
             return input_ids, None
@@ -249,7 +249,9 @@ class Drafts(CandidateGenerator):
         if all were accepted, else one less (the heuristic schedule of transformers)."""
         if self.session is None:
             return
-        accepted = min(int(num_matches), self.drafted)
-        self.session.statistics.note_round(self.drafted, accepted)
+        accepted, counts = min(int(num_matches), self.drafted), self.session.statistics
+        counts.rounds += 1
+        counts.drafted += self.drafted
+        counts.accepted += accepted
         if self.drafted:
             self.auto = min(self.auto + 2, MOST) if accepted == self.drafted else max(self.auto - 1, 1)

@@ -81,9 +81,7 @@ class SpecacheOptions(KiviOptions):
     @property
     def in_16_bits(self) -> SpecacheOptions:
         """Without fetches, speculative token and verification."""
-        return replace(
-            self, bits=16, value_bits=None, host_bits=16, top_k=0, speculate=False, verify=None,
-        )  # fmt: skip
+        return replace(super().in_16_bits, top_k=0, speculate=False)
 
 
 def recipe(options: SpecacheOptions, site: int) -> Recipe:

@@ -50,12 +50,6 @@ class Statistics:
         self.seconds += total
         self.python_seconds += total - inside
 
-    def note_round(self, drafted: int, accepted: int) -> None:
-        """Count one verification."""
-        self.rounds += 1
-        self.drafted += drafted
-        self.accepted += accepted
-
 
 @dataclass
 class ModelRecord:

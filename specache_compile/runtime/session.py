@@ -75,19 +75,21 @@ def session_of(cache: Any) -> Session | None:
     return next(iter(sessions_of(cache)), None)
 
 
+def held_layers(cache: Any) -> list[Any]:
+    """The layers of a cache that are held."""
+    return [layer for layer in cache.layers if isinstance(getattr(layer, "keys", None), HeldTensor)]
+
+
 def sessions_of(cache: Any) -> list[Session]:
     """The sessions of a held cache, in the order of its layers: several after a graph break, none for a plain cache."""
-    keys = (getattr(layer, "keys", None) for layer in cache.layers)
-    handles = (tensor.handle for tensor in keys if isinstance(tensor, HeldTensor))
+    handles = (layer.keys.handle for layer in held_layers(cache))
     return list(dict.fromkeys(handle.session for handle in handles if handle is not None))
 
 
 def agreed_session(handles: Sequence[tuple[int, Handle | None]]) -> Session:
     """The session that all these keys and values, by layer, belong to, brought to their view; SpecacheError if they
     differ in session, version or edits."""
-    first = handles[0][1]
-    if first is None:
-        raise mixed_caches()
+    first: Any = handles[0][1]
     for site, handle in handles:
         if handle is None or handle.session is not first.session or handle.site != site:
             raise mixed_caches()
@@ -100,12 +102,11 @@ def agreed_session(handles: Sequence[tuple[int, Handle | None]]) -> Session:
 
 def required_session(cache: Any) -> Session:
     """The session of a held cache, brought to the cache's view; SpecacheError if the cache is plain."""
-    held = [layer for layer in cache.layers if isinstance(getattr(layer, "keys", None), HeldTensor)]
-    if not held:
+    held = enumerate(held_layers(cache))
+    handles = [(site, part.handle) for site, layer in held for part in (layer.keys, layer.values)]
+    if not handles:
         raise plain_already()
-    return agreed_session(
-        [(site, part.handle) for site, layer in enumerate(held) for part in (layer.keys, layer.values)]
-    )
+    return agreed_session(handles)
 
 
 class Session:
@@ -117,7 +118,7 @@ class Session:
     weights: of the model.
     version: counts the changes that make earlier views stale.
     view: the edited view that the tiers were brought to, until the next step; it may be used again.
-    rope_switch: of the model that prefilled; None if its frequencies are constant.
+    rope_switch: of the model that prefilled.
     one_length: why the model's graphs require rows of one length; None if they do not.
     half_evicted: a step that drops pairs has started and not finished.
     cursors: one buffer for each page-table width, sized for all rows. Rows after the batch are zero (inactive).
@@ -143,7 +144,7 @@ class Session:
         self.view: View | None = None
         self.drafting = False
         self.half_evicted = False
-        self.rope_switch: RopeSwitch | None = None
+        self.rope_switch = RopeSwitch()
         self.one_length: str | None = None
         self.anchors = [torch.empty(1, dtype=layer.dtype, device=layer.device) for layer in layers]
         self.reset_runtime()

@@ -28,7 +28,6 @@ from specache_compile.methods.field import LayerState
 from specache_compile.passes.phase import EXTEND, PREFILL, Phase
 from specache_compile.passes.reading.local_shards import local
 from specache_compile.passes.recipe import operands
-from specache_compile.rope_switch import rows_apart
 
 from .rewritten import Rewritten, phases, selects, variant_of
 from .session import Progress, Session, staged
@@ -167,8 +166,11 @@ class Step:
         self.session.one_length = reason_for_one_length(captured.is_causal, last)
         if progress.differ or progress.joined:
             check_positions(progress, last)
-            if (switch := self.session.rope_switch) is not None and switch.misfit(self.stops):
-                raise rows_apart(switch)
+            if self.session.rope_switch.misfit(self.stops):
+                raise SpecacheError(
+                    f"these rows cannot run in one call: {self.session.rope_switch.reason()}. Separate them with "
+                    "specache_compile.split(cache)"
+                )
         chosen = all(progress.ready) and not (last.reads_speculative and progress.speculative is None)
         return [*(rewritten(earlier) for earlier in before if not chosen), last]
 

@@ -185,7 +185,7 @@ def grammar_of_call(
 
 def grammar_of_text(tokenizer: Any, form: CallFormat, functions: list[dict[str, Any]]) -> str | None:
     """The grammar of any text in which each call is one of these functions; None if no token begins calls."""
-    known = added_tokens(tokenizer)
+    known = tokenizer.get_added_vocab()
     if form.marker not in known:
         return None
     others = "".join(f" | {terminals(tokenizer, text)}" for text in form.others)
@@ -204,13 +204,8 @@ def call_rules(tokenizer: Any, form: CallFormat, functions: list[dict[str, Any]]
     return "\n".join(rules)
 
 
-def added_tokens(tokenizer: Any) -> dict[str, int]:
-    """The ids of a tokenizer's added tokens, by their texts."""
-    return {token.content: number for number, token in tokenizer.added_tokens_decoder.items()}
-
-
 def terminals(tokenizer: Any, text: str) -> str:
     """A text as terminals of a grammar: added tokens by their ids, since no string matches a special token."""
-    known = added_tokens(tokenizer)
+    known = tokenizer.get_added_vocab()
     parts = re.split(f"({'|'.join(map(re.escape, known)) or '$^'})", text)
     return " ".join(f"<[{known[part]}]>" if part in known else json.dumps(part) for part in parts if part)

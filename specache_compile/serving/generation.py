@@ -79,7 +79,7 @@ class Generation:
             raise HTTPException(503, STOPPING)
         if self.queued() >= self.queue:
             raise HTTPException(503, f"{self.queue} requests are waiting. Retry later", headers={"Retry-After": "1"})
-        most = min(ANSWER, room, self.batch.longest_from(prompt) - prompt)
+        most = min(ANSWER, room, self.batch.switch.longest_from(prompt) - prompt)
         config.max_new_tokens = config.max_new_tokens or max(least, int(most))
         answer = Answer(question, self.tokenizer, self.metrics)
         self.open.add(answer)

@@ -121,7 +121,7 @@ def test_the_ops_run_in_overlaps_order_on_their_layers_state(
         for _ in range(2):
             ran.clear()
             out = model(out.logits[:, -1:].argmax(-1), **with_cache(cache_of(out)))
-    graph = next(graph for graph in find_record(model).graphs if graph.phase == "decode")
+    graph = next(graph for graph in find_record(model).graphs if graph.captured.phase.name == "decode")
     session = cache_of(out).layers[0].keys.handle.session
     state = {f"{field}_{layer}": value for layer, fields in enumerate(session.state) for field, value in fields.items()}
     expected = [

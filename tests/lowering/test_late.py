@@ -113,7 +113,7 @@ def step(request: pytest.FixtureRequest) -> Callable[[], int]:
 
 def decodes(step: Any) -> Rewrites:
     """Return the rewrites of the decode graph."""
-    (graph,) = (graph for graph in find_record(step.model).graphs if graph.phase == "decode")
+    (graph,) = (graph for graph in find_record(step.model).graphs if graph.captured.phase.name == "decode")
     return graph.rewrites
 
 

@@ -154,7 +154,7 @@ def masks_of_prefills(model: Any) -> dict[bool, list[bool]]:
         made.variant.unpadded: [node.kwargs.get("attn_mask") is not None for node in made.graph_module.graph.nodes
                                 if node.target is torch.nn.functional.scaled_dot_product_attention]
         for graph in record.graphs
-        if graph.phase == "prefill" and graph.captured.padding is not None
+        if graph.captured.phase.name == "prefill" and graph.captured.padding is not None
         for made in graph.rewrites.made.values()
     }  # fmt: skip
 

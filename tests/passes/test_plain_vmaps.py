@@ -107,5 +107,5 @@ def test_a_mask_made_with_vmap_is_read() -> None:
     expected = greedy_unmasked(model, prompt(40), 8)
     assert torch.equal(greedy_unmasked(twin, prompt(40), 8), expected)
     record = find_record(twin)
-    assert {graph.phase for graph in record.graphs} == {"prefill", "decode"}
+    assert {graph.captured.phase.name for graph in record.graphs} == {"prefill", "decode"}
     assert all(graph.captured.sites and graph.captured.is_causal for graph in record.graphs)

@@ -77,7 +77,7 @@ def assert_rewritten_as_listed(model: Any, family: Family, *phases: str) -> None
     assert (record.absorbed if record else 0) == family.absorbed
     for graph in graphs:
         assert (len(graph.captured.sites), len(graph.captured.left_alone)) == (family.rewritten, family.exact)
-    assert {graph.phase for graph in graphs} == (set(phases) if family.rewritten else set())
+    assert {graph.captured.phase.name for graph in graphs} == (set(phases) if family.rewritten else set())
     made = [each for graph in graphs for each in graph.rewrites.made.values()]
     lanes = {each.lanes for each in made if each.variant.phase.name == "decode"}
     assert lanes == ({family.lanes} if family.rewritten else set())

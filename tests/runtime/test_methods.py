@@ -201,7 +201,7 @@ def test_kivi_is_specache_that_fetches_nothing(llama: LlamaForCausalLM) -> None:
     for model in (ours, same):
         record = find_record(model)
         assert (sc.stats(model).pre_decodes, sc.stats(model).bytes_to_device) == (0, 0)
-        assert {graph.phase for graph in record.graphs} == {"prefill", "decode"}
+        assert {graph.captured.phase.name for graph in record.graphs} == {"prefill", "decode"}
         assert all(form.lanes == 1 for graph in record.graphs for form in graph.rewrites.made.values())
 
 

@@ -188,7 +188,7 @@ def assert_same_answers(pictures: Pictures, model: Any, plain: Any) -> None:
 def lanes(compiled: Any, pictures: Pictures) -> set[int]:
     """Those of its decode; all of its graphs are rewritten."""
     record = find_record(compiled)
-    assert {(g.phase, len(g.captured.sites), len(g.captured.left_alone)) for g in record.graphs} == {
+    assert {(g.captured.phase.name, len(g.captured.sites), len(g.captured.left_alone)) for g in record.graphs} == {
         ("prefill", 1, pictures.exact), ("decode", 1, pictures.exact),
     }  # fmt: skip
     made = [each for graph in record.graphs for each in graph.rewrites.made.values()]

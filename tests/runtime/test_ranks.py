@@ -61,7 +61,7 @@ def generated(model: Any) -> dict[str, Any]:
         return [name for one in targets if "c10d" in one and (name := one.split(".")[1]) != "wait_tensor"]
 
     tokens = greedy(model, prompt(70), 16).tolist()
-    decode = next(graph for graph in find_record(model).graphs if graph.phase == "decode")
+    decode = next(graph for graph in find_record(model).graphs if graph.captured.phase.name == "decode")
     graphs = (decode.rewrites.modules["decode"], decode.captured.graph_module)
     stats, few = sc.stats(model), pairs_to_fetch(parse_options({}), decode.captured.layers[0])
     return {
