@@ -492,14 +492,14 @@ def by_columns(
 ) -> str:  # fmt: skip
     """A column for each length or model: what is counted, and of how many; and the device's share of the cache at each.
 
-    The last line is the time of all methods.
+    A method with a budget for each column is one row. The last line is the time of all methods.
     """
     methods: dict[str, dict[str, ResultRow]] = {}
     seconds: dict[str, float] = {}
     for folder in folders:
         for row in quality(folder):
             name = f"{what.format(row.samples)} {column(folder, row)}"
-            methods.setdefault(row.method, {})[name] = row
+            methods.setdefault(re.sub(r"budget=\d+,", "budget=N,", row.method), {})[name] = row
             seconds[name] = seconds.get(name, 0) + row.seconds
     if cell is kl and column is at_length:  # the full cache is at no distance from itself
         del methods["uncompiled"]
@@ -539,7 +539,9 @@ GENERATORS: dict[str, Callable[[], str]] = {
         )
     },
     "needles_smollm2": partial(by_columns, ["needles_smollm2"], FOUND, share_of_keys),
-    "needles_blind": partial(by_columns, ["needles_blind", "needles_gemma_blind"], FOUND, share_of_keys),
+    "needles_blind": partial(
+        by_columns, ["needles_blind", *(f"needles_gemma_blind{n}" for n in ("", "_16k", "_31k"))], FOUND, share_of_keys
+    ),
     "needles_gemma": partial(by_columns, [f"needles_gemma_{n}" for n in ("8k", "16k", "31k")], FOUND, share_of_keys),
     "closeness": partial(by_columns, ["closeness", "closeness_4k", "closeness_8k"], KL, kl),
     "fetched_gemma": partial(by_columns, ["fetched_gemma", "knobs_gemma"], KL, kl),
