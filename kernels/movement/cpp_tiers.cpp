@@ -147,8 +147,8 @@ int64_t refill_head(const int32_t* selected, const Tier& host, int64_t head, cha
 
 }  // namespace
 
-// scores [heads, capacity] → selected [heads, k]. cursor [rows, columns]: of each row, only tokens that were in the
-// low-bit tier before the step; null: all.
+// scores [heads, capacity] → selected [heads, k]. heads: of all rows; row_heads: of a row. With a cursor [rows, columns]
+// only tokens that are in the row's low-bit tier before the step are candidates; null: all tokens are.
 extern "C" void select_topk(const float* scores, int64_t heads, int64_t capacity, int64_t k, const int64_t* cursor,
                             int64_t columns, int64_t row_heads, int32_t* selected) {
   for (int64_t head = 0; head < heads; ++head) {

@@ -117,7 +117,7 @@ class HeldTensor(Tensor):
     def tolist(self) -> Any:
         raise held_read("tolist()")
 
-    def __getitem__(self, index: Any) -> HeldTensor:
+    def __getitem__(self, index: Any) -> Tensor:
         """Crop and row selection. Not through ATen, whose slice creates a view that Dynamo would trace with its
         base."""
         parts = index if isinstance(index, tuple) else (index,)
@@ -188,8 +188,10 @@ def keep(held: HeldTensor, *args: Any, **kwargs: Any) -> HeldTensor:
 
 
 def take(held: Any, dim: int, part: Any) -> Any:
-    """Apply one dimension's part of an index: for rows like a plain tensor, errors included; for tokens a crop. If
-    no token is left, the result is a plain tensor, so that the next call is a prefill."""
+    """Apply one dimension's part of an index: for rows like a plain tensor, errors included; for tokens a crop.
+
+    If no token is left, the result is a plain tensor, so that the next call is a prefill.
+    """
     if isinstance(part, slice) and part.indices(held.shape[dim]) == (0, held.shape[dim], 1):
         return held
     if dim == 2 and isinstance(part, slice):

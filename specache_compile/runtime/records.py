@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -88,6 +90,8 @@ class ModelRecord:
 
 # Keyed by the parameters of a model, which both the model and a captured graph's arguments contain, and by its decoder.
 _records: WeakIdKeyDictionary = WeakIdKeyDictionary()
+# The record of the graph that this thread ran last.
+_newest = threading.local()
 
 
 def parameters_in(arguments: Sequence[Any]) -> list[torch.nn.Parameter]:
@@ -95,8 +99,9 @@ def parameters_in(arguments: Sequence[Any]) -> list[torch.nn.Parameter]:
     return [argument for argument in arguments if isinstance(argument, torch.nn.Parameter)]
 
 
-def keys_of(model: torch.nn.Module | None) -> list[Any]:
-    return [] if model is None else [*model.parameters(), decoder_of(model)]
+def keys_of(model: torch.nn.Module) -> list[Any]:
+    """What the record of a model is found by."""
+    return [*model.parameters(), decoder_of(model)]
 
 
 def record_of(parameters: Sequence[torch.Tensor]) -> ModelRecord:
@@ -104,15 +109,20 @@ def record_of(parameters: Sequence[torch.Tensor]) -> ModelRecord:
 
     Dynamo uses one graph for every model of one class and shape, so each call may belong to another model. A graph
     between graph breaks may have no parameters, and accelerate loads offloaded layers as new parameters in each call.
+    Without a running model, a graph without parameters belongs to the model whose graphs this thread ran last.
     """
     known = next((_records[parameter] for parameter in parameters if parameter in _records), None)
-    if known is not None:
-        return known
-    keys = keys_of(calling_model())
-    record = next((_records[key] for key in keys if key in _records), None) or ModelRecord()
-    for key in (*parameters, *keys):
-        _records[key] = record
-    return record
+    model = None if known else calling_model()
+    if model is not None:
+        known = _records.get(decoder_of(model))
+    elif not known and not parameters:
+        known = getattr(_newest, "record", lambda: None)()
+    if known is None:
+        known = ModelRecord()
+        for key in [*parameters, *(() if model is None else keys_of(model))]:
+            _records[key] = known
+    _newest.record = weakref.ref(known)
+    return known
 
 
 def find_record(model: torch.nn.Module) -> ModelRecord | None:

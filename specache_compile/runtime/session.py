@@ -405,7 +405,8 @@ def became_plain(why: str | None, size: int, tokens: int, batch: int) -> str:
 
 def plain_already() -> SpecacheError:
     return SpecacheError(
-        "this cache has plain tensors already, which the specache backend does not hold. Call hold(cache, model) first"
+        "this cache has no tokens, or plain tensors already, which the specache backend does not hold. Prefill it, or "
+        "call hold(cache, model) first"
     )
 
 

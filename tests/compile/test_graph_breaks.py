@@ -16,6 +16,7 @@ import specache_compile as sc
 from conftest import LOSSLESS, compile_copy, greedy, is_held, prompt, step, tiny_llama
 from families import Family
 from specache_compile.compat import cache_of
+from specache_compile.runtime.records import record_of
 
 # Of a layer's output [B, T, width]: whether it is to break the graph.
 BREAKS: dict[str, Callable[[Tensor], bool]] = {
@@ -137,3 +138,8 @@ def test_a_model_that_accelerate_offloads_is_counted() -> None:
     twin.compile(backend="specache", options={**LOSSLESS, "speculate": False})
     assert torch.equal(greedy(twin, prompt(40), 4), greedy(llama, prompt(40), 4))
     assert sc.stats(twin).decodes == 3
+
+
+def test_a_graph_without_parameters_belongs_to_the_model_that_ran_last() -> None:
+    record = record_of([torch.nn.Parameter(torch.zeros(1))])
+    assert record_of([]) is record
