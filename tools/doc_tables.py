@@ -540,7 +540,7 @@ GENERATORS: dict[str, Callable[[], str]] = {
     },
     "needles_smollm2": partial(by_columns, ["needles_smollm2"], FOUND, share_of_keys),
     "needles_blind": partial(
-        by_columns, ["needles_blind", *(f"needles_gemma_blind{n}" for n in ("", "_16k"))], FOUND, share_of_keys
+        by_columns, ["needles_blind", *(f"needles_gemma_blind{n}" for n in ("", "_16k", "_31k"))], FOUND, share_of_keys
     ),
     "needles_gemma": partial(by_columns, [f"needles_gemma_{n}" for n in ("8k", "16k", "31k")], FOUND, share_of_keys),
     "closeness": partial(by_columns, ["closeness", "closeness_4k", "closeness_8k"], KL, kl),
