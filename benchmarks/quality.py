@@ -65,9 +65,9 @@ TABLES = {
             f"the same at {length:,} tokens, of as many windows as the text has, and with low-bit values skipped",
             ("closeness",),
             ("uncompiled", "specache", SKIPPING, "kivi:bits=4", "fp8"),
-            (*UNSEEN, "--lengths", str(length), "--samples", str(samples)),
+            (*texts, *FAST, "--lengths", str(length), "--samples", "32"),
         )
-        for name, length, samples in (("closeness_4k", 4096, 32), ("closeness_8k", 8192, 16))
+        for name, length, texts in (("closeness_4k", 4096, UNSEEN_TEXT), ("closeness_8k", 8192, MORE_UNSEEN_TEXT))
     },
     "host": Table(
         "the same of a host tier of 8 bits, the default's, and of 16",
