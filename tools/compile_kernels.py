@@ -127,7 +127,8 @@ def type_of(value: object) -> str:
 
 def is_aligned(value: Any) -> bool:
     """Return whether Triton may assume a pointer or size to be a multiple of 16."""
-    return (value.data_ptr() if isinstance(value, Tensor) else value if is_size(value) else 1) % 16 == 0
+    number = value.data_ptr() if isinstance(value, Tensor) else value
+    return is_size(number) and number % 16 == 0
 
 
 def launch_of(kernel: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Launch:

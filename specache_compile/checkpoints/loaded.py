@@ -27,9 +27,9 @@ class Checkpoint:
 
 def open_checkpoint(name: str) -> Checkpoint:
     """The config and tokenizer of a checkpoint; a known name is converted. Prints the origin of a known name."""
-    config, folder = config_of(name), resolved(name)
+    folder = resolved(name)
     print_origin(name)
-    return Checkpoint(folder, config, tokenizer_of(folder))
+    return Checkpoint(folder, config_of(folder), tokenizer_of(folder))
 
 
 def load_model(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -99,9 +99,10 @@ def parameters_in(arguments: Sequence[Any]) -> list[torch.nn.Parameter]:
     return [argument for argument in arguments if isinstance(argument, torch.nn.Parameter)]
 
 
-def keys_of(model: torch.nn.Module) -> list[Any]:
-    """What the record of a model is found by."""
-    return [*model.parameters(), decoder_of(model)]
+def keys_of(model: torch.nn.Module) -> Iterator[Any]:
+    """Yield what the record of a model is found by."""
+    yield from model.parameters()
+    yield decoder_of(model)
 
 
 def record_of(parameters: Sequence[torch.Tensor]) -> ModelRecord:
