@@ -147,12 +147,13 @@ TABLES = {
             f"the same at {length:,} tokens, the question unknown while the context is read",
             ("needle",),
             ("uncompiled", "specache", "specache:bits=1", "kivi:bits=2", "kivi:bits=1", *evicting),
-            ("--blind", *KEYS, *texts, *CHUNKED, "--batch-size", "1", "--lengths", str(length), "--samples", "11"),
+            ("--blind", *KEYS, *texts, *CHUNKED, "--batch-size", "1", "--lengths", str(length), "--samples", samples),
             GEMMA,
         )
-        for name, length, texts, evicting in (  # SnapKV prefills a whole prompt: hours for the longer ones
-            ("needles_gemma_blind", 8192, LICENCES, ("snapkv:budget=0.15",)),
-            ("needles_gemma_blind_16k", 16384, LICENCES, ()), ("needles_gemma_blind_31k", 31744, MORE_LICENCES, ()),
+        for name, length, texts, samples, evicting in (  # SnapKV prefills a whole prompt: hours for the longer ones
+            ("needles_gemma_blind", 8192, LICENCES, "11", ("snapkv:budget=0.15",)),
+            ("needles_gemma_blind_16k", 16384, LICENCES, "33", ("h2o:budget=2030,eviction_block=1024",)),
+            ("needles_gemma_blind_31k", 31744, MORE_LICENCES, "33", ("h2o:budget=3680,eviction_block=1024",)),
         )
     },
     **{
