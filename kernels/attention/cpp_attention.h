@@ -1,4 +1,4 @@
-// A decode step's attention over the low-bit tokens of one head, and over all tokens.
+// A decode step's attention over the low-bit tokens of one head, and the scores of candidates.
 //
 // Low-bit keys: q is multiplied by a group's scales once, and q·zero added once a group. Low-bit values: weights are
 // multiplied by the tokens' scales. Rotated pairs stay rotated: the query is rotated before, the sum after.
@@ -245,51 +245,6 @@ struct Attention : ExactAttention {
     const std::vector<int> kept = chunk_weights(head, start, cut, weights.data(), part);
     if (s.value_bits < 8) mix_fragments(place(head, start), count, kept, weights.data(), part);
     else mix_tokens(place(head, start), count, kept, weights.data(), part);
-  }
-
-  // Peaks and totals of the first `count` logits of each row, which are `stride` apart.
-  void totals(const float* logits, int64_t stride, int64_t count, Part part) const {
-    for (int64_t m = 0; m < rows; ++m) {
-      const float *row = logits + m * stride, top = largest(row, count), base = base_of(top);
-      float total = 0.0f;
-      for (int64_t t = 0; t < count; ++t) total += weight_of(row[t], base);
-      part.peak[m] = top;
-      part.total[m] = total;
-    }
-  }
-
-  // Each row's maximum, and 1/Σ exp, over all its head's parts and its sink; a fully masked row gives 0.
-  void denominators(const Parts& parts, int64_t head, float* peaks, float* shares) const {
-    const int64_t first = head * (chunks + 1);
-    for (int64_t m = 0; m < rows; ++m) {
-      const float sink = s.sinks ? s.sinks[head % s.heads * s.group_heads + m / s.lanes] : kNothing;
-      float top = sink, total = 0.0f;
-      for (int64_t i = 0; i <= chunks; ++i) top = std::max(top, parts.peaks[(first + i) * rows + m]);
-      const float base = base_of(top);
-      for (int64_t i = 0; i <= chunks; ++i)
-        total += parts.totals[(first + i) * rows + m] * weight_of(parts.peaks[(first + i) * rows + m], base);
-      total += weight_of(sink, base);
-      peaks[m] = base;
-      shares[m] = total == 0.0f ? 0.0f : 1.0f / total;
-    }
-  }
-
-  // All parts of a head, merged, into s.out.
-  void merge(Parts& parts, int64_t head) const {
-    std::vector<float> sum(s.d), peaks(rows), shares(rows);
-    denominators(parts, head, peaks.data(), shares.data());
-    float* out = sum.data();
-    for (int64_t m = 0; m < rows; ++m) {
-      std::fill_n(out, s.d, 0.0f);
-      for (int64_t i = 0; i <= chunks; ++i) {
-        Part part = parts[head * (chunks + 1) + i];
-        if (i == chunks && s.rotation) rotate(out, s.d, s.rotation);  // the sum of the low-bit tier's parts
-        if (part.total[m] == 0.0f) continue;
-        const float shrink = weight_of(part.peak[m], peaks[m]) * shares[m];
-        for (int64_t c = 0; c < s.d; ++c) out[c] += part.out[m * s.d + c] * shrink;
-      }
-      for (int64_t c = 0; c < s.d; ++c) static_cast<T*>(s.out)[(head * rows + m) * s.d + c] = out[c];
-    }
   }
 
   // scores[token - first] = the attention of one lane, summed over the query group, where the mask shows a candidate to

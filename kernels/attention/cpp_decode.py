@@ -19,8 +19,9 @@ from specache_compile.kernels.state.layout import rotation_block
 from specache_compile.kernels.state.operands import AttentionInputs, TierInputs, takes
 from specache_compile.kernels.state.page_table import PAGE, shape_of_scores
 
-from .attention_ops import attend_scored, decode_attention, grouped_bias, score_low_bit
+from .attention_ops import attend_scored, decode_attention, score_low_bit
 from .kept_logits import whole_logits
+from .query import grouped_bias
 
 
 def step_of(new: AttentionInputs, read: TierInputs, top_k: int, **tensors: Tensor) -> StepArguments:

@@ -1,11 +1,11 @@
-// A decode step's lengths, and its attention over some 16-bit pairs of a head. cpp/library.py declares `StepArguments`
-// and its shapes.
+// A decode step's lengths, its attention over some 16-bit pairs of a head, and the merge of a head's parts.
+// cpp/library.py declares `StepArguments` and its shapes.
 
 #include <vector>
 
 namespace {
 
-// An additive mask hides a token with its dtype's minimum; float16's is the closest to 0 (`attention_ops.SEEN`).
+// An additive mask hides a token with its dtype's minimum; float16's is the closest to 0 (`query.SEEN`).
 constexpr float kSeen = -65504.0f / 2;
 // Low-bit tokens per job; a multiple of every group size, and those of a page (`page_table.py`).
 constexpr int64_t kChunk = 256;
@@ -158,6 +158,51 @@ struct ExactAttention {
       mix_tile(weights.data() + t, stride, values.data(), rows, s.d, part.out);
     }
     return logits;
+  }
+
+  // Peaks and totals of the first `count` logits of each row, which are `stride` apart.
+  void totals(const float* logits, int64_t stride, int64_t count, Part part) const {
+    for (int64_t m = 0; m < rows; ++m) {
+      const float *row = logits + m * stride, top = largest(row, count), base = base_of(top);
+      float total = 0.0f;
+      for (int64_t t = 0; t < count; ++t) total += weight_of(row[t], base);
+      part.peak[m] = top;
+      part.total[m] = total;
+    }
+  }
+
+  // Each row's maximum, and 1/Σ exp, over all its head's parts and its sink; a fully masked row gives 0.
+  void denominators(const Parts& parts, int64_t head, float* peaks, float* shares) const {
+    const int64_t first = head * (chunks + 1);
+    for (int64_t m = 0; m < rows; ++m) {
+      const float sink = s.sinks ? s.sinks[head % s.heads * s.group_heads + m / s.lanes] : kNothing;
+      float top = sink, total = 0.0f;
+      for (int64_t i = 0; i <= chunks; ++i) top = std::max(top, parts.peaks[(first + i) * rows + m]);
+      const float base = base_of(top);
+      for (int64_t i = 0; i <= chunks; ++i)
+        total += parts.totals[(first + i) * rows + m] * weight_of(parts.peaks[(first + i) * rows + m], base);
+      total += weight_of(sink, base);
+      peaks[m] = base;
+      shares[m] = total == 0.0f ? 0.0f : 1.0f / total;
+    }
+  }
+
+  // All parts of a head, merged, into s.out.
+  void merge(Parts& parts, int64_t head) const {
+    std::vector<float> sum(s.d), peaks(rows), shares(rows);
+    denominators(parts, head, peaks.data(), shares.data());
+    float* out = sum.data();
+    for (int64_t m = 0; m < rows; ++m) {
+      std::fill_n(out, s.d, 0.0f);
+      for (int64_t i = 0; i <= chunks; ++i) {
+        Part part = parts[head * (chunks + 1) + i];
+        if (i == chunks && s.rotation) rotate(out, s.d, s.rotation);  // the sum of the low-bit tier's parts
+        if (part.total[m] == 0.0f) continue;
+        const float shrink = weight_of(part.peak[m], peaks[m]) * shares[m];
+        for (int64_t c = 0; c < s.d; ++c) out[c] += part.out[m * s.d + c] * shrink;
+      }
+      for (int64_t c = 0; c < s.d; ++c) static_cast<T*>(s.out)[(head * rows + m) * s.d + c] = out[c];
+    }
   }
 };
 

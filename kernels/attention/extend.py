@@ -19,7 +19,8 @@ from specache_compile.kernels.state.operands import AttentionInputs, takes
 from specache_compile.kernels.state.page_table import PAGE, Pages, rows_of_pages, tokens_of
 from specache_compile.kernels.state.stored_pairs import decoded
 
-from .attention_ops import BLOCK, as_bias, capped, check_covers, softmax
+from .attention_ops import BLOCK, softmax
+from .query import as_bias, capped, check_covers
 
 FLASH_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Tokens of a part of the flash kernel, which are copied at a time from pages. A mask with a row per new token is copied

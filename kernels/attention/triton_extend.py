@@ -18,7 +18,7 @@ from specache_compile.kernels.state.operands import AttentionInputs, takes
 from specache_compile.kernels.state.page_table import Pages, pairs_of, rows_of_pages
 from specache_compile.kernels.state.stored_pairs import decoded
 
-from .attention_ops import check_covers
+from .query import check_covers
 from .triton_softmax import LOG2E, biased, capped, finite, shown
 
 # Tokens of a host block: 8 MB per row with 8 heads and d = 128, large enough for full PCIe speed.

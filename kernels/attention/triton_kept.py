@@ -8,7 +8,7 @@ import triton.language as tl
 from specache_compile.kernels.codes import records
 
 from . import kept_logits
-from .attention_ops import SEEN
+from .query import SEEN
 
 RECORD, BLOCK, OCTET = (tl.constexpr(n) for n in (records.RECORD, kept_logits.LOGIT_BLOCK, kept_logits.OCTET))
 # An additive mask below this value hides its token; other masks set logits to -inf.

@@ -1,18 +1,21 @@
-// `trellis.encode`: Viterbi's search, one circle in each lane of a vector.
+// `trellis.quantize_records`; Viterbi's search has one circle in each lane of a vector.
 
-#include <algorithm>
+#include <cmath>
 
 namespace {
 
-constexpr int kMemory = 3, kStates = 1 << kMemory, kMost = 64;
-constexpr float kFar = 1e30f;
+constexpr int kMemory = 3, kStates = 1 << kMemory, kCircle = 32, kTokens = 64;
+constexpr float kFar = 1e30f, kStep = 0.8f, kLeastCosine = 0.25f;
+// Records from which a second thread saves more than it costs.
+constexpr int64_t kManyRecords = 4;
 
 struct Costs {
   Floats of[kStates];
 };
 
 // q of a window of four bits, the newest lowest: `trellis.levels_of`.
-constexpr int level_of(int window) { return 2 * ((window ^ window >> 1 ^ window >> 3) & 1) + (window >> 2 & 1); }
+template <typename Bits>
+constexpr Bits level_of(Bits window) { return 2 * ((window ^ window >> 1 ^ window >> 3) & 1) + (window >> 2 & 1); }
 
 // One step on. Bit s of a lane's result: state s was reached from the one before that has its oldest bit set.
 inline Ints step(Floats x, Costs& costs) {
@@ -47,36 +50,57 @@ inline Ints nearest(const Costs& costs) {
 
 inline Ints before(Ints state, Ints choice) { return state >> 1 | (choice >> state & 1) << (kMemory - 1); }
 
+// Encode kLanes circles, which are the numbers at `order` [kLanes, kCircle], as words; also write their levels r.
+void encode(const float* numbers, const int64_t* order, uint32_t* words, float* levels) {
+  Floats x[kCircle];
+  Ints choices[kCircle];
+  for (int t = 0; t < kCircle; ++t)
+    for (int i = 0; i < kLanes; ++i) x[t][i] = numbers[order[i * kCircle + t]];
+  Costs costs = {};
+  for (int t = kCircle / 2; t < kCircle; ++t) step(x[t], costs);
+  for (int t = 0; t < kCircle / 2; ++t) choices[t] = step(x[t], costs);
+  Ints edge = nearest(costs);
+  for (int t = kCircle / 2; t-- > 0;) edge = before(edge, choices[t]);
+
+  for (int state = 0; state < kStates; ++state) costs.of[state] = edge == state ? Floats{} : Floats{} + kFar;
+  for (int t = 0; t < kCircle; ++t) choices[t] = step(x[t], costs);
+  Ints state = edge, word = {};
+  for (int t = kCircle; t-- > 0;) {
+    const Ints level = level_of<Ints>(state | (choices[t] >> state & 1) << kMemory);
+    for (int i = 0; i < kLanes; ++i) levels[order[i * kCircle + t]] = level[i] - 1.5f;
+    word |= (state & 1) << t;
+    state = before(state, choices[t]);
+  }
+  for (int i = 0; i < kLanes; ++i) words[i] = word[i];
+}
+
 }  // namespace
 
-// circles [count, length] of unit step → codes [count, length / 8].
-extern "C" void encode(const float* circles, int64_t count, int64_t length, uint8_t* codes) {
-  for (int64_t first = 0; first < count; first += kLanes) {
-    const int64_t lanes = std::min<int64_t>(kLanes, count - first), half = length / 2;
-    Floats x[kMost] = {};
-    for (int64_t t = 0; t < length; ++t)
-      for (int64_t i = 0; i < lanes; ++i) x[t][i] = circles[(first + i) * length + t];
-    Ints choices[kMost];
-
-    Costs costs = {};
-    for (int64_t t = length - half; t < length; ++t) step(x[t], costs);
-    for (int64_t t = 0; t < length - half; ++t) choices[t] = step(x[t], costs);
-    Ints edge = nearest(costs);
-    for (int64_t t = length - half; t-- > 0;) edge = before(edge, choices[t]);
-
-    for (int state = 0; state < kStates; ++state)
-      costs.of[state] = edge == state ? Floats{} : Floats{} + kFar;
-    for (int64_t t = 0; t < length; ++t) choices[t] = step(x[t], costs);
-    Ints state = edge;
-    for (int64_t t = length; t-- > 0;) {
-      const Ints choice = choices[t];
-      choices[t] = state & 1;
-      state = before(state, choice);
+// x [count, 64, dim], of which d channels are not padding; order [64 * dim]: each field's number. Written: words
+// [count, 2 * dim] and scales [count, 64].
+extern "C" void quantize(const float* x, int64_t count, int64_t dim, int64_t d, const int64_t* order, uint32_t* words,
+                         float* scales) {
+#pragma omp parallel for num_threads(threads()) if (count > kManyRecords)
+  for (int64_t r = 0; r < count; ++r) {
+    std::vector<float> units(kTokens * dim), numbers(units), levels(units), squares(kTokens), peaks(kTokens);
+    for (int64_t t = 0; t < kTokens; ++t) {
+      const float* row = x + (r * kTokens + t) * dim;
+      for (int64_t c = 0; c < dim; ++c) peaks[t] = std::max(peaks[t], std::fabs(row[c]));
+      float* unit = &units[t * dim];
+      for (int64_t c = 0; c < dim; ++c) unit[c] = peaks[t] > 0.0f ? row[c] / peaks[t] : 0.0f;
+      for (int64_t c = 0; c < dim; ++c) squares[t] += unit[c] * unit[c];
+      const float step = std::sqrt(squares[t] / d) * kStep;
+      for (int64_t c = 0; c < dim; ++c) numbers[t * dim + c] = step > 0.0f ? unit[c] / step : 0.0f;
     }
-    for (int64_t j = 0; j < length / 8; ++j) {
-      Ints byte = {};
-      for (int p = 0; p < 8; ++p) byte |= choices[j * 8 + p] << p;
-      for (int64_t i = 0; i < lanes; ++i) codes[(first + i) * (length / 8) + j] = byte[i];
+    for (int64_t circle = 0; circle < 2 * dim; circle += kLanes)
+      encode(numbers.data(), order + circle * kCircle, words + r * 2 * dim + circle, levels.data());
+    for (int64_t t = 0; t < kTokens; ++t) {
+      const float *unit = &units[t * dim], *level = &levels[t * dim];
+      float along = 0.0f, size = 0.0f;
+      for (int64_t c = 0; c < d; ++c) along += unit[c] * level[c];
+      for (int64_t c = 0; c < d; ++c) size += level[c] * level[c];
+      along = std::max(along, kLeastCosine * std::sqrt(squares[t] * size));
+      scales[r * kTokens + t] = squares[t] > 0.0f ? peaks[t] * (squares[t] / along) : 0.0f;
     }
   }
 }

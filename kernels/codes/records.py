@@ -30,6 +30,8 @@ VECTOR, CIRCLE = 4, 32
 SMALLEST_DIM = 16
 # From this width on, codes are rows of tokens.
 ROWS_FROM = 8
+# Integers of a byte for each field of a packed byte, by the field's bits.
+WORDS = {1: torch.int64, 2: torch.int32, 4: torch.int16, 8: torch.uint8}
 # Channels whose parameters a thread loads at a time.
 PARAM_BLOCK = 64
 
@@ -46,19 +48,14 @@ def order_of(dim: int, bits: int, values: bool) -> Tensor:
     element = torch.arange(RECORD * dim, device="cpu")
     if bits >= ROWS_FROM:
         return element
-    token, channel = element // dim, element % dim
     fields, loads = 16 // bits, min(VECTOR, dim * bits // 16)
     if values:
-        pair = token % 8 // 2
-        number = channel // 8 + dim // 8 * (token % 16 // 8) + dim // 4 * (pair % (VECTOR // loads))
-        block, load, half = number // fields, pair // (VECTOR // loads), token % 2
-        lane = channel % 8 * 4 + token // 16
-    else:
-        number = channel // 8 + dim // 8 * (token % 8)
-        block, load, half = number // fields // loads, number // fields % loads, channel % 2
-        lane = token // 8 * 4 + channel % 8 // 2
-    word = (block * 32 + lane) * loads + load
-    return ((word * 2 + half) * fields + number % fields).argsort()
+        place = element.view(4, 2, loads, VECTOR // loads, 2, dim // 8, 8)  # q, o, e (load and its rest), k0, c, g
+        numbers = place.permute(3, 1, 5, 6, 0, 2, 4).reshape(-1, fields, 8, 4, loads, 2)
+        return numbers.permute(0, 2, 3, 4, 5, 1).flatten()
+    place = element.view(8, 8, dim // 8, 4, 2)  # g, j, m, q, k0
+    numbers = place.permute(1, 2, 0, 3, 4).reshape(-1, loads, fields, 8, 4, 2)
+    return numbers.permute(0, 3, 4, 1, 5, 2).flatten()
 
 
 @functools.cache
@@ -86,8 +83,10 @@ def in_thread_order(scales: Tensor) -> Tensor:
 
 def packed(fields: Tensor, bits: int) -> Tensor:
     """Pack fields uint8 [..., n] of so many bits, the first in a byte's lowest bits: uint8 [..., n · bits / 8]."""
-    parts = fields.unflatten(-1, (-1, 8 // bits))
-    return (parts << torch.arange(0, 8, bits, dtype=torch.uint8, device=parts.device)).sum(-1, dtype=torch.uint8)
+    last = 8 // bits - 1
+    # One product shifts all fields of a word to its highest byte, without carries.
+    shifts = sum(1 << 8 * (last - i) + bits * i for i in range(last + 1))
+    return (fields.contiguous().view(WORDS[bits]) * shifts >> 8 * last).to(torch.uint8)
 
 
 def unpacked(codes: Tensor, bits: int) -> Tensor:
@@ -126,8 +125,8 @@ def read_levels(codes: Tensor, dim: int, bits: int, values: bool) -> Tensor:
     return by_token(fields_of(codes, dim, bits, values), dim, bits, values)
 
 
-def write_fields(fields: Tensor, start: int, stop: int, codes: Tensor, dim: int, bits: int, values: bool) -> None:
-    """Write the fields of the tokens start..stop, of fields [B, H, n, 64 · D] of the records with these tokens.
+def write_records(new: Tensor, start: int, stop: int, codes: Tensor, dim: int, bits: int, values: bool) -> None:
+    """Write the keys' or values' part of the records with the tokens start..stop, uint8 [B, H, n, 64 · D · bits / 8].
 
     Other tokens of these records stay, since a tier of groups of 32 tokens may end inside a record.
     """
@@ -136,11 +135,12 @@ def write_fields(fields: Tensor, start: int, stop: int, codes: Tensor, dim: int,
     if start % RECORD or stop % RECORD:
         record = torch.arange(first, last, device=codes.device)[:, None]
         token = order_of(dim, bits, values).to(codes.device) // dim + record * RECORD
-        fields = torch.where((token >= start) & (token < stop), fields, unpacked(target, bits))
-    target.copy_(packed(fields, bits))
+        own = (token >= start) & (token < stop)
+        new = packed(torch.where(own, unpacked(new, bits), unpacked(target, bits)), bits)
+    target.copy_(new)
 
 
 def write_levels(levels: Tensor, start: int, codes: Tensor, bits: int, values: bool) -> None:
     """Write levels uint8 [B, H, T, D] of tokens from `start` on to codes [B, H, C, w]."""
-    fields, stop = by_field(levels, start, bits, values), start + levels.shape[2]
-    write_fields(fields, start, stop, codes, levels.shape[3], bits, values)
+    new, stop = packed(by_field(levels, start, bits, values), bits), start + levels.shape[2]
+    write_records(new, start, stop, codes, levels.shape[3], bits, values)

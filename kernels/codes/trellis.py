@@ -22,7 +22,7 @@ from torch import Tensor
 
 from specache_compile.kernels.cpp.library import has_compiler, tiers_library
 
-from .records import CIRCLE, RECORD, by_field, by_token, fields_of, packed, unpacked
+from .records import CIRCLE, RECORD, by_field, by_token, fields_of, order_of, packed, unpacked
 
 MEMORY = 3
 STATES = 1 << MEMORY
@@ -87,17 +87,6 @@ def walked(circles: Tensor, costs: Tensor) -> tuple[Tensor, list[Tensor]]:
     return costs, choices
 
 
-def encode_fused(circles: Tensor) -> Tensor:
-    """Compute `encode` in C++; in PyTorch it needs about twenty launches per number, and a sixth of a prefill's time.
-
-    Paths that are equally near up to rounding may differ.
-    """
-    circles = circles.contiguous()
-    codes = torch.empty((circles.shape[0], circles.shape[1] // 8), dtype=torch.uint8)
-    tiers_library().encode(circles.data_ptr(), *circles.shape, codes.data_ptr())
-    return codes
-
-
 def expanded(bits: Tensor) -> Tensor:
     """Return the 2-bit levels q, uint8, of the bits uint8 [..., 32 · n] of circles."""
     circles = bits.unflatten(-1, (-1, CIRCLE))
@@ -122,24 +111,44 @@ def quantize(x: Tensor, start: int, dim: int, values: bool) -> tuple[Tensor, Ten
         dim: D, the stored channels; the others are 0.
         values: whether x is values, whose circles hold other channels than the keys'.
 
-    Returns: bits uint8 [B, H, n, 64 · D] in the order of the n records with these tokens, and scales float32
-    [B, H, T, 1, 1].
+    Returns: the n records with these tokens, uint8 [B, H, n, 8 · D] as in memory, and scales float32 [B, H, T, 1, 1].
     """
-    exact = x.float()
-    exact = exact.masked_fill(~exact.isfinite(), 0.0)
-    peak = exact.abs().amax(-1, keepdim=True)
-    unit = torch.where(peak > 0, exact / peak, 0.0)  # squares of large numbers overflow
+    first, stop = start % RECORD, start + x.shape[2]
+    whole = (0, dim - x.shape[3], first, -stop % RECORD)
+    records = torch.nn.functional.pad(x.float().nan_to_num(0.0, 0.0, 0.0), whole)
+    run = quantize_fused if x.device.type == "cpu" and has_compiler() else quantize_records
+    codes, scale = run(records, x.shape[3], values)
+    return codes, scale[:, :, first : first + x.shape[2], None, None]
+
+
+def quantize_records(x: Tensor, head_dim: int, values: bool) -> tuple[Tensor, Tensor]:
+    """Quantise whole records [B, H, 64 · n, D], 0 from channel `head_dim` on.
+
+    Returns: codes uint8 [B, H, n, 8 · D], and scales float32 [B, H, 64 · n].
+    """
+    peak = x.abs().amax(-1, keepdim=True)
+    unit = torch.where(peak > 0, x / peak, 0.0)  # squares of large numbers overflow
     square = (unit * unit).sum(-1, keepdim=True)
-    step = (square / unit.shape[-1]).sqrt() * STEP
-    steps = torch.nn.functional.pad(torch.where(step > 0, unit / step, 0.0), (0, dim - x.shape[-1]))
-    fields = by_field(steps, start, 1, values)
-    run = encode_fused if x.device.type == "cpu" and has_compiler() else encode
-    bits = unpacked(run(fields.reshape(-1, CIRCLE)), 1).view(fields.shape)
-    first = start % RECORD
-    levels = levels_of_bits(bits, dim, values)[:, :, first : first + x.shape[2], : x.shape[-1]] - 1.5
+    step = (square / head_dim).sqrt() * STEP
+    fields = by_field(torch.where(step > 0, unit / step, 0.0), 0, 1, values)
+    codes = encode(fields.reshape(-1, CIRCLE)).view(*fields.shape[:3], -1)
+    levels = levels_of_bits(unpacked(codes, 1), x.shape[3], values)[..., :head_dim] - 1.5
     least = LEAST_COSINE * (square * (levels * levels).sum(-1, keepdim=True)).sqrt()
-    along = torch.maximum((unit * levels).sum(-1, keepdim=True), least)
-    return bits, torch.where(square > 0, peak * (square / along), 0.0).unsqueeze(-1)
+    along = torch.maximum((unit[..., :head_dim] * levels).sum(-1, keepdim=True), least)
+    return codes, torch.where(square > 0, peak * (square / along), 0.0)[..., 0]
+
+
+def quantize_fused(x: Tensor, head_dim: int, values: bool) -> tuple[Tensor, Tensor]:
+    """Compute `quantize_records` in C++: in PyTorch it reads and writes each number some thirty times.
+
+    Paths that are equally near up to rounding may differ.
+    """
+    x, dim, count = x.contiguous(), x.shape[3], x.numel() // (RECORD * x.shape[3])
+    codes = torch.empty((*x.shape[:2], x.shape[2] // RECORD, 8 * dim), dtype=torch.uint8)
+    scale, order = torch.empty(x.shape[:3]), order_of(dim, 1, values)
+    places = (order.data_ptr(), codes.data_ptr(), scale.data_ptr())
+    tiers_library().quantize(x.data_ptr(), count, dim, head_dim, *places)
+    return codes, scale
 
 
 def dequantize(levels: Tensor, scale: Tensor) -> Tensor:

@@ -92,7 +92,7 @@ def decode_library(dtype: torch.dtype) -> Any:
 def tiers_library() -> CDLL:
     """Return cpp_tiers.cpp and cpp_trellis.cpp, for all dtypes."""
     library, pointer, number = compiled(("codes/cpp_trellis.cpp", "movement/cpp_tiers.cpp")), c_void_p, c_int64
-    library.encode.argtypes = [pointer, number, number, pointer]
+    library.quantize.argtypes = [pointer, *[number] * 3, *[pointer] * 3]
     library.select_topk.argtypes = [pointer, *[number] * 3, pointer, *[number] * 2, pointer]
     library.refill.argtypes = [*[pointer] * 5, *[number] * 7, pointer]
     library.write_pairs.argtypes = [*[pointer] * 4, *[number] * 8]

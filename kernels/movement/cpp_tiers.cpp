@@ -68,21 +68,18 @@ struct Tier {
 };
 
 constexpr float kLargest = 127.0f;
+// New tokens from which a second thread saves more than it costs.
+constexpr int64_t kManyTokens = 64;
 
 // Round a key or value of d channels to codes and a scale.
 template <typename T>
 void round_to(const T* from, int64_t d, char* to, char* its_scale) {
-  float largest = 0.0f;
-  bool finite = true;
-  for (int64_t i = 0; i < d; ++i) {
-    const float size = std::fabs(static_cast<float>(from[i]));
-    finite &= size < INFINITY;
-    largest = std::max(largest, size);
-  }
-  const float scale = finite ? largest / kLargest : NAN;
-  for (int64_t i = 0; i < d; ++i) {
-    to[i] = scale > 0.0f ? static_cast<int8_t>(std::nearbyint(static_cast<float>(from[i]) / scale)) : 0;
-  }
+  int32_t largest = 0;  // sizes sort like their bits; infinities and NaN are the largest
+  for (int64_t i = 0; i < d; ++i)
+    largest = std::max(largest, bits_of<int32_t>(static_cast<float>(from[i])) & INT32_MAX);
+  const float scale = largest < bits_of<int32_t>(INFINITY) ? bits_of<float>(largest) / kLargest : NAN;
+  for (int64_t i = 0; i < d; ++i)
+    to[i] = scale > 0.0f ? static_cast<int32_t>(std::nearbyint(static_cast<float>(from[i]) / scale)) : 0;
   std::memcpy(its_scale, &scale, sizeof scale);
 }
 
@@ -175,6 +172,7 @@ extern "C" void write_pairs(const char* keys, const char* values, const int64_t*
                             int64_t rows, int64_t heads, int64_t count, int64_t ring, int64_t pair, int64_t exact,
                             int64_t dtype) {
   const Tier tier = {target, rows * heads, pair, exact, dtype, cursor, columns, heads, ring};
+#pragma omp parallel for num_threads(threads()) if (count > kManyTokens)
   for (int64_t head = 0; head < tier.heads; ++head)
     for (int64_t t = 0; t < count; ++t) {
       const int64_t token = cursor[head / heads * columns] + t, from = (head * count + t) * exact / 2;

@@ -1,4 +1,4 @@
-"""The ops of `tier_ops.py` in C++: selection, fetches, and writes of a few tokens."""
+"""The ops of `tier_ops.py` in C++: selection, fetches, and writes of pairs."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from specache_compile.kernels.state.stored_pairs import ROUNDED
 
 from . import tier_ops as tiers
 
-# The most new tokens whose pairs one thread writes; torch's threads copy more.
-WRITE_THROUGH = 16
 # The operands of `append`.
 APPENDED = tuple(inspect.signature(tiers.append).parameters)
 
@@ -56,8 +54,8 @@ def correct_fused(
 
 
 def offload_fused(k: Tensor, v: Tensor, padding: Tensor | None, cursor: Tensor, host: Tensor) -> None:
-    """Run `tier_ops.offload`, for a few tokens in C++; same arguments and results."""
-    if k.shape[2] > WRITE_THROUGH or k.dtype != v.dtype or host.dtype not in (k.dtype, ROUNDED):
+    """Run `tier_ops.offload` in C++ for pairs of one dtype; same arguments and results."""
+    if k.dtype != v.dtype or host.dtype not in (k.dtype, ROUNDED):
         tiers.offload(k, v, padding, cursor, host)
     else:
         write_pairs(k, v, cursor, host)

@@ -14,8 +14,8 @@ from specache_compile.kernels.codes.records import (
     in_thread_order,
     param_order,
     stored_dim,
-    write_fields,
     write_levels,
+    write_records,
 )
 from specache_compile.kernels.codes.trellis import is_trellis, quantize
 from specache_compile.kernels.state.by_rows import by_rows
@@ -97,8 +97,8 @@ def store_low_bit(
 def store_in_trellis(x: Tensor, start: int, codes: Tensor, values: bool) -> Tensor:
     """Encode keys or values [B, H, T, d] in the trellis code; returns their scales float32 [B, H, T]."""
     dim, stop = stored_dim(x.shape[3]), start + x.shape[2]
-    fields, scale = quantize(x, start, dim, values)
-    write_fields(fields, start, stop, codes, dim, 1, values)
+    records, scale = quantize(x, start, dim, values)
+    write_records(records, start, stop, codes, dim, 1, values)
     return scale[..., 0, 0]
 
 

@@ -12,7 +12,7 @@ from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import free_symbols
 from torch.fx.node import map_aggregate
 
-from specache_compile.kernels.attention.attention_ops import SEEN
+from specache_compile.kernels.attention.query import SEEN
 
 from .in_place import memory_of, mutated
 from .nodes import called_name, reached, value_of

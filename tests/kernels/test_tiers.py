@@ -20,7 +20,14 @@ import pairwise
 from held_tiers import cursor_over
 from specache_compile.kernels.codes.params import read_params, read_scale, stored_scale
 from specache_compile.kernels.codes.quantize import quantize_keys, quantize_values
-from specache_compile.kernels.codes.records import by_token, in_thread_order, param_order, read_levels, stored_dim
+from specache_compile.kernels.codes.records import (
+    by_token,
+    in_thread_order,
+    param_order,
+    read_levels,
+    stored_dim,
+    unpacked,
+)
 from specache_compile.kernels.codes.trellis import quantize
 from specache_compile.kernels.movement.tier_ops import padded
 from specache_compile.kernels.state.center import centers, set_center
@@ -233,8 +240,8 @@ class Cache:
 
     def in_trellis(self, x: Tensor, values: bool) -> tuple[Tensor, Tensor]:
         """Return the bits [B, H, n, D] of keys or values [B, H, n, d], and their scales [B, H, n]."""
-        bits, scale = quantize(x, 0, self.dim, values)
-        return by_token(bits, self.dim, 1, values)[:, :, : x.shape[2]], scale[..., 0, 0]
+        codes, scale = quantize(x, 0, self.dim, values)
+        return by_token(unpacked(codes, 1), self.dim, 1, values)[:, :, : x.shape[2]], scale[..., 0, 0]
 
     def check_levels(self, found: Tensor, expected: Tensor, in_trellis: bool) -> None:
         """Without exact sums a number may be at a border of levels, and a circle may have two paths as near."""

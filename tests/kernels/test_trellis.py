@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from specache_compile.kernels.codes import trellis
-from specache_compile.kernels.codes.records import order_of, stored_dim
+from specache_compile.kernels.codes.records import order_of, stored_dim, unpacked
 
 HEAD_DIMS = (8, 16, 40, 64, 80, 96, 128, 256)
 
@@ -27,8 +27,8 @@ def level(b: list[int], t: int) -> int:
 def round_trip(x: Tensor, values: bool, start: int = 0) -> Tensor:
     """Return keys or values [B, H, T, d] of tokens from `start` on, encoded and decoded."""
     dim, first = stored_dim(x.shape[3]), start % 64
-    bits, scale = trellis.quantize(x, start, dim, values)
-    levels = trellis.levels_of_bits(bits, dim, values)[:, :, first : first + x.shape[2], : x.shape[3]]
+    codes, scale = trellis.quantize(x, start, dim, values)
+    levels = trellis.levels_of_bits(unpacked(codes, 1), dim, values)[:, :, first : first + x.shape[2], : x.shape[3]]
     return trellis.dequantize(levels, scale)
 
 
@@ -102,7 +102,15 @@ def test_large_small_zero_and_non_finite_numbers() -> None:
         assert ((decoded[0, 0, row] - exact) ** 2).sum() < 0.7 * (exact * exact).sum()
 
 
-def test_the_encoder_in_cpp_gives_the_same_codes() -> None:
-    x = normal(1003, 32) / trellis.STEP
-    ours, expected = trellis.encode_fused(x), trellis.encode(x)
-    assert (ours != expected).any(-1).float().mean() < 2e-3  # of two paths as near, either
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_the_quantiser_in_cpp_gives_the_same_codes_and_scales(head_dim: int) -> None:
+    x = torch.nn.functional.pad(normal(2, 3, 192, head_dim), (0, stored_dim(head_dim) - head_dim))
+    x *= torch.tensor([1.0, 1e37, 1e-30, 0.0]).repeat(48)[:, None]
+    for values in (False, True):
+        (codes, scale), (found, found_scale) = (
+            run(x, head_dim, values) for run in (trellis.quantize_records, trellis.quantize_fused)
+        )
+        assert (codes != found).float().mean() < 2e-3  # of two paths as near, either
+        same = (codes == found).all(-1).repeat_interleave(64, -1)
+        assert same.float().mean() > 0.8
+        torch.testing.assert_close(found_scale[same], scale[same])

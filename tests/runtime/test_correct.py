@@ -22,7 +22,7 @@ import specache_compile as sc
 from conftest import compile_copy, prompt, tiny_llama
 from specache_compile.compat import cache_of, with_cache
 from specache_compile.kernels.codes import trellis
-from specache_compile.kernels.codes.records import stored_dim
+from specache_compile.kernels.codes.records import stored_dim, unpacked
 from specache_compile.kernels.state.layout import Layout
 from specache_compile.methods import parse_options
 from specache_compile.methods.low_bit_tier import check_head_dim
@@ -86,8 +86,8 @@ def in_8_bits(scale: Tensor) -> Tensor:
 def in_trellis(x: Tensor, values: bool) -> Tensor:
     """What the code makes of keys or values, which tests/kernels/test_trellis.py holds against its formula."""
     dim = stored_dim(x.shape[3])
-    bits, scale = trellis.quantize(x, 0, dim, values)
-    levels = trellis.levels_of_bits(bits, dim, values)[:, :, : x.shape[2], : x.shape[3]]
+    codes, scale = trellis.quantize(x, 0, dim, values)
+    levels = trellis.levels_of_bits(unpacked(codes, 1), dim, values)[:, :, : x.shape[2], : x.shape[3]]
     return trellis.dequantize(levels, in_8_bits(scale))
 
 

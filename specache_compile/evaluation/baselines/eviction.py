@@ -13,7 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specache_compile.kernels.attention.attention_ops import SEEN, grouped_bias, product, weighted, weights_of
+from specache_compile.kernels.attention.attention_ops import weighted, weights_of
+from specache_compile.kernels.attention.query import SEEN, grouped_bias, product
 from specache_compile.kernels.op import Op, fake_of_query
 from specache_compile.kernels.state.cursor import length_of
 from specache_compile.kernels.state.layout import EMPTY

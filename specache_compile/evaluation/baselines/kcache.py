@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specache_compile.kernels.attention.attention_ops import query_of, weights_of
+from specache_compile.kernels.attention.attention_ops import weights_of
+from specache_compile.kernels.attention.query import query_of
 from specache_compile.kernels.op import Op, fake_nothing, fake_of_query
 from specache_compile.kernels.state.by_rows import by_rows
 from specache_compile.kernels.state.cursor import length_of
