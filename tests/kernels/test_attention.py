@@ -229,11 +229,9 @@ def ops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ops:
     return Ops(request.param)
 
 
-def extended(
-    ops: Ops, q: Tensor, k: Tensor, v: Tensor, mask: Any, sinks: Any, cursor: Any, host: Tensor, cap: Any = None
-) -> Tensor:
-    given = (None if x is None else x.to(ops.device) for x in (q, k, v, mask, sinks, cursor, host))
-    out = ops.extend_attention(*given, q.shape[-1] ** -0.5, cap)
+def extended(ops: Ops, q: Tensor, *rest: Tensor | None, softcap: float | None = None) -> Tensor:
+    given = (None if x is None else x.to(ops.device) for x in (q, *rest))
+    out = ops.extend_attention(*given, q.shape[-1] ** -0.5, softcap)
     assert out.dtype == q.dtype
     assert out.is_contiguous(), "its fake is contiguous"
     return out.cpu()
@@ -263,7 +261,7 @@ def test_extend_is_the_references(ops: Ops, case: Case) -> None:
     table = 1 + torch.randperm(host.shape[2] // 256 * batch, generator=generator).view(batch, -1)
     keys, values = torch.cat([host[:, :, :length, 0], k], 2), torch.cat([host[:, :, :length, 1], v], 2)
     expected = output(reference(q, keys, given, causal, sink, softcap), values)
-    out = extended(ops, q, k, v, given, sink, cursor_over(table, length), in_pages(host, table), softcap)
+    out = extended(ops, q, k, v, given, sink, cursor_over(table, length), in_pages(host, table), softcap=softcap)
     # torch's kernel rounds weights too.
     eps, roundings = torch.finfo(dtype).eps, 0.5 if ops.kind == "definition" else 2
     rounding = {"rtol": roundings * eps + 1e-4, "atol": 2e-5 + (roundings > 1) * eps}
