@@ -1,4 +1,4 @@
-// `trellis.quantize_records`; Viterbi's search has one circle in each lane of a vector.
+// `trellis.quantize_records` in C++. Viterbi's search runs one circle in each lane of a vector.
 
 #include <cmath>
 
@@ -6,7 +6,7 @@ namespace {
 
 constexpr int kMemory = 3, kStates = 1 << kMemory, kCircle = 32, kTokens = 64;
 constexpr float kFar = 1e30f, kStep = 0.8f, kLeastCosine = 0.25f;
-// Records from which a second thread saves more than it costs.
+// Records above which a second thread saves more than it costs.
 constexpr int64_t kManyRecords = 4;
 
 struct Costs {
@@ -76,8 +76,8 @@ void encode(const float* numbers, const int64_t* order, uint32_t* words, float* 
 
 }  // namespace
 
-// x [count, 64, dim], of which d channels are not padding; order [64 * dim]: each field's number. Written: words
-// [count, 2 * dim] and scales [count, 64].
+// Quantise records x [count, 64, dim] with d channels before the padding. order [64 * dim]: `records.order_of`.
+// Results: words [count, 2 * dim], scales [count, 64].
 extern "C" void quantize(const float* x, int64_t count, int64_t dim, int64_t d, const int64_t* order, uint32_t* words,
                          float* scales) {
 #pragma omp parallel for num_threads(threads()) if (count > kManyRecords)
@@ -85,12 +85,12 @@ extern "C" void quantize(const float* x, int64_t count, int64_t dim, int64_t d, 
     std::vector<float> units(kTokens * dim), numbers(units), levels(units), squares(kTokens), peaks(kTokens);
     for (int64_t t = 0; t < kTokens; ++t) {
       const float* row = x + (r * kTokens + t) * dim;
-      for (int64_t c = 0; c < dim; ++c) peaks[t] = std::max(peaks[t], std::fabs(row[c]));
+      peaks[t] = bits_of<float>(largest_bits(row, d));
       float* unit = &units[t * dim];
       for (int64_t c = 0; c < dim; ++c) unit[c] = peaks[t] > 0.0f ? row[c] / peaks[t] : 0.0f;
       for (int64_t c = 0; c < dim; ++c) squares[t] += unit[c] * unit[c];
-      const float step = std::sqrt(squares[t] / d) * kStep;
-      for (int64_t c = 0; c < dim; ++c) numbers[t * dim + c] = step > 0.0f ? unit[c] / step : 0.0f;
+      const float distance = std::sqrt(squares[t] / d) * kStep;
+      for (int64_t c = 0; c < dim; ++c) numbers[t * dim + c] = distance > 0.0f ? unit[c] / distance : 0.0f;
     }
     for (int64_t circle = 0; circle < 2 * dim; circle += kLanes)
       encode(numbers.data(), order + circle * kCircle, words + r * 2 * dim + circle, levels.data());

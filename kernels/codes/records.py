@@ -30,7 +30,7 @@ VECTOR, CIRCLE = 4, 32
 SMALLEST_DIM = 16
 # From this width on, codes are rows of tokens.
 ROWS_FROM = 8
-# Integers of a byte for each field of a packed byte, by the field's bits.
+# Bits per field → integer dtype with one byte for each field of a packed byte.
 WORDS = {1: torch.int64, 2: torch.int32, 4: torch.int16, 8: torch.uint8}
 # Channels whose parameters a thread loads at a time.
 PARAM_BLOCK = 64
@@ -84,7 +84,7 @@ def in_thread_order(scales: Tensor) -> Tensor:
 def packed(fields: Tensor, bits: int) -> Tensor:
     """Pack fields uint8 [..., n] of so many bits, the first in a byte's lowest bits: uint8 [..., n · bits / 8]."""
     last = 8 // bits - 1
-    # One product shifts all fields of a word to its highest byte, without carries.
+    # Field i is byte i of a word. One product shifts all fields to the highest byte, without carries.
     shifts = sum(1 << 8 * (last - i) + bits * i for i in range(last + 1))
     return (fields.contiguous().view(WORDS[bits]) * shifts >> 8 * last).to(torch.uint8)
 
@@ -126,7 +126,7 @@ def read_levels(codes: Tensor, dim: int, bits: int, values: bool) -> Tensor:
 
 
 def write_records(new: Tensor, start: int, stop: int, codes: Tensor, dim: int, bits: int, values: bool) -> None:
-    """Write the keys' or values' part of the records with the tokens start..stop, uint8 [B, H, n, 64 · D · bits / 8].
+    """Write `new` [B, H, n, 64 · D · bits / 8], the keys' or values' part of the n records with tokens start..stop.
 
     Other tokens of these records stay, since a tier of groups of 32 tokens may end inside a record.
     """

@@ -113,8 +113,8 @@ def quantize(x: Tensor, start: int, dim: int, values: bool) -> tuple[Tensor, Ten
 
     Returns: the n records with these tokens, uint8 [B, H, n, 8 · D] as in memory, and scales float32 [B, H, T, 1, 1].
     """
-    first, stop = start % RECORD, start + x.shape[2]
-    whole = (0, dim - x.shape[3], first, -stop % RECORD)
+    first = start % RECORD
+    whole = (0, dim - x.shape[3], first, -(start + x.shape[2]) % RECORD)
     records = torch.nn.functional.pad(x.float().nan_to_num(0.0, 0.0, 0.0), whole)
     run = quantize_fused if x.device.type == "cpu" and has_compiler() else quantize_records
     codes, scale = run(records, x.shape[3], values)
@@ -131,21 +131,21 @@ def quantize_records(x: Tensor, head_dim: int, values: bool) -> tuple[Tensor, Te
     square = (unit * unit).sum(-1, keepdim=True)
     step = (square / head_dim).sqrt() * STEP
     fields = by_field(torch.where(step > 0, unit / step, 0.0), 0, 1, values)
-    codes = encode(fields.reshape(-1, CIRCLE)).view(*fields.shape[:3], -1)
-    levels = levels_of_bits(unpacked(codes, 1), x.shape[3], values)[..., :head_dim] - 1.5
+    codes = encode(fields.reshape(-1, CIRCLE)).view(*fields.shape[:3], 8 * x.shape[3])
+    levels = levels_of_bits(unpacked(codes, 1), x.shape[3], values)[..., :head_dim].float() - 1.5
     least = LEAST_COSINE * (square * (levels * levels).sum(-1, keepdim=True)).sqrt()
     along = torch.maximum((unit[..., :head_dim] * levels).sum(-1, keepdim=True), least)
     return codes, torch.where(square > 0, peak * (square / along), 0.0)[..., 0]
 
 
 def quantize_fused(x: Tensor, head_dim: int, values: bool) -> tuple[Tensor, Tensor]:
-    """Compute `quantize_records` in C++: in PyTorch it reads and writes each number some thirty times.
+    """Compute `quantize_records` in C++: the definition reads and writes each number about thirty times.
 
     Paths that are equally near up to rounding may differ.
     """
     x, dim, count = x.contiguous(), x.shape[3], x.numel() // (RECORD * x.shape[3])
-    codes = torch.empty((*x.shape[:2], x.shape[2] // RECORD, 8 * dim), dtype=torch.uint8)
-    scale, order = torch.empty(x.shape[:3]), order_of(dim, 1, values)
+    codes = x.new_empty((*x.shape[:2], x.shape[2] // RECORD, 8 * dim), dtype=torch.uint8)
+    scale, order = x.new_empty(x.shape[:3]), order_of(dim, 1, values)
     places = (order.data_ptr(), codes.data_ptr(), scale.data_ptr())
     tiers_library().quantize(x.data_ptr(), count, dim, head_dim, *places)
     return codes, scale

@@ -78,6 +78,14 @@ inline To bits_of(From from) {
   return to;
 }
 
+// The bits of the largest size, which sort like sizes: infinities and NaN are the largest.
+template <typename T>
+inline int32_t largest_bits(const T* x, int64_t count) {
+  int32_t largest = 0;
+  for (int64_t i = 0; i < count; ++i) largest = std::max(largest, bits_of<int32_t>(static_cast<float>(x[i])) & INT32_MAX);
+  return largest;
+}
+
 typedef uint32_t Words __attribute__((vector_size(kLanes * sizeof(uint32_t)), aligned(4)));
 
 inline Floats load(const float* from) { return *reinterpret_cast<const Floats*>(from); }

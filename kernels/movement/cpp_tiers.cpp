@@ -68,15 +68,13 @@ struct Tier {
 };
 
 constexpr float kLargest = 127.0f;
-// New tokens from which a second thread saves more than it costs.
+// New tokens above which a second thread saves more than it costs.
 constexpr int64_t kManyTokens = 64;
 
 // Round a key or value of d channels to codes and a scale.
 template <typename T>
 void round_to(const T* from, int64_t d, char* to, char* its_scale) {
-  int32_t largest = 0;  // sizes sort like their bits; infinities and NaN are the largest
-  for (int64_t i = 0; i < d; ++i)
-    largest = std::max(largest, bits_of<int32_t>(static_cast<float>(from[i])) & INT32_MAX);
+  const int32_t largest = largest_bits(from, d);
   const float scale = largest < bits_of<int32_t>(INFINITY) ? bits_of<float>(largest) / kLargest : NAN;
   for (int64_t i = 0; i < d; ++i)
     to[i] = scale > 0.0f ? static_cast<int32_t>(std::nearbyint(static_cast<float>(from[i]) / scale)) : 0;

@@ -54,7 +54,7 @@ def correct_fused(
 
 
 def offload_fused(k: Tensor, v: Tensor, padding: Tensor | None, cursor: Tensor, host: Tensor) -> None:
-    """Run `tier_ops.offload` in C++ for pairs of one dtype; same arguments and results."""
+    """Run `tier_ops.offload` in C++ if k, v and an exact host tier have one dtype; same arguments and results."""
     if k.dtype != v.dtype or host.dtype not in (k.dtype, ROUNDED):
         tiers.offload(k, v, padding, cursor, host)
     else:

@@ -72,9 +72,9 @@ def test_the_codes_of_a_pair_are_contiguous_and_aligned(d: int) -> None:
 @DTYPES
 @WIDTHS
 @pytest.mark.parametrize("kind", KINDS[1:])
-@pytest.mark.parametrize("count", [1, 7])
+@pytest.mark.parametrize("count", [1, 7, 200])
 def test_what_is_stored_is_the_definitions(dtype: torch.dtype, d: int, kind: str, count: int) -> None:
-    k, v = (x[:, :, :count] for x in some_pairs(7, d, dtype))
+    k, v = (x[:, :, :count] for x in some_pairs(max(count, 7), d, dtype))
     cursor, ops, hosts = cursor_over(TABLE, PAGE - 3), Ops(kind), (empty_host(d), empty_host(d))
     tiers.offload(k, v, None, cursor, hosts[0])
     there = hosts[1].to(ops.device)
