@@ -25,7 +25,7 @@ class ServedModel:
     """The compiled model and its tokenizer, under the name that the user typed. No code of the checkpoint runs."""
 
     def __init__(self, checkpoint: str, device: str, options: Mapping[str, Any]) -> None:
-        opened = open_checkpoint(checkpoint, trust_remote_code=False)
+        opened: Any = open_checkpoint(checkpoint, trust_remote_code=False)
         self.name, self.tokenizer = checkpoint, opened.tokenizer
         model = with_weights(opened.folder, dtype="auto", trust_remote_code=False, use_safetensors=True)
         self.model: Any = placed(model, device)
