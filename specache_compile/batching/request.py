@@ -111,13 +111,13 @@ def request_for(model: Any, prompt: Tensor, arguments: dict[str, Any]) -> Reques
     if unknown:
         raise ValueError(f"unknown arguments: {', '.join(sorted(unknown))}. Pass generation settings of `generate`")
     for name in ("num_beams", "num_return_sequences"):
-        if getattr(config, name) not in (None, 1):
-            raise ValueError(
-                f"{name}={getattr(config, name)}: a request is one row. Add the prompt once for each answer"
-            )
+        if (given := getattr(config, name)) not in (None, 1):
+            raise ValueError(f"{name}={given}: a request is one row. Add the prompt once for each answer")
     for name in ("stop_strings", "max_time"):
-        if getattr(config, name) not in (None, getattr(model.generation_config, name)):
-            raise ValueError(f"{name}={getattr(config, name)!r}: no request stops there. Call Batch.remove(request)")
+        if (given := getattr(config, name)) not in (None, getattr(model.generation_config, name)):
+            raise ValueError(f"{name}={given!r}: no request stops there. Call Batch.remove(request)")
+    if config.token_healing:
+        raise ValueError("token_healing: no request changes its prompt. Pass the ids that model.heal_tokens returns")
     if not config.max_new_tokens:
         raise ValueError("max_new_tokens is missing: pass it, since memory is reserved for so many tokens")
     config.max_length = len(prompt) + config.max_new_tokens  # for forced_eos_token_id

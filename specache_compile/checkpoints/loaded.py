@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specache_compile.errors import SpecacheError, first_line
 
-from .names import config_of, print_origin, resolved
+from .names import MODEL, config_of, print_origin, resolved
 
 if TYPE_CHECKING:
     import torch
@@ -25,11 +26,14 @@ class Checkpoint:
     tokenizer: PreTrainedTokenizerBase
 
 
-def open_checkpoint(name: str) -> Checkpoint:
-    """The config and tokenizer of a checkpoint; a known name is converted. Prints the origin of a known name."""
+def open_checkpoint(name: str, **how: Any) -> Checkpoint:
+    """The config and tokenizer of a checkpoint; a known name is converted, and its origin printed. how: as for
+    `from_pretrained`. SpecacheError if one of them cannot be read."""
     folder = resolved(name)
+    if Path(folder).is_file():
+        raise SpecacheError(f"{name} is a file. Pass {MODEL}")
     print_origin(name)
-    return Checkpoint(folder, config_of(folder), tokenizer_of(folder))
+    return Checkpoint(folder, config_of(folder, **how), tokenizer_of(folder, **how))
 
 
 def load_model(

@@ -49,6 +49,7 @@ KNOWN = {
 
 
 MODEL = f"a checkpoint folder, a hub name, or {', '.join(KNOWN)}"
+REMEDY = f"Pass {MODEL}; explain and bench also accept a config.json"
 
 
 def resolved(model: str) -> str:
@@ -59,15 +60,16 @@ def resolved(model: str) -> str:
     return str(converted(wheel_file(model))) if model in KNOWN else checked(model)
 
 
-def config_of(model: str) -> Any:
-    """The configuration of a model; a known name is converted. SpecacheError if it cannot be read."""
+def config_of(model: str, **how: Any) -> Any:
+    """The configuration of a model; a known name is converted. how: as for `from_pretrained`. SpecacheError if it
+    cannot be read."""
     from transformers import AutoConfig
 
     folder = resolved(model)
     try:
-        return AutoConfig.from_pretrained(folder)
+        return AutoConfig.from_pretrained(folder, **how)
     except Exception as error:  # transformers raises many types for bad configs
-        raise SpecacheError(f"no usable config at {model}: {first_line(error).rstrip('.')}. Pass {MODEL}") from error
+        raise SpecacheError(f"no usable config at {model}: {first_line(error).rstrip('.')}. {REMEDY}") from error
 
 
 def origin(model: str) -> str:
@@ -92,7 +94,7 @@ def checked(model: str) -> str:
         if meant:
             raise SpecacheError(f"{model!r} is neither a known checkpoint nor a folder. Did you mean {meant[0]}?")
     if looks_local and not path.exists():
-        raise SpecacheError(f"there is no checkpoint at {model}. Pass a config.json, {MODEL}")
+        raise SpecacheError(f"there is no checkpoint at {model}. {REMEDY}")
     if model.endswith(".gguf") and path.is_file():
         raise SpecacheError(
             f"{model}: only the GGUF files of known names are read. Load this file by transformers with gguf_file= and "

@@ -13,8 +13,7 @@ from llguidance import LLMatcher, LLTokenizer
 from llguidance.hf import from_tokenizer
 from transformers import GenerationConfig, LogitsProcessorList
 
-from specache_compile.checkpoints.loaded import placed, tokenizer_of, with_weights
-from specache_compile.checkpoints.names import resolved
+from specache_compile.checkpoints.loaded import open_checkpoint, placed, with_weights
 
 from .answer import Question
 from .calls import COMPACT, format_of, grammar_of_call, grammar_of_text, parser_of
@@ -26,9 +25,9 @@ class ServedModel:
     """The compiled model and its tokenizer, under the name that the user typed. No code of the checkpoint runs."""
 
     def __init__(self, checkpoint: str, device: str, options: Mapping[str, Any]) -> None:
-        self.name, folder = checkpoint, resolved(checkpoint)
-        self.tokenizer = tokenizer_of(folder, trust_remote_code=False)
-        model = with_weights(folder, dtype="auto", trust_remote_code=False, use_safetensors=True)
+        opened: Any = open_checkpoint(checkpoint, trust_remote_code=False)
+        self.name, self.tokenizer = checkpoint, opened.tokenizer
+        model = with_weights(opened.folder, dtype="auto", trust_remote_code=False, use_safetensors=True)
         self.model: Any = placed(model, device)
         self.model.compile(backend="specache", options=dict(options))
         # For answers with a grammar. It takes a second, so it is created before the first request.

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specache_compile.checkpoints.loaded import limit_of
-from specache_compile.checkpoints.names import MODEL, print_origin
+from specache_compile.checkpoints.names import MODEL
 from specache_compile.command_line.arguments import gib, whole
 from specache_compile.errors import SpecacheError
 
@@ -133,7 +133,6 @@ def make_server(args: argparse.Namespace, options: dict[str, Any], listener: soc
         raise verifies_nothing()
     if args.session_folder is not None:
         SpillFolder(args.session_folder)  # a bad folder is reported before the model is loaded
-    print_origin(args.model)
     served, metrics = ServedModel(args.model, args.device, options), Metrics()
     given = args.session_host_gib, args.session_device_gib, args.session_disk_gib
     host, device, disk = (None if gib is None else int(gib * (1 << 30)) for gib in given)

@@ -206,12 +206,14 @@ def test_lists_of_token_ids_are_accepted_and_unsupported_requests_raise(model: A
     batch = sc.Batch(model)
     with pytest.raises(ValueError, match="max_new_tokens is missing"):
         batch.add(prompt(8))
-    with pytest.raises(ValueError, match="num_beams=4: a request is one row"):
-        batch.add(prompt(8), max_new_tokens=3, num_beams=4)
-    with pytest.raises(ValueError, match="unknown arguments: stopping"):
-        batch.add(prompt(8), max_new_tokens=3, stopping=1)
-    with pytest.raises(ValueError, match=r"stop_strings='\.': no request stops there. Call Batch\.remove"):
-        batch.add(prompt(8), max_new_tokens=3, stop_strings=".")
+    for unsupported, message in (
+        ({"num_beams": 4}, "num_beams=4: a request is one row"),
+        ({"stopping": 1}, "unknown arguments: stopping"),
+        ({"stop_strings": "."}, r"stop_strings='\.': no request stops there. Call Batch\.remove"),
+        ({"token_healing": True}, r"token_healing: .* Pass the ids that model\.heal_tokens returns"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            batch.add(prompt(8), max_new_tokens=3, **unsupported)
     with pytest.raises(ValueError, match="the prompt has 0 tokens"):
         batch.add(prompt(0), max_new_tokens=3)
     with pytest.raises(SpecacheError, match=r"a batch does not verify drafts\. Compile with method='offload'"):
