@@ -161,7 +161,7 @@ def test_bytes_stay_within_the_budget_and_are_those_predicted(model: Any) -> Non
 
 def test_sessions_are_within_the_budget(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their pages are allocated at the start, so other free memory does not limit them."""
-    monkeypatch.setattr("specache_compile.batching.batch_memory.free_memory", lambda: 0)
+    monkeypatch.setattr("specache_compile.batching.batch_memory.free_memory", lambda device: 0)
     rows, chunk, sessions = 4, 128, 3
     first = sc.Batch(model, chunk=chunk)
     first.add(prompt(40), max_new_tokens=1)
