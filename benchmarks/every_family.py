@@ -91,8 +91,7 @@ def measured(family: Family) -> dict[str, Any]:
             raise ValueError("its logits are not finite")
     except Exception as error:  # whatever a model raises that was never compiled is no finding about this backend
         return {"outcome": "not run", "why": shortened(error)}
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         model, tokens, ours, watched = compiled(family, LOSSLESS)
     lanes, one_lane = lanes_of(model)
     graphs = watched.of_a_step

@@ -237,8 +237,7 @@ def measure(model: LlamaForCausalLM, case: Case, batch: int, args: argparse.Name
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     required = device.type == "cuda" and args.mode in MODES
-    with as_it_is_called(case, device), warnings.catch_warnings(record=True) as logged:
-        warnings.simplefilter("always")
+    with as_it_is_called(case, device), warnings.catch_warnings(record=True, action="always") as logged:
         decoder = Decoder(model, case, batch, args.mode, round(args.host_gib * GIB))
         for _ in range(args.warm_up):
             decoder.step()

@@ -14,9 +14,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from unseen_text import TEXTS, write_text
-
 from specache_compile.cli import main as specache
+from unseen_text import TEXTS, write_text
 
 ROOT = Path(__file__).parent.parent
 RESULTS = Path("benchmarks/results/quality")

@@ -128,10 +128,9 @@ def main(arguments: list[str] | None = None) -> int:
     with (
         nullcontext() if args.device == "cpu" else torch.device(args.device),
         torch._dynamo.config.patch(limits if args.recompile_limit else {}),
-        warnings.catch_warnings(),
+        warnings.catch_warnings(action="ignore"),
         tqdm(total=args.calls or round(60 * args.minutes), file=sys.stderr, unit="" if args.calls else "s") as bar,
     ):
-        warnings.simplefilter("ignore")
         try:
             run(soak, args, bar)
         except KeyboardInterrupt:

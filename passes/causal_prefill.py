@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch.fx import GraphModule
 
 from .plan import RewritePlan, replace_attention
+from .reading.attention_forms import argument
 from .reading.sites import Site
 
 
@@ -33,4 +34,4 @@ def is_masked_sdpa(site: Site) -> bool:
     node = site.attention
     if node.target is not F.scaled_dot_product_attention or site.mask is not None or site.padding is not None:
         return False
-    return node.kwargs.get("attn_mask", node.args[3] if len(node.args) > 3 else None) is not None
+    return argument(node, 3, "attn_mask") is not None

@@ -7,7 +7,7 @@ import gc
 import itertools
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -196,6 +196,14 @@ def tiny_llama(seed: int = 0, **changes: Any) -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(**{**settings, **changes})).eval()
 
 
+def llama_3_8b(layers: int) -> LlamaConfig:
+    """Return a configuration of Llama-3-8B's width."""
+    return LlamaConfig(
+        hidden_size=4096, intermediate_size=14336, num_hidden_layers=layers, num_attention_heads=32,
+        num_key_value_heads=8, vocab_size=128256, max_position_embeddings=131072, dtype=torch.bfloat16,
+    )  # fmt: skip
+
+
 @pytest.fixture
 def llama() -> LlamaForCausalLM:
     if "module" not in _shared:
@@ -231,6 +239,11 @@ def compiled_with(model: LlamaForCausalLM, options: dict[str, Any]) -> LlamaForC
     return twin
 
 
+def eager(model: LlamaForCausalLM, **options: Any) -> LlamaForCausalLM:
+    """Return a copy compiled with the default settings, overridden by `options`, whose graphs run as they are."""
+    return compiled_with(model, {"lowering": "eager", **options})
+
+
 def byte_tokenizer() -> Any:
     """Return the needle model's tokenizer: a token's id is its byte, without special tokens before a text."""
     return AutoTokenizer.from_pretrained(NEEDLE_LLAMA)
@@ -239,6 +252,11 @@ def byte_tokenizer() -> Any:
 def prompt(length: int, batch: int = 1, seed: int = 1, vocabulary: int = 128) -> torch.Tensor:
     """Return random token ids [batch, length]."""
     return torch.randint(0, vocabulary, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def left_padding(ids: torch.Tensor, *hidden: int) -> torch.Tensor:
+    """Return a mask that hides the first tokens of each row of `ids`, as many as `hidden` states."""
+    return (torch.arange(ids.shape[1]) >= torch.tensor(hidden)[:, None]).long()
 
 
 def greedy(model: Any, ids: torch.Tensor, tokens: int = 40, **kwargs: Any) -> torch.Tensor:
@@ -255,6 +273,22 @@ def new_tokens(model: Any, ids: torch.Tensor, tokens: int, **kwargs: Any) -> lis
 def step(model: Any, ids: torch.Tensor, cache: Any = None, **given: Any) -> Any:
     """Return the outputs of one call on a cache, by default a new one."""
     return model(ids, **with_cache(cache), use_cache=True, **given)
+
+
+def failing(whole: Callable[..., Any], error: Any, call: int = 1, after: bool = False) -> Callable[..., Any]:
+    """Return a function like `whole`, of which one call raises an error, before or after the work."""
+    calls = itertools.count(1)
+
+    def function(*given: Any, **more: Any) -> Any:
+        fails = next(calls) == call
+        if fails and not after:
+            raise error
+        done = whole(*given, **more)
+        if fails:
+            raise error
+        return done
+
+    return function
 
 
 def is_held(cache: Any) -> bool:

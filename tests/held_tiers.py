@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import sys
 from collections.abc import Sequence
 from types import FrameType
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import specache_compile as sc
-from conftest import greedy
+from conftest import failing, greedy, step
 from specache_compile.compat import cache_of, with_cache
 from specache_compile.kernels.codes.records import read_levels, stored_dim
 from specache_compile.kernels.state.layout import Layout
@@ -120,25 +120,14 @@ def differences(some: Any, others: Any) -> list[tuple[int, str]]:
 def interrupted_behind(steps: Sequence[int], twin: Any, plain: Any, ids: Tensor, tokens: int) -> None:
     """Require that a generation interrupted after such a step leaves exact pairs of its tokens, and continues to the
     uncompiled model's tokens."""
-    expected, run = greedy(plain, ids, tokens), Step.run_graph
-    for step in steps:
-        calls = itertools.count()
-
-        def failing(*given: Any, at: int = step, calls: Any = calls) -> Any:
-            out = run(*given)
-            if next(calls) == at:
-                raise KeyboardInterrupt
-            return out
-
-        cache = DynamicCache()
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Step, "run_graph", failing)
-            with pytest.raises(KeyboardInterrupt):
-                greedy(twin, ids, tokens, **with_cache(cache))
+    expected = greedy(plain, ids, tokens)
+    for number in steps:
+        cache, interrupted = DynamicCache(), failing(Step.run_graph, KeyboardInterrupt, number + 1, after=True)
+        with patch.object(Step, "run_graph", interrupted), pytest.raises(KeyboardInterrupt):
+            greedy(twin, ids, tokens, **with_cache(cache))
         length = cache.get_seq_length()
         assert length >= ids.shape[1]
-        with torch.no_grad():
-            exact = cache_of(plain(expected[:, :length], use_cache=True))
+        exact = cache_of(step(plain, expected[:, :length]))
         for ours, theirs in zip(sc.materialize(cache).layers, exact.layers, strict=True):
             torch.testing.assert_close(ours.keys, theirs.keys, atol=1e-3, rtol=1e-3)
             torch.testing.assert_close(ours.values, theirs.values, atol=1e-3, rtol=1e-3)

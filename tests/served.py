@@ -45,6 +45,11 @@ class Served:
     name: str
     client: openai.OpenAI
 
+    def complete(self, prompt: str, tokens: int | None = None, **more: Any) -> Any:
+        """Return the response to a prompt, by default greedy and of the server's number of tokens."""
+        given: dict[str, Any] = {"temperature": 0, **({} if tokens is None else {"max_tokens": tokens}), **more}
+        return self.client.completions.create(model=self.name, prompt=prompt, **given)
+
 
 @contextlib.contextmanager
 def running(args: argparse.Namespace, options: dict[str, Any], warm: bool = False) -> Iterator[str]:

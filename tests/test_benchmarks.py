@@ -20,7 +20,6 @@ from specache_compile.bench.results import Results
 from specache_compile.errors import SpecacheError
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
-sys.path.append(str(BENCHMARKS))
 
 
 def run(script: str, *arguments: str) -> str:

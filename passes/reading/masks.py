@@ -15,7 +15,7 @@ from torch.fx.node import map_aggregate
 from specache_compile.kernels.attention.query import SEEN
 
 from .in_place import memory_of, mutated
-from .nodes import called_name, reached, value_of
+from .nodes import called_name, hint, reached, value_of
 
 # Numbers of cached and new tokens at which a mask is evaluated: small, and distinct.
 PAST, NEW = 5, 3
@@ -118,10 +118,6 @@ def whole_numbers(node: Node) -> list[int]:
 
     map_aggregate((node.args, node.kwargs), look)
     return found
-
-
-def hint(size: Any) -> int:
-    return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
 
 
 def at(size: Any, sizes: Sizes) -> int:

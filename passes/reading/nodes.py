@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch.fx import Graph, GraphModule, Node
 
@@ -18,6 +19,11 @@ LAYER = re.compile(r"modules_(\d+)_|_layers_(\d+)_", re.IGNORECASE)
 def value_of(node: Node) -> Any:
     """Return the fake value that tracing recorded for a node, with any tracer."""
     return node.meta["val"] if "val" in node.meta else node.meta.get("example_value")
+
+
+def hint(size: int | torch.SymInt) -> int:
+    """Return a size; of a symbol, its value during tracing, without a guard."""
+    return int(size.node.hint) if isinstance(size, torch.SymInt) else size
 
 
 def called_name(node: Node) -> str:

@@ -341,7 +341,7 @@ class Batch:
             more["position_ids"] = positions.to(self.model.device)
         if cache is None and self.model._supports_default_dynamic_cache():
             # as in `generate`, so that both run one graph
-            cache = DynamicCache(config=self.model.config.get_text_config(decoder=True))
+            cache = DynamicCache(config=self.model.config)
         tokens = tokens.to(self.model.device)
         out = self.model(input_ids=tokens, **with_cache(cache), use_cache=True, return_dict=True, **more)
         return cache_of(out), out.logits

@@ -14,12 +14,13 @@ from transformers import DynamicCache
 
 from specache_compile.caches.joining import in_pages, reason_against
 from specache_compile.errors import RequestError
-from specache_compile.kernels.memory.host_memory import allowance, free_memory
+from specache_compile.kernels.memory.host_memory import allowance
 from specache_compile.kernels.state.page_table import PAGE
 from specache_compile.methods.field import LayerShape
 from specache_compile.model_key import Watch, model_key
 from specache_compile.options import MethodOptions
 from specache_compile.paging.pool import PagePool, batch_pool, pages_for
+from specache_compile.runtime.break_even import free_memory
 from specache_compile.runtime.session import session_of, sessions_of
 from specache_compile.runtime.state import device_total, page_bytes, predicted_bytes, tier_bytes
 from specache_compile.runtime.tiers import Tiers
@@ -257,8 +258,8 @@ class BatchMemory:
         own = (len(prefix.ids) for prefix in self.prefixes.in_memory if not (bounded and self.tiers_of(prefix.cache)))
         device, used = self.layers[0].device, self.unpaged(own)
         if device.type == "cuda":
-            return Bytes(torch.cuda.mem_get_info(device)[0], free_memory()).holds(used)
-        return used.device + used.host <= free_memory()
+            return Bytes(free_memory(device), free_memory(torch.device("cpu"))).holds(used)
+        return used.device + used.host <= free_memory(device)
 
 
 def bytes_of(tiers: Mapping[str, int]) -> Bytes:

@@ -21,9 +21,10 @@ from specache_compile.command_line.bench import BASELINES
 from specache_compile.compat import with_cache
 from specache_compile.errors import OptionError, SpecacheError
 from specache_compile.evaluation.settings import UNCOMPILED, parse_setting
+from specache_compile.kernels.state.page_table import PAGE
 from specache_compile.runtime.held import HeldTensor
 from specache_compile.runtime.session import session_of
-from specache_compile.runtime.state import device_total, fields_of, tier_totals
+from specache_compile.runtime.state import device_total, tier_bytes
 
 COMPILED, STATIC = "compiled", "compiled-static"
 CHUNK = 512
@@ -93,11 +94,8 @@ class Decoding:
             return plain
         tiers = session.tiers
         layers = [replace(layer, dtype=torch.bfloat16) for layer in tiers.layers]
-        return plain + device_total(tier_totals(
-            (field, field.nbytes(tiers.options, layer, tiers.batch, tiers.capacity))
-            for layer in layers
-            for field in fields_of(tiers.options, layer)
-        ))  # fmt: skip
+        pages = tiers.batch * tiers.capacity // PAGE
+        return plain + device_total(tier_bytes(tiers.options, layers, pages, pages, tiers.batch, tiers.capacity))
 
 
 def twin_of(model: Any, name: str, lowering: str) -> Any:

@@ -13,7 +13,6 @@ from specache_compile.errors import SpecacheError
 
 Rows = Sequence[dict[str, Any]]
 MIB = 1 << 20
-NONE: Mapping[str, str] = MappingProxyType({})
 
 
 def steps_table(rows: Rows) -> str:
@@ -58,7 +57,7 @@ def check_plot(path: Path) -> None:
         raise SpecacheError(f"--plot {path}: matplotlib writes no such file. Use a suffix like .png, .pdf or .svg")
 
 
-def draw(rows: Rows, path: Path, labels: Mapping[str, str] = NONE) -> None:
+def draw(rows: Rows, path: Path, labels: Mapping[str, str] = MappingProxyType({})) -> None:
     """Draw two panels: the cache's bytes on the device and the median decode step. Requires matplotlib.
 
     Each method has a bar for each context and batch size.

@@ -62,7 +62,7 @@ def join(caches: Sequence[DynamicCache]) -> DynamicCache:
     if not caches:
         raise SpecacheError("join: the list of caches is empty. Pass at least one held cache")
     rows = [(session, row) for session in drained(caches) for row in range(session.tiers.batch)]
-    return cache_of(session_of_rows(rows), caches)
+    return cache_over(session_of_rows(rows), caches)
 
 
 def split(cache: DynamicCache) -> list[DynamicCache]:
@@ -91,7 +91,7 @@ def split(cache: DynamicCache) -> list[DynamicCache]:
 
 def row_of(cache: DynamicCache, row: int) -> DynamicCache:
     """A held cache of one row of `cache`."""
-    return cache_of(session_of_rows([(drained([cache])[0], row)]), [cache], slice(row, row + 1))
+    return cache_over(session_of_rows([(drained([cache])[0], row)]), [cache], slice(row, row + 1))
 
 
 def lengths(cache: DynamicCache) -> Tensor:
@@ -200,7 +200,7 @@ def in_pages(cache: DynamicCache, pool: PagePool) -> DynamicCache:
     (session,) = drained([cache])
     if session.tiers.pool is pool:
         return cache
-    made = cache_of(session_of_rows([(session, row) for row in range(session.tiers.batch)], pool), [cache])
+    made = cache_over(session_of_rows([(session, row) for row in range(session.tiers.batch)], pool), [cache])
     drop(cache)
     return made
 
@@ -227,7 +227,7 @@ def append_rows(cache: DynamicCache, newcomer: DynamicCache) -> DynamicCache:
     session.progress, session.view = progress, None
     session.version += 1
     session.refresh()
-    made = cache_of(session, caches)
+    made = cache_over(session, caches)
     drop(newcomer)
     return made
 
@@ -248,7 +248,7 @@ def drop(cache: DynamicCache) -> None:
         session.view = None
 
 
-def cache_of(session: Session, caches: Sequence[Any], rows: slice = slice(None)) -> DynamicCache:
+def cache_over(session: Session, caches: Sequence[Any], rows: slice = slice(None)) -> DynamicCache:
     """A cache like `caches`, with a session's held tensors; plain layers get these rows of all caches."""
     made = twin(caches[0])
     site = 0

@@ -245,7 +245,7 @@ def owned(value: Any, device: torch.device | str) -> Any:
 
 def empty_cache(model: Any, kinds: Sequence[str]) -> DynamicCache:
     """A cache with layers of these classes, by the model's configuration or with all layers alike."""
-    for cache in (DynamicCache(config=model.config.get_text_config(decoder=True)), DynamicCache()):
+    for cache in (DynamicCache(config=model.config), DynamicCache()):
         cache.layers = cache.layers or [DynamicLayer() for _ in kinds]
         if [type(layer).__name__ for layer in cache.layers] == list(kinds):
             return cache

@@ -18,8 +18,10 @@ from specache_compile.lowering.progress import compiling
 from specache_compile.methods import METHODS, parse_options
 from specache_compile.passes.reading.find_attention import WINDOW
 from specache_compile.passes.reading.local_shards import own_part
+from specache_compile.passes.reading.nodes import hint
 from specache_compile.passes.reading.sites import LeftAlone
 from specache_compile.runtime.held import HeldTensor
+from specache_compile.runtime.ranks import ranks_of
 from specache_compile.runtime.records import ModelRecord, parameters_in, record_of
 from specache_compile.runtime.rewritten import phases, variant_of
 from specache_compile.runtime.state import bucket, predicted_bytes
@@ -107,11 +109,11 @@ def made_plain(value: Any, why: str, unread: bool) -> Any:
 def compile_sites(captured: Captured, example_inputs: Sequence[Any]) -> CompiledGraph:
     """Lower the graph while Dynamo traces, for the state that the first call will have."""
     rewrites = Rewrites(captured)
-    past, tokens = (captured.symbols.hint(size) for size in (captured.past, captured.tokens))
+    past, tokens = map(hint, (captured.past, captured.tokens))
     # Raises for head sizes that the options do not support, even if the first call is too short to be compressed.
     predicted_bytes(captured.options, captured.layers, 1, past + tokens)
-    batch = captured.symbols.hint(captured.batch)
-    options = effective_options(captured.options.for_prompt(past or tokens), captured.layers, batch, past + tokens)
+    fixed, batch, ranks = captured.options.for_prompt(past or tokens), hint(captured.batch), ranks_of(example_inputs)
+    options = effective_options(fixed, captured.layers, batch, past + tokens, ranks)
     front = front_of(captured, example_inputs, past, tokens)
     for phase in phases(captured.phase, options):
         variant = variant_of(captured, phase, options, front, example_inputs, bucket(past + tokens))

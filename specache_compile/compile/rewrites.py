@@ -25,6 +25,7 @@ from specache_compile.methods import METHODS
 from specache_compile.passes.pipeline import run_pipeline
 from specache_compile.passes.plan import Input, RewritePlan
 from specache_compile.passes.reading.in_place import written_inputs
+from specache_compile.passes.reading.nodes import hint
 from specache_compile.runtime.records import record_of
 from specache_compile.runtime.rewritten import Rewritten, Variant, selects
 from specache_compile.runtime.state import bucket, fields_of
@@ -128,7 +129,7 @@ def state_fakes(captured: Captured, variant: Variant) -> tuple[list[dict[str, An
     """Fake tensors in Dynamo's fake mode, with its symbol for the batch: each layer's state tensors by field, and the
     session's other tensors by the source of an `Input`."""
     batch, layers, options, fixed = captured.batch, captured.layers, variant.options, variant.capacity
-    tokens = captured.symbols.hint(captured.past) + captured.symbols.hint(captured.tokens)
+    tokens = hint(captured.past) + hint(captured.tokens)
     pages: Any = captured.free_size("pages", 32)
     columns: Any = CURSOR_SIZE + (bucket(tokens) if fixed is None else fixed) // PAGE
     if fixed is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 
@@ -37,7 +36,7 @@ def task_table(rows: Sequence[ResultRow]) -> str:
     lines = [
         (
             row.method, f"{row.cell} {MARK}" if row.cell in failed else row.cell, *(cell for _, cell in figures(row)),
-            *difference([row], others), "" if row.kv_ratio is None else f"{row.kv_ratio:.3f}",
+            *difference(row, others), "" if row.kv_ratio is None else f"{row.kv_ratio:.3f}",
         )
         for row in rows
     ]  # fmt: skip
@@ -96,23 +95,17 @@ def paired(row: ResultRow) -> list[float]:
     ]
 
 
-def difference(rows: Sequence[ResultRow], others: Mapping[str, ResultRow]) -> tuple[str, str, str]:
-    """Mean over cells and 95 % interval of the paired differences to `others`, by cell, and the number of pairs.
+def difference(row: ResultRow, others: Mapping[str, ResultRow]) -> tuple[str, str, str]:
+    """Mean and 95 % interval of the paired differences to the other row of the cell, and the number of pairs.
 
     Empty for the others themselves, and where a cell has no pairs.
     """
-    means, squares, count = [], [], 0
-    for row in rows:
-        other = others.get(row.cell)
-        if other is None or other is row or not paired(row) or row.samples != other.samples:
-            return "", "", ""
-        differences = [mine - theirs for mine, theirs in zip(paired(row), paired(other), strict=True)]
-        means.append(statistics.fmean(differences))
-        squares.append(interval(differences) ** 2)
-        count += len(differences)
-    mean, half = statistics.fmean(means), math.sqrt(sum(squares)) / len(means)
-    digits = 1 if is_share(rows[0]) else 4
-    return f"{mean:+.{digits}f}", f"{half:.{digits}f}", str(count)
+    other = others.get(row.cell)
+    if other is None or other is row or not paired(row) or row.samples != other.samples:
+        return "", "", ""
+    each = [mine - theirs for mine, theirs in zip(paired(row), paired(other), strict=True)]
+    digits = 1 if is_share(row) else 4
+    return f"{statistics.fmean(each):+.{digits}f}", f"{interval(each):.{digits}f}", str(len(each))
 
 
 def failed_cells(rows: Sequence[ResultRow]) -> set[str]:

@@ -18,8 +18,8 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from specache_compile.caches.holding import hold, reason_not_to_hold, twin
 from specache_compile.compat import cache_of, with_cache
 from specache_compile.compile.compiled_options import options_of
-from specache_compile.kernels.memory.host_memory import free_memory
 from specache_compile.methods import parse_options
+from specache_compile.runtime.break_even import free_memory
 
 from .baselines import kvzip
 from .reader import Reader
@@ -57,9 +57,7 @@ class Prefills:
 
     def __init__(self, device: torch.device | str = "cpu", most: int | None = None, chunk: int | None = None) -> None:
         self.chunk = chunk
-        on_cuda = torch.device(device).type == "cuda"
-        free = torch.cuda.mem_get_info(device)[0] if on_cuda else free_memory()
-        self.most = free // 2 if most is None else most
+        self.most = free_memory(torch.device(device)) // 2 if most is None else most
         self.cell = ""
         self.made: dict[str, Prefill] = {}
 
@@ -72,7 +70,7 @@ class Prefills:
         """Whether the model, as it is compiled now, can continue from such a prefill."""
         given = options_of(model)
         options = None if given is None else parse_options(given)
-        kinds = {type(layer) for layer in DynamicCache(config=model.config.get_text_config(decoder=True)).layers}
+        kinds = {type(layer) for layer in DynamicCache(config=model.config).layers}
         if isinstance(options, kvzip.KVzipOptions):
             return kinds == {DynamicLayer}  # all layers share its budget
         holds = options is None or reason_not_to_hold(options) is None
@@ -161,8 +159,9 @@ class Runner:
         """One answer per prompt. Neighbours of one length share a batch, so that no row is padded."""
         own = functools.partial(self.continued, prefill_chunk_size=self.chunk)
         answer = self.continued_from_prefills if self.shares and new_tokens > 1 else own
-        batches = self.batches_alike(prompts, len)
-        return [self.reader.decode(one) for batch in batches for one in answer(self.ids(batch), new_tokens)]
+        return [
+            self.reader.decode(one) for batch in self.batches(prompts) for one in answer(self.ids(batch), new_tokens)
+        ]
 
     def answers_apart(self, prompts: Sequence[tuple[Prompt, Prompt]], new_tokens: int) -> list[str]:
         """One answer per context and question. The question is prefilled after its context's cache is complete.
@@ -170,14 +169,14 @@ class Runner:
         Neighbours of equal lengths share a batch.
         """
         found: list[str] = []
-        for batch in self.batches_alike(prompts, lambda prompt: (len(prompt[0]), len(prompt[1]))):
+        for batch in self.batches(prompts, lambda prompt: (len(prompt[0]), len(prompt[1]))):
             cache, _ = self.read(self.ids([context for context, _ in batch]))
             whole = self.ids([[*context, *question] for context, question in batch])
             found += map(self.reader.decode, self.continued(whole, new_tokens, **with_cache(cache)))
         return found
 
-    def batches_alike(self, items: Sequence[Any], key: Callable[[Any], object]) -> Iterable[Sequence[Any]]:
-        """Neighbours of one key, in batches."""
+    def batches(self, items: Sequence[Any], key: Callable[[Any], object] = len) -> Iterable[Sequence[Any]]:
+        """Neighbours of one key, in batches, with a progress bar."""
         groups = (list(same) for _, same in itertools.groupby(items, key))
         return shown([batch for same in groups for batch in chunks(same, self.batch_size)], "batch")
 
@@ -221,7 +220,7 @@ def exact_prefill(model: Any, ids: Tensor, chunk: int | None) -> Prefill:
 @torch.inference_mode()
 def read(model: Any, ids: Tensor, chunk: int | None = None) -> tuple[Any, Tensor]:
     """A new cache filled by `ids` [rows, tokens], and the next logits, float32 [rows, 1, vocabulary] on the host."""
-    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    cache = DynamicCache(config=model.config)
     for tokens in ids.split(chunk or ids.shape[1], 1):
         out = model(tokens, **with_cache(cache), use_cache=True, logits_to_keep=1)
     return cache, out.logits[:, -1:].float().cpu()

@@ -61,7 +61,7 @@ def parse_setting(text: str) -> Setting:
     given = [parse_pair(text, pair) for pair in rest.split(",")] if rest else []
     if len(dict(given)) < len(given):
         raise OptionError(f"method {text!r}: an option is given twice")
-    setting = Setting(name, tuple(sorted(given, key=lambda pair: pair[0])))
+    setting = Setting(name, tuple(sorted(given)))
     if name == UNCOMPILED and given:
         raise OptionError(f"method {text!r}: the uncompiled model takes no options")
     try:
@@ -91,7 +91,7 @@ def evicting_once(setting: Setting) -> Setting:
     takes = setting.name != UNCOMPILED and "eviction_block" in METHODS[setting.name].accepted
     if not takes or "eviction_block" in dict(setting.given):
         return setting
-    return Setting(setting.name, tuple(sorted([*setting.given, ("eviction_block", PROMPT)], key=lambda pair: pair[0])))
+    return Setting(setting.name, tuple(sorted([*setting.given, ("eviction_block", PROMPT)])))
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -95,8 +95,6 @@ def explain(
     model = load_config(model) if isinstance(model, (str, Path)) else model
     parsed = parsed.for_prompt(prompt_length)
     config = getattr(model, "config", model)
-    captured: list[Captured] = []
-    rewrites: list[Rewrites] = []
     unlimited = replace(parsed, host_memory=NO_LIMIT) if isinstance(parsed, HostOptions) else parsed
     # A process may explain many models, each by compiling the same code of Hugging Face. The explanation must not
     # depend on the lengths of earlier calls.
@@ -109,7 +107,7 @@ def explain(
     ):
         twin = twin_of(model, config)
         try:
-            run_steps(twin, prompt_length, batch_size, collector(captured, rewrites, unlimited))
+            captured, rewrites = run_steps(twin, prompt_length, batch_size, unlimited)
         except GuardOnDataDependentSymNode as error:
             raise SpecacheError(
                 "this model's own Python code decides by the values of a tensor (a rotary table that changes with the "
@@ -177,8 +175,13 @@ def twin_of(model: Any, config: Any) -> Any:
         raise SpecacheError(f"no decoder can be built from this config: {first_line(error)}") from error
 
 
-def collector(captured: list[Captured], rewrites: list[Rewrites], options: MethodOptions) -> Callable[..., Any]:
-    """The backend itself, which also notes each graph."""
+def run_steps(
+    model: Any, prompt_length: int, batch_size: int, options: MethodOptions
+) -> tuple[list[Captured], list[Rewrites]]:
+    """Run one prefill and one decode step through the backend, as `generate` does; with the option verify also a
+    verification. Returns the captured graphs, and the variants of those that are rewritten."""
+    captured: list[Captured] = []
+    rewrites: list[Rewrites] = []
 
     def backend(graph_module: GraphModule, example_inputs: Sequence[Any]) -> Any:
         graph = capture(graph_module, options, None)
@@ -188,12 +191,6 @@ def collector(captured: list[Captured], rewrites: list[Rewrites], options: Metho
             rewrites.append(compiled.rewrites)
         return compiled
 
-    return backend
-
-
-def run_steps(model: Any, prompt_length: int, batch_size: int, backend: Callable[..., Any]) -> None:
-    """Run one prefill and one decode step through the backend, as `generate` does; with the option verify also a
-    verification."""
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore", SpecacheWarning)  # the tables list what is left alone
         compiled = torch.compile(model, backend=backend)
@@ -211,3 +208,4 @@ def run_steps(model: Any, prompt_length: int, batch_size: int, backend: Callable
         if session is not None and session.options.drafts:
             ids, places = (torch.zeros(batch_size, VERIFIED, dtype=torch.int64, device=model.device) for _ in range(2))
             compiled(ids, **with_cache(cache), position_ids=places, logits_to_keep=0)
+    return captured, rewrites

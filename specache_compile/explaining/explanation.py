@@ -206,7 +206,12 @@ class Explanation:
         return step_of(self.traced(), self.device, self.prompt_length, batch or self.batch_size)
 
     def __str__(self) -> str:
-        return text(self)
+        """What it comes to, on one screen."""
+        parts = [title(self), attentions(self)]
+        if self.sites:
+            further = f"Look further: {FURTHER.format(self.sites[0].model_layer)}"
+            parts += [memory_table(self), time_text(self), further]
+        return "\n\n".join(filter(None, parts))
 
 
 def size(count: float) -> str:
@@ -229,14 +234,6 @@ def grouped(rows: Iterable[tuple[str, tuple[Any, ...]]]) -> list[tuple[Any, ...]
     for layer, row in rows:
         groups.setdefault(row, []).append(layer)
     return [(spans(layers), *row) for row, layers in groups.items()]
-
-
-def text(e: Explanation) -> str:
-    """What an explanation comes to, on one screen."""
-    parts = [title(e), attentions(e)]
-    if e.sites:
-        parts += [memory_table(e), time_text(e), f"Look further: {FURTHER.format(e.sites[0].model_layer)}"]
-    return "\n\n".join(filter(None, parts))
 
 
 def title(e: Explanation) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from specache_compile.kernels.memory import host_memory
 from specache_compile.methods.field import LayerShape
 from specache_compile.options import MethodOptions
 
@@ -59,6 +60,8 @@ def stays_in_16_bits(
 
 
 def free_memory(device: torch.device) -> int:
-    """Free bytes of a CUDA device, torch's cached blocks included."""
+    """Free bytes of a CUDA device, torch's cached blocks included, or of the host."""
+    if device.type != "cuda":
+        return host_memory.free_memory()
     reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return int(torch.cuda.mem_get_info(device)[0]) + int(reserved)

@@ -6,7 +6,7 @@ Everything here depends only on options, lengths and shapes, so `explain` and a 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -93,24 +93,18 @@ def row_state(options: MethodOptions, layer: LayerShape, rows: int, capacity: in
     return made
 
 
-def tier_totals(sizes: Iterable[tuple[Field, int]]) -> dict[str, int]:
-    """Bytes of each tier, from those of its fields. The host tier is always included."""
-    total = {"host": 0}
-    for field, size in sizes:
-        if field.tier != MEASURE:
-            total[field.tier] = total.get(field.tier, 0) + size
-    return total
-
-
 def tier_bytes(
     options: MethodOptions, layers: Sequence[LayerShape], pages: int, places: int, rows: int, capacity: int
 ) -> dict[str, int]:
-    """Bytes of each tier: of so many pages, of which `places` have host memory, and of the buffers of so many rows."""
-    return tier_totals(
-        (field, field.nbytes(options, layer, places if field.on_host else pages, PAGE) if field.by_page
-         else field.nbytes(options, layer, rows, capacity))
-        for layer in layers for field in fields_of(options, layer)
-    )  # fmt: skip
+    """Bytes of each tier: of so many pages, of which `places` have host memory, and of the buffers of so many rows. The
+    host tier is always included."""
+    total = {"host": 0}
+    for layer in layers:
+        for field in fields_of(options, layer):
+            if field.tier != MEASURE:
+                sizes = (places if field.on_host else pages, PAGE) if field.by_page else (rows, capacity)
+                total[field.tier] = total.get(field.tier, 0) + field.nbytes(options, layer, *sizes)
+    return total
 
 
 def device_total(tiers: Mapping[str, int]) -> int:

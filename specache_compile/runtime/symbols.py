@@ -37,10 +37,6 @@ class SymbolReader:
                 if isinstance(symbol, sympy.Symbol):
                     self.places.setdefault(symbol, place)
 
-    def hint(self, size: int | torch.SymInt) -> int:
-        """The value that a size had when Dynamo traced it; adds no guard."""
-        return size if isinstance(size, int) else int(size.node.hint)
-
     def value(self, size: int | torch.SymInt | sympy.Expr, arguments: Sequence[Any]) -> int:
         """The size in a call with these arguments."""
         expression = as_traced(size)

@@ -6,7 +6,7 @@ import random
 import weakref
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -161,7 +161,7 @@ def test_bytes_stay_within_the_budget_and_are_those_predicted(model: Any) -> Non
 
 def test_sessions_are_within_the_budget(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their pages are allocated at the start, so other free memory does not limit them."""
-    monkeypatch.setattr("specache_compile.batching.batch_memory.free_memory", lambda: 0)
+    monkeypatch.setattr("specache_compile.batching.batch_memory.free_memory", lambda device: 0)
     rows, chunk, sessions = 4, 128, 3
     first = sc.Batch(model, chunk=chunk)
     first.add(prompt(40), max_new_tokens=1)
@@ -245,15 +245,14 @@ def test_rows_that_do_not_join_run_one_after_another(options: dict[str, Any]) ->
         assert request.generated == new_tokens(alone, prompt(length, seed=length), 5)
 
 
-def test_rows_that_cannot_take_a_step_end_with_its_error(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_cannot_take_a_step_end_with_its_error(model: Any) -> None:
     """Nothing is kept of them, and requests that come later are not affected."""
     batch = sc.Batch(model, chunk=CHUNK, sessions=4)
     requests = [batch.add(prompt(40, seed=seed), max_new_tokens=9) for seed in (1, 2, 3)]
     while len(batch.decoding) < 3:
         batch.step()
     batch.forget_prefixes()
-    with monkeypatch.context() as patch:
-        patch.setattr(Session, "reserve", Mock(side_effect=SpecacheError("no memory is left")))
+    with patch.object(Session, "reserve", side_effect=SpecacheError("no memory is left")):
         batch.step()
     assert [(request.end, str(request.error)) for request in requests] == [(End.FAILED, "no memory is left")] * 3
     assert not batch.open

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch._dynamo.utils import counters
 from transformers import LlamaForCausalLM
 
 import specache_compile as sc
-from conftest import compiled_with, new_tokens, prompt
+from conftest import compiled_with, eager, new_tokens, prompt
 from families import BY_NAME
 from specache_compile.batching import batch_memory
 from specache_compile.batching.batch_memory import upper_bound
@@ -96,10 +97,9 @@ def test_a_removed_request_is_continued_too(compiled: LlamaForCausalLM, llama: L
 @pytest.mark.parametrize("kind", ["dropped pairs", "a window"])
 def test_a_cache_that_cannot_be_cut_is_continued_whole_or_not_at_all(llama: LlamaForCausalLM, kind: str) -> None:
     """Pairs of tokens that are still needed may be gone."""
-    plain, options = llama, {"method": "h2o", "budget": 0.5, "lowering": "eager"}
-    if kind == "a window":
-        plain, options = BY_NAME["gemma2"].model(), {"lowering": "eager"}
-    batch = sc.Batch(compiled_with(plain, options), sessions=4)
+    plain = BY_NAME["gemma2"].model() if kind == "a window" else llama
+    model = eager(plain) if kind == "a window" else eager(plain, method="h2o", budget=0.5)
+    batch = sc.Batch(model, sessions=4)
     first = answer(batch, prompt(60)[0], 0)
     answer(batch, first.prompt, 0)
     second = answer(batch, turn(first), 60 + NEW - 1)
@@ -109,7 +109,7 @@ def test_a_cache_that_cannot_be_cut_is_continued_whole_or_not_at_all(llama: Llam
 
 def test_a_turn_that_fills_the_memory_continues_its_session(llama: LlamaForCausalLM) -> None:
     """Of a model without pages. A request that must wait drops no session."""
-    model = compiled_with(llama, {"method": "h2o", "budget": 0.5, "lowering": "eager"})
+    model = eager(llama, method="h2o", budget=0.5)
     probe = sc.Batch(model)
     answer(probe, prompt(5)[0])
     room = probe.memory.unpaged([60 + 20 + 2 * NEW])
@@ -200,10 +200,7 @@ def test_an_unreadable_session_is_prefilled_again(
 def test_a_session_that_cannot_be_written_is_dropped_with_a_warning(
     compiled: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logged: list[str]
 ) -> None:
-    def fail(*given: Any) -> None:
-        raise RuntimeError("can't allocate memory")
-
-    monkeypatch.setattr("specache_compile.caches.saving.save", fail)
+    monkeypatch.setattr("specache_compile.caches.saving.save", Mock(side_effect=RuntimeError("can't allocate memory")))
     batch = sc.Batch(compiled, sessions=1, spill_folder=tmp_path)
     for seed in (1, 2):
         answer(batch, prompt(40, seed=seed)[0])
@@ -236,7 +233,7 @@ def test_the_pages_that_admission_counts_are_those_that_a_request_needs(
     llama: LlamaForCausalLM, host_bits: int, shared: int
 ) -> None:
     """A prefix is cropped to the shared tokens; codes of its last group may then be written again."""
-    model = compiled_with(llama, {"lowering": "eager", "host_bits": host_bits, "min_context": 0, "top_k": 16})
+    model = eager(llama, host_bits=host_bits, min_context=0, top_k=16)
     batch = sc.Batch(model, sessions=4, rows=1)
     first = answer(batch, prompt(900)[0])
     request = batch.add(torch.cat([first.ids[0, :shared], prompt(20, seed=9)[0]]), max_new_tokens=NEW)

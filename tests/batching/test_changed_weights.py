@@ -10,7 +10,7 @@ import torch
 
 import specache_compile as sc
 from adapted import adapt
-from conftest import compiled_with, new_tokens, prompt, tiny_llama
+from conftest import eager, new_tokens, prompt, tiny_llama
 
 pytestmark = pytest.mark.one_process
 
@@ -22,7 +22,7 @@ CHUNK = 128
 @pytest.fixture(scope="module")
 def model() -> Any:
     """With adapters on its keys and values; nothing that it computes is rounded."""
-    return compiled_with(adapt(tiny_llama(num_hidden_layers=1)), {"bits": 16, "lowering": "eager"})
+    return eager(adapt(tiny_llama(num_hidden_layers=1)), bits=16)
 
 
 def generated(batch: sc.Batch) -> tuple[list[int], bool]:

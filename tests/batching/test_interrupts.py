@@ -12,7 +12,7 @@ import torch
 from test_batch import all_free, run_alone
 
 import specache_compile as sc
-from conftest import compiled_with, new_tokens, prompt, tiny_llama
+from conftest import eager, new_tokens, prompt, tiny_llama
 from held_tiers import AfterLines, Interrupt
 from specache_compile.batching.request import End, Request
 
@@ -36,7 +36,7 @@ def plain() -> Any:
 
 @pytest.fixture(scope="module")
 def model(plain: Any) -> Any:
-    return compiled_with(plain, {"lowering": "eager", "bits": 16})
+    return eager(plain, bits=16)
 
 
 def requests_of(batch: sc.Batch) -> list[Request]:
@@ -181,8 +181,7 @@ def run_interrupted(batch: sc.Batch, request: Request, after: int) -> None:
 
 def test_an_interrupted_request_generates_the_same_tokens_in_a_lossy_setting() -> None:
     """A prefill of the known tokens would store other pairs than their decode steps did."""
-    options = {"lowering": "eager", "bits": 1, "min_context": 0, "method": "kivi"}
-    model = compiled_with(tiny_llama(), options)
+    model = eager(tiny_llama(), bits=1, min_context=0, method="kivi")
     expected = run_alone(model, prompt(400), chunk=512, max_new_tokens=40)
     for after in (1, 20, 39):
         batch = sc.Batch(model, chunk=512)
@@ -193,7 +192,7 @@ def test_an_interrupted_request_generates_the_same_tokens_in_a_lossy_setting() -
 
 def test_memory_stays_within_its_bound_after_an_interrupt() -> None:
     """The pool's tensors stay, and so does a session."""
-    model = compiled_with(tiny_llama(num_hidden_layers=1), {"lowering": "eager", "bits": 16, "min_context": 0})
+    model = eager(tiny_llama(num_hidden_layers=1), bits=16, min_context=0)
     batch = sc.Batch(model, rows=2, host_memory=8 << 20, sessions=1)
     first = batch.add(prompt(300), max_new_tokens=4)
     batch.run()

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-every_family = importlib.import_module("every_family")
+import every_family
 
 LLAMA = ("llama", "LlamaForCausalLM")
 RAN = {"outcome": "ran", "equal": 12, "tokens": 12, "rewritten": 2, "attentions": 2, "reasons": [], "lanes": 2,

@@ -12,7 +12,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 import specache_compile as sc
-from conftest import LOSSLESS, compiled_with, greedy, prompt, tiny_llama
+from conftest import LOSSLESS, eager, greedy, left_padding, prompt, tiny_llama
 from families import BY_NAME, Family
 from held_tiers import in_rows
 from specache_compile.compat import with_cache
@@ -37,15 +37,11 @@ PADDED = {"best, padded": SETTINGS["best"], "fp8, padded": SETTINGS["fp8"]}
 
 
 @torch.inference_mode()
-def filled(model: Any, ids: torch.Tensor, **more: Any) -> DynamicCache:
-    """Return a cache with all of `ids`."""
-    cache = DynamicCache()
+def filled(model: Any, ids: torch.Tensor, cache: Any = None, **more: Any) -> DynamicCache:
+    """Return a cache with all of `ids`, by default one whose layers keep every token."""
+    cache = DynamicCache() if cache is None else cache
     model(ids, **with_cache(cache), use_cache=True, **more)
     return cache
-
-
-def compiled_for(model: Any, **options: Any) -> Any:
-    return compiled_with(model, {"lowering": "eager", **options})
 
 
 def tiers(cache: DynamicCache) -> list[dict[str, torch.Tensor]]:
@@ -70,8 +66,7 @@ def cut(tensor: torch.Tensor, name: str, lengths: Sequence[int]) -> torch.Tensor
 
 def masked(ids: torch.Tensor, hidden: int) -> dict[str, torch.Tensor]:
     """Return arguments that hide the first tokens of row 0."""
-    mask = torch.ones_like(ids)
-    mask[0, :hidden] = 0
+    mask = left_padding(ids, hidden, 0)
     return {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(0)}
 
 
@@ -79,7 +74,7 @@ def masked(ids: torch.Tensor, hidden: int) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("name", [*SETTINGS, *PADDED])
 def test_a_held_cache_has_the_tiers_of_a_prefilled_prompt(name: str, llama: Any) -> None:
     """And continues with the same tokens."""
-    ids, model = prompt(150, batch=2), compiled_for(llama, **{**SETTINGS, **PADDED}[name])
+    ids, model = prompt(150, batch=2), eager(llama, **{**SETTINGS, **PADDED}[name])
     padding = masked(ids, 17) if name in PADDED else {}
     read = filled(model, ids, **padding)
     taken = sc.hold(filled(llama, ids, **padding), model, padding.get("attention_mask"))
@@ -97,7 +92,7 @@ def test_a_held_cache_has_the_tiers_of_a_prefilled_prompt(name: str, llama: Any)
 def test_on_a_gpu_it_equals_a_prefilled_prompt(llama: Any, mode: str | None) -> None:
     plain = copy.deepcopy(llama).cuda()
     ids, options = prompt(150).cuda(), SETTINGS["best"]
-    model = compiled_for(plain, **options, **({"mode": mode} if mode else {}))
+    model = eager(plain, **options, **({"mode": mode} if mode else {}))
     read, taken = filled(model, ids), sc.hold(filled(plain, ids), model)
     assert torch.equal(tiers(taken)[1]["host"], tiers(read)[1]["host"])
     whole = torch.cat([ids, prompt(1, seed=5).cuda()], 1)
@@ -106,7 +101,7 @@ def test_on_a_gpu_it_equals_a_prefilled_prompt(llama: Any, mode: str | None) -> 
 
 def test_keys_with_a_bias_are_centered_as_a_prompts() -> None:
     plain = biased()
-    ids, model = prompt(150), compiled_for(plain, group_size=32, residual_length=32, top_k=8, bits=1)
+    ids, model = prompt(150), eager(plain, group_size=32, residual_length=32, top_k=8, bits=1)
     read, taken = filled(model, ids), sc.hold(filled(plain, ids), model)
     assert tiers(taken)[0]["center"].abs().max() > 0
     for field, tensor in tiers(read)[0].items():
@@ -117,7 +112,7 @@ def test_keys_with_a_bias_are_centered_as_a_prompts() -> None:
 def test_a_bias_that_no_graph_finds_matters_to_no_method_that_does_not_center(options: dict[str, Any]) -> None:
     """A rotary table that depends on the length causes a graph break, after which keys and RoPE cannot be separated."""
     plain = biased(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0})
-    ids, model = prompt(100), compiled_for(plain, **options)
+    ids, model = prompt(100), eager(plain, **options)
     greedy(model, torch.cat([ids, prompt(1)], 1), 4, **with_cache(sc.hold(filled(plain, ids), model)))
     assert sc.stats(model).decodes > 0
 
@@ -135,7 +130,7 @@ def test_the_given_cache_is_unchanged_and_statistics_count_later_steps(llama: An
 
 
 def test_layers_that_stay_exact_stay_plain(llama: Any) -> None:
-    ids, model = prompt(100), compiled_for(llama, **{**LOSSLESS, "exact_layers": (0,)})
+    ids, model = prompt(100), eager(llama, **{**LOSSLESS, "exact_layers": (0,)})
     plain = filled(llama, ids)
     taken = sc.hold(plain, model)
     assert torch.equal(taken.layers[0].keys, plain.layers[0].keys)
@@ -148,7 +143,7 @@ def biased(**more: Any) -> Any:
 
 
 def test_unsupported_caches_are_refused_with_a_reason(llama: Any) -> None:
-    ids, model = prompt(40), compiled_for(llama, **LOSSLESS)
+    ids, model = prompt(40), eager(llama, **LOSSLESS)
     with pytest.raises(sc.SpecacheError, match="hold: this model is not compiled with the backend"):
         sc.hold(filled(llama, ids), llama)
     with pytest.raises(sc.SpecacheError, match="holds this cache already"):
@@ -162,15 +157,15 @@ def test_unsupported_caches_are_refused_with_a_reason(llama: Any) -> None:
     with pytest.raises(sc.SpecacheError, match="layer 0 is empty"):
         sc.hold(DynamicCache(config=llama.config), model)
     with pytest.raises(sc.SpecacheError, match="'h2o' drops pairs during the prefill"):
-        sc.hold(filled(llama, ids), compiled_for(llama, method="h2o", budget=16))
+        sc.hold(filled(llama, ids), eager(llama, method="h2o", budget=16))
     with pytest.raises(sc.SpecacheError, match="option exact_layers lists all layers"):
-        sc.hold(filled(llama, ids), compiled_for(llama, exact_layers=(0, 1)))
+        sc.hold(filled(llama, ids), eager(llama, exact_layers=(0, 1)))
     with pytest.raises(sc.SpecacheError, match=r"attention_mask has shape \(1, 39\) for 1 rows of 40 tokens"):
         sc.hold(filled(llama, ids), model, torch.ones(1, 39))
 
 
 def test_layers_of_unlike_shapes_are_refused(llama: Any) -> None:
-    model, cache = compiled_for(llama, **LOSSLESS), filled(llama, prompt(40))
+    model, cache = eager(llama, **LOSSLESS), filled(llama, prompt(40))
     short = cache.layers[1]
     short.keys, short.values = short.keys[:, :, :-1], short.values[:, :, :-1]
     with pytest.raises(sc.SpecacheError, match="layer 1 has another number of rows or tokens than layer 0"):
@@ -181,7 +176,7 @@ def test_layers_of_unlike_shapes_are_refused(llama: Any) -> None:
 
 
 def test_another_models_cache_is_refused_by_the_first_step(llama: Any) -> None:
-    ids, model = prompt(41), compiled_for(llama, **LOSSLESS)
+    ids, model = prompt(41), eager(llama, **LOSSLESS)
     for other, message in ((tiny_llama(num_hidden_layers=3), "the cache has 3 layers, this model has 2"),
                         (tiny_llama(num_key_value_heads=1), "1 KV heads of 16 channels")):  # fmt: skip
         taken = sc.hold(filled(other, ids[:, :-1]), model)
@@ -193,20 +188,15 @@ def test_another_models_cache_is_refused_by_the_first_step(llama: Any) -> None:
 def test_layers_that_keep_a_window_stay_plain(options: dict[str, Any]) -> None:
     """Tokens and logits are those after the compiled model's own prefill."""
     plain = BY_NAME["gemma3_text"].model()
-    ids, model = prompt(150), compiled_for(plain, **options)
-    caches = [DynamicCache(config=plain.config) for _ in range(2)]
-    for prefilled, cache in zip((model, plain), caches, strict=True):
-        with torch.inference_mode():
-            prefilled(ids, **with_cache(cache), use_cache=True)
-    read, taken = caches[0], sc.hold(caches[1], model)
+    ids, model = prompt(150), eager(plain, **options)
+    read = filled(model, ids, DynamicCache(config=plain.config))
+    taken = sc.hold(filled(plain, ids, DynamicCache(config=plain.config)), model)
     assert type(taken.layers[0]) is DynamicSlidingWindowLayer
     assert torch.equal(taken.layers[0].keys, read.layers[0].keys)
     for field, tensor in tiers(read)[0].items():
         assert torch.equal(tiers(taken)[0][field], tensor), field
     whole = torch.cat([ids, prompt(3, seed=5)], 1)
-    ours, theirs = (
-        model.generate(whole, **with_cache(cache), max_new_tokens=20, do_sample=False, output_logits=True,
-                       return_dict_in_generate=True) for cache in (taken, read)
-    )  # fmt: skip
+    wanted = {"output_logits": True, "return_dict_in_generate": True}
+    ours, theirs = (greedy(model, whole, 20, **with_cache(cache), **wanted) for cache in (taken, read))
     assert torch.equal(ours.sequences, theirs.sequences)
     assert torch.equal(torch.cat(ours.logits), torch.cat(theirs.logits))

@@ -12,9 +12,9 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import specache_compile as sc
-from conftest import compile_copy, greedy, new_tokens, prompt
+from conftest import compile_copy, greedy, new_tokens, prompt, step
 from families import BY_NAME
-from specache_compile.compat import cache_of, with_cache
+from specache_compile.compat import cache_of
 
 pytestmark = pytest.mark.one_process
 
@@ -34,12 +34,11 @@ def models(request: pytest.FixtureRequest) -> tuple[Any, Any]:
     return compile_copy(plain), plain
 
 
-@torch.no_grad()
 def continued(model: Any, cache: DynamicCache | None, ids: Tensor, steps: int = 3) -> tuple[Tensor, DynamicCache]:
     """Continue a prompt; returns each step's last logits, and the cache, which the model may create."""
     logits = []
     for _ in range(1 + steps):
-        out = model(ids, **with_cache(cache), use_cache=True)
+        out = step(model, ids, cache)
         cache = cache_of(out)
         logits.append(out.logits[:, -1])
         ids = logits[-1].argmax(-1, keepdim=True)

@@ -10,7 +10,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,9 +18,9 @@ from torch import Tensor
 from transformers import DynamicCache, LlamaForCausalLM
 
 import specache_compile as sc
-from conftest import compiled_with, prompt, tiny_llama
+from conftest import compiled_with, failing, prompt, step, tiny_llama
 from held_tiers import AfterLines, Interrupt, at_hand, differences, held
-from specache_compile.compat import cache_of, with_cache
+from specache_compile.compat import cache_of
 from specache_compile.kernels.attention import extend
 from specache_compile.kernels.movement import copy_stream
 from specache_compile.kernels.state.page_table import PAGE
@@ -51,12 +51,6 @@ def model() -> LlamaForCausalLM:
     return model_of("default")
 
 
-@torch.no_grad()
-def step(model: Any, ids: Tensor, cache: DynamicCache | None = None, **more: Any) -> tuple[Tensor, DynamicCache]:
-    out = model(ids, **with_cache(cache), use_cache=True, **more)
-    return out.logits[:, -1], cache_of(out)
-
-
 def pool_of(cache: DynamicCache) -> PagePool:
     pool: PagePool | None = at_hand(cache).tiers.pool
     assert pool is not None
@@ -66,7 +60,7 @@ def pool_of(cache: DynamicCache) -> PagePool:
 def go_on(model: Any, cache: DynamicCache, *calls: int) -> list[Tensor]:
     """Return the last logits of further calls of so many tokens each."""
     rows = at_hand(cache).tiers.batch
-    return [step(model, prompt(tokens, rows, seed=7 + n), cache)[0] for n, tokens in enumerate(calls)]
+    return [step(model, prompt(tokens, rows, seed=7 + n), cache).logits[:, -1] for n, tokens in enumerate(calls)]
 
 
 def equal(ours: list[Tensor], theirs: list[Tensor]) -> bool:
@@ -90,7 +84,7 @@ def copied(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 def test_copies_that_share_pages_generate_as_caches_of_their_own(method: str) -> None:
     """Both continue, over a page's end, and one is cropped into the shared pages."""
     model, ids = model_of(method), prompt(500, 2)
-    first, second, third, alone = (step(model, ids)[1] for _ in range(4))
+    first, second, third, alone = (cache_of(step(model, ids)) for _ in range(4))
     expected = [go_on(model, first, 1, 30, 1), go_on(model, second, 40, 1)]
     if method != "h2o":
         third.crop(-260)
@@ -105,7 +99,7 @@ def test_copies_that_share_pages_generate_as_caches_of_their_own(method: str) ->
 
 
 def test_a_copy_costs_its_table_and_the_buffers_of_its_rows(model: LlamaForCausalLM) -> None:
-    _, cache = step(model, prompt(3000))
+    cache = cache_of(step(model, prompt(3000)))
     pool = pool_of(cache)
     before, held_before = pool.pages, pool.held
     copies = [copy.deepcopy(cache) for _ in range(8)]
@@ -121,7 +115,7 @@ def test_a_copy_costs_its_table_and_the_buffers_of_its_rows(model: LlamaForCausa
 @pytest.mark.parametrize("method", ["full", "offload", "default"])
 def test_the_first_step_after_a_copy_copies_the_last_page(method: str, copied: list[tuple[int, int]]) -> None:
     model = model_of(method)
-    _, cache = step(model, prompt(900))
+    cache = cache_of(step(model, prompt(900)))
     twin = copy.deepcopy(cache)
     copied.clear()
     step(model, prompt(1), twin)
@@ -138,10 +132,11 @@ def test_copies_with_other_hidden_tokens_do_not_share_their_codes(model: LlamaFo
     hidden[:, 490:500] = 0
 
     def continued(mask: Tensor, cache: DynamicCache) -> list[Tensor]:
-        return [step(model, prompt(40, seed=3), cache, attention_mask=mask[:, :550])[0], *go_on(model, cache, 1)]
+        first = step(model, prompt(40, seed=3), cache, attention_mask=mask[:, :550]).logits[:, -1]
+        return [first, *go_on(model, cache, 1)]
 
-    start = step(model, ids)[1]
-    expected = [continued(mask, step(model, ids)[1]) for mask in (seen, hidden, seen)]
+    start = cache_of(step(model, ids))
+    expected = [continued(mask, cache_of(step(model, ids))) for mask in (seen, hidden, seen)]
     copies = [copy.deepcopy(start), copy.deepcopy(start), start]
     found = [continued(mask, cache) for mask, cache in zip((seen, hidden, seen), copies, strict=True)]
     assert all(equal(a, b) for a, b in zip(found, expected, strict=True))
@@ -152,7 +147,7 @@ def test_a_crop_of_a_copy_leaves_the_other_cache_as_it_was(tokens: int, hidden: 
     """Codes after hidden tokens are computed again, without the mask: they go to a page of their own."""
     model, mask = model_of("16 bits on the host"), torch.ones(2, tokens, dtype=torch.long)
     mask[0, tokens - 100 : tokens - 100 + hidden] = 0
-    _, cache = step(model, prompt(tokens, 2), attention_mask=mask)
+    cache = cache_of(step(model, prompt(tokens, 2), attention_mask=mask))
     before, twin = held(at_hand(cache)), copy.deepcopy(cache)
     twin.crop(-cropped)
     go_on(model, twin, 20, 20, 60, 1)
@@ -163,8 +158,8 @@ def test_rows_that_are_selected_share_pages_until_they_write(
     model: LlamaForCausalLM, copied: list[tuple[int, int]]
 ) -> None:
     """As in a beam search: only partly filled pages are copied."""
-    _, cache = step(model, prompt(600, 3))
-    other = step(model, prompt(600, 3))[1]
+    cache = cache_of(step(model, prompt(600, 3)))
+    other = cache_of(step(model, prompt(600, 3)))
     pool = pool_of(cache)
     cache.batch_select_indices(torch.tensor([2, 0]))
     assert at_hand(cache).tiers.most_rows == 2, "no padding row writes to a page of a row"
@@ -178,16 +173,15 @@ def test_rows_that_are_selected_share_pages_until_they_write(
     assert pool_of(cache) is pool
 
 
-def test_a_selection_that_runs_out_of_memory_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_selection_that_runs_out_of_memory_changes_nothing() -> None:
     model = model_of("16 bits on the host")
-    _, cache = step(model, prompt(300, 3))
+    cache = cache_of(step(model, prompt(300, 3)))
     other = copy.deepcopy(cache)
     before = held(at_hand(cache))
     cache.reorder_cache(torch.tensor([1, 1, 0, 2]))
-    with monkeypatch.context() as patch:
-        patch.setattr(tiers_module, "row_state", Mock(side_effect=torch.OutOfMemoryError))
-        with pytest.raises(torch.OutOfMemoryError):
-            step(model, prompt(1, 4), cache)
+    out_of_memory = patch.object(tiers_module, "row_state", side_effect=torch.OutOfMemoryError)
+    with out_of_memory, pytest.raises(torch.OutOfMemoryError):
+        step(model, prompt(1, 4), cache)
     assert not differences(before, held(session_of(cache)))
     other.reorder_cache(torch.tensor([1, 1, 0, 2]))
     assert equal(go_on(model, cache, 1, 1), go_on(model, other, 1, 1))
@@ -195,30 +189,18 @@ def test_a_selection_that_runs_out_of_memory_changes_nothing(monkeypatch: pytest
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])
 @pytest.mark.parametrize("method", ["16 bits on the host", "full", "h2o"])
-def test_growth_that_fails_can_be_repeated(
-    method: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_growth_that_fails_can_be_repeated(method: str, error: type[BaseException]) -> None:
     """In the middle of a pool's tensors, or of the buffers of rows that grow (h2o)."""
     model, ids = model_of(method, 2), prompt(250)
-    cache, other = (step(model, ids)[1] for _ in range(2))
+    cache, other = (cache_of(step(model, ids)) for _ in range(2))
     module, name = (tiers_module, "row_state") if method == "h2o" else (pools, "empty")
-    whole, calls = getattr(module, name), list[Any]()
-
-    def failing(*given: Any, **more: Any) -> Any:
-        calls.append(given)
-        if len(calls) == 2:
-            raise error
-        return whole(*given, **more)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(module, name, failing)
-        with pytest.raises(error):
-            step(model, prompt(300, seed=5), cache)
-    assert len(calls) == 2
+    fails = patch.object(module, name, failing(getattr(module, name), error, call=2))
+    with fails, pytest.raises(error):
+        step(model, prompt(300, seed=5), cache)
     if module is pools:
         pool = pool_of(cache)
         assert {len(tensor) for state in pool.state for tensor in state.values()} == {pool.pages}
-    found, expected = (step(model, prompt(300, seed=5), each)[0] for each in (cache, other))
+    found, expected = (step(model, prompt(300, seed=5), each).logits[:, -1] for each in (cache, other))
     assert torch.equal(found, expected)
     assert equal(go_on(model, cache, 1, 1), go_on(model, other, 1, 1))
 
@@ -228,7 +210,7 @@ def test_growth_that_fails_can_be_repeated(
 def test_a_loaded_session_grows_over_its_pages_and_its_bucket(tmp_path: Path, method: str, cropped: int) -> None:
     """Also after a crop, of a method that drops pairs too, whose buffers stay as large as before the crop."""
     model = model_of(method)
-    _, cache = step(model, prompt(500 + cropped, 2))
+    cache = cache_of(step(model, prompt(500 + cropped, 2)))
     if cropped:
         cache.crop(-cropped)
     sc.save(cache, tmp_path)
@@ -236,18 +218,18 @@ def test_a_loaded_session_grows_over_its_pages_and_its_bucket(tmp_path: Path, me
 
 
 def test_a_row_without_tokens_is_copied_saved_and_loaded(model: LlamaForCausalLM, tmp_path: Path) -> None:
-    cache = sc.join([step(model, prompt(length))[1] for length in (30, 300)])
+    cache = sc.join([cache_of(step(model, prompt(length))) for length in (30, 300)])
     cache.crop(-30)
     assert [len(row) for row in at_hand(cache).tiers.pages] == [0, 2]
     sc.save(cache, tmp_path)
     places = {"position_ids": torch.tensor([[0], [270]])}
     caches = [cache, copy.deepcopy(cache), sc.load(tmp_path, model)]
-    first, *others = (step(model, prompt(1, 2), each, **places)[0] for each in caches)
+    first, *others = (step(model, prompt(1, 2), each, **places).logits[:, -1] for each in caches)
     assert equal(others, [first, first])
 
 
 def test_threads_continue_copies_that_share_a_pool_which_grows(model: LlamaForCausalLM) -> None:
-    _, cache = step(model, prompt(250))
+    cache = cache_of(step(model, prompt(250)))
     expected = go_on(model, copy.deepcopy(cache), *[40] * 12)
     caches = [copy.deepcopy(cache) for _ in range(4)]
     with ThreadPoolExecutor(4) as threads:
@@ -258,7 +240,7 @@ def test_threads_continue_copies_that_share_a_pool_which_grows(model: LlamaForCa
 
 def test_a_pool_waits_for_the_copies_of_each_cache(model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before its pages move, and before pages of a cache that has died are allocated."""
-    cache = step(model, prompt(300))[1]
+    cache = cache_of(step(model, prompt(300)))
     made = copy.deepcopy(cache)
     pool, waited = pool_of(made), list[int]()
     monkeypatch.setattr(copy_stream, "drain", lambda device: waited.append(len(pool.free)))
@@ -278,7 +260,7 @@ def test_what_uses_pages_waits_for_the_step_of_another_cache(
     work: str, model: LlamaForCausalLM, tmp_path: Path
 ) -> None:
     """The step may move them."""
-    cache = step(model, prompt(300))[1]
+    cache = cache_of(step(model, prompt(300)))
     other = copy.deepcopy(cache)
     works = {
         "copy": lambda: copy.deepcopy(cache),
@@ -286,7 +268,7 @@ def test_what_uses_pages_waits_for_the_step_of_another_cache(
         "save": lambda: sc.save(cache, tmp_path),
         "crop": lambda: (cache.crop(-100), sc.lengths(cache)),
         "split": lambda: sc.split(cache),
-        "join": lambda: sc.join([cache, step(model, prompt(300))[1]]),
+        "join": lambda: sc.join([cache, cache_of(step(model, prompt(300)))]),
     }
     thread = threading.Thread(target=works[work])
     with pool_of(other).lock:
@@ -294,13 +276,13 @@ def test_what_uses_pages_waits_for_the_step_of_another_cache(
         thread.join(0.3)
         assert thread.is_alive()
     thread.join()
-    assert equal(go_on(model, other, 1, 1), go_on(model, step(model, prompt(300))[1], 1, 1))
+    assert equal(go_on(model, other, 1, 1), go_on(model, cache_of(step(model, prompt(300))), 1, 1))
 
 
 def test_pages_of_ranks_depend_on_lengths_alone(model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy has its own pool: when dead caches free their pages differs between ranks."""
     monkeypatch.setattr(tiers_module, "gather", lambda ranks, own: [own])
-    _, cache = step(model, prompt(500))
+    cache = cache_of(step(model, prompt(500)))
     session = at_hand(cache)
     session.tiers.ranks = object()
     twin = session.tiers.copy()
@@ -310,23 +292,22 @@ def test_pages_of_ranks_depend_on_lengths_alone(model: LlamaForCausalLM, monkeyp
         assert torch.equal(ours["codes"][:2], theirs["codes"][:2])
 
 
-def test_pages_are_counted_again_after_an_interrupt(model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_are_counted_again_after_an_interrupt(model: LlamaForCausalLM) -> None:
     """After an interrupt between allocating a page and giving it to a row."""
-    _, cache = step(model, prompt(500))
+    cache = cache_of(step(model, prompt(500)))
     pool, copied = pool_of(cache), copy.deepcopy(cache)
-    with monkeypatch.context() as patch:
-        patch.setattr(PagePool, "copy", Mock(side_effect=torch.OutOfMemoryError))
-        with pytest.raises(torch.OutOfMemoryError):
-            step(model, prompt(1), copied)
+    out_of_memory = patch.object(PagePool, "copy", side_effect=torch.OutOfMemoryError)
+    with out_of_memory, pytest.raises(torch.OutOfMemoryError):
+        step(model, prompt(1), copied)
     assert pool.held == 2
     go_on(model, copied, 300, 1)
     assert pool.held == len({page for each in (cache, copied) for row in at_hand(each).tiers.pages for page in row})
 
 
 def test_tiers_that_are_interrupted_at_any_line_leave_no_page(model: LlamaForCausalLM) -> None:
-    _, cache = step(model, prompt(500))
+    cache = cache_of(step(model, prompt(500)))
     tiers, pool = at_hand(cache).tiers, pool_of(cache)
-    other = at_hand(step(model, prompt(300))[1]).tiers
+    other = at_hand(cache_of(step(model, prompt(300)))).tiers
     rows = [(tiers, 0), (other, 0)]
     with AfterLines(None) as counter:
         tiers_module.joined(rows)
@@ -342,7 +323,7 @@ def test_copies_with_the_same_pages_are_compressed_apart() -> None:
     model = compiled_with(tiny_llama(num_hidden_layers=1), {**SMALL, "host_bits": 16, "min_context": 1100})
 
     def alone() -> DynamicCache:
-        _, cache = step(model, prompt(700))
+        cache = cache_of(step(model, prompt(700)))
         cache.crop(-450)
         step(model, prompt(1), cache)
         return cache
@@ -353,31 +334,28 @@ def test_copies_with_the_same_pages_are_compressed_apart() -> None:
     assert at_hand(first).options.bits < 16
     for n in range(3):
         first_logits, twin_logits, *expected = (
-            step(model, prompt(20, seed=n), each)[0] for each in (first, twin, second, other)
+            step(model, prompt(20, seed=n), each).logits[:, -1] for each in (first, twin, second, other)
         )
         assert equal([first_logits, twin_logits], expected)
 
 
 @pytest.mark.parametrize("tokens", [200, 4350])
-def test_a_table_whose_writing_is_interrupted_is_written_by_the_next_step(
-    model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch, tokens: int
-) -> None:
-    _, cache = step(model, prompt(tokens))
-    _, other = step(model, prompt(tokens))
+def test_a_table_whose_writing_is_interrupted_is_written_by_the_next_step(model: LlamaForCausalLM, tokens: int) -> None:
+    cache = cache_of(step(model, prompt(tokens)))
+    other = cache_of(step(model, prompt(tokens)))
     twin = copy.deepcopy(cache)
-    with monkeypatch.context() as patch:
-        patch.setattr(tiers_module.Tiers, "set_pages", Mock(side_effect=KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt):
-            step(model, prompt(3), cache)
+    interrupted = patch.object(tiers_module.Tiers, "set_pages", side_effect=KeyboardInterrupt)
+    with interrupted, pytest.raises(KeyboardInterrupt):
+        step(model, prompt(3), cache)
     expected = go_on(model, other, 3, 3, 100)
     assert equal(go_on(model, cache, 3, 3, 100), expected)
     assert equal(go_on(model, twin, 3, 3, 100), expected)
 
 
 def test_a_copy_needs_the_host_memory_of_the_pages_it_writes() -> None:
-    page = pool_of(step(model_of("default"), prompt(3000))[1]).page_bytes["host"]
+    page = pool_of(cache_of(step(model_of("default"), prompt(3000)))).page_bytes["host"]
     model = compiled_with(tiny_llama(num_hidden_layers=1), {**SMALL, "host_memory": 13 * page})
-    _, cache = step(model, prompt(3000))
+    cache = cache_of(step(model, prompt(3000)))
     twin = copy.deepcopy(cache)
     step(model, prompt(1), twin)
     with pytest.raises(sc.SpecacheError, match="3,328 tokens"):
@@ -386,7 +364,7 @@ def test_a_copy_needs_the_host_memory_of_the_pages_it_writes() -> None:
 
 def test_rows_of_equal_length_read_pages_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of("full")
-    _, cache = step(model, prompt(700, 3))
+    cache = cache_of(step(model, prompt(700, 3)))
     read: Any = extend.tokens_of
     copied = list[int]()
 

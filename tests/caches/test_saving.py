@@ -6,6 +6,7 @@ import json
 import os
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,11 +15,11 @@ from transformers.cache_utils import LinearAttentionLayer
 
 import specache_compile as sc
 from adapted import adapt
-from conftest import compile_copy, compiled_with, prompt, tiny_llama
+from conftest import compile_copy, compiled_with, eager, failing, prompt, step, tiny_llama
 from families import BY_NAME
 from kept_traces import TESTS, in_new_process
 from specache_compile.caches import saving
-from specache_compile.compat import cache_of, with_cache
+from specache_compile.compat import cache_of
 from specache_compile.runtime.held import HeldTensor
 from specache_compile.runtime.session import session_of
 
@@ -33,18 +34,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@torch.no_grad()
-def step(model: Any, ids: torch.Tensor, cache: Any = None) -> tuple[torch.Tensor, DynamicCache]:
-    out = model(ids, **with_cache(cache), use_cache=True)
-    return out.logits, cache_of(out)
-
-
 def go_on(model: Any, cache: DynamicCache, steps: int = 34) -> torch.Tensor:
     """Return logits of a chunk and of decode steps, enough steps for pairs to leave the window."""
     rows = next(layer.keys.shape[0] for layer in cache.layers)
-    logits = [step(model, prompt(5, rows), cache)[0][:, -1]]
+    logits = [step(model, prompt(5, rows), cache).logits[:, -1]]
     for _ in range(steps):
-        logits.append(step(model, logits[-1].argmax(-1, keepdim=True), cache)[0][:, -1])
+        logits.append(step(model, logits[-1].argmax(-1, keepdim=True), cache).logits[:, -1])
     return torch.stack(logits)
 
 
@@ -53,18 +48,17 @@ def go_on(model: Any, cache: DynamicCache, steps: int = 34) -> torch.Tensor:
 def test_a_loaded_session_continues_bit_for_bit(llama: LlamaForCausalLM, tmp_path: Path, name: str) -> None:
     """From the middle of a generation, with slots and a speculative token, or centered keys (those in a trellis); two
     rows; loaded under inference mode."""
-    model = compiled_with(llama, {**SETTINGS[name], "lowering": "eager"})
-    logits, cache = step(model, prompt(150, 2))
+    model = eager(llama, **SETTINGS[name])
+    out = step(model, prompt(150, 2))
     for _ in range(3):
-        logits, cache = step(model, logits[:, -1:].argmax(-1), cache)
+        out = step(model, out.logits[:, -1:].argmax(-1), cache_of(out))
+    cache, token = cache_of(out), out.logits[:, -1:].argmax(-1)
     sc.save(cache, tmp_path / "session")
     with torch.inference_mode():
         again = sc.load(tmp_path / "session", model)
-    token = logits[:, -1:].argmax(-1)
     counted = [state[n] for state in session_of(again).state for n in ("fetched", "corrected") if n in state]
     assert not any(map(torch.any, counted))
-    (expected, cache), (got, again) = step(model, token, cache), step(model, token, again)
-    assert torch.equal(got, expected)
+    assert torch.equal(step(model, token, again).logits, step(model, token, cache).logits)
     assert torch.equal(go_on(model, again), go_on(model, cache))
 
 
@@ -72,7 +66,7 @@ def test_a_loaded_session_continues_bit_for_bit(llama: LlamaForCausalLM, tmp_pat
 @torch.no_grad()
 def test_layers_that_stay_plain_are_saved_with_the_held_ones(tmp_path: Path) -> None:
     """gemma2: every other layer has a window, and keeps Hugging Face's form."""
-    model = compiled_with(BY_NAME["gemma2"].model(), {"lowering": "eager", "bits": 1})
+    model = eager(BY_NAME["gemma2"].model(), bits=1)
     cache = DynamicCache(config=model.config)
     step(model, prompt(60), cache)
     sc.save(cache, tmp_path)
@@ -97,33 +91,25 @@ print(step(model, prompt(1), sc.load({folder!r}, model)).logits[0, -1].tolist())
 def test_a_session_outlives_its_process(tmp_path: Path) -> None:
     options = {"bits": 1, "top_k": 16, "lowering": "eager"}
     model = compiled_with(tiny_llama(), options)
-    _, cache = step(model, prompt(150))
+    cache = cache_of(step(model, prompt(150)))
     sc.save(cache, tmp_path)
     printed = in_new_process(PROCESS.format(tests=str(TESTS), options=options, folder=str(tmp_path)))
-    assert step(model, prompt(1), cache)[0][0, -1].tolist() == json.loads(printed.splitlines()[-1])
+    assert step(model, prompt(1), cache).logits[0, -1].tolist() == json.loads(printed.splitlines()[-1])
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize(("owner", "name"), [(torch, "save"), (os, "replace")])
 def test_an_interrupted_save_leaves_a_whole_session(
-    compiled: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, when: str
+    compiled: LlamaForCausalLM, tmp_path: Path, owner: Any, name: str, when: str
 ) -> None:
     """The previous session remains until the header is replaced; the next save removes only leftovers of this one."""
-    _, cache = step(compiled, prompt(100))
+    cache = cache_of(step(compiled, prompt(100)))
     sc.save(cache, tmp_path)
     (tmp_path / "layers-of-mine").mkdir()
     step(compiled, prompt(1), cache)
-    original = getattr(owner, name)
-
-    def interrupted(*given: Any) -> None:
-        if when == "after":
-            original(*given)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(owner, name, interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    interrupted = failing(getattr(owner, name), KeyboardInterrupt, after=when == "after")
+    with patch.object(owner, name, interrupted), pytest.raises(KeyboardInterrupt):
         sc.save(cache, tmp_path)
-    monkeypatch.undo()
     again = sc.load(tmp_path, compiled)
     assert again.get_seq_length() == (101 if (name, when) == ("replace", "after") else 100)
     sc.save(again, tmp_path)
@@ -133,7 +119,7 @@ def test_an_interrupted_save_leaves_a_whole_session(
 
 
 def test_memory_that_was_never_written_is_not_saved(compiled: LlamaForCausalLM, tmp_path: Path) -> None:
-    _, cache = step(compiled, prompt(100))
+    cache = cache_of(step(compiled, prompt(100)))
     for state in session_of(cache).state:
         state["host"][:, :, 100:] = 7.0  # of one page
     sc.save(cache, tmp_path)
@@ -145,8 +131,8 @@ def test_memory_that_was_never_written_is_not_saved(compiled: LlamaForCausalLM, 
 @torch.no_grad()
 def test_a_session_is_saved_with_the_weights_that_filled_it(tmp_path: Path, write: str) -> None:
     """Not with the weights at the time of `save`, which did not fill the cache."""
-    model = compiled_with(tiny_llama(num_hidden_layers=1), {"bits": 16, "lowering": "eager"})
-    _, cache = step(model, prompt(60))
+    model = eager(tiny_llama(num_hidden_layers=1), bits=16)
+    cache = cache_of(step(model, prompt(60)))
     weight = model.model.layers[0].mlp.up_proj.weight
     before = weight.clone()
     weight.mul_(1.5) if write == "in place" else weight.data.mul_(1.5)
@@ -159,8 +145,8 @@ def test_a_session_is_saved_with_the_weights_that_filled_it(tmp_path: Path, writ
 
 @torch.no_grad()
 def test_a_session_is_saved_with_the_adapter_that_filled_it(tmp_path: Path) -> None:
-    model = compiled_with(adapt(tiny_llama(num_hidden_layers=1)), {"bits": 16, "lowering": "eager"})
-    _, cache = step(model, prompt(60))
+    model = eager(adapt(tiny_llama(num_hidden_layers=1)), bits=16)
+    cache = cache_of(step(model, prompt(60)))
     layer = model.model.layers[0].self_attn.k_proj
     layer.set_adapter("two")
     layer.scaling["two"] = 9.0
@@ -177,10 +163,10 @@ def test_a_session_is_saved_with_the_adapter_that_filled_it(tmp_path: Path) -> N
 
 @torch.no_grad()
 def test_each_row_is_saved_with_the_weights_that_filled_it(tmp_path: Path) -> None:
-    model = compiled_with(tiny_llama(num_hidden_layers=1), {"bits": 16, "lowering": "eager"})
-    _, old = step(model, prompt(60))
+    model = eager(tiny_llama(num_hidden_layers=1), bits=16)
+    old = cache_of(step(model, prompt(60)))
     model.model.embed_tokens.weight.data.mul_(1.5)
-    _, new = step(model, prompt(60))
+    new = cache_of(step(model, prompt(60)))
     together = sc.join([old, new])
     sc.save(together, tmp_path)
     with pytest.raises(sc.SpecacheError, match="another model: 1 of"):
@@ -193,7 +179,7 @@ def test_each_row_is_saved_with_the_weights_that_filled_it(tmp_path: Path) -> No
 class TestRefusals:
     @pytest.fixture
     def folder(self, compiled: LlamaForCausalLM, tmp_path: Path) -> Path:
-        sc.save(step(compiled, prompt(70))[1], tmp_path / "session")
+        sc.save(cache_of(step(compiled, prompt(70))), tmp_path / "session")
         return tmp_path / "session"
 
     def test_a_folder_without_a_session(self, compiled: LlamaForCausalLM, tmp_path: Path) -> None:
@@ -240,7 +226,7 @@ class TestRefusals:
     def test_layers_and_caches_with_more_than_is_known(self, compiled: LlamaForCausalLM, tmp_path: Path) -> None:
         """A model's own layer or cache class may have unknown state."""
         layer, cache_of_its_own = (type("Own", (kind,), {}) for kind in (LinearAttentionLayer, DynamicCache))
-        _, cache = step(compiled, prompt(70))
+        cache = cache_of(step(compiled, prompt(70)))
         cache.layers.append(layer())
         with pytest.raises(
             sc.SpecacheError, match=r"layer 2 of this cache, a Own, has other contents than keys, values"
@@ -274,4 +260,4 @@ class TestRefusals:
 
     def test_a_plain_cache(self, llama: LlamaForCausalLM, tmp_path: Path) -> None:
         with pytest.raises(sc.SpecacheError, match="plain tensors already"):
-            sc.save(step(llama, prompt(10))[1], tmp_path)
+            sc.save(cache_of(step(llama, prompt(10))), tmp_path)

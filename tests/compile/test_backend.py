@@ -92,17 +92,16 @@ def test_a_refusal_comes_as_it_is_in_every_call_and_costs_nothing(attention: str
     """Not inside Dynamo's BackendCompilerFailed; the cache is unchanged afterwards."""
     llama = tiny_llama(num_hidden_layers=1, attn_implementation=attention)
     twin = compile_copy(llama)
-    with torch.no_grad():
-        cache = cache_of(twin(prompt(50), use_cache=True))
-        errors = []
-        for _ in range(2):
-            with pytest.raises(sc.SpecacheError, match=r"held by the specache backend.*materialize") as raised:
-                twin(prompt(1), **with_cache(cache), output_attentions=True)
-            errors.append(raised.value)
-        assert errors[0] is not errors[1]
-        assert all(type(error) is sc.SpecacheError and error.__cause__ is error.__context__ is None for error in errors)
-        expected = llama(prompt(1), **with_cache(cache_of(llama(prompt(50), use_cache=True)))).logits
-        torch.testing.assert_close(twin(prompt(1), **with_cache(cache)).logits, expected, atol=1e-3, rtol=1e-4)
+    cache = cache_of(step(twin, prompt(50)))
+    errors = []
+    for _ in range(2):
+        with pytest.raises(sc.SpecacheError, match=r"held by the specache backend.*materialize") as raised:
+            step(twin, prompt(1), cache, output_attentions=True)
+        errors.append(raised.value)
+    assert errors[0] is not errors[1]
+    assert all(type(error) is sc.SpecacheError and error.__cause__ is error.__context__ is None for error in errors)
+    expected = step(llama, prompt(1), cache_of(step(llama, prompt(50)))).logits
+    torch.testing.assert_close(step(twin, prompt(1), cache).logits, expected, atol=1e-3, rtol=1e-4)
 
 
 @torch.inference_mode()
@@ -126,10 +125,9 @@ def test_custom_4d_masks_are_applied(llama: LlamaForCausalLM) -> None:
     extend = torch.zeros(1, 1, 3, 64).masked_fill(torch.ones(3, 64).triu(62).bool(), lowest)
 
     def run(model: LlamaForCausalLM) -> list[torch.Tensor]:
-        with torch.no_grad():
-            one = model(prompt(60), attention_mask=mask, use_cache=True)
-            two = model(prompt(1), attention_mask=later, **with_cache(cache_of(one)))
-            three = model(prompt(3), attention_mask=extend, **with_cache(cache_of(two)))
+        one = step(model, prompt(60), attention_mask=mask)
+        two = step(model, prompt(1), cache_of(one), attention_mask=later)
+        three = step(model, prompt(3), cache_of(two), attention_mask=extend)
         return [one.logits, two.logits, three.logits]
 
     torch.testing.assert_close(run(compile_copy(llama)), run(llama), atol=1e-3, rtol=1e-4)
@@ -147,8 +145,7 @@ def test_without_token_ids_one_lane_runs_and_report_and_warning_have_the_reason(
             steps = [model(**given, **with_cache(cache)).logits for given in (*embedded, token, embedded[0], token)]
         return torch.cat(steps, 1)
 
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always", sc.SpecacheWarning)
+    with warnings.catch_warnings(record=True, action="always", category=sc.SpecacheWarning) as seen:
         logits = run(twin)
     torch.testing.assert_close(logits, run(llama), atol=1e-3, rtol=1e-4)
     (message,) = [str(warning.message) for warning in seen if warning.category is sc.SpecacheWarning]
@@ -159,11 +156,10 @@ def test_without_token_ids_one_lane_runs_and_report_and_warning_have_the_reason(
 
 
 def test_a_cache_that_an_uncompiled_model_filled_stays_plain(llama: LlamaForCausalLM) -> None:
-    with torch.no_grad():
-        cache = cache_of(llama(prompt(60), use_cache=True))
-        expected = llama(prompt(1), **with_cache(copy.deepcopy(cache))).logits
-        with pytest.warns(sc.SpecacheWarning, match="filled by an uncompiled model"):
-            logits = compile_copy(llama)(prompt(1), **with_cache(cache)).logits
+    cache = cache_of(step(llama, prompt(60)))
+    expected = step(llama, prompt(1), copy.deepcopy(cache)).logits
+    with pytest.warns(sc.SpecacheWarning, match="filled by an uncompiled model"):
+        logits = step(compile_copy(llama), prompt(1), cache).logits
     torch.testing.assert_close(logits, expected)
 
 

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.utils import counters
 
 import specache_compile as sc
-from conftest import compiled_with, is_held, prompt, tiny_llama
+from conftest import compiled_with, is_held, left_padding, prompt, tiny_llama
 from families import Family
 from specache_compile.compile import recompile_limit
 
@@ -29,12 +30,6 @@ def generate(model: Any, ids: Tensor | None, **given: Any) -> Any:
     return model.generate(ids, **{**settings, **given})
 
 
-def padded(rows: int, tokens: int) -> Tensor:
-    mask = torch.ones(rows, tokens, dtype=torch.long)
-    mask[0, : tokens // 2] = 0
-    return mask
-
-
 def further_turn(model: Any, tokens: int, rows: int = 1) -> Any:
     first = generate(model, several(rows, 40))
     ids = torch.cat([first.sequences, several(rows, tokens)], 1)
@@ -48,13 +43,13 @@ def several(rows: int, tokens: int = 30) -> Tensor:
 KINDS: dict[str, Call] = {
     "a further turn": lambda m: further_turn(m, 9),
     "three rows": lambda m: generate(m, several(3)),
-    "padded rows": lambda m: generate(m, several(3), attention_mask=padded(3, 30), pad_token_id=0),
+    "padded rows": lambda m: generate(m, several(3), attention_mask=left_padding(several(3), 15, 0, 0), pad_token_id=0),
     "hidden states": lambda m: generate(m, prompt(40), output_hidden_states=True),
 }
 
 
-def compiled(model: Any, **options: Any) -> Any:
-    return compiled_with(model, {**OPTIONS, **options})
+def compiled(model: Any) -> Any:
+    return compiled_with(model, OPTIONS)
 
 
 @pytest.mark.filterwarnings("error::specache_compile.SpecacheWarning")
@@ -97,8 +92,7 @@ def test_a_generation_past_the_limit_warns_with_the_reason(monkeypatch: pytest.M
     monkeypatch.setattr(recompile_limit, "LEAST", 1)
     monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)
     first, second = compiled(small()), compiled(small("Qwen2"))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", sc.SpecacheWarning)
+    with warnings.catch_warnings(action="ignore", category=sc.SpecacheWarning):
         generate(first, prompt(40))
     with pytest.warns(sc.SpecacheWarning, match=r"ran no compiled graph.*recompile limit was reached"):
         generate(second, prompt(40))
@@ -138,8 +132,7 @@ def test_a_generation_that_runs_no_graph_warns_once_at_the_callers_line(call: Ca
     assert [warning.filename for warning in warned] == [__file__]
     with pytest.raises(sc.SpecacheError, match=reason):
         sc.stats(model)  # not those of the generation before
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         call(model)
         torch._dynamo.reset()  # a frame that was skipped is compiled again
         assert is_held(sc.cache_of(generate(model, prompt(40))))
@@ -177,11 +170,9 @@ def test_the_offloaded_cache_is_refused() -> None:
 def test_an_exact_model_has_one_graph_for_all_lengths_and_batches() -> None:
     """Mistral's layers slide: they stay as they are, and their sizes are symbols."""
     model = compiled(small("Mistral"))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", sc.SpecacheWarning)
+    with warnings.catch_warnings(action="ignore", category=sc.SpecacheWarning):
         generate(model, several(2))
-        graphs = len(torch._dynamo.utils.compile_times(repr="csv")[0])
-        counters = dict(torch._dynamo.utils.counters["stats"])
+        graphs = counters["stats"]["unique_graphs"]
         for rows, tokens in ((2, 31), (3, 45), (4, 20)):
             generate(model, several(rows, tokens))
-    assert dict(torch._dynamo.utils.counters["stats"])["unique_graphs"] == counters["unique_graphs"], graphs
+    assert counters["stats"]["unique_graphs"] == graphs

@@ -31,8 +31,7 @@ def test_it_registers_no_host_memory_and_reads_no_fake_tensors_address(
     monkeypatch.setattr(host_memory, "register", lambda *_: touched.append("a registration") or True)
     monkeypatch.setattr(copy_stream, "stream_of", lambda *_: touched.append("a stream"))
     monkeypatch.setattr(FakeTensor, "data_ptr", lambda *_: touched.append("an address") or 0, raising=False)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         on_cuda = figures(llama.cuda(), options)
     assert on_cuda == on_a_cpu != ""
     assert touched == []

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
-import sys
 import tarfile
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,8 +15,6 @@ from specache_compile.evaluation.runner import Runner
 from specache_compile.evaluation.settings import parse_setting, running
 from specache_compile.evaluation.tasks.closeness import KINDS, STEPS, Continuations, measure
 from specache_compile.evaluation.tasks.task import Bench
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from unseen_text import SOURCES, release_notes
 
 LENGTH = 160

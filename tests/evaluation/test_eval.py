@@ -7,12 +7,13 @@ import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
 
 import specache_compile as sc
-from conftest import NEEDLE_LLAMA, byte_tokenizer, greedy, prompt, tiny_llama
+from conftest import NEEDLE_LLAMA, byte_tokenizer, failing, greedy, prompt, tiny_llama
 from specache_compile.cli import main
 from specache_compile.errors import OptionError, SpecacheError
 from specache_compile.evaluation import run_eval
@@ -29,20 +30,6 @@ def evaluate(out: Path, *more: str) -> int:
     return main(["eval", MODEL, "--out", str(out), *(more or QUICK)])
 
 
-class Interrupted:
-    """`measure`, which a person interrupts before its n-th row."""
-
-    def __init__(self, original: Any, before: int) -> None:
-        self.original, self.before, self.calls = original, before, 0
-
-    def __call__(self, *arguments: Any) -> ResultRow:
-        self.calls += 1
-        if self.calls == self.before:
-            raise KeyboardInterrupt
-        row: ResultRow = self.original(*arguments)
-        return row
-
-
 @pytest.mark.slow
 def test_an_interruption_loses_no_finished_row_and_the_same_command_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -50,20 +37,19 @@ def test_an_interruption_loses_no_finished_row_and_the_same_command_goes_on(
     """In the end there are a table, a JSON file and pictures with one line of provenance."""
     command = ("--tasks", "needle", "perplexity", "--methods", "uncompiled", "kivi:bits=1", "--lengths", "256")
     command += ("--samples", "3", "--seed", "5")
-    original = run_eval.measure
-    monkeypatch.setattr(run_eval, "measure", Interrupted(original, before=3))
-    assert evaluate(tmp_path, *command) == 130
+    with patch.object(run_eval, "measure", failing(run_eval.measure, KeyboardInterrupt, call=3)):
+        assert evaluate(tmp_path, *command) == 130
     captured = capsys.readouterr()
     assert "the same command goes on from here" in captured.err
     assert re.search(r"^uncompiled +256 +100\.0% +1\.000$", captured.out, re.MULTILINE)  # a finished row
     kept = read_rows(tmp_path / "results.json")
     assert len(kept) == 2
 
-    again = Interrupted(original, before=0)
+    again = Mock(wraps=run_eval.measure)
     monkeypatch.setattr(run_eval, "measure", again)
     for _ in range(2):
         assert evaluate(tmp_path, *command) == 0
-        assert again.calls == 4 - 2
+        assert again.call_count == 4 - 2
     every = read_rows(tmp_path / "results.json")
     assert {key: every[key] for key in kept} == kept
     assert re.search(r"^kivi:bits=1 +256 .* 0\.\d+$", capsys.readouterr().out, re.MULTILINE)
@@ -79,7 +65,7 @@ def test_an_interruption_loses_no_finished_row_and_the_same_command_goes_on(
         assert (tmp_path / f"{task}-kv.png").stat().st_size > 5_000
     # Another seed is another row.
     assert evaluate(tmp_path, "--lengths", "200", "--samples", "2", "--methods", "uncompiled", "--seed", "1") == 0
-    assert again.calls == 3
+    assert again.call_count == 3
 
 
 def test_other_defaults_are_another_row(monkeypatch: pytest.MonkeyPatch) -> None:

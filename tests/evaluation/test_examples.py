@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import random
 import sys
 from pathlib import Path
@@ -12,28 +11,24 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from conftest import NEEDLE_LLAMA, byte_tokenizer, compiled_with
+import train_needle
+from conftest import NEEDLE_LLAMA, byte_tokenizer, eager
+from needle_samples import sample
+from quality import TABLES, arguments
+from specache_compile.checkpoints.names import KNOWN
+from specache_compile.cli import parsed
+from specache_compile.evaluation.settings import parse_setting
+from specache_compile.evaluation.tasks import TASKS
+from specache_compile.evaluation.tasks.haystack import library_source
+from specache_compile.evaluation.tasks.needle import KEY_DIGITS
+from train_needle import TrainingStage
 
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "benchmarks")]
-
-from needle_samples import sample  # noqa: E402
-from quality import TABLES, arguments  # noqa: E402
-from specache_compile.checkpoints.names import KNOWN  # noqa: E402
-from specache_compile.cli import parsed  # noqa: E402
-from specache_compile.evaluation.settings import parse_setting  # noqa: E402
-from specache_compile.evaluation.tasks import TASKS  # noqa: E402
-from specache_compile.evaluation.tasks.haystack import library_source  # noqa: E402
-from specache_compile.evaluation.tasks.needle import KEY_DIGITS  # noqa: E402
 
 
 @pytest.fixture(scope="module")
 def model() -> Any:
     return AutoModelForCausalLM.from_pretrained(NEEDLE_LLAMA, dtype=torch.bfloat16).eval()
-
-
-def compiled(model: Any, **options: Any) -> Any:
-    return compiled_with(model, {"lowering": "eager", "setting": "paper", **options})
 
 
 def recalled(runner: Any, length: int, count: int) -> float:
@@ -55,8 +50,8 @@ def test_specache_brings_back_what_one_bit_alone_loses(model: Any) -> None:
 
     full = overall(model)
     assert full >= 0.99
-    assert overall(compiled(model, bits=1, top_k=0)) < full - 0.2
-    assert overall(compiled(model, bits=1, top_k=64)) >= full - 0.02
+    assert overall(eager(model, setting="paper", bits=1, top_k=0)) < full - 0.2
+    assert overall(eager(model, setting="paper", bits=1, top_k=64)) >= full - 0.02
 
 
 def test_training_and_evaluation_texts_do_not_overlap() -> None:
@@ -66,12 +61,11 @@ def test_training_and_evaluation_texts_do_not_overlap() -> None:
 
 @pytest.mark.slow
 def test_the_training_script_trains_and_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = importlib.import_module("train_needle")
-    monkeypatch.setattr(module, "STAGES", (module.TrainingStage(256, 1), module.TrainingStage(512, 1)))
-    monkeypatch.setattr(module, "TOKENS_PER_STEP", 1024)
+    monkeypatch.setattr(train_needle, "STAGES", (TrainingStage(256, 1), TrainingStage(512, 1)))
+    monkeypatch.setattr(train_needle, "TOKENS_PER_STEP", 1024)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["train_needle", "--out", "model", "--samples", "2"])
-    module.main()
+    train_needle.main()
     assert all((tmp_path / "model" / name).exists() for name in ("model.safetensors", "tokenizer.json"))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,8 +10,6 @@ import yaml
 
 import specache_compile as sc
 from conftest import NEEDLE_LLAMA
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 lm_eval = pytest.importorskip("lm_eval", reason="needs lm-evaluation-harness: pip install 'specache-compile[harness]'")
 

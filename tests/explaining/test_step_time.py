@@ -6,11 +6,9 @@ import functools
 from dataclasses import replace
 
 import pytest
-import torch
-from transformers import LlamaConfig
 
 import specache_compile as sc
-from conftest import tiny_llama
+from conftest import llama_3_8b, tiny_llama
 from specache_compile.explaining.times import op_launches
 from specache_compile.explaining.times.devices import Device, find_device
 from specache_compile.explaining.times.op_launches import COPY, MAIN, Kernel, LaunchedOp
@@ -46,17 +44,9 @@ DEVICES = {
 }
 
 
-def llama(layers: int = 3) -> LlamaConfig:
-    """Of Llama-3-8B's width."""
-    return LlamaConfig(
-        hidden_size=4096, intermediate_size=14336, num_hidden_layers=layers, num_attention_heads=32,
-        num_key_value_heads=8, vocab_size=128256, max_position_embeddings=131072, dtype=torch.bfloat16,
-    )  # fmt: skip
-
-
 @functools.cache
 def explained(column: str) -> sc.Explanation:
-    return sc.explain(llama(), 32_768, options=OPTIONS[column], device="H100")
+    return sc.explain(llama_3_8b(3), 32_768, options=OPTIONS[column], device="H100")
 
 
 def traced(column: str) -> Traced:
@@ -130,7 +120,7 @@ def test_what_is_said_of_the_kernels_is_what_they_have() -> None:
 @pytest.mark.slow
 def test_few_layers_stand_for_more_and_one_row_for_several() -> None:
     device = DEVICES["H100"]
-    more = sc.explain(llama(4), 32_768, 2, OPTIONS["paper"], device="H100").traced()
+    more = sc.explain(llama_3_8b(4), 32_768, 2, OPTIONS["paper"], device="H100").traced()
     few = replace(explained("paper").traced(), layers=4)
     for batch in (1, 7):
         ours, theirs = (step_of(one, device, 32_768, batch) for one in (few, more))
@@ -193,7 +183,7 @@ def test_what_no_cuda_graph_holds_has_no_computed_step() -> None:
 
 def test_a_step_over_the_fp8_cache_reads_each_pair_once() -> None:
     """It takes as long as the step computed for a full cache of 8 bits."""
-    explanation = sc.explain(llama(layers=1), 32_768, options={"method": "fp8"}, device="H100")
+    explanation = sc.explain(llama_3_8b(1), 32_768, options={"method": "fp8"}, device="H100")
     one = replace(explanation.traced(), weights=WEIGHTS, layers=LAYERS)
     kernels = kernels_of(one, DEVICES["H100"], 32_768, 4)
     attended = [kernel for kernel in kernels if kernel.op in ("fp8_attention", "keep_fp8")]

@@ -11,8 +11,8 @@ import torch
 from transformers import LlamaForCausalLM, pipeline
 
 import specache_compile as sc
-from conftest import LOSSLESS, compile_copy, greedy, prompt, tiny_llama
-from specache_compile.compat import cache_of, with_cache
+from conftest import LOSSLESS, compile_copy, greedy, left_padding, prompt, step, tiny_llama
+from specache_compile.compat import cache_of
 
 pytestmark = [pytest.mark.one_process, pytest.mark.one_trace]
 
@@ -69,11 +69,10 @@ def test_a_left_padded_batch_after_batches_of_other_sizes(llama: LlamaForCausalL
     """Dynamo has made the prompt's batch a symbol by then, and the mask's is a number."""
     for batch in (2, 3):
         greedy(compiled, prompt(20, batch), 2)
-    inputs = {"input_ids": prompt(70, 4, 3), "attention_mask": torch.ones(4, 70, dtype=torch.int64)}
-    for row, padding in ((1, 37), (2, 65), (3, 20)):
-        inputs["attention_mask"][row, :padding] = 0
-    expected = llama.generate(**inputs, max_new_tokens=40, do_sample=False)
-    assert torch.equal(compiled.generate(**inputs, max_new_tokens=40, do_sample=False), expected)
+    ids = prompt(70, 4, 3)
+    mask = left_padding(ids, 0, 37, 65, 20)
+    expected = greedy(llama, ids, 40, attention_mask=mask)
+    assert torch.equal(greedy(compiled, ids, 40, attention_mask=mask), expected)
 
 
 def test_a_row_of_lossy_settings_does_not_depend_on_its_neighbours(llama: LlamaForCausalLM) -> None:
@@ -94,9 +93,8 @@ def test_bfloat16_logits_stay_within_rounding(llama: LlamaForCausalLM) -> None:
     ids = prompt(120)
 
     def logits(model: LlamaForCausalLM) -> torch.Tensor:
-        with torch.no_grad():
-            cache = cache_of(model(ids[:, :80], use_cache=True))
-            return torch.cat([model(ids[:, t : t + 1], **with_cache(cache)).logits for t in range(80, 120)], 1).float()
+        cache = cache_of(step(model, ids[:, :80]))
+        return torch.cat([step(model, ids[:, t : t + 1], cache).logits for t in range(80, 120)], 1).float()
 
     exact = logits(copy.deepcopy(llama))
     ours, theirs = logits(compile_copy(half)), logits(half)

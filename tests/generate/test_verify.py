@@ -25,8 +25,8 @@ from transformers import (
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import specache_compile as sc
-from conftest import chatted, compile_copy, compiled_with, greedy, prompt
-from families import FAMILIES
+from conftest import chatted, compile_copy, eager, greedy, left_padding, prompt, step
+from families import BY_NAME
 from held_tiers import at_hand, differences, held, interrupted_behind
 from specache_compile.compat import CACHE, WINDOWS_TAKE_DRAFTS, cache_of, with_cache
 from specache_compile.generate import verify
@@ -87,7 +87,7 @@ def test_in_bfloat16_they_part_at_ties_alone(llama: LlamaForCausalLM) -> None:
 
 @pytest.mark.slow
 def test_kcache_drafts_too(llama: LlamaForCausalLM) -> None:
-    twin = compiled_with(llama, {"method": "kcache", "top_n": 4, "verify": 4, "lowering": "eager"})
+    twin = eager(llama, method="kcache", top_n=4, verify=4)
     assert torch.equal(greedy(twin, prompt(90), 40), greedy(llama, prompt(90), 40))
     assert sc.stats(twin).verification.acceptance < 1
 
@@ -102,7 +102,7 @@ def test_a_layer_that_slides_gets_back_what_a_draft_pushed_out_of_its_window(
     length: int, settings: dict[str, int]
 ) -> None:
     """With torch's own settings: its cache of fake tensors has further requirements of late compilations."""
-    family = next(family for family in FAMILIES if family.name == "gemma2")
+    family = BY_NAME["gemma2"]
     family = replace(family, settings={**family.settings, **settings})
     plain = family.model()
     model = compile_copy(plain, **LOSSY, verify=5)
@@ -115,10 +115,8 @@ def test_a_layer_that_slides_gets_back_what_a_draft_pushed_out_of_its_window(
 @pytest.mark.slow
 def test_padding_processors_and_turns(llama: LlamaForCausalLM) -> None:
     twin, ids = verifying(llama), prompt(75)
-    mask = torch.ones_like(ids)
-    mask[:, :9] = 0
     processed = {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3}
-    for given in ({"attention_mask": mask}, processed):
+    for given in ({"attention_mask": left_padding(ids, 9)}, processed):
         assert torch.equal(greedy(twin, ids, 25, **given), greedy(llama, ids, 25, **given)), given
 
     assert torch.equal(chatted(twin, 20), chatted(llama, 20))
@@ -199,23 +197,23 @@ def test_a_cache_still_in_16_bits_is_not_drafted_for(llama: LlamaForCausalLM) ->
 # The tiers
 
 
-@torch.no_grad()
 def test_what_was_drafted_and_what_was_rejected_leave_no_bit_behind(llama: LlamaForCausalLM) -> None:
     """Rounds of any length at any place of a group, the longest longer than the window. The accepted tokens are those
     of exact passes on a cache without drafts."""
     twin = verifying(llama, setting="best", bits=1.5)
     ids = prompt(400, seed=7)
-    ours, never = (cache_of(twin(ids[:, :90], use_cache=True)) for _ in range(2))
+    ours, never = (cache_of(step(twin, ids[:, :90])) for _ in range(2))
     rounds = verify.Drafts(twin, LogitsProcessorList(), [], GenerationConfig(max_length=10_000))
     position, rng = 90, torch.Generator().manual_seed(0)
     for drafted in (1, 6, 31, 32, 33, 90, 5):
         before = held(at_hand(ours))
         rounds.session, rounds.cache, rounds.confirmed = session_of(ours), ours, position
-        rounds.draft(ids[:, : position + 1], {**with_cache(ours)}, drafted)
+        with torch.no_grad():
+            rounds.draft(ids[:, : position + 1], {**with_cache(ours)}, drafted)
         assert differences(held(at_hand(ours)), before) == []
         accepted = int(torch.randint(0, drafted + 1, (1,), generator=rng))
         for cache in (ours, never):
-            twin(ids[:, position : position + drafted + 1], **with_cache(cache))
+            step(twin, ids[:, position : position + drafted + 1], cache)
             cache.crop(accepted - drafted)
         position += accepted + 1
         assert differences(held(at_hand(ours)), held(at_hand(never))) == []
@@ -289,8 +287,7 @@ def test_sampling_on_a_compiled_model(llama: LlamaForCausalLM) -> None:
     given = {"do_sample": True, "temperature": 1.2, "top_k": 20, "top_p": 0.95}
     tokens = twin.generate(ids, max_new_tokens=60, **given)
     assert sc.stats(twin).verification.acceptance > 0.99
-    with torch.no_grad():
-        best = llama(tokens).logits[0, 74:-1].topk(20).indices
+    best = step(llama, tokens).logits[0, 74:-1].topk(20).indices
     assert (best == tokens[0, 75:, None]).any(1).all(), "each of the exact pass's twenty best"
     ended = twin.generate(ids, max_new_tokens=300, eos_token_id=list(range(0, 128, 8)), pad_token_id=0, **given)[0, 75:]
     assert (ended % 8 == 0).nonzero().flatten().tolist() == [len(ended) - 1]

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from conftest import eager, step
 from families import Family
 from specache_compile.errors import SpecacheError
 from specache_compile.evaluation.baselines.prompt_eviction import prompt_attention
@@ -62,7 +63,7 @@ def test_a_budget_of_fewer_than_the_first_tokens_keeps_the_first_of_them() -> No
 
 def test_a_model_whose_rope_turns_neighbours_is_refused() -> None:
     """Cohere has frequencies, but for other pairs of channels."""
-    model = Family("cohere", "CohereConfig", {"num_hidden_layers": 1}).model()
-    model.compile(backend="specache", options={"method": "expected_attention", "budget": 30, "lowering": "eager"})
-    with torch.no_grad(), pytest.raises(SpecacheError, match=r"turns no channels j and j \+ h .* take method='snapkv'"):
-        model(torch.randint(0, 64, (1, 90)), use_cache=True)
+    plain = Family("cohere", "CohereConfig", {"num_hidden_layers": 1}).model()
+    model = eager(plain, method="expected_attention", budget=30)
+    with pytest.raises(SpecacheError, match=r"turns no channels j and j \+ h .* take method='snapkv'"):
+        step(model, torch.randint(0, 64, (1, 90)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import mmap
 import warnings
@@ -16,8 +15,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import LlamaForCausalLM
 
-from conftest import prompt
-from specache_compile.compat import cache_of, with_cache
+from conftest import eager, prompt, step
+from specache_compile.compat import cache_of
 from specache_compile.errors import SpecacheError
 from specache_compile.kernels.memory import host_memory
 from specache_compile.kernels.state.cursor import HostRecord, attach, new_cursor
@@ -214,8 +213,7 @@ def test_a_layers_host_tier_has_memory_for_its_pages_and_addresses_for_its_bucke
 def test_under_a_fake_mode_nothing_is_registered_and_no_address_is_read(driver: Driver) -> None:
     """`explain` of a model on CUDA can have a host tier larger than any machine's memory."""
     large = LayerShape(1 << 20, 8, torch.float32, CUDA)
-    with FakeTensorMode(), warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with FakeTensorMode(), warnings.catch_warnings(action="error"):
         PagePool(parse_options(None), [large], 1 << 16)
         pool = PagePool(parse_options({"method": "offload"}), [large], 1 << 16)
         pool.grow_to(1 << 17, 1 << 17)
@@ -334,22 +332,17 @@ def test_unwritten_parts_of_the_host_tier_are_never_read(
     llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     """Reused memory holds an older cache, or bits that are NaN in this dtype."""
-    options = {"method": method, "lowering": "eager"}
-    options |= {"group_size": 32, "residual_length": 32} if method in ("specache", "kivi") else {}
-
-    twin = copy.deepcopy(llama)
-    twin.compile(backend="specache", options=options)
+    small = {"group_size": 32, "residual_length": 32} if method in ("specache", "kivi") else {}
+    twin = eager(llama, method=method, **small)
 
     def run(filling: float) -> torch.Tensor:
         monkeypatch.setattr(tiers, "host_empty", lambda shape, dtype, *rest: filled(shape, dtype, filling))
-        with torch.no_grad():
-            cache = cache_of(twin(prompt(90, 2), use_cache=True))
-            logits = []
-            for tokens in (1, 20, 1, 1, 200, 1, 1):  # the longest extend grows the bucket
-                logits.append(twin(prompt(tokens, 2, tokens), **with_cache(cache)).logits[:, -1])
-            cache.crop(-40)
-            cache.reorder_cache(torch.tensor([1, 0]))
-            logits += [twin(prompt(1, 2, token), **with_cache(cache)).logits[:, -1] for token in range(3)]
+        cache, logits = cache_of(step(twin, prompt(90, 2))), []
+        for tokens in (1, 20, 1, 1, 200, 1, 1):  # the longest extend grows the bucket
+            logits.append(step(twin, prompt(tokens, 2, tokens), cache).logits[:, -1])
+        cache.crop(-40)
+        cache.reorder_cache(torch.tensor([1, 0]))
+        logits += [step(twin, prompt(1, 2, token), cache).logits[:, -1] for token in range(3)]
         return torch.stack(logits)
 
     assert torch.equal(run(math.nan), run(0.0))

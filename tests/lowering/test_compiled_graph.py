@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from torch.fx import GraphModule, symbolic_trace
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from transformers import LlamaForCausalLM
 
-from conftest import LOSSLESS, compiled_with, greedy, greedy_unmasked, prompt, tiny_llama
+from conftest import LOSSLESS, compiled_with, greedy, greedy_unmasked, left_padding, prompt, tiny_llama
 from specache_compile.compile import rewrites
 from specache_compile.compile.rewrites import Rewrites
 from specache_compile.kernels.cpp import library as cpp_library
@@ -93,9 +94,7 @@ def generated() -> Generated:
         library.cache_clear()
     llama = tiny_llama()
     twin = compiled_with(llama, OPTIONS)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpp_library, "compiled", load)
-        patch.setattr(rewrites, "compiling", noted)
+    with patch.object(cpp_library, "compiled", load), patch.object(rewrites, "compiling", noted):
         tokens, sources = run_and_get_code(lambda: greedy_unmasked(twin, prompt(70), 30))
     assert torch.equal(tokens, greedy(llama, prompt(70), 30))
     forms = [form for graph in find_record(twin).graphs for form in graph.rewrites.made.values()]
@@ -156,11 +155,9 @@ def test_no_state_tensor_is_cloned_or_copied(generated: Generated, phase: str) -
 @pytest.mark.parametrize("settings", [{"speculate": False, "bits": 4}, {"top_k": 0, "bits": 16}])
 def test_inductor_gives_the_uncompiled_tokens(llama: LlamaForCausalLM, settings: dict) -> None:
     twin = compiled_with(llama, {**OPTIONS, **settings})
-    mask = torch.ones(2, 80, dtype=torch.int64)
-    mask[1, :30] = 0
-    inputs = {"input_ids": prompt(80, 2), "attention_mask": mask}
-    expected = llama.generate(**inputs, max_new_tokens=40, do_sample=False)
-    assert torch.equal(twin.generate(**inputs, max_new_tokens=40, do_sample=False), expected)
+    ids = prompt(80, 2)
+    mask = left_padding(ids, 0, 30)
+    assert torch.equal(greedy(twin, ids, 40, attention_mask=mask), greedy(llama, ids, 40, attention_mask=mask))
 
 
 def guards_on_capacity(rewrites: Rewrites) -> list[Any]:

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import LlamaForCausalLM
 
 import specache_compile as sc
-from conftest import compile_copy, greedy, greedy_unmasked, prompt, tiny_llama
+from conftest import compile_copy, greedy, greedy_unmasked, prompt, step, tiny_llama
 from families import BY_NAME
 from held_tiers import untouched
 from specache_compile.compat import cache_of, with_cache
@@ -70,14 +70,14 @@ def captures(stand_in: list[int], monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return stand_in
 
 
-def step(x: Tensor, weight: Tensor, state: Tensor) -> list[Tensor]:
+def multiplied(x: Tensor, weight: Tensor, state: Tensor) -> list[Tensor]:
     state += 1
     return [x * weight + state]
 
 
 def test_a_replay_reads_new_arguments_and_leaves_old_outputs_alone() -> None:
     x, weight, state = torch.ones(3), torch.nn.Parameter(torch.full((3,), 2.0), requires_grad=False), torch.zeros(3)
-    captured = capture(step, [x, weight, state], [False, False, True], CPU)
+    captured = capture(multiplied, [x, weight, state], [False, False, True], CPU)
     first = captured([torch.ones(3), weight, state])[0]
     second = captured([torch.full((3,), 5.0), weight, state])[0]
     assert first.tolist() == [3.0] * 3
@@ -87,7 +87,7 @@ def test_a_replay_reads_new_arguments_and_leaves_old_outputs_alone() -> None:
 def test_arguments_of_inference_mode_can_be_replayed_outside_of_it() -> None:
     weight, state = torch.nn.Parameter(torch.ones(3), requires_grad=False), torch.zeros(3)
     with torch.inference_mode():
-        captured = capture(step, [torch.ones(3), weight, state], [False, False, True], CPU)
+        captured = capture(multiplied, [torch.ones(3), weight, state], [False, False, True], CPU)
     assert captured([torch.ones(3), weight, state])[0].tolist() == [2.0] * 3
 
 
@@ -96,7 +96,7 @@ def test_a_step_is_captured_again_after_a_parameter_moved(stand_in: list[int]) -
     for value in (2.0, 3.0):
         weight = torch.nn.Parameter(torch.full((3,), value), requires_grad=False)
         for _ in range(3):
-            out = steps.run(step, [torch.ones(3), weight, state], [False, False, True], CPU, pytest.fail)[0]
+            out = steps.run(multiplied, [torch.ones(3), weight, state], [False, False, True], CPU, pytest.fail)[0]
         assert out.tolist() == [value + float(state[0])] * 3
     assert (len(stand_in), steps.replays) == (2, 5)
 
@@ -107,11 +107,11 @@ def test_an_input_that_moves_in_every_step_is_given_up_on_after_two_recaptures(s
     for number in range(5):
         x = torch.full((1 << 19,), float(number))  # 2 MiB at a new address, since the previous tensor is still alive
         calls.append((x, []))
-        out = steps.run(step, [x, weight, state], [False, False, True], CPU, calls[-1][1].append)[0]
+        out = steps.run(multiplied, [x, weight, state], [False, False, True], CPU, calls[-1][1].append)[0]
         assert out[0] == number + state[0]
     assert [given_up for _, given_up in calls] == [[], [], [], [], [0]]
     assert len(stand_in) == 3
-    assert step not in steps.steps, "a graph that is not replayed again holds no memory"
+    assert multiplied not in steps.steps, "a graph that is not replayed again holds no memory"
 
 
 @pytest.mark.parametrize(("moves", "rows", "runs"), [(6, (1,), 2), (4, (1, 2, 3), 1)], ids=["replayed", "in turn"])
@@ -125,7 +125,7 @@ def test_graphs_that_move_between_replays_or_in_turn_go_on(
             kept.append(torch.nn.Parameter(torch.ones(1), requires_grad=False))
             given = [torch.ones(1), kept[-1], state]
             for _ in range(runs):
-                steps.run(step, given, [False, False, True], CPU, pytest.fail, (count,))
+                steps.run(multiplied, given, [False, False, True], CPU, pytest.fail, (count,))
     assert len(stand_in) == (6 if runs == 2 else 3 * 3)
 
 
@@ -137,9 +137,8 @@ def test_a_large_argument_that_moves_costs_the_graph_and_one_warning_that_names_
     vectors, kept = llama.get_input_embeddings().weight.detach(), []
 
     def run(model: LlamaForCausalLM) -> Tensor:
-        logits = []
+        cache, logits = cache_of(step(model, prompt(50))), []
         with torch.no_grad():
-            cache = cache_of(model(prompt(50), use_cache=True))
             for place in range(50, 60):
                 kept.append(vectors[place].clone().view(1, 1, -1))
                 given = {"inputs_embeds": kept[-1], "position_ids": torch.tensor([[place]])}
@@ -170,13 +169,8 @@ def test_steps_of_calls_without_position_ids_are_captured(llama: LlamaForCausalL
     twin = compile_copy(llama, mode="reduce-overhead")
 
     def run(model: LlamaForCausalLM) -> Tensor:
-        with torch.no_grad():
-            out = model(prompt(50, 2), use_cache=True)
-            logits = []
-            for token in prompt(9, 2).split(1, 1):
-                out = model(token, **with_cache(cache_of(out)))
-                logits.append(out.logits)
-        return torch.cat(logits, 1)
+        cache = cache_of(step(model, prompt(50, 2)))
+        return torch.cat([step(model, token, cache).logits for token in prompt(9, 2).split(1, 1)], 1)
 
     torch.testing.assert_close(run(twin), run(llama), atol=1e-3, rtol=1e-3)
     assert len(captures) == 1
@@ -197,19 +191,18 @@ def test_replayed_steps_make_the_uncompiled_models_tokens_across_buckets(specula
 def decode(model: LlamaForCausalLM, token: int, cache: Any, rows: int = 1) -> Tensor:
     """Return the logits of a step at position 100 + token."""
     place = torch.full((rows, 1), 100 + token)
-    return model(torch.full((rows, 1), token), **with_cache(cache), position_ids=place).logits
+    return step(model, torch.full((rows, 1), token), cache, position_ids=place).logits
 
 
 def test_a_forks_steps_are_its_own(llama: LlamaForCausalLM, captures: list[int]) -> None:
     twin = compile_copy(llama, mode="reduce-overhead")
 
     def run(model: LlamaForCausalLM) -> Tensor:
-        with torch.no_grad():
-            cache = cache_of(model(prompt(100), use_cache=True))
-            for token in range(4):
-                decode(model, token, cache)
-            fork = copy.deepcopy(cache)
-            return torch.cat([decode(model, token, c) for token in range(4, 8) for c in (cache, fork)])
+        cache = cache_of(step(model, prompt(100)))
+        for token in range(4):
+            decode(model, token, cache)
+        fork = copy.deepcopy(cache)
+        return torch.cat([decode(model, token, c) for token in range(4, 8) for c in (cache, fork)])
 
     torch.testing.assert_close(run(twin), run(llama), atol=1e-3, rtol=1e-3)
     assert len(captures) == 3, "the first page that one of them copies makes their pool grow, and the pages move"
@@ -222,11 +215,10 @@ def test_steps_after_a_selection_of_rows_write_to_no_page_of_another_row(
     twin = compile_copy(llama, mode="reduce-overhead")
 
     def run(model: LlamaForCausalLM) -> Tensor:
-        with torch.no_grad():
-            cache = cache_of(model(prompt(100, 4), use_cache=True))
-            logits = [decode(model, token, cache, 4) for token in range(3)]
-            cache.batch_select_indices(torch.tensor([0, 1, 3]))
-            return torch.cat([*logits, *(decode(model, token, cache, 3) for token in range(3, 8))])
+        cache = cache_of(step(model, prompt(100, 4)))
+        logits = [decode(model, token, cache, 4) for token in range(3)]
+        cache.batch_select_indices(torch.tensor([0, 1, 3]))
+        return torch.cat([*logits, *(decode(model, token, cache, 3) for token in range(3, 8))])
 
     torch.testing.assert_close(run(twin), run(llama), atol=1e-3, rtol=1e-3)
     assert captures
@@ -278,11 +270,10 @@ def test_a_batch_under_a_mask_beyond_padding_reports_why_it_is_not_captured(
     llama: LlamaForCausalLM, captures: list[int]
 ) -> None:
     twin = compile_copy(llama, mode="reduce-overhead")
-    with torch.no_grad():
-        cache = cache_of(twin(prompt(40, 2), use_cache=True))
-        mask = torch.ones(2, 1, 1, 41, dtype=torch.bool)
-        with pytest.warns(UserWarning, match="runs without a CUDA graph: input .*mask.* changes its size"):
-            twin(prompt(1, 2), **with_cache(cache), attention_mask=mask)
+    cache = cache_of(step(twin, prompt(40, 2)))
+    mask = torch.ones(2, 1, 1, 41, dtype=torch.bool)
+    with pytest.warns(UserWarning, match="runs without a CUDA graph: input .*mask.* changes its size"):
+        step(twin, prompt(1, 2), cache, attention_mask=mask)
 
 
 def test_a_step_with_an_argument_elsewhere_than_its_state_is_not_captured() -> None:
@@ -293,10 +284,10 @@ def test_a_step_with_an_argument_elsewhere_than_its_state_is_not_captured() -> N
     x.meta["val"], factor.meta["val"] = torch.empty(3, device="meta"), torch.empty(())
     inputs = [Input("argument", argument=0), Input("argument", argument=1)]
     plan = RewritePlan(DECODE, [], True, False, None, [], torch.empty(1, 4, device="meta"), None, inputs)
-    step = torch.fx.GraphModule({}, graph)
-    assert "input factor is on cpu" in str(reason_not_to_capture(step, plan))
+    module = torch.fx.GraphModule({}, graph)
+    assert "input factor is on cpu" in str(reason_not_to_capture(module, plan))
     factor.meta["val"] = torch.empty((), device="meta")
-    assert reason_not_to_capture(step, plan) is None
+    assert reason_not_to_capture(module, plan) is None
 
 
 def test_inputs_that_a_graph_writes_to_are_known_through_views() -> None:

@@ -15,13 +15,14 @@ from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
-from conftest import LOSSLESS, greedy, prompt, tiny_llama
+from conftest import LOSSLESS, greedy, prompt, step, tiny_llama
 from families import BY_NAME, Family
-from specache_compile.compat import GENERATE_MASKS_ALL, cache_of, with_cache
+from specache_compile.compat import GENERATE_MASKS_ALL, cache_of
 from specache_compile.lowering import lower
 from specache_compile.lowering.fold_layers import fold_layers
 from specache_compile.passes.reading.in_place import mutated
 from specache_compile.runtime.records import find_record
+from specache_compile.runtime.session import session_of
 
 # Family → number of kinds of layers.
 FOLDED = {"gemma2": 2, "smollm3": 2, "glm4_moe": 1, "gpt_neox": 1, "opt": 1}
@@ -91,8 +92,7 @@ def test_layers_that_draw_no_numbers_are_alike(method: str, parts: int, compiles
     """Layers of random eviction are compiled whole, since each draws separate numbers."""
     model = tiny_llama(num_hidden_layers=4)
     model.compile(backend="specache", options={"method": method, "lowering": "inductor"})
-    with torch.no_grad():
-        model(prompt(70), use_cache=True)
+    step(model, prompt(70))
     assert len(compiles) == parts
 
 
@@ -116,13 +116,12 @@ def test_the_ops_run_in_overlaps_order_on_their_layers_state(
 
     monkeypatch.setattr(Interpreter, "run_node", note)
     model = compiled(tiny_llama(num_hidden_layers=4), top_k=8)
-    with torch.no_grad():
-        out = model(prompt(70))
-        for _ in range(2):
-            ran.clear()
-            out = model(out.logits[:, -1:].argmax(-1), **with_cache(cache_of(out)))
+    out = step(model, prompt(70))
+    for _ in range(2):
+        ran.clear()
+        out = step(model, out.logits[:, -1:].argmax(-1), cache_of(out))
     graph = next(graph for graph in find_record(model).graphs if graph.captured.phase.name == "decode")
-    session = cache_of(out).layers[0].keys.handle.session
+    session = session_of(cache_of(out))
     state = {f"{field}_{layer}": value for layer, fields in enumerate(session.state) for field, value in fields.items()}
     expected = [
         (node.target.name(), state[mutated(node)[0].name].data_ptr())

@@ -14,10 +14,10 @@ from torch.fx import GraphModule
 from transformers import DynamicCache
 
 import specache_compile as sc
-from conftest import compiled_with, greedy, prompt
+from conftest import eager, greedy, prompt, step
 from families import BY_NAME, FAMILIES, Family
 from graphs import BATCH, PAST, GraphBuilder, found, text
-from specache_compile.compat import with_cache
+from specache_compile.compat import cache_of, with_cache
 from specache_compile.passes.absorb import absorb, softmax
 from specache_compile.passes.reading.joined_copies import joined_copies
 from specache_compile.runtime.records import find_record
@@ -142,12 +142,11 @@ def test_keys_of_two_parts_that_are_no_latents_are_reported_without_a_crash() ->
 
 
 def compiled(family: Family = MODEL, **options: Any) -> Any:
-    return compiled_with(family.model(), {"lowering": "eager", **options})
+    return eager(family.model(), **options)
 
 
 @pytest.mark.quick_for("deepseek_v2")
 @pytest.mark.parametrize("family", LATENT, ids=[family.name for family in LATENT])
-@torch.no_grad()
 def test_turns_of_a_padded_batch_give_the_uncompiled_models_logits(family: Family) -> None:
     """A prompt, steps, a second turn, and steps again; the second row is left-padded."""
     family = family.one_layer
@@ -160,7 +159,7 @@ def test_turns_of_a_padded_batch_give_the_uncompiled_models_logits(family: Famil
         mask[1, :13] = 0
         places = (mask.cumsum(1) - 1).clamp(min=0)[:, -token.shape[1] :]
         ours, theirs = (
-            one(token, attention_mask=mask, position_ids=places, **with_cache(cache), use_cache=True).logits[:, -1]
+            step(one, token, cache, attention_mask=mask, position_ids=places).logits[:, -1]
             for one, cache in zip((model, plain), caches, strict=True)
         )
         torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=0)
@@ -169,13 +168,10 @@ def test_turns_of_a_padded_batch_give_the_uncompiled_models_logits(family: Famil
 
 
 def test_hold_copies_a_cache_of_latents() -> None:
-    ids, plain = prompt(90), DynamicCache()
-    with torch.no_grad():
-        MODEL.model()(ids[:, :-1], **with_cache(plain), use_cache=True)
-    model = compiled()
+    ids, model = prompt(90), compiled()
+    plain = cache_of(step(MODEL.model(), ids[:, :-1]))
     held = sc.hold(plain, model)
-    out = model.generate(ids, **with_cache(held), max_new_tokens=6, do_sample=False)
-    assert torch.equal(out, greedy(MODEL.model(), ids, 6))
+    assert torch.equal(greedy(model, ids, 6, **with_cache(held)), greedy(MODEL.model(), ids, 6))
     assert plain.get_seq_length() == 89
     assert held.get_seq_length() == 95
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.fx import Node
 from transformers import LlamaForCausalLM
 
-from conftest import compile_copy, greedy, prompt
+from conftest import compile_copy, greedy, left_padding, prompt, step
 from families import BY_NAME
-from specache_compile.compat import cache_of, with_cache
+from specache_compile.compat import cache_of
 from specache_compile.passes.reading.masks import read_mask
 from specache_compile.passes.reading.nodes import output_node
 from specache_compile.runtime.records import find_record
@@ -166,15 +166,11 @@ def test_a_prefill_that_pads_nothing_takes_no_mask(name: str, exact: int, all: i
     layer with a window keeps its mask."""
     model = BY_NAME[name].one_layer.model()
     twin = compile_copy(model)
-    ids, ones = prompt(40, 2), torch.ones(2, 40, dtype=torch.int64)
-    left = ones.clone()
-    left[1, :13] = 0
-    for mask in (ones, left, ones):
+    ids = prompt(40, 2)
+    for hidden in (0, 13, 0):
+        mask = left_padding(ids, 0, hidden)
         there, place = mask == 1, (mask.cumsum(1) - 1).clamp(min=0)
-        with torch.no_grad():
-            found, expected = (
-                each(ids, attention_mask=mask, position_ids=place, use_cache=True).logits for each in (twin, model)
-            )
+        found, expected = (step(each, ids, attention_mask=mask, position_ids=place).logits for each in (twin, model))
         torch.testing.assert_close(found[there], expected[there], atol=1e-3, rtol=0)
         assert torch.equal(greedy(twin, ids, 4, attention_mask=mask), greedy(model, ids, 4, attention_mask=mask))
     assert {form: sum(masks) for form, masks in masks_of_prefills(twin).items()} == {True: exact, False: all}
@@ -186,12 +182,11 @@ def test_left_padding_changes_nothing_in_lossy_tiers(llama: LlamaForCausalLM, pa
     twin, text, logits = compile_copy(llama, top_k=2), prompt(128, 2), []
     for front in (0, pad):
         ids = torch.cat([torch.zeros(2, front, dtype=torch.int64), text], 1)
-        mask = torch.cat([torch.zeros(2, front), torch.ones(2, 128)], 1).long()
+        mask = left_padding(ids, front, front)
         place, cache, steps = (mask.cumsum(1) - 1).clamp(min=0), None, []
         for start, stop in ((0, front + 96), *((t, t + 1) for t in range(front + 96, front + 128))):
             given = {"attention_mask": mask[:, :stop], "position_ids": place[:, start:stop]}
-            with torch.no_grad():
-                out = twin(ids[:, start:stop], **with_cache(cache), use_cache=True, **given)
+            out = step(twin, ids[:, start:stop], cache, **given)
             cache = cache_of(out)
             steps.append(out.logits[:, -1])
         logits.append(torch.stack(steps))

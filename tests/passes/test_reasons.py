@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import warnings
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -31,8 +32,7 @@ def warnings_of(family: Family, tokens: int) -> list[str]:
     """Return the warnings of a generation, whose tokens must equal the uncompiled model's."""
     model = family.model()
     model.compile(backend="specache", options=LOSSLESS)
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as seen:
         made = greedy(model, prompt(20), tokens)
     assert torch.equal(made, greedy(family.model(), prompt(20), tokens))
     return [str(warning.message) for warning in seen if warning.category is sc.SpecacheWarning]
@@ -54,8 +54,7 @@ def test_a_model_of_sliding_windows_alone_warns_once_and_at_the_callers_line() -
     """Its prefill, its decode and a batch are graphs of their own."""
     model = Family("mistral", "MistralConfig", {**WINDOW, "num_hidden_layers": 1}).model()
     model.compile(backend="specache", options=LOSSLESS)
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as seen:
         for rows in (1, 2):
             model.generate(prompt(20, rows), max_new_tokens=3, do_sample=False)
     (warning,) = [one for one in seen if one.category is sc.SpecacheWarning]
@@ -163,10 +162,7 @@ def test_no_further_operation_matches_after_a_scaled_mask(steps: str) -> None:
 
 
 def test_a_graph_that_vmap_refuses_runs_one_lane_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(*arguments: object) -> None:
-        raise RuntimeError("vmap: no such thing\nat all")
-
-    monkeypatch.setattr(speculate, "run_lanes", refused)
+    monkeypatch.setattr(speculate, "run_lanes", Mock(side_effect=RuntimeError("vmap: no such thing\nat all")))
     (message,) = warnings_of(Family("llama", "LlamaConfig", {"num_hidden_layers": 1}), 3)
     assert "torch.vmap refuses its graph (vmap: no such thing)" in message
 

@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaForCausalLM
 
 import specache_compile as sc
-from conftest import LOSSLESS, compiled_with, greedy, prompt, tiny_llama
+from conftest import LOSSLESS, eager, greedy, prompt, step, tiny_llama
 from graphs import decode_graph, text
-from specache_compile.compat import cache_of, with_cache
+from specache_compile.compat import cache_of
 from specache_compile.evaluation.baselines.eviction import eviction
 from specache_compile.evaluation.baselines.policies import POLICIES, History
 from specache_compile.kernels import ops
@@ -27,6 +26,7 @@ from specache_compile.options import whole
 from specache_compile.passes.phase import Phase
 from specache_compile.passes.pipeline import run_pipeline
 from specache_compile.passes.recipe import OpCall, Recipe, named
+from specache_compile.runtime.session import session_of
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -55,17 +55,12 @@ def an_op() -> None:
     )  # fmt: skip
 
 
-def under(method: str, **options: Any) -> LlamaForCausalLM:
-    return compiled_with(tiny_llama(), {"lowering": "eager", "method": method, **options})
-
-
 def state_after(method: str, **options: Any) -> list[LayerState]:
     """The state tensors of a cache of 100 tokens, and one step."""
-    twin = under(method, **options)
-    with torch.no_grad():
-        cache = cache_of(twin(prompt(100), use_cache=True))
-        twin(prompt(1), **with_cache(cache))
-    return cache.layers[0].keys.handle.session.state
+    twin = eager(tiny_llama(), method=method, **options)
+    cache = cache_of(step(twin, prompt(100)))
+    step(twin, prompt(1), cache)
+    return session_of(cache).state
 
 
 def test_a_quantiser_is_a_function_from_a_groups_ends_to_its_levels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,7 +93,8 @@ def test_a_selector_is_an_op_that_a_recipe_names(monkeypatch: pytest.MonkeyPatch
     assert any(span.kernel.op == "select_oldest" for span in explained.spans)
     ids = prompt(100)
     lossless = {name: value for name, value in LOSSLESS.items() if name != "lowering"}
-    assert torch.equal(greedy(under("oldest", **lossless), ids, 20), greedy(tiny_llama(), ids, 20))
+    twin = eager(tiny_llama(), method="oldest", **lossless)
+    assert torch.equal(greedy(twin, ids, 20), greedy(tiny_llama(), ids, 20))
 
 
 def test_a_tiers_field_and_a_method_with_an_option_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,12 +126,11 @@ def test_a_tiers_field_and_a_method_with_an_option_of_its_own(monkeypatch: pytes
         sc.explain(tiny_llama(), 300, 1, {"method": "counting", "each": 0})
     with pytest.raises(sc.OptionError, match="option each: method 'offload' accepts only"):
         sc.explain(tiny_llama(), 300, 1, {"method": "offload", "each": 1})
-    twin, ids = under("counting"), prompt(100)
-    with torch.no_grad():
-        cache = cache_of(twin(ids, use_cache=True))
-        cache.crop(-40)
-        twin(prompt(1), **with_cache(cache))
-    assert [int(layer["counted"]) for layer in cache.layers[0].keys.handle.session.state] == [61, 61]
+    twin = eager(tiny_llama(), method="counting")
+    cache = cache_of(step(twin, prompt(100)))
+    cache.crop(-40)
+    step(twin, prompt(1), cache)
+    assert [int(layer["counted"]) for layer in session_of(cache).state] == [61, 61]
 
 
 def test_a_policy_is_a_function_and_a_line(monkeypatch: pytest.MonkeyPatch) -> None:

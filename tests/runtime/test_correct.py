@@ -19,8 +19,8 @@ from transformers import LlamaForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import specache_compile as sc
-from conftest import compile_copy, prompt, tiny_llama
-from specache_compile.compat import cache_of, with_cache
+from conftest import compile_copy, prompt, step, tiny_llama
+from specache_compile.compat import cache_of
 from specache_compile.kernels.codes import trellis
 from specache_compile.kernels.codes.records import stored_dim, unpacked
 from specache_compile.kernels.state.layout import Layout
@@ -154,14 +154,10 @@ def attending(model: LlamaForCausalLM, attention: Any) -> Iterator[None]:
         model.config._attn_implementation = before
 
 
-@torch.no_grad()
 def forced(model: LlamaForCausalLM, ids: Tensor, first: int) -> Tensor:
     """Logits of the tokens behind the first ones, given one at a time."""
-    out, steps = model(ids[:, :first], use_cache=True), []
-    for tokens in ids[:, first:].split(1, 1):
-        out = model(tokens, **with_cache(cache_of(out)), use_cache=True)
-        steps.append(out.logits)
-    return torch.cat(steps, 1)
+    cache = cache_of(step(model, ids[:, :first]))
+    return torch.cat([step(model, token, cache).logits for token in ids[:, first:].split(1, 1)], 1)
 
 
 # Options, the formula's codes, and the number of sinks.
@@ -203,19 +199,15 @@ def test_the_speculative_token_changes_what_travels_when_and_no_logit(llama: Lla
     assert all(s.bytes_to_device == (s.pairs_ahead + s.pairs_corrected) * 2 * 16 * 4 for s in stats)
 
 
-@torch.no_grad()
 def test_a_right_speculative_token_leaves_nothing_to_correct() -> None:
     """In the first layer; in later ones the token's query has come through pairs that were chosen for another one."""
     model = tiny_llama()
     model.lm_head.weight.data.zero_()  # every argmax is token 0
     twin = compile_copy(model, **SETTINGS, speculate=True)
-    out = twin(prompt(130), use_cache=True)
-    token = torch.zeros(1, 1, dtype=torch.int64)
+    cache = cache_of(step(twin, prompt(130)))
     for _ in range(20):
-        out = twin(token, **with_cache(cache_of(out)), use_cache=True)
-    record = find_record(twin)
-    first, *_ = (int(count) for count in record.latest.corrected)
-    assert first == 0
+        step(twin, torch.zeros(1, 1, dtype=torch.int64), cache)
+    assert int(find_record(twin).latest.corrected[0]) == 0
     assert sc.stats(twin).pairs_ahead > 100
 
 

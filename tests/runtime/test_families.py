@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from transformers import DynamicCache, LogitsProcessor
 
-from conftest import compile_copy, forget_warnings, prompt
+from conftest import compile_copy, forget_warnings, left_padding, prompt, step
 from families import BY_NAME, FAMILIES, Family
 from specache_compile import SpecacheWarning
 from specache_compile.compat import with_cache
@@ -50,8 +50,7 @@ def expected_warnings(family: Family) -> Iterator[None]:
         with pytest.warns(SpecacheWarning, match=family.reason if exact else "one token at a time"):
             yield
     else:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", SpecacheWarning)
+        with warnings.catch_warnings(action="error", category=SpecacheWarning):
             yield
 
 
@@ -135,7 +134,6 @@ class SpeculativeTokens(LogitsProcessor):
 @pytest.mark.quick_for("llama 3")
 @pytest.mark.detects_sizes
 @SOME
-@torch.no_grad()
 def test_tokens_equal_over_several_turns(family: Family) -> None:
     """A second turn extends the cache; positions are computed in the graph, not given.
 
@@ -152,7 +150,7 @@ def test_tokens_equal_over_several_turns(family: Family) -> None:
             token = turn
             for _ in range(1 + new):
                 text = torch.cat([text, token], 1)
-                logits = model(token, **with_cache(cache), use_cache=True).logits[:, -1]
+                logits = step(model, token, cache).logits[:, -1]
                 close(logits, tokens.predict(text))
                 tokens(text, logits)
                 token = logits.argmax(-1, keepdim=True)
@@ -166,16 +164,15 @@ def test_tokens_equal_over_several_turns(family: Family) -> None:
 @pytest.mark.parametrize("family", [BY_NAME[name] for name in PADDED], ids=PADDED)
 def test_left_padded_batches(family: Family) -> None:
     """Long enough that a group leaves the recent tier while padded rows decode, at 96 tokens."""
-    mask = torch.ones(3, 90, dtype=torch.int64)
-    mask[1, :20], mask[2, :81] = 0, 0
+    ids = prompt(90, 3)
+    mask = left_padding(ids, 0, 20, 81)
     family = family if family.exact else family.one_layer
     model, plain = compiled(family), family.model()
     cache = DynamicCache(config=model.config)
     tokens = SpeculativeTokens(plain, cache, mask)
     ours = {**with_cache(cache), "logits_processor": [tokens]}
     with expected_warnings(family):
-        inputs = {"input_ids": prompt(90, 3), "attention_mask": mask, "max_new_tokens": 13}
-        assert_same_generation(model, plain, ours, **inputs)
+        assert_same_generation(model, plain, ours, input_ids=ids, attention_mask=mask, max_new_tokens=13)
     assert tokens.checked == (11 if family.rewritten and family.lanes == 2 else 0)
 
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from conftest import compiled_with, prompt
+from conftest import eager, prompt, step
 from held_tiers import in_rows
-from specache_compile.compat import cache_of, with_cache
+from specache_compile.compat import cache_of
 from specache_compile.kernels.state.stored_pairs import decoded
 from specache_compile.methods import parse_options
 from specache_compile.runtime.session import session_of
@@ -19,7 +19,10 @@ from specache_compile.runtime.step import Step
 
 pytestmark = [pytest.mark.one_process, pytest.mark.one_trace]
 
-SMALL = {"lowering": "eager", "group_size": 32, "residual_length": 32, "top_k": 16}
+
+@pytest.fixture
+def twin(llama: LlamaForCausalLM) -> LlamaForCausalLM:
+    return eager(llama, group_size=32, residual_length=32, top_k=16)
 
 
 @pytest.mark.parametrize(
@@ -35,28 +38,23 @@ def test_auto_is_8_where_pairs_are_fetched_to_come_close(options: dict[str, Any]
     assert parse_options(options).bits_on_host == bits
 
 
-@torch.no_grad()
-def test_the_host_holds_what_the_full_cache_holds_rounded_once(llama: LlamaForCausalLM) -> None:
-    twin = compiled_with(llama, SMALL)
+def test_the_host_holds_what_the_full_cache_holds_rounded_once(llama: LlamaForCausalLM, twin: LlamaForCausalLM) -> None:
     ids = prompt(150)
-    cache = cache_of(twin(ids, use_cache=True))
-    session = session_of(cache)
+    session = session_of(cache_of(step(twin, ids)))
     session.tiers.drain()
-    exact = cache_of(llama(ids, use_cache=True)).layers[0]
+    exact = cache_of(step(llama, ids)).layers[0]
     found = decoded(in_rows(session)[0]["host"][:, :, :150], torch.float32, 16)
     for part, pairs in ((0, exact.keys), (1, exact.values)):
-        step = pairs.abs().amax(-1, keepdim=True) / 127
-        assert ((found[:, :, :, part] - pairs).abs() <= step / 2 + 1e-5).all()
+        spacing = pairs.abs().amax(-1, keepdim=True) / 127
+        assert ((found[:, :, :, part] - pairs).abs() <= spacing / 2 + 1e-5).all()
 
 
-@torch.no_grad()
-def test_a_crop_leaves_the_window_that_is_still_there_exact(llama: LlamaForCausalLM) -> None:
+def test_a_crop_leaves_the_window_that_is_still_there_exact(twin: LlamaForCausalLM) -> None:
     """Only what comes back from the low-bit tier is what the host has."""
-    twin = compiled_with(llama, SMALL)
-    cache = cache_of(twin(prompt(100), use_cache=True))
+    cache = cache_of(step(twin, prompt(100)))
     window = session_of(cache).state[0]["recent"].clone()  # of W = 64 places tokens 64 to 99, at t mod 64
     cache.crop(-8)
-    twin(prompt(1), **with_cache(cache))
+    step(twin, prompt(1), cache)
     session_of(cache).tiers.drain()
     state = in_rows(session_of(cache))[0]
     assert torch.equal(state["recent"][:, :, :28], window[:, :, :28]), "tokens 64 to 91"
@@ -64,16 +62,14 @@ def test_a_crop_leaves_the_window_that_is_still_there_exact(llama: LlamaForCausa
     assert torch.equal(state["recent"][:, :, 32:], host[:, :, 32:64]), "tokens 32 to 63 are in the window again"
 
 
-@torch.no_grad()
 @pytest.mark.parametrize(("tokens", "lost"), [(1, 0), (40, 12)])
 def test_an_interrupted_step_rounds_only_tokens_that_it_overwrote(
-    llama: LlamaForCausalLM, tokens: int, lost: int
+    twin: LlamaForCausalLM, tokens: int, lost: int
 ) -> None:
     """40 tokens overwrite the places of tokens 36 to 75, of which the window has 64 to 75."""
-    twin = compiled_with(llama, SMALL)
-    cache = cache_of(twin(prompt(100), use_cache=True))
+    cache = cache_of(step(twin, prompt(100)))
     window = session_of(cache).state[0]["recent"][:, :, :36].clone()  # tokens 64 to 99
     with patch.object(Step, "finish", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
-        twin(prompt(tokens), **with_cache(cache))
+        step(twin, prompt(tokens), cache)
     same = (session_of(cache).state[0]["recent"][:, :, :36] == window).all(-1).all(-1).all(1)
     assert same[0].tolist() == [False] * lost + [True] * (36 - lost)

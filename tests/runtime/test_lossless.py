@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, LlamaForCausalLM
 
-from conftest import compiled_with, greedy, is_held, prompt, tiny_llama
-from specache_compile.compat import cache_of, with_cache
+from conftest import eager, greedy, is_held, left_padding, prompt, step, tiny_llama
+from specache_compile.compat import cache_of
 
 pytestmark = [pytest.mark.one_process, pytest.mark.one_trace]
 
@@ -42,9 +42,8 @@ def tokens(model: LlamaForCausalLM) -> Tensor:
 
 def padding(model: LlamaForCausalLM) -> Tensor:
     """Rows of different lengths, one of which has less than a group."""
-    ids, mask = prompt(90, 3), torch.ones(3, 90, dtype=torch.int64)
-    mask[0, :17], mask[2, :81] = 0, 0
-    return greedy(model, ids, 40, attention_mask=mask, pad_token_id=0)
+    ids = prompt(90, 3)
+    return greedy(model, ids, 40, attention_mask=left_padding(ids, 17, 0, 81), pad_token_id=0)
 
 
 def beams(model: LlamaForCausalLM) -> Tensor:
@@ -52,28 +51,26 @@ def beams(model: LlamaForCausalLM) -> Tensor:
     return greedy(model, prompt(90, 2), 40, num_beams=3)
 
 
-@torch.no_grad()
 def turns(model: LlamaForCausalLM) -> Tensor:
     """Several tokens at a time on one cache, and one."""
     cache, ids = DynamicCache(), prompt(171)
     spans = ((0, 90), (90, 91), (91, 130), (130, 131), (131, 171))
-    return torch.cat([model(ids[:, a:b], **with_cache(cache), use_cache=True).logits for a, b in spans], 1)
+    return torch.cat([step(model, ids[:, a:b], cache).logits for a, b in spans], 1)
 
 
-@torch.no_grad()
 def copies(model: LlamaForCausalLM) -> Tensor:
     """A cache is cropped and copied; it and the copy go on. Then the copy is cropped to nothing, and filled again."""
-    out = model(prompt(90, 2), use_cache=True)
+    cache = cache_of(step(model, prompt(90, 2)))
     for token in prompt(12, 2, seed=4).split(1, 1):
-        out = model(token, **with_cache(cache_of(out)), use_cache=True)
-    cache_of(out).crop(-22)
+        step(model, token, cache)
+    cache.crop(-22)
     logits = []
-    for kept in (cache_of(out), copy.deepcopy(cache_of(out))):
+    for kept in (cache, copy.deepcopy(cache)):
         for given in (prompt(9, 2, seed=6), *prompt(8, 2, seed=7).split(1, 1)):
-            logits.append(model(given, **with_cache(kept), use_cache=True).logits)
+            logits.append(step(model, given, kept).logits)
     kept.crop(-kept.get_seq_length())
-    logits.append(model(prompt(30, 2, seed=8), **with_cache(kept), use_cache=True).logits)
-    assert is_held(kept) == is_held(cache_of(out))
+    logits.append(step(model, prompt(30, 2, seed=8), kept).logits)
+    assert is_held(kept) == is_held(cache)
     return torch.cat(logits, 1)
 
 
@@ -91,19 +88,18 @@ def uncompiled(way: str) -> Tensor:
 def test_lossless_options_generate_what_the_uncompiled_model_generates(
     llama: LlamaForCausalLM, name: str, way: str
 ) -> None:
-    ours = WAYS[way](compiled_with(llama, {"lowering": "eager", **SETTINGS[name]}))
+    ours = WAYS[way](eager(llama, **SETTINGS[name]))
     torch.testing.assert_close(ours, uncompiled(way), rtol=1e-3, atol=1e-3)
 
 
-@torch.no_grad()
 def reordered(model: LlamaForCausalLM, ids: Tensor, rows: Tensor) -> Tensor:
     """Logits of each token behind the first 70, with the rows in another order from the 80th on."""
     cache, found = DynamicCache(), []
-    model(ids[:, :70], **with_cache(cache))
+    step(model, ids[:, :70], cache)
     for place in range(70, ids.shape[1]):
         if place == 80:
             cache.reorder_cache(rows)
-        found.append(model(ids[:, place : place + 1], **with_cache(cache)).logits)
+        found.append(step(model, ids[:, place : place + 1], cache).logits)
     return torch.cat(found, 1)
 
 
@@ -113,5 +109,5 @@ def test_a_default_device_of_the_program_is_not_that_of_the_tiers(llama: LlamaFo
     """Nothing can be computed on the meta device, so a tensor that is created there by mistake is found."""
     ids, rows = prompt(110, 2), torch.tensor([1, 1])
     with torch.device("meta"):
-        found = reordered(compiled_with(llama, {"lowering": "eager", **SETTINGS[name]}), ids, rows)
+        found = reordered(eager(llama, **SETTINGS[name]), ids, rows)
     torch.testing.assert_close(found, reordered(tiny_llama(), ids, rows), atol=1e-3, rtol=1e-3)

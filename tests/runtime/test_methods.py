@@ -7,14 +7,14 @@ import functools
 import math
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import DynamicCache, LlamaForCausalLM
 
 import specache_compile as sc
-from conftest import compiled_with, greedy, prompt, step, tiny_llama
+from conftest import compiled_with, failing, greedy, prompt, step, tiny_llama
 from held_tiers import adjacent, cursor_over
 from specache_compile.compat import cache_of
 from specache_compile.evaluation.baselines import eviction as evict
@@ -23,6 +23,7 @@ from specache_compile.kernels.state.page_table import PAGE
 from specache_compile.lowering.cuda_graphs import reason_not_to_capture
 from specache_compile.methods import every_method, parse_options
 from specache_compile.runtime.records import find_record
+from specache_compile.runtime.session import session_of
 from step_order import check_order, schedule_of
 
 pytestmark = [pytest.mark.one_process, pytest.mark.one_trace]
@@ -63,7 +64,7 @@ def explained(method: str) -> Any:
 
 
 def state_of(cache: Any) -> Any:
-    return cache.layers[0].keys.handle.session.state
+    return session_of(cache).state
 
 
 # What a method keeps
@@ -126,25 +127,15 @@ def test_a_crop_under_eviction_drops_the_newer_pairs(llama: LlamaForCausalLM) ->
             assert [token for token in layer["kept_token"][0, head].tolist() if token >= 0] == [*stays, 70]
 
 
-def test_a_step_that_stopped_half_way_had_evicted_and_cannot_be_taken_again(
-    llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    twin, calls = under(llama, "h2o", budget=24), []
+def test_a_step_that_stopped_half_way_had_evicted_and_cannot_be_taken_again(llama: LlamaForCausalLM) -> None:
+    """Interrupted at the second layer."""
+    twin = under(llama, "h2o", budget=24)
     cache = cache_of(step(twin, prompt(80)))
     step(twin, prompt(1), cache)
     before = copy.deepcopy(cache)
-
-    def interrupted_at_the_second_layer(*given: Tensor) -> Tensor:
-        calls.append(given)
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        return received(*given)
-
-    received = evict.received
-    with monkeypatch.context() as patch:
-        patch.setattr(evict, "received", interrupted_at_the_second_layer)
-        with pytest.raises(KeyboardInterrupt):
-            step(twin, prompt(1), cache)
+    interrupted = failing(evict.received, KeyboardInterrupt, call=2)
+    with patch.object(evict, "received", interrupted), pytest.raises(KeyboardInterrupt):
+        step(twin, prompt(1), cache)
     with pytest.raises(sc.SpecacheError, match=r"method 'h2o' had started to drop pairs .*"):
         step(twin, prompt(1), cache)
     assert cache_of(step(twin, prompt(1), before)).get_seq_length() == 82
@@ -229,7 +220,9 @@ def test_what_explain_predicts_is_what_is_allocated_and_no_access_is_unordered(
 ) -> None:
     e, twin = explained(method), under(llama, method, **LOSSY[method])
     step(twin, prompt(300, batch=2))
-    assert sc.stats(twin).bytes_by_tier == e.bytes_by_tier
+    live = sc.stats(twin)
+    assert live.bytes_by_tier == e.bytes_by_tier
+    assert live.device_bytes + live.host_bytes == sum(e.bytes_by_tier.values())
     assert check_order(schedule_of(e.graphs["decode"])) == []
     assert f"method {method}: " in str(e)
     assert "2 of 2 attentions rewritten" in str(e)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from transformers import LlamaForCausalLM
 
 import specache_compile as sc
-from conftest import LOSSLESS, compile_copy, greedy, prompt, step, tiny_llama
+from conftest import LOSSLESS, compile_copy, failing, greedy, prompt, step, tiny_llama
 from held_tiers import in_rows
 from specache_compile.compat import cache_of
 from specache_compile.runtime.session import session_of
@@ -71,22 +72,11 @@ def test_the_tiers_moved_over_to_are_those_of_a_session_that_started_there(
             torch.testing.assert_close(moved["center"], born["center"], atol=1e-5, rtol=1e-5)
 
 
-def test_a_move_that_was_interrupted_goes_on_with_the_next_step(
-    llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_move_that_was_interrupted_goes_on_with_the_next_step(llama: LlamaForCausalLM) -> None:
     twin, ids = compile_copy(llama, min_context=LEAST), prompt(120, 2)
     cache = cache_of(step(twin, ids[:, :100]))
-    moved, whole = [], Tiers.all_pairs
-
-    def interrupted(*arguments: Any) -> Any:
-        if len(moved) == 1:
-            monkeypatch.undo()
-            raise KeyboardInterrupt
-        moved.append(1)
-        return whole(*arguments)
-
-    monkeypatch.setattr(Tiers, "all_pairs", interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    interrupted = failing(Tiers.all_pairs, KeyboardInterrupt, call=2)
+    with patch.object(Tiers, "all_pairs", interrupted), pytest.raises(KeyboardInterrupt):
         step(twin, ids[:, 100:], cache)
     again = step(twin, ids[:, 100:], cache)
     assert session_of(cache).options.bits == LOSSLESS["bits"]
@@ -102,7 +92,6 @@ def test_explain_shows_what_holds_at_the_prompts_length(llama: LlamaForCausalLM)
     assert sc.explain(llama, 1000, 1, options).bytes_by_tier["slots"] > 0
 
 
-@torch.no_grad()
 def test_tokens_after_a_hole_that_a_later_call_no_longer_hides_are_compressed_as_others(
     llama: LlamaForCausalLM,
 ) -> None:
@@ -112,7 +101,7 @@ def test_tokens_after_a_hole_that_a_later_call_no_longer_hides_are_compressed_as
     states = []
     for least in (0, 200):
         twin = compile_copy(llama, bits=2, top_k=0, min_context=least, host_bits=16)
-        cache = cache_of(twin(ids[:, :100], attention_mask=mask, use_cache=True))
+        cache = cache_of(step(twin, ids[:, :100], attention_mask=mask))
         for begin, end in ((100, 180), (180, 260)):
             cache = cache_of(step(twin, ids[:, begin:end], cache))
         session_of(cache).tiers.drain()

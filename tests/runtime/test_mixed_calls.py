@@ -14,8 +14,8 @@ from torch import Tensor
 from transformers import DynamicCache, LlamaForCausalLM
 
 import specache_compile as sc
-from conftest import LOSSLESS, compile_copy, compiled_with, greedy, prompt, tiny_llama
-from specache_compile.compat import GENERATE_MASKS_ALL, cache_of, with_cache
+from conftest import LOSSLESS, compile_copy, eager, greedy, left_padding, prompt, step, tiny_llama
+from specache_compile.compat import GENERATE_MASKS_ALL, cache_of
 from specache_compile.passes.reading.nodes import value_of
 from specache_compile.runtime.records import find_record
 
@@ -29,15 +29,6 @@ def graphs(model: Any) -> Counter[tuple[str, bool]]:
         ("prompt of one token" if one else graph.phase.name, graph.padding is not None)
         for graph, one in zip(read, one_token, strict=True)
     )
-
-
-def padded(ids: Tensor, seed: int) -> Tensor:
-    """A mask that pads each row on the left by some tokens, the last row by none."""
-    mask = torch.ones_like(ids)
-    for row in range(len(ids) - 1):
-        mask[row, : random.Random(f"{seed}/{row}").randrange(ids.shape[1])] = 0
-    mask[0, : ids.shape[1] // 2] = 0
-    return mask
 
 
 # Batch sizes
@@ -63,8 +54,8 @@ def test_any_batch_size_runs_in_two_graphs_a_phase(llama: LlamaForCausalLM, lowe
         assert torch.equal(greedy(twin, ids, 12, **how), greedy(llama, ids, 12, **how))
     assert max(graphs(twin).values()) <= 2
     for batch, length in ((2, 30), (5, 90), (3, 64), (7, 31)):
-        ids = prompt(length, batch)
-        mask = padded(ids, seed=batch)
+        ids, chance = prompt(length, batch), random.Random(batch)
+        mask = left_padding(ids, length // 2, *(chance.randrange(length) for _ in range(batch - 2)), 0)
         expected = greedy(llama, ids, 12, attention_mask=mask)
         assert torch.equal(greedy(twin, ids, 12, attention_mask=mask), expected)
     made = 2 if masked else 1
@@ -74,11 +65,10 @@ def test_any_batch_size_runs_in_two_graphs_a_phase(llama: LlamaForCausalLM, lowe
 def test_the_callers_tensors_are_as_they_were() -> None:
     """Dynamo guards on the marks of dynamic sizes: marks left on a tensor would cost other models a graph."""
     compiled = compile_copy(tiny_llama(num_hidden_layers=1))
-    ids, mask = prompt(20, 3), torch.ones(3, 20, dtype=torch.int64)
-    mask[0, :4] = 0
+    ids = prompt(20, 3)
+    mask = left_padding(ids, 4, 0, 0)
     before = [dict(vars(tensor)) for tensor in (ids, mask)]
-    with torch.no_grad():
-        compiled(ids, attention_mask=mask, use_cache=True)
+    step(compiled, ids, attention_mask=mask)
     assert [vars(tensor) for tensor in (ids, mask)] == before
 
 
@@ -95,44 +85,36 @@ MADE_UNDER = {
 }
 
 
-def under(model: LlamaForCausalLM, method: str, **more: Any) -> LlamaForCausalLM:
-    return compiled_with(model, {"lowering": "eager", "method": method, **MADE_UNDER[method], **more})
-
-
 @pytest.mark.slow
-@torch.no_grad()
 @torch._dynamo.config.patch(recompile_limit=64)  # Dynamo counts the copies' graphs together
 def test_a_cache_goes_on_as_it_was_made_whichever_copy_it_comes_to() -> None:
     """Every pair of methods: the cache that the one has made decodes and extends under the other, and the one again."""
     model = tiny_llama()
-    copies = {method: under(model, method) for method in MADE_UNDER}
+    copies = {method: eager(model, method=method, **options) for method, options in MADE_UNDER.items()}
     ids, plain = prompt(100), DynamicCache()
     spans = ((0, 90), (90, 91), (91, 92), (92, 93), (93, 99), (99, 100))
-    expected = [model(ids[:, a:b], **with_cache(plain), use_cache=True).logits for a, b in spans]
+    expected = [step(model, ids[:, a:b], plain).logits for a, b in spans]
     for first, second in itertools.permutations(MADE_UNDER, 2):
         cache, reported = DynamicCache(), []
         for method, (start, stop), right in zip(
             (first, first, second, first, second, first), spans, expected, strict=True
         ):
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                got = copies[method](ids[:, start:stop], **with_cache(cache), use_cache=True).logits
+            with warnings.catch_warnings(record=True, action="always") as caught:
+                got = step(copies[method], ids[:, start:stop], cache).logits
             reported += [method for warning in caught if "other options" in str(warning.message)]
             torch.testing.assert_close(got, right, atol=1e-3, rtol=1e-3, msg=f"{first}, then {second}, at {start}")
         assert reported == [second], "once"
 
 
-@torch.no_grad()
 def test_a_setting_that_differs_makes_a_graph_of_its_own() -> None:
     """One method, two numbers of bits: the cache keeps its own, and the warning names both."""
     model = tiny_llama(num_hidden_layers=1)
-    narrow, wide = (under(model, "kivi", bits=bits) for bits in (2, 16))
+    narrow, wide = (eager(model, method="kivi", bits=bits) for bits in (2, 16))
     ids = prompt(200)
 
     def logits(later: LlamaForCausalLM) -> Tensor:
-        out = narrow(ids[:, :150], **with_cache(DynamicCache()), use_cache=True)
-        parts = [later(ids[:, t : t + 1], **with_cache(cache_of(out))).logits for t in range(150, 160)]
-        return torch.cat(parts, 1)
+        cache = cache_of(step(narrow, ids[:, :150]))
+        return torch.cat([step(later, ids[:, t : t + 1], cache).logits for t in range(150, 160)], 1)
 
     expected = logits(narrow)
     with pytest.warns(sc.SpecacheWarning, match=r"bits 2 \(the model's: 16\)"):

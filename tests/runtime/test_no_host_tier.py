@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import patch
 
 import pytest
 import torch
 
 import specache_compile as sc
-from conftest import compiled_with, prompt
-from specache_compile.compat import cache_of, with_cache
+from conftest import eager, prompt, step
+from specache_compile.compat import cache_of
 from specache_compile.errors import SpecacheError
 from specache_compile.runtime.session import session_of
 from specache_compile.runtime.step import Step
@@ -28,15 +28,9 @@ WITHOUT = {
 }  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def no_grad() -> Iterator[None]:
-    with torch.no_grad():
-        yield
-
-
 def filled(options: dict[str, Any], llama: Any, tokens: int = 100) -> tuple[Any, Any]:
-    model = compiled_with(llama, {"lowering": "eager", **options})
-    return model, cache_of(model(prompt(tokens), use_cache=True))
+    model = eager(llama, **options)
+    return model, cache_of(step(model, prompt(tokens)))
 
 
 @pytest.mark.quick_for("k = 0, rotated")
@@ -47,7 +41,7 @@ def test_it_generates_what_it_generates_with_a_host_tier_bit_for_bit(name: str, 
     runs = []
     for host in (True, False):
         model, cache = filled({**options, "host_tier": host}, llama, 80)
-        runs.append([model(prompt(1, seed=n), **with_cache(cache), use_cache=True).logits for n in range(30)])
+        runs.append([step(model, prompt(1, seed=n), cache).logits for n in range(30)])
     assert all(torch.equal(one, other) for one, other in zip(*runs, strict=True))
 
 
@@ -66,20 +60,18 @@ def test_nothing_lies_on_the_host_as_explain_predicted(name: str, llama: Any) ->
 def test_a_crop_within_the_window_is_right(llama: Any) -> None:
     """100 tokens, of which 64 are rounded: what comes behind 98 is what came behind them before."""
     model, cache = filled(WITHOUT["kivi"], llama, 98)
-    expected = model(prompt(1), **with_cache(copy.deepcopy(cache)), use_cache=True).logits
+    expected = step(model, prompt(1), copy.deepcopy(cache)).logits
     for _ in range(2):
-        model(prompt(1, seed=3), **with_cache(cache), use_cache=True)
+        step(model, prompt(1, seed=3), cache)
     cache.crop(-2)
-    assert torch.equal(model(prompt(1), **with_cache(cache), use_cache=True).logits, expected)
+    assert torch.equal(step(model, prompt(1), cache).logits, expected)
 
 
 REFUSED: dict[str, Callable[[Any, Any], object]] = {
-    "a call of several tokens": lambda model, cache: model(prompt(5), **with_cache(cache), use_cache=True),
-    "a crop to 40 tokens": lambda model, cache: (
-        cache.crop(-60), model(prompt(1), **with_cache(cache), use_cache=True)
-    ),
+    "a call of several tokens": lambda model, cache: step(model, prompt(5), cache),
+    "a crop to 40 tokens": lambda model, cache: (cache.crop(-60), step(model, prompt(1), cache)),
     "a copy of its keys and values": lambda model, cache: sc.materialize(cache),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("what", REFUSED)
@@ -89,12 +81,10 @@ def test_operations_that_need_every_pair_raise(what: str, llama: Any) -> None:
         REFUSED[what](model, cache)
 
 
-def test_an_interrupted_step_is_not_gone_on_from(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_step_is_not_gone_on_from(llama: Any) -> None:
     model, cache = filled(WITHOUT["kivi"], llama)
-    model(prompt(1), **with_cache(cache), use_cache=True)
-    with monkeypatch.context() as patch:
-        patch.setattr(Step, "run_graph", Mock(side_effect=KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt):
-            model(prompt(1), **with_cache(cache), use_cache=True)
+    step(model, prompt(1), cache)
+    with patch.object(Step, "run_graph", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        step(model, prompt(1), cache)
     with pytest.raises(SpecacheError, match="interrupted"):
-        model(prompt(1), **with_cache(cache), use_cache=True)
+        step(model, prompt(1), cache)

@@ -203,8 +203,7 @@ def test_the_text_behind_an_image_is_the_uncompiled_models(name: str) -> None:
     pictures = MODELS[name]
     plain = pictures.model()
     model = compile_copy(plain)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", SpecacheWarning)
+    with warnings.catch_warnings(action="error", category=SpecacheWarning):
         if pictures.exact:
             warnings.filterwarnings("ignore", "this model's decode runs one token at a time")
         assert_same_answers(pictures, model, plain)

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from transformers.distributed import DistributedConfig
 
 import specache_compile as sc
-from conftest import compiled_with, greedy, prompt, tiny_llama
+from conftest import compiled_with, greedy, prompt, step, tiny_llama
 from families import Family
 from specache_compile.compat import cache_of
 from specache_compile.compile.captured import capture
@@ -82,8 +83,7 @@ def refusals(folder: Path, model: Any) -> dict[str, str]:
     cache = cache_of(model.generate(prompt(70), max_new_tokens=2, return_dict_in_generate=True))
     lone = torch.compile(split(folder / "lone", tiny_llama(num_key_value_heads=1)), backend="specache")
     session = Session(parse_options(LOSSY), [LayerShape(2, 8, torch.float32, torch.device("cpu"))], 1, 70, group)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiers, "allowance", lambda held, asked, ranks: 10 if rank else 1 << 30)
+    with patch.object(tiers, "allowance", lambda held, asked, ranks: 10 if rank else 1 << 30):
         memory = error_of(lambda: session.reserve(70))
     assert not session.state
     return {
@@ -184,8 +184,7 @@ def test_heads_need_not_divide_where_each_rank_has_all_of_them(four_alone: None)
 
     keys = gathered.model.layers[0].self_attn.k_proj
     keys.forward = lambda x: torch.nn.functional.linear(x, keys.weight.full_tensor())
-    with torch.no_grad():
-        torch.compile(gathered, backend=backend)(prompt(20))
+    step(torch.compile(gathered, backend=backend), prompt(20))
     assert found == [1], "top_k of two heads, not of eight"
 
 

@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from torch._dynamo.utils import counters
 from transformers import DynamicCache, LlamaForCausalLM
 
 import specache_compile as sc
-from conftest import compile_copy, greedy, prompt, step, tiny_llama
+from conftest import compile_copy, failing, greedy, prompt, step, tiny_llama
 from held_tiers import AfterLines, at_hand, differences, in_rows
 from specache_compile.caches.joining import in_pages
 from specache_compile.compat import cache_of
@@ -141,12 +142,10 @@ def test_memory_is_freed_with_the_cache() -> None:
 
 
 @pytest.mark.parametrize("copies", ["put", "pairs_at"])
-def test_a_step_whose_copy_fails_can_be_taken_again(
-    llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch, copies: str
-) -> None:
+def test_a_step_whose_copy_fails_can_be_taken_again(llama: LlamaForCausalLM, copies: str) -> None:
     """The error surfaces in the step. In every use the cache is as before the step, and it dies when dropped."""
 
-    def failing(*given: Any) -> None:
+    def raising(*given: Any) -> None:
         whole(*given)
         raise MemoryError("no host memory left")
 
@@ -167,18 +166,16 @@ def test_a_step_whose_copy_fails_can_be_taken_again(
     for number, use in enumerate(uses):
         again = copy.deepcopy(cache)
         session = weakref.ref(session_of(again))
-        with monkeypatch.context() as patch:
-            patch.setattr(tier_ops, copies, failing)
-            for _ in range(2):
-                with pytest.raises(MemoryError, match="no host memory left"):
-                    step(twin, prompt(1, 2, seed=7), again)
+        for _ in range(2):
+            with patch.object(tier_ops, copies, raising), pytest.raises(MemoryError, match="no host memory left"):
+                step(twin, prompt(1, 2, seed=7), again)
         torch.testing.assert_close(use(again), expected[number], atol=1e-4, rtol=1e-4)
         del again
         gc.collect()
         assert session() is None, f"use {number}"
 
 
-def test_an_interrupted_step_can_be_taken_again(llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_step_can_be_taken_again(llama: LlamaForCausalLM) -> None:
     """After a crop. `interrupted_behind` has steps without edits."""
     twin = compile_copy(llama)
     tokens = prompt(101)
@@ -186,16 +183,9 @@ def test_an_interrupted_step_can_be_taken_again(llama: LlamaForCausalLM, monkeyp
     cache = cache_of(step(twin, torch.cat([tokens[:, :100], prompt(7, seed=8)], 1)))
     cache.crop(-7)
     step(twin, tokens[:, 100:], copy.deepcopy(cache))
-    launch = Step.run_graph
-
-    def interrupted(self: Any, *args: Any) -> Any:
-        launch(self, *args)
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Step, "run_graph", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            step(twin, tokens[:, 100:], cache)
+    interrupted = failing(Step.run_graph, KeyboardInterrupt, after=True)
+    with patch.object(Step, "run_graph", interrupted), pytest.raises(KeyboardInterrupt):
+        step(twin, tokens[:, 100:], cache)
     torch.testing.assert_close(step(twin, tokens[:, 100:], cache).logits, expected, atol=1e-3, rtol=1e-4)
 
 

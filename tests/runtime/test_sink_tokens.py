@@ -15,7 +15,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 import specache_compile as sc
-from conftest import compiled_with, greedy, prompt, step
+from conftest import compiled_with, greedy, left_padding, prompt, step
 from held_tiers import interrupted_behind
 from specache_compile.compat import cache_of, with_cache
 from specache_compile.runtime.session import session_of
@@ -51,8 +51,8 @@ def test_while_every_token_is_a_sink_or_in_the_window_nothing_is_rounded(
 @pytest.mark.quick_for("two lanes")
 def test_padding_is_not_counted(llama: LlamaForCausalLM, twin: LlamaForCausalLM) -> None:
     """The second row's 100 tokens of padding and its first 64 of text make the low-bit tier, whose range they leave."""
-    ids, mask = prompt(160, 2), torch.ones(2, 160, dtype=torch.long)
-    mask[1, :100] = 0
+    ids = prompt(160, 2)
+    mask = left_padding(ids, 0, 100)
     expected = greedy(llama, ids, 30, attention_mask=mask)
     assert torch.equal(greedy(twin, ids, 30, attention_mask=mask)[1], expected[1])
 

@@ -18,11 +18,12 @@ from torch import Tensor
 from transformers import DynamicCache, LlamaForCausalLM, LogitsProcessor
 
 import specache_compile as sc
-from conftest import LOSSLESS, compile_copy, greedy, is_held, prompt, tiny_llama
+from conftest import LOSSLESS, compile_copy, greedy, is_held, prompt, step, tiny_llama
 from specache_compile import SpecacheWarning
 from specache_compile.compat import cache_of, with_cache
 from specache_compile.compile import rewrites
 from specache_compile.compile.compiled_options import options_of
+from specache_compile.runtime.session import session_of
 
 PATIENCE = 60.0  # seconds after which a test that hangs fails instead
 
@@ -63,8 +64,7 @@ def together(models: list[Any], tokens: list[int]) -> list[tuple[Tensor, Dynamic
             raise
         return made, cache
 
-    with warnings.catch_warnings(), ThreadPoolExecutor(len(models)) as threads:
-        warnings.simplefilter("error", SpecacheWarning)
+    with warnings.catch_warnings(action="error", category=SpecacheWarning), ThreadPoolExecutor(len(models)) as threads:
         return list(threads.map(generate, range(len(models))))
 
 
@@ -89,7 +89,7 @@ def test_a_thread_generates_with_the_options_of_its_compiled_module(plain: Llama
     for seed, (made, cache) in enumerate(ran):
         assert torch.equal(made, greedy(plain, prompt(60, seed=seed), made.shape[1] - 60))
         assert is_held(cache) == (seed < 2)
-    assert [cache.layers[0].keys.handle.session.options.bits for _, cache in ran[:2]] == [1, 2]
+    assert [session_of(cache).options.bits for _, cache in ran[:2]] == [1, 2]
     assert twin._compiled_call_impl is None
 
 
@@ -100,8 +100,7 @@ def test_a_call_on_one_thread_is_compiled_while_another_thread_generates(plain: 
     class Calls(LogitsProcessor):
         def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
             def call() -> None:
-                with torch.no_grad():
-                    seen.append((options_of(model._orig_mod), model(prompt(60, seed=9), use_cache=True)))
+                seen.append((options_of(model._orig_mod), step(model, prompt(60, seed=9))))
 
             if not seen:
                 thread = threading.Thread(target=call)
@@ -160,7 +159,6 @@ def test_a_forked_child_goes_on_with_its_parents_cache_and_so_does_the_parent(pl
     assert torch.equal(greedy(model, turns[0], 12, **with_cache(cache)), expected[0])
 
 
-@torch.no_grad()
 def test_two_threads_that_come_to_min_context_at_once_rewrite_one_after_the_other(
     plain: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -177,18 +175,17 @@ def test_two_threads_that_come_to_min_context_at_once_rewrite_one_after_the_othe
         finally:
             making.remove(threading.get_ident())
 
-    caches = [cache_of(twin(prompt(60, seed=seed), use_cache=True)) for seed in (0, 1)]
+    caches = [cache_of(step(twin, prompt(60, seed=seed))) for seed in (0, 1)]
     for cache in caches:
-        twin(prompt(1), **with_cache(cache))
-        twin(prompt(30), **with_cache(cache))
+        step(twin, prompt(1), cache)
+        step(twin, prompt(30), cache)
     monkeypatch.setattr(rewrites, "made_late", slowly)
     barrier = threading.Barrier(2)
 
     def grow(cache: DynamicCache) -> Tensor:
-        with torch.no_grad():
-            barrier.wait(PATIENCE)
-            twin(prompt(400, seed=4), **with_cache(cache))
-            return twin(prompt(1), **with_cache(cache)).logits
+        barrier.wait(PATIENCE)
+        step(twin, prompt(400, seed=4), cache)
+        return step(twin, prompt(1), cache).logits
 
     with ThreadPoolExecutor(2) as pool:
         logits = [future.result() for future in [pool.submit(grow, cache) for cache in caches]]
@@ -196,4 +193,4 @@ def test_two_threads_that_come_to_min_context_at_once_rewrite_one_after_the_othe
     assert max(most) == 1
     for seed, ours in enumerate(logits):
         ids = torch.cat([prompt(60, seed=seed), prompt(1), prompt(30), prompt(400, seed=4), prompt(1)], 1)
-        torch.testing.assert_close(ours[:, -1], plain(ids).logits[:, -1], atol=1e-3, rtol=1e-3)
+        torch.testing.assert_close(ours[:, -1], step(plain, ids).logits[:, -1], atol=1e-3, rtol=1e-3)

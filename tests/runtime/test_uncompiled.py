@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,12 +20,22 @@ from torch import Tensor
 from transformers import LlamaForCausalLM, LogitsProcessor
 
 import specache_compile as sc
-from conftest import compile_copy, compiled_with, forget_warnings, greedy, is_held, prompt, step, tiny_llama
+from conftest import (
+    compile_copy,
+    eager,
+    forget_warnings,
+    greedy,
+    is_held,
+    left_padding,
+    prompt,
+    step,
+    tiny_llama,
+)
 from families import BY_NAME
 from specache_compile.compat import cache_of
 from specache_compile.compile import recompile_limit
 from specache_compile.methods import every_method
-from specache_compile.runtime.session import Session
+from specache_compile.runtime.session import Session, session_of
 
 
 @pytest.fixture(autouse=True)
@@ -44,11 +55,8 @@ def shallow() -> LlamaForCausalLM:
 @contextmanager
 def limit(graphs: int) -> Iterator[None]:
     """Within it, this backend too has so many graphs of one function."""
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        torch._dynamo.config.patch(recompile_limit=graphs, accumulated_recompile_limit=256),
-    ):
-        patch.setattr(recompile_limit, "LEAST", 1)
+    limits = torch._dynamo.config.patch(recompile_limit=graphs, accumulated_recompile_limit=256)
+    with limits, patch.object(recompile_limit, "LEAST", 1):
         yield
 
 
@@ -57,17 +65,10 @@ def warned(*times: int) -> Iterator[list[str]]:
     """Within it, so many warnings (one of `times`) that a cache became plain; they are in the list afterwards."""
     messages: list[str] = []
     forget_warnings()
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as seen:
         yield messages
     messages += [str(w.message) for w in seen if w.category is sc.SpecacheWarning and "became plain" in str(w.message)]
     assert len(messages) in times
-
-
-def padded() -> dict[str, Any]:
-    mask = torch.ones(3, 90, dtype=torch.int64)
-    mask[1, :20], mask[2, :81] = 0, 0
-    return {"attention_mask": mask}
 
 
 class AfterTokens(LogitsProcessor):
@@ -92,18 +93,21 @@ def ask_for_another_graph() -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)
 
 
-WAYS = {"greedy": dict, "beams": lambda: {"num_beams": 3}, "padded": padded}
+IDS = prompt(90, 3)
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {}, "beams": {"num_beams": 3}, "padded": {"attention_mask": left_padding(IDS, 0, 20, 81)},
+}  # fmt: skip
 
 
 @pytest.mark.quick_for("beams")
 @pytest.mark.parametrize("way", WAYS)
 def test_the_limit_half_way_changes_no_token(shallow: LlamaForCausalLM, way: str) -> None:
     """The compiled steps before have quantised, fetched and, with beams, reordered."""
-    ids, settings, twin = prompt(90, 3), WAYS[way](), compile_copy(shallow)
+    twin = compile_copy(shallow)
     with limit(2), warned(1):
-        tokens = greedy(twin, ids, 20, logits_processor=[AfterTokens(11, ask_for_another_graph)], **settings)
+        tokens = greedy(twin, IDS, 20, logits_processor=[AfterTokens(11, ask_for_another_graph)], **WAYS[way])
     assert sc.stats(twin).decodes == 10
-    assert torch.equal(tokens, greedy(shallow, ids, 20, **settings))
+    assert torch.equal(tokens, greedy(shallow, IDS, 20, **WAYS[way]))
 
 
 @pytest.mark.quick_for("gpt_oss")
@@ -125,16 +129,12 @@ def test_beside_sliding_layers_and_graph_breaks(name: str) -> None:
 )
 def test_a_method_that_evicts_has_no_plain_cache_to_give(shallow: LlamaForCausalLM, method: str) -> None:
     """It raises, and the cache is unchanged."""
-    twin = compiled_with(shallow, {"lowering": "eager", "method": method, "budget": 4096})
+    twin = eager(shallow, method=method, budget=4096)
     cache = cache_of(step(twin, prompt(50)))
     with warned(0), pytest.raises(sc.SpecacheError, match=r"its policy chose.*_dynamo.config.recompile_limit"):
         step(shallow, prompt(1), cache)
     expected = step(shallow, prompt(1), cache_of(step(shallow, prompt(50)))).logits
     torch.testing.assert_close(step(twin, prompt(1), cache).logits, expected, atol=1e-3, rtol=1e-4)
-
-
-def other_model(shallow: LlamaForCausalLM) -> Any:
-    return shallow
 
 
 def disabled(shallow: LlamaForCausalLM) -> Any:
@@ -169,7 +169,7 @@ class TestOneGraph:
     """Of caches that one compiled prefill has made, and no compiled step."""
 
     @pytest.mark.parametrize("edited", [lambda cache: None, edit], ids=["", "after edits"])
-    @pytest.mark.parametrize("uncompiled", [other_model, disabled])
+    @pytest.mark.parametrize("uncompiled", [lambda model: model, disabled], ids=["another model", "disabled"])
     def test_a_held_cache_goes_to_an_uncompiled_model(
         self, llama: LlamaForCausalLM, compiled: LlamaForCausalLM, uncompiled: Any, edited: Any
     ) -> None:
@@ -203,7 +203,7 @@ class TestOneGraph:
         self, llama: LlamaForCausalLM, compiled: LlamaForCausalLM
     ) -> None:
         cache = cache_of(step(compiled, prompt(50, 2)))
-        session = weakref.ref(cache.layers[0].keys.handle.session)
+        session = weakref.ref(session_of(cache))
         step(llama, prompt(1, 2), cache)
         gc.collect()
         assert session() is None

@@ -148,10 +148,9 @@ def test_a_sampling_field_is_that_of_generate(served: Served, given: dict[str, A
 
 
 def test_a_stop_token_ends_an_answer_and_is_no_part_of_it(served: Served) -> None:
-    ask: dict[str, Any] = {"model": served.name, "prompt": "Once. " * 8, "max_tokens": 12, "temperature": 0}
-    whole = served.client.completions.create(**ask).choices[0].text
+    whole = served.complete("Once. " * 8, 12).choices[0].text
     stop = next(letter for letter in whole[3:] if letter not in whole[:3])
-    choice = served.client.completions.create(**ask, extra_body={"stop_token_ids": [ord(stop)]}).choices[0]
+    choice = served.complete("Once. " * 8, 12, extra_body={"stop_token_ids": [ord(stop)]}).choices[0]
     assert (choice.text, choice.finish_reason) == (whole[: whole.index(stop)], "stop")
 
 
@@ -182,9 +181,8 @@ def test_a_replayed_call_may_have_no_arguments_or_cut_ones() -> None:
 
 
 def test_an_answer_ends_at_its_stop_token_unless_more_is_requested(served: Served) -> None:
-    ask: dict[str, Any] = {"model": served.name, "prompt": "End. " * 8, "max_tokens": 6, "temperature": 0}
     said = [
-        served.client.completions.create(**ask, logit_bias=ENDS, extra_body=more)
+        served.complete("End. " * 8, 6, logit_bias=ENDS, extra_body=more)
         for more in ({}, {"min_tokens": 3}, {"ignore_eos": True})
     ]
     assert [answer.usage.completion_tokens for answer in said] == [1, 4, 6]
@@ -193,8 +191,8 @@ def test_an_answer_ends_at_its_stop_token_unless_more_is_requested(served: Serve
 
 def test_min_tokens_overrides_the_default_length(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specache_compile.serving.generation.ANSWER", 4)
-    ask: dict[str, Any] = {"model": served.name, "prompt": "End. " * 8, "temperature": 0, "logit_bias": ENDS}
-    assert served.client.completions.create(**ask, extra_body={"min_tokens": 7}).usage.completion_tokens == 7
+    said = served.complete("End. " * 8, logit_bias=ENDS, extra_body={"min_tokens": 7})
+    assert said.usage.completion_tokens == 7
 
 
 def test_penalties_count_generated_tokens_and_not_the_prompt() -> None:
@@ -205,10 +203,9 @@ def test_penalties_count_generated_tokens_and_not_the_prompt() -> None:
 
 @pytest.mark.parametrize("penalty", ["frequency_penalty", "presence_penalty"])
 def test_a_penalty_makes_room_for_another_token(served: Served, penalty: str) -> None:
-    ask: dict[str, Any] = {"model": served.name, "prompt": "z. " * 8, "max_tokens": 8, "temperature": 0}
-    ask["logit_bias"] = {str(ord("z")): 100, str(ord("y")): 98.5}
-    assert served.client.completions.create(**ask).choices[0].text == "zzzzzzzz"
-    assert "y" in served.client.completions.create(**ask, **{penalty: 2.0}).choices[0].text
+    bias = {"logit_bias": {str(ord("z")): 100, str(ord("y")): 98.5}}
+    assert served.complete("z. " * 8, 8, **bias).choices[0].text == "zzzzzzzz"
+    assert "y" in served.complete("z. " * 8, 8, **bias, **{penalty: 2.0}).choices[0].text
 
 
 def prompt_of(template: str, **given: Any) -> str:

@@ -21,7 +21,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 import specache_compile as sc
-from conftest import NEEDLE_LLAMA, compiled_with, tiny_llama
+from conftest import NEEDLE_LLAMA, eager, tiny_llama
 from families import LONG_ROPE
 from served import Served, answer, chat_once, figures, grown, prompt_of, serving, wait_for, write_checkpoint
 from specache_compile.batching.request import End
@@ -76,18 +76,17 @@ def test_a_next_turn_goes_on_from_its_session(served: Served, uncompiled: LlamaF
 
 
 def test_who_gives_no_seed_does_not_draw_on_from_anothers(served: Served) -> None:
-    ask: dict[str, Any] = {"model": served.name, "prompt": "Draw. " * 8, "max_tokens": 12, "temperature": 2}
     drawn = set()
     for _ in range(2):
-        served.client.completions.create(**ask, seed=1)
-        drawn.add(served.client.completions.create(**ask).choices[0].text)
+        served.complete("Draw. " * 8, 12, temperature=2, seed=1)
+        drawn.add(served.complete("Draw. " * 8, 12, temperature=2).choices[0].text)
     assert len(drawn) == 2
 
 
 def test_next_to_no_temperature_is_greedy(served: Served, uncompiled: LlamaForCausalLM) -> None:
     """Divided by it, logits would be infinite: on a GPU that ends the process's use of it."""
-    ask: dict[str, Any] = {"model": served.name, "prompt": "Cold. " * 8, "max_tokens": 6, "temperature": 1e-40}
-    assert served.client.completions.create(**ask).choices[0].text == answer(uncompiled, "Cold. " * 8, 6)
+    said = served.complete("Cold. " * 8, 6, temperature=1e-40)
+    assert said.choices[0].text == answer(uncompiled, "Cold. " * 8, 6)
 
 
 def test_sessions_go_to_disk_least_recently_used_first(
@@ -108,8 +107,7 @@ def test_sessions_go_to_disk_least_recently_used_first(
 
 def test_requests_wait_are_refused_and_end_when_their_client_leaves(checkpoint: Path) -> None:
     with serving(checkpoint, "--queue", "1", "--rows", "1") as served:
-        ask: dict[str, Any] = {"model": served.name, "temperature": 0}
-        endless = served.client.completions.create(**ask, prompt="Go on. " * 9, max_tokens=1900, stream=True)
+        endless = served.complete("Go on. " * 9, 1900, stream=True)
         next(iter(endless))
         second: list[str] = []
         messages = [{"role": "user", "content": "next"}]
@@ -117,16 +115,16 @@ def test_requests_wait_are_refused_and_end_when_their_client_leaves(checkpoint: 
         waiting.start()
         wait_for(served, "specache_queue", 1)
         with pytest.raises(openai.InternalServerError, match="1 requests are waiting") as refused:
-            served.client.completions.create(**ask, prompt="third", max_tokens=1)
+            served.complete("third", 1)
         assert refused.value.status_code == 503
         endless.close()
         waiting.join()
         assert len(second[0]) == 8
-        served.client.completions.create(**ask, prompt="Go on. " * 9, max_tokens=2)  # compiles what the next one runs
+        served.complete("Go on. " * 9, 2)  # compiles what the next one runs
         before = figures(served)
         assert before["specache_generated_tokens_total"] < 1900
         with pytest.raises(openai.APITimeoutError):
-            served.client.completions.create(**ask, prompt="Go on. " * 9, max_tokens=1900, timeout=1)
+            served.complete("Go on. " * 9, 1900, timeout=1)
         wait_for(served, "specache_left_total", 2)
         wait_for(served, "specache_running", 0)
         assert 0 < grown(served, before, "specache_generated_tokens_total") < 1900
@@ -136,15 +134,14 @@ def test_answers_are_made_together_and_each_ends_by_itself(
     checkpoint: Path, served: Served, uncompiled: LlamaForCausalLM
 ) -> None:
     """Two that do not end, and short ones beside them; a seed holds beside others."""
-    ask: dict[str, Any] = {"model": served.name, "stream": True, "max_tokens": 1500, "temperature": 0}
-    drawn: dict[str, Any] = {"model": served.name, "prompt": "Draw. " * 5, "max_tokens": 8, "temperature": 1, "seed": 5}
-    alone = served.client.completions.create(**drawn).choices[0].text
-    endless = [served.client.completions.create(**ask, prompt=letter * 40) for letter in "xy"]
+    drawn: dict[str, Any] = {"temperature": 1, "seed": 5}
+    alone = served.complete("Draw. " * 5, 8, **drawn).choices[0].text
+    endless = [served.complete(letter * 40, 1500, stream=True) for letter in "xy"]
     for stream in endless:
         next(iter(stream))
     messages = [{"role": "user", "content": "and besides"}]
     assert chat_once(served, messages) == answer(uncompiled, prompt_of(messages), 8)
-    assert served.client.completions.create(**drawn).choices[0].text == alone
+    assert served.complete("Draw. " * 5, 8, **drawn).choices[0].text == alone
     assert figures(served)["specache_running"] >= 2
     for stream in endless:
         stream.close()
@@ -152,8 +149,7 @@ def test_answers_are_made_together_and_each_ends_by_itself(
 
 
 def test_a_longest_answer_ends_at_the_models_context(served: Served) -> None:
-    ask: dict[str, Any] = {"model": served.name, "prompt": "a" * 2040, "temperature": 0}
-    assert served.client.completions.create(**ask).usage.completion_tokens == 8
+    assert served.complete("a" * 2040).usage.completion_tokens == 8
 
 
 def test_it_listens_on_this_machine_alone(served: Served) -> None:
@@ -189,23 +185,19 @@ def test_an_answer_that_fails_has_an_error_and_the_next_one_has_none(checkpoint:
     """In a stream too, which has begun by then. A conversation that was to go on too long is there
     as it was."""
     with serving(checkpoint, "--host-memory", "650000", "--session-folder", str(tmp_path)) as served:
-        ask: dict[str, Any] = {"model": served.name, "prompt": "a" * 900, "max_tokens": 2}
         with pytest.raises(openai.BadRequestError, match="a request of 902 tokens needs 4 pages"):
-            served.client.completions.create(**ask)
+            served.complete("a" * 900, 2)
         with pytest.raises(openai.APIError, match="a request of 902 tokens needs 4 pages"):
-            list(served.client.completions.create(**ask, stream=True))
+            list(served.complete("a" * 900, 2, stream=True))
         assert figures(served)["specache_requests_total 400"] == 1
-        assert served.client.completions.create(**{**ask, "prompt": "a" * 90}).usage.completion_tokens == 2
+        assert served.complete("a" * 90, 2).usage.completion_tokens == 2
         with pytest.raises(openai.BadRequestError, match="a request of 902 tokens needs 4 pages"):
-            served.client.completions.create(**ask)
+            served.complete("a" * 900, 2)
         before = figures(served)
-        served.client.completions.create(**{**ask, "prompt": "a" * 100})
+        served.complete("a" * 100, 2)
         assert grown(served, before, "specache_prompt_tokens_total reused") == 90
         with ThreadPoolExecutor() as clients:  # together they need more pages than there are
-            long = {**ask, "max_tokens": 20}
-            answers = list(
-                clients.map(lambda p: served.client.completions.create(**{**long, "prompt": p * 250}), "bcd")
-            )
+            answers = list(clients.map(lambda letter: served.complete(letter * 250, 20), "bcd"))
         assert [one.usage.completion_tokens for one in answers] == [20] * 3
 
 
@@ -213,20 +205,17 @@ def test_an_answer_ends_before_the_models_rope_changes(tmp_path: Path) -> None:
     checkpoint, rope = write_checkpoint(tmp_path), {**LONG_ROPE, "original_max_position_embeddings": 64}
     tiny_llama(max_position_embeddings=2048, rope_parameters=rope).save_pretrained(checkpoint)
     with serving(checkpoint) as served:
-        ask: dict[str, Any] = {"model": served.name, "prompt": "a" * 40}
-        assert served.client.completions.create(**ask).usage.completion_tokens == 24
+        assert served.complete("a" * 40).usage.completion_tokens == 24
         with pytest.raises(openai.BadRequestError, match="40 prompt and 26 new tokens: beyond 64 tokens"):
-            served.client.completions.create(**ask, max_tokens=26)
-        ask["prompt"] = "a" * 65
-        assert served.client.completions.create(**ask, max_tokens=3).usage.completion_tokens == 3
+            served.complete("a" * 40, 26)
+        assert served.complete("a" * 65, 3).usage.completion_tokens == 3
 
 
 def test_a_batch_that_fails_in_every_step_ends_its_answers_and_does_not_turn_for_ever(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     failed: list[Exception] = []
-    model = compiled_with(tiny_llama(), {"lowering": "eager"})
-    batch = sc.Batch(model, rows=2)
+    batch = sc.Batch(eager(tiny_llama()), rows=2)
     generation = Generation(None, batch, Metrics(), 100, 2)
     generation.running = {
         batch.add(torch.arange(10 + i), max_new_tokens=4): Mock(left=threading.Event(), end=failed.append)
@@ -240,8 +229,7 @@ def test_a_batch_that_fails_in_every_step_ends_its_answers_and_does_not_turn_for
 
 
 def test_a_server_that_stops_writes_no_caches_to_disk(tmp_path: Path) -> None:
-    model = compiled_with(tiny_llama(num_hidden_layers=1), {"lowering": "eager"})
-    batch = sc.Batch(model, sessions=1, spill_folder=tmp_path)
+    batch = sc.Batch(eager(tiny_llama(num_hidden_layers=1)), sessions=1, spill_folder=tmp_path)
     generation = Generation(None, batch, Metrics(), 100, 2)
     requests = [batch.add(torch.arange(first, 30), max_new_tokens=9) for first in (0, 1)]
     generation.running = {request: Mock(left=threading.Event()) for request in requests}
@@ -258,7 +246,6 @@ def test_a_checkpoint_of_bytes_completes_and_has_no_chat() -> None:
     filler = "def nothing():\n    return None\n" * 6
     prompt = f"{filler}\nThe pass key is 40712. Remember it.\n{filler}\nWhat is the pass key? The pass key is "
     with serving(NEEDLE_LLAMA) as served:
-        ask: dict[str, Any] = {"model": served.name, "temperature": 0, "max_tokens": 5}
-        assert served.client.completions.create(**ask, prompt=prompt).choices[0].text == "40712"
+        assert served.complete(prompt, 5).choices[0].text == "40712"
         with pytest.raises(openai.BadRequestError, match=r"has no chat template\. Use /v1/completions"):
             chat_once(served, [{"role": "user", "content": prompt}])

@@ -10,10 +10,9 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import specache_compile as sc
-from conftest import LOSSLESS, greedy, prompt, tiny_llama
+from conftest import LOSSLESS, greedy, is_held, prompt, tiny_llama
 from specache_compile.compat import with_cache
 from specache_compile.model_key import Watch, model_key
-from specache_compile.runtime.held import HeldTensor
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::FutureWarning")]
 
@@ -42,7 +41,7 @@ def assert_same(model: Any, plain: Any) -> Tensor:
     cache = DynamicCache()
     made = said(model, cache)
     assert torch.equal(made, said(plain))
-    assert all(isinstance(layer.keys, HeldTensor) for layer in cache.layers)
+    assert is_held(cache)
     return made
 
 
@@ -65,7 +64,7 @@ def test_a_model_compiled_before_it_is_wrapped_generates_compressed() -> None:
     model = peft.get_peft_model(inner, config).eval()
     cache = DynamicCache()
     made = said(model, cache)
-    assert all(isinstance(layer.keys, HeldTensor) for layer in cache.layers)
+    assert is_held(cache)
     model.get_base_model()._compiled_call_impl = None
     assert torch.equal(made, said(model))
 

@@ -15,10 +15,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, DynamicCache, LlamaForCausalLM
 
 import specache_compile as sc
-from conftest import LOSSLESS, greedy, prompt, tiny_llama
+from conftest import LOSSLESS, greedy, is_held, prompt, tiny_llama
 from specache_compile import SpecacheWarning
 from specache_compile.compat import with_cache
-from specache_compile.runtime.held import HeldTensor
 from specache_compile.runtime.records import find_record
 
 pytestmark = pytest.mark.slow
@@ -83,13 +82,12 @@ def test_tokens_equal_the_uncompiled_quantised_models(quantise: Callable[[nn.Mod
     logits, whole = plain(ids).logits, tiny_llama(num_hidden_layers=1)(ids).logits
     assert not torch.allclose(logits, whole, atol=1e-3), "the weights must have changed"
     model.compile(backend="specache", options=LOSSLESS)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", SpecacheWarning)
+    with warnings.catch_warnings(action="error", category=SpecacheWarning):
         warnings.filterwarnings("ignore", message="this model's decode runs one token at a time")
         for new in (16, 8):
             cache = DynamicCache()
             assert torch.equal(greedy(model, ids, new, **with_cache(cache)), greedy(plain, ids, new))
-            assert isinstance(cache.layers[0].keys, HeldTensor)
+            assert is_held(cache)
 
 
 def small() -> LlamaForCausalLM:
@@ -141,7 +139,6 @@ def test_bitsandbytes_4_bit_weights_are_packed_in_the_first_generation_and_rewri
     assert torch.equal(tokens, greedy(plain, prompt(40), 3))
     record = find_record(model)
     assert record is None or record.latest is None
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", sc.SpecacheWarning)
+    with warnings.catch_warnings(action="error", category=sc.SpecacheWarning):
         assert torch.equal(greedy(model, prompt(40, seed=2), 3), greedy(plain, prompt(40, seed=2), 3))
     assert sc.stats(model).decodes == 2

@@ -53,11 +53,6 @@ class History:
 Policy = Callable[[History, int, torch.Generator], Tensor]
 
 
-def protect(importance: Tensor, protected: Tensor) -> Tensor:
-    """The importance, infinite where `protected`."""
-    return importance.masked_fill(protected, math.inf)
-
-
 def newest(history: History, count: int) -> Tensor:
     """Whether a pair is among the `count` newest tokens of the sequence: the local window."""
     return history.token > history.token.amax(-1, keepdim=True) - count
@@ -74,18 +69,18 @@ def streaming_llm(history: History, budget: int, random: torch.Generator) -> Ten
     The first token is the first without padding.
     """
     first = history.token.masked_fill(history.seen == 0, torch.iinfo(torch.int32).max).amin(-1, keepdim=True)
-    return protect(history.token.float(), history.token < first + SINKS)
+    return history.token.float().masked_fill(history.token < first + SINKS, math.inf)
 
 
 def scissorhands(history: History, budget: int, random: torch.Generator) -> Tensor:
     """Scissorhands (Liu et al. 2023): the pair that is least often above the average goes, outside a local window of
     b/2."""
-    return protect(history.above, newest(history, budget // 2))
+    return history.above.masked_fill(newest(history, budget // 2), math.inf)
 
 
 def h2o(history: History, budget: int, random: torch.Generator) -> Tensor:
     """H2O (Zhang et al. 2023): the pair with the least accumulated attention goes, outside a local window of b/2."""
-    return protect(history.total, newest(history, budget // 2))
+    return history.total.masked_fill(newest(history, budget // 2), math.inf)
 
 
 def tova(history: History, budget: int, random: torch.Generator) -> Tensor:
@@ -103,7 +98,7 @@ def roco(history: History, budget: int, random: torch.Generator) -> Tensor:
     deviation = history.deviation.masked_fill(newest(history, YOUNG), math.inf)
     varied = deviation.argsort(dim=-1, stable=True)[..., history.token.shape[-1] - count :]  # of equals, the newest
     protected = torch.zeros_like(history.token, dtype=torch.bool).scatter_(-1, varied, True)
-    return protect(history.mean, protected)
+    return history.mean.masked_fill(protected, math.inf)
 
 
 POLICIES: dict[str, Policy] = {

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from specache_compile.errors import SpecacheError
-from specache_compile.evaluation.runner import Runner, chunks, decode, shown
+from specache_compile.evaluation.runner import Runner, decode
 
 from .task import Bench, Cell, Outcome
 
@@ -49,10 +49,10 @@ class Continuations:
         self.made: list[dict[str, Continuation]] = []
 
     def of(self, runner: Runner) -> list[dict[str, Continuation]]:
-        """By batch, in the order of `chunks(rows, runner.batch_size)`."""
+        """By batch, in the order of `runner.batches(rows)`."""
         if not self.made:
             with runner.uncompiled():
-                for number, batch in enumerate(shown(chunks(self.rows, runner.batch_size), "batch")):
+                for number, batch in enumerate(runner.batches(self.rows)):
                     self.made.append(self.full(runner, runner.ids(batch), number))
         return self.made
 
@@ -95,8 +95,7 @@ def measure(runner: Runner, known: Continuations) -> Outcome:
     kl: dict[str, list[float]] = {kind: [] for kind in KINDS}
     same: dict[str, list[float]] = {kind: [] for kind in KINDS}
     continuations = known.of(runner)
-    batches = shown(chunks(known.rows, runner.batch_size), "batch")
-    for batch, full in zip(batches, continuations, strict=True):
+    for batch, full in zip(runner.batches(known.rows), continuations, strict=True):
         prompt = runner.ids(batch)[:, :-STEPS]
         cache, _ = runner.read(prompt[:, :-1])
         for kind in KINDS:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specache_compile.evaluation.runner import Runner, chunks, shown
+from specache_compile.evaluation.runner import Runner
 
 from .task import Bench, Cell, Outcome
 
@@ -33,7 +33,7 @@ def nats_of(logits: Tensor, targets: Tensor) -> Tensor:
 def measure(runner: Runner, rows: Sequence[Sequence[int]]) -> Outcome:
     """exp of the mean negative log likelihood of the measured tokens. nats: each window's mean."""
     prefill, losses = prefill_of(len(rows[0])), []
-    for batch in shown(chunks(rows, runner.batch_size), "batch"):
+    for batch in runner.batches(rows):
         ids = runner.ids(batch)
         losses.append(nats_of(runner.forced_logits(ids, prefill), ids[:, prefill + 1 :].cpu()))
     nats = torch.cat(losses)

@@ -17,10 +17,11 @@ from specache_compile.kernels.codes.records import ROWS_FROM, stored_dim
 from specache_compile.kernels.state.center import tokens_of_one
 from specache_compile.methods.field import LayerShape
 from specache_compile.methods.slots import pairs_to_fetch
+from specache_compile.passes.reading.nodes import hint
 from specache_compile.runtime.state import bucket
 
 from .devices import Device
-from .workload import Pair, Workload, bytes_of, pair_bytes, size_of
+from .workload import Pair, Workload, bytes_of, pair_bytes
 
 STREAMS = MAIN, COPY = "main", "copy"
 
@@ -121,7 +122,7 @@ class LaunchedOp:
 
     @property
     def lanes(self) -> int:
-        return size_of(self.arguments["q"].shape[2])
+        return hint(self.arguments["q"].shape[2])
 
     @property
     def pair(self) -> Pair:
@@ -155,7 +156,7 @@ class LaunchedOp:
     def given(self, *names: str) -> float:
         """Bytes of these arguments for the rows of `load`, to which they are proportional."""
         tensors = [self.arguments[name] for name in names]
-        return sum(bytes_of(one) * self.load.batch / size_of(one.shape[0]) for one in tensors)
+        return sum(bytes_of(one) * self.load.batch / hint(one.shape[0]) for one in tensors)
 
 
 def small(name: str) -> Kernel:
@@ -293,7 +294,7 @@ def prefetch(call: LaunchedOp) -> list[Kernel]:
 
 def offload(call: LaunchedOp) -> list[Kernel]:
     """The step's few pairs are written through on the main stream."""
-    pairs = call.heads * size_of(call.arguments["k"].shape[2])
+    pairs = call.heads * hint(call.arguments["k"].shape[2])
     return [Kernel("write_pairs", memory=pairs * call.pair.exact, to_host=pairs * call.pair.on_host, floor=SMALLEST)]
 
 

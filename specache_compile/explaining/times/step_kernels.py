@@ -14,12 +14,12 @@ from torch.fx import GraphModule, Node
 
 from specache_compile.kernels.op import Op, op_of
 from specache_compile.passes.plan import tag_of
-from specache_compile.passes.reading.nodes import arguments_of, value_of
+from specache_compile.passes.reading.nodes import arguments_of, hint, value_of
 
 from .devices import Device
 from .op_launches import COPY, LAUNCHES, MAIN, TAIL, Kernel, LaunchedOp, small
 from .step_nodes import VIEWS, is_launch, layers_of, operator_name, weight_behind
-from .workload import Workload, bytes_of, elements, size_of
+from .workload import Workload, bytes_of, elements
 
 # The speed of attention over a full cache as a share of long reads' speed, by bytes an element. Estimates.
 ATTENDED = {2: 0.95, 1: 0.92}
@@ -103,12 +103,12 @@ def product(node: Node, traced: Workload, load: Workload) -> Kernel:
     weights = float(sum(bytes_of(value_of(weight)) for weight in found))
     others = max(0.0, sum(map(bytes_of, inputs)) + bytes_of(out) - weights)  # a product may read a part of a weight
     factor = inputs[1 if name == "addmm" else 0]
-    flops = 2 * elements(out) * size_of(factor.shape[-1])
+    flops = 2 * elements(out) * hint(factor.shape[-1])
     if "grouped_mm" in name:  # a row reads its own experts'
-        tokens, experts = elements(factor) / size_of(factor.shape[-1]), size_of(inputs[1].shape[0])
+        tokens, experts = elements(factor) / hint(factor.shape[-1]), hint(inputs[1].shape[0])
         weights *= min(1.0, tokens * rows / experts)
     if name == "scaled_dot_product_attention":
-        tokens, seen = size_of(factor.shape[2]), size_of(inputs[1].shape[2])
+        tokens, seen = hint(factor.shape[2]), hint(inputs[1].shape[2])
         flops = (2 if tokens == seen and tokens > 1 else 4) * elements(factor) * seen  # half of it is causal
         rows *= load.length / traced.length if seen >= traced.length else 1
     return Kernel(name, memory=weights + others * rows, flops=flops * rows)

@@ -179,7 +179,7 @@ def largest_batch(traced: Traced, device: Device, length: int, host: float) -> t
 
 def full_cache_batch(traced: Traced, device: Device, length: int, itemsize: int = 2) -> int:
     """The rows that fit with a full cache of `itemsize` bytes an element."""
-    row = full_cache_bytes(shapes_of(traced), 1, length, itemsize=2) * SPARE * itemsize / 2
+    row = full_cache_bytes(shapes_of(traced), 1, length, itemsize) * SPARE
     return max(0, int((device.vram - traced.weights - MARGIN) / row))
 
 

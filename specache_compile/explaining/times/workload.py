@@ -6,11 +6,12 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from torch import SymInt, Tensor
+from torch import Tensor
 
 from specache_compile.kernels.codes.records import stored_dim
 from specache_compile.kernels.state.stored_pairs import rounded_width, rounds
 from specache_compile.methods.field import LayerShape
+from specache_compile.passes.reading.nodes import hint
 
 # Number of lanes → share of the selected pairs that a correction fetches. With one lane the slots hold the last
 # token's selection, with two the pairs fetched for the speculative token. Measured with SmolLM2 at 4,096 tokens, greedy
@@ -66,13 +67,8 @@ def pair_bytes(options: Any, layer: LayerShape) -> Pair:
     return Pair(exact, on_host, keys, d * layout.value_bits / 8 + item * numbers)
 
 
-def size_of(size: int | SymInt) -> int:
-    """A size; for a symbol its value during tracing, without a guard."""
-    return size if isinstance(size, int) else int(size.node.hint)
-
-
 def elements(value: Any) -> int:
-    return math.prod(map(size_of, value.shape))
+    return math.prod(map(hint, value.shape))
 
 
 def bytes_of(value: Any) -> int:
