@@ -25,7 +25,7 @@ QUICK = 0.06
 CEILINGS = {
     "product lines, C++ included": 27_230,
     "lines loaded by the backend": 11_590,
-    "test lines, C++ included": 22_610,
+    "test lines, C++ included": 22_395,
     "words in docs, without the generated api.md": 12_000,
 }
 

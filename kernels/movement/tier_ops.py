@@ -10,13 +10,7 @@ from torch import Tensor
 from specache_compile.kernels.attention.attention_ops import ring_tokens
 from specache_compile.kernels.codes.params import stored_scale
 from specache_compile.kernels.codes.quantize import quantize_keys, quantize_values
-from specache_compile.kernels.codes.records import (
-    in_thread_order,
-    param_order,
-    stored_dim,
-    write_levels,
-    write_records,
-)
+from specache_compile.kernels.codes.records import in_thread_order, param_order, stored_dim, write_levels, write_records
 from specache_compile.kernels.codes.trellis import is_trellis, quantize
 from specache_compile.kernels.state.by_rows import by_rows
 from specache_compile.kernels.state.center import centers, is_found, set_center

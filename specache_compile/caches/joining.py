@@ -15,14 +15,7 @@ from specache_compile.options import differences
 from specache_compile.paging.pool import PagePool
 from specache_compile.passes.reading.sites import PARTS
 from specache_compile.runtime.held import HeldTensor
-from specache_compile.runtime.session import (
-    Session,
-    SessionRow,
-    progress_of,
-    required_session,
-    session_of,
-    sessions_of,
-)
+from specache_compile.runtime.session import Session, SessionRow, progress_of, required_session, session_of, sessions_of
 from specache_compile.runtime.step import compress
 from specache_compile.runtime.tiers import joined
 

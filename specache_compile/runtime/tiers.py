@@ -31,16 +31,7 @@ from specache_compile.paging.pool import PagePool, pages_for
 
 from .break_even import stays_in_16_bits
 from .ranks import gather, ranks_here
-from .state import (
-    bucket,
-    fields_of,
-    page_bytes,
-    pages_of_rows,
-    room,
-    row_fields,
-    row_state,
-    tier_bytes,
-)
+from .state import bucket, fields_of, page_bytes, pages_of_rows, room, row_fields, row_state, tier_bytes
 
 # Numbers of buffers.
 NUMBERS = itertools.count()
