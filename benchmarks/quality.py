@@ -151,7 +151,7 @@ TABLES = {
         )
         for name, length, texts, samples, evicting in (  # SnapKV prefills a whole prompt: hours for the longer ones
             ("needles_gemma_blind", 8192, LICENCES, "11", ("snapkv:budget=0.15",)),
-            ("needles_gemma_blind_16k", 16384, LICENCES, "11", ()),
+            ("needles_gemma_blind_16k", 16384, LICENCES, "33", ()),
             ("needles_gemma_blind_31k", 31744, MORE_LICENCES, "33", ()),
         )
     },
