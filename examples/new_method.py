@@ -5,19 +5,20 @@ python examples/new_method.py [MODEL]        docs/methods.md and CONTRIBUTING.md
 
 from __future__ import annotations
 
+import math
 import sys
 
 import torch
 
 import specache_compile as sc
 from specache_compile.evaluation.baselines.eviction import eviction
-from specache_compile.evaluation.baselines.policies import POLICIES, History, newest, protect
+from specache_compile.evaluation.baselines.policies import POLICIES, History, newest
 from specache_compile.methods import METHODS
 
 
 def importance(history: History, budget: int, random: torch.Generator) -> torch.Tensor:
     """Mean attention plus its standard deviation, [B, H, n]; the newest half of the budget is protected."""
-    return protect(history.mean + history.deviation, newest(history, budget // 2))
+    return (history.mean + history.deviation).masked_fill(newest(history, budget // 2), math.inf)
 
 
 def main(name: str = "smollm2-135m") -> None:

@@ -181,8 +181,8 @@ def sources_of(node: Node) -> Iterator[Node]:
 def match_update(node: Node) -> Update:
     if node.target is not torch.cat:
         raise NoMatch(
-            "its keys or values are no concatenation of a past and new ones (a static, quantised or absent cache, or "
-            "a graph break before it, as with output_attentions and 'sdpa'): use DynamicCache, the default"
+            "its keys or values are no concatenation of past and new ones. Use DynamicCache, the default, and no graph "
+            "break before the attention (output_attentions with 'sdpa' causes one)"
         )
     parts, dim = node.args[0], argument(node, 1, "dim")
     if not isinstance(parts, (list, tuple)) or len(parts) != 2 or dim not in (-2, 2) or value_of(node).dim() != 4:

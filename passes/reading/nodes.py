@@ -22,7 +22,7 @@ def value_of(node: Node) -> Any:
 
 
 def hint(size: int | torch.SymInt) -> int:
-    """Return a size; of a symbol, its value during tracing, without a guard."""
+    """Return a size as a number, a symbol's value during tracing. Adds no guard."""
     return int(size.node.hint) if isinstance(size, torch.SymInt) else size
 
 

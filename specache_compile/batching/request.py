@@ -116,7 +116,7 @@ def request_for(model: Any, prompt: Tensor, arguments: dict[str, Any]) -> Reques
     for name in ("stop_strings", "max_time"):
         if (given := getattr(config, name)) not in (None, getattr(model.generation_config, name)):
             raise ValueError(f"{name}={given!r}: no request stops there. Call Batch.remove(request)")
-    if config.token_healing:
+    if config.token_healing and not model.generation_config.token_healing:
         raise ValueError("token_healing: no request changes its prompt. Pass the ids that model.heal_tokens returns")
     if not config.max_new_tokens:
         raise ValueError("max_new_tokens is missing: pass it, since memory is reserved for so many tokens")

@@ -112,8 +112,8 @@ def compile_sites(captured: Captured, example_inputs: Sequence[Any]) -> Compiled
     past, tokens = map(hint, (captured.past, captured.tokens))
     # Raises for head sizes that the options do not support, even if the first call is too short to be compressed.
     predicted_bytes(captured.options, captured.layers, 1, past + tokens)
-    fixed, batch, ranks = captured.options.for_prompt(past or tokens), hint(captured.batch), ranks_of(example_inputs)
-    options = effective_options(fixed, captured.layers, batch, past + tokens, ranks)
+    given, ranks = captured.options.for_prompt(past or tokens), ranks_of(example_inputs)
+    options = effective_options(given, captured.layers, hint(captured.batch), past + tokens, ranks)
     front = front_of(captured, example_inputs, past, tokens)
     for phase in phases(captured.phase, options):
         variant = variant_of(captured, phase, options, front, example_inputs, bucket(past + tokens))

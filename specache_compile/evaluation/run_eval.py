@@ -90,7 +90,7 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise SpecacheError("--prefill-chunk needs --share-prefills: a method takes a first chunk for the prompt")
     for path in args.text:
         if not path.is_file():
-            raise SpecacheError(f"--text {path}: there is no such file")
+            raise SpecacheError(f"--text {path}: no such file. Pass an existing one")
     read_rows(args.out / "results.json")
 
 

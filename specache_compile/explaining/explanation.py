@@ -206,7 +206,7 @@ class Explanation:
         return step_of(self.traced(), self.device, self.prompt_length, batch or self.batch_size)
 
     def __str__(self) -> str:
-        """What it comes to, on one screen."""
+        """Return the explanation, on one screen."""
         parts = [title(self), attentions(self)]
         if self.sites:
             further = f"Look further: {FURTHER.format(self.sites[0].model_layer)}"

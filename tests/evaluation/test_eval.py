@@ -236,7 +236,7 @@ def test_a_bad_setting_is_named(text: str) -> None:
         (("--methods", "lru"), "method 'lru': "),
         (("--methods", "specache:bits=3"), "option bits=3: accepted are"),
         (("--tasks", "perplexity", "--blind"), "task 'perplexity' has no question for --blind to hide"),
-        (("--text", "/no/such/file"), "--text /no/such/file: there is no such file"),
+        (("--text", "/no/such/file"), "--text /no/such/file: no such file"),
         (("--text", MODEL + "/model.safetensors"), "is no UTF-8 text"),
         (("--text", MODEL + "/generation_config.json", "--tasks", "perplexity"), "the text has "),
         (("--lengths", "4000"), "needle 4000: 4,000 tokens exceed the model's context of 2,304"),
