@@ -215,7 +215,7 @@ def test_lists_of_token_ids_are_accepted_and_unsupported_requests_raise(model: A
         with pytest.raises(ValueError, match=message):
             batch.add(prompt(8), max_new_tokens=3, **unsupported)
     with patch.object(model.generation_config, "token_healing", True):  # a checkpoint's own setting is ignored
-        batch.add(prompt(8), max_new_tokens=3)
+        sc.Batch(model).add(prompt(8), max_new_tokens=3)
     with pytest.raises(ValueError, match="the prompt has 0 tokens"):
         batch.add(prompt(0), max_new_tokens=3)
     with pytest.raises(SpecacheError, match=r"a batch does not verify drafts\. Compile with method='offload'"):
