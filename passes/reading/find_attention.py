@@ -181,7 +181,7 @@ def sources_of(node: Node) -> Iterator[Node]:
 def match_update(node: Node) -> Update:
     if node.target is not torch.cat:
         raise NoMatch(
-            "its keys or values are no concatenation of past and new ones. Use DynamicCache, the default, and no graph "
+            "its keys or values are no concatenation of past and new ones: use DynamicCache, the default, and no graph "
             "break before the attention (output_attentions with 'sdpa' causes one)"
         )
     parts, dim = node.args[0], argument(node, 1, "dim")

@@ -190,7 +190,7 @@ def refusal(update: str = "cat", held: bool = True, **changes: Any) -> str:
 
 
 def test_find_attention_refuses_what_no_tier_op_expresses() -> None:
-    assert "no concatenation of past and new ones. Use DynamicCache" in refusal(update="add")
+    assert "no concatenation of past and new ones: use DynamicCache" in refusal(update="add")
     assert "uncompiled model" in refusal(held=False)
     assert "dropout" in refusal(dropout_p=0.1)
 
