@@ -102,7 +102,7 @@ TABLES = {
     "long_gemma": Table(
         "the same on a second model family",
         ("long",),
-        ("uncompiled", "specache", "kivi:bits=4", "kivi:bits=2"),
+        ("uncompiled", "specache", "specache:bits=1", "fp8", "kivi:bits=4", "kivi:bits=2"),
         (*UNSEEN, "--lengths", "2176", "--samples", "16", "--batch-size", "16"),
         GEMMA,
     ),
