@@ -135,7 +135,7 @@ TABLES = {
             (*KEYS, *texts, *CHUNKED, "--batch-size", "1", "--lengths", str(length), "--samples", "33"),
             GEMMA,
         )
-        for name, length, texts, evicting in (  # with these budgets, H2O has the default's bytes
+        for name, length, texts, evicting in (  # with these budgets, an eviction method has the default's bytes
             ("needles_gemma_8k", 8192, LICENCES, ("h2o:budget=1216,eviction_block=1024",)),
             ("needles_gemma_16k", 16384, LICENCES, ("h2o:budget=2030,eviction_block=1024",)),
             ("needles_gemma_31k", 31744, MORE_LICENCES, ("h2o:budget=3680,eviction_block=1024",)),
@@ -145,14 +145,14 @@ TABLES = {
         name: Table(
             f"the same at {length:,} tokens, the question unknown while the context is read",
             ("needle",),
-            ("uncompiled", "specache", "specache:bits=1", "kivi:bits=2", "kivi:bits=1", *evicting),
-            ("--blind", *KEYS, *texts, *CHUNKED, "--batch-size", "1", "--lengths", str(length), "--samples", samples),
+            ("uncompiled", "specache", "specache:bits=1", "kivi:bits=2", "kivi:bits=1", f"snapkv:budget={budget}"),
+            ("--blind", *KEYS, *texts, *CHUNKED, "--batch-size", "1", "--lengths", str(length), "--samples", "33"),
             GEMMA,
         )
-        for name, length, texts, samples, evicting in (  # SnapKV prefills a whole prompt: hours for the longer ones
-            ("needles_gemma_blind", 8192, LICENCES, "11", ("snapkv:budget=0.15",)),
-            ("needles_gemma_blind_16k", 16384, LICENCES, "33", ()),
-            ("needles_gemma_blind_31k", 31744, MORE_LICENCES, "33", ()),
+        for name, length, texts, budget in (
+            ("needles_gemma_blind", 8192, LICENCES, 1216),
+            ("needles_gemma_blind_16k", 16384, LICENCES, 2030),
+            ("needles_gemma_blind_31k", 31744, MORE_LICENCES, 3680),
         )
     },
     **{

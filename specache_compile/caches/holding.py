@@ -68,7 +68,7 @@ def hold(cache: DynamicCache, model: torch.nn.Module, attention_mask: Tensor | N
     options = required_options(model, "hold")
     if reason := reason_not_to_hold(options):
         raise not_to_be_held(reason)
-    if any(LATENTS.search(name) for name, _ in model.named_parameters()):
+    if has_latents(model):
         return copy.deepcopy(cache)
     return taken_over(cache, model, options, attention_mask, lambda step, pairs: step.fill(pairs))
 
@@ -116,8 +116,7 @@ def taken_over(
 ) -> DynamicCache:  # fmt: skip
     """Convert a plain cache under these options; `fill` stores the sites' pairs in the tiers."""
     pairs = [pairs_of(number, layer) for number, layer in enumerate(cache.layers)]
-    whole = [number for number, layer in enumerate(cache.layers) if type(layer) is DynamicLayer]  # keep every pair
-    sites = [number for number in whole if number not in options.exact_layers]
+    sites = sites_of(cache, options)
     if ranks_of(list(model.parameters())) is not None:
         raise split_session()
     lengths = [cache.get_seq_length(number) for number in range(len(pairs))]
@@ -145,6 +144,12 @@ def taken_over(
     for site, number in enumerate(sites):
         held.layers[number].keys, held.layers[number].values = (session.held(site, part) for part in PARTS)
     return held
+
+
+def sites_of(cache: Any, options: MethodOptions) -> list[int]:
+    """The numbers of the layers that are compressed: those that keep every pair."""
+    whole = [number for number, layer in enumerate(cache.layers) if type(layer) is DynamicLayer]
+    return [number for number in whole if number not in options.exact_layers]
 
 
 def twin(cache: Any) -> Any:
@@ -215,6 +220,10 @@ def set_model(session: Session, model: torch.nn.Module) -> None:
     session.weights = [weakref.ref(weight) for weight in model.parameters()]
     session.rope_switch = rope_switch(model.config)
     session.tiers.frequencies = [frequencies_of(model)] * len(session.layers)
+
+
+def has_latents(model: torch.nn.Module) -> bool:
+    return any(LATENTS.search(name) for name, _ in model.named_parameters())
 
 
 def frequencies_of(model: torch.nn.Module) -> Tensor | None:

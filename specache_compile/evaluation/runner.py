@@ -21,7 +21,9 @@ from specache_compile.compile.compiled_options import options_of
 from specache_compile.methods import parse_options
 from specache_compile.runtime.break_even import free_memory
 
-from .baselines import kvzip
+from .baselines import kvzip, snapkv
+from .baselines.prompt_eviction import hold_chosen
+from .baselines.sdpa_calls import LAST, Watched, calls_once_a_layer, joined, last_queries
 from .reader import Reader
 
 Prompt = Sequence[int]
@@ -34,11 +36,13 @@ class Prefill:
     cache: a plain cache of the prompts.
     logits: the next logits, float32 [rows, 1, vocabulary], on the host.
     first: the greedy tokens [rows, 1] of `generate` for these logits.
+    queries: `last_queries` of each layer, or none: see `calls_once_a_layer`.
     """
 
     cache: Any
     logits: Tensor
     first: Tensor
+    queries: Sequence[Tensor] = ()
 
     @property
     def nbytes(self) -> int:
@@ -73,7 +77,10 @@ class Prefills:
         kinds = {type(layer) for layer in DynamicCache(config=model.config).layers}
         if isinstance(options, kvzip.KVzipOptions):
             return kinds == {DynamicLayer}  # all layers share its budget
-        holds = options is None or reason_not_to_hold(options) is None
+        if isinstance(options, snapkv.SnapKVOptions):
+            holds = options.window <= LAST and calls_once_a_layer(model)
+        else:
+            holds = options is None or reason_not_to_hold(options) is None
         return holds and DynamicLayer in kinds and kinds <= {DynamicLayer, DynamicSlidingWindowLayer}
 
     def of(self, ids: Tensor, make: Callable[[], Prefill]) -> Prefill:
@@ -134,6 +141,9 @@ class Runner:
         if given is None:
             return prefill.cache
         options = parse_options(given)
+        if isinstance(options, snapkv.SnapKVOptions):
+            chosen = snapkv.chosen(prefill.cache, prefill.queries, options)
+            return hold_chosen(prefill.cache, self.model, options, chosen)
         if not isinstance(options, kvzip.KVzipOptions):
             return hold(prefill.cache, self.model)
         before, behind = self.reader.turn()
@@ -206,15 +216,18 @@ def exact_prefill(model: Any, ids: Tensor, chunk: int | None) -> Prefill:
 
     chunk: tokens at a time; None: as in the model's configuration.
     """
-    out = model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=1, do_sample=False, output_logits=True,
-        return_dict_in_generate=True, prefill_chunk_size=chunk or model.generation_config.prefill_chunk_size,
-    )  # fmt: skip
+    watched = Watched(last_queries)
+    with watched if calls_once_a_layer(model) else contextlib.nullcontext():
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=1, do_sample=False, output_logits=True,
+            return_dict_in_generate=True, prefill_chunk_size=chunk or model.generation_config.prefill_chunk_size,
+        )  # fmt: skip
     cache = cache_of(out)
     for layer in cache.layers:
         if layer.is_sliding:  # its window is a view of all pairs
             layer.keys, layer.values = layer.keys.clone(), layer.values.clone()
-    return Prefill(cache, out.logits[0][:, None].float().cpu(), out.sequences[:, -1:])
+    queries = joined(watched.seen, len(cache.layers))
+    return Prefill(cache, out.logits[0][:, None].float().cpu(), out.sequences[:, -1:], queries)
 
 
 @torch.inference_mode()

@@ -21,7 +21,14 @@ from specache_compile.runtime.held import HeldTensor
 
 BYTES = Reader(byte_tokenizer())
 GROUPS = "group_size=32,residual_length=32"
-METHODS = ("uncompiled", f"specache:bits=1,{GROUPS},top_k=8", f"kivi:bits=2,{GROUPS}", "fp8", "h2o:budget=48")
+METHODS = (
+    "uncompiled",
+    f"specache:bits=1,{GROUPS},top_k=8",
+    f"kivi:bits=2,{GROUPS}",
+    "fp8",
+    "snapkv:budget=48",
+    "h2o:budget=48",
+)
 
 
 @pytest.fixture(scope="module")
@@ -101,8 +108,17 @@ def test_a_model_of_sliding_windows_alone_reads_for_itself() -> None:
     assert Prefills().can_continue(BY_NAME["mistral"].model())
 
 
+def test_snapkv_prefills_by_itself_where_its_windows_queries_are_not_seen(model: Any) -> None:
+    with running(model, parse_setting("snapkv:window=65"), "eager"):
+        assert not Prefills().can_continue(model)
+    eager = tiny_llama()
+    eager.set_attn_implementation("eager")
+    with running(eager, parse_setting("snapkv"), "eager"):
+        assert not Prefills().can_continue(eager)
+
+
 @pytest.mark.quick_for("uncompiled", f"specache:bits=1,{GROUPS},top_k=8")
-@pytest.mark.parametrize("method", METHODS[:4])
+@pytest.mark.parametrize("method", METHODS[:5])
 def test_sliding_layers_stay_plain_behind_a_shared_prefill(gemma: Any, method: str) -> None:
     shared, own = Runner(gemma, BYTES, prefills=Prefills()), Runner(gemma, BYTES)
     requested = torch.tensor(prompts(150))
@@ -125,7 +141,7 @@ def test_a_prefill_in_chunks_is_that_of_the_whole_prompt(gemma: Any) -> None:
     for other in (chunked.cache, read):
         for layer, expected in zip(other.layers, whole.cache.layers, strict=True):
             torch.testing.assert_close(layer.keys, expected.keys)
-    torch.testing.assert_close(chunked.logits, whole.logits)
+    torch.testing.assert_close((chunked.logits, chunked.queries), (whole.logits, whole.queries))
 
 
 def test_a_policy_that_evicts_block_by_block_prefills_in_chunks(model: Any) -> None:

@@ -13,20 +13,18 @@ from functools import partial
 from typing import Any, NoReturn
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from transformers import DynamicCache
 
-from specache_compile.caches.holding import taken_over, twin
+from specache_compile.caches.holding import twin
 from specache_compile.compat import with_cache
 from specache_compile.errors import SpecacheError
 from specache_compile.kernels.attention.attention_ops import BLOCK
 from specache_compile.kernels.state.layout import EMPTY
 from specache_compile.options import whole
-from specache_compile.runtime.step import Step
 
-from .prompt_eviction import PromptOptions, method_of
+from .prompt_eviction import PromptOptions, hold_chosen, method_of
+from .sdpa_calls import Watched
 
 REPEAT = "\n\nRepeat the previous context exactly."
 REPEAT_PART = "\n\nRepeat the part of the previous context exactly, starting with"
@@ -95,23 +93,6 @@ def scores(
     return found
 
 
-class Watched(TorchFunctionMode):
-    """Within it, `seen` is what `see` makes of each call of scaled_dot_product_attention: of its queries, keys and
-    scale."""
-
-    def __init__(self, see: Callable[[Tensor, Tensor, float], Tensor]) -> None:
-        super().__init__()
-        self.see = see
-        self.seen: list[Tensor] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = kwargs or {}
-        if func is F.scaled_dot_product_attention:
-            q, k = args[:2]
-            self.seen.append(self.see(q, k, given.get("scale") or q.shape[-1] ** -0.5))
-        return func(*args, **given)
-
-
 def received(q: Tensor, k: Tensor, scale: float, heads: int, places: slice, length: int, first: int) -> Tensor:
     """The largest attention, float32 [B, H, c], that the queries q [B, Hq, t, d] of a repetition and of the query group
     give to the c pairs at `places`.
@@ -152,19 +133,9 @@ def kept(score: Tensor, budget: int, first: int) -> Tensor:
 
 
 def held(cache: Any, model: torch.nn.Module, options: KVzipOptions, chosen: Tensor) -> DynamicCache:
-    """A cache that the model continues, which is compiled with `options`: those pairs of a plain cache that `chosen`
-    [sites, B, H, m] names. `cache` is unchanged."""
-    length = cache.layers[0].keys.shape[2]
-
-    def fill(step: Step, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        with step.filling() as state:
-            for (keys, values), here, token in zip(pairs, state, chosen, strict=True):
-                every = torch.stack([keys, values], 3)
-                place = token.long().clamp(0)[..., None, None]
-                here["kept"][:, :, : token.shape[2]] = every.take_along_dim(place, 2)
-                here["kept_token"][:, :, : token.shape[2]] = token
-
-    return taken_over(cache, model, replace(options, most=rounded(chosen.shape[3], length)), None, fill)
+    """As `hold_chosen`, with room for the KV head that keeps most."""
+    most = rounded(chosen.shape[3], cache.layers[0].keys.shape[2])
+    return hold_chosen(cache, model, replace(options, most=most), chosen)
 
 
 def rounded(most: int, length: int) -> int:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import DynamicCache
 
+from specache_compile.caches.holding import taken_over
 from specache_compile.kernels.attention.attention_ops import BLOCK, weighted
 from specache_compile.kernels.op import Op, fake_of_query
 from specache_compile.kernels.state.layout import EMPTY
 from specache_compile.kernels.state.operands import AttentionInputs, takes
 from specache_compile.methods.method import Method
 from specache_compile.passes.recipe import OpCall, Recipe, named
+from specache_compile.runtime.step import Step
 
 from .eviction import KEPT, KEPT_TOKEN, BudgetOptions, Kept, queries_of
 
@@ -112,6 +116,21 @@ class PromptOptions(BudgetOptions):
     def room(self, capacity: int) -> int:
         """The budget, or the most of a head, and room for all tokens behind the prompt."""
         return min(capacity, (self.most or self.budget_in_tokens(capacity)) + capacity - self.prompt)
+
+
+def hold_chosen(cache: Any, model: torch.nn.Module, options: PromptOptions, chosen: Tensor) -> DynamicCache:
+    """A cache that the model continues, which is compiled with `options`: those pairs of a plain cache that `chosen`
+    [sites, B, H, m] names. `cache` is unchanged."""
+
+    def fill(step: Step, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        with step.filling() as state:
+            for (keys, values), here, token in zip(pairs, state, chosen, strict=True):
+                every = torch.stack([keys, values], 3)
+                place = token.long().clamp(0)[..., None, None]
+                here["kept"][:, :, : token.shape[2]] = every.take_along_dim(place, 2)
+                here["kept_token"][:, :, : token.shape[2]] = token
+
+    return taken_over(cache, model, options, None, fill)
 
 
 def method_of(

@@ -4,14 +4,19 @@ exact prefill. All later pairs stay."""
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers import DynamicCache
 
+from specache_compile.caches.holding import sites_of
 from specache_compile.options import option, whole
 
+from .eviction import NewQueries
 from .prompt_eviction import Prompt, PromptOptions, method_of
 
 
@@ -46,6 +51,30 @@ def choose(prompt: Prompt, budget: int, window: int, kernel: int) -> Tensor:
     order = pooled.masked_fill(~seen[:, :, -1, :before], -math.inf).argsort(dim=-1, stable=True)
     newest = torch.arange(before, tokens, device=attention.device).expand(*order.shape[:2], -1)
     return torch.cat([order[..., tokens - budget :].sort(dim=-1).values, newest], -1)
+
+
+def chosen(cache: DynamicCache, queries: Sequence[Tensor], options: SnapKVOptions) -> Tensor:
+    """The tokens [sites, B, H, b] that stay of a prompt without padding, for `hold_chosen`.
+
+    cache: a plain one that has read the prompt.
+    queries: `last_queries` of each layer, at least the window's.
+    """
+    prompts = [prompt_of(cache.layers[number], queries[number]) for number in sites_of(cache, options)]
+    length = prompts[0].pairs.shape[2]
+    budget = min(options.budget_in_tokens(length), length)
+    return torch.stack([choose(prompt, budget, options.window, options.kernel) for prompt in prompts])
+
+
+def prompt_of(layer: Any, query: Tensor) -> Prompt:
+    """A prompt in a plain cache's layer, of which the last queries [B, Hq, t, d], scaled, are known."""
+    keys, values = layer.keys, layer.values
+    number = torch.arange(keys.shape[2], device=keys.device).expand(keys.shape[:3])
+    last = NewQueries(query.unflatten(1, (keys.shape[1], -1)), None, None, None, keys.shape[2] - query.shape[2])
+
+    def attention_of(first: int, stop: int) -> tuple[Tensor, Tensor]:
+        return last.attention(slice(first - last.length, stop - last.length), keys, number)
+
+    return Prompt(last.query, torch.stack([keys, values], 3), attention_of, None)
 
 
 METHOD = method_of("snapkv", SnapKVOptions, choose, ("window", "kernel"))
