@@ -30,31 +30,25 @@ def place_of_base(block, row, PAIRS: tl.constexpr):
 
 
 @triton.jit
-def load_kept(logits, base, block, there, row, PAIRS: tl.constexpr):
-    """Load a row's offsets float32 [n, 16] of the tokens of blocks [n], -inf if not `there`, and their bases [n]."""
-    token = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    offset = tl.load(logits + place_of_logit(token, row, PAIRS), there[:, None], float("-inf")).to(tl.float32)
-    return offset, tl.load(base + place_of_base(block, row, PAIRS), there, 0.0)
-
-
-@triton.jit
 def block_scores(
-    # Pointers to a head's logits, base and lse, and to its first query head's mask in this lane; indices of blocks [n],
-    # and which of them are there; strides of the mask.
-    logits, base, lse, mask, block, there, lane, m_head, m_token,
-    lanes: tl.constexpr, queries: tl.constexpr, PAIRS: tl.constexpr, ADDITIVE: tl.constexpr,
-):  # fmt: skip
-    """Return a lane's scores of the tokens of blocks, float32 [n, 16]; -1 for hidden tokens.
+    head, block, there, lane, lanes: tl.constexpr, queries: tl.constexpr, PAIRS: tl.constexpr, ADDITIVE: tl.constexpr
+):
+    """Return a lane's scores of the tokens of blocks [n] that are `there`, float32 [n, 16]; -1 for hidden tokens.
 
     A score is Σ over the query group of 2^(logit - lse).
     The kept logits of sinks and of tokens that a bool mask hides are -inf in all rows.
+
+    head: pointers to a head's logits, base and lse, and to its first query head's mask in this lane; the mask's strides
+        of query heads and tokens.
     """
+    logits, base, lse, mask, m_head, m_token = head
     token = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     score = tl.zeros(token.shape, tl.float32)
     highest = tl.full(token.shape, float("-inf"), tl.float32)
     for query in tl.static_range(queries):
         row = query * lanes + lane
-        offset, peak = load_kept(logits, base, block, there, row, PAIRS)
+        offset = tl.load(logits + place_of_logit(token, row, PAIRS), there[:, None], float("-inf")).to(tl.float32)
+        peak = tl.load(base + place_of_base(block, row, PAIRS), there, 0.0)
         score += tl.exp2(offset + (peak - tl.load(lse + row))[:, None])
         highest = tl.maximum(highest, offset)
     seen = highest > float("-inf")

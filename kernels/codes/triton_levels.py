@@ -47,12 +47,6 @@ def rounded(x, least: tl.constexpr, most: tl.constexpr):
 
 
 @triton.jit
-def encode(x, scale, zero, bits: tl.constexpr):
-    """Return int32 codes, rounded with the stored scale and zero; NaN becomes the smallest level."""
-    return rounded(tl.div_rn(x - zero, tl.zeros_like(x) + scale), 0, (1 << bits) - 1)
-
-
-@triton.jit
 def stored_scale(scale, limit, kind: tl.constexpr):
     """Compute `params.stored_scale`. limit: the largest number of `kind`, if scales do not have 8 bits."""
     if kind == tl.uint8:
@@ -107,7 +101,9 @@ def quantized(x, seen, axis: tl.constexpr, bits: tl.constexpr, zero_point: tl.co
     scale, zero = scale_and_zero(low, high, bits, zero_point)
     scale, zero = stored_params(scale, zero, limit, kind)
     step = read_scale(scale)
-    return encode(x, step, read_zero(zero, step), bits), scale, zero
+    # NaN becomes the smallest level.
+    levels = rounded(tl.div_rn(x - read_zero(zero, step), tl.zeros_like(x) + step), 0, (1 << bits) - 1)
+    return levels, scale, zero
 
 
 @triton.jit

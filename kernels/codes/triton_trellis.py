@@ -44,10 +44,7 @@ def extended(paths, place):
     """Return the path to each state, with its newest bit at `place`."""
     found = ()
     for state in tl.static_range(STATES):
-        if state % 2 == 1:
-            found = found + (paths[state] | (tl.full(paths[state].shape, 1, paths[state].dtype) << place),)
-        else:
-            found = found + (paths[state],)
+        found = found + (paths[state] | (tl.full(paths[state].shape, state % 2, paths[state].dtype) << place),)
     return found
 
 

@@ -27,8 +27,7 @@ from specache_compile.kernels.codes.records import RECORD
 from specache_compile.kernels.state.layout import Layout, StoredTiers, rotation_block
 from specache_compile.kernels.state.operands import AttentionInputs
 from specache_compile.kernels.state.triton_cursor import AT_LENGTH, AT_NEXT_LOW_BIT
-from specache_compile.kernels.state.triton_pairs import sinks_among
-from specache_compile.kernels.state.triton_rotate import hadamard
+from specache_compile.kernels.state.triton_pairs import hadamard, sinks_among
 
 PER_BASE = tl.constexpr(LOGIT_BLOCK)
 # Kinds of masks in a kernel; padding is a bool mask with one row for all heads and lanes.
@@ -142,10 +141,8 @@ def score_tokens(
     logits += bh * capacity * (2 * PAIRS)
     base += bh * (capacity // PER_BASE) * (2 * PAIRS)
     mask += batch * m_batch + bh % heads * queries * m_head + lane * m_row
-    score = block_scores(
-        logits, base, lse + bh * (queries * lanes), mask, block, there, lane, m_head, m_token, lanes=lanes,
-        queries=queries, PAIRS=PAIRS, ADDITIVE=MASK == 2,
-    )  # fmt: skip
+    given = (logits, base, lse + bh * (queries * lanes), mask, m_head, m_token)
+    score = block_scores(given, block, there, lane, lanes, queries, PAIRS, MASK == 2)
     seen = (tokens < candidates) & ~sinks_among(tokens, sink_index + batch * sink_tokens, sink_tokens=sink_tokens)
     at = (keeps * tl.num_programs(0) + bh) * capacity
     tl.store(scores + at + tokens, tl.where(seen, score, -1.0), tokens < capacity)

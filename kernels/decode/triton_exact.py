@@ -152,11 +152,11 @@ def attend_pairs(
 
 
 def attend_exact(
-    new: AttentionInputs, read: TierInputs, slots: Tensor | None, slot_index: Tensor | None, values: bool,
-    kept: tuple[Tensor, Tensor] | None,
-) -> Sums:  # fmt: skip
-    """Return the sums over the 16-bit pairs; without `values` neither slots nor values are read.
+    new: AttentionInputs, read: TierInputs, fetched: tuple[Tensor, Tensor] | None, kept: tuple[Tensor, Tensor] | None
+) -> Sums:
+    """Return the sums over the 16-bit pairs.
 
+    fetched: the slots and slot_index; None to read neither slots nor values.
     kept: kept logits and their base, to which the logits of slots and of candidates in the ring are written. Slots keep
         their base from the low-bit tier.
     """
@@ -165,9 +165,8 @@ def attend_exact(
     batch, query_heads, lanes, d = q.shape
     _, heads, capacity = shape_of_scores(tiers.codes, cursor)
     rows, window, sink_tokens = rows_of(q, heads), tiers.recent.shape[2], tiers.sink_index.shape[2]
-    if not values or slots is None or slot_index is None:
-        slots, slot_index = tiers.recent[:, :, :0], tiers.sink_index
-    top_k = slots.shape[2]
+    slots, slot_index = fetched or (tiers.recent[:, :, :0], tiers.sink_index)
+    top_k, values = slots.shape[2], fetched is not None
     blocks = sum(triton.cdiv(size, EXACT_BLOCK) for size in (top_k, window, sink_tokens)) + 1
     splits = exact_splits(batch * heads, blocks, q.device, PROGRAMS)
     sums = empty_sums(batch * heads, splits, rows, d if values else 0, q.device)

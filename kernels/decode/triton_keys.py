@@ -20,8 +20,6 @@ shared memory, no barrier, and no layout conversion.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
@@ -49,6 +47,7 @@ from specache_compile.kernels.state.triton_center import share_of_center
 from specache_compile.kernels.state.triton_cursor import AT_LOW_BIT, record_in_page
 
 from .triton_decode import MASK_STRIDES, Sums, empty_sums, group_of, mask_form, rows_of, splits_of
+from .triton_words import nested
 
 NOTHING_SEEN, BLOCK, PER_TOKEN = tl.constexpr(LOWEST), tl.constexpr(PARAM_BLOCK), tl.constexpr(CENTER_ROWS)
 # Programs per multiprocessor that the registers allow.
@@ -139,7 +138,7 @@ def score_keys(
         record = bh * (capacity // 64) + tile
         number = record_in_page(cursor, head, tile, heads)
         words = tl.load(codes + number * (16 * form.width) + tl.arange(0, 2 * D * form.bits))
-        keys = unpacked_keys(words, D, form.bits, form.in_trellis, form.in_place, query.dtype.element_ty)
+        keys = unpacked_keys(words, form, query.dtype.element_ty)
         within = tl.arange(0, 8)[:, None] * 8 + tl.arange(0, 8)[None, :] + tile * 64  # [g, j]
         # The second half of the last record may have no tokens.
         later = (tile * 64 + 32 < low_bit).to(tl.int32) if form.group == 32 else 0
@@ -216,7 +215,7 @@ def score_keys(
     tl.store(totals + at, total)
 
 
-def attend_keys(new: AttentionInputs, read: TierInputs, logits: Tensor, base: Tensor) -> Sums:
+def attend_keys(new: AttentionInputs, read: TierInputs, kept: tuple[Tensor, Tensor]) -> Sums:
     """Write the low-bit tier's kept logits of all rows, without sinks; returns their sums, which have no values."""
     q, cursor, (tiers, layout, scale, softcap) = new.q, new.cursor, read
     codes, key_params, keys_center = tiers.codes, tiers.key_params, tiers.center
@@ -225,10 +224,10 @@ def attend_keys(new: AttentionInputs, read: TierInputs, logits: Tensor, base: Te
     group, dim, centered = group_of(tiers), stored_dim(d), keys_center.shape[2]
     in_trellis, padded = is_trellis(key_params), rows_of(q, heads)
     splits = splits_of(batch * heads, triton.cdiv(capacity, RECORD), q.device, PROGRAMS)
-    empty = functools.partial(torch.empty, device=q.device)
     kind = torch.float32 if q.dtype == torch.float32 else torch.float16
-    query, unit = empty((batch * heads, padded * dim), dtype=kind), empty((batch * heads, 2, padded))
-    shares = empty((batch * heads, capacity // group, padded))
+    query = q.new_empty((batch * heads, padded * dim), dtype=kind)
+    unit = q.new_empty((batch * heads, 2, padded), dtype=torch.float32)
+    shares = q.new_empty((batch * heads, capacity // group, padded), dtype=torch.float32)
     center_shares = unit
     if centered:
         center_shares = share_of_center(q, keys_center, cursor, capacity, group, scale)
@@ -236,8 +235,7 @@ def attend_keys(new: AttentionInputs, read: TierInputs, logits: Tensor, base: Te
     form = Form(
         dim, layout.key_bits, group, codes.shape[3], lanes, query_heads // heads * lanes, padded,
         tiers.sink_index.shape[2], centered, kind_of_mask, softcap is not None, in_trellis,
-        # Codes stay at their place in a byte if it is the same for all tokens.
-        dim // 8 >= (8 if in_trellis else 8 // layout.key_bits),
+        nested(dim, layout.key_bits, in_trellis, 8),  # a channel has its own scale
     )  # fmt: skip
     common = dict(
         heads=heads, capacity=capacity, columns=cursor.stride(0), share_blocks=center_shares.shape[-1] // 16, form=form
@@ -250,7 +248,7 @@ def attend_keys(new: AttentionInputs, read: TierInputs, logits: Tensor, base: Te
     sums = empty_sums(batch * heads, splits, padded, 0, q.device)
     score_keys[batch * heads, splits](
         query, unit, shares, center_shares, codes, key_params, mask, cursor, tiers.sink_index,
-        logits, base, sums.peaks, sums.totals, **strides, softcap=softcap or 1.0, splits=splits, **common,
+        *kept, sums.peaks, sums.totals, **strides, softcap=softcap or 1.0, splits=splits, **common,
         num_warps=1, num_stages=1,
     )  # fmt: skip
     return sums

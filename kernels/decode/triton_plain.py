@@ -50,13 +50,6 @@ Form = namedtuple(
 
 
 @triton.jit
-def power_below(x):
-    """Return the largest power of two up to x > 0, and 1 for 0."""
-    power = (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-    return tl.where(power > 0.0, power, 1.0)
-
-
-@triton.jit
 def load_keys(at, params, inside, kind: tl.constexpr, d: tl.constexpr, KIND: tl.constexpr):
     """Load keys [tokens, d] of one group in `kind`. at: pointers; params: the group's scale|zero [2, d]."""
     keys = tl.load(at, inside[None, :], 0)
@@ -154,7 +147,9 @@ def attend_rows(
         query = tl.load(q + (bh * rows + row)[:, None] * d + channel[None, :], inside[None, :], 0.0)
         worth = tl.full([ROWS], 1.0, tl.float32) * scale
         if kind != exact:
-            unit = power_below(tl.max(tl.abs(query.to(tl.float32)), 1))
+            largest = tl.max(tl.abs(query.to(tl.float32)), 1)
+            power = (largest.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+            unit = tl.where(power > 0.0, power, 1.0)
             query, worth = query.to(tl.float32) / unit[:, None], worth * unit
         query = query.to(kind)
         mask += batch * m_batch
@@ -228,11 +223,21 @@ def attend_rows(
     tl.store(sums.totals + at, total)
 
 
-def launch(
-    new: AttentionInputs, read: TierInputs, kept: tuple[Tensor, Tensor] | None, values: bool,
-    shares: Tensor | None = None, lse: Tensor | None = None, cut: float | None = None,
+def attend(
+    new: AttentionInputs, read: TierInputs, kept: tuple[Tensor, Tensor] | None = None, shares: Tensor | None = None,
+    lse: Tensor | None = None, cut: float | None = None,
 ) -> Sums:  # fmt: skip
-    """Launch `attend_rows`; q is contiguous, and rotated if the rows are."""
+    """Launch `attend_rows`; returns the sums over the tier's tokens, without values for keys alone.
+
+    Args:
+        new: q is contiguous, and rotated if the rows are.
+        read: e4m3 codes [P, H, 256, 2·d] have the new pairs, one for each head and contiguous, in place of parameters.
+        kept: kept logits and their base. Keys alone write them, without sinks; with lse [B, Hq, lanes], values alone
+            read them and are weighted relative to it. None: e4m3 keys and values are read at once.
+        shares: the center's shares of the keys' logits.
+        cut: log2 of the weight below which a record is skipped if all its weights are; None to skip none.
+    """
+    values = kept is None or lse is not None
     q, cursor, tiers, (mask_kind, mask, strides) = new.q, new.cursor, read.tiers, mask_form(new.mask, new.q)
     (batch, query_heads, lanes, d), (codes, key_params, value_params) = q.shape, tiers[:3]
     _, heads, capacity = shape_of_scores(codes, cursor)
@@ -257,29 +262,11 @@ def launch(
     return sums
 
 
-def attend_keys(new: AttentionInputs, read: TierInputs, logits: Tensor, base: Tensor) -> Sums:
+def attend_keys(new: AttentionInputs, read: TierInputs, kept: tuple[Tensor, Tensor]) -> Sums:
     """Write the kept logits of the low-bit tier's tokens, without sinks; returns their sums, which have no values."""
     q, tiers = new.q, read.tiers
     turned, shares = rotated(q).to(q.dtype) if read.layout.is_rotated else q.contiguous(), None
     if tiers.center.shape[2]:
         capacity = shape_of_scores(tiers.codes, new.cursor)[2]
         shares = share_of_center(q, tiers.center, new.cursor, capacity, group_of(tiers), read.scale)
-    return launch(new._replace(q=turned), read, (logits, base), values=False, shares=shares)
-
-
-def attend_values(
-    new: AttentionInputs, read: TierInputs, logits: Tensor, base: Tensor, lse: Tensor, cut: float | None
-) -> Sums:
-    """Return the sums of the low-bit tier's values, weighted by kept logits relative to lse [B, Hq, lanes].
-
-    cut: log2 of the weight below which a record is skipped if all its weights are; None to skip none.
-    """
-    return launch(new, read, (logits, base), values=True, lse=lse, cut=cut)
-
-
-def attend_pairs(new: AttentionInputs, read: TierInputs) -> Sums:
-    """Return the sums over all cached e4m3 pairs, codes [P, H, 256, 2·d], which are read once, and the new pair.
-
-    The new pairs, one for each head and contiguous, take the place of parameters in `read`.
-    """
-    return launch(new, read, None, values=True)
+    return attend(new._replace(q=turned), read, kept, shares)

@@ -8,14 +8,14 @@ from collections import namedtuple
 import triton
 import triton.language as tl
 
-from specache_compile.kernels.codes.records import PARAM_BLOCK, VECTOR
+from specache_compile.kernels.codes.records import PARAM_BLOCK
 from specache_compile.kernels.state.triton_center import STEPPED_ROWS
 from specache_compile.kernels.state.triton_cursor import AT_LOW_BIT, place_in_page
-from specache_compile.kernels.state.triton_rotate import hadamard
+from specache_compile.kernels.state.triton_pairs import hadamard
 
-from .triton_words import expanded, fields_of, halves, scales_of, zeros_of
+from .triton_words import numbers_of, scales_of, zeros_of
 
-BLOCK, VECTOR_WORDS, LOG2E = tl.constexpr(PARAM_BLOCK), tl.constexpr(VECTOR), tl.constexpr(math.log2(math.e))
+BLOCK, LOG2E = tl.constexpr(PARAM_BLOCK), tl.constexpr(math.log2(math.e))
 # The value of a float16's lowest bit, in which codes count.
 LOWEST_BIT = tl.constexpr(2.0**-24)
 # Groups per program.
@@ -24,10 +24,10 @@ GROUPS = 64
 
 # What `prepare_query` and `score_keys` are compiled for. dim: D. width: bytes of a token's codes. rows: R; later ones
 # of the `padded` rows repeat them. center_rows: rows of the keys' center, or 0. mask, is_capped: as MASK and CAP in
-# `triton_softmax`. in_place: as in `fields_of`.
+# `triton_softmax`. nest: 1 or 0, as in `fields_of`.
 Form = namedtuple(
     "Form",
-    "dim bits group width lanes rows padded sink_tokens center_rows mask is_capped in_trellis in_place",
+    "dim bits group width lanes rows padded sink_tokens center_rows mask is_capped in_trellis nest",
 )
 
 
@@ -74,9 +74,7 @@ def prepare_query(
     if chunk == 0:
         level: tl.constexpr = LOWEST_BIT if kind == tl.float16 else 1.0
         place = (channel // 16 if form.in_trellis else channel // 8) % (8 // place_bits) * place_bits
-        lifted = x
-        if form.in_place:
-            lifted = x * power_of_two(-place)[None, :]
+        lifted = x * power_of_two(-place)[None, :] if form.nest else x
         LOAD: tl.constexpr = 8 if D >= 32 else 4
         lifted = tl.reshape(lifted, [ROWS // 8, 8, D // (4 * LOAD), LOAD // 2, 4, 2])
         lifted = tl.reshape(tl.permute(lifted, (0, 2, 1, 4, 3, 5)), [ROWS * D])
@@ -144,20 +142,11 @@ def scaled_query(query, params, D: tl.constexpr):
 
 
 @triton.jit
-def unpacked_keys(words, D: tl.constexpr, bits: tl.constexpr, TRELLIS: tl.constexpr, IN_PLACE: tl.constexpr,
-                  kind: tl.constexpr):  # fmt: skip
+def unpacked_keys(words, form: tl.constexpr, kind: tl.constexpr):
     """Return a record's codes as the left side of a product, [64, D] in `kind`; row 8·j + g is token 8·g + j."""
-    LOADS: tl.constexpr = D * bits // 16 if D * bits // 16 < VECTOR_WORDS else VECTOR_WORDS
-    TURNS: tl.constexpr = words.shape[0] // (32 * LOADS)
-    F: tl.constexpr = 16 // bits
-    if TRELLIS:
-        fields = fields_of(tl.reshape(expanded(words), [2 * words.shape[0]]), 2, IN_PLACE)
-        fields = tl.permute(tl.reshape(fields, [words.shape[0], 2, 8]), (0, 2, 1))
-    else:
-        fields = fields_of(words, bits, IN_PLACE)
-    found = tl.reshape(halves(fields, kind), [TURNS, 8, 4, LOADS, F, 2])
-    found = tl.reshape(tl.permute(found, (0, 3, 4, 1, 2, 5)), [8, D // 16, 2, 8, 4, 2])
-    return tl.reshape(tl.permute(found, (0, 3, 1, 4, 2, 5)), [64, D])
+    found = tl.permute(numbers_of(words, form, kind), (0, 3, 4, 1, 2, 5))
+    found = tl.permute(tl.reshape(found, [8, form.dim // 16, 2, 8, 4, 2]), (0, 3, 1, 4, 2, 5))
+    return tl.reshape(found, [64, form.dim])
 
 
 @triton.jit

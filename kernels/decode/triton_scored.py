@@ -36,16 +36,15 @@ def decode_attention(
 
     Per low-bit token and KV head, it reads the key and value, and writes and reads `bytes_of_logit`·G·lanes bytes.
     """
-    new, (logits, base, lse) = contiguous_channels(new), kept_of(new, read)
-    low_bit = attend_keys(new, read, logits, base)
-    hide(logits, slot_index)
+    new, kept, lse, low_bit = attend_keys(new, read)
+    hide(kept[0], slot_index)
     merged(new._replace(sinks=None), read.layout, low_bit, None, lse, values=False)
-    low_bit = attend_values(new, read, logits, base, lse, skip_below)
-    exact = attend_exact(new, read, slots, slot_index, values=True, kept=(logits, base))
+    low_bit = attend_values(new, read, kept, lse, skip_below)
+    exact = attend_exact(new, read, (slots, slot_index), kept)
     out = merged(new, read.layout, low_bit, exact, lse)
     if not slots.shape[2]:
         return out, torch.full(shape_of_scores(read.tiers.codes, new.cursor), -1.0, device=out.device)
-    return out, scores_of(new, read.tiers.sink_index, logits, base, lse, 1)[0]
+    return out, scores_of(new, read.tiers.sink_index, *kept, lse, 1)[0]
 
 
 @takes(new=AttentionInputs, read=TierInputs)
@@ -55,13 +54,12 @@ def score_low_bit(new: AttentionInputs, read: TierInputs, scores: bool = True) -
     Per low-bit token and KV head, it reads the key, writes and reads `bytes_of_logit`·G·lanes bytes, and writes
     4·lanes bytes of scores.
     """
-    new, (logits, base, lse) = contiguous_channels(new), kept_of(new, read)
-    low_bit = attend_keys(new, read, logits, base)
-    exact = attend_exact(new, read, None, None, values=False, kept=(logits, base))
+    new, kept, lse, low_bit = attend_keys(new, read)
+    exact = attend_exact(new, read, None, kept)
     merged(new, read.layout, low_bit, exact, lse, values=False)
     if not scores:
-        return logits, base, logits.new_empty(0, dtype=torch.float32)
-    return logits, base, scores_of(new, read.tiers.sink_index, logits, base, lse, new.q.shape[2])
+        return *kept, lse.new_empty(0)
+    return *kept, scores_of(new, read.tiers.sink_index, *kept, lse, new.q.shape[2])
 
 
 @takes(new=AttentionInputs, read=TierInputs)
@@ -75,27 +73,30 @@ def attend_scored(
     """
     new, lse = contiguous_channels(new), lse_of(base, new.q)
     hide(logits, chosen)
-    low_bit = attend_values(new, read, logits, base, lse, skip_below)
+    low_bit = attend_values(new, read, (logits, base), lse, skip_below)
     wait_for_correction(slots)
-    exact = attend_exact(new, read, slots, slot_index, values=True, kept=None)
+    exact = attend_exact(new, read, (slots, slot_index), None)
     return merged(new, read.layout, low_bit, exact, torch.empty_like(lse))
 
 
-def kept_of(new: AttentionInputs, read: TierInputs) -> tuple[Tensor, Tensor, Tensor]:
-    """Allocate the kept logits of the low-bit tier, their base, and the log-sum-exp in the base's memory."""
-    logits, base = based_logits(new.q, new.k.shape[1], shape_of_scores(read.tiers.codes, new.cursor)[2])
-    return logits, base, lse_of(base, new.q)
+def attend_keys(
+    new: AttentionInputs, read: TierInputs
+) -> tuple[AttentionInputs, tuple[Tensor, Tensor], Tensor, Sums]:  # fmt: skip
+    """Write the kept logits of the low-bit tier.
 
-
-def attend_keys(new: AttentionInputs, read: TierInputs, logits: Tensor, base: Tensor) -> Sums:
-    """Write the kept logits of the low-bit tier; returns their sums without values."""
-    half = triton_keys if read.layout.key_bits < ROWS_FROM else triton_plain
-    return half.attend_keys(new, read, logits, base)
+    Returns: the inputs with contiguous channels; the kept logits and their base; an empty log-sum-exp in the base's
+    memory; and the tier's sums without values.
+    """
+    new, half = contiguous_channels(new), triton_keys if read.layout.key_bits < ROWS_FROM else triton_plain
+    kept = based_logits(new.q, new.k.shape[1], shape_of_scores(read.tiers.codes, new.cursor)[2])
+    return new, kept, lse_of(kept[1], new.q), half.attend_keys(new, read, kept)
 
 
 def attend_values(
-    new: AttentionInputs, read: TierInputs, logits: Tensor, base: Tensor, lse: Tensor, skip_below: float
+    new: AttentionInputs, read: TierInputs, kept: tuple[Tensor, Tensor], lse: Tensor, skip_below: float
 ) -> Sums:
     """Return the sums of the low-bit tier's values, weighted by kept logits relative to lse [B, Hq, lanes]."""
-    half = triton_values if read.layout.value_bits < ROWS_FROM else triton_plain
-    return half.attend_values(new, read, logits, base, lse, math.log2(skip_below) if skip_below else None)
+    cut = math.log2(skip_below) if skip_below else None
+    if read.layout.value_bits < ROWS_FROM:
+        return triton_values.attend_values(new, read, kept, lse, cut)
+    return triton_plain.attend(new, read, kept, lse=lse, cut=cut)

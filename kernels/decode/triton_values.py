@@ -8,7 +8,7 @@ memory, no barrier, and no layout conversion.
 #   threads that load them. The weights of the query rows, times the tokens' scales, are its columns; with fewer than
 #   eight rows, columns repeat them.
 # - Codes are 16-bit floats below the normal range, as in `triton_keys`. A row of the product has the codes of one field
-#   and of all fields below it in their byte (`nested_fields`), which saves an AND per byte: one code's sum is the
+#   and of all fields below it in their byte (`fields_of`), which saves an AND per byte: one code's sum is the
 #   difference of two rows. Rows of one product must then share their scales, so each group of channels has a product.
 # - Products with ones sum the weights, and the weights times zero points; in the trellis code a zero point is -3/2 · s.
 # - A weight is 2^(logit - lse), without a running maximum. Products are in bfloat16, whose range holds weights · 2^64,
@@ -31,23 +31,25 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.runtime import JITFunction
 
 from specache_compile.kernels.attention.kept_logits import row_pairs
 from specache_compile.kernels.codes.records import RECORD, stored_dim
 from specache_compile.kernels.codes.trellis import is_trellis
-from specache_compile.kernels.decode.triton_value_words import (
-    columns_of,
-    level_params,
-    single_sums,
-    token_scales,
-    unpacked_values,
-)
 from specache_compile.kernels.state.operands import AttentionInputs, TierInputs
 from specache_compile.kernels.state.page_table import shape_of_scores
 from specache_compile.kernels.state.triton_cursor import AT_LOW_BIT, record_in_page
 
 from .triton_decode import Sums, empty_sums, group_of, rows_of, splits_of
+from .triton_words import (
+    COMPILED,
+    columns_of,
+    in_weights_order,
+    level_params,
+    nested,
+    single_sums,
+    token_scales,
+    unpacked_values,
+)
 
 # Registers hold D · ROWS sums; a program has fewer rows at D = 256.
 MOST_SUMS = 4096
@@ -58,9 +60,8 @@ LOOK = 16
 
 
 # What `sum_values` is compiled for. dim: D. width: bytes of a token's codes. groups: D / gv. rows: query rows of a
-# program. pairs: R'/2. nest: see `nested_fields`; 0: one field at a time. is_partial: the last record may be half
-# full. has_prmt: the device has the instruction of `upper_bytes`.
-Form = namedtuple("Form", "dim width bits groups rows pairs nest in_trellis is_partial has_prmt")
+# program. pairs: R'/2. nest: as in `fields_of`. is_partial: the last record may be half full.
+Form = namedtuple("Form", "dim width bits groups rows pairs nest in_trellis is_partial")
 
 
 @triton.jit
@@ -80,13 +81,14 @@ def by_thread(sums):
 @triton.jit
 def with_record(
     # Sums of values [D/GROUPS, ROWS] of each group of channels, sums of zeros [16, ROWS] of each, and the weights' sum.
-    sums,
+    sums, tile,
     # As in `sum_values`, from the head's first record on; what weights are relative to [NT, 8, 4]; places of a record's
     # logits and bases; the row's cursor, the KV head, and the number of low-bit tokens.
-    tile, codes, value_params, logits, base, shift, logits_at, base_at, cursor, head, heads, low_bit,
+    given,
     form: tl.constexpr, kind: tl.constexpr,
 ):  # fmt: skip
     """Return the sums with those of record `tile`."""
+    codes, value_params, logits, base, shift, logits_at, base_at, cursor, head, heads, low_bit = given
     NT: tl.constexpr = form.rows // 8
     D: tl.constexpr = form.dim
     GROUPS: tl.constexpr = form.groups
@@ -102,28 +104,27 @@ def with_record(
     over = tl.reshape(tl.load(base + tile * (8 * form.pairs) + base_at), [NT, 8, 4]) - shift
     above = tl.reshape(above.to(tl.float32), [2, NT, 8, 4, 8])
     weights = tl.reshape(tl.exp2(above + over[None, :, :, :, None]).to(kind), [2, NT, 8, 4, 2, 2, 2])
-    values = unpacked_values(words, D, form.bits, form.in_trellis, form.nest, form.has_prmt, kind)
+    values = tl.reshape(unpacked_values(words, form, kind), [GROUPS, D // GROUPS, 64])
+    parts = columns_of(tl.reshape(tl.permute(values, (1, 2, 0)), [D // GROUPS * 64, GROUPS]), GROUPS)
     ones = tl.full([16, 64], 1.0, tl.float32).to(kind)
-    found, offsets = (), ()
     if form.in_trellis:
-        scaled = right_side(weights * token_scales(params, left, form.is_partial, kind))
-        found = (tl.dot(values, scaled, sums[0], input_precision="ieee"),)
-        offsets = (tl.dot(ones, scaled, sums[1], input_precision="ieee"),)
+        scales = (token_scales(params, left, form.is_partial, kind),)
     else:
         scales, zeros = level_params(params, left, GROUPS, form.is_partial, kind)
-        values = tl.permute(tl.reshape(values, [GROUPS, D // GROUPS, 64]), (1, 2, 0))
-        parts = columns_of(tl.reshape(values, [D // GROUPS * 64, GROUPS]), GROUPS)
-        for group in tl.static_range(GROUPS):
-            part = tl.reshape(parts[group], [D // GROUPS, 64])
-            scaled = weights * scales[group]
-            found = found + (tl.dot(part, right_side(scaled), sums[group], input_precision="ieee"),)
-            shifted = (scaled if params.dtype.element_ty == tl.uint8 else weights) * zeros[group]
-            offsets = offsets + (tl.dot(ones, right_side(shifted), sums[GROUPS + group], input_precision="ieee"),)
+    found, offsets = (), ()
+    for group in tl.static_range(GROUPS):
+        scaled = weights * in_weights_order(scales[group])
+        part = tl.reshape(parts[group], [D // GROUPS, 64])
+        found = found + (tl.dot(part, right_side(scaled), sums[group], input_precision="ieee"),)
+        shifted = scaled
+        if not form.in_trellis:
+            shifted = (scaled if params.dtype.element_ty == tl.uint8 else weights) * in_weights_order(zeros[group])
+        offsets = offsets + (tl.dot(ones, right_side(shifted), sums[GROUPS + group], input_precision="ieee"),)
     plain = tl.reshape(tl.permute(weights, (0, 4, 5, 3, 6, 1, 2)), [64, NT * 8])
     return found + offsets + (tl.dot(ones, plain, sums[2 * GROUPS], input_precision="ieee"),)
 
 
-@triton.jit(do_not_specialize=["cut", "capacity", "columns", "splits"])
+@triton.jit(do_not_specialize=["capacity", "columns", "splits"])
 def sum_values(
     # codes [P, H, 256, w] uint8; value_params [P, H, 256, 2, D/gv], or [P, H, 256, 1, 1] in the trellis code; kept
     # logits and their base (`kept_logits.py`), -inf for tokens in the slots; lse [B, Hq, lanes] float32; cursor int64
@@ -131,15 +132,14 @@ def sum_values(
     codes, value_params, logits, base, lse, cursor,
     # Written: partial [B·H, splits, ALL_ROWS, D], peaks and totals [B·H, splits, ALL_ROWS] float32.
     partial, peaks, totals,
-    # log2 of the weights to skip; H; C in tokens; columns of the cursor; number of splits.
+    # log2 of the weights to skip, or None; H; C in tokens; columns of the cursor; number of splits.
     cut, heads, capacity, columns, splits,
-    form: tl.constexpr, rows: tl.constexpr, SKIP: tl.constexpr, ALL_ROWS: tl.constexpr, LOOK: tl.constexpr,
-    kind: tl.constexpr,
+    form: tl.constexpr, rows: tl.constexpr, ALL_ROWS: tl.constexpr, LOOK: tl.constexpr, kind: tl.constexpr,
 ):  # fmt: skip
     """One program: some query rows of a KV head, over a split of its low-bit tier.
 
-    form: a `Form`. rows: R. SKIP: with `cut`. LOOK: records whose bases are compared with it at once. kind: dtype of
-    products. Bytes per token: D·bits/8 of codes, 2·GROUPS parameters, `bytes_of_logit`·R'. FLOPs: 2·ROWS·D.
+    form: a `Form`. rows: R. LOOK: records whose bases are compared with `cut` at once. kind: dtype of products. Bytes
+    per token: D·bits/8 of codes, 2·GROUPS parameters, `bytes_of_logit`·R'. FLOPs: 2·ROWS·D.
     """
     ROWS: tl.constexpr = form.rows
     NT: tl.constexpr = ROWS // 8
@@ -153,6 +153,7 @@ def sum_values(
     SCALE: tl.constexpr = -16 if EIGHT and kind == tl.bfloat16 else 0
     CODE: tl.constexpr = -133 if kind == tl.bfloat16 else 0
     ZERO: tl.constexpr = SCALE - 130 if EIGHT and kind == tl.bfloat16 else 0
+    UNIT: tl.constexpr = -1.5 * 2.0 ** -(LIFT + SCALE) if TRELLIS else 2.0 ** -(LIFT + ZERO)
     bh, split, first_row = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2) * ROWS
     head = (bh % heads).to(tl.int32)
     cursor += bh // heads * columns
@@ -178,12 +179,13 @@ def sum_values(
         sums = sums + (tl.zeros([D // GROUPS, ROWS], tl.float32),)
     for _ in tl.static_range(GROUPS + 1):
         sums = sums + (tl.zeros([16, ROWS], tl.float32),)
-    if SKIP:  # bases of all rows
+    if cut is not None:  # bases of all rows
         BASES: tl.constexpr = triton.next_power_of_2(8 * Q)
         which = tl.arange(0, BASES) % (8 * Q)
         least = tl.load(lse + (which % Q * 2 + which // (4 * Q)) % rows) + cut
+    given = (codes, value_params, logits, base, shift, logits_at, base_at, cursor, head, heads, low_bit)
     for start in range(split, tiles, splits * LOOK):
-        if SKIP:
+        if cut is not None:
             looked = start + tl.arange(0, LOOK) * splits
             at = base + looked[:, None] * (8 * Q) + which[None, :]
             bases = tl.load(at, (looked < tiles)[:, None], float("-inf"))
@@ -191,13 +193,10 @@ def sum_values(
             found = tl.sum(found << tl.arange(0, LOOK), 0)
         for place in range(LOOK):
             visited = True
-            if SKIP:
+            if cut is not None:
                 visited = (found >> place) & 1 != 0
             if visited:
-                sums = with_record(
-                    sums, start + place * splits, codes, value_params, logits, base, shift, logits_at, base_at,
-                    cursor, head, heads, low_bit, form=form, kind=kind,
-                )  # fmt: skip
+                sums = with_record(sums, start + place * splits, given, form, kind)
 
     # In these shapes the stores' layouts are those of the loads and of a product: no shared memory is needed.
     first = (bh * splits + split) * ALL_ROWS + first_row
@@ -217,33 +216,20 @@ def sum_values(
         if form.nest > 0:
             result = single_sums(result, form.nest, INNER)
             result = result / (1 << channel // INNER % (8 // level_bits) * level_bits).to(tl.float32)[:, None]
-        offset = tl.max(sums[GROUPS + group], 0)
-        if TRELLIS:
-            result += (offset * (-1.5 * 2.0 ** -(LIFT + SCALE)))[None, :]
-        else:
-            result += (offset * 2.0 ** -(LIFT + ZERO))[None, :]
+        result += (tl.max(sums[GROUPS + group], 0) * UNIT)[None, :]
         tl.store(partial + out_at + group * GROUP, by_thread(result))
 
 
-# The interpreter has neither inline assembly nor conversions to bfloat16.
-IS_COMPILED = isinstance(sum_values, JITFunction)
-
-
-def kind_of(dtype: torch.dtype) -> tl.dtype:
-    """Return the dtype of the products for a model's dtype."""
-    whole = dtype == torch.float32 or (dtype == torch.float16 and not IS_COMPILED)
-    return tl.float32 if whole else tl.bfloat16
-
-
 def attend_values(
-    new: AttentionInputs, read: TierInputs, logits: Tensor, base: Tensor, lse: Tensor, cut: float | None
+    new: AttentionInputs, read: TierInputs, kept: tuple[Tensor, Tensor], lse: Tensor, cut: float | None
 ) -> Sums:
     """Return the sums of the low-bit tier's values, weighted by kept logits relative to lse [B, Hq, lanes].
 
-    cut: log2 of the weight below which records are skipped; None or 0 skips none.
+    cut: log2 of the weight below which records are skipped; None skips none.
     """
     q, cursor, tiers = new.q, new.cursor, read.tiers
     batch, query_heads, lanes, d = q.shape
+    whole = q.dtype == torch.float32 or (q.dtype == torch.float16 and not COMPILED.value)
     _, heads, capacity = shape_of_scores(tiers.codes, cursor)
     dim, bits, all_rows = stored_dim(d), read.layout.value_bits, rows_of(q, heads)
     in_trellis = is_trellis(tiers.value_params)
@@ -253,22 +239,12 @@ def attend_values(
     sums = empty_sums(batch * heads, splits, all_rows, dim, q.device)
     form = Form(
         dim, tiers.codes.shape[3], bits, groups, rows, row_pairs(q, heads),
-        nested(dim, bits, in_trellis, dim // groups), in_trellis, group_of(tiers) < RECORD, IS_COMPILED,
+        nested(dim, bits, in_trellis, dim // groups), in_trellis, group_of(tiers) < RECORD,
     )  # fmt: skip
     sum_values[batch * heads, splits, parts](
-        tiers.codes, tiers.value_params, logits, base, lse, cursor, *sums,
-        cut=cut or 0.0, heads=heads, capacity=capacity, columns=cursor.stride(0), splits=splits,
-        form=form, rows=query_heads // heads * lanes, SKIP=bool(cut), ALL_ROWS=all_rows, LOOK=LOOK if cut else 1,
-        kind=kind_of(q.dtype), num_warps=1, num_stages=1,
+        tiers.codes, tiers.value_params, *kept, lse, cursor, *sums,
+        cut=cut, heads=heads, capacity=capacity, columns=cursor.stride(0), splits=splits,
+        form=form, rows=query_heads // heads * lanes, ALL_ROWS=all_rows, LOOK=LOOK if cut else 1,
+        kind=tl.float32 if whole else tl.bfloat16, num_warps=1, num_stages=1,
     )  # fmt: skip
     return sums
-
-
-def nested(dim: int, bits: int, in_trellis: bool, group: int) -> int:
-    """Return NEST: fields of a byte whose numbers share a token and a scale; 0 if fields of a byte are of many tokens.
-
-    group: gv, or D in the trellis code.
-    """
-    planes = 8 // (2 if in_trellis else bits)
-    channels = dim // (16 if in_trellis else 8)
-    return min(planes, group // 8) if channels >= planes else 0

@@ -27,8 +27,7 @@ from specache_compile.kernels.state.layout import Layout, StoredTiers, rotation_
 from specache_compile.kernels.state.operands import takes
 from specache_compile.kernels.state.triton_center import STEPPED_ROWS, STEPS, load_group_center, set_center
 from specache_compile.kernels.state.triton_cursor import AT_LENGTH, AT_LOW_BIT, AT_NEXT_LOW_BIT, place_in_page
-from specache_compile.kernels.state.triton_pairs import keep_sinks, load_pairs, sinks_among
-from specache_compile.kernels.state.triton_rotate import hadamard
+from specache_compile.kernels.state.triton_pairs import hadamard, keep_sinks, load_pairs, sinks_among
 
 from .triton_copy import write_through
 
@@ -193,7 +192,9 @@ def append(
         if is_found(center, frequencies, in_trellis[0]):
             set_center(k, padding, frequencies, cursor, recent, center, group)
         groups = count // group + 1
-        step = groups_of_a_launch(batch * heads * group * 2 * dim * k.element_size(), groups)
+        fit = max(1, SCRATCH // (batch * heads * group * 2 * dim * k.element_size()))
+        # Groups of one launch: a power of two, so that few kernels are compiled.
+        step = min(1 << fit.bit_length() - 1, triton.next_power_of_2(groups))
         pairs, steps = k.new_empty((batch, heads, step * group, 2, d)), codes
         if any(in_trellis):
             steps = k.new_empty((batch * heads, step, 33 * group * dim // 32), dtype=torch.float32)
@@ -207,9 +208,3 @@ def append(
                 num_warps=min(max(4, group * dim // NUMBERS), 16),
             )  # fmt: skip
     write_through(k, v, cursor, recent, ring=window)
-
-
-def groups_of_a_launch(size: int, groups: int) -> int:
-    """Return the groups, `size` bytes each, of one launch: a power of two, so that few kernels are compiled."""
-    fit = max(1, SCRATCH // size)
-    return min(1 << fit.bit_length() - 1, triton.next_power_of_2(groups))

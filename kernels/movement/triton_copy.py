@@ -204,9 +204,8 @@ def gather(
     if top_k == 0:
         return
     d, width = slots.shape[-1], host.shape[-1]
-    pair = 2 * d
     rows = triton.next_power_of_2(top_k)
-    columns = min(triton.next_power_of_2(pair), max(16, GATHER // rows))
+    columns = min(triton.next_power_of_2(2 * d), max(16, GATHER // rows))
     fetch_missing[(min(batch * heads, programs),)](
         selected, cursor, host, slots, slot_index, traffic,
         count=batch * heads, heads=heads, columns=cursor.stride(0), top_k=top_k,

@@ -96,15 +96,10 @@ def fill_up(kept_scores, kept_tokens, count, selected, SELECTED: tl.constexpr):
     tl.store(kept_tokens + left, -1, (left >= count) & (left < selected))
 
 
-def select_topk(scores: Tensor, selected: Tensor) -> None:
-    """Run `tier_ops.select_topk`, in ascending order of tokens."""
-    merge(scores, None, selected)
+def select_topk(scores: Tensor, selected: Tensor, tokens: Tensor | None = None) -> None:
+    """Run `tier_ops.select_topk`, in ascending order of tokens: `keep_best` in rounds until one tile holds the list.
 
-
-def merge(scores: Tensor, tokens: Tensor | None, selected: Tensor) -> None:
-    """Run `keep_best` in rounds until one tile holds the list of scores [B, H, n] and their int32 tokens [B, H, n].
-
-    tokens: None for the indices.
+    tokens: those of the scores [B, H, n], int32 [B, H, n]; None for the indices.
     """
     count = selected.shape[-1]
     if count == 0:

@@ -12,9 +12,6 @@
 
 from __future__ import annotations
 
-import functools
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -22,9 +19,10 @@ from torch import Tensor
 from specache_compile.kernels.attention.kept_logits import LOGIT_BLOCK
 from specache_compile.kernels.attention.triton_kept import block_scores, place_of_base, place_of_logit
 from specache_compile.kernels.codes.records import RECORD
+from specache_compile.kernels.decode.triton_decode import ADDITIVE_MASK, MASK_STRIDES, mask_form
 from specache_compile.kernels.state.triton_cursor import AT_LOW_BIT
 
-from .triton_select import best_of, fill_up, key_of, merge, threshold
+from .triton_select import best_of, fill_up, key_of, select_topk, threshold
 
 BLOCK_TOKENS = tl.constexpr(LOGIT_BLOCK)
 # Blocks per program, 16 for each of 512 threads. Blocks that are scored together, 8 tokens for each of 256 threads.
@@ -42,7 +40,7 @@ def list_blocks(found, block, listed):
     return tl.sum(listed.to(tl.int32), 0)
 
 
-@triton.jit(do_not_specialize=["m_batch", "m_head", "heads", "columns"])
+@triton.jit(do_not_specialize=[*MASK_STRIDES, "heads", "columns"])
 def keep_best_of_logits(
     # logits [B, H, C/64, 2, 8, ROWS/2, 8] and base [B, H, C/64, 2, 4, ROWS/2] (`kept_logits.py`); lse [B, Hq, lanes]
     # float32 in log2 units, inf for a masked row; mask [B, Hq, lanes, ≥ n], if additive; cursor int64 [B, columns].
@@ -50,7 +48,7 @@ def keep_best_of_logits(
     # Scratch: int32 [B, H, C/16]. Written: [B·H, tiles·selected] float32 and int32.
     found, kept_scores, kept_tokens,
     # Strides of the mask, 0 for broadcast dimensions; H; C in tokens; columns of the cursor; tokens to keep per tile.
-    m_batch, m_head, m_token, heads, capacity, columns, selected,
+    m_batch, m_head, m_row, m_token, heads, capacity, columns, selected,
     lanes: tl.constexpr, queries: tl.constexpr, ROWS: tl.constexpr, ADDITIVE: tl.constexpr, BLOCKS: tl.constexpr,
     SCORED: tl.constexpr, SELECTED: tl.constexpr,
 ):  # fmt: skip
@@ -86,10 +84,8 @@ def keep_best_of_logits(
     list_blocks(found, block, key >= least)
     number = tl.arange(0, FIRST)
     best = tl.load(found + number, number < reach, 0)
-    first_scores = block_scores(
-        logits, base, lse, mask, best, number < reach, 0, m_head, m_token, lanes=lanes, queries=queries,
-        PAIRS=ROWS // 2, ADDITIVE=ADDITIVE,
-    )  # fmt: skip
+    given = (logits, base, lse, mask, m_head, m_token)
+    first_scores = block_scores(given, best, number < reach, 0, lanes, queries, ROWS // 2, ADDITIVE)
     key_of_best = key_of(tl.reshape(first_scores, [FIRST * BLOCK_TOKENS]))
     least, reach = threshold(key_of_best, selected, selected + selected // 4)
     count = list_blocks(found, block, key >= least)
@@ -102,10 +98,7 @@ def keep_best_of_logits(
         at = start + entry - KEPT
         new = (entry >= KEPT) & (at < count)
         candidate = tl.load(found + at, new, 0)
-        score = block_scores(
-            logits, base, lse, mask, candidate, new, 0, m_head, m_token, lanes=lanes, queries=queries,
-            PAIRS=ROWS // 2, ADDITIVE=ADDITIVE,
-        )  # fmt: skip
+        score = block_scores(given, candidate, new, 0, lanes, queries, ROWS // 2, ADDITIVE)
         token = candidate[:, None] * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)[None, :]
         score = tl.where(place < held, tl.load(kept_scores + place, place < held, 0.0), score)
         token = tl.where(place < held, tl.load(kept_tokens + place, place < held, 0), token)
@@ -150,21 +143,19 @@ def select(
     blocks = min(MOST_BLOCKS, triton.next_power_of_2(capacity // LOGIT_BLOCK))
     scored = max(min(MOST_SCORED, 2 * blocks), size // 8)
     tiles = triton.cdiv(capacity // LOGIT_BLOCK, blocks)
-    new = functools.partial(torch.empty, dtype=torch.int32, device=logits.device)
-    kept_tokens = selected if tiles == 1 else new((batch, heads, tiles * count))
-    kept_scores = new((batch, heads, tiles * count), dtype=torch.float32)
-    additive = None if mask is None or mask.dtype == torch.bool else mask
-    strides = (0, 0, 0, 0) if additive is None else additive.expand(batch, query_heads, lanes, -1).stride()
+    found = selected.new_empty((batch, heads, capacity // LOGIT_BLOCK))
+    kept_tokens = selected if tiles == 1 else selected.new_empty((batch, heads, tiles * count))
+    kept_scores = lse.new_empty((batch, heads, tiles * count))
+    kind, mask, strides = mask_form(mask, lse)
     keep_best_of_logits[batch * heads, tiles](
-        logits, base, lse, lse if additive is None else additive, cursor,
-        new((batch, heads, capacity // LOGIT_BLOCK)), kept_scores, kept_tokens,
-        m_batch=strides[0], m_head=strides[1], m_token=strides[3], heads=heads, capacity=capacity,
-        columns=cursor.stride(0), selected=count, lanes=lanes, queries=query_heads // heads, ROWS=2 * logits.shape[5],
-        ADDITIVE=additive is not None, BLOCKS=blocks, SCORED=scored, SELECTED=size,
+        logits, base, lse, mask, cursor, found, kept_scores, kept_tokens,
+        **strides, heads=heads, capacity=capacity, columns=cursor.stride(0), selected=count, lanes=lanes,
+        queries=query_heads // heads, ROWS=2 * logits.shape[5], ADDITIVE=kind == ADDITIVE_MASK, BLOCKS=blocks,
+        SCORED=scored, SELECTED=size,
         num_warps=max(1, min(16, max(scored // 16, blocks // 512))), maxnreg=REGISTERS,
     )  # fmt: skip
     if tiles > 1:
-        merge(kept_scores, kept_tokens, selected)
+        select_topk(kept_scores, selected, kept_tokens)
 
 
 def hide(logits: Tensor, tokens: Tensor) -> None:

@@ -6,8 +6,6 @@ keys' biases, and must equal the subtracted center.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
@@ -208,16 +206,16 @@ def share_of_center(q: Tensor, center: Tensor, cursor: Tensor, capacity: int, gr
     heads, step = center.shape[1], tokens_of_one(center.shape[2], group)
     if step > 1:
         capacity, group = triton.cdiv(capacity // group, STEPS.value) * STEPS.value, STEPS.value
-    new = functools.partial(torch.empty, dtype=torch.float32, device=q.device)
-    shares, angle_rows = new((batch, query_heads, lanes, capacity)), group + capacity // group
-    angles = new((batch, angle_rows, 2, d))
+    angle_rows = group + capacity // group
+    shares = center.new_empty((batch, query_heads, lanes, capacity))
+    angles = center.new_empty((batch, angle_rows, 2, d))
     write_angles[triton.cdiv(angle_rows, ANGLE_BLOCK), batch](
         center, cursor, angles, rows=angle_rows, heads=heads, columns=cursor.stride(0),
         d=d, group=group, center_rows=center.shape[2], STEP=step, CHANNELS=triton.next_power_of_2(d),
         BLOCK=ANGLE_BLOCK, num_warps=4,
     )  # fmt: skip
     rows = triton.next_power_of_2(query_heads // heads * lanes)
-    groups = groups_at_once(group, rows)
+    groups = max(1, min(SUMS // group, MOST_ROWS) // rows)  # many share one table; their sums must fit in registers
     add_shares[batch * heads, triton.cdiv(capacity // group, groups)](
         q, center, angles, cursor, shares,
         q_batch=q.stride(0), q_head=q.stride(1), q_lane=q.stride(2), scale=scale, heads=heads, capacity=capacity,
@@ -225,8 +223,3 @@ def share_of_center(q: Tensor, center: Tensor, cursor: Tensor, capacity: int, gr
         center_rows=center.shape[2], STEP=step, GROUPS=groups, ROWS=rows, CHANNELS=CHANNEL_BLOCK, num_warps=4,
     )  # fmt: skip
     return shares
-
-
-def groups_at_once(group: int, rows: int) -> int:
-    """Return the groups per program of `add_shares`: many share one table; their sums must fit in registers."""
-    return max(1, min(SUMS // group, MOST_ROWS) // rows)

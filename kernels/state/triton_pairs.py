@@ -1,5 +1,5 @@
-"""Triton: load pairs from the recent tier's ring or from the new tokens; find the sink tokens (`sinks.py`) among
-tokens, and store their pairs."""
+"""Triton: load pairs from the recent tier's ring or from the new tokens, and rotate them; find the sink tokens
+(`sinks.py`) among tokens, and store their pairs."""
 
 from __future__ import annotations
 
@@ -46,3 +46,20 @@ def keep_sinks(
         at = head_sinks + place * 2 * d + channels + tl.zeros_like(tokens)
         tl.store(at, key.to(head_sinks.dtype.element_ty), here)
         tl.store(at + d, value.to(head_sinks.dtype.element_ty), here)
+
+
+@triton.jit
+def hadamard(x):
+    """Multiply float32 [A, n], n a power of two, by the orthonormal Hadamard matrix (`layout.rotated`), in registers.
+
+    The matrix is never stored: log2(n) rounds compute sums and differences. A round moves the lowest bit of a channel's
+    index to the top; after the last round all bits are back in place. FLOPs: A·n·log2(n).
+    """
+    size: tl.constexpr = x.shape[1]
+    half: tl.constexpr = size // 2
+    norm: tl.constexpr = size**-0.5
+    for step in tl.static_range(1, 11):
+        if size >> step > 0:
+            one, other = tl.split(tl.reshape(x, [x.shape[0], half, 2]))
+            x = tl.reshape(tl.permute(tl.join(one + other, one - other), (0, 2, 1)), [x.shape[0], size])
+    return x * norm

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from specache_compile.kernels.decode.triton_decode import merged
-from specache_compile.kernels.decode.triton_plain import attend_pairs
+from specache_compile.kernels.decode.triton_plain import attend
 from specache_compile.kernels.movement.triton_copy import write_through
 from specache_compile.kernels.state.layout import Layout, StoredTiers
 from specache_compile.kernels.state.operands import AttentionInputs, TierInputs, takes
@@ -29,5 +29,5 @@ def fp8_attention(new: AttentionInputs, fp8_codes: Tensor, scale: float, softcap
     q, k, v = (x.contiguous() for x in new[:3])
     none = q.new_empty((0, 0, 0))
     read = TierInputs(StoredTiers(fp8_codes.flatten(3), k, v, none, none, none, none), WHOLE, scale, softcap)
-    sums = attend_pairs(new._replace(q=q), read)
+    sums = attend(new._replace(q=q), read)
     return merged(new, WHOLE, sums, None, q.new_empty(q.shape[:3], dtype=torch.float32))
