@@ -32,27 +32,6 @@ void write_scores(const Attention& a, int64_t head, int64_t lane, const std::vec
   a.candidate_scores(head, lane, exact.data() + count, stride, low_bit, a.length(head), peak, share, scores + low_bit);
 }
 
-// Each lane's scores, independent of the slots.
-void score(const Attention& a) {
-  const StepArguments& s = a.s;
-  Parts parts(a.jobs(), a.rows, 0);
-  each_chunk(a, [&](int64_t head, int64_t start) {
-    a.chunk_logits(head, start);
-    const int64_t count = std::min(a.low_bit(head) - start, kChunk);
-    a.totals(a.logits_of(head) + start, s.capacity, count, parts[head * (a.chunks + 1) + start / kChunk]);
-  });
-  each_job(a, a.pairs, [&](int64_t head) {
-    std::vector<float> peak(a.rows), share(a.rows);
-    const std::vector<float> exact = a.exact_logits(head, a.recent_pairs(head));
-    a.totals(exact.data(), exact.size() / a.rows, exact.size() / a.rows, parts[head * (a.chunks + 1) + a.chunks]);
-    a.denominators(parts, head, peak.data(), share.data());
-    for (int64_t lane = 0; lane < s.lanes; ++lane)
-      write_scores(a, head, lane, {}, exact, peak.data(), share.data(), s.scores + (lane * a.pairs + head) * s.capacity);
-    for (int64_t m = 0; m < a.rows; ++m)
-      std::fill_n(a.logits_of(head) + m * s.capacity + a.low_bit(head), s.capacity - a.low_bit(head), kNothing);
-  });
-}
-
 // The output, and the last lane's scores if step.scores is given.
 void attend(const Attention& a) {
   const StepArguments& s = a.s;
@@ -95,10 +74,27 @@ extern "C" void decode_attention(const StepArguments* step) {
   attend(a);
 }
 
+// Each lane's scores, independent of the slots.
 extern "C" void score_low_bit(const StepArguments* step) {
   Attention a(*step);
   a.arrange_query();
-  score(a);
+  const StepArguments& s = a.s;
+  Parts parts(a.jobs(), a.rows, 0);
+  each_chunk(a, [&](int64_t head, int64_t start) {
+    a.chunk_logits(head, start);
+    const int64_t count = std::min(a.low_bit(head) - start, kChunk);
+    a.totals(a.logits_of(head) + start, s.capacity, count, parts[head * (a.chunks + 1) + start / kChunk]);
+  });
+  each_job(a, a.pairs, [&](int64_t head) {
+    std::vector<float> peak(a.rows), share(a.rows);
+    const std::vector<float> exact = a.exact_logits(head, a.recent_pairs(head));
+    a.totals(exact.data(), exact.size() / a.rows, exact.size() / a.rows, parts[head * (a.chunks + 1) + a.chunks]);
+    a.denominators(parts, head, peak.data(), share.data());
+    for (int64_t lane = 0; lane < s.lanes; ++lane)
+      write_scores(a, head, lane, {}, exact, peak.data(), share.data(), s.scores + (lane * a.pairs + head) * s.capacity);
+    for (int64_t m = 0; m < a.rows; ++m)
+      std::fill_n(a.logits_of(head) + m * s.capacity + a.low_bit(head), s.capacity - a.low_bit(head), kNothing);
+  });
 }
 
 extern "C" void attend_scored(const StepArguments* step) { attend(Attention(*step)); }

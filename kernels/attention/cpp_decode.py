@@ -24,45 +24,41 @@ from .kept_logits import whole_logits
 from .query import grouped_bias
 
 
-def step_of(new: AttentionInputs, read: TierInputs, top_k: int, **tensors: Tensor) -> StepArguments:
-    """Return the kernels' argument, which keeps its new tensors alive; the caller keeps the others."""
-    q, k, _, mask, sinks, cursor = new
+def run(kernel: str, new: AttentionInputs, read: TierInputs, skip_below: float = 0.0, **tensors: Tensor) -> None:
+    """Run a kernel of cpp_decode.cpp.
+
+    tensors: further fields of its argument (`library.FIELDS`), by name.
+    """
+    q, k, v, mask, sinks, cursor = new
     tiers, layout, scale, softcap = read
-    codes, key_params, value_params, center, sink_pairs, sink_index, recent = tiers
-    (batch, query_heads, lanes, d), (_, heads, page, width) = q.shape, codes.shape
-    q, k, dim, pages = q.contiguous(), k.contiguous(), stored_dim(d), cursor.shape[1] - CURSOR_SIZE
-    (_, _, groups, key_rows, _), (_, _, _, value_rows, parts) = key_params.shape, value_params.shape
-    step = StepArguments(
-        batch=batch, heads=heads, group_heads=query_heads // heads, lanes=lanes, d=d, dim=dim, capacity=pages * PAGE,
-        row_width=width, window=recent.shape[2], pages=pages, group=page // groups if groups else 0,
-        channels=dim // parts, top_k=top_k, sink_tokens=sink_index.shape[2], key_bits=layout.key_bits,
-        value_bits=layout.value_bits, param_bits=8 * key_params.itemsize, key_trellis=key_rows == 1,
-        value_trellis=value_rows == 1, rotation=rotation_block(d) if layout.is_rotated else 0, scale=scale,
-        softcap=softcap or 0.0, q=q.data_ptr(), k=k.data_ptr(), cursor=cursor.data_ptr(),
-        codes=codes.data_ptr(), key_params=key_params.data_ptr(), value_params=value_params.data_ptr(),
-        sink_pairs=sink_pairs.data_ptr(), sink_index=sink_index.data_ptr(), recent=recent.data_ptr(),
-        **{name: tensor.data_ptr() for name, tensor in tensors.items()},
-    )  # fmt: skip
-    step.held = [q, k]
+    (batch, query_heads, lanes, d), (_, heads, page, width) = q.shape, tiers.codes.shape
+    (_, _, groups, key_rows, _), (_, _, _, value_rows, parts) = tiers.key_params.shape, tiers.value_params.shape
+    group_heads, dim, pages = query_heads // heads, stored_dim(d), cursor.shape[1] - CURSOR_SIZE
+    given = {**tiers._asdict(), "q": q.contiguous(), "k": k.contiguous(), "v": v.contiguous(), "cursor": cursor}
+    given |= tensors
+    center, strides, group, one = given.pop("center"), (0,) * STRIDES, page // groups if groups else 0, 0
     if mask is not None:
-        bias = grouped_bias(mask, heads, int(cursor[:, LENGTH].max()) + 1)
-        strides = bias.expand(step.batch, step.heads, step.group_heads, step.lanes, -1).stride()
-        step.bias, step.bias_strides[:STRIDES] = bias.data_ptr(), strides
-        step.held.append(bias)
+        given["bias"] = bias = grouped_bias(mask, heads, int(cursor[:, LENGTH].max()) + 1)
+        strides = bias.expand(batch, heads, group_heads, lanes, -1).stride()
     if sinks is not None:
-        sinks = sinks.float().contiguous()
-        step.sinks = sinks.data_ptr()
-        step.held.append(sinks)
+        given["sinks"] = sinks.float().contiguous()
     if center.shape[2] and "scores" in tensors:  # `attend_scored` takes logits that have their shares
         query = q.float().unflatten(1, (heads, -1)) * scale
-        tokens, step.share_tokens = int(cursor[:, LOW_BIT].max()), tokens_of_one(center.shape[2], step.group)
-        if step.share_tokens > 1:
-            shares = share_of_groups(query, center, tokens // step.group)
+        tokens, one = int(cursor[:, LOW_BIT].max()), tokens_of_one(center.shape[2], group)
+        if one > 1:
+            given["shares"] = share_of_groups(query, center, tokens // group)
         else:
-            shares = share_of_center(query, center, step.group, tokens)
-        step.shares = shares.data_ptr()
-        step.held.append(shares)
-    return step
+            given["shares"] = share_of_center(query, center, group, tokens)
+    step = StepArguments(
+        batch=batch, heads=heads, group_heads=group_heads, lanes=lanes, d=d, dim=dim, capacity=pages * PAGE,
+        row_width=width, window=tiers.recent.shape[2], pages=pages, group=group, channels=dim // parts,
+        top_k=tensors["slots"].shape[2] if "slots" in tensors else 0, sink_tokens=tiers.sink_index.shape[2],
+        key_bits=layout.key_bits, value_bits=layout.value_bits, param_bits=8 * tiers.key_params.itemsize,
+        key_trellis=key_rows == 1, value_trellis=value_rows == 1, share_tokens=one, bias_strides=strides,
+        rotation=rotation_block(d) if layout.is_rotated else 0, scale=scale, softcap=softcap or 0.0,
+        skip_below=skip_below, **{name: tensor.data_ptr() for name, tensor in given.items()},
+    )  # fmt: skip
+    getattr(decode_library(q.dtype), kernel)(byref(step))
 
 
 def fits(codes: Tensor, q: Tensor, *pairs: Tensor) -> bool:
@@ -80,12 +76,9 @@ def decode_attention_fused(
         return decode_attention(*new, slots, slot_index, *read, skip_below)
     shape = shape_of_scores(held.codes, new.cursor)
     logits = q.new_empty((*q.shape[:3], shape[2]), dtype=torch.float32)
-    out, scores, v = q.new_empty(q.shape), q.new_empty(shape, dtype=torch.float32), new.v.contiguous()
-    step = step_of(
-        new, read, slots.shape[2], v=v, slots=slots, slot_index=slot_index, logits=logits, scores=scores, out=out
-    )
-    step.skip_below = skip_below
-    decode_library(q.dtype).decode_attention(byref(step))
+    out, scores = q.new_empty(q.shape), q.new_empty(shape, dtype=torch.float32)
+    written = {"logits": logits, "scores": scores, "out": out}
+    run("decode_attention", new, read, skip_below, slots=slots, slot_index=slot_index, **written)
     return out, scores
 
 
@@ -98,8 +91,7 @@ def score_low_bit_fused(new: AttentionInputs, read: TierInputs, scores: bool = T
     shape = shape_of_scores(held.codes, new.cursor)
     logits, base = whole_logits(q, shape[2])
     found = q.new_empty((q.shape[2], *shape), dtype=torch.float32)
-    step = step_of(new, read, 0, logits=logits, scores=found)
-    decode_library(q.dtype).score_low_bit(byref(step))
+    run("score_low_bit", new, read, logits=logits, scores=found)
     return logits, base, found
 
 
@@ -112,8 +104,6 @@ def attend_scored_fused(
     held, q = read.tiers, new.q
     if not fits(held.codes, *new[:3], held.recent, slots):
         return attend_scored(*new, logits, base, chosen, slots, slot_index, *read, skip_below)
-    out, v = q.new_empty(q.shape), new.v.contiguous()
-    step = step_of(new, read, slots.shape[2], v=v, slots=slots, slot_index=slot_index, logits=logits, out=out)
-    step.skip_below = skip_below
-    decode_library(q.dtype).attend_scored(byref(step))
+    out = q.new_empty(q.shape)
+    run("attend_scored", new, read, skip_below, slots=slots, slot_index=slot_index, logits=logits, out=out)
     return out

@@ -99,7 +99,7 @@ struct ExactAttention {
     const T *k = static_cast<const T*>(s.k), *v = static_cast<const T*>(s.v);
     for (int64_t l = 0; l < s.lanes; ++l) {
       const int64_t at = (head * s.lanes + l) * s.d;
-      found.push_back({k + at, v ? v + at : nullptr, length(head), l});
+      found.push_back({k + at, v + at, length(head), l});
     }
     const T* sinks = static_cast<const T*>(s.sink_pairs) + head * s.sink_tokens * pair_size();
     each_sink(head, 0, low_bit(head),
@@ -162,12 +162,10 @@ struct ExactAttention {
 
   // Peaks and totals of the first `count` logits of each row, which are `stride` apart.
   void totals(const float* logits, int64_t stride, int64_t count, Part part) const {
+    std::vector<float> row(count);
     for (int64_t m = 0; m < rows; ++m) {
-      const float *row = logits + m * stride, top = largest(row, count), base = base_of(top);
-      float total = 0.0f;
-      for (int64_t t = 0; t < count; ++t) total += weight_of(row[t], base);
-      part.peak[m] = top;
-      part.total[m] = total;
+      std::copy_n(logits + m * stride, count, row.data());
+      softmax(row.data(), count, part.peak + m, part.total + m);
     }
   }
 

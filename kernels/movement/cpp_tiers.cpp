@@ -5,18 +5,15 @@
 
 namespace {
 
-// Scores from 0 on sort like their bits; scores below 0 are no candidates.
-inline int32_t order_of(float score) { return bits_of<int32_t>(score); }
-
-// Buckets by exponent and the first bits of the mantissa: counting finds the lowest bucket with a selected score, and
-// only scores in this bucket are compared.
+// Scores from 0 on sort like their bits; scores below 0 are no candidates. Buckets by exponent and the first bits of the
+// mantissa: counting finds the lowest bucket with a selected score, and only scores in this bucket are compared.
 constexpr int kShift = 20, kBuckets = 1 << (31 - kShift);
 
 // Write the k tokens of largest score to selected[k], older tokens first among equal scores; -1 if none is left.
 void choose(const float* scores, int64_t n, int64_t k, int32_t* selected) {
   std::vector<int32_t> counts(kBuckets);
   for (int64_t t = 0; t < n; ++t) {
-    const int32_t order = order_of(scores[t]);
+    const int32_t order = bits_of<int32_t>(scores[t]);
     if (order >= 0) ++counts[order >> kShift];
   }
   int64_t above = 0;
@@ -25,14 +22,14 @@ void choose(const float* scores, int64_t n, int64_t k, int32_t* selected) {
   int64_t chosen = 0;
   std::vector<int32_t> rest;
   for (int64_t t = 0; t < n; ++t) {
-    const int32_t order = order_of(scores[t]);
+    const int32_t order = bits_of<int32_t>(scores[t]);
     if (order < 0 || order >> kShift < bucket) continue;
     if (order >> kShift > bucket) selected[chosen++] = t;
     else rest.push_back(t);
   }
   const int64_t left = std::min<int64_t>(k - chosen, rest.size());
   const auto before = [&](int32_t a, int32_t b) {
-    const int32_t x = order_of(scores[a]), y = order_of(scores[b]);
+    const int32_t x = bits_of<int32_t>(scores[a]), y = bits_of<int32_t>(scores[b]);
     return x != y ? x > y : a < b;
   };
   if (left < static_cast<int64_t>(rest.size())) std::nth_element(rest.begin(), rest.begin() + left, rest.end(), before);
@@ -117,29 +114,6 @@ void bring(const Tier& host, int64_t head, int64_t token, char* slot) {
   });
 }
 
-// Copy one head's selected pairs that its slots lack to its slots; returns their number.
-int64_t refill_head(const int32_t* selected, const Tier& host, int64_t head, char* slots, int32_t* index, int64_t k) {
-  std::vector<int32_t> missing;
-  std::vector<uint8_t> stays(k);
-  for (int64_t i = 0; i < k; ++i) {
-    if (selected[i] < 0) continue;
-    int64_t place = -1;
-    for (int64_t j = 0; j < k; ++j) place = index[j] == selected[i] ? j : place;
-    if (place < 0) missing.push_back(selected[i]);
-    else stays[place] = 1;
-  }
-  // There are never more missing pairs than free slots.
-  size_t next = 0;
-  for (int64_t j = 0; j < k; ++j) {
-    if (stays[j]) continue;
-    index[j] = -1;
-    if (next == missing.size()) continue;
-    index[j] = missing[next++];
-    bring(host, head, index[j], slots + j * host.exact);
-  }
-  return missing.size();
-}
-
 }  // namespace
 
 // scores [heads, capacity] → selected [heads, k]. heads: of all rows; row_heads: of a row. With a cursor [rows, columns]
@@ -152,15 +126,32 @@ extern "C" void select_topk(const float* scores, int64_t heads, int64_t capacity
   }
 }
 
-// selected and slot_index [rows * heads, k], slots [rows * heads, k] of pairs, cursor [rows, columns], host a `Tier` in
-// pages; fetched: copied bytes are added to it.
+// Copy the selected pairs that the slots lack to the slots. selected and slot_index [rows * heads, k], slots [rows *
+// heads, k] of pairs, cursor [rows, columns], host a `Tier` in pages; fetched: copied bytes are added to it.
 extern "C" void refill(const int32_t* selected, const int64_t* cursor, char* host, char* slots, int32_t* slot_index,
                        int64_t columns, int64_t rows, int64_t heads, int64_t k, int64_t pair, int64_t exact,
                        int64_t dtype, int64_t* fetched) {
   const Tier tier = {host, rows * heads, pair, exact, dtype, cursor, columns, heads};
-  for (int64_t head = 0; head < tier.heads; ++head) {
-    char* own = slots + head * k * exact;
-    *fetched += pair * refill_head(selected + head * k, tier, head, own, slot_index + head * k, k);
+  for (int64_t head = 0; head < tier.heads; ++head, selected += k, slot_index += k, slots += k * exact) {
+    std::vector<int32_t> missing;
+    std::vector<uint8_t> stays(k);
+    for (int64_t i = 0; i < k; ++i) {
+      if (selected[i] < 0) continue;
+      int64_t place = -1;
+      for (int64_t j = 0; j < k; ++j) place = slot_index[j] == selected[i] ? j : place;
+      if (place < 0) missing.push_back(selected[i]);
+      else stays[place] = 1;
+    }
+    *fetched += pair * missing.size();
+    // There are never more missing pairs than free slots.
+    size_t next = 0;
+    for (int64_t j = 0; j < k; ++j) {
+      if (stays[j]) continue;
+      slot_index[j] = -1;
+      if (next == missing.size()) continue;
+      slot_index[j] = missing[next++];
+      bring(tier, head, slot_index[j], slots + j * exact);
+    }
   }
 }
 

@@ -25,11 +25,15 @@ def rounding(pairs: Tensor, host: Tensor) -> int:
     return [*DTYPES].index(pairs.dtype) if host.dtype == ROUNDED else -1
 
 
-def select_topk_fused(scores: Tensor, selected: Tensor) -> None:
-    """Compute `tier_ops.select_topk` in C++; same arguments and results."""
-    scores = scores.contiguous()
-    heads, capacity, k = selected.shape[0] * selected.shape[1], scores.shape[-1], selected.shape[-1]
-    tiers_library().select_topk(scores.data_ptr(), heads, capacity, k, None, 0, 1, selected.data_ptr())
+def select_topk_fused(scores: Tensor, selected: Tensor, cursor: Tensor | None = None) -> None:
+    """Compute `tier_ops.select_topk` in C++; same arguments and results.
+
+    cursor: None, or that of the rows, to select only tokens that are in the low-bit tier before the step.
+    """
+    scores, (rows, heads, k) = scores.contiguous(), selected.shape
+    given = (None, 0) if cursor is None else (cursor.data_ptr(), cursor.shape[1])
+    sizes = (rows * heads, scores.shape[-1], k, *given, heads)
+    tiers_library().select_topk(scores.data_ptr(), *sizes, selected.data_ptr())
 
 
 def prefetch_fused(
@@ -45,10 +49,8 @@ def correct_fused(
     scores: Tensor, cursor: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor, corrected: Tensor, *rest: Any,
 ) -> Tensor:  # fmt: skip
     """Run `tier_ops.correct` in C++; same arguments and results."""
-    chosen, scores = torch.empty_like(slot_index), scores.contiguous()
-    rows, heads, k = chosen.shape
-    sizes = (rows * heads, scores.shape[3], k, cursor.data_ptr(), cursor.shape[1], heads)
-    tiers_library().select_topk(scores.data_ptr(), *sizes, chosen.data_ptr())
+    chosen = torch.empty_like(slot_index)
+    select_topk_fused(scores[0], chosen, cursor)
     prefetch_fused(chosen, cursor, host, slots, slot_index, corrected)
     return chosen
 
