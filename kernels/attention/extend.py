@@ -5,7 +5,6 @@ Each part of the tokens returns an output and the logarithm of its softmax's sum
 
 from __future__ import annotations
 
-import copy
 import functools
 import math
 from collections.abc import Callable
@@ -93,10 +92,13 @@ def extended(attend: Attend, block: int, new: AttentionInputs, host: Pages) -> T
     if padding >= q.shape[2]:  # all new tokens are padding, and torch's kernel divides by the number of rows
         return torch.zeros_like(q, memory_format=torch.contiguous_format)
     q, k, v = (x[:, :, padding:] for x in (q, k, v))
-    rows = Rows(q, k.shape[1], mask, length + q.shape[2])
+    heads, tokens = k.shape[1], length + q.shape[2]
+    rows = Rows(q, heads, mask, tokens)
     if host.dtype == q.dtype and q.shape[2] <= IN_PLACE and length >= PAGE:
-        each_row = zip(map(rows.of, range(len(k))), rows_of_pages(host), k.split(1), v.split(1), strict=True)
-        return rows.back(torch.cat([over_pages(attend, *row, length, sinks) for row in each_row]), q.dtype)
+        masks = [mask] * len(q) if mask is None or len(mask) == 1 else mask.split(1)
+        each_row = [Rows(one, heads, seen, tokens) for one, seen in zip(q.split(1), masks, strict=True)]
+        given = zip(each_row, rows_of_pages(host), k.split(1), v.split(1), strict=True)
+        return rows.back(torch.cat([over_pages(attend, *row, length, sinks) for row in given]), q.dtype)
     part = attend(rows.q, k, v, rows.new_columns(length, length))
     for start in range(0, length, block):
         stop = min(start + block, length)
@@ -138,14 +140,6 @@ class Rows:
             check_covers(mask, tokens)
         self.q, self.mask = q.unflatten(1, (heads, -1)).flatten(2, 3), mask
         self.heads, self.group, self.tokens = heads, q.shape[1] // heads, q.shape[2]
-
-    def of(self, number: int) -> Rows:
-        """Return one row of the batch."""
-        one, row = copy.copy(self), slice(number, number + 1)
-        one.q = self.q[row]
-        if self.mask is not None and self.mask.shape[0] > 1:
-            one.mask = self.mask[row]
-        return one
 
     def columns(self, start: int, stop: int) -> Tensor | None:
         """Return the columns start..stop of the mask [B|1, Hq|1, T|1, n] as [B|1, H|1, G·T|1, stop - start]."""

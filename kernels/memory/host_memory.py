@@ -220,14 +220,9 @@ def register(address: int, size: int, device: torch.device) -> bool:
     with torch.cuda.device(device):
         if int(torch.cuda.cudart().cudaHostRegister(address, size, REGISTER_FLAGS)) == 0:
             return True
-        clear_error()
+        with contextlib.suppress(RuntimeError):  # clear CUDA's error, which the next launch would report
+            torch.zeros(1, device="cuda")
         return False
-
-
-def clear_error() -> None:
-    """Clear CUDA's error of a refused registration, which the next launch would report."""
-    with contextlib.suppress(RuntimeError):
-        torch.zeros(1, device="cuda")
 
 
 def allowance(held: int, requested: int | None, ranks: int = 1) -> int:

@@ -135,7 +135,12 @@ class Staging:
         if copied is not None:
             main.wait_event(copied)
         first, stop = start // PAGE * PAGE, start + k.shape[2]
-        staged = self.buffer(number, host, -(-(stop - first) // PAGE))
+        count = -(-(stop - first) // PAGE)
+        size = count * host.pages[0].nbytes
+        if self.buffers[number].numel() < size:
+            self.buffers[number] = torch.empty(size, dtype=torch.uint8, device=self.device)
+            self.buffers[number].record_stream(stream_of(self.device))
+        staged = self.buffers[number][:size].view(host.dtype).view(count, *host.pages.shape[1:])
         pieces = list(zip(staged[:, None], runs(host, start, stop), strict=True))
         for page, (_, begin, end) in pieces:
             new = torch.stack([x[:, :, begin - start : end - start] for x in (k, v)], 3)
@@ -145,14 +150,6 @@ class Staging:
             for page, run in pieces:
                 send_tokens(page, *run)
         self.copied[number] = copy.record_event()
-
-    def buffer(self, number: int, host: Pages, count: int) -> Tensor:
-        """Return so many pages of a buffer, of the host tier's shape."""
-        size = count * host.pages[0].nbytes
-        if self.buffers[number].numel() < size:
-            self.buffers[number] = torch.empty(size, dtype=torch.uint8, device=self.device)
-            self.buffers[number].record_stream(stream_of(self.device))
-        return self.buffers[number][:size].view(host.dtype).view(count, *host.pages.shape[1:])
 
 
 def send_tokens(page: Tensor, target: Tensor, begin: int, end: int) -> None:
@@ -168,9 +165,7 @@ def send_tokens(page: Tensor, target: Tensor, begin: int, end: int) -> None:
             other[0, head].copy_(one[0, head], non_blocking=True)
 
 
-@functools.cache
-def staging_of(device: torch.device) -> Staging:
-    return Staging(device)
+staging_of = functools.cache(Staging)
 
 
 def release_staging() -> None:

@@ -85,7 +85,11 @@ def store_low_bit(
         scales = store_in_trellis(values, start, codes, True)
         value_params[:, :, start:stop, 0, 0] = in_thread_order(stored_scale(scales, value_params.dtype))
     else:
-        store_values(values, start, tiers, layout, zero_point)
+        values = padded(values)
+        channels = values.shape[3] // value_params.shape[-1]
+        levels, found = quantize_values(values, channels, layout.value_bits, zero_point, value_params.dtype)
+        write_levels(levels, start, codes, layout.value_bits, values=True)
+        value_params[:, :, start:stop] = found
 
 
 def store_in_trellis(x: Tensor, start: int, codes: Tensor, values: bool) -> Tensor:
@@ -117,15 +121,6 @@ def store_keys(
             levels, found = quantize_keys(keys[:, :, begin:end], group, bits, zero_point, params.dtype, present)
             write_levels(levels, start + begin, codes, bits, values=False)
             params[:, :, (start + begin) // group : (start + end) // group] = found[..., order]
-
-
-def store_values(values: Tensor, start: int, tiers: StoredTiers, layout: Layout, zero_point: str) -> None:
-    """Quantise values [B, H, T, d] to the levels of their tokens' groups of channels."""
-    values, params = padded(values), tiers.value_params
-    channels = values.shape[3] // params.shape[-1]
-    levels, found = quantize_values(values, channels, layout.value_bits, zero_point, params.dtype)
-    write_levels(levels, start, tiers.codes, layout.value_bits, values=True)
-    params[:, :, start : start + values.shape[2]] = found
 
 
 def padded(x: Tensor) -> Tensor:

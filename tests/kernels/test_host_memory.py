@@ -126,7 +126,7 @@ def test_memory_that_the_driver_refuses_is_an_error(driver: Driver, monkeypatch:
     cleared: list[int] = []
     refusing = SimpleNamespace(cudaHostRegister=lambda *given: 2, cudaHostUnregister=driver.note("unregister"))
     monkeypatch.setattr(torch.cuda, "cudart", lambda: refusing)
-    monkeypatch.setattr(host_memory, "clear_error", lambda: cleared.append(1))
+    monkeypatch.setattr(torch, "zeros", lambda *given, **on: cleared.append(1))
     with pytest.raises(SpecacheError, match=r"CUDA refused to pin 4000 bytes of host memory.*ulimit -l"):
         host_memory.host_empty((1000,), torch.float32, CUDA)
     assert cleared == [1]
