@@ -48,8 +48,8 @@ def upper_bytes(words):
 def fields_of(words, bits: tl.constexpr, NEST: tl.constexpr):
     """Unpack int32 words [n] to [n, F], F = 16 / bits: field f of both halves.
 
-    NEST: a field stays at its place in a byte, times 2**(bits · f % 8), with all lower fields of the same NEST fields
-    (`nested`), so that it costs one AND at most. 0: each field's lowest bit moves to bit 0.
+    NEST: a field stays at its place in a byte, times 2**(bits · f % 8), and costs one AND at most. All lower fields of
+    the same NEST fields stay with it (`nested`). 0: each field's lowest bit moves to bit 0.
     """
     planes: tl.constexpr = 8 // bits
     found = ()
