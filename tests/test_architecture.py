@@ -25,7 +25,7 @@ QUICK = 0.06
 CEILINGS = {
     "product lines, C++ included": 27_166,
     "lines loaded by the backend": 11_555,
-    "test lines, C++ included": 22_410,
+    "test lines, C++ included": 22_409,
     "words in docs, without the generated api.md": 12_000,
 }
 

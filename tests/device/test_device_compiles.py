@@ -32,7 +32,7 @@ pytestmark = pytest.mark.gpu
 
 HEADS, QUERY_HEADS, D, LANES = 2, 4, 32, 2
 CUDA = torch.device("cuda", 0)
-# A kernel, with its declared constants and its warps.
+# A kernel, with its declared constants, the operands that are None, and its warps.
 Form = tuple[str, tuple[Any, ...]]
 
 
@@ -46,7 +46,8 @@ def compiled_forms(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Form]]:
     def note(*, fn: Any, compile: dict[str, Any], **_: Any) -> None:
         names = [parameter.name for parameter in fn.jit_function.params if parameter.is_constexpr]
         constants = {fn.jit_function.arg_names[path[0]]: value for path, value in compile["constants"].items()}
-        forms.append((fn.name, (*(constants.get(name) for name in names), compile["num_warps"])))
+        absent = tuple(name for name, value in constants.items() if value is None)
+        forms.append((fn.name, (*(constants.get(name) for name in names), absent, compile["num_warps"])))
 
     monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", note)
     # Variants that other tests have compiled would not be reported again.

@@ -39,7 +39,7 @@ class CopyingRewriter(FunctionRewriter):
             name: Libdevice if value is triton_helpers.libdevice else value
             for name, value in self.fn.__globals__.items()
         }
-        namespace = {**ours, **theirs}
+        namespace = {**ours, **theirs, "COMPILED": False}  # the interpreter has no inline assembly
         exec(compile(transformed_ast, self.filename, "exec"), namespace)
         return namespace[self.fn.__name__]
 
@@ -134,8 +134,6 @@ def as_arguments(function: Function, bound: Mapping[str, Any]) -> dict[str, Any]
     def as_argument(name: str, value: Any) -> Any:
         if isinstance(value, tl.constexpr):
             value = value.value
-        if name == "PRMT":  # the interpreter has no inline assembly
-            return False
         if annotations.get(name) == "constexpr" or isinstance(value, bool | str | None):
             return value
         return triton_interpreter._implicit_cvt(value)
