@@ -499,7 +499,7 @@ def by_columns(
     for folder in folders:
         for row in quality(folder):
             name = f"{what.format(row.samples)} {column(folder, row)}"
-            methods.setdefault(re.sub(r"budget=\d+,", "budget=N,", row.method), {})[name] = row
+            methods.setdefault(re.sub(r"budget=\d{4,}", "budget=N", row.method), {})[name] = row
             seconds[name] = seconds.get(name, 0) + row.seconds
     if cell is kl and column is at_length:  # the full cache is at no distance from itself
         del methods["uncompiled"]
