@@ -46,7 +46,8 @@ class Prefill:
 
     @property
     def nbytes(self) -> int:
-        return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.cache.layers)
+        pairs = sum(layer.keys.nbytes + layer.values.nbytes for layer in self.cache.layers)
+        return pairs + sum(query.nbytes for query in self.queries)
 
 
 class Prefills:

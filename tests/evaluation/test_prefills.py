@@ -55,7 +55,7 @@ def prompts(*lengths: int) -> list[list[int]]:
 @pytest.mark.quick_for("uncompiled", "kivi:bits=2,group_size=32,residual_length=32")
 @pytest.mark.parametrize("method", METHODS)
 def test_answers_are_those_behind_a_methods_own_prefill(model: Any, shared: Runner, method: str) -> None:
-    requested = prompts(150, 150, 150, 90)
+    requested = prompts(150, 150, 150, 90, 40, 20)
     with running(model, parse_setting(method), "eager"):
         assert shared.answers(requested, 12) == Runner(model, BYTES, batch_size=2).answers(requested, 12)
         assert shared.answers(requested, 1) == Runner(model, BYTES, batch_size=2).answers(requested, 1)
@@ -111,6 +111,9 @@ def test_a_model_of_sliding_windows_alone_reads_for_itself() -> None:
 def test_snapkv_prefills_by_itself_where_its_windows_queries_are_not_seen(model: Any) -> None:
     with running(model, parse_setting("snapkv:window=65"), "eager"):
         assert not Prefills().can_continue(model)
+    alibi = BY_NAME["falcon, alibi"].model()
+    with running(alibi, parse_setting("snapkv"), "eager"):
+        assert not Prefills().can_continue(alibi), "the bias would be missing from its choice"
     eager = tiny_llama()
     eager.set_attn_implementation("eager")
     with running(eager, parse_setting("snapkv"), "eager"):

@@ -1,4 +1,4 @@
-"""What an uncompiled model gives to scaled_dot_product_attention."""
+"""Record the inputs of scaled_dot_product_attention in an uncompiled model."""
 
 from __future__ import annotations
 
@@ -41,11 +41,12 @@ def last_queries(q: Tensor, k: Tensor, scale: float) -> Tensor:
 
 def joined(seen: Sequence[Tensor], layers: int) -> list[Tensor]:
     """The last queries [B, Hq, t, d] of each layer of a prompt that was read in chunks, from those of all calls."""
-    return [torch.cat(list(seen[layer::layers]), 2)[:, :, -LAST:] for layer in range(layers) if seen]
+    return [torch.cat(list(seen[layer::layers]), 2)[:, :, -LAST:].clone() for layer in range(layers) if seen]
 
 
 def calls_once_a_layer(model: Any) -> bool:
-    """Whether each layer has a cache of keys, and calls scaled_dot_product_attention once with them."""
+    """Whether each layer has a cache of keys, and calls scaled_dot_product_attention once with them, without a bias."""
     config = model.config.get_text_config()
     own_keys = len(DynamicCache(config=config).layers) == config.num_hidden_layers and not has_latents(model)
-    return own_keys and config._attn_implementation == "sdpa"
+    has_bias = getattr(config, "alibi", False)
+    return own_keys and config._attn_implementation == "sdpa" and not has_bias

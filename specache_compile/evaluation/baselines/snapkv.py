@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -44,8 +43,13 @@ def choose(prompt: Prompt, budget: int, window: int, kernel: int) -> Tensor:
     passage stays whole, averaged over the query group.
     """
     tokens = prompt.pairs.shape[2]
-    before = tokens - min(window, budget)
-    attention, seen = prompt.attention_of(before, tokens)
+    return most_voted(*prompt.attention_of(tokens - min(window, budget), tokens), budget, kernel)
+
+
+def most_voted(attention: Tensor, seen: Tensor, budget: int, kernel: int) -> Tensor:
+    """The places [B, H, b] that `choose` keeps, from the window's attention [B, H, G, w, n] and what it sees."""
+    tokens = attention.shape[4]
+    before = tokens - attention.shape[3]
     votes = attention.sum(3)[..., :before]
     pooled = F.max_pool1d(votes.flatten(0, 1), kernel, stride=1, padding=kernel // 2).view(votes.shape).mean(2)
     order = pooled.masked_fill(~seen[:, :, -1, :before], -math.inf).argsort(dim=-1, stable=True)
@@ -59,22 +63,20 @@ def chosen(cache: DynamicCache, queries: Sequence[Tensor], options: SnapKVOption
     cache: a plain one that has read the prompt.
     queries: `last_queries` of each layer, at least the window's.
     """
-    prompts = [prompt_of(cache.layers[number], queries[number]) for number in sites_of(cache, options)]
-    length = prompts[0].pairs.shape[2]
-    budget = min(options.budget_in_tokens(length), length)
-    return torch.stack([choose(prompt, budget, options.window, options.kernel) for prompt in prompts])
+    return torch.stack(
+        [stays(cache.layers[number].keys, queries[number], options) for number in sites_of(cache, options)]
+    )
 
 
-def prompt_of(layer: Any, query: Tensor) -> Prompt:
-    """A prompt in a plain cache's layer, of which the last queries [B, Hq, t, d], scaled, are known."""
-    keys, values = layer.keys, layer.values
-    number = torch.arange(keys.shape[2], device=keys.device).expand(keys.shape[:3])
-    last = NewQueries(query.unflatten(1, (keys.shape[1], -1)), None, None, None, keys.shape[2] - query.shape[2])
-
-    def attention_of(first: int, stop: int) -> tuple[Tensor, Tensor]:
-        return last.attention(slice(first - last.length, stop - last.length), keys, number)
-
-    return Prompt(last.query, torch.stack([keys, values], 3), attention_of, None)
+def stays(keys: Tensor, query: Tensor, options: SnapKVOptions) -> Tensor:
+    """The places [B, H, b] of a prompt's pairs that stay, from its keys [B, H, n, d] and last queries [B, Hq, t, d]."""
+    length, number = keys.shape[2], torch.arange(keys.shape[2], device=keys.device).expand(keys.shape[:3])
+    if length <= (budget := options.budget_in_tokens(length)):
+        return number
+    window = min(options.window, budget)
+    query = query[:, :, -window:].unflatten(1, (keys.shape[1], -1))
+    last = NewQueries(query, None, None, None, length - window)
+    return most_voted(*last.attention(slice(0, window), keys, number), budget, options.kernel)
 
 
 METHOD = method_of("snapkv", SnapKVOptions, choose, ("window", "kernel"))
