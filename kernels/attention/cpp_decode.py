@@ -36,7 +36,7 @@ def run(kernel: str, new: AttentionInputs, read: TierInputs, skip_below: float =
     group_heads, dim, pages = query_heads // heads, stored_dim(d), cursor.shape[1] - CURSOR_SIZE
     given = {**tiers._asdict(), "q": q.contiguous(), "k": k.contiguous(), "v": v.contiguous(), "cursor": cursor}
     given |= tensors
-    center, strides, group, one = given.pop("center"), (0,) * STRIDES, page // groups if groups else 0, 0
+    center, strides, group, share_tokens = given.pop("center"), (0,) * STRIDES, page // groups if groups else 0, 0
     if mask is not None:
         given["bias"] = bias = grouped_bias(mask, heads, int(cursor[:, LENGTH].max()) + 1)
         strides = bias.expand(batch, heads, group_heads, lanes, -1).stride()
@@ -44,8 +44,8 @@ def run(kernel: str, new: AttentionInputs, read: TierInputs, skip_below: float =
         given["sinks"] = sinks.float().contiguous()
     if center.shape[2] and "scores" in tensors:  # `attend_scored` takes logits that have their shares
         query = q.float().unflatten(1, (heads, -1)) * scale
-        tokens, one = int(cursor[:, LOW_BIT].max()), tokens_of_one(center.shape[2], group)
-        if one > 1:
+        tokens, share_tokens = int(cursor[:, LOW_BIT].max()), tokens_of_one(center.shape[2], group)
+        if share_tokens > 1:
             given["shares"] = share_of_groups(query, center, tokens // group)
         else:
             given["shares"] = share_of_center(query, center, group, tokens)
@@ -54,7 +54,7 @@ def run(kernel: str, new: AttentionInputs, read: TierInputs, skip_below: float =
         row_width=width, window=tiers.recent.shape[2], pages=pages, group=group, channels=dim // parts,
         top_k=tensors["slots"].shape[2] if "slots" in tensors else 0, sink_tokens=tiers.sink_index.shape[2],
         key_bits=layout.key_bits, value_bits=layout.value_bits, param_bits=8 * tiers.key_params.itemsize,
-        key_trellis=key_rows == 1, value_trellis=value_rows == 1, share_tokens=one, bias_strides=strides,
+        key_trellis=key_rows == 1, value_trellis=value_rows == 1, share_tokens=share_tokens, bias_strides=strides,
         rotation=rotation_block(d) if layout.is_rotated else 0, scale=scale, softcap=softcap or 0.0,
         skip_below=skip_below, **{name: tensor.data_ptr() for name, tensor in given.items()},
     )  # fmt: skip

@@ -244,7 +244,7 @@ def attend_values(
     sum_values[batch * heads, splits, parts](
         tiers.codes, tiers.value_params, *kept, lse, cursor, *sums,
         cut=cut, heads=heads, capacity=capacity, columns=cursor.stride(0), splits=splits,
-        form=form, rows=query_heads // heads * lanes, ALL_ROWS=all_rows, LOOK=LOOK if cut else 1,
+        form=form, rows=query_heads // heads * lanes, ALL_ROWS=all_rows, LOOK=1 if cut is None else LOOK,
         kind=tl.float32 if whole else tl.bfloat16, num_warps=1, num_stages=1,
     )  # fmt: skip
     return sums

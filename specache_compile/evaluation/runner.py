@@ -241,10 +241,10 @@ def read(model: Any, ids: Tensor, chunk: int | None = None) -> tuple[Any, Tensor
 
 
 @torch.inference_mode()
-def decode(model: Any, cache: Any, tokens: Tensor) -> Tensor:
-    """Logits after each of `tokens` [rows, n], decoded one by one; float32 [rows, n, vocabulary] on the host."""
-    steps = tokens.split(1, 1)
-    return torch.cat([model(t, **with_cache(cache), use_cache=True).logits[:, -1:].float().cpu() for t in steps], 1)
+def decode(model: Any, cache: Any, tokens: Tensor, at_once: int = 1) -> Tensor:
+    """Logits after each of `tokens` [rows, n], `at_once` in a call; float32 [rows, n, vocabulary] on the host."""
+    steps = tokens.split(at_once, 1)
+    return torch.cat([model(t, **with_cache(cache), use_cache=True).logits.float().cpu() for t in steps], 1)
 
 
 def as_list(value: int | Sequence[int] | None) -> Sequence[int]:

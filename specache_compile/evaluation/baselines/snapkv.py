@@ -6,11 +6,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import DynamicCache
 
 from specache_compile.caches.holding import sites_of
 from specache_compile.options import option, whole
@@ -57,7 +57,7 @@ def most_voted(attention: Tensor, seen: Tensor, budget: int, kernel: int) -> Ten
     return torch.cat([order[..., tokens - budget :].sort(dim=-1).values, newest], -1)
 
 
-def chosen(cache: DynamicCache, queries: Sequence[Tensor], options: SnapKVOptions) -> Tensor:
+def chosen(cache: Any, queries: Sequence[Tensor], options: SnapKVOptions) -> Tensor:
     """The tokens [sites, B, H, b] that stay of a prompt without padding, for `hold_chosen`.
 
     cache: a plain one that has read the prompt.

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specache_compile.compat import with_cache
 from specache_compile.errors import SpecacheError
 from specache_compile.evaluation.intervals import interval
 from specache_compile.evaluation.runner import Runner, as_list, chunks, decode, read, shown
@@ -57,18 +56,11 @@ def own_text(runner: Runner, ids: Tensor, tokens: int, seed: int, first: int = 0
                 logits = decode(runner.model, cache, drawn[-1])
         generated.append(torch.cat(drawn, 1))
         with runner.uncompiled():
-            behind = forced_at_once(runner.model, full_cache, generated[-1])
+            behind = decode(runner.model, full_cache, generated[-1], at_once=STRIDE)
         pairs = zip(torch.cat([full, behind[:, :-1]], 1), torch.cat(ours, 1), strict=True)
         kl.append(torch.stack([divergence(*pair) for pair in pairs]))  # a row at a time: these are large
         full = behind[:, -1:]
     return torch.cat(generated, 1).cpu(), torch.cat(kl, 1)
-
-
-@torch.inference_mode()
-def forced_at_once(model: Any, cache: Any, tokens: Tensor) -> Tensor:
-    """Logits behind each of `tokens` [rows, n], float32 [rows, n, vocabulary] on the host. The cache reads all at
-    once."""
-    return model(tokens, **with_cache(cache), use_cache=True).logits.float().cpu()
 
 
 def measure(runner: Runner, rows: Sequence[Sequence[int]], tokens: int, seed: int) -> Outcome:
