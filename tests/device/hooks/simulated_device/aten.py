@@ -195,13 +195,24 @@ def kernel_of(name: str) -> Callable[..., Any]:
     return torch._disable_dynamo(lambda *args, **kwargs: op_on_cpu(name)(*args, **kwargs))
 
 
+def between(to: Tensor, source: Tensor) -> Tensor:
+    """Copy in the source's stream; as in CUDA, the stream of `to` waits, and is waited for."""
+    reading, writing = map(torch.cuda.current_stream, (source.device, to.device))
+    read, written = alias_of(source), alias_of(to)
+    reading.wait_stream(writing)
+    with torch.cuda.stream(reading):
+        driver.enqueue("aten::copy_", lambda: written.copy_(read))
+    writing.wait_stream(reading)
+    return to
+
+
 def copying() -> Callable[..., Tensor]:
     """Return `copy_`: between host and device it is CUDA's own, which copies memory."""
     across, within = torch.library.get_kernel("aten::copy_", "CUDA"), kernel_of("copy_")
 
     def copy_(keys: Any, to: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         if to.is_cuda and source.is_cuda:
-            return within(to, source)
+            return within(to, source) if to.device == source.device else between(to, source)
         return across.call_boxed(keys, to, source, non_blocking)
 
     return torch._disable_dynamo(copy_)
