@@ -65,9 +65,11 @@ TABLES = {
             f"the same at {length:,} tokens, and with low-bit values skipped",
             ("closeness",),
             ("uncompiled", "specache", SKIPPING, "kivi:bits=4", "fp8"),
-            (*texts, *FAST, "--lengths", str(length), "--samples", "64"),
+            (*texts, *FAST, "--lengths", str(length), "--samples", str(windows)),
         )
-        for name, length, texts in (("closeness_4k", 4096, MORE_UNSEEN_TEXT), ("closeness_8k", 8192, MOST_UNSEEN_TEXT))
+        for name, length, windows, texts in (
+            ("closeness_4k", 4096, 32, UNSEEN_TEXT), ("closeness_8k", 8192, 64, MOST_UNSEEN_TEXT)
+        )
     },
     "host": Table(
         "the same of a host tier of 8 bits, the default's, and of 16",
