@@ -12,6 +12,7 @@ codes of a pair are contiguous and aligned: 256 bytes at d = 128.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -77,4 +78,12 @@ def decoded(pairs: Tensor, dtype: torch.dtype, head_dim: int) -> Tensor:
     if pairs.dtype == ROUNDED:
         scale = pairs[..., -SCALE.itemsize :].contiguous().view(SCALE)
         return (pairs[..., :head_dim].float() * scale).to(dtype)
-    return pairs.view(FP8).to(dtype) if pairs.dtype == torch.uint8 else pairs
+    if pairs.dtype == torch.uint8:
+        return values_of_fp8(dtype).to(pairs.device).index_select(0, pairs.flatten().int()).view(pairs.shape)
+    return pairs
+
+
+@functools.cache
+def values_of_fp8(dtype: torch.dtype) -> Tensor:
+    """Return the values [256] of the e4m3 codes. A CPU takes four times as long to convert as to look up."""
+    return torch.arange(256, dtype=torch.uint8).view(FP8).to(dtype)

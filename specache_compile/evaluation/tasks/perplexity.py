@@ -11,7 +11,6 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from specache_compile.evaluation.runner import Runner
 
@@ -25,17 +24,13 @@ def prefill_of(length: int) -> int:
     return max(length // 2, length - MOST_STEPS)
 
 
-def nats_of(logits: Tensor, targets: Tensor) -> Tensor:
-    """Negative log likelihoods of `targets` [rows, tokens] under logits [rows, tokens, vocabulary]; [rows, tokens]."""
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape)
-
-
 def measure(runner: Runner, rows: Sequence[Sequence[int]]) -> Outcome:
     """exp of the mean negative log likelihood of the measured tokens. nats: each window's mean."""
     prefill, losses = prefill_of(len(rows[0])), []
     for batch in runner.batches(rows):
         ids = runner.ids(batch)
-        losses.append(nats_of(runner.forced_logits(ids, prefill), ids[:, prefill + 1 :].cpu()))
+        logits = runner.forced_logits(ids, prefill).mT
+        losses.append(F.cross_entropy(logits, ids[:, prefill + 1 :].cpu(), reduction="none"))
     nats = torch.cat(losses)
     mean = nats.mean().item()
     return Outcome(math.exp(mean), "perplexity", nats.numel(), {"nats": nats.mean(1).tolist()})
