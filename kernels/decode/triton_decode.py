@@ -21,8 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specache_compile.kernels.attention.kept_logits import LOGIT_BLOCK, row_pairs
-from specache_compile.kernels.attention.triton_kept import block_scores
-from specache_compile.kernels.attention.triton_softmax import LOG2E, finite
+from specache_compile.kernels.attention.triton_logits import LOG2E, block_scores, finite
 from specache_compile.kernels.codes.records import RECORD
 from specache_compile.kernels.state.layout import Layout, StoredTiers, rotation_block
 from specache_compile.kernels.state.operands import AttentionInputs
@@ -105,8 +104,7 @@ def merge_splits(
         whole += tl.exp2(sink - base)
     if VALUES:
         summed = sum_of(low_bit.partial, at, parts, shrink, d, width, CHANNELS)
-        if TURNED > 1:
-            summed = tl.reshape(hadamard(tl.reshape(summed, [CHANNELS // TURNED, TURNED])), [CHANNELS])
+        summed = hadamard(summed, TURNED)
         summed += sum_of(exact.partial, exact_at, exact_parts, exact_shrink, d, d, CHANNELS)
         channel = tl.arange(0, CHANNELS)
         result = tl.where(whole > 0, summed / whole, 0.0)

@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specache_compile.kernels.attention.kept_logits import LOWEST
-from specache_compile.kernels.attention.triton_softmax import LOG2E, capped
+from specache_compile.kernels.attention.triton_logits import LOG2E, capped
 from specache_compile.kernels.codes.records import PARAM_BLOCK, RECORD, stored_dim
 from specache_compile.kernels.codes.trellis import is_trellis
 from specache_compile.kernels.decode.triton_query import (

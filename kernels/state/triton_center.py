@@ -88,14 +88,20 @@ def find_center(
 
 
 @triton.jit
-def load_group_center(center, bh, start, channel, inside, d: tl.constexpr, rows: tl.constexpr):
-    """Load the two factors of R(t)·β of the group that begins at token `start`, and θ; broadcast like `channel`."""
-    row = center + bh * rows * d + channel
+def group_centers(center, bh, start, channel, d: tl.constexpr, group: tl.constexpr, rows: tl.constexpr):
+    """Return the centers of the keys [g, D] of the group that begins at token `start`, as one row if stepped.
+
+    The two angles that are added are those of `share_of_center`."""
+    first, place = start, tl.arange(0, group)[:, None]
+    if rows == STEPPED_ROWS:
+        first, place = start // group // STEPS * STEPS, start // group % STEPS
+    row, inside = center + bh * rows * d + channel, channel < d
     beta, gamma = tl.load(row + AT_BETA * d, inside, 0.0), tl.load(row + AT_GAMMA * d, inside, 0.0)
     theta = tl.load(row + AT_THETA * d, inside, 0.0)
-    angle = start.to(tl.float32) * theta
+    angle = first.to(tl.float32) * theta
     cos, sin = tl.cos(angle), tl.sin(angle)
-    return cos * beta + sin * gamma, cos * gamma - sin * beta, theta
+    angle = place.to(tl.float32) * theta
+    return tl.cos(angle) * (cos * beta + sin * gamma) + tl.sin(angle) * (cos * gamma - sin * beta)
 
 
 @triton.jit(do_not_specialize=["rows", "batch", "heads", "columns"])
@@ -198,9 +204,9 @@ def set_center(
 
 
 def share_of_center(q: Tensor, center: Tensor, cursor: Tensor, capacity: int, group: int, scale: float) -> Tensor:
-    """Compute `center.share_of_center`: q [B, Hq, lanes, d] → [B, Hq, lanes, C], undefined after the low-bit tier.
+    """Compute `center.share_of_center`: q [B, Hq, lanes, d] → [B, Hq, lanes, n], undefined after the low-bit tier.
 
-    For a stepped center, compute `center.share_of_groups`: [B, Hq, lanes, n] with n at least C/g.
+    n: C, or for a stepped center at least C/g.
     """
     batch, query_heads, lanes, d = q.shape
     heads, step = center.shape[1], tokens_of_one(center.shape[2], group)
