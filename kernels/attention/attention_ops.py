@@ -42,7 +42,7 @@ def low_bit_rows(tiers: StoredTiers, layout: Layout, head_dim: int, length: int,
     if trellis.is_trellis(params):
         levels, scale = trellis.read_levels(whole, dim, values), read_scale(params).flatten(2)
         scale = in_thread_order(scale) if values else scale
-        return trellis.dequantize(levels[:, :, :length, :head_dim], scale[..., None, None])
+        return trellis.dequantize(levels[:, :, :length, :head_dim], scale)
     levels = read_levels(whole, dim, bits, values)[:, :, :length]
     if values:
         return dequantize_values(levels, params)[..., :head_dim]

@@ -97,7 +97,7 @@ def store_in_trellis(x: Tensor, start: int, codes: Tensor, values: bool) -> Tens
     dim, stop = stored_dim(x.shape[3]), start + x.shape[2]
     records, scale = quantize(x, start, dim, values)
     write_records(records, start, stop, codes, dim, 1, values)
-    return scale[..., 0, 0]
+    return scale
 
 
 def store_keys(

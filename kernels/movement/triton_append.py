@@ -32,11 +32,11 @@ from specache_compile.kernels.state.triton_pairs import hadamard, keep_sinks, lo
 
 from .triton_copy import write_through
 
-# Tokens per turn of a program that does not quantise; it divides every group size.
+# Tokens per program if nothing is quantised; it divides every group size.
 BLOCK = 16
 # Numbers of keys per warp of `store_groups`: 16 a thread, or in the trellis code a circle.
 NUMBERS, IN_CIRCLES = 512, 1024
-# Bytes for the trellis code's numbers; at least one group per head.
+# Bytes for the trellis code's numbers in one launch; at least one group per head.
 SCRATCH = 32 << 20
 
 
@@ -72,20 +72,21 @@ def leaving(
     return tl.where(inside, x, float("nan"))
 
 
-@triton.jit(do_not_specialize=["heads", "columns"])
+@triton.jit(do_not_specialize=["heads", "columns", "done"])
 def store_groups(
     # k and v [B, H, T, d]; padding [B, 1, 1, C] uint8, 0: not there; cursor int64 [B, columns]; recent [B, H, W, 2, d];
     # center float32 [B, H, center_rows, d]; sink_index [B, 1, S] int32.
     k, v, padding, cursor, recent, center, sink_index,
     # Written: codes, key_params and value_params, in pages; sink_pairs [B, H, S, 2, d].
     codes, key_params, value_params, sink_pairs,
-    # Memory of `encode_vectors`, float32 [B·H, programs, 33·g·D/32]; anything where no code is a trellis.
+    # Memory of `encode_vectors`, float32 [B·H, groups, 33·g·D/32]; anything where no code is a trellis.
     steps,
-    # p_batch: stride of the padding's rows. limit: the largest number of the model's dtype. H; columns of the cursor.
-    k_strides, v_strides, p_batch, limit, heads, columns,
+    # p_batch: stride of the padding's rows. limit: the largest number of the model's dtype. H; columns of the cursor;
+    # groups that have left the window in earlier launches.
+    k_strides, v_strides, p_batch, limit, heads, columns, done,
     form: tl.constexpr,
 ):  # fmt: skip
-    """One program: some groups of g tokens of one head that leave the window.
+    """One program: one group of g tokens of one head, if the group leaves the window.
 
     Bytes of a group: 4·g·d read, g·w + 4·D + 4·g·D/gv written; in the trellis code `steps` too, in the cache. FLOPs:
     about 10 a number, 60 in the trellis code, and 2·log2(turned).
@@ -100,54 +101,52 @@ def store_groups(
     length, stop = tl.load(cursor + AT_LENGTH), tl.load(cursor + AT_NEXT_LOW_BIT)
     steps += (bh * tl.num_programs(1) + tl.program_id(1)) * (33 * group * D // 32)
     channel = tl.arange(0, D)[None, :]
-    begin = tl.load(cursor + AT_LOW_BIT) + tl.program_id(1) * group
-    for number in range(begin, stop, tl.num_programs(1) * group):
-        start = tl.zeros([], tl.int64) + number  # the interpreter's ranges have Python's numbers
-        first = place_in_page(cursor, bh % heads, start, heads, start >= 0)
-        places = first + tl.arange(0, group)
-        pairs = codes + places[:, None] * (2 * form.d) + channel  # if they are not quantised
+    start = tl.load(cursor + AT_LOW_BIT) + (done + tl.program_id(1)) * group
+    if start >= stop:
+        return
+    first = place_in_page(cursor, bh % heads, start, heads, start >= 0)
+    places = first + tl.arange(0, group)
+    pairs = codes + places[:, None] * (2 * form.d) + channel  # if they are not quantised
 
-        key = leaving(k, k_strides, recent, center, sink_pairs, sink_index, start, bh, heads, length, 0, form)
-        if form.key_bits == 16:
-            tl.store(pairs, key.to(codes.dtype.element_ty), channel < form.d)
-        elif form.key_trellis:
-            words, scale = encode_vectors(key, steps, form.d, 0)
-            tl.store(key_params + places, stored_scale(scale, limit, key_params.dtype.element_ty))
-            store_words(words, codes, first, width, group, D, 1, 0)
-        else:
-            tokens = (start + tl.arange(0, group))[:, None]
-            sink_row = sink_index + batch * form.sink_tokens
-            present = ~sinks_among(tokens, sink_row, sink_tokens=form.sink_tokens)
-            if form.is_padded:
-                present = present & (tl.load(padding + batch * p_batch + tokens) != 0)
-            levels, scale, zero = quantized(
-                key, present, 0, form.key_bits, zero_point, limit, key_params.dtype.element_ty
-            )
-            params = key_params + first // group * 2 * D
-            params += place_of_params(channel, D) if form.key_bits < ROWS_FROM else channel
-            tl.store(params, scale)
-            tl.store(params + D, zero)
-            store_words(packed(levels, form.key_bits, 0), codes, first, width, group, D, form.key_bits, 0)
+    key = leaving(k, k_strides, recent, center, sink_pairs, sink_index, start, bh, heads, length, 0, form)
+    if form.key_bits == 16:
+        tl.store(pairs, key.to(codes.dtype.element_ty), channel < form.d)
+    elif form.key_trellis:
+        words, scale = encode_vectors(key, steps, form.d, 0)
+        tl.store(key_params + places, stored_scale(scale, limit, key_params.dtype.element_ty))
+        store_words(words, codes, first, width, group, D, 1, 0)
+    else:
+        tokens = (start + tl.arange(0, group))[:, None]
+        sink_row = sink_index + batch * form.sink_tokens
+        present = ~sinks_among(tokens, sink_row, sink_tokens=form.sink_tokens)
+        if form.is_padded:
+            present = present & (tl.load(padding + batch * p_batch + tokens) != 0)
+        levels, scale, zero = quantized(key, present, 0, form.key_bits, zero_point, limit, key_params.dtype.element_ty)
+        params = key_params + first // group * 2 * D
+        params += place_of_params(channel, D) if form.key_bits < ROWS_FROM else channel
+        tl.store(params, scale)
+        tl.store(params + D, zero)
+        store_words(packed(levels, form.key_bits, 0), codes, first, width, group, D, form.key_bits, 0)
 
-        value = leaving(v, v_strides, recent, center, sink_pairs, sink_index, start, bh, heads, length, 1, form)
-        if form.value_bits == 16:
-            tl.store(pairs + form.d, value.to(codes.dtype.element_ty), channel < form.d)
-        elif form.value_trellis:
-            words, scale = encode_vectors(value, steps, form.d, 1)
-            swapped = places - places % 4 + places % 2 * 2 + places // 2 % 2
-            tl.store(value_params + swapped, stored_scale(scale, limit, value_params.dtype.element_ty))
-            store_words(words, codes, first, width, group, D, 1, 1)
-        else:
-            parts: tl.constexpr = D // form.value_group
-            value = tl.reshape(value, [group, parts, form.value_group])
-            levels, scale, zero = quantized(
-                value, value == value, 2, form.value_bits, zero_point, limit, value_params.dtype.element_ty
-            )
-            params = value_params + places[:, None, None] * (2 * parts) + tl.arange(0, parts)[None, :, None]
-            tl.store(params, scale)
-            tl.store(params + parts, zero)
-            words = packed(tl.reshape(levels, [group, D]), form.value_bits, 1)
-            store_words(words, codes, first, width, group, D, form.value_bits, 1)
+    value = leaving(v, v_strides, recent, center, sink_pairs, sink_index, start, bh, heads, length, 1, form)
+    if form.value_bits == 16:
+        tl.store(pairs + form.d, value.to(codes.dtype.element_ty), channel < form.d)
+    elif form.value_trellis:
+        words, scale = encode_vectors(value, steps, form.d, 1)
+        swapped = places - places % 4 + places % 2 * 2 + places // 2 % 2
+        tl.store(value_params + swapped, stored_scale(scale, limit, value_params.dtype.element_ty))
+        store_words(words, codes, first, width, group, D, 1, 1)
+    else:
+        parts: tl.constexpr = D // form.value_group
+        value = tl.reshape(value, [group, parts, form.value_group])
+        levels, scale, zero = quantized(
+            value, value == value, 2, form.value_bits, zero_point, limit, value_params.dtype.element_ty
+        )
+        params = value_params + places[:, None, None] * (2 * parts) + tl.arange(0, parts)[None, :, None]
+        tl.store(params, scale)
+        tl.store(params + parts, zero)
+        words = packed(tl.reshape(levels, [group, D]), form.value_bits, 1)
+        store_words(words, codes, first, width, group, D, form.value_bits, 1)
 
 
 @takes(tiers=StoredTiers, layout=Layout)
@@ -164,14 +163,14 @@ def append(
         raise NotImplementedError(f"quantiser {zero_point!r} has no branch in `triton_levels.scale_and_zero`")
     # Without quantisation the group size is unknown; any step that divides it is correct.
     group = codes.shape[2] // key_params.shape[2] if is_quantised else BLOCK
-    programs = count // group + 1 if is_quantised else triton.cdiv(count + window, BLOCK)
+    groups = programs = count // group + 1 if is_quantised else triton.cdiv(count + window, BLOCK)
     in_trellis = [is_quantised and is_trellis(params) for params in (key_params, value_params)]
     there = k if padding is None else padding.view(torch.uint8)
     if is_quantised and is_found(center, frequencies, in_trellis[0]):
         set_center(k, padding, frequencies, cursor, recent, center, group)
     if any(in_trellis):
         numbers = 33 * group * dim // 32
-        programs = min(programs, max(1, SCRATCH // (batch * heads * numbers * 4)))
+        programs = min(groups, max(1, SCRATCH // (batch * heads * numbers * 4)))
         steps = k.new_empty((batch * heads, programs, numbers), dtype=torch.float32)
     form = Form(
         d=d, dim=dim, group=group, value_group=dim // value_params.shape[-1], window=window,
@@ -180,9 +179,10 @@ def append(
         is_padded=padding is not None, key_trellis=in_trellis[0], value_trellis=in_trellis[1],
     )  # fmt: skip
     warps = group * dim // (IN_CIRCLES if any(in_trellis) else NUMBERS)
-    store_groups[batch * heads, programs](
-        k, v, there, cursor, recent, center, sink_index, codes, key_params, value_params, sink_pairs, steps,
-        k.stride()[:3], v.stride()[:3], p_batch=there.stride(0), limit=torch.finfo(k.dtype).max, heads=heads,
-        columns=cursor.stride(0), form=form, num_warps=min(max(4, warps), 16),
-    )  # fmt: skip
+    for done in range(0, groups, programs):
+        store_groups[batch * heads, programs](
+            k, v, there, cursor, recent, center, sink_index, codes, key_params, value_params, sink_pairs, steps,
+            k.stride()[:3], v.stride()[:3], p_batch=there.stride(0), limit=torch.finfo(k.dtype).max, heads=heads,
+            columns=cursor.stride(0), done=done, form=form, num_warps=min(max(4, warps), 16),
+        )  # fmt: skip
     write_through(k, v, cursor, recent, ring=window)

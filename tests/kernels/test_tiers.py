@@ -13,11 +13,10 @@ import pytest
 import torch
 from implementations import KINDS, Ops
 from kept_fixture import Named
-from record_fixture import in_pages
 from torch import Tensor
 
 import pairwise
-from held_tiers import cursor_over
+from held_tiers import cursor_over, in_pages
 from specache_compile.kernels.codes.params import read_params, read_scale, stored_scale
 from specache_compile.kernels.codes.quantize import quantize_keys, quantize_values
 from specache_compile.kernels.codes.records import (
@@ -137,7 +136,7 @@ class Cache:
             dtype, nothing = (torch.uint8, 255) if case.eight else (dtype, nothing)
             tiers["key_params"] = torch.full((*ROWS, CAPACITY // group, *key_shape), nothing, dtype=dtype)
             tiers["value_params"] = torch.full((*rows, *value_shape), nothing, dtype=dtype)
-        self.pages = {name: in_pages(x, TABLE) for name, x in tiers.items()}
+        self.pages = {name: in_pages(x, TABLE).pages for name, x in tiers.items()}
 
     @property
     def length(self) -> int:
@@ -241,7 +240,7 @@ class Cache:
     def in_trellis(self, x: Tensor, values: bool) -> tuple[Tensor, Tensor]:
         """Return the bits [B, H, n, D] of keys or values [B, H, n, d], and their scales [B, H, n]."""
         codes, scale = quantize(x, 0, self.dim, values)
-        return by_token(unpacked(codes, 1), self.dim, 1, values)[:, :, : x.shape[2]], scale[..., 0, 0]
+        return by_token(unpacked(codes, 1), self.dim, 1, values)[:, :, : x.shape[2]], scale
 
     def check_levels(self, found: Tensor, expected: Tensor, in_trellis: bool) -> None:
         """Without exact sums a number may be at a border of levels, and a circle may have two paths as near."""
@@ -348,7 +347,7 @@ class Slots:
     def __init__(self, k: int, dtype: torch.dtype = torch.float32, head_dim: int = HEAD_DIM) -> None:
         self.k = k
         self.pairs = random_pairs(CAPACITY, 1, head_dim, dtype)
-        self.host = in_pages(self.pairs, TABLE)
+        self.host = in_pages(self.pairs, TABLE).pages
         self.slots = torch.full((*ROWS, k, 2, head_dim), math.nan, dtype=dtype)
         self.slot_index = torch.full((*ROWS, k), -1, dtype=torch.int32)
         self.selected = torch.full((*ROWS, k), -1, dtype=torch.int32)

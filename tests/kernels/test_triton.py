@@ -218,7 +218,7 @@ def test_attention_compiles_where_a_key_has_the_fewest_bytes() -> None:
     printed = compiled("--only=fp32, 1 bit, d 16")
     assert "score_keys" in printed
     assert "sum_values" in printed
-    assert "quantize_groups" in printed
+    assert "store_groups" in printed
 
 
 def test_the_keys_loop_has_no_shared_memory_and_few_instructions() -> None:
