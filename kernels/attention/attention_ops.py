@@ -12,7 +12,7 @@ from torch import Tensor
 
 from specache_compile.kernels.codes import trellis
 from specache_compile.kernels.codes.params import read_scale
-from specache_compile.kernels.codes.quantize import dequantize_keys, dequantize_values
+from specache_compile.kernels.codes.quantize import CHANNELS, TOKENS, dequantize
 from specache_compile.kernels.codes.records import RECORD, in_thread_order, param_order, read_levels, stored_dim
 from specache_compile.kernels.state.by_rows import by_rows
 from specache_compile.kernels.state.center import share_of_center, tokens_of_one
@@ -43,10 +43,10 @@ def low_bit_rows(tiers: StoredTiers, layout: Layout, head_dim: int, length: int,
         levels, scale = trellis.read_levels(whole, dim, values), read_scale(params).flatten(2)
         scale = in_thread_order(scale) if values else scale
         return trellis.dequantize(levels[:, :, :length, :head_dim], scale)
+    if not values:
+        params = params[..., param_order(dim, bits).argsort().to(params.device)]
     levels = read_levels(whole, dim, bits, values)[:, :, :length]
-    if values:
-        return dequantize_values(levels, params)[..., :head_dim]
-    return dequantize_keys(levels, params[..., param_order(dim, bits).argsort().to(params.device)])[..., :head_dim]
+    return dequantize(levels, params, CHANNELS if values else TOKENS)[..., :head_dim]
 
 
 def ring_tokens(recent: Tensor, start: int, stop: int) -> Tensor:

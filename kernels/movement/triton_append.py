@@ -42,10 +42,10 @@ SCRATCH = 32 << 20
 
 # What `store_groups` is compiled for. dim, group, value_group: D, g and gv. window, sink_tokens: W and S. key_bits: 16
 # if pairs are not quantised. zero_point: name of a quantiser. turned: channels that are rotated together, or 1.
-# center_rows: rows of the keys' center, or 0. is_padded: there is padding.
+# center_rows: rows of the keys' center, or 0.
 Form = namedtuple(
     "Form",
-    "d dim group value_group window sink_tokens key_bits value_bits zero_point turned center_rows is_padded "
+    "d dim group value_group window sink_tokens key_bits value_bits zero_point turned center_rows "
     "key_trellis value_trellis",
 )
 
@@ -74,8 +74,8 @@ def leaving(
 
 @triton.jit(do_not_specialize=["heads", "columns", "done"])
 def store_groups(
-    # k and v [B, H, T, d]; padding [B, 1, 1, C] uint8, 0: not there; cursor int64 [B, columns]; recent [B, H, W, 2, d];
-    # center float32 [B, H, center_rows, d]; sink_index [B, 1, S] int32.
+    # k and v [B, H, T, d]; padding [B, 1, 1, C] uint8, 0: not there, or None; cursor int64 [B, columns]; recent
+    # [B, H, W, 2, d]; center float32 [B, H, center_rows, d]; sink_index [B, 1, S] int32.
     k, v, padding, cursor, recent, center, sink_index,
     # Written: codes, key_params and value_params, in pages; sink_pairs [B, H, S, 2, d].
     codes, key_params, value_params, sink_pairs,
@@ -119,7 +119,7 @@ def store_groups(
         tokens = (start + tl.arange(0, group))[:, None]
         sink_row = sink_index + batch * form.sink_tokens
         present = ~sinks_among(tokens, sink_row, sink_tokens=form.sink_tokens)
-        if form.is_padded:
+        if padding is not None:
             present = present & (tl.load(padding + batch * p_batch + tokens) != 0)
         levels, scale, zero = quantized(key, present, 0, form.key_bits, zero_point, limit, key_params.dtype.element_ty)
         params = key_params + first // group * 2 * D
@@ -165,7 +165,7 @@ def append(
     group = codes.shape[2] // key_params.shape[2] if is_quantised else BLOCK
     groups = programs = count // group + 1 if is_quantised else triton.cdiv(count + window, BLOCK)
     in_trellis = [is_quantised and is_trellis(params) for params in (key_params, value_params)]
-    there = k if padding is None else padding.view(torch.uint8)
+    padding = None if padding is None else padding.view(torch.uint8)
     if is_quantised and is_found(center, frequencies, in_trellis[0]):
         set_center(k, padding, frequencies, cursor, recent, center, group)
     if any(in_trellis):
@@ -176,13 +176,14 @@ def append(
         d=d, dim=dim, group=group, value_group=dim // value_params.shape[-1], window=window,
         sink_tokens=sink_index.shape[2], key_bits=layout.key_bits, value_bits=layout.value_bits, zero_point=zero_point,
         turned=rotation_block(d) if layout.is_rotated else 1, center_rows=center.shape[2] * is_quantised,
-        is_padded=padding is not None, key_trellis=in_trellis[0], value_trellis=in_trellis[1],
+        key_trellis=in_trellis[0], value_trellis=in_trellis[1],
     )  # fmt: skip
     warps = group * dim // (IN_CIRCLES if any(in_trellis) else NUMBERS)
     for done in range(0, groups, programs):
         store_groups[batch * heads, programs](
-            k, v, there, cursor, recent, center, sink_index, codes, key_params, value_params, sink_pairs, steps,
-            k.stride()[:3], v.stride()[:3], p_batch=there.stride(0), limit=torch.finfo(k.dtype).max, heads=heads,
-            columns=cursor.stride(0), done=done, form=form, num_warps=min(max(4, warps), 16),
+            k, v, padding, cursor, recent, center, sink_index, codes, key_params, value_params, sink_pairs, steps,
+            k.stride()[:3], v.stride()[:3], p_batch=0 if padding is None else padding.stride(0),
+            limit=torch.finfo(k.dtype).max, heads=heads, columns=cursor.stride(0), done=done, form=form,
+            num_warps=min(max(4, warps), 16),
         )  # fmt: skip
     write_through(k, v, cursor, recent, ring=window)

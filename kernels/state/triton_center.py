@@ -6,7 +6,6 @@ keys' biases, and must equal the subtracted center.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -26,13 +25,13 @@ SUMS, MOST_ROWS = 8192, 128
 
 @triton.jit(do_not_specialize=["heads", "columns"])
 def find_center(
-    # k [B, H, T, d]; padding [B, 1, 1, C] uint8, 0: padding; frequencies [turning], unused if turning is 0;
+    # k [B, H, T, d]; padding [B, 1, 1, C] uint8, 0: padding, or None; frequencies [turning], unused if turning is 0;
     # cursor int64 [B, columns]; recent [B, H, W, 2, d]; written: center float32 [B, H, rows, d].
     k, padding, frequencies, cursor, recent, center, k_strides,
     # Stride of the padding's rows, H, columns of the cursor.
     p_batch, heads, columns,
     d: tl.constexpr, rows: tl.constexpr, turning: tl.constexpr, window: tl.constexpr, STEP: tl.constexpr,
-    PADDED: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
+    CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program: one head, in the step in which the first tokens enter the low-bit tier.
 
@@ -56,7 +55,7 @@ def find_center(
     for start in range(tl.maximum(stop - NEWEST, 0), stop, BLOCK):
         token = start + tl.arange(0, BLOCK)
         there = token < stop
-        if PADDED:
+        if padding is not None:
             there &= tl.load(padding + (bh // heads) * p_batch + token, there, 0) != 0
         mask = there[:, None] & inside
         x = load_pairs(k, k_strides, recent, token[:, None], channel[None, :], mask, bh, heads, length, 0, window, d)
@@ -191,14 +190,13 @@ def set_center(
     k: Tensor, padding: Tensor | None, frequencies: Tensor | None, cursor: Tensor, recent: Tensor, center: Tensor,
     group: int,
 ) -> None:  # fmt: skip
-    """Run `center.set_center` for rows whose first tokens enter the low-bit tier in this step."""
+    """Run `center.set_center` for rows whose first tokens enter the low-bit tier in this step. padding: uint8."""
     batch, heads, _, d = k.shape
-    there = k if padding is None else padding.view(torch.uint8)
     find_center[(batch * heads,)](
-        k, there, k if frequencies is None else frequencies, cursor, recent, center, k.stride()[:3],
-        p_batch=there.stride(0), heads=heads, columns=cursor.stride(0), d=d, rows=center.shape[2],
-        turning=0 if frequencies is None else frequencies.shape[0], window=recent.shape[2],
-        STEP=tokens_of_one(center.shape[2], group), PADDED=padding is not None, CHANNELS=triton.next_power_of_2(d),
+        k, padding, k if frequencies is None else frequencies, cursor, recent, center, k.stride()[:3],
+        p_batch=0 if padding is None else padding.stride(0), heads=heads, columns=cursor.stride(0), d=d,
+        rows=center.shape[2], turning=0 if frequencies is None else frequencies.shape[0], window=recent.shape[2],
+        STEP=tokens_of_one(center.shape[2], group), CHANNELS=triton.next_power_of_2(d),
         BLOCK=TOKEN_BLOCK, num_warps=4,
     )  # fmt: skip
 
