@@ -23,9 +23,9 @@ PARTS = ("passes", "lowering", "kernels")
 QUICK = 0.06
 # The sizes that `python tools/count_lines.py` prints may not grow beyond these.
 CEILINGS = {
-    "product lines, C++ included": 27_162,
-    "lines loaded by the backend": 11_555,
-    "test lines, C++ included": 22_412,
+    "product lines, C++ included": 27_107,
+    "lines loaded by the backend": 11_529,
+    "test lines, C++ included": 22_389,
     "words in docs, without the generated api.md": 12_000,
 }
 
