@@ -53,11 +53,13 @@ def empty_state(options: Any, layer: LayerShape, batch: int, capacity: int) -> d
     return {field.name: empty(field, options, layer, *sizes[field.by_page]) for field in fields_of(options, layer)}
 
 
-def in_pages(rows: Tensor, capacity: int | None = None) -> Pages:
-    """Return rows [B, H, n, ...] of so many tokens, by default n, in `adjacent` pages."""
-    table = adjacent(rows.shape[0], capacity or rows.shape[2])
-    count, (heads, size, *rest) = table.shape[1], rows.shape[1:]
-    return Pages(rows.reshape(len(rows), heads, count, size // count, *rest).transpose(1, 2).flatten(0, 1), table)
+def in_pages(rows: Tensor, table: Tensor | None = None) -> Pages:
+    """Return rows [B, H, C, ...] in the pages of a table, by default `adjacent` ones; other pages are undefined."""
+    table = adjacent(len(rows), rows.shape[2]) if table is None else table
+    parts = rows.unflatten(2, (table.shape[1], -1)).transpose(1, 2).flatten(0, 1)
+    pages = torch.full((int(table.max()) + 1, *parts.shape[1:]), 3, dtype=rows.dtype)
+    pages[table.flatten()] = parts
+    return Pages(pages, table)
 
 
 def untouched(tensor: Tensor) -> bool:

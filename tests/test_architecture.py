@@ -23,9 +23,9 @@ PARTS = ("passes", "lowering", "kernels")
 QUICK = 0.06
 # The sizes that `python tools/count_lines.py` prints may not grow beyond these.
 CEILINGS = {
-    "product lines, C++ included": 27_162,
-    "lines loaded by the backend": 11_555,
-    "test lines, C++ included": 22_412,
+    "product lines, C++ included": 27_107,
+    "lines loaded by the backend": 11_529,
+    "test lines, C++ included": 22_389,
     "words in docs, without the generated api.md": 12_000,
 }
 
@@ -81,15 +81,15 @@ def parameters_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     return len(given) - (given[:1] in (["self"], ["cls"]))
 
 
-def test_a_signature_has_eight_parameters_at_most_and_a_kernel_twenty_five() -> None:
+def test_a_signature_has_eight_parameters_at_most_and_a_kernel_twenty_four() -> None:
     """The implementations of ops take named tuples instead (`kernels/state/operands.py: takes`)."""
-    counts: dict[int, dict[str, int]] = {8: {}, 25: {}}
+    counts: dict[int, dict[str, int]] = {8: {}, 24: {}}
     for name, path in modules().items():
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 is_kernel = any("triton.jit" in ast.unparse(decorator) for decorator in node.decorator_list)
-                counts[25 if is_kernel else 8][f"{name}.{node.name}"] = parameters_of(node)
-    assert {most: max(found.values()) for most, found in counts.items()} == {8: 8, 25: 25}
+                counts[24 if is_kernel else 8][f"{name}.{node.name}"] = parameters_of(node)
+    assert {most: max(found.values()) for most, found in counts.items()} == {8: 8, 24: 24}
 
 
 def test_a_method_and_a_kernel_file_can_be_read_alone() -> None:

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from specache_compile.kernels.codes import trellis
 from specache_compile.kernels.codes.params import read_scale
-from specache_compile.kernels.codes.quantize import dequantize_keys, dequantize_values
+from specache_compile.kernels.codes.quantize import CHANNELS, TOKENS, dequantize
 from specache_compile.kernels.codes.records import RECORD, in_thread_order, param_order, read_levels, stored_dim
 from specache_compile.kernels.state.by_rows import by_rows
-from specache_compile.kernels.state.center import share_of_center
+from specache_compile.kernels.state.center import share_of_center, tokens_of_one
 from specache_compile.kernels.state.layout import Layout, StoredTiers, rotated
 from specache_compile.kernels.state.operands import AttentionInputs, TierInputs, takes
 
@@ -42,11 +42,11 @@ def low_bit_rows(tiers: StoredTiers, layout: Layout, head_dim: int, length: int,
     if trellis.is_trellis(params):
         levels, scale = trellis.read_levels(whole, dim, values), read_scale(params).flatten(2)
         scale = in_thread_order(scale) if values else scale
-        return trellis.dequantize(levels[:, :, :length, :head_dim], scale[..., None, None])
+        return trellis.dequantize(levels[:, :, :length, :head_dim], scale)
+    if not values:
+        params = params[..., param_order(dim, bits).argsort().to(params.device)]
     levels = read_levels(whole, dim, bits, values)[:, :, :length]
-    if values:
-        return dequantize_values(levels, params)[..., :head_dim]
-    return dequantize_keys(levels, params[..., param_order(dim, bits).argsort().to(params.device)])[..., :head_dim]
+    return dequantize(levels, params, CHANNELS if values else TOKENS)[..., :head_dim]
 
 
 def ring_tokens(recent: Tensor, start: int, stop: int) -> Tensor:
@@ -61,7 +61,8 @@ def low_bit_logits(at: Query, tiers: StoredTiers, layout: Layout) -> Tensor:
     logits = product(query, low_bit_rows(tiers, layout, query.shape[-1], length, values=False), None)
     if tiers.center.shape[2]:
         group = tiers.codes.shape[2] // tiers.key_params.shape[2]
-        logits = logits + share_of_center(at.query, tiers.center, group, length)
+        shares = share_of_center(at.query, tiers.center, group, length)
+        logits = logits + shares.repeat_interleave(tokens_of_one(tiers.center.shape[2], group), -1)
     logits = capped(logits, at.softcap)
     logits = logits if at.bias is None else logits + at.bias[..., :length]
     return without(logits, sinks_of(tiers))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from specache_compile.kernels.codes.records import stored_dim
 from specache_compile.kernels.cpp.library import DTYPES, STRIDES, StepArguments, decode_library
-from specache_compile.kernels.state.center import share_of_center, share_of_groups, tokens_of_one
+from specache_compile.kernels.state.center import share_of_center, tokens_of_one
 from specache_compile.kernels.state.cursor import CURSOR_SIZE, LENGTH, LOW_BIT
 from specache_compile.kernels.state.layout import rotation_block
 from specache_compile.kernels.state.operands import AttentionInputs, TierInputs, takes
@@ -45,10 +45,7 @@ def run(kernel: str, new: AttentionInputs, read: TierInputs, skip_below: float =
     if center.shape[2] and "scores" in tensors:  # `attend_scored` takes logits that have their shares
         query = q.float().unflatten(1, (heads, -1)) * scale
         tokens, share_tokens = int(cursor[:, LOW_BIT].max()), tokens_of_one(center.shape[2], group)
-        if share_tokens > 1:
-            given["shares"] = share_of_groups(query, center, tokens // group)
-        else:
-            given["shares"] = share_of_center(query, center, group, tokens)
+        given["shares"] = share_of_center(query, center, group, tokens)
     step = StepArguments(
         batch=batch, heads=heads, group_heads=group_heads, lanes=lanes, d=d, dim=dim, capacity=pages * PAGE,
         row_width=width, window=tiers.recent.shape[2], pages=pages, group=group, channels=dim // parts,

@@ -19,7 +19,7 @@ from specache_compile.kernels.state.page_table import Pages, pairs_of, rows_of_p
 from specache_compile.kernels.state.stored_pairs import decoded
 
 from .query import check_covers
-from .triton_softmax import LOG2E, biased, capped, finite, shown
+from .triton_logits import LOG2E, finite, visible
 
 # Tokens of a host block: 8 MB per row with 8 heads and d = 128, large enough for full PCIe speed.
 HOST_BLOCK = 2048
@@ -69,7 +69,8 @@ def attend_block(
     peak = tl.load(sums.peaks + at, real, float("-inf"))
     total = tl.load(sums.totals + at, real, 0.0)
     summed = tl.load(sums.partial + at[:, None] * d + channel[None, :], real[:, None] & inside[None, :], 0.0)
-    mask_row = batch * m_batch + query_head * m_head + row.to(tl.int64) * m_row
+    mask += batch * m_batch
+    mask_row = query_head * m_head + row.to(tl.int64) * m_row
     stop = size
     if CAUSAL:
         stop = tl.minimum(size, (tl.program_id(1) + 1) * ROWS)
@@ -80,11 +81,10 @@ def attend_block(
         key = tl.load(keys + token[:, None] * strides[5] + channel[None, :], loaded, 0.0)
         value = tl.load(values + token[:, None] * strides[8] + channel[None, :], loaded, 0.0)
         logits = tl.dot(query, tl.trans(key), input_precision=precision) * scale
-        logits = capped(logits, softcap, CAP)
-        seen = real[:, None] & shown(there, mask + batch * m_batch, (first + token) * m_token, MASK)[None, :]
+        seen = real[:, None]
         if CAUSAL:
             seen = seen & (token[None, :] <= row[:, None])
-        logits = biased(logits, mask, mask_row[:, None] + ((first + token) * m_token)[None, :], seen, MASK)
+        logits = visible(logits, softcap, mask, mask_row, (first + token) * m_token, there, seen, MASK, CAP)
         higher = tl.maximum(peak, tl.max(logits, 1))
         base = finite(higher)
         # `tl.exp` needs four more instructions, for results below float32's smallest normal number.

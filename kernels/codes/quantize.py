@@ -15,6 +15,8 @@ from .params import read_params, stored_params
 
 # Quantisation saturates here, so that q·s + z and all intermediate values stay finite in float32.
 LARGEST = 2.0**126
+# The dimension of keys' groups, and of values'.
+TOKENS, CHANNELS = 2, 3
 # (low, high, bits) → scale s and zero z in float32. A code q of 0 .. 2**bits - 1 decodes to q·s + z (KIVI, equation 2).
 Quantiser = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
 
@@ -74,42 +76,23 @@ def encode(
     return codes, scale, zero
 
 
-def quantize_keys(
-    keys: Tensor, group_size: int, bits: int, zero_point: str, dtype: torch.dtype, there: Tensor | None = None
+def quantize(
+    x: Tensor, dim: int, size: int, bits: int, zero_point: str, dtype: torch.dtype, there: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Quantise keys [B, H, T, d], with T a multiple of g.
+    """Quantise keys or values [B, H, T, d] over groups of `size` along `dim`, which they divide.
 
+    dim: `TOKENS` for keys, `CHANNELS` for values.
     there: bool [B, 1, T, 1], False for tokens that do not count in their group's range.
 
-    Returns: levels uint8 [B, H, T, d], and scale|zero [B, H, T/g, 2, d] in `dtype`.
+    Returns: levels uint8 [B, H, T, d], and scale|zero in `dtype`, of keys [B, H, T/g, 2, d], of values
+    [B, H, T, 2, d/gv].
     """
-    groups = keys.unflatten(2, (-1, group_size))
-    if there is not None:
-        there = there.unflatten(2, (-1, group_size))
-    levels, scale, zero = encode(groups, 3, bits, zero_point, dtype, there)
-    return levels.flatten(2, 3), torch.cat([scale, zero], dim=3)
+    groups, there = (None if y is None else y.unflatten(dim, (-1, size)) for y in (x, there))
+    levels, *params = encode(groups, dim + 1, bits, zero_point, dtype, there)
+    return levels.flatten(dim, dim + 1), torch.stack([param.squeeze(dim + 1) for param in params], 3)
 
 
-def quantize_values(
-    values: Tensor, channels: int, bits: int, zero_point: str, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Quantise values [B, H, T, d] over groups of gv = `channels` channels, which divide d.
-
-    Returns: levels uint8 [B, H, T, d], and scale|zero [B, H, T, 2, d/gv] in `dtype`.
-    """
-    levels, scale, zero = encode(values.unflatten(3, (-1, channels)), 4, bits, zero_point, dtype)
-    return levels.flatten(3), torch.stack([scale[..., 0], zero[..., 0]], dim=3)
-
-
-def dequantize_keys(levels: Tensor, params: Tensor) -> Tensor:
-    """Return X' = q·s + z (equation 2) in float32 [B, H, T, d]: the inverse of `quantize_keys` up to rounding."""
-    scale, zero = read_params(*params.unbind(3))
-    groups = levels.unflatten(2, (params.shape[2], -1)).float()
-    return (groups * scale.unsqueeze(3) + zero.unsqueeze(3)).flatten(2, 3)
-
-
-def dequantize_values(levels: Tensor, params: Tensor) -> Tensor:
-    """Return X' = q·s + z (equation 2) in float32 [B, H, T, d]: the inverse of `quantize_values` up to rounding."""
-    scale, zero = read_params(*params.unbind(3))
-    groups = levels.unflatten(3, (params.shape[-1], -1)).float()
-    return (groups * scale.unsqueeze(4) + zero.unsqueeze(4)).flatten(3)
+def dequantize(levels: Tensor, params: Tensor, dim: int) -> Tensor:
+    """Return X' = q·s + z (equation 2) in float32 [B, H, T, d]: the inverse of `quantize` up to rounding."""
+    scale, zero = (param.unsqueeze(dim + 1) for param in read_params(*params.unbind(3)))
+    return (levels.unflatten(dim, (scale.shape[dim], -1)).float() * scale + zero).flatten(dim, dim + 1)

@@ -111,14 +111,14 @@ def quantize(x: Tensor, start: int, dim: int, values: bool) -> tuple[Tensor, Ten
         dim: D, the stored channels; the others are 0.
         values: whether x is values, whose circles hold other channels than the keys'.
 
-    Returns: the n records with these tokens, uint8 [B, H, n, 8 · D] as in memory, and scales float32 [B, H, T, 1, 1].
+    Returns: the n records with these tokens, uint8 [B, H, n, 8 · D] as in memory, and scales float32 [B, H, T].
     """
     first = start % RECORD
     whole = (0, dim - x.shape[3], first, -(start + x.shape[2]) % RECORD)
     records = torch.nn.functional.pad(x.float().nan_to_num(0.0, 0.0, 0.0), whole)
     run = quantize_fused if x.device.type == "cpu" and has_compiler() else quantize_records
     codes, scale = run(records, x.shape[3], values)
-    return codes, scale[:, :, first : first + x.shape[2], None, None]
+    return codes, scale[:, :, first : first + x.shape[2]]
 
 
 def quantize_records(x: Tensor, head_dim: int, values: bool) -> tuple[Tensor, Tensor]:
@@ -152,5 +152,5 @@ def quantize_fused(x: Tensor, head_dim: int, values: bool) -> tuple[Tensor, Tens
 
 
 def dequantize(levels: Tensor, scale: Tensor) -> Tensor:
-    """Return s·(q - 3/2) in float32 [B, H, T, d], from levels q [B, H, T, d] and scale [B, H, T, 1, 1]."""
-    return (levels - 1.5) * scale[..., 0]
+    """Return s·(q - 3/2) in float32 [B, H, T, d], from levels q [B, H, T, d] and scale [B, H, T]."""
+    return (levels - 1.5) * scale[..., None]

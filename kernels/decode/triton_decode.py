@@ -21,8 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specache_compile.kernels.attention.kept_logits import LOGIT_BLOCK, row_pairs
-from specache_compile.kernels.attention.triton_kept import block_scores
-from specache_compile.kernels.attention.triton_softmax import LOG2E, finite
+from specache_compile.kernels.attention.triton_logits import LOG2E, block_scores, finite
 from specache_compile.kernels.codes.records import RECORD
 from specache_compile.kernels.state.layout import Layout, StoredTiers, rotation_block
 from specache_compile.kernels.state.operands import AttentionInputs
@@ -77,13 +76,13 @@ def sum_of(partial, at, parts, shrink, d: tl.constexpr, width, CHANNELS: tl.cons
 
 @triton.jit(do_not_specialize=["parts", "exact_parts", "width"])
 def merge_splits(
-    # `Sums` of the low-bit tier and of the 16-bit pairs, with d channels; sinks [Hq].
+    # `Sums` of the low-bit tier and of the 16-bit pairs, with d channels; sinks [Hq], or None.
     low_bit, exact, sinks,
     # Written: out [B, Hq, lanes, d] in q's dtype if VALUES; lse [B, Hq, lanes] float32, inf for a masked row.
     out, lse,
     parts, exact_parts, width, query_heads,  # numbers of splits; channels of the low-bit tier's sums; Hq
-    d: tl.constexpr, lanes: tl.constexpr, queries: tl.constexpr, VALUES: tl.constexpr, SINKS: tl.constexpr,
-    ROWS: tl.constexpr, PARTS: tl.constexpr, EXACT: tl.constexpr, CHANNELS: tl.constexpr, TURNED: tl.constexpr,
+    d: tl.constexpr, lanes: tl.constexpr, queries: tl.constexpr, VALUES: tl.constexpr, ROWS: tl.constexpr,
+    PARTS: tl.constexpr, EXACT: tl.constexpr, CHANNELS: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
     """One program: one query row. Writes its output and its log-sum-exp.
 
@@ -95,18 +94,17 @@ def merge_splits(
     at, peak, total = load_parts(low_bit, bh, row, parts, ROWS, PARTS)
     exact_at, exact_peak, exact_total = load_parts(exact, bh, row, exact_parts, ROWS, EXACT)
     highest = tl.maximum(tl.max(peak, 0), tl.max(exact_peak, 0))
-    if SINKS:
+    if sinks is not None:
         sink = tl.load(sinks + (bh * queries + row // lanes) % query_heads).to(tl.float32) * LOG2E
         highest = tl.maximum(highest, sink)
     base = finite(highest)
     shrink, exact_shrink = tl.exp2(peak - base), tl.exp2(exact_peak - base)
     whole = tl.sum(total * shrink, 0) + tl.sum(exact_total * exact_shrink, 0)
-    if SINKS:
+    if sinks is not None:
         whole += tl.exp2(sink - base)
     if VALUES:
         summed = sum_of(low_bit.partial, at, parts, shrink, d, width, CHANNELS)
-        if TURNED > 1:
-            summed = tl.reshape(hadamard(tl.reshape(summed, [CHANNELS // TURNED, TURNED])), [CHANNELS])
+        summed = hadamard(summed, TURNED)
         summed += sum_of(exact.partial, exact_at, exact_parts, exact_shrink, d, d, CHANNELS)
         channel = tl.arange(0, CHANNELS)
         result = tl.where(whole > 0, summed / whole, 0.0)
@@ -160,9 +158,9 @@ def merged(
     exact_parts = exact.peaks.shape[1]
     out = torch.empty(q.shape if values else (0,), dtype=q.dtype, device=q.device)
     merge_splits[(batch * query_heads * lanes,)](
-        low_bit, exact, q if sinks is None else sinks, out, lse,
+        low_bit, exact, sinks, out, lse,
         parts=parts, exact_parts=exact_parts, width=low_bit.partial.shape[3], query_heads=query_heads, d=d, lanes=lanes,
-        queries=query_heads // heads, VALUES=values, SINKS=sinks is not None, ROWS=rows,
+        queries=query_heads // heads, VALUES=values, ROWS=rows,
         PARTS=part_size(parts), EXACT=part_size(exact_parts),
         CHANNELS=max(FEWEST_CHANNELS, triton.next_power_of_2(d)),
         TURNED=rotation_block(d) if layout.is_rotated else 1, num_warps=4,

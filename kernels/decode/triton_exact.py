@@ -9,8 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specache_compile.kernels.attention.kept_logits import LOWEST
-from specache_compile.kernels.attention.triton_kept import place_of_base, place_of_logit
-from specache_compile.kernels.attention.triton_softmax import LOG2E, biased, capped, finite, shown
+from specache_compile.kernels.attention.triton_logits import LOG2E, finite, place_of_base, place_of_logit, visible
 from specache_compile.kernels.state.operands import AttentionInputs, TierInputs
 from specache_compile.kernels.state.page_table import shape_of_scores
 from specache_compile.kernels.state.triton_cursor import AT_LENGTH, AT_LOW_BIT, AT_NEXT_LOW_BIT
@@ -33,7 +32,7 @@ PROGRAMS = 8
 
 
 # What `attend_pairs` is compiled for. window, top_k, sink_tokens: W, k and s. rows: R; later ones of the `padded`
-# rows repeat them. channels: d, padded. mask, is_capped: as MASK and CAP in `triton_softmax`.
+# rows repeat them. channels: d, padded. mask, is_capped: as MASK and CAP in `triton_logits`.
 Form = namedtuple("Form", "d channels window top_k sink_tokens lanes rows padded has_values mask is_capped")
 
 
@@ -122,13 +121,11 @@ def attend_pairs(
         keys = tl.load(keys_at[:, None] + channel[None, :], loaded, 0.0)
         if form.has_values:
             values = tl.load(values_at[:, None] + channel[None, :], loaded, 0.0)
-        x = tl.dot(query, tl.trans(keys), input_precision=precision)
-        x = capped(x * scale, softcap, form.is_capped)
+        x = tl.dot(query, tl.trans(keys), input_precision=precision) * scale
         # Only the new pairs are causal. Triton 3.9's interpreter broadcasts no scalar here, so compare positions.
         others = (place < (before_sinks - 1) * BLOCK) | (place >= before_sinks * BLOCK)
         causal = others[None, :] | (within[None, :] <= lane[:, None])
-        seen = shown(there, mask, tokens * m_token, form.mask)[None, :] & causal
-        x = biased(x, mask, mask_row[:, None] + (tokens * m_token)[None, :], seen, form.mask) * LOG2E
+        x = visible(x, softcap, mask, mask_row, tokens * m_token, there, causal, form.mask, form.is_capped) * LOG2E
         highest = tl.max(x, 1)
         if logits is not None:
             base_at = base + place_of_base(tokens[None, :] // BLOCK, row[:, None], PAIRS)

@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specache_compile.kernels.attention.kept_logits import LOWEST
-from specache_compile.kernels.attention.triton_softmax import LOG2E, capped
+from specache_compile.kernels.attention.triton_logits import LOG2E, capped
 from specache_compile.kernels.codes.records import PARAM_BLOCK, RECORD, stored_dim
 from specache_compile.kernels.codes.trellis import is_trellis
 from specache_compile.kernels.decode.triton_query import (
@@ -70,6 +70,12 @@ def from_threads(x, ROWS: tl.constexpr, LOAD: tl.constexpr):
     return tl.reshape(tl.permute(x, (0, 4, 1, 3, 2, 5)), [ROWS, 8, 8])
 
 
+@triton.jit
+def in_pairs(top, ROWS: tl.constexpr):
+    """Repeat what blocks of 16 tokens share [ROWS, 4] for their g, [ROWS, 8]."""
+    return tl.reshape(tl.broadcast_to(top[:, :, None], [ROWS, 4, 2]), [ROWS, 8])
+
+
 @triton.jit(do_not_specialize=[*MASK_STRIDES, "capacity", "columns", "share_blocks", "splits"])
 def score_keys(
     # query, unit and shares of `prepare_query`; token_shares [B, Hq, lanes, share_blocks · 16] float32, read if the
@@ -106,6 +112,9 @@ def score_keys(
     x = tl.load(query + bh * (ROWS * D) + tl.arange(0, ROWS * D))
     x = tl.reshape(x, [NT, D // B, B // (16 * LOAD), 8, 4, LOAD, 2, 2])
     x = tl.reshape(tl.permute(x, (0, 1, 3, 4, 2, 5, 6, 7)), [NT, D // B, 8, 4, B // 16, 2, 2])
+    logits += (bh * (capacity // 64) + begin) * (128 * Q)
+    base += (bh * (capacity // 64) + begin) * (8 * Q)
+    shares += bh * (capacity // form.group) * ROWS
     worth = tl.load(unit + bh * (2 * ROWS) + row)
     offset = tl.load(unit + bh * (2 * ROWS) + ROWS + row)
     codes = codes.to(tl.pointer_type(tl.int32), bitcast=True)
@@ -135,7 +144,6 @@ def score_keys(
         for place in range(form.sink_tokens):
             last = tl.maximum(last, tl.load(sink_index + place) >> 6)
     for tile in range(begin, end):
-        record = bh * (capacity // 64) + tile
         number = record_in_page(cursor, head, tile, heads)
         words = tl.load(codes + number * (16 * form.width) + tl.arange(0, 2 * D * form.bits))
         keys = unpacked_keys(words, form, query.dtype.element_ty)
@@ -155,7 +163,7 @@ def score_keys(
             y = tl.dot(keys, scaled_query(x, params, D), input_precision="ieee")
         y = tl.permute(tl.reshape(y, [8, 8, ROWS]), (2, 1, 0))  # row, g, j
         if SHARED:  # what a group's tokens share: [ROWS, g]
-            at = shares + (bh * (capacity // form.group) + tile * 64 // form.group) * ROWS + row
+            at = shares + (tile * 2 if form.group == 32 else tile // (form.group // 64)) * ROWS + row
             shared = tl.load(at)[:, None]
             if form.group == 32:
                 shared = tl.where((tl.arange(0, 8) < 4)[None, :], shared, tl.load(at + later * ROWS)[:, None])
@@ -194,20 +202,19 @@ def score_keys(
             y = y * worth[:, None, None]
         if form.sink_tokens > 0 or form.mask > 0 or form.group == 32:
             top = tl.maximum(top, NOTHING_SEEN)
-        bases = tl.reshape(tl.broadcast_to(top[:, :, None], [ROWS, 4, 2]), [ROWS, 8])
-        above = y - bases[:, :, None]
+        above = y - in_pairs(top, ROWS)[:, :, None]
         if SHARED and not IN_LOG2:
-            bases += shared
-            if form.group == 32:
-                shared = tl.max(tl.reshape(shared, [ROWS, 4, 2]), 2)
-            top += shared
+            top += tl.max(tl.reshape(shared, [ROWS, 4, 2]), 2) if form.group == 32 else shared
+        bases = in_pairs(top, ROWS)
         offsets = tl.permute(tl.reshape(above.to(logits.dtype.element_ty), [NT, 4, 2, 8, 8]), (2, 0, 3, 1, 4))
-        tl.store(logits + record * (128 * Q) + logits_at, tl.reshape(offsets, [2, NT * 256]), kept)
+        tl.store(logits + logits_at, tl.reshape(offsets, [2, NT * 256]), kept)
         tops = tl.reshape(tl.permute(tl.reshape(top, [NT, 4, 2, 4]), (2, 0, 3, 1)), [NT * 32])
-        tl.store(base + record * (8 * Q) + base_at, tops, base_kept)
+        tl.store(base + base_at, tops, base_kept)
         higher = tl.maximum(peak, bases)
         total = total * tl.exp2(peak - higher) + tl.sum(tl.exp2(above), 2) * tl.exp2(bases - higher)
         peak = higher
+        logits += 128 * Q
+        base += 8 * Q
     most = tl.max(peak, 1)
     total = tl.sum(total * tl.exp2(peak - most[:, None]), 1)
     at = (bh * splits + split) * ROWS + row

@@ -17,8 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specache_compile.kernels.attention.kept_logits import LOGIT_BLOCK, LOWEST
-from specache_compile.kernels.attention.triton_kept import place_of_base, place_of_logit
-from specache_compile.kernels.attention.triton_softmax import LOG2E, biased, capped, finite, shown
+from specache_compile.kernels.attention.triton_logits import LOG2E, finite, place_of_base, place_of_logit, visible
 from specache_compile.kernels.codes.records import RECORD, stored_dim
 from specache_compile.kernels.codes.triton_levels import from_e4m3, read_scale, read_zero
 from specache_compile.kernels.state.layout import rotated
@@ -42,7 +41,7 @@ WARPS, PROGRAMS, E4M3_TILE, MOST_CHANNELS = 4, 3, 2 * RECORD, 128
 
 # What `attend_rows` is compiled for. dim, group, value_group: D, g and gv. rows: R; later ones of the `padded` rows
 # repeat them. width: elements of a token in a record. kind: one of the kinds above. tile: tokens per product; keys
-# are of one group. mask, is_capped: as MASK and CAP in `triton_softmax`.
+# are of one group. mask, is_capped: as MASK and CAP in `triton_logits`.
 Form = namedtuple(
     "Form",
     "d dim group value_group lanes rows padded sink_tokens width kind tile has_values mask is_capped",
@@ -133,6 +132,7 @@ def attend_rows(
     cursor += batch * columns
     count = tl.load(cursor + (AT_LENGTH if KIND >= E4M3 else AT_LOW_BIT)).to(tl.int32)
     row = tl.arange(0, ROWS) % rows
+    every = (row >= 0)[:, None]
     channel = tl.arange(0, D)
     inside = channel < d
     exact: tl.constexpr = q.dtype.element_ty
@@ -162,10 +162,10 @@ def attend_rows(
     if KIND >= E4M3:
         new_key = tl.load(key_params + bh * d + channel, inside, 0.0).to(tl.float32)
         new_value = tl.load(value_params + bh * d + channel, inside, 0.0).to(tl.float32)
-        new_logit = capped(tl.sum(query.to(tl.float32) * new_key[None, :], 1) * worth, softcap, form.is_capped)
-        column = (row * 0 + count) * m_token
-        new_seen = shown(row + split * ROWS < ROWS, mask, column, form.mask)
-        peak = biased(new_logit, mask, mask_row + column, new_seen, form.mask) * LOG2E
+        logit = tl.sum(query.to(tl.float32) * new_key[None, :], 1)[:, None] * worth[:, None]
+        here, column = tl.arange(0, 1) + split == 0, (tl.arange(0, 1) + count) * m_token
+        logit = visible(logit, softcap, mask, mask_row, column, here, every, form.mask, form.is_capped)
+        peak = tl.reshape(logit, [ROWS]) * LOG2E
         total = tl.where(peak > float("-inf"), 1.0, 0.0)
         summed = total[:, None] * (new_value * lift)[None, :]
     tiles = (count + TILE - 1) // TILE
@@ -184,12 +184,11 @@ def attend_rows(
             logits = tl.dot(query, tl.trans(keys), input_precision=precision) * worth[:, None]
             if shares is not None:
                 logits += tl.load(shares + (bh * rows + row)[:, None] * capacity + token[None, :])
-            logits = capped(logits, softcap, form.is_capped)
             seen = there
             if form.sink_tokens > 0:
                 seen &= ~sinks_among(token, sink_index + batch * form.sink_tokens, sink_tokens=form.sink_tokens)
-            seen = shown(seen, mask, token * m_token, form.mask)[None, :] & (row >= 0)[:, None]
-            logits = biased(logits, mask, mask_row[:, None] + (token * m_token)[None, :], seen, form.mask) * LOG2E
+            logits = visible(logits, softcap, mask, mask_row, token * m_token, seen, every, form.mask, form.is_capped)
+            logits *= LOG2E
             if kept is not None:
                 keep(logits, kept, base, start, count, PAIRS=PAIRS)
             higher = tl.maximum(peak, tl.max(logits, 1))

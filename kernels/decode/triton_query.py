@@ -24,7 +24,7 @@ GROUPS = 64
 
 # What `prepare_query` and `score_keys` are compiled for. dim: D. width: bytes of a token's codes. rows: R; later ones
 # of the `padded` rows repeat them. center_rows: rows of the keys' center, or 0. mask, is_capped: as MASK and CAP in
-# `triton_softmax`. nest: 1 or 0, as in `fields_of`.
+# `triton_logits`. nest: 1 or 0, as in `fields_of`.
 Form = namedtuple(
     "Form",
     "dim bits group width lanes rows padded sink_tokens center_rows mask is_capped in_trellis nest",
@@ -64,9 +64,7 @@ def prepare_query(
     number = row % form.rows
     query_head = head * (form.rows // form.lanes) + number // form.lanes
     at = q + batch * q_strides[0] + query_head * q_strides[1] + number % form.lanes * q_strides[2]
-    x = tl.load(at[:, None] + channel[None, :], (channel < d)[None, :], 0.0).to(tl.float32)
-    if TURNED > 1:
-        x = tl.reshape(hadamard(tl.reshape(x, [ROWS * D // TURNED, TURNED])), [ROWS, D])
+    x = hadamard(tl.load(at[:, None] + channel[None, :], (channel < d)[None, :], 0.0).to(tl.float32), TURNED)
     exponent = (tl.max(tl.abs(x), 1).to(tl.int32, bitcast=True) >> 23) - 126
     exponent = tl.minimum(exponent, 126)
     x = (x * power_of_two(-exponent)[:, None]).to(kind).to(tl.float32)

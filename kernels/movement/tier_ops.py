@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from specache_compile.kernels.attention.attention_ops import ring_tokens
+from specache_compile.kernels.codes import trellis
 from specache_compile.kernels.codes.params import stored_scale
-from specache_compile.kernels.codes.quantize import quantize_keys, quantize_values
+from specache_compile.kernels.codes.quantize import CHANNELS, TOKENS, quantize
 from specache_compile.kernels.codes.records import in_thread_order, param_order, stored_dim, write_levels, write_records
-from specache_compile.kernels.codes.trellis import is_trellis, quantize
 from specache_compile.kernels.state.by_rows import by_rows
 from specache_compile.kernels.state.center import centers, is_found, set_center
 from specache_compile.kernels.state.cursor import LENGTH, LOW_BIT, NEXT_LOW_BIT, length_of
@@ -44,7 +44,7 @@ def append(
     if next_low_bit > low_bit:
         window = torch.cat([ring_tokens(recent, low_bit, length), new], dim=2)
         leaving = window[:, :, : next_low_bit - low_bit]
-        if not low_bit and is_found(center, frequencies, is_trellis(key_params)):
+        if not low_bit and is_found(center, frequencies, trellis.is_trellis(key_params)):
             there = None if padding is None else padding[..., :next_low_bit].mT
             set_center(leaving[:, :, :, 0], there, frequencies, center, codes.shape[2] // key_params.shape[2])
         store_low_bit(leaving, padding, low_bit, tiers, layout, zero_point)
@@ -74,20 +74,20 @@ def store_low_bit(
     keys, values = ((rotated(x) if layout.is_rotated else x).to(pairs.dtype) for x in (keys, values))
     there = None if padding is None else padding[..., start:stop].mT
     sinks = keep_sinks(pairs, start, tiers.sink_pairs, tiers.sink_index)
-    if is_trellis(key_params):
+    if trellis.is_trellis(key_params):
         scales = store_in_trellis(keys, start, codes, False)
         key_params[:, :, start // group : stop // group] = (
             stored_scale(scales, key_params.dtype).unflatten(2, (-1, group)).unsqueeze(3)
         )
     else:
         store_keys(keys, start, sinks, there, tiers, layout, zero_point)
-    if is_trellis(value_params):
+    if trellis.is_trellis(value_params):
         scales = store_in_trellis(values, start, codes, True)
         value_params[:, :, start:stop, 0, 0] = in_thread_order(stored_scale(scales, value_params.dtype))
     else:
         values = padded(values)
         channels = values.shape[3] // value_params.shape[-1]
-        levels, found = quantize_values(values, channels, layout.value_bits, zero_point, value_params.dtype)
+        levels, found = quantize(values, CHANNELS, channels, layout.value_bits, zero_point, value_params.dtype)
         write_levels(levels, start, codes, layout.value_bits, values=True)
         value_params[:, :, start:stop] = found
 
@@ -95,9 +95,9 @@ def store_low_bit(
 def store_in_trellis(x: Tensor, start: int, codes: Tensor, values: bool) -> Tensor:
     """Encode keys or values [B, H, T, d] in the trellis code; returns their scales float32 [B, H, T]."""
     dim, stop = stored_dim(x.shape[3]), start + x.shape[2]
-    records, scale = quantize(x, start, dim, values)
+    records, scale = trellis.quantize(x, start, dim, values)
     write_records(records, start, stop, codes, dim, 1, values)
-    return scale[..., 0, 0]
+    return scale
 
 
 def store_keys(
@@ -118,7 +118,8 @@ def store_keys(
     rest = None if there is None else there[:, :, edge:]
     for begin, end, present in ((0, edge, first), (edge, keys.shape[2], rest)):
         if begin < end:
-            levels, found = quantize_keys(keys[:, :, begin:end], group, bits, zero_point, params.dtype, present)
+            part = keys[:, :, begin:end]
+            levels, found = quantize(part, TOKENS, group, bits, zero_point, params.dtype, present)
             write_levels(levels, start + begin, codes, bits, values=False)
             params[:, :, (start + begin) // group : (start + end) // group] = found[..., order]
 

@@ -60,14 +60,13 @@ def best_of(key, selected):
 
 @triton.jit(do_not_specialize=["tiles"])
 def keep_best(
-    # This round's list: scores [B·H, length] float32, and their tokens [B·H, length] int32; if FIRST, tokens are
-    # indices and not read.
+    # This round's list: scores [B·H, length] float32, and their tokens [B·H, length] int32, or None for the indices.
     scores, tokens,
     # Written, the next round's list: [B·H, tiles·selected] float32 and int32.
     kept_scores, kept_tokens,
     # Elements of a list; elements to keep per tile; tiles.
     length, selected, tiles,
-    FIRST: tl.constexpr, BLOCK: tl.constexpr, SELECTED: tl.constexpr,
+    BLOCK: tl.constexpr, SELECTED: tl.constexpr,
 ):  # fmt: skip
     """One program: one tile of one head's list. It writes the best `selected` by score, in the list's order, then -1.
 
@@ -79,7 +78,7 @@ def keep_best(
     score = tl.load(scores + row * length + at, at < length, -1.0)
     chosen = best_of(key_of(score), selected)
     token = at
-    if not FIRST:
+    if tokens is not None:
         token = tl.load(tokens + row * length + at, chosen, -1)
     kept = (row * tiles + tile) * selected
     place = kept + tl.cumsum(chosen.to(tl.int32), 0) - 1
@@ -114,9 +113,8 @@ def select_topk(scores: Tensor, selected: Tensor, tokens: Tensor | None = None) 
         kept_scores = torch.empty(shape, dtype=torch.float32, device=scores.device)
         block = min(tile, max(128, triton.next_power_of_2(length)))
         keep_best[rows, tiles](
-            scores, selected if tokens is None else tokens, kept_scores, kept_tokens, length=length, selected=count,
-            tiles=tiles, FIRST=tokens is None, BLOCK=block, SELECTED=triton.next_power_of_2(count),
-            num_warps=max(1, min(8, block // 512)),
+            scores, tokens, kept_scores, kept_tokens, length=length, selected=count, tiles=tiles, BLOCK=block,
+            SELECTED=triton.next_power_of_2(count), num_warps=max(1, min(8, block // 512)),
         )  # fmt: skip
         if tiles == 1:
             return

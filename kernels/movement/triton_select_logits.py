@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specache_compile.kernels.attention.kept_logits import LOGIT_BLOCK
-from specache_compile.kernels.attention.triton_kept import block_scores, place_of_base, place_of_logit
+from specache_compile.kernels.attention.triton_logits import block_scores, place_of_base, place_of_logit
 from specache_compile.kernels.codes.records import RECORD
 from specache_compile.kernels.decode.triton_decode import ADDITIVE_MASK, MASK_STRIDES, mask_form
 from specache_compile.kernels.state.triton_cursor import AT_LOW_BIT

@@ -119,21 +119,17 @@ def centers(center: Tensor, group: int, first: int, stop: int) -> Tensor:
 def share_of_center(query: Tensor, center: Tensor, group: int, length: int) -> Tensor:
     """Return q·R(t)·β for a scaled query [B, H, G, lanes, d]: the center's part of the logits.
 
-    The result is float32 [B, H, G, lanes, length], for the first `length` tokens, whole groups.
+    The result is float32 [B, H, G, lanes, n], for the first `length` tokens, whole groups, or one share for each group
+    of them with a stepped center (`tokens_of_one`).
 
-    FLOPs: 4·d per token and query row (a product with a table of one group), or per group for a stepped center.
+    FLOPs: 4·d per share and query row (a product with a table of one group).
     """
+    rows, groups = query.flatten(2, 3), length // group
     if center.shape[2] == STEPPED:
-        return share_of_groups(query, center, length // group).repeat_interleave(group, -1)
-    groups, places = waves(center, group, 0, length // group)
-    rows = query.flatten(2, 3).repeat(1, 1, 1, 2)
-    shares = (rows.unsqueeze(3) * groups.unsqueeze(2)).flatten(2, 3) @ places.mT
-    return shares.view(*query.shape[:4], length)
-
-
-def share_of_groups(query: Tensor, center: Tensor, groups: int) -> Tensor:
-    """Return `share_of_center` of a stepped center for each of the first groups, [B, H, G, lanes, groups]."""
-    beta, gamma = center[:, :, BETA, None], center[:, :, GAMMA, None]
-    angle = center[:, :1, THETA, :, None] * torch.arange(groups, dtype=torch.float32, device=center.device)
-    rows = query.flatten(2, 3)
-    return ((rows * beta) @ angle.cos() + (rows * gamma) @ angle.sin()).view(*query.shape[:4], groups)
+        beta, gamma = center[:, :, BETA, None], center[:, :, GAMMA, None]
+        angle = center[:, :1, THETA, :, None] * torch.arange(groups, dtype=torch.float32, device=center.device)
+        shares = (rows * beta) @ angle.cos() + (rows * gamma) @ angle.sin()
+    else:
+        first, places = waves(center, group, 0, groups)
+        shares = (rows.repeat(1, 1, 1, 2).unsqueeze(3) * first.unsqueeze(2)).flatten(2, 3) @ places.mT
+    return shares.view(*query.shape[:4], length // tokens_of_one(center.shape[2], group))

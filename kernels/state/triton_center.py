@@ -6,7 +6,6 @@ keys' biases, and must equal the subtracted center.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -26,13 +25,13 @@ SUMS, MOST_ROWS = 8192, 128
 
 @triton.jit(do_not_specialize=["heads", "columns"])
 def find_center(
-    # k [B, H, T, d]; padding [B, 1, 1, C] uint8, 0: padding; frequencies [turning], unused if turning is 0;
+    # k [B, H, T, d]; padding [B, 1, 1, C] uint8, 0: padding, or None; frequencies [turning], unused if turning is 0;
     # cursor int64 [B, columns]; recent [B, H, W, 2, d]; written: center float32 [B, H, rows, d].
     k, padding, frequencies, cursor, recent, center, k_strides,
     # Stride of the padding's rows, H, columns of the cursor.
     p_batch, heads, columns,
     d: tl.constexpr, rows: tl.constexpr, turning: tl.constexpr, window: tl.constexpr, STEP: tl.constexpr,
-    PADDED: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
+    CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program: one head, in the step in which the first tokens enter the low-bit tier.
 
@@ -56,7 +55,7 @@ def find_center(
     for start in range(tl.maximum(stop - NEWEST, 0), stop, BLOCK):
         token = start + tl.arange(0, BLOCK)
         there = token < stop
-        if PADDED:
+        if padding is not None:
             there &= tl.load(padding + (bh // heads) * p_batch + token, there, 0) != 0
         mask = there[:, None] & inside
         x = load_pairs(k, k_strides, recent, token[:, None], channel[None, :], mask, bh, heads, length, 0, window, d)
@@ -88,14 +87,20 @@ def find_center(
 
 
 @triton.jit
-def load_group_center(center, bh, start, channel, inside, d: tl.constexpr, rows: tl.constexpr):
-    """Load the two factors of R(t)·β of the group that begins at token `start`, and θ; broadcast like `channel`."""
-    row = center + bh * rows * d + channel
+def group_centers(center, bh, start, channel, d: tl.constexpr, group: tl.constexpr, rows: tl.constexpr):
+    """Return the centers of the keys [g, D] of the group that begins at token `start`, as one row if stepped.
+
+    The two angles that are added are those of `share_of_center`."""
+    first, place = start, tl.arange(0, group)[:, None]
+    if rows == STEPPED_ROWS:
+        first, place = start // group // STEPS * STEPS, start // group % STEPS
+    row, inside = center + bh * rows * d + channel, channel < d
     beta, gamma = tl.load(row + AT_BETA * d, inside, 0.0), tl.load(row + AT_GAMMA * d, inside, 0.0)
     theta = tl.load(row + AT_THETA * d, inside, 0.0)
-    angle = start.to(tl.float32) * theta
+    angle = first.to(tl.float32) * theta
     cos, sin = tl.cos(angle), tl.sin(angle)
-    return cos * beta + sin * gamma, cos * gamma - sin * beta, theta
+    angle = place.to(tl.float32) * theta
+    return tl.cos(angle) * (cos * beta + sin * gamma) + tl.sin(angle) * (cos * gamma - sin * beta)
 
 
 @triton.jit(do_not_specialize=["rows", "batch", "heads", "columns"])
@@ -185,22 +190,21 @@ def set_center(
     k: Tensor, padding: Tensor | None, frequencies: Tensor | None, cursor: Tensor, recent: Tensor, center: Tensor,
     group: int,
 ) -> None:  # fmt: skip
-    """Run `center.set_center` for rows whose first tokens enter the low-bit tier in this step."""
+    """Run `center.set_center` for rows whose first tokens enter the low-bit tier in this step. padding: uint8."""
     batch, heads, _, d = k.shape
-    there = k if padding is None else padding.view(torch.uint8)
     find_center[(batch * heads,)](
-        k, there, k if frequencies is None else frequencies, cursor, recent, center, k.stride()[:3],
-        p_batch=there.stride(0), heads=heads, columns=cursor.stride(0), d=d, rows=center.shape[2],
-        turning=0 if frequencies is None else frequencies.shape[0], window=recent.shape[2],
-        STEP=tokens_of_one(center.shape[2], group), PADDED=padding is not None, CHANNELS=triton.next_power_of_2(d),
+        k, padding, k if frequencies is None else frequencies, cursor, recent, center, k.stride()[:3],
+        p_batch=0 if padding is None else padding.stride(0), heads=heads, columns=cursor.stride(0), d=d,
+        rows=center.shape[2], turning=0 if frequencies is None else frequencies.shape[0], window=recent.shape[2],
+        STEP=tokens_of_one(center.shape[2], group), CHANNELS=triton.next_power_of_2(d),
         BLOCK=TOKEN_BLOCK, num_warps=4,
     )  # fmt: skip
 
 
 def share_of_center(q: Tensor, center: Tensor, cursor: Tensor, capacity: int, group: int, scale: float) -> Tensor:
-    """Compute `center.share_of_center`: q [B, Hq, lanes, d] → [B, Hq, lanes, C], undefined after the low-bit tier.
+    """Compute `center.share_of_center`: q [B, Hq, lanes, d] → [B, Hq, lanes, n], undefined after the low-bit tier.
 
-    For a stepped center, compute `center.share_of_groups`: [B, Hq, lanes, n] with n at least C/g.
+    n: C, or for a stepped center at least C/g.
     """
     batch, query_heads, lanes, d = q.shape
     heads, step = center.shape[1], tokens_of_one(center.shape[2], group)

@@ -36,30 +36,30 @@ def sinks_among(tokens, sink_row, sink_tokens: tl.constexpr):
 
 @triton.jit
 def keep_sinks(
-    # Keys and values of `tokens` [n, 1], broadcast over channels; pointers to the head's part of sink_pairs
+    # Keys or values of `tokens` [n, 1], broadcast over channels; pointers to the head's keys or values in sink_pairs
     # [B, H, S, 2, d] and to the row's sink_index [S].
-    key, value, tokens, channels, mask, head_sinks, sink_row, sink_tokens: tl.constexpr, d: tl.constexpr,
+    x, tokens, channels, mask, head_sinks, sink_row, sink_tokens: tl.constexpr, d: tl.constexpr,
 ):  # fmt: skip
-    """Store the pairs of sinks."""
+    """Store the keys or values of sinks."""
     for place in range(sink_tokens):
         here = mask & (tokens == tl.load(sink_row + place))
-        at = head_sinks + place * 2 * d + channels + tl.zeros_like(tokens)
-        tl.store(at, key.to(head_sinks.dtype.element_ty), here)
-        tl.store(at + d, value.to(head_sinks.dtype.element_ty), here)
+        tl.store(head_sinks + place * 2 * d + channels + tl.zeros_like(tokens), x.to(head_sinks.dtype.element_ty), here)
 
 
 @triton.jit
-def hadamard(x):
-    """Multiply float32 [A, n], n a power of two, by the orthonormal Hadamard matrix (`layout.rotated`), in registers.
+def hadamard(x, size: tl.constexpr):
+    """Multiply blocks of `size` elements of float32 x, a power of two, by the orthonormal Hadamard matrix
+    (`layout.rotated`), in registers; 1 changes nothing.
 
-    The matrix is never stored: log2(n) rounds compute sums and differences. A round moves the lowest bit of a channel's
-    index to the top; after the last round all bits are back in place. FLOPs: A·n·log2(n).
+    The matrix is never stored: log2(size) rounds compute sums and differences. A round moves the lowest bit of a
+    channel's index to the top; after the last round all bits are back in place. FLOPs: log2(size) per element.
     """
-    size: tl.constexpr = x.shape[1]
-    half: tl.constexpr = size // 2
-    norm: tl.constexpr = size**-0.5
-    for step in tl.static_range(1, 11):
-        if size >> step > 0:
-            one, other = tl.split(tl.reshape(x, [x.shape[0], half, 2]))
-            x = tl.reshape(tl.permute(tl.join(one + other, one - other), (0, 2, 1)), [x.shape[0], size])
-    return x * norm
+    if size > 1:
+        shape: tl.constexpr = x.shape
+        rows: tl.constexpr = x.numel // size
+        for step in tl.static_range(1, 11):
+            if size >> step > 0:
+                one, other = tl.split(tl.reshape(x, [rows, size // 2, 2]))
+                x = tl.reshape(tl.permute(tl.join(one + other, one - other), (0, 2, 1)), [rows, size])
+        x = tl.reshape(x * size**-0.5, shape)
+    return x

@@ -17,12 +17,12 @@ from .state import full_cache_bytes
 # Tokens of one row, by a word of CUDA's name of the device, as benchmarks/computed_steps.py computes them for an 8B
 # model: for a step that fetches nothing, one that fetches ahead, and one that corrects.
 COMPUTED: dict[str, tuple[int, int, int]] = {
-    "A6000": (4416, 7744, 7360),
-    "A100": (11456, 21184, 22272),
-    "H100": (19520, 34048, 37632),
-    "H200": (30336, 52480, 62144),
-    "4090": (5888, 9792, 9344),
-    "L4": (1792, 2816, 3008),
+    "A6000": (3904, 7232, 6912),
+    "A100": (10112, 19776, 20864),
+    "H100": (17216, 31616, 35072),
+    "H200": (26816, 48768, 57984),
+    "4090": (5248, 9088, 8640),
+    "L4": (1600, 2496, 2816),
 }
 
 

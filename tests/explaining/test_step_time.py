@@ -101,7 +101,7 @@ def test_the_launches_of_a_layer_are_those_that_the_kernels_make() -> None:
         return [k.name.split(".")[-1] for k in middle if k.op not in ("mm", "linear", "fused", "wait")]
 
     halves = ["prepare_query", "score_keys", "attend_pairs", "merge_splits"]
-    stored = ["write_pairs", "copy_groups", "quantize_groups", "write_pairs"]
+    stored = ["write_pairs", "store_groups", "write_pairs"]
     assert sorted(own("default")) == sorted(
         [*halves, "keep_best_of_logits", "fetch_missing", "hide_tokens", "sum_values", "attend_pairs", "merge_splits",
          *stored]

@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from implementations import Way
 from kept_fixture import Named, spoil
-from record_fixture import in_pages
 from torch import Tensor
 
-from held_tiers import cursor_over
+from held_tiers import cursor_over, in_pages
 from specache_compile.kernels.codes.records import (
     RECORD,
     by_token,
@@ -237,7 +236,7 @@ def make_step(case: Case, seed: int = 0) -> Step:
         sinks=normal(query_heads) if case.sinks else None,
         cursor=cursor_over(table + 1, n, low_bit, case.low_bit(n + 1)),
         state={
-            **{name: in_pages(x, table + 1) for name, x in zip(LOW_BIT_TIER, low_bit_tier, strict=True)},
+            **{name: in_pages(x, table + 1).pages for name, x in zip(LOW_BIT_TIER, low_bit_tier, strict=True)},
             "center": center, "sink_pairs": sink_pairs, "sink_index": sink_index, "recent": recent, "slots": slots,
             "slot_index": slot_index,
         },

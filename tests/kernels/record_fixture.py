@@ -7,9 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-from torch import Tensor
-
 
 def key_place(token: Any, channel: Any, dim: int, bits: int) -> tuple[Any, Any]:
     """Return the word and the bit of a key's number: thread (g, q) owns tokens 8·g + j and channels 8·m + 2·q + k0."""
@@ -36,12 +33,3 @@ def param_place(channel: Any, dim: int) -> Any:
     block = min(dim, 64)
     m, q, k0 = channel % block // 8, channel % 8 // 2, channel % 2
     return channel // block * block + q * (block // 4) + m // 2 * 4 + k0 * 2 + m % 2
-
-
-def in_pages(x: Tensor, table: Tensor) -> Tensor:
-    """Move rows [B, H, C, ...] to pages [P, H, 256, ...]; page 0 is undefined."""
-    batch, heads = x.shape[:2]
-    parts = x.unflatten(2, (table.shape[1], -1)).transpose(1, 2)
-    pages = torch.full((batch * table.shape[1] + 1, heads, *parts.shape[3:]), 3, dtype=x.dtype)
-    pages[table.flatten()] = parts.flatten(0, 1)
-    return pages

@@ -16,11 +16,10 @@ import pytest
 import torch
 from decode_step import Case, Step, expected_of, make_mask, make_step, output, reference
 from implementations import GPU, KINDS, WAYS, Ops, Way
-from record_fixture import in_pages
 from torch import Tensor
 
 import pairwise
-from held_tiers import adjacent, cursor_over
+from held_tiers import adjacent, cursor_over, in_pages
 from specache_compile.kernels.attention.attention_ops import BLOCK
 from specache_compile.kernels.state.page_table import LOW_BIT_TIER
 
@@ -261,7 +260,7 @@ def test_extend_is_the_references(ops: Ops, case: Case) -> None:
     table = 1 + torch.randperm(host.shape[2] // 256 * batch, generator=generator).view(batch, -1)
     keys, values = torch.cat([host[:, :, :length, 0], k], 2), torch.cat([host[:, :, :length, 1], v], 2)
     expected = output(reference(q, keys, given, causal, sink, softcap), values)
-    out = extended(ops, q, k, v, given, sink, cursor_over(table, length), in_pages(host, table), softcap=softcap)
+    out = extended(ops, q, k, v, given, sink, cursor_over(table, length), in_pages(host, table).pages, softcap=softcap)
     # torch's kernel rounds weights too.
     eps, roundings = torch.finfo(dtype).eps, 0.5 if ops.kind == "definition" else 2
     rounding = {"rtol": roundings * eps + 1e-4, "atol": 2e-5 + (roundings > 1) * eps}

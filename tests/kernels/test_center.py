@@ -72,7 +72,7 @@ def test_a_stepped_center_is_the_rotated_mean_averaged_over_a_group() -> None:
     found = centers(center, GROUP, 0, 4096 // GROUP)
     torch.testing.assert_close(found.double(), expected, atol=2e-3, rtol=0)  # of 5: the angle's rounding in float32
     query = torch.randn(1, HEADS, 3, 2, DIM, generator=torch.Generator().manual_seed(2))
-    shares = share_of_center(query, center, GROUP, 4096)
+    shares = share_of_center(query, center, GROUP, 4096).repeat_interleave(GROUP, -1)
     torch.testing.assert_close(shares, query @ found.unsqueeze(2).mT, atol=1e-4, rtol=0)
 
 

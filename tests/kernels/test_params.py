@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from specache_compile.kernels.codes.params import LARGEST_SCALE, read_params, read_scale, stored_params, stored_scale
-from specache_compile.kernels.codes.quantize import dequantize_keys, quantize_keys
+from specache_compile.kernels.codes.quantize import TOKENS, dequantize, quantize
 
 
 def number(byte: int) -> float:
@@ -56,9 +56,9 @@ def test_a_scale_grows_with_a_zero_point_above_its_eighths(away: float) -> None:
 @pytest.mark.parametrize("bits", [1, 2, 4])
 def test_keys_come_back_as_near_as_their_step_and_its_rounding_let_them(bits: int) -> None:
     keys = torch.randn(2, 3, 128, 64, generator=torch.Generator().manual_seed(2)) + 3 * torch.randn(64)
-    codes, params = quantize_keys(keys, 64, bits, "middles", torch.uint8)
+    codes, params = quantize(keys, TOKENS, 64, bits, "middles", torch.uint8)
     assert params.dtype == torch.uint8
-    off = (dequantize_keys(codes, params) - keys).abs().unflatten(2, (2, 64))
+    off = (dequantize(codes, params, TOKENS) - keys).abs().unflatten(2, (2, 64))
     step = read_scale(params[:, :, :, 0])[:, :, :, None]
     # The zero point and each step are off by a sixteenth; at the end of the range these errors add up.
     assert (off <= step * (0.5 + 1 / 16 + ((1 << bits) - 0.5) / 16) + 1e-5).all()

@@ -13,13 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from specache_compile.kernels.codes.quantize import (
-    dequantize_keys,
-    dequantize_values,
-    encode,
-    quantize_keys,
-    quantize_values,
-)
+from specache_compile.kernels.codes.quantize import CHANNELS, TOKENS, dequantize, encode, quantize
 
 pytestmark = pytest.mark.pairwise
 
@@ -51,15 +45,10 @@ def channels_of(head_dim: int, group_size: int) -> int:
     return next(size for size in range(group_size, 0, -1) if head_dim % size == 0)
 
 
-def round_trip_keys(keys: Tensor, group: int, bits: int, zero_point: str) -> Tensor:
-    levels, params = quantize_keys(keys, group, bits, zero_point, keys.dtype)
-    return dequantize_keys(levels, params)
-
-
-def round_trip_values(values: Tensor, group: int, bits: int, zero_point: str) -> Tensor:
-    channels = channels_of(values.shape[-1], group)
-    levels, params = quantize_values(values, channels, bits, zero_point, values.dtype)
-    return dequantize_values(levels, params)
+def round_trip(x: Tensor, dim: int, bits: int, zero_point: str) -> Tensor:
+    """Quantise over groups of 32 tokens, or of at most as many channels."""
+    size = channels_of(x.shape[-1], 32) if dim == CHANNELS else 32
+    return dequantize(*quantize(x, dim, size, bits, zero_point, x.dtype), dim)
 
 
 def pairs(tokens: int, head_dim: int, dtype: torch.dtype, seed: int = 0, size: float = 1.0) -> Tensor:
@@ -82,18 +71,17 @@ def test_keys_share_a_scale_per_channel_and_values_one_per_token(
 ) -> None:
     """Over g tokens, or a group of channels."""
     x = pairs(2 * group_size, head_dim, torch.float32)
-    dim, size = (4, channels_of(head_dim, group_size)) if values else (3, group_size)
-    quantize, dequantize = (quantize_values, dequantize_values) if values else (quantize_keys, dequantize_keys)
-    codes, params = quantize(x, size, bits, zero_point, x.dtype)
+    along, size = (CHANNELS, channels_of(head_dim, group_size)) if values else (TOKENS, group_size)
+    codes, params = quantize(x, along, size, bits, zero_point, x.dtype)
     assert codes.shape == x.shape
     assert params.shape == ((2, 3, 2 * group_size, 2, head_dim // size) if values else (2, 3, 2, 2, head_dim))
     assert params.dtype == x.dtype
-    groups = x.double().unflatten(dim - 1, (-1, size))
+    groups, dim = x.double().unflatten(along, (-1, size)), along + 1
     scale, zero = formula(groups.amin(dim), groups.amax(dim), bits, zero_point)
     torch.testing.assert_close(params.double(), torch.stack([scale, zero], 3), rtol=1e-5, atol=1e-5)
     levels = ((groups - zero.unsqueeze(dim)) / scale.unsqueeze(dim)).round().clamp(0, 2**bits - 1)
     rebuilt = (levels * scale.unsqueeze(dim) + zero.unsqueeze(dim)).view_as(x)
-    assert_same_levels(dequantize(codes, params), rebuilt, scale.repeat_interleave(size, dim - 1))
+    assert_same_levels(dequantize(codes, params, along), rebuilt, scale.repeat_interleave(size, along))
 
 
 def assert_same_levels(actual: Tensor, expected: Tensor, step: Tensor) -> None:
@@ -136,8 +124,8 @@ def test_a_constant_group_gives_back_its_constant(
     constant: float, dtype: torch.dtype, bits: int, zero_point: str
 ) -> None:
     x = torch.full((1, 2, 32, 80), constant, dtype=dtype)
-    assert torch.equal(round_trip_keys(x, 32, bits, zero_point), x.float())
-    assert torch.equal(round_trip_values(x, 32, bits, zero_point), x.float())
+    assert torch.equal(round_trip(x, TOKENS, bits, zero_point), x.float())
+    assert torch.equal(round_trip(x, CHANNELS, bits, zero_point), x.float())
 
 
 @pytest.mark.parametrize(("bits", "zero_point"), FORMATS)
@@ -151,13 +139,10 @@ def test_an_infinity_takes_an_end_of_its_group_and_spoils_nothing_else(
     broken[1, 0] = math.nan  # nothing finite
     broken[1, 0, :, ::2] = math.inf
     finite = broken.isfinite()
-    for round_trip, dim, groups in (
-        (round_trip_keys, 2, broken),
-        (round_trip_values, 4, broken.unflatten(3, (-1, 32))),
-    ):
+    for along, dim, groups in ((TOKENS, 2, broken), (CHANNELS, 4, broken.unflatten(3, (-1, 32)))):
         low = groups.float().masked_fill(~groups.isfinite(), math.inf).amin(dim, True)
         high = groups.float().masked_fill(~groups.isfinite(), -math.inf).amax(dim, True)
-        rebuilt = round_trip(broken, 32, bits, zero_point)
+        rebuilt = round_trip(broken, along, bits, zero_point)
         assert rebuilt.isfinite().all()
         limit = bound(low, high, bits, zero_point, dtype).expand_as(groups).reshape_as(broken)
         assert ((rebuilt.double() - broken.double()).abs() <= limit)[finite].all()
@@ -176,8 +161,8 @@ def test_numbers_as_large_as_the_dtype_has_stay_finite(
     x = torch.empty(1, 1, 32, 32, dtype=dtype).fill_(largest)
     x[:, :, ::2, ::2] = low * largest
     x[:, :, ::3, ::3] = 0.0
-    for round_trip in (round_trip_keys, round_trip_values):
-        rebuilt = round_trip(x, 32, bits, zero_point)
+    for along in (TOKENS, CHANNELS):
+        rebuilt = round_trip(x, along, bits, zero_point)
         assert rebuilt.isfinite().all()
         assert (rebuilt.abs().double() <= largest * (1 + 2**bits * torch.finfo(dtype).eps)).all()
 
@@ -185,8 +170,8 @@ def test_numbers_as_large_as_the_dtype_has_stay_finite(
 @pytest.mark.parametrize("bits", [1, 8])
 def test_float64_is_quantised_within_the_range_of_float32(bits: int) -> None:
     keys = torch.randn(1, 2, 64, 16, dtype=torch.float64)
-    codes, params = quantize_keys(keys, 32, bits, "midpoint", keys.dtype)
+    codes, params = quantize(keys, TOKENS, 32, bits, "midpoint", keys.dtype)
     assert params.dtype == torch.float64
-    single = quantize_keys(keys.float(), 32, bits, "midpoint", torch.float32)
+    single = quantize(keys.float(), TOKENS, 32, bits, "midpoint", torch.float32)
     assert torch.equal(codes, single[0])
     assert torch.equal(params.float(), single[1])

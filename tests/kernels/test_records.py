@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from record_fixture import key_place, param_place, value_place
-from torch import Tensor
 
 from specache_compile.kernels.codes.records import (
     fields_of,
@@ -49,11 +48,6 @@ def test_the_middle_two_of_four_scales_change_places() -> None:
     assert in_thread_order(torch.arange(8)).tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
 
 
-def words_of(codes: Tensor) -> Tensor:
-    """Return the 32-bit words of bytes, int64."""
-    return codes.contiguous().view(torch.int32).long() & 0xFFFFFFFF
-
-
 @pytest.mark.parametrize("values", [False, True])
 @pytest.mark.parametrize("bits", [*WIDTHS, 8])
 @pytest.mark.parametrize(("start", "tokens"), [(0, 128), (32, 32), (64, 96), (96, 128)])
@@ -75,4 +69,5 @@ def test_tokens_are_written_where_they_belong_and_others_stay(start: int, tokens
         assert part[1, token // 64, token % 64 * dim + channel] == expected
     else:
         word, bit = (value_place if values else key_place)(token % 64, channel, dim, bits)
-        assert int(words_of(part[1, token // 64])[word]) >> bit & 2**bits - 1 == expected
+        words = part[1, token // 64].contiguous().view(torch.int32)
+        assert int(words[word]) >> bit & 2**bits - 1 == expected

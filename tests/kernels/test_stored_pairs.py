@@ -15,8 +15,6 @@ from specache_compile.kernels.state.stored_pairs import ROUNDED, decoded, parts_
 B, H, C = 2, 3, 2 * PAGE
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 WIDTHS = pytest.mark.parametrize("d", [64, 80, 30])
-
-
 TABLE = adjacent(B, C)
 
 

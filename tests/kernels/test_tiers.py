@@ -13,13 +13,13 @@ import pytest
 import torch
 from implementations import KINDS, Ops
 from kept_fixture import Named
-from record_fixture import in_pages
 from torch import Tensor
 
 import pairwise
-from held_tiers import cursor_over
+from held_tiers import cursor_over, in_pages
+from specache_compile.kernels.codes import trellis
 from specache_compile.kernels.codes.params import read_params, read_scale, stored_scale
-from specache_compile.kernels.codes.quantize import quantize_keys, quantize_values
+from specache_compile.kernels.codes.quantize import CHANNELS, TOKENS, quantize
 from specache_compile.kernels.codes.records import (
     by_token,
     in_thread_order,
@@ -28,7 +28,6 @@ from specache_compile.kernels.codes.records import (
     stored_dim,
     unpacked,
 )
-from specache_compile.kernels.codes.trellis import quantize
 from specache_compile.kernels.movement.tier_ops import padded
 from specache_compile.kernels.state.center import centers, set_center
 from specache_compile.kernels.state.cursor import LENGTH, LOW_BIT, NEXT_LOW_BIT
@@ -137,7 +136,7 @@ class Cache:
             dtype, nothing = (torch.uint8, 255) if case.eight else (dtype, nothing)
             tiers["key_params"] = torch.full((*ROWS, CAPACITY // group, *key_shape), nothing, dtype=dtype)
             tiers["value_params"] = torch.full((*rows, *value_shape), nothing, dtype=dtype)
-        self.pages = {name: in_pages(x, TABLE) for name, x in tiers.items()}
+        self.pages = {name: in_pages(x, TABLE).pages for name, x in tiers.items()}
 
     @property
     def length(self) -> int:
@@ -202,13 +201,14 @@ class Cache:
             key_levels, scales = self.in_trellis(keys, values=False)
             key_params = stored_scale(scales, dtype).view(*ROWS, -1, 1, case.group)
         else:
-            key_levels, key_params = quantize_keys(padded(keys), case.group, key_bits, case.zero_point, dtype)
+            key_levels, key_params = quantize(padded(keys), TOKENS, case.group, key_bits, case.zero_point, dtype)
             key_params = key_params[..., param_order(self.dim, key_bits)]
         if case.trellis:
             value_levels, scales = self.in_trellis(values, values=True)
             value_params = stored_scale(in_thread_order(scales), dtype)[..., None, None]
         else:
-            value_levels, value_params = quantize_values(padded(values), self.size, value_bits, case.zero_point, dtype)
+            given = (padded(values), CHANNELS, self.size, value_bits)
+            value_levels, value_params = quantize(*given, case.zero_point, dtype)
         for levels, bits, of_values in ((key_levels, key_bits, False), (value_levels, value_bits, True)):
             found = read_levels(codes, self.dim, bits, of_values)
             self.check_levels(
@@ -240,8 +240,8 @@ class Cache:
 
     def in_trellis(self, x: Tensor, values: bool) -> tuple[Tensor, Tensor]:
         """Return the bits [B, H, n, D] of keys or values [B, H, n, d], and their scales [B, H, n]."""
-        codes, scale = quantize(x, 0, self.dim, values)
-        return by_token(unpacked(codes, 1), self.dim, 1, values)[:, :, : x.shape[2]], scale[..., 0, 0]
+        codes, scale = trellis.quantize(x, 0, self.dim, values)
+        return by_token(unpacked(codes, 1), self.dim, 1, values)[:, :, : x.shape[2]], scale
 
     def check_levels(self, found: Tensor, expected: Tensor, in_trellis: bool) -> None:
         """Without exact sums a number may be at a border of levels, and a circle may have two paths as near."""
@@ -348,7 +348,7 @@ class Slots:
     def __init__(self, k: int, dtype: torch.dtype = torch.float32, head_dim: int = HEAD_DIM) -> None:
         self.k = k
         self.pairs = random_pairs(CAPACITY, 1, head_dim, dtype)
-        self.host = in_pages(self.pairs, TABLE)
+        self.host = in_pages(self.pairs, TABLE).pages
         self.slots = torch.full((*ROWS, k, 2, head_dim), math.nan, dtype=dtype)
         self.slot_index = torch.full((*ROWS, k), -1, dtype=torch.int32)
         self.selected = torch.full((*ROWS, k), -1, dtype=torch.int32)

@@ -109,7 +109,7 @@ def test_shares_of_a_stepped_center_are_those_of_each_rows_own_frequencies(group
     low_bit = torch.tensor([1920, 640])
     cursor = torch.stack([low_bit + 40, low_bit, low_bit], 1).to(GPU)
     shares = triton_center.share_of_center(q, stored, cursor, capacity, group, d**-0.5)
-    expected = center.share_of_groups(q.double().unflatten(1, (heads, 2)) * d**-0.5, stored.double(), capacity // group)
+    expected = center.share_of_center(q.double().unflatten(1, (heads, 2)) * d**-0.5, stored.double(), group, capacity)
     for row, stop in enumerate((low_bit // group).tolist()):
         torch.testing.assert_close(
             shares[row, ..., :stop].double(), expected[row].flatten(0, 1)[..., :stop], atol=1e-4, rtol=0
@@ -218,7 +218,7 @@ def test_attention_compiles_where_a_key_has_the_fewest_bytes() -> None:
     printed = compiled("--only=fp32, 1 bit, d 16")
     assert "score_keys" in printed
     assert "sum_values" in printed
-    assert "quantize_groups" in printed
+    assert "store_groups" in printed
 
 
 def test_the_keys_loop_has_no_shared_memory_and_few_instructions() -> None:

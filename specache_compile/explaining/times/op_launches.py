@@ -300,11 +300,9 @@ def offload(call: LaunchedOp) -> list[Kernel]:
 
 def append(call: LaunchedOp) -> list[Kernel]:
     options = call.load.options
-    if not options.layout.is_quantised:
-        return [small("copy_groups"), small("write_pairs")]
     found = options.has_key_trellis or call.arguments.get("frequencies") is not None
     names = ["find_center"] if options.center_rows(call.layer) and found else []
-    return [small(name) for name in (*names, "copy_groups", "quantize_groups", "write_pairs")]
+    return [small(name) for name in (*names, "store_groups", "write_pairs")]
 
 
 def fp8_attention(call: LaunchedOp) -> list[Kernel]:

@@ -1,6 +1,9 @@
-"""Triton: the places of kept logits and of their bases (`kept_logits.py`) among those of one KV head."""
+"""Triton: what the attention kernels have in common: operations on logits, and the places of kept logits and of their
+bases (`kept_logits.py`) among those of one KV head."""
 
 from __future__ import annotations
+
+import math
 
 import triton
 import triton.language as tl
@@ -10,9 +13,40 @@ from specache_compile.kernels.codes import records
 from . import kept_logits
 from .query import SEEN
 
+LOG2E = tl.constexpr(math.log2(math.e))
 RECORD, BLOCK, OCTET = (tl.constexpr(n) for n in (records.RECORD, kept_logits.LOGIT_BLOCK, kept_logits.OCTET))
 # An additive mask below this value hides its token; other masks set logits to -inf.
 HIDDEN = tl.constexpr(SEEN)
+
+
+@triton.jit
+def capped(logits, softcap, CAP: tl.constexpr):
+    if CAP:  # tanh(x) = 2σ(2x) - 1
+        logits = (2.0 * tl.sigmoid(2.0 * logits / softcap) - 1.0) * softcap
+    return logits
+
+
+@triton.jit
+def visible(logits, softcap, mask, rows, columns, there, causal, MASK: tl.constexpr, CAP: tl.constexpr):
+    """Return logits [ROWS, n], capped, under a mask; -inf where it hides a token, or not both `there` [n] and `causal`.
+
+    rows, columns: offsets [ROWS] and [n] of the mask's elements. A mask of padding takes one load per token.
+    """
+    logits = capped(logits, softcap, CAP)
+    if MASK == 3:
+        there = there & (tl.load(mask + columns, there, 0) != 0)
+    seen, at = there[None, :] & causal, rows[:, None] + columns[None, :]
+    if MASK == 1:
+        seen = seen & (tl.load(mask + at, seen, 0) != 0)
+    if MASK == 2:
+        logits += tl.load(mask + at, seen, 0.0).to(tl.float32)
+    return tl.where(seen, logits, float("-inf"))
+
+
+@triton.jit
+def finite(highest):
+    """Return the maximum to subtract from logits: 0 if no logit is finite."""
+    return tl.where(highest == float("-inf"), 0.0, highest)
 
 
 @triton.jit
