@@ -87,8 +87,9 @@ def quantize(
     Returns: levels uint8 [B, H, T, d], and scale|zero in `dtype`, of keys [B, H, T/g, 2, d], of values
     [B, H, T, 2, d/gv].
     """
-    groups, there = (None if y is None else y.unflatten(dim, (-1, size)) for y in (x, there))
-    levels, *params = encode(groups, dim + 1, bits, zero_point, dtype, there)
+    groups = x.unflatten(dim, (-1, size))
+    present = None if there is None else there.unflatten(dim, (-1, size))
+    levels, *params = encode(groups, dim + 1, bits, zero_point, dtype, present)
     return levels.flatten(dim, dim + 1), torch.stack([param.squeeze(dim + 1) for param in params], 3)
 
 
