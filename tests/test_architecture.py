@@ -24,7 +24,7 @@ QUICK = 0.06
 # The sizes that `python tools/count_lines.py` prints may not grow beyond these.
 CEILINGS = {
     "product lines, C++ included": 27_112,
-    "lines loaded by the backend": 11_538,
+    "lines loaded by the backend": 11_539,
     "test lines, C++ included": 22_389,
     "words in docs, without the generated api.md": 12_000,
 }
