@@ -40,7 +40,11 @@ def fake_correct(scores: Tensor, cursor: Tensor, host: Tensor, slots: Tensor, sl
     return torch.empty_like(slot_index)
 
 
-def compile_tiers(dtype: torch.dtype) -> object:
+def compile_decode(q: Tensor) -> object:
+    return decode_library(q.dtype)
+
+
+def compile_tiers(first: Any) -> object:
     """Compile the tiers' C++, which has one build for all dtypes."""
     return tiers_library()
 
@@ -80,13 +84,13 @@ DECLARED = (
     Op(
         f"decode_attention(Tensor q, Tensor k, Tensor v, {NEW}, {SLOTS}, {READ}, {SKIP}) -> (Tensor, Tensor)",
         attention.decode_attention, fake_decode_attention, ".decode.triton_scored:decode_attention",
-        fused=cpp_decode.decode_attention_fused, library=decode_library,
+        fused=cpp_decode.decode_attention_fused, library=compile_decode,
         lanes=widened_decode_attention, is_work=True,
     ),
     Op(
         f"score_low_bit(Tensor q, Tensor k, Tensor v, {NEW}, {READ}, bool scores=True) -> (Tensor, Tensor, Tensor)",
         attention.score_low_bit, fake_score_low_bit, ".decode.triton_scored:score_low_bit",
-        fused=cpp_decode.score_low_bit_fused, library=decode_library, is_work=True,
+        fused=cpp_decode.score_low_bit_fused, library=compile_decode, is_work=True,
     ),
     Op(
         "correct(Tensor scores, Tensor cursor, Tensor host, Tensor(a!) slots, Tensor(b!) slot_index, "
@@ -98,7 +102,7 @@ DECLARED = (
         f"attend_scored(Tensor q, Tensor k, Tensor v, {NEW}, Tensor(a!) logits, Tensor base, Tensor chosen, {SLOTS}, "
         f"{READ}, {SKIP}) -> Tensor",
         attention.attend_scored, fake_of_query, ".decode.triton_scored:attend_scored",
-        fused=cpp_decode.attend_scored_fused, library=decode_library, is_work=True,
+        fused=cpp_decode.attend_scored_fused, library=compile_decode, is_work=True,
     ),
     Op(
         "extend_attention(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? sinks, Tensor cursor, Tensor host, "

@@ -91,7 +91,7 @@ def use_fused_kernels(graph_module: GraphModule) -> None:
             continue
         node.target = getattr(torch.ops.specache, f"{op.name}_fused").default
         if op.library is not None:
-            op.library(value_of(node.args[0]).dtype)
+            op.library(value_of(node.args[0]))
     graph_module.recompile()
 
 

@@ -23,8 +23,8 @@ PARTS = ("passes", "lowering", "kernels")
 QUICK = 0.06
 # The sizes that `python tools/count_lines.py` prints may not grow beyond these.
 CEILINGS = {
-    "product lines, C++ included": 27_112,
-    "lines loaded by the backend": 11_539,
+    "product lines, C++ included": 27_116,
+    "lines loaded by the backend": 11_543,
     "test lines, C++ included": 22_389,
     "words in docs, without the generated api.md": 12_000,
 }
