@@ -99,6 +99,9 @@ CASES = {
         SpecacheOptions(bits=4, group_size=128), softcap=50.0, queries=8, lanes=2, mask="additive"
     ),
     "4 bits": Case(SpecacheOptions(bits=4)),
+    "4 bits, g 128, d 256": Case(SpecacheOptions(bits=4, group_size=128), d=256),
+    "setting paper, g 128, d 256": Case(SpecacheOptions(**PAPER | {"group_size": 128}), d=256),
+    "fp32, 4 bits, g 128, d 256": Case(SpecacheOptions(bits=4, group_size=128), torch.float32, d=256),
     "8 bits": Case(SpecacheOptions(bits=8)),
     "16 bits": Case(SpecacheOptions(bits=16)),
     "fp32, 2 bits": Case(SpecacheOptions(**PAPER), torch.float32, d=64),

@@ -78,12 +78,14 @@ def decoded(pairs: Tensor, dtype: torch.dtype, head_dim: int) -> Tensor:
     if pairs.dtype == ROUNDED:
         scale = pairs[..., -SCALE.itemsize :].contiguous().view(SCALE)
         return (pairs[..., :head_dim].float() * scale).to(dtype)
-    if pairs.dtype == torch.uint8:
-        return values_of_fp8(dtype).to(pairs.device).index_select(0, pairs.flatten().int()).view(pairs.shape)
-    return pairs
+    if pairs.dtype != torch.uint8:
+        return pairs
+    if pairs.device.type != "cpu":
+        return pairs.view(FP8).to(dtype)
+    return values_of_fp8(dtype).index_select(0, pairs.flatten().int()).view(pairs.shape)
 
 
 @functools.cache
 def values_of_fp8(dtype: torch.dtype) -> Tensor:
     """Return the values [256] of the e4m3 codes. A CPU takes four times as long to convert as to look up."""
-    return torch.arange(256, dtype=torch.uint8).view(FP8).to(dtype)
+    return torch.arange(256, dtype=torch.uint8, device="cpu").view(FP8).to(dtype)

@@ -275,6 +275,7 @@ SAMPLE = [Case(**{name: chance.choice(values) for name, values in AXES.items()})
 SAMPLE = [case for case in SAMPLE if case.is_possible]
 CASES = [Case(), *(SAMPLE[place] for place in pairwise.chosen([{"case": case} for case in SAMPLE]))]
 FOR_TRITON = [case for case in CASES if case.dtype != torch.bfloat16 and case.group * case.head_dim <= 64 * 80]
+FOR_TRITON.append(Case(bits=4, group=128, head_dim=256, rotate=True))  # the rotation halves it
 
 
 @on_cpus

@@ -221,6 +221,10 @@ def test_attention_compiles_where_a_key_has_the_fewest_bytes() -> None:
     assert "store_groups" in printed
 
 
+def test_the_largest_group_fits_the_smallest_shared_memory() -> None:
+    assert "sm_89" in compiled("--for=89", "--only=store_groups fp32, 4 bits, g 128, d 256")
+
+
 def test_the_keys_loop_has_no_shared_memory_and_few_instructions() -> None:
     """Another kWidth of Triton would send the operands of the products through shared memory."""
     printed = compiled("--for=90", "--only=score_keys the default, d 128")
