@@ -24,7 +24,7 @@ class Op:
     cuda: "module:function" of the CUDA implementation, imported on first use (triton exists on Linux only).
         ".folder.module" is relative to kernels/. None for an op that runs on CPUs only.
     fused: the CPU implementation, in C++ or by a torch kernel. Lowering replaces the op by the op `NAME_fused`.
-    library: compiles the C++ of `fused` for its first operand.
+    library: compiles the C++ of `fused` for its first operand's fake value, or None if a pass recorded none.
     lanes: the vmap rule, in which a mapped axis becomes the lanes.
     copies: the op runs on the copy stream.
     is_work: the op takes long enough to hide a copy.
