@@ -51,11 +51,7 @@ struct Attention : ExactAttention {
     for (int64_t c = 0; c < s.dim; ++c) scales[c] = params.scale(c);
     for (int64_t c = 0; c < s.dim; ++c) zeros[c] = params.zero(s.dim + c, scales[c]);
     const float* q = &in_params_order[head * rows * s.dim];
-    for (int64_t m = 0; m < rows; ++m) {
-      float sum = 0.0f;
-      for (int64_t c = 0; c < s.dim; ++c) sum += q[m * s.dim + c] * zeros[c];
-      base[m] = sum;
-    }
+    for (int64_t m = 0; m < rows; ++m) base[m] = dot(q + m * s.dim, zeros.data(), s.dim);
     if (s.key_bits == 8) {
       for (int64_t m = 0; m < rows; ++m)
         for (int64_t c = 0; c < s.d; ++c) scaled[m * s.d + c] = turned[(head * rows + m) * s.d + c] * scales[c];
@@ -94,16 +90,17 @@ struct Attention : ExactAttention {
     }
   }
 
+  // The levels of a token's key or value in rows of 8 bits.
+  const uint8_t* levels_at(int64_t row, bool values) const {
+    return record_at(row) + (values ? kRecord * s.dim * s.key_bits / 8 : 0) + row % kRecord * s.dim;
+  }
+
   // The same for tokens in rows, of 8 or 16 bits.
   void score_tokens(const float* scaled, int64_t row, int64_t count, float* products) const {
-    const auto load = [&](int64_t t, float* x) {
-      const uint8_t* levels = record_at(row) + (row % kRecord + t) * s.dim;
-      for (int64_t c = 0; c < s.d; ++c)
-        x[c * kLanes] = s.key_bits == 8 ? levels[c] : static_cast<float>(pair_in_16_bits(row + t)[c]);
-    };
-    each_tile(scaled, count, load, [&](int64_t t, int64_t m, Floats product) {
-      *reinterpret_cast<Floats*>(products + m * count + t) = product;
-    });
+    for (int64_t t = 0; t < count; ++t)
+      for (int64_t m = 0; m < rows; ++m)
+        products[m * count + t] = s.key_bits == 8 ? dot(scaled + m * s.d, levels_at(row + t, false), s.d)
+                                                  : dot(scaled + m * s.d, pair_in_16_bits(row + t), s.d);
   }
 
   // Logits of one chunk of a head's low-bit tier, into s.logits; none of the sinks.
@@ -130,9 +127,8 @@ struct Attention : ExactAttention {
           Floats x = (load(&products[m * step + i]) + base[m]) * load(&scales[i]);
           if (s.share_tokens > 1) x += s.shares[((head * rows + m) * most + t) / s.share_tokens];
           else if (s.shares) x += load(s.shares + (head * rows + m) * most + t + i);
-          x = capped(x);
-          if (s.bias)
-            for (int lane = 0; lane < kLanes; ++lane) x[lane] += bias(head, m, t + i + lane);
+          if (s.bias || s.softcap > 0)
+            for (int lane = 0; lane < kLanes; ++lane) x[lane] = capped(x[lane]) + bias(head, m, t + i + lane);
           *reinterpret_cast<Floats*>(logits_of(head) + m * s.capacity + t + i) = x;
         }
     }
@@ -221,20 +217,20 @@ struct Attention : ExactAttention {
 
   // The same for tokens in rows, of 8 or 16 bits.
   void mix_tokens(int64_t row, int64_t count, const std::vector<int>& kept, const float* weights, Part part) const {
-    const int64_t groups = s.value_bits == 8 ? s.dim / s.channels : 0;
-    std::vector<float> values(kLanes * s.d), scales(kLanes * groups), zeros(kLanes * groups);
+    std::vector<float> value(s.d);
     for (const int record : kept)
-      for (int64_t t = record * kRecord; t < std::min<int64_t>(count, (record + 1) * kRecord); t += kLanes) {
-        for (int64_t v = 0; v < groups; ++v) read_values(row + t, kLanes, v, &scales[v * kLanes], &zeros[v * kLanes]);
-        for (int64_t i = 0; i < kLanes; ++i) {
-          const uint8_t* levels = record_at(row + t + i) + kRecord * s.dim * s.key_bits / 8 + (row + t + i) % kRecord * s.dim;
-          for (int64_t c = 0; c < s.d; ++c) {
-            const int64_t at = groups ? c / s.channels * kLanes + i : 0;
-            values[i * s.d + c] = groups ? levels[c] * scales[at] + zeros[at]
-                                         : static_cast<float>(pair_in_16_bits(row + t + i)[s.d + c]);
-          }
+      for (int64_t t = record * kRecord; t < std::min<int64_t>(count, (record + 1) * kRecord); ++t) {
+        if (s.value_bits == 16) {
+          add_weighted(weights + t, kChunk, pair_in_16_bits(row + t) + s.d, rows, s.d, part.out);
+          continue;
         }
-        mix_tile(weights + t, kChunk, values.data(), rows, s.d, part.out);
+        const uint8_t* levels = levels_at(row + t, true);
+        for (int64_t first = 0; first < s.d; first += s.channels) {
+          float scale, zero;
+          read_values(row + t, 1, first / s.channels, &scale, &zero);
+          for (int64_t c = first; c < std::min(first + s.channels, s.d); ++c) value[c] = levels[c] * scale + zero;
+        }
+        add_weighted(weights + t, kChunk, value.data(), rows, s.d, part.out);
       }
   }
 

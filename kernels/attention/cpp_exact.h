@@ -74,11 +74,7 @@ struct ExactAttention {
                   row % s.lanes * stride[3] + token * stride[4]];
   }
 
-  Floats capped(Floats x) const {
-    if (s.softcap > 0)
-      for (int i = 0; i < kLanes; ++i) x[i] = std::tanh(x[i] / s.softcap) * s.softcap;
-    return x;
-  }
+  float capped(float x) const { return s.softcap > 0 ? std::tanh(x / s.softcap) * s.softcap : x; }
 
   int64_t pair_size() const { return 2 * s.d; }
   Pair pair_at(const T* at, int64_t token) const { return {at, at + s.d, token, 0}; }
@@ -117,55 +113,35 @@ struct ExactAttention {
     return found;
   }
 
-  // Products of query rows [rows][d] with tokens [count][d] in tiles: what(first token, row, products of kLanes tokens).
-  // load(t, x): write token t to x[kLanes·c].
-  template <typename Load, typename Do>
-  void each_tile(const float* q, int64_t count, Load&& load, Do&& what) const {
-    std::vector<float> tile(s.d * kLanes), memory(rows * kLanes);
-    Floats* products = reinterpret_cast<Floats*>(memory.data());
-    for (int64_t t = 0; t < count; t += kLanes) {
-      for (int64_t i = 0; i < kLanes; ++i) load(std::min(t + i, count - 1), tile.data() + i);
-      score_tile(q, reinterpret_cast<Floats*>(tile.data()), rows, s.d, products);
-      for (int64_t m = 0; m < rows; ++m) what(t, m, products[m]);
-    }
-  }
-
-  // Logits [rows][stride] of a head's query rows and some pairs in 16 bits; stride: their number, up to a whole tile.
+  // Logits [rows][count] of a head's query rows and some pairs in 16 bits.
   std::vector<float> exact_logits(int64_t head, const std::vector<Pair>& of) const {
-    const int64_t count = of.size(), stride = (count + kLanes - 1) / kLanes * kLanes;
-    std::vector<float> logits(rows * stride, kNothing);
-    const auto load = [&](int64_t t, float* x) { for (int64_t c = 0; c < s.d; ++c) x[c * kLanes] = of[t].key[c]; };
-    each_tile(&query[head * rows * s.d], count, load, [&](int64_t t, int64_t m, Floats product) {
-      const Floats x = capped(product);
-      const int64_t lane = m % s.lanes;
-      float* row = &logits[m * stride + t];
-      for (int64_t i = 0; i < kLanes && t + i < count; ++i)
-        if (lane >= of[t + i].first_lane) row[i] = s.bias ? x[i] + bias(head, m, of[t + i].token) : x[i];
-    });
+    const int64_t count = of.size();
+    std::vector<float> logits(rows * count, kNothing);
+    for (int64_t t = 0; t < count; ++t)
+      for (int64_t m = 0; m < rows; ++m)
+        if (m % s.lanes >= of[t].first_lane)
+          logits[m * count + t] =
+              capped(dot(&query[(head * rows + m) * s.d], of[t].key, s.d)) + bias(head, m, of[t].token);
     return logits;
   }
 
-  // Attention over 16-bit pairs; returns their logits. A weight of 0 does not remove values that are not finite, so
-  // tails of tiles are zeros.
+  // Attention over 16-bit pairs; returns their logits.
   std::vector<float> exact_mix(int64_t head, const std::vector<Pair>& of, Part part) const {
     const std::vector<float> logits = exact_logits(head, of);
-    const int64_t count = of.size(), stride = logits.size() / rows;
-    std::vector<float> weights(logits), values(kLanes * s.d);
-    for (int64_t m = 0; m < rows; ++m) softmax(&weights[m * stride], stride, part.peak + m, part.total + m);
-    for (int64_t t = 0; t < stride; t += kLanes) {
-      for (int64_t i = 0; i < kLanes; ++i)
-        for (int64_t c = 0; c < s.d; ++c) values[i * s.d + c] = t + i < count ? static_cast<float>(of[t + i].value[c]) : 0.0f;
-      mix_tile(weights.data() + t, stride, values.data(), rows, s.d, part.out);
-    }
+    const int64_t count = of.size();
+    std::vector<float> weights(logits);
+    for (int64_t m = 0; m < rows; ++m) softmax(&weights[m * count], count, part.peak + m, part.total + m);
+    for (int64_t t = 0; t < count; ++t) add_weighted(&weights[t], count, of[t].value, rows, s.d, part.out);
     return logits;
   }
 
   // Peaks and totals of the first `count` logits of each row, which are `stride` apart.
   void totals(const float* logits, int64_t stride, int64_t count, Part part) const {
-    std::vector<float> row(count);
     for (int64_t m = 0; m < rows; ++m) {
-      std::copy_n(logits + m * stride, count, row.data());
-      softmax(row.data(), count, part.peak + m, part.total + m);
+      const float* row = logits + m * stride;
+      part.peak[m] = largest(row, count);
+      part.total[m] = 0.0f;
+      for (int64_t t = 0; t < count; ++t) part.total[m] += weight_of(row[t], base_of(part.peak[m]));
     }
   }
 

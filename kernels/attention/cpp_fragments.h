@@ -8,8 +8,20 @@
 #include <map>
 #include <numeric>
 #include <tuple>
+#include <type_traits>
 
 namespace {
+
+// Query rows whose sums are in registers at once.
+constexpr int64_t kRows = kLanes == 16 ? 8 : 4;
+
+// Call what(R) with an integral constant, R of `rows` query rows.
+template <int R = kRows, typename Do>
+inline void with_rows(int64_t rows, Do&& what) {
+  if constexpr (R > 1)
+    if (rows < R) return with_rows<R - 1>(rows, what);
+  what(std::integral_constant<int, R>{});
+}
 
 // The four sums of lanes i, i + 4, ...
 inline void add_fours(Floats x, float* to) {

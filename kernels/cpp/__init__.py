@@ -1,1 +1,1 @@
-"""Shared parts of the C++ kernels: compilation, tiles and vectors."""
+"""Shared parts of the C++ kernels: compilation, vectors and their math."""

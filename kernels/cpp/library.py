@@ -82,7 +82,7 @@ def decode_library(dtype: torch.dtype) -> Any:
     if dtype not in DTYPES:
         return None
     names = (
-        "cpp/cpp_tiles.h", "codes/cpp_codes.h", "attention/cpp_fragments.h", "attention/cpp_exact.h",
+        "cpp/cpp_math.h", "codes/cpp_codes.h", "attention/cpp_fragments.h", "attention/cpp_exact.h",
         "attention/cpp_attention.h", "attention/cpp_decode.cpp",
     )  # fmt: skip
     return compiled(names, f"typedef {DTYPES[dtype]} T;\n{declaration()}")
