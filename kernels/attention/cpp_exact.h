@@ -138,10 +138,11 @@ struct ExactAttention {
   // Peaks and totals of the first `count` logits of each row, which are `stride` apart.
   void totals(const float* logits, int64_t stride, int64_t count, Part part) const {
     for (int64_t m = 0; m < rows; ++m) {
-      const float* row = logits + m * stride;
-      part.peak[m] = largest(row, count);
-      part.total[m] = 0.0f;
-      for (int64_t t = 0; t < count; ++t) part.total[m] += weight_of(row[t], base_of(part.peak[m]));
+      const float *row = logits + m * stride, peak = largest(row, count), base = base_of(peak);
+      float total = 0.0f;
+      for (int64_t t = 0; t < count; ++t) total += weight_of(row[t], base);
+      part.peak[m] = peak;
+      part.total[m] = total;
     }
   }
 

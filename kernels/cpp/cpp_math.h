@@ -76,8 +76,10 @@ inline float dot(const float* q, const Number* x, int64_t d) {
 // out[rows][d] += weights·x[d]; the rows' weights are `stride` apart.
 template <typename Number>
 inline void add_weighted(const float* weights, int64_t stride, const Number* x, int64_t rows, int64_t d, float* out) {
-  for (int64_t m = 0; m < rows; ++m)
-    for (int64_t c = 0; c < d; ++c) out[m * d + c] += weights[m * stride] * static_cast<float>(x[c]);
+  for (int64_t m = 0; m < rows; ++m, out += d) {
+    const float weight = weights[m * stride];
+    for (int64_t c = 0; c < d; ++c) out[c] += weight * static_cast<float>(x[c]);
+  }
 }
 
 }  // namespace
