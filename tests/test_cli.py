@@ -72,6 +72,8 @@ def test_generate_finds_the_pass_key_and_verifies(capsys: pytest.CaptureFixture[
         (["generate", f"{MODEL}/config.json", "--prompt", "a"], "is a file. Pass a checkpoint folder, a hub name"),
         (["generate", MODEL, "--prompt-file", "/no/such/file"], "/no/such/file"),
         (["generate", MODEL, "--prompt-file", f"{MODEL}/model.safetensors"], "safetensors is not UTF-8 text"),
+        (["generate", MODEL, "--prompt", "\udcff"], "--prompt is not UTF-8 text"),
+        (["bench", MODEL, "--contexts", "128", "--json", __file__], "test_cli.py has no rows of a benchmark"),
         (["generate", MODEL, "--prompt", "a", "--verify", "0"], "verify=0: accepted is a number of tokens, 1 to 1024"),
         (["serve", "/no/such/model", "--port", "0"], "no checkpoint at /no/such/model"),
         (["serve", str(Path(__file__).parent), "--port", "0"], "no usable config at"),

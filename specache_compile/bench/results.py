@@ -94,8 +94,11 @@ class Results:
         origin = provenance(device, program, given)
         self.report: dict[str, Any] = {"provenance": origin, "settings": settings, "rows": []}
         if resume and out is not None and out.exists():
-            found = json.loads(out.read_text())
-            old, new = ({**report["settings"], **report["provenance"]} for report in (found, self.report))
+            try:
+                found = json.loads(out.read_text())
+                old, new = ({**report["settings"], **report["provenance"]} for report in (found, self.report))
+            except (ValueError, TypeError, LookupError) as error:
+                raise SpecacheError(f"{out} has no rows of a benchmark. Move the file, or name another one") from error
             other = [
                 f"{name} {old.get(name)}, not {new[name]}" for name in (*SAME, *settings) if old.get(name) != new[name]
             ]

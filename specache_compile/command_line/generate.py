@@ -62,16 +62,18 @@ def sampling_of(args: argparse.Namespace) -> dict[str, Any]:
 
 def prompt_of(args: argparse.Namespace) -> str:
     """The prompt's text. SpecacheError if it is empty."""
-    if args.prompt is not None:
-        text, source = args.prompt, "--prompt"
-    elif args.prompt_file == "-":
-        text, source = sys.stdin.read(), "standard input"
-    else:
-        source = f"--prompt-file {args.prompt_file}"
-        try:
+    source = f"--prompt-file {args.prompt_file}"
+    try:
+        if args.prompt is not None:
+            text, source = args.prompt, "--prompt"
+        elif args.prompt_file == "-":
+            source = "standard input"
+            text = sys.stdin.read()
+        else:
             text = Path(args.prompt_file).read_text("utf-8")
-        except UnicodeDecodeError as error:
-            raise SpecacheError(f"{source} is not UTF-8 text ({error}). Pass a text file") from error
+        text.encode("utf-8")  # Python reads other bytes of arguments as surrogates
+    except UnicodeError as error:
+        raise SpecacheError(f"{source} is not UTF-8 text ({error}). Pass a text file") from error
     if not text:
         raise SpecacheError(f"{source}: the prompt is empty; give at least one word")
     return text
