@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import ctypes
 import hashlib
 import json
 import platform
@@ -33,13 +32,9 @@ from .settings import Setting, evicting_once, parse_setting, running
 from .tasks import NO_QUESTION, TASKS
 from .tasks.task import Bench, Cell
 
-# glibc's parameter of `mallopt`, and the bytes from which an allocation is mapped by itself.
-M_MMAP_THRESHOLD, MAPPED_FROM = -3, 4 << 20
-
 
 def run_eval(args: argparse.Namespace, command: Sequence[str]) -> None:
     """Check the arguments, load the model, measure the missing rows, print and write the results."""
-    return_freed_memory()
     settings = list(dict.fromkeys(parse_setting(text) for text in args.methods))
     if args.blind:
         settings = list(dict.fromkeys(evicting_once(setting) for setting in settings))
@@ -84,15 +79,6 @@ def run_eval(args: argparse.Namespace, command: Sequence[str]) -> None:
         raise
     finally:
         report([done[key] for key in keys if key in done], args)
-
-
-def return_freed_memory() -> None:
-    """Let glibc return large allocations to the system when they are freed.
-
-    By default, freed prefills of up to 32 MiB a layer stay in the process as fragments, which no later prefill fits.
-    """
-    if platform.libc_ver()[0] == "glibc":
-        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MAPPED_FROM)
 
 
 def check_arguments(args: argparse.Namespace) -> None:

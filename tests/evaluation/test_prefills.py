@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 import random
 from dataclasses import replace
 from typing import Any
@@ -15,7 +14,6 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from conftest import byte_tokenizer, tiny_llama
 from families import ALTERNATE, BY_NAME
-from kept_traces import in_new_process
 from specache_compile.evaluation.reader import Reader
 from specache_compile.evaluation.runner import Prefill, Prefills, Runner
 from specache_compile.evaluation.settings import parse_setting, running
@@ -161,21 +159,3 @@ def test_a_policy_that_evicts_block_by_block_prefills_in_chunks(model: Any) -> N
     for method in whole:
         with running(model, parse_setting(method), "eager"):
             assert runner.chunk is None, "a first chunk would be taken for the prompt"
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another allocator")
-def test_the_memory_of_freed_prefills_returns_to_the_system() -> None:
-    """Tensors of 8 MiB lie between small ones that stay. Freeing a larger one before raises glibc's threshold."""
-    code = """
-import psutil, torch
-from specache_compile.evaluation.run_eval import return_freed_memory
-return_freed_memory()
-larger = torch.ones(31 << 18)
-del larger
-pairs = [(torch.ones(8 << 18), torch.ones(1 << 14)) for _ in range(40)]
-print(psutil.Process().memory_info().rss >> 20)
-pairs = [small for _, small in pairs]
-print(psutil.Process().memory_info().rss >> 20)
-"""
-    before, after = map(int, in_new_process(code).split())
-    assert before - after > 300
