@@ -23,9 +23,9 @@ PARTS = ("passes", "lowering", "kernels")
 QUICK = 0.06
 # The sizes that `python tools/count_lines.py` prints may not grow beyond these.
 CEILINGS = {
-    "product lines, C++ included": 27_127,
+    "product lines, C++ included": 27_075,
     "lines loaded by the backend": 11_545,
-    "test lines, C++ included": 22_394,
+    "test lines, C++ included": 22_396,
     "words in docs, without the generated api.md": 12_000,
 }
 

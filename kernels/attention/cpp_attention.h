@@ -22,6 +22,10 @@ struct Attention : ExactAttention {
     return static_cast<const uint8_t*>(s.codes) + row / kRecord * kRecord * s.row_width;
   }
   const T* pair_in_16_bits(int64_t row) const { return static_cast<const T*>(s.codes) + row * s.row_width; }
+  // The levels of a token's key or value in rows of 8 bits.
+  const uint8_t* levels_at(int64_t row, bool values) const {
+    return record_at(row) + (values ? kRecord * s.dim * s.key_bits / 8 : 0) + row % kRecord * s.dim;
+  }
 
   // Rotate the query, and bring it into the order of params and, for fragments, of lanes. The keys' half requires it.
   void arrange_query() {
@@ -88,11 +92,6 @@ struct Attention : ExactAttention {
           for (int64_t i = 0; i < count; ++i) to[i] = std::accumulate(from + i * shares, from + (i + 1) * shares, 0.0f);
       }
     }
-  }
-
-  // The levels of a token's key or value in rows of 8 bits.
-  const uint8_t* levels_at(int64_t row, bool values) const {
-    return record_at(row) + (values ? kRecord * s.dim * s.key_bits / 8 : 0) + row % kRecord * s.dim;
   }
 
   // The same for tokens in rows, of 8 or 16 bits.
@@ -217,6 +216,7 @@ struct Attention : ExactAttention {
 
   // The same for tokens in rows, of 8 or 16 bits.
   void mix_tokens(int64_t row, int64_t count, const std::vector<int>& kept, const float* weights, Part part) const {
+    const int64_t groups = s.value_bits == 8 ? s.dim / s.channels : 0;
     std::vector<float> value(s.d);
     for (const int record : kept)
       for (int64_t t = record * kRecord; t < std::min<int64_t>(count, (record + 1) * kRecord); ++t) {
@@ -225,10 +225,11 @@ struct Attention : ExactAttention {
           continue;
         }
         const uint8_t* levels = levels_at(row + t, true);
-        for (int64_t first = 0; first < s.d; first += s.channels) {
-          float scale, zero;
-          read_values(row + t, 1, first / s.channels, &scale, &zero);
-          for (int64_t c = first; c < std::min(first + s.channels, s.d); ++c) value[c] = levels[c] * scale + zero;
+        const Params params{s.value_params, (row + t) * 2 * groups, s.param_bits == 8};
+        for (int64_t v = 0; v * s.channels < s.d; ++v) {
+          const float scale = params.scale(v), zero = params.zero(groups + v, scale);
+          for (int64_t c = v * s.channels; c < std::min((v + 1) * s.channels, s.d); ++c)
+            value[c] = levels[c] * scale + zero;
         }
         add_weighted(weights + t, kChunk, value.data(), rows, s.d, part.out);
       }

@@ -97,8 +97,9 @@ class Results:
             try:
                 found = json.loads(out.read_text())
                 old, new = ({**report["settings"], **report["provenance"]} for report in (found, self.report))
+                found["rows"] = [dict(row) for row in found["rows"]]
             except (ValueError, TypeError, LookupError) as error:
-                raise SpecacheError(f"{out} has no rows of a benchmark. Move the file, or name another one") from error
+                raise SpecacheError(f"{out} has no rows of a benchmark. Move the file, or name another file") from error
             other = [
                 f"{name} {old.get(name)}, not {new[name]}" for name in (*SAME, *settings) if old.get(name) != new[name]
             ]

@@ -61,19 +61,18 @@ def sampling_of(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def prompt_of(args: argparse.Namespace) -> str:
-    """The prompt's text. SpecacheError if it is empty."""
-    source = f"--prompt-file {args.prompt_file}"
+    """The prompt's text. SpecacheError if it is empty or not UTF-8."""
+    from_stdin, source = args.prompt_file == "-", f"--prompt-file {args.prompt_file}"
+    if args.prompt is not None or from_stdin:
+        source = "standard input" if from_stdin else "--prompt"
     try:
         if args.prompt is not None:
-            text, source = args.prompt, "--prompt"
-        elif args.prompt_file == "-":
-            source = "standard input"
-            text = sys.stdin.read()
+            text = args.prompt
         else:
-            text = Path(args.prompt_file).read_text("utf-8")
+            text = sys.stdin.read() if from_stdin else Path(args.prompt_file).read_text("utf-8")
         text.encode("utf-8")  # Python reads other bytes of arguments as surrogates
     except UnicodeError as error:
-        raise SpecacheError(f"{source} is not UTF-8 text ({error}). Pass a text file") from error
+        raise SpecacheError(f"{source} is not UTF-8 text ({error}). Pass UTF-8 text") from error
     if not text:
         raise SpecacheError(f"{source}: the prompt is empty; give at least one word")
     return text
